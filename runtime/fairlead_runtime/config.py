@@ -1,0 +1,393 @@
+"""EngineConfig: one definition for the custom resource's field, the pod's argument and the engine's setting.
+
+Owns every knob of one engine with its unit, default and bounds, and the two pure conversions between a
+configuration and an argument list. Reads no environment, opens no file, imports neither torch nor kopf.
+"""
+
+import argparse
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, Self, get_args, get_origin, get_type_hints
+
+SchedulerType = Literal["fifo", "prefill_first", "priority", "fair"]
+Dtype = Literal["auto", "bfloat16", "float16", "float32"]
+CacheDtype = Literal["auto", "fp8"]
+Quantization = Literal["none", "int8", "fp8"]
+Switch = Literal["auto", "on", "off"]
+
+
+class ConfigError(ValueError):
+    """A setting that cannot work. ``field`` names it; the message ends with the fix."""
+
+    def __init__(self, field: str, message: str, hint: str = "") -> None:
+        super().__init__(f"{flag_of(field)}: {message}" + (f" ({hint})" if hint else ""))
+        self.field = field
+        self.hint = hint
+
+
+def flag_of(name: str) -> str:
+    """The command-line flag of a field: ``max_batch_tokens`` → ``--max-batch-tokens``."""
+    return "--" + name.replace("_", "-")
+
+
+def knob(
+    default: Any,
+    help: str,  # noqa: A002 - it becomes argparse's help
+    *,
+    unit: str = "",
+    when: str = "",
+    cr: str | None = None,
+    low: float | None = None,
+    high: float | None = None,
+    metavar: str | None = None,
+) -> Any:
+    """A field with what its three faces need.
+
+    ``cr`` is the dotted path of the custom resource's field (None: the resource has none), ``low`` and
+    ``high`` the inclusive bounds, ``when`` the advice that docs/runtime.md prints.
+    """
+    meta = {"help": help, "unit": unit, "when": when, "cr": cr, "low": low, "high": high, "metavar": metavar}
+    return field(default=default, metadata=meta)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """Every setting of one engine. Frozen: "auto" and None are resolved once, into other objects.
+
+    Raises ConfigError on construction when a value is out of bounds or two values contradict each other.
+    """
+
+    # -- model
+    revision: str = knob(
+        "", "commit, tag or branch of a hub model", when="Pin a commit in production.", cr="model.revision"
+    )
+    served_name: str = knob(
+        "",
+        "model name clients use (default: the source)",
+        when="To keep clients unchanged when the source changes.",
+        cr="model.servedName",
+    )
+    trust_remote_code: bool = knob(
+        False,
+        "allow a model that ships its own Python code",
+        when="Only for models whose code you have read; no code is executed for families that transformers knows.",
+        cr="model.trustRemoteCode",
+    )
+    # -- engine
+    dtype: Dtype = knob(
+        "auto",
+        "type of weights and activations; auto: the checkpoint's own",
+        when="float32 on CPUs without bfloat16 arithmetic.",
+        cr="engine.dtype",
+    )
+    quantization: Quantization = knob(
+        "none", "weight quantization", when="To fit a model that is too large.", cr="engine.quantization"
+    )
+    max_model_len: int | None = knob(
+        None,
+        "longest prompt plus output of one request; unset: the model's own",
+        unit="tokens",
+        when="Lower it when one full-length sequence does not fit.",
+        cr="engine.maxModelLen",
+        low=1,
+    )
+    tensor_parallel: int = knob(
+        1,
+        "accelerators that share one copy of the model",
+        when="When the weights do not fit one accelerator.",
+        cr="engine.tensorParallel",
+        low=1,
+        high=64,
+    )
+    deterministic: bool = knob(
+        False,
+        "the same text whatever shares the batch, in every dtype",
+        when="When reproducibility in bfloat16 is worth speed.",
+        cr="engine.deterministic",
+    )
+    async_batching: Switch = knob(
+        "auto",
+        "prepare the next batch while the accelerator runs this one",
+        when="Leave at auto.",
+        cr="engine.asyncBatching",
+    )
+    cuda_graphs: Switch = knob(
+        "auto",
+        "replay captured CUDA graphs",
+        when="off to find out whether a fault lies in a graph.",
+        cr="engine.cudaGraphs.enabled",
+    )
+    q_padding_interval: int = knob(
+        64,
+        "query lengths of a graph are padded to a multiple of this",
+        unit="tokens",
+        when="Smaller: less padding, more graphs.",
+        cr="engine.cudaGraphs.qPaddingInterval",
+        low=1,
+    )
+    kv_padding_interval: int = knob(
+        16384,
+        "cache lengths of a graph are padded to a multiple of this",
+        unit="tokens",
+        when="Smaller: less padding, more graphs.",
+        cr="engine.cudaGraphs.kvPaddingInterval",
+        low=1,
+    )
+    max_cached_graphs: int = knob(
+        32,
+        "captured graphs kept, least recently used first out",
+        unit="graphs",
+        when="Lower it when graphs take memory the cache needs.",
+        cr="engine.cudaGraphs.maxCachedGraphs",
+        low=0,
+    )
+    # -- scheduler
+    scheduler_type: SchedulerType = knob(
+        "fifo",
+        "order of work: fifo, prefill_first, priority or fair (per tenant)",
+        when="fair when tenants share a deployment, priority when requests carry one, prefill_first for time to first token.",
+        cr="scheduler.type",
+    )
+    max_batch_tokens: int = knob(
+        8192,
+        "tokens one step may process",
+        unit="tokens",
+        when="Lower for steadier inter-token latency, higher for prefill throughput; 256 to 512 on a CPU.",
+        cr="scheduler.maxBatchTokens",
+        low=1,
+    )
+    max_requests: int = knob(
+        256,
+        "requests one step may process",
+        unit="requests",
+        when="Raise while the cache has room and the accelerator is not busy.",
+        cr="scheduler.maxRequests",
+        low=1,
+    )
+    safety_margin: float = knob(
+        0.2,
+        "share of cache blocks kept free for running requests: below it nothing new starts",
+        unit="share",
+        when="Raise when preemptions are frequent, lower for short outputs.",
+        cr="scheduler.safetyMargin",
+        low=0.0,
+        high=0.9,
+    )
+    max_queue: int = knob(
+        1024,
+        "requests that may wait; further ones are refused with 429",
+        unit="requests",
+        when="Lower to fail fast.",
+        cr="scheduler.maxQueue",
+        low=1,
+    )
+    queue_timeout: float = knob(
+        60.0,
+        "longest wait for a first step; then 503",
+        unit="seconds",
+        when="Match your clients' patience.",
+        cr="scheduler.queueTimeoutSeconds",
+        low=0.001,
+    )
+    # -- cache
+    block_size: int = knob(
+        16,
+        "tokens per cache block; a power of two from 4",
+        unit="tokens",
+        when="Larger for long prompts, smaller for more prefix hits.",
+        cr="cache.blockSize",
+        low=4,
+    )
+    num_blocks: int | None = knob(
+        None,
+        "cache blocks, each of block_size tokens in every layer; unset: solved from memory",
+        unit="blocks",
+        when="To pin the cache in tests.",
+        cr="cache.numBlocks",
+        low=1,
+    )
+    max_memory_percent: float = knob(
+        0.9,
+        "share of the accelerator's total memory for weights, activations, graphs and cache together",
+        unit="share",
+        when="Lower when something else shares the device.",
+        cr="cache.maxMemoryPercent",
+        low=0.01,
+        high=1.0,
+    )
+    allow_block_sharing: bool = knob(
+        True,
+        "reuse cached blocks of equal prefixes (prefix caching)",
+        when="Off only to measure without it.",
+        cr="cache.allowBlockSharing",
+    )
+    cpu_offload_space: float = knob(
+        0.0,
+        "host memory for the cache of preempted requests; 0: recompute instead",
+        unit="GiB",
+        when="When preemptions of long requests are frequent.",
+        cr="cache.cpuOffloadSpace",
+        low=0.0,
+    )
+    cache_dtype: CacheDtype = knob(
+        "auto",
+        "type of cached keys and values; auto: the model's",
+        when="fp8 to hold twice the tokens.",
+        cr="cache.dtype",
+    )
+    # -- process
+    shared_memory: float = knob(
+        0.0,
+        "host memory the pod's /dev/shm may take (counted in the CPU sizing)",
+        unit="GiB",
+        when="Set by the operator.",
+        cr="resources.sharedMemory",
+        low=0.0,
+    )
+    seed: int = knob(
+        0, "seed of requests that bring none", when="To vary or to repeat whole runs.", low=0, high=2**63 - 1
+    )
+    api_key_file: str = knob(
+        "",
+        "file of API keys, one a line, read again when it changes; unset: no keys",
+        when="Whenever the port is reachable by others.",
+        metavar="FILE",
+    )
+    drain_timeout: float = knob(
+        300.0,
+        "longest time running streams may take to finish after SIGTERM",
+        unit="seconds",
+        when="At least your longest answer.",
+        cr="rollout.drainTimeoutSeconds",
+        low=0.0,
+    )
+    record: str = knob(
+        "",
+        "write arrivals and decisions to this file for `fairlead replay` and `fairlead trace` (it holds prompts as token ids)",
+        when="To report or study a scheduling problem.",
+        metavar="FILE",
+    )
+
+    def __post_init__(self) -> None:
+        for f in dataclasses.fields(self):
+            _check(f, getattr(self, f.name))
+        if self.block_size & (self.block_size - 1):
+            raise ConfigError(
+                "block_size", f"{self.block_size} is no power of two", "use 4, 8, 16, 32, 64, 128 or 256"
+            )
+
+    def clamped(self) -> Self:
+        """With max_requests at most max_batch_tokens: a step gives every request at least one token."""
+        return dataclasses.replace(self, max_requests=min(self.max_requests, self.max_batch_tokens))
+
+    def to_args(self) -> list[str]:
+        """Flags of all settings that differ from their default, in field order.
+
+        Only those, so that a release that adds a flag leaves running pods' arguments as they are.
+        """
+        args: list[str] = []
+        for f in dataclasses.fields(self):
+            value = getattr(self, f.name)
+            if value == f.default:
+                continue
+            if isinstance(value, bool):
+                args.append(flag_of(f.name) if value else "--no-" + f.name.replace("_", "-"))
+            else:
+                args.append(f"{flag_of(f.name)}={value}")
+        return args
+
+    @classmethod
+    def from_args(cls, args: Sequence[str]) -> Self:
+        """The configuration of an argument list; the inverse of ``to_args``."""
+        parser = argparse.ArgumentParser(allow_abbrev=False)
+        add_arguments(parser)
+        return cls.from_namespace(parser.parse_args(list(args)))
+
+    @classmethod
+    def from_namespace(cls, namespace: argparse.Namespace) -> Self:
+        return cls(**{f.name: getattr(namespace, f.name) for f in dataclasses.fields(cls)})
+
+    @classmethod
+    def from_mapping(cls, values: Mapping[str, Any]) -> Self:
+        """From keyword settings; an unknown name is a ConfigError that lists the nearest one."""
+        import difflib
+
+        known = [f.name for f in dataclasses.fields(cls)]
+        for name in values:
+            if name not in known:
+                near = difflib.get_close_matches(name, known, n=1)
+                raise ConfigError(name, "no such setting", f"did you mean {near[0]}?" if near else "")
+        return cls(**values)
+
+
+_HINTS = get_type_hints(EngineConfig)
+
+
+def choices_of(name: str) -> tuple[str, ...]:
+    """The allowed words of a field, empty when it is not a choice."""
+    hint = _HINTS[name]
+    return get_args(hint) if get_origin(hint) is Literal else ()
+
+
+def base_type(name: str) -> type:
+    """bool, int, float or str: what one value of the field is, None aside."""
+    if choices_of(name):
+        return str
+    hint = _HINTS[name]
+    for option in get_args(hint) or (hint,):
+        if option is not type(None):
+            return option  # type: ignore[no-any-return]
+    raise TypeError(name)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """One flag per field, with its help line, unit and default."""
+    group = parser.add_argument_group("engine")
+    for f in dataclasses.fields(EngineConfig):
+        meta, kind = f.metadata, base_type(f.name)
+        unit = f", {meta['unit']}" if meta["unit"] else ""
+        default = (
+            "unset"
+            if f.default in (None, "")
+            else {True: "on", False: "off"}.get(f.default, f.default)
+            if isinstance(f.default, bool)
+            else f.default
+        )
+        text = f"{meta['help']} (default: {default}{unit})".replace("%", "%%")
+        if kind is bool:
+            group.add_argument(
+                flag_of(f.name), action=argparse.BooleanOptionalAction, default=f.default, help=text
+            )
+        else:
+            group.add_argument(
+                flag_of(f.name),
+                type=kind,
+                default=f.default,
+                choices=choices_of(f.name) or None,
+                metavar=meta["metavar"] or (None if choices_of(f.name) else kind.__name__.upper()),
+                help=text,
+            )
+
+
+def _check(f: "dataclasses.Field[Any]", value: Any) -> None:
+    if value is None:
+        if f.default is not None:
+            raise ConfigError(f.name, "must be set")
+        return
+    kind = base_type(f.name)
+    good = (isinstance(value, kind) and (kind is bool or not isinstance(value, bool))) or (
+        kind is float and isinstance(value, int) and not isinstance(value, bool)
+    )
+    if not good:
+        raise ConfigError(f.name, f"expected {kind.__name__}, got {value!r}")
+    if choices_of(f.name) and value not in choices_of(f.name):
+        raise ConfigError(f.name, f"{value!r} is not supported", "use " + ", ".join(choices_of(f.name)))
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ConfigError(f.name, f"{value} is not finite")
+    low, high = f.metadata["low"], f.metadata["high"]
+    if low is not None and value < low:
+        raise ConfigError(f.name, f"{value} is below the smallest allowed, {low}", f"set at least {low}")
+    if high is not None and value > high:
+        raise ConfigError(f.name, f"{value} is above the largest allowed, {high}", f"set at most {high}")

@@ -1,0 +1,162 @@
+"""What a client asks for and the state it is in: the vocabulary every other part shares.
+
+Owns SamplingParams, Request, Sequence and the life cycle as one table. Knows no tensor, no queue and no clock.
+"""
+
+import enum
+import math
+from dataclasses import dataclass, field
+
+MAX_CHOICES = 8
+MAX_LOGPROBS = 20
+
+
+class RequestError(ValueError):
+    """A request that cannot be served as asked. ``param`` names the field, the message says the fix."""
+
+    def __init__(self, param: str, message: str) -> None:
+        super().__init__(f"{param}: {message}")
+        self.param = param
+
+
+class FinishReason(enum.StrEnum):
+    STOP = "stop"  # an end-of-sequence or stop token
+    LENGTH = "length"  # max_tokens, or the longest sequence the model or the cache holds
+    ABORT = "abort"  # the client went away or the server drained
+    ERROR = "error"  # this request failed; no other did
+
+
+class Status(enum.StrEnum):
+    """What a user is shown. The scheduler itself knows no phases: ``computed`` chases ``total``."""
+
+    PENDING = "pending"  # waiting: never started, preempted, or offloaded
+    PREFILLING = "prefilling"
+    DECODING = "decoding"
+    FINISHED = "finished"
+    FAILED = "failed"
+    ABORTED = "aborted"
+
+
+# Every transition there is. Preemption leads back to PENDING; the last three states are final.
+TRANSITIONS: dict[Status, frozenset[Status]] = {
+    Status.PENDING: frozenset({Status.PREFILLING, Status.DECODING, Status.FAILED, Status.ABORTED}),
+    Status.PREFILLING: frozenset(
+        {Status.DECODING, Status.FINISHED, Status.PENDING, Status.FAILED, Status.ABORTED}
+    ),
+    Status.DECODING: frozenset({Status.FINISHED, Status.PENDING, Status.FAILED, Status.ABORTED}),
+    Status.FINISHED: frozenset(),
+    Status.FAILED: frozenset(),
+    Status.ABORTED: frozenset(),
+}
+FINAL = frozenset(s for s, following in TRANSITIONS.items() if not following)
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How tokens are chosen. temperature 0 is greedy; top_k 0, top_p 1 and min_p 0 switch those filters off."""
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int | None = None
+    n: int = 1
+    max_tokens: int | None = 16  # None: as many as the model and the cache allow
+    min_tokens: int = 0
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    logprobs: int | None = None  # None: none; k: the chosen token's and the k likeliest
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        _number("temperature", self.temperature, 0.0, 100.0)
+        _whole("top_k", self.top_k, 0, 2**31 - 1)
+        _number("top_p", self.top_p, 0.0, 1.0)
+        if self.top_p == 0.0:
+            raise RequestError(
+                "top_p", "must be above 0 and at most 1; for the likeliest token alone set temperature to 0"
+            )
+        _number("min_p", self.min_p, 0.0, 1.0)
+        if self.seed is not None:
+            _whole("seed", self.seed, -(2**63), 2**63 - 1)
+        _whole("n", self.n, 1, MAX_CHOICES)
+        if self.max_tokens is not None:
+            _whole("max_tokens", self.max_tokens, 1, 2**31 - 1)
+        _whole("min_tokens", self.min_tokens, 0, 2**31 - 1)
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise RequestError(
+                "min_tokens", f"{self.min_tokens} is above max_tokens, {self.max_tokens}: lower it"
+            )
+        for token in self.stop_token_ids:
+            _whole("stop_token_ids", token, 0, 2**31 - 1)
+        if len(self.stop_token_ids) > 64:
+            raise RequestError("stop_token_ids", "at most 64 may be given")
+        if self.logprobs is not None:
+            _whole("logprobs", self.logprobs, 0, MAX_LOGPROBS)
+
+
+def _number(name: str, value: object, low: float, high: float) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise RequestError(name, f"must be a finite number, not {value!r}"[:200])
+    if not low <= value <= high:
+        raise RequestError(name, f"must be from {low:g} to {high:g}, not {value:g}")
+
+
+def _whole(name: str, value: object, low: int, high: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise RequestError(name, f"must be a whole number, not {value!r}"[:200])
+    if not low <= value <= high:
+        raise RequestError(name, f"must be from {low} to {high}, not {value}"[:200])
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One client's request, n choices of one prompt. Immutable; what changes is in its Sequences.
+
+    ``seed`` is resolved (never None in ``params`` terms), ``salt`` separates prefix caches of tenants,
+    ``eos_ids`` are the model's end-of-sequence ids, ``priority`` runs lower first, ``max_tokens`` is resolved.
+    """
+
+    id: str
+    prompt: tuple[int, ...]
+    params: SamplingParams
+    max_tokens: int
+    seed: int = 0
+    priority: int = 0
+    tenant: str = ""
+    salt: bytes = b""
+    eos_ids: frozenset[int] = frozenset()
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """One choice of a request: what the scheduler orders, what holds blocks, what a batch row computes.
+
+    ``tokens`` is prompt + generated; ``computed`` counts the leading tokens whose keys and values are in the
+    cache; a token is sampled when ``computed`` reaches ``len(tokens)``.
+    """
+
+    id: int  # unique within a scheduler, in order of arrival
+    request: Request
+    choice: int
+    tokens: list[int]
+    computed: int = 0
+    status: Status = Status.PENDING
+    preemptions: int = 0
+    tables: list[list[int]] = field(default_factory=list)  # one per layer group: block ids, NULL where freed
+
+    @property
+    def prompt_len(self) -> int:
+        return len(self.request.prompt)
+
+    @property
+    def generated(self) -> int:
+        return len(self.tokens) - len(self.request.prompt)
+
+    def move_to(self, status: Status) -> None:
+        """Change state by the table; anything else is a bug in the caller."""
+        if status is self.status:
+            return
+        if status not in TRANSITIONS[self.status]:
+            raise RuntimeError(f"sequence {self.id}: no transition {self.status} → {status}")
+        self.status = status
