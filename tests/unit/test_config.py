@@ -1,0 +1,94 @@
+"""EngineConfig: bounds, round trip through arguments, help."""
+
+import argparse
+import dataclasses
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fairlead_runtime.config import ConfigError, EngineConfig, add_arguments, base_type, choices_of, flag_of
+
+FIELDS = dataclasses.fields(EngineConfig)
+
+
+def values_of(f: "dataclasses.Field[Any]") -> st.SearchStrategy[Any]:
+    """Every value a field accepts."""
+    low, high = f.metadata["low"], f.metadata["high"]
+    kind = base_type(f.name)
+    if choices_of(f.name):
+        return st.sampled_from(choices_of(f.name))
+    if f.name == "block_size":
+        return st.sampled_from([4, 8, 16, 32, 64, 128, 256])
+    some: st.SearchStrategy[Any] = {
+        bool: st.booleans(),
+        int: st.integers(low or 0, high or 2**40),
+        float: st.floats(low or 0.0, high or 1e6, allow_nan=False),
+        str: st.text(max_size=20),
+    }[kind]
+    return st.one_of(st.none(), some) if f.default is None else some
+
+
+configs = st.builds(EngineConfig, **{f.name: values_of(f) for f in FIELDS})
+
+
+@given(configs)
+def test_arguments_carry_every_configuration_unchanged(config: EngineConfig) -> None:
+    assert EngineConfig.from_args(config.to_args()) == config
+
+
+def test_arguments_name_only_what_differs_from_the_default_in_field_order() -> None:
+    """So that a release that adds a flag leaves the arguments of running pods as they are."""
+    assert EngineConfig().to_args() == []
+    config = EngineConfig(num_blocks=4, max_batch_tokens=64, allow_block_sharing=False)
+    assert config.to_args() == ["--max-batch-tokens=64", "--num-blocks=4", "--no-allow-block-sharing"]
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "part"),
+    [
+        ("max_batch_tokens", 0, "--max-batch-tokens: 0 is below the smallest allowed, 1"),
+        ("safety_margin", 0.95, "--safety-margin: 0.95 is above the largest allowed, 0.9"),
+        ("safety_margin", float("nan"), "--safety-margin: nan is not finite"),
+        ("block_size", 12, "--block-size: 12 is no power of two"),
+        ("block_size", 2, "--block-size: 2 is below"),
+        ("scheduler_type", "lifo", "use fifo, prefill_first, priority, fair"),
+        ("max_requests", "3", "--max-requests: expected int"),
+        ("max_requests", True, "--max-requests: expected int"),
+        ("max_requests", None, "--max-requests: must be set"),
+        ("cuda_graphs", True, "--cuda-graphs: expected str"),
+    ],
+)
+def test_a_bad_value_names_its_flag_and_the_fix(name: str, value: object, part: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        EngineConfig(**{name: value})  # type: ignore[arg-type]
+    assert part in str(error.value)
+    assert error.value.field == name
+
+
+def test_an_unknown_setting_names_the_nearest_known_one() -> None:
+    with pytest.raises(ConfigError, match="did you mean max_batch_tokens"):
+        EngineConfig.from_mapping({"max_batch_token": 5})
+
+
+def test_help_shows_every_flag_with_its_default_and_unit() -> None:
+    parser = argparse.ArgumentParser(prog="fairlead serve")
+    add_arguments(parser)
+    text = " ".join(parser.format_help().split())
+    for f in FIELDS:
+        assert flag_of(f.name) in text
+    assert "(default: 8192, tokens)" in text
+    assert "(default: unset, blocks)" in text
+    assert "(default: on)" in text
+
+
+def test_a_step_gives_every_request_a_token() -> None:
+    assert EngineConfig(max_batch_tokens=8, max_requests=256).clamped().max_requests == 8
+    assert EngineConfig().clamped() == EngineConfig()
+
+
+def test_every_setting_says_when_to_change_it() -> None:
+    for f in FIELDS:
+        assert f.metadata["help"], f.name
+        assert f.metadata["when"], f.name
