@@ -214,12 +214,12 @@ class ServiceFace(Protocol):
         """Refuse new submissions from now on; running ones go on. Callable from a signal handler."""
         ...
 
-    async def drain(self, timeout: float) -> int:
-        """begin_drain, wait for running requests up to ``timeout`` seconds, abort the rest; returns how many."""
+    async def drain(self, grace: float) -> int:
+        """begin_drain, wait for running requests up to ``grace`` seconds, abort the rest; returns how many."""
         ...
 
-    async def canary(self, timeout: float = 10.0) -> float:
-        """One token through the real engine, in no request metric; seconds it took. Raises ServiceError."""
+    async def canary(self, patience: float = 10.0) -> float:
+        """One token through the real engine, in no request metric; seconds it took. Raises ServiceError after ``patience`` seconds."""
         ...
 
     def snapshot(self) -> EngineSnapshot: ...
