@@ -1,0 +1,167 @@
+"""Tiny random models of every supported family, for tests and for comparing engines on equal weights.
+
+Owns their sizes and their weights. They are scaled so that greedy output varies and depends on the whole
+context: the errors an engine can make (a lost block, a wrong position, a wrong window) change the text.
+"""
+
+import hashlib
+import math
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
+
+from fairlead_runtime.models.tokenizer import SPECIAL, byte_level
+
+FAMILIES = (
+    "llama",
+    "mistral",
+    "qwen2",
+    "qwen3",
+    "gemma2",
+    "gemma3_text",
+    "phi3",
+    "gpt2",
+    "gpt_neox",
+    "qwen3_moe",
+    "mixtral",
+    "gpt_oss",
+)
+# Buildable too, but their RoPE depends on the longest sequence of a batch unless it is pinned.
+VARIANTS = ("phi3_longrope", "llama_dynamic")
+
+CONTEXT = 1024
+HIDDEN = 64
+WINDOW = 12  # no multiple of any block size, so windows end inside blocks
+_MERGES = "th he in er an re on at en nd ti es or te of ed is it al ar st to nt ng se ha as ou io le".split()  # noqa: SIM905 - thirty strings in quotes read worse
+VOCAB = len(SPECIAL) + 256 + len(_MERGES)
+
+_COMMON: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": HIDDEN,
+    "intermediate_size": 128,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": CONTEXT,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "tie_word_embeddings": False,
+}
+_FULL, _SLIDING = "full_attention", "sliding_attention"
+_GEMMA: dict[str, Any] = {
+    "head_dim": 16,
+    "query_pre_attn_scalar": 16,
+    "num_hidden_layers": 4,
+    "sliding_window": WINDOW,
+}
+_MOE: dict[str, Any] = {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 64}
+_LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "partial_rotary_factor": 1.0,
+    "short_factor": [1.0 + 0.05 * i for i in range(8)],
+    "long_factor": [1.0 + 0.9 * i for i in range(8)],
+}
+_OWN: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "mistral": {"head_dim": 16, "sliding_window": WINDOW},
+    "qwen2": {},
+    "qwen3": {"head_dim": 16},
+    "gemma2": {
+        **_GEMMA,
+        "layer_types": [_SLIDING, _FULL, _SLIDING, _FULL],
+        "attn_logit_softcapping": 4.0,
+        "final_logit_softcapping": 20.0,
+    },
+    "gemma3_text": {**_GEMMA, "layer_types": [_SLIDING, _SLIDING, _SLIDING, _FULL]},
+    "phi3": {"original_max_position_embeddings": CONTEXT},
+    "phi3_longrope": {"original_max_position_embeddings": 64, "rope_parameters": _LONGROPE},
+    "llama_dynamic": {
+        "max_position_embeddings": 64,
+        "rope_parameters": {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0},
+    },
+    "gpt2": {"n_inner": 128, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
+    "gpt_neox": {},
+    "qwen3_moe": {**_MOE, "head_dim": 16, "moe_intermediate_size": 64, "norm_topk_prob": True},
+    "mixtral": {**_MOE, "head_dim": 16},
+    "gpt_oss": {
+        **_MOE,
+        "head_dim": 16,
+        "num_hidden_layers": 4,
+        "sliding_window": WINDOW,
+        "layer_types": [_SLIDING, _FULL, _SLIDING, _FULL],
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+    },
+}
+_MODEL_TYPES = {"phi3_longrope": "phi3", "llama_dynamic": "llama"}
+
+
+def build(family: str, *, seed: int = 0, **overrides: Any) -> PreTrainedModel:
+    """A random model of ``family`` (one of FAMILIES or VARIANTS) in float32 on the CPU, in eval mode, eager attention.
+
+    ``overrides`` are settings of the family's transformers configuration. Equal arguments give equal weights.
+    Raises ValueError for an unknown family.
+    """
+    if family not in _OWN:
+        raise ValueError(f"{family}: no such family, use one of {', '.join((*FAMILIES, *VARIANTS))}")
+    config = AutoConfig.for_model(
+        _MODEL_TYPES.get(family, family), **{**_COMMON, **_OWN[family], **overrides}
+    )
+    factory: Any = AutoModelForCausalLM  # transformers' classes are untyped
+    model = factory.from_config(config, dtype=torch.float32, attn_implementation="eager")
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            _fill(name, parameter, seed)
+        if config.model_type.startswith("gemma"):
+            # Gemma multiplies embeddings by sqrt(hidden): undone here, or the last token alone would decide.
+            model.get_input_embeddings().weight.div_(math.sqrt(config.hidden_size))
+    if model.generation_config is not None:
+        model.generation_config.pad_token_id = config.pad_token_id
+    model.eval()
+    return cast("PreTrainedModel", model)
+
+
+def tokenizer() -> PreTrainedTokenizerFast:
+    """The byte-level tokenizer of all tiny models: VOCAB ids, each one used."""
+    return byte_level([(pair[0], pair[1]) for pair in _MERGES], max_length=CONTEXT)
+
+
+def save(model: PreTrainedModel, directory: Path | str) -> Path:
+    """Write ``model`` and the tokenizer as a checkpoint (safetensors and JSON) into ``directory``."""
+    path = Path(directory)
+    path.mkdir(parents=True, exist_ok=True)
+    model.save_pretrained(path)
+    tokenizer().save_pretrained(path)
+    return path
+
+
+def _fill(name: str, parameter: torch.nn.Parameter, seed: int) -> None:
+    """Set one parameter from (seed, name) alone, so that an added layer leaves the others as they are."""
+    digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
+    noise = torch.randn(parameter.shape, generator=generator)
+    if parameter.dim() == 1:
+        # Norm weights stay near what the family starts them at (1, or 0 for Gemma), biases near 0, sinks too.
+        scale = 1.0 if name.endswith("sinks") else 0.1
+        parameter.add_(scale * noise)
+    else:
+        parameter.copy_(noise * (_gain(name) / math.sqrt(HIDDEN)))
+
+
+def _gain(name: str) -> float:
+    """The standard deviation a parameter gives a unit input of HIDDEN features.
+
+    Chosen by measurement: logits with a standard deviation near 2.5, attention neither flat nor on one token,
+    and little of the embedding left in the last hidden state.
+    """
+    leaf = name.removesuffix(".weight").rsplit(".", 1)[-1]
+    if leaf in {"lm_head", "embed_out"}:
+        return 2.5
+    if leaf in {"embed_tokens", "wte", "embed_in"}:
+        return 0.5 * math.sqrt(HIDDEN)
+    if leaf == "wpe":
+        return 0.3 * math.sqrt(HIDDEN)
+    return 1.5 if any(part in name for part in ("attn", "attention", "router")) else 1.0

@@ -1,0 +1,58 @@
+"""Byte-level tokenizers of the demo and tiny models: every byte has an id, so every text can be encoded.
+
+Owns their construction and their chat template. Tokenizers of other models come from their files.
+"""
+
+from collections.abc import Sequence
+from typing import Any, cast
+
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+BOS, END, PAD = "<|begin|>", "<|end|>", "<|pad|>"
+ROLES = ("system", "user", "assistant")
+SPECIAL = (PAD, BOS, END, *(f"<|{role}|>" for role in ROLES))
+
+CHAT_TEMPLATE = (
+    "{{- bos_token }}"
+    "{%- for message in messages %}"
+    "{%- if message.role not in ['system', 'user', 'assistant'] %}"
+    "{{- raise_exception('roles are system, user and assistant, not ' ~ message.role) }}"
+    "{%- endif %}"
+    "{{- '<|' ~ message.role ~ '|>' ~ message.content ~ '<|end|>' }}"
+    "{%- endfor %}"
+    "{%- if add_generation_prompt %}{{- '<|assistant|>' }}{%- endif %}"
+)
+
+
+def byte_alphabet() -> list[str]:
+    """The 256 printable stand-ins for bytes that byte-level BPE uses, in a fixed order."""
+    return sorted(pre_tokenizers.ByteLevel.alphabet())
+
+
+def byte_level(
+    merges: Sequence[tuple[str, str]], *, max_length: int, chat_template: str = CHAT_TEMPLATE
+) -> PreTrainedTokenizerFast:
+    """A byte-level BPE tokenizer with ids: special tokens, then 256 bytes, then one per merge in order.
+
+    ``merges`` are written in the byte alphabet; both halves of a merge must exist before it.
+    """
+    pieces = [*SPECIAL, *byte_alphabet(), *(left + right for left, right in merges)]
+    vocab = {piece: number for number, piece in enumerate(pieces)}
+    if len(vocab) != len(pieces):
+        raise ValueError("two merges make the same piece")
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=list(merges)))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in SPECIAL])
+    factory: Any = PreTrainedTokenizerFast  # transformers' classes are untyped
+    fast = factory(
+        tokenizer_object=tokenizer,
+        bos_token=BOS,
+        eos_token=END,
+        pad_token=PAD,
+        model_max_length=max_length,
+        clean_up_tokenization_spaces=False,
+    )
+    fast.chat_template = chat_template
+    return cast("PreTrainedTokenizerFast", fast)
