@@ -1,0 +1,1 @@
+"""One module per subcommand of `fairlead`; each has `main(argv) -> exit code` and imports heavy things lazily."""
