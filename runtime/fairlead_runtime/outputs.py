@@ -188,9 +188,11 @@ class OutputStream(AsyncIterator[Output], Protocol):
 
     Iterating raises a ServiceError when the whole request ended for a reason that is not its own.
     ``aclose`` (or leaving ``async with``) cancels what still runs, also when iteration never began.
+    ``cached_tokens`` are the prompt tokens found in the prefix cache, known from the first Output on; 0 before.
     """
 
     request_id: str
+    cached_tokens: int
 
     async def aclose(self) -> None: ...
     async def __aenter__(self) -> Self: ...
@@ -218,8 +220,8 @@ class ServiceFace(Protocol):
         """begin_drain, wait for running requests up to ``grace`` seconds, abort the rest; returns how many."""
         ...
 
-    async def canary(self, patience: float = 10.0) -> float:
-        """One token through the real engine, in no request metric; seconds it took. Raises ServiceError after ``patience`` seconds."""
+    async def canary(self, patience: float = 10.0) -> int:
+        """One token through the real engine, in no request metric: its id. Raises ServiceError after ``patience`` seconds."""
         ...
 
     def snapshot(self) -> EngineSnapshot: ...
