@@ -1,0 +1,160 @@
+"""The model families the runtime serves, as data: default settings and what a layer holds.
+
+Owns one table, checked against transformers' own classes by the tests. Counts nothing; ``shape`` does.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """How one ``model_type`` is built. A bias is a constant or the name of the setting that decides it."""
+
+    defaults: Mapping[str, Any]
+    aliases: Mapping[str, str] = field(default_factory=dict)  # our name → the family's
+    qkv_bias: bool | str = False
+    out_bias: bool | str = False
+    mlp_bias: bool | str = False
+    gated: bool = True
+    norms: int = 2  # normalisations of the hidden state in one layer
+    norm_bias: bool = False  # LayerNorm with a bias instead of RMSNorm
+    qk_norm: str = ""  # "head": one weight per head_dim; "flat": one per projected element
+    qk_norm_if: str = ""  # the setting that switches qk_norm on; "" for always
+    positions: bool = False  # learned position embeddings
+    experts: str = ""  # the setting that gives one expert's width; "" for a dense model
+    expert_bias: bool = False
+    sinks: bool = False  # one attention sink per head
+    window: str = ""  # "": never; "all": one window in every layer; "types": as layer_types say
+    window_if: str = ""  # the setting that switches windows on
+    full_every: int | str = 0  # default of layer_types: layers n, 2n, ... are full, the others slide
+    window_from: str = ""  # default of layer_types: this layer and all above it slide
+
+
+def _defaults(
+    vocab: int, hidden: int, inner: int | None, layers: int, heads: int, longest: int, **more: Any
+) -> dict[str, Any]:
+    return {
+        "vocab_size": vocab,
+        "hidden_size": hidden,
+        "intermediate_size": inner,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "max_position_embeddings": longest,
+        "tie_word_embeddings": False,
+        "attention_bias": False,
+        "mlp_bias": False,
+        "use_sliding_window": False,
+        "decoder_sparse_step": 1,
+    } | more
+
+
+_LLAMA = _defaults(32000, 4096, 11008, 32, 32, 2048)
+_QWEN = _defaults(
+    151936, 4096, 22016, 32, 32, 32768, num_key_value_heads=32, sliding_window=4096, max_window_layers=28
+)
+_GEMMA = {"tie_word_embeddings": True, "head_dim": 256, "sliding_window": 4096, "sliding_window_pattern": 6}
+_MIXTRAL = _defaults(
+    32000, 4096, 14336, 32, 32, 131072, num_key_value_heads=8, num_local_experts=8, num_experts_per_tok=2
+)
+_QWEN_WINDOWS: dict[str, Any] = {
+    "window": "types",
+    "window_if": "use_sliding_window",
+    "window_from": "max_window_layers",
+}
+_ATTENTION_BIAS: dict[str, Any] = {"qkv_bias": "attention_bias", "out_bias": "attention_bias"}
+
+# One entry per model_type: the defaults of transformers 5.23's configuration class and what its layers hold.
+FAMILIES: Mapping[str, Family] = {
+    "llama": Family(_LLAMA, mlp_bias="mlp_bias", **_ATTENTION_BIAS),
+    "granite": Family(_LLAMA, mlp_bias="mlp_bias", **_ATTENTION_BIAS),
+    "mistral": Family(
+        _defaults(32000, 4096, 14336, 32, 32, 131072, num_key_value_heads=8, sliding_window=4096),
+        window="all",
+    ),
+    "mixtral": Family(_MIXTRAL, experts="intermediate_size", window="all"),
+    "qwen2": Family(_QWEN, qkv_bias=True, **_QWEN_WINDOWS),
+    "qwen3": Family(_QWEN | {"head_dim": 128}, qk_norm="head", **_ATTENTION_BIAS, **_QWEN_WINDOWS),
+    "qwen3_moe": Family(
+        _defaults(151936, 2048, 6144, 24, 32, 32768, num_key_value_heads=4, sliding_window=4096)
+        | {"moe_intermediate_size": 768, "num_local_experts": 128, "num_experts_per_tok": 8},
+        aliases={"num_local_experts": "num_experts"},
+        qk_norm="head",
+        experts="moe_intermediate_size",
+        window="all",
+        window_if="use_sliding_window",
+        **_ATTENTION_BIAS,
+    ),
+    "gpt_oss": Family(
+        _defaults(201088, 2880, 2880, 36, 64, 131072, num_key_value_heads=8, sliding_window=128)
+        | {"head_dim": 64, "attention_bias": True, "num_local_experts": 128, "num_experts_per_tok": 4},
+        aliases={"num_local_experts": "num_experts"},
+        experts="intermediate_size",
+        expert_bias=True,
+        sinks=True,
+        window="types",
+        full_every=2,
+        **_ATTENTION_BIAS,
+    ),
+    "gemma": Family(
+        _defaults(256000, 3072, 24576, 28, 16, 8192, num_key_value_heads=16) | _GEMMA, **_ATTENTION_BIAS
+    ),
+    "gemma2": Family(
+        _defaults(256000, 2304, 9216, 26, 8, 8192, num_key_value_heads=4) | _GEMMA,
+        norms=4,
+        window="types",
+        full_every=2,
+        **_ATTENTION_BIAS,
+    ),
+    "gemma3_text": Family(
+        _defaults(262208, 2304, 9216, 26, 8, 131072, num_key_value_heads=4) | _GEMMA,
+        norms=4,
+        qk_norm="head",
+        window="types",
+        full_every="sliding_window_pattern",
+        **_ATTENTION_BIAS,
+    ),
+    "phi3": Family(_defaults(32064, 3072, 8192, 32, 32, 4096), window="all"),
+    "olmo2": Family(_defaults(50304, 4096, 11008, 32, 32, 2048), qk_norm="flat", **_ATTENTION_BIAS),
+    "cohere": Family(
+        _defaults(256000, 8192, 22528, 40, 64, 8192, tie_word_embeddings=True, use_qk_norm=False),
+        norms=1,
+        qk_norm="flat",
+        qk_norm_if="use_qk_norm",
+        **_ATTENTION_BIAS,
+    ),
+    "starcoder2": Family(
+        _defaults(49152, 3072, 12288, 30, 24, 4096, num_key_value_heads=2)
+        | {"tie_word_embeddings": True, "use_bias": True},
+        qkv_bias="use_bias",
+        out_bias="use_bias",
+        mlp_bias="use_bias",
+        gated=False,
+        norm_bias=True,
+        window="all",
+    ),
+    "gpt2": Family(
+        _defaults(50257, 768, None, 12, 12, 1024, tie_word_embeddings=True),
+        aliases={
+            "hidden_size": "n_embd",
+            "intermediate_size": "n_inner",
+            "num_hidden_layers": "n_layer",
+            "num_attention_heads": "n_head",
+            "max_position_embeddings": "n_positions",
+        },
+        qkv_bias=True,
+        out_bias=True,
+        mlp_bias=True,
+        gated=False,
+        norm_bias=True,
+        positions=True,
+    ),
+    "gpt_neox": Family(
+        _defaults(50432, 6144, 24576, 44, 64, 2048, attention_bias=True),
+        mlp_bias=True,
+        gated=False,
+        norm_bias=True,
+        **_ATTENTION_BIAS,
+    ),
+}

@@ -1,0 +1,291 @@
+"""ModelShape against transformers itself: the same config built on the meta device, parameter for parameter."""
+
+import json
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from fairlead_runtime.families import FAMILIES
+from fairlead_runtime.shape import ModelShape, ShapeError
+
+SMALL = {
+    "vocab_size": 97,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 7,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "pad_token_id": None,
+}
+MOE = {"num_local_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+SWITCHES = {
+    "llama": ({"attention_bias": True, "mlp_bias": True}, {"head_dim": 16, "tie_word_embeddings": True}),
+    "granite": ({"attention_bias": True, "mlp_bias": True}, {"tie_word_embeddings": True}),
+    "mistral": ({"sliding_window": 32, "head_dim": 12}, {"sliding_window": None}),
+    "mixtral": ({"sliding_window": 16}, {"tie_word_embeddings": True, "head_dim": 4}),
+    "qwen2": (
+        {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 3},
+        {"use_sliding_window": True, "max_window_layers": 0},
+        {"sliding_window": 64, "tie_word_embeddings": True},
+        {
+            "use_sliding_window": True,
+            "layer_types": ["full_attention", "sliding_attention"] * 3 + ["full_attention"],
+        },
+    ),
+    "qwen3": (
+        {"use_sliding_window": True, "max_window_layers": 2, "attention_bias": True},
+        {"head_dim": 24, "tie_word_embeddings": True},
+    ),
+    "qwen3_moe": (
+        {"mlp_only_layers": [0, 3], "attention_bias": True},
+        {"decoder_sparse_step": 2, "use_sliding_window": True, "sliding_window": 40},
+        {"head_dim": 20, "tie_word_embeddings": True},
+    ),
+    "gpt_oss": ({"sliding_window": 8}, {"attention_bias": False, "tie_word_embeddings": True}),
+    "gemma": ({"attention_bias": True}, {"tie_word_embeddings": False}),
+    "gemma2": ({"sliding_window": 8}, {"layer_types": ["full_attention"] * 7}),
+    "gemma3_text": ({"sliding_window_pattern": 3}, {"attention_bias": True, "head_dim": 12}),
+    "phi3": ({"sliding_window": 20}, {"tie_word_embeddings": True, "num_key_value_heads": None}),
+    "olmo2": ({"attention_bias": True}, {"num_key_value_heads": None}),
+    "cohere": ({"use_qk_norm": True}, {"attention_bias": True, "tie_word_embeddings": False}),
+    "starcoder2": ({"use_bias": False}, {"sliding_window": 10, "tie_word_embeddings": False}),
+    "gpt2": ({"n_inner": 50}, {"tie_word_embeddings": False}),
+    "gpt_neox": ({"attention_bias": False}, {"tie_word_embeddings": True}),
+}
+# The public checkpoints' own config.json, cut to what decides sizes.
+REAL: dict[str, tuple[dict[str, Any], int]] = {
+    "Llama-3-8B": (
+        {
+            "model_type": "llama",
+            "hidden_size": 4096,
+            "intermediate_size": 14336,
+            "max_position_embeddings": 8192,
+            "num_attention_heads": 32,
+            "num_hidden_layers": 32,
+            "num_key_value_heads": 8,
+            "tie_word_embeddings": False,
+            "torch_dtype": "bfloat16",
+            "vocab_size": 128256,
+        },
+        8_030_261_248,
+    ),
+    "Qwen2.5-0.5B": (
+        {
+            "model_type": "qwen2",
+            "hidden_size": 896,
+            "intermediate_size": 4864,
+            "max_position_embeddings": 32768,
+            "max_window_layers": 21,
+            "num_attention_heads": 14,
+            "num_hidden_layers": 24,
+            "num_key_value_heads": 2,
+            "sliding_window": 32768,
+            "tie_word_embeddings": True,
+            "torch_dtype": "bfloat16",
+            "use_sliding_window": False,
+            "vocab_size": 151936,
+        },
+        494_032_768,
+    ),
+    "gemma-2-2b": ({"model_type": "gemma2", "torch_dtype": "float32"}, 2_614_341_888),
+    "gpt2": ({"model_type": "gpt2"}, 124_439_808),
+    "gpt-oss-20b": (
+        {
+            "model_type": "gpt_oss",
+            "num_hidden_layers": 24,
+            "num_local_experts": 32,
+            "experts_per_token": 4,
+            "num_experts_per_tok": 4,
+            "torch_dtype": "bfloat16",
+            "quantization_config": {"quant_method": "mxfp4"},
+        },
+        20_914_757_184,
+    ),
+    "Qwen3-30B-A3B": (
+        {
+            "model_type": "qwen3_moe",
+            "head_dim": 128,
+            "hidden_size": 2048,
+            "moe_intermediate_size": 768,
+            "num_attention_heads": 32,
+            "num_experts": 128,
+            "num_experts_per_tok": 8,
+            "num_hidden_layers": 48,
+            "num_key_value_heads": 4,
+            "vocab_size": 151936,
+        },
+        30_532_122_624,
+    ),
+    "Mixtral-8x7B": ({"model_type": "mixtral", "vocab_size": 32000}, 46_702_792_704),
+}
+
+
+def build(config: dict[str, Any]) -> tuple[Any, torch.nn.Module]:
+    """transformers' own configuration and model, without a byte of weights."""
+    plain = {k: v for k, v in config.items() if k not in ("model_type", "quantization_config")}
+    resolved = AutoConfig.for_model(config["model_type"], **plain)
+    with torch.device("meta"):
+        return resolved, AutoModelForCausalLM.from_config(resolved)
+
+
+def windows_of(model: torch.nn.Module, layers: int) -> tuple[int | None, ...]:
+    """What each attention module hands to its kernel, which is what the mask follows."""
+    config: Any = model.config
+    everywhere = getattr(config, "sliding_window", None) if not hasattr(config, "layer_types") else None
+    found = []
+    for index in range(layers):
+        attention = next(
+            (m for n, m in model.named_modules() if n.endswith((f".{index}.self_attn", f".{index}.attn"))),
+            None,
+        )
+        found.append(getattr(attention, "sliding_window", everywhere))
+    return tuple(found)
+
+
+def compare(config: dict[str, Any], shape: ModelShape) -> None:
+    resolved, model = build(config)
+    heads = resolved.num_attention_heads
+    kv_heads = getattr(resolved, "num_key_value_heads", None) or heads
+    head_dim = getattr(resolved, "head_dim", None) or resolved.hidden_size // heads
+    matrices = [p for n, p in model.named_parameters() if is_layer_matrix(n, p)]
+    assert shape.parameters == sum(p.numel() for p in model.parameters())
+    assert shape.layer_matrices == sum(p.numel() for p in matrices)
+    assert (shape.layers, shape.heads, shape.kv_heads, shape.head_dim) == (
+        resolved.num_hidden_layers,
+        heads,
+        kv_heads,
+        head_dim,
+    )
+    assert (shape.hidden, shape.vocab, shape.max_len) == (
+        resolved.hidden_size,
+        resolved.vocab_size,
+        resolved.max_position_embeddings,
+    )
+    assert shape.windows == windows_of(model, shape.layers)
+    assert shape.tied == bool(resolved.tie_word_embeddings)
+
+
+def is_layer_matrix(name: str, parameter: torch.Tensor) -> bool:
+    inside = ".layers." in name or ".h." in name
+    router = name.endswith(("mlp.gate.weight", "mlp.router.weight"))
+    head_norm = "_norm.weight" in name  # Cohere's per-head norm is two-dimensional, and no matrix product
+    return inside and parameter.dim() >= 2 and not router and not head_norm and not name.endswith("bias")
+
+
+CASES = [(family, change) for family in sorted(FAMILIES) for change in ({}, *SWITCHES[family])]
+
+
+@pytest.mark.parametrize(
+    ("family", "change"), CASES, ids=lambda v: v if isinstance(v, str) else ",".join(v) or "plain"
+)
+def test_every_family_and_switch_equals_transformers(family: str, change: dict[str, Any]) -> None:
+    names = FAMILIES[family].aliases
+    own = {names.get(k, k): v for k, v in SMALL.items() if k not in change}
+    if family in ("gpt2", "gpt_neox"):
+        del own["num_key_value_heads"]
+    config = {"model_type": family} | own | (MOE if FAMILIES[family].experts else {}) | change
+    compare(config, ModelShape.from_config(config))
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_an_empty_config_takes_the_class_defaults(family: str) -> None:
+    compare({"model_type": family}, ModelShape.from_config({"model_type": family}))
+
+
+@pytest.mark.parametrize(
+    ("family", "change"), CASES, ids=lambda v: v if isinstance(v, str) else ",".join(v) or "plain"
+)
+def test_a_saved_config_without_its_defaults_has_the_same_shape(family: str, change: dict[str, Any]) -> None:
+    names = FAMILIES[family].aliases
+    hidden, layers = (
+        names.get("hidden_size", "hidden_size"),
+        names.get("num_hidden_layers", "num_hidden_layers"),
+    )
+    small = {hidden: 384, layers: 7}  # 384: a multiple of every family's default number of heads
+    config = {"model_type": family} | small | change
+    saved, _ = build(config)
+    shortest = json.loads(json.dumps(saved.to_diff_dict(), default=str))
+    assert ModelShape.from_config(shortest) == ModelShape.from_config(config)
+    assert ModelShape.from_config(json.loads(saved.to_json_string(use_diff=False))) == ModelShape.from_config(
+        config
+    )
+
+
+@pytest.mark.parametrize("name", REAL)
+def test_public_checkpoints_have_their_published_size(name: str) -> None:
+    config, parameters = REAL[name]
+    shape = ModelShape.from_config(config)
+    assert shape.parameters == parameters
+    compare(config, shape)
+
+
+def test_an_unknown_family_is_named_with_what_is_supported() -> None:
+    with pytest.raises(ShapeError, match=r"'mamba2' is not supported; supported are .*gemma2.*qwen3_moe"):
+        ModelShape.from_config({"model_type": "mamba2"})
+    with pytest.raises(ShapeError, match="model_type"):
+        ModelShape.from_config({})
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        ({"hidden_size": -1}, "hidden_size"),
+        ({"hidden_size": 2**40}, "hidden_size"),
+        ({"hidden_size": True}, "hidden_size"),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers"),
+        ({"num_attention_heads": "8"}, "num_attention_heads"),
+        ({"vocab_size": None}, "vocab_size"),
+        ({"tie_word_embeddings": "yes"}, "tie_word_embeddings"),
+        ({"torch_dtype": "float64"}, "dtype"),
+        ({"per_layer_config": {"0": {}}}, "per_layer_config"),
+        ({"model_type": "gemma3_text", "use_bidirectional_attention": True}, "use_bidirectional_attention"),
+        ({"model_type": "gemma2", "layer_types": ["full_attention"]}, "layer_types"),
+        ({"model_type": "gemma2", "layer_types": ["linear_attention"] * 26}, "layer_types"),
+        ({"model_type": "qwen3_moe", "mlp_only_layers": 3}, "mlp_only_layers"),
+        ({"model_type": "mistral", "sliding_window": 0}, "sliding_window"),
+    ],
+    ids=lambda v: v if isinstance(v, str) else None,
+)
+def test_values_no_model_can_have_are_refused_by_name(change: dict[str, Any], field: str) -> None:
+    with pytest.raises(ShapeError, match=field) as caught:
+        ModelShape.from_config({"model_type": "llama"} | change)
+    assert caught.value.field == field
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5), st.lists, max_leaves=4
+)
+KEYS = st.sampled_from(
+    [*SMALL, *MOE, "head_dim", "layer_types", "sliding_window", "dtype", "mlp_only_layers"]
+)
+
+
+@given(st.sampled_from(sorted(FAMILIES)), st.dictionaries(KEYS, JSON, max_size=4))
+def test_a_hostile_config_is_sized_or_refused(family: str, change: dict[str, Any]) -> None:
+    try:
+        shape = ModelShape.from_config({"model_type": family, "num_hidden_layers": 2} | change)
+    except ShapeError:
+        return
+    assert 0 < shape.layer_matrices <= shape.parameters
+    assert len(shape.windows) == shape.layers
+
+
+@pytest.mark.parametrize(
+    ("config", "dtype"),
+    [
+        ({"torch_dtype": "bfloat16"}, "bfloat16"),
+        ({"dtype": "float16", "torch_dtype": "float32"}, "float16"),
+        ({"dtype": "torch.float32"}, "float32"),
+        ({}, None),
+    ],
+    ids=str,
+)
+def test_the_checkpoint_type_is_read_from_either_key(config: dict[str, Any], dtype: str | None) -> None:
+    assert ModelShape.from_config({"model_type": "llama"} | config).dtype == dtype
