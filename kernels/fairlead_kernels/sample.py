@@ -1,0 +1,144 @@
+"""Drawing one token per row of logits: cuts, counter-based noise, and the race between the tokens left.
+
+Owns the arithmetic of sampling on tensors. Knows no request and keeps no random state: a row's draw is a function
+of its own logits, its own parameters and its 64-bit key, so neither its place in the batch nor its batch mates
+matter. Three choices make that exact rather than likely:
+
+- Noise is a hash of (key, token). The hash works on 32-bit integers only, so it is the same bits on every device.
+- Every filter is a *cut*, the smallest score that stays. Tokens that tie with it stay too: which of two equal
+  scores a sort puts first is decided by nobody.
+- Probability mass is summed in fixed point. Integer sums do not depend on their order, float sums do (and a
+  reduction is ordered differently for one row than for many).
+
+Scores here are ``(logits - row maximum) / temperature``: at most 0, and 0 for the likeliest token.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+UNIFORM_BITS = 31
+# The extremes of `gumbel`: the smallest and largest uniform it takes are 2^-32 and 1 - 2^-24.
+GUMBEL_MAX = -math.log(-math.log1p(-(2.0**-32)))
+GUMBEL_MIN = -math.log(-math.log1p(-(1 - 2.0**-24)))
+# One unit of probability mass is 2^-40 of the likeliest token's; rows up to 2^22 tokens sum without overflow.
+MASS_BITS = 40
+MAX_VOCABULARY = 2**22
+# Slack on bounds that only skip work, wide enough for any rounding in them.
+SLACK = 1e-2
+# Elements that one pass of the CPU works on: its handful of temporaries stays in the cache.
+CPU_CHUNK = 1 << 20
+DEVICE_CHUNK = 1 << 26
+
+
+def _signed(word: int) -> int:
+    return word - (1 << 32) if word >= 1 << 31 else word
+
+
+# lowbias32 of Chris Wellons' hash-prospector: the least biased known hash of two multiplications.
+_MUL1 = 0x7FEB352D
+_MUL2 = _signed(0x846CA68B)
+
+
+def _xor_shift(x: Tensor, bits: int) -> Tensor:
+    """``x ^ (x >>> bits)`` in place; torch shifts int32 arithmetically, hence the mask."""
+    return x.bitwise_xor_((x >> bits).bitwise_and_((1 << (32 - bits)) - 1))
+
+
+def token_words(vocabulary: int, device: torch.device) -> Tensor:
+    """One well mixed int32 per token id, [vocabulary]: what the hash combines with a row's key."""
+    x = torch.arange(1, vocabulary + 1, dtype=torch.int32, device=device)
+    x = _xor_shift(x, 16).mul_(_MUL1)
+    x = _xor_shift(x, 15).mul_(_MUL2)
+    return _xor_shift(x, 16)
+
+
+def keyed_hash(words: Tensor, low: Tensor, high: Tensor) -> Tensor:
+    """Uniform integers in [0, 2^31) from token words and the halves of row keys, all int32, broadcast together.
+
+    lowbias32 with the key's low half mixed in before it and the high half between its rounds.
+    """
+    x = words ^ low
+    x = _xor_shift(x, 16).mul_(_MUL1).bitwise_xor_(high)
+    x = _xor_shift(x, 15).mul_(_MUL2)
+    return _xor_shift(x, 16).bitwise_and_((1 << UNIFORM_BITS) - 1)
+
+
+def gumbel(integers: Tensor) -> Tensor:
+    """Standard Gumbel noise, float32, from integers in [0, 2^31).
+
+    ``-log(-log1p(-u))`` with u = (integer + 1/2) / 2^31: large noise comes from small u, where float32 is finest.
+    u is kept below 1, so the noise is always finite.
+    """
+    u = integers.to(torch.float32).add_(0.5).mul_(2.0**-UNIFORM_BITS).clamp_(max=1 - 2.0**-24)
+    return u.neg_().log1p_().neg_().log_().neg_()
+
+
+def top_k_cut(scores: Tensor, top_k: Tensor, largest: int) -> Tensor:
+    """The top_k-th largest score of each row.
+
+    ``scores`` [R, V] float32, ``top_k`` [R] int64 in 1..V, ``largest`` the largest of them. Returns [R].
+    """
+    best = torch.topk(scores, largest, dim=-1, sorted=True).values
+    return best.gather(1, top_k[:, None] - 1)[:, 0]
+
+
+def top_p_cut(scores: Tensor, floor: Tensor, top_p: Tensor) -> Tensor:
+    """The smallest score of each row's nucleus: the likeliest tokens that together hold ``top_p`` of the mass.
+
+    ``scores`` [R, V] float32, ``floor`` [R] float32 (what lies below has no mass), ``top_p`` [R] float64 in (0, 1).
+    Returns [R] float32. (Holtzman et al., "The Curious Case of Neural Text Degeneration", 2020.)
+    """
+    mass = _mass(scores, floor)
+    total = mass.sum(dim=-1)
+    wanted = (total.double() * top_p).ceil_().long().clamp_(min=1)
+    # A token below (1 - p)/V of the likeliest lies outside: all such tokens together have less than 1 - p.
+    reach = ((1 - top_p) / scores.shape[1]).log_().float() - SLACK
+    count = int((scores >= torch.maximum(reach, floor)[:, None]).sum(dim=-1).max())
+    best = torch.topk(scores, max(count, 1), dim=-1, sorted=True).values
+    reached = _mass(best, floor).cumsum(dim=-1)
+    index = (reached < wanted[:, None]).sum(dim=-1, keepdim=True).clamp_(max=best.shape[1] - 1)
+    return best.gather(1, index)[:, 0]
+
+
+def _mass(scores: Tensor, floor: Tensor) -> Tensor:
+    """exp(score) in units of 2^-MASS_BITS, int64, 0 below the floor."""
+    weights = scores.exp().mul_(2.0**MASS_BITS)
+    return weights.masked_fill_(scores < floor[:, None], 0.0).long()
+
+
+def race(scores: Tensor, cut: Tensor, low: Tensor, high: Tensor, words: Tensor) -> Tensor:
+    """The token with the largest ``score + noise`` among those at or above the cut: one draw from their softmax.
+
+    ``scores`` [R, V] float32, ``cut`` [R] float32 at most 0, ``low`` and ``high`` [R] int32, ``words`` [V] int32
+    from ``token_words``. Returns [R] int64. Equal sums go to the smallest id. (The Gumbel-max trick: Gumbel 1954.)
+    """
+    best = scores.argmax(dim=-1)
+    # The likeliest token's sum is known now; one that cannot reach it even with the largest noise need not run.
+    lead = gumbel(keyed_hash(words[best], low, high))
+    running = scores >= torch.maximum(cut, lead - (GUMBEL_MAX + SLACK))[:, None]
+    # A count would make the host wait for a device; there the dense form costs less than the wait.
+    if scores.device.type != "cpu" or int(running.sum()) * 4 > running.numel():
+        return _race_dense(scores, running, low, high, words)
+    return _race_sparse(scores, running, low, high, words)
+
+
+def _race_dense(scores: Tensor, running: Tensor, low: Tensor, high: Tensor, words: Tensor) -> Tensor:
+    total = gumbel(keyed_hash(words[None, :], low[:, None], high[:, None])).add_(scores)
+    return total.masked_fill_(~running, -math.inf).argmax(dim=-1)
+
+
+def _race_sparse(scores: Tensor, running: Tensor, low: Tensor, high: Tensor, words: Tensor) -> Tensor:
+    rows, tokens = running.nonzero(as_tuple=True)
+    total = gumbel(keyed_hash(words[tokens], low[rows], high[rows])).add_(scores[rows, tokens])
+    best = total.new_full((scores.shape[0],), -math.inf).scatter_reduce_(0, rows, total, "amax")
+    won = total == best[rows]
+    first = tokens.new_full((scores.shape[0],), scores.shape[1])
+    return first.scatter_reduce_(0, rows[won], tokens[won], "amin")
+
+
+def chunk_rows(logits: Tensor) -> int:
+    """How many rows of [S, V] logits to work on at once, at least 1."""
+    elements = CPU_CHUNK if logits.device.type == "cpu" else DEVICE_CHUNK
+    return max(1, elements // logits.shape[1])

@@ -1,0 +1,41 @@
+"""Log-probabilities as clients see them, in vLLM's shape.
+
+Owns the light form that travels with a token through the engine and its conversion at the edge. Holds plain
+Python numbers only: no tensor, no tokenizer.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+
+class Logprob(NamedTuple):
+    """One token's log-probability under the raw logits, its rank (1: the likeliest) and its text."""
+
+    logprob: float
+    rank: int | None = None
+    decoded_token: str | None = None
+
+
+class TokenLogprobs(NamedTuple):
+    """What one generated token carries when its request asked for log-probabilities.
+
+    ``top_ids`` and ``top_logprobs`` are the k likeliest, best first (empty for k = 0).
+    """
+
+    token: int
+    logprob: float
+    rank: int
+    top_ids: tuple[int, ...]
+    top_logprobs: tuple[float, ...]
+
+    def as_dict(self, decode: Callable[[int], str] | None = None) -> dict[int, Logprob]:
+        """``{token id: Logprob}``, the chosen token first, then the k likeliest: k or k + 1 entries."""
+
+        def text(token: int) -> str | None:
+            return decode(token) if decode else None
+
+        entries = {self.token: Logprob(self.logprob, self.rank, text(self.token))}
+        for place, (token, logprob) in enumerate(zip(self.top_ids, self.top_logprobs, strict=True), start=1):
+            if token != self.token:
+                entries[token] = Logprob(logprob, place, text(token))
+        return entries

@@ -1,0 +1,266 @@
+"""From logits to tokens: which rows ask for what, and the order in which it is done.
+
+Owns the parameters of a step's sampling rows as vectors (SamplingBatch) and the one function that turns logits
+into tokens (``sample``). The arithmetic lies in ``fairlead_kernels.sample``; nothing here loops over rows, and what
+no row asks for is not computed (a greedy batch is one argmax).
+
+The order is vLLM V1's: min_tokens masks end and stop ids; temperature; min-p; top-k; top-p over what is left; the
+draw. Log-probabilities are those of the raw logits. Two documented differences: tokens that tie with the last one
+a filter keeps are kept as well, and a draw is a pure function of (seed, choice index, position, token), see
+``fairlead_kernels.sample``.
+
+Rows with NaN, plus infinity or nothing but minus infinity come back flagged, and only they: minus infinity alone is
+how models mask the padded end of their vocabulary.
+"""
+
+import functools
+import math
+from collections.abc import Sequence as Rows
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fairlead_kernels import sample as ops
+from fairlead_runtime.logprobs import TokenLogprobs
+from fairlead_runtime.request import Sequence
+from fairlead_runtime.seeds import GOLDEN, MUL1, MUL2
+
+NON_FINITE = "the model's logits for this request are not finite"
+# Below this a temperature is 0, as in vLLM: the division would overflow float32.
+GREEDY_BELOW = 1e-5
+
+Array = np.ndarray[Any, np.dtype[Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class Draws:
+    """Parameters of the rows that draw at random: vectors of length R, on the host.
+
+    ``rows`` int64: their places in the batch; ``temperature`` float32; ``min_cut`` float32: log(min_p), -inf where
+    off; ``top_k`` int64, 0 where off; ``top_p`` float64, 1 where off; ``keys`` uint64: one per draw.
+    """
+
+    rows: Array
+    temperature: Array
+    min_cut: Array
+    top_k: Array
+    top_p: Array
+    keys: Array
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingBatch:
+    """What the sampling rows of one step ask for, in the order of their logits.
+
+    ``draws`` is None when every row is greedy. ``masked_rows`` and ``masked_ids`` are parallel lists: the entries
+    that min_tokens forbids. ``logprob_rows`` are the rows that want log-probabilities, ``logprob_counts`` how many.
+    """
+
+    size: int
+    draws: Draws | None
+    masked_rows: list[int]
+    masked_ids: list[int]
+    logprob_rows: list[int]
+    logprob_counts: list[int]
+
+    @classmethod
+    def of(cls, sequences: Rows[Sequence]) -> "SamplingBatch":
+        """For sequences whose next token, at position ``len(tokens)``, is sampled in this step."""
+        params = [s.request.params for s in sequences]
+        rows = [i for i, p in enumerate(params) if p.temperature >= GREEDY_BELOW]
+        masked_rows: list[int] = []
+        masked_ids: list[int] = []
+        for i, p in enumerate(params):
+            if p.min_tokens and sequences[i].generated < p.min_tokens:
+                ids = sequences[i].request.eos_ids.union(p.stop_token_ids)
+                masked_ids += ids
+                masked_rows += [i] * len(ids)
+        wanting = [i for i, p in enumerate(params) if p.logprobs is not None]
+        return cls(
+            size=len(params),
+            draws=_draws(sequences, rows) if rows else None,
+            masked_rows=masked_rows,
+            masked_ids=masked_ids,
+            logprob_rows=wanting,
+            logprob_counts=[params[i].logprobs or 0 for i in wanting],
+        )
+
+
+def _draws(sequences: Rows[Sequence], rows: list[int]) -> Draws:
+    drawing = [sequences[i] for i in rows]
+    params = [s.request.params for s in drawing]
+    with np.errstate(divide="ignore"):  # log(0) = -inf is "off"
+        min_cut = np.log(np.array([p.min_p for p in params])).astype(np.float32)
+    return Draws(
+        rows=np.array(rows),
+        temperature=np.array([p.temperature for p in params], dtype=np.float32),
+        min_cut=min_cut,
+        top_k=np.array([p.top_k for p in params]),
+        top_p=np.array([p.top_p for p in params]),
+        keys=draw_keys(
+            np.array([s.request.seed for s in drawing], dtype=np.int64),
+            np.array([s.choice for s in drawing]),
+            np.array([len(s.tokens) for s in drawing]),
+        ),
+    )
+
+
+def draw_keys(seeds: Array, choices: Array, positions: Array) -> Array:
+    """One uint64 per draw from int64 vectors: splitmix64 over seed, choice index and position in turn."""
+    key = _mix64(seeds.view(np.uint64))
+    key = _mix64(key ^ choices.view(np.uint64))
+    return _mix64(key ^ positions.view(np.uint64))
+
+
+def _mix64(words: Array) -> Array:
+    """``seeds.mix64`` for uint64 vectors."""
+    x: Array = words + np.uint64(GOLDEN)
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(MUL1)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(MUL2)
+    x ^= x >> np.uint64(31)
+    return x
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """One step's outcome, still on the device.
+
+    ``tokens`` [S] int64 (-1 where not finite), ``finite`` [S] bool. For the L rows that asked: ``chosen`` [L]
+    float32, ``ranks`` [L] int64, ``top_ids`` and ``top_logprobs`` [L, k] for the largest k asked.
+    """
+
+    batch: SamplingBatch
+    tokens: Tensor
+    finite: Tensor
+    chosen: Tensor | None = None
+    ranks: Tensor | None = None
+    top_ids: Tensor | None = None
+    top_logprobs: Tensor | None = None
+
+    def outcomes(self) -> list[tuple[int, TokenLogprobs | None, str | None]]:
+        """Per row (token, logprobs or None, error or None), as Python values: waits for the device once."""
+        tokens: list[int] = self.tokens.tolist()
+        logprobs: dict[int, TokenLogprobs] = self._logprobs(tokens)
+        if min(tokens, default=0) >= 0:
+            return [(token, logprobs.get(i), None) for i, token in enumerate(tokens)]
+        return [
+            (token, logprobs.get(i), None) if token >= 0 else (token, None, NON_FINITE)
+            for i, token in enumerate(tokens)
+        ]
+
+    def _logprobs(self, tokens: list[int]) -> dict[int, TokenLogprobs]:
+        if self.chosen is None or self.ranks is None or self.top_ids is None or self.top_logprobs is None:
+            return {}
+        columns = zip(
+            self.batch.logprob_rows,
+            self.batch.logprob_counts,
+            self.chosen.tolist(),
+            self.ranks.tolist(),
+            self.top_ids.tolist(),
+            self.top_logprobs.tolist(),
+            strict=True,
+        )
+        return {
+            row: TokenLogprobs(tokens[row], chosen, rank, tuple(ids[:count]), tuple(values[:count]))
+            for row, count, chosen, rank, ids, values in columns
+        }
+
+
+@torch.inference_mode()
+def sample(logits: Tensor, batch: SamplingBatch) -> Sampled:
+    """One token for each row of ``logits`` [S, V], any float type; rows are in the order of ``batch``.
+
+    The logits are consumed: entries that min_tokens forbids are overwritten.
+    """
+    if logits.shape[0] != batch.size or not 0 < logits.shape[1] <= ops.MAX_VOCABULARY:
+        raise ValueError(f"logits of shape {tuple(logits.shape)} for {batch.size} sampling rows")
+    raw = logits[batch.logprob_rows].float() if batch.logprob_rows else None
+    finite = torch.isfinite(logits.amax(dim=-1))
+    if batch.masked_ids:
+        _forbid(logits, batch.masked_rows, batch.masked_ids)
+        finite &= torch.isfinite(logits.amax(dim=-1))
+    if batch.draws is None:
+        tokens = logits.argmax(dim=-1)
+    elif len(batch.draws.rows) == batch.size:
+        tokens = _draw(logits, batch.draws)
+    else:
+        tokens = logits.argmax(dim=-1)
+        rows = torch.from_numpy(batch.draws.rows).to(logits.device)
+        tokens[rows] = _draw(logits[rows], batch.draws)
+    tokens = tokens.masked_fill(~finite, -1)
+    if raw is None:
+        return Sampled(batch, tokens, finite)
+    return Sampled(
+        batch, tokens, finite, *_logprobs(raw, tokens[batch.logprob_rows], max(batch.logprob_counts))
+    )
+
+
+def _forbid(logits: Tensor, rows: list[int], ids: list[int]) -> None:
+    """Minus infinity at (row, id); ids beyond the vocabulary name no token and are left out."""
+    inside = [(r, i) for r, i in zip(rows, ids, strict=True) if i < logits.shape[1]]
+    where = torch.tensor(inside, dtype=torch.int64, device=logits.device).reshape(-1, 2)
+    logits[where[:, 0], where[:, 1]] = -math.inf
+
+
+def _draw(logits: Tensor, draws: Draws) -> Tensor:
+    """One random token per row of [R, V], in chunks of rows so that temporaries stay small."""
+    step = ops.chunk_rows(logits)
+    parts = [
+        _draw_chunk(logits[i : i + step], draws, slice(i, i + step)) for i in range(0, len(draws.rows), step)
+    ]
+    return torch.cat(parts)
+
+
+def _draw_chunk(logits: Tensor, draws: Draws, rows: slice) -> Tensor:
+    device = logits.device
+    scores = logits.float()
+    scores = scores - scores.amax(dim=-1, keepdim=True)
+    temperature = draws.temperature[rows]
+    if (temperature != 1).any():
+        scores /= torch.from_numpy(temperature).to(device)[:, None]
+    cut = torch.from_numpy(draws.min_cut[rows]).to(device)
+    cut = _filter_top_k(scores, cut, np.minimum(draws.top_k[rows], logits.shape[1]))
+    cut = _filter_top_p(scores, cut, draws.top_p[rows])
+    halves = torch.from_numpy(draws.keys[rows].view(np.int32).reshape(-1, 2)).to(device)
+    return ops.race(scores, cut, halves[:, 0], halves[:, 1], _words(logits.shape[1], device))
+
+
+def _filter_top_k(scores: Tensor, cut: Tensor, top_k: Array) -> Tensor:
+    asking = np.flatnonzero(top_k)
+    if not len(asking):
+        return cut
+    rows = torch.from_numpy(asking).to(scores.device)
+    k = torch.from_numpy(top_k[asking]).to(scores.device)
+    kth = ops.top_k_cut(_take(scores, rows), k, int(top_k.max()))
+    return cut.index_copy(0, rows, torch.maximum(cut[rows], kth))
+
+
+def _filter_top_p(scores: Tensor, cut: Tensor, top_p: Array) -> Tensor:
+    asking = np.flatnonzero(top_p < 1)
+    if not len(asking):
+        return cut
+    rows = torch.from_numpy(asking).to(scores.device)
+    p = torch.from_numpy(top_p[asking]).to(scores.device)
+    return cut.index_copy(0, rows, ops.top_p_cut(_take(scores, rows), cut[rows], p))
+
+
+def _take(scores: Tensor, rows: Tensor) -> Tensor:
+    return scores if len(rows) == len(scores) else scores[rows]
+
+
+@functools.lru_cache(maxsize=8)
+def _words(vocabulary: int, device: torch.device) -> Tensor:
+    return ops.token_words(vocabulary, device)
+
+
+def _logprobs(raw: Tensor, tokens: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Chosen log-probability, rank, and the ``count`` likeliest with theirs, of raw float32 logits [L, V]."""
+    logprobs = raw.log_softmax(dim=-1)
+    at = tokens.clamp(min=0)[:, None]  # a flagged row's token is -1; its values are never shown
+    chosen = logprobs.gather(1, at)
+    ranks = (raw > raw.gather(1, at)).sum(dim=-1) + 1
+    top = logprobs.topk(min(count, raw.shape[1]), dim=-1)
+    return chosen[:, 0], ranks, top.indices, top.values

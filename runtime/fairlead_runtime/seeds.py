@@ -1,0 +1,30 @@
+"""The seeds of random draws: whole numbers in, well mixed whole numbers out.
+
+Owns the 64-bit mixer and the rule by which a request that brings no seed gets one. Keeps no state, reads no
+clock and imports nothing, so that a recorded run is replayed with the seeds it had.
+"""
+
+MASK64 = 2**64 - 1
+GOLDEN = 0x9E3779B97F4A7C15  # 2^64 / golden ratio: the step of splitmix64
+MUL1 = 0xBF58476D1CE4E5B9
+MUL2 = 0x94D049BB133111EB
+
+
+def mix64(value: int) -> int:
+    """One step of splitmix64 (Steele, Lea and Flood, OOPSLA 2014): a bijection of 64-bit words that scatters neighbours."""
+    x = (value + GOLDEN) & MASK64
+    x = ((x ^ (x >> 30)) * MUL1) & MASK64
+    x = ((x ^ (x >> 27)) * MUL2) & MASK64
+    return x ^ (x >> 31)
+
+
+def resolve_seed(seed: int | None, engine_seed: int, arrival_number: int) -> int:
+    """The seed a request draws with, a signed 64-bit number.
+
+    A seed given by the client is used as it is. Without one, each request gets its own from the engine's seed and its
+    arrival number (0, 1, 2 … in the order the engine received them): two unseeded requests differ, and a whole run
+    with the same engine seed and the same order of arrival repeats.
+    """
+    if seed is not None:
+        return seed
+    return mix64(mix64(engine_seed & MASK64) ^ (arrival_number & MASK64)) & (2**63 - 1)
