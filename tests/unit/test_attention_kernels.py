@@ -1,0 +1,189 @@
+"""The torch backend against the plain definition, over ragged rows, windows, caps, sinks and scattered blocks."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+
+from fairlead_kernels import reference
+from fairlead_kernels.attention import NULL, Heads, LayerSpec, Ragged
+from fairlead_kernels.backend import pick
+from fairlead_kernels.cache_write import write
+from fairlead_kernels.copy_blocks import copy_blocks
+from fairlead_kernels.torch_attention import TorchAttention
+
+CPU = torch.device("cpu")
+
+
+@dataclass
+class Case:
+    """A random step: what the backend is given."""
+
+    heads: Heads
+    ragged: Ragged
+    query: torch.Tensor
+    key_cache: torch.Tensor
+    value_cache: torch.Tensor
+
+
+def make_case(
+    rows: list[tuple[int, int]],
+    *,
+    block_size: int = 4,
+    window: int | None = None,
+    heads: Heads | None = None,
+    contiguous: bool = False,
+    seed: int = 0,
+) -> Case:
+    """Rows as (cached tokens before the step, tokens of the step); every byte no row owns is NaN."""
+    heads = heads or Heads(4, 2, 8, 8, torch.float32)
+    generator = np.random.default_rng(seed)
+    widths = [-(-(before + count) // block_size) for before, count in rows]
+    total = sum(widths) + 3
+    order = np.arange(total) if contiguous else generator.permutation(total)
+    torch.manual_seed(seed)
+    key_cache = torch.full((total, block_size, heads.kv, heads.dim), torch.nan, dtype=heads.dtype)
+    value_cache = torch.full((total, block_size, heads.kv, heads.value_dim), torch.nan, dtype=heads.dtype)
+    tables = np.full((len(rows), max(widths) + 2), NULL, dtype=np.int32)
+    at = 0
+    for row, (before, count) in enumerate(rows):
+        blocks = order[at : at + widths[row]]
+        at += widths[row]
+        tables[row, : widths[row]] = blocks
+        slots = [int(blocks[p // block_size]) * block_size + p % block_size for p in range(before + count)]
+        key_cache.view(-1, heads.kv, heads.dim)[slots] = torch.randn(len(slots), heads.kv, heads.dim).to(
+            heads.dtype
+        )
+        value = torch.randn(len(slots), heads.kv, heads.value_dim).to(heads.dtype)
+        value_cache.view(-1, heads.kv, heads.value_dim)[slots] = value
+        if window is not None:
+            # What the window left behind has been freed: the backend may not look there.
+            tables[row, : max(0, before - window + 1) // block_size] = NULL
+    counts = [count for _, count in rows]
+    ragged = Ragged(
+        query_starts=torch.tensor([0, *np.cumsum(counts)], dtype=torch.int32),
+        kv_lens=torch.tensor([before + count for before, count in rows], dtype=torch.int32),
+        tables=torch.from_numpy(tables),
+        block_size=block_size,
+        window=window,
+    )
+    query = torch.randn(sum(counts), heads.query, heads.dim).to(heads.dtype)
+    return Case(heads, ragged, query, key_cache, value_cache)
+
+
+def both(case: Case, spec: LayerSpec) -> tuple[torch.Tensor, torch.Tensor]:
+    backend = TorchAttention(case.heads, CPU)
+    got = backend.run(backend.plan(case.ragged), case.query, case.key_cache, case.value_cache, spec)
+    return got, reference.attend(case.ragged, case.query, case.key_cache, case.value_cache, spec)
+
+
+MIXED = [(0, 7), (12, 1), (3, 1), (9, 5), (30, 1), (0, 1), (31, 1), (16, 8)]
+
+
+@pytest.mark.parametrize("block_size", [4, 16])
+@pytest.mark.parametrize("window", [None, 1, 5, 64])
+@pytest.mark.parametrize("extras", ["none", "softcap", "sinks", "both"])
+def test_mixed_rows_match_the_definition(block_size: int, window: int | None, extras: str) -> None:
+    spec = LayerSpec(
+        scale=0.3,
+        window=window,
+        softcap=2.0 if extras in {"softcap", "both"} else None,
+        sinks=torch.randn(4) if extras in {"sinks", "both"} else None,
+    )
+    got, want = both(make_case(MIXED, block_size=block_size, window=window), spec)
+    torch.testing.assert_close(got, want, atol=2e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "heads",
+    [
+        Heads(4, 4, 8, 8, torch.float32),
+        Heads(8, 1, 16, 16, torch.float32),
+        Heads(6, 2, 24, 8, torch.float32),
+    ],
+)
+def test_every_head_layout_matches_the_definition(heads: Heads) -> None:
+    got, want = both(make_case(MIXED, heads=heads), LayerSpec(scale=0.2))
+    torch.testing.assert_close(got, want, atol=2e-6, rtol=1e-5)
+
+
+def test_consecutive_blocks_are_read_in_place_and_match() -> None:
+    case = make_case([(0, 9), (40, 1), (8, 4)], contiguous=True)
+    plan = TorchAttention(case.heads, CPU).plan(case.ragged)
+    assert all(p.keys.start is not None for p in plan.prefills)
+    assert all(d.keys.start is not None for d in plan.decodes)
+    got, want = both(case, LayerSpec(scale=0.3))
+    torch.testing.assert_close(got, want, atol=2e-6, rtol=1e-5)
+
+
+def test_bfloat16_stays_within_its_rounding() -> None:
+    got, want = both(make_case(MIXED, heads=Heads(4, 2, 8, 8, torch.bfloat16)), LayerSpec(scale=0.3))
+    torch.testing.assert_close(got, want, atol=2e-2, rtol=2e-2)
+
+
+def test_a_row_does_not_depend_on_its_batch_mates() -> None:
+    alone, _ = both(make_case([(30, 1)]), LayerSpec(scale=0.3))
+    case = make_case([(30, 1), (5, 1), (28, 1), (60, 1), (0, 12)])
+    together, _ = both(case, LayerSpec(scale=0.3))
+    assert torch.isfinite(together).all()
+    again = make_case([(30, 1)])
+    # The first row draws the same random keys in both cases; its query differs, so it is set.
+    case.query[0] = again.query[0]
+    together, _ = both(case, LayerSpec(scale=0.3))
+    if torch.equal(case.ragged.tables[0, :8], again.ragged.tables[0, :8]):
+        torch.testing.assert_close(together[0], alone[0], atol=1e-6, rtol=0)
+    reference_row = reference.attend(
+        case.ragged, case.query, case.key_cache, case.value_cache, LayerSpec(scale=0.3)
+    )
+    torch.testing.assert_close(together, reference_row, atol=2e-6, rtol=1e-5)
+
+
+def test_many_decodes_are_cut_into_bounded_gathers() -> None:
+    rows = [(length, 1) for length in range(1, 200, 3)]
+    case = make_case(rows)
+    backend = TorchAttention(case.heads, CPU)
+    backend._gather_tokens = 256
+    plan = backend.plan(case.ragged)
+    assert sum(d.tokens.shape[0] for d in plan.decodes) == len(rows)
+    assert all(d.tokens.shape[0] == 1 or d.tokens.shape[0] * d.keys.length <= 256 for d in plan.decodes)
+    got = backend.run(plan, case.query, case.key_cache, case.value_cache, LayerSpec(scale=0.3))
+    want = reference.attend(case.ragged, case.query, case.key_cache, case.value_cache, LayerSpec(scale=0.3))
+    torch.testing.assert_close(got, want, atol=2e-6, rtol=1e-5)
+
+
+def test_a_layer_with_another_window_than_the_plan_is_refused() -> None:
+    case = make_case([(0, 4)], window=2)
+    backend = TorchAttention(case.heads, CPU)
+    with pytest.raises(ValueError, match="window"):
+        backend.run(
+            backend.plan(case.ragged), case.query, case.key_cache, case.value_cache, LayerSpec(scale=1.0)
+        )
+
+
+def test_heads_that_cannot_share_evenly_are_refused() -> None:
+    with pytest.raises(ValueError, match="5 query heads"):
+        Heads(5, 2, 8, 8, torch.float32)
+
+
+def test_the_choice_of_backend_says_its_reason() -> None:
+    assert "plain torch" in str(pick(Heads(4, 2, 8, 8, torch.float32), CPU))
+
+
+def test_written_keys_land_in_their_slots_and_nowhere_else() -> None:
+    torch.manual_seed(0)
+    caches = [torch.zeros(6, 4, 2, 8) for _ in range(4)]
+    key, value = torch.randn(5, 2, 8), torch.randn(5, 2, 8)
+    slots = torch.tensor([21, 0, 7, 8, 15])
+    write(caches[0], caches[1], slots, key, value)
+    reference.write(caches[2], caches[3], slots, key, value)
+    assert torch.equal(caches[0], caches[2])
+    assert torch.equal(caches[1], caches[3])
+    assert int((caches[0].abs().sum((2, 3)) > 0).sum()) == 5
+
+
+def test_copies_read_every_source_before_they_write() -> None:
+    cache = torch.arange(5.0)[None, :, None].repeat(2, 1, 3)
+    copy_blocks(cache, cache, [(0, 1), (1, 2), (4, 0)], dim=1)
+    assert cache[0, :, 0].tolist() == [4.0, 0.0, 1.0, 3.0, 4.0]
+    assert torch.equal(cache[0], cache[1])
