@@ -8,7 +8,9 @@ from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol, Self
 
+from fairlead_runtime.logprobs import Logprob, TokenLogprobs
 from fairlead_runtime.request import FinishReason, SamplingParams, Status
+from fairlead_runtime.scheduling.plan import Work
 
 
 class ServiceError(Exception):
@@ -72,15 +74,6 @@ class Submission:
 
 
 @dataclass(frozen=True, slots=True)
-class Logprob:
-    """One candidate at one position, from raw logits (vLLM's shape). ``rank`` counts from 1."""
-
-    logprob: float
-    rank: int | None = None
-    decoded_token: str | None = None
-
-
-@dataclass(frozen=True, slots=True)
 class Output:
     """What one choice gained since its last Output; a reader that lags gets several steps in one.
 
@@ -104,10 +97,11 @@ class Emitted(NamedTuple):
     request_id: str
     choice: int
     token: int | None
-    logprobs: object  # what the sampler gave: see sampling.py
+    logprobs: TokenLogprobs | None
     finish: FinishReason | None
     message: str = ""
     error: ServiceError | None = None  # the whole request ends with it
+    cached: int = 0  # prompt tokens found in the prefix cache
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,18 +131,6 @@ class Health:
     last_step_age: float | None = None  # seconds; None while there is no work
 
 
-@dataclass(frozen=True, slots=True)
-class StepSummary:
-    """One executed step: what the engine tells its observers. Durations in seconds."""
-
-    step: int
-    rows: int
-    tokens: int  # computed: prefill and decode together
-    prefill_tokens: int
-    generated_tokens: int
-    duration: float
-
-
 @dataclass(slots=True)
 class Counters:
     """Totals of one engine since its start."""
@@ -165,6 +147,16 @@ class Counters:
     queue_timeouts: int = 0
     slow_readers: int = 0
     batch_sizes: dict[int, int] = field(default_factory=dict)  # rows of a step → how many steps
+
+    def count(self, work: Work, seconds: float) -> None:
+        """Add one executed step."""
+        size = len(work.rows)
+        self.steps += 1
+        self.rows += size
+        self.computed_tokens += sum(row.count for row in work.rows)
+        self.generated_tokens += sum(row.samples for row in work.rows)
+        self.step_seconds += seconds
+        self.batch_sizes[size] = self.batch_sizes.get(size, 0) + 1
 
 
 @dataclass(frozen=True, slots=True)
