@@ -26,6 +26,7 @@ from transformers import (
 )
 
 from fairlead_runtime.config import ConfigError, EngineConfig
+from fairlead_runtime.models import families
 from fairlead_runtime.models import files as model_files
 from fairlead_runtime.models.errors import ModelError
 from fairlead_runtime.models.files import ModelFiles
@@ -85,6 +86,7 @@ def inspect(path: Path | str, config: EngineConfig | None = None) -> Inspected:
     found = model_files.check(Path(path))
     _refuse_own_code(found, trusted=settings.trust_remote_code)
     _refuse_composite(found.config)
+    families.refuse_by_name(str(found.config.get("model_type")))
     try:
         shape = ModelShape.from_config(found.config)
     except ShapeError as error:
