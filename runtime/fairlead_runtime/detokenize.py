@@ -24,7 +24,7 @@ WINDOW = 4 * CONTEXT
 _utf8 = codecs.getincrementaldecoder("utf-8")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Vocabulary:
     """What decoding needs of a tokenizer; made once per model by ``vocabulary_of``.
 
@@ -107,15 +107,17 @@ def _bytes_of(piece: str, alphabet: Mapping[str, int]) -> bytes:
 class Detokenizer:
     """The text of one choice. ``prompt`` gives its first token the neighbours it has in the whole."""
 
-    __slots__ = ("_bytes", "_given", "_in_bytes", "_vocabulary", "_window")
+    __slots__ = ("_bytes", "_given", "_held", "_in_bytes", "_vocabulary", "_window")
 
     def __init__(self, vocabulary: Vocabulary, prompt: Sequence[int] = ()) -> None:
         self._vocabulary = vocabulary
         self._bytes = _utf8(errors="replace")
         self._in_bytes = False
-        # The last tokens that made text, and how many characters of their text have been handed out.
+        # The last tokens that made text, how many characters of their text have been handed out, and whether
+        # the one left over is a U+FFFD that waits for the next token.
         self._window = [t for t in prompt[-WINDOW:] if t not in vocabulary.special][-CONTEXT:]
         self._given = 0
+        self._held = False
         if vocabulary.bytewise:
             self._bytes.decode(b"".join(vocabulary.spelled.get(t, b"") for t in self._window))
         else:
@@ -130,18 +132,18 @@ class Detokenizer:
             return self._bytes.decode(spelled or b"")
         self._window.append(token)
         if spelled is not None:
+            held, self._held = REPLACEMENT if self._held else "", False
             self._in_bytes = True
             del self._window[:-CONTEXT]
-            return self._bytes.decode(spelled)
+            return held + self._bytes.decode(spelled)
         if self._in_bytes:
             return self._leave_bytes() + self._settled()
         return self._settled()
 
     def finish(self) -> str:
         """What was held back; the bytes of an unfinished character become U+FFFD."""
-        if self._in_bytes or self._vocabulary.bytewise:
-            return self._bytes.decode(b"", final=True)
-        return self._vocabulary.decode(self._window)[self._given :] if self._window else ""
+        held = REPLACEMENT if self._held else ""
+        return held + self._bytes.decode(b"", final=True)
 
     def _leave_bytes(self) -> str:
         """A token with text of its own follows a run of bytes: the run is over, complete or not."""
@@ -154,7 +156,8 @@ class Detokenizer:
     def _settled(self) -> str:
         """All but a last U+FFFD, which may become a character; the one before it cannot change any more."""
         text = self._vocabulary.decode(self._window)
-        end = len(text) - text.endswith(REPLACEMENT)
+        self._held = text.endswith(REPLACEMENT)
+        end = len(text) - self._held
         piece = text[self._given : end]
         self._given = max(self._given, end)
         if len(self._window) > WINDOW:
@@ -164,4 +167,5 @@ class Detokenizer:
 
     def _rebase(self) -> None:
         text = self._vocabulary.decode(self._window) if self._window else ""
-        self._given = len(text) - text.endswith(REPLACEMENT)
+        self._held = text.endswith(REPLACEMENT)
+        self._given = len(text) - self._held
