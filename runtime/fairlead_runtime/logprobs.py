@@ -1,13 +1,19 @@
-"""Log-probabilities on their way from the sampler to a client.
+"""Log-probabilities as clients see them, in vLLM's shape.
 
-Owns the light form that travels with a token through the engine and its conversion to vLLM's shape at the edge. Holds plain
+Owns the light form that travels with a token through the engine and its conversion at the edge. Holds plain
 Python numbers only: no tensor, no tokenizer.
 """
 
 from collections.abc import Callable
 from typing import NamedTuple
 
-from fairlead_runtime.outputs import Logprob
+
+class Logprob(NamedTuple):
+    """One token's log-probability under the raw logits, its rank (1: the likeliest) and its text."""
+
+    logprob: float
+    rank: int | None = None
+    decoded_token: str | None = None
 
 
 class TokenLogprobs(NamedTuple):
