@@ -23,7 +23,7 @@ from fairlead_runtime.outputs import (
 )
 from fairlead_runtime.progress import Progress
 from fairlead_runtime.request import FinishReason, Request, RequestError, SamplingParams
-from fairlead_runtime.scheduling.plan import Event, Token, Verdict, Work
+from fairlead_runtime.scheduling.plan import Event, Token, Work
 from fairlead_runtime.scheduling.scheduler import InvariantViolation, Scheduler
 from fairlead_runtime.views import Live, request_views
 
@@ -43,6 +43,11 @@ class Bounds:
     num_blocks: int
     block_size: int
     max_model_len: int
+
+    @property
+    def capacity(self) -> int:
+        """Tokens, prompt and output together, that one request may reach."""
+        return min(self.max_model_len, self.num_blocks * self.block_size)
 
 
 class Observer:
@@ -95,9 +100,16 @@ class Engine:
 
     # -- called from any thread
 
-    def judge(self, prompt_len: int, max_tokens: int | None) -> Verdict:
-        """Whether a request can ever fit; reads fixed limits only."""
-        return self._scheduler.judge(prompt_len, max_tokens)
+    def resolve_max_tokens(self, prompt_len: int, max_tokens: int | None) -> int:
+        """``max_tokens``, an omitted one clipped to what fits. Raises RequestError for what can never fit.
+
+        Reads fixed limits only, as does the scheduler's verdict NEVER, so any thread may ask.
+        """
+        capacity = self.bounds.capacity
+        if prompt_len + (max_tokens or 1) <= capacity:
+            return max_tokens or capacity - prompt_len
+        verdict = self._scheduler.judge(prompt_len, max_tokens)
+        raise RequestError("prompt" if max_tokens is None else "max_tokens", verdict.message)
 
     def submit(self, request: Request, *, bounded: bool = True) -> None:
         """Queue a request. Raises QueueFull or EngineDead; ``bounded`` False is for the engine's own canaries."""

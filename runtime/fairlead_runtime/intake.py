@@ -10,22 +10,21 @@ from collections.abc import Callable
 
 from fairlead_runtime.outputs import Submission
 from fairlead_runtime.request import Request, RequestError
-from fairlead_runtime.scheduling.plan import Verdict, VerdictKind
 from fairlead_runtime.seeds import resolve_seed
 
 
 class Intake:
-    """``judge(prompt_len, max_tokens)`` is the scheduler's verdict; ``seed`` the engine's own."""
+    """``resolve_max_tokens(prompt_len, max_tokens)`` is the engine's; ``seed`` its default for requests without one."""
 
     def __init__(
         self,
-        judge: Callable[[int, int | None], Verdict],
+        resolve_max_tokens: Callable[[int, int | None], int],
         *,
         eos_ids: frozenset[int],
         vocab_size: int,
         seed: int,
     ) -> None:
-        self._judge = judge
+        self._resolve_max_tokens = resolve_max_tokens
         self._eos_ids = eos_ids
         self._vocab_size = vocab_size
         self._seed = seed
@@ -38,14 +37,12 @@ class Intake:
             raise RequestError("prompt", "is empty: send at least one token")
         self._within_vocabulary("prompt", prompt)
         self._within_vocabulary("stop_token_ids", params.stop_token_ids)
-        verdict = self._judge(len(prompt), params.max_tokens)
-        if verdict.kind is VerdictKind.NEVER:
-            raise RequestError("prompt" if params.max_tokens is None else "max_tokens", verdict.message)
+        max_tokens = self._resolve_max_tokens(len(prompt), params.max_tokens)
         return Request(
             id=submission.id or uuid.uuid4().hex,
             prompt=prompt,
             params=params,
-            max_tokens=verdict.max_tokens,
+            max_tokens=max_tokens,
             seed=resolve_seed(params.seed, self._seed, next(self._arrivals)),
             priority=submission.priority,
             tenant=submission.tenant,

@@ -139,7 +139,7 @@ class Service:
         *,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.max_model_len = engine.bounds.max_model_len
+        self.max_model_len = engine.bounds.capacity
         self.died = asyncio.Event()
         self._engine = engine
         self._intake = intake
