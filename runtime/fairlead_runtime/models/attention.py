@@ -137,8 +137,8 @@ class PagedModel:
         self.windows = tuple(windows)
         self.device: torch.device = model.device
         self.vocabulary = int(model.get_output_embeddings().weight.shape[0])
-        self._selects = "logits_to_keep" in inspect.signature(model.forward).parameters
-        if not self._selects:
+        self.selects_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
+        if not self.selects_logits:
             model.get_output_embeddings().register_forward_pre_hook(_keep_rows)
         self.heads = self._probe()
 
@@ -167,7 +167,7 @@ class PagedModel:
         return self._run(ids, batch.positions.to(self.device, non_blocking=True), step)
 
     def _run(self, input_ids: Tensor, positions: Tensor, current: Pass) -> Tensor:
-        extra = {"logits_to_keep": current.keep} if self._selects else {}
+        extra = {"logits_to_keep": current.keep} if self.selects_logits else {}
         token = _PASS.set(current)
         try:
             out = self.model(
