@@ -9,6 +9,7 @@ import itertools
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Self
 
 from fairlead_runtime.inbox import Abort, Add, Inbox, Inspect
 from fairlead_runtime.isolate import Outcome, Runner, run_isolated
@@ -23,7 +24,7 @@ from fairlead_runtime.outputs import (
 )
 from fairlead_runtime.progress import Progress
 from fairlead_runtime.request import FinishReason, Request, RequestError, SamplingParams
-from fairlead_runtime.scheduling.plan import Event, Token, Work
+from fairlead_runtime.scheduling.plan import Event, Limits, Token, Work
 from fairlead_runtime.scheduling.scheduler import InvariantViolation, Scheduler
 from fairlead_runtime.views import Live, request_views
 
@@ -43,6 +44,11 @@ class Bounds:
     num_blocks: int
     block_size: int
     max_model_len: int
+
+    @classmethod
+    def of(cls, limits: Limits, *, max_queue: int, queue_timeout: float) -> Self:
+        sizes = (limits.num_blocks, limits.block_size, limits.max_model_len)
+        return cls(max_queue, queue_timeout, limits.max_requests, *sizes)
 
     @property
     def capacity(self) -> int:
@@ -161,7 +167,7 @@ class Engine:
         try:
             self._drain_inbox()
             self._expire_queue(began)
-            if self._scheduler.has_work:
+            if self._scheduler.has_work and not self.dead:
                 work = self._scheduler.commit(self._scheduler.plan())
                 outcome = self._run(work)
                 self._update(outcome, began)

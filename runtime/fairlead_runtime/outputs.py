@@ -4,13 +4,14 @@ Owns these plain values and nothing else. Every one could be sent over a socket,
 process of its own without its clients noticing. Imports neither torch nor asyncio.
 """
 
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol, Self
 
 from fairlead_runtime.logprobs import Logprob, TokenLogprobs
 from fairlead_runtime.request import FinishReason, SamplingParams, Status
 from fairlead_runtime.scheduling.plan import Work
+from fairlead_runtime.scheduling.scheduler import SchedulerStats
 
 
 class ServiceError(Exception):
@@ -163,11 +164,11 @@ class Counters:
 class EngineSnapshot:
     """A consistent picture of the engine after its last step, for metrics and the debug view.
 
-    ``scheduler`` is the scheduler's own statistics (SchedulerStats); ``queued`` counts submissions that have not
+    ``scheduler`` is the scheduler's own statistics; ``queued`` counts submissions that have not
     had a first step yet.
     """
 
-    scheduler: object
+    scheduler: SchedulerStats
     counters: Counters
     queued: int
     num_blocks: int
@@ -175,7 +176,7 @@ class EngineSnapshot:
     max_model_len: int
 
 
-class OutputStream(AsyncIterator[Output], Protocol):
+class OutputStream(Protocol):
     """The outputs of one submission, all choices interleaved; ends after every choice has finished.
 
     Iterating raises a ServiceError when the whole request ended for a reason that is not its own.
@@ -186,6 +187,8 @@ class OutputStream(AsyncIterator[Output], Protocol):
     request_id: str
     cached_tokens: int
 
+    def __aiter__(self) -> Self: ...
+    async def __anext__(self) -> Output: ...
     async def aclose(self) -> None: ...
     async def __aenter__(self) -> Self: ...
     async def __aexit__(self, *exc: object) -> None: ...
