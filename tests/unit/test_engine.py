@@ -4,11 +4,11 @@ import random
 
 import pytest
 
-from engine_rig import FULL, LONG_FORM, MIXED, Clock, Collected, FakeRunner, request, rig, run
 from fairlead_runtime.engine import FAULT_BUDGET
 from fairlead_runtime.outputs import EngineDead, QueueFull, QueueTimeout
 from fairlead_runtime.request import FinishReason, Request, RequestError
 from fairlead_runtime.scheduling.plan import Work
+from fake_engine import FULL, LONG_FORM, MIXED, Clock, Collected, FakeRunner, request, rig, run
 
 
 def poisoned(*names: str) -> FakeRunner:
