@@ -1,7 +1,8 @@
 """Paged attention in plain torch, made for CPUs; it runs on any device.
 
 Owns how the rows of a step are cut into pieces that ``scaled_dot_product_attention`` can take. Never builds a mask
-over more than one row's queries and keys, so a step costs the sum of its rows, not their square.
+over more than one row's queries and keys, so a step costs the sum of its rows, not their square, and of a row only
+STRIP queries high.
 
 Three ideas, each measured on two cores:
 
@@ -13,7 +14,9 @@ Three ideas, each measured on two cores:
 - A row whose blocks happen to be consecutive is read in place, without a gather.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -24,8 +27,10 @@ from fairlead_kernels.attention import Heads, LayerSpec, Ragged
 
 # Keys one batched gather may take: about half of a server core's second-level cache.
 GATHER_BYTES = 1 << 20
-# Elements of the score matrix that the path with explicit scores (softcap, sinks) holds at once.
-SCORE_ELEMENTS = 1 << 22
+# Queries of one row that are masked together: masks and explicit scores stay this many rows high.
+STRIP = 256
+# Elements of a row's masks that are kept for the other layers; larger ones are made again.
+KEPT_MASK_ELEMENTS = 1 << 24
 
 Index = npt.NDArray[np.int64]
 
@@ -70,7 +75,7 @@ class Prefill:
     first_key: int
     keys: Keys
     window: int | None
-    masks: dict[torch.dtype, torch.Tensor] = field(default_factory=dict)
+    masks: dict[tuple[int, torch.dtype], torch.Tensor] = field(default_factory=dict)
 
     @property
     def plain_causal(self) -> bool:
@@ -78,18 +83,38 @@ class Prefill:
         count = self.end - self.begin
         return self.keys.length == count and (self.window is None or self.window >= count)
 
+    def strips(self) -> Iterator["Strip"]:
+        """The row in strips of queries, each with the keys that any of them sees."""
+        for at in range(0, self.end - self.begin, STRIP):
+            stop = min(at + STRIP, self.end - self.begin)
+            low = 0 if self.window is None else self.position + at - self.window + 1 - self.first_key
+            yield Strip(self, at, stop, max(0, low), self.position + stop - self.first_key)
+
+
+class Strip(NamedTuple):
+    """Queries ``begin:end`` of a row and its gathered keys ``low:high``."""
+
+    row: Prefill
+    begin: int
+    end: int
+    low: int
+    high: int
+
     def mask(self, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """[queries, keys], 0 or -inf; made once a step and shared by the layers."""
-        if dtype not in self.masks:
-            query = torch.arange(self.position, self.position + self.end - self.begin, device=device)[:, None]
-            key = torch.arange(self.first_key, self.first_key + self.keys.length, device=device)[None, :]
-            hidden = key > query
-            if self.window is not None:
-                hidden |= key <= query - self.window
-            self.masks[dtype] = torch.zeros(hidden.shape, dtype=dtype, device=device).masked_fill_(
-                hidden, -torch.inf
-            )
-        return self.masks[dtype]
+        """[queries, keys], 0 or -inf; shared by the layers of the step unless it is large."""
+        row = self.row
+        kept = row.masks.get((self.begin, dtype))
+        if kept is not None:
+            return kept
+        query = torch.arange(row.position + self.begin, row.position + self.end, device=device)[:, None]
+        key = torch.arange(row.first_key + self.low, row.first_key + self.high, device=device)[None, :]
+        hidden = key > query
+        if row.window is not None:
+            hidden |= key <= query - row.window
+        mask = torch.zeros(hidden.shape, dtype=dtype, device=device).masked_fill_(hidden, -torch.inf)
+        if (row.end - row.begin) * row.keys.length <= KEPT_MASK_ELEMENTS:
+            row.masks[self.begin, dtype] = mask
+        return mask
 
 
 @dataclass(slots=True, eq=False)
@@ -275,19 +300,20 @@ class TorchAttention:
         k = key.to(q.dtype).transpose(0, 1)[:, None].expand(-1, h.group, -1, -1)
         v = value.to(q.dtype).transpose(0, 1)[:, None].expand(-1, h.group, -1, -1)
         target = out[piece.begin : piece.end].view(count, h.kv, h.group, h.value_dim).permute(1, 2, 0, 3)
-        if spec.softcap is None and spec.sinks is None:
-            mask = None if piece.plain_causal else piece.mask(q.dtype, q.device)
-            got = F.scaled_dot_product_attention(
-                q, k, v, attn_mask=mask, is_causal=piece.plain_causal, scale=spec.scale
-            )
-            target.copy_(got)
+        fused = spec.softcap is None and spec.sinks is None
+        if fused and piece.plain_causal:
+            target.copy_(F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=spec.scale))
             return
         sinks = None if spec.sinks is None else spec.sinks.view(h.kv, h.group, 1, 1)
-        mask = piece.mask(q.dtype, q.device)
-        strip = max(1, SCORE_ELEMENTS // (h.query * piece.keys.length))
-        for at in range(0, count, strip):
-            part = slice(at, at + strip)
-            target[:, :, part] = _explicit(q[:, :, part], k, v, mask[part], spec, sinks)
+        for strip in piece.strips():
+            mask = strip.mask(q.dtype, q.device)
+            queries, seen = slice(strip.begin, strip.end), slice(strip.low, strip.high)
+            part = q[:, :, queries], k[:, :, seen], v[:, :, seen]
+            target[:, :, queries] = (
+                F.scaled_dot_product_attention(*part, attn_mask=mask, scale=spec.scale)
+                if fused
+                else _explicit(*part, mask, spec, sinks)
+            )
 
 
 def _explicit(

@@ -4,11 +4,14 @@ Owns these plain values and nothing else. Every one could be sent over a socket,
 process of its own without its clients noticing. Imports neither torch nor asyncio.
 """
 
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol, Self
 
+from fairlead_runtime.logprobs import Logprob, TokenLogprobs
 from fairlead_runtime.request import FinishReason, SamplingParams, Status
+from fairlead_runtime.scheduling.plan import Work
+from fairlead_runtime.scheduling.scheduler import SchedulerStats
 
 
 class ServiceError(Exception):
@@ -72,15 +75,6 @@ class Submission:
 
 
 @dataclass(frozen=True, slots=True)
-class Logprob:
-    """One candidate at one position, from raw logits (vLLM's shape). ``rank`` counts from 1."""
-
-    logprob: float
-    rank: int | None = None
-    decoded_token: str | None = None
-
-
-@dataclass(frozen=True, slots=True)
 class Output:
     """What one choice gained since its last Output; a reader that lags gets several steps in one.
 
@@ -104,10 +98,11 @@ class Emitted(NamedTuple):
     request_id: str
     choice: int
     token: int | None
-    logprobs: object  # what the sampler gave: see sampling.py
+    logprobs: TokenLogprobs | None
     finish: FinishReason | None
     message: str = ""
     error: ServiceError | None = None  # the whole request ends with it
+    cached: int = 0  # prompt tokens found in the prefix cache
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,18 +132,6 @@ class Health:
     last_step_age: float | None = None  # seconds; None while there is no work
 
 
-@dataclass(frozen=True, slots=True)
-class StepSummary:
-    """One executed step: what the engine tells its observers. Durations in seconds."""
-
-    step: int
-    rows: int
-    tokens: int  # computed: prefill and decode together
-    prefill_tokens: int
-    generated_tokens: int
-    duration: float
-
-
 @dataclass(slots=True)
 class Counters:
     """Totals of one engine since its start."""
@@ -166,16 +149,26 @@ class Counters:
     slow_readers: int = 0
     batch_sizes: dict[int, int] = field(default_factory=dict)  # rows of a step → how many steps
 
+    def count(self, work: Work, seconds: float) -> None:
+        """Add one executed step."""
+        size = len(work.rows)
+        self.steps += 1
+        self.rows += size
+        self.computed_tokens += sum(row.count for row in work.rows)
+        self.generated_tokens += sum(row.samples for row in work.rows)
+        self.step_seconds += seconds
+        self.batch_sizes[size] = self.batch_sizes.get(size, 0) + 1
+
 
 @dataclass(frozen=True, slots=True)
 class EngineSnapshot:
     """A consistent picture of the engine after its last step, for metrics and the debug view.
 
-    ``scheduler`` is the scheduler's own statistics (SchedulerStats); ``queued`` counts submissions that have not
+    ``scheduler`` is the scheduler's own statistics; ``queued`` counts submissions that have not
     had a first step yet.
     """
 
-    scheduler: object
+    scheduler: SchedulerStats
     counters: Counters
     queued: int
     num_blocks: int
@@ -183,7 +176,7 @@ class EngineSnapshot:
     max_model_len: int
 
 
-class OutputStream(AsyncIterator[Output], Protocol):
+class OutputStream(Protocol):
     """The outputs of one submission, all choices interleaved; ends after every choice has finished.
 
     Iterating raises a ServiceError when the whole request ended for a reason that is not its own.
@@ -194,6 +187,8 @@ class OutputStream(AsyncIterator[Output], Protocol):
     request_id: str
     cached_tokens: int
 
+    def __aiter__(self) -> Self: ...
+    async def __anext__(self) -> Output: ...
     async def aclose(self) -> None: ...
     async def __aenter__(self) -> Self: ...
     async def __aexit__(self, *exc: object) -> None: ...

@@ -6,6 +6,7 @@ Owns SamplingParams, Request, Sequence and the life cycle as one table. Knows no
 import enum
 import math
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 MAX_CHOICES = 8
 MAX_LOGPROBS = 20
@@ -128,6 +129,14 @@ class Request:
     eos_ids: frozenset[int] = frozenset()
 
 
+class BlockHash(NamedTuple):
+    """One full block's place in the content-hash chain: ``digest`` = sha256(``parent`` + ``tokens``)."""
+
+    digest: bytes
+    parent: bytes
+    tokens: bytes  # the block's token ids, 8 bytes each
+
+
 @dataclass(slots=True, eq=False)
 class Sequence:
     """One choice of a request: what the scheduler orders, what holds blocks, what a batch row computes.
@@ -144,6 +153,12 @@ class Sequence:
     status: Status = Status.PENDING
     preemptions: int = 0
     tables: list[list[int]] = field(default_factory=list)  # one per layer group: block ids, NULL where freed
+    host: list[list[int]] = field(default_factory=list)  # the same in host memory; filled while offloaded
+    hashes: list[BlockHash] = field(default_factory=list)  # of its leading full blocks, as far as computed
+    registered: int = 0  # leading full blocks that are in the prefix cache or were found there
+    limit: int = 0  # tokens at which it ends: prompt + max_tokens
+    stops: frozenset[int] = frozenset()  # end-of-sequence and stop ids that end it
+    seniors: int = 0  # sequences that were live when it came: they bound its preemptions
 
     @property
     def prompt_len(self) -> int:

@@ -215,17 +215,26 @@ def _draw(logits: Tensor, draws: Draws) -> Tensor:
 
 
 def _draw_chunk(logits: Tensor, draws: Draws, rows: slice) -> Tensor:
-    device = logits.device
-    scores = logits.float()
-    scores = scores - scores.amax(dim=-1, keepdim=True)
-    temperature = draws.temperature[rows]
+    scores = scores_of(logits, draws.temperature[rows])
+    cut = cut_of(scores, draws.min_cut[rows], draws.top_k[rows], draws.top_p[rows])
+    halves = torch.from_numpy(draws.keys[rows].view(np.int32).reshape(-1, 2)).to(logits.device)
+    return ops.race(scores, cut, halves[:, 0], halves[:, 1], _words(logits.shape[1], logits.device))
+
+
+def scores_of(logits: Tensor, temperature: Array) -> Tensor:
+    """``(logits - row maximum) / temperature``, float32, at most 0: [R, V] from [R, V] and [R]."""
+    wide = logits.float()
+    scores = wide - wide.amax(dim=-1, keepdim=True)
     if (temperature != 1).any():
-        scores /= torch.from_numpy(temperature).to(device)[:, None]
-    cut = torch.from_numpy(draws.min_cut[rows]).to(device)
-    cut = _filter_top_k(scores, cut, np.minimum(draws.top_k[rows], logits.shape[1]))
-    cut = _filter_top_p(scores, cut, draws.top_p[rows])
-    halves = torch.from_numpy(draws.keys[rows].view(np.int32).reshape(-1, 2)).to(device)
-    return ops.race(scores, cut, halves[:, 0], halves[:, 1], _words(logits.shape[1], device))
+        scores /= torch.from_numpy(temperature).to(logits.device)[:, None]
+    return scores
+
+
+def cut_of(scores: Tensor, min_cut: Array, top_k: Array, top_p: Array) -> Tensor:
+    """The smallest score that each row's filters keep, [R]: min-p, then top-k, then top-p over what is left."""
+    cut = torch.from_numpy(min_cut).to(scores.device)
+    cut = _filter_top_k(scores, cut, np.minimum(top_k, scores.shape[1]))
+    return _filter_top_p(scores, cut, top_p)
 
 
 def _filter_top_k(scores: Tensor, cut: Tensor, top_k: Array) -> Tensor:

@@ -29,7 +29,7 @@ class LayerGroup:
 def group_layers(windows: Sequence[int | None]) -> tuple[LayerGroup, ...]:
     """Split layers, given each layer's window, into groups of equal size.
 
-    The size is the largest that leaves at most an eighth of all slots (layers per group × groups) beyond the
+    The size is the largest that leaves at most an eighth of all slots (layers per group times groups) beyond the
     layers there are empty: few groups mean few tables, empty slots are wasted memory. Layers of one kind make one group.
     """
     if not windows:

@@ -43,7 +43,6 @@ _COMMON: dict[str, Any] = {
     "intermediate_size": 128,
     "num_hidden_layers": 3,
     "num_attention_heads": 4,
-    "num_key_value_heads": 2,
     "max_position_embeddings": CONTEXT,
     "pad_token_id": 0,
     "bos_token_id": 1,
@@ -107,8 +106,9 @@ def build(family: str, *, seed: int = 0, **overrides: Any) -> PreTrainedModel:
     """
     if family not in _OWN:
         raise ValueError(f"{family}: no such family, use one of {', '.join((*FAMILIES, *VARIANTS))}")
+    grouped = {} if family in {"gpt2", "gpt_neox"} else {"num_key_value_heads": 2}
     config = AutoConfig.for_model(
-        _MODEL_TYPES.get(family, family), **{**_COMMON, **_OWN[family], **overrides}
+        _MODEL_TYPES.get(family, family), **{**_COMMON, **grouped, **_OWN[family], **overrides}
     )
     factory: Any = AutoModelForCausalLM  # transformers' classes are untyped
     model = factory.from_config(config, dtype=torch.float32, attn_implementation="eager")

@@ -1,1 +1,32 @@
 """Who runs in the next step: plan (pure), commit, update. No torch, no clock, no randomness in here."""
+
+from fairlead_runtime.scheduling.plan import (
+    Event,
+    Finished,
+    Limits,
+    Plan,
+    Result,
+    Row,
+    Token,
+    Verdict,
+    VerdictKind,
+    Work,
+)
+from fairlead_runtime.scheduling.scheduler import InvariantViolation, Scheduler, SchedulerStats, StepStats
+
+__all__ = [
+    "Event",
+    "Finished",
+    "InvariantViolation",
+    "Limits",
+    "Plan",
+    "Result",
+    "Row",
+    "Scheduler",
+    "SchedulerStats",
+    "StepStats",
+    "Token",
+    "Verdict",
+    "VerdictKind",
+    "Work",
+]

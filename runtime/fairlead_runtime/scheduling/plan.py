@@ -69,7 +69,7 @@ class Row(NamedTuple):
 
     sequence: Sequence
     start: int
-    count: int
+    count: int  # type: ignore[assignment]  # a row's width; tuple.count is of no use on a row
     samples: bool  # start + count == len(tokens): the row's last token predicts a new one
 
 
@@ -135,7 +135,7 @@ class Token(NamedTuple):
 
     sequence: Sequence
     token: int
-    index: int
+    index: int  # type: ignore[assignment]  # tuple.index is of no use on an event
     logprobs: Any
     finish: FinishReason | None
 

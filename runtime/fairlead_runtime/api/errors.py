@@ -1,0 +1,105 @@
+"""Every error a client can see, in OpenAI's shape.
+
+Owns ApiError, the error object and what each status is called. Never echoes input: a message names the field and
+the fix, and an error body stays below 4 KiB whatever was sent.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import orjson
+from starlette.responses import Response
+
+from fairlead_runtime.outputs import QueueFull, ServiceError
+from fairlead_runtime.request import RequestError
+
+MAX_MESSAGE = 1900  # characters; escaped they double, and the body still fits 4 KiB with its frame
+_INTERNAL = "the server failed on this request; the log has the details under the request id"
+
+# The words of OpenAI's error objects by status; what is missing here is an invalid_request_error.
+_TYPES = {
+    401: "authentication_error",
+    404: "not_found_error",
+    429: "rate_limit_error",
+    500: "server_error",
+    503: "service_unavailable_error",
+}
+_CODES = {
+    401: "invalid_api_key",
+    404: "not_found",
+    405: "method_not_allowed",
+    408: "request_timeout",
+    413: "request_too_large",
+    415: "unsupported_media_type",
+    429: "rate_limit_exceeded",
+    431: "headers_too_large",
+    500: "internal_error",
+    503: "unavailable",
+}
+
+
+class ApiError(Exception):
+    """An answer that is an error. ``param`` names the body's field, ``code`` is a stable word for programs."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.param = param
+        self.code = code or _CODES.get(status, "invalid_value")
+        self.headers = dict(headers or {})
+
+    @property
+    def body(self) -> bytes:
+        return orjson.dumps(self.content)
+
+    @property
+    def content(self) -> dict[str, Any]:
+        return {
+            "error": {
+                "message": clean(self.message),
+                "type": _TYPES.get(self.status, "invalid_request_error"),
+                "param": self.param,
+                "code": self.code,
+            }
+        }
+
+    def response(self) -> Response:
+        return Response(self.body, self.status, self.headers, media_type="application/json")
+
+
+def invalid(param: str | None, message: str, code: str = "invalid_value") -> ApiError:
+    """A 400 for one field; the message starts with its name, as the engine's own errors do."""
+    return ApiError(400, f"{param}: {message}" if param else message, param=param, code=code)
+
+
+def internal() -> ApiError:
+    """A 500 that tells nothing of the inside."""
+    return ApiError(500, _INTERNAL)
+
+
+def of(error: Exception) -> ApiError:
+    """What a client is told about ``error``; an unknown one is internal and generic."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, RequestError):
+        return ApiError(400, str(error), param=error.param)
+    if isinstance(error, ServiceError):
+        status = 429 if isinstance(error, QueueFull) else 503
+        retry = max(1, round(error.retry_after or 1))
+        return ApiError(status, str(error), code=error.code, headers={"retry-after": str(retry)})
+    return internal()
+
+
+def clean(message: str) -> str:
+    """Bounded, one line, and encodable whatever got into it."""
+    text = message[:MAX_MESSAGE].encode("ascii", "backslashreplace").decode("ascii")
+    return " ".join(text[:MAX_MESSAGE].split())

@@ -1,0 +1,91 @@
+"""The outermost layer of both apps: an id for every request, one log line, and no exception beyond it.
+
+Owns the request id and the access log. Logs counts, routes and types only: no prompt, no text, no key, no header
+and no exception's message, which could quote any of them.
+"""
+
+import logging
+import re
+import time
+import traceback
+import uuid
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from fairlead_runtime.api.errors import internal
+from fairlead_runtime.api.limits import ClientGone
+
+_OURS = re.compile(rb"[A-Za-z0-9._-]{1,64}")
+
+_log = logging.getLogger("fairlead.api")
+
+
+class Observed:
+    """Pure ASGI: adds the request id to answer and log, turns an unforeseen exception into a 500."""
+
+    def __init__(self, app: ASGIApp, *, port: str) -> None:
+        self._app = app
+        self._port = port
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return
+        request_id = _request_id(scope)
+        header = (b"x-request-id", request_id.encode())
+        began, status = time.monotonic(), 0
+
+        async def answer(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                message["headers"] = [*message.get("headers", []), header]
+            await send(message)
+
+        try:
+            await self._app(scope, receive, answer)
+        except ClientGone:
+            status = status or 499
+        except Exception as error:
+            _log.error("request failed: %s", describe(error), extra={"request_id": request_id})
+            if status == 0:
+                await internal().response()(scope, receive, answer)
+            else:
+                raise
+        finally:
+            self._line(scope, request_id, status, time.monotonic() - began)
+
+    def _line(self, scope: Scope, request_id: str, status: int, seconds: float) -> None:
+        if not _log.isEnabledFor(logging.INFO):
+            return
+        # No route here has parameters: a path that matched one is one of a few; any other is not logged.
+        route = scope["path"] if "endpoint" in scope else "other"
+        facts = {
+            "request_id": request_id,
+            "port": self._port,
+            "method": scope["method"] if scope["method"] in {"GET", "POST"} else "other",
+            "route": route,
+            "status": status,
+            "seconds": round(seconds, 4),
+        }
+        quiet = route in {"/healthz", "/readyz", "/metrics"} and status == 200
+        _log.log(logging.DEBUG if quiet else logging.INFO, "request", extra=facts)
+
+
+def failed_late(error: Exception) -> None:
+    """Log an answer that failed after its first byte."""
+    _log.error("answer failed after its first byte: %s", describe(error))
+
+
+def describe(error: BaseException) -> str:
+    """The exception's type and where it was raised; not its message."""
+    frames = traceback.extract_tb(error.__traceback__)[-4:]
+    place = " < ".join(f"{frame.name}:{frame.lineno}" for frame in reversed(frames))
+    return f"{type(error).__name__} at {place}"
+
+
+def _request_id(scope: Scope) -> str:
+    """The client's id when it is harmless, else one of ours."""
+    for name, value in scope["headers"]:
+        if name == b"x-request-id" and _OURS.fullmatch(value):
+            return str(value.decode())
+    return uuid.uuid4().hex

@@ -1,0 +1,307 @@
+"""The bodies of OpenAI's two generating routes: what is accepted, and what it means to the engine.
+
+Owns the fields, their types and the refusal of fields that would change the answer and are not supported. Bounds
+of sampling values are SamplingParams' own, so that HTTP and Python say the same. Tokenizes nothing.
+"""
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, FailFast, Field, ValidationError, field_validator
+
+from fairlead_runtime.api.errors import ApiError, invalid
+from fairlead_runtime.request import MAX_LOGPROBS, SamplingParams
+
+MAX_PROMPTS = 64
+MAX_MESSAGES = 1024
+MAX_STOPS = 4
+MAX_STOP_CHARS = 256
+MAX_NAME = 256  # characters of model, user, cache_salt
+MAX_ERRORS = 5
+COMPLETION_TOKENS = 16  # OpenAI's default for completions; chat's is "what fits"
+
+Prompt = str | tuple[int, ...]
+
+# Fields that would change the answer if they were served, with the values that ask for nothing.
+_UNSUPPORTED: dict[str, tuple[Any, ...]] = {
+    "presence_penalty": (None, 0),
+    "frequency_penalty": (None, 0),
+    "repetition_penalty": (None, 1),
+    "length_penalty": (None, 1),
+    "logit_bias": (None, {}),
+    "logits_processors": (None, []),
+    "bad_words": (None, []),
+    "allowed_token_ids": (None,),
+    "tools": (None, []),
+    "tool_choice": (None, "none", "auto"),
+    "functions": (None, []),
+    "function_call": (None, "none", "auto"),
+    "response_format": (None, {"type": "text"}),
+    "structured_outputs": (None, {}),
+    "guided_json": (None,),
+    "guided_regex": (None,),
+    "guided_choice": (None,),
+    "guided_grammar": (None,),
+    "echo": (None, False),
+    "suffix": (None, ""),
+    "use_beam_search": (None, False),
+    "prompt_logprobs": (None,),
+    "include_stop_str_in_output": (None, False),
+    "skip_special_tokens": (None, True),
+    "truncate_prompt_tokens": (None,),
+    "add_generation_prompt": (None, True),
+    "continue_final_message": (None, False),
+    "add_special_tokens": (None,),
+    "chat_template": (None,),
+    "chat_template_kwargs": (None, {}),
+    "documents": (None, []),
+    "modalities": (None, ["text"]),
+    "audio": (None,),
+    "prediction": (None,),
+    "web_search_options": (None,),
+}
+
+_log = logging.getLogger("fairlead.api")
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(
+        strict=True, extra="ignore", allow_inf_nan=False, hide_input_in_errors=True, frozen=True
+    )
+
+
+class StreamOptions(_Strict):
+    include_usage: bool | None = None
+    continuous_usage_stats: Literal[False] | None = None
+
+
+class _Body(_Strict):
+    """What both routes share. None means the default, as clients send null for what they leave unset."""
+
+    model: str = Field(max_length=MAX_NAME)
+    max_tokens: int | None = None
+    max_completion_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    n: int | None = None
+    seed: int | None = None
+    min_tokens: int | None = None
+    ignore_eos: bool | None = None
+    stop_token_ids: Annotated[list[int], FailFast()] | None = Field(default=None, max_length=64)
+    stop: Any = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    user: str | None = Field(default=None, max_length=MAX_NAME)
+    cache_salt: str | None = Field(default=None, max_length=MAX_NAME)
+    priority: int | None = Field(default=None, ge=-(2**31), le=2**31 - 1)
+    best_of: int | None = None
+
+    @field_validator("stop")
+    @classmethod
+    def _stop(cls, value: Any) -> tuple[str, ...]:
+        stops = [] if value is None else [value] if isinstance(value, str) else value
+        if not isinstance(stops, list) or not all(isinstance(text, str) for text in stops):
+            raise ValueError("must be text or a list of texts")
+        if len(stops) > MAX_STOPS:
+            raise ValueError(f"at most {MAX_STOPS} texts may be given")
+        if not all(1 <= len(text) <= MAX_STOP_CHARS for text in stops):
+            raise ValueError(f"each text must have 1 to {MAX_STOP_CHARS} characters")
+        return tuple(stops)
+
+
+class CompletionBody(_Body):
+    prompt: Any
+    logprobs: int | None = None
+
+    @field_validator("prompt")
+    @classmethod
+    def _prompt(cls, value: Any) -> tuple[Prompt, ...]:
+        return _prompts(value)
+
+
+class Message(_Strict):
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: Any = None
+    name: str | None = Field(default=None, max_length=MAX_NAME)
+    tool_calls: Annotated[list[Any], Field(max_length=0)] | None = None
+
+    @field_validator("content")
+    @classmethod
+    def _content(cls, value: Any) -> str:
+        return _text(value)
+
+
+class ChatBody(_Body):
+    messages: Annotated[list[Message], FailFast()] = Field(min_length=1, max_length=MAX_MESSAGES)
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+
+
+BodyT = TypeVar("BodyT", bound=_Body)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """A valid body in the engine's terms. Either ``prompts`` (completions) or ``messages`` (chat) has something."""
+
+    model: str
+    params: SamplingParams
+    stop: tuple[str, ...]
+    stream: bool
+    include_usage: bool
+    user: str
+    cache_salt: str | None
+    priority: int
+    prompts: tuple[Prompt, ...] = ()
+    messages: tuple[dict[str, str], ...] = ()
+
+    @property
+    def chat(self) -> bool:
+        return bool(self.messages)
+
+
+def completion(body: Mapping[str, Any], served: str) -> Asked:
+    """A completions body. Raises ApiError 400, or 404 for a model that is not ``served``; RequestError for bounds."""
+    parsed = _validate(CompletionBody, body, served)
+    params = _params(parsed, default_tokens=COMPLETION_TOKENS, logprobs=parsed.logprobs)
+    return Asked(prompts=parsed.prompt, **_common(parsed, params))
+
+
+def chat(body: Mapping[str, Any], served: str) -> Asked:
+    """A chat body. Raises as ``completion`` does."""
+    parsed = _validate(ChatBody, body, served)
+    if parsed.top_logprobs is not None and not parsed.logprobs:
+        raise invalid("top_logprobs", "needs logprobs to be true")
+    if parsed.top_logprobs is not None and not 0 <= parsed.top_logprobs <= MAX_LOGPROBS:
+        raise invalid("top_logprobs", f"must be from 0 to {MAX_LOGPROBS}")
+    params = _params(
+        parsed, default_tokens=None, logprobs=(parsed.top_logprobs or 0) if parsed.logprobs else None
+    )
+    messages = tuple(_message(message) for message in parsed.messages)
+    return Asked(messages=messages, **_common(parsed, params))
+
+
+def check_model(name: Any, served: str) -> None:
+    """Raises ApiError 404 for a name that is not served here; the name itself is not echoed."""
+    if isinstance(name, str) and name != served:
+        raise ApiError(
+            404, f"model: no such model here; this server has {served}", param="model", code="model_not_found"
+        )
+
+
+def _validate(kind: type[BodyT], body: Mapping[str, Any], served: str) -> BodyT:
+    check_model(body.get("model"), served)
+    for name, neutral in _UNSUPPORTED.items():
+        if name in body and body[name] not in neutral:
+            raise invalid(name, "is not supported; leave it out", "unsupported_parameter")
+    try:
+        parsed = kind.model_validate(body)
+    except ValidationError as error:
+        raise _explain(error) from None
+    _check_together(parsed)
+    unknown = [name for name in body if name not in kind.model_fields and name not in _UNSUPPORTED]
+    if unknown:
+        _log.debug("ignored %d unknown fields", len(unknown))
+    return parsed
+
+
+def _check_together(parsed: _Body) -> None:
+    if parsed.stream_options is not None and not parsed.stream:
+        raise invalid("stream_options", "is allowed only with stream: true")
+    if parsed.best_of is not None and parsed.best_of != (parsed.n or 1):
+        raise invalid("best_of", "is not supported beyond n; leave it out", "unsupported_parameter")
+    old, new = parsed.max_tokens, parsed.max_completion_tokens
+    if old is not None and new is not None and old != new:
+        raise invalid("max_tokens", "contradicts max_completion_tokens; give one of them")
+
+
+def _params(parsed: _Body, *, default_tokens: int | None, logprobs: int | None) -> SamplingParams:
+    limit = parsed.max_completion_tokens if parsed.max_tokens is None else parsed.max_tokens
+    return SamplingParams(
+        temperature=1.0 if parsed.temperature is None else parsed.temperature,
+        top_k=_top_k(parsed.top_k),
+        top_p=1.0 if parsed.top_p is None else parsed.top_p,
+        min_p=parsed.min_p or 0.0,
+        seed=parsed.seed,
+        n=1 if parsed.n is None else parsed.n,
+        max_tokens=default_tokens if limit is None else limit,
+        min_tokens=parsed.min_tokens or 0,
+        stop_token_ids=tuple(parsed.stop_token_ids or ()),
+        ignore_eos=bool(parsed.ignore_eos),
+        logprobs=logprobs,
+    )
+
+
+def _top_k(value: int | None) -> int:
+    """0 switches the filter off; vLLM's clients say -1."""
+    return 0 if value is None or value == -1 else value
+
+
+def _common(parsed: _Body, params: SamplingParams) -> dict[str, Any]:
+    options = parsed.stream_options
+    return {
+        "model": parsed.model,
+        "params": params,
+        "stop": parsed.stop or (),
+        "stream": bool(parsed.stream),
+        "include_usage": options is not None and bool(options.include_usage),
+        "user": parsed.user or "",
+        "cache_salt": parsed.cache_salt,
+        "priority": parsed.priority or 0,
+    }
+
+
+def _message(message: Message) -> dict[str, str]:
+    # Templates know "system"; "developer" is the newer name of the same part.
+    role = "system" if message.role == "developer" else message.role
+    named = {} if message.name is None else {"name": message.name}
+    return {"role": role, "content": message.content or "", **named}
+
+
+def _prompts(value: Any) -> tuple[Prompt, ...]:
+    """Text, a list of texts, token ids or a list of token ids: always as a tuple of prompts."""
+    if isinstance(value, str):
+        return (value,)
+    if not isinstance(value, list) or not value:
+        raise ValueError("must be text, a list of texts, token ids or a list of token ids, and not empty")
+    if all(type(item) is int for item in value):
+        return (tuple(value),)
+    if len(value) > MAX_PROMPTS:
+        raise ValueError(f"at most {MAX_PROMPTS} prompts may be given")
+    if all(isinstance(item, str) for item in value):
+        return tuple(value)
+    if all(isinstance(item, list) and all(type(token) is int for token in item) for item in value):
+        return tuple(tuple(item) for item in value)
+    raise ValueError("must be text, a list of texts, token ids or a list of token ids, not a mixture")
+
+
+def _text(value: Any) -> str:
+    """A message's content as one text: text itself, null, or a list of text parts."""
+    if value is None:
+        return ""
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, list):
+        raise ValueError("must be text or a list of text parts")  # noqa: TRY004 - pydantic reports ValueError
+    texts = []
+    for part in value:
+        if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+            raise ValueError('parts must be {"type": "text", "text": ...}; other media are not supported')
+        texts.append(part["text"])
+    return "".join(texts)
+
+
+def _explain(error: ValidationError) -> ApiError:
+    """At most five problems, each with its field; the first one's field becomes ``param``."""
+    found = error.errors(include_url=False, include_context=False, include_input=False)[:MAX_ERRORS]
+    lines = [f"{_path(item['loc'])}: {item['msg'].removeprefix('Value error, ')}" for item in found]
+    code = "missing_required_parameter" if found[0]["type"] == "missing" else "invalid_type"
+    return ApiError(400, "; ".join(lines), param=_path(found[0]["loc"]), code=code)
+
+
+def _path(location: tuple[int | str, ...]) -> str:
+    return ".".join(str(part) for part in location)[:MAX_NAME]

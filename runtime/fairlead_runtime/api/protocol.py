@@ -1,0 +1,214 @@
+"""What one connection may do before any application sees it: uvicorn's h11 protocol with deadlines and bounds.
+
+Owns the limits on header bytes and count, on chunks, on the time a header may take, on a peer that does not read,
+and the number of connections. uvicorn itself never times out half a header, and closes so that a client still
+sending loses the answer to a reset.
+"""
+
+import asyncio
+import socket
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import h11
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from fairlead_runtime.api.errors import ApiError
+
+HEADER_BYTES = 32 * 1024
+HEADER_COUNT = 100
+CHUNKS = 10_000  # pieces of one chunked body
+HEADER_SECONDS = 10.0
+WRITE_STALL_SECONDS = 60.0
+LINGER_SECONDS = 2.0  # after an answer to an unread body, what still comes is thrown away this long
+KEEP_ALIVE_SECONDS = 5
+
+_KEEPALIVE = (
+    (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
+    *(
+        (socket.IPPROTO_TCP, getattr(socket, name), value)
+        for name, value in (
+            ("TCP_KEEPIDLE", 30),
+            ("TCP_KEEPINTVL", 10),
+            ("TCP_KEEPCNT", 3),
+            ("TCP_USER_TIMEOUT", 60_000),
+        )
+        if hasattr(socket, name)
+    ),
+)
+
+
+class BoundedConnection(h11.Connection):
+    """h11 with bounds on what it has already parsed; breaking one is a protocol error with its status."""
+
+    def __init__(self, our_role: type[h11.SERVER], max_incomplete_event_size: int) -> None:
+        super().__init__(our_role, max_incomplete_event_size)
+        self._chunks = 0
+
+    def next_event(self) -> Any:
+        event = super().next_event()
+        if isinstance(event, h11.Request):
+            self._chunks = 0
+            _check_request(event)
+        elif isinstance(event, h11.Data) and event.chunk_start:
+            self._chunks += 1
+            if self._chunks > CHUNKS:
+                raise h11.RemoteProtocolError(f"the body has more than {CHUNKS} chunks", 413)
+        return event
+
+
+def _check_request(event: h11.Request) -> None:
+    size = len(event.target) + sum(len(name) + len(value) + 4 for name, value in event.headers)
+    if size > HEADER_BYTES or len(event.headers) > HEADER_COUNT:
+        raise h11.RemoteProtocolError(
+            f"the header has more than {HEADER_BYTES} bytes or {HEADER_COUNT} fields", 431
+        )
+
+
+class GentleTransport:
+    """A transport whose ``close`` lets a client that is still sending read the answer first."""
+
+    def __init__(self, transport: asyncio.Transport, close: Callable[[], None]) -> None:
+        self._transport = transport
+        self._close = close
+        self._closing = False
+        self.write = transport.write  # bound once: it is the hot path
+
+    def close(self) -> None:
+        if not self._closing:
+            self._closing = True
+            self._close()
+
+    def is_closing(self) -> bool:
+        return self._closing or self._transport.is_closing()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
+
+
+class GuardedProtocol(H11Protocol):
+    """One connection. ``max_connections`` is set by ``protocol_class``."""
+
+    max_connections = 1024
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.conn = BoundedConnection(h11.SERVER, HEADER_BYTES)
+        self._header_timer: asyncio.TimerHandle | None = None
+        self._stall_timer: asyncio.TimerHandle | None = None
+        self._linger_timer: asyncio.TimerHandle | None = None
+        self._raw: asyncio.Transport
+
+    # -- the life of a connection
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        self._raw = transport
+        _keep_alive(transport)
+        super().connection_made(GentleTransport(transport, self._close))  # type: ignore[arg-type]
+        if len(self.connections) > self.max_connections:
+            busy = ApiError(
+                503,
+                "the server holds as many connections as it may; retry",
+                code="too_many_connections",
+                headers={"retry-after": "1"},
+            )
+            self._refuse(busy)
+            return
+        self._await_header()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        for timer in (self._header_timer, self._stall_timer, self._linger_timer):
+            if timer is not None:
+                timer.cancel()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        if self.transport.is_closing():
+            return
+        super().data_received(data)
+        if self.conn.their_state is h11.IDLE:
+            self._await_header()
+        else:
+            self._header_came()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if not self.transport.is_closing() and self.conn.their_state is h11.SEND_BODY:
+            # Answered without reading the body: there is no telling where the next request would begin.
+            self.transport.close()
+
+    # -- deadlines
+
+    def _await_header(self) -> None:
+        if self._header_timer is None and not self.transport.is_closing():
+            self._header_timer = self.loop.call_later(HEADER_SECONDS, self._header_late)
+
+    def _header_came(self) -> None:
+        if self._header_timer is not None:
+            self._header_timer.cancel()
+            self._header_timer = None
+
+    def _header_late(self) -> None:
+        if self.conn.trailing_data[0]:
+            self._refuse(ApiError(408, f"the header did not arrive within {HEADER_SECONDS:g} s"))
+        else:
+            self.transport.close()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        if self._stall_timer is None:
+            self._stall_timer = self.loop.call_later(WRITE_STALL_SECONDS, self._raw.abort)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if self._stall_timer is not None:
+            self._stall_timer.cancel()
+            self._stall_timer = None
+
+    # -- endings
+
+    def send_400_response(self, msg: str) -> None:  # noqa: ARG002 - uvicorn's signature
+        """Called by uvicorn while it handles h11's error, which knows the status."""
+        error = sys.exc_info()[1]
+        status = error.error_status_hint if isinstance(error, h11.RemoteProtocolError) else 400
+        if status not in {413, 431}:
+            status, text = 400, "the request is not valid HTTP"
+        else:
+            text = str(error)
+        self._refuse(ApiError(status, text, code="invalid_http" if status == 400 else None))
+
+    def _refuse(self, error: ApiError) -> None:
+        """Answer below any application and close; without an answer where HTTP allows none any more."""
+        self._header_came()
+        if self.conn.our_state in {h11.IDLE, h11.SEND_RESPONSE}:
+            response = error.response()
+            headers = [*response.raw_headers, (b"connection", b"close")]
+            head = h11.Response(status_code=error.status, headers=headers)
+            for event in (head, h11.Data(data=bytes(response.body)), h11.EndOfMessage()):
+                self.transport.write(self.conn.send(event) or b"")
+        self.transport.close()
+
+    def _close(self) -> None:
+        """Close at once when the client has nothing left to send; else linger, or a reset eats the answer."""
+        self._header_came()
+        if self.conn.their_state in {h11.SEND_BODY, h11.ERROR} and self._raw.can_write_eof():
+            self._raw.write_eof()
+            self._raw.resume_reading()
+            self._linger_timer = self.loop.call_later(LINGER_SECONDS, self._raw.close)
+        else:
+            self._raw.close()
+
+
+def protocol_class(max_connections: int) -> type[GuardedProtocol]:
+    """A protocol class with its own bound on connections, as uvicorn takes a class and no instance."""
+    return type("GuardedProtocol", (GuardedProtocol,), {"max_connections": max_connections})
+
+
+def _keep_alive(transport: asyncio.Transport) -> None:
+    """Let the kernel find peers that vanished without a word."""
+    sock = transport.get_extra_info("socket")
+    if sock is None or sock.family not in {socket.AF_INET, socket.AF_INET6}:
+        return
+    for level, option, value in _KEEPALIVE:
+        sock.setsockopt(level, option, value)

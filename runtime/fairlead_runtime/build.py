@@ -1,0 +1,168 @@
+"""The composition root: a model directory and a configuration become an engine.
+
+Owns the order: refuse settings → inspect → size → load → prove by the self-test → size again with what was measured
+→ cache → runner → scheduler → engine. Everything gets what it needs ready made; nothing is configured afterwards.
+"""
+
+import logging
+import os
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from fairlead_runtime import memory
+from fairlead_runtime.cache.groups import group_layers
+from fairlead_runtime.config import ConfigError, EngineConfig
+from fairlead_runtime.detokenize import Vocabulary, vocabulary_of
+from fairlead_runtime.engine import Bounds, Engine, Observer
+from fairlead_runtime.host import memory_limit
+from fairlead_runtime.intake import Intake
+from fairlead_runtime.kv_cache import CacheStorage
+from fairlead_runtime.memory import DeviceFacts, MemoryReport
+from fairlead_runtime.models import attention, loading, selftest
+from fairlead_runtime.models.attention import PagedModel
+from fairlead_runtime.models.loading import Inspected, LoadedModel
+from fairlead_runtime.resolve import Resolved, check_supported, resolve, summary
+from fairlead_runtime.runner import Runner
+from fairlead_runtime.scheduling.plan import Limits
+from fairlead_runtime.scheduling.scheduler import Scheduler
+
+log = logging.getLogger("fairlead.build")
+
+
+@dataclass(frozen=True, slots=True)
+class Built:
+    """An engine that has proven its model, and what its faces need beside it."""
+
+    engine: Engine
+    intake: Intake
+    vocabulary: Vocabulary
+    tokenizer: PreTrainedTokenizerBase
+    vocab_size: int
+    resolved: Resolved
+    memory: MemoryReport
+
+
+def device_facts() -> DeviceFacts:
+    """The first CUDA device if there is one, else this host."""
+    if torch.cuda.is_available():
+        return DeviceFacts("cuda", torch.cuda.get_device_properties(0).total_memory)
+    return DeviceFacts("cpu", memory_limit())
+
+
+def check(path: Path | str, config: EngineConfig, device: DeviceFacts) -> Inspected:
+    """Everything that can be refused before a weight is read. Raises ConfigError or ModelError."""
+    check_supported(config, device.kind)
+    found = loading.inspect(path, config)
+    resolve(config, found.shape, device, dtype=_name(found.dtype))
+    return found
+
+
+def build(
+    path: Path | str,
+    config: EngineConfig,
+    *,
+    observer: Observer | None = None,
+    now: Callable[[], float] = time.monotonic,
+) -> Built:
+    """Load the model in directory ``path`` and build its engine; takes seconds to minutes.
+
+    Raises ConfigError, ModelError, or SelfTestError when the model's logits are not transformers'.
+    """
+    device = device_facts()
+    process = _resident()
+    found = check(path, config, device)
+    loaded = loading.load(path, config=config, device=device.kind)
+    model = attention.prepare(loaded)
+    measured = _measured(model, device, process)
+    resolved = resolve(config, found.shape, device, dtype=_name(loaded.dtype), measured=measured)
+    cache = _cache(model, resolved)
+    runner = Runner(model, cache)
+    proof = selftest.run(model, runner.kernels.attention, loaded.max_model_len)
+    log.info("%s", proof)
+    for warning in resolved.warnings:
+        log.warning("%s", warning)
+    log.info("%s", summary(resolved))
+    engine = _engine(loaded, cache, runner, resolved, observer, now)
+    intake = Intake(
+        engine.resolve_max_tokens,
+        eos_ids=loaded.eos_ids,
+        vocab_size=loaded.shape.vocab,
+        seed=resolved.config.seed,
+    )
+    return Built(
+        engine=engine,
+        intake=intake,
+        vocabulary=vocabulary_of(loaded.tokenizer),
+        tokenizer=loaded.tokenizer,
+        vocab_size=loaded.shape.vocab,
+        resolved=resolved,
+        memory=memory.measured(resolved.plan, {**measured, "kv": cache.nbytes}),
+    )
+
+
+def _engine(
+    loaded: LoadedModel,
+    cache: CacheStorage,
+    runner: Runner,
+    resolved: Resolved,
+    observer: Observer | None,
+    now: Callable[[], float],
+) -> Engine:
+    limits = Limits.of(
+        resolved.config,
+        num_blocks=resolved.num_blocks,
+        max_model_len=resolved.max_model_len,
+        offload_units=resolved.offload_units,
+    )
+    config = resolved.config
+    return Engine(
+        lambda: Scheduler(limits, cache.groups, loaded.identity),
+        runner,
+        Bounds.of(limits, max_queue=config.max_queue, queue_timeout=config.queue_timeout),
+        now=now,
+        observer=observer,
+    )
+
+
+def _cache(model: PagedModel, resolved: Resolved) -> CacheStorage:
+    groups = group_layers(model.windows)
+    try:
+        return CacheStorage(
+            groups,
+            model.heads,
+            units=resolved.num_blocks * len(groups),
+            block_size=resolved.plan.block_size,
+            device=model.device,
+            host_units=resolved.offload_units,
+        )
+    except RuntimeError as error:  # torch.OutOfMemoryError is one
+        raise ConfigError(
+            "num_blocks",
+            f"{resolved.num_blocks} blocks could not be allocated",
+            "lower it or max_memory_percent",
+        ) from error
+
+
+def _measured(model: PagedModel, device: DeviceFacts, process: int) -> Mapping[str, int]:
+    """Bytes of the terms that are known now; tied weights count once."""
+    storages = {
+        tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
+        for tensor in (*model.model.parameters(), *model.model.buffers())
+    }
+    found = {"weights": sum(storages.values())}
+    return found | {"process": process} if device.kind == "cpu" else found
+
+
+def _resident() -> int:
+    """Bytes of RAM this process has before it reads a weight."""
+    with Path("/proc/self/statm").open(encoding="ascii") as statm:
+        return int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

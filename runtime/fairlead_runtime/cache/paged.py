@@ -1,0 +1,215 @@
+"""The block tables of sequences: how they come by blocks, share them, and give them back.
+
+    table of a full group      [ 7 | 3 | 9 | 4 ]     ceil(computed / block_size) entries, plus the step's growth
+    table of a window group    [ - | - | 8 | 2 ]     NULL where no later query can see the block
+
+Owns every change to tables, to the pool and to host units. Counting methods change nothing; moving methods trust
+nothing: what a plan promised and the pool does not have raises. Decides nothing about who runs.
+"""
+
+from collections.abc import Iterable
+from collections.abc import Sequence as Seq
+from typing import NamedTuple
+
+from fairlead_runtime.cache.blocks import BlockPool, PoolError
+from fairlead_runtime.cache.groups import NULL, LayerGroup
+from fairlead_runtime.cache.offload import HostPool
+from fairlead_runtime.cache.prefix import extend_chain, longest_hit, root
+from fairlead_runtime.request import Sequence
+
+Pairs = list[tuple[int, int]]
+
+
+class Hit(NamedTuple):
+    """A prefix found: ``tokens`` of it, and one table per group."""
+
+    tokens: int
+    tables: list[list[int]]
+
+
+class PagedCache:
+    """All device and host units of one engine. ``span`` bounds a window group's blocks during a prefill."""
+
+    def __init__(
+        self,
+        groups: Seq[LayerGroup],
+        *,
+        num_blocks: int,
+        block_size: int,
+        max_batch_tokens: int,
+        sharing: bool,
+        host_units: int,
+        identity: bytes,
+    ) -> None:
+        self.groups = tuple(groups)
+        self.block_size = block_size
+        self.sharing = sharing
+        self.identity = identity
+        self.pool = BlockPool(num_blocks * len(groups), len(groups))
+        self.host = HostPool(host_units)
+        self.has_windows = any(g.window is not None for g in groups)
+        self._windowed = tuple(g for g in self.groups if g.window is not None)
+        # Window W and a chunk of c tokens touch W - 1 + c positions, which may start inside a block.
+        self._spans = tuple(
+            None if g.window is None else self.blocks(g.window - 1 + max_batch_tokens) + 1
+            for g in self.groups
+        )
+
+    # -- counting
+
+    def blocks(self, tokens: int) -> int:
+        """Blocks per group that ``tokens`` fill or begin."""
+        return -(-tokens // self.block_size)
+
+    def units(self, start: int, end: int) -> int:
+        """Units, over all groups, that growing from ``start`` computed tokens to ``end`` takes."""
+        return (self.blocks(end) - self.blocks(start)) * len(self.groups)
+
+    def growth(self, sequence: Sequence, start: int) -> int:
+        """Units to compute all known tokens from ``start`` and one more block, at most what its end needs."""
+        target = min(self.blocks(len(sequence.tokens)) + 1, self.blocks(sequence.limit - 1))
+        more = target - self.blocks(start)
+        return sum(more if span is None else min(more, span) for span in self._spans)
+
+    def held(self, sequence: Sequence) -> int:
+        """Units in the sequence's tables, on the device or in host memory."""
+        return sum(len(t) - t.count(NULL) for t in (sequence.host or sequence.tables))
+
+    def freed(self, sequence: Sequence, dropped: dict[int, int]) -> int:
+        """Units that releasing the sequence makes available, after ``dropped`` references are gone; adds its own."""
+        count = 0
+        for unit in _entries(sequence.tables):
+            dropped[unit] = dropped.get(unit, 0) + 1
+            count += self.pool.refs[unit] == dropped[unit]
+        return count
+
+    def hit(self, sequence: Sequence) -> Hit:
+        """The longest cached prefix of its tokens; at least one token is left to compute."""
+        if not self.sharing:
+            return Hit(0, [[] for _ in self.groups])
+        # The hashes of tokens never change: extending the chain here is remembering, not deciding.
+        self._extend(sequence, len(sequence.tokens) - 1)
+        most = (len(sequence.tokens) - 1) // self.block_size
+        tables = longest_hit(self.pool, self.groups, self.block_size, sequence.hashes, most)
+        return Hit(len(tables[0]) * self.block_size, tables)
+
+    def evictable(self, hit: Hit) -> list[int]:
+        """Units of the hit that nobody references: claiming them makes them unavailable."""
+        return [unit for unit in _entries(hit.tables) if self.pool.refs[unit] == 0]
+
+    def can_fork(self, sibling: Sequence, tokens: int) -> bool:
+        """Whether the sibling still holds all that a query at position ``tokens`` can see."""
+        if sibling.computed < tokens or not sibling.tables:
+            return False
+        return all(
+            NULL not in table[group.first_block(tokens, self.block_size) : self.blocks(tokens)]
+            for group, table in zip(self.groups, sibling.tables, strict=True)
+        )
+
+    # -- moving
+
+    def adopt(self, sequence: Sequence, hit: Hit) -> None:
+        """Begin with a cached prefix: a reference to each of its units."""
+        for unit in _entries(hit.tables):
+            self.pool.share(unit)
+        sequence.tables = hit.tables
+        sequence.computed = hit.tokens
+        sequence.registered = hit.tokens // self.block_size
+
+    def fork(self, sequence: Sequence, sibling: Sequence, tokens: int) -> None:
+        """Begin with the sibling's full blocks of the first ``tokens``; ``copy_tail`` adds the partial one."""
+        if not self.can_fork(sibling, tokens):
+            raise PoolError(f"sequence {sibling.id} no longer holds {tokens} tokens to fork from")
+        full = tokens // self.block_size
+        sequence.tables = []
+        for group, table in zip(self.groups, sibling.tables, strict=True):
+            first = group.first_block(tokens, self.block_size)
+            sequence.tables.append([NULL] * first + table[first:full])
+            for unit in table[first:full]:
+                self.pool.share(unit)
+        sequence.computed = tokens
+        sequence.registered = full
+        if len(sequence.hashes) < full:
+            sequence.hashes = sibling.hashes[:full]
+
+    def copy_tail(self, sequence: Sequence, sibling: Sequence) -> Pairs:
+        """Own units for a fork's partial last block, to be filled with the sibling's content: copy on write."""
+        full = sequence.computed // self.block_size
+        if sequence.computed % self.block_size == 0:
+            return []
+        self.grow(sequence, sequence.computed)
+        return [
+            (source[full], own[full]) for source, own in zip(sibling.tables, sequence.tables, strict=True)
+        ]
+
+    def offload(self, sequence: Sequence) -> Pairs:
+        """Move to host units; ``computed`` stays. Returns the copies to make before the units are written again."""
+        device = list(_entries(sequence.tables))
+        pairs = list(zip(device, self.host.take(len(device)), strict=True))
+        self._release_tables(sequence)
+        sequence.host, sequence.tables = _renamed(sequence.tables, pairs), []
+        return pairs
+
+    def restore(self, sequence: Sequence) -> Pairs:
+        """Move back from host units. Registers anew: some of its content may have been evicted meanwhile."""
+        host = list(_entries(sequence.host))
+        pairs = list(zip(host, self.pool.take(len(host)), strict=True))
+        self.host.release(host)
+        sequence.tables, sequence.host = _renamed(sequence.host, pairs), []
+        sequence.registered = 0
+        return pairs
+
+    def grow(self, sequence: Sequence, end: int) -> None:
+        """Blocks for ``tokens[:end]`` in every group."""
+        count = self.blocks(end) - len(sequence.tables[0])
+        for table in sequence.tables:
+            table.extend(self.pool.take(count))
+
+    def settle(self, sequence: Sequence) -> None:
+        """After the forward pass: full blocks become shareable, blocks before a window go back."""
+        computed = sequence.computed
+        full = computed // self.block_size
+        if self.sharing and sequence.registered < full:
+            self._extend(sequence, computed)
+            for i in range(sequence.registered, full):
+                for index, table in enumerate(sequence.tables):
+                    if table[i] != NULL:
+                        self.pool.register(table[i], index, sequence.hashes[i])
+            sequence.registered = full
+        for group in self._windowed:
+            table = sequence.tables[group.index]
+            at = group.first_block(computed, self.block_size) - 1
+            while at >= 0 and table[at] != NULL:
+                self.pool.release((table[at],))
+                table[at] = NULL
+                at -= 1
+
+    def release(self, sequence: Sequence, *, forget: bool = False) -> None:
+        """Give everything back; content with a hash stays findable until its unit is needed, or not at all."""
+        if forget:
+            for unit in _entries(sequence.tables):
+                self.pool.forget(unit)
+        self._release_tables(sequence)
+        self.host.release(list(_entries(sequence.host)))
+        sequence.tables, sequence.host = [], []
+        sequence.computed = sequence.registered = 0
+
+    def _release_tables(self, sequence: Sequence) -> None:
+        # Tail first over all groups at once: what goes first is evicted first, and prefixes live longest.
+        for entries in zip(*(reversed(table) for table in sequence.tables), strict=True):
+            self.pool.release(unit for unit in entries if unit != NULL)
+
+    def _extend(self, sequence: Sequence, until: int) -> None:
+        if len(sequence.hashes) < until // self.block_size:
+            start = root(self.identity, sequence.request.salt)
+            extend_chain(sequence.hashes, sequence.tokens, start, self.block_size, until)
+
+
+def _entries(tables: Iterable[list[int]]) -> Iterable[int]:
+    return (unit for table in tables for unit in table if unit != NULL)
+
+
+def _renamed(tables: list[list[int]], pairs: Pairs) -> list[list[int]]:
+    name = dict(pairs)
+    name[NULL] = NULL
+    return [[name[unit] for unit in table] for table in tables]

@@ -1,0 +1,56 @@
+"""From what a client means to what the engine takes: Submission → Request.
+
+Owns the checks that hold for every way in (server, Python API, command line) and the resolution of seed,
+max_tokens and end-of-sequence ids. Knows no queue and no HTTP.
+"""
+
+import itertools
+import uuid
+from collections.abc import Callable
+
+from fairlead_runtime.outputs import Submission
+from fairlead_runtime.request import Request, RequestError
+from fairlead_runtime.seeds import resolve_seed
+
+
+class Intake:
+    """``resolve_max_tokens(prompt_len, max_tokens)`` is the engine's; ``seed`` its default for requests without one."""
+
+    def __init__(
+        self,
+        resolve_max_tokens: Callable[[int, int | None], int],
+        *,
+        eos_ids: frozenset[int],
+        vocab_size: int,
+        seed: int,
+    ) -> None:
+        self._resolve_max_tokens = resolve_max_tokens
+        self._eos_ids = eos_ids
+        self._vocab_size = vocab_size
+        self._seed = seed
+        self._arrivals = itertools.count()
+
+    def request(self, submission: Submission) -> Request:
+        """Raises RequestError, with the arithmetic when the request can never fit."""
+        prompt, params = submission.prompt, submission.params
+        if not prompt:
+            raise RequestError("prompt", "is empty: send at least one token")
+        self._within_vocabulary("prompt", prompt)
+        self._within_vocabulary("stop_token_ids", params.stop_token_ids)
+        max_tokens = self._resolve_max_tokens(len(prompt), params.max_tokens)
+        return Request(
+            id=submission.id or uuid.uuid4().hex,
+            prompt=prompt,
+            params=params,
+            max_tokens=max_tokens,
+            seed=resolve_seed(params.seed, self._seed, next(self._arrivals)),
+            priority=submission.priority,
+            tenant=submission.tenant,
+            salt=submission.salt,
+            eos_ids=self._eos_ids,
+        )
+
+    def _within_vocabulary(self, field: str, ids: tuple[int, ...]) -> None:
+        """Ids index the embedding and the logits: outside of them the device would fail, not this request."""
+        if ids and (min(ids) < 0 or max(ids) >= self._vocab_size):
+            raise RequestError(field, f"token ids must be from 0 to {self._vocab_size - 1}")

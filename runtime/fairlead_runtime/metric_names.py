@@ -1,0 +1,111 @@
+"""Every metric name the runtime exposes, for the exporter and for those who read it (the operator's autoscaler).
+
+Owns names and buckets only. Imports nothing. Counters are written without ``_total``, which the exposition adds:
+``exposed`` gives the name as a scrape shows it.
+
+The ``vllm:`` names mean what they mean in vLLM, so that gateways, dashboards and autoscalers made for it work
+unchanged; ``kv_cache_usage_perc`` is a share from 0 to 1 despite its name.
+"""
+
+# Labels of every series.
+MODEL = "model_name"
+ENGINE = "engine"
+
+# -- gauges
+RUNNING = "vllm:num_requests_running"
+WAITING = "vllm:num_requests_waiting"
+KV_CACHE_USAGE = "vllm:kv_cache_usage_perc"
+CACHE_CONFIG = "vllm:cache_config_info"
+
+# -- counters
+PROMPT_TOKENS = "vllm:prompt_tokens"
+GENERATION_TOKENS = "vllm:generation_tokens"
+PREFIX_CACHE_QUERIES = "vllm:prefix_cache_queries"  # tokens
+PREFIX_CACHE_HITS = "vllm:prefix_cache_hits"  # tokens
+PREEMPTIONS = "vllm:num_preemptions"
+REQUEST_SUCCESS = "vllm:request_success"  # by finished_reason
+
+# -- histograms
+TTFT = "vllm:time_to_first_token_seconds"
+ITL = "vllm:inter_token_latency_seconds"
+E2E_LATENCY = "vllm:e2e_request_latency_seconds"
+QUEUE_TIME = "vllm:request_queue_time_seconds"
+PREFILL_TIME = "vllm:request_prefill_time_seconds"
+DECODE_TIME = "vllm:request_decode_time_seconds"
+INFERENCE_TIME = "vllm:request_inference_time_seconds"
+REQUEST_PROMPT_TOKENS = "vllm:request_prompt_tokens"
+REQUEST_GENERATION_TOKENS = "vllm:request_generation_tokens"
+ITERATION_TOKENS = "vllm:iteration_tokens_total"  # a histogram, whatever its name suggests
+
+# -- ours
+ARRIVALS = "fairlead_arrivals"
+ABORTED = "fairlead_aborted"
+FAILED = "fairlead_failed"
+STEPS = "fairlead_steps"
+STEP_SECONDS = "fairlead_step_seconds"  # a counter: time spent in steps
+STEP_FAILURES = "fairlead_step_failures"
+ENGINE_FAULTS = "fairlead_engine_faults"
+QUEUE_TIMEOUTS = "fairlead_queue_timeouts"
+SLOW_READERS = "fairlead_slow_readers"
+INVARIANT_VIOLATIONS = "fairlead_invariant_violations"
+OLDEST_WAIT = "fairlead_oldest_wait_seconds"
+BLOCKS = "fairlead_blocks"
+FREE_BLOCKS = "fairlead_free_blocks"
+CACHED_BLOCKS = "fairlead_cached_blocks"
+DRAIN_INFLIGHT = "fairlead_drain_inflight"
+
+COUNTERS = frozenset(
+    {
+        PROMPT_TOKENS,
+        GENERATION_TOKENS,
+        PREFIX_CACHE_QUERIES,
+        PREFIX_CACHE_HITS,
+        PREEMPTIONS,
+        REQUEST_SUCCESS,
+        ARRIVALS,
+        ABORTED,
+        FAILED,
+        STEPS,
+        STEP_SECONDS,
+        STEP_FAILURES,
+        ENGINE_FAULTS,
+        QUEUE_TIMEOUTS,
+        SLOW_READERS,
+        INVARIANT_VIOLATIONS,
+    }
+)
+
+# Upper bounds, seconds; vLLM's own.
+_LONG = (10.0, 20.0, 40.0, 80.0)
+TTFT_BUCKETS = (
+    *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5),
+    *_LONG,
+    *(160.0, 640.0, 2560.0),
+)
+ITL_BUCKETS = (
+    *(0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5),
+    *_LONG,
+)
+LATENCY_BUCKETS = (
+    *(0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0),
+    *(120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0),
+)
+# Tokens of one step: powers of two, from one decode to the largest budget in use.
+ITERATION_BUCKETS = (1.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 512.0, 1024.0, 2048.0, 4096.0, 8192.0, 16384.0)
+
+
+def exposed(name: str) -> str:
+    """The series name in a scrape: counters end in ``_total``."""
+    return f"{name}_total" if name in COUNTERS else name
+
+
+def length_buckets(longest: int) -> tuple[float, ...]:
+    """Token counts 1, 2, 5, 10, 20, 50 … up to ``longest``, as vLLM has them for a model's length."""
+    buckets: list[float] = []
+    scale = 1
+    while True:
+        for step in (1, 2, 5):
+            if step * scale > longest:
+                return tuple(buckets)
+            buckets.append(float(step * scale))
+        scale *= 10

@@ -1,0 +1,66 @@
+"""From messages and texts to token ids, by the model's own tokenizer and chat template.
+
+Owns both steps and their errors. Only the model's own template is ever rendered, in transformers' sandbox; a
+template from a request never is.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from fairlead_runtime.request import RequestError
+
+
+def has_chat_template(tokenizer: PreTrainedTokenizerBase) -> bool:
+    return bool(getattr(tokenizer, "chat_template", None))
+
+
+def render_chat(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Sequence[Mapping[str, Any]],
+    *,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    add_generation_prompt: bool = True,
+) -> str:
+    """The prompt the template makes of ``messages`` (each with role and content), ready for ``encode_chat``.
+
+    Raises RequestError for a model without a template and for messages that the template refuses.
+    """
+    if not messages:
+        raise RequestError("messages", "must hold at least one message")
+    if not has_chat_template(tokenizer):
+        raise RequestError(
+            "messages", "this model has no chat template: use /v1/completions with a prompt instead"
+        )
+    template: Any = tokenizer.apply_chat_template
+    try:
+        text = template(
+            [dict(message) for message in messages],
+            tools=[dict(tool) for tool in tools] if tools else None,
+            add_generation_prompt=add_generation_prompt,
+            tokenize=False,
+        )
+    # A template is a program of the model's maker: whatever it raises, the messages are what it did not take.
+    except Exception as error:
+        raise RequestError("messages", f"the model's chat template refuses them: {error}"[:500]) from error
+    return str(text)
+
+
+def encode_chat(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    """Token ids of a rendered chat: the template has written the special tokens already."""
+    return _encode(tokenizer, text, special=False)
+
+
+def encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    """Token ids of a plain prompt, with the special tokens the tokenizer itself adds."""
+    return _encode(tokenizer, text, special=True)
+
+
+def _encode(tokenizer: PreTrainedTokenizerBase, text: str, *, special: bool) -> list[int]:
+    try:
+        ids: list[int] = tokenizer.encode(text, add_special_tokens=special)
+    # Lone surrogates, which JSON can carry, are no text: the tokenizer cannot take them.
+    except (UnicodeEncodeError, TypeError) as error:
+        raise RequestError("prompt", f"is no valid Unicode text: {error}"[:300]) from error
+    return ids

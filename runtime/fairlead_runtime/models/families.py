@@ -1,0 +1,143 @@
+"""Which models can run packed on a paged cache, and which are refused before their weights load.
+
+Owns the verdict on a configuration and the windows of its layers. A model whose state is not keys and values, or
+whose attention transformers does not let us replace, would give wrong text without an error: such models are refused
+by name, with the reason. A model_type that is not named here is judged by what transformers says about its class,
+and every model, known or not, still has to pass the self-test.
+"""
+
+import inspect
+import sys
+from typing import Any
+
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PretrainedConfig
+
+from fairlead_runtime.families import FAMILIES
+from fairlead_runtime.models.errors import ModelError
+
+_STATE = "it keeps a recurrent state instead of, or beside, keys and values"
+_OLD = "its attention does not go through transformers' attention interface"
+_SHARED = "its layers share keys and values or differ in head size"
+_CHUNKED = "its chunked attention is neither full nor a sliding window"
+
+_REASONS: dict[str, str] = {
+    **dict.fromkeys(
+        [
+            "rwkv",
+            "mamba",
+            "mamba2",
+            "falcon_mamba",
+            "xlstm",
+            "qwen3_next",
+            "qwen3_5",
+            "qwen3_5_moe",
+            "qwen3_5_text",
+            "qwen3_5_moe_text",
+            "bamba",
+            "jamba",
+            "zamba",
+            "zamba2",
+            "nemotron_h",
+            "falcon_h1",
+            "granitemoehybrid",
+            "lfm2",
+            "lfm2_moe",
+            "minimax",
+            "kimi_linear",
+            "olmo_hybrid",
+            "recurrent_gemma",
+            "bailing_hybrid",
+        ],
+        _STATE,
+    ),
+    **dict.fromkeys(
+        [
+            "bloom",
+            "mpt",
+            "falcon",
+            "gptj",
+            "codegen",
+            "gpt_neo",
+            "gpt_neox_japanese",
+            "xglm",
+            "rembert",
+            "roformer",
+            "big_bird",
+            "cpmant",
+            "openai-gpt",
+            "xlnet",
+            "xlm",
+            "flaubert",
+            "prophetnet",
+            "megatron-bert",
+        ],
+        _OLD,
+    ),
+    **dict.fromkeys(["gemma3n", "gemma3n_text", "gemma4", "gemma4_text"], _SHARED),
+    **dict.fromkeys(["llama4", "llama4_text"], _CHUNKED),
+}
+
+
+def refused(model_type: str, reason: str) -> ModelError:
+    """The error for a model that cannot be served: names its family, the reason and what is served."""
+    return ModelError(
+        "UnsupportedModel",
+        f"model_type {model_type[:100]!r} cannot be served: {reason}",
+        f"served are {', '.join(sorted(FAMILIES))}",
+    )
+
+
+def refuse_by_name(model_type: str) -> None:
+    """Raise ModelError for a family that is known not to work; say nothing about all others."""
+    if model_type in _REASONS:
+        raise refused(model_type, _REASONS[model_type])
+
+
+def check(config: PretrainedConfig) -> tuple[int | None, ...]:
+    """The window of every layer, None for full attention; raises ModelError.
+
+    Reads the configuration and transformers' class for it, never weights.
+    """
+    name = str(config.model_type)
+    refuse_by_name(name)
+    if config.is_encoder_decoder:
+        raise refused(name, "it is an encoder-decoder")
+    if getattr(config, "use_bidirectional_attention", False):
+        raise refused(name, "its attention is bidirectional: it reads text, it does not write any")
+    model_class = _class_of(config)
+    if getattr(model_class, "_is_stateful", False):
+        raise refused(name, _STATE)
+    if name not in FAMILIES and not model_class._can_set_attn_implementation():  # noqa: SLF001 - no public question
+        raise refused(name, _OLD)
+    return _windows(config, model_class)
+
+
+def _class_of(config: PretrainedConfig) -> Any:
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise refused(str(config.model_type), "transformers has no causal language model of that type")
+    found = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    return found[0] if isinstance(found, list | tuple) else found
+
+
+def _windows(config: PretrainedConfig, model_class: Any) -> tuple[int | None, ...]:
+    """layer_types decide; without them a window counts when the model's own code masks by it.
+
+    That a model passes ``sliding_window`` to its attention proves nothing: olmoe does, and masks fully.
+    """
+    layers = int(config.num_hidden_layers)
+    window = getattr(config, "sliding_window", None)
+    kinds = getattr(config, "layer_types", None)
+    if kinds is not None:
+        return tuple(_window_of(kind, window, config) for kind in kinds)
+    if window is None or not getattr(config, "use_sliding_window", True):
+        return (None,) * layers
+    code = inspect.getsource(sys.modules[model_class.__module__])
+    return ((int(window) if "create_sliding_window_causal_mask" in code else None),) * layers
+
+
+def _window_of(kind: str, window: int | None, config: PretrainedConfig) -> int | None:
+    if kind == "full_attention":
+        return None
+    if kind == "sliding_attention" and window is not None:
+        return int(window)
+    raise refused(str(config.model_type), f"its layer type {kind!r} is neither full nor sliding attention")

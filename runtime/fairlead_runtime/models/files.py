@@ -1,0 +1,226 @@
+"""The files of a model directory, checked before anything reads them: they come from strangers.
+
+Owns which files are opened at all, the limits of JSON files, and every check on safetensors files before they are
+mapped into memory. Opens no pickle, runs no Python file, follows no link out of the model.
+"""
+
+import json
+import os
+import re
+import stat
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fairlead_runtime.models.errors import ModelError
+from fairlead_runtime.models.safetensors_header import Header, read_header
+
+CONFIG = "config.json"
+WEIGHTS = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+# Everything that is downloaded or read, in the patterns of huggingface_hub.
+PATTERNS = ("*.safetensors", "*.json", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt")
+PICKLES = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt", ".gguf", ".msgpack", ".h5", ".npz", ".onnx")
+LARGEST_JSON = 64 << 20  # bytes; the largest tokenizer.json in use is near 35 MiB
+DEEPEST_JSON = 64
+_SHARD = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,200}\.safetensors")
+# Files that transformers reads as settings: an auto_map in one of them names Python code to run.
+_SETTINGS = (CONFIG, "tokenizer_config.json", "generation_config.json", "processor_config.json")
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFiles:
+    """A directory that passed: its config.json and the weight files with their headers, in the order of names."""
+
+    path: Path
+    config: Mapping[str, Any]
+    weights: Mapping[str, Header]
+
+    @property
+    def weight_bytes(self) -> int:
+        return sum(header.file_bytes for header in self.weights.values())
+
+
+def check(path: Path) -> ModelFiles:
+    """Look at every file of a model directory that will be read and refuse what is unsafe or broken.
+
+    Raises ModelError. Whether the architecture is served, and whether it needs its own code, is decided by
+    ``loading``, which knows the families; here only the files themselves are judged.
+    """
+    names = _list(path)
+    config = read_json(path, CONFIG, names)
+    for name in sorted(names):
+        if name.endswith(".json") and name not in {CONFIG, INDEX}:
+            read_json(path, name, names)
+    if "adapter_config.json" in names:
+        raise ModelError(
+            "UnsupportedModel",
+            f"{path.name}: adapter_config.json marks an adapter, not a whole model",
+            "merge the adapter into its base model and serve the result",
+        )
+    shards = _shards(path, names)
+    headers = {name: read_header(path / name) for name in sorted(shards)}
+    _check_index(shards, headers)
+    return ModelFiles(path, config, headers)
+
+
+def auto_maps(path: Path) -> dict[str, str]:
+    """Where the model's settings name their own Python code: file → dotted keys, at any depth."""
+    names = _list(path)
+    found = {}
+    for name in _SETTINGS:
+        if name in names:
+            keys = list(_find_auto_map(read_json(path, name, names), ""))
+            if keys:
+                found[name] = ", ".join(keys)
+    return found
+
+
+def _find_auto_map(value: Any, prefix: str) -> list[str]:
+    found = []
+    if isinstance(value, dict):
+        for key, item in value.items():
+            if key in {"auto_map", "custom_pipelines"} and item:
+                found.append(f"{prefix}{key}")
+            found += _find_auto_map(item, f"{prefix}{key}.")
+    elif isinstance(value, list):
+        for index, item in enumerate(value):
+            found += _find_auto_map(item, f"{prefix}{index}.")
+    return found
+
+
+def read_json(path: Path, name: str, names: set[str] | None = None) -> dict[str, Any]:
+    """One JSON object of the model. Raises ModelError unless it is small, shallow, unambiguous and an object."""
+    if name not in (names if names is not None else _list(path)):
+        raise ModelError(
+            "ModelNotFound",
+            f"{path}: {name} is missing",
+            "point MODEL at a directory in transformers' format",
+        )
+    file = path / name
+    if file.stat().st_size > LARGEST_JSON:
+        raise ModelError("BadModelFiles", f"{name}: larger than {LARGEST_JSON >> 20} MiB")
+    try:
+        value = json.loads(file.read_bytes(), object_pairs_hook=_unique)
+    except RecursionError:
+        raise ModelError("BadModelFiles", f"{name}: nested too deeply") from None
+    except ValueError as error:
+        raise ModelError("BadModelFiles", f"{name}: no valid JSON: {error}"[:300]) from None
+    if not isinstance(value, dict):
+        raise ModelError("BadModelFiles", f"{name}: holds no JSON object")
+    if _depth(value) > DEEPEST_JSON:
+        raise ModelError("BadModelFiles", f"{name}: nested too deeply")
+    return value
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    # Two readers of one file may each take another of two equal keys: what was checked is then not what is used.
+    value = dict(pairs)
+    if len(value) != len(pairs):
+        raise ValueError("the same key twice in one object")
+    return value
+
+
+def _depth(value: Any) -> int:
+    """Levels of nesting, found without recursion."""
+    depth, level = 0, [value]
+    while level:
+        depth += 1
+        level = [
+            child
+            for item in level
+            if isinstance(item, dict | list)
+            for child in (item.values() if isinstance(item, dict) else item)
+        ]
+    return depth
+
+
+def _list(path: Path) -> set[str]:
+    """Names of the files that may be read. Raises ModelError for links that leave the model and for non-files."""
+    if not path.is_dir():
+        raise ModelError(
+            "ModelNotFound", f"{path}: no such directory", "check the path, or the mounted volume"
+        )
+    allowed = [path.resolve(), *_blobs(path)]
+    names = set()
+    for entry in os.scandir(path):
+        if not any(Path(entry.name).match(pattern) for pattern in PATTERNS):
+            continue
+        real = Path(entry.path).resolve()
+        if entry.is_symlink() and not any(real.is_relative_to(root) for root in allowed):
+            raise ModelError(
+                "BadModelFiles",
+                f"{entry.name}: a link that leaves the model's directory",
+                "copy the file there",
+            )
+        try:
+            mode = real.stat().st_mode
+        except OSError:
+            raise ModelError(
+                "BadModelFiles", f"{entry.name}: a link to nothing", "fetch the model again"
+            ) from None
+        if stat.S_ISDIR(mode):
+            continue
+        # Opening a pipe would wait for ever, a device has no end.
+        if not stat.S_ISREG(mode):
+            raise ModelError("BadModelFiles", f"{entry.name}: no regular file")
+        names.add(entry.name)
+    return names
+
+
+def _blobs(path: Path) -> list[Path]:
+    """The store that links of a hub cache lead to: models--o--n/snapshots/<commit> → models--o--n/blobs."""
+    repository = path.resolve().parent.parent
+    if path.resolve().parent.name == "snapshots" and repository.name.startswith("models--"):
+        return [repository / "blobs"]
+    return []
+
+
+def _shards(path: Path, names: set[str]) -> dict[str, set[str] | None]:
+    """Weight file → names of its tensors by the index, None when there is no index."""
+    if WEIGHTS in names:
+        return {WEIGHTS: None}  # transformers prefers it to an index, so an index beside it is not read
+    if INDEX not in names:
+        raise _no_safetensors(path)
+    weight_map = read_json(path, INDEX, names).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise ModelError("BadWeights", f"{INDEX}: weight_map must map tensor names to files")
+    shards: dict[str, set[str] | None] = {}
+    listed: dict[str, set[str]] = {}
+    for tensor, file in weight_map.items():
+        if not isinstance(file, str) or not _SHARD.fullmatch(file) or ".." in file:
+            raise ModelError(
+                "BadWeights", f"{INDEX}: {str(file)[:100]!r} is no plain name of a safetensors file"
+            )
+        listed.setdefault(file, set()).add(tensor)
+    for file, tensors in listed.items():
+        if file not in names:
+            raise ModelError("BadWeights", f"{INDEX}: {file} is missing", "fetch the model again")
+        shards[file] = tensors
+    return shards
+
+
+def _no_safetensors(path: Path) -> ModelError:
+    others = sorted(entry.name for entry in os.scandir(path) if entry.name.endswith(PICKLES))
+    found = f"; found {', '.join(others[:5])}, which are never opened" if others else ""
+    return ModelError(
+        "NoSafetensors",
+        f"{path}: neither {WEIGHTS} nor {INDEX}{found}",
+        "use a revision with safetensors, or convert the weights",
+    )
+
+
+def _check_index(shards: Mapping[str, set[str] | None], headers: Mapping[str, Header]) -> None:
+    seen: set[str] = set()
+    for file, header in headers.items():
+        tensors = shards[file]
+        missing = set() if tensors is None else tensors - set(header.tensors)
+        if missing:
+            raise ModelError(
+                "BadWeights", f"{file}: the index promises {min(missing)[:100]!r}, which it lacks"
+            )
+        twice = seen & set(header.tensors)
+        if twice:
+            raise ModelError("BadWeights", f"{file}: {min(twice)[:100]!r} is in another file too")
+        seen |= set(header.tensors)

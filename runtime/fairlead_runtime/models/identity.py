@@ -1,0 +1,54 @@
+"""What makes two models' keys and values equal: one digest per model, cheap enough for every start.
+
+Owns the digest that roots the prefix cache's hash chain, so that blocks of one model never serve another.
+"""
+
+import hashlib
+import json
+from collections.abc import Mapping
+
+from fairlead_runtime.models.files import ModelFiles
+from fairlead_runtime.models.safetensors_header import Tensor
+
+MOST_TENSORS = 512  # sampled per file
+SAMPLE = 256  # bytes, at the begin, middle and end of a tensor
+# Settings that say nothing about keys and values: who saved the file, and with what.
+_NEUTRAL = ("_name_or_path", "transformers_version", "architectures", "torch_dtype", "dtype")
+
+
+def identity(files: ModelFiles, *traits: str) -> bytes:
+    """sha256 (32 bytes) over config.json, the headers of all weight files and samples of their tensors.
+
+    Two checkpoints that share every name, shape and setting, as two fine-tunes of one base do, differ in the
+    samples: training moves all of a tensor. A hand edit of single numbers between the samples stays unseen.
+    ``traits`` are what else decides the cached values, such as the dtype the model runs in.
+    """
+    digest = hashlib.sha256(b"fairlead model 1")
+    settings = {key: value for key, value in files.config.items() if key not in _NEUTRAL}
+    _add(digest, json.dumps([settings, traits], sort_keys=True).encode())
+    for name in sorted(files.weights):
+        header = files.weights[name]
+        _add(digest, header.raw)
+        with (files.path / name).open("rb") as file:
+            for tensor in _chosen(header.tensors):
+                for offset in _offsets(tensor):
+                    file.seek(header.data + offset)
+                    _add(digest, file.read(min(SAMPLE, tensor.end - offset)))
+    return digest.digest()
+
+
+def _add(digest: "hashlib._Hash", part: bytes) -> None:
+    # The length first: two lists of parts never run together to the same bytes.
+    digest.update(len(part).to_bytes(8, "little") + part)
+
+
+def _chosen(tensors: Mapping[str, Tensor]) -> list[Tensor]:
+    """At most MOST_TENSORS, evenly spread over the file."""
+    ordered = sorted(tensors.values(), key=lambda tensor: tensor.begin)
+    step = max(1, -(-len(ordered) // MOST_TENSORS))
+    return ordered[::step]
+
+
+def _offsets(tensor: Tensor) -> list[int]:
+    last = max(tensor.begin, tensor.end - SAMPLE)
+    return sorted({tensor.begin, (tensor.begin + last) // 2, last})

@@ -1,0 +1,56 @@
+"""Pinning rotary embeddings that depend on the longest sequence.
+
+``longrope`` and ``dynamic`` rotary embeddings choose their frequencies by the largest position of a forward pass. In
+a packed batch that is another request's: a short prompt would change with its batch mates, and cached keys would mix
+two sets of frequencies. So they are chosen once, at load, for sequences of ``max_model_len`` tokens, as vLLM does
+(`phi3_long_rope_scaled_rope.py`).
+
+What follows for users: a longrope model served with a max_model_len above its original context uses the long factors
+for short prompts too, where plain transformers would use the short ones. The self-test and the tests of token
+equality compare with transformers *with the same pinned frequencies*; set max_model_len to the original context to
+get the short factors.
+"""
+
+from typing import Any
+
+import torch
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+PINNED = "pinned"
+
+
+def pin(model: torch.nn.Module, max_model_len: int) -> int:
+    """Fix every length-dependent rotary embedding of ``model`` for ``max_model_len``; how many there were.
+
+    Changes buffers in place; the model is no longer to be saved. Calling it again changes nothing.
+    """
+    pinned = 0
+    for each in model.modules():
+        module: Any = each  # torch types every attribute of a module as a tensor or a module
+        kinds = getattr(module, "rope_type", None)
+        if isinstance(kinds, str) and _depends_on_length(kinds):
+            _pin_one(module, kinds, max_model_len, None)
+            module.rope_type = PINNED
+            pinned += 1
+        elif isinstance(kinds, dict):
+            for layer_type, kind in kinds.items():
+                if _depends_on_length(kind):
+                    _pin_one(module, kind, max_model_len, layer_type)
+                    kinds[layer_type] = PINNED
+                    pinned += 1
+    return pinned
+
+
+def _depends_on_length(kind: str) -> bool:
+    return "dynamic" in kind or kind == "longrope"
+
+
+def _pin_one(module: Any, kind: str, max_model_len: int, layer_type: str | None) -> None:
+    prefix = "" if layer_type is None else f"{layer_type}_"
+    buffer: torch.Tensor = getattr(module, f"{prefix}inv_freq")
+    extra = {} if layer_type is None else {"layer_type": layer_type}
+    frequencies, scaling = ROPE_INIT_FUNCTIONS[kind](
+        module.config, buffer.device, seq_len=max_model_len, **extra
+    )
+    buffer.copy_(frequencies)
+    setattr(module, f"{prefix}attention_scaling", scaling)

@@ -1,0 +1,144 @@
+"""The proof before readiness: our packed, paged forward pass gives what plain transformers gives.
+
+Owns three short prompts of different lengths, run through the path that serves requests (chunks and single tokens
+mixed in one step, blocks scattered over the cache) and, each alone, through eager transformers. It catches what an
+allow-list cannot: a family whose attention has a trait that ours lacks, a wrong window, a broken kernel.
+
+The cache starts full of NaN, so reading one token that is not the row's own shows as an infinite difference.
+"""
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from fairlead_kernels.attention import AttentionBackend
+from fairlead_runtime.batch import BatchBuilder
+from fairlead_runtime.cache.groups import group_layers
+from fairlead_runtime.kv_cache import CacheStorage
+from fairlead_runtime.models.attention import PagedModel
+from fairlead_runtime.request import Request, SamplingParams, Sequence
+from fairlead_runtime.scheduling.plan import Row
+
+BLOCK_SIZE = 4
+LENGTHS = (23, 9, 14)
+# A window is tested when a prompt that leaves it costs little more than one that does not.
+LONGEST = 160
+
+# Largest |difference| of a logit, in units of the logits' own spread. Measured over all served families, random and
+# trained: see tests/functional/test_selftest.py, which also plants faults and shows what they cost.
+TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.25, torch.float16: 0.05}
+
+
+class SelfTestError(Exception):
+    """Our forward pass and transformers' differ by more than rounding. ``delta`` is by how much."""
+
+    def __init__(self, delta: float, tolerance: float, model_type: str) -> None:
+        super().__init__(
+            f"self-test: logits of {model_type!r} differ from plain transformers by {delta:.3g} of their spread, "
+            f"above the {tolerance:g} that rounding explains; this model is not served correctly"
+        )
+        self.delta = delta
+        self.tolerance = tolerance
+
+
+@dataclass(frozen=True, slots=True)
+class SelfTest:
+    """What was found: the largest difference of a logit in units of the logits' spread, and what is allowed."""
+
+    delta: float
+    tolerance: float
+    tokens: int
+    backend: str
+
+    def __str__(self) -> str:
+        return (
+            f"self-test: {self.tokens} tokens, largest difference {self.delta:.2g} of {self.tolerance:g} allowed "
+            f"({self.backend} attention)"
+        )
+
+
+@torch.inference_mode()
+def run(model: PagedModel, backend: AttentionBackend, max_model_len: int) -> SelfTest:
+    """Compare both passes; raises SelfTestError beyond TOLERANCE. About 60 tokens are computed twice."""
+    prompts = _prompts(model, max_model_len)
+    ours = _packed(model, backend, prompts)
+    plain = _plain(model, prompts, [sorted(rows) for rows in ours])
+    delta = 0.0
+    for got, want in zip(ours, plain, strict=True):
+        mine = torch.stack([got[position] for position in sorted(got)]).float()
+        spread = want.float().std(dim=1).clamp(min=1e-6)
+        worst = ((mine - want.float()).square().mean(dim=1).sqrt() / spread).max().item()
+        # NaN compares false with everything, so it is turned into what it means here.
+        delta = max(delta, float("inf") if math.isnan(worst) else worst)
+    tolerance = TOLERANCE[model.heads.dtype]
+    if delta > tolerance:
+        raise SelfTestError(delta, tolerance, str(model.model.config.model_type))
+    return SelfTest(delta, tolerance, sum(map(len, prompts)), backend.name)
+
+
+def _prompts(model: PagedModel, max_model_len: int) -> list[list[int]]:
+    """Random token ids, the same ones every time. One prompt leaves the widest window that is cheap to leave."""
+    cheap = [w for w in model.windows if w is not None and w + 9 <= LONGEST]
+    longest = max([LENGTHS[0], *(w + 9 for w in cheap)])
+    generator = np.random.default_rng(0)
+    return [
+        generator.integers(0, model.vocabulary, min(length, max_model_len)).tolist()
+        for length in (longest, *LENGTHS[1:])
+    ]
+
+
+def _chunks(length: int) -> list[int]:
+    """How a prompt of ``length`` is cut: chunks and single tokens, as prefill and decode would."""
+    counts: list[int] = []
+    for wanted in (length // 3, 1, 1, length - length // 3 - 4, 1, length):
+        counts.append(max(0, min(wanted, length - sum(counts))))
+    return [count for count in counts if count]
+
+
+def _packed(
+    model: PagedModel, backend: AttentionBackend, prompts: list[list[int]]
+) -> list[dict[int, torch.Tensor]]:
+    """Per prompt, by position: the logits of each row's last token, over steps that start one prompt each."""
+    groups = group_layers(model.windows)
+    blocks = sum(-(-len(p) // BLOCK_SIZE) for p in prompts) * len(groups)
+    cache = CacheStorage(groups, model.heads, units=blocks, block_size=BLOCK_SIZE, device=model.device)
+    cache.keys.fill_(torch.nan)
+    cache.values.fill_(torch.nan)
+    free = np.random.default_rng(1).permutation(blocks).tolist()
+    sequences: list[Sequence] = []
+    for i, prompt in enumerate(prompts):
+        request = Request(str(i), tuple(prompt), SamplingParams(), max_tokens=1)
+        sequence = Sequence(i, request, 0, list(prompt))
+        sequence.tables = [[free.pop() for _ in range(-(-len(prompt) // BLOCK_SIZE))] for _ in groups]
+        sequences.append(sequence)
+    builder = BatchBuilder(groups, BLOCK_SIZE)
+    left = [_chunks(len(prompt)) for prompt in prompts]
+    found: list[dict[int, torch.Tensor]] = [{} for _ in prompts]
+    for step in range(sum(map(len, left)) + len(prompts)):
+        rows = [
+            Row(s, s.computed, left[s.id].pop(0), samples=True)
+            for s in sequences
+            if s.id <= step and left[s.id]
+        ]
+        if not rows:
+            break
+        logits = model.forward(builder.build(rows), cache, backend)
+        for row, values in zip(rows, logits, strict=True):
+            row.sequence.computed += row.count
+            found[row.sequence.id][row.sequence.computed - 1] = values
+    return found
+
+
+def _plain(model: PagedModel, prompts: list[list[int]], positions: list[list[int]]) -> list[torch.Tensor]:
+    """Per prompt: eager transformers' logits [positions, vocabulary], the prompt alone in its pass."""
+    found: list[torch.Tensor] = []
+    with model.plain() as plain:
+        for prompt, at in zip(prompts, positions, strict=True):
+            ids = torch.tensor([prompt], device=model.device)
+            index = torch.tensor(at, device=model.device)
+            extra = {"logits_to_keep": index} if model.selects_logits else {}
+            logits = plain(input_ids=ids, use_cache=False, **extra).logits[0]
+            found.append(logits if model.selects_logits else logits[index])
+    return found

@@ -1,0 +1,164 @@
+"""One step on paper: who runs, who starts, who is preempted. Pure: reads and counts, changes nothing.
+
+Owns the decision. Blocks are only numbers here; ``commit`` in scheduler.py takes the ids.
+"""
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from fairlead_runtime.cache.paged import PagedCache
+from fairlead_runtime.request import Sequence
+from fairlead_runtime.scheduling.plan import Admission, Limits, Plan, Preemption, Row, Source
+from fairlead_runtime.scheduling.policies import Fifo
+
+
+@dataclass(slots=True)
+class State:
+    """All that a decision depends on. Planning reads it, the scheduler alone changes it."""
+
+    limits: Limits
+    cache: PagedCache
+    policy: Fifo  # holds the waiting ones
+    step: int = 0
+    running: list[Sequence] = field(default_factory=list)  # by the policy's place
+    families: dict[str, list[Sequence]] = field(default_factory=dict)  # live sequences by request id
+    victim: Sequence | None = None  # nothing starts until it fits again or a sequence ends
+
+
+def plan_step(state: State) -> Plan:
+    """Decide one step. Equal states give equal plans."""
+    decodes: list[Sequence] = []
+    prefills: list[Sequence] = []
+    for sequence in state.running:
+        (decodes if len(sequence.tokens) - sequence.computed == 1 else prefills).append(sequence)
+    draft = _Draft(state)
+    for sequences in (prefills, decodes) if state.policy.prefills_first else (decodes, prefills):
+        draft.run(sequences)
+    draft.admit()
+    return Plan(state.step, tuple(draft.rows), tuple(draft.admitted), tuple(draft.preempted))
+
+
+class _Draft:
+    """What is left of the step's budgets while rows are dealt out."""
+
+    def __init__(self, state: State) -> None:
+        self.state = state
+        self.cache = state.cache
+        self.tokens = state.limits.max_batch_tokens
+        self.free = state.cache.pool.available
+        self.host_free = len(state.cache.host.free)
+        self.rows: list[Row] = []
+        self.admitted: list[Admission] = []
+        self.preempted: list[Preemption] = []
+        self._claimed: set[int] = set()  # evictable units that planned admissions reference again
+        self._dropped: dict[int, int] = {}  # references that planned preemptions give back
+
+    def run(self, sequences: Iterable[Sequence]) -> None:
+        """A row for each running sequence while tokens last; who lacks blocks takes them from the youngest."""
+        for sequence in sequences:
+            if not self.tokens:
+                return
+            if self.preempted and self._is_preempted(sequence):
+                continue
+            start = sequence.computed
+            missing = len(sequence.tokens) - start
+            count = min(missing, self.tokens)
+            need = self.cache.units(start, start + count)
+            while need > self.free:
+                if self._preempt_youngest() is sequence:
+                    break
+            else:
+                self.free -= need
+                self.tokens -= count
+                self.rows.append(Row(sequence, start, count, count == missing))
+
+    def _is_preempted(self, sequence: Sequence) -> bool:
+        return any(p.sequence is sequence for p in self.preempted)
+
+    def _preempt_youngest(self) -> Sequence:
+        """Last come, first preempted: the oldest of the running keeps going, so every step makes progress."""
+        candidates = [s for s in self.state.running if not self._is_preempted(s)]
+        victim = max(candidates, key=self.state.policy.rank)
+        for row in self.rows:
+            if row.sequence is victim:
+                self.rows.remove(row)
+                self.tokens += row.count
+                self.free += self.cache.units(row.start, row.start + row.count)
+                break
+        self.free += self.cache.freed(victim, self._dropped)
+        held = self.cache.held(victim)
+        offload = 0 < held <= self.host_free
+        if offload:
+            self.host_free -= held
+        self.preempted.append(Preemption(victim, offload))
+        return victim
+
+    def admit(self) -> None:
+        """Start waiting sequences in the policy's order; the first that cannot start ends it: no overtaking.
+
+        That tokens are left means that every running prefill ends in this step, so what is free beyond the rows
+        is free for whole prompts: blocks are taken chunk by chunk, admission is all or nothing.
+        """
+        state = self.state
+        if self.preempted or not self.tokens:
+            return
+        if state.victim is not None and self._entry(state.victim) is None:
+            return
+        for sequence in state.policy.candidates():
+            if not self.tokens or len(state.running) + len(self.admitted) >= state.limits.max_requests:
+                return
+            entry = self._entry(sequence)
+            if entry is None:
+                return
+            admission, claimed, establish = entry
+            start, missing = admission.start, len(sequence.tokens) - admission.start
+            count = min(missing, self.tokens)
+            self.tokens -= count
+            self.free -= establish + self.cache.units(start, start + count)
+            self._claimed.update(claimed)
+            self.admitted.append(admission)
+            self.rows.append(Row(sequence, start, count, count == missing))
+
+    def _entry(self, sequence: Sequence) -> tuple[Admission, list[int], int] | None:
+        """How the sequence would start, the evictable units it claims, and the units its first tokens take.
+
+        None: its whole remaining prefill and one more block do not fit, or a sibling is computing its prompt.
+        """
+        claimed: list[int] = []
+        if sequence.host:
+            admission = Admission(sequence, Source.RESTORE, sequence.computed, None)
+            establish = self.cache.held(sequence)
+        else:
+            shared = sequence.prompt_len - 1  # the prompt's last token is computed anew: it predicts
+            sibling, wait = self._sibling(sequence, shared)
+            if wait:
+                return None
+            hit = self.cache.hit(sequence)
+            if sibling is not None and hit.tokens < shared:
+                admission = Admission(sequence, Source.FORK, shared, sibling)
+                establish = len(self.cache.groups) if shared % self.cache.block_size else 0
+            else:
+                admission = Admission(sequence, Source.PREFIX, hit.tokens, None)
+                claimed = [u for u in self.cache.evictable(hit) if u not in self._claimed]
+                establish = len(claimed)
+        need = establish + self.cache.growth(sequence, admission.start)
+        return (admission, claimed, establish) if need <= self.free - self._margin() else None
+
+    def _margin(self) -> int:
+        """Units kept free for the running; nothing is kept when nothing runs, else a large request never would."""
+        if not self.rows:
+            return 0
+        return math.ceil(self.state.limits.safety_margin * self.cache.pool.units)
+
+    def _sibling(self, sequence: Sequence, shared: int) -> tuple[Sequence | None, bool]:
+        """A running sibling to fork from, or whether to wait for one that is still computing the prompt."""
+        family = self.state.families[sequence.request.id]
+        if len(family) == 1 or not shared:
+            return None, False
+        running = [s for s in family if s.tables]
+        for sibling in running:
+            if self.cache.can_fork(sibling, shared):
+                return sibling, False
+        starting = any(a.sequence.request is sequence.request for a in self.admitted)
+        return None, starting or any(s.computed < shared for s in running)

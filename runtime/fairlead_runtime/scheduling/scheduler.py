@@ -1,0 +1,360 @@
+"""The scheduler: plan → commit → update, and the queues between them.
+
+    plan     decides on counts, changes nothing             (planner.py)
+    commit   takes blocks, moves sequences, says what the device must do
+    update   appends the sampled tokens, finishes, gives blocks back
+
+There are no phases: ``computed`` chases ``len(tokens)``, and chunked prefill, prefix hits, preemption, resumption
+and forks are that one rule. Owns queues and sequences; never touches a tensor, a clock or randomness.
+"""
+
+from bisect import bisect_left, insort
+from collections.abc import Iterator, Mapping
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+from fairlead_runtime.cache.groups import LayerGroup
+from fairlead_runtime.cache.paged import PagedCache
+from fairlead_runtime.request import FinishReason, Request, RequestError, Sequence, Status
+from fairlead_runtime.scheduling.invariants import InvariantViolation, check
+from fairlead_runtime.scheduling.plan import (
+    Admission,
+    Event,
+    Finished,
+    Limits,
+    Plan,
+    Preemption,
+    Result,
+    Source,
+    Token,
+    Verdict,
+    VerdictKind,
+    Work,
+)
+from fairlead_runtime.scheduling.planner import State, plan_step
+from fairlead_runtime.scheduling.policies import POLICIES
+
+__all__ = ["InvariantViolation", "Scheduler", "SchedulerStats", "StepError", "StepStats"]
+
+
+class StepError(RuntimeError):
+    """commit or update got what does not belong to this moment: a bug in the caller."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepStats:
+    """What the last committed step holds. Tokens are rows' tokens: a resumed prefill counts again."""
+
+    rows: int = 0
+    prefill_tokens: int = 0
+    decode_tokens: int = 0
+    preempted: int = 0
+    units_held: int = 0  # by requests, after the step's blocks were taken
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerStats:
+    """Gauges (now) and counters (since start) for metrics and debugging. Units, not whole-model blocks."""
+
+    running: int
+    waiting: int
+    offloaded: int  # of the waiting ones
+    units: int
+    free: int
+    cached: int  # evictable: nobody references them, they count as free
+    used: int
+    preemptions: int
+    offloads: int  # of the preemptions
+    prefix_queries: int  # tokens looked up
+    prefix_hits: int  # tokens found
+    last: StepStats
+
+    @property
+    def usage(self) -> float:
+        """Share of units that requests hold, 0..1: 0 at rest."""
+        return self.used / self.units
+
+
+class Scheduler:
+    """Decides who runs in each step and which blocks hold what. Not thread-safe: one thread owns it."""
+
+    def __init__(self, limits: Limits, groups: Seq[LayerGroup], identity: bytes = b"") -> None:
+        for name in ("max_batch_tokens", "max_requests", "block_size", "num_blocks", "max_model_len"):
+            if getattr(limits, name) < 1:
+                raise ValueError(f"{name}: must be at least 1, not {getattr(limits, name)}")
+        self.limits = limits
+        cache = PagedCache(
+            groups,
+            num_blocks=limits.num_blocks,
+            block_size=limits.block_size,
+            max_batch_tokens=limits.max_batch_tokens,
+            sharing=limits.allow_block_sharing,
+            host_units=limits.offload_units,
+            identity=identity,
+        )
+        self.state = State(limits, cache, POLICIES[limits.policy]())
+        self._live: dict[int, Sequence] = {}
+        self._next_id = 0
+        self._preemptions = self._offloads = self._queries = self._hits = 0
+        self._last = StepStats()
+
+    # -- what comes in
+
+    def judge(self, prompt_len: int, max_tokens: int | None) -> Verdict:
+        """Whether such a request may come in. ``max_tokens`` None is clipped to what the limits leave."""
+        limits = self.limits
+        if prompt_len < 1:
+            return Verdict(VerdictKind.NEVER, "the prompt is empty: give at least one token", 0)
+        wanted = 1 if max_tokens is None else max_tokens
+        if prompt_len + wanted > limits.capacity:
+            return Verdict(VerdictKind.NEVER, self._never(prompt_len, max_tokens), 0)
+        resolved = limits.capacity - prompt_len if max_tokens is None else max_tokens
+        if len(self.state.policy) or len(self.state.running) >= limits.max_requests:
+            return Verdict(VerdictKind.LATER, "waits for requests before it", resolved)
+        cache = self.state.cache
+        target = min(cache.blocks(prompt_len) + 1, cache.blocks(prompt_len + resolved - 1))
+        promised = sum(cache.growth(s, s.computed) for s in self.state.running)
+        margin = limits.safety_margin * cache.pool.units if self.state.running else 0
+        need, left = target * len(cache.groups), cache.pool.available - promised - margin
+        if need > left:
+            text = f"needs {need} units, {max(0, int(left))} are free beyond what is promised and kept"
+            return Verdict(VerdictKind.LATER, text, resolved)
+        return Verdict(VerdictKind.OK, "would start in the next step", resolved)
+
+    def _never(self, prompt_len: int, max_tokens: int | None) -> str:
+        limits = self.limits
+        wanted = 1 if max_tokens is None else max_tokens
+        if limits.capacity == limits.max_model_len:
+            holds = f"one sequence holds {limits.capacity} (max_model_len)"
+        else:
+            holds = f"the cache holds {limits.capacity} ({limits.num_blocks} blocks × {limits.block_size})"  # noqa: RUF001 - the sign of arithmetic
+        fix = (
+            "shorten the prompt"
+            if prompt_len >= limits.capacity
+            else "shorten the prompt or lower max_tokens"
+        )
+        return f"prompt {prompt_len} + max_tokens {wanted} = {prompt_len + wanted} tokens, but {holds}: {fix}"
+
+    def add(self, request: Request) -> tuple[Sequence, ...]:
+        """Queue a request: one sequence per choice. Raises RequestError when it could never run."""
+        verdict = self.judge(len(request.prompt), request.max_tokens)
+        if verdict.kind is VerdictKind.NEVER:
+            raise RequestError("prompt" if not request.prompt else "max_tokens", verdict.message)
+        if request.id in self.state.families:
+            raise RequestError("id", f"{request.id!r} is already being served: choose another")
+        params = request.params
+        stops = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else request.eos_ids)
+        family: list[Sequence] = []
+        self.state.families[request.id] = family
+        for choice in range(params.n):
+            sequence = Sequence(
+                self._next_id,
+                request,
+                choice,
+                list(request.prompt),
+                limit=len(request.prompt) + request.max_tokens,
+                stops=stops,
+                seniors=len(self._live),
+            )
+            self._next_id += 1
+            self._live[sequence.id] = sequence
+            family.append(sequence)
+            self.state.policy.arrived(sequence)
+            self.state.policy.push(sequence)
+        return tuple(family)
+
+    def abort(self, request_id: str, choice: int | None = None) -> list[Finished]:
+        """End a request or one of its choices at any moment; all its blocks are free on return."""
+        family = self.state.families.get(request_id, ())
+        chosen = [s for s in family if choice is None or s.choice == choice]
+        return [self._end(s, Status.ABORTED, FinishReason.ABORT) for s in chosen]
+
+    def fail(self, sequence_id: int, message: str) -> list[Finished]:
+        """End one sequence that cannot be computed; no other is touched."""
+        sequence = self._live.get(sequence_id)
+        return [] if sequence is None else [self._end(sequence, Status.FAILED, FinishReason.ERROR, message)]
+
+    # -- a step
+
+    def plan(self) -> Plan:
+        """The next step. Pure: calling it twice gives equal plans."""
+        return plan_step(self.state)
+
+    def commit(self, plan: Plan) -> Work:
+        """Take the plan's blocks and move its sequences. Raises rather than to give less than was planned."""
+        if plan.step != self.state.step:
+            raise StepError(f"plan of step {plan.step} committed in step {self.state.step}")
+        cache = self.state.cache
+        work = Work(plan.step, list(plan.rows))
+        for preemption in plan.preempted:
+            self._preempt(preemption, work)
+        for (
+            admission
+        ) in plan.admitted:  # references first: a block taken below must not evict what is shared here
+            self._start(admission)
+        for admission in plan.admitted:
+            self._establish(admission, work)
+        size, prefill, tokens = cache.block_size, 0, 0
+        for sequence, start, count, _ in plan.rows:
+            if sequence.computed != start or not sequence.tables:
+                raise StepError(
+                    f"sequence {sequence.id} has {sequence.computed} tokens computed, not {start}"
+                )
+            if start + count > len(sequence.tables[0]) * size:
+                cache.grow(sequence, start + count)
+            tokens += count
+            if count > 1 or sequence.status is Status.PREFILLING:
+                prefill += count
+        used = cache.pool.units - cache.pool.available
+        self._last = StepStats(len(plan.rows), prefill, tokens - prefill, len(plan.preempted), used)
+        self.state.step += 1
+        return work
+
+    def update(self, work: Work, results: Mapping[int, Result]) -> list[Event]:
+        """Take in what the device computed. Every row of ``work`` counts as run; a sampling one needs its result."""
+        cache, size = self.state.cache, self.state.cache.block_size
+        every_step = cache.has_windows
+        events: list[Event] = []
+        for sequence, start, count, samples in work.rows:
+            if not sequence.tables:  # aborted or failed since the commit
+                continue
+            if sequence.computed != start:
+                raise StepError(
+                    f"sequence {sequence.id} has {sequence.computed} tokens computed, not {start}"
+                )
+            result = results.get(sequence.id)
+            if result is not None and result.error is not None:
+                events.append(self._end(sequence, Status.FAILED, FinishReason.ERROR, result.error))
+                continue
+            if samples and result is None:
+                raise StepError(f"sequence {sequence.id} sampled in step {work.step} but has no result")
+            computed = sequence.computed = start + count
+            if count > 1 or every_step or not computed % size:
+                cache.settle(sequence)
+            if samples and result is not None:
+                events.append(self._append(sequence, result))
+        self.state.policy.served(e.sequence for e in events if type(e) is Token)
+        return events
+
+    def _append(self, sequence: Sequence, result: Result) -> Token:
+        tokens, request = sequence.tokens, sequence.request
+        index = len(tokens) - len(request.prompt)
+        tokens.append(result.token)
+        finish = None
+        if result.token in sequence.stops and index + 1 >= request.params.min_tokens:
+            finish = FinishReason.STOP
+        elif len(tokens) >= sequence.limit:
+            finish = FinishReason.LENGTH
+        if finish is not None:
+            self._end(sequence, Status.FINISHED, finish)
+        elif sequence.status is Status.PREFILLING:
+            sequence.move_to(Status.DECODING)
+        return Token(sequence, result.token, index, result.logprobs, finish)
+
+    # -- moves
+
+    def _preempt(self, preemption: Preemption, work: Work) -> None:
+        sequence, offload = preemption
+        self._leave_running(sequence)
+        if offload:
+            work.offload += self.state.cache.offload(sequence)
+        else:
+            self.state.cache.release(sequence)
+        sequence.preemptions += 1
+        sequence.move_to(Status.PENDING)
+        self.state.policy.push(sequence)
+        self.state.victim = sequence
+        self._preemptions += 1
+        self._offloads += offload
+
+    def _start(self, admission: Admission) -> None:
+        sequence, source, start, sibling = admission
+        state = self.state
+        if source is Source.FORK and sibling is not None:
+            state.cache.fork(sequence, sibling, start)
+        elif source is Source.PREFIX:
+            hit = state.cache.hit(sequence)
+            if hit.tokens != start:
+                raise StepError(f"sequence {sequence.id}: {hit.tokens} tokens cached, {start} planned")
+            state.cache.adopt(sequence, hit)
+            if not sequence.preemptions and state.cache.sharing:
+                self._queries += len(sequence.tokens)
+                self._hits += start
+        state.policy.remove(sequence)
+        state.policy.admitted(sequence)
+        insort(state.running, sequence, key=state.policy.place)
+        decoding = sequence.generated and len(sequence.tokens) - start == 1
+        sequence.move_to(Status.DECODING if decoding else Status.PREFILLING)
+        state.victim = None
+
+    def _establish(self, admission: Admission, work: Work) -> None:
+        if admission.source is Source.RESTORE:
+            work.restore += self.state.cache.restore(admission.sequence)
+        elif admission.sibling is not None:
+            work.copies += self.state.cache.copy_tail(admission.sequence, admission.sibling)
+
+    def _leave_running(self, sequence: Sequence) -> None:
+        running, place = self.state.running, self.state.policy.place
+        at = bisect_left(running, place(sequence), key=place)
+        if at == len(running) or running[at] is not sequence:
+            raise StepError(f"sequence {sequence.id} is not running")
+        del running[at]
+
+    def _end(self, sequence: Sequence, status: Status, reason: FinishReason, message: str = "") -> Finished:
+        """The one way out: blocks back, out of its queue, state final. Lifts the hold after a preemption."""
+        if sequence.status is Status.PENDING:
+            self.state.policy.remove(sequence)
+        else:
+            self._leave_running(sequence)
+        sequence.move_to(status)
+        # What a failed sequence wrote may be what broke it: nobody shall find it by its hash.
+        self.state.cache.release(sequence, forget=status is Status.FAILED)
+        del self._live[sequence.id]
+        family = self.state.families[sequence.request.id]
+        family.remove(sequence)
+        if not family:
+            del self.state.families[sequence.request.id]
+        self.state.policy.left(sequence)
+        self.state.victim = None
+        return Finished(sequence, reason, message)
+
+    # -- what can be seen
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._live)
+
+    @property
+    def running(self) -> tuple[Sequence, ...]:
+        """By the policy's place."""
+        return tuple(self.state.running)
+
+    @property
+    def waiting(self) -> tuple[Sequence, ...]:
+        """In the order in which they may start; preempted and offloaded ones are among them."""
+        return tuple(self.state.policy.candidates())
+
+    def live(self) -> Iterator[Sequence]:
+        """Everything that runs or waits, by arrival."""
+        return iter(self._live.values())
+
+    def stats(self) -> SchedulerStats:
+        pool = self.state.cache.pool
+        return SchedulerStats(
+            running=len(self.state.running),
+            waiting=len(self.state.policy),
+            offloaded=sum(1 for s in self._live.values() if s.host),
+            units=pool.units,
+            free=len(pool.free),
+            cached=len(pool.cached),
+            used=pool.units - pool.available,
+            preemptions=self._preemptions,
+            offloads=self._offloads,
+            prefix_queries=self._queries,
+            prefix_hits=self._hits,
+            last=self._last,
+        )
+
+    def check(self) -> None:
+        """Raise InvariantViolation, which names the invariant, unless all hold. For between steps; O(cache)."""
+        check(self.state, self._live)

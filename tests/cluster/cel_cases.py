@@ -1,0 +1,214 @@
+"""What the API server must accept and refuse: one base object, a change to it, and a part of the expected message.
+
+Every validation rule of the CRD has at least one accepting and one refusing case; the contract tests check that
+against the CRD's own messages. Plain data: whoever runs it brings the API server.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+REMOVE = object()  # as a value in a change: take the key away
+
+
+@dataclass(frozen=True)
+class Case:
+    """``change`` is merged into BASE; ``message`` is part of the refusal, None where the object is accepted."""
+
+    name: str
+    change: Mapping[str, Any] = field(default_factory=dict)
+    message: str | None = None
+    object_name: str = "demo"
+
+
+BASE: dict[str, Any] = {
+    "apiVersion": "serving.fairlead.dev/v1alpha1",
+    "kind": "InferenceDeployment",
+    "metadata": {"name": "demo"},
+    "spec": {"model": {"source": "demo:"}},
+}
+
+
+def build(case: Case) -> dict[str, Any]:
+    """The whole object of a case, without a namespace."""
+    body = merge(BASE, case.change)
+    return merge(body, {"metadata": {"name": case.object_name}})
+
+
+def merge(base: Mapping[str, Any], change: Mapping[str, Any]) -> dict[str, Any]:
+    """JSON merge, with REMOVE where JSON merge patch has null (null itself is a value worth testing)."""
+    out = dict(base)
+    for key, value in change.items():
+        if value is REMOVE:
+            out.pop(key, None)
+        elif isinstance(value, Mapping) and isinstance(out.get(key), Mapping):
+            out[key] = merge(out[key], value)
+        else:
+            out[key] = merge({}, value) if isinstance(value, Mapping) else value
+    return out
+
+
+def _spec(name: str, message: str | None = None, /, **change: Any) -> Case:
+    return Case(name, {"spec": change}, message)
+
+
+def _source(source: str, message: str | None = None) -> Case:
+    return _spec(f"source {source[:40]}", message, model={"source": source})
+
+
+def _env(name: str, message: str | None = None) -> Case:
+    return _spec(f"env {name}", message, podTemplate={"env": [{"name": name, "value": "x"}]})
+
+
+def _label(key: str, message: str | None = None) -> Case:
+    return _spec(f"label {key}", message, podTemplate={"labels": {key: "x"}})
+
+
+_NAME = "metadata.name must begin with a letter"
+_SOURCE = "model.source must be demo:, hf://owner/name, pvc://claim/path or file:///path"
+_DOTS = "model.source must not contain '..'"
+_REVISION = "model.revision must be a commit, branch or tag"
+_REPLICAS = "autoscaling.minReplicas must be at most autoscaling.maxReplicas"
+_SURGE = "rollout.maxSurge and rollout.maxUnavailable must not both be 0"
+_BATCH = "scheduler.maxBatchTokens must be at least scheduler.maxRequests"
+_SPLIT = "engine.tensorParallel must be at most resources.accelerator.count"
+_CPU = "engine.tensorParallel must be 1 on a CPU"
+_CACHE = "modelCache.type PVC needs modelCache.claimName"
+_TOKEN = "model.tokenSecretRef needs both name and key"
+_KEYS = "security.apiKeySecretRef needs both name and key"
+_LABELS = "podTemplate.labels must not use keys of"
+_ANNOTATIONS = "podTemplate.annotations must not use keys of"
+_ENV = "podTemplate.env name must not begin with PYTHON, LD_, HF_ or FAIRLEAD_"
+
+CASES: tuple[Case, ...] = (
+    Case("the smallest resource"),
+    # -- names
+    Case("a name of 40", object_name="a" + "b" * 39),
+    Case("a name of one letter", object_name="a"),
+    Case("a name of 41", {}, _NAME, "a" * 41),
+    Case("a name with a dot", {}, _NAME, "a.b"),
+    Case("a name that begins with a digit", {}, _NAME, "1a"),
+    # -- model
+    *(
+        _source(s)
+        for s in (
+            "hf://Qwen/Qwen2.5-0.5B-Instruct",
+            "Qwen/Qwen2.5-0.5B-Instruct",
+            "pvc://models/llama/3",
+            "file:///models/x",
+            "/models/x",
+        )
+    ),
+    *(
+        _source(s, _SOURCE)
+        for s in (
+            "demo",
+            "http://evil/x",
+            "s3://bucket/x",
+            "hf://a",
+            "hf://a/b/c",
+            "file://x",
+            "pvc://Claim/x",
+            "hf://a/b;rm",
+            "--help",
+            "x y/z",
+            "demo:\nx",
+        )
+    ),
+    *(_source(s, _DOTS) for s in ("file:///models/../etc", "pvc://c/..", "hf://a../b")),
+    _source("", "spec.model.source"),
+    _source("hf://a/" + "b" * 600, "Too long"),
+    _spec("no source", "spec.model.source: Required value", model={"source": REMOVE}),
+    _spec("a commit", model={"revision": "a" * 40}),
+    _spec("a branch with a slash", model={"revision": "refs/pr/1"}),
+    _spec("a revision that climbs", _REVISION, model={"revision": "a/../b"}),
+    _spec("a revision that is a flag", _REVISION, model={"revision": "-x"}),
+    _spec("a token by reference", model={"tokenSecretRef": {"name": "hub", "key": "token"}}),
+    _spec("a token without its key", _TOKEN, model={"tokenSecretRef": {"name": "hub"}}),
+    _spec("a token without its name", _TOKEN, model={"tokenSecretRef": {"key": "token"}}),
+    # -- replicas
+    _spec("autoscaling with all defaults", autoscaling={}),
+    _spec("one replica exactly", autoscaling={"minReplicas": 3, "maxReplicas": 3}),
+    _spec("min above max", _REPLICAS, autoscaling={"minReplicas": 3, "maxReplicas": 2}),
+    _spec("min above the default max", _REPLICAS, autoscaling={"minReplicas": 9}),
+    _spec("scale to zero by the operator", "spec.autoscaling.minReplicas", autoscaling={"minReplicas": 0}),
+    _spec("no replicas", replicas=0),
+    _spec("too many replicas", "spec.replicas", replicas=1001),
+    # -- rollout
+    _spec("unavailable instead of surge", rollout={"maxSurge": 0, "maxUnavailable": 1}),
+    _spec("neither surge nor unavailable", _SURGE, rollout={"maxSurge": 0}),
+    _spec("an unknown strategy", "spec.rollout.strategy", rollout={"strategy": "Canary"}),
+    # -- scheduler and cache
+    _spec("as many tokens as requests", scheduler={"maxBatchTokens": 64, "maxRequests": 64}),
+    _spec("fewer tokens than requests", _BATCH, scheduler={"maxBatchTokens": 63, "maxRequests": 64}),
+    _spec("fewer tokens than the default requests", _BATCH, scheduler={"maxBatchTokens": 100}),
+    _spec("a block of 256", cache={"blockSize": 256}),
+    _spec("a block of 4", "spec.cache.blockSize", cache={"blockSize": 4}),
+    _spec("a block of 24", "spec.cache.blockSize", cache={"blockSize": 24}),
+    _spec("more than all memory", "spec.cache.maxMemoryPercent", cache={"maxMemoryPercent": 1.5}),
+    _spec(
+        "null takes the default", cache={"numBlocks": None, "blockSize": None}, engine={"maxModelLen": None}
+    ),
+    # -- accelerators
+    _spec("two of two", engine={"tensorParallel": 2}, resources={"accelerator": {"count": 2}}),
+    _spec("two of one", _SPLIT, engine={"tensorParallel": 2}),
+    _spec("a CPU", resources={"accelerator": {"count": 0}}),
+    _spec("two on a CPU", _CPU, engine={"tensorParallel": 2}, resources={"accelerator": {"count": 0}}),
+    _spec("a quantity as a number", resources={"cpu": 4, "memory": "1.5Gi"}),
+    _spec("a quantity that is none", "spec.resources.memory", resources={"memory": "lots"}),
+    _spec("a negative quantity", "spec.resources.sharedMemory", resources={"sharedMemory": "-1Gi"}),
+    # -- cache volume, keys
+    _spec("an existing claim", modelCache={"type": "PVC", "claimName": "weights"}),
+    _spec("a new claim", modelCache={"type": "PVC", "size": "50Gi"}),
+    _spec("a claim without name or size", _CACHE, modelCache={"type": "PVC"}),
+    _spec("API keys", security={"apiKeySecretRef": {"name": "keys", "key": "keys"}}),
+    _spec("API keys without a key", _KEYS, security={"apiKeySecretRef": {"name": "keys"}}),
+    # -- labels and annotations
+    _label("team"),
+    _label("example.com/team"),
+    _label("app.kubernetes.io/part-of"),
+    *(
+        _label(k, _LABELS)
+        for k in (
+            "app.kubernetes.io/managed-by",
+            "serving.fairlead.dev/name",
+            "pod-security.kubernetes.io/enforce",
+            "topology.k8s.io/x",
+            "sidecar.istio.io/inject",
+            "azure.workload.identity/use",
+        )
+    ),
+    _spec("an annotation", podTemplate={"annotations": {"prometheus.io/scrape": "true"}}),
+    _spec(
+        "an annotation that asks for a cloud identity",
+        _ANNOTATIONS,
+        podTemplate={"annotations": {"eks.amazonaws.com/role-arn": "x"}},
+    ),
+    # -- environment
+    *(_env(n) for n in ("OMP_NUM_THREADS", "MY_PYTHON", "SHELF_HF_", "proxy")),
+    *(
+        _env(n, _ENV)
+        for n in ("PYTHONPATH", "pythonStartup", "LD_PRELOAD", "Ld_Preload", "HF_TOKEN", "hf_home")
+    ),
+    *(_env(n, _ENV) for n in ("FAIRLEAD_X", "Fairlead_x", "HTTPS_PROXY", "https_proxy", "no_Proxy")),
+    _env("A-B", "spec.podTemplate.env[0].name"),
+    _spec(
+        "one name twice",
+        "Duplicate value",
+        podTemplate={"env": [{"name": "A", "value": "1"}, {"name": "A", "value": "2"}]},
+    ),
+    # -- what the schema leaves no room for
+    _spec("an unknown dtype", "spec.engine.dtype", engine={"dtype": "int4"}),
+    _spec("a switch as a boolean", "spec.engine.asyncBatching", engine={"asyncBatching": True}),
+    _spec(
+        "a service account that is a path",
+        "spec.podTemplate.serviceAccountName",
+        podTemplate={"serviceAccountName": "../x"},
+    ),
+    _spec("an image with a space", "spec.engine.image", engine={"image": "a b"}),
+    _spec(
+        "too many labels",
+        "spec.podTemplate.labels",
+        podTemplate={"labels": {f"k{i}": "v" for i in range(33)}},
+    ),
+)

@@ -1,0 +1,167 @@
+"""The CRD against EngineConfig, field for field, and against what the API server asks of a structural schema."""
+
+import dataclasses
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jsonschema  # type: ignore[import-untyped]  # ships no types
+import pytest
+import yaml
+from cluster.cel_cases import CASES, Case
+
+from fairlead_runtime.config import EngineConfig, base_type, choices_of
+
+ROOT = Path(__file__).parents[2]
+FILE = ROOT / "crds/inferencedeployments.yaml"
+CRD: dict[str, Any] = yaml.safe_load(FILE.read_text())
+VERSION: dict[str, Any] = CRD["spec"]["versions"][0]
+SCHEMA: dict[str, Any] = VERSION["schema"]["openAPIV3Schema"]
+SPEC: dict[str, Any] = SCHEMA["properties"]["spec"]
+TYPES = {bool: {"boolean"}, int: {"integer"}, float: {"number", "integer"}, str: {"string"}}
+ENGINE_SECTIONS = ("engine", "scheduler", "cache")
+FIELDS = [f for f in dataclasses.fields(EngineConfig) if f.metadata["cr"]]
+# A quantity of the pod, which the operator turns into GiB; without a pod there is no /dev/shm to count.
+QUANTITIES = {"resources.sharedMemory"}
+# Chosen by the operator, no setting of the engine.
+OPERATOR_ONLY = {"engine.image"}
+
+
+def at(path: str) -> dict[str, Any]:
+    node = SPEC
+    for part in path.split("."):
+        node = node["properties"][part]
+    return node
+
+
+def nodes(schema: dict[str, Any], path: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
+    """Every schema node with its dotted path; items and map values as ``[]`` and ``{}``."""
+    yield path, schema
+    for name, child in schema.get("properties", {}).items():
+        yield from nodes(child, f"{path}.{name}" if path else name)
+    if "items" in schema:
+        yield from nodes(schema["items"], path + "[]")
+    if "additionalProperties" in schema:
+        yield from nodes(schema["additionalProperties"], path + "{}")
+
+
+NODES = list(nodes(SCHEMA))
+RULES = [(path, rule) for path, node in NODES for rule in node.get("x-kubernetes-validations", ())]
+
+
+@pytest.mark.parametrize("field", FIELDS, ids=lambda f: f.metadata["cr"])
+def test_a_field_of_the_resource_is_the_setting_of_the_engine(field: "dataclasses.Field[Any]") -> None:
+    path, node = field.metadata["cr"], at(field.metadata["cr"])
+    if path in QUANTITIES:
+        assert node["x-kubernetes-int-or-string"]
+        return
+    assert node["type"] in TYPES[base_type(field.name)]
+    assert node.get("default") == field.default, "the same default, or none on both sides"
+    assert tuple(node.get("enum", ())) == choices_of(field.name) or node["type"] == "integer"
+    low, high = field.metadata["low"], field.metadata["high"]
+    if node["type"] in ("integer", "number"):
+        # The resource may be stricter (block sizes, bounded integers), never laxer.
+        assert low is None or node["minimum"] >= low
+        assert high is None or node["maximum"] <= high
+        EngineConfig(**{field.name: node["minimum"]})
+        EngineConfig(**{field.name: node["maximum"]})
+
+
+def test_every_field_of_the_engines_sections_is_a_setting_of_the_engine() -> None:
+    in_crd = {
+        path
+        for section in ENGINE_SECTIONS
+        for path, node in nodes(at(section), section)
+        if "properties" not in node
+    }
+    in_config = {f.metadata["cr"] for f in FIELDS if f.metadata["cr"].startswith(ENGINE_SECTIONS)}
+    assert in_crd == in_config | OPERATOR_ONLY
+    assert len(FIELDS) == len({f.metadata["cr"] for f in FIELDS}), "one setting per field"
+
+
+def test_the_file_is_small_enough_to_apply() -> None:
+    assert len(FILE.read_bytes()) <= 60 * 1024
+
+
+def test_names_and_subresources_are_as_designed() -> None:
+    names = CRD["spec"]["names"]
+    assert (CRD["spec"]["group"], names["kind"], names["shortNames"], names["categories"]) == (
+        "serving.fairlead.dev",
+        "InferenceDeployment",
+        ["idep"],
+        ["inference"],
+    )
+    assert CRD["metadata"]["name"] == f"{names['plural']}.{CRD['spec']['group']}"
+    assert VERSION["subresources"]["scale"]["specReplicasPath"] == ".spec.replicas"
+    columns = [c["name"].upper() for c in VERSION["additionalPrinterColumns"]]
+    assert columns[:7] == ["READY", "REPLICAS", "DESIRED", "REASON", "MODEL", "QUEUE", "AGE"]
+    assert columns[7:] == ["TOKENS", "ACCEL", "REVISION", "URL"]
+
+
+def test_printer_columns_and_scale_point_at_fields_that_exist() -> None:
+    paths = {"." + path.replace("[]", "") for path, _ in NODES}
+    scale = VERSION["subresources"]["scale"].values()
+    columns = [c["jsonPath"] for c in VERSION["additionalPrinterColumns"]]
+    for path in [*scale, *columns]:
+        head, bracket, tail = path.partition("[?")
+        plain = head + tail.rpartition("]")[2] if bracket else path
+        assert plain in paths or plain == ".metadata.creationTimestamp", path
+
+
+@pytest.mark.parametrize(("path", "node"), NODES, ids=[path or "root" for path, _ in NODES])
+def test_every_node_is_structural_and_bounded(path: str, node: dict[str, Any]) -> None:
+    forbidden = {"$ref", "anyOf", "oneOf", "allOf", "not", "x-kubernetes-preserve-unknown-fields"}
+    assert not forbidden & set(node)
+    whole_or_text = node.get("x-kubernetes-int-or-string", False)
+    assert ("type" in node) != whole_or_text
+    kind = node.get("type", "string")
+    if kind == "string" and path not in ("apiVersion", "kind"):
+        assert {"maxLength", "enum"} & set(node) or node.get("format") == "date-time"
+    if kind == "array":
+        assert "maxItems" in node
+    if "additionalProperties" in node:
+        assert "maxProperties" in node
+    if kind in ("integer", "number") and path.startswith("spec."):
+        assert {"minimum", "maximum"} <= set(node)
+    described = path not in ("", "metadata") and not path.endswith(("[]", "{}"))
+    assert not described or 0 < len(node["description"]) <= 130
+    if node.get("default") == {}:
+        assert "x-kubernetes-validations" not in node or "properties" not in node, "put the rule on spec"
+
+
+def test_defaults_satisfy_their_own_schema() -> None:
+    for _, node in NODES:
+        if "default" in node:
+            plain = {k: v for k, v in node.items() if not k.startswith("x-")}
+            jsonschema.Draft202012Validator(plain).validate(node["default"])
+
+
+@pytest.mark.parametrize(("path", "rule"), RULES, ids=[f"{p}: {r['message'][:40]}" for p, r in RULES])
+def test_every_rule_names_its_field_and_has_both_kinds_of_case(path: str, rule: dict[str, Any]) -> None:
+    message = rule["message"]
+    assert ": " in message, "what is wrong, then the fix"
+    refusing = [c for c in CASES if c.message is not None and c.message in message]
+    assert refusing, "no case is refused by this rule"
+    touched = {leaf for case in refusing for leaf in leaves(case)}
+    accepting = [c for c in CASES if c.message is None and touched & set(leaves(c))]
+    assert accepting, "no case that sets the same field is accepted"
+
+
+def leaves(case: Case) -> Iterator[str]:
+    """Dotted paths that a case sets; its name where it differs from the base's."""
+
+    def walk(value: Any, path: str) -> Iterator[str]:
+        if isinstance(value, dict) and value and "podTemplate." not in path:
+            for key, child in value.items():
+                yield from walk(child, f"{path}.{key}")
+        else:
+            yield path
+
+    if case.object_name != "demo":
+        yield "metadata.name"
+    yield from walk(dict(case.change), "")
+
+
+def test_cases_have_names_of_their_own() -> None:
+    names = [case.name for case in CASES]
+    assert len(names) == len(set(names))

@@ -1,0 +1,130 @@
+"""An engine on a runner that needs no model: what a row samples is a function of its own tokens.
+
+Two runs give equal tokens for equal requests, whatever shares the batch, so a test can demand identity.
+"""
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from fairlead_runtime.cache.groups import LayerGroup
+from fairlead_runtime.engine import Bounds, Engine
+from fairlead_runtime.outputs import Emitted
+from fairlead_runtime.request import FinishReason, Request, SamplingParams
+from fairlead_runtime.scheduling.plan import Limits, Result, Row, Work
+from fairlead_runtime.scheduling.scheduler import Scheduler
+from fairlead_runtime.seeds import mix64
+
+LONG_FORM = os.environ.get("FAIRLEAD_FULL") == "1"
+VOCABULARY = 1000
+FULL = (LayerGroup(0, None, (0, 1)),)
+MIXED = (LayerGroup(0, None, (0,)), LayerGroup(1, 8, (1,)))
+
+
+class Clock:
+    """Virtual seconds: nothing moves it but the test and, a little each time, reading it."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def token_of(row: Row) -> int:
+    """What follows these tokens: depends on the prompt, the choice and the position, on nothing else."""
+    value = len(row.sequence.tokens)
+    for token in row.sequence.tokens:
+        value = mix64(value ^ token)
+    return mix64(value ^ row.sequence.choice ^ row.sequence.request.seed) % (VOCABULARY - 1) + 1
+
+
+class FakeRunner:
+    """``before(work)`` may raise or change the results it gets; it sees every attempt, reruns too."""
+
+    def __init__(self, fault: Callable[[Work], None] | None = None, clock: Clock | None = None) -> None:
+        self.fault = fault
+        self.clock = clock
+        self.step_time = 0.0
+        self.attempts = 0
+        self.copied: list[int] = []  # steps whose copies were made
+
+    def copy(self, work: Work) -> None:
+        self.copied.append(work.step)
+
+    def execute(self, work: Work) -> Mapping[int, Result]:
+        self.attempts += 1
+        if self.clock is not None:
+            self.clock.now += self.step_time
+        if self.fault is not None:
+            self.fault(work)
+        return {row.sequence.id: Result(token_of(row)) for row in work.rows if row.samples}
+
+
+def limits(**changes: Any) -> Limits:
+    given: dict[str, Any] = {
+        "policy": "fifo",
+        "max_batch_tokens": 32,
+        "max_requests": 8,
+        "safety_margin": 0.1,
+        "block_size": 4,
+        "num_blocks": 64,
+        "max_model_len": 256,
+    }
+    return Limits(**(given | changes))
+
+
+def rig(
+    runner: FakeRunner | None = None,
+    clock: Clock | None = None,
+    *,
+    groups: Sequence[LayerGroup] = FULL,
+    max_queue: int = 1024,
+    queue_timeout: float = 60.0,
+    **changes: Any,
+) -> Engine:
+    bounds = limits(**changes)
+    return Engine(
+        lambda: Scheduler(bounds, groups),
+        runner or FakeRunner(),
+        Bounds.of(bounds, max_queue=max_queue, queue_timeout=queue_timeout),
+        now=clock or Clock(),
+    )
+
+
+def request(name: str, prompt: int = 10, max_tokens: int = 6, **params: Any) -> Request:
+    """A prompt of ``prompt`` tokens that are this request's own."""
+    start = mix64(sum(map(ord, name)) * 1009 + len(name))
+    tokens = tuple(mix64(start + i) % (VOCABULARY - 1) + 1 for i in range(prompt))
+    return Request(name, tokens, SamplingParams(max_tokens=max_tokens, **params), max_tokens, seed=7)
+
+
+class Collected:
+    """Everything an engine emitted, by request and choice."""
+
+    def __init__(self) -> None:
+        self.tokens: dict[tuple[str, int], list[int]] = {}
+        self.finish: dict[tuple[str, int], list[FinishReason]] = {}
+        self.errors: dict[str, Exception] = {}
+        self.messages: dict[str, str] = {}
+
+    def take(self, emitted: Sequence[Emitted]) -> None:
+        for event in emitted:
+            key = (event.request_id, event.choice)
+            if event.token is not None:
+                self.tokens.setdefault(key, []).append(event.token)
+            if event.error is not None:
+                self.errors[event.request_id] = event.error
+            elif event.finish is not None:
+                self.finish.setdefault(key, []).append(event.finish)
+                self.messages[event.request_id] = event.message
+
+
+def run(engine: Engine, most: int = 10_000, into: Collected | None = None) -> Collected:
+    """Step until there is nothing left to do."""
+    collected = into or Collected()
+    for _ in range(most):
+        collected.take(engine.step())
+        if engine.stalled:
+            return collected
+    raise AssertionError(f"not done after {most} steps")

@@ -1,0 +1,63 @@
+"""The memory limit of the process, read from made-up /proc and /sys trees."""
+
+from pathlib import Path
+
+import pytest
+
+from fairlead_runtime.host import memory_limit
+
+RAM = "MemFree: 12 kB\nMemTotal:       8388608 kB\n"
+GIB = 1 << 30
+
+
+def tree(root: Path, files: dict[str, str]) -> Path:
+    for name, text in {"proc/meminfo": RAM, **files}.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
+    return root
+
+
+V2 = {"proc/self/cgroup": "0::/kubepods/pod1/c1\n"}
+V1 = {"proc/self/cgroup": "5:cpu,cpuacct:/a/b\n4:memory:/a/b\n"}
+
+
+@pytest.mark.parametrize(
+    ("files", "limit"),
+    [
+        ({}, 8 * GIB),
+        (V2 | {"sys/fs/cgroup/kubepods/pod1/c1/memory.max": "2147483648\n"}, 2 * GIB),
+        (V2 | {"sys/fs/cgroup/kubepods/pod1/c1/memory.max": "max\n"}, 8 * GIB),
+        (
+            V2
+            | {
+                "sys/fs/cgroup/kubepods/pod1/c1/memory.max": "4294967296\n",
+                "sys/fs/cgroup/kubepods/memory.max": "1073741824\n",
+            },
+            GIB,
+        ),
+        ({"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/memory.max": "3221225472\n"}, 3 * GIB),
+        (V2 | {"sys/fs/cgroup/memory.max": "3221225472\n"}, 3 * GIB),
+        (V1 | {"sys/fs/cgroup/memory/a/b/memory.limit_in_bytes": "1073741824\n"}, GIB),
+        (V1 | {"sys/fs/cgroup/memory/a/b/memory.limit_in_bytes": "9223372036854771712\n"}, 8 * GIB),
+        (V1 | {"sys/fs/cgroup/memory/memory.limit_in_bytes": "1073741824\n"}, GIB),
+        (V2 | {"sys/fs/cgroup/memory.max": str(99 * GIB)}, 8 * GIB),
+    ],
+    ids=[
+        "ram",
+        "v2",
+        "v2-max",
+        "v2-parent",
+        "v2-namespace",
+        "v2-hidden",
+        "v1",
+        "v1-unlimited",
+        "v1-hidden",
+        "above-ram",
+    ],
+)
+def test_the_tightest_limit_counts(tmp_path: Path, files: dict[str, str], limit: int) -> None:
+    assert memory_limit(tree(tmp_path, files)) == limit
+
+
+def test_this_machine_has_a_limit() -> None:
+    assert memory_limit() > 64 << 20

@@ -1,0 +1,251 @@
+"""The sizing equation: what it promises for any model, configuration and device, and its verdicts in words."""
+
+import dataclasses
+import re
+from typing import Any
+
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from fairlead_runtime.cache.groups import group_layers
+from fairlead_runtime.config import ConfigError, EngineConfig
+from fairlead_runtime.memory import GIB, DeviceFacts, MemoryPlan, measured, plan_memory
+from fairlead_runtime.shape import ModelShape
+from fairlead_runtime.sizing import CPU_CACHE, PROCESS, sequence_units
+
+LLAMA_8B = ModelShape.from_config(
+    {
+        "model_type": "llama",
+        "intermediate_size": 14336,
+        "max_position_embeddings": 131072,
+        "num_key_value_heads": 8,
+        "dtype": "bfloat16",
+        "vocab_size": 128256,
+    }
+)
+GEMMA2 = ModelShape.from_config({"model_type": "gemma2", "dtype": "bfloat16"})
+
+
+@st.composite
+def shapes(draw: st.DrawFn) -> ModelShape:
+    family = draw(
+        st.sampled_from(["llama", "qwen2", "gemma2", "gemma3_text", "gpt_oss", "mistral", "qwen3_moe"])
+    )
+    heads = draw(st.sampled_from([2, 4, 8]))
+    return ModelShape.from_config(
+        {
+            "model_type": family,
+            "hidden_size": draw(st.sampled_from([64, 256, 1024])),
+            "num_hidden_layers": draw(st.integers(1, 12)),
+            "num_attention_heads": heads,
+            "num_key_value_heads": draw(st.sampled_from([1, 2])),
+            "vocab_size": draw(st.integers(100, 50_000)),
+            "max_position_embeddings": draw(st.integers(64, 20_000)),
+            "sliding_window": draw(st.integers(1, 5_000)),
+            "dtype": draw(st.sampled_from(["float32", "bfloat16"])),
+        }
+    )
+
+
+CONFIGS = st.fixed_dictionaries(
+    {
+        "block_size": st.sampled_from([4, 16, 256]),
+        "max_batch_tokens": st.integers(1, 4096),
+        "max_requests": st.integers(1, 64),
+        "max_memory_percent": st.floats(0.1, 1.0),
+        "cache_dtype": st.sampled_from(["auto", "fp8"]),
+        "quantization": st.sampled_from(["none", "int8", "fp8"]),
+        "tensor_parallel": st.sampled_from([1, 2]),
+        "cpu_offload_space": st.sampled_from([0.0, 0.5]),
+    }
+)
+DEVICES = st.builds(DeviceFacts, st.sampled_from(["cpu", "cuda"]), st.integers(0, 64 * GIB))
+
+
+@given(shapes(), CONFIGS, DEVICES)
+def test_the_solved_cache_fills_the_budget_and_never_exceeds_it(
+    shape: ModelShape, settings: dict[str, Any], device: DeviceFacts
+) -> None:
+    plan = plan_memory(shape, EngineConfig(**settings), device)
+    if plan.num_blocks:
+        assert plan.used <= plan.budget <= device.total_bytes
+    capped = device.kind == "cpu" and plan.terms["kv"] + plan.block_bytes > CPU_CACHE
+    assert capped or plan.used + plan.block_bytes > plan.budget
+    assert plan.terms["kv"] == plan.num_blocks * plan.block_bytes == plan.num_units * plan.unit_bytes
+
+
+@given(shapes(), CONFIGS, DEVICES, st.integers(0, 8 * GIB))
+def test_more_memory_never_holds_less(
+    shape: ModelShape, settings: dict[str, Any], device: DeviceFacts, more: int
+) -> None:
+    config = EngineConfig(**settings)
+    small = plan_memory(shape, config, device)
+    large = plan_memory(shape, config, dataclasses.replace(device, total_bytes=device.total_bytes + more))
+    assert large.num_blocks >= small.num_blocks
+    assert large.full_length_sequences >= small.full_length_sequences
+    assert large.fits or not small.fits
+
+
+@given(shapes(), CONFIGS, DEVICES)
+def test_fits_means_one_whole_sequence_beside_everything_else(
+    shape: ModelShape, settings: dict[str, Any], device: DeviceFacts
+) -> None:
+    plan = plan_memory(shape, EngineConfig(**settings), device)
+    assert plan.fits == (plan.used <= plan.budget and plan.concurrent_tokens >= plan.max_model_len)
+    assert not plan.fits or plan.full_length_sequences >= 1
+
+
+FIXES = {
+    "maxModelLen": "max_model_len",
+    "numBlocks": "num_blocks",
+    "tensorParallel": "tensor_parallel",
+    "quantization": "quantization",
+}
+
+
+@given(shapes(), CONFIGS, DEVICES, st.none() | st.integers(1, 50_000))
+def test_every_fix_that_a_message_names_works(
+    shape: ModelShape, settings: dict[str, Any], device: DeviceFacts, pinned: int | None
+) -> None:
+    config = EngineConfig(**settings, num_blocks=pinned)
+    plan = plan_memory(shape, config, device)
+    assume(not plan.fits)
+    _, _, advice = plan.message.partition(": set ")
+    for way in advice.split(" or ") if advice else []:
+        facts, changed = device, config
+        for fix in way.split(" and "):
+            name, value = fix.replace("≤ ", "").split(" ")
+            if name == "memory":
+                facts = dataclasses.replace(device, total_bytes=int(value.removesuffix("Gi")) * GIB)
+            else:
+                change: Any = value if name == "quantization" else int(value)
+                changed = dataclasses.replace(changed, **{FIXES[name]: change})
+        assert plan_memory(shape, changed, facts).fits, way
+
+
+@given(shapes(), st.integers(1, 20_000), st.sampled_from([4, 16, 256]))
+def test_full_length_sequences_hold_what_windows_leave(shape: ModelShape, length: int, block: int) -> None:
+    groups = group_layers(shape.windows)
+    held = 0
+    for position in range(max(0, length - 2 * block), length):
+        last = position // block
+        held = max(held, sum(last - group.first_block(position, block) + 1 for group in groups))
+    assert held <= sequence_units(groups, length, block) <= held + len(groups)
+
+
+def test_the_dense_plan_by_hand() -> None:
+    plan = plan_memory(LLAMA_8B, EngineConfig(), DeviceFacts("cuda", 80 * GIB))
+    assert plan.weights_bytes == plan.terms["weights"] == 8_030_261_248 * 2
+    assert plan.kv_bytes_per_token == 2 * 32 * 8 * 128 * 2
+    assert plan.block_bytes == 16 * plan.kv_bytes_per_token
+    assert plan.budget == int(80 * GIB * 0.9)
+    assert plan.concurrent_tokens == plan.num_blocks * 16
+    assert plan.full_length_sequences == plan.concurrent_tokens // 131072
+    assert plan.fits
+
+
+def test_windows_hold_more_full_length_sequences_but_count_no_less_per_token() -> None:
+    plan = plan_memory(GEMMA2, EngineConfig(num_blocks=5120), DeviceFacts("cuda", 80 * GIB))
+    # 13 layers of window 4096 and 13 full ones: 512 blocks in the full group, 257 in the other, of 2 * 5120.
+    assert plan.full_length_sequences == 2 * 5120 // (512 + 257)
+    assert plan.kv_bytes_per_token == 2 * 26 * 4 * 256 * 2
+
+
+def test_quantized_weights_take_a_byte_and_a_scale_per_row() -> None:
+    plain, small = (
+        plan_memory(LLAMA_8B, EngineConfig(quantization=q), DeviceFacts("cuda", 80 * GIB)).weights_bytes
+        for q in ("none", "fp8")
+    )
+    # 4096 + 2 * 1024 + 4096 + 2 * 14336 + 4096 output rows in each of 32 layers.
+    assert plain - small == LLAMA_8B.layer_matrices - 4 * 32 * (4096 + 2048 + 4096 + 28672 + 4096)
+
+
+def test_a_cpu_counts_its_processes_offload_and_shared_memory_and_caps_the_cache() -> None:
+    config = EngineConfig(cpu_offload_space=2.0, shared_memory=1.0, max_batch_tokens=256, max_model_len=4096)
+    plan = plan_memory(LLAMA_8B, config, DeviceFacts("cpu", 64 * GIB))
+    assert [plan.terms[n] for n in ("process", "offload", "shared_memory")] == [PROCESS, 2 * GIB, GIB]
+    assert plan.terms["kv"] <= CPU_CACHE < plan.terms["kv"] + plan.block_bytes
+    assert plan.offload_units == 2 * GIB // plan.unit_bytes
+    pinned = plan_memory(LLAMA_8B, dataclasses.replace(config, num_blocks=4000), DeviceFacts("cpu", 64 * GIB))
+    assert pinned.terms["kv"] > CPU_CACHE
+    assert pinned.fits
+
+
+def test_measured_terms_take_the_place_of_planned_ones() -> None:
+    device = DeviceFacts("cuda", 80 * GIB)
+    planned = plan_memory(LLAMA_8B, EngineConfig(), device)
+    found = {
+        "weights": planned.terms["weights"] + 16 * planned.block_bytes,
+        "activations": planned.terms["activations"],
+    }
+    again = plan_memory(LLAMA_8B, EngineConfig(), device, measured=found)
+    assert again.num_blocks == planned.num_blocks - 16
+
+
+@pytest.mark.parametrize(
+    ("settings", "device", "message"),
+    [
+        (
+            {},
+            DeviceFacts("cuda", 24 * GIB),
+            r"needs 16\.0 GiB of KV cache, has 3\.\d: set maxModelLen ≤ \d+ or tensorParallel 2",
+        ),
+        (
+            {},
+            DeviceFacts("cuda", 16 * GIB),
+            r"needs 1\d\.\d GiB before any KV cache, has 14\.4: set tensorParallel 4",
+        ),
+        (
+            {"num_blocks": 10},
+            DeviceFacts("cuda", 80 * GIB),
+            r"numBlocks 10 hold 160 of 131072 tokens: set maxModelLen ≤ 160",
+        ),
+        (
+            {"num_blocks": 10**6},
+            DeviceFacts("cuda", 80 * GIB),
+            r"numBlocks 1000000 need 1953\.1 GiB .* numBlocks 8192",
+        ),
+        (
+            {},
+            DeviceFacts("cpu", 4 * GIB),
+            r"needs .* GiB before any KV cache, has 3\.6: set memory \d+Gi and numBlocks 8192",
+        ),
+        ({}, DeviceFacts("cuda", GIB), r"choose a larger accelerator or a smaller model"),
+    ],
+    ids=lambda v: None if isinstance(v, str) else str(v),
+)
+def test_a_verdict_says_what_is_missing_and_what_to_set(
+    settings: dict[str, Any], device: DeviceFacts, message: str
+) -> None:
+    plan = plan_memory(LLAMA_8B, EngineConfig(**settings), device)
+    assert not plan.fits
+    assert re.fullmatch(rf".*{message}.*", plan.message), plan.message
+
+
+def test_a_length_beyond_the_model_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"--max-model-len: 131073 is more than the model's own 131072"):
+        plan_memory(LLAMA_8B, EngineConfig(max_model_len=131073), DeviceFacts("cuda", 80 * GIB))
+
+
+def test_the_report_puts_measured_beside_planned() -> None:
+    plan: MemoryPlan = plan_memory(LLAMA_8B, EngineConfig(), DeviceFacts("cuda", 80 * GIB))
+    facts = {
+        "weights": plan.terms["weights"],
+        "activations": plan.terms["activations"] * 2,
+        "cuda_context": 5,
+    }
+    body = measured(plan, facts).as_dict()
+    terms = {t["name"]: t for t in body["terms"]}
+    assert set(terms) == {*plan.terms, "cuda_context"}
+    assert terms["weights"]["driftPercent"] == 0.0
+    assert terms["activations"]["driftPercent"] == 100.0
+    assert terms["kv"]["measuredBytes"] is None
+    assert terms["cuda_context"] == {
+        "name": "cuda_context",
+        "plannedBytes": 0,
+        "measuredBytes": 5,
+        "driftPercent": None,
+    }
+    assert body["numBlocks"] == plan.num_blocks
+    assert body["formula"].startswith("0.9 * 80.0 GiB = 72.0 ≥ weights 15.0 + ")

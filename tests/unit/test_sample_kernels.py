@@ -1,0 +1,200 @@
+"""The arithmetic of drawing a token: the hash, the noise, the cuts and the race, against plain twins."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import assume, given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from fairlead_kernels import sample as ops
+
+CPU = torch.device("cpu")
+MASK = 2**32 - 1
+
+
+def plain_lowbias(x: int, inject: int = 0) -> int:
+    x ^= x >> 16
+    x = (x * 0x7FEB352D & MASK) ^ inject
+    x ^= x >> 15
+    x = x * 0x846CA68B & MASK
+    return x ^ (x >> 16)
+
+
+def int32(word: int) -> int:
+    return word - 2**32 if word >= 2**31 else word
+
+
+@given(st.integers(0, MASK), st.integers(0, MASK))
+def test_the_hash_is_the_one_written_down_in_plain_integers(low: int, high: int) -> None:
+    """Bit for bit: a seed must mean the same on every device and in every release."""
+    words = ops.token_words(300, CPU)
+    got = ops.keyed_hash(words, torch.tensor(int32(low)), torch.tensor(int32(high))).tolist()
+    for token in (0, 1, 7, 255, 299):
+        word = plain_lowbias(token + 1)
+        assert words[token].item() == int32(word)
+        assert got[token] == plain_lowbias(word ^ low, high) & (2**31 - 1)
+
+
+def keys(count: int, seed: int = 0) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    pair = torch.randint(-(2**31), 2**31, (2, count), generator=generator).to(torch.int32)
+    return pair[0], pair[1]
+
+
+def chi_square(counts: Tensor, expected: Tensor) -> float:
+    """Standard deviations of the statistic above its mean (normal approximation, > 30 cells)."""
+    statistic = ((counts.double() - expected) ** 2 / expected).sum().item()
+    free = counts.numel() - 1
+    return (statistic - free) / math.sqrt(2 * free)
+
+
+def test_hashes_are_uniform_over_tokens_and_over_keys() -> None:
+    low, high = keys(64)
+    h = ops.keyed_hash(ops.token_words(32768, CPU)[None, :], low[:, None], high[:, None])
+    for bits in range(0, 26, 5):
+        cells = torch.bincount((h.flatten() >> bits) & 63, minlength=64)
+        assert chi_square(cells, torch.full((64,), h.numel() / 64.0).double()) < 5
+
+
+def test_one_bit_of_a_key_changes_every_bit_of_the_hash_half_of_the_time() -> None:
+    words = ops.token_words(65536, CPU)
+    low, high = (k[:1] for k in keys(1))
+    base = ops.keyed_hash(words, low, high)
+    for bit in range(32):
+        changed = base ^ ops.keyed_hash(words, low ^ int32(1 << bit), high)
+        shares = torch.stack([((changed >> place) & 1).float().mean() for place in range(31)])
+        assert (shares - 0.5).abs().max() < 0.03
+
+
+def test_keys_that_share_a_half_give_unrelated_noise() -> None:
+    """Pearson's correlation over 65,536 tokens, for 45 pairs of keys each way: 5 standard deviations at most."""
+    words = ops.token_words(65536, CPU)
+    low, high = keys(10, seed=1)
+    for lows, highs in ((low[:1].expand(10), high), (low, high[:1].expand(10))):
+        noise = ops.gumbel(ops.keyed_hash(words[None, :], lows[:, None], highs[:, None]))
+        between = torch.corrcoef(noise.double()) - torch.eye(10)
+        assert between.abs().max() < 5 / math.sqrt(65536)
+
+
+def test_noise_is_finite_at_both_ends_and_within_its_bounds() -> None:
+    ends = torch.tensor([0, 1, 2**31 - 2, 2**31 - 1], dtype=torch.int32)
+    noise = ops.gumbel(ends)
+    assert torch.isfinite(noise).all()
+    assert noise.max().item() == pytest.approx(ops.GUMBEL_MAX, abs=1e-4)
+    assert noise.min().item() == pytest.approx(ops.GUMBEL_MIN, abs=1e-4)
+
+
+def test_noise_has_the_gumbel_distribution() -> None:
+    """Kolmogorov and Smirnov's distance against exp(-exp(-x)), and its tail where winners come from."""
+    low, high = keys(16, seed=3)
+    h = ops.keyed_hash(ops.token_words(32768, CPU)[None, :], low[:, None], high[:, None])
+    noise = ops.gumbel(h).flatten().double().sort().values
+    n = noise.numel()
+    distance = ((-(-noise).exp()).exp() - torch.arange(n).double() / n).abs().max().item()
+    assert distance < 1.95 / math.sqrt(n)  # 99.9 %
+    beyond = (noise > 9).sum().item()
+    expected = n * -math.expm1(-math.exp(-9))
+    assert abs(beyond - expected) < 5 * math.sqrt(expected)
+
+
+Rows = list[list[float]]
+GRID = st.integers(-64, 0).map(lambda step: step / 8)
+
+
+@st.composite
+def score_rows(draw: st.DrawFn) -> Rows:
+    """Rows of scores on a coarse grid, so that ties are common; each has its 0 somewhere."""
+    width = draw(st.integers(1, 12))
+    rows = draw(st.lists(st.lists(GRID, min_size=width, max_size=width), min_size=1, max_size=4))
+    return [[score - max(row) for score in row] for row in rows]
+
+
+@given(score_rows(), st.data())
+def test_the_top_k_cut_keeps_the_k_best_and_what_ties_with_the_last_of_them(
+    rows: Rows, data: st.DataObject
+) -> None:
+    k = [data.draw(st.integers(1, len(row))) for row in rows]
+    cut = ops.top_k_cut(torch.tensor(rows), torch.tensor(k), max(k)).tolist()
+    assert cut == [sorted(row, reverse=True)[count - 1] for row, count in zip(rows, k, strict=True)]
+
+
+def plain_nucleus(row: list[float], floor: float, top_p: float) -> tuple[float, float]:
+    """The nucleus' smallest score, and by how much the mass before or with it differs from top_p."""
+    weights = {score: math.exp(score) * row.count(score) for score in row if score >= floor}
+    total = sum(weights.values())
+    reached, margin = 0.0, math.inf
+    for score in sorted(weights, reverse=True):
+        reached += weights[score] / total
+        margin = min(margin, abs(reached - top_p))
+        if reached >= top_p:
+            return score, margin
+    return min(weights), margin
+
+
+@given(score_rows(), st.data())
+def test_the_top_p_cut_keeps_the_smallest_set_that_holds_the_mass(rows: Rows, data: st.DataObject) -> None:
+    p = [data.draw(st.floats(1e-6, 1 - 1e-6)) for _ in rows]
+    floor = [data.draw(st.sampled_from([-math.inf, -8.0, -4.0, -1.0, 0.0])) for _ in rows]
+    plain = [plain_nucleus(*each) for each in zip(rows, floor, p, strict=True)]
+    assume(all(margin > 1e-6 for _, margin in plain))  # nearer, rounding may decide either way
+    cut = ops.top_p_cut(torch.tensor(rows), torch.tensor(floor), torch.tensor(p, dtype=torch.float64))
+    assert cut.tolist() == [score for score, _ in plain]
+
+
+@pytest.mark.parametrize("spread", [0.1, 1.0, 3.0, 8.0])
+@pytest.mark.parametrize("top_p", [0.01, 0.5, 0.9, 0.999, 0.9999999])
+def test_the_top_p_cut_of_a_large_vocabulary_is_that_of_a_full_sort(spread: float, top_p: float) -> None:
+    generator = torch.Generator().manual_seed(int(spread * 10))
+    logits = torch.randn(4, 20000, generator=generator) * spread
+    scores = logits - logits.amax(dim=-1, keepdim=True)
+    cut = ops.top_p_cut(scores, torch.full((4,), -math.inf), torch.full((4,), top_p, dtype=torch.float64))
+    probabilities = scores.double().softmax(dim=-1)
+    kept = scores >= cut[:, None]
+    mass = (probabilities * kept).sum(dim=-1)
+    last = torch.where(kept, probabilities, 1.0).amin(dim=-1)
+    assert (mass >= top_p - 1e-8).all()
+    assert (mass - last < top_p + 1e-8).all()
+
+
+def test_the_mass_of_the_likeliest_token_alone_can_be_the_nucleus() -> None:
+    cut = ops.top_p_cut(torch.tensor([[0.0, -1.0]]), torch.tensor([-math.inf]), torch.tensor([1e-9]).double())
+    assert cut.tolist() == [0.0]
+
+
+def plain_race(scores: Tensor, cut: Tensor, low: Tensor, high: Tensor, words: Tensor) -> Tensor:
+    total = scores + ops.gumbel(ops.keyed_hash(words[None, :], low[:, None], high[:, None]))
+    return total.masked_fill(scores < cut[:, None], -math.inf).argmax(dim=-1)
+
+
+@pytest.mark.parametrize("spread", [0.0, 1.0, 4.0, 12.0])
+@pytest.mark.parametrize("width", [1, 2, 17, 4099])
+def test_every_form_of_the_race_has_the_winner_of_the_plain_one(spread: float, width: int) -> None:
+    """What is skipped because it cannot win, and how the rest is laid out, changes nothing."""
+    generator = torch.Generator().manual_seed(width)
+    logits = torch.randn(64, width, generator=generator) * spread
+    scores = logits - logits.amax(dim=-1, keepdim=True)
+    cut = -torch.rand(64, generator=generator) * 2 * spread
+    cut[::3] = -math.inf
+    low, high = keys(64, seed=width)
+    words = ops.token_words(width, CPU)
+    expected = plain_race(scores, cut, low, high, words).tolist()
+    assert ops.race(scores, cut, low, high, words).tolist() == expected
+    running = scores >= cut[:, None]
+    assert ops._race_dense(scores, running, low, high, words).tolist() == expected
+    assert ops._race_sparse(scores, running, low, high, words).tolist() == expected
+
+
+def test_an_exact_tie_goes_to_the_smaller_id() -> None:
+    """Two tokens share a word here, which no vocabulary's words do, so that their sums tie."""
+    words = torch.tensor([5, 9, 9], dtype=torch.int32)
+    scores = torch.tensor([[-40.0, 0.0, 0.0]])
+    low, high = keys(1)
+    running = torch.tensor([[False, True, True]])
+    assert ops._race_dense(scores, running, low, high, words).tolist() == [1]
+    assert ops._race_sparse(scores, running, low, high, words).tolist() == [1]
+
+
+def test_no_two_tokens_of_a_vocabulary_share_a_word() -> None:
+    assert len(set(ops.token_words(262144, CPU).tolist())) == 262144
