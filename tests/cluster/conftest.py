@@ -49,7 +49,8 @@ def crd(api: Api) -> Object:
     api.apply(body, force="true")
 
     def established() -> bool:
-        conditions = api.get("CustomResourceDefinition", "", body["metadata"]["name"])["status"]["conditions"]
+        status = api.get("CustomResourceDefinition", "", body["metadata"]["name"]).get("status") or {}
+        conditions = status.get("conditions") or []
         return any(c["type"] == "Established" and c["status"] == "True" for c in conditions)
 
     eventually(established, 10, "the CRD is Established")
