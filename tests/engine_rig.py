@@ -1,130 +1,205 @@
-"""An engine on a runner that needs no model: what a row samples is a function of its own tokens.
+"""The real scheduler and the real runner on a tiny model, without threads or HTTP, and transformers beside them.
 
-Two runs give equal tokens for equal requests, whatever shares the batch, so a test can demand identity.
+Shared by the tests of token equality and of batch independence.
 """
 
-import os
-from collections.abc import Callable, Mapping, Sequence
+import functools
+from collections.abc import Iterable, Mapping
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
 from typing import Any
 
-from fairlead_runtime.cache.groups import LayerGroup
-from fairlead_runtime.engine import Bounds, Engine
-from fairlead_runtime.outputs import Emitted
+import numpy as np
+import pytest
+import torch
+
+from fairlead_runtime.cache.groups import LayerGroup, group_layers
+from fairlead_runtime.isolate import Runner as Device
+from fairlead_runtime.kv_cache import CacheStorage
+from fairlead_runtime.models import families, rope, tiny
+from fairlead_runtime.models.attention import PagedModel
 from fairlead_runtime.request import FinishReason, Request, SamplingParams
-from fairlead_runtime.scheduling.plan import Limits, Result, Row, Work
-from fairlead_runtime.scheduling.scheduler import Scheduler
-from fairlead_runtime.seeds import mix64
+from fairlead_runtime.runner import Runner
+from fairlead_runtime.scheduling.plan import Finished, Limits, Result, Work
+from fairlead_runtime.scheduling.scheduler import Scheduler, SchedulerStats
 
-LONG_FORM = os.environ.get("FAIRLEAD_FULL") == "1"
-VOCABULARY = 1000
-FULL = (LayerGroup(0, None, (0, 1)),)
-MIXED = (LayerGroup(0, None, (0,)), LayerGroup(1, 8, (1,)))
-
-
-class Clock:
-    """Virtual seconds: nothing moves it but the test and, a little each time, reading it."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
+MAX_LEN = 512
+MAX_STEPS = 20_000
+EOS = frozenset({2, 140})  # more than one, and chosen at random often enough that some texts end early
 
 
-def token_of(row: Row) -> int:
-    """What follows these tokens: depends on the prompt, the choice and the position, on nothing else."""
-    value = len(row.sequence.tokens)
-    for token in row.sequence.tokens:
-        value = mix64(value ^ token)
-    return mix64(value ^ row.sequence.choice ^ row.sequence.request.seed) % (VOCABULARY - 1) + 1
+@dataclass(frozen=True)
+class Setting:
+    """One way to run the engine. ``num_blocks`` counts whole-model blocks; chunk is max_batch_tokens."""
+
+    block_size: int = 4
+    chunk: int = 4096
+    num_blocks: int = 4096
+    offload: bool = False
+    sharing: bool = True
+    max_requests: int = 64
+
+    def limits(self, groups: int) -> Limits:
+        return Limits(
+            policy="fifo",
+            max_batch_tokens=self.chunk,
+            max_requests=min(self.max_requests, self.chunk),
+            safety_margin=0.0,
+            block_size=self.block_size,
+            num_blocks=self.num_blocks,
+            max_model_len=MAX_LEN,
+            allow_block_sharing=self.sharing,
+            offload_units=self.num_blocks * groups if self.offload else 0,
+        )
 
 
-class FakeRunner:
-    """``before(work)`` may raise or change the results it gets; it sees every attempt, reruns too."""
+@dataclass
+class Outcome:
+    """``texts``: by (request id, choice), the generated tokens."""
 
-    def __init__(self, fault: Callable[[Work], None] | None = None, clock: Clock | None = None) -> None:
-        self.fault = fault
-        self.clock = clock
-        self.step_time = 0.0
-        self.attempts = 0
-        self.copied: list[int] = []  # steps whose copies were made
+    texts: dict[tuple[str, int], list[int]] = field(default_factory=dict)
+    finishes: dict[tuple[str, int], FinishReason] = field(default_factory=dict)
+    steps: int = 0
+    stats: SchedulerStats | None = None
+
+
+class Recital:
+    """A runner without a model: it answers with texts known beforehand. For finding a setting by trial."""
+
+    def __init__(self, texts: Mapping[str, Seq[int]]) -> None:
+        self.texts = texts
 
     def copy(self, work: Work) -> None:
-        self.copied.append(work.step)
+        pass
 
     def execute(self, work: Work) -> Mapping[int, Result]:
-        self.attempts += 1
-        if self.clock is not None:
-            self.clock.now += self.step_time
-        if self.fault is not None:
-            self.fault(work)
-        return {row.sequence.id: Result(token_of(row)) for row in work.rows if row.samples}
+        return {
+            row.sequence.id: Result(self.texts[row.sequence.request.id][row.sequence.generated])
+            for row in work.rows
+            if row.samples
+        }
 
 
-def limits(**changes: Any) -> Limits:
-    given: dict[str, Any] = {
-        "policy": "fifo",
-        "max_batch_tokens": 32,
-        "max_requests": 8,
-        "safety_margin": 0.1,
-        "block_size": 4,
-        "num_blocks": 64,
-        "max_model_len": 256,
-    }
-    return Limits(**(given | changes))
+def drive(scheduler: Scheduler, device: Device, arrivals: Iterable[tuple[int, Request]]) -> Outcome:
+    """Run to the end; a request is added before the step it is due in. Checks every invariant now and then."""
+    due = sorted(arrivals, key=lambda a: a[0])
+    outcome = Outcome()
+    while due or scheduler.has_work:
+        while due and (due[0][0] <= outcome.steps or not scheduler.has_work):
+            scheduler.add(due.pop(0)[1])
+        work = scheduler.commit(scheduler.plan())
+        device.copy(work)
+        for event in scheduler.update(work, device.execute(work)):
+            key = (event.sequence.request.id, event.sequence.choice)
+            if isinstance(event, Finished):
+                pytest.fail(f"{key} ended without a token: {event.message}")
+            outcome.texts.setdefault(key, []).append(event.token)
+            if event.finish is not None:
+                outcome.finishes[key] = event.finish
+        outcome.steps += 1
+        if outcome.steps % 16 == 0:
+            scheduler.check()
+        if outcome.steps > MAX_STEPS:
+            pytest.fail("no end in sight")
+    scheduler.check()
+    outcome.stats = scheduler.stats()
+    assert outcome.stats.used == 0, "units are still held at rest"
+    return outcome
 
 
-def rig(
-    runner: FakeRunner | None = None,
-    clock: Clock | None = None,
-    *,
-    groups: Sequence[LayerGroup] = FULL,
-    max_queue: int = 1024,
-    queue_timeout: float = 60.0,
-    **changes: Any,
-) -> Engine:
-    bounds = limits(**changes)
-    return Engine(
-        lambda: Scheduler(bounds, groups),
-        runner or FakeRunner(),
-        Bounds.of(bounds, max_queue=max_queue, queue_timeout=queue_timeout),
-        now=clock or Clock(),
-    )
+class Rig:
+    """One tiny model: run by our engine under any setting, and by transformers one prompt at a time."""
+
+    def __init__(self, family: str) -> None:
+        self.family = family
+        model = tiny.build(family)
+        windows = families.check(model.config)
+        rope.pin(model, MAX_LEN)
+        self.model = PagedModel(model, windows)
+        self.groups: tuple[LayerGroup, ...] = group_layers(windows)
+        self._references: dict[tuple[tuple[int, ...], int], list[int]] = {}
+
+    def runner(self, setting: Setting) -> Runner:
+        limits = setting.limits(len(self.groups))
+        cache = CacheStorage(
+            self.groups,
+            self.model.heads,
+            units=limits.num_blocks * len(self.groups),
+            block_size=setting.block_size,
+            device=self.model.device,
+            host_units=limits.offload_units,
+        )
+        # Whatever is read before it was written becomes visible.
+        cache.keys.fill_(torch.nan)
+        cache.values.fill_(torch.nan)
+        return Runner(self.model, cache)
+
+    def run(self, setting: Setting, arrivals: Iterable[tuple[int, Request]]) -> Outcome:
+        scheduler = Scheduler(setting.limits(len(self.groups)), self.groups, b"rig")
+        return drive(scheduler, self.runner(setting), arrivals)
+
+    def rehearse(self, setting: Setting, arrivals: Iterable[tuple[int, Request]]) -> SchedulerStats | None:
+        """The same run without the model, its greedy texts taken from the reference."""
+        arrivals = list(arrivals)
+        limits = setting.limits(len(self.groups))
+        texts = {r.id: self.reference(r.prompt, r.max_tokens) for _, r in arrivals}
+        return drive(Scheduler(limits, self.groups, b"rig"), Recital(texts), arrivals).stats
+
+    def reference(self, prompt: tuple[int, ...], max_tokens: int) -> list[int]:
+        """transformers' greedy ``generate`` of this prompt alone, eager attention, end tokens as ours."""
+        key = (prompt, max_tokens)
+        if key not in self._references:
+            with self.model.plain() as plain, torch.inference_mode():
+                generator: Any = plain
+                ids = torch.tensor([prompt])
+                out = generator.generate(
+                    ids,
+                    attention_mask=torch.ones_like(ids),
+                    max_new_tokens=max_tokens,
+                    do_sample=False,
+                    eos_token_id=sorted(EOS),
+                    pad_token_id=0,
+                )
+            self._references[key] = out[0, len(prompt) :].tolist()
+        return self._references[key]
+
+    def margin(self, tokens: Seq[int]) -> tuple[float, float]:
+        """How close the reference's choice after ``tokens`` was: the top two logits' distance, and the smallest
+        distance of a router's k-th and next score over all tokens and layers (inf without experts).
+        """
+        routers: list[float] = []
+
+        def note(module: Any, _args: Any, output: Any) -> None:
+            ranked = output[0].float().topk(module.top_k + 1, dim=-1).values
+            routers.append(float((ranked[:, -2] - ranked[:, -1]).min()))
+
+        with self.model.plain() as plain, torch.inference_mode():
+            hooks = [
+                m.register_forward_hook(note) for m in plain.modules() if type(m).__name__.endswith("Router")
+            ]
+            logits = plain(input_ids=torch.tensor([list(tokens)]), use_cache=False).logits[0, -1].float()
+            for hook in hooks:
+                hook.remove()
+        top = logits.topk(2).values
+        return float(top[0] - top[1]), min(routers, default=float("inf"))
 
 
-def request(name: str, prompt: int = 10, max_tokens: int = 6, **params: Any) -> Request:
-    """A prompt of ``prompt`` tokens that are this request's own."""
-    start = mix64(sum(map(ord, name)) * 1009 + len(name))
-    tokens = tuple(mix64(start + i) % (VOCABULARY - 1) + 1 for i in range(prompt))
-    return Request(name, tokens, SamplingParams(max_tokens=max_tokens, **params), max_tokens, seed=7)
+@functools.cache
+def rig(family: str) -> Rig:
+    return Rig(family)
 
 
-class Collected:
-    """Everything an engine emitted, by request and choice."""
-
-    def __init__(self) -> None:
-        self.tokens: dict[tuple[str, int], list[int]] = {}
-        self.finish: dict[tuple[str, int], list[FinishReason]] = {}
-        self.errors: dict[str, Exception] = {}
-        self.messages: dict[str, str] = {}
-
-    def take(self, emitted: Sequence[Emitted]) -> None:
-        for event in emitted:
-            key = (event.request_id, event.choice)
-            if event.token is not None:
-                self.tokens.setdefault(key, []).append(event.token)
-            if event.error is not None:
-                self.errors[event.request_id] = event.error
-            elif event.finish is not None:
-                self.finish.setdefault(key, []).append(event.finish)
-                self.messages[event.request_id] = event.message
+def prompts(seed: int, lengths: Seq[int], shared: int) -> list[tuple[int, ...]]:
+    """Random prompts of these lengths; all but the first begin with the same ``shared`` tokens."""
+    generator = np.random.default_rng(seed)
+    prefix = generator.integers(3, tiny.VOCAB, shared).tolist()
+    made: list[tuple[int, ...]] = []
+    for i, length in enumerate(lengths):
+        body = generator.integers(3, tiny.VOCAB, length).tolist()
+        made.append(tuple(body if i == 0 else (prefix + body)[:length]))
+    return made
 
 
-def run(engine: Engine, most: int = 10_000, into: Collected | None = None) -> Collected:
-    """Step until there is nothing left to do."""
-    collected = into or Collected()
-    for _ in range(most):
-        collected.take(engine.step())
-        if engine.stalled:
-            return collected
-    raise AssertionError(f"not done after {most} steps")
+def greedy(request_id: str, prompt: tuple[int, ...], max_tokens: int, n: int = 1) -> Request:
+    params = SamplingParams(temperature=0.0, n=n, max_tokens=max_tokens)
+    return Request(request_id, prompt, params, max_tokens, eos_ids=EOS)

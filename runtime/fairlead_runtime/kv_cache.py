@@ -5,8 +5,10 @@ g, keeps its part of a unit in storage slot s, found through group g's tables. K
 which unit is free, shared or cached is the scheduler's.
 """
 
+import math
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
 from fairlead_kernels.attention import Heads
@@ -39,8 +41,8 @@ class CacheStorage:
         self.device = device
         slots = layers_per_unit(groups)
         shape = (slots, units, block_size, heads.kv)
-        self.keys = torch.zeros(*shape, heads.dim, dtype=heads.dtype, device=device)
-        self.values = torch.zeros(*shape, heads.value_dim, dtype=heads.dtype, device=device)
+        self.keys = _zeros((*shape, heads.dim), heads.dtype, device)
+        self.values = _zeros((*shape, heads.value_dim), heads.dtype, device)
         self._host = self._host_memory(slots, host_units) if host_units else None
         self._places = {
             layer: (group.index, slot) for group in groups for slot, layer in enumerate(group.layers)
@@ -84,3 +86,11 @@ class CacheStorage:
         if work.copies:
             copy_blocks(self.keys, self.keys, work.copies, dim=1)
             copy_blocks(self.values, self.values, work.copies, dim=1)
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """On a CPU from the system's zero pages, mapped when first written: torch.zeros writes every page at once."""
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    pages = np.zeros(math.prod(shape) * dtype.itemsize, dtype=np.uint8)
+    return torch.from_numpy(pages).view(dtype).view(shape)

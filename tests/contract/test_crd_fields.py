@@ -3,13 +3,15 @@
 import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import jsonschema  # type: ignore[import-untyped]  # ships no types
 import pytest
 import yaml
-from cluster.cel_cases import CASES, Case
 
+from cluster.cel_cases import CASES, Case
+from fairlead_operator.fields import camel
+from fairlead_operator.spec import Spec
 from fairlead_runtime.config import EngineConfig, base_type, choices_of
 
 ROOT = Path(__file__).parents[2]
@@ -77,6 +79,51 @@ def test_every_field_of_the_engines_sections_is_a_setting_of_the_engine() -> Non
     in_config = {f.metadata["cr"] for f in FIELDS if f.metadata["cr"].startswith(ENGINE_SECTIONS)}
     assert in_crd == in_config | OPERATOR_ONLY
     assert len(FIELDS) == len({f.metadata["cr"] for f in FIELDS}), "one setting per field"
+
+
+def declared(kind: type, path: str) -> Iterator[tuple[str, Any, "dataclasses.Field[Any]"]]:
+    """(dotted path, type, field) of every field below a dataclass, itself not counted."""
+    hints = get_type_hints(kind)
+    for f in dataclasses.fields(kind):
+        inner = [
+            a
+            for a in (get_args(hints[f.name]) or (hints[f.name],))
+            if isinstance(a, type) and dataclasses.is_dataclass(a)
+        ]
+        here = f"{path}.{camel(f.name)}".lstrip(".") + ("[]" if get_origin(hints[f.name]) is tuple else "")
+        yield here, hints[f.name], f
+        for child in inner:
+            yield from declared(child, here)
+
+
+DECLARED = list(declared(Spec, ""))
+
+
+def test_the_operators_types_have_every_other_field() -> None:
+    in_crd = {p for p, _ in nodes(SPEC) if p and not p.endswith("{}") and not p.startswith(ENGINE_SECTIONS)}
+    assert {path for path, *_ in DECLARED} == {p for p in in_crd if p + "[]" not in in_crd}
+
+
+@pytest.mark.parametrize(("path", "hint", "field"), DECLARED, ids=[p for p, *_ in DECLARED])
+def test_a_field_of_the_operators_types_has_the_crds_bounds(
+    path: str, hint: Any, field: "dataclasses.Field[Any]"
+) -> None:
+    node = dict(NODES)["spec." + path.removesuffix("[]")]
+    default = node.get("default")
+    if isinstance(default, dict | list):
+        assert default in ({}, [])
+        assert field.default_factory is not dataclasses.MISSING or field.default == ()
+    elif default is None:
+        assert field.default in (None, dataclasses.MISSING)
+    else:
+        assert field.default == default
+    words = [w for a in (hint, *get_args(hint)) if get_origin(a) is Literal for w in get_args(a)]
+    assert node.get("enum", []) == words
+    longest = next((node[k] for k in ("maxLength", "maxItems", "maxProperties") if k in node), None)
+    ruled = "x-kubernetes-validations" in node and "pattern" not in node
+    wanted = (node.get("minimum"), node.get("maximum"), longest, None if ruled else node.get("pattern"))
+    found = tuple(field.metadata.get(k) for k in ("low", "high", "longest", "pattern"))
+    assert found == wanted or (path.endswith("topologyKey") and node["minLength"] == 1)
 
 
 def test_the_file_is_small_enough_to_apply() -> None:

@@ -77,7 +77,7 @@ async def _on_http(_request: Request, error: Exception) -> Response:
     status = error.status_code if isinstance(error, HTTPException) else 500
     headers = error.headers if isinstance(error, HTTPException) else None
     told = {
-        404: "there is no such route; see /v1/models, /v1/completions and /v1/chat/completions",
+        404: "there is no such route on this port",
         405: "this route does not take that method",
     }
     return errors.ApiError(status, told.get(status, "the request is not valid"), headers=headers).response()

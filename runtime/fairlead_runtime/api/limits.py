@@ -26,7 +26,7 @@ class ClientGone(Exception):  # noqa: N818 - it is no error: nobody is left to b
     """The client closed its connection before the answer was complete."""
 
 
-async def read_body(scope: Scope, receive: Receive, seconds: float = BODY_SECONDS) -> bytes:
+async def read_body(scope: Scope, receive: Receive) -> bytes:
     """The request's JSON bytes, never more than MAX_BODY of them in memory.
 
     Raises ApiError 413, 408 or 415, and ClientGone.
@@ -34,7 +34,7 @@ async def read_body(scope: Scope, receive: Receive, seconds: float = BODY_SECOND
     _check_headers(scope)
     body = bytearray()
     try:
-        async with asyncio.timeout(seconds):
+        async with asyncio.timeout(BODY_SECONDS):
             while True:
                 message = await receive()
                 if message["type"] == "http.disconnect":
@@ -45,7 +45,7 @@ async def read_body(scope: Scope, receive: Receive, seconds: float = BODY_SECOND
                 if not message.get("more_body", False):
                     return bytes(body)
     except TimeoutError:
-        late = f"the body did not arrive within {seconds:g} s"
+        late = f"the body did not arrive within {BODY_SECONDS:g} s"
         raise ApiError(408, late, headers={"connection": "close"}) from None
 
 

@@ -91,7 +91,7 @@ class _Body(_Strict):
     seed: int | None = None
     min_tokens: int | None = None
     ignore_eos: bool | None = None
-    stop_token_ids: Annotated[list[int], FailFast()] | None = Field(default=None, max_length=64)
+    stop_token_ids: list[int] | None = Field(default=None, max_length=64)
     stop: Any = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None

@@ -10,6 +10,7 @@ Code = Literal[
     "ModelNotFound",  # no such repository, revision, directory or file
     "WeightsUnauthorized",  # the hub wants a token, or other rights than the token has
     "HubUnreachable",  # the hub does not answer, or not sensibly
+    "NoSpace",  # the cache's volume is too small for the model
     "NoSafetensors",  # there are weights, but in no format that is read
     "BadWeights",  # a safetensors file or its index is damaged or hostile
     "BadModelFiles",  # another file of the model is damaged or hostile

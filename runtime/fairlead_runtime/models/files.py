@@ -177,16 +177,11 @@ def _blobs(path: Path) -> list[Path]:
     return []
 
 
-def _shards(path: Path, names: set[str]) -> dict[str, set[str] | None]:
-    """Weight file → names of its tensors by the index, None when there is no index."""
-    if WEIGHTS in names:
-        return {WEIGHTS: None}  # transformers prefers it to an index, so an index beside it is not read
-    if INDEX not in names:
-        raise _no_safetensors(path)
-    weight_map = read_json(path, INDEX, names).get("weight_map")
+def indexed(path: Path) -> dict[str, set[str]]:
+    """Weight file → names of its tensors, as the index says. Names are plain; that the files exist is not checked."""
+    weight_map = read_json(path, INDEX).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise ModelError("BadWeights", f"{INDEX}: weight_map must map tensor names to files")
-    shards: dict[str, set[str] | None] = {}
     listed: dict[str, set[str]] = {}
     for tensor, file in weight_map.items():
         if not isinstance(file, str) or not _SHARD.fullmatch(file) or ".." in file:
@@ -194,10 +189,19 @@ def _shards(path: Path, names: set[str]) -> dict[str, set[str] | None]:
                 "BadWeights", f"{INDEX}: {str(file)[:100]!r} is no plain name of a safetensors file"
             )
         listed.setdefault(file, set()).add(tensor)
-    for file, tensors in listed.items():
+    return listed
+
+
+def _shards(path: Path, names: set[str]) -> dict[str, set[str]]:
+    """Weight file → names its tensors must include."""
+    if WEIGHTS in names:
+        return {WEIGHTS: set()}  # transformers prefers it to an index, so an index beside it is not read
+    if INDEX not in names:
+        raise _no_safetensors(path)
+    shards = indexed(path)
+    for file in shards:
         if file not in names:
             raise ModelError("BadWeights", f"{INDEX}: {file} is missing", "fetch the model again")
-        shards[file] = tensors
     return shards
 
 
@@ -211,11 +215,10 @@ def _no_safetensors(path: Path) -> ModelError:
     )
 
 
-def _check_index(shards: Mapping[str, set[str] | None], headers: Mapping[str, Header]) -> None:
+def _check_index(shards: Mapping[str, set[str]], headers: Mapping[str, Header]) -> None:
     seen: set[str] = set()
     for file, header in headers.items():
-        tensors = shards[file]
-        missing = set() if tensors is None else tensors - set(header.tensors)
+        missing = shards[file] - set(header.tensors)
         if missing:
             raise ModelError(
                 "BadWeights", f"{file}: the index promises {min(missing)[:100]!r}, which it lacks"

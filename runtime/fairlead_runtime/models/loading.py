@@ -16,7 +16,6 @@ from typing import Any
 import torch
 import transformers
 from transformers import (
-    CONFIG_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -26,18 +25,17 @@ from transformers import (
 )
 
 from fairlead_runtime.config import ConfigError, EngineConfig
-from fairlead_runtime.models import families
+from fairlead_runtime.models import architecture
 from fairlead_runtime.models import files as model_files
 from fairlead_runtime.models.errors import ModelError
 from fairlead_runtime.models.files import ModelFiles
 from fairlead_runtime.models.identity import identity
-from fairlead_runtime.shape import ModelShape, ShapeError
+from fairlead_runtime.shape import ModelShape
 
 log = logging.getLogger(__name__)
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 _STORED = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
-_COMPOSITE = ("text_config", "llm_config", "language_config", "thinker_config")
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,14 +82,10 @@ def inspect(path: Path | str, config: EngineConfig | None = None) -> Inspected:
     """
     settings = config or EngineConfig()
     found = model_files.check(Path(path))
-    _refuse_own_code(found, trusted=settings.trust_remote_code)
-    _refuse_composite(found.config)
-    families.refuse_by_name(str(found.config.get("model_type")))
-    try:
-        shape = ModelShape.from_config(found.config)
-    except ShapeError as error:
-        raise ModelError("UnsupportedModel", str(error), "docs/runtime.md lists what is served") from error
-    _refuse_quantization(shape, settings)
+    maps = model_files.auto_maps(found.path)
+    shape = architecture.check(found.config, maps, trusted=settings.trust_remote_code)
+    if settings.quantization != "none":
+        raise ConfigError("quantization", f"{settings.quantization} is not supported yet", "use none")
     own = shape.max_len
     if settings.max_model_len is not None and settings.max_model_len > own:
         raise ConfigError(
@@ -202,52 +196,6 @@ def _dtype(found: ModelFiles, shape: ModelShape, settings: EngineConfig) -> torc
     raise ConfigError(
         "dtype", "the checkpoint says no type that is served", "set float32, float16 or bfloat16"
     )
-
-
-def _refuse_own_code(found: ModelFiles, *, trusted: bool) -> None:
-    """An auto_map is ignored where transformers knows the model_type; elsewhere the model needs its own code."""
-    model_type = found.config.get("model_type")
-    if isinstance(model_type, str) and model_type in CONFIG_MAPPING:
-        return
-    maps = model_files.auto_maps(found.path)
-    if not maps:
-        return
-    where = "; ".join(f"{name}: {keys}" for name, keys in maps.items())
-    if trusted:
-        raise ConfigError(
-            "trust_remote_code",
-            f"running a model's own code ({where}) is not supported yet",
-            "serve a model whose architecture transformers knows",
-        )
-    raise ModelError(
-        "RemoteCodeRefused",
-        f"model_type {str(model_type)[:100]!r} needs the model's own Python code ({where}), which is never run",
-        "serve a model whose architecture transformers knows",
-    )
-
-
-def _refuse_composite(config: Mapping[str, Any]) -> None:
-    for key in _COMPOSITE:
-        if isinstance(config.get(key), Mapping):
-            inner = config[key].get("model_type", "")
-            raise ModelError(
-                "UnsupportedModel",
-                f"config.json: {key}: models of several parts (text with images or sound) are not served",
-                f"use the text-only checkpoint, of model_type {str(inner)[:100]}"
-                if inner
-                else "use a text-only checkpoint",
-            )
-
-
-def _refuse_quantization(shape: ModelShape, settings: EngineConfig) -> None:
-    if settings.quantization != "none":
-        raise ConfigError("quantization", f"{settings.quantization} is not supported yet", "use none")
-    if shape.quantized:
-        raise ModelError(
-            "UnsupportedModel",
-            f"config.json: quantization_config: {shape.quantized} checkpoints are not supported yet",
-            "use the unquantized checkpoint",
-        )
 
 
 @contextmanager

@@ -1,0 +1,162 @@
+"""Reading frozen values out of a JSON body: dataclass fields carry their bounds, errors carry their path.
+
+Owns the conversion between camelCase bodies and dataclasses, and the check of one value against its bounds. Knows
+no resource; ``resource`` declares those.
+"""
+
+import dataclasses
+import re
+import types
+from collections.abc import Mapping
+from difflib import get_close_matches
+from fractions import Fraction
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+
+T = TypeVar("T")
+UNITS: dict[str, Fraction] = {"": Fraction(1), "m": Fraction(1, 1000)}
+UNITS |= {unit: Fraction(1000**power) for power, unit in enumerate("kMGTPE", 1)}
+UNITS |= {unit + "i": Fraction(1024**power) for power, unit in enumerate("KMGTPE", 1)}
+QUANTITY = re.compile(r"([0-9]{1,15}(?:\.[0-9]{1,3})?)(m|[kMGTPE]|[KMGTPE]i)?")
+
+
+class ResourceError(ValueError):
+    """A resource that cannot be used. ``field`` is the dotted path, as in ``spec.cache.blockSize``."""
+
+    def __init__(self, field: str, message: str) -> None:
+        super().__init__(f"{field}: {message}" if field else message)
+        self.field = field
+        self.message = message
+
+
+class Quantity(str):
+    """A Kubernetes quantity as written. ``value`` is in its base unit, rounded up: bytes, or cores."""
+
+    __slots__ = ()
+
+    @property
+    def exact(self) -> Fraction:
+        found = QUANTITY.fullmatch(self)
+        if found is None:
+            raise ValueError(f"{self!r} is no quantity")
+        return Fraction(found[1]) * UNITS[found[2] or ""]
+
+    @property
+    def value(self) -> int:
+        return -int(-self.exact // 1)
+
+
+def bounded(
+    default: Any = dataclasses.MISSING,
+    *,
+    low: float | None = None,
+    high: float | None = None,
+    pattern: str | None = None,
+    longest: int | None = None,
+) -> Any:
+    """A field with the same bounds as in the CRD; ``longest`` bounds a string's, list's or mapping's length."""
+    meta = {"low": low, "high": high, "pattern": pattern, "longest": longest}
+    if callable(default):
+        return dataclasses.field(default_factory=default, metadata=meta)
+    return dataclasses.field(default=default, metadata=meta)
+
+
+def camel(name: str) -> str:
+    head, *rest = name.split("_")
+    return head + "".join(part.capitalize() for part in rest)
+
+
+def read(kind: type[T], body: Any, path: str) -> T:
+    """An instance of the dataclass ``kind``. null means absent; an unknown key is refused with the nearest known."""
+    values = mapping(body, path)
+    hints = get_type_hints(kind)
+    fields = {camel(f.name): f for f in dataclasses.fields(kind)}  # type: ignore[arg-type]
+    refuse_unknown(values, fields, path)
+    found: dict[str, Any] = {}
+    for key, f in fields.items():
+        at = f"{path}.{key}"
+        if values.get(key) is not None:
+            found[f.name] = _convert(hints[f.name], values[key], at)
+            check(f.metadata, found[f.name], at)
+        elif f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING:
+            raise ResourceError(at, "must be set")
+    return kind(**found)
+
+
+def mapping(body: Any, path: str) -> Mapping[str, Any]:
+    if not isinstance(body, Mapping):
+        raise ResourceError(path, f"must be an object, not {_shown(body)}")
+    return body
+
+
+def refuse_unknown(body: Mapping[str, Any], known: Any, path: str) -> None:
+    for key in body:
+        if key not in known:
+            near = get_close_matches(str(key), list(known), n=1)
+            raise ResourceError(
+                f"{path}.{key}", "no such field" + (f"; did you mean {near[0]}?" if near else "")
+            )
+
+
+def check(meta: Mapping[str, Any], value: Any, path: str) -> None:
+    """Against the bounds of a field; a message names the bound."""
+    longest, low, high, pattern = (meta.get(k) for k in ("longest", "low", "high", "pattern"))
+    if longest is not None and len(value) > longest:
+        raise ResourceError(path, f"is longer than {longest}: shorten it")
+    if low is not None and value < low:
+        raise ResourceError(path, f"{value} is below the smallest allowed, {low}: raise it")
+    if high is not None and value > high:
+        raise ResourceError(path, f"{value} is above the largest allowed, {high}: lower it")
+    if pattern is not None and re.search(pattern, value) is None:
+        raise ResourceError(path, f"{_shown(value)} does not have the form {pattern}: correct it")
+
+
+def _convert(hint: Any, value: Any, path: str) -> Any:
+    origin, args = get_origin(hint), get_args(hint)
+    if origin in (Union, types.UnionType):
+        return _convert(next(a for a in args if a is not type(None)), value, path)
+    if origin is Literal:
+        if value not in args or not isinstance(value, str):
+            raise ResourceError(path, f"{_shown(value)} is not supported: use {', '.join(args)}")
+        return value
+    if origin is tuple:
+        if not isinstance(value, list | tuple):
+            raise ResourceError(path, f"must be a list, not {_shown(value)}")
+        return tuple(_convert(args[0], v, f"{path}[{i}]") for i, v in enumerate(value))
+    if origin is not None:  # Mapping[str, str]
+        return {str(k): _convert(str, v, f"{path}.{k}") for k, v in mapping(value, path).items()}
+    if dataclasses.is_dataclass(hint):
+        return read(hint, value, path)  # type: ignore[arg-type]
+    return _scalar(hint, value, path)
+
+
+def _scalar(hint: type, value: Any, path: str) -> Any:
+    if hint is Quantity and isinstance(value, int | str) and not isinstance(value, bool):
+        if value == "" or QUANTITY.fullmatch(str(value)):
+            return Quantity(value)
+        raise ResourceError(path, f"{_shown(value)} is no quantity: write it like 16Gi or 500m")
+    if hint is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if isinstance(value, hint) and (hint is bool or not isinstance(value, bool)):
+        return value
+    names = {
+        bool: "true or false",
+        int: "a whole number",
+        float: "a number",
+        str: "a string",
+        Quantity: "a quantity",
+    }
+    raise ResourceError(path, f"must be {names[hint]}, not {_shown(value)}")
+
+
+def _shown(value: Any) -> str:
+    return repr(value)[:60]
+
+
+def as_body(value: Any) -> Any:
+    """The inverse of ``read`` for rendering: camelCase, with None and empty strings left out."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        items = ((camel(f.name), as_body(getattr(value, f.name))) for f in dataclasses.fields(value))
+        return {key: item for key, item in items if item is not None and item != ""}
+    if isinstance(value, tuple):
+        return [as_body(item) for item in value]
+    return dict(value) if isinstance(value, Mapping) else value

@@ -1,0 +1,45 @@
+"""`fairlead trace FILE [--format text|chrome]`: every step of a recorded run. 0 shown, 2 unreadable."""
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Iterator
+
+from fairlead_runtime.scheduling.record import RecordError, Recording
+from fairlead_runtime.scheduling.trace import as_events, as_text
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="fairlead trace", description="Show every step of a recorded run.")
+    parser.add_argument("file", metavar="FILE", help="written by `fairlead serve --record FILE`")
+    parser.add_argument(
+        "--format",
+        choices=("text", "chrome"),
+        default="text",
+        help="chrome: JSON for Perfetto or chrome://tracing",
+    )
+    options = parser.parse_args(argv)
+    try:
+        recording = Recording(options.file)
+        for line in as_text(recording) if options.format == "text" else _json(recording):
+            sys.stdout.write(line + "\n")
+        sys.stdout.flush()
+    except BrokenPipeError:  # `| head` has seen enough; the interpreter's own flush must not fail on it again
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except RecordError as error:
+        print(f"fairlead trace: {error}", file=sys.stderr)  # noqa: T201 - a command's answer
+        return 2
+    if recording.cut:
+        print("fairlead trace: the last line breaks off and was left out", file=sys.stderr)  # noqa: T201 - see above
+    return 0
+
+
+def _json(recording: Recording) -> Iterator[str]:
+    """One object, an event a line, so that long runs need no memory."""
+    separator = '{"displayTimeUnit":"ms","traceEvents":['
+    for event in as_events(recording):
+        yield separator + json.dumps(event, separators=(",", ":"))
+        separator = ","
+    yield "]}"

@@ -1,0 +1,78 @@
+"""Whether a model's settings describe something that is served: decided from JSON alone, before any download of weights.
+
+Owns the refusals of architectures. Loads nothing heavier than JSON unless a model_type is unknown to us.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from fairlead_runtime.config import ConfigError
+from fairlead_runtime.families import FAMILIES
+from fairlead_runtime.models.errors import ModelError
+from fairlead_runtime.shape import ModelShape, ShapeError
+
+_COMPOSITE = ("text_config", "llm_config", "language_config", "thinker_config")
+_KNOWN_ELSEWHERE = "serve a model whose architecture transformers knows"
+
+
+def check(
+    config: Mapping[str, Any], auto_maps: Mapping[str, str] | None = None, *, trusted: bool = False
+) -> ModelShape:
+    """The shape of a model that is served.
+
+    ``auto_maps`` says where the model's files name their own Python code (``files.auto_maps``), ``trusted``
+    that the user allows it. Raises ModelError, or ConfigError where a setting asks for what is not there yet.
+    """
+    if auto_maps and not _known(config.get("model_type")):
+        _refuse_own_code(config, auto_maps, trusted=trusted)
+    for key in _COMPOSITE:
+        if isinstance(config.get(key), Mapping):
+            raise ModelError(
+                "UnsupportedModel",
+                f"config.json: {key}: models of several parts (text with images or sound) are not served",
+                "use a text-only checkpoint of the family",
+            )
+    if not _supported(config.get("model_type")):
+        # Knows reasons for many families that cannot work, but imports transformers.
+        from fairlead_runtime.models.families import refuse_by_name
+
+        refuse_by_name(str(config.get("model_type")))
+    try:
+        shape = ModelShape.from_config(config)
+    except ShapeError as error:
+        raise ModelError("UnsupportedModel", str(error), "serve one of the supported families") from error
+    if shape.quantized:
+        raise ModelError(
+            "UnsupportedModel",
+            f"config.json: quantization_config: {shape.quantized} checkpoints are not supported yet",
+            "use the unquantized checkpoint",
+        )
+    return shape
+
+
+def _known(model_type: object) -> bool:
+    """Whether transformers has this architecture itself; then an auto_map is ignored."""
+    if _supported(model_type):
+        return True
+    from transformers import CONFIG_MAPPING
+
+    return isinstance(model_type, str) and model_type in CONFIG_MAPPING
+
+
+def _supported(model_type: object) -> bool:
+    return isinstance(model_type, str) and model_type in FAMILIES
+
+
+def _refuse_own_code(config: Mapping[str, Any], auto_maps: Mapping[str, str], *, trusted: bool) -> None:
+    where = "; ".join(f"{name}: {keys}" for name, keys in auto_maps.items())[:200]
+    if trusted:
+        raise ConfigError(
+            "trust_remote_code",
+            f"running a model's own Python code ({where}) is not supported yet",
+            _KNOWN_ELSEWHERE,
+        )
+    raise ModelError(
+        "RemoteCodeRefused",
+        f"model_type {str(config.get('model_type'))[:100]!r} needs the model's own Python code ({where})",
+        _KNOWN_ELSEWHERE,
+    )
