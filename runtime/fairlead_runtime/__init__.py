@@ -1,0 +1,24 @@
+"""The runtime: scheduler, paged cache, model execution and the HTTP face.
+
+Importing this package imports no torch; what needs it is loaded when it is first named.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from fairlead_runtime.llm import LLM
+    from fairlead_runtime.request import SamplingParams
+
+__all__ = ["LLM", "SamplingParams"]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "LLM":
+        from fairlead_runtime.llm import LLM
+
+        return LLM
+    if name == "SamplingParams":
+        from fairlead_runtime.request import SamplingParams
+
+        return SamplingParams
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -4,6 +4,7 @@ Owns the order: refuse settings → inspect → size → load → prove by the s
 → cache → runner → scheduler → engine. Everything gets what it needs ready made; nothing is configured afterwards.
 """
 
+import itertools
 import logging
 import os
 import time
@@ -29,6 +30,7 @@ from fairlead_runtime.models.loading import Inspected, LoadedModel
 from fairlead_runtime.resolve import Resolved, check_supported, resolve, summary
 from fairlead_runtime.runner import Runner
 from fairlead_runtime.scheduling.plan import Limits
+from fairlead_runtime.scheduling.record import RecordedScheduler
 from fairlead_runtime.scheduling.scheduler import Scheduler
 
 log = logging.getLogger("fairlead.build")
@@ -56,7 +58,7 @@ def device_facts() -> DeviceFacts:
 
 def check(path: Path | str, config: EngineConfig, device: DeviceFacts) -> Inspected:
     """Everything that can be refused before a weight is read. Raises ConfigError or ModelError."""
-    check_supported(config, device.kind)
+    check_supported(config)
     found = loading.inspect(path, config)
     resolve(config, found.shape, device, dtype=_name(found.dtype))
     return found
@@ -68,9 +70,11 @@ def build(
     *,
     observer: Observer | None = None,
     now: Callable[[], float] = time.monotonic,
+    queue_timeout: float | None = None,
 ) -> Built:
     """Load the model in directory ``path`` and build its engine; takes seconds to minutes.
 
+    ``queue_timeout`` (seconds) takes the place of the configured one, which is for clients that wait.
     Raises ConfigError, ModelError, or SelfTestError when the model's logits are not transformers'.
     """
     device = device_facts()
@@ -87,7 +91,8 @@ def build(
     for warning in resolved.warnings:
         log.warning("%s", warning)
     log.info("%s", summary(resolved))
-    engine = _engine(loaded, cache, runner, resolved, observer, now)
+    patience = resolved.config.queue_timeout if queue_timeout is None else queue_timeout
+    engine = _engine(loaded, cache, runner, resolved, patience, observer, now)
     intake = Intake(
         engine.resolve_max_tokens,
         eos_ids=loaded.eos_ids,
@@ -110,6 +115,7 @@ def _engine(
     cache: CacheStorage,
     runner: Runner,
     resolved: Resolved,
+    queue_timeout: float,
     observer: Observer | None,
     now: Callable[[], float],
 ) -> Engine:
@@ -121,12 +127,33 @@ def _engine(
     )
     config = resolved.config
     return Engine(
-        lambda: Scheduler(limits, cache.groups, loaded.identity),
+        _schedulers(limits, cache, loaded.identity, config.record, now),
         runner,
-        Bounds.of(limits, max_queue=config.max_queue, queue_timeout=config.queue_timeout),
+        Bounds.of(limits, max_queue=config.max_queue, queue_timeout=queue_timeout),
         now=now,
         observer=observer,
     )
+
+
+def _schedulers(
+    limits: Limits, cache: CacheStorage, identity: bytes, record: str, now: Callable[[], float]
+) -> Callable[[], Scheduler]:
+    """Makes the engine's schedulers; with ``record`` each writes a file, those after a fault FILE.1, FILE.2 …"""
+    made = itertools.count()
+
+    def make() -> Scheduler:
+        if not record:
+            return Scheduler(limits, cache.groups, identity)
+        number = next(made)
+        path = f"{record}.{number}" if number else record
+        try:
+            return RecordedScheduler(limits, cache.groups, identity, path=path, clock=now)
+        except OSError as error:
+            raise ConfigError(
+                "record", f"{path}: {error.strerror}", "name a file that can be written"
+            ) from error
+
+    return make
 
 
 def _cache(model: PagedModel, resolved: Resolved) -> CacheStorage:

@@ -52,6 +52,7 @@ OLDEST_WAIT = "fairlead_oldest_wait_seconds"
 BLOCKS = "fairlead_blocks"
 FREE_BLOCKS = "fairlead_free_blocks"
 CACHED_BLOCKS = "fairlead_cached_blocks"
+INFLIGHT = "fairlead_inflight"
 DRAIN_INFLIGHT = "fairlead_drain_inflight"
 
 COUNTERS = frozenset(
@@ -92,20 +93,10 @@ LATENCY_BUCKETS = (
 )
 # Tokens of one step: powers of two, from one decode to the largest budget in use.
 ITERATION_BUCKETS = (1.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 512.0, 1024.0, 2048.0, 4096.0, 8192.0, 16384.0)
+# Tokens of one request. The same for every model, so that two models can be compared.
+LENGTH_BUCKETS = (*(float(step * 10**scale) for scale in range(6) for step in (1, 2, 5)), 1e6)
 
 
 def exposed(name: str) -> str:
     """The series name in a scrape: counters end in ``_total``."""
     return f"{name}_total" if name in COUNTERS else name
-
-
-def length_buckets(longest: int) -> tuple[float, ...]:
-    """Token counts 1, 2, 5, 10, 20, 50 … up to ``longest``, as vLLM has them for a model's length."""
-    buckets: list[float] = []
-    scale = 1
-    while True:
-        for step in (1, 2, 5):
-            if step * scale > longest:
-                return tuple(buckets)
-            buckets.append(float(step * scale))
-        scale *= 10

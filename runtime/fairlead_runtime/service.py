@@ -12,7 +12,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from types import TracebackType
 from typing import Self
 
 from fairlead_runtime.detokenize import Vocabulary
@@ -83,9 +82,7 @@ class Stream:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *exc: object) -> None:
         await self.aclose()
 
     def push(self, event: Emitted, now: float) -> bool:
@@ -170,6 +167,7 @@ class Service:
         self._engine.stop()
         if self._thread is not None:
             await asyncio.to_thread(self._thread.join, patience)
+        gc.unfreeze()
 
     def begin_drain(self) -> None:
         self._draining = True

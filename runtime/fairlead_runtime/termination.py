@@ -40,7 +40,7 @@ def report(
 
 def line(code: str, message: str, hint: str = "") -> str:
     """The JSON line, at most LARGEST bytes with its newline: a longer message is cut, never the JSON."""
-    for keep in (len(message), 1500, 500, 100):
+    for keep in (max(len(message), len(hint)), 1500, 500, 100):
         text = json.dumps({"code": code, "message": _cut(message, keep), "hint": _cut(hint, keep)})
         if len(text) < LARGEST:
             return text

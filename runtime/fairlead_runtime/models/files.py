@@ -147,7 +147,7 @@ def _list(path: Path) -> set[str]:
     for entry in os.scandir(path):
         if not any(Path(entry.name).match(pattern) for pattern in PATTERNS):
             continue
-        real = Path(entry.path).resolve()
+        real = Path(os.path.realpath(entry.path))  # unlike Path.resolve it takes a loop of links
         if entry.is_symlink() and not any(real.is_relative_to(root) for root in allowed):
             raise ModelError(
                 "BadModelFiles",

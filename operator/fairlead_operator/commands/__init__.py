@@ -1,0 +1,1 @@
+"""The operator's subcommands of `fairlead`; each has `main(args) -> exit code` and imports heavy things lazily."""

@@ -1,0 +1,112 @@
+"""`fairlead plan -f cr.yaml`: say what one pod can hold and whether it fits, before anything runs.
+
+Owns finding the two files and printing the verdict. Uses no network, and imports neither torch nor kopf.
+"""
+
+import argparse
+import importlib.resources
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from fairlead_operator.capacity import PlanError, capacity_of
+from fairlead_operator.fields import ResourceError
+from fairlead_operator.resource import KIND, InferenceDeployment
+from fairlead_runtime.memory import gib
+
+CONFIG_BYTES = 1 << 20
+
+
+def main(args: Sequence[str]) -> int:
+    """0: it fits. 1: it does not. 2: it cannot be planned."""
+    options = _parser().parse_args(list(args))
+    try:
+        deployment = InferenceDeployment.from_body(read_resource(options.file))
+        capacity = capacity_of(_config(options.config, deployment), deployment)
+    except (OSError, ResourceError, PlanError) as error:
+        print(f"fairlead plan: {error}", file=sys.stderr)  # noqa: T201 - an error
+        return 2
+    print(json.dumps(capacity, indent=2) if options.output == "json" else _text(capacity))  # noqa: T201 - the answer
+    return 0 if capacity["fits"] else 1
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="fairlead plan",
+        description="Exit code 0: fits; 1: does not; 2: cannot be planned.",
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "-f", "--file", required=True, metavar="cr.yaml", help="an InferenceDeployment; - for stdin"
+    )
+    parser.add_argument(
+        "--config", metavar="config.json", help="the model's config.json (demo: and paths have their own)"
+    )
+    parser.add_argument(
+        "-o", "--output", choices=("text", "json"), default="text", help="json: status.capacity"
+    )
+    return parser
+
+
+def read_resource(file: str) -> Any:
+    """The first InferenceDeployment of a YAML or JSON file. Raises ResourceError or OSError."""
+    text = sys.stdin.read() if file == "-" else Path(file).read_text("utf-8")
+    try:
+        bodies = [b for b in yaml.safe_load_all(text) if b is not None]
+    except yaml.YAMLError as error:
+        raise ResourceError("", f"{file} is no YAML: {' '.join(str(error).split())}") from None
+    if not bodies:
+        raise ResourceError("", f"{file} is empty: it should hold an {KIND}")
+    return next((b for b in bodies if isinstance(b, Mapping) and b.get("kind") == KIND), bodies[0])
+
+
+def _config(given: str | None, deployment: InferenceDeployment) -> Mapping[str, Any]:
+    source = deployment.spec.model.where
+    if given is not None:
+        text = _bounded(Path(given))
+    elif source.kind == "demo":
+        text = (importlib.resources.files("fairlead_runtime") / "demo" / "config.json").read_text("utf-8")
+    elif source.kind == "file" and (Path(source.path) / "config.json").is_file():
+        text = _bounded(Path(source.path) / "config.json")
+    else:
+        where = f"the config.json of {deployment.spec.model.source}"
+        raise PlanError(
+            "ConfigUnavailable", f"{where} is not here and nothing is fetched: give it with --config"
+        )
+    try:
+        config = json.loads(text)
+    except ValueError as error:
+        raise PlanError("ConfigUnavailable", f"config.json is no JSON: {error}") from None
+    if not isinstance(config, dict):
+        raise PlanError("ConfigUnavailable", "config.json must hold an object")
+    return config
+
+
+def _bounded(file: Path) -> str:
+    if file.stat().st_size > CONFIG_BYTES:
+        raise PlanError("ConfigUnavailable", f"{file} is larger than 1 MiB: that is no model's config.json")
+    return file.read_text("utf-8")
+
+
+def _text(capacity: Mapping[str, Any]) -> str:
+    planned = capacity["planned"]
+    rows = (
+        ("weights", f"{gib(planned['weightsBytes'])} GiB"),
+        ("KV cache per token", f"{planned['kvBytesPerToken']:,} bytes"),
+        ("cache blocks", f"{planned['numBlocks']:,}"),
+        ("concurrent tokens", f"{planned['concurrentTokens']:,}"),
+        ("full-length sequences", f"{planned['fullLengthSequences']:,}"),
+        ("equation (GiB)", planned["formula"]),
+    )
+    lines = [f"{name + ':':24}{value}" for name, value in rows]
+    return "\n".join(
+        [
+            *lines,
+            "",
+            ("FITS: " if capacity["fits"] else "DOES NOT FIT: ") + capacity["message"].removeprefix("fits: "),
+        ]
+    )

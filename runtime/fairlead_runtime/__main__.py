@@ -1,0 +1,7 @@
+"""``python -m fairlead_runtime`` is ``fairlead``."""
+
+import sys
+
+from fairlead_runtime.cli import main
+
+sys.exit(main())

@@ -1,0 +1,218 @@
+"""The Python face for batches: ``LLM(model, **engine_config).generate(prompts, sampling_params)``.
+
+Owns the drive of an engine in the caller's own thread, without asyncio, and the result's shape, which is vLLM's.
+Decides nothing: the same engine, intake and text as the server's.
+"""
+
+import gc
+import math
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Self
+
+import torch
+from tqdm import tqdm
+
+from fairlead_runtime.build import Built, build
+from fairlead_runtime.config import EngineConfig
+from fairlead_runtime.fetching import locate
+from fairlead_runtime.gather import Choice
+from fairlead_runtime.logprobs import Logprob
+from fairlead_runtime.models import chat
+from fairlead_runtime.outputs import Emitted, EngineDead, Output, QueueFull, Submission
+from fairlead_runtime.request import FinishReason, Request, RequestError, SamplingParams
+
+Prompt = str | Mapping[str, Sequence[int]]
+
+
+@dataclass(slots=True)
+class CompletionOutput:
+    """One choice. ``logprobs`` has one mapping (token id → Logprob) per token id, None unless asked for.
+
+    ``message`` says what went wrong when ``finish_reason`` is "error".
+    """
+
+    index: int
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[Mapping[int, Logprob]] | None = None
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+    message: str = ""
+
+
+@dataclass(slots=True)
+class RequestOutput:
+    """One prompt with its choices. ``prompt`` is None for a prompt of token ids."""
+
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+
+
+class LLM:
+    """A model in this process. ``engine_config`` takes the fields of EngineConfig, the server's flags.
+
+    ``model``: ``demo:``, ``owner/name``, ``hf://owner/name``, a path or ``file:///path``. Raises ConfigError,
+    ModelError or SelfTestError. Not to be used from two threads at once.
+    """
+
+    def __init__(self, model: str, **engine_config: object) -> None:
+        settings = EngineConfig.from_mapping(engine_config)
+        # Offline nobody waits at the other end of the queue, so no wait is too long.
+        self._built: Built | None = build(locate(model, settings), settings, queue_timeout=math.inf)
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Complete every prompt; results in the order of the prompts.
+
+        ``prompts``: texts or ``{"prompt_token_ids": [...]}``; ``sampling_params``: one for all or one per prompt.
+        Raises RequestError, before anything runs, for a prompt that cannot be served.
+        """
+        given = [prompts] if isinstance(prompts, str | Mapping) else list(prompts)
+        submissions = [
+            Submission(prompt=self._token_ids(prompt), params=params)
+            for prompt, params in zip(given, _one_each(sampling_params, len(given)), strict=True)
+        ]
+        results = [
+            RequestOutput(
+                prompt if isinstance(prompt, str) else None,
+                list(submission.prompt),
+                [CompletionOutput(i) for i in range(submission.params.n)],
+            )
+            for prompt, submission in zip(given, submissions, strict=True)
+        ]
+        open_choices = [submission.params.n for submission in submissions]
+        with tqdm(total=len(given), desc="prompts", unit="prompt", disable=not use_tqdm) as bar:
+            for number, output in self.stream(submissions):
+                _add(results[number].outputs[output.index], output)
+                open_choices[number] -= output.finish_reason is not None
+                if output.finish_reason is not None and not open_choices[number]:
+                    bar.update()
+        return results
+
+    def stream(self, submissions: Sequence[Submission]) -> Iterator[tuple[int, Output]]:
+        """(place of its submission, Output) as the engine makes them, one Output per choice and step.
+
+        Leaving the iterator early aborts what still runs. Raises as ``generate`` does.
+        """
+        built = self._require()
+        engine = built.engine
+        waiting = deque(enumerate([built.intake.request(one) for one in submissions]))
+        live: dict[str, tuple[int, dict[int, Choice]]] = {}
+        try:
+            while waiting or live:
+                self._feed(waiting, live, submissions)
+                emitted = engine.step()
+                yield from self._outputs(emitted, live)
+                if engine.dead:
+                    raise EngineDead(engine.dead)
+        finally:
+            for request_id in live:
+                engine.abort(request_id)
+            while live and not engine.dead:
+                self._drop(engine.step(), live)
+
+    def _feed(
+        self,
+        waiting: deque[tuple[int, Request]],
+        live: dict[str, tuple[int, dict[int, Choice]]],
+        submissions: Sequence[Submission],
+    ) -> None:
+        """Submit as many as the queue takes."""
+        built = self._require()
+        while waiting:
+            number, request = waiting[0]
+            try:
+                built.engine.submit(request)
+            except QueueFull:
+                return
+            waiting.popleft()
+            choices = {i: Choice(i, submissions[number], built.vocabulary) for i in range(request.params.n)}
+            live[request.id] = number, choices
+
+    def _outputs(
+        self, emitted: Sequence[Emitted], live: dict[str, tuple[int, dict[int, Choice]]]
+    ) -> Iterator[tuple[int, Output]]:
+        for event in emitted:
+            if event.request_id not in live:
+                continue  # a canary, or a choice that a stop text ended
+            number, choices = live[event.request_id]
+            choice = choices[event.choice]
+            if not choice.finished:
+                output, early = choice.take([event])
+                if early:
+                    self._require().engine.abort(event.request_id, event.choice)
+                if all(one.finished for one in choices.values()):
+                    del live[event.request_id]
+                yield number, output
+
+    @staticmethod
+    def _drop(emitted: Sequence[Emitted], live: dict[str, tuple[int, dict[int, Choice]]]) -> None:
+        for event in emitted:
+            if event.finish is not None and event.request_id in live:
+                live[event.request_id][1].pop(event.choice, None)
+                if not live[event.request_id][1]:
+                    del live[event.request_id]
+
+    def _token_ids(self, prompt: Prompt) -> tuple[int, ...]:
+        if isinstance(prompt, str):
+            return tuple(chat.encode(self._require().tokenizer, prompt))
+        ids: object = prompt.get("prompt_token_ids") if isinstance(prompt, Mapping) else None
+        if not isinstance(ids, list | tuple) or any(type(i) is not int for i in ids):
+            raise RequestError("prompt", "must be a text or {'prompt_token_ids': [whole numbers]}")
+        return tuple(ids)
+
+    def _require(self) -> Built:
+        if self._built is None:
+            raise RuntimeError("this LLM is shut down: make a new one")
+        return self._built
+
+    @property
+    def built(self) -> Built:
+        """The parts, for the command line and for tests."""
+        return self._require()
+
+    def shutdown(self) -> None:
+        """Give model and cache back. Further calls of ``generate`` fail; a second ``shutdown`` does nothing."""
+        self._built = None
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.shutdown()
+
+
+def _one_each(
+    params: SamplingParams | Sequence[SamplingParams] | None, count: int
+) -> Sequence[SamplingParams]:
+    if params is None or isinstance(params, SamplingParams):
+        return [params or SamplingParams()] * count
+    if len(params) != count:
+        raise RequestError(
+            "sampling_params", f"{len(params)} for {count} prompts: give one, or one per prompt"
+        )
+    return params
+
+
+def _add(result: CompletionOutput, output: Output) -> None:
+    result.text += output.text
+    result.token_ids += output.token_ids
+    if output.logprobs is not None:
+        result.logprobs = [*(result.logprobs or []), *output.logprobs]
+    if output.finish_reason is not None:
+        result.finish_reason, result.stop_reason = output.finish_reason, output.stop_reason
+        result.message = output.message
