@@ -1,6 +1,6 @@
 """The outermost layer of both apps: an id for every request, one log line, and no exception beyond it.
 
-Owns the request id and the access log. Logs counts, routes and types only: no prompt, no text, no key, no header
+Owns the request id and the access log, a JSON object a request. Logs counts, routes and types only: no prompt, no text, no key, no header
 and no exception's message, which could quote any of them.
 """
 
@@ -10,6 +10,7 @@ import time
 import traceback
 import uuid
 
+import orjson
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from fairlead_runtime.api.errors import internal
@@ -46,17 +47,15 @@ class Observed:
         except ClientGone:
             status = status or 499
         except Exception as error:
-            _log.error("request failed: %s", describe(error), extra={"request_id": request_id})
-            if status == 0:
+            _log.error("request %s failed: %s", request_id, describe(error))
+            if not status:
                 await internal().response()(scope, receive, answer)
-            else:
-                raise
+            elif status != 500:
+                raise  # half an answer is out: only closing the connection says that it failed
         finally:
             self._line(scope, request_id, status, time.monotonic() - began)
 
     def _line(self, scope: Scope, request_id: str, status: int, seconds: float) -> None:
-        if not _log.isEnabledFor(logging.INFO):
-            return
         # No route here has parameters: a path that matched one is one of a few; any other is not logged.
         route = scope["path"] if "endpoint" in scope else "other"
         facts = {
@@ -68,7 +67,9 @@ class Observed:
             "seconds": round(seconds, 4),
         }
         quiet = route in {"/healthz", "/readyz", "/metrics"} and status == 200
-        _log.log(logging.DEBUG if quiet else logging.INFO, "request", extra=facts)
+        level = logging.DEBUG if quiet else logging.INFO
+        if _log.isEnabledFor(level):
+            _log.log(level, "%s", orjson.dumps(facts).decode())
 
 
 def failed_late(error: Exception) -> None:
