@@ -5,7 +5,7 @@ import itertools
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
 import httpx
@@ -14,6 +14,7 @@ from starlette.types import ASGIApp
 
 from fairlead_runtime.api.server import Listeners, listen, serve
 from fairlead_runtime.api.state import Backend, Face
+from fairlead_runtime.detokenize import vocabulary_of
 from fairlead_runtime.logprobs import Logprob
 from fairlead_runtime.models import tiny
 from fairlead_runtime.outputs import (
@@ -146,9 +147,12 @@ class FakeService:
 
 
 def backend_of(service: Any) -> Backend:
+    tokenizer = tiny.tokenizer()
     return Backend(
         service=service,
-        tokenizer=tiny.tokenizer(),
+        tokenizer=tokenizer,
+        # The service makes up its tokens: no id of the tokenizer stands for what it says.
+        vocabulary=replace(vocabulary_of(tokenizer), spelled={}),
         metrics=lambda: b"# HELP x y\n",
         memory=lambda: {"planned": {"weights": 1}, "measured": {"weights": 1}},
         died=asyncio.Event(),

@@ -1,6 +1,6 @@
 """The outermost layer of both apps: an id for every request, one log line, and no exception beyond it.
 
-Owns the request id and the access log, a JSON object a request. Logs counts, routes and types only: no prompt, no text, no key, no header
+Owns the request id and the access log. Logs counts, routes and types only: no prompt, no text, no key, no header
 and no exception's message, which could quote any of them.
 """
 
@@ -10,7 +10,6 @@ import time
 import traceback
 import uuid
 
-import orjson
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from fairlead_runtime.api.errors import internal
@@ -67,9 +66,7 @@ class Observed:
             "seconds": round(seconds, 4),
         }
         quiet = route in {"/healthz", "/readyz", "/metrics"} and status == 200
-        level = logging.DEBUG if quiet else logging.INFO
-        if _log.isEnabledFor(level):
-            _log.log(level, "%s", orjson.dumps(facts).decode())
+        _log.log(logging.DEBUG if quiet else logging.INFO, "request", extra=facts)
 
 
 def failed_late(error: Exception) -> None:
