@@ -188,8 +188,13 @@ BUGS = (
         "            if entry is None:\n                return",
         "            if entry is None:\n                continue",
     ),
-    Bug("the safety margin is ignored", PLANNER, "self.state.limits.safety_margin * self", "0 * self"),
-    Bug("the margin applies when nothing runs", PLANNER, "if not self.rows:", "if False:"),
+    Bug("the safety margin is ignored", PLANNER, "self.limits.safety_margin * self", "0 * self"),
+    Bug(
+        "the margin applies when nothing runs",
+        PLANNER,
+        "self.state.margin if self.rows else 0",
+        "self.state.margin",
+    ),
     Bug(
         "decodes wait for prefills",
         PLANNER,

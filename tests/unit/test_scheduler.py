@@ -206,7 +206,7 @@ def test_never_shows_its_arithmetic_and_the_fix() -> None:
     message = scheduler(max_model_len=100).judge(90, 20).message
     assert message == (
         "prompt 90 + max_tokens 20 = 110 tokens, but one sequence holds 100 (max_model_len): "
-        "shorten the prompt or lower max_tokens"
+        "lower max_tokens to 10 or shorten the prompt"
     )
     with pytest.raises(RequestError, match="prompt 300"):
         scheduler(num_blocks=8).add(request("x", 300, 20))

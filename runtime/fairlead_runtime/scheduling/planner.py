@@ -25,6 +25,11 @@ class State:
     families: dict[str, list[Sequence]] = field(default_factory=dict)  # live sequences by request id
     victim: Sequence | None = None  # nothing starts until it fits again or a sequence ends
 
+    @property
+    def margin(self) -> int:
+        """Units kept free for what runs. Nothing runs: nothing is kept, else a large request would never start."""
+        return math.ceil(self.limits.safety_margin * self.cache.pool.units)
+
 
 def plan_step(state: State) -> Plan:
     """Decide one step. Equal states give equal plans."""
@@ -143,13 +148,8 @@ class _Draft:
                 claimed = [u for u in self.cache.evictable(hit) if u not in self._claimed]
                 establish = len(claimed)
         need = establish + self.cache.growth(sequence, admission.start)
-        return (admission, claimed, establish) if need <= self.free - self._margin() else None
-
-    def _margin(self) -> int:
-        """Units kept free for the running; nothing is kept when nothing runs, else a large request never would."""
-        if not self.rows:
-            return 0
-        return math.ceil(self.state.limits.safety_margin * self.cache.pool.units)
+        margin = self.state.margin if self.rows else 0
+        return (admission, claimed, establish) if need <= self.free - margin else None
 
     def _sibling(self, sequence: Sequence, shared: int) -> tuple[Sequence | None, bool]:
         """A running sibling to fork from, or whether to wait for one that is still computing the prompt."""

@@ -114,10 +114,10 @@ class Scheduler:
         cache = self.state.cache
         target = min(cache.blocks(prompt_len) + 1, cache.blocks(prompt_len + resolved - 1))
         promised = sum(cache.growth(s, s.computed) for s in self.state.running)
-        margin = limits.safety_margin * cache.pool.units if self.state.running else 0
+        margin = self.state.margin if self.state.running else 0
         need, left = target * len(cache.groups), cache.pool.available - promised - margin
         if need > left:
-            text = f"needs {need} units, {max(0, int(left))} are free beyond what is promised and kept"
+            text = f"needs {need} units, {max(0, left)} are free beyond what is promised and kept"
             return Verdict(VerdictKind.LATER, text, resolved)
         return Verdict(VerdictKind.OK, "would start in the next step", resolved)
 
@@ -128,11 +128,8 @@ class Scheduler:
             holds = f"one sequence holds {limits.capacity} (max_model_len)"
         else:
             holds = f"the cache holds {limits.capacity} ({limits.num_blocks} blocks × {limits.block_size})"  # noqa: RUF001 - the sign of arithmetic
-        fix = (
-            "shorten the prompt"
-            if prompt_len >= limits.capacity
-            else "shorten the prompt or lower max_tokens"
-        )
+        room = limits.capacity - prompt_len
+        fix = f"lower max_tokens to {room} or shorten the prompt" if room > 0 else "shorten the prompt"
         return f"prompt {prompt_len} + max_tokens {wanted} = {prompt_len + wanted} tokens, but {holds}: {fix}"
 
     def add(self, request: Request) -> tuple[Sequence, ...]:
@@ -343,7 +340,7 @@ class Scheduler:
         return SchedulerStats(
             running=len(self.state.running),
             waiting=len(self.state.policy),
-            offloaded=sum(1 for s in self._live.values() if s.host),
+            offloaded=sum(1 for s in self._live.values() if s.host) if self.limits.offload_units else 0,
             units=pool.units,
             free=len(pool.free),
             cached=len(pool.cached),
