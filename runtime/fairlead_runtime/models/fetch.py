@@ -87,6 +87,12 @@ class _Meter:
             self.done[name] = count
             self._tell()
 
+    def expect(self, path: Path, total: int) -> None:
+        """The settings are in ``path``, and say how much comes in all."""
+        with self.lock:
+            self.path, self.total = path, total
+            self._tell()
+
     def _tell(self) -> None:
         self.report(Progress(min(sum(self.done.values()), self.total), self.total, self.path))
 
@@ -141,11 +147,10 @@ def _download(hub: Hub, repository: str, revision: str, report: Report) -> Fetch
             raise ModelError("BadModelFiles", f"{name}: larger than {files.LARGEST_JSON >> 20} MiB")
     meter = _Meter(report, sum(sizes.values()))
     path = _get_all(hub, repository, commit, settings, meter)
-    meter.path = path
     config = files.read_json(path, files.CONFIG)
     architecture.check(config, files.auto_maps(path))
     weights = {name: sizes.get(name, 0) for name in _weights(path, sizes)}
-    meter.total = sum(settings.values()) + sum(weights.values())
+    meter.expect(path, sum(settings.values()) + sum(weights.values()))
     _check_space(hub, path, weights)
     _get_all(hub, repository, commit, weights, meter)
     # Written last: a reference promises a snapshot that is whole.
