@@ -9,7 +9,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -107,7 +107,7 @@ def build(
         tokenizer=loaded.tokenizer,
         vocab_size=loaded.shape.vocab,
         resolved=resolved,
-        memory=memory.measured(resolved.plan, {**measured, "kv": cache.nbytes}),
+        memory=_report(config, found, resolved, {**measured, "kv": cache.nbytes}),
     )
 
 
@@ -202,6 +202,15 @@ def _profiled(model: PagedModel, config: EngineConfig, max_model_len: int) -> Ma
             f"a step of {config.max_batch_tokens} tokens does not fit beside the weights",
             "lower it or max_requests",
         ) from error
+
+
+def _report(
+    config: EngineConfig, found: Inspected, resolved: Resolved, measured: Mapping[str, int]
+) -> MemoryReport:
+    """The outcome, with each term as it was planned before anything was measured."""
+    device = device_facts()
+    planned = resolve(config, found.shape, device, dtype=resolved.dtype).plan.terms
+    return memory.measured(replace(resolved.plan, terms=planned), measured)
 
 
 def _resident() -> int:
