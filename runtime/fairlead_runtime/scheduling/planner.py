@@ -56,6 +56,7 @@ class _Draft:
         self.rows: list[Row] = []
         self.admitted: list[Admission] = []
         self.preempted: list[Preemption] = []
+        self._gone: set[int] = set()  # ids of the preempted
         self._claimed: set[int] = set()  # evictable units that planned admissions reference again
         self._dropped: dict[int, int] = {}  # references that planned preemptions give back
 
@@ -64,7 +65,7 @@ class _Draft:
         for sequence in sequences:
             if not self.tokens:
                 return
-            if self.preempted and self._is_preempted(sequence):
+            if sequence.id in self._gone:
                 continue
             start = sequence.computed
             missing = len(sequence.tokens) - start
@@ -78,12 +79,9 @@ class _Draft:
                 self.tokens -= count
                 self.rows.append(Row(sequence, start, count, count == missing))
 
-    def _is_preempted(self, sequence: Sequence) -> bool:
-        return any(p.sequence is sequence for p in self.preempted)
-
     def _preempt_youngest(self) -> Sequence:
         """Last come, first preempted: the oldest of the running keeps going, so every step makes progress."""
-        candidates = [s for s in self.state.running if not self._is_preempted(s)]
+        candidates = [s for s in self.state.running if s.id not in self._gone]
         victim = max(candidates, key=self.state.policy.rank)
         for row in self.rows:
             if row.sequence is victim:
@@ -96,6 +94,7 @@ class _Draft:
         offload = 0 < held <= self.host_free
         if offload:
             self.host_free -= held
+        self._gone.add(victim.id)
         self.preempted.append(Preemption(victim, offload))
         return victim
 
