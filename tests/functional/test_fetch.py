@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from fairlead_runtime.commands import fetch as command
+from fairlead_runtime.models import fetch as fetching
 from fairlead_runtime.models import loading, tiny
 from fairlead_runtime.models.errors import ModelError
 from fairlead_runtime.models.fetch import Progress, fetch
@@ -230,6 +231,17 @@ def test_progress_only_grows_and_ends_at_the_whole(hub: Hub, tmp_path: Path) -> 
     size = sum(path.stat().st_size for path in fetched.path.iterdir())
     assert [p.done for p in seen] == sorted(p.done for p in seen)
     assert (seen[-1].done, seen[-1].total, seen[-1].path) == (size, size, fetched.path)
+
+
+def test_one_failed_file_stops_the_others(hub: Hub, repository: Repository, tmp_path: Path) -> None:
+    repository.vanish = "config.json"
+    meter = fetching._Meter(lambda _: None, 100)
+    meter.add("other", 10)
+    place = fetching.Hub.of(hub.environ(tmp_path))
+    with pytest.raises(ModelError, match=r"config\.json"):
+        fetching._get_all(place, NAME, MAIN, {"config.json": 1}, meter)
+    with pytest.raises(InterruptedError, match="given up"):
+        fetching._counting("other", meter)(total=90, initial=10).update(10)
 
 
 def test_the_command_serves_progress_and_config_while_the_weights_arrive(

@@ -74,10 +74,13 @@ class _Meter:
     total: int
     path: Path | None = None
     done: dict[str, int] = field(default_factory=dict)
+    stopped: bool = False  # another file failed: none of the rest is of use
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def add(self, name: str, count: int) -> None:
         with self.lock:
+            if self.stopped:
+                raise InterruptedError(f"{name}: given up, another file failed")
             self.done[name] = self.done.get(name, 0) + count
             self._tell()
 
@@ -212,12 +215,13 @@ def _check_space(hub: Hub, path: Path, weights: Mapping[str, int]) -> None:
 
 
 def _get_all(hub: Hub, repository: str, commit: str, sizes: Mapping[str, int], meter: _Meter) -> Path:
-    """Download several files at once; the first failure ends the wait and is raised."""
+    """Download several files at once; the first failure stops the others and is raised."""
     with ThreadPoolExecutor(WORKERS) as pool:
         futures = [pool.submit(_get, hub, repository, commit, name, sizes[name], meter) for name in sizes]
         try:
             paths = [future.result() for future in futures]
         except BaseException:
+            meter.stopped = True
             pool.shutdown(wait=False, cancel_futures=True)
             raise
     return paths[0].parent
