@@ -3,6 +3,7 @@
 import asyncio
 import itertools
 import json
+import os
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
@@ -29,6 +30,7 @@ from fairlead_runtime.outputs import (
 from fairlead_runtime.request import FinishReason, RequestError
 
 MODEL = "tiny"
+LONG_FORM = os.environ.get("FAIRLEAD_FULL") == "1"
 MAX_MODEL_LEN = 512
 TEXT = "naïve 日本 🙂 text, "  # characters of one to four bytes
 
@@ -200,19 +202,11 @@ async def running(
     face = Face(name=MODEL, **settings)
     listeners: Listeners = listen("127.0.0.1", 0, 0)
     port, admin_port = (each.getsockname()[1] for each in listeners)
-    loaded = asyncio.Event()
-
-    async def loading() -> Backend:
-        backend = await load()
-        loaded.set()
-        return backend
-
-    task = asyncio.create_task(serve(face, listeners, loading, drain_timeout=drain_timeout, **limits))
+    task = asyncio.create_task(serve(face, listeners, load, drain_timeout=drain_timeout, **limits))
     server = Server(face, port, admin_port, task)
     try:
         if wait:
-            await loaded.wait()
-            await until(lambda: face.backend is not None)
+            await until(lambda: face.backend is not None or task.done())
         yield server
     finally:
         if not task.done():

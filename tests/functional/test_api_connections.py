@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from api_harness import FakeService, Server, chat, completion, faked, http, is_error, run
+from api_harness import LONG_FORM, FakeService, Server, chat, completion, faked, http, is_error, run
 from fairlead_runtime.api import limits, protocol
 from fairlead_runtime.api.protocol import GuardedProtocol
 
@@ -151,7 +151,7 @@ def test_many_slow_headers_do_not_disturb_others(monkeypatch: pytest.MonkeyPatch
 
     async def scenario() -> None:
         async with faked() as (server, _):
-            slow = [await server.raw() for _ in range(200)]
+            slow = [await server.raw() for _ in range(1000 if LONG_FORM else 200)]
             for _, writer in slow:
                 writer.write(b"POST /v1/completions HTTP/1.1\r\nHost")
             await _alive(server)

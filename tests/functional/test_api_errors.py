@@ -7,7 +7,18 @@ from typing import Any
 import httpx
 import pytest
 
-from api_harness import MODEL, FakeService, asgi, backend_of, chat, completion, faked, is_error, run
+from api_harness import (
+    LONG_FORM,
+    MODEL,
+    FakeService,
+    asgi,
+    backend_of,
+    chat,
+    completion,
+    faked,
+    is_error,
+    run,
+)
 from fairlead_runtime.api.app import public_app
 from fairlead_runtime.api.limits import MAX_BODY, Pool
 from fairlead_runtime.api.state import Face
@@ -387,7 +398,7 @@ def test_mutated_bodies_are_answered_and_never_with_a_500() -> None:
         face.attach(backend_of(service))
         app = public_app(face, pool)
         statuses: dict[int, int] = {}
-        for number in range(4000):
+        for number in range(200_000 if LONG_FORM else 4000):
             route, base = (CHAT, full) if number % 2 else (COMPLETIONS, text)
             body = _swap_values(rng, base) if number % 4 < 2 else _mutate(rng, json.dumps(base).encode())
             status, answer = await asgi(app, "POST", route, body)
