@@ -1,7 +1,9 @@
 """What is refused, and how: always OpenAI's error object, the right status, the field's name, and no echo."""
 
+import asyncio
 import json
 import random
+import threading
 from typing import Any
 
 import httpx
@@ -20,6 +22,7 @@ from api_harness import (
     run,
 )
 from fairlead_runtime.api.app import public_app
+from fairlead_runtime.api.errors import ApiError
 from fairlead_runtime.api.limits import MAX_BODY, Pool
 from fairlead_runtime.api.state import Face
 from fairlead_runtime.outputs import Draining, EngineDead, QueueFull, QueueTimeout
@@ -297,6 +300,28 @@ def test_what_the_service_cannot_do_now_says_when_to_retry(error: Exception, sta
                 _check_error(answer, status)
                 assert answer.json()["error"]["code"] == code
                 assert int(answer.headers["retry-after"]) >= 1
+
+    run(scenario())
+
+
+def test_prompts_wait_for_a_worker_within_bounds() -> None:
+    async def scenario() -> None:
+        pool, release = Pool(workers=1, room=100), threading.Event()
+
+        def work(body: bytes) -> int:
+            release.wait()
+            return len(body)
+
+        waiting = [asyncio.create_task(pool.run(work, b"x" * 40)) for _ in range(2)]
+        await asyncio.sleep(0)
+        with pytest.raises(ApiError) as caught:
+            await pool.run(work, b"x" * 40)
+        assert caught.value.status == 429
+        assert int(caught.value.headers["retry-after"]) >= 1
+        release.set()
+        assert await asyncio.gather(*waiting) == [40, 40]
+        assert await pool.run(work, b"x" * 100) == 100
+        pool.close()
 
     run(scenario())
 
