@@ -29,6 +29,7 @@ MAX_VOCABULARY = 2**22
 SLACK = 1e-2
 # A few survivors are gathered and worked on by themselves; per element that costs as much as eight in place.
 SPARSE = 8
+SMALL = 1 << 14
 # Elements that one pass works on: on the CPU its handful of temporaries stays in the cache.
 CPU_CHUNK = 1 << 17
 DEVICE_CHUNK = 1 << 26
@@ -114,7 +115,8 @@ def top_p_cut(scores: Tensor, floor: Tensor, top_p: Tensor) -> Tensor:
         key = row * (1 << width) + digit
         held = mass.new_zeros(count << width).scatter_add_(0, key, mass).view(count, -1).cumsum_(dim=-1)
         if wanted is None:
-            wanted = (held[:, -1].double() * top_p).ceil_().long().clamp_(min=1)
+            total = held[:, -1]
+            wanted = torch.minimum((total.double() * top_p).ceil_().long(), total)  # float64 may round up
         place = (held < wanted[:, None]).sum(dim=-1, keepdim=True).clamp_(max=held.shape[1] - 1)
         wanted = wanted - torch.where(place > 0, held.gather(1, place - 1 + (place == 0)), 0)[:, 0]
         found = (found << width) + place[:, 0].to(torch.int32)
@@ -143,20 +145,22 @@ def race(
     where nothing is cut, ``low`` and ``high`` [R] int32, ``words`` [V] int32 from ``token_words``. Returns [R] int64.
     Equal sums go to the smallest id. (The Gumbel-max trick: Gumbel 1954.)
     """
+    # A count would make the host wait for a device; there, and for little work, the dense form costs less.
+    if scores.device.type != "cpu" or scores.numel() <= SMALL:
+        return _race_dense(scores, cut, low, high, words)
     # The likeliest token's sum is known now; one that cannot reach it even with the largest noise need not run.
     lead = log_exponential(keyed_hash(words[best], low, high)).neg_()
     bound = lead - (GUMBEL_MAX + SLACK)
     running = scores >= (bound if cut is None else torch.maximum(cut, bound))[:, None]
-    # A count would make the host wait for a device; there the dense form costs less than the wait.
-    if scores.device.type != "cpu" or int(running.sum()) * SPARSE > running.numel():
-        return _race_dense(scores, None if cut is None else running, low, high, words)
+    if int(running.sum()) * SPARSE > running.numel():
+        return _race_dense(scores, cut, low, high, words)
     return _race_sparse(scores, running, low, high, words)
 
 
-def _race_dense(scores: Tensor, running: Tensor | None, low: Tensor, high: Tensor, words: Tensor) -> Tensor:
+def _race_dense(scores: Tensor, cut: Tensor | None, low: Tensor, high: Tensor, words: Tensor) -> Tensor:
     total = scores - log_exponential(keyed_hash(words[None, :], low[:, None], high[:, None]))
-    if running is not None:
-        total.masked_fill_(~running, -math.inf)
+    if cut is not None:
+        total.masked_fill_(scores < cut[:, None], -math.inf)
     return likeliest(total)[1]
 
 

@@ -158,6 +158,13 @@ def test_the_top_p_cut_of_a_large_vocabulary_is_that_of_a_full_sort(spread: floa
     assert (mass - last < top_p + 1e-8).all()
 
 
+def test_a_top_p_as_near_to_one_as_there_is_keeps_all_that_has_mass() -> None:
+    scores = torch.zeros(1, 200_003)
+    scores[0, 5] = -30.0  # less than one unit of mass
+    nearly = torch.tensor([1 - 2.0**-53], dtype=torch.float64)
+    assert ops.top_p_cut(scores, torch.tensor([-math.inf]), nearly).tolist() == [0.0]
+
+
 def test_the_mass_of_the_likeliest_token_alone_can_be_the_nucleus() -> None:
     cut = ops.top_p_cut(torch.tensor([[0.0, -1.0]]), torch.tensor([-math.inf]), torch.tensor([1e-9]).double())
     assert cut.tolist() == [0.0]
@@ -182,7 +189,7 @@ def test_every_form_of_the_race_has_the_winner_of_the_plain_one(spread: float, w
     expected = plain_race(scores, cut, low, high, words).tolist()
     assert ops.race(scores, scores.argmax(dim=-1), cut, low, high, words).tolist() == expected
     running = scores >= cut[:, None]
-    assert ops._race_dense(scores, running, low, high, words).tolist() == expected
+    assert ops._race_dense(scores, cut, low, high, words).tolist() == expected
     assert ops._race_sparse(scores, running, low, high, words).tolist() == expected
 
 
@@ -192,7 +199,7 @@ def test_an_exact_tie_goes_to_the_smaller_id() -> None:
     scores = torch.tensor([[-40.0, 0.0, 0.0]])
     low, high = keys(1)
     running = torch.tensor([[False, True, True]])
-    assert ops._race_dense(scores, running, low, high, words).tolist() == [1]
+    assert ops._race_dense(scores, torch.tensor([-1.0]), low, high, words).tolist() == [1]
     assert ops._race_sparse(scores, running, low, high, words).tolist() == [1]
 
 
