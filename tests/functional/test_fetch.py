@@ -30,7 +30,14 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
         tiny.build("llama", num_hidden_layers=2), tmp_path_factory.mktemp("checkpoint") / "model"
     )
     plant_code(path)
-    for name in ("consolidated.safetensors", "model.gguf", "README.md", "onnx__model.onnx", ".gitattributes"):
+    for name in (
+        "consolidated.safetensors",
+        "model.gguf",
+        "trainer_state.json",
+        "README.md",
+        "onnx__model.onnx",
+        ".gitattributes",
+    ):
         (path / name).write_bytes(b"not wanted")
     return path
 
