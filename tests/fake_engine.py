@@ -32,11 +32,12 @@ class Clock:
 
 
 def token_of(row: Row) -> int:
-    """What follows these tokens: depends on the prompt, the choice and the position, on nothing else."""
-    value = len(row.sequence.tokens)
-    for token in row.sequence.tokens:
+    """What follows these tokens: depends on them, the choice, the seed and the position, on nothing else."""
+    sequence = row.sequence
+    value = sequence.request.seed ^ sequence.choice << 32 ^ len(sequence.tokens) << 40
+    for token in (sequence.tokens[0], *sequence.tokens[-4:]):
         value = mix64(value ^ token)
-    return mix64(value ^ row.sequence.choice ^ row.sequence.request.seed) % (VOCABULARY - 1) + 1
+    return value % (VOCABULARY - 1) + 1
 
 
 class FakeRunner:
@@ -76,7 +77,7 @@ def limits(**changes: Any) -> Limits:
 
 def rig(
     runner: FakeRunner | None = None,
-    clock: Clock | None = None,
+    clock: Callable[[], float] | None = None,
     *,
     groups: Sequence[LayerGroup] = FULL,
     max_queue: int = 1024,

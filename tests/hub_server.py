@@ -15,7 +15,7 @@ from types import TracebackType
 from typing import Self
 from urllib.parse import unquote, urlsplit
 
-MAIN = "a" * 40
+MAIN, OTHER = COMMITS = ("a" * 40, "b" * 40)
 
 
 @dataclass
@@ -104,7 +104,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         repository = self.owner.repositories.get(f"{owner}/{name}")
         if repository is None:
             return self._send(404, b"{}", {"X-Error-Code": "RepoNotFound"})
-        commit = repository.refs.get(revision, revision if revision in repository.refs.values() else "")
+        commit = repository.refs.get(revision, revision if revision in COMMITS else "")
         if not commit:
             return self._send(404, b"{}", {"X-Error-Code": "RevisionNotFound"})
         if api and kind == "revision":

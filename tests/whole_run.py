@@ -31,6 +31,7 @@ class Arrival:
     abort_choice: int | None = None
     fail_choice: int | None = None  # this choice's first sampled token is an error
     fail_by_engine: bool = False  # ... found by bisection rather than reported
+    abort_offloaded: bool = False  # a choice is aborted whenever it lies in host memory
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,7 @@ def draw(seed: int, requests: int = 40) -> Scenario:
     largest = max(len(a.request.prompt) + a.request.max_tokens for a in arrivals)
     blocks = -(-largest // size) + rng.randrange(4)
     windows = rng.choice(
-        ((None,), (None,), (None, 5), (7,), (None, 3, 9), (None, size, 1), (None, 2 * size + 1))
+        ((None,), (None,), (None, 5), (7,), (3, None, 9), (5, None), (None, size, 1), (None, 2 * size + 1))
     )
     return Scenario(
         Limits(
@@ -110,13 +111,13 @@ def _arrival(
         seed=rng.randrange(100),
         priority=rng.randrange(3),
         tenant=rng.choice("abc"),
-        salt=rng.choice((b"", b"", b"s")),
+        salt=rng.choice((b"", b"", b"s", b"t")),
         eos_ids=frozenset({EOS}),
     )
     choice = rng.choice((None, rng.randrange(params.n)))
     abort = step + rng.randrange(60) if rng.random() < 0.15 else None
     fail = rng.randrange(params.n) if rng.random() < 0.05 else None
-    return Arrival(step, request, abort, choice, fail, rng.random() < 0.5)
+    return Arrival(step, request, abort, choice, fail, rng.random() < 0.5, rng.random() < 0.15)
 
 
 # -- the oracle
@@ -246,6 +247,10 @@ class Play:
                 abort = aborts.pop(0)
                 for event in self.scheduler.abort(abort.request.id, abort.abort_choice):
                     self._finished(event)
+            for sequence in [s for s in self.scheduler.live() if s.host]:
+                if self.by_id[sequence.request.id].abort_offloaded:
+                    for event in self.scheduler.abort(sequence.request.id, sequence.choice):
+                        self._finished(event)
             self.scheduler.check()
             if self.scheduler.has_work:
                 self.step()
@@ -286,6 +291,17 @@ class Play:
         outcome.hits += sum(a.start for a in plan.admitted if a.source == "prefix")
         if plan.preempted and (plan.admitted or not started):
             raise RunError("a step that preempted admitted too")
+        self._held()
+
+    def _held(self) -> None:
+        """Counted anew: a sequence holds the blocks of its computed tokens, but for those before its windows."""
+        size = self.scenario.limits.block_size
+        for sequence in self.scheduler.running:
+            done = sequence.computed
+            for group, table in zip(self.device.groups, sequence.tables, strict=True):
+                gone = 0 if group.window is None else max(0, done - group.window + 1) // size
+                if len(table) - table.count(NULL) != -(-done // size) - gone:
+                    raise RunError(f"sequence {sequence.id} holds {table} after {done} tokens")
 
     def _inject(self, work: Work, results: dict[int, Result]) -> Work:
         rows = []
@@ -318,7 +334,33 @@ class Play:
             rest = {s.id for s in scheduler.live()} - running
             if running and rest and max(running) > min(rest):
                 raise RunError(f"sequence {max(running)} overtook {min(rest)}")
+        self._in_order(plan)
         self._admission_leaves_margin(plan)
+
+    def _in_order(self, plan: Plan) -> None:
+        """Rows by kind, the youngest as victims, the first waiting as admitted; written down without the policies."""
+        limits, scheduler = self.scenario.limits, self.scheduler
+        started = {a.sequence.id for a in plan.admitted}
+        first = limits.policy == "prefill_first"
+        kinds = [
+            2 if r.sequence.id in started else (len(r.sequence.tokens) - r.start == 1) == first
+            for r in plan.rows
+        ]
+        if kinds != sorted(kinds):
+            raise RunError(f"rows in the wrong order for {limits.policy}: {kinds}")
+        if limits.policy == "fair":
+            return
+
+        def place(sequence: Sequence) -> tuple[int, int]:
+            return (sequence.request.priority if limits.policy == "priority" else 0, sequence.id)
+
+        victims = {p.sequence.id for p in plan.preempted}
+        for older, younger in (
+            ([s for s in scheduler.running if s.id not in victims], [p.sequence for p in plan.preempted]),
+            ([a.sequence for a in plan.admitted], [s for s in scheduler.waiting if s.id not in started]),
+        ):
+            if older and younger and max(map(place, older)) > min(map(place, younger)):
+                raise RunError(f"{limits.policy}: not the youngest preempted, or not the oldest admitted")
 
     def _admission_leaves_margin(self, plan: Plan) -> None:
         """All or nothing, counted anew: what the admitted still need fits beside all rows and the margin."""
@@ -384,7 +426,7 @@ class Play:
         tokens, reason = alone(arrival.request, choice)
         got, finish = self.outcome.delivered.get(key, []), self.outcome.finishes.get(key)
         if finish in (FinishReason.ABORT, FinishReason.ERROR):
-            asked = arrival.abort_at is not None or arrival.fail_choice == choice
+            asked = arrival.abort_at is not None or arrival.abort_offloaded or arrival.fail_choice == choice
             if not asked or got != tokens[: len(got)]:
                 raise RunError(f"{key}: {finish} unasked, or wrong tokens before it")
         elif (got, finish) != (tokens, reason):
@@ -402,7 +444,7 @@ def shrink(scenario: Scenario) -> Scenario:
         changed = False
         for i, arrival in enumerate(scenario.arrivals):
             rest = scenario.arrivals[:i], scenario.arrivals[i + 1 :]
-            plain = dataclasses.replace(arrival, abort_at=None, fail_choice=None)
+            plain = dataclasses.replace(arrival, abort_at=None, fail_choice=None, abort_offloaded=False)
             for smaller in ((), (plain,)):
                 if smaller == (arrival,):
                     continue

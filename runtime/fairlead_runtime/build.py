@@ -9,13 +9,14 @@ import logging
 import os
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from fairlead_runtime import memory
+from fairlead_kernels.backend import pick
+from fairlead_runtime import memory, profiling
 from fairlead_runtime.cache.groups import group_layers
 from fairlead_runtime.config import ConfigError, EngineConfig
 from fairlead_runtime.detokenize import Vocabulary, vocabulary_of
@@ -82,7 +83,7 @@ def build(
     found = check(path, config, device)
     loaded = loading.load(path, config=config, device=device.kind)
     model = attention.prepare(loaded)
-    measured = _measured(model, device, process)
+    measured = {**_measured(model, device, process), **_profiled(model, config, loaded.max_model_len)}
     resolved = resolve(config, found.shape, device, dtype=_name(loaded.dtype), measured=measured)
     cache = _cache(model, resolved)
     runner = Runner(model, cache)
@@ -106,7 +107,7 @@ def build(
         tokenizer=loaded.tokenizer,
         vocab_size=loaded.shape.vocab,
         resolved=resolved,
-        memory=memory.measured(resolved.plan, {**measured, "kv": cache.nbytes}),
+        memory=_report(config, found, resolved, {**measured, "kv": cache.nbytes}),
     )
 
 
@@ -183,6 +184,33 @@ def _measured(model: PagedModel, device: DeviceFacts, process: int) -> Mapping[s
     }
     found = {"weights": sum(storages.values())}
     return found | {"process": process} if device.kind == "cpu" else found
+
+
+def _profiled(model: PagedModel, config: EngineConfig, max_model_len: int) -> Mapping[str, int]:
+    """Bytes that the largest steps take beside weights and cache."""
+    try:
+        return profiling.profile(
+            model,
+            pick(model.heads, model.device).attention,
+            max_batch_tokens=config.max_batch_tokens,
+            max_requests=config.max_requests,
+            max_model_len=max_model_len,
+        )
+    except torch.OutOfMemoryError as error:
+        raise ConfigError(
+            "max_batch_tokens",
+            f"a step of {config.max_batch_tokens} tokens does not fit beside the weights",
+            "lower it or max_requests",
+        ) from error
+
+
+def _report(
+    config: EngineConfig, found: Inspected, resolved: Resolved, measured: Mapping[str, int]
+) -> MemoryReport:
+    """The outcome, with each term as it was planned before anything was measured."""
+    device = device_facts()
+    planned = resolve(config, found.shape, device, dtype=resolved.dtype).plan.terms
+    return memory.measured(replace(resolved.plan, terms=planned), measured)
 
 
 def _resident() -> int:

@@ -19,6 +19,8 @@ from fairlead_runtime.engine import CANARY, Observer
 from fairlead_runtime.request import FinishReason, Request
 from fairlead_runtime.scheduling.plan import Event, Token, Work
 
+BY_THEMSELVES = frozenset({FinishReason.STOP, FinishReason.LENGTH})  # with a token, that is
+
 
 @dataclass(slots=True)
 class Distribution:
@@ -82,10 +84,11 @@ class Clock:
     """One live request's times on the engine's clock."""
 
     request: Request
+    canary: bool
     arrived: float
-    last: list[float]  # per choice: its latest token
-    started: float = 0.0  # its first step began
-    first: float = 0.0  # its first token came; 0: none yet
+    last: list[float | None]  # per choice: when its latest token came
+    started: float | None = None  # when its first step began
+    first: float | None = None  # when its first token came
     tokens: int = 0
 
 
@@ -97,25 +100,27 @@ class Measures(Observer):
         self._totals = Totals()
         self._clocks: dict[str, Clock] = {}
         self._unstarted: dict[str, Clock] = {}  # in order of arrival
-        self._canaries: dict[str, bool] = {}  # live ones: has had a step
+        self._canaries: dict[str, Clock] = {}  # those of the clocks
         self._ending: list[tuple[Clock, FinishReason, float]] = []
 
     # -- the engine thread
 
     def arrived(self, request: Request, at: float) -> None:
+        clock = Clock(request, request.id.startswith(CANARY), at, [None] * request.params.n)
         with self._lock:
-            if request.id.startswith(CANARY):
-                self._canaries[request.id] = False
-                return
-            self._totals.arrivals += 1
-            clock = Clock(request, at, [0.0] * request.params.n)
             self._clocks[request.id] = self._unstarted[request.id] = clock
+            if clock.canary:
+                self._canaries[request.id] = clock
+            else:
+                self._totals.arrivals += 1
 
     def stepped(self, work: Work, events: Sequence[Event], began: float, ended: float) -> None:
         with self._lock:
+            if self._unstarted:
+                self._start(work, began)
             tokens = sum([row.count for row in work.rows])
-            if self._unstarted or self._canaries:
-                tokens -= self._start(work, began)
+            if self._canaries:
+                tokens -= sum(row.count for row in work.rows if row.sequence.request.id in self._canaries)
             if tokens:
                 self._totals.step_tokens.add(tokens)
             self._count_tokens(events, ended)
@@ -125,31 +130,26 @@ class Measures(Observer):
 
     def ended(self, request: Request, reason: FinishReason, at: float) -> None:
         with self._lock:
-            self._unstarted.pop(request.id, None)
-            clock = self._clocks.pop(request.id, None)
+            clock = self._clocks.get(request.id)
             if clock is None:
-                self._canaries.pop(request.id, None)
-            elif reason in {FinishReason.STOP, FinishReason.LENGTH}:
-                self._clocks[request.id] = clock  # its last token is in the step that is about to be reported
+                return
+            if reason in BY_THEMSELVES:
+                # Its last token is in the step that is about to be reported.
                 self._ending.append((clock, reason, at))
             else:
                 self._finish(clock, reason, at)
 
-    def _start(self, work: Work, began: float) -> int:
-        """Note who had a first step; returns the tokens that canaries computed."""
-        of_canaries = 0
+    def _start(self, work: Work, began: float) -> None:
+        """Note who had a first step."""
         for row in work.rows:
-            request_id = row.sequence.request.id
-            clock = self._unstarted.pop(request_id, None)
-            if clock is not None:
-                clock.started = began
+            clock = self._unstarted.pop(row.sequence.request.id, None)
+            if clock is None:
+                continue
+            clock.started = began
+            if clock.canary:
+                self._totals.canaries += 1
+            else:
                 self._totals.queue.add(max(0.0, began - clock.arrived))
-            elif request_id.startswith(CANARY):
-                of_canaries += row.count
-                self._totals.canaries += self._canaries.get(request_id) is False
-                if request_id in self._canaries:
-                    self._canaries[request_id] = True
-        return of_canaries
 
     def _count_tokens(self, events: Sequence[Event], now: float) -> None:
         """All tokens of a step come at its end, so most gaps between tokens are equal: each is added once, with its count."""
@@ -160,16 +160,16 @@ class Measures(Observer):
                 continue
             sequence = event.sequence
             clock = clocks.get(sequence.request.id)
-            if clock is None:
+            if clock is None or clock.canary:
                 continue
             made += 1
             clock.tokens += 1
             before = clock.last[sequence.choice]
             clock.last[sequence.choice] = now
-            if before:
+            if before is not None:
                 gap = now - before
                 gaps[gap] = gaps.get(gap, 0) + 1
-            elif not clock.first:
+            elif clock.first is None:
                 clock.first = now
                 self._totals.prompt_tokens += len(clock.request.prompt)
                 self._totals.first_token.add(now - clock.arrived)
@@ -178,12 +178,15 @@ class Measures(Observer):
             self._totals.between_tokens.add(gap, times)
 
     def _finish(self, clock: Clock, reason: FinishReason, at: float) -> None:
-        totals = self._totals
-        self._clocks.pop(clock.request.id, None)
-        totals.finished[reason] += 1
-        if reason in {FinishReason.ABORT, FinishReason.ERROR} or not clock.first:
+        totals, request_id = self._totals, clock.request.id
+        for live in (self._clocks, self._unstarted, self._canaries):
+            live.pop(request_id, None)
+        if clock.canary:
             return
-        last = max(clock.last)
+        totals.finished[reason] += 1
+        if clock.first is None or clock.started is None or reason not in BY_THEMSELVES:
+            return
+        last = max(came for came in clock.last if came is not None)
         totals.whole.add(at - clock.arrived)
         totals.prefill.add(clock.first - clock.started)
         totals.decode.add(last - clock.first)
@@ -195,14 +198,13 @@ class Measures(Observer):
 
     def read(self) -> Reading:
         with self._lock:
-            oldest = next(iter(self._unstarted.values()), None)
-            running = sum(self._canaries.values())
-            waiting = len(self._canaries) - running
+            oldest = next((clock for clock in self._unstarted.values() if not clock.canary), None)
+            running = sum(clock.started is not None for clock in self._canaries.values())
             return Reading(
                 totals=self._totals.copy(),
-                inflight=len(self._clocks) - len(self._ending),
-                unstarted=len(self._unstarted) + waiting,
+                inflight=len(self._clocks) - len(self._canaries),
+                unstarted=len(self._unstarted),
                 oldest=oldest.arrived if oldest else None,
-                canaries_waiting=waiting,
+                canaries_waiting=len(self._canaries) - running,
                 canaries_running=running,
             )

@@ -1,6 +1,6 @@
 """The profiling run: what one step really takes beside weights and cache, before the cache is sized.
 
-Owns two dummy steps (a full batch of one prefill; as many decodes as may run at once) and the meters. The names it
+Owns two dummy steps (a full batch of prefills; as many decodes as may run at once) and the meters. The names it
 returns are those of the sizing equation's terms, so a measured one takes the planned one's place.
 
 What is measured, honestly. On CUDA: the allocator's peak, which is all there is. On a CPU: the peak of all tensors
@@ -29,6 +29,7 @@ from fairlead_runtime.sampling import SamplingBatch, sample
 from fairlead_runtime.scheduling.plan import Row
 
 CPU_TOKENS = 256
+CPU_ROW = 32
 CPU_ROWS = 64
 BLOCK_SIZE = 16
 # Every filter on and log-probabilities wanted: the most that sampling can take.
@@ -46,12 +47,12 @@ def profile(
 ) -> Mapping[str, int]:
     """Bytes of ``activations``, ``logits`` and ``sampling`` in the largest steps these limits allow.
 
-    Takes one prefill of max_batch_tokens (on a CPU of CPU_TOKENS) and one step of max_requests decodes.
+    Takes one step of max_batch_tokens (on a CPU of CPU_TOKENS) and one of max_requests decodes.
     """
     on_cpu = model.device.type == "cpu"
     tokens = min(max_batch_tokens, CPU_TOKENS) if on_cpu else max_batch_tokens
     rows = min(max_requests, max_batch_tokens, CPU_ROWS if on_cpu else max_requests)
-    longest = min(tokens, max_model_len)
+    longest = min(tokens, max_model_len, CPU_ROW if on_cpu else tokens)
     lengths = [min(longest, tokens - at) for at in range(0, tokens, longest)]
 
     prefill = _step(model, backend, lengths, samples=False)

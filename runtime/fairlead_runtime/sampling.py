@@ -178,18 +178,14 @@ def sample(logits: Tensor, batch: SamplingBatch) -> Sampled:
     if logits.shape[0] != batch.size or not 0 < logits.shape[1] <= ops.MAX_VOCABULARY:
         raise ValueError(f"logits of shape {tuple(logits.shape)} for {batch.size} sampling rows")
     raw = logits[batch.logprob_rows].float() if batch.logprob_rows else None
-    finite = torch.isfinite(logits.amax(dim=-1))
+    top, tokens = ops.likeliest(logits)
+    finite = torch.isfinite(top)
     if batch.masked_ids:
         _forbid(logits, batch.masked_rows, batch.masked_ids)
-        finite &= torch.isfinite(logits.amax(dim=-1))
-    if batch.draws is None:
-        tokens = logits.argmax(dim=-1)
-    elif len(batch.draws.rows) == batch.size:
-        tokens = _draw(logits, batch.draws)
-    else:
-        tokens = logits.argmax(dim=-1)
-        rows = torch.from_numpy(batch.draws.rows).to(logits.device)
-        tokens[rows] = _draw(logits[rows], batch.draws)
+        top, tokens = ops.likeliest(logits)
+        finite &= torch.isfinite(top)
+    if batch.draws is not None:
+        tokens = _draw(logits, top, tokens, batch.draws)
     tokens = tokens.masked_fill(~finite, -1)
     if raw is None:
         return Sampled(batch, tokens, finite)
@@ -205,33 +201,42 @@ def _forbid(logits: Tensor, rows: list[int], ids: list[int]) -> None:
     logits[where[:, 0], where[:, 1]] = -math.inf
 
 
-def _draw(logits: Tensor, draws: Draws) -> Tensor:
-    """One random token per row of [R, V], in chunks of rows so that temporaries stay small."""
+def _draw(logits: Tensor, top: Tensor, best: Tensor, draws: Draws) -> Tensor:
+    """``best`` [S], the likeliest tokens, with those of the drawing rows replaced by a random one.
+
+    In chunks of rows, so that temporaries stay small.
+    """
+    tokens, rows = best.clone(), torch.from_numpy(draws.rows).to(logits.device)
     step = ops.chunk_rows(logits)
-    parts = [
-        _draw_chunk(logits[i : i + step], draws, slice(i, i + step)) for i in range(0, len(draws.rows), step)
-    ]
-    return torch.cat(parts)
+    for start in range(0, len(rows), step):
+        part = slice(start, start + step)
+        chosen = rows[part]
+        tokens[chosen] = _draw_chunk(logits[chosen], top[chosen], best[chosen], draws, part)
+    return tokens
 
 
-def _draw_chunk(logits: Tensor, draws: Draws, rows: slice) -> Tensor:
-    scores = scores_of(logits, draws.temperature[rows])
-    cut = cut_of(scores, draws.min_cut[rows], draws.top_k[rows], draws.top_p[rows])
-    halves = torch.from_numpy(draws.keys[rows].view(np.int32).reshape(-1, 2)).to(logits.device)
-    return ops.race(scores, cut, halves[:, 0], halves[:, 1], _words(logits.shape[1], logits.device))
+def _draw_chunk(logits: Tensor, top: Tensor, best: Tensor, draws: Draws, part: slice) -> Tensor:
+    scores = scores_of(logits, top, draws.temperature[part])
+    cut = cut_of(scores, draws.min_cut[part], draws.top_k[part], draws.top_p[part])
+    halves = torch.from_numpy(draws.keys[part].view(np.int32).reshape(-1, 2)).to(logits.device)
+    return ops.race(scores, best, cut, halves[:, 0], halves[:, 1], _words(logits.shape[1], logits.device))
 
 
-def scores_of(logits: Tensor, temperature: Array) -> Tensor:
-    """``(logits - row maximum) / temperature``, float32, at most 0: [R, V] from [R, V] and [R]."""
-    wide = logits.float()
-    scores = wide - wide.amax(dim=-1, keepdim=True)
+def scores_of(logits: Tensor, top: Tensor, temperature: Array) -> Tensor:
+    """``(logits - row maximum) / temperature``, float32, at most 0: [R, V] from [R, V], [R] and [R]."""
+    scores = logits.float() - top.float()[:, None]
     if (temperature != 1).any():
         scores /= torch.from_numpy(temperature).to(logits.device)[:, None]
     return scores
 
 
-def cut_of(scores: Tensor, min_cut: Array, top_k: Array, top_p: Array) -> Tensor:
-    """The smallest score that each row's filters keep, [R]: min-p, then top-k, then top-p over what is left."""
+def cut_of(scores: Tensor, min_cut: Array, top_k: Array, top_p: Array) -> Tensor | None:
+    """The smallest score that each row's filters keep, [R]: min-p, then top-k, then top-p over what is left.
+
+    None when no row has a filter.
+    """
+    if not (top_k.any() or (top_p < 1).any() or (min_cut > -math.inf).any()):
+        return None
     cut = torch.from_numpy(min_cut).to(scores.device)
     cut = _filter_top_k(scores, cut, np.minimum(top_k, scores.shape[1]))
     return _filter_top_p(scores, cut, top_p)

@@ -70,6 +70,7 @@ async def _load(face: Face, model: str, config: EngineConfig) -> tuple[Backend, 
     backend = Backend(
         service=service,
         tokenizer=built.tokenizer,
+        vocabulary=built.vocabulary,
         metrics=lambda: stats.exposition(service.snapshot(), draining=face.draining),
         memory=built.memory.as_dict,
         died=service.died,

@@ -14,7 +14,7 @@ from fairlead_runtime.commands import trace as trace_command
 from fairlead_runtime.request import Request, SamplingParams
 from fairlead_runtime.scheduling import Limits, Result, Scheduler
 from fairlead_runtime.scheduling.record import RecordedScheduler, Recording
-from fairlead_runtime.scheduling.trace import steps
+from fairlead_runtime.scheduling.trace import as_text, steps
 
 
 def record(seed: int, path: Path) -> whole_run.Outcome:
@@ -151,16 +151,33 @@ def test_the_text_shows_slots_ranges_blocks_queue_and_preemptions(
     three_requests(tmp_path / "run.jsonl")
     assert trace_command.main([str(tmp_path / "run.jsonl")]) == 0
     out = capsys.readouterr().out.splitlines()
-    assert out[:6] == [
+    assert out[:7] == [
         "fifo: 8 tokens and 4 requests a step; 7 blocks of 4 tokens (full), margin 0%",
         "+ long: prompt 10, max_tokens 6, n 1",
         "+ pair: prompt 4, max_tokens 12, n 2",
         "step 0: 8 tokens = 0 decode + 8 prefill | blocks 2 held, 0 cached, 5 free | waiting 2 (pair/0 pair/1)",
+        "  packed 00000000",
         "  [0] long |############............| prefill 0..7 of 10        2 blocks  starts",
         "step 1: 6 tokens = 0 decode + 6 prefill | blocks 4 held, 0 cached, 3 free | waiting 1 (pair/1)",
     ]
     assert "  ! pair/1 preempted, to be recomputed" in out
     assert any(line.endswith("fork of pair/0") for line in out)
+    assert "  packed 00|1111" in out
+
+
+def test_long_request_ids_are_numbered_where_they_arrive(tmp_path: Path) -> None:
+    scheduler = RecordedScheduler(
+        Limits("fifo", 8, 4, 0.0, 4, 7, 64), group_layers([None]), path=tmp_path / "run.jsonl"
+    )
+    for i in range(2):
+        scheduler.add(Request(f"chatcmpl-{i:032}", (1, 2), SamplingParams(max_tokens=4), 4))
+    scheduler.commit(scheduler.plan())
+    scheduler.abort(f"chatcmpl-{1:032}")
+    scheduler.commit(scheduler.plan())
+    scheduler.close()
+    lines = list(as_text(Recording(tmp_path / "run.jsonl")))
+    assert f"+ #1 = chatcmpl-{1:032}: prompt 2, max_tokens 4, n 1" in lines
+    assert any(line.startswith("  [0] #0 |") for line in lines)
 
 
 def test_the_chrome_trace_is_one_json_object_with_a_track_per_slot_and_counters(

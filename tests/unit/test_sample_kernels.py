@@ -73,14 +73,14 @@ def test_keys_that_share_a_half_give_unrelated_noise() -> None:
     words = ops.token_words(65536, CPU)
     low, high = keys(10, seed=1)
     for lows, highs in ((low[:1].expand(10), high), (low, high[:1].expand(10))):
-        noise = ops.gumbel(ops.keyed_hash(words[None, :], lows[:, None], highs[:, None]))
+        noise = ops.log_exponential(ops.keyed_hash(words[None, :], lows[:, None], highs[:, None]))
         between = torch.corrcoef(noise.double()) - torch.eye(10)
         assert between.abs().max() < 5 / math.sqrt(65536)
 
 
 def test_noise_is_finite_at_both_ends_and_within_its_bounds() -> None:
     ends = torch.tensor([0, 1, 2**31 - 2, 2**31 - 1], dtype=torch.int32)
-    noise = ops.gumbel(ends)
+    noise = -ops.log_exponential(ends)
     assert torch.isfinite(noise).all()
     assert noise.max().item() == pytest.approx(ops.GUMBEL_MAX, abs=1e-4)
     assert noise.min().item() == pytest.approx(ops.GUMBEL_MIN, abs=1e-4)
@@ -90,7 +90,7 @@ def test_noise_has_the_gumbel_distribution() -> None:
     """Kolmogorov and Smirnov's distance against exp(-exp(-x)), and its tail where winners come from."""
     low, high = keys(16, seed=3)
     h = ops.keyed_hash(ops.token_words(32768, CPU)[None, :], low[:, None], high[:, None])
-    noise = ops.gumbel(h).flatten().double().sort().values
+    noise = (-ops.log_exponential(h)).flatten().double().sort().values
     n = noise.numel()
     distance = ((-(-noise).exp()).exp() - torch.arange(n).double() / n).abs().max().item()
     assert distance < 1.95 / math.sqrt(n)  # 99.9 %
@@ -158,13 +158,20 @@ def test_the_top_p_cut_of_a_large_vocabulary_is_that_of_a_full_sort(spread: floa
     assert (mass - last < top_p + 1e-8).all()
 
 
+def test_a_top_p_as_near_to_one_as_there_is_keeps_all_that_has_mass() -> None:
+    scores = torch.zeros(1, 200_003)
+    scores[0, 5] = -30.0  # less than one unit of mass
+    nearly = torch.tensor([1 - 2.0**-53], dtype=torch.float64)
+    assert ops.top_p_cut(scores, torch.tensor([-math.inf]), nearly).tolist() == [0.0]
+
+
 def test_the_mass_of_the_likeliest_token_alone_can_be_the_nucleus() -> None:
     cut = ops.top_p_cut(torch.tensor([[0.0, -1.0]]), torch.tensor([-math.inf]), torch.tensor([1e-9]).double())
     assert cut.tolist() == [0.0]
 
 
 def plain_race(scores: Tensor, cut: Tensor, low: Tensor, high: Tensor, words: Tensor) -> Tensor:
-    total = scores + ops.gumbel(ops.keyed_hash(words[None, :], low[:, None], high[:, None]))
+    total = scores - ops.log_exponential(ops.keyed_hash(words[None, :], low[:, None], high[:, None]))
     return total.masked_fill(scores < cut[:, None], -math.inf).argmax(dim=-1)
 
 
@@ -180,9 +187,9 @@ def test_every_form_of_the_race_has_the_winner_of_the_plain_one(spread: float, w
     low, high = keys(64, seed=width)
     words = ops.token_words(width, CPU)
     expected = plain_race(scores, cut, low, high, words).tolist()
-    assert ops.race(scores, cut, low, high, words).tolist() == expected
+    assert ops.race(scores, scores.argmax(dim=-1), cut, low, high, words).tolist() == expected
     running = scores >= cut[:, None]
-    assert ops._race_dense(scores, running, low, high, words).tolist() == expected
+    assert ops._race_dense(scores, cut, low, high, words).tolist() == expected
     assert ops._race_sparse(scores, running, low, high, words).tolist() == expected
 
 
@@ -192,8 +199,22 @@ def test_an_exact_tie_goes_to_the_smaller_id() -> None:
     scores = torch.tensor([[-40.0, 0.0, 0.0]])
     low, high = keys(1)
     running = torch.tensor([[False, True, True]])
-    assert ops._race_dense(scores, running, low, high, words).tolist() == [1]
+    assert ops._race_dense(scores, torch.tensor([-1.0]), low, high, words).tolist() == [1]
     assert ops._race_sparse(scores, running, low, high, words).tolist() == [1]
+
+
+@pytest.mark.parametrize("rows", [1, 3, 64])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_likeliest_is_the_first_of_equals_and_a_nan_where_there_is_one(
+    rows: int, dtype: torch.dtype
+) -> None:
+    generator = torch.Generator().manual_seed(rows)
+    values = torch.randint(0, 5, (rows, 5003), generator=generator).to(dtype)
+    top, place = ops.likeliest(values)
+    assert place.tolist() == [row.index(4.0) for row in values.tolist()]
+    assert set(top.tolist()) == {4.0}
+    values[0, 77] = math.nan
+    assert math.isnan(ops.likeliest(values)[0][0])
 
 
 def test_no_two_tokens_of_a_vocabulary_share_a_word() -> None:

@@ -19,6 +19,7 @@ from fairlead_runtime.scheduling import (
     VerdictKind,
     Work,
 )
+from fairlead_runtime.scheduling.scheduler import StepError
 
 LIMITS = Limits(
     policy="fifo",
@@ -206,7 +207,7 @@ def test_never_shows_its_arithmetic_and_the_fix() -> None:
     message = scheduler(max_model_len=100).judge(90, 20).message
     assert message == (
         "prompt 90 + max_tokens 20 = 110 tokens, but one sequence holds 100 (max_model_len): "
-        "shorten the prompt or lower max_tokens"
+        "lower max_tokens to 10 or shorten the prompt"
     )
     with pytest.raises(RequestError, match="prompt 300"):
         scheduler(num_blocks=8).add(request("x", 300, 20))
@@ -247,6 +248,19 @@ def test_a_full_cache_preempts_the_youngest_and_admits_nothing_until_it_fits_aga
             assert [q.request.id for q in s.waiting] == ["young", "next"]
     assert preempted_at is not None
     assert not s.has_work
+
+
+def test_after_a_preemption_even_a_more_urgent_request_waits_until_one_ends() -> None:
+    s = scheduler(policy="priority", num_blocks=6, allow_block_sharing=False)
+    old = s.add(request("old", 8, 12, priority=5))[0]
+    s.add(request("young", 8, 12, priority=6))
+    while not s.stats().preemptions:
+        step(s)
+    s.add(request("urgent", 1, 1, priority=0))
+    while old.status is not Status.FINISHED:
+        plan, _, _ = step(s)
+        assert [r[0] for r in shape(plan)] == ["old"]
+    assert [r[0] for r in shape(step(s)[0])] == ["urgent", "young"]
 
 
 def test_a_preempted_sequence_keeps_its_tokens_and_goes_on_where_it_was() -> None:
@@ -421,6 +435,42 @@ def test_a_window_group_needs_only_its_window_for_a_prefix_hit() -> None:
     s.add(request("b", prompt, 2))
     plan, _, _ = step(s)
     assert shape(plan) == [("b", 20, 1, True)]
+
+
+def test_a_step_says_what_it_held_and_computed() -> None:
+    s = scheduler(max_batch_tokens=8)
+    s.add(request("a", 3, 9))
+    step(s)
+    s.add(request("b", 20, 2))
+    s.commit(s.plan())
+    last = s.stats().last
+    assert (last.rows, last.prefill_tokens, last.decode_tokens, last.units_held) == (2, 7, 1, 3)
+
+
+def test_commit_and_update_refuse_what_is_not_of_this_moment() -> None:
+    s = scheduler()
+    s.add(request("a", 3, 9))
+    plan = s.plan()
+    work = s.commit(plan)
+    with pytest.raises(StepError, match="plan of step 0 committed in step 1"):
+        s.commit(plan)
+    with pytest.raises(StepError, match="has no result"):
+        s.update(work, {})
+    s = scheduler()
+    a = s.add(request("a", 3, 9))[0]
+    _, work, _ = step(s)
+    with pytest.raises(StepError, match="has 3 tokens computed, not 0"):
+        s.update(work, {a.id: Result(1)})
+
+
+def test_a_rerun_of_some_rows_makes_no_copies() -> None:
+    s = scheduler(allow_block_sharing=False)
+    s.add(request("n", 10, 3, n=2))
+    step(s)
+    work = s.commit(s.plan())
+    assert work.copies
+    part = work.subset(work.rows[1:])
+    assert (part.rows, part.copies, part.offload, part.restore) == (work.rows[1:], [], [], [])
 
 
 def test_limits_come_from_the_configuration() -> None:

@@ -65,6 +65,7 @@ def _bare() -> FastAPI:
         app.add_exception_handler(kind, _on_known)
     app.add_exception_handler(HTTPException, _on_http)
     app.add_exception_handler(RequestValidationError, _on_validation)
+    app.add_exception_handler(Exception, _on_unforeseen)
     return app
 
 
@@ -85,6 +86,11 @@ async def _on_http(_request: Request, error: Exception) -> Response:
 
 async def _on_validation(_request: Request, _error: Exception) -> Response:
     return errors.ApiError(400, "the request is not valid").response()
+
+
+async def _on_unforeseen(_request: Request, _error: Exception) -> Response:
+    """Only the answer: the exception goes on to Observed, which logs where it came from."""
+    return errors.internal().response()
 
 
 def _model(face: Face) -> dict[str, object]:

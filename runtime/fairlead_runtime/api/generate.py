@@ -17,7 +17,6 @@ from starlette.types import Receive, Scope, Send
 from fairlead_runtime.api import errors, openai
 from fairlead_runtime.api.auth import TENANT, Salter
 from fairlead_runtime.api.limits import Pool, read_body, while_connected
-from fairlead_runtime.api.logprobs import TokenBytes
 from fairlead_runtime.api.observe import failed_late
 from fairlead_runtime.api.prompts import Prepared, Validate, prepare
 from fairlead_runtime.api.state import Backend, Face
@@ -100,7 +99,7 @@ class Generate:
             model=asked.model,
             top=asked.params.logprobs,
             usage=asked.include_usage,
-            tokens=TokenBytes(backend.tokenizer),
+            spelled=backend.vocabulary.spelled,
         )
 
     def _submissions(self, scope: Scope, prepared: Prepared) -> list[Submission]:

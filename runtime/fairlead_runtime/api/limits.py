@@ -7,7 +7,7 @@ prompts are parsed, rendered and tokenized. The connection's own limits are in `
 import asyncio
 from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from starlette.types import Receive, Scope
 
@@ -16,7 +16,9 @@ from fairlead_runtime.api.errors import ApiError
 MAX_BODY = 2 * 1024 * 1024  # bytes
 BODY_SECONDS = 30.0  # for a whole body, however it trickles
 POOL_WORKERS = 2
-POOL_QUEUE = 256  # requests that may wait for a worker
+POOL_BYTES = (
+    64 * 1024 * 1024
+)  # of bodies that may wait for a worker; their number is bounded by the connections
 
 Params = ParamSpec("Params")
 Value = TypeVar("Value")
@@ -89,23 +91,28 @@ async def _disconnected(receive: Receive) -> None:
 
 
 class Pool:
-    """A few threads for work that would hold up the event loop, with a bound on what may wait for them."""
+    """A few threads for work that would hold up the event loop, with a bound on the bytes that wait for them."""
 
-    def __init__(self, workers: int = POOL_WORKERS, queue: int = POOL_QUEUE) -> None:
+    def __init__(self, workers: int = POOL_WORKERS, room: int = POOL_BYTES) -> None:
         self._executor = ThreadPoolExecutor(workers, thread_name_prefix="prepare")
-        self._room = workers + queue
+        self._room = room
 
-    async def run(self, work: Callable[Params, Value], *args: Params.args, **kwargs: Params.kwargs) -> Value:
-        """``work``'s result. Raises ApiError 429 when too many wait, else what ``work`` raises."""
-        if self._room <= 0:
-            raise ApiError(
-                429, "too many prompts wait to be tokenized", code="queue_full", headers={"retry-after": "1"}
-            )
-        self._room -= 1
+    async def run(
+        self,
+        work: Callable[Concatenate[bytes, Params], Value],
+        body: bytes,
+        *args: Params.args,
+        **kwargs: Params.kwargs,
+    ) -> Value:
+        """``work`` of ``body``. Raises ApiError 429 when too much waits already, else what ``work`` raises."""
+        if self._room < len(body):
+            message = "too many prompts wait to be tokenized"
+            raise ApiError(429, message, code="queue_full", headers={"retry-after": "1"})
+        self._room -= len(body)
         try:
-            return await asyncio.wrap_future(self._executor.submit(work, *args, **kwargs))
+            return await asyncio.wrap_future(self._executor.submit(work, body, *args, **kwargs))
         finally:
-            self._room += 1
+            self._room += len(body)
 
     def close(self) -> None:
         self._executor.shutdown(wait=False, cancel_futures=True)

@@ -46,17 +46,15 @@ class Observed:
         except ClientGone:
             status = status or 499
         except Exception as error:
-            _log.error("request failed: %s", describe(error), extra={"request_id": request_id})
-            if status == 0:
+            _log.error("request %s failed: %s", request_id, describe(error))
+            if not status:
                 await internal().response()(scope, receive, answer)
-            else:
-                raise
+            elif status != 500:
+                raise  # half an answer is out: only closing the connection says that it failed
         finally:
             self._line(scope, request_id, status, time.monotonic() - began)
 
     def _line(self, scope: Scope, request_id: str, status: int, seconds: float) -> None:
-        if not _log.isEnabledFor(logging.INFO):
-            return
         # No route here has parameters: a path that matched one is one of a few; any other is not logged.
         route = scope["path"] if "endpoint" in scope else "other"
         facts = {

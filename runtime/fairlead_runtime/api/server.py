@@ -7,6 +7,7 @@ Owns both ports in one event loop and the signals. The ports are open while the 
 import asyncio
 import contextlib
 import logging
+import resource
 import signal
 import socket
 from collections.abc import Awaitable, Callable, Generator
@@ -24,7 +25,7 @@ from fairlead_runtime.config import ConfigError
 from fairlead_runtime.outputs import EngineDead
 
 BACKLOG = 2048
-MAX_CONNECTIONS = 1024  # of each port
+MAX_CONNECTIONS = 2048  # of each port; above what runs and waits by default, so that a full queue can say so
 CLOSING_SECONDS = 5  # for the last bytes of answers after the drain
 
 _log = logging.getLogger("fairlead.api")
@@ -62,6 +63,7 @@ async def serve(
     second signal ends the drain. Streams that outlive ``drain_timeout`` seconds end with an error event.
     """
     keys = KeyRing(face.api_key_file) if face.api_key_file else None
+    _allow_files(2 * max_connections + 256)
     pool = Pool()
     signals: asyncio.Queue[None] = asyncio.Queue()
     ports = [
@@ -176,6 +178,14 @@ def _signals(face: Face, signals: "asyncio.Queue[None]") -> Generator[None, None
     finally:
         for each in caught:
             loop.remove_signal_handler(each)
+
+
+def _allow_files(wanted: int) -> None:
+    """Raise the soft limit on open files towards the hard one: a connection is a file."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    allowed = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    if soft != resource.RLIM_INFINITY and soft < allowed:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
 
 
 def _bind(flag: str, host: str, port: int) -> socket.socket:

@@ -12,6 +12,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from fairlead_runtime.api.errors import ApiError
+from fairlead_runtime.detokenize import Vocabulary
 from fairlead_runtime.outputs import Health, ServiceFace
 
 
@@ -25,6 +26,7 @@ class Backend:
 
     service: ServiceFace
     tokenizer: PreTrainedTokenizerBase
+    vocabulary: Vocabulary
     metrics: Callable[[], bytes]
     memory: Callable[[], Mapping[str, Any]]
     died: asyncio.Event

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import orjson
 
 from fairlead_runtime.api.errors import ApiError
-from fairlead_runtime.api.logprobs import TokenBytes, characters, chat_content, completion_logprobs
+from fairlead_runtime.api.logprobs import Spelled, characters, chat_content, completion_logprobs
 from fairlead_runtime.logprobs import Logprob
 from fairlead_runtime.outputs import Output
 
@@ -27,7 +27,7 @@ class Frame:
     model: str
     top: int | None
     usage: bool  # stream_options.include_usage
-    tokens: TokenBytes
+    spelled: Spelled
 
 
 @dataclass(slots=True)
@@ -102,7 +102,7 @@ class ChatEncoder:
         content = (
             None
             if top is None
-            else {"content": chat_content(gathered.token_ids, gathered.logprobs, top, self._frame.tokens)}
+            else {"content": chat_content(gathered.token_ids, gathered.logprobs, top, self._frame.spelled)}
         )
         return {
             "index": index,
@@ -115,7 +115,7 @@ class ChatEncoder:
         top = self._frame.top
         if top is None or output.logprobs is None:
             return []
-        return chat_content(output.token_ids, output.logprobs, top, self._frame.tokens)
+        return chat_content(output.token_ids, output.logprobs, top, self._frame.spelled)
 
 
 class CompletionEncoder:
@@ -140,23 +140,23 @@ class CompletionEncoder:
         )
 
     def _choice(self, index: int, gathered: Gathered) -> dict[str, Any]:
-        top, tokens = self._frame.top, self._frame.tokens
+        top, spelled = self._frame.top, self._frame.spelled
         shape = (
-            None if top is None else completion_logprobs(gathered.token_ids, gathered.logprobs, top, tokens)
+            None if top is None else completion_logprobs(gathered.token_ids, gathered.logprobs, top, spelled)
         )
         return {"index": index, "text": "".join(gathered.text), "logprobs": shape, **_finished(gathered)}
 
     def _logprobs(self, index: int, output: Output) -> dict[str, Any] | None:
-        top, tokens = self._frame.top, self._frame.tokens
+        top, spelled = self._frame.top, self._frame.spelled
         if top is None or not output.logprobs:
             return None
         offset = self._offsets.get(index, 0)
         grown = sum(
-            characters(token, entries[token], tokens)
+            characters(token, entries[token], spelled)
             for token, entries in zip(output.token_ids, output.logprobs, strict=True)
         )
         self._offsets[index] = offset + grown
-        return completion_logprobs(output.token_ids, output.logprobs, top, tokens, offset)
+        return completion_logprobs(output.token_ids, output.logprobs, top, spelled, offset)
 
 
 class _EventShape:

@@ -87,10 +87,10 @@ class PagedCache:
         """The longest cached prefix of its tokens; at least one token is left to compute."""
         if not self.sharing:
             return Hit(0, [[] for _ in self.groups])
-        # The hashes of tokens never change: extending the chain here is remembering, not deciding.
+        # The hashes of tokens never change: extending the chain here is remembering, not deciding. It is never
+        # longer than this, as the last token's keys are not in the cache before a next one is known.
         self._extend(sequence, len(sequence.tokens) - 1)
-        most = (len(sequence.tokens) - 1) // self.block_size
-        tables = longest_hit(self.pool, self.groups, self.block_size, sequence.hashes, most)
+        tables = longest_hit(self.pool, self.groups, self.block_size, sequence.hashes)
         return Hit(len(tables[0]) * self.block_size, tables)
 
     def evictable(self, hit: Hit) -> list[int]:

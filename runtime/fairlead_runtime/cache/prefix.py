@@ -33,14 +33,14 @@ def extend_chain(
 
 
 def longest_hit(
-    pool: BlockPool, groups: Sequence[LayerGroup], block_size: int, hashes: Sequence[BlockHash], most: int
+    pool: BlockPool, groups: Sequence[LayerGroup], block_size: int, hashes: Sequence[BlockHash]
 ) -> list[list[int]]:
-    """Tables of the longest prefix, at most ``most`` blocks, that all groups can continue from.
+    """Tables of the longest prefix that all groups can continue from.
 
     A full group needs the whole chain, a window group only the blocks that the next query can see; entries
     before the window are NULL. Groups shorten each other's hit until none does (after vLLM's hybrid manager).
     """
-    length, settled = min(most, len(hashes)), False
+    length, settled = len(hashes), False
     while not settled:
         settled = True
         for group in groups:

@@ -7,7 +7,6 @@ from typing import NamedTuple
 
 from fairlead_runtime.config import ConfigError
 from fairlead_runtime.models.errors import ModelError
-from fairlead_runtime.models.selftest import SelfTestError
 from fairlead_runtime.request import RequestError
 
 
@@ -21,14 +20,16 @@ class Refusal(NamedTuple):
 def refusal(error: Exception) -> Refusal | None:
     """How ``error`` is told to people and to the operator; None for one that is no refusal."""
     match error:
-        case ConfigError():
-            return Refusal(2, "InvalidConfig", str(error), error.hint)
+        case ConfigError(hint=hint):
+            return Refusal(2, "InvalidConfig", str(error).removesuffix(f" ({hint})"), hint)
         case ModelError():
             return Refusal(2, error.code, error.message, error.hint)
-        case SelfTestError():
-            hint = "report the model; --dtype float32 tells a rounding from a wrong result"
-            return Refusal(3, "SelfTestFailed", str(error), hint)
         case RequestError():
             return Refusal(2, "InvalidRequest", str(error), "")
-        case _:
-            return None
+    # Here and not above: it brings torch, which the refusals before it did not need.
+    from fairlead_runtime.models.selftest import SelfTestError
+
+    if isinstance(error, SelfTestError):
+        hint = "report the model; --dtype float32 tells a rounding from a wrong result"
+        return Refusal(3, "SelfTestFailed", str(error), hint)
+    return None

@@ -16,17 +16,13 @@ from fairlead_runtime.config import ConfigError, EngineConfig, add_arguments
 
 def main(argv: Sequence[str]) -> int:
     options = _parser().parse_args(argv)
+    logs.configure(options.log_level)
     try:
         config = EngineConfig.from_namespace(options)
         _check_ports(options)
-    except ConfigError as error:
-        termination.report("InvalidConfig", str(error), error.hint, os.environ)
-        return 2
-    logs.configure(options.log_level)
-    # After the arguments: --help and a wrong flag are answered at once.
-    from fairlead_runtime.server import run
+        # After the arguments: --help and a wrong flag are answered at once.
+        from fairlead_runtime.server import run
 
-    try:
         return run(options.model, config, options.host, options.port, options.admin_port)
     except Exception as error:
         from fairlead_runtime.commands.refusals import refusal

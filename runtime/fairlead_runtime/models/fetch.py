@@ -74,10 +74,13 @@ class _Meter:
     total: int
     path: Path | None = None
     done: dict[str, int] = field(default_factory=dict)
+    stopped: bool = False  # another file failed: none of the rest is of use
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def add(self, name: str, count: int) -> None:
         with self.lock:
+            if self.stopped:
+                raise InterruptedError(f"{name}: given up, another file failed")
             self.done[name] = self.done.get(name, 0) + count
             self._tell()
 
@@ -85,6 +88,12 @@ class _Meter:
         """The whole file is there, however it came: from the cache, resumed or fresh."""
         with self.lock:
             self.done[name] = count
+            self._tell()
+
+    def expect(self, path: Path, total: int) -> None:
+        """The settings are in ``path``, and say how much comes in all."""
+        with self.lock:
+            self.path, self.total = path, total
             self._tell()
 
     def _tell(self) -> None:
@@ -141,11 +150,10 @@ def _download(hub: Hub, repository: str, revision: str, report: Report) -> Fetch
             raise ModelError("BadModelFiles", f"{name}: larger than {files.LARGEST_JSON >> 20} MiB")
     meter = _Meter(report, sum(sizes.values()))
     path = _get_all(hub, repository, commit, settings, meter)
-    meter.path = path
     config = files.read_json(path, files.CONFIG)
     architecture.check(config, files.auto_maps(path))
     weights = {name: sizes.get(name, 0) for name in _weights(path, sizes)}
-    meter.total = sum(settings.values()) + sum(weights.values())
+    meter.expect(path, sum(settings.values()) + sum(weights.values()))
     _check_space(hub, path, weights)
     _get_all(hub, repository, commit, weights, meter)
     # Written last: a reference promises a snapshot that is whole.
@@ -207,12 +215,13 @@ def _check_space(hub: Hub, path: Path, weights: Mapping[str, int]) -> None:
 
 
 def _get_all(hub: Hub, repository: str, commit: str, sizes: Mapping[str, int], meter: _Meter) -> Path:
-    """Download several files at once; the first failure ends the wait and is raised."""
+    """Download several files at once; the first failure stops the others and is raised."""
     with ThreadPoolExecutor(WORKERS) as pool:
         futures = [pool.submit(_get, hub, repository, commit, name, sizes[name], meter) for name in sizes]
         try:
             paths = [future.result() for future in futures]
         except BaseException:
+            meter.stopped = True
             pool.shutdown(wait=False, cancel_futures=True)
             raise
     return paths[0].parent

@@ -24,7 +24,7 @@ def shown(name: str, stream: TextIO | None = None) -> Iterator[Report]:
     if not out.isatty():
         yield Lines(name)
         return
-    with tqdm(desc=f"fetching {name}", unit="B", unit_scale=True, leave=False, delay=0.5, file=out) as bar:
+    with tqdm(desc=f"fetching {name}", unit="B", unit_scale=True, leave=False, file=out) as bar:
 
         def report(progress: Progress) -> None:
             bar.total = progress.total
@@ -44,4 +44,5 @@ class Lines:
         percent = 100 * progress.done // progress.total if progress.total else 100
         if percent >= self.next:
             self.next = percent - percent % STEP + STEP
-            log.info("fetching %s: %d %% of %.2f GiB", self.name, percent, progress.total / 2**30)
+            size = tqdm.format_sizeof(progress.total, "B", 1024)
+            log.info("fetching %s: %d %% of %s", self.name, percent, size)

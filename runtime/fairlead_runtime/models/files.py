@@ -19,14 +19,25 @@ from fairlead_runtime.models.safetensors_header import Header, read_header
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-# Everything that is downloaded or read, in the patterns of huggingface_hub.
-PATTERNS = ("*.safetensors", "*.json", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt")
+_JSON = (
+    CONFIG,
+    INDEX,
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "chat_template.json",
+)
+# Everything that is downloaded or read. Repositories hold many more files of these kinds; none is needed.
+PATTERNS = ("*.safetensors", *_JSON, "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt")
 PICKLES = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt", ".gguf", ".msgpack", ".h5", ".npz", ".onnx")
 LARGEST_JSON = 64 << 20  # bytes; the largest tokenizer.json in use is near 35 MiB
 DEEPEST_JSON = 64
 _SHARD = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,200}\.safetensors")
 # Files that transformers reads as settings: an auto_map in one of them names Python code to run.
-_SETTINGS = (CONFIG, "tokenizer_config.json", "generation_config.json", "processor_config.json")
+_SETTINGS = (CONFIG, "tokenizer_config.json", "generation_config.json")
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +64,7 @@ def check(path: Path) -> ModelFiles:
     for name in sorted(names):
         if name.endswith(".json") and name not in {CONFIG, INDEX}:
             read_json(path, name, names)
-    if "adapter_config.json" in names:
+    if (path / "adapter_config.json").exists():
         raise ModelError(
             "UnsupportedModel",
             f"{path.name}: adapter_config.json marks an adapter, not a whole model",

@@ -26,9 +26,12 @@ LENGTHS = (23, 9, 14)
 # A window is tested when a prompt that leaves it costs little more than one that does not.
 LONGEST = 160
 
-# Largest |difference| of a logit, in units of the logits' own spread. Measured over all served families, random and
-# trained: see tests/functional/test_selftest.py, which also plants faults and shows what they cost.
-TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.25, torch.float16: 0.05}
+# Largest root-mean-square difference of a token's logits, in units of their spread, that rounding explains. Measured
+# over the served families (3 and 24 layers, random weights): 3e-6 in float32, 0.005 in float16, 0.04 in bfloat16. Where
+# rounding tips a router another expert answers: up to 0.06 and 0.25. Planted faults (a window wrong by one, no softcap,
+# no sinks) cost 0.4 to 1.0 in every type: tests/functional/test_paged_model.py.
+TOLERANCE = {torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.2}
+TOLERANCE_ROUTED = {torch.float32: 1e-3, torch.float16: 0.2, torch.bfloat16: 0.4}
 
 
 class SelfTestError(Exception):
@@ -72,10 +75,14 @@ def run(model: PagedModel, backend: AttentionBackend, max_model_len: int) -> Sel
         worst = ((mine - want.float()).square().mean(dim=1).sqrt() / spread).max().item()
         # NaN compares false with everything, so it is turned into what it means here.
         delta = max(delta, float("inf") if math.isnan(worst) else worst)
-    tolerance = TOLERANCE[model.heads.dtype]
+    tolerance = (TOLERANCE_ROUTED if _routed(model) else TOLERANCE)[model.heads.dtype]
     if delta > tolerance:
         raise SelfTestError(delta, tolerance, str(model.model.config.model_type))
     return SelfTest(delta, tolerance, sum(map(len, prompts)), backend.name)
+
+
+def _routed(model: PagedModel) -> bool:
+    return any(getattr(model.model.config, name, None) for name in ("num_local_experts", "num_experts"))
 
 
 def _prompts(model: PagedModel, max_model_len: int) -> list[list[int]]:

@@ -19,6 +19,7 @@ CHAT_TEMPLATE = (
     "{%- if message.role not in ['system', 'user', 'assistant'] %}"
     "{{- raise_exception('roles are system, user and assistant, not ' ~ message.role) }}"
     "{%- endif %}"
+    "{%- if message.content is not string %}{{- raise_exception('content must be text') }}{%- endif %}"
     "{{- '<|' ~ message.role ~ '|>' ~ message.content ~ '<|end|>' }}"
     "{%- endfor %}"
     "{%- if add_generation_prompt %}{{- '<|assistant|>' }}{%- endif %}"

@@ -25,6 +25,11 @@ class State:
     families: dict[str, list[Sequence]] = field(default_factory=dict)  # live sequences by request id
     victim: Sequence | None = None  # nothing starts until it fits again or a sequence ends
 
+    @property
+    def margin(self) -> int:
+        """Units kept free for what runs. Nothing runs: nothing is kept, else a large request would never start."""
+        return math.ceil(self.limits.safety_margin * self.cache.pool.units)
+
 
 def plan_step(state: State) -> Plan:
     """Decide one step. Equal states give equal plans."""
@@ -51,6 +56,7 @@ class _Draft:
         self.rows: list[Row] = []
         self.admitted: list[Admission] = []
         self.preempted: list[Preemption] = []
+        self._gone: set[int] = set()  # ids of the preempted
         self._claimed: set[int] = set()  # evictable units that planned admissions reference again
         self._dropped: dict[int, int] = {}  # references that planned preemptions give back
 
@@ -59,7 +65,7 @@ class _Draft:
         for sequence in sequences:
             if not self.tokens:
                 return
-            if self.preempted and self._is_preempted(sequence):
+            if sequence.id in self._gone:
                 continue
             start = sequence.computed
             missing = len(sequence.tokens) - start
@@ -73,12 +79,9 @@ class _Draft:
                 self.tokens -= count
                 self.rows.append(Row(sequence, start, count, count == missing))
 
-    def _is_preempted(self, sequence: Sequence) -> bool:
-        return any(p.sequence is sequence for p in self.preempted)
-
     def _preempt_youngest(self) -> Sequence:
         """Last come, first preempted: the oldest of the running keeps going, so every step makes progress."""
-        candidates = [s for s in self.state.running if not self._is_preempted(s)]
+        candidates = [s for s in self.state.running if s.id not in self._gone]
         victim = max(candidates, key=self.state.policy.rank)
         for row in self.rows:
             if row.sequence is victim:
@@ -91,6 +94,7 @@ class _Draft:
         offload = 0 < held <= self.host_free
         if offload:
             self.host_free -= held
+        self._gone.add(victim.id)
         self.preempted.append(Preemption(victim, offload))
         return victim
 
@@ -143,13 +147,8 @@ class _Draft:
                 claimed = [u for u in self.cache.evictable(hit) if u not in self._claimed]
                 establish = len(claimed)
         need = establish + self.cache.growth(sequence, admission.start)
-        return (admission, claimed, establish) if need <= self.free - self._margin() else None
-
-    def _margin(self) -> int:
-        """Units kept free for the running; nothing is kept when nothing runs, else a large request never would."""
-        if not self.rows:
-            return 0
-        return math.ceil(self.state.limits.safety_margin * self.cache.pool.units)
+        margin = self.state.margin if self.rows else 0
+        return (admission, claimed, establish) if need <= self.free - margin else None
 
     def _sibling(self, sequence: Sequence, shared: int) -> tuple[Sequence | None, bool]:
         """A running sibling to fork from, or whether to wait for one that is still computing the prompt."""

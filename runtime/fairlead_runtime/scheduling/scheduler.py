@@ -11,7 +11,6 @@ and forks are that one rule. Owns queues and sequences; never touches a tensor, 
 from bisect import bisect_left, insort
 from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
 
 from fairlead_runtime.cache.groups import LayerGroup
 from fairlead_runtime.cache.paged import PagedCache
@@ -28,51 +27,18 @@ from fairlead_runtime.scheduling.plan import (
     Source,
     Token,
     Verdict,
-    VerdictKind,
     Work,
 )
 from fairlead_runtime.scheduling.planner import State, plan_step
 from fairlead_runtime.scheduling.policies import POLICIES
+from fairlead_runtime.scheduling.stats import SchedulerStats, StepStats
+from fairlead_runtime.scheduling.verdict import judge, never
 
 __all__ = ["InvariantViolation", "Scheduler", "SchedulerStats", "StepError", "StepStats"]
 
 
 class StepError(RuntimeError):
     """commit or update got what does not belong to this moment: a bug in the caller."""
-
-
-@dataclass(frozen=True, slots=True)
-class StepStats:
-    """What the last committed step holds. Tokens are rows' tokens: a resumed prefill counts again."""
-
-    rows: int = 0
-    prefill_tokens: int = 0
-    decode_tokens: int = 0
-    preempted: int = 0
-    units_held: int = 0  # by requests, after the step's blocks were taken
-
-
-@dataclass(frozen=True, slots=True)
-class SchedulerStats:
-    """Gauges (now) and counters (since start) for metrics and debugging. Units, not whole-model blocks."""
-
-    running: int
-    waiting: int
-    offloaded: int  # of the waiting ones
-    units: int
-    free: int
-    cached: int  # evictable: nobody references them, they count as free
-    used: int
-    preemptions: int
-    offloads: int  # of the preemptions
-    prefix_queries: int  # tokens looked up
-    prefix_hits: int  # tokens found
-    last: StepStats
-
-    @property
-    def usage(self) -> float:
-        """Share of units that requests hold, 0..1: 0 at rest."""
-        return self.used / self.units
 
 
 class Scheduler:
@@ -102,44 +68,12 @@ class Scheduler:
 
     def judge(self, prompt_len: int, max_tokens: int | None) -> Verdict:
         """Whether such a request may come in. ``max_tokens`` None is clipped to what the limits leave."""
-        limits = self.limits
-        if prompt_len < 1:
-            return Verdict(VerdictKind.NEVER, "the prompt is empty: give at least one token", 0)
-        wanted = 1 if max_tokens is None else max_tokens
-        if prompt_len + wanted > limits.capacity:
-            return Verdict(VerdictKind.NEVER, self._never(prompt_len, max_tokens), 0)
-        resolved = limits.capacity - prompt_len if max_tokens is None else max_tokens
-        if len(self.state.policy) or len(self.state.running) >= limits.max_requests:
-            return Verdict(VerdictKind.LATER, "waits for requests before it", resolved)
-        cache = self.state.cache
-        target = min(cache.blocks(prompt_len) + 1, cache.blocks(prompt_len + resolved - 1))
-        promised = sum(cache.growth(s, s.computed) for s in self.state.running)
-        margin = limits.safety_margin * cache.pool.units if self.state.running else 0
-        need, left = target * len(cache.groups), cache.pool.available - promised - margin
-        if need > left:
-            text = f"needs {need} units, {max(0, int(left))} are free beyond what is promised and kept"
-            return Verdict(VerdictKind.LATER, text, resolved)
-        return Verdict(VerdictKind.OK, "would start in the next step", resolved)
-
-    def _never(self, prompt_len: int, max_tokens: int | None) -> str:
-        limits = self.limits
-        wanted = 1 if max_tokens is None else max_tokens
-        if limits.capacity == limits.max_model_len:
-            holds = f"one sequence holds {limits.capacity} (max_model_len)"
-        else:
-            holds = f"the cache holds {limits.capacity} ({limits.num_blocks} blocks × {limits.block_size})"  # noqa: RUF001 - the sign of arithmetic
-        fix = (
-            "shorten the prompt"
-            if prompt_len >= limits.capacity
-            else "shorten the prompt or lower max_tokens"
-        )
-        return f"prompt {prompt_len} + max_tokens {wanted} = {prompt_len + wanted} tokens, but {holds}: {fix}"
+        return judge(self.state, prompt_len, max_tokens)
 
     def add(self, request: Request) -> tuple[Sequence, ...]:
         """Queue a request: one sequence per choice. Raises RequestError when it could never run."""
-        verdict = self.judge(len(request.prompt), request.max_tokens)
-        if verdict.kind is VerdictKind.NEVER:
-            raise RequestError("prompt" if not request.prompt else "max_tokens", verdict.message)
+        if refusal := never(self.limits, len(request.prompt), request.max_tokens):
+            raise RequestError("max_tokens" if request.prompt else "prompt", refusal)
         if request.id in self.state.families:
             raise RequestError("id", f"{request.id!r} is already being served: choose another")
         params = request.params
@@ -343,7 +277,7 @@ class Scheduler:
         return SchedulerStats(
             running=len(self.state.running),
             waiting=len(self.state.policy),
-            offloaded=sum(1 for s in self._live.values() if s.host),
+            offloaded=sum(1 for s in self._live.values() if s.host) if self.limits.offload_units else 0,
             units=pool.units,
             free=len(pool.free),
             cached=len(pool.cached),

@@ -11,6 +11,7 @@ from fairlead_runtime.scheduling.record import Line, RecordError, Recording
 
 STEP_SECONDS = 1e-3  # how long a step is drawn when the recording has no clock
 PROCESS = 1
+LONGEST_NAME = 16  # of a request in the picture; longer ids are numbered
 
 
 @dataclass(slots=True)
@@ -71,31 +72,39 @@ class _Follower:
         self.seen: dict[int, _Seen] = {}
         self.slots: list[int | None] = []  # sequence id by slot
         self.notes: list[str] = []
+        self.short: dict[str, str] = {}  # long request ids → what the picture calls them
         self.view: StepView | None = None  # committed, its update not read yet
         self.step = 0
 
     def take(self, line: Line) -> StepView | None:
-        """Read one line; an update completes a step."""
+        """Read one line; an update completes a step, which is then given out."""
         if "add" in line:
             self._add(line)
         elif "abort" in line:
-            name, choice = line["abort"]
+            full, choice = line["abort"]
+            name = self.short.get(full, full)
             self._leave(name if choice is None else f"{name}/{choice}", "aborted")
         elif "fail" in line:
             self._leave(self.seen[line["fail"][0]].name, f"failed: {line['fail'][1]}")
         elif "plan" in line:
-            self.view = self._plan(line)
+            lost, self.view = self.view, self._plan(line)
+            return lost  # a step that never came back
         elif "update" in line and self.view is not None:
             return self._update(line, self.view)
         return None
 
     def _add(self, line: Line) -> None:
         request = line["add"]
-        name, prompt, n = request["id"], len(request["prompt"]), request["params"]["n"]
+        prompt, n = len(request["prompt"]), request["params"]["n"]
+        name = full = str(request["id"])
+        if len(full) > LONGEST_NAME:
+            name = f"#{len(self.short)}"
+            self.short[full] = name
         for choice, i in enumerate(line["sequences"]):
             label = name if n == 1 else f"{name}/{choice}"
             self.seen[i] = _Seen(label, prompt, prompt + request["max_tokens"], prompt)
-        self.notes.append(f"+ {name}: prompt {prompt}, max_tokens {request['max_tokens']}, n {n}")
+        known = f" = {full}" if name != full else ""
+        self.notes.append(f"+ {name}{known}: prompt {prompt}, max_tokens {request['max_tokens']}, n {n}")
 
     def _leave(self, name: str, why: str) -> None:
         self.notes.append(f"- {name}: {why}")
@@ -180,6 +189,7 @@ def as_text(recording: Recording) -> Iterator[str]:
         )
         for name, _, offload in view.preempted:
             yield f"  ! {name} preempted, {'moved to host memory' if offload else 'to be recomputed'}"
+        yield f"  packed {_packed(view.rows)}"
         width = max((len(row.name) for row in view.rows), default=0)
         for row in view.rows:
             yield _row_text(row, width)
@@ -194,6 +204,12 @@ def _row_text(row: RowView, width: int) -> str:
     done, now = round(row.start * scale), max(round(end * scale), round(row.start * scale) + 1)
     bar = ("=" * done + "#" * (now - done))[:24].ljust(24, ".")
     return f"  [{row.slot}] {row.name:<{width}} |{bar}| {what:<22} {row.held:>4} blocks  {row.how}".rstrip()
+
+
+def _packed(rows: list[RowView], most: int = 80) -> str:
+    """The step's one unpadded row of tokens, a slot's last digit each; a token attends within its own bars only."""
+    strip = "|".join(str(row.slot % 10) * min(row.count, most) for row in rows)
+    return strip if len(strip) <= most else strip[: most - 3] + "..."
 
 
 def _names(names: list[str]) -> str:

@@ -1,0 +1,84 @@
+"""What one step costs in the scheduler alone: plan + commit + update for running decodes, in milliseconds.
+
+CPU time of the thread, so that other processes on the machine do not count.
+
+Target: 256 decodes ≤ 1 ms, 1,024 ≤ 4 ms. Run: .venv/bin/python benchmarks/step_overhead.py
+"""
+
+import argparse
+import gc
+import statistics
+import time
+
+from fairlead_runtime.cache.groups import group_layers
+from fairlead_runtime.request import Request, SamplingParams
+from fairlead_runtime.scheduling import Limits, Result, Scheduler
+
+TARGETS = {256: 1.0, 1024: 4.0}
+PROMPT, WARM_UP = 200, 40
+
+
+def running(decodes: int, windows: list[int | None], policy: str, steps: int) -> Scheduler:
+    """A scheduler in which that many sequences decode for ``steps`` steps and more."""
+    output = WARM_UP + steps + 8
+    limits = Limits(
+        policy=policy,  # type: ignore[arg-type]
+        max_batch_tokens=decodes * PROMPT,
+        max_requests=decodes,
+        safety_margin=0.0,
+        block_size=16,
+        num_blocks=decodes * (-(-(PROMPT + output) // 16) + 1),
+        max_model_len=PROMPT + output,
+    )
+    scheduler = Scheduler(limits, group_layers(windows))
+    for i in range(decodes):
+        prompt = tuple(range(i * PROMPT, (i + 1) * PROMPT - i % 16))  # blocks fill up at different steps
+        scheduler.add(Request(f"r{i}", prompt, SamplingParams(max_tokens=output), output, tenant=str(i % 8)))
+    return scheduler
+
+
+def measure(decodes: int, windows: list[int | None], policy: str, steps: int) -> dict[str, list[float]]:
+    """Milliseconds of each part, step by step."""
+    scheduler = running(decodes, windows, policy, steps)
+    times: dict[str, list[float]] = {"plan": [], "commit": [], "update": [], "step": []}
+    for i in range(WARM_UP + steps):
+        t0 = time.thread_time()
+        plan = scheduler.plan()
+        t1 = time.thread_time()
+        work = scheduler.commit(plan)
+        t2 = time.thread_time()
+        results = {row.sequence.id: Result(5) for row in work.rows if row.samples}
+        t3 = time.thread_time()
+        scheduler.update(work, results)
+        t4 = time.thread_time()
+        if i >= WARM_UP:
+            if len(work.rows) != decodes:
+                raise SystemExit(f"{len(work.rows)} rows, {decodes} wanted")
+            for name, seconds in zip(times, (t1 - t0, t2 - t1, t4 - t3, t2 - t0 + t4 - t3), strict=True):
+                times[name].append(seconds * 1e3)
+    return times
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--steps", type=int, default=400)
+    options = parser.parse_args()
+    gc.freeze()
+    print(
+        f"{'decodes':>8} {'policy':>14} {'groups':>7} {'plan':>7} {'commit':>7} {'update':>7}   step: median (p5 .. p95) ms"
+    )
+    shapes: tuple[list[int | None], ...] = ([None], [None, 64])
+    for windows in shapes:
+        for policy in ("fifo", "fair") if len(windows) == 1 else ("fifo",):
+            for decodes, target in TARGETS.items():
+                times = measure(decodes, windows, policy, options.steps)
+                parts = [statistics.median(times[name]) for name in ("plan", "commit", "update")]
+                cuts = statistics.quantiles(times["step"], n=20)
+                print(
+                    f"{decodes:>8} {policy:>14} {len(windows):>7} {parts[0]:>7.3f} {parts[1]:>7.3f} {parts[2]:>7.3f}"
+                    f"   {statistics.median(times['step']):.3f} ({cuts[0]:.3f} .. {cuts[-1]:.3f}), target {target}"
+                )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,41 @@
+"""May this request come in? OK, LATER or NEVER, decided on lengths alone. Pure: reads the state, changes nothing."""
+
+from fairlead_runtime.scheduling.plan import Limits, Verdict, VerdictKind
+from fairlead_runtime.scheduling.planner import State
+
+
+def judge(state: State, prompt_len: int, max_tokens: int | None) -> Verdict:
+    """NEVER iff prompt + max_tokens exceeds what one request may hold alone; None is clipped to what is left.
+
+    OK and LATER are for the moment of asking and count no prefix hit, so a request may start sooner than said.
+    """
+    limits, cache = state.limits, state.cache
+    if refusal := never(limits, prompt_len, max_tokens):
+        return Verdict(VerdictKind.NEVER, refusal, 0)
+    resolved = limits.capacity - prompt_len if max_tokens is None else max_tokens
+    if len(state.policy) or len(state.running) >= limits.max_requests:
+        return Verdict(VerdictKind.LATER, "waits for requests before it", resolved)
+    target = min(cache.blocks(prompt_len) + 1, cache.blocks(prompt_len + resolved - 1))
+    promised = sum(cache.growth(s, s.computed) for s in state.running)
+    margin = state.margin if state.running else 0
+    need, left = target * len(cache.groups), cache.pool.available - promised - margin
+    if need > left:
+        text = f"needs {need} units, {max(0, left)} are free beyond what is promised and kept"
+        return Verdict(VerdictKind.LATER, text, resolved)
+    return Verdict(VerdictKind.OK, "would start in the next step", resolved)
+
+
+def never(limits: Limits, prompt_len: int, max_tokens: int | None) -> str:
+    """Why such a request cannot run even alone, with the arithmetic and the fix; empty when it can."""
+    if prompt_len < 1:
+        return "the prompt is empty: give at least one token"
+    wanted = 1 if max_tokens is None else max_tokens
+    if prompt_len + wanted <= limits.capacity:
+        return ""
+    if limits.capacity == limits.max_model_len:
+        holds = f"one sequence holds {limits.capacity} (max_model_len)"
+    else:
+        holds = f"the cache holds {limits.capacity} ({limits.num_blocks} blocks × {limits.block_size})"  # noqa: RUF001 - the sign of arithmetic
+    room = limits.capacity - prompt_len
+    fix = f"lower max_tokens to {room} or shorten the prompt" if room > 0 else "shorten the prompt"
+    return f"prompt {prompt_len} + max_tokens {wanted} = {prompt_len + wanted} tokens, but {holds}: {fix}"

@@ -1,0 +1,305 @@
+"""Plant known bugs in a copy of scheduler and cache, one at a time; the whole-run property must catch every one.
+
+    .venv/bin/python scripts/plant_bugs.py [--seeds 60] [--jobs 2] [--only NAME]
+
+Ends with 0 when all were caught, 1 when one got away, 2 when a replacement no longer matches the source.
+"""
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGE = ROOT / "runtime" / "fairlead_runtime"
+HARNESS = ROOT / "tests" / "whole_run.py"
+
+RUN = """
+import sys, pathlib
+import fairlead_runtime, whole_run
+here = pathlib.Path(sys.argv[1])
+assert here in pathlib.Path(fairlead_runtime.__file__).parents, fairlead_runtime.__file__
+for seed in range(int(sys.argv[2])):
+    error = whole_run.fails(whole_run.draw(seed))
+    if error is not None:
+        print(f"seed {seed}: {type(error).__name__}: {error}".splitlines()[0][:110])
+        sys.exit(9)
+"""
+
+
+class Bug(NamedTuple):
+    name: str
+    file: str
+    old: str
+    new: str
+
+
+POOL, PREFIX, PAGED, HOST = "cache/blocks.py", "cache/prefix.py", "cache/paged.py", "cache/offload.py"
+GROUPS, PLANNER, SCHEDULER = "cache/groups.py", "scheduling/planner.py", "scheduling/scheduler.py"
+POLICY = "scheduling/policies.py"
+
+BUGS = (
+    Bug("a freed block is forgotten", POOL, "self.free.append(unit)", "pass"),
+    Bug("a freed block goes back twice", POOL, "self.free.append(unit)", "self.free += [unit, unit]"),
+    Bug("a shared block is freed with its first owner", POOL, "self.refs[unit] -= 1", "self.refs[unit] = 0"),
+    Bug("a hit takes no reference", POOL, "        self.refs[unit] += 1", "        pass"),
+    Bug("a hit leaves the block evictable", POOL, "del self.cached[unit]", "pass"),
+    Bug(
+        "an evicted block can still be found", POOL, "del self._index[content[0]][content[1].digest]", "pass"
+    ),
+    Bug("equal content overwrites the index", POOL, " and block.digest not in self._index[group]", ""),
+    Bug("the salt is left out of the hash", PREFIX, "+ identity + salt", "+ identity"),
+    Bug("the parent is left out of the hash", PREFIX, "sha256(parent + packed)", "sha256(packed)"),
+    Bug(
+        "a window hit ends one block too early",
+        PREFIX,
+        "at > group.first_block",
+        "at - 1 > group.first_block",
+    ),
+    Bug(
+        "the hit covers the whole prompt",
+        PAGED,
+        "self._extend(sequence, len(sequence.tokens) - 1)",
+        "self._extend(sequence, len(sequence.tokens))",
+    ),
+    Bug(
+        "the window frees a block too early",
+        GROUPS,
+        "position - self.window + 1)",
+        "position - self.window + 1 + block_size)",
+    ),
+    Bug(
+        "the window frees a block too late",
+        GROUPS,
+        "position - self.window + 1)",
+        "position - self.window + 1 - block_size)",
+    ),
+    Bug(
+        "a block is one token short",
+        PAGED,
+        "return -(-tokens // self.block_size)",
+        "return tokens // self.block_size + 1",
+    ),
+    Bug(
+        "a block is shareable before its forward pass",
+        SCHEDULER,
+        "                cache.grow(sequence, start + count)\n",
+        "                cache.grow(sequence, start + count)\n                sequence.computed = start + count; cache.settle(sequence); sequence.computed = start\n",
+    ),
+    Bug(
+        "partial blocks are registered",
+        PAGED,
+        "full = computed // self.block_size\n        if self.sharing",
+        "full = self.blocks(computed)\n        if self.sharing",
+    ),
+    Bug(
+        "a fork copies another block as its tail",
+        PAGED,
+        "(source[full], own[full])",
+        "(source[0], own[full])",
+    ),
+    Bug("a fork's tail is not copied", SCHEDULER, "work.copies += self", "_ = self"),
+    Bug(
+        "a fork takes no references",
+        PAGED,
+        "            for unit in table[first:full]:\n                self.pool.share(unit)",
+        "            pass",
+    ),
+    Bug("a fork begins before its sibling has the prompt", PAGED, "if sibling.computed < tokens or", "if"),
+    Bug("host units are not given back", PAGED, "        self.host.release(host)\n", ""),
+    Bug(
+        "an aborted offload keeps its host units",
+        PAGED,
+        "        self.host.release(list(_entries(sequence.host)))\n",
+        "",
+    ),
+    Bug(
+        "a restore leaves out its last block",
+        PAGED,
+        "sequence.registered = 0\n        return pairs",
+        "sequence.registered = 0\n        return pairs[:-1]",
+    ),
+    Bug(
+        "an offload is copied after its blocks are taken",
+        SCHEDULER,
+        "work.offload += self",
+        "work.copies += self",
+    ),
+    Bug(
+        "an offload forgets how far it was",
+        PAGED,
+        "        sequence.registered = 0\n        return pairs",
+        "        sequence.registered = sequence.computed = 0\n        return pairs",
+    ),
+    Bug(
+        "a soft reset drops a generated token",
+        SCHEDULER,
+        "            self.state.cache.release(sequence)\n",
+        "            self.state.cache.release(sequence)\n            sequence.tokens[sequence.prompt_len + 1 :] = []\n",
+    ),
+    Bug(
+        "a soft reset keeps its count of computed tokens",
+        PAGED,
+        "sequence.computed = sequence.registered = 0",
+        "sequence.registered = 0",
+    ),
+    Bug("the oldest is the victim", PLANNER, "victim = max(", "victim = min("),
+    Bug("a victim's row stays in the step", PLANNER, "                self.rows.remove(row)\n", ""),
+    Bug(
+        "a step that preempted admits too",
+        PLANNER,
+        "if self.preempted or not self.tokens:",
+        "if not self.tokens:",
+    ),
+    Bug(
+        "admission looks at the first chunk only",
+        PLANNER,
+        "need = establish + self.cache.growth(sequence, admission.start)",
+        "need = establish + self.cache.units(admission.start, admission.start + min(self.tokens, len(sequence.tokens) - admission.start))",
+    ),
+    Bug("a claimed cached block counts as free", PLANNER, "establish = len(claimed)", "establish = 0"),
+    Bug(
+        "a copied tail is not counted",
+        PLANNER,
+        "len(self.cache.groups) if shared % self.cache.block_size else 0",
+        "0",
+    ),
+    Bug(
+        "one request more than allowed runs",
+        PLANNER,
+        "len(self.admitted) >= state",
+        "len(self.admitted) > state",
+    ),
+    Bug(
+        "the token budget is not charged for prompts",
+        PLANNER,
+        "            self.tokens -= count\n            self.free -= establish",
+        "            self.free -= establish",
+    ),
+    Bug(
+        "a small request overtakes",
+        PLANNER,
+        "            if entry is None:\n                return",
+        "            if entry is None:\n                continue",
+    ),
+    Bug("the safety margin is ignored", PLANNER, "self.limits.safety_margin * self", "0 * self"),
+    Bug(
+        "the margin applies when nothing runs",
+        PLANNER,
+        "self.state.margin if self.rows else 0",
+        "self.state.margin",
+    ),
+    Bug(
+        "decodes wait for prefills",
+        PLANNER,
+        "if state.policy.prefills_first else",
+        "if not state.policy.prefills_first else",
+    ),
+    Bug("the youngest waits at the front", POLICY, "return (sequence.id,)", "return (-sequence.id,)"),
+    Bug(
+        "priority is upside down",
+        POLICY,
+        "(sequence.request.priority, sequence.id)",
+        "(-sequence.request.priority, sequence.id)",
+    ),
+    Bug(
+        "a finished sequence keeps its blocks",
+        SCHEDULER,
+        "        self.state.cache.release(sequence, forget=status is Status.FAILED)\n",
+        "",
+    ),
+    Bug(
+        "an aborted waiting one stays queued",
+        SCHEDULER,
+        "        if sequence.status is Status.PENDING:\n            self.state.policy.remove(sequence)\n",
+        "        if sequence.status is Status.PENDING:\n            pass\n",
+    ),
+    Bug(
+        "the output is one token too long",
+        SCHEDULER,
+        "len(tokens) >= sequence.limit",
+        "len(tokens) > sequence.limit",
+    ),
+    Bug("min_tokens is one short", SCHEDULER, "index + 1 >= request", "index + 2 >= request"),
+    Bug("ignore_eos is ignored", SCHEDULER, "if params.ignore_eos else", "if False else"),
+    Bug(
+        "sampling one token early",
+        PLANNER,
+        "Row(sequence, start, count, count == missing)",
+        "Row(sequence, start, count, count >= missing - 1)",
+    ),
+    Bug("a failed result is taken as a token", SCHEDULER, "result.error is not None:", "False:"),
+)
+
+
+class Verdict(NamedTuple):
+    bug: Bug
+    caught: bool
+    how: str
+    seconds: float
+
+
+def plant(bug: Bug, where: Path) -> None:
+    """Copy package and harness to ``where`` and put the bug in."""
+    shutil.copytree(
+        PACKAGE, where / "fairlead_runtime", ignore=shutil.ignore_patterns("__pycache__", "assets", "models")
+    )
+    shutil.copy(HARNESS, where)
+    target = where / "fairlead_runtime" / bug.file
+    target.write_text(target.read_text().replace(bug.old, bug.new))
+
+
+def stale() -> list[str]:
+    """Bugs whose text is no longer in the source: they would prove nothing."""
+    return [
+        f"{bug.name}: {bug.file} no longer contains {bug.old!r}"
+        for bug in BUGS
+        if bug.old not in (PACKAGE / bug.file).read_text()
+    ]
+
+
+def hunt(bug: Bug, seeds: int) -> Verdict:
+    """Run the property on a copy with the bug until it fails."""
+    started = time.monotonic()
+    with tempfile.TemporaryDirectory() as name:
+        where = Path(name).resolve()
+        plant(bug, where)
+        command = [sys.executable, "-c", RUN, str(where), str(seeds)]
+        environment = os.environ | {"PYTHONPATH": str(where), "PYTHONDONTWRITEBYTECODE": "1"}
+        done = subprocess.run(
+            command, env=environment, capture_output=True, text=True, check=False, cwd=where
+        )
+    if done.returncode not in (0, 9):
+        raise RuntimeError(f"{bug.name}: the run itself broke: {done.stderr[-500:]}")
+    return Verdict(bug, done.returncode == 9, done.stdout.strip(), time.monotonic() - started)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Plant bugs; all must be caught.")
+    parser.add_argument("--seeds", type=int, default=60, help="seeds of the property run for each bug")
+    parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("--only", default="", help="bugs whose name contains this")
+    options = parser.parse_args()
+    bugs = [bug for bug in BUGS if options.only in bug.name]
+    if outdated := stale():
+        print("\n".join(outdated), file=sys.stderr)
+        return 2
+    with ThreadPoolExecutor(options.jobs) as pool:
+        verdicts = list(pool.map(lambda bug: hunt(bug, options.seeds), bugs))
+    for verdict in verdicts:
+        print(
+            f"{'caught' if verdict.caught else 'MISSED':<7} {verdict.seconds:5.1f} s  {verdict.bug.name:<50} {verdict.how}"
+        )
+    caught = sum(verdict.caught for verdict in verdicts)
+    print(f"{caught} of {len(verdicts)} planted bugs caught")
+    return 0 if caught == len(verdicts) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,298 @@
+"""A server on real sockets in the test's own event loop, and a service of known behaviour to put behind it."""
+
+import asyncio
+import itertools
+import json
+import os
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any, Self
+
+import httpx
+from openai import AsyncOpenAI
+from starlette.types import ASGIApp
+
+from fairlead_runtime.api.server import Listeners, listen, serve
+from fairlead_runtime.api.state import Backend, Face
+from fairlead_runtime.detokenize import vocabulary_of
+from fairlead_runtime.logprobs import Logprob
+from fairlead_runtime.models import tiny
+from fairlead_runtime.outputs import (
+    Draining,
+    EngineSnapshot,
+    Health,
+    Output,
+    RequestView,
+    ServiceError,
+    Submission,
+)
+from fairlead_runtime.request import FinishReason, RequestError
+
+MODEL = "tiny"
+LONG_FORM = os.environ.get("FAIRLEAD_FULL") == "1"
+MAX_MODEL_LEN = 512
+TEXT = "naïve 日本 🙂 text, "  # characters of one to four bytes
+
+
+class FakeStream:
+    """Streams ``texts`` to every choice, one per turn of the loop, or waits for ever after them."""
+
+    def __init__(self, service: "FakeService", submission: Submission) -> None:
+        self.request_id = submission.id
+        self.cached_tokens = 3
+        self._service = service
+        self._submission = submission
+        self._outputs = self._script()
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> Output:
+        await asyncio.sleep(0)
+        for output in self._outputs:
+            return output
+        if self._service.hang:
+            self._service.hanging.set()
+            await asyncio.Event().wait()
+        if self._service.error is not None:
+            raise self._service.error
+        raise StopAsyncIteration
+
+    async def aclose(self) -> None:
+        self._service.live.pop(self.request_id, None)
+        self._service.closed.set()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        await self.aclose()
+
+    def _script(self) -> "itertools.chain[Output]":
+        params = self._submission.params
+        return itertools.chain.from_iterable(
+            self._choice_output(step, index)
+            for step in range(params.max_tokens or 4)
+            for index in range(params.n)
+        )
+
+    def _choice_output(self, step: int, index: int) -> list[Output]:
+        params, service = self._submission.params, self._service
+        last = step + 1 == (params.max_tokens or 4) and not service.hang and service.error is None
+        logprobs = None
+        if params.logprobs is not None:
+            best = {step + 1 + k: Logprob(-0.5 - k, k + 1, f"t{k}") for k in range(params.logprobs)}
+            logprobs = ({step: Logprob(-20.0, 21, TEXT[step % len(TEXT)]), **best},)
+        reason = service.finish if last else None
+        return [Output(index, (step,), TEXT[step % len(TEXT)], logprobs, reason)]
+
+
+@dataclass
+class FakeService:
+    """Behaves as told: see the fields."""
+
+    max_model_len: int = MAX_MODEL_LEN
+    hang: bool = False  # never end a stream
+    error: ServiceError | None = None  # what ends every stream
+    finish: FinishReason = FinishReason.LENGTH
+    refuse: Exception | None = None  # what submit raises
+    refuse_after: int = 0  # once that many were taken
+    state: Health = field(default_factory=lambda: Health(alive=True, ready=True))
+    live: dict[str, Submission] = field(default_factory=dict)
+    seen: list[Submission] = field(default_factory=list)
+    closed: asyncio.Event = field(default_factory=asyncio.Event)
+    hanging: asyncio.Event = field(default_factory=asyncio.Event)
+    draining: bool = False
+
+    async def submit(self, submission: Submission) -> FakeStream:
+        if self.draining:
+            raise Draining("draining", retry_after=1.0)
+        if self.refuse is not None and len(self.seen) >= self.refuse_after:
+            raise self.refuse
+        needed = len(submission.prompt) + (submission.params.max_tokens or 1)
+        if not submission.prompt:
+            raise RequestError("prompt", "is empty")
+        if needed > self.max_model_len:
+            raise RequestError(
+                "max_tokens", f"{len(submission.prompt)} + {needed} exceeds {self.max_model_len}"
+            )
+        self.seen.append(submission)
+        self.live[submission.id] = submission
+        return FakeStream(self, submission)
+
+    async def cancel(self, request_id: str) -> bool:
+        return self.live.pop(request_id, None) is not None
+
+    def begin_drain(self) -> None:
+        self.draining = True
+
+    async def drain(self, grace: float) -> int:
+        self.begin_drain()
+        async with asyncio.timeout(grace):
+            while self.live:
+                self.closed.clear()
+                await self.closed.wait()
+        return 0
+
+    async def canary(self, patience: float = 10.0) -> int:
+        return 7
+
+    def snapshot(self) -> EngineSnapshot:
+        raise NotImplementedError("the HTTP side takes metrics from its Backend")
+
+    def health(self) -> Health:
+        return self.state
+
+    async def requests(self) -> list[RequestView]:
+        return []
+
+
+def backend_of(service: Any) -> Backend:
+    tokenizer = tiny.tokenizer()
+    return Backend(
+        service=service,
+        tokenizer=tokenizer,
+        # The service makes up its tokens: no id of the tokenizer stands for what it says.
+        vocabulary=replace(vocabulary_of(tokenizer), spelled={}),
+        metrics=lambda: b"# HELP x y\n",
+        memory=lambda: {"planned": {"weights": 1}, "measured": {"weights": 1}},
+        died=asyncio.Event(),
+    )
+
+
+@dataclass
+class Server:
+    """A running server as its clients see it."""
+
+    face: Face
+    port: int
+    admin_port: int
+    task: "asyncio.Task[None]"
+    key: str = "no-key"
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    @property
+    def admin_url(self) -> str:
+        return f"http://127.0.0.1:{self.admin_port}"
+
+    @property
+    def openai(self) -> AsyncOpenAI:
+        return AsyncOpenAI(base_url=self.url + "/v1", api_key=self.key, max_retries=0, timeout=30)
+
+    def client(self) -> httpx.AsyncClient:
+        return httpx.AsyncClient(base_url=self.url, timeout=30)
+
+    def admin(self) -> httpx.AsyncClient:
+        return httpx.AsyncClient(base_url=self.admin_url, timeout=30)
+
+    async def raw(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        return await asyncio.open_connection("127.0.0.1", self.port)
+
+
+@asynccontextmanager
+async def running(
+    load: Callable[[], Awaitable[Backend]], *, wait: bool = True, drain_timeout: float = 5.0, **settings: Any
+) -> AsyncIterator[Server]:
+    """A server over ``load``'s backend; ``settings`` are Face's, and ``max_connections``."""
+    limits = {name: settings.pop(name) for name in ("max_connections",) if name in settings}
+    face = Face(name=MODEL, **settings)
+    listeners: Listeners = listen("127.0.0.1", 0, 0)
+    port, admin_port = (each.getsockname()[1] for each in listeners)
+    task = asyncio.create_task(serve(face, listeners, load, drain_timeout=drain_timeout, **limits))
+    server = Server(face, port, admin_port, task)
+    try:
+        if wait:
+            await until(lambda: face.backend is not None or task.done())
+        yield server
+    finally:
+        if not task.done():
+            task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+@asynccontextmanager
+async def faked(
+    service: FakeService | None = None, **settings: Any
+) -> AsyncIterator[tuple[Server, FakeService]]:
+    behind = service or FakeService()
+
+    async def load() -> Backend:
+        return backend_of(behind)
+
+    async with running(load, **settings) as server:
+        yield server, behind
+
+
+async def asgi(app: ASGIApp, method: str, path: str, body: bytes = b"", **headers: str) -> tuple[int, bytes]:
+    """One request to an application without a socket: its status and its body."""
+    pending: list[dict[str, Any]] = [{"type": "http.request", "body": body, "more_body": False}]
+    sent: list[Any] = []
+
+    async def receive() -> dict[str, Any]:
+        if pending:
+            return pending.pop()
+        await asyncio.Event().wait()
+        return {"type": "http.disconnect"}
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    given = {"content_type": "application/json", **headers}
+    scope = {
+        "type": "http",
+        "asgi": {"version": "3.0", "spec_version": "2.3"},
+        "http_version": "1.1",
+        "method": method,
+        "path": path,
+        "raw_path": path.encode(),
+        "query_string": b"",
+        "root_path": "",
+        "scheme": "http",
+        "server": ("x", 80),
+        "client": ("y", 1),
+        "headers": [(name.replace("_", "-").encode(), value.encode()) for name, value in given.items()],
+    }
+    await app(scope, receive, send)
+    return sent[0]["status"], b"".join(message.get("body", b"") for message in sent[1:])
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """Let the event loop turn until ``condition`` holds; the test's own time limit is the only other end."""
+    while not condition():  # noqa: ASYNC110 - the conditions are the server's own state, which has no events
+        await asyncio.sleep(0)
+
+
+def run(scenario: Coroutine[Any, Any, None]) -> None:
+    asyncio.run(scenario)
+
+
+def chat(text: Any = "hello", **fields: Any) -> dict[str, Any]:
+    return {"model": MODEL, "messages": [{"role": "user", "content": text}], **fields}
+
+
+def completion(prompt: Any = "hello", **fields: Any) -> dict[str, Any]:
+    return {"model": MODEL, "prompt": prompt, **fields}
+
+
+def events(text: str) -> list[Any]:
+    """The events of a stream: JSON values, and the word [DONE]."""
+    found = [line.removeprefix("data: ") for line in text.split("\n\n") if line]
+    return [each if each == "[DONE]" else json.loads(each) for each in found]
+
+
+def is_error(body: Mapping[str, Any]) -> bool:
+    """Whether it is OpenAI's error object, and nothing else."""
+    return set(body) == {"error"} and set(body["error"]) == {"message", "type", "param", "code"}
+
+
+def http(method: str, path: str, body: bytes = b"", **headers: str) -> bytes:
+    """A request as bytes; a header's underscores become hyphens."""
+    lines = [f"{method} {path} HTTP/1.1", "Host: x"]
+    lines += [f"{name.replace('_', '-')}: {value}" for name, value in headers.items()]
+    if body:
+        lines += ["Content-Type: application/json", f"Content-Length: {len(body)}"]
+    return "\r\n".join(lines).encode() + b"\r\n\r\n" + body

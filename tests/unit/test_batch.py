@@ -1,0 +1,91 @@
+"""Rows become tensors: positions, slots and tables as the definitions say, in buffers that are reused."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fairlead_kernels.attention import NULL
+from fairlead_runtime.batch import BatchBuilder
+from fairlead_runtime.cache.groups import LayerGroup
+from fairlead_runtime.request import Request, SamplingParams, Sequence
+from fairlead_runtime.scheduling.plan import Row
+
+FULL = (LayerGroup(0, None, (0,)),)
+
+
+def sequence(index: int, tokens: list[int], *tables: list[int]) -> Sequence:
+    made = Sequence(index, Request(str(index), tuple(tokens), SamplingParams(), 4), 0, tokens)
+    made.tables = list(tables)
+    return made
+
+
+def test_a_prefill_and_a_decode_are_packed_one_after_the_other() -> None:
+    first, second = sequence(0, [10, 11, 12, 13, 14], [7, 2]), sequence(1, [20, 21, 22], [5])
+    batch = BatchBuilder(FULL, 4).build([Row(first, 1, 3, samples=False), Row(second, 2, 1, samples=True)])
+    assert batch.input_ids.tolist() == [11, 12, 13, 22]
+    assert batch.positions.tolist() == [1, 2, 3, 2]
+    assert batch.slots[0].tolist() == [29, 30, 31, 22]
+    assert batch.ragged[0].query_starts.tolist() == [0, 3, 4]
+    assert batch.ragged[0].kv_lens.tolist() == [4, 3]
+    assert batch.ragged[0].tables.tolist() == [[7], [5]]
+    assert batch.sample_index.tolist() == [3]
+    assert batch.sampling == [second]
+
+
+def test_every_group_has_its_own_slots_tables_and_window() -> None:
+    groups = (LayerGroup(0, None, (0,)), LayerGroup(1, 4, (1,)))
+    row = Row(sequence(0, list(range(9)), [3, 1, 4], [NULL, 8, 6]), 8, 1, samples=True)
+    batch = BatchBuilder(groups, 4).build([row])
+    assert [slots.tolist() for slots in batch.slots] == [[16], [24]]
+    assert [ragged.tables.tolist() for ragged in batch.ragged] == [[[3, 1, 4]], [[NULL, 8, 6]]]
+    assert [ragged.window for ragged in batch.ragged] == [None, 4]
+
+
+def test_a_step_without_samples_has_an_empty_index() -> None:
+    batch = BatchBuilder(FULL, 4).build([Row(sequence(0, [1, 2, 3], [0]), 0, 2, samples=False)])
+    assert batch.sample_index.tolist() == []
+    assert batch.sampling == []
+
+
+def test_a_token_without_a_block_is_refused() -> None:
+    with pytest.raises(RuntimeError, match="layer group 0"):
+        BatchBuilder(FULL, 4).build([Row(sequence(0, [1, 2], [NULL]), 0, 2, samples=False)])
+
+
+def test_the_next_build_reuses_the_memory_of_the_last() -> None:
+    builder = BatchBuilder(FULL, 4)
+    long = builder.build([Row(sequence(0, list(range(8)), [0, 1]), 0, 8, samples=True)])
+    at = long.input_ids.data_ptr()
+    short = builder.build([Row(sequence(1, [5, 6], [2]), 0, 2, samples=True)])
+    assert short.input_ids.data_ptr() == at
+    assert short.input_ids.tolist() == [5, 6]
+    assert short.ragged[0].tables.tolist() == [[2]]
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 20), st.integers(1, 20)), min_size=1, max_size=8),
+    st.sampled_from([4, 16]),
+    st.randoms(use_true_random=False),
+)
+def test_any_rows_match_the_definitions_token_by_token(
+    shapes: list[tuple[int, int]], block_size: int, rng: object
+) -> None:
+    rows: list[Row] = []
+    free = list(range(200))
+    rng.shuffle(free)  # type: ignore[attr-defined]  # hypothesis types its generator as object
+    for index, (start, count) in enumerate(shapes):
+        length = start + count
+        table = [free.pop() for _ in range(-(-length // block_size))]
+        tokens = [1000 * index + i for i in range(length)]
+        rows.append(Row(sequence(index, tokens, table), start, count, samples=index % 2 == 0))
+    batch = BatchBuilder(FULL, block_size).build(rows)
+    expected = [
+        (s.tokens[p], p, s.tables[0][p // block_size] * block_size + p % block_size)
+        for s, start, count, _ in rows
+        for p in range(start, start + count)
+    ]
+    got = zip(batch.input_ids.tolist(), batch.positions.tolist(), batch.slots[0].tolist(), strict=True)
+    assert list(got) == expected
+    assert [batch.input_ids.tolist()[i] for i in batch.sample_index.tolist()] == [
+        s.tokens[start + count - 1] for s, start, count, samples in rows if samples
+    ]

@@ -1,0 +1,375 @@
+"""Blocks, hashes, groups and tables by example, and the pool against a dictionary model."""
+
+import dataclasses
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from fairlead_runtime.cache.blocks import BlockPool, PoolError
+from fairlead_runtime.cache.groups import NULL, LayerGroup, group_layers, layers_per_unit
+from fairlead_runtime.cache.offload import HostPool
+from fairlead_runtime.cache.paged import PagedCache
+from fairlead_runtime.cache.prefix import extend_chain, longest_hit, root
+from fairlead_runtime.request import BlockHash, Request, SamplingParams, Sequence
+
+
+def block(i: int) -> BlockHash:
+    return BlockHash(bytes([i]), b"", b"")
+
+
+# -- groups
+
+
+@pytest.mark.parametrize(
+    ("windows", "sizes"),
+    [
+        ([None] * 12, [12]),
+        ([64] * 5, [5]),
+        ([None, 64] * 6, [6, 6]),
+        ([64] * 5 + [None], [1] * 6),
+        (([64] * 5 + [None]) * 4, [5, 5, 5, 5, 4]),  # gemma3's pattern: 25 slots for 24 layers
+        (([64] * 5 + [None]) * 10 + [64] * 2, [13, 13, 13, 13, 10]),  # 65 slots for 62 layers
+        ([None, 64, 128], [1, 1, 1]),
+    ],
+)
+def test_layers_become_few_groups_of_equal_size_with_little_waste(
+    windows: list[int | None], sizes: list[int]
+) -> None:
+    groups = group_layers(windows)
+    assert [len(g.layers) for g in groups] == sizes
+    assert sorted(layer for g in groups for layer in g.layers) == list(range(len(windows)))
+    assert all(windows[layer] == g.window for g in groups for layer in g.layers)
+    assert [g.index for g in groups] == list(range(len(groups)))
+    assert 8 * layers_per_unit(groups) * len(groups) <= 9 * len(windows)
+
+
+@pytest.mark.parametrize("windows", [[], [0], [None, -3]])
+def test_no_layers_and_windows_below_one_are_refused(windows: list[int | None]) -> None:
+    with pytest.raises(ValueError, match="windows"):
+        group_layers(windows)
+
+
+@pytest.mark.parametrize(
+    ("window", "position", "first"),
+    [(None, 99, 0), (1, 8, 2), (4, 8, 1), (5, 8, 1), (6, 8, 0), (9, 8, 0), (1, 7, 1)],
+)
+def test_the_first_block_a_query_sees_follows_its_window(
+    window: int | None, position: int, first: int
+) -> None:
+    group = LayerGroup(0, window, (0,))
+    assert group.first_block(position, 4) == first
+    if window is not None:
+        assert first == max(0, position - window + 1) // 4
+
+
+# -- the pool
+
+
+def test_free_blocks_are_taken_before_cached_ones_and_those_least_recently_used_first() -> None:
+    pool = BlockPool(4, 1)
+    a, b, c, d = pool.take(4)
+    for i, unit in enumerate((a, b, c)):
+        pool.register(unit, 0, block(i))
+    pool.release((c, b, a, d))
+    assert pool.available == 4
+    pool.share(c)
+    pool.release((c,))  # used again: the last to go
+    assert pool.take(1) == [d]
+    assert pool.take(2) == [b, a]
+    assert [pool.find(0, block(i).digest) for i in range(3)] == [None, None, c]
+
+
+def test_the_pool_gives_nothing_rather_than_too_little() -> None:
+    pool = BlockPool(3, 1)
+    pool.take(1)
+    with pytest.raises(PoolError, match="3 units wanted, 2 available"):
+        pool.take(3)
+    assert pool.available == 2
+    with pytest.raises(PoolError, match="free: nothing in it"):
+        pool.share(2)
+    with pytest.raises(PoolError, match="released twice"):
+        pool.release((0, 0))
+    host = HostPool(1)
+    with pytest.raises(PoolError, match="2 host units wanted, 1 free"):
+        host.take(2)
+
+
+def test_equal_digests_of_two_groups_are_two_contents() -> None:
+    pool = BlockPool(2, 2)
+    a, b = pool.take(2)
+    pool.register(a, 0, block(1))
+    pool.register(b, 1, block(1))
+    assert (pool.find(0, block(1).digest), pool.find(1, block(1).digest)) == (a, b)
+
+
+class PoolMachine(RuleBasedStateMachine):
+    """Every operation in any order, against plain dictionaries."""
+
+    @initialize(units=st.integers(1, 6))
+    def start(self, units: int) -> None:
+        self.pool = BlockPool(units, 1)
+        self.refs: dict[int, int] = {}
+        self.content: dict[int, int] = {}  # unit → name of its content
+        self.idle: list[int] = []  # cached and unreferenced, oldest first
+        self.names = 0
+
+    @precondition(lambda self: self.pool.available)
+    @rule(data=st.data())
+    def take(self, data: st.DataObject) -> None:
+        count = data.draw(st.integers(1, self.pool.available))
+        plain = self.pool.units - len(self.refs) - len(self.idle)
+        evicted = self.idle[: max(0, count - plain)]
+        taken = self.pool.take(count)
+        assert len(set(taken)) == count
+        assert not set(taken) & set(self.refs)
+        assert [unit for unit in taken if unit in self.idle] == evicted
+        for unit in evicted:
+            self.idle.remove(unit)
+            del self.content[unit]
+        self.refs |= dict.fromkeys(taken, 1)
+
+    @precondition(lambda self: self.refs)
+    @rule(data=st.data())
+    def release(self, data: st.DataObject) -> None:
+        unit = data.draw(st.sampled_from(sorted(self.refs)))
+        self.pool.release((unit,))
+        self.refs[unit] -= 1
+        if not self.refs[unit]:
+            del self.refs[unit]
+            if unit in self.content:
+                self.idle.append(unit)
+
+    @precondition(lambda self: self.refs or self.idle)
+    @rule(data=st.data())
+    def share(self, data: st.DataObject) -> None:
+        unit = data.draw(st.sampled_from(sorted([*self.refs, *self.idle])))
+        self.pool.share(unit)
+        self.refs[unit] = self.refs.get(unit, 0) + 1
+        if unit in self.idle:
+            self.idle.remove(unit)
+
+    @precondition(lambda self: self.refs)
+    @rule(data=st.data(), again=st.booleans())
+    def register(self, data: st.DataObject, again: bool) -> None:
+        unit = data.draw(st.sampled_from(sorted(self.refs)))
+        known = sorted(self.content.values())
+        name = data.draw(st.sampled_from(known)) if again and known else self.names
+        self.names += 1
+        self.pool.register(unit, 0, BlockHash(str(name).encode(), b"", b""))
+        if unit not in self.content and name not in known:
+            self.content[unit] = name
+
+    @precondition(lambda self: self.content)
+    @rule(data=st.data())
+    def forget(self, data: st.DataObject) -> None:
+        held = sorted(unit for unit in self.content if unit in self.refs)
+        if held:
+            unit = data.draw(st.sampled_from(held))
+            self.pool.forget(unit)
+            del self.content[unit]
+
+    @invariant()
+    def agrees(self) -> None:
+        if not hasattr(self, "pool"):
+            return
+        assert self.pool.available == self.pool.units - len(self.refs)
+        assert list(self.pool.cached) == self.idle
+        for unit, name in self.content.items():
+            assert self.pool.find(0, str(name).encode()) == unit
+
+
+PoolMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=30, deadline=None)
+TestPool = PoolMachine.TestCase
+
+
+# -- hashes
+
+
+def chain(tokens: list[int], salt: bytes = b"", identity: bytes = b"m", size: int = 4) -> list[BlockHash]:
+    hashes: list[BlockHash] = []
+    extend_chain(hashes, tokens, root(identity, salt), size, len(tokens))
+    return hashes
+
+
+def test_a_digest_stands_for_all_tokens_so_far_the_salt_and_the_model() -> None:
+    base = chain([1, 2, 3, 4, 5, 6, 7, 8, 9])
+    assert len(base) == 2
+    assert chain([1, 2, 3, 4, 5, 6, 7, 8]) == base
+    assert chain([1, 2, 3, 4, 5, 6, 7, 0])[0] == base[0]
+    others = [
+        chain([1, 2, 3, 4, 5, 6, 7, 0])[1],
+        chain([0, 2, 3, 4, 5, 6, 7, 8])[1],
+        chain([1, 2, 3, 4, 5, 6, 7, 8], salt=b"s")[1],
+        chain([1, 2, 3, 4, 5, 6, 7, 8], identity=b"n")[1],
+    ]
+    assert len({h.digest for h in [base[1], *others]}) == 5
+    assert root(b"ab", b"c") != root(b"a", b"bc")
+
+
+def test_a_chain_grows_by_the_full_blocks_it_lacks() -> None:
+    hashes: list[BlockHash] = []
+    tokens = list(range(12))
+    for until, blocks in ((3, 0), (4, 1), (7, 1), (12, 3), (12, 3)):
+        extend_chain(hashes, tokens, root(b"m", b""), 4, until)
+        assert len(hashes) == blocks
+    assert hashes == chain(tokens)
+
+
+def cached(pool: BlockPool, group: int, hashes: list[BlockHash], present: list[int]) -> None:
+    for i in present:
+        unit = pool.take(1)[0]
+        pool.register(unit, group, hashes[i])
+        pool.release((unit,))
+
+
+@pytest.mark.parametrize(
+    ("full", "window", "length"),
+    [
+        ([0, 1, 2, 3, 4], [0, 1, 2, 3, 4], 5),
+        ([0, 1, 3, 4], [0, 1, 2, 3, 4], 2),  # the full group ends at its first gap
+        ([0, 1, 2, 3, 4], [3, 4], 5),  # position 20 sees 15..20: blocks 3 and 4
+        ([0, 1, 2, 3, 4], [4], 0),  # block 3 is missing, and nothing shorter is there
+        ([0, 1, 2, 3, 4], [0, 1, 4], 2),
+        ([0, 1, 2], [1, 3, 4], 0),  # the window's own hit at 5 is beyond the full group's
+        ([0, 1, 2], [1, 2, 3, 4], 3),
+        ([], [0, 1, 2, 3, 4], 0),
+    ],
+)
+@pytest.mark.parametrize("window_first", [False, True])
+def test_the_longest_hit_is_one_that_every_group_can_continue_from(
+    full: list[int], window: list[int], length: int, window_first: bool
+) -> None:
+    hashes = chain(list(range(20)))
+    kinds = ((6, window), (None, full)) if window_first else ((None, full), (6, window))
+    groups = [LayerGroup(i, kind, (i,)) for i, (kind, _) in enumerate(kinds)]
+    pool = BlockPool(10, 2)
+    for i, (_, present) in enumerate(kinds):
+        cached(pool, i, hashes, present)
+    tables = longest_hit(pool, groups, 4, hashes)
+    for group, table in zip(groups, tables, strict=True):
+        first = group.first_block(4 * length, 4)
+        assert table == [NULL] * first + [pool.find(group.index, h.digest) for h in hashes[first:length]]
+        assert NULL not in table[first:]
+
+
+# -- tables
+
+
+def make_cache(windows: tuple[int | None, ...] = (None,), blocks: int = 8, host: int = 0) -> PagedCache:
+    return PagedCache(
+        group_layers(windows),
+        num_blocks=blocks,
+        block_size=4,
+        max_batch_tokens=16,
+        sharing=True,
+        host_units=host,
+        identity=b"m",
+    )
+
+
+def make_sequence(prompt: int, i: int = 0, output: int = 8) -> Sequence:
+    request = Request(str(i), tuple(range(prompt)), SamplingParams(), output)
+    return Sequence(i, request, 0, list(range(prompt)), limit=prompt + output)
+
+
+def computed(cache: PagedCache, sequence: Sequence, tokens: int) -> Sequence:
+    cache.adopt(sequence, cache.hit(sequence))
+    cache.grow(sequence, tokens)
+    sequence.computed = tokens
+    cache.settle(sequence)
+    return sequence
+
+
+def test_tail_blocks_are_evicted_before_the_prefix_they_hang_on() -> None:
+    cache = make_cache()
+    a = computed(cache, make_sequence(17), 16)
+    first = list(a.tables[0])
+    cache.release(a)
+    assert list(cache.pool.cached) == first[::-1]
+    cache.pool.take(6)  # four free ones, then the two deepest
+    assert cache.hit(make_sequence(17)).tables == [first[:2]]
+
+
+def test_a_hit_always_leaves_a_token_to_compute() -> None:
+    cache = make_cache()
+    cache.release(computed(cache, make_sequence(17), 16))
+    for prompt, tokens in ((17, 16), (16, 12), (5, 4), (4, 0)):
+        assert cache.hit(make_sequence(prompt)).tokens == tokens
+
+
+def test_growth_is_the_whole_prefill_and_one_block_but_never_beyond_the_end() -> None:
+    cache = make_cache()
+    assert cache.growth(make_sequence(10, output=20), 0) == 3 + 1
+    assert cache.growth(make_sequence(10, output=20), 8) == 1 + 1
+    assert cache.growth(make_sequence(10, output=2), 0) == 3
+    # window 5 and chunks of 16 tokens touch at most 20 positions in a row: 6 blocks
+    assert make_cache((None, 5)).growth(make_sequence(60, output=20), 0) == 16 + 6
+
+
+def test_a_window_group_frees_exactly_what_the_next_query_cannot_see() -> None:
+    cache = make_cache((5,))
+    sequence = computed(cache, make_sequence(20), 11)
+    assert [unit == NULL for unit in sequence.tables[0]] == [True, False, False]  # 11 sees 7..11
+    cache.grow(sequence, 13)
+    sequence.computed = 13
+    cache.settle(sequence)
+    assert [unit == NULL for unit in sequence.tables[0]] == [True, True, False, False]  # 13 sees 9..13
+    assert cache.held(sequence) == 2
+
+
+def test_offload_and_restore_keep_order_and_windows() -> None:
+    cache = make_cache((None, 5), host=10)
+    sequence = computed(cache, make_sequence(14), 13)
+    before = [list(t) for t in sequence.tables]
+    out = dict(cache.offload(sequence))
+    assert sequence.tables == []
+    assert [[out.get(u, NULL) for u in t] for t in before] == sequence.host
+    assert cache.pool.available == cache.pool.units
+    cache.pool.take(3)  # others work meanwhile
+    lying = [list(t) for t in sequence.host]
+    back = dict(cache.restore(sequence))
+    assert [[back.get(u, NULL) for u in t] for t in lying] == sequence.tables
+    assert sequence.host == []
+    assert len(cache.host.free) == 10
+    assert sequence.computed == 13
+
+
+def test_releasing_siblings_frees_what_they_share_once() -> None:
+    cache = make_cache()
+    a = computed(cache, make_sequence(10), 9)
+    b = make_sequence(10, 1)
+    cache.fork(b, a, 9)
+    copies = cache.copy_tail(b, a)
+    assert a.tables[0][:2] == b.tables[0][:2]
+    assert copies == [(a.tables[0][2], b.tables[0][2])]
+    dropped: dict[int, int] = {}
+    assert cache.freed(a, dropped) == 1  # its own tail
+    assert cache.freed(b, dropped) == 3  # then the shared ones too
+
+
+def test_a_fork_from_a_sibling_whose_window_went_on_is_refused() -> None:
+    cache = make_cache((4,))
+    a = make_sequence(9)
+    a.tokens += range(8)
+    computed(cache, a, 16)
+    assert not cache.can_fork(a, 8)
+    with pytest.raises(PoolError, match="no longer holds"):
+        cache.fork(make_sequence(9, 1), a, 8)
+
+
+def test_what_a_failed_sequence_wrote_is_not_found() -> None:
+    cache = make_cache()
+    a = computed(cache, make_sequence(9), 8)
+    cache.release(a, forget=True)
+    assert cache.hit(make_sequence(9)).tokens == 0
+    assert len(cache.pool.free) == cache.pool.units
+
+
+def test_without_sharing_nothing_is_hashed_or_kept() -> None:
+    cache = make_cache()
+    cache.sharing = False
+    cache.release(computed(cache, make_sequence(9), 8))
+    assert not cache.pool.cached
+    assert not dataclasses.replace(make_sequence(9)).hashes

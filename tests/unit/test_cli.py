@@ -1,0 +1,84 @@
+"""The dispatcher: finds commands, imports one of them, keeps to the exit codes."""
+
+import subprocess
+import sys
+from importlib.metadata import EntryPoint
+
+import pytest
+
+from fairlead_runtime import cli
+
+
+def point(name: str, value: str) -> EntryPoint:
+    return EntryPoint(name, value, cli.GROUP)
+
+
+def run_python(code: str) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
+    )
+
+
+def test_help_lists_every_command_with_a_line_and_imports_nothing_heavy() -> None:
+    done = run_python(
+        "import sys; from fairlead_runtime.cli import main; code = main(['--help']);"
+        "assert not {'torch', 'transformers', 'kopf', 'fastapi'} & set(sys.modules); sys.exit(code)"
+    )
+    assert done.returncode == 0, done.stderr
+    for name in ("serve", "fetch", "generate", "trace", "replay"):
+        line = next(line for line in done.stdout.splitlines() if line.strip().startswith(name))
+        assert len(line.split()) > 3
+
+
+@pytest.mark.parametrize("command", ["serve", "generate"])
+def test_a_commands_own_help_imports_no_torch(command: str) -> None:
+    done = run_python(
+        f"import sys\nfrom fairlead_runtime.cli import main\ntry:\n  main([{command!r}, '--help'])\n"
+        "except SystemExit as end:\n  assert end.code == 0\nassert 'torch' not in sys.modules"
+    )
+    assert done.returncode == 0, done.stderr
+    assert "--max-batch-tokens" in done.stdout
+
+
+def test_the_package_is_imported_without_torch_and_gives_its_faces() -> None:
+    done = run_python(
+        "import sys, fairlead_runtime; from fairlead_runtime import SamplingParams;"
+        "assert SamplingParams(max_tokens=3).max_tokens == 3; assert 'torch' not in sys.modules;"
+        "assert 'LLM' in fairlead_runtime.__all__"
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_an_unknown_command_names_the_nearest_and_exits_2(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["serv"]) == 2
+    assert "did you mean serve?" in capsys.readouterr().err
+    assert cli.main(["qqq"]) == 2
+    assert "generate" in capsys.readouterr().err
+
+
+def test_no_command_shows_the_usage_and_exits_2(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([]) == 2
+    assert "usage: fairlead COMMAND" in capsys.readouterr().err
+
+
+def test_the_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["--version"]) == 0
+    assert capsys.readouterr().out.startswith("fairlead 0.")
+
+
+def test_a_missing_library_names_the_extra_to_install(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = [point("serve", "fairlead_runtime.no_such_module:main")]
+    monkeypatch.setattr(cli, "entry_points", lambda **_: found)
+    assert cli.main(["serve"]) == 2
+    assert "pip install 'fairlead[runtime]'" in capsys.readouterr().err
+    assert "(not installed)" in cli.usage({"serve": found[0]})
+
+
+def test_an_interrupted_command_ends_with_the_shells_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(_args: object) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(EntryPoint, "load", lambda _self: interrupted)
+    assert cli.main(["serve"]) == 130

@@ -1,0 +1,58 @@
+"""Stop texts: whatever the pieces a text comes in, it ends where the first stop text begins."""
+
+import itertools
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fairlead_runtime.gather import StopTexts
+
+LETTERS = st.text("ab", max_size=30)
+STOPS = st.lists(st.text("ab", min_size=1, max_size=4), min_size=1, max_size=3).map(tuple)
+
+
+def shown(stops: tuple[str, ...], pieces: list[str]) -> tuple[str, str | None, bool]:
+    """(text shown, stop text found, whether something was shown that a later stop text covers)."""
+    finder, text, whole = StopTexts(stops), "", "".join(pieces)
+    ends = [at for stop in stops if (at := whole.find(stop)) >= 0]
+    too_much = False
+    for i, piece in enumerate(pieces):
+        part, stop = finder.add(piece, last=i == len(pieces) - 1)
+        text += part
+        too_much |= bool(ends) and len(text) > min(ends)
+        if stop is not None:
+            return text, stop, too_much
+    return text, None, too_much
+
+
+@given(LETTERS, STOPS, st.lists(st.integers(0, 30), max_size=8))
+def test_the_text_ends_where_a_stop_text_begins_whatever_the_pieces(
+    text: str, stops: tuple[str, ...], cuts: list[int]
+) -> None:
+    bounds = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
+    pieces = [text[a:b] for a, b in itertools.pairwise(bounds)]
+    got, stop, too_much = shown(stops, pieces)
+    assert not too_much
+    found = [at for each in stops if (at := text.find(each)) >= 0]
+    if not found:
+        assert (got, stop) == (text, None)
+    else:
+        assert stop is not None
+        assert (got + stop) == text[: len(got) + len(stop)]
+        # A longer stop text that began earlier may complete later; the one that completes first wins.
+        assert len(got) >= min(found)
+
+
+@given(LETTERS, st.lists(st.integers(0, 30), max_size=8))
+def test_without_stop_texts_everything_passes_at_once(text: str, cuts: list[int]) -> None:
+    finder = StopTexts(())
+    for cut in cuts:
+        assert finder.add(text[:cut], last=False) == (text[:cut], None)
+
+
+def test_only_what_may_become_a_stop_text_is_held_back() -> None:
+    finder = StopTexts(("END",))
+    assert finder.add("the E", last=False) == ("the ", None)
+    assert finder.add("N", last=False) == ("", None)
+    assert finder.add("x EN", last=False) == ("ENx ", None)
+    assert finder.add("", last=True) == ("EN", None)

@@ -1,0 +1,93 @@
+"""Resolution: auto and unset become concrete, and what cannot be honoured is refused by name."""
+
+from typing import Any
+
+import pytest
+
+from fairlead_runtime.config import ConfigError, EngineConfig
+from fairlead_runtime.memory import GIB, DeviceFacts
+from fairlead_runtime.resolve import Resolved, resolve
+from fairlead_runtime.shape import ModelShape
+
+CONFIG: dict[str, Any] = {
+    "model_type": "llama",
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "vocab_size": 256,
+    "max_position_embeddings": 2048,
+    "tie_word_embeddings": True,
+}
+CPU = DeviceFacts("cpu", 16 * GIB)
+
+
+def resolved(dtype: str = "float32", device: DeviceFacts = CPU, **settings: Any) -> Resolved:
+    return resolve(EngineConfig(**settings), ModelShape.from_config(CONFIG), device, dtype=dtype)
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        {"cache_dtype": "fp8"},
+        {"quantization": "int8"},
+        {"quantization": "fp8"},
+        {"tensor_parallel": 2},
+        {"async_batching": "on"},
+        {"cuda_graphs": "on"},
+    ],
+)
+def test_a_setting_that_is_not_supported_is_refused_by_its_name(setting: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="not supported") as refused:
+        resolved(**setting)
+    assert refused.value.field == next(iter(setting))
+    assert refused.value.hint.startswith("use ")
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_determinism_is_promised_in_float32_only(dtype: str) -> None:
+    with pytest.raises(ConfigError, match=f"deterministic.*{dtype}"):
+        resolved(dtype, deterministic=True)
+    assert resolved("float32", deterministic=True).dtype == "float32"
+
+
+def test_auto_and_off_are_fine_everywhere() -> None:
+    for device in (CPU, DeviceFacts("cuda", 80 * GIB)):
+        for switch in ("auto", "off"):
+            assert resolved(device=device, async_batching=switch, cuda_graphs=switch).num_blocks > 0
+
+
+def test_a_longer_sequence_than_the_models_is_refused() -> None:
+    with pytest.raises(ConfigError) as refused:
+        resolved(max_model_len=2049)
+    assert refused.value.field == "max_model_len"
+
+
+def test_unset_values_become_the_models_and_the_memorys() -> None:
+    found = resolved()
+    assert found.max_model_len == found.capacity == 2048
+    assert found.num_blocks * found.plan.block_bytes <= 4 * GIB
+    assert (found.device, found.cache_dtype, found.warnings) == ("cpu", "float32", ())
+
+
+def test_a_cache_smaller_than_one_full_length_sequence_warns_and_lowers_the_limit() -> None:
+    found = resolved(num_blocks=10)
+    assert found.capacity == 160
+    assert found.max_model_len == 2048
+    assert "requests are limited to 160" in found.warnings[0]
+
+
+def test_max_requests_is_clamped_to_the_tokens_of_a_step() -> None:
+    assert resolved(max_requests=100, max_batch_tokens=8).config.max_requests == 8
+
+
+@pytest.mark.parametrize(
+    ("settings", "field"),
+    [({"num_blocks": 10_000_000}, "num_blocks"), ({"max_memory_percent": 0.05}, "max_memory_percent")],
+)
+def test_what_does_not_fit_is_refused_with_the_arithmetic(settings: dict[str, Any], field: str) -> None:
+    with pytest.raises(ConfigError, match="GiB") as refused:
+        resolved(**settings)
+    assert refused.value.field == field
+    assert "weights" in refused.value.hint

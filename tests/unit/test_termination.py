@@ -1,0 +1,46 @@
+"""The one JSON line that a process leaves when it cannot go on."""
+
+import io
+import json
+from pathlib import Path
+
+import pytest
+
+from fairlead_runtime import termination
+
+
+def told(environ: dict[str, str]) -> dict[str, str]:
+    stderr = io.StringIO()
+    termination.report("BadWeights", "model.safetensors: too short", "fetch again", environ, stderr=stderr)
+    [line] = stderr.getvalue().splitlines()
+    found: dict[str, str] = json.loads(line)
+    return found
+
+
+def test_one_line_of_json_goes_to_stderr_and_to_a_log_that_exists(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    log.write_text("an older message")
+    expected = {"code": "BadWeights", "message": "model.safetensors: too short", "hint": "fetch again"}
+    assert told({termination.VARIABLE: str(log)}) == expected
+    assert json.loads(log.read_text()) == expected
+
+
+def test_a_log_that_does_not_exist_is_not_made(tmp_path: Path) -> None:
+    told({termination.VARIABLE: str(tmp_path / "log")})
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_directory_in_place_of_the_log_hides_nothing(tmp_path: Path) -> None:
+    assert told({termination.VARIABLE: str(tmp_path)})["code"] == "BadWeights"
+
+
+@pytest.mark.parametrize("message", ["x" * 100_000, '"\\\n' * 30_000, "ü🙂" * 50_000, "", "x" * 3900])
+@pytest.mark.parametrize("hint", ["", "h" * 50_000, "short"])
+def test_what_the_kubelet_would_cut_stays_valid_json(message: str, hint: str) -> None:
+    line = termination.line("HubUnreachable", message, hint)
+    assert len(line.encode()) < termination.LARGEST
+    found = json.loads(line)
+    assert found["code"] == "HubUnreachable"
+    assert message.startswith(found["message"].rstrip("…"))
+    if len(message) < 1000 and len(hint) < 1000:
+        assert (found["message"], found["hint"]) == (message, hint)
