@@ -184,7 +184,7 @@ class Engine:
     def _drain_inbox(self) -> None:
         while (message := self._inbox.take()) is not None:
             match message:
-                case Add(request, at):
+                case Add(request, at, _):
                     self._add(request, at)
                 case Abort(request_id, choice, error):
                     self._abort(request_id, choice, error)
