@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "runtime" / "fairlead_runtime"
-HARNESS = ROOT / "tests" / "whole_run.py"
+HARNESS = [ROOT / "tests" / f"whole_run{part}.py" for part in ("", "_device", "_scenario")]
 
 RUN = """
 import sys, pathlib
@@ -234,6 +234,18 @@ BUGS = (
         "Row(sequence, start, count, count == missing)",
         "Row(sequence, start, count, count >= missing - 1)",
     ),
+    Bug(
+        "an abort within a step is overlooked",
+        SCHEDULER,
+        "if not sequence.tables:  # aborted",
+        "if False:  # aborted",
+    ),
+    Bug(
+        "a sequence is found in two queues",
+        SCHEDULER,
+        "        self._leave_running(sequence)\n        if offload:",
+        "        if offload:",
+    ),
     Bug("a failed result is taken as a token", SCHEDULER, "result.error is not None:", "False:"),
 )
 
@@ -250,7 +262,8 @@ def plant(bug: Bug, where: Path) -> None:
     shutil.copytree(
         PACKAGE, where / "fairlead_runtime", ignore=shutil.ignore_patterns("__pycache__", "assets", "models")
     )
-    shutil.copy(HARNESS, where)
+    for module in HARNESS:
+        shutil.copy(module, where)
     target = where / "fairlead_runtime" / bug.file
     target.write_text(target.read_text().replace(bug.old, bug.new))
 

@@ -100,6 +100,8 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         if parts[0] == "blobs":
             return self._blob("/".join(parts[1:3]), parts[3], parts[4])
         api = parts[:2] == ["api", "models"]
+        if len(parts) < 4:
+            return self._send(404, b"{}")  # the client asks for more than models
         owner, name, kind, revision, *rest = parts[2:] if api else parts
         repository = self.owner.repositories.get(f"{owner}/{name}")
         if repository is None:

@@ -1,44 +1,21 @@
 """Random workloads under scarce memory, run to their end against a device that remembers every slot it wrote.
 
-A Scenario is plain data drawn from a seed; ``run`` plays it, checks the invariants after every step, every key that
-a row reads, every event, and every delivered token against an oracle that never saw the scheduler. ``shrink``
-drops events from a failing scenario while it still fails.
+``run`` plays a Scenario and checks the invariants after every step, every key that a row reads, every event, and
+every delivered token against an oracle that never saw the scheduler. ``shrink`` drops events from a failing
+scenario while it still fails.
 """
 
 import dataclasses
-import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from fairlead_runtime.cache.groups import NULL, LayerGroup, group_layers
-from fairlead_runtime.request import FinishReason, Request, SamplingParams, Sequence
-from fairlead_runtime.scheduling import Finished, Limits, Plan, Result, Row, Scheduler, Token, Work
+from fairlead_runtime.cache.groups import NULL, group_layers
+from fairlead_runtime.request import FinishReason, Sequence
+from fairlead_runtime.scheduling import Finished, Plan, Result, Scheduler, Token, Work
+from whole_run_device import Device, RunError
+from whole_run_scenario import Arrival, Scenario, alone, draw
 
-VOCABULARY, EOS = 6, 0
-POLICIES = ("fifo", "prefill_first", "priority", "fair")
-MASK = (1 << 61) - 1
-
-
-class RunError(AssertionError):
-    """The run went wrong; the message says where."""
-
-
-@dataclass(frozen=True)
-class Arrival:
-    step: int
-    request: Request
-    abort_at: int | None = None  # step from which it is aborted
-    abort_choice: int | None = None
-    fail_choice: int | None = None  # this choice's first sampled token is an error
-    fail_by_engine: bool = False  # ... found by bisection rather than reported
-    abort_offloaded: bool = False  # a choice is aborted whenever it lies in host memory
-
-
-@dataclass(frozen=True)
-class Scenario:
-    limits: Limits
-    windows: tuple[int | None, ...]
-    arrivals: tuple[Arrival, ...]
+__all__ = ["Arrival", "Outcome", "RunError", "Scenario", "draw", "fails", "run", "shrink"]
 
 
 @dataclass
@@ -52,177 +29,6 @@ class Outcome:
     finishes: dict[tuple[str, int], FinishReason] = field(default_factory=dict)
 
 
-# -- drawing
-
-
-def draw(seed: int, requests: int = 40) -> Scenario:
-    """Memory for the largest request plus 0 to 3 blocks: preemption is the normal case."""
-    rng = random.Random(seed)
-    size = rng.choice((2, 4, 4, 8))
-    text = [rng.randrange(1, VOCABULARY) for _ in range(64)]
-    shape = rng.choice(((12 * size, 60), (4 * size, 30), (size + 1, 60), (size + 1, 60), (2 * size, 90)))
-    gaps = rng.choice(((0,), (0, 0, 1, 2, 5), (0, 1, 20)))
-    arrivals: list[Arrival] = []
-    step = 0
-    for i in range(requests):
-        step += rng.choice(gaps)
-        arrivals.append(_arrival(rng, i, step, text, size, shape))
-    largest = max(len(a.request.prompt) + a.request.max_tokens for a in arrivals)
-    blocks = -(-largest // size) + rng.randrange(4)
-    windows = rng.choice(
-        ((None,), (None,), (None, 5), (7,), (3, None, 9), (5, None), (None, size, 1), (None, 2 * size + 1))
-    )
-    return Scenario(
-        Limits(
-            policy=rng.choice(POLICIES),  # type: ignore[arg-type]
-            max_batch_tokens=rng.choice((1, 3, 8, 16, 16, 64)),
-            max_requests=rng.choice((1, 2, 4, 8, 8)),
-            safety_margin=rng.choice((0.0, 0.0, 0.2, 0.5)),
-            block_size=size,
-            num_blocks=blocks,
-            max_model_len=largest + rng.choice((0, 1, 100)),
-            allow_block_sharing=rng.random() < 0.7,
-            offload_units=rng.choice((0, 0, 3, 10, 100)),
-        ),
-        windows,
-        tuple(arrivals),
-    )
-
-
-def _arrival(
-    rng: random.Random, i: int, step: int, text: list[int], size: int, shape: tuple[int, int]
-) -> Arrival:
-    length = rng.choice((1, size, size + 1, rng.randrange(1, shape[0]), rng.randrange(1, shape[0])))
-    shared = rng.choice((0, length, rng.randrange(length + 1)))
-    prompt = [*text, *text][:shared] + [rng.randrange(1, VOCABULARY) for _ in range(length - shared)]
-    output = rng.choice((1, 2, rng.randrange(1, shape[1]), rng.randrange(shape[1] // 2, shape[1])))
-    params = SamplingParams(
-        n=rng.choice((1, 1, 2, 3)),
-        max_tokens=output,
-        min_tokens=rng.choice((0, 0, min(5, output))),
-        ignore_eos=rng.random() < 0.8,
-        stop_token_ids=rng.choice(((), (), (), (5,))),
-    )
-    request = Request(
-        f"r{i}",
-        tuple(prompt),
-        params,
-        output,
-        seed=rng.randrange(100),
-        priority=rng.randrange(3),
-        tenant=rng.choice("abc"),
-        salt=rng.choice((b"", b"", b"s", b"t")),
-        eos_ids=frozenset({EOS}),
-    )
-    choice = rng.choice((None, rng.randrange(params.n)))
-    abort = step + rng.randrange(60) if rng.random() < 0.15 else None
-    fail = rng.randrange(params.n) if rng.random() < 0.05 else None
-    return Arrival(step, request, abort, choice, fail, rng.random() < 0.5, rng.random() < 0.15)
-
-
-# -- the oracle
-
-
-def _mix(state: int, value: int) -> int:
-    state = (state ^ (value + 0x9E3779B97F4A7C15)) * 0xBF58476D1CE4E5B9 & MASK
-    return state ^ (state >> 29)
-
-
-def _start(request: Request) -> int:
-    return _mix(1, int.from_bytes(request.salt, "little"))
-
-
-def next_token(stamp: int, request: Request, choice: int, position: int) -> int:
-    """What the model says after the prefix that ``stamp`` stands for; deterministic, different for each choice."""
-    return _mix(_mix(_mix(stamp, request.seed), choice), position) % VOCABULARY
-
-
-def alone(request: Request, choice: int) -> tuple[list[int], FinishReason]:
-    """The tokens of one choice, generated without any scheduler."""
-    stamp = _start(request)
-    out: list[int] = []
-    for token in request.prompt:
-        stamp = _mix(stamp, token)
-    while True:
-        token = next_token(stamp, request, choice, len(request.prompt) + len(out))
-        stamp = _mix(stamp, token)
-        out.append(token)
-        stops = set(request.params.stop_token_ids) | (set() if request.params.ignore_eos else {EOS})
-        if token in stops and len(out) >= request.params.min_tokens:
-            return out, FinishReason.STOP
-        if len(out) == request.max_tokens:
-            return out, FinishReason.LENGTH
-
-
-# -- the device
-
-
-class Device:
-    """A cache whose slots hold stamps of (salt, all tokens up to the position, group); reads must find their own."""
-
-    def __init__(self, groups: tuple[LayerGroup, ...], size: int) -> None:
-        self.groups, self.size = groups, size
-        self.units: dict[int, list[int]] = {}
-        self.host: dict[int, list[int]] = {}
-        self._stamps: dict[int, list[int]] = {}
-
-    def stamps(self, sequence: Sequence) -> list[int]:
-        """By position, of all known tokens."""
-        stamps = self._stamps.setdefault(sequence.id, [])
-        state = stamps[-1] if stamps else _start(sequence.request)
-        for token in sequence.tokens[len(stamps) :]:
-            state = _mix(state, token)
-            stamps.append(state)
-        return stamps
-
-    def copy(self, work: Work) -> None:
-        for device, host in work.offload:
-            self.host[host] = list(self._unit(device))
-        for host, device in work.restore:
-            self.units[device] = list(self.host.pop(host))
-        for source, target in work.copies:
-            self.units[target] = list(self._unit(source))
-
-    def forward(self, rows: list[Row]) -> dict[int, Result]:
-        for row in rows:
-            self._write(row)
-        for row in rows:
-            self._read(row)
-        results = {}
-        for sequence, start, count, samples in rows:
-            if samples:
-                stamp = self.stamps(sequence)[start + count - 1]
-                token = next_token(stamp, sequence.request, sequence.choice, start + count)
-                results[sequence.id] = Result(token)
-        return results
-
-    def _unit(self, unit: int) -> list[int]:
-        return self.units.setdefault(unit, [0] * self.size)
-
-    def _write(self, row: Row) -> None:
-        stamps = self.stamps(row.sequence)
-        for group, table in zip(self.groups, row.sequence.tables, strict=True):
-            for position in range(row.start, row.start + row.count):
-                block, offset = divmod(position, self.size)
-                self._unit(table[block])[offset] = stamps[position] ^ group.index
-
-    def _read(self, row: Row) -> None:
-        end = row.start + row.count
-        stamps = self.stamps(row.sequence)
-        for group, table in zip(self.groups, row.sequence.tables, strict=True):
-            oldest = 0 if group.window is None else max(0, row.start - group.window + 1)
-            for block in range(oldest // self.size, -(-end // self.size)):
-                first, last = max(oldest, block * self.size), min(end, (block + 1) * self.size)
-                if table[block] == NULL:
-                    raise RunError(f"sequence {row.sequence.id} reads block {block} that its window freed")
-                found = self._unit(table[block])[first % self.size : first % self.size + last - first]
-                if found != [stamp ^ group.index for stamp in stamps[first:last]]:
-                    raise RunError(f"sequence {row.sequence.id} reads foreign keys at {first}..{last - 1}")
-
-
-# -- the run
-
-
 class Play:
     def __init__(self, scenario: Scenario, make: Callable[..., Scheduler] = Scheduler) -> None:
         self.scenario = scenario
@@ -231,6 +37,7 @@ class Play:
         self.device = Device(groups, scenario.limits.block_size)
         self.outcome = Outcome()
         self.ended: set[int] = set()
+        self.aborts: list[Arrival] = []  # for the next step to meet on its way
         self.by_id = {a.request.id: a for a in scenario.arrivals}
 
     def run(self) -> Outcome:
@@ -245,8 +52,10 @@ class Play:
                 self.scheduler.add(arrivals.pop(0).request)
             while aborts and (aborts[0].abort_at or 0) <= now:
                 abort = aborts.pop(0)
-                for event in self.scheduler.abort(abort.request.id, abort.abort_choice):
-                    self._finished(event)
+                if abort.abort_within:
+                    self.aborts.append(abort)
+                else:
+                    self._abort(abort)
             for sequence in [s for s in self.scheduler.live() if s.host]:
                 if self.by_id[sequence.request.id].abort_offloaded:
                     for event in self.scheduler.abort(sequence.request.id, sequence.choice):
@@ -277,6 +86,8 @@ class Play:
         work = self.scheduler.commit(plan)
         self.device.copy(work)
         results = self.device.forward(work.rows)
+        while self.aborts:
+            self._abort(self.aborts.pop())
         work = self._inject(work, results)
         for event in self.scheduler.update(work, results):
             if isinstance(event, Token):
@@ -302,6 +113,10 @@ class Play:
                 gone = 0 if group.window is None else max(0, done - group.window + 1) // size
                 if len(table) - table.count(NULL) != -(-done // size) - gone:
                     raise RunError(f"sequence {sequence.id} holds {table} after {done} tokens")
+
+    def _abort(self, arrival: Arrival) -> None:
+        for event in self.scheduler.abort(arrival.request.id, arrival.abort_choice):
+            self._finished(event)
 
     def _inject(self, work: Work, results: dict[int, Result]) -> Work:
         rows = []

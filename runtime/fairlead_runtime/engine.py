@@ -57,7 +57,10 @@ class Bounds:
 
 
 class Observer:
-    """What statistics hook into; every method is called by the engine thread. The default observes nothing."""
+    """What statistics hook into; every method is called by the engine thread. The default observes nothing.
+
+    ``stepped`` comes before the ``ended`` of the requests that the step finished.
+    """
 
     def arrived(self, request: Request, at: float) -> None: ...
     def stepped(self, work: Work, events: Sequence[Event], began: float, ended: float) -> None: ...
@@ -181,7 +184,7 @@ class Engine:
     def _drain_inbox(self) -> None:
         while (message := self._inbox.take()) is not None:
             match message:
-                case Add(request, at):
+                case Add(request, at, _):
                     self._add(request, at)
                 case Abort(request_id, choice, error):
                     self._abort(request_id, choice, error)
@@ -203,7 +206,10 @@ class Engine:
             return
         if error is not None:
             self._emitted.append(Emitted(request_id, 0, None, None, FinishReason.ABORT, str(error), error))
-        self._take(self._scheduler.abort(request_id, choice))
+        ended = self._scheduler.abort(request_id, choice)
+        if choice is not None:  # a stop text was found: for its client this choice is complete
+            ended = [event._replace(reason=FinishReason.STOP) for event in ended]
+        self._take(ended)
 
     def _expire_queue(self, now: float) -> None:
         """The queue is in order of arrival, so only its head can be overdue."""
@@ -234,11 +240,11 @@ class Engine:
             self.counters.failed_sequences += 1
             reason = f"the model could not compute this request ({type(error).__name__})"
             events += self._scheduler.fail(row.sequence.id, reason)
-        self._take(events)
         ended = self._now()
         self.counters.count(outcome.ran, ended - began)
         self.counters.step_failures += bool(outcome.failed)
         self._observer.stepped(outcome.ran, events, began, ended)
+        self._take(events)
         if outcome.ran.rows:
             self._faults, self._probe = 0, None
         elif outcome.failed:

@@ -18,6 +18,7 @@ from fairlead_runtime.request import Request
 class Add:
     request: Request
     at: float  # seconds on the engine's clock
+    counts: bool = True  # as one that waits; a canary does not
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +50,7 @@ class Inbox:
         self._now = now
         self._messages: deque[Message] = deque()
         self._wake = threading.Condition()
-        self._arriving = 0  # Adds among the messages
+        self._arriving = 0  # Adds among the messages, canaries aside
         self._queued = 0  # taken out, but in no step yet
         self._oldest: float | None = None  # when the one that waits longest came
         self._closed = ""
@@ -64,8 +65,8 @@ class Inbox:
                 raise EngineDead(self._closed)
             if bounded and self.full:
                 raise QueueFull(f"{self._max_queue} requests wait already (max_queue)", self.patience())
-            self._arriving += 1
-            self.post(Add(request, self._now()))
+            self._arriving += bounded
+            self.post(Add(request, self._now(), bounded))
 
     def post(self, message: Message) -> None:
         with self._wake:
@@ -104,7 +105,7 @@ class Inbox:
                 return None
             message = self._messages.popleft()
             if isinstance(message, Add):
-                self._arriving -= 1
+                self._arriving -= message.counts
                 self._queued += 1
             return message
 

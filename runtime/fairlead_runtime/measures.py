@@ -19,7 +19,7 @@ from fairlead_runtime.engine import CANARY, Observer
 from fairlead_runtime.request import FinishReason, Request
 from fairlead_runtime.scheduling.plan import Event, Token, Work
 
-BY_THEMSELVES = frozenset({FinishReason.STOP, FinishReason.LENGTH})  # with a token, that is
+BY_THEMSELVES = frozenset({FinishReason.STOP, FinishReason.LENGTH})
 
 
 @dataclass(slots=True)
@@ -69,11 +69,14 @@ class Totals:
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """A consistent copy for one scrape. ``unstarted`` counts requests, canaries too, that have had no step."""
+    """A consistent copy for one scrape.
+
+    ``settled`` counts requests, canaries too, that still had no step when the last step ended.
+    """
 
     totals: Totals
     inflight: int  # live requests
-    unstarted: int
+    settled: int
     oldest: float | None  # when the one that waits longest for its first step arrived
     canaries_waiting: int
     canaries_running: int
@@ -100,8 +103,8 @@ class Measures(Observer):
         self._totals = Totals()
         self._clocks: dict[str, Clock] = {}
         self._unstarted: dict[str, Clock] = {}  # in order of arrival
+        self._settled = 0  # how many were unstarted when the last step ended
         self._canaries: dict[str, Clock] = {}  # those of the clocks
-        self._ending: list[tuple[Clock, FinishReason, float]] = []
 
     # -- the engine thread
 
@@ -124,19 +127,15 @@ class Measures(Observer):
             if tokens:
                 self._totals.step_tokens.add(tokens)
             self._count_tokens(events, ended)
-            for ending in self._ending:
-                self._finish(*ending)
-            self._ending.clear()
+            self._settled = len(self._unstarted)
 
     def ended(self, request: Request, reason: FinishReason, at: float) -> None:
         with self._lock:
-            clock = self._clocks.get(request.id)
-            if clock is None:
-                return
-            if reason in BY_THEMSELVES:
-                # Its last token is in the step that is about to be reported.
-                self._ending.append((clock, reason, at))
-            else:
+            clock = self._clocks.pop(request.id, None)
+            self._unstarted.pop(request.id, None)
+            self._canaries.pop(request.id, None)
+            self._settled = min(self._settled, len(self._unstarted))
+            if clock is not None and not clock.canary:
                 self._finish(clock, reason, at)
 
     def _start(self, work: Work, began: float) -> None:
@@ -178,11 +177,7 @@ class Measures(Observer):
             self._totals.between_tokens.add(gap, times)
 
     def _finish(self, clock: Clock, reason: FinishReason, at: float) -> None:
-        totals, request_id = self._totals, clock.request.id
-        for live in (self._clocks, self._unstarted, self._canaries):
-            live.pop(request_id, None)
-        if clock.canary:
-            return
+        totals = self._totals
         totals.finished[reason] += 1
         if clock.first is None or clock.started is None or reason not in BY_THEMSELVES:
             return
@@ -203,7 +198,7 @@ class Measures(Observer):
             return Reading(
                 totals=self._totals.copy(),
                 inflight=len(self._clocks) - len(self._canaries),
-                unstarted=len(self._unstarted),
+                settled=self._settled,
                 oldest=oldest.arrived if oldest else None,
                 canaries_waiting=len(self._canaries) - running,
                 canaries_running=running,

@@ -87,8 +87,8 @@ class Stats(Measures):
 
 def gauges(reading: Reading, snapshot: EngineSnapshot, now: float, *, draining: bool) -> dict[str, float]:
     scheduler = snapshot.scheduler
-    # What is still on its way into the engine waits as well; the scheduler does not know it yet.
-    arriving = max(0, snapshot.queued - reading.unstarted)
+    # The scheduler's numbers are those after the last step: what came since waits too, until its first step ends.
+    arriving = max(0, snapshot.queued - reading.settled)
     units_per_block = max(1, scheduler.units // snapshot.num_blocks)
     return {
         names.RUNNING: max(0, scheduler.running - reading.canaries_running),

@@ -61,6 +61,7 @@ async def _alive(server: Server) -> None:
             + b"zz\r\n",
             {400},
         ),
+        (http("POST", "/v1/completions", b"{}", Transfer_Encoding="chunked"), {400}),  # two lengths
         (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03", {400}),  # TLS to a plain port
         (b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", {400}),
         (http("GET", "/" + "x" * 40_000), {431}),

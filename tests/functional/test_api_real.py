@@ -8,6 +8,7 @@ import socket
 import struct
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any
 
 import openai
@@ -245,6 +246,28 @@ def test_clients_that_leave_give_every_block_back() -> None:
             survivor = asyncio.create_task(_greedy(server.openai, QUESTION))
             await asyncio.gather(*map(leave, range(1500 if LONG_FORM else 60)))
             assert (await survivor).startswith(ANSWER)
+            await _until_idle(server)
+
+    run(scenario())
+
+
+def test_a_full_queue_is_a_429_and_a_long_wait_a_503() -> None:
+    config = replace(CONFIG, max_requests=1, max_queue=1, queue_timeout=0.5)
+
+    async def scenario() -> None:
+        async with demo(config) as server, server.client() as client:
+            reader, writer = await server.raw()
+            endless = completion("a", max_tokens=1900, ignore_eos=True, stream=True)
+            writer.write(http("POST", "/v1/completions", json.dumps(endless).encode()))
+            await reader.readuntil(b"data: ")
+            waiting = [
+                asyncio.create_task(client.post("/v1/completions", json=completion())) for _ in range(3)
+            ]
+            answers = await asyncio.gather(*waiting)
+            codes = sorted((each.status_code, each.json()["error"]["code"]) for each in answers)
+            assert codes == [(429, "queue_full")] * 2 + [(503, "queue_timeout")]
+            assert all(int(each.headers["retry-after"]) >= 1 for each in answers)
+            writer.close()
             await _until_idle(server)
 
     run(scenario())

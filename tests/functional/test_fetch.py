@@ -1,8 +1,11 @@
 """Downloads from a hub, against a small server with the hub's routes and its failures."""
 
 import json
+import os
 import shutil
 import socket
+import subprocess
+import sys
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -319,3 +322,17 @@ def test_an_admin_port_that_is_taken_is_named(capsys: pytest.CaptureFixture[str]
         assert command.main(["demo:", "--admin-port", str(taken.getsockname()[1])], {}) == 2
     last = json.loads(capsys.readouterr().err.splitlines()[-1])
     assert "--admin-port" in last["message"]
+
+
+def test_a_process_of_its_own_fetches_and_logs_progress_but_no_address_of_the_store(
+    hub: Hub, tmp_path: Path
+) -> None:
+    """The addresses a hub redirects to carry signatures."""
+    environ = {"PATH": os.environ["PATH"], "HOME": str(tmp_path), **hub.environ(tmp_path)}
+    command_line = [sys.executable, "-m", "fairlead_runtime", "fetch", f"hf://{NAME}", "--admin-port", "0"]
+    done = subprocess.run(command_line, env=environ, capture_output=True, text=True, check=True)
+    path = Path(done.stdout.strip())
+    assert path.name == MAIN
+    assert path.is_relative_to(tmp_path)
+    assert f"fetching hf://{NAME}: 100 %" in done.stderr
+    assert "/blobs/" not in done.stderr

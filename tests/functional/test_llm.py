@@ -57,7 +57,8 @@ def test_every_prompt_gets_its_result_in_order(llm: LLM) -> None:
     for result in results:
         (choice,) = result.outputs
         assert len(choice.token_ids) == 5
-        assert choice.finish_reason == FinishReason.LENGTH == "length"
+        assert choice.finish_reason is FinishReason.LENGTH
+        assert str(choice.finish_reason) == "length"
         assert choice.logprobs is None
         assert choice.text == llm.built.tokenizer.decode(choice.token_ids, skip_special_tokens=True)
 

@@ -132,6 +132,15 @@ def test_the_plain_model_is_given_back_even_when_its_use_fails() -> None:
     assert model.model.config._attn_implementation == attention.NAME
 
 
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "gpt_oss"])
+def test_experts_run_grouped_here_and_one_by_one_in_the_plain_model(family: str) -> None:
+    model = paged(family)
+    assert model.model.config._experts_implementation == "grouped_mm"
+    with model.plain() as plain:
+        assert plain.config._experts_implementation == "eager"
+    assert model.model.config._experts_implementation == "grouped_mm"
+
+
 def test_windows_for_another_number_of_layers_are_refused() -> None:
     with pytest.raises(ModelError, match="layers"):
         PagedModel(tiny.build("llama"), (None, None))

@@ -10,7 +10,7 @@ import pytest
 import whole_run
 
 FULL = os.environ.get("FAIRLEAD_FULL") == "1"
-BATCHES = 20
+BATCHES = 4
 
 
 @pytest.mark.parametrize("batch", range(BATCHES))
@@ -30,5 +30,5 @@ def test_random_workloads_finish_with_the_tokens_of_a_run_alone(batch: int) -> N
         total.forks += outcome.forks
         total.hits += outcome.hits
     # A workload that never gets into trouble would show nothing.
-    assert total.steps >= 400 * share
+    assert total.steps >= 500 * share
     assert min(total.preemptions, total.offloads, total.forks, total.hits) > 0, total

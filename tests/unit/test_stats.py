@@ -113,6 +113,18 @@ def test_gauges_show_who_runs_who_waits_and_what_the_cache_holds() -> None:
     assert seen["vllm:cache_config_info{4,64}"] == 1
 
 
+def test_a_request_shows_during_its_first_step_however_long_that_takes() -> None:
+    bench = Bench()
+    during: list[dict[str, float]] = []
+    bench.runner.fault = lambda _work: during.append(bench.scrape())
+    bench.engine.submit(request("a"))
+    bench.engine.step()
+    bench.engine.submit(request("b"))
+    bench.engine.step()
+    bench.engine.step()
+    assert [(seen[names.RUNNING], seen[names.WAITING]) for seen in during] == [(0, 1), (1, 1), (2, 0)]
+
+
 def test_a_finished_run_leaves_the_gauges_at_rest() -> None:
     bench = Bench()
     for name in "abc":
@@ -176,6 +188,21 @@ def test_an_aborted_request_counts_as_such_and_in_no_latency_of_whole_requests()
     assert seen[f"{names.TTFT}_count"] == 1
     assert seen[f"{names.E2E_LATENCY}_count"] == 0
     assert seen["fairlead_inflight"] == 0
+
+
+def test_a_request_that_a_stop_text_ends_has_finished_by_itself() -> None:
+    """The service finds the text and ends the choice; the others go on."""
+    bench = Bench()
+    bench.engine.submit(request("a", max_tokens=50, n=2))
+    bench.engine.step()
+    bench.engine.abort("a", 0)
+    bench.engine.step()
+    assert bench.scrape()["fairlead_inflight"] == 1
+    bench.engine.abort("a", 1)
+    run(bench.engine)
+    seen = bench.scrape()
+    assert (seen["vllm:request_success_total{stop}"], seen["fairlead_aborted_total"]) == (1, 0)
+    assert seen[f"{names.E2E_LATENCY}_count"] == 1
 
 
 def test_a_request_that_fails_alone_is_counted_and_forgotten() -> None:

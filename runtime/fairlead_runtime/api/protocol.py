@@ -65,6 +65,10 @@ class BoundedConnection(h11.Connection):
 def _check_request(event: h11.Request) -> None:
     if event.http_version not in {b"1.0", b"1.1"}:
         raise h11.RemoteProtocolError("only HTTP/1 is spoken here")
+    names = {name for name, _ in event.headers}
+    if {b"content-length", b"transfer-encoding"} <= names:
+        # A proxy before us may have believed the other one: what it took for a body would be the next request.
+        raise h11.RemoteProtocolError("a body has one length")
     size = len(event.target) + sum(len(name) + len(value) + 4 for name, value in event.headers)
     if size > HEADER_BYTES or len(event.headers) > HEADER_COUNT:
         raise h11.RemoteProtocolError(
@@ -198,7 +202,8 @@ class GuardedProtocol(H11Protocol):
     def _close(self) -> None:
         """Close at once when the client has nothing left to send; else linger, or a reset eats the answer."""
         self._header_came()
-        if self.conn.their_state in {h11.SEND_BODY, h11.ERROR} and self._raw.can_write_eof():
+        unread = self.conn.their_state in {h11.SEND_BODY, h11.ERROR}
+        if unread and not self._raw.is_closing() and self._raw.can_write_eof():
             self._raw.write_eof()
             self._raw.resume_reading()
             self._linger_timer = self.loop.call_later(LINGER_SECONDS, self._raw.close)

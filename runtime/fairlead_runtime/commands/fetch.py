@@ -17,7 +17,9 @@ def main(argv: list[str], environ: Mapping[str, str] = os.environ) -> int:
     # After the arguments: --help needs no client of the hub.
     from fairlead_runtime.models.errors import ModelError
 
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", stream=sys.stderr)
+    logging.basicConfig(format="%(asctime)s %(message)s", stream=sys.stderr)
+    # Only ours: HTTP clients log every address, and those of a hub's store carry signatures.
+    logging.getLogger("fairlead_runtime").setLevel(logging.INFO)
     try:
         path = _fetch(options, environ)
     except ConfigError as error:

@@ -140,6 +140,8 @@ class PagedModel:
         self.selects_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
         if not self.selects_logits:
             model.get_output_embeddings().register_forward_pre_hook(_keep_rows)
+        # transformers picks grouped_mm where the model and torch can; dense models and others say eager.
+        self._experts: str = getattr(model.config, "_experts_implementation", None) or "eager"
         self.heads = self._probe()
 
     @torch.inference_mode()
@@ -179,13 +181,18 @@ class PagedModel:
         return logits
 
     @contextmanager
-    def plain(self) -> Iterator[PreTrainedModel]:
-        """The same model as transformers runs it eagerly, inside the block only."""
-        self.model.set_attn_implementation("eager")
+    def plain(self, *, experts: bool = True) -> Iterator[PreTrainedModel]:
+        """The same model as transformers runs it eagerly, inside the block only; ``experts`` False: they stay ours."""
+        self._set("eager", "eager" if experts else self._experts)
         try:
             yield self.model
         finally:
-            self.model.set_attn_implementation(NAME)
+            self._set(NAME, self._experts)
+
+    def _set(self, attention: str, experts: str) -> None:
+        self.model.set_attn_implementation(attention)
+        if self._experts != "eager":
+            self.model.set_experts_implementation(experts)
 
 
 def prepare(loaded: LoadedModel) -> PagedModel:

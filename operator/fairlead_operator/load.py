@@ -1,0 +1,90 @@
+"""One pod's load, read from what its ``/metrics`` says: a number that can be trusted, or none.
+
+Owns the parsing of two gauges and the refusal of everything doubtful. A wrong zero scales a busy fleet down, so a
+missing, negative, NaN or infinite value is no value. Fetches nothing; timestamps in the text are ignored, because a
+pod's clock may be wrong: the scraper's own clock dates a sample.
+"""
+
+import math
+import re
+from dataclasses import dataclass
+
+from fairlead_runtime.metric_names import MODEL, RUNNING, WAITING
+
+MAX_BODY = 1 << 20  # bytes; a runtime's metrics take about 30 KB
+MAX_REQUESTS = 1_000_000  # more in one pod is no load, it is a fault
+FRESH_SECONDS = 15.0
+LINE = re.compile(r"^([a-zA-Z_:][a-zA-Z0-9_:]*)(?:\{(.*)\})?[ \t]+(\S+)(?:[ \t]+-?\d+)?[ \t]*$")
+LABEL = re.compile(r'([a-zA-Z_][a-zA-Z0-9_]*)="((?:[^"\\]|\\.)*)"')
+
+
+class LoadError(ValueError):
+    """Why a text gives no load."""
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Requests of one pod: in a batch, and waiting for one."""
+
+    running: float
+    waiting: float
+
+    @property
+    def total(self) -> float:
+        return self.running + self.waiting
+
+    @property
+    def sane(self) -> bool:
+        return all(math.isfinite(v) and 0 <= v <= MAX_REQUESTS for v in (self.running, self.waiting))
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """A pod's last good load and when it was read, in seconds of the scraper's monotonic clock."""
+
+    load: Load
+    at: float
+
+    def fresh(self, now: float) -> bool:
+        """Younger than 15 s, and not from the future: a clock that went back makes nothing fresh."""
+        return 0 <= now - self.at < FRESH_SECONDS
+
+
+def parse(text: str, model: str = "") -> Load:
+    """The load in a Prometheus exposition (text format 0.0.4), summed over the engines of one pod.
+
+    ``model``: the served name its series must carry; "" takes any. An address may by now belong to another pod.
+    Raises LoadError, and never guesses.
+    """
+    if len(text) > MAX_BODY:
+        raise LoadError(f"the body is longer than {MAX_BODY} bytes")
+    found: dict[str, list[float]] = {RUNNING: [], WAITING: []}
+    for line in text.splitlines():
+        if line.startswith((RUNNING, WAITING)):
+            _take(line, model, found)
+    for name, values in found.items():
+        if not values:
+            raise LoadError(f"{name} is missing" + (f" for model {model!r}" if model else ""))
+    load = Load(sum(found[RUNNING]), sum(found[WAITING]))
+    if not load.sane:
+        raise LoadError(f"running {load.running} and waiting {load.waiting} are no numbers of requests")
+    return load
+
+
+def _take(line: str, model: str, found: dict[str, list[float]]) -> None:
+    match = LINE.match(line)
+    if match is None:
+        raise LoadError(f"a line is malformed: {line[:80]!r}")
+    name, labels, value = match.groups()
+    if name not in found:
+        return
+    served = dict(LABEL.findall(labels or "")).get(MODEL)
+    if model and served != model:
+        return
+    try:
+        number = float(value)
+    except ValueError:
+        raise LoadError(f"{name} is {value[:40]!r}") from None
+    if not (math.isfinite(number) and number >= 0):
+        raise LoadError(f"{name} is {value[:40]}")
+    found[name].append(number)

@@ -1,0 +1,276 @@
+"""The decision as arithmetic: what each limit does, and the failures of other autoscalers replayed."""
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Mapping
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fairlead_operator.autoscale import HOUR, TICK, Decision, History, Policy, Supply, decide
+from fairlead_operator.load import Load, Sample
+from fairlead_operator.spec import Autoscaling, ScaleDown, ScaleUp
+from fairlead_runtime.config import EngineConfig
+
+POLICY = Policy(
+    min_replicas=1,
+    max_replicas=8,
+    target=100,
+    tolerance=0.1,
+    up_window=0,
+    up_step=4,
+    down_window=300,
+    down_step=1,
+)
+
+
+def names(count: int) -> tuple[str, ...]:
+    return tuple(f"pod-{i}" for i in range(count))
+
+
+def samples(loads: Mapping[str, float], at: float) -> dict[str, Sample]:
+    return {pod: Sample(Load(min(load, 64), max(0.0, load - 64)), at) for pod, load in loads.items()}
+
+
+class Fleet:
+    """A fleet whose pods are ready ``start`` seconds after they are asked for, with a load set from outside."""
+
+    def __init__(self, policy: Policy, replicas: int = 1, start: float = 0.0) -> None:
+        self.policy, self.start, self.now = policy, start, 1e5
+        self.history = History()
+        self.ready_at = [0.0] * replicas  # long before now
+        self.decisions: list[Decision] = []
+
+    def tick(self, demand: float, *, unschedulable: int = 0) -> Decision:
+        ready = names(sum(1 for at in self.ready_at if at <= self.now))
+        seen = samples({pod: demand / len(ready) for pod in ready}, self.now)
+        supply = Supply(len(self.ready_at), ready, len(self.ready_at) - len(ready), unschedulable)
+        decision = decide(self.policy, self.history, seen, supply, self.now)
+        self.history = decision.history
+        add = [self.now + self.start] * (decision.replicas - len(self.ready_at))
+        self.ready_at = [*self.ready_at, *add][: decision.replicas]
+        self.decisions.append(decision)
+        self.now += TICK
+        return decision
+
+    def run(self, demand: float, seconds: float) -> list[int]:
+        return [self.tick(demand).replicas for _ in range(int(seconds / TICK))]
+
+
+@pytest.mark.parametrize("start", [0.0, 5.0, 120.0, 600.0])
+def test_a_burst_to_800_reaches_8_replicas_within_35_seconds(start: float) -> None:
+    fleet = Fleet(POLICY, start=start)
+    fleet.run(0, 60)
+    began = fleet.now
+    while fleet.tick(800).replicas < 8:
+        assert fleet.now - began <= 35
+    assert fleet.run(800, 1200) == [8] * 240, "no more, however long pods load"
+
+
+def test_replicas_do_not_cascade_while_models_load() -> None:
+    fleet = Fleet(dataclasses.replace(POLICY, max_replicas=100), start=300.0)
+    assert max(fleet.run(400, 290)) == 4, "demand is a total: 400 requests ask for 4 pods, loaded or not"
+
+
+def test_neither_running_nor_waiting_alone_decides() -> None:
+    supply = Supply(1, ("a",))
+    for load in (Load(running=250, waiting=0), Load(running=0, waiting=250), Load(125, 125)):
+        assert decide(POLICY, History(), {"a": Sample(load, 0)}, supply, 0).replicas == 3
+
+
+def test_within_tolerance_nothing_changes() -> None:
+    decision = decide(
+        POLICY, History(), samples({"a": 54, "b": 55, "c": 110, "d": 110}, 0), Supply(3, names(3)), 0
+    )
+    assert decision.replicas == 3
+    found = decide(POLICY, History(), samples(dict.fromkeys(names(3), 109), 0), Supply(3, names(3)), 0)
+    assert (found.replicas, found.limited_by) == (3, "tolerance")
+    assert (
+        decide(POLICY, History(), samples(dict.fromkeys(names(3), 111), 0), Supply(3, names(3)), 0).replicas
+        == 4
+    )
+
+
+def test_a_step_up_holds_for_15_seconds() -> None:
+    fleet = Fleet(dataclasses.replace(POLICY, max_replicas=20))
+    assert fleet.run(2000, 40) == [5, 5, 5, 9, 9, 9, 13, 13]
+    assert fleet.decisions[-1].limited_by == "scaleUp.maxStep"
+
+
+def test_scaling_up_can_wait_for_a_lasting_need() -> None:
+    fleet = Fleet(dataclasses.replace(POLICY, up_window=30))
+    fleet.run(50, 60)
+    fleet.tick(300)
+    assert fleet.run(50, 60) == [1] * 12, "one tick of load"
+    assert fleet.run(300, 40)[-1] == 3
+
+
+def test_pods_that_cannot_be_placed_stop_further_ones() -> None:
+    fleet = Fleet(POLICY)
+    decision = fleet.tick(800, unschedulable=1)
+    assert (decision.replicas, decision.limited_by) == (1, "unschedulable")
+
+
+def test_scaling_down_takes_the_highest_need_of_the_window_one_pod_a_minute() -> None:
+    fleet = Fleet(POLICY, replicas=6)
+    fleet.run(600, 300)
+    held = fleet.run(90, 300)
+    assert held == [6] * 60, "the window still holds the need for 6"
+    down = fleet.run(90, 300)
+    assert down == sorted(down, reverse=True)
+    assert [down[i] for i in (0, 11, 12, 24, 36, 48, 59)] == [5, 5, 4, 3, 2, 1, 1]
+
+
+def test_after_a_restart_nothing_shrinks_for_a_whole_window() -> None:
+    fleet = Fleet(POLICY, replicas=5)
+    assert fleet.run(100, 300) == [5] * 60
+    assert {d.limited_by for d in fleet.decisions} == {"windowFilling"}
+    assert fleet.tick(100).replicas == 4
+
+
+def test_after_a_restart_growing_is_immediate() -> None:
+    assert Fleet(POLICY).tick(300).replicas == 3
+
+
+@pytest.mark.parametrize(
+    "known", [{}, {"pod-0": Sample(Load(math.nan, 0), 1000.0)}, {"pod-0": Sample(Load(-5, 0), 1000.0)}]
+)
+def test_without_data_it_holds(known: dict[str, Sample]) -> None:
+    decision = decide(POLICY, History(), known, Supply(5, names(5)), 1000.0)
+    assert decision.replicas == 5
+    assert "no fresh metrics" in decision.why
+
+
+def test_one_silent_pod_stops_shrinking_and_keeps_its_last_load() -> None:
+    fleet = Fleet(POLICY, replicas=4)
+    fleet.run(300, 400)
+    now = fleet.now
+    partly = samples({"pod-0": 0, "pod-1": 0, "pod-2": 0}, now) | samples({"pod-3": 250}, now - 600)
+    decision = decide(POLICY, fleet.history, partly, Supply(4, names(4)), now)
+    assert (decision.replicas, decision.limited_by) == (4, "staleMetrics")
+    assert (decision.inputs["demand"], decision.inputs["fresh"]) == (250, 3)
+
+
+def test_partial_data_may_still_scale_up() -> None:
+    decision = decide(POLICY, History(), samples({"pod-0": 500}, 0), Supply(2, names(2)), 0)
+    assert decision.replicas == 5
+
+
+def test_a_pod_never_read_keeps_the_window_from_shrinking() -> None:
+    history, now = History(), 0.0
+    for _ in range(70):
+        decision = decide(POLICY, history, samples({"pod-0": 10}, now), Supply(4, names(4)), now)
+        assert decision.replicas == 4
+        history, now = decision.history, now + TICK
+    seen = samples(dict.fromkeys(names(4), 10), now)
+    assert (
+        decide(POLICY, history, seen, Supply(4, names(4)), now).limited_by == "scaleDown.stabilizationSeconds"
+    )
+
+
+@pytest.mark.parametrize("jump", [3600.0, -3600.0, 60.0])
+def test_a_clock_that_jumps_starts_the_window_over(jump: float) -> None:
+    fleet = Fleet(POLICY, replicas=4)
+    fleet.run(400, 300)
+    fleet.run(100, 295)
+    fleet.now += jump
+    assert fleet.run(100, 300) == [4] * 60
+    assert fleet.tick(100).replicas == 3
+
+
+def test_user_limits_hold_at_once_even_without_data() -> None:
+    assert decide(POLICY, History(), {}, Supply(12, ()), 0).replicas == 8
+    low = decide(dataclasses.replace(POLICY, min_replicas=3), History(), {}, Supply(1, ()), 0)
+    assert (low.replicas, low.limited_by) == (3, "minReplicas")
+
+
+def test_every_limit_is_recorded_with_before_and_after() -> None:
+    decision = decide(POLICY, History(), samples({"a": 5000}, 0), Supply(6, ("a",), starting=5), 0)
+    assert [(c.name, c.before, c.after) for c in decision.clamps] == [
+        ("scaleUp.maxStep", 50, 10),
+        ("maxReplicas", 10, 8),
+    ]
+    assert decision.limited_by == "maxReplicas"
+    entry = decision.entry("2026-01-01T00:00:00Z")
+    assert (entry["from"], entry["to"], entry["raw"], entry["supply"]) == (6, 8, 50, 6)
+    assert entry["clamps"][0] == {"name": "scaleUp.maxStep", "before": 50, "after": 10}
+    assert "5000 requests at 100 a pod ask for 50; scaleUp.maxStep 50 → 10" in decision.why
+
+
+def test_the_fifth_turn_of_an_hour_waits() -> None:
+    fleet = Fleet(dataclasses.replace(POLICY, down_window=0, down_step=8))
+    turns: list[float] = []
+    for step in range(2 * int(HOUR / TICK)):
+        before = len(fleet.ready_at)
+        high = (step // 24) % 2 == 0  # two minutes busy, two idle
+        after = fleet.tick(800 if high else 50).replicas
+        if after != before and after < before:
+            turns.append(fleet.now)
+    assert turns, "it does shrink"
+    assert all(sum(1 for t in turns if 0 <= at - t < HOUR) <= 2 for at in turns), "two down, two up"
+    assert any(d.limited_by == "flapping" for d in fleet.decisions)
+
+
+@pytest.mark.parametrize(
+    ("target", "planned", "expected"),
+    [
+        (7, 100, 7.0),
+        (None, 100, 80.0),
+        (None, 1000, 0.8 * 256),
+        (None, 0, 256.0),
+        (None, None, 256.0),
+        (None, 1, 1.0),
+    ],
+)
+def test_an_unset_target_follows_the_plan(target: int | None, planned: int | None, expected: float) -> None:
+    autoscaling = Autoscaling(target_per_replica=target, scale_up=ScaleUp(7, 3), scale_down=ScaleDown(9, 2))
+    policy = Policy.of(autoscaling, EngineConfig(), planned)
+    assert policy == Policy(1, 8, policy.target, 0.1, 7, 3, 9, 2)
+    assert policy.target == pytest.approx(expected)
+
+
+POLICIES = st.builds(
+    Policy,
+    min_replicas=st.integers(1, 3),
+    max_replicas=st.integers(3, 12),
+    target=st.floats(1, 200),
+    tolerance=st.floats(0, 0.5),
+    up_window=st.sampled_from([0, 20]),
+    up_step=st.integers(1, 5),
+    down_window=st.sampled_from([0, 30, 300]),
+    down_step=st.integers(1, 4),
+)
+DEMANDS = st.lists(st.tuples(st.floats(0, 3000), st.integers(1, 40)), min_size=1, max_size=6)
+
+
+@settings(max_examples=25)
+@given(POLICIES, DEMANDS, st.floats(0, 100))
+def test_any_load_stays_inside_every_limit(
+    policy: Policy, demands: list[tuple[float, int]], start: float
+) -> None:
+    fleet = Fleet(policy, replicas=policy.min_replicas, start=start)
+    counts = [policy.min_replicas]
+    for demand, ticks in demands:
+        for _ in range(ticks):
+            counts.append(fleet.tick(demand).replicas)
+    assert all(policy.min_replicas <= n <= policy.max_replicas for n in counts)
+    steps = [after - before for before, after in itertools.pairwise(counts)]
+    for i in range(len(steps)):
+        assert sum(n for n in steps[max(0, i - 2) : i + 1] if n > 0) <= policy.up_step, "in 15 seconds"
+        assert -sum(n for n in steps[max(0, i - 11) : i + 1] if n < 0) <= policy.down_step, "in a minute"
+    steady = fleet.run(demands[-1][0], 2 * HOUR)
+    assert len(set(steady[-240:])) == 1, "a steady load comes to rest"
+
+
+@given(POLICIES, st.floats(0, 3000), st.floats(0, 3000), st.integers(1, 12))
+def test_more_load_never_asks_for_less(policy: Policy, one: float, more: float, current: int) -> None:
+    ready = names(current)
+    found = []
+    for demand in (one, one + more):
+        seen = samples(dict.fromkeys(ready, demand / current), 0)
+        found.append(
+            decide(policy, History(since=-1000, raws=((0, 0),)), seen, Supply(current, ready), 0).replicas
+        )
+    assert found[0] <= found[1] or policy.tolerance > 0

@@ -1,0 +1,82 @@
+"""A pod's metrics are a trustworthy number or none at all."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fairlead_operator.load import FRESH_SECONDS, Load, LoadError, Sample, parse
+from fairlead_runtime.metric_names import RUNNING, WAITING
+
+GOOD = f"""# HELP {RUNNING} Number of requests in model execution batches.
+# TYPE {RUNNING} gauge
+{RUNNING}{{engine="0",model_name="demo"}} 3.0
+# TYPE {WAITING} gauge
+{WAITING}{{engine="0",model_name="demo"}} 2.0
+{WAITING}_created{{engine="0",model_name="demo"}} 9.0
+vllm:kv_cache_usage_perc{{engine="0",model_name="demo"}} 0.5
+"""
+
+
+def test_a_plain_exposition_is_read() -> None:
+    assert parse(GOOD) == parse(GOOD, "demo") == Load(running=3, waiting=2)
+
+
+def test_the_engines_of_a_pod_are_summed() -> None:
+    second = GOOD.replace('engine="0"', 'engine="1"')
+    assert parse(GOOD + second).total == 10
+
+
+def test_timestamps_are_read_over() -> None:
+    assert parse(GOOD.replace(" 3.0", " 3.0 1700000000000")) == Load(3, 2)
+
+
+def test_another_models_pod_gives_nothing() -> None:
+    with pytest.raises(LoadError, match=r"missing for model 'demo'"):
+        parse(GOOD.replace("demo", "other"), "demo")
+
+
+def test_a_label_may_hold_what_looks_like_another() -> None:
+    text = GOOD.replace('model_name="demo"', r'note="model_name=\"x\"",model_name="demo"')
+    assert parse(text, "demo") == Load(3, 2)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        GOOD.replace(" 3.0", " NaN"),
+        GOOD.replace(" 3.0", " +Inf"),
+        GOOD.replace(" 3.0", " -Inf"),
+        GOOD.replace(" 3.0", " -1"),
+        GOOD.replace(" 3.0", " -9e15"),
+        GOOD.replace(" 3.0", " 1e300"),
+        GOOD.replace(" 3.0", " null"),
+        GOOD.replace(" 3.0", ""),
+        GOOD.replace(WAITING, "vllm:something_else"),
+        GOOD.replace(RUNNING, "vllm:something_else"),
+        GOOD.replace(f'{WAITING}{{engine="0",model_name="demo"}}', f"{WAITING}{{engine="),
+        GOOD + "x" * (1 << 20),
+        "<html>moved</html>",
+    ],
+    ids=range(14),
+)
+def test_doubtful_text_is_refused(text: str) -> None:
+    with pytest.raises(LoadError):
+        parse(text, "demo")
+
+
+@given(st.text(max_size=200), st.floats(), st.floats())
+def test_whatever_comes_is_sane_or_refused(text: str, running: float, waiting: float) -> None:
+    try:
+        load = parse(f'{RUNNING} {running}\n{WAITING}{{a="{text}"}} {waiting}\n{text}')
+    except LoadError:
+        return
+    assert load.sane
+
+
+def test_a_sample_is_fresh_for_15_seconds_and_never_from_the_future() -> None:
+    sample = Sample(Load(1, 0), at=100.0)
+    assert sample.fresh(100.0)
+    assert sample.fresh(100.0 + FRESH_SECONDS - 0.1)
+    assert not sample.fresh(100.0 + FRESH_SECONDS)
+    assert not sample.fresh(99.9)
