@@ -39,6 +39,7 @@ PROGRAMS = {
         Program("kubectl", "controlplane", "k8s.io/kubernetes/cmd/kubectl"),
         Program("kwok", "kwok", "sigs.k8s.io/kwok/cmd/kwok"),
         Program("helm", "helm", "helm.sh/helm/v4/cmd/helm"),
+        Program("helm3", "helm3", "helm.sh/helm/v3/cmd/helm"),
     )
 }
 
