@@ -7,11 +7,8 @@ import argparse
 import dataclasses
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
-
-import yaml
 
 from fairlead_operator.blockers import CODES, NORMAL
 from fairlead_runtime.config import EngineConfig, base_type, choices_of, flag_of
@@ -54,43 +51,6 @@ def flags() -> str:
     return "\n".join(lines).strip()
 
 
-def crd_schema() -> Mapping[str, Any]:
-    crd = yaml.safe_load((ROOT / "crds" / "inferencedeployments.yaml").read_text())
-    schema: Mapping[str, Any] = crd["spec"]["versions"][0]["schema"]["openAPIV3Schema"]["properties"]
-    return schema
-
-
-def walk(schema: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Every field below a schema, parents before children; a list's items as ``field[]``."""
-    for name, child in schema.get("properties", {}).items():
-        at = f"{path}.{name}" if path else name
-        yield at, child
-        yield from walk(child, at)
-        if "items" in child:
-            yield from walk(child["items"], at + "[]")
-
-
-def kind_of(schema: Mapping[str, Any]) -> str:
-    if "enum" in schema:
-        return ", ".join(f"`{value}`" if value != "" else '`""`' for value in schema["enum"])
-    if schema.get("x-kubernetes-int-or-string"):
-        return "quantity"
-    kind = str(schema.get("type", "any"))
-    bounds = [f"{sign} {schema[key]}" for key, sign in (("minimum", "≥"), ("maximum", "≤")) if key in schema]
-    return f"{kind} {', '.join(bounds)}".strip()
-
-
-def fields(part: str) -> str:
-    """The fields of ``spec`` or ``status`` of the custom resource, by its own descriptions."""
-    lines = ["| field | values | default | what it is |", "|---|---|---|---|"]
-    for path, schema in walk(crd_schema()[part]):
-        default = schema.get("default", "")
-        shown = "" if default in ("", {}, None) else default_of(default)
-        text = str(schema.get("description", "")).replace("|", "\\|").replace("\n", " ")
-        lines.append(f"| `{path}` | {kind_of(schema)} | {shown} | {text} |")
-    return "\n".join(lines)
-
-
 def blockers() -> str:
     """The blocker codes in the order of importance."""
     lines = ["| code | what to do | kind |", "|---|---|---|"]
@@ -102,8 +62,6 @@ def blockers() -> str:
 
 TABLES: Mapping[str, tuple[str, Callable[[], str]]] = {
     "flags": ("runtime.md", flags),
-    "spec": ("inferencedeployment.md", lambda: fields("spec")),
-    "status": ("inferencedeployment.md", lambda: fields("status")),
     "blockers": ("troubleshooting.md", blockers),
 }
 
