@@ -159,6 +159,7 @@ class PagedModel:
             raise families.refused(name, "its layers differ in their number or size of heads")
         return probe.heads[0]
 
+    @torch.inference_mode()
     def forward(
         self, batch: Batch, cache: CacheStorage, backend: AttentionBackend, keep: Tensor | None = None
     ) -> Tensor:
