@@ -31,7 +31,8 @@ from fairlead_runtime.views import Live, request_views
 log = logging.getLogger("fairlead.engine")
 
 FAULT_BUDGET = 3  # canaries that may fail in a row before the engine gives up
-CHECK_EVERY = 1024  # steps between two checks of the scheduler's invariants
+CHECK_EVERY = 1024  # steps between two checks of the scheduler's invariants, and at least
+CHECK_SHARE = 0.01  # of the time goes into them: a check walks over every block
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +104,7 @@ class Engine:
         self._inbox = Inbox(bounds.max_queue, bounds.max_requests, self.progress, now)
         self._live: dict[str, Live] = {}
         self._queued: dict[str, float] = {}  # not yet in any step, in order of arrival: when they came
+        self._check_after = 0.0  # no check of the invariants before then
         self._faults = 0  # canaries lost in a row
         self._probe: str | None = None  # the canary sent after a fault, until it came through
         self._emitted: list[Emitted] = []
@@ -126,7 +128,11 @@ class Engine:
 
     def abort(self, request_id: str, choice: int | None = None, error: ServiceError | None = None) -> None:
         """End a request, or one of its choices; unknown ids are ignored."""
-        self._inbox.post(Abort(request_id, choice, error))
+        self._inbox.post(Abort(request_id, choice, error=error))
+
+    def finish(self, request_id: str, choice: int) -> None:
+        """End a choice that is complete for a reason tokens do not show: its text holds a stop text."""
+        self._inbox.post(Abort(request_id, choice, FinishReason.STOP))
 
     def inspect(self, answer: Callable[[list[RequestView]], None]) -> None:
         """Have the engine thread call ``answer`` with a view of every live request."""
@@ -186,8 +192,8 @@ class Engine:
             match message:
                 case Add(request, at, _):
                     self._add(request, at)
-                case Abort(request_id, choice, error):
-                    self._abort(request_id, choice, error)
+                case Abort():
+                    self._abort(message)
                 case Inspect(answer):
                     answer(self._views())
 
@@ -201,15 +207,14 @@ class Engine:
         else:
             self._queued[request.id] = at
 
-    def _abort(self, request_id: str, choice: int | None, error: ServiceError | None) -> None:
+    def _abort(self, abort: Abort) -> None:
+        request_id, error = abort.request_id, abort.error
         if request_id not in self._live:
             return
         if error is not None:
-            self._emitted.append(Emitted(request_id, 0, None, None, FinishReason.ABORT, str(error), error))
-        ended = self._scheduler.abort(request_id, choice)
-        if choice is not None:  # a stop text was found: for its client this choice is complete
-            ended = [event._replace(reason=FinishReason.STOP) for event in ended]
-        self._take(ended)
+            self._emitted.append(Emitted(request_id, 0, None, None, abort.reason, str(error), error))
+        for ended in self._scheduler.abort(request_id, abort.choice):
+            self._take([ended._replace(reason=abort.reason)])
 
     def _expire_queue(self, now: float) -> None:
         """The queue is in order of arrival, so only its head can be overdue."""
@@ -219,7 +224,7 @@ class Engine:
                 return
             self.counters.queue_timeouts += 1
             waited = f"waited {self.bounds.queue_timeout:g} s for a first step (queue_timeout)"
-            self._abort(request_id, None, QueueTimeout(waited, self._inbox.patience()))
+            self._abort(Abort(request_id, error=QueueTimeout(waited, self._inbox.patience())))
 
     def _run(self, work: Work) -> Outcome:
         self.stalled = not (work.rows or work.offload or work.restore or work.copies)
@@ -250,8 +255,8 @@ class Engine:
         elif outcome.failed:
             lost = any(row.sequence.request.id == self._probe for row, _ in outcome.failed)
             self._fault("no request of the batch could be computed", lost=lost)
-        if self.counters.steps % CHECK_EVERY == 0:
-            self._check()
+        if self.counters.steps % CHECK_EVERY == 0 and ended >= self._check_after:
+            self._check(ended)
 
     def _take(self, events: Sequence[Event]) -> None:
         """Turn the scheduler's events into plain values for the other side, and close what finished."""
@@ -317,12 +322,14 @@ class Engine:
         for request_id in list(self._live):
             self._end(request_id, FinishReason.ERROR, reason, error)
 
-    def _check(self) -> None:
+    def _check(self, began: float) -> None:
         try:
             self._scheduler.check()
         except InvariantViolation:
             self.counters.invariant_violations += 1
             log.exception("an invariant of the scheduler does not hold")
+        ended = self._now()
+        self._check_after = ended + (ended - began) / CHECK_SHARE
 
     # -- between two steps
 

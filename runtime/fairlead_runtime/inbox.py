@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from fairlead_runtime.outputs import EngineDead, QueueFull, RequestView, ServiceError
 from fairlead_runtime.progress import Progress
-from fairlead_runtime.request import Request
+from fairlead_runtime.request import FinishReason, Request
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,10 +23,11 @@ class Add:
 
 @dataclass(frozen=True, slots=True)
 class Abort:
-    """``error``: why the service ends it; None: its client wants it ended."""
+    """``error``: why the service ends it; None: its client wants it ended. ``reason`` is what statistics count."""
 
     request_id: str
     choice: int | None = None  # None: all of them
+    reason: FinishReason = FinishReason.ABORT
     error: ServiceError | None = None
 
 

@@ -149,7 +149,7 @@ class LLM:
             if not choice.finished:
                 output, early = choice.take([event])
                 if early:
-                    self._require().engine.abort(event.request_id, event.choice)
+                    self._require().engine.finish(event.request_id, event.choice)
                 if all(one.finished for one in choices.values()):
                     del live[event.request_id]
                 yield number, output

@@ -214,7 +214,7 @@ class Service:
 
     def stop_choice(self, request_id: str, choice: int) -> None:
         """A stop text ended this choice; the engine knows token ids only."""
-        self._engine.abort(request_id, choice)
+        self._engine.finish(request_id, choice)
 
     async def canary(self, patience: float = 10.0) -> int:
         request, before = canary(), self._tokens

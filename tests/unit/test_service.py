@@ -14,6 +14,7 @@ from fairlead_runtime.intake import Intake
 from fairlead_runtime.outputs import (
     Draining,
     EngineDead,
+    Health,
     Output,
     QueueFull,
     QueueTimeout,
@@ -24,7 +25,7 @@ from fairlead_runtime.outputs import (
 from fairlead_runtime.request import FinishReason, RequestError, SamplingParams, Status
 from fairlead_runtime.scheduling.plan import Work
 from fairlead_runtime.service import MAX_HELD, Service, Stream
-from fake_engine import LONG_FORM, VOCABULARY, FakeRunner, rig
+from fake_engine import LONG_FORM, VOCABULARY, Clock, FakeRunner, rig
 
 pytestmark = pytest.mark.anyio
 WITHIN = 30.0  # seconds after which a test hangs rather than waits
@@ -53,8 +54,10 @@ class Gate:
     def __init__(self) -> None:
         self._tickets = threading.Semaphore(0)
         self._open = threading.Event()
+        self.entered = threading.Event()
 
     def __call__(self, work: Work) -> None:
+        self.entered.set()
         while not self._open.is_set() and not self._tickets.acquire(timeout=0.01):
             pass
 
@@ -330,7 +333,7 @@ async def test_a_dead_engine_ends_every_stream_and_says_so() -> None:
 
     async with running(fault) as service:
         streams = [await service.submit(ask(start=i, max_tokens=50)) for i in range(3)]
-        gate.step()
+        gate.step(3)  # the first step may begin before the last one is in
         await asyncio.gather(*map(anext, streams))
         broken.set()
         gate.open()
@@ -418,3 +421,35 @@ async def test_the_debug_view_shows_live_requests_without_their_text() -> None:
         gate.open()
         await asyncio.gather(read(first), read(second))
         assert await service.requests() == []
+
+
+async def test_health_follows_progress_when_a_step_hangs() -> None:
+    gate, clock = Gate(), Clock()
+    async with running(gate, clock=clock) as service:
+        clock.now += 86_400.0  # an idle day is no hang
+        assert service.health() == Health(alive=True, ready=True)
+        stream = await service.submit(ask())
+        await asyncio.to_thread(gate.entered.wait, WITHIN)
+        clock.now += 4.0
+        assert service.health().ready
+        clock.now += 2.0
+        health = service.health()
+        assert (health.alive, health.ready) == (True, False)
+        assert "no step for 6 s" in health.reason
+        clock.now += 60.0
+        assert not service.health().alive
+        gate.open()
+        await read(stream)
+        await service.requests()
+        assert service.health().ready
+
+
+async def test_a_stop_text_counts_as_a_stop_in_the_statistics() -> None:
+    async with running() as service:
+        ended: list[FinishReason] = []
+        service._engine._observer.ended = lambda request, reason, at: ended.append(reason)  # type: ignore[method-assign]
+        plain = (await read(await service.submit(ask(max_tokens=50, seed=1))))[0]
+        stop = f" t{tokens(plain)[1]} "
+        await read(await service.submit(ask(max_tokens=50, seed=1, stop=(stop,))))
+        await service.drain(WITHIN)
+        assert ended == [FinishReason.LENGTH, FinishReason.STOP]
