@@ -473,6 +473,19 @@ def test_a_rerun_of_some_rows_makes_no_copies() -> None:
     assert (part.rows, part.copies, part.offload, part.restore) == (work.rows[1:], [], [], [])
 
 
+def test_a_sequence_shows_its_states_as_it_goes() -> None:
+    s = scheduler(num_blocks=6, max_batch_tokens=6, allow_block_sharing=False)
+    old, young = s.add(request("old", 8, 12))[0], s.add(request("young", 7, 13))[0]
+    seen: dict[int, list[Status]] = {old.id: [old.status], young.id: [young.status]}
+    while s.has_work:
+        step(s)
+        for q in (old, young):
+            if seen[q.id][-1] is not q.status:
+                seen[q.id].append(q.status)
+    life = [Status.PENDING, Status.PREFILLING, Status.DECODING]
+    assert seen == {old.id: [*life, Status.FINISHED], young.id: [*life, *life, Status.FINISHED]}
+
+
 def test_limits_come_from_the_configuration() -> None:
     limits = Limits.of(EngineConfig(scheduler_type="fair", block_size=32), num_blocks=7, max_model_len=99)
     assert (limits.policy, limits.block_size, limits.num_blocks, limits.capacity) == ("fair", 32, 7, 99)
