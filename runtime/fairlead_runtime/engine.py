@@ -5,14 +5,13 @@ engine thread, and nothing else touches scheduler, blocks or device. Never knows
 in are Requests, what comes out are lists of Emitted, one list a step.
 """
 
-import itertools
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import Self
+from dataclasses import replace
 
-from fairlead_runtime.inbox import Abort, Add, Inbox, Inspect
+from fairlead_runtime.inbox import Abort, Add, Bounds, Inbox, Inspect
 from fairlead_runtime.isolate import Outcome, Runner, run_isolated
+from fairlead_runtime.observer import CANARY, Observer, canary
 from fairlead_runtime.outputs import (
     Counters,
     Emitted,
@@ -23,59 +22,17 @@ from fairlead_runtime.outputs import (
     ServiceError,
 )
 from fairlead_runtime.progress import Progress
-from fairlead_runtime.request import FinishReason, Request, RequestError, SamplingParams
-from fairlead_runtime.scheduling.plan import Event, Limits, Token, Work
+from fairlead_runtime.request import FinishReason, Request, RequestError
+from fairlead_runtime.scheduling.plan import Event, Token, Work
 from fairlead_runtime.scheduling.scheduler import InvariantViolation, Scheduler
 from fairlead_runtime.views import Live, request_views
 
+__all__ = ["CANARY", "Bounds", "Engine", "Observer", "canary"]
 log = logging.getLogger("fairlead.engine")
 
 FAULT_BUDGET = 3  # canaries that may fail in a row before the engine gives up
 CHECK_EVERY = 1024  # steps between two checks of the scheduler's invariants, and at least
 CHECK_SHARE = 0.01  # of the time goes into them: a check walks over every block
-
-
-@dataclass(frozen=True, slots=True)
-class Bounds:
-    """What the queue may hold. ``queue_timeout`` in seconds."""
-
-    max_queue: int
-    queue_timeout: float
-    max_requests: int
-    num_blocks: int
-    block_size: int
-    max_model_len: int
-
-    @classmethod
-    def of(cls, limits: Limits, *, max_queue: int, queue_timeout: float) -> Self:
-        sizes = (limits.num_blocks, limits.block_size, limits.max_model_len)
-        return cls(max_queue, queue_timeout, limits.max_requests, *sizes)
-
-    @property
-    def capacity(self) -> int:
-        """Tokens, prompt and output together, that one request may reach."""
-        return min(self.max_model_len, self.num_blocks * self.block_size)
-
-
-class Observer:
-    """What statistics hook into; every method is called by the engine thread. The default observes nothing.
-
-    ``stepped`` comes before the ``ended`` of the requests that the step finished.
-    """
-
-    def arrived(self, request: Request, at: float) -> None: ...
-    def stepped(self, work: Work, events: Sequence[Event], began: float, ended: float) -> None: ...
-    def ended(self, request: Request, reason: FinishReason, at: float) -> None: ...
-
-
-CANARY = "canary/"  # no client's id holds a slash
-_numbers = itertools.count()
-
-
-def canary() -> Request:
-    """A request of one token, in no request metric, that proves the path through scheduler and device."""
-    params = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
-    return Request(f"{CANARY}{next(_numbers)}", (0,), params, max_tokens=1)
 
 
 class Engine:

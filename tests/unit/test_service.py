@@ -24,7 +24,8 @@ from fairlead_runtime.outputs import (
 )
 from fairlead_runtime.request import FinishReason, RequestError, SamplingParams, Status
 from fairlead_runtime.scheduling.plan import Work
-from fairlead_runtime.service import MAX_HELD, Service, Stream
+from fairlead_runtime.service import Service
+from fairlead_runtime.stream import MAX_HELD, Stream
 from fake_engine import LONG_FORM, VOCABULARY, Clock, FakeRunner, rig
 
 pytestmark = pytest.mark.anyio
