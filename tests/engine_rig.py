@@ -34,7 +34,7 @@ class Setting:
 
     block_size: int = 4
     chunk: int = 4096
-    num_blocks: int = 4096
+    num_blocks: int = 1024
     offload: bool = False
     sharing: bool = True
     max_requests: int = 64
