@@ -195,10 +195,10 @@ def test_a_request_that_a_stop_text_ends_has_finished_by_itself() -> None:
     bench = Bench()
     bench.engine.submit(request("a", max_tokens=50, n=2))
     bench.engine.step()
-    bench.engine.abort("a", 0)
+    bench.engine.finish("a", 0)
     bench.engine.step()
     assert bench.scrape()["fairlead_inflight"] == 1
-    bench.engine.abort("a", 1)
+    bench.engine.finish("a", 1)
     run(bench.engine)
     seen = bench.scrape()
     assert (seen["vllm:request_success_total{stop}"], seen["fairlead_aborted_total"]) == (1, 0)
