@@ -123,7 +123,7 @@ class Engine:
         while not self._inbox.stopping and not self.dead:
             if emitted := self.step():
                 publish(emitted)
-            if self.stalled:
+            if self.stalled and not self.dead:  # the dead get no message that could wake them
                 self._sleep()
 
     def step(self) -> list[Emitted]:

@@ -1,6 +1,8 @@
 """The engine's loop on a runner without a model: isolation, faults, queue bounds, time."""
 
 import random
+import threading
+from collections.abc import Callable
 
 import pytest
 
@@ -8,7 +10,8 @@ from fairlead_runtime.engine import FAULT_BUDGET
 from fairlead_runtime.outputs import EngineDead, QueueFull, QueueTimeout
 from fairlead_runtime.request import FinishReason, Request, RequestError
 from fairlead_runtime.scheduling.plan import Work
-from fake_engine import FULL, LONG_FORM, MIXED, Clock, Collected, FakeRunner, request, rig, run
+from fairlead_runtime.scheduling.scheduler import Scheduler
+from fake_engine import FULL, LONG_FORM, MIXED, Clock, Collected, FakeRunner, limits, request, rig, run
 
 
 def poisoned(*names: str) -> FakeRunner:
@@ -151,6 +154,29 @@ def test_death_ends_those_who_run_wait_and_arrive() -> None:
     collected = run(engine)
     assert set(collected.errors) == {"runs", "waits", "arrives"}
     assert all(isinstance(error, EngineDead) for error in collected.errors.values())
+
+
+def test_a_death_between_two_steps_ends_the_thread() -> None:
+    """A scheduler that cannot plan leaves the engine with nothing to do: it must not fall asleep for ever."""
+
+    def refuse() -> None:
+        raise RuntimeError("no plan")
+
+    engine = rig()
+    engine._make_scheduler = lambda: _broken(refuse)
+    engine._scheduler = _broken(refuse)
+    engine.submit(request("a"))
+    thread = threading.Thread(target=engine.run, args=(lambda _emitted: None,), daemon=True)
+    thread.start()
+    thread.join(30)
+    assert engine.dead
+    assert not thread.is_alive()
+
+
+def _broken(plan: Callable[[], None]) -> Scheduler:
+    scheduler = Scheduler(limits(), FULL)
+    scheduler.plan = plan  # type: ignore[method-assign,assignment]  # what it does is all that is asked
+    return scheduler
 
 
 def test_a_failing_copy_ends_what_lives_and_starts_from_an_empty_cache() -> None:
