@@ -147,14 +147,14 @@ class Engine:
     def _drain_inbox(self) -> None:
         while (message := self._inbox.take()) is not None:
             match message:
-                case Add(request, at, _):
-                    self._add(request, at)
+                case Add(request, at, counts):
+                    self._add(request, at, waits=counts)
                 case Abort():
                     self._abort(message)
                 case Inspect(answer):
                     answer(self._views())
 
-    def _add(self, request: Request, at: float) -> None:
+    def _add(self, request: Request, at: float, *, waits: bool) -> None:
         self._live[request.id] = Live(request, at, set(range(request.params.n)))
         self._observer.arrived(request, at)
         try:
@@ -162,7 +162,8 @@ class Engine:
         except RequestError as error:
             self._end(request.id, FinishReason.ERROR, str(error))
         else:
-            self._queued[request.id] = at
+            if waits:  # a canary does not: its sender has a patience of its own
+                self._queued[request.id] = at
 
     def _abort(self, abort: Abort) -> None:
         request_id, error = abort.request_id, abort.error
@@ -297,11 +298,10 @@ class Engine:
 
     def _look_ahead(self) -> None:
         """Tell the other threads how things stand."""
-        scheduler = self._scheduler
-        self._stats = scheduler.stats()
-        places = 0 if scheduler.waiting else max(0, self.bounds.max_requests - len(scheduler.running))
-        oldest = next(iter(self._queued.values()), None)
-        self._inbox.settle(queued=len(self._queued), oldest=oldest, places=places, working=scheduler.has_work)
+        stats = self._stats = self._scheduler.stats()
+        places = 0 if stats.waiting else self.bounds.max_requests - stats.running
+        oldest, working = next(iter(self._queued.values()), None), self._scheduler.has_work
+        self._inbox.settle(queued=len(self._queued), oldest=oldest, places=places, working=working)
 
     def _sleep(self) -> None:
         """Until a message comes; while somebody waits whom no plan admits, until that one's time is up."""

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from fairlead_runtime.engine import FAULT_BUDGET
+from fairlead_runtime.observer import canary
 from fairlead_runtime.outputs import EngineDead, QueueFull, QueueTimeout
 from fairlead_runtime.request import FinishReason, Request, RequestError
 from fairlead_runtime.scheduling.plan import Work
@@ -334,3 +335,22 @@ def test_views_tell_state_counts_and_why_one_waits() -> None:
     assert views["runs"].waits_for == ""  # type: ignore[attr-defined]
     assert "max_requests" in views["next"].waits_for  # type: ignore[attr-defined]
     assert views["later"].waits_for == "1 ahead of it"  # type: ignore[attr-defined]
+
+
+def test_the_thread_returns_after_the_engines_death_whatever_the_last_step_did() -> None:
+    engine = rig(FakeRunner())
+    engine._die("for the test")
+    engine.run(lambda _emitted: None)
+    assert engine.dead
+
+
+def test_a_canary_that_waits_is_neither_timed_out_nor_counted_as_waiting() -> None:
+    clock = Clock()
+    engine = rig(FakeRunner(), clock, max_requests=1, max_queue=1, queue_timeout=1.0)
+    engine.submit(request("long", max_tokens=20))
+    probe = canary()
+    engine.submit(probe, bounded=False)
+    engine.step()
+    assert engine.unready() == ""
+    clock.now += 10.0
+    assert run(engine).finish[probe.id, 0] == [FinishReason.LENGTH]
