@@ -447,10 +447,15 @@ async def test_health_follows_progress_when_a_step_hangs() -> None:
 
 async def test_a_stop_text_counts_as_a_stop_in_the_statistics() -> None:
     async with running() as service:
+        plain = (await read(await service.submit(ask(max_tokens=50, seed=1))))[0]
+    stop = f" t{tokens(plain)[1]} "
+    gate = Gate()
+    async with running(gate) as service:
         ended: list[FinishReason] = []
         service._engine._observer.ended = lambda request, reason, at: ended.append(reason)  # type: ignore[method-assign]
-        plain = (await read(await service.submit(ask(max_tokens=50, seed=1))))[0]
-        stop = f" t{tokens(plain)[1]} "
-        await read(await service.submit(ask(max_tokens=50, seed=1, stop=(stop,))))
+        stream = await service.submit(ask(max_tokens=50, seed=1, stop=(stop,)))
+        gate.step(3)
+        assert (await read(stream))[0][-1].stop_reason == stop
+        gate.open()
         await service.drain(WITHIN)
-        assert ended == [FinishReason.LENGTH, FinishReason.STOP]
+        assert ended == [FinishReason.STOP]
