@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from fairlead_kernels import reference, torch_attention
+from fairlead_kernels import reference, torch_plan
 from fairlead_kernels.attention import NULL, Heads, LayerSpec, Ragged
 from fairlead_kernels.backend import pick
 from fairlead_kernels.cache_write import write
@@ -144,7 +144,7 @@ def test_a_row_does_not_depend_on_its_batch_mates() -> None:
 def test_long_rows_in_strips_match_the_definition(
     monkeypatch: pytest.MonkeyPatch, window: int | None, softcap: float | None
 ) -> None:
-    monkeypatch.setattr(torch_attention, "STRIP", 16)
+    monkeypatch.setattr(torch_plan, "STRIP", 16)
     case = make_case([(0, 50), (21, 37), (3, 1)], window=window)
     got, want = both(case, LayerSpec(scale=0.3, window=window, softcap=softcap))
     torch.testing.assert_close(got, want, atol=2e-6, rtol=1e-5)
