@@ -395,7 +395,7 @@ async def test_a_canary_that_cannot_start_is_proven_by_tokens_of_others() -> Non
         stream = await service.submit(ask(max_tokens=100))
         gate.step()
         await anext(stream)
-        canary = asyncio.create_task(service.canary(patience=0.2))
+        canary = asyncio.create_task(service.canary(patience=2.0))
         await asyncio.sleep(0)
         gate.step(2)
         token = await canary
