@@ -34,6 +34,8 @@ from fairlead_runtime.stream import Stream
 
 log = logging.getLogger("fairlead.service")
 
+IDLE_EVERY = 30.0  # seconds between two canaries of an idle engine
+UNPROVEN = 3  # of them may fail in a row before no traffic is wanted
 INSPECT_WITHIN = 2.0  # seconds the debug view waits for the running step
 
 
@@ -61,6 +63,8 @@ class Service:
         self._tokens = 0  # delivered so far, any request's
         self._last_token = 0
         self._slow_readers = 0
+        self._unproven = 0  # idle canaries that failed in a row
+        self._watch: asyncio.Task[None] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
 
@@ -73,10 +77,13 @@ class Service:
         self._loop = asyncio.get_running_loop()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
+        self._watch = self._loop.create_task(self._watch_idle())
 
     async def stop(self, patience: float = 10.0) -> None:
         """End the engine's thread after its current step."""
         self._engine.stop()
+        if self._watch is not None:
+            self._watch.cancel()
         if self._thread is not None:
             await asyncio.to_thread(self._thread.join, patience)
         gc.unfreeze()
@@ -160,6 +167,8 @@ class Service:
             alive = age <= max(ALIVE_WITHIN, allowance)
             return Health(alive, ready=False, reason=f"no step for {age:.0f} s", last_step_age=age)
         reason = "draining" if self._draining else engine.unready()
+        if self._unproven >= UNPROVEN:
+            reason = f"{self._unproven} canaries in a row brought no token"
         return Health(alive=True, ready=not reason, reason=reason, last_step_age=age)
 
     async def requests(self) -> list[RequestView]:
@@ -176,6 +185,23 @@ class Service:
                 return await views
         except TimeoutError:
             raise ServiceError("the engine is in a long step: ask again", retry_after=1.0) from None
+
+    async def prove_idle(self) -> None:
+        """Send a canary unless real requests prove the path; health remembers those that fail in a row."""
+        if self._streams or self._draining:
+            return
+        try:
+            await self.canary()
+        except ServiceError as error:
+            self._unproven += 1
+            log.warning("an idle engine's canary failed: %s", error)
+        else:
+            self._unproven = 0
+
+    async def _watch_idle(self) -> None:
+        while True:
+            await asyncio.sleep(IDLE_EVERY)
+            await self.prove_idle()
 
     # -- the way back
 

@@ -459,3 +459,35 @@ async def test_a_stop_text_counts_as_a_stop_in_the_statistics() -> None:
         gate.open()
         await service.drain(WITHIN)
         assert ended == [FinishReason.STOP]
+
+
+async def test_an_idle_engine_proves_itself_and_is_not_ready_after_three_failures() -> None:
+    broken = threading.Event()
+
+    def fault(work: Work) -> None:
+        if broken.is_set() and all(row.sequence.request.id.startswith("canary/") for row in work.rows):
+            raise RuntimeError("the device is gone")
+
+    async with running(fault, max_queue=1) as service:
+        await service.prove_idle()
+        assert service.snapshot().counters.generated_tokens == 1
+        service._engine._fault = lambda *_, **__: None  # type: ignore[method-assign]
+        broken.set()
+        for _ in range(3):
+            assert service.health().ready
+            await service.prove_idle()
+        assert "3 canaries" in service.health().reason
+        assert service.health().alive
+        broken.clear()
+        await service.prove_idle()
+        assert service.health().ready
+
+
+async def test_a_busy_engine_gets_no_idle_canary() -> None:
+    gate = Gate()
+    async with running(gate) as service:
+        stream = await service.submit(ask())
+        await service.prove_idle()
+        assert set(service._streams) == {stream.request_id}
+        gate.open()
+        await read(stream)
