@@ -6,6 +6,7 @@ can move to a process of its own. Text is made here, when a stream is read, neve
 """
 
 import asyncio
+import contextlib
 import gc
 import logging
 import threading
@@ -195,8 +196,6 @@ class Service:
         except ServiceError as error:
             self._unproven += 1
             log.warning("an idle engine's canary failed: %s", error)
-        else:
-            self._unproven = 0
 
     async def _watch_idle(self) -> None:
         while True:
@@ -219,8 +218,10 @@ class Service:
         self._call(self._deliver, emitted)
 
     def _call(self, callback: Callable[..., None], *args: object) -> None:
-        if self._loop is not None and not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(callback, *args)
+        """Have the event loop call back; one that has closed has nobody left to tell."""
+        with contextlib.suppress(RuntimeError):
+            if self._loop is not None:
+                self._loop.call_soon_threadsafe(callback, *args)
 
     def _deliver(self, emitted: list[Emitted]) -> None:
         """On the event loop: hand a step's events to their streams."""
@@ -230,7 +231,7 @@ class Service:
             if stream is None:
                 continue
             if event.token is not None:
-                self._tokens, self._last_token = self._tokens + 1, event.token
+                self._tokens, self._last_token, self._unproven = self._tokens + 1, event.token, 0
             if stream.push(event, now):
                 self._forget(event.request_id)
             elif stream.overdue(now):
