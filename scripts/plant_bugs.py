@@ -260,13 +260,15 @@ class Verdict(NamedTuple):
 
 
 def plant(bug: Bug, where: Path) -> None:
-    """Copy package and harness to ``where`` and put the bug in."""
-    shutil.copytree(
-        PACKAGE, where / "fairlead_runtime", ignore=shutil.ignore_patterns("__pycache__", "assets", "models")
-    )
+    """Copy what the run needs of package and harness to ``where`` and put the bug in."""
+    copy = where / "fairlead_runtime"
+    for folder in ("cache", "scheduling"):
+        shutil.copytree(PACKAGE / folder, copy / folder, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("__init__.py", "config.py", "request.py"):
+        shutil.copy(PACKAGE / name, copy)
     for module in HARNESS:
         shutil.copy(module, where)
-    target = where / "fairlead_runtime" / bug.file
+    target = copy / bug.file
     target.write_text(target.read_text().replace(bug.old, bug.new))
 
 
