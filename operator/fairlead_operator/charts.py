@@ -52,7 +52,7 @@ def _panel(panel: Sequence[Series], top: int, seconds: float) -> str:
     ]
     for i, (name, values) in enumerate(panel):
         colour = COLOURS[i % len(COLOURS)]
-        peaks = _peaks(values, WIDTH)
+        peaks = _peaks(values, WIDTH // 2)
         step = WIDTH / max(1, len(peaks) - 1)
         points = " ".join(
             f"{LEFT + n * step:.1f},{bottom - HEIGHT * v / highest:.1f}" for n, v in enumerate(peaks)
