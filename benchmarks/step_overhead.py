@@ -7,18 +7,20 @@ Target: 256 decodes ≤ 1 ms, 1,024 ≤ 4 ms. Run: .venv/bin/python benchmarks/s
 
 import argparse
 import gc
+import os
 import statistics
 import time
 
 from fairlead_runtime.cache.groups import group_layers
 from fairlead_runtime.request import Request, SamplingParams
 from fairlead_runtime.scheduling import Limits, Result, Scheduler
+from fairlead_runtime.scheduling.record import RecordedScheduler
 
 TARGETS = {256: 1.0, 1024: 4.0}
 PROMPT, WARM_UP = 200, 40
 
 
-def running(decodes: int, windows: list[int | None], policy: str, steps: int) -> Scheduler:
+def running(decodes: int, windows: list[int | None], policy: str, steps: int, record: bool) -> Scheduler:
     """A scheduler in which that many sequences decode for ``steps`` steps and more."""
     output = WARM_UP + steps + 8
     limits = Limits(
@@ -30,16 +32,19 @@ def running(decodes: int, windows: list[int | None], policy: str, steps: int) ->
         num_blocks=decodes * (-(-(PROMPT + output) // 16) + 1),
         max_model_len=PROMPT + output,
     )
-    scheduler = Scheduler(limits, group_layers(windows))
+    groups = group_layers(windows)
+    scheduler = RecordedScheduler(limits, groups, path=os.devnull) if record else Scheduler(limits, groups)
     for i in range(decodes):
         prompt = tuple(range(i * PROMPT, (i + 1) * PROMPT - i % 16))  # blocks fill up at different steps
         scheduler.add(Request(f"r{i}", prompt, SamplingParams(max_tokens=output), output, tenant=str(i % 8)))
     return scheduler
 
 
-def measure(decodes: int, windows: list[int | None], policy: str, steps: int) -> dict[str, list[float]]:
+def measure(
+    decodes: int, windows: list[int | None], policy: str, steps: int, record: bool
+) -> dict[str, list[float]]:
     """Milliseconds of each part, step by step."""
-    scheduler = running(decodes, windows, policy, steps)
+    scheduler = running(decodes, windows, policy, steps, record)
     times: dict[str, list[float]] = {"plan": [], "commit": [], "update": [], "step": []}
     for i in range(WARM_UP + steps):
         t0 = time.thread_time()
@@ -67,17 +72,19 @@ def main() -> None:
     print(
         f"{'decodes':>8} {'policy':>14} {'groups':>7} {'plan':>7} {'commit':>7} {'update':>7}   step: median (p5 .. p95) ms"
     )
-    shapes: tuple[list[int | None], ...] = ([None], [None, 64])
-    for windows in shapes:
-        for policy in ("fifo", "fair") if len(windows) == 1 else ("fifo",):
-            for decodes, target in TARGETS.items():
-                times = measure(decodes, windows, policy, options.steps)
-                parts = [statistics.median(times[name]) for name in ("plan", "commit", "update")]
-                cuts = statistics.quantiles(times["step"], n=20)
-                print(
-                    f"{decodes:>8} {policy:>14} {len(windows):>7} {parts[0]:>7.3f} {parts[1]:>7.3f} {parts[2]:>7.3f}"
-                    f"   {statistics.median(times['step']):.3f} ({cuts[0]:.3f} .. {cuts[-1]:.3f}), target {target}"
-                )
+    one: list[int | None] = [None]
+    two: list[int | None] = [None, 64]
+    cases = ((one, "fifo", False), (one, "fair", False), (two, "fifo", False), (one, "fifo", True))
+    for windows, policy, record in cases:
+        for decodes, target in TARGETS.items():
+            times = measure(decodes, windows, policy, options.steps, record)
+            parts = [statistics.median(times[name]) for name in ("plan", "commit", "update")]
+            cuts = statistics.quantiles(times["step"], n=20)
+            name = policy + (", recorded" if record else "")
+            print(
+                f"{decodes:>8} {name:>14} {len(windows):>7} {parts[0]:>7.3f} {parts[1]:>7.3f} {parts[2]:>7.3f}"
+                f"   {statistics.median(times['step']):.3f} ({cuts[0]:.3f} .. {cuts[-1]:.3f}), target {target}"
+            )
 
 
 if __name__ == "__main__":

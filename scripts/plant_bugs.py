@@ -25,7 +25,7 @@ import sys, pathlib
 import fairlead_runtime, whole_run
 here = pathlib.Path(sys.argv[1])
 assert here in pathlib.Path(fairlead_runtime.__file__).parents, fairlead_runtime.__file__
-for seed in range(int(sys.argv[2])):
+for seed in range(int(sys.argv[2]), int(sys.argv[2]) + int(sys.argv[3])):
     error = whole_run.fails(whole_run.draw(seed))
     if error is not None:
         print(f"seed {seed}: {type(error).__name__}: {error}".splitlines()[0][:110])
@@ -38,6 +38,7 @@ class Bug(NamedTuple):
     file: str
     old: str
     new: str
+    first: int = 0  # seed to begin with, for a bug that shows itself late
 
 
 POOL, PREFIX, PAGED, HOST = "cache/blocks.py", "cache/prefix.py", "cache/paged.py", "cache/offload.py"
@@ -182,6 +183,7 @@ BUGS = (
         "            self.tokens -= count\n            self.free -= establish",
         "            self.free -= establish",
     ),
+    Bug("nothing waits for the victim", PLANNER, "if state.victim is not None and", "if False and", 40),
     Bug(
         "a small request overtakes",
         PLANNER,
@@ -258,13 +260,15 @@ class Verdict(NamedTuple):
 
 
 def plant(bug: Bug, where: Path) -> None:
-    """Copy package and harness to ``where`` and put the bug in."""
-    shutil.copytree(
-        PACKAGE, where / "fairlead_runtime", ignore=shutil.ignore_patterns("__pycache__", "assets", "models")
-    )
+    """Copy what the run needs of package and harness to ``where`` and put the bug in."""
+    copy = where / "fairlead_runtime"
+    for folder in ("cache", "scheduling"):
+        shutil.copytree(PACKAGE / folder, copy / folder, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("__init__.py", "config.py", "request.py"):
+        shutil.copy(PACKAGE / name, copy)
     for module in HARNESS:
         shutil.copy(module, where)
-    target = where / "fairlead_runtime" / bug.file
+    target = copy / bug.file
     target.write_text(target.read_text().replace(bug.old, bug.new))
 
 
@@ -283,7 +287,7 @@ def hunt(bug: Bug, seeds: int) -> Verdict:
     with tempfile.TemporaryDirectory() as name:
         where = Path(name).resolve()
         plant(bug, where)
-        command = [sys.executable, "-c", RUN, str(where), str(seeds)]
+        command = [sys.executable, "-c", RUN, str(where), str(bug.first), str(seeds)]
         environment = os.environ | {"PYTHONPATH": str(where), "PYTHONDONTWRITEBYTECODE": "1"}
         done = subprocess.run(
             command, env=environment, capture_output=True, text=True, check=False, cwd=where

@@ -24,7 +24,6 @@ from fairlead_runtime.outputs import (
     Health,
     Output,
     RequestView,
-    ServiceError,
     Submission,
 )
 from fairlead_runtime.request import FinishReason, RequestError
@@ -94,7 +93,7 @@ class FakeService:
 
     max_model_len: int = MAX_MODEL_LEN
     hang: bool = False  # never end a stream
-    error: ServiceError | None = None  # what ends every stream
+    error: Exception | None = None  # what ends every stream
     finish: FinishReason = FinishReason.LENGTH
     refuse: Exception | None = None  # what submit raises
     refuse_after: int = 0  # once that many were taken

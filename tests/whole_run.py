@@ -37,6 +37,7 @@ class Play:
         self.device = Device(groups, scenario.limits.block_size)
         self.outcome = Outcome()
         self.ended: set[int] = set()
+        self.victim: Sequence | None = None  # holds admissions back until it fits or something ends
         self.aborts: list[Arrival] = []  # for the next step to meet on its way
         self.by_id = {a.request.id: a for a in scenario.arrivals}
 
@@ -150,6 +151,7 @@ class Play:
             if running and rest and max(running) > min(rest):
                 raise RunError(f"sequence {max(running)} overtook {min(rest)}")
         self._in_order(plan)
+        self._victim_fits(plan)
         self._admission_leaves_margin(plan)
 
     def _in_order(self, plan: Plan) -> None:
@@ -176,6 +178,27 @@ class Play:
         ):
             if older and younger and max(map(place, older)) > min(map(place, younger)):
                 raise RunError(f"{limits.policy}: not the youngest preempted, or not the oldest admitted")
+
+    def _victim_fits(self, plan: Plan) -> None:
+        """Counted anew where it is simple: one full group, nothing shared."""
+        cache, limits, victim = self.scheduler.state.cache, self.scenario.limits, self.victim
+        if plan.admitted and victim is not None and not limits.allow_block_sharing:
+            size = limits.block_size
+            started = {a.sequence.id for a in plan.admitted}
+            need = min(-(-len(victim.tokens) // size) + 1, -(-(victim.limit - 1) // size))
+            for row in plan.rows:
+                if row.sequence.id not in started:
+                    need += -(-(row.start + row.count) // size) - -(-row.start // size)
+            if (
+                self.scenario.windows == (None,)
+                and victim.request.params.n == 1
+                and need > cache.pool.available
+            ):
+                raise RunError(f"{started} started although victim {victim.id} does not fit again")
+        if plan.admitted:
+            self.victim = None
+        if plan.preempted:
+            self.victim = plan.preempted[-1].sequence
 
     def _admission_leaves_margin(self, plan: Plan) -> None:
         """All or nothing, counted anew: what the admitted still need fits beside all rows and the margin."""
@@ -224,6 +247,7 @@ class Play:
         if sequence.id in self.ended:
             raise RunError(f"sequence {sequence.id} ended twice")
         self.ended.add(sequence.id)
+        self.victim = None
         self.outcome.finishes[sequence.request.id, sequence.choice] = reason
 
     def _at_rest(self) -> None:

@@ -4,19 +4,26 @@ from collections.abc import Sequence
 
 import torch
 
+# A preempted sequence's blocks leave in parts of at most this size: when memory is what is short, staging may not
+# take another such sequence's worth of it.
+STAGING_BYTES = 64 << 20
+
 
 def copy_blocks(
     source: torch.Tensor, target: torch.Tensor, pairs: Sequence[tuple[int, int]], *, dim: int
 ) -> None:
     """Copy block ``a`` of ``source`` to block ``b`` of ``target`` for each pair (a, b); ``dim`` counts blocks.
 
-    ``source`` and ``target`` agree in every other dimension and may be one tensor. All sources are read before any
-    target is written, so a block may be both. Between devices the copy goes through one staging gather, which keeps
-    it a single transfer; it is complete when this returns.
+    ``source`` and ``target`` agree in every other dimension and may be one tensor; then all sources are read before
+    any target is written, so a block may be both. Each part is gathered first, so that it crosses between devices in
+    one transfer. The copy is complete, for all that follows on the device, when this returns.
     """
     if not pairs:
         return
-    sources = torch.tensor([a for a, _ in pairs], dtype=torch.int64)
-    targets = torch.tensor([b for _, b in pairs], dtype=torch.int64)
-    staged = source.index_select(dim, sources.to(source.device)).to(target.device)
-    target.index_copy_(dim, targets.to(target.device), staged)
+    part = len(pairs)
+    if source is not target:
+        part = max(1, STAGING_BYTES * source.shape[dim] // source.nbytes)
+    for at in range(0, len(pairs), part):
+        sources, targets = torch.tensor(pairs[at : at + part], dtype=torch.int64).unbind(1)
+        staged = source.index_select(dim, sources.to(source.device)).to(target.device)
+        target.index_copy_(dim, targets.to(target.device), staged)

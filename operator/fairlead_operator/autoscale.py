@@ -113,8 +113,9 @@ class Decision:
 
     @property
     def limited_by(self) -> str:
-        """The last limit that changed the answer, "" when none did."""
-        return self.clamps[-1].name if self.clamps else ""
+        """The last limit that changed the answer, "" when none did. Tolerance is none: inside it all is as wanted."""
+        limits = [clamp.name for clamp in self.clamps if clamp.name != "tolerance"]
+        return limits[-1] if limits else ""
 
     def entry(self, at: str) -> dict[str, Any]:
         """An item of ``status.autoscaling.decisions``."""

@@ -15,6 +15,7 @@ MAX_BODY = 1 << 20  # bytes; a runtime's metrics take about 30 KB
 MAX_REQUESTS = 1_000_000  # more in one pod is no load, it is a fault
 FRESH_SECONDS = 15.0
 LINE = re.compile(r"^([a-zA-Z_:][a-zA-Z0-9_:]*)(?:\{(.*)\})?[ \t]+(\S+)(?:[ \t]+-?\d+)?[ \t]*$")
+ESCAPED = re.compile(r"\\(.)")
 LABEL = re.compile(r'([a-zA-Z_][a-zA-Z0-9_]*)="((?:[^"\\]|\\.)*)"')
 
 
@@ -78,8 +79,8 @@ def _take(line: str, model: str, found: dict[str, list[float]]) -> None:
     name, labels, value = match.groups()
     if name not in found:
         return
-    served = dict(LABEL.findall(labels or "")).get(MODEL)
-    if model and served != model:
+    served = dict(LABEL.findall(labels or "")).get(MODEL, "")
+    if model and ESCAPED.sub(lambda m: "\n" if m[1] == "n" else m[1], served) != model:
         return
     try:
         number = float(value)

@@ -5,14 +5,13 @@ engine thread, and nothing else touches scheduler, blocks or device. Never knows
 in are Requests, what comes out are lists of Emitted, one list a step.
 """
 
-import itertools
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import Self
+from dataclasses import replace
 
-from fairlead_runtime.inbox import Abort, Add, Inbox, Inspect
+from fairlead_runtime.inbox import Abort, Add, Bounds, Inbox, Inspect
 from fairlead_runtime.isolate import Outcome, Runner, run_isolated
+from fairlead_runtime.observer import CANARY, Observer, canary
 from fairlead_runtime.outputs import (
     Counters,
     Emitted,
@@ -23,58 +22,17 @@ from fairlead_runtime.outputs import (
     ServiceError,
 )
 from fairlead_runtime.progress import Progress
-from fairlead_runtime.request import FinishReason, Request, RequestError, SamplingParams
-from fairlead_runtime.scheduling.plan import Event, Limits, Token, Work
+from fairlead_runtime.request import FinishReason, Request, RequestError
+from fairlead_runtime.scheduling.plan import Event, Token, Work
 from fairlead_runtime.scheduling.scheduler import InvariantViolation, Scheduler
 from fairlead_runtime.views import Live, request_views
 
+__all__ = ["CANARY", "Bounds", "Engine", "Observer", "canary"]
 log = logging.getLogger("fairlead.engine")
 
 FAULT_BUDGET = 3  # canaries that may fail in a row before the engine gives up
-CHECK_EVERY = 1024  # steps between two checks of the scheduler's invariants
-
-
-@dataclass(frozen=True, slots=True)
-class Bounds:
-    """What the queue may hold. ``queue_timeout`` in seconds."""
-
-    max_queue: int
-    queue_timeout: float
-    max_requests: int
-    num_blocks: int
-    block_size: int
-    max_model_len: int
-
-    @classmethod
-    def of(cls, limits: Limits, *, max_queue: int, queue_timeout: float) -> Self:
-        sizes = (limits.num_blocks, limits.block_size, limits.max_model_len)
-        return cls(max_queue, queue_timeout, limits.max_requests, *sizes)
-
-    @property
-    def capacity(self) -> int:
-        """Tokens, prompt and output together, that one request may reach."""
-        return min(self.max_model_len, self.num_blocks * self.block_size)
-
-
-class Observer:
-    """What statistics hook into; every method is called by the engine thread. The default observes nothing.
-
-    ``stepped`` comes before the ``ended`` of the requests that the step finished.
-    """
-
-    def arrived(self, request: Request, at: float) -> None: ...
-    def stepped(self, work: Work, events: Sequence[Event], began: float, ended: float) -> None: ...
-    def ended(self, request: Request, reason: FinishReason, at: float) -> None: ...
-
-
-CANARY = "canary/"  # no client's id holds a slash
-_numbers = itertools.count()
-
-
-def canary() -> Request:
-    """A request of one token, in no request metric, that proves the path through scheduler and device."""
-    params = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
-    return Request(f"{CANARY}{next(_numbers)}", (0,), params, max_tokens=1)
+CHECK_EVERY = 1024  # steps between two checks of the scheduler's invariants, and at least
+CHECK_SHARE = 0.01  # of the time goes into them: a check walks over every block
 
 
 class Engine:
@@ -103,6 +61,7 @@ class Engine:
         self._inbox = Inbox(bounds.max_queue, bounds.max_requests, self.progress, now)
         self._live: dict[str, Live] = {}
         self._queued: dict[str, float] = {}  # not yet in any step, in order of arrival: when they came
+        self._check_after = 0.0  # no check of the invariants before then
         self._faults = 0  # canaries lost in a row
         self._probe: str | None = None  # the canary sent after a fault, until it came through
         self._emitted: list[Emitted] = []
@@ -126,7 +85,11 @@ class Engine:
 
     def abort(self, request_id: str, choice: int | None = None, error: ServiceError | None = None) -> None:
         """End a request, or one of its choices; unknown ids are ignored."""
-        self._inbox.post(Abort(request_id, choice, error))
+        self._inbox.post(Abort(request_id, choice, error=error))
+
+    def finish(self, request_id: str, choice: int) -> None:
+        """End a choice that is complete for a reason tokens do not show: its text holds a stop text."""
+        self._inbox.post(Abort(request_id, choice, FinishReason.STOP))
 
     def inspect(self, answer: Callable[[list[RequestView]], None]) -> None:
         """Have the engine thread call ``answer`` with a view of every live request."""
@@ -160,7 +123,7 @@ class Engine:
         while not self._inbox.stopping and not self.dead:
             if emitted := self.step():
                 publish(emitted)
-            if self.stalled:
+            if self.stalled and not self.dead:  # the dead get no message that could wake them
                 self._sleep()
 
     def step(self) -> list[Emitted]:
@@ -184,14 +147,14 @@ class Engine:
     def _drain_inbox(self) -> None:
         while (message := self._inbox.take()) is not None:
             match message:
-                case Add(request, at, _):
-                    self._add(request, at)
-                case Abort(request_id, choice, error):
-                    self._abort(request_id, choice, error)
+                case Add(request, at, counts):
+                    self._add(request, at, waits=counts)
+                case Abort():
+                    self._abort(message)
                 case Inspect(answer):
                     answer(self._views())
 
-    def _add(self, request: Request, at: float) -> None:
+    def _add(self, request: Request, at: float, *, waits: bool) -> None:
         self._live[request.id] = Live(request, at, set(range(request.params.n)))
         self._observer.arrived(request, at)
         try:
@@ -199,17 +162,17 @@ class Engine:
         except RequestError as error:
             self._end(request.id, FinishReason.ERROR, str(error))
         else:
-            self._queued[request.id] = at
+            if waits:  # a canary does not: its sender has a patience of its own
+                self._queued[request.id] = at
 
-    def _abort(self, request_id: str, choice: int | None, error: ServiceError | None) -> None:
+    def _abort(self, abort: Abort) -> None:
+        request_id, error = abort.request_id, abort.error
         if request_id not in self._live:
             return
         if error is not None:
-            self._emitted.append(Emitted(request_id, 0, None, None, FinishReason.ABORT, str(error), error))
-        ended = self._scheduler.abort(request_id, choice)
-        if choice is not None:  # a stop text was found: for its client this choice is complete
-            ended = [event._replace(reason=FinishReason.STOP) for event in ended]
-        self._take(ended)
+            self._emitted.append(Emitted(request_id, 0, None, None, abort.reason, str(error), error))
+        for ended in self._scheduler.abort(request_id, abort.choice):
+            self._take([ended._replace(reason=abort.reason)])
 
     def _expire_queue(self, now: float) -> None:
         """The queue is in order of arrival, so only its head can be overdue."""
@@ -219,7 +182,7 @@ class Engine:
                 return
             self.counters.queue_timeouts += 1
             waited = f"waited {self.bounds.queue_timeout:g} s for a first step (queue_timeout)"
-            self._abort(request_id, None, QueueTimeout(waited, self._inbox.patience()))
+            self._abort(Abort(request_id, error=QueueTimeout(waited, self._inbox.patience())))
 
     def _run(self, work: Work) -> Outcome:
         self.stalled = not (work.rows or work.offload or work.restore or work.copies)
@@ -250,8 +213,8 @@ class Engine:
         elif outcome.failed:
             lost = any(row.sequence.request.id == self._probe for row, _ in outcome.failed)
             self._fault("no request of the batch could be computed", lost=lost)
-        if self.counters.steps % CHECK_EVERY == 0:
-            self._check()
+        if self.counters.steps % CHECK_EVERY == 0 and ended >= self._check_after:
+            self._check(ended)
 
     def _take(self, events: Sequence[Event]) -> None:
         """Turn the scheduler's events into plain values for the other side, and close what finished."""
@@ -317,12 +280,14 @@ class Engine:
         for request_id in list(self._live):
             self._end(request_id, FinishReason.ERROR, reason, error)
 
-    def _check(self) -> None:
+    def _check(self, began: float) -> None:
         try:
             self._scheduler.check()
         except InvariantViolation:
             self.counters.invariant_violations += 1
             log.exception("an invariant of the scheduler does not hold")
+        ended = self._now()
+        self._check_after = ended + (ended - began) / CHECK_SHARE
 
     # -- between two steps
 
@@ -333,11 +298,10 @@ class Engine:
 
     def _look_ahead(self) -> None:
         """Tell the other threads how things stand."""
-        scheduler = self._scheduler
-        self._stats = scheduler.stats()
-        places = 0 if scheduler.waiting else max(0, self.bounds.max_requests - len(scheduler.running))
-        oldest = next(iter(self._queued.values()), None)
-        self._inbox.settle(queued=len(self._queued), oldest=oldest, places=places, working=scheduler.has_work)
+        stats = self._stats = self._scheduler.stats()
+        places = 0 if stats.waiting else self.bounds.max_requests - stats.running
+        oldest, working = next(iter(self._queued.values()), None), self._scheduler.has_work
+        self._inbox.settle(queued=len(self._queued), oldest=oldest, places=places, working=working)
 
     def _sleep(self) -> None:
         """Until a message comes; while somebody waits whom no plan admits, until that one's time is up."""

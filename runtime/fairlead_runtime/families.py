@@ -18,6 +18,9 @@ class Family:
     out_bias: bool | str = False
     mlp_bias: bool | str = False
     gated: bool = True
+    mlp_copies: int = 3  # tensors of the MLP's inner width alive at once; measured, see the profiling run
+    logit_copies: int = 1  # the same for logits: 2 where they are scaled or capped afterwards
+    grouped: bool = True  # whether num_key_value_heads and head_dim are read at all
     norms: int = 2  # normalisations of the hidden state in one layer
     norm_bias: bool = False  # LayerNorm with a bias instead of RMSNorm
     qk_norm: str = ""  # "head": one weight per head_dim; "flat": one per projected element
@@ -68,12 +71,12 @@ _ATTENTION_BIAS: dict[str, Any] = {"qkv_bias": "attention_bias", "out_bias": "at
 # One entry per model_type: the defaults of transformers 5.23's configuration class and what its layers hold.
 FAMILIES: Mapping[str, Family] = {
     "llama": Family(_LLAMA, mlp_bias="mlp_bias", **_ATTENTION_BIAS),
-    "granite": Family(_LLAMA, mlp_bias="mlp_bias", **_ATTENTION_BIAS),
+    "granite": Family(_LLAMA, logit_copies=2, mlp_bias="mlp_bias", **_ATTENTION_BIAS),
     "mistral": Family(
         _defaults(32000, 4096, 14336, 32, 32, 131072, num_key_value_heads=8, sliding_window=4096),
         window="all",
     ),
-    "mixtral": Family(_MIXTRAL, experts="intermediate_size", window="all"),
+    "mixtral": Family(_MIXTRAL, mlp_copies=4, experts="intermediate_size", window="all"),
     "qwen2": Family(_QWEN, qkv_bias=True, **_QWEN_WINDOWS),
     "qwen3": Family(_QWEN | {"head_dim": 128}, qk_norm="head", **_ATTENTION_BIAS, **_QWEN_WINDOWS),
     "qwen3_moe": Family(
@@ -92,6 +95,7 @@ FAMILIES: Mapping[str, Family] = {
         aliases={"num_local_experts": "num_experts"},
         experts="intermediate_size",
         expert_bias=True,
+        mlp_copies=8,
         sinks=True,
         window="types",
         full_every=2,
@@ -101,7 +105,9 @@ FAMILIES: Mapping[str, Family] = {
         _defaults(256000, 3072, 24576, 28, 16, 8192, num_key_value_heads=16) | _GEMMA, **_ATTENTION_BIAS
     ),
     "gemma2": Family(
-        _defaults(256000, 2304, 9216, 26, 8, 8192, num_key_value_heads=4) | _GEMMA,
+        _defaults(256000, 2304, 9216, 26, 8, 8192, num_key_value_heads=4)
+        | _GEMMA
+        | {"final_logit_softcapping": 30.0, "attn_logit_softcapping": 50.0},
         norms=4,
         window="types",
         full_every=2,
@@ -115,11 +121,12 @@ FAMILIES: Mapping[str, Family] = {
         full_every="sliding_window_pattern",
         **_ATTENTION_BIAS,
     ),
-    "phi3": Family(_defaults(32064, 3072, 8192, 32, 32, 4096), window="all"),
+    "phi3": Family(_defaults(32064, 3072, 8192, 32, 32, 4096), mlp_copies=4, window="all"),
     "olmo2": Family(_defaults(50304, 4096, 11008, 32, 32, 2048), qk_norm="flat", **_ATTENTION_BIAS),
     "cohere": Family(
         _defaults(256000, 8192, 22528, 40, 64, 8192, tie_word_embeddings=True, use_qk_norm=False),
         norms=1,
+        logit_copies=2,
         qk_norm="flat",
         qk_norm_if="use_qk_norm",
         **_ATTENTION_BIAS,
@@ -131,6 +138,7 @@ FAMILIES: Mapping[str, Family] = {
         out_bias="use_bias",
         mlp_bias="use_bias",
         gated=False,
+        mlp_copies=2,
         norm_bias=True,
         window="all",
     ),
@@ -147,6 +155,8 @@ FAMILIES: Mapping[str, Family] = {
         out_bias=True,
         mlp_bias=True,
         gated=False,
+        mlp_copies=5,  # its activation is written out in five operations
+        grouped=False,
         norm_bias=True,
         positions=True,
     ),
@@ -154,6 +164,8 @@ FAMILIES: Mapping[str, Family] = {
         _defaults(50432, 6144, 24576, 44, 64, 2048, attention_bias=True),
         mlp_bias=True,
         gated=False,
+        mlp_copies=2,
+        grouped=False,
         norm_bias=True,
         **_ATTENTION_BIAS,
     ),

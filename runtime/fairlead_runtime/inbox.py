@@ -8,10 +8,34 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Self
 
 from fairlead_runtime.outputs import EngineDead, QueueFull, RequestView, ServiceError
 from fairlead_runtime.progress import Progress
-from fairlead_runtime.request import Request
+from fairlead_runtime.request import FinishReason, Request
+from fairlead_runtime.scheduling.plan import Limits
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """What the queue may hold. ``queue_timeout`` in seconds."""
+
+    max_queue: int
+    queue_timeout: float
+    max_requests: int
+    num_blocks: int
+    block_size: int
+    max_model_len: int
+
+    @classmethod
+    def of(cls, limits: Limits, *, max_queue: int, queue_timeout: float) -> Self:
+        sizes = (limits.num_blocks, limits.block_size, limits.max_model_len)
+        return cls(max_queue, queue_timeout, limits.max_requests, *sizes)
+
+    @property
+    def capacity(self) -> int:
+        """Tokens, prompt and output together, that one request may reach."""
+        return min(self.max_model_len, self.num_blocks * self.block_size)
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,10 +47,11 @@ class Add:
 
 @dataclass(frozen=True, slots=True)
 class Abort:
-    """``error``: why the service ends it; None: its client wants it ended."""
+    """``error``: why the service ends it; None: its client wants it ended. ``reason`` is what statistics count."""
 
     request_id: str
     choice: int | None = None  # None: all of them
+    reason: FinishReason = FinishReason.ABORT
     error: ServiceError | None = None
 
 

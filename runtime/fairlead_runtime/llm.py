@@ -118,7 +118,9 @@ class LLM:
             for request_id in live:
                 engine.abort(request_id)
             while live and not engine.dead:
-                self._drop(engine.step(), live)
+                engine.step()
+                if engine.stalled:
+                    break
 
     def _feed(
         self,
@@ -149,18 +151,10 @@ class LLM:
             if not choice.finished:
                 output, early = choice.take([event])
                 if early:
-                    self._require().engine.abort(event.request_id, event.choice)
+                    self._require().engine.finish(event.request_id, event.choice)
                 if all(one.finished for one in choices.values()):
                     del live[event.request_id]
                 yield number, output
-
-    @staticmethod
-    def _drop(emitted: Sequence[Emitted], live: dict[str, tuple[int, dict[int, Choice]]]) -> None:
-        for event in emitted:
-            if event.finish is not None and event.request_id in live:
-                live[event.request_id][1].pop(event.choice, None)
-                if not live[event.request_id][1]:
-                    del live[event.request_id]
 
     def _token_ids(self, prompt: Prompt) -> tuple[int, ...]:
         if isinstance(prompt, str):

@@ -46,6 +46,9 @@ class Runner:
         batch = self._batches.build(work.rows)
         logits = self._model.forward(batch, self._cache, self.kernels.attention)
         if not batch.sampling:
+            if self._model.device.type == "cuda":
+                # The next build writes the host buffers that this step may still be reading; sampling waits anyway.
+                torch.cuda.current_stream(self._model.device).synchronize()
             return {}
         outcomes = self._sampler(logits, SamplingBatch.of(batch.sampling)).outcomes()
         return {

@@ -17,6 +17,7 @@ from fairlead_runtime.api.state import Backend, Face
 from fairlead_runtime.config import EngineConfig
 from fairlead_runtime.models import source
 from fairlead_runtime.models.fetch import Progress
+from fairlead_runtime.models.files import CONFIG
 from fairlead_runtime.outputs import EngineDead
 from fairlead_runtime.resolve import check_supported
 from fairlead_runtime.service import Service
@@ -62,7 +63,8 @@ async def _serve(face: Face, listeners: http.Listeners, model: str, config: Engi
 
 async def _load(face: Face, model: str, config: EngineConfig) -> tuple[Backend, Service]:
     """Fetch, show config.json, load, prove, start. Runs while the ports answer already."""
-    path = await _aside(lambda: source.resolve(model, revision=config.revision, report=_log_progress()).path)
+    told = _progress(face)
+    path = await _aside(lambda: source.resolve(model, revision=config.revision, report=told).path)
     stats = Stats(face.name)
     built = await _aside(lambda: _build(face, path, config, stats))
     service = Service(built.engine, built.intake, built.vocabulary)
@@ -79,7 +81,7 @@ async def _load(face: Face, model: str, config: EngineConfig) -> tuple[Backend, 
 
 
 def _build(face: Face, path: Path, config: EngineConfig, stats: Stats) -> "Built":
-    face.model_config = (path / "config.json").read_bytes()
+    face.model_config = (path / CONFIG).read_bytes()
     # Imported here: torch and the models take seconds, in which the probes answer already.
     from fairlead_runtime.build import build
 
@@ -109,12 +111,14 @@ async def _aside(work: Callable[[], T]) -> T:
     return await done
 
 
-def _log_progress() -> Callable[[Progress], None]:
-    """A log line per tenth of the download."""
+def _progress(face: Face) -> Callable[[Progress], None]:
+    """A log line per tenth of the download; config.json is shown as soon as it is there."""
     told = 0
 
     def report(progress: Progress) -> None:
         nonlocal told
+        if progress.path is not None and face.model_config is None:
+            face.model_config = (progress.path / CONFIG).read_bytes()
         tenth = 10 * progress.done // max(1, progress.total)
         if tenth > told:
             told = tenth

@@ -6,25 +6,24 @@ can move to a process of its own. Text is made here, when a stream is read, neve
 """
 
 import asyncio
+import contextlib
 import gc
 import logging
 import threading
 import time
-from collections import deque
 from collections.abc import Callable
-from typing import Self
 
 from fairlead_runtime.detokenize import Vocabulary
-from fairlead_runtime.engine import CANARY, Engine, canary
+from fairlead_runtime.engine import Engine
 from fairlead_runtime.gather import Choice
 from fairlead_runtime.intake import Intake
+from fairlead_runtime.observer import CANARY, canary
 from fairlead_runtime.outputs import (
     Draining,
     Emitted,
     EngineDead,
     EngineSnapshot,
     Health,
-    Output,
     RequestView,
     ServiceError,
     SlowReader,
@@ -32,97 +31,13 @@ from fairlead_runtime.outputs import (
 )
 from fairlead_runtime.progress import ALIVE_WITHIN, READY_WITHIN
 from fairlead_runtime.request import Request, RequestError
+from fairlead_runtime.stream import Stream
 
 log = logging.getLogger("fairlead.service")
 
-MAX_HELD = 256 * 1024  # bytes of unread output one request may hold, by a rough count
-MAX_UNREAD = 60.0  # seconds its oldest unread output may lie there
-EVENT_COST = 64  # bytes an event takes; each log-probability as much again
+IDLE_EVERY = 30.0  # seconds between two canaries of an idle engine
+UNPROVEN = 3  # of them may fail in a row before no traffic is wanted
 INSPECT_WITHIN = 2.0  # seconds the debug view waits for the running step
-
-
-class Stream:
-    """The outputs of one submission; see outputs.OutputStream. Belongs to the event loop's thread."""
-
-    def __init__(self, request_id: str, service: "Service", choices: dict[int, Choice]) -> None:
-        self.request_id = request_id
-        self.cached_tokens = 0
-        self._service = service
-        self._choices = choices
-        self._open = set(choices)  # those the engine has not finished
-        self._events: dict[int, list[Emitted]] = {}
-        self._ready: deque[Output] = deque()
-        self._error: ServiceError | None = None
-        self._changed = asyncio.Event()
-        self._held = 0
-        self._unread_since = 0.0
-
-    def __aiter__(self) -> Self:
-        return self
-
-    async def __anext__(self) -> Output:
-        while not self._ready:
-            self._read()
-            if self._ready:
-                break
-            if self._error is not None:
-                raise self._error
-            if all(choice.finished for choice in self._choices.values()):
-                raise StopAsyncIteration
-            self._changed.clear()
-            await self._changed.wait()
-        return self._ready.popleft()
-
-    async def aclose(self) -> None:
-        """Abort what still runs; the blocks are free one step later."""
-        if self._open:
-            await self._service.cancel(self.request_id)
-        self.end(ServiceError("the stream was closed"))
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(self, *exc: object) -> None:
-        await self.aclose()
-
-    def push(self, event: Emitted, now: float) -> bool:
-        """Take an event of the engine, which costs nothing but memory until somebody reads; True with the last."""
-        if event.error is not None:
-            self._open.clear()
-            self.end(event.error)
-            return True
-        if event.finish is not None:
-            self._open.discard(event.choice)
-        if self._error is None:
-            if not self._events:
-                self._held, self._unread_since = 0, now
-            self._events.setdefault(event.choice, []).append(event)
-            self._held += EVENT_COST * (1 + (len(event.logprobs.top_ids) if event.logprobs else 0))
-            self.cached_tokens = event.cached or self.cached_tokens
-            self._changed.set()
-        return not self._open
-
-    def end(self, error: ServiceError) -> None:
-        """No more is taken; what came before is still read, but for a reader too slow to get there."""
-        if self._error is None:
-            self._error = error
-        if isinstance(error, SlowReader):
-            self._events.clear()
-        self._changed.set()
-
-    def overdue(self, now: float) -> bool:
-        return bool(self._events) and (self._held > MAX_HELD or now - self._unread_since > MAX_UNREAD)
-
-    def _read(self) -> None:
-        events, self._events = self._events, {}
-        for index, of_choice in events.items():
-            choice = self._choices[index]
-            if choice.finished:
-                continue  # a stop text ended it before the engine heard of it
-            output, early = choice.take(of_choice)
-            self._ready.append(output)
-            if early:
-                self._service.stop_choice(self.request_id, index)
 
 
 class Service:
@@ -149,6 +64,8 @@ class Service:
         self._tokens = 0  # delivered so far, any request's
         self._last_token = 0
         self._slow_readers = 0
+        self._unproven = 0  # idle canaries that failed in a row
+        self._watch: asyncio.Task[None] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
 
@@ -161,10 +78,13 @@ class Service:
         self._loop = asyncio.get_running_loop()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
+        self._watch = self._loop.create_task(self._watch_idle())
 
     async def stop(self, patience: float = 10.0) -> None:
         """End the engine's thread after its current step."""
         self._engine.stop()
+        if self._watch is not None:
+            self._watch.cancel()
         if self._thread is not None:
             await asyncio.to_thread(self._thread.join, patience)
         gc.unfreeze()
@@ -214,7 +134,7 @@ class Service:
 
     def stop_choice(self, request_id: str, choice: int) -> None:
         """A stop text ended this choice; the engine knows token ids only."""
-        self._engine.abort(request_id, choice)
+        self._engine.finish(request_id, choice)
 
     async def canary(self, patience: float = 10.0) -> int:
         request, before = canary(), self._tokens
@@ -248,6 +168,8 @@ class Service:
             alive = age <= max(ALIVE_WITHIN, allowance)
             return Health(alive, ready=False, reason=f"no step for {age:.0f} s", last_step_age=age)
         reason = "draining" if self._draining else engine.unready()
+        if self._unproven >= UNPROVEN:
+            reason = f"{self._unproven} canaries in a row brought no token"
         return Health(alive=True, ready=not reason, reason=reason, last_step_age=age)
 
     async def requests(self) -> list[RequestView]:
@@ -265,6 +187,21 @@ class Service:
         except TimeoutError:
             raise ServiceError("the engine is in a long step: ask again", retry_after=1.0) from None
 
+    async def prove_idle(self) -> None:
+        """Send a canary unless real requests prove the path; health remembers those that fail in a row."""
+        if self._streams or self._draining:
+            return
+        try:
+            await self.canary()
+        except ServiceError as error:
+            self._unproven += 1
+            log.warning("an idle engine's canary failed: %s", error)
+
+    async def _watch_idle(self) -> None:
+        while True:
+            await asyncio.sleep(IDLE_EVERY)
+            await self.prove_idle()
+
     # -- the way back
 
     def _run(self) -> None:
@@ -281,8 +218,10 @@ class Service:
         self._call(self._deliver, emitted)
 
     def _call(self, callback: Callable[..., None], *args: object) -> None:
-        if self._loop is not None and not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(callback, *args)
+        """Have the event loop call back; one that has closed has nobody left to tell."""
+        with contextlib.suppress(RuntimeError):
+            if self._loop is not None:
+                self._loop.call_soon_threadsafe(callback, *args)
 
     def _deliver(self, emitted: list[Emitted]) -> None:
         """On the event loop: hand a step's events to their streams."""
@@ -292,7 +231,7 @@ class Service:
             if stream is None:
                 continue
             if event.token is not None:
-                self._tokens, self._last_token = self._tokens + 1, event.token
+                self._tokens, self._last_token, self._unproven = self._tokens + 1, event.token, 0
             if stream.push(event, now):
                 self._forget(event.request_id)
             elif stream.overdue(now):

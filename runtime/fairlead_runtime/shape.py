@@ -36,6 +36,8 @@ class ModelShape:
     head_dim: int
     hidden: int
     mlp_width: int  # elements the widest MLP keeps per token, all its chosen experts together
+    logit_copies: int  # tensors of vocabulary width alive at once
+    explicit_scores: bool  # attention with a cap or sinks, which fused kernels for CPUs lack
     vocab: int
     max_len: int  # max_position_embeddings
     tied: bool  # the output matrix is the embedding
@@ -84,6 +86,8 @@ class ModelShape:
             head_dim=s.head_dim,
             hidden=hidden,
             mlp_width=max(width for _, width in counts),
+            logit_copies=2 if s.get("final_logit_softcapping") is not None else family.logit_copies,
+            explicit_scores=family.sinks or s.get("attn_logit_softcapping") is not None,
             vocab=vocab,
             max_len=s.whole("max_position_embeddings"),
             tied=tied,
@@ -123,11 +127,16 @@ class _Settings:
         self._config = config
         self._family = family
         self.heads = self.whole("num_attention_heads")
-        self.kv_heads = self.optional("num_key_value_heads") or self.heads
-        self.head_dim = self.optional("head_dim") or max(1, self.whole("hidden_size") // self.heads)
+        kv_heads, head_dim = (
+            (self.optional(k) for k in ("num_key_value_heads", "head_dim"))
+            if family.grouped
+            else (None, None)
+        )
+        self.kv_heads = kv_heads or self.heads
+        self.head_dim = head_dim or max(1, self.whole("hidden_size") // self.heads)
 
     def get(self, name: str) -> Any:
-        for key in (name, self._family.aliases.get(name, name)):
+        for key in (self._family.aliases.get(name, name), name):
             if key in self._config:
                 return self._config[key]
         return self._family.defaults.get(name)
@@ -174,7 +183,7 @@ def _mlp(s: _Settings, family: Family, index: int) -> tuple[_Count, int]:
     if not _sparse(s, family, index):
         inner, bias = s.optional("intermediate_size") or 4 * hidden, s.trait(family.mlp_bias)
         count = _linear(hidden, parts * inner, bias=bias) + _linear(inner, hidden, bias=bias)
-        return count, (parts + 1) * inner
+        return count, family.mlp_copies * inner
     inner, experts, chosen = (
         s.whole(k) for k in (family.experts, "num_local_experts", "num_experts_per_tok")
     )
@@ -182,7 +191,7 @@ def _mlp(s: _Settings, family: Family, index: int) -> tuple[_Count, int]:
     expert += _linear(inner, hidden, bias=family.expert_bias)
     router = _Count(rest=hidden * experts + (experts if family.expert_bias else 0))  # never quantized
     # Each chosen expert gets a copy of its tokens and gives one back before they are summed.
-    return expert * experts + router, chosen * ((parts + 1) * inner + 2 * hidden)
+    return expert * experts + router, chosen * (family.mlp_copies * inner + 2 * hidden)
 
 
 def _sparse(s: _Settings, family: Family, index: int) -> bool:

@@ -20,10 +20,11 @@ PROCESS = GIB  # a runtime's interpreter, libraries and buffers before any weigh
 CPU_CACHE = 4 * GIB  # a CPU's cache takes no more unless num_blocks asks for it
 GRAPH = 16 * MIB  # what one captured graph keeps beyond the pool that all share
 FLASHINFER = 256 * MIB  # its workspaces: float, integer and page-locked
-SCORES = 64 * MIB  # scores that the torch attention holds at once where it needs them explicitly
+STRIP = 256  # queries of one row that the torch attention masks and scores together
+KEPT_MASKS = 1 << 24  # elements of masks that it keeps for the other layers of a step
 # Elements that one pass of the sampler works on, and the bytes of its temporaries for each.
 SAMPLED = {"cpu": 1 << 20, "cuda": 1 << 26}
-SAMPLING_BYTES = 28
+SAMPLING_BYTES = 16
 TERMS = ("weights", "activations", "attention", "logits", "sampling", "graphs", "batch")
 HOST_TERMS = ("process", "offload", "shared_memory")
 
@@ -93,7 +94,7 @@ def terms_of(
         "weights": _weights(shape, config, tp),
         "activations": tokens * width * a,
         "attention": _attention(shape, config, groups, a) if cpu else FLASHINFER,
-        "logits": rows * (shape.hidden + 2 * shape.vocab) * a,
+        "logits": rows * max(width, 2 * shape.hidden + shape.logit_copies * shape.vocab) * a,
         "sampling": chosen * SAMPLING_BYTES + rows * shape.vocab * 8,
         "graphs": 0 if cpu or config.cuda_graphs == "off" else config.max_cached_graphs * GRAPH,
         "batch": buffers * (tokens * (16 + 8 * len(groups)) + rows * 64 + table_entries * 4),
@@ -170,10 +171,16 @@ def _weights(shape: ModelShape, config: EngineConfig, tp: int) -> int:
 
 
 def _attention(shape: ModelShape, config: EngineConfig, groups: Sequence[LayerGroup], a: int) -> int:
-    """The torch attention's scratch: one sequence's keys and values gathered, its masks, and explicit scores."""
-    longest, chunk = max_model_len(shape, config), min(config.max_batch_tokens, max_model_len(shape, config))
-    seen = (longest if g.window is None else min(longest, g.window + chunk) for g in groups)
-    return 2 * longest * shape.kv_width * a + chunk * sum(seen) * (a + 1) + SCORES
+    """The torch attention's scratch: the longest sequence's keys and values gathered, its masks, explicit scores."""
+    longest = max_model_len(shape, config)
+    chunk = min(config.max_batch_tokens, longest)
+    gathered = 2 * longest * shape.kv_width * a
+    masks = len(groups) * min(chunk * longest, KEPT_MASKS) * a + min(STRIP, chunk) * longest * (a + 1)
+    if not shape.explicit_scores:
+        return gathered + masks
+    # Scores before and after their cap or sinks, in float32, and every key once for each head that shares it.
+    spread = 2 * longest * shape.heads * shape.head_dim * a
+    return gathered + masks + spread + 3 * shape.heads * min(STRIP, chunk) * longest * 4
 
 
 def split(count: int, parts: int) -> int:

@@ -17,6 +17,7 @@ from api_harness import (
     backend_of,
     chat,
     completion,
+    events,
     faked,
     is_error,
     run,
@@ -333,8 +334,14 @@ def test_an_unforeseen_error_is_generic(caplog: pytest.LogCaptureFixture) -> Non
             _check_error(answer, 500)
             assert "horse" not in answer.text
 
+        async with faked(FakeService(error=KeyError(SECRET))) as (server, _), server.client() as client:
+            answer = await client.post(COMPLETIONS, json=completion(max_tokens=2, stream=True))
+            assert answer.status_code == 200
+            assert events(answer.text)[-2]["error"]["code"] == "internal_error"
+            assert "horse" not in answer.text
+
     run(scenario())
-    assert "KeyError" in caplog.text
+    assert caplog.text.count("KeyError") == 2
     assert "horse" not in caplog.text
 
 

@@ -26,7 +26,7 @@ FAMILIES = ("llama", "gemma2", "gpt2", "mixtral", "gpt_oss", "phi3_longrope")
 
 SETTINGS = {
     "blocks of 16": Setting(block_size=16),
-    "blocks of 256": Setting(block_size=256),
+    "blocks of 256": Setting(block_size=256, num_blocks=32),
     "chunks of 8": Setting(chunk=8),
     "no prefix cache": Setting(sharing=False),
     "two requests at a time": Setting(max_requests=2),

@@ -315,6 +315,22 @@ def test_the_command_checks_a_directory_that_needs_no_download(
     assert json.loads(capsys.readouterr().err.splitlines()[-1])["code"] == "BadWeights"
 
 
+@pytest.mark.parametrize(
+    "args", [[], ["demo:", "--admin-port", "many"], ["demo:", "--rev", "v1"], ["a/b", "c/d"]]
+)
+def test_a_command_line_that_makes_no_sense_is_told_in_the_same_way(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, args: list[str]
+) -> None:
+    log = tmp_path / "termination-log"
+    log.touch()
+    with pytest.raises(SystemExit) as ended:
+        command.main(args, {"FAIRLEAD_TERMINATION_LOG": str(log)})
+    assert ended.value.code == 2
+    last = json.loads(capsys.readouterr().err.splitlines()[-1])
+    assert last["code"] == "InvalidConfig"
+    assert json.loads(log.read_text()) == last
+
+
 def test_an_admin_port_that_is_taken_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))

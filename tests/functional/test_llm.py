@@ -186,6 +186,20 @@ def test_leaving_a_stream_early_frees_its_blocks(llm: LLM) -> None:
     assert llm.built.engine.snapshot().scheduler.used == 0
 
 
+def test_leaving_a_stream_when_one_of_two_choices_has_ended_frees_the_other(llm: LLM) -> None:
+    pair = SamplingParams(max_tokens=3, ignore_eos=True, n=2, seed=3)
+    first, second = (choice.token_ids for choice in generate(llm, "hello", pair)[0].outputs)
+    assert first[0] not in second
+    ended = SamplingParams(max_tokens=100, ignore_eos=True, n=2, seed=3, stop_token_ids=(first[0],))
+    for _, output in llm.stream(
+        [Submission(prompt=tuple(llm.built.tokenizer.encode("hello")), params=ended)]
+    ):
+        if output.finish_reason is not None:
+            break
+    assert generate(llm, "hello", SamplingParams(max_tokens=1))
+    assert llm.built.engine.snapshot().scheduler.used == 0
+
+
 def test_settings_have_the_flags_names_and_wrong_ones_name_the_nearest(model: str) -> None:
     with pytest.raises(ConfigError, match="did you mean max_requests"):
         LLM(model, max_request=3)

@@ -59,6 +59,7 @@ class Tally:
     requests: int = 0
     tokens: int = 0
     texts: int = 0
+    constant: int = 0  # texts of one or two tokens over and over: they would prove little
     stopped_early: int = 0
     preemptions: int = 0
     offloads: int = 0
@@ -183,6 +184,7 @@ def tally_of(family: str) -> Tally:
             for choice in range(case.n):
                 got = outcome.texts[request.id, choice]
                 tally.texts += 1
+                tally.constant += len(got) > 8 and len(set(got)) <= 2
                 tally.stopped_early += outcome.finishes[request.id, choice] is FinishReason.STOP
                 compare(case, engine, request, choice, got, tally)
         tally.preemptions += stats.preemptions
@@ -230,5 +232,6 @@ def test_the_matrix_is_covered_and_ties_stay_rare() -> None:
     assert requests >= (5000 if FULL else 500)
     assert set().union(*map(pairs, chosen())) == set().union(*map(pairs, every_case()))
     assert len(ties) <= TIES_ALLOWED * requests
+    assert sum(t.constant for t in tallies) == 0
     # Texts that all ended the same way would leave the end tokens untried.
     assert 0 < sum(t.stopped_early for t in tallies) < sum(t.texts for t in tallies)

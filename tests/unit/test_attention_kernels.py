@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from fairlead_kernels import reference, torch_attention
+from fairlead_kernels import reference, torch_plan
 from fairlead_kernels.attention import NULL, Heads, LayerSpec, Ragged
 from fairlead_kernels.backend import pick
 from fairlead_kernels.cache_write import write
@@ -144,7 +144,7 @@ def test_a_row_does_not_depend_on_its_batch_mates() -> None:
 def test_long_rows_in_strips_match_the_definition(
     monkeypatch: pytest.MonkeyPatch, window: int | None, softcap: float | None
 ) -> None:
-    monkeypatch.setattr(torch_attention, "STRIP", 16)
+    monkeypatch.setattr(torch_plan, "STRIP", 16)
     case = make_case([(0, 50), (21, 37), (3, 1)], window=window)
     got, want = both(case, LayerSpec(scale=0.3, window=window, softcap=softcap))
     torch.testing.assert_close(got, want, atol=2e-6, rtol=1e-5)
@@ -198,3 +198,20 @@ def test_copies_read_every_source_before_they_write() -> None:
     copy_blocks(cache, cache, [(0, 1), (1, 2), (4, 0)], dim=1)
     assert cache[0, :, 0].tolist() == [4.0, 0.0, 1.0, 3.0, 4.0]
     assert torch.equal(cache[0], cache[1])
+
+
+def test_copies_between_memories_go_in_bounded_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    source, target = torch.randn(2, 9, 3), torch.zeros(2, 9, 3)
+    monkeypatch.setattr("fairlead_kernels.copy_blocks.STAGING_BYTES", 2 * source.nbytes // 9)
+    pairs = [(i, 8 - i) for i in range(9)]
+    sizes: list[int] = []
+    select = torch.Tensor.index_select
+
+    def noted(self: torch.Tensor, dim: int, index: torch.Tensor) -> torch.Tensor:
+        sizes.append(len(index))
+        return select(self, dim, index)
+
+    monkeypatch.setattr(torch.Tensor, "index_select", noted)
+    copy_blocks(source, target, pairs, dim=1)
+    assert torch.equal(target, source.flip(1))
+    assert sizes == [2, 2, 2, 2, 1]

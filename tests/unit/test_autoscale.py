@@ -86,7 +86,8 @@ def test_within_tolerance_nothing_changes() -> None:
     )
     assert decision.replicas == 3
     found = decide(POLICY, History(), samples(dict.fromkeys(names(3), 109), 0), Supply(3, names(3)), 0)
-    assert (found.replicas, found.limited_by) == (3, "tolerance")
+    assert (found.replicas, found.limited_by) == (3, ""), "on target is no limit"
+    assert [(c.name, c.before, c.after) for c in found.clamps] == [("tolerance", 4, 3)]
     assert (
         decide(POLICY, History(), samples(dict.fromkeys(names(3), 111), 0), Supply(3, names(3)), 0).replicas
         == 4

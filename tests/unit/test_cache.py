@@ -164,11 +164,11 @@ class PoolMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.content)
     @rule(data=st.data())
     def forget(self, data: st.DataObject) -> None:
-        held = sorted(unit for unit in self.content if unit in self.refs)
-        if held:
-            unit = data.draw(st.sampled_from(held))
-            self.pool.forget(unit)
-            del self.content[unit]
+        unit = data.draw(st.sampled_from(sorted(self.content)))
+        self.pool.forget(unit)
+        del self.content[unit]
+        if unit in self.idle:
+            self.idle.remove(unit)
 
     @invariant()
     def agrees(self) -> None:
@@ -364,6 +364,9 @@ def test_what_a_failed_sequence_wrote_is_not_found() -> None:
     a = computed(cache, make_sequence(9), 8)
     cache.release(a, forget=True)
     assert cache.hit(make_sequence(9)).tokens == 0
+    assert len(cache.pool.free) == cache.pool.units
+    cache = make_cache((4,))  # not even what its window gave back before
+    cache.release(computed(cache, make_sequence(17), 16), forget=True)
     assert len(cache.pool.free) == cache.pool.units
 
 

@@ -1,14 +1,18 @@
 """The engine's loop on a runner without a model: isolation, faults, queue bounds, time."""
 
 import random
+import threading
+from collections.abc import Callable
 
 import pytest
 
 from fairlead_runtime.engine import FAULT_BUDGET
+from fairlead_runtime.observer import canary
 from fairlead_runtime.outputs import EngineDead, QueueFull, QueueTimeout
 from fairlead_runtime.request import FinishReason, Request, RequestError
 from fairlead_runtime.scheduling.plan import Work
-from fake_engine import FULL, LONG_FORM, MIXED, Clock, Collected, FakeRunner, request, rig, run
+from fairlead_runtime.scheduling.scheduler import Scheduler
+from fake_engine import FULL, LONG_FORM, MIXED, Clock, Collected, FakeRunner, limits, request, rig, run
 
 
 def poisoned(*names: str) -> FakeRunner:
@@ -151,6 +155,29 @@ def test_death_ends_those_who_run_wait_and_arrive() -> None:
     collected = run(engine)
     assert set(collected.errors) == {"runs", "waits", "arrives"}
     assert all(isinstance(error, EngineDead) for error in collected.errors.values())
+
+
+def test_a_death_between_two_steps_ends_the_thread() -> None:
+    """A scheduler that cannot plan leaves the engine with nothing to do: it must not fall asleep for ever."""
+
+    def refuse() -> None:
+        raise RuntimeError("no plan")
+
+    engine = rig()
+    engine._make_scheduler = lambda: _broken(refuse)
+    engine._scheduler = _broken(refuse)
+    engine.submit(request("a"))
+    thread = threading.Thread(target=engine.run, args=(lambda _emitted: None,), daemon=True)
+    thread.start()
+    thread.join(30)
+    assert engine.dead
+    assert not thread.is_alive()
+
+
+def _broken(plan: Callable[[], None]) -> Scheduler:
+    scheduler = Scheduler(limits(), FULL)
+    scheduler.plan = plan  # type: ignore[method-assign,assignment]  # what it does is all that is asked
+    return scheduler
 
 
 def test_a_failing_copy_ends_what_lives_and_starts_from_an_empty_cache() -> None:
@@ -308,3 +335,22 @@ def test_views_tell_state_counts_and_why_one_waits() -> None:
     assert views["runs"].waits_for == ""  # type: ignore[attr-defined]
     assert "max_requests" in views["next"].waits_for  # type: ignore[attr-defined]
     assert views["later"].waits_for == "1 ahead of it"  # type: ignore[attr-defined]
+
+
+def test_the_thread_returns_after_the_engines_death_whatever_the_last_step_did() -> None:
+    engine = rig(FakeRunner())
+    engine._die("for the test")
+    engine.run(lambda _emitted: None)
+    assert engine.dead
+
+
+def test_a_canary_that_waits_is_neither_timed_out_nor_counted_as_waiting() -> None:
+    clock = Clock()
+    engine = rig(FakeRunner(), clock, max_requests=1, max_queue=1, queue_timeout=1.0)
+    engine.submit(request("long", max_tokens=20))
+    probe = canary()
+    engine.submit(probe, bounded=False)
+    engine.step()
+    assert engine.unready() == ""
+    clock.now += 10.0
+    assert run(engine).finish[probe.id, 0] == [FinishReason.LENGTH]

@@ -189,7 +189,7 @@ def test_measured_terms_take_the_place_of_planned_ones() -> None:
         (
             {},
             DeviceFacts("cuda", 24 * GIB),
-            r"needs 16\.0 GiB of KV cache, has 3\.\d: set maxModelLen ≤ \d+ or tensorParallel 2",
+            r"needs 16\.0 GiB of KV cache, has 4\.\d: set maxModelLen ≤ \d+ or tensorParallel 2",
         ),
         (
             {},

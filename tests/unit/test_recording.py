@@ -92,6 +92,30 @@ def test_damage_in_the_middle_is_unreadable_and_names_the_line(
         assert "line 8 is damaged" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    "line",
+    [
+        '{"update":0,"ran":[0]}',
+        '{"update":99,"ran":[],"tokens":[],"errors":[]}\n{"plan":{}}',
+        '{"add":{"id":"x"},"sequences":[1]}',
+        '{"add":{"id":"r0","prompt":[],"params":{},"max_tokens":4,"salt":"","eos_ids":[]},"sequences":[0]}',
+        '{"unknown":1}',
+    ],
+)
+def test_lines_that_cannot_be_followed_end_the_replay_with_2_or_show_a_difference(
+    line: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "run.jsonl"
+    record(3005, path)
+    head = path.read_text().splitlines()[0]
+    path.write_text(f"{head}\n{line}\n")
+    code = replay_command.main([str(path)])
+    said = capsys.readouterr()
+    assert (code, "differs" in said.out, str(path) in said.err) == (
+        (1, True, False) if "plan" in line else (2, False, True)
+    )
+
+
 def test_a_file_cut_within_a_line_still_reads_with_a_warning(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

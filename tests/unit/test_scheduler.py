@@ -202,7 +202,7 @@ def test_never_is_said_iff_prompt_and_output_exceed_what_holds_one_request(
 def test_never_shows_its_arithmetic_and_the_fix() -> None:
     message = scheduler(num_blocks=8, block_size=16).judge(300, 20).message
     assert message == (
-        "prompt 300 + max_tokens 20 = 320 tokens, but the cache holds 128 (8 blocks × 16): shorten the prompt"  # noqa: RUF001
+        "prompt 300 + max_tokens 20 = 320 tokens, but the cache holds 128 (8 blocks × 16): shorten the prompt"  # noqa: RUF001 - the sign of arithmetic
     )
     message = scheduler(max_model_len=100).judge(90, 20).message
     assert message == (
@@ -471,6 +471,19 @@ def test_a_rerun_of_some_rows_makes_no_copies() -> None:
     assert work.copies
     part = work.subset(work.rows[1:])
     assert (part.rows, part.copies, part.offload, part.restore) == (work.rows[1:], [], [], [])
+
+
+def test_a_sequence_shows_its_states_as_it_goes() -> None:
+    s = scheduler(num_blocks=6, max_batch_tokens=6, allow_block_sharing=False)
+    old, young = s.add(request("old", 8, 12))[0], s.add(request("young", 7, 13))[0]
+    seen: dict[int, list[Status]] = {old.id: [old.status], young.id: [young.status]}
+    while s.has_work:
+        step(s)
+        for q in (old, young):
+            if seen[q.id][-1] is not q.status:
+                seen[q.id].append(q.status)
+    life = [Status.PENDING, Status.PREFILLING, Status.DECODING]
+    assert seen == {old.id: [*life, Status.FINISHED], young.id: [*life, *life, Status.FINISHED]}
 
 
 def test_limits_come_from_the_configuration() -> None:

@@ -14,6 +14,7 @@ from fairlead_runtime.intake import Intake
 from fairlead_runtime.outputs import (
     Draining,
     EngineDead,
+    Health,
     Output,
     QueueFull,
     QueueTimeout,
@@ -23,8 +24,9 @@ from fairlead_runtime.outputs import (
 )
 from fairlead_runtime.request import FinishReason, RequestError, SamplingParams, Status
 from fairlead_runtime.scheduling.plan import Work
-from fairlead_runtime.service import MAX_HELD, Service, Stream
-from fake_engine import LONG_FORM, VOCABULARY, FakeRunner, rig
+from fairlead_runtime.service import Service
+from fairlead_runtime.stream import MAX_HELD, Stream
+from fake_engine import LONG_FORM, VOCABULARY, Clock, FakeRunner, rig
 
 pytestmark = pytest.mark.anyio
 WITHIN = 30.0  # seconds after which a test hangs rather than waits
@@ -53,8 +55,10 @@ class Gate:
     def __init__(self) -> None:
         self._tickets = threading.Semaphore(0)
         self._open = threading.Event()
+        self.entered = threading.Event()
 
     def __call__(self, work: Work) -> None:
+        self.entered.set()
         while not self._open.is_set() and not self._tickets.acquire(timeout=0.01):
             pass
 
@@ -330,7 +334,7 @@ async def test_a_dead_engine_ends_every_stream_and_says_so() -> None:
 
     async with running(fault) as service:
         streams = [await service.submit(ask(start=i, max_tokens=50)) for i in range(3)]
-        gate.step()
+        gate.step(3)  # the first step may begin before the last one is in
         await asyncio.gather(*map(anext, streams))
         broken.set()
         gate.open()
@@ -391,7 +395,7 @@ async def test_a_canary_that_cannot_start_is_proven_by_tokens_of_others() -> Non
         stream = await service.submit(ask(max_tokens=100))
         gate.step()
         await anext(stream)
-        canary = asyncio.create_task(service.canary(patience=0.2))
+        canary = asyncio.create_task(service.canary(patience=2.0))
         await asyncio.sleep(0)
         gate.step(2)
         token = await canary
@@ -418,3 +422,72 @@ async def test_the_debug_view_shows_live_requests_without_their_text() -> None:
         gate.open()
         await asyncio.gather(read(first), read(second))
         assert await service.requests() == []
+
+
+async def test_health_follows_progress_when_a_step_hangs() -> None:
+    gate, clock = Gate(), Clock()
+    async with running(gate, clock=clock) as service:
+        clock.now += 86_400.0  # an idle day is no hang
+        assert service.health() == Health(alive=True, ready=True)
+        stream = await service.submit(ask())
+        await asyncio.to_thread(gate.entered.wait, WITHIN)
+        clock.now += 4.0
+        assert service.health().ready
+        clock.now += 2.0
+        health = service.health()
+        assert (health.alive, health.ready) == (True, False)
+        assert "no step for 6 s" in health.reason
+        clock.now += 60.0
+        assert not service.health().alive
+        gate.open()
+        await read(stream)
+        await service.requests()
+        assert service.health().ready
+
+
+async def test_a_stop_text_counts_as_a_stop_in_the_statistics() -> None:
+    async with running() as service:
+        plain = (await read(await service.submit(ask(max_tokens=50, seed=1))))[0]
+    stop = f" t{tokens(plain)[1]} "
+    gate = Gate()
+    async with running(gate) as service:
+        ended: list[FinishReason] = []
+        service._engine._observer.ended = lambda request, reason, at: ended.append(reason)  # type: ignore[method-assign]
+        stream = await service.submit(ask(max_tokens=50, seed=1, stop=(stop,)))
+        gate.step(3)
+        assert (await read(stream))[0][-1].stop_reason == stop
+        gate.open()
+        await service.drain(WITHIN)
+        assert ended == [FinishReason.STOP]
+
+
+async def test_an_idle_engine_proves_itself_and_is_not_ready_after_three_failures() -> None:
+    broken = threading.Event()
+
+    def fault(work: Work) -> None:
+        if broken.is_set() and all(row.sequence.request.id.startswith("canary/") for row in work.rows):
+            raise RuntimeError("the device is gone")
+
+    async with running(fault, max_queue=1) as service:
+        await service.prove_idle()
+        assert service.snapshot().counters.generated_tokens == 1
+        service._engine._fault = lambda *_, **__: None  # type: ignore[method-assign]
+        broken.set()
+        for _ in range(3):
+            assert service.health().ready
+            await service.prove_idle()
+        assert "3 canaries" in service.health().reason
+        assert service.health().alive
+        broken.clear()
+        await service.prove_idle()
+        assert service.health().ready
+
+
+async def test_a_busy_engine_gets_no_idle_canary() -> None:
+    gate = Gate()
+    async with running(gate) as service:
+        stream = await service.submit(ask())
+        await service.prove_idle()
+        assert set(service._streams) == {stream.request_id}
+        gate.open()
+        await read(stream)

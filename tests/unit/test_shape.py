@@ -289,3 +289,11 @@ def test_a_hostile_config_is_sized_or_refused(family: str, change: dict[str, Any
 )
 def test_the_checkpoint_type_is_read_from_either_key(config: dict[str, Any], dtype: str | None) -> None:
     assert ModelShape.from_config({"model_type": "llama"} | config).dtype == dtype
+
+
+def test_keys_that_a_family_does_not_know_change_nothing() -> None:
+    stray = {"num_key_value_heads": 2, "head_dim": 7, "intermediate_size": 99}
+    named: dict[str, dict[str, Any]] = {"gpt2": {"n_inner": None}, "gpt_neox": {"intermediate_size": 24576}}
+    for family, own in named.items():
+        config = {"model_type": family}
+        assert ModelShape.from_config(config | stray | own) == ModelShape.from_config(config)

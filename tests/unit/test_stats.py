@@ -155,6 +155,7 @@ def test_canaries_appear_in_no_request_metric() -> None:
     bench, quiet = Bench(), Bench().scrape()
     during: list[dict[str, float]] = []
     bench.engine.submit(canary(), bounded=False)
+    during.append(bench.scrape())
     bench.runner.fault = lambda _work: during.append(bench.scrape())
     run(bench.engine)
     ours = {"fairlead_steps_total", "fairlead_step_seconds_total"}  # the engine's, not a request's
@@ -163,7 +164,7 @@ def test_canaries_appear_in_no_request_metric() -> None:
         assert {k: v for k, v in seen.items() if k not in ours | blocks} == {
             k: v for k, v in quiet.items() if k not in ours | blocks
         }
-    assert len(during) == 1
+    assert len(during) == 2
 
 
 def test_a_canary_beside_a_request_is_not_counted_with_it() -> None:
@@ -195,10 +196,10 @@ def test_a_request_that_a_stop_text_ends_has_finished_by_itself() -> None:
     bench = Bench()
     bench.engine.submit(request("a", max_tokens=50, n=2))
     bench.engine.step()
-    bench.engine.abort("a", 0)
+    bench.engine.finish("a", 0)
     bench.engine.step()
     assert bench.scrape()["fairlead_inflight"] == 1
-    bench.engine.abort("a", 1)
+    bench.engine.finish("a", 1)
     run(bench.engine)
     seen = bench.scrape()
     assert (seen["vllm:request_success_total{stop}"], seen["fairlead_aborted_total"]) == (1, 0)

@@ -39,22 +39,22 @@ class BlockPool:
             raise PoolError(f"{count} units wanted, {self.available} available")
         taken: list[int] = []
         for _ in range(count):
-            unit = self.free.pop() if self.free else self._evict()
+            if not self.free:
+                self.forget(next(iter(self.cached)))
+            unit = self.free.pop()
             self.refs[unit] = 1
             taken.append(unit)
         return taken
 
-    def _evict(self) -> int:
-        unit, _ = self.cached.popitem(last=False)
-        self.forget(unit)
-        return unit
-
     def forget(self, unit: int) -> None:
-        """Make a unit's content unfindable."""
+        """Make a unit's content unfindable; one that nobody references becomes free."""
         content = self.content[unit]
         if content is not None:
             del self._index[content[0]][content[1].digest]
             self.content[unit] = None
+        if unit in self.cached:
+            del self.cached[unit]
+            self.free.append(unit)
 
     def share(self, unit: int) -> None:
         """One more reference to a unit that is referenced or cached."""

@@ -28,7 +28,7 @@ class Hit(NamedTuple):
 
 
 class PagedCache:
-    """All device and host units of one engine. ``span`` bounds a window group's blocks during a prefill."""
+    """All device and host units of one engine, and which sequence has which."""
 
     def __init__(
         self,
@@ -49,7 +49,8 @@ class PagedCache:
         self.host = HostPool(host_units)
         self.has_windows = any(g.window is not None for g in groups)
         self._windowed = tuple(g for g in self.groups if g.window is not None)
-        # Window W and a chunk of c tokens touch W - 1 + c positions, which may start inside a block.
+        # The most blocks a window group holds: window W and a chunk of c tokens touch W - 1 + c positions, which may
+        # start inside a block. None: no bound but the tokens.
         self._spans = tuple(
             None if g.window is None else self.blocks(g.window - 1 + max_batch_tokens) + 1
             for g in self.groups
@@ -187,8 +188,11 @@ class PagedCache:
     def release(self, sequence: Sequence, *, forget: bool = False) -> None:
         """Give everything back; content with a hash stays findable until its unit is needed, or not at all."""
         if forget:
-            for unit in _entries(sequence.tables):
-                self.pool.forget(unit)
+            for block in sequence.hashes[: sequence.registered]:
+                for group in self.groups:
+                    unit = self.pool.find(group.index, block.digest)
+                    if unit is not None:
+                        self.pool.forget(unit)
         self._release_tables(sequence)
         self.host.release(list(_entries(sequence.host)))
         sequence.tables, sequence.host = [], []

@@ -8,18 +8,17 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from fairlead_runtime import termination
+from fairlead_runtime.commands.parser import Parser
 from fairlead_runtime.config import ConfigError
 
 
 def main(argv: list[str], environ: Mapping[str, str] = os.environ) -> int:
     """0: the model lies in the cache and is one that is served; 2: not, and why, as a JSON line."""
-    options = _parser().parse_args(argv)
+    options = _parser(environ).parse_args(argv)
     # After the arguments: --help needs no client of the hub.
     from fairlead_runtime.models.errors import ModelError
 
-    logging.basicConfig(format="%(asctime)s %(message)s", stream=sys.stderr)
-    # Only ours: HTTP clients log every address, and those of a hub's store carry signatures.
-    logging.getLogger("fairlead_runtime").setLevel(logging.INFO)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", stream=sys.stderr)
     try:
         path = _fetch(options, environ)
     except ConfigError as error:
@@ -32,11 +31,11 @@ def main(argv: list[str], environ: Mapping[str, str] = os.environ) -> int:
     return 0
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def _parser(environ: Mapping[str, str]) -> Parser:
+    parser = Parser(
+        environ=environ,
         prog="fairlead fetch",
         description="Download a model into HF_HOME and check it. Prints its directory.",
-        allow_abbrev=False,
     )
     parser.add_argument(
         "model", metavar="MODEL", help="demo:, owner/name, hf://owner/name, a path or file:///path"

@@ -17,14 +17,14 @@ def main(argv: list[str]) -> int:
         recording = Recording(options.file)
         steps, difference = replay(recording)
     except RecordError as error:
-        print(f"fairlead replay: {error}", file=sys.stderr)  # noqa: T201 - a command's answer
+        sys.stderr.write(f"fairlead replay: {error}\n")
         return 2
     if recording.cut:
-        print("fairlead replay: the last line breaks off and was left out", file=sys.stderr)  # noqa: T201 - see above
+        sys.stderr.write("fairlead replay: the last line breaks off and was left out\n")
     if difference is None:
-        print(f"identical: {steps} steps")  # noqa: T201 - see above
+        sys.stdout.write(f"identical: {steps} steps\n")
         return 0
-    print(f"step {difference.step} differs")  # noqa: T201 - see above
-    print(f"recorded {difference.recorded}")  # noqa: T201 - see above
-    print(f"replayed {difference.replayed}")  # noqa: T201 - see above
+    sys.stdout.write(f"step {difference.step} differs\n")
+    sys.stdout.write(f"recorded {difference.recorded}\n")
+    sys.stdout.write(f"replayed {difference.replayed}\n")
     return 1

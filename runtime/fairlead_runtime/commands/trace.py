@@ -29,10 +29,10 @@ def main(argv: list[str]) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except RecordError as error:
-        print(f"fairlead trace: {error}", file=sys.stderr)  # noqa: T201 - a command's answer
+        sys.stderr.write(f"fairlead trace: {error}\n")
         return 2
     if recording.cut:
-        print("fairlead trace: the last line breaks off and was left out", file=sys.stderr)  # noqa: T201 - see above
+        sys.stderr.write("fairlead trace: the last line breaks off and was left out\n")
     return 0
 
 

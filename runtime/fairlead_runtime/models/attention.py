@@ -136,7 +136,8 @@ class PagedModel:
         self.model = model
         self.windows = tuple(windows)
         self.device: torch.device = model.device
-        self.vocabulary = int(model.get_output_embeddings().weight.shape[0])
+        ends: list[Any] = [model.get_input_embeddings(), model.get_output_embeddings()]
+        self.vocabulary = min(int(end.weight.shape[0]) for end in ends)
         self.selects_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
         if not self.selects_logits:
             model.get_output_embeddings().register_forward_pre_hook(_keep_rows)
@@ -159,6 +160,7 @@ class PagedModel:
             raise families.refused(name, "its layers differ in their number or size of heads")
         return probe.heads[0]
 
+    @torch.inference_mode()
     def forward(
         self, batch: Batch, cache: CacheStorage, backend: AttentionBackend, keep: Tensor | None = None
     ) -> Tensor:

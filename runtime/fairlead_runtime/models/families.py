@@ -2,8 +2,9 @@
 
 Owns the verdict on a configuration and the windows of its layers. A model whose state is not keys and values, or
 whose attention transformers does not let us replace, would give wrong text without an error: such models are refused
-by name, with the reason. A model_type that is not named here is judged by what transformers says about its class,
-and every model, known or not, still has to pass the self-test.
+by name, with the reason. A model_type that is not named here is judged by what transformers says about its class.
+Sizing has its own list (``fairlead_runtime.families``: a model must be known to be sized), and what passes both still
+has to pass the self-test.
 """
 
 import inspect

@@ -5,6 +5,7 @@ each failure of a hub means. Only safetensors, JSON, tokenizer and template file
 """
 
 import errno
+import logging
 import os
 import re
 import shutil
@@ -23,6 +24,8 @@ from fairlead_runtime.models import architecture, files
 from fairlead_runtime.models.errors import ModelError
 
 WORKERS = 4
+# They log every address, and those a hub redirects to carry signatures.
+_TALKATIVE = ("httpx", "httpx2")
 Report = Callable[["Progress"], None]
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _TRUE = {"1", "ON", "YES", "TRUE"}
@@ -115,6 +118,8 @@ def fetch(
     wanted = revision or constants.DEFAULT_REVISION
     if hub.offline:
         return _cached(hub, repository, wanted)
+    for name in _TALKATIVE:
+        logging.getLogger(name).setLevel(logging.WARNING)
     try:
         return _download(hub, repository, wanted, report or (lambda _: None))
     except ModelError as error:

@@ -5,10 +5,9 @@ Owns the comparison. Computes no token: the sampled ones are in the recording.
 
 from typing import NamedTuple
 
-from fairlead_runtime.request import RequestError
 from fairlead_runtime.scheduling.plan import Result, Work
 from fairlead_runtime.scheduling.record import Line, RecordError, Recording, canonical, encode, request_of
-from fairlead_runtime.scheduling.scheduler import Scheduler, StepError
+from fairlead_runtime.scheduling.scheduler import Scheduler
 
 
 class Difference(NamedTuple):
@@ -42,7 +41,7 @@ def replay(recording: Recording) -> Replay:
                 steps += 1
             else:
                 _follow(scheduler, line, work)
-        except (KeyError, TypeError, ValueError, IndexError, StepError, RequestError) as error:
+        except (KeyError, TypeError, ValueError, IndexError, RuntimeError) as error:
             raise RecordError(f"{recording.path}: after step {steps}: {error!r}") from error
     return Replay(steps, None)
 

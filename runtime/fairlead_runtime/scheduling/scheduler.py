@@ -122,9 +122,8 @@ class Scheduler:
         work = Work(plan.step, list(plan.rows))
         for preemption in plan.preempted:
             self._preempt(preemption, work)
-        for (
-            admission
-        ) in plan.admitted:  # references first: a block taken below must not evict what is shared here
+        # References before blocks: what is taken further down must not evict what is shared here.
+        for admission in plan.admitted:
             self._start(admission)
         for admission in plan.admitted:
             self._establish(admission, work)

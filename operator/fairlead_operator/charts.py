@@ -1,0 +1,62 @@
+"""Pictures of a backtest: lines of block characters for a terminal, and an SVG file.
+
+Owns drawing only: it is given numbers and names, and knows no fleet. No colour carries meaning alone; every line of
+the SVG is labelled.
+"""
+
+from collections.abc import Sequence
+from html import escape
+
+BLOCKS = " ▁▂▃▄▅▆▇█"
+WIDTH, HEIGHT, LEFT, TOP = 960, 150, 70, 40
+COLOURS = ("#1f5fbf", "#c2410c", "#15803d")
+
+Series = tuple[str, Sequence[float]]
+
+
+def sparkline(values: Sequence[float], width: int = 72) -> str:
+    """The highest value of each of ``width`` stretches, as blocks; the tallest is the highest of all."""
+    peaks = _peaks(values, width)
+    top = max(peaks, default=0.0) or 1.0
+    return "".join(BLOCKS[min(8, -int(-8 * value // top))] for value in peaks)
+
+
+def _peaks(values: Sequence[float], width: int) -> list[float]:
+    count = len(values)
+    width = min(width, count)
+    return [max(values[i * count // width : (i + 1) * count // width]) for i in range(width)]
+
+
+def svg(title: str, seconds: float, panels: Sequence[Sequence[Series]]) -> str:
+    """One panel below the other over the same time; each panel's series share its scale."""
+    parts = [_panel(panel, TOP + i * (HEIGHT + 50), seconds) for i, panel in enumerate(panels)]
+    width, height = LEFT + WIDTH + 20, TOP + len(panels) * (HEIGHT + 50) + 10
+    size = f'width="{width}" height="{height}" font-family="sans-serif" font-size="12"'
+    head = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" {size}>',
+        '<rect width="100%" height="100%" fill="white"/>',
+        f'<text x="{LEFT}" y="22" font-size="15">{escape(title)}</text>',
+    ]
+    return "\n".join([*head, *parts, "</svg>\n"])
+
+
+def _panel(panel: Sequence[Series], top: int, seconds: float) -> str:
+    highest = max((max(values, default=0.0) for _, values in panel), default=0.0) or 1.0
+    bottom = top + HEIGHT
+    parts = [
+        f'<rect x="{LEFT}" y="{top}" width="{WIDTH}" height="{HEIGHT}" fill="none" stroke="#bbb"/>',
+        f'<text x="{LEFT - 6}" y="{top + 10}" text-anchor="end">{highest:.4g}</text>',
+        f'<text x="{LEFT - 6}" y="{bottom}" text-anchor="end">0</text>',
+        f'<text x="{LEFT}" y="{bottom + 16}">0 h</text>',
+        f'<text x="{LEFT + WIDTH}" y="{bottom + 16}" text-anchor="end">{seconds / 3600:.3g} h</text>',
+    ]
+    for i, (name, values) in enumerate(panel):
+        colour = COLOURS[i % len(COLOURS)]
+        peaks = _peaks(values, WIDTH // 2)
+        step = WIDTH / max(1, len(peaks) - 1)
+        points = " ".join(
+            f"{LEFT + n * step:.1f},{bottom - HEIGHT * v / highest:.1f}" for n, v in enumerate(peaks)
+        )
+        parts.append(f'<polyline points="{points}" fill="none" stroke="{colour}" stroke-width="1.5"/>')
+        parts.append(f'<text x="{LEFT + 10 + 220 * i}" y="{top - 6}" fill="{colour}">— {escape(name)}</text>')
+    return "\n".join(parts)

@@ -1,0 +1,130 @@
+"""`fairlead backtest --trace FILE --policy cr.yaml`: show what the autoscaler would have done on a trace.
+
+Owns the arguments and the printing; the decision is the operator's own. Uses no network, imports neither torch nor
+kopf.
+"""
+
+import argparse
+import csv
+import io
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from fairlead_operator.autoscale import TICK, Policy
+from fairlead_operator.backtest import OperatorScaler, Pod, Result, Row, TraceError, read_trace, simulate
+from fairlead_operator.charts import sparkline, svg
+from fairlead_operator.commands.plan import read_resource
+from fairlead_operator.fields import ResourceError
+from fairlead_operator.resource import InferenceDeployment
+
+
+def main(args: Sequence[str]) -> int:
+    """0: done. 2: the trace or the policy cannot be used."""
+    options = _parser().parse_args(list(args))
+    try:
+        deployment = InferenceDeployment.from_body(read_resource(options.policy))
+        policy, pod = _policy(deployment, options)
+        with Path(options.trace).open(encoding="utf-8", newline="") as lines:
+            result = simulate(read_trace(lines, pod), pod, policy, OperatorScaler(policy))
+        if options.plot:
+            Path(options.plot).write_text(_svg(result, policy), "utf-8")
+    except (OSError, UnicodeDecodeError, ResourceError, TraceError) as error:
+        print(f"fairlead backtest: {error}", file=sys.stderr)  # noqa: T201 - an error
+        return 2
+    show = {"text": _text, "json": _json, "csv": _csv}[options.output]
+    print(show(result, policy))  # noqa: T201 - the answer
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="fairlead backtest",
+        description="Simulate the operator's autoscaler on a trace of arrivals.",
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "--trace", required=True, metavar="FILE", help="CSV: t,arrivals,prompt_tokens,output_tokens"
+    )
+    parser.add_argument(
+        "--policy", required=True, metavar="cr.yaml", help="an InferenceDeployment with autoscaling"
+    )
+    parser.add_argument("-o", "--output", choices=("text", "json", "csv"), default="text")
+    parser.add_argument("--plot", metavar="FILE.svg", help="draw replicas, queue and load")
+    parser.add_argument(
+        "--sequences", type=_positive, metavar="N", help="planned full-length sequences of one pod"
+    )
+    parser.add_argument(
+        "--start-seconds", type=_positive, default=60.0, metavar="S", help="start of a pod (60)"
+    )
+    parser.add_argument(
+        "--prefill-rate", type=_positive, default=8000.0, metavar="R", help="prompt tokens/s a pod (8000)"
+    )
+    parser.add_argument(
+        "--decode-rate", type=_positive, default=40.0, metavar="R", help="tokens/s a request (40)"
+    )
+    return parser
+
+
+def _positive(text: str) -> float:
+    value = float(text)
+    if not 0 < value < 1e9:
+        raise argparse.ArgumentTypeError("must be above 0")
+    return value
+
+
+def _policy(deployment: InferenceDeployment, options: argparse.Namespace) -> tuple[Policy, Pod]:
+    autoscaling = deployment.spec.autoscaling
+    if autoscaling is None:
+        raise ResourceError("spec.autoscaling", "must be set: it is the policy to test")
+    sequences = int(options.sequences) if options.sequences else None
+    slots = min(deployment.engine.max_requests, sequences or deployment.engine.max_requests)
+    pod = Pod(slots, options.start_seconds, options.prefill_rate, options.decode_rate)
+    return Policy.of(autoscaling, deployment.engine, sequences), pod
+
+
+def _text(result: Result, policy: Policy) -> str:
+    rows = result.rows
+    figures = [f"{name + ':':20}{value}" for name, value in result.summary().items()]
+    limits: dict[str, float] = {}
+    for row in rows:
+        if row.limited_by:
+            limits[row.limited_by] = limits.get(row.limited_by, 0.0) + TICK
+    held = [
+        f"  {name:32}{seconds / 60:8.1f} min" for name, seconds in sorted(limits.items(), key=lambda i: -i[1])
+    ]
+    charts = [
+        f"replicas {sparkline([r.replicas for r in rows])} max {max(r.replicas for r in rows)}",
+        f"load     {sparkline([r.running + r.waiting for r in rows])} max {max(r.running + r.waiting for r in rows):.0f}",
+        f"queue    {sparkline([r.waiting for r in rows])} max {result.max_waiting:.0f}",
+    ]
+    target = f"target {policy.target:g} requests a pod, {policy.min_replicas} to {policy.max_replicas} pods"
+    return "\n".join([target, "", *charts, "", *figures, "", "limited by", *(held or ["  nothing"])])
+
+
+def _json(result: Result, policy: Policy) -> str:
+    rows = [{name: getattr(row, name) for name in Row.__slots__} for row in result.rows]
+    return json.dumps({"target": policy.target, "summary": result.summary(), "rows": rows})
+
+
+def _csv(result: Result, _: Policy) -> str:
+    out = io.StringIO()
+    writer = csv.writer(out, lineterminator="\n")
+    writer.writerow(Row.__slots__)
+    for row in result.rows:
+        writer.writerow(
+            [f"{v:.6g}" if isinstance(v, float) else v for v in (getattr(row, n) for n in Row.__slots__)]
+        )
+    return out.getvalue().rstrip("\n")
+
+
+def _svg(result: Result, policy: Policy) -> str:
+    rows = result.rows
+    replicas = ("replicas", [r.replicas for r in rows]), ("ready", [r.ready for r in rows])
+    load = (
+        ("running + waiting", [r.running + r.waiting for r in rows]),
+        ("target of the ready pods", [policy.target * r.ready for r in rows]),
+    )
+    title = f"{result.pod_hours:.1f} pod-hours, {result.seconds_over:.0f} s over target"
+    return svg(title, len(rows) * TICK, (replicas, load, (("queue", [r.waiting for r in rows]),)))

@@ -1,0 +1,44 @@
+"""`fairlead generate`: the text on standard output, refusals as one line."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from fairlead_runtime import cli
+from fairlead_runtime.models import tiny
+
+CACHE = ["--num-blocks=256", "--block-size=8"]
+
+
+def test_the_demo_model_answers_a_chat(capsys: pytest.CaptureFixture[str]) -> None:
+    code = cli.main(["generate", "demo:", "--prompt", "What is Fairlead?", "--chat", *CACHE])
+    assert code == 0
+    assert capsys.readouterr().out.startswith("Fairlead serves language models on Kubernetes.")
+
+
+def test_a_plain_prompt_is_completed_as_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = str(tiny.save(tiny.build("llama"), tmp_path))
+    capsys.readouterr()
+    assert cli.main(["generate", model, "--prompt", "hello", "--max-tokens", "5", *CACHE]) == 0
+    first = capsys.readouterr().out
+    assert cli.main(["generate", model, "--prompt", "hello", "--max-tokens", "5", *CACHE]) == 0
+    assert capsys.readouterr().out == first
+    assert first.endswith("\n")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "named"),
+    [
+        (["--max-tokens", "0"], "InvalidConfig", "--max-tokens"),
+        (["--temperature", "-1"], "InvalidRequest", "temperature"),
+        (["--max-tokens", "5000"], "InvalidRequest", "max_tokens"),
+    ],
+)
+def test_what_cannot_be_done_ends_with_2_and_one_line(
+    arguments: list[str], code: str, named: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["generate", "demo:", "--prompt", "hello", *arguments, *CACHE]) == 2
+    words = json.loads(capsys.readouterr().err.splitlines()[-1])
+    assert words["code"] == code
+    assert named in words["message"]

@@ -1,0 +1,75 @@
+"""Model files under random damage: refused with a clear error or accepted as safetensors itself would, never a crash."""
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from safetensors import safe_open
+
+from fairlead_runtime.config import ConfigError
+from fairlead_runtime.models import loading, tiny
+from fairlead_runtime.models.errors import ModelError
+from fairlead_runtime.models.safetensors_header import read_header
+
+SETTINGS = settings(
+    max_examples=3000 if os.environ.get("FAIRLEAD_FULL") else 100,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+VALUES = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(-(2**70), 2**70),
+    st.floats(allow_nan=False),
+    st.text(max_size=20),
+    st.lists(st.integers(-3, 3), max_size=4),
+    st.dictionaries(st.text(max_size=5), st.integers(), max_size=3),
+)
+
+
+@pytest.fixture(scope="module")
+def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.save(
+        tiny.build("gemma2", num_hidden_layers=2, layer_types=None), tmp_path_factory.mktemp("m") / "m"
+    )
+
+
+@pytest.fixture(scope="module")
+def copy(good: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return Path(shutil.copytree(good, tmp_path_factory.mktemp("copy") / "m"))
+
+
+@SETTINGS
+@given(places=st.lists(st.tuples(st.integers(0, 1500), st.integers(0, 255)), min_size=1, max_size=4))
+def test_a_header_with_changed_bytes(good: Path, copy: Path, places: list[tuple[int, int]]) -> None:
+    raw = bytearray((good / "model.safetensors").read_bytes())
+    for place, value in places:
+        raw[place] = value
+    (copy / "model.safetensors").write_bytes(raw)
+    try:
+        header = read_header(copy / "model.safetensors")
+    except ModelError:
+        return
+    assert header.data + max(tensor.end for tensor in header.tensors.values()) == len(raw)
+    with safe_open(copy / "model.safetensors", "pt") as opened:
+        assert set(opened.keys()) == set(header.tensors)
+
+
+@SETTINGS
+@given(data=st.data())
+def test_a_config_with_changed_values(good: Path, copy: Path, data: st.DataObject) -> None:
+    config: dict[str, Any] = json.loads((good / "config.json").read_text())
+    shutil.copy(good / "model.safetensors", copy)
+    for _ in range(data.draw(st.integers(1, 3))):
+        config[data.draw(st.sampled_from(sorted(config)))] = data.draw(VALUES)
+    (copy / "config.json").write_text(json.dumps(config))
+    try:
+        found = loading.inspect(copy)
+    except (ModelError, ConfigError):
+        return
+    assert found.shape.parameters > 0

@@ -1,0 +1,68 @@
+"""What sizing plans from a config.json against what a profiling run of the real model measures."""
+
+import json
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from fairlead_kernels.backend import pick
+from fairlead_runtime import profiling
+from fairlead_runtime.config import EngineConfig
+from fairlead_runtime.memory import GIB, DeviceFacts, plan_memory
+from fairlead_runtime.models import families, rope
+from fairlead_runtime.models.attention import PagedModel
+from fairlead_runtime.shape import ModelShape
+
+LENGTH = 512
+SIZES: dict[str, Any] = {
+    "vocab_size": 8000,
+    "hidden_size": 256,
+    "intermediate_size": 768,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": LENGTH,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "qwen3": {"head_dim": 64},
+    "gemma2": {"head_dim": 64},
+    "phi3": {},
+    "gpt2": {"n_embd": 256, "n_layer": 2, "n_head": 4, "n_positions": LENGTH},
+    "gpt_neox": {},
+    "qwen3_moe": {"num_local_experts": 8, "num_experts_per_tok": 4, "moe_intermediate_size": 384},
+    "mixtral": {"num_local_experts": 4},
+    "gpt_oss": {"num_local_experts": 4, "head_dim": 64},
+}
+GPT2_HAS_NONE = ("hidden_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings")
+
+
+@pytest.mark.parametrize(
+    ("family", "dtype"), [*((name, "float32") for name in FAMILIES), ("llama", "bfloat16")]
+)
+def test_planned_terms_are_within_a_fifth_of_measured_ones(family: str, dtype: str) -> None:
+    sizes = {k: v for k, v in SIZES.items() if family != "gpt2" or k not in GPT2_HAS_NONE}
+    config = AutoConfig.for_model(family, **sizes | FAMILIES[family], dtype=dtype)
+    model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype)).eval()
+    paged = PagedModel(model, families.check(config))
+    rope.pin(model, LENGTH)
+    measured = profiling.profile(
+        paged,
+        pick(paged.heads, paged.device).attention,
+        max_batch_tokens=256,
+        max_requests=64,
+        max_model_len=LENGTH,
+    )
+    weights = {p.data_ptr(): p.nbytes for p in model.parameters()}
+    limits = EngineConfig(max_batch_tokens=256, max_requests=64)
+    shape = ModelShape.from_config(json.loads(config.to_json_string()) | {"dtype": dtype})
+    planned = plan_memory(shape, limits, DeviceFacts("cpu", 8 * GIB)).terms
+    assert planned["weights"] == sum(weights.values())
+    for term in ("activations", "logits"):
+        assert 0.9 <= planned[term] / measured[term] <= 1.2, term
+    assert planned["sampling"] >= measured["sampling"]
