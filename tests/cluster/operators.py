@@ -21,7 +21,7 @@ class OperatorProcess:
     """``with OperatorProcess(plane, ("ns",)) as operator``: running when the block is entered, gone after it.
 
     ``server`` is the address the operator talks to (a proxy), ``token`` whose rights it has (default: the
-    administrator's), ``identity`` its name in the Lease.
+    administrator's), ``identity`` its name in the Lease, ``arguments`` take the place of the namespaces.
     """
 
     plane: ControlPlane
@@ -31,6 +31,7 @@ class OperatorProcess:
     token: str = ""
     environ: dict[str, str] = field(default_factory=dict)
     wait: bool = True
+    arguments: tuple[str, ...] = ()
     process: subprocess.Popen[bytes] | None = None
     port: int = 0
     log: Path = Path()
@@ -57,6 +58,7 @@ class OperatorProcess:
             "--all-namespaces",
             "--lease-namespace=default",
         ]
+        scope = list(self.arguments) or scope
         with self.log.open("ab") as out:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "fairlead_operator", *scope, f"--probe-port={self.port}"],
