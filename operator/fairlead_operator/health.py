@@ -55,7 +55,11 @@ def serve(health: Health, port: int) -> ThreadingHTTPServer:
         def log_message(self, *_: object) -> None:
             """Probes are no news."""
 
-    server = ThreadingHTTPServer(("", port), Handler)
+    class Server(ThreadingHTTPServer):
+        def handle_error(self, request: object, client_address: object) -> None:
+            """Clients that leave early are no news either; the default prints a traceback between the JSON lines."""
+
+    server = Server(("", port), Handler)
     server.daemon_threads = True
     threading.Thread(target=server.serve_forever, name="health", daemon=True).start()
     return server

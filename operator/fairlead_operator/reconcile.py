@@ -119,6 +119,7 @@ class Reconciler:
                 if error.code == 409 and step.uid is None:
                     refused += await self._look_again(step)
                 elif error.code in {400, 403, 422}:
+                    log.warning("%s is refused: %s", about, error)
                     code = "QuotaExceeded" if "exceeded quota" in error.message else "WriteRefused"
                     refused.append(blocker(code, about, error.message))
                 else:

@@ -1,6 +1,6 @@
 """Many resources at once: time to converge, requests per resource, memory, and what they cost when nothing happens.
 
-A hundred resources, a thousand with FAIRLEAD_FULL=1; half of them are autoscaled.
+A hundred resources, a thousand with FAIRLEAD_FULL=1, or FAIRLEAD_SCALE of them; half are autoscaled.
 """
 
 import os
@@ -15,7 +15,7 @@ from cluster.operators import OperatorProcess
 from cluster.resources import CHILDREN, KIND, idep
 
 pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("crd")]
-COUNT = 1000 if os.environ.get("FAIRLEAD_FULL") else 100
+COUNT = int(os.environ.get("FAIRLEAD_SCALE") or (1000 if os.environ.get("FAIRLEAD_FULL") else 100))
 CALLS = "fairlead_operator_api_calls_total"
 
 
