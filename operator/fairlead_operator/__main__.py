@@ -1,6 +1,6 @@
-"""`fairlead operator`: serve InferenceDeployments until a signal. The composition root.
+"""`fairlead operator`: serve InferenceDeployments until a signal.
 
-Environment and arguments become Settings here, and nowhere else.
+The composition root: environment and arguments become Settings here, and nowhere else.
 """
 
 import asyncio

@@ -50,7 +50,7 @@ test-{{ .Release.Name | replace "." "-" | trunc 34 | trimSuffix "-" }}
 {{- define "fairlead.rules" -}}
 - apiGroups: [serving.fairlead.dev]
   resources: [inferencedeployments]
-  verbs: [get, list, watch]
+  verbs: [list, watch]
 - apiGroups: [serving.fairlead.dev]
   resources: [inferencedeployments/status]
   verbs: [patch]
