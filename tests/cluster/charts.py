@@ -64,12 +64,11 @@ def environment(container: Mapping[str, Any], pod: Mapping[str, Any]) -> dict[st
     """What a kubelet would give this container of this pod."""
     meta = pod["metadata"]
     fields = {"metadata.name": meta["name"], "metadata.namespace": meta["namespace"]}
-    return {
-        entry["name"]: entry["value"]
-        if "value" in entry
-        else fields[entry["valueFrom"]["fieldRef"]["fieldPath"]]
-        for entry in container["env"]
-    }
+    found = {}
+    for entry in container["env"]:
+        source = entry.get("valueFrom")  # an empty value is not stored
+        found[entry["name"]] = fields[source["fieldRef"]["fieldPath"]] if source else entry.get("value", "")
+    return found
 
 
 def token_of(api: Api, namespace: str, account: str) -> str:
