@@ -5,6 +5,7 @@ certain: what a watch hid is seen at most ``RELIST_SECONDS`` later.
 """
 
 import asyncio
+import contextlib
 import functools
 import logging
 import os
@@ -42,6 +43,7 @@ log = logging.getLogger(__name__)
 
 RELIST_SECONDS = 18.0
 RELIST_RETRY_SECONDS = 2.0
+RELEASE_SECONDS = 2.0
 WORKERS, ASKERS = 20, 50
 
 
@@ -75,13 +77,19 @@ class Operator:
         asker = Asker(self._store, self._memory, self._settings, pods, hub, self._queue.wake)
         self._asking: WorkQueue[Key] = WorkQueue(functools.partial(self._ask, asker), settle=0.2)
         watches = Watches(self._kinds, self._settings.namespaces, self._environ, self._from_watch())
-        async with asyncio.TaskGroup() as group:
-            group.create_task(self._beat())
-            group.create_task(self._election.run(self._on_election))
-            group.create_task(self._relist())
-            group.create_task(self._watch(watches))
-            group.create_task(self._queue.run(WORKERS))
-            group.create_task(self._asking.run(ASKERS))
+        try:
+            async with asyncio.TaskGroup() as group:
+                group.create_task(self._beat())
+                group.create_task(self._election.run(self._on_election))
+                group.create_task(self._relist())
+                group.create_task(self._watch(watches))
+                group.create_task(self._queue.run(WORKERS))
+                group.create_task(self._asking.run(ASKERS))
+        finally:
+            # After everything that writes has ended; a standby then takes over at once.
+            with contextlib.suppress(ApiError, TimeoutError):
+                async with asyncio.timeout(RELEASE_SECONDS):
+                    await self._election.release()
 
     async def _pass(self, reconcile: Callable[[Key], Awaitable[float | None]], key: Key) -> float | None:
         if not self._election.holds() or not self._store.synced(self._kinds):

@@ -98,6 +98,17 @@ def test_another_takes_over_only_after_a_whole_duration_without_renewal() -> Non
     assert FENCE < DURATION
 
 
+def test_a_holder_that_leaves_gives_it_up_and_the_next_need_not_wait() -> None:
+    api, clock = Api(), Clock()
+    a, b = election(api, clock, "a"), election(api, clock, "b")
+    step(a)
+    step(b)
+    asyncio.run(a.release())
+    assert not a.holds()
+    step(b)
+    assert b.holds()
+
+
 def test_a_holder_whose_name_is_used_by_another_stands_down() -> None:
     api, clock = Api(), Clock()
     a = election(api, clock, "same")
