@@ -338,3 +338,49 @@ def test_a_resource_made_anew_under_its_name_gets_children_of_its_own(api: Api, 
             "children of the new resource",
         )
     eventually(lambda: len(api.items("Pod", namespace)) == 2, 20, "two pods and no orphans")
+
+
+def test_a_rollout_recreates_where_the_quota_leaves_no_accelerator_and_surges_elsewhere(
+    api: Api, namespace: str
+) -> None:
+    quota = {"apiVersion": "v1", "kind": "ResourceQuota", "metadata": {"name": "q", "namespace": namespace}}
+    api.create({**quota, "spec": {"hard": {"requests.nvidia.com/gpu": "2"}}})
+    eventually(
+        lambda: (api.get("ResourceQuota", namespace, "q").get("status") or {}).get("hard"), 10, "the quota"
+    )
+    accelerator: Object = {"resources": {"accelerator": {"count": 1}}}
+    made(api, namespace, **accelerator)
+    eventually(lambda: _used(api, namespace) == "1", 10, "one accelerator in use")
+    _change(api, namespace, "1")
+    eventually(lambda: _strategy(api, namespace) == "RollingUpdate", 5, "one is free: a surge")
+    assert "no" not in status(api, namespace)["rollout"]["why"].split()
+    api.merge(KIND, namespace, "chat", {"spec": {"replicas": 2}})
+    eventually(lambda: _used(api, namespace) == "2", 30, "both in use")
+    _change(api, namespace, "2")
+    eventually(lambda: _strategy(api, namespace) == "Recreate", 5, "none is free: recreate")
+    eventually(lambda: "the quota leaves 0" in status(api, namespace)["rollout"]["why"], 5, "and why")
+    assert status(api, namespace)["rollout"]["strategyChosen"] == "Recreate"
+
+
+def _used(api: Api, namespace: str) -> str:
+    seen = api.get("ResourceQuota", namespace, "q").get("status") or {}
+    return str((seen.get("used") or {}).get("requests.nvidia.com/gpu"))
+
+
+def _change(api: Api, namespace: str, mark: str) -> None:
+    env = [{"name": "MARK", "value": mark}]
+    api.merge(KIND, namespace, "chat", {"spec": {"podTemplate": {"env": env}}})
+    eventually(lambda: current(api, namespace), 10, "the status is current")
+
+
+def _strategy(api: Api, namespace: str) -> str:
+    return str(api.get("Deployment", namespace, "chat")["spec"]["strategy"]["type"])
+
+
+def test_a_model_that_does_not_fit_says_the_fix_before_any_pod_runs(api: Api, namespace: str) -> None:
+    nowhere = {"nodeSelector": {"type": "nowhere"}}
+    api.create(idep(namespace, resources={"memory": "1Gi"}, podTemplate=nowhere))
+    seen = await_reason(api, namespace, "DoesNotFit", 3)
+    assert "set" in condition(seen, "Planned")["message"]
+    assert condition(seen, "Planned")["status"] == "False"
+    assert api.find("Deployment", namespace, "chat"), "the plan may err: the Deployment is there all the same"

@@ -1,12 +1,14 @@
 """Pods that are real runtime processes: Ready means tokens, load becomes replicas, restarts change nothing."""
 
 import json
+import subprocess
 import threading
 import urllib.request
 from collections.abc import Iterator
 
 import pytest
 
+from cluster import binaries
 from cluster.apiclient import Api, Object, eventually
 from cluster.controlplane import ControlPlane
 from cluster.fakekubelet import FakeKubelet
@@ -40,6 +42,13 @@ def complete(address: str, tokens: int = 4) -> Object:
     return found
 
 
+def kubectl(plane: ControlPlane, *arguments: str) -> str:
+    command = [str(binaries.program("kubectl")), f"--kubeconfig={plane.kubeconfig()}", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
 def pods(api: Api, namespace: str) -> list[Object]:
     return [p for p in api.items("Pod", namespace) if not p["metadata"].get("deletionTimestamp")]
 
@@ -56,6 +65,10 @@ def test_a_resource_becomes_ready_by_a_token_and_survives_the_operator(
         assert seen["readyReplicas"] == seen["updatedReplicas"] == 1
         assert seen["currentRevision"] == seen["targetRevision"]
         assert "blockers" not in seen or seen["blockers"] == []
+        kubectl(plane, "wait", "--for=condition=Ready", "idep/chat", "-n", namespace, "--timeout=5s")
+        assert "a canary token went through" in kubectl(plane, "describe", "idep/chat", "-n", namespace)
+        row = kubectl(plane, "get", "idep", "chat", "-n", namespace).splitlines()[1].split()
+        assert row[:6] == ["chat", "True", "1", "1", "Serving", "demo:"]
         (pod,) = pods(api, namespace)
         assert complete(pod["status"]["podIP"])["usage"]["completion_tokens"] == 4
 
