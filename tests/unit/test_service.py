@@ -181,6 +181,7 @@ async def test_closing_a_stream_early_frees_its_blocks() -> None:
         await stream.aclose()
         gate.open()
         assert await service.drain(WITHIN) == 0
+        assert service.snapshot().counters.generated_tokens <= 4
         assert service.snapshot().scheduler.used == 0
         with pytest.raises(ServiceError):
             await anext(stream)
@@ -193,6 +194,7 @@ async def test_closing_a_stream_that_was_never_read_aborts_it_too() -> None:
             pass
         gate.open()
         assert await service.drain(WITHIN) == 0
+        assert service.snapshot().counters.generated_tokens <= 1  # of the step that was under way
         assert service.snapshot().scheduler.used == 0
 
 
