@@ -86,6 +86,6 @@ def _take(line: str, model: str, found: dict[str, list[float]]) -> None:
         number = float(value)
     except ValueError:
         raise LoadError(f"{name} is {value[:40]!r}") from None
-    if not (math.isfinite(number) and number >= 0):
+    if math.isnan(number) or number < 0:  # infinity is refused with the sum
         raise LoadError(f"{name} is {value[:40]}")
     found[name].append(number)

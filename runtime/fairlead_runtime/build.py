@@ -21,7 +21,7 @@ from fairlead_runtime.cache.groups import group_layers
 from fairlead_runtime.config import ConfigError, EngineConfig
 from fairlead_runtime.detokenize import Vocabulary, vocabulary_of
 from fairlead_runtime.engine import Bounds, Engine, Observer
-from fairlead_runtime.host import memory_limit
+from fairlead_runtime.host import cpu_limit, memory_limit
 from fairlead_runtime.intake import Intake
 from fairlead_runtime.kv_cache import CacheStorage
 from fairlead_runtime.memory import DeviceFacts, MemoryReport
@@ -79,6 +79,7 @@ def build(
     Raises ConfigError, ModelError, or SelfTestError when the model's logits are not transformers'.
     """
     device = device_facts()
+    _bound_threads()
     process = _resident()
     found = check(path, config, device)
     loaded = loading.load(path, config=config, device=device.kind)
@@ -211,6 +212,12 @@ def _report(
     device = device_facts()
     planned = resolve(config, found.shape, device, dtype=resolved.dtype).plan.terms
     return memory.measured(replace(resolved.plan, terms=planned), measured)
+
+
+def _bound_threads() -> None:
+    """Let torch use no more threads than this process has CPUs; OMP_NUM_THREADS, if set, has decided already."""
+    if "OMP_NUM_THREADS" not in os.environ and cpu_limit() < torch.get_num_threads():
+        torch.set_num_threads(cpu_limit())
 
 
 def _resident() -> int:

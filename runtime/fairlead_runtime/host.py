@@ -1,8 +1,9 @@
-"""How much memory this process may use: the tightest cgroup limit, else the machine's RAM.
+"""How much memory and how many CPUs this process may use: the tightest cgroup limit, else the machine's own.
 
 Owns the reading of /proc and /sys, under a root that tests replace. Knows nothing of models.
 """
 
+import os
 from pathlib import Path, PurePosixPath
 
 # cgroup v1 writes a huge page-aligned number where v2 writes "max".
@@ -12,7 +13,31 @@ UNLIMITED = 1 << 60
 def memory_limit(root: Path = Path("/")) -> int:
     """Bytes. Limits of enclosing groups count too; in a container the namespace hides them, and its own is the root."""
     ram = _ram(root / "proc/meminfo")
-    return min([ram, *(limit for limit in _limits(root) if 0 < limit < UNLIMITED)])
+    limits = [n for folder in _groups(root, "memory") for n in _number(folder / "memory.max")]
+    limits += [n for folder in _groups(root, "memory") for n in _number(folder / "memory.limit_in_bytes")]
+    return min([ram, *(limit for limit in limits if 0 < limit < UNLIMITED)])
+
+
+def cpu_limit(root: Path = Path("/"), cpus: int | None = None) -> int:
+    """Threads that can run at once, at least 1. ``cpus`` is how many the scheduler may use, unset: as it says.
+
+    A CPU limit is a share of time, not a number of cores: threads beyond it only get each other throttled.
+    """
+    usable = len(os.sched_getaffinity(0)) if cpus is None else cpus
+    quotas = [quota for folder in _groups(root, "cpu") for quota in _quota(folder)]
+    return max(1, min([usable, *(round(quota + 0.49) for quota in quotas)]))
+
+
+def _quota(folder: Path) -> list[float]:
+    """CPUs that one group's limit is worth, by either version's files; empty where it has none."""
+    try:
+        words = (folder / "cpu.max").read_text().split()
+    except OSError:
+        words = []
+    if len(words) == 2 and words[0].isdigit():
+        return [int(words[0]) / int(words[1])]
+    quota, period = _number(folder / "cpu.cfs_quota_us"), _number(folder / "cpu.cfs_period_us")
+    return [quota[0] / period[0]] if quota and period and period[0] else []
 
 
 def _ram(meminfo: Path) -> int:
@@ -22,23 +47,25 @@ def _ram(meminfo: Path) -> int:
     raise ValueError(f"{meminfo} has no MemTotal")
 
 
-def _limits(root: Path) -> list[int]:
+def _groups(root: Path, controller: str) -> list[Path]:
+    """The folders of this process's group and of those around it, in either version's hierarchy."""
     try:
         groups = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:
         return []
-    found: list[int] = []
+    found: list[Path] = []
     for line in groups:
         _, controllers, path = line.split(":", 2)
         if not controllers:
-            mount, name = root / "sys/fs/cgroup", "memory.max"
-        elif "memory" in controllers.split(","):
-            mount, name = root / "sys/fs/cgroup/memory", "memory.limit_in_bytes"
+            mount = root / "sys/fs/cgroup"
+        elif controller in controllers.split(","):
+            mount = root / "sys/fs/cgroup" / controllers
+            if not mount.is_dir():  # cpu,cpuacct is often reached through a link named cpu
+                mount = root / "sys/fs/cgroup" / controller
         else:
             continue
         inside = PurePosixPath(path.lstrip("/"))
-        for group in (inside, *inside.parents):
-            found += _number(mount / group / name)
+        found += [mount / group for group in (inside, *inside.parents)]
     return found
 
 

@@ -7,6 +7,8 @@ import openai
 import pytest
 
 from api_harness import MODEL, TEXT, FakeService, chat, completion, events, faked, run
+from fairlead_runtime.api.logprobs import chat_content, completion_logprobs
+from fairlead_runtime.logprobs import Logprob
 from fairlead_runtime.outputs import ServiceError
 from fairlead_runtime.request import FinishReason, RequestError
 
@@ -246,6 +248,24 @@ def test_logprobs_of_a_completion_are_parallel_lists() -> None:
             assert offsets == shape.text_offset
 
     run(scenario())
+
+
+def test_a_token_may_be_a_part_of_a_character() -> None:
+    spelled = {1: "日".encode()[:2], 2: "日".encode()[2:], 3: b"n"}
+    ids = [3, 1, 2]
+    found = [
+        {3: Logprob(-1.0, 2, "n"), 1: Logprob(-0.5, 1, "�")},  # the chosen one is the second likeliest
+        {1: Logprob(-0.5, 1, "�")},
+        {2: Logprob(float("-inf"), 1, "�")},
+    ]
+    content = chat_content(ids, found, 1, spelled)
+    assert b"".join(bytes(each["bytes"]) for each in content).decode() == "n日"
+    assert [[top["bytes"] for top in each["top_logprobs"]] for each in content[:2]] == [[[230, 151]]] * 2
+    assert content[2]["logprob"] == -9999.0
+    shape = completion_logprobs(ids, found, 1, spelled, 10)
+    assert shape["tokens"] == ["n", "bytes:\\xe6\\x97", "bytes:\\xa5"]
+    assert shape["text_offset"] == [10, 11, 12]
+    assert shape["top_logprobs"][0] == {"bytes:\\xe6\\x97": -0.5, "n": -1.0}
 
 
 def test_a_failure_before_the_first_byte_has_its_status() -> None:

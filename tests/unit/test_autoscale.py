@@ -144,6 +144,13 @@ def test_without_data_it_holds(known: dict[str, Sample]) -> None:
     assert "no fresh metrics" in decision.why
 
 
+def test_old_data_alone_moves_nothing_either_way() -> None:
+    for load in (0, 5000):
+        decision = decide(POLICY, History(), samples({"pod-0": load}, 0), Supply(3, ("pod-0",), 2), 60)
+        assert decision.replicas == 3
+        assert decision.history == History()
+
+
 def test_one_silent_pod_stops_shrinking_and_keeps_its_last_load() -> None:
     fleet = Fleet(POLICY, replicas=4)
     fleet.run(300, 400)

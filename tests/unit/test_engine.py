@@ -98,7 +98,8 @@ def test_bisection_makes_the_copies_once_and_few_further_passes() -> None:
     engine = rig(runner, max_batch_tokens=1024, max_requests=64, num_blocks=1024)
     for i in range(64):
         engine.submit(request(f"r{i}", max_tokens=2))
-    engine.step()
+    emitted = engine.step()
+    assert sum(event.token is not None for event in emitted) == 63  # in this very step
     assert len(runner.copied) == 1
     assert runner.attempts <= 2 * 6 + 1  # two per halving of 64 rows, and the first
     collected = run(engine)
@@ -126,6 +127,17 @@ def test_requests_that_fail_alone_one_after_another_never_end_the_engine() -> No
     engine.submit(request("good"))
     assert run(engine).finish["good", 0] == [FinishReason.LENGTH]
     assert engine.unready() == ""
+
+
+def test_requests_that_fail_in_a_row_before_the_canary_has_its_turn_do_not_end_the_engine() -> None:
+    engine = rig(poisoned(*(f"bad{i}" for i in range(20))), max_requests=1)
+    for i in range(20):
+        engine.submit(request(f"bad{i}"))
+    engine.submit(request("good"))
+    collected = run(engine)
+    assert not engine.dead
+    assert collected.finish["good", 0] == [FinishReason.LENGTH]
+    assert engine.counters.engine_faults == 20
 
 
 def test_an_engine_that_fails_on_everything_declares_itself_dead() -> None:

@@ -1,10 +1,10 @@
-"""The memory limit of the process, read from made-up /proc and /sys trees."""
+"""The memory and CPU limits of the process, read from made-up /proc and /sys trees."""
 
 from pathlib import Path
 
 import pytest
 
-from fairlead_runtime.host import memory_limit
+from fairlead_runtime.host import cpu_limit, memory_limit
 
 RAM = "MemFree: 12 kB\nMemTotal:       8388608 kB\n"
 GIB = 1 << 30
@@ -61,3 +61,48 @@ def test_the_tightest_limit_counts(tmp_path: Path, files: dict[str, str], limit:
 
 def test_this_machine_has_a_limit() -> None:
     assert memory_limit() > 64 << 20
+
+
+@pytest.mark.parametrize(
+    ("files", "limit"),
+    [
+        ({}, 8),
+        (V2 | {"sys/fs/cgroup/kubepods/pod1/c1/cpu.max": "400000 100000\n"}, 4),
+        (V2 | {"sys/fs/cgroup/kubepods/pod1/c1/cpu.max": "150000 100000\n"}, 2),
+        (V2 | {"sys/fs/cgroup/kubepods/pod1/c1/cpu.max": "50000 100000\n"}, 1),
+        (V2 | {"sys/fs/cgroup/kubepods/pod1/c1/cpu.max": "max 100000\n"}, 8),
+        (V2 | {"sys/fs/cgroup/kubepods/cpu.max": "300000 100000\n"}, 3),
+        (V2 | {"sys/fs/cgroup/cpu.max": "1600000 100000\n"}, 8),
+        (
+            V1
+            | {
+                "sys/fs/cgroup/cpu,cpuacct/a/b/cpu.cfs_quota_us": "200000\n",
+                "sys/fs/cgroup/cpu,cpuacct/a/b/cpu.cfs_period_us": "100000\n",
+            },
+            2,
+        ),
+        (
+            V1
+            | {
+                "sys/fs/cgroup/cpu/a/cpu.cfs_quota_us": "200000\n",
+                "sys/fs/cgroup/cpu/a/cpu.cfs_period_us": "100000\n",
+            },
+            2,
+        ),
+        (
+            V1
+            | {
+                "sys/fs/cgroup/cpu/a/b/cpu.cfs_quota_us": "-1\n",
+                "sys/fs/cgroup/cpu/a/b/cpu.cfs_period_us": "100000\n",
+            },
+            8,
+        ),
+    ],
+    ids=["none", "v2", "v2-part", "v2-half", "v2-max", "v2-parent", "above-cpus", "v1", "v1-link", "v1-none"],
+)
+def test_threads_follow_the_tightest_share_of_time(tmp_path: Path, files: dict[str, str], limit: int) -> None:
+    assert cpu_limit(tree(tmp_path, files), cpus=8) == limit
+
+
+def test_this_machine_runs_at_least_one_thread() -> None:
+    assert cpu_limit() >= 1

@@ -26,6 +26,12 @@ def test_the_engines_of_a_pod_are_summed() -> None:
     assert parse(GOOD + second).total == 10
 
 
+def test_one_engines_negative_is_not_made_good_by_another() -> None:
+    second = GOOD.replace('engine="0"', 'engine="1"').replace(" 3.0", " -1.0")
+    with pytest.raises(LoadError, match=r"is -1\.0"):
+        parse(GOOD + second)
+
+
 def test_timestamps_are_read_over() -> None:
     assert parse(GOOD.replace(" 3.0", " 3.0 1700000000000")) == Load(3, 2)
 

@@ -161,6 +161,24 @@ def test_quantized_weights_take_a_byte_and_a_scale_per_row() -> None:
     assert plain - small == LLAMA_8B.layer_matrices - 4 * 32 * (4096 + 2048 + 4096 + 28672 + 4096)
 
 
+def test_an_fp8_cache_takes_a_byte_an_element() -> None:
+    device = DeviceFacts("cuda", 80 * GIB)
+    plain, small = (plan_memory(LLAMA_8B, EngineConfig(cache_dtype=c), device) for c in ("auto", "fp8"))
+    assert plain.kv_bytes_per_token == 2 * small.kv_bytes_per_token
+    assert plain.block_bytes == 2 * small.block_bytes
+    assert small.num_blocks in (2 * plain.num_blocks, 2 * plain.num_blocks + 1)
+
+
+def test_accelerators_share_the_matrices_and_the_cache_but_not_the_embeddings() -> None:
+    device = DeviceFacts("cuda", 80 * GIB)
+    one, four = (plan_memory(LLAMA_8B, EngineConfig(tensor_parallel=n), device) for n in (1, 4))
+    outside = (LLAMA_8B.parameters - LLAMA_8B.layer_matrices) * 2
+    assert four.terms["weights"] - outside == (one.terms["weights"] - outside) // 4
+    assert four.block_bytes * 4 == one.block_bytes
+    assert four.weights_bytes == one.weights_bytes, "the whole model's"
+    assert four.kv_bytes_per_token == one.kv_bytes_per_token, "the whole model's"
+
+
 def test_a_cpu_counts_its_processes_offload_and_shared_memory_and_caps_the_cache() -> None:
     config = EngineConfig(cpu_offload_space=2.0, shared_memory=1.0, max_batch_tokens=256, max_model_len=4096)
     plan = plan_memory(LLAMA_8B, config, DeviceFacts("cpu", 64 * GIB))
