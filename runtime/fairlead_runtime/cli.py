@@ -37,6 +37,9 @@ def main(args: Sequence[str] | None = None) -> int:
 
 def _call(point: EntryPoint, args: Sequence[str]) -> int:
     """Run a command; an interrupted one and one whose reader left end quietly, with the shell's codes."""
+    # Read when torch is first imported. OpenMP's threads else spin while they wait: alone that gains nothing
+    # measurable, beside another busy process a step of the demo model takes up to sixty times as long.
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     try:
         command: Command = point.load()
     except ModuleNotFoundError as error:
