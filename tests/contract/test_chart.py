@@ -1,6 +1,7 @@
 """The chart, as far as it can be judged without helm: its resource definition and the schema of its values."""
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -98,3 +99,22 @@ def test_every_value_is_used_by_a_template() -> None:
     assert not unused
     helper = (CHART / "templates" / "_helpers.tpl").read_text()
     assert all(f".{part}" in helper for part in parts)
+
+
+def test_the_installation_page_names_values_that_exist_and_their_defaults() -> None:
+    page = (ROOT / "docs" / "install.md").read_text()
+    rows = re.findall(r"^\| (`[a-zA-Z.`, ]+`) \| (.*?) \|", page, re.MULTILINE)
+    named = [(name, default) for names, default in rows for name in re.findall(r"`([^`]+)`", names)]
+    assert {name for name, _ in named} <= set(given(VALUES))
+    assert len(named) >= 10
+    for names, default in rows:
+        written = [json.loads(text) for text in re.findall(r"`([^`]+)`", default)]
+        if written:
+            assert written == [value_of(name) for name in re.findall(r"`([^`]+)`", names)]
+
+
+def value_of(path: str) -> Any:
+    node: Any = VALUES
+    for key in path.split("."):
+        node = node[key]
+    return node
