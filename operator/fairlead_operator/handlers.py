@@ -5,8 +5,9 @@ and a finalizer would keep a resource from being deleted while no operator runs.
 """
 
 import asyncio
+import contextlib
+import functools
 import logging
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -79,9 +80,10 @@ class Watches:
         self, kinds: Sequence[Kind], namespaces: Sequence[str], environ: Mapping[str, str], deliver: Deliver
     ) -> None:
         self._kinds, self._namespaces, self._environ, self._deliver = kinds, namespaces, environ, deliver
-        self._stop = threading.Event()
+        self._ended = False
+        self._stop: Callable[[], object] = lambda: None
 
-    async def run(self, restarted: Callable[[], None], pause: float = 2.0) -> None:
+    async def run(self, restarted: Callable[[], None], pause: float = 1.0) -> None:
         """Keep the watches up until cancelled, whatever the API server answers."""
         try:
             while True:
@@ -89,19 +91,50 @@ class Watches:
                 restarted()
                 await asyncio.sleep(pause)
         finally:
-            self._stop.set()
+            self._ended = True
+            with contextlib.suppress(RuntimeError):  # that loop is closed already
+                self._stop()
 
     def _once(self) -> None:
+        # Not asyncio.run: it waits without limit for tasks that do not end when cancelled.
+        loop = asyncio.new_event_loop()
         try:
-            asyncio.run(
-                kopf.operator(
-                    registry=registry(self._kinds, self._environ, self._deliver),
-                    settings=kopf.OperatorSettings(),
-                    clusterwide=not self._namespaces,
-                    namespaces=list(self._namespaces),
-                    standalone=True,
-                    stop_flag=self._stop,
-                )
-            )
+            loop.run_until_complete(self._watch(loop))
         except BaseException as error:  # noqa: BLE001 - kopf ends on 401, 409, 410, 500 and cut answers: start again
             log.warning("watches ended: %s", str(error)[:1024])
+        finally:
+            loop.close()
+
+    async def _watch(self, loop: asyncio.AbstractEventLoop) -> None:
+        """What ``kopf.operator`` does, but ended within seconds: its own end waits for tasks of a broken watch."""
+        stop = asyncio.Event()  # a threading.Event would hold a thread of the loop for ever
+        self._stop = functools.partial(loop.call_soon_threadsafe, stop.set)
+        if self._ended:
+            return
+        roots = await kopf.spawn_tasks(
+            registry=registry(self._kinds, self._environ, self._deliver),
+            settings=kopf.OperatorSettings(),
+            clusterwide=not self._namespaces,
+            namespaces=list(self._namespaces),
+            standalone=True,
+            stop_flag=stop,
+        )
+        done, _ = await asyncio.wait(roots, return_when=asyncio.FIRST_COMPLETED)
+        await _end(set(roots))  # first these: they close the connections
+        await _end({task for task in asyncio.all_tasks() if task is not asyncio.current_task()})
+        for task in done:
+            if not task.cancelled() and (error := task.exception()) is not None:
+                raise error
+
+
+async def _end(tasks: set[asyncio.Task[Any]]) -> None:
+    """Cancel, twice because kopf takes the first as a wish; what then still runs is left to the closing loop."""
+    pending = {task for task in tasks if not task.done()}
+    for _ in range(2):
+        for task in pending:
+            task.cancel()
+        if pending:
+            finished, pending = await asyncio.wait(pending, timeout=1)
+            for task in finished:
+                if not task.cancelled():
+                    task.exception()  # looked at, so that it is not reported as forgotten
