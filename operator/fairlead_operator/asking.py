@@ -13,8 +13,8 @@ from fairlead_operator.fields import ResourceError
 from fairlead_operator.hub import Hub, HubError
 from fairlead_operator.kinds import RESOURCE, REVISION_LABEL, Key, Object
 from fairlead_operator.load import LoadError, Sample, parse
-from fairlead_operator.manifests import pod_template
 from fairlead_operator.observe import Observed, address_of, observe
+from fairlead_operator.podtemplate import pod_template
 from fairlead_operator.remembered import Known, Memory
 from fairlead_operator.resource import InferenceDeployment
 from fairlead_operator.scrape import Pods, ScrapeError

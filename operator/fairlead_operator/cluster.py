@@ -72,7 +72,10 @@ class Cluster:
         """All objects the operator looks at, and the version of the list."""
         query = {"labelSelector": kind.labels, "fieldSelector": kind.fields}
         answer = await self.call("list", "GET", kind.path(namespace), {k: v for k, v in query.items() if v})
-        return answer["items"], version_of(answer)
+        items, version = answer.get("items"), version_of(answer)
+        if not isinstance(items, list) or not version:
+            raise ApiError(200, "BadAnswer", f"what came for {kind.plural} is no list")
+        return items, version
 
     async def get(self, kind: Kind, key: Key) -> Object | None:
         try:
@@ -173,6 +176,8 @@ class Cluster:
             raise ApiError(code, "BadAnswer", f"no JSON in the answer to {method} {path}") from error
         finally:
             self._metrics.calls.labels(verb, str(code)).inc()
+        if not isinstance(answer, dict):
+            raise ApiError(code, "BadAnswer", f"no JSON object in the answer to {method} {path}")
         if code >= 400:
             raise ApiError(code, str(answer.get("reason", "")), str(answer.get("message", "")), retry_after)
         return answer

@@ -83,7 +83,7 @@ class Watches:
         self._ended = False
         self._stop: Callable[[], object] = lambda: None
 
-    async def run(self, restarted: Callable[[], None], pause: float = 1.0) -> None:
+    async def run(self, restarted: Callable[[], None], pause: float = 2.0) -> None:
         """Keep the watches up until cancelled, whatever the API server answers."""
         try:
             while True:

@@ -28,9 +28,10 @@ from fairlead_operator.kinds import (
     controller_of,
     key_of,
 )
-from fairlead_operator.manifests import creates_claim, pod_template, render
+from fairlead_operator.manifests import creates_claim, render
 from fairlead_operator.observe import Observed, observe
 from fairlead_operator.plan import Apply, Conflict, Plan, diff
+from fairlead_operator.podtemplate import pod_template
 from fairlead_operator.remembered import Known, Memory
 from fairlead_operator.resource import InferenceDeployment
 from fairlead_operator.rollout import choose

@@ -10,8 +10,8 @@ from typing import Any
 
 from fairlead_operator.blockers import NORMAL, Blocker, printable
 from fairlead_operator.kinds import Object
-from fairlead_operator.manifests import selector
 from fairlead_operator.observe import Observed, revision_of_pod
+from fairlead_operator.podtemplate import selector
 from fairlead_operator.resource import InferenceDeployment
 
 

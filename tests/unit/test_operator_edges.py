@@ -9,14 +9,18 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
+from kubernetes.aio.client import ApiClient, Configuration
 
-from fairlead_operator.cluster import Pace
+from fairlead_operator.cluster import Cluster, Pace
+from fairlead_operator.errors import ApiError, FencedError
 from fairlead_operator.health import STALE_SECONDS, Health
 from fairlead_operator.hub import Hub, HubError
+from fairlead_operator.kinds import DEPLOYMENT, EVENT
 from fairlead_operator.metrics import Metrics
 from fairlead_operator.scrape import Pods, ScrapeError
 from fairlead_operator.settings import SettingsError, read
 from fairlead_operator.spec import Source
+from fairlead_operator.store import Store
 
 IMAGE = {"FAIRLEAD_RUNTIME_IMAGE": "r:1"}
 Answer = tuple[int, dict[str, str], bytes]
@@ -30,7 +34,7 @@ def serving(answers: dict[str, Answer], trickle: float = 0.0) -> Iterator[tuple[
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             asked.append(self.path)
-            code, headers, body = answers.get(self.path, (404, {}, b""))
+            code, headers, body = answers.get(self.path.partition("?")[0], (404, {}, b""))
             self.send_response(code)
             for name, value in {"Content-Length": str(len(body)), **headers}.items():
                 self.send_header(name, value)
@@ -252,3 +256,66 @@ def test_logs_are_one_json_object_a_line() -> None:
     line = JsonLines().format(record)
     assert "\n" not in line
     assert json.loads(line)["message"] == "evil [31m text"
+
+
+# -- the API server
+
+LIST = "/apis/apps/v1/deployments"
+SLOW_DOWN = b'{"reason": "TooManyRequests", "message": "slow down"}'
+
+
+def cluster_call(port: int) -> object:
+    async def go() -> object:
+        client = ApiClient(Configuration(host=f"http://127.0.0.1:{port}"))
+        try:
+            return await Cluster(client, Store(), Metrics()).list(DEPLOYMENT)
+        finally:
+            await client.close()  # type: ignore[no-untyped-call]
+
+    return asyncio.run(go())
+
+
+@pytest.mark.parametrize(
+    ("answer", "code", "reason"),
+    [
+        ((200, {}, b"[]"), 200, "BadAnswer"),
+        ((200, {}, b"{}"), 200, "BadAnswer"),
+        ((200, {}, b'{"items": [], "metadata": {}}'), 200, "BadAnswer"),
+        ((200, {}, b'{"items": [{"meta'), 200, "BadAnswer"),
+        ((500, {}, b"oops"), 500, "BadAnswer"),
+        ((429, {"Retry-After": "3"}, SLOW_DOWN), 429, "TooManyRequests"),
+    ],
+)
+def test_what_is_no_good_answer_is_an_error_that_the_queue_can_retry(
+    answer: Answer, code: int, reason: str
+) -> None:
+    with serving({LIST: answer}) as (port, _):
+        with pytest.raises(ApiError) as refusal:
+            cluster_call(port)
+        assert (refusal.value.code, refusal.value.reason) == (code, reason)
+        assert refusal.value.retry_after == (3.0 if code == 429 else 0.0)
+
+
+def test_no_answer_is_an_error_too() -> None:
+    with pytest.raises(ApiError) as refusal:
+        cluster_call(1)
+    assert refusal.value.code == 0
+
+
+def test_without_the_lease_nothing_is_written() -> None:
+    async def go() -> None:
+        client = ApiClient(Configuration(host="http://127.0.0.1:1"))
+        cluster = Cluster(client, Store(), Metrics())
+        body = {"metadata": {"name": "x", "namespace": "ns", "uid": "1", "resourceVersion": "1"}}
+        for write in (
+            cluster.apply(DEPLOYMENT, body, None),
+            cluster.patch(DEPLOYMENT, body, []),
+            cluster.delete(DEPLOYMENT, body),
+            cluster.set_status(body, {}),
+            cluster.post_event(EVENT, body),
+        ):
+            with pytest.raises(FencedError):
+                await write
+        await client.close()  # type: ignore[no-untyped-call]
+
+    asyncio.run(go())

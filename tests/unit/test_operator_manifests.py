@@ -4,7 +4,8 @@ from typing import Any
 
 import pytest
 
-from fairlead_operator.manifests import model_argument, pod_template, render
+from fairlead_operator.manifests import render
+from fairlead_operator.podtemplate import model_argument, pod_template
 from fairlead_operator.settings import Settings
 from fairlead_runtime.config import EngineConfig
 from operator_bodies import SETTINGS, Object, resource
