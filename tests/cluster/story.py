@@ -86,17 +86,19 @@ def picture(api: Api, key: Key) -> str:
 class Story:
     """Plays the life of some resources, side by side; every step must converge within ``within`` seconds.
 
-    ``tend`` is called while it waits (to start a killed operator again). ``shrinking`` holds while a budget
-    may rightly be deleted: the only deletion the story asks of the operator.
+    ``tend`` is called while it waits (to start a killed operator again), ``explain`` says what else is known when
+    a step fails. ``shrinking`` holds while a budget may rightly be deleted: the only deletion asked of the operator.
     """
 
     api: Api
     keys: Sequence[Key]
     within: float = 30.0
     tend: Callable[[], None] = lambda: None
+    explain: Callable[[], str] = lambda: ""
     pods: Object = field(default_factory=lambda: {"nodeSelector": {"nowhere": "true"}})
     shrinking: bool = False
     slowest: float = 0.0
+    step_began: float = field(default_factory=time.monotonic)
     _foreign: dict[Key, str] = field(default_factory=dict)
 
     def play(self) -> dict[Key, str]:
@@ -142,7 +144,7 @@ class Story:
             self.api.merge(KIND, namespace, name, {"spec": spec})
 
     def settle(self, what: str, wanted: Wanted) -> None:
-        began = time.monotonic()
+        began = self.step_began = time.monotonic()
         late: dict[Key, str] = {}
 
         def look() -> bool:
@@ -155,7 +157,7 @@ class Story:
         try:
             eventually(look, self.within, what)
         except AssertionError as error:
-            raise AssertionError(f"not {what} within {self.within} s: {late}") from error
+            raise AssertionError(f"not {what} within {self.within} s: {late}\n{self.explain()}") from error
         self.slowest = max(self.slowest, time.monotonic() - began)
 
     def _scope(self) -> str:

@@ -86,7 +86,7 @@ def play(
     environ = {"PYTHONPATH": path} if path else {}
     proxy = FaultProxy(plane, judge, after_lost=kill)
     with proxy, OperatorProcess(plane, (namespace,), server=proxy.url, environ=environ) as operator:
-        story = Story(api, [(namespace, NAME)], within, tend, pods={})
+        story = Story(api, [(namespace, NAME)], within, tend=tend, pods={}, explain=operator.tail)
         pictures = list(story.play().values()) if whole else []
         if not whole:
             story.create()
