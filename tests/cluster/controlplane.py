@@ -202,6 +202,7 @@ class ControlPlane:
                 "--node-monitor-period=1s",
                 "--kube-api-qps=500",  # by default its own throttling holds the controllers back for 5 s
                 "--kube-api-burst=1000",
+                "--horizontal-pod-autoscaler-sync-period=1s",  # an HPA is first looked at one period after it was made
                 "--concurrent-deployment-syncs=20",
                 "--concurrent-service-endpoint-syncs=20",
             ],
