@@ -24,6 +24,7 @@ from fairlead_operator.kinds import (
     RESOURCE,
     REVISION_LABEL,
     Key,
+    Kind,
     Object,
     controller_of,
     key_of,
@@ -71,7 +72,7 @@ class Reconciler:
             refusal = blocker("InvalidSpec", f"{RESOURCE.name}/{key[1]}", str(error))
             generation = int(body["metadata"].get("generation") or 0)
             await self._report(body, invalid(generation, refusal, body.get("status") or {}, self._now()))
-            return RESYNC_SECONDS
+            return self._again(body, RESYNC_SECONDS)
 
         known = self._memory.of(key, resource.uid)
         before: Mapping[str, Any] = body.get("status") or {}
@@ -103,7 +104,13 @@ class Reconciler:
         for reason, message in scaling.notes:
             await self._event(body, "Normal", reason, message, str(resource.generation))
         await self._report(body, status_of(resource, seen, findings, before, self._now()))
-        return min(REFUSED_SECONDS if found else RESYNC_SECONDS, scaling.again)
+        return self._again(body, min(REFUSED_SECONDS if found else RESYNC_SECONDS, scaling.again))
+
+    def _again(self, body: Object, after: float) -> float:
+        """At once if the answer to our status held a newer spec: the watch then brings nothing newer, and no wake."""
+        live = self._cluster.store.get(RESOURCE, key_of(body))
+        newer = live is not None and live["metadata"].get("generation") != body["metadata"].get("generation")
+        return 0.0 if newer else after
 
     async def _carry_out(self, plan: Plan) -> list[Blocker]:
         """Write; what the API server refuses for good is a blocker, everything else an error to retry."""
@@ -124,12 +131,28 @@ class Reconciler:
                     code = "QuotaExceeded" if "exceeded quota" in error.message else "WriteRefused"
                     refused.append(blocker(code, about, error.message))
                 else:
+                    await self._refresh(kind, key_of(step.manifest), error)
                     raise
         for gone in plan.delete:
             kind = BY_NAME[gone.body["kind"]]
             log.info("delete %s/%s: %s", kind.name, gone.body["metadata"]["name"], gone.why)
-            await self._cluster.delete(kind, gone.body)
+            try:
+                await self._cluster.delete(kind, gone.body)
+            except ApiError as error:
+                await self._refresh(kind, key_of(gone.body), error)
+                raise
         return refused
+
+    async def _refresh(self, kind: Kind, key: Key, error: ApiError) -> None:
+        """After a conflict what is held is old: look once, for a watch may go on hiding it until the next list."""
+        if error.code != 409:
+            return
+        body = await self._cluster.get(kind, key)
+        held = self._cluster.store.get(kind, key)
+        if body is not None:
+            self._cluster.store.put(kind, body)
+        elif held is not None:
+            self._cluster.store.remove(kind, held)
 
     async def _look_again(self, step: Apply) -> list[Blocker]:
         """Something has the name of an object to be created: ours that we had not seen, or somebody else's."""
