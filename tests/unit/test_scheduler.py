@@ -202,8 +202,9 @@ def test_never_is_said_iff_prompt_and_output_exceed_what_holds_one_request(
 def test_never_shows_its_arithmetic_and_the_fix() -> None:
     message = scheduler(num_blocks=8, block_size=16).judge(300, 20).message
     assert message == (
-        "prompt 300 + max_tokens 20 = 320 tokens, but the cache holds 128 (8 blocks × 16): shorten the prompt"  # noqa: RUF001 - the sign of arithmetic
+        "prompt 300 + max_tokens 20 = 320 tokens, but the cache holds 128 (8 blocks * 16): shorten the prompt"
     )
+    assert message.isascii()  # error bodies are, and escape what is not
     message = scheduler(max_model_len=100).judge(90, 20).message
     assert message == (
         "prompt 90 + max_tokens 20 = 110 tokens, but one sequence holds 100 (max_model_len): "

@@ -35,7 +35,7 @@ def never(limits: Limits, prompt_len: int, max_tokens: int | None) -> str:
     if limits.capacity == limits.max_model_len:
         holds = f"one sequence holds {limits.capacity} (max_model_len)"
     else:
-        holds = f"the cache holds {limits.capacity} ({limits.num_blocks} blocks × {limits.block_size})"  # noqa: RUF001 - the sign of arithmetic
+        holds = f"the cache holds {limits.capacity} ({limits.num_blocks} blocks * {limits.block_size})"
     room = limits.capacity - prompt_len
     fix = f"lower max_tokens to {room} or shorten the prompt" if room > 0 else "shorten the prompt"
     return f"prompt {prompt_len} + max_tokens {wanted} = {prompt_len + wanted} tokens, but {holds}: {fix}"
