@@ -1,0 +1,83 @@
+{{- define "fairlead.fullname" -}}
+{{- if contains .Chart.Name .Release.Name }}{{ .Release.Name | trunc 53 | trimSuffix "-" }}
+{{- else }}{{ printf "%s-%s" .Release.Name .Chart.Name | trunc 53 | trimSuffix "-" }}{{ end }}
+{{- end }}
+
+{{- define "fairlead.serviceAccount" -}}
+{{ .Values.serviceAccount.name | default (include "fairlead.fullname" .) }}
+{{- end }}
+
+{{/* What the Deployment and the NetworkPolicy peer select: the operator's pods, and not the test's. */}}
+{{- define "fairlead.selector" -}}
+app.kubernetes.io/name: {{ .Chart.Name }}
+app.kubernetes.io/instance: {{ .Release.Name }}
+app.kubernetes.io/component: operator
+{{- end }}
+
+{{- define "fairlead.labels" -}}
+app.kubernetes.io/name: {{ .Chart.Name }}
+app.kubernetes.io/instance: {{ .Release.Name }}
+app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}
+app.kubernetes.io/managed-by: {{ .Release.Service }}
+helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
+{{- end }}
+
+{{/* An image reference: the digest wins over the tag, the tag defaults to the chart's appVersion. */}}
+{{- define "fairlead.image" -}}
+{{- if .image.digest }}{{ .image.repository }}@{{ .image.digest }}
+{{- else }}{{ .image.repository }}:{{ .image.tag | default .root.Chart.AppVersion }}{{ end }}
+{{- end }}
+
+{{/* The test's objects. A release's name may start with a digit and hold dots; an InferenceDeployment's may not. */}}
+{{- define "fairlead.test" -}}
+test-{{ .Release.Name | replace "." "-" | trunc 34 | trimSuffix "-" }}
+{{- end }}
+
+{{/* Every namespace that is served in namespaced mode, the release's own first, as a JSON list. */}}
+{{- define "fairlead.namespaces" -}}
+{{ prepend .Values.scope.namespaces .Release.Namespace | uniq | toJson }}
+{{- end }}
+
+{{/* NetworkPolicy peers that may read the admin port: this operator's pods, then metrics.from. */}}
+{{- define "fairlead.adminPeers" -}}
+{{- $own := dict
+      "namespaceSelector" (dict "matchLabels" (dict "kubernetes.io/metadata.name" .Release.Namespace))
+      "podSelector" (dict "matchLabels" (include "fairlead.selector" . | fromYaml)) -}}
+{{ prepend .Values.metrics.from $own | toJson }}
+{{- end }}
+
+{{/* What the operator may do where it serves. tests/cluster proves each verb needed, and none beyond. */}}
+{{- define "fairlead.rules" -}}
+- apiGroups: [serving.fairlead.dev]
+  resources: [inferencedeployments]
+  verbs: [list, watch]
+- apiGroups: [serving.fairlead.dev]
+  resources: [inferencedeployments/status]
+  verbs: [patch]
+- apiGroups: [apps]
+  resources: [deployments]
+  verbs: [get, list, watch, create, patch]
+- apiGroups: [""]
+  resources: [services]
+  verbs: [get, list, watch, create, patch]
+- apiGroups: [policy]
+  resources: [poddisruptionbudgets]
+  verbs: [get, list, watch, create, patch, delete]
+- apiGroups: [networking.k8s.io]
+  resources: [networkpolicies]
+  verbs: [get, list, watch, create, patch, delete]
+- apiGroups: [""]
+  resources: [pods, resourcequotas]
+  verbs: [list, watch]
+- apiGroups: [discovery.k8s.io]
+  resources: [endpointslices]
+  verbs: [list, watch]
+- apiGroups: [""]
+  resources: [events]
+  verbs: [list, watch, create]
+{{- if .Values.modelCache.create }}
+- apiGroups: [""]
+  resources: [persistentvolumeclaims]
+  verbs: [get, list, watch, create, patch]
+{{- end }}
+{{- end }}

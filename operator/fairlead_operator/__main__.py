@@ -1,0 +1,49 @@
+"""`fairlead operator`: serve InferenceDeployments until a signal.
+
+The composition root: environment and arguments become Settings here, and nowhere else.
+"""
+
+import asyncio
+import os
+import signal
+import socket
+import sys
+from collections.abc import Sequence
+
+from fairlead_operator import logs
+from fairlead_operator.health import Health, serve
+from fairlead_operator.metrics import Metrics
+from fairlead_operator.settings import Settings, SettingsError, read
+from fairlead_operator.supervise import Operator
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """0 after a signal, 2 for settings that cannot work."""
+    try:
+        settings = read(sys.argv[1:] if argv is None else argv, os.environ, socket.gethostname())
+    except SettingsError as error:
+        print(f"fairlead operator: {error}", file=sys.stderr)  # noqa: T201 - before logging is set up
+        return 2
+    logs.set_up()
+    asyncio.run(_until_signalled(settings))
+    return 0
+
+
+async def _until_signalled(settings: Settings) -> None:
+    metrics = Metrics()
+    health = Health(metrics.registry)
+    server = serve(health, settings.probe_port)
+    work = asyncio.create_task(Operator(settings, health, metrics).run())
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, work.cancel)
+    try:
+        await work
+    except asyncio.CancelledError:
+        pass
+    finally:
+        server.shutdown()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,80 @@
+"""The kinds the operator knows, their paths on the API server, and the names that mark what is ours."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import quote
+
+Object = dict[str, Any]
+Key = tuple[str, str]  # namespace, name
+
+GROUP = "serving.fairlead.dev"
+VERSION = "v1alpha1"
+MANAGER = "fairlead-operator"  # field manager and Lease
+
+NAME_LABEL = f"{GROUP}/name"
+UID_LABEL = f"{GROUP}/uid"
+REVISION_LABEL = f"{GROUP}/revision"
+MANAGED_LABEL = "app.kubernetes.io/managed-by"
+MANAGED_VALUE = "fairlead"
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """One kind: where it lives and which of its objects the operator looks at (label and field selectors)."""
+
+    name: str
+    api_version: str
+    plural: str
+    labels: str = ""
+    fields: str = ""
+
+    def path(self, namespace: str = "", name: str = "", sub: str = "") -> str:
+        """URL path of a collection (all namespaces when none is given), an object or its subresource."""
+        root = "/apis/" if "/" in self.api_version else "/api/"
+        scope = f"/namespaces/{quote(namespace, safe='')}" if namespace else ""
+        tail = "".join(f"/{quote(part, safe='')}" for part in (name, sub) if part)
+        return f"{root}{self.api_version}{scope}/{self.plural}{tail}"
+
+
+_OURS = f"{MANAGED_LABEL}={MANAGED_VALUE}"
+
+RESOURCE = Kind("InferenceDeployment", f"{GROUP}/{VERSION}", "inferencedeployments")
+DEPLOYMENT = Kind("Deployment", "apps/v1", "deployments", labels=_OURS)
+SERVICE = Kind("Service", "v1", "services", labels=_OURS)
+BUDGET = Kind("PodDisruptionBudget", "policy/v1", "poddisruptionbudgets", labels=_OURS)
+POLICY = Kind("NetworkPolicy", "networking.k8s.io/v1", "networkpolicies", labels=_OURS)
+CLAIM = Kind("PersistentVolumeClaim", "v1", "persistentvolumeclaims", labels=_OURS)
+POD = Kind("Pod", "v1", "pods", labels=_OURS)
+# The endpoint slice controller copies the Service's labels to its slices.
+SLICE = Kind("EndpointSlice", "discovery.k8s.io/v1", "endpointslices", labels=_OURS)
+QUOTA = Kind("ResourceQuota", "v1", "resourcequotas")
+EVENT = Kind("Event", "v1", "events", fields="type=Warning")
+LEASE = Kind("Lease", "coordination.k8s.io/v1", "leases")
+
+WATCHED = (RESOURCE, DEPLOYMENT, SERVICE, BUDGET, POLICY, POD, SLICE, QUOTA, EVENT)
+BY_NAME: Mapping[str, Kind] = {kind.name: kind for kind in (*WATCHED, CLAIM, LEASE)}
+
+
+def watched(*, claims: bool) -> tuple[Kind, ...]:
+    """What is watched; claims only where the chart's ``modelCache.create`` grants the verbs."""
+    return (*WATCHED, CLAIM) if claims else WATCHED
+
+
+def key_of(body: Mapping[str, Any]) -> Key:
+    meta = body["metadata"]
+    return meta.get("namespace", ""), meta["name"]
+
+
+def controller_of(body: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """The owner reference with ``controller: true``, if any."""
+    for owner in body["metadata"].get("ownerReferences") or ():
+        if owner.get("controller"):
+            return owner  # type: ignore[no-any-return]
+    return None
+
+
+def version_of(body: Mapping[str, Any]) -> int:
+    """The resourceVersion as the number it is since Kubernetes 1.35; 0 where there is none."""
+    text = body.get("metadata", {}).get("resourceVersion", "")
+    return int(text) if text.isdigit() else 0

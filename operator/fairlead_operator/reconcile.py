@@ -1,0 +1,302 @@
+"""The operator on one screen: observe → decide → render → diff → apply → report, for one resource.
+
+Level-triggered: what woke it does not matter, and running it again changes nothing. It reads the store, never
+the network; it writes through ``Cluster``, which is fenced by the Lease.
+"""
+
+import hashlib
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from datetime import UTC, datetime
+from typing import Any
+
+from fairlead_operator import blockers
+from fairlead_operator.blockers import Blocker, blocker
+from fairlead_operator.capacity import PlanError, capacity_of, with_measured
+from fairlead_operator.cluster import Cluster
+from fairlead_operator.errors import ApiError
+from fairlead_operator.fields import ResourceError
+from fairlead_operator.kinds import (
+    BY_NAME,
+    EVENT,
+    MANAGER,
+    RESOURCE,
+    REVISION_LABEL,
+    Key,
+    Kind,
+    Object,
+    controller_of,
+    key_of,
+)
+from fairlead_operator.manifests import creates_claim, render
+from fairlead_operator.observe import Observed, observe
+from fairlead_operator.plan import Apply, Conflict, Plan, diff
+from fairlead_operator.podtemplate import pod_template
+from fairlead_operator.remembered import Known, Memory
+from fairlead_operator.resource import InferenceDeployment
+from fairlead_operator.rollout import choose
+from fairlead_operator.scaling import load_of, scale
+from fairlead_operator.settings import Settings
+from fairlead_operator.status import Capacity, Findings, invalid, is_normal, status_of
+
+log = logging.getLogger(__name__)
+
+RESYNC_SECONDS = 20.0
+REFUSED_SECONDS = 10.0
+
+
+class Reconciler:
+    """``__call__`` is the work of the queue."""
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        memory: Memory,
+        settings: Settings,
+        now: Callable[[], datetime] = lambda: datetime.now(UTC),
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._cluster, self._memory, self._settings = cluster, memory, settings
+        self._now, self._clock = now, clock
+
+    async def __call__(self, key: Key) -> float | None:
+        """One pass; the seconds after which the resource is due again, None for one that is gone."""
+        body = self._cluster.store.get(RESOURCE, key)
+        if body is None or body["metadata"].get("deletionTimestamp"):
+            self._memory.forget(key)  # the children's owner references do the rest, operator or not
+            return None
+        try:
+            resource = InferenceDeployment.from_body(body)
+        except ResourceError as error:
+            refusal = blocker("InvalidSpec", f"{RESOURCE.name}/{key[1]}", str(error))
+            generation = int(body["metadata"].get("generation") or 0)
+            await self._report(body, invalid(generation, refusal, body.get("status") or {}, self._now()))
+            return self._again(body, RESYNC_SECONDS)
+
+        known = self._memory.of(key, resource.uid)
+        before: Mapping[str, Any] = body.get("status") or {}
+        seen = observe(self._cluster.store, key, resource.uid)
+        revision = pod_template(resource, self._settings)["metadata"]["labels"][REVISION_LABEL]
+        strategy, why = choose(resource, seen, revision, (before.get("rollout") or {}).get("why", ""))
+        planned = capacity(resource, known)
+        scaling = scale(resource, seen, known, planned.full_length_sequences, self._now(), self._clock())
+        found = not_allowed(resource, self._settings)
+
+        plan = diff(render(resource, self._settings, scaling.replicas, strategy), seen.children, resource.uid)
+        if not resource.spec.paused and not found:
+            found = await self._carry_out(plan)
+            seen = observe(self._cluster.store, key, resource.uid)
+        found += [_conflict(one) for one in plan.conflicts]
+
+        findings = Findings(
+            desired=scaling.replicas,
+            revision=revision,
+            strategy=strategy,
+            why=why,
+            blockers=judge(resource, seen, known, revision, scaling.replicas, planned, found),
+            capacity=planned,
+            canaries=frozenset(known.canaries),
+            load=load_of(known, seen.ready_pods(), before, self._clock()),
+            autoscaling=scaling.status,
+            scaling=scaling.condition,
+        )
+        for reason, message in scaling.notes:
+            await self._event(body, "Normal", reason, message, str(resource.generation))
+        await self._report(body, status_of(resource, seen, findings, before, self._now()))
+        return self._again(body, min(REFUSED_SECONDS if found else RESYNC_SECONDS, scaling.again))
+
+    def _again(self, body: Object, after: float) -> float:
+        """At once if the answer to our status held a newer spec: the watch then brings nothing newer, and no wake."""
+        live = self._cluster.store.get(RESOURCE, key_of(body))
+        newer = live is not None and live["metadata"].get("generation") != body["metadata"].get("generation")
+        return 0.0 if newer else after
+
+    async def _carry_out(self, plan: Plan) -> list[Blocker]:
+        """Write; what the API server refuses for good is a blocker, everything else an error to retry."""
+        refused = []
+        for step in plan.apply:
+            kind = BY_NAME[step.manifest["kind"]]
+            about = f"{kind.name}/{step.manifest['metadata']['name']}"
+            log.info("apply %s: %s", about, step.why)
+            try:
+                if step.first and (live := self._cluster.store.get(kind, key_of(step.manifest))):
+                    await self._cluster.patch(kind, live, step.first)
+                await self._cluster.apply(kind, step.manifest, step.uid)
+            except ApiError as error:
+                if error.code == 409 and step.uid is None:
+                    refused += await self._look_again(step)
+                elif error.code in {400, 403, 422}:
+                    log.warning("%s is refused: %s", about, error)
+                    code = "QuotaExceeded" if "exceeded quota" in error.message else "WriteRefused"
+                    refused.append(blocker(code, about, error.message))
+                else:
+                    await self._refresh(kind, key_of(step.manifest), error)
+                    raise
+        for gone in plan.delete:
+            kind = BY_NAME[gone.body["kind"]]
+            log.info("delete %s/%s: %s", kind.name, gone.body["metadata"]["name"], gone.why)
+            try:
+                await self._cluster.delete(kind, gone.body)
+            except ApiError as error:
+                await self._refresh(kind, key_of(gone.body), error)
+                raise
+        return refused
+
+    async def _refresh(self, kind: Kind, key: Key, error: ApiError) -> None:
+        """After a conflict what is held is old: look once, for a watch may go on hiding it until the next list."""
+        if error.code != 409:
+            return
+        body = await self._cluster.get(kind, key)
+        held = self._cluster.store.get(kind, key)
+        if body is not None:
+            self._cluster.store.put(kind, body)
+        elif held is not None:
+            self._cluster.store.remove(kind, held)
+
+    async def _look_again(self, step: Apply) -> list[Blocker]:
+        """Something has the name of an object to be created: ours that we had not seen, or somebody else's."""
+        kind = BY_NAME[step.manifest["kind"]]
+        meta = step.manifest["metadata"]
+        body = await self._cluster.get(kind, (meta["namespace"], meta["name"]))
+        if body is None:
+            raise ApiError(409, "Conflict", f"{kind.name}/{meta['name']} came and went")
+        controller = controller_of(body)
+        if controller is not None and controller["uid"] == meta["ownerReferences"][0]["uid"]:
+            self._cluster.store.put(kind, body)
+            raise ApiError(409, "Stale", f"{kind.name}/{meta['name']} is ours and was not seen yet")
+        owner = f"{controller['kind']} {controller['name']}" if controller else "nobody"
+        return [_conflict(Conflict(kind.name, meta["name"], owner))]
+
+    async def _report(self, body: Object, new: Object) -> None:
+        """Write the status if it differs, and an Event when the first blocker is another."""
+        old: Mapping[str, Any] = body.get("status") or {}
+        if old == new:
+            return
+        then, now = _first(old), _first(new)
+        if (then.get("code"), then.get("object")) != (now.get("code"), now.get("object")):
+            await self._tell(body, then, now)
+        await self._cluster.set_status(body, new)
+
+    async def _tell(self, body: Object, then: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+        if not now:
+            await self._event(body, "Normal", "Unblocked", f"{then['code']} is over", str(then.get("since")))
+            return
+        kind = "Normal" if is_normal(now["code"]) else "Warning"
+        about = f"{now.get('object', '')} {now.get('since', '')}"
+        await self._event(body, kind, now["code"], f"{now['message']} ({now['hint']})", about)
+
+    async def _event(self, body: Object, kind: str, reason: str, message: str, about: str) -> None:
+        """The name follows from the content, so that an Event is there once whoever wrote it when."""
+        meta = body["metadata"]
+        identity = "\n".join([meta["uid"], reason, about])
+        stamp = self._now().strftime("%Y-%m-%dT%H:%M:%SZ")
+        event = {
+            "apiVersion": EVENT.api_version,
+            "kind": EVENT.name,
+            "metadata": {
+                "name": f"{meta['name']}.{hashlib.sha256(identity.encode()).hexdigest()[:16]}",
+                "namespace": meta["namespace"],
+            },
+            "involvedObject": {
+                "apiVersion": RESOURCE.api_version,
+                "kind": RESOURCE.name,
+                "name": meta["name"],
+                "namespace": meta["namespace"],
+                "uid": meta["uid"],
+            },
+            "type": kind,
+            "reason": reason,
+            "message": blockers.printable(message),
+            "source": {"component": MANAGER},
+            "firstTimestamp": stamp,
+            "lastTimestamp": stamp,
+            "count": 1,
+        }
+        try:
+            await self._cluster.post_event(EVENT, event)
+        except ApiError as error:
+            if error.code != 409:
+                raise
+
+
+def _first(body: Mapping[str, Any]) -> Mapping[str, Any]:
+    found: Sequence[Mapping[str, Any]] = body.get("blockers") or ()
+    return found[0] if found else {}
+
+
+def _conflict(one: Conflict) -> Blocker:
+    return blocker(
+        "Conflict", f"{one.kind}/{one.name}", f"{one.kind} {one.name} exists and belongs to {one.owner}"
+    )
+
+
+def not_allowed(resource: InferenceDeployment, settings: Settings) -> list[Blocker]:
+    """What the chart's allow-lists refuse; with any of these nothing is written."""
+    extra = resource.spec.pod_template
+    checks = (
+        ("engine.image", resource.image, settings.allows_image(resource.image)),
+        (
+            "podTemplate.serviceAccountName",
+            extra.service_account_name,
+            settings.allows_service_account(extra.service_account_name),
+        ),
+        (
+            "podTemplate.priorityClassName",
+            extra.priority_class_name,
+            settings.allows_priority_class(extra.priority_class_name),
+        ),
+        (
+            "model.trustRemoteCode",
+            "true",
+            settings.allow_remote_code or not resource.spec.model.trust_remote_code,
+        ),
+        ("modelCache.size", "a new claim", settings.create_model_cache or not creates_claim(resource)),
+    )
+    about = f"{RESOURCE.name}/{resource.name}"
+    return [
+        blocker("NotAllowed", about, f"spec.{path}: {value} is not allowed by this installation")
+        for path, value, good in checks
+        if not good
+    ]
+
+
+def judge(
+    resource: InferenceDeployment,
+    seen: Observed,
+    known: Known,
+    revision: str,
+    replicas: int,
+    planned: Capacity,
+    found: Sequence[Blocker],
+) -> list[Blocker]:
+    """All blockers of this moment, most important first."""
+    about = f"{RESOURCE.name}/{resource.name}"
+    everything = list(found)
+    if replicas == 0:
+        return sorted([*everything, blocker("NoReplicas", about, "spec.replicas is 0")])
+    live = seen.deployment
+    surging = live is not None and live["spec"]["strategy"]["type"] != "Recreate"
+    everything += blockers.find(
+        revision=revision, pods=seen.pods, deployment=live, events=seen.events, surging=surging
+    )
+    serving = seen.serving(revision)
+    plan = planned.body
+    if plan is not None and not plan.get("fits") and not seen.ready_pods():
+        everything.append(blocker("DoesNotFit", about, str(plan.get("message", ""))))
+    for pod in serving:
+        if why := known.silent.get(pod["metadata"]["uid"]):
+            everything.append(blocker("CanaryFailed", f"Pod/{pod['metadata']['name']}", why))
+    if not serving and not everything:
+        everything.append(blocker("Starting", about, "waiting for pods of the current revision to serve"))
+    return sorted(everything)
+
+
+def capacity(resource: InferenceDeployment, known: Known) -> Capacity:
+    if known.config is None:
+        return Capacity(None, *known.config_error)
+    try:
+        body: Mapping[str, Any] = capacity_of(known.config, resource)
+    except PlanError as error:
+        return Capacity(None, error.reason, str(error))
+    return Capacity(with_measured(body, known.measured) if known.measured else body)

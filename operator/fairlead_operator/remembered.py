@@ -1,0 +1,56 @@
+"""What the operator remembers of a resource between passes: answers of its pods and of the hub.
+
+Lost on restart without harm: everything in here is asked for again. Nothing in here is ever a reason to
+delete anything.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from fairlead_operator.autoscale import History
+from fairlead_operator.kinds import Key
+from fairlead_operator.load import Sample
+
+
+@dataclass(slots=True)
+class Known:
+    """One resource's answers, by pod uid where they are a pod's."""
+
+    uid: str
+    canaries: set[str] = field(default_factory=set)  # pods that made a token
+    silent: dict[str, str] = field(default_factory=dict)  # serving pods that did not, and why
+    config: Mapping[str, Any] | None = None  # the model's config.json
+    config_of: str = ""  # source and revision it belongs to
+    config_error: tuple[str, str] = ("ConfigUnavailable", "the model's config.json is not known yet")
+    measured: Mapping[str, Any] = field(default_factory=dict)  # a pod's /debug/memory
+    measured_of: str = ""  # pod uid
+    samples: dict[str, Sample] = field(default_factory=dict)  # last good load of each pod
+    history: History = field(default_factory=History)
+    decided_at: float = float("-inf")  # monotonic clock of the last tick
+    autoscaled: Mapping[str, Any] | None = None  # status.autoscaling of the last tick
+    scaling_fact: tuple[str, str, str] = ("Unknown", "NoData", "nothing measured yet: holding")
+    load_at: float = float("-inf")
+    count_is_ours: bool | None = None  # whether the count was the operator's in the last pass
+    asked_replicas: int | None = None  # spec.replicas of the last pass
+
+    def forget_pods(self, alive: set[str]) -> None:
+        self.canaries &= alive
+        self.samples = {uid: sample for uid, sample in self.samples.items() if uid in alive}
+        self.silent = {uid: why for uid, why in self.silent.items() if uid in alive}
+
+
+class Memory:
+    """By resource; one made anew under the same name starts empty."""
+
+    def __init__(self) -> None:
+        self._known: dict[Key, Known] = {}
+
+    def of(self, key: Key, uid: str) -> Known:
+        known = self._known.get(key)
+        if known is None or known.uid != uid:
+            known = self._known[key] = Known(uid)
+        return known
+
+    def forget(self, key: Key) -> None:
+        self._known.pop(key, None)

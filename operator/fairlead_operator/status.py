@@ -1,0 +1,229 @@
+"""The resource's status: everything known, as the CRD's status. Pure; the previous status lends only its times.
+
+Equal knowledge gives an equal status, so that an unchanged resource costs no write.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime
+from typing import Any
+
+from fairlead_operator.blockers import NORMAL, Blocker, printable
+from fairlead_operator.kinds import Object
+from fairlead_operator.observe import Observed, revision_of_pod
+from fairlead_operator.podtemplate import selector
+from fairlead_operator.resource import InferenceDeployment
+
+
+@dataclass(frozen=True, slots=True)
+class Capacity:
+    """``status.capacity``, or why there is none yet."""
+
+    body: Mapping[str, Any] | None = None
+    reason: str = "ConfigUnavailable"
+    message: str = "the model's config.json is not known yet"
+
+    @property
+    def full_length_sequences(self) -> int | None:
+        """The planned ones; None while nothing is planned."""
+        planned: int | None = (self.body or {}).get("planned", {}).get("fullLengthSequences")
+        return planned
+
+
+@dataclass(frozen=True, slots=True)
+class Findings:
+    """What one pass found out, besides what the store shows."""
+
+    desired: int
+    revision: str
+    strategy: str
+    why: str
+    blockers: Sequence[Blocker] = ()
+    capacity: Capacity = field(default_factory=Capacity)
+    canaries: frozenset[str] = frozenset()  # uids of pods that made a token
+    load: Mapping[str, int] | None = None
+    autoscaling: Mapping[str, Any] | None = None
+    scaling: tuple[str, str, str] = ("False", "NotAutoscaled", "spec.autoscaling is not set")
+
+
+def status_of(
+    resource: InferenceDeployment, seen: Observed, found: Findings, previous: Mapping[str, Any], now: datetime
+) -> Object:
+    """The whole status. ``previous`` keeps since-when of blockers and conditions that did not change."""
+    stamp = now.strftime("%Y-%m-%dT%H:%M:%SZ")
+    blockers = _blockers(found, previous, stamp)
+    serving = [p for p in seen.serving(found.revision) if p["metadata"]["uid"] in found.canaries]
+    current = sorted({revision_of_pod(p) for p in seen.ready_pods()}, key=lambda r: r == found.revision)
+    draining = [p for p in seen.pods if p["metadata"].get("deletionTimestamp")]
+    status: Object = {
+        "observedGeneration": resource.generation,
+        "replicas": len(seen.pods) - len(draining),
+        "desiredReplicas": found.desired,
+        "readyReplicas": len(seen.ready_pods()),
+        "updatedReplicas": sum(revision_of_pod(p) == found.revision and p not in draining for p in seen.pods),
+        "drainingReplicas": len(draining),
+        "selector": ",".join(f"{k}={v}" for k, v in selector(resource).items()),
+        "url": _url(resource),
+        "targetRevision": found.revision,
+        "rollout": {"phase": _phase(seen, found), "strategyChosen": found.strategy, "why": found.why},
+        "blockers": blockers,
+    }
+    if current:
+        status["currentRevision"] = current[-1]
+    if found.capacity.body:
+        status["capacity"] = dict(found.capacity.body)
+    if found.load is not None:
+        status["load"] = dict(found.load)
+    if found.autoscaling is not None:
+        status["autoscaling"] = dict(found.autoscaling)
+    if seconds := startup_seconds(serving):
+        status["startup"] = seconds
+    facts = _conditions(seen, found, blockers, serving)
+    status["conditions"] = [_condition(resource, *fact, previous, stamp) for fact in facts]
+    return status
+
+
+def invalid(generation: int, blocker: Blocker, previous: Mapping[str, Any], now: datetime) -> Object:
+    """The status of a resource that cannot be read: what was known stays, with the reason in front."""
+    stamp = now.strftime("%Y-%m-%dT%H:%M:%SZ")
+    kept = {k: v for k, v in previous.items() if k not in {"blockers", "conditions", "observedGeneration"}}
+    body = _blocker_body(blocker, previous, stamp)
+    ready = {
+        "type": "Ready",
+        "status": "False",
+        "reason": blocker.code,
+        "message": blocker.message,
+        "observedGeneration": generation,
+        "lastTransitionTime": _since(previous, "Ready", "False", stamp),
+    }
+    return {**kept, "observedGeneration": generation, "blockers": [body], "conditions": [ready]}
+
+
+def _conditions(
+    seen: Observed, found: Findings, blockers: Sequence[Object], serving: Sequence[Object]
+) -> list[tuple[str, str, str, str]]:
+    """Type, status, reason and message of every condition."""
+    first = blockers[0] if blockers else None
+    count = f"{len(serving)} of {found.desired} pods of revision {found.revision} serve"
+    ready = bool(serving)
+    reason, message = ("Serving", f"{count}; a canary token went through") if ready else _why_not(first)
+    available = len(seen.ready_pods()) >= found.desired > 0
+    phase = _phase(seen, found)
+    capacity = found.capacity
+    planned = ("Unknown", capacity.reason, capacity.message)
+    if capacity.body is not None:
+        fits = bool(capacity.body.get("fits"))
+        text = str(capacity.body.get("message", ""))
+        planned = ("True", "Fits", text) if fits else ("False", "DoesNotFit", text)
+    progressing = phase in {"Rolling", "Starting"}
+    return [
+        ("Ready", "True" if ready else "False", reason, message),
+        ("Planned", *planned),
+        (
+            "Progressing",
+            "True" if progressing else "False",
+            first["code"] if progressing and first else phase,
+            first["message"] if progressing and first else f"revision {found.revision}",
+        ),
+        (
+            "Available",
+            "True" if available else "False",
+            "EnoughPods" if available else "TooFewPods",
+            f"{len(seen.ready_pods())} of {found.desired} pods are ready",
+        ),
+        ("AutoscalingActive", *found.scaling),
+    ]
+
+
+def _why_not(first: Object | None) -> tuple[str, str]:
+    if first is None:
+        return "Starting", "waiting for pods of the current revision to serve"
+    return first["code"], f"{first['message']} ({first['hint']})"
+
+
+def _phase(seen: Observed, found: Findings) -> str:
+    pods = [p for p in seen.pods if not p["metadata"].get("deletionTimestamp")]
+    if found.desired == 0:
+        return "Stopped"
+    if any(revision_of_pod(p) != found.revision for p in pods):
+        return "Rolling"
+    return "Complete" if len(seen.serving(found.revision)) >= found.desired else "Starting"
+
+
+def _blockers(found: Findings, previous: Mapping[str, Any], stamp: str) -> list[Object]:
+    return [_blocker_body(one, previous, stamp) for one in found.blockers][:16]
+
+
+def _blocker_body(one: Blocker, previous: Mapping[str, Any], stamp: str) -> Object:
+    same = (
+        b for b in previous.get("blockers") or () if (b["code"], b.get("object")) == (one.code, one.object)
+    )
+    since = next((b["since"] for b in same), stamp)
+    return {"code": one.code, "since": since, "object": one.object, "message": one.message, "hint": one.hint}
+
+
+def _condition(
+    resource: InferenceDeployment,
+    kind: str,
+    status: str,
+    reason: str,
+    message: str,
+    previous: Mapping[str, Any],
+    stamp: str,
+) -> Object:
+    return {
+        "type": kind,
+        "status": status,
+        "reason": reason,
+        "message": printable(message, 2048),
+        "observedGeneration": resource.generation,
+        "lastTransitionTime": _since(previous, kind, status, stamp),
+    }
+
+
+def _since(previous: Mapping[str, Any], kind: str, status: str, stamp: str) -> str:
+    for condition in previous.get("conditions") or ():
+        if condition.get("type") == kind and condition.get("status") == status:
+            return str(condition.get("lastTransitionTime") or stamp)
+    return stamp
+
+
+def _url(resource: InferenceDeployment) -> str:
+    port = resource.spec.service.port
+    return f"http://{resource.name}.{resource.namespace}.svc" + ("" if port == 80 else f":{port}")
+
+
+def startup_seconds(serving: Sequence[Object]) -> Object:
+    """How long each part of the newest pod's start took, in seconds, as far as its status tells."""
+    if not serving:
+        return {}
+    pod = max(serving, key=lambda p: str(p["metadata"].get("creationTimestamp", "")))
+    status = pod["status"]
+    at = {c["type"]: c.get("lastTransitionTime") for c in status.get("conditions") or ()}
+    main: Mapping[str, Any] = next(iter(status.get("containerStatuses") or ()), {})
+    started = ((main.get("state") or {}).get("running") or {}).get("startedAt")
+    fetch: Mapping[str, Any] = next(iter(status.get("initContainerStatuses") or ()), {})
+    fetched = (fetch.get("state") or {}).get("terminated") or {}
+    spans = {
+        "scheduled": (pod["metadata"].get("creationTimestamp"), at.get("PodScheduled")),
+        "imagePulled": (at.get("PodScheduled"), fetched.get("startedAt") or started),
+        "weightsFetched": (fetched.get("startedAt"), fetched.get("finishedAt")),
+        "warmed": (started, at.get("Ready")),
+    }
+    seconds = {name: _span(begin, finish) for name, (begin, finish) in spans.items()}
+    return {name: value for name, value in seconds.items() if value is not None}
+
+
+def _span(begin: str | None, finish: str | None) -> int | None:
+    if not begin or not finish:
+        return None
+    try:
+        passed = datetime.fromisoformat(finish) - datetime.fromisoformat(begin)
+    except ValueError:
+        return None
+    return max(0, round(passed.total_seconds()))
+
+
+def is_normal(code: str) -> bool:
+    """Whether a blocker is a stage of a normal start, not a fault."""
+    return code in NORMAL

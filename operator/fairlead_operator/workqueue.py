@@ -1,0 +1,120 @@
+"""A keyed queue: each key is worked on by one worker at a time, wakes in between are one more pass.
+
+Owns when a key is due, including the wait after a failure. Knows nothing of what the work is.
+"""
+
+import asyncio
+import contextlib
+import heapq
+import itertools
+import logging
+import random
+import time
+from collections.abc import Awaitable, Callable, Hashable
+from typing import Generic, TypeVar
+
+log = logging.getLogger(__name__)
+
+K = TypeVar("K", bound=Hashable)
+
+FIRST_WAIT, LONGEST_WAIT = 0.5, 10.0
+
+
+class WorkQueue(Generic[K]):
+    """``work(key)`` returns the seconds after which the key is due again, or None."""
+
+    def __init__(
+        self,
+        work: Callable[[K], Awaitable[float | None]],
+        *,
+        settle: float = 0.1,
+        clock: Callable[[], float] = time.monotonic,
+        rng: random.Random | None = None,
+    ) -> None:
+        self._work, self._settle, self._clock = work, settle, clock
+        self._rng = rng or random.Random()  # noqa: S311 - spreads retries, guards nothing
+        self._due: dict[K, float] = {}
+        self._heap: list[tuple[float, int, K]] = []
+        self._order = itertools.count()
+        self._active: dict[K, float | None] = {}  # value: when it was woken for while being worked on
+        self._failures: dict[K, int] = {}
+        self._news = asyncio.Event()
+
+    def __len__(self) -> int:
+        return len(self._due) + len(self._active)
+
+    def wake(self, key: K, after: float | None = None) -> None:
+        """Make the key due, by default after a moment in which several causes become one pass.
+
+        The earlier of two wakes counts, but nothing shortens the wait after a failure.
+        """
+        due = self._clock() + (self._settle if after is None else after)
+        if key in self._active:
+            held = self._active[key]
+            self._active[key] = due if held is None else min(held, due)
+        elif key in self._due and (key in self._failures or self._due[key] <= due):
+            return
+        else:
+            self._schedule(key, due)
+
+    def forget(self, key: K) -> None:
+        self._due.pop(key, None)
+        self._failures.pop(key, None)
+
+    async def run(self, workers: int) -> None:
+        """Work until cancelled, on at most ``workers`` keys at a time."""
+        room = asyncio.Semaphore(workers)
+        async with asyncio.TaskGroup() as group:
+            while True:
+                await room.acquire()
+                key = await self._next()
+                self._active[key] = None
+                group.create_task(self._serve(key)).add_done_callback(lambda _: room.release())
+
+    def _schedule(self, key: K, due: float) -> None:
+        self._due[key] = due
+        heapq.heappush(self._heap, (due, next(self._order), key))
+        self._news.set()
+
+    async def _next(self) -> K:
+        while True:
+            wait: float | None = None
+            while self._heap:
+                due, _, key = self._heap[0]
+                if self._due.get(key) != due:
+                    heapq.heappop(self._heap)  # scheduled anew since, or forgotten
+                    continue
+                wait = due - self._clock()
+                if wait <= 0:
+                    heapq.heappop(self._heap)
+                    del self._due[key]
+                    return key
+                break
+            self._news.clear()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._news.wait(), wait)
+
+    async def _serve(self, key: K) -> None:
+        again: float | None = None
+        failed: Exception | None = None
+        try:
+            again = await self._work(key)
+        except Exception as error:  # noqa: BLE001 - one resource's failure must not stop the others
+            failed = error
+        woken = self._active.pop(key)
+        if failed is not None:
+            self._back_off(key, failed)
+            return
+        self._failures.pop(key, None)
+        if again is not None:
+            self.wake(key, again)
+        if woken is not None:
+            self.wake(key, woken - self._clock())
+
+    def _back_off(self, key: K, error: Exception) -> None:
+        count = self._failures.get(key, 0)
+        self._failures[key] = count + 1
+        wait = min(LONGEST_WAIT, FIRST_WAIT * 2.0 ** min(count, 8)) * self._rng.uniform(0.75, 1.0)
+        wait = max(wait, getattr(error, "retry_after", 0.0))
+        log.warning("pass failed, again in %.1f s", wait, extra={"key": str(key), "error": str(error)[:1024]})
+        self._schedule(key, self._clock() + wait)

@@ -1,0 +1,158 @@
+"""A small synchronous client of the API server for tests: plain dicts in, plain dicts out.
+
+Independent of the operator's own client, so that a fault there cannot hide itself. Never retries.
+"""
+
+import json
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, Self, TypeVar
+
+import httpx
+
+Object = dict[str, Any]
+T = TypeVar("T")
+
+# Plural and group/version of every kind the tests touch.
+KINDS: Mapping[str, tuple[str, str]] = {
+    "InferenceDeployment": ("serving.fairlead.dev/v1alpha1", "inferencedeployments"),
+    "CustomResourceDefinition": ("apiextensions.k8s.io/v1", "customresourcedefinitions"),
+    "Deployment": ("apps/v1", "deployments"),
+    "ReplicaSet": ("apps/v1", "replicasets"),
+    "Pod": ("v1", "pods"),
+    "Service": ("v1", "services"),
+    "ServiceAccount": ("v1", "serviceaccounts"),
+    "Secret": ("v1", "secrets"),
+    "ConfigMap": ("v1", "configmaps"),
+    "Event": ("v1", "events"),
+    "Namespace": ("v1", "namespaces"),
+    "Node": ("v1", "nodes"),
+    "PersistentVolumeClaim": ("v1", "persistentvolumeclaims"),
+    "ResourceQuota": ("v1", "resourcequotas"),
+    "PodDisruptionBudget": ("policy/v1", "poddisruptionbudgets"),
+    "NetworkPolicy": ("networking.k8s.io/v1", "networkpolicies"),
+    "EndpointSlice": ("discovery.k8s.io/v1", "endpointslices"),
+    "Lease": ("coordination.k8s.io/v1", "leases"),
+    "HorizontalPodAutoscaler": ("autoscaling/v2", "horizontalpodautoscalers"),
+    "Role": ("rbac.authorization.k8s.io/v1", "roles"),
+    "RoleBinding": ("rbac.authorization.k8s.io/v1", "rolebindings"),
+    "ClusterRole": ("rbac.authorization.k8s.io/v1", "clusterroles"),
+    "ClusterRoleBinding": ("rbac.authorization.k8s.io/v1", "clusterrolebindings"),
+}
+CLUSTER_SCOPED = {"CustomResourceDefinition", "Namespace", "Node", "ClusterRole", "ClusterRoleBinding"}
+
+
+class ApiError(Exception):
+    """An answer of 400 or above: ``code``, ``reason`` and the server's own ``message``."""
+
+    def __init__(self, code: int, reason: str, message: str) -> None:
+        super().__init__(f"{code} {reason}: {message}")
+        self.code, self.reason, self.message = code, reason, message
+
+
+def path_of(kind: str, namespace: str = "", name: str = "", sub: str = "") -> str:
+    """The URL path of a collection, an object or its subresource."""
+    version, plural = KINDS[kind]
+    root = f"/api/{version}" if "/" not in version else f"/apis/{version}"
+    scope = "" if kind in CLUSTER_SCOPED or not namespace else f"/namespaces/{namespace}"
+    return root + scope + f"/{plural}" + (f"/{name}" if name else "") + (f"/{sub}" if sub else "")
+
+
+class Api:
+    """The API server as one identity sees it."""
+
+    def __init__(self, url: str, token: str, ca: str) -> None:
+        import ssl
+
+        context = ssl.create_default_context(cafile=ca)
+        self.http = httpx.Client(
+            base_url=url, headers={"Authorization": f"Bearer {token}"}, verify=context, timeout=20
+        )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self.http.close()
+
+    def call(
+        self, method: str, path: str, body: Any = None, content_type: str = "application/json", **query: str
+    ) -> Any:
+        """One request; the decoded answer, or ApiError."""
+        content = None if body is None else json.dumps(body).encode()
+        answer = self.http.request(
+            method, path, content=content, params=query, headers={"Content-Type": content_type}
+        )
+        if answer.status_code >= 400:
+            try:
+                status = answer.json()
+            except ValueError:
+                status = {"message": answer.text}
+            raise ApiError(answer.status_code, status.get("reason", ""), status.get("message", ""))
+        return answer.json() if answer.content[:1] in {b"{", b"["} else answer.text
+
+    def get(self, kind: str, namespace: str, name: str) -> Object:
+        found: Object = self.call("GET", path_of(kind, namespace, name))
+        return found
+
+    def find(self, kind: str, namespace: str, name: str) -> Object | None:
+        """The object, or None where there is none."""
+        try:
+            return self.get(kind, namespace, name)
+        except ApiError as error:
+            if error.code == 404:
+                return None
+            raise
+
+    def items(self, kind: str, namespace: str = "", **query: str) -> list[Object]:
+        found: list[Object] = self.call("GET", path_of(kind, namespace), **query)["items"]
+        return found
+
+    def create(self, body: Object, **query: str) -> Object:
+        made: Object = self.call(
+            "POST", path_of(body["kind"], body["metadata"].get("namespace", "")), body, **query
+        )
+        return made
+
+    def apply(self, body: Object, manager: str = "tests", **query: str) -> Object:
+        """Server-side apply."""
+        meta = body["metadata"]
+        made: Object = self.call(
+            "PATCH",
+            path_of(body["kind"], meta.get("namespace", ""), meta["name"]),
+            body,
+            "application/apply-patch+yaml",
+            fieldManager=manager,
+            **query,
+        )
+        return made
+
+    def merge(self, kind: str, namespace: str, name: str, patch: Object, sub: str = "") -> Object:
+        made: Object = self.call(
+            "PATCH", path_of(kind, namespace, name, sub), patch, "application/merge-patch+json"
+        )
+        return made
+
+    def json_patch(self, kind: str, namespace: str, name: str, patch: list[Object]) -> Object:
+        made: Object = self.call(
+            "PATCH", path_of(kind, namespace, name), patch, "application/json-patch+json"
+        )
+        return made
+
+    def delete(self, kind: str, namespace: str, name: str, **query: str) -> None:
+        self.call("DELETE", path_of(kind, namespace, name), **query)
+
+
+def eventually(look: Callable[[], T | None], within: float, what: str) -> T:
+    """The first true answer of ``look``; a failure that says what was waited for after ``within`` seconds."""
+    deadline = time.monotonic() + within
+    while True:
+        seen = look()
+        if seen:
+            return seen
+        if time.monotonic() > deadline:
+            raise AssertionError(f"not within {within} s: {what} (last seen: {seen!r})")
+        time.sleep(0.05)

@@ -1,0 +1,77 @@
+"""Fixtures of the real control plane: one cluster per test session, one restricted namespace per test."""
+
+import contextlib
+import itertools
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+
+from cluster import binaries
+from cluster.apiclient import Api, Object, eventually
+from cluster.controlplane import ControlPlane
+from cluster.nodes import add_nodes, start_kwok
+
+ROOT = Path(__file__).parents[2]
+_numbers = itertools.count(1)
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Build missing programs before any test's clock runs, with the progress visible."""
+    if session.config.option.collectonly or not any(i.get_closest_marker("cluster") for i in session.items):
+        return
+    capture = session.config.pluginmanager.getplugin("capturemanager")
+    with capture.global_and_fixture_disabled() if capture else contextlib.nullcontext():
+        for name in binaries.PROGRAMS:
+            binaries.program(name)
+
+
+@pytest.fixture(scope="session")
+def plane() -> Iterator[ControlPlane]:
+    """etcd, kube-apiserver, controller-manager and scheduler, up in seconds."""
+    with ControlPlane() as started:
+        yield started
+
+
+@pytest.fixture(scope="session")
+def api(plane: ControlPlane) -> Iterator[Api]:
+    """The administrator's client."""
+    with plane.api() as client:
+        yield client
+
+
+@pytest.fixture(scope="session")
+def crd(api: Api) -> Object:
+    """The custom resource definition of this tree, installed and established."""
+    body: Object = yaml.safe_load((ROOT / "crds" / "inferencedeployments.yaml").read_text())
+    api.apply(body, force="true")
+
+    def established() -> bool:
+        status = api.get("CustomResourceDefinition", "", body["metadata"]["name"]).get("status") or {}
+        conditions = status.get("conditions") or []
+        return any(c["type"] == "Established" and c["status"] == "True" for c in conditions)
+
+    eventually(established, 10, "the CRD is Established")
+    return body
+
+
+@pytest.fixture(scope="session")
+def nodes(plane: ControlPlane, api: Api) -> None:
+    """Five nodes played by kwok, the last with 8 accelerators."""
+    start_kwok(plane)
+    add_nodes(api, 4)
+    add_nodes(api, 1, gpus=8, prefix="gpu")
+
+
+@pytest.fixture
+def namespace(api: Api, request: pytest.FixtureRequest) -> Iterator[str]:
+    """A fresh namespace that enforces Pod Security "restricted"; deleted afterwards."""
+    words = re.sub(r"[^a-z0-9]+", "-", request.node.name.lower())[:40].strip("-")
+    name = f"t{next(_numbers)}-{words}".rstrip("-")
+    labels = {"pod-security.kubernetes.io/enforce": "restricted"}
+    api.create({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": name, "labels": labels}})
+    eventually(lambda: api.find("ServiceAccount", name, "default"), 10, "the default ServiceAccount")
+    yield name
+    api.delete("Namespace", "", name)

@@ -1,0 +1,87 @@
+"""What the operator renders, judged by the real API server in a namespace that enforces Pod Security "restricted"."""
+
+from typing import Any
+
+import pytest
+
+from cluster.apiclient import Api, Object
+from fairlead_operator.manifests import render
+from fairlead_operator.plan import diff
+from fairlead_operator.resource import InferenceDeployment
+from operator_bodies import SETTINGS, resource_body
+
+pytestmark = pytest.mark.cluster
+
+FULL: Object = {
+    "model": {
+        "source": "owner/name",
+        "revision": "abc",
+        "tokenSecretRef": {"name": "hub", "key": "token"},
+    },
+    "engine": {"tensorParallel": 2, "maxModelLen": 4096, "dtype": "bfloat16"},
+    "cache": {"cpuOffloadSpace": 1.5, "dtype": "fp8"},
+    "resources": {
+        "accelerator": {"count": 2, "memory": "80Gi", "nodeSelector": {"gpu": "h200"}},
+        "cpu": "500m",
+    },
+    "autoscaling": {"minReplicas": 1, "maxReplicas": 4},
+    "rollout": {"maxSurge": 2, "maxUnavailable": 1, "progressDeadlineSeconds": 60},
+    "modelCache": {"type": "PVC", "size": "50Gi"},
+    "service": {"type": "NodePort", "port": 8080},
+    "security": {"apiKeySecretRef": {"name": "keys", "key": "list"}},
+    "podTemplate": {
+        "labels": {"team": "x"},
+        "annotations": {"note": "y"},
+        "nodeSelector": {"zone": "a"},
+        "tolerations": [{"key": "gpu", "operator": "Exists", "effect": "NoExecute", "tolerationSeconds": 5}],
+        "topologySpread": [{"topologyKey": "zone", "maxSkew": 2, "whenUnsatisfiable": "DoNotSchedule"}],
+        "priorityClassName": "system-node-critical",
+        "serviceAccountName": "default",
+        "imagePullSecrets": [{"name": "pull"}],
+        "env": [{"name": "A", "value": "1"}],
+    },
+}
+VARIANTS: dict[str, Object] = {
+    "demo on a CPU": {},
+    "everything set": FULL,
+    "a model in a claim": {"model": {"source": "pvc://weights/llama"}},
+    "a path in the image": {"model": {"source": "file:///opt/model"}},
+    "a shared claim that exists": {
+        "model": {"source": "owner/name"},
+        "modelCache": {"type": "PVC", "claimName": "shared"},
+    },
+}
+
+
+def rendered(namespace: str, strategy: Any, spec: Object) -> list[Object]:
+    body = resource_body(**spec)
+    body["metadata"] |= {"namespace": namespace, "uid": "00000000-0000-0000-0000-000000000001"}
+    return render(InferenceDeployment.from_body(body), SETTINGS, 2, strategy)
+
+
+@pytest.mark.parametrize("strategy", ["Surge", "Recreate"])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_every_child_is_accepted_and_what_comes_back_is_no_difference(
+    api: Api, namespace: str, variant: str, strategy: str
+) -> None:
+    wanted = rendered(namespace, strategy, VARIANTS[variant])
+    stored = []
+    for manifest in wanted:
+        answer = api.apply(manifest, "fairlead-operator", dryRun="All", fieldValidation="Strict")
+        stored.append(answer)
+    plan = diff(wanted, stored, "00000000-0000-0000-0000-000000000001")
+    assert [(one.manifest["kind"], one.why) for one in plan.apply] == []
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_every_pod_is_admitted_as_restricted(api: Api, namespace: str, variant: str) -> None:
+    for manifest in rendered(namespace, "Surge", VARIANTS[variant]):
+        if manifest["kind"] == "Deployment":
+            template = manifest["spec"]["template"]
+            body = {
+                "apiVersion": "v1",
+                "kind": "Pod",
+                "metadata": {**template["metadata"], "name": "p", "namespace": namespace},
+                "spec": {**template["spec"], "priorityClassName": ""},
+            }
+            api.create(body, dryRun="All", fieldValidation="Strict")

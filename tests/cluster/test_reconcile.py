@@ -1,0 +1,386 @@
+"""One resource on the real control plane: what it becomes, what is repaired, what is left alone, what it says."""
+
+import functools
+import json
+import os
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from cluster.apiclient import Api, ApiError, Object, eventually
+from cluster.controlplane import ControlPlane
+from cluster.operators import OperatorProcess
+from cluster.resources import CHILDREN, KIND, await_reason, condition, current, idep, owned_by, status
+
+pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("crd", "nodes")]
+EMPTY: Object = {"metadata": {}}
+FULL = bool(os.environ.get("FAIRLEAD_FULL"))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def operator(plane: ControlPlane, api: Api, crd: Object) -> Iterator[OperatorProcess]:
+    """One operator for the whole cluster, while this module runs."""
+    with OperatorProcess(plane, ()) as started:
+        yield started
+        assert not started.tracebacks()
+
+
+def children(api: Api, namespace: str, name: str = "chat") -> dict[str, Object]:
+    found = {kind: api.find(kind, namespace, name) for kind in CHILDREN}
+    return {kind: body for kind, body in found.items() if body is not None}
+
+
+def made(api: Api, namespace: str, name: str = "chat", **spec: Any) -> Object:
+    """A resource with all its children there and its status current."""
+    body = api.create(idep(namespace, name, **spec))
+    eventually(
+        lambda: len(children(api, namespace, name)) == (4 if spec.get("replicas", 1) > 1 else 3),
+        10,
+        "children",
+    )
+    eventually(lambda: current(api, namespace, name), 10, "the status is current")
+    return body
+
+
+def test_a_resource_becomes_its_children_within_seconds(api: Api, namespace: str) -> None:
+    began = time.monotonic()
+    owner = made(api, namespace, replicas=2)
+    assert time.monotonic() - began < 5
+    for kind, body in children(api, namespace).items():
+        assert owned_by(body, owner), kind
+        assert body["metadata"]["labels"]["serving.fairlead.dev/name"] == "chat"
+        managers = [m["manager"] for m in body["metadata"]["managedFields"] if m["operation"] == "Apply"]
+        assert managers == ["fairlead-operator"], kind
+    seen = status(api, namespace)
+    assert seen["desiredReplicas"] == 2
+    assert seen["url"] == f"http://chat.{namespace}.svc"
+    assert {c["type"] for c in seen["conditions"]} == {
+        "Ready",
+        "Planned",
+        "Progressing",
+        "Available",
+        "AutoscalingActive",
+    }
+    assert "finalizers" not in api.get(KIND, namespace, "chat")["metadata"]
+    assert "annotations" not in api.get(KIND, namespace, "chat")["metadata"]
+
+
+def test_capacity_is_planned_before_any_pod_exists(api: Api, namespace: str) -> None:
+    made(api, namespace, paused=False)
+
+    def planned() -> Object | None:
+        seen = status(api, namespace)
+        return seen if condition(seen, "Planned").get("status") == "True" else None
+
+    seen = eventually(planned, 10, "Planned is True")
+    assert seen["capacity"]["fits"] is True
+    assert (
+        seen["capacity"]["planned"]["concurrentTokens"] == 16 * seen["capacity"]["planned"]["numBlocks"] > 0
+    )
+
+
+def test_scaling_and_other_changes_of_the_spec_reach_the_children(api: Api, namespace: str) -> None:
+    made(api, namespace)
+    api.call(
+        "PATCH",
+        f"/apis/serving.fairlead.dev/v1alpha1/namespaces/{namespace}/inferencedeployments/chat/scale",
+        {"spec": {"replicas": 3}},
+        "application/merge-patch+json",
+    )
+    eventually(lambda: api.get("Deployment", namespace, "chat")["spec"]["replicas"] == 3, 5, "three replicas")
+    eventually(lambda: api.find("PodDisruptionBudget", namespace, "chat"), 5, "a budget for several pods")
+    patch = {"spec": {"replicas": 1, "service": {"port": 81}, "security": {"networkPolicy": False}}}
+    api.merge(KIND, namespace, "chat", patch)
+    eventually(
+        lambda: set(children(api, namespace)) == {"Deployment", "Service"}, 5, "what is not wanted is gone"
+    )
+    eventually(lambda: api.get("Service", namespace, "chat")["spec"]["ports"][0]["port"] == 81, 5, "the port")
+
+
+def leaves(fields: Object, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    """Paths that a managedFields entry owns as a whole."""
+    inner = {key: value for key, value in fields.items() if key != "."}
+    if not inner:
+        yield path
+    for key, value in inner.items():
+        yield from leaves(value, (*path, key))
+
+
+def pointer(body: Any, path: tuple[str, ...]) -> str:
+    """The JSON pointer of a managed field in this object."""
+    parts = []
+    for step in path:
+        kind, _, name = step.partition(":")
+        if kind == "f":
+            parts.append(name.replace("~", "~0").replace("/", "~1"))
+            body = body[name]
+        elif kind == "k":
+            wanted = json.loads(name)
+            index = next(i for i, item in enumerate(body) if all(item.get(k) == v for k, v in wanted.items()))
+            parts.append(str(index))
+            body = body[index]
+        else:
+            index = body.index(json.loads(name))
+            parts.append(str(index))
+            body = body[index]
+    return "/" + "/".join(parts)
+
+
+def value_at(body: Any, path: str) -> Any:
+    for part in path.lstrip("/").split("/"):
+        key = part.replace("~1", "/").replace("~0", "~")
+        body = body[int(key)] if isinstance(body, list) else body[key]
+    return body
+
+
+def other(value: Any) -> Any:
+    """A value of the same type that is not this one."""
+    if isinstance(value, bool):
+        return not value
+    if isinstance(value, int):
+        return value + 1
+    if isinstance(value, list):
+        return value[:-1]
+    if isinstance(value, dict):
+        return {}
+    return value + "x"
+
+
+@pytest.mark.timeout(900)
+def test_drift_in_any_managed_field_is_repaired_and_foreign_fields_are_kept(api: Api, namespace: str) -> None:
+    """Every field that the API server says is ours is changed, then removed, one after the other."""
+    made(api, namespace, replicas=2)
+    for kind in CHILDREN:
+        api.merge(
+            kind, namespace, "chat", {"metadata": {"annotations": {"theirs": "1"}, "labels": {"theirs": "1"}}}
+        )
+    eventually(lambda: current(api, namespace), 5, "settled")
+    cases = slowest = 0.0
+    for kind in CHILDREN:
+        first = api.get(kind, namespace, "chat")
+        entry = next(m for m in first["metadata"]["managedFields"] if m["manager"] == "fairlead-operator")
+        # Without its owner an object is not ours any more: that is a conflict, not drift.
+        # An empty egress is owned and not stored.
+        skipped = {"f:ownerReferences", "f:egress"}
+        paths = sorted(p for p in leaves(entry["fieldsV1"]) if not skipped & set(p))
+        for number, path in enumerate(paths):
+            for operation in ("replace", "remove"):
+                if not FULL and (number + (operation == "remove")) % 2:
+                    continue
+                body = api.get(kind, namespace, "chat")
+                at = pointer(body, path)
+                good = value_at(body, at)
+                patch: Object = {"op": operation, "path": at}
+                if operation == "replace":
+                    patch["value"] = other(good)
+                try:
+                    after = api.json_patch(kind, namespace, "chat", [patch])
+                except ApiError as error:
+                    if error.code not in {400, 403, 422}:
+                        raise
+                    continue  # the API server itself does not let this field change
+                if after["metadata"]["resourceVersion"] == body["metadata"]["resourceVersion"]:
+                    continue  # put back by defaulting: no drift
+                began = time.monotonic()
+                eventually(
+                    functools.partial(_is, api, namespace, kind, path, good), 10, f"{kind}{at} restored"
+                )
+                slowest = max(slowest, time.monotonic() - began)
+                cases += 1
+        kept = api.get(kind, namespace, "chat")["metadata"]
+        assert kept["labels"]["theirs"] == kept["annotations"]["theirs"] == "1"
+    print(f"{cases:.0f} drifts repaired, the slowest in {slowest:.2f} s")
+    assert cases >= 60
+
+
+def _is(api: Api, namespace: str, kind: str, path: tuple[str, ...], good: Any) -> bool:
+    try:
+        body = api.get(kind, namespace, "chat")
+        return bool(value_at(body, pointer(body, path)) == good)
+    except (ApiError, KeyError, IndexError, StopIteration):
+        return False
+
+
+@pytest.mark.parametrize("kind", CHILDREN)
+def test_a_deleted_child_comes_back(api: Api, namespace: str, kind: str) -> None:
+    owner = made(api, namespace, replicas=2)
+    uid = api.get(kind, namespace, "chat")["metadata"]["uid"]
+    api.delete(kind, namespace, "chat", propagationPolicy="Background")
+
+    def back() -> bool:
+        found = api.find(kind, namespace, "chat")
+        return found is not None and found["metadata"]["uid"] != uid and owned_by(found, owner)
+
+    eventually(back, 10, f"the {kind} is back")
+
+
+def test_an_unchanged_resource_costs_no_write(api: Api, namespace: str, operator: OperatorProcess) -> None:
+    """A hundred passes, each woken by a change that is none of ours."""
+    made(api, namespace)
+    eventually(lambda: _quiet(api, namespace), 20, "the status has settled")
+    kinds = list(children(api, namespace))
+    versions = [api.get(kind, namespace, "chat")["metadata"]["resourceVersion"] for kind in kinds]
+    for number in range(100):
+        passes = operator.metric("fairlead_operator_reconciles_total")
+        mine = api.merge(KIND, namespace, "chat", {"metadata": {"annotations": {"n": str(number)}}})
+        eventually(lambda p=passes: operator.metric("fairlead_operator_reconciles_total") > p, 10, "a pass")  # type: ignore[misc]
+        seen = api.get(KIND, namespace, "chat")["metadata"]["resourceVersion"]
+        assert seen == mine["metadata"]["resourceVersion"], "a status was written"
+    assert [api.get(kind, namespace, "chat")["metadata"]["resourceVersion"] for kind in kinds] == versions
+
+
+def _quiet(api: Api, namespace: str) -> bool:
+    before = api.get(KIND, namespace, "chat")["metadata"]["resourceVersion"]
+    time.sleep(3)  # longer than any follow-up of a pass
+    return bool(api.get(KIND, namespace, "chat")["metadata"]["resourceVersion"] == before)
+
+
+def test_an_object_that_has_our_name_is_not_touched_and_named(api: Api, namespace: str) -> None:
+    theirs = {
+        "apiVersion": "v1",
+        "kind": "Service",
+        "metadata": {"name": "chat", "namespace": namespace},
+        "spec": {"ports": [{"port": 80}]},
+    }
+    before = api.create(theirs)
+    api.create(idep(namespace))
+    seen = await_reason(api, namespace, "Conflict", 3)
+    assert seen["blockers"][0]["object"] == "Service/chat"
+    assert "belongs to nobody" in seen["blockers"][0]["message"]
+    after = api.get("Service", namespace, "chat")
+    assert after["metadata"]["resourceVersion"] == before["metadata"]["resourceVersion"]
+    api.delete("Service", namespace, "chat")
+    owner = api.get(KIND, namespace, "chat")
+    eventually(
+        lambda: owned_by(api.find("Service", namespace, "chat") or EMPTY, owner), 15, "a Service of ours"
+    )
+
+
+def test_a_paused_resource_keeps_its_status_current_and_its_children_as_they_are(
+    api: Api, namespace: str
+) -> None:
+    made(api, namespace)
+    api.merge(KIND, namespace, "chat", {"spec": {"paused": True, "replicas": 5}})
+    eventually(lambda: status(api, namespace).get("desiredReplicas") == 5, 5, "the status follows")
+    assert api.get("Deployment", namespace, "chat")["spec"]["replicas"] == 1
+    api.merge(KIND, namespace, "chat", {"spec": {"paused": False}})
+    eventually(lambda: api.get("Deployment", namespace, "chat")["spec"]["replicas"] == 5, 5, "five replicas")
+
+
+def test_what_the_chart_does_not_allow_is_not_written(api: Api, namespace: str) -> None:
+    made(api, namespace)
+    revision = api.get("Deployment", namespace, "chat")["spec"]["template"]
+    for change in (
+        {"engine": {"image": "evil:1"}},
+        {"podTemplate": {"serviceAccountName": "admin"}},
+        {"podTemplate": {"priorityClassName": "system-node-critical"}},
+        {"model": {"trustRemoteCode": True}},
+    ):
+        api.merge(KIND, namespace, "chat", {"spec": change})
+        await_reason(api, namespace, "NotAllowed", 3)
+        assert api.get("Deployment", namespace, "chat")["spec"]["template"] == revision
+        undo = {"engine": {"image": ""}, "podTemplate": {"serviceAccountName": "", "priorityClassName": ""}}
+        api.merge(KIND, namespace, "chat", {"spec": {**undo, "model": {"trustRemoteCode": False}}})
+        eventually(lambda: "NotAllowed" not in _codes(api, namespace), 5, "allowed again")
+
+
+def _codes(api: Api, namespace: str) -> list[str]:
+    return [b["code"] for b in status(api, namespace).get("blockers") or ()]
+
+
+def test_what_keeps_pods_away_is_said_within_three_seconds(api: Api, namespace: str) -> None:
+    hard = {"pods": "1"}
+    quota = {"apiVersion": "v1", "kind": "ResourceQuota", "metadata": {"name": "q", "namespace": namespace}}
+    api.create({**quota, "spec": {"hard": hard}})
+    eventually(
+        lambda: (api.get("ResourceQuota", namespace, "q").get("status") or {}).get("hard"), 10, "the quota"
+    )
+    began = time.monotonic()
+    api.create(idep(namespace, replicas=3))
+    await_reason(api, namespace, "QuotaExceeded", 3)
+    api.create(idep(namespace, "gpu", resources={"accelerator": {"count": 64}}))
+    print(f"quota named after {time.monotonic() - began:.2f} s")
+    events = [e for e in api.items("Event", namespace) if e["involvedObject"]["kind"] == KIND]
+    assert any(e["reason"] == "QuotaExceeded" and e["type"] == "Warning" for e in events)
+
+
+def test_a_lack_of_accelerators_is_said_within_three_seconds(api: Api, namespace: str) -> None:
+    api.create(idep(namespace, resources={"accelerator": {"count": 64}}))
+    seen = await_reason(api, namespace, "InsufficientAccelerator", 3)
+    assert "Insufficient nvidia.com/gpu" in seen["blockers"][0]["message"]
+    assert "Free or add accelerators" in condition(seen, "Ready")["message"]
+
+
+def test_a_missing_claim_is_said_within_three_seconds(api: Api, namespace: str) -> None:
+    api.create(idep(namespace, model={"source": "pvc://weights/llama"}))
+    await_reason(api, namespace, "VolumeMissing", 3)
+
+
+def test_deleting_the_resource_removes_everything(api: Api, namespace: str) -> None:
+    made(api, namespace, replicas=2)
+    api.delete(KIND, namespace, "chat")
+    eventually(lambda: not children(api, namespace) and not api.items("Pod", namespace), 10, "all is gone")
+
+
+def test_a_resource_made_anew_under_its_name_gets_children_of_its_own(api: Api, namespace: str) -> None:
+    made(api, namespace, replicas=2)
+    for _ in range(3):
+        api.delete(KIND, namespace, "chat")
+        owner = api.create(idep(namespace, replicas=2))
+        eventually(
+            lambda o=owner: (
+                len(children(api, namespace)) == 4  # type: ignore[misc]
+                and all(owned_by(body, o) for body in children(api, namespace).values())
+            ),
+            30,
+            "children of the new resource",
+        )
+    eventually(lambda: len(api.items("Pod", namespace)) == 2, 20, "two pods and no orphans")
+
+
+def test_a_rollout_recreates_where_the_quota_leaves_no_accelerator_and_surges_elsewhere(
+    api: Api, namespace: str
+) -> None:
+    quota = {"apiVersion": "v1", "kind": "ResourceQuota", "metadata": {"name": "q", "namespace": namespace}}
+    api.create({**quota, "spec": {"hard": {"requests.nvidia.com/gpu": "2"}}})
+    eventually(
+        lambda: (api.get("ResourceQuota", namespace, "q").get("status") or {}).get("hard"), 10, "the quota"
+    )
+    accelerator: Object = {"resources": {"accelerator": {"count": 1}}}
+    made(api, namespace, **accelerator)
+    eventually(lambda: _used(api, namespace) == "1", 10, "one accelerator in use")
+    _change(api, namespace, "1")
+    eventually(lambda: _strategy(api, namespace) == "RollingUpdate", 5, "one is free: a surge")
+    assert "no" not in status(api, namespace)["rollout"]["why"].split()
+    api.merge(KIND, namespace, "chat", {"spec": {"replicas": 2}})
+    eventually(lambda: _used(api, namespace) == "2", 30, "both in use")
+    _change(api, namespace, "2")
+    eventually(lambda: _strategy(api, namespace) == "Recreate", 5, "none is free: recreate")
+    eventually(lambda: "the quota leaves 0" in status(api, namespace)["rollout"]["why"], 5, "and why")
+    assert status(api, namespace)["rollout"]["strategyChosen"] == "Recreate"
+
+
+def _used(api: Api, namespace: str) -> str:
+    seen = api.get("ResourceQuota", namespace, "q").get("status") or {}
+    return str((seen.get("used") or {}).get("requests.nvidia.com/gpu"))
+
+
+def _change(api: Api, namespace: str, mark: str) -> None:
+    env = [{"name": "MARK", "value": mark}]
+    api.merge(KIND, namespace, "chat", {"spec": {"podTemplate": {"env": env}}})
+    eventually(lambda: current(api, namespace), 10, "the status is current")
+
+
+def _strategy(api: Api, namespace: str) -> str:
+    return str(api.get("Deployment", namespace, "chat")["spec"]["strategy"]["type"])
+
+
+def test_a_model_that_does_not_fit_says_the_fix_before_any_pod_runs(api: Api, namespace: str) -> None:
+    nowhere = {"nodeSelector": {"type": "nowhere"}}
+    api.create(idep(namespace, resources={"memory": "1Gi"}, podTemplate=nowhere))
+    seen = await_reason(api, namespace, "DoesNotFit", 3)
+    assert "set" in condition(seen, "Planned")["message"]
+    assert condition(seen, "Planned")["status"] == "False"
+    assert api.find("Deployment", namespace, "chat"), "the plan may err: the Deployment is there all the same"

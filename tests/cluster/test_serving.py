@@ -1,0 +1,141 @@
+"""Pods that are real runtime processes: Ready means tokens, load becomes replicas, restarts change nothing."""
+
+import json
+import subprocess
+import threading
+import urllib.request
+from collections.abc import Iterator
+
+import pytest
+
+from cluster import binaries
+from cluster.apiclient import Api, Object, eventually
+from cluster.controlplane import ControlPlane
+from cluster.fakekubelet import FakeKubelet
+from cluster.operators import OperatorProcess
+from cluster.resources import KIND, PROCESSES, await_reason, condition, idep, status
+
+pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("crd")]
+START = 90  # seconds that a runtime process may take on a busy machine
+
+
+@pytest.fixture(scope="module")
+def kubelet(plane: ControlPlane) -> Iterator[FakeKubelet]:
+    with FakeKubelet(plane) as started:
+        yield started
+
+
+def ready(api: Api, namespace: str) -> Object | None:
+    seen = status(api, namespace)
+    return seen if condition(seen, "Ready").get("status") == "True" else None
+
+
+def complete(address: str, tokens: int = 4) -> Object:
+    body = {"model": "chat", "prompt": "Once", "max_tokens": tokens, "ignore_eos": True}
+    request = urllib.request.Request(
+        f"http://{address}:8000/v1/completions",
+        json.dumps(body).encode(),
+        {"Content-Type": "application/json"},
+    )
+    with urllib.request.urlopen(request, timeout=120) as answer:
+        found: Object = json.load(answer)
+    return found
+
+
+def kubectl(plane: ControlPlane, *arguments: str) -> str:
+    command = [str(binaries.program("kubectl")), f"--kubeconfig={plane.kubeconfig()}", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def pods(api: Api, namespace: str) -> list[Object]:
+    return [p for p in api.items("Pod", namespace) if not p["metadata"].get("deletionTimestamp")]
+
+
+def test_a_resource_becomes_ready_by_a_token_and_survives_the_operator(
+    plane: ControlPlane, api: Api, namespace: str, kubelet: FakeKubelet
+) -> None:
+    """Ready by endpoint and canary; measured capacity; a killed process; an operator that comes and goes."""
+    with OperatorProcess(plane, (namespace,)) as operator:
+        api.create(idep(namespace, podTemplate=PROCESSES))
+        await_reason(api, namespace, "Starting", 5)
+        seen = eventually(lambda: ready(api, namespace), START, "Ready")
+        assert "a canary token went through" in condition(seen, "Ready")["message"]
+        assert seen["readyReplicas"] == seen["updatedReplicas"] == 1
+        assert seen["currentRevision"] == seen["targetRevision"]
+        assert "blockers" not in seen or seen["blockers"] == []
+        kubectl(plane, "wait", "--for=condition=Ready", "idep/chat", "-n", namespace, "--timeout=5s")
+        assert "a canary token went through" in kubectl(plane, "describe", "idep/chat", "-n", namespace)
+        row = kubectl(plane, "get", "idep", "chat", "-n", namespace).splitlines()[1].split()
+        assert row[:6] == ["chat", "True", "1", "1", "Serving", "demo:"]
+        (pod,) = pods(api, namespace)
+        assert complete(pod["status"]["podIP"])["usage"]["completion_tokens"] == 4
+
+        def measured() -> Object:
+            found: Object = status(api, namespace)["capacity"].get("measured") or {}
+            return found
+
+        eventually(measured, 20, "capacity is measured")
+        kubelet.kill(namespace, pod["metadata"]["name"])
+        eventually(lambda: ready(api, namespace) is None, 20, "not Ready while no pod serves")
+        eventually(lambda: ready(api, namespace), START, "Ready again")
+        operator.kill()
+    before = api.get("Deployment", namespace, "chat")["metadata"]["generation"]
+    with OperatorProcess(plane, (namespace,)):
+        eventually(lambda: ready(api, namespace), 20, "still Ready")
+        assert api.get("Deployment", namespace, "chat")["metadata"]["generation"] == before
+    api.delete(KIND, namespace, "chat")
+    eventually(
+        lambda: not api.items("Pod", namespace), 30, "without an operator, garbage collection cleans up"
+    )
+
+
+def test_a_refused_model_says_so_in_the_runtimes_own_words(
+    plane: ControlPlane, api: Api, namespace: str, kubelet: FakeKubelet
+) -> None:
+    with OperatorProcess(plane, (namespace,)):
+        api.create(idep(namespace, model={"source": "file:///nowhere/at/all"}, podTemplate=PROCESSES))
+        seen = await_reason(api, namespace, "ModelNotFound", START)
+        assert "/nowhere/at/all" in seen["blockers"][0]["message"]
+        assert seen["blockers"][0]["hint"]
+
+
+def test_a_burst_scales_up_and_its_decisions_are_recorded(
+    plane: ControlPlane, api: Api, namespace: str, kubelet: FakeKubelet
+) -> None:
+    with OperatorProcess(plane, (namespace,)):
+        scaling = {"minReplicas": 1, "maxReplicas": 2, "targetPerReplica": 4}
+        api.create(
+            idep(
+                namespace,
+                podTemplate=PROCESSES,
+                autoscaling=scaling,
+                cache={"numBlocks": 4096},
+                resources={"memory": "8Gi"},
+            )
+        )
+        eventually(lambda: ready(api, namespace), START, "Ready")
+        assert status(api, namespace)["desiredReplicas"] == 1
+        address = pods(api, namespace)[0]["status"]["podIP"]
+        stop = threading.Event()
+
+        def ask() -> None:
+            while not stop.is_set():
+                complete(address, 200)
+
+        threads = [threading.Thread(target=ask) for _ in range(12)]
+        for thread in threads:
+            thread.start()
+        try:
+            eventually(lambda: status(api, namespace)["desiredReplicas"] == 2, 35, "two replicas are wanted")
+            decisions = status(api, namespace)["autoscaling"]["decisions"]
+        finally:
+            stop.set()
+            for thread in threads:
+                thread.join()
+        decision = next(d for d in decisions if d["to"] == 2)
+        assert decision["demand"] >= 5
+        assert (decision["from"], decision["target"]) == (1, 4)
+        assert api.get("Deployment", namespace, "chat")["spec"]["replicas"] == 2
+        assert api.get(KIND, namespace, "chat")["spec"]["replicas"] == 1, "the operator never writes a spec"

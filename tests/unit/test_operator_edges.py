@@ -1,0 +1,321 @@
+"""The operator's edges: settings, scraping, the hub, the probe port, the pace. Real sockets on loopback."""
+
+import asyncio
+import http.server
+import json
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+from kubernetes.aio.client import ApiClient, Configuration
+
+from fairlead_operator.cluster import Cluster, Pace
+from fairlead_operator.errors import ApiError, FencedError
+from fairlead_operator.health import STALE_SECONDS, Health
+from fairlead_operator.hub import Hub, HubError
+from fairlead_operator.kinds import DEPLOYMENT, EVENT
+from fairlead_operator.metrics import Metrics
+from fairlead_operator.scrape import Pods, ScrapeError
+from fairlead_operator.settings import SettingsError, read
+from fairlead_operator.spec import Source
+from fairlead_operator.store import Store
+
+IMAGE = {"FAIRLEAD_RUNTIME_IMAGE": "r:1"}
+Answer = tuple[int, dict[str, str], bytes]
+
+
+@contextmanager
+def serving(answers: dict[str, Answer], trickle: float = 0.0) -> Iterator[tuple[int, list[str]]]:
+    """A server on loopback: its port, and the paths that were asked for."""
+    asked: list[str] = []
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            asked.append(self.path)
+            code, headers, body = answers.get(self.path.partition("?")[0], (404, {}, b""))
+            self.send_response(code)
+            for name, value in {"Content-Length": str(len(body)), **headers}.items():
+                self.send_header(name, value)
+            self.end_headers()
+            try:
+                for byte in body if trickle else ():
+                    self.wfile.write(bytes([byte]))
+                    self.wfile.flush()
+                    time.sleep(trickle)
+                if not trickle:
+                    self.wfile.write(body)
+            except OSError:
+                pass
+
+        do_POST = do_GET  # noqa: N815 - the name that http.server calls
+
+        def log_message(self, *_: object) -> None: ...
+
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    try:
+        yield server.server_address[1], asked
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+# -- settings
+
+
+def test_settings_come_from_arguments_and_environment() -> None:
+    environ = {
+        **IMAGE,
+        "POD_NAME": "op-1",
+        "POD_NAMESPACE": "sys",
+        "FAIRLEAD_ALLOWED_IMAGES": "a/.*\nb:1",
+        "FAIRLEAD_ADMIN_PEERS": '[{"podSelector": {}}]',
+        "HF_ENDPOINT": "https://mirror.test/",
+    }
+    settings = read(["--namespace=a", "--namespace=b", "--namespace=a"], environ, "host")
+    assert settings.namespaces == ("a", "b")
+    assert (settings.lease_namespace, settings.identity) == ("sys", "op-1")
+    assert settings.hub == "https://mirror.test"
+    assert settings.admin_peers == ({"podSelector": {}},)
+    assert [settings.allows_image(i) for i in ("", "r:1", "a/x", "b:1", "b:12", "xa/x")] == [True] * 4 + [
+        False
+    ] * 2
+    assert not settings.allows_service_account("x")
+    assert settings.allows_priority_class("")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "environ", "message"),
+    [
+        ([], IMAGE, "no namespace to serve: give --namespace"),
+        (["--all-namespaces"], IMAGE, "no namespace for the Lease"),
+        (["--namespace=a"], {}, "FAIRLEAD_RUNTIME_IMAGE is not set"),
+        (["--namespace=a"], {**IMAGE, "FAIRLEAD_ALLOWED_IMAGES": "("}, "no regular expression"),
+        (["--namespace=a"], {**IMAGE, "FAIRLEAD_ALLOWED_REMOTE_CODE": "yes"}, 'must be "true" or "false"'),
+        (["--namespace=a"], {**IMAGE, "FAIRLEAD_ADMIN_PEERS": "{"}, "no JSON"),
+        (["--namespace=a"], {**IMAGE, "FAIRLEAD_ADMIN_PEERS": "{}"}, "must be a JSON list"),
+    ],
+)
+def test_settings_that_cannot_work_are_named(
+    arguments: list[str], environ: dict[str, str], message: str
+) -> None:
+    with pytest.raises(SettingsError) as refusal:
+        read(arguments, environ, "host")
+    assert message in str(refusal.value)
+
+
+# -- pods
+
+
+def ask(port: int, path: str, seconds: float = 2.0, address: str = "127.0.0.1") -> bytes:
+    async def go() -> bytes:
+        async with Pods(seconds, port) as pods:
+            return await pods._read("GET", address, path)
+
+    return asyncio.run(go())
+
+
+def test_a_scrape_reads_a_bounded_answer_and_follows_nothing() -> None:
+    answers: dict[str, Answer] = {
+        "/metrics": (200, {}, b"fine"),
+        "/big": (200, {}, b"x" * (2 << 20)),
+        "/moved": (302, {"Location": "/metrics"}, b""),
+        "/broken": (500, {}, b"secret"),
+    }
+    with serving(answers) as (port, asked):
+        assert ask(port, "/metrics") == b"fine"
+        for path, why in (("/big", "more than"), ("/moved", "status 302"), ("/broken", "status 500")):
+            with pytest.raises(ScrapeError, match=why) as refusal:
+                ask(port, path)
+            assert "secret" not in str(refusal.value)
+        assert asked.count("/metrics") == 1
+
+
+def test_a_pod_that_trickles_is_given_up_in_time() -> None:
+    with serving({"/metrics": (200, {}, b"x" * 100)}, trickle=0.1) as (port, _):
+        began = time.monotonic()
+        with pytest.raises(ScrapeError, match="TimeoutError"):
+            ask(port, "/metrics", seconds=0.5)
+        assert time.monotonic() - began < 1.5
+
+
+@pytest.mark.parametrize("address", ["", "localhost", "169.254.169.254/x", "127.0.0.1:80#"])
+def test_only_addresses_are_asked(address: str) -> None:
+    with pytest.raises(ScrapeError, match="no address"):
+        ask(1, "/metrics", address=address)
+
+
+@pytest.mark.parametrize(
+    ("body", "good"), [(b'{"token": 5}', True), (b"{}", False), (b"[]", False), (b"x", False)]
+)
+def test_a_canary_is_a_token_and_nothing_else(body: bytes, *, good: bool) -> None:
+    async def go(port: int) -> None:
+        async with Pods(2.0, port) as pods:
+            await pods.canary("127.0.0.1")
+
+    with serving({"/canary": (200, {}, body)}) as (port, _):
+        if good:
+            asyncio.run(go(port))
+        else:
+            with pytest.raises(ScrapeError):
+                asyncio.run(go(port))
+
+
+# -- the hub
+
+CONFIG = "/owner/name/resolve/main/config.json"
+
+
+def config(port: int, source: Source, times: int = 1) -> object:
+    async def go() -> object:
+        hub = Hub(f"http://127.0.0.1:{port}")
+        try:
+            for _ in range(times - 1):
+                try:
+                    await hub.config(source, "")
+                except HubError:
+                    continue
+            return await hub.config(source, "")
+        finally:
+            await hub.close()
+
+    return asyncio.run(go())
+
+
+def test_the_hub_is_asked_for_one_file_once() -> None:
+    with serving({CONFIG: (200, {}, b'{"model_type": "llama"}')}) as (port, asked):
+        assert config(port, Source("hf", "owner/name"), times=5) == {"model_type": "llama"}
+        assert asked == [CONFIG]
+
+
+@pytest.mark.parametrize(
+    ("answer", "why"),
+    [
+        ((401, {}, b""), "gated"),
+        ((404, {}, b""), "answers 404"),
+        ((200, {}, b"[]"), "no JSON object"),
+        ((200, {}, b"{"), "JSONDecodeError"),
+        ((200, {}, b" " * (2 << 20)), "larger than"),
+        ((302, {"Location": "http://evil.test/config.json"}, b""), "another host"),
+        ((302, {"Location": CONFIG}, b""), "in circles"),
+    ],
+)
+def test_what_is_no_config_is_an_answer_too_and_not_asked_for_again_at_once(answer: Answer, why: str) -> None:
+    with serving({CONFIG: answer}) as (port, asked):
+        with pytest.raises(HubError, match=why):
+            config(port, Source("hf", "owner/name"), times=3)
+        assert len(asked) <= 3
+
+
+def test_other_sources_are_never_asked_for() -> None:
+    with serving({}) as (port, asked):
+        for source in (Source("pvc", "a", "claim"), Source("file", "/a")):
+            with pytest.raises(HubError, match="once a pod has read it"):
+                config(port, source)
+        assert isinstance(config(port, Source("demo")), dict)
+        assert asked == []
+
+
+# -- probes and pace
+
+
+def test_the_probe_port_tells_a_hung_loop_from_an_api_server_that_is_away() -> None:
+    clock = [0.0]
+    health = Health(Metrics().registry, clock=lambda: clock[0])
+    assert health.answer("/healthz")[0] == 200
+    assert health.answer("/readyz")[0] == 503
+    health.ready = True
+    assert health.answer("/readyz")[0] == 200
+    clock[0] = STALE_SECONDS + 1
+    assert health.answer("/healthz")[0] == health.answer("/readyz")[0] == 503
+    health.beat()
+    assert health.answer("/healthz")[0] == 200
+    assert b"fairlead_operator_leader" in health.answer("/metrics")[2]
+    assert health.answer("/secrets")[0] == 404
+
+
+def test_requests_are_paced_beyond_a_burst() -> None:
+    async def go() -> float:
+        pace = Pace(rate=100, burst=10)
+        began = time.monotonic()
+        await asyncio.gather(*(pace.take() for _ in range(40)))
+        return time.monotonic() - began
+
+    assert 0.25 <= asyncio.run(go()) <= 1.0
+
+
+def test_logs_are_one_json_object_a_line() -> None:
+    import logging
+
+    from fairlead_operator.logs import JsonLines
+
+    record = logging.LogRecord("x", logging.INFO, "", 0, "evil\n\x1b[31m %s", ("text",), None)
+    line = JsonLines().format(record)
+    assert "\n" not in line
+    assert json.loads(line)["message"] == "evil [31m text"
+
+
+# -- the API server
+
+LIST = "/apis/apps/v1/deployments"
+SLOW_DOWN = b'{"reason": "TooManyRequests", "message": "slow down"}'
+
+
+def cluster_call(port: int) -> object:
+    async def go() -> object:
+        client = ApiClient(Configuration(host=f"http://127.0.0.1:{port}"))
+        try:
+            return await Cluster(client, Store(), Metrics()).list(DEPLOYMENT)
+        finally:
+            await client.close()  # type: ignore[no-untyped-call]
+
+    return asyncio.run(go())
+
+
+@pytest.mark.parametrize(
+    ("answer", "code", "reason"),
+    [
+        ((200, {}, b"[]"), 200, "BadAnswer"),
+        ((200, {}, b"{}"), 200, "BadAnswer"),
+        ((200, {}, b'{"items": [], "metadata": {}}'), 200, "BadAnswer"),
+        ((200, {}, b'{"items": [{"meta'), 200, "BadAnswer"),
+        ((500, {}, b"oops"), 500, "BadAnswer"),
+        ((429, {"Retry-After": "3"}, SLOW_DOWN), 429, "TooManyRequests"),
+    ],
+)
+def test_what_is_no_good_answer_is_an_error_that_the_queue_can_retry(
+    answer: Answer, code: int, reason: str
+) -> None:
+    with serving({LIST: answer}) as (port, _):
+        with pytest.raises(ApiError) as refusal:
+            cluster_call(port)
+        assert (refusal.value.code, refusal.value.reason) == (code, reason)
+        assert refusal.value.retry_after == (3.0 if code == 429 else 0.0)
+
+
+def test_no_answer_is_an_error_too() -> None:
+    with pytest.raises(ApiError) as refusal:
+        cluster_call(1)
+    assert refusal.value.code == 0
+
+
+def test_without_the_lease_nothing_is_written() -> None:
+    async def go() -> None:
+        client = ApiClient(Configuration(host="http://127.0.0.1:1"))
+        cluster = Cluster(client, Store(), Metrics())
+        body = {"metadata": {"name": "x", "namespace": "ns", "uid": "1", "resourceVersion": "1"}}
+        for write in (
+            cluster.apply(DEPLOYMENT, body, None),
+            cluster.patch(DEPLOYMENT, body, []),
+            cluster.delete(DEPLOYMENT, body),
+            cluster.set_status(body, {}),
+            cluster.post_event(EVENT, body),
+        ):
+            with pytest.raises(FencedError):
+                await write
+        await client.close()  # type: ignore[no-untyped-call]
+
+    asyncio.run(go())

@@ -1,0 +1,109 @@
+"""The store believes the newest version, whatever order news arrives in."""
+
+import random
+
+from fairlead_operator.kinds import DEPLOYMENT, EVENT, POD, Object
+from fairlead_operator.store import Store
+
+
+def child(name: str, version: int, **labels: str) -> Object:
+    meta = {"name": name, "namespace": "ns", "uid": f"uid-{name}", "resourceVersion": str(version)}
+    return {"metadata": {**meta, "labels": {"serving.fairlead.dev/name": "chat", **labels}}}
+
+
+def version(store: Store, name: str) -> int | None:
+    body = store.get(DEPLOYMENT, ("ns", name))
+    return int(body["metadata"]["resourceVersion"]) if body else None
+
+
+def test_an_older_version_changes_nothing() -> None:
+    store = Store()
+    assert store.put(DEPLOYMENT, child("a", 5))
+    assert not store.put(DEPLOYMENT, child("a", 4))
+    assert not store.put(DEPLOYMENT, child("a", 5))
+    assert version(store, "a") == 5
+
+
+def test_a_late_event_does_not_bring_back_what_was_deleted() -> None:
+    store = Store()
+    store.put(DEPLOYMENT, child("a", 5))
+    assert store.remove(DEPLOYMENT, child("a", 7))
+    assert not store.put(DEPLOYMENT, child("a", 6))
+    assert version(store, "a") is None
+    assert store.put(DEPLOYMENT, child("a", 8)), "made anew"
+
+
+def test_a_replayed_deletion_does_not_remove_the_object_made_since() -> None:
+    store = Store()
+    store.put(DEPLOYMENT, child("a", 9))
+    assert not store.remove(DEPLOYMENT, child("a", 7))
+    assert version(store, "a") == 9
+
+
+def test_a_list_removes_what_it_lacks_but_nothing_newer_and_nothing_elsewhere() -> None:
+    store = Store()
+    elsewhere = child("other", 3)
+    elsewhere["metadata"]["namespace"] = "ns2"
+    for body in (child("gone", 4), child("kept", 5), child("newer", 11), elsewhere):
+        store.put(DEPLOYMENT, body)
+    changed = store.replace(DEPLOYMENT, "ns", [child("kept", 5), child("fresh", 10)], 10)
+    assert {b["metadata"]["name"] for b in changed} == {"gone", "fresh"}
+    assert {b["metadata"]["name"] for b in store.all(DEPLOYMENT)} == {"kept", "newer", "fresh", "other"}
+
+
+def test_a_replayed_old_list_is_dropped() -> None:
+    store = Store()
+    store.replace(DEPLOYMENT, "", [child("a", 8)], 10)
+    assert store.replace(DEPLOYMENT, "", [], 9) == []
+    assert version(store, "a") == 8
+
+
+def test_children_are_found_by_their_label_and_follow_its_changes() -> None:
+    store = Store()
+    store.put(DEPLOYMENT, child("a", 1))
+    store.put(DEPLOYMENT, child("b", 2))
+    assert [b["metadata"]["name"] for b in store.children(DEPLOYMENT, ("ns", "chat"))] == ["a", "b"]
+    moved = child("a", 3)
+    moved["metadata"]["labels"]["serving.fairlead.dev/name"] = "other"
+    store.put(DEPLOYMENT, moved)
+    assert [b["metadata"]["name"] for b in store.children(DEPLOYMENT, ("ns", "chat"))] == ["b"]
+    assert [b["metadata"]["name"] for b in store.children(DEPLOYMENT, ("ns", "other"))] == ["a"]
+
+
+def test_events_are_found_by_the_uid_of_their_object() -> None:
+    store = Store()
+    event = child("e", 1)
+    event["involvedObject"] = {"uid": "uid-p", "kind": "Pod", "name": "p", "namespace": "ns"}
+    store.put(EVENT, event)
+    store.put(POD, child("p", 2))
+    assert len(store.events_about(["uid-p", "uid-q"])) == 1
+    assert store.pods_about(event)[0][1]["metadata"]["name"] == "p"
+    store.remove(EVENT, child("e", 5))
+    assert store.events_about(["uid-p"]) == []
+
+
+def test_what_no_decision_reads_is_not_kept() -> None:
+    store = Store()
+    body = child("p", 1)
+    body["metadata"]["managedFields"] = [{}]
+    body["spec"] = {"containers": [], "schedulerName": "x"}
+    store.put(POD, body)
+    kept = store.get(POD, ("ns", "p"))
+    assert kept is not None
+    assert "managedFields" not in kept["metadata"]
+    assert kept["spec"] == {"containers": []}
+    assert kept["kind"] == "Pod"
+
+
+def test_any_order_of_the_same_news_ends_in_the_same_state() -> None:
+    history = [("put", 1), ("put", 3), ("remove", 4), ("put", 6), ("put", 7), ("remove", 8), ("put", 9)]
+    for seed in range(300):
+        news = history * 2
+        random.Random(seed).shuffle(news)
+        store = Store()
+        for what, at in news:
+            if what == "put":
+                store.put(DEPLOYMENT, child("a", at))
+            else:
+                store.remove(DEPLOYMENT, child("a", at))
+        assert version(store, "a") == 9, seed
