@@ -37,9 +37,7 @@ def main(args: Sequence[str] | None = None) -> int:
 
 def _call(point: EntryPoint, args: Sequence[str]) -> int:
     """Run a command; an interrupted one and one whose reader left end quietly, with the shell's codes."""
-    # Read when torch is first imported. OpenMP's threads else spin while they wait: alone that gains nothing
-    # measurable, beside another busy process a step of the demo model takes up to sixty times as long.
-    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    _bound_spinning()
     try:
         command: Command = point.load()
     except ModuleNotFoundError as error:
@@ -57,6 +55,16 @@ def _call(point: EntryPoint, args: Sequence[str]) -> int:
         # Python would complain again when it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
+
+
+def _bound_spinning() -> None:
+    """Let OpenMP's threads wait awake for some microseconds, then sleep. It is read when torch is first imported.
+
+    By its default they stay awake for milliseconds, and a step of the demo model takes up to sixty times as long
+    beside another busy process. Sleeping at once costs a third of the speed on quiet cores. benchmarks/README.md.
+    """
+    if "OMP_WAIT_POLICY" not in os.environ:
+        os.environ.setdefault("GOMP_SPINCOUNT", "20000")
 
 
 def usage(commands: Mapping[str, EntryPoint]) -> str:
