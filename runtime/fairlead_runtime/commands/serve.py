@@ -7,10 +7,10 @@ up, 2 for a bad configuration or a refused model, 3 when the self-test failed; 2
 
 import argparse
 import os
-import sys
 from collections.abc import Sequence
 
 from fairlead_runtime import logs, termination
+from fairlead_runtime.commands.parser import Parser
 from fairlead_runtime.config import ConfigError, EngineConfig, add_arguments
 
 
@@ -35,10 +35,9 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(
+    parser = Parser(
         prog="fairlead serve",
         description="Serve a model over HTTP: OpenAI's API on --port, probes and metrics on --admin-port.",
-        allow_abbrev=False,
     )
     parser.add_argument(
         "model", metavar="MODEL", help="demo:, owner/name, hf://owner/name, a path or file:///path"
@@ -53,15 +52,6 @@ def _parser() -> argparse.ArgumentParser:
     )
     add_arguments(parser)
     return parser
-
-
-class _Parser(argparse.ArgumentParser):
-    """Tells a wrong flag as every other refusal is told: one JSON line and exit code 2."""
-
-    def error(self, message: str) -> None:  # type: ignore[override]
-        self.print_usage(sys.stderr)
-        termination.report("InvalidConfig", message, f"see {self.prog} --help", os.environ)
-        raise SystemExit(2)
 
 
 def _check_ports(options: argparse.Namespace) -> None:
