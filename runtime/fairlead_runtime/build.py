@@ -108,7 +108,7 @@ def build(
         tokenizer=loaded.tokenizer,
         vocab_size=loaded.shape.vocab,
         resolved=resolved,
-        memory=_report(config, found, resolved, {**measured, "kv": cache.nbytes}),
+        memory=_report(config, found, device, resolved, {**measured, "kv": cache.nbytes}),
     )
 
 
@@ -206,18 +206,21 @@ def _profiled(model: PagedModel, config: EngineConfig, max_model_len: int) -> Ma
 
 
 def _report(
-    config: EngineConfig, found: Inspected, resolved: Resolved, measured: Mapping[str, int]
+    config: EngineConfig,
+    found: Inspected,
+    device: DeviceFacts,
+    resolved: Resolved,
+    measured: Mapping[str, int],
 ) -> MemoryReport:
     """The outcome, with each term as it was planned before anything was measured."""
-    device = device_facts()
     planned = resolve(config, found.shape, device, dtype=resolved.dtype).plan.terms
     return memory.measured(replace(resolved.plan, terms=planned), measured)
 
 
 def _bound_threads() -> None:
     """Let torch use no more threads than this process has CPUs; OMP_NUM_THREADS, if set, has decided already."""
-    if "OMP_NUM_THREADS" not in os.environ and cpu_limit() < torch.get_num_threads():
-        torch.set_num_threads(cpu_limit())
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(min(cpu_limit(), torch.get_num_threads()))
 
 
 def _resident() -> int:

@@ -13,8 +13,8 @@ UNLIMITED = 1 << 60
 def memory_limit(root: Path = Path("/")) -> int:
     """Bytes. Limits of enclosing groups count too; in a container the namespace hides them, and its own is the root."""
     ram = _ram(root / "proc/meminfo")
-    limits = [n for folder in _groups(root, "memory") for n in _number(folder / "memory.max")]
-    limits += [n for folder in _groups(root, "memory") for n in _number(folder / "memory.limit_in_bytes")]
+    names = ("memory.max", "memory.limit_in_bytes")  # of version 2 and of version 1
+    limits = [n for folder in _groups(root, "memory") for name in names for n in _number(folder / name)]
     return min([ram, *(limit for limit in limits if 0 < limit < UNLIMITED)])
 
 
