@@ -112,7 +112,10 @@ class Cluster:
         await self.call("apply", "PATCH", path, query, [exactly, *operations], "application/json-patch+json")
 
     async def delete(self, kind: Kind, body: Object) -> None:
-        """Delete exactly the object that was looked at; one that changed since gives 409."""
+        """Delete exactly the object that was looked at; one that changed since gives 409.
+
+        It is gone from the store at once: the watch that would say so may be silent, and nothing is deleted twice.
+        """
         self._check_fence()
         meta = body["metadata"]
         exactly = {"uid": meta["uid"], "resourceVersion": meta["resourceVersion"]}
@@ -122,15 +125,19 @@ class Cluster:
         except ApiError as error:
             if error.code != 404:
                 raise
+        self.store.deleted(kind, body)
 
     async def set_status(self, resource: Object, status: Object) -> None:
-        """Replace the status of this very resource; one made anew under its name gives 409 or 422."""
+        """Replace the status of exactly the resource that was looked at; one that changed since gives 409.
+
+        Otherwise an operator that starts on an old list would take ``observedGeneration`` back.
+        """
         self._check_fence()
         meta = resource["metadata"]
         body = {
             "apiVersion": RESOURCE.api_version,
             "kind": RESOURCE.name,
-            "metadata": {"name": meta["name"], "namespace": meta["namespace"], "uid": meta["uid"]},
+            "metadata": {name: meta[name] for name in ("name", "namespace", "uid", "resourceVersion")},
             "status": status,
         }
         query = {"fieldManager": MANAGER, "force": "true"}

@@ -4,7 +4,6 @@ Level-triggered: what woke it does not matter, and running it again changes noth
 the network; it writes through ``Cluster``, which is fenced by the Lease.
 """
 
-import hashlib
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -16,11 +15,12 @@ from fairlead_operator.blockers import Blocker, blocker
 from fairlead_operator.capacity import PlanError, capacity_of, with_measured
 from fairlead_operator.cluster import Cluster
 from fairlead_operator.errors import ApiError
+from fairlead_operator.events import event_about
 from fairlead_operator.fields import ResourceError
 from fairlead_operator.kinds import (
     BY_NAME,
+    DEPLOYMENT,
     EVENT,
-    MANAGER,
     RESOURCE,
     REVISION_LABEL,
     Key,
@@ -85,6 +85,10 @@ class Reconciler:
 
         plan = diff(render(resource, self._settings, scaling.replicas, strategy), seen.children, resource.uid)
         if not resource.spec.paused and not found:
+            if (
+                seen.children
+            ):  # the first of all creations needs no question: it is refused if the child is there
+                await self._make_sure(body, plan)
             found = await self._carry_out(plan)
             seen = observe(self._cluster.store, key, resource.uid)
         found += [_conflict(one) for one in plan.conflicts]
@@ -111,6 +115,21 @@ class Reconciler:
         live = self._cluster.store.get(RESOURCE, key_of(body))
         newer = live is not None and live["metadata"].get("generation") != body["metadata"].get("generation")
         return 0.0 if newer else after
+
+    async def _make_sure(self, body: Object, plan: Plan) -> None:
+        """Ask before anything is written: lists and watches may show an old world.
+
+        An old resource would undo its owner's last change, an old Deployment the autoscaler's last count.
+        Raises ApiError (409, Stale) when this pass was decided from either.
+        """
+        changed = [(BY_NAME[one.manifest["kind"]], one.manifest) for one in plan.apply if one.uid]
+        asked = [(RESOURCE, key_of(body))] if plan.apply or plan.delete else []
+        asked += [(kind, key_of(manifest)) for kind, manifest in changed if kind is DEPLOYMENT]
+        for kind, key in asked:
+            held = self._cluster.store.get(kind, key)
+            live = await self._look(kind, key)
+            if held is None or live is None or not _same_spec(held, live):
+                raise ApiError(409, "Stale", f"{kind.name}/{key[1]} has changed since it was last seen")
 
     async def _carry_out(self, plan: Plan) -> list[Blocker]:
         """Write; what the API server refuses for good is a blocker, everything else an error to retry."""
@@ -145,14 +164,18 @@ class Reconciler:
 
     async def _refresh(self, kind: Kind, key: Key, error: ApiError) -> None:
         """After a conflict what is held is old: look once, for a watch may go on hiding it until the next list."""
-        if error.code != 409:
-            return
-        body = await self._cluster.get(kind, key)
+        if error.code == 409:
+            await self._look(kind, key)
+
+    async def _look(self, kind: Kind, key: Key) -> Object | None:
+        """One object as it is now, not as lists and watches tell; the store learns of it."""
         held = self._cluster.store.get(kind, key)
+        body = await self._cluster.get(kind, key)
         if body is not None:
             self._cluster.store.put(kind, body)
         elif held is not None:
-            self._cluster.store.remove(kind, held)
+            self._cluster.store.deleted(kind, held)
+        return body
 
     async def _look_again(self, step: Apply) -> list[Blocker]:
         """Something has the name of an object to be created: ours that we had not seen, or somebody else's."""
@@ -176,7 +199,11 @@ class Reconciler:
         then, now = _first(old), _first(new)
         if (then.get("code"), then.get("object")) != (now.get("code"), now.get("object")):
             await self._tell(body, then, now)
-        await self._cluster.set_status(body, new)
+        try:
+            await self._cluster.set_status(body, new)
+        except ApiError as error:
+            await self._refresh(RESOURCE, key_of(body), error)
+            raise
 
     async def _tell(self, body: Object, then: Mapping[str, Any], now: Mapping[str, Any]) -> None:
         if not now:
@@ -187,37 +214,16 @@ class Reconciler:
         await self._event(body, kind, now["code"], f"{now['message']} ({now['hint']})", about)
 
     async def _event(self, body: Object, kind: str, reason: str, message: str, about: str) -> None:
-        """The name follows from the content, so that an Event is there once whoever wrote it when."""
-        meta = body["metadata"]
-        identity = "\n".join([meta["uid"], reason, about])
-        stamp = self._now().strftime("%Y-%m-%dT%H:%M:%SZ")
-        event = {
-            "apiVersion": EVENT.api_version,
-            "kind": EVENT.name,
-            "metadata": {
-                "name": f"{meta['name']}.{hashlib.sha256(identity.encode()).hexdigest()[:16]}",
-                "namespace": meta["namespace"],
-            },
-            "involvedObject": {
-                "apiVersion": RESOURCE.api_version,
-                "kind": RESOURCE.name,
-                "name": meta["name"],
-                "namespace": meta["namespace"],
-                "uid": meta["uid"],
-            },
-            "type": kind,
-            "reason": reason,
-            "message": blockers.printable(message),
-            "source": {"component": MANAGER},
-            "firstTimestamp": stamp,
-            "lastTimestamp": stamp,
-            "count": 1,
-        }
+        event = event_about(body, kind, reason, message, about, self._now())
         try:
             await self._cluster.post_event(EVENT, event)
         except ApiError as error:
             if error.code != 409:
                 raise
+
+
+def _same_spec(held: Object, live: Object) -> bool:
+    return all(held["metadata"].get(name) == live["metadata"].get(name) for name in ("uid", "generation"))
 
 
 def _first(body: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -99,6 +99,12 @@ class Store:
         self._bury(kind, key, version)
         return held is not None
 
+    def deleted(self, kind: Kind, body: Object) -> None:
+        """Take the answer to our own deletion of this version: nothing up to it comes back from an old list."""
+        held = self.get(kind, key_of(body))
+        if held is None or version_of(held) <= version_of(body):
+            self._bury(kind, key_of(body), version_of(body) + 1)
+
     def replace(self, kind: Kind, namespace: str, bodies: Iterable[Object], version: int) -> list[Object]:
         """Take a whole list of one namespace ("": all); returns the objects that changed or went.
 

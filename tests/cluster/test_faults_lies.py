@@ -1,16 +1,18 @@
 """Old lists replayed, watch events lost or late: what the operator sees is wrong for a while, what it does is not."""
 
+import json
 import random
 from collections.abc import Iterator
 
 import pytest
 
-from cluster.apiclient import Api
+from cluster.apiclient import Api, eventually
 from cluster.controlplane import ControlPlane
 from cluster.faultproxy import Call, Fate, FaultProxy
 from cluster.operators import OperatorProcess
+from cluster.resources import KIND
 from cluster.rotation import FULL, offset
-from cluster.story import Key, Story
+from cluster.story import Key, Story, Wanted, world_of
 
 pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("crd")]
 SIDE_BY_SIDE = 10  # schedules in one operator, each in a namespace of its own
@@ -68,3 +70,63 @@ def test_stale_lists_and_lost_or_late_events_delete_nothing_and_are_caught_up_wi
     print(
         f"{len(slowest) * SIDE_BY_SIDE} schedules, {sum(lies)} lies, a step took at most {max(slowest):.1f} s"
     )
+
+
+def facts(api: Api, namespaces: list[str]) -> dict[Key, tuple[object, ...]]:
+    """What nobody may change while nobody asks for a change: every child's spec and the generation reported."""
+    world = world_of(api)
+    found: dict[Key, tuple[object, ...]] = {}
+    for kind, bodies in world.items():
+        for (namespace, _), body in bodies.items():
+            if namespace in namespaces:
+                meta = body["metadata"]
+                reported = (body.get("status") or {}).get("observedGeneration") if kind == KIND else None
+                found[namespace, kind] = (meta["uid"], json.dumps(body["spec"], sort_keys=True), reported)
+    return found
+
+
+@pytest.mark.timeout(3600)
+def test_started_again_on_old_lists_it_takes_nothing_back(
+    plane: ControlPlane, api: Api, namespaces: list[str]
+) -> None:
+    """Every list answered from any moment of the story, every watch silent: no child and no status goes back."""
+    lying = False
+    story = Story(api, [(name, "chat") for name in namespaces], 30)
+
+    def judge(call: Call) -> Fate:
+        if not lying or call.namespace not in namespaces:
+            return "pass"
+        return {"list": "stale", "watch": "drop-events"}.get(call.verb, "pass")  # type: ignore[return-value]
+
+    proxy = FaultProxy(plane, judge, rng=random.Random(0))
+    with proxy, OperatorProcess(plane, tuple(namespaces), server=proxy.url) as operator:
+        story.explain = operator.tail
+
+        def restart() -> None:
+            operator.kill()
+            operator.start()  # until it is ready: every kind is listed
+
+        story.create()
+        restart()
+        story.patch({"replicas": 1, "service": {"port": 81}})
+        story.settle("scaled down", Wanted(1, "1", 81))
+        restart()
+        story.patch({"replicas": 3})
+        story.settle("scaled up", Wanted(3, "1", 81))
+        for number in range(20 if FULL else 1):
+            before = facts(api, namespaces)
+            lying = True
+            restart()
+            seen = len(proxy.calls)
+            again = f"/apis/serving.fairlead.dev/v1alpha1/namespaces/{namespaces[-1]}/inferencedeployments"
+            eventually(lambda n=seen, p=again: relisted(proxy.calls[n:], p), 40, "it lists again")  # type: ignore[misc]
+            assert facts(api, namespaces) == before
+            lying = False
+            story.patch({"service": {"port": 90 + number}})
+            story.settle("told the truth", Wanted(3, "1", 90 + number))
+        assert not operator.tracebacks()
+
+
+def relisted(calls: list[Call], path: str) -> bool:
+    """Whether our own client has listed again: kopf has listed once, when it opened the watch."""
+    return sum(call.verb == "list" and call.path.split("?")[0] == path for call in calls) >= 2

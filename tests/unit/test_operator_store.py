@@ -58,6 +58,19 @@ def test_a_replayed_old_list_is_dropped() -> None:
     assert version(store, "a") == 8
 
 
+def test_what_we_deleted_does_not_come_back_from_the_list_it_was_in() -> None:
+    store = Store()
+    store.replace(DEPLOYMENT, "", [child("a", 8)], 10)
+    store.deleted(DEPLOYMENT, child("a", 8))
+    assert version(store, "a") is None
+    assert store.replace(DEPLOYMENT, "", [child("a", 8)], 10) == []
+    assert version(store, "a") is None
+    store.deleted(DEPLOYMENT, child("a", 8))
+    assert store.put(DEPLOYMENT, child("a", 12)), "made anew, or kept by somebody's finalizer"
+    store.deleted(DEPLOYMENT, child("a", 8))
+    assert version(store, "a") == 12, "the answer to an old deletion"
+
+
 def test_children_are_found_by_their_label_and_follow_its_changes() -> None:
     store = Store()
     store.put(DEPLOYMENT, child("a", 1))

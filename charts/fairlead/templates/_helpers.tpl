@@ -50,7 +50,7 @@ test-{{ .Release.Name | replace "." "-" | trunc 34 | trimSuffix "-" }}
 {{- define "fairlead.rules" -}}
 - apiGroups: [serving.fairlead.dev]
   resources: [inferencedeployments]
-  verbs: [list, watch]
+  verbs: [get, list, watch]
 - apiGroups: [serving.fairlead.dev]
   resources: [inferencedeployments/status]
   verbs: [patch]
