@@ -28,6 +28,7 @@ from fairlead_runtime.memory import DeviceFacts, MemoryReport
 from fairlead_runtime.models import attention, loading, selftest
 from fairlead_runtime.models.attention import PagedModel
 from fairlead_runtime.models.loading import Inspected, LoadedModel
+from fairlead_runtime.preflight import check_record
 from fairlead_runtime.resolve import Resolved, check_supported, resolve, summary
 from fairlead_runtime.runner import Runner
 from fairlead_runtime.scheduling.plan import Limits
@@ -60,6 +61,7 @@ def device_facts() -> DeviceFacts:
 def check(path: Path | str, config: EngineConfig, device: DeviceFacts) -> Inspected:
     """Everything that can be refused before a weight is read. Raises ConfigError or ModelError."""
     check_supported(config)
+    check_record(config)
     found = loading.inspect(path, config)
     resolve(config, found.shape, device, dtype=_name(found.dtype))
     return found

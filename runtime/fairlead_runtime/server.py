@@ -13,12 +13,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from fairlead_runtime.api import server as http
+from fairlead_runtime.api.auth import KeyRing
 from fairlead_runtime.api.state import Backend, Face
 from fairlead_runtime.config import EngineConfig
 from fairlead_runtime.models import source
 from fairlead_runtime.models.fetch import Progress
 from fairlead_runtime.models.files import CONFIG
 from fairlead_runtime.outputs import EngineDead
+from fairlead_runtime.preflight import check_record
 from fairlead_runtime.resolve import check_supported
 from fairlead_runtime.service import Service
 from fairlead_runtime.stats import Stats
@@ -34,10 +36,12 @@ def run(model: str, config: EngineConfig, host: str, port: int, admin_port: int)
     """Serve until SIGTERM; 0 then, 1 when the engine gave up. Raises what refuses the configuration or the model."""
     check_supported(config)
     source.check_revision(source.parse(model), config.revision)
+    check_record(config)
+    keys = KeyRing(config.api_key_file) if config.api_key_file else None
     listeners = http.listen(host, port, admin_port)
     for name, listener in zip(("public", "admin"), listeners, strict=True):
         log.info("%s port: http://%s:%d", name, *listener.getsockname()[:2])
-    face = Face(name=config.served_name or model, source=model, api_key_file=config.api_key_file)
+    face = Face(name=config.served_name or model, source=model, keys=keys)
     try:
         asyncio.run(_serve(face, listeners, model, config))
     except EngineDead as error:

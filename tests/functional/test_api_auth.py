@@ -96,7 +96,7 @@ def test_nothing_but_the_probes_is_open(keys: Path) -> None:
 @pytest.mark.parametrize("scheme", ["Bearer", "bearer", "BEARER"])
 def test_either_key_opens_every_route(keys: Path, scheme: str) -> None:
     async def scenario() -> None:
-        async with faked(api_key_file=str(keys)) as (server, service), server.client() as client:
+        async with faked(keys=KeyRing(str(keys))) as (server, service), server.client() as client:
             for key in (KEY, OTHER):
                 headers = {"authorization": f"{scheme} {key}"}
                 assert (await client.get("/v1/models", headers=headers)).status_code == 200
@@ -119,7 +119,7 @@ def test_either_key_opens_every_route(keys: Path, scheme: str) -> None:
 
 def test_the_admin_port_asks_for_no_key(keys: Path) -> None:
     async def scenario() -> None:
-        async with faked(api_key_file=str(keys)) as (server, _), server.admin() as admin:
+        async with faked(keys=KeyRing(str(keys))) as (server, _), server.admin() as admin:
             assert (await admin.get("/metrics")).status_code == 200
 
     run(scenario())
@@ -176,7 +176,7 @@ def test_prefix_caches_of_keyed_tenants_are_apart_and_keyless_users_share() -> N
 
 def test_no_key_and_no_prompt_is_ever_logged(keys: Path, caplog: pytest.LogCaptureFixture) -> None:
     async def scenario() -> None:
-        async with faked(api_key_file=str(keys)) as (server, _), server.client() as client:
+        async with faked(keys=KeyRing(str(keys))) as (server, _), server.client() as client:
             for key in (KEY, "wrong-" + KEY):
                 headers = {"authorization": f"Bearer {key}", "x-secret": "horse"}
                 for body in (completion("my secret horse"), completion("horse", n="horse"), {"horse": 1}):

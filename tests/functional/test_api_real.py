@@ -15,6 +15,7 @@ import openai
 import pytest
 
 from api_harness import LONG_FORM, MODEL, Server, chat, completion, http, run, running
+from fairlead_runtime.api.auth import KeyRing
 from fairlead_runtime.api.state import Backend
 from fairlead_runtime.build import build
 from fairlead_runtime.config import EngineConfig
@@ -331,7 +332,7 @@ def test_tenants_with_keys_never_share_cached_blocks(tmp_path: Any) -> None:
     keys.write_text("first-tenants-key\nsecond-tenants-key\n")
 
     async def scenario() -> None:
-        async with demo(api_key_file=str(keys)) as server:
+        async with demo(keys=KeyRing(str(keys))) as server:
             prompt = list(range(100, 164))
 
             async def cached(key: str) -> int:

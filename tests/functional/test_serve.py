@@ -35,6 +35,11 @@ def body(model: str, **changes: Any) -> dict[str, Any]:
         (["--port=8000", "--admin-port=8000"], "--admin-port"),
         (["--port=70000"], "--port"),
         (["--revision=main"], "--revision"),
+        (["--record=/no/such/directory/run.jsonl"], "--record"),
+        (["--api-key-file=/no/such/file"], "--api-key-file"),
+        (["--api-key-file=/dev/null"], "--api-key-file"),
+        (["--host=192.0.2.1"], "--host"),
+        (["--host="], "--host"),
     ],
 )
 def test_a_bad_configuration_ends_with_2_and_one_line_that_names_it(
@@ -48,6 +53,8 @@ def test_a_bad_configuration_ends_with_2_and_one_line_that_names_it(
         assert set(words) == {"code", "message", "hint"}
         assert words["code"] == "InvalidConfig"
         assert named in words["message"]
+        assert words["hint"]
+        assert not any(" port: " in line for line in server.lines), "it listened already"
         assert json.loads(log.read_text()) == words
 
 

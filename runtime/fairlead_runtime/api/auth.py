@@ -38,10 +38,10 @@ class KeyRing:
             self._read(self._stat())
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(
-                "api_key_file", f"cannot be read: {type(error).__name__}", "one key a line, in UTF-8"
+                "api_key_file", f"{path}: {_reason(error)}", "name a file of one key a line, in UTF-8"
             ) from None
         if not self._hashes:
-            raise ConfigError("api_key_file", "holds no key", "put one key on each line")
+            raise ConfigError("api_key_file", f"{path}: holds no key", "put one key on each line")
 
     def tenant(self, credential: bytes) -> str | None:
         """The tenant of a key, a hash of it; None for no key of ours. Compares with every key, always."""
@@ -60,7 +60,7 @@ class KeyRing:
             self._unreadable = False
         except (OSError, UnicodeDecodeError) as error:
             if not self._unreadable:
-                _log.warning("the API key file cannot be read, the last keys stay: %s", type(error).__name__)
+                _log.warning("the API key file cannot be read, the last keys stay: %s", _reason(error))
             self._unreadable = True
 
     def _stat(self) -> tuple[int, int, int]:
@@ -71,6 +71,11 @@ class KeyRing:
         keys = [line.strip() for line in self._path.read_text("utf-8").split("\n")]
         self._hashes = tuple(hashlib.sha256(key.encode()).digest() for key in keys if key)
         self._stamp = stamp
+
+
+def _reason(error: OSError | UnicodeDecodeError) -> str:
+    """What is wrong with the file; nothing of what it holds."""
+    return (error.strerror or "cannot be read") if isinstance(error, OSError) else "is no UTF-8 text"
 
 
 class Authenticated:

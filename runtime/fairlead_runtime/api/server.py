@@ -16,8 +16,8 @@ from typing import NamedTuple
 import uvicorn
 from starlette.types import ASGIApp
 
+from fairlead_runtime import preflight
 from fairlead_runtime.api.app import admin_app, public_app
-from fairlead_runtime.api.auth import KeyRing
 from fairlead_runtime.api.limits import Pool
 from fairlead_runtime.api.protocol import HEADER_BYTES, KEEP_ALIVE_SECONDS, GuardedProtocol, protocol_class
 from fairlead_runtime.api.state import Backend, Face
@@ -39,11 +39,11 @@ class Listeners(NamedTuple):
 def listen(host: str, port: int, admin_port: int) -> Listeners:
     """Bind both ports before anything expensive happens; port 0 takes a free one.
 
-    Raises ConfigError naming the flag of the port that cannot be had.
+    Raises ConfigError naming the flag that cannot be had.
     """
-    public = _bind("port", host, port)
+    public = preflight.listen("port", host, port, BACKLOG)
     try:
-        return Listeners(public, _bind("admin_port", host, admin_port))
+        return Listeners(public, preflight.listen("admin_port", host, admin_port, BACKLOG))
     except ConfigError:
         public.close()
         raise
@@ -59,15 +59,14 @@ async def serve(
 ) -> None:
     """Serve ``face`` until SIGTERM or SIGINT; ``load`` gives the started backend while the ports are open already.
 
-    Raises ConfigError for a bad key file, whatever ``load`` raises, and EngineDead when the engine gave up. A
+    Raises whatever ``load`` raises, and EngineDead when the engine gave up. A
     second signal ends the drain. Streams that outlive ``drain_timeout`` seconds end with an error event.
     """
-    keys = KeyRing(face.api_key_file) if face.api_key_file else None
     _allow_files(2 * max_connections + 256)
     pool = Pool()
     signals: asyncio.Queue[None] = asyncio.Queue()
     ports = [
-        _Port(public_app(face, pool, keys), listeners.public, max_connections),
+        _Port(public_app(face, pool, face.keys), listeners.public, max_connections),
         _Port(admin_app(face), listeners.admin, max_connections),
     ]
     with _signals(face, signals):
@@ -186,12 +185,3 @@ def _allow_files(wanted: int) -> None:
     allowed = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
     if soft != resource.RLIM_INFINITY and soft < allowed:
         resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
-
-
-def _bind(flag: str, host: str, port: int) -> socket.socket:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    try:
-        return socket.create_server((host, port), family=family, backlog=BACKLOG)
-    except (OSError, OverflowError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "no such port"
-        raise ConfigError(flag, f"cannot listen on {host}:{port}: {reason}", "choose another") from None

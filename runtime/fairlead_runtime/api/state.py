@@ -11,6 +11,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from fairlead_runtime.api.auth import KeyRing
 from fairlead_runtime.api.errors import ApiError
 from fairlead_runtime.detokenize import Vocabulary
 from fairlead_runtime.outputs import Health, ServiceFace
@@ -38,7 +39,7 @@ class Face:
 
     name: str  # what clients put into "model"
     source: str = ""  # where the model came from, shown by /v1/models
-    api_key_file: str = ""
+    keys: KeyRing | None = None  # who may call the public port; None: everybody
     created: int = field(default_factory=lambda: int(time.time()))
     model_config: bytes | None = None  # config.json, known before the weights are
     backend: Backend | None = None

@@ -16,17 +16,17 @@ def main(argv: list[str], environ: Mapping[str, str] = os.environ) -> int:
     """0: the model lies in the cache and is one that is served; 2: not, and why, as a JSON line."""
     options = _parser(environ).parse_args(argv)
     # After the arguments: --help needs no client of the hub.
-    from fairlead_runtime.models.errors import ModelError
+    from fairlead_runtime.commands.refusals import refusal
 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", stream=sys.stderr)
     try:
         path = _fetch(options, environ)
-    except ConfigError as error:
-        termination.report("InvalidConfig", str(error), error.hint, environ)
-        return 2
-    except ModelError as error:
-        termination.report(error.code, error.message, error.hint, environ)
-        return 2
+    except Exception as error:
+        refused = refusal(error)
+        if refused is None:
+            raise
+        termination.report(refused.code, refused.message, refused.hint, environ)
+        return refused.exit_code
     print(path)  # noqa: T201 - the answer
     return 0
 

@@ -6,17 +6,17 @@ Reads what it is given; downloads nothing.
 
 import http.server
 import json
-import socket
 import threading
 from http import HTTPStatus
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from fairlead_runtime.config import ConfigError
+from fairlead_runtime import preflight
 from fairlead_runtime.models.fetch import Progress
 from fairlead_runtime.models.files import CONFIG
 
+BACKLOG = 16
 IDLE_SECONDS = 10  # a connection that says nothing for so long is closed
 
 
@@ -26,16 +26,12 @@ class FetchServer:
     def __init__(self, model: str, host: str, port: int) -> None:
         self.model = model
         self.progress = Progress(0, 0)
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
         bound = type("_Bound", (_Handler,), {"owner": self})
-        server = type("_Server", (http.server.ThreadingHTTPServer,), {"address_family": family})
-        try:
-            self._server: http.server.ThreadingHTTPServer = server((host, port), bound)
-        except OSError as error:
-            raise ConfigError(
-                "admin_port", f"cannot listen on {host} port {port}: {error.strerror}", "choose another"
-            ) from error
-        self.port: int = self._server.server_address[1]
+        listener = preflight.listen("admin_port", host, port, BACKLOG)
+        self._server = http.server.ThreadingHTTPServer((host, port), bound, bind_and_activate=False)
+        self._server.socket.close()
+        self._server.socket = listener
+        self.port: int = listener.getsockname()[1]
         self._thread = threading.Thread(
             target=self._server.serve_forever, kwargs={"poll_interval": 0.05}, name="fetch-admin", daemon=True
         )

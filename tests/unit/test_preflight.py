@@ -1,0 +1,73 @@
+"""What flags name outside the process is tried before anything starts, and refused by flag and fix."""
+
+import socket
+from pathlib import Path
+
+import pytest
+
+from fairlead_runtime import preflight
+from fairlead_runtime.config import ConfigError, EngineConfig
+
+
+def refused(config: EngineConfig) -> ConfigError:
+    with pytest.raises(ConfigError) as caught:
+        preflight.check_record(config)
+    assert caught.value.hint
+    return caught.value
+
+
+def test_a_record_that_can_be_written_is_accepted_and_nothing_is_left_behind(tmp_path: Path) -> None:
+    preflight.check_record(EngineConfig())
+    preflight.check_record(EngineConfig(record=str(tmp_path / "run.jsonl")))
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_earlier_recording_is_not_touched(tmp_path: Path) -> None:
+    earlier = tmp_path / "run.jsonl"
+    earlier.write_text("an earlier run\n")
+    preflight.check_record(EngineConfig(record=str(earlier)))
+    assert earlier.read_text() == "an earlier run\n"
+
+
+@pytest.mark.parametrize(("name", "reason"), [("", "Is a directory"), ("none/x", "No such file")])
+def test_a_record_that_cannot_be_written_is_named(name: str, reason: str, tmp_path: Path) -> None:
+    error = refused(EngineConfig(record=str(tmp_path / name)))
+    assert error.field == "record"
+    assert reason in str(error)
+
+
+def test_a_record_over_the_file_of_api_keys_is_refused(tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("a-key\n")
+    error = refused(
+        EngineConfig(record=str(tmp_path / ".." / tmp_path.name / "keys"), api_key_file=str(keys))
+    )
+    assert "is the file of API keys" in str(error)
+    assert keys.read_text() == "a-key\n"
+
+
+@pytest.mark.parametrize("host", ["", "[::1]", "a..b", "ü" * 80 + ".example", "192.0.2.1", "2001:db8::1"])
+def test_a_host_that_cannot_be_had_names_the_hosts_flag_and_the_form(host: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        preflight.listen("port", host, 0, 1)
+    assert caught.value.field == "host"
+    assert "0.0.0.0 for all" in caught.value.hint
+    assert len(str(caught.value)) < 400
+
+
+def test_a_port_in_use_or_out_of_range_names_the_ports_flag() -> None:
+    with (
+        socket.create_server(("127.0.0.1", 0)) as taken,
+        pytest.raises(ConfigError, match="Address already in use") as caught,
+    ):
+        preflight.listen("admin_port", "127.0.0.1", taken.getsockname()[1], 1)
+    assert caught.value.field == "admin_port"
+    with pytest.raises(ConfigError, match="70000 is no port"):
+        preflight.listen("port", "127.0.0.1", 70000, 1)
+
+
+def test_a_free_port_is_listened_on() -> None:
+    with preflight.listen("port", "127.0.0.1", 0, 1) as listener:
+        assert listener.getsockname()[1] > 0
+        with socket.create_connection(listener.getsockname()[:2]):
+            pass
