@@ -11,6 +11,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from fairlead_operator import blockers
+from fairlead_operator.allowlists import not_allowed
 from fairlead_operator.blockers import Blocker, blocker
 from fairlead_operator.capacity import PlanError, capacity_of, with_measured
 from fairlead_operator.cluster import Cluster
@@ -29,7 +30,7 @@ from fairlead_operator.kinds import (
     controller_of,
     key_of,
 )
-from fairlead_operator.manifests import creates_claim, render
+from fairlead_operator.manifests import render
 from fairlead_operator.observe import Observed, observe
 from fairlead_operator.plan import Apply, Conflict, Plan, diff
 from fairlead_operator.podtemplate import pod_template
@@ -235,36 +236,6 @@ def _conflict(one: Conflict) -> Blocker:
     return blocker(
         "Conflict", f"{one.kind}/{one.name}", f"{one.kind} {one.name} exists and belongs to {one.owner}"
     )
-
-
-def not_allowed(resource: InferenceDeployment, settings: Settings) -> list[Blocker]:
-    """What the chart's allow-lists refuse; with any of these nothing is written."""
-    extra = resource.spec.pod_template
-    checks = (
-        ("engine.image", resource.image, settings.allows_image(resource.image)),
-        (
-            "podTemplate.serviceAccountName",
-            extra.service_account_name,
-            settings.allows_service_account(extra.service_account_name),
-        ),
-        (
-            "podTemplate.priorityClassName",
-            extra.priority_class_name,
-            settings.allows_priority_class(extra.priority_class_name),
-        ),
-        (
-            "model.trustRemoteCode",
-            "true",
-            settings.allow_remote_code or not resource.spec.model.trust_remote_code,
-        ),
-        ("modelCache.size", "a new claim", settings.create_model_cache or not creates_claim(resource)),
-    )
-    about = f"{RESOURCE.name}/{resource.name}"
-    return [
-        blocker("NotAllowed", about, f"spec.{path}: {value} is not allowed by this installation")
-        for path, value, good in checks
-        if not good
-    ]
 
 
 def judge(

@@ -20,7 +20,7 @@ API_VERSION = f"{GROUP}/{VERSION}"
 NAME = re.compile(r"[a-z]([-a-z0-9]{0,38}[a-z0-9])?")
 REVISION = re.compile(r"([A-Za-z0-9][A-Za-z0-9._/-]*)?")
 ENV = re.compile(r"^(PYTHON|LD_|HF_|FAIRLEAD_)|_PROXY$")
-OPEN_KEYS = re.compile(r"app[.]kubernetes[.]io/(name|instance|version|component|part-of)")
+OPEN_KEYS = re.compile(r"app[.]kubernetes[.]io/(version|part-of)")
 RESERVED_KEYS = re.compile(
     r"(^|[.])(kubernetes[.]io|k8s[.]io|istio[.]io|iam[.]gke[.]io|amazonaws[.]com|workload[.]identity|fairlead[.]dev)/"
 )

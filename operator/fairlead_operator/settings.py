@@ -9,6 +9,11 @@ from typing import Any
 
 from fairlead_operator.kinds import Object
 
+# Keys that say whose a pod is and nothing more: no Service, policy or agent is expected to go by them.
+_BOOKKEEPING = r"([a-z0-9.-]+/)?(team|owner|contact|department|cost-cent(er|re)|billing-code)"
+OPEN_LABELS = (_BOOKKEEPING, r"app\.kubernetes\.io/(part-of|version)")
+OPEN_ANNOTATIONS = (*OPEN_LABELS, r"([a-z0-9.-]+/)?description", r"prometheus\.io/(scrape|port|path|scheme)")
+
 
 class SettingsError(ValueError):
     """A setting that cannot work; the message names it and the fix."""
@@ -26,6 +31,8 @@ class Settings:
     allowed_images: tuple[str, ...] = ()
     allowed_service_accounts: tuple[str, ...] = ()
     allowed_priority_classes: tuple[str, ...] = ()
+    allowed_labels: tuple[str, ...] = ()
+    allowed_annotations: tuple[str, ...] = ()
     allow_remote_code: bool = False
     create_model_cache: bool = False
     # NetworkPolicyPeers that may read the admin port: the operator itself and the chart's metrics.from.
@@ -47,6 +54,12 @@ class Settings:
 
     def allows_priority_class(self, name: str) -> bool:
         return not name or _matches(self.allowed_priority_classes, name)
+
+    def allows_label(self, key: str) -> bool:
+        return _matches((*OPEN_LABELS, *self.allowed_labels), key)
+
+    def allows_annotation(self, key: str) -> bool:
+        return _matches((*OPEN_ANNOTATIONS, *self.allowed_annotations), key)
 
 
 def _matches(patterns: Sequence[str], value: str) -> bool:
@@ -84,6 +97,8 @@ def read(argv: Sequence[str], environ: Mapping[str, str], hostname: str) -> Sett
         allowed_images=_patterns(environ, "FAIRLEAD_ALLOWED_IMAGES"),
         allowed_service_accounts=_patterns(environ, "FAIRLEAD_ALLOWED_SERVICE_ACCOUNTS"),
         allowed_priority_classes=_patterns(environ, "FAIRLEAD_ALLOWED_PRIORITY_CLASSES"),
+        allowed_labels=_patterns(environ, "FAIRLEAD_ALLOWED_LABELS"),
+        allowed_annotations=_patterns(environ, "FAIRLEAD_ALLOWED_ANNOTATIONS"),
         allow_remote_code=_switch(environ, "FAIRLEAD_ALLOWED_REMOTE_CODE"),
         create_model_cache=_switch(environ, "FAIRLEAD_ALLOWED_MODEL_CACHE_CREATE"),
         admin_peers=tuple(_json_list(environ, "FAIRLEAD_ADMIN_PEERS")),

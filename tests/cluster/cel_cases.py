@@ -167,10 +167,14 @@ CASES: tuple[Case, ...] = (
     _label("team"),
     _label("example.com/team"),
     _label("app.kubernetes.io/part-of"),
+    _label("app.kubernetes.io/version"),
     *(
         _label(k, _LABELS)
         for k in (
             "app.kubernetes.io/managed-by",
+            "app.kubernetes.io/name",
+            "app.kubernetes.io/instance",
+            "app.kubernetes.io/component",
             "serving.fairlead.dev/name",
             "pod-security.kubernetes.io/enforce",
             "topology.k8s.io/x",

@@ -13,6 +13,7 @@ from cluster import binaries
 from cluster.apiclient import Api, Object, eventually
 from cluster.controlplane import ControlPlane
 from cluster.nodes import add_nodes, start_kwok
+from cluster.resources import idep
 
 ROOT = Path(__file__).parents[2]
 _numbers = itertools.count(1)
@@ -55,6 +56,21 @@ def crd(api: Api) -> Object:
 
     eventually(established, 10, "the CRD is Established")
     return body
+
+
+@pytest.fixture(scope="session")
+def collector(api: Api, crd: Object) -> None:
+    """Garbage collection that knows our kind: it looks for new kinds every 30 seconds, and collects nothing before."""
+    owner = api.create(idep("default", "collected", paused=True))
+    reference = {key: owner[key] for key in ("apiVersion", "kind")} | {
+        key: owner["metadata"][key] for key in ("name", "uid")
+    }
+    meta = {"name": "collected", "namespace": "default", "ownerReferences": [reference]}
+    api.create({"apiVersion": "v1", "kind": "ConfigMap", "metadata": meta})
+    api.delete(owner["kind"], "default", "collected")
+    eventually(
+        lambda: api.find("ConfigMap", "default", "collected") is None, 90, "what it owned is collected"
+    )
 
 
 @pytest.fixture(scope="session")

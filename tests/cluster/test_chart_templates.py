@@ -138,6 +138,8 @@ def test_the_allow_lists_reach_the_operator(helm: Helm) -> None:
         "images": [r"registry\.test/[a-z]+@sha256:.*", "a|b"],
         "serviceAccounts": ["reader-[0-9]+"],
         "priorityClasses": ["high", 'odd"quote'],
+        "labels": ["tier", r"example\.com/.*"],
+        "annotations": [r"prometheus\.io/.*"],
         "remoteCode": True,
     }
     seen = settings(
@@ -146,10 +148,13 @@ def test_the_allow_lists_reach_the_operator(helm: Helm) -> None:
     assert list(seen.allowed_images) == allow["images"]
     assert list(seen.allowed_service_accounts) == allow["serviceAccounts"]
     assert list(seen.allowed_priority_classes) == allow["priorityClasses"]
+    assert list(seen.allowed_labels) == allow["labels"]
+    assert list(seen.allowed_annotations) == allow["annotations"]
     assert seen.allow_remote_code
     assert seen.hub == "https://hub.test"
     default = settings(helm.render())
     assert default.allowed_images + default.allowed_service_accounts + default.allowed_priority_classes == ()
+    assert default.allowed_labels + default.allowed_annotations == ()
     assert not default.allow_remote_code
 
 

@@ -14,7 +14,7 @@ from cluster.controlplane import ControlPlane
 from cluster.operators import OperatorProcess
 from cluster.resources import KIND, current, idep, owned_by, status
 
-pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("crd", "nodes")]
+pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("collector", "nodes")]
 NAMESPACE = "hostile"
 IMAGE = "registry.test/fairlead-runtime:1"
 THEIRS: tuple[tuple[str, str, Object], ...] = (
@@ -114,7 +114,13 @@ ACCEPTED = dict(
         hostile("a shell in the served name's place", model={"servedName": "a/b:c@d+e"}),
         hostile("a shell in the environment", podTemplate={"env": [{"name": "X", "value": "$(rm -rf /); `id`"}]}),
         hostile("an expansion in the environment", podTemplate={"env": [{"name": "X", "value": "$(HOME)"}]}),
-        hostile("control characters in an annotation", podTemplate={"annotations": {"a": "\x1b[31m\nevil: true"}}),
+        hostile("control characters in an annotation", podTemplate={"annotations": {"description": "\x1b[31m\nevil: true"}}),
+        hostile("the label by which another's Service picks pods", podTemplate={"labels": {"app": "db"}}),
+        hostile("it in a crowd of good ones", podTemplate={"labels": {"team": "x", "app": "db", "owner": "y"}}),
+        hostile("a label of a database's operator", podTemplate={"labels": {"cnpg.io/cluster": "db"}}),
+        hostile("a foreign network", podTemplate={"annotations": {"k8s.v1.cni.cncf.io/networks": "db"}}),
+        hostile("a foreign address", podTemplate={"annotations": {"cni.projectcalico.org/ipAddrs": '["10.0.0.1"]'}}),
+        hostile("a foreign sidecar with secrets", podTemplate={"annotations": {"vault.hashicorp.com/agent-inject": "true"}}),
         hostile("an owner that is another's", meta={"ownerReferences": [OWNER]}),
         hostile("a finalizer of its own", meta={"finalizers": ["evil.test/stay"]}),
         hostile("our labels on the resource", meta={"labels": {"serving.fairlead.dev/name": "db"}}),
@@ -173,6 +179,7 @@ def test_what_is_accepted_does_no_harm(api: Api, mallory: Api, operator: Operato
         for deployment in api.items("Deployment", NAMESPACE):
             if owned_by(deployment, owner):
                 _harmless(deployment["spec"]["template"]["spec"])
+                _picked_by_nobody(api, deployment["spec"]["template"]["metadata"])
         assert api.items("PersistentVolumeClaim", NAMESPACE) == []
     finally:
         api.merge(KIND, NAMESPACE, name, {"metadata": {"finalizers": None}})
@@ -183,6 +190,17 @@ def test_what_is_accepted_does_no_harm(api: Api, mallory: Api, operator: Operato
             20,
             "gone",
         )
+
+
+def _picked_by_nobody(api: Api, meta: Object) -> None:
+    """No traffic, policy or budget of another goes by these labels, and no agent by these annotations."""
+    selectors = [api.get("Service", NAMESPACE, "db")["spec"]["selector"]]
+    for kind in ("Deployment", "PodDisruptionBudget"):
+        selectors.append(api.get(kind, NAMESPACE, "db")["spec"]["selector"]["matchLabels"])
+    for selector in selectors:
+        assert not selector.items() <= meta["labels"].items()
+    ours = {"kubectl.kubernetes.io/default-container", "description"}
+    assert set(meta["annotations"]) <= ours
 
 
 def _harmless(pod: Object) -> None:
