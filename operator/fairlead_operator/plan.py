@@ -9,7 +9,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from fairlead_operator.fields import Quantity
-from fairlead_operator.kinds import Object, controller_of
+from fairlead_operator.kinds import (
+    MANAGED_LABEL,
+    MANAGED_VALUE,
+    MANAGER,
+    UID_LABEL,
+    Object,
+    controller_of,
+)
 
 # Lists that merge by key, as declared in the API types; every other list is one value.
 _MERGE_KEYS: Mapping[str, tuple[tuple[str, ...], ...]] = {
@@ -74,8 +81,8 @@ class Plan:
 def diff(desired: Iterable[Object], observed: Iterable[Object], uid: str) -> Plan:
     """The writes that turn ``observed`` children into ``desired`` ones.
 
-    ``uid`` is the resource's. Observed objects whose controller is another are conflicts where we want
-    that name, and invisible where we do not. Objects that are being deleted are waited for.
+    ``uid`` is the resource's. Observed objects that are not ours are conflicts where we want that name, and
+    invisible where we do not. Objects that are being deleted are waited for.
     """
     live = {(body["kind"], body["metadata"]["name"]): body for body in observed}
     applies: list[Apply] = []
@@ -87,8 +94,8 @@ def diff(desired: Iterable[Object], observed: Iterable[Object], uid: str) -> Pla
         body = live.get(identity)
         if body is None:
             applies.append(Apply(manifest, None, "missing"))
-        elif not owned(body, uid):
-            conflicts.append(Conflict(*identity, owner=_owner_text(body)))
+        elif not ours(body, uid):
+            conflicts.append(Conflict(*identity, owner=owner_text(body)))
         elif body["kind"] not in _WRITE_ONCE and not body["metadata"].get("deletionTimestamp"):
             paths = differences(manifest, body)
             if paths:
@@ -97,15 +104,26 @@ def diff(desired: Iterable[Object], observed: Iterable[Object], uid: str) -> Pla
     deletes = [
         Delete(body, "no longer wanted")
         for identity, body in live.items()
-        if identity not in wanted and owned(body, uid) and not body["metadata"].get("deletionTimestamp")
+        if identity not in wanted and ours(body, uid) and not body["metadata"].get("deletionTimestamp")
     ]
     return Plan(tuple(applies), tuple(deletes), tuple(conflicts))
 
 
-def owned(body: Object, uid: str) -> bool:
-    """Whether the object's controller is the resource with this uid."""
+def ours(body: Object, uid: str) -> bool:
+    """Whether the object's controller is the resource with this uid, or was until somebody removed the reference.
+
+    The latter needs no other controller, our labels with this very uid, and our name among those who applied it:
+    a foreign object may wear the labels, but nobody applied it as us.
+    """
     controller = controller_of(body)
-    return controller is not None and controller.get("uid") == uid
+    if controller is not None:
+        return controller.get("uid") == uid
+    labels = body["metadata"].get("labels") or {}
+    marked = labels.get(MANAGED_LABEL) == MANAGED_VALUE and labels.get(UID_LABEL) == uid
+    return marked and any(
+        entry.get("manager") == MANAGER and entry.get("operation") == "Apply"
+        for entry in body["metadata"].get("managedFields") or ()
+    )
 
 
 def differences(want: Any, live: Any, path: str = "") -> list[str]:
@@ -200,6 +218,7 @@ def _same_quantity(one: Any, other: Any) -> bool:
         return False
 
 
-def _owner_text(body: Object) -> str:
+def owner_text(body: Object) -> str:
+    """Whose the object is, for a message."""
     controller = controller_of(body)
     return f"{controller['kind']} {controller['name']}" if controller else "nobody"

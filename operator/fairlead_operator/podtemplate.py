@@ -37,8 +37,8 @@ def selector(resource: InferenceDeployment) -> dict[str, str]:
 
 
 def labels(resource: InferenceDeployment) -> dict[str, str]:
-    """What every child carries."""
-    return {NAME_LABEL: resource.name, MANAGED_LABEL: MANAGED_VALUE}
+    """What every child and pod carries. By the uid an object is known that lost its owner reference."""
+    return {**selector(resource), MANAGED_LABEL: MANAGED_VALUE}
 
 
 def cache_claim(resource: InferenceDeployment) -> str:
@@ -63,7 +63,6 @@ def pod_template(resource: InferenceDeployment, settings: Settings) -> Object:
             "labels": {
                 **extra.labels,
                 **labels(resource),
-                **selector(resource),
                 "llm-d.ai/engine-type": "vllm",
             },
             "annotations": {"kubectl.kubernetes.io/default-container": "runtime", **extra.annotations},

@@ -27,12 +27,11 @@ from fairlead_operator.kinds import (
     Key,
     Kind,
     Object,
-    controller_of,
     key_of,
 )
 from fairlead_operator.manifests import render
 from fairlead_operator.observe import Observed, observe
-from fairlead_operator.plan import Apply, Conflict, Plan, diff
+from fairlead_operator.plan import Apply, Conflict, Plan, diff, ours, owner_text
 from fairlead_operator.podtemplate import pod_template
 from fairlead_operator.remembered import Known, Memory
 from fairlead_operator.resource import InferenceDeployment
@@ -86,9 +85,8 @@ class Reconciler:
 
         plan = diff(render(resource, self._settings, scaling.replicas, strategy), seen.children, resource.uid)
         if not resource.spec.paused and not found:
-            if (
-                seen.children
-            ):  # the first of all creations needs no question: it is refused if the child is there
+            # The first of all creations needs no question: it is refused if the child is there.
+            if seen.children:
                 await self._make_sure(body, plan)
             found = await self._carry_out(plan)
             seen = observe(self._cluster.store, key, resource.uid)
@@ -185,12 +183,10 @@ class Reconciler:
         body = await self._cluster.get(kind, (meta["namespace"], meta["name"]))
         if body is None:
             raise ApiError(409, "Conflict", f"{kind.name}/{meta['name']} came and went")
-        controller = controller_of(body)
-        if controller is not None and controller["uid"] == meta["ownerReferences"][0]["uid"]:
+        if ours(body, meta["ownerReferences"][0]["uid"]):
             self._cluster.store.put(kind, body)
             raise ApiError(409, "Stale", f"{kind.name}/{meta['name']} is ours and was not seen yet")
-        owner = f"{controller['kind']} {controller['name']}" if controller else "nobody"
-        return [_conflict(Conflict(kind.name, meta["name"], owner))]
+        return [_conflict(Conflict(kind.name, meta["name"], owner_text(body)))]
 
     async def _report(self, body: Object, new: Object) -> None:
         """Write the status if it differs, and an Event when the first blocker is another."""

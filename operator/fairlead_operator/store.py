@@ -168,9 +168,19 @@ def _discard(index: dict[K, set[Key]], entry: K, key: Key) -> None:
 
 
 def trimmed(kind: Kind, body: Object) -> Object:
-    """Without what no decision reads, and with the kind that items of a list lack."""
+    """Without what no decision reads, and with the kind that items of a list lack.
+
+    Of ``managedFields``, often the larger half of an object, stays who applied it.
+    """
     slim = {**body, "kind": kind.name, "apiVersion": kind.api_version}
     slim["metadata"] = {k: v for k, v in body["metadata"].items() if k != "managedFields"}
+    if kind is not POD:
+        managers = [
+            {name: entry[name] for name in ("manager", "operation")}
+            for entry in body["metadata"].get("managedFields") or ()
+            if entry.get("operation") == "Apply"
+        ]
+        slim["metadata"] |= {"managedFields": managers} if managers else {}
     if kind.name == "Pod":
         spec: dict[str, Any] = body.get("spec") or {}
         slim["spec"] = {name: spec[name] for name in _POD_SPEC if name in spec}

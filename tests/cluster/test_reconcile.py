@@ -161,10 +161,8 @@ def test_drift_in_any_managed_field_is_repaired_and_foreign_fields_are_kept(api:
     for kind in CHILDREN:
         first = api.get(kind, namespace, "chat")
         entry = next(m for m in first["metadata"]["managedFields"] if m["manager"] == "fairlead-operator")
-        # Without its owner an object is not ours any more: that is a conflict, not drift.
         # An empty egress is owned and not stored.
-        skipped = {"f:ownerReferences", "f:egress"}
-        paths = sorted(p for p in leaves(entry["fieldsV1"]) if not skipped & set(p))
+        paths = sorted(p for p in leaves(entry["fieldsV1"]) if "f:egress" not in p)
         for number, path in enumerate(paths):
             for operation in ("replace", "remove"):
                 if not FULL and (number + (operation == "remove")) % 2:
@@ -256,6 +254,33 @@ def test_an_object_that_has_our_name_is_not_touched_and_named(api: Api, namespac
     eventually(
         lambda: owned_by(api.find("Service", namespace, "chat") or EMPTY, owner), 15, "a Service of ours"
     )
+
+
+@pytest.mark.usefixtures("collector")
+def test_what_lost_its_owner_is_taken_back_and_what_only_looks_like_ours_is_not(
+    api: Api, namespace: str
+) -> None:
+    owner = made(api, namespace, replicas=2)
+    uids = {kind: body["metadata"]["uid"] for kind, body in children(api, namespace).items()}
+    for kind in CHILDREN:
+        api.json_patch(kind, namespace, "chat", [{"op": "remove", "path": "/metadata/ownerReferences"}])
+    eventually(
+        lambda: all(owned_by(body, owner) for body in children(api, namespace).values()), 10, "owned again"
+    )
+    assert {kind: body["metadata"]["uid"] for kind, body in children(api, namespace).items()} == uids
+    assert "Conflict" not in _codes(api, namespace)
+
+    # A deletion that leaves the children behind: they belonged to the resource before, not to the new one.
+    api.delete(KIND, namespace, "chat", propagationPolicy="Orphan")
+    eventually(lambda: api.find(KIND, namespace, "chat") is None, 20, "gone, its children are not")
+    left = {kind: body["metadata"]["resourceVersion"] for kind, body in children(api, namespace).items()}
+    assert set(left) == set(CHILDREN)
+    api.create(idep(namespace, replicas=2))
+    seen = await_reason(api, namespace, "Conflict", 5)
+    assert len([b for b in seen["blockers"] if b["code"] == "Conflict"]) == 4
+    for kind, body in children(api, namespace).items():
+        assert body["metadata"]["resourceVersion"] == left[kind], kind
+        assert "ownerReferences" not in body["metadata"]
 
 
 def test_a_paused_resource_keeps_its_status_current_and_its_children_as_they_are(

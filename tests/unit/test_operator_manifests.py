@@ -18,8 +18,8 @@ OWNER = {
     "controller": True,
     "blockOwnerDeletion": False,
 }
-LABELS = {"serving.fairlead.dev/name": "chat", "app.kubernetes.io/managed-by": "fairlead"}
 SELECTOR = {"serving.fairlead.dev/name": "chat", "serving.fairlead.dev/uid": "uid-1"}
+LABELS = {**SELECTOR, "app.kubernetes.io/managed-by": "fairlead"}
 META = {"name": "chat", "namespace": "ns", "labels": LABELS, "ownerReferences": [OWNER]}
 
 

@@ -126,6 +126,46 @@ def test_an_object_of_somebody_else_is_a_conflict_and_never_touched() -> None:
     assert not plan.delete
 
 
+def unowned(index: int, **metadata: object) -> tuple[list[Object], Object]:
+    """The live objects, one of them without its owner reference; what ``metadata`` says else."""
+    made = live()
+    body = made[index]
+    del body["metadata"]["ownerReferences"]
+    body["metadata"]["managedFields"] = [{"manager": "fairlead-operator", "operation": "Apply"}]
+    body["metadata"] |= metadata
+    return made, body
+
+
+@pytest.mark.parametrize("index", range(4))
+def test_an_object_that_lost_its_owner_reference_is_ours_by_labels_and_history(index: int) -> None:
+    made, body = unowned(index)
+    plan = diff(wanted(), made, "uid-1")
+    assert [one.manifest["kind"] for one in plan.apply] == [body["kind"]]
+    assert (plan.apply[0].uid, plan.apply[0].why) == (body["metadata"]["uid"], "metadata.ownerReferences")
+    assert plan.conflicts == ()
+    unwanted = [one for one in wanted() if one["kind"] != body["kind"]]
+    assert [gone.body for gone in diff(unwanted, made, "uid-1").delete] == [body]
+
+
+@pytest.mark.parametrize(
+    "metadata",
+    [
+        {"managedFields": []},
+        {"managedFields": [{"manager": "kubectl", "operation": "Apply"}]},
+        {"managedFields": [{"manager": "fairlead-operator", "operation": "Update"}]},
+        {"labels": {"serving.fairlead.dev/name": "chat", "app.kubernetes.io/managed-by": "fairlead"}},
+        {"labels": {"serving.fairlead.dev/uid": "uid-0", "app.kubernetes.io/managed-by": "fairlead"}},
+        {"labels": {"serving.fairlead.dev/uid": "uid-1", "app.kubernetes.io/managed-by": "Helm"}},
+        {"ownerReferences": [{"kind": "Other", "name": "x", "uid": "uid-9", "controller": True}]},
+    ],
+)
+def test_without_any_one_of_these_marks_it_is_somebody_elses(metadata: Object) -> None:
+    made, body = unowned(1, **metadata)
+    plan = diff(wanted(), made, "uid-1")
+    assert [one.kind for one in plan.conflicts] == [body["kind"]]
+    assert (plan.apply, plan.delete) == ((), ())
+
+
 def test_only_our_own_leftovers_are_deleted() -> None:
     fewer = [one for one in wanted() if one["kind"] not in {"NetworkPolicy", "PodDisruptionBudget"}]
     stored = live()
