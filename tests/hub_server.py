@@ -78,6 +78,26 @@ class Hub:
         ]
 
 
+def sharded(directory: Path, count: int) -> dict[str, bytes]:
+    """The files of a model, its one weight file cut into ``count`` of about the same size, with their index."""
+    from safetensors.torch import load_file, save
+
+    files = {path.name: path.read_bytes() for path in directory.iterdir() if path.is_file()}
+    del files["model.safetensors"]
+    tensors = load_file(directory / "model.safetensors")
+    names = sorted(tensors, key=lambda name: tensors[name].nbytes, reverse=True)
+    where, sizes = {}, [0] * count
+    for name in names:
+        where[name] = sizes.index(min(sizes))
+        sizes[where[name]] += tensors[name].nbytes
+    for number in range(count):
+        file = f"model-{number + 1:05}-of-{count:05}.safetensors"
+        files[file] = save({n: tensors[n] for n in names if where[n] == number}, metadata={"format": "pt"})
+    weights = {name: f"model-{at + 1:05}-of-{count:05}.safetensors" for name, at in where.items()}
+    index = {"metadata": {"total_size": sum(sizes)}, "weight_map": weights}
+    return {**files, "model.safetensors.index.json": json.dumps(index).encode()}
+
+
 class _Handler(http.server.BaseHTTPRequestHandler):
     owner: Hub
     protocol_version = "HTTP/1.1"

@@ -1,13 +1,15 @@
-"""Asks pods and the hub what a pass wants to know, in the background: canary, load, sizing, config.json.
+"""Asks pods and the hub what a pass wants to know, in the background: canary, load, sizing, downloads, config.json.
 
 A second keyed queue runs it, so that a pod which hangs delays no pass. What is learned goes into ``Known``;
 news wakes the resource.
 """
 
+import contextlib
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from fairlead_operator import downloads
 from fairlead_operator.autoscale import TICK
 from fairlead_operator.fields import ResourceError
 from fairlead_operator.hub import Hub, HubError
@@ -22,7 +24,7 @@ from fairlead_operator.settings import Settings
 from fairlead_operator.store import Store
 
 IDLE_SECONDS = 15.0  # between two looks at the load of a resource that is not autoscaled
-RETRY_SECONDS = 2.0  # after a canary that failed
+RETRY_SECONDS = 2.0  # after a canary that failed, or while a download says nothing yet
 
 
 class Asker:
@@ -62,11 +64,14 @@ class Asker:
         for pod in seen.ready_pods():
             await self._load(resource, pod, known)
         news |= await self._measure(serving, known)
+        fetching = downloads.fetching(seen.pods)
+        news |= await self._downloads(fetching, known)
         if news:
             self._wake(key)
         scaled = resource.spec.autoscaling is not None and resource.spec.autoscaling.managed_by == "operator"
-        again = TICK if scaled else IDLE_SECONDS
+        again = TICK if scaled or fetching else IDLE_SECONDS
         pending = any(p["metadata"]["uid"] not in known.canaries for p in serving)
+        pending |= any(p["metadata"]["uid"] not in known.downloads for p in fetching)
         return RETRY_SECONDS if pending else again
 
     async def _canary(self, pod: Object, known: Known) -> bool:
@@ -99,6 +104,25 @@ class Asker:
         except ScrapeError:
             return False
         known.measured_of = serving[0]["metadata"]["uid"]
+        return True
+
+    async def _downloads(self, fetching: list[Object], known: Known) -> bool:
+        """How far the downloads are; True when that is worth showing."""
+        now = {}
+        for pod in fetching:
+            uid = pod["metadata"]["uid"]
+            with contextlib.suppress(ScrapeError):
+                if found := downloads.read(await self._pods.progress(address_of(pod))):
+                    now[uid] = found
+                    continue
+            if uid in known.downloads:
+                now[uid] = known.downloads[uid]
+        alive = {pod["metadata"]["uid"] for pod in fetching}
+        known.downloads = {uid: one for uid, one in known.downloads.items() if uid in alive}
+        shown = downloads.show(known.downloads, now, self._clock() - known.downloads_at)
+        if shown is known.downloads:
+            return False
+        known.downloads, known.downloads_at = shown, self._clock()
         return True
 
     async def _config(self, resource: InferenceDeployment, seen: Observed, known: Known) -> bool:

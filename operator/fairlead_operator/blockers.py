@@ -90,18 +90,22 @@ def find(
     deployment: Object | None,
     events: Sequence[Object],
     surging: bool,
+    downloads: Mapping[str, str] | None = None,
 ) -> list[Blocker]:
     """The reasons seen in the cluster, most important first.
 
     ``revision``: the template hash that should serve; pods of others are only waited for. ``surging``: a
-    rollout keeps old pods until new ones are ready.
+    rollout keeps old pods until new ones are ready. ``downloads``: by pod uid, how far its weights are.
     """
     pods = list(pods)
     current = [p for p in pods if _revision(p) == revision and not p["metadata"].get("deletionTimestamp")]
     older = any(_revision(p) != revision for p in pods)
     found = _of_deployment(deployment)
     for pod in current:
-        found += _of_pod(pod, [e for e in events if _about(e, pod)], surge_blocked=surging and older)
+        progress = (downloads or {}).get(pod["metadata"]["uid"], "")
+        found += _of_pod(
+            pod, [e for e in events if _about(e, pod)], progress, surge_blocked=surging and older
+        )
     if older and not found and not all(is_ready(p) for p in current):
         found.append(blocker("RollingOut", "", "pods of the previous revision still serve"))
     unique = {(b.code, b.message): b for b in sorted(found, reverse=True)}
@@ -141,7 +145,7 @@ def _of_deployment(deployment: Object | None) -> list[Blocker]:
     return found
 
 
-def _of_pod(pod: Object, events: Sequence[Object], *, surge_blocked: bool) -> list[Blocker]:
+def _of_pod(pod: Object, events: Sequence[Object], progress: str, *, surge_blocked: bool) -> list[Blocker]:
     about = f"Pod/{pod['metadata']['name']}"
     status = pod.get("status") or {}
     if is_ready(pod):
@@ -149,21 +153,25 @@ def _of_pod(pod: Object, events: Sequence[Object], *, surge_blocked: bool) -> li
     for condition in status.get("conditions") or ():
         if condition.get("type") == "PodScheduled" and condition.get("status") == "False":
             return [_unscheduled(pod, about, str(condition.get("message", "")), surge_blocked=surge_blocked)]
-    containers = [*(status.get("initContainerStatuses") or ()), *(status.get("containerStatuses") or ())]
-    for container in containers:
-        if seen := _of_container(container, about):
+    fetches = status.get("initContainerStatuses") or ()
+    runs = status.get("containerStatuses") or ()
+    containers = [(one, bool(progress)) for one in fetches] + [(one, True) for one in runs]
+    for container, moving in containers:
+        if seen := _of_container(container, about, moving=moving):
             return [seen]
     mounts = [e for e in events if e.get("reason") in {"FailedMount", "FailedAttachVolume"}]
-    if mounts and not any(c.get("started") for c in containers):
+    if mounts and not any(c.get("started") for c, _ in containers):
         message = str(mounts[-1].get("message", ""))
         return [blocker(_missing(message) or "VolumePending", about, message)]
-    return _of_stage(status, events, about)
+    return _of_stage(status, events, about, progress)
 
 
-def _of_stage(status: Mapping[str, Any], events: Sequence[Object], about: str) -> list[Blocker]:
+def _of_stage(
+    status: Mapping[str, Any], events: Sequence[Object], about: str, progress: str
+) -> list[Blocker]:
     for container in status.get("initContainerStatuses") or ():
         if "running" in (container.get("state") or {}):
-            return [blocker("FetchingWeights", about, "the init container downloads the weights")]
+            return [blocker("FetchingWeights", about, progress or "the init container downloads the weights")]
     main: Mapping[str, Any] = next(iter(status.get("containerStatuses") or ()), {})
     if main.get("started"):
         failed = [e for e in events if e.get("reason") == "Unhealthy"]
@@ -200,7 +208,8 @@ def _missing(message: str) -> str:
     return ""
 
 
-def _of_container(container: Mapping[str, Any], about: str) -> Blocker | None:
+def _of_container(container: Mapping[str, Any], about: str, *, moving: bool) -> Blocker | None:
+    """``moving``: one that runs again after a failure has come further than that; else the failure stands."""
     state = container.get("state") or {}
     waiting = state.get("waiting") or {}
     reason, message = str(waiting.get("reason", "")), str(waiting.get("message", ""))
@@ -211,7 +220,7 @@ def _of_container(container: Mapping[str, Any], about: str) -> Blocker | None:
     ended = state.get("terminated")
     if not ended and reason == "CrashLoopBackOff":
         ended = (container.get("lastState") or {}).get("terminated") or {}
-    if not ended and not container.get("started"):
+    if not ended and not (container.get("started") and moving):
         ended = (container.get("lastState") or {}).get("terminated")
     if ended is not None and ended.get("exitCode", 1) != 0:
         return _of_end(ended, about)

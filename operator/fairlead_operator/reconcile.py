@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
-from fairlead_operator import blockers
+from fairlead_operator import blockers, downloads
 from fairlead_operator.allowlists import not_allowed
 from fairlead_operator.blockers import Blocker, blocker
 from fairlead_operator.capacity import PlanError, capacity_of, with_measured
@@ -97,7 +97,7 @@ class Reconciler:
             revision=revision,
             strategy=strategy,
             why=why,
-            blockers=judge(resource, seen, known, revision, scaling.replicas, planned, found),
+            blockers=judge(resource, seen, known, revision, scaling.replicas, planned, found, before),
             capacity=planned,
             canaries=frozenset(known.canaries),
             load=load_of(known, seen.ready_pods(), before, self._clock()),
@@ -242,8 +242,9 @@ def judge(
     replicas: int,
     planned: Capacity,
     found: Sequence[Blocker],
+    before: Mapping[str, Any],
 ) -> list[Blocker]:
-    """All blockers of this moment, most important first."""
+    """All blockers of this moment, most important first. ``before``: the status so far."""
     about = f"{RESOURCE.name}/{resource.name}"
     everything = list(found)
     if replicas == 0:
@@ -251,7 +252,12 @@ def judge(
     live = seen.deployment
     surging = live is not None and live["spec"]["strategy"]["type"] != "Recreate"
     everything += blockers.find(
-        revision=revision, pods=seen.pods, deployment=live, events=seen.events, surging=surging
+        revision=revision,
+        pods=seen.pods,
+        deployment=live,
+        events=seen.events,
+        surging=surging,
+        downloads=downloads.messages(known.downloads, seen.pods, before),
     )
     serving = seen.serving(revision)
     plan = planned.body

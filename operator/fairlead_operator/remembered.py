@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fairlead_operator.autoscale import History
+from fairlead_operator.downloads import Download
 from fairlead_operator.kinds import Key
 from fairlead_operator.load import Sample
 
@@ -23,6 +24,8 @@ class Known:
     config: Mapping[str, Any] | None = None  # the model's config.json
     config_of: str = ""  # source and revision it belongs to
     config_error: tuple[str, str] = ("ConfigUnavailable", "the model's config.json is not known yet")
+    downloads: Mapping[str, Download] = field(default_factory=dict)  # as shown, of pods that fetch
+    downloads_at: float = float("-inf")
     measured: Mapping[str, Any] = field(default_factory=dict)  # a pod's /debug/memory
     measured_of: str = ""  # pod uid
     samples: dict[str, Sample] = field(default_factory=dict)  # last good load of each pod

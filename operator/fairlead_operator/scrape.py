@@ -52,6 +52,10 @@ class Pods:
     async def model_config(self, address: str) -> dict[str, Any]:
         return _json(await self._read("GET", address, "/model/config.json"))
 
+    async def progress(self, address: str) -> dict[str, Any]:
+        """How far the pod's ``fetch`` is."""
+        return _json(await self._read("GET", address, "/progress"))
+
     async def memory(self, address: str) -> dict[str, Any]:
         return _json(await self._read("GET", address, "/debug/memory"))
 

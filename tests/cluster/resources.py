@@ -13,6 +13,7 @@ PROCESSES = {
     "nodeSelector": {"type": "processes"},
     "tolerations": [{"key": "processes", "operator": "Exists"}],
 }
+START = 90  # seconds that a runtime process may take on a busy machine
 
 
 def idep(namespace: str, name: str = "chat", **spec: Any) -> Object:
@@ -41,6 +42,12 @@ def condition(body: Mapping[str, Any], kind: str) -> Object:
 def reason(api: Api, namespace: str, name: str = "chat") -> str:
     """Ready's reason."""
     return str(condition(status(api, namespace, name), "Ready").get("reason", ""))
+
+
+def ready(api: Api, namespace: str, name: str = "chat") -> Object | None:
+    """The status once Ready is true."""
+    seen = status(api, namespace, name)
+    return seen if condition(seen, "Ready").get("status") == "True" else None
 
 
 def await_reason(api: Api, namespace: str, wanted: str, within: float, name: str = "chat") -> Object:

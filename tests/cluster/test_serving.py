@@ -1,45 +1,26 @@
 """Pods that are real runtime processes: Ready means tokens, load becomes replicas, restarts change nothing."""
 
-import json
 import subprocess
 import threading
-import urllib.request
 from collections.abc import Iterator
 
 import pytest
 
 from cluster import binaries
 from cluster.apiclient import Api, Object, eventually
+from cluster.completions import complete
 from cluster.controlplane import ControlPlane
 from cluster.fakekubelet import FakeKubelet
 from cluster.operators import OperatorProcess
-from cluster.resources import KIND, PROCESSES, await_reason, condition, idep, status
+from cluster.resources import KIND, PROCESSES, START, await_reason, condition, idep, ready, status
 
 pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("crd")]
-START = 90  # seconds that a runtime process may take on a busy machine
 
 
 @pytest.fixture(scope="module")
 def kubelet(plane: ControlPlane) -> Iterator[FakeKubelet]:
     with FakeKubelet(plane) as started:
         yield started
-
-
-def ready(api: Api, namespace: str) -> Object | None:
-    seen = status(api, namespace)
-    return seen if condition(seen, "Ready").get("status") == "True" else None
-
-
-def complete(address: str, tokens: int = 4) -> Object:
-    body = {"model": "chat", "prompt": "Once", "max_tokens": tokens, "ignore_eos": True}
-    request = urllib.request.Request(
-        f"http://{address}:8000/v1/completions",
-        json.dumps(body).encode(),
-        {"Content-Type": "application/json"},
-    )
-    with urllib.request.urlopen(request, timeout=120) as answer:
-        found: Object = json.load(answer)
-    return found
 
 
 def kubectl(plane: ControlPlane, *arguments: str) -> str:

@@ -1,6 +1,7 @@
 """Reasons a resource is not ready, in order: what Kubernetes and the runtime say, with what to do."""
 
 import json
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -18,8 +19,16 @@ def reasons(
     live: Object | None = None,
     events: list[Object] | None = None,
     surging: bool = True,
+    downloads: Mapping[str, str] | None = None,
 ) -> list[Blocker]:
-    return find(revision="new", pods=pods, deployment=live, events=events or [], surging=surging)
+    return find(
+        revision="new",
+        pods=pods,
+        deployment=live,
+        events=events or [],
+        surging=surging,
+        downloads=downloads,
+    )
 
 
 def waiting(reason: str, message: str = "") -> Object:
@@ -118,3 +127,13 @@ def test_a_last_line_that_is_none_of_the_runtimes_is_no_code(text: str) -> None:
 
 def test_every_code_has_a_hint() -> None:
     assert all(hint.endswith(".") for hint in CODES.values())
+
+
+def test_a_download_that_runs_again_keeps_its_failure_as_the_reason_until_it_moves() -> None:
+    last = {
+        "terminated": {"exitCode": 2, "message": '{"code": "HubUnreachable", "message": "m", "hint": "h"}'}
+    }
+    one = pod(init={"name": "fetch", "started": True, "state": {"running": {}}, "lastState": last})
+    assert codes(one) == ["HubUnreachable"]
+    (moving,) = reasons(one, downloads={one["metadata"]["uid"]: "10 % of the weights are there"})
+    assert (moving.code, moving.message) == ("FetchingWeights", "10 % of the weights are there")
