@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from fairlead_operator import downloads
+from fairlead_operator import downloads, startup
 from fairlead_operator.autoscale import TICK
 from fairlead_operator.fields import ResourceError
 from fairlead_operator.hub import Hub, HubError
@@ -62,7 +62,7 @@ class Asker:
         for pod in untested:
             news |= await self._canary(pod, known)
         for pod in seen.ready_pods():
-            await self._load(resource, pod, known)
+            news |= await self._load(resource, pod, known)
         news |= await self._measure(serving, known)
         fetching = downloads.fetching(seen.pods)
         news |= await self._downloads(fetching, known)
@@ -86,14 +86,19 @@ class Asker:
         known.canaries.add(uid)
         return True
 
-    async def _load(self, resource: InferenceDeployment, pod: Object, known: Known) -> None:
-        """A good sample replaces the last; a bad one leaves it to grow stale."""
+    async def _load(self, resource: InferenceDeployment, pod: Object, known: Known) -> bool:
+        """A good sample replaces the last; a bad one leaves it to grow stale. True when the pod tells of another start."""
+        uid = pod["metadata"]["uid"]
         try:
             text = await self._pods.metrics(address_of(pod))
             load = parse(text, resource.engine.served_name)
         except (ScrapeError, LoadError):
-            return
-        known.samples[pod["metadata"]["uid"]] = Sample(load, self._clock())
+            return False
+        known.samples[uid] = Sample(load, self._clock())
+        parts = startup.read(text, resource.engine.served_name)
+        news = known.startups.get(uid) != parts
+        known.startups[uid] = parts
+        return news
 
     async def _measure(self, serving: list[Object], known: Known) -> bool:
         """The sizing that one serving pod measured; asked once a pod."""

@@ -1,12 +1,13 @@
 """One pod's load, read from what its ``/metrics`` says: a number that can be trusted, or none.
 
-Owns the parsing of two gauges and the refusal of everything doubtful. A wrong zero scales a busy fleet down, so a
+Owns the parsing of series and the refusal of everything doubtful. A wrong zero scales a busy fleet down, so a
 missing, negative, NaN or infinite value is no value. Fetches nothing; timestamps in the text are ignored, because a
 pod's clock may be wrong: the scraper's own clock dates a sample.
 """
 
 import math
 import re
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 
 from fairlead_runtime.metric_names import MODEL, RUNNING, WAITING
@@ -60,9 +61,10 @@ def parse(text: str, model: str = "") -> Load:
     if len(text) > MAX_BODY:
         raise LoadError(f"the body is longer than {MAX_BODY} bytes")
     found: dict[str, list[float]] = {RUNNING: [], WAITING: []}
-    for line in text.splitlines():
-        if line.startswith((RUNNING, WAITING)):
-            _take(line, model, found)
+    for name, _, number in series(text, found, model):
+        if math.isnan(number) or number < 0:  # infinity is refused with the sum
+            raise LoadError(f"{name} is {number}")
+        found[name].append(number)
     for name, values in found.items():
         if not values:
             raise LoadError(f"{name} is missing" + (f" for model {model!r}" if model else ""))
@@ -72,20 +74,23 @@ def parse(text: str, model: str = "") -> Load:
     return load
 
 
-def _take(line: str, model: str, found: dict[str, list[float]]) -> None:
-    match = LINE.match(line)
-    if match is None:
-        raise LoadError(f"a line is malformed: {line[:80]!r}")
-    name, labels, value = match.groups()
-    if name not in found:
-        return
-    served = dict(LABEL.findall(labels or "")).get(MODEL, "")
-    if model and ESCAPED.sub(lambda m: "\n" if m[1] == "n" else m[1], served) != model:
-        return
-    try:
-        number = float(value)
-    except ValueError:
-        raise LoadError(f"{name} is {value[:40]!r}") from None
-    if math.isnan(number) or number < 0:  # infinity is refused with the sum
-        raise LoadError(f"{name} is {value[:40]}")
-    found[name].append(number)
+def series(
+    text: str, names: Collection[str], model: str = ""
+) -> Iterator[tuple[str, Mapping[str, str], float]]:
+    """Name, labels and value of the series of these names that ``model`` serves. Raises LoadError at a line that is none."""
+    for line in text.splitlines():
+        if not line.startswith(tuple(names)):
+            continue
+        match = LINE.match(line)
+        if match is None:
+            raise LoadError(f"a line is malformed: {line[:80]!r}")
+        name, body, value = match.groups()
+        if name not in names:
+            continue
+        labels = dict(LABEL.findall(body or ""))
+        if model and ESCAPED.sub(lambda m: "\n" if m[1] == "n" else m[1], labels.get(MODEL, "")) != model:
+            continue
+        try:
+            yield name, labels, float(value)
+        except ValueError:
+            raise LoadError(f"{name} is {value[:40]!r}") from None

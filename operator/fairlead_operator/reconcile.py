@@ -100,6 +100,7 @@ class Reconciler:
             blockers=judge(resource, seen, known, revision, scaling.replicas, planned, found, before),
             capacity=planned,
             canaries=frozenset(known.canaries),
+            startups=dict(known.startups),
             load=load_of(known, seen.ready_pods(), before, self._clock()),
             autoscaling=scaling.status,
             scaling=scaling.condition,

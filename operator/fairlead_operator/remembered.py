@@ -28,6 +28,9 @@ class Known:
     downloads_at: float = float("-inf")
     measured: Mapping[str, Any] = field(default_factory=dict)  # a pod's /debug/memory
     measured_of: str = ""  # pod uid
+    startups: dict[str, Mapping[str, float]] = field(
+        default_factory=dict
+    )  # seconds of each pod's last start, by part
     samples: dict[str, Sample] = field(default_factory=dict)  # last good load of each pod
     history: History = field(default_factory=History)
     decided_at: float = float("-inf")  # monotonic clock of the last tick
@@ -40,6 +43,7 @@ class Known:
     def forget_pods(self, alive: set[str]) -> None:
         self.canaries &= alive
         self.samples = {uid: sample for uid, sample in self.samples.items() if uid in alive}
+        self.startups = {uid: parts for uid, parts in self.startups.items() if uid in alive}
         self.silent = {uid: why for uid, why in self.silent.items() if uid in alive}
 
 

@@ -13,6 +13,7 @@ from fairlead_operator.kinds import Object
 from fairlead_operator.observe import Observed, revision_of_pod
 from fairlead_operator.podtemplate import selector
 from fairlead_operator.resource import InferenceDeployment
+from fairlead_operator.startup import startup
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +42,9 @@ class Findings:
     blockers: Sequence[Blocker] = ()
     capacity: Capacity = field(default_factory=Capacity)
     canaries: frozenset[str] = frozenset()  # uids of pods that made a token
+    startups: Mapping[str, Mapping[str, float]] = field(
+        default_factory=dict
+    )  # by uid: the runtime's own parts
     load: Mapping[str, int] | None = None
     autoscaling: Mapping[str, Any] | None = None
     scaling: tuple[str, str, str] = ("False", "NotAutoscaled", "spec.autoscaling is not set")
@@ -76,8 +80,8 @@ def status_of(
         status["load"] = dict(found.load)
     if found.autoscaling is not None:
         status["autoscaling"] = dict(found.autoscaling)
-    if seconds := startup_seconds(serving):
-        status["startup"] = seconds
+    if seconds := startup(serving, found.startups, previous.get("startup") or {}):
+        status["startup"] = dict(seconds)
     facts = _conditions(seen, found, blockers, serving)
     status["conditions"] = [_condition(resource, *fact, previous, stamp) for fact in facts]
     return status
@@ -191,37 +195,6 @@ def _since(previous: Mapping[str, Any], kind: str, status: str, stamp: str) -> s
 def _url(resource: InferenceDeployment) -> str:
     port = resource.spec.service.port
     return f"http://{resource.name}.{resource.namespace}.svc" + ("" if port == 80 else f":{port}")
-
-
-def startup_seconds(serving: Sequence[Object]) -> Object:
-    """How long each part of the newest pod's start took, in seconds, as far as its status tells."""
-    if not serving:
-        return {}
-    pod = max(serving, key=lambda p: str(p["metadata"].get("creationTimestamp", "")))
-    status = pod["status"]
-    at = {c["type"]: c.get("lastTransitionTime") for c in status.get("conditions") or ()}
-    main: Mapping[str, Any] = next(iter(status.get("containerStatuses") or ()), {})
-    started = ((main.get("state") or {}).get("running") or {}).get("startedAt")
-    fetch: Mapping[str, Any] = next(iter(status.get("initContainerStatuses") or ()), {})
-    fetched = (fetch.get("state") or {}).get("terminated") or {}
-    spans = {
-        "scheduled": (pod["metadata"].get("creationTimestamp"), at.get("PodScheduled")),
-        "imagePulled": (at.get("PodScheduled"), fetched.get("startedAt") or started),
-        "weightsFetched": (fetched.get("startedAt"), fetched.get("finishedAt")),
-        "warmed": (started, at.get("Ready")),
-    }
-    seconds = {name: _span(begin, finish) for name, (begin, finish) in spans.items()}
-    return {name: value for name, value in seconds.items() if value is not None}
-
-
-def _span(begin: str | None, finish: str | None) -> int | None:
-    if not begin or not finish:
-        return None
-    try:
-        passed = datetime.fromisoformat(finish) - datetime.fromisoformat(begin)
-    except ValueError:
-        return None
-    return max(0, round(passed.total_seconds()))
 
 
 def is_normal(code: str) -> bool:

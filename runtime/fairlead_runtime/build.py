@@ -49,6 +49,7 @@ class Built:
     vocab_size: int
     resolved: Resolved
     memory: MemoryReport
+    loaded_at: float  # by the clock given: when the weights were in memory
 
 
 def device_facts() -> DeviceFacts:
@@ -86,6 +87,7 @@ def build(
     found = check(path, config, device)
     loaded = loading.load(path, config=config, device=device.kind)
     model = attention.prepare(loaded)
+    loaded_at = now()
     measured = {**_measured(model, device, process), **_profiled(model, config, loaded.max_model_len)}
     resolved = resolve(config, found.shape, device, dtype=_name(loaded.dtype), measured=measured)
     cache = _cache(model, resolved)
@@ -111,6 +113,7 @@ def build(
         vocab_size=loaded.shape.vocab,
         resolved=resolved,
         memory=_report(config, found, device, resolved, {**measured, "kv": cache.nbytes}),
+        loaded_at=loaded_at,
     )
 
 

@@ -1,9 +1,10 @@
-"""How much memory and how many CPUs this process may use: the tightest cgroup limit, else the machine's own.
+"""How much memory and how many CPUs this process may use (the tightest cgroup limit, else the machine's own), and its age.
 
 Owns the reading of /proc and /sys, under a root that tests replace. Knows nothing of models.
 """
 
 import os
+import time
 from pathlib import Path, PurePosixPath
 
 # cgroup v1 writes a huge page-aligned number where v2 writes "max".
@@ -26,6 +27,13 @@ def cpu_limit(root: Path = Path("/"), cpus: int | None = None) -> int:
     usable = len(os.sched_getaffinity(0)) if cpus is None else cpus
     quotas = [quota for folder in _groups(root, "cpu") for quota in _quota(folder)]
     return max(1, min([usable, *(round(quota + 0.49) for quota in quotas)]))
+
+
+def process_age(root: Path = Path("/")) -> float:
+    """Seconds since this process was started, the interpreter's own start and imports included."""
+    # The name may hold blanks and brackets; the state, field 3, follows its last bracket, the start is field 22.
+    fields = (root / "proc/self/stat").read_text().rpartition(")")[2].split()
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - int(fields[19]) / os.sysconf("SC_CLK_TCK")
 
 
 def _quota(folder: Path) -> list[float]:

@@ -10,6 +10,7 @@ unchanged; ``kv_cache_usage_perc`` is a share from 0 to 1 despite its name.
 # Labels of every series.
 MODEL = "model_name"
 ENGINE = "engine"
+PHASE = "phase"  # of STARTUP alone: loaded, warmed
 
 # -- gauges
 RUNNING = "vllm:num_requests_running"
@@ -54,6 +55,7 @@ FREE_BLOCKS = "fairlead_free_blocks"
 CACHED_BLOCKS = "fairlead_cached_blocks"
 INFLIGHT = "fairlead_inflight"
 DRAIN_INFLIGHT = "fairlead_drain_inflight"
+STARTUP = "fairlead_startup_seconds"  # by phase
 
 COUNTERS = frozenset(
     {

@@ -8,10 +8,12 @@ import asyncio
 import functools
 import logging
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
+from fairlead_runtime import host
 from fairlead_runtime.api import server as http
 from fairlead_runtime.api.auth import KeyRing
 from fairlead_runtime.api.state import Backend, Face
@@ -71,6 +73,8 @@ async def _load(face: Face, model: str, config: EngineConfig) -> tuple[Backend, 
     path = await _aside(lambda: source.resolve(model, revision=config.revision, report=told).path)
     stats = Stats(face.name)
     built = await _aside(lambda: _build(face, path, config, stats))
+    warmed = time.monotonic() - built.loaded_at
+    stats.started(loaded=host.process_age() - warmed, warmed=warmed)
     service = Service(built.engine, built.intake, built.vocabulary)
     service.start()
     backend = Backend(

@@ -57,6 +57,7 @@ HELP = {
     names.CACHED_BLOCKS: "Cache blocks that nobody holds and the prefix cache keeps.",
     names.INFLIGHT: "Live requests.",
     names.DRAIN_INFLIGHT: "Live requests while the server drains, else 0.",
+    names.STARTUP: "The start: until the weights were in memory (loaded), from then until the self-test passed (warmed).",
 }
 
 
@@ -68,6 +69,11 @@ class Stats(Measures):
         self._model = model_name
         self._now = now
         self._rising = Rising()
+        self._startup = {"loaded": 0.0, "warmed": 0.0}
+
+    def started(self, *, loaded: float, warmed: float) -> None:
+        """What the start took, seconds: from the process's begin to the weights in memory, and from there on."""
+        self._startup = {"loaded": loaded, "warmed": warmed}
 
     def exposition(self, snapshot: EngineSnapshot, *, draining: bool = False) -> bytes:
         """All series, text format 0.0.4. ``draining``: the server takes no new requests any more."""
@@ -80,6 +86,7 @@ class Stats(Measures):
             histograms(reading.totals),
             {reason.value: reading.totals.finished[reason] for reason in FinishReason},
             {"block_size": str(snapshot.block_size), "num_gpu_blocks": str(snapshot.num_blocks)},
+            self._startup,
         )
         registry.register(scrape)
         return generate_latest(registry)
@@ -159,7 +166,9 @@ class Rising:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Scrape(Collector):
-    """One scrape's values as metric families. ``finished`` by reason; ``cache`` are the labels of its info series."""
+    """One scrape's values as metric families. ``finished`` by reason; ``cache`` are the labels of its info series,
+    ``startup`` seconds by phase.
+    """
 
     model: str
     gauges: Mapping[str, float]
@@ -167,6 +176,7 @@ class Scrape(Collector):
     histograms: Mapping[str, Distribution]
     finished: Mapping[str, int]
     cache: Mapping[str, str]
+    startup: Mapping[str, float]
 
     def collect(self) -> Iterator[Metric]:
         labels, values = (names.MODEL, names.ENGINE), (self.model, "0")
@@ -177,6 +187,10 @@ class Scrape(Collector):
         info = GaugeMetricFamily(names.CACHE_CONFIG, HELP[names.CACHE_CONFIG], labels=(*labels, *self.cache))
         info.add_metric((*values, *self.cache.values()), 1)
         yield info
+        startup = GaugeMetricFamily(names.STARTUP, HELP[names.STARTUP], labels=(*labels, names.PHASE))
+        for phase, seconds in self.startup.items():
+            startup.add_metric((*values, phase), seconds)
+        yield startup
         for name, number in self.counters.items():
             counter = CounterMetricFamily(name, HELP[name], labels=labels)
             counter.add_metric(values, number)

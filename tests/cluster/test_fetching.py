@@ -74,6 +74,10 @@ def test_a_model_is_fetched_with_its_progress_shown_and_then_served_offline(
             go_on.set()
         seen = eventually(lambda: ready(api, namespace), START, "Ready")
         assert not seen["blockers"]
+        took = eventually(lambda: status(api, namespace).get("startup"), 20, "what the start took")
+        assert set(took) == {"scheduled", "imagePulled", "weightsFetched", "loaded", "warmed"}
+        assert QUIET <= took["weightsFetched"] < START
+        assert 0 < took["warmed"] < took["loaded"] < START
         (pod,) = api.items("Pod", namespace)
         (fetch,) = pod["status"]["initContainerStatuses"]
         assert fetch["state"]["terminated"]["exitCode"] == 0

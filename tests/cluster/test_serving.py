@@ -60,11 +60,15 @@ def test_a_resource_becomes_ready_by_a_token_and_survives_the_operator(
         eventually(measured, 20, "capacity is measured")
         kubelet.kill(namespace, pod["metadata"]["name"])
         eventually(lambda: ready(api, namespace) is None, 20, "not Ready while no pod serves")
+        took = status(api, namespace)["startup"]
+        assert set(took) == {"scheduled", "imagePulled", "loaded", "warmed"}
         eventually(lambda: ready(api, namespace), START, "Ready again")
         operator.kill()
     before = api.get("Deployment", namespace, "chat")["metadata"]["generation"]
     with OperatorProcess(plane, (namespace,)):
         eventually(lambda: ready(api, namespace), 20, "still Ready")
+        parts = {"loaded", "warmed"}
+        eventually(lambda: set(status(api, namespace)["startup"]) == parts, 20, "the start in place is told")
         assert api.get("Deployment", namespace, "chat")["metadata"]["generation"] == before
     api.delete(KIND, namespace, "chat")
     eventually(

@@ -1,7 +1,8 @@
-"""What the runtime exposes is what the operator's autoscaler reads."""
+"""What the runtime exposes is what the operator reads: its load, and what its start took."""
 
 import pytest
 
+from fairlead_operator import startup
 from fairlead_operator.load import Load, LoadError, parse
 from fairlead_runtime.engine import Bounds, Engine
 from fairlead_runtime.scheduling.scheduler import Scheduler
@@ -28,3 +29,8 @@ def test_the_operator_reads_the_load_that_the_runtime_exposes(name: str) -> None
     assert parse(text, name) == Load(running=2, waiting=3)
     with pytest.raises(LoadError, match="missing for model"):
         parse(text, "another")
+    assert startup.read(text, name) == {}, "0 is: not known yet"
+    stats.started(loaded=2.34, warmed=0.5)
+    text = stats.exposition(engine.snapshot()).decode()
+    assert startup.read(text, name) == {"loaded": 2.3, "warmed": 0.5}
+    assert parse(text, name) == Load(running=2, waiting=3)

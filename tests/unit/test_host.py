@@ -1,10 +1,12 @@
-"""The memory and CPU limits of the process, read from made-up /proc and /sys trees."""
+"""The memory and CPU limits of the process and its age, read from made-up /proc and /sys trees."""
 
+import os
+import time
 from pathlib import Path
 
 import pytest
 
-from fairlead_runtime.host import cpu_limit, memory_limit
+from fairlead_runtime.host import cpu_limit, memory_limit, process_age
 
 RAM = "MemFree: 12 kB\nMemTotal:       8388608 kB\n"
 GIB = 1 << 30
@@ -106,3 +108,12 @@ def test_threads_follow_the_tightest_share_of_time(tmp_path: Path, files: dict[s
 
 def test_this_machine_runs_at_least_one_thread() -> None:
     assert cpu_limit() >= 1
+
+
+def test_a_process_knows_its_age_whatever_its_name(tmp_path: Path) -> None:
+    (tmp_path / "proc/self").mkdir(parents=True)
+    began = (time.clock_gettime(time.CLOCK_BOOTTIME) - 12.5) * os.sysconf("SC_CLK_TCK")
+    fields = ["S", *["0"] * 18, str(int(began)), *["0"] * 30]
+    (tmp_path / "proc/self/stat").write_text(f"42 (a ) name (S 9 9) {' '.join(fields)}\n")
+    assert process_age(tmp_path) == pytest.approx(12.5, abs=0.5)
+    assert 0 < process_age() < time.clock_gettime(time.CLOCK_BOOTTIME)
