@@ -1,11 +1,21 @@
 """Addresses for pods on the loopback device: one each, so that every pod has the same ports.
 
-Owns adding and removing them.
+Owns adding and removing them, and where the tests run: here, or in a user and network namespace of their own when this
+process may not add addresses. There they have a loopback device and nothing else, so what is to be loaded comes first.
 """
 
+import os
 import subprocess
+import sys
+from collections.abc import Sequence
 from itertools import count
+from typing import Literal
 
+MARK = "FAIRLEAD_TESTS_IN_NAMESPACE"  # set for a run that was started again in a namespace
+WAY_OUT = (
+    "run as root, or where `unshare -rn ip link set lo up` works (user namespaces, util-linux and iproute2)"
+)
+PROBE = "10.249.255.254/32"
 _numbers = count(1)
 
 
@@ -17,19 +27,60 @@ def take() -> str:
     """A fresh address; the tests' processes bind to it and to nothing else. Raises NoAddressError."""
     number = next(_numbers)
     address = f"10.249.{number // 250}.{number % 250 + 1}"
-    done = subprocess.run(
-        ["ip", "address", "replace", f"{address}/32", "dev", "lo"],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    if done.returncode:
-        raise NoAddressError(
-            "pods of the tests need addresses of their own: run as root, or in a namespace of your own "
-            f"(unshare -rn sh -c 'ip link set lo up; make test'); ip said: {done.stderr.strip()}"
-        )
+    _, said = _run("ip", "address", "replace", f"{address}/32", "dev", "lo")
+    if said:
+        raise NoAddressError(f"pods of the tests need addresses of their own: {WAY_OUT}; ip said: {said}")
     return address
 
 
 def release(address: str) -> None:
-    subprocess.run(["ip", "address", "del", f"{address}/32", "dev", "lo"], capture_output=True, check=False)
+    _run("ip", "address", "del", f"{address}/32", "dev", "lo")
+
+
+def may_add() -> bool:
+    """Whether this process may add addresses to the loopback device."""
+    good, _ = _run("ip", "address", "replace", PROBE, "dev", "lo")
+    if good:
+        _run("ip", "address", "del", PROBE, "dev", "lo")
+    return good
+
+
+def may_unshare() -> bool:
+    """Whether this process may go into namespaces in which it may add addresses."""
+    return _run(*inside(["true"]))[0]
+
+
+def inside(command: Sequence[str]) -> list[str]:
+    """This command in a user and a network namespace of its own, with the loopback device up."""
+    return ["unshare", "-rn", "sh", "-c", 'ip link set lo up && exec "$@"', "sh", *command]
+
+
+def decide(*, add: bool, again: bool, unshare: bool) -> Literal["here", "inside"]:
+    """Where the tests run. ``again``: this run is inside already. Raises NoAddressError when it can be nowhere."""
+    if add:
+        return "here"
+    if again:
+        raise NoAddressError(f"no addresses for pods, even in a namespace of the tests' own: {WAY_OUT}")
+    if not unshare:
+        raise NoAddressError(
+            f"no addresses for pods, neither here nor in a namespace of the tests' own: {WAY_OUT}"
+        )
+    return "inside"
+
+
+def settle() -> None:
+    """Return where addresses can be added, else run this very command again where they can: then it does not return."""
+    add = may_add()
+    if decide(add=add, again=MARK in os.environ, unshare=add or may_unshare()) == "inside":
+        command = inside([sys.executable, *sys.orig_argv[1:]])
+        print("[addresses] not root: the tests start again under `unshare -rn`", file=sys.stderr, flush=True)
+        os.execvpe(command[0], command, {**os.environ, MARK: "1"})
+
+
+def _run(*command: str) -> tuple[bool, str]:
+    """Whether it ended well, and what it said if not."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+    except FileNotFoundError:
+        return False, f"{command[0]} is not installed"
+    return done.returncode == 0, done.stderr.strip() if done.returncode else ""

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from cluster import binaries
+from cluster import addresses, binaries
 from cluster.apiclient import Api, Object, eventually
 from cluster.controlplane import ControlPlane
 from cluster.nodes import add_nodes, start_kwok
@@ -20,13 +20,23 @@ _numbers = itertools.count(1)
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Build missing programs before any test's clock runs, with the progress visible."""
+    """Build missing programs before any test's clock runs, with the progress visible; then see to pods' addresses."""
     if session.config.option.collectonly or not any(i.get_closest_marker("cluster") for i in session.items):
         return
     capture = session.config.pluginmanager.getplugin("capturemanager")
     with capture.global_and_fixture_disabled() if capture else contextlib.nullcontext():
         for name in binaries.PROGRAMS:
             binaries.program(name)
+        if any("pod_addresses" in getattr(item, "fixturenames", ()) for item in session.items):
+            try:
+                addresses.settle()
+            except addresses.NoAddressError as error:
+                raise pytest.UsageError(str(error)) from None
+
+
+@pytest.fixture(scope="session")
+def pod_addresses() -> None:
+    """Asked for by all that plays pods as processes: the hook above then runs the tests where that can be done."""
 
 
 @pytest.fixture(scope="session")

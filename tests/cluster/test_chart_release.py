@@ -161,6 +161,7 @@ def test_cluster_mode_serves_every_namespace_and_creates_claims(
     assert not api.find("ClusterRoleBinding", "", "fairlead")
 
 
+@pytest.mark.usefixtures("pod_addresses")
 def test_a_release_serves_a_token_and_its_test_is_run_by_helm(
     plane: ControlPlane, api: Api, namespace: str, tmp_path: Path
 ) -> None:

@@ -22,7 +22,7 @@ QUIET = 6  # seconds: more than the operator waits between two looks at a downlo
 
 
 @pytest.fixture(scope="module")
-def kubelet(plane: ControlPlane) -> Iterator[FakeKubelet]:
+def kubelet(plane: ControlPlane, pod_addresses: None) -> Iterator[FakeKubelet]:
     with FakeKubelet(plane) as started:
         yield started
 

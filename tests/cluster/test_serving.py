@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("crd")]
 
 
 @pytest.fixture(scope="module")
-def kubelet(plane: ControlPlane) -> Iterator[FakeKubelet]:
+def kubelet(plane: ControlPlane, pod_addresses: None) -> Iterator[FakeKubelet]:
     with FakeKubelet(plane) as started:
         yield started
 

@@ -1,0 +1,78 @@
+"""Pods have addresses of their own, also where the tests have no rights; where they can have none it is said at once."""
+
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from cluster import addresses
+
+pytestmark = pytest.mark.cluster
+ROOT = Path(__file__).parents[2]
+# Without the right to configure network devices, as any user but root.
+POWERLESS = (shutil.which("setpriv") or "setpriv", "--bounding-set=-net_admin", "--inh-caps=-net_admin", "--")
+
+
+@pytest.mark.usefixtures("pod_addresses")
+def test_two_pods_listen_on_the_same_port() -> None:
+    first, second = addresses.take(), addresses.take()
+    try:
+        with (
+            socket.create_server((first, 0)) as one,
+            socket.create_server((second, one.getsockname()[1])) as two,
+        ):
+            assert one.getsockname()[1] == two.getsockname()[1]
+    finally:
+        addresses.release(first)
+        addresses.release(second)
+    with pytest.raises(OSError, match="Cannot assign"):
+        socket.create_server((first, 0))
+
+
+def pytest_of_that_test(prefix: Sequence[str], **environ: str) -> subprocess.CompletedProcess[str]:
+    test = f"{Path(__file__).relative_to(ROOT)}::{test_two_pods_listen_on_the_same_port.__name__}"
+    command = [*prefix, sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", test]
+    clean = {name: value for name, value in os.environ.items() if name != addresses.MARK}
+    return subprocess.run(
+        command, cwd=ROOT, env={**clean, **environ}, capture_output=True, text=True, check=False, timeout=120
+    )
+
+
+def test_without_rights_the_tests_run_again_in_a_namespace_of_their_own_or_fail_loudly() -> None:
+    allowed = subprocess.run([*POWERLESS, *addresses.inside(["true"])], capture_output=True, check=False)
+    done = pytest_of_that_test(POWERLESS)
+    if allowed.returncode == 0:
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert "1 passed" in done.stdout
+    else:
+        assert done.returncode == pytest.ExitCode.USAGE_ERROR
+        assert addresses.WAY_OUT in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("environ", "said"),
+    [
+        ({"PATH": "/nowhere"}, "neither here nor in a namespace of the tests' own"),
+        ({addresses.MARK: "1"}, "even in a namespace of the tests' own"),
+    ],
+    ids=["no unshare", "no rights inside"],
+)
+def test_where_there_can_be_no_addresses_no_test_runs_and_the_way_out_is_named(
+    environ: dict[str, str], said: str
+) -> None:
+    done = pytest_of_that_test(POWERLESS, **environ)
+    assert done.returncode == pytest.ExitCode.USAGE_ERROR, done.stdout + done.stderr
+    assert said in done.stderr
+    assert addresses.WAY_OUT in done.stderr
+    assert "passed" not in done.stdout
+
+
+@pytest.mark.parametrize("again", [True, False])
+@pytest.mark.parametrize("unshare", [True, False])
+def test_with_rights_they_run_here(again: bool, unshare: bool) -> None:
+    assert addresses.decide(add=True, again=again, unshare=unshare) == "here"
