@@ -23,6 +23,9 @@ FORGIVE_SECONDS = 60.0  # after which a failed fetch is tried again
 REDIRECTS = 3
 
 
+LATER = "planned once a pod has it"
+
+
 class HubError(Exception):
     """No config. ``reason`` is the Planned condition's."""
 
@@ -73,7 +76,8 @@ class Hub:
         except HubError as error:
             return error
         except (httpx.HTTPError, OSError, ValueError) as error:
-            return HubError(f"config.json of {repository}: {type(error).__name__}")
+            what = f"config.json of {repository} does not come from {self._endpoint} ({type(error).__name__})"
+            return HubError(f"{what}: check the chart's hub.endpoint and the operator's way out; {LATER}")
         return (
             value if isinstance(value, dict) else HubError(f"config.json of {repository} is no JSON object")
         )
@@ -88,9 +92,13 @@ class Hub:
                         raise HubError("the hub redirects config.json to another host: not followed")
                     continue
                 if answer.status_code in {401, 403}:
-                    raise HubError("the model is gated: planned once a pod has its config.json")
+                    raise HubError(f"the model is gated or does not exist: check model.source; {LATER}")
+                if answer.status_code == 404:
+                    raise HubError(
+                        "the hub has no such model or revision: check model.source and model.revision"
+                    )
                 if answer.status_code != 200:
-                    raise HubError(f"the hub answers {answer.status_code} for config.json")
+                    raise HubError(f"the hub answers {answer.status_code} for config.json; {LATER}")
                 body = bytearray()
                 async for part in answer.aiter_raw():
                     body += part

@@ -16,7 +16,7 @@ from fairlead_operator.blockers import Blocker, blocker
 from fairlead_operator.capacity import PlanError, capacity_of, with_measured
 from fairlead_operator.cluster import Cluster
 from fairlead_operator.errors import ApiError
-from fairlead_operator.events import event_about
+from fairlead_operator.events import Note, changes, event_about
 from fairlead_operator.fields import ResourceError
 from fairlead_operator.kinds import (
     BY_NAME,
@@ -38,7 +38,7 @@ from fairlead_operator.resource import InferenceDeployment
 from fairlead_operator.rollout import choose
 from fairlead_operator.scaling import load_of, scale
 from fairlead_operator.settings import Settings
-from fairlead_operator.status import Capacity, Findings, invalid, is_normal, status_of
+from fairlead_operator.status import Capacity, Findings, invalid, status_of
 
 log = logging.getLogger(__name__)
 
@@ -105,8 +105,9 @@ class Reconciler:
             autoscaling=scaling.status,
             scaling=scaling.condition,
         )
-        for reason, message in scaling.notes:
-            await self._event(body, "Normal", reason, message, str(resource.generation))
+        while known.untold:  # kept until written: a pass may end early, and what changed is seen once
+            await self._event(body, known.untold[0])
+            del known.untold[0]
         await self._report(body, status_of(resource, seen, findings, before, self._now()))
         return self._again(body, min(REFUSED_SECONDS if found else RESYNC_SECONDS, scaling.again))
 
@@ -190,29 +191,20 @@ class Reconciler:
         return [_conflict(Conflict(kind.name, meta["name"], owner_text(body)))]
 
     async def _report(self, body: Object, new: Object) -> None:
-        """Write the status if it differs, and an Event when the first blocker is another."""
+        """Write the status if it differs, and an Event of each change of its blockers before."""
         old: Mapping[str, Any] = body.get("status") or {}
         if old == new:
             return
-        then, now = _first(old), _first(new)
-        if (then.get("code"), then.get("object")) != (now.get("code"), now.get("object")):
-            await self._tell(body, then, now)
+        for note in changes(old, new):
+            await self._event(body, note)
         try:
             await self._cluster.set_status(body, new)
         except ApiError as error:
             await self._refresh(RESOURCE, key_of(body), error)
             raise
 
-    async def _tell(self, body: Object, then: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-        if not now:
-            await self._event(body, "Normal", "Unblocked", f"{then['code']} is over", str(then.get("since")))
-            return
-        kind = "Normal" if is_normal(now["code"]) else "Warning"
-        about = f"{now.get('object', '')} {now.get('since', '')}"
-        await self._event(body, kind, now["code"], f"{now['message']} ({now['hint']})", about)
-
-    async def _event(self, body: Object, kind: str, reason: str, message: str, about: str) -> None:
-        event = event_about(body, kind, reason, message, about, self._now())
+    async def _event(self, body: Object, note: Note) -> None:
+        event = event_about(body, note, self._now())
         try:
             await self._cluster.post_event(EVENT, event)
         except ApiError as error:
@@ -222,11 +214,6 @@ class Reconciler:
 
 def _same_spec(held: Object, live: Object) -> bool:
     return all(held["metadata"].get(name) == live["metadata"].get(name) for name in ("uid", "generation"))
-
-
-def _first(body: Mapping[str, Any]) -> Mapping[str, Any]:
-    found: Sequence[Mapping[str, Any]] = body.get("blockers") or ()
-    return found[0] if found else {}
 
 
 def _conflict(one: Conflict) -> Blocker:
@@ -267,8 +254,13 @@ def judge(
     for pod in serving:
         if why := known.silent.get(pod["metadata"]["uid"]):
             everything.append(blocker("CanaryFailed", f"Pod/{pod['metadata']['name']}", why))
-    if not serving and not everything:
-        everything.append(blocker("Starting", about, "waiting for pods of the current revision to serve"))
+    if not everything and not any(p["metadata"]["uid"] in known.canaries for p in serving):
+        text = (
+            "waiting for the first token of a ready pod"
+            if serving
+            else "no pod is in the Service's endpoints yet"
+        )
+        everything.append(blocker("Starting", about, text))
     return sorted(everything)
 
 

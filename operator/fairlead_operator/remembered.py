@@ -10,6 +10,7 @@ from typing import Any
 
 from fairlead_operator.autoscale import History
 from fairlead_operator.downloads import Download
+from fairlead_operator.events import Note
 from fairlead_operator.kinds import Key
 from fairlead_operator.load import Sample
 
@@ -39,6 +40,7 @@ class Known:
     load_at: float = float("-inf")
     count_is_ours: bool | None = None  # whether the count was the operator's in the last pass
     asked_replicas: int | None = None  # spec.replicas of the last pass
+    untold: list[Note] = field(default_factory=list)  # Events still to be written
 
     def forget_pods(self, alive: set[str]) -> None:
         self.canaries &= alive

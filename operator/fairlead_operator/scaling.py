@@ -11,6 +11,7 @@ from typing import Any
 
 from fairlead_operator.autoscale import TICK, Policy, Supply, decide
 from fairlead_operator.blockers import is_ready
+from fairlead_operator.events import Note
 from fairlead_operator.kinds import Object
 from fairlead_operator.load import Load
 from fairlead_operator.observe import Observed
@@ -26,13 +27,12 @@ CRASHES = 3  # a pod that ended this often is no supply
 
 @dataclass(frozen=True, slots=True)
 class Scaling:
-    """``again``: seconds until the next look; ``notes`` become Events: reason and message."""
+    """``again``: seconds until the next look."""
 
     replicas: int
     condition: tuple[str, str, str]
     again: float = 3600.0
     status: Mapping[str, Any] | None = None
-    notes: tuple[tuple[str, str], ...] = ()
 
 
 def scale(
@@ -45,19 +45,19 @@ def scale(
 ) -> Scaling:
     """``clock`` is the monotonic clock that dates samples; ``full_sequences`` the planned ones, if planned."""
     policy = resource.spec.autoscaling
-    notes = _notes(resource, seen, known)
+    _notice(resource, seen, known)
     if policy is None or policy.managed_by == "external":
         known.autoscaled = None
         external = policy is not None
         text = "an HPA or KEDA writes spec.replicas" if external else "spec.autoscaling is not set"
         fact = ("True", "External", text) if external else ("False", "NotAutoscaled", text)
-        return Scaling(resource.spec.replicas, fact, notes=notes)
+        return Scaling(resource.spec.replicas, fact)
     live = seen.deployment
     count = resource.spec.replicas if live is None else int(live["spec"].get("replicas", 1))
     count = max(policy.min_replicas, min(policy.max_replicas, count))
     if live is not None and not resource.spec.paused and clock - known.decided_at >= TICK * 0.9:
         count = _tick(resource, policy, seen, known, count, full_sequences, now, clock)
-    return Scaling(count, known.scaling_fact, TICK, dict(known.autoscaled or {"desired": count}), notes)
+    return Scaling(count, known.scaling_fact, TICK, dict(known.autoscaled or {"desired": count}))
 
 
 def _tick(
@@ -81,6 +81,11 @@ def _tick(
         decision.limited_by,
     ):
         decisions.insert(0, decision.entry(now.strftime("%Y-%m-%dT%H:%M:%SZ")))
+    if decision.replicas != count:
+        reason = "ScaledUp" if decision.replicas > count else "ScaledDown"
+        known.untold.append(
+            Note(reason, f"{count} → {decision.replicas} pods: {decision.why}", now.isoformat())
+        )
     known.autoscaled = {
         "desired": decision.replicas,
         "supply": supply.pods,
@@ -129,26 +134,24 @@ def _worth(old: int, new: int) -> bool:
     return (old == 0) != (new == 0) or abs(new - old) >= LOAD_SHARE * max(old, 1)
 
 
-def _notes(resource: InferenceDeployment, seen: Observed, known: Known) -> tuple[tuple[str, str], ...]:
-    """What a user should hear: who owns the count changed, or a scale had no effect."""
+def _notice(resource: InferenceDeployment, seen: Observed, known: Known) -> None:
+    """Note what a user should hear: who owns the count changed, or a scale had no effect."""
     policy, live, wanted = resource.spec.autoscaling, seen.deployment, resource.spec.replicas
     mine = policy is not None and policy.managed_by == "operator"
-    notes = []
+    about = str(resource.generation)
     if live is not None and known.count_is_ours is not None and known.count_is_ours != mine:
         count = int(live["spec"].get("replicas", 1))
-        text = (
-            f"autoscaling starts from the {count} pods there are; spec.replicas ({wanted}) has no effect now"
-        )
-        notes.append(
-            ("ScalingTakenOver", text)
-            if mine
-            else ("ScalingHandedOver", f"{count} → {wanted} (spec.replicas)")
-        )
+        if mine:
+            text = f"autoscaling starts from the {count} pods there are; spec.replicas ({wanted}) has no effect now"
+            known.untold.append(Note("ScalingTakenOver", text, about))
+        else:
+            text = f"{count} → {wanted} pods: autoscaling is off, spec.replicas counts"
+            known.untold.append(Note("ScalingHandedOver", text, about))
     elif mine and known.asked_replicas is not None and known.asked_replicas != wanted:
         text = f"spec.replicas {known.asked_replicas} → {wanted} has no effect while spec.autoscaling is set"
-        notes.append(("ScaleIgnored", text))
+        fix = "set autoscaling.minReplicas and maxReplicas, or remove spec.autoscaling"
+        known.untold.append(Note("ScaleIgnored", f"{text}: {fix}", about))
     known.count_is_ours, known.asked_replicas = mine, wanted
-    return tuple(notes)
 
 
 def _age(pod: Object, now: datetime) -> float:

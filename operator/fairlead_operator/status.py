@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any
 
-from fairlead_operator.blockers import NORMAL, Blocker, printable
+from fairlead_operator.blockers import Blocker, printable
 from fairlead_operator.kinds import Object
 from fairlead_operator.observe import Observed, revision_of_pod
 from fairlead_operator.podtemplate import selector
@@ -195,8 +195,3 @@ def _since(previous: Mapping[str, Any], kind: str, status: str, stamp: str) -> s
 def _url(resource: InferenceDeployment) -> str:
     port = resource.spec.service.port
     return f"http://{resource.name}.{resource.namespace}.svc" + ("" if port == 80 else f":{port}")
-
-
-def is_normal(code: str) -> bool:
-    """Whether a blocker is a stage of a normal start, not a fault."""
-    return code in NORMAL

@@ -1,24 +1,16 @@
 """The real API server accepts the CRD as written, teaches it through `kubectl`, and refuses what it must."""
 
 import json
-import subprocess
 from typing import Any
 
 import pytest
 
-from cluster import binaries
 from cluster.apiclient import Api, ApiError, Object, eventually
 from cluster.cel_cases import BASE, CASES, Case, build
 from cluster.controlplane import ControlPlane
+from cluster.kubectl import kubectl
 
 pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("crd")]
-
-
-def kubectl(plane: ControlPlane, *arguments: str) -> str:
-    command = [str(binaries.program("kubectl")), f"--kubeconfig={plane.kubeconfig()}", *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
 
 
 @pytest.fixture(scope="module")

@@ -131,6 +131,7 @@ MARKED_TOO_EARLY = """
         if (body.get("status") or {}).get("observedGeneration") == generation:
             return RESYNC_SECONDS
         await self._cluster.set_status(body, {**(body.get("status") or {}), "observedGeneration": generation})
+        body = self._cluster.store.get(RESOURCE, key) or body
         try:
             resource = InferenceDeployment.from_body(body)"""
 GOOD = """

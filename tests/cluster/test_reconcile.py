@@ -11,6 +11,7 @@ import pytest
 
 from cluster.apiclient import Api, ApiError, Object, eventually
 from cluster.controlplane import ControlPlane
+from cluster.kubectl import kubectl
 from cluster.operators import OperatorProcess
 from cluster.resources import CHILDREN, KIND, await_reason, condition, current, idep, owned_by, status
 
@@ -97,6 +98,26 @@ def test_scaling_and_other_changes_of_the_spec_reach_the_children(api: Api, name
         lambda: set(children(api, namespace)) == {"Deployment", "Service"}, 5, "what is not wanted is gone"
     )
     eventually(lambda: api.get("Service", namespace, "chat")["spec"]["ports"][0]["port"] == 81, 5, "the port")
+
+
+def test_a_scale_that_has_no_effect_is_told(plane: ControlPlane, api: Api, namespace: str) -> None:
+    made(api, namespace, replicas=2, autoscaling={"minReplicas": 2, "maxReplicas": 3})
+    eventually(lambda: status(api, namespace).get("autoscaling"), 10, "the operator has taken the count")
+    kubectl(plane, "scale", "idep/chat", "--replicas=5", "-n", namespace)
+    eventually(lambda: "ScaleIgnored" in told(api, namespace), 5, "an Event")
+    assert api.get("Deployment", namespace, "chat")["spec"]["replicas"] == 2
+    text = kubectl(plane, "describe", "idep/chat", "-n", namespace)
+    assert (
+        "spec.replicas 2 → 5 has no effect while spec.autoscaling is set: set autoscaling.minReplicas" in text
+    )
+    api.merge(KIND, namespace, "chat", {"spec": {"autoscaling": None}})
+    eventually(lambda: api.get("Deployment", namespace, "chat")["spec"]["replicas"] == 5, 5, "handed over")
+    eventually(lambda: "ScalingHandedOver" in told(api, namespace), 5, "an Event")
+
+
+def told(api: Api, namespace: str) -> list[str]:
+    """Reasons of the Events about resources."""
+    return [e["reason"] for e in api.items("Event", namespace) if e["involvedObject"]["kind"] == KIND]
 
 
 def leaves(fields: Object, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:

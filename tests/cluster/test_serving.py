@@ -1,16 +1,15 @@
 """Pods that are real runtime processes: Ready means tokens, load becomes replicas, restarts change nothing."""
 
-import subprocess
 import threading
 from collections.abc import Iterator
 
 import pytest
 
-from cluster import binaries
 from cluster.apiclient import Api, Object, eventually
 from cluster.completions import complete
 from cluster.controlplane import ControlPlane
 from cluster.fakekubelet import FakeKubelet
+from cluster.kubectl import kubectl
 from cluster.operators import OperatorProcess
 from cluster.resources import KIND, PROCESSES, START, await_reason, condition, idep, ready, status
 
@@ -21,13 +20,6 @@ pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("crd")]
 def kubelet(plane: ControlPlane, pod_addresses: None) -> Iterator[FakeKubelet]:
     with FakeKubelet(plane) as started:
         yield started
-
-
-def kubectl(plane: ControlPlane, *arguments: str) -> str:
-    command = [str(binaries.program("kubectl")), f"--kubeconfig={plane.kubeconfig()}", *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
 
 
 def pods(api: Api, namespace: str) -> list[Object]:
@@ -48,6 +40,8 @@ def test_a_resource_becomes_ready_by_a_token_and_survives_the_operator(
         assert "blockers" not in seen or seen["blockers"] == []
         kubectl(plane, "wait", "--for=condition=Ready", "idep/chat", "-n", namespace, "--timeout=5s")
         assert "a canary token went through" in kubectl(plane, "describe", "idep/chat", "-n", namespace)
+        reasons = [e["reason"] for e in api.items("Event", namespace) if e["involvedObject"]["kind"] == KIND]
+        assert (reasons.count("Ready"), set(reasons)) == (1, {"Starting", "Ready"})
         row = kubectl(plane, "get", "idep", "chat", "-n", namespace).splitlines()[1].split()
         assert row[:6] == ["chat", "True", "1", "1", "Serving", "demo:"]
         (pod,) = pods(api, namespace)
@@ -121,6 +115,8 @@ def test_a_burst_scales_up_and_its_decisions_are_recorded(
                 thread.join()
         decision = next(d for d in decisions if d["to"] == 2)
         assert decision["demand"] >= 5
+        (event,) = [e for e in api.items("Event", namespace) if e["reason"] == "ScaledUp"]
+        assert event["message"] == f"1 → 2 pods: {decision['why']}"
         assert (decision["from"], decision["target"]) == (1, 4)
         assert api.get("Deployment", namespace, "chat")["spec"]["replicas"] == 2
         assert api.get(KIND, namespace, "chat")["spec"]["replicas"] == 1, "the operator never writes a spec"

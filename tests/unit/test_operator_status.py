@@ -174,16 +174,35 @@ def test_a_paused_resource_decides_nothing() -> None:
 
 def test_a_change_of_owner_and_a_scale_without_effect_are_told() -> None:
     known = Known("u")
+
+    def heard() -> list[tuple[str, str]]:
+        told, known.untold = known.untold, []
+        return [(note.reason, note.message) for note in told]
+
     scaled(known, deployment(replicas=2), 0.0, replicas=2)
-    taken = scaled(known, deployment(replicas=2), 10.0, replicas=2, **SCALED)
-    assert taken.notes[0][0] == "ScalingTakenOver"
-    ignored = scaled(known, deployment(replicas=2), 20.0, replicas=6, **SCALED)
-    assert ignored.notes == (
-        ("ScaleIgnored", "spec.replicas 2 → 6 has no effect while spec.autoscaling is set"),
+    scaled(known, deployment(replicas=2), 10.0, replicas=2, **SCALED)
+    ((reason, message),) = heard()
+    assert reason == "ScalingTakenOver"
+    assert "from the 2 pods there are; spec.replicas (2)" in message
+    scaled(known, deployment(replicas=2), 20.0, replicas=6, **SCALED)
+    ((reason, message),) = heard()
+    assert reason == "ScaleIgnored"
+    assert message.startswith(
+        "spec.replicas 2 → 6 has no effect while spec.autoscaling is set: set autoscaling."
     )
-    handed = scaled(known, deployment(replicas=5), 30.0, replicas=6)
-    assert handed.notes == (("ScalingHandedOver", "5 → 6 (spec.replicas)"),)
-    assert scaled(known, deployment(replicas=6), 40.0, replicas=6).notes == ()
+    scaled(known, deployment(replicas=5), 30.0, replicas=6)
+    assert heard() == [("ScalingHandedOver", "5 → 6 pods: autoscaling is off, spec.replicas counts")]
+    scaled(known, deployment(replicas=6), 40.0, replicas=6)
+    assert heard() == []
+
+
+def test_a_decision_that_changes_the_count_is_told_with_its_reason() -> None:
+    known, one = Known("u"), pod(ready=True)
+    known.samples[one["metadata"]["uid"]] = Sample(Load(0, 900), 100.0)
+    result = scaled(known, deployment(replicas=1), 100.0, one, **SCALED)
+    (note,) = known.untold
+    assert (note.reason, note.kind) == ("ScaledUp", "Normal")
+    assert note.message.startswith(f"1 → {result.replicas} pods: 900 requests at ")
 
 
 def test_pods_that_crash_or_are_late_are_no_supply() -> None:

@@ -1,0 +1,44 @@
+"""The reasons of conditions and Events are an enum: the documentation has each that the operator can write, and no other."""
+
+import ast
+import re
+from pathlib import Path
+
+from fairlead_operator.blockers import CODES
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "troubleshooting.md").read_text()
+SOURCES = ("status", "scaling", "capacity", "hub", "remembered", "events")
+CONDITIONS = {"Ready", "Planned", "Progressing", "Available", "AutoscalingActive"}
+# Words of the same form in these modules that are no reason.
+OTHERS = {"True", "False", "Unknown", "Normal", "Warning", "PodScheduled", "Gi"}
+
+
+def written() -> set[str]:
+    """Every constant of those modules that has a reason's form."""
+    trees = [
+        ast.parse((ROOT / "operator" / "fairlead_operator" / f"{name}.py").read_text()) for name in SOURCES
+    ]
+    words = {node.value for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Constant)}
+    form = re.compile("[A-Z][a-z]+([A-Z][a-z]+)*")
+    return {word for word in words if isinstance(word, str) and form.fullmatch(word)} - OTHERS
+
+
+def documented(heading: str) -> set[str]:
+    """Every name in the table under a heading."""
+    section = PAGE.split(f"## {heading}\n")[1].split("\n## ")[0]
+    rows = [line for line in section.splitlines() if line.startswith("|")]
+    return {name for row in rows for name in re.findall(r"`([A-Z][A-Za-z]+)`", row)}
+
+
+def test_every_reason_is_documented_and_every_documented_reason_exists() -> None:
+    known = documented("Conditions") | documented("Events")
+    assert known <= written() | CODES.keys() | CONDITIONS
+    assert written() <= known | CODES.keys()
+    assert len(known) > 20
+
+
+def test_the_conditions_are_those_of_the_definition() -> None:
+    definition = (ROOT / "crds" / "inferencedeployments.yaml").read_text()
+    assert "Ready, Planned, Progressing, Available, AutoscalingActive" in definition
+    assert documented("Conditions") >= CONDITIONS
