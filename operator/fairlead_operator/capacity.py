@@ -10,7 +10,7 @@ from typing import Any
 from fairlead_operator.resource import SETTINGS, InferenceDeployment
 from fairlead_runtime.config import ConfigError, flag_of
 from fairlead_runtime.memory import DeviceFacts, MemoryPlan, gib, host_terms, plan_memory
-from fairlead_runtime.shape import ModelShape, ShapeError
+from fairlead_runtime.shape import ModelShape, ShapeError, UnknownFamilyError
 
 MEASURED = ("weightsBytes", "kvBytesPerToken", "numBlocks", "concurrentTokens", "fullLengthSequences")
 
@@ -39,6 +39,8 @@ def plan_of(config: Mapping[str, Any], deployment: InferenceDeployment) -> Memor
     device = device_of(deployment)
     try:
         return plan_memory(ModelShape.from_config(config), deployment.engine, device)
+    except UnknownFamilyError as error:
+        raise PlanError("FamilyUnknown", str(error)) from None
     except ShapeError as error:
         raise PlanError("UnsupportedModel", str(error)) from None
     except ConfigError as error:

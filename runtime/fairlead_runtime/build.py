@@ -25,7 +25,7 @@ from fairlead_runtime.host import cpu_limit, memory_limit
 from fairlead_runtime.intake import Intake
 from fairlead_runtime.kv_cache import CacheStorage
 from fairlead_runtime.memory import DeviceFacts, MemoryReport
-from fairlead_runtime.models import attention, loading, selftest
+from fairlead_runtime.models import loading, selftest
 from fairlead_runtime.models.attention import PagedModel
 from fairlead_runtime.models.loading import Inspected, LoadedModel
 from fairlead_runtime.preflight import check_record
@@ -86,14 +86,13 @@ def build(
     process = _resident()
     found = check(path, config, device)
     loaded = loading.load(path, config=config, device=device.kind)
-    model = attention.prepare(loaded)
     loaded_at = now()
+    model, proof = selftest.prove(loaded)
+    log.info("%s", proof)
     measured = {**_measured(model, device, process), **_profiled(model, config, loaded.max_model_len)}
     resolved = resolve(config, found.shape, device, dtype=_name(loaded.dtype), measured=measured)
     cache = _cache(model, resolved)
     runner = Runner(model, cache)
-    proof = selftest.run(model, runner.kernels.attention, loaded.max_model_len)
-    log.info("%s", proof)
     for warning in resolved.warnings:
         log.warning("%s", warning)
     log.info("%s", summary(resolved))

@@ -1,6 +1,7 @@
-"""The model families the runtime serves, as data: default settings and what a layer holds.
+"""Model families as data: default settings and what a layer holds of those that are served, and who is refused why.
 
-Owns one table, checked against transformers' own classes by the tests. Counts nothing; ``shape`` does.
+Owns both tables, checked against transformers' own classes by the tests. What is in neither is judged by the self-test
+(``models/judged.py``). Counts nothing; ``shape`` does.
 """
 
 from collections.abc import Mapping
@@ -169,4 +170,73 @@ FAMILIES: Mapping[str, Family] = {
         norm_bias=True,
         **_ATTENTION_BIAS,
     ),
+}
+
+# A family that is not in the table is planned with the most that any in it keeps alive at once: what it does is unknown.
+UNKNOWN_DENSE = Family({}, mlp_copies=5, logit_copies=2)
+UNKNOWN_EXPERTS = Family({}, mlp_copies=8, logit_copies=2)
+
+# Families that cannot work on a paged cache, and would give wrong text without an error.
+STATE = "it keeps a recurrent state instead of, or beside, keys and values"
+OLD = "its attention does not go through transformers' attention interface"
+_SHARED = "its layers share keys and values or differ in head size"
+_LATENT = "its latent attention has keys and values of different sizes"
+_CHUNKED = "its chunked attention is neither full nor a sliding window"
+
+REFUSED: dict[str, str] = {
+    **dict.fromkeys(
+        [
+            "rwkv",
+            "mamba",
+            "mamba2",
+            "falcon_mamba",
+            "xlstm",
+            "qwen3_next",
+            "qwen3_5",
+            "qwen3_5_moe",
+            "qwen3_5_text",
+            "qwen3_5_moe_text",
+            "bamba",
+            "jamba",
+            "zamba",
+            "zamba2",
+            "nemotron_h",
+            "falcon_h1",
+            "granitemoehybrid",
+            "lfm2",
+            "lfm2_moe",
+            "minimax",
+            "kimi_linear",
+            "olmo_hybrid",
+            "recurrent_gemma",
+            "bailing_hybrid",
+        ],
+        STATE,
+    ),
+    **dict.fromkeys(
+        [
+            "bloom",
+            "mpt",
+            "falcon",
+            "gptj",
+            "codegen",
+            "gpt_neo",
+            "gpt_neox_japanese",
+            "xglm",
+            "rembert",
+            "roformer",
+            "big_bird",
+            "cpmant",
+            "openai-gpt",
+            "xlnet",
+            "xlm",
+            "flaubert",
+            "prophetnet",
+            "megatron-bert",
+        ],
+        OLD,
+    ),
+    **dict.fromkeys(["gemma3n", "gemma3n_text", "gemma4", "gemma4_text"], _SHARED),
+    **dict.fromkeys(["llama4", "llama4_text"], _CHUNKED),
+    **dict.fromkeys(["deepseek_v2", "deepseek_v3", "minicpm3", "longcat_flash", "youtu"], _LATENT),
 }

@@ -5,15 +5,34 @@ Reads one mapping; never a file, a network or torch. A config comes from strange
 before it is used.
 """
 
-from collections.abc import Mapping
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from fairlead_runtime.families import FAMILIES, Family
+from fairlead_runtime.families import FAMILIES, REFUSED, UNKNOWN_DENSE, UNKNOWN_EXPERTS, Family
 
 DTYPE_BYTES: Mapping[str, int] = {"float32": 4, "float16": 2, "bfloat16": 2}
-LARGEST = {"num_hidden_layers": 1 << 12, "num_local_experts": 1 << 14, "vocab_size": 1 << 26}
+LARGEST = {
+    "num_hidden_layers": 1 << 12,
+    **dict.fromkeys(("num_local_experts", "num_experts"), 1 << 14),
+    "vocab_size": 1 << 26,
+}
 LARGEST_ELSE = 1 << 24
+EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
+# The settings that most families share, by the names that transformers gives them.
+STANDARD = (
+    *(
+        "vocab_size",
+        "hidden_size",
+        "intermediate_size",
+        "ffn_dim",
+        "num_hidden_layers",
+        "max_position_embeddings",
+    ),
+    *("num_attention_heads", "num_key_value_heads", "head_dim", "tie_word_embeddings"),
+    *("use_bidirectional_attention", "num_experts_per_tok", *EXPERTS),
+)
 
 
 class ShapeError(ValueError):
@@ -22,6 +41,17 @@ class ShapeError(ValueError):
     def __init__(self, field: str, message: str) -> None:
         super().__init__(f"config.json: {field}: {message}")
         self.field = field
+
+
+class UnknownFamilyError(ShapeError):
+    """A family that is not in the table: what its layers hold, and so what they weigh, no config.json says."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(
+            "model_type",
+            f"{name[:100]!r} is not in the table of families: its weights' size is known once their files are there; "
+            "a pod tries such a model, judges it by the self-test and measures it",
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,13 +90,20 @@ class ModelShape:
     def from_config(cls, config: Mapping[str, Any]) -> "ModelShape":
         """The shape that transformers gives the model of this config.json.
 
-        Keys that the file omits take the defaults of transformers' configuration classes. Raises ShapeError
-        for an unknown ``model_type`` and for values no model can have.
+        Keys that the file omits take the defaults of transformers' configuration classes. Raises UnknownFamilyError for a
+        ``model_type`` that is in no table, ShapeError for one that is refused and for values no model can have.
         """
         name = config.get("model_type")
-        if not isinstance(name, str) or name not in FAMILIES:
+        if not isinstance(name, str) or name in REFUSED:
+            reason = REFUSED.get(name, "it is no name") if isinstance(name, str) else "it is no name"
             known = ", ".join(sorted(FAMILIES))
-            raise ShapeError("model_type", f"{str(name)[:100]!r} is not supported; supported are {known}")
+            raise ShapeError(
+                "model_type",
+                f"{str(name)[:100]!r} is not supported: {reason}; supported are {known}, and ordinary decoders "
+                "that pass the self-test",
+            )
+        if name not in FAMILIES:
+            raise UnknownFamilyError(name)
         family = FAMILIES[name]
         s = _Settings(config, family)
         _refuse(s)
@@ -98,6 +135,52 @@ class ModelShape:
             parameters=body.matrices + body.rest + outside,
             layer_matrices=body.matrices,
             layer_channels=body.channels,
+        )
+
+    @classmethod
+    def judged(
+        cls,
+        config: Mapping[str, Any],
+        settings: Mapping[str, Any],
+        windows: Sequence[int | None],
+        tensors: Iterable[tuple[str, tuple[int, ...]]],
+    ) -> "ModelShape":
+        """The shape of a model whose family no table holds: sizes by their usual names, parameters as they are stored.
+
+        ``settings`` has STANDARD's keys where the model's configuration has them, ``tensors`` the name and dimensions of
+        every stored one. What a layer keeps alive is a guess on the safe side, until the profiling run measures it.
+        Raises ShapeError for a size that is missing or that no model can have.
+        """
+        experts = next((k for k in EXPERTS if settings.get(k)), "")
+        s = _Settings(settings, UNKNOWN_EXPERTS if experts else UNKNOWN_DENSE)
+        _refuse(s)
+        layers, hidden, vocab = (s.whole(k) for k in ("num_hidden_layers", "hidden_size", "vocab_size"))
+        inner = s.optional("intermediate_size") or s.optional("ffn_dim") or 4 * hidden
+        chosen = (s.optional("num_experts_per_tok") or 1) if experts else 0
+        width = (UNKNOWN_EXPERTS if experts else UNKNOWN_DENSE).mlp_copies * inner
+        sizes = list(tensors)
+        matrices = [(n, d) for n, d in sizes if len(d) > 1 and any(part.isdigit() for part in n.split("."))]
+        return cls(
+            model_type=str(config.get("model_type")),
+            layers=layers,
+            windows=tuple(windows),
+            heads=s.heads,
+            kv_heads=s.kv_heads,
+            head_dim=s.head_dim,
+            hidden=hidden,
+            mlp_width=width + chosen * (width + 2 * hidden),
+            logit_copies=UNKNOWN_DENSE.logit_copies,
+            explicit_scores=True,
+            vocab=vocab,
+            max_len=s.whole("max_position_embeddings"),
+            tied=bool(settings.get("tie_word_embeddings")),
+            experts=s.whole(experts) if experts else 0,
+            experts_per_token=chosen,
+            dtype=_dtype(config),
+            quantized=_quantized(config),
+            parameters=sum(math.prod(dimensions) for _, dimensions in sizes),
+            layer_matrices=sum(math.prod(dimensions) for _, dimensions in matrices),
+            layer_channels=sum(math.prod(dimensions[:-1]) for _, dimensions in matrices),
         )
 
 

@@ -90,6 +90,9 @@ def test_models_and_lengths_that_cannot_be_are_refused_with_a_reason() -> None:
     with pytest.raises(PlanError, match="supported are") as caught:
         capacity_of({"model_type": "mamba2"}, deployment(**GPU))
     assert caught.value.reason == "UnsupportedModel"
+    with pytest.raises(PlanError, match="a pod tries such a model") as unknown:
+        capacity_of({"model_type": "smollm3"}, deployment(**GPU))
+    assert unknown.value.reason == "FamilyUnknown"
     with pytest.raises(
         PlanError, match=r"spec\.engine\.maxModelLen: 99999 is more than the model's own 32768"
     ):
@@ -167,7 +170,7 @@ def test_plan_reads_a_models_directory_and_several_documents(
         (json.dumps(body(**GPU)), "[]", "must hold an object"),
         (json.dumps(body(**GPU)), " " * (1 << 20) + "{}", "larger than 1 MiB"),
         (json.dumps(body()), json.dumps(QWEN), "resources.accelerator.memory"),
-        (json.dumps(body(**GPU)), '{"model_type": "x"}', "supported are"),
+        (json.dumps(body(**GPU)), '{"model_type": "x"}', "is not in the table of families"),
     ],
     ids=lambda v: None if v is None else v[:20],
 )

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from transformers import CONFIG_MAPPING, AutoConfig
 
-from fairlead_runtime.families import FAMILIES
+from fairlead_runtime.families import FAMILIES, REFUSED
 from fairlead_runtime.models import families, tiny
 from fairlead_runtime.models.errors import ModelError
 
@@ -24,17 +24,17 @@ def config(model_type: str, **settings: Any) -> Any:
     return AutoConfig.for_model(model_type, **{**SMALL, **settings})
 
 
-@pytest.mark.parametrize("name", sorted(families._REASONS))
+@pytest.mark.parametrize("name", sorted(REFUSED))
 def test_a_known_bad_family_is_refused_by_name_with_its_reason(name: str) -> None:
     with pytest.raises(ModelError) as refusal:
         families.refuse_by_name(name)
     assert name in str(refusal.value)
-    assert families._REASONS[name] in str(refusal.value)
+    assert REFUSED[name] in str(refusal.value)
     assert "llama" in refusal.value.hint
 
 
 def test_the_families_that_are_served_are_not_refused() -> None:
-    assert not FAMILIES.keys() & families._REASONS.keys()
+    assert not FAMILIES.keys() & REFUSED.keys()
 
 
 @pytest.mark.parametrize(
@@ -51,7 +51,7 @@ def test_state_space_families_are_known_to_transformers_under_the_names_refused_
 
 
 def test_a_stateful_class_that_nobody_named_is_refused_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(families._REASONS, "mamba")
+    monkeypatch.delitem(REFUSED, "mamba")
     with pytest.raises(ModelError, match="recurrent state"):
         families.check(AutoConfig.for_model("mamba"))
 
@@ -59,7 +59,7 @@ def test_a_stateful_class_that_nobody_named_is_refused_all_the_same(monkeypatch:
 def test_a_class_without_the_attention_interface_is_refused_though_nobody_named_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.delitem(families._REASONS, "gptj")
+    monkeypatch.delitem(REFUSED, "gptj")
     with pytest.raises(ModelError, match="attention interface"):
         families.check(AutoConfig.for_model("gptj"))
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from fairlead_runtime.families import FAMILIES
-from fairlead_runtime.shape import ModelShape, ShapeError
+from fairlead_runtime.shape import ModelShape, ShapeError, UnknownFamilyError
 
 SMALL = {
     "vocab_size": 97,
@@ -227,10 +227,15 @@ def test_public_checkpoints_have_their_published_size(name: str) -> None:
 
 
 def test_an_unknown_family_is_named_with_what_is_supported() -> None:
-    with pytest.raises(ShapeError, match=r"'mamba2' is not supported; supported are .*gemma2.*qwen3_moe"):
+    with pytest.raises(ShapeError, match=r"'mamba2' is not supported: it keeps .*gemma2.*qwen3_moe"):
         ModelShape.from_config({"model_type": "mamba2"})
     with pytest.raises(ShapeError, match="model_type"):
         ModelShape.from_config({})
+
+
+def test_a_family_in_no_table_is_told_from_a_refused_one_and_says_what_config_json_cannot_know() -> None:
+    with pytest.raises(UnknownFamilyError, match=r"'smollm3' is not in the table .*weights' size.*self-test"):
+        ModelShape.from_config({"model_type": "smollm3"})
 
 
 @pytest.mark.parametrize(

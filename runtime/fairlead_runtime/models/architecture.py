@@ -9,19 +9,25 @@ from typing import Any
 from fairlead_runtime.config import ConfigError
 from fairlead_runtime.families import FAMILIES
 from fairlead_runtime.models.errors import ModelError
-from fairlead_runtime.shape import ModelShape, ShapeError
+from fairlead_runtime.models.safetensors_header import Header
+from fairlead_runtime.shape import ModelShape, ShapeError, UnknownFamilyError
 
 _COMPOSITE = ("text_config", "llm_config", "language_config", "thinker_config")
 _KNOWN_ELSEWHERE = "serve a model whose architecture transformers knows"
 
 
 def check(
-    config: Mapping[str, Any], auto_maps: Mapping[str, str] | None = None, *, trusted: bool = False
+    config: Mapping[str, Any],
+    auto_maps: Mapping[str, str] | None = None,
+    *,
+    trusted: bool = False,
+    weights: Mapping[str, Header] | None = None,
 ) -> ModelShape:
     """The shape of a model that is served.
 
-    ``auto_maps`` says where the model's files name their own Python code (``files.auto_maps``), ``trusted``
-    that the user allows it. Raises ModelError, or ConfigError where a setting asks for what is not there yet.
+    ``auto_maps`` says where the model's files name their own Python code (``files.auto_maps``), ``trusted`` that the
+    user allows it. ``weights`` are the headers of its files; before they are there a family that is in no table counts
+    as one without parameters. Raises ModelError, or ConfigError where a setting asks for what is not there yet.
     """
     if auto_maps and not _known(config.get("model_type")):
         _refuse_own_code(config, auto_maps, trusted=trusted)
@@ -32,13 +38,13 @@ def check(
                 f"config.json: {key}: models of several parts (text with images or sound) are not served",
                 "use a text-only checkpoint of the family",
             )
-    if not _supported(config.get("model_type")):
-        # Knows reasons for many families that cannot work, but imports transformers.
-        from fairlead_runtime.models.families import refuse_by_name
-
-        refuse_by_name(str(config.get("model_type")))
     try:
         shape = ModelShape.from_config(config)
+    except UnknownFamilyError:
+        # Imports transformers, whose classes decide here.
+        from fairlead_runtime.models import judged
+
+        shape = judged.measure(config, weights or {})
     except ShapeError as error:
         raise ModelError("UnsupportedModel", str(error), "serve one of the supported families") from error
     if shape.quantized:

@@ -2,9 +2,8 @@
 
 Owns the verdict on a configuration and the windows of its layers. A model whose state is not keys and values, or
 whose attention transformers does not let us replace, would give wrong text without an error: such models are refused
-by name, with the reason. A model_type that is not named here is judged by what transformers says about its class.
-Sizing has its own list (``fairlead_runtime.families``: a model must be known to be sized), and what passes both still
-has to pass the self-test.
+by name, with the reason (``fairlead_runtime.families``). A model_type that no table names is judged by what
+transformers says about its class, and what passes still has to pass the self-test.
 """
 
 import inspect
@@ -13,70 +12,8 @@ from typing import Any
 
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PretrainedConfig
 
-from fairlead_runtime.families import FAMILIES
+from fairlead_runtime.families import FAMILIES, OLD, REFUSED, STATE
 from fairlead_runtime.models.errors import ModelError
-
-_STATE = "it keeps a recurrent state instead of, or beside, keys and values"
-_OLD = "its attention does not go through transformers' attention interface"
-_SHARED = "its layers share keys and values or differ in head size"
-_CHUNKED = "its chunked attention is neither full nor a sliding window"
-
-_REASONS: dict[str, str] = {
-    **dict.fromkeys(
-        [
-            "rwkv",
-            "mamba",
-            "mamba2",
-            "falcon_mamba",
-            "xlstm",
-            "qwen3_next",
-            "qwen3_5",
-            "qwen3_5_moe",
-            "qwen3_5_text",
-            "qwen3_5_moe_text",
-            "bamba",
-            "jamba",
-            "zamba",
-            "zamba2",
-            "nemotron_h",
-            "falcon_h1",
-            "granitemoehybrid",
-            "lfm2",
-            "lfm2_moe",
-            "minimax",
-            "kimi_linear",
-            "olmo_hybrid",
-            "recurrent_gemma",
-            "bailing_hybrid",
-        ],
-        _STATE,
-    ),
-    **dict.fromkeys(
-        [
-            "bloom",
-            "mpt",
-            "falcon",
-            "gptj",
-            "codegen",
-            "gpt_neo",
-            "gpt_neox_japanese",
-            "xglm",
-            "rembert",
-            "roformer",
-            "big_bird",
-            "cpmant",
-            "openai-gpt",
-            "xlnet",
-            "xlm",
-            "flaubert",
-            "prophetnet",
-            "megatron-bert",
-        ],
-        _OLD,
-    ),
-    **dict.fromkeys(["gemma3n", "gemma3n_text", "gemma4", "gemma4_text"], _SHARED),
-    **dict.fromkeys(["llama4", "llama4_text"], _CHUNKED),
-}
 
 
 def refused(model_type: str, reason: str) -> ModelError:
@@ -84,14 +21,14 @@ def refused(model_type: str, reason: str) -> ModelError:
     return ModelError(
         "UnsupportedModel",
         f"model_type {model_type[:100]!r} cannot be served: {reason}",
-        f"served are {', '.join(sorted(FAMILIES))}",
+        f"served are {', '.join(sorted(FAMILIES))}, and ordinary decoders that pass the self-test",
     )
 
 
 def refuse_by_name(model_type: str) -> None:
     """Raise ModelError for a family that is known not to work; say nothing about all others."""
-    if model_type in _REASONS:
-        raise refused(model_type, _REASONS[model_type])
+    if model_type in REFUSED:
+        raise refused(model_type, REFUSED[model_type])
 
 
 def check(config: PretrainedConfig) -> tuple[int | None, ...]:
@@ -103,13 +40,15 @@ def check(config: PretrainedConfig) -> tuple[int | None, ...]:
     refuse_by_name(name)
     if config.is_encoder_decoder:
         raise refused(name, "it is an encoder-decoder")
-    if getattr(config, "use_bidirectional_attention", False):
+    # But for gpt_neox, configurations that have is_decoder are those of encoders, which are decoders on request.
+    encoder = name not in FAMILIES and getattr(config, "is_decoder", True) is False
+    if encoder or getattr(config, "use_bidirectional_attention", False):
         raise refused(name, "its attention is bidirectional: it reads text, it does not write any")
     model_class = _class_of(config)
     if getattr(model_class, "_is_stateful", False):
-        raise refused(name, _STATE)
+        raise refused(name, STATE)
     if name not in FAMILIES and not model_class._can_set_attn_implementation():  # noqa: SLF001 - no public question
-        raise refused(name, _OLD)
+        raise refused(name, OLD)
     return _windows(config, model_class)
 
 
@@ -125,7 +64,9 @@ def _windows(config: PretrainedConfig, model_class: Any) -> tuple[int | None, ..
 
     That a model passes ``sliding_window`` to its attention proves nothing: olmoe does, and masks fully.
     """
-    layers = int(config.num_hidden_layers)
+    layers = getattr(config, "num_hidden_layers", None)
+    if not isinstance(layers, int):
+        raise refused(str(config.model_type), "its configuration names no num_hidden_layers")
     window = getattr(config, "sliding_window", None)
     kinds = getattr(config, "layer_types", None)
     if kinds is not None:

@@ -83,7 +83,7 @@ def inspect(path: Path | str, config: EngineConfig | None = None) -> Inspected:
     settings = config or EngineConfig()
     found = model_files.check(Path(path))
     maps = model_files.auto_maps(found.path)
-    shape = architecture.check(found.config, maps, trusted=settings.trust_remote_code)
+    shape = architecture.check(found.config, maps, trusted=settings.trust_remote_code, weights=found.weights)
     if settings.quantization != "none":
         raise ConfigError("quantization", f"{settings.quantization} is not supported yet", "use none")
     own = shape.max_len

@@ -14,10 +14,15 @@ import numpy as np
 import torch
 
 from fairlead_kernels.attention import AttentionBackend
+from fairlead_kernels.backend import pick
 from fairlead_runtime.batch import BatchBuilder
 from fairlead_runtime.cache.groups import group_layers
+from fairlead_runtime.families import FAMILIES
 from fairlead_runtime.kv_cache import CacheStorage
+from fairlead_runtime.models import attention
 from fairlead_runtime.models.attention import PagedModel
+from fairlead_runtime.models.errors import ModelError
+from fairlead_runtime.models.loading import LoadedModel
 from fairlead_runtime.request import Request, SamplingParams, Sequence
 from fairlead_runtime.scheduling.plan import Row
 
@@ -46,6 +51,17 @@ class SelfTestError(Exception):
         self.tolerance = tolerance
 
 
+class NotPackedError(SelfTestError):
+    """A family that no table holds does not even run packed. ``delta`` is infinite."""
+
+    def __init__(self, error: Exception, tolerance: float, model_type: str) -> None:
+        super().__init__(math.inf, tolerance, model_type)
+        text = " ".join(str(error).split())[:300]
+        self.args = (
+            f"self-test: {model_type!r} does not run packed on a paged cache: {type(error).__name__}: {text}",
+        )
+
+
 @dataclass(frozen=True, slots=True)
 class SelfTest:
     """What was found: the largest difference of a logit in units of the logits' spread, and what is allowed."""
@@ -60,6 +76,23 @@ class SelfTest:
             f"self-test: {self.tokens} tokens, largest difference {self.delta:.2g} of {self.tolerance:g} allowed "
             f"({self.backend} attention)"
         )
+
+
+def prove(loaded: LoadedModel) -> tuple[PagedModel, SelfTest]:
+    """The model on our paged attention, and the proof. Raises ModelError, or SelfTestError.
+
+    A family of the table that raises has found a bug, which keeps its traceback; of another one it is the verdict.
+    """
+    name = str(loaded.config.model_type)
+    try:
+        model = attention.prepare(loaded)
+        return model, run(model, pick(model.heads, model.device).attention, loaded.max_model_len)
+    except (ModelError, SelfTestError):
+        raise
+    except Exception as error:
+        if name in FAMILIES:
+            raise
+        raise NotPackedError(error, TOLERANCE[loaded.dtype], name) from error
 
 
 @torch.inference_mode()
