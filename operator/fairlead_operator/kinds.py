@@ -14,6 +14,7 @@ MANAGER = "fairlead-operator"  # field manager and Lease
 
 NAME_LABEL = f"{GROUP}/name"
 UID_LABEL = f"{GROUP}/uid"
+REMOTE_CODE_LABEL = f"{GROUP}/remote-code"
 REVISION_LABEL = f"{GROUP}/revision"
 MANAGED_LABEL = "app.kubernetes.io/managed-by"
 MANAGED_VALUE = "fairlead"

@@ -14,6 +14,7 @@ from fairlead_operator.kinds import (
     MANAGED_LABEL,
     MANAGED_VALUE,
     NAME_LABEL,
+    REMOTE_CODE_LABEL,
     REVISION_LABEL,
     UID_LABEL,
     Object,
@@ -38,7 +39,8 @@ def selector(resource: InferenceDeployment) -> dict[str, str]:
 
 def labels(resource: InferenceDeployment) -> dict[str, str]:
     """What every child and pod carries. By the uid an object is known that lost its owner reference."""
-    return {**selector(resource), MANAGED_LABEL: MANAGED_VALUE}
+    trusted = {REMOTE_CODE_LABEL: "trusted"} if resource.spec.model.trust_remote_code else {}
+    return {**selector(resource), MANAGED_LABEL: MANAGED_VALUE, **trusted}
 
 
 def cache_claim(resource: InferenceDeployment) -> str:

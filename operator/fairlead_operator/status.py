@@ -83,6 +83,10 @@ def status_of(
     if seconds := startup(serving, found.startups, previous.get("startup") or {}):
         status["startup"] = dict(seconds)
     facts = _conditions(seen, found, blockers, serving)
+    if resource.spec.model.trust_remote_code:
+        facts.append(
+            ("RemoteCode", "True", "Trusted", "spec.model.trustRemoteCode lets the model's own code run")
+        )
     status["conditions"] = [_condition(resource, *fact, previous, stamp) for fact in facts]
     return status
 

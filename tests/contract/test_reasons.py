@@ -9,7 +9,7 @@ from fairlead_operator.blockers import CODES
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "troubleshooting.md").read_text()
 SOURCES = ("status", "scaling", "capacity", "hub", "remembered", "events")
-CONDITIONS = {"Ready", "Planned", "Progressing", "Available", "AutoscalingActive"}
+CONDITIONS = {"Ready", "Planned", "Progressing", "Available", "AutoscalingActive", "RemoteCode"}
 # Words of the same form in these modules that are no reason.
 OTHERS = {"True", "False", "Unknown", "Normal", "Warning", "PodScheduled", "Gi"}
 
@@ -40,5 +40,8 @@ def test_every_reason_is_documented_and_every_documented_reason_exists() -> None
 
 def test_the_conditions_are_those_of_the_definition() -> None:
     definition = (ROOT / "crds" / "inferencedeployments.yaml").read_text()
-    assert "Ready, Planned, Progressing, Available, AutoscalingActive" in definition
+    assert (
+        "Ready, Planned, Progressing, Available, AutoscalingActive; RemoteCode where it is trusted"
+        in definition
+    )
     assert documented("Conditions") >= CONDITIONS

@@ -8,10 +8,12 @@ import pytest
 from fairlead_operator.autoscale import TICK
 from fairlead_operator.blockers import blocker
 from fairlead_operator.load import Load, Sample
+from fairlead_operator.manifests import render
 from fairlead_operator.observe import Observed
 from fairlead_operator.remembered import Known, Memory
 from fairlead_operator.rollout import choose
 from fairlead_operator.scaling import LOAD_SECONDS, load_of, scale, supply_of
+from fairlead_operator.settings import Settings
 from fairlead_operator.status import Capacity, Findings, invalid, status_of
 from operator_bodies import Object, deployment, pod, resource, unscheduled
 
@@ -80,6 +82,18 @@ def test_times_say_since_when_and_equal_knowledge_gives_an_equal_status() -> Non
     since = {c["type"]: c["lastTransitionTime"] for c in over["conditions"]}
     assert since["Ready"] == "2026-01-01T00:16:00Z"
     assert since["Planned"] == "2026-01-01T00:10:00Z"
+
+
+def test_trust_in_a_models_own_code_is_seen_on_the_resource_and_on_every_object() -> None:
+    trusting, plain = resource(model={"trustRemoteCode": True}), resource()
+    told = status_of(trusting, seen(), findings(), {}, NOW)
+    assert conditions(told)["RemoteCode"] == ("True", "Trusted")
+    assert "RemoteCode" not in conditions(status_of(plain, seen(), findings(), {}, NOW))
+    for one, label in ((trusting, "trusted"), (plain, None)):
+        objects = render(one, Settings(runtime_image="registry.test/r:1"), 1, "Surge")
+        pods = [o["spec"]["template"] for o in objects if o["kind"] == "Deployment"]
+        found = [o["metadata"]["labels"].get("serving.fairlead.dev/remote-code") for o in (*objects, *pods)]
+        assert found == [label] * len(found)
 
 
 def test_counts_tell_new_old_ready_and_draining_pods_apart() -> None:
