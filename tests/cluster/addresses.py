@@ -5,6 +5,8 @@ process may not add addresses. There they have a loopback device and nothing els
 """
 
 import os
+import re
+import secrets
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -16,7 +18,9 @@ WAY_OUT = (
     "run as root, or where `unshare -rn ip link set lo up` works (user namespaces, util-linux and iproute2)"
 )
 PROBE = "10.249.255.254/32"
-_numbers = count(1)
+ADDRESSES = 62_500
+TAKEN = re.compile("File exists|already assigned")  # by older and newer versions of ip
+_numbers = count(secrets.randbelow(ADDRESSES))
 
 
 class NoAddressError(RuntimeError):
@@ -24,13 +28,15 @@ class NoAddressError(RuntimeError):
 
 
 def take() -> str:
-    """A fresh address; the tests' processes bind to it and to nothing else. Raises NoAddressError."""
-    number = next(_numbers)
-    address = f"10.249.{number // 250}.{number % 250 + 1}"
-    _, said = _run("ip", "address", "replace", f"{address}/32", "dev", "lo")
-    if said:
-        raise NoAddressError(f"pods of the tests need addresses of their own: {WAY_OUT}; ip said: {said}")
-    return address
+    """A fresh address that nobody else has: test runs side by side share the device. Raises NoAddressError."""
+    while True:
+        number = next(_numbers) % ADDRESSES
+        address = f"10.249.{number // 250}.{number % 250 + 1}"
+        good, said = _run("ip", "address", "add", f"{address}/32", "dev", "lo")
+        if good:
+            return address
+        if not TAKEN.search(said):
+            raise NoAddressError(f"pods of the tests need addresses of their own: {WAY_OUT}; ip said: {said}")
 
 
 def release(address: str) -> None:

@@ -1,5 +1,6 @@
 """Pods have addresses of their own, also where the tests have no rights; where they can have none it is said at once."""
 
+import itertools
 import os
 import shutil
 import socket
@@ -32,6 +33,19 @@ def test_two_pods_listen_on_the_same_port() -> None:
         addresses.release(second)
     with pytest.raises(OSError, match="Cannot assign"):
         socket.create_server((first, 0))
+
+
+@pytest.mark.usefixtures("pod_addresses")
+def test_an_address_that_another_run_has_is_left_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    theirs = addresses.take()
+    number = int(theirs.split(".")[2]) * 250 + int(theirs.split(".")[3]) - 1
+    monkeypatch.setattr(addresses, "_numbers", itertools.count(number))
+    ours = addresses.take()
+    try:
+        assert ours != theirs
+    finally:
+        addresses.release(ours)
+        addresses.release(theirs)
 
 
 def pytest_of_that_test(prefix: Sequence[str], **environ: str) -> subprocess.CompletedProcess[str]:

@@ -1,0 +1,74 @@
+"""A pod's process that computes nothing: the admin port of the runtime, with the load that a test asks of its address.
+
+Its metrics are the runtime's own exposition. Started as ``fairlead`` would be: ``serve MODEL --host=… --served-name=…``.
+``STANDIN_LOAD`` names a JSON file {address: [running, waiting]}, read at every scrape; an address not in it is idle.
+"""
+
+import http.server
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+
+from fairlead_runtime.outputs import Counters, EngineSnapshot
+from fairlead_runtime.scheduling.stats import SchedulerStats, StepStats
+from fairlead_runtime.stats import Stats
+
+BLOCKS = 1000
+
+
+def snapshot(running: int, waiting: int) -> EngineSnapshot:
+    """An engine with so many requests, each running one in a block of its own."""
+    scheduler = SchedulerStats(
+        running=running,
+        waiting=waiting,
+        offloaded=0,
+        units=BLOCKS,
+        free=BLOCKS - running,
+        cached=0,
+        used=running,
+        preemptions=0,
+        offloads=0,
+        prefix_queries=0,
+        prefix_hits=0,
+        last=StepStats(),
+    )
+    return EngineSnapshot(scheduler, Counters(), 0, BLOCKS, 16, 4096)
+
+
+class Admin(http.server.BaseHTTPRequestHandler):
+    address: str
+    stats: Stats
+
+    def do_GET(self) -> None:
+        if self.path in {"/readyz", "/healthz"}:
+            self._answer(200, b"{}")
+        elif self.path == "/metrics":
+            loads = json.loads(Path(os.environ["STANDIN_LOAD"]).read_text())
+            self._answer(200, self.stats.exposition(snapshot(*loads.get(self.address, (0, 0)))))
+        else:
+            self._answer(404, b"{}")
+
+    def do_POST(self) -> None:
+        self._answer(200, b'{"token": 1}') if self.path == "/canary" else self._answer(404, b"{}")
+
+    def _answer(self, status: int, body: bytes) -> None:
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: object) -> None:
+        """Say nothing: probes come several times a second."""
+
+
+def main() -> None:
+    flags = dict(a.removeprefix("--").split("=", 1) for a in sys.argv if a.startswith("--") and "=" in a)
+    Admin.address, Admin.stats = flags["host"], Stats(flags["served-name"])
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    http.server.ThreadingHTTPServer((flags["host"], 9000), Admin).serve_forever()
+
+
+if __name__ == "__main__":
+    main()
