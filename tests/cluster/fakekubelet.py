@@ -135,8 +135,8 @@ class FakeKubelet:
             self._report(pod, one)
 
     def _report(self, pod: Object, one: PodProcess) -> None:
-        """Write what differs from what was written last; a write that failed is made at the next turn."""
+        """Write what differs from what was written last, or what a controller made of it; a write that failed comes again."""
         meta, status = pod["metadata"], one.status(pod)
-        if one.lives and status != one.reported:
+        if one.lives and (status != one.reported or is_ready(pod) != one.ready):
             self._api.merge("Pod", meta["namespace"], meta["name"], {"status": status}, sub="status")
             one.reported = status

@@ -1,14 +1,20 @@
 """The API server away, the operator restarted again and again, two operators at once: nothing that runs is touched."""
 
+import contextlib
+import signal
 import time
 from collections import Counter
+from collections.abc import Iterator
 
 import pytest
 
 from cluster.apiclient import Api, eventually
+from cluster.completions import Clients
 from cluster.controlplane import ControlPlane
+from cluster.fakekubelet import FakeKubelet
 from cluster.faultproxy import FaultProxy
 from cluster.operators import OperatorProcess
+from cluster.resources import KIND, PROCESSES, START, idep, ready
 from cluster.rotation import FULL
 from cluster.story import Story, Wanted
 
@@ -65,6 +71,66 @@ def test_an_api_server_that_is_away_stops_nothing_and_is_caught_up_with(
         f"away {away} s: {tried.total()} requests meanwhile, caught up after {story.slowest:.1f} s, "
         f"memory {memory / 2**20:.0f} MiB and {grown / 2**20:+.1f} MiB"
     )
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.usefixtures("pod_addresses")
+def test_no_request_fails_while_the_api_server_or_etcd_stands_still(
+    plane: ControlPlane, api: Api, namespace: str
+) -> None:
+    """Stopped as processes: operator, kubelet and controllers all hang on them, and a real runtime is being asked."""
+    away = {"kube-apiserver": 300 if FULL else 30, "etcd": 20}
+    after = 30 if FULL else 15
+    with FakeKubelet(plane), OperatorProcess(plane, (namespace,)) as operator:
+        scaling = {"minReplicas": 1, "maxReplicas": 2, "targetPerReplica": 100}
+        api.create(idep(namespace, podTemplate=PROCESSES, autoscaling=scaling))
+        eventually(lambda: ready(api, namespace), START, "Ready")
+        (pod,) = api.items("Pod", namespace)
+        first, deployment = operator.process, api.get("Deployment", namespace, "chat")
+        slowest = 0.0
+        with Clients(pod["status"]["podIP"], 2) as clients:
+            for port, (part, seconds) in enumerate(away.items(), 8080):
+                asked = clients.done
+                with stopped(plane, part):
+                    ends = time.monotonic() + seconds
+                    while time.monotonic() < ends:
+                        assert operator.probe("/healthz")[0] == 200, "being restarted would not help"
+                        assert not clients.failures
+                        time.sleep(1)
+                    assert clients.done > asked, "requests went on being answered"
+                began = time.monotonic()
+                eventually(plane.answers, after, "the API server answers")
+                api.merge(KIND, namespace, "chat", {"spec": {"service": {"port": port}}})
+                eventually(lambda port=port: served_port(api, namespace) == port, after, "caught up")  # type: ignore[misc]
+                slowest = max(slowest, time.monotonic() - began)
+                assert slowest <= after
+        assert clients.failures == []
+        assert operator.process is first
+        assert not operator.tracebacks()
+        (now,) = api.items("Pod", namespace)
+        assert now["metadata"]["uid"] == pod["metadata"]["uid"]
+        assert now["status"]["containerStatuses"][0]["restartCount"] == 0
+        same = api.get("Deployment", namespace, "chat")
+        assert same["metadata"]["generation"] == deployment["metadata"]["generation"], (
+            "nothing was scaled or rolled"
+        )
+        eventually(lambda: ready(api, namespace), after, "Ready")
+    print(f"{clients.done} requests, 0 failed, caught up after {slowest:.1f} s")
+
+
+def served_port(api: Api, namespace: str) -> int:
+    return int(api.get("Service", namespace, "chat")["spec"]["ports"][0]["port"])
+
+
+@contextlib.contextmanager
+def stopped(plane: ControlPlane, part: str) -> Iterator[None]:
+    """SIGSTOP: it takes connections and never answers."""
+    process = plane.part(part).process
+    process.send_signal(signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        process.send_signal(signal.SIGCONT)
 
 
 @pytest.mark.timeout(900)
