@@ -141,8 +141,8 @@ def differences(want: Any, live: Any, path: str = "") -> list[str]:
         return found + ([path] if extra else [])
     if isinstance(want, Sequence) and not isinstance(want, str):
         return _list_differences(want, live, path, name)
-    if want is None or want == live:
-        return [] if want == live else [path]
+    if want == live or (want == "" and live is None):  # the server drops empty strings
+        return []
     if _is_quantity(path) and _same_quantity(want, live):
         return []
     return [path]

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
-from fairlead_operator.fields import ResourceError, bounded, mapping, read, refuse_unknown
+from fairlead_operator.fields import ResourceError, bounded, check, mapping, read, refuse_unknown
 from fairlead_operator.spec import Source, Spec
 from fairlead_runtime.config import ConfigError, EngineConfig
 
@@ -76,7 +76,20 @@ class InferenceDeployment:
 ENGINE_KEYS = ("engine", "scheduler", "cache")
 IMAGE = bounded("", longest=512, pattern="^([A-Za-z0-9][A-Za-z0-9._:/@-]*)?$")
 SETTINGS = {f.metadata["cr"]: f for f in dataclasses.fields(EngineConfig) if f.metadata["cr"]}
-SMALLEST_BLOCK = 8
+# Where the resource is stricter than the engine: what no pod could use is refused before there is one.
+NARROWER: Mapping[str, tuple[int, int]] = {
+    "engine.maxModelLen": (1, 2**24),
+    "engine.cudaGraphs.qPaddingInterval": (1, 2**16),
+    "engine.cudaGraphs.kvPaddingInterval": (1, 2**24),
+    "engine.cudaGraphs.maxCachedGraphs": (0, 4096),
+    "scheduler.maxBatchTokens": (1, 2**20),
+    "scheduler.maxRequests": (1, 2**16),
+    "scheduler.maxQueue": (1, 1_000_000),
+    "scheduler.queueTimeoutSeconds": (1, 86_400),
+    "cache.blockSize": (8, 256),
+    "cache.numBlocks": (1, 2**31 - 1),
+    "cache.cpuOffloadSpace": (0, 2**16),
+}
 
 
 def _engine(spec: Mapping[str, Any], rest: Spec, name: str) -> EngineConfig:
@@ -97,10 +110,10 @@ def _engine(spec: Mapping[str, Any], rest: Spec, name: str) -> EngineConfig:
     except ConfigError as error:
         path = next(path for path, f in SETTINGS.items() if f.name == error.field)
         raise ResourceError(f"spec.{path}", str(error).partition(": ")[2]) from None
-    if config.block_size < SMALLEST_BLOCK:
-        raise ResourceError(
-            "spec.cache.blockSize", f"{config.block_size} is below 8: use 8, 16, 32, 64, 128 or 256"
-        )
+    for path, (low, high) in NARROWER.items():
+        value = getattr(config, SETTINGS[path].name)
+        if value is not None:
+            check({"low": low, "high": high}, value, f"spec.{path}")
     return config
 
 

@@ -89,6 +89,7 @@ class FaultProxy:
     port: int = 0
     away: bool = False  # the API server answers nobody
     after_lost: Callable[[], None] = lambda: None  # called when a lost answer's request has been carried out
+    latency: float = 0.0  # seconds that every request takes longer
     hang_seconds: float = 60.0
     delay_seconds: float = 5.0
     rng: random.Random = field(default_factory=lambda: random.Random(0))  # which old list is replayed
@@ -154,6 +155,7 @@ class FaultProxy:
         method, path = head.split(b" ", 2)[:2]
         call = classify(method.decode(), path.decode(), body)
         self.calls.append(call)
+        await asyncio.sleep(self.latency)
         fate = "reset" if self.away else self.judge(call)
         if fate in STATUS:
             writer.write(_refusal(fate))

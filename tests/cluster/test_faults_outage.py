@@ -14,7 +14,7 @@ from cluster.controlplane import ControlPlane
 from cluster.fakekubelet import FakeKubelet
 from cluster.faultproxy import FaultProxy
 from cluster.operators import OperatorProcess
-from cluster.resources import KIND, PROCESSES, START, idep, ready
+from cluster.resources import CHILDREN, KIND, PROCESSES, START, idep, ready
 from cluster.rotation import FULL
 from cluster.story import Story, Wanted
 
@@ -31,6 +31,17 @@ def running(api: Api, namespace: str, count: int) -> list[str]:
         return sorted(p["metadata"]["uid"] for p in pods) if len(pods) == count else None
 
     return eventually(look, 30, f"{count} pods run")
+
+
+def left(api: Api, namespace: str) -> list[str]:
+    """What there still is of the resource."""
+    kinds = (KIND, *CHILDREN, "ReplicaSet", "Pod")
+    names = [(kind, body["metadata"]["name"]) for kind in kinds for body in api.items(kind, namespace)]
+    return [
+        f"{kind}/{name}"
+        for kind, name in names
+        if name == "chat" or (name.startswith("chat-") and "theirs" not in name)
+    ]
 
 
 @pytest.mark.timeout(900)
@@ -71,6 +82,25 @@ def test_an_api_server_that_is_away_stops_nothing_and_is_caught_up_with(
         f"away {away} s: {tried.total()} requests meanwhile, caught up after {story.slowest:.1f} s, "
         f"memory {memory / 2**20:.0f} MiB and {grown / 2**20:+.1f} MiB"
     )
+
+
+def test_with_half_a_second_more_to_every_answer_all_is_as_before(
+    plane: ControlPlane, api: Api, namespace: str
+) -> None:
+    with FaultProxy(plane, latency=0.5) as proxy:
+        with OperatorProcess(plane, (namespace,), server=proxy.url) as operator:
+            story = Story(api, [(namespace, "chat")], 15, pods={}, explain=operator.tail)
+            story.create()
+            story.patch({"replicas": 3})
+            story.settle("scaled", Wanted(3, "1", 80))
+            pods = running(api, namespace, 3)
+            api.delete("Service", namespace, "chat")
+            story.settle("repaired", Wanted(3, "1", 80))
+            assert running(api, namespace, 3) == pods
+            assert operator.metric(LEADS) == 1, "the Lease is renewed in time"
+            assert not [call for call in proxy.calls if call.verb == "delete"]
+            assert not operator.tracebacks()
+        print(f"a step took at most {story.slowest:.1f} s")
 
 
 @pytest.mark.timeout(900)
@@ -134,7 +164,10 @@ def stopped(plane: ControlPlane, part: str) -> Iterator[None]:
 
 
 @pytest.mark.timeout(900)
-def test_restarts_change_nothing(plane: ControlPlane, api: Api, namespace: str) -> None:
+@pytest.mark.usefixtures("collector")
+def test_restarts_change_nothing_and_deleting_needs_no_operator(
+    plane: ControlPlane, api: Api, namespace: str
+) -> None:
     with FaultProxy(plane) as proxy, OperatorProcess(plane, (namespace,), server=proxy.url) as operator:
         story = Story(api, [(namespace, "chat")], 20, pods={}, explain=operator.tail)
         story.create()
@@ -151,6 +184,13 @@ def test_restarts_change_nothing(plane: ControlPlane, api: Api, namespace: str) 
         now = api.get("Deployment", namespace, "chat")
         assert now["metadata"]["generation"] == deployment["metadata"]["generation"]
         assert now["spec"] == deployment["spec"]
+
+        operator.kill()
+        api.delete(KIND, namespace, "chat")
+        eventually(lambda: left(api, namespace) == [], 10, "all is gone, no finalizer waits for anyone")
+        operator.start()
+        eventually(lambda: operator.metric(LEADS) == 1, 20, "it leads again")
+        assert left(api, namespace) == [], "it brought something back"
 
 
 @pytest.mark.timeout(900)

@@ -11,6 +11,7 @@ import yaml
 
 from cluster.cel_cases import CASES, Case
 from fairlead_operator.fields import camel
+from fairlead_operator.resource import NARROWER
 from fairlead_operator.spec import Spec
 from fairlead_runtime.config import EngineConfig, base_type, choices_of
 
@@ -67,6 +68,10 @@ def test_a_field_of_the_resource_is_the_setting_of_the_engine(field: "dataclasse
         assert high is None or node["maximum"] <= high
         EngineConfig(**{field.name: node["minimum"]})
         EngineConfig(**{field.name: node["maximum"]})
+        if (
+            path.partition(".")[0] in ENGINE_SECTIONS
+        ):  # what the API server refuses, `fairlead plan` refuses too
+            assert NARROWER.get(path, (low, high)) == (node["minimum"], node["maximum"])
 
 
 def test_every_field_of_the_engines_sections_is_a_setting_of_the_engine() -> None:

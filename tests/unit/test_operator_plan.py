@@ -205,5 +205,23 @@ def test_values_are_compared_as_the_server_reads_them(want: Object, have: Object
     assert (differences(want, have) == []) is same
 
 
+def test_an_empty_string_is_as_good_as_none_and_another_value_is_not() -> None:
+    """The server stores no empty value of a variable: applying it again and again would change nothing."""
+    env: Object = {"podTemplate": {"env": [{"name": "EMPTY"}]}}
+    desired = render(resource(**env), SETTINGS, 1, "Surge")
+    stored = copy.deepcopy(desired)
+    deployment = next(b for b in stored if b["kind"] == "Deployment")
+    (variable,) = [
+        one
+        for one in deployment["spec"]["template"]["spec"]["containers"][0]["env"]
+        if one["name"] == "EMPTY"
+    ]
+    deployment["metadata"]["uid"] = "d"
+    del variable["value"]
+    assert diff(desired, stored, "uid-1").apply == ()
+    variable["value"] = "drift"
+    assert len(diff(desired, stored, "uid-1").apply) == 1
+
+
 def test_rendering_is_stable_and_serialisable() -> None:
     assert json.dumps(wanted()) == json.dumps(wanted())
