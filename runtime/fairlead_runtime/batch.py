@@ -45,6 +45,10 @@ class _Buffer:
         self._pinned = pinned
         self._tensor = torch.empty(0, dtype=dtype)
 
+    @property
+    def nbytes(self) -> int:
+        return self._tensor.nbytes
+
     def take(self, *shape: int) -> tuple[Array, torch.Tensor]:
         size = int(np.prod(shape))
         if size > self._tensor.numel():
@@ -66,6 +70,17 @@ class BatchBuilder:
         self._tables = [_Buffer(narrow, pinned=pinned) for _ in groups]
         self._starts = _Buffer(narrow, pinned=pinned)
         self._lens = _Buffer(narrow, pinned=pinned)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all buffers as they are now."""
+        single = (self._ids, self._positions, self._starts, self._lens)
+        return sum(b.nbytes for b in (*single, *self._slots)) + self.table_nbytes
+
+    @property
+    def table_nbytes(self) -> int:
+        """Bytes of the block tables among them."""
+        return sum(b.nbytes for b in self._tables)
 
     def build(self, rows: Rows[Row]) -> Batch:
         """``rows`` is not empty and every row has at least one token, whose blocks its tables list."""

@@ -37,6 +37,12 @@ from fairlead_runtime.scheduling.scheduler import Scheduler
 
 log = logging.getLogger("fairlead.build")
 
+# Terms of the report that have no measured side, and why.
+NOT_MEASURED = {
+    "graphs": "not applicable: no graph is captured yet",
+    "shared_memory": "not applicable: the pod's limit, of which the runtime uses nothing",
+}
+
 
 @dataclass(frozen=True, slots=True)
 class Built:
@@ -111,7 +117,7 @@ def build(
         tokenizer=loaded.tokenizer,
         vocab_size=loaded.shape.vocab,
         resolved=resolved,
-        memory=_report(config, found, device, resolved, {**measured, "kv": cache.nbytes}),
+        memory=_report(config, found, device, resolved, {**measured, **_allocated(cache, device)}),
         loaded_at=loaded_at,
     )
 
@@ -191,6 +197,12 @@ def _measured(model: PagedModel, device: DeviceFacts, process: int) -> Mapping[s
     return found | {"process": process} if device.kind == "cpu" else found
 
 
+def _allocated(cache: CacheStorage, device: DeviceFacts) -> Mapping[str, int]:
+    """Bytes of the terms that exist once the cache does."""
+    found = {"kv": cache.nbytes}
+    return found | {"offload": cache.host_nbytes} if device.kind == "cpu" else found
+
+
 def _profiled(model: PagedModel, config: EngineConfig, max_model_len: int) -> Mapping[str, int]:
     """Bytes that the largest steps take beside weights and cache."""
     try:
@@ -200,6 +212,7 @@ def _profiled(model: PagedModel, config: EngineConfig, max_model_len: int) -> Ma
             max_batch_tokens=config.max_batch_tokens,
             max_requests=config.max_requests,
             max_model_len=max_model_len,
+            block_size=config.block_size,
         )
     except torch.OutOfMemoryError as error:
         raise ConfigError(
@@ -218,7 +231,7 @@ def _report(
 ) -> MemoryReport:
     """The outcome, with each term as it was planned before anything was measured."""
     planned = resolve(config, found.shape, device, dtype=resolved.dtype).plan.terms
-    return memory.measured(replace(resolved.plan, terms=planned), measured)
+    return memory.measured(replace(resolved.plan, terms=planned), measured, NOT_MEASURED)
 
 
 def _bound_threads() -> None:

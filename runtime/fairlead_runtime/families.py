@@ -77,7 +77,7 @@ FAMILIES: Mapping[str, Family] = {
         _defaults(32000, 4096, 14336, 32, 32, 131072, num_key_value_heads=8, sliding_window=4096),
         window="all",
     ),
-    "mixtral": Family(_MIXTRAL, mlp_copies=4, experts="intermediate_size", window="all"),
+    "mixtral": Family(_MIXTRAL, experts="intermediate_size", window="all"),
     "qwen2": Family(_QWEN, qkv_bias=True, **_QWEN_WINDOWS),
     "qwen3": Family(_QWEN | {"head_dim": 128}, qk_norm="head", **_ATTENTION_BIAS, **_QWEN_WINDOWS),
     "qwen3_moe": Family(
@@ -173,7 +173,7 @@ FAMILIES: Mapping[str, Family] = {
 }
 
 # A family that is not in the table is planned with the most that any in it keeps alive at once: what it does is unknown.
-UNKNOWN_DENSE = Family({}, mlp_copies=5, logit_copies=2)
+UNKNOWN_DENSE = Family({}, mlp_copies=6, logit_copies=2)
 UNKNOWN_EXPERTS = Family({}, mlp_copies=8, logit_copies=2)
 
 # Families that cannot work on a paged cache, and would give wrong text without an error.

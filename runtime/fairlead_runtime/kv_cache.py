@@ -66,6 +66,11 @@ class CacheStorage:
         """Device bytes."""
         return self.keys.nbytes + self.values.nbytes
 
+    @property
+    def host_nbytes(self) -> int:
+        """Bytes of host memory for offloaded units."""
+        return sum(part.nbytes for part in self._host or ())
+
     @staticmethod
     def unit_bytes(groups: Sequence[LayerGroup], heads: Heads, block_size: int) -> int:
         """Bytes of one unit, keys and values together."""

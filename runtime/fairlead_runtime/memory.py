@@ -108,6 +108,14 @@ def _fixes(
         found += [f"tensorParallel {n}" for n in splits if fits(tensor_parallel=n)][:1]
     if config.quantization == "none" and fits(quantization="int8"):
         found.append("quantization int8")
+    if device.kind == "cpu" and config.cpu_offload_space and fits(cpu_offload_space=0.0, num_blocks=blocks):
+        spaces = [i / 4 for i in range(int(4 * config.cpu_offload_space), -1, -1)]
+        space = next(n for n in spaces if fits(cpu_offload_space=n, num_blocks=blocks))
+        found.insert(0, f"cpuOffloadSpace ≤ {space:g} and numBlocks {blocks}")
+    shares = [i / 100 for i in range(int(100 * config.max_memory_percent) + 1, 101)]
+    share = bisect_left(shares, True, key=lambda n: fits(max_memory_percent=n))
+    if share < len(shares):
+        found.append(f"maxMemoryPercent {shares[share]}")
     if device.kind == "cpu" and not found:
         sizes = range(device.total_bytes // GIB + 1, LARGEST_HOST)
         enough = bisect_left(
@@ -122,12 +130,13 @@ def _fixes(
 
 @dataclass(frozen=True, slots=True)
 class TermReport:
-    """``measured`` and ``drift_percent`` (of the planned size) are None for a term nobody measured."""
+    """``measured`` and ``drift_percent`` (of the planned size) are None for a term nobody measured; ``note`` says why."""
 
     name: str
     planned: int
     measured: int | None
     drift_percent: float | None
+    note: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,20 +167,28 @@ class MemoryReport:
                     "plannedBytes": t.planned,
                     "measuredBytes": t.measured,
                     "driftPercent": t.drift_percent,
+                    "note": t.note,
                 }
                 for t in self.terms
             ],
         }
 
 
-def measured(plan: MemoryPlan, facts: Mapping[str, int]) -> MemoryReport:
-    """The plan's terms beside the sizes measured, in bytes by term name; a name the plan lacks is added with 0."""
+def measured(
+    plan: MemoryPlan, facts: Mapping[str, int], notes: Mapping[str, str] | None = None
+) -> MemoryReport:
+    """The plan's terms beside the sizes measured, in bytes by term name; a name the plan lacks is added with 0.
+
+    ``notes`` say why a term was not measured.
+    """
     names = [*plan.terms, *(name for name in facts if name not in plan.terms)]
-    return MemoryReport(plan, tuple(_term(name, plan.terms.get(name, 0), facts.get(name)) for name in names))
+    told = notes or {}
+    terms = (_term(name, plan.terms.get(name, 0), facts.get(name), told.get(name, "")) for name in names)
+    return MemoryReport(plan, tuple(terms))
 
 
-def _term(name: str, planned: int, found: int | None) -> TermReport:
+def _term(name: str, planned: int, found: int | None, note: str) -> TermReport:
     if found is None:
-        return TermReport(name, planned, None, None)
+        return TermReport(name, planned, None, None, note or "not measured")
     drift = round(100 * (found - planned) / planned, 1) if planned else (0.0 if found == 0 else None)
     return TermReport(name, planned, found, drift)

@@ -1,7 +1,8 @@
 """The profiling run: what one step really takes beside weights and cache, before the cache is sized.
 
-Owns two dummy steps (a full batch of prefills; as many decodes as may run at once) and the meters. The names it
-returns are those of the sizing equation's terms, so a measured one takes the planned one's place.
+Owns its dummy work (a full batch of prefills; as many decodes as may run at once; one long row's attention; the
+largest batch on the host) and the meters. The names it returns are those of the sizing equation's terms, so a measured
+one takes the planned one's place. Attention is left out of the steps, and measured by itself.
 
 What is measured, honestly. On CUDA: the allocator's peak, which is all there is. On a CPU: the peak of all tensors
 alive at once, as a dispatch mode sees them; buffers that a kernel (MKL, oneDNN, SDPA) takes and returns inside one
@@ -19,16 +20,21 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from fairlead_kernels.attention import AttentionBackend
+from fairlead_kernels.attention import AttentionBackend, LayerSpec
 from fairlead_runtime.batch import BatchBuilder
-from fairlead_runtime.cache.groups import group_layers
+from fairlead_runtime.cache.groups import LayerGroup, group_layers
 from fairlead_runtime.kv_cache import CacheStorage
-from fairlead_runtime.models.attention import PagedModel
+from fairlead_runtime.models.attention import Call, PagedModel
 from fairlead_runtime.request import Request, SamplingParams, Sequence
 from fairlead_runtime.sampling import SamplingBatch, sample
 from fairlead_runtime.scheduling.plan import Row
+from fairlead_runtime.sizing import KEPT_MASKS, STRIP
 
 CPU_TOKENS = 256
+# Keys from which a longer row's attention is scaled up: all that it gathers grows with them.
+CPU_KEYS = 2048
+CUDA_KEYS = 1 << 15
+WIDTH = 1024  # blocks from which wider block tables are scaled up
 CPU_ROW = 32
 CPU_ROWS = 64
 BLOCK_SIZE = 16
@@ -44,10 +50,13 @@ def profile(
     max_batch_tokens: int,
     max_requests: int,
     max_model_len: int,
+    block_size: int = BLOCK_SIZE,
 ) -> Mapping[str, int]:
-    """Bytes of ``activations``, ``logits`` and ``sampling`` in the largest steps these limits allow.
+    """Bytes of ``activations``, ``attention``, ``logits``, ``sampling`` and ``batch`` in the largest steps these limits
+    allow.
 
-    Takes one step of max_batch_tokens (on a CPU of CPU_TOKENS) and one of max_requests decodes.
+    Takes one step of max_batch_tokens (on a CPU of CPU_TOKENS) and one of max_requests decodes. ``backend`` must be
+    new: the scratch memory that it keeps is part of ``attention``.
     """
     on_cpu = model.device.type == "cpu"
     tokens = min(max_batch_tokens, CPU_TOKENS) if on_cpu else max_batch_tokens
@@ -55,9 +64,9 @@ def profile(
     longest = min(tokens, max_model_len, CPU_ROW if on_cpu else tokens)
     lengths = [min(longest, tokens - at) for at in range(0, tokens, longest)]
 
-    prefill = _step(model, backend, lengths, samples=False)
+    prefill = _step(model, lengths, samples=False)
     activations = _peak(model.device, prefill)
-    decode = _step(model, backend, [1] * rows, samples=True)
+    decode = _step(model, [1] * rows, samples=True)
     logits = _peak(model.device, decode)
     scores = decode()
     batch = SamplingBatch.of([_sequence(i, 1) for i in range(rows)])
@@ -65,9 +74,83 @@ def profile(
     whole = min(max_requests, max_batch_tokens)
     return {
         "activations": activations * max_batch_tokens // tokens,
+        "attention": _attention(model, backend, max_batch_tokens, max_model_len),
         "logits": logits * whole // rows,
         "sampling": sampling * whole // rows,
+        "batch": _batch(model, max_batch_tokens, whole, max_model_len, block_size),
     }
+
+
+class _Dense:
+    """A pass without attention: what the layers make around it, and the room for its answer."""
+
+    def __init__(self, keep: torch.Tensor) -> None:
+        self.keep = keep
+
+    def attend(
+        self, _layer: int, query: torch.Tensor, _key: torch.Tensor, value: torch.Tensor, _call: Call
+    ) -> torch.Tensor:
+        return query.new_zeros(*query.shape[:2], value.shape[2])
+
+
+def _attention(
+    model: PagedModel, backend: AttentionBackend, max_batch_tokens: int, max_model_len: int
+) -> int:
+    """Bytes that attending one row of max_model_len takes: scratch, masks and, where written out, scores."""
+    on_cpu = model.device.type == "cpu"
+    queries, element = min(max_batch_tokens, max_model_len), model.heads.dtype.itemsize
+    kept, scratch = 0, 0
+    for group in group_layers(model.windows):
+        sees = max_model_len if group.window is None else min(max_model_len, group.window - 1 + queries)
+        keys = min(sees, CPU_KEYS if on_cpu else CUDA_KEYS)
+        part = min(queries, STRIP, keys) if on_cpu else min(queries, keys)
+        masks = part * keys * element
+        peak = _attend_one(model, backend, group, keys, part) - masks
+        scratch = max(scratch, max(0, peak) * sees // keys)
+        kept += min(queries * sees, max(KEPT_MASKS, STRIP * sees)) * element
+    return scratch + kept
+
+
+def _attend_one(
+    model: PagedModel, backend: AttentionBackend, group: LayerGroup, keys: int, queries: int
+) -> int:
+    """Bytes that the last ``queries`` of a row of ``keys`` take in one layer of a group, beside their answer."""
+    heads, call = model.heads, model.calls[group.layers[0]]
+    sequence = _sequence(0, keys)
+    # Not consecutive: such a row would be read in place.
+    sequence.tables = [list(reversed(range(-(-keys // BLOCK_SIZE))))]
+    alone = LayerGroup(0, group.window, (0,))
+    units = len(sequence.tables[0])
+    cache = CacheStorage([alone], heads, units=units, block_size=BLOCK_SIZE, device=model.device)
+    batch = BatchBuilder([alone], BLOCK_SIZE).build([Row(sequence, keys - queries, queries, samples=True)])
+    query = torch.zeros(queries, heads.query, heads.dim, dtype=heads.dtype, device=model.device)
+    spec = LayerSpec(call.scale, group.window, call.softcap, call.sinks)
+    answer = query.nbytes // heads.dim * heads.value_dim  # it counts among the activations
+
+    def run() -> None:
+        backend.run(backend.plan(batch.ragged[0]), query, cache.keys[0], cache.values[0], spec)
+
+    return _peak(model.device, run) - answer
+
+
+def _batch(model: PagedModel, tokens: int, rows: int, max_model_len: int, block_size: int) -> int:
+    """Bytes of the host's buffers once they have held a batch of so many tokens in so many of the longest rows."""
+    groups = group_layers(model.windows)
+    builder = BatchBuilder(groups, block_size)
+    width = -(-max_model_len // block_size)
+    part = min(width, WIDTH)
+    end = min(part * block_size, max_model_len)
+    known, table = [0] * end, [0] * part
+    made: list[Row] = []
+    left = tokens
+    for index in range(rows):
+        sequence = _sequence(index, 1)
+        sequence.tokens, sequence.tables = known, [table] * len(groups)
+        count = max(1, min(end, left - (rows - index - 1)))
+        left -= count
+        made.append(Row(sequence, end - count, count, samples=True))
+    builder.build(made)
+    return builder.nbytes + builder.table_nbytes * (width - part) // part
 
 
 def _sequence(index: int, length: int) -> Sequence:
@@ -75,26 +158,17 @@ def _sequence(index: int, length: int) -> Sequence:
     return Sequence(index, request, 0, [0] * length)
 
 
-def _step(
-    model: PagedModel, backend: AttentionBackend, lengths: list[int], *, samples: bool
-) -> Callable[[], torch.Tensor]:
-    """A forward pass of rows of these lengths on a cache of their own; run once already, so that what the backend
-    keeps between steps is there and not counted.
+def _step(model: PagedModel, lengths: list[int], *, samples: bool) -> Callable[[], torch.Tensor]:
+    """A forward pass, without attention, of rows of these lengths; run once already, so that what is kept between
+    steps is there and not counted.
     """
-    groups = group_layers(model.windows)
-    widths = [-(-length // BLOCK_SIZE) for length in lengths]
-    units = sum(widths) * len(groups)
-    cache = CacheStorage(groups, model.heads, units=units, block_size=BLOCK_SIZE, device=model.device)
-    free = iter(range(units))
-    rows: list[Row] = []
-    for index, (length, width) in enumerate(zip(lengths, widths, strict=True)):
-        sequence = _sequence(index, length)
-        sequence.tables = [[next(free) for _ in range(width)] for _ in groups]
-        rows.append(Row(sequence, 0, length, samples=samples))
-    builder = BatchBuilder(groups, BLOCK_SIZE)
+    ids = torch.zeros(sum(lengths), dtype=torch.int64, device=model.device)
+    positions = torch.cat([torch.arange(length, device=model.device) for length in lengths])
+    ends = torch.tensor(lengths, device=model.device).cumsum(0) - 1
+    step = _Dense(ends if samples else ends[:0])
 
     def run() -> torch.Tensor:
-        return model.forward(builder.build(rows), cache, backend)
+        return model.run(ids, positions, step)
 
     run()
     return run

@@ -7,6 +7,7 @@ allocates nothing; nobody edits a configuration afterwards.
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from fairlead_runtime.advice import to_start
 from fairlead_runtime.config import ConfigError, EngineConfig
 from fairlead_runtime.memory import DeviceFacts, MemoryPlan, gib, plan_memory
 from fairlead_runtime.shape import ModelShape
@@ -68,12 +69,12 @@ def resolve(
     check_deterministic(config, dtype)
     config = config.clamped()
     plan = plan_memory(shape, config, device, measured)
-    if plan.used > plan.budget:
-        field = "num_blocks" if config.num_blocks is not None else "max_memory_percent"
-        raise ConfigError(field, f"the model does not fit: {plan.message}", plan.formula)
-    if plan.num_blocks < 1:
+    if plan.used > plan.budget or plan.num_blocks < 1:
+        problem = "the model does not fit" if plan.used > plan.budget else "no room for a single cache block"
         raise ConfigError(
-            "max_memory_percent", f"no room for a single cache block: {plan.message}", plan.formula
+            _field_at_fault(config, plan),
+            f"{problem}: {plan.formula}",
+            to_start(shape, config, device, measured),
         )
     capacity = min(plan.max_model_len, plan.concurrent_tokens)
     warnings = []
@@ -92,6 +93,17 @@ def resolve(
         capacity=capacity,
         plan=plan,
         warnings=tuple(warnings),
+    )
+
+
+def _field_at_fault(config: EngineConfig, plan: MemoryPlan) -> str:
+    """What a user chose and would change first: a pinned cache, an offload space that takes the rest, else the share."""
+    if config.num_blocks is not None:
+        return "num_blocks"
+    return (
+        "cpu_offload_space"
+        if plan.used - plan.terms.get("offload", 0) <= plan.budget
+        else "max_memory_percent"
     )
 
 

@@ -19,6 +19,7 @@ LARGEST = {
     "vocab_size": 1 << 26,
 }
 LARGEST_ELSE = 1 << 24
+ROUTED = 16  # elements a token and chosen expert take for their indices and weights
 EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 # The settings that most families share, by the names that transformers gives them.
 STANDARD = (
@@ -168,7 +169,8 @@ class ModelShape:
             kv_heads=s.kv_heads,
             head_dim=s.head_dim,
             hidden=hidden,
-            mlp_width=width + chosen * (width + 2 * hidden),
+            # No attention that was tried keeps more than ten times its queries.
+            mlp_width=max(width + chosen * (width + 5 * hidden), 10 * s.heads * s.head_dim),
             logit_copies=UNKNOWN_DENSE.logit_copies,
             explicit_scores=True,
             vocab=vocab,
@@ -273,8 +275,10 @@ def _mlp(s: _Settings, family: Family, index: int) -> tuple[_Count, int]:
     expert = _linear(hidden, parts * inner, bias=family.expert_bias)
     expert += _linear(inner, hidden, bias=family.expert_bias)
     router = _Count(rest=hidden * experts + (experts if family.expert_bias else 0))  # never quantized
-    # Each chosen expert gets a copy of its tokens and gives one back before they are summed.
-    return expert * experts + router, chosen * (family.mlp_copies * inner + 2 * hidden)
+    # Each chosen expert gets a copy of its tokens and gives one back; then those are weighted, put in order and summed.
+    inside = max(family.mlp_copies * inner + 2 * hidden, (family.mlp_copies + 1) * inner + hidden)
+    summed = (5 if family.expert_bias else 4) * hidden
+    return expert * experts + router, chosen * (max(inside, summed) + ROUTED)
 
 
 def _sparse(s: _Settings, family: Family, index: int) -> bool:

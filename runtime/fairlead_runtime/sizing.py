@@ -25,6 +25,8 @@ KEPT_MASKS = 1 << 24  # elements of masks that it keeps for the other layers of 
 # Elements that one pass of the sampler works on, and the bytes of its temporaries for each.
 SAMPLED = {"cpu": 1 << 20, "cuda": 1 << 26}
 SAMPLING_BYTES = 16
+HISTOGRAM = 33 << 10  # bytes a row's counts take while top-k and top-p look for their cut
+GROWTH = 2  # host buffers of a batch are made twice as large as what they must hold
 TERMS = ("weights", "activations", "attention", "logits", "sampling", "graphs", "batch")
 HOST_TERMS = ("process", "offload", "shared_memory")
 
@@ -85,19 +87,20 @@ def terms_of(
     rows = min(config.max_requests, tokens)
     queries, keys = split(shape.heads * shape.head_dim, tp), split(shape.kv_width, tp)
     # Alive at once: the residual and its norm (in float32), and either attention's projections before and after
-    # the rotary embedding or the widest MLP.
-    width = 4 * shape.hidden + max(3 * queries + 4 * keys, split(shape.mlp_width, tp))
+    # the rotary embedding or the widest MLP; and the rotary tables, of which models with windows have two.
+    rotary = 2 * shape.head_dim * len(set(shape.windows))
+    width = 4 * shape.hidden + rotary + max(3 * queries + 4 * keys, split(shape.mlp_width, tp))
     table_entries = len(groups) * rows * -(-longest // config.block_size)
     buffers = 1 if cpu or config.async_batching == "off" else 2
-    chosen = min(rows, max(1, SAMPLED[device.kind] // shape.vocab)) * shape.vocab
+    chosen = min(rows, max(1, SAMPLED[device.kind] // shape.vocab))
     terms = {
         "weights": _weights(shape, config, tp),
         "activations": tokens * width * a,
         "attention": _attention(shape, config, groups, a) if cpu else FLASHINFER,
         "logits": rows * max(width, 2 * shape.hidden + shape.logit_copies * shape.vocab) * a,
-        "sampling": chosen * SAMPLING_BYTES + rows * shape.vocab * 8,
+        "sampling": chosen * (shape.vocab * SAMPLING_BYTES + HISTOGRAM) + rows * shape.vocab * 8,
         "graphs": 0 if cpu or config.cuda_graphs == "off" else config.max_cached_graphs * GRAPH,
-        "batch": buffers * (tokens * (16 + 8 * len(groups)) + rows * 64 + table_entries * 4),
+        "batch": buffers * GROWTH * (tokens * (16 + 8 * len(groups)) + rows * 64 + table_entries * 4),
     }
     return terms | host_terms(config) if cpu else terms
 

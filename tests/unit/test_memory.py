@@ -2,6 +2,7 @@
 
 import dataclasses
 import re
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -241,6 +242,17 @@ def test_a_verdict_says_what_is_missing_and_what_to_set(
     assert re.fullmatch(rf".*{message}.*", plan.message), plan.message
 
 
+def test_an_offload_space_that_takes_the_rest_is_told_with_the_largest_that_fits() -> None:
+    config = EngineConfig(max_batch_tokens=512, max_model_len=4096, cpu_offload_space=40.0)
+    plan = plan_memory(LLAMA_8B, config, DeviceFacts("cpu", 32 * GIB))
+    found = re.search(r"cpuOffloadSpace ≤ (\S+) and numBlocks (\d+)", plan.message)
+    assert found is not None, plan.message
+    fitting = replace(config, cpu_offload_space=float(found[1]), num_blocks=int(found[2]))
+    assert plan_memory(LLAMA_8B, fitting, DeviceFacts("cpu", 32 * GIB)).fits
+    larger = replace(fitting, cpu_offload_space=float(found[1]) + 0.25)
+    assert not plan_memory(LLAMA_8B, larger, DeviceFacts("cpu", 32 * GIB)).fits
+
+
 def test_a_length_beyond_the_model_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"--max-model-len: 131073 is more than the model's own 131072"):
         plan_memory(LLAMA_8B, EngineConfig(max_model_len=131073), DeviceFacts("cuda", 80 * GIB))
@@ -264,6 +276,7 @@ def test_the_report_puts_measured_beside_planned() -> None:
         "plannedBytes": 0,
         "measuredBytes": 5,
         "driftPercent": None,
+        "note": "",
     }
     assert body["numBlocks"] == plan.num_blocks
     assert body["formula"].startswith("0.9 * 80.0 GiB = 72.0 ≥ weights 15.0 + ")

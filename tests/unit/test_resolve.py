@@ -1,5 +1,6 @@
 """Resolution: auto and unset become concrete, and what cannot be honoured is refused by name."""
 
+import re
 from typing import Any
 
 import pytest
@@ -84,10 +85,30 @@ def test_max_requests_is_clamped_to_the_tokens_of_a_step() -> None:
 
 @pytest.mark.parametrize(
     ("settings", "field"),
-    [({"num_blocks": 10_000_000}, "num_blocks"), ({"max_memory_percent": 0.05}, "max_memory_percent")],
+    [
+        ({"num_blocks": 10_000_000}, "num_blocks"),
+        ({"max_memory_percent": 0.05}, "max_memory_percent"),
+        ({"cpu_offload_space": 15.5}, "cpu_offload_space"),
+        ({"cpu_offload_space": 15.5, "max_memory_percent": 0.5}, "cpu_offload_space"),
+        ({"max_batch_tokens": 10_000_000, "max_requests": 4}, "max_memory_percent"),
+    ],
 )
-def test_what_does_not_fit_is_refused_with_the_arithmetic(settings: dict[str, Any], field: str) -> None:
-    with pytest.raises(ConfigError, match="GiB") as refused:
+def test_what_does_not_fit_is_refused_with_the_arithmetic_and_numbers_that_would(
+    settings: dict[str, Any], field: str
+) -> None:
+    with pytest.raises(ConfigError, match=r"does not fit: .* GiB = .* weights .*") as refused:
         resolved(**settings)
     assert refused.value.field == field
-    assert "weights" in refused.value.hint
+    advice = re.findall(r"--([a-z-]+) (\S+)", refused.value.hint)
+    assert 1 <= len(advice) <= 2
+    for flag, value in advice:
+        number = float(value) if "." in value else int(value)
+        assert resolved(**settings | {flag.replace("-", "_"): number}).num_blocks >= 1
+
+
+def test_what_no_setting_helps_names_the_memory_it_needs() -> None:
+    with pytest.raises(ConfigError) as refused:
+        resolved(shared_memory=40.0)
+    needed = re.fullmatch(r"needs (\d+) GiB of memory with these settings", refused.value.hint)
+    assert needed is not None
+    assert resolved(shared_memory=40.0, device=DeviceFacts("cpu", int(needed[1]) * GIB)).num_blocks >= 1

@@ -112,10 +112,12 @@ class _Probe:
     def __init__(self, keep: Tensor) -> None:
         self.keep = keep
         self.heads: dict[int, Heads] = {}
+        self.calls: dict[int, Call] = {}
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, call: Call) -> Tensor:
         heads = Heads(query.shape[1], key.shape[1], key.shape[2], value.shape[2], key.dtype)
         self.heads[layer] = heads
+        self.calls[layer] = call
         q, k, v = (x.transpose(0, 1) for x in (query, key, value))
         k, v = (x.repeat_interleave(heads.group, dim=0) for x in (k, v))
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=call.scale).transpose(0, 1)
@@ -126,7 +128,7 @@ class PagedModel:
 
     Takes the model over: sets its attention, installs a hook where it cannot select the rows of its logits itself.
     ``windows`` has an entry per layer. Raises ModelError when its layers are not equal in size or are not
-    the ones the windows were made for.
+    the ones the windows were made for. ``calls``: what each layer passes along with its tensors.
     """
 
     def __init__(self, model: PreTrainedModel, windows: Sequence[int | None]) -> None:
@@ -149,7 +151,7 @@ class PagedModel:
     def _probe(self) -> Heads:
         """The heads as the layers really have them, from a pass of two tokens."""
         probe = _Probe(torch.tensor([1], device=self.device))
-        self._run(torch.tensor([0, 1], device=self.device), torch.tensor([0, 1], device=self.device), probe)
+        self.run(torch.tensor([0, 1], device=self.device), torch.tensor([0, 1], device=self.device), probe)
         name = self.model.config.model_type
         if sorted(probe.heads) != list(range(len(self.windows))):
             raise families.refused(
@@ -158,6 +160,7 @@ class PagedModel:
             )
         if len(set(probe.heads.values())) != 1:
             raise families.refused(name, "its layers differ in their number or size of heads")
+        self.calls = probe.calls
         return probe.heads[0]
 
     @torch.inference_mode()
@@ -168,9 +171,11 @@ class PagedModel:
         keep = (batch.sample_index if keep is None else keep).to(self.device, non_blocking=True)
         step = PagedPass(batch, cache, backend, keep)
         ids = batch.input_ids.to(self.device, non_blocking=True)
-        return self._run(ids, batch.positions.to(self.device, non_blocking=True), step)
+        return self.run(ids, batch.positions.to(self.device, non_blocking=True), step)
 
-    def _run(self, input_ids: Tensor, positions: Tensor, current: Pass) -> Tensor:
+    @torch.inference_mode()
+    def run(self, input_ids: Tensor, positions: Tensor, current: Pass) -> Tensor:
+        """Logits [S, vocabulary] of ``current.keep`` after one pass over packed tokens int64 [T], attended by ``current``."""
         extra = {"logits_to_keep": current.keep} if self.selects_logits else {}
         token = _PASS.set(current)
         try:
