@@ -260,7 +260,9 @@ def test_an_older_definition_is_upgraded_as_documented_with_its_resources_in_pla
         assert refusals(operator) == []
 
 
-@pytest.mark.parametrize("values", [(), ("--set", "scope.cluster=true,replicas=3,modelCache.create=true")])
+@pytest.mark.parametrize(
+    "values", [(), ("--set", "scope.cluster=true,replicas=3,modelCache.create=true,admission.create=true")]
+)
 def test_everything_rendered_is_admitted_where_pod_security_is_restricted(
     api: Api, namespace: str, tmp_path: Path, values: tuple[str, ...]
 ) -> None:

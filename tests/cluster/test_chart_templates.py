@@ -42,7 +42,14 @@ def places(bodies: list[Object], kind: str) -> dict[str, str]:
 ALL = {
     "default": (),
     "further namespaces": ("--set", "scope.namespaces={a,b}"),
-    "cluster": ("--set", "scope.cluster=true", "--set", "modelCache.create=true"),
+    "cluster": (
+        "--set",
+        "scope.cluster=true",
+        "--set",
+        "modelCache.create=true",
+        "--set",
+        "admission.create=true",
+    ),
 }
 
 
@@ -168,6 +175,29 @@ def test_peers_of_the_admin_port_are_the_operators_pods_and_metrics_from(helm: H
     assert own["podSelector"]["matchLabels"].items() <= labels
     client = only(bodies, "Pod")["metadata"]["labels"].items()
     assert not own["podSelector"]["matchLabels"].items() <= client, "the test's pod is no operator"
+
+
+def test_the_operators_metrics_have_a_service_that_finds_its_pods(helm: Helm) -> None:
+    bodies = helm.render()
+    service, pod = only(bodies, "Service"), only(bodies, "Deployment")["spec"]["template"]
+    assert service["spec"]["selector"].items() <= pod["metadata"]["labels"].items()
+    assert not service["spec"]["selector"].items() <= only(bodies, "Pod")["metadata"]["labels"].items()
+    (port,) = service["spec"]["ports"]
+    (container,) = pod["spec"]["containers"]
+    assert {"name": port["targetPort"], "containerPort": port["port"]} in container["ports"]
+    assert f"--probe-port={port['port']}" in container["args"]
+    assert not of_kind(helm.render("--set", "metrics.service=false"), "Service")
+
+
+@pytest.mark.parametrize("values", ALL.values(), ids=ALL)
+def test_the_admission_policy_is_bound_where_the_operator_serves(helm: Helm, values: tuple[str, ...]) -> None:
+    bodies = helm.render(*values, "--set", "admission.create=true")
+    policy = only(bodies, "ValidatingAdmissionPolicy")
+    binding = only(bodies, "ValidatingAdmissionPolicyBinding")["spec"]
+    assert binding["policyName"] == policy["metadata"]["name"] == "rel-fairlead.home"
+    bound = binding.get("matchResources", {}).get("namespaceSelector", {}).get("matchExpressions", [{}])
+    assert tuple(bound[0].get("values", ())) == settings(bodies).namespaces
+    assert not of_kind(helm.render(), "ValidatingAdmissionPolicy")
 
 
 def test_a_digest_wins_over_the_tag_and_the_tag_over_the_charts_version(helm: Helm) -> None:
