@@ -13,7 +13,7 @@ from starlette.responses import Response
 from fairlead_runtime.outputs import QueueFull, ServiceError
 from fairlead_runtime.request import RequestError
 
-MAX_MESSAGE = 1900  # characters; escaped they double, and the body still fits 4 KiB with its frame
+MAX_MESSAGE = 1900  # bytes; escaped they double, and the body still fits 4 KiB with its frame
 _INTERNAL = "the server failed on this request; the log has the details under the request id"
 
 # The words of OpenAI's error objects by status; what is missing here is an invalid_request_error.
@@ -100,6 +100,9 @@ def of(error: Exception) -> ApiError:
 
 
 def clean(message: str) -> str:
-    """Bounded, one line, and encodable whatever got into it."""
-    text = message[:MAX_MESSAGE].encode("ascii", "backslashreplace").decode("ascii")
-    return " ".join(text[:MAX_MESSAGE].split())
+    """Bounded, one line, and safe to print: what is not printable (control and bidirectional marks, lone surrogates)
+    is escaped, every script stands as it is.
+    """
+    words = " ".join(message[:MAX_MESSAGE].split())
+    text = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in words)
+    return text.encode()[:MAX_MESSAGE].decode(errors="ignore")

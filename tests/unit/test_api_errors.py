@@ -1,0 +1,49 @@
+"""The error object: every script as it is, nothing that a terminal or a log would act on, never large."""
+
+import json
+
+import orjson
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fairlead_runtime.api.errors import ApiError, clean
+
+
+@pytest.mark.parametrize("text", ["500 °C", "modèle: größer", "模型不存在", "نموذج", "🤖", "≥ 1"])
+def test_every_script_stands_in_the_body_as_it_is(text: str) -> None:
+    body = ApiError(400, text).body
+    assert text.encode() in body
+    assert json.loads(body)["error"]["message"] == text
+    assert ApiError(400, text).response().body == body
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("a\x1b[31mb", "a\\x1b[31mb"),
+        ("a\x9b31mb", "a\\x9b31mb"),
+        ("a\x00\x7fb", "a\\x00\\x7fb"),
+        ("a\r\nSet-Cookie: b", "a Set-Cookie: b"),
+        ("a\u202eb\u2066c", "a\\u202eb\\u2066c"),
+        ("a\u2028b", "a b"),
+        ("a\ud800b", "a\\ud800b"),
+        ("a\ufeffb\u200bc", "a\\ufeffb\\u200bc"),
+    ],
+)
+def test_what_a_terminal_would_act_on_is_escaped(text: str, shown: str) -> None:
+    assert clean(text) == shown
+
+
+@given(st.text(st.characters(), max_size=4000))
+def test_a_body_is_one_printable_line_below_4_kib_whatever_the_message(text: str) -> None:
+    body = ApiError(500, text).body
+    assert len(body) < 4096
+    message = orjson.loads(body)["error"]["message"]
+    assert message.isprintable()
+    assert message == clean(text)
+
+
+def test_the_largest_messages_of_each_kind_stay_below_4_kib() -> None:
+    for character in ('"', "\\", "\x1b", "語", "🤖", "\ud800"):
+        assert len(ApiError(400, character * 10_000).body) < 4096
