@@ -22,7 +22,10 @@ from cluster.controlplane import ControlPlane
 from cluster.operators import OperatorProcess
 from cluster.resources import KIND, condition, status
 from fairlead_operator.kinds import GROUP, NAME_LABEL
+from fairlead_operator.podtemplate import ADMIN_PORT, pod_template
+from fairlead_operator.settings import Settings
 from fairlead_runtime import metric_names
+from operator_bodies import resource
 
 pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("crd")]
 ROOT = Path(__file__).parents[2]
@@ -155,6 +158,28 @@ def test_the_scaled_object_asks_for_what_the_runtime_exposes_and_never_reads_sil
     assert query.count(f'{label}="chat"') == 2
     assert trigger["metadata"]["ignoreNullValues"] == "false"
     assert trigger["metricType"] == "AverageValue", "the fallback needs it"
+
+
+def test_the_pod_monitor_is_what_the_prometheus_operator_documents_and_finds_the_pods() -> None:
+    body = example("podmonitor.yaml")
+    schema = json.loads(Path(__file__).with_name("podmonitor.schema.json").read_text())
+    validator = jsonschema.Draft202012Validator(schema)
+    validator.validate(body)
+    wrong: tuple[Object, ...] = (
+        {"podTargetLabel": []},
+        {"selector": {"matchLabel": {}}},
+        {"podMetricsEndpoints": None},
+    )
+    for change in wrong:
+        assert not validator.is_valid({**body, "spec": {**body["spec"], **change}}), change
+    template = pod_template(resource(), Settings())
+    (expression,) = body["spec"]["selector"]["matchExpressions"]
+    assert expression == {"key": NAME_LABEL, "operator": "Exists"}
+    assert NAME_LABEL in template["metadata"]["labels"]
+    assert body["spec"]["podTargetLabels"] == [NAME_LABEL], "the label that the KEDA query asks for"
+    (endpoint,) = body["spec"]["podMetricsEndpoints"]
+    ports = {port["name"]: port["containerPort"] for port in template["spec"]["containers"][0]["ports"]}
+    assert ports[endpoint["port"]] == ADMIN_PORT
 
 
 def test_the_examples_agree_on_target_and_bounds() -> None:
