@@ -66,7 +66,8 @@ class Asker:
         news |= await self._measure(serving, known)
         fetching = downloads.fetching(seen.pods)
         news |= await self._downloads(fetching, known)
-        if news:
+        if news or not known.asked:
+            known.asked = True
             self._wake(key)
         scaled = resource.spec.autoscaling is not None and resource.spec.autoscaling.managed_by == "operator"
         again = TICK if scaled or fetching else IDLE_SECONDS

@@ -33,12 +33,12 @@ from fairlead_operator.manifests import render
 from fairlead_operator.observe import Observed, observe
 from fairlead_operator.plan import Apply, Conflict, Plan, diff, ours, owner_text
 from fairlead_operator.podtemplate import pod_template
-from fairlead_operator.remembered import Known, Memory
+from fairlead_operator.remembered import FIRST_LOOK_SECONDS, Known, Memory
 from fairlead_operator.resource import InferenceDeployment
 from fairlead_operator.rollout import choose
 from fairlead_operator.scaling import load_of, scale
 from fairlead_operator.settings import Settings
-from fairlead_operator.status import Capacity, Findings, invalid, status_of
+from fairlead_operator.status import Capacity, Findings, invalid, status_of, told
 
 log = logging.getLogger(__name__)
 
@@ -76,6 +76,7 @@ class Reconciler:
 
         known = self._memory.of(key, resource.uid)
         before: Mapping[str, Any] = body.get("status") or {}
+        known.begin(before, self._clock())
         seen = observe(self._cluster.store, key, resource.uid)
         revision = pod_template(resource, self._settings)["metadata"]["labels"][REVISION_LABEL]
         strategy, why = choose(resource, seen, revision, (before.get("rollout") or {}).get("why", ""))
@@ -108,6 +109,8 @@ class Reconciler:
         while known.untold:  # kept until written: a pass may end early, and what changed is seen once
             await self._event(body, known.untold[0])
             del known.untold[0]
+        if known.in_the_dark(self._clock()) and told(before, resource.generation):
+            return self._again(body, FIRST_LOOK_SECONDS)
         await self._report(body, status_of(resource, seen, findings, before, self._now()))
         return self._again(body, min(REFUSED_SECONDS if found else RESYNC_SECONDS, scaling.again))
 

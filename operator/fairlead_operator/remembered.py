@@ -14,12 +14,16 @@ from fairlead_operator.events import Note
 from fairlead_operator.kinds import Key
 from fairlead_operator.load import Sample
 
+FIRST_LOOK_SECONDS = 5.0  # that pods and the hub have to answer before "not known" is said
+
 
 @dataclass(slots=True)
 class Known:
     """One resource's answers, by pod uid where they are a pod's."""
 
     uid: str
+    since: float | None = None  # monotonic clock of the first pass
+    asked: bool = False  # pods and the hub, at least once
     canaries: set[str] = field(default_factory=set)  # pods that made a token
     silent: dict[str, str] = field(default_factory=dict)  # serving pods that did not, and why
     config: Mapping[str, Any] | None = None  # the model's config.json
@@ -41,6 +45,19 @@ class Known:
     count_is_ours: bool | None = None  # whether the count was the operator's in the last pass
     asked_replicas: int | None = None  # spec.replicas of the last pass
     untold: list[Note] = field(default_factory=list)  # Events still to be written
+
+    def begin(self, before: Mapping[str, Any], clock: float) -> None:
+        """The first pass of this operator: what only the status ``before`` tells is taken from there."""
+        if self.since is None:
+            self.since = clock
+            self.autoscaled = before.get("autoscaling")
+
+    def in_the_dark(self, clock: float) -> bool:
+        """Whether nobody was asked yet: what is not known then is no news.
+
+        An operator that starts again would take back that a resource is Ready, and say it again a moment later.
+        """
+        return self.since is not None and not self.asked and clock - self.since < FIRST_LOOK_SECONDS
 
     def forget_pods(self, alive: set[str]) -> None:
         self.canaries &= alive

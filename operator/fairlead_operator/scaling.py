@@ -55,7 +55,8 @@ def scale(
     live = seen.deployment
     count = resource.spec.replicas if live is None else int(live["spec"].get("replicas", 1))
     count = max(policy.min_replicas, min(policy.max_replicas, count))
-    if live is not None and not resource.spec.paused and clock - known.decided_at >= TICK * 0.9:
+    due = clock - known.decided_at >= TICK * 0.9 and not known.in_the_dark(clock)
+    if live is not None and not resource.spec.paused and due:
         count = _tick(resource, policy, seen, known, count, full_sequences, now, clock)
     return Scaling(count, known.scaling_fact, TICK, dict(known.autoscaled or {"desired": count}))
 

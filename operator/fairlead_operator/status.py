@@ -189,6 +189,14 @@ def _condition(
     }
 
 
+def told(status: Mapping[str, Any], generation: int) -> bool:
+    """Whether it says already of this generation if it is Ready."""
+    return any(
+        c.get("type") == "Ready" and c.get("observedGeneration") == generation
+        for c in status.get("conditions") or ()
+    )
+
+
 def _since(previous: Mapping[str, Any], kind: str, status: str, stamp: str) -> str:
     for condition in previous.get("conditions") or ():
         if condition.get("type") == kind and condition.get("status") == status:

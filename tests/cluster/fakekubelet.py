@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Self
 
 from cluster import addresses
@@ -17,6 +18,7 @@ from cluster.nodes import is_ready
 from cluster.podprocess import PodProcess, Programs, now
 
 RUNTIME: Programs = {"fairlead": [sys.executable, "-m", "fairlead_runtime"]}
+STANDIN: Programs = {"fairlead": [sys.executable, str(Path(__file__).with_name("standin.py"))]}
 BEAT = 0.1
 HEARTBEAT = 10.0
 PROBE_EVERY = 0.3

@@ -6,7 +6,6 @@ engine's load scales is in test_serving.py.
 """
 
 import json
-import sys
 import time
 from pathlib import Path
 
@@ -14,12 +13,11 @@ import pytest
 
 from cluster.apiclient import Api, Object, eventually
 from cluster.controlplane import ControlPlane
-from cluster.fakekubelet import FakeKubelet
+from cluster.fakekubelet import STANDIN, FakeKubelet
 from cluster.operators import OperatorProcess
 from cluster.resources import PROCESSES, idep, ready, status
 
 pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("crd", "pod_addresses")]
-STANDIN = {"fairlead": [sys.executable, str(Path(__file__).with_name("standin.py"))]}
 WITHIN = 35.0  # seconds from the burst to all the pods that may be
 SCALING = {"minReplicas": 1, "maxReplicas": 8, "targetPerReplica": 100}
 

@@ -5,16 +5,17 @@ import signal
 import time
 from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from cluster.apiclient import Api, eventually
 from cluster.completions import Clients
 from cluster.controlplane import ControlPlane
-from cluster.fakekubelet import FakeKubelet
+from cluster.fakekubelet import STANDIN, FakeKubelet
 from cluster.faultproxy import FaultProxy
 from cluster.operators import OperatorProcess
-from cluster.resources import CHILDREN, KIND, PROCESSES, START, idep, ready
+from cluster.resources import CHILDREN, KIND, PROCESSES, START, condition, idep, ready, status
 from cluster.rotation import FULL
 from cluster.story import Story, Wanted
 
@@ -191,6 +192,35 @@ def test_restarts_change_nothing_and_deleting_needs_no_operator(
         operator.start()
         eventually(lambda: operator.metric(LEADS) == 1, 20, "it leads again")
         assert left(api, namespace) == [], "it brought something back"
+
+
+@pytest.mark.usefixtures("pod_addresses")
+def test_an_operator_that_starts_again_changes_no_word_of_a_status(
+    plane: ControlPlane, api: Api, namespace: str, tmp_path: Path
+) -> None:
+    """It remembers nothing, and asks its pods (stand-ins) before it says that it knows nothing."""
+    load = tmp_path / "load.json"
+    load.write_text("{}")
+    with FakeKubelet(plane, environ={"STANDIN_LOAD": str(load)}, programs=STANDIN):
+        with OperatorProcess(plane, (namespace,)) as operator:
+            scaling = {"minReplicas": 1, "maxReplicas": 2, "targetPerReplica": 100}
+            api.create(idep(namespace, podTemplate=PROCESSES, autoscaling=scaling))
+            eventually(lambda: ready(api, namespace), 30, "Ready")
+            eventually(lambda: all_known(api, namespace), 20, "everything is known")
+            operator.kill()
+        before = status(api, namespace)
+        with OperatorProcess(plane, (namespace,)) as operator:
+            eventually(lambda: operator.metric(PASSES, result="ok") > 0, 20, "it has looked")
+            ends = time.monotonic() + 12  # two looks of the autoscaler
+            while time.monotonic() < ends:
+                assert status(api, namespace) == before
+                time.sleep(0.02)
+
+
+def all_known(api: Api, namespace: str) -> bool:
+    """Whether the pods were measured, and the measure led to a decision."""
+    seen = status(api, namespace)
+    return "startup" in seen and "load" in seen and condition(seen, "AutoscalingActive")["status"] == "True"
 
 
 @pytest.mark.timeout(900)

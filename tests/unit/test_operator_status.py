@@ -283,3 +283,15 @@ def test_a_resource_made_anew_under_its_name_starts_with_no_memory() -> None:
     memory.of(("ns", "chat"), "1").canaries.add("p")
     assert memory.of(("ns", "chat"), "1").canaries == {"p"}
     assert memory.of(("ns", "chat"), "2").canaries == set()
+
+
+def test_who_has_just_started_is_in_the_dark_until_it_asked_or_waited() -> None:
+    known = Known("u")
+    known.begin({"autoscaling": {"desired": 3, "decisions": [{"to": 3}]}}, 100.0)
+    known.begin({"autoscaling": {"desired": 9}}, 101.0)
+    assert known.autoscaled == {"desired": 3, "decisions": [{"to": 3}]}, "taken over once"
+    assert [known.in_the_dark(at) for at in (100.0, 104.9, 105.0)] == [True, True, False]
+    dark = scaled(known, deployment(replicas=3), 101.0, **SCALED)
+    assert (dark.replicas, dark.status) == (3, known.autoscaled), "nothing is decided from nothing"
+    known.asked = True
+    assert not known.in_the_dark(101.0)
