@@ -21,18 +21,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     """0 after a signal, 2 for settings that cannot work."""
     try:
         settings = read(sys.argv[1:] if argv is None else argv, os.environ, socket.gethostname())
+        logs.set_up()
+        asyncio.run(_until_signalled(settings))
     except SettingsError as error:
-        print(f"fairlead operator: {error}", file=sys.stderr)  # noqa: T201 - before logging is set up
+        print(f"fairlead operator: {error}", file=sys.stderr)  # noqa: T201 - for who typed it
         return 2
-    logs.set_up()
-    asyncio.run(_until_signalled(settings))
     return 0
 
 
 async def _until_signalled(settings: Settings) -> None:
     metrics = Metrics()
     health = Health(metrics.registry)
-    server = serve(health, settings.probe_port)
+    try:
+        server = serve(health, settings.probe_port)
+    except OSError as error:
+        raise SettingsError(f"--probe-port {settings.probe_port}: {error.strerror}: take another") from None
     work = asyncio.create_task(Operator(settings, health, metrics).run())
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):

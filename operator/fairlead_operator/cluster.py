@@ -18,6 +18,7 @@ from kubernetes.aio.config import load_incluster_config, load_kube_config
 from fairlead_operator.errors import ApiError, FencedError
 from fairlead_operator.kinds import MANAGER, RESOURCE, Key, Kind, Object, version_of
 from fairlead_operator.metrics import Metrics
+from fairlead_operator.settings import SettingsError
 from fairlead_operator.store import Store
 
 REQUEST_SECONDS = 10.0
@@ -44,12 +45,19 @@ class Pace:
 
 
 async def connect(environ: Mapping[str, str] = os.environ) -> ApiClient:
-    """A client from KUBECONFIG if set, else from the pod's service account."""
-    configuration = Configuration()
-    if environ.get("KUBECONFIG"):
-        await load_kube_config(environ["KUBECONFIG"], client_configuration=configuration)  # type: ignore[no-untyped-call]
-    else:
-        load_incluster_config(configuration)  # type: ignore[no-untyped-call]
+    """A client from KUBECONFIG if set, else from the pod's service account. Raises SettingsError."""
+    configuration, file = Configuration(), environ.get("KUBECONFIG")
+    try:
+        if file:
+            await load_kube_config(file, client_configuration=configuration)  # type: ignore[no-untyped-call]
+        else:
+            load_incluster_config(configuration)  # type: ignore[no-untyped-call]
+    except Exception as error:  # noqa: BLE001 - that library raises what its parsers raise
+        if file:
+            raise SettingsError(
+                f"KUBECONFIG: {file} cannot be used ({' '.join(str(error).split())[:300]}): name a good file"
+            ) from None
+        raise SettingsError("KUBECONFIG is not set and this is no pod of a cluster: set it") from None
     return ApiClient(configuration)
 
 

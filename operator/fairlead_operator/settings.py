@@ -6,6 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+from urllib.parse import urlsplit
 
 from fairlead_operator.kinds import Object
 
@@ -13,6 +14,10 @@ from fairlead_operator.kinds import Object
 _BOOKKEEPING = r"([a-z0-9.-]+/)?(team|owner|contact|department|cost-cent(er|re)|billing-code)"
 OPEN_LABELS = (_BOOKKEEPING, r"app\.kubernetes\.io/(part-of|version)")
 OPEN_ANNOTATIONS = (*OPEN_LABELS, r"([a-z0-9.-]+/)?description", r"prometheus\.io/(scrape|port|path|scheme)")
+
+
+_PUBLIC_HUB = "https://huggingface.co"
+_NAMESPACE = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")
 
 
 class SettingsError(ValueError):
@@ -37,12 +42,10 @@ class Settings:
     create_model_cache: bool = False
     # NetworkPolicyPeers that may read the admin port: the operator itself and the chart's metrics.from.
     admin_peers: tuple[Object, ...] = ()
-    hub: str = "https://huggingface.co"
+    hub: str = _PUBLIC_HUB
 
     @property
     def hub_port(self) -> int:
-        from urllib.parse import urlsplit
-
         parts = urlsplit(self.hub)
         return parts.port or (80 if parts.scheme == "http" else 443)
 
@@ -78,6 +81,11 @@ def read(argv: Sequence[str], environ: Mapping[str, str], hostname: str) -> Sett
     )
     given = parser.parse_args(argv)
     own = environ.get("POD_NAMESPACE", "")
+    for name in (*given.namespace, given.lease_namespace or own or "default"):
+        if not _NAMESPACE.fullmatch(name):
+            raise SettingsError(f"{name[:80]!r} is no namespace's name: correct it")
+    if not 1 <= given.probe_port <= 65535:
+        raise SettingsError(f"--probe-port {given.probe_port} is no port: take one from 1 to 65535")
     if not given.namespace and not given.all_namespaces:
         if not own:
             raise SettingsError("no namespace to serve: give --namespace or --all-namespaces")
@@ -102,8 +110,21 @@ def read(argv: Sequence[str], environ: Mapping[str, str], hostname: str) -> Sett
         allow_remote_code=_switch(environ, "FAIRLEAD_ALLOWED_REMOTE_CODE"),
         create_model_cache=_switch(environ, "FAIRLEAD_ALLOWED_MODEL_CACHE_CREATE"),
         admin_peers=tuple(_json_list(environ, "FAIRLEAD_ADMIN_PEERS")),
-        hub=(environ.get("HF_ENDPOINT") or "https://huggingface.co").rstrip("/"),
+        hub=_hub(environ.get("HF_ENDPOINT") or _PUBLIC_HUB),
     )
+
+
+def _hub(address: str) -> str:
+    try:
+        parts = urlsplit(address.rstrip("/"))
+        good = parts.scheme in {"http", "https"} and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        good = False
+    if not good or parts.query or parts.fragment or "@" in parts.netloc:
+        raise SettingsError(
+            f"HF_ENDPOINT must be http(s)://host or http(s)://host:port, not {address[:120]!r}"
+        )
+    return address.rstrip("/")
 
 
 def _patterns(environ: Mapping[str, str], name: str) -> tuple[str, ...]:

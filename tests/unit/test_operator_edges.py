@@ -7,10 +7,12 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 from kubernetes.aio.client import ApiClient, Configuration
 
+from fairlead_operator.__main__ import main
 from fairlead_operator.cluster import Cluster, Pace
 from fairlead_operator.errors import ApiError, FencedError
 from fairlead_operator.health import STALE_SECONDS, Health
@@ -93,6 +95,13 @@ def test_settings_come_from_arguments_and_environment() -> None:
         ([], IMAGE, "no namespace to serve: give --namespace"),
         (["--all-namespaces"], IMAGE, "no namespace for the Lease"),
         (["--namespace=a"], {}, "FAIRLEAD_RUNTIME_IMAGE is not set"),
+        (["--namespace=A_b"], IMAGE, "'A_b' is no namespace's name"),
+        (["--namespace=a", "--lease-namespace=.."], IMAGE, "'..' is no namespace's name"),
+        (["--namespace=a", "--probe-port=99999"], IMAGE, "--probe-port 99999 is no port: take one from 1"),
+        (["--namespace=a"], {**IMAGE, "HF_ENDPOINT": "hub.test"}, "HF_ENDPOINT must be http(s)://host"),
+        (["--namespace=a"], {**IMAGE, "HF_ENDPOINT": "ftp://hub.test"}, "HF_ENDPOINT must be"),
+        (["--namespace=a"], {**IMAGE, "HF_ENDPOINT": "http://u@hub.test"}, "HF_ENDPOINT must be"),
+        (["--namespace=a"], {**IMAGE, "HF_ENDPOINT": "http://hub.test:x"}, "HF_ENDPOINT must be"),
         (["--namespace=a"], {**IMAGE, "FAIRLEAD_ALLOWED_IMAGES": "("}, "no regular expression"),
         (["--namespace=a"], {**IMAGE, "FAIRLEAD_ALLOWED_REMOTE_CODE": "yes"}, 'must be "true" or "false"'),
         (["--namespace=a"], {**IMAGE, "FAIRLEAD_ADMIN_PEERS": "{"}, "no JSON"),
@@ -105,6 +114,22 @@ def test_settings_that_cannot_work_are_named(
     with pytest.raises(SettingsError) as refusal:
         read(arguments, environ, "host")
     assert message in str(refusal.value)
+
+
+@pytest.mark.parametrize("kubeconfig", ["", "/nowhere", "no yaml", "bad yaml"])
+def test_without_a_cluster_the_command_says_what_to_set(
+    kubeconfig: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "config"
+    file.write_text("a: [" if kubeconfig == "bad yaml" else "a")
+    monkeypatch.setenv("KUBECONFIG", str(file) if "yaml" in kubeconfig else kubeconfig)
+    monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
+    monkeypatch.setenv("FAIRLEAD_RUNTIME_IMAGE", "r:1")
+    with serving({}) as (taken, _):
+        assert main(["--namespace=a", f"--probe-port={taken}"]) == 2
+        assert f"--probe-port {taken}: Address already in use: take another" in capsys.readouterr().err
+    assert main(["--namespace=a", f"--probe-port={taken}"]) == 2
+    assert capsys.readouterr().err.splitlines()[-1].startswith("fairlead operator: KUBECONFIG")
 
 
 # -- pods
