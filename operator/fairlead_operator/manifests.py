@@ -4,6 +4,7 @@ Owns which objects there are, their names and labels; ``podtemplate`` owns the p
 keep; whatever is left out is the cluster's or the user's.
 """
 
+import re
 from typing import Any, Literal
 
 from fairlead_operator.kinds import (
@@ -21,21 +22,36 @@ from fairlead_operator.podtemplate import ADMIN_PORT, HTTP_PORT, cache_claim, la
 from fairlead_operator.resource import InferenceDeployment
 from fairlead_operator.settings import Settings
 
+_COMMIT = re.compile("[0-9a-f]{40}")
 Strategy = Literal["Surge", "Recreate"]
 
 
 def render(
-    resource: InferenceDeployment, settings: Settings, replicas: int, strategy: Strategy
+    resource: InferenceDeployment,
+    settings: Settings,
+    replicas: int,
+    strategy: Strategy,
+    *,
+    cached: bool = False,
 ) -> list[Object]:
-    """Every child the resource should have, in the order in which they are written."""
+    """Every child the resource should have, in the order in which they are written.
+
+    ``cached``: new pods find the weights in their claim, and none needs the hub any more.
+    """
     children = [_service(resource), _deployment(resource, settings, replicas, strategy)]
     if resource.spec.security.network_policy:
-        children.insert(0, _network_policy(resource, settings))
+        children.insert(0, _network_policy(resource, settings, cached=cached))
     if max_replicas(resource) > 1:
         children.append(_budget(resource))
     if creates_claim(resource):
         children.insert(0, _claim(resource))
     return children
+
+
+def keeps_weights(resource: InferenceDeployment) -> bool:
+    """Whether what one pod has downloaded is what every later one needs: a claim, and a commit, which never moves."""
+    cache, model = resource.spec.model_cache, resource.spec.model
+    return cache.type == "PVC" and model.where.kind == "hf" and bool(_COMMIT.fullmatch(model.revision))
 
 
 def max_replicas(resource: InferenceDeployment) -> int:
@@ -107,14 +123,14 @@ def _budget(resource: InferenceDeployment) -> Object:
     return _object(resource, BUDGET, resource.name, spec)
 
 
-def _network_policy(resource: InferenceDeployment, settings: Settings) -> Object:
+def _network_policy(resource: InferenceDeployment, settings: Settings, *, cached: bool) -> Object:
     """The API for everyone, the admin port for its readers; out to the hub only where weights come from it."""
     ingress: list[Object] = [{"ports": [{"port": HTTP_PORT, "protocol": "TCP"}]}]
     if settings.admin_peers:
         ports = [{"port": ADMIN_PORT, "protocol": "TCP"}]
         ingress.append({"from": list(settings.admin_peers), "ports": ports})
     egress: list[Object] = []
-    if resource.spec.model.where.kind == "hf":
+    if resource.spec.model.where.kind == "hf" and not cached:
         names = [{"port": 53, "protocol": protocol} for protocol in ("UDP", "TCP")]
         egress = [{"ports": [*names, {"port": settings.hub_port, "protocol": "TCP"}]}]
     spec = {

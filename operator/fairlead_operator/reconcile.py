@@ -29,7 +29,7 @@ from fairlead_operator.kinds import (
     Object,
     key_of,
 )
-from fairlead_operator.manifests import render
+from fairlead_operator.manifests import keeps_weights, render
 from fairlead_operator.observe import Observed, observe
 from fairlead_operator.plan import Apply, Conflict, Plan, diff, ours, owner_text
 from fairlead_operator.podtemplate import pod_template
@@ -84,7 +84,9 @@ class Reconciler:
         scaling = scale(resource, seen, known, planned.full_length_sequences, self._now(), self._clock())
         found = not_allowed(resource, self._settings)
 
-        plan = diff(render(resource, self._settings, scaling.replicas, strategy), seen.children, resource.uid)
+        cached = keeps_weights(resource) and bool(seen.serving(revision))
+        wanted = render(resource, self._settings, scaling.replicas, strategy, cached=cached)
+        plan = diff(wanted, seen.children, resource.uid)
         if not resource.spec.paused and not found:
             # The first of all creations needs no question: it is refused if the child is there.
             if seen.children:

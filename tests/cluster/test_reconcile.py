@@ -408,6 +408,31 @@ def test_a_rollout_recreates_where_the_quota_leaves_no_accelerator_and_surges_el
     assert status(api, namespace)["rollout"]["strategyChosen"] == "Recreate"
 
 
+def test_once_a_pod_serves_from_a_filled_cache_no_pod_has_a_way_out(api: Api, namespace: str) -> None:
+    hub: Object = {"model": {"source": "owner/name", "revision": "0" * 40}}
+    made(api, namespace, modelCache={"type": "PVC", "claimName": "weights"}, **hub)
+
+    def ways_out() -> list[Object]:
+        found: list[Object] = api.get("NetworkPolicy", namespace, "chat")["spec"].get("egress") or []
+        return found
+
+    assert ways_out(), "the weights come from a hub"
+    size: Object = {"accessModes": ["ReadWriteMany"], "storageClassName": ""}
+    volume = f"weights-{namespace}"[:60].rstrip("-")
+    backing = {"capacity": {"storage": "1Gi"}, "nfs": {"server": "nfs.test", "path": "/"}}
+    meta: Object = {"name": volume}
+    api.create(
+        {"apiVersion": "v1", "kind": "PersistentVolume", "metadata": meta, "spec": {**size, **backing}}
+    )
+    claim = {**size, "resources": {"requests": {"storage": "1Gi"}}, "volumeName": volume}
+    meta = {"name": "weights", "namespace": namespace}
+    api.create({"apiVersion": "v1", "kind": "PersistentVolumeClaim", "metadata": meta, "spec": claim})
+    eventually(lambda: not ways_out(), 30, "closed once a pod serves")
+    api.merge(KIND, namespace, "chat", {"spec": {"model": {"revision": "1" * 40}}})
+    eventually(ways_out, 5, "open for another commit")
+    api.delete("PersistentVolume", "", volume)
+
+
 def _used(api: Api, namespace: str) -> str:
     seen = api.get("ResourceQuota", namespace, "q").get("status") or {}
     return str((seen.get("used") or {}).get("requests.nvidia.com/gpu"))

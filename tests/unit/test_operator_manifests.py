@@ -4,11 +4,11 @@ from typing import Any
 
 import pytest
 
-from fairlead_operator.manifests import render
+from fairlead_operator.manifests import keeps_weights, render
 from fairlead_operator.podtemplate import model_argument, pod_template
 from fairlead_operator.settings import Settings
 from fairlead_runtime.config import EngineConfig
-from operator_bodies import SETTINGS, Object, resource
+from operator_bodies import SETTINGS, Object, merged, resource
 
 OWNER = {
     "apiVersion": "serving.fairlead.dev/v1alpha1",
@@ -139,6 +139,25 @@ def test_the_deployment_of_the_demo_model_on_a_cpu() -> None:
             ],
         },
     }
+
+
+def test_pods_that_find_their_weights_in_the_claim_have_no_way_out() -> None:
+    commit: Object = {
+        "model": {"source": "a/b", "revision": "0" * 40},
+        "modelCache": {"type": "PVC", "claimName": "w"},
+    }
+    assert keeps_weights(resource(**commit))
+    for change in (
+        {"model": {"revision": "main"}},
+        {"modelCache": {"type": "None"}},
+        {"model": {"source": "demo:"}},
+    ):
+        assert not keeps_weights(resource(**merged(commit, change))), change
+    for cached in (False, True):
+        made = render(resource(**commit), SETTINGS, 1, "Surge", cached=cached)
+        (policy,) = [one for one in made if one["kind"] == "NetworkPolicy"]
+        assert bool(policy["spec"]["egress"]) is not cached
+        assert policy["spec"]["policyTypes"] == ["Ingress", "Egress"]
 
 
 def test_without_readers_the_admin_port_is_closed_and_the_demo_needs_no_way_out() -> None:
