@@ -115,6 +115,22 @@ def test_a_second_fetch_downloads_nothing(hub: Hub, tmp_path: Path) -> None:
     assert hub.downloaded() == before
 
 
+def test_a_whole_commit_needs_no_hub_and_half_of_one_does(
+    hub: Hub, repository: Repository, tmp_path: Path
+) -> None:
+    repository.vanish = WEIGHTS
+    with pytest.raises(ModelError):
+        fetch(NAME, revision=OTHER, environ=hub.environ(tmp_path))
+    repository.vanish = ""
+    fetched = fetch(NAME, revision=OTHER, environ=hub.environ(tmp_path))
+    seen = len(hub.requests)
+    assert seen
+    assert fetch(NAME, revision=OTHER, environ=hub.environ(tmp_path)) == fetched
+    assert len(hub.requests) == seen
+    fetch(NAME, revision=MAIN, environ=hub.environ(tmp_path))
+    assert len(hub.requests) > seen, "another commit is asked for"
+
+
 def test_a_hub_that_is_down_is_replaced_by_the_cache(hub: Hub, tmp_path: Path) -> None:
     fetched = fetch(NAME, environ=hub.environ(tmp_path))
     hub.status = 503

@@ -112,11 +112,12 @@ def fetch(
 ) -> Fetched:
     """The directory of a hub model, every file at the one commit that ``revision`` (default: main) is now.
 
-    Offline, or when the hub cannot be reached, what the cache holds for that revision. Raises ModelError.
+    Offline, or when the hub cannot be reached, what the cache holds for that revision. A commit that is whole in the
+    cache needs no hub: it never moves. Raises ModelError.
     """
     hub = Hub.of(os.environ if environ is None else environ)
     wanted = revision or constants.DEFAULT_REVISION
-    if hub.offline:
+    if hub.offline or _whole(hub, repository, wanted):
         return _cached(hub, repository, wanted)
     for name in _TALKATIVE:
         logging.getLogger(name).setLevel(logging.WARNING)
@@ -129,6 +130,14 @@ def fetch(
             return _cached(hub, repository, wanted)
         except ModelError:
             raise error from error.__cause__
+
+
+def _whole(hub: Hub, repository: str, revision: str) -> bool:
+    """Whether the revision is a commit of which some reference says that all of it is there."""
+    if not _COMMIT.fullmatch(revision):
+        return False
+    references = (path for path in (hub.folder(repository) / "refs").rglob("*") if path.is_file())
+    return any(path.read_text().strip() == revision for path in references)
 
 
 def _cached(hub: Hub, repository: str, revision: str) -> Fetched:
