@@ -21,6 +21,9 @@ log = logging.getLogger(__name__)
 DURATION = 15.0  # a Lease that nobody renewed for this long is free
 RENEW = 5.0  # a holder renews this often
 FENCE = 10.0  # and stops writing when its last renewal is older than this
+ATTEMPTS = (
+    4096  # that are remembered: an API server that hung may commit the first of all it was sent, hours later
+)
 
 
 class LeaseApi(Protocol):
@@ -55,7 +58,7 @@ class Election:
         self._clock, self._now = clock, now
         self._mine: Object | None = None
         self._renewed = float("-inf")
-        self._attempts: deque[str] = deque(maxlen=8)
+        self._attempts: deque[str] = deque(maxlen=ATTEMPTS)  # since the last good answer
         self._seen: _Seen | None = None
         self._first = True
 
@@ -127,6 +130,9 @@ class Election:
         try:
             self._mine = await self._api.write_lease(LEASE, self._key, body)
             self._renewed = began
+            self._attempts = deque(
+                [stamp], ATTEMPTS
+            )  # the Lease has moved on: none before can still be committed
         except ApiError as error:
             if error.code in {404, 409}:  # it changed under us: someone else writes, or our answer was lost
                 self._mine = None

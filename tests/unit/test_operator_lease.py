@@ -141,6 +141,27 @@ def test_a_lost_answer_is_no_reason_to_lose_the_lease(fault: str) -> None:
     assert a.holds()
 
 
+def test_the_first_of_all_the_writes_of_a_long_outage_is_still_known_as_its_own() -> None:
+    """An API server that stood still for minutes commits the oldest write it was sent and refuses the others."""
+    api, clock = Api(), Clock()
+    holder = election(api, clock, "a")
+    step(holder)
+    late = []
+    for _ in range(50):
+        clock.now += 12
+        api.fail = ["before"]
+        step(holder)
+        late.append(clock.wall().strftime("%Y-%m-%dT%H:%M:%S.%fZ"))
+    assert not holder.holds()
+    assert api.lease is not None
+    api.version += 1
+    api.lease["spec"]["renewTime"] = late[0]
+    api.lease["metadata"]["resourceVersion"] = str(api.version)
+    step(holder)  # its next renewal is a conflict
+    step(holder)
+    assert holder.holds(), "it need not wait until its own Lease runs out"
+
+
 def test_a_holder_that_cannot_renew_stops_writing_before_others_may_start() -> None:
     api, clock = Api(), Clock()
     a = election(api, clock, "a")
