@@ -103,8 +103,9 @@ def _attention(
     for group in group_layers(model.windows):
         sees = max_model_len if group.window is None else min(max_model_len, group.window - 1 + queries)
         keys = min(sees, CPU_KEYS if on_cpu else CUDA_KEYS)
-        part = min(queries, STRIP, keys) if on_cpu else min(queries, keys)
-        masks = part * keys * element
+        # One strip that does not begin the row: it needs a mask, and no strip takes more scratch.
+        part = max(1, min(queries, STRIP, keys - 1))
+        masks = part * keys * element if part > 1 else 0
         peak = _attend_one(model, backend, group, keys, part) - masks
         scratch = max(scratch, max(0, peak) * sees // keys)
         kept += min(queries * sees, max(KEPT_MASKS, STRIP * sees)) * element

@@ -177,8 +177,8 @@ def _attention(shape: ModelShape, config: EngineConfig, groups: Sequence[LayerGr
     """The torch attention's scratch: the longest sequence's keys and values gathered, its masks, explicit scores."""
     longest = max_model_len(shape, config)
     chunk = min(config.max_batch_tokens, longest)
-    gathered = 2 * longest * shape.kv_width * a
-    masks = len(groups) * min(chunk * longest, KEPT_MASKS) * a + min(STRIP, chunk) * longest * (a + 1)
+    gathered = longest * (2 * shape.kv_width * a + 16 * len(groups))  # with their slots and positions
+    masks = len(groups) * min(chunk * longest, KEPT_MASKS) * a + min(STRIP, chunk) * longest * (a + 2)
     if not shape.explicit_scores:
         return gathered + masks
     # Scores before and after their cap or sinks, in float32, and every key once for each head that shares it.

@@ -72,6 +72,26 @@ def test_planned_terms_are_within_a_fifth_of_measured_ones(family: str, dtype: s
         assert planned[term] >= measured[term], term
 
 
+@pytest.mark.parametrize("longest", [2, 40, tiny.CONTEXT])
+@pytest.mark.parametrize("tokens", [1, 64, 600])
+def test_attention_is_measured_whatever_the_limits(tokens: int, longest: int) -> None:
+    """A row shorter than a strip, a step shorter than a row, one token: each needs at least its gathered keys."""
+    model = tiny.build("mistral")
+    paged = PagedModel(model, families.check(model.config))
+    measured = profiling.profile(
+        paged,
+        pick(paged.heads, paged.device).attention,
+        max_batch_tokens=tokens,
+        max_requests=4,
+        max_model_len=longest,
+    )
+    limits = EngineConfig(max_batch_tokens=tokens, max_requests=min(4, tokens), max_model_len=longest)
+    shape = ModelShape.from_config(json.loads(model.config.to_json_string()))
+    planned = plan_memory(shape, limits, DeviceFacts("cpu", 8 * GIB)).terms
+    assert 0 < measured["attention"] <= planned["attention"]
+    assert 0 < measured["batch"] <= planned["batch"]
+
+
 @pytest.mark.parametrize(
     ("family", "hidden"),
     [*itertools.product(tiny.FAMILIES, (64, 128)), *((family, 64) for family in (*tiny.SIZED, *tiny.JUDGED))],

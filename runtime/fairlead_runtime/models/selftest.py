@@ -25,6 +25,7 @@ from fairlead_runtime.models.errors import ModelError
 from fairlead_runtime.models.loading import LoadedModel
 from fairlead_runtime.request import Request, SamplingParams, Sequence
 from fairlead_runtime.scheduling.plan import Row
+from fairlead_runtime.shape import EXPERTS
 
 BLOCK_SIZE = 4
 LENGTHS = (23, 9, 14)
@@ -124,7 +125,7 @@ def _distance(ours: dict[int, torch.Tensor], plain: torch.Tensor, *, tips: bool)
 
 
 def _routed(model: PagedModel) -> bool:
-    return any(getattr(model.model.config, name, None) for name in ("num_local_experts", "num_experts"))
+    return any(getattr(model.model.config, name, None) for name in EXPERTS)
 
 
 def _prompts(model: PagedModel, max_model_len: int) -> list[list[int]]:
