@@ -102,7 +102,10 @@ FIXES = {
     "numBlocks": "num_blocks",
     "tensorParallel": "tensor_parallel",
     "quantization": "quantization",
+    "cpuOffloadSpace": "cpu_offload_space",
+    "maxMemoryPercent": "max_memory_percent",
 }
+SHARES = ("cpuOffloadSpace", "maxMemoryPercent")
 
 
 @given(shapes(), CONFIGS, DEVICES, st.none() | st.integers(1, 50_000))
@@ -120,7 +123,9 @@ def test_every_fix_that_a_message_names_works(
             if name == "memory":
                 facts = dataclasses.replace(device, total_bytes=int(value.removesuffix("Gi")) * GIB)
             else:
-                change: Any = value if name == "quantization" else int(value)
+                change: Any = (
+                    value if name == "quantization" else float(value) if name in SHARES else int(value)
+                )
                 changed = dataclasses.replace(changed, **{FIXES[name]: change})
         assert plan_memory(shape, changed, facts).fits, way
 
