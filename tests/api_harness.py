@@ -19,6 +19,7 @@ from fairlead_runtime.detokenize import vocabulary_of
 from fairlead_runtime.logprobs import Logprob
 from fairlead_runtime.models import tiny
 from fairlead_runtime.outputs import (
+    Drained,
     Draining,
     EngineSnapshot,
     Health,
@@ -126,13 +127,14 @@ class FakeService:
     def begin_drain(self) -> None:
         self.draining = True
 
-    async def drain(self, grace: float) -> int:
+    async def drain(self, grace: float) -> Drained:
         self.begin_drain()
+        running = len(self.live)
         async with asyncio.timeout(grace):
             while self.live:
                 self.closed.clear()
                 await self.closed.wait()
-        return 0
+        return Drained(running, 0)
 
     async def canary(self, patience: float = 10.0) -> int:
         return 7
@@ -167,7 +169,7 @@ class Server:
     face: Face
     port: int
     admin_port: int
-    task: "asyncio.Task[None]"
+    task: "asyncio.Task[Drained]"
     key: str = "no-key"
 
     @property

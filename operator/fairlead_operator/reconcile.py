@@ -102,6 +102,7 @@ class Reconciler:
             why=why,
             blockers=judge(resource, seen, known, revision, scaling.replicas, planned, found, before),
             capacity=planned,
+            drained=known.drained_since(revision),
             canaries=frozenset(known.canaries),
             startups=dict(known.startups),
             load=load_of(known, seen.ready_pods(), before, self._clock()),

@@ -8,8 +8,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from fairlead_operator import drains
 from fairlead_operator.autoscale import History
 from fairlead_operator.downloads import Download
+from fairlead_operator.drains import Drained
 from fairlead_operator.events import Note
 from fairlead_operator.kinds import Key
 from fairlead_operator.load import Sample
@@ -44,6 +46,9 @@ class Known:
     load_at: float = float("-inf")
     count_is_ours: bool | None = None  # whether the count was the operator's in the last pass
     asked_replicas: int | None = None  # spec.replicas of the last pass
+    drained: Drained = field(default_factory=Drained)  # since the revision became the target
+    drained_of: str = ""  # that revision
+    ended: dict[str, Drained] = field(default_factory=dict)  # pods that ended, counted already
     untold: list[Note] = field(default_factory=list)  # Events still to be written
 
     def begin(self, before: Mapping[str, Any], clock: float) -> None:
@@ -51,6 +56,20 @@ class Known:
         if self.since is None:
             self.since = clock
             self.autoscaled = before.get("autoscaling")
+            self.drained_of, counted = drains.of_status(before)
+            self.drained = self.drained.plus(counted)
+
+    def end(self, pod: str, drained: Drained) -> None:
+        """A pod ended; telling it again changes nothing."""
+        if pod not in self.ended:
+            self.ended[pod] = drained
+            self.drained = self.drained.plus(drained)
+
+    def drained_since(self, revision: str) -> Drained:
+        """The counts of this revision's time; another one starts anew."""
+        if self.drained_of != revision:
+            self.drained_of, self.drained = revision, Drained()
+        return self.drained
 
     def in_the_dark(self, clock: float) -> bool:
         """Whether nobody was asked yet: what is not known then is no news.
@@ -63,6 +82,7 @@ class Known:
         self.canaries &= alive
         self.samples = {uid: sample for uid, sample in self.samples.items() if uid in alive}
         self.startups = {uid: parts for uid, parts in self.startups.items() if uid in alive}
+        self.ended = {uid: counts for uid, counts in self.ended.items() if uid in alive}
         self.silent = {uid: why for uid, why in self.silent.items() if uid in alive}
 
 
@@ -77,6 +97,11 @@ class Memory:
         if known is None or known.uid != uid:
             known = self._known[key] = Known(uid)
         return known
+
+    def pod_ended(self, key: Key, pod: str, drained: Drained) -> None:
+        """Of a resource that was looked at before; what ended earlier is nobody's news."""
+        if (known := self._known.get(key)) is not None:
+            known.end(pod, drained)
 
     def forget(self, key: Key) -> None:
         self._known.pop(key, None)

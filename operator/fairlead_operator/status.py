@@ -9,6 +9,7 @@ from datetime import datetime
 from typing import Any
 
 from fairlead_operator.blockers import Blocker, printable
+from fairlead_operator.drains import Drained
 from fairlead_operator.kinds import Object
 from fairlead_operator.observe import Observed, revision_of_pod
 from fairlead_operator.podtemplate import selector
@@ -41,6 +42,7 @@ class Findings:
     why: str
     blockers: Sequence[Blocker] = ()
     capacity: Capacity = field(default_factory=Capacity)
+    drained: Drained = field(default_factory=Drained)
     canaries: frozenset[str] = frozenset()  # uids of pods that made a token
     startups: Mapping[str, Mapping[str, float]] = field(
         default_factory=dict
@@ -69,7 +71,13 @@ def status_of(
         "selector": ",".join(f"{k}={v}" for k, v in selector(resource).items()),
         "url": _url(resource),
         "targetRevision": found.revision,
-        "rollout": {"phase": _phase(seen, found), "strategyChosen": found.strategy, "why": found.why},
+        "rollout": {
+            "phase": _phase(seen, found),
+            "strategyChosen": found.strategy,
+            "why": found.why,
+            "drained": found.drained.finished,
+            "aborted": found.drained.aborted,
+        },
         "blockers": blockers,
     }
     if current:

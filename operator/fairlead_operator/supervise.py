@@ -13,6 +13,7 @@ from collections.abc import Awaitable, Callable, Mapping
 
 from kubernetes.aio.client import ApiClient
 
+from fairlead_operator import drains
 from fairlead_operator.asking import Asker
 from fairlead_operator.cluster import Cluster, connect
 from fairlead_operator.errors import ApiError, FencedError
@@ -22,6 +23,7 @@ from fairlead_operator.hub import Hub
 from fairlead_operator.kinds import (
     EVENT,
     GROUP,
+    POD,
     RESOURCE,
     VERSION,
     Key,
@@ -143,6 +145,9 @@ class Operator:
             for pod in self._store.pods_about(body):
                 self._wake_for(*pod)
         elif (owner := resource_of(body)) and self._store.get(RESOURCE, owner) is not None:
+            # Here and not in a pass: a pod that ended may be gone before one begins.
+            if kind is POD and (drained := drains.read(body)) is not None:
+                self._memory.pod_ended(owner, body["metadata"]["uid"], drained)
             self._queue.wake(owner)
 
     async def _watch(self, watches: Watches) -> None:

@@ -194,6 +194,13 @@ class OutputStream(Protocol):
     async def __aexit__(self, *exc: object) -> None: ...
 
 
+class Drained(NamedTuple):
+    """What became of the requests that ran when a drain began; canaries are none."""
+
+    finished: int
+    aborted: int  # cut off when the time was up
+
+
 class ServiceFace(Protocol):
     """The one narrow face between HTTP and the engine; fairlead_runtime.service.Service is it."""
 
@@ -211,8 +218,8 @@ class ServiceFace(Protocol):
         """Refuse new submissions from now on; running ones go on. Callable from a signal handler."""
         ...
 
-    async def drain(self, grace: float) -> int:
-        """begin_drain, wait for running requests up to ``grace`` seconds, abort the rest; returns how many."""
+    async def drain(self, grace: float) -> Drained:
+        """begin_drain, wait for running requests up to ``grace`` seconds, abort the rest."""
         ...
 
     async def canary(self, patience: float = 10.0) -> int:

@@ -7,13 +7,14 @@ is commands/refusals.py.
 import asyncio
 import functools
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from fairlead_runtime import host
+from fairlead_runtime import host, termination
 from fairlead_runtime.api import server as http
 from fairlead_runtime.api.auth import KeyRing
 from fairlead_runtime.api.state import Backend, Face
@@ -21,7 +22,7 @@ from fairlead_runtime.config import EngineConfig
 from fairlead_runtime.models import source
 from fairlead_runtime.models.fetch import Progress
 from fairlead_runtime.models.files import CONFIG
-from fairlead_runtime.outputs import EngineDead
+from fairlead_runtime.outputs import Drained, EngineDead
 from fairlead_runtime.preflight import check_record
 from fairlead_runtime.resolve import check_supported
 from fairlead_runtime.service import Service
@@ -45,14 +46,16 @@ def run(model: str, config: EngineConfig, host: str, port: int, admin_port: int)
         log.info("%s port: http://%s:%d", name, *listener.getsockname()[:2])
     face = Face(name=config.served_name or model, source=model, keys=keys)
     try:
-        asyncio.run(_serve(face, listeners, model, config))
+        drained = asyncio.run(_serve(face, listeners, model, config))
     except EngineDead as error:
         log.critical("the engine gave up: %s", error)
         return 1
+    words = f"{drained.finished} running requests finished, {drained.aborted} were cut off"
+    termination.leave(termination.line("Drained", words, **drained._asdict()), os.environ)
     return 0
 
 
-async def _serve(face: Face, listeners: http.Listeners, model: str, config: EngineConfig) -> None:
+async def _serve(face: Face, listeners: http.Listeners, model: str, config: EngineConfig) -> Drained:
     services: list[Service] = []
 
     async def load() -> Backend:
@@ -61,7 +64,7 @@ async def _serve(face: Face, listeners: http.Listeners, model: str, config: Engi
         return backend
 
     try:
-        await http.serve(face, listeners, load, drain_timeout=config.drain_timeout)
+        return await http.serve(face, listeners, load, drain_timeout=config.drain_timeout)
     finally:
         for service in services:
             await service.stop()

@@ -19,6 +19,7 @@ from fairlead_runtime.gather import Choice
 from fairlead_runtime.intake import Intake
 from fairlead_runtime.observer import CANARY, canary
 from fairlead_runtime.outputs import (
+    Drained,
     Draining,
     Emitted,
     EngineDead,
@@ -59,6 +60,7 @@ class Service:
         self._now = now
         self._streams: dict[str, Stream] = {}
         self._draining = False
+        self._live_at_drain = 0
         self._quiet = asyncio.Event()  # no client's request lives
         self._quiet.set()
         self._tokens = 0  # delivered so far, any request's
@@ -90,21 +92,27 @@ class Service:
         gc.unfreeze()
 
     def begin_drain(self) -> None:
+        if not self._draining:
+            self._live_at_drain = len(self._clients())
         self._draining = True
 
-    async def drain(self, grace: float) -> int:
+    async def drain(self, grace: float) -> Drained:
         self.begin_drain()
+        left: list[str] = []
         try:
             async with asyncio.timeout(grace):
                 await self._quiet.wait()
         except TimeoutError:
-            left = [i for i in self._streams if not i.startswith(CANARY)]
+            left = self._clients()
             for request_id in left:
                 self._engine.abort(
                     request_id, error=Draining(f"the server stopped after {grace:g} s of draining")
                 )
-            return len(left)
-        return 0
+        return Drained(self._live_at_drain - len(left), len(left))
+
+    def _clients(self) -> list[str]:
+        """The live requests that are no canaries."""
+        return [i for i in self._streams if not i.startswith(CANARY)]
 
     # -- requests
 
@@ -241,7 +249,7 @@ class Service:
 
     def _forget(self, request_id: str) -> None:
         del self._streams[request_id]
-        if all(i.startswith(CANARY) for i in self._streams):
+        if not self._clients():
             self._quiet.set()
 
     def _bury(self) -> None:

@@ -1,4 +1,4 @@
-"""The last words of a process that cannot go on: one JSON line for people and for the operator.
+"""The last words of a process: one JSON line for people and for the operator, why it cannot go on or how it drained.
 
 Owns the line's shape and where it goes: stderr, and Kubernetes' termination log when there is one. Decides no
 exit code.
@@ -30,6 +30,11 @@ def report(
     """
     text = line(code, message, hint)
     print(text, file=stderr or sys.stderr, flush=True)
+    leave(text, environ, stderr=stderr)
+
+
+def leave(text: str, environ: Mapping[str, str] | None = None, *, stderr: TextIO | None = None) -> None:
+    """Write a line into the termination log alone, as ``report`` does."""
     path = Path((environ or {}).get(VARIABLE) or DEFAULT)
     try:
         if path.is_file():
@@ -38,10 +43,13 @@ def report(
         print(f"{path}: {error.strerror}", file=stderr or sys.stderr, flush=True)
 
 
-def line(code: str, message: str, hint: str = "") -> str:
-    """The JSON line, at most LARGEST bytes with its newline: a longer message is cut, never the JSON."""
+def line(code: str, message: str, hint: str = "", **counts: int) -> str:
+    """The JSON line, at most LARGEST bytes with its newline: a longer message is cut, never the JSON.
+
+    ``counts`` are keys of their own.
+    """
     for keep in (max(len(message), len(hint)), 1500, 500, 100):
-        text = json.dumps({"code": code, "message": _cut(message, keep), "hint": _cut(hint, keep)})
+        text = json.dumps({"code": code, "message": _cut(message, keep), "hint": _cut(hint, keep), **counts})
         if len(text) < LARGEST:
             return text
     return json.dumps({"code": code[:100], "message": "", "hint": ""})

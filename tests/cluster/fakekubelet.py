@@ -132,6 +132,7 @@ class FakeKubelet:
     def _drain(self, pod: Object, one: PodProcess) -> None:
         meta = pod["metadata"]
         if one.end_within(meta.get("deletionGracePeriodSeconds", 30)):
+            self._report(pod, one)  # how the container ended, as a kubelet writes it before the pod goes
             self._api.delete("Pod", meta["namespace"], meta["name"], gracePeriodSeconds="0")
         else:
             self._report(pod, one)

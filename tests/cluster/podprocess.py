@@ -47,6 +47,7 @@ class PodProcess:
     probed: float = 0.0
     retry_at: float = 0.0
     term_sent: float = 0.0
+    over: bool = False  # it ended because the pod was deleted
     reported: Object = field(default_factory=dict)  # the last status that was written
 
     def start(self, pod: Object, programs: Programs, environ: Mapping[str, str]) -> None:
@@ -116,6 +117,7 @@ class PodProcess:
     def end_within(self, seconds: float) -> bool:
         """SIGTERM, then SIGKILL that many seconds later; True once nothing runs. To be called again until then."""
         if self.process is None or self.process.poll() is not None:
+            self.over |= self.ended()
             return True
         if not self.term_sent:
             self.process.send_signal(signal.SIGTERM)
@@ -175,7 +177,7 @@ class PodProcess:
         for index, container in enumerate(containers(pod)):
             life = self.lives[index]
             runs = index == self.stage and self.process is not None
-            done = index < self.stage
+            done = index < self.stage or (index == self.stage and self.over)
             if done:
                 state = {"terminated": life.end}
             elif runs:

@@ -1,12 +1,14 @@
 """Pods that are real runtime processes: Ready means tokens, load becomes replicas, restarts change nothing."""
 
 import threading
+import urllib.request
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from cluster.apiclient import Api, Object, eventually
-from cluster.completions import complete
+from cluster.completions import complete, stream
 from cluster.controlplane import ControlPlane
 from cluster.fakekubelet import FakeKubelet
 from cluster.kubectl import kubectl
@@ -68,6 +70,39 @@ def test_a_resource_becomes_ready_by_a_token_and_survives_the_operator(
     eventually(
         lambda: not api.items("Pod", namespace), 30, "without an operator, garbage collection cleans up"
     )
+
+
+def test_a_rollout_cuts_off_no_stream_and_counts_what_finished(
+    plane: ControlPlane, api: Api, namespace: str, kubelet: FakeKubelet
+) -> None:
+    """A stream that runs when its pod is told to end comes whole from that pod; the status tells of it."""
+    tokens = 1500
+    with OperatorProcess(plane, (namespace,)), ThreadPoolExecutor(1) as pool:
+        api.create(idep(namespace, podTemplate=PROCESSES, rollout={"strategy": "Recreate"}))
+        eventually(lambda: ready(api, namespace), START, "Ready")
+        (old,) = pods(api, namespace)
+        address = old["status"]["podIP"]
+        streaming = pool.submit(stream, address, tokens)
+        eventually(lambda: streaming.done() or running(address), START, "the stream runs")
+        template = {**PROCESSES, "env": [{"name": "MARK", "value": "2"}]}
+        api.merge(KIND, namespace, "chat", {"spec": {"podTemplate": template}})
+        eventually(lambda: not pods(api, namespace) or streaming.done(), 20, "the pod is told to end")
+        assert not streaming.done(), "it ended before its pod was told to: too short to prove anything"
+        assert streaming.result(120) == tokens
+
+        def told() -> bool:
+            rollout = status(api, namespace)["rollout"]
+            return (rollout["drained"], rollout["aborted"]) == (1, 0)
+
+        eventually(told, 20, "one request drained, none cut off")
+        eventually(lambda: ready(api, namespace), START, "Ready with the new revision")
+
+
+def running(address: str) -> bool:
+    """Whether the runtime runs a request."""
+    with urllib.request.urlopen(f"http://{address}:9000/metrics", timeout=10) as answer:
+        lines = answer.read().decode().splitlines()
+    return any(line.startswith("vllm:num_requests_running") and float(line.split()[-1]) > 0 for line in lines)
 
 
 def test_a_refused_model_says_so_in_the_runtimes_own_words(

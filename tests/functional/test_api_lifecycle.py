@@ -30,7 +30,7 @@ from fairlead_runtime.api.limits import Pool
 from fairlead_runtime.api.server import listen
 from fairlead_runtime.api.state import Backend, Face
 from fairlead_runtime.config import ConfigError
-from fairlead_runtime.outputs import EngineDead, Health
+from fairlead_runtime.outputs import Drained, EngineDead, Health
 
 
 def test_while_the_model_loads_probes_and_configuration_answer_and_nothing_else() -> None:
@@ -140,12 +140,12 @@ def test_a_signal_lets_streams_finish_and_refuses_new_requests() -> None:
 class _Stubborn(FakeService):
     """Its streams never end by themselves; a drain that runs out ends them with an error, as the service does."""
 
-    async def drain(self, grace: float) -> int:
+    async def drain(self, grace: float) -> Drained:
         self.begin_drain()
         if grace > 0:
             await asyncio.Event().wait()
         self.hang = False
-        return len(self.live)
+        return Drained(0, len(self.live))
 
 
 def test_a_second_signal_ends_the_wait_for_running_streams() -> None:

@@ -157,8 +157,13 @@ def test_sigterm_lets_live_streams_finish_refuses_new_ones_and_ends_with_0(model
         assert server.end() == 0
 
 
-def test_streams_that_outlive_the_drain_end_with_an_error_event_and_the_server_with_0(model: str) -> None:
-    with serve(model, "--drain-timeout=0.2") as server:
+def test_streams_that_outlive_the_drain_end_with_an_error_event_and_the_server_with_0(
+    model: str, tmp_path: Path
+) -> None:
+    """What became of them is the process's last word, in Kubernetes' termination log."""
+    log = tmp_path / "termination-log"
+    log.touch()
+    with serve(model, "--drain-timeout=0.2", environ={"FAIRLEAD_TERMINATION_LOG": str(log)}) as server:
         server.until_logged("serving")
         with (
             server.client() as client,
@@ -170,6 +175,9 @@ def test_streams_that_outlive_the_drain_end_with_an_error_event_and_the_server_w
             last = list(events)
         assert any(isinstance(event, dict) and "error" in event for event in last)
         assert server.end() == 0
+    words = "0 running requests finished, 1 were cut off"
+    told = {"code": "Drained", "message": words, "hint": "", "finished": 0, "aborted": 1}
+    assert json.loads(log.read_text()) == told
 
 
 def test_a_second_sigterm_ends_the_drain(model: str) -> None:

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from fairlead_operator import drains
 from fairlead_operator.autoscale import TICK
 from fairlead_operator.blockers import blocker
 from fairlead_operator.load import Load, Sample
@@ -129,6 +130,48 @@ def test_counts_tell_new_old_ready_and_draining_pods_apart() -> None:
 def test_planned_follows_the_capacity(capacity: Capacity, wanted: tuple[str, str]) -> None:
     status = status_of(resource(), seen(), findings(capacity=capacity), {}, NOW)
     assert conditions(status)["Planned"] == wanted
+
+
+def ended(message: str, *, deleted: bool = True) -> Object:
+    body = pod("chat-7")
+    body["metadata"] |= {"deletionTimestamp": "2026-01-01T00:00:00Z"} if deleted else {}
+    body["status"]["containerStatuses"] = [{"state": {"terminated": {"exitCode": 0, "message": message}}}]
+    return body
+
+
+def test_what_a_pod_drained_is_counted_once_and_for_the_revision_of_its_time() -> None:
+    line = '{"code": "Drained", "message": "m", "hint": "", "finished": 3, "aborted": 1}\n'
+    found = drains.read(ended(line))
+    assert found == (3, 1)
+    known = Known("uid-1")
+    known.begin({"targetRevision": "new", "rollout": {"drained": 4, "aborted": 0}}, 0.0)
+    known.end("a", found)
+    known.end("a", found)
+    assert known.drained_since("new") == (7, 1)
+    told = status_of(resource(), seen(), findings(drained=known.drained_since("new")), {}, NOW)["rollout"]
+    assert (told["drained"], told["aborted"]) == (7, 1)
+    assert known.drained_since("newer") == (0, 0)
+    known.end("b", found)
+    assert known.drained_since("newer") == (3, 1)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        ended('{"code": "Drained", "finished": 1, "aborted": 0}', deleted=False),
+        ended('{"code": "Drained", "finished": -1, "aborted": 0}'),
+        ended('{"code": "Drained", "finished": true, "aborted": 0}'),
+        ended('{"code": "Drained", "finished": 1e99, "aborted": 0}'),
+        ended('{"code": "Drained", "finished": 1}'),
+        ended('{"code": "BadWeights", "finished": 1, "aborted": 0}'),
+        ended("[1]"),
+        ended("killed"),
+        ended(""),
+        pod("chat-8"),
+    ],
+)
+def test_only_a_runtimes_own_word_about_its_drain_is_counted(body: Object) -> None:
+    assert drains.read(body) is None
 
 
 def test_a_resource_that_cannot_be_read_keeps_what_was_known() -> None:

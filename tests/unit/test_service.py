@@ -12,6 +12,7 @@ import pytest
 from fairlead_runtime.detokenize import Vocabulary
 from fairlead_runtime.intake import Intake
 from fairlead_runtime.outputs import (
+    Drained,
     Draining,
     EngineDead,
     Health,
@@ -180,7 +181,7 @@ async def test_closing_a_stream_early_frees_its_blocks() -> None:
         await anext(stream)
         await stream.aclose()
         gate.open()
-        assert await service.drain(WITHIN) == 0
+        assert (await service.drain(WITHIN)).aborted == 0
         assert service.snapshot().counters.generated_tokens <= 4
         assert service.snapshot().scheduler.used == 0
         with pytest.raises(ServiceError):
@@ -193,7 +194,7 @@ async def test_closing_a_stream_that_was_never_read_aborts_it_too() -> None:
         async with await service.submit(ask(max_tokens=200)):
             pass
         gate.open()
-        assert await service.drain(WITHIN) == 0
+        assert (await service.drain(WITHIN)).aborted == 0
         assert service.snapshot().counters.generated_tokens <= 1  # of the step that was under way
         assert service.snapshot().scheduler.used == 0
 
@@ -233,7 +234,7 @@ async def test_aborts_through_the_service_at_random_points_leave_no_block_held()
                 group.create_task(one(number))
                 if number % 20 == 0:
                     await asyncio.sleep(0)
-        assert await service.drain(WITHIN) == 0
+        assert (await service.drain(WITHIN)).aborted == 0
         assert service.snapshot().scheduler.used == 0
         assert not service._streams
         service._engine._scheduler.check()
@@ -311,7 +312,7 @@ async def test_a_drain_lets_running_streams_finish_and_refuses_new_ones() -> Non
         gate.open()
         outputs = (await read(stream))[0]
         assert outputs[-1].finish_reason is FinishReason.LENGTH
-        assert await draining == 0
+        assert await draining == Drained(finished=1, aborted=0)
 
 
 async def test_a_drain_that_takes_too_long_ends_the_rest_with_an_error() -> None:
@@ -320,7 +321,7 @@ async def test_a_drain_that_takes_too_long_ends_the_rest_with_an_error() -> None
         stream = await service.submit(ask(max_tokens=100))
         gate.step()
         await anext(stream)
-        assert await service.drain(0.05) == 1
+        assert await service.drain(0.05) == Drained(finished=0, aborted=1)
         gate.open()
         with pytest.raises(Draining, match=r"0\.05 s"):
             await read(stream)

@@ -22,7 +22,7 @@ from fairlead_runtime.api.limits import Pool
 from fairlead_runtime.api.protocol import HEADER_BYTES, KEEP_ALIVE_SECONDS, GuardedProtocol, protocol_class
 from fairlead_runtime.api.state import Backend, Face
 from fairlead_runtime.config import ConfigError
-from fairlead_runtime.outputs import EngineDead
+from fairlead_runtime.outputs import Drained, EngineDead
 
 BACKLOG = 2048
 MAX_CONNECTIONS = 2048  # of each port; above what runs and waits by default, so that a full queue can say so
@@ -56,8 +56,10 @@ async def serve(
     *,
     drain_timeout: float,
     max_connections: int = MAX_CONNECTIONS,
-) -> None:
+) -> Drained:
     """Serve ``face`` until SIGTERM or SIGINT; ``load`` gives the started backend while the ports are open already.
+
+    Returns what became of the requests that ran when the signal came.
 
     Raises whatever ``load`` raises, and EngineDead when the engine gave up. A
     second signal ends the drain. Streams that outlive ``drain_timeout`` seconds end with an error event.
@@ -72,7 +74,7 @@ async def serve(
     with _signals(face, signals):
         serving = [asyncio.create_task(port.serve()) for port in ports]
         try:
-            await _live(face, load, signals, drain_timeout)
+            return await _live(face, load, signals, drain_timeout)
         finally:
             pool.close()
             for port in ports:
@@ -85,33 +87,36 @@ async def _live(
     load: Callable[[], Awaitable[Backend]],
     signals: "asyncio.Queue[None]",
     drain_timeout: float,
-) -> None:
+) -> Drained:
     """From loading to the end of the drain."""
     signalled = asyncio.ensure_future(signals.get())
     loading = asyncio.ensure_future(load())
     try:
         await asyncio.wait({signalled, loading}, return_when=asyncio.FIRST_COMPLETED)
         if not loading.done():
-            return  # nothing runs yet that would have to finish
+            return Drained(0, 0)  # nothing runs yet that would have to finish
         face.attach(backend := loading.result())
         _log.info("serving")
         await _first(signalled, backend.died.wait())
         if backend.died.is_set():
             raise EngineDead(backend.service.health().reason)
         _log.info("draining")
-        await _drain(backend, signals, drain_timeout)
+        drained = await _drain(backend, signals, drain_timeout)
+        _log.info("drained: %d requests finished, %d were cut off", *drained)
+        return drained
     finally:
         signalled.cancel()
         loading.cancel()
 
 
-async def _drain(backend: Backend, signals: "asyncio.Queue[None]", drain_timeout: float) -> None:
+async def _drain(backend: Backend, signals: "asyncio.Queue[None]", drain_timeout: float) -> Drained:
     """Let running requests finish; a second signal, or an engine that dies, ends the waiting."""
     draining = asyncio.ensure_future(backend.service.drain(drain_timeout))
     await _first(draining, signals.get(), backend.died.wait())
-    if not draining.done():
-        draining.cancel()
-        await backend.service.drain(0.0)
+    if draining.done():
+        return draining.result()
+    draining.cancel()
+    return await backend.service.drain(0.0)
 
 
 async def _first(*awaited: Awaitable[object]) -> None:
