@@ -139,7 +139,9 @@ class FakeKubelet:
 
     def _report(self, pod: Object, one: PodProcess) -> None:
         """Write what differs from what was written last, or what a controller made of it; a write that failed comes again."""
+        if not one.lives:  # nothing of it ever ran here: a pod that was left by another node's end
+            return
         meta, status = pod["metadata"], one.status(pod)
-        if one.lives and (status != one.reported or is_ready(pod) != one.ready):
+        if status != one.reported or is_ready(pod) != one.ready:
             self._api.merge("Pod", meta["namespace"], meta["name"], {"status": status}, sub="status")
             one.reported = status
