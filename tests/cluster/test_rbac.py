@@ -4,7 +4,6 @@ A short run takes a part of the verbs, another part for every commit; FAIRLEAD_F
 """
 
 import copy
-import os
 import subprocess
 import time
 from collections.abc import Iterator
@@ -19,6 +18,7 @@ from cluster.apiclient import Api, Object, eventually
 from cluster.controlplane import ControlPlane
 from cluster.operators import OperatorProcess
 from cluster.resources import CHILDREN, KIND, idep, status
+from cluster.rotation import share
 
 pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("crd", "nodes")]
 CHART = Path(__file__).parents[2] / "charts" / "fairlead"
@@ -148,11 +148,7 @@ def test_with_the_charts_role_nothing_the_operator_does_is_forbidden(
 
 def parts() -> list[int]:
     """Which of the granted verbs this run takes away."""
-    count = len(verbs(rendered("any")))
-    if os.environ.get("FAIRLEAD_FULL"):
-        return list(range(count))
-    head = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False).stdout
-    return list(range(int(head[:6] or "0", 16) % 12, count, 12))
+    return share(range(len(verbs(rendered("any")))), 12)
 
 
 @pytest.mark.timeout(2400)

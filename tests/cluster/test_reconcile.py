@@ -2,7 +2,6 @@
 
 import functools
 import json
-import os
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -14,10 +13,10 @@ from cluster.controlplane import ControlPlane
 from cluster.kubectl import kubectl
 from cluster.operators import OperatorProcess
 from cluster.resources import CHILDREN, KIND, await_reason, condition, current, idep, owned_by, status
+from cluster.rotation import FULL
 
 pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("crd", "nodes")]
 EMPTY: Object = {"metadata": {}}
-FULL = bool(os.environ.get("FAIRLEAD_FULL"))
 
 
 @pytest.fixture(scope="module", autouse=True)

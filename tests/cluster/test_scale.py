@@ -13,10 +13,11 @@ from cluster.apiclient import Api, Object, eventually
 from cluster.controlplane import ControlPlane
 from cluster.operators import OperatorProcess
 from cluster.resources import CHILDREN, KIND, idep
+from cluster.rotation import FULL
 
 pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("crd")]
-COUNT = int(os.environ.get("FAIRLEAD_SCALE") or (1000 if os.environ.get("FAIRLEAD_FULL") else 100))
-IDLE = 40 if os.environ.get("FAIRLEAD_FULL") else 20  # seconds: two re-lists, or one
+COUNT = int(os.environ.get("FAIRLEAD_SCALE") or (1000 if FULL else 100))
+IDLE = 40 if FULL else 20  # seconds: two re-lists, or one
 CALLS = "fairlead_operator_api_calls_total"
 
 
