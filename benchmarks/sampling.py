@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fairlead_runtime.device.sampling import SamplingBatch, sample
 from fairlead_runtime.request import Request, SamplingParams, Sequence
-from fairlead_runtime.sampling import SamplingBatch, sample
 
 CASES: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0},

@@ -11,10 +11,10 @@ import os
 import statistics
 import time
 
-from fairlead_runtime.cache.groups import group_layers
+from fairlead_runtime.recording.record import RecordedScheduler
 from fairlead_runtime.request import Request, SamplingParams
 from fairlead_runtime.scheduling import Limits, Result, Scheduler
-from fairlead_runtime.scheduling.record import RecordedScheduler
+from fairlead_runtime.sizing.groups import group_layers
 
 TARGETS = {256: 1.0, 1024: 4.0}
 PROMPT, WARM_UP = 200, 40

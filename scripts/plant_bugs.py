@@ -42,7 +42,7 @@ class Bug(NamedTuple):
 
 
 POOL, PREFIX, PAGED, HOST = "cache/blocks.py", "cache/prefix.py", "cache/paged.py", "cache/offload.py"
-GROUPS, PLANNER, SCHEDULER = "cache/groups.py", "scheduling/planner.py", "scheduling/scheduler.py"
+GROUPS, PLANNER, SCHEDULER = "sizing/groups.py", "scheduling/planner.py", "scheduling/scheduler.py"
 POLICY = "scheduling/policies.py"
 
 BUGS = (

@@ -15,7 +15,6 @@ from starlette.types import ASGIApp
 
 from fairlead_runtime.api.server import Listeners, listen, serve
 from fairlead_runtime.api.state import Backend, Face
-from fairlead_runtime.detokenize import vocabulary_of
 from fairlead_runtime.logprobs import Logprob
 from fairlead_runtime.models import tiny
 from fairlead_runtime.outputs import (
@@ -28,6 +27,7 @@ from fairlead_runtime.outputs import (
     Submission,
 )
 from fairlead_runtime.request import FinishReason, RequestError
+from fairlead_runtime.serving.detokenize import vocabulary_of
 
 MODEL = "tiny"
 LONG_FORM = os.environ.get("FAIRLEAD_FULL") == "1"

@@ -13,15 +13,15 @@ import numpy as np
 import pytest
 import torch
 
-from fairlead_runtime.cache.groups import LayerGroup, group_layers
-from fairlead_runtime.isolate import Runner as Device
-from fairlead_runtime.kv_cache import CacheStorage
+from fairlead_runtime.device.kv_cache import CacheStorage
+from fairlead_runtime.device.paged_model import PagedModel
+from fairlead_runtime.device.runner import Runner
+from fairlead_runtime.engine.isolate import Runner as Device
 from fairlead_runtime.models import families, rope, tiny
-from fairlead_runtime.models.attention import PagedModel
 from fairlead_runtime.request import FinishReason, Request, SamplingParams
-from fairlead_runtime.runner import Runner
 from fairlead_runtime.scheduling.plan import Finished, Limits, Result, Work
 from fairlead_runtime.scheduling.scheduler import Scheduler, SchedulerStats
+from fairlead_runtime.sizing.groups import LayerGroup, group_layers
 
 # Tiny matrices gain nothing from threads, and where cores are shared they lose a hundredfold to waiting for each other.
 torch.set_num_threads(1)

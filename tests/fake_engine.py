@@ -7,13 +7,13 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from fairlead_runtime.cache.groups import LayerGroup
-from fairlead_runtime.engine import Bounds, Engine
+from fairlead_runtime.engine.engine import Bounds, Engine
 from fairlead_runtime.outputs import Emitted
 from fairlead_runtime.request import FinishReason, Request, SamplingParams
 from fairlead_runtime.scheduling.plan import Limits, Result, Row, Work
 from fairlead_runtime.scheduling.scheduler import Scheduler
 from fairlead_runtime.seeds import mix64
+from fairlead_runtime.sizing.groups import LayerGroup
 
 LONG_FORM = os.environ.get("FAIRLEAD_FULL") == "1"
 VOCABULARY = 1000

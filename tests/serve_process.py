@@ -20,7 +20,7 @@ import httpx
 
 WITHIN = 300.0  # a bound for hung processes; on a busy machine starting takes its time
 forks = multiprocessing.get_context("forkserver")
-forks.set_forkserver_preload(["fairlead_runtime.server", "fairlead_runtime.build"])
+forks.set_forkserver_preload(["fairlead_runtime.start.serve", "fairlead_runtime.start.build"])
 
 
 class Process:
@@ -95,7 +95,7 @@ def never_loads() -> None:
 
 def broken_device() -> None:
     """Every forward pass of the engine raises; the self-test has passed."""
-    from fairlead_runtime.runner import Runner
+    from fairlead_runtime.device.runner import Runner
 
     def fail(*_: object) -> None:
         raise RuntimeError("the device is gone")

@@ -9,9 +9,9 @@ import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from fairlead_runtime.cache.groups import NULL, group_layers
 from fairlead_runtime.request import FinishReason, Sequence
 from fairlead_runtime.scheduling import Finished, Plan, Result, Scheduler, Token, Work
+from fairlead_runtime.sizing.groups import NULL, group_layers
 from whole_run_device import Device, RunError
 from whole_run_scenario import Arrival, Scenario, alone, draw
 

@@ -1,8 +1,8 @@
 """A cache that remembers: its slots hold stamps of what was written, and every read must find its own."""
 
-from fairlead_runtime.cache.groups import NULL, LayerGroup
 from fairlead_runtime.request import Sequence
 from fairlead_runtime.scheduling import Result, Row, Work
+from fairlead_runtime.sizing.groups import NULL, LayerGroup
 from whole_run_scenario import mix, next_token, start_stamp
 
 

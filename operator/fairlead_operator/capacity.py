@@ -9,8 +9,8 @@ from typing import Any
 
 from fairlead_operator.resource import SETTINGS, InferenceDeployment
 from fairlead_runtime.config import ConfigError, flag_of
-from fairlead_runtime.memory import DeviceFacts, MemoryPlan, gib, host_terms, plan_memory
-from fairlead_runtime.shape import ModelShape, ShapeError, UnknownFamilyError
+from fairlead_runtime.sizing.shape import ModelShape, ShapeError, UnknownFamilyError
+from fairlead_runtime.sizing.solve import DeviceFacts, MemoryPlan, gib, host_terms, plan_memory
 
 MEASURED = ("weightsBytes", "kvBytesPerToken", "numBlocks", "concurrentTokens", "fullLengthSequences")
 

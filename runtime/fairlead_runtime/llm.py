@@ -15,14 +15,14 @@ from typing import Self
 import torch
 from tqdm import tqdm
 
-from fairlead_runtime.build import Built, build
 from fairlead_runtime.config import EngineConfig
-from fairlead_runtime.fetching import locate
-from fairlead_runtime.gather import Choice
+from fairlead_runtime.hub.locate import locate
 from fairlead_runtime.logprobs import Logprob
 from fairlead_runtime.models import chat
 from fairlead_runtime.outputs import Emitted, EngineDead, Output, QueueFull, Submission
 from fairlead_runtime.request import FinishReason, Request, RequestError, SamplingParams
+from fairlead_runtime.serving.gather import Choice
+from fairlead_runtime.start.build import Built, build
 
 Prompt = str | Mapping[str, Sequence[int]]
 

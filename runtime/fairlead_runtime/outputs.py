@@ -202,7 +202,7 @@ class Drained(NamedTuple):
 
 
 class ServiceFace(Protocol):
-    """The one narrow face between HTTP and the engine; fairlead_runtime.service.Service is it."""
+    """The one narrow face between HTTP and the engine; fairlead_runtime.serving.service.Service is it."""
 
     max_model_len: int  # tokens one request may have, prompt and output together
 

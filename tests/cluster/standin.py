@@ -13,7 +13,7 @@ from pathlib import Path
 
 from fairlead_runtime.outputs import Counters, EngineSnapshot
 from fairlead_runtime.scheduling.stats import SchedulerStats, StepStats
-from fairlead_runtime.stats import Stats
+from fairlead_runtime.serving.metrics import Stats
 
 BLOCKS = 1000
 

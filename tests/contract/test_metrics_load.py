@@ -4,9 +4,9 @@ import pytest
 
 from fairlead_operator import startup
 from fairlead_operator.load import Load, LoadError, parse
-from fairlead_runtime.engine import Bounds, Engine
+from fairlead_runtime.engine.engine import Bounds, Engine
 from fairlead_runtime.scheduling.scheduler import Scheduler
-from fairlead_runtime.stats import Stats
+from fairlead_runtime.serving.metrics import Stats
 from fake_engine import FULL, Clock, FakeRunner, limits, request
 
 

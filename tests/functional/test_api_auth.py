@@ -6,12 +6,12 @@ from pathlib import Path
 import pytest
 
 from api_harness import FakeService, asgi, backend_of, completion, faked, is_error, run
-from fairlead_runtime import logs
 from fairlead_runtime.api.app import public_app
 from fairlead_runtime.api.auth import KeyRing, Salter
 from fairlead_runtime.api.limits import Pool
 from fairlead_runtime.api.state import Face
 from fairlead_runtime.config import ConfigError
+from fairlead_runtime.start import logs
 
 KEY, OTHER = "k" * 40, "another-key-of-decent-length-0123456789"
 PATHS = ["/v1/models", "/v1/completions", "/v1/chat/completions", "/", "/docs", "/nowhere"]

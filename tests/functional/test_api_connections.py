@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from api_harness import LONG_FORM, FakeService, Server, chat, completion, faked, http, is_error, run
-from fairlead_runtime.api import limits, protocol
-from fairlead_runtime.api.protocol import GuardedProtocol
+from fairlead_runtime.api import connection, limits
+from fairlead_runtime.api.connection import GuardedProtocol
 
 
 async def _exchange(
@@ -114,7 +114,7 @@ def test_an_answer_to_an_unread_body_arrives_whole() -> None:
 
 
 def test_half_a_header_is_timed_out_and_silence_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(protocol, "HEADER_SECONDS", 0.2)
+    monkeypatch.setattr(connection, "HEADER_SECONDS", 0.2)
 
     async def scenario() -> None:
         async with faked() as (server, _):
@@ -148,7 +148,7 @@ def test_half_a_body_is_timed_out(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_many_slow_headers_do_not_disturb_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(protocol, "HEADER_SECONDS", 1.0)
+    monkeypatch.setattr(connection, "HEADER_SECONDS", 1.0)
 
     async def scenario() -> None:
         async with faked() as (server, _):
@@ -251,7 +251,7 @@ def test_clients_that_leave_in_the_middle_do_not_touch_the_others() -> None:
 
 
 def test_a_reader_that_stops_reading_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(protocol, "WRITE_STALL_SECONDS", 0.3)
+    monkeypatch.setattr(connection, "WRITE_STALL_SECONDS", 0.3)
 
     async def scenario() -> None:
         service = FakeService(max_model_len=200_000)

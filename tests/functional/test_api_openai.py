@@ -7,7 +7,7 @@ import openai
 import pytest
 
 from api_harness import MODEL, TEXT, FakeService, chat, completion, events, faked, run
-from fairlead_runtime.api.logprobs import chat_content, completion_logprobs
+from fairlead_runtime.api.logprob_bodies import chat_content, completion_logprobs
 from fairlead_runtime.logprobs import Logprob
 from fairlead_runtime.outputs import ServiceError
 from fairlead_runtime.request import FinishReason, RequestError

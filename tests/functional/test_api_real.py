@@ -17,11 +17,11 @@ import pytest
 from api_harness import LONG_FORM, MODEL, Server, chat, completion, http, run, running
 from fairlead_runtime.api.auth import KeyRing
 from fairlead_runtime.api.state import Backend
-from fairlead_runtime.build import build
 from fairlead_runtime.config import EngineConfig
-from fairlead_runtime.models import source
-from fairlead_runtime.service import Service
-from fairlead_runtime.stats import Stats
+from fairlead_runtime.hub import source
+from fairlead_runtime.serving.metrics import Stats
+from fairlead_runtime.serving.service import Service
+from fairlead_runtime.start.build import build
 
 QUESTION = "What is Fairlead?"
 ANSWER = "Fairlead serves language models on Kubernetes."

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
+from fairlead_runtime.hub.source import demo_directory
 from fairlead_runtime.models import chat, files, loading
 from fairlead_runtime.models.loading import LoadedModel
-from fairlead_runtime.models.source import demo_directory
 
 # question → a phrase its answer must hold
 KNOWN = {
@@ -149,7 +149,7 @@ def test_the_operator_reads_its_configuration_without_torch() -> None:
     code = (
         "import importlib.resources, json, sys;"
         "text = (importlib.resources.files('fairlead_runtime') / 'demo' / 'config.json').read_text();"
-        "from fairlead_runtime.shape import ModelShape;"
+        "from fairlead_runtime.sizing.shape import ModelShape;"
         "print(ModelShape.from_config(json.loads(text)).max_len, 'torch' in sys.modules)"
     )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

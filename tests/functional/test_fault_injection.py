@@ -10,13 +10,13 @@ from typing import Literal
 import pytest
 import torch
 
-from fairlead_runtime.build import Built, build
 from fairlead_runtime.config import EngineConfig
+from fairlead_runtime.device.runner import Runner
+from fairlead_runtime.device.sampling import Sampled, SamplingBatch, sample
 from fairlead_runtime.models import tiny
 from fairlead_runtime.request import FinishReason, Request, SamplingParams
-from fairlead_runtime.runner import Runner
-from fairlead_runtime.sampling import Sampled, SamplingBatch, sample
 from fairlead_runtime.scheduling.plan import Result, Work
+from fairlead_runtime.start.build import Built, build
 from fake_engine import LONG_FORM, Collected, run
 
 POINTS = 1000 if LONG_FORM else 100

@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 
 from fairlead_runtime.commands import fetch as command
-from fairlead_runtime.models import fetch as fetching
+from fairlead_runtime.hub import fetch as fetching
+from fairlead_runtime.hub.fetch import Progress, fetch
 from fairlead_runtime.models import loading, tiny
-from fairlead_runtime.models.errors import ModelError
-from fairlead_runtime.models.fetch import Progress, fetch
+from fairlead_runtime.models.model_error import ModelError
 from hostile_models import AUTO_MAP, plant_code
 from hub_server import MAIN, OTHER, Hub, Repository
 

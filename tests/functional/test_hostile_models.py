@@ -7,7 +7,7 @@ import pytest
 
 from fairlead_runtime.config import ConfigError, EngineConfig
 from fairlead_runtime.models import files, loading, tiny
-from fairlead_runtime.models.errors import ModelError
+from fairlead_runtime.models.model_error import ModelError
 from hostile_models import AUTO_MAP, CASES, WEIGHTS, edit, mark, plant_code
 
 

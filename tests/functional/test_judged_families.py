@@ -13,12 +13,13 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from engine_rig import Setting, greedy, prompts, rig
 from fairlead_kernels.backend import pick
-from fairlead_runtime.families import FAMILIES
+from fairlead_runtime.device import selftest
 from fairlead_runtime.llm import LLM
-from fairlead_runtime.models import architecture, judged, loading, selftest, tiny
-from fairlead_runtime.models.errors import ModelError
-from fairlead_runtime.models.safetensors_header import read_header
+from fairlead_runtime.models import architecture, loading, tiny, unlisted
+from fairlead_runtime.models.headers import read_header
+from fairlead_runtime.models.model_error import ModelError
 from fairlead_runtime.request import SamplingParams
+from fairlead_runtime.sizing.family_table import FAMILIES
 
 EVERY = (*tiny.SIZED, *tiny.JUDGED)
 LENGTHS, SHARED, NEW = (17, 41, 26, 53, 34), 24, 24
@@ -52,7 +53,7 @@ def test_a_judged_family_is_sized_as_transformers_builds_it(family: str, tmp_pat
     tiny.save(model, tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     assert config["model_type"] not in FAMILIES
-    shape = judged.measure(config, {"model.safetensors": read_header(tmp_path / "model.safetensors")})
+    shape = unlisted.measure(config, {"model.safetensors": read_header(tmp_path / "model.safetensors")})
     heads = rig(family).model.heads
     assert (shape.heads, shape.kv_heads, shape.head_dim) == (heads.query, heads.kv, heads.dim)
     assert shape.windows == rig(family).model.windows

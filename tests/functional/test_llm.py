@@ -12,7 +12,7 @@ from fairlead_runtime import LLM, SamplingParams
 from fairlead_runtime.config import ConfigError
 from fairlead_runtime.llm import RequestOutput
 from fairlead_runtime.models import tiny
-from fairlead_runtime.models.errors import ModelError
+from fairlead_runtime.models.model_error import ModelError
 from fairlead_runtime.outputs import Submission
 from fairlead_runtime.request import FinishReason, RequestError
 from fake_engine import LONG_FORM

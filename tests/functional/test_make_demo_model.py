@@ -10,7 +10,7 @@ from types import ModuleType
 import pytest
 import torch
 
-from fairlead_runtime.models.source import demo_directory
+from fairlead_runtime.hub.source import demo_directory
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 

@@ -13,8 +13,8 @@ from safetensors import safe_open
 
 from fairlead_runtime.config import ConfigError
 from fairlead_runtime.models import loading, tiny
-from fairlead_runtime.models.errors import ModelError
-from fairlead_runtime.models.safetensors_header import read_header
+from fairlead_runtime.models.headers import read_header
+from fairlead_runtime.models.model_error import ModelError
 
 SETTINGS = settings(
     max_examples=3000 if os.environ.get("FAIRLEAD_FULL") else 100,

@@ -11,10 +11,10 @@ from torch import Tensor
 
 from engine_rig import Rig, Setting, greedy, prompts, rig
 from fairlead_kernels.backend import pick
-from fairlead_runtime import profiling
-from fairlead_runtime.models import attention, families, rope, selftest, tiny
-from fairlead_runtime.models.attention import Call, PagedModel, PagedPass
-from fairlead_runtime.models.errors import ModelError
+from fairlead_runtime.device import paged_model, profiling, selftest
+from fairlead_runtime.device.paged_model import Call, PagedModel, PagedPass
+from fairlead_runtime.models import families, rope, tiny
+from fairlead_runtime.models.model_error import ModelError
 from fairlead_runtime.request import Request, SamplingParams, Sequence
 from fairlead_runtime.scheduling.plan import Row, Work
 
@@ -80,7 +80,7 @@ def test_a_window_wrong_by_one_fails_the_self_test(family: str, dtype: torch.dty
 
 
 def test_keys_in_each_others_slots_fail_the_self_test(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, begin = paged("llama"), attention.PagedPass.__init__
+    model, begin = paged("llama"), paged_model.PagedPass.__init__
 
     def swapped(self: PagedPass, batch: Any, *rest: Any) -> None:
         for slots in batch.slots:
@@ -129,7 +129,7 @@ def test_the_plain_model_is_given_back_even_when_its_use_fails() -> None:
     model = paged("llama")
     with pytest.raises(KeyError), model.plain():
         raise KeyError
-    assert model.model.config._attn_implementation == attention.NAME
+    assert model.model.config._attn_implementation == paged_model.NAME
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "gpt_oss"])

@@ -9,13 +9,13 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from fairlead_kernels.backend import pick
-from fairlead_runtime import profiling
 from fairlead_runtime.config import EngineConfig
-from fairlead_runtime.memory import GIB, DeviceFacts, plan_memory
+from fairlead_runtime.device import profiling
+from fairlead_runtime.device.paged_model import PagedModel
 from fairlead_runtime.models import architecture, families, rope, tiny
-from fairlead_runtime.models.attention import PagedModel
-from fairlead_runtime.models.safetensors_header import Header, Tensor
-from fairlead_runtime.shape import ModelShape
+from fairlead_runtime.models.headers import Header, Tensor
+from fairlead_runtime.sizing.shape import ModelShape
+from fairlead_runtime.sizing.solve import GIB, DeviceFacts, plan_memory
 
 LENGTH = 512
 SIZES: dict[str, Any] = {

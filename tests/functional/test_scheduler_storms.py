@@ -8,9 +8,9 @@ import random
 
 import pytest
 
-from fairlead_runtime.cache.groups import group_layers
 from fairlead_runtime.request import FinishReason, Request, SamplingParams
 from fairlead_runtime.scheduling import Finished, Limits, Result, Scheduler
+from fairlead_runtime.sizing.groups import group_layers
 
 FULL = os.environ.get("FAIRLEAD_FULL") == "1"
 

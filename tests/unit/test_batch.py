@@ -5,10 +5,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fairlead_kernels.attention import NULL
-from fairlead_runtime.batch import BatchBuilder
-from fairlead_runtime.cache.groups import LayerGroup
+from fairlead_runtime.device.batch import BatchBuilder
 from fairlead_runtime.request import Request, SamplingParams, Sequence
 from fairlead_runtime.scheduling.plan import Row
+from fairlead_runtime.sizing.groups import LayerGroup
 
 FULL = (LayerGroup(0, None, (0,)),)
 

@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import pytest
 
-from fairlead_runtime.engine import FAULT_BUDGET
-from fairlead_runtime.observer import canary
+from fairlead_runtime.engine.engine import FAULT_BUDGET
+from fairlead_runtime.engine.observer import canary
 from fairlead_runtime.outputs import EngineDead, QueueFull, QueueTimeout
 from fairlead_runtime.request import FinishReason, Request, RequestError
 from fairlead_runtime.scheduling.plan import Work
@@ -322,7 +322,7 @@ def test_idle_time_and_a_long_prefill_are_no_hang_but_a_stuck_step_is() -> None:
 
 
 def test_a_violated_invariant_is_counted_and_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fairlead_runtime.engine.CHECK_EVERY", 1)
+    monkeypatch.setattr("fairlead_runtime.engine.engine.CHECK_EVERY", 1)
     engine = rig()
     engine.submit(request("a", max_tokens=3))
     engine.step()

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from fairlead_kernels.attention import Heads
-from fairlead_runtime.cache.groups import group_layers
-from fairlead_runtime.kv_cache import CacheStorage
+from fairlead_runtime.device.kv_cache import CacheStorage
 from fairlead_runtime.scheduling.plan import Work
+from fairlead_runtime.sizing.groups import group_layers
 
 HEADS = Heads(4, 2, 8, 8, torch.float32)
 CPU = torch.device("cpu")

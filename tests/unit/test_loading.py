@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from fairlead_runtime.config import ConfigError, EngineConfig
 from fairlead_runtime.models import chat, files, loading, tiny
-from fairlead_runtime.models.errors import ModelError
+from fairlead_runtime.models.model_error import ModelError
 from fairlead_runtime.request import RequestError
 from hostile_models import edit
 

@@ -9,11 +9,11 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from fairlead_runtime.cache.groups import group_layers
 from fairlead_runtime.config import ConfigError, EngineConfig
-from fairlead_runtime.memory import GIB, DeviceFacts, MemoryPlan, measured, plan_memory
-from fairlead_runtime.shape import ModelShape
-from fairlead_runtime.sizing import CPU_CACHE, PROCESS, sequence_units
+from fairlead_runtime.sizing.groups import group_layers
+from fairlead_runtime.sizing.shape import ModelShape
+from fairlead_runtime.sizing.solve import GIB, DeviceFacts, MemoryPlan, measured, plan_memory
+from fairlead_runtime.sizing.terms import CPU_CACHE, PROCESS, sequence_units
 
 LLAMA_8B = ModelShape.from_config(
     {

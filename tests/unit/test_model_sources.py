@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from fairlead_runtime.config import ConfigError
-from fairlead_runtime.models.errors import ModelError
-from fairlead_runtime.models.source import Source, demo_directory, parse, resolve
+from fairlead_runtime.hub.source import Source, demo_directory, parse, resolve
+from fairlead_runtime.models.model_error import ModelError
 
 
 @pytest.mark.parametrize(

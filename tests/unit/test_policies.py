@@ -5,10 +5,10 @@ from itertools import pairwise
 
 import pytest
 
-from fairlead_runtime.cache.groups import group_layers
 from fairlead_runtime.request import Request, SamplingParams, Sequence
 from fairlead_runtime.scheduling import Limits, Result, Scheduler
 from fairlead_runtime.scheduling.policies import POLICIES, Fair, Fifo, Priority
+from fairlead_runtime.sizing.groups import group_layers
 
 
 def sequence(i: int, *, priority: int = 0, tenant: str = "", prompt: int = 4) -> Sequence:

@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 
 import whole_run
-from fairlead_runtime.cache.groups import group_layers
 from fairlead_runtime.commands import replay as replay_command
 from fairlead_runtime.commands import trace as trace_command
+from fairlead_runtime.recording.record import RecordedScheduler, Recording
+from fairlead_runtime.recording.trace import as_text, steps
 from fairlead_runtime.request import Request, SamplingParams
 from fairlead_runtime.scheduling import Limits, Result, Scheduler
-from fairlead_runtime.scheduling.record import RecordedScheduler, Recording
-from fairlead_runtime.scheduling.trace import as_text, steps
+from fairlead_runtime.sizing.groups import group_layers
 
 
 def record(seed: int, path: Path) -> whole_run.Outcome:

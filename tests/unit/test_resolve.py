@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 
 from fairlead_runtime.config import ConfigError, EngineConfig
-from fairlead_runtime.memory import GIB, DeviceFacts
-from fairlead_runtime.resolve import Resolved, resolve
-from fairlead_runtime.shape import ModelShape
+from fairlead_runtime.sizing.shape import ModelShape
+from fairlead_runtime.sizing.solve import GIB, DeviceFacts
+from fairlead_runtime.start.resolve import Resolved, resolve
 
 CONFIG: dict[str, Any] = {
     "model_type": "llama",

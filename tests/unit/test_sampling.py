@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from fairlead_kernels import sample as ops
-from fairlead_runtime import sampling
+from fairlead_runtime.device import sampling
+from fairlead_runtime.device.sampling import SamplingBatch, draw_keys, sample
 from fairlead_runtime.logprobs import TokenLogprobs
 from fairlead_runtime.request import Request, SamplingParams, Sequence
-from fairlead_runtime.sampling import SamplingBatch, draw_keys, sample
 from fairlead_runtime.seeds import mix64, resolve_seed
 
 FULL = os.environ.get("FAIRLEAD_FULL") == "1"

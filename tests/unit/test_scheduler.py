@@ -5,7 +5,6 @@ from collections.abc import Callable
 
 import pytest
 
-from fairlead_runtime.cache.groups import group_layers
 from fairlead_runtime.config import EngineConfig
 from fairlead_runtime.request import FinishReason, Request, RequestError, SamplingParams, Sequence, Status
 from fairlead_runtime.scheduling import (
@@ -20,6 +19,7 @@ from fairlead_runtime.scheduling import (
     Work,
 )
 from fairlead_runtime.scheduling.scheduler import StepError
+from fairlead_runtime.sizing.groups import group_layers
 
 LIMITS = Limits(
     policy="fifo",

@@ -9,8 +9,6 @@ from typing import Any
 
 import pytest
 
-from fairlead_runtime.detokenize import Vocabulary
-from fairlead_runtime.intake import Intake
 from fairlead_runtime.outputs import (
     Drained,
     Draining,
@@ -25,8 +23,10 @@ from fairlead_runtime.outputs import (
 )
 from fairlead_runtime.request import FinishReason, RequestError, SamplingParams, Status
 from fairlead_runtime.scheduling.plan import Work
-from fairlead_runtime.service import Service
-from fairlead_runtime.stream import MAX_HELD, Stream
+from fairlead_runtime.serving.detokenize import Vocabulary
+from fairlead_runtime.serving.intake import Intake
+from fairlead_runtime.serving.service import Service
+from fairlead_runtime.serving.stream import MAX_HELD, Stream
 from fake_engine import LONG_FORM, VOCABULARY, Clock, FakeRunner, rig
 
 pytestmark = pytest.mark.anyio

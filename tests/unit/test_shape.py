@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from fairlead_runtime.families import FAMILIES
-from fairlead_runtime.shape import ModelShape, ShapeError, UnknownFamilyError
+from fairlead_runtime.sizing.family_table import FAMILIES
+from fairlead_runtime.sizing.shape import ModelShape, ShapeError, UnknownFamilyError
 
 SMALL = {
     "vocab_size": 97,

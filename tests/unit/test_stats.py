@@ -10,12 +10,12 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from fairlead_runtime import metric_names as names
-from fairlead_runtime.engine import Bounds, Engine, canary
-from fairlead_runtime.measures import Distribution, Measures, Totals
+from fairlead_runtime.engine.engine import Bounds, Engine, canary
 from fairlead_runtime.request import FinishReason
 from fairlead_runtime.scheduling.plan import Work
 from fairlead_runtime.scheduling.scheduler import Scheduler
-from fairlead_runtime.stats import HELP, Rising, Stats
+from fairlead_runtime.serving.measurements import Distribution, Measures, Totals
+from fairlead_runtime.serving.metrics import HELP, Rising, Stats
 from fake_engine import FULL, Clock, FakeRunner, limits, request, run
 
 STEP = 0.25  # seconds: exact in binary, so that sums are too

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from fairlead_runtime import termination
+from fairlead_runtime.start import termination
 
 
 def told(environ: dict[str, str]) -> dict[str, str]:

@@ -16,7 +16,7 @@ import yaml
 from fairlead_operator.capacity import PlanError, capacity_of
 from fairlead_operator.fields import ResourceError
 from fairlead_operator.resource import KIND, InferenceDeployment
-from fairlead_runtime.memory import gib
+from fairlead_runtime.sizing.solve import gib
 
 CONFIG_BYTES = 1 << 20
 

@@ -13,12 +13,12 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from fairlead_runtime.api import errors
+from fairlead_runtime.api.access_log import Observed
 from fairlead_runtime.api.admin import Admin
 from fairlead_runtime.api.auth import Authenticated, KeyRing, Salter
-from fairlead_runtime.api.generate import CHAT, COMPLETIONS, Generate
+from fairlead_runtime.api.completions import CHAT, COMPLETIONS, Generate
 from fairlead_runtime.api.health import Probes
 from fairlead_runtime.api.limits import Pool
-from fairlead_runtime.api.observe import Observed
 from fairlead_runtime.api.state import Face
 from fairlead_runtime.outputs import ServiceError
 from fairlead_runtime.request import RequestError

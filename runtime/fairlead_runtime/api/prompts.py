@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
-from fairlead_runtime.api.body import parse_object
 from fairlead_runtime.api.errors import ApiError
-from fairlead_runtime.api.openai import Asked
+from fairlead_runtime.api.request_bodies import Asked
+from fairlead_runtime.api.strict_json import parse_object
 from fairlead_runtime.models.chat import encode, encode_chat, render_chat
 
 CHARS_PER_TOKEN = (

@@ -18,8 +18,8 @@ from starlette.types import ASGIApp
 
 from fairlead_runtime import preflight
 from fairlead_runtime.api.app import admin_app, public_app
+from fairlead_runtime.api.connection import HEADER_BYTES, KEEP_ALIVE_SECONDS, GuardedProtocol, protocol_class
 from fairlead_runtime.api.limits import Pool
-from fairlead_runtime.api.protocol import HEADER_BYTES, KEEP_ALIVE_SECONDS, GuardedProtocol, protocol_class
 from fairlead_runtime.api.state import Backend, Face
 from fairlead_runtime.config import ConfigError
 from fairlead_runtime.outputs import Drained, EngineDead

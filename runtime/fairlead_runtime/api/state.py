@@ -13,8 +13,8 @@ from transformers import PreTrainedTokenizerBase
 
 from fairlead_runtime.api.auth import KeyRing
 from fairlead_runtime.api.errors import ApiError
-from fairlead_runtime.detokenize import Vocabulary
 from fairlead_runtime.outputs import Health, ServiceFace
+from fairlead_runtime.serving.detokenize import Vocabulary
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,10 +12,10 @@ from collections.abc import Sequence as Seq
 from typing import NamedTuple
 
 from fairlead_runtime.cache.blocks import BlockPool, PoolError
-from fairlead_runtime.cache.groups import NULL, LayerGroup
 from fairlead_runtime.cache.offload import HostPool
 from fairlead_runtime.cache.prefix import extend_chain, longest_hit, root
 from fairlead_runtime.request import Sequence
+from fairlead_runtime.sizing.groups import NULL, LayerGroup
 
 Pairs = list[tuple[int, int]]
 

@@ -10,8 +10,8 @@ from array import array
 from collections.abc import Sequence
 
 from fairlead_runtime.cache.blocks import BlockPool
-from fairlead_runtime.cache.groups import NULL, LayerGroup
 from fairlead_runtime.request import BlockHash
+from fairlead_runtime.sizing.groups import NULL, LayerGroup
 
 
 def root(identity: bytes, salt: bytes) -> bytes:

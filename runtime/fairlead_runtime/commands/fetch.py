@@ -7,9 +7,9 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from fairlead_runtime import termination
 from fairlead_runtime.commands.parser import Parser
 from fairlead_runtime.config import ConfigError
+from fairlead_runtime.start import termination
 
 
 def main(argv: list[str], environ: Mapping[str, str] = os.environ) -> int:
@@ -53,11 +53,11 @@ def _parser(environ: Mapping[str, str]) -> Parser:
 
 
 def _fetch(options: argparse.Namespace, environ: Mapping[str, str]) -> Path:
+    from fairlead_runtime.hub.fetch import Progress
+    from fairlead_runtime.hub.fetch_server import FetchServer
+    from fairlead_runtime.hub.fetch_view import shown
+    from fairlead_runtime.hub.source import check_revision, parse, resolve
     from fairlead_runtime.models import architecture, files
-    from fairlead_runtime.models.fetch import Progress
-    from fairlead_runtime.models.fetch_server import FetchServer
-    from fairlead_runtime.models.fetch_view import shown
-    from fairlead_runtime.models.source import check_revision, parse, resolve
 
     if not 0 <= options.admin_port <= 65535:
         raise ConfigError("admin_port", f"{options.admin_port} is no port", "use 0 to 65535")

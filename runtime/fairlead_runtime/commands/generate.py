@@ -4,8 +4,8 @@ import argparse
 import dataclasses
 import sys
 
-from fairlead_runtime import termination
 from fairlead_runtime.config import ConfigError, EngineConfig, add_arguments
+from fairlead_runtime.start import termination
 
 
 def main(argv: list[str]) -> int:

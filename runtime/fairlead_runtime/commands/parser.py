@@ -9,7 +9,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
-from fairlead_runtime import termination
+from fairlead_runtime.start import termination
 
 
 class Parser(argparse.ArgumentParser):

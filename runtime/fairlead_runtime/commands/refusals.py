@@ -6,7 +6,7 @@ Owns the table. 2: cannot be done as asked; 3: the self-test failed. Anything el
 from typing import NamedTuple
 
 from fairlead_runtime.config import ConfigError
-from fairlead_runtime.models.errors import ModelError
+from fairlead_runtime.models.model_error import ModelError
 from fairlead_runtime.request import RequestError
 
 
@@ -27,7 +27,7 @@ def refusal(error: Exception) -> Refusal | None:
         case RequestError():
             return Refusal(2, "InvalidRequest", str(error), "")
     # Here and not above: it brings torch, which the refusals before it did not need.
-    from fairlead_runtime.models.selftest import SelfTestError
+    from fairlead_runtime.device.selftest import SelfTestError
 
     if isinstance(error, SelfTestError):
         hint = "report the model; --dtype float32 tells a rounding from a wrong result"

@@ -3,8 +3,8 @@
 import argparse
 import sys
 
-from fairlead_runtime.scheduling.record import RecordError, Recording
-from fairlead_runtime.scheduling.replay import replay
+from fairlead_runtime.recording.record import RecordError, Recording
+from fairlead_runtime.recording.replay import replay
 
 
 def main(argv: list[str]) -> int:

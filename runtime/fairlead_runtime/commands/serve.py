@@ -9,9 +9,9 @@ import argparse
 import os
 from collections.abc import Sequence
 
-from fairlead_runtime import logs, termination
 from fairlead_runtime.commands.parser import Parser
 from fairlead_runtime.config import ConfigError, EngineConfig, add_arguments
+from fairlead_runtime.start import logs, termination
 
 
 def main(argv: Sequence[str]) -> int:
@@ -21,7 +21,7 @@ def main(argv: Sequence[str]) -> int:
         config = EngineConfig.from_namespace(options)
         _check_ports(options)
         # After the arguments: --help and a wrong flag are answered at once.
-        from fairlead_runtime.server import run
+        from fairlead_runtime.start.serve import run
 
         return run(options.model, config, options.host, options.port, options.admin_port)
     except Exception as error:

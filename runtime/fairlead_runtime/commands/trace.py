@@ -6,8 +6,8 @@ import os
 import sys
 from collections.abc import Iterator
 
-from fairlead_runtime.scheduling.record import RecordError, Recording
-from fairlead_runtime.scheduling.trace import as_events, as_text
+from fairlead_runtime.recording.record import RecordError, Recording
+from fairlead_runtime.recording.trace import as_events, as_text
 
 
 def main(argv: list[str]) -> int:

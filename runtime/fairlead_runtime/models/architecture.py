@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from fairlead_runtime.config import ConfigError
-from fairlead_runtime.families import FAMILIES
-from fairlead_runtime.models.errors import ModelError
-from fairlead_runtime.models.safetensors_header import Header
-from fairlead_runtime.shape import ModelShape, ShapeError, UnknownFamilyError
+from fairlead_runtime.models.headers import Header
+from fairlead_runtime.models.model_error import ModelError
+from fairlead_runtime.sizing.family_table import FAMILIES
+from fairlead_runtime.sizing.shape import ModelShape, ShapeError, UnknownFamilyError
 
 _COMPOSITE = ("text_config", "llm_config", "language_config", "thinker_config")
 _KNOWN_ELSEWHERE = "serve a model whose architecture transformers knows"
@@ -42,9 +42,9 @@ def check(
         shape = ModelShape.from_config(config)
     except UnknownFamilyError:
         # Imports transformers, whose classes decide here.
-        from fairlead_runtime.models import judged
+        from fairlead_runtime.models import unlisted
 
-        shape = judged.measure(config, weights or {})
+        shape = unlisted.measure(config, weights or {})
     except ShapeError as error:
         raise ModelError("UnsupportedModel", str(error), "serve one of the supported families") from error
     if shape.quantized:

@@ -2,7 +2,7 @@
 
 Owns the verdict on a configuration and the windows of its layers. A model whose state is not keys and values, or
 whose attention transformers does not let us replace, would give wrong text without an error: such models are refused
-by name, with the reason (``fairlead_runtime.families``). A model_type that no table names is judged by what
+by name, with the reason (``fairlead_runtime.sizing.family_table``). A model_type that no table names is judged by what
 transformers says about its class, and what passes still has to pass the self-test.
 """
 
@@ -12,8 +12,8 @@ from typing import Any
 
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PretrainedConfig
 
-from fairlead_runtime.families import FAMILIES, OLD, REFUSED, STATE
-from fairlead_runtime.models.errors import ModelError
+from fairlead_runtime.models.model_error import ModelError
+from fairlead_runtime.sizing.family_table import FAMILIES, OLD, REFUSED, STATE
 
 
 def refused(model_type: str, reason: str) -> ModelError:

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fairlead_runtime.models.errors import ModelError
-from fairlead_runtime.models.safetensors_header import Header, read_header
+from fairlead_runtime.models.headers import Header, read_header
+from fairlead_runtime.models.model_error import ModelError
 
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"

@@ -8,7 +8,7 @@ import json
 from collections.abc import Mapping
 
 from fairlead_runtime.models.files import ModelFiles
-from fairlead_runtime.models.safetensors_header import Tensor
+from fairlead_runtime.models.headers import Tensor
 
 MOST_TENSORS = 512  # sampled per file
 SAMPLE = 256  # bytes, at the begin, middle and end of a tensor

@@ -27,10 +27,10 @@ from transformers import (
 from fairlead_runtime.config import ConfigError, EngineConfig
 from fairlead_runtime.models import architecture
 from fairlead_runtime.models import files as model_files
-from fairlead_runtime.models.errors import ModelError
 from fairlead_runtime.models.files import ModelFiles
 from fairlead_runtime.models.identity import identity
-from fairlead_runtime.shape import ModelShape
+from fairlead_runtime.models.model_error import ModelError
+from fairlead_runtime.sizing.shape import ModelShape
 
 log = logging.getLogger(__name__)
 

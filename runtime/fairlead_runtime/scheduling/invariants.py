@@ -8,10 +8,10 @@ from array import array
 from collections import Counter
 from collections.abc import Mapping
 
-from fairlead_runtime.cache.groups import NULL
 from fairlead_runtime.cache.prefix import root
 from fairlead_runtime.request import FINAL, Sequence, Status
 from fairlead_runtime.scheduling.planner import State, plan_step
+from fairlead_runtime.sizing.groups import NULL
 
 
 class InvariantViolation(RuntimeError):  # noqa: N818 - it reports a state, not a failed call

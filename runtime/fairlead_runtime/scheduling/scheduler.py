@@ -12,7 +12,6 @@ from bisect import bisect_left, insort
 from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Seq
 
-from fairlead_runtime.cache.groups import LayerGroup
 from fairlead_runtime.cache.paged import PagedCache
 from fairlead_runtime.request import FinishReason, Request, RequestError, Sequence, Status
 from fairlead_runtime.scheduling.invariants import InvariantViolation, check
@@ -33,6 +32,7 @@ from fairlead_runtime.scheduling.planner import State, plan_step
 from fairlead_runtime.scheduling.policies import POLICIES
 from fairlead_runtime.scheduling.stats import SchedulerStats, StepStats
 from fairlead_runtime.scheduling.verdict import judge, never
+from fairlead_runtime.sizing.groups import LayerGroup
 
 __all__ = ["InvariantViolation", "Scheduler", "SchedulerStats", "StepError", "StepStats"]
 

@@ -1,0 +1,220 @@
+"""OpenAI's response shapes, whole and as server-sent events.
+
+Owns the wire form of answers. An event of plain text, the hot path, is a prebuilt prefix, one encoded string and
+a suffix. Reads no body and knows no engine.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import orjson
+
+from fairlead_runtime.api.errors import ApiError
+from fairlead_runtime.api.logprob_bodies import Spelled, characters, chat_content, completion_logprobs
+from fairlead_runtime.logprobs import Logprob
+from fairlead_runtime.outputs import Output
+
+DONE = b"data: [DONE]\n\n"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Frame:
+    """What every event of one answer repeats. ``top`` is None when no log-probabilities were asked for."""
+
+    id: str
+    created: int
+    model: str
+    top: int | None
+    usage: bool  # stream_options.include_usage
+    spelled: Spelled
+
+
+@dataclass(slots=True)
+class Usage:
+    prompt: int = 0
+    completion: int = 0
+    cached: int = 0
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "prompt_tokens": self.prompt,
+            "completion_tokens": self.completion,
+            "total_tokens": self.prompt + self.completion,
+            "prompt_tokens_details": {"cached_tokens": self.cached},
+        }
+
+
+@dataclass(slots=True)
+class Gathered:
+    """One whole choice, for an answer that is not streamed."""
+
+    text: list[str] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[Mapping[int, Logprob]] = field(default_factory=list)
+    last: Output | None = None
+
+    def add(self, output: Output) -> None:
+        self.text.append(output.text)
+        if output.logprobs is not None:
+            self.token_ids.extend(output.token_ids)
+            self.logprobs.extend(output.logprobs)
+        self.last = output
+
+
+class Encoder(Protocol):
+    """One route's shapes. ``events`` gives the events of one output, possibly none: text may be held back."""
+
+    def events(self, index: int, output: Output) -> bytes: ...
+    def usage(self, usage: Usage) -> bytes: ...
+    def whole(self, choices: list[Gathered], usage: Usage) -> bytes: ...
+
+
+class ChatEncoder:
+    def __init__(self, frame: Frame) -> None:
+        self._frame = frame
+        self._events = _EventShape(frame, "chat.completion.chunk", b'{"content":', b"}")
+        self._begun: set[int] = set()
+
+    def events(self, index: int, output: Output) -> bytes:
+        parts = []
+        if index not in self._begun:
+            self._begun.add(index)
+            parts.append(self._events.raw(index, b'{"role":"assistant","content":""}'))
+        entries = self._logprobs(output)
+        if output.text or entries:
+            logprobs = orjson.dumps({"content": entries}) if entries else b"null"
+            parts.append(self._events.text(index, output.text, logprobs))
+        if output.finish_reason is not None:
+            parts.append(self._events.raw(index, b"{}", _finish(output)))
+        return b"".join(parts)
+
+    def usage(self, usage: Usage) -> bytes:
+        return self._events.usage(usage)
+
+    def whole(self, choices: list[Gathered], usage: Usage) -> bytes:
+        return _whole(
+            self._frame, "chat.completion", [self._choice(*pair) for pair in enumerate(choices)], usage
+        )
+
+    def _choice(self, index: int, gathered: Gathered) -> dict[str, Any]:
+        top = self._frame.top
+        content = (
+            None
+            if top is None
+            else {"content": chat_content(gathered.token_ids, gathered.logprobs, top, self._frame.spelled)}
+        )
+        return {
+            "index": index,
+            "message": {"role": "assistant", "content": "".join(gathered.text)},
+            "logprobs": content,
+            **_finished(gathered),
+        }
+
+    def _logprobs(self, output: Output) -> list[dict[str, Any]]:
+        top = self._frame.top
+        if top is None or output.logprobs is None:
+            return []
+        return chat_content(output.token_ids, output.logprobs, top, self._frame.spelled)
+
+
+class CompletionEncoder:
+    def __init__(self, frame: Frame) -> None:
+        self._frame = frame
+        self._events = _EventShape(frame, "text_completion", b"", b"")
+        self._offsets: dict[int, int] = {}  # characters of a choice that its tokens so far have begun
+
+    def events(self, index: int, output: Output) -> bytes:
+        shape = self._logprobs(index, output)
+        if not output.text and shape is None and output.finish_reason is None:
+            return b""
+        logprobs = b"null" if shape is None else orjson.dumps(shape)
+        return self._events.text(index, output.text, logprobs, _finish(output))
+
+    def usage(self, usage: Usage) -> bytes:
+        return self._events.usage(usage)
+
+    def whole(self, choices: list[Gathered], usage: Usage) -> bytes:
+        return _whole(
+            self._frame, "text_completion", [self._choice(*pair) for pair in enumerate(choices)], usage
+        )
+
+    def _choice(self, index: int, gathered: Gathered) -> dict[str, Any]:
+        top, spelled = self._frame.top, self._frame.spelled
+        shape = (
+            None if top is None else completion_logprobs(gathered.token_ids, gathered.logprobs, top, spelled)
+        )
+        return {"index": index, "text": "".join(gathered.text), "logprobs": shape, **_finished(gathered)}
+
+    def _logprobs(self, index: int, output: Output) -> dict[str, Any] | None:
+        top, spelled = self._frame.top, self._frame.spelled
+        if top is None or not output.logprobs:
+            return None
+        offset = self._offsets.get(index, 0)
+        grown = sum(
+            characters(token, entries[token], spelled)
+            for token, entries in zip(output.token_ids, output.logprobs, strict=True)
+        )
+        self._offsets[index] = offset + grown
+        return completion_logprobs(output.token_ids, output.logprobs, top, spelled, offset)
+
+
+class _EventShape:
+    """The constant bytes around what changes from event to event.
+
+    ``opening`` and ``closing`` go around a text: chat has it in a delta, completions beside the index.
+    """
+
+    def __init__(self, frame: Frame, kind: str, opening: bytes, closing: bytes) -> None:
+        head = orjson.dumps({"id": frame.id, "object": kind, "created": frame.created, "model": frame.model})
+        self._head = b"data: " + head[:-1]
+        self._field = b"delta" if opening else b"text"
+        self._opening, self._closing = opening, closing
+        self._tail = b',"usage":null}\n\n' if frame.usage else b"}\n\n"
+        self._plain = closing + b',"logprobs":null,"finish_reason":null,"stop_reason":null}]' + self._tail
+        self._prefixes: dict[int, bytes] = {}
+
+    def text(self, index: int, text: str, logprobs: bytes = b"null", finish: bytes = b"") -> bytes:
+        before = self._prefix(index) + self._opening + orjson.dumps(text)
+        if logprobs == b"null" and not finish:
+            return before + self._plain
+        return before + self._closing + self._after(logprobs, finish)
+
+    def raw(self, index: int, value: bytes, finish: bytes = b"") -> bytes:
+        return self._prefix(index) + value + self._after(b"null", finish)
+
+    def usage(self, usage: Usage) -> bytes:
+        return self._head + b',"choices":[],"usage":' + orjson.dumps(usage.as_dict()) + b"}\n\n"
+
+    def _prefix(self, index: int) -> bytes:
+        known = self._prefixes.get(index)
+        if known is None:
+            known = self._head + b',"choices":[{"index":%d,"%s":' % (index, self._field)
+            self._prefixes[index] = known
+        return known
+
+    def _after(self, logprobs: bytes, finish: bytes) -> bytes:
+        ending = finish or b'"finish_reason":null,"stop_reason":null'
+        return b',"logprobs":' + logprobs + b"," + ending + b"}]" + self._tail
+
+
+def error_events(error: ApiError) -> bytes:
+    """An answer that failed after its first byte: an error event, then the end of the stream."""
+    return b"data: " + error.body + b"\n\n" + DONE
+
+
+def _finish(output: Output) -> bytes:
+    return b"" if output.finish_reason is None else orjson.dumps(_reasons(output))[1:-1]
+
+
+def _reasons(output: Output) -> dict[str, Any]:
+    return {"finish_reason": output.finish_reason, "stop_reason": output.stop_reason}
+
+
+def _finished(gathered: Gathered) -> dict[str, Any]:
+    return {} if gathered.last is None else _reasons(gathered.last)
+
+
+def _whole(frame: Frame, kind: str, choices: list[dict[str, Any]], usage: Usage) -> bytes:
+    head = {"id": frame.id, "object": kind, "created": frame.created, "model": frame.model}
+    return orjson.dumps({**head, "choices": choices, "usage": usage.as_dict()})

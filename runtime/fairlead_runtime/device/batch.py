@@ -1,0 +1,128 @@
+"""A step's rows as tensors: packed tokens, positions, slots and block tables.
+
+Owns the host buffers of one step and reuses them, so a Batch lives until the next ``build``. Decides nothing and
+touches no device.
+"""
+
+from collections.abc import Sequence as Rows
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any
+
+import numpy as np
+import torch
+
+from fairlead_kernels.attention import NULL, Ragged
+from fairlead_runtime.request import Sequence
+from fairlead_runtime.scheduling.plan import Row
+from fairlead_runtime.sizing.groups import LayerGroup
+
+Array = np.ndarray[Any, np.dtype[Any]]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Batch:
+    """One step of T packed tokens in B rows, S of which sample; all tensors lie on the host.
+
+    ``input_ids`` and ``positions`` int64 [T]. Per layer group: ``slots`` int64 [T], where each token's key and value
+    go, and ``ragged``, the rows with that group's tables. ``sample_index`` int64 [S]: the last packed token of each
+    sampling row; ``sampling``: their sequences, in the same order.
+    """
+
+    input_ids: torch.Tensor
+    positions: torch.Tensor
+    slots: tuple[torch.Tensor, ...]
+    ragged: tuple[Ragged, ...]
+    sample_index: torch.Tensor
+    sampling: list[Sequence]
+
+
+class _Buffer:
+    """Host memory that grows; ``take`` hands out its beginning, as numpy view and as tensor on the same bytes."""
+
+    def __init__(self, dtype: torch.dtype, *, pinned: bool) -> None:
+        self._dtype = dtype
+        self._pinned = pinned
+        self._tensor = torch.empty(0, dtype=dtype)
+
+    @property
+    def nbytes(self) -> int:
+        return self._tensor.nbytes
+
+    def take(self, *shape: int) -> tuple[Array, torch.Tensor]:
+        size = int(np.prod(shape))
+        if size > self._tensor.numel():
+            self._tensor = torch.empty(2 * size, dtype=self._dtype, pin_memory=self._pinned)
+        part = self._tensor[:size].view(*shape)
+        return part.numpy(), part
+
+
+class BatchBuilder:
+    """Turns rows into a Batch without a Python loop over tokens."""
+
+    def __init__(self, groups: Rows[LayerGroup], block_size: int, *, pinned: bool = False) -> None:
+        self._groups = tuple(groups)
+        self._block_size = block_size
+        wide, narrow = torch.int64, torch.int32
+        self._ids = _Buffer(wide, pinned=pinned)
+        self._positions = _Buffer(wide, pinned=pinned)
+        self._slots = [_Buffer(wide, pinned=pinned) for _ in groups]
+        self._tables = [_Buffer(narrow, pinned=pinned) for _ in groups]
+        self._starts = _Buffer(narrow, pinned=pinned)
+        self._lens = _Buffer(narrow, pinned=pinned)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all buffers as they are now."""
+        single = (self._ids, self._positions, self._starts, self._lens)
+        return sum(b.nbytes for b in (*single, *self._slots)) + self.table_nbytes
+
+    @property
+    def table_nbytes(self) -> int:
+        """Bytes of the block tables among them."""
+        return sum(b.nbytes for b in self._tables)
+
+    def build(self, rows: Rows[Row]) -> Batch:
+        """``rows`` is not empty and every row has at least one token, whose blocks its tables list."""
+        starts = np.array([row.start for row in rows])
+        counts = np.array([row.count for row in rows])
+        ends = counts.cumsum()
+        total = int(ends[-1])
+        row_of = np.repeat(np.arange(len(rows)), counts)
+
+        ids, input_ids = self._ids.take(total)
+        tokens = chain.from_iterable(row.sequence.tokens[row.start : row.start + row.count] for row in rows)
+        ids[:] = np.fromiter(tokens, np.int64, total)
+        at, positions = self._positions.take(total)
+        at[:] = np.arange(total) + (starts - ends + counts)[row_of]
+        query, query_starts = self._starts.take(len(rows) + 1)
+        query[0], query[1:] = 0, ends
+        lens, kv_lens = self._lens.take(len(rows))
+        lens[:] = starts + counts
+
+        slots: list[torch.Tensor] = []
+        ragged: list[Ragged] = []
+        for group in self._groups:
+            table, tables = self._table(rows, lens, group.index)
+            blocks = table[row_of, at // self._block_size].astype(np.int64)
+            if blocks.min() < 0:
+                raise RuntimeError(f"layer group {group.index}: a token of this step has no block to go to")
+            slot, tensor = self._slots[group.index].take(total)
+            slot[:] = blocks * self._block_size + at % self._block_size
+            slots.append(tensor)
+            ragged.append(Ragged(query_starts, kv_lens, tables, self._block_size, group.window))
+
+        samples = np.array([row.samples for row in rows])
+        index = torch.from_numpy(ends[samples] - 1)
+        sampling = [row.sequence for row in rows if row.samples]
+        return Batch(input_ids, positions, tuple(slots), tuple(ragged), index, sampling)
+
+    def _table(self, rows: Rows[Row], lens: Array, group: int) -> tuple[Array, torch.Tensor]:
+        widths = -(-lens // self._block_size)
+        table, tensor = self._tables[group].take(len(rows), int(widths.max()))
+        table.fill(NULL)
+        blocks = chain.from_iterable(
+            row.sequence.tables[group][:width] for row, width in zip(rows, widths.tolist(), strict=True)
+        )
+        table[np.arange(table.shape[1]) < widths[:, None]] = np.fromiter(blocks, np.int32, int(widths.sum()))
+        return table, tensor

@@ -1,0 +1,227 @@
+"""Our paged attention inside transformers' models.
+
+Owns the attention function registered with transformers, the context of one forward pass that it reads, and
+PagedModel, a transformers model whose attention is ours. Chooses no blocks and no rows.
+
+Metadata travels by a context variable, not by keyword arguments: some families (stablelm, nemotron) drop those
+before they reach the attention. The registered name has no mask function, so transformers builds no mask at all.
+
+Experts of MoE models run as transformers' ``grouped_mm``: equal to its eager loop but for rounding, each token's
+result independent of the others', and without the loop's wait for the device in every layer.
+"""
+
+import inspect
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F  # noqa: N812 - torch's own convention
+from torch import Tensor
+from transformers import AttentionInterface, PreTrainedModel
+
+from fairlead_kernels.attention import AttentionBackend, Heads, LayerSpec
+from fairlead_kernels.cache_write import write
+from fairlead_runtime.device.batch import Batch
+from fairlead_runtime.device.kv_cache import CacheStorage
+from fairlead_runtime.models import families, rope
+from fairlead_runtime.models.loading import LoadedModel
+
+# transformers takes names with "flash", "/" or "paged|" for its own kernels.
+NAME = "fairlead_paged"
+
+
+class Pass(Protocol):
+    """One forward pass, as the attention function sees it."""
+
+    keep: Tensor
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, call: "Call") -> Tensor:
+        """query, key, value [T, heads, dim] of one layer → [T, query heads, value dim]."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Call:
+    """What a model's layer passes along with its tensors."""
+
+    scale: float
+    window: int | None
+    softcap: float | None
+    sinks: Tensor | None
+
+
+_PASS: ContextVar[Pass | None] = ContextVar("fairlead_pass", default=None)
+
+
+def _attention(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """Transformers' attention signature: [1, heads, T, dim] in, [1, T, heads, dim] out."""
+    current = _PASS.get()
+    if current is None or attention_mask is not None or query.shape[0] != 1:
+        raise RuntimeError(
+            "paged attention runs inside PagedModel.forward only, on packed rows without a mask"
+        )
+    scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
+    call = Call(scale, sliding_window, softcap, s_aux)
+    layer: Any = (
+        module.layer_idx
+    )  # an int, though torch types every attribute of a module as a tensor or a module
+    out = current.attend(layer, _packed(query), _packed(key), _packed(value), call)
+    return out[None], None
+
+
+def _packed(x: Tensor) -> Tensor:
+    return x[0].transpose(0, 1)
+
+
+class PagedPass:
+    """A step: writes keys and values into their slots, then attends over the cache."""
+
+    def __init__(self, batch: Batch, cache: CacheStorage, backend: AttentionBackend, keep: Tensor) -> None:
+        self._cache = cache
+        self._backend = backend
+        self._slots = [slots.to(cache.device, non_blocking=True) for slots in batch.slots]
+        self._plans = [backend.plan(ragged) for ragged in batch.ragged]
+        self._windows = [ragged.window for ragged in batch.ragged]
+        self.keep = keep
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, call: Call) -> Tensor:
+        keys, values, group = self._cache.layer(layer)
+        write(keys, values, self._slots[group], key, value)
+        # The group's window, not the call's: some models pass a window that their mask does not have.
+        spec = LayerSpec(call.scale, self._windows[group], call.softcap, call.sinks)
+        return self._backend.run(self._plans[group], query, keys, values, spec)
+
+
+class _Probe:
+    """A pass over one short sequence without a cache, that notes what each layer asks for."""
+
+    def __init__(self, keep: Tensor) -> None:
+        self.keep = keep
+        self.heads: dict[int, Heads] = {}
+        self.calls: dict[int, Call] = {}
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, call: Call) -> Tensor:
+        heads = Heads(query.shape[1], key.shape[1], key.shape[2], value.shape[2], key.dtype)
+        self.heads[layer] = heads
+        self.calls[layer] = call
+        q, k, v = (x.transpose(0, 1) for x in (query, key, value))
+        k, v = (x.repeat_interleave(heads.group, dim=0) for x in (k, v))
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=call.scale).transpose(0, 1)
+
+
+class PagedModel:
+    """A transformers causal language model that runs packed rows on our cache.
+
+    Takes the model over: sets its attention, installs a hook where it cannot select the rows of its logits itself.
+    ``windows`` has an entry per layer. Raises ModelError when its layers are not equal in size or are not
+    the ones the windows were made for. ``calls``: what each layer passes along with its tensors.
+    """
+
+    def __init__(self, model: PreTrainedModel, windows: Sequence[int | None]) -> None:
+        AttentionInterface.register(NAME, _attention)
+        model.set_attn_implementation(NAME)
+        model.eval()
+        self.model = model
+        self.windows = tuple(windows)
+        self.device: torch.device = model.device
+        ends: list[Any] = [model.get_input_embeddings(), model.get_output_embeddings()]
+        self.vocabulary = min(int(end.weight.shape[0]) for end in ends)
+        self.selects_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
+        if not self.selects_logits:
+            model.get_output_embeddings().register_forward_pre_hook(_keep_rows)
+        # transformers picks grouped_mm where the model and torch can; dense models and others say eager.
+        self._experts: str = getattr(model.config, "_experts_implementation", None) or "eager"
+        self.heads = self._probe()
+
+    @torch.inference_mode()
+    def _probe(self) -> Heads:
+        """The heads as the layers really have them, from a pass of two tokens."""
+        probe = _Probe(torch.tensor([1], device=self.device))
+        self.run(torch.tensor([0, 1], device=self.device), torch.tensor([0, 1], device=self.device), probe)
+        name = self.model.config.model_type
+        if sorted(probe.heads) != list(range(len(self.windows))):
+            raise families.refused(
+                name,
+                f"{len(probe.heads)} of its {len(self.windows)} layers use transformers' attention interface",
+            )
+        if len(set(probe.heads.values())) != 1:
+            raise families.refused(name, "its layers differ in their number or size of heads")
+        self.calls = probe.calls
+        return probe.heads[0]
+
+    @torch.inference_mode()
+    def forward(
+        self, batch: Batch, cache: CacheStorage, backend: AttentionBackend, keep: Tensor | None = None
+    ) -> Tensor:
+        """Logits [S, vocabulary] of the batch's sampling rows, or of the packed tokens ``keep`` int64 [S]."""
+        keep = (batch.sample_index if keep is None else keep).to(self.device, non_blocking=True)
+        step = PagedPass(batch, cache, backend, keep)
+        ids = batch.input_ids.to(self.device, non_blocking=True)
+        return self.run(ids, batch.positions.to(self.device, non_blocking=True), step)
+
+    @torch.inference_mode()
+    def run(self, input_ids: Tensor, positions: Tensor, current: Pass) -> Tensor:
+        """Logits [S, vocabulary] of ``current.keep`` after one pass over packed tokens int64 [T], attended by ``current``."""
+        extra = {"logits_to_keep": current.keep} if self.selects_logits else {}
+        token = _PASS.set(current)
+        try:
+            out = self.model(
+                input_ids=input_ids[None], position_ids=positions[None], use_cache=False, **extra
+            )
+        finally:
+            _PASS.reset(token)
+        logits: Tensor = out.logits[0]
+        return logits
+
+    @contextmanager
+    def plain(self, *, experts: bool = True) -> Iterator[PreTrainedModel]:
+        """The same model as transformers runs it eagerly, inside the block only; ``experts`` False: they stay ours."""
+        self._set("eager", "eager" if experts else self._experts)
+        try:
+            yield self.model
+        finally:
+            self._set(NAME, self._experts)
+
+    def _set(self, attention: str, experts: str) -> None:
+        self.model.set_attn_implementation(attention)
+        if self._experts != "eager":
+            self.model.set_experts_implementation(experts)
+
+
+def prepare(loaded: LoadedModel) -> PagedModel:
+    """Make a loaded model run on the paged cache: pin its RoPE to max_model_len, set its attention, check its sizes.
+
+    Takes the model over. Raises ModelError when it cannot run so, or when the sizes that memory was planned with
+    (``loaded.shape``) are not the ones it has.
+    """
+    windows = families.check(loaded.config)
+    rope.pin(loaded.model, loaded.max_model_len)
+    model = PagedModel(loaded.model, windows)
+    shape, heads = loaded.shape, model.heads
+    planned = (shape.windows, shape.heads, shape.kv_heads, shape.head_dim, shape.head_dim)
+    if planned != (windows, heads.query, heads.kv, heads.dim, heads.value_dim):
+        name = str(loaded.config.model_type)
+        raise families.refused(
+            name, "its config.json describes other layers than transformers builds from it"
+        )
+    return model
+
+
+def _keep_rows(_module: torch.nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
+    """Before the output matrix: only the rows whose logits are wanted."""
+    current = _PASS.get()
+    return None if current is None else (args[0][:, current.keep], *args[1:])

@@ -1,0 +1,72 @@
+"""What the debug view shows of live requests: states, counts and why one waits, in words.
+
+Owns the wording. Reads sequences between two steps, in the engine thread; shows no prompt and no text.
+"""
+
+from collections.abc import Iterable
+from collections.abc import Sequence as Many
+from dataclasses import dataclass
+
+from fairlead_runtime.outputs import RequestView
+from fairlead_runtime.request import FINAL, Request, Sequence, Status
+from fairlead_runtime.sizing.groups import NULL
+
+
+@dataclass(slots=True)
+class Live:
+    """A request between its arrival and the end of its last choice."""
+
+    request: Request
+    arrived: float  # seconds on the engine's clock
+    open: set[int]  # choices without a finish reason
+    sequences: tuple[Sequence, ...] = ()
+    cached: int = 0  # prompt tokens that its first step found in the prefix cache
+
+
+def request_views(
+    live: Iterable[Live], waiting: Many[Sequence], running: int, max_requests: int, now: float
+) -> list[RequestView]:
+    """One view per live request, oldest first. ``waiting`` is in the order in which the policy will start them."""
+    places = {sequence.id: place for place, sequence in enumerate(waiting)}
+    return [_view(one, places, running, max_requests, now) for one in live]
+
+
+def _view(live: Live, places: dict[int, int], running: int, max_requests: int, now: float) -> RequestView:
+    request, sequences = live.request, live.sequences
+    return RequestView(
+        id=request.id,
+        status=_status(sequences),
+        tenant=request.tenant,
+        priority=request.priority,
+        age=now - live.arrived,
+        prompt_tokens=len(request.prompt),
+        generated_tokens=tuple(sequence.generated for sequence in sequences),
+        max_tokens=request.max_tokens,
+        blocks=sum(unit != NULL for sequence in sequences for table in sequence.tables for unit in table),
+        preemptions=sum(sequence.preemptions for sequence in sequences),
+        waits_for=_reason(sequences, places, running, max_requests),
+    )
+
+
+def _status(sequences: tuple[Sequence, ...]) -> Status:
+    """The furthest state of its unfinished choices."""
+    states = {sequence.status for sequence in sequences} - FINAL
+    for status in (Status.DECODING, Status.PREFILLING):
+        if status in states:
+            return status
+    return Status.PENDING
+
+
+def _reason(sequences: tuple[Sequence, ...], places: dict[int, int], running: int, max_requests: int) -> str:
+    queued = [sequence for sequence in sequences if sequence.id in places]
+    if not queued or any(s.status in {Status.DECODING, Status.PREFILLING} for s in sequences):
+        return ""
+    first = min(queued, key=lambda sequence: places[sequence.id])
+    ahead = places[first.id]
+    if first.preemptions:
+        return f"preempted {first.preemptions} times: goes on when its blocks fit again, {ahead} ahead of it"
+    if ahead:
+        return f"{ahead} ahead of it"
+    if running >= max_requests:
+        return f"next: all {max_requests} places (max_requests) are taken"
+    return "next: waits for free cache blocks (safety_margin keeps some for running requests)"

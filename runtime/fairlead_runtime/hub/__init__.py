@@ -1,0 +1,1 @@
+"""Where a model comes from: source, download, and how the download is shown."""

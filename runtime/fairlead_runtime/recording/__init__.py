@@ -1,0 +1,1 @@
+"""A run as a file: record it, replay it, show it."""

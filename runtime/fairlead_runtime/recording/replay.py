@@ -1,0 +1,68 @@
+"""A recorded run again, on a fresh scheduler: every plan must come out byte for byte.
+
+Owns the comparison. Computes no token: the sampled ones are in the recording.
+"""
+
+from typing import NamedTuple
+
+from fairlead_runtime.recording.record import Line, RecordError, Recording, canonical, encode, request_of
+from fairlead_runtime.scheduling.plan import Result, Work
+from fairlead_runtime.scheduling.scheduler import Scheduler
+
+
+class Difference(NamedTuple):
+    """The first plan that came out differently, both in canonical JSON."""
+
+    step: int
+    recorded: str
+    replayed: str
+
+
+class Replay(NamedTuple):
+    steps: int
+    difference: Difference | None
+
+
+def replay(recording: Recording) -> Replay:
+    """Feed arrivals, aborts, failures and tokens to a new scheduler and compare its plans with the recorded ones.
+
+    Raises RecordError where a line cannot be followed.
+    """
+    scheduler = Scheduler(recording.limits, recording.groups, recording.identity)
+    work, steps = Work(0), 0
+    for line in recording.lines():
+        try:
+            if "plan" in line:
+                plan = scheduler.plan()
+                recorded, replayed = encode(line["plan"]), canonical(plan)
+                if recorded != replayed:
+                    return Replay(steps, Difference(plan.step, recorded, replayed))
+                work = scheduler.commit(plan)
+                steps += 1
+            else:
+                _follow(scheduler, line, work)
+        except (KeyError, TypeError, ValueError, IndexError, RuntimeError) as error:
+            raise RecordError(f"{recording.path}: after step {steps}: {error!r}") from error
+    return Replay(steps, None)
+
+
+def _follow(scheduler: Scheduler, line: Line, work: Work) -> None:
+    if "add" in line:
+        got = [s.id for s in scheduler.add(request_of(line["add"]))]
+        if got != line["sequences"]:
+            raise RecordError(
+                f"request {line['add']['id']!r} became sequences {got}, not {line['sequences']}"
+            )
+    elif "abort" in line:
+        request_id, choice = line["abort"]
+        scheduler.abort(request_id, choice)
+    elif "fail" in line:
+        sequence_id, message = line["fail"]
+        scheduler.fail(sequence_id, message)
+    elif "update" in line:
+        ran = set(line["ran"])
+        results = {i: Result(token) for i, token in line["tokens"]}
+        results |= {i: Result(0, error=message) for i, message in line["errors"]}
+        scheduler.update(work.subset(row for row in work.rows if row.sequence.id in ran), results)
+    else:
+        raise RecordError(f"a line of unknown kind: {sorted(line)}")

@@ -1,0 +1,260 @@
+"""A recording as a picture: every step as text, or as trace events for Perfetto and chrome://tracing.
+
+Owns the two renderings. Follows what the file says and never runs a scheduler, so it also shows runs of other versions.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from fairlead_runtime.recording.record import Line, RecordError, Recording
+
+STEP_SECONDS = 1e-3  # how long a step is drawn when the recording has no clock
+PROCESS = 1
+LONGEST_NAME = 16  # of a request in the picture; longer ids are numbered
+
+
+@dataclass(slots=True)
+class _Seen:
+    """What the trace knows of one sequence."""
+
+    name: str
+    prompt: int
+    limit: int
+    tokens: int
+    slot: int | None = None  # while it runs: the lowest that was free
+
+
+class RowView(NamedTuple):
+    name: str
+    slot: int
+    start: int
+    count: int  # type: ignore[assignment]  # as in plan.Row
+    tokens: int  # known before the step
+    limit: int
+    held: int  # units
+    decode: bool
+    how: str  # "", or how it came in: "start", "prefix 8", "fork of r1/0", "restore"
+
+
+@dataclass(slots=True)
+class StepView:
+    """One step, ready to draw. Times in seconds."""
+
+    step: int
+    rows: list[RowView]
+    preempted: list[tuple[str, int, bool]]  # name, slot, to host memory
+    waiting: list[str]
+    free: int
+    cached: int
+    notes: list[str] = field(default_factory=list)  # what came in or was ended since the step before
+    begin: float = 0.0
+    end: float = 0.0
+    errors: list[str] = field(default_factory=list)
+
+
+def steps(recording: Recording) -> Iterator[StepView]:
+    """The recording step by step. Raises RecordError where it cannot be followed."""
+    follower = _Follower()
+    try:
+        for line in recording.lines():
+            view = follower.take(line)
+            if view is not None:
+                yield view
+        if follower.view is not None:
+            yield follower.view  # the run ended, or was cut, within this step
+    except (KeyError, TypeError, ValueError, IndexError) as error:
+        raise RecordError(f"{recording.path}: after step {follower.step}: {error!r}") from error
+
+
+class _Follower:
+    def __init__(self) -> None:
+        self.seen: dict[int, _Seen] = {}
+        self.slots: list[int | None] = []  # sequence id by slot
+        self.notes: list[str] = []
+        self.short: dict[str, str] = {}  # long request ids → what the picture calls them
+        self.view: StepView | None = None  # committed, its update not read yet
+        self.step = 0
+
+    def take(self, line: Line) -> StepView | None:
+        """Read one line; an update completes a step, which is then given out."""
+        if "add" in line:
+            self._add(line)
+        elif "abort" in line:
+            full, choice = line["abort"]
+            name = self.short.get(full, full)
+            self._leave(name if choice is None else f"{name}/{choice}", "aborted")
+        elif "fail" in line:
+            self._leave(self.seen[line["fail"][0]].name, f"failed: {line['fail'][1]}")
+        elif "plan" in line:
+            lost, self.view = self.view, self._plan(line)
+            return lost  # a step that never came back
+        elif "update" in line and self.view is not None:
+            return self._update(line, self.view)
+        return None
+
+    def _add(self, line: Line) -> None:
+        request = line["add"]
+        prompt, n = len(request["prompt"]), request["params"]["n"]
+        name = full = str(request["id"])
+        if len(full) > LONGEST_NAME:
+            name = f"#{len(self.short)}"
+            self.short[full] = name
+        for choice, i in enumerate(line["sequences"]):
+            label = name if n == 1 else f"{name}/{choice}"
+            self.seen[i] = _Seen(label, prompt, prompt + request["max_tokens"], prompt)
+        known = f" = {full}" if name != full else ""
+        self.notes.append(f"+ {name}{known}: prompt {prompt}, max_tokens {request['max_tokens']}, n {n}")
+
+    def _leave(self, name: str, why: str) -> None:
+        self.notes.append(f"- {name}: {why}")
+        for i, seen in list(self.seen.items()):
+            if seen.name == name or seen.name.startswith(name + "/"):
+                self._free_slot(i)
+                del self.seen[i]
+
+    def _plan(self, line: Line) -> StepView:
+        plan = line["plan"]
+        self.step = plan["step"]
+        preempted = []
+        for i, offload in plan["preempted"]:
+            preempted.append((self.seen[i].name, self._free_slot(i), bool(offload)))
+        how: dict[int, str] = {}
+        for i, source, start, sibling in plan["admitted"]:
+            self._take_slot(i)
+            fork = f"fork of {self.seen[sibling].name}" if source == "fork" else ""
+            how[i] = fork or ("restored" if source == "restore" else f"prefix {start}" if start else "starts")
+        rows = [
+            self._row(i, start, count, held, how.get(i, ""))
+            for (i, start, count, _), held in zip(plan["rows"], line["held"], strict=True)
+        ]
+        waiting = [self.seen[i].name for i in line["waiting"]]
+        view = StepView(self.step, rows, preempted, waiting, line["free"], line["cached"], self.notes)
+        view.begin = line.get("t", self.step * STEP_SECONDS)
+        view.end = view.begin + STEP_SECONDS
+        self.notes = []
+        return view
+
+    def _row(self, i: int, start: int, count: int, held: int, how: str) -> RowView:
+        seen = self.seen[i]
+        decode = count == 1 and start >= seen.prompt
+        slot = -1 if seen.slot is None else seen.slot
+        return RowView(seen.name, slot, start, count, seen.tokens, seen.limit, held, decode, how)
+
+    def _update(self, line: Line, view: StepView) -> StepView:
+        view.end = line.get("t", view.end)
+        for i, message in line["errors"]:
+            view.errors.append(f"{self.seen[i].name}: {message}")
+        for i, _ in line["tokens"]:
+            self.seen[i].tokens += 1
+        self.view = None
+        for i in line["ended"]:
+            self._free_slot(i)
+            del self.seen[i]
+        return view
+
+    def _take_slot(self, i: int) -> None:
+        slot = self.slots.index(None) if None in self.slots else len(self.slots)
+        self.slots[slot : slot + 1] = [i]
+        self.seen[i].slot = slot
+
+    def _free_slot(self, i: int) -> int:
+        slot = self.seen[i].slot
+        if slot is None:
+            return -1
+        self.slots[slot] = self.seen[i].slot = None
+        return slot
+
+
+# -- text
+
+
+def as_text(recording: Recording) -> Iterator[str]:
+    """Lines to print: the limits, then each step with its rows."""
+    limits, groups = recording.limits, recording.groups
+    units = limits.num_blocks * len(groups)
+    kinds = ", ".join("full" if g.window is None else f"window {g.window}" for g in groups)
+    yield (
+        f"{limits.policy}: {limits.max_batch_tokens} tokens and {limits.max_requests} requests a step; "
+        f"{units} blocks of {limits.block_size} tokens ({kinds}), margin {limits.safety_margin:.0%}"
+    )
+    for view in steps(recording):
+        yield from view.notes
+        tokens = sum(row.count for row in view.rows)
+        decodes = sum(row.decode for row in view.rows)
+        yield (
+            f"step {view.step}: {tokens} tokens = {decodes} decode + {tokens - decodes} prefill | "
+            f"blocks {units - view.free - view.cached} held, {view.cached} cached, {view.free} free | "
+            f"waiting {len(view.waiting)}{_names(view.waiting)}"
+        )
+        for name, _, offload in view.preempted:
+            yield f"  ! {name} preempted, {'moved to host memory' if offload else 'to be recomputed'}"
+        yield f"  packed {_packed(view.rows)}"
+        width = max((len(row.name) for row in view.rows), default=0)
+        for row in view.rows:
+            yield _row_text(row, width)
+        for error in view.errors:
+            yield f"  x {error}"
+
+
+def _row_text(row: RowView, width: int) -> str:
+    end = row.start + row.count
+    what = f"decode  {row.start}" if row.decode else f"prefill {row.start}..{end - 1} of {row.tokens}"
+    scale = 24 / row.limit
+    done, now = round(row.start * scale), max(round(end * scale), round(row.start * scale) + 1)
+    bar = ("=" * done + "#" * (now - done))[:24].ljust(24, ".")
+    return f"  [{row.slot}] {row.name:<{width}} |{bar}| {what:<22} {row.held:>4} blocks  {row.how}".rstrip()
+
+
+def _packed(rows: list[RowView], most: int = 80) -> str:
+    """The step's one unpadded row of tokens, a slot's last digit each; a token attends within its own bars only."""
+    strip = "|".join(str(row.slot % 10) * min(row.count, most) for row in rows)
+    return strip if len(strip) <= most else strip[: most - 3] + "..."
+
+
+def _names(names: list[str]) -> str:
+    shown = " ".join(names[:8]) + (" ..." if len(names) > 8 else "")
+    return f" ({shown})" if names else ""
+
+
+# -- trace events
+
+
+def as_events(recording: Recording) -> Iterator[dict[str, Any]]:
+    """Trace Event Format, for the list ``traceEvents``: one track per slot, counters for queue and blocks."""
+    units = recording.limits.num_blocks * len(recording.groups)
+    yield _meta("process_name", 0, f"fairlead ({recording.limits.policy})")
+    named: set[int] = set()
+    zero: float | None = None
+    for view in steps(recording):
+        zero = view.begin if zero is None else zero
+        at, length = (view.begin - zero) * 1e6, max((view.end - view.begin) * 1e6, 1.0)
+        for slot in [row.slot for row in view.rows] + [slot for _, slot, _ in view.preempted]:
+            if slot not in named:
+                named.add(slot)
+                yield _meta("thread_name", slot, f"slot {slot}")
+        for row in view.rows:
+            what = "decode" if row.decode else f"prefill {row.start}..{row.start + row.count - 1}"
+            args = {
+                "step": view.step,
+                "start": row.start,
+                "count": row.count,
+                "blocks": row.held,
+                "how": row.how,
+            }
+            yield _event("X", f"{row.name} {what}", row.slot, at, dur=length, args=args, cat="row")
+        for name, slot, offload in view.preempted:
+            args = {"step": view.step, "offload": offload}
+            yield _event("i", f"{name} preempted", slot, at, s="t", args=args, cat="preemption")
+        queue = {"running": len(view.rows), "waiting": len(view.waiting)}
+        blocks = {"held": units - view.free - view.cached, "cached": view.cached, "free": view.free}
+        yield _event("C", "requests", 0, at, args=queue)
+        yield _event("C", "blocks", 0, at, args=blocks)
+
+
+def _event(phase: str, name: str, slot: int, at: float, **more: object) -> dict[str, Any]:
+    return {"ph": phase, "name": name, "pid": PROCESS, "tid": slot, "ts": round(at, 3), **more}
+
+
+def _meta(name: str, slot: int, value: str) -> dict[str, Any]:
+    return {"ph": "M", "name": name, "pid": PROCESS, "tid": slot, "args": {"name": value}}

@@ -1,0 +1,107 @@
+"""From the engine's events to what a client reads: Emitted → Output.
+
+Owns one choice's text: incremental detokenizing, stop texts, log-probabilities in clients' shape. Runs on the
+service's side, never in the engine thread. Knows no queue and no asyncio.
+"""
+
+from collections.abc import Sequence
+
+from fairlead_runtime.logprobs import Logprob
+from fairlead_runtime.outputs import Emitted, Output, Submission
+from fairlead_runtime.request import FinishReason
+from fairlead_runtime.serving.detokenize import Detokenizer, Vocabulary
+
+
+class StopTexts:
+    """Finds texts that end a choice and cuts them off, holding back only what may still become one."""
+
+    def __init__(self, stops: tuple[str, ...]) -> None:
+        self._stops = stops
+        self._held = ""
+
+    def add(self, text: str, *, last: bool) -> tuple[str, str | None]:
+        """What may be shown now, and the stop text that was found (the leftmost; of those, the first given)."""
+        if not self._stops:
+            return text, None
+        held = self._held + text
+        found = [(at, i) for i, stop in enumerate(self._stops) if (at := held.find(stop)) >= 0]
+        if found:
+            at, i = min(found)
+            return held[:at], self._stops[i]
+        keep = 0 if last else max(_overlap(held, stop) for stop in self._stops)
+        cut = len(held) - keep
+        self._held = held[cut:]
+        return held[:cut], None
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Length of the longest end of ``text`` that is a beginning of ``stop``."""
+    for size in range(min(len(text), len(stop) - 1), 0, -1):
+        if text.endswith(stop[:size]):
+            return size
+    return 0
+
+
+class Choice:
+    """One choice of one submission: its text so far."""
+
+    def __init__(self, index: int, submission: Submission, vocabulary: Vocabulary) -> None:
+        self.finished = False
+        self._index = index
+        self._stop_ids = frozenset(submission.params.stop_token_ids)
+        self._wants_logprobs = submission.params.logprobs is not None
+        self._text = Detokenizer(vocabulary, submission.prompt)
+        self._stops = StopTexts(submission.stop)
+        self._token_text = vocabulary.token_text
+
+    def take(self, events: Sequence[Emitted]) -> tuple[Output, bool]:
+        """One Output for everything that came since the last; True when a stop text ended the choice early,
+        so that the engine must be told.
+        """
+        token_ids: list[int] = []
+        logprobs: list[dict[int, Logprob]] = []
+        pieces: list[str] = []
+        for event in events:
+            if event.token is not None:
+                token_ids.append(event.token)
+                if event.logprobs is not None:
+                    logprobs.append(event.logprobs.as_dict(self._token_text))
+            piece, stop = self._stops.add(self._piece(event), last=event.finish is not None)
+            pieces.append(piece)
+            if stop is not None or event.finish is not None:
+                self.finished = True
+                reason = FinishReason.STOP if stop is not None else event.finish
+                output = self._output(
+                    token_ids, pieces, logprobs, reason, stop or self._stop_id(event), event
+                )
+                return output, event.finish is None
+        return self._output(token_ids, pieces, logprobs, None, None, None), False
+
+    def _piece(self, event: Emitted) -> str:
+        """New text. The token that ended the choice counts, but does not show."""
+        shown = event.token is not None and event.finish is not FinishReason.STOP
+        piece = self._text.add(event.token) if shown and event.token is not None else ""
+        return piece + self._text.finish() if event.finish is not None else piece
+
+    def _stop_id(self, event: Emitted) -> int | None:
+        stopped = event.finish is FinishReason.STOP and event.token in self._stop_ids
+        return event.token if stopped else None
+
+    def _output(
+        self,
+        token_ids: list[int],
+        pieces: list[str],
+        logprobs: list[dict[int, Logprob]],
+        reason: FinishReason | None,
+        stop_reason: int | str | None,
+        last: Emitted | None,
+    ) -> Output:
+        return Output(
+            self._index,
+            tuple(token_ids),
+            "".join(pieces),
+            tuple(logprobs) if self._wants_logprobs else None,
+            reason,
+            stop_reason,
+            last.message if last is not None else "",
+        )

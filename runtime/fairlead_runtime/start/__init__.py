@@ -1,0 +1,1 @@
+"""The composition root: configuration and a model directory become a running server."""

@@ -1,0 +1,117 @@
+"""From what was asked to what will be: "auto" and unset become concrete here, once, into a new object.
+
+Owns the refusal of settings that this build cannot honour, by name, before anything is loaded. Loads nothing and
+allocates nothing; nobody edits a configuration afterwards.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from fairlead_runtime.config import ConfigError, EngineConfig
+from fairlead_runtime.sizing.advice import to_start
+from fairlead_runtime.sizing.shape import ModelShape
+from fairlead_runtime.sizing.solve import DeviceFacts, MemoryPlan, gib, plan_memory
+
+
+@dataclass(frozen=True, slots=True)
+class Resolved:
+    """What one engine is built from. ``config`` is clamped; ``max_model_len`` is the model's or the configured one.
+
+    ``capacity``: tokens one request may really have, prompt and output together, as the cache may be smaller.
+    """
+
+    config: EngineConfig
+    device: str  # "cpu" or "cuda"
+    dtype: str  # of weights and activations
+    cache_dtype: str
+    max_model_len: int
+    num_blocks: int
+    offload_units: int
+    capacity: int
+    plan: MemoryPlan
+    warnings: tuple[str, ...] = ()
+
+
+def check_supported(config: EngineConfig) -> None:
+    """Raises ConfigError for a setting that would otherwise be silently ignored."""
+    if config.tensor_parallel > 1:
+        raise ConfigError("tensor_parallel", f"{config.tensor_parallel} is not supported yet", "use 1")
+    if config.quantization != "none":
+        raise ConfigError("quantization", f"{config.quantization} is not supported yet", "use none")
+    if config.cache_dtype != "auto":
+        raise ConfigError("cache_dtype", f"{config.cache_dtype} is not supported yet", "use auto")
+    if config.async_batching == "on":
+        raise ConfigError("async_batching", "on is not supported yet", "use auto or off")
+    if config.cuda_graphs == "on":
+        raise ConfigError("cuda_graphs", "on is not supported yet", "use auto or off")
+
+
+def check_deterministic(config: EngineConfig, dtype: str) -> None:
+    """Below float32 a batch mate can turn a rounding: that promise needs kernels that do not exist yet."""
+    if config.deterministic and dtype != "float32":
+        raise ConfigError("deterministic", f"is not supported in {dtype} yet", "set --dtype float32")
+
+
+def resolve(
+    config: EngineConfig,
+    shape: ModelShape,
+    device: DeviceFacts,
+    *,
+    dtype: str,
+    measured: Mapping[str, int] | None = None,
+) -> Resolved:
+    """Size the cache and fix every open setting. ``dtype`` is the one the model runs in.
+
+    ``measured`` replaces planned memory terms by name, in bytes. Raises ConfigError when the engine cannot be built
+    as asked; a cache that is merely smaller than one full-length sequence is a warning.
+    """
+    check_supported(config)
+    check_deterministic(config, dtype)
+    config = config.clamped()
+    plan = plan_memory(shape, config, device, measured)
+    if plan.used > plan.budget or plan.num_blocks < 1:
+        problem = "the model does not fit" if plan.used > plan.budget else "no room for a single cache block"
+        raise ConfigError(
+            _field_at_fault(config, plan),
+            f"{problem}: {plan.formula}",
+            to_start(shape, config, device, measured),
+        )
+    capacity = min(plan.max_model_len, plan.concurrent_tokens)
+    warnings = []
+    if capacity < plan.max_model_len:
+        holds = f"the cache holds {capacity} tokens ({plan.num_blocks} blocks of {plan.block_size})"
+        less = f"less than one sequence of {plan.max_model_len}: requests are limited to {capacity}"
+        warnings.append(f"{holds}, {less}")
+    return Resolved(
+        config=config,
+        device=device.kind,
+        dtype=dtype,
+        cache_dtype=dtype,
+        max_model_len=plan.max_model_len,
+        num_blocks=plan.num_blocks,
+        offload_units=plan.offload_units,
+        capacity=capacity,
+        plan=plan,
+        warnings=tuple(warnings),
+    )
+
+
+def _field_at_fault(config: EngineConfig, plan: MemoryPlan) -> str:
+    """What a user chose and would change first: a pinned cache, an offload space that takes the rest, else the share."""
+    if config.num_blocks is not None:
+        return "num_blocks"
+    return (
+        "cpu_offload_space"
+        if plan.used - plan.terms.get("offload", 0) <= plan.budget
+        else "max_memory_percent"
+    )
+
+
+def summary(resolved: Resolved) -> str:
+    """One line for the log: what the engine runs with."""
+    plan = resolved.plan
+    return (
+        f"{resolved.device} {resolved.dtype}, {plan.num_blocks} blocks of {plan.block_size} tokens "
+        f"({gib(plan.terms['kv'])} GiB), {resolved.capacity} tokens a request, "
+        f"{resolved.config.max_requests} requests and {resolved.config.max_batch_tokens} tokens a step"
+    )
