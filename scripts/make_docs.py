@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from fairlead_operator.blockers import CODES, NORMAL
+from fairlead_operator.decide.pods.blockers import CODES, NORMAL
 from fairlead_runtime.config import EngineConfig, base_type, choices_of, flag_of
 
 ROOT = Path(__file__).parents[1]

@@ -7,8 +7,8 @@ more) added in 15 s, everything removed at once. Its metrics are perfect and hav
 
 import math
 
-from fairlead_operator.autoscale import Policy
-from fairlead_operator.backtest import Moment
+from fairlead_operator.decide.scale.autoscale import Policy
+from fairlead_operator.decide.scale.simulate import Moment
 
 SYNC, DOWN_WINDOW, TOLERANCE = 15.0, 300.0, 0.1
 

@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
-from fairlead_operator.resource import InferenceDeployment
-from fairlead_operator.settings import Settings
+from fairlead_operator.resource.resource import InferenceDeployment
+from fairlead_operator.resource.settings import Settings
 
 Object = dict[str, Any]
 

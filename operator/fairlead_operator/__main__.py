@@ -11,10 +11,10 @@ import sys
 from collections.abc import Sequence
 
 from fairlead_operator import logs
+from fairlead_operator.app import Operator
 from fairlead_operator.health import Health, serve
 from fairlead_operator.metrics import Metrics
-from fairlead_operator.settings import Settings, SettingsError, read
-from fairlead_operator.supervise import Operator
+from fairlead_operator.resource.settings import Settings, SettingsError, read
 
 
 def main(argv: Sequence[str] | None = None) -> int:

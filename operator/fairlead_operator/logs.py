@@ -6,7 +6,7 @@ import sys
 import traceback
 from datetime import UTC, datetime
 
-from fairlead_operator.blockers import printable
+from fairlead_operator.decide.pods.blockers import printable
 
 
 class JsonLines(logging.Formatter):

@@ -10,15 +10,23 @@ from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
-from fairlead_operator import blockers, downloads
-from fairlead_operator.allowlists import not_allowed
-from fairlead_operator.blockers import Blocker, blocker
-from fairlead_operator.capacity import PlanError, capacity_of, with_measured
-from fairlead_operator.cluster import Cluster
+from fairlead_operator.cluster.client import Cluster
+from fairlead_operator.decide.children.allowlists import not_allowed
+from fairlead_operator.decide.children.capacity import PlanError, capacity_of, with_measured
+from fairlead_operator.decide.children.diff import Apply, Conflict, Plan, diff, ours, owner_text
+from fairlead_operator.decide.children.manifests import keeps_weights, render
+from fairlead_operator.decide.children.podtemplate import pod_template
+from fairlead_operator.decide.children.rollout import choose
+from fairlead_operator.decide.pods import blockers, downloads
+from fairlead_operator.decide.pods.blockers import Blocker, blocker
+from fairlead_operator.decide.pods.events import Note, changes, event_about
+from fairlead_operator.decide.pods.observed import Observed, observe
+from fairlead_operator.decide.scale.scaling import load_of, scale
+from fairlead_operator.decide.scale.state import FIRST_LOOK_SECONDS, Known, Memory
+from fairlead_operator.decide.status import Capacity, Findings, invalid, status_of, told
 from fairlead_operator.errors import ApiError
-from fairlead_operator.events import Note, changes, event_about
-from fairlead_operator.fields import ResourceError
-from fairlead_operator.kinds import (
+from fairlead_operator.resource.fields import ResourceError
+from fairlead_operator.resource.kinds import (
     BY_NAME,
     DEPLOYMENT,
     EVENT,
@@ -29,16 +37,8 @@ from fairlead_operator.kinds import (
     Object,
     key_of,
 )
-from fairlead_operator.manifests import keeps_weights, render
-from fairlead_operator.observe import Observed, observe
-from fairlead_operator.plan import Apply, Conflict, Plan, diff, ours, owner_text
-from fairlead_operator.podtemplate import pod_template
-from fairlead_operator.remembered import FIRST_LOOK_SECONDS, Known, Memory
-from fairlead_operator.resource import InferenceDeployment
-from fairlead_operator.rollout import choose
-from fairlead_operator.scaling import load_of, scale
-from fairlead_operator.settings import Settings
-from fairlead_operator.status import Capacity, Findings, invalid, status_of, told
+from fairlead_operator.resource.resource import InferenceDeployment
+from fairlead_operator.resource.settings import Settings
 
 log = logging.getLogger(__name__)
 

@@ -5,9 +5,9 @@ from typing import Any
 import pytest
 
 from cluster.apiclient import Api, Object
-from fairlead_operator.manifests import render
-from fairlead_operator.plan import diff
-from fairlead_operator.resource import InferenceDeployment
+from fairlead_operator.decide.children.diff import diff
+from fairlead_operator.decide.children.manifests import render
+from fairlead_operator.resource.resource import InferenceDeployment
 from operator_bodies import SETTINGS, resource_body
 
 pytestmark = pytest.mark.cluster

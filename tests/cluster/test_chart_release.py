@@ -36,7 +36,7 @@ from cluster.controlplane import ControlPlane
 from cluster.fakekubelet import FakeKubelet
 from cluster.nodes import add_nodes, start_kwok
 from cluster.resources import KIND, PROCESSES, condition, current, idep, status
-from fairlead_operator.settings import Settings, read
+from fairlead_operator.resource.settings import Settings, read
 
 pytestmark = pytest.mark.cluster
 ROOT = CHART.parents[1]

@@ -9,7 +9,7 @@ import pytest
 
 from cluster.apiclient import Object
 from cluster.charts import CHART, Helm, environment, of_kind, only
-from fairlead_operator.settings import Settings, read
+from fairlead_operator.resource.settings import Settings, read
 
 pytestmark = pytest.mark.cluster  # whose hook builds helm
 

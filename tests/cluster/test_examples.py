@@ -21,9 +21,9 @@ from cluster.apiclient import Api, Object, eventually
 from cluster.controlplane import ControlPlane
 from cluster.operators import OperatorProcess
 from cluster.resources import KIND, condition, status
-from fairlead_operator.kinds import GROUP, NAME_LABEL
-from fairlead_operator.podtemplate import ADMIN_PORT, pod_template
-from fairlead_operator.settings import Settings
+from fairlead_operator.decide.children.podtemplate import ADMIN_PORT, pod_template
+from fairlead_operator.resource.kinds import GROUP, NAME_LABEL
+from fairlead_operator.resource.settings import Settings
 from fairlead_runtime import metric_names
 from operator_bodies import resource
 

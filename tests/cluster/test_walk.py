@@ -13,11 +13,11 @@ from cluster.operators import OperatorProcess
 from cluster.resources import CHILDREN, KIND, current, idep, status
 from cluster.rotation import share
 from cluster.walk import fields, patched, step
-from fairlead_operator.fields import ResourceError
-from fairlead_operator.manifests import Strategy, render
-from fairlead_operator.plan import diff
-from fairlead_operator.resource import InferenceDeployment
-from fairlead_operator.settings import Settings
+from fairlead_operator.decide.children.diff import diff
+from fairlead_operator.decide.children.manifests import Strategy, render
+from fairlead_operator.resource.fields import ResourceError
+from fairlead_operator.resource.resource import InferenceDeployment
+from fairlead_operator.resource.settings import Settings
 
 pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("crd", "nodes")]
 STEPS = 50  # of one walk; ten walks are the whole

@@ -10,9 +10,9 @@ import pytest
 import yaml
 
 from cluster.cel_cases import CASES, Case
-from fairlead_operator.fields import camel
-from fairlead_operator.resource import NARROWER
-from fairlead_operator.spec import Spec
+from fairlead_operator.resource.fields import camel
+from fairlead_operator.resource.resource import NARROWER
+from fairlead_operator.resource.spec import Spec
 from fairlead_runtime.config import EngineConfig, base_type, choices_of
 
 ROOT = Path(__file__).parents[2]

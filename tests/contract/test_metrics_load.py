@@ -2,8 +2,8 @@
 
 import pytest
 
-from fairlead_operator import startup
-from fairlead_operator.load import Load, LoadError, parse
+from fairlead_operator.decide.pods import startup
+from fairlead_operator.decide.pods.load import Load, LoadError, parse
 from fairlead_runtime.engine.engine import Bounds, Engine
 from fairlead_runtime.scheduling.scheduler import Scheduler
 from fairlead_runtime.serving.metrics import Stats

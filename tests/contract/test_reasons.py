@@ -4,7 +4,7 @@ import ast
 import re
 from pathlib import Path
 
-from fairlead_operator.blockers import CODES
+from fairlead_operator.decide.pods.blockers import CODES
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "troubleshooting.md").read_text()

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from fairlead_operator.resource import API_VERSION, KIND, InferenceDeployment
+from fairlead_operator.resource.resource import API_VERSION, KIND, InferenceDeployment
 
 ROOT = Path(__file__).parents[2]
 
@@ -30,7 +30,7 @@ def test_every_example_is_a_resource_that_is_accepted(page: str) -> None:
 
 
 def test_every_limit_of_the_autoscaler_is_explained() -> None:
-    code = (ROOT / "operator/fairlead_operator/autoscale.py").read_text()
+    code = (ROOT / "operator/fairlead_operator/decide/scale/autoscale.py").read_text()
     names = set(re.findall(r'\.limit\("([^"]+)"', code))
     page = (ROOT / "docs/autoscaling.md").read_text()
     assert names

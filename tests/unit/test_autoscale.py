@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fairlead_operator.autoscale import HOUR, TICK, Decision, History, Policy, Supply, decide
-from fairlead_operator.load import Load, Sample
-from fairlead_operator.spec import Autoscaling, ScaleDown, ScaleUp
+from fairlead_operator.decide.pods.load import Load, Sample
+from fairlead_operator.decide.scale.autoscale import HOUR, TICK, Decision, History, Policy, Supply, decide
+from fairlead_operator.resource.spec import Autoscaling, ScaleDown, ScaleUp
 from fairlead_runtime.config import EngineConfig
 
 POLICY = Policy(

@@ -15,8 +15,10 @@ from xml.etree import ElementTree as ET
 import pytest
 
 from cluster.cel_cases import BASE, merge
-from fairlead_operator.autoscale import HOUR, TICK, Policy
-from fairlead_operator.backtest import (
+from fairlead_operator.commands.backtest import main
+from fairlead_operator.commands.plot import sparkline
+from fairlead_operator.decide.scale.autoscale import HOUR, TICK, Policy
+from fairlead_operator.decide.scale.simulate import (
     Bucket,
     Moment,
     OperatorScaler,
@@ -26,8 +28,6 @@ from fairlead_operator.backtest import (
     read_trace,
     simulate,
 )
-from fairlead_operator.charts import sparkline
-from fairlead_operator.commands.backtest import main
 from hpa_simulator import HpaScaler
 
 FULL = os.environ.get("FAIRLEAD_FULL") == "1"

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from cluster.cel_cases import BASE, merge
-from fairlead_operator.capacity import PlanError, capacity_of, host_shortage, with_measured
 from fairlead_operator.commands.plan import main
-from fairlead_operator.resource import InferenceDeployment
+from fairlead_operator.decide.children.capacity import PlanError, capacity_of, host_shortage, with_measured
+from fairlead_operator.resource.resource import InferenceDeployment
 from fairlead_runtime.sizing.shape import ModelShape
 from fairlead_runtime.sizing.solve import GIB, DeviceFacts, plan_memory
 

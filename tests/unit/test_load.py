@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fairlead_operator.load import FRESH_SECONDS, Load, LoadError, Sample, parse
+from fairlead_operator.decide.pods.load import FRESH_SECONDS, Load, LoadError, Sample, parse
 from fairlead_runtime.metric_names import RUNNING, WAITING
 
 GOOD = f"""# HELP {RUNNING} Number of requests in model execution batches.

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from fairlead_operator.autoscale import TICK, History, Policy, Supply, decide
-from fairlead_operator.load import LoadError, Sample, parse
+from fairlead_operator.decide.pods.load import LoadError, Sample, parse
+from fairlead_operator.decide.scale.autoscale import TICK, History, Policy, Supply, decide
 from fairlead_runtime.metric_names import RUNNING, WAITING
 
 SEEDS = 50 if os.environ.get("FAIRLEAD_FULL") == "1" else 3

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from fairlead_operator.allowlists import not_allowed
+from fairlead_operator.decide.children.allowlists import not_allowed
 from operator_bodies import SETTINGS, resource
 
 OPEN = replace(

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from fairlead_operator.blockers import CODES, Blocker, find, printable, termination
+from fairlead_operator.decide.pods.blockers import CODES, Blocker, find, printable, termination
 from operator_bodies import Object, deployment, event, pod, unscheduled
 
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from fairlead_operator.downloads import SHOW_SECONDS, Download, fetching, messages, read, show
+from fairlead_operator.decide.pods.downloads import SHOW_SECONDS, Download, fetching, messages, read, show
 from operator_bodies import Object, pod
 
 GIB = 1 << 30

@@ -13,16 +13,16 @@ import pytest
 from kubernetes.aio.client import ApiClient, Configuration
 
 from fairlead_operator.__main__ import main
-from fairlead_operator.cluster import Cluster, Pace
+from fairlead_operator.cluster.cache import Store
+from fairlead_operator.cluster.client import Cluster, Pace
 from fairlead_operator.errors import ApiError, FencedError
 from fairlead_operator.health import STALE_SECONDS, Health
-from fairlead_operator.hub import Hub, HubError
-from fairlead_operator.kinds import DEPLOYMENT, EVENT
 from fairlead_operator.metrics import Metrics
-from fairlead_operator.scrape import Pods, ScrapeError
-from fairlead_operator.settings import SettingsError, read
-from fairlead_operator.spec import Source
-from fairlead_operator.store import Store
+from fairlead_operator.probe.hub import Hub, HubError
+from fairlead_operator.probe.pod_client import Pods, ScrapeError
+from fairlead_operator.resource.kinds import DEPLOYMENT, EVENT
+from fairlead_operator.resource.settings import SettingsError, read
+from fairlead_operator.resource.spec import Source
 
 IMAGE = {"FAIRLEAD_RUNTIME_IMAGE": "r:1"}
 Answer = tuple[int, dict[str, str], bytes]

@@ -2,7 +2,7 @@
 
 from datetime import UTC, datetime, timedelta
 
-from fairlead_operator.events import Note, changes, event_about
+from fairlead_operator.decide.pods.events import Note, changes, event_about
 from operator_bodies import Object, resource_body
 
 NOW = datetime(2026, 1, 1, tzinfo=UTC)

@@ -7,9 +7,9 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 
+from fairlead_operator.cluster.lease import DURATION, FENCE, RENEW, Election
 from fairlead_operator.errors import ApiError
-from fairlead_operator.kinds import LEASE, Key, Kind, Object
-from fairlead_operator.lease import DURATION, FENCE, RENEW, Election
+from fairlead_operator.resource.kinds import LEASE, Key, Kind, Object
 
 
 class Api:

@@ -4,9 +4,9 @@ from typing import Any
 
 import pytest
 
-from fairlead_operator.manifests import keeps_weights, render
-from fairlead_operator.podtemplate import model_argument, pod_template
-from fairlead_operator.settings import Settings
+from fairlead_operator.decide.children.manifests import keeps_weights, render
+from fairlead_operator.decide.children.podtemplate import model_argument, pod_template
+from fairlead_operator.resource.settings import Settings
 from fairlead_runtime.config import EngineConfig
 from operator_bodies import SETTINGS, Object, merged, resource
 

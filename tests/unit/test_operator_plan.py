@@ -5,8 +5,8 @@ import json
 
 import pytest
 
-from fairlead_operator.manifests import render
-from fairlead_operator.plan import diff, differences
+from fairlead_operator.decide.children.diff import diff, differences
+from fairlead_operator.decide.children.manifests import render
 from operator_bodies import SETTINGS, Object, resource
 
 HUB: Object = {

@@ -1,6 +1,6 @@
 """The parts of a start: which there are, where each comes from, and that they stand still afterwards."""
 
-from fairlead_operator.startup import read, startup
+from fairlead_operator.decide.pods.startup import read, startup
 from operator_bodies import Object, pod
 
 MEASURED = {"uid-of-chat-1": {"loaded": 3.2, "warmed": 1.5}}

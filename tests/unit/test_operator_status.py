@@ -5,17 +5,17 @@ from typing import Any
 
 import pytest
 
-from fairlead_operator import drains
-from fairlead_operator.autoscale import TICK
-from fairlead_operator.blockers import blocker
-from fairlead_operator.load import Load, Sample
-from fairlead_operator.manifests import render
-from fairlead_operator.observe import Observed
-from fairlead_operator.remembered import Known, Memory
-from fairlead_operator.rollout import choose
-from fairlead_operator.scaling import LOAD_SECONDS, load_of, scale, supply_of
-from fairlead_operator.settings import Settings
-from fairlead_operator.status import Capacity, Findings, invalid, status_of
+from fairlead_operator.decide.children.manifests import render
+from fairlead_operator.decide.children.rollout import choose
+from fairlead_operator.decide.pods import drains
+from fairlead_operator.decide.pods.blockers import blocker
+from fairlead_operator.decide.pods.load import Load, Sample
+from fairlead_operator.decide.pods.observed import Observed
+from fairlead_operator.decide.scale.autoscale import TICK
+from fairlead_operator.decide.scale.scaling import LOAD_SECONDS, load_of, scale, supply_of
+from fairlead_operator.decide.scale.state import Known, Memory
+from fairlead_operator.decide.status import Capacity, Findings, invalid, status_of
+from fairlead_operator.resource.settings import Settings
 from operator_bodies import Object, deployment, pod, resource, unscheduled
 
 NOW = datetime(2026, 1, 1, 0, 10, tzinfo=UTC)

@@ -2,8 +2,8 @@
 
 import random
 
-from fairlead_operator.kinds import DEPLOYMENT, EVENT, POD, Object
-from fairlead_operator.store import Store
+from fairlead_operator.cluster.cache import Store
+from fairlead_operator.resource.kinds import DEPLOYMENT, EVENT, POD, Object
 
 
 def child(name: str, version: int, **labels: str) -> Object:

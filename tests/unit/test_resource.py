@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cluster.cel_cases import BASE, CASES, Case, build, merge
-from fairlead_operator.fields import Quantity, ResourceError, as_body
-from fairlead_operator.resource import InferenceDeployment
-from fairlead_operator.spec import Source, Toleration
+from fairlead_operator.resource.fields import Quantity, ResourceError, as_body
+from fairlead_operator.resource.resource import InferenceDeployment
+from fairlead_operator.resource.spec import Source, Toleration
 from fairlead_runtime.config import EngineConfig
 
 

@@ -12,12 +12,20 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from fairlead_operator.autoscale import TICK, Policy
-from fairlead_operator.backtest import OperatorScaler, Pod, Result, Row, TraceError, read_trace, simulate
-from fairlead_operator.charts import sparkline, svg
 from fairlead_operator.commands.plan import read_resource
-from fairlead_operator.fields import ResourceError
-from fairlead_operator.resource import InferenceDeployment
+from fairlead_operator.commands.plot import sparkline, svg
+from fairlead_operator.decide.scale.autoscale import TICK, Policy
+from fairlead_operator.decide.scale.simulate import (
+    OperatorScaler,
+    Pod,
+    Result,
+    Row,
+    TraceError,
+    read_trace,
+    simulate,
+)
+from fairlead_operator.resource.fields import ResourceError
+from fairlead_operator.resource.resource import InferenceDeployment
 
 
 def main(args: Sequence[str]) -> int:

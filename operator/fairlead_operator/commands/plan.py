@@ -13,9 +13,9 @@ from typing import Any
 
 import yaml
 
-from fairlead_operator.capacity import PlanError, capacity_of
-from fairlead_operator.fields import ResourceError
-from fairlead_operator.resource import KIND, InferenceDeployment
+from fairlead_operator.decide.children.capacity import PlanError, capacity_of
+from fairlead_operator.resource.fields import ResourceError
+from fairlead_operator.resource.resource import KIND, InferenceDeployment
 from fairlead_runtime.sizing.solve import gib
 
 CONFIG_BYTES = 1 << 20

@@ -1,0 +1,194 @@
+"""Everything that runs in the process, and how it ends: only by a signal, never by what the API server answers.
+
+Owns the parts' lifetimes. kopf's watches make things quick, the steady re-list through our own client makes them
+certain: what a watch hid is seen at most ``RELIST_SECONDS`` later.
+"""
+
+import asyncio
+import contextlib
+import functools
+import logging
+import os
+from collections.abc import Awaitable, Callable, Mapping
+
+from kubernetes.aio.client import ApiClient
+
+from fairlead_operator.cluster.cache import Store, resource_of
+from fairlead_operator.cluster.client import Cluster, connect
+from fairlead_operator.cluster.lease import Election
+from fairlead_operator.cluster.watches import Watches
+from fairlead_operator.decide.pods import drains
+from fairlead_operator.decide.scale.state import Memory
+from fairlead_operator.errors import ApiError, FencedError
+from fairlead_operator.health import Health
+from fairlead_operator.metrics import Metrics
+from fairlead_operator.probe.hub import Hub
+from fairlead_operator.probe.pod_client import Pods
+from fairlead_operator.probe.prober import Asker
+from fairlead_operator.reconcile import Reconciler
+from fairlead_operator.resource.kinds import (
+    EVENT,
+    GROUP,
+    POD,
+    RESOURCE,
+    VERSION,
+    Key,
+    Kind,
+    Object,
+    key_of,
+    watched,
+)
+from fairlead_operator.resource.settings import Settings
+from fairlead_operator.workqueue import WorkQueue
+
+log = logging.getLogger(__name__)
+
+RELIST_SECONDS = 18.0
+RELIST_RETRY_SECONDS = 2.0
+RELEASE_SECONDS = 2.0
+WORKERS, ASKERS = 20, 50
+
+
+class Operator:
+    """One operator process. ``run`` works until cancelled."""
+
+    def __init__(
+        self, settings: Settings, health: Health, metrics: Metrics, environ: Mapping[str, str] = os.environ
+    ) -> None:
+        self._settings, self._health, self._metrics, self._environ = settings, health, metrics, environ
+        self._kinds = watched(claims=settings.create_model_cache)
+        self._store = Store()
+        self._memory = Memory()
+
+    async def run(self) -> None:
+        client = await connect(self._environ)
+        hub = Hub(self._settings.hub)
+        try:
+            async with Pods() as pods:
+                await self._run(client, pods, hub)
+        finally:
+            await hub.close()
+            await client.close()  # type: ignore[no-untyped-call]
+
+    async def _run(self, client: ApiClient, pods: Pods, hub: Hub) -> None:
+        self._cluster = cluster = Cluster(client, self._store, self._metrics)
+        self._election = Election(cluster, self._settings.lease_namespace, self._settings.identity)
+        cluster.may_write = self._election.holds
+        reconcile = Reconciler(cluster, self._memory, self._settings)
+        self._queue: WorkQueue[Key] = WorkQueue(functools.partial(self._pass, reconcile))
+        asker = Asker(self._store, self._memory, self._settings, pods, hub, self._queue.wake)
+        self._asking: WorkQueue[Key] = WorkQueue(functools.partial(self._ask, asker), settle=0.2)
+        watches = Watches(self._kinds, self._settings.namespaces, self._environ, self._from_watch())
+        try:
+            async with asyncio.TaskGroup() as group:
+                group.create_task(self._beat())
+                group.create_task(self._election.run(self._on_election))
+                group.create_task(self._relist())
+                group.create_task(self._watch(watches))
+                group.create_task(self._queue.run(WORKERS))
+                group.create_task(self._asking.run(ASKERS))
+        finally:
+            # After everything that writes has ended; a standby then takes over at once.
+            with contextlib.suppress(ApiError, TimeoutError):
+                async with asyncio.timeout(RELEASE_SECONDS):
+                    await self._election.release()
+
+    async def _pass(self, reconcile: Callable[[Key], Awaitable[float | None]], key: Key) -> float | None:
+        if not self._election.holds() or not self._store.synced(self._kinds):
+            return None  # taking over wakes every key, and so does the first list
+        with self._metrics.duration.time():
+            try:
+                again = await reconcile(key)
+            except FencedError:
+                return None
+            except Exception as error:
+                self._metrics.reconciles.labels("error").inc()
+                self._metrics.errors.labels("reconcile").inc()
+                if not isinstance(error, ApiError):
+                    log.exception("a pass failed", extra={"key": str(key)})
+                raise
+        self._metrics.reconciles.labels("ok").inc()
+        if again is not None:
+            self._asking.wake(key)
+        return again
+
+    async def _ask(self, asker: Callable[[Key], Awaitable[float | None]], key: Key) -> float | None:
+        return await asker(key) if self._election.holds() else None
+
+    def _on_election(self, leading: bool) -> None:
+        self._metrics.leader.set(leading)
+        if leading:
+            for body in self._store.all(RESOURCE):
+                self._queue.wake(key_of(body))
+
+    def _from_watch(self) -> Callable[[Kind, bool, Object], None]:
+        """Kopf's thread hands objects over; they are taken in this loop's thread."""
+        loop = asyncio.get_running_loop()
+
+        def deliver(kind: Kind, deleted: bool, body: Object) -> None:
+            # dict(): kopf keeps its own object.
+            loop.call_soon_threadsafe(self._take, kind, deleted, dict(body))
+
+        return deliver
+
+    def _take(self, kind: Kind, deleted: bool, body: Object) -> None:
+        news = self._store.remove(kind, body) if deleted else self._store.put(kind, body)
+        if news:
+            self._wake_for(kind, body)
+
+    def _wake_for(self, kind: Kind, body: Object) -> None:
+        """Wake the resource that an object is, or belongs to."""
+        namespace, name = key_of(body)
+        if kind is RESOURCE:
+            self._queue.wake((namespace, name))
+        elif kind is EVENT:
+            for pod in self._store.pods_about(body):
+                self._wake_for(*pod)
+        elif (owner := resource_of(body)) and self._store.get(RESOURCE, owner) is not None:
+            # Here and not in a pass: a pod that ended may be gone before one begins.
+            if kind is POD and (drained := drains.read(body)) is not None:
+                self._memory.pod_ended(owner, body["metadata"]["uid"], drained)
+            self._queue.wake(owner)
+
+    async def _watch(self, watches: Watches) -> None:
+        """Only once our kind is served: kopf would wait for it for ever, and without a word."""
+        while True:
+            try:
+                found = await self._cluster.call("discover", "GET", f"/apis/{GROUP}/{VERSION}")
+                if any(one.get("name") == RESOURCE.plural for one in found.get("resources", ())):
+                    break
+                log.warning("the InferenceDeployment CRD is not installed: waiting")
+            except ApiError as error:
+                log.warning("looking for the InferenceDeployment CRD: %s", error)
+            await asyncio.sleep(RELIST_RETRY_SECONDS)
+        await watches.run(self._metrics.restarts.inc)
+
+    async def _relist(self) -> None:
+        while True:
+            good = True
+            for kind in self._kinds:
+                for namespace in self._settings.namespaces or ("",):
+                    good &= await self._list(kind, namespace)
+            if good:
+                self._health.ready = True
+            await asyncio.sleep(RELIST_SECONDS if good else RELIST_RETRY_SECONDS)
+
+    async def _list(self, kind: Kind, namespace: str) -> bool:
+        try:
+            bodies, version = await self._cluster.list(kind, namespace)
+        except ApiError as error:
+            self._metrics.errors.labels("list").inc()
+            log.warning("list %s: %s", kind.plural, error)
+            return False
+        was = self._store.synced(self._kinds)
+        for body in self._store.replace(kind, namespace, bodies, version):
+            self._wake_for(kind, body)
+        if not was and self._store.synced(self._kinds):
+            for body in self._store.all(RESOURCE):
+                self._queue.wake(key_of(body))
+        return True
+
+    async def _beat(self) -> None:
+        while True:
+            self._health.beat()
+            await asyncio.sleep(1)

@@ -1,0 +1,187 @@
+"""What the operator last saw of the cluster, by kind and key.
+
+Fed by watches, by the steady re-list and by the answers to our own writes; the newest version of an
+object wins whatever the order of arrival, so a replayed list or a late event changes nothing. Reads no
+network and never decides.
+"""
+
+import time
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
+
+from fairlead_operator.resource.kinds import (
+    EVENT,
+    NAME_LABEL,
+    POD,
+    RESOURCE,
+    WATCHED,
+    Key,
+    Kind,
+    Object,
+    controller_of,
+    key_of,
+    version_of,
+)
+
+K = TypeVar("K")
+
+TOMBSTONE_SECONDS = 300.0
+# Enough of a pod to judge it; the rest of a thousand pods would be most of the operator's memory.
+_POD_SPEC = ("nodeName", "containers", "initContainers", "volumes")
+
+
+class Store:
+    """Objects by kind and (namespace, name), with an index of children by the resource they belong to."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._objects: dict[str, dict[Key, Object]] = {}
+        self._children: dict[str, dict[Key, set[Key]]] = {}
+        self._about: dict[str, set[Key]] = {}  # events by the uid of their object
+        self._graves: dict[str, dict[Key, tuple[int, float]]] = {}
+        self._listed: dict[tuple[str, str], int] = {}
+        self._synced: set[str] = set()
+
+    def get(self, kind: Kind, key: Key) -> Object | None:
+        return self._objects.get(kind.name, {}).get(key)
+
+    def all(self, kind: Kind) -> list[Object]:
+        return list(self._objects.get(kind.name, {}).values())
+
+    def children(self, kind: Kind, resource: Key) -> list[Object]:
+        """Objects of a kind that carry the resource's name label, by name."""
+        keys = self._children.get(kind.name, {}).get(resource, set())
+        return [self._objects[kind.name][key] for key in sorted(keys)]
+
+    def in_namespace(self, kind: Kind, namespace: str) -> list[Object]:
+        return [body for key, body in self._objects.get(kind.name, {}).items() if key[0] == namespace]
+
+    def events_about(self, uids: Iterable[str]) -> list[Object]:
+        """Events whose object has one of these uids."""
+        keys = set().union(*(self._about.get(uid, set()) for uid in uids))
+        return [self._objects[EVENT.name][key] for key in sorted(keys)]
+
+    def pods_about(self, event: Object) -> list[tuple[Kind, Object]]:
+        """The pod an event is about, if it is one of ours."""
+        about = event.get("involvedObject") or {}
+        body = self.get(POD, (about.get("namespace", ""), about.get("name", "")))
+        return [(POD, body)] if body is not None and about.get("kind") == POD.name else []
+
+    def synced(self, kinds: Iterable[Kind] = WATCHED) -> bool:
+        """Whether every kind was listed once: before that, absence means nothing."""
+        return all(kind.name in self._synced for kind in kinds)
+
+    def put(self, kind: Kind, body: Object) -> bool:
+        """Take a newer version of an object; False when it is no news."""
+        key, version = key_of(body), version_of(body)
+        held = self.get(kind, key)
+        if held is not None and version <= version_of(held):
+            return False
+        grave = self._graves.get(kind.name, {}).get(key)
+        if grave is not None and version < grave[0]:
+            return (
+                False  # not of the same version: one that only lost our label is still there when asked for
+            )
+        self._drop(kind, key)
+        self._objects.setdefault(kind.name, {})[key] = trimmed(kind, body)
+        if resource := resource_of(body):
+            self._children.setdefault(kind.name, {}).setdefault(resource, set()).add(key)
+        if kind is EVENT and (about := _about(body)):
+            self._about.setdefault(about, set()).add(key)
+        return True
+
+    def remove(self, kind: Kind, body: Object) -> bool:
+        """Take a deletion; False when what is held is newer or another object of that name."""
+        key, version = key_of(body), version_of(body)
+        held = self.get(kind, key)
+        if held is not None and version < version_of(held):
+            return False
+        self._bury(kind, key, version)
+        return held is not None
+
+    def deleted(self, kind: Kind, body: Object) -> None:
+        """Take the answer to our own deletion of this version: nothing up to it comes back from an old list."""
+        held = self.get(kind, key_of(body))
+        if held is None or version_of(held) <= version_of(body):
+            self._bury(kind, key_of(body), version_of(body) + 1)
+
+    def replace(self, kind: Kind, namespace: str, bodies: Iterable[Object], version: int) -> list[Object]:
+        """Take a whole list of one namespace ("": all); returns the objects that changed or went.
+
+        A list older than one taken before is dropped; objects newer than the list stay.
+        """
+        scope = (kind.name, namespace)
+        if version < self._listed.get(scope, 0):
+            return []
+        self._listed[scope] = version
+        self._synced.add(kind.name)
+        changed: list[Object] = []
+        seen: set[Key] = set()
+        for body in bodies:
+            seen.add(key_of(body))
+            if self.put(kind, body):
+                changed.append(body)
+        for key, held in list(self._objects.get(kind.name, {}).items()):
+            inside = not namespace or key[0] == namespace
+            if inside and key not in seen and version_of(held) <= version:
+                self._bury(kind, key, version)
+                changed.append(held)
+        self._sweep(kind)
+        return changed
+
+    def _bury(self, kind: Kind, key: Key, version: int) -> None:
+        self._drop(kind, key)
+        self._graves.setdefault(kind.name, {})[key] = (version, self._clock())
+
+    def _drop(self, kind: Kind, key: Key) -> None:
+        held = self._objects.get(kind.name, {}).pop(key, None)
+        if held is None:
+            return
+        if resource := resource_of(held):
+            _discard(self._children[kind.name], resource, key)
+        if kind is EVENT and (about := _about(held)):
+            _discard(self._about, about, key)
+
+    def _sweep(self, kind: Kind) -> None:
+        graves, now = self._graves.get(kind.name, {}), self._clock()
+        for key in [key for key, (_, buried) in graves.items() if now - buried > TOMBSTONE_SECONDS]:
+            del graves[key]
+
+
+def resource_of(body: Object) -> Key | None:
+    """The resource an object belongs to: its controller, or for what others make for us the label."""
+    meta = body["metadata"]
+    controller = controller_of(body)
+    ours = controller is not None and controller.get("kind") == RESOURCE.name
+    name = controller["name"] if controller and ours else (meta.get("labels") or {}).get(NAME_LABEL)
+    return (meta.get("namespace", ""), name) if name else None
+
+
+def _about(event: Object) -> str:
+    return str((event.get("involvedObject") or {}).get("uid") or "")
+
+
+def _discard(index: dict[K, set[Key]], entry: K, key: Key) -> None:
+    index[entry].discard(key)
+    if not index[entry]:
+        del index[entry]
+
+
+def trimmed(kind: Kind, body: Object) -> Object:
+    """Without what no decision reads, and with the kind that items of a list lack.
+
+    Of ``managedFields``, often the larger half of an object, stays who applied it.
+    """
+    slim = {**body, "kind": kind.name, "apiVersion": kind.api_version}
+    slim["metadata"] = {k: v for k, v in body["metadata"].items() if k != "managedFields"}
+    if kind is not POD:
+        managers = [
+            {name: entry[name] for name in ("manager", "operation")}
+            for entry in body["metadata"].get("managedFields") or ()
+            if entry.get("operation") == "Apply"
+        ]
+        slim["metadata"] |= {"managedFields": managers} if managers else {}
+    if kind.name == "Pod":
+        spec: dict[str, Any] = body.get("spec") or {}
+        slim["spec"] = {name: spec[name] for name in _POD_SPEC if name in spec}
+    return slim

@@ -1,0 +1,214 @@
+"""The only module that talks to the API server, kopf's watches aside. Plain dicts in, plain dicts out.
+
+Owns pacing, deadlines and the fence: nothing is written unless this process holds the Lease. Never
+retries; the caller's queue does.
+"""
+
+import asyncio
+import json
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import aiohttp
+from kubernetes.aio.client import ApiClient, Configuration
+from kubernetes.aio.config import load_incluster_config, load_kube_config
+
+from fairlead_operator.cluster.cache import Store
+from fairlead_operator.errors import ApiError, FencedError
+from fairlead_operator.metrics import Metrics
+from fairlead_operator.resource.kinds import MANAGER, RESOURCE, Key, Kind, Object, version_of
+from fairlead_operator.resource.settings import SettingsError
+
+REQUEST_SECONDS = 10.0
+APPLY = "application/apply-patch+yaml"
+# Held by a resourceVersion, server-side apply creates and never patches: no object has version 1.
+_MUST_NOT_EXIST = "1"
+
+
+class Pace:
+    """A token bucket: ``rate`` requests a second, ``burst`` at once."""
+
+    def __init__(self, rate: float, burst: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self._rate, self._burst, self._clock = rate, burst, clock
+        self._tokens, self._last = float(burst), clock()
+
+    async def take(self) -> None:
+        """Wait for the next turn; turns are handed out in order."""
+        now = self._clock()
+        self._tokens = min(self._burst, self._tokens + (now - self._last) * self._rate)
+        self._last = now
+        self._tokens -= 1
+        if self._tokens < 0:
+            await asyncio.sleep(-self._tokens / self._rate)
+
+
+async def connect(environ: Mapping[str, str] = os.environ) -> ApiClient:
+    """A client from KUBECONFIG if set, else from the pod's service account. Raises SettingsError."""
+    configuration, file = Configuration(), environ.get("KUBECONFIG")
+    try:
+        if file:
+            await load_kube_config(file, client_configuration=configuration)  # type: ignore[no-untyped-call]
+        else:
+            load_incluster_config(configuration)  # type: ignore[no-untyped-call]
+    except Exception as error:  # noqa: BLE001 - that library raises what its parsers raise
+        if file:
+            raise SettingsError(
+                f"KUBECONFIG: {file} cannot be used ({' '.join(str(error).split())[:300]}): name a good file"
+            ) from None
+        raise SettingsError("KUBECONFIG is not set and this is no pod of a cluster: set it") from None
+    return ApiClient(configuration)
+
+
+class Cluster:
+    """Reads, fenced writes, and the store that both keep current."""
+
+    def __init__(
+        self,
+        client: ApiClient,
+        store: Store,
+        metrics: Metrics,
+        pace: Pace | None = None,
+    ) -> None:
+        self.store = store
+        self.may_write: Callable[[], bool] = lambda: False  # the composition root puts the Lease here
+        self._client, self._metrics = client, metrics
+        self._pace = pace or Pace(50, 100)
+
+    async def list(self, kind: Kind, namespace: str = "") -> tuple[list[Object], int]:
+        """All objects the operator looks at, and the version of the list."""
+        query = {"labelSelector": kind.labels, "fieldSelector": kind.fields}
+        answer = await self.call("list", "GET", kind.path(namespace), {k: v for k, v in query.items() if v})
+        items, version = answer.get("items"), version_of(answer)
+        if not isinstance(items, list) or not version:
+            raise ApiError(200, "BadAnswer", f"what came for {kind.plural} is no list")
+        return items, version
+
+    async def get(self, kind: Kind, key: Key) -> Object | None:
+        try:
+            answer: Object = await self.call("get", "GET", kind.path(*key))
+        except ApiError as error:
+            if error.code == 404:
+                return None
+            raise
+        return answer
+
+    async def apply(self, kind: Kind, manifest: Object, uid: str | None) -> Object:
+        """Server-side apply as the one owner of our fields.
+
+        ``uid`` None: the object must not exist (409 otherwise), so that nothing foreign is ever adopted;
+        else it must be the object with that uid.
+        """
+        self._check_fence()
+        meta = manifest["metadata"]
+        guard = {"uid": uid} if uid else {"resourceVersion": _MUST_NOT_EXIST}
+        body = {**manifest, "metadata": {**meta, **guard}}
+        query = {"fieldManager": MANAGER, "force": "true" if uid else "false"}
+        path = kind.path(meta["namespace"], meta["name"])
+        answer: Object = await self.call("apply" if uid else "create", "PATCH", path, query, body, APPLY)
+        self.store.put(kind, answer)
+        return answer
+
+    async def patch(self, kind: Kind, body: Object, operations: Sequence[Object]) -> None:
+        """A JSON patch of exactly the version that was looked at."""
+        self._check_fence()
+        meta = body["metadata"]
+        exactly = {"op": "test", "path": "/metadata/resourceVersion", "value": meta["resourceVersion"]}
+        path = kind.path(meta["namespace"], meta["name"])
+        query = {"fieldManager": MANAGER}
+        await self.call("apply", "PATCH", path, query, [exactly, *operations], "application/json-patch+json")
+
+    async def delete(self, kind: Kind, body: Object) -> None:
+        """Delete exactly the object that was looked at; one that changed since gives 409.
+
+        It is gone from the store at once: the watch that would say so may be silent, and nothing is deleted twice.
+        """
+        self._check_fence()
+        meta = body["metadata"]
+        exactly = {"uid": meta["uid"], "resourceVersion": meta["resourceVersion"]}
+        options = {"preconditions": exactly, "propagationPolicy": "Background"}
+        try:
+            await self.call("delete", "DELETE", kind.path(meta["namespace"], meta["name"]), body=options)
+        except ApiError as error:
+            if error.code != 404:
+                raise
+        self.store.deleted(kind, body)
+
+    async def set_status(self, resource: Object, status: Object) -> None:
+        """Replace the status of exactly the resource that was looked at; one that changed since gives 409.
+
+        Otherwise an operator that starts on an old list would take ``observedGeneration`` back.
+        """
+        self._check_fence()
+        meta = resource["metadata"]
+        body = {
+            "apiVersion": RESOURCE.api_version,
+            "kind": RESOURCE.name,
+            "metadata": {name: meta[name] for name in ("name", "namespace", "uid", "resourceVersion")},
+            "status": status,
+        }
+        query = {"fieldManager": MANAGER, "force": "true"}
+        path = RESOURCE.path(meta["namespace"], meta["name"], "status")
+        self.store.put(RESOURCE, await self.call("status", "PATCH", path, query, body, APPLY))
+
+    async def post_event(self, kind: Kind, event: Object) -> None:
+        self._check_fence()
+        query = {"fieldManager": MANAGER}
+        await self.call("event", "POST", kind.path(event["metadata"]["namespace"]), query, event)
+
+    async def write_lease(self, kind: Kind, key: Key, lease: Object) -> Object:
+        """Create or replace the Lease; the one write that needs no Lease."""
+        made: Object
+        if lease["metadata"].get("resourceVersion"):
+            made = await self.call("lease", "PUT", kind.path(*key), body=lease)
+        else:
+            made = await self.call("lease", "POST", kind.path(key[0]), body=lease)
+        return made
+
+    def _check_fence(self) -> None:
+        if not self.may_write():
+            raise FencedError("this process does not hold the Lease")
+
+    async def call(
+        self,
+        verb: str,
+        method: str,
+        path: str,
+        query: Mapping[str, str] | None = None,
+        body: Any = None,
+        content_type: str = "application/json",
+    ) -> Any:
+        """One request within its deadline. Raises ApiError for everything but a good JSON answer."""
+        await self._pace.take()
+        code = 0
+        try:
+            code, text, retry_after = await self._exchange(method, path, query, body, content_type)
+            answer = json.loads(text)
+        except (aiohttp.ClientError, OSError, TimeoutError) as error:
+            raise ApiError(0, "NoAnswer", f"{type(error).__name__}: {error}") from error
+        except ValueError as error:
+            raise ApiError(code, "BadAnswer", f"no JSON in the answer to {method} {path}") from error
+        finally:
+            self._metrics.calls.labels(verb, str(code)).inc()
+        if not isinstance(answer, dict):
+            raise ApiError(code, "BadAnswer", f"no JSON object in the answer to {method} {path}")
+        if code >= 400:
+            raise ApiError(code, str(answer.get("reason", "")), str(answer.get("message", "")), retry_after)
+        return answer
+
+    async def _exchange(
+        self, method: str, path: str, query: Mapping[str, str] | None, body: Any, content_type: str
+    ) -> tuple[int, bytes, float]:
+        request = await self._client.param_serialize(
+            method,
+            path,
+            query_params=list((query or {}).items()),
+            header_params={"Content-Type": content_type, "Accept": "application/json"},
+            body=body,
+            auth_settings=["BearerToken"],
+        )
+        answer = await self._client.call_api(*request, _request_timeout=REQUEST_SECONDS)
+        wish = answer.headers.get("Retry-After", "")
+        text: bytes = await answer.read()  # type: ignore[no-untyped-call]
+        return answer.status, text, min(float(wish), 10.0) if wish.isdigit() else 0.0

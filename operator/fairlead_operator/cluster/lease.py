@@ -1,0 +1,139 @@
+"""Leader election by one Lease: at any moment at most one operator writes.
+
+Time is taken from the own monotonic clock only. A holder stops writing well before others may take over,
+and stands down when the Lease changed under it, even if its own name is in it.
+"""
+
+import asyncio
+import logging
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Protocol
+
+from fairlead_operator.errors import ApiError
+from fairlead_operator.resource.kinds import LEASE, MANAGER, Key, Kind, Object
+
+log = logging.getLogger(__name__)
+
+DURATION = 15.0  # a Lease that nobody renewed for this long is free
+RENEW = 5.0  # a holder renews this often
+FENCE = 10.0  # and stops writing when its last renewal is older than this
+ATTEMPTS = (
+    4096  # that are remembered: an API server that hung may commit the first of all it was sent, hours later
+)
+
+
+class LeaseApi(Protocol):
+    """The two calls the election needs; ``Cluster`` has them."""
+
+    async def get(self, kind: Kind, key: Key) -> Object | None: ...
+
+    async def write_lease(self, kind: Kind, key: Key, lease: Object) -> Object: ...
+
+
+@dataclass(slots=True)
+class _Seen:
+    """A version of the Lease and when this process first saw it."""
+
+    version: str
+    at: float
+
+
+class Election:
+    """``step`` is one look and at most one write; ``holds`` is the fence of every other write."""
+
+    def __init__(
+        self,
+        api: LeaseApi,
+        namespace: str,
+        identity: str,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        now: Callable[[], datetime] = lambda: datetime.now(UTC),
+    ) -> None:
+        self._api, self._key, self.identity = api, (namespace, MANAGER), identity
+        self._clock, self._now = clock, now
+        self._mine: Object | None = None
+        self._renewed = float("-inf")
+        self._attempts: deque[str] = deque(maxlen=ATTEMPTS)  # since the last good answer
+        self._seen: _Seen | None = None
+        self._first = True
+
+    def holds(self) -> bool:
+        """Whether this process may write right now."""
+        return self._mine is not None and self._clock() - self._renewed < FENCE
+
+    async def step(self) -> None:
+        """Renew, take over or look. Errors of the API server leave everything as it is."""
+        began = self._clock()
+        if self._mine is not None:
+            await self._write(self._mine, began)
+            return
+        lease = await self._api.get(LEASE, self._key)
+        if lease is None or self._free(lease):
+            await self._write(lease, began)
+        self._first = False
+
+    async def run(self, report: Callable[[bool], None], beat: float = RENEW) -> None:
+        """Hold or strive for the Lease until cancelled; ``report`` hears of every change."""
+        held = False
+        while True:
+            try:
+                await self.step()
+            except Exception as error:  # noqa: BLE001 - whatever the API server does, the election goes on
+                log.warning("lease: %s", str(error)[:1024])
+            if self.holds() != held:
+                held = self.holds()
+                log.info("leading as %s" if held else "no longer leading as %s", self.identity)
+                report(held)
+            await asyncio.sleep(beat if held else min(beat, 2.0))
+
+    async def release(self) -> None:
+        """Give the Lease up on the way out, so that a standby need not wait for it to expire."""
+        if self._mine is None:
+            return
+        lease, self._mine = self._mine, None
+        spec = {**lease["spec"], "holderIdentity": "", "leaseDurationSeconds": 1}
+        await self._api.write_lease(LEASE, self._key, {**lease, "spec": spec})
+
+    def _free(self, lease: Object) -> bool:
+        """Nobody's, expired by our clock, or our own from before a restart."""
+        spec = lease.get("spec") or {}
+        version = lease["metadata"]["resourceVersion"]
+        if self._seen is None or self._seen.version != version:
+            self._seen = _Seen(version, self._clock())
+        holder = spec.get("holderIdentity") or ""
+        if not holder or (
+            holder == self.identity and (self._first or spec.get("renewTime") in self._attempts)
+        ):
+            return True
+        return self._clock() - self._seen.at > float(spec.get("leaseDurationSeconds") or DURATION)
+
+    async def _write(self, lease: Object | None, began: float) -> None:
+        # Unique to the microsecond, so that a write whose answer was lost is recognised as our own.
+        stamp = self._now().strftime("%Y-%m-%dT%H:%M:%S.%fZ")
+        self._attempts.append(stamp)
+        meta = lease["metadata"] if lease else {"name": self._key[1], "namespace": self._key[0]}
+        spec = dict((lease or {}).get("spec") or {})
+        if spec.get("holderIdentity") != self.identity:
+            spec["acquireTime"] = stamp
+            spec["leaseTransitions"] = int(spec.get("leaseTransitions") or 0) + (1 if lease else 0)
+        spec |= {
+            "holderIdentity": self.identity,
+            "leaseDurationSeconds": int(DURATION),
+            "renewTime": stamp,
+        }
+        body = {"apiVersion": LEASE.api_version, "kind": LEASE.name, "metadata": meta, "spec": spec}
+        try:
+            self._mine = await self._api.write_lease(LEASE, self._key, body)
+            self._renewed = began
+            self._attempts = deque(
+                [stamp], ATTEMPTS
+            )  # the Lease has moved on: none before can still be committed
+        except ApiError as error:
+            if error.code in {404, 409}:  # it changed under us: someone else writes, or our answer was lost
+                self._mine = None
+            raise

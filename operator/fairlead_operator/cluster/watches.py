@@ -1,0 +1,140 @@
+"""kopf's part: watching. Every handler hands what it saw to the store's owner, and nothing else.
+
+Only ``on.event``, ``on.login`` and ``on.startup`` are used: everything else of kopf writes finalizers or annotations,
+and a finalizer would keep a resource from being deleted while no operator runs.
+"""
+
+import asyncio
+import contextlib
+import functools
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import kopf
+
+from fairlead_operator.resource.kinds import Kind, Object
+
+log = logging.getLogger(__name__)
+
+Deliver = Callable[[Kind, bool, Object], None]  # kind, deleted, object
+
+
+def registry(kinds: Sequence[Kind], environ: Mapping[str, str], deliver: Deliver) -> kopf.OperatorRegistry:
+    """One silent handler per kind. ``deliver`` is called in kopf's thread."""
+    handlers = kopf.OperatorRegistry()
+
+    @kopf.on.login(registry=handlers)
+    def login(**given: Any) -> kopf.ConnectionInfo | None:
+        if environ.get("KUBECONFIG"):
+            return kopf.login_with_kubeconfig(**given)
+        return kopf.login_with_service_account(**given)
+
+    @kopf.on.startup(registry=handlers)
+    def configure(settings: kopf.OperatorSettings, **_: Any) -> None:
+        _configure(settings, kinds)
+
+    for kind in kinds:
+        group, _, version = kind.api_version.rpartition("/")
+        observe = _observer(kind, deliver)
+        kopf.on.event(group, version, kind.plural, registry=handlers, id=kind.plural)(observe)
+    return handlers
+
+
+def _observer(kind: Kind, deliver: Deliver) -> Callable[..., Any]:
+    async def observe(event: Mapping[str, Any], **_: Any) -> None:
+        deliver(kind, event.get("type") == "DELETED", event["object"])
+
+    return observe
+
+
+def _configure(settings: kopf.OperatorSettings, kinds: Sequence[Kind]) -> None:
+    settings.posting.enabled = False
+    settings.scanning.disabled = True  # no right to watch CRDs or namespaces is asked for
+    settings.peering.standalone = True  # the Lease decides who writes
+    settings.networking.request_timeout = 10
+    settings.networking.connect_timeout = 5
+    settings.networking.error_backoffs = (0.5, 1, 2, 3)
+    settings.watching.server_timeout = 240
+    settings.watching.inactivity_timeout = (
+        25  # a watch that went silent is opened anew; the re-list covers the gap
+    )
+    settings.watching.connect_timeout = 5
+    settings.watching.reconnect_backoff = 0.5
+    settings.queueing.worker_limit = 50
+    settings.queueing.idle_timeout = 1
+    settings.queueing.error_delays = (1, 2, 5, 10)
+    settings.process.ultimate_exiting_timeout = None  # it would kill the whole process
+    for kind in kinds:
+        group, _, version = kind.api_version.rpartition("/")
+        if kind.labels:
+            settings.watching.label_selectors[group, version, kind.plural] = kind.labels
+        if kind.fields:
+            settings.watching.field_selectors[group, version, kind.plural] = kind.fields
+
+
+class Watches:
+    """kopf in a thread with a loop of its own: when it ends, it cancels every task of its loop."""
+
+    def __init__(
+        self, kinds: Sequence[Kind], namespaces: Sequence[str], environ: Mapping[str, str], deliver: Deliver
+    ) -> None:
+        self._kinds, self._namespaces, self._environ, self._deliver = kinds, namespaces, environ, deliver
+        self._ended = False
+        self._stop: Callable[[], object] = lambda: None
+
+    async def run(self, restarted: Callable[[], None], pause: float = 2.0) -> None:
+        """Keep the watches up until cancelled, whatever the API server answers."""
+        try:
+            while True:
+                await asyncio.to_thread(self._once)
+                restarted()
+                await asyncio.sleep(pause)
+        finally:
+            self._ended = True
+            with contextlib.suppress(RuntimeError):  # that loop is closed already
+                self._stop()
+
+    def _once(self) -> None:
+        # Not asyncio.run: it waits without limit for tasks that do not end when cancelled.
+        loop = asyncio.new_event_loop()
+        try:
+            loop.run_until_complete(self._watch(loop))
+        except BaseException as error:  # noqa: BLE001 - kopf ends on 401, 409, 410, 500 and cut answers: start again
+            log.warning("watches ended: %s", str(error)[:1024])
+        finally:
+            loop.close()
+
+    async def _watch(self, loop: asyncio.AbstractEventLoop) -> None:
+        """What ``kopf.operator`` does, but ended within seconds: its own end waits for tasks of a broken watch."""
+        stop = asyncio.Event()  # a threading.Event would hold a thread of the loop for ever
+        self._stop = functools.partial(loop.call_soon_threadsafe, stop.set)
+        if self._ended:
+            return
+        roots = await kopf.spawn_tasks(
+            registry=registry(self._kinds, self._environ, self._deliver),
+            settings=kopf.OperatorSettings(),
+            clusterwide=not self._namespaces,
+            namespaces=list(self._namespaces),
+            standalone=True,
+            stop_flag=stop,
+        )
+        done, _ = await asyncio.wait(roots, return_when=asyncio.FIRST_COMPLETED)
+        await _end(set(roots))  # first these: they close the connections
+        await _end({task for task in asyncio.all_tasks() if task is not asyncio.current_task()})
+        for task in done:
+            if not task.cancelled() and (error := task.exception()) is not None:
+                raise error
+
+
+async def _end(tasks: set[asyncio.Task[Any]]) -> None:
+    """Cancel, twice because kopf takes the first as a wish; what then still runs is left to the closing loop."""
+    pending = {task for task in tasks if not task.done()}
+    for _ in range(2):
+        for task in pending:
+            task.cancel()
+        if pending:
+            finished, pending = await asyncio.wait(pending, timeout=1)
+            for task in finished:
+                if not task.cancelled():
+                    task.exception()  # looked at, so that it is not reported as forgotten

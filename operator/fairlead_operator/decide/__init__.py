@@ -1,0 +1,1 @@
+"""What the operator decides, as pure functions: no I/O and no clock."""

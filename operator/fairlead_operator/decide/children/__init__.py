@@ -1,0 +1,1 @@
+"""The objects of a resource: what they should be, and what must change."""

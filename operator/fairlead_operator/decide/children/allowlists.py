@@ -1,0 +1,51 @@
+"""What the chart's allow-lists refuse of a resource, as blockers. Pure; with any of these no child is written."""
+
+from collections.abc import Callable, Iterable
+
+from fairlead_operator.decide.children.manifests import creates_claim
+from fairlead_operator.decide.pods.blockers import Blocker, blocker
+from fairlead_operator.resource.kinds import RESOURCE
+from fairlead_operator.resource.resource import InferenceDeployment
+from fairlead_operator.resource.settings import Settings
+
+
+def not_allowed(resource: InferenceDeployment, settings: Settings) -> list[Blocker]:
+    """One blocker a field, in the order of the spec; each names the field, the value and the chart's list."""
+    extra, about = resource.spec.pod_template, f"{RESOURCE.name}/{resource.name}"
+    account, priority = extra.service_account_name, extra.priority_class_name
+    remote_code = resource.spec.model.trust_remote_code
+    checks = (
+        ("model.trustRemoteCode", "true", settings.allow_remote_code or not remote_code, "allow.remoteCode"),
+        ("engine.image", resource.image, settings.allows_image(resource.image), "allow.images"),
+        (
+            "modelCache.size",
+            "a new claim",
+            settings.create_model_cache or not creates_claim(resource),
+            "modelCache.create",
+        ),
+        (
+            "podTemplate.serviceAccountName",
+            account,
+            settings.allows_service_account(account),
+            "allow.serviceAccounts",
+        ),
+        (
+            "podTemplate.priorityClassName",
+            priority,
+            settings.allows_priority_class(priority),
+            "allow.priorityClasses",
+        ),
+        *_keys("labels", extra.labels, settings.allows_label),
+        *_keys("annotations", extra.annotations, settings.allows_annotation),
+    )
+    return [
+        blocker("NotAllowed", about, f"spec.{path}: {value} is not allowed by this installation ({knob})")
+        for path, value, good, knob in checks
+        if not good
+    ]
+
+
+def _keys(place: str, keys: Iterable[str], allows: Callable[[str], bool]) -> list[tuple[str, str, bool, str]]:
+    """A label brings the pods under every foreign selector that it satisfies, and agents act on annotations."""
+    refused = ", ".join(key[:80] for key in sorted(keys) if not allows(key))
+    return [(f"podTemplate.{place}", refused, not refused, f"allow.{place}")]

@@ -1,0 +1,92 @@
+"""What one pod of a resource can hold: the resource's ``status.capacity``, by the runtime's own sizing.
+
+Owns the way from a resource to the device it asks for, and the shape of the status. Asks no network and no cluster:
+the model's config.json comes as a mapping, from wherever the caller found it.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from fairlead_operator.resource.resource import SETTINGS, InferenceDeployment
+from fairlead_runtime.config import ConfigError, flag_of
+from fairlead_runtime.sizing.shape import ModelShape, ShapeError, UnknownFamilyError
+from fairlead_runtime.sizing.solve import DeviceFacts, MemoryPlan, gib, host_terms, plan_memory
+
+MEASURED = ("weightsBytes", "kvBytesPerToken", "numBlocks", "concurrentTokens", "fullLengthSequences")
+
+
+class PlanError(ValueError):
+    """Capacity is unknown. ``reason`` is the Planned condition's; the message says what would help."""
+
+    def __init__(self, reason: str, message: str) -> None:
+        super().__init__(message)
+        self.reason = reason
+
+
+def device_of(deployment: InferenceDeployment) -> DeviceFacts:
+    """One accelerator of the pod, or on a CPU the pod's memory limit."""
+    accelerator, resources = deployment.spec.resources.accelerator, deployment.spec.resources
+    if accelerator.count == 0:
+        return DeviceFacts("cpu", resources.memory.value)
+    if not accelerator.memory:
+        fix = "set resources.accelerator.memory, e.g. 80Gi, to plan before a pod runs"
+        raise PlanError("AcceleratorMemoryUnknown", f"the memory of one accelerator is not known: {fix}")
+    return DeviceFacts("cuda", accelerator.memory.value)
+
+
+def plan_of(config: Mapping[str, Any], deployment: InferenceDeployment) -> MemoryPlan:
+    """The sizing of this resource for the model of this config.json. Raises PlanError."""
+    device = device_of(deployment)
+    try:
+        return plan_memory(ModelShape.from_config(config), deployment.engine, device)
+    except UnknownFamilyError as error:
+        raise PlanError("FamilyUnknown", str(error)) from None
+    except ShapeError as error:
+        raise PlanError("UnsupportedModel", str(error)) from None
+    except ConfigError as error:
+        path = next(path for path, setting in SETTINGS.items() if setting.name == error.field)
+        raise PlanError(
+            "InvalidConfig", f"spec.{path}{str(error).removeprefix(flag_of(error.field))}"
+        ) from None
+
+
+def capacity_of(config: Mapping[str, Any], deployment: InferenceDeployment) -> dict[str, Any]:
+    """``status.capacity`` before any pod has measured anything. Raises PlanError."""
+    plan = plan_of(config, deployment)
+    short = host_shortage(deployment)
+    return {
+        "planned": {
+            "weightsBytes": plan.weights_bytes,
+            "kvBytesPerToken": plan.kv_bytes_per_token,
+            "numBlocks": plan.num_blocks,
+            "concurrentTokens": plan.concurrent_tokens,
+            "fullLengthSequences": plan.full_length_sequences,
+            "formula": plan.formula,
+        },
+        "fits": plan.fits,
+        "message": f"{plan.message}; but {short}" if short else plan.message,
+    }
+
+
+def host_shortage(deployment: InferenceDeployment) -> str:
+    """Why the pod of an accelerator would run out of host memory, "" when it would not."""
+    resources = deployment.spec.resources
+    needed, has = sum(host_terms(deployment.engine).values()), resources.memory.value
+    if resources.accelerator.count == 0 or needed <= has:
+        return ""
+    parts = " + ".join(f"{name} {gib(size)}" for name, size in host_terms(deployment.engine).items())
+    fix = f"set resources.memory to at least {-(-needed // 2**30)}Gi"
+    return f"the host needs {parts} = {gib(needed)} GiB, resources.memory is {gib(has)}: {fix}"
+
+
+def with_measured(capacity: Mapping[str, Any], report: Mapping[str, Any]) -> dict[str, Any]:
+    """``capacity`` with what a pod's ``/debug/memory`` tells, and the drift of its number of blocks in percent."""
+    found = {key: report[key] for key in MEASURED if isinstance(report.get(key), int)}
+    for term in report.get("terms", ()):
+        if term.get("name") == "weights" and isinstance(term.get("measuredBytes"), int):
+            found["weightsBytes"] = term["measuredBytes"]
+    merged = {**capacity, "measured": found}
+    planned = capacity.get("planned", {}).get("numBlocks")
+    if planned and "numBlocks" in found:
+        merged["driftPercent"] = round(100 * (found["numBlocks"] - planned) / planned, 1)
+    return merged

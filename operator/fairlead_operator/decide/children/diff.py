@@ -1,0 +1,224 @@
+"""What to write, and why: desired and observed objects in, a Plan out. Pure; writes nothing.
+
+The comparison follows the API server's own merge rules: an object that holds everything we render is
+unchanged whatever others added to it, except inside the parts that have one owner as a whole.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from fairlead_operator.resource.fields import Quantity
+from fairlead_operator.resource.kinds import (
+    MANAGED_LABEL,
+    MANAGED_VALUE,
+    MANAGER,
+    UID_LABEL,
+    Object,
+    controller_of,
+)
+
+# Lists that merge by key, as declared in the API types; every other list is one value.
+_MERGE_KEYS: Mapping[str, tuple[tuple[str, ...], ...]] = {
+    "containers": (("name",),),
+    "initContainers": (("name",),),
+    "env": (("name",),),
+    "volumes": (("name",),),
+    "volumeMounts": (("mountPath",),),
+    "imagePullSecrets": (("name",),),
+    "ownerReferences": (("uid",),),
+    "ports": (("containerPort", "protocol"), ("port", "protocol")),
+    "topologySpreadConstraints": (("topologyKey", "whenUnsatisfiable"),),
+}
+# Maps that are one value: an added key changes their meaning.
+_WHOLE_MAPS = frozenset({"selector", "podSelector", "namespaceSelector", "labelSelector"})
+# Almost all of a claim is immutable, and its data outlives any change of ours.
+_WRITE_ONCE = frozenset({"PersistentVolumeClaim"})
+_QUANTITY_PARENTS = frozenset({"limits", "requests"})
+_QUANTITY_FIELDS = frozenset({"sizeLimit", "storage"})
+
+
+@dataclass(frozen=True, slots=True)
+class Apply:
+    """Server-side apply of one manifest. ``uid``: of the object that is changed; None: it must not exist.
+
+    ``first`` is a JSON patch to send before: a changed key of a list item is a foreign item to the server,
+    and where it has kept the name of ours the two exclude each other.
+    """
+
+    manifest: Object
+    uid: str | None
+    why: str
+    first: tuple[Object, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Delete:
+    """Deletion of exactly this object: uid and version are preconditions."""
+
+    body: Object
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Conflict:
+    """An object that stands where ours should and is not ours: it is left alone."""
+
+    kind: str
+    name: str
+    owner: str
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Everything one pass writes besides status."""
+
+    apply: tuple[Apply, ...] = ()
+    delete: tuple[Delete, ...] = ()
+    conflicts: tuple[Conflict, ...] = ()
+
+
+def diff(desired: Iterable[Object], observed: Iterable[Object], uid: str) -> Plan:
+    """The writes that turn ``observed`` children into ``desired`` ones.
+
+    ``uid`` is the resource's. Observed objects that are not ours are conflicts where we want that name, and
+    invisible where we do not. Objects that are being deleted are waited for.
+    """
+    live = {(body["kind"], body["metadata"]["name"]): body for body in observed}
+    applies: list[Apply] = []
+    conflicts: list[Conflict] = []
+    wanted = set()
+    for manifest in desired:
+        identity = (manifest["kind"], manifest["metadata"]["name"])
+        wanted.add(identity)
+        body = live.get(identity)
+        if body is None:
+            applies.append(Apply(manifest, None, "missing"))
+        elif not ours(body, uid):
+            conflicts.append(Conflict(*identity, owner=owner_text(body)))
+        elif body["kind"] not in _WRITE_ONCE and not body["metadata"].get("deletionTimestamp"):
+            paths = differences(manifest, body)
+            if paths:
+                uid_of_it, why = body["metadata"]["uid"], ", ".join(paths[:5])
+                applies.append(Apply(manifest, uid_of_it, why, tuple(collisions(manifest, body))))
+    deletes = [
+        Delete(body, "no longer wanted")
+        for identity, body in live.items()
+        if identity not in wanted and ours(body, uid) and not body["metadata"].get("deletionTimestamp")
+    ]
+    return Plan(tuple(applies), tuple(deletes), tuple(conflicts))
+
+
+def ours(body: Object, uid: str) -> bool:
+    """Whether the object's controller is the resource with this uid, or was until somebody removed the reference.
+
+    The latter needs no other controller, our labels with this very uid, and our name among those who applied it:
+    a foreign object may wear the labels, but nobody applied it as us.
+    """
+    controller = controller_of(body)
+    if controller is not None:
+        return controller.get("uid") == uid
+    labels = body["metadata"].get("labels") or {}
+    marked = labels.get(MANAGED_LABEL) == MANAGED_VALUE and labels.get(UID_LABEL) == uid
+    return marked and any(
+        entry.get("manager") == MANAGER and entry.get("operation") == "Apply"
+        for entry in body["metadata"].get("managedFields") or ()
+    )
+
+
+def differences(want: Any, live: Any, path: str = "") -> list[str]:
+    """Dotted paths where ``live`` lacks or contradicts what we render; empty when nothing is to do."""
+    name = path.rsplit(".", 1)[-1]
+    if isinstance(want, Mapping):
+        if not isinstance(live, Mapping):
+            return [path]
+        found = [
+            hit
+            for key in want
+            for hit in differences(want[key], live.get(key), f"{path}.{key}" if path else key)
+        ]
+        extra = name in _WHOLE_MAPS and set(live) - set(want)
+        return found + ([path] if extra else [])
+    if isinstance(want, Sequence) and not isinstance(want, str):
+        return _list_differences(want, live, path, name)
+    if want == live or (want == "" and live is None):  # the server drops empty strings
+        return []
+    if _is_quantity(path) and _same_quantity(want, live):
+        return []
+    return [path]
+
+
+def _list_differences(want: Sequence[Any], live: Any, path: str, name: str) -> list[str]:
+    if not want and not live:
+        return []  # the server drops empty lists
+    if not isinstance(live, Sequence) or isinstance(live, str):
+        return [path]
+    keys = _keys_of(name, want)
+    if keys is None:
+        if len(want) != len(live):
+            return [path]
+        pairs = list(zip(want, live, strict=True))
+        return [
+            hit
+            for index, (one, other) in enumerate(pairs)
+            for hit in differences(one, other, f"{path}[{index}]")
+        ]
+    found = []
+    for item in want:
+        match = [other for other in live if _matches(item, other, keys)]
+        label = f"{path}[{item[keys[0]]}]"
+        found += differences(item, match[0], label) if match else [label]
+    return found
+
+
+def collisions(want: Any, live: Any, pointer: str = "") -> list[Object]:
+    """JSON patch operations that free the names of our ports: replaced where ours is missing, else removed."""
+    if isinstance(want, Mapping) and isinstance(live, Mapping):
+        return [
+            operation
+            for key in want
+            for operation in collisions(want[key], live.get(key), f"{pointer}/{key}")
+            if "/" not in key and "~" not in key
+        ]
+    if not isinstance(want, list) or not isinstance(live, list):
+        return []
+    found: list[Object] = []
+    keys = _keys_of(pointer.rsplit("/", 1)[-1], want)
+    for index, other in enumerate(live):
+        same = [item for item in want if isinstance(item, Mapping) and isinstance(other, Mapping)]
+        named = [item for item in same if "name" in item and item["name"] == other.get("name")]
+        if not keys or not named:
+            continue
+        if _matches(named[0], other, keys):
+            found += collisions(named[0], other, f"{pointer}/{index}")
+        elif any(_matches(named[0], one, keys) for one in live):
+            found.append({"op": "remove", "path": f"{pointer}/{index}"})
+        else:
+            found.append({"op": "replace", "path": f"{pointer}/{index}", "value": named[0]})
+    return found
+
+
+def _keys_of(name: str, want: Sequence[Any]) -> tuple[str, ...] | None:
+    return next((k for k in _MERGE_KEYS.get(name, ()) if want and all(k[0] in item for item in want)), None)
+
+
+def _matches(item: Mapping[str, Any], other: Mapping[str, Any], keys: tuple[str, ...]) -> bool:
+    return all(other.get(k) == item[k] for k in keys if k in item)
+
+
+def _is_quantity(path: str) -> bool:
+    parts = path.replace("[", ".[").split(".")
+    return parts[-1] in _QUANTITY_FIELDS or (len(parts) > 1 and parts[-2] in _QUANTITY_PARENTS)
+
+
+def _same_quantity(one: Any, other: Any) -> bool:
+    try:
+        return Quantity(one).exact == Quantity(other).exact
+    except ValueError:
+        return False
+
+
+def owner_text(body: Object) -> str:
+    """Whose the object is, for a message."""
+    controller = controller_of(body)
+    return f"{controller['kind']} {controller['name']}" if controller else "nobody"

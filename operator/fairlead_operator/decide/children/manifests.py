@@ -1,0 +1,159 @@
+"""The objects of one resource, as plain dicts. Pure: the same input gives the same bytes.
+
+Owns which objects there are, their names and labels; ``podtemplate`` owns the pods. Whatever is rendered is ours to
+keep; whatever is left out is the cluster's or the user's.
+"""
+
+import re
+from typing import Any, Literal
+
+from fairlead_operator.decide.children.podtemplate import (
+    ADMIN_PORT,
+    HTTP_PORT,
+    cache_claim,
+    labels,
+    pod_template,
+    selector,
+)
+from fairlead_operator.resource.kinds import (
+    BUDGET,
+    CLAIM,
+    DEPLOYMENT,
+    POLICY,
+    RESOURCE,
+    REVISION_LABEL,
+    SERVICE,
+    Kind,
+    Object,
+)
+from fairlead_operator.resource.resource import InferenceDeployment
+from fairlead_operator.resource.settings import Settings
+
+_COMMIT = re.compile("[0-9a-f]{40}")
+Strategy = Literal["Surge", "Recreate"]
+
+
+def render(
+    resource: InferenceDeployment,
+    settings: Settings,
+    replicas: int,
+    strategy: Strategy,
+    *,
+    cached: bool = False,
+) -> list[Object]:
+    """Every child the resource should have, in the order in which they are written.
+
+    ``cached``: new pods find the weights in their claim, and none needs the hub any more.
+    """
+    children = [_service(resource), _deployment(resource, settings, replicas, strategy)]
+    if resource.spec.security.network_policy:
+        children.insert(0, _network_policy(resource, settings, cached=cached))
+    if max_replicas(resource) > 1:
+        children.append(_budget(resource))
+    if creates_claim(resource):
+        children.insert(0, _claim(resource))
+    return children
+
+
+def keeps_weights(resource: InferenceDeployment) -> bool:
+    """Whether what one pod has downloaded is what every later one needs: a claim, and a commit, which never moves."""
+    cache, model = resource.spec.model_cache, resource.spec.model
+    return cache.type == "PVC" and model.where.kind == "hf" and bool(_COMMIT.fullmatch(model.revision))
+
+
+def max_replicas(resource: InferenceDeployment) -> int:
+    scaling = resource.spec.autoscaling
+    return scaling.max_replicas if scaling else resource.spec.replicas
+
+
+def creates_claim(resource: InferenceDeployment) -> bool:
+    cache = resource.spec.model_cache
+    return cache.type == "PVC" and not cache.claim_name
+
+
+def revision_of(deployment: Object) -> str:
+    """The template hash a Deployment carries."""
+    labels = deployment["spec"]["template"]["metadata"].get("labels") or {}
+    return str(labels.get(REVISION_LABEL, ""))
+
+
+def _object(resource: InferenceDeployment, kind: Kind, name: str, spec: Object) -> Object:
+    owner = {
+        "apiVersion": RESOURCE.api_version,
+        "kind": RESOURCE.name,
+        "name": resource.name,
+        "uid": resource.uid,
+        "controller": True,
+        "blockOwnerDeletion": False,
+    }
+    return {
+        "apiVersion": kind.api_version,
+        "kind": kind.name,
+        "metadata": {
+            "name": name,
+            "namespace": resource.namespace,
+            "labels": labels(resource),
+            "ownerReferences": [owner],
+        },
+        "spec": spec,
+    }
+
+
+def _deployment(
+    resource: InferenceDeployment, settings: Settings, replicas: int, strategy: Strategy
+) -> Object:
+    rollout = resource.spec.rollout
+    how: Object = {"type": "Recreate"}
+    if strategy == "Surge":
+        limits = {"maxSurge": rollout.max_surge, "maxUnavailable": rollout.max_unavailable}
+        how = {"type": "RollingUpdate", "rollingUpdate": limits}
+    spec = {
+        "replicas": replicas,
+        "selector": {"matchLabels": selector(resource)},
+        "strategy": how,
+        "minReadySeconds": 5,
+        "progressDeadlineSeconds": rollout.progress_deadline_seconds,
+        "revisionHistoryLimit": 2,
+        "template": pod_template(resource, settings),
+    }
+    return _object(resource, DEPLOYMENT, resource.name, spec)
+
+
+def _service(resource: InferenceDeployment) -> Object:
+    port = {"name": "http", "port": resource.spec.service.port, "targetPort": "http", "protocol": "TCP"}
+    spec = {"type": resource.spec.service.type, "selector": selector(resource), "ports": [port]}
+    return _object(resource, SERVICE, resource.name, spec)
+
+
+def _budget(resource: InferenceDeployment) -> Object:
+    spec = {"maxUnavailable": 1, "selector": {"matchLabels": selector(resource)}}
+    return _object(resource, BUDGET, resource.name, spec)
+
+
+def _network_policy(resource: InferenceDeployment, settings: Settings, *, cached: bool) -> Object:
+    """The API for everyone, the admin port for its readers; out to the hub only where weights come from it."""
+    ingress: list[Object] = [{"ports": [{"port": HTTP_PORT, "protocol": "TCP"}]}]
+    if settings.admin_peers:
+        ports = [{"port": ADMIN_PORT, "protocol": "TCP"}]
+        ingress.append({"from": list(settings.admin_peers), "ports": ports})
+    egress: list[Object] = []
+    if resource.spec.model.where.kind == "hf" and not cached:
+        names = [{"port": 53, "protocol": protocol} for protocol in ("UDP", "TCP")]
+        egress = [{"ports": [*names, {"port": settings.hub_port, "protocol": "TCP"}]}]
+    spec = {
+        "podSelector": {"matchLabels": selector(resource)},
+        "policyTypes": ["Ingress", "Egress"],
+        "ingress": ingress,
+        "egress": egress,
+    }
+    return _object(resource, POLICY, resource.name, spec)
+
+
+def _claim(resource: InferenceDeployment) -> Object:
+    """Shared by all pods, hence ReadWriteMany, unless there is only ever one."""
+    mode = "ReadWriteMany" if max_replicas(resource) > 1 else "ReadWriteOnce"
+    spec: dict[str, Any] = {
+        "accessModes": [mode],
+        "resources": {"requests": {"storage": str(resource.spec.model_cache.size)}},
+    }
+    return _object(resource, CLAIM, cache_claim(resource), spec)

@@ -1,0 +1,257 @@
+"""The pod template of a resource, as a plain dict with its hash as a label. Pure.
+
+Owns the pod's names, ports, mounts, probes and security. No CR string ever passes a shell: commands are lists. No
+measured value ever enters the template: it would start a rollout.
+"""
+
+import dataclasses
+import hashlib
+import json
+import math
+
+from fairlead_operator.resource.fields import as_body
+from fairlead_operator.resource.kinds import (
+    MANAGED_LABEL,
+    MANAGED_VALUE,
+    NAME_LABEL,
+    REMOTE_CODE_LABEL,
+    REVISION_LABEL,
+    UID_LABEL,
+    Object,
+)
+from fairlead_operator.resource.resource import InferenceDeployment
+from fairlead_operator.resource.settings import Settings
+
+HTTP_PORT, ADMIN_PORT = 8000, 9000
+USER = 10001
+HUB_HOME = "/models"  # HF_HOME: an emptyDir, or the shared claim
+CLAIM_ROOT = "/model"  # where a pvc:// source is mounted, read-only
+TMP, SHM = "/tmp", "/dev/shm"  # noqa: S108 - emptyDirs of the pod
+KEYS, TOKEN = "/var/run/fairlead/api-keys", "/var/run/fairlead/hub-token"
+PROBE_SECONDS = 2
+GRACE_SECONDS = 15  # beyond the drain: to close connections and leave
+
+
+def selector(resource: InferenceDeployment) -> dict[str, str]:
+    """Labels that only this resource's pods carry: a user's label cannot bring others in."""
+    return {NAME_LABEL: resource.name, UID_LABEL: resource.uid}
+
+
+def labels(resource: InferenceDeployment) -> dict[str, str]:
+    """What every child and pod carries. By the uid an object is known that lost its owner reference."""
+    trusted = {REMOTE_CODE_LABEL: "trusted"} if resource.spec.model.trust_remote_code else {}
+    return {**selector(resource), MANAGED_LABEL: MANAGED_VALUE, **trusted}
+
+
+def cache_claim(resource: InferenceDeployment) -> str:
+    return resource.spec.model_cache.claim_name or f"{resource.name}-model-cache"
+
+
+def model_argument(resource: InferenceDeployment) -> str:
+    """MODEL as the pod's commands take it."""
+    source = resource.spec.model.where
+    if source.kind == "demo":
+        return "demo:"
+    if source.kind == "hf":
+        return f"hf://{source.path}"
+    return f"{CLAIM_ROOT}/{source.path.lstrip('/')}" if source.kind == "pvc" else source.path
+
+
+def pod_template(resource: InferenceDeployment, settings: Settings) -> Object:
+    """The pod template with its hash as a label; no measured value ever enters it."""
+    extra = resource.spec.pod_template
+    template: Object = {
+        "metadata": {
+            "labels": {
+                **extra.labels,
+                **labels(resource),
+                "llm-d.ai/engine-type": "vllm",
+            },
+            "annotations": {"kubectl.kubernetes.io/default-container": "runtime", **extra.annotations},
+        },
+        "spec": _pod_spec(resource, settings),
+    }
+    digest = hashlib.sha256(json.dumps(template, sort_keys=True).encode()).hexdigest()
+    template["metadata"]["labels"][REVISION_LABEL] = digest[:10]
+    return template
+
+
+def _pod_spec(resource: InferenceDeployment, settings: Settings) -> Object:
+    extra, spec = resource.spec.pod_template, resource.spec
+    accelerator = spec.resources.accelerator
+    pod: Object = {
+        "automountServiceAccountToken": False,
+        "enableServiceLinks": False,
+        "terminationGracePeriodSeconds": spec.rollout.drain_timeout_seconds + GRACE_SECONDS,
+        "securityContext": {
+            "runAsNonRoot": True,
+            "runAsUser": USER,
+            "runAsGroup": USER,
+            "fsGroup": USER,
+            "fsGroupChangePolicy": "OnRootMismatch",
+            "seccompProfile": {"type": "RuntimeDefault"},
+        },
+        "containers": [_runtime(resource, settings)],
+        "volumes": _volumes(resource),
+        "tolerations": _tolerations(resource),
+    }
+    if spec.model.where.kind == "hf":
+        pod["initContainers"] = [_fetch(resource, settings)]
+    node_selector = dict(extra.node_selector)
+    if accelerator.count:
+        node_selector |= accelerator.node_selector
+    optional = {
+        "nodeSelector": node_selector,
+        "priorityClassName": extra.priority_class_name,
+        "serviceAccountName": extra.service_account_name,
+        "imagePullSecrets": [{"name": secret.name} for secret in extra.image_pull_secrets],
+        "topologySpreadConstraints": [
+            {**as_body(spread), "labelSelector": {"matchLabels": selector(resource)}}
+            for spread in extra.topology_spread
+        ],
+    }
+    return pod | {name: value for name, value in optional.items() if value}
+
+
+def _runtime(resource: InferenceDeployment, settings: Settings) -> Object:
+    spec = resource.spec
+    engine = resource.engine
+    if spec.security.api_key_secret_ref.name:
+        engine = dataclasses.replace(engine, api_key_file=f"{KEYS}/{spec.security.api_key_secret_ref.key}")
+    deadline = math.ceil(spec.rollout.progress_deadline_seconds / PROBE_SECONDS)
+    ready = {
+        "httpGet": {"path": "/readyz", "port": "admin"},
+        "periodSeconds": PROBE_SECONDS,
+        "timeoutSeconds": 2,
+    }
+    alive = {"httpGet": {"path": "/healthz", "port": "admin"}, "periodSeconds": 10, "timeoutSeconds": 5}
+    return {
+        "name": "runtime",
+        "image": resource.image or settings.runtime_image,
+        "command": ["fairlead"],
+        "args": ["serve", model_argument(resource), "--host=0.0.0.0", *engine.to_args()],
+        "env": _environment(resource, {"HF_HUB_OFFLINE": "1"}),
+        "ports": [
+            {"name": "http", "containerPort": HTTP_PORT, "protocol": "TCP"},
+            {"name": "admin", "containerPort": ADMIN_PORT, "protocol": "TCP"},
+        ],
+        "startupProbe": {**ready, "failureThreshold": deadline},
+        "readinessProbe": {**ready, "failureThreshold": 1},
+        "livenessProbe": {**alive, "failureThreshold": 3},
+        "resources": _resources(resource, accelerators=True),
+        "securityContext": _container_security(),
+        "terminationMessagePolicy": "File",
+        "volumeMounts": _mounts(resource, runtime=True),
+    }
+
+
+def _fetch(resource: InferenceDeployment, settings: Settings) -> Object:
+    """Downloads the weights before the runtime starts offline; serves its progress on the admin port."""
+    model = resource.spec.model
+    arguments = ["fetch", model_argument(resource), "--host=0.0.0.0"]
+    if model.revision:
+        arguments.append(f"--revision={model.revision}")
+    hub = {"HF_ENDPOINT": settings.hub}
+    if model.token_secret_ref.name:
+        hub["HF_TOKEN_PATH"] = f"{TOKEN}/{model.token_secret_ref.key}"
+    return {
+        "name": "fetch",
+        "image": resource.image or settings.runtime_image,
+        "command": ["fairlead"],
+        "args": arguments,
+        "env": _environment(resource, hub),
+        "resources": _resources(resource, accelerators=False),
+        "securityContext": _container_security(),
+        "terminationMessagePolicy": "File",
+        "volumeMounts": _mounts(resource, runtime=False),
+    }
+
+
+def _environment(resource: InferenceDeployment, ours: dict[str, str]) -> list[Object]:
+    """The user's first, ours last and only once: the resource's rules keep the names apart."""
+    fixed = {
+        "HOME": TMP,
+        "HF_HOME": HUB_HOME,
+        "HF_HUB_DISABLE_TELEMETRY": "1",
+        "PYTHONDONTWRITEBYTECODE": "1",
+    }
+    names = {
+        **{variable.name: variable.value for variable in resource.spec.pod_template.env},
+        **fixed,
+        **ours,
+    }
+    return [{"name": name, "value": value} for name, value in names.items()]
+
+
+def _resources(resource: InferenceDeployment, *, accelerators: bool) -> Object:
+    wanted = resource.spec.resources
+    limits: dict[str, str] = {"memory": str(wanted.memory)}
+    if accelerators and wanted.accelerator.count:
+        limits[wanted.accelerator.resource_name] = str(wanted.accelerator.count)
+    return {"requests": {"cpu": str(wanted.cpu), **limits}, "limits": limits}
+
+
+def _container_security() -> Object:
+    return {
+        "allowPrivilegeEscalation": False,
+        "capabilities": {"drop": ["ALL"]},
+        "readOnlyRootFilesystem": True,
+        "runAsNonRoot": True,
+    }
+
+
+def _volumes(resource: InferenceDeployment) -> list[Object]:
+    spec = resource.spec
+    source = spec.model.where
+    shared = {"medium": "Memory", "sizeLimit": str(spec.resources.shared_memory)}
+    volumes: list[Object] = [
+        {"name": "tmp", "emptyDir": {"sizeLimit": "1Gi"}},
+        {"name": "shm", "emptyDir": shared},
+    ]
+    if source.kind == "hf":
+        cache: Object = {"emptyDir": {}}
+        if spec.model_cache.type == "PVC":
+            cache = {"persistentVolumeClaim": {"claimName": cache_claim(resource)}}
+        volumes.append({"name": "models", **cache})
+    if source.kind == "pvc":
+        volumes.append(
+            {"name": "model", "persistentVolumeClaim": {"claimName": source.claim, "readOnly": True}}
+        )
+    for name, secret in (
+        ("api-keys", spec.security.api_key_secret_ref),
+        ("hub-token", spec.model.token_secret_ref),
+    ):
+        if secret.name:
+            items = [{"key": secret.key, "path": secret.key}]
+            volumes.append(
+                {"name": name, "secret": {"secretName": secret.name, "items": items, "defaultMode": 0o440}}
+            )
+    return volumes
+
+
+def _mounts(resource: InferenceDeployment, *, runtime: bool) -> list[Object]:
+    spec = resource.spec
+    mounts: list[Object] = [{"name": "tmp", "mountPath": TMP}]
+    if runtime:
+        mounts.append({"name": "shm", "mountPath": SHM})
+    if spec.model.where.kind == "hf":
+        # The runtime only reads what `fetch` has put there.
+        mounts.append({"name": "models", "mountPath": HUB_HOME} | ({"readOnly": True} if runtime else {}))
+    if runtime and spec.model.where.kind == "pvc":
+        mounts.append({"name": "model", "mountPath": CLAIM_ROOT, "readOnly": True})
+    if runtime and spec.security.api_key_secret_ref.name:
+        mounts.append({"name": "api-keys", "mountPath": KEYS, "readOnly": True})
+    if not runtime and spec.model.token_secret_ref.name:
+        mounts.append({"name": "hub-token", "mountPath": TOKEN, "readOnly": True})
+    return mounts
+
+
+def _tolerations(resource: InferenceDeployment) -> list[Object]:
+    tolerations: list[Object] = [as_body(one) for one in resource.spec.pod_template.tolerations]
+    accelerator = resource.spec.resources.accelerator
+    if accelerator.count:
+        tolerations.append({"key": accelerator.resource_name, "operator": "Exists", "effect": "NoSchedule"})
+    for taint in ("node.kubernetes.io/not-ready", "node.kubernetes.io/unreachable"):
+        lost = {"key": taint, "operator": "Exists", "effect": "NoExecute", "tolerationSeconds": 30}
+        tolerations.append(lost)
+    return tolerations

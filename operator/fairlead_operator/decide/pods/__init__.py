@@ -1,0 +1,1 @@
+"""What pods, events and metrics say about a resource."""

@@ -1,0 +1,254 @@
+"""Why a resource is not ready: observed pods, events and quota in, ordered reasons with hints out. Pure.
+
+Every code is listed in ``CODES``, in the order of importance: the first blocker is Ready's reason. A
+message repeats what Kubernetes or the runtime said, cut and made printable; a hint says what to do.
+"""
+
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from fairlead_operator.resource.kinds import REVISION_LABEL, Object
+
+# code → hint. The order is the order of importance.
+CODES: Mapping[str, str] = {
+    "InvalidSpec": "Correct the named field.",
+    "NotAllowed": "Use a value on the chart's allow-list, or have it added there.",
+    "Conflict": "Rename this resource, or remove the object that has its name.",
+    "WriteRefused": "The API server refuses an object of this resource: read the message.",
+    "DoesNotFit": "Follow the message, or give the pod more memory.",
+    "PodsRefused": "The namespace's rules refuse the pods: read the message, ask its administrator.",
+    "QuotaExceeded": "Free some of the namespace's quota, have it raised, or ask for less.",
+    "InsufficientAccelerator": "Free or add accelerators, or lower resources.accelerator.count.",
+    "SurgeBlocked": "No free accelerator for the extra pod: set rollout.strategy to Recreate, or free one.",
+    "VolumeMissing": "Create the PersistentVolumeClaim that the message names.",
+    "VolumePending": "The claim has no volume yet: see its own events.",
+    "Unschedulable": "No node takes the pod: compare nodeSelector, tolerations and resources with the nodes.",
+    "SecretMissing": "Create the Secret and key that the message names.",
+    "ImagePullBackOff": "Check the image's name, and imagePullSecrets for a private registry.",
+    "InvalidSource": "Write model.source as demo:, hf://owner/name, pvc://claim/path or file:///path.",
+    "ModelNotFound": "Check model.source and model.revision.",
+    "WeightsUnauthorized": "Give model.tokenSecretRef a token that may read this model.",
+    "HubUnreachable": "Check HF_ENDPOINT, the proxy and the NetworkPolicy of the namespace.",
+    "NoSpace": "Give modelCache a larger volume.",
+    "NoSafetensors": "Take a model that publishes safetensors: nothing else is read.",
+    "BadWeights": "The files are damaged: pin another revision.",
+    "BadModelFiles": "The files are damaged: pin another revision.",
+    "RemoteCodeRefused": "Take another model, or set model.trustRemoteCode where the chart allows it.",
+    "UnsupportedModel": "Take a model of a supported family.",
+    "OutOfMemory": "Raise resources.memory, or lower cache.numBlocks, engine.maxModelLen or cache.cpuOffloadSpace.",
+    "SelfTestFailed": "The model computes something else than the reference: try engine.dtype float32, and report it.",
+    "InvalidConfig": "The runtime refused a setting: correct what the message names.",
+    "RuntimeRefused": "Read the message and the pod's log.",
+    "CrashLoop": "Read the pod's log: kubectl logs --previous.",
+    "ProbeFailed": "The pod serves no more: see its log and /healthz.",
+    "ProgressDeadlineExceeded": "The start takes longer than rollout.progressDeadlineSeconds: raise it, or see the pod.",
+    "FetchingWeights": "Wait: the weights are being downloaded.",
+    "Starting": "Wait: the model is being loaded and tested.",
+    "CanaryFailed": "The pod is ready but makes no token: see its log.",
+    "RollingOut": "Wait: pods of the new revision replace the old ones.",
+    "NoReplicas": "Set replicas above 0.",
+}
+_ORDER = {code: index for index, code in enumerate(CODES)}
+# Codes that are a stage of a normal start, not a fault.
+NORMAL = frozenset({"FetchingWeights", "Starting", "RollingOut", "NoReplicas"})
+
+_PULL = frozenset(
+    {"ErrImagePull", "ImagePullBackOff", "InvalidImageName", "ErrImageNeverPull", "RegistryUnavailable"}
+)
+_CONFIG = frozenset({"CreateContainerConfigError", "CreateContainerError"})
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Blocker:
+    """One reason. ``object`` is ``Kind/name``."""
+
+    rank: int
+    code: str
+    object: str
+    message: str
+    hint: str
+
+
+def blocker(code: str, about: str, message: str, hint: str = "") -> Blocker:
+    return Blocker(_ORDER[code], code, about[:512], printable(message), printable(hint or CODES[code]))
+
+
+def printable(text: str, limit: int = 1024) -> str:
+    """Foreign text made safe for a terminal: no control characters, one line, at most ``limit`` characters."""
+    clean = "".join(c if c.isprintable() else " " for c in text)
+    clean = re.sub(r" +", " ", clean).strip()
+    return clean if len(clean) <= limit else clean[: limit - 1] + "…"
+
+
+def find(
+    *,
+    revision: str,
+    pods: Iterable[Object],
+    deployment: Object | None,
+    events: Sequence[Object],
+    surging: bool,
+    downloads: Mapping[str, str] | None = None,
+) -> list[Blocker]:
+    """The reasons seen in the cluster, most important first.
+
+    ``revision``: the template hash that should serve; pods of others are only waited for. ``surging``: a
+    rollout keeps old pods until new ones are ready. ``downloads``: by pod uid, how far its weights are.
+    """
+    pods = list(pods)
+    current = [p for p in pods if _revision(p) == revision and not p["metadata"].get("deletionTimestamp")]
+    older = any(_revision(p) != revision for p in pods)
+    found = _of_deployment(deployment)
+    for pod in current:
+        progress = (downloads or {}).get(pod["metadata"]["uid"], "")
+        found += _of_pod(
+            pod, [e for e in events if _about(e, pod)], progress, surge_blocked=surging and older
+        )
+    if older and not found and not all(is_ready(p) for p in current):
+        found.append(blocker("RollingOut", "", "pods of the previous revision still serve"))
+    unique = {(b.code, b.message): b for b in sorted(found, reverse=True)}
+    return sorted(unique.values())[:16]
+
+
+def is_ready(pod: Object) -> bool:
+    return any(
+        c.get("type") == "Ready" and c.get("status") == "True"
+        for c in (pod.get("status") or {}).get("conditions") or ()
+    )
+
+
+def _revision(pod: Object) -> str:
+    return str((pod["metadata"].get("labels") or {}).get(REVISION_LABEL, ""))
+
+
+def _about(event: Object, pod: Object) -> bool:
+    about = event.get("involvedObject") or {}
+    return bool(about.get("uid") == pod["metadata"].get("uid"))
+
+
+def _of_deployment(deployment: Object | None) -> list[Blocker]:
+    if deployment is None:
+        return []
+    about = f"Deployment/{deployment['metadata']['name']}"
+    found = []
+    for condition in (deployment.get("status") or {}).get("conditions") or ():
+        message = str(condition.get("message", ""))
+        if condition["type"] == "ReplicaFailure" and condition["status"] == "True":
+            code = (
+                "QuotaExceeded" if "exceeded quota" in message or "must specify" in message else "PodsRefused"
+            )
+            found.append(blocker(code, about, message))
+        elif condition["type"] == "Progressing" and condition.get("reason") == "ProgressDeadlineExceeded":
+            found.append(blocker("ProgressDeadlineExceeded", about, message))
+    return found
+
+
+def _of_pod(pod: Object, events: Sequence[Object], progress: str, *, surge_blocked: bool) -> list[Blocker]:
+    about = f"Pod/{pod['metadata']['name']}"
+    status = pod.get("status") or {}
+    if is_ready(pod):
+        return []
+    for condition in status.get("conditions") or ():
+        if condition.get("type") == "PodScheduled" and condition.get("status") == "False":
+            return [_unscheduled(pod, about, str(condition.get("message", "")), surge_blocked=surge_blocked)]
+    fetches = status.get("initContainerStatuses") or ()
+    runs = status.get("containerStatuses") or ()
+    containers = [(one, bool(progress)) for one in fetches] + [(one, True) for one in runs]
+    for container, moving in containers:
+        if seen := _of_container(container, about, moving=moving):
+            return [seen]
+    mounts = [e for e in events if e.get("reason") in {"FailedMount", "FailedAttachVolume"}]
+    if mounts and not any(c.get("started") for c, _ in containers):
+        message = str(mounts[-1].get("message", ""))
+        return [blocker(_missing(message) or "VolumePending", about, message)]
+    return _of_stage(status, events, about, progress)
+
+
+def _of_stage(
+    status: Mapping[str, Any], events: Sequence[Object], about: str, progress: str
+) -> list[Blocker]:
+    for container in status.get("initContainerStatuses") or ():
+        if "running" in (container.get("state") or {}):
+            return [blocker("FetchingWeights", about, progress or "the init container downloads the weights")]
+    main: Mapping[str, Any] = next(iter(status.get("containerStatuses") or ()), {})
+    if main.get("started"):
+        failed = [e for e in events if e.get("reason") == "Unhealthy"]
+        if failed:
+            return [blocker("ProbeFailed", about, str(failed[-1].get("message", "")))]
+    if "running" in (main.get("state") or {}):
+        return [blocker("Starting", about, "the runtime loads and tests the model")]
+    return [blocker("Starting", about, "the pod is being set up")]
+
+
+def _unscheduled(pod: Object, about: str, message: str, *, surge_blocked: bool) -> Blocker:
+    if missing := _missing(message):
+        return blocker(missing, about, message)
+    wanted = {
+        name
+        for container in (pod.get("spec") or {}).get("containers") or ()
+        for name in (container.get("resources") or {}).get("limits") or {}
+        if "/" in name
+    }
+    if any(f"Insufficient {name}" in message for name in wanted):
+        return blocker("SurgeBlocked" if surge_blocked else "InsufficientAccelerator", about, message)
+    return blocker("Unschedulable", about, message)
+
+
+def _missing(message: str) -> str:
+    if re.search(r'persistentvolumeclaim "[^"]+" not found', message, re.IGNORECASE):
+        return "VolumeMissing"
+    if "unbound immediate PersistentVolumeClaims" in message:
+        return "VolumePending"
+    if re.search(
+        r'secret "[^"]+" not found|non-existent secret key|couldn\'t find key', message, re.IGNORECASE
+    ):
+        return "SecretMissing"
+    return ""
+
+
+def _of_container(container: Mapping[str, Any], about: str, *, moving: bool) -> Blocker | None:
+    """``moving``: one that runs again after a failure has come further than that; else the failure stands."""
+    state = container.get("state") or {}
+    waiting = state.get("waiting") or {}
+    reason, message = str(waiting.get("reason", "")), str(waiting.get("message", ""))
+    if reason in _PULL:
+        return blocker("ImagePullBackOff", about, message or f"{reason}: {container.get('image', '')}")
+    if reason in _CONFIG:
+        return blocker(_missing(message) or "CrashLoop", about, message or reason)
+    ended = state.get("terminated")
+    if not ended and reason == "CrashLoopBackOff":
+        ended = (container.get("lastState") or {}).get("terminated") or {}
+    if not ended and not (container.get("started") and moving):
+        ended = (container.get("lastState") or {}).get("terminated")
+    if ended is not None and ended.get("exitCode", 1) != 0:
+        return _of_end(ended, about)
+    return None
+
+
+def _of_end(ended: Mapping[str, Any], about: str) -> Blocker:
+    if ended.get("reason") == "OOMKilled":
+        return blocker(
+            "OutOfMemory", about, "the kernel ended the container: it used more than its memory limit"
+        )
+    text = str(ended.get("message") or "")
+    said = termination(text)
+    if said is not None:
+        code, message, hint = said
+        return blocker(code, about, message, hint)
+    exit_code = ended.get("exitCode", "?")
+    return blocker("CrashLoop", about, f"exit code {exit_code}" + (f": {text}" if text else ""))
+
+
+def termination(text: str) -> tuple[str, str, str] | None:
+    """Code, message and hint of the runtime's last line; None when it left none."""
+    for line in reversed(text.strip().splitlines()):
+        try:
+            value = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(value, dict) and isinstance(value.get("code"), str):
+            known = value["code"] if value["code"] in CODES else "RuntimeRefused"
+            return known, str(value.get("message", "")), str(value.get("hint", ""))
+    return None

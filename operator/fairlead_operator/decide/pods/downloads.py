@@ -1,0 +1,92 @@
+"""How far the pods are with downloading their weights, as the status shows it: coarsely, so that it costs few writes. Pure.
+
+A download is shown anew when it passes a tenth, and a resource's downloads at most every ``SHOW_SECONDS``.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from fairlead_operator.resource.kinds import Object
+
+SHOW_SECONDS = 30.0
+STEP = 10  # percent
+MOST_BYTES = 1 << 60
+CODE = "FetchingWeights"
+_UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
+
+
+@dataclass(frozen=True, slots=True)
+class Download:
+    """Bytes that are there and bytes in all."""
+
+    done: int
+    total: int
+
+    @property
+    def percent(self) -> int:
+        return 100 * self.done // self.total
+
+    def __str__(self) -> str:
+        return f"{self.percent} % of the weights are there: {_size(self.done)} of {_size(self.total)}"
+
+
+def read(answer: Mapping[str, Any]) -> Download | None:
+    """What a pod's ``/progress`` tells; None while it tells nothing yet, or nothing that can be true."""
+    done, total = answer.get("done_bytes"), answer.get("total_bytes")
+    if type(done) is not int or type(total) is not int:
+        return None
+    return Download(done, total) if 0 <= done <= total <= MOST_BYTES and total else None
+
+
+def fetching(pods: Iterable[Object]) -> list[Object]:
+    """Pods whose init container runs and that are not on their way out."""
+    return [
+        pod
+        for pod in pods
+        if not pod["metadata"].get("deletionTimestamp")
+        and any(
+            "running" in (container.get("state") or {})
+            for container in (pod.get("status") or {}).get("initContainerStatuses") or ()
+        )
+    ]
+
+
+def show(shown: Mapping[str, Download], now: Mapping[str, Download], waited: float) -> Mapping[str, Download]:
+    """What to show from now on, by pod uid; ``shown`` itself while the news are too small or too young.
+
+    ``waited``: seconds since the last change of what is shown.
+    """
+    if waited < SHOW_SECONDS or {uid: _step(one) for uid, one in shown.items()} == {
+        uid: _step(one) for uid, one in now.items()
+    }:
+        return shown
+    return dict(now)
+
+
+def messages(
+    shown: Mapping[str, Download], pods: Iterable[Object], before: Mapping[str, Any]
+) -> Mapping[str, str]:
+    """By pod uid, the blocker's message; of pods not asked yet the one in the status ``before``, as after a restart."""
+    said = {
+        str(one.get("object")): str(one.get("message"))
+        for one in before.get("blockers") or ()
+        if one.get("code") == CODE
+    }
+    found = {uid: str(download) for uid, download in shown.items()}
+    for pod in fetching(pods):
+        uid, about = pod["metadata"]["uid"], f"Pod/{pod['metadata']['name']}"
+        if uid not in found and about in said:
+            found[uid] = said[about]
+    return found
+
+
+def _step(one: Download) -> tuple[int, int]:
+    return one.percent // STEP, one.total
+
+
+def _size(count: int) -> str:
+    value, unit = float(count), 0
+    while value >= 1024 and unit + 1 < len(_UNITS):
+        value, unit = value / 1024, unit + 1
+    return f"{value:.1f} {_UNITS[unit]}" if unit else f"{count} B"

@@ -1,0 +1,77 @@
+"""Events on a resource: what is worth one, and its body. Pure.
+
+The name follows from the content, so that an Event is there once whoever wrote it when.
+"""
+
+import hashlib
+from collections.abc import Mapping
+from datetime import datetime
+from typing import Any, NamedTuple
+
+from fairlead_operator.decide.pods.blockers import NORMAL, printable
+from fairlead_operator.resource.kinds import EVENT, MANAGER, RESOURCE, Object
+
+
+class Note(NamedTuple):
+    """What an Event says. ``about`` tells two of the same reason apart."""
+
+    reason: str
+    message: str
+    about: str
+    kind: str = "Normal"  # or Warning
+
+
+def changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[Note]:
+    """What to tell of the way from one status to the next.
+
+    The first blocker whenever it is another, any other whose code was not there, and that the last is over.
+    """
+    before, now = old.get("blockers") or (), new.get("blockers") or ()
+    if before and not now:
+        ready: Mapping[str, Any] = next((c for c in new.get("conditions") or () if c["type"] == "Ready"), {})
+        reason = "Ready" if ready.get("status") == "True" else "Unblocked"
+        over = f"{before[0]['code']} is over: {ready.get('message', '')}"
+        return [Note(reason, over, str(before[0].get("since")))]
+    codes = {one["code"] for one in before}
+    told = []
+    for index, one in enumerate(now):
+        first = index == 0 and (not before or _identity(before[0]) != _identity(one))
+        if first or one["code"] not in codes:
+            codes.add(one["code"])
+            kind = "Normal" if one["code"] in NORMAL else "Warning"
+            about = f"{one.get('object', '')} {one.get('since', '')}"
+            told.append(Note(one["code"], f"{one['message']} ({one['hint']})", about, kind))
+    return told
+
+
+def _identity(one: Mapping[str, Any]) -> tuple[Any, Any]:
+    return one.get("code"), one.get("object")
+
+
+def event_about(resource: Object, note: Note, now: datetime) -> Object:
+    """The body of an Event on this resource."""
+    meta = resource["metadata"]
+    identity = "\n".join([meta["uid"], note.reason, note.about])
+    stamp = now.strftime("%Y-%m-%dT%H:%M:%SZ")
+    return {
+        "apiVersion": EVENT.api_version,
+        "kind": EVENT.name,
+        "metadata": {
+            "name": f"{meta['name']}.{hashlib.sha256(identity.encode()).hexdigest()[:16]}",
+            "namespace": meta["namespace"],
+        },
+        "involvedObject": {
+            "apiVersion": RESOURCE.api_version,
+            "kind": RESOURCE.name,
+            "name": meta["name"],
+            "namespace": meta["namespace"],
+            "uid": meta["uid"],
+        },
+        "type": note.kind,
+        "reason": note.reason,
+        "message": printable(note.message),
+        "source": {"component": MANAGER},
+        "firstTimestamp": stamp,
+        "lastTimestamp": stamp,
+        "count": 1,
+    }

@@ -1,0 +1,245 @@
+"""How many replicas: a pure function of policy, past, samples, supply and time.
+
+Owns the decision and the record of every limit that changed it. Reads no cluster, no metric and no clock; whoever
+calls ``decide`` every tick hands back the history it returned.
+
+What it guards against, each seen in a well-known autoscaler: an average taken for a total (replicas double while
+models load), a metric that is bounded by the batch (never reaches its target), missing data taken for zero, NaN
+taken for a number, starting pods that are not counted, and a mean over minutes that answers a burst in minutes.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from fairlead_operator.decide.pods.load import FRESH_SECONDS, Sample
+from fairlead_operator.resource.spec import Autoscaling
+from fairlead_runtime.config import EngineConfig
+
+TICK = 5.0  # seconds between two decisions
+UP_PERIOD, DOWN_PERIOD = 15.0, 60.0  # maxStep holds for so many seconds
+GAP = FRESH_SECONDS  # seconds without data after which a window starts over
+HOUR = 3600.0
+TURNS = (
+    2  # a turn downwards waits while the last hour holds more: with the turn up that may follow, at most 4
+)
+SHARE = 0.8  # of a pod's capacity, when no target is set
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """``target``: requests one pod should have. Windows are seconds, steps are pods a period."""
+
+    min_replicas: int
+    max_replicas: int
+    target: float
+    tolerance: float
+    up_window: float
+    up_step: int
+    down_window: float
+    down_step: int
+
+    @classmethod
+    def of(
+        cls, autoscaling: Autoscaling, engine: EngineConfig, full_length_sequences: int | None
+    ) -> "Policy":
+        """``full_length_sequences`` is the planned one, None or 0 while it is unknown."""
+        target = autoscaling.target_per_replica
+        if target is None:
+            planned = full_length_sequences
+            target_value = (
+                max(1.0, SHARE * min(engine.max_requests, planned)) if planned else engine.max_requests
+            )
+        else:
+            target_value = target
+        return cls(
+            min_replicas=autoscaling.min_replicas,
+            max_replicas=autoscaling.max_replicas,
+            target=float(target_value),
+            tolerance=autoscaling.tolerance,
+            up_window=autoscaling.scale_up.stabilization_seconds,
+            up_step=autoscaling.scale_up.max_step,
+            down_window=autoscaling.scale_down.stabilization_seconds,
+            down_step=autoscaling.scale_down.max_step,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Supply:
+    """What there is: ``current`` replicas asked for, names of ready pods, pods that start or cannot be placed.
+
+    ``starting`` counts pods within their start-up deadline only: a crash-looping pod is no supply.
+    """
+
+    current: int
+    ready: tuple[str, ...]
+    starting: int = 0
+    unschedulable: int = 0
+
+    @property
+    def pods(self) -> int:
+        return len(self.ready) + self.starting
+
+
+@dataclass(frozen=True, slots=True)
+class History:
+    """What ``decide`` remembers. The empty one is right after a restart: its windows fill before anything shrinks."""
+
+    since: float | None = None  # start of the unbroken run of data that ``raws`` belongs to
+    raws: tuple[tuple[float, int], ...] = ()  # (time, replicas that demand asked for)
+    changes: tuple[tuple[float, int], ...] = ()  # (time, pods added) of the last periods
+    direction: int = 0  # of the last change: 1, -1, or 0 for none yet
+    last: float = -math.inf  # time of the last change
+    turns: tuple[tuple[float, float], ...] = ()  # (time of a turn, time of the change before it), latest hour
+
+
+@dataclass(frozen=True, slots=True)
+class Clamp:
+    name: str
+    before: int
+    after: int
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    replicas: int
+    history: History
+    clamps: tuple[Clamp, ...]
+    why: str
+    inputs: Mapping[str, float] = field(
+        default_factory=dict
+    )  # demand, target, raw, supply, ready, fresh, from
+
+    @property
+    def limited_by(self) -> str:
+        """The last limit that changed the answer, "" when none did. Tolerance is none: inside it all is as wanted."""
+        limits = [clamp.name for clamp in self.clamps if clamp.name != "tolerance"]
+        return limits[-1] if limits else ""
+
+    def entry(self, at: str) -> dict[str, Any]:
+        """An item of ``status.autoscaling.decisions``."""
+        clamps = [{"name": c.name, "before": c.before, "after": c.after} for c in self.clamps]
+        return {"at": at, "to": self.replicas, **self.inputs, "why": self.why, "clamps": clamps}
+
+
+class _Answer:
+    """The number of replicas on its way through the limits; remembers each that changed it."""
+
+    def __init__(self, replicas: int) -> None:
+        self.replicas = replicas
+        self.clamps: list[Clamp] = []
+
+    def limit(self, name: str, after: int) -> None:
+        if after != self.replicas:
+            self.clamps.append(Clamp(name, self.replicas, after))
+            self.replicas = after
+
+
+def decide(
+    policy: Policy, history: History, samples: Mapping[str, Sample], supply: Supply, now: float
+) -> Decision:
+    """The replicas to ask for now. ``samples`` holds each pod's last good sample, ``now`` is a monotonic clock.
+
+    Without fresh data it holds; it shrinks only on fresh data from every ready pod, over a whole window.
+    """
+    known = {pod: samples[pod] for pod in supply.ready if pod in samples and samples[pod].load.sane}
+    fresh = [pod for pod, sample in known.items() if sample.fresh(now)]
+    demand = sum(sample.load.total for sample in known.values())
+    raw = math.ceil(demand / policy.target - 1e-9)
+    inputs = {
+        "from": supply.current,
+        "demand": demand,
+        "target": policy.target,
+        "supply": supply.pods,
+        "ready": len(supply.ready),
+        "fresh": len(fresh),
+        "raw": raw,
+    }
+    if not fresh:
+        answer = _Answer(supply.current)
+        why = "no fresh metrics: holding"
+    else:
+        # A ready pod that was never read may hold any load: such a moment speaks for no shrinking, now or later.
+        seen = raw if len(known) == len(supply.ready) else max(raw, supply.current)
+        history = _observed(history, seen, now, max(policy.up_window, policy.down_window))
+        answer = _Answer(raw)
+        off = demand / (policy.target * supply.pods) - 1
+        if abs(off) <= policy.tolerance:
+            answer.limit("tolerance", supply.current)
+        if answer.replicas > supply.current:
+            _limit_up(answer, policy, history, supply, now)
+        elif answer.replicas < supply.current:
+            _limit_down(answer, policy, history, supply, now, stale=len(fresh) < len(supply.ready))
+        why = f"{demand:g} requests at {policy.target:g} a pod ask for {raw}"
+    answer.limit("minReplicas", max(answer.replicas, policy.min_replicas))
+    answer.limit("maxReplicas", min(answer.replicas, policy.max_replicas))
+    if answer.clamps:
+        why += "; " + ", ".join(f"{c.name} {c.before} → {c.after}" for c in answer.clamps)
+    history = _changed(history, answer.replicas - supply.current, now)
+    return Decision(answer.replicas, history, tuple(answer.clamps), why, inputs)
+
+
+def _limit_up(answer: _Answer, policy: Policy, history: History, supply: Supply, now: float) -> None:
+    if policy.up_window:
+        lasting = _over(history, policy.up_window, now, min) if _filled(history, policy.up_window, now) else 0
+        answer.limit("scaleUp.stabilizationSeconds", max(supply.current, min(answer.replicas, lasting)))
+    added = sum(n for at, n in history.changes if n > 0 and 0 <= now - at < UP_PERIOD)
+    answer.limit(
+        "scaleUp.maxStep", max(supply.current, min(answer.replicas, supply.current - added + policy.up_step))
+    )
+    if supply.unschedulable:
+        answer.limit("unschedulable", supply.current)
+
+
+def _limit_down(
+    answer: _Answer, policy: Policy, history: History, supply: Supply, now: float, *, stale: bool
+) -> None:
+    if stale:
+        answer.limit("staleMetrics", supply.current)
+        return
+    if not _filled(history, policy.down_window, now):
+        answer.limit("windowFilling", supply.current)
+        return
+    needed = _over(history, policy.down_window, now, max)
+    answer.limit("scaleDown.stabilizationSeconds", min(supply.current, max(answer.replicas, needed)))
+    if answer.replicas < supply.current and history.direction > 0:
+        # A small gain must not use up the turns that a large one may need soon.
+        large = 3 * answer.replicas < supply.current
+        turns = sum(1 for at, before in history.turns if 0 <= now - (before if large else at) < HOUR)
+        if turns > TURNS:
+            answer.limit("flapping", supply.current)
+    removed = -sum(n for at, n in history.changes if n < 0 and 0 <= now - at < DOWN_PERIOD)
+    lowest = supply.current + removed - policy.down_step
+    answer.limit("scaleDown.maxStep", min(supply.current, max(answer.replicas, lowest)))
+
+
+# -- memory
+
+
+def _observed(history: History, raw: int, now: float, window: float) -> History:
+    """With one more answer of demand; a gap, or a clock that went back, starts the windows over."""
+    last = history.raws[-1][0] if history.raws else None
+    if history.since is None or last is None or not 0 <= now - last <= GAP:
+        return replace(history, since=now, raws=((now, raw),))
+    kept = tuple(item for item in history.raws if now - item[0] <= window)
+    return replace(history, raws=(*kept, (now, raw)))
+
+
+def _changed(history: History, added: int, now: float) -> History:
+    recent = tuple(c for c in history.changes if 0 <= now - c[0] < DOWN_PERIOD)
+    if not added:
+        return replace(history, changes=recent)
+    direction = 1 if added > 0 else -1
+    turns = tuple(turn for turn in history.turns if 0 <= now - turn[0] < HOUR)
+    if history.direction not in (0, direction):
+        turns = (*turns, (now, history.last))
+    return replace(history, changes=(*recent, (now, added)), direction=direction, last=now, turns=turns)
+
+
+def _filled(history: History, window: float, now: float) -> bool:
+    return history.since is not None and now - history.since >= window
+
+
+def _over(history: History, window: float, now: float, pick: Callable[[list[int]], int]) -> int:
+    return pick([raw for at, raw in history.raws if now - at <= window])

@@ -1,0 +1,217 @@
+"""The resource's status: everything known, as the CRD's status. Pure; the previous status lends only its times.
+
+Equal knowledge gives an equal status, so that an unchanged resource costs no write.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime
+from typing import Any
+
+from fairlead_operator.decide.children.podtemplate import selector
+from fairlead_operator.decide.pods.blockers import Blocker, printable
+from fairlead_operator.decide.pods.drains import Drained
+from fairlead_operator.decide.pods.observed import Observed, revision_of_pod
+from fairlead_operator.decide.pods.startup import startup
+from fairlead_operator.resource.kinds import Object
+from fairlead_operator.resource.resource import InferenceDeployment
+
+
+@dataclass(frozen=True, slots=True)
+class Capacity:
+    """``status.capacity``, or why there is none yet."""
+
+    body: Mapping[str, Any] | None = None
+    reason: str = "ConfigUnavailable"
+    message: str = "the model's config.json is not known yet"
+
+    @property
+    def full_length_sequences(self) -> int | None:
+        """The planned ones; None while nothing is planned."""
+        planned: int | None = (self.body or {}).get("planned", {}).get("fullLengthSequences")
+        return planned
+
+
+@dataclass(frozen=True, slots=True)
+class Findings:
+    """What one pass found out, besides what the store shows."""
+
+    desired: int
+    revision: str
+    strategy: str
+    why: str
+    blockers: Sequence[Blocker] = ()
+    capacity: Capacity = field(default_factory=Capacity)
+    drained: Drained = field(default_factory=Drained)
+    canaries: frozenset[str] = frozenset()  # uids of pods that made a token
+    startups: Mapping[str, Mapping[str, float]] = field(
+        default_factory=dict
+    )  # by uid: the runtime's own parts
+    load: Mapping[str, int] | None = None
+    autoscaling: Mapping[str, Any] | None = None
+    scaling: tuple[str, str, str] = ("False", "NotAutoscaled", "spec.autoscaling is not set")
+
+
+def status_of(
+    resource: InferenceDeployment, seen: Observed, found: Findings, previous: Mapping[str, Any], now: datetime
+) -> Object:
+    """The whole status. ``previous`` keeps since-when of blockers and conditions that did not change."""
+    stamp = now.strftime("%Y-%m-%dT%H:%M:%SZ")
+    blockers = _blockers(found, previous, stamp)
+    serving = [p for p in seen.serving(found.revision) if p["metadata"]["uid"] in found.canaries]
+    current = sorted({revision_of_pod(p) for p in seen.ready_pods()}, key=lambda r: r == found.revision)
+    draining = [p for p in seen.pods if p["metadata"].get("deletionTimestamp")]
+    status: Object = {
+        "observedGeneration": resource.generation,
+        "replicas": len(seen.pods) - len(draining),
+        "desiredReplicas": found.desired,
+        "readyReplicas": len(seen.ready_pods()),
+        "updatedReplicas": sum(revision_of_pod(p) == found.revision and p not in draining for p in seen.pods),
+        "drainingReplicas": len(draining),
+        "selector": ",".join(f"{k}={v}" for k, v in selector(resource).items()),
+        "url": _url(resource),
+        "targetRevision": found.revision,
+        "rollout": {
+            "phase": _phase(seen, found),
+            "strategyChosen": found.strategy,
+            "why": found.why,
+            "drained": found.drained.finished,
+            "aborted": found.drained.aborted,
+        },
+        "blockers": blockers,
+    }
+    if current:
+        status["currentRevision"] = current[-1]
+    if found.capacity.body:
+        status["capacity"] = dict(found.capacity.body)
+    if found.load is not None:
+        status["load"] = dict(found.load)
+    if found.autoscaling is not None:
+        status["autoscaling"] = dict(found.autoscaling)
+    if seconds := startup(serving, found.startups, previous.get("startup") or {}):
+        status["startup"] = dict(seconds)
+    facts = _conditions(seen, found, blockers, serving)
+    if resource.spec.model.trust_remote_code:
+        facts.append(
+            ("RemoteCode", "True", "Trusted", "spec.model.trustRemoteCode lets the model's own code run")
+        )
+    status["conditions"] = [_condition(resource, *fact, previous, stamp) for fact in facts]
+    return status
+
+
+def invalid(generation: int, blocker: Blocker, previous: Mapping[str, Any], now: datetime) -> Object:
+    """The status of a resource that cannot be read: what was known stays, with the reason in front."""
+    stamp = now.strftime("%Y-%m-%dT%H:%M:%SZ")
+    kept = {k: v for k, v in previous.items() if k not in {"blockers", "conditions", "observedGeneration"}}
+    body = _blocker_body(blocker, previous, stamp)
+    ready = {
+        "type": "Ready",
+        "status": "False",
+        "reason": blocker.code,
+        "message": blocker.message,
+        "observedGeneration": generation,
+        "lastTransitionTime": _since(previous, "Ready", "False", stamp),
+    }
+    return {**kept, "observedGeneration": generation, "blockers": [body], "conditions": [ready]}
+
+
+def _conditions(
+    seen: Observed, found: Findings, blockers: Sequence[Object], serving: Sequence[Object]
+) -> list[tuple[str, str, str, str]]:
+    """Type, status, reason and message of every condition."""
+    first = blockers[0] if blockers else None
+    count = f"{len(serving)} of {found.desired} pods of revision {found.revision} serve"
+    ready = bool(serving)
+    reason, message = ("Serving", f"{count}; a canary token went through") if ready else _why_not(first)
+    available = len(seen.ready_pods()) >= found.desired > 0
+    phase = _phase(seen, found)
+    capacity = found.capacity
+    planned = ("Unknown", capacity.reason, capacity.message)
+    if capacity.body is not None:
+        fits = bool(capacity.body.get("fits"))
+        text = str(capacity.body.get("message", ""))
+        planned = ("True", "Fits", text) if fits else ("False", "DoesNotFit", text)
+    progressing = phase in {"Rolling", "Starting"}
+    return [
+        ("Ready", "True" if ready else "False", reason, message),
+        ("Planned", *planned),
+        (
+            "Progressing",
+            "True" if progressing else "False",
+            first["code"] if progressing and first else phase,
+            first["message"] if progressing and first else f"revision {found.revision}",
+        ),
+        (
+            "Available",
+            "True" if available else "False",
+            "EnoughPods" if available else "TooFewPods",
+            f"{len(seen.ready_pods())} of {found.desired} pods are ready",
+        ),
+        ("AutoscalingActive", *found.scaling),
+    ]
+
+
+def _why_not(first: Object | None) -> tuple[str, str]:
+    if first is None:
+        return "Starting", "waiting for pods of the current revision to serve"
+    return first["code"], f"{first['message']} ({first['hint']})"
+
+
+def _phase(seen: Observed, found: Findings) -> str:
+    pods = [p for p in seen.pods if not p["metadata"].get("deletionTimestamp")]
+    if found.desired == 0:
+        return "Stopped"
+    if any(revision_of_pod(p) != found.revision for p in pods):
+        return "Rolling"
+    return "Complete" if len(seen.serving(found.revision)) >= found.desired else "Starting"
+
+
+def _blockers(found: Findings, previous: Mapping[str, Any], stamp: str) -> list[Object]:
+    return [_blocker_body(one, previous, stamp) for one in found.blockers][:16]
+
+
+def _blocker_body(one: Blocker, previous: Mapping[str, Any], stamp: str) -> Object:
+    same = (
+        b for b in previous.get("blockers") or () if (b["code"], b.get("object")) == (one.code, one.object)
+    )
+    since = next((b["since"] for b in same), stamp)
+    return {"code": one.code, "since": since, "object": one.object, "message": one.message, "hint": one.hint}
+
+
+def _condition(
+    resource: InferenceDeployment,
+    kind: str,
+    status: str,
+    reason: str,
+    message: str,
+    previous: Mapping[str, Any],
+    stamp: str,
+) -> Object:
+    return {
+        "type": kind,
+        "status": status,
+        "reason": reason,
+        "message": printable(message, 2048),
+        "observedGeneration": resource.generation,
+        "lastTransitionTime": _since(previous, kind, status, stamp),
+    }
+
+
+def told(status: Mapping[str, Any], generation: int) -> bool:
+    """Whether it says already of this generation if it is Ready."""
+    return any(
+        c.get("type") == "Ready" and c.get("observedGeneration") == generation
+        for c in status.get("conditions") or ()
+    )
+
+
+def _since(previous: Mapping[str, Any], kind: str, status: str, stamp: str) -> str:
+    for condition in previous.get("conditions") or ():
+        if condition.get("type") == kind and condition.get("status") == status:
+            return str(condition.get("lastTransitionTime") or stamp)
+    return stamp
+
+
+def _url(resource: InferenceDeployment) -> str:
+    port = resource.spec.service.port
+    return f"http://{resource.name}.{resource.namespace}.svc" + ("" if port == 80 else f":{port}")

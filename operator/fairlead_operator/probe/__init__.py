@@ -1,0 +1,1 @@
+"""The operator's own HTTP requests: pods and the model hub."""

@@ -1,0 +1,1 @@
+"""The InferenceDeployment as frozen values, and the names that mark our objects."""

@@ -1,0 +1,209 @@
+"""InferenceDeployment: a resource's body as one frozen value, and the engine's settings in it.
+
+Owns the reading of a body and the rules between fields; ``spec`` has the fields, and those of the engine's sections
+are EngineConfig's, found by the path that each setting names. Bounds and rules repeat the CRD's (the contract tests
+compare them), because ``fairlead plan`` reads files that no API server has seen. Never reads a cluster or a file.
+"""
+
+import dataclasses
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Self
+
+from fairlead_operator.resource.fields import ResourceError, bounded, check, mapping, read, refuse_unknown
+from fairlead_operator.resource.spec import Source, Spec
+from fairlead_runtime.config import ConfigError, EngineConfig
+
+GROUP, VERSION, KIND = "serving.fairlead.dev", "v1alpha1", "InferenceDeployment"
+API_VERSION = f"{GROUP}/{VERSION}"
+NAME = re.compile(r"[a-z]([-a-z0-9]{0,38}[a-z0-9])?")
+REVISION = re.compile(r"([A-Za-z0-9][A-Za-z0-9._/-]*)?")
+ENV = re.compile(r"^(PYTHON|LD_|HF_|FAIRLEAD_)|_PROXY$")
+OPEN_KEYS = re.compile(r"app[.]kubernetes[.]io/(version|part-of)")
+RESERVED_KEYS = re.compile(
+    r"(^|[.])(kubernetes[.]io|k8s[.]io|istio[.]io|iam[.]gke[.]io|amazonaws[.]com|workload[.]identity|fairlead[.]dev)/"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class InferenceDeployment:
+    """One resource. ``engine`` is complete but for what rendering adds (the key file's path)."""
+
+    name: str
+    namespace: str
+    uid: str
+    generation: int
+    image: str  # "" means the chart's
+    engine: EngineConfig
+    spec: Spec
+
+    @classmethod
+    def from_body(cls, body: Any) -> Self:
+        """From a resource's body, whether or not an API server has filled in defaults.
+
+        Raises ResourceError, which names the field, for everything the CRD refuses.
+        """
+        root = mapping(body, "")
+        for key, wanted in (("apiVersion", API_VERSION), ("kind", KIND)):
+            if root.get(key) != wanted:
+                raise ResourceError(key, f"must be {wanted}, not {str(root.get(key))[:60]!r}")
+        meta = mapping(root.get("metadata"), "metadata")
+        name = meta.get("name")
+        if not isinstance(name, str) or not NAME.fullmatch(name):
+            form = "must begin with a letter, hold at most 40 of a-z, 0-9 and -, and not end with -"
+            raise ResourceError("metadata.name", f"{form}: rename it")
+        spec = mapping(root.get("spec"), "spec")
+        rest = read(Spec, {k: v for k, v in spec.items() if k not in ENGINE_KEYS}, "spec")
+        _check_forms(rest)
+        engine = _engine(spec, rest, name)
+        for field, wrong, message in RULES:
+            if wrong(rest, engine):
+                raise ResourceError(field, message)
+        return cls(
+            name=name,
+            namespace=str(meta.get("namespace") or "default"),
+            uid=str(meta.get("uid") or ""),
+            generation=int(meta.get("generation") or 0),
+            image=_image(spec),
+            engine=engine,
+            spec=rest,
+        )
+
+
+# -- the engine's sections: EngineConfig knows their fields
+
+ENGINE_KEYS = ("engine", "scheduler", "cache")
+IMAGE = bounded("", longest=512, pattern="^([A-Za-z0-9][A-Za-z0-9._:/@-]*)?$")
+SETTINGS = {f.metadata["cr"]: f for f in dataclasses.fields(EngineConfig) if f.metadata["cr"]}
+# Where the resource is stricter than the engine: what no pod could use is refused before there is one.
+NARROWER: Mapping[str, tuple[int, int]] = {
+    "engine.maxModelLen": (1, 2**24),
+    "engine.cudaGraphs.qPaddingInterval": (1, 2**16),
+    "engine.cudaGraphs.kvPaddingInterval": (1, 2**24),
+    "engine.cudaGraphs.maxCachedGraphs": (0, 4096),
+    "scheduler.maxBatchTokens": (1, 2**20),
+    "scheduler.maxRequests": (1, 2**16),
+    "scheduler.maxQueue": (1, 1_000_000),
+    "scheduler.queueTimeoutSeconds": (1, 86_400),
+    "cache.blockSize": (8, 256),
+    "cache.numBlocks": (1, 2**31 - 1),
+    "cache.cpuOffloadSpace": (0, 2**16),
+}
+
+
+def _engine(spec: Mapping[str, Any], rest: Spec, name: str) -> EngineConfig:
+    values: dict[str, Any] = {}
+    known = {*SETTINGS, "engine.image"}
+    for section in ENGINE_KEYS:
+        if spec.get(section) is not None:
+            _collect(mapping(spec[section], f"spec.{section}"), section, known, values)
+    values |= {
+        "revision": rest.model.revision,
+        "served_name": rest.model.served_name or name,
+        "trust_remote_code": rest.model.trust_remote_code,
+        "shared_memory": float(rest.resources.shared_memory.exact / 2**30),
+        "drain_timeout": float(rest.rollout.drain_timeout_seconds),
+    }
+    try:
+        config = EngineConfig(**values)
+    except ConfigError as error:
+        path = next(path for path, f in SETTINGS.items() if f.name == error.field)
+        raise ResourceError(f"spec.{path}", str(error).partition(": ")[2]) from None
+    for path, (low, high) in NARROWER.items():
+        value = getattr(config, SETTINGS[path].name)
+        if value is not None:
+            check({"low": low, "high": high}, value, f"spec.{path}")
+    return config
+
+
+def _collect(body: Mapping[str, Any], path: str, known: set[str], values: dict[str, Any]) -> None:
+    """Settings under one section; the sections between are the prefixes of known paths."""
+    inside = {k.removeprefix(path + ".").partition(".")[0] for k in known if k.startswith(path + ".")}
+    refuse_unknown(body, inside, f"spec.{path}")
+    for key, value in body.items():
+        at = f"{path}.{key}"
+        if value is None or at == "engine.image":
+            continue
+        if at in SETTINGS:
+            values[SETTINGS[at].name] = value
+        else:
+            _collect(mapping(value, f"spec.{at}"), at, known, values)
+
+
+@dataclass(frozen=True, slots=True)
+class _Image:
+    image: str = IMAGE
+
+
+def _image(spec: Mapping[str, Any]) -> str:
+    engine = spec.get("engine") or {}
+    return read(_Image, {"image": engine.get("image")}, "spec.engine").image
+
+
+# -- rules between fields, as in the CRD
+
+Rule = tuple[str, Callable[[Spec, EngineConfig], bool], str]
+RULES: tuple[Rule, ...] = (
+    (
+        "spec.autoscaling.minReplicas",
+        lambda s, _: s.autoscaling is not None and s.autoscaling.min_replicas > s.autoscaling.max_replicas,
+        "autoscaling.minReplicas must be at most autoscaling.maxReplicas: lower the one or raise the other",
+    ),
+    (
+        "spec.rollout.maxSurge",
+        lambda s, _: s.rollout.max_surge == 0 and s.rollout.max_unavailable == 0,
+        "rollout.maxSurge and rollout.maxUnavailable must not both be 0, no pod could ever be replaced: set one of them to 1",
+    ),
+    (
+        "spec.scheduler.maxBatchTokens",
+        lambda _, e: e.max_batch_tokens < e.max_requests,
+        "scheduler.maxBatchTokens must be at least scheduler.maxRequests, every request gets a token a step: raise the one or lower the other",
+    ),
+    (
+        "spec.engine.tensorParallel",
+        lambda s, e: 0 < s.resources.accelerator.count < e.tensor_parallel,
+        "engine.tensorParallel must be at most resources.accelerator.count: lower the one or raise the other",
+    ),
+    (
+        "spec.engine.tensorParallel",
+        lambda s, e: s.resources.accelerator.count == 0 and e.tensor_parallel > 1,
+        "engine.tensorParallel must be 1 on a CPU (resources.accelerator.count is 0): set it to 1",
+    ),
+    (
+        "spec.modelCache.type",
+        lambda s, _: s.model_cache.type == "PVC" and not s.model_cache.claim_name and not s.model_cache.size,
+        "modelCache.type PVC needs modelCache.claimName, an existing claim, or modelCache.size, for a new one: set one of them",
+    ),
+    (
+        "spec.model.tokenSecretRef",
+        lambda s, _: bool(s.model.token_secret_ref.name) != bool(s.model.token_secret_ref.key),
+        "model.tokenSecretRef needs both name and key: set the other one too",
+    ),
+    (
+        "spec.security.apiKeySecretRef",
+        lambda s, _: bool(s.security.api_key_secret_ref.name) != bool(s.security.api_key_secret_ref.key),
+        "security.apiKeySecretRef needs both name and key: set the other one too",
+    ),
+)
+
+
+def _check_forms(spec: Spec) -> None:
+    """What the CRD says by rules on single values."""
+    Source.parse(spec.model.source)
+    if not REVISION.fullmatch(spec.model.revision) or ".." in spec.model.revision:
+        form = "must be a commit, branch or tag (letters, digits, . _ / -, no '..')"
+        raise ResourceError("spec.model.revision", f"{form}: correct it")
+    names = [variable.name for variable in spec.pod_template.env]
+    for index, name in enumerate(names):
+        at = f"spec.podTemplate.env[{index}].name"
+        if ENV.search(name.upper()):
+            form = "must not begin with PYTHON, LD_, HF_ or FAIRLEAD_ nor end with _PROXY, in any case"
+            raise ResourceError(at, f"{form}: remove the entry")
+        if name in names[:index]:
+            raise ResourceError(at, f"{name} is there twice: remove one")
+    for place, keys in (("labels", spec.pod_template.labels), ("annotations", spec.pod_template.annotations)):
+        for key in keys:
+            if RESERVED_KEYS.search(key) and not OPEN_KEYS.fullmatch(key):
+                form = "must not use keys of Fairlead, Kubernetes, Istio or a cloud's identities"
+                raise ResourceError(f"spec.podTemplate.{place}", f"{key[:80]}: {form}: remove it")

@@ -1,0 +1,156 @@
+"""The operator's own knobs, frozen; read once from arguments and environment by the composition root."""
+
+import argparse
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import urlsplit
+
+from fairlead_operator.resource.kinds import Object
+
+# Keys that say whose a pod is and nothing more: no Service, policy or agent is expected to go by them.
+_BOOKKEEPING = r"([a-z0-9.-]+/)?(team|owner|contact|department|cost-cent(er|re)|billing-code)"
+OPEN_LABELS = (_BOOKKEEPING, r"app\.kubernetes\.io/(part-of|version)")
+OPEN_ANNOTATIONS = (*OPEN_LABELS, r"([a-z0-9.-]+/)?description", r"prometheus\.io/(scrape|port|path|scheme)")
+
+
+_PUBLIC_HUB = "https://huggingface.co"
+_NAMESPACE = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")
+
+
+class SettingsError(ValueError):
+    """A setting that cannot work; the message names it and the fix."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """Everything that the chart decides. Patterns are regular expressions that must match whole values."""
+
+    namespaces: tuple[str, ...] = ()  # empty: all
+    lease_namespace: str = "default"
+    identity: str = "fairlead-operator"
+    probe_port: int = 8080
+    runtime_image: str = "fairlead-runtime:latest"
+    allowed_images: tuple[str, ...] = ()
+    allowed_service_accounts: tuple[str, ...] = ()
+    allowed_priority_classes: tuple[str, ...] = ()
+    allowed_labels: tuple[str, ...] = ()
+    allowed_annotations: tuple[str, ...] = ()
+    allow_remote_code: bool = False
+    create_model_cache: bool = False
+    # NetworkPolicyPeers that may read the admin port: the operator itself and the chart's metrics.from.
+    admin_peers: tuple[Object, ...] = ()
+    hub: str = _PUBLIC_HUB
+
+    @property
+    def hub_port(self) -> int:
+        parts = urlsplit(self.hub)
+        return parts.port or (80 if parts.scheme == "http" else 443)
+
+    def allows_image(self, image: str) -> bool:
+        return not image or image == self.runtime_image or _matches(self.allowed_images, image)
+
+    def allows_service_account(self, name: str) -> bool:
+        return not name or _matches(self.allowed_service_accounts, name)
+
+    def allows_priority_class(self, name: str) -> bool:
+        return not name or _matches(self.allowed_priority_classes, name)
+
+    def allows_label(self, key: str) -> bool:
+        return _matches((*OPEN_LABELS, *self.allowed_labels), key)
+
+    def allows_annotation(self, key: str) -> bool:
+        return _matches((*OPEN_ANNOTATIONS, *self.allowed_annotations), key)
+
+
+def _matches(patterns: Sequence[str], value: str) -> bool:
+    return any(re.fullmatch(pattern, value) for pattern in patterns)
+
+
+def read(argv: Sequence[str], environ: Mapping[str, str], hostname: str) -> Settings:
+    """Settings from the command line and the environment. Raises SettingsError; argparse exits by itself."""
+    parser = argparse.ArgumentParser(prog="fairlead operator", description=__doc__)
+    scope = parser.add_mutually_exclusive_group()
+    scope.add_argument("--namespace", action="append", default=[], help="serve this namespace (repeatable)")
+    scope.add_argument("--all-namespaces", action="store_true", help="serve the whole cluster")
+    parser.add_argument("--lease-namespace", default="", help="where the leader's Lease lies")
+    parser.add_argument(
+        "--probe-port", type=int, default=8080, help="/healthz, /readyz, /metrics (default 8080)"
+    )
+    given = parser.parse_args(argv)
+    own = environ.get("POD_NAMESPACE", "")
+    for name in (*given.namespace, given.lease_namespace or own or "default"):
+        if not _NAMESPACE.fullmatch(name):
+            raise SettingsError(f"{name[:80]!r} is no namespace's name: correct it")
+    if not 1 <= given.probe_port <= 65535:
+        raise SettingsError(f"--probe-port {given.probe_port} is no port: take one from 1 to 65535")
+    if not given.namespace and not given.all_namespaces:
+        if not own:
+            raise SettingsError("no namespace to serve: give --namespace or --all-namespaces")
+        given.namespace = [own]
+    lease = given.lease_namespace or own or (given.namespace[0] if given.namespace else "")
+    if not lease:
+        raise SettingsError("no namespace for the Lease: give --lease-namespace or set POD_NAMESPACE")
+    image = environ.get("FAIRLEAD_RUNTIME_IMAGE", "")
+    if not image:
+        raise SettingsError("FAIRLEAD_RUNTIME_IMAGE is not set: name the image that pods run")
+    return Settings(
+        namespaces=tuple(dict.fromkeys(given.namespace)),
+        lease_namespace=lease,
+        identity=environ.get("POD_NAME") or hostname,
+        probe_port=given.probe_port,
+        runtime_image=image,
+        allowed_images=_patterns(environ, "FAIRLEAD_ALLOWED_IMAGES"),
+        allowed_service_accounts=_patterns(environ, "FAIRLEAD_ALLOWED_SERVICE_ACCOUNTS"),
+        allowed_priority_classes=_patterns(environ, "FAIRLEAD_ALLOWED_PRIORITY_CLASSES"),
+        allowed_labels=_patterns(environ, "FAIRLEAD_ALLOWED_LABELS"),
+        allowed_annotations=_patterns(environ, "FAIRLEAD_ALLOWED_ANNOTATIONS"),
+        allow_remote_code=_switch(environ, "FAIRLEAD_ALLOWED_REMOTE_CODE"),
+        create_model_cache=_switch(environ, "FAIRLEAD_ALLOWED_MODEL_CACHE_CREATE"),
+        admin_peers=tuple(_json_list(environ, "FAIRLEAD_ADMIN_PEERS")),
+        hub=_hub(environ.get("HF_ENDPOINT") or _PUBLIC_HUB),
+    )
+
+
+def _hub(address: str) -> str:
+    try:
+        parts = urlsplit(address.rstrip("/"))
+        good = parts.scheme in {"http", "https"} and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        good = False
+    if not good or parts.query or parts.fragment or "@" in parts.netloc:
+        raise SettingsError(
+            f"HF_ENDPOINT must be http(s)://host or http(s)://host:port, not {address[:120]!r}"
+        )
+    return address.rstrip("/")
+
+
+def _patterns(environ: Mapping[str, str], name: str) -> tuple[str, ...]:
+    patterns = tuple(line.strip() for line in environ.get(name, "").splitlines() if line.strip())
+    for pattern in patterns:
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            raise SettingsError(
+                f"{name}: {pattern!r} is no regular expression ({error}): correct it"
+            ) from None
+    return patterns
+
+
+def _switch(environ: Mapping[str, str], name: str) -> bool:
+    value = environ.get(name, "false").lower()
+    if value not in {"true", "false"}:
+        raise SettingsError(f'{name} must be "true" or "false", not {value!r}')
+    return value == "true"
+
+
+def _json_list(environ: Mapping[str, str], name: str) -> list[Any]:
+    try:
+        value = json.loads(environ.get(name, "[]"))
+    except ValueError as error:
+        raise SettingsError(f"{name} is no JSON: {error}") from None
+    if not isinstance(value, list):
+        raise SettingsError(f"{name} must be a JSON list")
+    return value
