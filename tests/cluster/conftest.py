@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 import yaml
 
-from cluster import addresses, binaries
-from cluster.apiclient import Api, Object, eventually
-from cluster.controlplane import ControlPlane
-from cluster.nodes import add_nodes, start_kwok
-from cluster.resources import idep
+from cluster.harness import addresses, binaries
+from cluster.harness.apiclient import Api, Object, eventually
+from cluster.harness.controlplane import ControlPlane
+from cluster.harness.nodes import add_nodes, start_kwok
+from cluster.harness.resources import idep
 
 ROOT = Path(__file__).parents[2]
 _numbers = itertools.count(1)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from cluster import addresses
+from cluster.harness import addresses
 
 pytestmark = pytest.mark.cluster
 ROOT = Path(__file__).parents[2]

@@ -4,11 +4,11 @@ from typing import Any
 
 import pytest
 
-from cluster.apiclient import Api, Object
+from cluster.harness.apiclient import Api, Object
 from fairlead_operator.decide.children.diff import diff
 from fairlead_operator.decide.children.manifests import render
 from fairlead_operator.resource.resource import InferenceDeployment
-from operator_bodies import SETTINGS, resource_body
+from support.operator_bodies import SETTINGS, resource_body
 
 pytestmark = pytest.mark.cluster
 

@@ -4,10 +4,10 @@ import time
 
 import pytest
 
-from cluster import binaries
-from cluster.apiclient import Api, ApiError, Object, eventually
-from cluster.controlplane import ControlPlane
-from cluster.nodes import is_ready
+from cluster.harness import binaries
+from cluster.harness.apiclient import Api, ApiError, Object, eventually
+from cluster.harness.controlplane import ControlPlane
+from cluster.harness.nodes import is_ready
 
 pytestmark = pytest.mark.cluster
 

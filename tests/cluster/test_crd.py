@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 
-from cluster.apiclient import Api, ApiError, Object, eventually
-from cluster.cel_cases import BASE, CASES, Case, build
-from cluster.controlplane import ControlPlane
-from cluster.kubectl import kubectl
+from cluster.harness.apiclient import Api, ApiError, Object, eventually
+from cluster.harness.cel_cases import BASE, CASES, Case, build
+from cluster.harness.controlplane import ControlPlane
+from cluster.harness.kubectl import kubectl
 
 pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("crd")]
 

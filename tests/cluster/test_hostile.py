@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from cluster.apiclient import Api, ApiError, Object, eventually
-from cluster.cel_cases import CASES, build
-from cluster.controlplane import ControlPlane
-from cluster.operators import OperatorProcess
-from cluster.resources import KIND, current, idep, owned_by, status
+from cluster.harness.apiclient import Api, ApiError, Object, eventually
+from cluster.harness.cel_cases import CASES, build
+from cluster.harness.controlplane import ControlPlane
+from cluster.harness.operators import OperatorProcess
+from cluster.harness.resources import KIND, current, idep, owned_by, status
 
 pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("collector", "nodes")]
 NAMESPACE = "hostile"

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from cluster.apiclient import Api, ApiError, Object, eventually
-from cluster.controlplane import ControlPlane
-from cluster.kubectl import kubectl
-from cluster.operators import OperatorProcess
-from cluster.resources import CHILDREN, KIND, await_reason, condition, current, idep, owned_by, status
-from cluster.rotation import FULL
+from cluster.harness.apiclient import Api, ApiError, Object, eventually
+from cluster.harness.case_selection import FULL
+from cluster.harness.controlplane import ControlPlane
+from cluster.harness.kubectl import kubectl
+from cluster.harness.operators import OperatorProcess
+from cluster.harness.resources import CHILDREN, KIND, await_reason, condition, current, idep, owned_by, status
 
 pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("crd", "nodes")]
 EMPTY: Object = {"metadata": {}}

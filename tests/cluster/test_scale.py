@@ -9,11 +9,11 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from cluster.apiclient import Api, Object, eventually
-from cluster.controlplane import ControlPlane
-from cluster.operators import OperatorProcess
-from cluster.resources import CHILDREN, KIND, idep
-from cluster.rotation import FULL
+from cluster.harness.apiclient import Api, Object, eventually
+from cluster.harness.case_selection import FULL
+from cluster.harness.controlplane import ControlPlane
+from cluster.harness.operators import OperatorProcess
+from cluster.harness.resources import CHILDREN, KIND, idep
 
 pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("crd")]
 COUNT = int(os.environ.get("FAIRLEAD_SCALE") or (1000 if FULL else 100))

@@ -9,7 +9,7 @@ import jsonschema  # type: ignore[import-untyped]  # ships no types
 import pytest
 import yaml
 
-from cluster.cel_cases import CASES, Case
+from cluster.harness.cel_cases import CASES, Case
 from fairlead_operator.resource.fields import camel
 from fairlead_operator.resource.resource import NARROWER
 from fairlead_operator.resource.spec import Spec

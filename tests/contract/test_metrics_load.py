@@ -7,7 +7,7 @@ from fairlead_operator.decide.pods.load import Load, LoadError, parse
 from fairlead_runtime.engine.engine import Bounds, Engine
 from fairlead_runtime.scheduling.scheduler import Scheduler
 from fairlead_runtime.serving.metrics import Stats
-from fake_engine import FULL, Clock, FakeRunner, limits, request
+from support.fake_engine import FULL, Clock, FakeRunner, limits, request
 
 
 @pytest.mark.parametrize("name", ["demo", "Qwen/Qwen2.5-0.5B", 'a "model" \\n'])

@@ -8,7 +8,14 @@ from fairlead_operator.decide.pods.blockers import CODES
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "troubleshooting.md").read_text()
-SOURCES = ("status", "scaling", "capacity", "hub", "remembered", "events")
+SOURCES = (
+    "decide/status",
+    "decide/scale/scaling",
+    "decide/scale/state",
+    "decide/children/capacity",
+    "decide/pods/events",
+    "probe/hub",
+)
 CONDITIONS = {"Ready", "Planned", "Progressing", "Available", "AutoscalingActive", "RemoteCode"}
 # Words of the same form in these modules that are no reason.
 OTHERS = {"True", "False", "Unknown", "Normal", "Warning", "PodScheduled", "Gi"}

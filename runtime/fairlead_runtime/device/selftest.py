@@ -34,7 +34,7 @@ LONGEST = 160
 
 # Root-mean-square difference of a token's logits, in units of their spread, that rounding explains. Measured over the
 # served families, 3 to 32 layers, random weights: 3e-6 in float32, 0.005 in float16, 0.04 in bfloat16. Planted faults
-# (a window wrong by one, no softcap, no sinks) cost 0.4 to 1.0 in every type: tests/functional/test_paged_model.py.
+# (a window wrong by one, no softcap, no sinks) cost 0.4 to 1.0 in every type: tests/functional/engine/test_paged_model.py.
 TOLERANCE = {torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.2}
 # The tokens at a prompt's end that are compared where rounding can tip a router: see _distance.
 LAST = 5

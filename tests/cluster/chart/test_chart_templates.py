@@ -1,0 +1,304 @@
+"""What the chart renders for which values, and which values it refuses. Needs helm, no cluster."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cluster.harness.apiclient import Object
+from cluster.harness.charts import CHART, Helm, environment, of_kind, only
+from fairlead_operator.resource.settings import Settings, read
+
+pytestmark = pytest.mark.cluster  # whose hook builds helm
+
+
+@pytest.fixture(scope="module")
+def helm(tmp_path_factory: pytest.TempPathFactory) -> Helm:
+    return Helm(tmp_path_factory.mktemp("helm"))
+
+
+def container(bodies: list[Object]) -> Object:
+    found: Object = only(bodies, "Deployment")["spec"]["template"]["spec"]["containers"][0]
+    return found
+
+
+def settings(bodies: list[Object]) -> Settings:
+    """What the operator itself reads from the rendered arguments and environment."""
+    pod = {"metadata": {"name": "pod-0", "namespace": "home"}}
+    one = container(bodies)
+    return read(one["args"], environment(one, pod), "host")
+
+
+def rules(bodies: list[Object]) -> list[Object]:
+    return [rule for body in bodies if body["kind"] in {"Role", "ClusterRole"} for rule in body["rules"]]
+
+
+def places(bodies: list[Object], kind: str) -> dict[str, str]:
+    return {body["metadata"]["namespace"]: body["metadata"]["name"] for body in of_kind(bodies, kind)}
+
+
+ALL = {
+    "default": (),
+    "further namespaces": ("--set", "scope.namespaces={a,b}"),
+    "cluster": (
+        "--set",
+        "scope.cluster=true",
+        "--set",
+        "modelCache.create=true",
+        "--set",
+        "admission.create=true",
+    ),
+}
+
+
+@pytest.mark.parametrize("program", ["helm", "helm3"])
+@pytest.mark.parametrize("values", ALL.values(), ids=ALL)
+def test_lint_finds_nothing(tmp_path: Path, program: str, values: tuple[str, ...]) -> None:
+    # Built from its module, helm 3 takes the cluster to be 1.20.
+    version = ("--kube-version=1.36.0",) if program == "helm3" else ()
+    Helm(tmp_path, program).run("lint", "--strict", str(CHART), *values, *version)
+
+
+def test_namespaced_mode_has_roles_where_it_serves_and_nowhere_else(helm: Helm) -> None:
+    bodies = helm.render("--set", "scope.namespaces={a,b,home}")
+    assert not of_kind(bodies, "ClusterRole") + of_kind(bodies, "ClusterRoleBinding")
+    serving = [body for body in of_kind(bodies, "Role") if not body["metadata"]["name"].endswith("-lease")]
+    assert sorted(body["metadata"]["namespace"] for body in serving) == ["a", "b", "home"]
+    assert serving[0]["rules"] == serving[1]["rules"] == serving[2]["rules"]
+    assert settings(bodies).namespaces == ("home", "a", "b")
+    assert settings(bodies).lease_namespace == "home"
+
+
+def test_by_default_only_the_releases_own_namespace_is_touched(helm: Helm) -> None:
+    bodies = helm.render()
+    assert {body["metadata"]["namespace"] for body in bodies} == {"home"}
+    assert settings(bodies).namespaces == ("home",)
+
+
+def test_cluster_mode_has_one_cluster_role_and_the_lease_role(helm: Helm) -> None:
+    bodies = helm.render("--set", "scope.cluster=true")
+    role, binding = only(bodies, "ClusterRole"), only(bodies, "ClusterRoleBinding")
+    assert binding["roleRef"]["name"] == role["metadata"]["name"]
+    assert role["rules"] == next(
+        body["rules"] for body in of_kind(helm.render(), "Role") if body["metadata"]["name"] == "rel-fairlead"
+    )
+    assert [body["metadata"]["name"] for body in of_kind(bodies, "Role")] == ["rel-fairlead-lease"]
+    assert settings(bodies).namespaces == ()
+    assert settings(bodies).lease_namespace == "home"
+
+
+@pytest.mark.parametrize("values", ALL.values(), ids=ALL)
+def test_every_binding_names_a_role_and_the_account_that_exist(helm: Helm, values: tuple[str, ...]) -> None:
+    bodies = helm.render(*values, "--set", "serviceAccount.name=own")
+    roles = {(b["kind"], b["metadata"].get("namespace"), b["metadata"]["name"]) for b in bodies}
+    bindings = of_kind(bodies, "RoleBinding") + of_kind(bodies, "ClusterRoleBinding")
+    for binding in bindings:
+        reference = binding["roleRef"]
+        assert (reference["kind"], binding["metadata"].get("namespace"), reference["name"]) in roles
+        assert binding["subjects"] == [{"kind": "ServiceAccount", "name": "own", "namespace": "home"}]
+    assert ("ServiceAccount", "home", "own") in roles
+    assert len(bindings) == len(of_kind(bodies, "Role")) + len(of_kind(bodies, "ClusterRole"))
+    assert only(bodies, "Deployment")["spec"]["template"]["spec"]["serviceAccountName"] == "own"
+
+
+@pytest.mark.parametrize("values", ALL.values(), ids=ALL)
+def test_no_rule_reaches_secrets_containers_rights_or_everything(helm: Helm, values: tuple[str, ...]) -> None:
+    forbidden = {
+        "*",
+        "secrets",
+        "serviceaccounts",
+        "configmaps",
+        "nodes",
+        "namespaces",
+        "roles",
+        "clusterroles",
+    }
+    for rule in rules(helm.render(*values)):
+        named = {*rule["apiGroups"], *rule["resources"], *rule["verbs"]}
+        assert not named & forbidden
+        assert not {"escalate", "bind", "impersonate", "deletecollection"} & named
+        assert not [
+            name for name in rule["resources"] if "/" in name and name != "inferencedeployments/status"
+        ]
+
+
+def test_claims_are_in_the_role_only_where_the_operator_may_create_them(helm: Helm) -> None:
+    def verbs(*values: str) -> set[str]:
+        return {
+            verb
+            for rule in rules(helm.render(*values))
+            for verb in rule["verbs"]
+            if "persistentvolumeclaims" in rule["resources"]
+        }
+
+    assert verbs() == set()
+    assert verbs("--set", "modelCache.create=true") >= {"list", "watch", "create"}
+    assert "delete" not in verbs("--set", "modelCache.create=true")
+    assert settings(helm.render("--set", "modelCache.create=true")).create_model_cache
+    assert not settings(helm.render()).create_model_cache
+
+
+def test_the_allow_lists_reach_the_operator(helm: Helm) -> None:
+    allow = {
+        "images": [r"registry\.test/[a-z]+@sha256:.*", "a|b"],
+        "serviceAccounts": ["reader-[0-9]+"],
+        "priorityClasses": ["high", 'odd"quote'],
+        "labels": ["tier", r"example\.com/.*"],
+        "annotations": [r"prometheus\.io/.*"],
+        "remoteCode": True,
+    }
+    seen = settings(
+        helm.render("--set-json", "allow=" + json.dumps(allow), "--set", "hub.endpoint=https://hub.test")
+    )
+    assert list(seen.allowed_images) == allow["images"]
+    assert list(seen.allowed_service_accounts) == allow["serviceAccounts"]
+    assert list(seen.allowed_priority_classes) == allow["priorityClasses"]
+    assert list(seen.allowed_labels) == allow["labels"]
+    assert list(seen.allowed_annotations) == allow["annotations"]
+    assert seen.allow_remote_code
+    assert seen.hub == "https://hub.test"
+    default = settings(helm.render())
+    assert default.allowed_images + default.allowed_service_accounts + default.allowed_priority_classes == ()
+    assert default.allowed_labels + default.allowed_annotations == ()
+    assert not default.allow_remote_code
+
+
+def test_peers_of_the_admin_port_are_the_operators_pods_and_metrics_from(helm: Helm) -> None:
+    prometheus = {"namespaceSelector": {"matchLabels": {"team": "metrics"}}}
+    bodies = helm.render("--set-json", "metrics.from=" + json.dumps([prometheus]))
+    own, further = settings(bodies).admin_peers
+    assert further == prometheus
+    assert own["namespaceSelector"] == {"matchLabels": {"kubernetes.io/metadata.name": "home"}}
+    labels = only(bodies, "Deployment")["spec"]["template"]["metadata"]["labels"].items()
+    assert own["podSelector"]["matchLabels"].items() <= labels
+    client = only(bodies, "Pod")["metadata"]["labels"].items()
+    assert not own["podSelector"]["matchLabels"].items() <= client, "the test's pod is no operator"
+
+
+def test_the_operators_metrics_have_a_service_that_finds_its_pods(helm: Helm) -> None:
+    bodies = helm.render()
+    service, pod = only(bodies, "Service"), only(bodies, "Deployment")["spec"]["template"]
+    assert service["spec"]["selector"].items() <= pod["metadata"]["labels"].items()
+    assert not service["spec"]["selector"].items() <= only(bodies, "Pod")["metadata"]["labels"].items()
+    (port,) = service["spec"]["ports"]
+    (container,) = pod["spec"]["containers"]
+    assert {"name": port["targetPort"], "containerPort": port["port"]} in container["ports"]
+    assert f"--probe-port={port['port']}" in container["args"]
+    assert not of_kind(helm.render("--set", "metrics.service=false"), "Service")
+
+
+@pytest.mark.parametrize("values", ALL.values(), ids=ALL)
+def test_the_admission_policy_is_bound_where_the_operator_serves(helm: Helm, values: tuple[str, ...]) -> None:
+    bodies = helm.render(*values, "--set", "admission.create=true")
+    policy = only(bodies, "ValidatingAdmissionPolicy")
+    binding = only(bodies, "ValidatingAdmissionPolicyBinding")["spec"]
+    assert binding["policyName"] == policy["metadata"]["name"] == "rel-fairlead.home"
+    bound = binding.get("matchResources", {}).get("namespaceSelector", {}).get("matchExpressions", [{}])
+    assert tuple(bound[0].get("values", ())) == settings(bodies).namespaces
+    assert not of_kind(helm.render(), "ValidatingAdmissionPolicy")
+
+
+def test_a_digest_wins_over_the_tag_and_the_tag_over_the_charts_version(helm: Helm) -> None:
+    digest = "sha256:" + "0a" * 32
+    bodies = helm.render(
+        "--set", f"image.digest={digest},image.tag=v7,runtime.image.tag=v8,runtime.image.repository=r:5000/x"
+    )
+    assert container(bodies)["image"] == f"fairlead/operator@{digest}"
+    assert settings(bodies).runtime_image == "r:5000/x:v8"
+    default = helm.render()
+    version = only(default, "Deployment")["metadata"]["labels"]["app.kubernetes.io/version"]
+    assert container(default)["image"] == f"fairlead/operator:{version}"
+    assert settings(default).runtime_image == f"fairlead/runtime:{version}"
+
+
+@pytest.mark.parametrize("kind", ["Deployment", "Pod"])
+def test_pods_are_restricted_and_their_file_system_is_read_only(helm: Helm, kind: str) -> None:
+    body = only(helm.render(), kind)
+    spec = body["spec"]["template"]["spec"] if kind == "Deployment" else body["spec"]
+    assert spec["securityContext"] == {
+        "runAsNonRoot": True,
+        "runAsUser": 10001,
+        "runAsGroup": 10001,
+        "seccompProfile": {"type": "RuntimeDefault"},
+    }
+    (one,) = spec["containers"]
+    assert one["securityContext"] == {
+        "allowPrivilegeEscalation": False,
+        "readOnlyRootFilesystem": True,
+        "capabilities": {"drop": ["ALL"]},
+    }
+    assert one["resources"]["limits"]["memory"]
+    assert spec["enableServiceLinks"] is False
+    assert all(set(volume) == {"name", "emptyDir"} for volume in spec.get("volumes", []))
+
+
+def test_pods_take_labels_of_the_user_but_never_lose_their_own(helm: Helm) -> None:
+    labels = {"app.kubernetes.io/instance": "stolen", "team": "x"}
+    bodies = helm.render("--set-json", "podLabels=" + json.dumps(labels))
+    seen = only(bodies, "Deployment")["spec"]
+    assert seen["selector"]["matchLabels"].items() <= seen["template"]["metadata"]["labels"].items()
+    assert seen["template"]["metadata"]["labels"]["team"] == "x"
+
+
+@pytest.mark.parametrize("release", ["fairlead", "my-fairlead", "7.up", "r" * 53])
+def test_names_are_valid_for_every_name_of_a_release(helm: Helm, release: str) -> None:
+    bodies = helm.render(release=release)
+    assert re.fullmatch(
+        r"[a-z]([-a-z0-9]{0,38}[a-z0-9])?", only(bodies, "InferenceDeployment")["metadata"]["name"]
+    )
+    for body in bodies:
+        assert re.fullmatch(r"[a-z0-9]([-a-z0-9.]{0,61}[a-z0-9])?", body["metadata"]["name"])
+    assert len({(b["kind"], b["metadata"].get("namespace"), b["metadata"]["name"]) for b in bodies}) == len(
+        bodies
+    )
+
+
+REFUSED: dict[str, Any] = {
+    "replicaCount": 2,
+    "scope/clusterWide": True,
+    "scope/cluster": "yes",
+    "scope/namespaces": "a",
+    "scope/namespaces/0": ["Not_A_Name"],
+    "image/repository": "registry.test/x:latest",
+    "image/tag": 5,
+    "image/digest": "sha256:short",
+    "image/pullPolicy": "Sometimes",
+    "runtime/image": "registry.test/runtime:1",
+    "runtime/image/pullPolicy": "Always",
+    "allow/images/0": ["("],
+    "allow/serviceAccounts/0": ["two\nlines"],
+    "allow/priorityClasses": "high",
+    "allow/remoteCode": "true",
+    "hub/endpoint": "hub.test",
+    "modelCache/create": 1,
+    "metrics/from/0": [{}],
+    "replicas": 6,
+    "resources/request": {"cpu": 1},
+    "resources/limits/memory": "lots",
+    "tolerations/0": ["gpu"],
+    "nodeSelector/disk": {"ssd": True},
+    "serviceAccount/name": "No Name",
+    "test/timeoutSeconds": 1,
+}
+
+
+@pytest.mark.parametrize("path", REFUSED)
+def test_a_bad_value_is_refused_by_its_name(helm: Helm, path: str) -> None:
+    value = REFUSED[path]
+    parents, _, last = path.removesuffix("/0").rpartition("/")
+    nested: Any = {last: value}
+    for key in reversed(parents.split("/") if parents else []):
+        nested = {key: nested}
+    top = next(iter(nested))
+    done = helm.ask("template", "rel", str(CHART), "--set-json", json.dumps(nested))
+    assert done.returncode == 1, top
+    unknown = rf"at '/?{re.escape(parents)}': additional properties '{re.escape(last)}' not allowed"
+    assert re.search(rf"at '/{re.escape(path)}'|{unknown}", done.stderr), done.stderr
+
+
+def test_a_cluster_needs_no_list_of_namespaces_and_refuses_one(helm: Helm) -> None:
+    done = helm.ask("template", "rel", str(CHART), "--set", "scope.cluster=true,scope.namespaces={a}")
+    assert done.returncode == 1
+    assert "/scope/namespaces" in done.stderr

@@ -1,0 +1,176 @@
+"""Nine kinds of error at every write, and at the list and the watch of every kind: outlived by the same process."""
+
+import time
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator
+
+import pytest
+
+from cluster.harness.apiclient import Api, eventually
+from cluster.harness.case_selection import FULL, offset, share
+from cluster.harness.controlplane import ControlPlane
+from cluster.harness.faultproxy import ERRORS, Call, Fate, FaultProxy
+from cluster.harness.operators import OperatorProcess
+from cluster.harness.resource_lifecycle import Key, Lifecycle
+
+pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("crd")]
+KINDS = (
+    "inferencedeployments",
+    "deployments",
+    "services",
+    "poddisruptionbudgets",
+    "networkpolicies",
+    "pods",
+    "endpointslices",
+    "resourcequotas",
+    "events",
+)
+AT_ONCE = 54  # resources side by side
+LASTING_SECONDS = 8.0
+
+
+def assert_no_tight_loop(calls: Iterable[Call]) -> float:
+    """At most 2 requests a second about any object, averaged over 10 s; the highest rate seen."""
+    times = defaultdict(list)
+    for call in calls:
+        if call.about_objects and (call.writes or call.verb == "get"):
+            times[call.path.split("?")[0], call.resource].append(call.at)
+    worst = 0
+    for about, at in times.items():
+        most = max(sum(begin <= t < begin + 10 for t in at) for begin in at)
+        assert most <= 20, (about, most)
+        worst = max(worst, most)
+    return worst / 10
+
+
+def only_budgets_deleted(calls: Iterable[Call]) -> bool:
+    """The lifecycle scales down to one replica, which ends the budget; nothing else may be deleted."""
+    return {call.plural for call in calls if call.verb == "delete"} <= {"poddisruptionbudgets"}
+
+
+def anonymous(picture: str) -> list[str]:
+    return sorted(picture.splitlines())
+
+
+@pytest.mark.timeout(3600)
+def test_every_kind_of_error_at_any_write_is_outlived_by_the_same_process(
+    plane: ControlPlane, api: Api, namespace: str
+) -> None:
+    """One resource for each point, all in one operator; and one for each kind whose every write fails for a while."""
+    plan: dict[str, tuple[int, Fate]] = {}
+    lasting = {f"lasting-{error}": error for error in ERRORS}
+    began: dict[str, float] = {}
+    writes, met = Counter[str](), Counter[str]()
+
+    def judge(call: Call) -> Fate:
+        if not (call.writes and call.about_objects):
+            return "pass"
+        name = call.resource
+        writes[name] += 1
+        if name in lasting:
+            over = call.at - began.setdefault(name, call.at) > LASTING_SECONDS
+            met[name] += not over
+            return "pass" if over else lasting[name]
+        at, error = plan.get(name, (-1, "pass"))
+        if writes[name] - 1 != at:
+            return "pass"
+        met[name] += 1
+        return error
+
+    with (
+        FaultProxy(plane, judge) as proxy,
+        OperatorProcess(plane, (namespace,), server=proxy.url) as operator,
+    ):
+        first = operator.process
+
+        def alive() -> None:
+            assert operator.process is first
+            assert first is not None
+            assert first.poll() is None, operator.tail()
+
+        [wanted] = Lifecycle(api, [(namespace, "undisturbed")], 20, alive, operator.tail).play().values()
+        points = [(at, error) for at in range(writes["undisturbed"]) for error in ERRORS]
+        chosen = {f"at-{at}-{error}": (at, error) for at, error in share(points)}
+        plan.update(chosen)
+        names = [*lasting, *chosen]
+        slowest = 0.0
+        for begin in range(0, len(names), AT_ONCE):
+            lifecycle = Lifecycle(
+                api, [(namespace, name) for name in names[begin : begin + AT_ONCE]], 30, alive, operator.tail
+            )
+            for key, picture in lifecycle.play().items():
+                assert anonymous(picture) == anonymous(wanted), key
+            slowest = max(slowest, lifecycle.slowest)
+        assert not operator.tracebacks()
+    assert all(met[name] for name in lasting)
+    reached = sum(met[name] > 0 for name in chosen)
+    assert reached >= 0.8 * len(chosen)
+    assert only_budgets_deleted(proxy.calls)
+    rate = assert_no_tight_loop(proxy.calls)
+    print(
+        f"{writes['undisturbed']} writes; {reached} of {len(chosen)} points reached; a step took at most "
+        f"{slowest:.1f} s; at most {rate:.1f} requests/s about an object"
+    )
+
+
+@pytest.fixture
+def namespaces(api: Api, namespace: str) -> Iterator[list[str]]:
+    """One for each error that a kind may meet; in a short run one, another for each commit."""
+    names = [f"{namespace}-{shift}"[-60:].strip("-") for shift in (range(9) if FULL else [offset(9)])]
+    for name in names:
+        api.create({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": name}})
+    yield names
+    for name in names:
+        api.delete("Namespace", "", name)
+
+
+@pytest.mark.timeout(900)
+def test_every_kind_of_error_at_the_list_and_the_watch_of_any_kind_is_outlived_by_the_same_process(
+    plane: ControlPlane, api: Api, namespaces: list[str]
+) -> None:
+    """In each namespace every kind meets another error, at start-up and again when all watches are cut."""
+    shifts = {name: int(name.rsplit("-", 1)[1]) for name in namespaces}
+    todo: dict[tuple[str, str, str], Fate] = {}
+
+    def arm() -> None:
+        for name, shift in shifts.items():
+            for number, kind in enumerate(KINDS):
+                for verb in ("list", "watch"):
+                    todo[name, kind, verb] = ERRORS[(number + shift) % len(ERRORS)]
+
+    def judge(call: Call) -> Fate:
+        return todo.pop((call.namespace, call.plural, call.verb), "pass")
+
+    keys: list[Key] = [(name, "chat") for name in namespaces]
+    arm()
+    with (
+        FaultProxy(plane, judge) as proxy,
+        OperatorProcess(plane, tuple(namespaces), server=proxy.url, wait=False) as operator,
+    ):
+
+        def alive() -> None:
+            assert operator.process is not None
+            assert operator.process.poll() is None, operator.tail()
+
+        def spoilt() -> None:
+            """Until every fault came to pass."""
+            eventually(lambda: not todo, 30, "every fault came to pass")
+
+        lifecycle = Lifecycle(api, keys, 30, alive, operator.tail)
+        began = time.monotonic()
+        lifecycle.create()
+        created = time.monotonic() - began
+        spoilt()
+        arm()
+        proxy.cut_connections()
+        lifecycle.change()
+        lifecycle.delete()
+        spoilt()
+        # kopf reports with tracebacks that it ends, before it is started again.
+        assert not [line for line in operator.tracebacks() if '"logger": "fairlead_operator' in line]
+    assert only_budgets_deleted(proxy.calls)
+    assert_no_tight_loop(proxy.calls)
+    print(
+        f"{len(keys) * len(KINDS) * 2} lists and watches spoilt twice; created after {created:.1f} s, "
+        f"a step took at most {lifecycle.slowest:.1f} s"
+    )

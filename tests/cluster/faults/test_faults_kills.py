@@ -1,0 +1,154 @@
+"""The operator killed at any of its writes, before it is sent or after it was carried out: the end is the same."""
+
+import hashlib
+import itertools
+import os
+import shutil
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+import fairlead_operator
+from cluster.harness.apiclient import Api, eventually
+from cluster.harness.case_selection import share
+from cluster.harness.controlplane import ControlPlane
+from cluster.harness.faultproxy import Call, Fate, FaultProxy
+from cluster.harness.operators import OperatorProcess
+from cluster.harness.resource_lifecycle import Lifecycle
+
+pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("crd", "nodes")]
+NAME = "chat"
+SIDE_BY_SIDE = 2  # one operator each
+_numbers = itertools.count()
+
+
+def namespace_for(api: Api, word: str) -> str:
+    name = f"{word}-{next(_numbers)}-{os.getpid()}"
+    api.create({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": name}})
+    eventually(lambda: api.find("ServiceAccount", name, "default"), 10, "the default ServiceAccount")
+    return name
+
+
+@dataclass(slots=True)
+class Outcome:
+    """How one lifecycle with one kill ended."""
+
+    pictures: Sequence[str]
+    calls: list[Call]
+    killed: int
+    slowest: float
+    writes: list[Call] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.writes = [call for call in self.calls if call.writes and call.about_objects]
+
+    def digest(self) -> str:
+        return hashlib.sha256("\n".join(self.pictures).encode()).hexdigest()
+
+
+def play(
+    plane: ControlPlane, api: Api, at: int, when: str, within: float = 40, path: str = "", whole: bool = True
+) -> Outcome:
+    """The lifecycle with the operator killed at its ``at``-th write (never, for -1).
+
+    ``path`` comes before its own modules; ``whole`` False plays the first step only.
+    """
+    namespace = namespace_for(api, "kill")
+    killed = writes = 0
+
+    def kill() -> None:
+        nonlocal killed
+        assert operator.process is not None
+        operator.process.kill()
+        killed += 1
+
+    def judge(call: Call) -> Fate:
+        nonlocal writes
+        if not (call.writes and call.about_objects):
+            return "pass"
+        writes += 1
+        if writes - 1 != at:
+            return "pass"
+        if when == "after":
+            return "lost-answer"
+        kill()
+        return "reset"
+
+    def tend() -> None:
+        assert operator.process is not None
+        if operator.process.poll() is not None:
+            operator.start()
+
+    environ = {"PYTHONPATH": path} if path else {}
+    proxy = FaultProxy(plane, judge, after_lost=kill)
+    with proxy, OperatorProcess(plane, (namespace,), server=proxy.url, environ=environ) as operator:
+        lifecycle = Lifecycle(api, [(namespace, NAME)], within, tend=tend, pods={}, explain=operator.tail)
+        pictures = list(lifecycle.play().values()) if whole else []
+        if not whole:
+            lifecycle.create()
+        assert not operator.tracebacks()
+    api.delete("Namespace", "", namespace)
+    return Outcome(pictures, proxy.calls, killed, lifecycle.slowest)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(plane: ControlPlane, api: Api) -> Outcome:
+    """The lifecycle without a fault: what it ends in, and every call of the operator."""
+    return play(plane, api, -1, "never", 20)
+
+
+@pytest.mark.timeout(3600)
+def test_killed_before_or_after_any_write_it_ends_in_the_same_place(
+    plane: ControlPlane, api: Api, undisturbed: Outcome
+) -> None:
+    points = [(at, when) for at in range(len(undisturbed.writes)) for when in ("before", "after")]
+    assert len(points) >= 20
+    began = time.monotonic()
+    chosen = share(points)
+    with ThreadPoolExecutor(SIDE_BY_SIDE) as pool:
+        outcomes = list(pool.map(lambda point: play(plane, api, *point), chosen))
+    for point, outcome in zip(chosen, outcomes, strict=True):
+        assert outcome.digest() == undisturbed.digest(), (point, outcome.pictures, undisturbed.pictures)
+        deleted = [(call.plural, call.name) for call in outcome.calls if call.verb == "delete"]
+        assert set(deleted) == {("poddisruptionbudgets", NAME)}, (point, deleted)
+    # How often the status changes depends on what is seen when: the last numbers may not be reached.
+    killed = sum(outcome.killed for outcome in outcomes)
+    assert killed >= 0.8 * len(chosen)
+    slowest = max(outcome.slowest for outcome in outcomes)
+    print(
+        f"{len(undisturbed.writes)} writes; {killed} kills at {len(chosen)} points in "
+        f"{time.monotonic() - began:.0f} s, a step took at most {slowest:.1f} s"
+    )
+
+
+# Edge-triggered: a generation counts as handled before its children are written.
+MARKED_TOO_EARLY = """
+        generation = body["metadata"]["generation"]
+        if (body.get("status") or {}).get("observedGeneration") == generation:
+            return RESYNC_SECONDS
+        await self._cluster.set_status(body, {**(body.get("status") or {}), "observedGeneration": generation})
+        body = self._cluster.store.get(RESOURCE, key) or body
+        try:
+            resource = InferenceDeployment.from_body(body)"""
+GOOD = """
+        try:
+            resource = InferenceDeployment.from_body(body)"""
+
+
+def test_an_operator_that_is_not_level_triggered_is_found_out(
+    plane: ControlPlane, api: Api, tmp_path: Path
+) -> None:
+    """The positive control: a planted bug that only a kill at the wrong moment shows."""
+    package = Path(fairlead_operator.__path__[0])
+    shutil.copytree(package, tmp_path / package.name, ignore=shutil.ignore_patterns("__pycache__"))
+    module = tmp_path / package.name / "reconcile.py"
+    text = module.read_text()
+    assert text.count(GOOD) == 1
+    module.write_text(text.replace(GOOD, MARKED_TOO_EARLY))
+    play(plane, api, -1, "never", 20, str(tmp_path), whole=False)  # without a kill the bug does not show
+    with pytest.raises(AssertionError, match="not created within"):
+        play(plane, api, 0, "after", 8, str(tmp_path), whole=False)

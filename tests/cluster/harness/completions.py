@@ -1,0 +1,86 @@
+"""Clients of the pods' public port: one completion, one stream, or clients that go on asking and forgive nothing."""
+
+import json
+import threading
+import urllib.request
+from typing import Any, Self
+
+from cluster.harness.apiclient import Object
+
+
+def complete(address: str, tokens: int = 4, model: str = "chat") -> Object:
+    """The answer to one request for so many tokens; any failure is raised."""
+    with _ask(address, tokens, model) as answer:
+        found: Object = json.load(answer)
+    return found
+
+
+def stream(address: str, tokens: int, model: str = "chat") -> int:
+    """How many tokens a stream brought that ended as it should; any failure is raised."""
+    brought = 0
+    with _ask(address, tokens, model, stream=True, stream_options={"include_usage": True}) as answer:
+        for line in answer:
+            text = line.decode().strip().removeprefix("data: ")
+            if text == "[DONE]":
+                return brought
+            if text:
+                brought = (json.loads(text).get("usage") or {}).get("completion_tokens", brought)
+    raise ConnectionError(f"the stream ended after {brought} tokens, without its end")
+
+
+class Clients:
+    """``with Clients(address, 2) as clients``: so many that complete and as many that stream, until it is left.
+
+    ``done`` counts the answers with every token asked for, ``failures`` says what became of each other one.
+    """
+
+    def __init__(self, address: str, each: int, tokens: int = 64) -> None:
+        self._address, self._tokens = address, tokens
+        self._stop = threading.Event()
+        ways = [self._complete, stream] * each
+        self._threads = [threading.Thread(target=self._run, args=(way,), daemon=True) for way in ways]
+        self.failures: list[str] = []
+        self._answered: list[int] = []
+
+    @property
+    def done(self) -> int:
+        return len(self._answered)
+
+    def __enter__(self) -> Self:
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """The requests that run are waited for: cut off they would have failed."""
+        self._stop.set()
+        for thread in self._threads:
+            thread.join(120)
+        if any(thread.is_alive() for thread in self._threads):
+            self.failures.append("a request hangs")
+
+    def _run(self, way: Any) -> None:
+        while not self._stop.is_set():
+            try:
+                brought = way(self._address, self._tokens)
+            except (OSError, ValueError) as error:
+                self.failures.append(repr(error))
+                continue
+            if brought == self._tokens:
+                self._answered.append(brought)
+            else:
+                self.failures.append(f"{brought} of {self._tokens} tokens")
+
+    @staticmethod
+    def _complete(address: str, tokens: int) -> int:
+        return int(complete(address, tokens)["usage"]["completion_tokens"])
+
+
+def _ask(address: str, tokens: int, model: str, **more: Any) -> Any:
+    body = {"model": model, "prompt": "Once", "max_tokens": tokens, "ignore_eos": True, **more}
+    request = urllib.request.Request(
+        f"http://{address}:8000/v1/completions",
+        json.dumps(body).encode(),
+        {"Content-Type": "application/json"},
+    )
+    return urllib.request.urlopen(request, timeout=120)

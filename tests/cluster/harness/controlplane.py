@@ -1,0 +1,288 @@
+"""A real Kubernetes control plane on loopback: etcd, kube-apiserver, controller-manager and scheduler.
+
+Owns the processes, their folder, their ports and their certificates. Nothing outlives ``stop``; should
+the test process itself be killed, the kernel ends the children.
+"""
+
+import ctypes
+import os
+import secrets
+import shutil
+import signal
+import socket
+import ssl
+import subprocess
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Self
+
+import yaml
+
+from cluster.harness import binaries
+from cluster.harness.apiclient import Api
+
+USERS = {  # token file: user → groups
+    "admin": "system:masters",
+    "system:kube-controller-manager": "",
+    "system:kube-scheduler": "",
+}
+
+
+class ControlPlaneError(RuntimeError):
+    """A part of the control plane did not come up; the message holds the end of its log."""
+
+
+@dataclass(slots=True)
+class Part:
+    """One running program and its log."""
+
+    name: str
+    process: subprocess.Popen[bytes]
+    log: Path
+
+    def tail(self, characters: int = 3000) -> str:
+        return self.log.read_text(errors="replace")[-characters:]
+
+
+@dataclass(slots=True)
+class ControlPlane:
+    """Started by ``with ControlPlane() as plane``; a fresh, empty cluster each time."""
+
+    home: Path = field(default_factory=lambda: Path(tempfile.mkdtemp(prefix="fairlead-controlplane-")))
+    port: int = 0
+    parts: list[Part] = field(default_factory=list)
+    tokens: dict[str, str] = field(default_factory=lambda: {user: secrets.token_hex(16) for user in USERS})
+
+    def __enter__(self) -> Self:
+        try:
+            self.start()
+        except BaseException:
+            self.stop()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    @property
+    def url(self) -> str:
+        return f"https://127.0.0.1:{self.port}"
+
+    @property
+    def ca(self) -> Path:
+        return self.home / "certs" / "apiserver.crt"
+
+    def api(self, token: str = "") -> Api:
+        """A client; the administrator's unless a token is given."""
+        return Api(self.url, token or self.tokens["admin"], str(self.ca))
+
+    def start(self) -> None:
+        """Bring everything up: etcd and API server together, controllers once it answers."""
+        etcd_port, peer_port, self.port = free_ports(3)
+        self._make_keys()
+        self._start_etcd(etcd_port, peer_port)
+        self._start_apiserver(etcd_port)
+        self._wait_ready()
+        # Only now: started beside the API server they give up for minutes.
+        self._start_controllers()
+
+    def kubeconfig(self, user: str = "admin", token: str = "", server: str = "") -> Path:
+        """A kubeconfig file of a user, or of a bearer token; ``server`` names another address (a proxy)."""
+        config = {
+            "apiVersion": "v1",
+            "kind": "Config",
+            "current-context": "test",
+            "clusters": [{"name": "test", "cluster": {"server": server or self.url}}],
+            "users": [{"name": "test", "user": {"token": token or self.tokens[user]}}],
+            "contexts": [{"name": "test", "context": {"cluster": "test", "user": "test"}}],
+        }
+        if not server.startswith("http://"):
+            config["clusters"][0]["cluster"]["certificate-authority"] = str(self.ca)  # type: ignore[index]
+        path = self.home / f"kubeconfig-{secrets.token_hex(4)}"
+        path.write_text(yaml.safe_dump(config))
+        path.chmod(0o600)
+        return path
+
+    def spawn(self, name: str, arguments: Sequence[str], program: Path | None = None) -> Part:
+        """Start one program of the cluster; ``stop`` ends it with the others."""
+        log = self.home / f"{name}.log"
+        with log.open("ab") as out:
+            process = subprocess.Popen(
+                [str(program or binaries.program(name)), *arguments],
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                cwd=self.home,
+                start_new_session=True,
+                preexec_fn=dying_with(os.getpid()),  # noqa: PLW1509 - two system calls, no lock taken
+            )
+        part = Part(name, process, log)
+        self.parts.append(part)
+        return part
+
+    def part(self, name: str) -> Part:
+        return next(part for part in self.parts if part.name == name)
+
+    def stop(self) -> None:
+        """End all parts, last started first: without etcd the API server would hang on SIGTERM."""
+        for part in reversed(self.parts):
+            end(part.process, patience=3)
+        self.parts.clear()
+        shutil.rmtree(self.home, ignore_errors=True)
+
+    def _make_keys(self) -> None:
+        keys = self.home / "certs"
+        keys.mkdir(parents=True, exist_ok=True)
+        for command in (
+            ["genpkey", "-algorithm", "RSA", "-pkeyopt", "rsa_keygen_bits:2048", "-out", "sa.key"],
+            ["pkey", "-in", "sa.key", "-pubout", "-out", "sa.pub"],
+        ):
+            subprocess.run(["openssl", *command], cwd=keys, check=True, capture_output=True)
+        lines = [f'{self.tokens[user]},{user},{user},"{groups}"' for user, groups in USERS.items()]
+        (self.home / "tokens.csv").write_text("\n".join(lines) + "\n")
+
+    def _start_etcd(self, port: int, peer: int) -> None:
+        self.spawn(
+            "etcd",
+            [
+                f"--data-dir={self.home / 'etcd'}",
+                "--unsafe-no-fsync",
+                f"--listen-client-urls=http://127.0.0.1:{port}",
+                f"--advertise-client-urls=http://127.0.0.1:{port}",
+                f"--listen-peer-urls=http://127.0.0.1:{peer}",
+                f"--initial-advertise-peer-urls=http://127.0.0.1:{peer}",
+                f"--initial-cluster=default=http://127.0.0.1:{peer}",
+                "--log-level=warn",
+            ],
+        )
+
+    def _start_apiserver(self, etcd: int) -> None:
+        certs = self.home / "certs"
+        self.spawn(
+            "kube-apiserver",
+            [
+                f"--etcd-servers=http://127.0.0.1:{etcd}",
+                "--bind-address=127.0.0.1",
+                "--advertise-address=127.0.0.1",
+                f"--secure-port={self.port}",
+                f"--cert-dir={certs}",  # it signs its own certificate there; that file is the clients' CA
+                f"--token-auth-file={self.home / 'tokens.csv'}",
+                "--authorization-mode=RBAC",
+                "--service-account-issuer=https://kubernetes.default.svc",
+                f"--service-account-key-file={certs / 'sa.pub'}",
+                f"--service-account-signing-key-file={certs / 'sa.key'}",
+                "--service-cluster-ip-range=10.96.0.0/16",
+                "--disable-admission-plugins=TaintNodesByCondition",
+                "--allow-privileged=true",
+                "--max-requests-inflight=1000",
+                "--max-mutating-requests-inflight=500",
+            ],
+        )
+
+    def _start_controllers(self) -> None:
+        ports = free_ports(2)
+        manager = self.kubeconfig("system:kube-controller-manager")
+        self.spawn(
+            "kube-controller-manager",
+            [
+                f"--kubeconfig={manager}",
+                "--use-service-account-credentials=true",
+                "--leader-elect=false",
+                f"--service-account-private-key-file={self.home / 'certs' / 'sa.key'}",
+                f"--root-ca-file={self.ca}",
+                "--allocate-node-cidrs=false",
+                "--bind-address=127.0.0.1",
+                f"--secure-port={ports[0]}",
+                f"--cert-dir={self.home / 'kcm'}",
+                "--node-monitor-period=1s",
+                "--kube-api-qps=500",  # by default its own throttling holds the controllers back for 5 s
+                "--kube-api-burst=1000",
+                "--horizontal-pod-autoscaler-sync-period=1s",  # an HPA is first looked at one period after it was made
+                "--concurrent-deployment-syncs=20",
+                "--concurrent-service-endpoint-syncs=20",
+            ],
+        )
+        scheduler = self.kubeconfig("system:kube-scheduler")
+        self.spawn(
+            "kube-scheduler",
+            [
+                f"--kubeconfig={scheduler}",
+                "--leader-elect=false",
+                "--bind-address=127.0.0.1",
+                f"--secure-port={ports[1]}",
+                f"--cert-dir={self.home / 'scheduler'}",
+                "--kube-api-qps=500",
+                "--kube-api-burst=1000",
+            ],
+        )
+
+    def _wait_ready(self) -> None:
+        deadline = time.monotonic() + 60
+        while time.monotonic() < deadline:
+            for part in self.parts:
+                if part.process.poll() is not None:
+                    raise ControlPlaneError(
+                        f"{part.name} ended with {part.process.returncode}:\n{part.tail()}"
+                    )
+            if self.answers():
+                return
+            time.sleep(0.05)
+        raise ControlPlaneError(
+            f"the API server is not ready after 60 s:\n{self.part('kube-apiserver').tail()}"
+        )
+
+    def answers(self) -> bool:
+        """Whether /readyz says ok; looks at the body, since any address may be answered by something."""
+        if not self.ca.is_file():
+            return False
+        request = urllib.request.Request(
+            self.url + "/readyz", headers={"Authorization": f"Bearer {self.tokens['admin']}"}
+        )
+        try:
+            context = ssl.create_default_context(cafile=str(self.ca))
+            with urllib.request.urlopen(request, timeout=2, context=context) as answer:
+                return bool(answer.read() == b"ok")
+        except (urllib.error.URLError, OSError, ssl.SSLError):
+            return False
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports that nothing listens on, all different."""
+    sockets = [socket.socket() for _ in range(count)]
+    try:
+        for one in sockets:
+            one.bind(("127.0.0.1", 0))
+        return [one.getsockname()[1] for one in sockets]
+    finally:
+        for one in sockets:
+            one.close()
+
+
+def end(process: subprocess.Popen[bytes], patience: float) -> None:
+    """SIGTERM, then SIGKILL; always reaped."""
+    if process.poll() is None:
+        process.send_signal(signal.SIGCONT)  # a stopped process would not see SIGTERM
+        process.terminate()
+        try:
+            process.wait(patience)
+        except subprocess.TimeoutExpired:
+            process.kill()
+    process.wait()
+
+
+_LIBC = ctypes.CDLL(None, use_errno=True)
+
+
+def dying_with(parent: int) -> Callable[[], None]:
+    """What a child runs before its program: end when the parent ends (PR_SET_PDEATHSIG), also when killed."""
+
+    def arrange() -> None:
+        if _LIBC.prctl(1, signal.SIGKILL, 0, 0, 0) or os.getppid() != parent:
+            os._exit(127)
+
+    return arrange

@@ -1,0 +1,147 @@
+"""A small kubelet: pods of its node run our real runtime as a process, each on an address of its own.
+
+Owns the node and the loop over its pods: start, probe, restart, drain, report. What one pod is, is podprocess.py.
+"""
+
+import contextlib
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Self
+
+from cluster.harness import addresses
+from cluster.harness.apiclient import ApiError, Object, eventually
+from cluster.harness.controlplane import ControlPlane
+from cluster.harness.nodes import is_ready
+from cluster.harness.podprocess import PodProcess, Programs, now
+
+RUNTIME: Programs = {"fairlead": [sys.executable, "-m", "fairlead_runtime"]}
+STANDIN: Programs = {"fairlead": [sys.executable, str(Path(__file__).with_name("idle_pod.py"))]}
+BEAT = 0.1
+HEARTBEAT = 10.0
+PROBE_EVERY = 0.3
+
+
+class FakeKubelet:
+    """``with FakeKubelet(plane, "node")``: a Ready node that takes pods with ``type: processes`` in their selector."""
+
+    def __init__(
+        self,
+        plane: ControlPlane,
+        name: str = "processes",
+        environ: Mapping[str, str] | None = None,
+        programs: Programs = RUNTIME,
+    ) -> None:
+        self.name, self.plane = name, plane
+        self._environ, self._programs = environ or {}, programs
+        self._pods: dict[str, PodProcess] = {}
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self.faults: list[str] = []
+
+    def __enter__(self) -> Self:
+        self._api = self.plane.api()
+        self._register()
+        self._thread.start()
+        eventually(lambda: is_ready(self._api.get("Node", "", self.name)), 10, "the node is Ready")
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join(30)
+        for one in self._pods.values():
+            one.remove()
+        with contextlib.suppress(ApiError):
+            self._api.delete("Node", "", self.name)
+        self._api.close()
+        assert not self.faults, self.faults
+
+    def kill(self, namespace: str, pod: str) -> None:
+        """SIGKILL to the process of a pod."""
+        uid = self._api.get("Pod", namespace, pod)["metadata"]["uid"]
+        process = self._pods[uid].process
+        assert process is not None
+        process.kill()
+
+    def log(self, uid: str) -> str:
+        return (self._pods[uid].home / "log").read_text(errors="replace")
+
+    def _register(self) -> None:
+        room = {"cpu": "512", "memory": "8Ti", "pods": "200", "nvidia.com/gpu": "8"}
+        labels = {"type": "processes", "kubernetes.io/hostname": self.name}
+        body: Object = {"apiVersion": "v1", "kind": "Node", "metadata": {"name": self.name, "labels": labels}}
+        # Only pods made for it: others would be run as processes too.
+        body["spec"] = {"taints": [{"key": "processes", "effect": "NoSchedule"}]}
+        self._api.apply(body, force="true")
+        ready = {
+            "type": "Ready",
+            "status": "True",
+            "reason": "KubeletReady",
+            "message": "",
+            "lastTransitionTime": now(),
+        }
+        status = {
+            "capacity": room,
+            "allocatable": room,
+            "conditions": [{**ready, "lastHeartbeatTime": now()}],
+        }
+        self._api.merge("Node", "", self.name, {"status": status}, sub="status")
+
+    def _run(self) -> None:
+        beat = time.monotonic()
+        while not self._stop.is_set():
+            try:
+                if time.monotonic() - beat > HEARTBEAT:
+                    self._register()
+                    beat = time.monotonic()
+                pods = self._api.items("Pod", fieldSelector=f"spec.nodeName={self.name}")
+                self._turn({pod["metadata"]["uid"]: pod for pod in pods})
+            except ApiError as error:
+                if error.code not in {404, 409}:  # the pod went or changed meanwhile: seen at the next turn
+                    self.faults.append(str(error))
+            except OSError:
+                pass  # the API server is away: a kubelet goes on
+            except Exception as error:  # noqa: BLE001 - reported when the kubelet is stopped
+                if "httpx" not in type(error).__module__ and "httpcore" not in type(error).__module__:
+                    self.faults.append(repr(error))
+            self._stop.wait(BEAT)
+
+    def _turn(self, pods: dict[str, Object]) -> None:
+        for uid in [uid for uid in self._pods if uid not in pods]:
+            self._pods.pop(uid).remove()
+        for uid, pod in pods.items():
+            if uid not in self._pods:
+                self._pods[uid] = PodProcess(addresses.take(), self.plane.home / f"pod-{uid}")
+            one = self._pods[uid]
+            if pod["metadata"].get("deletionTimestamp"):
+                self._drain(pod, one)
+            else:
+                self._keep(pod, one)
+
+    def _keep(self, pod: Object, one: PodProcess) -> None:
+        if one.process is None and time.monotonic() >= one.retry_at:
+            one.start(pod, self._programs, self._environ)
+        elif not one.ended() and one.process is not None and time.monotonic() - one.probed >= PROBE_EVERY:
+            one.probed = time.monotonic()
+            one.ready = one.probe(pod, "readinessProbe")
+            one.passed |= one.ready
+        self._report(pod, one)
+
+    def _drain(self, pod: Object, one: PodProcess) -> None:
+        meta = pod["metadata"]
+        if one.end_within(meta.get("deletionGracePeriodSeconds", 30)):
+            self._report(pod, one)  # how the container ended, as a kubelet writes it before the pod goes
+            self._api.delete("Pod", meta["namespace"], meta["name"], gracePeriodSeconds="0")
+        else:
+            self._report(pod, one)
+
+    def _report(self, pod: Object, one: PodProcess) -> None:
+        """Write what differs from what was written last, or what a controller made of it; a write that failed comes again."""
+        if not one.lives:  # nothing of it ever ran here: a pod that was left by another node's end
+            return
+        meta, status = pod["metadata"], one.status(pod)
+        if status != one.reported or is_ready(pod) != one.ready:
+            self._api.merge("Pod", meta["namespace"], meta["name"], {"status": status}, sub="status")
+            one.reported = status

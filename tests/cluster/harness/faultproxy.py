@@ -1,0 +1,261 @@
+"""A proxy between the operator and the API server that numbers calls and can spoil each of them.
+
+Plain HTTP in, TLS out; the caller's own credentials pass through. Owns no policy: a test installs ``judge``, which
+sees every request, in the proxy's thread, and says what becomes of it. Watches are passed on as they stream.
+"""
+
+import asyncio
+import json
+import random
+import re
+import ssl
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Literal, Self
+
+from cluster.harness.controlplane import ControlPlane, free_ports
+
+Fate = Literal[
+    "pass",
+    "409",
+    "429",
+    "500",
+    "503",
+    "401",
+    "410",
+    "reset",
+    "hang",
+    "cut",
+    "drop-events",
+    "delay-events",
+    "lost-answer",
+    "stale",
+]
+# The kinds of error that any call may be answered with.
+ERRORS: tuple[Fate, ...] = ("409", "429", "500", "503", "401", "410", "reset", "hang", "cut")
+STATUS = {
+    "409": "Conflict",
+    "429": "TooManyRequests",
+    "500": "InternalError",
+    "503": "ServiceUnavailable",
+    "401": "Unauthorized",
+    "410": "Expired",
+}
+_PATH = re.compile(
+    r"^/(?:api|apis)/(?:[a-z0-9.-]+/)?v[0-9a-z]+(?:/namespaces/(?P<ns>[^/?]+))?/(?P<plural>[a-z]+)"
+    r"(?:/(?P<name>[^/?]+))?(?:/(?P<sub>[a-z]+))?(?:\?(?P<query>.*))?$"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One request: when it came, its verb as the audit log names it, and what it is about."""
+
+    at: float
+    verb: str
+    plural: str
+    namespace: str
+    name: str
+    sub: str
+    path: str
+    resource: str = ""  # of a write: the resource whose object this is, by name
+
+    @property
+    def writes(self) -> bool:
+        return self.verb in {"create", "update", "patch", "delete"}
+
+    @property
+    def about_objects(self) -> bool:
+        """Anything but the Lease and discovery."""
+        return bool(self.plural) and self.plural != "leases"
+
+    @property
+    def of_children(self) -> bool:
+        return self.writes and self.about_objects and self.plural not in {"inferencedeployments", "events"}
+
+
+Judge = Callable[[Call], Fate]
+
+
+@dataclass(slots=True)
+class FaultProxy:
+    """``with FaultProxy(plane) as proxy``; ``proxy.url`` is what the operator is given as its server."""
+
+    plane: ControlPlane
+    judge: Judge = lambda _: "pass"
+    calls: list[Call] = field(default_factory=list)
+    port: int = 0
+    away: bool = False  # the API server answers nobody
+    after_lost: Callable[[], None] = lambda: None  # called when a lost answer's request has been carried out
+    latency: float = 0.0  # seconds that every request takes longer
+    hang_seconds: float = 60.0
+    delay_seconds: float = 5.0
+    rng: random.Random = field(default_factory=lambda: random.Random(0))  # which old list is replayed
+    _loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.new_event_loop)
+    _thread: threading.Thread | None = None
+    _lists: dict[str, list[bytes]] = field(default_factory=dict)  # answers of each list, to be replayed
+    _open: set[asyncio.StreamWriter] = field(default_factory=set)
+    _context: ssl.SSLContext = field(default_factory=ssl.create_default_context)
+
+    def __enter__(self) -> Self:
+        self.port = free_ports(1)[0]
+        started = threading.Event()
+        self._thread = threading.Thread(target=self._run, args=(started,), name="faultproxy", daemon=True)
+        self._thread.start()
+        assert started.wait(10)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        assert self._thread is not None
+        self._thread.join(10)
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def cut_connections(self) -> None:
+        """Reset everything that is open, watches too."""
+        self._loop.call_soon_threadsafe(self._reset_all)
+
+    def _reset_all(self) -> None:
+        for writer in list(self._open):
+            writer.transport.abort()
+
+    def _run(self, started: threading.Event) -> None:
+        asyncio.set_event_loop(self._loop)
+        self._context = ssl.create_default_context(cafile=str(self.plane.ca))
+        self._loop.run_until_complete(asyncio.start_server(self._serve, "127.0.0.1", self.port))
+        started.set()
+        self._loop.run_forever()
+        tasks = asyncio.all_tasks(self._loop)
+        for task in tasks:
+            task.cancel()
+        self._loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
+        self._loop.close()
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """One connection of the operator; requests one after the other."""
+        self._open.add(writer)
+        try:
+            while await self._exchange(reader, writer):
+                pass
+        except (OSError, asyncio.IncompleteReadError, asyncio.CancelledError):
+            pass  # either side left, or the test is over: the other side sees it
+        finally:
+            self._open.discard(writer)
+            writer.close()
+
+    async def _exchange(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
+        """One request; whether the connection is good for another."""
+        head = await reader.readuntil(b"\r\n\r\n")
+        body = await reader.readexactly(_length(head))
+        method, path = head.split(b" ", 2)[:2]
+        call = classify(method.decode(), path.decode(), body)
+        self.calls.append(call)
+        await asyncio.sleep(self.latency)
+        fate = "reset" if self.away else self.judge(call)
+        if fate in STATUS:
+            writer.write(_refusal(fate))
+            await writer.drain()
+            return True
+        if fate == "hang":
+            await asyncio.sleep(self.hang_seconds)
+        if fate in {"hang", "reset"}:
+            writer.transport.abort()
+            return False
+        upstream, sink = await asyncio.open_connection("127.0.0.1", self.plane.port, ssl=self._context)
+        self._open.add(sink)
+        try:
+            lines = [line for line in head.split(b"\r\n")[:-2] if not line.lower().startswith(b"connection:")]
+            sink.write(b"\r\n".join([*lines, b"Connection: close", b"", b""]) + body)
+            await sink.drain()
+            if call.verb == "watch":
+                await self._stream(upstream, fate, writer)
+            else:
+                await self._answer(upstream, call, fate, writer)
+        finally:
+            self._open.discard(sink)
+            sink.transport.abort()
+        return False
+
+    async def _answer(
+        self, upstream: asyncio.StreamReader, call: Call, fate: Fate, writer: asyncio.StreamWriter
+    ) -> None:
+        """The whole answer, or what the fault leaves of it; the request itself has been carried out."""
+        answer = await upstream.read()
+        if fate == "lost-answer":
+            self.after_lost()
+            writer.transport.abort()
+            return
+        if call.verb == "list" and answer.startswith(b"HTTP/1.1 200"):
+            seen = self._lists.setdefault(call.path, [])
+            seen.append(answer)
+            answer = self.rng.choice(seen) if fate == "stale" else answer
+        writer.write(answer[: len(answer) // 2] if fate == "cut" else answer)
+        await writer.drain()
+
+    async def _stream(self, upstream: asyncio.StreamReader, fate: Fate, writer: asyncio.StreamWriter) -> None:
+        """A watch; "cut" ends it in the middle of its second part, "drop-events" keeps all but the first back."""
+        parts = 0
+        while part := await upstream.read(65536):
+            parts += 1
+            if fate == "drop-events" and parts > 1:
+                continue
+            if fate == "delay-events" and parts > 1:
+                await asyncio.sleep(self.delay_seconds)
+            writer.write(part[: len(part) // 2] if fate == "cut" and parts > 1 else part)
+            await writer.drain()
+            if fate == "cut" and parts > 1:
+                return
+
+
+def classify(method: str, path: str, body: bytes = b"") -> Call:
+    now = time.monotonic()
+    found = _PATH.match(path)
+    if found is None:
+        return Call(now, "discover", "", "", "", "", path)
+    name, query = found["name"] or "", (found["query"] or "").lower()
+    reads = "watch" if "watch=true" in query or "watch=1" in query else "get" if name else "list"
+    verbs = {"GET": reads, "POST": "create", "PUT": "update", "PATCH": "patch", "DELETE": "delete"}
+    resource = name
+    if method == "POST":
+        # An Event is named after its resource: name.hash.
+        resource = str(json.loads(body)["metadata"]["name"]).split(".")[0]
+    return Call(
+        now,
+        verbs.get(method, method),
+        found["plural"],
+        found["ns"] or "",
+        name,
+        found["sub"] or "",
+        path,
+        resource,
+    )
+
+
+def _length(head: bytes) -> int:
+    found = re.search(rb"\r\ncontent-length: *(\d+)", head, re.IGNORECASE)
+    return int(found[1]) if found else 0
+
+
+def _refusal(fate: str) -> bytes:
+    body = json.dumps(
+        {
+            "kind": "Status",
+            "apiVersion": "v1",
+            "status": "Failure",
+            "reason": STATUS[fate],
+            "message": "a fault of the test",
+            "code": int(fate),
+        }
+    ).encode()
+    retry = b"Retry-After: 1\r\n" if fate == "429" else b""
+    return (
+        f"HTTP/1.1 {fate} {STATUS[fate]}\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n".encode()
+        + retry
+        + b"\r\n"
+        + body
+    )

@@ -1,0 +1,128 @@
+"""Models from a hub: the init container downloads and tells how far it is, then the runtime serves without a network."""
+
+import re
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from cluster.harness.apiclient import Api, Object, eventually
+from cluster.harness.completions import complete
+from cluster.harness.controlplane import ControlPlane
+from cluster.harness.fakekubelet import FakeKubelet
+from cluster.harness.operators import OperatorProcess
+from cluster.harness.resources import PROCESSES, START, await_reason, condition, idep, ready, reason, status
+from support.hub_server import MAIN, Hub, Repository, sharded
+
+pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("crd")]
+DEMO = Path(__file__).parents[3] / "runtime" / "fairlead_runtime" / "demo"
+NAME = "tiny/demo"
+QUIET = 6  # seconds: more than the operator waits between two looks at a download
+
+
+@pytest.fixture(scope="module")
+def kubelet(plane: ControlPlane, pod_addresses: None) -> Iterator[FakeKubelet]:
+    with FakeKubelet(plane) as started:
+        yield started
+
+
+@pytest.fixture
+def repository() -> Repository:
+    """The demo model, its weights in five files of about a fifth each."""
+    return Repository(sharded(DEMO, 5), refs={"main": MAIN, "v1": MAIN})
+
+
+@pytest.fixture
+def hub(repository: Repository) -> Iterator[Hub]:
+    with Hub({NAME: repository}) as server:
+        yield server
+
+
+def downloading(api: Api, namespace: str) -> Object | None:
+    """The status once it tells how much of the weights is there."""
+    seen = status(api, namespace)
+    return seen if " % of the weights are there" in condition(seen, "Ready").get("message", "") else None
+
+
+def test_a_model_is_fetched_with_its_progress_shown_and_then_served_offline(
+    plane: ControlPlane, api: Api, namespace: str, kubelet: FakeKubelet, hub: Hub, repository: Repository
+) -> None:
+    go_on = threading.Event()
+    last = next(name for name in sorted(repository.files, reverse=True) if name.endswith(".safetensors"))
+
+    def hold(name: str) -> None:
+        if name == last:
+            go_on.wait(60)
+
+    repository.on_get = hold
+    with OperatorProcess(plane, (namespace,), environ={"HF_ENDPOINT": hub.endpoint}) as operator:
+        api.create(idep(namespace, model={"source": f"hf://{NAME}", "revision": "v1"}, podTemplate=PROCESSES))
+        try:
+            seen = eventually(lambda: downloading(api, namespace), 30, "the download is seen")
+            first = seen["blockers"][0]
+            assert (first["code"], first["object"].partition("/")[0]) == ("FetchingWeights", "Pod")
+            # Of whichever moment was seen first: before or while the last file is waited for.
+            assert re.match(r"\d+ % of the weights are there: [\d.]+ [KM]iB of 4\.\d MiB", first["message"])
+            assert condition(seen, "Planned")["status"] == "True"
+            version = api.get("InferenceDeployment", namespace, "chat")["metadata"]["resourceVersion"]
+            ends = time.monotonic() + QUIET
+            while time.monotonic() < ends:
+                now = api.get("InferenceDeployment", namespace, "chat")["metadata"]["resourceVersion"]
+                assert now == version, "a download that stands still costs no write"
+                time.sleep(0.2)
+        finally:
+            go_on.set()
+        seen = eventually(lambda: ready(api, namespace), START, "Ready")
+        assert not seen["blockers"]
+        took = eventually(lambda: status(api, namespace).get("startup"), 20, "what the start took")
+        assert set(took) == {"scheduled", "imagePulled", "weightsFetched", "loaded", "warmed"}
+        assert QUIET <= took["weightsFetched"] < START
+        assert 0 < took["warmed"] < took["loaded"] < START
+        (pod,) = api.items("Pod", namespace)
+        (fetch,) = pod["status"]["initContainerStatuses"]
+        assert fetch["state"]["terminated"]["exitCode"] == 0
+        assert fetch["restartCount"] == pod["status"]["containerStatuses"][0]["restartCount"] == 0
+        assert complete(pod["status"]["podIP"])["usage"]["completion_tokens"] == 4
+        assert hub.requests[-1] == ("GET", f"/blobs/{NAME}/{MAIN}/{last}"), "the runtime asked the hub"
+        assert not operator.tracebacks()
+
+
+def test_a_wrong_name_or_revision_is_said_in_the_words_of_the_download(
+    plane: ControlPlane, api: Api, namespace: str, kubelet: FakeKubelet, hub: Hub
+) -> None:
+    """And goes on being said while the download is tried again."""
+    wrong = {
+        "revision": (
+            {"source": f"hf://{NAME}", "revision": "nowhere"},
+            f"{NAME}: no revision nowhere",
+            "use a commit",
+        ),
+        "name": (
+            {"source": "hf://tiny/nothing"},
+            "tiny/nothing: not found at http",
+            "check the owner and the name",
+        ),
+    }
+    with OperatorProcess(plane, (namespace,), environ={"HF_ENDPOINT": hub.endpoint}):
+        for name, (model, _, _) in wrong.items():
+            api.create(idep(namespace, name, model=model, podTemplate=PROCESSES))
+        for name, (_, message, hint) in wrong.items():
+            seen = await_reason(api, namespace, "ModelNotFound", 30, name)
+            first = seen["blockers"][0]
+            assert (first["message"][: len(message)], first["hint"][: len(hint)]) == (message, hint)
+            assert condition(seen, "Ready")["message"] == f"{first['message']} ({first['hint']})"
+
+        def tried_again() -> bool:
+            assert {reason(api, namespace, name) for name in wrong} == {"ModelNotFound"}
+            pods = api.items("Pod", namespace)
+            return all(p["status"]["initContainerStatuses"][0]["restartCount"] >= 2 for p in pods)
+
+        eventually(tried_again, 30, "tried again")
+        told = [
+            e["involvedObject"]["name"]
+            for e in api.items("Event", namespace)
+            if e["reason"] == "ModelNotFound"
+        ]
+        assert sorted(told) == sorted(wrong), "an Event tells a change, not every try"

@@ -1,0 +1,192 @@
+"""API keys: every route of the public port but the probes needs one, however the path, host or method is bent."""
+
+import hashlib
+from pathlib import Path
+
+import pytest
+
+from fairlead_runtime.api.app import public_app
+from fairlead_runtime.api.auth import KeyRing, Salter
+from fairlead_runtime.api.limits import Pool
+from fairlead_runtime.api.state import Face
+from fairlead_runtime.config import ConfigError
+from fairlead_runtime.start import logs
+from support.api_harness import FakeService, asgi, backend_of, completion, faked, is_error, run
+
+KEY, OTHER = "k" * 40, "another-key-of-decent-length-0123456789"
+PATHS = ["/v1/models", "/v1/completions", "/v1/chat/completions", "/", "/docs", "/nowhere"]
+BENT = [
+    "{}",
+    "{}/",
+    "/{}",
+    "{}?a=/healthz",
+    "{}#/healthz",
+    "{};/healthz",
+    "/healthz/..{}",
+    "/healthz/../{}",
+    "/healthz{}",
+    "{}/healthz",
+    "{}/../healthz",
+    "{}%2fhealthz",
+    "/%2e%2e{}",
+    "{}%00",
+    "{}%20",
+    "/HEALTHZ{}",
+    "http://x/healthz{}",
+    "/./{}",
+]
+METHODS = ["GET", "POST", "HEAD", "OPTIONS", "PUT", "DELETE", "TRACE", "PATCH"]
+HEADERS: list[dict[str, str]] = [
+    {},
+    {"host": "localhost"},
+    {"x_forwarded_for": "127.0.0.1"},
+    {"x_original_url": "/healthz"},
+    {"authorization": ""},
+    {"authorization": "Bearer"},
+    {"authorization": "Bearer "},
+    {"authorization": "Bearer  "},
+    {"authorization": f"Basic {KEY}"},
+    {"authorization": KEY},
+    {"authorization": f"Bearer {KEY}x"},
+    {"authorization": f"Bearer {KEY[:-1]}"},
+    {"authorization": f"Bearer {KEY} {KEY}"},
+    {"authorization": f"Bearer {KEY.upper()}"},
+    {"authorization": "Bearer " + hashlib.sha256(KEY.encode()).hexdigest()},
+    {"api_key": KEY},
+    {"x_api_key": KEY},
+]
+
+
+@pytest.fixture
+def keys(tmp_path: Path) -> Path:
+    path = tmp_path / "keys"
+    path.write_text(f"{KEY}\n\n  {OTHER}  \n")
+    return path
+
+
+def test_nothing_but_the_probes_is_open(keys: Path) -> None:
+    async def scenario() -> None:
+        face, pool, service = Face(name="tiny"), Pool(), FakeService()
+        face.attach(backend_of(service))
+        app = public_app(face, pool, KeyRing(str(keys)))
+        bodies = set()
+        tried = 0
+        for path in PATHS:
+            for bent in BENT:
+                for method in METHODS:
+                    status, body = await asgi(app, method, bent.format(path))
+                    assert status == 401, (method, bent.format(path))
+                    bodies.add(body)
+                    tried += 1
+        for path in PATHS:
+            for headers in HEADERS:
+                status, body = await asgi(app, "POST", path, b"{}", **headers)
+                assert status == 401, (path, headers)
+                bodies.add(body)
+        for probe in ("/healthz", "/readyz"):
+            assert (await asgi(app, "GET", probe))[0] == 200
+        pool.close()
+        assert tried == 864
+        assert len(bodies) == 1
+        assert not service.seen
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("scheme", ["Bearer", "bearer", "BEARER"])
+def test_either_key_opens_every_route(keys: Path, scheme: str) -> None:
+    async def scenario() -> None:
+        async with faked(keys=KeyRing(str(keys))) as (server, service), server.client() as client:
+            for key in (KEY, OTHER):
+                headers = {"authorization": f"{scheme} {key}"}
+                assert (await client.get("/v1/models", headers=headers)).status_code == 200
+                answer = await client.post("/v1/completions", json=completion(user="me"), headers=headers)
+                assert answer.status_code == 200
+            refused = await client.get("/v1/models")
+            assert refused.status_code == 401
+            assert is_error(refused.json())
+            assert refused.headers["www-authenticate"] == "Bearer"
+            twice = [("authorization", f"Bearer {KEY}"), ("authorization", f"Bearer {KEY}")]
+            assert (await client.get("/v1/models", headers=twice)).status_code == 401
+            # The tenant is the key, not what the body says, and it does not give the key away.
+            first, second = service.seen
+            assert first.tenant != second.tenant
+            assert "me" not in {first.tenant, second.tenant}
+            assert not {first.tenant, second.tenant} & {KEY, OTHER}
+
+    run(scenario())
+
+
+def test_the_admin_port_asks_for_no_key(keys: Path) -> None:
+    async def scenario() -> None:
+        async with faked(keys=KeyRing(str(keys))) as (server, _), server.admin() as admin:
+            assert (await admin.get("/metrics")).status_code == 200
+
+    run(scenario())
+
+
+def test_a_changed_file_is_read_again(keys: Path) -> None:
+    ring = KeyRing(str(keys))
+    assert ring.tenant(KEY.encode()) is not None
+    renewed = keys.with_name("renewed")
+    renewed.write_text("fresh-key\n")
+    renewed.replace(keys)
+    assert ring.tenant(KEY.encode()) is None
+    assert ring.tenant(b"fresh-key") is not None
+    keys.unlink()
+    assert ring.tenant(b"fresh-key") is not None, "a secret is replaced in two steps"
+    keys.write_text("")
+    assert ring.tenant(b"fresh-key") is None, "an emptied file revokes"
+    assert ring.tenant(b"") is None
+
+
+@pytest.mark.parametrize("content", [None, b"", b"\n  \n", b"\xff\xfe"])
+def test_a_file_without_keys_is_refused_at_the_start(tmp_path: Path, content: bytes | None) -> None:
+    path = tmp_path / "keys"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(ConfigError, match="--api-key-file"):
+        KeyRing(str(path))
+
+
+def test_every_key_is_compared_whatever_was_sent(keys: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ring = KeyRing(str(keys))
+    compared: list[bytes] = []
+
+    def compare(presented: bytes, known: bytes) -> bool:
+        compared.append(known)
+        return presented == known
+
+    monkeypatch.setattr("fairlead_runtime.api.auth.hmac.compare_digest", compare)
+    for presented in (KEY, OTHER, "wrong", ""):
+        compared.clear()
+        ring.tenant(presented.encode())
+        assert len(compared) == 2
+
+
+def test_prefix_caches_of_keyed_tenants_are_apart_and_keyless_users_share() -> None:
+    salter = Salter()
+    assert salter.salt(None, None) == b""
+    assert salter.salt(None, "s") == b"s"
+    keyed = {salter.salt(tenant, salt) for tenant in ("a" * 16, "b" * 16) for salt in (None, "s", "t")}
+    assert len(keyed) == 6
+    assert salter.salt("a" * 16, "s") == salter.salt("a" * 16, "s")
+    assert salter.salt("a" * 16, "s") != Salter().salt("a" * 16, "s")
+
+
+def test_no_key_and_no_prompt_is_ever_logged(keys: Path, caplog: pytest.LogCaptureFixture) -> None:
+    async def scenario() -> None:
+        async with faked(keys=KeyRing(str(keys))) as (server, _), server.client() as client:
+            for key in (KEY, "wrong-" + KEY):
+                headers = {"authorization": f"Bearer {key}", "x-secret": "horse"}
+                for body in (completion("my secret horse"), completion("horse", n="horse"), {"horse": 1}):
+                    await client.post("/v1/completions", json=body, headers=headers)
+                await client.get("/horse", headers=headers)
+
+    with caplog.at_level("DEBUG"):
+        run(scenario())
+    records = [record for record in caplog.records if record.name.startswith(("fairlead", "uvicorn"))]
+    lines = "\n".join(logs.JsonFormatter().format(record) for record in records)
+    assert {getattr(record, "status", None) for record in records} >= {200, 400, 401, 404}
+    assert KEY not in lines
+    assert "horse" not in lines

@@ -1,0 +1,284 @@
+"""What a connection may do, byte by byte: limits, deadlines, clients that leave, and the server that goes on."""
+
+import asyncio
+import json
+import socket
+import struct
+from typing import Any
+
+import pytest
+
+from fairlead_runtime.api import connection, limits
+from fairlead_runtime.api.connection import GuardedProtocol
+from support.api_harness import LONG_FORM, FakeService, Server, chat, completion, faked, http, is_error, run
+
+
+async def _exchange(
+    server: Server, data: bytes, *, then_eof: bool = False
+) -> tuple[int, dict[str, str], bytes]:
+    """Send bytes, read until the server closes: status, header, body. Status 0: closed without an answer."""
+    reader, writer = await server.raw()
+    writer.write(data)
+    if then_eof:
+        writer.write_eof()
+    answer = await reader.read()
+    writer.close()
+    return _parse(answer)
+
+
+def _parse(answer: bytes) -> tuple[int, dict[str, str], bytes]:
+    head, _, body = answer.partition(b"\r\n\r\n")
+    if not head:
+        return 0, {}, b""
+    first, *lines = head.decode().split("\r\n")
+    fields = dict(line.lower().split(": ", 1) for line in lines)
+    return int(first.split()[1]), fields, body
+
+
+async def _alive(server: Server) -> None:
+    async with server.client() as client:
+        assert (await client.post("/v1/completions", json=completion(max_tokens=1))).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("data", "statuses"),
+    [
+        (b"\x00\x01\x02\r\n\r\n", {400}),
+        (b"GET\r\n\r\n", {400}),
+        (b"GET / HTTP/9.9\r\nHost: x\r\n\r\n", {400}),
+        (b"GET / HTTP/1.1\r\n\r\n", {400}),  # no Host
+        (b"GET / HTTP/1.1\r\nHost: x\r\nbad header\r\n\r\n", {400}),
+        (b"GET / HTTP/1.1\r\nHost: x\r\nHost: y\r\n\r\n", {400}),
+        (b"GET / HTTP/1.1\r\nHost: x\r\nA: \x00\r\n\r\n", {400}),
+        (b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: ten\r\n\r\n", {400}),
+        (
+            b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 1\r\nContent-Length: 2\r\n\r\nx",
+            {400},
+        ),
+        (b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: gzip\r\n\r\n", {400, 501}),
+        (
+            http("POST", "/v1/completions", Content_Type="application/json", Transfer_Encoding="chunked")
+            + b"zz\r\n",
+            {400},
+        ),
+        (http("POST", "/v1/completions", b"{}", Transfer_Encoding="chunked"), {400}),  # two lengths
+        (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03", {400}),  # TLS to a plain port
+        (b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", {400}),
+        (http("GET", "/" + "x" * 40_000), {431}),
+        (http("GET", "/healthz", A="x" * 40_000), {431}),
+        (b"GET /healthz HTTP/1.1\r\nHost: x\r\n" + b"A: x\r\n" * 200 + b"\r\n", {431}),
+        (b"GET /healthz HTTP/1.1\r\nHost: x\r\nA: " + b"x" * 1_000_000, {431}),
+    ],
+)
+def test_malformed_requests_get_an_error_and_the_connection_ends(data: bytes, statuses: set[int]) -> None:
+    async def scenario() -> None:
+        async with faked() as (server, _):
+            status, fields, body = await _exchange(server, data, then_eof=data.startswith(b"\x16"))
+            assert status in statuses, (status, body)
+            assert is_error(json.loads(body))
+            assert fields["connection"] == "close"
+            await _alive(server)
+
+    run(scenario())
+
+
+def test_a_body_of_too_many_chunks_is_cut_off() -> None:
+    async def scenario() -> None:
+        async with faked() as (server, _):
+            head = http(
+                "POST", "/v1/completions", Content_Type="application/json", Transfer_Encoding="chunked"
+            )
+            status, _, body = await _exchange(server, head + b"1\r\n \r\n" * 20_000)
+            assert status == 413
+            assert is_error(json.loads(body))
+            await _alive(server)
+
+    run(scenario())
+
+
+def test_an_answer_to_an_unread_body_arrives_whole() -> None:
+    async def scenario() -> None:
+        async with faked() as (server, _):
+            head = http("POST", "/v1/completions", Content_Type="application/json", Content_Length="50000000")
+            status, _, body = await _exchange(server, head + b" " * 1_000_000)
+            assert status == 413
+            assert is_error(json.loads(body))
+            status, _, body = await _exchange(
+                server,
+                http("POST", "/nowhere", Connection="close", Content_Length="5000000") + b" " * 500_000,
+            )
+            assert status == 404
+            assert is_error(json.loads(body))
+
+    run(scenario())
+
+
+def test_half_a_header_is_timed_out_and_silence_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connection, "HEADER_SECONDS", 0.2)
+
+    async def scenario() -> None:
+        async with faked() as (server, _):
+            status, _, body = await _exchange(server, b"GET /healthz HTTP/1.1\r\nHo")
+            assert status == 408
+            assert is_error(json.loads(body))
+            status, _, _ = await _exchange(server, b"")
+            assert status == 0
+            # The second request of a connection has its own deadline.
+            reader, writer = await server.raw()
+            writer.write(http("GET", "/healthz"))
+            await reader.readuntil(b"}")
+            writer.write(b"GET /heal")
+            assert _parse(await reader.read())[0] == 408
+            writer.close()
+
+    run(scenario())
+
+
+def test_half_a_body_is_timed_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "BODY_SECONDS", 0.2)
+
+    async def scenario() -> None:
+        async with faked() as (server, _):
+            whole = http("POST", "/v1/completions", json.dumps(completion()).encode())
+            status, _, body = await _exchange(server, whole[:-5])
+            assert status == 408
+            assert is_error(json.loads(body))
+
+    run(scenario())
+
+
+def test_many_slow_headers_do_not_disturb_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connection, "HEADER_SECONDS", 1.0)
+
+    async def scenario() -> None:
+        async with faked() as (server, _):
+            slow = [await server.raw() for _ in range(1000 if LONG_FORM else 200)]
+            for _, writer in slow:
+                writer.write(b"POST /v1/completions HTTP/1.1\r\nHost")
+            await _alive(server)
+            for reader, writer in slow:
+                assert _parse(await reader.read())[0] == 408
+                writer.close()
+
+    run(scenario())
+
+
+def test_connections_beyond_the_limit_are_told_to_retry() -> None:
+    async def scenario() -> None:
+        async with faked(max_connections=3) as (server, _):
+            held = [await server.raw() for _ in range(3)]
+            status, fields, body = await _exchange(server, b"")
+            assert status == 503
+            assert is_error(json.loads(body))
+            assert fields["retry-after"] == "1"
+            for reader, writer in held:
+                writer.write(http("GET", "/healthz", Connection="close"))
+                assert _parse(await reader.read())[0] == 200
+                writer.close()
+            await _alive(server)
+
+    run(scenario())
+
+
+def test_sockets_send_events_at_once_and_find_dead_peers(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[tuple[int, int]] = []
+    made = GuardedProtocol.connection_made
+
+    def connection_made(self: GuardedProtocol, transport: asyncio.Transport) -> None:
+        made(self, transport)
+        sock: socket.socket = transport.get_extra_info("socket")
+        at_once = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+        seen.append((at_once, sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)))
+
+    monkeypatch.setattr(GuardedProtocol, "connection_made", connection_made)
+
+    async def scenario() -> None:
+        async with faked() as (server, _):
+            await _alive(server)
+
+    run(scenario())
+    assert seen == [(1, 1)]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("reset", [False, True])
+@pytest.mark.parametrize("prompt", ["one", ["one", "two", "three"]])
+def test_a_client_that_leaves_cancels_its_request(stream: bool, reset: bool, prompt: Any) -> None:
+    async def scenario() -> None:
+        async with faked(FakeService(hang=True)) as (server, service):
+            body = json.dumps(completion(prompt, stream=stream)).encode()
+            reader, writer = await server.raw()
+            writer.write(http("POST", "/v1/completions", body))
+            await service.hanging.wait()
+            assert service.live
+            if stream:
+                await reader.readuntil(b"data: ")
+            if reset:
+                sock = writer.get_extra_info("socket")
+                sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            writer.close()
+            while service.live:
+                service.closed.clear()
+                await service.closed.wait()
+
+    run(scenario())
+
+
+def test_clients_that_leave_in_the_middle_do_not_touch_the_others() -> None:
+    async def scenario() -> None:
+        service = FakeService()
+        async with faked(service) as (server, _):
+
+            async def leave() -> None:
+                body = json.dumps(chat(max_tokens=400, stream=True)).encode()
+                reader, writer = await server.raw()
+                writer.write(http("POST", "/v1/chat/completions", body))
+                await reader.readuntil(b"data: ")
+                writer.close()
+
+            async def stay() -> int:
+                body = chat(max_tokens=400, stream=True)
+                answer = await server.openai.chat.completions.create(**body)
+                return len("".join([chunk.choices[0].delta.content or "" async for chunk in answer]))
+
+            results = await asyncio.gather(*(leave() for _ in range(50)), *(stay() for _ in range(10)))
+            assert results[50:] == [400] * 10
+            while service.live:
+                service.closed.clear()
+                await service.closed.wait()
+
+    run(scenario())
+
+
+def test_a_reader_that_stops_reading_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connection, "WRITE_STALL_SECONDS", 0.3)
+
+    async def scenario() -> None:
+        service = FakeService(max_model_len=200_000)
+        async with faked(service) as (server, _):
+            sock = socket.socket()
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            sock.setblocking(False)
+            await asyncio.get_running_loop().sock_connect(sock, ("127.0.0.1", server.port))
+            body = json.dumps(completion(max_tokens=150_000, stream=True)).encode()
+            await asyncio.get_running_loop().sock_sendall(sock, http("POST", "/v1/completions", body))
+            await service.closed.wait()
+            assert not service.live
+            sock.close()
+
+    run(scenario())
+
+
+def test_requests_may_be_pipelined_and_connections_kept() -> None:
+    async def scenario() -> None:
+        async with faked() as (server, _):
+            body = json.dumps(completion(max_tokens=2)).encode()
+            one = http("POST", "/v1/completions", body)
+            last = http("GET", "/healthz", Connection="close")
+            reader, writer = await server.raw()
+            writer.write(one + one + last)
+            answer = await reader.read()
+            assert answer.count(b"HTTP/1.1 200") == 3
+            writer.close()
+
+    run(scenario())

@@ -1,0 +1,447 @@
+"""What is refused, and how: always OpenAI's error object, the right status, the field's name, and no echo."""
+
+import asyncio
+import json
+import random
+import threading
+from typing import Any
+
+import httpx
+import pytest
+
+from fairlead_runtime.api.app import public_app
+from fairlead_runtime.api.errors import ApiError
+from fairlead_runtime.api.limits import MAX_BODY, Pool
+from fairlead_runtime.api.state import Face
+from fairlead_runtime.outputs import Draining, EngineDead, QueueFull, QueueTimeout
+from fairlead_runtime.request import MAX_LOGPROBS
+from support.api_harness import (
+    LONG_FORM,
+    MODEL,
+    FakeService,
+    asgi,
+    backend_of,
+    chat,
+    completion,
+    events,
+    faked,
+    is_error,
+    run,
+)
+
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+SECRET = "correct horse battery staple"
+
+# body, route, status, param
+REFUSED: list[tuple[dict[str, Any], str, int, str]] = [
+    ({"prompt": "x"}, COMPLETIONS, 400, "model"),
+    ({**completion(), "model": "other"}, COMPLETIONS, 404, "model"),
+    ({**completion(), "model": 3}, COMPLETIONS, 400, "model"),
+    ({"model": "tiny"}, COMPLETIONS, 400, "prompt"),
+    (completion(None), COMPLETIONS, 400, "prompt"),
+    (completion(""), COMPLETIONS, 400, "prompt"),
+    (completion([]), COMPLETIONS, 400, "prompt"),
+    (completion([[]]), COMPLETIONS, 400, "prompt"),
+    (completion([1, "a"]), COMPLETIONS, 400, "prompt"),
+    (completion([True]), COMPLETIONS, 400, "prompt"),
+    (completion([1.5]), COMPLETIONS, 400, "prompt"),
+    (completion(["a"] * 65), COMPLETIONS, 400, "prompt"),
+    (completion("x" * 10_000), COMPLETIONS, 400, "prompt"),
+    (completion(max_tokens=True), COMPLETIONS, 400, "max_tokens"),
+    (completion(max_tokens="3"), COMPLETIONS, 400, "max_tokens"),
+    (completion(max_tokens=3.0), COMPLETIONS, 400, "max_tokens"),
+    (completion(max_tokens=0), COMPLETIONS, 400, "max_tokens"),
+    (completion(max_tokens=10_000), COMPLETIONS, 400, "max_tokens"),
+    (completion(max_tokens=10**50), COMPLETIONS, 400, "max_tokens"),
+    (completion(max_tokens=3, max_completion_tokens=4), COMPLETIONS, 400, "max_tokens"),
+    (completion(n=0), COMPLETIONS, 400, "n"),
+    (completion(n=9), COMPLETIONS, 400, "n"),
+    (completion(n=True), COMPLETIONS, 400, "n"),
+    (completion(best_of=2), COMPLETIONS, 400, "best_of"),
+    (completion(temperature=-0.1), COMPLETIONS, 400, "temperature"),
+    (completion(temperature="1"), COMPLETIONS, 400, "temperature"),
+    (completion(temperature=10**400), COMPLETIONS, 400, "temperature"),
+    (completion(top_p=0), COMPLETIONS, 400, "top_p"),
+    (completion(top_p=1.01), COMPLETIONS, 400, "top_p"),
+    (completion(top_k=-2), COMPLETIONS, 400, "top_k"),
+    (completion(min_p=2), COMPLETIONS, 400, "min_p"),
+    (completion(seed=2**63), COMPLETIONS, 400, "seed"),
+    (completion(seed=1.5), COMPLETIONS, 400, "seed"),
+    (completion(min_tokens=-1), COMPLETIONS, 400, "min_tokens"),
+    (completion(min_tokens=20, max_tokens=10), COMPLETIONS, 400, "min_tokens"),
+    (completion(stop=["a"] * 5), COMPLETIONS, 400, "stop"),
+    (completion(stop=[""]), COMPLETIONS, 400, "stop"),
+    (completion(stop=["x" * 257]), COMPLETIONS, 400, "stop"),
+    (completion(stop=[1]), COMPLETIONS, 400, "stop"),
+    (completion(stop={"a": 1}), COMPLETIONS, 400, "stop"),
+    (completion(stop_token_ids=[-1]), COMPLETIONS, 400, "stop_token_ids"),
+    (completion(stop_token_ids=list(range(65))), COMPLETIONS, 400, "stop_token_ids"),
+    (completion(logprobs=MAX_LOGPROBS + 1), COMPLETIONS, 400, "logprobs"),
+    (completion(logprobs=-1), COMPLETIONS, 400, "logprobs"),
+    (completion(logprobs=True), COMPLETIONS, 400, "logprobs"),
+    (completion(stream="true"), COMPLETIONS, 400, "stream"),
+    (completion(stream_options={"include_usage": True}), COMPLETIONS, 400, "stream_options"),
+    (completion(stream=True, stream_options=[]), COMPLETIONS, 400, "stream_options"),
+    (completion(user=5), COMPLETIONS, 400, "user"),
+    (completion(user="x" * 257), COMPLETIONS, 400, "user"),
+    (completion(priority=2**31), COMPLETIONS, 400, "priority"),
+    (completion(cache_salt=1), COMPLETIONS, 400, "cache_salt"),
+    (completion(ignore_eos=1), COMPLETIONS, 400, "ignore_eos"),
+    (completion(presence_penalty=0.5), COMPLETIONS, 400, "presence_penalty"),
+    (completion(frequency_penalty=-1), COMPLETIONS, 400, "frequency_penalty"),
+    (completion(logit_bias={"5": 1}), COMPLETIONS, 400, "logit_bias"),
+    (completion(echo=True), COMPLETIONS, 400, "echo"),
+    (completion(suffix="x"), COMPLETIONS, 400, "suffix"),
+    (chat(tools=[{"type": "function"}]), CHAT, 400, "tools"),
+    (chat(tool_choice="required"), CHAT, 400, "tool_choice"),
+    (chat(response_format={"type": "json_object"}), CHAT, 400, "response_format"),
+    (chat(chat_template="{{ 1 }}"), CHAT, 400, "chat_template"),
+    (chat(top_logprobs=2), CHAT, 400, "top_logprobs"),
+    (chat(logprobs=True, top_logprobs=21), CHAT, 400, "top_logprobs"),
+    (chat(logprobs=1), CHAT, 400, "logprobs"),
+    ({**chat(), "messages": []}, CHAT, 400, "messages"),
+    ({**chat(), "messages": "hello"}, CHAT, 400, "messages"),
+    ({**chat(), "messages": [{"role": "user", "content": "x"}] * 1025}, CHAT, 400, "messages"),
+    ({**chat(), "messages": [{"role": "wizard", "content": "x"}]}, CHAT, 400, "messages.0.role"),
+    ({**chat(), "messages": [{"role": "user", "content": 5}]}, CHAT, 400, "messages.0.content"),
+    (
+        {**chat(), "messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+        CHAT,
+        400,
+        "messages.0.content",
+    ),
+    ({**chat(), "messages": [{"role": "tool", "content": "x"}]}, CHAT, 400, "messages"),
+    (chat("x" * 10_000), CHAT, 400, "messages"),
+    (chat(max_tokens=10_000), CHAT, 400, "max_tokens"),
+]
+
+BROKEN: list[bytes] = [
+    b"",
+    b"null",
+    b"[]",
+    b'"text"',
+    b"{",
+    b'{"model":"tiny","prompt":"x"',
+    b'{"model":"tiny","prompt":"x"}}',
+    b'{"model":"tiny","prompt":"x","temperature":NaN}',
+    b'{"model":"tiny","prompt":"x","temperature":Infinity}',
+    b'{"model":"tiny","prompt":"x","temperature":-Infinity}',
+    b'{"model":"tiny","prompt":"x","temperature":1e999}',
+    b'{"model":"tiny","prompt":"\\ud800"}',
+    b'{"model":"tiny","prompt":"x","user":"\\udc00"}',
+    b'{"model":"tiny","prompt":"x","ignored":"\\ud800x"}',
+    b'{"model":"tiny","prompt":"\xff\xfe"}',
+    b'\xef\xbb\xbf{"model":"tiny","prompt":"x"}',
+    b'{"model":"tiny","prompt":"x","prompt":"y"}',
+    b'{"model":"tiny","prompt":"x","ignored":{"a":1,"a":2}}',
+    b'{"model":"tiny","prompt":"x","seed":' + b"9" * 5000 + b"}",
+    b'{"model":"tiny","prompt":"x","seed":' + b"9" * 4000 + b"}",
+    b'{"model":"tiny","prompt":"x","ignored":' + b"[" * 33 + b"]" * 33 + b"}",
+    b"[" * 200_000,
+    b'{"a":' * 100_000,
+    b'{"model":"tiny","prompt":"x",' + b",".join(b'"k%d":1' % n for n in range(30_000)) + b"}",
+    b'{"model":"tiny","prompt":"' + b"\\" * 99_999,
+    b'{"model":"tiny","prompt":[' + b'"",' * 250_000 + b'""]}',
+    b"{'model': 'tiny'}",
+]
+
+
+async def _post(client: httpx.AsyncClient, route: str, content: bytes) -> httpx.Response:
+    return await client.post(route, content=content, headers={"content-type": "application/json"})
+
+
+def _check_error(answer: httpx.Response, status: int) -> None:
+    assert answer.status_code == status, answer.text
+    assert is_error(answer.json())
+    assert len(answer.content) <= 4096
+    assert answer.headers["content-type"] == "application/json"
+
+
+def test_a_bad_field_is_refused_by_name() -> None:
+    async def scenario() -> None:
+        async with faked() as (server, service), server.client() as client:
+            for body, route, status, param in REFUSED:
+                answer = await client.post(
+                    route, content=json.dumps(body), headers={"content-type": "application/json"}
+                )
+                _check_error(answer, status)
+                assert answer.json()["error"]["param"] == param, (body, answer.text)
+                assert param.split(".")[0] in answer.json()["error"]["message"]
+            assert not service.live
+
+    run(scenario())
+
+
+def test_a_body_that_is_no_proper_json_is_a_400() -> None:
+    async def scenario() -> None:
+        async with faked() as (server, _), server.client() as client:
+            for content in BROKEN:
+                _check_error(await _post(client, COMPLETIONS, content), 400)
+            assert (await client.post(COMPLETIONS, json=completion())).status_code == 200
+
+    run(scenario())
+
+
+def test_text_full_of_json_punctuation_is_no_attack() -> None:
+    async def scenario() -> None:
+        async with faked(FakeService(max_model_len=1_000_000)) as (server, _), server.client() as client:
+            prompt = '{"a": [1, {"b": "\\\\"}]}' * 20_000
+            answer = await client.post(COMPLETIONS, json=completion(prompt))
+            assert answer.status_code == 200, answer.text
+
+    run(scenario())
+
+
+def test_errors_never_echo_the_input() -> None:
+    async def scenario() -> None:
+        async with faked() as (server, _), server.client() as client:
+            bodies: list[dict[str, Any]] = [
+                {**chat(SECRET), "messages": [{"role": SECRET, "content": SECRET}] * 100},
+                {**chat(), "messages": [{"role": "user", "content": [{"type": SECRET}]}]},
+                completion(SECRET * 1000),
+                completion(SECRET, stop=SECRET * 100),
+                completion(SECRET, temperature=SECRET),
+                {**completion(SECRET), "model": SECRET},
+                completion(SECRET, tools=[SECRET]),
+                {SECRET: SECRET},
+            ]
+            for body in bodies:
+                answer = await client.post(CHAT if "messages" in body else COMPLETIONS, json=body)
+                assert answer.status_code in {400, 404}
+                assert "horse" not in answer.text
+                assert len(answer.content) <= 4096
+            answer = await _post(client, COMPLETIONS, json.dumps(completion(SECRET)).encode() + b"}")
+            assert "horse" not in answer.text
+
+    run(scenario())
+
+
+def test_at_most_five_problems_are_listed() -> None:
+    async def scenario() -> None:
+        async with faked() as (server, _), server.client() as client:
+            fields = ["max_tokens", "n", "seed", "top_k", "min_tokens", "stream", "user", "temperature"]
+            answer = await client.post(COMPLETIONS, json=completion(**{name: [] for name in fields}))
+            _check_error(answer, 400)
+            assert answer.json()["error"]["message"].count(";") == 4
+
+    run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status"),
+    [
+        ("GET", "/", 404),
+        ("GET", "/docs", 404),
+        ("GET", "/openapi.json", 404),
+        ("GET", "/redoc", 404),
+        ("GET", "/metrics", 404),
+        ("POST", "/drain", 404),
+        ("GET", "/v1/models/", 404),
+        ("GET", "/v1/../metrics", 404),
+        ("GET", COMPLETIONS, 405),
+        ("PUT", CHAT, 405),
+        ("POST", "/v1/models", 405),
+        ("OPTIONS", "/v1/models", 405),
+    ],
+)
+def test_unknown_paths_and_methods_are_errors_too(method: str, path: str, status: int) -> None:
+    async def scenario() -> None:
+        async with faked() as (server, _), server.client() as client:
+            _check_error(await client.request(method, path), status)
+
+    run(scenario())
+
+
+def test_a_body_over_the_limit_is_refused_unread() -> None:
+    async def scenario() -> None:
+        async with faked() as (server, _), server.client() as client:
+            _check_error(await _post(client, COMPLETIONS, b" " * (MAX_BODY + 1)), 413)
+
+            async def pieces() -> Any:
+                for _ in range(40):
+                    yield b" " * 65536
+
+            headers = {"content-type": "application/json"}
+            _check_error(await client.post(COMPLETIONS, content=pieces(), headers=headers), 413)
+
+    run(scenario())
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {},
+        {"content-type": "text/plain"},
+        {"content-type": "multipart/form-data; boundary=x"},
+        {"content-type": "application/json", "content-encoding": "gzip"},
+    ],
+)
+def test_bodies_that_are_not_plain_json_are_refused(headers: dict[str, str]) -> None:
+    async def scenario() -> None:
+        async with faked() as (server, _), server.client() as client:
+            _check_error(await client.post(COMPLETIONS, content=b"{}", headers=headers), 415)
+
+    run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "code"),
+    [
+        (QueueFull("full", 3.0), 429, "queue_full"),
+        (Draining("going"), 503, "draining"),
+        (QueueTimeout("waited"), 503, "queue_timeout"),
+        (EngineDead("dead"), 503, "engine_dead"),
+    ],
+)
+def test_what_the_service_cannot_do_now_says_when_to_retry(error: Exception, status: int, code: str) -> None:
+    async def scenario() -> None:
+        async with faked(FakeService(refuse=error)) as (server, _), server.client() as client:
+            for body in (completion(), completion(stream=True)):
+                answer = await client.post(COMPLETIONS, json=body)
+                _check_error(answer, status)
+                assert answer.json()["error"]["code"] == code
+                assert int(answer.headers["retry-after"]) >= 1
+
+    run(scenario())
+
+
+def test_prompts_wait_for_a_worker_within_bounds() -> None:
+    async def scenario() -> None:
+        pool, release = Pool(workers=1, room=100), threading.Event()
+
+        def work(body: bytes) -> int:
+            release.wait()
+            return len(body)
+
+        waiting = [asyncio.create_task(pool.run(work, b"x" * 40)) for _ in range(2)]
+        await asyncio.sleep(0)
+        with pytest.raises(ApiError) as caught:
+            await pool.run(work, b"x" * 40)
+        assert caught.value.status == 429
+        assert int(caught.value.headers["retry-after"]) >= 1
+        release.set()
+        assert await asyncio.gather(*waiting) == [40, 40]
+        assert await pool.run(work, b"x" * 100) == 100
+        pool.close()
+
+    run(scenario())
+
+
+def test_an_unforeseen_error_is_generic(caplog: pytest.LogCaptureFixture) -> None:
+    async def scenario() -> None:
+        async with faked(FakeService(refuse=KeyError(SECRET))) as (server, _), server.client() as client:
+            answer = await client.post(COMPLETIONS, json=completion())
+            _check_error(answer, 500)
+            assert "horse" not in answer.text
+
+        async with faked(FakeService(error=KeyError(SECRET))) as (server, _), server.client() as client:
+            answer = await client.post(COMPLETIONS, json=completion(max_tokens=2, stream=True))
+            assert answer.status_code == 200
+            assert events(answer.text)[-2]["error"]["code"] == "internal_error"
+            assert "horse" not in answer.text
+
+    run(scenario())
+    assert caplog.text.count("KeyError") == 2
+    assert "horse" not in caplog.text
+
+
+def test_request_ids_are_ours_unless_the_clients_is_harmless() -> None:
+    async def scenario() -> None:
+        async with faked() as (server, _), server.client() as client:
+            for sent, kept in [("abc-1.2_3", True), ("a b", False), ("x" * 65, False), ("", False)]:
+                answer = await client.get("/healthz", headers={"x-request-id": sent})
+                assert (answer.headers["x-request-id"] == sent) is kept
+                assert answer.headers["x-request-id"]
+
+    run(scenario())
+
+
+def _mutate(rng: random.Random, base: bytes) -> bytes:
+    """One to four small injuries: bytes changed, cut, doubled or swapped for JSON's own trouble makers."""
+    tokens = [
+        b"null",
+        b"true",
+        b"-1",
+        b"1e999",
+        b"NaN",
+        b'"\\ud800"',
+        b"[]",
+        b"{}",
+        b'""',
+        b"\xff",
+        b"\\",
+        b'"',
+        b"9" * 30,
+    ]
+    body = base
+    for _ in range(rng.randint(1, 4)):
+        at = rng.randrange(len(body) + 1)
+        to = min(len(body), at + rng.randrange(8))
+        token, byte = rng.choice(tokens), bytes([rng.randrange(256)])
+        body = rng.choice(
+            [
+                body[:at] + body[to:],
+                body[:at] + token + body[at:],
+                body[:at] + token + body[to:],
+                body[:to] + body[at:],
+                body[:at] + byte + body[at + 1 :],
+            ]
+        )
+    return body
+
+
+def _swap_values(rng: random.Random, base: dict[str, Any]) -> bytes:
+    """A well-formed body with values of other types in some places."""
+    odd: list[Any] = [
+        None,
+        True,
+        -1,
+        0,
+        1.5,
+        2**64,
+        "",
+        "x",
+        [],
+        [[]],
+        {},
+        {"a": []},
+        [None],
+        ["a", 1],
+        "x" * 300,
+    ]
+    body = dict(base)
+    for name in rng.sample(sorted(body), rng.randint(1, 3)):
+        body[name] = rng.choice(odd)
+    return json.dumps(body).encode()
+
+
+def test_mutated_bodies_are_answered_and_never_with_a_500() -> None:
+    full = chat(
+        max_tokens=3, temperature=0.5, top_p=0.9, n=2, seed=1, stop=["a"], stream=False, user="u", priority=1,
+        top_k=3, min_p=0.1, min_tokens=1, stop_token_ids=[1], ignore_eos=True, logprobs=True, top_logprobs=1,
+        cache_salt="s", stream_options=None, tools=[], logit_bias={}, best_of=None,
+    )  # fmt: skip
+    text = {**full, "prompt": ["one", "two"], "logprobs": 2}
+    del text["messages"], text["top_logprobs"]
+
+    async def scenario() -> None:
+        rng, service, pool = random.Random(11), FakeService(), Pool()
+        face = Face(name=MODEL)
+        face.attach(backend_of(service))
+        app = public_app(face, pool)
+        statuses: dict[int, int] = {}
+        for number in range(200_000 if LONG_FORM else 4000):
+            route, base = (CHAT, full) if number % 2 else (COMPLETIONS, text)
+            body = _swap_values(rng, base) if number % 4 < 2 else _mutate(rng, json.dumps(base).encode())
+            status, answer = await asgi(app, "POST", route, body)
+            statuses[status] = statuses.get(status, 0) + 1
+            if status != 200:
+                assert status in {400, 404}, (body, answer)
+                assert is_error(json.loads(answer))
+                assert len(answer) <= 4096
+        pool.close()
+        assert statuses[400] > 1500
+        assert statuses[200] > 200
+        assert not service.live
+
+    run(scenario())

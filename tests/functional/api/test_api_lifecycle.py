@@ -1,0 +1,232 @@
+"""From open ports to the end: loading, readiness, draining, signals, and an engine that dies."""
+
+import asyncio
+import json
+import os
+import signal
+import socket
+from typing import Any
+
+import openai
+import pytest
+
+from fairlead_runtime.api.admin import EXPOSITION
+from fairlead_runtime.api.app import admin_app, public_app
+from fairlead_runtime.api.limits import Pool
+from fairlead_runtime.api.server import listen
+from fairlead_runtime.api.state import Backend, Face
+from fairlead_runtime.config import ConfigError
+from fairlead_runtime.outputs import Drained, EngineDead, Health
+from support.api_harness import (
+    FakeService,
+    asgi,
+    backend_of,
+    chat,
+    completion,
+    events,
+    faked,
+    http,
+    is_error,
+    run,
+    running,
+    until,
+)
+
+
+def test_while_the_model_loads_probes_and_configuration_answer_and_nothing_else() -> None:
+    async def scenario() -> None:
+        loaded = asyncio.Event()
+
+        async def load() -> Backend:
+            await loaded.wait()
+            return backend_of(FakeService())
+
+        async with (
+            running(load, wait=False, model_config=b'{"a": 1}') as server,
+            server.client() as client,
+            server.admin() as admin,
+        ):
+            for each in (client, admin):
+                assert (await each.get("/healthz")).status_code == 200
+                waiting = await each.get("/readyz")
+                assert waiting.status_code == 503
+                assert is_error(waiting.json())
+            assert (await admin.get("/model/config.json")).json() == {"a": 1}
+            refused = await client.post("/v1/completions", json=completion())
+            assert refused.status_code == 503
+            assert refused.json()["error"]["code"] == "not_ready"
+            for path in ("/metrics", "/debug/memory", "/debug/requests"):
+                assert (await admin.get(path)).status_code == 503
+            assert (await client.get("/v1/models")).status_code == 503
+            loaded.set()
+            await until(lambda: server.face.backend is not None)
+            assert (await client.get("/readyz")).status_code == 200
+            assert (await client.post("/v1/completions", json=completion())).status_code == 200
+
+    run(scenario())
+
+
+def test_the_admin_port_answers_what_operators_ask() -> None:
+    async def scenario() -> None:
+        async with faked(model_config=b"{}") as (server, service), server.admin() as admin:
+            metrics = await admin.get("/metrics")
+            assert metrics.headers["content-type"] == EXPOSITION
+            assert (await admin.post("/canary")).json() == {"token": 7}
+            assert (await admin.get("/debug/memory")).json()["planned"] == {"weights": 1}
+            assert (await admin.get("/debug/requests")).json() == {"requests": []}
+            assert (await admin.get("/drain")).status_code == 405
+            assert (await admin.post("/v1/completions", json=completion())).status_code == 404
+            for _ in range(2):
+                assert (await admin.post("/drain")).json() == {"draining": True}
+            assert service.draining
+            assert (await admin.get("/readyz")).status_code == 503
+            assert (await admin.get("/healthz")).status_code == 200
+            assert (await admin.post("/canary")).status_code == 200
+
+    run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("state", "healthz", "readyz"),
+    [
+        (Health(alive=True, ready=True), 200, 200),
+        (Health(alive=True, ready=False, reason="no step for 7 s"), 200, 503),
+        (Health(alive=False, ready=False, reason="dead"), 503, 503),
+    ],
+)
+def test_health_is_the_engines_own(state: Health, healthz: int, readyz: int) -> None:
+    async def scenario() -> None:
+        face, pool = Face(name="tiny"), Pool()
+        face.attach(backend_of(FakeService(state=state)))
+        for app in (public_app(face, pool), admin_app(face)):
+            assert (await asgi(app, "GET", "/healthz"))[0] == healthz
+            status, body = await asgi(app, "GET", "/readyz")
+            assert status == readyz
+            assert status == 200 or state.reason in json.loads(body)["error"]["message"]
+        pool.close()
+
+    run(scenario())
+
+
+def test_a_signal_lets_streams_finish_and_refuses_new_requests() -> None:
+    async def scenario() -> None:
+        service = FakeService(max_model_len=100_000)
+        async with faked(service, drain_timeout=30) as (server, _):
+            client = server.openai
+
+            async def stream() -> str:
+                body = chat(max_tokens=3000, stream=True)
+                answer = await client.chat.completions.create(**body)
+                return "".join([chunk.choices[0].delta.content or "" async for chunk in answer])
+
+            streams = [asyncio.create_task(stream()) for _ in range(5)]
+            await until(lambda: len(service.live) == 5)
+            os.kill(os.getpid(), signal.SIGTERM)
+            await until(lambda: server.face.draining)
+            async with server.client() as late:
+                assert (await late.get("/readyz")).status_code == 503
+                assert (await late.get("/healthz")).status_code == 200
+                refused = await late.post("/v1/completions", json=completion())
+                assert refused.status_code == 503
+                assert refused.json()["error"]["code"] == "draining"
+            assert [len(text) for text in await asyncio.gather(*streams)] == [3000] * 5
+            await server.task
+            with pytest.raises(ConnectionError):
+                await server.raw()
+
+    run(scenario())
+
+
+class _Stubborn(FakeService):
+    """Its streams never end by themselves; a drain that runs out ends them with an error, as the service does."""
+
+    async def drain(self, grace: float) -> Drained:
+        self.begin_drain()
+        if grace > 0:
+            await asyncio.Event().wait()
+        self.hang = False
+        return Drained(0, len(self.live))
+
+
+def test_a_second_signal_ends_the_wait_for_running_streams() -> None:
+    async def scenario() -> None:
+        service = _Stubborn(hang=True)
+        async with faked(service, drain_timeout=3600) as (server, _):
+            reader, writer = await server.raw()
+            body = json.dumps(completion(stream=True)).encode()
+            writer.write(http("POST", "/v1/completions", body))
+            await service.hanging.wait()
+            os.kill(os.getpid(), signal.SIGTERM)
+            await until(lambda: service.draining)
+            os.kill(os.getpid(), signal.SIGTERM)
+            await until(lambda: not service.hang)
+            writer.close()
+            await server.task
+            assert not service.live
+            await reader.read()
+
+    run(scenario())
+
+
+def test_a_signal_while_the_model_loads_ends_at_once() -> None:
+    async def scenario() -> None:
+        async def load() -> Backend:
+            await asyncio.Event().wait()
+            raise AssertionError
+
+        async with running(load, wait=False) as server:
+            async with server.client() as client:
+                assert (await client.get("/healthz")).status_code == 200
+            os.kill(os.getpid(), signal.SIGTERM)
+            await server.task
+
+    run(scenario())
+
+
+def test_a_model_that_cannot_be_loaded_ends_the_server_with_its_error() -> None:
+    async def scenario() -> None:
+        async def load() -> Backend:
+            raise ConfigError("dtype", "no")
+
+        async with running(load, wait=False) as server:
+            with pytest.raises(ConfigError, match="--dtype"):
+                await server.task
+
+    run(scenario())
+
+
+def test_a_dead_engine_ends_the_server() -> None:
+    async def scenario() -> None:
+        service = FakeService()
+        async with faked(service) as (server, _):
+            service.state = Health(alive=False, ready=False, reason="three faults in a row")
+            assert server.face.backend is not None
+            server.face.backend.died.set()
+            with pytest.raises(EngineDead, match="three faults"):
+                await server.task
+
+    run(scenario())
+
+
+def test_a_port_in_use_is_named() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigError, match="--port: cannot listen"):
+            listen("127.0.0.1", port, 0)
+        with pytest.raises(ConfigError, match="--admin-port: cannot listen"):
+            listen("127.0.0.1", 0, port)
+
+
+def test_a_drain_ends_streams_with_an_event_when_time_is_up() -> None:
+    async def scenario() -> None:
+        service = FakeService(error=EngineDead("the drain took too long"))
+        async with faked(service) as (server, _), server.client() as client:
+            answer = await client.post("/v1/completions", json=completion(max_tokens=2, stream=True))
+            found: list[Any] = events(answer.text)
+            assert found[-2]["error"]["type"] == "service_unavailable_error"
+            assert found[-1] == "[DONE]"
+            stream = await server.openai.completions.create(**completion(max_tokens=2, stream=True))
+            with pytest.raises(openai.APIError):
+                _ = [chunk async for chunk in stream]
+
+    run(scenario())

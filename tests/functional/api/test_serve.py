@@ -1,0 +1,206 @@
+"""`fairlead serve` as a user and a kubelet see it: exit codes, last words, signals."""
+
+import json
+import socket
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fairlead_runtime.models import tiny
+from support.fake_engine import LONG_FORM
+from support.serve_process import Process, broken_device, never_loads, serve, stream_events
+
+LONG = {"prompt": [1, 2, 3], "max_tokens": 900, "ignore_eos": True, "stream": True, "temperature": 0}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(tiny.save(tiny.build("llama"), tmp_path_factory.mktemp("llama")))
+
+
+def body(model: str, **changes: Any) -> dict[str, Any]:
+    return LONG | {"model": model} | changes
+
+
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        (["--quantization=int8"], "--quantization"),
+        (["--max-requests=0"], "--max-requests"),
+        (["--block-size=5"], "--block-size"),
+        (["--no-such-flag"], "--no-such-flag"),
+        (["--port=8000", "--admin-port=8000"], "--admin-port"),
+        (["--port=70000"], "--port"),
+        (["--revision=main"], "--revision"),
+        (["--record=/no/such/directory/run.jsonl"], "--record"),
+        (["--api-key-file=/no/such/file"], "--api-key-file"),
+        (["--api-key-file=/dev/null"], "--api-key-file"),
+        (["--host=192.0.2.1"], "--host"),
+        (["--host="], "--host"),
+    ],
+)
+def test_a_bad_configuration_ends_with_2_and_one_line_that_names_it(
+    flags: list[str], named: str, tmp_path: Path
+) -> None:
+    log = tmp_path / "termination-log"
+    log.touch()
+    with serve("demo:", *flags, environ={"FAIRLEAD_TERMINATION_LOG": str(log)}) as server:
+        assert server.end() == 2
+        words = server.last_words
+        assert set(words) == {"code", "message", "hint"}
+        assert words["code"] == "InvalidConfig"
+        assert named in words["message"]
+        assert words["hint"]
+        assert not any(" port: " in line for line in server.lines), "it listened already"
+        assert json.loads(log.read_text()) == words
+
+
+@pytest.mark.parametrize(
+    ("source", "code"),
+    [("/no/such/directory", "ModelNotFound"), ("s3://bucket/model", "InvalidSource")],
+)
+def test_a_model_that_cannot_be_had_ends_with_2_and_its_code(source: str, code: str) -> None:
+    with serve(source) as server:
+        assert server.end() == 2
+        assert server.last_words["code"] == code
+
+
+def test_a_port_in_use_ends_with_2_and_names_the_flag() -> None:
+    with (
+        socket.create_server(("127.0.0.1", 0)) as taken,
+        serve("demo:", f"--port={taken.getsockname()[1]}") as server,
+    ):
+        assert server.end() == 2
+        assert "--port" in server.last_words["message"]
+
+
+def test_a_longer_sequence_than_the_models_ends_with_2(model: str) -> None:
+    with serve(model, "--max-model-len=100000") as server:
+        assert server.end() == 2
+        assert "--max-model-len" in server.last_words["message"]
+
+
+def test_a_model_that_fails_its_self_test_ends_with_3_and_was_never_ready(tmp_path: Path) -> None:
+    """A checkpoint with a weight that is not a number loads well and computes nonsense."""
+    broken = tiny.build("llama")
+    with torch.no_grad():
+        broken.get_parameter("model.layers.1.mlp.down_proj.weight")[0, 0] = torch.nan
+    with serve(str(tiny.save(broken, tmp_path / "broken"))) as server:
+        assert server.end() == 3
+        assert server.last_words["code"] == "SelfTestFailed"
+        assert "differ from plain transformers" in server.last_words["message"]
+        assert not any('"serving"' in line for line in server.lines)
+
+
+def test_the_admin_port_answers_before_the_weights_are_loaded_and_a_signal_ends_that_too(model: str) -> None:
+    with serve(model, prepare=never_loads) as server:
+        server.until_logged("admin port")
+        with server.client("admin") as admin:
+            assert admin.get("/healthz").status_code == 200
+            assert admin.get("/readyz").status_code == 503
+        server.terminate()
+        assert server.end() == 0
+
+
+class Reader(threading.Thread):
+    """Reads one stream to its end and tells when it has come ``far``."""
+
+    def __init__(
+        self, server: Process, request: dict[str, Any], far: int, reached: threading.Semaphore
+    ) -> None:
+        super().__init__()
+        self.count, self.done = 0, False
+        self.reason: str | None = None
+        self._server, self._request, self._far, self._reached = server, request, far, reached
+
+    def run(self) -> None:
+        with (
+            self._server.client() as client,
+            client.stream("POST", "/v1/completions", json=self._request) as response,
+        ):
+            for event in stream_events(response):
+                if isinstance(event, str):
+                    self.done = True
+                    continue
+                self.count += 1
+                self.reason = event["choices"][0]["finish_reason"] or self.reason
+                if self.count == self._far:
+                    self._reached.release()
+
+
+@pytest.mark.parametrize("offset", range(1, 501, 10) if LONG_FORM else (1, 40, 200))
+def test_sigterm_lets_live_streams_finish_refuses_new_ones_and_ends_with_0(model: str, offset: int) -> None:
+    """Once every stream is ``offset`` events far: none of them is cut."""
+    with serve(model, "--num-blocks=8192") as server:
+        server.until_logged("serving")
+        reached = threading.Semaphore(0)
+        requests = [body(model, prompt=[i, 7], max_tokens=600) for i in range(100 if LONG_FORM else 12)]
+        readers = [Reader(server, request, offset, reached) for request in requests]
+        for reader in readers:
+            reader.start()
+        for _ in readers:
+            reached.acquire()
+        server.terminate()
+        server.until_logged("draining")
+        with server.client("admin") as admin, server.client() as client:
+            assert admin.get("/readyz").status_code == 503
+            assert admin.get("/healthz").status_code == 200
+            refused = client.post("/v1/completions", json=body(model, stream=False))
+            assert refused.status_code == 503
+            assert "retry-after" in refused.headers
+        for reader in readers:
+            reader.join()
+        assert [(reader.reason, reader.done) for reader in readers] == [("length", True)] * len(readers)
+        assert server.end() == 0
+
+
+def test_streams_that_outlive_the_drain_end_with_an_error_event_and_the_server_with_0(
+    model: str, tmp_path: Path
+) -> None:
+    """What became of them is the process's last word, in Kubernetes' termination log."""
+    log = tmp_path / "termination-log"
+    log.touch()
+    with serve(model, "--drain-timeout=0.2", environ={"FAIRLEAD_TERMINATION_LOG": str(log)}) as server:
+        server.until_logged("serving")
+        with (
+            server.client() as client,
+            client.stream("POST", "/v1/completions", json=body(model)) as response,
+        ):
+            events = stream_events(response)
+            next(events)
+            server.terminate()
+            last = list(events)
+        assert any(isinstance(event, dict) and "error" in event for event in last)
+        assert server.end() == 0
+    words = "0 running requests finished, 1 were cut off"
+    told = {"code": "Drained", "message": words, "hint": "", "finished": 0, "aborted": 1}
+    assert json.loads(log.read_text()) == told
+
+
+def test_a_second_sigterm_ends_the_drain(model: str) -> None:
+    with serve(model, "--drain-timeout=3600") as server:
+        server.until_logged("serving")
+        with (
+            server.client() as client,
+            client.stream("POST", "/v1/completions", json=body(model)) as response,
+        ):
+            events = stream_events(response)
+            next(events)
+            server.terminate()
+            server.until_logged("draining")
+            server.terminate()
+            rest = list(events)
+        assert any(isinstance(event, dict) and "error" in event for event in rest)
+        assert server.end() == 0
+
+
+def test_an_engine_that_gives_up_ends_the_process_with_1(model: str) -> None:
+    with serve(model, prepare=broken_device) as server:
+        server.until_logged("serving")
+        with server.client() as client:
+            answer = client.post("/v1/completions", json=body(model, stream=False))
+        assert answer.status_code == 500
+        assert server.end() == 1

@@ -1,0 +1,233 @@
+"""The Python API on tiny real models: one result per prompt, and the same text whatever shares the batch."""
+
+import random
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import fairlead_runtime
+from fairlead_runtime import LLM, SamplingParams
+from fairlead_runtime.config import ConfigError
+from fairlead_runtime.llm import RequestOutput
+from fairlead_runtime.models import tiny
+from fairlead_runtime.models.model_error import ModelError
+from fairlead_runtime.outputs import Submission
+from fairlead_runtime.request import FinishReason, RequestError
+from support.fake_engine import LONG_FORM
+
+SMALL: dict[str, Any] = {"num_blocks": 256, "block_size": 4}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(tiny.save(tiny.build("llama", seed=1), tmp_path_factory.mktemp("llama")))
+
+
+@pytest.fixture(scope="module")
+def llm(model: str) -> Iterator[LLM]:
+    with LLM(model, **SMALL) as made:
+        yield made
+
+
+def prompts(count: int, seed: int = 0) -> list[dict[str, list[int]]]:
+    draw = random.Random(seed)
+    shared = [draw.randrange(256) for _ in range(12)]
+    made = []
+    for i in range(count):
+        own = [draw.randrange(256) for _ in range(draw.randint(1, 20))]
+        made.append({"prompt_token_ids": (shared if i % 3 == 0 else []) + own})
+    return made
+
+
+def texts(results: Sequence[RequestOutput]) -> list[list[tuple[int, ...]]]:
+    return [[tuple(choice.token_ids) for choice in result.outputs] for result in results]
+
+
+def generate(llm: LLM, *args: Any) -> list[RequestOutput]:
+    return llm.generate(*args, use_tqdm=False)
+
+
+def test_every_prompt_gets_its_result_in_order(llm: LLM) -> None:
+    given = ["hello", {"prompt_token_ids": [5, 6, 7]}, "world"]
+    results = generate(llm, given, SamplingParams(temperature=0, max_tokens=5, ignore_eos=True))
+    assert [result.prompt for result in results] == ["hello", None, "world"]
+    assert results[1].prompt_token_ids == [5, 6, 7]
+    for result in results:
+        (choice,) = result.outputs
+        assert len(choice.token_ids) == 5
+        assert choice.finish_reason is FinishReason.LENGTH
+        assert str(choice.finish_reason) == "length"
+        assert choice.logprobs is None
+        assert choice.text == llm.built.tokenizer.decode(choice.token_ids, skip_special_tokens=True)
+
+
+def test_one_prompt_may_come_alone_and_defaults_apply(llm: LLM) -> None:
+    (result,) = generate(llm, "hello")
+    assert len(result.outputs[0].token_ids) <= 16
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_batch_gives_what_one_by_one_gives(llm: LLM, temperature: float) -> None:
+    given = prompts(24)
+    params = [
+        SamplingParams(temperature=temperature, seed=i, max_tokens=3 + i % 9, n=1 + i % 3, ignore_eos=True)
+        for i in range(len(given))
+    ]
+    together = texts(generate(llm, given, params))
+    alone = [texts(generate(llm, one, own))[0] for one, own in zip(given, params, strict=True)]
+    assert together == alone
+
+
+def test_greedy_text_is_transformers_own(llm: LLM, model: str) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    plain = AutoModelForCausalLM.from_pretrained(model, attn_implementation="eager").eval()
+    given = prompts(6, seed=4)
+    results = generate(llm, given, SamplingParams(temperature=0, max_tokens=12, ignore_eos=True))
+    for prompt, result in zip(given, results, strict=True):
+        ids = torch.tensor([prompt["prompt_token_ids"]])
+        wanted = plain.generate(ids, max_new_tokens=12, min_new_tokens=12, do_sample=False, eos_token_id=None)
+        assert result.outputs[0].token_ids == wanted[0, ids.shape[1] :].tolist()
+
+
+def test_the_same_request_gives_the_same_text_alone_in_any_batch_and_after_preemption(
+    llm: LLM, model: str
+) -> None:
+    """Sampled, with a seed. Batches of random size and company; then so few blocks that most are preempted."""
+    count = 2000 if LONG_FORM else 200
+    given = prompts(count, seed=7)
+    params = [
+        SamplingParams(
+            temperature=0.9 + 0.1 * (i % 3),
+            top_k=(0, 20)[i % 2],
+            top_p=(1.0, 0.9)[i % 2],
+            seed=i,
+            max_tokens=8,
+            ignore_eos=True,
+        )
+        for i in range(count)
+    ]
+    alone = [texts(generate(llm, one, own))[0] for one, own in zip(given, params, strict=True)]
+    draw = random.Random(11)
+    order = draw.sample(range(count), count)
+    at = 0
+    while at < count:
+        batch = order[at : at + draw.randint(1, 32)]
+        at += len(batch)
+        got = texts(generate(llm, [given[i] for i in batch], [params[i] for i in batch]))
+        assert got == [alone[i] for i in batch]
+    for settings in ({"cpu_offload_space": 0.001}, {}):
+        with LLM(
+            model, num_blocks=24, block_size=4, safety_margin=0.0, max_batch_tokens=16, **settings
+        ) as scarce:
+            assert texts(generate(scarce, given, params)) == alone
+            stats = scarce.built.engine.snapshot().scheduler
+            assert stats.preemptions > count // 20
+            assert (stats.offloads > 0) == bool(settings)
+            assert stats.used == 0
+
+
+def test_more_prompts_than_the_queue_holds_are_fed_as_room_allows(model: str) -> None:
+    with LLM(model, max_queue=3, max_requests=2, **SMALL) as small:
+        params = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
+        results = generate(small, prompts(40), params)
+        assert all(len(result.outputs[0].token_ids) == 2 for result in results)
+
+
+def test_logprobs_come_in_vllms_shape(llm: LLM) -> None:
+    params = SamplingParams(temperature=0, max_tokens=4, logprobs=3, ignore_eos=True)
+    (result,) = generate(llm, "hello", params)
+    choice = result.outputs[0]
+    assert choice.logprobs is not None
+    assert len(choice.logprobs) == 4
+    for token, entries in zip(choice.token_ids, choice.logprobs, strict=True):
+        assert len(entries) == 3
+        assert entries[token].rank == 1
+        assert max(entry.logprob for entry in entries.values()) == entries[token].logprob < 0
+        assert entries[token].decoded_token == llm.built.tokenizer.decode([token])
+
+
+def test_stop_ids_end_a_choice(llm: LLM) -> None:
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+    (plain,) = generate(llm, "hello", params)
+    stop = plain.outputs[0].token_ids[3]
+    first = plain.outputs[0].token_ids.index(stop)
+    (stopped,) = generate(llm, "hello", SamplingParams(temperature=0, max_tokens=8, stop_token_ids=(stop,)))
+    assert stopped.outputs[0].token_ids == plain.outputs[0].token_ids[: first + 1]
+    assert (stopped.outputs[0].finish_reason, stopped.outputs[0].stop_reason) == ("stop", stop)
+
+
+def test_bad_prompts_and_parameters_are_refused_before_anything_runs(llm: LLM) -> None:
+    steps = llm.built.engine.counters.steps
+    for bad, message in (
+        ({"prompt_token_ids": []}, "empty"),
+        ({"prompt_token_ids": [10**6]}, "token ids must be from 0"),
+        ({"prompt_token_ids": [-1]}, "token ids must be from 0"),
+        ({"prompt_token_ids": "abc"}, "must be a text or"),
+        ({"tokens": [1]}, "must be a text or"),
+    ):
+        with pytest.raises(RequestError, match=message):
+            generate(llm, ["fine", bad])
+    with pytest.raises(RequestError, match="2 for 1 prompts"):
+        generate(llm, ["one"], [SamplingParams(), SamplingParams()])
+    with pytest.raises(RequestError, match=r"max_tokens.*2000"):
+        generate(llm, "hello", SamplingParams(max_tokens=2000))
+    assert llm.built.engine.counters.steps == steps
+
+
+def test_leaving_a_stream_early_frees_its_blocks(llm: LLM) -> None:
+    params = SamplingParams(max_tokens=100, ignore_eos=True, n=2)
+    for _ in llm.stream([Submission(prompt=(1, 2, 3), params=params)]):
+        break
+    assert generate(llm, "hello", SamplingParams(max_tokens=1))
+    assert llm.built.engine.snapshot().scheduler.used == 0
+
+
+def test_leaving_a_stream_when_one_of_two_choices_has_ended_frees_the_other(llm: LLM) -> None:
+    pair = SamplingParams(max_tokens=3, ignore_eos=True, n=2, seed=3)
+    first, second = (choice.token_ids for choice in generate(llm, "hello", pair)[0].outputs)
+    assert first[0] not in second
+    ended = SamplingParams(max_tokens=100, ignore_eos=True, n=2, seed=3, stop_token_ids=(first[0],))
+    for _, output in llm.stream(
+        [Submission(prompt=tuple(llm.built.tokenizer.encode("hello")), params=ended)]
+    ):
+        if output.finish_reason is not None:
+            break
+    assert generate(llm, "hello", SamplingParams(max_tokens=1))
+    assert llm.built.engine.snapshot().scheduler.used == 0
+
+
+def test_settings_have_the_flags_names_and_wrong_ones_name_the_nearest(model: str) -> None:
+    with pytest.raises(ConfigError, match="did you mean max_requests"):
+        LLM(model, max_request=3)
+    for settings in ({"max_model_len": 10**6}, {"tensor_parallel": 2}, {"block_size": 5}):
+        with pytest.raises(ConfigError) as refused:
+            LLM(model, **settings)
+        assert refused.value.field == next(iter(settings))
+
+
+def test_a_model_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="no such directory"):
+        LLM(str(tmp_path / "nothing"))
+
+
+def test_after_shutdown_nothing_is_generated(model: str) -> None:
+    made = LLM(model, **SMALL)
+    made.shutdown()
+    made.shutdown()
+    with pytest.raises(RuntimeError, match="shut down"):
+        made.generate("hello")
+
+
+def test_a_progress_bar_counts_prompts(llm: LLM, capfd: pytest.CaptureFixture[str]) -> None:
+    llm.generate(["a", "b"], SamplingParams(max_tokens=1))
+    assert "2/2" in capfd.readouterr().err
+
+
+def test_the_package_gives_what_it_promises() -> None:
+    assert fairlead_runtime.LLM is LLM
+    with pytest.raises(AttributeError):
+        fairlead_runtime.Nothing  # noqa: B018 - the access is the test

@@ -1,0 +1,90 @@
+"""A request's text is its own: no batch mate, order of arrival, block size, chunk or preemption changes it.
+
+Greedy and sampled requests alike, in float32.
+"""
+
+import random
+from dataclasses import replace
+
+import pytest
+
+from fairlead_runtime.request import Request, SamplingParams
+from support.engine_rig import Rig, Setting, prompts, rig
+
+MAX_TOKENS = 20
+LENGTHS = (11, 37, 5, 24, 50, 18)
+
+PARAMS = (
+    SamplingParams(temperature=0.0, max_tokens=MAX_TOKENS),
+    SamplingParams(temperature=0.8, seed=1, max_tokens=MAX_TOKENS),
+    SamplingParams(temperature=1.3, top_k=40, seed=2, n=2, max_tokens=MAX_TOKENS),
+    SamplingParams(temperature=1.0, top_p=0.9, seed=3, max_tokens=MAX_TOKENS),
+    SamplingParams(temperature=1.0, min_p=0.02, seed=4, n=3, max_tokens=MAX_TOKENS),
+    SamplingParams(temperature=0.5, top_k=50, top_p=0.95, seed=5, max_tokens=MAX_TOKENS, min_tokens=3),
+)
+FAMILIES = ("llama", "gemma2", "gpt2", "mixtral", "gpt_oss", "phi3_longrope")
+
+SETTINGS = {
+    "blocks of 16": Setting(block_size=16),
+    "blocks of 256": Setting(block_size=256, num_blocks=32),
+    "chunks of 8": Setting(chunk=8),
+    "no prefix cache": Setting(sharing=False),
+    "two requests at a time": Setting(max_requests=2),
+    "scarce memory": Setting(num_blocks=24),
+    "scarce memory, offload": Setting(num_blocks=24, offload=True),
+}
+
+
+def requests(family: str) -> list[Request]:
+    made = prompts(len(family), LENGTHS, 4)
+    return [
+        Request(str(i), prompt, params, MAX_TOKENS, seed=params.seed or 0)
+        for i, (prompt, params) in enumerate(zip(made, PARAMS, strict=True))
+    ]
+
+
+def texts(
+    engine: Rig, setting: Setting, arrivals: list[tuple[int, Request]]
+) -> dict[tuple[str, int], list[int]]:
+    return engine.run(setting, arrivals).texts
+
+
+def alone(engine: Rig) -> dict[tuple[str, int], list[int]]:
+    """Every request in an engine to itself."""
+    found: dict[tuple[str, int], list[int]] = {}
+    for request in requests(engine.family):
+        found |= texts(engine, Setting(), [(0, request)])
+    return found
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_text_is_the_same_alone_and_in_any_company(family: str) -> None:
+    engine, rng = rig(family), random.Random(family)
+    expected = alone(engine)
+    assert len({tuple(text) for text in expected.values()}) == len(expected), (
+        "texts that cannot be told apart"
+    )
+    preemptions = 0
+    for name, setting in SETTINGS.items():
+        arrivals = [(rng.randrange(12), request) for request in requests(family)]
+        rng.shuffle(arrivals)
+        outcome = engine.run(setting, arrivals)
+        assert outcome.texts == expected, name
+        preemptions += outcome.stats.preemptions if outcome.stats else 0
+    assert preemptions > 0
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_order_of_arrival_does_not_matter(family: str) -> None:
+    engine = rig(family)
+    forwards = [(0, request) for request in requests(family)]
+    setting = replace(Setting(), chunk=32)
+    assert texts(engine, setting, forwards) == texts(engine, setting, forwards[::-1])
+
+
+def test_equal_requests_give_equal_texts_whatever_their_ids() -> None:
+    engine = rig("llama")
+    first = requests("llama")[2]
+    again = replace(first, id="another")
+    got = texts(engine, Setting(), [(0, first), (3, again), (5, requests("llama")[4])])
+    assert [got[first.id, i] for i in range(2)] == [got["another", i] for i in range(2)]

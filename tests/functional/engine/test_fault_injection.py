@@ -1,0 +1,116 @@
+"""A fault at every step in turn, on a real model: only the request it hits ends, the others keep their tokens.
+
+Faults: logits that are NaN or infinite, and a forward pass that raises whenever one sequence is in the batch.
+"""
+
+import random
+from collections.abc import Mapping
+from typing import Literal
+
+import pytest
+import torch
+
+from fairlead_runtime.config import EngineConfig
+from fairlead_runtime.device.runner import Runner
+from fairlead_runtime.device.sampling import Sampled, SamplingBatch, sample
+from fairlead_runtime.models import tiny
+from fairlead_runtime.request import FinishReason, Request, SamplingParams
+from fairlead_runtime.scheduling.plan import Result, Work
+from fairlead_runtime.start.build import Built, build
+from support.fake_engine import LONG_FORM, Collected, run
+
+POINTS = 1000 if LONG_FORM else 100
+Kind = Literal["nan", "inf", "raise"]
+
+
+class Faulty:
+    """A runner that fails one row of its ``at``-th step, chosen by ``pick``, in the way of ``kind``."""
+
+    def __init__(self, runner: Runner) -> None:
+        self._runner = runner
+        runner._sampler = self._sample
+        self.arm(-1, "nan", 0)
+
+    def arm(self, at: int, kind: Kind, pick: int) -> None:
+        self._left, self._kind, self._pick = at, kind, pick
+        self.hit: tuple[str, int] | None = None
+        self._victim = -1
+
+    def copy(self, work: Work) -> None:
+        self._runner.copy(work)
+        rows = [row for row in work.rows if row.samples]
+        if self._left == 0 and rows:
+            row = rows[self._pick % len(rows)]
+            self._victim = row.sequence.id
+            self.hit = row.sequence.request.id, row.sequence.choice
+        self._left -= bool(rows)
+
+    def execute(self, work: Work) -> Mapping[int, Result]:
+        self._rows = [row.sequence.id for row in work.rows if row.samples]
+        if self._kind == "raise" and self._victim in self._rows:
+            raise torch.OutOfMemoryError("injected")
+        return self._runner.execute(work)
+
+    def _sample(self, logits: torch.Tensor, batch: SamplingBatch) -> Sampled:
+        if self._kind != "raise" and self._victim in self._rows:
+            logits[self._rows.index(self._victim), 3] = torch.nan if self._kind == "nan" else torch.inf
+        return sample(logits, batch)
+
+
+@pytest.fixture(scope="module", params=["llama", "gemma2"])
+def built(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Built:
+    path = tiny.save(tiny.build(request.param), tmp_path_factory.mktemp("model"))
+    # Scarce enough that some are preempted and resumed around the fault.
+    return build(path, EngineConfig(num_blocks=28, block_size=4, max_batch_tokens=24, safety_margin=0.0))
+
+
+def workload() -> list[Request]:
+    draw = random.Random(5)
+    requests = []
+    for i in range(6):
+        prompt = tuple(draw.randrange(256) for _ in range(draw.randint(4, 18)))
+        longest = draw.randint(8, 16)
+        params = SamplingParams(
+            temperature=(0.0, 1.0)[i % 2], max_tokens=longest, ignore_eos=True, n=1 + (i == 3)
+        )
+        requests.append(Request(f"r{i}", prompt, params, longest, seed=i))
+    return requests
+
+
+def serve(built: Built) -> Collected:
+    engine = built.engine
+    engine._scheduler = engine._make_scheduler()
+    for request in workload():
+        engine.submit(request)
+    collected = run(engine)
+    engine._scheduler.check()
+    assert engine._scheduler.stats().used == 0
+    return collected
+
+
+def test_a_fault_at_any_step_ends_only_the_request_it_hits(built: Built) -> None:
+    runner = built.engine._runner
+    assert isinstance(runner, Runner)
+    faulty = Faulty(runner)
+    built.engine._runner = faulty
+    steps_before = built.engine.counters.steps
+    expected = serve(built)
+    steps = built.engine.counters.steps - steps_before
+    assert all(reasons == [FinishReason.LENGTH] for reasons in expected.finish.values())
+    kinds: tuple[Kind, ...] = ("nan", "inf", "raise")
+    hits = 0
+    for point in range(POINTS // 2):
+        faulty.arm(point % steps, kinds[point % 3], point)
+        got = serve(built)
+        if faulty.hit is None:
+            continue  # the last steps of this run computed no sampling row
+        hits += 1
+        assert got.finish[faulty.hit] == [FinishReason.ERROR]
+        own = got.tokens.get(faulty.hit, [])
+        assert own == expected.tokens[faulty.hit][: len(own)]
+        for key, tokens in expected.tokens.items():
+            if key != faulty.hit:
+                assert got.tokens[key] == tokens
+                assert got.finish[key] == expected.finish[key]
+        assert not built.engine.dead
+    assert hits > POINTS // 4

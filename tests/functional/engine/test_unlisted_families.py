@@ -1,0 +1,128 @@
+"""Families that no table holds: sized by their files, judged by the self-test, equal to transformers' text.
+
+tiny.SIZED are in the table, but not in the full matrix of tests/functional/engine/test_token_equality.py.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from fairlead_kernels.backend import pick
+from fairlead_runtime.device import selftest
+from fairlead_runtime.llm import LLM
+from fairlead_runtime.models import architecture, loading, tiny, unlisted
+from fairlead_runtime.models.headers import read_header
+from fairlead_runtime.models.model_error import ModelError
+from fairlead_runtime.request import SamplingParams
+from fairlead_runtime.sizing.family_table import FAMILIES
+from support.engine_rig import Setting, greedy, prompts, rig
+
+EVERY = (*tiny.SIZED, *tiny.JUDGED)
+LENGTHS, SHARED, NEW = (17, 41, 26, 53, 34), 24, 24
+# Chunks, single tokens, prefix hits, forks and preemptions in one run.
+TIGHT = Setting(block_size=4, chunk=16, num_blocks=28)
+
+
+@pytest.mark.parametrize("family", EVERY)
+def test_greedy_text_equals_transformers_and_the_self_test_passes(family: str) -> None:
+    engine = rig(family)
+    made = prompts(EVERY.index(family), LENGTHS, SHARED)
+    arrivals = [
+        (due, greedy(str(i), prompt, NEW, 1 + i % 2))
+        for i, (due, prompt) in enumerate(zip((0, 0, 4, 5, 9), made, strict=True))
+    ]
+    outcome = engine.run(TIGHT, arrivals)
+    for _, request in arrivals:
+        want = engine.reference(request.prompt, NEW)
+        for choice in range(request.params.n):
+            assert outcome.texts[request.id, choice] == want
+    assert outcome.stats is not None
+    assert outcome.stats.preemptions > 0
+    assert outcome.stats.prefix_hits > 0
+    model = engine.model
+    assert selftest.run(model, pick(model.heads, model.device).attention, 512).delta < 1e-4
+
+
+@pytest.mark.parametrize("family", tiny.JUDGED)
+def test_a_judged_family_is_sized_as_transformers_builds_it(family: str, tmp_path: Path) -> None:
+    model = tiny.build(family)
+    tiny.save(model, tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert config["model_type"] not in FAMILIES
+    shape = unlisted.measure(config, {"model.safetensors": read_header(tmp_path / "model.safetensors")})
+    heads = rig(family).model.heads
+    assert (shape.heads, shape.kv_heads, shape.head_dim) == (heads.query, heads.kv, heads.dim)
+    assert shape.windows == rig(family).model.windows
+    assert shape.parameters == sum(stored.numel() for stored in model.state_dict().values())
+    assert 0 < shape.layer_matrices < shape.parameters
+    assert shape.max_len == tiny.CONTEXT
+    assert shape.mlp_width >= 5 * 64
+
+
+def test_a_judged_family_is_served_from_its_files(tmp_path: Path) -> None:
+    tiny.save(tiny.build("smollm3"), tmp_path)
+    with LLM(str(tmp_path), num_blocks=64) as llm:
+        prompt = prompts(0, (30,), 0)[0]
+        params = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
+        [result] = llm.generate([{"prompt_token_ids": list(prompt)}], params)
+        assert list(result.outputs[0].token_ids)[:4] == rig("smollm3").reference(prompt, 16)[:4]
+        report = llm.built.memory.as_dict()
+    weights = next(term for term in report["terms"] if term["name"] == "weights")
+    # What is beyond the files are the tables of the rotary embedding.
+    assert 0 <= weights["measuredBytes"] - weights["plannedBytes"] < 1024
+
+
+def test_the_documents_name_the_families_that_are_tried_here() -> None:
+    text = (Path(__file__).parents[3] / "docs" / "models.md").read_text("utf-8")
+    listed = text.split("as tiny random models:")[1].split("What `config.json`")[0]
+    assert sorted(listed.replace("`", "").split()) == sorted(tiny.JUDGED)
+    rows = {
+        family for row in text.splitlines() if "table of families" in row for family in row.split("`")[1::2]
+    }
+    assert rows == set(FAMILIES) == {*tiny.FAMILIES, *tiny.SIZED}
+
+
+def refused(family: str, path: Path, **settings: Any) -> loading.LoadedModel:
+    config = AutoConfig.for_model(family, **{**tiny._COMMON, **settings})
+    factory: Any = AutoModelForCausalLM
+    tiny.save(factory.from_config(config, dtype=torch.float32, attn_implementation="eager"), path)
+    return loading.load(path)
+
+
+def test_an_attention_with_a_trait_of_its_own_fails_the_self_test(tmp_path: Path) -> None:
+    """Differential attention is no sum over one set of scores."""
+    with pytest.raises(selftest.SelfTestError, match="diffllama"):
+        selftest.prove(refused("diffllama", tmp_path, num_key_value_heads=2))
+
+
+def test_an_attention_that_does_not_run_packed_fails_the_self_test_with_its_reason(tmp_path: Path) -> None:
+    """doge makes a mask of its own for every layer."""
+    with pytest.raises(selftest.NotPackedError, match=r"'doge' does not run packed .*mask"):
+        selftest.prove(refused("doge", tmp_path, num_key_value_heads=2))
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        ({"model_type": "evil"}, "no architecture of that name"),
+        ({"model_type": "bloom"}, "attention interface"),
+        ({"model_type": "falcon"}, "attention interface"),
+        ({"model_type": "bert"}, "bidirectional"),
+        ({"model_type": "got_ocr2"}, "attention interface"),
+        ({"model_type": "zaya"}, "recurrent state"),
+        ({"model_type": "smollm3", "hidden_size": "x"}, "hidden_size"),
+        ({"model_type": "smollm3", "num_hidden_layers": 10**9}, "num_hidden_layers"),
+        ({"model_type": "stablelm", "num_attention_heads": 0}, "num_attention_heads"),
+        ({"model_type": "stablelm", "num_experts": 10**9}, "num_experts"),
+        ({"model_type": "fuyu"}, "num_hidden_layers"),
+    ],
+)
+def test_what_cannot_be_tried_is_refused_before_any_weights(config: dict[str, Any], reason: str) -> None:
+    with pytest.raises(ModelError, match=reason) as caught:
+        architecture.check(config)
+    assert caught.value.code == "UnsupportedModel"
+    assert len(str(caught.value)) < 1500

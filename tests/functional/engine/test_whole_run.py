@@ -1,0 +1,34 @@
+"""Whole runs of the scheduler under scarce memory: invariants after every step, tokens as if alone, nothing held at the end.
+
+`make test` plays a tenth, FAIRLEAD_FULL=1 the whole: 1,000,000 steps over 2,000 seeds.
+"""
+
+import os
+
+import pytest
+
+from support import whole_run
+
+FULL = os.environ.get("FAIRLEAD_FULL") == "1"
+BATCHES = 4
+
+
+@pytest.mark.parametrize("batch", range(BATCHES))
+def test_random_workloads_finish_with_the_tokens_of_a_run_alone(batch: int) -> None:
+    share = (2000 if FULL else 200) // BATCHES
+    total = whole_run.Outcome()
+    for seed in range(batch * share, (batch + 1) * share):
+        scenario = whole_run.draw(seed)
+        try:
+            outcome = whole_run.run(scenario)
+        except Exception as error:
+            smallest = whole_run.shrink(scenario)
+            raise AssertionError(f"seed {seed}: {error}\nsmallest that fails:\n{smallest}") from error
+        total.steps += outcome.steps
+        total.preemptions += outcome.preemptions
+        total.offloads += outcome.offloads
+        total.forks += outcome.forks
+        total.hits += outcome.hits
+    # A workload that never gets into trouble would show nothing.
+    assert total.steps >= 500 * share
+    assert min(total.preemptions, total.offloads, total.forks, total.hits) > 0, total

@@ -1,0 +1,370 @@
+"""Downloads from a hub, against a small server with the hub's routes and its failures."""
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from fairlead_runtime.commands import fetch as command
+from fairlead_runtime.hub import fetch as fetching
+from fairlead_runtime.hub.fetch import Progress, fetch
+from fairlead_runtime.models import loading, tiny
+from fairlead_runtime.models.model_error import ModelError
+from support.hostile_models import AUTO_MAP, plant_code
+from support.hub_server import MAIN, OTHER, Hub, Repository
+
+NAME = "tiny/llama"
+WEIGHTS = "model.safetensors"
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A good model among all the files that are never to be asked for."""
+    path = tiny.save(
+        tiny.build("llama", num_hidden_layers=2), tmp_path_factory.mktemp("checkpoint") / "model"
+    )
+    plant_code(path)
+    for name in (
+        "consolidated.safetensors",
+        "model.gguf",
+        "trainer_state.json",
+        "README.md",
+        "onnx__model.onnx",
+        ".gitattributes",
+    ):
+        (path / name).write_bytes(b"not wanted")
+    return path
+
+
+@pytest.fixture
+def repository(checkpoint: Path) -> Repository:
+    found = Repository.of(checkpoint)
+    found.files["onnx/config.json"] = b"{}"
+    return found
+
+
+@pytest.fixture
+def hub(repository: Repository, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+    monkeypatch.delenv("HF_TOKEN", raising=False)
+    with Hub({NAME: repository}) as server:
+        yield server
+
+
+def refusal(hub: Hub, home: Path, name: str = NAME, **more: Any) -> ModelError:
+    with pytest.raises(ModelError) as error:
+        fetch(name, environ=hub.environ(home), **more)
+    return error.value
+
+
+def test_a_model_arrives_whole_and_nothing_else_is_asked_for(hub: Hub, tmp_path: Path) -> None:
+    fetched = fetch(NAME, environ=hub.environ(tmp_path))
+    wanted = {
+        "config.json",
+        "generation_config.json",
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "chat_template.jinja",
+        WEIGHTS,
+    }
+    assert set(hub.downloaded()) == wanted
+    assert {path.name for path in fetched.path.iterdir()} == wanted
+    assert fetched.commit == MAIN
+    assert loading.load(fetched.path).shape.layers == 2
+
+
+def test_every_file_is_of_the_commit_that_the_branch_was_at_the_start(
+    hub: Hub, repository: Repository, tmp_path: Path
+) -> None:
+    """Someone pushes while the download runs."""
+    repository.on_get = lambda _: repository.refs.update(main=OTHER)
+    fetched = fetch(NAME, environ=hub.environ(tmp_path))
+    assert fetched.commit == MAIN
+    assert fetched.path.name == MAIN
+    resolved = [path for _, path in hub.requests if "/resolve/" in path]
+    assert resolved
+    assert all(f"/resolve/{MAIN}/" in path for path in resolved)
+
+
+def test_tags_and_commits_are_revisions_too(hub: Hub, repository: Repository, tmp_path: Path) -> None:
+    repository.refs["v1"] = OTHER
+    assert fetch(NAME, revision="v1", environ=hub.environ(tmp_path)).commit == OTHER
+    assert fetch(NAME, revision=OTHER, environ=hub.environ(tmp_path)).commit == OTHER
+
+
+def test_afterwards_the_model_is_found_without_a_network(hub: Hub, tmp_path: Path) -> None:
+    fetched = fetch(NAME, environ=hub.environ(tmp_path))
+    seen = len(hub.requests)
+    assert fetch(NAME, environ=hub.environ(tmp_path, HF_HUB_OFFLINE="1")) == fetched
+    assert fetch(NAME, revision=MAIN, environ=hub.environ(tmp_path, HF_HUB_OFFLINE="1")) == fetched
+    assert len(hub.requests) == seen
+
+
+def test_a_second_fetch_downloads_nothing(hub: Hub, tmp_path: Path) -> None:
+    fetch(NAME, environ=hub.environ(tmp_path))
+    before = list(hub.downloaded())
+    fetch(NAME, environ=hub.environ(tmp_path))
+    assert hub.downloaded() == before
+
+
+def test_a_whole_commit_needs_no_hub_and_half_of_one_does(
+    hub: Hub, repository: Repository, tmp_path: Path
+) -> None:
+    repository.vanish = WEIGHTS
+    with pytest.raises(ModelError):
+        fetch(NAME, revision=OTHER, environ=hub.environ(tmp_path))
+    repository.vanish = ""
+    fetched = fetch(NAME, revision=OTHER, environ=hub.environ(tmp_path))
+    seen = len(hub.requests)
+    assert seen
+    assert fetch(NAME, revision=OTHER, environ=hub.environ(tmp_path)) == fetched
+    assert len(hub.requests) == seen
+    fetch(NAME, revision=MAIN, environ=hub.environ(tmp_path))
+    assert len(hub.requests) > seen, "another commit is asked for"
+
+
+def test_a_hub_that_is_down_is_replaced_by_the_cache(hub: Hub, tmp_path: Path) -> None:
+    fetched = fetch(NAME, environ=hub.environ(tmp_path))
+    hub.status = 503
+    assert fetch(NAME, environ=hub.environ(tmp_path)) == fetched
+
+
+def test_offline_without_the_model_says_so(hub: Hub, tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="not in the cache") as error:
+        fetch(NAME, environ=hub.environ(tmp_path, HF_HUB_OFFLINE="1"))
+    assert error.value.code == "ModelNotFound"
+    assert not hub.requests
+
+
+def test_half_a_download_is_never_taken_for_a_model(hub: Hub, repository: Repository, tmp_path: Path) -> None:
+    repository.vanish = WEIGHTS
+    assert refusal(hub, tmp_path).code == "ModelNotFound"
+    with pytest.raises(ModelError):
+        fetch(NAME, environ=hub.environ(tmp_path, HF_HUB_OFFLINE="1"))
+    repository.vanish = ""
+    before = set(hub.downloaded())
+    fetch(NAME, environ=hub.environ(tmp_path))
+    assert set(hub.downloaded()) - before == {WEIGHTS}
+
+
+@pytest.mark.parametrize("status", [500, 503, 429])
+def test_a_hub_in_trouble_is_named(hub: Hub, tmp_path: Path, status: int) -> None:
+    hub.status = status
+    error = refusal(hub, tmp_path)
+    assert error.code == "HubUnreachable"
+    assert str(status) in error.message
+    assert hub.endpoint in error.message
+
+
+def test_a_hub_that_does_not_answer_is_named(tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))  # bound but not listening: every connection is refused
+        endpoint = f"http://127.0.0.1:{taken.getsockname()[1]}"
+        with pytest.raises(ModelError) as error:
+            fetch(NAME, environ={"HF_ENDPOINT": endpoint, "HF_HOME": str(tmp_path)})
+    assert error.value.code == "HubUnreachable"
+    assert endpoint in error.value.message
+
+
+def test_a_body_that_ends_early_is_noticed(hub: Hub, repository: Repository, tmp_path: Path) -> None:
+    repository.truncate = "config.json"
+    assert refusal(hub, tmp_path).code == "HubUnreachable"
+
+
+def test_a_gated_model_needs_a_token_that_has_access(
+    hub: Hub, repository: Repository, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    repository.gated, repository.token = True, "hf_right"
+    error = refusal(hub, tmp_path)
+    assert (error.code, "401" in error.message) == ("WeightsUnauthorized", True)
+    assert "HF_TOKEN" in error.hint
+    monkeypatch.setenv("HF_TOKEN", "hf_wrong")
+    error = refusal(hub, tmp_path)
+    assert (error.code, "403" in error.message) == ("WeightsUnauthorized", True)
+    monkeypatch.setenv("HF_TOKEN", "hf_right")
+    assert fetch(NAME, environ=hub.environ(tmp_path)).commit == MAIN
+
+
+def test_unknown_repositories_and_revisions_are_told_apart(hub: Hub, tmp_path: Path) -> None:
+    error = refusal(hub, tmp_path, "tiny/other")
+    assert (error.code, "tiny/other" in error.message) == ("ModelNotFound", True)
+    error = refusal(hub, tmp_path, revision="v9")
+    assert (error.code, "v9" in error.message) == ("ModelNotFound", True)
+
+
+@pytest.mark.parametrize(
+    ("changes", "code"),
+    [
+        ({"model_type": "mamba2"}, "UnsupportedModel"),
+        ({"model_type": "evil", "auto_map": AUTO_MAP}, "RemoteCodeRefused"),
+        ({"num_hidden_layers": 10**9}, "UnsupportedModel"),
+    ],
+)
+def test_a_model_that_is_not_served_costs_no_weights(
+    hub: Hub, repository: Repository, tmp_path: Path, changes: dict[str, Any], code: str
+) -> None:
+    config = json.loads(repository.files["config.json"]) | changes
+    repository.files["config.json"] = json.dumps(config).encode()
+    assert refusal(hub, tmp_path).code == code
+    assert WEIGHTS not in hub.downloaded()
+
+
+def test_a_model_without_safetensors_is_refused_at_once(
+    hub: Hub, repository: Repository, tmp_path: Path
+) -> None:
+    del repository.files[WEIGHTS]
+    error = refusal(hub, tmp_path)
+    assert error.code == "NoSafetensors"
+    assert "pytorch_model.bin" in error.message
+    assert not hub.downloaded()
+
+
+def test_a_volume_that_is_too_small_is_named_before_the_weights(
+    hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    little = SimpleNamespace(total=10**6, used=9 * 10**5, free=10**5)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: little)
+    error = refusal(hub, tmp_path)
+    assert error.code == "NoSpace"
+    assert WEIGHTS not in hub.downloaded()
+
+
+def test_of_several_weight_files_only_those_of_the_index_come(
+    hub: Hub, repository: Repository, tmp_path: Path
+) -> None:
+    model = tiny.build("llama", num_hidden_layers=2)
+    model.save_pretrained(tmp_path / "parts", max_shard_size="200KB")
+    tiny.tokenizer().save_pretrained(tmp_path / "parts")
+    repository.files = Repository.of(tmp_path / "parts").files | {"consolidated.safetensors": b"twice"}
+    fetched = fetch(NAME, environ=hub.environ(tmp_path / "home"))
+    shards = sorted(path.name for path in fetched.path.glob("*.safetensors"))
+    assert len(shards) > 1
+    assert all(name.startswith("model-0") for name in shards)
+    assert loading.load(fetched.path).shape.layers == 2
+
+
+def test_progress_only_grows_and_ends_at_the_whole(hub: Hub, tmp_path: Path) -> None:
+    seen: list[Progress] = []
+    fetched = fetch(NAME, environ=hub.environ(tmp_path), report=seen.append)
+    size = sum(path.stat().st_size for path in fetched.path.iterdir())
+    assert [p.done for p in seen] == sorted(p.done for p in seen)
+    assert (seen[-1].done, seen[-1].total, seen[-1].path) == (size, size, fetched.path)
+
+
+def test_one_failed_file_stops_the_others(hub: Hub, repository: Repository, tmp_path: Path) -> None:
+    repository.vanish = "config.json"
+    meter = fetching._Meter(lambda _: None, 100)
+    meter.add("other", 10)
+    place = fetching.Hub.of(hub.environ(tmp_path))
+    with pytest.raises(ModelError, match=r"config\.json"):
+        fetching._get_all(place, NAME, MAIN, {"config.json": 1}, meter)
+    with pytest.raises(InterruptedError, match="given up"):
+        fetching._counting("other", meter)(total=90, initial=10).update(10)
+
+
+def test_the_command_serves_progress_and_config_while_the_weights_arrive(
+    hub: Hub, repository: Repository, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    answers: dict[str, Any] = {}
+
+    def ask(name: str) -> None:
+        if name == WEIGHTS:
+            for route in ("progress", "model/config.json", "healthz"):
+                with urllib.request.urlopen(f"http://127.0.0.1:{port}/{route}", timeout=10) as response:
+                    answers[route] = json.load(response)
+
+    repository.on_get = ask
+    assert command.main([f"hf://{NAME}", "--admin-port", str(port)], hub.environ(tmp_path)) == 0
+    progress = answers["progress"]
+    assert progress["model"] == f"hf://{NAME}"
+    assert 0 < progress["done_bytes"] < progress["total_bytes"]
+    assert answers["model/config.json"] == json.loads(repository.files["config.json"])
+    assert answers["healthz"] == {"status": "fetching"}
+    assert Path(capsys.readouterr().out.strip()).name == MAIN
+    with socket.socket() as after:
+        assert after.connect_ex(("127.0.0.1", port))  # nobody listens any more
+
+
+@pytest.mark.parametrize(
+    ("args", "code"),
+    [
+        (["tiny/other"], "ModelNotFound"),
+        (["nonsense"], "InvalidSource"),
+        (["demo:", "--revision", "v1"], "InvalidConfig"),
+        (["demo:", "--admin-port", "70000"], "InvalidConfig"),
+        (["/no/such/model"], "ModelNotFound"),
+    ],
+)
+def test_the_command_ends_with_2_and_one_line_of_json(
+    hub: Hub, tmp_path: Path, capsys: pytest.CaptureFixture[str], args: list[str], code: str
+) -> None:
+    log = tmp_path / "termination-log"
+    log.touch()
+    environ = hub.environ(tmp_path, FAIRLEAD_TERMINATION_LOG=str(log))
+    assert command.main(["--admin-port", "0", *args], environ) == 2
+    last = json.loads(capsys.readouterr().err.splitlines()[-1])
+    assert set(last) == {"code", "message", "hint"}
+    assert last["code"] == code
+    assert json.loads(log.read_text()) == last
+
+
+def test_the_command_checks_a_directory_that_needs_no_download(
+    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert command.main([str(checkpoint), "--admin-port", "0"], {}) == 0
+    assert capsys.readouterr().out.strip() == str(checkpoint)
+    broken = tmp_path / "broken"
+    shutil.copytree(checkpoint, broken)
+    (broken / WEIGHTS).write_bytes(b"\xff" * 100)
+    assert command.main([str(broken), "--admin-port", "0"], {}) == 2
+    assert json.loads(capsys.readouterr().err.splitlines()[-1])["code"] == "BadWeights"
+
+
+@pytest.mark.parametrize(
+    "args", [[], ["demo:", "--admin-port", "many"], ["demo:", "--rev", "v1"], ["a/b", "c/d"]]
+)
+def test_a_command_line_that_makes_no_sense_is_told_in_the_same_way(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, args: list[str]
+) -> None:
+    log = tmp_path / "termination-log"
+    log.touch()
+    with pytest.raises(SystemExit) as ended:
+        command.main(args, {"FAIRLEAD_TERMINATION_LOG": str(log)})
+    assert ended.value.code == 2
+    last = json.loads(capsys.readouterr().err.splitlines()[-1])
+    assert last["code"] == "InvalidConfig"
+    assert json.loads(log.read_text()) == last
+
+
+def test_an_admin_port_that_is_taken_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        assert command.main(["demo:", "--admin-port", str(taken.getsockname()[1])], {}) == 2
+    last = json.loads(capsys.readouterr().err.splitlines()[-1])
+    assert "--admin-port" in last["message"]
+
+
+def test_a_process_of_its_own_fetches_and_logs_progress_but_no_address_of_the_store(
+    hub: Hub, tmp_path: Path
+) -> None:
+    """The addresses a hub redirects to carry signatures."""
+    environ = {"PATH": os.environ["PATH"], "HOME": str(tmp_path), **hub.environ(tmp_path)}
+    command_line = [sys.executable, "-m", "fairlead_runtime", "fetch", f"hf://{NAME}", "--admin-port", "0"]
+    done = subprocess.run(command_line, env=environ, capture_output=True, text=True, check=True)
+    path = Path(done.stdout.strip())
+    assert path.name == MAIN
+    assert path.is_relative_to(tmp_path)
+    assert f"fetching hf://{NAME}: 100 %" in done.stderr
+    assert "/blobs/" not in done.stderr

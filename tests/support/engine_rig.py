@@ -1,0 +1,208 @@
+"""The real scheduler and the real runner on a tiny model, without threads or HTTP, and transformers beside them.
+
+Shared by the tests of token equality and of batch independence.
+"""
+
+import functools
+from collections.abc import Iterable, Mapping
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from fairlead_runtime.device.kv_cache import CacheStorage
+from fairlead_runtime.device.paged_model import PagedModel
+from fairlead_runtime.device.runner import Runner
+from fairlead_runtime.engine.isolate import Runner as Device
+from fairlead_runtime.models import families, rope, tiny
+from fairlead_runtime.request import FinishReason, Request, SamplingParams
+from fairlead_runtime.scheduling.plan import Finished, Limits, Result, Work
+from fairlead_runtime.scheduling.scheduler import Scheduler, SchedulerStats
+from fairlead_runtime.sizing.groups import LayerGroup, group_layers
+
+# Tiny matrices gain nothing from threads, and where cores are shared they lose a hundredfold to waiting for each other.
+torch.set_num_threads(1)
+
+MAX_LEN = 512
+MAX_STEPS = 20_000
+EOS = frozenset({2, 140})  # more than one, and chosen at random often enough that some texts end early
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One way to run the engine. ``num_blocks`` counts whole-model blocks; chunk is max_batch_tokens."""
+
+    block_size: int = 4
+    chunk: int = 4096
+    num_blocks: int = 1024
+    offload: bool = False
+    sharing: bool = True
+    max_requests: int = 64
+
+    def limits(self, groups: int) -> Limits:
+        return Limits(
+            policy="fifo",
+            max_batch_tokens=self.chunk,
+            max_requests=min(self.max_requests, self.chunk),
+            safety_margin=0.0,
+            block_size=self.block_size,
+            num_blocks=self.num_blocks,
+            max_model_len=MAX_LEN,
+            allow_block_sharing=self.sharing,
+            offload_units=self.num_blocks * groups if self.offload else 0,
+        )
+
+
+@dataclass
+class Outcome:
+    """``texts``: by (request id, choice), the generated tokens."""
+
+    texts: dict[tuple[str, int], list[int]] = field(default_factory=dict)
+    finishes: dict[tuple[str, int], FinishReason] = field(default_factory=dict)
+    steps: int = 0
+    stats: SchedulerStats | None = None
+
+
+class KnownTextRunner:
+    """A runner without a model: it answers with texts known beforehand. For finding a setting by trial."""
+
+    def __init__(self, texts: Mapping[str, Seq[int]]) -> None:
+        self.texts = texts
+
+    def copy(self, work: Work) -> None:
+        pass
+
+    def execute(self, work: Work) -> Mapping[int, Result]:
+        return {
+            row.sequence.id: Result(self.texts[row.sequence.request.id][row.sequence.generated])
+            for row in work.rows
+            if row.samples
+        }
+
+
+def drive(scheduler: Scheduler, device: Device, arrivals: Iterable[tuple[int, Request]]) -> Outcome:
+    """Run to the end; a request is added before the step it is due in. Checks every invariant now and then."""
+    due = sorted(arrivals, key=lambda a: a[0])
+    outcome = Outcome()
+    while due or scheduler.has_work:
+        while due and (due[0][0] <= outcome.steps or not scheduler.has_work):
+            scheduler.add(due.pop(0)[1])
+        work = scheduler.commit(scheduler.plan())
+        device.copy(work)
+        for event in scheduler.update(work, device.execute(work)):
+            key = (event.sequence.request.id, event.sequence.choice)
+            if isinstance(event, Finished):
+                pytest.fail(f"{key} ended without a token: {event.message}")
+            outcome.texts.setdefault(key, []).append(event.token)
+            if event.finish is not None:
+                outcome.finishes[key] = event.finish
+        outcome.steps += 1
+        if outcome.steps % 16 == 0:
+            scheduler.check()
+        if outcome.steps > MAX_STEPS:
+            pytest.fail("no end in sight")
+    scheduler.check()
+    outcome.stats = scheduler.stats()
+    assert outcome.stats.used == 0, "units are still held at rest"
+    return outcome
+
+
+class Rig:
+    """One tiny model: run by our engine under any setting, and by transformers one prompt at a time."""
+
+    def __init__(self, family: str) -> None:
+        self.family = family
+        model = tiny.build(family)
+        windows = families.check(model.config)
+        rope.pin(model, MAX_LEN)
+        self.model = PagedModel(model, windows)
+        self.groups: tuple[LayerGroup, ...] = group_layers(windows)
+        self._references: dict[tuple[tuple[int, ...], int], list[int]] = {}
+
+    def runner(self, setting: Setting) -> Runner:
+        limits = setting.limits(len(self.groups))
+        cache = CacheStorage(
+            self.groups,
+            self.model.heads,
+            units=limits.num_blocks * len(self.groups),
+            block_size=setting.block_size,
+            device=self.model.device,
+            host_units=limits.offload_units,
+        )
+        # Whatever is read before it was written becomes visible.
+        cache.keys.fill_(torch.nan)
+        cache.values.fill_(torch.nan)
+        return Runner(self.model, cache)
+
+    def run(self, setting: Setting, arrivals: Iterable[tuple[int, Request]]) -> Outcome:
+        scheduler = Scheduler(setting.limits(len(self.groups)), self.groups, b"rig")
+        return drive(scheduler, self.runner(setting), arrivals)
+
+    def dry_run(self, setting: Setting, arrivals: Iterable[tuple[int, Request]]) -> SchedulerStats | None:
+        """The same run without the model, its greedy texts taken from the reference."""
+        arrivals = list(arrivals)
+        limits = setting.limits(len(self.groups))
+        texts = {r.id: self.reference(r.prompt, r.max_tokens) for _, r in arrivals}
+        return drive(Scheduler(limits, self.groups, b"rig"), KnownTextRunner(texts), arrivals).stats
+
+    def reference(self, prompt: tuple[int, ...], max_tokens: int) -> list[int]:
+        """transformers' greedy ``generate`` of this prompt alone, eager attention, end tokens as ours."""
+        key = (prompt, max_tokens)
+        if key not in self._references:
+            with self.model.plain() as plain, torch.inference_mode():
+                generator: Any = plain
+                ids = torch.tensor([prompt])
+                out = generator.generate(
+                    ids,
+                    attention_mask=torch.ones_like(ids),
+                    max_new_tokens=max_tokens,
+                    do_sample=False,
+                    eos_token_id=sorted(EOS),
+                    pad_token_id=0,
+                )
+            self._references[key] = out[0, len(prompt) :].tolist()
+        return self._references[key]
+
+    def margin(self, tokens: Seq[int]) -> tuple[float, float]:
+        """How close the reference's choice after ``tokens`` was: the top two logits' distance, and the smallest
+        distance of a router's k-th and next score over all tokens and layers (inf without experts).
+        """
+        routers: list[float] = []
+
+        def note(module: Any, _args: Any, output: Any) -> None:
+            ranked = output[0].float().topk(module.top_k + 1, dim=-1).values
+            routers.append(float((ranked[:, -2] - ranked[:, -1]).min()))
+
+        with self.model.plain() as plain, torch.inference_mode():
+            hooks = [
+                m.register_forward_hook(note) for m in plain.modules() if type(m).__name__.endswith("Router")
+            ]
+            logits = plain(input_ids=torch.tensor([list(tokens)]), use_cache=False).logits[0, -1].float()
+            for hook in hooks:
+                hook.remove()
+        top = logits.topk(2).values
+        return float(top[0] - top[1]), min(routers, default=float("inf"))
+
+
+@functools.cache
+def rig(family: str) -> Rig:
+    return Rig(family)
+
+
+def prompts(seed: int, lengths: Seq[int], shared: int) -> list[tuple[int, ...]]:
+    """Random prompts of these lengths; all but the first begin with the same ``shared`` tokens."""
+    generator = np.random.default_rng(seed)
+    prefix = generator.integers(3, tiny.VOCAB, shared).tolist()
+    made: list[tuple[int, ...]] = []
+    for i, length in enumerate(lengths):
+        body = generator.integers(3, tiny.VOCAB, length).tolist()
+        made.append(tuple(body if i == 0 else (prefix + body)[:length]))
+    return made
+
+
+def greedy(request_id: str, prompt: tuple[int, ...], max_tokens: int, n: int = 1) -> Request:
+    params = SamplingParams(temperature=0.0, n=n, max_tokens=max_tokens)
+    return Request(request_id, prompt, params, max_tokens, eos_ids=EOS)

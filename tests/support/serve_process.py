@@ -1,0 +1,146 @@
+"""`fairlead serve` as a process of its own, on free ports.
+
+The processes are forked from one that has imported torch and the models already: importing them takes longer than
+all that these tests look at. tests/functional/commands/test_demo.py starts the command from nothing.
+"""
+
+import json
+import multiprocessing
+import os
+import queue
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from multiprocessing.connection import Connection
+from typing import Any
+
+import httpx
+
+WITHIN = 300.0  # a bound for hung processes; on a busy machine starting takes its time
+forks = multiprocessing.get_context("forkserver")
+forks.set_forkserver_preload(["fairlead_runtime.start.serve", "fairlead_runtime.start.build"])
+
+
+class Process:
+    """The process, its log as it comes, and clients for both ports."""
+
+    def __init__(self, arguments: list[str], environ: Mapping[str, str], prepare: Callable[[], None]) -> None:
+        reading, writing = forks.Pipe(duplex=False)
+        self._process = forks.Process(target=_main, args=(arguments, dict(environ), prepare, writing))
+        self._process.start()
+        writing.close()
+        self.lines: list[str] = []
+        self.ports: dict[str, str] = {}
+        self._messages: queue.Queue[str | None] = queue.Queue()
+        self._reader = threading.Thread(target=self._read, args=(reading,), daemon=True)
+        self._reader.start()
+
+    def _read(self, reading: Connection) -> None:
+        with os.fdopen(os.dup(reading.fileno()), encoding="utf-8") as log:
+            reading.close()
+            for line in log:
+                self.lines.append(line)
+                self._messages.put(_message(line))
+        self._messages.put(None)
+
+    def until_logged(self, text: str) -> None:
+        """Wait for a log line whose message has ``text``; its addresses are learnt on the way."""
+        while True:
+            message = self._messages.get(timeout=WITHIN)
+            if message is None:
+                raise AssertionError("the server ended:\n" + "".join(self.lines))
+            kind, _, address = message.partition(" port: ")
+            if address:
+                self.ports[kind] = address
+            if text in message:
+                return
+
+    def client(self, port: str = "public") -> httpx.Client:
+        return httpx.Client(base_url=self.ports[port], timeout=WITHIN)
+
+    def terminate(self) -> None:
+        """SIGTERM, as the kubelet sends it."""
+        os.kill(self._process.pid or 0, signal.SIGTERM)
+
+    def end(self) -> int:
+        """The exit code, once the process has ended."""
+        self._process.join(WITHIN)
+        self._reader.join(WITHIN)
+        if self._process.exitcode is None:
+            raise AssertionError("the server does not end:\n" + "".join(self.lines))
+        return self._process.exitcode
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.join(WITHIN)
+
+    @property
+    def last_words(self) -> dict[str, str]:
+        found: dict[str, str] = json.loads(self.lines[-1])
+        return found
+
+
+def as_it_is() -> None:
+    """Nothing is prepared."""
+
+
+def never_loads() -> None:
+    """Weights that take for ever."""
+    from fairlead_runtime.models import loading
+
+    loading.load = lambda *_, **__: threading.Event().wait()  # type: ignore[assignment]
+
+
+def broken_device() -> None:
+    """Every forward pass of the engine raises; the self-test has passed."""
+    from fairlead_runtime.device.runner import Runner
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("the device is gone")
+
+    Runner.execute = fail  # type: ignore[method-assign,assignment]
+
+
+@contextmanager
+def serve(
+    model: str,
+    *flags: str,
+    environ: Mapping[str, str] | None = None,
+    prepare: Callable[[], None] = as_it_is,
+) -> Iterator[Process]:
+    """``fairlead serve MODEL --port=0 --admin-port=0 FLAGS``; ``prepare`` runs in the process before."""
+    server = Process(["serve", model, "--port=0", "--admin-port=0", *flags], environ or {}, prepare)
+    try:
+        yield server
+    finally:
+        server.kill()
+
+
+def stream_events(response: httpx.Response) -> Iterator[dict[str, Any] | str]:
+    """Server-sent events as they arrive: JSON values, and the word [DONE]."""
+    for line in response.iter_lines():
+        if line.startswith("data: "):
+            data = line.removeprefix("data: ")
+            yield data if data == "[DONE]" else json.loads(data)
+
+
+def _main(
+    arguments: list[str], environ: Mapping[str, str], prepare: Callable[[], None], log: Connection
+) -> None:
+    os.dup2(log.fileno(), sys.stderr.fileno())
+    log.close()
+    os.environ.update(environ, OMP_NUM_THREADS="1")
+    from fairlead_runtime.cli import main
+
+    prepare()
+    sys.exit(main(arguments))
+
+
+def _message(line: str) -> str:
+    try:
+        found = json.loads(line)
+    except ValueError:
+        return ""
+    return str(found.get("message", "")) if isinstance(found, dict) else ""

@@ -1,0 +1,304 @@
+"""Random workloads under scarce memory, run to their end against a device that remembers every slot it wrote.
+
+``run`` plays a Scenario and checks the invariants after every step, every key that a row reads, every event, and
+every delivered token against an oracle that never saw the scheduler. ``shrink`` drops events from a failing
+scenario while it still fails.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from fairlead_runtime.request import FinishReason, Sequence
+from fairlead_runtime.scheduling import Finished, Plan, Result, Scheduler, Token, Work
+from fairlead_runtime.sizing.groups import NULL, group_layers
+from support.whole_run_device import Device, RunError
+from support.whole_run_scenario import Arrival, Scenario, alone, draw
+
+__all__ = ["Arrival", "Outcome", "RunError", "Scenario", "draw", "fails", "run", "shrink"]
+
+
+@dataclass
+class Outcome:
+    steps: int = 0
+    preemptions: int = 0
+    offloads: int = 0
+    forks: int = 0
+    hits: int = 0
+    delivered: dict[tuple[str, int], list[int]] = field(default_factory=dict)
+    finishes: dict[tuple[str, int], FinishReason] = field(default_factory=dict)
+
+
+class Play:
+    def __init__(self, scenario: Scenario, make: Callable[..., Scheduler] = Scheduler) -> None:
+        self.scenario = scenario
+        groups = group_layers(scenario.windows)
+        self.scheduler = make(scenario.limits, groups, b"model")
+        self.device = Device(groups, scenario.limits.block_size)
+        self.outcome = Outcome()
+        self.ended: set[int] = set()
+        self.victim: Sequence | None = None  # holds admissions back until it fits or something ends
+        self.aborts: list[Arrival] = []  # for the next step to meet on its way
+        self.by_id = {a.request.id: a for a in scenario.arrivals}
+
+    def run(self) -> Outcome:
+        arrivals = sorted(self.scenario.arrivals, key=lambda a: a.step)
+        aborts = sorted((a for a in arrivals if a.abort_at is not None), key=lambda a: a.abort_at or 0)
+        now = 0
+        bound = self._bound()
+        while arrivals or self.scheduler.has_work:
+            if not self.scheduler.has_work:
+                now = max(now, arrivals[0].step)
+            while arrivals and arrivals[0].step <= now:
+                self.scheduler.add(arrivals.pop(0).request)
+            while aborts and (aborts[0].abort_at or 0) <= now:
+                abort = aborts.pop(0)
+                if abort.abort_within:
+                    self.aborts.append(abort)
+                else:
+                    self._abort(abort)
+            for sequence in [s for s in self.scheduler.live() if s.host]:
+                if self.by_id[sequence.request.id].abort_offloaded:
+                    for event in self.scheduler.abort(sequence.request.id, sequence.choice):
+                        self._finished(event)
+            self.scheduler.check()
+            if self.scheduler.has_work:
+                self.step()
+                self.scheduler.check()
+            now += 1
+            if self.outcome.steps > bound:
+                raise RunError(f"not done after {bound} steps: livelock")
+        self._at_rest()
+        return self.outcome
+
+    def _bound(self) -> int:
+        """Far above what any run needs, far below forever."""
+        return 1000 + 20 * sum(
+            a.request.params.n * (len(a.request.prompt) + a.request.max_tokens)
+            for a in self.scenario.arrivals
+        )
+
+    def step(self) -> None:
+        plan = self.scheduler.plan()
+        if plan != self.scheduler.plan():
+            raise RunError("planning twice gives different plans")
+        self._within_limits(plan)
+        started = {s.id for s in self.scheduler.running}
+        work = self.scheduler.commit(plan)
+        self.device.copy(work)
+        results = self.device.forward(work.rows)
+        while self.aborts:
+            self._abort(self.aborts.pop())
+        work = self._inject(work, results)
+        for event in self.scheduler.update(work, results):
+            if isinstance(event, Token):
+                self._token(event)
+            else:
+                self._finished(event)
+        outcome = self.outcome
+        outcome.steps += 1
+        outcome.preemptions += len(plan.preempted)
+        outcome.offloads += sum(p.offload for p in plan.preempted)
+        outcome.forks += sum(a.source == "fork" for a in plan.admitted)
+        outcome.hits += sum(a.start for a in plan.admitted if a.source == "prefix")
+        if plan.preempted and (plan.admitted or not started):
+            raise RunError("a step that preempted admitted too")
+        self._held()
+
+    def _held(self) -> None:
+        """Counted anew: a sequence holds the blocks of its computed tokens, but for those before its windows."""
+        size = self.scenario.limits.block_size
+        for sequence in self.scheduler.running:
+            done = sequence.computed
+            for group, table in zip(self.device.groups, sequence.tables, strict=True):
+                gone = 0 if group.window is None else max(0, done - group.window + 1) // size
+                if len(table) - table.count(NULL) != -(-done // size) - gone:
+                    raise RunError(f"sequence {sequence.id} holds {table} after {done} tokens")
+
+    def _abort(self, arrival: Arrival) -> None:
+        for event in self.scheduler.abort(arrival.request.id, arrival.abort_choice):
+            self._finished(event)
+
+    def _inject(self, work: Work, results: dict[int, Result]) -> Work:
+        rows = []
+        for row in work.rows:
+            arrival = self.by_id[row.sequence.request.id]
+            if row.samples and arrival.fail_choice == row.sequence.choice:
+                if arrival.fail_by_engine:
+                    for event in self.scheduler.fail(row.sequence.id, "found by bisection"):
+                        self._finished(event)
+                    continue
+                results[row.sequence.id] = Result(0, error="non-finite logits")
+            rows.append(row)
+        return work.subset(rows)
+
+    def _within_limits(self, plan: Plan) -> None:
+        limits, scheduler = self.scenario.limits, self.scheduler
+        if not plan.rows:
+            raise RunError("a step without rows although there is work")
+        if sum(row.count for row in plan.rows) > limits.max_batch_tokens:
+            raise RunError("the token budget is exceeded")
+        if len(scheduler.running) + len(plan.admitted) > limits.max_requests:
+            raise RunError("more running than max_requests")
+        for row in plan.rows:
+            whole = row.start + row.count == len(row.sequence.tokens)
+            if row.count < 1 or row.samples != whole:
+                raise RunError("a row without tokens, or one that samples before its end")
+        if limits.policy in ("fifo", "prefill_first"):
+            running = {s.id for s in scheduler.running} | {a.sequence.id for a in plan.admitted}
+            running -= {p.sequence.id for p in plan.preempted}
+            rest = {s.id for s in scheduler.live()} - running
+            if running and rest and max(running) > min(rest):
+                raise RunError(f"sequence {max(running)} overtook {min(rest)}")
+        self._in_order(plan)
+        self._victim_fits(plan)
+        self._admission_leaves_margin(plan)
+
+    def _in_order(self, plan: Plan) -> None:
+        """Rows by kind, the youngest as victims, the first waiting as admitted; written down without the policies."""
+        limits, scheduler = self.scenario.limits, self.scheduler
+        started = {a.sequence.id for a in plan.admitted}
+        first = limits.policy == "prefill_first"
+        kinds = [
+            2 if r.sequence.id in started else (len(r.sequence.tokens) - r.start == 1) == first
+            for r in plan.rows
+        ]
+        if kinds != sorted(kinds):
+            raise RunError(f"rows in the wrong order for {limits.policy}: {kinds}")
+        if limits.policy == "fair":
+            return
+
+        def place(sequence: Sequence) -> tuple[int, int]:
+            return (sequence.request.priority if limits.policy == "priority" else 0, sequence.id)
+
+        victims = {p.sequence.id for p in plan.preempted}
+        for older, younger in (
+            ([s for s in scheduler.running if s.id not in victims], [p.sequence for p in plan.preempted]),
+            ([a.sequence for a in plan.admitted], [s for s in scheduler.waiting if s.id not in started]),
+        ):
+            if older and younger and max(map(place, older)) > min(map(place, younger)):
+                raise RunError(f"{limits.policy}: not the youngest preempted, or not the oldest admitted")
+
+    def _victim_fits(self, plan: Plan) -> None:
+        """Counted anew where it is simple: one full group, nothing shared."""
+        cache, limits, victim = self.scheduler.state.cache, self.scenario.limits, self.victim
+        if plan.admitted and victim is not None and not limits.allow_block_sharing:
+            size = limits.block_size
+            started = {a.sequence.id for a in plan.admitted}
+            need = min(-(-len(victim.tokens) // size) + 1, -(-(victim.limit - 1) // size))
+            for row in plan.rows:
+                if row.sequence.id not in started:
+                    need += -(-(row.start + row.count) // size) - -(-row.start // size)
+            if (
+                self.scenario.windows == (None,)
+                and victim.request.params.n == 1
+                and need > cache.pool.available
+            ):
+                raise RunError(f"{started} started although victim {victim.id} does not fit again")
+        if plan.admitted:
+            self.victim = None
+        if plan.preempted:
+            self.victim = plan.preempted[-1].sequence
+
+    def _admission_leaves_margin(self, plan: Plan) -> None:
+        """All or nothing, counted anew: what the admitted still need fits beside all rows and the margin."""
+        cache, limits = self.scheduler.state.cache, self.scenario.limits
+        if not plan.admitted or any(g.window is not None for g in cache.groups):
+            return
+        if not self.scheduler.running and len(plan.admitted) == 1:
+            return
+        used: set[int] = {u for s in self.scheduler.running for table in s.tables for u in table}
+        new = 0
+        for row in plan.rows:
+            new += -(-(row.start + row.count) // limits.block_size) - -(-row.start // limits.block_size)
+        last = plan.admitted[-1]
+        for admission in plan.admitted:
+            if admission.source == "prefix":
+                used |= {u for table in cache.hit(admission.sequence).tables for u in table}
+            elif admission.source == "restore":
+                new += cache.held(admission.sequence)
+            elif admission.start % limits.block_size:
+                new += 1
+        row = plan.rows[-1]
+        rest = -(-len(last.sequence.tokens) // limits.block_size) - -(
+            -(row.start + row.count) // limits.block_size
+        )
+        left = cache.pool.units - len(used) - new - rest
+        if left < limits.safety_margin * cache.pool.units:
+            raise RunError(
+                f"sequence {last.sequence.id} was admitted leaving {left} of {cache.pool.units} units"
+            )
+
+    def _token(self, event: Token) -> None:
+        sequence = event.sequence
+        if sequence.id in self.ended:
+            raise RunError(f"sequence {sequence.id}: a token after its end")
+        out = self.outcome.delivered.setdefault((sequence.request.id, sequence.choice), [])
+        if event.index != len(out):
+            raise RunError(f"sequence {sequence.id}: index {event.index} after {len(out)} tokens")
+        out.append(event.token)
+        if event.finish is not None:
+            self._end(sequence, event.finish)
+
+    def _finished(self, event: Finished) -> None:
+        self._end(event.sequence, event.reason)
+
+    def _end(self, sequence: Sequence, reason: FinishReason) -> None:
+        if sequence.id in self.ended:
+            raise RunError(f"sequence {sequence.id} ended twice")
+        self.ended.add(sequence.id)
+        self.victim = None
+        self.outcome.finishes[sequence.request.id, sequence.choice] = reason
+
+    def _at_rest(self) -> None:
+        stats = self.scheduler.stats()
+        if stats.used or stats.running or stats.waiting or stats.free + stats.cached != stats.units:
+            raise RunError(f"at rest: {stats}")
+        if len(self.scheduler.state.cache.host.free) != self.scenario.limits.offload_units:
+            raise RunError("at rest host units are held")
+        for arrival in self.scenario.arrivals:
+            for choice in range(arrival.request.params.n):
+                self._as_alone(arrival, choice)
+
+    def _as_alone(self, arrival: Arrival, choice: int) -> None:
+        key = (arrival.request.id, choice)
+        tokens, reason = alone(arrival.request, choice)
+        got, finish = self.outcome.delivered.get(key, []), self.outcome.finishes.get(key)
+        if finish in (FinishReason.ABORT, FinishReason.ERROR):
+            asked = arrival.abort_at is not None or arrival.abort_offloaded or arrival.fail_choice == choice
+            if not asked or got != tokens[: len(got)]:
+                raise RunError(f"{key}: {finish} unasked, or wrong tokens before it")
+        elif (got, finish) != (tokens, reason):
+            raise RunError(f"{key}: got {got} ({finish}), alone it is {tokens} ({reason})")
+
+
+def run(scenario: Scenario, make: Callable[..., Scheduler] = Scheduler) -> Outcome:
+    return Play(scenario, make).run()
+
+
+def shrink(scenario: Scenario) -> Scenario:
+    """Without the arrivals, aborts and failures that the fault does not need."""
+    changed = True
+    while changed:
+        changed = False
+        for i, arrival in enumerate(scenario.arrivals):
+            rest = scenario.arrivals[:i], scenario.arrivals[i + 1 :]
+            plain = dataclasses.replace(arrival, abort_at=None, fail_choice=None, abort_offloaded=False)
+            for smaller in ((), (plain,)):
+                if smaller == (arrival,):
+                    continue
+                candidate = dataclasses.replace(scenario, arrivals=(*rest[0], *smaller, *rest[1]))
+                if fails(candidate):
+                    scenario, changed = candidate, True
+                    break
+            if changed:
+                break
+    return scenario
+
+
+def fails(scenario: Scenario) -> Exception | None:
+    try:
+        run(scenario)
+    except Exception as error:  # noqa: BLE001 - whatever it is, it is what the run is for
+        return error
+    return None

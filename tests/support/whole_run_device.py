@@ -1,0 +1,73 @@
+"""A cache that remembers: its slots hold stamps of what was written, and every read must find its own."""
+
+from fairlead_runtime.request import Sequence
+from fairlead_runtime.scheduling import Result, Row, Work
+from fairlead_runtime.sizing.groups import NULL, LayerGroup
+from support.whole_run_scenario import mix, next_token, start_stamp
+
+
+class RunError(AssertionError):
+    """The run went wrong; the message says where."""
+
+
+class Device:
+    """A cache whose slots hold stamps of (salt, all tokens up to the position, group); reads must find their own."""
+
+    def __init__(self, groups: tuple[LayerGroup, ...], size: int) -> None:
+        self.groups, self.size = groups, size
+        self.units: dict[int, list[int]] = {}
+        self.host: dict[int, list[int]] = {}
+        self._stamps: dict[int, list[int]] = {}
+
+    def stamps(self, sequence: Sequence) -> list[int]:
+        """By position, of all known tokens."""
+        stamps = self._stamps.setdefault(sequence.id, [])
+        state = stamps[-1] if stamps else start_stamp(sequence.request)
+        for token in sequence.tokens[len(stamps) :]:
+            state = mix(state, token)
+            stamps.append(state)
+        return stamps
+
+    def copy(self, work: Work) -> None:
+        for device, host in work.offload:
+            self.host[host] = list(self._unit(device))
+        for host, device in work.restore:
+            self.units[device] = list(self.host.pop(host))
+        for source, target in work.copies:
+            self.units[target] = list(self._unit(source))
+
+    def forward(self, rows: list[Row]) -> dict[int, Result]:
+        for row in rows:
+            self._write(row)
+        for row in rows:
+            self._read(row)
+        results = {}
+        for sequence, start, count, samples in rows:
+            if samples:
+                stamp = self.stamps(sequence)[start + count - 1]
+                token = next_token(stamp, sequence.request, sequence.choice, start + count)
+                results[sequence.id] = Result(token)
+        return results
+
+    def _unit(self, unit: int) -> list[int]:
+        return self.units.setdefault(unit, [0] * self.size)
+
+    def _write(self, row: Row) -> None:
+        stamps = self.stamps(row.sequence)
+        for group, table in zip(self.groups, row.sequence.tables, strict=True):
+            for position in range(row.start, row.start + row.count):
+                block, offset = divmod(position, self.size)
+                self._unit(table[block])[offset] = stamps[position] ^ group.index
+
+    def _read(self, row: Row) -> None:
+        end = row.start + row.count
+        stamps = self.stamps(row.sequence)
+        for group, table in zip(self.groups, row.sequence.tables, strict=True):
+            oldest = 0 if group.window is None else max(0, row.start - group.window + 1)
+            for block in range(oldest // self.size, -(-end // self.size)):
+                first, last = max(oldest, block * self.size), min(end, (block + 1) * self.size)
+                if table[block] == NULL:
+                    raise RunError(f"sequence {row.sequence.id} reads block {block} that its window freed")
+                found = self._unit(table[block])[first % self.size : first % self.size + last - first]
+                if found != [stamp ^ group.index for stamp in stamps[first:last]]:
+                    raise RunError(f"sequence {row.sequence.id} reads foreign keys at {first}..{last - 1}")

@@ -1,0 +1,176 @@
+"""What loading resolves: types, limits, end tokens, identity; and chats by the model's own template."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from fairlead_runtime.config import ConfigError, EngineConfig
+from fairlead_runtime.models import chat, files, loading, tiny
+from fairlead_runtime.models.model_error import ModelError
+from fairlead_runtime.request import RequestError
+from support.hostile_models import edit
+
+WEIGHTS = "model.safetensors"
+
+
+@pytest.fixture(scope="module")
+def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.save(tiny.build("llama", num_hidden_layers=2), tmp_path_factory.mktemp("good") / "model")
+
+
+@pytest.fixture
+def model(good: Path, tmp_path: Path) -> Path:
+    shutil.copytree(good, tmp_path / "model")
+    return tmp_path / "model"
+
+
+def identity(path: Path, **settings: Any) -> bytes:
+    return loading.load(path, config=EngineConfig(**settings)).identity
+
+
+def test_auto_keeps_the_checkpoints_type_and_a_setting_overrides_it(model: Path) -> None:
+    save_file({k: v.bfloat16() for k, v in load_file(model / WEIGHTS).items()}, model / WEIGHTS)
+    edit(model, "config.json", dtype="bfloat16")
+    loaded = loading.load(model)
+    assert loaded.dtype == torch.bfloat16
+    assert {p.dtype for p in loaded.model.parameters()} == {torch.bfloat16}
+    forced = loading.load(model, config=EngineConfig(dtype="float32"))
+    assert {p.dtype for p in forced.model.parameters()} == {torch.float32}
+
+
+def test_without_a_type_in_the_settings_the_stored_one_counts(model: Path) -> None:
+    config = json.loads((model / "config.json").read_text())
+    del config["dtype"]
+    (model / "config.json").write_text(json.dumps(config))
+    save_file({k: v.half() for k, v in load_file(model / WEIGHTS).items()}, model / WEIGHTS)
+    assert loading.inspect(model).dtype == torch.float16
+
+
+def test_the_longest_sequence_is_the_models_own_or_the_configured_shorter_one(good: Path) -> None:
+    assert loading.inspect(good).max_model_len == tiny.CONTEXT
+    assert loading.inspect(good, EngineConfig(max_model_len=100)).max_model_len == 100
+    with pytest.raises(ConfigError, match=r"--max-model-len.*1024"):
+        loading.inspect(good, EngineConfig(max_model_len=tiny.CONTEXT + 1))
+
+
+def test_quantization_is_named_as_not_supported_yet(good: Path) -> None:
+    with pytest.raises(ConfigError, match="--quantization"):
+        loading.inspect(good, EngineConfig(quantization="int8"))
+
+
+def test_every_id_that_ends_a_text_counts_once_and_only_inside_the_vocabulary(model: Path) -> None:
+    edit(model, "generation_config.json", eos_token_id=[7, 9, 10**6])
+    assert loading.load(model).eos_ids == {2, 7, 9}  # 2 is the tokenizer's
+
+
+def test_equal_models_have_one_identity_wherever_they_lie(good: Path, model: Path) -> None:
+    edit(model, "config.json", transformers_version="0.0.0", _name_or_path="elsewhere")
+    assert identity(good) == identity(model)
+    assert len(identity(good)) == 32
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda path: edit(path, "config.json", rms_norm_eps=1e-5),
+        lambda path: edit(path, "config.json", rope_parameters={"rope_type": "default", "rope_theta": 5e5}),
+        lambda path: save_file(
+            {k: v + 1e-3 for k, v in load_file(path / WEIGHTS).items()}, path / WEIGHTS, {"format": "pt"}
+        ),
+        lambda path: save_file(
+            {k: v + 1e-3 if "layers.1.mlp.up" in k else v for k, v in load_file(path / WEIGHTS).items()},
+            path / WEIGHTS,
+            {"format": "pt"},
+        ),
+    ],
+    ids=["epsilon", "rope", "all weights", "one matrix"],
+)
+def test_whatever_changes_keys_and_values_changes_the_identity(good: Path, model: Path, change: Any) -> None:
+    change(model)
+    assert identity(model) != identity(good)
+
+
+def test_the_type_and_the_longest_sequence_are_part_of_the_identity(good: Path) -> None:
+    found = {identity(good), identity(good, dtype="bfloat16"), identity(good, max_model_len=512)}
+    assert len(found) == 3
+
+
+def test_weights_in_several_files_load_like_one(good: Path, tmp_path: Path) -> None:
+    whole = loading.load(good)
+    whole.model.save_pretrained(tmp_path / "parts", max_shard_size="200KB")
+    tiny.tokenizer().save_pretrained(tmp_path / "parts")
+    assert len(files.check(tmp_path / "parts").weights) > 1
+    parts = loading.load(tmp_path / "parts")
+    for (name, a), b in zip(whole.model.state_dict().items(), parts.model.state_dict().values(), strict=True):
+        assert torch.equal(a, b), name
+
+
+def test_a_model_without_a_tokenizer_is_refused(model: Path) -> None:
+    (model / "tokenizer.json").unlink()
+    (model / "tokenizer_config.json").unlink()
+    with pytest.raises(ModelError, match="tokenizer"):
+        loading.load(model)
+
+
+def test_chats_are_rendered_by_the_models_own_template() -> None:
+    tokenizer = tiny.tokenizer()
+    messages = [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "Hi 🙂"}]
+    text = chat.render_chat(tokenizer, messages)
+    assert text == "<|begin|><|system|>Be kind.<|end|><|user|>Hi 🙂<|end|><|assistant|>"
+    ids = chat.encode_chat(tokenizer, text)
+    assert tokenizer.decode(ids) == text
+    assert ids[0] == tokenizer.bos_token_id
+
+
+@pytest.mark.parametrize(
+    ("messages", "says"),
+    [
+        ([], "at least one"),
+        ([{"role": "robot", "content": "x"}], "roles are system, user and assistant"),
+        ([{"role": "user"}], "content must be text"),
+        ([{"role": "user", "content": 7}, {"role": ["user"]}], "refuses"),
+    ],
+)
+def test_messages_that_a_template_does_not_take_are_the_requests_fault(messages: Any, says: str) -> None:
+    with pytest.raises(RequestError, match=says) as error:
+        chat.render_chat(tiny.tokenizer(), messages)
+    assert error.value.param == "messages"
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ messages.__class__.__mro__[1].__subclasses__() }}",
+        "{{ cycler.__init__.__globals__.os.system('touch executed') }}",
+        "{% for i in range(999999999) %}{% endfor %}",
+        "{{ 1 / 0 }}",
+        "{% endfor %}",
+        "{% include '/etc/passwd' %}",
+    ],
+)
+def test_a_hostile_template_reaches_nothing(
+    template: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    tokenizer = tiny.tokenizer()
+    tokenizer.chat_template = template
+    with pytest.raises(RequestError, match="messages"):
+        chat.render_chat(tokenizer, [{"role": "user", "content": "x"}])
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_model_without_a_template_points_to_completions() -> None:
+    tokenizer = tiny.tokenizer()
+    tokenizer.chat_template = None
+    with pytest.raises(RequestError, match="/v1/completions"):
+        chat.render_chat(tokenizer, [{"role": "user", "content": "x"}])
+
+
+def test_text_that_is_no_unicode_is_the_requests_fault() -> None:
+    with pytest.raises(RequestError, match="Unicode"):
+        chat.encode(tiny.tokenizer(), "lone \ud800 surrogate")

@@ -1,0 +1,139 @@
+"""Reasons a resource is not ready, in order: what Kubernetes and the runtime say, with what to do."""
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+from fairlead_operator.decide.pods.blockers import CODES, Blocker, find, printable, termination
+from support.operator_bodies import Object, deployment, event, pod, unscheduled
+
+
+def codes(*pods: Object, **given: Any) -> list[str]:
+    return [one.code for one in reasons(*pods, **given)]
+
+
+def reasons(
+    *pods: Object,
+    live: Object | None = None,
+    events: list[Object] | None = None,
+    surging: bool = True,
+    downloads: Mapping[str, str] | None = None,
+) -> list[Blocker]:
+    return find(
+        revision="new",
+        pods=pods,
+        deployment=live,
+        events=events or [],
+        surging=surging,
+        downloads=downloads,
+    )
+
+
+def waiting(reason: str, message: str = "") -> Object:
+    return {"name": "runtime", "state": {"waiting": {"reason": reason, "message": message}}}
+
+
+def ended(code: int, reason: str = "Error", message: str = "") -> Object:
+    last = {"terminated": {"exitCode": code, "reason": reason, "message": message}}
+    return {"name": "runtime", "state": {"waiting": {"reason": "CrashLoopBackOff"}}, "lastState": last}
+
+
+GPU = {"nvidia.com/gpu": "1"}
+
+
+@pytest.mark.parametrize(
+    ("one", "code"),
+    [
+        (pod(limits=GPU, conditions=unscheduled("0/3 nodes: 3 Insufficient nvidia.com/gpu.")), "InsufficientAccelerator"),
+        (pod(conditions=unscheduled("0/3 nodes: 3 Insufficient memory.")), "Unschedulable"),
+        (pod(conditions=unscheduled('persistentvolumeclaim "weights" not found')), "VolumeMissing"),
+        (pod(conditions=unscheduled("pod has unbound immediate PersistentVolumeClaims")), "VolumePending"),
+        (pod(container=waiting("ImagePullBackOff", "Back-off pulling image")), "ImagePullBackOff"),
+        (pod(container=waiting("ErrImageNeverPull")), "ImagePullBackOff"),
+        (pod(container=waiting("CreateContainerConfigError", 'secret "keys" not found')), "SecretMissing"),
+        (pod(container=ended(137, "OOMKilled")), "OutOfMemory"),
+        (pod(container=ended(1)), "CrashLoop"),
+        (pod(container=ended(2, message='noise\n{"code": "InvalidConfig", "message": "m", "hint": "h"}')), "InvalidConfig"),
+        (pod(container=ended(3, message='{"code": "SelfTestFailed", "message": "m", "hint": "h"}')), "SelfTestFailed"),
+        (pod(container=ended(2, message='{"code": "Newer", "message": "m", "hint": "h"}')), "RuntimeRefused"),
+        (pod(init=ended(2, message='{"code": "WeightsUnauthorized", "message": "m", "hint": "h"}')), "WeightsUnauthorized"),
+        (pod(init={"name": "fetch", "state": {"running": {}}}), "FetchingWeights"),
+        (pod(container={"name": "runtime", "state": {"running": {}}}), "Starting"),
+        (pod(), "Starting"),
+    ],
+)  # fmt: skip
+def test_each_state_of_a_pod_has_its_reason(one: Object, code: str) -> None:
+    assert codes(one) == [code]
+
+
+def test_ready_pods_and_pods_on_their_way_out_block_nothing() -> None:
+    assert codes(pod(ready=True), pod("chat-2", deleting=True, container=ended(1))) == []
+
+
+def test_the_runtimes_own_words_and_hint_are_passed_on() -> None:
+    line = json.dumps({"code": "ModelNotFound", "message": "no such model", "hint": "check the name"})
+    (found,) = reasons(pod(container=ended(2, message=line)))
+    assert (found.message, found.hint, found.object) == ("no such model", "check the name", "Pod/chat-1")
+
+
+def test_events_tell_what_the_pods_status_does_not() -> None:
+    one = pod(container={"name": "runtime", "state": {"waiting": {"reason": "ContainerCreating"}}})
+    mount = event(one, "FailedMount", 'MountVolume.SetUp failed: secret "keys" not found')
+    assert codes(one, events=[mount]) == ["SecretMissing"]
+    running = pod(container={"name": "runtime", "started": True, "state": {"running": {}}})
+    probe = event(running, "Unhealthy", "Readiness probe failed: 503")
+    assert codes(running, events=[probe]) == ["ProbeFailed"]
+    foreign = event(pod("other"), "Unhealthy", "x")
+    assert codes(running, events=[foreign]) == ["Starting"]
+
+
+def test_the_deployment_tells_of_quota_and_deadline() -> None:
+    live = deployment()
+    full = {"type": "ReplicaFailure", "status": "True", "message": "pods is forbidden: exceeded quota: q"}
+    late = {"type": "Progressing", "status": "False", "reason": "ProgressDeadlineExceeded", "message": "late"}
+    live["status"] = {"conditions": [late, full]}
+    assert codes(live=live) == ["QuotaExceeded", "ProgressDeadlineExceeded"]
+
+
+def test_a_surge_that_finds_no_accelerator_says_so() -> None:
+    stuck = pod("chat-2", limits=GPU, conditions=unscheduled("Insufficient nvidia.com/gpu"))
+    old = pod(revision="old", ready=True)
+    assert codes(old, stuck) == ["SurgeBlocked"]
+    assert codes(old, stuck, surging=False) == ["InsufficientAccelerator"]
+
+
+def test_while_only_old_pods_serve_that_is_the_reason() -> None:
+    assert codes(pod(revision="old", ready=True)) == []  # no new pod yet: nothing is wrong with one
+    assert codes(pod(revision="old", ready=True), pod("chat-2")) == ["Starting"]
+
+
+def test_the_same_reason_of_many_pods_is_said_once_and_the_gravest_comes_first() -> None:
+    same = [pod(f"chat-{i}", container=ended(1)) for i in range(30)]
+    worse = pod("chat-x", container=waiting("ErrImagePull", "gone"))
+    assert codes(*same, worse) == ["ImagePullBackOff", "CrashLoop"]
+
+
+def test_text_from_outside_is_cut_and_made_printable() -> None:
+    assert printable("a\x1b[31mb\r\n\tc\u202ed") == "a [31mb c d"
+    assert len(printable("x" * 5000)) == 1024
+
+
+@pytest.mark.parametrize("text", ["", "not json", "[]", '{"code": 5}', '{"message": "x"}', '"x"'])
+def test_a_last_line_that_is_none_of_the_runtimes_is_no_code(text: str) -> None:
+    assert termination(text) is None
+
+
+def test_every_code_has_a_hint() -> None:
+    assert all(hint.endswith(".") for hint in CODES.values())
+
+
+def test_a_download_that_runs_again_keeps_its_failure_as_the_reason_until_it_moves() -> None:
+    last = {
+        "terminated": {"exitCode": 2, "message": '{"code": "HubUnreachable", "message": "m", "hint": "h"}'}
+    }
+    one = pod(init={"name": "fetch", "started": True, "state": {"running": {}}, "lastState": last})
+    assert codes(one) == ["HubUnreachable"]
+    (moving,) = reasons(one, downloads={one["metadata"]["uid"]: "10 % of the weights are there"})
+    assert (moving.code, moving.message) == ("FetchingWeights", "10 % of the weights are there")

@@ -1,0 +1,188 @@
+"""A resource's capacity is the runtime's own sizing, and `fairlead plan` tells it anywhere."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cluster.harness.cel_cases import BASE, merge
+from fairlead_operator.commands.plan import main
+from fairlead_operator.decide.children.capacity import PlanError, capacity_of, host_shortage, with_measured
+from fairlead_operator.resource.resource import InferenceDeployment
+from fairlead_runtime.sizing.shape import ModelShape
+from fairlead_runtime.sizing.solve import GIB, DeviceFacts, plan_memory
+
+QWEN: dict[str, Any] = {
+    "model_type": "qwen2",
+    "hidden_size": 896,
+    "intermediate_size": 4864,
+    "num_attention_heads": 14,
+    "num_hidden_layers": 24,
+    "num_key_value_heads": 2,
+    "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16",
+}
+# What may not be imported where only the base dependencies are installed.
+BLOCKED = """
+import sys
+class Block:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in {"torch", "transformers", "numpy", "kopf", "kubernetes", "fastapi", "httpx"}:
+            raise ModuleNotFoundError(name)
+sys.meta_path.insert(0, Block())
+from fairlead_operator.commands.plan import main
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def body(**spec: Any) -> dict[str, Any]:
+    return merge(BASE, {"spec": {"model": {"source": "hf://Qwen/Qwen2.5-0.5B"}, **spec}})
+
+
+def deployment(**spec: Any) -> InferenceDeployment:
+    return InferenceDeployment.from_body(body(**spec))
+
+
+GPU = {"resources": {"accelerator": {"memory": "80Gi"}}}
+
+
+def test_a_gpu_is_planned_by_the_runtimes_equation() -> None:
+    found = deployment(**GPU)
+    capacity = capacity_of(QWEN, found)
+    plan = plan_memory(ModelShape.from_config(QWEN), found.engine, DeviceFacts("cuda", 80 * GIB))
+    assert capacity == {
+        "planned": {
+            "weightsBytes": 494_032_768 * 2,
+            "kvBytesPerToken": 2 * 24 * 2 * 64 * 2,
+            "numBlocks": plan.num_blocks,
+            "concurrentTokens": plan.num_blocks * 16,
+            "fullLengthSequences": plan.full_length_sequences,
+            "formula": plan.formula,
+        },
+        "fits": True,
+        "message": plan.message,
+    }
+
+
+def test_a_cpu_is_planned_in_the_pods_memory() -> None:
+    found = deployment(
+        resources={"accelerator": {"count": 0}, "memory": "8Gi", "sharedMemory": "1Gi"},
+        scheduler={"maxBatchTokens": 512},
+        cache={"cpuOffloadSpace": 1},
+    )
+    capacity = capacity_of(QWEN, found)
+    assert capacity["fits"]
+    for term in ("process 1.0", "offload 1.0", "shared_memory 1.0", "* 8.0 GiB"):
+        assert term in capacity["planned"]["formula"]
+    assert capacity["planned"]["numBlocks"] * 16 * 2 * 24 * 2 * 64 * 2 <= 4 * GIB
+
+
+def test_an_accelerator_of_unknown_memory_is_not_guessed() -> None:
+    with pytest.raises(PlanError, match=r"resources\.accelerator\.memory") as caught:
+        capacity_of(QWEN, deployment())
+    assert caught.value.reason == "AcceleratorMemoryUnknown"
+
+
+def test_models_and_lengths_that_cannot_be_are_refused_with_a_reason() -> None:
+    with pytest.raises(PlanError, match="supported are") as caught:
+        capacity_of({"model_type": "mamba2"}, deployment(**GPU))
+    assert caught.value.reason == "UnsupportedModel"
+    with pytest.raises(PlanError, match="a pod tries such a model") as unknown:
+        capacity_of({"model_type": "smollm3"}, deployment(**GPU))
+    assert unknown.value.reason == "FamilyUnknown"
+    with pytest.raises(
+        PlanError, match=r"spec\.engine\.maxModelLen: 99999 is more than the model's own 32768"
+    ):
+        capacity_of(QWEN, deployment(engine={"maxModelLen": 99999}, **GPU))
+
+
+def test_the_hosts_memory_is_checked_beside_an_accelerator() -> None:
+    found = deployment(resources={"accelerator": {"memory": "80Gi"}, "memory": "2Gi", "sharedMemory": "4Gi"})
+    assert "set resources.memory to at least 5Gi" in host_shortage(found)
+    capacity = capacity_of(QWEN, found)
+    assert capacity["fits"]
+    assert (
+        "; but the host needs process 1.0 + offload 0.0 + shared_memory 4.0 = 5.0 GiB" in capacity["message"]
+    )
+    assert host_shortage(deployment(**GPU)) == ""
+
+
+def test_measured_figures_stand_beside_planned_ones_with_their_drift() -> None:
+    capacity = {"planned": {"numBlocks": 1000}, "fits": True, "message": "fits"}
+    report = {
+        "numBlocks": 950,
+        "concurrentTokens": 15200,
+        "totalBytes": 1,
+        "terms": [{"name": "weights", "plannedBytes": 7, "measuredBytes": 8, "driftPercent": 14.3}],
+    }
+    merged = with_measured(capacity, report)
+    assert merged["measured"] == {"numBlocks": 950, "concurrentTokens": 15200, "weightsBytes": 8}
+    assert merged["driftPercent"] == -5.0
+    assert with_measured({}, {"numBlocks": None}) == {"measured": {}}
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> tuple[str, str]:
+    resource, config = tmp_path / "cr.yaml", tmp_path / "config.json"
+    resource.write_text(json.dumps(body(**GPU)))
+    config.write_text(json.dumps(QWEN))
+    return str(resource), str(config)
+
+
+def test_plan_runs_without_torch_and_kopf_and_prints_the_status(files: tuple[str, str]) -> None:
+    command = [sys.executable, "-c", BLOCKED, "-f", files[0], "--config", files[1], "-o", "json"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert json.loads(done.stdout) == capacity_of(QWEN, deployment(**GPU))
+
+
+def test_plan_ends_with_1_when_it_does_not_fit(
+    files: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    small = tmp_path / "small.yaml"
+    small.write_text(json.dumps(body(resources={"accelerator": {"memory": "2Gi"}})))
+    assert main(["-f", str(small), "--config", files[1]]) == 1
+    assert "DOES NOT FIT: needs" in capsys.readouterr().out
+
+
+def test_plan_reads_a_models_directory_and_several_documents(
+    files: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    local = merge(body(**GPU), {"spec": {"model": {"source": f"file://{tmp_path}"}}})
+    resource = tmp_path / "two.yaml"
+    resource.write_text("kind: ConfigMap\n---\n" + json.dumps(local))
+    assert main(["-f", str(resource)]) == 0
+    assert "FITS: " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("text", "config", "message"),
+    [
+        ("{", None, "is no YAML"),
+        ("", None, "is empty"),
+        ("kind: Pod", None, "apiVersion: must be"),
+        (json.dumps(body(cache={"blockSize": 5}, **GPU)), None, "spec.cache.blockSize: 5 is no power of two"),
+        (json.dumps(body(**GPU)), None, "give it with --config"),
+        (json.dumps(body(**GPU)), "no json", "config.json is no JSON"),
+        (json.dumps(body(**GPU)), "[]", "must hold an object"),
+        (json.dumps(body(**GPU)), " " * (1 << 20) + "{}", "larger than 1 MiB"),
+        (json.dumps(body()), json.dumps(QWEN), "resources.accelerator.memory"),
+        (json.dumps(body(**GPU)), '{"model_type": "x"}', "is not in the table of families"),
+    ],
+    ids=lambda v: None if v is None else v[:20],
+)
+def test_plan_ends_with_2_and_says_why(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, config: str | None, message: str
+) -> None:
+    resource, facts = tmp_path / "cr.yaml", tmp_path / "config.json"
+    resource.write_text(text)
+    given = []
+    if config is not None:
+        facts.write_text(config)
+        given = ["--config", str(facts)]
+    assert main(["-f", str(resource), *given]) == 2
+    assert message in capsys.readouterr().err
+    assert main(["-f", str(tmp_path / "missing.yaml")]) == 2

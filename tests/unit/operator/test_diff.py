@@ -1,0 +1,227 @@
+"""What counts as a difference: drift in what we render is found, what others added is left alone."""
+
+import copy
+import json
+
+import pytest
+
+from fairlead_operator.decide.children.diff import diff, differences
+from fairlead_operator.decide.children.manifests import render
+from support.operator_bodies import SETTINGS, Object, resource
+
+HUB: Object = {
+    "model": {"source": "owner/name", "tokenSecretRef": {"name": "hub", "key": "token"}},
+    "security": {"apiKeySecretRef": {"name": "keys", "key": "list"}},
+    "resources": {"accelerator": {"count": 1}},
+    "podTemplate": {
+        "labels": {"team": "x"},
+        "tolerations": [{"key": "gpu", "operator": "Exists"}],
+        "topologySpread": [{"topologyKey": "zone"}],
+    },
+    "replicas": 2,
+}
+
+
+def live() -> list[Object]:
+    """As the API server stores them: with uids, and defaults here and there."""
+    made = copy.deepcopy(render(resource(**HUB), SETTINGS, 2, "Surge"))
+    for index, body in enumerate(made):
+        body["metadata"] |= {"uid": f"uid-{index}", "resourceVersion": "7"}
+    deployment = next(b for b in made if b["kind"] == "Deployment")
+    pod = deployment["spec"]["template"]["spec"]
+    pod |= {"dnsPolicy": "ClusterFirst", "restartPolicy": "Always"}
+    pod["containers"][0] |= {
+        "imagePullPolicy": "IfNotPresent",
+        "terminationMessagePath": "/dev/termination-log",
+    }
+    pod["containers"][0]["readinessProbe"]["successThreshold"] = 1
+    return made
+
+
+def wanted() -> list[Object]:
+    return render(resource(**HUB), SETTINGS, 2, "Surge")
+
+
+def test_what_the_server_defaulted_is_no_difference() -> None:
+    plan = diff(wanted(), live(), "uid-1")
+    assert (plan.apply, plan.delete, plan.conflicts) == ((), (), ())
+
+
+def leaves(value: object, path: tuple[object, ...] = ()) -> list[tuple[object, ...]]:
+    if isinstance(value, dict) and value:
+        return [leaf for key, inner in value.items() for leaf in leaves(inner, (*path, key))]
+    if isinstance(value, list) and value:
+        return [leaf for index, inner in enumerate(value) for leaf in leaves(inner, (*path, index))]
+    return [path]
+
+
+def changed(body: Object, path: tuple[object, ...]) -> Object:
+    out = copy.deepcopy(body)
+    inner: object = out
+    for step in path[:-1]:
+        inner = inner[step]  # type: ignore[index]
+    old = inner[path[-1]]  # type: ignore[index]
+    inner[path[-1]] = (  # type: ignore[index]
+        not old
+        if isinstance(old, bool)
+        else old + 1
+        if isinstance(old, int)
+        else f"{old}-drift"
+        if old
+        else ["drift"]
+    )
+    return out
+
+
+IDENTITY = {("kind",), ("apiVersion",), ("metadata", "name"), ("metadata", "namespace")}
+
+
+def test_a_change_of_any_rendered_value_is_found_and_repaired_by_one_apply() -> None:
+    cases = 0
+    for index, body in enumerate(wanted()):
+        for path in leaves(body):
+            if path in IDENTITY or "ownerReferences" in path:
+                continue
+            stored = live()
+            stored[index] = changed(stored[index], path)
+            if stored[index] == live()[index]:
+                continue
+            cases += 1
+            plan = diff(wanted(), stored, "uid-1")
+            assert [a.manifest["kind"] for a in plan.apply] == [body["kind"]], (body["kind"], path)
+            assert plan.apply[0].uid == stored[index]["metadata"]["uid"]
+    assert cases >= 100
+
+
+def test_foreign_labels_annotations_and_sidecars_are_left_alone() -> None:
+    stored = live()
+    for body in stored:
+        body["metadata"]["labels"]["theirs"] = "1"
+        body["metadata"]["annotations"] = {"theirs": "1"}
+        if body["kind"] == "Deployment":
+            pod = body["spec"]["template"]["spec"]
+            pod["containers"].append({"name": "sidecar", "image": "x"})
+            pod["containers"][0]["env"].insert(0, {"name": "THEIRS", "value": "1"})
+            pod["volumes"].insert(0, {"name": "theirs", "emptyDir": {}})
+    assert diff(wanted(), stored, "uid-1").apply == ()
+
+
+def test_a_foreign_key_in_a_selector_is_drift() -> None:
+    stored = live()
+    for body in stored:
+        if body["kind"] == "Service":
+            body["spec"]["selector"]["theirs"] = "1"
+        if body["kind"] == "NetworkPolicy":
+            body["spec"]["ingress"].append({})
+    assert {a.manifest["kind"] for a in diff(wanted(), stored, "uid-1").apply} == {"Service", "NetworkPolicy"}
+
+
+def test_an_object_of_somebody_else_is_a_conflict_and_never_touched() -> None:
+    stored = live()
+    stored[0]["metadata"]["ownerReferences"][0]["uid"] = "another"
+    stored[1]["metadata"]["ownerReferences"] = []
+    plan = diff(wanted(), stored, "uid-1")
+    assert len(plan.conflicts) == 2
+    assert not plan.apply
+    assert not plan.delete
+
+
+def unowned(index: int, **metadata: object) -> tuple[list[Object], Object]:
+    """The live objects, one of them without its owner reference; what ``metadata`` says else."""
+    made = live()
+    body = made[index]
+    del body["metadata"]["ownerReferences"]
+    body["metadata"]["managedFields"] = [{"manager": "fairlead-operator", "operation": "Apply"}]
+    body["metadata"] |= metadata
+    return made, body
+
+
+@pytest.mark.parametrize("index", range(4))
+def test_an_object_that_lost_its_owner_reference_is_ours_by_labels_and_history(index: int) -> None:
+    made, body = unowned(index)
+    plan = diff(wanted(), made, "uid-1")
+    assert [one.manifest["kind"] for one in plan.apply] == [body["kind"]]
+    assert (plan.apply[0].uid, plan.apply[0].why) == (body["metadata"]["uid"], "metadata.ownerReferences")
+    assert plan.conflicts == ()
+    unwanted = [one for one in wanted() if one["kind"] != body["kind"]]
+    assert [gone.body for gone in diff(unwanted, made, "uid-1").delete] == [body]
+
+
+@pytest.mark.parametrize(
+    "metadata",
+    [
+        {"managedFields": []},
+        {"managedFields": [{"manager": "kubectl", "operation": "Apply"}]},
+        {"managedFields": [{"manager": "fairlead-operator", "operation": "Update"}]},
+        {"labels": {"serving.fairlead.dev/name": "chat", "app.kubernetes.io/managed-by": "fairlead"}},
+        {"labels": {"serving.fairlead.dev/uid": "uid-0", "app.kubernetes.io/managed-by": "fairlead"}},
+        {"labels": {"serving.fairlead.dev/uid": "uid-1", "app.kubernetes.io/managed-by": "Helm"}},
+        {"ownerReferences": [{"kind": "Other", "name": "x", "uid": "uid-9", "controller": True}]},
+    ],
+)
+def test_without_any_one_of_these_marks_it_is_somebody_elses(metadata: Object) -> None:
+    made, body = unowned(1, **metadata)
+    plan = diff(wanted(), made, "uid-1")
+    assert [one.kind for one in plan.conflicts] == [body["kind"]]
+    assert (plan.apply, plan.delete) == ((), ())
+
+
+def test_only_our_own_leftovers_are_deleted() -> None:
+    fewer = [one for one in wanted() if one["kind"] not in {"NetworkPolicy", "PodDisruptionBudget"}]
+    stored = live()
+    for body in stored:
+        if body["kind"] == "PodDisruptionBudget":
+            body["metadata"]["ownerReferences"][0]["uid"] = "another"
+    plan = diff(fewer, stored, "uid-1")
+    assert [d.body["kind"] for d in plan.delete] == ["NetworkPolicy"]
+
+
+def test_an_object_on_its_way_out_is_waited_for() -> None:
+    stored = live()
+    for body in stored:
+        body["metadata"]["deletionTimestamp"] = "2026-01-01T00:00:00Z"
+        body["spec"] = {}
+    plan = diff(wanted(), stored, "uid-1")
+    assert (plan.apply, plan.delete) == ((), ())
+
+
+@pytest.mark.parametrize(
+    ("want", "have", "same"),
+    [
+        ({"limits": {"memory": "1Gi"}}, {"limits": {"memory": "1024Mi"}}, True),
+        ({"limits": {"cpu": "0.5"}}, {"limits": {"cpu": "500m"}}, True),
+        ({"limits": {"memory": "1Gi"}}, {"limits": {"memory": "1G"}}, False),
+        ({"sizeLimit": "1Gi"}, {"sizeLimit": "1073741824"}, True),
+        ({"image": "1Gi"}, {"image": "1024Mi"}, False),
+        ({"egress": []}, {}, True),
+        ({"egress": []}, {"egress": [{}]}, False),
+        ({"emptyDir": {}}, {"emptyDir": {}}, True),
+        ({"args": ["a", "b"]}, {"args": ["b", "a"]}, False),
+        ({"args": ["a"]}, {"args": ["a", "b"]}, False),
+        ({"a": {"b": 1}}, {"a": None}, False),
+    ],
+)
+def test_values_are_compared_as_the_server_reads_them(want: Object, have: Object, *, same: bool) -> None:
+    assert (differences(want, have) == []) is same
+
+
+def test_an_empty_string_is_as_good_as_none_and_another_value_is_not() -> None:
+    """The server stores no empty value of a variable: applying it again and again would change nothing."""
+    env: Object = {"podTemplate": {"env": [{"name": "EMPTY"}]}}
+    desired = render(resource(**env), SETTINGS, 1, "Surge")
+    stored = copy.deepcopy(desired)
+    deployment = next(b for b in stored if b["kind"] == "Deployment")
+    (variable,) = [
+        one
+        for one in deployment["spec"]["template"]["spec"]["containers"][0]["env"]
+        if one["name"] == "EMPTY"
+    ]
+    deployment["metadata"]["uid"] = "d"
+    del variable["value"]
+    assert diff(desired, stored, "uid-1").apply == ()
+    variable["value"] = "drift"
+    assert len(diff(desired, stored, "uid-1").apply) == 1
+
+
+def test_rendering_is_stable_and_serialisable() -> None:
+    assert json.dumps(wanted()) == json.dumps(wanted())

@@ -1,0 +1,305 @@
+"""What a resource becomes, compared as whole values: every field of a child is a decision."""
+
+from typing import Any
+
+import pytest
+
+from fairlead_operator.decide.children.manifests import keeps_weights, render
+from fairlead_operator.decide.children.podtemplate import model_argument, pod_template
+from fairlead_operator.resource.settings import Settings
+from fairlead_runtime.config import EngineConfig
+from support.operator_bodies import SETTINGS, Object, merged, resource
+
+OWNER = {
+    "apiVersion": "serving.fairlead.dev/v1alpha1",
+    "kind": "InferenceDeployment",
+    "name": "chat",
+    "uid": "uid-1",
+    "controller": True,
+    "blockOwnerDeletion": False,
+}
+SELECTOR = {"serving.fairlead.dev/name": "chat", "serving.fairlead.dev/uid": "uid-1"}
+LABELS = {**SELECTOR, "app.kubernetes.io/managed-by": "fairlead"}
+META = {"name": "chat", "namespace": "ns", "labels": LABELS, "ownerReferences": [OWNER]}
+
+
+def children(settings: Settings = SETTINGS, count: int = 1, **spec: Any) -> dict[str, Object]:
+    return {one["kind"]: one for one in render(resource(**spec), settings, count, "Surge")}
+
+
+def test_the_service_carries_the_resources_name_and_selects_by_its_uid() -> None:
+    assert children(service={"port": 8080})["Service"] == {
+        "apiVersion": "v1",
+        "kind": "Service",
+        "metadata": META,
+        "spec": {
+            "type": "ClusterIP",
+            "selector": SELECTOR,
+            "ports": [{"name": "http", "port": 8080, "targetPort": "http", "protocol": "TCP"}],
+        },
+    }
+
+
+def test_the_deployment_of_the_demo_model_on_a_cpu() -> None:
+    deployment = children(count=3)["Deployment"]
+    template = deployment["spec"].pop("template")
+    assert deployment == {
+        "apiVersion": "apps/v1",
+        "kind": "Deployment",
+        "metadata": META,
+        "spec": {
+            "replicas": 3,
+            "selector": {"matchLabels": SELECTOR},
+            "strategy": {"type": "RollingUpdate", "rollingUpdate": {"maxSurge": 1, "maxUnavailable": 0}},
+            "minReadySeconds": 5,
+            "progressDeadlineSeconds": 1800,
+            "revisionHistoryLimit": 2,
+        },
+    }
+    revision = template["metadata"]["labels"].pop("serving.fairlead.dev/revision")
+    assert len(revision) == 10
+    assert template == {
+        "metadata": {
+            "labels": {**LABELS, **SELECTOR, "llm-d.ai/engine-type": "vllm"},
+            "annotations": {"kubectl.kubernetes.io/default-container": "runtime"},
+        },
+        "spec": {
+            "automountServiceAccountToken": False,
+            "enableServiceLinks": False,
+            "terminationGracePeriodSeconds": 315,
+            "securityContext": {
+                "runAsNonRoot": True,
+                "runAsUser": 10001,
+                "runAsGroup": 10001,
+                "fsGroup": 10001,
+                "fsGroupChangePolicy": "OnRootMismatch",
+                "seccompProfile": {"type": "RuntimeDefault"},
+            },
+            "containers": [
+                {
+                    "name": "runtime",
+                    "image": "registry.test/fairlead-runtime:1",
+                    "command": ["fairlead"],
+                    "args": ["serve", "demo:", "--host=0.0.0.0", "--served-name=chat", "--shared-memory=1.0"],
+                    "env": [
+                        {"name": "HOME", "value": "/tmp"},
+                        {"name": "HF_HOME", "value": "/models"},
+                        {"name": "HF_HUB_DISABLE_TELEMETRY", "value": "1"},
+                        {"name": "PYTHONDONTWRITEBYTECODE", "value": "1"},
+                        {"name": "HF_HUB_OFFLINE", "value": "1"},
+                    ],
+                    "ports": [
+                        {"name": "http", "containerPort": 8000, "protocol": "TCP"},
+                        {"name": "admin", "containerPort": 9000, "protocol": "TCP"},
+                    ],
+                    "startupProbe": {
+                        "httpGet": {"path": "/readyz", "port": "admin"},
+                        "periodSeconds": 2,
+                        "timeoutSeconds": 2,
+                        "failureThreshold": 900,
+                    },
+                    "readinessProbe": {
+                        "httpGet": {"path": "/readyz", "port": "admin"},
+                        "periodSeconds": 2,
+                        "timeoutSeconds": 2,
+                        "failureThreshold": 1,
+                    },
+                    "livenessProbe": {
+                        "httpGet": {"path": "/healthz", "port": "admin"},
+                        "periodSeconds": 10,
+                        "timeoutSeconds": 5,
+                        "failureThreshold": 3,
+                    },
+                    "resources": {"requests": {"cpu": "4", "memory": "16Gi"}, "limits": {"memory": "16Gi"}},
+                    "securityContext": {
+                        "allowPrivilegeEscalation": False,
+                        "capabilities": {"drop": ["ALL"]},
+                        "readOnlyRootFilesystem": True,
+                        "runAsNonRoot": True,
+                    },
+                    "terminationMessagePolicy": "File",
+                    "volumeMounts": [
+                        {"name": "tmp", "mountPath": "/tmp"},
+                        {"name": "shm", "mountPath": "/dev/shm"},
+                    ],
+                }
+            ],
+            "volumes": [
+                {"name": "tmp", "emptyDir": {"sizeLimit": "1Gi"}},
+                {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": "1Gi"}},
+            ],
+            "tolerations": [
+                {
+                    "key": f"node.kubernetes.io/{taint}",
+                    "operator": "Exists",
+                    "effect": "NoExecute",
+                    "tolerationSeconds": 30,
+                }
+                for taint in ("not-ready", "unreachable")
+            ],
+        },
+    }
+
+
+def test_pods_that_find_their_weights_in_the_claim_have_no_way_out() -> None:
+    commit: Object = {
+        "model": {"source": "a/b", "revision": "0" * 40},
+        "modelCache": {"type": "PVC", "claimName": "w"},
+    }
+    assert keeps_weights(resource(**commit))
+    for change in (
+        {"model": {"revision": "main"}},
+        {"modelCache": {"type": "None"}},
+        {"model": {"source": "demo:"}},
+    ):
+        assert not keeps_weights(resource(**merged(commit, change))), change
+    for cached in (False, True):
+        made = render(resource(**commit), SETTINGS, 1, "Surge", cached=cached)
+        (policy,) = [one for one in made if one["kind"] == "NetworkPolicy"]
+        assert bool(policy["spec"]["egress"]) is not cached
+        assert policy["spec"]["policyTypes"] == ["Ingress", "Egress"]
+
+
+def test_without_readers_the_admin_port_is_closed_and_the_demo_needs_no_way_out() -> None:
+    assert children()["NetworkPolicy"] == {
+        "apiVersion": "networking.k8s.io/v1",
+        "kind": "NetworkPolicy",
+        "metadata": META,
+        "spec": {
+            "podSelector": {"matchLabels": SELECTOR},
+            "policyTypes": ["Ingress", "Egress"],
+            "ingress": [{"ports": [{"port": 8000, "protocol": "TCP"}]}],
+            "egress": [],
+        },
+    }
+
+
+def test_the_admin_port_opens_to_its_readers_only_and_a_hub_model_may_reach_the_hub() -> None:
+    operator = {"podSelector": {"matchLabels": {"app": "op"}}}
+    settings = Settings(admin_peers=(operator,), hub="https://mirror.test:8443")
+    spec = children(settings, model={"source": "owner/name"})["NetworkPolicy"]["spec"]
+    assert spec["ingress"][1] == {"from": [operator], "ports": [{"port": 9000, "protocol": "TCP"}]}
+    assert [p["port"] for p in spec["egress"][0]["ports"]] == [53, 53, 8443]
+
+
+def test_the_policy_is_left_out_where_it_is_not_wanted() -> None:
+    assert "NetworkPolicy" not in children(security={"networkPolicy": False})
+
+
+@pytest.mark.parametrize(
+    ("spec", "wanted"),
+    [
+        ({}, False),
+        ({"replicas": 2}, True),
+        ({"autoscaling": {"minReplicas": 1, "maxReplicas": 2}}, True),
+        ({"autoscaling": {"minReplicas": 1, "maxReplicas": 1}, "replicas": 5}, False),
+    ],
+)
+def test_a_disruption_budget_is_there_when_there_can_be_two_pods(spec: Object, *, wanted: bool) -> None:
+    assert ("PodDisruptionBudget" in children(**spec)) is wanted
+
+
+def test_a_hub_model_is_fetched_first_and_then_served_offline() -> None:
+    spec: Object = {
+        "model": {
+            "source": "owner/name",
+            "revision": "abc",
+            "tokenSecretRef": {"name": "hub", "key": "token"},
+        },
+        "modelCache": {"type": "PVC", "size": "50Gi"},
+    }
+    made = children(**spec)
+    pod = made["Deployment"]["spec"]["template"]["spec"]
+    fetch, runtime = pod["initContainers"][0], pod["containers"][0]
+    assert fetch["args"] == ["fetch", "hf://owner/name", "--host=0.0.0.0", "--revision=abc"]
+    assert "ports" not in fetch
+    names = {v["name"]: v["value"] for v in fetch["env"]}
+    assert names["HF_ENDPOINT"] == "https://huggingface.co"
+    assert names["HF_TOKEN_PATH"] == "/var/run/fairlead/hub-token/token"
+    assert "HF_HUB_OFFLINE" not in names
+    assert runtime["args"][:2] == ["serve", "hf://owner/name"]
+    assert "--revision=abc" in runtime["args"]
+    assert {v["name"]: v["value"] for v in runtime["env"]}["HF_HUB_OFFLINE"] == "1"
+    mounts = {m["name"] for m in runtime["volumeMounts"]}
+    assert "hub-token" not in mounts, "the runtime needs no token"
+    assert {"name": "models", "persistentVolumeClaim": {"claimName": "chat-model-cache"}} in pod["volumes"]
+    assert made["PersistentVolumeClaim"]["spec"] == {
+        "accessModes": ["ReadWriteOnce"],
+        "resources": {"requests": {"storage": "50Gi"}},
+    }
+
+
+def test_a_model_in_a_claim_is_mounted_read_only() -> None:
+    pod = children(model={"source": "pvc://weights/llama/8b"})["Deployment"]["spec"]["template"]["spec"]
+    claim = {"claimName": "weights", "readOnly": True}
+    assert {"name": "model", "persistentVolumeClaim": claim} in pod["volumes"]
+    assert pod["containers"][0]["args"][:2] == ["serve", "/model/llama/8b"]
+    assert "initContainers" not in pod
+
+
+def test_accelerators_are_asked_for_tolerated_and_selected() -> None:
+    accelerator = {"count": 2, "nodeSelector": {"gpu": "h200"}}
+    spec: Object = {
+        "resources": {"accelerator": accelerator},
+        "engine": {"tensorParallel": 2},
+        "podTemplate": {"nodeSelector": {"zone": "a"}},
+    }
+    pod = children(**spec)["Deployment"]["spec"]["template"]["spec"]
+    assert pod["containers"][0]["resources"]["limits"]["nvidia.com/gpu"] == "2"
+    assert pod["nodeSelector"] == {"gpu": "h200", "zone": "a"}
+    assert {"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"} in pod["tolerations"]
+
+
+def test_api_keys_come_as_a_file_never_as_text() -> None:
+    pod = children(security={"apiKeySecretRef": {"name": "keys", "key": "list"}})["Deployment"]["spec"][
+        "template"
+    ]["spec"]
+    assert "--api-key-file=/var/run/fairlead/api-keys/list" in pod["containers"][0]["args"]
+    secret = {"secretName": "keys", "items": [{"key": "list", "path": "list"}], "defaultMode": 0o440}
+    assert {"name": "api-keys", "secret": secret} in pod["volumes"]
+
+
+def test_the_pods_arguments_are_the_resources_settings() -> None:
+    one = resource(
+        scheduler={"type": "fair", "maxRequests": 32, "queueTimeoutSeconds": 5},
+        cache={"blockSize": 32, "cpuOffloadSpace": 2.5},
+        engine={"maxModelLen": 4096, "deterministic": True, "cudaGraphs": {"enabled": "off"}},
+    )
+    arguments = pod_template(one, SETTINGS)["spec"]["containers"][0]["args"]
+    assert EngineConfig.from_args(arguments[3:]) == one.engine
+
+
+def test_labels_of_the_user_never_replace_ours() -> None:
+    labels = pod_template(resource(podTemplate={"labels": {"team": "x"}}), SETTINGS)["metadata"]["labels"]
+    assert labels["team"] == "x"
+    assert labels["serving.fairlead.dev/uid"] == "uid-1"
+
+
+def test_equal_resources_have_equal_hashes_and_every_change_of_the_pod_another() -> None:
+    def revision(**spec: Any) -> str:
+        labels = pod_template(resource(**spec), SETTINGS)["metadata"]["labels"]
+        return str(labels["serving.fairlead.dev/revision"])
+
+    assert revision() == revision(replicas=5, service={"port": 81}, paused=True)
+    changed = [
+        revision(scheduler={"maxRequests": 8}),
+        revision(podTemplate={"env": [{"name": "A", "value": "1"}]}),
+        revision(resources={"memory": "1Gi"}),
+        revision(engine={"image": "other:1"}),
+        revision(rollout={"drainTimeoutSeconds": 10}),
+    ]
+    assert len({revision(), *changed}) == 6
+
+
+@pytest.mark.parametrize(
+    ("source", "argument"),
+    [
+        ("demo:", "demo:"),
+        ("owner/name", "hf://owner/name"),
+        ("hf://owner/name", "hf://owner/name"),
+        ("file:///opt/model", "/opt/model"),
+        ("pvc://claim/a/b", "/model/a/b"),
+    ],
+)
+def test_the_model_argument(source: str, argument: str) -> None:
+    assert model_argument(resource(model={"source": source})) == argument

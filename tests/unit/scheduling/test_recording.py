@@ -1,0 +1,251 @@
+"""A recorded run replays to the same bytes, and shows as text and as trace events."""
+
+import dataclasses
+import itertools
+import json
+from pathlib import Path
+
+import pytest
+
+from fairlead_runtime.commands import replay as replay_command
+from fairlead_runtime.commands import trace as trace_command
+from fairlead_runtime.recording.record import RecordedScheduler, Recording
+from fairlead_runtime.recording.trace import as_text, steps
+from fairlead_runtime.request import Request, SamplingParams
+from fairlead_runtime.scheduling import Limits, Result, Scheduler
+from fairlead_runtime.sizing.groups import group_layers
+from support import whole_run
+
+
+def record(seed: int, path: Path) -> whole_run.Outcome:
+    opened: list[RecordedScheduler] = []
+
+    def make(*args: object) -> Scheduler:
+        opened.append(RecordedScheduler(*args, path=path))  # type: ignore[arg-type]
+        return opened[-1]
+
+    try:
+        return whole_run.run(whole_run.draw(seed, 12), make)
+    finally:
+        opened[0].close()
+
+
+@pytest.mark.parametrize("seed", range(3000, 3012))
+def test_a_recorded_run_replays_to_identical_plans(
+    seed: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "run.jsonl"
+    outcome = record(seed, path)
+    assert replay_command.main([str(path)]) == 0
+    assert capsys.readouterr().out == f"identical: {outcome.steps} steps\n"
+
+
+def test_two_runs_of_one_workload_write_the_same_bytes(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        record(3001, tmp_path / name)
+    assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
+
+
+def test_a_different_decision_is_shown_with_its_step(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "run.jsonl"
+    record(3002, path)
+    lines = path.read_text().splitlines()
+    at = [i for i, line in enumerate(lines) if line.startswith('{"plan"')][5]
+    plan = json.loads(lines[at])
+    plan["plan"]["rows"][0][2] += 1
+    lines[at] = json.dumps(plan)
+    path.write_text("\n".join(lines) + "\n")
+    assert replay_command.main([str(path)]) == 1
+    out = capsys.readouterr().out.splitlines()
+    assert out[0] == "step 5 differs"
+    assert out[1].startswith('recorded {"step":5')
+    assert out[2].startswith('replayed {"step":5')
+    assert out[1][9:] != out[2][9:]
+
+
+@pytest.mark.parametrize(
+    "content", ["", "no json\n", "[]\n", '{"fairlead_record":99}\n', '{"fairlead_record":1}\n']
+)
+def test_a_file_that_is_no_recording_ends_both_commands_with_2(
+    content: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "run.jsonl"
+    path.write_text(content)
+    for command in (replay_command, trace_command):
+        assert command.main([str(path)]) == 2
+        assert str(path) in capsys.readouterr().err
+        assert command.main([str(tmp_path / "missing")]) == 2
+
+
+def test_damage_in_the_middle_is_unreadable_and_names_the_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "run.jsonl"
+    record(3003, path)
+    lines = path.read_text().splitlines()
+    lines[7] = lines[7][:-5]
+    path.write_text("\n".join(lines) + "\n")
+    for command in (replay_command, trace_command):
+        assert command.main([str(path)]) == 2
+        assert "line 8 is damaged" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        '{"update":0,"ran":[0]}',
+        '{"update":99,"ran":[],"tokens":[],"errors":[]}\n{"plan":{}}',
+        '{"add":{"id":"x"},"sequences":[1]}',
+        '{"add":{"id":"r0","prompt":[],"params":{},"max_tokens":4,"salt":"","eos_ids":[]},"sequences":[0]}',
+        '{"unknown":1}',
+    ],
+)
+def test_lines_that_cannot_be_followed_end_the_replay_with_2_or_show_a_difference(
+    line: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "run.jsonl"
+    record(3005, path)
+    head = path.read_text().splitlines()[0]
+    path.write_text(f"{head}\n{line}\n")
+    code = replay_command.main([str(path)])
+    said = capsys.readouterr()
+    assert (code, "differs" in said.out, str(path) in said.err) == (
+        (1, True, False) if "plan" in line else (2, False, True)
+    )
+
+
+def test_a_file_cut_within_a_line_still_reads_with_a_warning(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "run.jsonl"
+    record(3004, path)
+    path.write_bytes(path.read_bytes()[:-20])
+    assert replay_command.main([str(path)]) == 0
+    assert "breaks off" in capsys.readouterr().err
+    assert trace_command.main([str(path)]) == 0
+    assert "breaks off" in capsys.readouterr().err
+
+
+def test_every_line_is_on_disk_while_the_run_goes_on_and_only_the_owner_may_read(tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonl"
+    scheduler = RecordedScheduler(Limits("fifo", 8, 2, 0.0, 4, 8, 32), group_layers([None]), path=path)
+    scheduler.add(Request("r", (1, 2), SamplingParams(), 4))
+    work = scheduler.commit(scheduler.plan())
+    assert [next(iter(json.loads(line))) for line in path.read_text().splitlines()] == [
+        "fairlead_record",
+        "add",
+        "plan",
+    ]
+    assert path.stat().st_mode & 0o077 == 0
+    scheduler.update(work, {0: Result(5)})
+    scheduler.close()
+    assert path.read_text().endswith("\n")
+
+
+def test_a_disk_that_is_full_stops_the_recording_and_not_the_run(caplog: pytest.LogCaptureFixture) -> None:
+    scheduler = RecordedScheduler(Limits("fifo", 8, 2, 0.0, 4, 8, 32), group_layers([None]), path="/dev/full")
+    sequence = scheduler.add(Request("r", (1, 2), SamplingParams(), 2))[0]
+    while scheduler.has_work:
+        work = scheduler.commit(scheduler.plan())
+        scheduler.update(work, {sequence.id: Result(5)})
+    assert sequence.generated == 2
+    assert [r.getMessage()[:17] for r in caplog.records] == ["recording stopped"]
+
+
+def three_requests(path: Path) -> None:
+    scheduler = RecordedScheduler(
+        Limits("fifo", 8, 4, 0.0, 4, 7, 64, allow_block_sharing=False),
+        group_layers([None]),
+        path=path,
+    )
+    for name, prompt, output in (("long", 10, 6), ("pair", 4, 12)):
+        params = SamplingParams(max_tokens=output, n=1 + (name == "pair"))
+        scheduler.add(Request(name, tuple(range(prompt)), params, output))
+    while scheduler.has_work:
+        work = scheduler.commit(scheduler.plan())
+        scheduler.update(work, {r.sequence.id: Result(9) for r in work.rows if r.samples})
+    scheduler.close()
+
+
+def test_the_text_shows_slots_ranges_blocks_queue_and_preemptions(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    three_requests(tmp_path / "run.jsonl")
+    assert trace_command.main([str(tmp_path / "run.jsonl")]) == 0
+    out = capsys.readouterr().out.splitlines()
+    assert out[:7] == [
+        "fifo: 8 tokens and 4 requests a step; 7 blocks of 4 tokens (full), margin 0%",
+        "+ long: prompt 10, max_tokens 6, n 1",
+        "+ pair: prompt 4, max_tokens 12, n 2",
+        "step 0: 8 tokens = 0 decode + 8 prefill | blocks 2 held, 0 cached, 5 free | waiting 2 (pair/0 pair/1)",
+        "  packed 00000000",
+        "  [0] long |############............| prefill 0..7 of 10        2 blocks  starts",
+        "step 1: 6 tokens = 0 decode + 6 prefill | blocks 4 held, 0 cached, 3 free | waiting 1 (pair/1)",
+    ]
+    assert "  ! pair/1 preempted, to be recomputed" in out
+    assert any(line.endswith("fork of pair/0") for line in out)
+    assert "  packed 00|1111" in out
+
+
+def test_long_request_ids_are_numbered_where_they_arrive(tmp_path: Path) -> None:
+    scheduler = RecordedScheduler(
+        Limits("fifo", 8, 4, 0.0, 4, 7, 64), group_layers([None]), path=tmp_path / "run.jsonl"
+    )
+    for i in range(2):
+        scheduler.add(Request(f"chatcmpl-{i:032}", (1, 2), SamplingParams(max_tokens=4), 4))
+    scheduler.commit(scheduler.plan())
+    scheduler.abort(f"chatcmpl-{1:032}")
+    scheduler.commit(scheduler.plan())
+    scheduler.close()
+    lines = list(as_text(Recording(tmp_path / "run.jsonl")))
+    assert f"+ #1 = chatcmpl-{1:032}: prompt 2, max_tokens 4, n 1" in lines
+    assert any(line.startswith("  [0] #0 |") for line in lines)
+
+
+def test_the_chrome_trace_is_one_json_object_with_a_track_per_slot_and_counters(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    three_requests(tmp_path / "run.jsonl")
+    assert trace_command.main([str(tmp_path / "run.jsonl"), "--format", "chrome"]) == 0
+    events = json.loads(capsys.readouterr().out)["traceEvents"]
+    tracks = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    assert tracks == {0: "slot 0", 1: "slot 1", 2: "slot 2"}
+    rows = [e for e in events if e["ph"] == "X"]
+    recording = Recording(tmp_path / "run.jsonl")
+    assert len(rows) == sum(len(view.rows) for view in steps(recording))
+    for tid in tracks:
+        times = [(e["ts"], e["ts"] + e["dur"]) for e in rows if e["tid"] == tid]
+        assert all(a[1] <= b[0] + 1e-6 for a, b in itertools.pairwise(times)), "rows of a slot overlap"
+    for e in events:
+        if e["ph"] == "C" and e["name"] == "blocks":
+            assert sum(e["args"].values()) == 7
+    assert [e["name"] for e in events if e["ph"] == "i"] == ["pair/1 preempted"]
+
+
+def test_a_clock_times_the_steps_and_leaves_the_plans_alone(tmp_path: Path) -> None:
+    ticks = iter(range(100))
+    scheduler = RecordedScheduler(
+        Limits("fifo", 8, 2, 0.0, 4, 8, 32),
+        group_layers([None]),
+        path=tmp_path / "run.jsonl",
+        clock=lambda: float(next(ticks)),
+    )
+    scheduler.add(Request("r", (1, 2), SamplingParams(), 3))
+    while scheduler.has_work:
+        work = scheduler.commit(scheduler.plan())
+        scheduler.update(work, {0: Result(5)})
+    scheduler.close()
+    times = [(view.begin, view.end) for view in steps(Recording(tmp_path / "run.jsonl"))]
+    assert times == [(0.0, 1.0), (2.0, 3.0), (4.0, 5.0)]
+    assert replay_command.main([str(tmp_path / "run.jsonl")]) == 0
+
+
+def test_the_header_brings_back_limits_and_groups(tmp_path: Path) -> None:
+    limits = Limits("priority", 8, 2, 0.25, 4, 8, 32, allow_block_sharing=False, offload_units=3)
+    groups = group_layers([None, 7, None, 7])
+    RecordedScheduler(limits, groups, b"\x00id", path=tmp_path / "run.jsonl").close()
+    recording = Recording(tmp_path / "run.jsonl")
+    assert dataclasses.asdict(recording.limits) == dataclasses.asdict(limits)
+    assert (recording.groups, recording.identity) == (groups, b"\x00id")

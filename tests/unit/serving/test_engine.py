@@ -1,0 +1,379 @@
+"""The engine's loop on a runner without a model: isolation, faults, queue bounds, time."""
+
+import random
+import threading
+from collections.abc import Callable
+
+import pytest
+
+from fairlead_runtime.engine.engine import FAULT_BUDGET
+from fairlead_runtime.engine.observer import canary
+from fairlead_runtime.outputs import EngineDead, QueueFull, QueueTimeout
+from fairlead_runtime.request import FinishReason, Request, RequestError
+from fairlead_runtime.scheduling.plan import Work
+from fairlead_runtime.scheduling.scheduler import Scheduler
+from support.fake_engine import (
+    FULL,
+    LONG_FORM,
+    MIXED,
+    Clock,
+    Collected,
+    FakeRunner,
+    limits,
+    request,
+    rig,
+    run,
+)
+
+
+def poisoned(*names: str) -> FakeRunner:
+    """Raises whenever a row of one of these requests is in the batch."""
+
+    def fault(work: Work) -> None:
+        for row in work.rows:
+            if row.sequence.request.id in names:
+                raise RuntimeError("device-side failure")
+
+    return FakeRunner(fault)
+
+
+def mixture(count: int, seed: int = 0) -> list[Request]:
+    draw = random.Random(seed)
+    return [
+        request(f"r{i}", draw.randint(1, 40), draw.randint(1, 12), n=draw.choice([1, 1, 1, 2]))
+        for i in range(count)
+    ]
+
+
+def serve(requests: list[Request], runner: FakeRunner | None = None, **changes: object) -> Collected:
+    engine = rig(runner, **changes)  # type: ignore[arg-type]
+    for one in requests:
+        engine.submit(one)
+    collected = run(engine)
+    assert engine.snapshot().scheduler.used == 0
+    return collected
+
+
+def test_every_request_ends_once_with_its_tokens() -> None:
+    requests = mixture(40)
+    collected = serve(requests)
+    for one in requests:
+        for choice in range(one.params.n):
+            assert collected.finish[one.id, choice] == [FinishReason.LENGTH]
+            assert len(collected.tokens[one.id, choice]) == one.max_tokens
+
+
+def test_output_is_the_same_alone_in_a_batch_and_under_scarce_memory() -> None:
+    requests = mixture(40)
+    together = serve(requests)
+    scarce = serve(requests, num_blocks=16, max_batch_tokens=7)
+    for one in requests:
+        alone = serve([one])
+        for key, tokens in alone.tokens.items():
+            assert together.tokens[key] == tokens
+            assert scarce.tokens[key] == tokens
+
+
+@pytest.mark.parametrize("culprits", [("r3",), ("r0", "r7"), ("r1", "r2", "r3", "r4")])
+def test_only_the_culprits_fail_and_the_others_keep_their_tokens(culprits: tuple[str, ...]) -> None:
+    requests = mixture(12)
+    expected = serve(requests)
+    collected = serve(requests, poisoned(*culprits))
+    for one in requests:
+        for choice in range(one.params.n):
+            key = one.id, choice
+            if one.id in culprits:
+                assert collected.finish[key] == [FinishReason.ERROR]
+                assert "RuntimeError" in collected.messages[one.id]
+            else:
+                assert collected.tokens[key] == expected.tokens[key]
+                assert collected.finish[key] == expected.finish[key]
+
+
+def test_a_culprit_that_fails_late_keeps_what_it_had_until_then() -> None:
+    requests = [*mixture(8), request("late", max_tokens=9)]
+    expected = serve(requests)
+
+    def fault(work: Work) -> None:
+        if any(r.sequence.request.id == "late" and r.sequence.generated == 3 for r in work.rows):
+            raise RuntimeError("device-side failure")
+
+    collected = serve(requests, FakeRunner(fault))
+    assert collected.tokens["late", 0] == expected.tokens["late", 0][:3]
+    assert collected.finish["late", 0] == [FinishReason.ERROR]
+    assert collected.tokens["r6", 0] == expected.tokens["r6", 0]
+
+
+def test_bisection_makes_the_copies_once_and_few_further_passes() -> None:
+    runner = poisoned("r3")
+    engine = rig(runner, max_batch_tokens=1024, max_requests=64, num_blocks=1024)
+    for i in range(64):
+        engine.submit(request(f"r{i}", max_tokens=2))
+    emitted = engine.step()
+    assert sum(event.token is not None for event in emitted) == 63  # in this very step
+    assert len(runner.copied) == 1
+    assert runner.attempts <= 2 * 6 + 1  # two per halving of 64 rows, and the first
+    collected = run(engine)
+    assert runner.copied == sorted(set(runner.copied))
+    assert sum(FinishReason.ERROR in reasons for reasons in collected.finish.values()) == 0
+
+
+def test_a_fault_of_the_whole_batch_alone_costs_nobody_a_token() -> None:
+    def out_of_memory(work: Work) -> None:
+        if len(work.rows) > 3:
+            raise MemoryError
+
+    requests = mixture(12)
+    collected = serve(requests, FakeRunner(out_of_memory))
+    assert collected.tokens == serve(requests).tokens
+
+
+def test_requests_that_fail_alone_one_after_another_never_end_the_engine() -> None:
+    engine = rig(poisoned(*(f"bad{i}" for i in range(20))))
+    for i in range(20):
+        engine.submit(request(f"bad{i}"))
+        assert run(engine).finish[f"bad{i}", 0] == [FinishReason.ERROR]
+        assert not engine.dead
+    assert engine.counters.failed_sequences == 20
+    engine.submit(request("good"))
+    assert run(engine).finish["good", 0] == [FinishReason.LENGTH]
+    assert engine.unready() == ""
+
+
+def test_requests_that_fail_in_a_row_before_the_canary_has_its_turn_do_not_end_the_engine() -> None:
+    engine = rig(poisoned(*(f"bad{i}" for i in range(20))), max_requests=1)
+    for i in range(20):
+        engine.submit(request(f"bad{i}"))
+    engine.submit(request("good"))
+    collected = run(engine)
+    assert not engine.dead
+    assert collected.finish["good", 0] == [FinishReason.LENGTH]
+    assert engine.counters.engine_faults == 20
+
+
+def test_an_engine_that_fails_on_everything_declares_itself_dead() -> None:
+    def broken(work: Work) -> None:
+        raise RuntimeError("the device is gone")
+
+    engine = rig(FakeRunner(broken))
+    engine.submit(request("first"))
+    collected = Collected()
+    for _ in range(FAULT_BUDGET + 2):
+        engine_was_dead = bool(engine.dead)
+        collected.take(engine.step())
+        assert engine_was_dead or engine.unready() or engine.dead
+    assert engine.dead
+    assert collected.finish["first", 0] == [FinishReason.ERROR]
+    with pytest.raises(EngineDead):
+        engine.submit(request("second"))
+
+
+def test_death_ends_those_who_run_wait_and_arrive() -> None:
+    engine = rig(FakeRunner(), max_requests=1)
+    for name in ("runs", "waits"):
+        engine.submit(request(name))
+    engine.step()
+    engine.submit(request("arrives"))
+    engine._die("for the test")
+    collected = run(engine)
+    assert set(collected.errors) == {"runs", "waits", "arrives"}
+    assert all(isinstance(error, EngineDead) for error in collected.errors.values())
+
+
+def test_a_death_between_two_steps_ends_the_thread() -> None:
+    """A scheduler that cannot plan leaves the engine with nothing to do: it must not fall asleep for ever."""
+
+    def refuse() -> None:
+        raise RuntimeError("no plan")
+
+    engine = rig()
+    engine._make_scheduler = lambda: _broken(refuse)
+    engine._scheduler = _broken(refuse)
+    engine.submit(request("a"))
+    thread = threading.Thread(target=engine.run, args=(lambda _emitted: None,), daemon=True)
+    thread.start()
+    thread.join(30)
+    assert engine.dead
+    assert not thread.is_alive()
+
+
+def _broken(plan: Callable[[], None]) -> Scheduler:
+    scheduler = Scheduler(limits(), FULL)
+    scheduler.plan = plan  # type: ignore[method-assign,assignment]  # what it does is all that is asked
+    return scheduler
+
+
+def test_a_failing_copy_ends_what_lives_and_starts_from_an_empty_cache() -> None:
+    runner = FakeRunner()
+    engine = rig(runner)
+    engine.submit(request("before"))
+    engine.step()
+    real, runner.copy = runner.copy, lambda work: 1 / 0  # type: ignore[method-assign,assignment]
+    collected = Collected()
+    collected.take(engine.step())
+    assert collected.finish["before", 0] == [FinishReason.ERROR]
+    assert engine.unready()
+    runner.copy = real  # type: ignore[method-assign]
+    engine.submit(request("after"))
+    assert run(engine, into=collected).finish["after", 0] == [FinishReason.LENGTH]
+    assert engine.unready() == ""
+    assert engine.snapshot().scheduler.used == 0
+
+
+def test_aborts_at_random_moments_leave_no_block_held() -> None:
+    seeds, count = (20, 10_000) if LONG_FORM else (4, 600)
+    for seed in range(seeds):
+        draw = random.Random(seed)
+        engine = rig(groups=MIXED if seed % 2 else FULL, num_blocks=24, offload_units=8 * (seed % 3))
+        collected, live = Collected(), []
+        for i in range(count):
+            one = request(f"a{i}", draw.randint(1, 30), draw.randint(1, 20), n=draw.choice([1, 2, 3]))
+            engine.submit(one)
+            live.append(one)
+            while len(live) > draw.randint(0, 12):
+                engine.abort(live.pop(draw.randrange(len(live))).id, draw.choice([None, None, 0]))
+            collected.take(engine.step())
+            engine._scheduler.check()
+        for one in live:
+            engine.abort(one.id)
+        run(engine, into=collected)
+        engine._scheduler.check()
+        assert engine.snapshot().scheduler.used == 0
+        assert not engine._live
+        assert not engine._queued
+        assert all(len(reasons) == 1 for reasons in collected.finish.values())
+
+
+def test_the_queue_is_bounded_beyond_what_starts_at_once() -> None:
+    engine = rig(max_requests=2, max_queue=3)
+    for i in range(5):
+        engine.submit(request(f"r{i}"))
+    with pytest.raises(QueueFull) as full:
+        engine.submit(request("r5"))
+    assert full.value.retry_after == 1.0
+    assert "queue is full" in engine.unready()
+    engine.step()
+    with pytest.raises(QueueFull):
+        engine.submit(request("r5"))
+    run(engine)
+    engine.submit(request("r5"))
+    assert engine.unready() == ""
+
+
+def test_a_request_that_waits_too_long_is_ended_with_the_reason() -> None:
+    clock = Clock()
+    engine = rig(FakeRunner(), clock, max_requests=1, queue_timeout=2.0)
+    engine.submit(request("long", max_tokens=50))
+    engine.submit(request("waits"))
+    collected = Collected()
+    collected.take(engine.step())
+    clock.now = 2.0
+    collected.take(engine.step())
+    assert collected.errors == {}
+    clock.now = 2.1
+    collected.take(engine.step())
+    assert isinstance(collected.errors["waits"], QueueTimeout)
+    assert "2 s" in str(collected.errors["waits"])
+    assert engine.counters.queue_timeouts == 1
+    run(engine, into=collected)
+    assert collected.finish["long", 0] == [FinishReason.LENGTH]
+
+
+def test_a_request_that_has_started_is_never_timed_out_by_the_queue() -> None:
+    clock = Clock()
+    runner = FakeRunner(clock=clock)
+    runner.step_time = 10.0
+    engine = rig(runner, clock, queue_timeout=1.0)
+    engine.submit(request("slow", max_tokens=20))
+    assert run(engine).finish["slow", 0] == [FinishReason.LENGTH]
+
+
+def test_what_can_never_fit_is_refused_with_the_arithmetic() -> None:
+    engine = rig(num_blocks=8)
+    assert engine.resolve_max_tokens(20, None) == 12
+    assert engine.resolve_max_tokens(20, 12) == 12
+    with pytest.raises(RequestError, match=r"20 \+ max_tokens 13 = 33 tokens.*32"):
+        engine.resolve_max_tokens(20, 13)
+
+
+def test_a_request_the_scheduler_refuses_ends_with_an_error_and_no_other() -> None:
+    engine = rig(num_blocks=8)
+    engine.submit(request("never", prompt=40))
+    engine.submit(request("fine"))
+    collected = run(engine)
+    assert collected.finish["never", 0] == [FinishReason.ERROR]
+    assert collected.finish["fine", 0] == [FinishReason.LENGTH]
+
+
+def test_idle_time_and_a_long_prefill_are_no_hang_but_a_stuck_step_is() -> None:
+    clock = Clock()
+    runner = FakeRunner(clock=clock)
+    engine = rig(runner, clock, max_batch_tokens=4096, num_blocks=2048, max_model_len=8192)
+    clock.now = 86_400.0
+    assert engine.progress.age() is None
+    runner.step_time = 0.6
+    engine.submit(request("short", prompt=60, max_tokens=2))
+    run(engine)
+    ages: list[tuple[float, float]] = []
+
+    def long_prefill(work: Work) -> None:
+        ages.append((engine.progress.age() or 0.0, engine.progress.allowance()))
+
+    runner.fault, runner.step_time = long_prefill, 45.0
+    engine.submit(request("long", prompt=4000, max_tokens=1))
+    run(engine)
+    age, allowance = ages[0]
+    assert age == pytest.approx(45.0)
+    assert age < allowance
+    engine.submit(request("decode", prompt=1, max_tokens=1))
+    assert engine.progress.age() == 0.0
+    clock.now += 61.0  # nobody steps
+    assert engine.progress.age() == pytest.approx(61.0)
+    assert engine.progress.allowance() < 61.0
+
+
+def test_a_violated_invariant_is_counted_and_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fairlead_runtime.engine.engine.CHECK_EVERY", 1)
+    engine = rig()
+    engine.submit(request("a", max_tokens=3))
+    engine.step()
+    assert engine.counters.invariant_violations == 0
+    engine._scheduler.state.cache.pool.refs[0] += 1
+    collected = run(engine)
+    assert collected.finish["a", 0] == [FinishReason.LENGTH]
+    assert engine.counters.invariant_violations > 0
+
+
+def test_views_tell_state_counts_and_why_one_waits() -> None:
+    engine = rig(max_requests=1)
+    engine.submit(request("runs", prompt=6, max_tokens=9))
+    engine.submit(request("next"))
+    engine.submit(request("later"))
+    engine.step()
+    found: list[list[object]] = []
+    engine.inspect(lambda views: found.append(list(views)))
+    engine.step()
+    views = {view.id: view for view in found[0]}  # type: ignore[attr-defined]
+    assert (views["runs"].status, views["runs"].prompt_tokens, views["runs"].blocks) == ("decoding", 6, 2)  # type: ignore[attr-defined]
+    assert views["runs"].waits_for == ""  # type: ignore[attr-defined]
+    assert "max_requests" in views["next"].waits_for  # type: ignore[attr-defined]
+    assert views["later"].waits_for == "1 ahead of it"  # type: ignore[attr-defined]
+
+
+def test_the_thread_returns_after_the_engines_death_whatever_the_last_step_did() -> None:
+    engine = rig(FakeRunner())
+    engine._die("for the test")
+    engine.run(lambda _emitted: None)
+    assert engine.dead
+
+
+def test_a_canary_that_waits_is_neither_timed_out_nor_counted_as_waiting() -> None:
+    clock = Clock()
+    engine = rig(FakeRunner(), clock, max_requests=1, max_queue=1, queue_timeout=1.0)
+    engine.submit(request("long", max_tokens=20))
+    probe = canary()
+    engine.submit(probe, bounded=False)
+    engine.step()
+    assert engine.unready() == ""
+    clock.now += 10.0
+    assert run(engine).finish[probe.id, 0] == [FinishReason.LENGTH]
