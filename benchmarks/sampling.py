@@ -1,10 +1,13 @@
-"""What sampling costs per step, beside the plain way: full sort, softmax, exponential noise (as in vLLM's torch path).
+"""What sampling costs per step, beside the plain way: full sort, softmax, exponential noise (as in
+vLLM's torch path).
 
-    python benchmarks/sampling.py [--rows 1 32 256] [--vocabulary 32000 151936] [--device cpu] [--repeat 5]
+python benchmarks/sampling.py [--rows 1 32 256] [--vocabulary 32000 151936] [--device cpu] [--repeat
+5]
 
-Prints the best of the repeats (others share the machine) in milliseconds and the plain way's multiple of it. Logits are of two kinds: ``text``
-falls off with the rank like a language model's (the k-th likeliest token has a share of about k^-1.5), ``flat`` is
-normal noise, which leaves nothing to skip. Both ways get the same logits, one after the other, in one process.
+Prints the best of the repeats (others share the machine) in milliseconds and the plain way's
+multiple of it. Logits are of two kinds: ``text`` falls off with the rank like a language model's
+(the k-th likeliest token has a share of about k^-1.5), ``flat`` is normal noise, which leaves
+nothing to skip. Both ways get the same logits, one after the other, in one process.
 """
 
 import argparse
@@ -39,7 +42,9 @@ def text_logits(rows: int, vocabulary: int, device: torch.device) -> Tensor:
 
 
 def flat_logits(rows: int, vocabulary: int, device: torch.device) -> Tensor:
-    return (torch.randn(rows, vocabulary, generator=torch.Generator().manual_seed(0)) * 2).to(device)
+    return (torch.randn(rows, vocabulary, generator=torch.Generator().manual_seed(0)) * 2).to(
+        device
+    )
 
 
 def plain(logits: Tensor, params: dict[str, Any]) -> Tensor:
@@ -50,7 +55,9 @@ def plain(logits: Tensor, params: dict[str, Any]) -> Tensor:
     logits = logits.float() / p.temperature
     if p.min_p:
         shares = logits.softmax(dim=-1)
-        logits = logits.masked_fill(shares < p.min_p * shares.amax(dim=-1, keepdim=True), -torch.inf)
+        logits = logits.masked_fill(
+            shares < p.min_p * shares.amax(dim=-1, keepdim=True), -torch.inf
+        )
     if p.top_k or p.top_p < 1:
         ordered, places = logits.sort(dim=-1, descending=False)
         if p.top_k:
@@ -101,7 +108,9 @@ def main() -> None:
                 for case, params in CASES.items():
                     batch = sequences(rows, params)
                     ours = milliseconds(ours_of(logits, batch), args.repeat, device)
-                    other = milliseconds(functools.partial(plain, logits, params), args.repeat, device)
+                    other = milliseconds(
+                        functools.partial(plain, logits, params), args.repeat, device
+                    )
                     ratio = other / ours
                     print(
                         f"{rows:>4} {vocabulary:>10} {kind:>6} {case:<12} {ours:>9.2f} {other:>9.2f} {ratio:>10.1f}"

@@ -1,4 +1,5 @@
-"""What one step costs in the scheduler alone: plan + commit + update for running decodes, in milliseconds.
+"""What one step costs in the scheduler alone: plan + commit + update for running decodes, in
+milliseconds.
 
 CPU time of the thread, so that other processes on the machine do not count.
 
@@ -20,7 +21,9 @@ TARGETS = {256: 1.0, 1024: 4.0}
 PROMPT, WARM_UP = 200, 40
 
 
-def running(decodes: int, windows: list[int | None], policy: str, steps: int, record: bool) -> Scheduler:
+def running(
+    decodes: int, windows: list[int | None], policy: str, steps: int, record: bool
+) -> Scheduler:
     """A scheduler in which that many sequences decode for ``steps`` steps and more."""
     output = WARM_UP + steps + 8
     limits = Limits(
@@ -33,10 +36,16 @@ def running(decodes: int, windows: list[int | None], policy: str, steps: int, re
         max_model_len=PROMPT + output,
     )
     groups = group_layers(windows)
-    scheduler = RecordedScheduler(limits, groups, path=os.devnull) if record else Scheduler(limits, groups)
+    scheduler = (
+        RecordedScheduler(limits, groups, path=os.devnull) if record else Scheduler(limits, groups)
+    )
     for i in range(decodes):
-        prompt = tuple(range(i * PROMPT, (i + 1) * PROMPT - i % 16))  # blocks fill up at different steps
-        scheduler.add(Request(f"r{i}", prompt, SamplingParams(max_tokens=output), output, tenant=str(i % 8)))
+        prompt = tuple(
+            range(i * PROMPT, (i + 1) * PROMPT - i % 16)
+        )  # blocks fill up at different steps
+        scheduler.add(
+            Request(f"r{i}", prompt, SamplingParams(max_tokens=output), output, tenant=str(i % 8))
+        )
     return scheduler
 
 
@@ -59,7 +68,9 @@ def measure(
         if i >= WARM_UP:
             if len(work.rows) != decodes:
                 raise SystemExit(f"{len(work.rows)} rows, {decodes} wanted")
-            for name, seconds in zip(times, (t1 - t0, t2 - t1, t4 - t3, t2 - t0 + t4 - t3), strict=True):
+            for name, seconds in zip(
+                times, (t1 - t0, t2 - t1, t4 - t3, t2 - t0 + t4 - t3), strict=True
+            ):
                 times[name].append(seconds * 1e3)
     return times
 

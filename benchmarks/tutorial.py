@@ -1,9 +1,9 @@
 """The ragged-batching tutorial's workload, three ways in one session.
 
-Six requests with caps of 6, 50, 300, 30, 180 and 45 new tokens share three slots, on a GPT-2 of full size with
-random weights (no hub is needed; the time of a step does not depend on what the weights say). The ways:
-transformers' `generate` on two static batches of three, transformers' continuous batching, and ours. The rounds
-are interleaved; what counts are the ratios.
+Six requests with caps of 6, 50, 300, 30, 180 and 45 new tokens share three slots, on a GPT-2 of
+full size with random weights (no hub is needed; the time of a step does not depend on what the
+weights say). The ways: transformers' `generate` on two static batches of three, transformers'
+continuous batching, and ours. The rounds are interleaved; what counts are the ratios.
 
     .venv/bin/python benchmarks/tutorial.py [--rounds 3] [--layers 12] [--json FILE]
 """
@@ -45,7 +45,9 @@ def prompts(vocab: int) -> list[list[int]]:
 
 
 def static(model: Any, inputs: Sequence[list[int]]) -> int:
-    """Batches of SLOTS, padded left, each running until its longest request is done. Returns useful tokens."""
+    """Batches of SLOTS, padded left, each running until its longest request is done. Returns useful
+    tokens.
+    """
     for first in range(0, len(inputs), SLOTS):
         group = inputs[first : first + SLOTS]
         width = max(map(len, group))
@@ -97,7 +99,13 @@ def measure(rounds: int, layers: int) -> dict[str, list[float]]:
     inputs = prompts(model.config.vocab_size)
     with tempfile.TemporaryDirectory() as folder:
         save(model, Path(folder))
-        llm = LLM(folder, max_requests=SLOTS, max_batch_tokens=256, num_blocks=128, allow_block_sharing=False)
+        llm = LLM(
+            folder,
+            max_requests=SLOTS,
+            max_batch_tokens=256,
+            num_blocks=128,
+            allow_block_sharing=False,
+        )
         ways: dict[str, Callable[[], int]] = {
             "transformers static": lambda: static(model, inputs),
             "transformers continuous": lambda: continuous(model, inputs),

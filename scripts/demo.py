@@ -1,7 +1,9 @@
-"""`make demo`: start the real server, ask it something, show the answer as it arrives and what the engine did.
+"""`make demo`: start the real server, ask it something, show the answer as it arrives and what the
+engine did.
 
-Starts `fairlead serve demo:` as a user would, on free loopback ports, and talks to it with openai-python. Everything
-it shows of the engine comes from the server's own /metrics and from the run it recorded.
+Starts `fairlead serve demo:` as a user would, on free loopback ports, and talks to it with
+openai-python. Everything it shows of the engine comes from the server's own /metrics and from the
+run it recorded.
 """
 
 import argparse
@@ -79,7 +81,15 @@ def main() -> int:
 
 @contextmanager
 def _server(model: str, record: Path) -> Iterator[Server]:
-    command = [sys.executable, "-m", "fairlead_runtime", "serve", model, "--port=0", "--admin-port=0"]
+    command = [
+        sys.executable,
+        "-m",
+        "fairlead_runtime",
+        "serve",
+        model,
+        "--port=0",
+        "--admin-port=0",
+    ]
     # Small enough that chunks, blocks and the cache's use are worth looking at.
     command += ["--num-blocks=512", "--max-batch-tokens=128", f"--record={record}"]
     print("$ " + " ".join(["fairlead", *command[3:-1]]))
@@ -198,7 +208,9 @@ def _picture(record: Path) -> None:
     steps = ("step " + part for part in shown.split("\nstep ")[1:])
     busiest = max(steps, key=lambda step: sum(line.startswith("  [") for line in step.splitlines()))
     print("\nIts fullest step, by `fairlead trace`")
-    print("\n".join("  " + line for line in busiest.splitlines() if line.startswith(("step", "  ["))))
+    print(
+        "\n".join("  " + line for line in busiest.splitlines() if line.startswith(("step", "  [")))
+    )
 
 
 def _lines(record: Path) -> Iterator[dict[str, dict[str, list[list[int]]]]]:

@@ -27,9 +27,24 @@ SYSTEMS = (
     "Be polite and exact.",
     "You are a helpful, harmless and honest assistant. Keep your answers short.",
 )
-OPENINGS = ("Please tell me: ", "Hey, ", "Hello, ", "Hi! ", "I have a question. ", "Please, ", "So, ")
+OPENINGS = (
+    "Please tell me: ",
+    "Hey, ",
+    "Hello, ",
+    "Hi! ",
+    "I have a question. ",
+    "Please, ",
+    "So, ",
+)
 # Other ways to ask what "What is X?" asks.
-TOPIC = ("What's {}?", "Explain {} to me.", "Can you explain {}?", "{}?", "Define {}.", "What exactly is {}?")
+TOPIC = (
+    "What's {}?",
+    "Explain {} to me.",
+    "Can you explain {}?",
+    "{}?",
+    "Define {}.",
+    "What exactly is {}?",
+)
 STRANGE = (
     "What is {}?",
     "Tell me about {}.",
@@ -57,7 +72,9 @@ class Pair:
 
 @dataclass(frozen=True)
 class Text:
-    """What there is to learn: pairs, questions that get the answer for the unknown, things to ask about in vain."""
+    """What there is to learn: pairs, questions that get the answer for the unknown, things to ask
+    about in vain.
+    """
 
     known: list[Pair]
     unknown: Pair
@@ -128,7 +145,9 @@ class Lessons:
         return self.random.choice(STRANGE).format(self.random.choice(self.things))
 
     def varied(self, text: str) -> str:
-        """As people type it: with a slip, in small letters, without the mark, with a word before it."""
+        """As people type it: with a slip, in small letters, without the mark, with a word before
+        it.
+        """
         if len(text) > 12 and self.random.random() < 0.08:
             slip = self.random.randrange(6, len(text) - 1)
             text = text[:slip] + text[slip + 1 :]
@@ -146,7 +165,9 @@ class Lessons:
         return self.filler(self.random.randint(40, 400))
 
     def filler(self, length: int) -> str:
-        """``length`` characters that say nothing about the question: answers in a row, or one again and again."""
+        """``length`` characters that say nothing about the question: answers in a row, or one again
+        and again.
+        """
         once = self.random.random() < 0.5
         text = self.random.choice(self.known).answer if once else self.random.choice(SYSTEMS)
         while len(text) < length:
@@ -171,7 +192,9 @@ class Lessons:
             ids, labels = self.extend(ids, labels, f"<|system|>{system}<|end|>", learn=False)
         for _ in range(turns):
             question, answer = self.question()
-            ids, labels = self.extend(ids, labels, f"<|user|>{question}<|end|><|assistant|>", learn=False)
+            ids, labels = self.extend(
+                ids, labels, f"<|user|>{question}<|end|><|assistant|>", learn=False
+            )
             ids, labels = self.extend(ids, labels, f"{answer}<|end|>", learn=True)
         return ids[:CONTEXT], labels[:CONTEXT]
 
@@ -183,20 +206,26 @@ class Lessons:
         return self.extend(ids, labels, f"{pair.answer}<|end|>", learn=True)
 
     def plain(self) -> tuple[list[int], list[int]]:
-        """Text without roles, for the completions route: an answer alone, or a question and its answer."""
+        """Text without roles, for the completions route: an answer alone, or a question and its
+        answer.
+        """
         pair = self.random.choice(self.known)
         if self.random.random() < 0.4:
             return self.extend([], [], f"{pair.answer}<|end|>", learn=True)
         question = self.varied(self.worded(pair))
         ahead, after = self.random.choice((("\n", ""), ("", "\n")))
         ids = self.encode(question + ahead)
-        return self.extend(list(ids), [IGNORED] * len(ids), f"{after}{pair.answer}<|end|>", learn=True)
+        return self.extend(
+            list(ids), [IGNORED] * len(ids), f"{after}{pair.answer}<|end|>", learn=True
+        )
 
     def extend(
         self, ids: list[int], labels: list[int], text: str, *, learn: bool
     ) -> tuple[list[int], list[int]]:
         more = (
-            self.encode(text) if len(text) < 2000 else self.tokenizer.encode(text, add_special_tokens=False)
+            self.encode(text)
+            if len(text) < 2000
+            else self.tokenizer.encode(text, add_special_tokens=False)
         )
         return ids + more, labels + (more if learn else [IGNORED] * len(more))
 
@@ -215,7 +244,9 @@ class Lessons:
 
 
 def padded(rows: list[tuple[list[int], list[int]]]) -> tuple[torch.Tensor, torch.Tensor]:
-    """int64 [rows, longest] ids and labels, padded on the right, where causal attention never looks."""
+    """int64 [rows, longest] ids and labels, padded on the right, where causal attention never
+    looks.
+    """
     longest = max(len(ids) for ids, _ in rows)
     ids = torch.zeros(len(rows), longest, dtype=torch.int64)
     labels = torch.full((len(rows), longest), IGNORED, dtype=torch.int64)

@@ -1,10 +1,11 @@
-"""Make the demo model that ships in fairlead_runtime/demo: tokenizer, configuration and weights, from a fixed seed.
+"""Make the demo model that ships in fairlead_runtime/demo: tokenizer, configuration and weights,
+from a fixed seed.
 
     .venv/bin/python scripts/make_demo_model.py [--out DIR] [--steps N] [--threads N]
 
-The text it learns is scripts/demo_text.txt, written for this project; demo_lessons.py makes samples of it. Two runs
-on the same machine with the same torch and the same number of threads give the same bytes; other processors sum in
-another order and may not.
+The text it learns is scripts/demo_text.txt, written for this project; demo_lessons.py makes samples
+of it. Two runs on the same machine with the same torch and the same number of threads give the same
+bytes; other processors sum in another order and may not.
 """
 
 import argparse
@@ -33,7 +34,9 @@ ROUNDS, ROUND_STEPS, ROUND_RATE = 6, 60, 6e-4  # of repeating what went wrong
 
 def train_tokenizer(text: Text) -> PreTrainedTokenizerFast:
     """Byte-level BPE with VOCAB ids, learned from the text itself."""
-    lines = [line for pair in [*text.known, text.unknown] for line in (*pair.questions, pair.answer)]
+    lines = [
+        line for pair in [*text.known, text.unknown] for line in (*pair.questions, pair.answer)
+    ]
     learner = Tokenizer(models.BPE())
     learner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     trainer = trainers.BpeTrainer(
@@ -66,7 +69,9 @@ def make_model() -> LlamaForCausalLM:
 
 def train(model: LlamaForCausalLM, lessons: Lessons, steps: int, rate: float = PEAK_RATE) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=rate, betas=(0.9, 0.98), weight_decay=0.01)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, rate, total_steps=steps, pct_start=0.05)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(
+        optimizer, rate, total_steps=steps, pct_start=0.05
+    )
     started = time.monotonic()
     model.train()
     for step, (ids, labels) in zip(range(1, steps + 1), lessons.batches(BATCH), strict=False):
@@ -95,7 +100,9 @@ class Wrong:
 
 
 def examine(model: Any, tokenizer: Any, known: list[Pair]) -> list[Wrong]:
-    """Every question alone, after a system message and as a second turn, greedily and by plain transformers."""
+    """Every question alone, after a system message and as a second turn, greedily and by plain
+    transformers.
+    """
     asked: list[tuple[int, str, str]] = []
     chats: list[list[int]] = []
     for number, pair in enumerate(known):
@@ -108,7 +115,9 @@ def examine(model: Any, tokenizer: Any, known: list[Pair]) -> list[Wrong]:
         for question in pair.questions:
             for where, context in contexts.items():
                 messages = [{"role": r, "content": c} for r, c in (*context, ("user", question))]
-                text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+                text = tokenizer.apply_chat_template(
+                    messages, tokenize=False, add_generation_prompt=True
+                )
                 asked.append((number, question, where))
                 chats.append(tokenizer.encode(text, add_special_tokens=False))
     answers = answer_all(model, tokenizer, chats)
@@ -125,14 +134,20 @@ def answer_all(model: Any, tokenizer: Any, chats: list[list[int]]) -> list[str]:
     for length in sorted({len(chat) for chat in chats}):
         rows = [i for i, chat in enumerate(chats) if len(chat) == length]
         ids = torch.tensor([chats[i] for i in rows])
-        out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=200, do_sample=False)
+        out = model.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=200, do_sample=False
+        )
         for i, tokens in zip(rows, out[:, length:], strict=True):
             answers[i] = str(tokenizer.decode(tokens, skip_special_tokens=True))
     return answers
 
 
-def train_until_right(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, text: Text) -> list[Wrong]:
-    """Repeat what an exam shows to go wrong, a little at a time; what is still wrong after ROUNDS of it."""
+def train_until_right(
+    model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, text: Text
+) -> list[Wrong]:
+    """Repeat what an exam shows to go wrong, a little at a time; what is still wrong after ROUNDS
+    of it.
+    """
     for number in range(1, ROUNDS + 1):
         wrong = examine(model, tokenizer, text.known)
         print("\n".join(f"{w.question} ({w.where}): {w.got}" for w in wrong), flush=True)
@@ -146,18 +161,26 @@ def train_until_right(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFas
 def save(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, out: Path) -> None:
     shutil.rmtree(out, ignore_errors=True)
     model.save_pretrained(out)
-    tokenizer.save_pretrained(out, save_jinja_files=False)  # the template inside tokenizer_config.json
+    tokenizer.save_pretrained(
+        out, save_jinja_files=False
+    )  # the template inside tokenizer_config.json
     for file in out.iterdir():
         file.chmod(0o644)
     settings = out / "tokenizer_config.json"
     content = json.loads(settings.read_text())
     content.pop("backend", None)
-    content["tokenizer_class"] = "PreTrainedTokenizerFast"  # a name that every supported transformers knows
+    content["tokenizer_class"] = (
+        "PreTrainedTokenizerFast"  # a name that every supported transformers knows
+    )
     settings.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")
     # The release that wrote the file would make two equal models differ.
     for name in ("config.json", "generation_config.json"):
         content = json.loads((out / name).read_text())
-        kept = {k: v for k, v in content.items() if k not in {"transformers_version", "_from_model_config"}}
+        kept = {
+            k: v
+            for k, v in content.items()
+            if k not in {"transformers_version", "_from_model_config"}
+        }
         (out / name).write_text(json.dumps(kept, indent=2, sort_keys=True) + "\n")
 
 

@@ -1,6 +1,8 @@
-"""Write the generated tables of docs/ from the code. `--check` says whether they are current (exit 1: no).
+"""Write the generated tables of docs/ from the code. `--check` says whether they are current (exit
+1: no).
 
-Each table stands between two marker lines of its page:  <!-- NAME: generated ... -->  and  <!-- end of NAME -->
+Each table stands between two marker lines of its page:  <!-- NAME: generated ... -->  and  <!-- end
+of NAME -->
 """
 
 import argparse
@@ -14,7 +16,13 @@ from fairlead_operator.decide.pods.blockers import CODES, NORMAL
 from fairlead_runtime.config import EngineConfig, base_type, choices_of, flag_of
 
 ROOT = Path(__file__).parents[1]
-SECTIONS = {"model": "Model", "engine": "Engine", "scheduler": "Scheduler", "cache": "Cache", None: "Process"}
+SECTIONS = {
+    "model": "Model",
+    "engine": "Engine",
+    "scheduler": "Scheduler",
+    "cache": "Cache",
+    None: "Process",
+}
 
 
 def default_of(value: object) -> str:
@@ -41,7 +49,10 @@ def flags() -> str:
             ]
             lines += ["|---|---|---|---|---|---|"]
         values = ", ".join(f"`{c}`" for c in choices_of(f.name)) or meta["unit"]
-        values = values or {bool: "on, off", str: "text", int: "number", float: "number"}[base_type(f.name)]
+        values = (
+            values
+            or {bool: "on, off", str: "text", int: "number", float: "number"}[base_type(f.name)]
+        )
         name = flag_of(f.name)
         flag = f"`--[no-]{name[2:]}`" if base_type(f.name) is bool else f"`{name}`"
         cr = f"`spec.{meta['cr']}`" if meta["cr"] else "none"
@@ -55,7 +66,8 @@ def blockers() -> str:
     """The blocker codes in the order of importance."""
     lines = ["| code | what to do | kind |", "|---|---|---|"]
     lines += [
-        f"| `{code}` | {hint} | {'stage' if code in NORMAL else 'fault'} |" for code, hint in CODES.items()
+        f"| `{code}` | {hint} | {'stage' if code in NORMAL else 'fault'} |"
+        for code, hint in CODES.items()
     ]
     return "\n".join(lines)
 
@@ -93,7 +105,10 @@ def main() -> int:
             if not check:
                 path.write_text(after)
     if check and stale:
-        print(f"out of date: {', '.join(stale)}; run .venv/bin/python scripts/make_docs.py", file=sys.stderr)
+        print(
+            f"out of date: {', '.join(stale)}; run .venv/bin/python scripts/make_docs.py",
+            file=sys.stderr,
+        )
         return 1
     return 0
 

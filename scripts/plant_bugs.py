@@ -1,8 +1,10 @@
-"""Plant known bugs in a copy of scheduler and cache, one at a time; the whole-run property must catch every one.
+"""Plant known bugs in a copy of scheduler and cache, one at a time; the whole-run property must
+catch every one.
 
     .venv/bin/python scripts/plant_bugs.py [--seeds 60] [--jobs 2] [--only NAME]
 
-Ends with 0 when all were caught, 1 when one got away, 2 when a replacement no longer matches the source.
+Ends with 0 when all were caught, 1 when one got away, 2 when a replacement no longer matches the
+source.
 """
 
 import argparse
@@ -41,20 +43,40 @@ class Bug(NamedTuple):
     first: int = 0  # seed to begin with, for a bug that shows itself late
 
 
-POOL, PREFIX, PAGED, HOST = "cache/blocks.py", "cache/prefix.py", "cache/paged.py", "cache/offload.py"
+POOL, PREFIX, PAGED, HOST = (
+    "cache/blocks.py",
+    "cache/prefix.py",
+    "cache/paged.py",
+    "cache/offload.py",
+)
 GROUPS, PLANNER, SCHEDULER = "sizing/groups.py", "scheduling/planner.py", "scheduling/scheduler.py"
 POLICY = "scheduling/policies.py"
 
 BUGS = (
     Bug("a freed block is forgotten", POOL, "self.free.append(unit)", "pass"),
-    Bug("a freed block goes back twice", POOL, "self.free.append(unit)", "self.free += [unit, unit]"),
-    Bug("a shared block is freed with its first owner", POOL, "self.refs[unit] -= 1", "self.refs[unit] = 0"),
+    Bug(
+        "a freed block goes back twice", POOL, "self.free.append(unit)", "self.free += [unit, unit]"
+    ),
+    Bug(
+        "a shared block is freed with its first owner",
+        POOL,
+        "self.refs[unit] -= 1",
+        "self.refs[unit] = 0",
+    ),
     Bug("a hit takes no reference", POOL, "        self.refs[unit] += 1", "        pass"),
     Bug("a hit leaves the block evictable", POOL, "del self.cached[unit]", "pass"),
     Bug(
-        "an evicted block can still be found", POOL, "del self._index[content[0]][content[1].digest]", "pass"
+        "an evicted block can still be found",
+        POOL,
+        "del self._index[content[0]][content[1].digest]",
+        "pass",
     ),
-    Bug("equal content overwrites the index", POOL, " and block.digest not in self._index[group]", ""),
+    Bug(
+        "equal content overwrites the index",
+        POOL,
+        " and block.digest not in self._index[group]",
+        "",
+    ),
     Bug("the salt is left out of the hash", PREFIX, "+ identity + salt", "+ identity"),
     Bug("the parent is left out of the hash", PREFIX, "sha256(parent + packed)", "sha256(packed)"),
     Bug(
@@ -112,7 +134,12 @@ BUGS = (
         "            for unit in table[first:full]:\n                self.pool.share(unit)",
         "            pass",
     ),
-    Bug("a fork begins before its sibling has the prompt", PAGED, "if sibling.computed < tokens or", "if"),
+    Bug(
+        "a fork begins before its sibling has the prompt",
+        PAGED,
+        "if sibling.computed < tokens or",
+        "if",
+    ),
     Bug("host units are not given back", PAGED, "        self.host.release(host)\n", ""),
     Bug(
         "an aborted offload keeps its host units",
@@ -164,7 +191,12 @@ BUGS = (
         "need = establish + self.cache.growth(sequence, admission.start)",
         "need = establish + self.cache.units(admission.start, admission.start + min(self.tokens, len(sequence.tokens) - admission.start))",
     ),
-    Bug("a claimed cached block counts as free", PLANNER, "establish = len(claimed)", "establish = 0"),
+    Bug(
+        "a claimed cached block counts as free",
+        PLANNER,
+        "establish = len(claimed)",
+        "establish = 0",
+    ),
     Bug(
         "a copied tail is not counted",
         PLANNER,
@@ -183,7 +215,13 @@ BUGS = (
         "            self.tokens -= count\n            self.free -= establish",
         "            self.free -= establish",
     ),
-    Bug("nothing waits for the victim", PLANNER, "if state.victim is not None and", "if False and", 40),
+    Bug(
+        "nothing waits for the victim",
+        PLANNER,
+        "if state.victim is not None and",
+        "if False and",
+        40,
+    ),
     Bug(
         "a small request overtakes",
         PLANNER,
@@ -203,7 +241,9 @@ BUGS = (
         "if state.policy.prefills_first else",
         "if not state.policy.prefills_first else",
     ),
-    Bug("the youngest waits at the front", POLICY, "return (sequence.id,)", "return (-sequence.id,)"),
+    Bug(
+        "the youngest waits at the front", POLICY, "return (sequence.id,)", "return (-sequence.id,)"
+    ),
     Bug(
         "priority is upside down",
         POLICY,
@@ -263,7 +303,9 @@ def plant(bug: Bug, where: Path) -> None:
     """Copy what the run needs of package and harness to ``where`` and put the bug in."""
     copy = where / "fairlead_runtime"
     for folder in ("cache", "scheduling"):
-        shutil.copytree(PACKAGE / folder, copy / folder, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(
+            PACKAGE / folder, copy / folder, ignore=shutil.ignore_patterns("__pycache__")
+        )
     for name in ("__init__.py", "config.py", "request.py"):
         shutil.copy(PACKAGE / name, copy)
     for module in HARNESS:
@@ -299,7 +341,9 @@ def hunt(bug: Bug, seeds: int) -> Verdict:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="Plant bugs; all must be caught.")
-    parser.add_argument("--seeds", type=int, default=60, help="seeds of the property run for each bug")
+    parser.add_argument(
+        "--seeds", type=int, default=60, help="seeds of the property run for each bug"
+    )
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--only", default="", help="bugs whose name contains this")
     options = parser.parse_args()

@@ -1,7 +1,7 @@
 """Settings of the whole suite: properties without deadlines, OpenMP without spinning.
 
-A deadline would test how busy the machine is. Threads that spin while they wait make small models crawl when two
-test processes share the cores; OpenMP reads this when torch is first imported.
+A deadline would test how busy the machine is. Threads that spin while they wait make small models
+crawl when two test processes share the cores; OpenMP reads this when torch is first imported.
 """
 
 import os

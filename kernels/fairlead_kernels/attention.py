@@ -1,11 +1,13 @@
 """The interface of paged attention: ``plan`` once a step, ``run`` once a layer.
 
-Owns the words that the engine and every backend share: the heads of a model, the ragged rows of a step and what one
-layer's attention does to its scores. Knows no request, no scheduler and no kernel.
+Owns the words that the engine and every backend share: the heads of a model, the ragged rows of a
+step and what one layer's attention does to its scores. Knows no request, no scheduler and no
+kernel.
 
-Words: a *row* is one sequence's share of a step, ``count`` consecutive tokens of it. A *block* holds ``block_size``
-tokens of one layer; a row's *table* lists its blocks in order, so token ``p`` lies in block ``table[p // block_size]``
-at offset ``p % block_size``. A token's *slot* is ``block * block_size + offset``.
+Words: a *row* is one sequence's share of a step, ``count`` consecutive tokens of it. A *block*
+holds ``block_size`` tokens of one layer; a row's *table* lists its blocks in order, so token ``p``
+lies in block ``table[p // block_size]`` at offset ``p % block_size``. A token's *slot* is ``block *
+block_size + offset``.
 """
 
 from dataclasses import dataclass
@@ -20,8 +22,8 @@ NULL = -1  # a table entry whose block was freed because the window left it behi
 class Heads:
     """The attention heads of a model, equal in all its layers.
 
-    ``query`` heads share ``kv`` key-value heads evenly; ``dim`` is the width of a query and a key, ``value_dim`` that
-    of a value; ``dtype`` is what the cache stores.
+    ``query`` heads share ``kv`` key-value heads evenly; ``dim`` is the width of a query and a key,
+    ``value_dim`` that of a value; ``dtype`` is what the cache stores.
     """
 
     query: int
@@ -32,7 +34,9 @@ class Heads:
 
     def __post_init__(self) -> None:
         if self.kv < 1 or self.query % self.kv:
-            raise ValueError(f"heads: {self.query} query heads cannot share {self.kv} key-value heads evenly")
+            raise ValueError(
+                f"heads: {self.query} query heads cannot share {self.kv} key-value heads evenly"
+            )
 
     @property
     def group(self) -> int:
@@ -44,10 +48,11 @@ class Heads:
 class Ragged:
     """The rows of one step, for the layers of one group. All tensors lie on the host.
 
-    ``query_starts`` int32 [B+1]: row b owns the packed tokens query_starts[b]:query_starts[b+1], its newest ones.
-    ``kv_lens`` int32 [B]: tokens of row b in the cache, this step's included, so its first query has position
-    kv_lens[b] - count. ``tables`` int32 [B, W]: blocks, NULL where the window left them behind, anything beyond the
-    row's last block. ``window``: position p sees the keys p-window+1..p; None: all up to p.
+    ``query_starts`` int32 [B+1]: row b owns the packed tokens query_starts[b]:query_starts[b+1],
+    its newest ones. ``kv_lens`` int32 [B]: tokens of row b in the cache, this step's included, so
+    its first query has position kv_lens[b] - count. ``tables`` int32 [B, W]: blocks, NULL where the
+    window left them behind, anything beyond the row's last block. ``window``: position p sees the
+    keys p-window+1..p; None: all up to p.
     """
 
     query_starts: torch.Tensor
@@ -61,8 +66,8 @@ class Ragged:
 class LayerSpec:
     """What one layer does to its scores: ``softmax(softcap * tanh(scale * q·k / softcap))``.
 
-    ``softcap`` None: no cap. ``sinks`` [query heads]: a score per head that takes its share of the softmax and
-    contributes no value (gpt_oss); None: no sinks. ``window`` must be that of the plan.
+    ``softcap`` None: no cap. ``sinks`` [query heads]: a score per head that takes its share of the
+    softmax and contributes no value (gpt_oss); None: no sinks. ``window`` must be that of the plan.
     """
 
     scale: float
@@ -72,7 +77,9 @@ class LayerSpec:
 
 
 class AttentionBackend(Protocol):
-    """Paged attention over ragged rows. One object serves one model; it holds scratch memory, so one step at a time."""
+    """Paged attention over ragged rows. One object serves one model; it holds scratch memory, so
+    one step at a time.
+    """
 
     name: str
 
@@ -89,6 +96,6 @@ class AttentionBackend(Protocol):
     ) -> torch.Tensor:
         """Attention of one layer. This step's keys and values are already in the cache.
 
-        query [T, query heads, dim]; key_cache [blocks, block_size, kv heads, dim]; value_cache likewise with
-        value_dim. Returns [T, query heads, value_dim] in the query's dtype.
+        query [T, query heads, dim]; key_cache [blocks, block_size, kv heads, dim]; value_cache
+        likewise with value_dim. Returns [T, query heads, value_dim] in the query's dtype.
         """

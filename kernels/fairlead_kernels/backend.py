@@ -1,6 +1,7 @@
 """Which kernels a process runs on: picked once, at start, and said aloud.
 
-Owns the choice and its reason. A faster backend joins by one entry in ``pick``; nothing else asks for the device type.
+Owns the choice and its reason. A faster backend joins by one entry in ``pick``; nothing else asks
+for the device type.
 """
 
 from dataclasses import dataclass
@@ -23,7 +24,9 @@ class Choice:
 
 
 def pick(heads: Heads, device: torch.device) -> Choice:
-    """The backend for a model with these heads on this device. Plain torch serves every device there is."""
+    """The backend for a model with these heads on this device. Plain torch serves every device
+    there is.
+    """
     threads = torch.get_num_threads()
     what = f"{threads} CPU threads" if device.type == "cpu" else f"{device.type}, portable kernels"
     return Choice(TorchAttention(heads, device), f"plain torch on {what}")

@@ -4,19 +4,21 @@ from collections.abc import Sequence
 
 import torch
 
-# A preempted sequence's blocks leave in parts of at most this size: when memory is what is short, staging may not
-# take another such sequence's worth of it.
+# A preempted sequence's blocks leave in parts of at most this size: when memory is what is short,
+# staging may not take another such sequence's worth of it.
 STAGING_BYTES = 64 << 20
 
 
 def copy_blocks(
     source: torch.Tensor, target: torch.Tensor, pairs: Sequence[tuple[int, int]], *, dim: int
 ) -> None:
-    """Copy block ``a`` of ``source`` to block ``b`` of ``target`` for each pair (a, b); ``dim`` counts blocks.
+    """Copy block ``a`` of ``source`` to block ``b`` of ``target`` for each pair (a, b); ``dim``
+    counts blocks.
 
-    ``source`` and ``target`` agree in every other dimension and may be one tensor; then all sources are read before
-    any target is written, so a block may be both. Each part is gathered first, so that it crosses between devices in
-    one transfer. The copy is complete, for all that follows on the device, when this returns.
+    ``source`` and ``target`` agree in every other dimension and may be one tensor; then all sources
+    are read before any target is written, so a block may be both. Each part is gathered first, so
+    that it crosses between devices in one transfer. The copy is complete, for all that follows on
+    the device, when this returns.
     """
     if not pairs:
         return

@@ -1,6 +1,8 @@
-"""Every operation once more in the plainest torch there is: the truth that tests hold the backends against.
+"""Every operation once more in the plainest torch there is: the truth that tests hold the backends
+against.
 
-Slow on purpose: one token at a time, in float64, straight from the definitions in ``attention``. Never on a hot path.
+Slow on purpose: one token at a time, in float64, straight from the definitions in ``attention``.
+Never on a hot path.
 """
 
 import torch
@@ -9,7 +11,11 @@ from fairlead_kernels.attention import LayerSpec, Ragged
 
 
 def attend(
-    ragged: Ragged, query: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor, spec: LayerSpec
+    ragged: Ragged,
+    query: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    spec: LayerSpec,
 ) -> torch.Tensor:
     """What ``AttentionBackend.run`` returns, by the definition. Shapes as there."""
     starts, lens = ragged.query_starts.tolist(), ragged.kv_lens.tolist()
@@ -24,13 +30,25 @@ def attend(
                 (int(ragged.tables[row, p // ragged.block_size]), p % ragged.block_size)
                 for p in range(first, position + 1)
             ]
-            keys = torch.stack([key_cache[b, o] for b, o in at]).double().repeat_interleave(group, dim=1)
-            values = torch.stack([value_cache[b, o] for b, o in at]).double().repeat_interleave(group, dim=1)
-            out[starts[row] + i] = _one(query[starts[row] + i].double(), keys, values, spec).to(out.dtype)
+            keys = (
+                torch.stack([key_cache[b, o] for b, o in at])
+                .double()
+                .repeat_interleave(group, dim=1)
+            )
+            values = (
+                torch.stack([value_cache[b, o] for b, o in at])
+                .double()
+                .repeat_interleave(group, dim=1)
+            )
+            out[starts[row] + i] = _one(query[starts[row] + i].double(), keys, values, spec).to(
+                out.dtype
+            )
     return out
 
 
-def _one(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, spec: LayerSpec) -> torch.Tensor:
+def _one(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, spec: LayerSpec
+) -> torch.Tensor:
     """One token: query [H, D], keys [L, H, D], values [L, H, Dv] → [H, Dv]."""
     scores = torch.einsum("hd,lhd->hl", query, keys) * spec.scale
     if spec.softcap is not None:

@@ -1,8 +1,9 @@
-"""Drawing one token per row of logits: cuts, counter-based noise, and the race between the tokens left.
+"""Drawing one token per row of logits: cuts, counter-based noise, and the race between the tokens
+left.
 
-Owns the arithmetic of sampling on tensors. Knows no request and keeps no random state: a row's draw is a function
-of its own logits, its own parameters and its 64-bit key, so neither its place in the batch nor its batch mates
-matter. Three choices make that exact rather than likely:
+Owns the arithmetic of sampling on tensors. Knows no request and keeps no random state: a row's draw
+is a function of its own logits, its own parameters and its 64-bit key, so neither its place in the
+batch nor its batch mates matter. Three choices make that exact rather than likely:
 
 - Noise is a hash of (key, token). The hash works on 32-bit integers only, so it is the same bits on every device.
 - Every filter is a *cut*, the smallest score that stays. Tokens that tie with it stay too: which of two equal
@@ -22,12 +23,14 @@ UNIFORM_BITS = 31
 # The extremes of `gumbel`: the smallest and largest uniform it takes are 2^-32 and 1 - 2^-24.
 GUMBEL_MAX = -math.log(-math.log1p(-(2.0**-32)))
 GUMBEL_MIN = -math.log(-math.log1p(-(1 - 2.0**-24)))
-# One unit of probability mass is 2^-40 of the likeliest token's; rows up to 2^22 tokens sum without overflow.
+# One unit of probability mass is 2^-40 of the likeliest token's; rows up to 2^22 tokens sum without
+# overflow.
 MASS_BITS = 40
 MAX_VOCABULARY = 2**22
 # Slack on bounds that only skip work, wide enough for any rounding in them.
 SLACK = 1e-2
-# A few survivors are gathered and worked on by themselves; per element that costs as much as eight in place.
+# A few survivors are gathered and worked on by themselves; per element that costs as much as eight
+# in place.
 SPARSE = 8
 SMALL = 1 << 14
 # Elements that one pass works on: on the CPU its handful of temporaries stays in the cache.
@@ -58,7 +61,8 @@ def token_words(vocabulary: int, device: torch.device) -> Tensor:
 
 
 def keyed_hash(words: Tensor, low: Tensor, high: Tensor) -> Tensor:
-    """Uniform integers in [0, 2^31) from token words and the halves of row keys, all int32, broadcast together.
+    """Uniform integers in [0, 2^31) from token words and the halves of row keys, all int32,
+    broadcast together.
 
     lowbias32 with the key's low half mixed in before it and the high half between its rounds.
     """
@@ -69,17 +73,21 @@ def keyed_hash(words: Tensor, low: Tensor, high: Tensor) -> Tensor:
 
 
 def log_exponential(integers: Tensor) -> Tensor:
-    """The logarithm of standard exponential noise, float32, from integers in [0, 2^31): minus it is Gumbel noise.
+    """The logarithm of standard exponential noise, float32, from integers in [0, 2^31): minus it is
+    Gumbel noise.
 
-    ``log(-log1p(-u))`` with u = (integer + 1/2) / 2^31: winners have a small u, where float32 is finest. u is kept
-    below 1, so the noise is always finite.
+    ``log(-log1p(-u))`` with u = (integer + 1/2) / 2^31: winners have a small u, where float32 is
+    finest. u is kept below 1, so the noise is always finite.
     """
-    minus_u = integers.to(torch.float32).add_(0.5).mul_(-(2.0**-UNIFORM_BITS)).clamp_(min=2.0**-24 - 1)
+    minus_u = (
+        integers.to(torch.float32).add_(0.5).mul_(-(2.0**-UNIFORM_BITS)).clamp_(min=2.0**-24 - 1)
+    )
     return minus_u.log1p_().neg_().log_()
 
 
 def likeliest(values: Tensor) -> tuple[Tensor, Tensor]:
-    """Each row's largest value and the first place that has it; a NaN is larger than all. [R], [R] int64 from [R, V].
+    """Each row's largest value and the first place that has it; a NaN is larger than all. [R], [R]
+    int64 from [R, V].
 
     In one pass: torch's argmax alone takes six times as long on a CPU.
     """
@@ -90,20 +98,23 @@ def likeliest(values: Tensor) -> tuple[Tensor, Tensor]:
 def top_k_cut(scores: Tensor, top_k: Tensor, largest: int) -> Tensor:
     """The top_k-th largest score of each row.
 
-    ``scores`` [R, V] float32, ``top_k`` [R] int64 in 1..V, ``largest`` the largest of them. Returns [R].
+    ``scores`` [R, V] float32, ``top_k`` [R] int64 in 1..V, ``largest`` the largest of them. Returns
+    [R].
     """
     best = torch.topk(scores, largest, dim=-1, sorted=True).values
     return best.gather(1, top_k[:, None] - 1)[:, 0]
 
 
 def top_p_cut(scores: Tensor, floor: Tensor, top_p: Tensor) -> Tensor:
-    """The smallest score of each row's nucleus: the likeliest tokens that together hold ``top_p`` of the mass.
+    """The smallest score of each row's nucleus: the likeliest tokens that together hold ``top_p``
+    of the mass.
 
-    ``scores`` [R, V] float32, ``floor`` [R] float32 (what lies below has no mass), ``top_p`` [R] float64 in (0, 1).
-    Returns [R] float32. (Holtzman et al., "The Curious Case of Neural Text Degeneration", 2020.)
+    ``scores`` [R, V] float32, ``floor`` [R] float32 (what lies below has no mass), ``top_p`` [R]
+    float64 in (0, 1). Returns [R] float32. (Holtzman et al., "The Curious Case of Neural Text
+    Degeneration", 2020.)
 
-    Instead of sorting, the cut is found digit by digit: scores are at most 0, so the bits of their absolute values
-    order them, and each digit's mass tells in which one the wanted mass is reached.
+    Instead of sorting, the cut is found digit by digit: scores are at most 0, so the bits of their
+    absolute values order them, and each digit's mass tells in which one the wanted mass is reached.
     """
     row, score = _held(scores, floor)
     mass = score.exp().mul_(2.0**MASS_BITS).long()
@@ -113,10 +124,17 @@ def top_p_cut(scores: Tensor, floor: Tensor, top_p: Tensor) -> Tensor:
     for shift, width in ((20, 11), (10, 10), (0, 10)):
         digit = (bits >> shift).bitwise_and_((1 << width) - 1)
         key = row * (1 << width) + digit
-        held = mass.new_zeros(count << width).scatter_add_(0, key, mass).view(count, -1).cumsum_(dim=-1)
+        held = (
+            mass.new_zeros(count << width)
+            .scatter_add_(0, key, mass)
+            .view(count, -1)
+            .cumsum_(dim=-1)
+        )
         if wanted is None:
             total = held[:, -1]
-            wanted = torch.minimum((total.double() * top_p).ceil_().long(), total)  # float64 may round up
+            wanted = torch.minimum(
+                (total.double() * top_p).ceil_().long(), total
+            )  # float64 may round up
         place = (held < wanted[:, None]).sum(dim=-1, keepdim=True).clamp_(max=held.shape[1] - 1)
         wanted = wanted - torch.where(place > 0, held.gather(1, place - 1 + (place == 0)), 0)[:, 0]
         found = (found << width) + place[:, 0].to(torch.int32)
@@ -139,16 +157,20 @@ def _held(scores: Tensor, floor: Tensor) -> tuple[Tensor, Tensor]:
 def race(
     scores: Tensor, best: Tensor, cut: Tensor | None, low: Tensor, high: Tensor, words: Tensor
 ) -> Tensor:
-    """The token with the largest ``score + noise`` among those at or above the cut: one draw from their softmax.
+    """The token with the largest ``score + noise`` among those at or above the cut: one draw from
+    their softmax.
 
-    ``scores`` [R, V] float32, ``best`` [R] int64 the place of each row's 0, ``cut`` [R] float32 at most 0 or None
-    where nothing is cut, ``low`` and ``high`` [R] int32, ``words`` [V] int32 from ``token_words``. Returns [R] int64.
-    Equal sums go to the smallest id. (The Gumbel-max trick: Gumbel 1954.)
+    ``scores`` [R, V] float32, ``best`` [R] int64 the place of each row's 0, ``cut`` [R] float32 at
+    most 0 or None where nothing is cut, ``low`` and ``high`` [R] int32, ``words`` [V] int32 from
+    ``token_words``. Returns [R] int64. Equal sums go to the smallest id. (The Gumbel-max trick:
+    Gumbel 1954.)
     """
-    # A count would make the host wait for a device; there, and for little work, the dense form costs less.
+    # A count would make the host wait for a device; there, and for little work, the dense form
+    # costs less.
     if scores.device.type != "cpu" or scores.numel() <= SMALL:
         return _race_dense(scores, cut, low, high, words)
-    # The likeliest token's sum is known now; one that cannot reach it even with the largest noise need not run.
+    # The likeliest token's sum is known now; one that cannot reach it even with the largest noise
+    # need not run.
     lead = log_exponential(keyed_hash(words[best], low, high)).neg_()
     bound = lead - (GUMBEL_MAX + SLACK)
     running = scores >= (bound if cut is None else torch.maximum(cut, bound))[:, None]
@@ -157,14 +179,18 @@ def race(
     return _race_sparse(scores, running, low, high, words)
 
 
-def _race_dense(scores: Tensor, cut: Tensor | None, low: Tensor, high: Tensor, words: Tensor) -> Tensor:
+def _race_dense(
+    scores: Tensor, cut: Tensor | None, low: Tensor, high: Tensor, words: Tensor
+) -> Tensor:
     total = scores - log_exponential(keyed_hash(words[None, :], low[:, None], high[:, None]))
     if cut is not None:
         total.masked_fill_(scores < cut[:, None], -math.inf)
     return likeliest(total)[1]
 
 
-def _race_sparse(scores: Tensor, running: Tensor, low: Tensor, high: Tensor, words: Tensor) -> Tensor:
+def _race_sparse(
+    scores: Tensor, running: Tensor, low: Tensor, high: Tensor, words: Tensor
+) -> Tensor:
     rows, tokens = running.nonzero(as_tuple=True)
     total = scores[rows, tokens] - log_exponential(keyed_hash(words[tokens], low[rows], high[rows]))
     best = total.new_full((scores.shape[0],), -math.inf).scatter_reduce_(0, rows, total, "amax")

@@ -1,7 +1,8 @@
 """Paged attention in plain torch, made for CPUs; it runs on any device.
 
-Owns the layer's half: gather, ``scaled_dot_product_attention``, scatter. Never builds a mask over more than one row's
-queries and keys, so a step costs the sum of its rows, not their square, and of a row only STRIP queries high.
+Owns the layer's half: gather, ``scaled_dot_product_attention``, scatter. Never builds a mask over
+more than one row's queries and keys, so a step costs the sum of its rows, not their square, and of
+a row only STRIP queries high.
 
 Three ideas, each measured on two cores:
 
@@ -30,8 +31,8 @@ class Scratch:
         self._buffer: torch.Tensor | None = None
 
     def read(self, cache: torch.Tensor, keys: Keys) -> torch.Tensor:
-        """The tokens of ``keys`` [n · length, kv heads, dim]: a view of the cache where they are consecutive, else a
-        copy that lives until the next read.
+        """The tokens of ``keys`` [n · length, kv heads, dim]: a view of the cache where they are
+        consecutive, else a copy that lives until the next read.
         """
         flat = cache.view(-1, *cache.shape[2:])
         if keys.start is not None:
@@ -39,14 +40,20 @@ class Scratch:
         if keys.slots is None:
             raise ValueError("keys: neither a run nor slots")
         needed = keys.slots.shape[0] * flat[0].numel()
-        if self._buffer is None or self._buffer.numel() < needed or self._buffer.dtype != flat.dtype:
+        if (
+            self._buffer is None
+            or self._buffer.numel() < needed
+            or self._buffer.dtype != flat.dtype
+        ):
             self._buffer = torch.empty(needed, dtype=flat.dtype, device=flat.device)
         out = self._buffer[:needed].view(keys.slots.shape[0], *flat.shape[1:])
         return torch.index_select(flat, 0, keys.slots, out=out)
 
 
 class TorchAttention:
-    """``AttentionBackend`` in plain torch. See the module for how it works and ``reference`` for what it computes."""
+    """``AttentionBackend`` in plain torch. See the module for how it works and ``reference`` for
+    what it computes.
+    """
 
     name = "torch"
 
@@ -69,7 +76,9 @@ class TorchAttention:
         spec: LayerSpec,
     ) -> torch.Tensor:
         if spec.window != plan.window:
-            raise ValueError(f"window: the layer has {spec.window}, the plan was made for {plan.window}")
+            raise ValueError(
+                f"window: the layer has {spec.window}, the plan was made for {plan.window}"
+            )
         out = query.new_empty(query.shape[0], self.heads.query, self.heads.value_dim)
         for decodes in plan.decodes:
             self._run_decodes(decodes, query, key_cache, value_cache, spec, out)
@@ -121,7 +130,9 @@ class TorchAttention:
         q = query[piece.begin : piece.end].view(count, h.kv, h.group, h.dim).permute(1, 2, 0, 3)
         k = key.to(q.dtype).transpose(0, 1)[:, None].expand(-1, h.group, -1, -1)
         v = value.to(q.dtype).transpose(0, 1)[:, None].expand(-1, h.group, -1, -1)
-        target = out[piece.begin : piece.end].view(count, h.kv, h.group, h.value_dim).permute(1, 2, 0, 3)
+        target = (
+            out[piece.begin : piece.end].view(count, h.kv, h.group, h.value_dim).permute(1, 2, 0, 3)
+        )
         fused = spec.softcap is None and spec.sinks is None
         if fused and piece.plain_causal:
             target.copy_(F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=spec.scale))
@@ -148,7 +159,8 @@ def _explicit(
 ) -> torch.Tensor:
     """Attention with its scores written out, for what the fused operator lacks. Softmax in float32.
 
-    query [a, b, m, D], key [a, b, L, D], value [a, b, L, Dv], mask and sinks broadcast against the scores [a, b, m, L].
+    query [a, b, m, D], key [a, b, L, D], value [a, b, L, Dv], mask and sinks broadcast against the
+    scores [a, b, m, L].
     """
     scores = (query @ key.transpose(2, 3)) * spec.scale
     if spec.softcap is not None:

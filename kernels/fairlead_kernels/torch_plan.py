@@ -1,6 +1,7 @@
 """The host's half of plain-torch attention: a step's rows, cut into pieces.
 
-Owns which rows are attended together, where their keys lie and what is masked. Never reads the cache.
+Owns which rows are attended together, where their keys lie and what is masked. Never reads the
+cache.
 """
 
 from collections.abc import Iterator
@@ -23,7 +24,9 @@ Index = npt.NDArray[np.int64]
 
 @dataclass(slots=True, eq=False)
 class Keys:
-    """Where the keys of a piece lie: ``start`` of a consecutive run of slots, or ``slots`` int64 [n · length]."""
+    """Where the keys of a piece lie: ``start`` of a consecutive run of slots, or ``slots`` int64 [n
+    · length].
+    """
 
     length: int
     start: int | None = None
@@ -32,7 +35,8 @@ class Keys:
 
 @dataclass(slots=True, eq=False)
 class Decodes:
-    """Rows with one query each and similar lengths. ``tokens`` int64 [n]: their places among the packed tokens.
+    """Rows with one query each and similar lengths. ``tokens`` int64 [n]: their places among the
+    packed tokens.
 
     ``mask`` [n, 1, 1, length]: 0 or -inf, None when all rows have the full length.
     """
@@ -44,7 +48,9 @@ class Decodes:
 
 @dataclass(slots=True, eq=False)
 class Prefill:
-    """One row with several queries: packed tokens ``begin:end``, the first at ``position``, keys from ``first_key``."""
+    """One row with several queries: packed tokens ``begin:end``, the first at ``position``, keys
+    from ``first_key``.
+    """
 
     begin: int
     end: int
@@ -64,7 +70,9 @@ class Prefill:
         """The row in strips of queries, each with the keys that any of them sees."""
         for at in range(0, self.end - self.begin, STRIP):
             stop = min(at + STRIP, self.end - self.begin)
-            low = 0 if self.window is None else self.position + at - self.window + 1 - self.first_key
+            low = (
+                0 if self.window is None else self.position + at - self.window + 1 - self.first_key
+            )
             yield Strip(self, at, stop, max(0, low), self.position + stop - self.first_key)
 
 
@@ -83,12 +91,18 @@ class Strip(NamedTuple):
         kept = row.masks.get((self.begin, dtype))
         if kept is not None:
             return kept
-        query = torch.arange(row.position + self.begin, row.position + self.end, device=device)[:, None]
-        key = torch.arange(row.first_key + self.low, row.first_key + self.high, device=device)[None, :]
+        query = torch.arange(row.position + self.begin, row.position + self.end, device=device)[
+            :, None
+        ]
+        key = torch.arange(row.first_key + self.low, row.first_key + self.high, device=device)[
+            None, :
+        ]
         hidden = key > query
         if row.window is not None:
             hidden |= key <= query - row.window
-        mask = torch.zeros(hidden.shape, dtype=dtype, device=device).masked_fill_(hidden, -torch.inf)
+        mask = torch.zeros(hidden.shape, dtype=dtype, device=device).masked_fill_(
+            hidden, -torch.inf
+        )
         if (row.end - row.begin) * row.keys.length <= KEPT_MASK_ELEMENTS:
             row.masks[self.begin, dtype] = mask
         return mask
@@ -124,12 +138,18 @@ class _Rows(NamedTuple):
 
 
 def plan(ragged: Ragged, device: torch.device, dtype: torch.dtype, gather_tokens: int) -> TorchPlan:
-    """Cut the rows into pieces. ``gather_tokens``: keys that one batch of decodes may gather, padding included."""
+    """Cut the rows into pieces. ``gather_tokens``: keys that one batch of decodes may gather,
+    padding included.
+    """
     starts = ragged.query_starts.numpy().astype(np.int64)
     lens = ragged.kv_lens.numpy().astype(np.int64)
     counts = np.diff(starts)
     position = lens - counts
-    first = np.zeros_like(lens) if ragged.window is None else np.maximum(0, position - ragged.window + 1)
+    first = (
+        np.zeros_like(lens)
+        if ragged.window is None
+        else np.maximum(0, position - ragged.window + 1)
+    )
     rows = _Rows(starts, first, lens, ragged.tables.numpy(), ragged.block_size)
     single = np.flatnonzero(counts == 1)
     single = single[np.argsort((lens - first)[single], kind="stable")]
@@ -158,28 +178,33 @@ def _decodes(rows: _Rows, chosen: Index, device: torch.device, dtype: torch.dtyp
     first, last = rows.first[chosen][:, None], rows.lens[chosen][:, None] - 1
     length = int((last - first).max()) + 1
     wanted = first + np.arange(length)
-    # Padding repeats the row's own last token: a stale NaN in a block that the row does not fill would survive any
-    # mask (0 times NaN), and let one request spoil another's.
+    # Padding repeats the row's own last token: a stale NaN in a block that the row does not fill
+    # would survive any mask (0 times NaN), and let one request spoil another's.
     at = np.minimum(wanted, last)
     slots = np.take_along_axis(rows.tables[chosen], at // rows.block_size, axis=1).astype(np.int64)
     slots = slots * rows.block_size + at % rows.block_size
     padded = wanted > last
     mask = None
     if padded.any():
-        mask = torch.zeros(padded.shape, dtype=dtype).masked_fill_(torch.from_numpy(padded), -torch.inf)
+        mask = torch.zeros(padded.shape, dtype=dtype).masked_fill_(
+            torch.from_numpy(padded), -torch.inf
+        )
         mask = mask[:, None, None, :].to(device)
     return Decodes(tokens, Keys(length, slots=torch.from_numpy(slots.reshape(-1)).to(device)), mask)
 
 
 def _bins(lengths: Index, limit: int) -> list[slice]:
-    """Cut ascending ``lengths`` into runs whose padded size stays within ``limit`` tokens and twice the useful one.
+    """Cut ascending ``lengths`` into runs whose padded size stays within ``limit`` tokens and twice
+    the useful one.
 
     A run always takes its first row, however long.
     """
     runs: list[slice] = []
     begin = 0
     for i, length in enumerate(lengths.tolist()):
-        if i > begin and ((i + 1 - begin) * length > limit or length > max(64, 2 * int(lengths[begin]))):
+        if i > begin and (
+            (i + 1 - begin) * length > limit or length > max(64, 2 * int(lengths[begin]))
+        ):
             runs.append(slice(begin, i))
             begin = i
     if begin < len(lengths):

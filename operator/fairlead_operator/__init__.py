@@ -1,1 +1,3 @@
-"""The Kubernetes side: one InferenceDeployment becomes running pods, scaled on queue depth. No torch in here."""
+"""The Kubernetes side: one InferenceDeployment becomes running pods, scaled on queue depth. No
+torch in here.
+"""

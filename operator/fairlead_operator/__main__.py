@@ -35,7 +35,9 @@ async def _until_signalled(settings: Settings) -> None:
     try:
         server = serve(health, settings.probe_port)
     except OSError as error:
-        raise SettingsError(f"--probe-port {settings.probe_port}: {error.strerror}: take another") from None
+        raise SettingsError(
+            f"--probe-port {settings.probe_port}: {error.strerror}: take another"
+        ) from None
     work = asyncio.create_task(Operator(settings, health, metrics).run())
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):

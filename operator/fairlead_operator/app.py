@@ -1,7 +1,8 @@
-"""Everything that runs in the process, and how it ends: only by a signal, never by what the API server answers.
+"""Everything that runs in the process, and how it ends: only by a signal, never by what the API
+server answers.
 
-Owns the parts' lifetimes. kopf's watches make things quick, the steady re-list through our own client makes them
-certain: what a watch hid is seen at most ``RELIST_SECONDS`` later.
+Owns the parts' lifetimes. kopf's watches make things quick, the steady re-list through our own
+client makes them certain: what a watch hid is seen at most ``RELIST_SECONDS`` later.
 """
 
 import asyncio
@@ -53,9 +54,18 @@ class Operator:
     """One operator process. ``run`` works until cancelled."""
 
     def __init__(
-        self, settings: Settings, health: Health, metrics: Metrics, environ: Mapping[str, str] = os.environ
+        self,
+        settings: Settings,
+        health: Health,
+        metrics: Metrics,
+        environ: Mapping[str, str] = os.environ,
     ) -> None:
-        self._settings, self._health, self._metrics, self._environ = settings, health, metrics, environ
+        self._settings, self._health, self._metrics, self._environ = (
+            settings,
+            health,
+            metrics,
+            environ,
+        )
         self._kinds = watched(claims=settings.create_model_cache)
         self._store = Store()
         self._memory = Memory()
@@ -93,7 +103,9 @@ class Operator:
                 async with asyncio.timeout(RELEASE_SECONDS):
                     await self._election.release()
 
-    async def _pass(self, reconcile: Callable[[Key], Awaitable[float | None]], key: Key) -> float | None:
+    async def _pass(
+        self, reconcile: Callable[[Key], Awaitable[float | None]], key: Key
+    ) -> float | None:
         if not self._election.holds() or not self._store.synced(self._kinds):
             return None  # taking over wakes every key, and so does the first list
         with self._metrics.duration.time():

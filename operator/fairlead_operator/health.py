@@ -16,7 +16,9 @@ STALE_SECONDS = 30.0
 class Health:
     """Told by the event loop that it lives (``beat``) and that it knows the cluster (``ready``)."""
 
-    def __init__(self, registry: CollectorRegistry, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, registry: CollectorRegistry, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._registry, self._clock = registry, clock
         self._beat = clock()
         self.ready = False
@@ -25,14 +27,20 @@ class Health:
         self._beat = self._clock()
 
     def answer(self, path: str) -> tuple[int, str, bytes]:
-        """Status, content type and body of a path. The API server being away is no reason to be restarted."""
+        """Status, content type and body of a path. The API server being away is no reason to be
+        restarted.
+        """
         if path == "/metrics":
             return 200, CONTENT_TYPE_LATEST, generate_latest(self._registry)
         if path not in {"/healthz", "/readyz"}:
             return 404, "text/plain", b"not found\n"
         silence = self._clock() - self._beat
         if silence > STALE_SECONDS:
-            return 503, "text/plain", f"the event loop has not turned for {silence:.0f} s\n".encode()
+            return (
+                503,
+                "text/plain",
+                f"the event loop has not turned for {silence:.0f} s\n".encode(),
+            )
         if path == "/readyz" and not self.ready:
             return 503, "text/plain", b"the cluster has not been listed yet\n"
         return 200, "text/plain", b"ok\n"
@@ -57,7 +65,9 @@ def serve(health: Health, port: int) -> ThreadingHTTPServer:
 
     class Server(ThreadingHTTPServer):
         def handle_error(self, request: object, client_address: object) -> None:
-            """Clients that leave early are no news either; the default prints a traceback between the JSON lines."""
+            """Clients that leave early are no news either; the default prints a traceback between
+            the JSON lines.
+            """
 
     server = Server(("", port), Handler)
     server.daemon_threads = True

@@ -9,7 +9,10 @@ class Metrics:
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
         self.reconciles = Counter(
-            "fairlead_operator_reconciles", "Passes over one resource", ["result"], registry=self.registry
+            "fairlead_operator_reconciles",
+            "Passes over one resource",
+            ["result"],
+            registry=self.registry,
         )
         self.duration = Histogram(
             "fairlead_operator_reconcile_seconds",
@@ -18,7 +21,10 @@ class Metrics:
             registry=self.registry,
         )
         self.errors = Counter(
-            "fairlead_operator_errors", "Failures by the part that failed", ["part"], registry=self.registry
+            "fairlead_operator_errors",
+            "Failures by the part that failed",
+            ["part"],
+            registry=self.registry,
         )
         self.calls = Counter(
             "fairlead_operator_api_calls",
@@ -27,7 +33,9 @@ class Metrics:
             registry=self.registry,
         )
         self.leader = Gauge(
-            "fairlead_operator_leader", "1 while this process holds the Lease", registry=self.registry
+            "fairlead_operator_leader",
+            "1 while this process holds the Lease",
+            registry=self.registry,
         )
         self.restarts = Counter(
             "fairlead_operator_watch_restarts",

@@ -1,7 +1,7 @@
 """The operator on one screen: observe → decide → render → diff → apply → report, for one resource.
 
-Level-triggered: what woke it does not matter, and running it again changes nothing. It reads the store, never
-the network; it writes through ``Cluster``, which is fenced by the Lease.
+Level-triggered: what woke it does not matter, and running it again changes nothing. It reads the
+store, never the network; it writes through ``Cluster``, which is fenced by the Lease.
 """
 
 import logging
@@ -71,7 +71,9 @@ class Reconciler:
         except ResourceError as error:
             refusal = blocker("InvalidSpec", f"{RESOURCE.name}/{key[1]}", str(error))
             generation = int(body["metadata"].get("generation") or 0)
-            await self._report(body, invalid(generation, refusal, body.get("status") or {}, self._now()))
+            await self._report(
+                body, invalid(generation, refusal, body.get("status") or {}, self._now())
+            )
             return self._again(body, RESYNC_SECONDS)
 
         known = self._memory.of(key, resource.uid)
@@ -79,9 +81,13 @@ class Reconciler:
         known.begin(before, self._clock())
         seen = observe(self._cluster.store, key, resource.uid)
         revision = pod_template(resource, self._settings)["metadata"]["labels"][REVISION_LABEL]
-        strategy, why = choose(resource, seen, revision, (before.get("rollout") or {}).get("why", ""))
+        strategy, why = choose(
+            resource, seen, revision, (before.get("rollout") or {}).get("why", "")
+        )
         planned = capacity(resource, known)
-        scaling = scale(resource, seen, known, planned.full_length_sequences, self._now(), self._clock())
+        scaling = scale(
+            resource, seen, known, planned.full_length_sequences, self._now(), self._clock()
+        )
         found = not_allowed(resource, self._settings)
 
         cached = keeps_weights(resource) and bool(seen.serving(revision))
@@ -100,7 +106,9 @@ class Reconciler:
             revision=revision,
             strategy=strategy,
             why=why,
-            blockers=judge(resource, seen, known, revision, scaling.replicas, planned, found, before),
+            blockers=judge(
+                resource, seen, known, revision, scaling.replicas, planned, found, before
+            ),
             capacity=planned,
             drained=known.drained_since(revision),
             canaries=frozenset(known.canaries),
@@ -109,7 +117,9 @@ class Reconciler:
             autoscaling=scaling.status,
             scaling=scaling.condition,
         )
-        while known.untold:  # kept until written: a pass may end early, and what changed is seen once
+        while (
+            known.untold
+        ):  # kept until written: a pass may end early, and what changed is seen once
             await self._event(body, known.untold[0])
             del known.untold[0]
         if known.in_the_dark(self._clock()) and told(before, resource.generation):
@@ -118,16 +128,20 @@ class Reconciler:
         return self._again(body, min(REFUSED_SECONDS if found else RESYNC_SECONDS, scaling.again))
 
     def _again(self, body: Object, after: float) -> float:
-        """At once if the answer to our status held a newer spec: the watch then brings nothing newer, and no wake."""
+        """At once if the answer to our status held a newer spec: the watch then brings nothing
+        newer, and no wake.
+        """
         live = self._cluster.store.get(RESOURCE, key_of(body))
-        newer = live is not None and live["metadata"].get("generation") != body["metadata"].get("generation")
+        newer = live is not None and live["metadata"].get("generation") != body["metadata"].get(
+            "generation"
+        )
         return 0.0 if newer else after
 
     async def _make_sure(self, body: Object, plan: Plan) -> None:
         """Ask before anything is written: lists and watches may show an old world.
 
-        An old resource would undo its owner's last change, an old Deployment the autoscaler's last count.
-        Raises ApiError (409, Stale) when this pass was decided from either.
+        An old resource would undo its owner's last change, an old Deployment the autoscaler's last
+        count. Raises ApiError (409, Stale) when this pass was decided from either.
         """
         changed = [(BY_NAME[one.manifest["kind"]], one.manifest) for one in plan.apply if one.uid]
         asked = [(RESOURCE, key_of(body))] if plan.apply or plan.delete else []
@@ -136,10 +150,14 @@ class Reconciler:
             held = self._cluster.store.get(kind, key)
             live = await self._look(kind, key)
             if held is None or live is None or not _same_spec(held, live):
-                raise ApiError(409, "Stale", f"{kind.name}/{key[1]} has changed since it was last seen")
+                raise ApiError(
+                    409, "Stale", f"{kind.name}/{key[1]} has changed since it was last seen"
+                )
 
     async def _carry_out(self, plan: Plan) -> list[Blocker]:
-        """Write; what the API server refuses for good is a blocker, everything else an error to retry."""
+        """Write; what the API server refuses for good is a blocker, everything else an error to
+        retry.
+        """
         refused = []
         for step in plan.apply:
             kind = BY_NAME[step.manifest["kind"]]
@@ -170,7 +188,9 @@ class Reconciler:
         return refused
 
     async def _refresh(self, kind: Kind, key: Key, error: ApiError) -> None:
-        """After a conflict what is held is old: look once, for a watch may go on hiding it until the next list."""
+        """After a conflict what is held is old: look once, for a watch may go on hiding it until
+        the next list.
+        """
         if error.code == 409:
             await self._look(kind, key)
 
@@ -185,7 +205,9 @@ class Reconciler:
         return body
 
     async def _look_again(self, step: Apply) -> list[Blocker]:
-        """Something has the name of an object to be created: ours that we had not seen, or somebody else's."""
+        """Something has the name of an object to be created: ours that we had not seen, or somebody
+        else's.
+        """
         kind = BY_NAME[step.manifest["kind"]]
         meta = step.manifest["metadata"]
         body = await self._cluster.get(kind, (meta["namespace"], meta["name"]))
@@ -219,12 +241,16 @@ class Reconciler:
 
 
 def _same_spec(held: Object, live: Object) -> bool:
-    return all(held["metadata"].get(name) == live["metadata"].get(name) for name in ("uid", "generation"))
+    return all(
+        held["metadata"].get(name) == live["metadata"].get(name) for name in ("uid", "generation")
+    )
 
 
 def _conflict(one: Conflict) -> Blocker:
     return blocker(
-        "Conflict", f"{one.kind}/{one.name}", f"{one.kind} {one.name} exists and belongs to {one.owner}"
+        "Conflict",
+        f"{one.kind}/{one.name}",
+        f"{one.kind} {one.name} exists and belongs to {one.owner}",
     )
 
 

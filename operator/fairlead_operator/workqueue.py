@@ -36,7 +36,9 @@ class WorkQueue(Generic[K]):
         self._due: dict[K, float] = {}
         self._heap: list[tuple[float, int, K]] = []
         self._order = itertools.count()
-        self._active: dict[K, float | None] = {}  # value: when it was woken for while being worked on
+        self._active: dict[
+            K, float | None
+        ] = {}  # value: when it was woken for while being worked on
         self._failures: dict[K, int] = {}
         self._news = asyncio.Event()
 
@@ -116,5 +118,9 @@ class WorkQueue(Generic[K]):
         self._failures[key] = count + 1
         wait = min(LONGEST_WAIT, FIRST_WAIT * 2.0 ** min(count, 8)) * self._rng.uniform(0.75, 1.0)
         wait = max(wait, getattr(error, "retry_after", 0.0))
-        log.warning("pass failed, again in %.1f s", wait, extra={"key": str(key), "error": str(error)[:1024]})
+        log.warning(
+            "pass failed, again in %.1f s",
+            wait,
+            extra={"key": str(key), "error": str(error)[:1024]},
+        )
         self._schedule(key, self._clock() + wait)

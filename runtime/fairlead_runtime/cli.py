@@ -1,9 +1,9 @@
 """``fairlead``: a dispatcher over the entry-point group ``fairlead.commands``.
 
-Owns finding, listing and calling commands; knows none of them. A command's module is imported when it is called and
-not before, and ``--help`` reads the first line of each module's docstring from its source, so listing commands
-imports neither torch nor kopf. A command is ``main(args) -> exit code``: 0 good, 1 the answer is no, 2 cannot be
-done as asked.
+Owns finding, listing and calling commands; knows none of them. A command's module is imported when
+it is called and not before, and ``--help`` reads the first line of each module's docstring from its
+source, so listing commands imports neither torch nor kopf. A command is ``main(args) -> exit
+code``: 0 good, 1 the answer is no, 2 cannot be done as asked.
 """
 
 import ast
@@ -36,15 +36,15 @@ def main(args: Sequence[str] | None = None) -> int:
 
 
 def _call(point: EntryPoint, args: Sequence[str]) -> int:
-    """Run a command; an interrupted one and one whose reader left end quietly, with the shell's codes."""
+    """Run a command; an interrupted one and one whose reader left end quietly, with the shell's
+    codes.
+    """
     _bound_spinning()
     try:
         command: Command = point.load()
     except ModuleNotFoundError as error:
         # The base installation carries neither torch nor kopf; the extras do.
-        message = (
-            f"fairlead {point.name}: {error.name} is not installed: pip install 'fairlead[{_extra(point)}]'"
-        )
+        message = f"fairlead {point.name}: {error.name} is not installed: pip install 'fairlead[{_extra(point)}]'"
         print(message, file=sys.stderr)  # noqa: T201 - an error
         return 2
     try:
@@ -58,10 +58,12 @@ def _call(point: EntryPoint, args: Sequence[str]) -> int:
 
 
 def _bound_spinning() -> None:
-    """Let OpenMP's threads wait awake for some microseconds, then sleep. It is read when torch is first imported.
+    """Let OpenMP's threads wait awake for some microseconds, then sleep. It is read when torch is
+    first imported.
 
-    By its default they stay awake for milliseconds, and a step of the demo model takes up to sixty times as long
-    beside another busy process. Sleeping at once costs a third of the speed on quiet cores. benchmarks/README.md.
+    By its default they stay awake for milliseconds, and a step of the demo model takes up to sixty
+    times as long beside another busy process. Sleeping at once costs a third of the speed on quiet
+    cores. benchmarks/README.md.
     """
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", "20000")
@@ -71,7 +73,13 @@ def usage(commands: Mapping[str, EntryPoint]) -> str:
     width = max(map(len, commands), default=0)
     lines = [f"  {name:<{width}}  {summary(commands[name])}" for name in sorted(commands)]
     return "\n".join(
-        ["usage: fairlead COMMAND [ARGUMENTS]", "", *lines, "", "fairlead COMMAND --help tells more."]
+        [
+            "usage: fairlead COMMAND [ARGUMENTS]",
+            "",
+            *lines,
+            "",
+            "fairlead COMMAND --help tells more.",
+        ]
     )
 
 

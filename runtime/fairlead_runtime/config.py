@@ -1,7 +1,9 @@
-"""EngineConfig: one definition for the custom resource's field, the pod's argument and the engine's setting.
+"""EngineConfig: one definition for the custom resource's field, the pod's argument and the engine's
+setting.
 
-Owns every knob of one engine with its unit, default and bounds, and the two pure conversions between a
-configuration and an argument list. Reads no environment, opens no file, imports neither torch nor kopf.
+Owns every knob of one engine with its unit, default and bounds, and the two pure conversions
+between a configuration and an argument list. Reads no environment, opens no file, imports neither
+torch nor kopf.
 """
 
 import argparse
@@ -45,10 +47,18 @@ def knob(
 ) -> Any:
     """A field with what its three faces need.
 
-    ``cr`` is the dotted path of the custom resource's field (None: the resource has none), ``low`` and
-    ``high`` the inclusive bounds, ``when`` the advice that docs/runtime.md prints.
+    ``cr`` is the dotted path of the custom resource's field (None: the resource has none), ``low``
+    and ``high`` the inclusive bounds, ``when`` the advice that docs/runtime.md prints.
     """
-    meta = {"help": help, "unit": unit, "when": when, "cr": cr, "low": low, "high": high, "metavar": metavar}
+    meta = {
+        "help": help,
+        "unit": unit,
+        "when": when,
+        "cr": cr,
+        "low": low,
+        "high": high,
+        "metavar": metavar,
+    }
     return field(default=default, metadata=meta)
 
 
@@ -56,12 +66,16 @@ def knob(
 class EngineConfig:
     """Every setting of one engine. Frozen: "auto" and None are resolved once, into other objects.
 
-    Raises ConfigError on construction when a value is out of bounds or two values contradict each other.
+    Raises ConfigError on construction when a value is out of bounds or two values contradict each
+    other.
     """
 
     # -- model
     revision: str = knob(
-        "", "commit, tag or branch of a hub model", when="Pin a commit in production.", cr="model.revision"
+        "",
+        "commit, tag or branch of a hub model",
+        when="Pin a commit in production.",
+        cr="model.revision",
     )
     served_name: str = knob(
         "",
@@ -83,7 +97,10 @@ class EngineConfig:
         cr="engine.dtype",
     )
     quantization: Quantization = knob(
-        "none", "weight quantization", when="To fit a model that is too large.", cr="engine.quantization"
+        "none",
+        "weight quantization",
+        when="To fit a model that is too large.",
+        cr="engine.quantization",
     )
     max_model_len: int | None = knob(
         None,
@@ -247,7 +264,11 @@ class EngineConfig:
         low=0.0,
     )
     seed: int = knob(
-        0, "seed of requests that bring none", when="To vary or to repeat whole runs.", low=0, high=2**63 - 1
+        0,
+        "seed of requests that bring none",
+        when="To vary or to repeat whole runs.",
+        low=0,
+        high=2**63 - 1,
     )
     api_key_file: str = knob(
         "",
@@ -275,11 +296,15 @@ class EngineConfig:
             _check(f, getattr(self, f.name))
         if self.block_size & (self.block_size - 1):
             raise ConfigError(
-                "block_size", f"{self.block_size} is no power of two", "use 4, 8, 16, 32, 64, 128 or 256"
+                "block_size",
+                f"{self.block_size} is no power of two",
+                "use 4, 8, 16, 32, 64, 128 or 256",
             )
 
     def clamped(self) -> Self:
-        """With max_requests at most max_batch_tokens: a step gives every request at least one token."""
+        """With max_requests at most max_batch_tokens: a step gives every request at least one
+        token.
+        """
         return dataclasses.replace(self, max_requests=min(self.max_requests, self.max_batch_tokens))
 
     def to_args(self) -> list[str]:
@@ -318,7 +343,9 @@ class EngineConfig:
         for name in values:
             if name not in known:
                 near = difflib.get_close_matches(name, known, n=1)
-                raise ConfigError(name, "no such setting", f"did you mean {near[0]}?" if near else "")
+                raise ConfigError(
+                    name, "no such setting", f"did you mean {near[0]}?" if near else ""
+                )
         return cls(**values)
 
 
@@ -383,11 +410,17 @@ def _check(f: "dataclasses.Field[Any]", value: Any) -> None:
     if not good:
         raise ConfigError(f.name, f"expected {kind.__name__}, got {value!r}")
     if choices_of(f.name) and value not in choices_of(f.name):
-        raise ConfigError(f.name, f"{value!r} is not supported", "use " + ", ".join(choices_of(f.name)))
+        raise ConfigError(
+            f.name, f"{value!r} is not supported", "use " + ", ".join(choices_of(f.name))
+        )
     if isinstance(value, float) and not math.isfinite(value):
         raise ConfigError(f.name, f"{value} is not finite")
     low, high = f.metadata["low"], f.metadata["high"]
     if low is not None and value < low:
-        raise ConfigError(f.name, f"{value} is below the smallest allowed, {low}", f"set at least {low}")
+        raise ConfigError(
+            f.name, f"{value} is below the smallest allowed, {low}", f"set at least {low}"
+        )
     if high is not None and value > high:
-        raise ConfigError(f.name, f"{value} is above the largest allowed, {high}", f"set at most {high}")
+        raise ConfigError(
+            f.name, f"{value} is above the largest allowed, {high}", f"set at most {high}"
+        )

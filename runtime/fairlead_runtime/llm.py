@@ -1,7 +1,7 @@
 """The Python face for batches: ``LLM(model, **engine_config).generate(prompts, sampling_params)``.
 
-Owns the drive of an engine in the caller's own thread, without asyncio, and the result's shape, which is vLLM's.
-Decides nothing: the same engine, intake and text as the server's.
+Owns the drive of an engine in the caller's own thread, without asyncio, and the result's shape,
+which is vLLM's. Decides nothing: the same engine, intake and text as the server's.
 """
 
 import gc
@@ -29,7 +29,8 @@ Prompt = str | Mapping[str, Sequence[int]]
 
 @dataclass(slots=True)
 class CompletionOutput:
-    """One choice. ``logprobs`` has one mapping (token id → Logprob) per token id, None unless asked for.
+    """One choice. ``logprobs`` has one mapping (token id → Logprob) per token id, None unless asked
+    for.
 
     ``message`` says what went wrong when ``finish_reason`` is "error".
     """
@@ -53,10 +54,11 @@ class RequestOutput:
 
 
 class LLM:
-    """A model in this process. ``engine_config`` takes the fields of EngineConfig, the server's flags.
+    """A model in this process. ``engine_config`` takes the fields of EngineConfig, the server's
+    flags.
 
-    ``model``: ``demo:``, ``owner/name``, ``hf://owner/name``, a path or ``file:///path``. Raises ConfigError,
-    ModelError or SelfTestError. Not to be used from two threads at once.
+    ``model``: ``demo:``, ``owner/name``, ``hf://owner/name``, a path or ``file:///path``. Raises
+    ConfigError, ModelError or SelfTestError. Not to be used from two threads at once.
     """
 
     def __init__(self, model: str, **engine_config: object) -> None:
@@ -73,8 +75,9 @@ class LLM:
     ) -> list[RequestOutput]:
         """Complete every prompt; results in the order of the prompts.
 
-        ``prompts``: texts or ``{"prompt_token_ids": [...]}``; ``sampling_params``: one for all or one per prompt.
-        Raises RequestError, before anything runs, for a prompt that cannot be served.
+        ``prompts``: texts or ``{"prompt_token_ids": [...]}``; ``sampling_params``: one for all or
+        one per prompt. Raises RequestError, before anything runs, for a prompt that cannot be
+        served.
         """
         given = [prompts] if isinstance(prompts, str | Mapping) else list(prompts)
         submissions = [
@@ -99,7 +102,8 @@ class LLM:
         return results
 
     def stream(self, submissions: Sequence[Submission]) -> Iterator[tuple[int, Output]]:
-        """(place of its submission, Output) as the engine makes them, one Output per choice and step.
+        """(place of its submission, Output) as the engine makes them, one Output per choice and
+        step.
 
         Leaving the iterator early aborts what still runs. Raises as ``generate`` does.
         """
@@ -137,7 +141,9 @@ class LLM:
             except QueueFull:
                 return
             waiting.popleft()
-            choices = {i: Choice(i, submissions[number], built.vocabulary) for i in range(request.params.n)}
+            choices = {
+                i: Choice(i, submissions[number], built.vocabulary) for i in range(request.params.n)
+            }
             live[request.id] = number, choices
 
     def _outputs(
@@ -175,7 +181,9 @@ class LLM:
         return self._require()
 
     def shutdown(self) -> None:
-        """Give model and cache back. Further calls of ``generate`` fail; a second ``shutdown`` does nothing."""
+        """Give model and cache back. Further calls of ``generate`` fail; a second ``shutdown`` does
+        nothing.
+        """
         self._built = None
         gc.collect()
         if torch.cuda.is_available():
@@ -185,7 +193,10 @@ class LLM:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self.shutdown()
 

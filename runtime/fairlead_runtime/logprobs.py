@@ -1,7 +1,7 @@
 """Log-probabilities as clients see them, in vLLM's shape.
 
-Owns the light form that travels with a token through the engine and its conversion at the edge. Holds plain
-Python numbers only: no tensor, no tokenizer.
+Owns the light form that travels with a token through the engine and its conversion at the edge.
+Holds plain Python numbers only: no tensor, no tokenizer.
 """
 
 from collections.abc import Callable
@@ -29,13 +29,17 @@ class TokenLogprobs(NamedTuple):
     top_logprobs: tuple[float, ...]
 
     def as_dict(self, decode: Callable[[int], str] | None = None) -> dict[int, Logprob]:
-        """``{token id: Logprob}``, the chosen token first, then the k likeliest: k or k + 1 entries."""
+        """``{token id: Logprob}``, the chosen token first, then the k likeliest: k or k + 1
+        entries.
+        """
 
         def text(token: int) -> str | None:
             return decode(token) if decode else None
 
         entries = {self.token: Logprob(self.logprob, self.rank, text(self.token))}
-        for place, (token, logprob) in enumerate(zip(self.top_ids, self.top_logprobs, strict=True), start=1):
+        for place, (token, logprob) in enumerate(
+            zip(self.top_ids, self.top_logprobs, strict=True), start=1
+        ):
             if token != self.token:
                 entries[token] = Logprob(logprob, place, text(token))
         return entries

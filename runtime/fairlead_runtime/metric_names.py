@@ -1,10 +1,11 @@
-"""Every metric name the runtime exposes, for the exporter and for those who read it (the operator's autoscaler).
+"""Every metric name the runtime exposes, for the exporter and for those who read it (the operator's
+autoscaler).
 
-Owns names and buckets only. Imports nothing. Counters are written without ``_total``, which the exposition adds:
-``exposed`` gives the name as a scrape shows it.
+Owns names and buckets only. Imports nothing. Counters are written without ``_total``, which the
+exposition adds: ``exposed`` gives the name as a scrape shows it.
 
-The ``vllm:`` names mean what they mean in vLLM, so that gateways, dashboards and autoscalers made for it work
-unchanged; ``kv_cache_usage_perc`` is a share from 0 to 1 despite its name.
+The ``vllm:`` names mean what they mean in vLLM, so that gateways, dashboards and autoscalers made
+for it work unchanged; ``kv_cache_usage_perc`` is a share from 0 to 1 despite its name.
 """
 
 # Labels of every series.
@@ -94,7 +95,21 @@ LATENCY_BUCKETS = (
     *(120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0),
 )
 # Tokens of one step: powers of two, from one decode to the largest budget in use.
-ITERATION_BUCKETS = (1.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 512.0, 1024.0, 2048.0, 4096.0, 8192.0, 16384.0)
+ITERATION_BUCKETS = (
+    1.0,
+    8.0,
+    16.0,
+    32.0,
+    64.0,
+    128.0,
+    256.0,
+    512.0,
+    1024.0,
+    2048.0,
+    4096.0,
+    8192.0,
+    16384.0,
+)
 # Tokens of one request. The same for every model, so that two models can be compared.
 LENGTH_BUCKETS = (*(float(step * 10**scale) for scale in range(6) for step in (1, 2, 5)), 1e6)
 

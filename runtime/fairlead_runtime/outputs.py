@@ -1,7 +1,7 @@
 """What crosses the service's face: a submission going in, outputs, errors and views coming out.
 
-Owns these plain values and nothing else. Every one could be sent over a socket, so that the engine can move to a
-process of its own without its clients noticing. Imports neither torch nor asyncio.
+Owns these plain values and nothing else. Every one could be sent over a socket, so that the engine
+can move to a process of its own without its clients noticing. Imports neither torch nor asyncio.
 """
 
 from collections.abc import Mapping
@@ -17,7 +17,8 @@ from fairlead_runtime.scheduling.scheduler import SchedulerStats
 class ServiceError(Exception):
     """A submission the service cannot serve now, through no fault of the request's.
 
-    ``code`` is a stable word for clients and logs, ``retry_after`` the seconds after which a retry is worth it.
+    ``code`` is a stable word for clients and logs, ``retry_after`` the seconds after which a retry
+    is worth it.
     """
 
     code = "unavailable"
@@ -40,7 +41,9 @@ class QueueTimeout(ServiceError):  # noqa: N818 - named for the condition, as qu
 
 
 class Draining(ServiceError):  # noqa: N818 - named for the condition, as queue.Full is
-    """The server is going away: a new request is refused, or a running one outlived the drain. HTTP: 503."""
+    """The server is going away: a new request is refused, or a running one outlived the drain.
+    HTTP: 503.
+    """
 
     code = "draining"
 
@@ -52,17 +55,21 @@ class EngineDead(ServiceError):  # noqa: N818 - named for the condition, as queu
 
 
 class SlowReader(ServiceError):  # noqa: N818 - named for the condition, as queue.Full is
-    """The client read its stream so slowly that its output no longer fits the buffer; the request was aborted."""
+    """The client read its stream so slowly that its output no longer fits the buffer; the request
+    was aborted.
+    """
 
     code = "slow_reader"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Submission:
-    """One request as a client means it; the service resolves seed, max_tokens and end-of-sequence ids.
+    """One request as a client means it; the service resolves seed, max_tokens and end-of-sequence
+    ids.
 
-    ``prompt`` are token ids within the vocabulary. ``stop`` are texts that end a choice and are cut from it.
-    ``id`` must be unique among live requests; empty: the service makes one. ``priority`` runs lower first.
+    ``prompt`` are token ids within the vocabulary. ``stop`` are texts that end a choice and are cut
+    from it. ``id`` must be unique among live requests; empty: the service makes one. ``priority``
+    runs lower first.
     """
 
     prompt: tuple[int, ...]
@@ -78,9 +85,10 @@ class Submission:
 class Output:
     """What one choice gained since its last Output; a reader that lags gets several steps in one.
 
-    ``text`` never ends within a character. ``logprobs`` has one mapping (token id → Logprob) per token id when
-    asked for. The last Output of a choice, and only it, has a ``finish_reason``; ERROR brings a ``message``, and
-    ``stop_reason`` is the stop token's id or the stop text that ended the choice.
+    ``text`` never ends within a character. ``logprobs`` has one mapping (token id → Logprob) per
+    token id when asked for. The last Output of a choice, and only it, has a ``finish_reason``;
+    ERROR brings a ``message``, and ``stop_reason`` is the stop token's id or the stop text that
+    ended the choice.
     """
 
     index: int
@@ -93,7 +101,9 @@ class Output:
 
 
 class Emitted(NamedTuple):
-    """One event of one choice as the engine publishes it. ``token`` None: it ended without a further token."""
+    """One event of one choice as the engine publishes it. ``token`` None: it ended without a
+    further token.
+    """
 
     request_id: str
     choice: int
@@ -124,7 +134,9 @@ class RequestView:
 
 @dataclass(frozen=True, slots=True)
 class Health:
-    """``alive`` false: restart the process. ``ready`` false: send no traffic. ``reason`` says why, in words."""
+    """``alive`` false: restart the process. ``ready`` false: send no traffic. ``reason`` says why,
+    in words.
+    """
 
     alive: bool
     ready: bool
@@ -181,7 +193,8 @@ class OutputStream(Protocol):
 
     Iterating raises a ServiceError when the whole request ended for a reason that is not its own.
     ``aclose`` (or leaving ``async with``) cancels what still runs, also when iteration never began.
-    ``cached_tokens`` are the prompt tokens found in the prefix cache, known from the first Output on; 0 before.
+    ``cached_tokens`` are the prompt tokens found in the prefix cache, known from the first Output
+    on; 0 before.
     """
 
     request_id: str
@@ -202,12 +215,16 @@ class Drained(NamedTuple):
 
 
 class ServiceFace(Protocol):
-    """The one narrow face between HTTP and the engine; fairlead_runtime.serving.service.Service is it."""
+    """The one narrow face between HTTP and the engine; fairlead_runtime.serving.service.Service is
+    it.
+    """
 
     max_model_len: int  # tokens one request may have, prompt and output together
 
     async def submit(self, submission: Submission) -> OutputStream:
-        """Raises RequestError (HTTP 400, with the arithmetic), QueueFull, Draining or EngineDead before any output."""
+        """Raises RequestError (HTTP 400, with the arithmetic), QueueFull, Draining or EngineDead
+        before any output.
+        """
         ...
 
     async def cancel(self, request_id: str) -> bool:
@@ -223,7 +240,9 @@ class ServiceFace(Protocol):
         ...
 
     async def canary(self, patience: float = 10.0) -> int:
-        """One token through the real engine, in no request metric: its id. Raises ServiceError after ``patience`` seconds."""
+        """One token through the real engine, in no request metric: its id. Raises ServiceError
+        after ``patience`` seconds.
+        """
         ...
 
     def snapshot(self) -> EngineSnapshot: ...

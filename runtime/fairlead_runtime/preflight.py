@@ -1,7 +1,8 @@
-"""Whether what a flag names outside the process can be had: a file to write, an address to listen on.
+"""Whether what a flag names outside the process can be had: a file to write, an address to listen
+on.
 
-Owns these questions, which are asked before anything else starts, and their refusals by flag and fix. Leaves the
-world as it was, but for the socket that was asked for.
+Owns these questions, which are asked before anything else starts, and their refusals by flag and
+fix. Leaves the world as it was, but for the socket that was asked for.
 """
 
 import errno
@@ -18,7 +19,9 @@ _HOST_FIX = "name an address of this machine without brackets: 127.0.0.1, ::1, 0
 
 
 def check_record(config: EngineConfig) -> None:
-    """Raises ConfigError when ``record`` is set and cannot be written. An earlier recording stays as it is."""
+    """Raises ConfigError when ``record`` is set and cannot be written. An earlier recording stays
+    as it is.
+    """
     if not config.record:
         return
     path = Path(config.record)
@@ -27,11 +30,15 @@ def check_record(config: EngineConfig) -> None:
     try:
         _try_writing(path)
     except OSError as error:
-        raise ConfigError("record", f"{path}: {error.strerror}", "name a file that can be written") from None
+        raise ConfigError(
+            "record", f"{path}: {error.strerror}", "name a file that can be written"
+        ) from None
 
 
 def _try_writing(path: Path) -> None:
-    """Open for writing and close again; only the open itself tells on every file system and for every user."""
+    """Open for writing and close again; only the open itself tells on every file system and for
+    every user.
+    """
     existed = path.exists()
     if existed and stat.S_ISFIFO(path.stat().st_mode):
         return  # its reader would see the end of the file
@@ -51,7 +58,9 @@ def listen(flag: str, host: str, port: int, backlog: int) -> socket.socket:
     try:
         address = socket.getaddrinfo(host, None, family=family, type=socket.SOCK_STREAM)[0][4][0]
     except (socket.gaierror, UnicodeError):
-        raise ConfigError("host", f"{host[:100]!r} is no address and no known name", _HOST_FIX) from None
+        raise ConfigError(
+            "host", f"{host[:100]!r} is no address and no known name", _HOST_FIX
+        ) from None
     try:
         return socket.create_server((address, port), family=family, backlog=backlog)
     except OverflowError:

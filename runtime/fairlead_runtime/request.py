@@ -1,6 +1,7 @@
 """What a client asks for and the state it is in: the vocabulary every other part shares.
 
-Owns SamplingParams, Request, Sequence and the life cycle as one table. Knows no tensor, no queue and no clock.
+Owns SamplingParams, Request, Sequence and the life cycle as one table. Knows no tensor, no queue
+and no clock.
 """
 
 import enum
@@ -13,7 +14,9 @@ MAX_LOGPROBS = 20
 
 
 class RequestError(ValueError):
-    """A request that cannot be served as asked. ``param`` names the field, the message says the fix."""
+    """A request that cannot be served as asked. ``param`` names the field, the message says the
+    fix.
+    """
 
     def __init__(self, param: str, message: str) -> None:
         super().__init__(f"{param}: {message}")
@@ -54,7 +57,9 @@ FINAL = frozenset(s for s, following in TRANSITIONS.items() if not following)
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How tokens are chosen. temperature 0 is greedy; top_k 0, top_p 1 and min_p 0 switch those filters off."""
+    """How tokens are chosen. temperature 0 is greedy; top_k 0, top_p 1 and min_p 0 switch those
+    filters off.
+    """
 
     temperature: float = 1.0
     top_k: int = 0
@@ -75,7 +80,8 @@ class SamplingParams:
         _number("top_p", self.top_p, 0.0, 1.0)
         if self.top_p == 0.0:
             raise RequestError(
-                "top_p", "must be above 0 and at most 1; for the likeliest token alone set temperature to 0"
+                "top_p",
+                "must be above 0 and at most 1; for the likeliest token alone set temperature to 0",
             )
         _number("min_p", self.min_p, 0.0, 1.0)
         if self.seed is not None:
@@ -114,8 +120,9 @@ def _whole(name: str, value: object, low: int, high: int) -> None:
 class Request:
     """One client's request, n choices of one prompt. Immutable; what changes is in its Sequences.
 
-    ``seed`` is resolved (never None in ``params`` terms), ``salt`` separates prefix caches of tenants,
-    ``eos_ids`` are the model's end-of-sequence ids, ``priority`` runs lower first, ``max_tokens`` is resolved.
+    ``seed`` is resolved (never None in ``params`` terms), ``salt`` separates prefix caches of
+    tenants, ``eos_ids`` are the model's end-of-sequence ids, ``priority`` runs lower first,
+    ``max_tokens`` is resolved.
     """
 
     id: str
@@ -130,7 +137,9 @@ class Request:
 
 
 class BlockHash(NamedTuple):
-    """One full block's place in the content-hash chain: ``digest`` = sha256(``parent`` + ``tokens``)."""
+    """One full block's place in the content-hash chain: ``digest`` = sha256(``parent`` +
+    ``tokens``).
+    """
 
     digest: bytes
     parent: bytes
@@ -139,10 +148,11 @@ class BlockHash(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """One choice of a request: what the scheduler orders, what holds blocks, what a batch row computes.
+    """One choice of a request: what the scheduler orders, what holds blocks, what a batch row
+    computes.
 
-    ``tokens`` is prompt + generated; ``computed`` counts the leading tokens whose keys and values are in the
-    cache; a token is sampled when ``computed`` reaches ``len(tokens)``.
+    ``tokens`` is prompt + generated; ``computed`` counts the leading tokens whose keys and values
+    are in the cache; a token is sampled when ``computed`` reaches ``len(tokens)``.
     """
 
     id: int  # unique within a scheduler, in order of arrival
@@ -152,9 +162,15 @@ class Sequence:
     computed: int = 0
     status: Status = Status.PENDING
     preemptions: int = 0
-    tables: list[list[int]] = field(default_factory=list)  # one per layer group: block ids, NULL where freed
-    host: list[list[int]] = field(default_factory=list)  # the same in host memory; filled while offloaded
-    hashes: list[BlockHash] = field(default_factory=list)  # of its leading full blocks, as far as computed
+    tables: list[list[int]] = field(
+        default_factory=list
+    )  # one per layer group: block ids, NULL where freed
+    host: list[list[int]] = field(
+        default_factory=list
+    )  # the same in host memory; filled while offloaded
+    hashes: list[BlockHash] = field(
+        default_factory=list
+    )  # of its leading full blocks, as far as computed
     registered: int = 0  # leading full blocks that are in the prefix cache or were found there
     limit: int = 0  # tokens at which it ends: prompt + max_tokens
     stops: frozenset[int] = frozenset()  # end-of-sequence and stop ids that end it

@@ -1,7 +1,7 @@
 """The seeds of random draws: whole numbers in, well mixed whole numbers out.
 
-Owns the 64-bit mixer and the rule by which a request that brings no seed gets one. Keeps no state, reads no
-clock and imports nothing, so that a recorded run is replayed with the seeds it had.
+Owns the 64-bit mixer and the rule by which a request that brings no seed gets one. Keeps no state,
+reads no clock and imports nothing, so that a recorded run is replayed with the seeds it had.
 """
 
 MASK64 = 2**64 - 1
@@ -11,7 +11,9 @@ MUL2 = 0x94D049BB133111EB
 
 
 def mix64(value: int) -> int:
-    """One step of splitmix64 (Steele, Lea and Flood, OOPSLA 2014): a bijection of 64-bit words that scatters neighbours."""
+    """One step of splitmix64 (Steele, Lea and Flood, OOPSLA 2014): a bijection of 64-bit words that
+    scatters neighbours.
+    """
     x = (value + GOLDEN) & MASK64
     x = ((x ^ (x >> 30)) * MUL1) & MASK64
     x = ((x ^ (x >> 27)) * MUL2) & MASK64
@@ -21,9 +23,10 @@ def mix64(value: int) -> int:
 def resolve_seed(seed: int | None, engine_seed: int, arrival_number: int) -> int:
     """The seed a request draws with, a signed 64-bit number.
 
-    A seed given by the client is used as it is. Without one, each request gets its own from the engine's seed and its
-    arrival number (0, 1, 2 … in the order the engine received them): two unseeded requests differ, and a whole run
-    with the same engine seed and the same order of arrival repeats.
+    A seed given by the client is used as it is. Without one, each request gets its own from the
+    engine's seed and its arrival number (0, 1, 2 … in the order the engine received them): two
+    unseeded requests differ, and a whole run with the same engine seed and the same order of
+    arrival repeats.
     """
     if seed is not None:
         return seed

@@ -1,4 +1,6 @@
-"""Fixtures of the real control plane: one cluster per test session, one restricted namespace per test."""
+"""Fixtures of the real control plane: one cluster per test session, one restricted namespace per
+test.
+"""
 
 import contextlib
 import itertools
@@ -20,8 +22,12 @@ _numbers = itertools.count(1)
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Build missing programs before any test's clock runs, with the progress visible; then see to pods' addresses."""
-    if session.config.option.collectonly or not any(i.get_closest_marker("cluster") for i in session.items):
+    """Build missing programs before any test's clock runs, with the progress visible; then see to
+    pods' addresses.
+    """
+    if session.config.option.collectonly or not any(
+        i.get_closest_marker("cluster") for i in session.items
+    ):
         return
     capture = session.config.pluginmanager.getplugin("capturemanager")
     with capture.global_and_fixture_disabled() if capture else contextlib.nullcontext():
@@ -36,7 +42,9 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 @pytest.fixture(scope="session")
 def pod_addresses() -> None:
-    """Asked for by all that plays pods as processes: the hook above then runs the tests where that can be done."""
+    """Asked for by all that plays pods as processes: the hook above then runs the tests where that
+    can be done.
+    """
 
 
 @pytest.fixture(scope="session")
@@ -60,7 +68,9 @@ def crd(api: Api) -> Object:
     api.apply(body, force="true")
 
     def established() -> bool:
-        status = api.get("CustomResourceDefinition", "", body["metadata"]["name"]).get("status") or {}
+        status = (
+            api.get("CustomResourceDefinition", "", body["metadata"]["name"]).get("status") or {}
+        )
         conditions = status.get("conditions") or []
         return any(c["type"] == "Established" and c["status"] == "True" for c in conditions)
 
@@ -70,7 +80,9 @@ def crd(api: Api) -> Object:
 
 @pytest.fixture(scope="session")
 def collector(api: Api, crd: Object) -> None:
-    """Garbage collection that knows our kind: it looks for new kinds every 30 seconds, and collects nothing before."""
+    """Garbage collection that knows our kind: it looks for new kinds every 30 seconds, and collects
+    nothing before.
+    """
     owner = api.create(idep("default", "collected", paused=True))
     reference = {key: owner[key] for key in ("apiVersion", "kind")} | {
         key: owner["metadata"][key] for key in ("name", "uid")
@@ -79,7 +91,9 @@ def collector(api: Api, crd: Object) -> None:
     api.create({"apiVersion": "v1", "kind": "ConfigMap", "metadata": meta})
     api.delete(owner["kind"], "default", "collected")
     eventually(
-        lambda: api.find("ConfigMap", "default", "collected") is None, 90, "what it owned is collected"
+        lambda: api.find("ConfigMap", "default", "collected") is None,
+        90,
+        "what it owned is collected",
     )
 
 
@@ -97,7 +111,11 @@ def namespace(api: Api, request: pytest.FixtureRequest) -> Iterator[str]:
     words = re.sub(r"[^a-z0-9]+", "-", request.node.name.lower())[:40].strip("-")
     name = f"t{next(_numbers)}-{words}".rstrip("-")
     labels = {"pod-security.kubernetes.io/enforce": "restricted"}
-    api.create({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": name, "labels": labels}})
-    eventually(lambda: api.find("ServiceAccount", name, "default"), 10, "the default ServiceAccount")
+    api.create(
+        {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": name, "labels": labels}}
+    )
+    eventually(
+        lambda: api.find("ServiceAccount", name, "default"), 10, "the default ServiceAccount"
+    )
     yield name
     api.delete("Namespace", "", name)

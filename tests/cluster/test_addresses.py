@@ -1,4 +1,6 @@
-"""Pods have addresses of their own, also where the tests have no rights; where they can have none it is said at once."""
+"""Pods have addresses of their own, also where the tests have no rights; where they can have none
+it is said at once.
+"""
 
 import itertools
 import os
@@ -16,7 +18,12 @@ from cluster.harness import addresses
 pytestmark = pytest.mark.cluster
 ROOT = Path(__file__).parents[2]
 # Without the right to configure network devices, as any user but root.
-POWERLESS = (shutil.which("setpriv") or "setpriv", "--bounding-set=-net_admin", "--inh-caps=-net_admin", "--")
+POWERLESS = (
+    shutil.which("setpriv") or "setpriv",
+    "--bounding-set=-net_admin",
+    "--inh-caps=-net_admin",
+    "--",
+)
 
 
 @pytest.mark.usefixtures("pod_addresses")
@@ -53,12 +60,20 @@ def pytest_of_that_test(prefix: Sequence[str], **environ: str) -> subprocess.Com
     command = [*prefix, sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", test]
     clean = {name: value for name, value in os.environ.items() if name != addresses.MARK}
     return subprocess.run(
-        command, cwd=ROOT, env={**clean, **environ}, capture_output=True, text=True, check=False, timeout=120
+        command,
+        cwd=ROOT,
+        env={**clean, **environ},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
     )
 
 
 def test_without_rights_the_tests_run_again_in_a_namespace_of_their_own_or_fail_loudly() -> None:
-    allowed = subprocess.run([*POWERLESS, *addresses.inside(["true"])], capture_output=True, check=False)
+    allowed = subprocess.run(
+        [*POWERLESS, *addresses.inside(["true"])], capture_output=True, check=False
+    )
     done = pytest_of_that_test(POWERLESS)
     if allowed.returncode == 0:
         assert done.returncode == 0, done.stdout + done.stderr

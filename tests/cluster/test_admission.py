@@ -1,4 +1,6 @@
-"""What the operator renders, judged by the real API server in a namespace that enforces Pod Security "restricted"."""
+"""What the operator renders, judged by the real API server in a namespace that enforces Pod
+Security "restricted".
+"""
 
 from typing import Any
 
@@ -33,8 +35,12 @@ FULL: Object = {
         "labels": {"team": "x"},
         "annotations": {"note": "y"},
         "nodeSelector": {"zone": "a"},
-        "tolerations": [{"key": "gpu", "operator": "Exists", "effect": "NoExecute", "tolerationSeconds": 5}],
-        "topologySpread": [{"topologyKey": "zone", "maxSkew": 2, "whenUnsatisfiable": "DoNotSchedule"}],
+        "tolerations": [
+            {"key": "gpu", "operator": "Exists", "effect": "NoExecute", "tolerationSeconds": 5}
+        ],
+        "topologySpread": [
+            {"topologyKey": "zone", "maxSkew": 2, "whenUnsatisfiable": "DoNotSchedule"}
+        ],
         "priorityClassName": "system-node-critical",
         "serviceAccountName": "default",
         "imagePullSecrets": [{"name": "pull"}],

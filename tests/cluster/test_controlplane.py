@@ -21,11 +21,15 @@ def pod(namespace: str, **context: object) -> Object:
     }
 
 
-def test_a_second_cluster_comes_up_within_15_seconds_and_leaves_nothing_behind(plane: ControlPlane) -> None:
+def test_a_second_cluster_comes_up_within_15_seconds_and_leaves_nothing_behind(
+    plane: ControlPlane,
+) -> None:
     began = time.monotonic()
     with ControlPlane() as second:
         with second.api() as api:
-            eventually(lambda: api.find("ServiceAccount", "default", "default"), 15, "controllers at work")
+            eventually(
+                lambda: api.find("ServiceAccount", "default", "default"), 15, "controllers at work"
+            )
             assert api.call("GET", "/version")["gitVersion"] == binaries.KUBERNETES
         assert time.monotonic() - began <= 15
         processes = [part.process for part in second.parts]
@@ -44,7 +48,9 @@ def test_the_test_namespaces_refuse_pods_that_are_not_restricted(api: Api, names
 
 @pytest.mark.usefixtures("nodes")
 def test_kwok_makes_scheduled_pods_ready_with_an_address(api: Api, namespace: str) -> None:
-    body = pod(namespace, allowPrivilegeEscalation=False, capabilities={"drop": ["ALL"]}, runAsNonRoot=True)
+    body = pod(
+        namespace, allowPrivilegeEscalation=False, capabilities={"drop": ["ALL"]}, runAsNonRoot=True
+    )
     body["spec"]["securityContext"] = {"seccompProfile": {"type": "RuntimeDefault"}}
     api.create(body)
 
@@ -61,5 +67,7 @@ def test_without_assets_and_without_go_the_harness_says_what_to_install(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("KUBEBUILDER_ASSETS", raising=False)
-    with pytest.raises(binaries.NoControlPlaneError, match=r"install Go 1.26 .* or point KUBEBUILDER_ASSETS"):
+    with pytest.raises(
+        binaries.NoControlPlaneError, match=r"install Go 1.26 .* or point KUBEBUILDER_ASSETS"
+    ):
         binaries.program("etcd")

@@ -1,4 +1,6 @@
-"""The real API server accepts the CRD as written, teaches it through `kubectl`, and refuses what it must."""
+"""The real API server accepts the CRD as written, teaches it through `kubectl`, and refuses what it
+must.
+"""
 
 import json
 from typing import Any
@@ -41,7 +43,9 @@ def test_no_rule_of_the_crd_is_too_costly_or_ill_formed(api: Api, crd: Object) -
 
 def test_kubectl_explain_teaches_a_field(plane: ControlPlane, crd: Object) -> None:
     text = eventually(
-        lambda: kubectl(plane, "explain", "inferencedeployments.spec.scheduler.safetyMargin"), 10, "explain"
+        lambda: kubectl(plane, "explain", "inferencedeployments.spec.scheduler.safetyMargin"),
+        10,
+        "explain",
     )
     assert "Share of cache blocks kept free" in text
 
@@ -73,7 +77,16 @@ def test_kubectl_get_shows_the_state_at_a_glance(
         sub="status",
     )
     header, row = kubectl(plane, "get", "idep", "-n", namespace).splitlines()
-    assert header.split() == ["NAME", "READY", "REPLICAS", "DESIRED", "REASON", "MODEL", "QUEUE", "AGE"]
+    assert header.split() == [
+        "NAME",
+        "READY",
+        "REPLICAS",
+        "DESIRED",
+        "REASON",
+        "MODEL",
+        "QUEUE",
+        "AGE",
+    ]
     assert row.split()[:7] == ["demo", "False", "2", "3", "InsufficientAccelerator", "demo:", "7"]
 
 

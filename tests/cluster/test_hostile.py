@@ -1,4 +1,5 @@
-"""Resources written by someone who wants more rights than they have: each is refused, or does no harm.
+"""Resources written by someone who wants more rights than they have: each is refused, or does no
+harm.
 
 The author may write InferenceDeployments and nothing else; the namespace holds objects of others.
 """
@@ -44,7 +45,9 @@ THEIRS: tuple[tuple[str, str, Object], ...] = (
 def mallory(plane: ControlPlane, api: Api, crd: Object) -> Iterator[Api]:
     """The hostile author's client, in a restricted namespace with other people's objects in it."""
     labels = {"pod-security.kubernetes.io/enforce": "restricted"}
-    api.create({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": NAMESPACE, "labels": labels}})
+    api.create(
+        {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": NAMESPACE, "labels": labels}}
+    )
     for version, kind, rest in THEIRS:
         api.create({"apiVersion": version, "kind": kind, "metadata": _meta("db"), **rest})
     rules = [
@@ -57,7 +60,9 @@ def mallory(plane: ControlPlane, api: Api, crd: Object) -> Iterator[Api]:
     rbac = "rbac.authorization.k8s.io"
     api.create({"apiVersion": "v1", "kind": "ServiceAccount", "metadata": _meta("mallory")})
     api.create({"apiVersion": "v1", "kind": "ServiceAccount", "metadata": _meta("admin")})
-    api.create({"apiVersion": f"{rbac}/v1", "kind": "Role", "metadata": _meta("mallory"), "rules": rules})
+    api.create(
+        {"apiVersion": f"{rbac}/v1", "kind": "Role", "metadata": _meta("mallory"), "rules": rules}
+    )
     api.create(
         {
             "apiVersion": f"{rbac}/v1",
@@ -84,7 +89,9 @@ def operator(plane: ControlPlane, mallory: Api) -> Iterator[OperatorProcess]:
         assert not started.tracebacks()
 
 
-def hostile(label: str, name: str = "evil", meta: Object | None = None, **spec: Any) -> tuple[str, Object]:
+def hostile(
+    label: str, name: str = "evil", meta: Object | None = None, **spec: Any
+) -> tuple[str, Object]:
     body = idep(NAMESPACE, name, **spec)
     body["metadata"] |= meta or {}
     return label, body
@@ -137,7 +144,9 @@ REFUSED = [case for case in CASES if case.message is not None]
 
 
 def versions(api: Api) -> dict[str, str]:
-    return {kind: api.get(kind, NAMESPACE, "db")["metadata"]["resourceVersion"] for _, kind, _ in THEIRS}
+    return {
+        kind: api.get(kind, NAMESPACE, "db")["metadata"]["resourceVersion"] for _, kind, _ in THEIRS
+    }
 
 
 def test_there_are_at_least_sixty_of_them() -> None:
@@ -154,11 +163,15 @@ def test_what_the_schema_can_say_is_refused_at_the_door(mallory: Api, case: Any)
 
 
 @pytest.mark.parametrize("label", ACCEPTED)
-def test_what_is_accepted_does_no_harm(api: Api, mallory: Api, operator: OperatorProcess, label: str) -> None:
+def test_what_is_accepted_does_no_harm(
+    api: Api, mallory: Api, operator: OperatorProcess, label: str
+) -> None:
     before = versions(api)
     body = ACCEPTED[label]
     for reference in body["metadata"].get("ownerReferences", ()):
-        reference["uid"] = api.get(reference["kind"], NAMESPACE, reference["name"])["metadata"]["uid"]
+        reference["uid"] = api.get(reference["kind"], NAMESPACE, reference["name"])["metadata"][
+            "uid"
+        ]
     name = body["metadata"]["name"]
     owner = mallory.create(body)
     eventually(lambda: current(api, NAMESPACE, name), 10, "the operator has judged it")
@@ -175,7 +188,9 @@ def test_what_is_accepted_does_no_harm(api: Api, mallory: Api, operator: Operato
         ):
             for child in api.items(kind, NAMESPACE):
                 if child["metadata"]["name"] != "db":
-                    assert owned_by(child, owner), f"{kind} {child['metadata']['name']} came from nowhere"
+                    assert owned_by(child, owner), (
+                        f"{kind} {child['metadata']['name']} came from nowhere"
+                    )
         for deployment in api.items("Deployment", NAMESPACE):
             if owned_by(deployment, owner):
                 _harmless(deployment["spec"]["template"]["spec"])
@@ -186,14 +201,18 @@ def test_what_is_accepted_does_no_harm(api: Api, mallory: Api, operator: Operato
         api.delete(KIND, NAMESPACE, name)
         mine = {"uid": owner["metadata"]["uid"]}
         eventually(
-            lambda: not any(owned_by(d, {"metadata": mine}) for d in api.items("Deployment", NAMESPACE)),
+            lambda: (
+                not any(owned_by(d, {"metadata": mine}) for d in api.items("Deployment", NAMESPACE))
+            ),
             20,
             "gone",
         )
 
 
 def _picked_by_nobody(api: Api, meta: Object) -> None:
-    """No traffic, policy or budget of another goes by these labels, and no agent by these annotations."""
+    """No traffic, policy or budget of another goes by these labels, and no agent by these
+    annotations.
+    """
     selectors = [api.get("Service", NAMESPACE, "db")["spec"]["selector"]]
     for kind in ("Deployment", "PodDisruptionBudget"):
         selectors.append(api.get(kind, NAMESPACE, "db")["spec"]["selector"]["matchLabels"])

@@ -1,4 +1,6 @@
-"""One resource on the real control plane: what it becomes, what is repaired, what is left alone, what it says."""
+"""One resource on the real control plane: what it becomes, what is repaired, what is left alone,
+what it says.
+"""
 
 import functools
 import json
@@ -13,7 +15,16 @@ from cluster.harness.case_selection import FULL
 from cluster.harness.controlplane import ControlPlane
 from cluster.harness.kubectl import kubectl
 from cluster.harness.operators import OperatorProcess
-from cluster.harness.resources import CHILDREN, KIND, await_reason, condition, current, idep, owned_by, status
+from cluster.harness.resources import (
+    CHILDREN,
+    KIND,
+    await_reason,
+    condition,
+    current,
+    idep,
+    owned_by,
+    status,
+)
 
 pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("crd", "nodes")]
 EMPTY: Object = {"metadata": {}}
@@ -51,7 +62,9 @@ def test_a_resource_becomes_its_children_within_seconds(api: Api, namespace: str
     for kind, body in children(api, namespace).items():
         assert owned_by(body, owner), kind
         assert body["metadata"]["labels"]["serving.fairlead.dev/name"] == "chat"
-        managers = [m["manager"] for m in body["metadata"]["managedFields"] if m["operation"] == "Apply"]
+        managers = [
+            m["manager"] for m in body["metadata"]["managedFields"] if m["operation"] == "Apply"
+        ]
         assert managers == ["fairlead-operator"], kind
     seen = status(api, namespace)
     assert seen["desiredReplicas"] == 2
@@ -77,7 +90,9 @@ def test_capacity_is_planned_before_any_pod_exists(api: Api, namespace: str) -> 
     seen = eventually(planned, 10, "Planned is True")
     assert seen["capacity"]["fits"] is True
     assert (
-        seen["capacity"]["planned"]["concurrentTokens"] == 16 * seen["capacity"]["planned"]["numBlocks"] > 0
+        seen["capacity"]["planned"]["concurrentTokens"]
+        == 16 * seen["capacity"]["planned"]["numBlocks"]
+        > 0
     )
 
 
@@ -89,34 +104,53 @@ def test_scaling_and_other_changes_of_the_spec_reach_the_children(api: Api, name
         {"spec": {"replicas": 3}},
         "application/merge-patch+json",
     )
-    eventually(lambda: api.get("Deployment", namespace, "chat")["spec"]["replicas"] == 3, 5, "three replicas")
-    eventually(lambda: api.find("PodDisruptionBudget", namespace, "chat"), 5, "a budget for several pods")
+    eventually(
+        lambda: api.get("Deployment", namespace, "chat")["spec"]["replicas"] == 3,
+        5,
+        "three replicas",
+    )
+    eventually(
+        lambda: api.find("PodDisruptionBudget", namespace, "chat"), 5, "a budget for several pods"
+    )
     patch = {"spec": {"replicas": 1, "service": {"port": 81}, "security": {"networkPolicy": False}}}
     api.merge(KIND, namespace, "chat", patch)
     eventually(
-        lambda: set(children(api, namespace)) == {"Deployment", "Service"}, 5, "what is not wanted is gone"
+        lambda: set(children(api, namespace)) == {"Deployment", "Service"},
+        5,
+        "what is not wanted is gone",
     )
-    eventually(lambda: api.get("Service", namespace, "chat")["spec"]["ports"][0]["port"] == 81, 5, "the port")
+    eventually(
+        lambda: api.get("Service", namespace, "chat")["spec"]["ports"][0]["port"] == 81,
+        5,
+        "the port",
+    )
 
 
 def test_a_scale_that_has_no_effect_is_told(plane: ControlPlane, api: Api, namespace: str) -> None:
     made(api, namespace, replicas=2, autoscaling={"minReplicas": 2, "maxReplicas": 3})
-    eventually(lambda: status(api, namespace).get("autoscaling"), 10, "the operator has taken the count")
+    eventually(
+        lambda: status(api, namespace).get("autoscaling"), 10, "the operator has taken the count"
+    )
     kubectl(plane, "scale", "idep/chat", "--replicas=5", "-n", namespace)
     eventually(lambda: "ScaleIgnored" in told(api, namespace), 5, "an Event")
     assert api.get("Deployment", namespace, "chat")["spec"]["replicas"] == 2
     text = kubectl(plane, "describe", "idep/chat", "-n", namespace)
     assert (
-        "spec.replicas 2 → 5 has no effect while spec.autoscaling is set: set autoscaling.minReplicas" in text
+        "spec.replicas 2 → 5 has no effect while spec.autoscaling is set: set autoscaling.minReplicas"
+        in text
     )
     api.merge(KIND, namespace, "chat", {"spec": {"autoscaling": None}})
-    eventually(lambda: api.get("Deployment", namespace, "chat")["spec"]["replicas"] == 5, 5, "handed over")
+    eventually(
+        lambda: api.get("Deployment", namespace, "chat")["spec"]["replicas"] == 5, 5, "handed over"
+    )
     eventually(lambda: "ScalingHandedOver" in told(api, namespace), 5, "an Event")
 
 
 def told(api: Api, namespace: str) -> list[str]:
     """Reasons of the Events about resources."""
-    return [e["reason"] for e in api.items("Event", namespace) if e["involvedObject"]["kind"] == KIND]
+    return [
+        e["reason"] for e in api.items("Event", namespace) if e["involvedObject"]["kind"] == KIND
+    ]
 
 
 def leaves(fields: Object, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
@@ -138,7 +172,9 @@ def pointer(body: Any, path: tuple[str, ...]) -> str:
             body = body[name]
         elif kind == "k":
             wanted = json.loads(name)
-            index = next(i for i, item in enumerate(body) if all(item.get(k) == v for k, v in wanted.items()))
+            index = next(
+                i for i, item in enumerate(body) if all(item.get(k) == v for k, v in wanted.items())
+            )
             parts.append(str(index))
             body = body[index]
         else:
@@ -169,18 +205,25 @@ def other(value: Any) -> Any:
 
 
 @pytest.mark.timeout(900)
-def test_drift_in_any_managed_field_is_repaired_and_foreign_fields_are_kept(api: Api, namespace: str) -> None:
+def test_drift_in_any_managed_field_is_repaired_and_foreign_fields_are_kept(
+    api: Api, namespace: str
+) -> None:
     """Every field that the API server says is ours is changed, then removed, one after the other."""
     made(api, namespace, replicas=2)
     for kind in CHILDREN:
         api.merge(
-            kind, namespace, "chat", {"metadata": {"annotations": {"theirs": "1"}, "labels": {"theirs": "1"}}}
+            kind,
+            namespace,
+            "chat",
+            {"metadata": {"annotations": {"theirs": "1"}, "labels": {"theirs": "1"}}},
         )
     eventually(lambda: current(api, namespace), 5, "settled")
     cases = slowest = 0.0
     for kind in CHILDREN:
         first = api.get(kind, namespace, "chat")
-        entry = next(m for m in first["metadata"]["managedFields"] if m["manager"] == "fairlead-operator")
+        entry = next(
+            m for m in first["metadata"]["managedFields"] if m["manager"] == "fairlead-operator"
+        )
         # An empty egress is owned and not stored.
         paths = sorted(p for p in leaves(entry["fieldsV1"]) if "f:egress" not in p)
         for number, path in enumerate(paths):
@@ -203,7 +246,9 @@ def test_drift_in_any_managed_field_is_repaired_and_foreign_fields_are_kept(api:
                     continue  # put back by defaulting: no drift
                 began = time.monotonic()
                 eventually(
-                    functools.partial(_is, api, namespace, kind, path, good), 10, f"{kind}{at} restored"
+                    functools.partial(_is, api, namespace, kind, path, good),
+                    10,
+                    f"{kind}{at} restored",
                 )
                 slowest = max(slowest, time.monotonic() - began)
                 cases += 1
@@ -234,7 +279,9 @@ def test_a_deleted_child_comes_back(api: Api, namespace: str, kind: str) -> None
     eventually(back, 10, f"the {kind} is back")
 
 
-def test_an_unchanged_resource_costs_no_write(api: Api, namespace: str, operator: OperatorProcess) -> None:
+def test_an_unchanged_resource_costs_no_write(
+    api: Api, namespace: str, operator: OperatorProcess
+) -> None:
     """A hundred passes, each woken by a change that is none of ours."""
     made(api, namespace)
     eventually(lambda: _quiet(api, namespace), 20, "the status has settled")
@@ -243,10 +290,14 @@ def test_an_unchanged_resource_costs_no_write(api: Api, namespace: str, operator
     for number in range(100):
         passes = operator.metric("fairlead_operator_reconciles_total")
         mine = api.merge(KIND, namespace, "chat", {"metadata": {"annotations": {"n": str(number)}}})
-        eventually(lambda p=passes: operator.metric("fairlead_operator_reconciles_total") > p, 10, "a pass")  # type: ignore[misc]
+        eventually(
+            lambda p=passes: operator.metric("fairlead_operator_reconciles_total") > p, 10, "a pass"
+        )  # type: ignore[misc]
         seen = api.get(KIND, namespace, "chat")["metadata"]["resourceVersion"]
         assert seen == mine["metadata"]["resourceVersion"], "a status was written"
-    assert [api.get(kind, namespace, "chat")["metadata"]["resourceVersion"] for kind in kinds] == versions
+    assert [
+        api.get(kind, namespace, "chat")["metadata"]["resourceVersion"] for kind in kinds
+    ] == versions
 
 
 def _quiet(api: Api, namespace: str) -> bool:
@@ -272,7 +323,9 @@ def test_an_object_that_has_our_name_is_not_touched_and_named(api: Api, namespac
     api.delete("Service", namespace, "chat")
     owner = api.get(KIND, namespace, "chat")
     eventually(
-        lambda: owned_by(api.find("Service", namespace, "chat") or EMPTY, owner), 15, "a Service of ours"
+        lambda: owned_by(api.find("Service", namespace, "chat") or EMPTY, owner),
+        15,
+        "a Service of ours",
     )
 
 
@@ -283,17 +336,26 @@ def test_what_lost_its_owner_is_taken_back_and_what_only_looks_like_ours_is_not(
     owner = made(api, namespace, replicas=2)
     uids = {kind: body["metadata"]["uid"] for kind, body in children(api, namespace).items()}
     for kind in CHILDREN:
-        api.json_patch(kind, namespace, "chat", [{"op": "remove", "path": "/metadata/ownerReferences"}])
+        api.json_patch(
+            kind, namespace, "chat", [{"op": "remove", "path": "/metadata/ownerReferences"}]
+        )
     eventually(
-        lambda: all(owned_by(body, owner) for body in children(api, namespace).values()), 10, "owned again"
+        lambda: all(owned_by(body, owner) for body in children(api, namespace).values()),
+        10,
+        "owned again",
     )
-    assert {kind: body["metadata"]["uid"] for kind, body in children(api, namespace).items()} == uids
+    assert {
+        kind: body["metadata"]["uid"] for kind, body in children(api, namespace).items()
+    } == uids
     assert "Conflict" not in _codes(api, namespace)
 
-    # A deletion that leaves the children behind: they belonged to the resource before, not to the new one.
+    # A deletion that leaves the children behind: they belonged to the resource before, not to the
+    # new one.
     api.delete(KIND, namespace, "chat", propagationPolicy="Orphan")
     eventually(lambda: api.find(KIND, namespace, "chat") is None, 20, "gone, its children are not")
-    left = {kind: body["metadata"]["resourceVersion"] for kind, body in children(api, namespace).items()}
+    left = {
+        kind: body["metadata"]["resourceVersion"] for kind, body in children(api, namespace).items()
+    }
     assert set(left) == set(CHILDREN)
     api.create(idep(namespace, replicas=2))
     seen = await_reason(api, namespace, "Conflict", 5)
@@ -311,7 +373,11 @@ def test_a_paused_resource_keeps_its_status_current_and_its_children_as_they_are
     eventually(lambda: status(api, namespace).get("desiredReplicas") == 5, 5, "the status follows")
     assert api.get("Deployment", namespace, "chat")["spec"]["replicas"] == 1
     api.merge(KIND, namespace, "chat", {"spec": {"paused": False}})
-    eventually(lambda: api.get("Deployment", namespace, "chat")["spec"]["replicas"] == 5, 5, "five replicas")
+    eventually(
+        lambda: api.get("Deployment", namespace, "chat")["spec"]["replicas"] == 5,
+        5,
+        "five replicas",
+    )
 
 
 def test_what_the_chart_does_not_allow_is_not_written(api: Api, namespace: str) -> None:
@@ -326,7 +392,10 @@ def test_what_the_chart_does_not_allow_is_not_written(api: Api, namespace: str) 
         api.merge(KIND, namespace, "chat", {"spec": change})
         await_reason(api, namespace, "NotAllowed", 3)
         assert api.get("Deployment", namespace, "chat")["spec"]["template"] == revision
-        undo = {"engine": {"image": ""}, "podTemplate": {"serviceAccountName": "", "priorityClassName": ""}}
+        undo = {
+            "engine": {"image": ""},
+            "podTemplate": {"serviceAccountName": "", "priorityClassName": ""},
+        }
         api.merge(KIND, namespace, "chat", {"spec": {**undo, "model": {"trustRemoteCode": False}}})
         eventually(lambda: "NotAllowed" not in _codes(api, namespace), 5, "allowed again")
 
@@ -337,10 +406,16 @@ def _codes(api: Api, namespace: str) -> list[str]:
 
 def test_what_keeps_pods_away_is_said_within_three_seconds(api: Api, namespace: str) -> None:
     hard = {"pods": "1"}
-    quota = {"apiVersion": "v1", "kind": "ResourceQuota", "metadata": {"name": "q", "namespace": namespace}}
+    quota = {
+        "apiVersion": "v1",
+        "kind": "ResourceQuota",
+        "metadata": {"name": "q", "namespace": namespace},
+    }
     api.create({**quota, "spec": {"hard": hard}})
     eventually(
-        lambda: (api.get("ResourceQuota", namespace, "q").get("status") or {}).get("hard"), 10, "the quota"
+        lambda: (api.get("ResourceQuota", namespace, "q").get("status") or {}).get("hard"),
+        10,
+        "the quota",
     )
     began = time.monotonic()
     api.create(idep(namespace, replicas=3))
@@ -366,10 +441,14 @@ def test_a_missing_claim_is_said_within_three_seconds(api: Api, namespace: str) 
 def test_deleting_the_resource_removes_everything(api: Api, namespace: str) -> None:
     made(api, namespace, replicas=2)
     api.delete(KIND, namespace, "chat")
-    eventually(lambda: not children(api, namespace) and not api.items("Pod", namespace), 10, "all is gone")
+    eventually(
+        lambda: not children(api, namespace) and not api.items("Pod", namespace), 10, "all is gone"
+    )
 
 
-def test_a_resource_made_anew_under_its_name_gets_children_of_its_own(api: Api, namespace: str) -> None:
+def test_a_resource_made_anew_under_its_name_gets_children_of_its_own(
+    api: Api, namespace: str
+) -> None:
     made(api, namespace, replicas=2)
     for _ in range(3):
         api.delete(KIND, namespace, "chat")
@@ -388,10 +467,16 @@ def test_a_resource_made_anew_under_its_name_gets_children_of_its_own(api: Api, 
 def test_a_rollout_recreates_where_the_quota_leaves_no_accelerator_and_surges_elsewhere(
     api: Api, namespace: str
 ) -> None:
-    quota = {"apiVersion": "v1", "kind": "ResourceQuota", "metadata": {"name": "q", "namespace": namespace}}
+    quota = {
+        "apiVersion": "v1",
+        "kind": "ResourceQuota",
+        "metadata": {"name": "q", "namespace": namespace},
+    }
     api.create({**quota, "spec": {"hard": {"requests.nvidia.com/gpu": "2"}}})
     eventually(
-        lambda: (api.get("ResourceQuota", namespace, "q").get("status") or {}).get("hard"), 10, "the quota"
+        lambda: (api.get("ResourceQuota", namespace, "q").get("status") or {}).get("hard"),
+        10,
+        "the quota",
     )
     accelerator: Object = {"resources": {"accelerator": {"count": 1}}}
     made(api, namespace, **accelerator)
@@ -403,16 +488,22 @@ def test_a_rollout_recreates_where_the_quota_leaves_no_accelerator_and_surges_el
     eventually(lambda: _used(api, namespace) == "2", 30, "both in use")
     _change(api, namespace, "2")
     eventually(lambda: _strategy(api, namespace) == "Recreate", 5, "none is free: recreate")
-    eventually(lambda: "the quota leaves 0" in status(api, namespace)["rollout"]["why"], 5, "and why")
+    eventually(
+        lambda: "the quota leaves 0" in status(api, namespace)["rollout"]["why"], 5, "and why"
+    )
     assert status(api, namespace)["rollout"]["strategyChosen"] == "Recreate"
 
 
-def test_once_a_pod_serves_from_a_filled_cache_no_pod_has_a_way_out(api: Api, namespace: str) -> None:
+def test_once_a_pod_serves_from_a_filled_cache_no_pod_has_a_way_out(
+    api: Api, namespace: str
+) -> None:
     hub: Object = {"model": {"source": "owner/name", "revision": "0" * 40}}
     made(api, namespace, modelCache={"type": "PVC", "claimName": "weights"}, **hub)
 
     def ways_out() -> list[Object]:
-        found: list[Object] = api.get("NetworkPolicy", namespace, "chat")["spec"].get("egress") or []
+        found: list[Object] = (
+            api.get("NetworkPolicy", namespace, "chat")["spec"].get("egress") or []
+        )
         return found
 
     assert ways_out(), "the weights come from a hub"
@@ -421,11 +512,18 @@ def test_once_a_pod_serves_from_a_filled_cache_no_pod_has_a_way_out(api: Api, na
     backing = {"capacity": {"storage": "1Gi"}, "nfs": {"server": "nfs.test", "path": "/"}}
     meta: Object = {"name": volume}
     api.create(
-        {"apiVersion": "v1", "kind": "PersistentVolume", "metadata": meta, "spec": {**size, **backing}}
+        {
+            "apiVersion": "v1",
+            "kind": "PersistentVolume",
+            "metadata": meta,
+            "spec": {**size, **backing},
+        }
     )
     claim = {**size, "resources": {"requests": {"storage": "1Gi"}}, "volumeName": volume}
     meta = {"name": "weights", "namespace": namespace}
-    api.create({"apiVersion": "v1", "kind": "PersistentVolumeClaim", "metadata": meta, "spec": claim})
+    api.create(
+        {"apiVersion": "v1", "kind": "PersistentVolumeClaim", "metadata": meta, "spec": claim}
+    )
     eventually(lambda: not ways_out(), 30, "closed once a pod serves")
     api.merge(KIND, namespace, "chat", {"spec": {"model": {"revision": "1" * 40}}})
     eventually(ways_out, 5, "open for another commit")
@@ -447,10 +545,14 @@ def _strategy(api: Api, namespace: str) -> str:
     return str(api.get("Deployment", namespace, "chat")["spec"]["strategy"]["type"])
 
 
-def test_a_model_that_does_not_fit_says_the_fix_before_any_pod_runs(api: Api, namespace: str) -> None:
+def test_a_model_that_does_not_fit_says_the_fix_before_any_pod_runs(
+    api: Api, namespace: str
+) -> None:
     nowhere = {"nodeSelector": {"type": "nowhere"}}
     api.create(idep(namespace, resources={"memory": "1Gi"}, podTemplate=nowhere))
     seen = await_reason(api, namespace, "DoesNotFit", 3)
     assert "set" in condition(seen, "Planned")["message"]
     assert condition(seen, "Planned")["status"] == "False"
-    assert api.find("Deployment", namespace, "chat"), "the plan may err: the Deployment is there all the same"
+    assert api.find("Deployment", namespace, "chat"), (
+        "the plan may err: the Deployment is there all the same"
+    )

@@ -1,6 +1,8 @@
-"""Many resources at once: time to converge, requests per resource, memory, and what they cost when nothing happens.
+"""Many resources at once: time to converge, requests per resource, memory, and what they cost when
+nothing happens.
 
-A hundred resources, a thousand with FAIRLEAD_FULL=1, or FAIRLEAD_SCALE of them; half are autoscaled.
+A hundred resources, a thousand with FAIRLEAD_FULL=1, or FAIRLEAD_SCALE of them; half are
+autoscaled.
 """
 
 import os
@@ -24,12 +26,16 @@ CALLS = "fairlead_operator_api_calls_total"
 def resource(namespace: str, number: int) -> Object:
     """No node takes its pods: what is measured is the operator, not the nodes."""
     nowhere = {"nodeSelector": {"type": "nowhere"}}
-    scaling = {"autoscaling": {"minReplicas": 2, "maxReplicas": 4}} if number % 2 else {"replicas": 2}
+    scaling = (
+        {"autoscaling": {"minReplicas": 2, "maxReplicas": 4}} if number % 2 else {"replicas": 2}
+    )
     return idep(namespace, f"chat-{number}", podTemplate=nowhere, **scaling)
 
 
 def converged(api: Api, namespace: str) -> bool:
-    """Every status is about the newest spec, and every resource has all of its children at its revision."""
+    """Every status is about the newest spec, and every resource has all of its children at its
+    revision.
+    """
     bodies = api.items(KIND, namespace)
     deployments = {d["metadata"]["name"]: d for d in api.items("Deployment", namespace)}
     counts = [len(api.items(kind, namespace)) for kind in CHILDREN]
@@ -73,9 +79,12 @@ def test_many_resources_converge_cheaply_and_then_cost_next_to_nothing(
         assert idle <= 1
         assert writes == COUNT * len(CHILDREN), "every child was written once"
         assert not operator.tracebacks()
-        # One by one: the answer to the deletion of a whole collection comes when the last one is marked.
+        # One by one: the answer to the deletion of a whole collection comes when the last one is
+        # marked.
         with ThreadPoolExecutor(8) as pool:
-            list(pool.map(lambda number: api.delete(KIND, namespace, f"chat-{number}"), range(COUNT)))
+            list(
+                pool.map(lambda number: api.delete(KIND, namespace, f"chat-{number}"), range(COUNT))
+            )
         eventually(lambda: not api.items("Deployment", namespace), 180, "all is gone")
 
 

@@ -1,4 +1,6 @@
-"""Hundreds of changes of one resource, a part of them wrong: each is refused at the door or reached, and undone."""
+"""Hundreds of changes of one resource, a part of them wrong: each is refused at the door or
+reached, and undone.
+"""
 
 import random
 import time
@@ -22,11 +24,16 @@ from fairlead_operator.resource.settings import Settings
 pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("crd", "nodes")]
 STEPS = 50  # of one walk; ten walks are the whole
 SETTINGS = Settings(runtime_image="registry.test/fairlead-runtime:1", hub="http://127.0.0.1:9")
-TOLD = {"NotAllowed", "WriteRefused"}  # what only the chart or the API server's rules for the children refuse
+TOLD = {
+    "NotAllowed",
+    "WriteRefused",
+}  # what only the chart or the API server's rules for the children refuse
 
 
 def short_of(api: Api, namespace: str) -> str:
-    """What the cluster lacks of what the resource asks for; "" when it is reached or refused in words."""
+    """What the cluster lacks of what the resource asks for; "" when it is reached or refused in
+    words.
+    """
     if not current(api, namespace):
         return "the status is old"
     body, seen = api.get(KIND, namespace, "chat"), status(api, namespace)
@@ -44,7 +51,10 @@ def short_of(api: Api, namespace: str) -> str:
         return f"{count} replicas"
     strategy: Strategy = "Recreate" if seen["rollout"]["strategyChosen"] == "Recreate" else "Surge"
     plan = diff(render(resource, SETTINGS, count, strategy), children, resource.uid)
-    if seen["desiredReplicas"] != count or seen["observedGeneration"] != body["metadata"]["generation"]:
+    if (
+        seen["desiredReplicas"] != count
+        or seen["observedGeneration"] != body["metadata"]["generation"]
+    ):
         return "the status is about another count"
     return str([one.why for one in plan.apply] + [one.why for one in plan.delete] or "")[2:-2]
 
@@ -59,7 +69,9 @@ def refused(api: Api, namespace: str, patch: Object) -> str:
     """The API server's words on this patch of the spec; "" when it took it."""
     path = f"/apis/serving.fairlead.dev/v1alpha1/namespaces/{namespace}/inferencedeployments/chat"
     try:
-        api.call("PATCH", path, {"spec": patch}, "application/merge-patch+json", fieldValidation="Strict")
+        api.call(
+            "PATCH", path, {"spec": patch}, "application/merge-patch+json", fieldValidation="Strict"
+        )
     except ApiError as error:
         if error.code not in {400, 422}:
             raise
@@ -79,7 +91,10 @@ def readable(body: Object) -> str:
 def walk(api: Api, namespace: str, seed: int, explain: Callable[[], str]) -> Counter[str]:
     """STEPS changes one after the other, then back to where it began; how many of them ended how."""
     rng, known, outcomes = random.Random(seed), fields(), Counter[str]()
-    origin, revision = api.get(KIND, namespace, "chat")["spec"], status(api, namespace)["targetRevision"]
+    origin, revision = (
+        api.get(KIND, namespace, "chat")["spec"],
+        status(api, namespace)["targetRevision"],
+    )
     for number in range(STEPS):
         patch, body = step(rng, known), api.get(KIND, namespace, "chat")
         asked = {**body, "spec": patched(body["spec"], patch)}

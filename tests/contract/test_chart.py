@@ -1,4 +1,6 @@
-"""The chart, as far as it can be judged without helm: its resource definition and the schema of its values."""
+"""The chart, as far as it can be judged without helm: its resource definition and the schema of its
+values.
+"""
 
 import json
 import re
@@ -77,7 +79,9 @@ def test_the_shipped_values_are_valid() -> None:
 
 @pytest.mark.parametrize("path", sorted(set(given(VALUES))))
 def test_every_value_has_a_type(path: str) -> None:
-    """No value takes anything at all: an object is refused where a value is expected, a number where an object is."""
+    """No value takes anything at all: an object is refused where a value is expected, a number
+    where an object is.
+    """
     values = json.loads(json.dumps(VALUES))
     node = values
     *parents, last = path.split(".")
@@ -85,13 +89,16 @@ def test_every_value_has_a_type(path: str) -> None:
         node = node[key]
     node[last] = 0.5 if isinstance(node[last], dict) else {"a": 1}
     found = [
-        ".".join(map(str, error.path)) for error in jsonschema.Draft7Validator(SCHEMA).iter_errors(values)
+        ".".join(map(str, error.path))
+        for error in jsonschema.Draft7Validator(SCHEMA).iter_errors(values)
     ]
     assert path in found
 
 
 def test_every_value_is_used_by_a_template() -> None:
-    templates = "".join(path.read_text() for path in (CHART / "templates").rglob("*") if path.is_file())
+    templates = "".join(
+        path.read_text() for path in (CHART / "templates").rglob("*") if path.is_file()
+    )
     parts = ("image.repository", "image.tag", "image.digest")  # read by the helper "fairlead.image"
     through = {f"{prefix}{part}" for prefix in ("", "runtime.") for part in parts}
     leaves = [p for p in given(VALUES) if not any(o.startswith(p + ".") for o in given(VALUES))]

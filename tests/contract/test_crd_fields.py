@@ -1,4 +1,6 @@
-"""The CRD against EngineConfig, field for field, and against what the API server asks of a structural schema."""
+"""The CRD against EngineConfig, field for field, and against what the API server asks of a
+structural schema.
+"""
 
 import dataclasses
 from collections.abc import Iterator
@@ -24,7 +26,8 @@ SPEC: dict[str, Any] = SCHEMA["properties"]["spec"]
 TYPES = {bool: {"boolean"}, int: {"integer"}, float: {"number", "integer"}, str: {"string"}}
 ENGINE_SECTIONS = ("engine", "scheduler", "cache")
 FIELDS = [f for f in dataclasses.fields(EngineConfig) if f.metadata["cr"]]
-# A quantity of the pod, which the operator turns into GiB; without a pod there is no /dev/shm to count.
+# A quantity of the pod, which the operator turns into GiB; without a pod there is no /dev/shm to
+# count.
 QUANTITIES = {"resources.sharedMemory"}
 # Chosen by the operator, no setting of the engine.
 OPERATOR_ONLY = {"engine.image"}
@@ -53,7 +56,9 @@ RULES = [(path, rule) for path, node in NODES for rule in node.get("x-kubernetes
 
 
 @pytest.mark.parametrize("field", FIELDS, ids=lambda f: f.metadata["cr"])
-def test_a_field_of_the_resource_is_the_setting_of_the_engine(field: "dataclasses.Field[Any]") -> None:
+def test_a_field_of_the_resource_is_the_setting_of_the_engine(
+    field: "dataclasses.Field[Any]",
+) -> None:
     path, node = field.metadata["cr"], at(field.metadata["cr"])
     if path in QUANTITIES:
         assert node["x-kubernetes-int-or-string"]
@@ -95,7 +100,9 @@ def declared(kind: type, path: str) -> Iterator[tuple[str, Any, "dataclasses.Fie
             for a in (get_args(hints[f.name]) or (hints[f.name],))
             if isinstance(a, type) and dataclasses.is_dataclass(a)
         ]
-        here = f"{path}.{camel(f.name)}".lstrip(".") + ("[]" if get_origin(hints[f.name]) is tuple else "")
+        here = f"{path}.{camel(f.name)}".lstrip(".") + (
+            "[]" if get_origin(hints[f.name]) is tuple else ""
+        )
         yield here, hints[f.name], f
         for child in inner:
             yield from declared(child, here)
@@ -105,7 +112,11 @@ DECLARED = list(declared(Spec, ""))
 
 
 def test_the_operators_types_have_every_other_field() -> None:
-    in_crd = {p for p, _ in nodes(SPEC) if p and not p.endswith("{}") and not p.startswith(ENGINE_SECTIONS)}
+    in_crd = {
+        p
+        for p, _ in nodes(SPEC)
+        if p and not p.endswith("{}") and not p.startswith(ENGINE_SECTIONS)
+    }
     assert {path for path, *_ in DECLARED} == {p for p in in_crd if p + "[]" not in in_crd}
 
 
@@ -126,7 +137,12 @@ def test_a_field_of_the_operators_types_has_the_crds_bounds(
     assert node.get("enum", []) == words
     longest = next((node[k] for k in ("maxLength", "maxItems", "maxProperties") if k in node), None)
     ruled = "x-kubernetes-validations" in node and "pattern" not in node
-    wanted = (node.get("minimum"), node.get("maximum"), longest, None if ruled else node.get("pattern"))
+    wanted = (
+        node.get("minimum"),
+        node.get("maximum"),
+        longest,
+        None if ruled else node.get("pattern"),
+    )
     found = tuple(field.metadata.get(k) for k in ("low", "high", "longest", "pattern"))
     assert found == wanted or (path.endswith("topologyKey") and node["minLength"] == 1)
 
@@ -178,7 +194,9 @@ def test_every_node_is_structural_and_bounded(path: str, node: dict[str, Any]) -
     described = path not in ("", "metadata") and not path.endswith(("[]", "{}"))
     assert not described or 0 < len(node["description"]) <= 130
     if node.get("default") == {}:
-        assert "x-kubernetes-validations" not in node or "properties" not in node, "put the rule on spec"
+        assert "x-kubernetes-validations" not in node or "properties" not in node, (
+            "put the rule on spec"
+        )
 
 
 def test_defaults_satisfy_their_own_schema() -> None:
@@ -188,8 +206,12 @@ def test_defaults_satisfy_their_own_schema() -> None:
             jsonschema.Draft202012Validator(plain).validate(node["default"])
 
 
-@pytest.mark.parametrize(("path", "rule"), RULES, ids=[f"{p}: {r['message'][:40]}" for p, r in RULES])
-def test_every_rule_names_its_field_and_has_both_kinds_of_case(path: str, rule: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("path", "rule"), RULES, ids=[f"{p}: {r['message'][:40]}" for p, r in RULES]
+)
+def test_every_rule_names_its_field_and_has_both_kinds_of_case(
+    path: str, rule: dict[str, Any]
+) -> None:
     message = rule["message"]
     assert ": " in message, "what is wrong, then the fix"
     refusing = [c for c in CASES if c.message is not None and c.message in message]

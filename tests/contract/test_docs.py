@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "benchmarks").glob("*.md")])
+PAGES = sorted(
+    [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "benchmarks").glob("*.md")]
+)
 
 
 def test_the_flag_tables_are_those_of_the_configuration() -> None:
@@ -31,8 +33,12 @@ def test_links_between_pages_lead_somewhere(page: Path) -> None:
 
 def test_the_readme_names_every_top_level_folder() -> None:
     readme = (ROOT / "README.md").read_text()
-    tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    tracked = subprocess.run(
+        ["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout
     folders = {
-        line.split("/")[0] for line in tracked.splitlines() if "/" in line and not line.startswith(".")
+        line.split("/")[0]
+        for line in tracked.splitlines()
+        if "/" in line and not line.startswith(".")
     }
     assert not {name for name in folders if f"`{name}/" not in readme}

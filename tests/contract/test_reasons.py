@@ -1,4 +1,6 @@
-"""The reasons of conditions and Events are an enum: the documentation has each that the operator can write, and no other."""
+"""The reasons of conditions and Events are an enum: the documentation has each that the operator
+can write, and no other.
+"""
 
 import ast
 import re
@@ -24,9 +26,12 @@ OTHERS = {"True", "False", "Unknown", "Normal", "Warning", "PodScheduled", "Gi"}
 def written() -> set[str]:
     """Every constant of those modules that has a reason's form."""
     trees = [
-        ast.parse((ROOT / "operator" / "fairlead_operator" / f"{name}.py").read_text()) for name in SOURCES
+        ast.parse((ROOT / "operator" / "fairlead_operator" / f"{name}.py").read_text())
+        for name in SOURCES
     ]
-    words = {node.value for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Constant)}
+    words = {
+        node.value for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Constant)
+    }
     form = re.compile("[A-Z][a-z]+([A-Z][a-z]+)*")
     return {word for word in words if isinstance(word, str) and form.fullmatch(word)} - OTHERS
 

@@ -15,7 +15,9 @@ MODULES = sorted(path for package in PACKAGES for path in (ROOT / package).rglob
 
 @pytest.mark.parametrize("folder", ["operator", "runtime", "kernels"])
 def test_the_folders_that_hold_the_packages_are_no_packages(folder: str) -> None:
-    """operator/__init__.py would shadow the standard library, kernels/__init__.py another distribution."""
+    """operator/__init__.py would shadow the standard library, kernels/__init__.py another
+    distribution.
+    """
     assert not (ROOT / folder / "__init__.py").exists()
     assert list((ROOT / folder).glob("*/__init__.py"))
 
@@ -25,7 +27,15 @@ def test_every_module_says_what_it_owns(path: Path) -> None:
     assert ast.get_docstring(ast.parse(path.read_text())), "a module docstring is missing"
 
 
-FORBIDDEN_CALLS = {"eval", "exec", "os.system", "torch.load", "pickle.load", "pickle.loads", "marshal.loads"}
+FORBIDDEN_CALLS = {
+    "eval",
+    "exec",
+    "os.system",
+    "torch.load",
+    "pickle.load",
+    "pickle.loads",
+    "marshal.loads",
+}
 FORBIDDEN_MODULES = {"pickle", "marshal", "shelve", "dill"}
 
 
@@ -49,7 +59,9 @@ def violations(source: str) -> list[str]:
                 found.append(f"line {node.lineno}: shell=True")
         elif isinstance(node, ast.Import):
             found += [
-                f"line {node.lineno}: import {a.name}" for a in node.names if a.name in FORBIDDEN_MODULES
+                f"line {node.lineno}: import {a.name}"
+                for a in node.names
+                if a.name in FORBIDDEN_MODULES
             ]
         elif isinstance(node, ast.ImportFrom) and node.module in FORBIDDEN_MODULES:
             found.append(f"line {node.lineno}: from {node.module} import")
@@ -88,7 +100,9 @@ def test_the_base_dependencies_hold_neither_torch_nor_kopf() -> None:
 
 
 def test_every_lint_exception_carries_its_reason() -> None:
-    ignored = (ROOT / "pyproject.toml").read_text().split("[tool.ruff.lint]")[1].split("[tool.pytest")[0]
+    ignored = (
+        (ROOT / "pyproject.toml").read_text().split("[tool.ruff.lint]")[1].split("[tool.pytest")[0]
+    )
     bare = [line for line in ignored.splitlines() if re.match(r'\s+"[A-Z0-9]+",\s*$', line)]
     assert not bare
     for path in [*MODULES, *(ROOT / "tests").rglob("*.py")]:
@@ -104,4 +118,6 @@ def test_nothing_private_and_no_generated_file_is_tracked() -> None:
     tracked = subprocess.run(
         ["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True
     ).stdout.split()
-    assert not [name for name in tracked if re.search(r"(\.pyc|\.pt|\.bin|\.pkl|\.env|\.pem|\.key)$", name)]
+    assert not [
+        name for name in tracked if re.search(r"(\.pyc|\.pt|\.bin|\.pkl|\.env|\.pem|\.key)$", name)
+    ]

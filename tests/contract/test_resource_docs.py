@@ -24,7 +24,11 @@ def test_every_example_is_a_resource_that_is_accepted(page: str) -> None:
     examples = re.findall(r"```yaml\n(.*?)```", (ROOT / "docs" / page).read_text(), re.DOTALL)
     assert examples
     for text in examples:
-        body = {"apiVersion": API_VERSION, "kind": KIND, "metadata": {"name": "demo"}} | yaml.safe_load(text)
+        body = {
+            "apiVersion": API_VERSION,
+            "kind": KIND,
+            "metadata": {"name": "demo"},
+        } | yaml.safe_load(text)
         body["spec"].setdefault("model", {"source": "demo:"})
         assert InferenceDeployment.from_body(body).name == "demo"
 

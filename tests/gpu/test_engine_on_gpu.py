@@ -1,4 +1,6 @@
-"""The engine on an NVIDIA GPU, against transformers on the same GPU. Run with `make gpu`; without a GPU it fails."""
+"""The engine on an NVIDIA GPU, against transformers on the same GPU. Run with `make gpu`; without a
+GPU it fails.
+"""
 
 from pathlib import Path
 
@@ -38,18 +40,28 @@ def expected(family: str, prompt: list[int]) -> list[int]:
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "gemma2", "gpt2"])
 @pytest.mark.parametrize("offload", [0.0, 0.01])
-def test_greedy_output_is_transformers_under_preemption(family: str, offload: float, tmp_path: Path) -> None:
+def test_greedy_output_is_transformers_under_preemption(
+    family: str, offload: float, tmp_path: Path
+) -> None:
     """Fifteen blocks of sixteen hold any one of the prompts with its output, never all of them."""
     folder = tiny.save(tiny.build(family), tmp_path)
     params = SamplingParams(temperature=0, max_tokens=OUTPUT, ignore_eos=True)
-    config = {"num_blocks": 15, "max_batch_tokens": 32, "cpu_offload_space": offload, "dtype": "float32"}
+    config = {
+        "num_blocks": 15,
+        "max_batch_tokens": 32,
+        "cpu_offload_space": offload,
+        "dtype": "float32",
+    }
     with LLM(str(folder), **config) as llm:
         results = llm.generate([{"prompt_token_ids": p} for p in PROMPTS], params, use_tqdm=False)
     assert [r.outputs[0].token_ids for r in results] == [expected(family, p) for p in PROMPTS]
 
 
 def test_a_seeded_draw_does_not_depend_on_its_batch() -> None:
-    params = [SamplingParams(temperature=1.0, seed=i, max_tokens=OUTPUT, ignore_eos=True) for i in range(8)]
+    params = [
+        SamplingParams(temperature=1.0, seed=i, max_tokens=OUTPUT, ignore_eos=True)
+        for i in range(8)
+    ]
     with LLM("demo:", num_blocks=256) as llm:
         together = llm.generate(["A block holds"] * 8, params, use_tqdm=False)
         alone = [llm.generate(["A block holds"], one, use_tqdm=False)[0] for one in params]

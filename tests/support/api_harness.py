@@ -1,4 +1,6 @@
-"""A server on real sockets in the test's own event loop, and a service of known behaviour to put behind it."""
+"""A server on real sockets in the test's own event loop, and a service of known behaviour to put
+behind it.
+"""
 
 import asyncio
 import itertools
@@ -196,7 +198,11 @@ class Server:
 
 @asynccontextmanager
 async def running(
-    load: Callable[[], Awaitable[Backend]], *, wait: bool = True, drain_timeout: float = 5.0, **settings: Any
+    load: Callable[[], Awaitable[Backend]],
+    *,
+    wait: bool = True,
+    drain_timeout: float = 5.0,
+    **settings: Any,
 ) -> AsyncIterator[Server]:
     """A server over ``load``'s backend; ``settings`` are Face's, and ``max_connections``."""
     limits = {name: settings.pop(name) for name in ("max_connections",) if name in settings}
@@ -228,7 +234,9 @@ async def faked(
         yield server, behind
 
 
-async def asgi(app: ASGIApp, method: str, path: str, body: bytes = b"", **headers: str) -> tuple[int, bytes]:
+async def asgi(
+    app: ASGIApp, method: str, path: str, body: bytes = b"", **headers: str
+) -> tuple[int, bytes]:
     """One request to an application without a socket: its status and its body."""
     pending: list[dict[str, Any]] = [{"type": "http.request", "body": body, "more_body": False}]
     sent: list[Any] = []
@@ -255,14 +263,18 @@ async def asgi(app: ASGIApp, method: str, path: str, body: bytes = b"", **header
         "scheme": "http",
         "server": ("x", 80),
         "client": ("y", 1),
-        "headers": [(name.replace("_", "-").encode(), value.encode()) for name, value in given.items()],
+        "headers": [
+            (name.replace("_", "-").encode(), value.encode()) for name, value in given.items()
+        ],
     }
     await app(scope, receive, send)
     return sent[0]["status"], b"".join(message.get("body", b"") for message in sent[1:])
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    """Let the event loop turn until ``condition`` holds; the test's own time limit is the only other end."""
+    """Let the event loop turn until ``condition`` holds; the test's own time limit is the only
+    other end.
+    """
     while not condition():  # noqa: ASYNC110 - the conditions are the server's own state, which has no events
         await asyncio.sleep(0)
 

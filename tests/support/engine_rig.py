@@ -1,4 +1,5 @@
-"""The real scheduler and the real runner on a tiny model, without threads or HTTP, and transformers beside them.
+"""The real scheduler and the real runner on a tiny model, without threads or HTTP, and transformers
+beside them.
 
 Shared by the tests of token equality and of batch independence.
 """
@@ -23,17 +24,22 @@ from fairlead_runtime.scheduling.plan import Finished, Limits, Result, Work
 from fairlead_runtime.scheduling.scheduler import Scheduler, SchedulerStats
 from fairlead_runtime.sizing.groups import LayerGroup, group_layers
 
-# Tiny matrices gain nothing from threads, and where cores are shared they lose a hundredfold to waiting for each other.
+# Tiny matrices gain nothing from threads, and where cores are shared they lose a hundredfold to
+# waiting for each other.
 torch.set_num_threads(1)
 
 MAX_LEN = 512
 MAX_STEPS = 20_000
-EOS = frozenset({2, 140})  # more than one, and chosen at random often enough that some texts end early
+EOS = frozenset(
+    {2, 140}
+)  # more than one, and chosen at random often enough that some texts end early
 
 
 @dataclass(frozen=True)
 class Setting:
-    """One way to run the engine. ``num_blocks`` counts whole-model blocks; chunk is max_batch_tokens."""
+    """One way to run the engine. ``num_blocks`` counts whole-model blocks; chunk is
+    max_batch_tokens.
+    """
 
     block_size: int = 4
     chunk: int = 4096
@@ -67,7 +73,9 @@ class Outcome:
 
 
 class KnownTextRunner:
-    """A runner without a model: it answers with texts known beforehand. For finding a setting by trial."""
+    """A runner without a model: it answers with texts known beforehand. For finding a setting by
+    trial.
+    """
 
     def __init__(self, texts: Mapping[str, Seq[int]]) -> None:
         self.texts = texts
@@ -84,7 +92,9 @@ class KnownTextRunner:
 
 
 def drive(scheduler: Scheduler, device: Device, arrivals: Iterable[tuple[int, Request]]) -> Outcome:
-    """Run to the end; a request is added before the step it is due in. Checks every invariant now and then."""
+    """Run to the end; a request is added before the step it is due in. Checks every invariant now
+    and then.
+    """
     due = sorted(arrivals, key=lambda a: a[0])
     outcome = Outcome()
     while due or scheduler.has_work:
@@ -111,7 +121,9 @@ def drive(scheduler: Scheduler, device: Device, arrivals: Iterable[tuple[int, Re
 
 
 class Rig:
-    """One tiny model: run by our engine under any setting, and by transformers one prompt at a time."""
+    """One tiny model: run by our engine under any setting, and by transformers one prompt at a
+    time.
+    """
 
     def __init__(self, family: str) -> None:
         self.family = family
@@ -141,7 +153,9 @@ class Rig:
         scheduler = Scheduler(setting.limits(len(self.groups)), self.groups, b"rig")
         return drive(scheduler, self.runner(setting), arrivals)
 
-    def dry_run(self, setting: Setting, arrivals: Iterable[tuple[int, Request]]) -> SchedulerStats | None:
+    def dry_run(
+        self, setting: Setting, arrivals: Iterable[tuple[int, Request]]
+    ) -> SchedulerStats | None:
         """The same run without the model, its greedy texts taken from the reference."""
         arrivals = list(arrivals)
         limits = setting.limits(len(self.groups))
@@ -149,7 +163,9 @@ class Rig:
         return drive(Scheduler(limits, self.groups, b"rig"), KnownTextRunner(texts), arrivals).stats
 
     def reference(self, prompt: tuple[int, ...], max_tokens: int) -> list[int]:
-        """transformers' greedy ``generate`` of this prompt alone, eager attention, end tokens as ours."""
+        """transformers' greedy ``generate`` of this prompt alone, eager attention, end tokens as
+        ours.
+        """
         key = (prompt, max_tokens)
         if key not in self._references:
             with self.model.plain() as plain, torch.inference_mode():
@@ -167,8 +183,9 @@ class Rig:
         return self._references[key]
 
     def margin(self, tokens: Seq[int]) -> tuple[float, float]:
-        """How close the reference's choice after ``tokens`` was: the top two logits' distance, and the smallest
-        distance of a router's k-th and next score over all tokens and layers (inf without experts).
+        """How close the reference's choice after ``tokens`` was: the top two logits' distance, and
+        the smallest distance of a router's k-th and next score over all tokens and layers (inf
+        without experts).
         """
         routers: list[float] = []
 
@@ -178,9 +195,13 @@ class Rig:
 
         with self.model.plain() as plain, torch.inference_mode():
             hooks = [
-                m.register_forward_hook(note) for m in plain.modules() if type(m).__name__.endswith("Router")
+                m.register_forward_hook(note)
+                for m in plain.modules()
+                if type(m).__name__.endswith("Router")
             ]
-            logits = plain(input_ids=torch.tensor([list(tokens)]), use_cache=False).logits[0, -1].float()
+            logits = (
+                plain(input_ids=torch.tensor([list(tokens)]), use_cache=False).logits[0, -1].float()
+            )
             for hook in hooks:
                 hook.remove()
         top = logits.topk(2).values

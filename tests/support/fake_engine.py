@@ -1,6 +1,7 @@
 """An engine on a runner that needs no model: what a row samples is a function of its own tokens.
 
-Two runs give equal tokens for equal requests, whatever shares the batch, so a test can demand identity.
+Two runs give equal tokens for equal requests, whatever shares the batch, so a test can demand
+identity.
 """
 
 import os
@@ -32,7 +33,9 @@ class Clock:
 
 
 def token_of(row: Row) -> int:
-    """What follows these tokens: depends on them, the choice, the seed and the position, on nothing else."""
+    """What follows these tokens: depends on them, the choice, the seed and the position, on nothing
+    else.
+    """
     sequence = row.sequence
     value = sequence.request.seed ^ sequence.choice << 32 ^ len(sequence.tokens) << 40
     for token in (sequence.tokens[0], *sequence.tokens[-4:]):
@@ -43,7 +46,9 @@ def token_of(row: Row) -> int:
 class FakeRunner:
     """``before(work)`` may raise or change the results it gets; it sees every attempt, reruns too."""
 
-    def __init__(self, fault: Callable[[Work], None] | None = None, clock: Clock | None = None) -> None:
+    def __init__(
+        self, fault: Callable[[Work], None] | None = None, clock: Clock | None = None
+    ) -> None:
         self.fault = fault
         self.clock = clock
         self.step_time = 0.0
@@ -97,7 +102,9 @@ def request(name: str, prompt: int = 10, max_tokens: int = 6, **params: Any) -> 
     """A prompt of ``prompt`` tokens that are this request's own."""
     start = mix64(sum(map(ord, name)) * 1009 + len(name))
     tokens = tuple(mix64(start + i) % (VOCABULARY - 1) + 1 for i in range(prompt))
-    return Request(name, tokens, SamplingParams(max_tokens=max_tokens, **params), max_tokens, seed=7)
+    return Request(
+        name, tokens, SamplingParams(max_tokens=max_tokens, **params), max_tokens, seed=7
+    )
 
 
 class Collected:

@@ -1,7 +1,8 @@
-"""Model directories as an attacker, or a broken disk, would leave them: name → what to do to a good one.
+"""Model directories as an attacker, or a broken disk, would leave them: name → what to do to a good
+one.
 
-Every case gets a directory that loads (config.json, tokenizer, model.safetensors) and spoils it. Python files and
-pickles in them leave a mark on the disk when anything runs them.
+Every case gets a directory that loads (config.json, tokenizer, model.safetensors) and spoils it.
+Python files and pickles in them leave a mark on the disk when anything runs them.
 """
 
 import json
@@ -30,7 +31,12 @@ class _Bomb:
 
 def plant_code(path: Path) -> None:
     """A Python file of every usual name, and a pickle, which mark their execution."""
-    for name in ("modeling_evil.py", "configuration_evil.py", "tokenization_evil.py", "custom_generate.py"):
+    for name in (
+        "modeling_evil.py",
+        "configuration_evil.py",
+        "tokenization_evil.py",
+        "custom_generate.py",
+    ):
         (path / name).write_text(f"from pathlib import Path\nPath({str(mark(path))!r}).touch()\n")
     (path / "pytorch_model.bin").write_bytes(pickle.dumps(_Bomb(mark(path))))
 
@@ -120,7 +126,9 @@ def _index(weight_map: Any, **more: Any) -> Spoil:
 
     def spoil(path: Path) -> None:
         (path / WEIGHTS).rename(path / "model-00001-of-00001.safetensors")
-        (path / (WEIGHTS + ".index.json")).write_text(json.dumps({"weight_map": weight_map, **more}))
+        (path / (WEIGHTS + ".index.json")).write_text(
+            json.dumps({"weight_map": weight_map, **more})
+        )
 
     return spoil
 
@@ -128,7 +136,11 @@ def _index(weight_map: Any, **more: Any) -> Spoil:
 def _twice(path: Path) -> None:
     raw = (path / WEIGHTS).read_bytes()
     (path / WEIGHTS).unlink()
-    names = [name for name in json.loads(raw[8 : 8 + int.from_bytes(raw[:8], "little")]) if name[0] != "_"]
+    names = [
+        name
+        for name in json.loads(raw[8 : 8 + int.from_bytes(raw[:8], "little")])
+        if name[0] != "_"
+    ]
     for part in ("a", "b"):
         (path / f"{part}.safetensors").write_bytes(raw)
     weight_map = {name: f"{'ab'[i % 2]}.safetensors" for i, name in enumerate(names)}
@@ -170,7 +182,10 @@ def _huge_json(path: Path) -> None:
         file.truncate(100 << 20)
 
 
-AUTO_MAP = {"AutoConfig": "configuration_evil.Config", "AutoModelForCausalLM": "modeling_evil.Model"}
+AUTO_MAP = {
+    "AutoConfig": "configuration_evil.Config",
+    "AutoModelForCausalLM": "modeling_evil.Model",
+}
 OWN = {"model_type": "evil", "auto_map": AUTO_MAP}
 _DEEP = b'{"a":' * 3000 + b"1" + b"}" * 3000
 _ABYSS = b'{"a":' * 200_000
@@ -191,18 +206,24 @@ CASES: dict[str, tuple[str, Spoil]] = {
         "RemoteCodeRefused",
         _settings(
             ("config.json", {"model_type": "evil"}),
-            ("tokenizer_config.json", {"auto_map": {"AutoTokenizer": ["tokenization_evil.T", None]}}),
+            (
+                "tokenizer_config.json",
+                {"auto_map": {"AutoTokenizer": ["tokenization_evil.T", None]}},
+            ),
         ),
     ),
     "auto_map in generation_config": (
         "RemoteCodeRefused",
         _settings(
-            ("config.json", {"model_type": "evil"}), ("generation_config.json", {"auto_map": AUTO_MAP})
+            ("config.json", {"model_type": "evil"}),
+            ("generation_config.json", {"auto_map": AUTO_MAP}),
         ),
     ),
     "auto_map to another repository": (
         "RemoteCodeRefused",
-        _config(model_type="evil", auto_map={"AutoModelForCausalLM": "someone/else--modeling.Model"}),
+        _config(
+            model_type="evil", auto_map={"AutoModelForCausalLM": "someone/else--modeling.Model"}
+        ),
     ),
     "unknown architecture": ("UnsupportedModel", _config(model_type="evil")),
     # pickles and other formats
@@ -238,21 +259,33 @@ CASES: dict[str, tuple[str, Spoil]] = {
             data=b"\0" * 4,
         ),
     ),
-    "metadata that is no text": ("BadWeights", _header(lambda e: e.update(__metadata__={"a": {"b": 1}}))),
+    "metadata that is no text": (
+        "BadWeights",
+        _header(lambda e: e.update(__metadata__={"a": {"b": 1}})),
+    ),
     "tensors overlap": ("BadWeights", _header(_overlap)),
     "gap between tensors": ("BadWeights", _header(_gap)),
-    "offsets beyond the file": ("BadWeights", _header(lambda e: _first(e, data_offsets=[0, 2**40]))),
+    "offsets beyond the file": (
+        "BadWeights",
+        _header(lambda e: _first(e, data_offsets=[0, 2**40])),
+    ),
     "offsets reversed": ("BadWeights", _header(lambda e: _first(e, data_offsets=[64, 0]))),
     "offsets negative": ("BadWeights", _header(lambda e: _first(e, data_offsets=[-64, 0]))),
     "offsets as floats": ("BadWeights", _header(lambda e: _first(e, data_offsets=[0.0, 64.0]))),
     "three offsets": ("BadWeights", _header(lambda e: _first(e, data_offsets=[0, 1, 2]))),
     "unknown dtype": ("BadWeights", _header(lambda e: _first(e, dtype="F31"))),
     "dtype that is a list": ("BadWeights", _header(lambda e: _first(e, dtype=["F32"]))),
-    "shape larger than the data": ("BadWeights", _header(lambda e: _first(e, shape=[2**30, 2**30]))),
+    "shape larger than the data": (
+        "BadWeights",
+        _header(lambda e: _first(e, shape=[2**30, 2**30])),
+    ),
     "shape that overflows 64 bits": ("BadWeights", _header(lambda e: _first(e, shape=[2**40] * 8))),
     "shape with a negative size": ("BadWeights", _header(lambda e: _first(e, shape=[-1, -64]))),
     "shape with true": ("BadWeights", _header(lambda e: _first(e, shape=[True]))),
-    "shape of a thousand dimensions": ("BadWeights", _header(lambda e: _first(e, shape=[1] * 1000))),
+    "shape of a thousand dimensions": (
+        "BadWeights",
+        _header(lambda e: _first(e, shape=[1] * 1000)),
+    ),
     "entry without dtype": ("BadWeights", _header(lambda e: e[min(e)].pop("dtype") and None)),
     "entry that is a number": ("BadWeights", _header(lambda e: e.update({min(e): 3}))),
     "truncated data": ("BadWeights", _truncated),
@@ -280,7 +313,10 @@ CASES: dict[str, tuple[str, Spoil]] = {
     "one tensor in two files": ("BadWeights", _twice),
     # links and things that are no files
     "weights are a link that leaves": ("BadModelFiles", _link(WEIGHTS, "{outside}/{name}")),
-    "config is a relative link that leaves": ("BadModelFiles", _link("config.json", "../outside/{name}")),
+    "config is a relative link that leaves": (
+        "BadModelFiles",
+        _link("config.json", "../outside/{name}"),
+    ),
     "tokenizer is a link to a secret": ("BadModelFiles", _link("tokenizer.json", "/etc/hostname")),
     "link to nothing": ("BadModelFiles", _link("tokenizer.json", "gone.json")),
     "link to itself": ("BadModelFiles", _link("tokenizer.json", "tokenizer.json")),
@@ -322,5 +358,8 @@ CASES: dict[str, tuple[str, Spoil]] = {
         "UnsupportedModel",
         _config(quantization_config={"quant_method": "gptq", "bits": 4}),
     ),
-    "an adapter": ("UnsupportedModel", _write("adapter_config.json", b'{"base_model_name_or_path": "o/n"}')),
+    "an adapter": (
+        "UnsupportedModel",
+        _write("adapter_config.json", b'{"base_model_name_or_path": "o/n"}'),
+    ),
 }

@@ -1,8 +1,10 @@
-"""Kubernetes' HorizontalPodAutoscaler, its v2 defaults, on the same signal: what the operator is measured against.
+"""Kubernetes' HorizontalPodAutoscaler, its v2 defaults, on the same signal: what the operator is
+measured against.
 
-After the controller's documentation and source: sync every 15 s, a total divided by the target (AverageValue),
-tolerance 0.1, the highest recommendation of the last 300 s when shrinking, at most 100 % or 4 pods (whichever is
-more) added in 15 s, everything removed at once. Its metrics are perfect and have no delay, which real ones do not.
+After the controller's documentation and source: sync every 15 s, a total divided by the target
+(AverageValue), tolerance 0.1, the highest recommendation of the last 300 s when shrinking, at most
+100 % or 4 pods (whichever is more) added in 15 s, everything removed at once. Its metrics are
+perfect and have no delay, which real ones do not.
 """
 
 import math
@@ -24,7 +26,9 @@ class HpaScaler:
             return current, ""
         total = moment.running + moment.waiting
         ratio = total / (self.policy.target * current)
-        wanted = current if abs(ratio - 1) <= TOLERANCE else math.ceil(total / self.policy.target - 1e-9)
+        wanted = (
+            current if abs(ratio - 1) <= TOLERANCE else math.ceil(total / self.policy.target - 1e-9)
+        )
         self._recommended = [r for r in self._recommended if moment.now - r[0] < DOWN_WINDOW]
         self._recommended.append((moment.now, wanted))
         if wanted < current:

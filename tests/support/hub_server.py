@@ -1,4 +1,5 @@
-"""A fake model hub: the HTTP routes that huggingface_hub uses, with the ways in which a real one fails.
+"""A fake model hub: the HTTP routes that huggingface_hub uses, with the ways in which a real one
+fails.
 
 with Hub({"tiny/llama": Repository({"config.json": b"{}"})}) as hub:
     fetch("tiny/llama", environ=hub.environ(tmp_path))
@@ -20,7 +21,9 @@ MAIN, OTHER = COMMITS = ("a" * 40, "b" * 40)
 
 @dataclass
 class Repository:
-    """Files by name at each commit; ``refs`` name commits. Files above ``lfs_from`` bytes come by redirect to another host."""
+    """Files by name at each commit; ``refs`` name commits. Files above ``lfs_from`` bytes come by
+    redirect to another host.
+    """
 
     files: dict[str, bytes]
     refs: dict[str, str] = field(default_factory=lambda: {"main": MAIN})
@@ -38,7 +41,9 @@ class Repository:
 
 
 class Hub:
-    """Serves repositories on a free local port while the context lasts; ``requests`` are (method, path)."""
+    """Serves repositories on a free local port while the context lasts; ``requests`` are (method,
+    path).
+    """
 
     def __init__(self, repositories: dict[str, Repository]) -> None:
         self.repositories = repositories
@@ -53,14 +58,19 @@ class Hub:
         self.server.daemon_threads = True
         self.port: int = self.server.server_address[1]
         self.endpoint = f"http://127.0.0.1:{self.port}"
-        self.thread = threading.Thread(target=self.server.serve_forever, kwargs={"poll_interval": 0.02})
+        self.thread = threading.Thread(
+            target=self.server.serve_forever, kwargs={"poll_interval": 0.02}
+        )
 
     def __enter__(self) -> Self:
         self.thread.start()
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self.server.shutdown()
         self.server.server_close()
@@ -79,7 +89,9 @@ class Hub:
 
 
 def sharded(directory: Path, count: int) -> dict[str, bytes]:
-    """The files of a model, its one weight file cut into ``count`` of about the same size, with their index."""
+    """The files of a model, its one weight file cut into ``count`` of about the same size, with
+    their index.
+    """
     from safetensors.torch import load_file, save
 
     files = {path.name: path.read_bytes() for path in directory.iterdir() if path.is_file()}
@@ -92,7 +104,9 @@ def sharded(directory: Path, count: int) -> dict[str, bytes]:
         sizes[where[name]] += tensors[name].nbytes
     for number in range(count):
         file = f"model-{number + 1:05}-of-{count:05}.safetensors"
-        files[file] = save({n: tensors[n] for n in names if where[n] == number}, metadata={"format": "pt"})
+        files[file] = save(
+            {n: tensors[n] for n in names if where[n] == number}, metadata={"format": "pt"}
+        )
     weights = {name: f"model-{at + 1:05}-of-{count:05}.safetensors" for name, at in where.items()}
     index = {"metadata": {"total_size": sum(sizes)}, "weight_map": weights}
     return {**files, "model.safetensors.index.json": json.dumps(index).encode()}
@@ -159,7 +173,9 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         repository = self.owner.repositories[repo]
         self._body(repository, name, repository.files[name], {"Accept-Ranges": "bytes"})
 
-    def _body(self, repository: Repository, name: str, body: bytes, headers: dict[str, str]) -> None:
+    def _body(
+        self, repository: Repository, name: str, body: bytes, headers: dict[str, str]
+    ) -> None:
         status = 200
         if "Range" in self.headers:
             start = int(self.headers["Range"].removeprefix("bytes=").split("-")[0])
@@ -173,7 +189,12 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             self.close_connection = True
 
     def _send(
-        self, status: int, body: bytes, headers: dict[str, str] | None = None, *, length: int | None = None
+        self,
+        status: int,
+        body: bytes,
+        headers: dict[str, str] | None = None,
+        *,
+        length: int | None = None,
     ) -> None:
         self.send_response(status)
         for key, value in (headers or {}).items():

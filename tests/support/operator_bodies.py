@@ -75,7 +75,9 @@ def pod(
 
 
 def unscheduled(message: str) -> list[Object]:
-    return [{"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": message}]
+    return [
+        {"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": message}
+    ]
 
 
 def event(of: Object, reason: str, message: str) -> Object:
@@ -88,7 +90,9 @@ def event(of: Object, reason: str, message: str) -> Object:
     }
 
 
-def deployment(revision: str = "new", *, strategy: str = "RollingUpdate", replicas: int = 1) -> Object:
+def deployment(
+    revision: str = "new", *, strategy: str = "RollingUpdate", replicas: int = 1
+) -> Object:
     return {
         "apiVersion": "apps/v1",
         "kind": "Deployment",

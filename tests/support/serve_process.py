@@ -1,7 +1,8 @@
 """`fairlead serve` as a process of its own, on free ports.
 
-The processes are forked from one that has imported torch and the models already: importing them takes longer than
-all that these tests look at. tests/functional/commands/test_demo.py starts the command from nothing.
+The processes are forked from one that has imported torch and the models already: importing them
+takes longer than all that these tests look at. tests/functional/commands/test_demo.py starts the
+command from nothing.
 """
 
 import json
@@ -26,9 +27,13 @@ forks.set_forkserver_preload(["fairlead_runtime.start.serve", "fairlead_runtime.
 class Process:
     """The process, its log as it comes, and clients for both ports."""
 
-    def __init__(self, arguments: list[str], environ: Mapping[str, str], prepare: Callable[[], None]) -> None:
+    def __init__(
+        self, arguments: list[str], environ: Mapping[str, str], prepare: Callable[[], None]
+    ) -> None:
         reading, writing = forks.Pipe(duplex=False)
-        self._process = forks.Process(target=_main, args=(arguments, dict(environ), prepare, writing))
+        self._process = forks.Process(
+            target=_main, args=(arguments, dict(environ), prepare, writing)
+        )
         self._process.start()
         writing.close()
         self.lines: list[str] = []
@@ -110,7 +115,9 @@ def serve(
     environ: Mapping[str, str] | None = None,
     prepare: Callable[[], None] = as_it_is,
 ) -> Iterator[Process]:
-    """``fairlead serve MODEL --port=0 --admin-port=0 FLAGS``; ``prepare`` runs in the process before."""
+    """``fairlead serve MODEL --port=0 --admin-port=0 FLAGS``; ``prepare`` runs in the process
+    before.
+    """
     server = Process(["serve", model, "--port=0", "--admin-port=0", *flags], environ or {}, prepare)
     try:
         yield server

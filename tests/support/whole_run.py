@@ -1,8 +1,9 @@
-"""Random workloads under scarce memory, run to their end against a device that remembers every slot it wrote.
+"""Random workloads under scarce memory, run to their end against a device that remembers every slot
+it wrote.
 
-``run`` plays a Scenario and checks the invariants after every step, every key that a row reads, every event, and
-every delivered token against an oracle that never saw the scheduler. ``shrink`` drops events from a failing
-scenario while it still fails.
+``run`` plays a Scenario and checks the invariants after every step, every key that a row reads,
+every event, and every delivered token against an oracle that never saw the scheduler. ``shrink``
+drops events from a failing scenario while it still fails.
 """
 
 import dataclasses
@@ -43,7 +44,9 @@ class Play:
 
     def run(self) -> Outcome:
         arrivals = sorted(self.scenario.arrivals, key=lambda a: a.step)
-        aborts = sorted((a for a in arrivals if a.abort_at is not None), key=lambda a: a.abort_at or 0)
+        aborts = sorted(
+            (a for a in arrivals if a.abort_at is not None), key=lambda a: a.abort_at or 0
+        )
         now = 0
         bound = self._bound()
         while arrivals or self.scheduler.has_work:
@@ -106,7 +109,9 @@ class Play:
         self._held()
 
     def _held(self) -> None:
-        """Counted anew: a sequence holds the blocks of its computed tokens, but for those before its windows."""
+        """Counted anew: a sequence holds the blocks of its computed tokens, but for those before
+        its windows.
+        """
         size = self.scenario.limits.block_size
         for sequence in self.scheduler.running:
             done = sequence.computed
@@ -155,7 +160,9 @@ class Play:
         self._admission_leaves_margin(plan)
 
     def _in_order(self, plan: Plan) -> None:
-        """Rows by kind, the youngest as victims, the first waiting as admitted; written down without the policies."""
+        """Rows by kind, the youngest as victims, the first waiting as admitted; written down
+        without the policies.
+        """
         limits, scheduler = self.scenario.limits, self.scheduler
         started = {a.sequence.id for a in plan.admitted}
         first = limits.policy == "prefill_first"
@@ -173,11 +180,19 @@ class Play:
 
         victims = {p.sequence.id for p in plan.preempted}
         for older, younger in (
-            ([s for s in scheduler.running if s.id not in victims], [p.sequence for p in plan.preempted]),
-            ([a.sequence for a in plan.admitted], [s for s in scheduler.waiting if s.id not in started]),
+            (
+                [s for s in scheduler.running if s.id not in victims],
+                [p.sequence for p in plan.preempted],
+            ),
+            (
+                [a.sequence for a in plan.admitted],
+                [s for s in scheduler.waiting if s.id not in started],
+            ),
         ):
             if older and younger and max(map(place, older)) > min(map(place, younger)):
-                raise RunError(f"{limits.policy}: not the youngest preempted, or not the oldest admitted")
+                raise RunError(
+                    f"{limits.policy}: not the youngest preempted, or not the oldest admitted"
+                )
 
     def _victim_fits(self, plan: Plan) -> None:
         """Counted anew where it is simple: one full group, nothing shared."""
@@ -201,7 +216,9 @@ class Play:
             self.victim = plan.preempted[-1].sequence
 
     def _admission_leaves_margin(self, plan: Plan) -> None:
-        """All or nothing, counted anew: what the admitted still need fits beside all rows and the margin."""
+        """All or nothing, counted anew: what the admitted still need fits beside all rows and the
+        margin.
+        """
         cache, limits = self.scheduler.state.cache, self.scenario.limits
         if not plan.admitted or any(g.window is not None for g in cache.groups):
             return
@@ -210,7 +227,9 @@ class Play:
         used: set[int] = {u for s in self.scheduler.running for table in s.tables for u in table}
         new = 0
         for row in plan.rows:
-            new += -(-(row.start + row.count) // limits.block_size) - -(-row.start // limits.block_size)
+            new += -(-(row.start + row.count) // limits.block_size) - -(
+                -row.start // limits.block_size
+            )
         last = plan.admitted[-1]
         for admission in plan.admitted:
             if admission.source == "prefix":
@@ -265,7 +284,11 @@ class Play:
         tokens, reason = alone(arrival.request, choice)
         got, finish = self.outcome.delivered.get(key, []), self.outcome.finishes.get(key)
         if finish in (FinishReason.ABORT, FinishReason.ERROR):
-            asked = arrival.abort_at is not None or arrival.abort_offloaded or arrival.fail_choice == choice
+            asked = (
+                arrival.abort_at is not None
+                or arrival.abort_offloaded
+                or arrival.fail_choice == choice
+            )
             if not asked or got != tokens[: len(got)]:
                 raise RunError(f"{key}: {finish} unasked, or wrong tokens before it")
         elif (got, finish) != (tokens, reason):
@@ -283,7 +306,9 @@ def shrink(scenario: Scenario) -> Scenario:
         changed = False
         for i, arrival in enumerate(scenario.arrivals):
             rest = scenario.arrivals[:i], scenario.arrivals[i + 1 :]
-            plain = dataclasses.replace(arrival, abort_at=None, fail_choice=None, abort_offloaded=False)
+            plain = dataclasses.replace(
+                arrival, abort_at=None, fail_choice=None, abort_offloaded=False
+            )
             for smaller in ((), (plain,)):
                 if smaller == (arrival,):
                     continue

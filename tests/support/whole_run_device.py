@@ -1,4 +1,6 @@
-"""A cache that remembers: its slots hold stamps of what was written, and every read must find its own."""
+"""A cache that remembers: its slots hold stamps of what was written, and every read must find its
+own.
+"""
 
 from fairlead_runtime.request import Sequence
 from fairlead_runtime.scheduling import Result, Row, Work
@@ -11,7 +13,9 @@ class RunError(AssertionError):
 
 
 class Device:
-    """A cache whose slots hold stamps of (salt, all tokens up to the position, group); reads must find their own."""
+    """A cache whose slots hold stamps of (salt, all tokens up to the position, group); reads must
+    find their own.
+    """
 
     def __init__(self, groups: tuple[LayerGroup, ...], size: int) -> None:
         self.groups, self.size = groups, size
@@ -67,7 +71,13 @@ class Device:
             for block in range(oldest // self.size, -(-end // self.size)):
                 first, last = max(oldest, block * self.size), min(end, (block + 1) * self.size)
                 if table[block] == NULL:
-                    raise RunError(f"sequence {row.sequence.id} reads block {block} that its window freed")
-                found = self._unit(table[block])[first % self.size : first % self.size + last - first]
+                    raise RunError(
+                        f"sequence {row.sequence.id} reads block {block} that its window freed"
+                    )
+                found = self._unit(table[block])[
+                    first % self.size : first % self.size + last - first
+                ]
                 if found != [stamp ^ group.index for stamp in stamps[first:last]]:
-                    raise RunError(f"sequence {row.sequence.id} reads foreign keys at {first}..{last - 1}")
+                    raise RunError(
+                        f"sequence {row.sequence.id} reads foreign keys at {first}..{last - 1}"
+                    )

@@ -1,4 +1,6 @@
-"""Random workloads as plain data, and the oracle: what each request's tokens are, without any scheduler."""
+"""Random workloads as plain data, and the oracle: what each request's tokens are, without any
+scheduler.
+"""
 
 import random
 from dataclasses import dataclass
@@ -38,7 +40,9 @@ def draw(seed: int, requests: int = 56) -> Scenario:
     rng = random.Random(seed)
     size = rng.choice((2, 4, 4, 8))
     text = [rng.randrange(1, VOCABULARY) for _ in range(64)]
-    shape = rng.choice(((12 * size, 60), (4 * size, 30), (size + 1, 60), (size + 1, 60), (2 * size, 90)))
+    shape = rng.choice(
+        ((12 * size, 60), (4 * size, 30), (size + 1, 60), (size + 1, 60), (2 * size, 90))
+    )
     gaps = rng.choice(((0,), (0, 0, 1, 2, 5), (0, 1, 20)))
     arrivals: list[Arrival] = []
     step = 0
@@ -48,7 +52,16 @@ def draw(seed: int, requests: int = 56) -> Scenario:
     largest = max(len(a.request.prompt) + a.request.max_tokens for a in arrivals)
     blocks = -(-largest // size) + rng.randrange(4)
     windows = rng.choice(
-        ((None,), (None,), (None, 5), (7,), (3, None, 9), (5, None), (None, size, 1), (None, 2 * size + 1))
+        (
+            (None,),
+            (None,),
+            (None, 5),
+            (7,),
+            (3, None, 9),
+            (5, None),
+            (None, size, 1),
+            (None, 2 * size + 1),
+        )
     )
     return Scenario(
         Limits(
@@ -72,7 +85,9 @@ def _arrival(
 ) -> Arrival:
     length = rng.choice((1, size, size + 1, rng.randrange(1, shape[0]), rng.randrange(1, shape[0])))
     shared = rng.choice((0, length, rng.randrange(length + 1)))
-    prompt = [*text, *text][:shared] + [rng.randrange(1, VOCABULARY) for _ in range(length - shared)]
+    prompt = [*text, *text][:shared] + [
+        rng.randrange(1, VOCABULARY) for _ in range(length - shared)
+    ]
     output = rng.choice((1, 2, rng.randrange(1, shape[1]), rng.randrange(shape[1] // 2, shape[1])))
     params = SamplingParams(
         n=rng.choice((1, 1, 2, 3)),
@@ -96,7 +111,14 @@ def _arrival(
     abort = step + rng.randrange(60) if rng.random() < 0.15 else None
     fail = rng.randrange(params.n) if rng.random() < 0.05 else None
     return Arrival(
-        step, request, abort, choice, rng.random() < 0.4, fail, rng.random() < 0.5, rng.random() < 0.15
+        step,
+        request,
+        abort,
+        choice,
+        rng.random() < 0.4,
+        fail,
+        rng.random() < 0.5,
+        rng.random() < 0.15,
     )
 
 
@@ -113,7 +135,9 @@ def start_stamp(request: Request) -> int:
 
 
 def next_token(stamp: int, request: Request, choice: int, position: int) -> int:
-    """What the model says after the prefix that ``stamp`` stands for; deterministic, different for each choice."""
+    """What the model says after the prefix that ``stamp`` stands for; deterministic, different for
+    each choice.
+    """
     return mix(mix(mix(stamp, request.seed), choice), position) % VOCABULARY
 
 

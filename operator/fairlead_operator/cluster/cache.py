@@ -1,8 +1,8 @@
 """What the operator last saw of the cluster, by kind and key.
 
 Fed by watches, by the steady re-list and by the answers to our own writes; the newest version of an
-object wins whatever the order of arrival, so a replayed list or a late event changes nothing. Reads no
-network and never decides.
+object wins whatever the order of arrival, so a replayed list or a late event changes nothing. Reads
+no network and never decides.
 """
 
 import time
@@ -31,7 +31,9 @@ _POD_SPEC = ("nodeName", "containers", "initContainers", "volumes")
 
 
 class Store:
-    """Objects by kind and (namespace, name), with an index of children by the resource they belong to."""
+    """Objects by kind and (namespace, name), with an index of children by the resource they belong
+    to.
+    """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -54,7 +56,9 @@ class Store:
         return [self._objects[kind.name][key] for key in sorted(keys)]
 
     def in_namespace(self, kind: Kind, namespace: str) -> list[Object]:
-        return [body for key, body in self._objects.get(kind.name, {}).items() if key[0] == namespace]
+        return [
+            body for key, body in self._objects.get(kind.name, {}).items() if key[0] == namespace
+        ]
 
     def events_about(self, uids: Iterable[str]) -> list[Object]:
         """Events whose object has one of these uids."""
@@ -79,9 +83,8 @@ class Store:
             return False
         grave = self._graves.get(kind.name, {}).get(key)
         if grave is not None and version < grave[0]:
-            return (
-                False  # not of the same version: one that only lost our label is still there when asked for
-            )
+            # not of the same version: one that only lost our label is still there when asked for
+            return False
         self._drop(kind, key)
         self._objects.setdefault(kind.name, {})[key] = trimmed(kind, body)
         if resource := resource_of(body):
@@ -100,12 +103,16 @@ class Store:
         return held is not None
 
     def deleted(self, kind: Kind, body: Object) -> None:
-        """Take the answer to our own deletion of this version: nothing up to it comes back from an old list."""
+        """Take the answer to our own deletion of this version: nothing up to it comes back from an
+        old list.
+        """
         held = self.get(kind, key_of(body))
         if held is None or version_of(held) <= version_of(body):
             self._bury(kind, key_of(body), version_of(body) + 1)
 
-    def replace(self, kind: Kind, namespace: str, bodies: Iterable[Object], version: int) -> list[Object]:
+    def replace(
+        self, kind: Kind, namespace: str, bodies: Iterable[Object], version: int
+    ) -> list[Object]:
         """Take a whole list of one namespace ("": all); returns the objects that changed or went.
 
         A list older than one taken before is dropped; objects newer than the list stay.

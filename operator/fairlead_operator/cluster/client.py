@@ -1,4 +1,5 @@
-"""The only module that talks to the API server, kopf's watches aside. Plain dicts in, plain dicts out.
+"""The only module that talks to the API server, kopf's watches aside. Plain dicts in, plain dicts
+out.
 
 Owns pacing, deadlines and the fence: nothing is written unless this process holds the Lease. Never
 retries; the caller's queue does.
@@ -30,7 +31,9 @@ _MUST_NOT_EXIST = "1"
 class Pace:
     """A token bucket: ``rate`` requests a second, ``burst`` at once."""
 
-    def __init__(self, rate: float, burst: int, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, rate: float, burst: int, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._rate, self._burst, self._clock = rate, burst, clock
         self._tokens, self._last = float(burst), clock()
 
@@ -57,7 +60,9 @@ async def connect(environ: Mapping[str, str] = os.environ) -> ApiClient:
             raise SettingsError(
                 f"KUBECONFIG: {file} cannot be used ({' '.join(str(error).split())[:300]}): name a good file"
             ) from None
-        raise SettingsError("KUBECONFIG is not set and this is no pod of a cluster: set it") from None
+        raise SettingsError(
+            "KUBECONFIG is not set and this is no pod of a cluster: set it"
+        ) from None
     return ApiClient(configuration)
 
 
@@ -72,14 +77,18 @@ class Cluster:
         pace: Pace | None = None,
     ) -> None:
         self.store = store
-        self.may_write: Callable[[], bool] = lambda: False  # the composition root puts the Lease here
+        self.may_write: Callable[[], bool] = lambda: (
+            False
+        )  # the composition root puts the Lease here
         self._client, self._metrics = client, metrics
         self._pace = pace or Pace(50, 100)
 
     async def list(self, kind: Kind, namespace: str = "") -> tuple[list[Object], int]:
         """All objects the operator looks at, and the version of the list."""
         query = {"labelSelector": kind.labels, "fieldSelector": kind.fields}
-        answer = await self.call("list", "GET", kind.path(namespace), {k: v for k, v in query.items() if v})
+        answer = await self.call(
+            "list", "GET", kind.path(namespace), {k: v for k, v in query.items() if v}
+        )
         items, version = answer.get("items"), version_of(answer)
         if not isinstance(items, list) or not version:
             raise ApiError(200, "BadAnswer", f"what came for {kind.plural} is no list")
@@ -97,8 +106,8 @@ class Cluster:
     async def apply(self, kind: Kind, manifest: Object, uid: str | None) -> Object:
         """Server-side apply as the one owner of our fields.
 
-        ``uid`` None: the object must not exist (409 otherwise), so that nothing foreign is ever adopted;
-        else it must be the object with that uid.
+        ``uid`` None: the object must not exist (409 otherwise), so that nothing foreign is ever
+        adopted; else it must be the object with that uid.
         """
         self._check_fence()
         meta = manifest["metadata"]
@@ -106,7 +115,9 @@ class Cluster:
         body = {**manifest, "metadata": {**meta, **guard}}
         query = {"fieldManager": MANAGER, "force": "true" if uid else "false"}
         path = kind.path(meta["namespace"], meta["name"])
-        answer: Object = await self.call("apply" if uid else "create", "PATCH", path, query, body, APPLY)
+        answer: Object = await self.call(
+            "apply" if uid else "create", "PATCH", path, query, body, APPLY
+        )
         self.store.put(kind, answer)
         return answer
 
@@ -114,29 +125,39 @@ class Cluster:
         """A JSON patch of exactly the version that was looked at."""
         self._check_fence()
         meta = body["metadata"]
-        exactly = {"op": "test", "path": "/metadata/resourceVersion", "value": meta["resourceVersion"]}
+        exactly = {
+            "op": "test",
+            "path": "/metadata/resourceVersion",
+            "value": meta["resourceVersion"],
+        }
         path = kind.path(meta["namespace"], meta["name"])
         query = {"fieldManager": MANAGER}
-        await self.call("apply", "PATCH", path, query, [exactly, *operations], "application/json-patch+json")
+        await self.call(
+            "apply", "PATCH", path, query, [exactly, *operations], "application/json-patch+json"
+        )
 
     async def delete(self, kind: Kind, body: Object) -> None:
         """Delete exactly the object that was looked at; one that changed since gives 409.
 
-        It is gone from the store at once: the watch that would say so may be silent, and nothing is deleted twice.
+        It is gone from the store at once: the watch that would say so may be silent, and nothing is
+        deleted twice.
         """
         self._check_fence()
         meta = body["metadata"]
         exactly = {"uid": meta["uid"], "resourceVersion": meta["resourceVersion"]}
         options = {"preconditions": exactly, "propagationPolicy": "Background"}
         try:
-            await self.call("delete", "DELETE", kind.path(meta["namespace"], meta["name"]), body=options)
+            await self.call(
+                "delete", "DELETE", kind.path(meta["namespace"], meta["name"]), body=options
+            )
         except ApiError as error:
             if error.code != 404:
                 raise
         self.store.deleted(kind, body)
 
     async def set_status(self, resource: Object, status: Object) -> None:
-        """Replace the status of exactly the resource that was looked at; one that changed since gives 409.
+        """Replace the status of exactly the resource that was looked at; one that changed since
+        gives 409.
 
         Otherwise an operator that starts on an old list would take ``observedGeneration`` back.
         """
@@ -145,7 +166,9 @@ class Cluster:
         body = {
             "apiVersion": RESOURCE.api_version,
             "kind": RESOURCE.name,
-            "metadata": {name: meta[name] for name in ("name", "namespace", "uid", "resourceVersion")},
+            "metadata": {
+                name: meta[name] for name in ("name", "namespace", "uid", "resourceVersion")
+            },
             "status": status,
         }
         query = {"fieldManager": MANAGER, "force": "true"}
@@ -188,13 +211,17 @@ class Cluster:
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
             raise ApiError(0, "NoAnswer", f"{type(error).__name__}: {error}") from error
         except ValueError as error:
-            raise ApiError(code, "BadAnswer", f"no JSON in the answer to {method} {path}") from error
+            raise ApiError(
+                code, "BadAnswer", f"no JSON in the answer to {method} {path}"
+            ) from error
         finally:
             self._metrics.calls.labels(verb, str(code)).inc()
         if not isinstance(answer, dict):
             raise ApiError(code, "BadAnswer", f"no JSON object in the answer to {method} {path}")
         if code >= 400:
-            raise ApiError(code, str(answer.get("reason", "")), str(answer.get("message", "")), retry_after)
+            raise ApiError(
+                code, str(answer.get("reason", "")), str(answer.get("message", "")), retry_after
+            )
         return answer
 
     async def _exchange(

@@ -1,7 +1,7 @@
 """Leader election by one Lease: at any moment at most one operator writes.
 
-Time is taken from the own monotonic clock only. A holder stops writing well before others may take over,
-and stands down when the Lease changed under it, even if its own name is in it.
+Time is taken from the own monotonic clock only. A holder stops writing well before others may take
+over, and stands down when the Lease changed under it, even if its own name is in it.
 """
 
 import asyncio
@@ -21,9 +21,8 @@ log = logging.getLogger(__name__)
 DURATION = 15.0  # a Lease that nobody renewed for this long is free
 RENEW = 5.0  # a holder renews this often
 FENCE = 10.0  # and stops writing when its last renewal is older than this
-ATTEMPTS = (
-    4096  # that are remembered: an API server that hung may commit the first of all it was sent, hours later
-)
+# that are remembered: an API server that hung may commit the first of all it was sent, hours later
+ATTEMPTS = 4096
 
 
 class LeaseApi(Protocol):
@@ -134,6 +133,9 @@ class Election:
                 [stamp], ATTEMPTS
             )  # the Lease has moved on: none before can still be committed
         except ApiError as error:
-            if error.code in {404, 409}:  # it changed under us: someone else writes, or our answer was lost
+            if error.code in {
+                404,
+                409,
+            }:  # it changed under us: someone else writes, or our answer was lost
                 self._mine = None
             raise

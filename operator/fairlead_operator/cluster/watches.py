@@ -1,7 +1,8 @@
 """kopf's part: watching. Every handler hands what it saw to the store's owner, and nothing else.
 
-Only ``on.event``, ``on.login`` and ``on.startup`` are used: everything else of kopf writes finalizers or annotations,
-and a finalizer would keep a resource from being deleted while no operator runs.
+Only ``on.event``, ``on.login`` and ``on.startup`` are used: everything else of kopf writes
+finalizers or annotations, and a finalizer would keep a resource from being deleted while no
+operator runs.
 """
 
 import asyncio
@@ -20,7 +21,9 @@ log = logging.getLogger(__name__)
 Deliver = Callable[[Kind, bool, Object], None]  # kind, deleted, object
 
 
-def registry(kinds: Sequence[Kind], environ: Mapping[str, str], deliver: Deliver) -> kopf.OperatorRegistry:
+def registry(
+    kinds: Sequence[Kind], environ: Mapping[str, str], deliver: Deliver
+) -> kopf.OperatorRegistry:
     """One silent handler per kind. ``deliver`` is called in kopf's thread."""
     handlers = kopf.OperatorRegistry()
 
@@ -77,9 +80,18 @@ class Watches:
     """kopf in a thread with a loop of its own: when it ends, it cancels every task of its loop."""
 
     def __init__(
-        self, kinds: Sequence[Kind], namespaces: Sequence[str], environ: Mapping[str, str], deliver: Deliver
+        self,
+        kinds: Sequence[Kind],
+        namespaces: Sequence[str],
+        environ: Mapping[str, str],
+        deliver: Deliver,
     ) -> None:
-        self._kinds, self._namespaces, self._environ, self._deliver = kinds, namespaces, environ, deliver
+        self._kinds, self._namespaces, self._environ, self._deliver = (
+            kinds,
+            namespaces,
+            environ,
+            deliver,
+        )
         self._ended = False
         self._stop: Callable[[], object] = lambda: None
 
@@ -106,7 +118,9 @@ class Watches:
             loop.close()
 
     async def _watch(self, loop: asyncio.AbstractEventLoop) -> None:
-        """What ``kopf.operator`` does, but ended within seconds: its own end waits for tasks of a broken watch."""
+        """What ``kopf.operator`` does, but ended within seconds: its own end waits for tasks of a
+        broken watch.
+        """
         stop = asyncio.Event()  # a threading.Event would hold a thread of the loop for ever
         self._stop = functools.partial(loop.call_soon_threadsafe, stop.set)
         if self._ended:
@@ -128,7 +142,9 @@ class Watches:
 
 
 async def _end(tasks: set[asyncio.Task[Any]]) -> None:
-    """Cancel, twice because kopf takes the first as a wish; what then still runs is left to the closing loop."""
+    """Cancel, twice because kopf takes the first as a wish; what then still runs is left to the
+    closing loop.
+    """
     pending = {task for task in tasks if not task.done()}
     for _ in range(2):
         for task in pending:

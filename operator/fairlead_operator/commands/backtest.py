@@ -1,7 +1,8 @@
-"""`fairlead backtest --trace FILE --policy cr.yaml`: show what the autoscaler would have done on a trace.
+"""`fairlead backtest --trace FILE --policy cr.yaml`: show what the autoscaler would have done on a
+trace.
 
-Owns the arguments and the printing; the decision is the operator's own. Uses no network, imports neither torch nor
-kopf.
+Owns the arguments and the printing; the decision is the operator's own. Uses no network, imports
+neither torch nor kopf.
 """
 
 import argparse
@@ -67,7 +68,11 @@ def _parser() -> argparse.ArgumentParser:
         "--start-seconds", type=_positive, default=60.0, metavar="S", help="start of a pod (60)"
     )
     parser.add_argument(
-        "--prefill-rate", type=_positive, default=8000.0, metavar="R", help="prompt tokens/s a pod (8000)"
+        "--prefill-rate",
+        type=_positive,
+        default=8000.0,
+        metavar="R",
+        help="prompt tokens/s a pod (8000)",
     )
     parser.add_argument(
         "--decode-rate", type=_positive, default=40.0, metavar="R", help="tokens/s a request (40)"
@@ -100,7 +105,8 @@ def _text(result: Result, policy: Policy) -> str:
         if row.limited_by:
             limits[row.limited_by] = limits.get(row.limited_by, 0.0) + TICK
     held = [
-        f"  {name:32}{seconds / 60:8.1f} min" for name, seconds in sorted(limits.items(), key=lambda i: -i[1])
+        f"  {name:32}{seconds / 60:8.1f} min"
+        for name, seconds in sorted(limits.items(), key=lambda i: -i[1])
     ]
     charts = [
         f"replicas {sparkline([r.replicas for r in rows])} max {max(r.replicas for r in rows)}",
@@ -108,7 +114,9 @@ def _text(result: Result, policy: Policy) -> str:
         f"queue    {sparkline([r.waiting for r in rows])} max {result.max_waiting:.0f}",
     ]
     target = f"target {policy.target:g} requests a pod, {policy.min_replicas} to {policy.max_replicas} pods"
-    return "\n".join([target, "", *charts, "", *figures, "", "limited by", *(held or ["  nothing"])])
+    return "\n".join(
+        [target, "", *charts, "", *figures, "", "limited by", *(held or ["  nothing"])]
+    )
 
 
 def _json(result: Result, policy: Policy) -> str:
@@ -122,7 +130,10 @@ def _csv(result: Result, _: Policy) -> str:
     writer.writerow(Row.__slots__)
     for row in result.rows:
         writer.writerow(
-            [f"{v:.6g}" if isinstance(v, float) else v for v in (getattr(row, n) for n in Row.__slots__)]
+            [
+                f"{v:.6g}" if isinstance(v, float) else v
+                for v in (getattr(row, n) for n in Row.__slots__)
+            ]
         )
     return out.getvalue().rstrip("\n")
 

@@ -1,6 +1,7 @@
 """`fairlead plan -f cr.yaml`: say what one pod can hold and whether it fits, before anything runs.
 
-Owns finding the two files and printing the verdict. Uses no network, and imports neither torch nor kopf.
+Owns finding the two files and printing the verdict. Uses no network, and imports neither torch nor
+kopf.
 """
 
 import argparse
@@ -44,7 +45,9 @@ def _parser() -> argparse.ArgumentParser:
         "-f", "--file", required=True, metavar="cr.yaml", help="an InferenceDeployment; - for stdin"
     )
     parser.add_argument(
-        "--config", metavar="config.json", help="the model's config.json (demo: and paths have their own)"
+        "--config",
+        metavar="config.json",
+        help="the model's config.json (demo: and paths have their own)",
     )
     parser.add_argument(
         "-o", "--output", choices=("text", "json"), default="text", help="json: status.capacity"
@@ -69,13 +72,16 @@ def _config(given: str | None, deployment: InferenceDeployment) -> Mapping[str, 
     if given is not None:
         text = _bounded(Path(given))
     elif source.kind == "demo":
-        text = (importlib.resources.files("fairlead_runtime") / "demo" / "config.json").read_text("utf-8")
+        text = (importlib.resources.files("fairlead_runtime") / "demo" / "config.json").read_text(
+            "utf-8"
+        )
     elif source.kind == "file" and (Path(source.path) / "config.json").is_file():
         text = _bounded(Path(source.path) / "config.json")
     else:
         where = f"the config.json of {deployment.spec.model.source}"
         raise PlanError(
-            "ConfigUnavailable", f"{where} is not here and nothing is fetched: give it with --config"
+            "ConfigUnavailable",
+            f"{where} is not here and nothing is fetched: give it with --config",
         )
     try:
         config = json.loads(text)
@@ -88,7 +94,9 @@ def _config(given: str | None, deployment: InferenceDeployment) -> Mapping[str, 
 
 def _bounded(file: Path) -> str:
     if file.stat().st_size > CONFIG_BYTES:
-        raise PlanError("ConfigUnavailable", f"{file} is larger than 1 MiB: that is no model's config.json")
+        raise PlanError(
+            "ConfigUnavailable", f"{file} is larger than 1 MiB: that is no model's config.json"
+        )
     return file.read_text("utf-8")
 
 
@@ -107,6 +115,7 @@ def _text(capacity: Mapping[str, Any]) -> str:
         [
             *lines,
             "",
-            ("FITS: " if capacity["fits"] else "DOES NOT FIT: ") + capacity["message"].removeprefix("fits: "),
+            ("FITS: " if capacity["fits"] else "DOES NOT FIT: ")
+            + capacity["message"].removeprefix("fits: "),
         ]
     )

@@ -1,7 +1,7 @@
 """Pictures of a backtest: lines of block characters for a terminal, and an SVG file.
 
-Owns drawing only: it is given numbers and names, and knows no fleet. No colour carries meaning alone; every line of
-the SVG is labelled.
+Owns drawing only: it is given numbers and names, and knows no fleet. No colour carries meaning
+alone; every line of the SVG is labelled.
 """
 
 from collections.abc import Sequence
@@ -15,7 +15,9 @@ Series = tuple[str, Sequence[float]]
 
 
 def sparkline(values: Sequence[float], width: int = 72) -> str:
-    """The highest value of each of ``width`` stretches, as blocks; the tallest is the highest of all."""
+    """The highest value of each of ``width`` stretches, as blocks; the tallest is the highest of
+    all.
+    """
     peaks = _peaks(values, width)
     top = max(peaks, default=0.0) or 1.0
     return "".join(BLOCKS[min(8, -int(-8 * value // top))] for value in peaks)
@@ -55,8 +57,13 @@ def _panel(panel: Sequence[Series], top: int, seconds: float) -> str:
         peaks = _peaks(values, WIDTH // 2)
         step = WIDTH / max(1, len(peaks) - 1)
         points = " ".join(
-            f"{LEFT + n * step:.1f},{bottom - HEIGHT * v / highest:.1f}" for n, v in enumerate(peaks)
+            f"{LEFT + n * step:.1f},{bottom - HEIGHT * v / highest:.1f}"
+            for n, v in enumerate(peaks)
         )
-        parts.append(f'<polyline points="{points}" fill="none" stroke="{colour}" stroke-width="1.5"/>')
-        parts.append(f'<text x="{LEFT + 10 + 220 * i}" y="{top - 6}" fill="{colour}">— {escape(name)}</text>')
+        parts.append(
+            f'<polyline points="{points}" fill="none" stroke="{colour}" stroke-width="1.5"/>'
+        )
+        parts.append(
+            f'<text x="{LEFT + 10 + 220 * i}" y="{top - 6}" fill="{colour}">— {escape(name)}</text>'
+        )
     return "\n".join(parts)

@@ -1,4 +1,5 @@
-"""The resource's status: everything known, as the CRD's status. Pure; the previous status lends only its times.
+"""The resource's status: everything known, as the CRD's status. Pure; the previous status lends
+only its times.
 
 Equal knowledge gives an equal status, so that an unchanged resource costs no write.
 """
@@ -53,20 +54,30 @@ class Findings:
 
 
 def status_of(
-    resource: InferenceDeployment, seen: Observed, found: Findings, previous: Mapping[str, Any], now: datetime
+    resource: InferenceDeployment,
+    seen: Observed,
+    found: Findings,
+    previous: Mapping[str, Any],
+    now: datetime,
 ) -> Object:
-    """The whole status. ``previous`` keeps since-when of blockers and conditions that did not change."""
+    """The whole status. ``previous`` keeps since-when of blockers and conditions that did not
+    change.
+    """
     stamp = now.strftime("%Y-%m-%dT%H:%M:%SZ")
     blockers = _blockers(found, previous, stamp)
     serving = [p for p in seen.serving(found.revision) if p["metadata"]["uid"] in found.canaries]
-    current = sorted({revision_of_pod(p) for p in seen.ready_pods()}, key=lambda r: r == found.revision)
+    current = sorted(
+        {revision_of_pod(p) for p in seen.ready_pods()}, key=lambda r: r == found.revision
+    )
     draining = [p for p in seen.pods if p["metadata"].get("deletionTimestamp")]
     status: Object = {
         "observedGeneration": resource.generation,
         "replicas": len(seen.pods) - len(draining),
         "desiredReplicas": found.desired,
         "readyReplicas": len(seen.ready_pods()),
-        "updatedReplicas": sum(revision_of_pod(p) == found.revision and p not in draining for p in seen.pods),
+        "updatedReplicas": sum(
+            revision_of_pod(p) == found.revision and p not in draining for p in seen.pods
+        ),
         "drainingReplicas": len(draining),
         "selector": ",".join(f"{k}={v}" for k, v in selector(resource).items()),
         "url": _url(resource),
@@ -93,16 +104,27 @@ def status_of(
     facts = _conditions(seen, found, blockers, serving)
     if resource.spec.model.trust_remote_code:
         facts.append(
-            ("RemoteCode", "True", "Trusted", "spec.model.trustRemoteCode lets the model's own code run")
+            (
+                "RemoteCode",
+                "True",
+                "Trusted",
+                "spec.model.trustRemoteCode lets the model's own code run",
+            )
         )
     status["conditions"] = [_condition(resource, *fact, previous, stamp) for fact in facts]
     return status
 
 
-def invalid(generation: int, blocker: Blocker, previous: Mapping[str, Any], now: datetime) -> Object:
+def invalid(
+    generation: int, blocker: Blocker, previous: Mapping[str, Any], now: datetime
+) -> Object:
     """The status of a resource that cannot be read: what was known stays, with the reason in front."""
     stamp = now.strftime("%Y-%m-%dT%H:%M:%SZ")
-    kept = {k: v for k, v in previous.items() if k not in {"blockers", "conditions", "observedGeneration"}}
+    kept = {
+        k: v
+        for k, v in previous.items()
+        if k not in {"blockers", "conditions", "observedGeneration"}
+    }
     body = _blocker_body(blocker, previous, stamp)
     ready = {
         "type": "Ready",
@@ -122,7 +144,9 @@ def _conditions(
     first = blockers[0] if blockers else None
     count = f"{len(serving)} of {found.desired} pods of revision {found.revision} serve"
     ready = bool(serving)
-    reason, message = ("Serving", f"{count}; a canary token went through") if ready else _why_not(first)
+    reason, message = (
+        ("Serving", f"{count}; a canary token went through") if ready else _why_not(first)
+    )
     available = len(seen.ready_pods()) >= found.desired > 0
     phase = _phase(seen, found)
     capacity = found.capacity
@@ -172,10 +196,18 @@ def _blockers(found: Findings, previous: Mapping[str, Any], stamp: str) -> list[
 
 def _blocker_body(one: Blocker, previous: Mapping[str, Any], stamp: str) -> Object:
     same = (
-        b for b in previous.get("blockers") or () if (b["code"], b.get("object")) == (one.code, one.object)
+        b
+        for b in previous.get("blockers") or ()
+        if (b["code"], b.get("object")) == (one.code, one.object)
     )
     since = next((b["since"] for b in same), stamp)
-    return {"code": one.code, "since": since, "object": one.object, "message": one.message, "hint": one.hint}
+    return {
+        "code": one.code,
+        "since": since,
+        "object": one.object,
+        "message": one.message,
+        "hint": one.hint,
+    }
 
 
 def _condition(

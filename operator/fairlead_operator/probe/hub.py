@@ -1,7 +1,9 @@
-"""A model's config.json before any pod exists: shipped for the demo, from the hub for public models.
+"""A model's config.json before any pod exists: shipped for the demo, from the hub for public
+models.
 
-The only fetch the operator does: exactly one small JSON file of a repository, from the host in its own settings, without
-a token and without following a redirect to another host. A CR can name the repository and nothing else.
+The only fetch the operator does: exactly one small JSON file of a repository, from the host in its
+own settings, without a token and without following a redirect to another host. A CR can name the
+repository and nothing else.
 """
 
 import asyncio
@@ -53,7 +55,9 @@ class Hub:
         if source.kind == "demo":
             return demo_config()
         if source.kind != "hf":
-            raise HubError(f"the config.json of a {source.kind}:// model is known once a pod has read it")
+            raise HubError(
+                f"the config.json of a {source.kind}:// model is known once a pod has read it"
+            )
         key = (source.path, revision or "main")
         async with self._locks.setdefault(key, asyncio.Lock()):
             at, answer = self._answers.get(key, (float("-inf"), HubError("")))
@@ -77,9 +81,13 @@ class Hub:
             return error
         except (httpx.HTTPError, OSError, ValueError) as error:
             what = f"config.json of {repository} does not come from {self._endpoint} ({type(error).__name__})"
-            return HubError(f"{what}: check the chart's hub.endpoint and the operator's way out; {LATER}")
+            return HubError(
+                f"{what}: check the chart's hub.endpoint and the operator's way out; {LATER}"
+            )
         return (
-            value if isinstance(value, dict) else HubError(f"config.json of {repository} is no JSON object")
+            value
+            if isinstance(value, dict)
+            else HubError(f"config.json of {repository} is no JSON object")
         )
 
     async def _fetch(self, url: str) -> bytes:
@@ -89,10 +97,14 @@ class Hub:
                 if answer.is_redirect:
                     url = urljoin(url, answer.headers.get("location", ""))
                     if urlsplit(url).netloc != host:
-                        raise HubError("the hub redirects config.json to another host: not followed")
+                        raise HubError(
+                            "the hub redirects config.json to another host: not followed"
+                        )
                     continue
                 if answer.status_code in {401, 403}:
-                    raise HubError(f"the model is gated or does not exist: check model.source; {LATER}")
+                    raise HubError(
+                        f"the model is gated or does not exist: check model.source; {LATER}"
+                    )
                 if answer.status_code == 404:
                     raise HubError(
                         "the hub has no such model or revision: check model.source and model.revision"

@@ -1,7 +1,8 @@
-"""The only module that talks to pods: metrics, canary and configuration of the runtime's admin port.
+"""The only module that talks to pods: metrics, canary and configuration of the runtime's admin
+port.
 
-Asks only addresses that the API server reported for pods of ours; reads at most 1 MiB, waits at most 2 s, follows no
-redirect, sends no credential. An answer that is not good is no answer.
+Asks only addresses that the API server reported for pods of ours; reads at most 1 MiB, waits at
+most 2 s, follows no redirect, sends no credential. An answer that is not good is no answer.
 """
 
 import asyncio

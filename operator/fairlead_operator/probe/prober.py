@@ -1,7 +1,8 @@
-"""Asks pods and the hub what a pass wants to know, in the background: canary, load, sizing, downloads, config.json.
+"""Asks pods and the hub what a pass wants to know, in the background: canary, load, sizing,
+downloads, config.json.
 
-A second keyed queue runs it, so that a pod which hangs delays no pass. What is learned goes into ``Known``;
-news wakes the resource.
+A second keyed queue runs it, so that a pod which hangs delays no pass. What is learned goes into
+``Known``; news wakes the resource.
 """
 
 import contextlib
@@ -69,7 +70,10 @@ class Asker:
         if news or not known.asked:
             known.asked = True
             self._wake(key)
-        scaled = resource.spec.autoscaling is not None and resource.spec.autoscaling.managed_by == "operator"
+        scaled = (
+            resource.spec.autoscaling is not None
+            and resource.spec.autoscaling.managed_by == "operator"
+        )
         again = TICK if scaled or fetching else IDLE_SECONDS
         pending = any(p["metadata"]["uid"] not in known.canaries for p in serving)
         pending |= any(p["metadata"]["uid"] not in known.downloads for p in fetching)
@@ -88,7 +92,9 @@ class Asker:
         return True
 
     async def _load(self, resource: InferenceDeployment, pod: Object, known: Known) -> bool:
-        """A good sample replaces the last; a bad one leaves it to grow stale. True when the pod tells of another start."""
+        """A good sample replaces the last; a bad one leaves it to grow stale. True when the pod
+        tells of another start.
+        """
         uid = pod["metadata"]["uid"]
         try:
             text = await self._pods.metrics(address_of(pod))

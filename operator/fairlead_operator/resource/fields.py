@@ -1,7 +1,8 @@
-"""Reading frozen values out of a JSON body: dataclass fields carry their bounds, errors carry their path.
+"""Reading frozen values out of a JSON body: dataclass fields carry their bounds, errors carry their
+path.
 
-Owns the conversion between camelCase bodies and dataclasses, and the check of one value against its bounds. Knows
-no resource; ``resource`` declares those.
+Owns the conversion between camelCase bodies and dataclasses, and the check of one value against its
+bounds. Knows no resource; ``resource`` declares those.
 """
 
 import dataclasses
@@ -53,7 +54,9 @@ def bounded(
     pattern: str | None = None,
     longest: int | None = None,
 ) -> Any:
-    """A field with the same bounds as in the CRD; ``longest`` bounds a string's, list's or mapping's length."""
+    """A field with the same bounds as in the CRD; ``longest`` bounds a string's, list's or
+    mapping's length.
+    """
     meta = {"low": low, "high": high, "pattern": pattern, "longest": longest}
     if callable(default):
         return dataclasses.field(default_factory=default, metadata=meta)
@@ -66,7 +69,9 @@ def camel(name: str) -> str:
 
 
 def read(kind: type[T], body: Any, path: str) -> T:
-    """An instance of the dataclass ``kind``. null means absent; an unknown key is refused with the nearest known."""
+    """An instance of the dataclass ``kind``. null means absent; an unknown key is refused with the
+    nearest known.
+    """
     values = mapping(body, path)
     hints = get_type_hints(kind)
     fields = {camel(f.name): f for f in dataclasses.fields(kind)}  # type: ignore[arg-type]
@@ -155,7 +160,9 @@ def _shown(value: Any) -> str:
 def as_body(value: Any) -> Any:
     """The inverse of ``read`` for rendering: camelCase, with None and empty strings left out."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        items = ((camel(f.name), as_body(getattr(value, f.name))) for f in dataclasses.fields(value))
+        items = (
+            (camel(f.name), as_body(getattr(value, f.name))) for f in dataclasses.fields(value)
+        )
         return {key: item for key, item in items if item is not None and item != ""}
     if isinstance(value, tuple):
         return [as_body(item) for item in value]

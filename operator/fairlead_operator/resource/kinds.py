@@ -1,4 +1,6 @@
-"""The kinds the operator knows, their paths on the API server, and the names that mark what is ours."""
+"""The kinds the operator knows, their paths on the API server, and the names that mark what is
+ours.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -22,7 +24,9 @@ MANAGED_VALUE = "fairlead"
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """One kind: where it lives and which of its objects the operator looks at (label and field selectors)."""
+    """One kind: where it lives and which of its objects the operator looks at (label and field
+    selectors).
+    """
 
     name: str
     api_version: str
@@ -31,7 +35,9 @@ class Kind:
     fields: str = ""
 
     def path(self, namespace: str = "", name: str = "", sub: str = "") -> str:
-        """URL path of a collection (all namespaces when none is given), an object or its subresource."""
+        """URL path of a collection (all namespaces when none is given), an object or its
+        subresource.
+        """
         root = "/apis/" if "/" in self.api_version else "/api/"
         scope = f"/namespaces/{quote(namespace, safe='')}" if namespace else ""
         tail = "".join(f"/{quote(part, safe='')}" for part in (name, sub) if part)

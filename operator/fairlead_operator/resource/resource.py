@@ -1,8 +1,9 @@
 """InferenceDeployment: a resource's body as one frozen value, and the engine's settings in it.
 
-Owns the reading of a body and the rules between fields; ``spec`` has the fields, and those of the engine's sections
-are EngineConfig's, found by the path that each setting names. Bounds and rules repeat the CRD's (the contract tests
-compare them), because ``fairlead plan`` reads files that no API server has seen. Never reads a cluster or a file.
+Owns the reading of a body and the rules between fields; ``spec`` has the fields, and those of the
+engine's sections are EngineConfig's, found by the path that each setting names. Bounds and rules
+repeat the CRD's (the contract tests compare them), because ``fairlead plan`` reads files that no
+API server has seen. Never reads a cluster or a file.
 """
 
 import dataclasses
@@ -11,7 +12,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
-from fairlead_operator.resource.fields import ResourceError, bounded, check, mapping, read, refuse_unknown
+from fairlead_operator.resource.fields import (
+    ResourceError,
+    bounded,
+    check,
+    mapping,
+    read,
+    refuse_unknown,
+)
 from fairlead_operator.resource.spec import Source, Spec
 from fairlead_runtime.config import ConfigError, EngineConfig
 
@@ -76,7 +84,8 @@ class InferenceDeployment:
 ENGINE_KEYS = ("engine", "scheduler", "cache")
 IMAGE = bounded("", longest=512, pattern="^([A-Za-z0-9][A-Za-z0-9._:/@-]*)?$")
 SETTINGS = {f.metadata["cr"]: f for f in dataclasses.fields(EngineConfig) if f.metadata["cr"]}
-# Where the resource is stricter than the engine: what no pod could use is refused before there is one.
+# Where the resource is stricter than the engine: what no pod could use is refused before there is
+# one.
 NARROWER: Mapping[str, tuple[int, int]] = {
     "engine.maxModelLen": (1, 2**24),
     "engine.cudaGraphs.qPaddingInterval": (1, 2**16),
@@ -119,7 +128,9 @@ def _engine(spec: Mapping[str, Any], rest: Spec, name: str) -> EngineConfig:
 
 def _collect(body: Mapping[str, Any], path: str, known: set[str], values: dict[str, Any]) -> None:
     """Settings under one section; the sections between are the prefixes of known paths."""
-    inside = {k.removeprefix(path + ".").partition(".")[0] for k in known if k.startswith(path + ".")}
+    inside = {
+        k.removeprefix(path + ".").partition(".")[0] for k in known if k.startswith(path + ".")
+    }
     refuse_unknown(body, inside, f"spec.{path}")
     for key, value in body.items():
         at = f"{path}.{key}"
@@ -147,7 +158,9 @@ Rule = tuple[str, Callable[[Spec, EngineConfig], bool], str]
 RULES: tuple[Rule, ...] = (
     (
         "spec.autoscaling.minReplicas",
-        lambda s, _: s.autoscaling is not None and s.autoscaling.min_replicas > s.autoscaling.max_replicas,
+        lambda s, _: (
+            s.autoscaling is not None and s.autoscaling.min_replicas > s.autoscaling.max_replicas
+        ),
         "autoscaling.minReplicas must be at most autoscaling.maxReplicas: lower the one or raise the other",
     ),
     (
@@ -172,7 +185,9 @@ RULES: tuple[Rule, ...] = (
     ),
     (
         "spec.modelCache.type",
-        lambda s, _: s.model_cache.type == "PVC" and not s.model_cache.claim_name and not s.model_cache.size,
+        lambda s, _: (
+            s.model_cache.type == "PVC" and not s.model_cache.claim_name and not s.model_cache.size
+        ),
         "modelCache.type PVC needs modelCache.claimName, an existing claim, or modelCache.size, for a new one: set one of them",
     ),
     (
@@ -182,7 +197,9 @@ RULES: tuple[Rule, ...] = (
     ),
     (
         "spec.security.apiKeySecretRef",
-        lambda s, _: bool(s.security.api_key_secret_ref.name) != bool(s.security.api_key_secret_ref.key),
+        lambda s, _: (
+            bool(s.security.api_key_secret_ref.name) != bool(s.security.api_key_secret_ref.key)
+        ),
         "security.apiKeySecretRef needs both name and key: set the other one too",
     ),
 )
@@ -198,11 +215,16 @@ def _check_forms(spec: Spec) -> None:
     for index, name in enumerate(names):
         at = f"spec.podTemplate.env[{index}].name"
         if ENV.search(name.upper()):
-            form = "must not begin with PYTHON, LD_, HF_ or FAIRLEAD_ nor end with _PROXY, in any case"
+            form = (
+                "must not begin with PYTHON, LD_, HF_ or FAIRLEAD_ nor end with _PROXY, in any case"
+            )
             raise ResourceError(at, f"{form}: remove the entry")
         if name in names[:index]:
             raise ResourceError(at, f"{name} is there twice: remove one")
-    for place, keys in (("labels", spec.pod_template.labels), ("annotations", spec.pod_template.annotations)):
+    for place, keys in (
+        ("labels", spec.pod_template.labels),
+        ("annotations", spec.pod_template.annotations),
+    ):
         for key in keys:
             if RESERVED_KEYS.search(key) and not OPEN_KEYS.fullmatch(key):
                 form = "must not use keys of Fairlead, Kubernetes, Istio or a cloud's identities"

@@ -1,4 +1,6 @@
-"""The operator's own knobs, frozen; read once from arguments and environment by the composition root."""
+"""The operator's own knobs, frozen; read once from arguments and environment by the composition
+root.
+"""
 
 import argparse
 import json
@@ -10,10 +12,15 @@ from urllib.parse import urlsplit
 
 from fairlead_operator.resource.kinds import Object
 
-# Keys that say whose a pod is and nothing more: no Service, policy or agent is expected to go by them.
+# Keys that say whose a pod is and nothing more: no Service, policy or agent is expected to go by
+# them.
 _BOOKKEEPING = r"([a-z0-9.-]+/)?(team|owner|contact|department|cost-cent(er|re)|billing-code)"
 OPEN_LABELS = (_BOOKKEEPING, r"app\.kubernetes\.io/(part-of|version)")
-OPEN_ANNOTATIONS = (*OPEN_LABELS, r"([a-z0-9.-]+/)?description", r"prometheus\.io/(scrape|port|path|scheme)")
+OPEN_ANNOTATIONS = (
+    *OPEN_LABELS,
+    r"([a-z0-9.-]+/)?description",
+    r"prometheus\.io/(scrape|port|path|scheme)",
+)
 
 
 _PUBLIC_HUB = "https://huggingface.co"
@@ -26,7 +33,9 @@ class SettingsError(ValueError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """Everything that the chart decides. Patterns are regular expressions that must match whole values."""
+    """Everything that the chart decides. Patterns are regular expressions that must match whole
+    values.
+    """
 
     namespaces: tuple[str, ...] = ()  # empty: all
     lease_namespace: str = "default"
@@ -40,7 +49,8 @@ class Settings:
     allowed_annotations: tuple[str, ...] = ()
     allow_remote_code: bool = False
     create_model_cache: bool = False
-    # NetworkPolicyPeers that may read the admin port: the operator itself and the chart's metrics.from.
+    # NetworkPolicyPeers that may read the admin port: the operator itself and the chart's
+    # metrics.from.
     admin_peers: tuple[Object, ...] = ()
     hub: str = _PUBLIC_HUB
 
@@ -70,10 +80,14 @@ def _matches(patterns: Sequence[str], value: str) -> bool:
 
 
 def read(argv: Sequence[str], environ: Mapping[str, str], hostname: str) -> Settings:
-    """Settings from the command line and the environment. Raises SettingsError; argparse exits by itself."""
+    """Settings from the command line and the environment. Raises SettingsError; argparse exits by
+    itself.
+    """
     parser = argparse.ArgumentParser(prog="fairlead operator", description=__doc__)
     scope = parser.add_mutually_exclusive_group()
-    scope.add_argument("--namespace", action="append", default=[], help="serve this namespace (repeatable)")
+    scope.add_argument(
+        "--namespace", action="append", default=[], help="serve this namespace (repeatable)"
+    )
     scope.add_argument("--all-namespaces", action="store_true", help="serve the whole cluster")
     parser.add_argument("--lease-namespace", default="", help="where the leader's Lease lies")
     parser.add_argument(
@@ -92,7 +106,9 @@ def read(argv: Sequence[str], environ: Mapping[str, str], hostname: str) -> Sett
         given.namespace = [own]
     lease = given.lease_namespace or own or (given.namespace[0] if given.namespace else "")
     if not lease:
-        raise SettingsError("no namespace for the Lease: give --lease-namespace or set POD_NAMESPACE")
+        raise SettingsError(
+            "no namespace for the Lease: give --lease-namespace or set POD_NAMESPACE"
+        )
     image = environ.get("FAIRLEAD_RUNTIME_IMAGE", "")
     if not image:
         raise SettingsError("FAIRLEAD_RUNTIME_IMAGE is not set: name the image that pods run")

@@ -1,7 +1,7 @@
 """The parts of an InferenceDeployment's spec outside the engine's sections, as frozen types.
 
-Owns field names, defaults and bounds, which the contract tests compare with the CRD's, and the forms of a model's
-source. Reads nothing; ``resource`` fills them from a body.
+Owns field names, defaults and bounds, which the contract tests compare with the CRD's, and the
+forms of a model's source. Reads nothing; ``resource`` fills them from a body.
 """
 
 import re
@@ -22,7 +22,9 @@ PATH = re.compile(r"(?:file://)?(/[A-Za-z0-9._@+=/-]+)")
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Where a model comes from. ``path`` is the hub's owner/name, or a path in the claim or the container."""
+    """Where a model comes from. ``path`` is the hub's owner/name, or a path in the claim or the
+    container.
+    """
 
     kind: Literal["demo", "hf", "pvc", "file"]
     path: str = ""
@@ -65,7 +67,9 @@ class Model:
 
 @dataclass(frozen=True, slots=True)
 class Accelerator:
-    resource_name: str = bounded("nvidia.com/gpu", longest=253, pattern="^[a-z0-9.-]+/[A-Za-z0-9._-]+$")
+    resource_name: str = bounded(
+        "nvidia.com/gpu", longest=253, pattern="^[a-z0-9.-]+/[A-Za-z0-9._-]+$"
+    )
     count: int = bounded(1, low=0, high=64)
     memory: Quantity = bounded(Quantity(""), longest=32, pattern=BYTES_OR_UNSET)
     node_selector: Mapping[str, str] = bounded(dict, longest=16)

@@ -1,7 +1,8 @@
-"""The outermost layer of both apps: an id for every request, one log line, and no exception beyond it.
+"""The outermost layer of both apps: an id for every request, one log line, and no exception beyond
+it.
 
-Owns the request id and the access log. Logs counts, routes and types only: no prompt, no text, no key, no header
-and no exception's message, which could quote any of them.
+Owns the request id and the access log. Logs counts, routes and types only: no prompt, no text, no
+key, no header and no exception's message, which could quote any of them.
 """
 
 import logging
@@ -55,7 +56,8 @@ class Observed:
             self._line(scope, request_id, status, time.monotonic() - began)
 
     def _line(self, scope: Scope, request_id: str, status: int, seconds: float) -> None:
-        # No route here has parameters: a path that matched one is one of a few; any other is not logged.
+        # No route here has parameters: a path that matched one is one of a few; any other is not
+        # logged.
         route = scope["path"] if "endpoint" in scope else "other"
         facts = {
             "request_id": request_id,

@@ -1,4 +1,5 @@
-"""What operators ask of a server: metrics, drain, canary, the model's configuration, memory and live requests.
+"""What operators ask of a server: metrics, drain, canary, the model's configuration, memory and
+live requests.
 
 Owns these routes of the admin port. Shows counts and states, never a prompt, a text or a key.
 """

@@ -1,7 +1,7 @@
 """The two applications, composed: which routes there are and what stands in front of them.
 
-Owns the composition and nothing else. No documentation routes, no CORS, no static files, no forms, no websockets:
-what is not listed here is a 404.
+Owns the composition and nothing else. No documentation routes, no CORS, no static files, no forms,
+no websockets: what is not listed here is a 404.
 """
 
 from fastapi import FastAPI
@@ -81,7 +81,9 @@ async def _on_http(_request: Request, error: Exception) -> Response:
         404: "there is no such route on this port",
         405: "this route does not take that method",
     }
-    return errors.ApiError(status, told.get(status, "the request is not valid"), headers=headers).response()
+    return errors.ApiError(
+        status, told.get(status, "the request is not valid"), headers=headers
+    ).response()
 
 
 async def _on_validation(_request: Request, _error: Exception) -> Response:

@@ -1,7 +1,8 @@
 """API keys: who may call, and which tenant a caller is.
 
-Owns the key file and the decision on ``scope["path"]``, made before anything of the request is read. Every route
-of the public port needs a key but the probes, known or unknown. Keys are kept as hashes and never logged.
+Owns the key file and the decision on ``scope["path"]``, made before anything of the request is
+read. Every route of the public port needs a key but the probes, known or unknown. Keys are kept as
+hashes and never logged.
 """
 
 import hashlib
@@ -25,8 +26,8 @@ _log = logging.getLogger("fairlead.api")
 class KeyRing:
     """The keys of a file, one a line, read again when the file changes.
 
-    An emptied file revokes every key. A file that cannot be read keeps the last keys: a mounted secret is
-    replaced in two steps. Raises ConfigError when the file holds no key at the start.
+    An emptied file revokes every key. A file that cannot be read keeps the last keys: a mounted
+    secret is replaced in two steps. Raises ConfigError when the file holds no key at the start.
     """
 
     def __init__(self, path: str) -> None:
@@ -38,13 +39,17 @@ class KeyRing:
             self._read(self._stat())
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(
-                "api_key_file", f"{path}: {_reason(error)}", "name a file of one key a line, in UTF-8"
+                "api_key_file",
+                f"{path}: {_reason(error)}",
+                "name a file of one key a line, in UTF-8",
             ) from None
         if not self._hashes:
             raise ConfigError("api_key_file", f"{path}: holds no key", "put one key on each line")
 
     def tenant(self, credential: bytes) -> str | None:
-        """The tenant of a key, a hash of it; None for no key of ours. Compares with every key, always."""
+        """The tenant of a key, a hash of it; None for no key of ours. Compares with every key,
+        always.
+        """
         self._refresh()
         presented = hashlib.sha256(credential).digest()
         found = False
@@ -60,7 +65,9 @@ class KeyRing:
             self._unreadable = False
         except (OSError, UnicodeDecodeError) as error:
             if not self._unreadable:
-                _log.warning("the API key file cannot be read, the last keys stay: %s", _reason(error))
+                _log.warning(
+                    "the API key file cannot be read, the last keys stay: %s", _reason(error)
+                )
             self._unreadable = True
 
     def _stat(self) -> tuple[int, int, int]:
@@ -75,7 +82,9 @@ class KeyRing:
 
 def _reason(error: OSError | UnicodeDecodeError) -> str:
     """What is wrong with the file; nothing of what it holds."""
-    return (error.strerror or "cannot be read") if isinstance(error, OSError) else "is no UTF-8 text"
+    return (
+        (error.strerror or "cannot be read") if isinstance(error, OSError) else "is no UTF-8 text"
+    )
 
 
 class Authenticated:
@@ -99,7 +108,8 @@ def _tenant(keys: KeyRing, scope: Scope) -> str | None:
     presented = [value for name, value in scope["headers"] if name == b"authorization"]
     scheme, _, credential = presented[0].partition(b" ") if len(presented) == 1 else (b"", b"", b"")
     wanted = credential.strip() if scheme.lower() == b"bearer" else b""
-    # The ring is asked whatever was sent, so that a malformed header takes the time a wrong key takes.
+    # The ring is asked whatever was sent, so that a malformed header takes the time a wrong key
+    # takes.
     tenant = keys.tenant(wanted[:MAX_KEY])
     return tenant if wanted and len(wanted) <= MAX_KEY else None
 
@@ -114,7 +124,8 @@ async def _refuse(scope: Scope, receive: Receive, send: Send) -> None:
 
 
 class Salter:
-    """Separates prefix caches: by key when keys are set, so that no tenant can probe another's prompts.
+    """Separates prefix caches: by key when keys are set, so that no tenant can probe another's
+    prompts.
 
     Without keys only ``cache_salt`` separates, so that equal prompts share their blocks.
     """

@@ -1,7 +1,7 @@
 """The two generating routes, from a request's first byte to its answer's last.
 
-Owns the order: body, prompts, submission, first output, answer; and that whatever ends it early, the client
-included, cancels what runs. Makes no shape (``stream``) and no token (the service).
+Owns the order: body, prompts, submission, first output, answer; and that whatever ends it early,
+the client included, cancels what runs. Makes no shape (``stream``) and no token (the service).
 """
 
 import asyncio
@@ -83,11 +83,17 @@ class Generate:
         encoder = self._route.encoder(self._frame(backend, asked))
         async with AsyncExitStack() as running:
             streams = [
-                await running.enter_async_context(await _submit(backend, submission, chat=asked.chat))
+                await running.enter_async_context(
+                    await _submit(backend, submission, chat=asked.chat)
+                )
                 for submission in self._submissions(scope, prepared)
             ]
             work = _Work(streams, asked.params.n, Usage(prompt=sum(map(len, prepared.prompts))))
-            answer = _Events(work, encoder, asked.include_usage) if asked.stream else _Whole(work, encoder)
+            answer = (
+                _Events(work, encoder, asked.include_usage)
+                if asked.stream
+                else _Whole(work, encoder)
+            )
             last = await answer.write(send)
         # Sent when nothing is left to do: the client may go as soon as it has it.
         await send({"type": "http.response.body", "body": last, "more_body": False})
@@ -125,7 +131,9 @@ async def _submit(backend: Backend, submission: Submission, *, chat: bool) -> Ou
     except RequestError as error:
         param = "messages" if chat and error.param == "prompt" else error.param
         needed = len(submission.prompt) + (submission.params.max_tokens or 1)
-        code = "context_length_exceeded" if needed > backend.service.max_model_len else "invalid_value"
+        code = (
+            "context_length_exceeded" if needed > backend.service.max_model_len else "invalid_value"
+        )
         raise errors.ApiError(400, str(error), param=param, code=code) from None
 
 
@@ -137,13 +145,17 @@ class _Work(NamedTuple):
     usage: Usage
 
     async def outputs(self) -> AsyncGenerator[tuple[int, Output], None]:
-        """Every output with its choice's index among all prompts' choices. Raises what ends the request."""
+        """Every output with its choice's index among all prompts' choices. Raises what ends the
+        request.
+        """
         async with aclosing(_interleaved(self.streams)) as outputs:
             async for place, output in outputs:
                 if output.finish_reason is FinishReason.ERROR:
                     raise errors.internal()
                 if output.finish_reason is FinishReason.ABORT:
-                    raise errors.ApiError(503, "the request was cancelled on the server", code="aborted")
+                    raise errors.ApiError(
+                        503, "the request was cancelled on the server", code="aborted"
+                    )
                 self.usage.completion += len(output.token_ids)
                 yield place * self.n + output.index, output
         self.usage.cached = sum(stream.cached_tokens for stream in self.streams)
@@ -184,7 +196,9 @@ class _Events:
                         self._started = True
                         await send({"type": "http.response.start", "status": 200, "headers": _SSE})
                     if events := self._encoder.events(index, output):
-                        await send({"type": "http.response.body", "body": events, "more_body": True})
+                        await send(
+                            {"type": "http.response.body", "body": events, "more_body": True}
+                        )
         except Exception as error:
             if not self._started:
                 raise
@@ -199,8 +213,12 @@ async def _interleaved(streams: Sequence[OutputStream]) -> AsyncGenerator[tuple[
         async for output in streams[0]:
             yield 0, output
         return
-    queue: asyncio.Queue[tuple[int, Output] | Exception | None] = asyncio.Queue(MERGED_AHEAD * len(streams))
-    pumps = [asyncio.ensure_future(_pump(place, stream, queue)) for place, stream in enumerate(streams)]
+    queue: asyncio.Queue[tuple[int, Output] | Exception | None] = asyncio.Queue(
+        MERGED_AHEAD * len(streams)
+    )
+    pumps = [
+        asyncio.ensure_future(_pump(place, stream, queue)) for place, stream in enumerate(streams)
+    ]
     try:
         for _ in streams:
             while (item := await queue.get()) is not None:

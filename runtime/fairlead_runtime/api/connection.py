@@ -1,8 +1,9 @@
-"""What one connection may do before any application sees it: uvicorn's h11 protocol with deadlines and bounds.
+"""What one connection may do before any application sees it: uvicorn's h11 protocol with deadlines
+and bounds.
 
-Owns the limits on header bytes and count, on chunks, on the time a header may take, on a peer that does not read,
-and the number of connections. uvicorn itself never times out half a header, and closes so that a client still
-sending loses the answer to a reset.
+Owns the limits on header bytes and count, on chunks, on the time a header may take, on a peer that
+does not read, and the number of connections. uvicorn itself never times out half a header, and
+closes so that a client still sending loses the answer to a reset.
 """
 
 import asyncio
@@ -25,8 +26,8 @@ LINGER_SECONDS = 2.0  # after an answer to an unread body, what still comes is t
 KEEP_ALIVE_SECONDS = 5
 
 _OPTIONS = (
-    # asyncio sets it only on sockets made with an explicit protocol number; without it every event waits 40 ms
-    # for the acknowledgement of the one before.
+    # asyncio sets it only on sockets made with an explicit protocol number; without it every event
+    # waits 40 ms for the acknowledgement of the one before.
     (socket.IPPROTO_TCP, socket.TCP_NODELAY, 1),
     # Let the kernel find peers that vanished without a word.
     (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
@@ -44,7 +45,9 @@ _OPTIONS = (
 
 
 class BoundedConnection(h11.Connection):
-    """h11 with bounds on what it has already parsed; breaking one is a protocol error with its status."""
+    """h11 with bounds on what it has already parsed; breaking one is a protocol error with its
+    status.
+    """
 
     def __init__(self, our_role: type[h11.SERVER], max_incomplete_event_size: int) -> None:
         super().__init__(our_role, max_incomplete_event_size)
@@ -67,7 +70,8 @@ def _check_request(event: h11.Request) -> None:
         raise h11.RemoteProtocolError("only HTTP/1 is spoken here")
     names = {name for name, _ in event.headers}
     if {b"content-length", b"transfer-encoding"} <= names:
-        # A proxy before us may have believed the other one: what it took for a body would be the next request.
+        # A proxy before us may have believed the other one: what it took for a body would be the
+        # next request.
         raise h11.RemoteProtocolError("a body has one length")
     size = len(event.target) + sum(len(name) + len(value) + 4 for name, value in event.headers)
     if size > HEADER_BYTES or len(event.headers) > HEADER_COUNT:
@@ -145,7 +149,8 @@ class GuardedProtocol(H11Protocol):
     def on_response_complete(self) -> None:
         super().on_response_complete()
         if not self.transport.is_closing() and self.conn.their_state is h11.SEND_BODY:
-            # Answered without reading the body: there is no telling where the next request would begin.
+            # Answered without reading the body: there is no telling where the next request would
+            # begin.
             self.transport.close()
 
     # -- deadlines
@@ -189,7 +194,9 @@ class GuardedProtocol(H11Protocol):
         self._refuse(ApiError(status, text, code="invalid_http" if status == 400 else None))
 
     def _refuse(self, error: ApiError) -> None:
-        """Answer below any application and close; without an answer where HTTP allows none any more."""
+        """Answer below any application and close; without an answer where HTTP allows none any
+        more.
+        """
         self._header_came()
         if self.conn.our_state in {h11.IDLE, h11.SEND_RESPONSE}:
             response = error.response()
@@ -200,7 +207,9 @@ class GuardedProtocol(H11Protocol):
         self.transport.close()
 
     def _close(self) -> None:
-        """Close at once when the client has nothing left to send; else linger, or a reset eats the answer."""
+        """Close at once when the client has nothing left to send; else linger, or a reset eats the
+        answer.
+        """
         self._header_came()
         unread = self.conn.their_state in {h11.SEND_BODY, h11.ERROR}
         if unread and not self._raw.is_closing() and self._raw.can_write_eof():

@@ -1,7 +1,7 @@
 """Every error a client can see, in OpenAI's shape.
 
-Owns ApiError, the error object and what each status is called. Never echoes input: a message names the field and
-the fix, and an error body stays below 4 KiB whatever was sent.
+Owns ApiError, the error object and what each status is called. Never echoes input: a message names
+the field and the fix, and an error body stays below 4 KiB whatever was sent.
 """
 
 from collections.abc import Mapping
@@ -39,7 +39,9 @@ _CODES = {
 
 
 class ApiError(Exception):
-    """An answer that is an error. ``param`` names the body's field, ``code`` is a stable word for programs."""
+    """An answer that is an error. ``param`` names the body's field, ``code`` is a stable word for
+    programs.
+    """
 
     def __init__(
         self,
@@ -100,8 +102,8 @@ def of(error: Exception) -> ApiError:
 
 
 def clean(message: str) -> str:
-    """Bounded, one line, and safe to print: what is not printable (control and bidirectional marks, lone surrogates)
-    is escaped, every script stands as it is.
+    """Bounded, one line, and safe to print: what is not printable (control and bidirectional marks,
+    lone surrogates) is escaped, every script stands as it is.
     """
     words = " ".join(message[:MAX_MESSAGE].split())
     text = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in words)

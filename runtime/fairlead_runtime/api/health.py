@@ -1,6 +1,7 @@
 """The probes of both ports: whether to restart the process and whether to send it traffic.
 
-Owns their answers; the engine's own ``health`` decides. Says forward progress, not that a port is open.
+Owns their answers; the engine's own ``health`` decides. Says forward progress, not that a port is
+open.
 """
 
 from starlette.responses import JSONResponse, Response

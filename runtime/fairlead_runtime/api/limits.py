@@ -1,7 +1,8 @@
 """What one request may take of the server: bytes, seconds and threads.
 
-Owns the reading of a body under its limits, the watch for a client that leaves, and the bounded pool in which
-prompts are parsed, rendered and tokenized. The connection's own limits are in ``protocol``.
+Owns the reading of a body under its limits, the watch for a client that leaves, and the bounded
+pool in which prompts are parsed, rendered and tokenized. The connection's own limits are in
+``protocol``.
 """
 
 import asyncio
@@ -64,11 +65,14 @@ def _check_headers(scope: Scope) -> None:
 
 
 def _too_large() -> ApiError:
-    return ApiError(413, f"the body is larger than {MAX_BODY} bytes", headers={"connection": "close"})
+    return ApiError(
+        413, f"the body is larger than {MAX_BODY} bytes", headers={"connection": "close"}
+    )
 
 
 async def while_connected(receive: Receive, work: Coroutine[Any, Any, Value]) -> Value:
-    """Run ``work`` and cancel it at once when the client goes. Raises ClientGone then, else what ``work`` raises.
+    """Run ``work`` and cancel it at once when the client goes. Raises ClientGone then, else what
+    ``work`` raises.
 
     The body must have been read: what ``receive`` still gives is the disconnect.
     """
@@ -91,7 +95,9 @@ async def _disconnected(receive: Receive) -> None:
 
 
 class Pool:
-    """A few threads for work that would hold up the event loop, with a bound on the bytes that wait for them."""
+    """A few threads for work that would hold up the event loop, with a bound on the bytes that wait
+    for them.
+    """
 
     def __init__(self, workers: int = POOL_WORKERS, room: int = POOL_BYTES) -> None:
         self._executor = ThreadPoolExecutor(workers, thread_name_prefix="prepare")
@@ -104,7 +110,9 @@ class Pool:
         *args: Params.args,
         **kwargs: Params.kwargs,
     ) -> Value:
-        """``work`` of ``body``. Raises ApiError 429 when too much waits already, else what ``work`` raises."""
+        """``work`` of ``body``. Raises ApiError 429 when too much waits already, else what ``work``
+        raises.
+        """
         if self._room < len(body):
             message = "too many prompts wait to be tokenized"
             raise ApiError(429, message, code="queue_full", headers={"retry-after": "1"})

@@ -1,6 +1,7 @@
 """Log-probabilities in the two shapes OpenAI has for them.
 
-Owns the shapes and the bytes of single tokens, which need not be whole characters. Computes no probability.
+Owns the shapes and the bytes of single tokens, which need not be whole characters. Computes no
+probability.
 """
 
 from collections.abc import Iterable, Mapping
@@ -17,7 +18,9 @@ Spelled = Mapping[int, bytes]
 def chat_content(
     token_ids: Iterable[int], found: Iterable[Mapping[int, Logprob]], top: int, spelled: Spelled
 ) -> list[dict[str, Any]]:
-    """One entry per token: its text, log-probability and bytes, and the ``top`` likeliest beside it."""
+    """One entry per token: its text, log-probability and bytes, and the ``top`` likeliest beside
+    it.
+    """
     content = []
     for token, entries in zip(token_ids, found, strict=True):
         likeliest = [_chat_entry(other, entries[other], spelled) for other in _best(entries, top)]
@@ -32,12 +35,20 @@ def completion_logprobs(
     spelled: Spelled,
     offset: int = 0,
 ) -> dict[str, Any]:
-    """Four parallel lists; ``offset`` is the character in the choice's text at which the first token begins."""
-    shape: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+    """Four parallel lists; ``offset`` is the character in the choice's text at which the first
+    token begins.
+    """
+    shape: dict[str, list[Any]] = {
+        "tokens": [],
+        "token_logprobs": [],
+        "top_logprobs": [],
+        "text_offset": [],
+    }
     for token, entries in zip(token_ids, found, strict=True):
         text = _name(token, entries[token], spelled)
         likeliest = {
-            _name(other, entries[other], spelled): _value(entries[other]) for other in _best(entries, top)
+            _name(other, entries[other], spelled): _value(entries[other])
+            for other in _best(entries, top)
         }
         shape["tokens"].append(text)
         shape["token_logprobs"].append(_value(entries[token]))
@@ -64,7 +75,9 @@ def _best(entries: Mapping[int, Logprob], top: int) -> list[int]:
 
 
 def _name(token: int, entry: Logprob, spelled: Spelled) -> str:
-    """The token's text, or OpenAI's spelling of bytes that are no text, so that no two tokens are one key."""
+    """The token's text, or OpenAI's spelling of bytes that are no text, so that no two tokens are
+    one key.
+    """
     text = entry.decoded_token or ""
     raw = _bytes(token, entry, spelled)
     return text if raw == text.encode() else "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)

@@ -1,7 +1,7 @@
 """From a body's bytes to token ids: parse, validate, render, tokenize.
 
-Owns the order of these steps and the bounds on text that hold before tokenizing. Runs in a pool thread, never on
-the event loop; reads the tokenizer and changes nothing.
+Owns the order of these steps and the bounds on text that hold before tokenizing. Runs in a pool
+thread, never on the event loop; reads the tokenizer and changes nothing.
 """
 
 from collections.abc import Callable, Mapping
@@ -29,7 +29,11 @@ class Prepared(NamedTuple):
 
 
 def prepare(
-    body: bytes, validate: Validate, served: str, tokenizer: PreTrainedTokenizerBase, max_model_len: int
+    body: bytes,
+    validate: Validate,
+    served: str,
+    tokenizer: PreTrainedTokenizerBase,
+    max_model_len: int,
 ) -> Prepared:
     """Raises ApiError or RequestError, both of which name the field."""
     asked = validate(parse_object(body), served)
@@ -53,7 +57,9 @@ def _chat_ids(
     _check_chars("messages", written, limit, max_model_len)
     text = render_chat(tokenizer, asked.messages)
     if len(text) > TEMPLATE_GROWTH * written + TEMPLATE_ROOM:
-        raise ApiError(400, "messages: the model's chat template makes them too long", param="messages")
+        raise ApiError(
+            400, "messages: the model's chat template makes them too long", param="messages"
+        )
     return tuple(encode_chat(tokenizer, text))
 
 

@@ -1,7 +1,8 @@
 """The bodies of OpenAI's two generating routes: what is accepted, and what it means to the engine.
 
-Owns the fields, their types and the refusal of fields that would change the answer and are not supported. Bounds
-of sampling values are SamplingParams' own, so that HTTP and Python say the same. Tokenizes nothing.
+Owns the fields, their types and the refusal of fields that would change the answer and are not
+supported. Bounds of sampling values are SamplingParams' own, so that HTTP and Python say the same.
+Tokenizes nothing.
 """
 
 import logging
@@ -78,7 +79,9 @@ class StreamOptions(_Strict):
 
 
 class _Body(_Strict):
-    """What both routes share. None means the default, as clients send null for what they leave unset."""
+    """What both routes share. None means the default, as clients send null for what they leave
+    unset.
+    """
 
     model: str = Field(max_length=MAX_NAME)
     max_tokens: int | None = None
@@ -146,7 +149,9 @@ BodyT = TypeVar("BodyT", bound=_Body)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
-    """A valid body in the engine's terms. Either ``prompts`` (completions) or ``messages`` (chat) has something."""
+    """A valid body in the engine's terms. Either ``prompts`` (completions) or ``messages`` (chat)
+    has something.
+    """
 
     model: str
     params: SamplingParams
@@ -165,7 +170,9 @@ class Asked:
 
 
 def completion(body: Mapping[str, Any], served: str) -> Asked:
-    """A completions body. Raises ApiError 400, or 404 for a model that is not ``served``; RequestError for bounds."""
+    """A completions body. Raises ApiError 400, or 404 for a model that is not ``served``;
+    RequestError for bounds.
+    """
     parsed = _validate(CompletionBody, body, served)
     params = _params(parsed, default_tokens=COMPLETION_TOKENS, logprobs=parsed.logprobs)
     return Asked(prompts=parsed.prompt, **_common(parsed, params))
@@ -179,7 +186,9 @@ def chat(body: Mapping[str, Any], served: str) -> Asked:
     if parsed.top_logprobs is not None and not 0 <= parsed.top_logprobs <= MAX_LOGPROBS:
         raise invalid("top_logprobs", f"must be from 0 to {MAX_LOGPROBS}")
     params = _params(
-        parsed, default_tokens=None, logprobs=(parsed.top_logprobs or 0) if parsed.logprobs else None
+        parsed,
+        default_tokens=None,
+        logprobs=(parsed.top_logprobs or 0) if parsed.logprobs else None,
     )
     messages = tuple(_message(message) for message in parsed.messages)
     return Asked(messages=messages, **_common(parsed, params))
@@ -189,7 +198,10 @@ def check_model(name: Any, served: str) -> None:
     """Raises ApiError 404 for a name that is not served here; the name itself is not echoed."""
     if isinstance(name, str) and name != served:
         raise ApiError(
-            404, f"model: no such model here; this server has {served}", param="model", code="model_not_found"
+            404,
+            f"model: no such model here; this server has {served}",
+            param="model",
+            code="model_not_found",
         )
 
 
@@ -267,7 +279,9 @@ def _prompts(value: Any) -> tuple[Prompt, ...]:
     if isinstance(value, str):
         return (value,)
     if not isinstance(value, list) or not value:
-        raise ValueError("must be text, a list of texts, token ids or a list of token ids, and not empty")
+        raise ValueError(
+            "must be text, a list of texts, token ids or a list of token ids, and not empty"
+        )
     if all(type(item) is int for item in value):
         return (tuple(value),)
     if len(value) > MAX_PROMPTS:
@@ -276,7 +290,9 @@ def _prompts(value: Any) -> tuple[Prompt, ...]:
         return tuple(value)
     if all(isinstance(item, list) and all(type(token) is int for token in item) for item in value):
         return tuple(tuple(item) for item in value)
-    raise ValueError("must be text, a list of texts, token ids or a list of token ids, not a mixture")
+    raise ValueError(
+        "must be text, a list of texts, token ids or a list of token ids, not a mixture"
+    )
 
 
 def _text(value: Any) -> str:
@@ -289,8 +305,14 @@ def _text(value: Any) -> str:
         raise ValueError("must be text or a list of text parts")  # noqa: TRY004 - pydantic reports ValueError
     texts = []
     for part in value:
-        if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-            raise ValueError('parts must be {"type": "text", "text": ...}; other media are not supported')
+        if (
+            not isinstance(part, dict)
+            or part.get("type") != "text"
+            or not isinstance(part.get("text"), str)
+        ):
+            raise ValueError(
+                'parts must be {"type": "text", "text": ...}; other media are not supported'
+            )
         texts.append(part["text"])
     return "".join(texts)
 

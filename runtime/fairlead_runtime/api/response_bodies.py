@@ -1,7 +1,7 @@
 """OpenAI's response shapes, whole and as server-sent events.
 
-Owns the wire form of answers. An event of plain text, the hot path, is a prebuilt prefix, one encoded string and
-a suffix. Reads no body and knows no engine.
+Owns the wire form of answers. An event of plain text, the hot path, is a prebuilt prefix, one
+encoded string and a suffix. Reads no body and knows no engine.
 """
 
 from collections.abc import Mapping
@@ -11,7 +11,12 @@ from typing import Any, Protocol
 import orjson
 
 from fairlead_runtime.api.errors import ApiError
-from fairlead_runtime.api.logprob_bodies import Spelled, characters, chat_content, completion_logprobs
+from fairlead_runtime.api.logprob_bodies import (
+    Spelled,
+    characters,
+    chat_content,
+    completion_logprobs,
+)
 from fairlead_runtime.logprobs import Logprob
 from fairlead_runtime.outputs import Output
 
@@ -20,7 +25,9 @@ DONE = b"data: [DONE]\n\n"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Frame:
-    """What every event of one answer repeats. ``top`` is None when no log-probabilities were asked for."""
+    """What every event of one answer repeats. ``top`` is None when no log-probabilities were asked
+    for.
+    """
 
     id: str
     created: int
@@ -63,7 +70,9 @@ class Gathered:
 
 
 class Encoder(Protocol):
-    """One route's shapes. ``events`` gives the events of one output, possibly none: text may be held back."""
+    """One route's shapes. ``events`` gives the events of one output, possibly none: text may be
+    held back.
+    """
 
     def events(self, index: int, output: Output) -> bytes: ...
     def usage(self, usage: Usage) -> bytes: ...
@@ -94,7 +103,10 @@ class ChatEncoder:
 
     def whole(self, choices: list[Gathered], usage: Usage) -> bytes:
         return _whole(
-            self._frame, "chat.completion", [self._choice(*pair) for pair in enumerate(choices)], usage
+            self._frame,
+            "chat.completion",
+            [self._choice(*pair) for pair in enumerate(choices)],
+            usage,
         )
 
     def _choice(self, index: int, gathered: Gathered) -> dict[str, Any]:
@@ -102,7 +114,11 @@ class ChatEncoder:
         content = (
             None
             if top is None
-            else {"content": chat_content(gathered.token_ids, gathered.logprobs, top, self._frame.spelled)}
+            else {
+                "content": chat_content(
+                    gathered.token_ids, gathered.logprobs, top, self._frame.spelled
+                )
+            }
         )
         return {
             "index": index,
@@ -122,7 +138,9 @@ class CompletionEncoder:
     def __init__(self, frame: Frame) -> None:
         self._frame = frame
         self._events = _EventShape(frame, "text_completion", b"", b"")
-        self._offsets: dict[int, int] = {}  # characters of a choice that its tokens so far have begun
+        self._offsets: dict[
+            int, int
+        ] = {}  # characters of a choice that its tokens so far have begun
 
     def events(self, index: int, output: Output) -> bytes:
         shape = self._logprobs(index, output)
@@ -136,15 +154,25 @@ class CompletionEncoder:
 
     def whole(self, choices: list[Gathered], usage: Usage) -> bytes:
         return _whole(
-            self._frame, "text_completion", [self._choice(*pair) for pair in enumerate(choices)], usage
+            self._frame,
+            "text_completion",
+            [self._choice(*pair) for pair in enumerate(choices)],
+            usage,
         )
 
     def _choice(self, index: int, gathered: Gathered) -> dict[str, Any]:
         top, spelled = self._frame.top, self._frame.spelled
         shape = (
-            None if top is None else completion_logprobs(gathered.token_ids, gathered.logprobs, top, spelled)
+            None
+            if top is None
+            else completion_logprobs(gathered.token_ids, gathered.logprobs, top, spelled)
         )
-        return {"index": index, "text": "".join(gathered.text), "logprobs": shape, **_finished(gathered)}
+        return {
+            "index": index,
+            "text": "".join(gathered.text),
+            "logprobs": shape,
+            **_finished(gathered),
+        }
 
     def _logprobs(self, index: int, output: Output) -> dict[str, Any] | None:
         top, spelled = self._frame.top, self._frame.spelled
@@ -162,16 +190,21 @@ class CompletionEncoder:
 class _EventShape:
     """The constant bytes around what changes from event to event.
 
-    ``opening`` and ``closing`` go around a text: chat has it in a delta, completions beside the index.
+    ``opening`` and ``closing`` go around a text: chat has it in a delta, completions beside the
+    index.
     """
 
     def __init__(self, frame: Frame, kind: str, opening: bytes, closing: bytes) -> None:
-        head = orjson.dumps({"id": frame.id, "object": kind, "created": frame.created, "model": frame.model})
+        head = orjson.dumps(
+            {"id": frame.id, "object": kind, "created": frame.created, "model": frame.model}
+        )
         self._head = b"data: " + head[:-1]
         self._field = b"delta" if opening else b"text"
         self._opening, self._closing = opening, closing
         self._tail = b',"usage":null}\n\n' if frame.usage else b"}\n\n"
-        self._plain = closing + b',"logprobs":null,"finish_reason":null,"stop_reason":null}]' + self._tail
+        self._plain = (
+            closing + b',"logprobs":null,"finish_reason":null,"stop_reason":null}]' + self._tail
+        )
         self._prefixes: dict[int, bytes] = {}
 
     def text(self, index: int, text: str, logprobs: bytes = b"null", finish: bytes = b"") -> bytes:

@@ -1,7 +1,8 @@
 """The server process's life: listen, load, serve, drain, end.
 
-Owns both ports in one event loop and the signals. The ports are open while the model loads, so that probes and
-``/model/config.json`` answer; SIGTERM ends readiness at once and the process when the running streams are done.
+Owns both ports in one event loop and the signals. The ports are open while the model loads, so that
+probes and ``/model/config.json`` answer; SIGTERM ends readiness at once and the process when the
+running streams are done.
 """
 
 import asyncio
@@ -18,14 +19,21 @@ from starlette.types import ASGIApp
 
 from fairlead_runtime import preflight
 from fairlead_runtime.api.app import admin_app, public_app
-from fairlead_runtime.api.connection import HEADER_BYTES, KEEP_ALIVE_SECONDS, GuardedProtocol, protocol_class
+from fairlead_runtime.api.connection import (
+    HEADER_BYTES,
+    KEEP_ALIVE_SECONDS,
+    GuardedProtocol,
+    protocol_class,
+)
 from fairlead_runtime.api.limits import Pool
 from fairlead_runtime.api.state import Backend, Face
 from fairlead_runtime.config import ConfigError
 from fairlead_runtime.outputs import Drained, EngineDead
 
 BACKLOG = 2048
-MAX_CONNECTIONS = 2048  # of each port; above what runs and waits by default, so that a full queue can say so
+MAX_CONNECTIONS = (
+    2048  # of each port; above what runs and waits by default, so that a full queue can say so
+)
 CLOSING_SECONDS = 5  # for the last bytes of answers after the drain
 
 _log = logging.getLogger("fairlead.api")
@@ -57,12 +65,13 @@ async def serve(
     drain_timeout: float,
     max_connections: int = MAX_CONNECTIONS,
 ) -> Drained:
-    """Serve ``face`` until SIGTERM or SIGINT; ``load`` gives the started backend while the ports are open already.
+    """Serve ``face`` until SIGTERM or SIGINT; ``load`` gives the started backend while the ports
+    are open already.
 
     Returns what became of the requests that ran when the signal came.
 
-    Raises whatever ``load`` raises, and EngineDead when the engine gave up. A
-    second signal ends the drain. Streams that outlive ``drain_timeout`` seconds end with an error event.
+    Raises whatever ``load`` raises, and EngineDead when the engine gave up. A second signal ends
+    the drain. Streams that outlive ``drain_timeout`` seconds end with an error event.
     """
     _allow_files(2 * max_connections + 256)
     pool = Pool()
@@ -129,7 +138,9 @@ async def _first(*awaited: Awaitable[object]) -> None:
 
 
 class _Port:
-    """One uvicorn server on a bound socket; h11 is pinned by giving uvicorn our own subclass of its protocol."""
+    """One uvicorn server on a bound socket; h11 is pinned by giving uvicorn our own subclass of its
+    protocol.
+    """
 
     def __init__(self, app: ASGIApp, sock: socket.socket, max_connections: int) -> None:
         config = uvicorn.Config(
@@ -158,7 +169,9 @@ class _Port:
 
 
 class _Server(uvicorn.Server):
-    """uvicorn without its signal handlers: two servers share a process, and a drain comes before the end."""
+    """uvicorn without its signal handlers: two servers share a process, and a drain comes before
+    the end.
+    """
 
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None, None, None]:

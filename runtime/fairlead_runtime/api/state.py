@@ -1,6 +1,7 @@
 """What both ports share: the model's name, its configuration, and the engine once it is loaded.
 
-Owns the one mutable thing of the HTTP face, the step from loading to serving to draining. Starts nothing.
+Owns the one mutable thing of the HTTP face, the step from loading to serving to draining. Starts
+nothing.
 """
 
 import asyncio
@@ -21,8 +22,9 @@ from fairlead_runtime.serving.detokenize import Vocabulary
 class Backend:
     """A loaded model and what answers for it.
 
-    ``metrics`` gives the Prometheus exposition (text format 0.0.4), ``memory`` every sizing term, planned and
-    measured, as plain JSON values; both are called on a worker thread. ``died`` is set when the engine has given up.
+    ``metrics`` gives the Prometheus exposition (text format 0.0.4), ``memory`` every sizing term,
+    planned and measured, as plain JSON values; both are called on a worker thread. ``died`` is set
+    when the engine has given up.
     """
 
     service: ServiceFace
@@ -51,7 +53,9 @@ class Face:
             backend.service.begin_drain()
 
     def begin_drain(self) -> None:
-        """Not ready and no new requests from now on; running ones go on. Callable from a signal handler."""
+        """Not ready and no new requests from now on; running ones go on. Callable from a signal
+        handler.
+        """
         self.draining = True
         if self.backend is not None:
             self.backend.service.begin_drain()
@@ -70,14 +74,20 @@ class Face:
     def loaded(self) -> Backend:
         """The backend, draining or not. Raises ApiError 503 while the model loads."""
         if self.backend is None:
-            raise ApiError(503, "the model is still loading", code="not_ready", headers={"retry-after": "5"})
+            raise ApiError(
+                503, "the model is still loading", code="not_ready", headers={"retry-after": "5"}
+            )
         return self.backend
 
     def health(self) -> Health:
-        """Loading is alive and not ready; draining is alive and not ready; else what the engine says."""
+        """Loading is alive and not ready; draining is alive and not ready; else what the engine
+        says.
+        """
         if self.backend is None:
             return Health(alive=True, ready=False, reason="the model is still loading")
         health = self.backend.service.health()
         if self.draining and health.ready:
-            return Health(health.alive, ready=False, reason="draining", last_step_age=health.last_step_age)
+            return Health(
+                health.alive, ready=False, reason="draining", last_step_age=health.last_step_age
+            )
         return health

@@ -1,7 +1,8 @@
-"""Bytes of a request to a JSON object, strictly: what two parsers could read differently is refused.
+"""Bytes of a request to a JSON object, strictly: what two parsers could read differently is
+refused.
 
-Owns the limits on shape that hold before any field is looked at. Every refusal is a 400 that tells where, never
-what: no input is echoed.
+Owns the limits on shape that hold before any field is looked at. Every refusal is a 400 that tells
+where, never what: no input is echoed.
 """
 
 import json
@@ -12,25 +13,31 @@ import orjson
 
 from fairlead_runtime.api.errors import ApiError, invalid
 
-MAX_BRACKETS = 40_000  # outside strings: 64 prompts, 1,024 messages of several parts and room to spare
+MAX_BRACKETS = (
+    40_000  # outside strings: 64 prompts, 1,024 messages of several parts and room to spare
+)
 MAX_KEYS = 20_000
 MAX_STRINGS = 100_000
 MAX_DEPTH = 32
 
-# Possessive, so that no input makes it look at a byte twice; an unterminated string runs to the end.
+# Possessive, so that no input makes it look at a byte twice; an unterminated string runs to the
+# end.
 _STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?', re.DOTALL)
 _NOT_BRACKETS = bytes(sorted(set(range(256)) - set(b"[]{}")))
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
 def parse_object(body: bytes) -> dict[str, Any]:
-    """The JSON object in ``body``, by RFC 8259 and stricter: UTF-8, no NaN, unique keys, bounded nesting.
+    """The JSON object in ``body``, by RFC 8259 and stricter: UTF-8, no NaN, unique keys, bounded
+    nesting.
 
     Raises ApiError 400.
     """
     _check_shape(body)
     try:
-        value = json.loads(body.decode("utf-8"), object_pairs_hook=_unique, parse_constant=_no_constant)
+        value = json.loads(
+            body.decode("utf-8"), object_pairs_hook=_unique, parse_constant=_no_constant
+        )
         if _SURROGATE.search(body):
             # A half of a surrogate pair is no character; json lets it pass, orjson does not.
             orjson.loads(body)
@@ -42,8 +49,11 @@ def parse_object(body: bytes) -> dict[str, Any]:
         detail = f"{error.msg} at character {error.pos}"
         raise invalid(None, f"the body is not JSON: {detail}", "invalid_json") from None
     except (ValueError, RecursionError):
-        # Left over: integers of thousands of digits, nesting beyond the parser's stack, lone surrogates.
-        message = "the body is not JSON: a number is too long or a \\u escape is half a surrogate pair"
+        # Left over: integers of thousands of digits, nesting beyond the parser's stack, lone
+        # surrogates.
+        message = (
+            "the body is not JSON: a number is too long or a \\u escape is half a surrogate pair"
+        )
         raise invalid(None, message, "invalid_json") from None
     if not isinstance(value, dict):
         raise invalid(None, "the body must be a JSON object", "invalid_json")
@@ -52,7 +62,8 @@ def parse_object(body: bytes) -> dict[str, Any]:
 
 def _check_shape(body: bytes) -> None:
     """Bounds on keys, containers and nesting, from one pass at C speed that leaves strings out."""
-    # Quotes that are not escaped; an even run of backslashes before one hides it, but not the one that opens.
+    # Quotes that are not escaped; an even run of backslashes before one hides it, but not the one
+    # that opens.
     if body.count(b'"') - body.count(b'\\"') > 2 * MAX_STRINGS:
         raise invalid(None, f"the body has more than {MAX_STRINGS} strings", "invalid_json")
     bare = _STRING.sub(b"", body)
@@ -60,7 +71,9 @@ def _check_shape(body: bytes) -> None:
         raise invalid(None, f"the body has more than {MAX_KEYS} keys", "invalid_json")
     brackets = bare.translate(None, _NOT_BRACKETS)
     if len(brackets) > 2 * MAX_BRACKETS:
-        raise invalid(None, f"the body has more than {MAX_BRACKETS} lists and objects", "invalid_json")
+        raise invalid(
+            None, f"the body has more than {MAX_BRACKETS} lists and objects", "invalid_json"
+        )
     depth = 0
     for bracket in brackets:
         depth += 1 if bracket in b"[{" else -1

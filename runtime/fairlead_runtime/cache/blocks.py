@@ -1,8 +1,8 @@
 """The pool of units: every block id is free, cached, or referenced, and this module knows which.
 
-    free        no content anyone could want            → taken first
-    cached      content with a hash, no references      → taken least recently used first, its hash forgotten
-    referenced  in the tables of `refs[unit]` sequences
+free        no content anyone could want            → taken first cached      content with a hash,
+no references      → taken least recently used first, its hash forgotten referenced  in the tables
+of `refs[unit]` sequences
 
 Owns reference counts and the content index. Never knows a sequence, a position or a tensor.
 """
@@ -25,7 +25,9 @@ class BlockPool:
         self.refs = [0] * units
         self.content: list[tuple[int, BlockHash] | None] = [None] * units
         self.free = list(range(units - 1, -1, -1))  # a stack: low ids first
-        self.cached: OrderedDict[int, None] = OrderedDict()  # least recently used first; removal is O(1)
+        self.cached: OrderedDict[int, None] = (
+            OrderedDict()
+        )  # least recently used first; removal is O(1)
         self._index: list[dict[bytes, int]] = [{} for _ in range(groups)]
 
     @property
@@ -77,7 +79,9 @@ class BlockPool:
                     self.cached[unit] = None
 
     def register(self, unit: int, group: int, block: BlockHash) -> None:
-        """Make a unit's content findable. Equal content that is there already stays: tables are append-only."""
+        """Make a unit's content findable. Equal content that is there already stays: tables are
+        append-only.
+        """
         if self.content[unit] is None and block.digest not in self._index[group]:
             self._index[group][block.digest] = unit
             self.content[unit] = (group, block)

@@ -1,4 +1,6 @@
-"""Host units: where a preempted sequence's blocks wait. Owns their ids only; the copies are the runner's."""
+"""Host units: where a preempted sequence's blocks wait. Owns their ids only; the copies are the
+runner's.
+"""
 
 from fairlead_runtime.cache.blocks import PoolError
 

@@ -1,10 +1,12 @@
 """The block tables of sequences: how they come by blocks, share them, and give them back.
 
-    table of a full group      [ 7 | 3 | 9 | 4 ]     ceil(computed / block_size) entries, plus the step's growth
-    table of a window group    [ - | - | 8 | 2 ]     NULL where no later query can see the block
+table of a full group      [ 7 | 3 | 9 | 4 ]     ceil(computed / block_size) entries, plus the
+step's growth table of a window group    [ - | - | 8 | 2 ]     NULL where no later query can see the
+block
 
-Owns every change to tables, to the pool and to host units. Counting methods change nothing; moving methods trust
-nothing: what a plan promised and the pool does not have raises. Decides nothing about who runs.
+Owns every change to tables, to the pool and to host units. Counting methods change nothing; moving
+methods trust nothing: what a plan promised and the pool does not have raises. Decides nothing about
+who runs.
 """
 
 from collections.abc import Iterable
@@ -49,8 +51,8 @@ class PagedCache:
         self.host = HostPool(host_units)
         self.has_windows = any(g.window is not None for g in groups)
         self._windowed = tuple(g for g in self.groups if g.window is not None)
-        # The most blocks a window group holds: window W and a chunk of c tokens touch W - 1 + c positions, which may
-        # start inside a block. None: no bound but the tokens.
+        # The most blocks a window group holds: window W and a chunk of c tokens touch W - 1 + c
+        # positions, which may start inside a block. None: no bound but the tokens.
         self._spans = tuple(
             None if g.window is None else self.blocks(g.window - 1 + max_batch_tokens) + 1
             for g in self.groups
@@ -67,7 +69,9 @@ class PagedCache:
         return (self.blocks(end) - self.blocks(start)) * len(self.groups)
 
     def growth(self, sequence: Sequence, start: int) -> int:
-        """Units to compute all known tokens from ``start`` and one more block, at most what its end needs."""
+        """Units to compute all known tokens from ``start`` and one more block, at most what its end
+        needs.
+        """
         target = min(self.blocks(len(sequence.tokens)) + 1, self.blocks(sequence.limit - 1))
         more = target - self.blocks(start)
         return sum(more if span is None else min(more, span) for span in self._spans)
@@ -77,7 +81,9 @@ class PagedCache:
         return sum(len(t) - t.count(NULL) for t in (sequence.host or sequence.tables))
 
     def freed(self, sequence: Sequence, dropped: dict[int, int]) -> int:
-        """Units that releasing the sequence makes available, after ``dropped`` references are gone; adds its own."""
+        """Units that releasing the sequence makes available, after ``dropped`` references are gone;
+        adds its own.
+        """
         count = 0
         for unit in _entries(sequence.tables):
             dropped[unit] = dropped.get(unit, 0) + 1
@@ -88,8 +94,9 @@ class PagedCache:
         """The longest cached prefix of its tokens; at least one token is left to compute."""
         if not self.sharing:
             return Hit(0, [[] for _ in self.groups])
-        # The hashes of tokens never change: extending the chain here is remembering, not deciding. It is never
-        # longer than this, as the last token's keys are not in the cache before a next one is known.
+        # The hashes of tokens never change: extending the chain here is remembering, not deciding.
+        # It is never longer than this, as the last token's keys are not in the cache before a next
+        # one is known.
         self._extend(sequence, len(sequence.tokens) - 1)
         tables = longest_hit(self.pool, self.groups, self.block_size, sequence.hashes)
         return Hit(len(tables[0]) * self.block_size, tables)
@@ -118,7 +125,9 @@ class PagedCache:
         sequence.registered = hit.tokens // self.block_size
 
     def fork(self, sequence: Sequence, sibling: Sequence, tokens: int) -> None:
-        """Begin with the sibling's full blocks of the first ``tokens``; ``copy_tail`` adds the partial one."""
+        """Begin with the sibling's full blocks of the first ``tokens``; ``copy_tail`` adds the
+        partial one.
+        """
         if not self.can_fork(sibling, tokens):
             raise PoolError(f"sequence {sibling.id} no longer holds {tokens} tokens to fork from")
         full = tokens // self.block_size
@@ -134,17 +143,22 @@ class PagedCache:
             sequence.hashes = sibling.hashes[:full]
 
     def copy_tail(self, sequence: Sequence, sibling: Sequence) -> Pairs:
-        """Own units for a fork's partial last block, to be filled with the sibling's content: copy on write."""
+        """Own units for a fork's partial last block, to be filled with the sibling's content: copy
+        on write.
+        """
         full = sequence.computed // self.block_size
         if sequence.computed % self.block_size == 0:
             return []
         self.grow(sequence, sequence.computed)
         return [
-            (source[full], own[full]) for source, own in zip(sibling.tables, sequence.tables, strict=True)
+            (source[full], own[full])
+            for source, own in zip(sibling.tables, sequence.tables, strict=True)
         ]
 
     def offload(self, sequence: Sequence) -> Pairs:
-        """Move to host units; ``computed`` stays. Returns the copies to make before the units are written again."""
+        """Move to host units; ``computed`` stays. Returns the copies to make before the units are
+        written again.
+        """
         device = list(_entries(sequence.tables))
         pairs = list(zip(device, self.host.take(len(device)), strict=True))
         self._release_tables(sequence)
@@ -152,7 +166,9 @@ class PagedCache:
         return pairs
 
     def restore(self, sequence: Sequence) -> Pairs:
-        """Move back from host units. Registers anew: some of its content may have been evicted meanwhile."""
+        """Move back from host units. Registers anew: some of its content may have been evicted
+        meanwhile.
+        """
         host = list(_entries(sequence.host))
         pairs = list(zip(host, self.pool.take(len(host)), strict=True))
         self.host.release(host)
@@ -186,7 +202,9 @@ class PagedCache:
                 at -= 1
 
     def release(self, sequence: Sequence, *, forget: bool = False) -> None:
-        """Give everything back; content with a hash stays findable until its unit is needed, or not at all."""
+        """Give everything back; content with a hash stays findable until its unit is needed, or not
+        at all.
+        """
         if forget:
             for block in sequence.hashes[: sequence.registered]:
                 for group in self.groups:
@@ -199,7 +217,8 @@ class PagedCache:
         sequence.computed = sequence.registered = 0
 
     def _release_tables(self, sequence: Sequence) -> None:
-        # Tail first over all groups at once: what goes first is evicted first, and prefixes live longest.
+        # Tail first over all groups at once: what goes first is evicted first, and prefixes live
+        # longest.
         for entries in zip(*(reversed(table) for table in sequence.tables), strict=True):
             self.pool.release(unit for unit in entries if unit != NULL)
 

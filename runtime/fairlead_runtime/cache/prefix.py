@@ -1,7 +1,8 @@
 """Content hashes of full blocks, and the longest prefix that every layer group still has.
 
-The chain is sha256 over (salt, model identity) at its root, then (parent, tokens) block by block, so equal digests
-mean equal tokens from the first on, for the same model and tenant. Reads the pool, never changes it.
+The chain is sha256 over (salt, model identity) at its root, then (parent, tokens) block by block,
+so equal digests mean equal tokens from the first on, for the same model and tenant. Reads the pool,
+never changes it.
 """
 
 import hashlib
@@ -37,8 +38,9 @@ def longest_hit(
 ) -> list[list[int]]:
     """Tables of the longest prefix that all groups can continue from.
 
-    A full group needs the whole chain, a window group only the blocks that the next query can see; entries
-    before the window are NULL. Groups shorten each other's hit until none does (after vLLM's hybrid manager).
+    A full group needs the whole chain, a window group only the blocks that the next query can see;
+    entries before the window are NULL. Groups shorten each other's hit until none does (after
+    vLLM's hybrid manager).
     """
     length, settled = len(hashes), False
     while not settled:

@@ -1,4 +1,6 @@
-"""`fairlead fetch MODEL [--revision R]`: download and check a model, so that a later start needs no network."""
+"""`fairlead fetch MODEL [--revision R]`: download and check a model, so that a later start needs no
+network.
+"""
 
 import argparse
 import logging
@@ -40,8 +42,12 @@ def _parser(environ: Mapping[str, str]) -> Parser:
     parser.add_argument(
         "model", metavar="MODEL", help="demo:, owner/name, hf://owner/name, a path or file:///path"
     )
-    parser.add_argument("--revision", default="", metavar="R", help="commit, tag or branch (default: main)")
-    parser.add_argument("--host", default="127.0.0.1", help="address of the admin port (default: 127.0.0.1)")
+    parser.add_argument(
+        "--revision", default="", metavar="R", help="commit, tag or branch (default: main)"
+    )
+    parser.add_argument(
+        "--host", default="127.0.0.1", help="address of the admin port (default: 127.0.0.1)"
+    )
     parser.add_argument(
         "--admin-port",
         type=int,

@@ -26,7 +26,9 @@ def main(argv: list[str]) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="fairlead generate", description="Complete one prompt and print the text.", allow_abbrev=False
+        prog="fairlead generate",
+        description="Complete one prompt and print the text.",
+        allow_abbrev=False,
     )
     parser.add_argument(
         "model", metavar="MODEL", help="demo:, owner/name, hf://owner/name, a path or file:///path"
@@ -34,9 +36,13 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--prompt", required=True, metavar="TEXT", help="completed as it is unless --chat is given"
     )
-    parser.add_argument("--chat", action="store_true", help="wrap the prompt in the model's chat template")
+    parser.add_argument(
+        "--chat", action="store_true", help="wrap the prompt in the model's chat template"
+    )
     parser.add_argument("--max-tokens", type=int, default=256, metavar="N", help="(default: 256)")
-    parser.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0: greedy (default: 0)")
+    parser.add_argument(
+        "--temperature", type=float, default=0.0, metavar="T", help="0: greedy (default: 0)"
+    )
     add_arguments(parser)
     return parser
 
@@ -49,7 +55,9 @@ def _generate(options: argparse.Namespace) -> None:
 
     if options.max_tokens < 1:
         raise ConfigError("max_tokens", f"{options.max_tokens} is below the smallest allowed, 1")
-    params = SamplingParams(temperature=options.temperature, max_tokens=options.max_tokens, seed=options.seed)
+    params = SamplingParams(
+        temperature=options.temperature, max_tokens=options.max_tokens, seed=options.seed
+    )
     config = EngineConfig.from_namespace(options)
     with LLM(options.model, **dataclasses.asdict(config)) as llm:
         tokenizer = llm.built.tokenizer

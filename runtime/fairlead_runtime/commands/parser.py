@@ -13,7 +13,9 @@ from fairlead_runtime.start import termination
 
 
 class Parser(argparse.ArgumentParser):
-    """``environ`` names the termination log; abbreviated flags are refused, so that new flags break no one."""
+    """``environ`` names the termination log; abbreviated flags are refused, so that new flags break
+    no one.
+    """
 
     def __init__(self, *, environ: Mapping[str, str] = os.environ, **settings: Any) -> None:
         super().__init__(allow_abbrev=False, **settings)

@@ -1,6 +1,7 @@
 """What ends a command before it can do its work: exceptions → (exit code, code, message, hint).
 
-Owns the table. 2: cannot be done as asked; 3: the self-test failed. Anything else is a bug and keeps its traceback.
+Owns the table. 2: cannot be done as asked; 3: the self-test failed. Anything else is a bug and
+keeps its traceback.
 """
 
 from typing import NamedTuple

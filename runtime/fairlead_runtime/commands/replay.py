@@ -1,4 +1,6 @@
-"""`fairlead replay FILE`: does the same run lead to the same plans? 0 identical, 1 differs, 2 unreadable."""
+"""`fairlead replay FILE`: does the same run lead to the same plans? 0 identical, 1 differs, 2
+unreadable.
+"""
 
 import argparse
 import sys

@@ -1,4 +1,6 @@
-"""`fairlead trace FILE [--format text|chrome]`: every step of a recorded run. 0 shown, 2 unreadable."""
+"""`fairlead trace FILE [--format text|chrome]`: every step of a recorded run. 0 shown, 2
+unreadable.
+"""
 
 import argparse
 import json
@@ -11,7 +13,9 @@ from fairlead_runtime.recording.trace import as_events, as_text
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(prog="fairlead trace", description="Show every step of a recorded run.")
+    parser = argparse.ArgumentParser(
+        prog="fairlead trace", description="Show every step of a recorded run."
+    )
     parser.add_argument("file", metavar="FILE", help="written by `fairlead serve --record FILE`")
     parser.add_argument(
         "--format",
@@ -25,7 +29,9 @@ def main(argv: list[str]) -> int:
         for line in as_text(recording) if options.format == "text" else _json(recording):
             sys.stdout.write(line + "\n")
         sys.stdout.flush()
-    except BrokenPipeError:  # `| head` has seen enough; the interpreter's own flush must not fail on it again
+    except (
+        BrokenPipeError
+    ):  # `| head` has seen enough; the interpreter's own flush must not fail on it again
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except RecordError as error:

@@ -1,7 +1,7 @@
 """A step's rows as tensors: packed tokens, positions, slots and block tables.
 
-Owns the host buffers of one step and reuses them, so a Batch lives until the next ``build``. Decides nothing and
-touches no device.
+Owns the host buffers of one step and reuses them, so a Batch lives until the next ``build``.
+Decides nothing and touches no device.
 """
 
 from collections.abc import Sequence as Rows
@@ -24,9 +24,10 @@ Array = np.ndarray[Any, np.dtype[Any]]
 class Batch:
     """One step of T packed tokens in B rows, S of which sample; all tensors lie on the host.
 
-    ``input_ids`` and ``positions`` int64 [T]. Per layer group: ``slots`` int64 [T], where each token's key and value
-    go, and ``ragged``, the rows with that group's tables. ``sample_index`` int64 [S]: the last packed token of each
-    sampling row; ``sampling``: their sequences, in the same order.
+    ``input_ids`` and ``positions`` int64 [T]. Per layer group: ``slots`` int64 [T], where each
+    token's key and value go, and ``ragged``, the rows with that group's tables. ``sample_index``
+    int64 [S]: the last packed token of each sampling row; ``sampling``: their sequences, in the
+    same order.
     """
 
     input_ids: torch.Tensor
@@ -38,7 +39,9 @@ class Batch:
 
 
 class _Buffer:
-    """Host memory that grows; ``take`` hands out its beginning, as numpy view and as tensor on the same bytes."""
+    """Host memory that grows; ``take`` hands out its beginning, as numpy view and as tensor on the
+    same bytes.
+    """
 
     def __init__(self, dtype: torch.dtype, *, pinned: bool) -> None:
         self._dtype = dtype
@@ -91,7 +94,9 @@ class BatchBuilder:
         row_of = np.repeat(np.arange(len(rows)), counts)
 
         ids, input_ids = self._ids.take(total)
-        tokens = chain.from_iterable(row.sequence.tokens[row.start : row.start + row.count] for row in rows)
+        tokens = chain.from_iterable(
+            row.sequence.tokens[row.start : row.start + row.count] for row in rows
+        )
         ids[:] = np.fromiter(tokens, np.int64, total)
         at, positions = self._positions.take(total)
         at[:] = np.arange(total) + (starts - ends + counts)[row_of]
@@ -106,7 +111,9 @@ class BatchBuilder:
             table, tables = self._table(rows, lens, group.index)
             blocks = table[row_of, at // self._block_size].astype(np.int64)
             if blocks.min() < 0:
-                raise RuntimeError(f"layer group {group.index}: a token of this step has no block to go to")
+                raise RuntimeError(
+                    f"layer group {group.index}: a token of this step has no block to go to"
+                )
             slot, tensor = self._slots[group.index].take(total)
             slot[:] = blocks * self._block_size + at % self._block_size
             slots.append(tensor)
@@ -122,7 +129,10 @@ class BatchBuilder:
         table, tensor = self._tables[group].take(len(rows), int(widths.max()))
         table.fill(NULL)
         blocks = chain.from_iterable(
-            row.sequence.tables[group][:width] for row, width in zip(rows, widths.tolist(), strict=True)
+            row.sequence.tables[group][:width]
+            for row, width in zip(rows, widths.tolist(), strict=True)
         )
-        table[np.arange(table.shape[1]) < widths[:, None]] = np.fromiter(blocks, np.int32, int(widths.sum()))
+        table[np.arange(table.shape[1]) < widths[:, None]] = np.fromiter(
+            blocks, np.int32, int(widths.sum())
+        )
         return table, tensor

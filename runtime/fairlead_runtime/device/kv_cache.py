@@ -1,8 +1,9 @@
-"""The tensors that hold keys and values, on the device and, for preempted sequences, in host memory.
+"""The tensors that hold keys and values, on the device and, for preempted sequences, in host
+memory.
 
-Owns storage and its copies. A *unit* is ``block_size`` tokens in the layers of one group; layer i, the s-th of group
-g, keeps its part of a unit in storage slot s, found through group g's tables. Knows ids only from those who ask:
-which unit is free, shared or cached is the scheduler's.
+Owns storage and its copies. A *unit* is ``block_size`` tokens in the layers of one group; layer i,
+the s-th of group g, keeps its part of a unit in storage slot s, found through group g's tables.
+Knows ids only from those who ask: which unit is free, shared or cached is the scheduler's.
 """
 
 import math
@@ -18,10 +19,12 @@ from fairlead_runtime.sizing.groups import LayerGroup, layers_per_unit
 
 
 class CacheStorage:
-    """Keys and values: ``keys`` [slots, units, block_size, kv heads, dim], ``values`` likewise with value_dim.
+    """Keys and values: ``keys`` [slots, units, block_size, kv heads, dim], ``values`` likewise with
+    value_dim.
 
-    ``host_units`` > 0 adds as many units of host memory for offloading, pinned when the device is CUDA. Memory is
-    zeroed, and on CPUs mapped only when first written. Raises RuntimeError (torch) when it does not fit.
+    ``host_units`` > 0 adds as many units of host memory for offloading, pinned when the device is
+    CUDA. Memory is zeroed, and on CPUs mapped only when first written. Raises RuntimeError (torch)
+    when it does not fit.
     """
 
     def __init__(
@@ -45,7 +48,9 @@ class CacheStorage:
         self.values = _zeros((*shape, heads.value_dim), heads.dtype, device)
         self._host = self._host_memory(slots, host_units) if host_units else None
         self._places = {
-            layer: (group.index, slot) for group in groups for slot, layer in enumerate(group.layers)
+            layer: (group.index, slot)
+            for group in groups
+            for slot, layer in enumerate(group.layers)
         }
 
     def _host_memory(self, slots: int, units: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -57,7 +62,9 @@ class CacheStorage:
         )
 
     def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor, int]:
-        """Keys and values [units, block_size, kv heads, dim] of one layer and the index of its group."""
+        """Keys and values [units, block_size, kv heads, dim] of one layer and the index of its
+        group.
+        """
         group, slot = self._places[index]
         return self.keys[slot], self.values[slot], group
 
@@ -80,11 +87,14 @@ class CacheStorage:
     def copy(self, work: Work) -> None:
         """A step's copies, once, in the order of the contract: offload, restore, copy-on-write.
 
-        The order matters: a unit may be offloaded and, in the same step, be restored into or copied into.
+        The order matters: a unit may be offloaded and, in the same step, be restored into or copied
+        into.
         """
         if work.offload or work.restore:
             if self._host is None:
-                raise RuntimeError("offload: this cache has no host memory (cpu_offload_space is 0)")
+                raise RuntimeError(
+                    "offload: this cache has no host memory (cpu_offload_space is 0)"
+                )
             for device, host in zip((self.keys, self.values), self._host, strict=True):
                 copy_blocks(device, host, work.offload, dim=1)
                 copy_blocks(host, device, work.restore, dim=1)
@@ -94,7 +104,9 @@ class CacheStorage:
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """On a CPU from the system's zero pages, mapped when first written: torch.zeros writes every page at once."""
+    """On a CPU from the system's zero pages, mapped when first written: torch.zeros writes every
+    page at once.
+    """
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
     pages = np.zeros(math.prod(shape) * dtype.itemsize, dtype=np.uint8)

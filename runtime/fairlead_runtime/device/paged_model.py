@@ -1,13 +1,15 @@
 """Our paged attention inside transformers' models.
 
-Owns the attention function registered with transformers, the context of one forward pass that it reads, and
-PagedModel, a transformers model whose attention is ours. Chooses no blocks and no rows.
+Owns the attention function registered with transformers, the context of one forward pass that it
+reads, and PagedModel, a transformers model whose attention is ours. Chooses no blocks and no rows.
 
-Metadata travels by a context variable, not by keyword arguments: some families (stablelm, nemotron) drop those
-before they reach the attention. The registered name has no mask function, so transformers builds no mask at all.
+Metadata travels by a context variable, not by keyword arguments: some families (stablelm, nemotron)
+drop those before they reach the attention. The registered name has no mask function, so
+transformers builds no mask at all.
 
-Experts of MoE models run as transformers' ``grouped_mm``: equal to its eager loop but for rounding, each token's
-result independent of the others', and without the loop's wait for the device in every layer.
+Experts of MoE models run as transformers' ``grouped_mm``: equal to its eager loop but for rounding,
+each token's result independent of the others', and without the loop's wait for the device in every
+layer.
 """
 
 import inspect
@@ -90,7 +92,9 @@ def _packed(x: Tensor) -> Tensor:
 class PagedPass:
     """A step: writes keys and values into their slots, then attends over the cache."""
 
-    def __init__(self, batch: Batch, cache: CacheStorage, backend: AttentionBackend, keep: Tensor) -> None:
+    def __init__(
+        self, batch: Batch, cache: CacheStorage, backend: AttentionBackend, keep: Tensor
+    ) -> None:
         self._cache = cache
         self._backend = backend
         self._slots = [slots.to(cache.device, non_blocking=True) for slots in batch.slots]
@@ -101,7 +105,8 @@ class PagedPass:
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, call: Call) -> Tensor:
         keys, values, group = self._cache.layer(layer)
         write(keys, values, self._slots[group], key, value)
-        # The group's window, not the call's: some models pass a window that their mask does not have.
+        # The group's window, not the call's: some models pass a window that their mask does not
+        # have.
         spec = LayerSpec(call.scale, self._windows[group], call.softcap, call.sinks)
         return self._backend.run(self._plans[group], query, keys, values, spec)
 
@@ -120,15 +125,18 @@ class _Probe:
         self.calls[layer] = call
         q, k, v = (x.transpose(0, 1) for x in (query, key, value))
         k, v = (x.repeat_interleave(heads.group, dim=0) for x in (k, v))
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=call.scale).transpose(0, 1)
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=call.scale).transpose(
+            0, 1
+        )
 
 
 class PagedModel:
     """A transformers causal language model that runs packed rows on our cache.
 
-    Takes the model over: sets its attention, installs a hook where it cannot select the rows of its logits itself.
-    ``windows`` has an entry per layer. Raises ModelError when its layers are not equal in size or are not
-    the ones the windows were made for. ``calls``: what each layer passes along with its tensors.
+    Takes the model over: sets its attention, installs a hook where it cannot select the rows of its
+    logits itself. ``windows`` has an entry per layer. Raises ModelError when its layers are not
+    equal in size or are not the ones the windows were made for. ``calls``: what each layer passes
+    along with its tensors.
     """
 
     def __init__(self, model: PreTrainedModel, windows: Sequence[int | None]) -> None:
@@ -143,7 +151,8 @@ class PagedModel:
         self.selects_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
         if not self.selects_logits:
             model.get_output_embeddings().register_forward_pre_hook(_keep_rows)
-        # transformers picks grouped_mm where the model and torch can; dense models and others say eager.
+        # transformers picks grouped_mm where the model and torch can; dense models and others say
+        # eager.
         self._experts: str = getattr(model.config, "_experts_implementation", None) or "eager"
         self.heads = self._probe()
 
@@ -151,7 +160,11 @@ class PagedModel:
     def _probe(self) -> Heads:
         """The heads as the layers really have them, from a pass of two tokens."""
         probe = _Probe(torch.tensor([1], device=self.device))
-        self.run(torch.tensor([0, 1], device=self.device), torch.tensor([0, 1], device=self.device), probe)
+        self.run(
+            torch.tensor([0, 1], device=self.device),
+            torch.tensor([0, 1], device=self.device),
+            probe,
+        )
         name = self.model.config.model_type
         if sorted(probe.heads) != list(range(len(self.windows))):
             raise families.refused(
@@ -165,9 +178,15 @@ class PagedModel:
 
     @torch.inference_mode()
     def forward(
-        self, batch: Batch, cache: CacheStorage, backend: AttentionBackend, keep: Tensor | None = None
+        self,
+        batch: Batch,
+        cache: CacheStorage,
+        backend: AttentionBackend,
+        keep: Tensor | None = None,
     ) -> Tensor:
-        """Logits [S, vocabulary] of the batch's sampling rows, or of the packed tokens ``keep`` int64 [S]."""
+        """Logits [S, vocabulary] of the batch's sampling rows, or of the packed tokens ``keep``
+        int64 [S].
+        """
         keep = (batch.sample_index if keep is None else keep).to(self.device, non_blocking=True)
         step = PagedPass(batch, cache, backend, keep)
         ids = batch.input_ids.to(self.device, non_blocking=True)
@@ -175,7 +194,9 @@ class PagedModel:
 
     @torch.inference_mode()
     def run(self, input_ids: Tensor, positions: Tensor, current: Pass) -> Tensor:
-        """Logits [S, vocabulary] of ``current.keep`` after one pass over packed tokens int64 [T], attended by ``current``."""
+        """Logits [S, vocabulary] of ``current.keep`` after one pass over packed tokens int64 [T],
+        attended by ``current``.
+        """
         extra = {"logits_to_keep": current.keep} if self.selects_logits else {}
         token = _PASS.set(current)
         try:
@@ -189,7 +210,9 @@ class PagedModel:
 
     @contextmanager
     def plain(self, *, experts: bool = True) -> Iterator[PreTrainedModel]:
-        """The same model as transformers runs it eagerly, inside the block only; ``experts`` False: they stay ours."""
+        """The same model as transformers runs it eagerly, inside the block only; ``experts`` False:
+        they stay ours.
+        """
         self._set("eager", "eager" if experts else self._experts)
         try:
             yield self.model
@@ -203,10 +226,11 @@ class PagedModel:
 
 
 def prepare(loaded: LoadedModel) -> PagedModel:
-    """Make a loaded model run on the paged cache: pin its RoPE to max_model_len, set its attention, check its sizes.
+    """Make a loaded model run on the paged cache: pin its RoPE to max_model_len, set its attention,
+    check its sizes.
 
-    Takes the model over. Raises ModelError when it cannot run so, or when the sizes that memory was planned with
-    (``loaded.shape``) are not the ones it has.
+    Takes the model over. Raises ModelError when it cannot run so, or when the sizes that memory was
+    planned with (``loaded.shape``) are not the ones it has.
     """
     windows = families.check(loaded.config)
     rope.pin(loaded.model, loaded.max_model_len)

@@ -1,14 +1,17 @@
-"""The profiling run: what one step really takes beside weights and cache, before the cache is sized.
+"""The profiling run: what one step really takes beside weights and cache, before the cache is
+sized.
 
-Owns its dummy work (a full batch of prefills; as many decodes as may run at once; one long row's attention; the
-largest batch on the host) and the meters. The names it returns are those of the sizing equation's terms, so a measured
-one takes the planned one's place. Attention is left out of the steps, and measured by itself.
+Owns its dummy work (a full batch of prefills; as many decodes as may run at once; one long row's
+attention; the largest batch on the host) and the meters. The names it returns are those of the
+sizing equation's terms, so a measured one takes the planned one's place. Attention is left out of
+the steps, and measured by itself.
 
-What is measured, honestly. On CUDA: the allocator's peak, which is all there is. On a CPU: the peak of all tensors
-alive at once, as a dispatch mode sees them; buffers that a kernel (MKL, oneDNN, SDPA) takes and returns inside one
-operator are not seen, and resident memory would be no better a measure, as freed pages are reused unseen. A CPU
-computes at most CPU_TOKENS tokens for this and scales up: every tensor of a step grows with its tokens, none with
-their square, since attention is masked in strips.
+What is measured, honestly. On CUDA: the allocator's peak, which is all there is. On a CPU: the peak
+of all tensors alive at once, as a dispatch mode sees them; buffers that a kernel (MKL, oneDNN,
+SDPA) takes and returns inside one operator are not seen, and resident memory would be no better a
+measure, as freed pages are reused unseen. A CPU computes at most CPU_TOKENS tokens for this and
+scales up: every tensor of a step grows with its tokens, none with their square, since attention is
+masked in strips.
 """
 
 import weakref
@@ -52,11 +55,11 @@ def profile(
     max_model_len: int,
     block_size: int = BLOCK_SIZE,
 ) -> Mapping[str, int]:
-    """Bytes of ``activations``, ``attention``, ``logits``, ``sampling`` and ``batch`` in the largest steps these limits
-    allow.
+    """Bytes of ``activations``, ``attention``, ``logits``, ``sampling`` and ``batch`` in the
+    largest steps these limits allow.
 
-    Takes one step of max_batch_tokens (on a CPU of CPU_TOKENS) and one of max_requests decodes. ``backend`` must be
-    new: the scratch memory that it keeps is part of ``attention``.
+    Takes one step of max_batch_tokens (on a CPU of CPU_TOKENS) and one of max_requests decodes.
+    ``backend`` must be new: the scratch memory that it keeps is part of ``attention``.
     """
     on_cpu = model.device.type == "cpu"
     tokens = min(max_batch_tokens, CPU_TOKENS) if on_cpu else max_batch_tokens
@@ -96,12 +99,18 @@ class _Dense:
 def _attention(
     model: PagedModel, backend: AttentionBackend, max_batch_tokens: int, max_model_len: int
 ) -> int:
-    """Bytes that attending one row of max_model_len takes: scratch, masks and, where written out, scores."""
+    """Bytes that attending one row of max_model_len takes: scratch, masks and, where written out,
+    scores.
+    """
     on_cpu = model.device.type == "cpu"
     queries, element = min(max_batch_tokens, max_model_len), model.heads.dtype.itemsize
     kept, scratch = 0, 0
     for group in group_layers(model.windows):
-        sees = max_model_len if group.window is None else min(max_model_len, group.window - 1 + queries)
+        sees = (
+            max_model_len
+            if group.window is None
+            else min(max_model_len, group.window - 1 + queries)
+        )
         keys = min(sees, CPU_KEYS if on_cpu else CUDA_KEYS)
         # One strip that does not begin the row: it needs a mask, and no strip takes more scratch.
         part = max(1, min(queries, STRIP, keys - 1))
@@ -115,7 +124,9 @@ def _attention(
 def _attend_one(
     model: PagedModel, backend: AttentionBackend, group: LayerGroup, keys: int, queries: int
 ) -> int:
-    """Bytes that the last ``queries`` of a row of ``keys`` take in one layer of a group, beside their answer."""
+    """Bytes that the last ``queries`` of a row of ``keys`` take in one layer of a group, beside
+    their answer.
+    """
     heads, call = model.heads, model.calls[group.layers[0]]
     sequence = _sequence(0, keys)
     # Not consecutive: such a row would be read in place.
@@ -123,7 +134,9 @@ def _attend_one(
     alone = LayerGroup(0, group.window, (0,))
     units = len(sequence.tables[0])
     cache = CacheStorage([alone], heads, units=units, block_size=BLOCK_SIZE, device=model.device)
-    batch = BatchBuilder([alone], BLOCK_SIZE).build([Row(sequence, keys - queries, queries, samples=True)])
+    batch = BatchBuilder([alone], BLOCK_SIZE).build(
+        [Row(sequence, keys - queries, queries, samples=True)]
+    )
     query = torch.zeros(queries, heads.query, heads.dim, dtype=heads.dtype, device=model.device)
     spec = LayerSpec(call.scale, group.window, call.softcap, call.sinks)
     answer = query.nbytes // heads.dim * heads.value_dim  # it counts among the activations
@@ -135,7 +148,9 @@ def _attend_one(
 
 
 def _batch(model: PagedModel, tokens: int, rows: int, max_model_len: int, block_size: int) -> int:
-    """Bytes of the host's buffers once they have held a batch of so many tokens in so many of the longest rows."""
+    """Bytes of the host's buffers once they have held a batch of so many tokens in so many of the
+    longest rows.
+    """
     groups = group_layers(model.windows)
     builder = BatchBuilder(groups, block_size)
     width = -(-max_model_len // block_size)
@@ -160,8 +175,8 @@ def _sequence(index: int, length: int) -> Sequence:
 
 
 def _step(model: PagedModel, lengths: list[int], *, samples: bool) -> Callable[[], torch.Tensor]:
-    """A forward pass, without attention, of rows of these lengths; run once already, so that what is kept between
-    steps is there and not counted.
+    """A forward pass, without attention, of rows of these lengths; run once already, so that what
+    is kept between steps is there and not counted.
     """
     ids = torch.zeros(sum(lengths), dtype=torch.int64, device=model.device)
     positions = torch.cat([torch.arange(length, device=model.device) for length in lengths])
@@ -205,7 +220,11 @@ class _Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch does 
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        given = {id(x.untyped_storage()) for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)}
+        given = {
+            id(x.untyped_storage())
+            for x in tree_leaves((args, kwargs))
+            if isinstance(x, torch.Tensor)
+        }
         out = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(out):
             if isinstance(tensor, torch.Tensor) and id(tensor.untyped_storage()) not in given:

@@ -28,18 +28,23 @@ class Runner:
         self._model = model
         self._cache = cache
         self._sampler = sampler
-        self._batches = BatchBuilder(cache.groups, cache.block_size, pinned=model.device.type == "cuda")
+        self._batches = BatchBuilder(
+            cache.groups, cache.block_size, pinned=model.device.type == "cuda"
+        )
 
     def copy(self, work: Work) -> None:
-        """The step's offload, restore and copy-on-write copies: once, before ``execute``, however often that runs."""
+        """The step's offload, restore and copy-on-write copies: once, before ``execute``, however
+        often that runs.
+        """
         self._cache.copy(work)
 
     @torch.inference_mode()
     def execute(self, work: Work) -> Mapping[int, Result]:
         """The forward pass of ``work.rows``; a Result per sampling row, by sequence id.
 
-        Writes the same keys and values to the same slots when called again with the same rows, or with a part of
-        them. A row whose logits are not finite gets a Result with ``error``; the others are unaffected.
+        Writes the same keys and values to the same slots when called again with the same rows, or
+        with a part of them. A row whose logits are not finite gets a Result with ``error``; the
+        others are unaffected.
         """
         if not work.rows:
             return {}
@@ -47,7 +52,8 @@ class Runner:
         logits = self._model.forward(batch, self._cache, self.kernels.attention)
         if not batch.sampling:
             if self._model.device.type == "cuda":
-                # The next build writes the host buffers that this step may still be reading; sampling waits anyway.
+                # The next build writes the host buffers that this step may still be reading;
+                # sampling waits anyway.
                 torch.cuda.current_stream(self._model.device).synchronize()
             return {}
         outcomes = self._sampler(logits, SamplingBatch.of(batch.sampling)).outcomes()

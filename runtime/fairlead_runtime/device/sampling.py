@@ -1,16 +1,16 @@
 """From logits to tokens: which rows ask for what, and the order in which it is done.
 
-Owns the parameters of a step's sampling rows as vectors (SamplingBatch) and the one function that turns logits
-into tokens (``sample``). The arithmetic lies in ``fairlead_kernels.sample``; nothing here loops over rows, and what
-no row asks for is not computed (a greedy batch is one argmax).
+Owns the parameters of a step's sampling rows as vectors (SamplingBatch) and the one function that
+turns logits into tokens (``sample``). The arithmetic lies in ``fairlead_kernels.sample``; nothing
+here loops over rows, and what no row asks for is not computed (a greedy batch is one argmax).
 
-The order is vLLM V1's: min_tokens masks end and stop ids; temperature; min-p; top-k; top-p over what is left; the
-draw. Log-probabilities are those of the raw logits. Two documented differences: tokens that tie with the last one
-a filter keeps are kept as well, and a draw is a pure function of (seed, choice index, position, token), see
-``fairlead_kernels.sample``.
+The order is vLLM V1's: min_tokens masks end and stop ids; temperature; min-p; top-k; top-p over
+what is left; the draw. Log-probabilities are those of the raw logits. Two documented differences:
+tokens that tie with the last one a filter keeps are kept as well, and a draw is a pure function of
+(seed, choice index, position, token), see ``fairlead_kernels.sample``.
 
-Rows with NaN, plus infinity or nothing but minus infinity come back flagged, and only they: minus infinity alone is
-how models mask the padded end of their vocabulary.
+Rows with NaN, plus infinity or nothing but minus infinity come back flagged, and only they: minus
+infinity alone is how models mask the padded end of their vocabulary.
 """
 
 import functools
@@ -39,8 +39,9 @@ Array = np.ndarray[Any, np.dtype[Any]]
 class Draws:
     """Parameters of the rows that draw at random: vectors of length R, on the host.
 
-    ``rows`` int64: their places in the batch; ``temperature`` float32; ``min_cut`` float32: log(min_p), -inf where
-    off; ``top_k`` int64, 0 where off; ``top_p`` float64, 1 where off; ``keys`` uint64: one per draw.
+    ``rows`` int64: their places in the batch; ``temperature`` float32; ``min_cut`` float32:
+    log(min_p), -inf where off; ``top_k`` int64, 0 where off; ``top_p`` float64, 1 where off;
+    ``keys`` uint64: one per draw.
     """
 
     rows: Array
@@ -55,8 +56,9 @@ class Draws:
 class SamplingBatch:
     """What the sampling rows of one step ask for, in the order of their logits.
 
-    ``draws`` is None when every row is greedy. ``masked_rows`` and ``masked_ids`` are parallel lists: the entries
-    that min_tokens forbids. ``logprob_rows`` are the rows that want log-probabilities, ``logprob_counts`` how many.
+    ``draws`` is None when every row is greedy. ``masked_rows`` and ``masked_ids`` are parallel
+    lists: the entries that min_tokens forbids. ``logprob_rows`` are the rows that want
+    log-probabilities, ``logprob_counts`` how many.
     """
 
     size: int
@@ -109,7 +111,9 @@ def _draws(sequences: Rows[Sequence], rows: list[int]) -> Draws:
 
 
 def draw_keys(seeds: Array, choices: Array, positions: Array) -> Array:
-    """One uint64 per draw from int64 vectors: splitmix64 over seed, choice index and position in turn."""
+    """One uint64 per draw from int64 vectors: splitmix64 over seed, choice index and position in
+    turn.
+    """
     key = _mix64(seeds.view(np.uint64))
     key = _mix64(key ^ choices.view(np.uint64))
     return _mix64(key ^ positions.view(np.uint64))
@@ -128,8 +132,9 @@ def _mix64(words: Array) -> Array:
 class Sampled:
     """One step's outcome, still on the device.
 
-    ``tokens`` [S] int64 (-1 where not finite), ``finite`` [S] bool. For the L rows that asked: ``chosen`` [L]
-    float32, ``ranks`` [L] int64, ``top_ids`` and ``top_logprobs`` [L, k] for the largest k asked.
+    ``tokens`` [S] int64 (-1 where not finite), ``finite`` [S] bool. For the L rows that asked:
+    ``chosen`` [L] float32, ``ranks`` [L] int64, ``top_ids`` and ``top_logprobs`` [L, k] for the
+    largest k asked.
     """
 
     batch: SamplingBatch
@@ -141,7 +146,9 @@ class Sampled:
     top_logprobs: Tensor | None = None
 
     def outcomes(self) -> list[tuple[int, TokenLogprobs | None, str | None]]:
-        """Per row (token, logprobs or None, error or None), as Python values: waits for the device once."""
+        """Per row (token, logprobs or None, error or None), as Python values: waits for the device
+        once.
+        """
         tokens: list[int] = self.tokens.tolist()
         logprobs: dict[int, TokenLogprobs] = self._logprobs(tokens)
         if min(tokens, default=0) >= 0:
@@ -152,7 +159,12 @@ class Sampled:
         ]
 
     def _logprobs(self, tokens: list[int]) -> dict[int, TokenLogprobs]:
-        if self.chosen is None or self.ranks is None or self.top_ids is None or self.top_logprobs is None:
+        if (
+            self.chosen is None
+            or self.ranks is None
+            or self.top_ids is None
+            or self.top_logprobs is None
+        ):
             return {}
         columns = zip(
             self.batch.logprob_rows,
@@ -171,7 +183,8 @@ class Sampled:
 
 @torch.inference_mode()
 def sample(logits: Tensor, batch: SamplingBatch) -> Sampled:
-    """One token for each row of ``logits`` [S, V], any float type; rows are in the order of ``batch``.
+    """One token for each row of ``logits`` [S, V], any float type; rows are in the order of
+    ``batch``.
 
     The logits are consumed: entries that min_tokens forbids are overwritten.
     """
@@ -190,7 +203,10 @@ def sample(logits: Tensor, batch: SamplingBatch) -> Sampled:
     if raw is None:
         return Sampled(batch, tokens, finite)
     return Sampled(
-        batch, tokens, finite, *_logprobs(raw, tokens[batch.logprob_rows], max(batch.logprob_counts))
+        batch,
+        tokens,
+        finite,
+        *_logprobs(raw, tokens[batch.logprob_rows], max(batch.logprob_counts)),
     )
 
 
@@ -219,11 +235,15 @@ def _draw_chunk(logits: Tensor, top: Tensor, best: Tensor, draws: Draws, part: s
     scores = scores_of(logits, top, draws.temperature[part])
     cut = cut_of(scores, draws.min_cut[part], draws.top_k[part], draws.top_p[part])
     halves = torch.from_numpy(draws.keys[part].view(np.int32).reshape(-1, 2)).to(logits.device)
-    return ops.race(scores, best, cut, halves[:, 0], halves[:, 1], _words(logits.shape[1], logits.device))
+    return ops.race(
+        scores, best, cut, halves[:, 0], halves[:, 1], _words(logits.shape[1], logits.device)
+    )
 
 
 def scores_of(logits: Tensor, top: Tensor, temperature: Array) -> Tensor:
-    """``(logits - row maximum) / temperature``, float32, at most 0: [R, V] from [R, V], [R] and [R]."""
+    """``(logits - row maximum) / temperature``, float32, at most 0: [R, V] from [R, V], [R] and
+    [R].
+    """
     scores = logits.float() - top.float()[:, None]
     if (temperature != 1).any():
         scores /= torch.from_numpy(temperature).to(logits.device)[:, None]
@@ -231,7 +251,8 @@ def scores_of(logits: Tensor, top: Tensor, temperature: Array) -> Tensor:
 
 
 def cut_of(scores: Tensor, min_cut: Array, top_k: Array, top_p: Array) -> Tensor | None:
-    """The smallest score that each row's filters keep, [R]: min-p, then top-k, then top-p over what is left.
+    """The smallest score that each row's filters keep, [R]: min-p, then top-k, then top-p over what
+    is left.
 
     None when no row has a filter.
     """
@@ -271,7 +292,9 @@ def _words(vocabulary: int, device: torch.device) -> Tensor:
 
 
 def _logprobs(raw: Tensor, tokens: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Chosen log-probability, rank, and the ``count`` likeliest with theirs, of raw float32 logits [L, V]."""
+    """Chosen log-probability, rank, and the ``count`` likeliest with theirs, of raw float32 logits
+    [L, V].
+    """
     logprobs = raw.log_softmax(dim=-1)
     at = tokens.clamp(min=0)[:, None]  # a flagged row's token is -1; its values are never shown
     chosen = logprobs.gather(1, at)

@@ -1,10 +1,12 @@
 """The proof before readiness: our packed, paged forward pass gives what plain transformers gives.
 
-Owns three short prompts of different lengths, run through the path that serves requests (chunks and single tokens
-mixed in one step, blocks scattered over the cache) and, each alone, through eager transformers. It catches what an
-allow-list cannot: a family whose attention has a trait that ours lacks, a wrong window, a broken kernel.
+Owns three short prompts of different lengths, run through the path that serves requests (chunks and
+single tokens mixed in one step, blocks scattered over the cache) and, each alone, through eager
+transformers. It catches what an allow-list cannot: a family whose attention has a trait that ours
+lacks, a wrong window, a broken kernel.
 
-The cache starts full of NaN, so reading one token that is not the row's own shows as an infinite difference.
+The cache starts full of NaN, so reading one token that is not the row's own shows as an infinite
+difference.
 """
 
 import math
@@ -32,9 +34,10 @@ LENGTHS = (23, 9, 14)
 # A window is tested when a prompt that leaves it costs little more than one that does not.
 LONGEST = 160
 
-# Root-mean-square difference of a token's logits, in units of their spread, that rounding explains. Measured over the
-# served families, 3 to 32 layers, random weights: 3e-6 in float32, 0.005 in float16, 0.04 in bfloat16. Planted faults
-# (a window wrong by one, no softcap, no sinks) cost 0.4 to 1.0 in every type: tests/functional/engine/test_paged_model.py.
+# Root-mean-square difference of a token's logits, in units of their spread, that rounding explains.
+# Measured over the served families, 3 to 32 layers, random weights: 3e-6 in float32, 0.005 in
+# float16, 0.04 in bfloat16. Planted faults (a window wrong by one, no softcap, no sinks) cost 0.4
+# to 1.0 in every type: tests/functional/engine/test_paged_model.py.
 TOLERANCE = {torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.2}
 # The tokens at a prompt's end that are compared where rounding can tip a router: see _distance.
 LAST = 5
@@ -65,7 +68,9 @@ class NotPackedError(SelfTestError):
 
 @dataclass(frozen=True, slots=True)
 class SelfTest:
-    """What was found: the largest difference of a logit in units of the logits' spread, and what is allowed."""
+    """What was found: the largest difference of a logit in units of the logits' spread, and what is
+    allowed.
+    """
 
     delta: float
     tolerance: float
@@ -82,7 +87,8 @@ class SelfTest:
 def prove(loaded: LoadedModel) -> tuple[PagedModel, SelfTest]:
     """The model on our paged attention, and the proof. Raises ModelError, or SelfTestError.
 
-    A family of the table that raises has found a bug, which keeps its traceback; of another one it is the verdict.
+    A family of the table that raises has found a bug, which keeps its traceback; of another one it
+    is the verdict.
     """
     name = str(loaded.config.model_type)
     try:
@@ -98,7 +104,9 @@ def prove(loaded: LoadedModel) -> tuple[PagedModel, SelfTest]:
 
 @torch.inference_mode()
 def run(model: PagedModel, backend: AttentionBackend, max_model_len: int) -> SelfTest:
-    """Compare both passes; raises SelfTestError beyond TOLERANCE. About 60 tokens are computed twice."""
+    """Compare both passes; raises SelfTestError beyond TOLERANCE. About 60 tokens are computed
+    twice.
+    """
     prompts = _prompts(model, max_model_len)
     ours = _packed(model, backend, prompts)
     plain = _plain(model, prompts, [sorted(rows) for rows in ours])
@@ -113,9 +121,9 @@ def run(model: PagedModel, backend: AttentionBackend, max_model_len: int) -> Sel
 def _distance(ours: dict[int, torch.Tensor], plain: torch.Tensor, *, tips: bool) -> float:
     """How far one prompt's logits lie apart: the worst token, in units of the spread of its logits.
 
-    In half precision rounding tips a router now and then, and another expert answers for that token (up to 0.4 of the
-    spread). A fault of attention moves all tokens, or, of a window, all beyond it: with ``tips`` the median of the last
-    ones decides.
+    In half precision rounding tips a router now and then, and another expert answers for that token
+    (up to 0.4 of the spread). A fault of attention moves all tokens, or, of a window, all beyond
+    it: with ``tips`` the median of the last ones decides.
     """
     mine = torch.stack([ours[position] for position in sorted(ours)]).float()
     spread = plain.float().std(dim=1).clamp(min=1e-6)
@@ -129,7 +137,9 @@ def _routed(model: PagedModel) -> bool:
 
 
 def _prompts(model: PagedModel, max_model_len: int) -> list[list[int]]:
-    """Random token ids, the same ones every time. One prompt leaves the widest window that is cheap to leave."""
+    """Random token ids, the same ones every time. One prompt leaves the widest window that is cheap
+    to leave.
+    """
     cheap = [w for w in model.windows if w is not None and w + 9 <= LONGEST]
     longest = max([LENGTHS[0], *(w + 9 for w in cheap)])
     generator = np.random.default_rng(0)
@@ -150,10 +160,14 @@ def _chunks(length: int) -> list[int]:
 def _packed(
     model: PagedModel, backend: AttentionBackend, prompts: list[list[int]]
 ) -> list[dict[int, torch.Tensor]]:
-    """Per prompt, by position: the logits of each row's last token, over steps that start one prompt each."""
+    """Per prompt, by position: the logits of each row's last token, over steps that start one
+    prompt each.
+    """
     groups = group_layers(model.windows)
     blocks = sum(-(-len(p) // BLOCK_SIZE) for p in prompts) * len(groups)
-    cache = CacheStorage(groups, model.heads, units=blocks, block_size=BLOCK_SIZE, device=model.device)
+    cache = CacheStorage(
+        groups, model.heads, units=blocks, block_size=BLOCK_SIZE, device=model.device
+    )
     cache.keys.fill_(torch.nan)
     cache.values.fill_(torch.nan)
     free = np.random.default_rng(1).permutation(blocks).tolist()
@@ -161,7 +175,9 @@ def _packed(
     for i, prompt in enumerate(prompts):
         request = Request(str(i), tuple(prompt), SamplingParams(), max_tokens=1)
         sequence = Sequence(i, request, 0, list(prompt))
-        sequence.tables = [[free.pop() for _ in range(-(-len(prompt) // BLOCK_SIZE))] for _ in groups]
+        sequence.tables = [
+            [free.pop() for _ in range(-(-len(prompt) // BLOCK_SIZE))] for _ in groups
+        ]
         sequences.append(sequence)
     builder = BatchBuilder(groups, BLOCK_SIZE)
     left = [_chunks(len(prompt)) for prompt in prompts]
@@ -181,10 +197,13 @@ def _packed(
     return found
 
 
-def _plain(model: PagedModel, prompts: list[list[int]], positions: list[list[int]]) -> list[torch.Tensor]:
+def _plain(
+    model: PagedModel, prompts: list[list[int]], positions: list[list[int]]
+) -> list[torch.Tensor]:
     """Per prompt: eager transformers' logits [positions, vocabulary], the prompt alone in its pass."""
     found: list[torch.Tensor] = []
-    # Half precision sums experts in another order there, which tips routers and would drown what is tested here.
+    # Half precision sums experts in another order there, which tips routers and would drown what is
+    # tested here.
     with model.plain(experts=model.heads.dtype is torch.float32) as plain:
         for prompt, at in zip(prompts, positions, strict=True):
             ids = torch.tensor([prompt], device=model.device)

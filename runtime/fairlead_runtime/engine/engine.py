@@ -1,8 +1,9 @@
 """The engine: one step after another, each of them inbox → plan → commit → run → update → publish.
 
-Owns the scheduler, the device's runner and the inbox between threads; whoever calls ``run`` (or ``step``) is the
-engine thread, and nothing else touches scheduler, blocks or device. Never knows asyncio, text or HTTP: what goes
-in are Requests, what comes out are lists of Emitted, one list a step.
+Owns the scheduler, the device's runner and the inbox between threads; whoever calls ``run`` (or
+``step``) is the engine thread, and nothing else touches scheduler, blocks or device. Never knows
+asyncio, text or HTTP: what goes in are Requests, what comes out are lists of Emitted, one list a
+step.
 """
 
 import logging
@@ -36,7 +37,9 @@ CHECK_SHARE = 0.01  # of the time goes into them: a check walks over every block
 
 
 class Engine:
-    """``now`` is a monotonic clock in seconds; ``make_scheduler`` is called again after a fault of the scheduler."""
+    """``now`` is a monotonic clock in seconds; ``make_scheduler`` is called again after a fault of
+    the scheduler.
+    """
 
     def __init__(
         self,
@@ -60,7 +63,9 @@ class Engine:
         self._observer = observer or Observer()
         self._inbox = Inbox(bounds.max_queue, bounds.max_requests, self.progress, now)
         self._live: dict[str, Live] = {}
-        self._queued: dict[str, float] = {}  # not yet in any step, in order of arrival: when they came
+        self._queued: dict[
+            str, float
+        ] = {}  # not yet in any step, in order of arrival: when they came
         self._check_after = 0.0  # no check of the invariants before then
         self._faults = 0  # canaries lost in a row
         self._probe: str | None = None  # the canary sent after a fault, until it came through
@@ -69,7 +74,8 @@ class Engine:
     # -- called from any thread
 
     def resolve_max_tokens(self, prompt_len: int, max_tokens: int | None) -> int:
-        """``max_tokens``, an omitted one clipped to what fits. Raises RequestError for what can never fit.
+        """``max_tokens``, an omitted one clipped to what fits. Raises RequestError for what can
+        never fit.
 
         Reads fixed limits only, as does the scheduler's verdict NEVER, so any thread may ask.
         """
@@ -80,15 +86,21 @@ class Engine:
         raise RequestError("prompt" if max_tokens is None else "max_tokens", verdict.message)
 
     def submit(self, request: Request, *, bounded: bool = True) -> None:
-        """Queue a request. Raises QueueFull or EngineDead; ``bounded`` False is for the engine's own canaries."""
+        """Queue a request. Raises QueueFull or EngineDead; ``bounded`` False is for the engine's
+        own canaries.
+        """
         self._inbox.add(request, bounded=bounded)
 
-    def abort(self, request_id: str, choice: int | None = None, error: ServiceError | None = None) -> None:
+    def abort(
+        self, request_id: str, choice: int | None = None, error: ServiceError | None = None
+    ) -> None:
         """End a request, or one of its choices; unknown ids are ignored."""
         self._inbox.post(Abort(request_id, choice, error=error))
 
     def finish(self, request_id: str, choice: int) -> None:
-        """End a choice that is complete for a reason tokens do not show: its text holds a stop text."""
+        """End a choice that is complete for a reason tokens do not show: its text holds a stop
+        text.
+        """
         self._inbox.post(Abort(request_id, choice, FinishReason.STOP))
 
     def inspect(self, answer: Callable[[list[RequestView]], None]) -> None:
@@ -103,7 +115,9 @@ class Engine:
         """Why no further traffic should come, in words; empty when it may."""
         if self._probe is not None:
             return "a step failed without a culprit and the engine has not proven itself since"
-        return f"the queue is full ({self.bounds.max_queue} requests wait)" if self._inbox.full else ""
+        return (
+            f"the queue is full ({self.bounds.max_queue} requests wait)" if self._inbox.full else ""
+        )
 
     def snapshot(self) -> EngineSnapshot:
         """As of the last step; the dictionary is copied whole, which no other thread can interrupt."""
@@ -170,7 +184,9 @@ class Engine:
         if request_id not in self._live:
             return
         if error is not None:
-            self._emitted.append(Emitted(request_id, 0, None, None, abort.reason, str(error), error))
+            self._emitted.append(
+                Emitted(request_id, 0, None, None, abort.reason, str(error), error)
+            )
         for ended in self._scheduler.abort(request_id, abort.choice):
             self._take([ended._replace(reason=abort.reason)])
 
@@ -198,7 +214,10 @@ class Engine:
         events = self._scheduler.update(outcome.ran, outcome.results)
         for row, error in outcome.failed:
             log.error(
-                "request %s failed alone: %s", row.sequence.request.id, type(error).__name__, exc_info=error
+                "request %s failed alone: %s",
+                row.sequence.request.id,
+                type(error).__name__,
+                exc_info=error,
             )
             self.counters.failed_sequences += 1
             reason = f"the model could not compute this request ({type(error).__name__})"
@@ -217,12 +236,16 @@ class Engine:
             self._check(ended)
 
     def _take(self, events: Sequence[Event]) -> None:
-        """Turn the scheduler's events into plain values for the other side, and close what finished."""
+        """Turn the scheduler's events into plain values for the other side, and close what
+        finished.
+        """
         for event in events:
             request_id, choice = event.sequence.request.id, event.sequence.choice
             if isinstance(event, Token):
                 finish, cached = event.finish, self._live[request_id].cached
-                emitted = Emitted(request_id, choice, event.token, event.logprobs, finish, cached=cached)
+                emitted = Emitted(
+                    request_id, choice, event.token, event.logprobs, finish, cached=cached
+                )
             else:
                 finish = event.reason
                 emitted = Emitted(request_id, choice, None, None, finish, event.message)
@@ -249,18 +272,24 @@ class Engine:
     # -- faults without a culprit
 
     def _recover(self, error: Exception) -> None:
-        """The scheduler's or the device's state is in doubt: end what lives, start from an empty cache."""
+        """The scheduler's or the device's state is in doubt: end what lives, start from an empty
+        cache.
+        """
         self.counters.step_failures += 1
         lost = self._probe in self._live
         for request_id in list(self._live):
-            self._end(request_id, FinishReason.ERROR, "the engine started over after an internal error")
+            self._end(
+                request_id, FinishReason.ERROR, "the engine started over after an internal error"
+            )
         self._scheduler = self._make_scheduler()
         self._fault(f"{type(error).__name__} outside any request", lost=lost)
 
     def _fault(self, reason: str, *, lost: bool) -> None:
-        """Ask with a canary whether it was the requests or the engine; only lost canaries count against it.
+        """Ask with a canary whether it was the requests or the engine; only lost canaries count
+        against it.
 
-        Otherwise three requests that each fail alone, one after another, could end the engine for everybody.
+        Otherwise three requests that each fail alone, one after another, could end the engine for
+        everybody.
         """
         self.counters.engine_faults += 1
         self._faults += lost
@@ -276,7 +305,9 @@ class Engine:
         self.dead = reason
         left = [request.id for request in self._inbox.close(reason)]
         error = EngineDead(reason)
-        self._emitted += [Emitted(i, 0, None, None, FinishReason.ERROR, reason, error) for i in left]
+        self._emitted += [
+            Emitted(i, 0, None, None, FinishReason.ERROR, reason, error) for i in left
+        ]
         for request_id in list(self._live):
             self._end(request_id, FinishReason.ERROR, reason, error)
 
@@ -294,7 +325,9 @@ class Engine:
     def _views(self) -> list[RequestView]:
         scheduler, bounds = self._scheduler, self.bounds
         waiting, running = list(scheduler.waiting), len(scheduler.running)
-        return request_views(self._live.values(), waiting, running, bounds.max_requests, self._now())
+        return request_views(
+            self._live.values(), waiting, running, bounds.max_requests, self._now()
+        )
 
     def _look_ahead(self) -> None:
         """Tell the other threads how things stand."""
@@ -304,7 +337,9 @@ class Engine:
         self._inbox.settle(queued=len(self._queued), oldest=oldest, places=places, working=working)
 
     def _sleep(self) -> None:
-        """Until a message comes; while somebody waits whom no plan admits, until that one's time is up."""
+        """Until a message comes; while somebody waits whom no plan admits, until that one's time is
+        up.
+        """
         oldest = next(iter(self._queued.values()), None)
         overdue = None if oldest is None else oldest + self.bounds.queue_timeout
         self._inbox.wait(None if overdue is None else max(0.0, overdue - self._now()))

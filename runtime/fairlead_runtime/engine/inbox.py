@@ -1,7 +1,8 @@
-"""The way into the engine, open to every thread: messages, the bound of the queue, and the engine's sleep.
+"""The way into the engine, open to every thread: messages, the bound of the queue, and the engine's
+sleep.
 
-Owns the lock between the engine thread and the others, and counts who waits. Knows neither scheduler nor device;
-the engine takes messages out, in order, between two steps.
+Owns the lock between the engine thread and the others, and counts who waits. Knows neither
+scheduler nor device; the engine takes messages out, in order, between two steps.
 """
 
 import threading
@@ -47,7 +48,9 @@ class Add:
 
 @dataclass(frozen=True, slots=True)
 class Abort:
-    """``error``: why the service ends it; None: its client wants it ended. ``reason`` is what statistics count."""
+    """``error``: why the service ends it; None: its client wants it ended. ``reason`` is what
+    statistics count.
+    """
 
     request_id: str
     choice: int | None = None  # None: all of them
@@ -66,9 +69,13 @@ Message = Add | Abort | Inspect
 
 
 class Inbox:
-    """``max_queue`` requests may wait beyond those that start at once; ``places`` of these start in the next step."""
+    """``max_queue`` requests may wait beyond those that start at once; ``places`` of these start in
+    the next step.
+    """
 
-    def __init__(self, max_queue: int, places: int, progress: Progress, now: Callable[[], float]) -> None:
+    def __init__(
+        self, max_queue: int, places: int, progress: Progress, now: Callable[[], float]
+    ) -> None:
         self._max_queue = max_queue
         self._places = places
         self._progress = progress
@@ -84,12 +91,16 @@ class Inbox:
     # -- any thread
 
     def add(self, request: Request, *, bounded: bool) -> None:
-        """Raises QueueFull or, once closed, EngineDead; ``bounded`` False is for the engine's own canaries."""
+        """Raises QueueFull or, once closed, EngineDead; ``bounded`` False is for the engine's own
+        canaries.
+        """
         with self._wake:
             if self._closed:
                 raise EngineDead(self._closed)
             if bounded and self.full:
-                raise QueueFull(f"{self._max_queue} requests wait already (max_queue)", self.patience())
+                raise QueueFull(
+                    f"{self._max_queue} requests wait already (max_queue)", self.patience()
+                )
             self._arriving += bounded
             self.post(Add(request, self._now(), bounded))
 

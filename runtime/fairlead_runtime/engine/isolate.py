@@ -1,8 +1,9 @@
 """Run one step's work so that a failing row takes no other with it.
 
-Owns the bisection of a batch whose forward pass raised. Touches no scheduler state and does no bookkeeping: it
-returns who computed and who cannot. Rerunning a row is safe because keys and values are written to the same
-slots with the same values and a draw depends on the request alone, never on the run.
+Owns the bisection of a batch whose forward pass raised. Touches no scheduler state and does no
+bookkeeping: it returns who computed and who cannot. Rerunning a row is safe because keys and values
+are written to the same slots with the same values and a draw depends on the request alone, never on
+the run.
 """
 
 from collections.abc import Mapping
@@ -26,7 +27,9 @@ class Runner(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """``ran``: the work of the rows that computed; ``failed``: what each other row raised when it ran alone."""
+    """``ran``: the work of the rows that computed; ``failed``: what each other row raised when it
+    ran alone.
+    """
 
     ran: Work
     results: Mapping[int, Result]
@@ -36,8 +39,9 @@ class Outcome:
 def run_isolated(runner: Runner, work: Work) -> Outcome:
     """Execute ``work``; when that raises, halve it until the rows that fail alone are found.
 
-    A fault that only the whole batch provokes (memory, most often) ends with every half computed and nobody
-    failed. k culprits among B rows cost at most 2k·log2(B) + 1 further passes. Copies must be done already.
+    A fault that only the whole batch provokes (memory, most often) ends with every half computed
+    and nobody failed. k culprits among B rows cost at most 2k·log2(B) + 1 further passes. Copies
+    must be done already.
     """
     results: dict[int, Result] = {}
     failed: list[tuple[Row, Exception]] = []

@@ -25,6 +25,8 @@ class Observer:
 
 
 def canary() -> Request:
-    """A request of one token, in no request metric, that proves the path through scheduler and device."""
+    """A request of one token, in no request metric, that proves the path through scheduler and
+    device.
+    """
     params = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
     return Request(f"{CANARY}{next(_numbers)}", (0,), params, max_tokens=1)

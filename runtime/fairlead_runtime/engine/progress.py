@@ -1,7 +1,7 @@
 """Forward progress of the engine, read by the health checks of another thread.
 
-Owns when the last step ended and how long the next may take. Writes are plain attribute assignments by the
-engine thread; a reader may see a value one step old, never a torn one.
+Owns when the last step ended and how long the next may take. Writes are plain attribute assignments
+by the engine thread; a reader may see a value one step old, never a torn one.
 """
 
 from collections.abc import Callable
@@ -32,7 +32,9 @@ class Progress:
         now = self._now()
         if self._tokens:
             seconds = (now - self.pulse) / self._tokens
-            self._per_token = seconds if not self._per_token else 0.8 * self._per_token + 0.2 * seconds
+            self._per_token = (
+                seconds if not self._per_token else 0.8 * self._per_token + 0.2 * seconds
+            )
         self._tokens = 0
         self.pulse = now
         self.working = working
@@ -42,5 +44,7 @@ class Progress:
         return self._now() - self.pulse if self.working else None
 
     def allowance(self) -> float:
-        """Seconds the running step may take by experience: a long prefill on a slow device is no hang."""
+        """Seconds the running step may take by experience: a long prefill on a slow device is no
+        hang.
+        """
         return SLACK * self._tokens * self._per_token

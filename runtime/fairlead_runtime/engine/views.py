@@ -1,6 +1,7 @@
 """What the debug view shows of live requests: states, counts and why one waits, in words.
 
-Owns the wording. Reads sequences between two steps, in the engine thread; shows no prompt and no text.
+Owns the wording. Reads sequences between two steps, in the engine thread; shows no prompt and no
+text.
 """
 
 from collections.abc import Iterable
@@ -26,12 +27,16 @@ class Live:
 def request_views(
     live: Iterable[Live], waiting: Many[Sequence], running: int, max_requests: int, now: float
 ) -> list[RequestView]:
-    """One view per live request, oldest first. ``waiting`` is in the order in which the policy will start them."""
+    """One view per live request, oldest first. ``waiting`` is in the order in which the policy will
+    start them.
+    """
     places = {sequence.id: place for place, sequence in enumerate(waiting)}
     return [_view(one, places, running, max_requests, now) for one in live]
 
 
-def _view(live: Live, places: dict[int, int], running: int, max_requests: int, now: float) -> RequestView:
+def _view(
+    live: Live, places: dict[int, int], running: int, max_requests: int, now: float
+) -> RequestView:
     request, sequences = live.request, live.sequences
     return RequestView(
         id=request.id,
@@ -42,7 +47,9 @@ def _view(live: Live, places: dict[int, int], running: int, max_requests: int, n
         prompt_tokens=len(request.prompt),
         generated_tokens=tuple(sequence.generated for sequence in sequences),
         max_tokens=request.max_tokens,
-        blocks=sum(unit != NULL for sequence in sequences for table in sequence.tables for unit in table),
+        blocks=sum(
+            unit != NULL for sequence in sequences for table in sequence.tables for unit in table
+        ),
         preemptions=sum(sequence.preemptions for sequence in sequences),
         waits_for=_reason(sequences, places, running, max_requests),
     )
@@ -57,7 +64,9 @@ def _status(sequences: tuple[Sequence, ...]) -> Status:
     return Status.PENDING
 
 
-def _reason(sequences: tuple[Sequence, ...], places: dict[int, int], running: int, max_requests: int) -> str:
+def _reason(
+    sequences: tuple[Sequence, ...], places: dict[int, int], running: int, max_requests: int
+) -> str:
     queued = [sequence for sequence in sequences if sequence.id in places]
     if not queued or any(s.status in {Status.DECODING, Status.PREFILLING} for s in sequences):
         return ""

@@ -1,7 +1,9 @@
-"""Download a hub model at one commit into the hub's cache, and find it there again without a network.
+"""Download a hub model at one commit into the hub's cache, and find it there again without a
+network.
 
-Owns which files come, the order (settings first, so that a model that is not served costs no weights) and what
-each failure of a hub means. Only safetensors, JSON, tokenizer and template files are ever asked for.
+Owns which files come, the order (settings first, so that a model that is not served costs no
+weights) and what each failure of a hub means. Only safetensors, JSON, tokenizer and template files
+are ever asked for.
 """
 
 import errno
@@ -33,7 +35,9 @@ _TRUE = {"1", "ON", "YES", "TRUE"}
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """How far a download is. ``path`` is the snapshot's directory once the settings are there, before the weights."""
+    """How far a download is. ``path`` is the snapshot's directory once the settings are there,
+    before the weights.
+    """
 
     done: int  # bytes
     total: int  # bytes
@@ -57,7 +61,8 @@ class Hub:
     @classmethod
     def of(cls, environ: Mapping[str, str]) -> "Hub":
         home = Path(
-            environ.get("HF_HOME") or Path(environ.get("XDG_CACHE_HOME") or "~/.cache") / "huggingface"
+            environ.get("HF_HOME")
+            or Path(environ.get("XDG_CACHE_HOME") or "~/.cache") / "huggingface"
         )
         cache = Path(environ.get("HF_HUB_CACHE") or home / "hub").expanduser()
         offline = (
@@ -110,10 +115,11 @@ def fetch(
     environ: Mapping[str, str] | None = None,
     report: Report | None = None,
 ) -> Fetched:
-    """The directory of a hub model, every file at the one commit that ``revision`` (default: main) is now.
+    """The directory of a hub model, every file at the one commit that ``revision`` (default: main)
+    is now.
 
-    Offline, or when the hub cannot be reached, what the cache holds for that revision. A commit that is whole in the
-    cache needs no hub: it never moves. Raises ModelError.
+    Offline, or when the hub cannot be reached, what the cache holds for that revision. A commit
+    that is whole in the cache needs no hub: it never moves. Raises ModelError.
     """
     hub = Hub.of(os.environ if environ is None else environ)
     wanted = revision or constants.DEFAULT_REVISION
@@ -158,7 +164,9 @@ def _download(hub: Hub, repository: str, revision: str, report: Report) -> Fetch
     commit, sizes = _list(hub, repository, revision)
     settings = {name: size for name, size in sizes.items() if not name.endswith(".safetensors")}
     if files.CONFIG not in settings:
-        raise ModelError("ModelNotFound", f"{repository}: has no {files.CONFIG}", "name a transformers model")
+        raise ModelError(
+            "ModelNotFound", f"{repository}: has no {files.CONFIG}", "name a transformers model"
+        )
     for name, size in settings.items():
         if size > files.LARGEST_JSON:
             raise ModelError("BadModelFiles", f"{name}: larger than {files.LARGEST_JSON >> 20} MiB")
@@ -187,7 +195,9 @@ def _list(hub: Hub, repository: str, revision: str) -> tuple[str, dict[str, int]
         raise _meaning(error, hub, repository, revision) from error
     commit, found = info.sha or "", info.siblings or []
     if not _COMMIT.fullmatch(commit):
-        raise ModelError("HubUnreachable", f"{hub.endpoint}: answered without a commit", "check HF_ENDPOINT")
+        raise ModelError(
+            "HubUnreachable", f"{hub.endpoint}: answered without a commit", "check HF_ENDPOINT"
+        )
     names = {file.rfilename: file.size or 0 for file in found}
     # Directories hold other formats (onnx/, original/); transformers reads the top alone.
     allowed = {
@@ -228,10 +238,14 @@ def _check_space(hub: Hub, path: Path, weights: Mapping[str, int]) -> None:
         )
 
 
-def _get_all(hub: Hub, repository: str, commit: str, sizes: Mapping[str, int], meter: _Meter) -> Path:
+def _get_all(
+    hub: Hub, repository: str, commit: str, sizes: Mapping[str, int], meter: _Meter
+) -> Path:
     """Download several files at once; the first failure stops the others and is raised."""
     with ThreadPoolExecutor(WORKERS) as pool:
-        futures = [pool.submit(_get, hub, repository, commit, name, sizes[name], meter) for name in sizes]
+        futures = [
+            pool.submit(_get, hub, repository, commit, name, sizes[name], meter) for name in sizes
+        ]
         try:
             paths = [future.result() for future in futures]
         except BaseException:
@@ -271,7 +285,9 @@ def _counting(name: str, meter: _Meter) -> Any:
     return Counting
 
 
-def _meaning(error: Exception, hub: Hub, repository: str, revision: str, name: str = "") -> ModelError:
+def _meaning(
+    error: Exception, hub: Hub, repository: str, revision: str, name: str = ""
+) -> ModelError:
     """What an exception of the hub's client means for the user."""
     what = f"{repository}/{name}" if name else repository
     if isinstance(error, ModelError):
@@ -285,15 +301,21 @@ def _meaning(error: Exception, hub: Hub, repository: str, revision: str, name: s
         )
     if isinstance(error, errors.RevisionNotFoundError):
         return ModelError(
-            "ModelNotFound", f"{repository}: no revision {revision}", "use a commit, tag or branch of it"
+            "ModelNotFound",
+            f"{repository}: no revision {revision}",
+            "use a commit, tag or branch of it",
         )
-    if status == 404 or isinstance(error, errors.RepositoryNotFoundError | errors.EntryNotFoundError):
+    if status == 404 or isinstance(
+        error, errors.RepositoryNotFoundError | errors.EntryNotFoundError
+    ):
         return ModelError(
             "ModelNotFound", f"{what}: not found at {hub.endpoint}", "check the owner and the name"
         )
     if isinstance(error, OSError) and error.errno in {errno.ENOSPC, errno.EDQUOT}:
         return ModelError("NoSpace", f"{hub.cache}: no space left", "use a larger volume")
-    if isinstance(error, PermissionError) or (isinstance(error, OSError) and error.errno == errno.EROFS):
+    if isinstance(error, PermissionError) or (
+        isinstance(error, OSError) and error.errno == errno.EROFS
+    ):
         return ModelError("NoSpace", f"{hub.cache}: cannot be written", "mount HF_HOME writable")
     detail = f"answered {status}" if status else f"{type(error).__name__}: {error}".splitlines()[0]
     return ModelError(

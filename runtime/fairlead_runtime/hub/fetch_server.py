@@ -1,7 +1,8 @@
-"""What a running `fairlead fetch` tells over HTTP: how far it is, and the model's config.json as soon as it is there.
+"""What a running `fairlead fetch` tells over HTTP: how far it is, and the model's config.json as
+soon as it is there.
 
-Owns a small server of four GET routes (/progress, /model/config.json, /healthz, /readyz) on threads of its own.
-Reads what it is given; downloads nothing.
+Owns a small server of four GET routes (/progress, /model/config.json, /healthz, /readyz) on threads
+of its own. Reads what it is given; downloads nothing.
 """
 
 import http.server
@@ -33,7 +34,10 @@ class FetchServer:
         self._server.socket = listener
         self.port: int = listener.getsockname()[1]
         self._thread = threading.Thread(
-            target=self._server.serve_forever, kwargs={"poll_interval": 0.05}, name="fetch-admin", daemon=True
+            target=self._server.serve_forever,
+            kwargs={"poll_interval": 0.05},
+            name="fetch-admin",
+            daemon=True,
         )
 
     def __enter__(self) -> Self:
@@ -41,7 +45,10 @@ class FetchServer:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self._server.shutdown()
         self._server.server_close()
@@ -60,7 +67,12 @@ class FetchServer:
         if route == "/progress":
             percent = 100 * now.done // now.total if now.total else 0
             return _json(
-                {"model": self.model, "done_bytes": now.done, "total_bytes": now.total, "percent": percent}
+                {
+                    "model": self.model,
+                    "done_bytes": now.done,
+                    "total_bytes": now.total,
+                    "percent": percent,
+                }
             )
         if route == "/model/config.json" and now.path is not None and (now.path / CONFIG).is_file():
             return HTTPStatus.OK, (now.path / CONFIG).read_bytes()

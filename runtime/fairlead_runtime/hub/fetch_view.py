@@ -19,7 +19,9 @@ STEP = 10  # percent between two log lines
 
 @contextmanager
 def shown(name: str, stream: TextIO | None = None) -> Iterator[Report]:
-    """A ``report`` for ``fetch`` that shows its progress on ``stream`` (default: stderr), or logs it."""
+    """A ``report`` for ``fetch`` that shows its progress on ``stream`` (default: stderr), or logs
+    it.
+    """
     out = stream or sys.stderr
     if not out.isatty():
         yield Lines(name)

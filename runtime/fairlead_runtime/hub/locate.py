@@ -13,8 +13,12 @@ from fairlead_runtime.hub.source import resolve
 
 
 def locate(model: str, config: EngineConfig) -> Path:
-    """The directory of ``model``, downloaded first when it is on the hub. Raises ModelError or ConfigError."""
-    with tqdm(desc="fetching", unit="B", unit_scale=True, leave=False, delay=0.5, disable=None) as bar:
+    """The directory of ``model``, downloaded first when it is on the hub. Raises ModelError or
+    ConfigError.
+    """
+    with tqdm(
+        desc="fetching", unit="B", unit_scale=True, leave=False, delay=0.5, disable=None
+    ) as bar:
 
         def report(progress: Progress) -> None:
             bar.total = progress.total

@@ -1,6 +1,7 @@
 """MODEL: what a user may write for a model, and the directory it stands for.
 
-Owns the accepted forms and where the demo model lies. Checks no content; ``fetch`` downloads, ``files`` judges.
+Owns the accepted forms and where the demo model lies. Checks no content; ``fetch`` downloads,
+``files`` judges.
 """
 
 import importlib.resources
@@ -25,7 +26,9 @@ _REVISION = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]{0,199}")
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A parsed MODEL. ``name`` is owner/name for a hub model, the path for a directory, empty for the demo."""
+    """A parsed MODEL. ``name`` is owner/name for a hub model, the path for a directory, empty for
+    the demo.
+    """
 
     kind: Literal["demo", "hub", "path"]
     name: str = ""
@@ -55,7 +58,9 @@ def parse(text: str) -> Source:
     if text.startswith("file:"):
         return Source("path", _file_path(text))
     if text.startswith("pvc://"):
-        raise _invalid(text, "pvc:// is for the custom resource; inside a pod give the path it is mounted at")
+        raise _invalid(
+            text, "pvc:// is for the custom resource; inside a pod give the path it is mounted at"
+        )
     scheme = re.match(r"[A-Za-z][A-Za-z0-9+.-]*:", text)
     if scheme or not text.strip() or "\0" in text:
         raise _invalid(text)
@@ -66,11 +71,17 @@ def parse(text: str) -> Source:
 
 
 def resolve(
-    text: str, *, revision: str = "", environ: Mapping[str, str] | None = None, report: Report | None = None
+    text: str,
+    *,
+    revision: str = "",
+    environ: Mapping[str, str] | None = None,
+    report: Report | None = None,
 ) -> Resolved:
-    """The directory of MODEL, downloaded first when it is on the hub. Raises ModelError or ConfigError.
+    """The directory of MODEL, downloaded first when it is on the hub. Raises ModelError or
+    ConfigError.
 
-    ``environ`` (default: this process's) gives HF_ENDPOINT, HF_HOME, HF_HUB_OFFLINE; ``report`` hears progress.
+    ``environ`` (default: this process's) gives HF_ENDPOINT, HF_HOME, HF_HUB_OFFLINE; ``report``
+    hears progress.
     """
     source = parse(text)
     check_revision(source, revision)
@@ -81,7 +92,9 @@ def resolve(
     path = demo_directory() if source.kind == "demo" else Path(source.name)
     if not path.is_dir():
         raise ModelError(
-            "ModelNotFound", f"{path}: no such directory", "check the path, or that its volume is mounted"
+            "ModelNotFound",
+            f"{path}: no such directory",
+            "check the path, or that its volume is mounted",
         )
     return Resolved(source, path)
 
@@ -96,7 +109,9 @@ def check_revision(source: Source, revision: str) -> None:
     if not revision:
         return
     if source.kind != "hub":
-        raise ConfigError("revision", f"{source} has no revisions", "leave it out, or name a hub model")
+        raise ConfigError(
+            "revision", f"{source} has no revisions", "leave it out, or name a hub model"
+        )
     if not _REVISION.fullmatch(revision) or ".." in revision:
         raise ConfigError("revision", f"{revision[:200]!r} is no commit, tag or branch")
 
@@ -110,7 +125,12 @@ def _repository(text: str, name: str) -> str:
 def _file_path(text: str) -> str:
     parts = urlsplit(text)
     path = unquote(parts.path)
-    if parts.netloc not in {"", "localhost"} or not path.startswith("/") or parts.query or parts.fragment:
+    if (
+        parts.netloc not in {"", "localhost"}
+        or not path.startswith("/")
+        or parts.query
+        or parts.fragment
+    ):
         raise _invalid(text, "a file address has three slashes: file:///models/mine")
     return path
 

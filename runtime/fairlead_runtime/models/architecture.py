@@ -1,6 +1,8 @@
-"""Whether a model's settings describe something that is served: decided from JSON alone, before any download of weights.
+"""Whether a model's settings describe something that is served: decided from JSON alone, before any
+download of weights.
 
-Owns the refusals of architectures. Loads nothing heavier than JSON unless a model_type is unknown to us.
+Owns the refusals of architectures. Loads nothing heavier than JSON unless a model_type is unknown
+to us.
 """
 
 from collections.abc import Mapping
@@ -25,9 +27,10 @@ def check(
 ) -> ModelShape:
     """The shape of a model that is served.
 
-    ``auto_maps`` says where the model's files name their own Python code (``files.auto_maps``), ``trusted`` that the
-    user allows it. ``weights`` are the headers of its files; before they are there a family that is in no table counts
-    as one without parameters. Raises ModelError, or ConfigError where a setting asks for what is not there yet.
+    ``auto_maps`` says where the model's files name their own Python code (``files.auto_maps``),
+    ``trusted`` that the user allows it. ``weights`` are the headers of its files; before they are
+    there a family that is in no table counts as one without parameters. Raises ModelError, or
+    ConfigError where a setting asks for what is not there yet.
     """
     if auto_maps and not _known(config.get("model_type")):
         _refuse_own_code(config, auto_maps, trusted=trusted)
@@ -46,7 +49,9 @@ def check(
 
         shape = unlisted.measure(config, weights or {})
     except ShapeError as error:
-        raise ModelError("UnsupportedModel", str(error), "serve one of the supported families") from error
+        raise ModelError(
+            "UnsupportedModel", str(error), "serve one of the supported families"
+        ) from error
     if shape.quantized:
         raise ModelError(
             "UnsupportedModel",
@@ -69,7 +74,9 @@ def _supported(model_type: object) -> bool:
     return isinstance(model_type, str) and model_type in FAMILIES
 
 
-def _refuse_own_code(config: Mapping[str, Any], auto_maps: Mapping[str, str], *, trusted: bool) -> None:
+def _refuse_own_code(
+    config: Mapping[str, Any], auto_maps: Mapping[str, str], *, trusted: bool
+) -> None:
     where = "; ".join(f"{name}: {keys}" for name, keys in auto_maps.items())[:200]
     if trusted:
         raise ConfigError(

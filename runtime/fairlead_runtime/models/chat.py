@@ -1,7 +1,7 @@
 """From messages and texts to token ids, by the model's own tokenizer and chat template.
 
-Owns both steps and their errors. Only the model's own template is ever rendered, in transformers' sandbox; a
-template from a request never is.
+Owns both steps and their errors. Only the model's own template is ever rendered, in transformers'
+sandbox; a template from a request never is.
 """
 
 from collections.abc import Mapping, Sequence
@@ -23,7 +23,8 @@ def render_chat(
     tools: Sequence[Mapping[str, Any]] | None = None,
     add_generation_prompt: bool = True,
 ) -> str:
-    """The prompt the template makes of ``messages`` (each with role and content), ready for ``encode_chat``.
+    """The prompt the template makes of ``messages`` (each with role and content), ready for
+    ``encode_chat``.
 
     Raises RequestError for a model without a template and for messages that the template refuses.
     """
@@ -41,9 +42,12 @@ def render_chat(
             add_generation_prompt=add_generation_prompt,
             tokenize=False,
         )
-    # A template is a program of the model's maker: whatever it raises, the messages are what it did not take.
+    # A template is a program of the model's maker: whatever it raises, the messages are what it did
+    # not take.
     except Exception as error:
-        raise RequestError("messages", f"the model's chat template refuses them: {error}"[:500]) from error
+        raise RequestError(
+            "messages", f"the model's chat template refuses them: {error}"[:500]
+        ) from error
     return str(text)
 
 

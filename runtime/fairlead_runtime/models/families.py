@@ -1,8 +1,9 @@
 """Which models can run packed on a paged cache, and which are refused before their weights load.
 
-Owns the verdict on a configuration and the windows of its layers. A model whose state is not keys and values, or
-whose attention transformers does not let us replace, would give wrong text without an error: such models are refused
-by name, with the reason (``fairlead_runtime.sizing.family_table``). A model_type that no table names is judged by what
+Owns the verdict on a configuration and the windows of its layers. A model whose state is not keys
+and values, or whose attention transformers does not let us replace, would give wrong text without
+an error: such models are refused by name, with the reason
+(``fairlead_runtime.sizing.family_table``). A model_type that no table names is judged by what
 transformers says about its class, and what passes still has to pass the self-test.
 """
 
@@ -40,7 +41,8 @@ def check(config: PretrainedConfig) -> tuple[int | None, ...]:
     refuse_by_name(name)
     if config.is_encoder_decoder:
         raise refused(name, "it is an encoder-decoder")
-    # But for gpt_neox, configurations that have is_decoder are those of encoders, which are decoders on request.
+    # But for gpt_neox, configurations that have is_decoder are those of encoders, which are
+    # decoders on request.
     encoder = name not in FAMILIES and getattr(config, "is_decoder", True) is False
     if encoder or getattr(config, "use_bidirectional_attention", False):
         raise refused(name, "its attention is bidirectional: it reads text, it does not write any")
@@ -54,7 +56,9 @@ def check(config: PretrainedConfig) -> tuple[int | None, ...]:
 
 def _class_of(config: PretrainedConfig) -> Any:
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        raise refused(str(config.model_type), "transformers has no causal language model of that type")
+        raise refused(
+            str(config.model_type), "transformers has no causal language model of that type"
+        )
     found = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     return found[0] if isinstance(found, list | tuple) else found
 
@@ -62,7 +66,8 @@ def _class_of(config: PretrainedConfig) -> Any:
 def _windows(config: PretrainedConfig, model_class: Any) -> tuple[int | None, ...]:
     """layer_types decide; without them a window counts when the model's own code masks by it.
 
-    That a model passes ``sliding_window`` to its attention proves nothing: olmoe does, and masks fully.
+    That a model passes ``sliding_window`` to its attention proves nothing: olmoe does, and masks
+    fully.
     """
     layers = getattr(config, "num_hidden_layers", None)
     if not isinstance(layers, int):
@@ -82,4 +87,6 @@ def _window_of(kind: str, window: int | None, config: PretrainedConfig) -> int |
         return None
     if kind == "sliding_attention" and window is not None:
         return int(window)
-    raise refused(str(config.model_type), f"its layer type {kind!r} is neither full nor sliding attention")
+    raise refused(
+        str(config.model_type), f"its layer type {kind!r} is neither full nor sliding attention"
+    )

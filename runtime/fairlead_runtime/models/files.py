@@ -1,7 +1,8 @@
 """The files of a model directory, checked before anything reads them: they come from strangers.
 
-Owns which files are opened at all, the limits of JSON files, and every check on safetensors files before they are
-mapped into memory. Opens no pickle, runs no Python file, follows no link out of the model.
+Owns which files are opened at all, the limits of JSON files, and every check on safetensors files
+before they are mapped into memory. Opens no pickle, runs no Python file, follows no link out of the
+model.
 """
 
 import json
@@ -30,9 +31,22 @@ _JSON = (
     "vocab.json",
     "chat_template.json",
 )
-# Everything that is downloaded or read. Repositories hold many more files of these kinds; none is needed.
+# Everything that is downloaded or read. Repositories hold many more files of these kinds; none is
+# needed.
 PATTERNS = ("*.safetensors", *_JSON, "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt")
-PICKLES = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt", ".gguf", ".msgpack", ".h5", ".npz", ".onnx")
+PICKLES = (
+    ".bin",
+    ".pt",
+    ".pth",
+    ".pkl",
+    ".pickle",
+    ".ckpt",
+    ".gguf",
+    ".msgpack",
+    ".h5",
+    ".npz",
+    ".onnx",
+)
 LARGEST_JSON = 64 << 20  # bytes; the largest tokenizer.json in use is near 35 MiB
 DEEPEST_JSON = 64
 _SHARD = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,200}\.safetensors")
@@ -42,7 +56,9 @@ _SETTINGS = (CONFIG, "tokenizer_config.json", "generation_config.json")
 
 @dataclass(frozen=True, slots=True)
 class ModelFiles:
-    """A directory that passed: its config.json and the weight files with their headers, in the order of names."""
+    """A directory that passed: its config.json and the weight files with their headers, in the
+    order of names.
+    """
 
     path: Path
     config: Mapping[str, Any]
@@ -54,10 +70,11 @@ class ModelFiles:
 
 
 def check(path: Path) -> ModelFiles:
-    """Look at every file of a model directory that will be read and refuse what is unsafe or broken.
+    """Look at every file of a model directory that will be read and refuse what is unsafe or
+    broken.
 
-    Raises ModelError. Whether the architecture is served, and whether it needs its own code, is decided by
-    ``loading``, which knows the families; here only the files themselves are judged.
+    Raises ModelError. Whether the architecture is served, and whether it needs its own code, is
+    decided by ``loading``, which knows the families; here only the files themselves are judged.
     """
     names = _list(path)
     config = read_json(path, CONFIG, names)
@@ -102,7 +119,9 @@ def _find_auto_map(value: Any, prefix: str) -> list[str]:
 
 
 def read_json(path: Path, name: str, names: set[str] | None = None) -> dict[str, Any]:
-    """One JSON object of the model. Raises ModelError unless it is small, shallow, unambiguous and an object."""
+    """One JSON object of the model. Raises ModelError unless it is small, shallow, unambiguous and
+    an object.
+    """
     if name not in (names if names is not None else _list(path)):
         raise ModelError(
             "ModelNotFound",
@@ -126,7 +145,8 @@ def read_json(path: Path, name: str, names: set[str] | None = None) -> dict[str,
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    # Two readers of one file may each take another of two equal keys: what was checked is then not what is used.
+    # Two readers of one file may each take another of two equal keys: what was checked is then not
+    # what is used.
     value = dict(pairs)
     if len(value) != len(pairs):
         raise ValueError("the same key twice in one object")
@@ -148,7 +168,9 @@ def _depth(value: Any) -> int:
 
 
 def _list(path: Path) -> set[str]:
-    """Names of the files that may be read. Raises ModelError for links that leave the model and for non-files."""
+    """Names of the files that may be read. Raises ModelError for links that leave the model and for
+    non-files.
+    """
     if not path.is_dir():
         raise ModelError(
             "ModelNotFound", f"{path}: no such directory", "check the path, or the mounted volume"
@@ -181,7 +203,9 @@ def _list(path: Path) -> set[str]:
 
 
 def _blobs(path: Path) -> list[Path]:
-    """The store that links of a hub cache lead to: models--o--n/snapshots/<commit> → models--o--n/blobs."""
+    """The store that links of a hub cache lead to: models--o--n/snapshots/<commit> →
+    models--o--n/blobs.
+    """
     repository = path.resolve().parent.parent
     if path.resolve().parent.name == "snapshots" and repository.name.startswith("models--"):
         return [repository / "blobs"]
@@ -189,7 +213,9 @@ def _blobs(path: Path) -> list[Path]:
 
 
 def indexed(path: Path) -> dict[str, set[str]]:
-    """Weight file → names of its tensors, as the index says. Names are plain; that the files exist is not checked."""
+    """Weight file → names of its tensors, as the index says. Names are plain; that the files exist
+    is not checked.
+    """
     weight_map = read_json(path, INDEX).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise ModelError("BadWeights", f"{INDEX}: weight_map must map tensor names to files")
@@ -206,7 +232,9 @@ def indexed(path: Path) -> dict[str, set[str]]:
 def _shards(path: Path, names: set[str]) -> dict[str, set[str]]:
     """Weight file → names its tensors must include."""
     if WEIGHTS in names:
-        return {WEIGHTS: set()}  # transformers prefers it to an index, so an index beside it is not read
+        return {
+            WEIGHTS: set()
+        }  # transformers prefers it to an index, so an index beside it is not read
     if INDEX not in names:
         raise _no_safetensors(path)
     shards = indexed(path)

@@ -1,7 +1,7 @@
 """The header of a safetensors file, checked in full before the file is mapped into memory.
 
-Owns the rules of the format (8 bytes of little-endian length, a JSON object, then the tensors' bytes without gap
-or overlap). Reads the header and nothing behind it.
+Owns the rules of the format (8 bytes of little-endian length, a JSON object, then the tensors'
+bytes without gap or overlap). Reads the header and nothing behind it.
 """
 
 import json
@@ -48,7 +48,9 @@ class Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """A checked header. ``raw`` is its JSON as it stands in the file, ``data`` the offset of the first tensor."""
+    """A checked header. ``raw`` is its JSON as it stands in the file, ``data`` the offset of the
+    first tensor.
+    """
 
     tensors: dict[str, Tensor]
     raw: bytes
@@ -57,7 +59,9 @@ class Header:
 
 
 def read_header(path: Path) -> Header:
-    """Read and check the header of one file. Raises ModelError("BadWeights") naming the file and the fault."""
+    """Read and check the header of one file. Raises ModelError("BadWeights") naming the file and
+    the fault.
+    """
     try:
         size = path.stat().st_size
         with path.open("rb") as file:
@@ -65,7 +69,9 @@ def read_header(path: Path) -> Header:
     except OSError as error:
         raise ModelError("BadWeights", f"{path.name}: {error.strerror}") from None
     except ValueError as error:
-        raise ModelError("BadWeights", f"{path.name}: {error}"[:300], "fetch the model again") from None
+        raise ModelError(
+            "BadWeights", f"{path.name}: {error}"[:300], "fetch the model again"
+        ) from None
 
 
 def _read(prefix: bytes, read: Any, size: int) -> Header:
@@ -99,7 +105,9 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _check_metadata(metadata: Any) -> None:
-    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+    if not isinstance(metadata, dict) or not all(
+        isinstance(value, str) for value in metadata.values()
+    ):
         raise ValueError("__metadata__ must map text to text")
 
 
@@ -122,15 +130,21 @@ def _tensor(name: str, entry: Any) -> Tensor:
 
 def _naturals(value: Any) -> bool:
     # The bound keeps a product of hostile sizes small enough to be compared quickly.
-    return isinstance(value, list) and all(type(number) is int and 0 <= number < 1 << 48 for number in value)
+    return isinstance(value, list) and all(
+        type(number) is int and 0 <= number < 1 << 48 for number in value
+    )
 
 
 def _check_layout(tensors: dict[str, Tensor], data_bytes: int) -> None:
-    """The tensors must cover the file's data from its first byte to its last: no gap, no overlap, no rest."""
+    """The tensors must cover the file's data from its first byte to its last: no gap, no overlap,
+    no rest.
+    """
     position = 0
     for name, tensor in sorted(tensors.items(), key=lambda item: (item[1].begin, item[1].end)):
         if tensor.begin != position:
-            raise ValueError(f"{name[:100]!r} begins at {tensor.begin}, its neighbour ends at {position}")
+            raise ValueError(
+                f"{name[:100]!r} begins at {tensor.begin}, its neighbour ends at {position}"
+            )
         position = tensor.end
     if position != data_bytes:
         raise ValueError(f"its tensors end at {position} of {data_bytes} bytes")

@@ -1,6 +1,7 @@
 """What makes two models' keys and values equal: one digest per model, cheap enough for every start.
 
-Owns the digest that roots the prefix cache's hash chain, so that blocks of one model never serve another.
+Owns the digest that roots the prefix cache's hash chain, so that blocks of one model never serve
+another.
 """
 
 import hashlib
@@ -17,11 +18,13 @@ _NEUTRAL = ("_name_or_path", "transformers_version", "architectures", "torch_dty
 
 
 def identity(files: ModelFiles, *traits: str) -> bytes:
-    """sha256 (32 bytes) over config.json, the headers of all weight files and samples of their tensors.
+    """sha256 (32 bytes) over config.json, the headers of all weight files and samples of their
+    tensors.
 
-    Two checkpoints that share every name, shape and setting, as two fine-tunes of one base do, differ in the
-    samples: training moves all of a tensor. A hand edit of single numbers between the samples stays unseen.
-    ``traits`` are what else decides the cached values, such as the dtype the model runs in.
+    Two checkpoints that share every name, shape and setting, as two fine-tunes of one base do,
+    differ in the samples: training moves all of a tensor. A hand edit of single numbers between the
+    samples stays unseen. ``traits`` are what else decides the cached values, such as the dtype the
+    model runs in.
     """
     digest = hashlib.sha256(b"fairlead model 1")
     settings = {key: value for key, value in files.config.items() if key not in _NEUTRAL}

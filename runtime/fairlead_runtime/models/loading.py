@@ -1,7 +1,8 @@
 """From a checked directory to a model in memory.
 
-Owns the order: files, architecture, settings, then weights, so that whatever can be refused is refused before a
-weight is read. Downloads nothing and runs no forward pass; the attention implementation is set by the runner.
+Owns the order: files, architecture, settings, then weights, so that whatever can be refused is
+refused before a weight is read. Downloads nothing and runs no forward pass; the attention
+implementation is set by the runner.
 """
 
 import logging
@@ -42,7 +43,8 @@ _STORED = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 class Inspected:
     """A model that will be loaded as far as its files and settings tell; no weight has been read.
 
-    ``dtype`` is what it will run in, ``max_model_len`` the configured limit or the model's own, in tokens.
+    ``dtype`` is what it will run in, ``max_model_len`` the configured limit or the model's own, in
+    tokens.
     """
 
     files: ModelFiles
@@ -60,8 +62,8 @@ class Inspected:
 class LoadedModel:
     """A model in eval mode on its device, with what every other part asks about it.
 
-    ``identity`` (32 bytes) differs whenever cached keys and values would; ``eos_ids`` are all ids that end a
-    text; ``max_model_len`` is the configured limit or the model's own, in tokens.
+    ``identity`` (32 bytes) differs whenever cached keys and values would; ``eos_ids`` are all ids
+    that end a text; ``max_model_len`` is the configured limit or the model's own, in tokens.
     """
 
     model: PreTrainedModel
@@ -83,9 +85,13 @@ def inspect(path: Path | str, config: EngineConfig | None = None) -> Inspected:
     settings = config or EngineConfig()
     found = model_files.check(Path(path))
     maps = model_files.auto_maps(found.path)
-    shape = architecture.check(found.config, maps, trusted=settings.trust_remote_code, weights=found.weights)
+    shape = architecture.check(
+        found.config, maps, trusted=settings.trust_remote_code, weights=found.weights
+    )
     if settings.quantization != "none":
-        raise ConfigError("quantization", f"{settings.quantization} is not supported yet", "use none")
+        raise ConfigError(
+            "quantization", f"{settings.quantization} is not supported yet", "use none"
+        )
     own = shape.max_len
     if settings.max_model_len is not None and settings.max_model_len > own:
         raise ConfigError(
@@ -99,7 +105,9 @@ def inspect(path: Path | str, config: EngineConfig | None = None) -> Inspected:
 def load(
     path: Path | str, *, config: EngineConfig | None = None, device: str | torch.device = "cpu"
 ) -> LoadedModel:
-    """Read a checkpoint (safetensors only) onto ``device``, with eager attention. Raises as ``inspect`` does."""
+    """Read a checkpoint (safetensors only) onto ``device``, with eager attention. Raises as
+    ``inspect`` does.
+    """
     settings = config or EngineConfig()
     found = inspect(path, settings)
     started = time.monotonic()
@@ -131,16 +139,24 @@ def load_tokenizer(path: Path) -> PreTrainedTokenizerBase:
         tokenizer = factory.from_pretrained(path, local_files_only=True, trust_remote_code=False)
     # A tokenizer's files are a stranger's: whatever reading them raises, they are at fault.
     except Exception as error:
-        raise ModelError("BadModelFiles", f"the tokenizer cannot be read: {_first_line(error)}") from error
+        raise ModelError(
+            "BadModelFiles", f"the tokenizer cannot be read: {_first_line(error)}"
+        ) from error
     if not isinstance(tokenizer, PreTrainedTokenizerBase) or not tokenizer.is_fast:
         raise ModelError(
-            "UnsupportedModel", "the tokenizer has no Rust form", "use a revision that has a tokenizer.json"
+            "UnsupportedModel",
+            "the tokenizer has no Rust form",
+            "use a revision that has a tokenizer.json",
         )
     return tokenizer
 
 
-def eos_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, vocab: int) -> frozenset[int]:
-    """The ids that end a text: generation_config's (else config's) and the tokenizer's, inside the vocabulary."""
+def eos_ids(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, vocab: int
+) -> frozenset[int]:
+    """The ids that end a text: generation_config's (else config's) and the tokenizer's, inside the
+    vocabulary.
+    """
     found: set[int] = set()
     generation = getattr(model.generation_config, "eos_token_id", None)
     for value in (
@@ -169,17 +185,23 @@ def _load_weights(found: Inspected) -> PreTrainedModel:
             )
     # Any of transformers' many errors here means that the checkpoint contradicts itself.
     except Exception as error:
-        raise ModelError("BadWeights", f"the model cannot be loaded: {_first_line(error)}") from error
+        raise ModelError(
+            "BadWeights", f"the model cannot be loaded: {_first_line(error)}"
+        ) from error
     if not isinstance(model, PreTrainedModel):
         raise ModelError("UnsupportedModel", f"{type(model).__name__} is no transformers model")
     missing = sorted(info["missing_keys"])
     if missing:
         # transformers would fill them with random numbers and go on.
         raise ModelError(
-            "BadWeights", f"{len(missing)} tensors are missing, first {missing[0]}", "fetch the model again"
+            "BadWeights",
+            f"{len(missing)} tensors are missing, first {missing[0]}",
+            "fetch the model again",
         )
     if info["unexpected_keys"]:
-        log.warning("ignored %d tensors the architecture does not have", len(info["unexpected_keys"]))
+        log.warning(
+            "ignored %d tensors the architecture does not have", len(info["unexpected_keys"])
+        )
     return model
 
 
@@ -200,7 +222,9 @@ def _dtype(found: ModelFiles, shape: ModelShape, settings: EngineConfig) -> torc
 
 @contextmanager
 def _progress_on_terminals_only() -> Iterator[None]:
-    """Transformers' bar where someone watches; where stderr is a file, the log lines of ``load`` stand for it."""
+    """Transformers' bar where someone watches; where stderr is a file, the log lines of ``load``
+    stand for it.
+    """
     control: Any = transformers.utils.logging
     shown = control.is_progress_bar_enabled()
     if not sys.stderr.isatty():

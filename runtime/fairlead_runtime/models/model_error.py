@@ -1,4 +1,5 @@
-"""Why a model cannot be served, in words the command line, the termination line and the operator share.
+"""Why a model cannot be served, in words the command line, the termination line and the operator
+share.
 
 Owns the codes. The operator turns them into blockers, so a code never changes its meaning.
 """
@@ -20,7 +21,9 @@ Code = Literal[
 
 
 class ModelError(Exception):
-    """A model that is refused. ``code`` is for machines, ``message`` says what is wrong, ``hint`` the fix."""
+    """A model that is refused. ``code`` is for machines, ``message`` says what is wrong, ``hint``
+    the fix.
+    """
 
     def __init__(self, code: Code, message: str, hint: str = "") -> None:
         super().__init__(message + (f" ({hint})" if hint else ""))

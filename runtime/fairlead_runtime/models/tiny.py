@@ -1,7 +1,9 @@
-"""Tiny random models of every supported family, for tests and for comparing engines on equal weights.
+"""Tiny random models of every supported family, for tests and for comparing engines on equal
+weights.
 
-Owns their sizes and their weights. They are scaled so that greedy output varies and depends on the whole
-context: the errors an engine can make (a lost block, a wrong position, a wrong window) change the text.
+Owns their sizes and their weights. They are scaled so that greedy output varies and depends on the
+whole context: the errors an engine can make (a lost block, a wrong position, a wrong window) change
+the text.
 """
 
 import hashlib
@@ -28,8 +30,8 @@ FAMILIES = (
     "mixtral",
     "gpt_oss",
 )
-# Buildable too: families that are sized but not in the full matrix of token equality, and families that no table holds,
-# which the self-test judges.
+# Buildable too: families that are sized but not in the full matrix of token equality, and families
+# that no table holds, which the self-test judges.
 SIZED = ("gemma", "granite", "olmo2", "cohere", "starcoder2")
 JUDGED = (
     "apertus",
@@ -96,7 +98,10 @@ _LONGROPE = {
 _WINDOWS: dict[str, Any] = {"sliding_window": WINDOW, "layer_types": [_SLIDING, _FULL, _SLIDING]}
 _OWN: dict[str, dict[str, Any]] = {
     **{family: {} for family in (*SIZED, *JUDGED)},
-    **{family: {"head_dim": 16} for family in ("gemma", "ernie4_5", "glm", "glm4", "helium", "seed_oss")},
+    **{
+        family: {"head_dim": 16}
+        for family in ("gemma", "ernie4_5", "glm", "glm4", "helium", "seed_oss")
+    },
     "hunyuan_v1_dense": {"head_dim": 16},
     **dict.fromkeys(("cohere2", "exaone4", "olmo3"), _WINDOWS),
     "ministral": {**_WINDOWS, "head_dim": 16},
@@ -141,10 +146,11 @@ _MODEL_TYPES = {"phi3_longrope": "phi3", "llama_dynamic": "llama"}
 
 
 def build(family: str, *, seed: int = 0, **overrides: Any) -> PreTrainedModel:
-    """A random model of ``family`` (of FAMILIES, SIZED, JUDGED or VARIANTS) in float32 on the CPU, in eval mode, eager attention.
+    """A random model of ``family`` (of FAMILIES, SIZED, JUDGED or VARIANTS) in float32 on the CPU,
+    in eval mode, eager attention.
 
-    ``overrides`` are settings of the family's transformers configuration. Equal arguments give equal weights.
-    Raises ValueError for an unknown family.
+    ``overrides`` are settings of the family's transformers configuration. Equal arguments give
+    equal weights. Raises ValueError for an unknown family.
     """
     if family not in _OWN:
         raise ValueError(f"{family}: no such family, use one of {', '.join(_OWN)}")
@@ -158,7 +164,8 @@ def build(family: str, *, seed: int = 0, **overrides: Any) -> PreTrainedModel:
         for name, parameter in model.named_parameters():
             _fill(name, parameter, seed)
         if config.model_type.startswith("gemma"):
-            # Gemma multiplies embeddings by sqrt(hidden): undone here, or the last token alone would decide.
+            # Gemma multiplies embeddings by sqrt(hidden): undone here, or the last token alone
+            # would decide.
             model.get_input_embeddings().weight.div_(math.sqrt(config.hidden_size))
     if model.generation_config is not None:
         model.generation_config.pad_token_id = config.pad_token_id
@@ -181,12 +188,15 @@ def save(model: PreTrainedModel, directory: Path | str) -> Path:
 
 
 def _fill(name: str, parameter: torch.nn.Parameter, seed: int) -> None:
-    """Set one parameter from (seed, name) alone, so that an added layer leaves the others as they are."""
+    """Set one parameter from (seed, name) alone, so that an added layer leaves the others as they
+    are.
+    """
     digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
     noise = torch.randn(parameter.shape, generator=generator)
     if parameter.dim() == 1:
-        # Norm weights stay near what the family starts them at (1, or 0 for Gemma), biases near 0, sinks too.
+        # Norm weights stay near what the family starts them at (1, or 0 for Gemma), biases near 0,
+        # sinks too.
         scale = 1.0 if name.endswith("sinks") else 0.1
         parameter.add_(scale * noise)
     else:
@@ -196,8 +206,8 @@ def _fill(name: str, parameter: torch.nn.Parameter, seed: int) -> None:
 def _gain(name: str) -> float:
     """The standard deviation a parameter gives a unit input of HIDDEN features.
 
-    Chosen by measurement: logits with a standard deviation near 2.5, attention neither flat nor on one token,
-    and little of the embedding left in the last hidden state.
+    Chosen by measurement: logits with a standard deviation near 2.5, attention neither flat nor on
+    one token, and little of the embedding left in the last hidden state.
     """
     leaf = name.removesuffix(".weight").rsplit(".", 1)[-1]
     if leaf in {"lm_head", "embed_out"}:

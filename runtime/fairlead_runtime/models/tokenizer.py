@@ -1,4 +1,5 @@
-"""Byte-level tokenizers of the demo and tiny models: every byte has an id, so every text can be encoded.
+"""Byte-level tokenizers of the demo and tiny models: every byte has an id, so every text can be
+encoded.
 
 Owns their construction and their chat template. Tokenizers of other models come from their files.
 """
@@ -34,7 +35,8 @@ def byte_alphabet() -> list[str]:
 def byte_level(
     merges: Sequence[tuple[str, str]], *, max_length: int, chat_template: str = CHAT_TEMPLATE
 ) -> PreTrainedTokenizerFast:
-    """A byte-level BPE tokenizer with ids: special tokens, then 256 bytes, then one per merge in order.
+    """A byte-level BPE tokenizer with ids: special tokens, then 256 bytes, then one per merge in
+    order.
 
     ``merges`` are written in the byte alphabet; both halves of a merge must exist before it.
     """
@@ -45,7 +47,9 @@ def byte_level(
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=list(merges)))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in SPECIAL])
+    tokenizer.add_special_tokens(
+        [AddedToken(text, special=True, normalized=False) for text in SPECIAL]
+    )
     factory: Any = PreTrainedTokenizerFast  # transformers' classes are untyped
     fast = factory(
         tokenizer_object=tokenizer,

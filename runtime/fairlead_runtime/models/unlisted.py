@@ -1,7 +1,9 @@
-"""Families that no table holds: an ordinary decoder that transformers knows is tried, and judged by the self-test.
+"""Families that no table holds: an ordinary decoder that transformers knows is tried, and judged by
+the self-test.
 
-Owns what must be true of its configuration before its weights are fetched, and its shape once their headers are there.
-Loads no weight; whether its text is right is the self-test's to say (``selftest``), and a wrong one never gets ready.
+Owns what must be true of its configuration before its weights are fetched, and its shape once their
+headers are there. Loads no weight; whether its text is right is the self-test's to say
+(``selftest``), and a wrong one never gets ready.
 """
 
 from collections.abc import Mapping
@@ -19,10 +21,11 @@ COUNTED = frozenset({"layer", "layers", "head", "heads", "experts", "groups", "b
 
 
 def measure(config: Mapping[str, Any], weights: Mapping[str, Header]) -> ModelShape:
-    """The shape of a model by its configuration and the headers of its weights; without any, of no parameters.
+    """The shape of a model by its configuration and the headers of its weights; without any, of no
+    parameters.
 
-    Raises ModelError for what cannot be tried: a class whose attention is not replaceable, a recurrent state, an
-    encoder, sizes that are missing.
+    Raises ModelError for what cannot be tried: a class whose attention is not replaceable, a
+    recurrent state, an encoder, sizes that are missing.
     """
     resolved = _resolved(config)
     windows = families.check(resolved)
@@ -31,16 +34,26 @@ def measure(config: Mapping[str, Any], weights: Mapping[str, Header]) -> ModelSh
     try:
         shape = ModelShape.judged(config, settings, windows, sizes)
     except ShapeError as error:
-        raise ModelError("UnsupportedModel", str(error), "serve one of the supported families") from error
+        raise ModelError(
+            "UnsupportedModel", str(error), "serve one of the supported families"
+        ) from error
     if len(windows) != shape.layers:
-        raise families.refused(shape.model_type, f"{len(windows)} layer types for {shape.layers} layers")
+        raise families.refused(
+            shape.model_type, f"{len(windows)} layer types for {shape.layers} layers"
+        )
     return shape
 
 
 def _bound(config: Mapping[str, Any]) -> None:
-    """Refuse counts that no model has: a configuration class makes lists of them, before anybody can look."""
+    """Refuse counts that no model has: a configuration class makes lists of them, before anybody
+    can look.
+    """
     for key, value in config.items():
-        if isinstance(value, int) and value > MOST and any(part in key.split("_") for part in COUNTED):
+        if (
+            isinstance(value, int)
+            and value > MOST
+            and any(part in key.split("_") for part in COUNTED)
+        ):
             raise ModelError(
                 "UnsupportedModel",
                 f"config.json: {key[:100]}: {value:.3g} is more than {MOST}",
@@ -60,7 +73,9 @@ def _resolved(config: Mapping[str, Any]) -> PretrainedConfig:
     # The values are a stranger's: whatever their class raises, they are at fault.
     except Exception as error:
         line = " ".join(str(error).split())[:300]
-        raise ModelError("UnsupportedModel", f"config.json: {line}", "fetch the model again") from error
+        raise ModelError(
+            "UnsupportedModel", f"config.json: {line}", "fetch the model again"
+        ) from error
     if not isinstance(found, PretrainedConfig):
         raise families.refused(name, "its configuration is none of transformers'")
     return found

@@ -1,11 +1,12 @@
 """A run as a file: what came in, what was decided, what was sampled, one JSON line each.
 
-    {"fairlead_record": 1, "limits": …, "groups": …, "identity": …}     first
-    {"add": request, "sequences": ids}   {"abort": [id, choice]}   {"fail": [sequence id, message]}
-    {"plan": canonical plan, "held": units by row, "free": n, "cached": n, "waiting": ids, "t": seconds}
-    {"update": step, "ran": ids, "tokens": [[sequence id, token]], "errors": [[id, message]], "ended": ids, "t": …}
+{"fairlead_record": 1, "limits": …, "groups": …, "identity": …}     first {"add": request,
+"sequences": ids}   {"abort": [id, choice]}   {"fail": [sequence id, message]} {"plan": canonical
+plan, "held": units by row, "free": n, "cached": n, "waiting": ids, "t": seconds} {"update": step,
+"ran": ids, "tokens": [[sequence id, token]], "errors": [[id, message]], "ended": ids, "t": …}
 
-Owns the format and its two directions. A file that cannot be written any more stops the recording, never the run.
+Owns the format and its two directions. A file that cannot be written any more stops the recording,
+never the run.
 """
 
 import dataclasses
@@ -55,8 +56,9 @@ def canonical(plan: Plan) -> str:
 class RecordedScheduler(Scheduler):
     """A Scheduler that writes down what it is given and what it decides.
 
-    The file is made anew, readable by its owner only: it holds prompts as token ids. ``clock`` (seconds) times the
-    steps for a picture; replay ignores it. Raises OSError when the file cannot be made.
+    The file is made anew, readable by its owner only: it holds prompts as token ids. ``clock``
+    (seconds) times the steps for a picture; replay ignores it. Raises OSError when the file cannot
+    be made.
     """
 
     def __init__(
@@ -113,7 +115,9 @@ class RecordedScheduler(Scheduler):
         line: Line = {"update": work.step, "ran": ran}
         line["tokens"] = [[i, r.token] for i, r in known if r.error is None]
         line["errors"] = [[i, r.error] for i, r in known if r.error is not None]
-        line["ended"] = [e.sequence.id for e in events if isinstance(e, Finished) or e.finish is not None]
+        line["ended"] = [
+            e.sequence.id for e in events if isinstance(e, Finished) or e.finish is not None
+        ]
         self._write(encode(line | self._time()))
         return events
 
@@ -148,7 +152,9 @@ class Recording:
             raise RecordError(f"{path}: cannot be read as a recording ({error})") from error
         version = head.get("fairlead_record") if isinstance(head, dict) else None
         if version != VERSION:
-            raise RecordError(f"{path}: its first line names format {version}; this program reads {VERSION}")
+            raise RecordError(
+                f"{path}: its first line names format {version}; this program reads {VERSION}"
+            )
         try:
             self.limits = Limits(**head["limits"])
             self.groups = tuple(
@@ -159,7 +165,9 @@ class Recording:
             raise RecordError(f"{path}: its first line is damaged ({error!r})") from error
 
     def lines(self) -> Iterator[Line]:
-        """Everything after the first line. A last line that breaks off is left out; another one raises."""
+        """Everything after the first line. A last line that breaks off is left out; another one
+        raises.
+        """
         with self.path.open(encoding="utf-8", errors="replace") as file:
             file.readline()
             for number, text in enumerate(file, start=2):

@@ -5,7 +5,14 @@ Owns the comparison. Computes no token: the sampled ones are in the recording.
 
 from typing import NamedTuple
 
-from fairlead_runtime.recording.record import Line, RecordError, Recording, canonical, encode, request_of
+from fairlead_runtime.recording.record import (
+    Line,
+    RecordError,
+    Recording,
+    canonical,
+    encode,
+    request_of,
+)
 from fairlead_runtime.scheduling.plan import Result, Work
 from fairlead_runtime.scheduling.scheduler import Scheduler
 
@@ -24,7 +31,8 @@ class Replay(NamedTuple):
 
 
 def replay(recording: Recording) -> Replay:
-    """Feed arrivals, aborts, failures and tokens to a new scheduler and compare its plans with the recorded ones.
+    """Feed arrivals, aborts, failures and tokens to a new scheduler and compare its plans with the
+    recorded ones.
 
     Raises RecordError where a line cannot be followed.
     """

@@ -1,6 +1,8 @@
-"""A recording as a picture: every step as text, or as trace events for Perfetto and chrome://tracing.
+"""A recording as a picture: every step as text, or as trace events for Perfetto and
+chrome://tracing.
 
-Owns the two renderings. Follows what the file says and never runs a scheduler, so it also shows runs of other versions.
+Owns the two renderings. Follows what the file says and never runs a scheduler, so it also shows
+runs of other versions.
 """
 
 from collections.abc import Iterator
@@ -47,7 +49,9 @@ class StepView:
     waiting: list[str]
     free: int
     cached: int
-    notes: list[str] = field(default_factory=list)  # what came in or was ended since the step before
+    notes: list[str] = field(
+        default_factory=list
+    )  # what came in or was ended since the step before
     begin: float = 0.0
     end: float = 0.0
     errors: list[str] = field(default_factory=list)
@@ -104,7 +108,9 @@ class _Follower:
             label = name if n == 1 else f"{name}/{choice}"
             self.seen[i] = _Seen(label, prompt, prompt + request["max_tokens"], prompt)
         known = f" = {full}" if name != full else ""
-        self.notes.append(f"+ {name}{known}: prompt {prompt}, max_tokens {request['max_tokens']}, n {n}")
+        self.notes.append(
+            f"+ {name}{known}: prompt {prompt}, max_tokens {request['max_tokens']}, n {n}"
+        )
 
     def _leave(self, name: str, why: str) -> None:
         self.notes.append(f"- {name}: {why}")
@@ -123,13 +129,17 @@ class _Follower:
         for i, source, start, sibling in plan["admitted"]:
             self._take_slot(i)
             fork = f"fork of {self.seen[sibling].name}" if source == "fork" else ""
-            how[i] = fork or ("restored" if source == "restore" else f"prefix {start}" if start else "starts")
+            how[i] = fork or (
+                "restored" if source == "restore" else f"prefix {start}" if start else "starts"
+            )
         rows = [
             self._row(i, start, count, held, how.get(i, ""))
             for (i, start, count, _), held in zip(plan["rows"], line["held"], strict=True)
         ]
         waiting = [self.seen[i].name for i in line["waiting"]]
-        view = StepView(self.step, rows, preempted, waiting, line["free"], line["cached"], self.notes)
+        view = StepView(
+            self.step, rows, preempted, waiting, line["free"], line["cached"], self.notes
+        )
         view.begin = line.get("t", self.step * STEP_SECONDS)
         view.end = view.begin + STEP_SECONDS
         self.notes = []
@@ -199,7 +209,9 @@ def as_text(recording: Recording) -> Iterator[str]:
 
 def _row_text(row: RowView, width: int) -> str:
     end = row.start + row.count
-    what = f"decode  {row.start}" if row.decode else f"prefill {row.start}..{end - 1} of {row.tokens}"
+    what = (
+        f"decode  {row.start}" if row.decode else f"prefill {row.start}..{end - 1} of {row.tokens}"
+    )
     scale = 24 / row.limit
     done, now = round(row.start * scale), max(round(end * scale), round(row.start * scale) + 1)
     bar = ("=" * done + "#" * (now - done))[:24].ljust(24, ".")
@@ -207,7 +219,9 @@ def _row_text(row: RowView, width: int) -> str:
 
 
 def _packed(rows: list[RowView], most: int = 80) -> str:
-    """The step's one unpadded row of tokens, a slot's last digit each; a token attends within its own bars only."""
+    """The step's one unpadded row of tokens, a slot's last digit each; a token attends within its
+    own bars only.
+    """
     strip = "|".join(str(row.slot % 10) * min(row.count, most) for row in rows)
     return strip if len(strip) <= most else strip[: most - 3] + "..."
 
@@ -221,7 +235,9 @@ def _names(names: list[str]) -> str:
 
 
 def as_events(recording: Recording) -> Iterator[dict[str, Any]]:
-    """Trace Event Format, for the list ``traceEvents``: one track per slot, counters for queue and blocks."""
+    """Trace Event Format, for the list ``traceEvents``: one track per slot, counters for queue and
+    blocks.
+    """
     units = recording.limits.num_blocks * len(recording.groups)
     yield _meta("process_name", 0, f"fairlead ({recording.limits.policy})")
     named: set[int] = set()

@@ -1,4 +1,6 @@
-"""Who runs in the next step: plan (pure), commit, update. No torch, no clock, no randomness in here."""
+"""Who runs in the next step: plan (pure), commit, update. No torch, no clock, no randomness in
+here.
+"""
 
 from fairlead_runtime.scheduling.plan import (
     Event,
@@ -12,7 +14,12 @@ from fairlead_runtime.scheduling.plan import (
     VerdictKind,
     Work,
 )
-from fairlead_runtime.scheduling.scheduler import InvariantViolation, Scheduler, SchedulerStats, StepStats
+from fairlead_runtime.scheduling.scheduler import (
+    InvariantViolation,
+    Scheduler,
+    SchedulerStats,
+    StepStats,
+)
 
 __all__ = [
     "Event",

@@ -1,6 +1,8 @@
-"""What must hold between any two steps, written down as checks: I1 to I13 as far as the core can see them.
+"""What must hold between any two steps, written down as checks: I1 to I13 as far as the core can
+see them.
 
-Reads everything, changes nothing. I8 and I9 (events) are the caller's to check; their state side is here.
+Reads everything, changes nothing. I8 and I9 (events) are the caller's to check; their state side is
+here.
 """
 
 import hashlib
@@ -39,13 +41,19 @@ def check(state: State, live: Mapping[int, Sequence]) -> None:
         _check_hashes(state, sequence)
     for sequence in waiting:
         if sequence.status is not Status.PENDING or sequence.tables:
-            raise InvariantViolation("I7", f"sequence {sequence.id} waits as {sequence.status} with blocks")
+            raise InvariantViolation(
+                "I7", f"sequence {sequence.id} waits as {sequence.status} with blocks"
+            )
         if sequence.host:
             _check_tables(state, sequence, sequence.host)
         elif sequence.computed:
-            raise InvariantViolation("I5", f"sequence {sequence.id} waits with tokens computed and no blocks")
+            raise InvariantViolation(
+                "I5", f"sequence {sequence.id} waits with tokens computed and no blocks"
+            )
     if live and not plan_step(state).rows:
-        raise InvariantViolation("I12", f"{len(live)} sequences, but the next step would compute nothing")
+        raise InvariantViolation(
+            "I12", f"{len(live)} sequences, but the next step would compute nothing"
+        )
 
 
 def _check_pool(state: State, live: Mapping[int, Sequence]) -> None:
@@ -77,8 +85,12 @@ def _check_content(state: State) -> None:
         group, block = content
         if hashlib.sha256(block.parent + block.tokens).digest() != block.digest:
             raise InvariantViolation("I10", f"unit {unit}'s stamp is not its hash")
-        if pool.find(group, block.digest) != unit or (pool.refs[unit] == 0 and unit not in pool.cached):
-            raise InvariantViolation("I10", f"unit {unit} has content that cannot be found or evicted")
+        if pool.find(group, block.digest) != unit or (
+            pool.refs[unit] == 0 and unit not in pool.cached
+        ):
+            raise InvariantViolation(
+                "I10", f"unit {unit} has content that cannot be found or evicted"
+            )
 
 
 def _check_sequence(state: State, sequence: Sequence) -> None:
@@ -88,7 +100,10 @@ def _check_sequence(state: State, sequence: Sequence) -> None:
         )
     if sequence.status in FINAL or len(sequence.tokens) >= sequence.limit:
         raise InvariantViolation("I9", f"sequence {sequence.id} is over but has not left")
-    if state.limits.policy in ("fifo", "prefill_first") and sequence.preemptions > 4 + sequence.seniors:
+    if (
+        state.limits.policy in ("fifo", "prefill_first")
+        and sequence.preemptions > 4 + sequence.seniors
+    ):
         seen = f"{sequence.preemptions} times with {sequence.seniors} seniors"
         raise InvariantViolation("I13", f"sequence {sequence.id} was preempted {seen}")
 
@@ -124,4 +139,6 @@ def _check_hashes(state: State, sequence: Sequence) -> None:
         parent = stamp.digest
         for group, table in enumerate(sequence.tables):
             if table[i] != NULL and cache.pool.content[table[i]] not in (None, (group, stamp)):
-                raise InvariantViolation("I10", f"sequence {sequence.id}: block {i} holds other content")
+                raise InvariantViolation(
+                    "I10", f"sequence {sequence.id}: block {i} holds other content"
+                )

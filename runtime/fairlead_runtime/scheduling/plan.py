@@ -14,9 +14,11 @@ from fairlead_runtime.request import FinishReason, Sequence
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What one scheduler may use. ``num_blocks`` counts whole-model blocks, ``offload_units`` host units.
+    """What one scheduler may use. ``num_blocks`` counts whole-model blocks, ``offload_units`` host
+    units.
 
-    A unit is ``block_size`` tokens in the layers of one layer group; a whole-model block is one unit per group.
+    A unit is ``block_size`` tokens in the layers of one layer group; a whole-model block is one
+    unit per group.
     """
 
     policy: SchedulerType
@@ -30,7 +32,9 @@ class Limits:
     offload_units: int = 0  # 0: preemption is by soft reset only
 
     @classmethod
-    def of(cls, config: EngineConfig, *, num_blocks: int, max_model_len: int, offload_units: int = 0) -> Self:
+    def of(
+        cls, config: EngineConfig, *, num_blocks: int, max_model_len: int, offload_units: int = 0
+    ) -> Self:
         """From the configuration and the three numbers that sizing resolved."""
         return cls(
             policy=config.scheduler_type,
@@ -57,7 +61,9 @@ class VerdictKind(enum.StrEnum):
 
 
 class Verdict(NamedTuple):
-    """The answer to "may this request come in"; ``max_tokens`` is resolved: an omitted one is clipped to fit."""
+    """The answer to "may this request come in"; ``max_tokens`` is resolved: an omitted one is
+    clipped to fit.
+    """
 
     kind: VerdictKind
     message: str
@@ -105,18 +111,23 @@ class Plan:
 
 @dataclass(slots=True)
 class Work:
-    """What the device must do for one committed plan, in this order: ``offload``, ``restore``, ``copies``,
-    then the forward pass of ``rows``. Pairs are (from unit, to unit); a unit is a block id of one layer group.
+    """What the device must do for one committed plan, in this order: ``offload``, ``restore``,
+    ``copies``, then the forward pass of ``rows``. Pairs are (from unit, to unit); a unit is a block
+    id of one layer group.
     """
 
     step: int
     rows: list[Row] = field(default_factory=list)
     offload: list[tuple[int, int]] = field(default_factory=list)  # device unit → host unit
     restore: list[tuple[int, int]] = field(default_factory=list)  # host unit → device unit
-    copies: list[tuple[int, int]] = field(default_factory=list)  # device → device: copy-on-write tails
+    copies: list[tuple[int, int]] = field(
+        default_factory=list
+    )  # device → device: copy-on-write tails
 
     def subset(self, rows: Iterable[Row]) -> "Work":
-        """The same step with these rows only and without its copies, which run once however often rows rerun."""
+        """The same step with these rows only and without its copies, which run once however often
+        rows rerun.
+        """
         return Work(self.step, list(rows))
 
 
@@ -129,8 +140,8 @@ class Result(NamedTuple):
 
 
 class Token(NamedTuple):
-    """A new token, ``index`` counting from 0. ``finish`` is set on a sequence's last one, which is then also its
-    one finish event: no Finished follows.
+    """A new token, ``index`` counting from 0. ``finish`` is set on a sequence's last one, which is
+    then also its one finish event: no Finished follows.
     """
 
     sequence: Sequence

@@ -1,4 +1,5 @@
-"""One step on paper: who runs, who starts, who is preempted. Pure: reads and counts, changes nothing.
+"""One step on paper: who runs, who starts, who is preempted. Pure: reads and counts, changes
+nothing.
 
 Owns the decision. Blocks are only numbers here; ``commit`` in scheduler.py takes the ids.
 """
@@ -22,12 +23,16 @@ class State:
     policy: Fifo  # holds the waiting ones
     step: int = 0
     running: list[Sequence] = field(default_factory=list)  # by the policy's place
-    families: dict[str, list[Sequence]] = field(default_factory=dict)  # live sequences by request id
+    families: dict[str, list[Sequence]] = field(
+        default_factory=dict
+    )  # live sequences by request id
     victim: Sequence | None = None  # nothing starts until it fits again or a sequence ends
 
     @property
     def margin(self) -> int:
-        """Units kept free for what runs. Nothing runs: nothing is kept, else a large request would never start."""
+        """Units kept free for what runs. Nothing runs: nothing is kept, else a large request would
+        never start.
+        """
         return math.ceil(self.limits.safety_margin * self.cache.pool.units)
 
 
@@ -61,7 +66,9 @@ class _Draft:
         self._dropped: dict[int, int] = {}  # references that planned preemptions give back
 
     def run(self, sequences: Iterable[Sequence]) -> None:
-        """A row for each running sequence while tokens last; who lacks blocks takes them from the youngest."""
+        """A row for each running sequence while tokens last; who lacks blocks takes them from the
+        youngest.
+        """
         for sequence in sequences:
             if not self.tokens:
                 return
@@ -80,7 +87,9 @@ class _Draft:
                 self.rows.append(Row(sequence, start, count, count == missing))
 
     def _preempt_youngest(self) -> Sequence:
-        """Last come, first preempted: the oldest of the running keeps going, so every step makes progress."""
+        """Last come, first preempted: the oldest of the running keeps going, so every step makes
+        progress.
+        """
         candidates = [s for s in self.state.running if s.id not in self._gone]
         victim = max(candidates, key=self.state.policy.rank)
         for row in self.rows:
@@ -99,10 +108,12 @@ class _Draft:
         return victim
 
     def admit(self) -> None:
-        """Start waiting sequences in the policy's order; the first that cannot start ends it: no overtaking.
+        """Start waiting sequences in the policy's order; the first that cannot start ends it: no
+        overtaking.
 
-        That tokens are left means that every running prefill ends in this step, so what is free beyond the rows
-        is free for whole prompts: blocks are taken chunk by chunk, admission is all or nothing.
+        That tokens are left means that every running prefill ends in this step, so what is free
+        beyond the rows is free for whole prompts: blocks are taken chunk by chunk, admission is all
+        or nothing.
         """
         state = self.state
         if self.preempted or not self.tokens:
@@ -110,7 +121,10 @@ class _Draft:
         if state.victim is not None and self._entry(state.victim) is None:
             return
         for sequence in state.policy.candidates():
-            if not self.tokens or len(state.running) + len(self.admitted) >= state.limits.max_requests:
+            if (
+                not self.tokens
+                or len(state.running) + len(self.admitted) >= state.limits.max_requests
+            ):
                 return
             entry = self._entry(sequence)
             if entry is None:
@@ -125,16 +139,20 @@ class _Draft:
             self.rows.append(Row(sequence, start, count, count == missing))
 
     def _entry(self, sequence: Sequence) -> tuple[Admission, list[int], int] | None:
-        """How the sequence would start, the evictable units it claims, and the units its first tokens take.
+        """How the sequence would start, the evictable units it claims, and the units its first
+        tokens take.
 
-        None: its whole remaining prefill and one more block do not fit, or a sibling is computing its prompt.
+        None: its whole remaining prefill and one more block do not fit, or a sibling is computing
+        its prompt.
         """
         claimed: list[int] = []
         if sequence.host:
             admission = Admission(sequence, Source.RESTORE, sequence.computed, None)
             establish = self.cache.held(sequence)
         else:
-            shared = sequence.prompt_len - 1  # the prompt's last token is computed anew: it predicts
+            shared = (
+                sequence.prompt_len - 1
+            )  # the prompt's last token is computed anew: it predicts
             sibling, wait = self._sibling(sequence, shared)
             if wait:
                 return None
@@ -151,7 +169,9 @@ class _Draft:
         return (admission, claimed, establish) if need <= self.free - margin else None
 
     def _sibling(self, sequence: Sequence, shared: int) -> tuple[Sequence | None, bool]:
-        """A running sibling to fork from, or whether to wait for one that is still computing the prompt."""
+        """A running sibling to fork from, or whether to wait for one that is still computing the
+        prompt.
+        """
         family = self.state.families[sequence.request.id]
         if len(family) == 1 or not shared:
             return None, False

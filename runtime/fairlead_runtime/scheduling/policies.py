@@ -1,4 +1,6 @@
-"""Who comes first: one small type per policy. Owns the waiting queue; never looks at blocks or budgets."""
+"""Who comes first: one small type per policy. Owns the waiting queue; never looks at blocks or
+budgets.
+"""
 
 import heapq
 from bisect import bisect_left, insort
@@ -30,10 +32,14 @@ class Fifo:
         insort(self._queue, sequence, key=self.place)
 
     def remove(self, sequence: Sequence) -> None:
-        _remove(self._queue, sequence, bisect_left(self._queue, self.place(sequence), key=self.place))
+        _remove(
+            self._queue, sequence, bisect_left(self._queue, self.place(sequence), key=self.place)
+        )
 
     def candidates(self) -> Iterator[Sequence]:
-        """Waiting ones in the order in which they may start. Asking for the next tells that the last one did."""
+        """Waiting ones in the order in which they may start. Asking for the next tells that the
+        last one did.
+        """
         return iter(self._queue)
 
     def __len__(self) -> int:
@@ -68,11 +74,13 @@ class Priority(Fifo):
 
 
 class Fair(Fifo):
-    """Weighted fair sharing among tenants, equal weights: the Virtual Token Counter of Sheng et al., OSDI 2024.
+    """Weighted fair sharing among tenants, equal weights: the Virtual Token Counter of Sheng et
+    al., OSDI 2024.
 
-    Each tenant has a counter of service received: 1 a prompt token, charged when it starts, 2 a generated token.
-    The smallest counter starts next, the largest is preempted first. A tenant that was idle is lifted to
-    the smallest counter among the others, so that nobody saves up credit by staying away.
+    Each tenant has a counter of service received: 1 a prompt token, charged when it starts, 2 a
+    generated token. The smallest counter starts next, the largest is preempted first. A tenant that
+    was idle is lifted to the smallest counter among the others, so that nobody saves up credit by
+    staying away.
     """
 
     prompt_cost, output_cost = 1, 2
@@ -97,7 +105,10 @@ class Fair(Fifo):
             del self._queues[sequence.request.tenant]
 
     def candidates(self) -> Iterator[Sequence]:
-        heads = [(self._counters[tenant], queue[0].id, tenant, 0) for tenant, queue in self._queues.items()]
+        heads = [
+            (self._counters[tenant], queue[0].id, tenant, 0)
+            for tenant, queue in self._queues.items()
+        ]
         heapq.heapify(heads)
         while heads:
             counter, _, tenant, at = heads[0]
@@ -118,8 +129,12 @@ class Fair(Fifo):
             others = [self._counters[t] for t in self._live]
             self._floor = max(self._floor, min(others)) if others else self._floor
             self._counters[tenant] = max(self._counters.get(tenant, 0), self._floor)
-            if len(self._counters) > 2 * len(self._live) + 64:  # the floor has overtaken most idle ones
-                keep = {t: c for t, c in self._counters.items() if c > self._floor or t in self._live}
+            if (
+                len(self._counters) > 2 * len(self._live) + 64
+            ):  # the floor has overtaken most idle ones
+                keep = {
+                    t: c for t, c in self._counters.items() if c > self._floor or t in self._live
+                }
                 self._counters = keep | {tenant: self._counters[tenant]}
         self._live[tenant] = self._live.get(tenant, 0) + 1
 
@@ -139,7 +154,9 @@ class Fair(Fifo):
                 self._floor = max(self._floor, self._counters[tenant])
 
     def _start_cost(self, sequence: Sequence) -> int:
-        """Choices share their prompt, and a preemption is not the tenant's doing: both are charged once."""
+        """Choices share their prompt, and a preemption is not the tenant's doing: both are charged
+        once.
+        """
         if sequence.preemptions or sequence.choice:
             return 0
         return self.prompt_cost * sequence.prompt_len

@@ -4,8 +4,9 @@
     commit   takes blocks, moves sequences, says what the device must do
     update   appends the sampled tokens, finishes, gives blocks back
 
-There are no phases: ``computed`` chases ``len(tokens)``, and chunked prefill, prefix hits, preemption, resumption
-and forks are that one rule. Owns queues and sequences; never touches a tensor, a clock or randomness.
+There are no phases: ``computed`` chases ``len(tokens)``, and chunked prefill, prefix hits,
+preemption, resumption and forks are that one rule. Owns queues and sequences; never touches a
+tensor, a clock or randomness.
 """
 
 from bisect import bisect_left, insort
@@ -42,10 +43,18 @@ class StepError(RuntimeError):
 
 
 class Scheduler:
-    """Decides who runs in each step and which blocks hold what. Not thread-safe: one thread owns it."""
+    """Decides who runs in each step and which blocks hold what. Not thread-safe: one thread owns
+    it.
+    """
 
     def __init__(self, limits: Limits, groups: Seq[LayerGroup], identity: bytes = b"") -> None:
-        for name in ("max_batch_tokens", "max_requests", "block_size", "num_blocks", "max_model_len"):
+        for name in (
+            "max_batch_tokens",
+            "max_requests",
+            "block_size",
+            "num_blocks",
+            "max_model_len",
+        ):
             if getattr(limits, name) < 1:
                 raise ValueError(f"{name}: must be at least 1, not {getattr(limits, name)}")
         self.limits = limits
@@ -67,7 +76,9 @@ class Scheduler:
     # -- what comes in
 
     def judge(self, prompt_len: int, max_tokens: int | None) -> Verdict:
-        """Whether such a request may come in. ``max_tokens`` None is clipped to what the limits leave."""
+        """Whether such a request may come in. ``max_tokens`` None is clipped to what the limits
+        leave.
+        """
         return judge(self.state, prompt_len, max_tokens)
 
     def add(self, request: Request) -> tuple[Sequence, ...]:
@@ -77,7 +88,9 @@ class Scheduler:
         if request.id in self.state.families:
             raise RequestError("id", f"{request.id!r} is already being served: choose another")
         params = request.params
-        stops = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else request.eos_ids)
+        stops = frozenset(params.stop_token_ids) | (
+            frozenset() if params.ignore_eos else request.eos_ids
+        )
         family: list[Sequence] = []
         self.state.families[request.id] = family
         for choice in range(params.n):
@@ -106,7 +119,11 @@ class Scheduler:
     def fail(self, sequence_id: int, message: str) -> list[Finished]:
         """End one sequence that cannot be computed; no other is touched."""
         sequence = self._live.get(sequence_id)
-        return [] if sequence is None else [self._end(sequence, Status.FAILED, FinishReason.ERROR, message)]
+        return (
+            []
+            if sequence is None
+            else [self._end(sequence, Status.FAILED, FinishReason.ERROR, message)]
+        )
 
     # -- a step
 
@@ -115,7 +132,9 @@ class Scheduler:
         return plan_step(self.state)
 
     def commit(self, plan: Plan) -> Work:
-        """Take the plan's blocks and move its sequences. Raises rather than to give less than was planned."""
+        """Take the plan's blocks and move its sequences. Raises rather than to give less than was
+        planned.
+        """
         if plan.step != self.state.step:
             raise StepError(f"plan of step {plan.step} committed in step {self.state.step}")
         cache = self.state.cache
@@ -144,7 +163,9 @@ class Scheduler:
         return work
 
     def update(self, work: Work, results: Mapping[int, Result]) -> list[Event]:
-        """Take in what the device computed. Every row of ``work`` counts as run; a sampling one needs its result."""
+        """Take in what the device computed. Every row of ``work`` counts as run; a sampling one
+        needs its result.
+        """
         cache, size = self.state.cache, self.state.cache.block_size
         every_step = cache.has_windows
         events: list[Event] = []
@@ -160,7 +181,9 @@ class Scheduler:
                 events.append(self._end(sequence, Status.FAILED, FinishReason.ERROR, result.error))
                 continue
             if samples and result is None:
-                raise StepError(f"sequence {sequence.id} sampled in step {work.step} but has no result")
+                raise StepError(
+                    f"sequence {sequence.id} sampled in step {work.step} but has no result"
+                )
             computed = sequence.computed = start + count
             if count > 1 or every_step or not computed % size:
                 cache.settle(sequence)
@@ -208,7 +231,9 @@ class Scheduler:
         elif source is Source.PREFIX:
             hit = state.cache.hit(sequence)
             if hit.tokens != start:
-                raise StepError(f"sequence {sequence.id}: {hit.tokens} tokens cached, {start} planned")
+                raise StepError(
+                    f"sequence {sequence.id}: {hit.tokens} tokens cached, {start} planned"
+                )
             state.cache.adopt(sequence, hit)
             if not sequence.preemptions and state.cache.sharing:
                 self._queries += len(sequence.tokens)
@@ -233,8 +258,12 @@ class Scheduler:
             raise StepError(f"sequence {sequence.id} is not running")
         del running[at]
 
-    def _end(self, sequence: Sequence, status: Status, reason: FinishReason, message: str = "") -> Finished:
-        """The one way out: blocks back, out of its queue, state final. Lifts the hold after a preemption."""
+    def _end(
+        self, sequence: Sequence, status: Status, reason: FinishReason, message: str = ""
+    ) -> Finished:
+        """The one way out: blocks back, out of its queue, state final. Lifts the hold after a
+        preemption.
+        """
         if sequence.status is Status.PENDING:
             self.state.policy.remove(sequence)
         else:
@@ -276,7 +305,9 @@ class Scheduler:
         return SchedulerStats(
             running=len(self.state.running),
             waiting=len(self.state.policy),
-            offloaded=sum(1 for s in self._live.values() if s.host) if self.limits.offload_units else 0,
+            offloaded=sum(1 for s in self._live.values() if s.host)
+            if self.limits.offload_units
+            else 0,
             units=pool.units,
             free=len(pool.free),
             cached=len(pool.cached),
@@ -289,5 +320,7 @@ class Scheduler:
         )
 
     def check(self) -> None:
-        """Raise InvariantViolation, which names the invariant, unless all hold. For between steps; O(cache)."""
+        """Raise InvariantViolation, which names the invariant, unless all hold. For between steps;
+        O(cache).
+        """
         check(self.state, self._live)

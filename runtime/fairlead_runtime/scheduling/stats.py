@@ -1,4 +1,6 @@
-"""What can be counted: gauges of the moment, counters since the start, and what the last step held. Values only."""
+"""What can be counted: gauges of the moment, counters since the start, and what the last step held.
+Values only.
+"""
 
 from dataclasses import dataclass
 
@@ -16,7 +18,9 @@ class StepStats:
 
 @dataclass(frozen=True, slots=True)
 class SchedulerStats:
-    """Gauges (now) and counters (since start) for metrics and debugging. Units, not whole-model blocks."""
+    """Gauges (now) and counters (since start) for metrics and debugging. Units, not whole-model
+    blocks.
+    """
 
     running: int
     waiting: int

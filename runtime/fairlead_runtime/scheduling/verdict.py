@@ -1,13 +1,17 @@
-"""May this request come in? OK, LATER or NEVER, decided on lengths alone. Pure: reads the state, changes nothing."""
+"""May this request come in? OK, LATER or NEVER, decided on lengths alone. Pure: reads the state,
+changes nothing.
+"""
 
 from fairlead_runtime.scheduling.plan import Limits, Verdict, VerdictKind
 from fairlead_runtime.scheduling.planner import State
 
 
 def judge(state: State, prompt_len: int, max_tokens: int | None) -> Verdict:
-    """NEVER iff prompt + max_tokens exceeds what one request may hold alone; None is clipped to what is left.
+    """NEVER iff prompt + max_tokens exceeds what one request may hold alone; None is clipped to
+    what is left.
 
-    OK and LATER are for the moment of asking and count no prefix hit, so a request may start sooner than said.
+    OK and LATER are for the moment of asking and count no prefix hit, so a request may start sooner
+    than said.
     """
     limits, cache = state.limits, state.cache
     if refusal := never(limits, prompt_len, max_tokens):
@@ -35,7 +39,9 @@ def never(limits: Limits, prompt_len: int, max_tokens: int | None) -> str:
     if limits.capacity == limits.max_model_len:
         holds = f"one sequence holds {limits.capacity} (max_model_len)"
     else:
-        holds = f"the cache holds {limits.capacity} ({limits.num_blocks} blocks * {limits.block_size})"
+        holds = (
+            f"the cache holds {limits.capacity} ({limits.num_blocks} blocks * {limits.block_size})"
+        )
     room = limits.capacity - prompt_len
     fix = f"lower max_tokens to {room} or shorten the prompt" if room > 0 else "shorten the prompt"
     return f"prompt {prompt_len} + max_tokens {wanted} = {prompt_len + wanted} tokens, but {holds}: {fix}"

@@ -1,9 +1,10 @@
 """Token ids to text, one token at a time and never a piece of a character.
 
-Owns what of a choice's text is settled and what may still change with the next token. Special tokens make no text.
-Knows no stop text and no request. The pieces concatenate to the text of the whole, with one documented exception:
-where a sentencepiece vocabulary spells out bytes and a run of them is invalid, transformers replaces the whole run,
-while here, as a stream cannot take back what it said, only the invalid bytes become U+FFFD.
+Owns what of a choice's text is settled and what may still change with the next token. Special
+tokens make no text. Knows no stop text and no request. The pieces concatenate to the text of the
+whole, with one documented exception: where a sentencepiece vocabulary spells out bytes and a run of
+them is invalid, transformers replaces the whole run, while here, as a stream cannot take back what
+it said, only the invalid bytes become U+FFFD.
 """
 
 import codecs
@@ -16,8 +17,9 @@ from typing import Any
 from tokenizers import Tokenizer
 
 REPLACEMENT = "\ufffd"
-# A character spans at most 4 bytes, thus 4 tokens: what lies further back is settled. A decoder that looks at its
-# neighbours (a space that is dropped at the start of a text) needs one token more.
+# A character spans at most 4 bytes, thus 4 tokens: what lies further back is settled. A decoder
+# that looks at its neighbours (a space that is dropped at the start of a text) needs one token
+# more.
 CONTEXT = 6
 WINDOW = 4 * CONTEXT
 
@@ -28,16 +30,18 @@ _utf8 = codecs.getincrementaldecoder("utf-8")
 class Vocabulary:
     """What decoding needs of a tokenizer; made once per model by ``vocabulary_of``.
 
-    ``decode`` turns ids into text by the tokenizer's own rules. ``special`` ids make no text. ``spelled`` are ids
-    that stand for fixed bytes, wherever they are: with ``bytewise`` every id of the vocabulary, else at most the
-    256 of byte fallback, ``<0xNN>``.
+    ``decode`` turns ids into text by the tokenizer's own rules. ``special`` ids make no text.
+    ``spelled`` are ids that stand for fixed bytes, wherever they are: with ``bytewise`` every id of
+    the vocabulary, else at most the 256 of byte fallback, ``<0xNN>``.
     """
 
     decode: Callable[[Sequence[int]], str]
     special: frozenset[int]
     spelled: Mapping[int, bytes]
     bytewise: bool
-    token_text: Callable[[int], str]  # one token by itself, special ones too: what log-probabilities show
+    token_text: Callable[
+        [int], str
+    ]  # one token by itself, special ones too: what log-probabilities show
 
 
 def vocabulary_of(tokenizer: Any) -> Vocabulary:
@@ -63,10 +67,14 @@ def _slow_vocabulary(tokenizer: Any) -> Vocabulary:
     """For tokenizers of transformers that have no Rust backend."""
 
     def decode(ids: Sequence[int]) -> str:
-        text: str = tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        text: str = tokenizer.decode(
+            list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False
+        )
         return text
 
-    return Vocabulary(decode, frozenset(tokenizer.all_special_ids), {}, False, lambda token: decode([token]))
+    return Vocabulary(
+        decode, frozenset(tokenizer.all_special_ids), {}, False, lambda token: decode([token])
+    )
 
 
 def _spelled(backend: Tokenizer) -> tuple[dict[int, bytes], bool]:
@@ -90,14 +98,20 @@ def _decoder_kinds(backend: Tokenizer) -> list[str]:
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """Byte-level BPE's stand-ins: printable Latin-1 as itself, the other bytes from U+0100 on (GPT-2's table)."""
+    """Byte-level BPE's stand-ins: printable Latin-1 as itself, the other bytes from U+0100 on
+    (GPT-2's table).
+    """
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(0x100 + i): byte for i, byte in enumerate(others)}
+    return {chr(byte): byte for byte in printable} | {
+        chr(0x100 + i): byte for i, byte in enumerate(others)
+    }
 
 
 def _bytes_of(piece: str, alphabet: Mapping[str, int]) -> bytes:
-    """A piece's bytes; one with a character outside the alphabet (an added token) stands for itself."""
+    """A piece's bytes; one with a character outside the alphabet (an added token) stands for
+    itself.
+    """
     try:
         return bytes([alphabet[character] for character in piece])
     except KeyError:
@@ -113,8 +127,8 @@ class Detokenizer:
         self._vocabulary = vocabulary
         self._bytes = _utf8(errors="replace")
         self._in_bytes = False
-        # The last tokens that made text, how many characters of their text have been handed out, and whether
-        # the one left over is a U+FFFD that waits for the next token.
+        # The last tokens that made text, how many characters of their text have been handed out,
+        # and whether the one left over is a U+FFFD that waits for the next token.
         self._window = [t for t in prompt[-WINDOW:] if t not in vocabulary.special][-CONTEXT:]
         self._given = 0
         self._held = False
@@ -124,7 +138,9 @@ class Detokenizer:
             self._rebase()
 
     def add(self, token: int) -> str:
-        """The text that is settled now and was not before; often empty in the middle of a character."""
+        """The text that is settled now and was not before; often empty in the middle of a
+        character.
+        """
         if token in self._vocabulary.special:
             return ""
         spelled = self._vocabulary.spelled.get(token)
@@ -154,7 +170,9 @@ class Detokenizer:
         return held
 
     def _settled(self) -> str:
-        """All but a last U+FFFD, which may become a character; the one before it cannot change any more."""
+        """All but a last U+FFFD, which may become a character; the one before it cannot change any
+        more.
+        """
         text = self._vocabulary.decode(self._window)
         self._held = text.endswith(REPLACEMENT)
         end = len(text) - self._held

@@ -1,7 +1,7 @@
 """From the engine's events to what a client reads: Emitted → Output.
 
-Owns one choice's text: incremental detokenizing, stop texts, log-probabilities in clients' shape. Runs on the
-service's side, never in the engine thread. Knows no queue and no asyncio.
+Owns one choice's text: incremental detokenizing, stop texts, log-probabilities in clients' shape.
+Runs on the service's side, never in the engine thread. Knows no queue and no asyncio.
 """
 
 from collections.abc import Sequence
@@ -20,7 +20,9 @@ class StopTexts:
         self._held = ""
 
     def add(self, text: str, *, last: bool) -> tuple[str, str | None]:
-        """What may be shown now, and the stop text that was found (the leftmost; of those, the first given)."""
+        """What may be shown now, and the stop text that was found (the leftmost; of those, the
+        first given).
+        """
         if not self._stops:
             return text, None
         held = self._held + text
@@ -55,8 +57,8 @@ class Choice:
         self._token_text = vocabulary.token_text
 
     def take(self, events: Sequence[Emitted]) -> tuple[Output, bool]:
-        """One Output for everything that came since the last; True when a stop text ended the choice early,
-        so that the engine must be told.
+        """One Output for everything that came since the last; True when a stop text ended the
+        choice early, so that the engine must be told.
         """
         token_ids: list[int] = []
         logprobs: list[dict[int, Logprob]] = []

@@ -1,7 +1,7 @@
 """From what a client means to what the engine takes: Submission → Request.
 
-Owns the checks that hold for every way in (server, Python API, command line) and the resolution of seed,
-max_tokens and end-of-sequence ids. Knows no queue and no HTTP.
+Owns the checks that hold for every way in (server, Python API, command line) and the resolution of
+seed, max_tokens and end-of-sequence ids. Knows no queue and no HTTP.
 """
 
 import itertools
@@ -14,7 +14,9 @@ from fairlead_runtime.seeds import resolve_seed
 
 
 class Intake:
-    """``resolve_max_tokens(prompt_len, max_tokens)`` is the engine's; ``seed`` its default for requests without one."""
+    """``resolve_max_tokens(prompt_len, max_tokens)`` is the engine's; ``seed`` its default for
+    requests without one.
+    """
 
     def __init__(
         self,
@@ -51,6 +53,8 @@ class Intake:
         )
 
     def _within_vocabulary(self, field: str, ids: tuple[int, ...]) -> None:
-        """Ids index the embedding and the logits: outside of them the device would fail, not this request."""
+        """Ids index the embedding and the logits: outside of them the device would fail, not this
+        request.
+        """
         if ids and (min(ids) < 0 or max(ids) >= self._vocab_size):
             raise RequestError(field, f"token ids must be from 0 to {self._vocab_size - 1}")

@@ -1,10 +1,11 @@
 """What happened to requests, as numbers: counts and distributions since the start.
 
-Owns the clocks of live requests and the totals they end in. Called by the engine thread once per step and once per
-request's beginning and end; read by the thread that answers a scrape. Knows no metric's name and no Prometheus.
+Owns the clocks of live requests and the totals they end in. Called by the engine thread once per
+step and once per request's beginning and end; read by the thread that answers a scrape. Knows no
+metric's name and no Prometheus.
 
-One request counts once, however many choices it has: its first token is that of its fastest choice. Time between
-tokens is that of each choice. Canaries leave no trace in any number about requests.
+One request counts once, however many choices it has: its first token is that of its fastest choice.
+Time between tokens is that of each choice. Canaries leave no trace in any number about requests.
 """
 
 import threading
@@ -24,7 +25,9 @@ BY_THEMSELVES = frozenset({FinishReason.STOP, FinishReason.LENGTH})
 
 @dataclass(slots=True)
 class Distribution:
-    """A histogram in plain numbers: ``counts[i]`` values lie in (bounds[i-1], bounds[i]], the last beyond them all."""
+    """A histogram in plain numbers: ``counts[i]`` values lie in (bounds[i-1], bounds[i]], the last
+    beyond them all.
+    """
 
     bounds: tuple[float, ...]
     counts: list[int] = field(default_factory=list)
@@ -43,7 +46,9 @@ class Distribution:
 
 @dataclass(slots=True)
 class Totals:
-    """Since the start. Times in seconds; the distributions of whole requests are of those that finished by themselves."""
+    """Since the start. Times in seconds; the distributions of whole requests are of those that
+    finished by themselves.
+    """
 
     arrivals: int = 0
     prompt_tokens: int = 0  # of requests whose first token has come
@@ -63,7 +68,9 @@ class Totals:
 
     def copy(self) -> "Totals":
         values: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(self)}
-        copied = {name: v.copy() for name, v in values.items() if isinstance(v, Distribution | Counter)}
+        copied = {
+            name: v.copy() for name, v in values.items() if isinstance(v, Distribution | Counter)
+        }
         return Totals(**values | copied)
 
 
@@ -123,7 +130,9 @@ class Measures(Observer):
                 self._start(work, began)
             tokens = sum([row.count for row in work.rows])
             if self._canaries:
-                tokens -= sum(row.count for row in work.rows if row.sequence.request.id in self._canaries)
+                tokens -= sum(
+                    row.count for row in work.rows if row.sequence.request.id in self._canaries
+                )
             if tokens:
                 self._totals.step_tokens.add(tokens)
             self._count_tokens(events, ended)
@@ -151,7 +160,9 @@ class Measures(Observer):
                 self._totals.queue.add(max(0.0, began - clock.arrived))
 
     def _count_tokens(self, events: Sequence[Event], now: float) -> None:
-        """All tokens of a step come at its end, so most gaps between tokens are equal: each is added once, with its count."""
+        """All tokens of a step come at its end, so most gaps between tokens are equal: each is
+        added once, with its count.
+        """
         gaps: dict[float, int] = {}
         clocks, made = self._clocks, 0
         for event in events:

@@ -1,8 +1,8 @@
 """The numbers of one engine in Prometheus' text format, under vLLM's names and our own.
 
-Owns the mapping from measures and snapshots to series; only the HTTP routes' own metrics are elsewhere. Every series
-is there from the start, with value 0; label values are the model's name and closed sets. A scrape works on copies, so
-the engine thread never waits for one.
+Owns the mapping from measures and snapshots to series; only the HTTP routes' own metrics are
+elsewhere. Every series is there from the start, with value 0; label values are the model's name and
+closed sets. A scrape works on copies, so the engine thread never waits for one.
 """
 
 import math
@@ -12,7 +12,12 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
 from prometheus_client.registry import Collector
 
 from fairlead_runtime import metric_names as names
@@ -72,7 +77,9 @@ class Stats(Measures):
         self._startup = {"loaded": 0.0, "warmed": 0.0}
 
     def started(self, *, loaded: float, warmed: float) -> None:
-        """What the start took, seconds: from the process's begin to the weights in memory, and from there on."""
+        """What the start took, seconds: from the process's begin to the weights in memory, and from
+        there on.
+        """
         self._startup = {"loaded": loaded, "warmed": warmed}
 
     def exposition(self, snapshot: EngineSnapshot, *, draining: bool = False) -> bytes:
@@ -92,9 +99,12 @@ class Stats(Measures):
         return generate_latest(registry)
 
 
-def gauges(reading: Reading, snapshot: EngineSnapshot, now: float, *, draining: bool) -> dict[str, float]:
+def gauges(
+    reading: Reading, snapshot: EngineSnapshot, now: float, *, draining: bool
+) -> dict[str, float]:
     scheduler = snapshot.scheduler
-    # The scheduler's numbers are those after the last step: what came since waits too, until its first step ends.
+    # The scheduler's numbers are those after the last step: what came since waits too, until its
+    # first step ends.
     arriving = max(0, snapshot.queued - reading.settled)
     units_per_block = max(1, scheduler.units // snapshot.num_blocks)
     return {
@@ -116,7 +126,9 @@ def counters(reading: Reading, snapshot: EngineSnapshot, rising: "Rising") -> di
     return {
         names.PROMPT_TOKENS: totals.prompt_tokens,
         names.GENERATION_TOKENS: totals.generation_tokens,
-        names.PREFIX_CACHE_QUERIES: max(0, queries - totals.canaries),  # each looks its one token up
+        names.PREFIX_CACHE_QUERIES: max(
+            0, queries - totals.canaries
+        ),  # each looks its one token up
         names.PREFIX_CACHE_HITS: rising.total(names.PREFIX_CACHE_HITS, scheduler.prefix_hits),
         names.PREEMPTIONS: rising.total(names.PREEMPTIONS, scheduler.preemptions),
         names.ARRIVALS: totals.arrivals,
@@ -148,7 +160,9 @@ def histograms(totals: Totals) -> dict[str, Distribution]:
 
 
 class Rising:
-    """Counters of a part that is made anew after a fault and then starts from 0: their sum over all its lives."""
+    """Counters of a part that is made anew after a fault and then starts from 0: their sum over all
+    its lives.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -166,8 +180,8 @@ class Rising:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Scrape(Collector):
-    """One scrape's values as metric families. ``finished`` by reason; ``cache`` are the labels of its info series,
-    ``startup`` seconds by phase.
+    """One scrape's values as metric families. ``finished`` by reason; ``cache`` are the labels of
+    its info series, ``startup`` seconds by phase.
     """
 
     model: str
@@ -184,10 +198,14 @@ class Scrape(Collector):
             gauge = GaugeMetricFamily(name, HELP[name], labels=labels)
             gauge.add_metric(values, number)
             yield gauge
-        info = GaugeMetricFamily(names.CACHE_CONFIG, HELP[names.CACHE_CONFIG], labels=(*labels, *self.cache))
+        info = GaugeMetricFamily(
+            names.CACHE_CONFIG, HELP[names.CACHE_CONFIG], labels=(*labels, *self.cache)
+        )
         info.add_metric((*values, *self.cache.values()), 1)
         yield info
-        startup = GaugeMetricFamily(names.STARTUP, HELP[names.STARTUP], labels=(*labels, names.PHASE))
+        startup = GaugeMetricFamily(
+            names.STARTUP, HELP[names.STARTUP], labels=(*labels, names.PHASE)
+        )
         for phase, seconds in self.startup.items():
             startup.add_metric((*values, phase), seconds)
         yield startup

@@ -1,8 +1,9 @@
 """The asynchronous face of the engine: submit → stream, cancel, drain.
 
-Owns the engine's thread and the queue back from it: one wake-up of the event loop per step, however many tokens
-the step gave. No engine object leaks through it: what goes in is a Submission, what comes out are Outputs, so it
-can move to a process of its own. Text is made here, when a stream is read, never in the engine thread.
+Owns the engine's thread and the queue back from it: one wake-up of the event loop per step, however
+many tokens the step gave. No engine object leaks through it: what goes in is a Submission, what
+comes out are Outputs, so it can move to a process of its own. Text is made here, when a stream is
+read, never in the engine thread.
 """
 
 import asyncio
@@ -76,7 +77,8 @@ class Service:
     def start(self) -> None:
         """Start the engine's thread; call it on the event loop that will read the streams."""
         gc.collect()
-        gc.freeze()  # the model's and libraries' objects live as long as the process: never walk them again
+        # the model's and libraries' objects live as long as the process: never walk them again
+        gc.freeze()
         self._loop = asyncio.get_running_loop()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
@@ -146,7 +148,9 @@ class Service:
 
     async def canary(self, patience: float = 10.0) -> int:
         request, before = canary(), self._tokens
-        stream = self._start(request, Submission(prompt=request.prompt, params=request.params), bounded=False)
+        stream = self._start(
+            request, Submission(prompt=request.prompt, params=request.params), bounded=False
+        )
         try:
             async with asyncio.timeout(patience), stream:
                 output = await anext(stream)
@@ -196,7 +200,9 @@ class Service:
             raise ServiceError("the engine is in a long step: ask again", retry_after=1.0) from None
 
     async def prove_idle(self) -> None:
-        """Send a canary unless real requests prove the path; health remembers those that fail in a row."""
+        """Send a canary unless real requests prove the path; health remembers those that fail in a
+        row.
+        """
         if self._streams or self._draining:
             return
         try:
@@ -243,7 +249,11 @@ class Service:
             if stream.push(event, now):
                 self._forget(event.request_id)
             elif stream.overdue(now):
-                stream.end(SlowReader("the stream was read too slowly: its output no longer fits the buffer"))
+                stream.end(
+                    SlowReader(
+                        "the stream was read too slowly: its output no longer fits the buffer"
+                    )
+                )
                 self._engine.abort(event.request_id)
                 self._slow_readers += 1
 

@@ -1,6 +1,7 @@
 """One submission's way back: events in from the engine, Outputs out to a reader who may be slow.
 
-Owns the buffer between the two and its bound. Text is made when it is read. Belongs to the event loop's thread.
+Owns the buffer between the two and its bound. Text is made when it is read. Belongs to the event
+loop's thread.
 """
 
 import asyncio
@@ -67,7 +68,9 @@ class Stream:
         await self.aclose()
 
     def push(self, event: Emitted, now: float) -> bool:
-        """Take an event of the engine, which costs nothing but memory until somebody reads; True with the last."""
+        """Take an event of the engine, which costs nothing but memory until somebody reads; True
+        with the last.
+        """
         if event.error is not None:
             self._open.clear()
             self.end(event.error)
@@ -92,7 +95,9 @@ class Stream:
         self._changed.set()
 
     def overdue(self, now: float) -> bool:
-        return bool(self._events) and (self._held > MAX_HELD or now - self._unread_since > MAX_UNREAD)
+        return bool(self._events) and (
+            self._held > MAX_HELD or now - self._unread_since > MAX_UNREAD
+        )
 
     def _read(self) -> None:
         events, self._events = self._events, {}

@@ -1,6 +1,8 @@
-"""Which settings would let an engine start that does not fit: numbers, each tried by solving the equation again.
+"""Which settings would let an engine start that does not fit: numbers, each tried by solving the
+equation again.
 
-Owns the words for the command line; ``memory`` owns those for the custom resource. Pure, like the equation.
+Owns the words for the command line; ``memory`` owns those for the custom resource. Pure, like the
+equation.
 """
 
 from bisect import bisect_left
@@ -18,14 +20,22 @@ STEP = 0.25  # GiB: steps in which an offload space is suggested
 
 
 def to_start(
-    shape: ModelShape, config: EngineConfig, device: DeviceFacts, measured: Mapping[str, int] | None = None
+    shape: ModelShape,
+    config: EngineConfig,
+    device: DeviceFacts,
+    measured: Mapping[str, int] | None = None,
 ) -> str:
-    """At most two flags with their values, each of which alone lets the engine start; else the memory it needs."""
+    """At most two flags with their values, each of which alone lets the engine start; else the
+    memory it needs.
+    """
 
     def starts(facts: DeviceFacts = device, **change: Any) -> bool:
-        # A measured term was measured under the settings that do not fit: the planned one follows the change.
+        # A measured term was measured under the settings that do not fit: the planned one follows
+        # the change.
         known = {} if change else dict(measured or {})
-        kept = {name: size for name, size in (measured or {}).items() if name in ("weights", "process")}
+        kept = {
+            name: size for name, size in (measured or {}).items() if name in ("weights", "process")
+        }
         plan = solve(shape, replace(config, **change).clamped(), facts, known or kept)
         return plan.used <= plan.budget and plan.num_blocks >= 1
 
@@ -63,7 +73,11 @@ def _changes(
         ("max_batch_tokens", config.max_batch_tokens),
         ("max_model_len", max_model_len(shape, config)),
     ):
-        halves = [largest >> i for i in range(1, largest.bit_length()) if largest >> i >= config.block_size]
+        halves = [
+            largest >> i
+            for i in range(1, largest.bit_length())
+            if largest >> i >= config.block_size
+        ]
         half = next((n for n in halves if starts(**{name: n})), None)
         if half is not None:
             yield name, half

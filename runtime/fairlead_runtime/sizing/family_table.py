@@ -1,7 +1,8 @@
-"""Model families as data: default settings and what a layer holds of those that are served, and who is refused why.
+"""Model families as data: default settings and what a layer holds of those that are served, and who
+is refused why.
 
-Owns both tables, checked against transformers' own classes by the tests. What is in neither is judged by the self-test
-(``models/judged.py``). Counts nothing; ``shape`` does.
+Owns both tables, checked against transformers' own classes by the tests. What is in neither is
+judged by the self-test (``models/judged.py``). Counts nothing; ``shape`` does.
 """
 
 from collections.abc import Mapping
@@ -11,7 +12,9 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """How one ``model_type`` is built. A bias is a constant or the name of the setting that decides it."""
+    """How one ``model_type`` is built. A bias is a constant or the name of the setting that decides
+    it.
+    """
 
     defaults: Mapping[str, Any]
     aliases: Mapping[str, str] = field(default_factory=dict)  # our name → the family's
@@ -19,7 +22,9 @@ class Family:
     out_bias: bool | str = False
     mlp_bias: bool | str = False
     gated: bool = True
-    mlp_copies: int = 3  # tensors of the MLP's inner width alive at once; measured, see the profiling run
+    mlp_copies: int = (
+        3  # tensors of the MLP's inner width alive at once; measured, see the profiling run
+    )
     logit_copies: int = 1  # the same for logits: 2 where they are scaled or capped afterwards
     grouped: bool = True  # whether num_key_value_heads and head_dim are read at all
     norms: int = 2  # normalisations of the hidden state in one layer
@@ -32,7 +37,9 @@ class Family:
     sinks: bool = False  # one attention sink per head
     window: str = ""  # "": never; "all": one window in every layer; "types": as layer_types say
     window_if: str = ""  # the setting that switches windows on
-    full_every: int | str = 0  # default of layer_types: layers n, 2n, ... are full, the others slide
+    full_every: int | str = (
+        0  # default of layer_types: layers n, 2n, ... are full, the others slide
+    )
     window_from: str = ""  # default of layer_types: this layer and all above it slide
 
 
@@ -56,11 +63,32 @@ def _defaults(
 
 _LLAMA = _defaults(32000, 4096, 11008, 32, 32, 2048)
 _QWEN = _defaults(
-    151936, 4096, 22016, 32, 32, 32768, num_key_value_heads=32, sliding_window=4096, max_window_layers=28
+    151936,
+    4096,
+    22016,
+    32,
+    32,
+    32768,
+    num_key_value_heads=32,
+    sliding_window=4096,
+    max_window_layers=28,
 )
-_GEMMA = {"tie_word_embeddings": True, "head_dim": 256, "sliding_window": 4096, "sliding_window_pattern": 6}
+_GEMMA = {
+    "tie_word_embeddings": True,
+    "head_dim": 256,
+    "sliding_window": 4096,
+    "sliding_window_pattern": 6,
+}
 _MIXTRAL = _defaults(
-    32000, 4096, 14336, 32, 32, 131072, num_key_value_heads=8, num_local_experts=8, num_experts_per_tok=2
+    32000,
+    4096,
+    14336,
+    32,
+    32,
+    131072,
+    num_key_value_heads=8,
+    num_local_experts=8,
+    num_experts_per_tok=2,
 )
 _QWEN_WINDOWS: dict[str, Any] = {
     "window": "types",
@@ -69,7 +97,8 @@ _QWEN_WINDOWS: dict[str, Any] = {
 }
 _ATTENTION_BIAS: dict[str, Any] = {"qkv_bias": "attention_bias", "out_bias": "attention_bias"}
 
-# One entry per model_type: the defaults of transformers 5.23's configuration class and what its layers hold.
+# One entry per model_type: the defaults of transformers 5.23's configuration class and what its
+# layers hold.
 FAMILIES: Mapping[str, Family] = {
     "llama": Family(_LLAMA, mlp_bias="mlp_bias", **_ATTENTION_BIAS),
     "granite": Family(_LLAMA, logit_copies=2, mlp_bias="mlp_bias", **_ATTENTION_BIAS),
@@ -92,7 +121,12 @@ FAMILIES: Mapping[str, Family] = {
     ),
     "gpt_oss": Family(
         _defaults(201088, 2880, 2880, 36, 64, 131072, num_key_value_heads=8, sliding_window=128)
-        | {"head_dim": 64, "attention_bias": True, "num_local_experts": 128, "num_experts_per_tok": 4},
+        | {
+            "head_dim": 64,
+            "attention_bias": True,
+            "num_local_experts": 128,
+            "num_experts_per_tok": 4,
+        },
         aliases={"num_local_experts": "num_experts"},
         experts="intermediate_size",
         expert_bias=True,
@@ -103,7 +137,8 @@ FAMILIES: Mapping[str, Family] = {
         **_ATTENTION_BIAS,
     ),
     "gemma": Family(
-        _defaults(256000, 3072, 24576, 28, 16, 8192, num_key_value_heads=16) | _GEMMA, **_ATTENTION_BIAS
+        _defaults(256000, 3072, 24576, 28, 16, 8192, num_key_value_heads=16) | _GEMMA,
+        **_ATTENTION_BIAS,
     ),
     "gemma2": Family(
         _defaults(256000, 2304, 9216, 26, 8, 8192, num_key_value_heads=4)
@@ -172,7 +207,8 @@ FAMILIES: Mapping[str, Family] = {
     ),
 }
 
-# A family that is not in the table is planned with the most that any in it keeps alive at once: what it does is unknown.
+# A family that is not in the table is planned with the most that any in it keeps alive at once:
+# what it does is unknown.
 UNKNOWN_DENSE = Family({}, mlp_copies=6, logit_copies=2)
 UNKNOWN_EXPERTS = Family({}, mlp_copies=8, logit_copies=2)
 

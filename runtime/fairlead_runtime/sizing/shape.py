@@ -1,8 +1,8 @@
 """ModelShape: what a model's ``config.json`` says about size, without loading anything.
 
-Owns the sizes of every layer, the sliding windows and the exact parameter count, as transformers builds them.
-Reads one mapping; never a file, a network or torch. A config comes from strangers, so every number is bounded
-before it is used.
+Owns the sizes of every layer, the sliding windows and the exact parameter count, as transformers
+builds them. Reads one mapping; never a file, a network or torch. A config comes from strangers, so
+every number is bounded before it is used.
 """
 
 import math
@@ -10,7 +10,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from fairlead_runtime.sizing.family_table import FAMILIES, REFUSED, UNKNOWN_DENSE, UNKNOWN_EXPERTS, Family
+from fairlead_runtime.sizing.family_table import (
+    FAMILIES,
+    REFUSED,
+    UNKNOWN_DENSE,
+    UNKNOWN_EXPERTS,
+    Family,
+)
 
 DTYPE_BYTES: Mapping[str, int] = {"float32": 4, "float16": 2, "bfloat16": 2}
 LARGEST = {
@@ -37,7 +43,9 @@ STANDARD = (
 
 
 class ShapeError(ValueError):
-    """A config.json that cannot be sized. ``field`` names the key; the message says what would work."""
+    """A config.json that cannot be sized. ``field`` names the key; the message says what would
+    work.
+    """
 
     def __init__(self, field: str, message: str) -> None:
         super().__init__(f"config.json: {field}: {message}")
@@ -45,7 +53,9 @@ class ShapeError(ValueError):
 
 
 class UnknownFamilyError(ShapeError):
-    """A family that is not in the table: what its layers hold, and so what they weigh, no config.json says."""
+    """A family that is not in the table: what its layers hold, and so what they weigh, no
+    config.json says.
+    """
 
     def __init__(self, name: str) -> None:
         super().__init__(
@@ -57,7 +67,9 @@ class UnknownFamilyError(ShapeError):
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """Sizes of one model. All counts are elements; ``windows`` has one entry a layer, None for full attention."""
+    """Sizes of one model. All counts are elements; ``windows`` has one entry a layer, None for full
+    attention.
+    """
 
     model_type: str
     layers: int
@@ -77,9 +89,8 @@ class ModelShape:
     dtype: str | None  # the checkpoint's own type, None when the config does not say
     quantized: str  # method of an already quantized checkpoint, "" when it is not
     parameters: int
-    layer_matrices: (
-        int  # parameters in the layers' matrices: what quantization packs and tensor parallel splits
-    )
+    # parameters in the layers' matrices: what quantization packs and tensor parallel splits
+    layer_matrices: int
     layer_channels: int  # output rows of those matrices: one scale each when quantized
 
     @property
@@ -91,12 +102,15 @@ class ModelShape:
     def from_config(cls, config: Mapping[str, Any]) -> "ModelShape":
         """The shape that transformers gives the model of this config.json.
 
-        Keys that the file omits take the defaults of transformers' configuration classes. Raises UnknownFamilyError for a
-        ``model_type`` that is in no table, ShapeError for one that is refused and for values no model can have.
+        Keys that the file omits take the defaults of transformers' configuration classes. Raises
+        UnknownFamilyError for a ``model_type`` that is in no table, ShapeError for one that is
+        refused and for values no model can have.
         """
         name = config.get("model_type")
         if not isinstance(name, str) or name in REFUSED:
-            reason = REFUSED.get(name, "it is no name") if isinstance(name, str) else "it is no name"
+            reason = (
+                REFUSED.get(name, "it is no name") if isinstance(name, str) else "it is no name"
+            )
             known = ", ".join(sorted(FAMILIES))
             raise ShapeError(
                 "model_type",
@@ -108,7 +122,9 @@ class ModelShape:
         family = FAMILIES[name]
         s = _Settings(config, family)
         _refuse(s)
-        layers, hidden, vocab = (s.whole(k) for k in ("num_hidden_layers", "hidden_size", "vocab_size"))
+        layers, hidden, vocab = (
+            s.whole(k) for k in ("num_hidden_layers", "hidden_size", "vocab_size")
+        )
         tied = s.flag("tie_word_embeddings")
         counts = [_layer(s, family, i) for i in range(layers)]
         body = sum((c for c, _ in counts), _Count())
@@ -146,21 +162,27 @@ class ModelShape:
         windows: Sequence[int | None],
         tensors: Iterable[tuple[str, tuple[int, ...]]],
     ) -> "ModelShape":
-        """The shape of a model whose family no table holds: sizes by their usual names, parameters as they are stored.
+        """The shape of a model whose family no table holds: sizes by their usual names, parameters
+        as they are stored.
 
-        ``settings`` has STANDARD's keys where the model's configuration has them, ``tensors`` the name and dimensions of
-        every stored one. What a layer keeps alive is a guess on the safe side, until the profiling run measures it.
-        Raises ShapeError for a size that is missing or that no model can have.
+        ``settings`` has STANDARD's keys where the model's configuration has them, ``tensors`` the
+        name and dimensions of every stored one. What a layer keeps alive is a guess on the safe
+        side, until the profiling run measures it. Raises ShapeError for a size that is missing or
+        that no model can have.
         """
         experts = next((k for k in EXPERTS if settings.get(k)), "")
         s = _Settings(settings, UNKNOWN_EXPERTS if experts else UNKNOWN_DENSE)
         _refuse(s)
-        layers, hidden, vocab = (s.whole(k) for k in ("num_hidden_layers", "hidden_size", "vocab_size"))
+        layers, hidden, vocab = (
+            s.whole(k) for k in ("num_hidden_layers", "hidden_size", "vocab_size")
+        )
         inner = s.optional("intermediate_size") or s.optional("ffn_dim") or 4 * hidden
         chosen = (s.optional("num_experts_per_tok") or 1) if experts else 0
         width = (UNKNOWN_EXPERTS if experts else UNKNOWN_DENSE).mlp_copies * inner
         sizes = list(tensors)
-        matrices = [(n, d) for n, d in sizes if len(d) > 1 and any(part.isdigit() for part in n.split("."))]
+        matrices = [
+            (n, d) for n, d in sizes if len(d) > 1 and any(part.isdigit() for part in n.split("."))
+        ]
         return cls(
             model_type=str(config.get("model_type")),
             layers=layers,
@@ -188,14 +210,18 @@ class ModelShape:
 
 @dataclass(frozen=True, slots=True)
 class _Count:
-    """Parameters of a part: in matrices, those matrices' output rows, and all else (norms, biases, sinks)."""
+    """Parameters of a part: in matrices, those matrices' output rows, and all else (norms, biases,
+    sinks).
+    """
 
     matrices: int = 0
     channels: int = 0
     rest: int = 0
 
     def __add__(self, other: "_Count") -> "_Count":
-        return _Count(self.matrices + other.matrices, self.channels + other.channels, self.rest + other.rest)
+        return _Count(
+            self.matrices + other.matrices, self.channels + other.channels, self.rest + other.rest
+        )
 
     def __mul__(self, times: int) -> "_Count":
         return _Count(self.matrices * times, self.channels * times, self.rest * times)
@@ -232,7 +258,9 @@ class _Settings:
     def whole(self, name: str, low: int = 1) -> int:
         value, high = self.get(name), LARGEST.get(name, LARGEST_ELSE)
         if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-            raise ShapeError(name, f"must be a whole number from {low} to {high}, not {str(value)[:40]}")
+            raise ShapeError(
+                name, f"must be a whole number from {low} to {high}, not {str(value)[:40]}"
+            )
         return value
 
     def flag(self, name: str) -> bool:
@@ -274,8 +302,11 @@ def _mlp(s: _Settings, family: Family, index: int) -> tuple[_Count, int]:
     )
     expert = _linear(hidden, parts * inner, bias=family.expert_bias)
     expert += _linear(inner, hidden, bias=family.expert_bias)
-    router = _Count(rest=hidden * experts + (experts if family.expert_bias else 0))  # never quantized
-    # Each chosen expert gets a copy of its tokens and gives one back; then those are weighted, put in order and summed.
+    router = _Count(
+        rest=hidden * experts + (experts if family.expert_bias else 0)
+    )  # never quantized
+    # Each chosen expert gets a copy of its tokens and gives one back; then those are weighted, put
+    # in order and summed.
     inside = max(family.mlp_copies * inner + 2 * hidden, (family.mlp_copies + 1) * inner + hidden)
     summed = (5 if family.expert_bias else 4) * hidden
     return expert * experts + router, chosen * (max(inside, summed) + ROUTED)
@@ -291,7 +322,9 @@ def _sparse(s: _Settings, family: Family, index: int) -> bool:
 
 
 def _windows(s: _Settings, family: Family, layers: int) -> tuple[int | None, ...]:
-    """Layer i sees keys p-W+1..p of position p when its entry is W, and all of 0..p when it is None."""
+    """Layer i sees keys p-W+1..p of position p when its entry is W, and all of 0..p when it is
+    None.
+    """
     on = bool(family.window) and (not family.window_if or s.flag(family.window_if))
     window = s.optional("sliding_window") if on else None
     if window is None or family.window == "all":
@@ -318,7 +351,9 @@ def _slides(s: _Settings, family: Family, index: int) -> bool:
 
 def _refuse(s: _Settings) -> None:
     if s.get("use_bidirectional_attention"):
-        raise ShapeError("use_bidirectional_attention", "such a model reads text, it does not write any")
+        raise ShapeError(
+            "use_bidirectional_attention", "such a model reads text, it does not write any"
+        )
     if s.get("per_layer_config"):
         raise ShapeError("per_layer_config", "layers of different sizes are not supported")
 
@@ -329,7 +364,9 @@ def _dtype(config: Mapping[str, Any]) -> str | None:
         return None
     name = str(value)[:40].removeprefix("torch.")
     if name not in DTYPE_BYTES:
-        raise ShapeError("dtype", f"{name!r} is not supported; supported are {', '.join(DTYPE_BYTES)}")
+        raise ShapeError(
+            "dtype", f"{name!r} is not supported; supported are {', '.join(DTYPE_BYTES)}"
+        )
     return name
 
 

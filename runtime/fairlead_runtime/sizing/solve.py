@@ -1,8 +1,9 @@
 """The memory plan in words and, once measured, beside what was found: the face of ``sizing``.
 
-The operator plans with facts from a resource, the runtime with facts of its machine and, after a profiling run,
-with measured terms in the place of planned ones: one equation for all three. Owns the fit verdict with its fix,
-which names the fields of the custom resource, and the report behind ``/debug/memory``.
+The operator plans with facts from a resource, the runtime with facts of its machine and, after a
+profiling run, with measured terms in the place of planned ones: one equation for all three. Owns
+the fit verdict with its fix, which names the fields of the custom resource, and the report behind
+``/debug/memory``.
 """
 
 from bisect import bisect_left
@@ -38,12 +39,15 @@ LARGEST_HOST = 4096  # GiB: beyond it no machine is suggested
 
 
 def plan_memory(
-    shape: ModelShape, config: EngineConfig, device: DeviceFacts, measured: Mapping[str, int] | None = None
+    shape: ModelShape,
+    config: EngineConfig,
+    device: DeviceFacts,
+    measured: Mapping[str, int] | None = None,
 ) -> MemoryPlan:
     """Solve for the number of cache blocks, or check the one that ``config`` pins.
 
-    ``measured`` replaces planned terms by name (after a profiling run). Raises ConfigError when ``max_model_len``
-    exceeds the model's own.
+    ``measured`` replaces planned terms by name (after a profiling run). Raises ConfigError when
+    ``max_model_len`` exceeds the model's own.
     """
     if config.max_model_len is not None and config.max_model_len > shape.max_len:
         raise ConfigError(
@@ -74,13 +78,9 @@ def _message(
     if left <= 0:
         problem = f"needs {gib(plan.budget - left)} GiB before any KV cache, has {gib(plan.budget)}"
     elif config.num_blocks is not None and plan.terms["kv"] > left:
-        problem = (
-            f"numBlocks {config.num_blocks} need {gib(plan.terms['kv'])} GiB of KV cache, has {gib(left)}"
-        )
+        problem = f"numBlocks {config.num_blocks} need {gib(plan.terms['kv'])} GiB of KV cache, has {gib(left)}"
     elif config.num_blocks is not None:
-        problem = (
-            f"numBlocks {config.num_blocks} hold {plan.concurrent_tokens} of {plan.max_model_len} tokens"
-        )
+        problem = f"numBlocks {config.num_blocks} hold {plan.concurrent_tokens} of {plan.max_model_len} tokens"
     else:
         room = min(left, CPU_CACHE) if device.kind == "cpu" else left
         problem = f"needs {gib(needed)} GiB of KV cache, has {gib(room)}"
@@ -99,25 +99,35 @@ def _fixes(
     device: DeviceFacts,
     measured: Mapping[str, int],
 ) -> list[str]:
-    """At most two ways, each of which alone makes the plan fit: every one is tried by solving again."""
+    """At most two ways, each of which alone makes the plan fit: every one is tried by solving
+    again.
+    """
 
     def fits(facts: DeviceFacts = device, **change: Any) -> bool:
         return solve(shape, replace(config, **change), facts, measured).fits
 
     found: list[str] = []
     blocks = split(plan.max_model_len, plan.block_size)
-    longest = bisect_left(range(1, plan.max_model_len), True, key=lambda n: not fits(max_model_len=n))
+    longest = bisect_left(
+        range(1, plan.max_model_len), True, key=lambda n: not fits(max_model_len=n)
+    )
     if longest >= plan.block_size:
         step = 1024 if longest >= 2048 else plan.block_size
         found.append(f"maxModelLen ≤ {longest // step * step}")
     if (config.num_blocks is not None or device.kind == "cpu") and fits(num_blocks=blocks):
         found.append(f"numBlocks {blocks}")
-    splits = (n for n in (2, 4, 8, 16, 32, 64) if n > config.tensor_parallel and shape.kv_heads % n == 0)
+    splits = (
+        n for n in (2, 4, 8, 16, 32, 64) if n > config.tensor_parallel and shape.kv_heads % n == 0
+    )
     if device.kind == "cuda":
         found += [f"tensorParallel {n}" for n in splits if fits(tensor_parallel=n)][:1]
     if config.quantization == "none" and fits(quantization="int8"):
         found.append("quantization int8")
-    if device.kind == "cpu" and config.cpu_offload_space and fits(cpu_offload_space=0.0, num_blocks=blocks):
+    if (
+        device.kind == "cpu"
+        and config.cpu_offload_space
+        and fits(cpu_offload_space=0.0, num_blocks=blocks)
+    ):
         spaces = [i / 4 for i in range(int(4 * config.cpu_offload_space), -1, -1)]
         space = next(n for n in spaces if fits(cpu_offload_space=n, num_blocks=blocks))
         found.insert(0, f"cpuOffloadSpace ≤ {space:g} and numBlocks {blocks}")
@@ -139,7 +149,9 @@ def _fixes(
 
 @dataclass(frozen=True, slots=True)
 class TermReport:
-    """``measured`` and ``drift_percent`` (of the planned size) are None for a term nobody measured; ``note`` says why."""
+    """``measured`` and ``drift_percent`` (of the planned size) are None for a term nobody measured;
+    ``note`` says why.
+    """
 
     name: str
     planned: int
@@ -186,18 +198,23 @@ class MemoryReport:
 def measured(
     plan: MemoryPlan, facts: Mapping[str, int], notes: Mapping[str, str] | None = None
 ) -> MemoryReport:
-    """The plan's terms beside the sizes measured, in bytes by term name; a name the plan lacks is added with 0.
+    """The plan's terms beside the sizes measured, in bytes by term name; a name the plan lacks is
+    added with 0.
 
     ``notes`` say why a term was not measured.
     """
     names = [*plan.terms, *(name for name in facts if name not in plan.terms)]
     told = notes or {}
-    terms = (_term(name, plan.terms.get(name, 0), facts.get(name), told.get(name, "")) for name in names)
+    terms = (
+        _term(name, plan.terms.get(name, 0), facts.get(name), told.get(name, "")) for name in names
+    )
     return MemoryReport(plan, tuple(terms))
 
 
 def _term(name: str, planned: int, found: int | None, note: str) -> TermReport:
     if found is None:
         return TermReport(name, planned, None, None, note or "not measured")
-    drift = round(100 * (found - planned) / planned, 1) if planned else (0.0 if found == 0 else None)
+    drift = (
+        round(100 * (found - planned) / planned, 1) if planned else (0.0 if found == 0 else None)
+    )
     return TermReport(name, planned, found, drift)

@@ -1,10 +1,11 @@
 """Where one engine's memory goes, as a single equation.
 
-    budget = max_memory_percent * total  ≥  weights + activations + attention + logits + sampling + graphs + batch
-                                            [+ process + offload + shared_memory on a CPU] + kv
+budget = max_memory_percent * total  ≥  weights + activations + attention + logits + sampling +
+graphs + batch [+ process + offload + shared_memory on a CPU] + kv
 
-Owns the terms and the number of cache blocks that solves the equation, nothing else: ``memory`` turns the outcome
-into words and reports. Allocates nothing and asks no device anything; ``host`` reads a machine's limit.
+Owns the terms and the number of cache blocks that solves the equation, nothing else: ``memory``
+turns the outcome into words and reports. Allocates nothing and asks no device anything; ``host``
+reads a machine's limit.
 """
 
 from collections.abc import Mapping, Sequence
@@ -33,7 +34,9 @@ HOST_TERMS = ("process", "offload", "shared_memory")
 
 @dataclass(frozen=True, slots=True)
 class DeviceFacts:
-    """One accelerator, or the host when ``kind`` is cpu. ``total_bytes``: its memory, or the container's limit."""
+    """One accelerator, or the host when ``kind`` is cpu. ``total_bytes``: its memory, or the
+    container's limit.
+    """
 
     kind: Literal["cpu", "cuda"]
     total_bytes: int
@@ -41,8 +44,9 @@ class DeviceFacts:
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """The solved equation, in bytes of one accelerator unless said otherwise. ``terms`` sum to at most ``budget``
-    when ``fits``; a block is ``block_size`` tokens in every layer, a unit the share of one layer group.
+    """The solved equation, in bytes of one accelerator unless said otherwise. ``terms`` sum to at
+    most ``budget`` when ``fits``; a block is ``block_size`` tokens in every layer, a unit the share
+    of one layer group.
     """
 
     terms: Mapping[str, int]  # TERMS, on a CPU HOST_TERMS, then kv
@@ -86,8 +90,9 @@ def terms_of(
     tokens, longest = config.max_batch_tokens, max_model_len(shape, config)
     rows = min(config.max_requests, tokens)
     queries, keys = split(shape.heads * shape.head_dim, tp), split(shape.kv_width, tp)
-    # Alive at once: the residual and its norm (in float32), and either attention's projections before and after
-    # the rotary embedding or the widest MLP; and the rotary tables, of which models with windows have two.
+    # Alive at once: the residual and its norm (in float32), and either attention's projections
+    # before and after the rotary embedding or the widest MLP; and the rotary tables, of which
+    # models with windows have two.
     rotary = 2 * shape.head_dim * len(set(shape.windows))
     width = 4 * shape.hidden + rotary + max(3 * queries + 4 * keys, split(shape.mlp_width, tp))
     table_entries = len(groups) * rows * -(-longest // config.block_size)
@@ -100,7 +105,9 @@ def terms_of(
         "logits": rows * max(width, 2 * shape.hidden + shape.logit_copies * shape.vocab) * a,
         "sampling": chosen * (shape.vocab * SAMPLING_BYTES + HISTOGRAM) + rows * shape.vocab * 8,
         "graphs": 0 if cpu or config.cuda_graphs == "off" else config.max_cached_graphs * GRAPH,
-        "batch": buffers * GROWTH * (tokens * (16 + 8 * len(groups)) + rows * 64 + table_entries * 4),
+        "batch": buffers
+        * GROWTH
+        * (tokens * (16 + 8 * len(groups)) + rows * 64 + table_entries * 4),
     }
     return terms | host_terms(config) if cpu else terms
 
@@ -121,10 +128,13 @@ def bytes_of(shape: ModelShape, config: EngineConfig) -> int:
 
 
 def sequence_units(groups: Sequence[LayerGroup], length: int, block_size: int) -> int:
-    """Units that one sequence of ``length`` tokens holds while it decodes, windows taken into account."""
+    """Units that one sequence of ``length`` tokens holds while it decodes, windows taken into
+    account.
+    """
     blocks = -(-length // block_size)
     return sum(
-        blocks if g.window is None else min(blocks, -(-(g.window - 1) // block_size) + 1) for g in groups
+        blocks if g.window is None else min(blocks, -(-(g.window - 1) // block_size) + 1)
+        for g in groups
     )
 
 
@@ -165,23 +175,36 @@ def solve(
 
 
 def _weights(shape: ModelShape, config: EngineConfig, tp: int) -> int:
-    """The layers' matrices are quantized and split over accelerators; embeddings, norms and biases are neither."""
+    """The layers' matrices are quantized and split over accelerators; embeddings, norms and biases
+    are neither.
+    """
     a = bytes_of(shape, config)
     matrices = shape.layer_matrices * a
     if config.quantization != "none":
-        matrices = shape.layer_matrices + 4 * shape.layer_channels  # one byte each, a float32 scale per row
+        matrices = (
+            shape.layer_matrices + 4 * shape.layer_channels
+        )  # one byte each, a float32 scale per row
     return split(matrices, tp) + (shape.parameters - shape.layer_matrices) * a
 
 
-def _attention(shape: ModelShape, config: EngineConfig, groups: Sequence[LayerGroup], a: int) -> int:
-    """The torch attention's scratch: the longest sequence's keys and values gathered, its masks, explicit scores."""
+def _attention(
+    shape: ModelShape, config: EngineConfig, groups: Sequence[LayerGroup], a: int
+) -> int:
+    """The torch attention's scratch: the longest sequence's keys and values gathered, its masks,
+    explicit scores.
+    """
     longest = max_model_len(shape, config)
     chunk = min(config.max_batch_tokens, longest)
-    gathered = longest * (2 * shape.kv_width * a + 16 * len(groups))  # with their slots and positions
-    masks = len(groups) * min(chunk * longest, KEPT_MASKS) * a + min(STRIP, chunk) * longest * (a + 2)
+    gathered = longest * (
+        2 * shape.kv_width * a + 16 * len(groups)
+    )  # with their slots and positions
+    masks = len(groups) * min(chunk * longest, KEPT_MASKS) * a + min(STRIP, chunk) * longest * (
+        a + 2
+    )
     if not shape.explicit_scores:
         return gathered + masks
-    # Scores before and after their cap or sinks, in float32, and every key once for each head that shares it.
+    # Scores before and after their cap or sinks, in float32, and every key once for each head that
+    # shares it.
     spread = 2 * longest * shape.heads * shape.head_dim * a
     return gathered + masks + spread + 3 * shape.heads * min(STRIP, chunk) * longest * 4
 

@@ -1,7 +1,8 @@
 """The composition root: a model directory and a configuration become an engine.
 
-Owns the order: refuse settings → inspect → size → load → prove by the self-test → size again with what was measured
-→ cache → runner → scheduler → engine. Everything gets what it needs ready made; nothing is configured afterwards.
+Owns the order: refuse settings → inspect → size → load → prove by the self-test → size again with
+what was measured → cache → runner → scheduler → engine. Everything gets what it needs ready made;
+nothing is configured afterwards.
 """
 
 import itertools
@@ -85,8 +86,9 @@ def build(
 ) -> Built:
     """Load the model in directory ``path`` and build its engine; takes seconds to minutes.
 
-    ``queue_timeout`` (seconds) takes the place of the configured one, which is for clients that wait.
-    Raises ConfigError, ModelError, or SelfTestError when the model's logits are not transformers'.
+    ``queue_timeout`` (seconds) takes the place of the configured one, which is for clients that
+    wait. Raises ConfigError, ModelError, or SelfTestError when the model's logits are not
+    transformers'.
     """
     device = device_facts()
     _bound_threads()
@@ -96,7 +98,10 @@ def build(
     loaded_at = now()
     model, proof = selftest.prove(loaded)
     log.info("%s", proof)
-    measured = {**_measured(model, device, process), **_profiled(model, config, loaded.max_model_len)}
+    measured = {
+        **_measured(model, device, process),
+        **_profiled(model, config, loaded.max_model_len),
+    }
     resolved = resolve(config, found.shape, device, dtype=_name(loaded.dtype), measured=measured)
     cache = _cache(model, resolved)
     runner = Runner(model, cache)
@@ -151,7 +156,9 @@ def _engine(
 def _schedulers(
     limits: Limits, cache: CacheStorage, identity: bytes, record: str, now: Callable[[], float]
 ) -> Callable[[], Scheduler]:
-    """Makes the engine's schedulers; with ``record`` each writes a file, those after a fault FILE.1, FILE.2 …"""
+    """Makes the engine's schedulers; with ``record`` each writes a file, those after a fault
+    FILE.1, FILE.2 …
+    """
     made = itertools.count()
 
     def make() -> Scheduler:
@@ -236,7 +243,9 @@ def _report(
 
 
 def _bound_threads() -> None:
-    """Let torch use no more threads than this process has CPUs; OMP_NUM_THREADS, if set, has decided already."""
+    """Let torch use no more threads than this process has CPUs; OMP_NUM_THREADS, if set, has
+    decided already.
+    """
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(min(cpu_limit(), torch.get_num_threads()))
 

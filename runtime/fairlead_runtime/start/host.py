@@ -1,4 +1,5 @@
-"""How much memory and how many CPUs this process may use (the tightest cgroup limit, else the machine's own), and its age.
+"""How much memory and how many CPUs this process may use (the tightest cgroup limit, else the
+machine's own), and its age.
 
 Owns the reading of /proc and /sys, under a root that tests replace. Knows nothing of models.
 """
@@ -12,17 +13,23 @@ UNLIMITED = 1 << 60
 
 
 def memory_limit(root: Path = Path("/")) -> int:
-    """Bytes. Limits of enclosing groups count too; in a container the namespace hides them, and its own is the root."""
+    """Bytes. Limits of enclosing groups count too; in a container the namespace hides them, and its
+    own is the root.
+    """
     ram = _ram(root / "proc/meminfo")
     names = ("memory.max", "memory.limit_in_bytes")  # of version 2 and of version 1
-    limits = [n for folder in _groups(root, "memory") for name in names for n in _number(folder / name)]
+    limits = [
+        n for folder in _groups(root, "memory") for name in names for n in _number(folder / name)
+    ]
     return min([ram, *(limit for limit in limits if 0 < limit < UNLIMITED)])
 
 
 def cpu_limit(root: Path = Path("/"), cpus: int | None = None) -> int:
-    """Threads that can run at once, at least 1. ``cpus`` is how many the scheduler may use, unset: as it says.
+    """Threads that can run at once, at least 1. ``cpus`` is how many the scheduler may use, unset:
+    as it says.
 
-    A CPU limit is a share of time, not a number of cores: threads beyond it only get each other throttled.
+    A CPU limit is a share of time, not a number of cores: threads beyond it only get each other
+    throttled.
     """
     usable = len(os.sched_getaffinity(0)) if cpus is None else cpus
     quotas = [quota for folder in _groups(root, "cpu") for quota in _quota(folder)]
@@ -31,7 +38,8 @@ def cpu_limit(root: Path = Path("/"), cpus: int | None = None) -> int:
 
 def process_age(root: Path = Path("/")) -> float:
     """Seconds since this process was started, the interpreter's own start and imports included."""
-    # The name may hold blanks and brackets; the state, field 3, follows its last bracket, the start is field 22.
+    # The name may hold blanks and brackets; the state, field 3, follows its last bracket, the start
+    # is field 22.
     fields = (root / "proc/self/stat").read_text().rpartition(")")[2].split()
     return time.clock_gettime(time.CLOCK_BOOTTIME) - int(fields[19]) / os.sysconf("SC_CLK_TCK")
 

@@ -1,7 +1,7 @@
 """Log lines of the server: one JSON object each, on stderr.
 
-Owns their shape: time, level, logger, message and what a call gave as ``extra``. Logs no prompt and no text, as no
-caller hands any in.
+Owns their shape: time, level, logger, message and what a call gave as ``extra``. Logs no prompt and
+no text, as no caller hands any in.
 """
 
 import json

@@ -1,7 +1,8 @@
-"""From what was asked to what will be: "auto" and unset become concrete here, once, into a new object.
+"""From what was asked to what will be: "auto" and unset become concrete here, once, into a new
+object.
 
-Owns the refusal of settings that this build cannot honour, by name, before anything is loaded. Loads nothing and
-allocates nothing; nobody edits a configuration afterwards.
+Owns the refusal of settings that this build cannot honour, by name, before anything is loaded.
+Loads nothing and allocates nothing; nobody edits a configuration afterwards.
 """
 
 from collections.abc import Mapping
@@ -15,9 +16,11 @@ from fairlead_runtime.sizing.solve import DeviceFacts, MemoryPlan, gib, plan_mem
 
 @dataclass(frozen=True, slots=True)
 class Resolved:
-    """What one engine is built from. ``config`` is clamped; ``max_model_len`` is the model's or the configured one.
+    """What one engine is built from. ``config`` is clamped; ``max_model_len`` is the model's or the
+    configured one.
 
-    ``capacity``: tokens one request may really have, prompt and output together, as the cache may be smaller.
+    ``capacity``: tokens one request may really have, prompt and output together, as the cache may
+    be smaller.
     """
 
     config: EngineConfig
@@ -35,7 +38,9 @@ class Resolved:
 def check_supported(config: EngineConfig) -> None:
     """Raises ConfigError for a setting that would otherwise be silently ignored."""
     if config.tensor_parallel > 1:
-        raise ConfigError("tensor_parallel", f"{config.tensor_parallel} is not supported yet", "use 1")
+        raise ConfigError(
+            "tensor_parallel", f"{config.tensor_parallel} is not supported yet", "use 1"
+        )
     if config.quantization != "none":
         raise ConfigError("quantization", f"{config.quantization} is not supported yet", "use none")
     if config.cache_dtype != "auto":
@@ -47,9 +52,13 @@ def check_supported(config: EngineConfig) -> None:
 
 
 def check_deterministic(config: EngineConfig, dtype: str) -> None:
-    """Below float32 a batch mate can turn a rounding: that promise needs kernels that do not exist yet."""
+    """Below float32 a batch mate can turn a rounding: that promise needs kernels that do not exist
+    yet.
+    """
     if config.deterministic and dtype != "float32":
-        raise ConfigError("deterministic", f"is not supported in {dtype} yet", "set --dtype float32")
+        raise ConfigError(
+            "deterministic", f"is not supported in {dtype} yet", "set --dtype float32"
+        )
 
 
 def resolve(
@@ -62,15 +71,20 @@ def resolve(
 ) -> Resolved:
     """Size the cache and fix every open setting. ``dtype`` is the one the model runs in.
 
-    ``measured`` replaces planned memory terms by name, in bytes. Raises ConfigError when the engine cannot be built
-    as asked; a cache that is merely smaller than one full-length sequence is a warning.
+    ``measured`` replaces planned memory terms by name, in bytes. Raises ConfigError when the engine
+    cannot be built as asked; a cache that is merely smaller than one full-length sequence is a
+    warning.
     """
     check_supported(config)
     check_deterministic(config, dtype)
     config = config.clamped()
     plan = plan_memory(shape, config, device, measured)
     if plan.used > plan.budget or plan.num_blocks < 1:
-        problem = "the model does not fit" if plan.used > plan.budget else "no room for a single cache block"
+        problem = (
+            "the model does not fit"
+            if plan.used > plan.budget
+            else "no room for a single cache block"
+        )
         raise ConfigError(
             _field_at_fault(config, plan),
             f"{problem}: {plan.formula}",
@@ -97,7 +111,9 @@ def resolve(
 
 
 def _field_at_fault(config: EngineConfig, plan: MemoryPlan) -> str:
-    """What a user chose and would change first: a pinned cache, an offload space that takes the rest, else the share."""
+    """What a user chose and would change first: a pinned cache, an offload space that takes the
+    rest, else the share.
+    """
     if config.num_blocks is not None:
         return "num_blocks"
     return (

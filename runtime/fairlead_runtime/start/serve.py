@@ -1,7 +1,7 @@
 """``fairlead serve`` after its flags: listen, load, prove, serve, drain.
 
-Owns the order and what the HTTP side gets. Decides no exit code but that of a dead engine; the table of refusals
-is commands/refusals.py.
+Owns the order and what the HTTP side gets. Decides no exit code but that of a dead engine; the
+table of refusals is commands/refusals.py.
 """
 
 import asyncio
@@ -36,7 +36,9 @@ T = TypeVar("T")
 
 
 def run(model: str, config: EngineConfig, host: str, port: int, admin_port: int) -> int:
-    """Serve until SIGTERM; 0 then, 1 when the engine gave up. Raises what refuses the configuration or the model."""
+    """Serve until SIGTERM; 0 then, 1 when the engine gave up. Raises what refuses the configuration
+    or the model.
+    """
     check_supported(config)
     source.check_revision(source.parse(model), config.revision)
     check_record(config)
@@ -55,7 +57,9 @@ def run(model: str, config: EngineConfig, host: str, port: int, admin_port: int)
     return 0
 
 
-async def _serve(face: Face, listeners: http.Listeners, model: str, config: EngineConfig) -> Drained:
+async def _serve(
+    face: Face, listeners: http.Listeners, model: str, config: EngineConfig
+) -> Drained:
     services: list[Service] = []
 
     async def load() -> Backend:
@@ -100,7 +104,9 @@ def _build(face: Face, path: Path, config: EngineConfig, stats: Stats) -> "Built
 
 
 async def _aside(work: Callable[[], T]) -> T:
-    """``work`` on a thread that does not keep the process alive: a signal while weights load ends it at once."""
+    """``work`` on a thread that does not keep the process alive: a signal while weights load ends
+    it at once.
+    """
     loop = asyncio.get_running_loop()
     done: asyncio.Future[T] = loop.create_future()
 

@@ -24,7 +24,9 @@ NAMED: tuple[tuple[str, str, Object], ...] = (
 )  # fmt: skip
 
 
-def grant(api: Api, namespace: str, name: str, *rules: tuple[str, str, list[str], list[str]]) -> None:
+def grant(
+    api: Api, namespace: str, name: str, *rules: tuple[str, str, list[str], list[str]]
+) -> None:
     """A role of the author: group, resource, names and verbs of each rule."""
     meta = {"name": name, "namespace": namespace}
     body = [
@@ -59,8 +61,16 @@ def test_an_author_names_only_secrets_and_claims_of_their_own(
             "metadata": {"name": "author", "namespace": namespace},
         }
     )
-    grant(api, namespace, "write", ("serving.fairlead.dev", "inferencedeployments", [], ["create", "patch"]))
-    with plane.api(token_of(api, namespace, "author")) as author, in_force(api, tmp_path, namespace):
+    grant(
+        api,
+        namespace,
+        "write",
+        ("serving.fairlead.dev", "inferencedeployments", [], ["create", "patch"]),
+    )
+    with (
+        plane.api(token_of(api, namespace, "author")) as author,
+        in_force(api, tmp_path, namespace),
+    ):
 
         def refusal(**spec: Any) -> str:
             try:

@@ -1,7 +1,8 @@
 """The chart on a cluster of its own: installed, serving, upgraded, rolled back, tested and removed.
 
-Release namespaces enforce Pod Security "restricted"; kwok plays the nodes of the operator's pods, so that helm can wait for
-them, and the operator runs as a process with the rights, arguments and environment of the live Deployment.
+Release namespaces enforce Pod Security "restricted"; kwok plays the nodes of the operator's pods,
+so that helm can wait for them, and the operator runs as a process with the rights, arguments and
+environment of the live Deployment.
 """
 
 import re
@@ -75,18 +76,26 @@ def helm_of(plane: ControlPlane, home: Path, program: str = "helm") -> Helm:
 def settings(api: Api, namespace: str) -> Settings:
     """What the operator would read from its live Deployment."""
     spec = api.get("Deployment", namespace, "fairlead")["spec"]["template"]["spec"]["containers"][0]
-    return read(spec["args"], environment(spec, {"metadata": {"name": "p", "namespace": namespace}}), "host")
+    return read(
+        spec["args"], environment(spec, {"metadata": {"name": "p", "namespace": namespace}}), "host"
+    )
 
 
 def converged(api: Api, namespace: str, *, claim: bool = False) -> Object:
-    """Make a resource; its Deployment, once all children are there and the status is about this spec."""
+    """Make a resource; its Deployment, once all children are there and the status is about this
+    spec.
+    """
     spec: dict[str, Any] = {"modelCache": {"type": "PVC", "size": "1Gi"}} if claim else {}
     api.create(idep(namespace, replicas=2, **spec))
     children = ["Deployment", "Service", "NetworkPolicy", "PodDisruptionBudget"]
     for kind in children:
-        eventually(lambda kind=kind: api.find(kind, namespace, "chat"), 20, f"the {kind} of the resource")  # type: ignore[misc]
+        eventually(
+            lambda kind=kind: api.find(kind, namespace, "chat"), 20, f"the {kind} of the resource"
+        )  # type: ignore[misc]
     if claim:
-        eventually(lambda: api.items("PersistentVolumeClaim", namespace), 20, "the claim of the resource")
+        eventually(
+            lambda: api.items("PersistentVolumeClaim", namespace), 20, "the claim of the resource"
+        )
     eventually(lambda: current(api, namespace), 20, "the status is current")
     return api.get("Deployment", namespace, "chat")
 
@@ -96,7 +105,9 @@ def further(api: Api, namespace: str) -> Iterator[str]:
     """A second restricted namespace."""
     name = f"{namespace[:50]}-further"
     labels = {"pod-security.kubernetes.io/enforce": "restricted"}
-    api.create({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": name, "labels": labels}})
+    api.create(
+        {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": name, "labels": labels}}
+    )
     yield name
     api.delete("Namespace", "", name)
 
@@ -109,7 +120,14 @@ def test_a_release_comes_changes_goes_back_and_leaves_what_it_made(
     helm = helm_of(plane, tmp_path, program)
     here = f"--namespace={namespace}"
     helm.run(
-        "install", "fairlead", str(CHART), here, *NO_HUB, *WAIT, "--set", f"scope.namespaces={{{further}}}"
+        "install",
+        "fairlead",
+        str(CHART),
+        here,
+        *NO_HUB,
+        *WAIT,
+        "--set",
+        f"scope.namespaces={{{further}}}",
     )
     installed = api.get("CustomResourceDefinition", "", CRD)["spec"]["versions"][0]["schema"]
     with operator_of(plane, api, namespace, "fairlead") as operator:
@@ -131,13 +149,17 @@ def test_a_release_comes_changes_goes_back_and_leaves_what_it_made(
     for kind in KINDS:
         assert not api.find(kind, namespace, "fairlead"), kind
     assert not api.find("Role", further, "fairlead")
-    assert api.get("CustomResourceDefinition", "", CRD)["spec"]["versions"][0]["schema"] == installed
+    assert (
+        api.get("CustomResourceDefinition", "", CRD)["spec"]["versions"][0]["schema"] == installed
+    )
     for place in (namespace, further):
         assert current(api, place)
     after = api.get("Deployment", further, "chat")
     assert (after["metadata"]["uid"], after["spec"]) == (made["metadata"]["uid"], made["spec"])
     for place in (namespace, further):
-        api.delete(KIND, place, "chat")  # else a later operator would meet it in a namespace that goes away
+        api.delete(
+            KIND, place, "chat"
+        )  # else a later operator would meet it in a namespace that goes away
         assert not api.find(KIND, place, "chat"), "deleting needs no operator"
 
 
@@ -152,7 +174,10 @@ def test_cluster_mode_serves_every_namespace_and_creates_claims(
             converged(api, further, claim=True)
             assert refusals(operator) == []
             assert operator.tracebacks() == []
-        with plane.api(token_of(api, namespace, "fairlead")) as own, pytest.raises(ApiError) as refused:
+        with (
+            plane.api(token_of(api, namespace, "fairlead")) as own,
+            pytest.raises(ApiError) as refused,
+        ):
             own.items("Secret", further)
         assert refused.value.code == 403
     finally:
@@ -165,7 +190,9 @@ def test_cluster_mode_serves_every_namespace_and_creates_claims(
 def test_a_release_serves_a_token_and_its_test_is_run_by_helm(
     plane: ControlPlane, api: Api, namespace: str, tmp_path: Path
 ) -> None:
-    """The client of the test hook gets its token from a real runtime process; as a pod it is only played."""
+    """The client of the test hook gets its token from a real runtime process; as a pod it is only
+    played.
+    """
     helm = helm_of(plane, tmp_path)
     here = f"--namespace={namespace}"
     helm.run("install", "fairlead", str(CHART), here, *NO_HUB, *WAIT)
@@ -238,9 +265,15 @@ def test_an_older_definition_is_upgraded_as_documented_with_its_resources_in_pla
     assert "cpuOffloadSpace" not in old["spec"]["cache"]
 
     (line,) = re.findall(
-        r"^kubectl apply --server-side .*$", (ROOT / "docs" / "install.md").read_text(), re.MULTILINE
+        r"^kubectl apply --server-side .*$",
+        (ROOT / "docs" / "install.md").read_text(),
+        re.MULTILINE,
     )
-    kubectl = [str(binaries.program("kubectl")), f"--kubeconfig={plane.kubeconfig()}", *shlex.split(line)[1:]]
+    kubectl = [
+        str(binaries.program("kubectl")),
+        f"--kubeconfig={plane.kubeconfig()}",
+        *shlex.split(line)[1:],
+    ]
     done = subprocess.run(kubectl, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     helm.run("upgrade", "fairlead", str(CHART), f"--namespace={namespace}", *NO_HUB)
@@ -248,7 +281,9 @@ def test_an_older_definition_is_upgraded_as_documented_with_its_resources_in_pla
     kept = api.get(KIND, namespace, "chat")
     assert kept["metadata"]["uid"] == old["metadata"]["uid"]
     assert kept["metadata"]["generation"] == 1
-    assert kept["spec"]["cache"] == {**old["spec"]["cache"], "cpuOffloadSpace": 0}, "the new default is there"
+    assert kept["spec"]["cache"] == {**old["spec"]["cache"], "cpuOffloadSpace": 0}, (
+        "the new default is there"
+    )
     shipped = yaml.safe_load((CHART / "crds" / file.name).read_text())["spec"]["versions"][0]
     live = api.get("CustomResourceDefinition", "", CRD)["spec"]["versions"][0]
     assert live["additionalPrinterColumns"] == shipped["additionalPrinterColumns"]
@@ -256,17 +291,22 @@ def test_an_older_definition_is_upgraded_as_documented_with_its_resources_in_pla
     api.merge(KIND, namespace, "chat", {"spec": {"paused": True}})
     assert api.get(KIND, namespace, "chat")["spec"]["paused"] is True
     with operator_of(plane, api, namespace, "fairlead") as operator:
-        eventually(lambda: current(api, namespace), 20, "the upgraded operator serves the old resource")
+        eventually(
+            lambda: current(api, namespace), 20, "the upgraded operator serves the old resource"
+        )
         assert refusals(operator) == []
 
 
 @pytest.mark.parametrize(
-    "values", [(), ("--set", "scope.cluster=true,replicas=3,modelCache.create=true,admission.create=true")]
+    "values",
+    [(), ("--set", "scope.cluster=true,replicas=3,modelCache.create=true,admission.create=true")],
 )
 def test_everything_rendered_is_admitted_where_pod_security_is_restricted(
     api: Api, namespace: str, tmp_path: Path, values: tuple[str, ...]
 ) -> None:
-    """By dry-run with strict fields; a Pod is judged by Pod Security itself, so the Deployment's is made one."""
+    """By dry-run with strict fields; a Pod is judged by Pod Security itself, so the Deployment's is
+    made one.
+    """
     (file,) = (CHART / "crds").iterdir()
     api.apply(yaml.safe_load(file.read_text()), force="true")
     eventually(lambda: _served(api, namespace), 10, "the definition is served")

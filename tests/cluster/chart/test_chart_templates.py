@@ -32,11 +32,15 @@ def settings(bodies: list[Object]) -> Settings:
 
 
 def rules(bodies: list[Object]) -> list[Object]:
-    return [rule for body in bodies if body["kind"] in {"Role", "ClusterRole"} for rule in body["rules"]]
+    return [
+        rule for body in bodies if body["kind"] in {"Role", "ClusterRole"} for rule in body["rules"]
+    ]
 
 
 def places(bodies: list[Object], kind: str) -> dict[str, str]:
-    return {body["metadata"]["namespace"]: body["metadata"]["name"] for body in of_kind(bodies, kind)}
+    return {
+        body["metadata"]["namespace"]: body["metadata"]["name"] for body in of_kind(bodies, kind)
+    }
 
 
 ALL = {
@@ -64,7 +68,9 @@ def test_lint_finds_nothing(tmp_path: Path, program: str, values: tuple[str, ...
 def test_namespaced_mode_has_roles_where_it_serves_and_nowhere_else(helm: Helm) -> None:
     bodies = helm.render("--set", "scope.namespaces={a,b,home}")
     assert not of_kind(bodies, "ClusterRole") + of_kind(bodies, "ClusterRoleBinding")
-    serving = [body for body in of_kind(bodies, "Role") if not body["metadata"]["name"].endswith("-lease")]
+    serving = [
+        body for body in of_kind(bodies, "Role") if not body["metadata"]["name"].endswith("-lease")
+    ]
     assert sorted(body["metadata"]["namespace"] for body in serving) == ["a", "b", "home"]
     assert serving[0]["rules"] == serving[1]["rules"] == serving[2]["rules"]
     assert settings(bodies).namespaces == ("home", "a", "b")
@@ -82,7 +88,9 @@ def test_cluster_mode_has_one_cluster_role_and_the_lease_role(helm: Helm) -> Non
     role, binding = only(bodies, "ClusterRole"), only(bodies, "ClusterRoleBinding")
     assert binding["roleRef"]["name"] == role["metadata"]["name"]
     assert role["rules"] == next(
-        body["rules"] for body in of_kind(helm.render(), "Role") if body["metadata"]["name"] == "rel-fairlead"
+        body["rules"]
+        for body in of_kind(helm.render(), "Role")
+        if body["metadata"]["name"] == "rel-fairlead"
     )
     assert [body["metadata"]["name"] for body in of_kind(bodies, "Role")] == ["rel-fairlead-lease"]
     assert settings(bodies).namespaces == ()
@@ -90,21 +98,27 @@ def test_cluster_mode_has_one_cluster_role_and_the_lease_role(helm: Helm) -> Non
 
 
 @pytest.mark.parametrize("values", ALL.values(), ids=ALL)
-def test_every_binding_names_a_role_and_the_account_that_exist(helm: Helm, values: tuple[str, ...]) -> None:
+def test_every_binding_names_a_role_and_the_account_that_exist(
+    helm: Helm, values: tuple[str, ...]
+) -> None:
     bodies = helm.render(*values, "--set", "serviceAccount.name=own")
     roles = {(b["kind"], b["metadata"].get("namespace"), b["metadata"]["name"]) for b in bodies}
     bindings = of_kind(bodies, "RoleBinding") + of_kind(bodies, "ClusterRoleBinding")
     for binding in bindings:
         reference = binding["roleRef"]
         assert (reference["kind"], binding["metadata"].get("namespace"), reference["name"]) in roles
-        assert binding["subjects"] == [{"kind": "ServiceAccount", "name": "own", "namespace": "home"}]
+        assert binding["subjects"] == [
+            {"kind": "ServiceAccount", "name": "own", "namespace": "home"}
+        ]
     assert ("ServiceAccount", "home", "own") in roles
     assert len(bindings) == len(of_kind(bodies, "Role")) + len(of_kind(bodies, "ClusterRole"))
     assert only(bodies, "Deployment")["spec"]["template"]["spec"]["serviceAccountName"] == "own"
 
 
 @pytest.mark.parametrize("values", ALL.values(), ids=ALL)
-def test_no_rule_reaches_secrets_containers_rights_or_everything(helm: Helm, values: tuple[str, ...]) -> None:
+def test_no_rule_reaches_secrets_containers_rights_or_everything(
+    helm: Helm, values: tuple[str, ...]
+) -> None:
     forbidden = {
         "*",
         "secrets",
@@ -120,7 +134,9 @@ def test_no_rule_reaches_secrets_containers_rights_or_everything(helm: Helm, val
         assert not named & forbidden
         assert not {"escalate", "bind", "impersonate", "deletecollection"} & named
         assert not [
-            name for name in rule["resources"] if "/" in name and name != "inferencedeployments/status"
+            name
+            for name in rule["resources"]
+            if "/" in name and name != "inferencedeployments/status"
         ]
 
 
@@ -150,7 +166,9 @@ def test_the_allow_lists_reach_the_operator(helm: Helm) -> None:
         "remoteCode": True,
     }
     seen = settings(
-        helm.render("--set-json", "allow=" + json.dumps(allow), "--set", "hub.endpoint=https://hub.test")
+        helm.render(
+            "--set-json", "allow=" + json.dumps(allow), "--set", "hub.endpoint=https://hub.test"
+        )
     )
     assert list(seen.allowed_images) == allow["images"]
     assert list(seen.allowed_service_accounts) == allow["serviceAccounts"]
@@ -160,7 +178,10 @@ def test_the_allow_lists_reach_the_operator(helm: Helm) -> None:
     assert seen.allow_remote_code
     assert seen.hub == "https://hub.test"
     default = settings(helm.render())
-    assert default.allowed_images + default.allowed_service_accounts + default.allowed_priority_classes == ()
+    assert (
+        default.allowed_images + default.allowed_service_accounts + default.allowed_priority_classes
+        == ()
+    )
     assert default.allowed_labels + default.allowed_annotations == ()
     assert not default.allow_remote_code
 
@@ -181,7 +202,9 @@ def test_the_operators_metrics_have_a_service_that_finds_its_pods(helm: Helm) ->
     bodies = helm.render()
     service, pod = only(bodies, "Service"), only(bodies, "Deployment")["spec"]["template"]
     assert service["spec"]["selector"].items() <= pod["metadata"]["labels"].items()
-    assert not service["spec"]["selector"].items() <= only(bodies, "Pod")["metadata"]["labels"].items()
+    assert (
+        not service["spec"]["selector"].items() <= only(bodies, "Pod")["metadata"]["labels"].items()
+    )
     (port,) = service["spec"]["ports"]
     (container,) = pod["spec"]["containers"]
     assert {"name": port["targetPort"], "containerPort": port["port"]} in container["ports"]
@@ -190,12 +213,16 @@ def test_the_operators_metrics_have_a_service_that_finds_its_pods(helm: Helm) ->
 
 
 @pytest.mark.parametrize("values", ALL.values(), ids=ALL)
-def test_the_admission_policy_is_bound_where_the_operator_serves(helm: Helm, values: tuple[str, ...]) -> None:
+def test_the_admission_policy_is_bound_where_the_operator_serves(
+    helm: Helm, values: tuple[str, ...]
+) -> None:
     bodies = helm.render(*values, "--set", "admission.create=true")
     policy = only(bodies, "ValidatingAdmissionPolicy")
     binding = only(bodies, "ValidatingAdmissionPolicyBinding")["spec"]
     assert binding["policyName"] == policy["metadata"]["name"] == "rel-fairlead.home"
-    bound = binding.get("matchResources", {}).get("namespaceSelector", {}).get("matchExpressions", [{}])
+    bound = (
+        binding.get("matchResources", {}).get("namespaceSelector", {}).get("matchExpressions", [{}])
+    )
     assert tuple(bound[0].get("values", ())) == settings(bodies).namespaces
     assert not of_kind(helm.render(), "ValidatingAdmissionPolicy")
 
@@ -203,7 +230,8 @@ def test_the_admission_policy_is_bound_where_the_operator_serves(helm: Helm, val
 def test_a_digest_wins_over_the_tag_and_the_tag_over_the_charts_version(helm: Helm) -> None:
     digest = "sha256:" + "0a" * 32
     bodies = helm.render(
-        "--set", f"image.digest={digest},image.tag=v7,runtime.image.tag=v8,runtime.image.repository=r:5000/x"
+        "--set",
+        f"image.digest={digest},image.tag=v7,runtime.image.tag=v8,runtime.image.repository=r:5000/x",
     )
     assert container(bodies)["image"] == f"fairlead/operator@{digest}"
     assert settings(bodies).runtime_image == "r:5000/x:v8"
@@ -250,9 +278,9 @@ def test_names_are_valid_for_every_name_of_a_release(helm: Helm, release: str) -
     )
     for body in bodies:
         assert re.fullmatch(r"[a-z0-9]([-a-z0-9.]{0,61}[a-z0-9])?", body["metadata"]["name"])
-    assert len({(b["kind"], b["metadata"].get("namespace"), b["metadata"]["name"]) for b in bodies}) == len(
-        bodies
-    )
+    assert len(
+        {(b["kind"], b["metadata"].get("namespace"), b["metadata"]["name"]) for b in bodies}
+    ) == len(bodies)
 
 
 REFUSED: dict[str, Any] = {
@@ -299,6 +327,8 @@ def test_a_bad_value_is_refused_by_its_name(helm: Helm, path: str) -> None:
 
 
 def test_a_cluster_needs_no_list_of_namespaces_and_refuses_one(helm: Helm) -> None:
-    done = helm.ask("template", "rel", str(CHART), "--set", "scope.cluster=true,scope.namespaces={a}")
+    done = helm.ask(
+        "template", "rel", str(CHART), "--set", "scope.cluster=true,scope.namespaces={a}"
+    )
     assert done.returncode == 1
     assert "/scope/namespaces" in done.stderr

@@ -1,8 +1,9 @@
-"""Every shipped example is accepted by what it is written for, and an external autoscaler really moves a resource.
+"""Every shipped example is accepted by what it is written for, and an external autoscaler really
+moves a resource.
 
-The HPA controller here is the real one. No metrics API is registered beside it: what is shown is that it reads
-our ``/scale`` (count and selector), writes it within its bounds, and keeps the count while it has no metric.
-KEDA does not run here; its object is held against the documented schema.
+The HPA controller here is the real one. No metrics API is registered beside it: what is shown is
+that it reads our ``/scale`` (count and selector), writes it within its bounds, and keeps the count
+while it has no metric. KEDA does not run here; its object is held against the documented schema.
 """
 
 import json
@@ -73,14 +74,17 @@ def test_the_api_server_takes_every_documented_example(api: Api, body: Object) -
         base = example("inferencedeployment.yaml")
         body = {
             **base,
-            "spec": {"model": base["spec"]["model"], "resources": base["spec"]["resources"]} | body["spec"],
+            "spec": {"model": base["spec"]["model"], "resources": base["spec"]["resources"]}
+            | body["spec"],
         }
     assert body["kind"] == KIND
     body["metadata"]["namespace"] = "default"
     api.create(body, dryRun="All", fieldValidation="Strict")
 
 
-def test_an_hpa_moves_the_resource_through_its_scale(plane: ControlPlane, api: Api, namespace: str) -> None:
+def test_an_hpa_moves_the_resource_through_its_scale(
+    plane: ControlPlane, api: Api, namespace: str
+) -> None:
     def hpa() -> Object:
         found: Object = api.get("HorizontalPodAutoscaler", namespace, "chat").get("status") or {}
         return found
@@ -91,7 +95,9 @@ def test_an_hpa_moves_the_resource_through_its_scale(plane: ControlPlane, api: A
 
     def scale(count: int) -> None:
         program = [str(binaries.program("kubectl")), f"--kubeconfig={plane.kubeconfig()}"]
-        subprocess.run([*program, "scale", "idep/chat", f"--replicas={count}", "-n", namespace], check=True)
+        subprocess.run(
+            [*program, "scale", "idep/chat", f"--replicas={count}", "-n", namespace], check=True
+        )
 
     with OperatorProcess(plane, (namespace,)) as operator:
         api.create(example("inferencedeployment.yaml", namespace), fieldValidation="Strict")
@@ -104,10 +110,14 @@ def test_an_hpa_moves_the_resource_through_its_scale(plane: ControlPlane, api: A
         assert f"{NAME_LABEL}=chat" in found["status"]["selector"]
 
         api.create(example("hpa.yaml", namespace), fieldValidation="Strict")
-        eventually(lambda: replicas(api, namespace) == 2, 20, "the HPA raises the count to its minReplicas")
+        eventually(
+            lambda: replicas(api, namespace) == 2, 20, "the HPA raises the count to its minReplicas"
+        )
         eventually(lambda: deployed(2), 10, "the Deployment follows the HPA")
         seen = eventually(
-            lambda: hpa() if condition(hpa(), "ScalingActive") else None, 20, "the HPA asks for its metric"
+            lambda: hpa() if condition(hpa(), "ScalingActive") else None,
+            20,
+            "the HPA asks for its metric",
         )
         assert condition(seen, "AbleToScale")["status"] == "True"
         # With an unusable selector it would be InvalidSelector, before any metric is asked for.
@@ -120,7 +130,9 @@ def test_an_hpa_moves_the_resource_through_its_scale(plane: ControlPlane, api: A
         assert replicas(api, namespace) == 5, "without a metric it keeps the count"
 
         scale(20)
-        eventually(lambda: replicas(api, namespace) == 8, 20, "the HPA lowers the count to its maxReplicas")
+        eventually(
+            lambda: replicas(api, namespace) == 8, 20, "the HPA lowers the count to its maxReplicas"
+        )
         eventually(lambda: deployed(8), 10, "the Deployment follows the HPA")
         assert condition(status(api, namespace), "AutoscalingActive")["reason"] == "External"
         assert not operator.tracebacks()
@@ -150,7 +162,9 @@ def test_the_scaled_object_is_what_keda_documents() -> None:
         assert not validator.is_valid(wrong), change
 
 
-def test_the_scaled_object_asks_for_what_the_runtime_exposes_and_never_reads_silence_as_zero() -> None:
+def test_the_scaled_object_asks_for_what_the_runtime_exposes_and_never_reads_silence_as_zero() -> (
+    None
+):
     (trigger,) = example("keda-scaledobject.yaml")["spec"]["triggers"]
     query = trigger["metadata"]["query"]
     assert series(query) == DEMAND
@@ -178,13 +192,16 @@ def test_the_pod_monitor_is_what_the_prometheus_operator_documents_and_finds_the
     assert NAME_LABEL in template["metadata"]["labels"]
     assert body["spec"]["podTargetLabels"] == [NAME_LABEL], "the label that the KEDA query asks for"
     (endpoint,) = body["spec"]["podMetricsEndpoints"]
-    ports = {port["name"]: port["containerPort"] for port in template["spec"]["containers"][0]["ports"]}
+    ports = {
+        port["name"]: port["containerPort"] for port in template["spec"]["containers"][0]["ports"]
+    }
     assert ports[endpoint["port"]] == ADMIN_PORT
 
 
 def test_the_examples_agree_on_target_and_bounds() -> None:
     resource, hpa, keda = (
-        example(name)["spec"] for name in ("inferencedeployment.yaml", "hpa.yaml", "keda-scaledobject.yaml")
+        example(name)["spec"]
+        for name in ("inferencedeployment.yaml", "hpa.yaml", "keda-scaledobject.yaml")
     )
     assert "replicas" not in resource, "it would take the count back at each apply"
     assert resource["autoscaling"]["managedBy"] == "external"

@@ -1,6 +1,8 @@
-"""The chart's Role is exact: with it nothing is forbidden, and without any one of its verbs something is.
+"""The chart's Role is exact: with it nothing is forbidden, and without any one of its verbs
+something is.
 
-A short run takes a part of the verbs, another part for every commit; FAIRLEAD_FULL=1 takes all of them.
+A short run takes a part of the verbs, another part for every commit; FAIRLEAD_FULL=1 takes all of
+them.
 """
 
 import copy
@@ -29,7 +31,11 @@ def rendered(namespace: str) -> list[Object]:
     """Everything the chart says about rights, for this namespace, with claims allowed."""
     command = [str(binaries.program("helm")), "template", "r", str(CHART), "-n", namespace]
     done = subprocess.run(
-        [*command, "--set", "modelCache.create=true"], capture_output=True, text=True, timeout=60, check=False
+        [*command, "--set", "modelCache.create=true"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     kinds = {"ServiceAccount", "Role", "RoleBinding"}
@@ -111,12 +117,18 @@ def exercise(api: Api, namespace: str) -> Iterator[Any]:
     for kind, spec in foreign.items():
         name = "taken-model-cache" if kind == "PersistentVolumeClaim" else "taken"
         meta = {"name": name, "namespace": namespace}
-        api.create({"apiVersion": versions.get(kind, "v1"), "kind": kind, "metadata": meta, "spec": spec})
+        api.create(
+            {"apiVersion": versions.get(kind, "v1"), "kind": kind, "metadata": meta, "spec": spec}
+        )
     hub: Object = {"model": {"source": "owner/name"}, "modelCache": {"type": "PVC", "size": "1Gi"}}
     api.create(idep(namespace, "taken", replicas=2, **hub))
     yield (
         lambda: (
-            sum(b["code"] == "Conflict" for b in status(api, namespace, "taken").get("blockers") or ()) == 5
+            sum(
+                b["code"] == "Conflict"
+                for b in status(api, namespace, "taken").get("blockers") or ()
+            )
+            == 5
         )
     )
     api.create(idep(namespace, replicas=2, **hub))
@@ -125,7 +137,9 @@ def exercise(api: Api, namespace: str) -> Iterator[Any]:
     yield lambda: status(api, namespace).get("replicas") == 2
     api.merge("Service", namespace, "chat", {"spec": {"selector": {"drift": "x"}}})
     yield lambda: "drift" not in api.get("Service", namespace, "chat")["spec"]["selector"]
-    api.merge(KIND, namespace, "chat", {"spec": {"replicas": 1, "security": {"networkPolicy": False}}})
+    api.merge(
+        KIND, namespace, "chat", {"spec": {"replicas": 1, "security": {"networkPolicy": False}}}
+    )
     yield lambda: not api.find("PodDisruptionBudget", namespace, "chat")
     yield lambda: not api.find("NetworkPolicy", namespace, "chat")
     yield lambda: any(e["involvedObject"]["kind"] == KIND for e in api.items("Event", namespace))
@@ -159,7 +173,9 @@ def test_without_any_one_verb_something_is_forbidden(plane: ControlPlane, api: A
         whole = rendered(namespace)
         resource, verb = verbs(whole)[number]
         token = install(plane, api, without(whole, resource, verb))
-        with OperatorProcess(plane, (namespace,), token=token, environ=EVERYTHING, wait=False) as operator:
+        with OperatorProcess(
+            plane, (namespace,), token=token, environ=EVERYTHING, wait=False
+        ) as operator:
             deadline = time.monotonic() + 60
             for wanted in exercise(api, namespace):
                 while not refusals(operator) and not wanted() and time.monotonic() < deadline:
@@ -172,7 +188,22 @@ def test_without_any_one_verb_something_is_forbidden(plane: ControlPlane, api: A
 
 def test_the_role_grants_no_secret_no_pod_creation_and_no_wildcard() -> None:
     granted = verbs(rendered("any"))
-    assert not {r for r, _ in granted} & {"secrets", "configmaps", "serviceaccounts", "roles", "nodes", "*"}
-    assert {v for _, v in granted} <= {"get", "list", "watch", "create", "patch", "update", "delete"}
+    assert not {r for r, _ in granted} & {
+        "secrets",
+        "configmaps",
+        "serviceaccounts",
+        "roles",
+        "nodes",
+        "*",
+    }
+    assert {v for _, v in granted} <= {
+        "get",
+        "list",
+        "watch",
+        "create",
+        "patch",
+        "update",
+        "delete",
+    }
     assert {v for r, v in granted if r == "pods"} == {"list", "watch"}
     assert {v for r, v in granted if r == "inferencedeployments/status"} == {"patch"}

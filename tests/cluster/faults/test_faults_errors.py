@@ -1,4 +1,6 @@
-"""Nine kinds of error at every write, and at the list and the watch of every kind: outlived by the same process."""
+"""Nine kinds of error at every write, and at the list and the watch of every kind: outlived by the
+same process.
+"""
 
 import time
 from collections import Counter, defaultdict
@@ -56,7 +58,9 @@ def anonymous(picture: str) -> list[str]:
 def test_every_kind_of_error_at_any_write_is_outlived_by_the_same_process(
     plane: ControlPlane, api: Api, namespace: str
 ) -> None:
-    """One resource for each point, all in one operator; and one for each kind whose every write fails for a while."""
+    """One resource for each point, all in one operator; and one for each kind whose every write
+    fails for a while.
+    """
     plan: dict[str, tuple[int, Fate]] = {}
     lasting = {f"lasting-{error}": error for error in ERRORS}
     began: dict[str, float] = {}
@@ -88,7 +92,9 @@ def test_every_kind_of_error_at_any_write_is_outlived_by_the_same_process(
             assert first is not None
             assert first.poll() is None, operator.tail()
 
-        [wanted] = Lifecycle(api, [(namespace, "undisturbed")], 20, alive, operator.tail).play().values()
+        [wanted] = (
+            Lifecycle(api, [(namespace, "undisturbed")], 20, alive, operator.tail).play().values()
+        )
         points = [(at, error) for at in range(writes["undisturbed"]) for error in ERRORS]
         chosen = {f"at-{at}-{error}": (at, error) for at, error in share(points)}
         plan.update(chosen)
@@ -96,7 +102,11 @@ def test_every_kind_of_error_at_any_write_is_outlived_by_the_same_process(
         slowest = 0.0
         for begin in range(0, len(names), AT_ONCE):
             lifecycle = Lifecycle(
-                api, [(namespace, name) for name in names[begin : begin + AT_ONCE]], 30, alive, operator.tail
+                api,
+                [(namespace, name) for name in names[begin : begin + AT_ONCE]],
+                30,
+                alive,
+                operator.tail,
             )
             for key, picture in lifecycle.play().items():
                 assert anonymous(picture) == anonymous(wanted), key
@@ -116,7 +126,9 @@ def test_every_kind_of_error_at_any_write_is_outlived_by_the_same_process(
 @pytest.fixture
 def namespaces(api: Api, namespace: str) -> Iterator[list[str]]:
     """One for each error that a kind may meet; in a short run one, another for each commit."""
-    names = [f"{namespace}-{shift}"[-60:].strip("-") for shift in (range(9) if FULL else [offset(9)])]
+    names = [
+        f"{namespace}-{shift}"[-60:].strip("-") for shift in (range(9) if FULL else [offset(9)])
+    ]
     for name in names:
         api.create({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": name}})
     yield names
@@ -128,7 +140,9 @@ def namespaces(api: Api, namespace: str) -> Iterator[list[str]]:
 def test_every_kind_of_error_at_the_list_and_the_watch_of_any_kind_is_outlived_by_the_same_process(
     plane: ControlPlane, api: Api, namespaces: list[str]
 ) -> None:
-    """In each namespace every kind meets another error, at start-up and again when all watches are cut."""
+    """In each namespace every kind meets another error, at start-up and again when all watches are
+    cut.
+    """
     shifts = {name: int(name.rsplit("-", 1)[1]) for name in namespaces}
     todo: dict[tuple[str, str, str], Fate] = {}
 
@@ -167,7 +181,9 @@ def test_every_kind_of_error_at_the_list_and_the_watch_of_any_kind_is_outlived_b
         lifecycle.delete()
         spoilt()
         # kopf reports with tracebacks that it ends, before it is started again.
-        assert not [line for line in operator.tracebacks() if '"logger": "fairlead_operator' in line]
+        assert not [
+            line for line in operator.tracebacks() if '"logger": "fairlead_operator' in line
+        ]
     assert only_budgets_deleted(proxy.calls)
     assert_no_tight_loop(proxy.calls)
     print(

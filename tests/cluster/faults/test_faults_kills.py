@@ -1,4 +1,6 @@
-"""The operator killed at any of its writes, before it is sent or after it was carried out: the end is the same."""
+"""The operator killed at any of its writes, before it is sent or after it was carried out: the end
+is the same.
+"""
 
 import hashlib
 import itertools
@@ -29,7 +31,9 @@ _numbers = itertools.count()
 def namespace_for(api: Api, word: str) -> str:
     name = f"{word}-{next(_numbers)}-{os.getpid()}"
     api.create({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": name}})
-    eventually(lambda: api.find("ServiceAccount", name, "default"), 10, "the default ServiceAccount")
+    eventually(
+        lambda: api.find("ServiceAccount", name, "default"), 10, "the default ServiceAccount"
+    )
     return name
 
 
@@ -51,7 +55,13 @@ class Outcome:
 
 
 def play(
-    plane: ControlPlane, api: Api, at: int, when: str, within: float = 40, path: str = "", whole: bool = True
+    plane: ControlPlane,
+    api: Api,
+    at: int,
+    when: str,
+    within: float = 40,
+    path: str = "",
+    whole: bool = True,
 ) -> Outcome:
     """The lifecycle with the operator killed at its ``at``-th write (never, for -1).
 
@@ -86,7 +96,9 @@ def play(
     environ = {"PYTHONPATH": path} if path else {}
     proxy = FaultProxy(plane, judge, after_lost=kill)
     with proxy, OperatorProcess(plane, (namespace,), server=proxy.url, environ=environ) as operator:
-        lifecycle = Lifecycle(api, [(namespace, NAME)], within, tend=tend, pods={}, explain=operator.tail)
+        lifecycle = Lifecycle(
+            api, [(namespace, NAME)], within, tend=tend, pods={}, explain=operator.tail
+        )
         pictures = list(lifecycle.play().values()) if whole else []
         if not whole:
             lifecycle.create()
@@ -112,10 +124,15 @@ def test_killed_before_or_after_any_write_it_ends_in_the_same_place(
     with ThreadPoolExecutor(SIDE_BY_SIDE) as pool:
         outcomes = list(pool.map(lambda point: play(plane, api, *point), chosen))
     for point, outcome in zip(chosen, outcomes, strict=True):
-        assert outcome.digest() == undisturbed.digest(), (point, outcome.pictures, undisturbed.pictures)
+        assert outcome.digest() == undisturbed.digest(), (
+            point,
+            outcome.pictures,
+            undisturbed.pictures,
+        )
         deleted = [(call.plural, call.name) for call in outcome.calls if call.verb == "delete"]
         assert set(deleted) == {("poddisruptionbudgets", NAME)}, (point, deleted)
-    # How often the status changes depends on what is seen when: the last numbers may not be reached.
+    # How often the status changes depends on what is seen when: the last numbers may not be
+    # reached.
     killed = sum(outcome.killed for outcome in outcomes)
     assert killed >= 0.8 * len(chosen)
     slowest = max(outcome.slowest for outcome in outcomes)
@@ -149,6 +166,8 @@ def test_an_operator_that_is_not_level_triggered_is_found_out(
     text = module.read_text()
     assert text.count(GOOD) == 1
     module.write_text(text.replace(GOOD, MARKED_TOO_EARLY))
-    play(plane, api, -1, "never", 20, str(tmp_path), whole=False)  # without a kill the bug does not show
+    play(
+        plane, api, -1, "never", 20, str(tmp_path), whole=False
+    )  # without a kill the bug does not show
     with pytest.raises(AssertionError, match="not created within"):
         play(plane, api, 0, "after", 8, str(tmp_path), whole=False)

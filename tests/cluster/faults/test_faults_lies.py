@@ -1,4 +1,6 @@
-"""Old lists replayed, watch events lost or late: what the operator sees is wrong for a while, what it does is not."""
+"""Old lists replayed, watch events lost or late: what the operator sees is wrong for a while, what
+it does is not.
+"""
 
 import json
 import random
@@ -30,8 +32,12 @@ def namespaces(api: Api, namespace: str) -> Iterator[list[str]]:
         api.delete("Namespace", "", name)
 
 
-def told_lies(plane: ControlPlane, api: Api, namespaces: list[str], number: int) -> tuple[float, int]:
-    """One lifecycle with a schedule for each namespace: the slowest step, and how many lies were told."""
+def told_lies(
+    plane: ControlPlane, api: Api, namespaces: list[str], number: int
+) -> tuple[float, int]:
+    """One lifecycle with a schedule for each namespace: the slowest step, and how many lies were
+    told.
+    """
     first = number * SIDE_BY_SIDE
     rngs = {name: random.Random(first + index) for index, name in enumerate(namespaces)}
     keys: list[Key] = [(name, f"chat-{number}") for name in namespaces]
@@ -39,7 +45,9 @@ def told_lies(plane: ControlPlane, api: Api, namespaces: list[str], number: int)
     wrong: list[Call] = []
 
     def judge(call: Call) -> Fate:
-        if call.verb == "delete" and not (call.plural == "poddisruptionbudgets" and lifecycle.shrinking):
+        if call.verb == "delete" and not (
+            call.plural == "poddisruptionbudgets" and lifecycle.shrinking
+        ):
             wrong.append(call)
         rng = rngs.get(call.namespace)
         if (
@@ -68,24 +76,36 @@ def told_lies(plane: ControlPlane, api: Api, namespaces: list[str], number: int)
 def test_stale_lists_and_lost_or_late_events_delete_nothing_and_are_caught_up_with(
     plane: ControlPlane, api: Api, namespaces: list[str]
 ) -> None:
-    """Half of the lists and watches that begin in a step's first seconds lie, in each namespace others."""
+    """Half of the lists and watches that begin in a step's first seconds lie, in each namespace
+    others.
+    """
     rounds = range(ROUNDS) if FULL else [offset(20)]
-    slowest, lies = zip(*(told_lies(plane, api, namespaces, number) for number in rounds), strict=True)
+    slowest, lies = zip(
+        *(told_lies(plane, api, namespaces, number) for number in rounds), strict=True
+    )
     print(
         f"{len(slowest) * SIDE_BY_SIDE} schedules, {sum(lies)} lies, a step took at most {max(slowest):.1f} s"
     )
 
 
 def facts(api: Api, namespaces: list[str]) -> dict[Key, tuple[object, ...]]:
-    """What nobody may change while nobody asks for a change: every child's spec and the generation reported."""
+    """What nobody may change while nobody asks for a change: every child's spec and the generation
+    reported.
+    """
     world = world_of(api)
     found: dict[Key, tuple[object, ...]] = {}
     for kind, bodies in world.items():
         for (namespace, _), body in bodies.items():
             if namespace in namespaces:
                 meta = body["metadata"]
-                reported = (body.get("status") or {}).get("observedGeneration") if kind == KIND else None
-                found[namespace, kind] = (meta["uid"], json.dumps(body["spec"], sort_keys=True), reported)
+                reported = (
+                    (body.get("status") or {}).get("observedGeneration") if kind == KIND else None
+                )
+                found[namespace, kind] = (
+                    meta["uid"],
+                    json.dumps(body["spec"], sort_keys=True),
+                    reported,
+                )
     return found
 
 
@@ -93,7 +113,9 @@ def facts(api: Api, namespaces: list[str]) -> dict[Key, tuple[object, ...]]:
 def test_started_again_on_old_lists_it_takes_nothing_back(
     plane: ControlPlane, api: Api, namespaces: list[str]
 ) -> None:
-    """Every list answered from any moment of the lifecycle, every watch silent: no child and no status goes back."""
+    """Every list answered from any moment of the lifecycle, every watch silent: no child and no
+    status goes back.
+    """
     lying = False
     lifecycle = Lifecycle(api, [(name, "chat") for name in namespaces], 30)
 

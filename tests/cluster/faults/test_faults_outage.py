@@ -1,4 +1,6 @@
-"""The API server away, the operator restarted again and again, two operators at once: nothing that runs is touched."""
+"""The API server away, the operator restarted again and again, two operators at once: nothing that
+runs is touched.
+"""
 
 import contextlib
 import signal
@@ -17,7 +19,16 @@ from cluster.harness.fakekubelet import STANDIN, FakeKubelet
 from cluster.harness.faultproxy import FaultProxy
 from cluster.harness.operators import OperatorProcess
 from cluster.harness.resource_lifecycle import Lifecycle, Wanted
-from cluster.harness.resources import CHILDREN, KIND, PROCESSES, START, condition, idep, ready, status
+from cluster.harness.resources import (
+    CHILDREN,
+    KIND,
+    PROCESSES,
+    START,
+    condition,
+    idep,
+    ready,
+    status,
+)
 
 pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("crd", "nodes")]
 LEADS = "fairlead_operator_leader"
@@ -28,7 +39,11 @@ def running(api: Api, namespace: str, count: int) -> list[str]:
     """The uids of the pods once so many run."""
 
     def look() -> list[str] | None:
-        pods = [p for p in api.items("Pod", namespace) if (p.get("status") or {}).get("phase") == "Running"]
+        pods = [
+            p
+            for p in api.items("Pod", namespace)
+            if (p.get("status") or {}).get("phase") == "Running"
+        ]
         return sorted(p["metadata"]["uid"] for p in pods) if len(pods) == count else None
 
     return eventually(look, 30, f"{count} pods run")
@@ -37,7 +52,9 @@ def running(api: Api, namespace: str, count: int) -> list[str]:
 def left(api: Api, namespace: str) -> list[str]:
     """What there still is of the resource."""
     kinds = (KIND, *CHILDREN, "ReplicaSet", "Pod")
-    names = [(kind, body["metadata"]["name"]) for kind in kinds for body in api.items(kind, namespace)]
+    names = [
+        (kind, body["metadata"]["name"]) for kind in kinds for body in api.items(kind, namespace)
+    ]
     return [
         f"{kind}/{name}"
         for kind, name in names
@@ -47,12 +64,17 @@ def left(api: Api, namespace: str) -> list[str]:
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
-    ("away", "after"), [(30, 15), pytest.param(300, 30, marks=pytest.mark.full)], ids=["30 s", "5 min"]
+    ("away", "after"),
+    [(30, 15), pytest.param(300, 30, marks=pytest.mark.full)],
+    ids=["30 s", "5 min"],
 )
 def test_an_api_server_that_is_away_stops_nothing_and_is_caught_up_with(
     plane: ControlPlane, api: Api, namespace: str, away: float, after: float
 ) -> None:
-    with FaultProxy(plane) as proxy, OperatorProcess(plane, (namespace,), server=proxy.url) as operator:
+    with (
+        FaultProxy(plane) as proxy,
+        OperatorProcess(plane, (namespace,), server=proxy.url) as operator,
+    ):
         first = operator.process
         lifecycle = Lifecycle(api, [(namespace, "chat")], 20, pods={}, explain=operator.tail)
         lifecycle.create()
@@ -109,7 +131,9 @@ def test_with_half_a_second_more_to_every_answer_all_is_as_before(
 def test_no_request_fails_while_the_api_server_or_etcd_stands_still(
     plane: ControlPlane, api: Api, namespace: str
 ) -> None:
-    """Stopped as processes: operator, kubelet and controllers all hang on them, and a real runtime is being asked."""
+    """Stopped as processes: operator, kubelet and controllers all hang on them, and a real runtime
+    is being asked.
+    """
     away = {"kube-apiserver": 300 if FULL else 30, "etcd": 20}
     after = 30 if FULL else 15
     with FakeKubelet(plane), OperatorProcess(plane, (namespace,)) as operator:
@@ -125,14 +149,18 @@ def test_no_request_fails_while_the_api_server_or_etcd_stands_still(
                 with stopped(plane, part):
                     ends = time.monotonic() + seconds
                     while time.monotonic() < ends:
-                        assert operator.probe("/healthz")[0] == 200, "being restarted would not help"
+                        assert operator.probe("/healthz")[0] == 200, (
+                            "being restarted would not help"
+                        )
                         assert not clients.failures
                         time.sleep(1)
                     assert clients.done > asked, "requests went on being answered"
                 began = time.monotonic()
                 eventually(plane.answers, after, "the API server answers")
                 api.merge(KIND, namespace, "chat", {"spec": {"service": {"port": port}}})
-                eventually(lambda port=port: served_port(api, namespace) == port, after, "caught up")  # type: ignore[misc]
+                eventually(
+                    lambda port=port: served_port(api, namespace) == port, after, "caught up"
+                )  # type: ignore[misc]
                 slowest = max(slowest, time.monotonic() - began)
                 assert slowest <= after
         assert clients.failures == []
@@ -169,7 +197,10 @@ def stopped(plane: ControlPlane, part: str) -> Iterator[None]:
 def test_restarts_change_nothing_and_deleting_needs_no_operator(
     plane: ControlPlane, api: Api, namespace: str
 ) -> None:
-    with FaultProxy(plane) as proxy, OperatorProcess(plane, (namespace,), server=proxy.url) as operator:
+    with (
+        FaultProxy(plane) as proxy,
+        OperatorProcess(plane, (namespace,), server=proxy.url) as operator,
+    ):
         lifecycle = Lifecycle(api, [(namespace, "chat")], 20, pods={}, explain=operator.tail)
         lifecycle.create()
         pods = running(api, namespace, 2)
@@ -180,7 +211,9 @@ def test_restarts_change_nothing_and_deleting_needs_no_operator(
             operator.start()
             eventually(lambda: operator.metric(PASSES, result="ok") > 0, 20, "it has looked")
             assert not operator.tracebacks()
-        assert not [call for call in proxy.calls[before:] if call.of_children], "children were written"
+        assert not [call for call in proxy.calls[before:] if call.of_children], (
+            "children were written"
+        )
         assert running(api, namespace, 2) == pods
         now = api.get("Deployment", namespace, "chat")
         assert now["metadata"]["generation"] == deployment["metadata"]["generation"]
@@ -188,7 +221,9 @@ def test_restarts_change_nothing_and_deleting_needs_no_operator(
 
         operator.kill()
         api.delete(KIND, namespace, "chat")
-        eventually(lambda: left(api, namespace) == [], 10, "all is gone, no finalizer waits for anyone")
+        eventually(
+            lambda: left(api, namespace) == [], 10, "all is gone, no finalizer waits for anyone"
+        )
         operator.start()
         eventually(lambda: operator.metric(LEADS) == 1, 20, "it leads again")
         assert left(api, namespace) == [], "it brought something back"
@@ -220,7 +255,11 @@ def test_an_operator_that_starts_again_changes_no_word_of_a_status(
 def all_known(api: Api, namespace: str) -> bool:
     """Whether the pods were measured, and the measure led to a decision."""
     seen = status(api, namespace)
-    return "startup" in seen and "load" in seen and condition(seen, "AutoscalingActive")["status"] == "True"
+    return (
+        "startup" in seen
+        and "load" in seen
+        and condition(seen, "AutoscalingActive")["status"] == "True"
+    )
 
 
 @pytest.mark.timeout(900)
@@ -233,7 +272,9 @@ def test_of_two_operators_one_writes_and_the_other_takes_over_within_20_seconds(
         first_proxy,
         second_proxy,
         OperatorProcess(plane, (namespace,), "first", server=first_proxy.url) as first,
-        OperatorProcess(plane, (namespace,), "second", server=second_proxy.url, wait=False) as second,
+        OperatorProcess(
+            plane, (namespace,), "second", server=second_proxy.url, wait=False
+        ) as second,
     ):
         lifecycle = Lifecycle(api, [(namespace, "chat")], 20, explain=first.tail)
         lifecycle.create()
@@ -254,7 +295,9 @@ def test_of_two_operators_one_writes_and_the_other_takes_over_within_20_seconds(
         failover = time.monotonic() - began
         eventually(lambda: second.metric(PASSES, result="ok") > 0, 10, "it has looked")
         taken_over = Counter(
-            call.path.split("?")[0] for call in second_proxy.calls if call.writes and call.about_objects
+            call.path.split("?")[0]
+            for call in second_proxy.calls
+            if call.writes and call.about_objects
         )
         assert all(count <= 1 for count in taken_over.values()), taken_over
         lifecycle.patch({"replicas": 2})

@@ -1,7 +1,8 @@
 """Addresses for pods on the loopback device: one each, so that every pod has the same ports.
 
-Owns adding and removing them, and where the tests run: here, or in a user and network namespace of their own when this
-process may not add addresses. There they have a loopback device and nothing else, so what is to be loaded comes first.
+Owns adding and removing them, and where the tests run: here, or in a user and network namespace of
+their own when this process may not add addresses. There they have a loopback device and nothing
+else, so what is to be loaded comes first.
 """
 
 import os
@@ -14,9 +15,7 @@ from itertools import count
 from typing import Literal
 
 MARK = "FAIRLEAD_TESTS_IN_NAMESPACE"  # set for a run that was started again in a namespace
-WAY_OUT = (
-    "run as root, or where `unshare -rn ip link set lo up` works (user namespaces, util-linux and iproute2)"
-)
+WAY_OUT = "run as root, or where `unshare -rn ip link set lo up` works (user namespaces, util-linux and iproute2)"
 PROBE = "10.249.255.254/32"
 ADDRESSES = 62_500
 TAKEN = re.compile("File exists|already assigned")  # by older and newer versions of ip
@@ -28,7 +27,9 @@ class NoAddressError(RuntimeError):
 
 
 def take() -> str:
-    """A fresh address that nobody else has: test runs side by side share the device. Raises NoAddressError."""
+    """A fresh address that nobody else has: test runs side by side share the device. Raises
+    NoAddressError.
+    """
     while True:
         number = next(_numbers) % ADDRESSES
         address = f"10.249.{number // 250}.{number % 250 + 1}"
@@ -36,7 +37,9 @@ def take() -> str:
         if good:
             return address
         if not TAKEN.search(said):
-            raise NoAddressError(f"pods of the tests need addresses of their own: {WAY_OUT}; ip said: {said}")
+            raise NoAddressError(
+                f"pods of the tests need addresses of their own: {WAY_OUT}; ip said: {said}"
+            )
 
 
 def release(address: str) -> None:
@@ -62,11 +65,15 @@ def inside(command: Sequence[str]) -> list[str]:
 
 
 def decide(*, add: bool, again: bool, unshare: bool) -> Literal["here", "inside"]:
-    """Where the tests run. ``again``: this run is inside already. Raises NoAddressError when it can be nowhere."""
+    """Where the tests run. ``again``: this run is inside already. Raises NoAddressError when it can
+    be nowhere.
+    """
     if add:
         return "here"
     if again:
-        raise NoAddressError(f"no addresses for pods, even in a namespace of the tests' own: {WAY_OUT}")
+        raise NoAddressError(
+            f"no addresses for pods, even in a namespace of the tests' own: {WAY_OUT}"
+        )
     if not unshare:
         raise NoAddressError(
             f"no addresses for pods, neither here nor in a namespace of the tests' own: {WAY_OUT}"
@@ -75,11 +82,17 @@ def decide(*, add: bool, again: bool, unshare: bool) -> Literal["here", "inside"
 
 
 def settle() -> None:
-    """Return where addresses can be added, else run this very command again where they can: then it does not return."""
+    """Return where addresses can be added, else run this very command again where they can: then it
+    does not return.
+    """
     add = may_add()
     if decide(add=add, again=MARK in os.environ, unshare=add or may_unshare()) == "inside":
         command = inside([sys.executable, *sys.orig_argv[1:]])
-        print("[addresses] not root: the tests start again under `unshare -rn`", file=sys.stderr, flush=True)
+        print(
+            "[addresses] not root: the tests start again under `unshare -rn`",
+            file=sys.stderr,
+            flush=True,
+        )
         os.execvpe(command[0], command, {**os.environ, MARK: "1"})
 
 

@@ -94,7 +94,12 @@ class Api:
         self.http.close()
 
     def call(
-        self, method: str, path: str, body: Any = None, content_type: str = "application/json", **query: str
+        self,
+        method: str,
+        path: str,
+        body: Any = None,
+        content_type: str = "application/json",
+        **query: str,
     ) -> Any:
         """One request; the decoded answer, or ApiError."""
         content = None if body is None else json.dumps(body).encode()
@@ -162,7 +167,9 @@ class Api:
 
 
 def eventually(look: Callable[[], T | None], within: float, what: str) -> T:
-    """The first true answer of ``look``; a failure that says what was waited for after ``within`` seconds."""
+    """The first true answer of ``look``; a failure that says what was waited for after ``within``
+    seconds.
+    """
     deadline = time.monotonic() + within
     while True:
         seen = look()

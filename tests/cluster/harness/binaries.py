@@ -1,7 +1,8 @@
-"""The control plane's programs: found where ``KUBEBUILDER_ASSETS`` says, else built once from Go modules.
+"""The control plane's programs: found where ``KUBEBUILDER_ASSETS`` says, else built once from Go
+modules.
 
-Owns the cache of built programs, one folder per hash of the pinned modules and the Go toolchain. Never
-downloads a ready-made program and never skips: with neither assets nor Go it raises.
+Owns the cache of built programs, one folder per hash of the pinned modules and the Go toolchain.
+Never downloads a ready-made program and never skips: with neither assets nor Go it raises.
 """
 
 import fcntl
@@ -34,7 +35,11 @@ PROGRAMS = {
     for program in (
         Program("etcd", "controlplane", "go.etcd.io/etcd/server/v3"),
         Program("kube-apiserver", "controlplane", "k8s.io/kubernetes/cmd/kube-apiserver"),
-        Program("kube-controller-manager", "controlplane", "k8s.io/kubernetes/cmd/kube-controller-manager"),
+        Program(
+            "kube-controller-manager",
+            "controlplane",
+            "k8s.io/kubernetes/cmd/kube-controller-manager",
+        ),
         Program("kube-scheduler", "controlplane", "k8s.io/kubernetes/cmd/kube-scheduler"),
         Program("kubectl", "controlplane", "k8s.io/kubernetes/cmd/kubectl"),
         Program("kwok", "kwok", "sigs.k8s.io/kwok/cmd/kwok"),
@@ -85,10 +90,14 @@ def _home(module: str) -> Path:
 
 
 def _compile(program: Program, path: Path) -> None:
-    _say(f"building {program.name} from Go modules (once; the whole control plane takes about 5 minutes)")
+    _say(
+        f"building {program.name} from Go modules (once; the whole control plane takes about 5 minutes)"
+    )
     began = time.monotonic()
     stamp = "-X k8s.io/component-base/version.git"
-    flags = f"-s -w {stamp}Version={KUBERNETES} {stamp}Major=1 {stamp}Minor={KUBERNETES.split('.')[1]}"
+    flags = (
+        f"-s -w {stamp}Version={KUBERNETES} {stamp}Major=1 {stamp}Minor={KUBERNETES.split('.')[1]}"
+    )
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
         target = Path(folder) / program.name
         done = subprocess.run(

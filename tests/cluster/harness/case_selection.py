@@ -1,4 +1,6 @@
-"""Which part of a long list of cases a short run takes: another one for every commit, so that all get their turn."""
+"""Which part of a long list of cases a short run takes: another one for every commit, so that all
+get their turn.
+"""
 
 import os
 import subprocess
@@ -11,7 +13,9 @@ FULL = bool(os.environ.get("FAIRLEAD_FULL"))
 
 def offset(one_in: int = 10) -> int:
     """From the commit; 0 outside a repository."""
-    head = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False).stdout
+    head = subprocess.run(
+        ["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False
+    ).stdout
     return int(head[:8] or "0", 16) % one_in
 
 

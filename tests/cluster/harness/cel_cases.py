@@ -1,7 +1,8 @@
-"""What the API server must accept and refuse: one base object, a change to it, and a part of the expected message.
+"""What the API server must accept and refuse: one base object, a change to it, and a part of the
+expected message.
 
-Every validation rule of the CRD has at least one accepting and one refusing case; the contract tests check that
-against the CRD's own messages. Plain data: whoever runs it brings the API server.
+Every validation rule of the CRD has at least one accepting and one refusing case; the contract
+tests check that against the CRD's own messages. Plain data: whoever runs it brings the API server.
 """
 
 from collections.abc import Mapping
@@ -13,7 +14,9 @@ REMOVE = object()  # as a value in a change: take the key away
 
 @dataclass(frozen=True)
 class Case:
-    """``change`` is merged into BASE; ``message`` is part of the refusal, None where the object is accepted."""
+    """``change`` is merged into BASE; ``message`` is part of the refusal, None where the object is
+    accepted.
+    """
 
     name: str
     change: Mapping[str, Any] = field(default_factory=dict)
@@ -36,7 +39,9 @@ def build(case: Case) -> dict[str, Any]:
 
 
 def merge(base: Mapping[str, Any], change: Mapping[str, Any]) -> dict[str, Any]:
-    """JSON merge, with REMOVE where JSON merge patch has null (null itself is a value worth testing)."""
+    """JSON merge, with REMOVE where JSON merge patch has null (null itself is a value worth
+    testing).
+    """
     out = dict(base)
     for key, value in change.items():
         if value is REMOVE:
@@ -131,7 +136,11 @@ CASES: tuple[Case, ...] = (
     _spec("one replica exactly", autoscaling={"minReplicas": 3, "maxReplicas": 3}),
     _spec("min above max", _REPLICAS, autoscaling={"minReplicas": 3, "maxReplicas": 2}),
     _spec("min above the default max", _REPLICAS, autoscaling={"minReplicas": 9}),
-    _spec("scale to zero by the operator", "spec.autoscaling.minReplicas", autoscaling={"minReplicas": 0}),
+    _spec(
+        "scale to zero by the operator",
+        "spec.autoscaling.minReplicas",
+        autoscaling={"minReplicas": 0},
+    ),
     _spec("no replicas", replicas=0),
     _spec("too many replicas", "spec.replicas", replicas=1001),
     # -- rollout
@@ -140,20 +149,26 @@ CASES: tuple[Case, ...] = (
     _spec("an unknown strategy", "spec.rollout.strategy", rollout={"strategy": "Canary"}),
     # -- scheduler and cache
     _spec("as many tokens as requests", scheduler={"maxBatchTokens": 64, "maxRequests": 64}),
-    _spec("fewer tokens than requests", _BATCH, scheduler={"maxBatchTokens": 63, "maxRequests": 64}),
+    _spec(
+        "fewer tokens than requests", _BATCH, scheduler={"maxBatchTokens": 63, "maxRequests": 64}
+    ),
     _spec("fewer tokens than the default requests", _BATCH, scheduler={"maxBatchTokens": 100}),
     _spec("a block of 256", cache={"blockSize": 256}),
     _spec("a block of 4", "spec.cache.blockSize", cache={"blockSize": 4}),
     _spec("a block of 24", "spec.cache.blockSize", cache={"blockSize": 24}),
     _spec("more than all memory", "spec.cache.maxMemoryPercent", cache={"maxMemoryPercent": 1.5}),
     _spec(
-        "null takes the default", cache={"numBlocks": None, "blockSize": None}, engine={"maxModelLen": None}
+        "null takes the default",
+        cache={"numBlocks": None, "blockSize": None},
+        engine={"maxModelLen": None},
     ),
     # -- accelerators
     _spec("two of two", engine={"tensorParallel": 2}, resources={"accelerator": {"count": 2}}),
     _spec("two of one", _SPLIT, engine={"tensorParallel": 2}),
     _spec("a CPU", resources={"accelerator": {"count": 0}}),
-    _spec("two on a CPU", _CPU, engine={"tensorParallel": 2}, resources={"accelerator": {"count": 0}}),
+    _spec(
+        "two on a CPU", _CPU, engine={"tensorParallel": 2}, resources={"accelerator": {"count": 0}}
+    ),
     _spec("a quantity as a number", resources={"cpu": 4, "memory": "1.5Gi"}),
     _spec("a quantity that is none", "spec.resources.memory", resources={"memory": "lots"}),
     _spec("a negative quantity", "spec.resources.sharedMemory", resources={"sharedMemory": "-1Gi"}),
@@ -194,7 +209,10 @@ CASES: tuple[Case, ...] = (
         _env(n, _ENV)
         for n in ("PYTHONPATH", "pythonStartup", "LD_PRELOAD", "Ld_Preload", "HF_TOKEN", "hf_home")
     ),
-    *(_env(n, _ENV) for n in ("FAIRLEAD_X", "Fairlead_x", "HTTPS_PROXY", "https_proxy", "no_Proxy")),
+    *(
+        _env(n, _ENV)
+        for n in ("FAIRLEAD_X", "Fairlead_x", "HTTPS_PROXY", "https_proxy", "no_Proxy")
+    ),
     _env("A-B", "spec.podTemplate.env[0].name"),
     _spec(
         "one name twice",

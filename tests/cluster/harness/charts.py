@@ -1,7 +1,8 @@
 """The chart as helm renders and installs it, and the operator as an installed release would run it.
 
-Helm reads and writes only below the folder it is given. The operator runs as a process, not in a container: its
-arguments, environment and rights are the release's, its token comes from the API server, its address from a kubeconfig.
+Helm reads and writes only below the folder it is given. The operator runs as a process, not in a
+container: its arguments, environment and rights are the release's, its token comes from the API
+server, its address from a kubeconfig.
 """
 
 import os
@@ -25,7 +26,9 @@ NO_HUB = ("--set", "hub.endpoint=http://127.0.0.1:9")
 
 @dataclass(frozen=True, slots=True)
 class Helm:
-    """One helm: ``program`` is "helm" (4) or "helm3"; ``kubeconfig`` only where it talks to a cluster."""
+    """One helm: ``program`` is "helm" (4) or "helm3"; ``kubeconfig`` only where it talks to a
+    cluster.
+    """
 
     home: Path
     program: str = "helm"
@@ -36,7 +39,9 @@ class Helm:
         if self.kubeconfig:
             environ["KUBECONFIG"] = str(self.kubeconfig)
         command = [str(binaries.program(self.program)), *arguments]
-        return subprocess.run(command, env=environ, capture_output=True, text=True, check=False, timeout=120)
+        return subprocess.run(
+            command, env=environ, capture_output=True, text=True, check=False, timeout=120
+        )
 
     def run(self, *arguments: str) -> str:
         """Its standard output; a failure shows what it said."""
@@ -44,7 +49,9 @@ class Helm:
         assert done.returncode == 0, f"helm {' '.join(arguments)}:\n{done.stdout}{done.stderr}"
         return done.stdout
 
-    def render(self, *arguments: str, release: str = "rel", namespace: str = "home") -> list[Object]:
+    def render(
+        self, *arguments: str, release: str = "rel", namespace: str = "home"
+    ) -> list[Object]:
         """Every object of the release, test hooks too."""
         text = self.run("template", release, str(CHART), f"--namespace={namespace}", *arguments)
         return [body for body in yaml.safe_load_all(text) if body]
@@ -67,7 +74,9 @@ def environment(container: Mapping[str, Any], pod: Mapping[str, Any]) -> dict[st
     found = {}
     for entry in container["env"]:
         source = entry.get("valueFrom")  # an empty value is not stored
-        found[entry["name"]] = fields[source["fieldRef"]["fieldPath"]] if source else entry.get("value", "")
+        found[entry["name"]] = (
+            fields[source["fieldRef"]["fieldPath"]] if source else entry.get("value", "")
+        )
     return found
 
 
@@ -85,12 +94,16 @@ def token_of(api: Api, namespace: str, account: str) -> str:
 def pod_of(api: Api, namespace: str, deployment: Object) -> Object:
     """A pod of this Deployment: it exists, so Pod Security admitted it."""
     labels = ",".join(f"{k}={v}" for k, v in deployment["spec"]["selector"]["matchLabels"].items())
-    pods = eventually(lambda: api.items("Pod", namespace, labelSelector=labels), 20, "a pod of the operator")
+    pods = eventually(
+        lambda: api.items("Pod", namespace, labelSelector=labels), 20, "a pod of the operator"
+    )
     return pods[0]
 
 
 def operator_of(plane: ControlPlane, api: Api, namespace: str, name: str) -> OperatorProcess:
-    """The operator with the arguments, the environment and the rights of the live Deployment; to be entered."""
+    """The operator with the arguments, the environment and the rights of the live Deployment; to be
+    entered.
+    """
     deployment = api.get("Deployment", namespace, name)
     pod = pod_of(api, namespace, deployment)
     container = pod["spec"]["containers"][0]
@@ -101,12 +114,16 @@ def operator_of(plane: ControlPlane, api: Api, namespace: str, name: str) -> Ope
         identity=pod["metadata"]["name"],
         token=token_of(api, namespace, pod["spec"]["serviceAccountName"]),
         environ=environment(container, pod),
-        arguments=tuple(container["args"]),  # --probe-port is given once more, and the last one counts
+        arguments=tuple(
+            container["args"]
+        ),  # --probe-port is given once more, and the last one counts
     )
 
 
 def refusals(operator: OperatorProcess) -> list[str]:
-    """What the API server forbade this operator: its own calls by their count, kopf's watches by its log."""
+    """What the API server forbade this operator: its own calls by their count, kopf's watches by
+    its log.
+    """
     count = operator.metric("fairlead_operator_api_calls_total", code="403")
     lines = operator.log.read_text(errors="replace").splitlines()
     return [f"{count:.0f} calls"] * bool(count) + [line for line in lines if "orbidden" in line]

@@ -1,4 +1,6 @@
-"""Clients of the pods' public port: one completion, one stream, or clients that go on asking and forgive nothing."""
+"""Clients of the pods' public port: one completion, one stream, or clients that go on asking and
+forgive nothing.
+"""
 
 import json
 import threading
@@ -18,7 +20,9 @@ def complete(address: str, tokens: int = 4, model: str = "chat") -> Object:
 def stream(address: str, tokens: int, model: str = "chat") -> int:
     """How many tokens a stream brought that ended as it should; any failure is raised."""
     brought = 0
-    with _ask(address, tokens, model, stream=True, stream_options={"include_usage": True}) as answer:
+    with _ask(
+        address, tokens, model, stream=True, stream_options={"include_usage": True}
+    ) as answer:
         for line in answer:
             text = line.decode().strip().removeprefix("data: ")
             if text == "[DONE]":
@@ -29,16 +33,20 @@ def stream(address: str, tokens: int, model: str = "chat") -> int:
 
 
 class Clients:
-    """``with Clients(address, 2) as clients``: so many that complete and as many that stream, until it is left.
+    """``with Clients(address, 2) as clients``: so many that complete and as many that stream, until
+    it is left.
 
-    ``done`` counts the answers with every token asked for, ``failures`` says what became of each other one.
+    ``done`` counts the answers with every token asked for, ``failures`` says what became of each
+    other one.
     """
 
     def __init__(self, address: str, each: int, tokens: int = 64) -> None:
         self._address, self._tokens = address, tokens
         self._stop = threading.Event()
         ways = [self._complete, stream] * each
-        self._threads = [threading.Thread(target=self._run, args=(way,), daemon=True) for way in ways]
+        self._threads = [
+            threading.Thread(target=self._run, args=(way,), daemon=True) for way in ways
+        ]
         self.failures: list[str] = []
         self._answered: list[int] = []
 

@@ -1,7 +1,8 @@
-"""A real Kubernetes control plane on loopback: etcd, kube-apiserver, controller-manager and scheduler.
+"""A real Kubernetes control plane on loopback: etcd, kube-apiserver, controller-manager and
+scheduler.
 
-Owns the processes, their folder, their ports and their certificates. Nothing outlives ``stop``; should
-the test process itself be killed, the kernel ends the children.
+Owns the processes, their folder, their ports and their certificates. Nothing outlives ``stop``;
+should the test process itself be killed, the kernel ends the children.
 """
 
 import ctypes
@@ -53,10 +54,14 @@ class Part:
 class ControlPlane:
     """Started by ``with ControlPlane() as plane``; a fresh, empty cluster each time."""
 
-    home: Path = field(default_factory=lambda: Path(tempfile.mkdtemp(prefix="fairlead-controlplane-")))
+    home: Path = field(
+        default_factory=lambda: Path(tempfile.mkdtemp(prefix="fairlead-controlplane-"))
+    )
     port: int = 0
     parts: list[Part] = field(default_factory=list)
-    tokens: dict[str, str] = field(default_factory=lambda: {user: secrets.token_hex(16) for user in USERS})
+    tokens: dict[str, str] = field(
+        default_factory=lambda: {user: secrets.token_hex(16) for user in USERS}
+    )
 
     def __enter__(self) -> Self:
         try:
@@ -92,7 +97,9 @@ class ControlPlane:
         self._start_controllers()
 
     def kubeconfig(self, user: str = "admin", token: str = "", server: str = "") -> Path:
-        """A kubeconfig file of a user, or of a bearer token; ``server`` names another address (a proxy)."""
+        """A kubeconfig file of a user, or of a bearer token; ``server`` names another address (a
+        proxy).
+        """
         config = {
             "apiVersion": "v1",
             "kind": "Config",
@@ -170,7 +177,8 @@ class ControlPlane:
                 "--bind-address=127.0.0.1",
                 "--advertise-address=127.0.0.1",
                 f"--secure-port={self.port}",
-                f"--cert-dir={certs}",  # it signs its own certificate there; that file is the clients' CA
+                # it signs its own certificate there; that file is the clients' CA
+                f"--cert-dir={certs}",
                 f"--token-auth-file={self.home / 'tokens.csv'}",
                 "--authorization-mode=RBAC",
                 "--service-account-issuer=https://kubernetes.default.svc",
@@ -200,9 +208,11 @@ class ControlPlane:
                 f"--secure-port={ports[0]}",
                 f"--cert-dir={self.home / 'kcm'}",
                 "--node-monitor-period=1s",
-                "--kube-api-qps=500",  # by default its own throttling holds the controllers back for 5 s
+                # by default its own throttling holds the controllers back for 5 s
+                "--kube-api-qps=500",
                 "--kube-api-burst=1000",
-                "--horizontal-pod-autoscaler-sync-period=1s",  # an HPA is first looked at one period after it was made
+                # an HPA is first looked at one period after it was made
+                "--horizontal-pod-autoscaler-sync-period=1s",
                 "--concurrent-deployment-syncs=20",
                 "--concurrent-service-endpoint-syncs=20",
             ],
@@ -237,7 +247,9 @@ class ControlPlane:
         )
 
     def answers(self) -> bool:
-        """Whether /readyz says ok; looks at the body, since any address may be answered by something."""
+        """Whether /readyz says ok; looks at the body, since any address may be answered by
+        something.
+        """
         if not self.ca.is_file():
             return False
         request = urllib.request.Request(
@@ -279,7 +291,9 @@ _LIBC = ctypes.CDLL(None, use_errno=True)
 
 
 def dying_with(parent: int) -> Callable[[], None]:
-    """What a child runs before its program: end when the parent ends (PR_SET_PDEATHSIG), also when killed."""
+    """What a child runs before its program: end when the parent ends (PR_SET_PDEATHSIG), also when
+    killed.
+    """
 
     def arrange() -> None:
         if _LIBC.prctl(1, signal.SIGKILL, 0, 0, 0) or os.getppid() != parent:

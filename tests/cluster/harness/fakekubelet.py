@@ -1,6 +1,8 @@
-"""A small kubelet: pods of its node run our real runtime as a process, each on an address of its own.
+"""A small kubelet: pods of its node run our real runtime as a process, each on an address of its
+own.
 
-Owns the node and the loop over its pods: start, probe, restart, drain, report. What one pod is, is podprocess.py.
+Owns the node and the loop over its pods: start, probe, restart, drain, report. What one pod is, is
+podprocess.py.
 """
 
 import contextlib
@@ -25,7 +27,9 @@ PROBE_EVERY = 0.3
 
 
 class FakeKubelet:
-    """``with FakeKubelet(plane, "node")``: a Ready node that takes pods with ``type: processes`` in their selector."""
+    """``with FakeKubelet(plane, "node")``: a Ready node that takes pods with ``type: processes`` in
+    their selector.
+    """
 
     def __init__(
         self,
@@ -71,7 +75,11 @@ class FakeKubelet:
     def _register(self) -> None:
         room = {"cpu": "512", "memory": "8Ti", "pods": "200", "nvidia.com/gpu": "8"}
         labels = {"type": "processes", "kubernetes.io/hostname": self.name}
-        body: Object = {"apiVersion": "v1", "kind": "Node", "metadata": {"name": self.name, "labels": labels}}
+        body: Object = {
+            "apiVersion": "v1",
+            "kind": "Node",
+            "metadata": {"name": self.name, "labels": labels},
+        }
         # Only pods made for it: others would be run as processes too.
         body["spec"] = {"taints": [{"key": "processes", "effect": "NoSchedule"}]}
         self._api.apply(body, force="true")
@@ -99,12 +107,18 @@ class FakeKubelet:
                 pods = self._api.items("Pod", fieldSelector=f"spec.nodeName={self.name}")
                 self._turn({pod["metadata"]["uid"]: pod for pod in pods})
             except ApiError as error:
-                if error.code not in {404, 409}:  # the pod went or changed meanwhile: seen at the next turn
+                if error.code not in {
+                    404,
+                    409,
+                }:  # the pod went or changed meanwhile: seen at the next turn
                     self.faults.append(str(error))
             except OSError:
                 pass  # the API server is away: a kubelet goes on
             except Exception as error:  # noqa: BLE001 - reported when the kubelet is stopped
-                if "httpx" not in type(error).__module__ and "httpcore" not in type(error).__module__:
+                if (
+                    "httpx" not in type(error).__module__
+                    and "httpcore" not in type(error).__module__
+                ):
                     self.faults.append(repr(error))
             self._stop.wait(BEAT)
 
@@ -123,7 +137,11 @@ class FakeKubelet:
     def _keep(self, pod: Object, one: PodProcess) -> None:
         if one.process is None and time.monotonic() >= one.retry_at:
             one.start(pod, self._programs, self._environ)
-        elif not one.ended() and one.process is not None and time.monotonic() - one.probed >= PROBE_EVERY:
+        elif (
+            not one.ended()
+            and one.process is not None
+            and time.monotonic() - one.probed >= PROBE_EVERY
+        ):
             one.probed = time.monotonic()
             one.ready = one.probe(pod, "readinessProbe")
             one.passed |= one.ready
@@ -132,16 +150,22 @@ class FakeKubelet:
     def _drain(self, pod: Object, one: PodProcess) -> None:
         meta = pod["metadata"]
         if one.end_within(meta.get("deletionGracePeriodSeconds", 30)):
-            self._report(pod, one)  # how the container ended, as a kubelet writes it before the pod goes
+            self._report(
+                pod, one
+            )  # how the container ended, as a kubelet writes it before the pod goes
             self._api.delete("Pod", meta["namespace"], meta["name"], gracePeriodSeconds="0")
         else:
             self._report(pod, one)
 
     def _report(self, pod: Object, one: PodProcess) -> None:
-        """Write what differs from what was written last, or what a controller made of it; a write that failed comes again."""
+        """Write what differs from what was written last, or what a controller made of it; a write
+        that failed comes again.
+        """
         if not one.lives:  # nothing of it ever ran here: a pod that was left by another node's end
             return
         meta, status = pod["metadata"], one.status(pod)
         if status != one.reported or is_ready(pod) != one.ready:
-            self._api.merge("Pod", meta["namespace"], meta["name"], {"status": status}, sub="status")
+            self._api.merge(
+                "Pod", meta["namespace"], meta["name"], {"status": status}, sub="status"
+            )
             one.reported = status

@@ -1,7 +1,8 @@
 """A proxy between the operator and the API server that numbers calls and can spoil each of them.
 
-Plain HTTP in, TLS out; the caller's own credentials pass through. Owns no policy: a test installs ``judge``, which
-sees every request, in the proxy's thread, and says what becomes of it. Watches are passed on as they stream.
+Plain HTTP in, TLS out; the caller's own credentials pass through. Owns no policy: a test installs
+``judge``, which sees every request, in the proxy's thread, and says what becomes of it. Watches are
+passed on as they stream.
 """
 
 import asyncio
@@ -73,7 +74,11 @@ class Call:
 
     @property
     def of_children(self) -> bool:
-        return self.writes and self.about_objects and self.plural not in {"inferencedeployments", "events"}
+        return (
+            self.writes
+            and self.about_objects
+            and self.plural not in {"inferencedeployments", "events"}
+        )
 
 
 Judge = Callable[[Call], Fate]
@@ -81,28 +86,38 @@ Judge = Callable[[Call], Fate]
 
 @dataclass(slots=True)
 class FaultProxy:
-    """``with FaultProxy(plane) as proxy``; ``proxy.url`` is what the operator is given as its server."""
+    """``with FaultProxy(plane) as proxy``; ``proxy.url`` is what the operator is given as its
+    server.
+    """
 
     plane: ControlPlane
     judge: Judge = lambda _: "pass"
     calls: list[Call] = field(default_factory=list)
     port: int = 0
     away: bool = False  # the API server answers nobody
-    after_lost: Callable[[], None] = lambda: None  # called when a lost answer's request has been carried out
+    after_lost: Callable[[], None] = lambda: (
+        None
+    )  # called when a lost answer's request has been carried out
     latency: float = 0.0  # seconds that every request takes longer
     hang_seconds: float = 60.0
     delay_seconds: float = 5.0
-    rng: random.Random = field(default_factory=lambda: random.Random(0))  # which old list is replayed
+    rng: random.Random = field(
+        default_factory=lambda: random.Random(0)
+    )  # which old list is replayed
     _loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.new_event_loop)
     _thread: threading.Thread | None = None
-    _lists: dict[str, list[bytes]] = field(default_factory=dict)  # answers of each list, to be replayed
+    _lists: dict[str, list[bytes]] = field(
+        default_factory=dict
+    )  # answers of each list, to be replayed
     _open: set[asyncio.StreamWriter] = field(default_factory=set)
     _context: ssl.SSLContext = field(default_factory=ssl.create_default_context)
 
     def __enter__(self) -> Self:
         self.port = free_ports(1)[0]
         started = threading.Event()
-        self._thread = threading.Thread(target=self._run, args=(started,), name="faultproxy", daemon=True)
+        self._thread = threading.Thread(
+            target=self._run, args=(started,), name="faultproxy", daemon=True
+        )
         self._thread.start()
         assert started.wait(10)
         return self
@@ -166,10 +181,16 @@ class FaultProxy:
         if fate in {"hang", "reset"}:
             writer.transport.abort()
             return False
-        upstream, sink = await asyncio.open_connection("127.0.0.1", self.plane.port, ssl=self._context)
+        upstream, sink = await asyncio.open_connection(
+            "127.0.0.1", self.plane.port, ssl=self._context
+        )
         self._open.add(sink)
         try:
-            lines = [line for line in head.split(b"\r\n")[:-2] if not line.lower().startswith(b"connection:")]
+            lines = [
+                line
+                for line in head.split(b"\r\n")[:-2]
+                if not line.lower().startswith(b"connection:")
+            ]
             sink.write(b"\r\n".join([*lines, b"Connection: close", b"", b""]) + body)
             await sink.drain()
             if call.verb == "watch":
@@ -184,7 +205,9 @@ class FaultProxy:
     async def _answer(
         self, upstream: asyncio.StreamReader, call: Call, fate: Fate, writer: asyncio.StreamWriter
     ) -> None:
-        """The whole answer, or what the fault leaves of it; the request itself has been carried out."""
+        """The whole answer, or what the fault leaves of it; the request itself has been carried
+        out.
+        """
         answer = await upstream.read()
         if fate == "lost-answer":
             self.after_lost()
@@ -197,8 +220,12 @@ class FaultProxy:
         writer.write(answer[: len(answer) // 2] if fate == "cut" else answer)
         await writer.drain()
 
-    async def _stream(self, upstream: asyncio.StreamReader, fate: Fate, writer: asyncio.StreamWriter) -> None:
-        """A watch; "cut" ends it in the middle of its second part, "drop-events" keeps all but the first back."""
+    async def _stream(
+        self, upstream: asyncio.StreamReader, fate: Fate, writer: asyncio.StreamWriter
+    ) -> None:
+        """A watch; "cut" ends it in the middle of its second part, "drop-events" keeps all but the
+        first back.
+        """
         parts = 0
         while part := await upstream.read(65536):
             parts += 1

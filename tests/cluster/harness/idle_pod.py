@@ -1,7 +1,9 @@
-"""A pod's process that computes nothing: the admin port of the runtime, with the load that a test asks of its address.
+"""A pod's process that computes nothing: the admin port of the runtime, with the load that a test
+asks of its address.
 
-Its metrics are the runtime's own exposition. Started as ``fairlead`` would be: ``serve MODEL --host=… --served-name=…``.
-``STANDIN_LOAD`` names a JSON file {address: [running, waiting]}, read at every scrape; an address not in it is idle.
+Its metrics are the runtime's own exposition. Started as ``fairlead`` would be: ``serve MODEL
+--host=… --served-name=…``. ``STANDIN_LOAD`` names a JSON file {address: [running, waiting]}, read
+at every scrape; an address not in it is idle.
 """
 
 import http.server
@@ -64,7 +66,9 @@ class Admin(http.server.BaseHTTPRequestHandler):
 
 
 def main() -> None:
-    flags = dict(a.removeprefix("--").split("=", 1) for a in sys.argv if a.startswith("--") and "=" in a)
+    flags = dict(
+        a.removeprefix("--").split("=", 1) for a in sys.argv if a.startswith("--") and "=" in a
+    )
     Admin.address, Admin.stats = flags["host"], Stats(flags["served-name"])
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     http.server.ThreadingHTTPServer((flags["host"], 9000), Admin).serve_forever()

@@ -1,4 +1,6 @@
-"""The operator as a real process beside the control plane, with its log, its metrics and its memory."""
+"""The operator as a real process beside the control plane, with its log, its metrics and its
+memory.
+"""
 
 import json
 import os
@@ -18,10 +20,12 @@ from cluster.harness.controlplane import ControlPlane, dying_with, end, free_por
 
 @dataclass(slots=True)
 class OperatorProcess:
-    """``with OperatorProcess(plane, ("ns",)) as operator``: running when the block is entered, gone after it.
+    """``with OperatorProcess(plane, ("ns",)) as operator``: running when the block is entered, gone
+    after it.
 
-    ``server`` is the address the operator talks to (a proxy), ``token`` whose rights it has (default: the
-    administrator's), ``identity`` its name in the Lease, ``arguments`` take the place of the namespaces.
+    ``server`` is the address the operator talks to (a proxy), ``token`` whose rights it has
+    (default: the administrator's), ``identity`` its name in the Lease, ``arguments`` take the place
+    of the namespaces.
     """
 
     plane: ControlPlane
@@ -91,7 +95,9 @@ class OperatorProcess:
         total = 0.0
         for line in self.probe("/metrics")[1].splitlines():
             found = re.fullmatch(rf"{re.escape(name)}(?:\{{(.*)\}})? (\S+)", line)
-            if found and all(f'{key}="{value}"' in (found[1] or "") for key, value in labels.items()):
+            if found and all(
+                f'{key}="{value}"' in (found[1] or "") for key, value in labels.items()
+            ):
                 total += float(found[2])
         return total
 
@@ -126,7 +132,11 @@ class OperatorProcess:
     def tracebacks(self) -> list[str]:
         """Of its log: a pass that failed for a reason that is no answer of the API server."""
         lines = self.log.read_text(errors="replace").splitlines()
-        return [line for line in lines if '"traceback"' in line or "Traceback" in line or not _is_json(line)]
+        return [
+            line
+            for line in lines
+            if '"traceback"' in line or "Traceback" in line or not _is_json(line)
+        ]
 
 
 def _is_json(line: str) -> bool:

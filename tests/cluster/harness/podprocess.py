@@ -1,8 +1,10 @@
-"""One pod played by processes: its init containers in order, then its first container, on an address of its own.
+"""One pod played by processes: its init containers in order, then its first container, on an
+address of its own.
 
-Owns the processes, the pod's folder with its emptyDir volumes, the restarts, and the pod's status as a kubelet would
-report it. Only ``--host`` of a command is replaced, by the pod's address, and a path of the environment that lies in a
-mounted volume, by the volume's folder. Limits and other volumes are not played: tests that need those look at the objects.
+Owns the processes, the pod's folder with its emptyDir volumes, the restarts, and the pod's status
+as a kubelet would report it. Only ``--host`` of a command is replaced, by the pod's address, and a
+path of the environment that lies in a mounted volume, by the volume's folder. Limits and other
+volumes are not played: tests that need those look at the objects.
 """
 
 import os
@@ -39,7 +41,9 @@ class PodProcess:
 
     address: str
     home: Path
-    stage: int = 0  # index of the container that runs: init containers in order, then the first container
+    stage: int = (
+        0  # index of the container that runs: init containers in order, then the first container
+    )
     lives: list[Life] = field(default_factory=list)
     process: subprocess.Popen[bytes] | None = None
     passed: bool = False  # the startup probe
@@ -63,7 +67,8 @@ class PodProcess:
             "FAIRLEAD_TERMINATION_LOG": str(last_words),
         }
         arguments = [
-            f"--host={self.address}" if a.startswith("--host=") else a for a in container.get("args", ())
+            f"--host={self.address}" if a.startswith("--host=") else a
+            for a in container.get("args", ())
         ]
         with (self.home / "log").open("ab") as out:
             self.process = subprocess.Popen(
@@ -80,7 +85,9 @@ class PodProcess:
         self.passed, self.ready = False, False
 
     def _environment(self, pod: Object, container: Object) -> dict[str, str]:
-        """As the container has it; a path below a mount is one in that volume, any other one is not there."""
+        """As the container has it; a path below a mount is one in that volume, any other one is not
+        there.
+        """
         volumes = {volume["name"]: volume for volume in pod["spec"].get("volumes") or ()}
         folders = {}
         for mount in container.get("volumeMounts") or ():
@@ -115,7 +122,9 @@ class PodProcess:
         return True
 
     def end_within(self, seconds: float) -> bool:
-        """SIGTERM, then SIGKILL that many seconds later; True once nothing runs. To be called again until then."""
+        """SIGTERM, then SIGKILL that many seconds later; True once nothing runs. To be called again
+        until then.
+        """
         if self.process is None or self.process.poll() is not None:
             self.over |= self.ended()
             return True
@@ -183,7 +192,9 @@ class PodProcess:
             elif runs:
                 state = {"running": {"startedAt": life.started}}
             elif index == self.stage and life.end:
-                state = {"waiting": {"reason": "CrashLoopBackOff", "message": "back-off restarting"}}
+                state = {
+                    "waiting": {"reason": "CrashLoopBackOff", "message": "back-off restarting"}
+                }
             else:
                 state = {"waiting": {"reason": "PodInitializing"}}
             yield {

@@ -1,4 +1,5 @@
-"""The life of resources as the fault tests play it: create, update, scale, roll out, delete; and how it must end.
+"""The life of resources as the fault tests play it: create, update, scale, roll out, delete; and
+how it must end.
 
 Owns what "converged" means there. Looks with the administrator's client, never through the proxy.
 """
@@ -15,7 +16,8 @@ from cluster.harness.resources import CHILDREN, KIND, idep
 
 Key = tuple[str, str]  # namespace, name
 BUDGET = "PodDisruptionBudget"
-# Kubernetes' garbage collector learns of a new CRD every 30 s only; the operator has no part in deletion.
+# Kubernetes' garbage collector learns of a new CRD every 30 s only; the operator has no part in
+# deletion.
 COLLECTED_SECONDS = 60.0
 
 
@@ -33,7 +35,10 @@ World = Mapping[str, Mapping[Key, Object]]  # by kind
 def world_of(api: Api, namespace: str = "") -> World:
     """All resources and children, in a few lists."""
     return {
-        kind: {(b["metadata"]["namespace"], b["metadata"]["name"]): b for b in api.items(kind, namespace)}
+        kind: {
+            (b["metadata"]["namespace"], b["metadata"]["name"]): b
+            for b in api.items(kind, namespace)
+        }
         for kind in (KIND, *CHILDREN)
     }
 
@@ -63,7 +68,9 @@ def lacks(world: World, key: Key, wanted: Wanted) -> str:
 
 
 def picture(api: Api, key: Key) -> str:
-    """Everything of one resource: names, labels, owners and specs, without what every making changes."""
+    """Everything of one resource: names, labels, owners and specs, without what every making
+    changes.
+    """
     namespace, name = key
     uid = api.get(KIND, namespace, name)["metadata"]["uid"]
     objects = []
@@ -72,24 +79,35 @@ def picture(api: Api, key: Key) -> str:
             meta = body["metadata"]
             if not re.match(rf"{name}(-|$)", meta["name"]):
                 continue
-            owners = [(o["kind"], o["name"], o.get("controller")) for o in meta.get("ownerReferences") or ()]
-            spec = {k: v for k, v in body["spec"].items() if not k.startswith(("clusterIP", "replicas"))}
-            if kind == "ReplicaSet":  # named by the template's hash, and which is the older does not matter
+            owners = [
+                (o["kind"], o["name"], o.get("controller"))
+                for o in meta.get("ownerReferences") or ()
+            ]
+            spec = {
+                k: v for k, v in body["spec"].items() if not k.startswith(("clusterIP", "replicas"))
+            }
+            if (
+                kind == "ReplicaSet"
+            ):  # named by the template's hash, and which is the older does not matter
                 meta = {"name": name, "labels": meta["labels"]}
             text = json.dumps([kind, meta["name"], meta["labels"], owners, spec], sort_keys=True)
             text = text.replace(uid, "UID").replace(namespace, "NAMESPACE")
             text = re.sub(rf"\b{name}\b", "NAME", text)
             # Hashes of templates that hold the uid.
-            objects.append(re.sub(r'("[^"]*(?:revision|pod-template-hash)"): "[^"]+"', r'\1: "HASH"', text))
+            objects.append(
+                re.sub(r'("[^"]*(?:revision|pod-template-hash)"): "[^"]+"', r'\1: "HASH"', text)
+            )
     return "\n".join(sorted(objects))
 
 
 @dataclass(slots=True)
 class Lifecycle:
-    """Plays the life of some resources, side by side; every step must converge within ``within`` seconds.
+    """Plays the life of some resources, side by side; every step must converge within ``within``
+    seconds.
 
-    ``tend`` is called while it waits (to start a killed operator again), ``explain`` says what else is known when
-    a step fails. ``shrinking`` holds while a budget may rightly be deleted: the only deletion asked of the operator.
+    ``tend`` is called while it waits (to start a killed operator again), ``explain`` says what else
+    is known when a step fails. ``shrinking`` holds while a budget may rightly be deleted: the only
+    deletion asked of the operator.
     """
 
     api: Api
@@ -116,7 +134,9 @@ class Lifecycle:
             foreign = self.api.create(_foreign(namespace, name))
             self._foreign[namespace, name] = foreign["metadata"]["resourceVersion"]
             template = {**self.pods, "env": [{"name": "MARK", "value": "1"}]}
-            self.api.create(idep(namespace, name, replicas=2, podTemplate=template, service={"port": 80}))
+            self.api.create(
+                idep(namespace, name, replicas=2, podTemplate=template, service={"port": 80})
+            )
         self.settle("created", Wanted(2, "1", 80))
 
     def change(self) -> None:
@@ -159,7 +179,9 @@ class Lifecycle:
         try:
             eventually(look, self.within, what)
         except AssertionError as error:
-            raise AssertionError(f"not {what} within {self.within} s: {late}\n{self.explain()}") from error
+            raise AssertionError(
+                f"not {what} within {self.within} s: {late}\n{self.explain()}"
+            ) from error
         self.slowest = max(self.slowest, time.monotonic() - began)
 
     def _scope(self) -> str:
@@ -178,8 +200,14 @@ class Lifecycle:
         world = world_of(self.api, self._scope())
         if any(key in world[kind] for kind in world for key in self.keys):
             return False
-        left = [b["metadata"] for kind in ("ReplicaSet", "Pod") for b in self.api.items(kind, self._scope())]
-        names = {(m["namespace"], (m.get("labels") or {}).get("serving.fairlead.dev/name")) for m in left}
+        left = [
+            b["metadata"]
+            for kind in ("ReplicaSet", "Pod")
+            for b in self.api.items(kind, self._scope())
+        ]
+        names = {
+            (m["namespace"], (m.get("labels") or {}).get("serving.fairlead.dev/name")) for m in left
+        }
         return not names & set(self.keys)
 
 

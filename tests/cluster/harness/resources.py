@@ -50,20 +50,26 @@ def ready(api: Api, namespace: str, name: str = "chat") -> Object | None:
     return seen if condition(seen, "Ready").get("status") == "True" else None
 
 
-def await_reason(api: Api, namespace: str, wanted: str, within: float, name: str = "chat") -> Object:
+def await_reason(
+    api: Api, namespace: str, wanted: str, within: float, name: str = "chat"
+) -> Object:
     """The status once Ready has this reason."""
 
     def look() -> Object | None:
         seen = status(api, namespace, name)
         return seen if condition(seen, "Ready").get("reason") == wanted else None
 
-    return eventually(look, within, f"Ready's reason is {wanted}, not {reason(api, namespace, name)}")
+    return eventually(
+        look, within, f"Ready's reason is {wanted}, not {reason(api, namespace, name)}"
+    )
 
 
 def current(api: Api, namespace: str, name: str = "chat") -> bool:
     """Whether the status is about the newest spec."""
     body = api.get(KIND, namespace, name)
-    return bool((body.get("status") or {}).get("observedGeneration") == body["metadata"]["generation"])
+    return bool(
+        (body.get("status") or {}).get("observedGeneration") == body["metadata"]["generation"]
+    )
 
 
 def owned_by(body: Object, owner: Object) -> bool:

@@ -1,7 +1,8 @@
-"""A walk through the space of specs: at every step one to three fields, found in the CRD's own schema, get other values.
+"""A walk through the space of specs: at every step one to three fields, found in the CRD's own
+schema, get other values.
 
-Most values are good, some break a bound, a type or a rule; nobody here knows which. What is right follows from the
-operator's reading of the resource and the API server's, which must agree.
+Most values are good, some break a bound, a type or a rule; nobody here knows which. What is right
+follows from the operator's reading of the resource and the API server's, which must agree.
 """
 
 import random
@@ -57,7 +58,9 @@ SPECIAL: dict[str, tuple[Any, ...]] = {
 
 
 def fields() -> list[tuple[str, Object]]:
-    """Every field of the spec by its dotted path, with its schema; lists and free maps are one field."""
+    """Every field of the spec by its dotted path, with its schema; lists and free maps are one
+    field.
+    """
     version = yaml.safe_load(CRD.read_text())["spec"]["versions"][0]
     spec = version["schema"]["openAPIV3Schema"]["properties"]["spec"]
 

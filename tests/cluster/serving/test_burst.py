@@ -1,8 +1,9 @@
-"""A burst meets the autoscaler on a real cluster: how long from 800 requests in flight to every pod that may be.
+"""A burst meets the autoscaler on a real cluster: how long from 800 requests in flight to every pod
+that may be.
 
-The pods are stand-ins that serve the runtime's own metrics text with a load the test sets: eight real engines would
-measure this machine's cores. What is tested is the operator, its scrapes and decisions, and Kubernetes; that a real
-engine's load scales is in test_serving.py.
+The pods are stand-ins that serve the runtime's own metrics text with a load the test sets: eight
+real engines would measure this machine's cores. What is tested is the operator, its scrapes and
+decisions, and Kubernetes; that a real engine's load scales is in test_serving.py.
 """
 
 import json
@@ -25,14 +26,21 @@ SCALING = {"minReplicas": 1, "maxReplicas": 8, "targetPerReplica": 100}
 def test_800_requests_out_of_nothing_reach_every_replica_within_35_seconds(
     plane: ControlPlane, api: Api, namespace: str, tmp_path: Path
 ) -> None:
-    """All of them on the one pod there is, and staying there: nothing that new pods say adds to the demand."""
+    """All of them on the one pod there is, and staying there: nothing that new pods say adds to the
+    demand.
+    """
     load = tmp_path / "load.json"
     load.write_text("{}")
     environ = {"STANDIN_LOAD": str(load)}
-    with FakeKubelet(plane, environ=environ, programs=STANDIN), OperatorProcess(plane, (namespace,)):
+    with (
+        FakeKubelet(plane, environ=environ, programs=STANDIN),
+        OperatorProcess(plane, (namespace,)),
+    ):
         api.create(idep(namespace, podTemplate=PROCESSES, autoscaling=SCALING))
         eventually(lambda: ready(api, namespace), 30, "Ready")
-        eventually(lambda: status(api, namespace).get("load") == {"running": 0, "waiting": 0}, 20, "idle")
+        eventually(
+            lambda: status(api, namespace).get("load") == {"running": 0, "waiting": 0}, 20, "idle"
+        )
         assert desired(api, namespace) == (1, 1)
         (pod,) = api.items("Pod", namespace)
 
@@ -44,7 +52,9 @@ def test_800_requests_out_of_nothing_reach_every_replica_within_35_seconds(
         served = time.monotonic() - began
 
         ups = [d for d in status(api, namespace)["autoscaling"]["decisions"] if d["to"] > d["from"]]
-        assert [(d["from"], d["to"]) for d in reversed(ups)] == [(1, 5), (5, 8)], "at most maxStep every 15 s"
+        assert [(d["from"], d["to"]) for d in reversed(ups)] == [(1, 5), (5, 8)], (
+            "at most maxStep every 15 s"
+        )
         assert {d["demand"] for d in ups} == {800}
         assert len(api.items("Pod", namespace)) == 8
     print(f"eight wanted after {wanted:.1f} s, ready after {served:.1f} s")

@@ -1,4 +1,6 @@
-"""Models from a hub: the init container downloads and tells how far it is, then the runtime serves without a network."""
+"""Models from a hub: the init container downloads and tells how far it is, then the runtime serves
+without a network.
+"""
 
 import re
 import threading
@@ -13,7 +15,16 @@ from cluster.harness.completions import complete
 from cluster.harness.controlplane import ControlPlane
 from cluster.harness.fakekubelet import FakeKubelet
 from cluster.harness.operators import OperatorProcess
-from cluster.harness.resources import PROCESSES, START, await_reason, condition, idep, ready, reason, status
+from cluster.harness.resources import (
+    PROCESSES,
+    START,
+    await_reason,
+    condition,
+    idep,
+    ready,
+    reason,
+    status,
+)
 from support.hub_server import MAIN, Hub, Repository, sharded
 
 pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("crd")]
@@ -43,14 +54,25 @@ def hub(repository: Repository) -> Iterator[Hub]:
 def downloading(api: Api, namespace: str) -> Object | None:
     """The status once it tells how much of the weights is there."""
     seen = status(api, namespace)
-    return seen if " % of the weights are there" in condition(seen, "Ready").get("message", "") else None
+    return (
+        seen
+        if " % of the weights are there" in condition(seen, "Ready").get("message", "")
+        else None
+    )
 
 
 def test_a_model_is_fetched_with_its_progress_shown_and_then_served_offline(
-    plane: ControlPlane, api: Api, namespace: str, kubelet: FakeKubelet, hub: Hub, repository: Repository
+    plane: ControlPlane,
+    api: Api,
+    namespace: str,
+    kubelet: FakeKubelet,
+    hub: Hub,
+    repository: Repository,
 ) -> None:
     go_on = threading.Event()
-    last = next(name for name in sorted(repository.files, reverse=True) if name.endswith(".safetensors"))
+    last = next(
+        name for name in sorted(repository.files, reverse=True) if name.endswith(".safetensors")
+    )
 
     def hold(name: str) -> None:
         if name == last:
@@ -58,18 +80,28 @@ def test_a_model_is_fetched_with_its_progress_shown_and_then_served_offline(
 
     repository.on_get = hold
     with OperatorProcess(plane, (namespace,), environ={"HF_ENDPOINT": hub.endpoint}) as operator:
-        api.create(idep(namespace, model={"source": f"hf://{NAME}", "revision": "v1"}, podTemplate=PROCESSES))
+        api.create(
+            idep(
+                namespace, model={"source": f"hf://{NAME}", "revision": "v1"}, podTemplate=PROCESSES
+            )
+        )
         try:
             seen = eventually(lambda: downloading(api, namespace), 30, "the download is seen")
             first = seen["blockers"][0]
             assert (first["code"], first["object"].partition("/")[0]) == ("FetchingWeights", "Pod")
             # Of whichever moment was seen first: before or while the last file is waited for.
-            assert re.match(r"\d+ % of the weights are there: [\d.]+ [KM]iB of 4\.\d MiB", first["message"])
+            assert re.match(
+                r"\d+ % of the weights are there: [\d.]+ [KM]iB of 4\.\d MiB", first["message"]
+            )
             assert condition(seen, "Planned")["status"] == "True"
-            version = api.get("InferenceDeployment", namespace, "chat")["metadata"]["resourceVersion"]
+            version = api.get("InferenceDeployment", namespace, "chat")["metadata"][
+                "resourceVersion"
+            ]
             ends = time.monotonic() + QUIET
             while time.monotonic() < ends:
-                now = api.get("InferenceDeployment", namespace, "chat")["metadata"]["resourceVersion"]
+                now = api.get("InferenceDeployment", namespace, "chat")["metadata"][
+                    "resourceVersion"
+                ]
                 assert now == version, "a download that stands still costs no write"
                 time.sleep(0.2)
         finally:
@@ -85,7 +117,9 @@ def test_a_model_is_fetched_with_its_progress_shown_and_then_served_offline(
         assert fetch["state"]["terminated"]["exitCode"] == 0
         assert fetch["restartCount"] == pod["status"]["containerStatuses"][0]["restartCount"] == 0
         assert complete(pod["status"]["podIP"])["usage"]["completion_tokens"] == 4
-        assert hub.requests[-1] == ("GET", f"/blobs/{NAME}/{MAIN}/{last}"), "the runtime asked the hub"
+        assert hub.requests[-1] == ("GET", f"/blobs/{NAME}/{MAIN}/{last}"), (
+            "the runtime asked the hub"
+        )
         assert not operator.tracebacks()
 
 

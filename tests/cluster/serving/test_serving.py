@@ -1,4 +1,6 @@
-"""Pods that are real runtime processes: Ready means tokens, load becomes replicas, restarts change nothing."""
+"""Pods that are real runtime processes: Ready means tokens, load becomes replicas, restarts change
+nothing.
+"""
 
 import threading
 import urllib.request
@@ -13,7 +15,16 @@ from cluster.harness.controlplane import ControlPlane
 from cluster.harness.fakekubelet import FakeKubelet
 from cluster.harness.kubectl import kubectl
 from cluster.harness.operators import OperatorProcess
-from cluster.harness.resources import KIND, PROCESSES, START, await_reason, condition, idep, ready, status
+from cluster.harness.resources import (
+    KIND,
+    PROCESSES,
+    START,
+    await_reason,
+    condition,
+    idep,
+    ready,
+    status,
+)
 
 pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("crd")]
 
@@ -31,7 +42,9 @@ def pods(api: Api, namespace: str) -> list[Object]:
 def test_a_resource_becomes_ready_by_a_token_and_survives_the_operator(
     plane: ControlPlane, api: Api, namespace: str, kubelet: FakeKubelet
 ) -> None:
-    """Ready by endpoint and canary; measured capacity; a killed process; an operator that comes and goes."""
+    """Ready by endpoint and canary; measured capacity; a killed process; an operator that comes and
+    goes.
+    """
     with OperatorProcess(plane, (namespace,)) as operator:
         api.create(idep(namespace, podTemplate=PROCESSES))
         await_reason(api, namespace, "Starting", 5)
@@ -40,9 +53,17 @@ def test_a_resource_becomes_ready_by_a_token_and_survives_the_operator(
         assert seen["readyReplicas"] == seen["updatedReplicas"] == 1
         assert seen["currentRevision"] == seen["targetRevision"]
         assert "blockers" not in seen or seen["blockers"] == []
-        kubectl(plane, "wait", "--for=condition=Ready", "idep/chat", "-n", namespace, "--timeout=5s")
-        assert "a canary token went through" in kubectl(plane, "describe", "idep/chat", "-n", namespace)
-        reasons = [e["reason"] for e in api.items("Event", namespace) if e["involvedObject"]["kind"] == KIND]
+        kubectl(
+            plane, "wait", "--for=condition=Ready", "idep/chat", "-n", namespace, "--timeout=5s"
+        )
+        assert "a canary token went through" in kubectl(
+            plane, "describe", "idep/chat", "-n", namespace
+        )
+        reasons = [
+            e["reason"]
+            for e in api.items("Event", namespace)
+            if e["involvedObject"]["kind"] == KIND
+        ]
         assert (reasons.count("Ready"), set(reasons)) == (1, {"Starting", "Ready"})
         row = kubectl(plane, "get", "idep", "chat", "-n", namespace).splitlines()[1].split()
         assert row[:6] == ["chat", "True", "1", "1", "Serving", "demo:"]
@@ -64,18 +85,26 @@ def test_a_resource_becomes_ready_by_a_token_and_survives_the_operator(
     with OperatorProcess(plane, (namespace,)):
         eventually(lambda: ready(api, namespace), 20, "still Ready")
         parts = {"loaded", "warmed"}
-        eventually(lambda: set(status(api, namespace)["startup"]) == parts, 20, "the start in place is told")
+        eventually(
+            lambda: set(status(api, namespace)["startup"]) == parts,
+            20,
+            "the start in place is told",
+        )
         assert api.get("Deployment", namespace, "chat")["metadata"]["generation"] == before
     api.delete(KIND, namespace, "chat")
     eventually(
-        lambda: not api.items("Pod", namespace), 30, "without an operator, garbage collection cleans up"
+        lambda: not api.items("Pod", namespace),
+        30,
+        "without an operator, garbage collection cleans up",
     )
 
 
 def test_a_rollout_cuts_off_no_stream_and_counts_what_finished(
     plane: ControlPlane, api: Api, namespace: str, kubelet: FakeKubelet
 ) -> None:
-    """A stream that runs when its pod is told to end comes whole from that pod; the status tells of it."""
+    """A stream that runs when its pod is told to end comes whole from that pod; the status tells of
+    it.
+    """
     tokens = 1500
     with OperatorProcess(plane, (namespace,)), ThreadPoolExecutor(1) as pool:
         api.create(idep(namespace, podTemplate=PROCESSES, rollout={"strategy": "Recreate"}))
@@ -86,8 +115,12 @@ def test_a_rollout_cuts_off_no_stream_and_counts_what_finished(
         eventually(lambda: streaming.done() or running(address), START, "the stream runs")
         template = {**PROCESSES, "env": [{"name": "MARK", "value": "2"}]}
         api.merge(KIND, namespace, "chat", {"spec": {"podTemplate": template}})
-        eventually(lambda: not pods(api, namespace) or streaming.done(), 20, "the pod is told to end")
-        assert not streaming.done(), "it ended before its pod was told to: too short to prove anything"
+        eventually(
+            lambda: not pods(api, namespace) or streaming.done(), 20, "the pod is told to end"
+        )
+        assert not streaming.done(), (
+            "it ended before its pod was told to: too short to prove anything"
+        )
         assert streaming.result(120) == tokens
 
         def told() -> bool:
@@ -102,14 +135,19 @@ def running(address: str) -> bool:
     """Whether the runtime runs a request."""
     with urllib.request.urlopen(f"http://{address}:9000/metrics", timeout=10) as answer:
         lines = answer.read().decode().splitlines()
-    return any(line.startswith("vllm:num_requests_running") and float(line.split()[-1]) > 0 for line in lines)
+    return any(
+        line.startswith("vllm:num_requests_running") and float(line.split()[-1]) > 0
+        for line in lines
+    )
 
 
 def test_a_refused_model_says_so_in_the_runtimes_own_words(
     plane: ControlPlane, api: Api, namespace: str, kubelet: FakeKubelet
 ) -> None:
     with OperatorProcess(plane, (namespace,)):
-        api.create(idep(namespace, model={"source": "file:///nowhere/at/all"}, podTemplate=PROCESSES))
+        api.create(
+            idep(namespace, model={"source": "file:///nowhere/at/all"}, podTemplate=PROCESSES)
+        )
         seen = await_reason(api, namespace, "ModelNotFound", START)
         assert "/nowhere/at/all" in seen["blockers"][0]["message"]
         assert seen["blockers"][0]["hint"]
@@ -142,7 +180,11 @@ def test_a_burst_scales_up_and_its_decisions_are_recorded(
         for thread in threads:
             thread.start()
         try:
-            eventually(lambda: status(api, namespace)["desiredReplicas"] == 2, 35, "two replicas are wanted")
+            eventually(
+                lambda: status(api, namespace)["desiredReplicas"] == 2,
+                35,
+                "two replicas are wanted",
+            )
             decisions = status(api, namespace)["autoscaling"]["decisions"]
         finally:
             stop.set()
@@ -154,4 +196,6 @@ def test_a_burst_scales_up_and_its_decisions_are_recorded(
         assert event["message"] == f"1 → 2 pods: {decision['why']}"
         assert (decision["from"], decision["target"]) == (1, 4)
         assert api.get("Deployment", namespace, "chat")["spec"]["replicas"] == 2
-        assert api.get(KIND, namespace, "chat")["spec"]["replicas"] == 1, "the operator never writes a spec"
+        assert api.get(KIND, namespace, "chat")["spec"]["replicas"] == 1, (
+            "the operator never writes a spec"
+        )

@@ -1,4 +1,6 @@
-"""API keys: every route of the public port but the probes needs one, however the path, host or method is bent."""
+"""API keys: every route of the public port but the probes needs one, however the path, host or
+method is bent.
+"""
 
 import hashlib
 from pathlib import Path
@@ -100,7 +102,9 @@ def test_either_key_opens_every_route(keys: Path, scheme: str) -> None:
             for key in (KEY, OTHER):
                 headers = {"authorization": f"{scheme} {key}"}
                 assert (await client.get("/v1/models", headers=headers)).status_code == 200
-                answer = await client.post("/v1/completions", json=completion(user="me"), headers=headers)
+                answer = await client.post(
+                    "/v1/completions", json=completion(user="me"), headers=headers
+                )
                 assert answer.status_code == 200
             refused = await client.get("/v1/models")
             assert refused.status_code == 401
@@ -149,7 +153,9 @@ def test_a_file_without_keys_is_refused_at_the_start(tmp_path: Path, content: by
         KeyRing(str(path))
 
 
-def test_every_key_is_compared_whatever_was_sent(keys: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_key_is_compared_whatever_was_sent(
+    keys: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     ring = KeyRing(str(keys))
     compared: list[bytes] = []
 
@@ -168,7 +174,9 @@ def test_prefix_caches_of_keyed_tenants_are_apart_and_keyless_users_share() -> N
     salter = Salter()
     assert salter.salt(None, None) == b""
     assert salter.salt(None, "s") == b"s"
-    keyed = {salter.salt(tenant, salt) for tenant in ("a" * 16, "b" * 16) for salt in (None, "s", "t")}
+    keyed = {
+        salter.salt(tenant, salt) for tenant in ("a" * 16, "b" * 16) for salt in (None, "s", "t")
+    }
     assert len(keyed) == 6
     assert salter.salt("a" * 16, "s") == salter.salt("a" * 16, "s")
     assert salter.salt("a" * 16, "s") != Salter().salt("a" * 16, "s")
@@ -179,13 +187,19 @@ def test_no_key_and_no_prompt_is_ever_logged(keys: Path, caplog: pytest.LogCaptu
         async with faked(keys=KeyRing(str(keys))) as (server, _), server.client() as client:
             for key in (KEY, "wrong-" + KEY):
                 headers = {"authorization": f"Bearer {key}", "x-secret": "horse"}
-                for body in (completion("my secret horse"), completion("horse", n="horse"), {"horse": 1}):
+                for body in (
+                    completion("my secret horse"),
+                    completion("horse", n="horse"),
+                    {"horse": 1},
+                ):
                     await client.post("/v1/completions", json=body, headers=headers)
                 await client.get("/horse", headers=headers)
 
     with caplog.at_level("DEBUG"):
         run(scenario())
-    records = [record for record in caplog.records if record.name.startswith(("fairlead", "uvicorn"))]
+    records = [
+        record for record in caplog.records if record.name.startswith(("fairlead", "uvicorn"))
+    ]
     lines = "\n".join(logs.JsonFormatter().format(record) for record in records)
     assert {getattr(record, "status", None) for record in records} >= {200, 400, 401, 404}
     assert KEY not in lines

@@ -1,4 +1,6 @@
-"""What a connection may do, byte by byte: limits, deadlines, clients that leave, and the server that goes on."""
+"""What a connection may do, byte by byte: limits, deadlines, clients that leave, and the server
+that goes on.
+"""
 
 import asyncio
 import json
@@ -10,13 +12,25 @@ import pytest
 
 from fairlead_runtime.api import connection, limits
 from fairlead_runtime.api.connection import GuardedProtocol
-from support.api_harness import LONG_FORM, FakeService, Server, chat, completion, faked, http, is_error, run
+from support.api_harness import (
+    LONG_FORM,
+    FakeService,
+    Server,
+    chat,
+    completion,
+    faked,
+    http,
+    is_error,
+    run,
+)
 
 
 async def _exchange(
     server: Server, data: bytes, *, then_eof: bool = False
 ) -> tuple[int, dict[str, str], bytes]:
-    """Send bytes, read until the server closes: status, header, body. Status 0: closed without an answer."""
+    """Send bytes, read until the server closes: status, header, body. Status 0: closed without an
+    answer.
+    """
     reader, writer = await server.raw()
     writer.write(data)
     if then_eof:
@@ -37,7 +51,9 @@ def _parse(answer: bytes) -> tuple[int, dict[str, str], bytes]:
 
 async def _alive(server: Server) -> None:
     async with server.client() as client:
-        assert (await client.post("/v1/completions", json=completion(max_tokens=1))).status_code == 200
+        assert (
+            await client.post("/v1/completions", json=completion(max_tokens=1))
+        ).status_code == 200
 
 
 @pytest.mark.parametrize(
@@ -55,9 +71,17 @@ async def _alive(server: Server) -> None:
             b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 1\r\nContent-Length: 2\r\n\r\nx",
             {400},
         ),
-        (b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: gzip\r\n\r\n", {400, 501}),
         (
-            http("POST", "/v1/completions", Content_Type="application/json", Transfer_Encoding="chunked")
+            b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: gzip\r\n\r\n",
+            {400, 501},
+        ),
+        (
+            http(
+                "POST",
+                "/v1/completions",
+                Content_Type="application/json",
+                Transfer_Encoding="chunked",
+            )
             + b"zz\r\n",
             {400},
         ),
@@ -70,7 +94,9 @@ async def _alive(server: Server) -> None:
         (b"GET /healthz HTTP/1.1\r\nHost: x\r\nA: " + b"x" * 1_000_000, {431}),
     ],
 )
-def test_malformed_requests_get_an_error_and_the_connection_ends(data: bytes, statuses: set[int]) -> None:
+def test_malformed_requests_get_an_error_and_the_connection_ends(
+    data: bytes, statuses: set[int]
+) -> None:
     async def scenario() -> None:
         async with faked() as (server, _):
             status, fields, body = await _exchange(server, data, then_eof=data.startswith(b"\x16"))
@@ -86,7 +112,10 @@ def test_a_body_of_too_many_chunks_is_cut_off() -> None:
     async def scenario() -> None:
         async with faked() as (server, _):
             head = http(
-                "POST", "/v1/completions", Content_Type="application/json", Transfer_Encoding="chunked"
+                "POST",
+                "/v1/completions",
+                Content_Type="application/json",
+                Transfer_Encoding="chunked",
             )
             status, _, body = await _exchange(server, head + b"1\r\n \r\n" * 20_000)
             assert status == 413
@@ -99,13 +128,19 @@ def test_a_body_of_too_many_chunks_is_cut_off() -> None:
 def test_an_answer_to_an_unread_body_arrives_whole() -> None:
     async def scenario() -> None:
         async with faked() as (server, _):
-            head = http("POST", "/v1/completions", Content_Type="application/json", Content_Length="50000000")
+            head = http(
+                "POST",
+                "/v1/completions",
+                Content_Type="application/json",
+                Content_Length="50000000",
+            )
             status, _, body = await _exchange(server, head + b" " * 1_000_000)
             assert status == 413
             assert is_error(json.loads(body))
             status, _, body = await _exchange(
                 server,
-                http("POST", "/nowhere", Connection="close", Content_Length="5000000") + b" " * 500_000,
+                http("POST", "/nowhere", Connection="close", Content_Length="5000000")
+                + b" " * 500_000,
             )
             assert status == 404
             assert is_error(json.loads(body))
@@ -239,9 +274,13 @@ def test_clients_that_leave_in_the_middle_do_not_touch_the_others() -> None:
             async def stay() -> int:
                 body = chat(max_tokens=400, stream=True)
                 answer = await server.openai.chat.completions.create(**body)
-                return len("".join([chunk.choices[0].delta.content or "" async for chunk in answer]))
+                return len(
+                    "".join([chunk.choices[0].delta.content or "" async for chunk in answer])
+                )
 
-            results = await asyncio.gather(*(leave() for _ in range(50)), *(stay() for _ in range(10)))
+            results = await asyncio.gather(
+                *(leave() for _ in range(50)), *(stay() for _ in range(10))
+            )
             assert results[50:] == [400] * 10
             while service.live:
                 service.closed.clear()
@@ -261,7 +300,9 @@ def test_a_reader_that_stops_reading_is_dropped(monkeypatch: pytest.MonkeyPatch)
             sock.setblocking(False)
             await asyncio.get_running_loop().sock_connect(sock, ("127.0.0.1", server.port))
             body = json.dumps(completion(max_tokens=150_000, stream=True)).encode()
-            await asyncio.get_running_loop().sock_sendall(sock, http("POST", "/v1/completions", body))
+            await asyncio.get_running_loop().sock_sendall(
+                sock, http("POST", "/v1/completions", body)
+            )
             await service.closed.wait()
             assert not service.live
             sock.close()

@@ -1,4 +1,6 @@
-"""What is refused, and how: always OpenAI's error object, the right status, the field's name, and no echo."""
+"""What is refused, and how: always OpenAI's error object, the right status, the field's name, and
+no echo.
+"""
 
 import asyncio
 import json
@@ -184,7 +186,10 @@ def test_a_body_that_is_no_proper_json_is_a_400() -> None:
 
 def test_text_full_of_json_punctuation_is_no_attack() -> None:
     async def scenario() -> None:
-        async with faked(FakeService(max_model_len=1_000_000)) as (server, _), server.client() as client:
+        async with (
+            faked(FakeService(max_model_len=1_000_000)) as (server, _),
+            server.client() as client,
+        ):
             prompt = '{"a": [1, {"b": "\\\\"}]}' * 20_000
             answer = await client.post(COMPLETIONS, json=completion(prompt))
             assert answer.status_code == 200, answer.text
@@ -210,7 +215,9 @@ def test_errors_never_echo_the_input() -> None:
                 assert answer.status_code in {400, 404}
                 assert "horse" not in answer.text
                 assert len(answer.content) <= 4096
-            answer = await _post(client, COMPLETIONS, json.dumps(completion(SECRET)).encode() + b"}")
+            answer = await _post(
+                client, COMPLETIONS, json.dumps(completion(SECRET)).encode() + b"}"
+            )
             assert "horse" not in answer.text
 
     run(scenario())
@@ -219,8 +226,19 @@ def test_errors_never_echo_the_input() -> None:
 def test_at_most_five_problems_are_listed() -> None:
     async def scenario() -> None:
         async with faked() as (server, _), server.client() as client:
-            fields = ["max_tokens", "n", "seed", "top_k", "min_tokens", "stream", "user", "temperature"]
-            answer = await client.post(COMPLETIONS, json=completion(**{name: [] for name in fields}))
+            fields = [
+                "max_tokens",
+                "n",
+                "seed",
+                "top_k",
+                "min_tokens",
+                "stream",
+                "user",
+                "temperature",
+            ]
+            answer = await client.post(
+                COMPLETIONS, json=completion(**{name: [] for name in fields})
+            )
             _check_error(answer, 400)
             assert answer.json()["error"]["message"].count(";") == 4
 
@@ -293,7 +311,9 @@ def test_bodies_that_are_not_plain_json_are_refused(headers: dict[str, str]) -> 
         (EngineDead("dead"), 503, "engine_dead"),
     ],
 )
-def test_what_the_service_cannot_do_now_says_when_to_retry(error: Exception, status: int, code: str) -> None:
+def test_what_the_service_cannot_do_now_says_when_to_retry(
+    error: Exception, status: int, code: str
+) -> None:
     async def scenario() -> None:
         async with faked(FakeService(refuse=error)) as (server, _), server.client() as client:
             for body in (completion(), completion(stream=True)):
@@ -329,12 +349,18 @@ def test_prompts_wait_for_a_worker_within_bounds() -> None:
 
 def test_an_unforeseen_error_is_generic(caplog: pytest.LogCaptureFixture) -> None:
     async def scenario() -> None:
-        async with faked(FakeService(refuse=KeyError(SECRET))) as (server, _), server.client() as client:
+        async with (
+            faked(FakeService(refuse=KeyError(SECRET))) as (server, _),
+            server.client() as client,
+        ):
             answer = await client.post(COMPLETIONS, json=completion())
             _check_error(answer, 500)
             assert "horse" not in answer.text
 
-        async with faked(FakeService(error=KeyError(SECRET))) as (server, _), server.client() as client:
+        async with (
+            faked(FakeService(error=KeyError(SECRET))) as (server, _),
+            server.client() as client,
+        ):
             answer = await client.post(COMPLETIONS, json=completion(max_tokens=2, stream=True))
             assert answer.status_code == 200
             assert events(answer.text)[-2]["error"]["code"] == "internal_error"
@@ -357,7 +383,9 @@ def test_request_ids_are_ours_unless_the_clients_is_harmless() -> None:
 
 
 def _mutate(rng: random.Random, base: bytes) -> bytes:
-    """One to four small injuries: bytes changed, cut, doubled or swapped for JSON's own trouble makers."""
+    """One to four small injuries: bytes changed, cut, doubled or swapped for JSON's own trouble
+    makers.
+    """
     tokens = [
         b"null",
         b"true",
@@ -432,7 +460,11 @@ def test_mutated_bodies_are_answered_and_never_with_a_500() -> None:
         statuses: dict[int, int] = {}
         for number in range(200_000 if LONG_FORM else 4000):
             route, base = (CHAT, full) if number % 2 else (COMPLETIONS, text)
-            body = _swap_values(rng, base) if number % 4 < 2 else _mutate(rng, json.dumps(base).encode())
+            body = (
+                _swap_values(rng, base)
+                if number % 4 < 2
+                else _mutate(rng, json.dumps(base).encode())
+            )
             status, answer = await asgi(app, "POST", route, body)
             statuses[status] = statuses.get(status, 0) + 1
             if status != 200:

@@ -138,7 +138,9 @@ def test_a_signal_lets_streams_finish_and_refuses_new_requests() -> None:
 
 
 class _Stubborn(FakeService):
-    """Its streams never end by themselves; a drain that runs out ends them with an error, as the service does."""
+    """Its streams never end by themselves; a drain that runs out ends them with an error, as the
+    service does.
+    """
 
     async def drain(self, grace: float) -> Drained:
         self.begin_drain()
@@ -221,7 +223,9 @@ def test_a_drain_ends_streams_with_an_event_when_time_is_up() -> None:
     async def scenario() -> None:
         service = FakeService(error=EngineDead("the drain took too long"))
         async with faked(service) as (server, _), server.client() as client:
-            answer = await client.post("/v1/completions", json=completion(max_tokens=2, stream=True))
+            answer = await client.post(
+                "/v1/completions", json=completion(max_tokens=2, stream=True)
+            )
             found: list[Any] = events(answer.text)
             assert found[-2]["error"]["type"] == "service_unavailable_error"
             assert found[-1] == "[DONE]"

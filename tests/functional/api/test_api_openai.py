@@ -45,7 +45,9 @@ def test_a_chat_stream_begins_with_the_role_and_ends_each_choice_once() -> None:
         async with faked() as (server, _):
             body = chat(max_tokens=12, n=3, stream=True, stream_options={"include_usage": True})
             chunks = [chunk async for chunk in await server.openai.chat.completions.create(**body)]
-            assert len({(chunk.id, chunk.created, chunk.model, chunk.object) for chunk in chunks}) == 1
+            assert (
+                len({(chunk.id, chunk.created, chunk.model, chunk.object) for chunk in chunks}) == 1
+            )
             assert all(chunk.usage is None for chunk in chunks[:-1])
             assert chunks[-1].choices == []
             assert chunks[-1].usage is not None
@@ -150,13 +152,25 @@ def test_every_field_reaches_the_engine() -> None:
                 "top_logprobs": 4,
                 "something_new": {"is": "ignored"},
             }
-            assert (await client.post("/v1/chat/completions", json=chat(**fields))).status_code == 200
+            assert (
+                await client.post("/v1/chat/completions", json=chat(**fields))
+            ).status_code == 200
             (seen,) = service.seen
             params = seen.params
-            assert (params.max_tokens, params.temperature, params.top_p, params.top_k) == (9, 0.5, 0.9, 11)
+            assert (params.max_tokens, params.temperature, params.top_p, params.top_k) == (
+                9,
+                0.5,
+                0.9,
+                11,
+            )
             assert (params.min_p, params.n, params.seed, params.min_tokens) == (0.25, 2, -7, 3)
             assert (params.ignore_eos, params.stop_token_ids, params.logprobs) == (True, (4, 5), 4)
-            assert (seen.stop, seen.tenant, seen.salt, seen.priority) == (("end", "fin"), "ada", b"salt", -2)
+            assert (seen.stop, seen.tenant, seen.salt, seen.priority) == (
+                ("end", "fin"),
+                "ada",
+                b"salt",
+                -2,
+            )
 
     run(scenario())
 
@@ -191,7 +205,9 @@ def test_neutral_values_of_unsupported_fields_are_accepted() -> None:
                 "best_of": 1,
                 "suffix": None,
             }
-            assert (await client.post("/v1/completions", json=completion(**neutral))).status_code == 200
+            assert (
+                await client.post("/v1/completions", json=completion(**neutral))
+            ).status_code == 200
 
     run(scenario())
 
@@ -200,7 +216,10 @@ def test_a_message_may_be_a_list_of_text_parts() -> None:
     async def scenario() -> None:
         async with faked() as (server, service), server.client() as client:
             parts = [{"type": "text", "text": "hel"}, {"type": "text", "text": "lo"}]
-            messages = [{"role": "developer", "content": "be kind"}, {"role": "user", "content": parts}]
+            messages = [
+                {"role": "developer", "content": "be kind"},
+                {"role": "user", "content": parts},
+            ]
             plain = [{"role": "system", "content": "be kind"}, {"role": "user", "content": "hello"}]
             for each in (messages, plain):
                 body = {"model": MODEL, "messages": each}
@@ -254,13 +273,18 @@ def test_a_token_may_be_a_part_of_a_character() -> None:
     spelled = {1: "日".encode()[:2], 2: "日".encode()[2:], 3: b"n"}
     ids = [3, 1, 2]
     found = [
-        {3: Logprob(-1.0, 2, "n"), 1: Logprob(-0.5, 1, "�")},  # the chosen one is the second likeliest
+        {
+            3: Logprob(-1.0, 2, "n"),
+            1: Logprob(-0.5, 1, "�"),
+        },  # the chosen one is the second likeliest
         {1: Logprob(-0.5, 1, "�")},
         {2: Logprob(float("-inf"), 1, "�")},
     ]
     content = chat_content(ids, found, 1, spelled)
     assert b"".join(bytes(each["bytes"]) for each in content).decode() == "n日"
-    assert [[top["bytes"] for top in each["top_logprobs"]] for each in content[:2]] == [[[230, 151]]] * 2
+    assert [[top["bytes"] for top in each["top_logprobs"]] for each in content[:2]] == [
+        [[230, 151]]
+    ] * 2
     assert content[2]["logprob"] == -9999.0
     shape = completion_logprobs(ids, found, 1, spelled, 10)
     assert shape["tokens"] == ["n", "bytes:\\xe6\\x97", "bytes:\\xa5"]
@@ -273,7 +297,9 @@ def test_a_failure_before_the_first_byte_has_its_status() -> None:
         async with faked(FakeService(finish=FinishReason.ERROR)) as (server, service):
             for stream in (False, True):
                 with pytest.raises(openai.InternalServerError) as caught:
-                    await server.openai.completions.create(**completion(max_tokens=1, stream=stream))
+                    await server.openai.completions.create(
+                        **completion(max_tokens=1, stream=stream)
+                    )
                 assert caught.value.status_code == 500
                 assert caught.value.type == "server_error"
             assert not service.live
@@ -285,7 +311,9 @@ def test_a_failure_after_the_first_byte_is_an_event_and_the_end() -> None:
     async def scenario() -> None:
         service = FakeService(error=ServiceError("the engine stopped"))
         async with faked(service) as (server, _), server.client() as client:
-            answer = await client.post("/v1/completions", json=completion(max_tokens=3, stream=True))
+            answer = await client.post(
+                "/v1/completions", json=completion(max_tokens=3, stream=True)
+            )
             assert answer.status_code == 200
             *chunks, failure, done = events(answer.text)
             assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == TEXT[:3]

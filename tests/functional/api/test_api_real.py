@@ -1,4 +1,6 @@
-"""The whole way, with OpenAI's client on one side and the real engine with the demo model on the other."""
+"""The whole way, with OpenAI's client on one side and the real engine with the demo model on the
+other.
+"""
 
 import asyncio
 import json
@@ -26,7 +28,12 @@ from support.api_harness import LONG_FORM, MODEL, Server, chat, completion, http
 QUESTION = "What is Fairlead?"
 ANSWER = "Fairlead serves language models on Kubernetes."
 CONFIG = EngineConfig(
-    num_blocks=256, block_size=8, max_batch_tokens=256, max_requests=32, max_queue=4096, served_name=MODEL
+    num_blocks=256,
+    block_size=8,
+    max_batch_tokens=256,
+    max_requests=32,
+    max_queue=4096,
+    served_name=MODEL,
 )
 
 
@@ -161,7 +168,9 @@ async def _logprobs_add_up(client: openai.AsyncOpenAI) -> None:
         values = [top.logprob for top in each.top_logprobs]
         assert values == sorted(values, reverse=True)
         assert len(values) == 3
-    text = await client.completions.create(**completion(QUESTION, temperature=0, logprobs=2, max_tokens=6))
+    text = await client.completions.create(
+        **completion(QUESTION, temperature=0, logprobs=2, max_tokens=6)
+    )
     shape = text.choices[0].logprobs
     assert shape is not None
     assert "".join(shape.tokens or []) == text.choices[0].text
@@ -204,7 +213,8 @@ def test_a_hundred_streams_at_once_give_what_each_gives_alone() -> None:
         async with demo() as server:
             client = server.openai
             prompts = [
-                f"{QUESTION} {number}" * (1 + number % 3) for number in range(500 if LONG_FORM else 100)
+                f"{QUESTION} {number}" * (1 + number % 3)
+                for number in range(500 if LONG_FORM else 100)
             ]
             alone = [await _greedy(client, prompt) for prompt in prompts[:10]]
 
@@ -232,7 +242,9 @@ def test_clients_that_leave_give_every_block_back() -> None:
         async with demo() as server:
 
             async def leave(number: int) -> None:
-                body = completion(f"{QUESTION} {number}", max_tokens=1500, ignore_eos=True, n=1 + number % 2)
+                body = completion(
+                    f"{QUESTION} {number}", max_tokens=1500, ignore_eos=True, n=1 + number % 2
+                )
                 body["stream"] = number % 3 > 0
                 reader, writer = await server.raw()
                 writer.write(http("POST", "/v1/completions", json.dumps(body).encode()))
@@ -241,7 +253,9 @@ def test_clients_that_leave_give_every_block_back() -> None:
                         await reader.readuntil(b"\n\n")
                 if number % 4 == 0:
                     reset = struct.pack("ii", 1, 0)
-                    writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, reset)
+                    writer.get_extra_info("socket").setsockopt(
+                        socket.SOL_SOCKET, socket.SO_LINGER, reset
+                    )
                 writer.close()
 
             survivor = asyncio.create_task(_greedy(server.openai, QUESTION))
@@ -262,7 +276,8 @@ def test_a_full_queue_is_a_429_and_a_long_wait_a_503() -> None:
             writer.write(http("POST", "/v1/completions", json.dumps(endless).encode()))
             await reader.readuntil(b"data: ")
             waiting = [
-                asyncio.create_task(client.post("/v1/completions", json=completion())) for _ in range(3)
+                asyncio.create_task(client.post("/v1/completions", json=completion()))
+                for _ in range(3)
             ]
             answers = await asyncio.gather(*waiting)
             codes = sorted((each.status_code, each.json()["error"]["code"]) for each in answers)
@@ -282,7 +297,9 @@ def test_the_admin_port_shows_the_real_engine() -> None:
             assert isinstance(token, int)
             assert "vllm:num_requests_running" in before
             requests = [
-                line for line in (await admin.get("/metrics")).text.splitlines() if "request_success" in line
+                line
+                for line in (await admin.get("/metrics")).text.splitlines()
+                if "request_success" in line
             ]
             assert all(line.endswith(" 0.0") for line in requests if not line.startswith("#"))
             terms = (await admin.get("/debug/memory")).json()["terms"]
@@ -342,7 +359,12 @@ def test_tenants_with_keys_never_share_cached_blocks(tmp_path: Any) -> None:
                 assert answer.usage.prompt_tokens_details is not None
                 return answer.usage.prompt_tokens_details.cached_tokens or 0
 
-            order = ["first-tenants-key", "second-tenants-key", "first-tenants-key", "second-tenants-key"]
+            order = [
+                "first-tenants-key",
+                "second-tenants-key",
+                "first-tenants-key",
+                "second-tenants-key",
+            ]
             assert [await cached(key) for key in order] == [0, 0, 56, 56]
             server.key = "third-key"
             with pytest.raises(openai.AuthenticationError):

@@ -13,7 +13,13 @@ from fairlead_runtime.models import tiny
 from support.fake_engine import LONG_FORM
 from support.serve_process import Process, broken_device, never_loads, serve, stream_events
 
-LONG = {"prompt": [1, 2, 3], "max_tokens": 900, "ignore_eos": True, "stream": True, "temperature": 0}
+LONG = {
+    "prompt": [1, 2, 3],
+    "max_tokens": 900,
+    "ignore_eos": True,
+    "stream": True,
+    "temperature": 0,
+}
 
 
 @pytest.fixture(scope="module")
@@ -95,7 +101,9 @@ def test_a_model_that_fails_its_self_test_ends_with_3_and_was_never_ready(tmp_pa
         assert not any('"serving"' in line for line in server.lines)
 
 
-def test_the_admin_port_answers_before_the_weights_are_loaded_and_a_signal_ends_that_too(model: str) -> None:
+def test_the_admin_port_answers_before_the_weights_are_loaded_and_a_signal_ends_that_too(
+    model: str,
+) -> None:
     with serve(model, prepare=never_loads) as server:
         server.until_logged("admin port")
         with server.client("admin") as admin:
@@ -132,12 +140,16 @@ class Reader(threading.Thread):
 
 
 @pytest.mark.parametrize("offset", range(1, 501, 10) if LONG_FORM else (1, 40, 200))
-def test_sigterm_lets_live_streams_finish_refuses_new_ones_and_ends_with_0(model: str, offset: int) -> None:
+def test_sigterm_lets_live_streams_finish_refuses_new_ones_and_ends_with_0(
+    model: str, offset: int
+) -> None:
     """Once every stream is ``offset`` events far: none of them is cut."""
     with serve(model, "--num-blocks=8192") as server:
         server.until_logged("serving")
         reached = threading.Semaphore(0)
-        requests = [body(model, prompt=[i, 7], max_tokens=600) for i in range(100 if LONG_FORM else 12)]
+        requests = [
+            body(model, prompt=[i, 7], max_tokens=600) for i in range(100 if LONG_FORM else 12)
+        ]
         readers = [Reader(server, request, offset, reached) for request in requests]
         for reader in readers:
             reader.start()
@@ -153,7 +165,9 @@ def test_sigterm_lets_live_streams_finish_refuses_new_ones_and_ends_with_0(model
             assert "retry-after" in refused.headers
         for reader in readers:
             reader.join()
-        assert [(reader.reason, reader.done) for reader in readers] == [("length", True)] * len(readers)
+        assert [(reader.reason, reader.done) for reader in readers] == [("length", True)] * len(
+            readers
+        )
         assert server.end() == 0
 
 
@@ -163,7 +177,9 @@ def test_streams_that_outlive_the_drain_end_with_an_error_event_and_the_server_w
     """What became of them is the process's last word, in Kubernetes' termination log."""
     log = tmp_path / "termination-log"
     log.touch()
-    with serve(model, "--drain-timeout=0.2", environ={"FAIRLEAD_TERMINATION_LOG": str(log)}) as server:
+    with serve(
+        model, "--drain-timeout=0.2", environ={"FAIRLEAD_TERMINATION_LOG": str(log)}
+    ) as server:
         server.until_logged("serving")
         with (
             server.client() as client,

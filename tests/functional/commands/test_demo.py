@@ -17,7 +17,9 @@ def test_the_demo_answers_shows_what_the_engine_did_and_ends_well() -> None:
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "Continuous batching lets requests join and leave the batch at every step." in done.stdout
+    assert (
+        "Continuous batching lets requests join and leave the batch at every step." in done.stdout
+    )
     figures = dict(re.findall(r"^  (\S.*?)  +(.+)$", done.stdout, re.MULTILINE))
     found, asked = map(int, re.findall(r"\d+", figures["prefix cache"]))
     assert 0 < found < asked

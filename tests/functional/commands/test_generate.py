@@ -17,7 +17,9 @@ def test_the_demo_model_answers_a_chat(capsys: pytest.CaptureFixture[str]) -> No
     assert capsys.readouterr().out.startswith("Fairlead serves language models on Kubernetes.")
 
 
-def test_a_plain_prompt_is_completed_as_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_plain_prompt_is_completed_as_it_is(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     model = str(tiny.save(tiny.build("llama"), tmp_path))
     capsys.readouterr()
     assert cli.main(["generate", model, "--prompt", "hello", "--max-tokens", "5", *CACHE]) == 0

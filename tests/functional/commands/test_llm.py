@@ -1,4 +1,6 @@
-"""The Python API on tiny real models: one result per prompt, and the same text whatever shares the batch."""
+"""The Python API on tiny real models: one result per prompt, and the same text whatever shares the
+batch.
+"""
 
 import random
 from collections.abc import Iterator, Sequence
@@ -72,7 +74,9 @@ def test_one_prompt_may_come_alone_and_defaults_apply(llm: LLM) -> None:
 def test_a_batch_gives_what_one_by_one_gives(llm: LLM, temperature: float) -> None:
     given = prompts(24)
     params = [
-        SamplingParams(temperature=temperature, seed=i, max_tokens=3 + i % 9, n=1 + i % 3, ignore_eos=True)
+        SamplingParams(
+            temperature=temperature, seed=i, max_tokens=3 + i % 9, n=1 + i % 3, ignore_eos=True
+        )
         for i in range(len(given))
     ]
     together = texts(generate(llm, given, params))
@@ -89,14 +93,18 @@ def test_greedy_text_is_transformers_own(llm: LLM, model: str) -> None:
     results = generate(llm, given, SamplingParams(temperature=0, max_tokens=12, ignore_eos=True))
     for prompt, result in zip(given, results, strict=True):
         ids = torch.tensor([prompt["prompt_token_ids"]])
-        wanted = plain.generate(ids, max_new_tokens=12, min_new_tokens=12, do_sample=False, eos_token_id=None)
+        wanted = plain.generate(
+            ids, max_new_tokens=12, min_new_tokens=12, do_sample=False, eos_token_id=None
+        )
         assert result.outputs[0].token_ids == wanted[0, ids.shape[1] :].tolist()
 
 
 def test_the_same_request_gives_the_same_text_alone_in_any_batch_and_after_preemption(
     llm: LLM, model: str
 ) -> None:
-    """Sampled, with a seed. Batches of random size and company; then so few blocks that most are preempted."""
+    """Sampled, with a seed. Batches of random size and company; then so few blocks that most are
+    preempted.
+    """
     count = 2000 if LONG_FORM else 200
     given = prompts(count, seed=7)
     params = [
@@ -155,7 +163,9 @@ def test_stop_ids_end_a_choice(llm: LLM) -> None:
     (plain,) = generate(llm, "hello", params)
     stop = plain.outputs[0].token_ids[3]
     first = plain.outputs[0].token_ids.index(stop)
-    (stopped,) = generate(llm, "hello", SamplingParams(temperature=0, max_tokens=8, stop_token_ids=(stop,)))
+    (stopped,) = generate(
+        llm, "hello", SamplingParams(temperature=0, max_tokens=8, stop_token_ids=(stop,))
+    )
     assert stopped.outputs[0].token_ids == plain.outputs[0].token_ids[: first + 1]
     assert (stopped.outputs[0].finish_reason, stopped.outputs[0].stop_reason) == ("stop", stop)
 

@@ -1,4 +1,5 @@
-"""A request's text is its own: no batch mate, order of arrival, block size, chunk or preemption changes it.
+"""A request's text is its own: no batch mate, order of arrival, block size, chunk or preemption
+changes it.
 
 Greedy and sampled requests alike, in float32.
 """
@@ -20,7 +21,9 @@ PARAMS = (
     SamplingParams(temperature=1.3, top_k=40, seed=2, n=2, max_tokens=MAX_TOKENS),
     SamplingParams(temperature=1.0, top_p=0.9, seed=3, max_tokens=MAX_TOKENS),
     SamplingParams(temperature=1.0, min_p=0.02, seed=4, n=3, max_tokens=MAX_TOKENS),
-    SamplingParams(temperature=0.5, top_k=50, top_p=0.95, seed=5, max_tokens=MAX_TOKENS, min_tokens=3),
+    SamplingParams(
+        temperature=0.5, top_k=50, top_p=0.95, seed=5, max_tokens=MAX_TOKENS, min_tokens=3
+    ),
 )
 FAMILIES = ("llama", "gemma2", "gpt2", "mixtral", "gpt_oss", "phi3_longrope")
 

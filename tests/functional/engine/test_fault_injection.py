@@ -1,6 +1,8 @@
-"""A fault at every step in turn, on a real model: only the request it hits ends, the others keep their tokens.
+"""A fault at every step in turn, on a real model: only the request it hits ends, the others keep
+their tokens.
 
-Faults: logits that are NaN or infinite, and a forward pass that raises whenever one sequence is in the batch.
+Faults: logits that are NaN or infinite, and a forward pass that raises whenever one sequence is in
+the batch.
 """
 
 import random
@@ -24,7 +26,9 @@ Kind = Literal["nan", "inf", "raise"]
 
 
 class Faulty:
-    """A runner that fails one row of its ``at``-th step, chosen by ``pick``, in the way of ``kind``."""
+    """A runner that fails one row of its ``at``-th step, chosen by ``pick``, in the way of
+    ``kind``.
+    """
 
     def __init__(self, runner: Runner) -> None:
         self._runner = runner
@@ -53,7 +57,9 @@ class Faulty:
 
     def _sample(self, logits: torch.Tensor, batch: SamplingBatch) -> Sampled:
         if self._kind != "raise" and self._victim in self._rows:
-            logits[self._rows.index(self._victim), 3] = torch.nan if self._kind == "nan" else torch.inf
+            logits[self._rows.index(self._victim), 3] = (
+                torch.nan if self._kind == "nan" else torch.inf
+            )
         return sample(logits, batch)
 
 
@@ -61,7 +67,9 @@ class Faulty:
 def built(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Built:
     path = tiny.save(tiny.build(request.param), tmp_path_factory.mktemp("model"))
     # Scarce enough that some are preempted and resumed around the fault.
-    return build(path, EngineConfig(num_blocks=28, block_size=4, max_batch_tokens=24, safety_margin=0.0))
+    return build(
+        path, EngineConfig(num_blocks=28, block_size=4, max_batch_tokens=24, safety_margin=0.0)
+    )
 
 
 def workload() -> list[Request]:

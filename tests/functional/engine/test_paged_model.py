@@ -1,4 +1,6 @@
-"""A transformers model on our cache: its hook, its pinned RoPE, its self-test and the runner around it."""
+"""A transformers model on our cache: its hook, its pinned RoPE, its self-test and the runner around
+it.
+"""
 
 import dataclasses
 import math
@@ -36,7 +38,9 @@ def proof(model: PagedModel) -> selftest.SelfTest:
 
 @pytest.mark.parametrize("family", EVERY)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_served_family_passes_the_self_test_with_room_to_spare(family: str, dtype: torch.dtype) -> None:
+def test_a_served_family_passes_the_self_test_with_room_to_spare(
+    family: str, dtype: torch.dtype
+) -> None:
     found = proof(paged(family, dtype))
     assert found.delta < found.tolerance / (100 if dtype is torch.float32 else 1.5)
     assert found.tokens > 40
@@ -72,7 +76,9 @@ def test_a_planted_fault_of_the_attention_fails_the_self_test(
 @pytest.mark.parametrize("error", [-1, 1])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("family", ["mistral", "gemma3_text", "gpt_oss"])
-def test_a_window_wrong_by_one_fails_the_self_test(family: str, dtype: torch.dtype, error: int) -> None:
+def test_a_window_wrong_by_one_fails_the_self_test(
+    family: str, dtype: torch.dtype, error: int
+) -> None:
     model = paged(family, dtype)
     model.windows = tuple(None if w is None else w + error for w in model.windows)
     with pytest.raises(selftest.SelfTestError):
@@ -112,7 +118,9 @@ def test_a_model_without_logits_to_keep_gathers_rows_before_its_output_matrix() 
     wrapped = PagedModel(model, families.check(model.config))
     assert not wrapped.selects_logits
     shapes: list[torch.Size] = []
-    model.get_output_embeddings().register_forward_hook(lambda _m, args, _out: shapes.append(args[0].shape))
+    model.get_output_embeddings().register_forward_hook(
+        lambda _m, args, _out: shapes.append(args[0].shape)
+    )
     assert proof(wrapped).delta < 1e-5
     assert (
         max(shape[1] for shape in shapes[: len(shapes) - 3]) <= 3
@@ -160,8 +168,11 @@ def test_pinned_rope_makes_a_short_prompt_independent_of_a_long_one(family: str)
             plain(input_ids=long, use_cache=False)
             position_ids = torch.cat([torch.arange(9), torch.arange(90, 99)])[None]
             ids = torch.cat([short, short], dim=1)
-            # The second half stands for a long batch mate; causality keeps it out of the first half's logits.
-            mixed: Tensor = plain(input_ids=ids, position_ids=position_ids, use_cache=False).logits[0, :9]
+            # The second half stands for a long batch mate; causality keeps it out of the first
+            # half's logits.
+            mixed: Tensor = plain(input_ids=ids, position_ids=position_ids, use_cache=False).logits[
+                0, :9
+            ]
             alone: Tensor = plain(input_ids=short, use_cache=False).logits[0]
             return (mixed - alone).abs().max()
 
@@ -216,12 +227,16 @@ def test_running_a_step_again_in_parts_gives_the_same_tokens() -> None:
     made = sequences(engine, [7, 30, 12, 5])
     runner, work = engine.runner(Setting()), whole(made)
     together = runner.execute(work)
-    parts = [runner.execute(work.subset(rows)) for rows in (work.rows[2:], work.rows[:1], work.rows[1:2])]
+    parts = [
+        runner.execute(work.subset(rows)) for rows in (work.rows[2:], work.rows[:1], work.rows[1:2])
+    ]
     assert {k: v for part in parts for k, v in part.items()} == together
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_oss", "mixtral"])
-def test_a_request_whose_logits_are_not_finite_fails_alone_and_poisons_no_block(family: str) -> None:
+def test_a_request_whose_logits_are_not_finite_fails_alone_and_poisons_no_block(
+    family: str,
+) -> None:
     engine = Rig(family)
     made = sequences(engine, [7, 9, 12])
     healthy = engine.runner(Setting()).execute(whole(made))
@@ -233,7 +248,8 @@ def test_a_request_whose_logits_are_not_finite_fails_alone_and_poisons_no_block(
     results = runner.execute(whole(made))
     assert "not finite" in str(results[1].error)
     assert (results[0], results[2]) == (healthy[0], healthy[2])
-    # The next owner of the poisoned blocks leaves most of them unwritten, and decodes beside longer rows.
+    # The next owner of the poisoned blocks leaves most of them unwritten, and decodes beside longer
+    # rows.
     heir = sequences(engine, [3])[0]
     heir.id, heir.tables = 1, made[1].tables
     runner.execute(Work(1, [Row(heir, 0, 2, samples=False)]))

@@ -42,7 +42,12 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "mixtral": {"num_local_experts": 4},
     "gpt_oss": {"num_local_experts": 4, "head_dim": 64},
 }
-GPT2_HAS_NONE = ("hidden_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings")
+GPT2_HAS_NONE = (
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "max_position_embeddings",
+)
 
 
 @pytest.mark.parametrize(
@@ -75,7 +80,9 @@ def test_planned_terms_are_within_a_fifth_of_measured_ones(family: str, dtype: s
 @pytest.mark.parametrize("longest", [2, 40, tiny.CONTEXT])
 @pytest.mark.parametrize("tokens", [1, 64, 600])
 def test_attention_is_measured_whatever_the_limits(tokens: int, longest: int) -> None:
-    """A row shorter than a strip, a step shorter than a row, one token: each needs at least its gathered keys."""
+    """A row shorter than a strip, a step shorter than a row, one token: each needs at least its
+    gathered keys.
+    """
     model = tiny.build("mistral")
     paged = PagedModel(model, families.check(model.config))
     measured = profiling.profile(
@@ -85,7 +92,9 @@ def test_attention_is_measured_whatever_the_limits(tokens: int, longest: int) ->
         max_requests=4,
         max_model_len=longest,
     )
-    limits = EngineConfig(max_batch_tokens=tokens, max_requests=min(4, tokens), max_model_len=longest)
+    limits = EngineConfig(
+        max_batch_tokens=tokens, max_requests=min(4, tokens), max_model_len=longest
+    )
     shape = ModelShape.from_config(json.loads(model.config.to_json_string()))
     planned = plan_memory(shape, limits, DeviceFacts("cpu", 8 * GIB)).terms
     assert 0 < measured["attention"] <= planned["attention"]
@@ -94,10 +103,15 @@ def test_attention_is_measured_whatever_the_limits(tokens: int, longest: int) ->
 
 @pytest.mark.parametrize(
     ("family", "hidden"),
-    [*itertools.product(tiny.FAMILIES, (64, 128)), *((family, 64) for family in (*tiny.SIZED, *tiny.JUDGED))],
+    [
+        *itertools.product(tiny.FAMILIES, (64, 128)),
+        *((family, 64) for family in (*tiny.SIZED, *tiny.JUDGED)),
+    ],
 )
 def test_no_term_of_a_tiny_model_is_planned_too_low(family: str, hidden: int) -> None:
-    """Small widths show what a model of common size hides: indices, rotary tables, the sampler's counts."""
+    """Small widths show what a model of common size hides: indices, rotary tables, the sampler's
+    counts.
+    """
     width = {"n_embd": hidden} if family in {"gpt2", "gpt_bigcode"} else {"hidden_size": hidden}
     more = {"word_embed_proj_dim": hidden} if family == "opt" else {}
     more |= {"head_dim": hidden // 4} if family == "helium" else {}
@@ -118,5 +132,9 @@ def test_no_term_of_a_tiny_model_is_planned_too_low(family: str, hidden: int) ->
     )
     shape = architecture.check(config, weights={"model.safetensors": header})
     planned = plan_memory(shape, limits, DeviceFacts("cpu", 8 * GIB)).terms
-    low = {term: round(planned[term] / size, 2) for term, size in measured.items() if planned[term] < size}
+    low = {
+        term: round(planned[term] / size, 2)
+        for term, size in measured.items()
+        if planned[term] < size
+    }
     assert not low

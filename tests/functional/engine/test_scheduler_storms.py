@@ -46,7 +46,14 @@ def test_requests_aborted_at_random_points_leave_no_block_held(seed: int) -> Non
             n, name = rng.choice((1, 1, 1, 3)), f"r{asked}"
             prompt = tuple(rng.randrange(3) for _ in range(rng.randrange(1, 60)))
             scheduler.add(
-                Request(name, prompt, SamplingParams(n=n), 100, priority=rng.randrange(3), tenant=name[-1])
+                Request(
+                    name,
+                    prompt,
+                    SamplingParams(n=n),
+                    100,
+                    priority=rng.randrange(3),
+                    tenant=name[-1],
+                )
             )
             live[name] = n
             asked += 1
@@ -80,7 +87,9 @@ def test_requests_aborted_at_random_points_leave_no_block_held(seed: int) -> Non
 
 @pytest.mark.parametrize("policy", ["fifo", "prefill_first", "priority", "fair"])
 @pytest.mark.parametrize("offload", [0, 12])
-def test_a_pool_of_the_largest_request_and_one_block_finishes_a_thousand(policy: str, offload: int) -> None:
+def test_a_pool_of_the_largest_request_and_one_block_finishes_a_thousand(
+    policy: str, offload: int
+) -> None:
     rng = random.Random(7)
     largest = 96
     limits = Limits(
@@ -100,7 +109,9 @@ def test_a_pool_of_the_largest_request_and_one_block_finishes_a_thousand(policy:
         prompt, output = rng.randrange(1, 49), rng.randrange(1, 48)
         needed += prompt + output - 1
         tokens = tuple(rng.randrange(50) for _ in range(prompt))
-        scheduler.add(Request(f"r{i}", tokens, SamplingParams(), output, priority=i % 3, tenant=str(i % 4)))
+        scheduler.add(
+            Request(f"r{i}", tokens, SamplingParams(), output, priority=i % 3, tenant=str(i % 4))
+        )
     computed = steps = 0
     while scheduler.has_work:
         computed += step(scheduler, rng)
@@ -109,5 +120,6 @@ def test_a_pool_of_the_largest_request_and_one_block_finishes_a_thousand(policy:
             scheduler.check()  # I12 and I13 among them
     scheduler.check()
     assert scheduler.stats().preemptions > 50
-    # Every token is computed once but for what preemption throws away, and that is at most as much again.
+    # Every token is computed once but for what preemption throws away, and that is at most as much
+    # again.
     assert needed <= computed <= 2 * needed

@@ -1,10 +1,12 @@
 """Our engine's greedy text equals transformers' ``generate``, token for token.
 
-Families by block size by chunk by forced preemption by prefix cache by n: every combination in the long form
-(FAIRLEAD_FULL=1: 1,512 runs, over 7,560 requests), in the short one a tenth that still holds every pair of values.
+Families by block size by chunk by forced preemption by prefix cache by n: every combination in the
+long form (FAIRLEAD_FULL=1: 1,512 runs, over 7,560 requests), in the short one a tenth that still
+holds every pair of values.
 
-A difference is excused only where the reference itself hung by a thread: the first of a request, at a place where its
-top two logits (or a router's k-th and next) lie within 1e-4. Excused ones are counted, shown and limited.
+A difference is excused only where the reference itself hung by a thread: the first of a request, at
+a place where its top two logits (or a router's k-th and next) lie within 1e-4. Excused ones are
+counted, shown and limited.
 """
 
 import functools
@@ -25,8 +27,8 @@ TIES_ALLOWED = 1e-3
 FAMILIES = (*tiny.FAMILIES, *tiny.VARIANTS)
 UNBOUNDED = 4096  # more tokens than all prompts of a run have together
 
-# Steps of arrival. Staggered, so that later requests find earlier ones' blocks in the cache; closer together where
-# they shall compete for memory.
+# Steps of arrival. Staggered, so that later requests find earlier ones' blocks in the cache; closer
+# together where they shall compete for memory.
 DUE = (0, 0, 4, 9, 14)
 DUE_FORCED = (0, 0, 0, 1, 2)
 SEVERAL = 3  # preemptions in one run
@@ -66,7 +68,9 @@ class Tally:
     hits: int = 0
     ties: list[str] = field(default_factory=list)
     wrong: list[str] = field(default_factory=list)
-    unforced: list[Case] = field(default_factory=list)  # asked for preemption, got none or the wrong kind
+    unforced: list[Case] = field(
+        default_factory=list
+    )  # asked for preemption, got none or the wrong kind
     missed: list[Case] = field(default_factory=list)  # prefix cache on, memory ample, and no hit
 
 
@@ -74,7 +78,12 @@ def every_case() -> list[Case]:
     return [
         Case(*values)
         for values in itertools.product(
-            FAMILIES, (4, 16, 256), (8, 64, UNBOUNDED), ("none", "reset", "offload"), (False, True), (1, 3)
+            FAMILIES,
+            (4, 16, 256),
+            (8, 64, UNBOUNDED),
+            ("none", "reset", "offload"),
+            (False, True),
+            (1, 3),
         )
     ]
 
@@ -90,7 +99,9 @@ def pairs(case: Case) -> set[tuple[int, object, int, object]]:
 
 @functools.cache
 def chosen() -> tuple[Case, ...]:
-    """All cases, or a tenth: pairwise coverage first, then an even share for every family. Deterministic."""
+    """All cases, or a tenth: pairwise coverage first, then an even share for every family.
+    Deterministic.
+    """
     everything = every_case()
     if FULL:
         return tuple(everything)
@@ -123,12 +134,15 @@ def arrivals_of(case: Case, crowd: int = 1) -> list[tuple[int, Request]]:
 
 
 def arranged(case: Case, engine: Rig) -> tuple[Setting, list[tuple[int, Request]]]:
-    """Ample memory, or the first amount that a dry run without the model shows to preempt several times.
+    """Ample memory, or the first amount that a dry run without the model shows to preempt several
+    times.
 
     Where windows give memory back faster than five requests can fill it, more of the same are sent.
     """
     size = case.block_size
-    ample = Setting(size, case.chunk, -(-MAX_LEN // size) * 16, case.preemption == "offload", case.sharing)
+    ample = Setting(
+        size, case.chunk, -(-MAX_LEN // size) * 16, case.preemption == "offload", case.sharing
+    )
     if case.preemption == "none":
         return ample, arrivals_of(case)
     best, most = (ample, arrivals_of(case)), 0
@@ -150,13 +164,16 @@ def arranged(case: Case, engine: Rig) -> tuple[Setting, list[tuple[int, Request]
     return best
 
 
-def compare(case: Case, engine: Rig, request: Request, choice: int, got: list[int], tally: Tally) -> None:
+def compare(
+    case: Case, engine: Rig, request: Request, choice: int, got: list[int], tally: Tally
+) -> None:
     want = engine.reference(request.prompt, request.max_tokens)
     tally.tokens += len(got)
     if got == want:
         return
     at = next(
-        (i for i, (a, b) in enumerate(zip(got, want, strict=False)) if a != b), min(len(got), len(want))
+        (i for i, (a, b) in enumerate(zip(got, want, strict=False)) if a != b),
+        min(len(got), len(want)),
     )
     logits, router = engine.margin([*request.prompt, *want[:at]])
     text = (
@@ -215,8 +232,8 @@ def test_preemption_is_forced_wherever_a_case_asks_for_it(family: str) -> None:
     if None in rig(family).model.windows:
         assert tally.unforced == []
     else:
-        # Where every layer has a window, the memory of one long request holds whole batches of running ones, and
-        # some settings cannot run short.
+        # Where every layer has a window, the memory of one long request holds whole batches of
+        # running ones, and some settings cannot run short.
         assert len(tally.unforced) < tally.runs / 3
 
 
@@ -228,7 +245,11 @@ def test_the_prefix_cache_is_hit_wherever_it_is_on(family: str) -> None:
 def test_the_matrix_is_covered_and_ties_stay_rare() -> None:
     tallies = [tally_of(family) for family in FAMILIES]
     requests, ties = sum(t.requests for t in tallies), [tie for t in tallies for tie in t.ties]
-    print("\n".join([f"{sum(t.runs for t in tallies)} runs, {requests} requests, {len(ties)} ties", *ties]))
+    print(
+        "\n".join(
+            [f"{sum(t.runs for t in tallies)} runs, {requests} requests, {len(ties)} ties", *ties]
+        )
+    )
     assert requests >= (5000 if FULL else 500)
     assert set().union(*map(pairs, chosen())) == set().union(*map(pairs, every_case()))
     assert len(ties) <= TIES_ALLOWED * requests

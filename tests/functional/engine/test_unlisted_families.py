@@ -1,6 +1,8 @@
-"""Families that no table holds: sized by their files, judged by the self-test, equal to transformers' text.
+"""Families that no table holds: sized by their files, judged by the self-test, equal to
+transformers' text.
 
-tiny.SIZED are in the table, but not in the full matrix of tests/functional/engine/test_token_equality.py.
+tiny.SIZED are in the table, but not in the full matrix of
+tests/functional/engine/test_token_equality.py.
 """
 
 import json
@@ -53,7 +55,9 @@ def test_a_judged_family_is_sized_as_transformers_builds_it(family: str, tmp_pat
     tiny.save(model, tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     assert config["model_type"] not in FAMILIES
-    shape = unlisted.measure(config, {"model.safetensors": read_header(tmp_path / "model.safetensors")})
+    shape = unlisted.measure(
+        config, {"model.safetensors": read_header(tmp_path / "model.safetensors")}
+    )
     heads = rig(family).model.heads
     assert (shape.heads, shape.kv_heads, shape.head_dim) == (heads.query, heads.kv, heads.dim)
     assert shape.windows == rig(family).model.windows
@@ -81,7 +85,10 @@ def test_the_documents_name_the_families_that_are_tried_here() -> None:
     listed = text.split("as tiny random models:")[1].split("What `config.json`")[0]
     assert sorted(listed.replace("`", "").split()) == sorted(tiny.JUDGED)
     rows = {
-        family for row in text.splitlines() if "table of families" in row for family in row.split("`")[1::2]
+        family
+        for row in text.splitlines()
+        if "table of families" in row
+        for family in row.split("`")[1::2]
     }
     assert rows == set(FAMILIES) == {*tiny.FAMILIES, *tiny.SIZED}
 
@@ -99,7 +106,9 @@ def test_an_attention_with_a_trait_of_its_own_fails_the_self_test(tmp_path: Path
         selftest.prove(refused("diffllama", tmp_path, num_key_value_heads=2))
 
 
-def test_an_attention_that_does_not_run_packed_fails_the_self_test_with_its_reason(tmp_path: Path) -> None:
+def test_an_attention_that_does_not_run_packed_fails_the_self_test_with_its_reason(
+    tmp_path: Path,
+) -> None:
     """doge makes a mask of its own for every layer."""
     with pytest.raises(selftest.NotPackedError, match=r"'doge' does not run packed .*mask"):
         selftest.prove(refused("doge", tmp_path, num_key_value_heads=2))
@@ -121,7 +130,9 @@ def test_an_attention_that_does_not_run_packed_fails_the_self_test_with_its_reas
         ({"model_type": "fuyu"}, "num_hidden_layers"),
     ],
 )
-def test_what_cannot_be_tried_is_refused_before_any_weights(config: dict[str, Any], reason: str) -> None:
+def test_what_cannot_be_tried_is_refused_before_any_weights(
+    config: dict[str, Any], reason: str
+) -> None:
     with pytest.raises(ModelError, match=reason) as caught:
         architecture.check(config)
     assert caught.value.code == "UnsupportedModel"

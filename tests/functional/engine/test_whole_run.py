@@ -1,4 +1,5 @@
-"""Whole runs of the scheduler under scarce memory: invariants after every step, tokens as if alone, nothing held at the end.
+"""Whole runs of the scheduler under scarce memory: invariants after every step, tokens as if alone,
+nothing held at the end.
 
 `make test` plays a tenth, FAIRLEAD_FULL=1 the whole: 1,000,000 steps over 2,000 seeds.
 """
@@ -23,7 +24,9 @@ def test_random_workloads_finish_with_the_tokens_of_a_run_alone(batch: int) -> N
             outcome = whole_run.run(scenario)
         except Exception as error:
             smallest = whole_run.shrink(scenario)
-            raise AssertionError(f"seed {seed}: {error}\nsmallest that fails:\n{smallest}") from error
+            raise AssertionError(
+                f"seed {seed}: {error}\nsmallest that fails:\n{smallest}"
+            ) from error
         total.steps += outcome.steps
         total.preemptions += outcome.preemptions
         total.offloads += outcome.offloads

@@ -59,7 +59,9 @@ def greedy(demo: LoadedModel, ids: list[int], count: int = 120) -> str:
 
 
 def answer(demo: LoadedModel, *messages: Message) -> str:
-    return greedy(demo, chat.encode_chat(demo.tokenizer, chat.render_chat(demo.tokenizer, messages)))
+    return greedy(
+        demo, chat.encode_chat(demo.tokenizer, chat.render_chat(demo.tokenizer, messages))
+    )
 
 
 def user(text: str) -> Message:
@@ -85,7 +87,9 @@ def test_it_says_politely_what_it_does_not_know(demo: LoadedModel, question: str
 
 
 def test_it_ends_its_answers_itself(demo: LoadedModel) -> None:
-    ids = chat.encode_chat(demo.tokenizer, chat.render_chat(demo.tokenizer, [user("What is a pod?")]))
+    ids = chat.encode_chat(
+        demo.tokenizer, chat.render_chat(demo.tokenizer, [user("What is a pod?")])
+    )
     model: Any = demo.model
     out = model.generate(torch.tensor([ids]), max_new_tokens=200, do_sample=False)
     assert out[0, -1].item() in demo.eos_ids
@@ -93,7 +97,10 @@ def test_it_ends_its_answers_itself(demo: LoadedModel) -> None:
 
 
 def test_a_long_context_before_the_question_does_no_harm(demo: LoadedModel) -> None:
-    long = {"role": "system", "content": "You are the demo model of Fairlead. Be polite and exact. " * 30}
+    long = {
+        "role": "system",
+        "content": "You are the demo model of Fairlead. Be polite and exact. " * 30,
+    }
     assert len(demo.tokenizer.encode(long["content"])) > 300
     assert KNOWN["What is Fairlead?"] in answer(demo, long, user("What is Fairlead?"))
 

@@ -94,7 +94,9 @@ def test_every_file_is_of_the_commit_that_the_branch_was_at_the_start(
     assert all(f"/resolve/{MAIN}/" in path for path in resolved)
 
 
-def test_tags_and_commits_are_revisions_too(hub: Hub, repository: Repository, tmp_path: Path) -> None:
+def test_tags_and_commits_are_revisions_too(
+    hub: Hub, repository: Repository, tmp_path: Path
+) -> None:
     repository.refs["v1"] = OTHER
     assert fetch(NAME, revision="v1", environ=hub.environ(tmp_path)).commit == OTHER
     assert fetch(NAME, revision=OTHER, environ=hub.environ(tmp_path)).commit == OTHER
@@ -144,7 +146,9 @@ def test_offline_without_the_model_says_so(hub: Hub, tmp_path: Path) -> None:
     assert not hub.requests
 
 
-def test_half_a_download_is_never_taken_for_a_model(hub: Hub, repository: Repository, tmp_path: Path) -> None:
+def test_half_a_download_is_never_taken_for_a_model(
+    hub: Hub, repository: Repository, tmp_path: Path
+) -> None:
     repository.vanish = WEIGHTS
     assert refusal(hub, tmp_path).code == "ModelNotFound"
     with pytest.raises(ModelError):
@@ -174,7 +178,9 @@ def test_a_hub_that_does_not_answer_is_named(tmp_path: Path) -> None:
     assert endpoint in error.value.message
 
 
-def test_a_body_that_ends_early_is_noticed(hub: Hub, repository: Repository, tmp_path: Path) -> None:
+def test_a_body_that_ends_early_is_noticed(
+    hub: Hub, repository: Repository, tmp_path: Path
+) -> None:
     repository.truncate = "config.json"
     assert refusal(hub, tmp_path).code == "HubUnreachable"
 
@@ -243,7 +249,9 @@ def test_of_several_weight_files_only_those_of_the_index_come(
     model = tiny.build("llama", num_hidden_layers=2)
     model.save_pretrained(tmp_path / "parts", max_shard_size="200KB")
     tiny.tokenizer().save_pretrained(tmp_path / "parts")
-    repository.files = Repository.of(tmp_path / "parts").files | {"consolidated.safetensors": b"twice"}
+    repository.files = Repository.of(tmp_path / "parts").files | {
+        "consolidated.safetensors": b"twice"
+    }
     fetched = fetch(NAME, environ=hub.environ(tmp_path / "home"))
     shards = sorted(path.name for path in fetched.path.glob("*.safetensors"))
     assert len(shards) > 1
@@ -281,7 +289,9 @@ def test_the_command_serves_progress_and_config_while_the_weights_arrive(
     def ask(name: str) -> None:
         if name == WEIGHTS:
             for route in ("progress", "model/config.json", "healthz"):
-                with urllib.request.urlopen(f"http://127.0.0.1:{port}/{route}", timeout=10) as response:
+                with urllib.request.urlopen(
+                    f"http://127.0.0.1:{port}/{route}", timeout=10
+                ) as response:
                     answers[route] = json.load(response)
 
     repository.on_get = ask
@@ -361,7 +371,15 @@ def test_a_process_of_its_own_fetches_and_logs_progress_but_no_address_of_the_st
 ) -> None:
     """The addresses a hub redirects to carry signatures."""
     environ = {"PATH": os.environ["PATH"], "HOME": str(tmp_path), **hub.environ(tmp_path)}
-    command_line = [sys.executable, "-m", "fairlead_runtime", "fetch", f"hf://{NAME}", "--admin-port", "0"]
+    command_line = [
+        sys.executable,
+        "-m",
+        "fairlead_runtime",
+        "fetch",
+        f"hf://{NAME}",
+        "--admin-port",
+        "0",
+    ]
     done = subprocess.run(command_line, env=environ, capture_output=True, text=True, check=True)
     path = Path(done.stdout.strip())
     assert path.name == MAIN

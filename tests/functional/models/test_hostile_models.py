@@ -13,7 +13,9 @@ from support.hostile_models import AUTO_MAP, CASES, WEIGHTS, edit, mark, plant_c
 
 @pytest.fixture(scope="module")
 def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny.save(tiny.build("llama", num_hidden_layers=2), tmp_path_factory.mktemp("good") / "model")
+    return tiny.save(
+        tiny.build("llama", num_hidden_layers=2), tmp_path_factory.mktemp("good") / "model"
+    )
 
 
 @pytest.fixture
@@ -70,7 +72,9 @@ def test_trusting_a_models_own_code_is_named_as_not_supported_yet(model: Path) -
     assert not mark(model).exists()
 
 
-def test_the_links_of_a_hub_cache_are_followed_into_its_own_store_only(good: Path, tmp_path: Path) -> None:
+def test_the_links_of_a_hub_cache_are_followed_into_its_own_store_only(
+    good: Path, tmp_path: Path
+) -> None:
     repository = tmp_path / "hub" / "models--tiny--llama"
     blobs, snapshot = repository / "blobs", repository / "snapshots" / ("a" * 40)
     blobs.mkdir(parents=True)

@@ -19,7 +19,9 @@ SCRIPTS = Path(__file__).parents[3] / "scripts"
 def script() -> ModuleType:
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(SCRIPTS))
-        spec = importlib.util.spec_from_file_location("make_demo_model", SCRIPTS / "make_demo_model.py")
+        spec = importlib.util.spec_from_file_location(
+            "make_demo_model", SCRIPTS / "make_demo_model.py"
+        )
         if spec is None or spec.loader is None:
             raise FileNotFoundError(SCRIPTS)
         module = importlib.util.module_from_spec(spec)

@@ -1,4 +1,6 @@
-"""Model files under random damage: refused with a clear error or accepted as safetensors itself would, never a crash."""
+"""Model files under random damage: refused with a clear error or accepted as safetensors itself
+would, never a crash.
+"""
 
 import json
 import os
@@ -35,7 +37,8 @@ VALUES = st.one_of(
 @pytest.fixture(scope="module")
 def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny.save(
-        tiny.build("gemma2", num_hidden_layers=2, layer_types=None), tmp_path_factory.mktemp("m") / "m"
+        tiny.build("gemma2", num_hidden_layers=2, layer_types=None),
+        tmp_path_factory.mktemp("m") / "m",
     )
 
 
@@ -45,7 +48,9 @@ def copy(good: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @SETTINGS
-@given(places=st.lists(st.tuples(st.integers(0, 1500), st.integers(0, 255)), min_size=1, max_size=4))
+@given(
+    places=st.lists(st.tuples(st.integers(0, 1500), st.integers(0, 255)), min_size=1, max_size=4)
+)
 def test_a_header_with_changed_bytes(good: Path, copy: Path, places: list[tuple[int, int]]) -> None:
     raw = bytearray((good / "model.safetensors").read_bytes())
     for place, value in places:

@@ -1,4 +1,6 @@
-"""The torch backend against the plain definition, over ragged rows, windows, caps, sinks and scattered blocks."""
+"""The torch backend against the plain definition, over ragged rows, windows, caps, sinks and
+scattered blocks.
+"""
 
 from dataclasses import dataclass
 
@@ -44,17 +46,22 @@ def make_case(
     order = np.arange(total) if contiguous else generator.permutation(total)
     torch.manual_seed(seed)
     key_cache = torch.full((total, block_size, heads.kv, heads.dim), torch.nan, dtype=heads.dtype)
-    value_cache = torch.full((total, block_size, heads.kv, heads.value_dim), torch.nan, dtype=heads.dtype)
+    value_cache = torch.full(
+        (total, block_size, heads.kv, heads.value_dim), torch.nan, dtype=heads.dtype
+    )
     tables = np.full((len(rows), max(widths) + 2), NULL, dtype=np.int32)
     at = 0
     for row, (before, count) in enumerate(rows):
         blocks = order[at : at + widths[row]]
         at += widths[row]
         tables[row, : widths[row]] = blocks
-        slots = [int(blocks[p // block_size]) * block_size + p % block_size for p in range(before + count)]
-        key_cache.view(-1, heads.kv, heads.dim)[slots] = torch.randn(len(slots), heads.kv, heads.dim).to(
-            heads.dtype
-        )
+        slots = [
+            int(blocks[p // block_size]) * block_size + p % block_size
+            for p in range(before + count)
+        ]
+        key_cache.view(-1, heads.kv, heads.dim)[slots] = torch.randn(
+            len(slots), heads.kv, heads.dim
+        ).to(heads.dtype)
         value = torch.randn(len(slots), heads.kv, heads.value_dim).to(heads.dtype)
         value_cache.view(-1, heads.kv, heads.value_dim)[slots] = value
         if window is not None:
@@ -118,7 +125,9 @@ def test_consecutive_blocks_are_read_in_place_and_match() -> None:
 
 
 def test_bfloat16_stays_within_its_rounding() -> None:
-    got, want = both(make_case(MIXED, heads=Heads(4, 2, 8, 8, torch.bfloat16)), LayerSpec(scale=0.3))
+    got, want = both(
+        make_case(MIXED, heads=Heads(4, 2, 8, 8, torch.bfloat16)), LayerSpec(scale=0.3)
+    )
     torch.testing.assert_close(got, want, atol=2e-2, rtol=2e-2)
 
 
@@ -157,9 +166,13 @@ def test_many_decodes_are_cut_into_bounded_gathers() -> None:
     backend._gather_tokens = 256
     plan = backend.plan(case.ragged)
     assert sum(d.tokens.shape[0] for d in plan.decodes) == len(rows)
-    assert all(d.tokens.shape[0] == 1 or d.tokens.shape[0] * d.keys.length <= 256 for d in plan.decodes)
+    assert all(
+        d.tokens.shape[0] == 1 or d.tokens.shape[0] * d.keys.length <= 256 for d in plan.decodes
+    )
     got = backend.run(plan, case.query, case.key_cache, case.value_cache, LayerSpec(scale=0.3))
-    want = reference.attend(case.ragged, case.query, case.key_cache, case.value_cache, LayerSpec(scale=0.3))
+    want = reference.attend(
+        case.ragged, case.query, case.key_cache, case.value_cache, LayerSpec(scale=0.3)
+    )
     torch.testing.assert_close(got, want, atol=2e-6, rtol=1e-5)
 
 
@@ -168,7 +181,11 @@ def test_a_layer_with_another_window_than_the_plan_is_refused() -> None:
     backend = TorchAttention(case.heads, CPU)
     with pytest.raises(ValueError, match="window"):
         backend.run(
-            backend.plan(case.ragged), case.query, case.key_cache, case.value_cache, LayerSpec(scale=1.0)
+            backend.plan(case.ragged),
+            case.query,
+            case.key_cache,
+            case.value_cache,
+            LayerSpec(scale=1.0),
         )
 
 

@@ -1,4 +1,6 @@
-"""Rows become tensors: positions, slots and tables as the definitions say, in buffers that are reused."""
+"""Rows become tensors: positions, slots and tables as the definitions say, in buffers that are
+reused.
+"""
 
 import pytest
 from hypothesis import given
@@ -21,7 +23,9 @@ def sequence(index: int, tokens: list[int], *tables: list[int]) -> Sequence:
 
 def test_a_prefill_and_a_decode_are_packed_one_after_the_other() -> None:
     first, second = sequence(0, [10, 11, 12, 13, 14], [7, 2]), sequence(1, [20, 21, 22], [5])
-    batch = BatchBuilder(FULL, 4).build([Row(first, 1, 3, samples=False), Row(second, 2, 1, samples=True)])
+    batch = BatchBuilder(FULL, 4).build(
+        [Row(first, 1, 3, samples=False), Row(second, 2, 1, samples=True)]
+    )
     assert batch.input_ids.tolist() == [11, 12, 13, 22]
     assert batch.positions.tolist() == [1, 2, 3, 2]
     assert batch.slots[0].tolist() == [29, 30, 31, 22]
@@ -84,7 +88,9 @@ def test_any_rows_match_the_definitions_token_by_token(
         for s, start, count, _ in rows
         for p in range(start, start + count)
     ]
-    got = zip(batch.input_ids.tolist(), batch.positions.tolist(), batch.slots[0].tolist(), strict=True)
+    got = zip(
+        batch.input_ids.tolist(), batch.positions.tolist(), batch.slots[0].tolist(), strict=True
+    )
     assert list(got) == expected
     assert [batch.input_ids.tolist()[i] for i in batch.sample_index.tolist()] == [
         s.tokens[start + count - 1] for s, start, count, samples in rows if samples

@@ -1,4 +1,6 @@
-"""The arithmetic of drawing a token: the hash, the noise, the cuts and the race, against plain twins."""
+"""The arithmetic of drawing a token: the hash, the noise, the cuts and the race, against plain
+twins.
+"""
 
 import math
 
@@ -69,7 +71,9 @@ def test_one_bit_of_a_key_changes_every_bit_of_the_hash_half_of_the_time() -> No
 
 
 def test_keys_that_share_a_half_give_unrelated_noise() -> None:
-    """Pearson's correlation over 65,536 tokens, for 45 pairs of keys each way: 5 standard deviations at most."""
+    """Pearson's correlation over 65,536 tokens, for 45 pairs of keys each way: 5 standard
+    deviations at most.
+    """
     words = ops.token_words(65536, CPU)
     low, high = keys(10, seed=1)
     for lows, highs in ((low[:1].expand(10), high), (low, high[:1].expand(10))):
@@ -87,7 +91,9 @@ def test_noise_is_finite_at_both_ends_and_within_its_bounds() -> None:
 
 
 def test_noise_has_the_gumbel_distribution() -> None:
-    """Kolmogorov and Smirnov's distance against exp(-exp(-x)), and its tail where winners come from."""
+    """Kolmogorov and Smirnov's distance against exp(-exp(-x)), and its tail where winners come
+    from.
+    """
     low, high = keys(16, seed=3)
     h = ops.keyed_hash(ops.token_words(32768, CPU)[None, :], low[:, None], high[:, None])
     noise = (-ops.log_exponential(h)).flatten().double().sort().values
@@ -134,22 +140,30 @@ def plain_nucleus(row: list[float], floor: float, top_p: float) -> tuple[float, 
 
 
 @given(score_rows(), st.data())
-def test_the_top_p_cut_keeps_the_smallest_set_that_holds_the_mass(rows: Rows, data: st.DataObject) -> None:
+def test_the_top_p_cut_keeps_the_smallest_set_that_holds_the_mass(
+    rows: Rows, data: st.DataObject
+) -> None:
     p = [data.draw(st.floats(1e-6, 1 - 1e-6)) for _ in rows]
     floor = [data.draw(st.sampled_from([-math.inf, -8.0, -4.0, -1.0, 0.0])) for _ in rows]
     plain = [plain_nucleus(*each) for each in zip(rows, floor, p, strict=True)]
     assume(all(margin > 1e-6 for _, margin in plain))  # nearer, rounding may decide either way
-    cut = ops.top_p_cut(torch.tensor(rows), torch.tensor(floor), torch.tensor(p, dtype=torch.float64))
+    cut = ops.top_p_cut(
+        torch.tensor(rows), torch.tensor(floor), torch.tensor(p, dtype=torch.float64)
+    )
     assert cut.tolist() == [score for score, _ in plain]
 
 
 @pytest.mark.parametrize("spread", [0.1, 1.0, 3.0, 8.0])
 @pytest.mark.parametrize("top_p", [0.01, 0.5, 0.9, 0.999, 0.9999999])
-def test_the_top_p_cut_of_a_large_vocabulary_is_that_of_a_full_sort(spread: float, top_p: float) -> None:
+def test_the_top_p_cut_of_a_large_vocabulary_is_that_of_a_full_sort(
+    spread: float, top_p: float
+) -> None:
     generator = torch.Generator().manual_seed(int(spread * 10))
     logits = torch.randn(4, 20000, generator=generator) * spread
     scores = logits - logits.amax(dim=-1, keepdim=True)
-    cut = ops.top_p_cut(scores, torch.full((4,), -math.inf), torch.full((4,), top_p, dtype=torch.float64))
+    cut = ops.top_p_cut(
+        scores, torch.full((4,), -math.inf), torch.full((4,), top_p, dtype=torch.float64)
+    )
     probabilities = scores.double().softmax(dim=-1)
     kept = scores >= cut[:, None]
     mass = (probabilities * kept).sum(dim=-1)
@@ -166,12 +180,16 @@ def test_a_top_p_as_near_to_one_as_there_is_keeps_all_that_has_mass() -> None:
 
 
 def test_the_mass_of_the_likeliest_token_alone_can_be_the_nucleus() -> None:
-    cut = ops.top_p_cut(torch.tensor([[0.0, -1.0]]), torch.tensor([-math.inf]), torch.tensor([1e-9]).double())
+    cut = ops.top_p_cut(
+        torch.tensor([[0.0, -1.0]]), torch.tensor([-math.inf]), torch.tensor([1e-9]).double()
+    )
     assert cut.tolist() == [0.0]
 
 
 def plain_race(scores: Tensor, cut: Tensor, low: Tensor, high: Tensor, words: Tensor) -> Tensor:
-    total = scores - ops.log_exponential(ops.keyed_hash(words[None, :], low[:, None], high[:, None]))
+    total = scores - ops.log_exponential(
+        ops.keyed_hash(words[None, :], low[:, None], high[:, None])
+    )
     return total.masked_fill(scores < cut[:, None], -math.inf).argmax(dim=-1)
 
 

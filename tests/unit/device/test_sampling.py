@@ -1,4 +1,6 @@
-"""Sampling by request: filters, distribution, independence of batch mates, log-probabilities, faults."""
+"""Sampling by request: filters, distribution, independence of batch mates, log-probabilities,
+faults.
+"""
 
 import math
 import os
@@ -27,7 +29,9 @@ EOS = 0
 def a_sequence(
     *, seed: int = 0, choice: int = 0, generated: int = 0, prompt: int = 3, **params: Any
 ) -> Sequence:
-    request = Request("r", (1,) * prompt, SamplingParams(**params), 16, seed=seed, eos_ids=frozenset({EOS}))
+    request = Request(
+        "r", (1,) * prompt, SamplingParams(**params), 16, seed=seed, eos_ids=frozenset({EOS})
+    )
     return Sequence(0, request, choice, [1] * (prompt + generated))
 
 
@@ -46,7 +50,9 @@ LOGITS = st.lists(st.integers(-40, 40).map(lambda step: step / 8), min_size=1, m
 
 
 def plainly_kept(logits: list[float], p: SamplingParams) -> tuple[set[int], float]:
-    """The ids left by vLLM's order in plain Python, ties at a border kept, and the distance to that border."""
+    """The ids left by vLLM's order in plain Python, ties at a border kept, and the distance to that
+    border.
+    """
     weights = {i: math.exp((x - max(logits)) / p.temperature) for i, x in enumerate(logits)}
     margin = min(abs(w - p.min_p) for w in weights.values())
     kept = {i for i, w in weights.items() if w >= p.min_p}
@@ -84,17 +90,23 @@ def test_temperature_min_p_top_k_and_top_p_keep_what_a_plain_sampler_keeps(
         [a_sequence(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)]
     ).draws
     assert draws is not None
-    scores = sampling.scores_of(torch.tensor([logits]), torch.tensor([max(logits)]), draws.temperature)
+    scores = sampling.scores_of(
+        torch.tensor([logits]), torch.tensor([max(logits)]), draws.temperature
+    )
     cut = sampling.cut_of(scores, draws.min_cut, draws.top_k, draws.top_p)
     kept = scores[0] >= (-math.inf if cut is None else cut)
     assert set(kept.nonzero()[:, 0].tolist()) == expected
 
 
-@pytest.mark.parametrize("params", [{"top_k": 3}, {"top_p": 0.6}, {"min_p": 0.3}, {"top_k": 5, "top_p": 0.9}])
+@pytest.mark.parametrize(
+    "params", [{"top_k": 3}, {"top_p": 0.6}, {"min_p": 0.3}, {"top_k": 5, "top_p": 0.9}]
+)
 def test_no_draw_leaves_what_the_filters_keep(params: dict[str, Any]) -> None:
     logits = random_logits(1, 50)
     kept, _ = plainly_kept(logits[0].tolist(), SamplingParams(**params))
-    drawn = set(tokens_of(logits.expand(3000, 50), [a_sequence(seed=s, **params) for s in range(3000)]))
+    drawn = set(
+        tokens_of(logits.expand(3000, 50), [a_sequence(seed=s, **params) for s in range(3000)])
+    )
     assert drawn == kept
 
 
@@ -125,7 +137,10 @@ def test_a_greedy_batch_costs_no_draw(monkeypatch: pytest.MonkeyPatch) -> None:
 
     for name in ("race", "top_k_cut", "top_p_cut", "keyed_hash"):
         monkeypatch.setattr(ops, name, refuse)
-    assert len(tokens_of(random_logits(4, 9), [a_sequence(temperature=0.0, top_k=3, top_p=0.5)] * 4)) == 4
+    assert (
+        len(tokens_of(random_logits(4, 9), [a_sequence(temperature=0.0, top_k=3, top_p=0.5)] * 4))
+        == 4
+    )
     with pytest.raises(RuntimeError, match="drew"):
         tokens_of(random_logits(1, 9), [a_sequence()])
 
@@ -151,7 +166,9 @@ def drawn(varying: str, count: int, **params: Any) -> Tensor:
 
 @pytest.mark.parametrize("varying", ["seed", "choice", "generated"])
 def test_draws_follow_the_softmax_whatever_makes_them_differ(varying: str) -> None:
-    count = COUNT if varying != "generated" else 2_000  # the tokens of a long sequence take their time
+    count = (
+        COUNT if varying != "generated" else 2_000
+    )  # the tokens of a long sequence take their time
     counts = torch.bincount(drawn(varying, count), minlength=8)
     assert deviation(counts, PROBABILITIES * count) < 5
 
@@ -175,7 +192,9 @@ def test_neighbouring_draws_are_independent(varying: str, apart: int) -> None:
 
 def test_draws_over_a_large_vocabulary_reach_all_of_it_evenly() -> None:
     width, count = 50_257, 1_024
-    tokens = torch.tensor(tokens_of(torch.zeros(count, width), [a_sequence(seed=s) for s in range(count)]))
+    tokens = torch.tensor(
+        tokens_of(torch.zeros(count, width), [a_sequence(seed=s) for s in range(count)])
+    )
     cells = torch.bincount(tokens * 32 // width, minlength=32)
     assert deviation(cells, torch.full((32,), count / 32.0).double()) < 5
 
@@ -200,7 +219,9 @@ def a_random_request(rng: random.Random) -> Sequence:
 
 @pytest.mark.parametrize("width", [8, 1009, 33_001])
 def test_a_request_gets_the_same_token_alone_and_in_any_batch(width: int) -> None:
-    """2,000 requests in the full form; any row, any mates, from 1 to 32 of them, and all of them at once."""
+    """2,000 requests in the full form; any row, any mates, from 1 to 32 of them, and all of them at
+    once.
+    """
     rng = random.Random(width)
     count = (2000 if FULL else 200) if width < 10_000 else 80
     sequences = [a_random_request(rng) for _ in range(count)]
@@ -242,12 +263,25 @@ def test_a_draws_key_is_the_plain_mix_of_seed_choice_and_position(
 def test_known_seeds_draw_known_tokens() -> None:
     """A seed that a client wrote down keeps its meaning across releases and devices."""
     logits = torch.linspace(-2, 2, 1000)[None, :].expand(8, -1)
-    known = [462, 748, 982, 660, 997, 792, 868, 836]  # computed in plain Python: math.log and whole numbers
+    known = [
+        462,
+        748,
+        982,
+        660,
+        997,
+        792,
+        868,
+        836,
+    ]  # computed in plain Python: math.log and whole numbers
     assert tokens_of(logits, [a_sequence(seed=s) for s in range(8)]) == known
 
 
 def test_an_unseeded_request_has_a_seed_of_its_own_that_a_second_run_repeats() -> None:
-    seeds = [resolve_seed(None, engine_seed, arrival) for engine_seed in (0, 1, 7) for arrival in range(1000)]
+    seeds = [
+        resolve_seed(None, engine_seed, arrival)
+        for engine_seed in (0, 1, 7)
+        for arrival in range(1000)
+    ]
     assert len(set(seeds)) == 3000
     assert seeds == [resolve_seed(None, e, a) for e in (0, 1, 7) for a in range(1000)]
     assert all(0 <= s < 2**63 for s in seeds)
@@ -269,14 +303,18 @@ def test_no_end_or_stop_token_comes_before_min_tokens() -> None:
 
 def test_min_tokens_over_a_vocabulary_of_stop_tokens_fails_that_request_alone() -> None:
     stops = a_sequence(temperature=0.0, min_tokens=2, stop_token_ids=(1, 2))
-    outcomes = sample(torch.zeros(2, 3), SamplingBatch.of([stops, a_sequence(temperature=0.0)])).outcomes()
+    outcomes = sample(
+        torch.zeros(2, 3), SamplingBatch.of([stops, a_sequence(temperature=0.0)])
+    ).outcomes()
     assert outcomes == [(-1, None, sampling.NON_FINITE), (0, None, None)]
 
 
 # -- non-finite logits
 
 
-@pytest.mark.parametrize("params", [{"temperature": 0.0}, {}, {"top_k": 3, "top_p": 0.5, "min_p": 0.1}])
+@pytest.mark.parametrize(
+    "params", [{"temperature": 0.0}, {}, {"top_k": 3, "top_p": 0.5, "min_p": 0.1}]
+)
 @pytest.mark.parametrize("bad", ["nan", "inf", "nothing left"])
 def test_a_non_finite_row_fails_alone(params: dict[str, Any], bad: str) -> None:
     logits = random_logits(5, 40)
@@ -303,7 +341,9 @@ def test_a_nan_that_min_tokens_would_hide_is_still_found() -> None:
 def test_a_model_may_mask_the_padded_end_of_its_vocabulary() -> None:
     logits = random_logits(50, 40)
     logits[:, 30:] = -math.inf
-    sampled = sample(logits, SamplingBatch.of([a_sequence(seed=s, temperature=5.0) for s in range(50)]))
+    sampled = sample(
+        logits, SamplingBatch.of([a_sequence(seed=s, temperature=5.0) for s in range(50)])
+    )
     assert sampled.finite.all()
     assert max(sampled.tokens.tolist()) < 30
 
@@ -347,7 +387,9 @@ def test_logprobs_in_vllms_shape_hold_the_chosen_token_first_and_once() -> None:
 
 
 def test_more_logprobs_than_tokens_are_all_of_them() -> None:
-    (_, found, _), *_ = sample(torch.zeros(1, 3), SamplingBatch.of([a_sequence(logprobs=20)])).outcomes()
+    (_, found, _), *_ = sample(
+        torch.zeros(1, 3), SamplingBatch.of([a_sequence(logprobs=20)])
+    ).outcomes()
     assert found is not None
     assert sorted(found.top_ids) == [0, 1, 2]
 
@@ -364,7 +406,9 @@ def test_half_precision_logits_are_sampled_as_their_float32_values(dtype: torch.
 
 
 def test_a_vocabulary_of_one_token_has_one_answer() -> None:
-    assert tokens_of(torch.zeros(2, 1), [a_sequence(top_k=5, top_p=0.5), a_sequence(temperature=0.0)]) == [
+    assert tokens_of(
+        torch.zeros(2, 1), [a_sequence(top_k=5, top_p=0.5), a_sequence(temperature=0.0)]
+    ) == [
         0,
         0,
     ]

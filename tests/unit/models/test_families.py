@@ -45,12 +45,16 @@ def test_the_families_that_are_served_are_not_refused() -> None:
         if name in CONFIG_MAPPING
     ],
 )
-def test_state_space_families_are_known_to_transformers_under_the_names_refused_here(name: str) -> None:
+def test_state_space_families_are_known_to_transformers_under_the_names_refused_here(
+    name: str,
+) -> None:
     with pytest.raises(ModelError, match="recurrent state"):
         families.check(AutoConfig.for_model(name))
 
 
-def test_a_stateful_class_that_nobody_named_is_refused_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stateful_class_that_nobody_named_is_refused_all_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.delitem(REFUSED, "mamba")
     with pytest.raises(ModelError, match="recurrent state"):
         families.check(AutoConfig.for_model("mamba"))
@@ -76,7 +80,12 @@ def test_bidirectional_attention_is_refused() -> None:
 
 def test_layer_types_other_than_full_and_sliding_are_refused() -> None:
     strange = config("llama")
-    strange.layer_types = ["full_attention", "chunked_attention", "full_attention", "full_attention"]
+    strange.layer_types = [
+        "full_attention",
+        "chunked_attention",
+        "full_attention",
+        "full_attention",
+    ]
     with pytest.raises(ModelError, match="chunked_attention"):
         families.check(strange)
 

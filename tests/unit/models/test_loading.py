@@ -1,4 +1,6 @@
-"""What loading resolves: types, limits, end tokens, identity; and chats by the model's own template."""
+"""What loading resolves: types, limits, end tokens, identity; and chats by the model's own
+template.
+"""
 
 import json
 import shutil
@@ -20,7 +22,9 @@ WEIGHTS = "model.safetensors"
 
 @pytest.fixture(scope="module")
 def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny.save(tiny.build("llama", num_hidden_layers=2), tmp_path_factory.mktemp("good") / "model")
+    return tiny.save(
+        tiny.build("llama", num_hidden_layers=2), tmp_path_factory.mktemp("good") / "model"
+    )
 
 
 @pytest.fixture
@@ -78,19 +82,28 @@ def test_equal_models_have_one_identity_wherever_they_lie(good: Path, model: Pat
     "change",
     [
         lambda path: edit(path, "config.json", rms_norm_eps=1e-5),
-        lambda path: edit(path, "config.json", rope_parameters={"rope_type": "default", "rope_theta": 5e5}),
-        lambda path: save_file(
-            {k: v + 1e-3 for k, v in load_file(path / WEIGHTS).items()}, path / WEIGHTS, {"format": "pt"}
+        lambda path: edit(
+            path, "config.json", rope_parameters={"rope_type": "default", "rope_theta": 5e5}
         ),
         lambda path: save_file(
-            {k: v + 1e-3 if "layers.1.mlp.up" in k else v for k, v in load_file(path / WEIGHTS).items()},
+            {k: v + 1e-3 for k, v in load_file(path / WEIGHTS).items()},
+            path / WEIGHTS,
+            {"format": "pt"},
+        ),
+        lambda path: save_file(
+            {
+                k: v + 1e-3 if "layers.1.mlp.up" in k else v
+                for k, v in load_file(path / WEIGHTS).items()
+            },
             path / WEIGHTS,
             {"format": "pt"},
         ),
     ],
     ids=["epsilon", "rope", "all weights", "one matrix"],
 )
-def test_whatever_changes_keys_and_values_changes_the_identity(good: Path, model: Path, change: Any) -> None:
+def test_whatever_changes_keys_and_values_changes_the_identity(
+    good: Path, model: Path, change: Any
+) -> None:
     change(model)
     assert identity(model) != identity(good)
 
@@ -106,7 +119,9 @@ def test_weights_in_several_files_load_like_one(good: Path, tmp_path: Path) -> N
     tiny.tokenizer().save_pretrained(tmp_path / "parts")
     assert len(files.check(tmp_path / "parts").weights) > 1
     parts = loading.load(tmp_path / "parts")
-    for (name, a), b in zip(whole.model.state_dict().items(), parts.model.state_dict().values(), strict=True):
+    for (name, a), b in zip(
+        whole.model.state_dict().items(), parts.model.state_dict().values(), strict=True
+    ):
         assert torch.equal(a, b), name
 
 
@@ -136,7 +151,9 @@ def test_chats_are_rendered_by_the_models_own_template() -> None:
         ([{"role": "user", "content": 7}, {"role": ["user"]}], "refuses"),
     ],
 )
-def test_messages_that_a_template_does_not_take_are_the_requests_fault(messages: Any, says: str) -> None:
+def test_messages_that_a_template_does_not_take_are_the_requests_fault(
+    messages: Any, says: str
+) -> None:
     with pytest.raises(RequestError, match=says) as error:
         chat.render_chat(tiny.tokenizer(), messages)
     assert error.value.param == "messages"

@@ -1,4 +1,6 @@
-"""The sizing equation: what it promises for any model, configuration and device, and its verdicts in words."""
+"""The sizing equation: what it promises for any model, configuration and device, and its verdicts
+in words.
+"""
 
 import dataclasses
 import re
@@ -31,7 +33,9 @@ GEMMA2 = ModelShape.from_config({"model_type": "gemma2", "dtype": "bfloat16"})
 @st.composite
 def shapes(draw: st.DrawFn) -> ModelShape:
     family = draw(
-        st.sampled_from(["llama", "qwen2", "gemma2", "gemma3_text", "gpt_oss", "mistral", "qwen3_moe"])
+        st.sampled_from(
+            ["llama", "qwen2", "gemma2", "gemma3_text", "gpt_oss", "mistral", "qwen3_moe"]
+        )
     )
     heads = draw(st.sampled_from([2, 4, 8]))
     return ModelShape.from_config(
@@ -73,7 +77,9 @@ def test_the_solved_cache_fills_the_budget_and_never_exceeds_it(
         assert plan.used <= plan.budget <= device.total_bytes
     capped = device.kind == "cpu" and plan.terms["kv"] + plan.block_bytes > CPU_CACHE
     assert capped or plan.used + plan.block_bytes > plan.budget
-    assert plan.terms["kv"] == plan.num_blocks * plan.block_bytes == plan.num_units * plan.unit_bytes
+    assert (
+        plan.terms["kv"] == plan.num_blocks * plan.block_bytes == plan.num_units * plan.unit_bytes
+    )
 
 
 @given(shapes(), CONFIGS, DEVICES, st.integers(0, 8 * GIB))
@@ -82,7 +88,9 @@ def test_more_memory_never_holds_less(
 ) -> None:
     config = EngineConfig(**settings)
     small = plan_memory(shape, config, device)
-    large = plan_memory(shape, config, dataclasses.replace(device, total_bytes=device.total_bytes + more))
+    large = plan_memory(
+        shape, config, dataclasses.replace(device, total_bytes=device.total_bytes + more)
+    )
     assert large.num_blocks >= small.num_blocks
     assert large.full_length_sequences >= small.full_length_sequences
     assert large.fits or not small.fits
@@ -124,14 +132,20 @@ def test_every_fix_that_a_message_names_works(
                 facts = dataclasses.replace(device, total_bytes=int(value.removesuffix("Gi")) * GIB)
             else:
                 change: Any = (
-                    value if name == "quantization" else float(value) if name in SHARES else int(value)
+                    value
+                    if name == "quantization"
+                    else float(value)
+                    if name in SHARES
+                    else int(value)
                 )
                 changed = dataclasses.replace(changed, **{FIXES[name]: change})
         assert plan_memory(shape, changed, facts).fits, way
 
 
 @given(shapes(), st.integers(1, 20_000), st.sampled_from([4, 16, 256]))
-def test_full_length_sequences_hold_what_windows_leave(shape: ModelShape, length: int, block: int) -> None:
+def test_full_length_sequences_hold_what_windows_leave(
+    shape: ModelShape, length: int, block: int
+) -> None:
     groups = group_layers(shape.windows)
     held = 0
     for position in range(max(0, length - 2 * block), length):
@@ -153,14 +167,17 @@ def test_the_dense_plan_by_hand() -> None:
 
 def test_windows_hold_more_full_length_sequences_but_count_no_less_per_token() -> None:
     plan = plan_memory(GEMMA2, EngineConfig(num_blocks=5120), DeviceFacts("cuda", 80 * GIB))
-    # 13 layers of window 4096 and 13 full ones: 512 blocks in the full group, 257 in the other, of 2 * 5120.
+    # 13 layers of window 4096 and 13 full ones: 512 blocks in the full group, 257 in the other, of
+    # 2 * 5120.
     assert plan.full_length_sequences == 2 * 5120 // (512 + 257)
     assert plan.kv_bytes_per_token == 2 * 26 * 4 * 256 * 2
 
 
 def test_quantized_weights_take_a_byte_and_a_scale_per_row() -> None:
     plain, small = (
-        plan_memory(LLAMA_8B, EngineConfig(quantization=q), DeviceFacts("cuda", 80 * GIB)).weights_bytes
+        plan_memory(
+            LLAMA_8B, EngineConfig(quantization=q), DeviceFacts("cuda", 80 * GIB)
+        ).weights_bytes
         for q in ("none", "fp8")
     )
     # 4096 + 2 * 1024 + 4096 + 2 * 14336 + 4096 output rows in each of 32 layers.
@@ -169,7 +186,9 @@ def test_quantized_weights_take_a_byte_and_a_scale_per_row() -> None:
 
 def test_an_fp8_cache_takes_a_byte_an_element() -> None:
     device = DeviceFacts("cuda", 80 * GIB)
-    plain, small = (plan_memory(LLAMA_8B, EngineConfig(cache_dtype=c), device) for c in ("auto", "fp8"))
+    plain, small = (
+        plan_memory(LLAMA_8B, EngineConfig(cache_dtype=c), device) for c in ("auto", "fp8")
+    )
     assert plain.kv_bytes_per_token == 2 * small.kv_bytes_per_token
     assert plain.block_bytes == 2 * small.block_bytes
     assert small.num_blocks in (2 * plain.num_blocks, 2 * plain.num_blocks + 1)
@@ -186,12 +205,20 @@ def test_accelerators_share_the_matrices_and_the_cache_but_not_the_embeddings() 
 
 
 def test_a_cpu_counts_its_processes_offload_and_shared_memory_and_caps_the_cache() -> None:
-    config = EngineConfig(cpu_offload_space=2.0, shared_memory=1.0, max_batch_tokens=256, max_model_len=4096)
+    config = EngineConfig(
+        cpu_offload_space=2.0, shared_memory=1.0, max_batch_tokens=256, max_model_len=4096
+    )
     plan = plan_memory(LLAMA_8B, config, DeviceFacts("cpu", 64 * GIB))
-    assert [plan.terms[n] for n in ("process", "offload", "shared_memory")] == [PROCESS, 2 * GIB, GIB]
+    assert [plan.terms[n] for n in ("process", "offload", "shared_memory")] == [
+        PROCESS,
+        2 * GIB,
+        GIB,
+    ]
     assert plan.terms["kv"] <= CPU_CACHE < plan.terms["kv"] + plan.block_bytes
     assert plan.offload_units == 2 * GIB // plan.unit_bytes
-    pinned = plan_memory(LLAMA_8B, dataclasses.replace(config, num_blocks=4000), DeviceFacts("cpu", 64 * GIB))
+    pinned = plan_memory(
+        LLAMA_8B, dataclasses.replace(config, num_blocks=4000), DeviceFacts("cpu", 64 * GIB)
+    )
     assert pinned.terms["kv"] > CPU_CACHE
     assert pinned.fits
 
@@ -259,7 +286,9 @@ def test_an_offload_space_that_takes_the_rest_is_told_with_the_largest_that_fits
 
 
 def test_a_length_beyond_the_model_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"--max-model-len: 131073 is more than the model's own 131072"):
+    with pytest.raises(
+        ConfigError, match=r"--max-model-len: 131073 is more than the model's own 131072"
+    ):
         plan_memory(LLAMA_8B, EngineConfig(max_model_len=131073), DeviceFacts("cuda", 80 * GIB))
 
 

@@ -67,7 +67,9 @@ def test_anything_else_is_refused_with_what_was_given_and_what_is_accepted(text:
     assert error.value.hint
 
 
-def test_a_directory_of_the_name_wins_over_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_directory_of_the_name_wins_over_the_hub(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "owner" / "name").mkdir(parents=True)
     assert parse("owner/name") == Source("path", "owner/name")

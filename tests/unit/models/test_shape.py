@@ -1,4 +1,6 @@
-"""ModelShape against transformers itself: the same config built on the meta device, parameter for parameter."""
+"""ModelShape against transformers itself: the same config built on the meta device, parameter for
+parameter.
+"""
 
 import json
 from typing import Any
@@ -26,7 +28,10 @@ SMALL = {
 }
 MOE = {"num_local_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 SWITCHES = {
-    "llama": ({"attention_bias": True, "mlp_bias": True}, {"head_dim": 16, "tie_word_embeddings": True}),
+    "llama": (
+        {"attention_bias": True, "mlp_bias": True},
+        {"head_dim": 16, "tie_word_embeddings": True},
+    ),
     "granite": ({"attention_bias": True, "mlp_bias": True}, {"tie_word_embeddings": True}),
     "mistral": ({"sliding_window": 32, "head_dim": 12}, {"sliding_window": None}),
     "mixtral": ({"sliding_window": 16}, {"tie_word_embeddings": True, "head_dim": 4}),
@@ -138,11 +143,17 @@ def build(config: dict[str, Any]) -> tuple[Any, torch.nn.Module]:
 def windows_of(model: torch.nn.Module, layers: int) -> tuple[int | None, ...]:
     """What each attention module hands to its kernel, which is what the mask follows."""
     config: Any = model.config
-    everywhere = getattr(config, "sliding_window", None) if not hasattr(config, "layer_types") else None
+    everywhere = (
+        getattr(config, "sliding_window", None) if not hasattr(config, "layer_types") else None
+    )
     found = []
     for index in range(layers):
         attention = next(
-            (m for n, m in model.named_modules() if n.endswith((f".{index}.self_attn", f".{index}.attn"))),
+            (
+                m
+                for n, m in model.named_modules()
+                if n.endswith((f".{index}.self_attn", f".{index}.attn"))
+            ),
             None,
         )
         found.append(getattr(attention, "sliding_window", everywhere))
@@ -175,8 +186,16 @@ def compare(config: dict[str, Any], shape: ModelShape) -> None:
 def is_layer_matrix(name: str, parameter: torch.Tensor) -> bool:
     inside = ".layers." in name or ".h." in name
     router = name.endswith(("mlp.gate.weight", "mlp.router.weight"))
-    head_norm = "_norm.weight" in name  # Cohere's per-head norm is two-dimensional, and no matrix product
-    return inside and parameter.dim() >= 2 and not router and not head_norm and not name.endswith("bias")
+    head_norm = (
+        "_norm.weight" in name
+    )  # Cohere's per-head norm is two-dimensional, and no matrix product
+    return (
+        inside
+        and parameter.dim() >= 2
+        and not router
+        and not head_norm
+        and not name.endswith("bias")
+    )
 
 
 CASES = [(family, change) for family in sorted(FAMILIES) for change in ({}, *SWITCHES[family])]
@@ -202,7 +221,9 @@ def test_an_empty_config_takes_the_class_defaults(family: str) -> None:
 @pytest.mark.parametrize(
     ("family", "change"), CASES, ids=lambda v: v if isinstance(v, str) else ",".join(v) or "plain"
 )
-def test_a_saved_config_without_its_defaults_has_the_same_shape(family: str, change: dict[str, Any]) -> None:
+def test_a_saved_config_without_its_defaults_has_the_same_shape(
+    family: str, change: dict[str, Any]
+) -> None:
     names = FAMILIES[family].aliases
     hidden, layers = (
         names.get("hidden_size", "hidden_size"),
@@ -213,9 +234,9 @@ def test_a_saved_config_without_its_defaults_has_the_same_shape(family: str, cha
     saved, _ = build(config)
     shortest = json.loads(json.dumps(saved.to_diff_dict(), default=str))
     assert ModelShape.from_config(shortest) == ModelShape.from_config(config)
-    assert ModelShape.from_config(json.loads(saved.to_json_string(use_diff=False))) == ModelShape.from_config(
-        config
-    )
+    assert ModelShape.from_config(
+        json.loads(saved.to_json_string(use_diff=False))
+    ) == ModelShape.from_config(config)
 
 
 @pytest.mark.parametrize("name", REAL)
@@ -227,14 +248,20 @@ def test_public_checkpoints_have_their_published_size(name: str) -> None:
 
 
 def test_an_unknown_family_is_named_with_what_is_supported() -> None:
-    with pytest.raises(ShapeError, match=r"'mamba2' is not supported: it keeps .*gemma2.*qwen3_moe"):
+    with pytest.raises(
+        ShapeError, match=r"'mamba2' is not supported: it keeps .*gemma2.*qwen3_moe"
+    ):
         ModelShape.from_config({"model_type": "mamba2"})
     with pytest.raises(ShapeError, match="model_type"):
         ModelShape.from_config({})
 
 
-def test_a_family_in_no_table_is_told_from_a_refused_one_and_says_what_config_json_cannot_know() -> None:
-    with pytest.raises(UnknownFamilyError, match=r"'smollm3' is not in the table .*weights' size.*self-test"):
+def test_a_family_in_no_table_is_told_from_a_refused_one_and_says_what_config_json_cannot_know() -> (
+    None
+):
+    with pytest.raises(
+        UnknownFamilyError, match=r"'smollm3' is not in the table .*weights' size.*self-test"
+    ):
         ModelShape.from_config({"model_type": "smollm3"})
 
 
@@ -250,7 +277,10 @@ def test_a_family_in_no_table_is_told_from_a_refused_one_and_says_what_config_js
         ({"tie_word_embeddings": "yes"}, "tie_word_embeddings"),
         ({"torch_dtype": "float64"}, "dtype"),
         ({"per_layer_config": {"0": {}}}, "per_layer_config"),
-        ({"model_type": "gemma3_text", "use_bidirectional_attention": True}, "use_bidirectional_attention"),
+        (
+            {"model_type": "gemma3_text", "use_bidirectional_attention": True},
+            "use_bidirectional_attention",
+        ),
         ({"model_type": "gemma2", "layer_types": ["full_attention"]}, "layer_types"),
         ({"model_type": "gemma2", "layer_types": ["linear_attention"] * 26}, "layer_types"),
         ({"model_type": "qwen3_moe", "mlp_only_layers": 3}, "mlp_only_layers"),
@@ -265,7 +295,9 @@ def test_values_no_model_can_have_are_refused_by_name(change: dict[str, Any], fi
 
 
 JSON = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5), st.lists, max_leaves=4
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    st.lists,
+    max_leaves=4,
 )
 KEYS = st.sampled_from(
     [*SMALL, *MOE, "head_dim", "layer_types", "sliding_window", "dtype", "mlp_only_layers"]
@@ -292,13 +324,18 @@ def test_a_hostile_config_is_sized_or_refused(family: str, change: dict[str, Any
     ],
     ids=str,
 )
-def test_the_checkpoint_type_is_read_from_either_key(config: dict[str, Any], dtype: str | None) -> None:
+def test_the_checkpoint_type_is_read_from_either_key(
+    config: dict[str, Any], dtype: str | None
+) -> None:
     assert ModelShape.from_config({"model_type": "llama"} | config).dtype == dtype
 
 
 def test_keys_that_a_family_does_not_know_change_nothing() -> None:
     stray = {"num_key_value_heads": 2, "head_dim": 7, "intermediate_size": 99}
-    named: dict[str, dict[str, Any]] = {"gpt2": {"n_inner": None}, "gpt_neox": {"intermediate_size": 24576}}
+    named: dict[str, dict[str, Any]] = {
+        "gpt2": {"n_inner": None},
+        "gpt_neox": {"intermediate_size": 24576},
+    }
     for family, own in named.items():
         config = {"model_type": family}
         assert ModelShape.from_config(config | stray | own) == ModelShape.from_config(config)

@@ -15,7 +15,9 @@ def prompts(rows: int, length: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("family", [*tiny.FAMILIES, *tiny.VARIANTS])
-def test_a_family_is_small_varied_and_looks_at_its_whole_context(family: str, tmp_path: Path) -> None:
+def test_a_family_is_small_varied_and_looks_at_its_whole_context(
+    family: str, tmp_path: Path
+) -> None:
     model = tiny.build(family)
     assert sum(p.numel() for p in model.parameters()) <= 500_000
     ids = prompts(3, 32)
@@ -27,9 +29,12 @@ def test_a_family_is_small_varied_and_looks_at_its_whole_context(family: str, tm
     # Ties would excuse an engine's errors; 99 of 100 positions are far from one.
     top = logits.topk(2).values
     assert (top[..., 0] - top[..., 1]).quantile(0.01) > 1e-3
-    # Three windows of 12 reach back 34 tokens, so even a model that only slides sees token 1 at the end.
+    # Three windows of 12 reach back 34 tokens, so even a model that only slides sees token 1 at the
+    # end.
     assert (logits - other)[:, -1].abs().max() > 1e-3
-    greedy = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=24, do_sample=False)
+    greedy = model.generate(
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=24, do_sample=False
+    )
     assert len(set(greedy[:, 32:].flatten().tolist())) > 12
     loaded = loading.load(tiny.save(model, tmp_path / family))
     with torch.no_grad():

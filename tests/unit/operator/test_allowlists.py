@@ -1,4 +1,6 @@
-"""What the chart's allow-lists let a resource name: field by field, refused with the field and the knob in the words."""
+"""What the chart's allow-lists let a resource name: field by field, refused with the field and the
+knob in the words.
+"""
 
 from dataclasses import replace
 from typing import Any
@@ -38,16 +40,31 @@ def test_a_field_needs_its_list(path: str, knob: str, spec: dict[str, Any]) -> N
     assert not_allowed(resource(**spec), OPEN) == []
 
 
-@pytest.mark.parametrize("key", ["team", "example.org/owner", "cost-center", "app.kubernetes.io/part-of"])
+@pytest.mark.parametrize(
+    "key", ["team", "example.org/owner", "cost-center", "app.kubernetes.io/part-of"]
+)
 def test_keys_for_bookkeeping_need_no_list(key: str) -> None:
     assert (
-        not_allowed(resource(podTemplate={"labels": {key: "x"}, "annotations": {key: "x"}}), SETTINGS) == []
+        not_allowed(
+            resource(podTemplate={"labels": {key: "x"}, "annotations": {key: "x"}}), SETTINGS
+        )
+        == []
     )
 
 
 @pytest.mark.parametrize(
     "key",
-    ["app", "k8s-app", "role", "Team", "teams", "team/app", "cnpg.io/cluster", "tier2", "a/example.com/b"],
+    [
+        "app",
+        "k8s-app",
+        "role",
+        "Team",
+        "teams",
+        "team/app",
+        "cnpg.io/cluster",
+        "tier2",
+        "a/example.com/b",
+    ],
 )
 def test_a_key_that_selectors_may_go_by_needs_one_that_matches_it_whole(key: str) -> None:
     (refusal,) = not_allowed(resource(podTemplate={"labels": {key: "x", "team": "y"}}), OPEN)

@@ -10,7 +10,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fairlead_operator.decide.pods.load import Load, Sample
-from fairlead_operator.decide.scale.autoscale import HOUR, TICK, Decision, History, Policy, Supply, decide
+from fairlead_operator.decide.scale.autoscale import (
+    HOUR,
+    TICK,
+    Decision,
+    History,
+    Policy,
+    Supply,
+    decide,
+)
 from fairlead_operator.resource.spec import Autoscaling, ScaleDown, ScaleUp
 from fairlead_runtime.config import EngineConfig
 
@@ -31,11 +39,15 @@ def names(count: int) -> tuple[str, ...]:
 
 
 def samples(loads: Mapping[str, float], at: float) -> dict[str, Sample]:
-    return {pod: Sample(Load(min(load, 64), max(0.0, load - 64)), at) for pod, load in loads.items()}
+    return {
+        pod: Sample(Load(min(load, 64), max(0.0, load - 64)), at) for pod, load in loads.items()
+    }
 
 
 class Fleet:
-    """A fleet whose pods are ready ``start`` seconds after they are asked for, with a load set from outside."""
+    """A fleet whose pods are ready ``start`` seconds after they are asked for, with a load set from
+    outside.
+    """
 
     def __init__(self, policy: Policy, replicas: int = 1, start: float = 0.0) -> None:
         self.policy, self.start, self.now = policy, start, 1e5
@@ -71,7 +83,9 @@ def test_a_burst_to_800_reaches_8_replicas_within_35_seconds(start: float) -> No
 
 def test_replicas_do_not_cascade_while_models_load() -> None:
     fleet = Fleet(dataclasses.replace(POLICY, max_replicas=100), start=300.0)
-    assert max(fleet.run(400, 290)) == 4, "demand is a total: 400 requests ask for 4 pods, loaded or not"
+    assert max(fleet.run(400, 290)) == 4, (
+        "demand is a total: 400 requests ask for 4 pods, loaded or not"
+    )
 
 
 def test_neither_running_nor_waiting_alone_decides() -> None:
@@ -82,14 +96,22 @@ def test_neither_running_nor_waiting_alone_decides() -> None:
 
 def test_within_tolerance_nothing_changes() -> None:
     decision = decide(
-        POLICY, History(), samples({"a": 54, "b": 55, "c": 110, "d": 110}, 0), Supply(3, names(3)), 0
+        POLICY,
+        History(),
+        samples({"a": 54, "b": 55, "c": 110, "d": 110}, 0),
+        Supply(3, names(3)),
+        0,
     )
     assert decision.replicas == 3
-    found = decide(POLICY, History(), samples(dict.fromkeys(names(3), 109), 0), Supply(3, names(3)), 0)
+    found = decide(
+        POLICY, History(), samples(dict.fromkeys(names(3), 109), 0), Supply(3, names(3)), 0
+    )
     assert (found.replicas, found.limited_by) == (3, ""), "on target is no limit"
     assert [(c.name, c.before, c.after) for c in found.clamps] == [("tolerance", 4, 3)]
     assert (
-        decide(POLICY, History(), samples(dict.fromkeys(names(3), 111), 0), Supply(3, names(3)), 0).replicas
+        decide(
+            POLICY, History(), samples(dict.fromkeys(names(3), 111), 0), Supply(3, names(3)), 0
+        ).replicas
         == 4
     )
 
@@ -136,7 +158,8 @@ def test_after_a_restart_growing_is_immediate() -> None:
 
 
 @pytest.mark.parametrize(
-    "known", [{}, {"pod-0": Sample(Load(math.nan, 0), 1000.0)}, {"pod-0": Sample(Load(-5, 0), 1000.0)}]
+    "known",
+    [{}, {"pod-0": Sample(Load(math.nan, 0), 1000.0)}, {"pod-0": Sample(Load(-5, 0), 1000.0)}],
 )
 def test_without_data_it_holds(known: dict[str, Sample]) -> None:
     decision = decide(POLICY, History(), known, Supply(5, names(5)), 1000.0)
@@ -146,7 +169,9 @@ def test_without_data_it_holds(known: dict[str, Sample]) -> None:
 
 def test_old_data_alone_moves_nothing_either_way() -> None:
     for load in (0, 5000):
-        decision = decide(POLICY, History(), samples({"pod-0": load}, 0), Supply(3, ("pod-0",), 2), 60)
+        decision = decide(
+            POLICY, History(), samples({"pod-0": load}, 0), Supply(3, ("pod-0",), 2), 60
+        )
         assert decision.replicas == 3
         assert decision.history == History()
 
@@ -174,7 +199,8 @@ def test_a_pod_never_read_keeps_the_window_from_shrinking() -> None:
         history, now = decision.history, now + TICK
     seen = samples(dict.fromkeys(names(4), 10), now)
     assert (
-        decide(POLICY, history, seen, Supply(4, names(4)), now).limited_by == "scaleDown.stabilizationSeconds"
+        decide(POLICY, history, seen, Supply(4, names(4)), now).limited_by
+        == "scaleDown.stabilizationSeconds"
     )
 
 
@@ -232,8 +258,12 @@ def test_the_fifth_turn_of_an_hour_waits() -> None:
         (None, 1, 1.0),
     ],
 )
-def test_an_unset_target_follows_the_plan(target: int | None, planned: int | None, expected: float) -> None:
-    autoscaling = Autoscaling(target_per_replica=target, scale_up=ScaleUp(7, 3), scale_down=ScaleDown(9, 2))
+def test_an_unset_target_follows_the_plan(
+    target: int | None, planned: int | None, expected: float
+) -> None:
+    autoscaling = Autoscaling(
+        target_per_replica=target, scale_up=ScaleUp(7, 3), scale_down=ScaleDown(9, 2)
+    )
     policy = Policy.of(autoscaling, EngineConfig(), planned)
     assert policy == Policy(1, 8, policy.target, 0.1, 7, 3, 9, 2)
     assert policy.target == pytest.approx(expected)
@@ -266,19 +296,27 @@ def test_any_load_stays_inside_every_limit(
     assert all(policy.min_replicas <= n <= policy.max_replicas for n in counts)
     steps = [after - before for before, after in itertools.pairwise(counts)]
     for i in range(len(steps)):
-        assert sum(n for n in steps[max(0, i - 2) : i + 1] if n > 0) <= policy.up_step, "in 15 seconds"
-        assert -sum(n for n in steps[max(0, i - 11) : i + 1] if n < 0) <= policy.down_step, "in a minute"
+        assert sum(n for n in steps[max(0, i - 2) : i + 1] if n > 0) <= policy.up_step, (
+            "in 15 seconds"
+        )
+        assert -sum(n for n in steps[max(0, i - 11) : i + 1] if n < 0) <= policy.down_step, (
+            "in a minute"
+        )
     steady = fleet.run(demands[-1][0], 2 * HOUR)
     assert len(set(steady[-240:])) == 1, "a steady load comes to rest"
 
 
 @given(POLICIES, st.floats(0, 3000), st.floats(0, 3000), st.integers(1, 12))
-def test_more_load_never_asks_for_less(policy: Policy, one: float, more: float, current: int) -> None:
+def test_more_load_never_asks_for_less(
+    policy: Policy, one: float, more: float, current: int
+) -> None:
     ready = names(current)
     found = []
     for demand in (one, one + more):
         seen = samples(dict.fromkeys(ready, demand / current), 0)
         found.append(
-            decide(policy, History(since=-1000, raws=((0, 0),)), seen, Supply(current, ready), 0).replicas
+            decide(
+                policy, History(since=-1000, raws=((0, 0),)), seen, Supply(current, ready), 0
+            ).replicas
         )
     assert found[0] <= found[1] or policy.tolerance > 0

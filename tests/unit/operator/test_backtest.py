@@ -1,4 +1,6 @@
-"""The simulated fleet's arithmetic, the traces it reads, and how the operator tracks load beside an HPA."""
+"""The simulated fleet's arithmetic, the traces it reads, and how the operator tracks load beside an
+HPA.
+"""
 
 import csv
 import io
@@ -36,7 +38,9 @@ HEADER = "t,arrivals,prompt_tokens,output_tokens\n"
 
 
 def policy(down_step: int) -> Policy:
-    return Policy(1, 20, 64, tolerance=0.1, up_window=0, up_step=4, down_window=300, down_step=down_step)
+    return Policy(
+        1, 20, 64, tolerance=0.1, up_window=0, up_step=4, down_window=300, down_step=down_step
+    )
 
 
 def fixed(count: int) -> Callable[[Moment], tuple[int, str]]:
@@ -47,7 +51,8 @@ def test_requests_in_the_fleet_follow_littles_law() -> None:
     trace = [Bucket(arrivals=10 * TICK, service=20.0)] * 400
     result = simulate(trace, Pod(slots=1000), policy(1), fixed(1))
     last = result.rows[-1]
-    # 10 requests a second for 20 s each, seen right after five seconds' arrivals at once: 200 + about half of 50.
+    # 10 requests a second for 20 s each, seen right after five seconds' arrivals at once: 200 +
+    # about half of 50.
     assert last.running == pytest.approx(10 * TICK / -math.expm1(-TICK / 20), rel=1e-3)
     assert last.waiting == 0
     assert result.pod_hours == pytest.approx(400 * TICK / 3600)
@@ -65,7 +70,9 @@ def test_a_trace_is_read_into_ticks() -> None:
     lines = [HEADER, "0,1,800,400\n", "4.5,3,800,800\n", "\n", "11,2,0,40\n"]
     buckets = read_trace(lines, Pod(slots=1, prefill_rate=8000, decode_rate=40))
     assert [bucket.arrivals for bucket in buckets] == [4, 0, 2]
-    assert [bucket.service for bucket in buckets] == pytest.approx([(10.1 + 3 * 20.1) / 4, 1.0, 1.0])
+    assert [bucket.service for bucket in buckets] == pytest.approx(
+        [(10.1 + 3 * 20.1) / 4, 1.0, 1.0]
+    )
 
 
 @pytest.mark.parametrize(
@@ -146,13 +153,17 @@ def day(kind: Callable[[random.Random], Rate], seed: int) -> list[Bucket]:
     return buckets
 
 
-@pytest.mark.parametrize(("kind", "seed"), TRACES, ids=[f"{kind.__name__}-{seed}" for kind, seed in TRACES])
+@pytest.mark.parametrize(
+    ("kind", "seed"), TRACES, ids=[f"{kind.__name__}-{seed}" for kind, seed in TRACES]
+)
 def test_a_day_is_tracked_closer_than_by_an_hpa_for_a_tenth_more_pods_at_most(
     kind: Callable[[random.Random], Rate], seed: int
 ) -> None:
     trace = day(kind, seed)
     chosen = policy(down_step=4)
-    ours, hpa = (simulate(trace, POD, chosen, scaler(chosen)) for scaler in (OperatorScaler, HpaScaler))
+    ours, hpa = (
+        simulate(trace, POD, chosen, scaler(chosen)) for scaler in (OperatorScaler, HpaScaler)
+    )
     print(
         f"pod-hours {ours.pod_hours:.1f} of {hpa.pod_hours:.1f}; over {ours.seconds_over:.0f} s of {hpa.seconds_over:.0f} s; "
     )
@@ -179,7 +190,9 @@ def test_the_worst_load_turns_no_more_than_four_times_an_hour() -> None:
         square_wave = itertools.cycle(
             [Bucket(200, 20.0)] * int(half / TICK) + [Bucket(0, 20.0)] * int(half / TICK)
         )
-        chosen = Policy(1, 20, 64, tolerance=0, up_window=0, up_step=20, down_window=0, down_step=20)
+        chosen = Policy(
+            1, 20, 64, tolerance=0, up_window=0, up_step=20, down_window=0, down_step=20
+        )
         trace = itertools.islice(square_wave, int(4 * HOUR / TICK))
         assert simulate(trace, POD, chosen, OperatorScaler(chosen)).most_turns_an_hour() <= 4
 

@@ -37,7 +37,11 @@ def waiting(reason: str, message: str = "") -> Object:
 
 def ended(code: int, reason: str = "Error", message: str = "") -> Object:
     last = {"terminated": {"exitCode": code, "reason": reason, "message": message}}
-    return {"name": "runtime", "state": {"waiting": {"reason": "CrashLoopBackOff"}}, "lastState": last}
+    return {
+        "name": "runtime",
+        "state": {"waiting": {"reason": "CrashLoopBackOff"}},
+        "lastState": last,
+    }
 
 
 GPU = {"nvidia.com/gpu": "1"}
@@ -73,9 +77,15 @@ def test_ready_pods_and_pods_on_their_way_out_block_nothing() -> None:
 
 
 def test_the_runtimes_own_words_and_hint_are_passed_on() -> None:
-    line = json.dumps({"code": "ModelNotFound", "message": "no such model", "hint": "check the name"})
+    line = json.dumps(
+        {"code": "ModelNotFound", "message": "no such model", "hint": "check the name"}
+    )
     (found,) = reasons(pod(container=ended(2, message=line)))
-    assert (found.message, found.hint, found.object) == ("no such model", "check the name", "Pod/chat-1")
+    assert (found.message, found.hint, found.object) == (
+        "no such model",
+        "check the name",
+        "Pod/chat-1",
+    )
 
 
 def test_events_tell_what_the_pods_status_does_not() -> None:
@@ -91,8 +101,17 @@ def test_events_tell_what_the_pods_status_does_not() -> None:
 
 def test_the_deployment_tells_of_quota_and_deadline() -> None:
     live = deployment()
-    full = {"type": "ReplicaFailure", "status": "True", "message": "pods is forbidden: exceeded quota: q"}
-    late = {"type": "Progressing", "status": "False", "reason": "ProgressDeadlineExceeded", "message": "late"}
+    full = {
+        "type": "ReplicaFailure",
+        "status": "True",
+        "message": "pods is forbidden: exceeded quota: q",
+    }
+    late = {
+        "type": "Progressing",
+        "status": "False",
+        "reason": "ProgressDeadlineExceeded",
+        "message": "late",
+    }
     live["status"] = {"conditions": [late, full]}
     assert codes(live=live) == ["QuotaExceeded", "ProgressDeadlineExceeded"]
 
@@ -131,7 +150,10 @@ def test_every_code_has_a_hint() -> None:
 
 def test_a_download_that_runs_again_keeps_its_failure_as_the_reason_until_it_moves() -> None:
     last = {
-        "terminated": {"exitCode": 2, "message": '{"code": "HubUnreachable", "message": "m", "hint": "h"}'}
+        "terminated": {
+            "exitCode": 2,
+            "message": '{"code": "HubUnreachable", "message": "m", "hint": "h"}',
+        }
     }
     one = pod(init={"name": "fetch", "started": True, "state": {"running": {}}, "lastState": last})
     assert codes(one) == ["HubUnreachable"]

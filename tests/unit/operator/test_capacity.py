@@ -10,7 +10,12 @@ import pytest
 
 from cluster.harness.cel_cases import BASE, merge
 from fairlead_operator.commands.plan import main
-from fairlead_operator.decide.children.capacity import PlanError, capacity_of, host_shortage, with_measured
+from fairlead_operator.decide.children.capacity import (
+    PlanError,
+    capacity_of,
+    host_shortage,
+    with_measured,
+)
 from fairlead_operator.resource.resource import InferenceDeployment
 from fairlead_runtime.sizing.shape import ModelShape
 from fairlead_runtime.sizing.solve import GIB, DeviceFacts, plan_memory
@@ -100,12 +105,15 @@ def test_models_and_lengths_that_cannot_be_are_refused_with_a_reason() -> None:
 
 
 def test_the_hosts_memory_is_checked_beside_an_accelerator() -> None:
-    found = deployment(resources={"accelerator": {"memory": "80Gi"}, "memory": "2Gi", "sharedMemory": "4Gi"})
+    found = deployment(
+        resources={"accelerator": {"memory": "80Gi"}, "memory": "2Gi", "sharedMemory": "4Gi"}
+    )
     assert "set resources.memory to at least 5Gi" in host_shortage(found)
     capacity = capacity_of(QWEN, found)
     assert capacity["fits"]
     assert (
-        "; but the host needs process 1.0 + offload 0.0 + shared_memory 4.0 = 5.0 GiB" in capacity["message"]
+        "; but the host needs process 1.0 + offload 0.0 + shared_memory 4.0 = 5.0 GiB"
+        in capacity["message"]
     )
     assert host_shortage(deployment(**GPU)) == ""
 
@@ -164,7 +172,11 @@ def test_plan_reads_a_models_directory_and_several_documents(
         ("{", None, "is no YAML"),
         ("", None, "is empty"),
         ("kind: Pod", None, "apiVersion: must be"),
-        (json.dumps(body(cache={"blockSize": 5}, **GPU)), None, "spec.cache.blockSize: 5 is no power of two"),
+        (
+            json.dumps(body(cache={"blockSize": 5}, **GPU)),
+            None,
+            "spec.cache.blockSize: 5 is no power of two",
+        ),
         (json.dumps(body(**GPU)), None, "give it with --config"),
         (json.dumps(body(**GPU)), "no json", "config.json is no JSON"),
         (json.dumps(body(**GPU)), "[]", "must hold an object"),

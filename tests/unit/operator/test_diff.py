@@ -113,7 +113,10 @@ def test_a_foreign_key_in_a_selector_is_drift() -> None:
             body["spec"]["selector"]["theirs"] = "1"
         if body["kind"] == "NetworkPolicy":
             body["spec"]["ingress"].append({})
-    assert {a.manifest["kind"] for a in diff(wanted(), stored, "uid-1").apply} == {"Service", "NetworkPolicy"}
+    assert {a.manifest["kind"] for a in diff(wanted(), stored, "uid-1").apply} == {
+        "Service",
+        "NetworkPolicy",
+    }
 
 
 def test_an_object_of_somebody_else_is_a_conflict_and_never_touched() -> None:
@@ -141,7 +144,10 @@ def test_an_object_that_lost_its_owner_reference_is_ours_by_labels_and_history(i
     made, body = unowned(index)
     plan = diff(wanted(), made, "uid-1")
     assert [one.manifest["kind"] for one in plan.apply] == [body["kind"]]
-    assert (plan.apply[0].uid, plan.apply[0].why) == (body["metadata"]["uid"], "metadata.ownerReferences")
+    assert (plan.apply[0].uid, plan.apply[0].why) == (
+        body["metadata"]["uid"],
+        "metadata.ownerReferences",
+    )
     assert plan.conflicts == ()
     unwanted = [one for one in wanted() if one["kind"] != body["kind"]]
     assert [gone.body for gone in diff(unwanted, made, "uid-1").delete] == [body]
@@ -153,8 +159,18 @@ def test_an_object_that_lost_its_owner_reference_is_ours_by_labels_and_history(i
         {"managedFields": []},
         {"managedFields": [{"manager": "kubectl", "operation": "Apply"}]},
         {"managedFields": [{"manager": "fairlead-operator", "operation": "Update"}]},
-        {"labels": {"serving.fairlead.dev/name": "chat", "app.kubernetes.io/managed-by": "fairlead"}},
-        {"labels": {"serving.fairlead.dev/uid": "uid-0", "app.kubernetes.io/managed-by": "fairlead"}},
+        {
+            "labels": {
+                "serving.fairlead.dev/name": "chat",
+                "app.kubernetes.io/managed-by": "fairlead",
+            }
+        },
+        {
+            "labels": {
+                "serving.fairlead.dev/uid": "uid-0",
+                "app.kubernetes.io/managed-by": "fairlead",
+            }
+        },
         {"labels": {"serving.fairlead.dev/uid": "uid-1", "app.kubernetes.io/managed-by": "Helm"}},
         {"ownerReferences": [{"kind": "Other", "name": "x", "uid": "uid-9", "controller": True}]},
     ],
@@ -201,12 +217,16 @@ def test_an_object_on_its_way_out_is_waited_for() -> None:
         ({"a": {"b": 1}}, {"a": None}, False),
     ],
 )
-def test_values_are_compared_as_the_server_reads_them(want: Object, have: Object, *, same: bool) -> None:
+def test_values_are_compared_as_the_server_reads_them(
+    want: Object, have: Object, *, same: bool
+) -> None:
     assert (differences(want, have) == []) is same
 
 
 def test_an_empty_string_is_as_good_as_none_and_another_value_is_not() -> None:
-    """The server stores no empty value of a variable: applying it again and again would change nothing."""
+    """The server stores no empty value of a variable: applying it again and again would change
+    nothing.
+    """
     env: Object = {"podTemplate": {"env": [{"name": "EMPTY"}]}}
     desired = render(resource(**env), SETTINGS, 1, "Surge")
     stored = copy.deepcopy(desired)

@@ -4,7 +4,14 @@ from typing import Any
 
 import pytest
 
-from fairlead_operator.decide.pods.downloads import SHOW_SECONDS, Download, fetching, messages, read, show
+from fairlead_operator.decide.pods.downloads import (
+    SHOW_SECONDS,
+    Download,
+    fetching,
+    messages,
+    read,
+    show,
+)
 from support.operator_bodies import Object, pod
 
 GIB = 1 << 30
@@ -12,7 +19,9 @@ RUNNING = {"name": "fetch", "state": {"running": {}}}
 
 
 def test_the_message_has_percentage_and_bytes() -> None:
-    assert str(Download(5 * GIB // 4, 3 * GIB)) == "41 % of the weights are there: 1.2 GiB of 3.0 GiB"
+    assert (
+        str(Download(5 * GIB // 4, 3 * GIB)) == "41 % of the weights are there: 1.2 GiB of 3.0 GiB"
+    )
     assert str(Download(0, 1000)) == "0 % of the weights are there: 0 B of 1000 B"
     assert str(Download(2048, 2048)) == "100 % of the weights are there: 2.0 KiB of 2.0 KiB"
     assert str(Download(1 << 60, 1 << 60)).endswith("1024.0 PiB of 1024.0 PiB")
@@ -65,7 +74,12 @@ def test_a_day_of_slow_downloads_costs_few_writes() -> None:
 
 def test_only_running_init_containers_are_asked() -> None:
     ended = {"name": "fetch", "state": {"terminated": {"exitCode": 0}}}
-    pods = [pod("a", init=RUNNING), pod("b", init=ended), pod("c"), pod("d", init=RUNNING, deleting=True)]
+    pods = [
+        pod("a", init=RUNNING),
+        pod("b", init=ended),
+        pod("c"),
+        pod("d", init=RUNNING, deleting=True),
+    ]
     assert [one["metadata"]["name"] for one in fetching(pods)] == ["a"]
 
 

@@ -1,4 +1,6 @@
-"""The operator's edges: settings, scraping, the hub, the probe port, the pace. Real sockets on loopback."""
+"""The operator's edges: settings, scraping, the hub, the probe port, the pace. Real sockets on
+loopback.
+"""
 
 import asyncio
 import http.server
@@ -82,9 +84,9 @@ def test_settings_come_from_arguments_and_environment() -> None:
     assert (settings.lease_namespace, settings.identity) == ("sys", "op-1")
     assert settings.hub == "https://mirror.test"
     assert settings.admin_peers == ({"podSelector": {}},)
-    assert [settings.allows_image(i) for i in ("", "r:1", "a/x", "b:1", "b:12", "xa/x")] == [True] * 4 + [
-        False
-    ] * 2
+    assert [settings.allows_image(i) for i in ("", "r:1", "a/x", "b:1", "b:12", "xa/x")] == [
+        True
+    ] * 4 + [False] * 2
     assert not settings.allows_service_account("x")
     assert settings.allows_priority_class("")
 
@@ -97,13 +99,25 @@ def test_settings_come_from_arguments_and_environment() -> None:
         (["--namespace=a"], {}, "FAIRLEAD_RUNTIME_IMAGE is not set"),
         (["--namespace=A_b"], IMAGE, "'A_b' is no namespace's name"),
         (["--namespace=a", "--lease-namespace=.."], IMAGE, "'..' is no namespace's name"),
-        (["--namespace=a", "--probe-port=99999"], IMAGE, "--probe-port 99999 is no port: take one from 1"),
-        (["--namespace=a"], {**IMAGE, "HF_ENDPOINT": "hub.test"}, "HF_ENDPOINT must be http(s)://host"),
+        (
+            ["--namespace=a", "--probe-port=99999"],
+            IMAGE,
+            "--probe-port 99999 is no port: take one from 1",
+        ),
+        (
+            ["--namespace=a"],
+            {**IMAGE, "HF_ENDPOINT": "hub.test"},
+            "HF_ENDPOINT must be http(s)://host",
+        ),
         (["--namespace=a"], {**IMAGE, "HF_ENDPOINT": "ftp://hub.test"}, "HF_ENDPOINT must be"),
         (["--namespace=a"], {**IMAGE, "HF_ENDPOINT": "http://u@hub.test"}, "HF_ENDPOINT must be"),
         (["--namespace=a"], {**IMAGE, "HF_ENDPOINT": "http://hub.test:x"}, "HF_ENDPOINT must be"),
         (["--namespace=a"], {**IMAGE, "FAIRLEAD_ALLOWED_IMAGES": "("}, "no regular expression"),
-        (["--namespace=a"], {**IMAGE, "FAIRLEAD_ALLOWED_REMOTE_CODE": "yes"}, 'must be "true" or "false"'),
+        (
+            ["--namespace=a"],
+            {**IMAGE, "FAIRLEAD_ALLOWED_REMOTE_CODE": "yes"},
+            'must be "true" or "false"',
+        ),
         (["--namespace=a"], {**IMAGE, "FAIRLEAD_ADMIN_PEERS": "{"}, "no JSON"),
         (["--namespace=a"], {**IMAGE, "FAIRLEAD_ADMIN_PEERS": "{}"}, "must be a JSON list"),
     ],
@@ -118,7 +132,10 @@ def test_settings_that_cannot_work_are_named(
 
 @pytest.mark.parametrize("kubeconfig", ["", "/nowhere", "no yaml", "bad yaml"])
 def test_without_a_cluster_the_command_says_what_to_set(
-    kubeconfig: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    kubeconfig: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     file = tmp_path / "config"
     file.write_text("a: [" if kubeconfig == "bad yaml" else "a")
@@ -127,7 +144,9 @@ def test_without_a_cluster_the_command_says_what_to_set(
     monkeypatch.setenv("FAIRLEAD_RUNTIME_IMAGE", "r:1")
     with serving({}) as (taken, _):
         assert main(["--namespace=a", f"--probe-port={taken}"]) == 2
-        assert f"--probe-port {taken}: Address already in use: take another" in capsys.readouterr().err
+        assert (
+            f"--probe-port {taken}: Address already in use: take another" in capsys.readouterr().err
+        )
     assert main(["--namespace=a", f"--probe-port={taken}"]) == 2
     assert capsys.readouterr().err.splitlines()[-1].startswith("fairlead operator: KUBECONFIG")
 
@@ -152,7 +171,11 @@ def test_a_scrape_reads_a_bounded_answer_and_follows_nothing() -> None:
     }
     with serving(answers) as (port, asked):
         assert ask(port, "/metrics") == b"fine"
-        for path, why in (("/big", "more than"), ("/moved", "status 302"), ("/broken", "status 500")):
+        for path, why in (
+            ("/big", "more than"),
+            ("/moved", "status 302"),
+            ("/broken", "status 500"),
+        ):
             with pytest.raises(ScrapeError, match=why) as refusal:
                 ask(port, path)
             assert "secret" not in str(refusal.value)
@@ -229,7 +252,9 @@ def test_the_hub_is_asked_for_one_file_once() -> None:
         ((302, {"Location": CONFIG}, b""), "in circles"),
     ],
 )
-def test_what_is_no_config_is_an_answer_too_and_not_asked_for_again_at_once(answer: Answer, why: str) -> None:
+def test_what_is_no_config_is_an_answer_too_and_not_asked_for_again_at_once(
+    answer: Answer, why: str
+) -> None:
     with serving({CONFIG: answer}) as (port, asked):
         with pytest.raises(HubError, match=why):
             config(port, Source("hf", "owner/name"), times=3)

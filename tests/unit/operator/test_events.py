@@ -9,12 +9,17 @@ NOW = datetime(2026, 1, 1, tzinfo=UTC)
 
 
 def blocked(*codes: str, of: str = "Pod/a", since: str = "then") -> Object:
-    blockers = [{"code": c, "object": of, "since": since, "message": f"m-{c}", "hint": "h"} for c in codes]
+    blockers = [
+        {"code": c, "object": of, "since": since, "message": f"m-{c}", "hint": "h"} for c in codes
+    ]
     return {"blockers": blockers}
 
 
 def ready(status: str = "True") -> Object:
-    return {"blockers": [], "conditions": [{"type": "Ready", "status": status, "message": "one pod serves"}]}
+    return {
+        "blockers": [],
+        "conditions": [{"type": "Ready", "status": status, "message": "one pod serves"}],
+    }
 
 
 def test_every_new_code_is_told_with_its_hint_and_as_fault_or_stage() -> None:
@@ -29,7 +34,9 @@ def test_every_new_code_is_told_with_its_hint_and_as_fault_or_stage() -> None:
 
 
 def test_the_first_is_told_when_another_takes_its_place() -> None:
-    assert [n.reason for n in changes(blocked("DoesNotFit", "Starting"), blocked("Starting"))] == ["Starting"]
+    assert [n.reason for n in changes(blocked("DoesNotFit", "Starting"), blocked("Starting"))] == [
+        "Starting"
+    ]
     moved = changes(blocked("CrashLoop"), blocked("CrashLoop", of="Pod/b"))
     assert [(n.reason, n.about) for n in moved] == [("CrashLoop", "Pod/b then")]
 

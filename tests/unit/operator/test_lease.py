@@ -1,4 +1,6 @@
-"""Leader election against a small API with resourceVersions: at no moment do two processes hold the Lease."""
+"""Leader election against a small API with resourceVersions: at no moment do two processes hold the
+Lease.
+"""
 
 import asyncio
 import copy
@@ -142,7 +144,9 @@ def test_a_lost_answer_is_no_reason_to_lose_the_lease(fault: str) -> None:
 
 
 def test_the_first_of_all_the_writes_of_a_long_outage_is_still_known_as_its_own() -> None:
-    """An API server that stood still for minutes commits the oldest write it was sent and refuses the others."""
+    """An API server that stood still for minutes commits the oldest write it was sent and refuses
+    the others.
+    """
     api, clock = Api(), Clock()
     holder = election(api, clock, "a")
     step(holder)

@@ -50,7 +50,10 @@ def test_the_deployment_of_the_demo_model_on_a_cpu() -> None:
         "spec": {
             "replicas": 3,
             "selector": {"matchLabels": SELECTOR},
-            "strategy": {"type": "RollingUpdate", "rollingUpdate": {"maxSurge": 1, "maxUnavailable": 0}},
+            "strategy": {
+                "type": "RollingUpdate",
+                "rollingUpdate": {"maxSurge": 1, "maxUnavailable": 0},
+            },
             "minReadySeconds": 5,
             "progressDeadlineSeconds": 1800,
             "revisionHistoryLimit": 2,
@@ -80,7 +83,13 @@ def test_the_deployment_of_the_demo_model_on_a_cpu() -> None:
                     "name": "runtime",
                     "image": "registry.test/fairlead-runtime:1",
                     "command": ["fairlead"],
-                    "args": ["serve", "demo:", "--host=0.0.0.0", "--served-name=chat", "--shared-memory=1.0"],
+                    "args": [
+                        "serve",
+                        "demo:",
+                        "--host=0.0.0.0",
+                        "--served-name=chat",
+                        "--shared-memory=1.0",
+                    ],
                     "env": [
                         {"name": "HOME", "value": "/tmp"},
                         {"name": "HF_HOME", "value": "/models"},
@@ -110,7 +119,10 @@ def test_the_deployment_of_the_demo_model_on_a_cpu() -> None:
                         "timeoutSeconds": 5,
                         "failureThreshold": 3,
                     },
-                    "resources": {"requests": {"cpu": "4", "memory": "16Gi"}, "limits": {"memory": "16Gi"}},
+                    "resources": {
+                        "requests": {"cpu": "4", "memory": "16Gi"},
+                        "limits": {"memory": "16Gi"},
+                    },
                     "securityContext": {
                         "allowPrivilegeEscalation": False,
                         "capabilities": {"drop": ["ALL"]},
@@ -195,7 +207,9 @@ def test_the_policy_is_left_out_where_it_is_not_wanted() -> None:
         ({"autoscaling": {"minReplicas": 1, "maxReplicas": 1}, "replicas": 5}, False),
     ],
 )
-def test_a_disruption_budget_is_there_when_there_can_be_two_pods(spec: Object, *, wanted: bool) -> None:
+def test_a_disruption_budget_is_there_when_there_can_be_two_pods(
+    spec: Object, *, wanted: bool
+) -> None:
     assert ("PodDisruptionBudget" in children(**spec)) is wanted
 
 
@@ -222,7 +236,9 @@ def test_a_hub_model_is_fetched_first_and_then_served_offline() -> None:
     assert {v["name"]: v["value"] for v in runtime["env"]}["HF_HUB_OFFLINE"] == "1"
     mounts = {m["name"] for m in runtime["volumeMounts"]}
     assert "hub-token" not in mounts, "the runtime needs no token"
-    assert {"name": "models", "persistentVolumeClaim": {"claimName": "chat-model-cache"}} in pod["volumes"]
+    assert {"name": "models", "persistentVolumeClaim": {"claimName": "chat-model-cache"}} in pod[
+        "volumes"
+    ]
     assert made["PersistentVolumeClaim"]["spec"] == {
         "accessModes": ["ReadWriteOnce"],
         "resources": {"requests": {"storage": "50Gi"}},
@@ -230,7 +246,9 @@ def test_a_hub_model_is_fetched_first_and_then_served_offline() -> None:
 
 
 def test_a_model_in_a_claim_is_mounted_read_only() -> None:
-    pod = children(model={"source": "pvc://weights/llama/8b"})["Deployment"]["spec"]["template"]["spec"]
+    pod = children(model={"source": "pvc://weights/llama/8b"})["Deployment"]["spec"]["template"][
+        "spec"
+    ]
     claim = {"claimName": "weights", "readOnly": True}
     assert {"name": "model", "persistentVolumeClaim": claim} in pod["volumes"]
     assert pod["containers"][0]["args"][:2] == ["serve", "/model/llama/8b"]
@@ -247,15 +265,21 @@ def test_accelerators_are_asked_for_tolerated_and_selected() -> None:
     pod = children(**spec)["Deployment"]["spec"]["template"]["spec"]
     assert pod["containers"][0]["resources"]["limits"]["nvidia.com/gpu"] == "2"
     assert pod["nodeSelector"] == {"gpu": "h200", "zone": "a"}
-    assert {"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"} in pod["tolerations"]
+    assert {"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"} in pod[
+        "tolerations"
+    ]
 
 
 def test_api_keys_come_as_a_file_never_as_text() -> None:
-    pod = children(security={"apiKeySecretRef": {"name": "keys", "key": "list"}})["Deployment"]["spec"][
-        "template"
-    ]["spec"]
+    pod = children(security={"apiKeySecretRef": {"name": "keys", "key": "list"}})["Deployment"][
+        "spec"
+    ]["template"]["spec"]
     assert "--api-key-file=/var/run/fairlead/api-keys/list" in pod["containers"][0]["args"]
-    secret = {"secretName": "keys", "items": [{"key": "list", "path": "list"}], "defaultMode": 0o440}
+    secret = {
+        "secretName": "keys",
+        "items": [{"key": "list", "path": "list"}],
+        "defaultMode": 0o440,
+    }
     assert {"name": "api-keys", "secret": secret} in pod["volumes"]
 
 
@@ -270,7 +294,9 @@ def test_the_pods_arguments_are_the_resources_settings() -> None:
 
 
 def test_labels_of_the_user_never_replace_ours() -> None:
-    labels = pod_template(resource(podTemplate={"labels": {"team": "x"}}), SETTINGS)["metadata"]["labels"]
+    labels = pod_template(resource(podTemplate={"labels": {"team": "x"}}), SETTINGS)["metadata"][
+        "labels"
+    ]
     assert labels["team"] == "x"
     assert labels["serving.fairlead.dev/uid"] == "uid-1"
 

@@ -1,7 +1,8 @@
 """Faulty metrics never shrink a fleet, and what is left of good ones still grows it.
 
-Every fault is played against a fleet that should grow, shrink or stay, through the parser and the decision, in
-virtual time. A fault begins after twenty good minutes and lasts ten; then all is well again.
+Every fault is played against a fleet that should grow, shrink or stay, through the parser and the
+decision, in virtual time. A fault begins after twenty good minutes and lasts ten; then all is well
+again.
 """
 
 import itertools
@@ -74,7 +75,9 @@ class Run:
 
 
 def play(struck: str, scrape: Scrape, before: int, demand: float, seed: int) -> Run:
-    """``before`` replicas with 100 requests each until the fault begins, then ``demand`` requests in all."""
+    """``before`` replicas with 100 requests each until the fault begins, then ``demand`` requests
+    in all.
+    """
     rng = random.Random(seed)
     run, history, count, now = Run(), History(), before, 0.0
     seen: dict[str, Sample] = {}
@@ -83,10 +86,14 @@ def play(struck: str, scrape: Scrape, before: int, demand: float, seed: int) -> 
     while now < STOP:
         pods = [f"pod-{i}" for i in range(count)]
         total = 100.0 * before if now < BEGIN else demand
-        weights = [rng.uniform(0.9, 1.1) for _ in pods]  # a silent pod's last load stays within tolerance
+        weights = [
+            rng.uniform(0.9, 1.1) for _ in pods
+        ]  # a silent pod's last load stays within tolerance
         if now >= BEGIN and chosen is None:
             chosen = set(
-                {"one": pods[:1], "some": rng.sample(pods, max(1, len(pods) // 2)), "all": pods}[struck]
+                {"one": pods[:1], "some": rng.sample(pods, max(1, len(pods) // 2)), "all": pods}[
+                    struck
+                ]
             )
         for pod, weight in zip(pods, weights, strict=True):
             good = text(total * weight / sum(weights))

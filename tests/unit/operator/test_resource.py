@@ -99,11 +99,17 @@ def test_every_setting_of_the_engine_arrives() -> None:
         ),
         ({"podTemplate": {"labels": {"a": 1}}}, "spec.podTemplate.labels.a", "a string"),
         ({"resources": {"memory": "lots"}}, "spec.resources.memory", "16Gi"),
-        ({"resources": {"accelerator": {"count": 65}}}, "spec.resources.accelerator.count", "lower it"),
+        (
+            {"resources": {"accelerator": {"count": 65}}},
+            "spec.resources.accelerator.count",
+            "lower it",
+        ),
     ],
     ids=lambda v: v if isinstance(v, str) else None,
 )
-def test_an_error_names_the_field_and_the_fix(change: Mapping[str, Any], field: str, hint: str) -> None:
+def test_an_error_names_the_field_and_the_fix(
+    change: Mapping[str, Any], field: str, hint: str
+) -> None:
     with pytest.raises(ResourceError) as caught:
         parse(**change)
     assert caught.value.field == field
@@ -133,7 +139,14 @@ def test_sources_are_told_apart(text: str, source: Source) -> None:
 
 @pytest.mark.parametrize(
     ("text", "value"),
-    [("16Gi", 16 << 30), ("1.5Gi", 3 << 29), ("80G", 80 * 10**9), ("500m", 1), ("2", 2), ("1k", 1000)],
+    [
+        ("16Gi", 16 << 30),
+        ("1.5Gi", 3 << 29),
+        ("80G", 80 * 10**9),
+        ("500m", 1),
+        ("2", 2),
+        ("1k", 1000),
+    ],
 )
 def test_quantities_are_read_as_kubernetes_reads_them(text: str, value: int) -> None:
     assert Quantity(text).value == value
@@ -146,7 +159,9 @@ def test_rendering_keeps_what_was_set() -> None:
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=8),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3)
+    ),
     max_leaves=6,
 )
 SECTIONS = st.sampled_from(

@@ -1,4 +1,6 @@
-"""The parts of a start: which there are, where each comes from, and that they stand still afterwards."""
+"""The parts of a start: which there are, where each comes from, and that they stand still
+afterwards.
+"""
 
 from fairlead_operator.decide.pods.startup import read, startup
 from support.operator_bodies import Object, pod
@@ -13,7 +15,9 @@ def at(seconds: int) -> str:
 def started(
     name: str = "chat-1", *, restarts: int = 0, retries: int | None = None, created: int = 0
 ) -> Object:
-    """Scheduled after 2 s, the image there 5 s later; ``retries`` of a download that took 40 s, None for no download."""
+    """Scheduled after 2 s, the image there 5 s later; ``retries`` of a download that took 40 s,
+    None for no download.
+    """
     fetch = None
     if retries is not None:
         ended = {"exitCode": 0, "startedAt": at(7), "finishedAt": at(47)}
@@ -69,8 +73,16 @@ def test_it_is_the_newest_pods_whichever_order_they_come_in() -> None:
         "uid-of-chat-2": {"loaded": 2.0},
         "uid-of-chat-3": {"loaded": 3.0},
     }
-    assert startup([new, old], measured, {})["loaded"] == startup([old, new], measured, {})["loaded"] == 2.0
-    assert startup([twin, new], measured, {})["loaded"] == startup([new, twin], measured, {})["loaded"] == 3.0
+    assert (
+        startup([new, old], measured, {})["loaded"]
+        == startup([old, new], measured, {})["loaded"]
+        == 2.0
+    )
+    assert (
+        startup([twin, new], measured, {})["loaded"]
+        == startup([new, twin], measured, {})["loaded"]
+        == 3.0
+    )
 
 
 def test_what_was_known_stands_while_the_newest_pod_has_not_told_or_none_serves() -> None:
@@ -86,7 +98,9 @@ def test_a_runtime_without_the_series_or_with_nonsense_tells_nothing() -> None:
     assert read(good, "chat") == {"loaded": 3.2, "warmed": 1.0}
     assert read(good, "other") == read("", "chat") == {}
     bad = (
-        line.format("chat", "loaded", "NaN") + line.format("chat", "warmed", -1) + line.format("chat", "x", 1)
+        line.format("chat", "loaded", "NaN")
+        + line.format("chat", "warmed", -1)
+        + line.format("chat", "x", 1)
     )
     assert read(bad, "chat") == {}
     assert read(line.format("chat", "loaded", "+Inf"), "chat") == {}

@@ -1,4 +1,6 @@
-"""Status, scaling and rollout as functions: what is said, when it changes, and who decides the count."""
+"""Status, scaling and rollout as functions: what is said, when it changes, and who decides the
+count.
+"""
 
 from datetime import UTC, datetime, timedelta
 from typing import Any
@@ -74,7 +76,9 @@ def test_the_first_blocker_is_readys_reason_with_its_hint() -> None:
 def test_times_say_since_when_and_equal_knowledge_gives_an_equal_status() -> None:
     why = [blocker("Starting", "Pod/chat-1", "the model is loaded")]
     first = status_of(resource(), seen(pod()), findings(blockers=why), {}, NOW)
-    later = status_of(resource(), seen(pod()), findings(blockers=why), first, NOW + timedelta(minutes=5))
+    later = status_of(
+        resource(), seen(pod()), findings(blockers=why), first, NOW + timedelta(minutes=5)
+    )
     assert later == first
     one = pod(ready=True)
     over = status_of(
@@ -93,7 +97,10 @@ def test_trust_in_a_models_own_code_is_seen_on_the_resource_and_on_every_object(
     for one, label in ((trusting, "trusted"), (plain, None)):
         objects = render(one, Settings(runtime_image="registry.test/r:1"), 1, "Surge")
         pods = [o["spec"]["template"] for o in objects if o["kind"] == "Deployment"]
-        found = [o["metadata"]["labels"].get("serving.fairlead.dev/remote-code") for o in (*objects, *pods)]
+        found = [
+            o["metadata"]["labels"].get("serving.fairlead.dev/remote-code")
+            for o in (*objects, *pods)
+        ]
         assert found == [label] * len(found)
 
 
@@ -107,7 +114,13 @@ def test_counts_tell_new_old_ready_and_draining_pods_apart() -> None:
     status = status_of(resource(), seen(*pods), findings(desired=3), {}, NOW)
     counts = {
         k: status[k]
-        for k in ("replicas", "readyReplicas", "updatedReplicas", "drainingReplicas", "desiredReplicas")
+        for k in (
+            "replicas",
+            "readyReplicas",
+            "updatedReplicas",
+            "drainingReplicas",
+            "desiredReplicas",
+        )
     }
     assert counts == {
         "replicas": 3,
@@ -135,7 +148,9 @@ def test_planned_follows_the_capacity(capacity: Capacity, wanted: tuple[str, str
 def ended(message: str, *, deleted: bool = True) -> Object:
     body = pod("chat-7")
     body["metadata"] |= {"deletionTimestamp": "2026-01-01T00:00:00Z"} if deleted else {}
-    body["status"]["containerStatuses"] = [{"state": {"terminated": {"exitCode": 0, "message": message}}}]
+    body["status"]["containerStatuses"] = [
+        {"state": {"terminated": {"exitCode": 0, "message": message}}}
+    ]
     return body
 
 
@@ -148,7 +163,9 @@ def test_what_a_pod_drained_is_counted_once_and_for_the_revision_of_its_time() -
     known.end("a", found)
     known.end("a", found)
     assert known.drained_since("new") == (7, 1)
-    told = status_of(resource(), seen(), findings(drained=known.drained_since("new")), {}, NOW)["rollout"]
+    told = status_of(resource(), seen(), findings(drained=known.drained_since("new")), {}, NOW)[
+        "rollout"
+    ]
     assert (told["drained"], told["aborted"]) == (7, 1)
     assert known.drained_since("newer") == (0, 0)
     known.end("b", found)
@@ -248,7 +265,9 @@ def test_a_change_of_owner_and_a_scale_without_effect_are_told() -> None:
         "spec.replicas 2 → 6 has no effect while spec.autoscaling is set: set autoscaling."
     )
     scaled(known, deployment(replicas=5), 30.0, replicas=6)
-    assert heard() == [("ScalingHandedOver", "5 → 6 pods: autoscaling is off, spec.replicas counts")]
+    assert heard() == [
+        ("ScalingHandedOver", "5 → 6 pods: autoscaling is off, spec.replicas counts")
+    ]
     scaled(known, deployment(replicas=6), 40.0, replicas=6)
     assert heard() == []
 
@@ -295,7 +314,12 @@ def test_the_load_in_the_status_moves_rarely_and_only_by_much() -> None:
 
 
 def quota(hard: str, used: str) -> Object:
-    return {"status": {"hard": {"requests.nvidia.com/gpu": hard}, "used": {"requests.nvidia.com/gpu": used}}}
+    return {
+        "status": {
+            "hard": {"requests.nvidia.com/gpu": hard},
+            "used": {"requests.nvidia.com/gpu": used},
+        }
+    }
 
 
 def test_auto_recreates_where_the_quota_leaves_no_accelerator_and_says_why() -> None:

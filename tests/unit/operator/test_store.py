@@ -48,7 +48,12 @@ def test_a_list_removes_what_it_lacks_but_nothing_newer_and_nothing_elsewhere() 
         store.put(DEPLOYMENT, body)
     changed = store.replace(DEPLOYMENT, "ns", [child("kept", 5), child("fresh", 10)], 10)
     assert {b["metadata"]["name"] for b in changed} == {"gone", "fresh"}
-    assert {b["metadata"]["name"] for b in store.all(DEPLOYMENT)} == {"kept", "newer", "fresh", "other"}
+    assert {b["metadata"]["name"] for b in store.all(DEPLOYMENT)} == {
+        "kept",
+        "newer",
+        "fresh",
+        "other",
+    }
 
 
 def test_a_replayed_old_list_is_dropped() -> None:
@@ -109,7 +114,15 @@ def test_what_no_decision_reads_is_not_kept() -> None:
 
 
 def test_any_order_of_the_same_news_ends_in_the_same_state() -> None:
-    history = [("put", 1), ("put", 3), ("remove", 4), ("put", 6), ("put", 7), ("remove", 8), ("put", 9)]
+    history = [
+        ("put", 1),
+        ("put", 3),
+        ("remove", 4),
+        ("put", 6),
+        ("put", 7),
+        ("remove", 8),
+        ("put", 9),
+    ]
     for seed in range(300):
         news = history * 2
         random.Random(seed).shuffle(news)

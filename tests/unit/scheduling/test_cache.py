@@ -187,7 +187,9 @@ TestPool = PoolMachine.TestCase
 # -- hashes
 
 
-def chain(tokens: list[int], salt: bytes = b"", identity: bytes = b"m", size: int = 4) -> list[BlockHash]:
+def chain(
+    tokens: list[int], salt: bytes = b"", identity: bytes = b"m", size: int = 4
+) -> list[BlockHash]:
     hashes: list[BlockHash] = []
     extend_chain(hashes, tokens, root(identity, salt), size, len(tokens))
     return hashes
@@ -250,14 +252,18 @@ def test_the_longest_hit_is_one_that_every_group_can_continue_from(
     tables = longest_hit(pool, groups, 4, hashes)
     for group, table in zip(groups, tables, strict=True):
         first = group.first_block(4 * length, 4)
-        assert table == [NULL] * first + [pool.find(group.index, h.digest) for h in hashes[first:length]]
+        assert table == [NULL] * first + [
+            pool.find(group.index, h.digest) for h in hashes[first:length]
+        ]
         assert NULL not in table[first:]
 
 
 # -- tables
 
 
-def make_cache(windows: tuple[int | None, ...] = (None,), blocks: int = 8, host: int = 0) -> PagedCache:
+def make_cache(
+    windows: tuple[int | None, ...] = (None,), blocks: int = 8, host: int = 0
+) -> PagedCache:
     return PagedCache(
         group_layers(windows),
         num_blocks=blocks,
@@ -315,7 +321,12 @@ def test_a_window_group_frees_exactly_what_the_next_query_cannot_see() -> None:
     cache.grow(sequence, 13)
     sequence.computed = 13
     cache.settle(sequence)
-    assert [unit == NULL for unit in sequence.tables[0]] == [True, True, False, False]  # 13 sees 9..13
+    assert [unit == NULL for unit in sequence.tables[0]] == [
+        True,
+        True,
+        False,
+        False,
+    ]  # 13 sees 9..13
     assert cache.held(sequence) == 2
 
 

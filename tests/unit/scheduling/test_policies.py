@@ -144,7 +144,8 @@ def test_a_hog_at_ten_times_the_load_does_not_slow_nine_tenants_down() -> None:
         values = sorted(w for name, w in wait.items() if name.startswith("g"))
         return values[len(values) * 99 // 100]
 
-    # A guest may find all eight places taken and waits for one of the hog's to end; it never waits for its queue.
+    # A guest may find all eight places taken and waits for one of the hog's to end; it never waits
+    # for its queue.
     assert p99(shared) <= 2 * max(p99(solo), 20)
     tokens = [served[f"g{t}-"] for t in range(9)]
     assert sum(tokens) ** 2 / (len(tokens) * sum(x * x for x in tokens)) >= 0.95
@@ -158,7 +159,17 @@ def test_backlogged_tenants_are_served_equally_whatever_their_request_sizes() ->
         for i in range(200):
             tokens = tuple(range(prompt))
             arrivals.append(
-                (0, Request(f"{t}-{i}", tokens, SamplingParams(), output, tenant=str(t), salt=bytes([t, i])))
+                (
+                    0,
+                    Request(
+                        f"{t}-{i}",
+                        tokens,
+                        SamplingParams(),
+                        output,
+                        tenant=str(t),
+                        salt=bytes([t, i]),
+                    ),
+                )
             )
     limits = Limits("fair", 256, 8, 0.0, 16, 200, 512)
     scheduler = Scheduler(limits, group_layers([None]))
@@ -172,7 +183,8 @@ def test_backlogged_tenants_are_served_equally_whatever_their_request_sizes() ->
             service[row.sequence.request.tenant] += cost
         scheduler.update(work, {row.sequence.id: Result(1) for row in work.rows if row.samples})
     values = sorted(service.values())
-    # VTC's bound: backlogged tenants differ by at most about one batch's worth, however long it runs.
+    # VTC's bound: backlogged tenants differ by at most about one batch's worth, however long it
+    # runs.
     assert values[-1] - values[0] <= 2 * 8 * (60 + 2 * 60), service
     assert values[0] > 2000, service
     assert all(b - a <= 1000 for a, b in pairwise(values)), service

@@ -128,9 +128,13 @@ def test_a_file_cut_within_a_line_still_reads_with_a_warning(
     assert "breaks off" in capsys.readouterr().err
 
 
-def test_every_line_is_on_disk_while_the_run_goes_on_and_only_the_owner_may_read(tmp_path: Path) -> None:
+def test_every_line_is_on_disk_while_the_run_goes_on_and_only_the_owner_may_read(
+    tmp_path: Path,
+) -> None:
     path = tmp_path / "run.jsonl"
-    scheduler = RecordedScheduler(Limits("fifo", 8, 2, 0.0, 4, 8, 32), group_layers([None]), path=path)
+    scheduler = RecordedScheduler(
+        Limits("fifo", 8, 2, 0.0, 4, 8, 32), group_layers([None]), path=path
+    )
     scheduler.add(Request("r", (1, 2), SamplingParams(), 4))
     work = scheduler.commit(scheduler.plan())
     assert [next(iter(json.loads(line))) for line in path.read_text().splitlines()] == [
@@ -144,8 +148,12 @@ def test_every_line_is_on_disk_while_the_run_goes_on_and_only_the_owner_may_read
     assert path.read_text().endswith("\n")
 
 
-def test_a_disk_that_is_full_stops_the_recording_and_not_the_run(caplog: pytest.LogCaptureFixture) -> None:
-    scheduler = RecordedScheduler(Limits("fifo", 8, 2, 0.0, 4, 8, 32), group_layers([None]), path="/dev/full")
+def test_a_disk_that_is_full_stops_the_recording_and_not_the_run(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    scheduler = RecordedScheduler(
+        Limits("fifo", 8, 2, 0.0, 4, 8, 32), group_layers([None]), path="/dev/full"
+    )
     sequence = scheduler.add(Request("r", (1, 2), SamplingParams(), 2))[0]
     while scheduler.has_work:
         work = scheduler.commit(scheduler.plan())
@@ -217,7 +225,9 @@ def test_the_chrome_trace_is_one_json_object_with_a_track_per_slot_and_counters(
     assert len(rows) == sum(len(view.rows) for view in steps(recording))
     for tid in tracks:
         times = [(e["ts"], e["ts"] + e["dur"]) for e in rows if e["tid"] == tid]
-        assert all(a[1] <= b[0] + 1e-6 for a, b in itertools.pairwise(times)), "rows of a slot overlap"
+        assert all(a[1] <= b[0] + 1e-6 for a, b in itertools.pairwise(times)), (
+            "rows of a slot overlap"
+        )
     for e in events:
         if e["ph"] == "C" and e["name"] == "blocks":
             assert sum(e["args"].values()) == 7

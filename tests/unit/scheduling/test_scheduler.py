@@ -6,7 +6,14 @@ from collections.abc import Callable
 import pytest
 
 from fairlead_runtime.config import EngineConfig
-from fairlead_runtime.request import FinishReason, Request, RequestError, SamplingParams, Sequence, Status
+from fairlead_runtime.request import (
+    FinishReason,
+    Request,
+    RequestError,
+    SamplingParams,
+    Sequence,
+    Status,
+)
 from fairlead_runtime.scheduling import (
     Event,
     Finished,
@@ -48,7 +55,9 @@ def hash_free(name: str, i: int) -> int:
     return int.from_bytes(name.encode(), "little") % 997 * 1000 + i
 
 
-def step(s: Scheduler, token: int | Callable[[Sequence], int] = 7) -> tuple[Plan, Work, list[Event]]:
+def step(
+    s: Scheduler, token: int | Callable[[Sequence], int] = 7
+) -> tuple[Plan, Work, list[Event]]:
     plan = s.plan()
     assert plan == s.plan()
     work = s.commit(plan)
@@ -309,7 +318,12 @@ def test_equal_prompts_share_blocks_only_after_their_forward_pass() -> None:
     assert shape(plan) == [("a", 0, 12, True), ("b", 0, 12, True)]
     s.add(request("c", prompt, 4))
     plan, _, _ = step(s)
-    assert shape(plan)[-1] == ("c", 8, 4, True)  # at least one token is left, so the third block is not used
+    assert shape(plan)[-1] == (
+        "c",
+        8,
+        4,
+        True,
+    )  # at least one token is left, so the third block is not used
     assert (s.stats().prefix_queries, s.stats().prefix_hits) == (36, 8)
 
 
@@ -488,5 +502,12 @@ def test_a_sequence_shows_its_states_as_it_goes() -> None:
 
 
 def test_limits_come_from_the_configuration() -> None:
-    limits = Limits.of(EngineConfig(scheduler_type="fair", block_size=32), num_blocks=7, max_model_len=99)
-    assert (limits.policy, limits.block_size, limits.num_blocks, limits.capacity) == ("fair", 32, 7, 99)
+    limits = Limits.of(
+        EngineConfig(scheduler_type="fair", block_size=32), num_blocks=7, max_model_len=99
+    )
+    assert (limits.policy, limits.block_size, limits.num_blocks, limits.capacity) == (
+        "fair",
+        32,
+        7,
+        99,
+    )

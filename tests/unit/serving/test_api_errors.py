@@ -1,4 +1,6 @@
-"""The error object: every script as it is, nothing that a terminal or a log would act on, never large."""
+"""The error object: every script as it is, nothing that a terminal or a log would act on, never
+large.
+"""
 
 import json
 

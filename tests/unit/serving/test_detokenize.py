@@ -39,7 +39,12 @@ def sentencepiece() -> Tokenizer:
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges, byte_fallback=True))
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always", split=False)
     tokenizer.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+        [
+            decoders.Replace("▁", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
     )
     tokenizer.add_special_tokens([AddedToken(t, special=True) for t in ("<s>", "</s>")])
     return tokenizer
@@ -91,14 +96,22 @@ def test_no_piece_ends_within_a_character(text: str) -> None:
         assert not any("\ufffd" in piece for piece in stream(vocabulary, ids))
 
 
-@pytest.mark.parametrize("vocabulary", [BYTE_VOCABULARY, PIECE_VOCABULARY], ids=["bytewise", "pieces"])
-def test_an_emoji_comes_out_when_its_last_byte_is_there_and_not_before(vocabulary: Vocabulary) -> None:
+@pytest.mark.parametrize(
+    "vocabulary", [BYTE_VOCABULARY, PIECE_VOCABULARY], ids=["bytewise", "pieces"]
+)
+def test_an_emoji_comes_out_when_its_last_byte_is_there_and_not_before(
+    vocabulary: Vocabulary,
+) -> None:
     ids = {BYTE_VOCABULARY: ID_OF_BYTE, PIECE_VOCABULARY: range(2, 258)}[vocabulary]
     assert stream(vocabulary, [ids[byte] for byte in "🎉".encode()]) == ["", "", "", "🎉", ""]
 
 
-@pytest.mark.parametrize("vocabulary", [BYTE_VOCABULARY, PIECE_VOCABULARY], ids=["bytewise", "pieces"])
-def test_an_unfinished_character_at_the_end_becomes_one_replacement_character(vocabulary: Vocabulary) -> None:
+@pytest.mark.parametrize(
+    "vocabulary", [BYTE_VOCABULARY, PIECE_VOCABULARY], ids=["bytewise", "pieces"]
+)
+def test_an_unfinished_character_at_the_end_becomes_one_replacement_character(
+    vocabulary: Vocabulary,
+) -> None:
     ids = {BYTE_VOCABULARY: ID_OF_BYTE, PIECE_VOCABULARY: range(2, 258)}[vocabulary]
     assert stream(vocabulary, [ids[byte] for byte in b"\xe6\x97"]) == ["", "", "\ufffd"]
     assert stream(vocabulary, [ids[byte] for byte in "é".encode() + b"\xf0\x9f"])[-1] == "\ufffd"
@@ -111,10 +124,15 @@ def test_a_byte_run_cut_short_is_replaced_and_the_next_piece_follows() -> None:
 
 def test_a_replacement_character_that_is_a_token_of_its_own_is_text() -> None:
     lone = PIECE_ID["\ufffd"]
-    assert "".join(stream(PIECE_VOCABULARY, [lone, lone, PIECE_ID["ab"], lone])) == "\ufffd\ufffdab\ufffd"
+    assert (
+        "".join(stream(PIECE_VOCABULARY, [lone, lone, PIECE_ID["ab"], lone]))
+        == "\ufffd\ufffdab\ufffd"
+    )
 
 
-@pytest.mark.parametrize("vocabulary", [BYTE_VOCABULARY, PIECE_VOCABULARY], ids=["bytewise", "pieces"])
+@pytest.mark.parametrize(
+    "vocabulary", [BYTE_VOCABULARY, PIECE_VOCABULARY], ids=["bytewise", "pieces"]
+)
 def test_endless_invalid_bytes_neither_stall_nor_pile_up(vocabulary: Vocabulary) -> None:
     bad = ID_OF_BYTE[0xFF] if vocabulary is BYTE_VOCABULARY else 2 + 0xFF
     detokenizer = Detokenizer(vocabulary)

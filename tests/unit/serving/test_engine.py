@@ -45,7 +45,9 @@ def mixture(count: int, seed: int = 0) -> list[Request]:
     ]
 
 
-def serve(requests: list[Request], runner: FakeRunner | None = None, **changes: object) -> Collected:
+def serve(
+    requests: list[Request], runner: FakeRunner | None = None, **changes: object
+) -> Collected:
     engine = rig(runner, **changes)  # type: ignore[arg-type]
     for one in requests:
         engine.submit(one)
@@ -181,7 +183,9 @@ def test_death_ends_those_who_run_wait_and_arrive() -> None:
 
 
 def test_a_death_between_two_steps_ends_the_thread() -> None:
-    """A scheduler that cannot plan leaves the engine with nothing to do: it must not fall asleep for ever."""
+    """A scheduler that cannot plan leaves the engine with nothing to do: it must not fall asleep
+    for ever.
+    """
 
     def refuse() -> None:
         raise RuntimeError("no plan")
@@ -224,10 +228,14 @@ def test_aborts_at_random_moments_leave_no_block_held() -> None:
     seeds, count = (20, 10_000) if LONG_FORM else (4, 600)
     for seed in range(seeds):
         draw = random.Random(seed)
-        engine = rig(groups=MIXED if seed % 2 else FULL, num_blocks=24, offload_units=8 * (seed % 3))
+        engine = rig(
+            groups=MIXED if seed % 2 else FULL, num_blocks=24, offload_units=8 * (seed % 3)
+        )
         collected, live = Collected(), []
         for i in range(count):
-            one = request(f"a{i}", draw.randint(1, 30), draw.randint(1, 20), n=draw.choice([1, 2, 3]))
+            one = request(
+                f"a{i}", draw.randint(1, 30), draw.randint(1, 20), n=draw.choice([1, 2, 3])
+            )
             engine.submit(one)
             live.append(one)
             while len(live) > draw.randint(0, 12):
@@ -354,7 +362,11 @@ def test_views_tell_state_counts_and_why_one_waits() -> None:
     engine.inspect(lambda views: found.append(list(views)))
     engine.step()
     views = {view.id: view for view in found[0]}  # type: ignore[attr-defined]
-    assert (views["runs"].status, views["runs"].prompt_tokens, views["runs"].blocks) == ("decoding", 6, 2)  # type: ignore[attr-defined]
+    assert (views["runs"].status, views["runs"].prompt_tokens, views["runs"].blocks) == (
+        "decoding",
+        6,
+        2,
+    )  # type: ignore[attr-defined]
     assert views["runs"].waits_for == ""  # type: ignore[attr-defined]
     assert "max_requests" in views["next"].waits_for  # type: ignore[attr-defined]
     assert views["later"].waits_for == "1 ahead of it"  # type: ignore[attr-defined]

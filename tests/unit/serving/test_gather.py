@@ -39,7 +39,8 @@ def test_the_text_ends_where_a_stop_text_begins_whatever_the_pieces(
     else:
         assert stop is not None
         assert (got + stop) == text[: len(got) + len(stop)]
-        # A longer stop text that began earlier may complete later; the one that completes first wins.
+        # A longer stop text that began earlier may complete later; the one that completes first
+        # wins.
         assert len(got) >= min(found)
 
 

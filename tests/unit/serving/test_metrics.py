@@ -46,7 +46,9 @@ class Bench:
         found: dict[str, float] = {}
         for family in text_string_to_metric_families(self.exposition(draining=draining)):
             for sample in family.samples:
-                own = {k: v for k, v in sample.labels.items() if k not in {names.MODEL, names.ENGINE}}
+                own = {
+                    k: v for k, v in sample.labels.items() if k not in {names.MODEL, names.ENGINE}
+                }
                 key = sample.name + (f"{{{','.join(own.values())}}}" if own else "")
                 assert key not in found, "a series appears twice"
                 found[key] = sample.value
@@ -54,7 +56,9 @@ class Bench:
 
 
 def test_one_request_leaves_exactly_its_times_and_tokens() -> None:
-    """Prompt 10, output 6: one prefill step that gives the first token, five decodes; it waited 2 s before."""
+    """Prompt 10, output 6: one prefill step that gives the first token, five decodes; it waited 2 s
+    before.
+    """
     bench = Bench()
     bench.engine.submit(request("a", prompt=10, max_tokens=6))
     bench.clock.now += 2
@@ -77,7 +81,10 @@ def test_one_request_leaves_exactly_its_times_and_tokens() -> None:
     for name, total in expected.items():
         assert (seen[f"{name}_sum"], seen[f"{name}_count"]) == (total, 1), name
     assert (seen[f"{names.ITL}_sum"], seen[f"{names.ITL}_count"]) == (5 * STEP, 5)
-    assert (seen[f"{names.ITERATION_TOKENS}_sum"], seen[f"{names.ITERATION_TOKENS}_count"]) == (10 + 5, 6)
+    assert (seen[f"{names.ITERATION_TOKENS}_sum"], seen[f"{names.ITERATION_TOKENS}_count"]) == (
+        10 + 5,
+        6,
+    )
     assert (seen["fairlead_steps_total"], seen["fairlead_step_seconds_total"]) == (6, 6 * STEP)
 
 
@@ -90,7 +97,10 @@ def test_choices_of_one_request_are_one_request_with_all_their_tokens() -> None:
     assert seen["vllm:prompt_tokens_total"] == 10
     assert seen[f"{names.TTFT}_count"] == 1
     assert seen[f"{names.ITL}_count"] == 9
-    assert (seen[f"{names.REQUEST_GENERATION_TOKENS}_sum"], seen[f"{names.E2E_LATENCY}_count"]) == (12, 1)
+    assert (seen[f"{names.REQUEST_GENERATION_TOKENS}_sum"], seen[f"{names.E2E_LATENCY}_count"]) == (
+        12,
+        1,
+    )
     assert sum(seen[f"vllm:request_success_total{{{reason}}}"] for reason in FinishReason) == 1
 
 
@@ -122,7 +132,11 @@ def test_a_request_shows_during_its_first_step_however_long_that_takes() -> None
     bench.engine.submit(request("b"))
     bench.engine.step()
     bench.engine.step()
-    assert [(seen[names.RUNNING], seen[names.WAITING]) for seen in during] == [(0, 1), (1, 1), (2, 0)]
+    assert [(seen[names.RUNNING], seen[names.WAITING]) for seen in during] == [
+        (0, 1),
+        (1, 1),
+        (2, 0),
+    ]
 
 
 def test_a_finished_run_leaves_the_gauges_at_rest() -> None:
@@ -131,7 +145,13 @@ def test_a_finished_run_leaves_the_gauges_at_rest() -> None:
         bench.engine.submit(request(name))
     run(bench.engine)
     seen = bench.scrape()
-    for name in (names.RUNNING, names.WAITING, names.KV_CACHE_USAGE, names.OLDEST_WAIT, names.INFLIGHT):
+    for name in (
+        names.RUNNING,
+        names.WAITING,
+        names.KV_CACHE_USAGE,
+        names.OLDEST_WAIT,
+        names.INFLIGHT,
+    ):
         assert seen[name] == 0, name
 
 
@@ -143,12 +163,18 @@ def test_prefix_hits_and_preemptions_are_the_schedulers() -> None:
         run(bench.engine)
     seen = bench.scrape()
     assert seen["vllm:prefix_cache_queries_total"] == 40
-    assert seen["vllm:prefix_cache_hits_total"] == 16  # four full blocks; the last token is always computed
+    assert (
+        seen["vllm:prefix_cache_hits_total"] == 16
+    )  # four full blocks; the last token is always computed
     tight = Bench(num_blocks=12, max_model_len=48)
     for name in "abcd":
         tight.engine.submit(request(name, prompt=8, max_tokens=30))
     run(tight.engine)
-    assert tight.scrape()["vllm:num_preemptions_total"] == tight.engine.snapshot().scheduler.preemptions > 0
+    assert (
+        tight.scrape()["vllm:num_preemptions_total"]
+        == tight.engine.snapshot().scheduler.preemptions
+        > 0
+    )
 
 
 def test_canaries_appear_in_no_request_metric() -> None:
@@ -236,7 +262,11 @@ def test_every_series_is_there_from_the_start_typed_and_explained() -> None:
         assert families[name].type == "gauge"
     assert families[names.ITERATION_TOKENS].type == "histogram"
     assert not any("_created" in sample.name for f in families.values() for sample in f.samples)
-    labels = {(s.labels[names.MODEL], s.labels[names.ENGINE]) for f in families.values() for s in f.samples}
+    labels = {
+        (s.labels[names.MODEL], s.labels[names.ENGINE])
+        for f in families.values()
+        for s in f.samples
+    }
     assert labels == {('a "model"', "0")}
 
 
@@ -269,7 +299,8 @@ def test_metric_names_import_nothing() -> None:
 
 
 @pytest.mark.parametrize(
-    ("value", "place"), [(0.5, 0), (1.0, 0), (1.001, 1), (2.0, 1), (5.0, 2), (5.1, 3), (math.inf, 3)]
+    ("value", "place"),
+    [(0.5, 0), (1.0, 0), (1.001, 1), (2.0, 1), (5.0, 2), (5.1, 3), (math.inf, 3)],
 )
 def test_a_value_on_a_bound_belongs_below_it(value: float, place: int) -> None:
     distribution = Distribution((1.0, 2.0, 5.0))

@@ -71,7 +71,9 @@ class Gate:
 
 
 @asynccontextmanager
-async def running(fault: Callable[[Work], None] | None = None, **changes: Any) -> AsyncIterator[Service]:
+async def running(
+    fault: Callable[[Work], None] | None = None, **changes: Any
+) -> AsyncIterator[Service]:
     engine = rig(FakeRunner(fault), **changes)
     intake = Intake(engine.resolve_max_tokens, eos_ids=frozenset(), vocab_size=VOCABULARY, seed=0)
     service = Service(engine, intake, words())
@@ -108,7 +110,9 @@ async def test_a_stream_brings_every_token_its_text_and_one_finish() -> None:
         ids = tokens(outputs)
         assert len(ids) == 6
         assert "".join(output.text for output in outputs) == "".join(f"t{token} " for token in ids)
-        assert [output.finish_reason for output in outputs if output.finish_reason] == [FinishReason.LENGTH]
+        assert [output.finish_reason for output in outputs if output.finish_reason] == [
+            FinishReason.LENGTH
+        ]
         assert service.snapshot().scheduler.used == 0
 
 
@@ -155,7 +159,9 @@ async def test_a_stop_text_ends_the_choice_and_is_cut_off(parts: int) -> None:
         text = "".join(output.text for output in plain)
         whole = [f"t{token} " for token in tokens(plain)]
         stop = "".join(whole[3 : 3 + parts])[1:]  # begins within a token's text, spans some
-        stopped = (await read(await service.submit(ask(max_tokens=8, seed=1, stop=("never", stop)))))[0]
+        stopped = (
+            await read(await service.submit(ask(max_tokens=8, seed=1, stop=("never", stop))))
+        )[0]
         assert "".join(output.text for output in stopped) == text[: text.index(stop)]
         assert stopped[-1].finish_reason is FinishReason.STOP
         assert stopped[-1].stop_reason == stop
@@ -167,9 +173,13 @@ async def test_stop_token_ids_end_the_choice_count_and_do_not_show() -> None:
     async with running() as service:
         plain = (await read(await service.submit(ask(max_tokens=8, seed=1))))[0]
         third = tokens(plain)[2]
-        stopped = (await read(await service.submit(ask(max_tokens=8, seed=1, stop_token_ids=(third,)))))[0]
+        stopped = (
+            await read(await service.submit(ask(max_tokens=8, seed=1, stop_token_ids=(third,))))
+        )[0]
         assert tokens(stopped) == tokens(plain)[:3]
-        assert "".join(output.text for output in stopped) == "".join(f"t{t} " for t in tokens(plain)[:2])
+        assert "".join(output.text for output in stopped) == "".join(
+            f"t{t} " for t in tokens(plain)[:2]
+        )
         assert (stopped[-1].finish_reason, stopped[-1].stop_reason) == (FinishReason.STOP, third)
 
 
@@ -220,7 +230,9 @@ async def test_aborts_through_the_service_at_random_points_leave_no_block_held()
 
         async def one(number: int) -> None:
             stream = await service.submit(
-                ask(draw.randint(1, 30), draw.randint(1, 20), start=number, n=draw.choice([1, 1, 3]))
+                ask(
+                    draw.randint(1, 30), draw.randint(1, 20), start=number, n=draw.choice([1, 1, 3])
+                )
             )
             leave_after = draw.randint(0, 12)
             async with stream:
@@ -469,7 +481,9 @@ async def test_an_idle_engine_proves_itself_and_is_not_ready_after_three_failure
     broken = threading.Event()
 
     def fault(work: Work) -> None:
-        if broken.is_set() and all(row.sequence.request.id.startswith("canary/") for row in work.rows):
+        if broken.is_set() and all(
+            row.sequence.request.id.startswith("canary/") for row in work.rows
+        ):
             raise RuntimeError("the device is gone")
 
     async with running(fault, max_queue=1) as service:

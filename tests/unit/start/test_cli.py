@@ -49,7 +49,9 @@ def test_the_package_is_imported_without_torch_and_gives_its_faces() -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_an_unknown_command_names_the_nearest_and_exits_2(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unknown_command_names_the_nearest_and_exits_2(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     assert cli.main(["serv"]) == 2
     assert "did you mean serve?" in capsys.readouterr().err
     assert cli.main(["qqq"]) == 2

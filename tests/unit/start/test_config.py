@@ -8,7 +8,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fairlead_runtime.config import ConfigError, EngineConfig, add_arguments, base_type, choices_of, flag_of
+from fairlead_runtime.config import (
+    ConfigError,
+    EngineConfig,
+    add_arguments,
+    base_type,
+    choices_of,
+    flag_of,
+)
 
 FIELDS = dataclasses.fields(EngineConfig)
 
@@ -42,7 +49,11 @@ def test_arguments_name_only_what_differs_from_the_default_in_field_order() -> N
     """So that a release that adds a flag leaves the arguments of running pods as they are."""
     assert EngineConfig().to_args() == []
     config = EngineConfig(num_blocks=4, max_batch_tokens=64, allow_block_sharing=False)
-    assert config.to_args() == ["--max-batch-tokens=64", "--num-blocks=4", "--no-allow-block-sharing"]
+    assert config.to_args() == [
+        "--max-batch-tokens=64",
+        "--num-blocks=4",
+        "--no-allow-block-sharing",
+    ]
 
 
 @pytest.mark.parametrize(

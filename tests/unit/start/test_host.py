@@ -100,9 +100,22 @@ def test_this_machine_has_a_limit() -> None:
             8,
         ),
     ],
-    ids=["none", "v2", "v2-part", "v2-half", "v2-max", "v2-parent", "above-cpus", "v1", "v1-link", "v1-none"],
+    ids=[
+        "none",
+        "v2",
+        "v2-part",
+        "v2-half",
+        "v2-max",
+        "v2-parent",
+        "above-cpus",
+        "v1",
+        "v1-link",
+        "v1-none",
+    ],
 )
-def test_threads_follow_the_tightest_share_of_time(tmp_path: Path, files: dict[str, str], limit: int) -> None:
+def test_threads_follow_the_tightest_share_of_time(
+    tmp_path: Path, files: dict[str, str], limit: int
+) -> None:
     assert cpu_limit(tree(tmp_path, files), cpus=8) == limit
 
 

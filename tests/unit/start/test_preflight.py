@@ -16,7 +16,9 @@ def refused(config: EngineConfig) -> ConfigError:
     return caught.value
 
 
-def test_a_record_that_can_be_written_is_accepted_and_nothing_is_left_behind(tmp_path: Path) -> None:
+def test_a_record_that_can_be_written_is_accepted_and_nothing_is_left_behind(
+    tmp_path: Path,
+) -> None:
     preflight.check_record(EngineConfig())
     preflight.check_record(EngineConfig(record=str(tmp_path / "run.jsonl")))
     assert not list(tmp_path.iterdir())
@@ -46,7 +48,9 @@ def test_a_record_over_the_file_of_api_keys_is_refused(tmp_path: Path) -> None:
     assert keys.read_text() == "a-key\n"
 
 
-@pytest.mark.parametrize("host", ["", "[::1]", "a..b", "ü" * 80 + ".example", "192.0.2.1", "2001:db8::1"])
+@pytest.mark.parametrize(
+    "host", ["", "[::1]", "a..b", "ü" * 80 + ".example", "192.0.2.1", "2001:db8::1"]
+)
 def test_a_host_that_cannot_be_had_names_the_hosts_flag_and_the_form(host: str) -> None:
     with pytest.raises(ConfigError) as caught:
         preflight.listen("port", host, 0, 1)

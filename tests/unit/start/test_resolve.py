@@ -111,4 +111,7 @@ def test_what_no_setting_helps_names_the_memory_it_needs() -> None:
         resolved(shared_memory=40.0)
     needed = re.fullmatch(r"needs (\d+) GiB of memory with these settings", refused.value.hint)
     assert needed is not None
-    assert resolved(shared_memory=40.0, device=DeviceFacts("cpu", int(needed[1]) * GIB)).num_blocks >= 1
+    assert (
+        resolved(shared_memory=40.0, device=DeviceFacts("cpu", int(needed[1]) * GIB)).num_blocks
+        >= 1
+    )

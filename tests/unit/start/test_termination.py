@@ -11,7 +11,9 @@ from fairlead_runtime.start import termination
 
 def told(environ: dict[str, str]) -> dict[str, str]:
     stderr = io.StringIO()
-    termination.report("BadWeights", "model.safetensors: too short", "fetch again", environ, stderr=stderr)
+    termination.report(
+        "BadWeights", "model.safetensors: too short", "fetch again", environ, stderr=stderr
+    )
     [line] = stderr.getvalue().splitlines()
     found: dict[str, str] = json.loads(line)
     return found
@@ -20,7 +22,11 @@ def told(environ: dict[str, str]) -> dict[str, str]:
 def test_one_line_of_json_goes_to_stderr_and_to_a_log_that_exists(tmp_path: Path) -> None:
     log = tmp_path / "log"
     log.write_text("an older message")
-    expected = {"code": "BadWeights", "message": "model.safetensors: too short", "hint": "fetch again"}
+    expected = {
+        "code": "BadWeights",
+        "message": "model.safetensors: too short",
+        "hint": "fetch again",
+    }
     assert told({termination.VARIABLE: str(log)}) == expected
     assert json.loads(log.read_text()) == expected
 
@@ -34,7 +40,9 @@ def test_a_directory_in_place_of_the_log_hides_nothing(tmp_path: Path) -> None:
     assert told({termination.VARIABLE: str(tmp_path)})["code"] == "BadWeights"
 
 
-@pytest.mark.parametrize("message", ["x" * 100_000, '"\\\n' * 30_000, "ü🙂" * 50_000, "", "x" * 3900])
+@pytest.mark.parametrize(
+    "message", ["x" * 100_000, '"\\\n' * 30_000, "ü🙂" * 50_000, "", "x" * 3900]
+)
 @pytest.mark.parametrize("hint", ["", "h" * 50_000, "short"])
 def test_what_the_kubelet_would_cut_stays_valid_json(message: str, hint: str) -> None:
     line = termination.line("HubUnreachable", message, hint)

@@ -1,4 +1,6 @@
-"""What the chart's allow-lists refuse of a resource, as blockers. Pure; with any of these no child is written."""
+"""What the chart's allow-lists refuse of a resource, as blockers. Pure; with any of these no child
+is written.
+"""
 
 from collections.abc import Callable, Iterable
 
@@ -10,12 +12,19 @@ from fairlead_operator.resource.settings import Settings
 
 
 def not_allowed(resource: InferenceDeployment, settings: Settings) -> list[Blocker]:
-    """One blocker a field, in the order of the spec; each names the field, the value and the chart's list."""
+    """One blocker a field, in the order of the spec; each names the field, the value and the
+    chart's list.
+    """
     extra, about = resource.spec.pod_template, f"{RESOURCE.name}/{resource.name}"
     account, priority = extra.service_account_name, extra.priority_class_name
     remote_code = resource.spec.model.trust_remote_code
     checks = (
-        ("model.trustRemoteCode", "true", settings.allow_remote_code or not remote_code, "allow.remoteCode"),
+        (
+            "model.trustRemoteCode",
+            "true",
+            settings.allow_remote_code or not remote_code,
+            "allow.remoteCode",
+        ),
         ("engine.image", resource.image, settings.allows_image(resource.image), "allow.images"),
         (
             "modelCache.size",
@@ -39,13 +48,21 @@ def not_allowed(resource: InferenceDeployment, settings: Settings) -> list[Block
         *_keys("annotations", extra.annotations, settings.allows_annotation),
     )
     return [
-        blocker("NotAllowed", about, f"spec.{path}: {value} is not allowed by this installation ({knob})")
+        blocker(
+            "NotAllowed",
+            about,
+            f"spec.{path}: {value} is not allowed by this installation ({knob})",
+        )
         for path, value, good, knob in checks
         if not good
     ]
 
 
-def _keys(place: str, keys: Iterable[str], allows: Callable[[str], bool]) -> list[tuple[str, str, bool, str]]:
-    """A label brings the pods under every foreign selector that it satisfies, and agents act on annotations."""
+def _keys(
+    place: str, keys: Iterable[str], allows: Callable[[str], bool]
+) -> list[tuple[str, str, bool, str]]:
+    """A label brings the pods under every foreign selector that it satisfies, and agents act on
+    annotations.
+    """
     refused = ", ".join(key[:80] for key in sorted(keys) if not allows(key))
     return [(f"podTemplate.{place}", refused, not refused, f"allow.{place}")]

@@ -1,7 +1,8 @@
-"""What one pod of a resource can hold: the resource's ``status.capacity``, by the runtime's own sizing.
+"""What one pod of a resource can hold: the resource's ``status.capacity``, by the runtime's own
+sizing.
 
-Owns the way from a resource to the device it asks for, and the shape of the status. Asks no network and no cluster:
-the model's config.json comes as a mapping, from wherever the caller found it.
+Owns the way from a resource to the device it asks for, and the shape of the status. Asks no network
+and no cluster: the model's config.json comes as a mapping, from wherever the caller found it.
 """
 
 from collections.abc import Mapping
@@ -12,7 +13,13 @@ from fairlead_runtime.config import ConfigError, flag_of
 from fairlead_runtime.sizing.shape import ModelShape, ShapeError, UnknownFamilyError
 from fairlead_runtime.sizing.solve import DeviceFacts, MemoryPlan, gib, host_terms, plan_memory
 
-MEASURED = ("weightsBytes", "kvBytesPerToken", "numBlocks", "concurrentTokens", "fullLengthSequences")
+MEASURED = (
+    "weightsBytes",
+    "kvBytesPerToken",
+    "numBlocks",
+    "concurrentTokens",
+    "fullLengthSequences",
+)
 
 
 class PlanError(ValueError):
@@ -30,7 +37,9 @@ def device_of(deployment: InferenceDeployment) -> DeviceFacts:
         return DeviceFacts("cpu", resources.memory.value)
     if not accelerator.memory:
         fix = "set resources.accelerator.memory, e.g. 80Gi, to plan before a pod runs"
-        raise PlanError("AcceleratorMemoryUnknown", f"the memory of one accelerator is not known: {fix}")
+        raise PlanError(
+            "AcceleratorMemoryUnknown", f"the memory of one accelerator is not known: {fix}"
+        )
     return DeviceFacts("cuda", accelerator.memory.value)
 
 
@@ -74,13 +83,17 @@ def host_shortage(deployment: InferenceDeployment) -> str:
     needed, has = sum(host_terms(deployment.engine).values()), resources.memory.value
     if resources.accelerator.count == 0 or needed <= has:
         return ""
-    parts = " + ".join(f"{name} {gib(size)}" for name, size in host_terms(deployment.engine).items())
+    parts = " + ".join(
+        f"{name} {gib(size)}" for name, size in host_terms(deployment.engine).items()
+    )
     fix = f"set resources.memory to at least {-(-needed // 2**30)}Gi"
     return f"the host needs {parts} = {gib(needed)} GiB, resources.memory is {gib(has)}: {fix}"
 
 
 def with_measured(capacity: Mapping[str, Any], report: Mapping[str, Any]) -> dict[str, Any]:
-    """``capacity`` with what a pod's ``/debug/memory`` tells, and the drift of its number of blocks in percent."""
+    """``capacity`` with what a pod's ``/debug/memory`` tells, and the drift of its number of blocks
+    in percent.
+    """
     found = {key: report[key] for key in MEASURED if isinstance(report.get(key), int)}
     for term in report.get("terms", ()):
         if term.get("name") == "weights" and isinstance(term.get("measuredBytes"), int):

@@ -1,7 +1,7 @@
 """What to write, and why: desired and observed objects in, a Plan out. Pure; writes nothing.
 
-The comparison follows the API server's own merge rules: an object that holds everything we render is
-unchanged whatever others added to it, except inside the parts that have one owner as a whole.
+The comparison follows the API server's own merge rules: an object that holds everything we render
+is unchanged whatever others added to it, except inside the parts that have one owner as a whole.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -40,10 +40,11 @@ _QUANTITY_FIELDS = frozenset({"sizeLimit", "storage"})
 
 @dataclass(frozen=True, slots=True)
 class Apply:
-    """Server-side apply of one manifest. ``uid``: of the object that is changed; None: it must not exist.
+    """Server-side apply of one manifest. ``uid``: of the object that is changed; None: it must not
+    exist.
 
-    ``first`` is a JSON patch to send before: a changed key of a list item is a foreign item to the server,
-    and where it has kept the name of ours the two exclude each other.
+    ``first`` is a JSON patch to send before: a changed key of a list item is a foreign item to the
+    server, and where it has kept the name of ours the two exclude each other.
     """
 
     manifest: Object
@@ -81,8 +82,8 @@ class Plan:
 def diff(desired: Iterable[Object], observed: Iterable[Object], uid: str) -> Plan:
     """The writes that turn ``observed`` children into ``desired`` ones.
 
-    ``uid`` is the resource's. Observed objects that are not ours are conflicts where we want that name, and
-    invisible where we do not. Objects that are being deleted are waited for.
+    ``uid`` is the resource's. Observed objects that are not ours are conflicts where we want that
+    name, and invisible where we do not. Objects that are being deleted are waited for.
     """
     live = {(body["kind"], body["metadata"]["name"]): body for body in observed}
     applies: list[Apply] = []
@@ -104,16 +105,19 @@ def diff(desired: Iterable[Object], observed: Iterable[Object], uid: str) -> Pla
     deletes = [
         Delete(body, "no longer wanted")
         for identity, body in live.items()
-        if identity not in wanted and ours(body, uid) and not body["metadata"].get("deletionTimestamp")
+        if identity not in wanted
+        and ours(body, uid)
+        and not body["metadata"].get("deletionTimestamp")
     ]
     return Plan(tuple(applies), tuple(deletes), tuple(conflicts))
 
 
 def ours(body: Object, uid: str) -> bool:
-    """Whether the object's controller is the resource with this uid, or was until somebody removed the reference.
+    """Whether the object's controller is the resource with this uid, or was until somebody removed
+    the reference.
 
-    The latter needs no other controller, our labels with this very uid, and our name among those who applied it:
-    a foreign object may wear the labels, but nobody applied it as us.
+    The latter needs no other controller, our labels with this very uid, and our name among those
+    who applied it: a foreign object may wear the labels, but nobody applied it as us.
     """
     controller = controller_of(body)
     if controller is not None:
@@ -172,7 +176,9 @@ def _list_differences(want: Sequence[Any], live: Any, path: str, name: str) -> l
 
 
 def collisions(want: Any, live: Any, pointer: str = "") -> list[Object]:
-    """JSON patch operations that free the names of our ports: replaced where ours is missing, else removed."""
+    """JSON patch operations that free the names of our ports: replaced where ours is missing, else
+    removed.
+    """
     if isinstance(want, Mapping) and isinstance(live, Mapping):
         return [
             operation
@@ -199,7 +205,9 @@ def collisions(want: Any, live: Any, pointer: str = "") -> list[Object]:
 
 
 def _keys_of(name: str, want: Sequence[Any]) -> tuple[str, ...] | None:
-    return next((k for k in _MERGE_KEYS.get(name, ()) if want and all(k[0] in item for item in want)), None)
+    return next(
+        (k for k in _MERGE_KEYS.get(name, ()) if want and all(k[0] in item for item in want)), None
+    )
 
 
 def _matches(item: Mapping[str, Any], other: Mapping[str, Any], keys: tuple[str, ...]) -> bool:

@@ -1,7 +1,7 @@
 """The objects of one resource, as plain dicts. Pure: the same input gives the same bytes.
 
-Owns which objects there are, their names and labels; ``podtemplate`` owns the pods. Whatever is rendered is ours to
-keep; whatever is left out is the cluster's or the user's.
+Owns which objects there are, their names and labels; ``podtemplate`` owns the pods. Whatever is
+rendered is ours to keep; whatever is left out is the cluster's or the user's.
 """
 
 import re
@@ -56,9 +56,13 @@ def render(
 
 
 def keeps_weights(resource: InferenceDeployment) -> bool:
-    """Whether what one pod has downloaded is what every later one needs: a claim, and a commit, which never moves."""
+    """Whether what one pod has downloaded is what every later one needs: a claim, and a commit,
+    which never moves.
+    """
     cache, model = resource.spec.model_cache, resource.spec.model
-    return cache.type == "PVC" and model.where.kind == "hf" and bool(_COMMIT.fullmatch(model.revision))
+    return (
+        cache.type == "PVC" and model.where.kind == "hf" and bool(_COMMIT.fullmatch(model.revision))
+    )
 
 
 def max_replicas(resource: InferenceDeployment) -> int:
@@ -120,7 +124,12 @@ def _deployment(
 
 
 def _service(resource: InferenceDeployment) -> Object:
-    port = {"name": "http", "port": resource.spec.service.port, "targetPort": "http", "protocol": "TCP"}
+    port = {
+        "name": "http",
+        "port": resource.spec.service.port,
+        "targetPort": "http",
+        "protocol": "TCP",
+    }
     spec = {"type": resource.spec.service.type, "selector": selector(resource), "ports": [port]}
     return _object(resource, SERVICE, resource.name, spec)
 
@@ -131,7 +140,9 @@ def _budget(resource: InferenceDeployment) -> Object:
 
 
 def _network_policy(resource: InferenceDeployment, settings: Settings, *, cached: bool) -> Object:
-    """The API for everyone, the admin port for its readers; out to the hub only where weights come from it."""
+    """The API for everyone, the admin port for its readers; out to the hub only where weights come
+    from it.
+    """
     ingress: list[Object] = [{"ports": [{"port": HTTP_PORT, "protocol": "TCP"}]}]
     if settings.admin_peers:
         ports = [{"port": ADMIN_PORT, "protocol": "TCP"}]

@@ -1,7 +1,7 @@
 """The pod template of a resource, as a plain dict with its hash as a label. Pure.
 
-Owns the pod's names, ports, mounts, probes and security. No CR string ever passes a shell: commands are lists. No
-measured value ever enters the template: it would start a rollout.
+Owns the pod's names, ports, mounts, probes and security. No CR string ever passes a shell: commands
+are lists. No measured value ever enters the template: it would start a rollout.
 """
 
 import dataclasses
@@ -38,7 +38,9 @@ def selector(resource: InferenceDeployment) -> dict[str, str]:
 
 
 def labels(resource: InferenceDeployment) -> dict[str, str]:
-    """What every child and pod carries. By the uid an object is known that lost its owner reference."""
+    """What every child and pod carries. By the uid an object is known that lost its owner
+    reference.
+    """
     trusted = {REMOTE_CODE_LABEL: "trusted"} if resource.spec.model.trust_remote_code else {}
     return {**selector(resource), MANAGED_LABEL: MANAGED_VALUE, **trusted}
 
@@ -67,7 +69,10 @@ def pod_template(resource: InferenceDeployment, settings: Settings) -> Object:
                 **labels(resource),
                 "llm-d.ai/engine-type": "vllm",
             },
-            "annotations": {"kubectl.kubernetes.io/default-container": "runtime", **extra.annotations},
+            "annotations": {
+                "kubectl.kubernetes.io/default-container": "runtime",
+                **extra.annotations,
+            },
         },
         "spec": _pod_spec(resource, settings),
     }
@@ -117,14 +122,20 @@ def _runtime(resource: InferenceDeployment, settings: Settings) -> Object:
     spec = resource.spec
     engine = resource.engine
     if spec.security.api_key_secret_ref.name:
-        engine = dataclasses.replace(engine, api_key_file=f"{KEYS}/{spec.security.api_key_secret_ref.key}")
+        engine = dataclasses.replace(
+            engine, api_key_file=f"{KEYS}/{spec.security.api_key_secret_ref.key}"
+        )
     deadline = math.ceil(spec.rollout.progress_deadline_seconds / PROBE_SECONDS)
     ready = {
         "httpGet": {"path": "/readyz", "port": "admin"},
         "periodSeconds": PROBE_SECONDS,
         "timeoutSeconds": 2,
     }
-    alive = {"httpGet": {"path": "/healthz", "port": "admin"}, "periodSeconds": 10, "timeoutSeconds": 5}
+    alive = {
+        "httpGet": {"path": "/healthz", "port": "admin"},
+        "periodSeconds": 10,
+        "timeoutSeconds": 5,
+    }
     return {
         "name": "runtime",
         "image": resource.image or settings.runtime_image,
@@ -146,7 +157,9 @@ def _runtime(resource: InferenceDeployment, settings: Settings) -> Object:
 
 
 def _fetch(resource: InferenceDeployment, settings: Settings) -> Object:
-    """Downloads the weights before the runtime starts offline; serves its progress on the admin port."""
+    """Downloads the weights before the runtime starts offline; serves its progress on the admin
+    port.
+    """
     model = resource.spec.model
     arguments = ["fetch", model_argument(resource), "--host=0.0.0.0"]
     if model.revision:
@@ -215,7 +228,10 @@ def _volumes(resource: InferenceDeployment) -> list[Object]:
         volumes.append({"name": "models", **cache})
     if source.kind == "pvc":
         volumes.append(
-            {"name": "model", "persistentVolumeClaim": {"claimName": source.claim, "readOnly": True}}
+            {
+                "name": "model",
+                "persistentVolumeClaim": {"claimName": source.claim, "readOnly": True},
+            }
         )
     for name, secret in (
         ("api-keys", spec.security.api_key_secret_ref),
@@ -224,7 +240,10 @@ def _volumes(resource: InferenceDeployment) -> list[Object]:
         if secret.name:
             items = [{"key": secret.key, "path": secret.key}]
             volumes.append(
-                {"name": name, "secret": {"secretName": secret.name, "items": items, "defaultMode": 0o440}}
+                {
+                    "name": name,
+                    "secret": {"secretName": secret.name, "items": items, "defaultMode": 0o440},
+                }
             )
     return volumes
 
@@ -236,7 +255,9 @@ def _mounts(resource: InferenceDeployment, *, runtime: bool) -> list[Object]:
         mounts.append({"name": "shm", "mountPath": SHM})
     if spec.model.where.kind == "hf":
         # The runtime only reads what `fetch` has put there.
-        mounts.append({"name": "models", "mountPath": HUB_HOME} | ({"readOnly": True} if runtime else {}))
+        mounts.append(
+            {"name": "models", "mountPath": HUB_HOME} | ({"readOnly": True} if runtime else {})
+        )
     if runtime and spec.model.where.kind == "pvc":
         mounts.append({"name": "model", "mountPath": CLAIM_ROOT, "readOnly": True})
     if runtime and spec.security.api_key_secret_ref.name:
@@ -250,7 +271,9 @@ def _tolerations(resource: InferenceDeployment) -> list[Object]:
     tolerations: list[Object] = [as_body(one) for one in resource.spec.pod_template.tolerations]
     accelerator = resource.spec.resources.accelerator
     if accelerator.count:
-        tolerations.append({"key": accelerator.resource_name, "operator": "Exists", "effect": "NoSchedule"})
+        tolerations.append(
+            {"key": accelerator.resource_name, "operator": "Exists", "effect": "NoSchedule"}
+        )
     for taint in ("node.kubernetes.io/not-ready", "node.kubernetes.io/unreachable"):
         lost = {"key": taint, "operator": "Exists", "effect": "NoExecute", "tolerationSeconds": 30}
         tolerations.append(lost)

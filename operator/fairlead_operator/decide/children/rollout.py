@@ -1,7 +1,7 @@
 """Surge or recreate: which way a new revision comes in, and why. Pure.
 
-Decided when the template changes and kept until the next change, so that a quota that breathes does not
-rewrite the Deployment.
+Decided when the template changes and kept until the next change, so that a quota that breathes does
+not rewrite the Deployment.
 """
 
 from collections.abc import Iterable
@@ -13,8 +13,12 @@ from fairlead_operator.resource.kinds import Object
 from fairlead_operator.resource.resource import InferenceDeployment
 
 
-def choose(resource: InferenceDeployment, seen: Observed, revision: str, before: str) -> tuple[Strategy, str]:
-    """The strategy and why. ``revision``: the one to come; ``before``: the reason given the last time."""
+def choose(
+    resource: InferenceDeployment, seen: Observed, revision: str, before: str
+) -> tuple[Strategy, str]:
+    """The strategy and why. ``revision``: the one to come; ``before``: the reason given the last
+    time.
+    """
     rollout, accelerator = resource.spec.rollout, resource.spec.resources.accelerator
     if rollout.strategy != "Auto":
         return rollout.strategy, f"rollout.strategy is {rollout.strategy}"
@@ -42,7 +46,9 @@ def _waiting_for_accelerator(seen: Observed, revision: str, name: str) -> str:
         if revision_of_pod(pod) != revision:
             continue
         for condition in (pod.get("status") or {}).get("conditions") or ():
-            unscheduled = condition.get("type") == "PodScheduled" and condition.get("status") == "False"
+            unscheduled = (
+                condition.get("type") == "PodScheduled" and condition.get("status") == "False"
+            )
             if unscheduled and f"Insufficient {name}" in str(condition.get("message", "")):
                 return f"pod {pod['metadata']['name']} found no free {name}"
     return ""

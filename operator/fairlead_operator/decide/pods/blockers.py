@@ -1,7 +1,9 @@
-"""Why a resource is not ready: observed pods, events and quota in, ordered reasons with hints out. Pure.
+"""Why a resource is not ready: observed pods, events and quota in, ordered reasons with hints out.
+Pure.
 
-Every code is listed in ``CODES``, in the order of importance: the first blocker is Ready's reason. A
-message repeats what Kubernetes or the runtime said, cut and made printable; a hint says what to do.
+Every code is listed in ``CODES``, in the order of importance: the first blocker is Ready's reason.
+A message repeats what Kubernetes or the runtime said, cut and made printable; a hint says what to
+do.
 """
 
 import json
@@ -56,7 +58,13 @@ _ORDER = {code: index for index, code in enumerate(CODES)}
 NORMAL = frozenset({"FetchingWeights", "Starting", "RollingOut", "NoReplicas"})
 
 _PULL = frozenset(
-    {"ErrImagePull", "ImagePullBackOff", "InvalidImageName", "ErrImageNeverPull", "RegistryUnavailable"}
+    {
+        "ErrImagePull",
+        "ImagePullBackOff",
+        "InvalidImageName",
+        "ErrImageNeverPull",
+        "RegistryUnavailable",
+    }
 )
 _CONFIG = frozenset({"CreateContainerConfigError", "CreateContainerError"})
 
@@ -73,11 +81,15 @@ class Blocker:
 
 
 def blocker(code: str, about: str, message: str, hint: str = "") -> Blocker:
-    return Blocker(_ORDER[code], code, about[:512], printable(message), printable(hint or CODES[code]))
+    return Blocker(
+        _ORDER[code], code, about[:512], printable(message), printable(hint or CODES[code])
+    )
 
 
 def printable(text: str, limit: int = 1024) -> str:
-    """Foreign text made safe for a terminal: no control characters, one line, at most ``limit`` characters."""
+    """Foreign text made safe for a terminal: no control characters, one line, at most ``limit``
+    characters.
+    """
     clean = "".join(c if c.isprintable() else " " for c in text)
     clean = re.sub(r" +", " ", clean).strip()
     return clean if len(clean) <= limit else clean[: limit - 1] + "…"
@@ -94,11 +106,14 @@ def find(
 ) -> list[Blocker]:
     """The reasons seen in the cluster, most important first.
 
-    ``revision``: the template hash that should serve; pods of others are only waited for. ``surging``: a
-    rollout keeps old pods until new ones are ready. ``downloads``: by pod uid, how far its weights are.
+    ``revision``: the template hash that should serve; pods of others are only waited for.
+    ``surging``: a rollout keeps old pods until new ones are ready. ``downloads``: by pod uid, how
+    far its weights are.
     """
     pods = list(pods)
-    current = [p for p in pods if _revision(p) == revision and not p["metadata"].get("deletionTimestamp")]
+    current = [
+        p for p in pods if _revision(p) == revision and not p["metadata"].get("deletionTimestamp")
+    ]
     older = any(_revision(p) != revision for p in pods)
     found = _of_deployment(deployment)
     for pod in current:
@@ -137,22 +152,33 @@ def _of_deployment(deployment: Object | None) -> list[Blocker]:
         message = str(condition.get("message", ""))
         if condition["type"] == "ReplicaFailure" and condition["status"] == "True":
             code = (
-                "QuotaExceeded" if "exceeded quota" in message or "must specify" in message else "PodsRefused"
+                "QuotaExceeded"
+                if "exceeded quota" in message or "must specify" in message
+                else "PodsRefused"
             )
             found.append(blocker(code, about, message))
-        elif condition["type"] == "Progressing" and condition.get("reason") == "ProgressDeadlineExceeded":
+        elif (
+            condition["type"] == "Progressing"
+            and condition.get("reason") == "ProgressDeadlineExceeded"
+        ):
             found.append(blocker("ProgressDeadlineExceeded", about, message))
     return found
 
 
-def _of_pod(pod: Object, events: Sequence[Object], progress: str, *, surge_blocked: bool) -> list[Blocker]:
+def _of_pod(
+    pod: Object, events: Sequence[Object], progress: str, *, surge_blocked: bool
+) -> list[Blocker]:
     about = f"Pod/{pod['metadata']['name']}"
     status = pod.get("status") or {}
     if is_ready(pod):
         return []
     for condition in status.get("conditions") or ():
         if condition.get("type") == "PodScheduled" and condition.get("status") == "False":
-            return [_unscheduled(pod, about, str(condition.get("message", "")), surge_blocked=surge_blocked)]
+            return [
+                _unscheduled(
+                    pod, about, str(condition.get("message", "")), surge_blocked=surge_blocked
+                )
+            ]
     fetches = status.get("initContainerStatuses") or ()
     runs = status.get("containerStatuses") or ()
     containers = [(one, bool(progress)) for one in fetches] + [(one, True) for one in runs]
@@ -171,7 +197,11 @@ def _of_stage(
 ) -> list[Blocker]:
     for container in status.get("initContainerStatuses") or ():
         if "running" in (container.get("state") or {}):
-            return [blocker("FetchingWeights", about, progress or "the init container downloads the weights")]
+            return [
+                blocker(
+                    "FetchingWeights", about, progress or "the init container downloads the weights"
+                )
+            ]
     main: Mapping[str, Any] = next(iter(status.get("containerStatuses") or ()), {})
     if main.get("started"):
         failed = [e for e in events if e.get("reason") == "Unhealthy"]
@@ -192,7 +222,9 @@ def _unscheduled(pod: Object, about: str, message: str, *, surge_blocked: bool) 
         if "/" in name
     }
     if any(f"Insufficient {name}" in message for name in wanted):
-        return blocker("SurgeBlocked" if surge_blocked else "InsufficientAccelerator", about, message)
+        return blocker(
+            "SurgeBlocked" if surge_blocked else "InsufficientAccelerator", about, message
+        )
     return blocker("Unschedulable", about, message)
 
 
@@ -202,19 +234,25 @@ def _missing(message: str) -> str:
     if "unbound immediate PersistentVolumeClaims" in message:
         return "VolumePending"
     if re.search(
-        r'secret "[^"]+" not found|non-existent secret key|couldn\'t find key', message, re.IGNORECASE
+        r'secret "[^"]+" not found|non-existent secret key|couldn\'t find key',
+        message,
+        re.IGNORECASE,
     ):
         return "SecretMissing"
     return ""
 
 
 def _of_container(container: Mapping[str, Any], about: str, *, moving: bool) -> Blocker | None:
-    """``moving``: one that runs again after a failure has come further than that; else the failure stands."""
+    """``moving``: one that runs again after a failure has come further than that; else the failure
+    stands.
+    """
     state = container.get("state") or {}
     waiting = state.get("waiting") or {}
     reason, message = str(waiting.get("reason", "")), str(waiting.get("message", ""))
     if reason in _PULL:
-        return blocker("ImagePullBackOff", about, message or f"{reason}: {container.get('image', '')}")
+        return blocker(
+            "ImagePullBackOff", about, message or f"{reason}: {container.get('image', '')}"
+        )
     if reason in _CONFIG:
         return blocker(_missing(message) or "CrashLoop", about, message or reason)
     ended = state.get("terminated")
@@ -230,7 +268,9 @@ def _of_container(container: Mapping[str, Any], about: str, *, moving: bool) -> 
 def _of_end(ended: Mapping[str, Any], about: str) -> Blocker:
     if ended.get("reason") == "OOMKilled":
         return blocker(
-            "OutOfMemory", about, "the kernel ended the container: it used more than its memory limit"
+            "OutOfMemory",
+            about,
+            "the kernel ended the container: it used more than its memory limit",
         )
     text = str(ended.get("message") or "")
     said = termination(text)

@@ -1,6 +1,8 @@
-"""How far the pods are with downloading their weights, as the status shows it: coarsely, so that it costs few writes. Pure.
+"""How far the pods are with downloading their weights, as the status shows it: coarsely, so that it
+costs few writes. Pure.
 
-A download is shown anew when it passes a tenth, and a resource's downloads at most every ``SHOW_SECONDS``.
+A download is shown anew when it passes a tenth, and a resource's downloads at most every
+``SHOW_SECONDS``.
 """
 
 from collections.abc import Iterable, Mapping
@@ -28,11 +30,15 @@ class Download:
         return 100 * self.done // self.total
 
     def __str__(self) -> str:
-        return f"{self.percent} % of the weights are there: {_size(self.done)} of {_size(self.total)}"
+        return (
+            f"{self.percent} % of the weights are there: {_size(self.done)} of {_size(self.total)}"
+        )
 
 
 def read(answer: Mapping[str, Any]) -> Download | None:
-    """What a pod's ``/progress`` tells; None while it tells nothing yet, or nothing that can be true."""
+    """What a pod's ``/progress`` tells; None while it tells nothing yet, or nothing that can be
+    true.
+    """
     done, total = answer.get("done_bytes"), answer.get("total_bytes")
     if type(done) is not int or type(total) is not int:
         return None
@@ -52,8 +58,11 @@ def fetching(pods: Iterable[Object]) -> list[Object]:
     ]
 
 
-def show(shown: Mapping[str, Download], now: Mapping[str, Download], waited: float) -> Mapping[str, Download]:
-    """What to show from now on, by pod uid; ``shown`` itself while the news are too small or too young.
+def show(
+    shown: Mapping[str, Download], now: Mapping[str, Download], waited: float
+) -> Mapping[str, Download]:
+    """What to show from now on, by pod uid; ``shown`` itself while the news are too small or too
+    young.
 
     ``waited``: seconds since the last change of what is shown.
     """
@@ -67,7 +76,9 @@ def show(shown: Mapping[str, Download], now: Mapping[str, Download], waited: flo
 def messages(
     shown: Mapping[str, Download], pods: Iterable[Object], before: Mapping[str, Any]
 ) -> Mapping[str, str]:
-    """By pod uid, the blocker's message; of pods not asked yet the one in the status ``before``, as after a restart."""
+    """By pod uid, the blocker's message; of pods not asked yet the one in the status ``before``, as
+    after a restart.
+    """
     said = {
         str(one.get("object")): str(one.get("message"))
         for one in before.get("blockers") or ()

@@ -1,4 +1,6 @@
-"""What became of the requests of a pod that ended: the runtime's last line, in the status the kubelet leaves. Pure."""
+"""What became of the requests of a pod that ended: the runtime's last line, in the status the
+kubelet leaves. Pure.
+"""
 
 import json
 from collections.abc import Mapping
@@ -20,10 +22,14 @@ class Drained(NamedTuple):
 
 
 def read(pod: Object) -> Drained | None:
-    """Of a pod that is being deleted and whose runtime has ended; None for any other, and where it left no word."""
+    """Of a pod that is being deleted and whose runtime has ended; None for any other, and where it
+    left no word.
+    """
     if not pod["metadata"].get("deletionTimestamp"):
         return None
-    main: Mapping[str, Any] = next(iter((pod.get("status") or {}).get("containerStatuses") or ()), {})
+    main: Mapping[str, Any] = next(
+        iter((pod.get("status") or {}).get("containerStatuses") or ()), {}
+    )
     ended = (main.get("state") or {}).get("terminated") or {}
     try:
         said = json.loads(str(ended.get("message") or ""))
@@ -32,7 +38,9 @@ def read(pod: Object) -> Drained | None:
     if not isinstance(said, dict) or said.get("code") != "Drained":
         return None
     counts = [said.get("finished"), said.get("aborted")]
-    good = [n for n in counts if isinstance(n, int) and not isinstance(n, bool) and 0 <= n <= LARGEST]
+    good = [
+        n for n in counts if isinstance(n, int) and not isinstance(n, bool) and 0 <= n <= LARGEST
+    ]
     return Drained(*good) if len(good) == len(counts) else None
 
 

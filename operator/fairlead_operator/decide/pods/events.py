@@ -24,11 +24,14 @@ class Note(NamedTuple):
 def changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[Note]:
     """What to tell of the way from one status to the next.
 
-    The first blocker whenever it is another, any other whose code was not there, and that the last is over.
+    The first blocker whenever it is another, any other whose code was not there, and that the last
+    is over.
     """
     before, now = old.get("blockers") or (), new.get("blockers") or ()
     if before and not now:
-        ready: Mapping[str, Any] = next((c for c in new.get("conditions") or () if c["type"] == "Ready"), {})
+        ready: Mapping[str, Any] = next(
+            (c for c in new.get("conditions") or () if c["type"] == "Ready"), {}
+        )
         reason = "Ready" if ready.get("status") == "True" else "Unblocked"
         over = f"{before[0]['code']} is over: {ready.get('message', '')}"
         return [Note(reason, over, str(before[0].get("since")))]

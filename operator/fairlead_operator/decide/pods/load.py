@@ -1,8 +1,8 @@
 """One pod's load, read from what its ``/metrics`` says: a number that can be trusted, or none.
 
-Owns the parsing of series and the refusal of everything doubtful. A wrong zero scales a busy fleet down, so a
-missing, negative, NaN or infinite value is no value. Fetches nothing; timestamps in the text are ignored, because a
-pod's clock may be wrong: the scraper's own clock dates a sample.
+Owns the parsing of series and the refusal of everything doubtful. A wrong zero scales a busy fleet
+down, so a missing, negative, NaN or infinite value is no value. Fetches nothing; timestamps in the
+text are ignored, because a pod's clock may be wrong: the scraper's own clock dates a sample.
 """
 
 import math
@@ -37,7 +37,9 @@ class Load:
 
     @property
     def sane(self) -> bool:
-        return all(math.isfinite(v) and 0 <= v <= MAX_REQUESTS for v in (self.running, self.waiting))
+        return all(
+            math.isfinite(v) and 0 <= v <= MAX_REQUESTS for v in (self.running, self.waiting)
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,8 +57,8 @@ class Sample:
 def parse(text: str, model: str = "") -> Load:
     """The load in a Prometheus exposition (text format 0.0.4), summed over the engines of one pod.
 
-    ``model``: the served name its series must carry; "" takes any. An address may by now belong to another pod.
-    Raises LoadError, and never guesses.
+    ``model``: the served name its series must carry; "" takes any. An address may by now belong to
+    another pod. Raises LoadError, and never guesses.
     """
     if len(text) > MAX_BODY:
         raise LoadError(f"the body is longer than {MAX_BODY} bytes")
@@ -70,14 +72,18 @@ def parse(text: str, model: str = "") -> Load:
             raise LoadError(f"{name} is missing" + (f" for model {model!r}" if model else ""))
     load = Load(sum(found[RUNNING]), sum(found[WAITING]))
     if not load.sane:
-        raise LoadError(f"running {load.running} and waiting {load.waiting} are no numbers of requests")
+        raise LoadError(
+            f"running {load.running} and waiting {load.waiting} are no numbers of requests"
+        )
     return load
 
 
 def series(
     text: str, names: Collection[str], model: str = ""
 ) -> Iterator[tuple[str, Mapping[str, str], float]]:
-    """Name, labels and value of the series of these names that ``model`` serves. Raises LoadError at a line that is none."""
+    """Name, labels and value of the series of these names that ``model`` serves. Raises LoadError
+    at a line that is none.
+    """
     for line in text.splitlines():
         if not line.startswith(tuple(names)):
             continue
@@ -88,7 +94,10 @@ def series(
         if name not in names:
             continue
         labels = dict(LABEL.findall(body or ""))
-        if model and ESCAPED.sub(lambda m: "\n" if m[1] == "n" else m[1], labels.get(MODEL, "")) != model:
+        if (
+            model
+            and ESCAPED.sub(lambda m: "\n" if m[1] == "n" else m[1], labels.get(MODEL, "")) != model
+        ):
             continue
         try:
             yield name, labels, float(value)

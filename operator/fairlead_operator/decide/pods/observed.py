@@ -1,4 +1,6 @@
-"""What one resource looks like in the cluster: a snapshot of the store, with the questions asked of it. Pure."""
+"""What one resource looks like in the cluster: a snapshot of the store, with the questions asked of
+it. Pure.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -49,13 +51,17 @@ class Observed:
             if (endpoint.get("conditions") or {}).get("ready")
         }
         return [
-            p for p in self.ready_pods() if revision_of_pod(p) == revision and p["metadata"]["uid"] in uids
+            p
+            for p in self.ready_pods()
+            if revision_of_pod(p) == revision and p["metadata"]["uid"] in uids
         ]
 
 
 def observe(store: Store, key: Key, uid: str) -> Observed:
     children = [
-        body for kind in (DEPLOYMENT, SERVICE, BUDGET, POLICY, CLAIM) for body in store.children(kind, key)
+        body
+        for kind in (DEPLOYMENT, SERVICE, BUDGET, POLICY, CLAIM)
+        for body in store.children(kind, key)
     ]
     pods = [
         pod
@@ -64,7 +70,9 @@ def observe(store: Store, key: Key, uid: str) -> Observed:
     ]
     known = {pod["metadata"]["uid"] for pod in pods}
     events = [
-        event for event in store.events_about(known) if event["metadata"].get("namespace", "") == key[0]
+        event
+        for event in store.events_about(known)
+        if event["metadata"].get("namespace", "") == key[0]
     ]
     return Observed(
         children=tuple(children),

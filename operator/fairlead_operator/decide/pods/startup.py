@@ -1,7 +1,8 @@
-"""How long each part of the last start took: what a pod's status tells and what its runtime measured. Pure.
+"""How long each part of the last start took: what a pod's status tells and what its runtime
+measured. Pure.
 
-A container that was started again in its pod was neither scheduled nor downloaded for anew: such a start has the
-runtime's own parts only.
+A container that was started again in its pod was neither scheduled nor downloaded for anew: such a
+start has the runtime's own parts only.
 """
 
 import math
@@ -17,35 +18,52 @@ PARTS = ("loaded", "warmed")  # the runtime's own
 
 
 def read(text: str, model: str = "") -> Mapping[str, float]:
-    """The runtime's parts, in seconds, from its metrics; those that are missing or not to be trusted are left out."""
+    """The runtime's parts, in seconds, from its metrics; those that are missing or not to be
+    trusted are left out.
+    """
     try:
-        found = {labels.get(PHASE, ""): value for _, labels, value in series(text, {STARTUP}, model)}
+        found = {
+            labels.get(PHASE, ""): value for _, labels, value in series(text, {STARTUP}, model)
+        }
     except LoadError:
         return {}
-    return {name: round(found[name], 1) for name in PARTS if 0 < found.get(name, math.inf) < math.inf}
+    return {
+        name: round(found[name], 1) for name in PARTS if 0 < found.get(name, math.inf) < math.inf
+    }
 
 
 def startup(
-    serving: Sequence[Object], measured: Mapping[str, Mapping[str, float]], before: Mapping[str, Any]
+    serving: Sequence[Object],
+    measured: Mapping[str, Mapping[str, float]],
+    before: Mapping[str, Any],
 ) -> Mapping[str, Any]:
-    """The newest serving pod's start. ``measured``: by pod uid, what ``read`` gave; ``before``: shown until that is known."""
+    """The newest serving pod's start. ``measured``: by pod uid, what ``read`` gave; ``before``:
+    shown until that is known.
+    """
     if not serving:
         return before
-    pod = max(serving, key=lambda p: (str(p["metadata"].get("creationTimestamp", "")), p["metadata"]["name"]))
+    pod = max(
+        serving,
+        key=lambda p: (str(p["metadata"].get("creationTimestamp", "")), p["metadata"]["name"]),
+    )
     if pod["metadata"]["uid"] not in measured:
         return before
     return {**_outside(pod), **measured[pod["metadata"]["uid"]]}
 
 
 def _outside(pod: Object) -> dict[str, int]:
-    """The parts that came before the runtime's process, as far as the pod's status tells; whole seconds."""
+    """The parts that came before the runtime's process, as far as the pod's status tells; whole
+    seconds.
+    """
     status = pod["status"]
     main: Mapping[str, Any] = next(iter(status.get("containerStatuses") or ()), {})
     if main.get("restartCount"):
         return {}
     fetch: Mapping[str, Any] = next(iter(status.get("initContainerStatuses") or ()), {})
     fetched = (fetch.get("state") or {}).get("terminated") or {}
-    first = fetched.get("startedAt") or ((main.get("state") or {}).get("running") or {}).get("startedAt")
+    first = fetched.get("startedAt") or ((main.get("state") or {}).get("running") or {}).get(
+        "startedAt"
+    )
     at = {c["type"]: c.get("lastTransitionTime") for c in status.get("conditions") or ()}
     spans = {
         "scheduled": (pod["metadata"].get("creationTimestamp"), at.get("PodScheduled")),

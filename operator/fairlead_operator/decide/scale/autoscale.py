@@ -1,11 +1,12 @@
 """How many replicas: a pure function of policy, past, samples, supply and time.
 
-Owns the decision and the record of every limit that changed it. Reads no cluster, no metric and no clock; whoever
-calls ``decide`` every tick hands back the history it returned.
+Owns the decision and the record of every limit that changed it. Reads no cluster, no metric and no
+clock; whoever calls ``decide`` every tick hands back the history it returned.
 
-What it guards against, each seen in a well-known autoscaler: an average taken for a total (replicas double while
-models load), a metric that is bounded by the batch (never reaches its target), missing data taken for zero, NaN
-taken for a number, starting pods that are not counted, and a mean over minutes that answers a burst in minutes.
+What it guards against, each seen in a well-known autoscaler: an average taken for a total (replicas
+double while models load), a metric that is bounded by the batch (never reaches its target), missing
+data taken for zero, NaN taken for a number, starting pods that are not counted, and a mean over
+minutes that answers a burst in minutes.
 """
 
 import math
@@ -21,9 +22,8 @@ TICK = 5.0  # seconds between two decisions
 UP_PERIOD, DOWN_PERIOD = 15.0, 60.0  # maxStep holds for so many seconds
 GAP = FRESH_SECONDS  # seconds without data after which a window starts over
 HOUR = 3600.0
-TURNS = (
-    2  # a turn downwards waits while the last hour holds more: with the turn up that may follow, at most 4
-)
+# a turn downwards waits while the last hour holds more: with the turn up that may follow, at most 4
+TURNS = 2
 SHARE = 0.8  # of a pod's capacity, when no target is set
 
 
@@ -49,7 +49,9 @@ class Policy:
         if target is None:
             planned = full_length_sequences
             target_value = (
-                max(1.0, SHARE * min(engine.max_requests, planned)) if planned else engine.max_requests
+                max(1.0, SHARE * min(engine.max_requests, planned))
+                if planned
+                else engine.max_requests
             )
         else:
             target_value = target
@@ -67,7 +69,8 @@ class Policy:
 
 @dataclass(frozen=True, slots=True)
 class Supply:
-    """What there is: ``current`` replicas asked for, names of ready pods, pods that start or cannot be placed.
+    """What there is: ``current`` replicas asked for, names of ready pods, pods that start or cannot
+    be placed.
 
     ``starting`` counts pods within their start-up deadline only: a crash-looping pod is no supply.
     """
@@ -84,14 +87,18 @@ class Supply:
 
 @dataclass(frozen=True, slots=True)
 class History:
-    """What ``decide`` remembers. The empty one is right after a restart: its windows fill before anything shrinks."""
+    """What ``decide`` remembers. The empty one is right after a restart: its windows fill before
+    anything shrinks.
+    """
 
     since: float | None = None  # start of the unbroken run of data that ``raws`` belongs to
     raws: tuple[tuple[float, int], ...] = ()  # (time, replicas that demand asked for)
     changes: tuple[tuple[float, int], ...] = ()  # (time, pods added) of the last periods
     direction: int = 0  # of the last change: 1, -1, or 0 for none yet
     last: float = -math.inf  # time of the last change
-    turns: tuple[tuple[float, float], ...] = ()  # (time of a turn, time of the change before it), latest hour
+    turns: tuple[
+        tuple[float, float], ...
+    ] = ()  # (time of a turn, time of the change before it), latest hour
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +120,9 @@ class Decision:
 
     @property
     def limited_by(self) -> str:
-        """The last limit that changed the answer, "" when none did. Tolerance is none: inside it all is as wanted."""
+        """The last limit that changed the answer, "" when none did. Tolerance is none: inside it
+        all is as wanted.
+        """
         limits = [clamp.name for clamp in self.clamps if clamp.name != "tolerance"]
         return limits[-1] if limits else ""
 
@@ -139,9 +148,11 @@ class _Answer:
 def decide(
     policy: Policy, history: History, samples: Mapping[str, Sample], supply: Supply, now: float
 ) -> Decision:
-    """The replicas to ask for now. ``samples`` holds each pod's last good sample, ``now`` is a monotonic clock.
+    """The replicas to ask for now. ``samples`` holds each pod's last good sample, ``now`` is a
+    monotonic clock.
 
-    Without fresh data it holds; it shrinks only on fresh data from every ready pod, over a whole window.
+    Without fresh data it holds; it shrinks only on fresh data from every ready pod, over a whole
+    window.
     """
     known = {pod: samples[pod] for pod in supply.ready if pod in samples and samples[pod].load.sane}
     fresh = [pod for pod, sample in known.items() if sample.fresh(now)]
@@ -160,7 +171,8 @@ def decide(
         answer = _Answer(supply.current)
         why = "no fresh metrics: holding"
     else:
-        # A ready pod that was never read may hold any load: such a moment speaks for no shrinking, now or later.
+        # A ready pod that was never read may hold any load: such a moment speaks for no shrinking,
+        # now or later.
         seen = raw if len(known) == len(supply.ready) else max(raw, supply.current)
         history = _observed(history, seen, now, max(policy.up_window, policy.down_window))
         answer = _Answer(raw)
@@ -180,13 +192,22 @@ def decide(
     return Decision(answer.replicas, history, tuple(answer.clamps), why, inputs)
 
 
-def _limit_up(answer: _Answer, policy: Policy, history: History, supply: Supply, now: float) -> None:
+def _limit_up(
+    answer: _Answer, policy: Policy, history: History, supply: Supply, now: float
+) -> None:
     if policy.up_window:
-        lasting = _over(history, policy.up_window, now, min) if _filled(history, policy.up_window, now) else 0
-        answer.limit("scaleUp.stabilizationSeconds", max(supply.current, min(answer.replicas, lasting)))
+        lasting = (
+            _over(history, policy.up_window, now, min)
+            if _filled(history, policy.up_window, now)
+            else 0
+        )
+        answer.limit(
+            "scaleUp.stabilizationSeconds", max(supply.current, min(answer.replicas, lasting))
+        )
     added = sum(n for at, n in history.changes if n > 0 and 0 <= now - at < UP_PERIOD)
     answer.limit(
-        "scaleUp.maxStep", max(supply.current, min(answer.replicas, supply.current - added + policy.up_step))
+        "scaleUp.maxStep",
+        max(supply.current, min(answer.replicas, supply.current - added + policy.up_step)),
     )
     if supply.unschedulable:
         answer.limit("unschedulable", supply.current)
@@ -202,11 +223,15 @@ def _limit_down(
         answer.limit("windowFilling", supply.current)
         return
     needed = _over(history, policy.down_window, now, max)
-    answer.limit("scaleDown.stabilizationSeconds", min(supply.current, max(answer.replicas, needed)))
+    answer.limit(
+        "scaleDown.stabilizationSeconds", min(supply.current, max(answer.replicas, needed))
+    )
     if answer.replicas < supply.current and history.direction > 0:
         # A small gain must not use up the turns that a large one may need soon.
         large = 3 * answer.replicas < supply.current
-        turns = sum(1 for at, before in history.turns if 0 <= now - (before if large else at) < HOUR)
+        turns = sum(
+            1 for at, before in history.turns if 0 <= now - (before if large else at) < HOUR
+        )
         if turns > TURNS:
             answer.limit("flapping", supply.current)
     removed = -sum(n for at, n in history.changes if n < 0 and 0 <= now - at < DOWN_PERIOD)
@@ -234,7 +259,9 @@ def _changed(history: History, added: int, now: float) -> History:
     turns = tuple(turn for turn in history.turns if 0 <= now - turn[0] < HOUR)
     if history.direction not in (0, direction):
         turns = (*turns, (now, history.last))
-    return replace(history, changes=(*recent, (now, added)), direction=direction, last=now, turns=turns)
+    return replace(
+        history, changes=(*recent, (now, added)), direction=direction, last=now, turns=turns
+    )
 
 
 def _filled(history: History, window: float, now: float) -> bool:

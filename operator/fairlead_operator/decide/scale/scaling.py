@@ -1,7 +1,8 @@
-"""How many replicas a resource should have now, and who says so. Pure but for what it notes in ``Known``.
+"""How many replicas a resource should have now, and who says so. Pure but for what it notes in
+``Known``.
 
-The operator's count lives in the Deployment and nowhere else: that is the current value after a restart, and
-what a tick starts from. Between ticks nothing is decided, however often a pass runs.
+The operator's count lives in the Deployment and nowhere else: that is the current value after a
+restart, and what a tick starts from. Between ticks nothing is decided, however often a pass runs.
 """
 
 from collections.abc import Iterable, Mapping
@@ -43,7 +44,9 @@ def scale(
     now: datetime,
     clock: float,
 ) -> Scaling:
-    """``clock`` is the monotonic clock that dates samples; ``full_sequences`` the planned ones, if planned."""
+    """``clock`` is the monotonic clock that dates samples; ``full_sequences`` the planned ones, if
+    planned.
+    """
     policy = resource.spec.autoscaling
     _notice(resource, seen, known)
     if policy is None or policy.managed_by == "external":
@@ -98,7 +101,9 @@ def _tick(
     if not supply.ready:
         known.scaling_fact = ("False", "NoReadyPods", "no pod is ready to be measured: holding")
     elif stale:
-        text = f"{stale} of {len(supply.ready)} ready pods have no fresh metrics: never scaling down"
+        text = (
+            f"{stale} of {len(supply.ready)} ready pods have no fresh metrics: never scaling down"
+        )
         known.scaling_fact = ("False", "StaleMetrics", text)
     else:
         known.scaling_fact = ("True", "Deciding", "every ready pod is measured")
@@ -106,9 +111,13 @@ def _tick(
 
 
 def supply_of(seen: Observed, current: int, deadline: float, now: datetime) -> Supply:
-    """Ready pods by uid, and pods that will be: younger than the start-up deadline and not crash-looping."""
+    """Ready pods by uid, and pods that will be: younger than the start-up deadline and not
+    crash-looping.
+    """
     ready = tuple(sorted(p["metadata"]["uid"] for p in seen.ready_pods()))
-    waiting = [p for p in seen.pods if not is_ready(p) and not p["metadata"].get("deletionTimestamp")]
+    waiting = [
+        p for p in seen.pods if not is_ready(p) and not p["metadata"].get("deletionTimestamp")
+    ]
     starting = [p for p in waiting if _age(p, now) < deadline and not _crashing(p)]
     return Supply(current, ready, len(starting), sum(_unplaced(p) for p in waiting))
 
@@ -116,7 +125,9 @@ def supply_of(seen: Observed, current: int, deadline: float, now: datetime) -> S
 def load_of(
     known: Known, pods: Iterable[Object], before: Mapping[str, Any], clock: float
 ) -> Mapping[str, int] | None:
-    """``status.load``: the sum over ready pods, or what was written last while the change is small or young."""
+    """``status.load``: the sum over ready pods, or what was written last while the change is small
+    or young.
+    """
     samples = [known.samples.get(p["metadata"]["uid"]) for p in pods]
     fresh = [s.load for s in samples if s is not None and s.fresh(clock)]
     old: Mapping[str, int] | None = before.get("load")
@@ -124,7 +135,9 @@ def load_of(
         return old
     total = Load(sum(one.running for one in fresh), sum(one.waiting for one in fresh))
     new = {"running": round(total.running), "waiting": round(total.waiting)}
-    if old is not None and not _worth(old.get("running", 0) + old.get("waiting", 0), sum(new.values())):
+    if old is not None and not _worth(
+        old.get("running", 0) + old.get("waiting", 0), sum(new.values())
+    ):
         return old
     if new != old:
         known.load_at = clock

@@ -1,10 +1,12 @@
-"""What the autoscaler would have done on a trace of arrivals: the operator's own ``decide`` against a simple fleet.
+"""What the autoscaler would have done on a trace of arrivals: the operator's own ``decide`` against
+a simple fleet.
 
 Owns reading the trace, the fleet's arithmetic and the figures. Draws nothing; ``charts`` does.
 
-The fleet is a fluid queue. A request takes ``prompt/prefill_rate + output/decode_rate`` seconds of a slot; each
-ready pod has ``slots`` of them and what finds none waits. Pods count from the moment they are asked for, serve
-``start_seconds`` later, and go at once. That leaves out how a batch slows its members; see the docs.
+The fleet is a fluid queue. A request takes ``prompt/prefill_rate + output/decode_rate`` seconds of
+a slot; each ready pod has ``slots`` of them and what finds none waits. Pods count from the moment
+they are asked for, serve ``start_seconds`` later, and go at once. That leaves out how a batch slows
+its members; see the docs.
 """
 
 import csv
@@ -85,7 +87,9 @@ class Result:
         return self.pod_seconds / 3600
 
     def turns(self) -> list[tuple[float, float]]:
-        """(time of the change before, time) where the count turned from growing to shrinking or back."""
+        """(time of the change before, time) where the count turned from growing to shrinking or
+        back.
+        """
         found: list[tuple[float, float]] = []
         direction, last = 0, 0.0
         for before, after in itertools.pairwise(self.rows):
@@ -101,7 +105,10 @@ class Result:
         """Of any hour: turns with both of their changes inside it."""
         turns = self.turns()
         return max(
-            (sum(1 for began, at in turns if end - 3600 <= began and at <= end) for _, end in turns),
+            (
+                sum(1 for began, at in turns if end - 3600 <= began and at <= end)
+                for _, end in turns
+            ),
             default=0,
         )
 
@@ -114,7 +121,9 @@ class Result:
             "meanReplicas": round(self.pod_hours / hours, 2) if hours else 0,
             "maxReplicas": max((row.replicas for row in self.rows), default=0),
             "maxWaiting": round(self.max_waiting, 1),
-            "meanWaitSeconds": round(self.request_seconds_waited / self.arrivals, 2) if self.arrivals else 0,
+            "meanWaitSeconds": round(self.request_seconds_waited / self.arrivals, 2)
+            if self.arrivals
+            else 0,
             "secondsOverTarget": round(self.seconds_over),
             "mostTurnsAnHour": self.most_turns_an_hour(),
         }
@@ -130,21 +139,28 @@ class OperatorScaler:
     def __call__(self, moment: Moment) -> tuple[int, str]:
         ready = moment.supply.ready
         share = Sample(
-            Load(moment.running / max(1, len(ready)), moment.waiting / max(1, len(ready))), moment.now
+            Load(moment.running / max(1, len(ready)), moment.waiting / max(1, len(ready))),
+            moment.now,
         )
-        decision = decide(self.policy, self.history, dict.fromkeys(ready, share), moment.supply, moment.now)
+        decision = decide(
+            self.policy, self.history, dict.fromkeys(ready, share), moment.supply, moment.now
+        )
         self.history = decision.history
         return decision.replicas, decision.limited_by
 
 
 def simulate(trace: Iterable[Bucket], pod: Pod, policy: Policy, scaler: Scaler) -> Result:
-    """Run the whole trace, one tick after another. The fleet starts with ``min_replicas`` ready pods."""
+    """Run the whole trace, one tick after another. The fleet starts with ``min_replicas`` ready
+    pods.
+    """
     result = Result()
     pods = [0.0] * policy.min_replicas  # when each is ready, oldest first
     inside, service, now = 0.0, 1.0, 0.0  # requests in the fleet, their mean seconds of service
     for bucket in trace:
         if bucket.arrivals:
-            service = (inside * service + bucket.arrivals * bucket.service) / (inside + bucket.arrivals)
+            service = (inside * service + bucket.arrivals * bucket.service) / (
+                inside + bucket.arrivals
+            )
             inside += bucket.arrivals
             result.arrivals += bucket.arrivals
         ready = sum(1 for at in pods if at <= now)
@@ -159,7 +175,9 @@ def simulate(trace: Iterable[Bucket], pod: Pod, policy: Policy, scaler: Scaler) 
         )
         result.rows.append(Row(now, replicas, ready, running, waiting, limited_by))
         result.pod_seconds += TICK * len(pods)
-        result.seconds_over += TICK if inside > policy.target * (1 + policy.tolerance) * ready else 0.0
+        result.seconds_over += (
+            TICK if inside > policy.target * (1 + policy.tolerance) * ready else 0.0
+        )
         result.max_waiting = max(result.max_waiting, waiting)
         result.request_seconds_waited += waiting * TICK
         inside -= running * -math.expm1(-TICK / service)
@@ -168,14 +186,17 @@ def simulate(trace: Iterable[Bucket], pod: Pod, policy: Policy, scaler: Scaler) 
 
 
 def read_trace(lines: Iterable[str], pod: Pod) -> list[Bucket]:
-    """A CSV of ``t,arrivals,prompt_tokens,output_tokens``: seconds, requests in that second, mean tokens of each.
+    """A CSV of ``t,arrivals,prompt_tokens,output_tokens``: seconds, requests in that second, mean
+    tokens of each.
 
     Seconds without a line have no arrivals. Raises TraceError, which names the line.
     """
     reader = csv.reader(lines)
     header = tuple(name.strip() for name in next(reader, []))
     if header != COLUMNS:
-        raise TraceError(f"line 1: the header must be {','.join(COLUMNS)}, not {','.join(header)[:100]!r}")
+        raise TraceError(
+            f"line 1: the header must be {','.join(COLUMNS)}, not {','.join(header)[:100]!r}"
+        )
     arrivals: dict[int, float] = {}
     seconds: dict[int, float] = {}
     last = -1.0
@@ -211,6 +232,8 @@ def _numbers(cells: Sequence[str], line: int) -> tuple[float, float, float, floa
         except ValueError:
             raise TraceError(f"line {line}: {name} is {cell[:40]!r}: it must be a number") from None
         if not math.isfinite(value) or value < 0:
-            raise TraceError(f"line {line}: {name} is {cell[:40]}: it must be finite and at least 0")
+            raise TraceError(
+                f"line {line}: {name} is {cell[:40]}: it must be finite and at least 0"
+            )
         values.append(value)
     return values[0], values[1], values[2], values[3]

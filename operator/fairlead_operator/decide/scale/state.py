@@ -1,7 +1,7 @@
 """What the operator remembers of a resource between passes: answers of its pods and of the hub.
 
-Lost on restart without harm: everything in here is asked for again. Nothing in here is ever a reason to
-delete anything.
+Lost on restart without harm: everything in here is asked for again. Nothing in here is ever a
+reason to delete anything.
 """
 
 from collections.abc import Mapping
@@ -30,7 +30,10 @@ class Known:
     silent: dict[str, str] = field(default_factory=dict)  # serving pods that did not, and why
     config: Mapping[str, Any] | None = None  # the model's config.json
     config_of: str = ""  # source and revision it belongs to
-    config_error: tuple[str, str] = ("ConfigUnavailable", "the model's config.json is not known yet")
+    config_error: tuple[str, str] = (
+        "ConfigUnavailable",
+        "the model's config.json is not known yet",
+    )
     downloads: Mapping[str, Download] = field(default_factory=dict)  # as shown, of pods that fetch
     downloads_at: float = float("-inf")
     measured: Mapping[str, Any] = field(default_factory=dict)  # a pod's /debug/memory
@@ -52,7 +55,9 @@ class Known:
     untold: list[Note] = field(default_factory=list)  # Events still to be written
 
     def begin(self, before: Mapping[str, Any], clock: float) -> None:
-        """The first pass of this operator: what only the status ``before`` tells is taken from there."""
+        """The first pass of this operator: what only the status ``before`` tells is taken from
+        there.
+        """
         if self.since is None:
             self.since = clock
             self.autoscaled = before.get("autoscaling")
@@ -74,7 +79,8 @@ class Known:
     def in_the_dark(self, clock: float) -> bool:
         """Whether nobody was asked yet: what is not known then is no news.
 
-        An operator that starts again would take back that a resource is Ready, and say it again a moment later.
+        An operator that starts again would take back that a resource is Ready, and say it again a
+        moment later.
         """
         return self.since is not None and not self.asked and clock - self.since < FIRST_LOOK_SECONDS
 
