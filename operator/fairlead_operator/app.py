@@ -12,8 +12,6 @@ import logging
 import os
 from collections.abc import Awaitable, Callable, Mapping
 
-from kubernetes.aio.client import ApiClient
-
 from fairlead_operator.cluster.cache import Store, resource_of
 from fairlead_operator.cluster.client import Cluster, connect
 from fairlead_operator.cluster.lease import Election
@@ -71,17 +69,18 @@ class Operator:
         self._memory = Memory()
 
     async def run(self) -> None:
-        client = await connect(self._environ)
         hub = Hub(self._settings.hub)
         try:
-            async with Pods() as pods:
-                await self._run(client, pods, hub)
+            async with (
+                connect(self._store, self._metrics, self._environ) as cluster,
+                Pods() as pods,
+            ):
+                await self._run(cluster, pods, hub)
         finally:
             await hub.close()
-            await client.close()  # type: ignore[no-untyped-call]
 
-    async def _run(self, client: ApiClient, pods: Pods, hub: Hub) -> None:
-        self._cluster = cluster = Cluster(client, self._store, self._metrics)
+    async def _run(self, cluster: Cluster, pods: Pods, hub: Hub) -> None:
+        self._cluster = cluster
         self._election = Election(cluster, self._settings.lease_namespace, self._settings.identity)
         cluster.may_write = self._election.holds
         reconcile = Reconciler(cluster, self._memory, self._settings)

@@ -11,6 +11,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from fairlead_operator.cluster.client import Cluster
+from fairlead_operator.cluster.observe import observe
 from fairlead_operator.decide.children.allowlists import not_allowed
 from fairlead_operator.decide.children.capacity import PlanError, capacity_of, with_measured
 from fairlead_operator.decide.children.diff import Apply, Conflict, Plan, diff, ours, owner_text
@@ -20,7 +21,7 @@ from fairlead_operator.decide.children.rollout import choose
 from fairlead_operator.decide.pods import blockers, downloads
 from fairlead_operator.decide.pods.blockers import Blocker, blocker
 from fairlead_operator.decide.pods.events import Note, changes, event_about
-from fairlead_operator.decide.pods.observed import Observed, observe
+from fairlead_operator.decide.pods.observed import Observed
 from fairlead_operator.decide.scale.scaling import load_of, scale
 from fairlead_operator.decide.scale.state import FIRST_LOOK_SECONDS, Known, Memory
 from fairlead_operator.decide.status import Capacity, Findings, invalid, status_of, told

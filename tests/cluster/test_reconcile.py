@@ -291,8 +291,10 @@ def test_an_unchanged_resource_costs_no_write(
         passes = operator.metric("fairlead_operator_reconciles_total")
         mine = api.merge(KIND, namespace, "chat", {"metadata": {"annotations": {"n": str(number)}}})
         eventually(
-            lambda p=passes: operator.metric("fairlead_operator_reconciles_total") > p, 10, "a pass"
-        )  # type: ignore[misc]
+            lambda p=passes: operator.metric("fairlead_operator_reconciles_total") > p,  # type: ignore[misc]
+            10,
+            "a pass",
+        )
         seen = api.get(KIND, namespace, "chat")["metadata"]["resourceVersion"]
         assert seen == mine["metadata"]["resourceVersion"], "a status was written"
     assert [

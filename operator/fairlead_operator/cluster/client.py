@@ -6,10 +6,11 @@ retries; the caller's queue does.
 """
 
 import asyncio
+import contextlib
 import json
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any
 
 import aiohttp
@@ -47,7 +48,7 @@ class Pace:
             await asyncio.sleep(-self._tokens / self._rate)
 
 
-async def connect(environ: Mapping[str, str] = os.environ) -> ApiClient:
+async def api_client(environ: Mapping[str, str] = os.environ) -> ApiClient:
     """A client from KUBECONFIG if set, else from the pod's service account. Raises SettingsError."""
     configuration, file = Configuration(), environ.get("KUBECONFIG")
     try:
@@ -239,3 +240,15 @@ class Cluster:
         wish = answer.headers.get("Retry-After", "")
         text: bytes = await answer.read()  # type: ignore[no-untyped-call]
         return answer.status, text, min(float(wish), 10.0) if wish.isdigit() else 0.0
+
+
+@contextlib.asynccontextmanager
+async def connect(
+    store: Store, metrics: Metrics, environ: Mapping[str, str] = os.environ
+) -> AsyncIterator[Cluster]:
+    """A cluster client that is closed at the end of the block. Raises SettingsError."""
+    client = await api_client(environ)
+    try:
+        yield Cluster(client, store, metrics)
+    finally:
+        await client.close()  # type: ignore[no-untyped-call]

@@ -11,10 +11,11 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from fairlead_operator.cluster.cache import Store
+from fairlead_operator.cluster.observe import observe
 from fairlead_operator.decide.children.podtemplate import pod_template
 from fairlead_operator.decide.pods import downloads, startup
 from fairlead_operator.decide.pods.load import LoadError, Sample, parse
-from fairlead_operator.decide.pods.observed import Observed, address_of, observe
+from fairlead_operator.decide.pods.observed import Observed, address_of
 from fairlead_operator.decide.scale.autoscale import TICK
 from fairlead_operator.decide.scale.state import Known, Memory
 from fairlead_operator.probe.hub import Hub, HubError

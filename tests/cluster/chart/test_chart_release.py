@@ -90,8 +90,10 @@ def converged(api: Api, namespace: str, *, claim: bool = False) -> Object:
     children = ["Deployment", "Service", "NetworkPolicy", "PodDisruptionBudget"]
     for kind in children:
         eventually(
-            lambda kind=kind: api.find(kind, namespace, "chat"), 20, f"the {kind} of the resource"
-        )  # type: ignore[misc]
+            lambda kind=kind: api.find(kind, namespace, "chat"),  # type: ignore[misc]
+            20,
+            f"the {kind} of the resource",
+        )
     if claim:
         eventually(
             lambda: api.items("PersistentVolumeClaim", namespace), 20, "the claim of the resource"

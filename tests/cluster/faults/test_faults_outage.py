@@ -159,8 +159,10 @@ def test_no_request_fails_while_the_api_server_or_etcd_stands_still(
                 eventually(plane.answers, after, "the API server answers")
                 api.merge(KIND, namespace, "chat", {"spec": {"service": {"port": port}}})
                 eventually(
-                    lambda port=port: served_port(api, namespace) == port, after, "caught up"
-                )  # type: ignore[misc]
+                    lambda port=port: served_port(api, namespace) == port,  # type: ignore[misc]
+                    after,
+                    "caught up",
+                )
                 slowest = max(slowest, time.monotonic() - began)
                 assert slowest <= after
         assert clients.failures == []

@@ -362,11 +362,9 @@ def test_views_tell_state_counts_and_why_one_waits() -> None:
     engine.inspect(lambda views: found.append(list(views)))
     engine.step()
     views = {view.id: view for view in found[0]}  # type: ignore[attr-defined]
-    assert (views["runs"].status, views["runs"].prompt_tokens, views["runs"].blocks) == (
-        "decoding",
-        6,
-        2,
-    )  # type: ignore[attr-defined]
+    runs = views["runs"]
+    shown = (runs.status, runs.prompt_tokens, runs.blocks)  # type: ignore[attr-defined]
+    assert shown == ("decoding", 6, 2)
     assert views["runs"].waits_for == ""  # type: ignore[attr-defined]
     assert "max_requests" in views["next"].waits_for  # type: ignore[attr-defined]
     assert views["later"].waits_for == "1 ahead of it"  # type: ignore[attr-defined]
