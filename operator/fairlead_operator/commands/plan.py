@@ -17,7 +17,7 @@ import yaml
 from fairlead_operator.decide.children.capacity import PlanError, capacity_of
 from fairlead_operator.resource.fields import ResourceError
 from fairlead_operator.resource.resource import KIND, InferenceDeployment
-from fairlead_runtime.sizing.solve import gib
+from fairlead_runtime.sizing.terms import gib
 
 CONFIG_BYTES = 1 << 20
 

@@ -1,11 +1,7 @@
-"""Our paged attention inside transformers' models.
+"""A transformers causal language model that runs on our paged cache.
 
-Owns the attention function registered with transformers, the context of one forward pass that it
-reads, and PagedModel, a transformers model whose attention is ours. Chooses no blocks and no rows.
-
-Metadata travels by a context variable, not by keyword arguments: some families (stablelm, nemotron)
-drop those before they reach the attention. The registered name has no mask function, so
-transformers builds no mask at all.
+Owns PagedModel and the checks that make one of a loaded model. Chooses no blocks and no rows; the
+attention itself is in ``attention``.
 
 Experts of MoE models run as transformers' ``grouped_mm``: equal to its eager loop but for rounding,
 each token's result independent of the others', and without the loop's wait for the device in every
@@ -15,100 +11,20 @@ layer.
 import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from contextvars import ContextVar
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - torch's own convention
 from torch import Tensor
-from transformers import AttentionInterface, PreTrainedModel
+from transformers import PreTrainedModel
 
-from fairlead_kernels.attention import AttentionBackend, Heads, LayerSpec
-from fairlead_kernels.cache_write import write
+from fairlead_kernels.attention import AttentionBackend, Heads
+from fairlead_runtime.device import attention
+from fairlead_runtime.device.attention import CURRENT_PASS, Call, PagedPass, Pass
 from fairlead_runtime.device.batch import Batch
 from fairlead_runtime.device.kv_cache import CacheStorage
 from fairlead_runtime.models import families, rope
 from fairlead_runtime.models.loading import LoadedModel
-
-# transformers takes names with "flash", "/" or "paged|" for its own kernels.
-NAME = "fairlead_paged"
-
-
-class Pass(Protocol):
-    """One forward pass, as the attention function sees it."""
-
-    keep: Tensor
-
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, call: "Call") -> Tensor:
-        """query, key, value [T, heads, dim] of one layer → [T, query heads, value dim]."""
-        ...
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Call:
-    """What a model's layer passes along with its tensors."""
-
-    scale: float
-    window: int | None
-    softcap: float | None
-    sinks: Tensor | None
-
-
-_PASS: ContextVar[Pass | None] = ContextVar("fairlead_pass", default=None)
-
-
-def _attention(
-    module: torch.nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    scaling: float | None = None,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    s_aux: Tensor | None = None,
-    **_: Any,
-) -> tuple[Tensor, None]:
-    """Transformers' attention signature: [1, heads, T, dim] in, [1, T, heads, dim] out."""
-    current = _PASS.get()
-    if current is None or attention_mask is not None or query.shape[0] != 1:
-        raise RuntimeError(
-            "paged attention runs inside PagedModel.forward only, on packed rows without a mask"
-        )
-    scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
-    call = Call(scale, sliding_window, softcap, s_aux)
-    layer: Any = (
-        module.layer_idx
-    )  # an int, though torch types every attribute of a module as a tensor or a module
-    out = current.attend(layer, _packed(query), _packed(key), _packed(value), call)
-    return out[None], None
-
-
-def _packed(x: Tensor) -> Tensor:
-    return x[0].transpose(0, 1)
-
-
-class PagedPass:
-    """A step: writes keys and values into their slots, then attends over the cache."""
-
-    def __init__(
-        self, batch: Batch, cache: CacheStorage, backend: AttentionBackend, keep: Tensor
-    ) -> None:
-        self._cache = cache
-        self._backend = backend
-        self._slots = [slots.to(cache.device, non_blocking=True) for slots in batch.slots]
-        self._plans = [backend.plan(ragged) for ragged in batch.ragged]
-        self._windows = [ragged.window for ragged in batch.ragged]
-        self.keep = keep
-
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, call: Call) -> Tensor:
-        keys, values, group = self._cache.layer(layer)
-        write(keys, values, self._slots[group], key, value)
-        # The group's window, not the call's: some models pass a window that their mask does not
-        # have.
-        spec = LayerSpec(call.scale, self._windows[group], call.softcap, call.sinks)
-        return self._backend.run(self._plans[group], query, keys, values, spec)
 
 
 class _Probe:
@@ -140,8 +56,8 @@ class PagedModel:
     """
 
     def __init__(self, model: PreTrainedModel, windows: Sequence[int | None]) -> None:
-        AttentionInterface.register(NAME, _attention)
-        model.set_attn_implementation(NAME)
+        attention.register()
+        model.set_attn_implementation(attention.NAME)
         model.eval()
         self.model = model
         self.windows = tuple(windows)
@@ -198,13 +114,13 @@ class PagedModel:
         attended by ``current``.
         """
         extra = {"logits_to_keep": current.keep} if self.selects_logits else {}
-        token = _PASS.set(current)
+        token = CURRENT_PASS.set(current)
         try:
             out = self.model(
                 input_ids=input_ids[None], position_ids=positions[None], use_cache=False, **extra
             )
         finally:
-            _PASS.reset(token)
+            CURRENT_PASS.reset(token)
         logits: Tensor = out.logits[0]
         return logits
 
@@ -217,10 +133,10 @@ class PagedModel:
         try:
             yield self.model
         finally:
-            self._set(NAME, self._experts)
+            self._set(attention.NAME, self._experts)
 
-    def _set(self, attention: str, experts: str) -> None:
-        self.model.set_attn_implementation(attention)
+    def _set(self, attention_name: str, experts: str) -> None:
+        self.model.set_attn_implementation(attention_name)
         if self._experts != "eager":
             self.model.set_experts_implementation(experts)
 
@@ -247,5 +163,5 @@ def prepare(loaded: LoadedModel) -> PagedModel:
 
 def _keep_rows(_module: torch.nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
     """Before the output matrix: only the rows whose logits are wanted."""
-    current = _PASS.get()
+    current = CURRENT_PASS.get()
     return None if current is None else (args[0][:, current.keep], *args[1:])

@@ -24,9 +24,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from fairlead_kernels.attention import AttentionBackend, LayerSpec
+from fairlead_runtime.device.attention import Call
 from fairlead_runtime.device.batch import BatchBuilder
 from fairlead_runtime.device.kv_cache import CacheStorage
-from fairlead_runtime.device.paged_model import Call, PagedModel
+from fairlead_runtime.device.paged_model import PagedModel
 from fairlead_runtime.device.sampling import SamplingBatch, sample
 from fairlead_runtime.request import Request, SamplingParams, Sequence
 from fairlead_runtime.scheduling.plan import Row

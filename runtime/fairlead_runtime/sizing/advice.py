@@ -1,7 +1,7 @@
 """Which settings would let an engine start that does not fit: numbers, each tried by solving the
 equation again.
 
-Owns the words for the command line; ``memory`` owns those for the custom resource. Pure, like the
+Owns the words for the command line; ``verdict`` owns those for the custom resource. Pure, like the
 equation.
 """
 
@@ -12,8 +12,8 @@ from typing import Any
 
 from fairlead_runtime.config import EngineConfig, flag_of
 from fairlead_runtime.sizing.shape import ModelShape
-from fairlead_runtime.sizing.solve import DeviceFacts
-from fairlead_runtime.sizing.terms import GIB, max_model_len, solve
+from fairlead_runtime.sizing.solve import solve
+from fairlead_runtime.sizing.terms import GIB, DeviceFacts, max_model_len
 
 LARGEST = 1 << 16  # GiB of memory: no machine has more
 STEP = 0.25  # GiB: steps in which an offload space is suggested

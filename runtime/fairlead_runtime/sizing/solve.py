@@ -1,220 +1,113 @@
-"""The memory plan in words and, once measured, beside what was found: the face of ``sizing``.
+"""The memory equation of one engine, solved for the number of cache blocks.
 
-The operator plans with facts from a resource, the runtime with facts of its machine and, after a
-profiling run, with measured terms in the place of planned ones: one equation for all three. Owns
-the fit verdict with its fix, which names the fields of the custom resource, and the report behind
-``/debug/memory``.
+budget = max_memory_percent * total  ≥  weights + activations + attention + logits + sampling +
+graphs + batch [+ process + offload + shared_memory on a CPU] + kv
+
+Owns the equation and MemoryPlan, its solution; ``terms`` counts the terms, ``verdict`` puts the
+solution into words. Pure: allocates nothing and asks no device.
 """
 
-from bisect import bisect_left
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
-from fairlead_runtime.config import ConfigError, EngineConfig
+from fairlead_runtime.config import EngineConfig
+from fairlead_runtime.sizing.groups import LayerGroup, group_layers, layers_per_unit
 from fairlead_runtime.sizing.shape import ModelShape
 from fairlead_runtime.sizing.terms import (
-    CPU_CACHE,
     GIB,
     DeviceFacts,
-    MemoryPlan,
+    bytes_of,
     gib,
-    host_terms,
-    solve,
+    max_model_len,
     split,
+    terms_of,
+    weights,
 )
 
-__all__ = [
-    "GIB",
-    "DeviceFacts",
-    "MemoryPlan",
-    "MemoryReport",
-    "TermReport",
-    "gib",
-    "host_terms",
-    "measured",
-    "plan_memory",
-]
-LARGEST_HOST = 4096  # GiB: beyond it no machine is suggested
+CPU_CACHE = 4 * GIB  # a CPU's cache takes no more unless num_blocks asks for it
 
 
-def plan_memory(
-    shape: ModelShape,
-    config: EngineConfig,
-    device: DeviceFacts,
-    measured: Mapping[str, int] | None = None,
+@dataclass(frozen=True, slots=True)
+class MemoryPlan:
+    """The solved equation, in bytes of one accelerator unless said otherwise. ``terms`` sum to at
+    most ``budget`` when ``fits``; a block is ``block_size`` tokens in every layer, a unit the share
+    of one layer group.
+    """
+
+    terms: Mapping[str, int]  # TERMS, on a CPU HOST_TERMS, then kv
+    total: int
+    budget: int
+    weights_bytes: int  # the whole model's
+    kv_bytes_per_token: int  # the whole model's, windows ignored
+    block_size: int
+    block_bytes: int
+    unit_bytes: int
+    num_blocks: int
+    num_units: int
+    offload_units: int  # units that cpu_offload_space holds
+    max_model_len: int
+    full_length_sequences: int
+    fits: bool
+    message: str
+
+    @property
+    def concurrent_tokens(self) -> int:
+        return self.num_blocks * self.block_size
+
+    @property
+    def used(self) -> int:
+        return sum(self.terms.values())
+
+    @property
+    def formula(self) -> str:
+        """The equation with its numbers, for people."""
+        share = f"{self.budget / max(1, self.total):.3g} * {gib(self.total)} GiB"
+        parts = " + ".join(f"{name} {gib(size)}" for name, size in self.terms.items())
+        return f"{share} = {gib(self.budget)} ≥ {parts} ({self.num_blocks} blocks * {self.block_bytes} bytes)"
+
+
+def sequence_units(groups: Sequence[LayerGroup], length: int, block_size: int) -> int:
+    """Units that one sequence of ``length`` tokens holds while it decodes, windows taken into
+    account.
+    """
+    blocks = -(-length // block_size)
+    return sum(
+        blocks if g.window is None else min(blocks, -(-(g.window - 1) // block_size) + 1)
+        for g in groups
+    )
+
+
+def solve(
+    shape: ModelShape, config: EngineConfig, device: DeviceFacts, measured: Mapping[str, int]
 ) -> MemoryPlan:
-    """Solve for the number of cache blocks, or check the one that ``config`` pins.
-
-    ``measured`` replaces planned terms by name (after a profiling run). Raises ConfigError when
-    ``max_model_len`` exceeds the model's own.
-    """
-    if config.max_model_len is not None and config.max_model_len > shape.max_len:
-        raise ConfigError(
-            "max_model_len",
-            f"{config.max_model_len} is more than the model's own {shape.max_len}",
-            f"set at most {shape.max_len} or leave it unset",
-        )
-    plan = solve(shape, config, device, measured or {})
-    return replace(plan, message=_message(plan, shape, config, device, measured or {}))
-
-
-# -- the verdict in words
-
-
-def _message(
-    plan: MemoryPlan,
-    shape: ModelShape,
-    config: EngineConfig,
-    device: DeviceFacts,
-    measured: Mapping[str, int],
-) -> str:
-    if plan.fits:
-        count = plan.full_length_sequences
-        sequences = f"{count} sequence{'' if count == 1 else 's'} of {plan.max_model_len} tokens"
-        return f"fits: {gib(plan.terms['kv'])} GiB of KV cache hold {sequences}"
-    needed = split(plan.max_model_len, plan.block_size) * plan.block_bytes
-    left = plan.budget - plan.used + plan.terms["kv"]
-    if left <= 0:
-        problem = f"needs {gib(plan.budget - left)} GiB before any KV cache, has {gib(plan.budget)}"
-    elif config.num_blocks is not None and plan.terms["kv"] > left:
-        problem = f"numBlocks {config.num_blocks} need {gib(plan.terms['kv'])} GiB of KV cache, has {gib(left)}"
-    elif config.num_blocks is not None:
-        problem = f"numBlocks {config.num_blocks} hold {plan.concurrent_tokens} of {plan.max_model_len} tokens"
-    else:
-        room = min(left, CPU_CACHE) if device.kind == "cpu" else left
-        problem = f"needs {gib(needed)} GiB of KV cache, has {gib(room)}"
-    fixes = _fixes(plan, shape, config, device, measured)
-    return (
-        f"{problem}: set {' or '.join(fixes)}"
-        if fixes
-        else f"{problem}: choose a larger accelerator or a smaller model"
+    """The number of blocks that fills the budget, or the pinned one. ``message`` is left empty."""
+    groups, longest = group_layers(shape.windows), max_model_len(shape, config)
+    element = 1 if config.cache_dtype == "fp8" else bytes_of(shape, config)
+    token_layer = 2 * split(shape.kv_heads, config.tensor_parallel) * shape.head_dim * element
+    unit = layers_per_unit(groups) * config.block_size * token_layer
+    block = unit * len(groups)
+    budget = int(device.total_bytes * config.max_memory_percent)
+    terms = terms_of(shape, config, device, groups)
+    terms |= {name: measured[name] for name in terms if name in measured}
+    left = budget - sum(terms.values())
+    blocks = config.num_blocks
+    if blocks is None:
+        blocks = max(0, min(left, CPU_CACHE) if device.kind == "cpu" else left) // block
+    units = blocks * len(groups)
+    return MemoryPlan(
+        terms=terms | {"kv": blocks * block},
+        total=device.total_bytes,
+        budget=budget,
+        weights_bytes=weights(shape, config, 1),
+        kv_bytes_per_token=2 * shape.layers * shape.kv_width * element,
+        block_size=config.block_size,
+        block_bytes=block,
+        unit_bytes=unit,
+        num_blocks=blocks,
+        num_units=units,
+        offload_units=int(config.cpu_offload_space * GIB) // unit,
+        max_model_len=longest,
+        full_length_sequences=units // sequence_units(groups, longest, config.block_size),
+        fits=left >= blocks * block and blocks * config.block_size >= longest,
+        message="",
     )
-
-
-def _fixes(
-    plan: MemoryPlan,
-    shape: ModelShape,
-    config: EngineConfig,
-    device: DeviceFacts,
-    measured: Mapping[str, int],
-) -> list[str]:
-    """At most two ways, each of which alone makes the plan fit: every one is tried by solving
-    again.
-    """
-
-    def fits(facts: DeviceFacts = device, **change: Any) -> bool:
-        return solve(shape, replace(config, **change), facts, measured).fits
-
-    found: list[str] = []
-    blocks = split(plan.max_model_len, plan.block_size)
-    longest = bisect_left(
-        range(1, plan.max_model_len), True, key=lambda n: not fits(max_model_len=n)
-    )
-    if longest >= plan.block_size:
-        step = 1024 if longest >= 2048 else plan.block_size
-        found.append(f"maxModelLen ≤ {longest // step * step}")
-    if (config.num_blocks is not None or device.kind == "cpu") and fits(num_blocks=blocks):
-        found.append(f"numBlocks {blocks}")
-    splits = (
-        n for n in (2, 4, 8, 16, 32, 64) if n > config.tensor_parallel and shape.kv_heads % n == 0
-    )
-    if device.kind == "cuda":
-        found += [f"tensorParallel {n}" for n in splits if fits(tensor_parallel=n)][:1]
-    if config.quantization == "none" and fits(quantization="int8"):
-        found.append("quantization int8")
-    if (
-        device.kind == "cpu"
-        and config.cpu_offload_space
-        and fits(cpu_offload_space=0.0, num_blocks=blocks)
-    ):
-        spaces = [i / 4 for i in range(int(4 * config.cpu_offload_space), -1, -1)]
-        space = next(n for n in spaces if fits(cpu_offload_space=n, num_blocks=blocks))
-        found.insert(0, f"cpuOffloadSpace ≤ {space:g} and numBlocks {blocks}")
-    shares = [i / 100 for i in range(int(100 * config.max_memory_percent) + 1, 101)]
-    share = bisect_left(shares, True, key=lambda n: fits(max_memory_percent=n))
-    if share < len(shares):
-        found.append(f"maxMemoryPercent {shares[share]}")
-    if device.kind == "cpu" and not found:
-        sizes = range(device.total_bytes // GIB + 1, LARGEST_HOST)
-        enough = bisect_left(
-            sizes, True, key=lambda n: fits(replace(device, total_bytes=n * GIB), num_blocks=blocks)
-        )
-        found += [f"memory {sizes[enough]}Gi and numBlocks {blocks}"] if enough < len(sizes) else []
-    return found[:2]
-
-
-# -- planned beside measured
-
-
-@dataclass(frozen=True, slots=True)
-class TermReport:
-    """``measured`` and ``drift_percent`` (of the planned size) are None for a term nobody measured;
-    ``note`` says why.
-    """
-
-    name: str
-    planned: int
-    measured: int | None
-    drift_percent: float | None
-    note: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class MemoryReport:
-    plan: MemoryPlan
-    terms: tuple[TermReport, ...]
-
-    def as_dict(self) -> dict[str, Any]:
-        """The body of ``/debug/memory``: sizes in bytes."""
-        p = self.plan
-        return {
-            "totalBytes": p.total,
-            "budgetBytes": p.budget,
-            "numBlocks": p.num_blocks,
-            "blockSize": p.block_size,
-            "blockBytes": p.block_bytes,
-            "kvBytesPerToken": p.kv_bytes_per_token,
-            "weightsBytes": p.weights_bytes,
-            "concurrentTokens": p.concurrent_tokens,
-            "fullLengthSequences": p.full_length_sequences,
-            "maxModelLen": p.max_model_len,
-            "fits": p.fits,
-            "message": p.message,
-            "formula": p.formula,
-            "terms": [
-                {
-                    "name": t.name,
-                    "plannedBytes": t.planned,
-                    "measuredBytes": t.measured,
-                    "driftPercent": t.drift_percent,
-                    "note": t.note,
-                }
-                for t in self.terms
-            ],
-        }
-
-
-def measured(
-    plan: MemoryPlan, facts: Mapping[str, int], notes: Mapping[str, str] | None = None
-) -> MemoryReport:
-    """The plan's terms beside the sizes measured, in bytes by term name; a name the plan lacks is
-    added with 0.
-
-    ``notes`` say why a term was not measured.
-    """
-    names = [*plan.terms, *(name for name in facts if name not in plan.terms)]
-    told = notes or {}
-    terms = (
-        _term(name, plan.terms.get(name, 0), facts.get(name), told.get(name, "")) for name in names
-    )
-    return MemoryReport(plan, tuple(terms))
-
-
-def _term(name: str, planned: int, found: int | None, note: str) -> TermReport:
-    if found is None:
-        return TermReport(name, planned, None, None, note or "not measured")
-    drift = (
-        round(100 * (found - planned) / planned, 1) if planned else (0.0 if found == 0 else None)
-    )
-    return TermReport(name, planned, found, drift)

@@ -1,24 +1,19 @@
-"""Where one engine's memory goes, as a single equation.
+"""The terms of the memory equation: what one engine takes beside its cache, each in bytes.
 
-budget = max_memory_percent * total  ≥  weights + activations + attention + logits + sampling +
-graphs + batch [+ process + offload + shared_memory on a CPU] + kv
-
-Owns the terms and the number of cache blocks that solves the equation, nothing else: ``memory``
-turns the outcome into words and reports. Allocates nothing and asks no device anything; ``host``
-reads a machine's limit.
+Owns the arithmetic of every term but the cache; ``solve`` puts them into the equation. Pure:
+allocates nothing and asks no device; ``start/host.py`` reads a machine's limit.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from fairlead_runtime.config import EngineConfig
-from fairlead_runtime.sizing.groups import LayerGroup, group_layers, layers_per_unit
+from fairlead_runtime.sizing.groups import LayerGroup
 from fairlead_runtime.sizing.shape import DTYPE_BYTES, ModelShape
 
 MIB, GIB = 1 << 20, 1 << 30
 PROCESS = GIB  # a runtime's interpreter, libraries and buffers before any weight; measured at start
-CPU_CACHE = 4 * GIB  # a CPU's cache takes no more unless num_blocks asks for it
 GRAPH = 16 * MIB  # what one captured graph keeps beyond the pool that all share
 FLASHINFER = 256 * MIB  # its workspaces: float, integer and page-locked
 STRIP = 256  # queries of one row that the torch attention masks and scores together
@@ -42,45 +37,6 @@ class DeviceFacts:
     total_bytes: int
 
 
-@dataclass(frozen=True, slots=True)
-class MemoryPlan:
-    """The solved equation, in bytes of one accelerator unless said otherwise. ``terms`` sum to at
-    most ``budget`` when ``fits``; a block is ``block_size`` tokens in every layer, a unit the share
-    of one layer group.
-    """
-
-    terms: Mapping[str, int]  # TERMS, on a CPU HOST_TERMS, then kv
-    total: int
-    budget: int
-    weights_bytes: int  # the whole model's
-    kv_bytes_per_token: int  # the whole model's, windows ignored
-    block_size: int
-    block_bytes: int
-    unit_bytes: int
-    num_blocks: int
-    num_units: int
-    offload_units: int  # units that cpu_offload_space holds
-    max_model_len: int
-    full_length_sequences: int
-    fits: bool
-    message: str
-
-    @property
-    def concurrent_tokens(self) -> int:
-        return self.num_blocks * self.block_size
-
-    @property
-    def used(self) -> int:
-        return sum(self.terms.values())
-
-    @property
-    def formula(self) -> str:
-        """The equation with its numbers, for people."""
-        share = f"{self.budget / max(1, self.total):.3g} * {gib(self.total)} GiB"
-        parts = " + ".join(f"{name} {gib(size)}" for name, size in self.terms.items())
-        return f"{share} = {gib(self.budget)} ≥ {parts} ({self.num_blocks} blocks * {self.block_bytes} bytes)"
-
-
 def terms_of(
     shape: ModelShape, config: EngineConfig, device: DeviceFacts, groups: Sequence[LayerGroup]
 ) -> dict[str, int]:
@@ -99,7 +55,7 @@ def terms_of(
     buffers = 1 if cpu or config.async_batching == "off" else 2
     chosen = min(rows, max(1, SAMPLED[device.kind] // shape.vocab))
     terms = {
-        "weights": _weights(shape, config, tp),
+        "weights": weights(shape, config, tp),
         "activations": tokens * width * a,
         "attention": _attention(shape, config, groups, a) if cpu else FLASHINFER,
         "logits": rows * max(width, 2 * shape.hidden + shape.logit_copies * shape.vocab) * a,
@@ -127,54 +83,7 @@ def bytes_of(shape: ModelShape, config: EngineConfig) -> int:
     return DTYPE_BYTES[(shape.dtype or "float32") if config.dtype == "auto" else config.dtype]
 
 
-def sequence_units(groups: Sequence[LayerGroup], length: int, block_size: int) -> int:
-    """Units that one sequence of ``length`` tokens holds while it decodes, windows taken into
-    account.
-    """
-    blocks = -(-length // block_size)
-    return sum(
-        blocks if g.window is None else min(blocks, -(-(g.window - 1) // block_size) + 1)
-        for g in groups
-    )
-
-
-def solve(
-    shape: ModelShape, config: EngineConfig, device: DeviceFacts, measured: Mapping[str, int]
-) -> MemoryPlan:
-    """The number of blocks that fills the budget, or the pinned one. ``message`` is left empty."""
-    groups, longest = group_layers(shape.windows), max_model_len(shape, config)
-    element = 1 if config.cache_dtype == "fp8" else bytes_of(shape, config)
-    token_layer = 2 * split(shape.kv_heads, config.tensor_parallel) * shape.head_dim * element
-    unit = layers_per_unit(groups) * config.block_size * token_layer
-    block = unit * len(groups)
-    budget = int(device.total_bytes * config.max_memory_percent)
-    terms = terms_of(shape, config, device, groups)
-    terms |= {name: measured[name] for name in terms if name in measured}
-    left = budget - sum(terms.values())
-    blocks = config.num_blocks
-    if blocks is None:
-        blocks = max(0, min(left, CPU_CACHE) if device.kind == "cpu" else left) // block
-    units = blocks * len(groups)
-    return MemoryPlan(
-        terms=terms | {"kv": blocks * block},
-        total=device.total_bytes,
-        budget=budget,
-        weights_bytes=_weights(shape, config, 1),
-        kv_bytes_per_token=2 * shape.layers * shape.kv_width * element,
-        block_size=config.block_size,
-        block_bytes=block,
-        unit_bytes=unit,
-        num_blocks=blocks,
-        num_units=units,
-        offload_units=int(config.cpu_offload_space * GIB) // unit,
-        max_model_len=longest,
-        full_length_sequences=units // sequence_units(groups, longest, config.block_size),
-        fits=left >= blocks * block and blocks * config.block_size >= longest,
-        message="",
-    )
-
-
-def _weights(shape: ModelShape, config: EngineConfig, tp: int) -> int:
+def weights(shape: ModelShape, config: EngineConfig, tp: int) -> int:
     """The layers' matrices are quantized and split over accelerators; embeddings, norms and biases
     are neither.
     """

@@ -31,9 +31,9 @@ from fairlead_runtime.scheduling.plan import Limits
 from fairlead_runtime.scheduling.scheduler import Scheduler
 from fairlead_runtime.serving.detokenize import Vocabulary, vocabulary_of
 from fairlead_runtime.serving.intake import Intake
-from fairlead_runtime.sizing import solve
 from fairlead_runtime.sizing.groups import group_layers
-from fairlead_runtime.sizing.solve import DeviceFacts, MemoryReport
+from fairlead_runtime.sizing.report import MemoryReport, memory_report
+from fairlead_runtime.sizing.terms import DeviceFacts
 from fairlead_runtime.start.host import cpu_limit, memory_limit
 from fairlead_runtime.start.resolve import Resolved, check_supported, resolve, summary
 
@@ -239,7 +239,7 @@ def _report(
 ) -> MemoryReport:
     """The outcome, with each term as it was planned before anything was measured."""
     planned = resolve(config, found.shape, device, dtype=resolved.dtype).plan.terms
-    return solve.measured(replace(resolved.plan, terms=planned), measured, NOT_MEASURED)
+    return memory_report(replace(resolved.plan, terms=planned), measured, NOT_MEASURED)
 
 
 def _bound_threads() -> None:

@@ -11,7 +11,9 @@ from dataclasses import dataclass
 from fairlead_runtime.config import ConfigError, EngineConfig
 from fairlead_runtime.sizing.advice import to_start
 from fairlead_runtime.sizing.shape import ModelShape
-from fairlead_runtime.sizing.solve import DeviceFacts, MemoryPlan, gib, plan_memory
+from fairlead_runtime.sizing.solve import MemoryPlan
+from fairlead_runtime.sizing.terms import DeviceFacts, gib
+from fairlead_runtime.sizing.verdict import plan_memory
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from fairlead_kernels.backend import pick
-from fairlead_runtime.device import paged_model, profiling, selftest
-from fairlead_runtime.device.paged_model import Call, PagedModel, PagedPass
+from fairlead_runtime.device import attention, profiling, selftest
+from fairlead_runtime.device.attention import Call, PagedPass
+from fairlead_runtime.device.paged_model import PagedModel
 from fairlead_runtime.models import families, rope, tiny
 from fairlead_runtime.models.model_error import ModelError
 from fairlead_runtime.request import Request, SamplingParams, Sequence
@@ -86,7 +87,7 @@ def test_a_window_wrong_by_one_fails_the_self_test(
 
 
 def test_keys_in_each_others_slots_fail_the_self_test(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, begin = paged("llama"), paged_model.PagedPass.__init__
+    model, begin = paged("llama"), PagedPass.__init__
 
     def swapped(self: PagedPass, batch: Any, *rest: Any) -> None:
         for slots in batch.slots:
@@ -137,7 +138,7 @@ def test_the_plain_model_is_given_back_even_when_its_use_fails() -> None:
     model = paged("llama")
     with pytest.raises(KeyError), model.plain():
         raise KeyError
-    assert model.model.config._attn_implementation == paged_model.NAME
+    assert model.model.config._attn_implementation == attention.NAME
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "gpt_oss"])

@@ -15,7 +15,8 @@ from fairlead_runtime.device.paged_model import PagedModel
 from fairlead_runtime.models import architecture, families, rope, tiny
 from fairlead_runtime.models.headers import Header, Tensor
 from fairlead_runtime.sizing.shape import ModelShape
-from fairlead_runtime.sizing.solve import GIB, DeviceFacts, plan_memory
+from fairlead_runtime.sizing.terms import GIB, DeviceFacts
+from fairlead_runtime.sizing.verdict import plan_memory
 
 LENGTH = 512
 SIZES: dict[str, Any] = {

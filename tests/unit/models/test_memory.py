@@ -13,9 +13,11 @@ from hypothesis import strategies as st
 
 from fairlead_runtime.config import ConfigError, EngineConfig
 from fairlead_runtime.sizing.groups import group_layers
+from fairlead_runtime.sizing.report import memory_report
 from fairlead_runtime.sizing.shape import ModelShape
-from fairlead_runtime.sizing.solve import GIB, DeviceFacts, MemoryPlan, measured, plan_memory
-from fairlead_runtime.sizing.terms import CPU_CACHE, PROCESS, sequence_units
+from fairlead_runtime.sizing.solve import CPU_CACHE, MemoryPlan, sequence_units
+from fairlead_runtime.sizing.terms import GIB, PROCESS, DeviceFacts
+from fairlead_runtime.sizing.verdict import plan_memory
 
 LLAMA_8B = ModelShape.from_config(
     {
@@ -299,7 +301,7 @@ def test_the_report_puts_measured_beside_planned() -> None:
         "activations": plan.terms["activations"] * 2,
         "cuda_context": 5,
     }
-    body = measured(plan, facts).as_dict()
+    body = memory_report(plan, facts).as_dict()
     terms = {t["name"]: t for t in body["terms"]}
     assert set(terms) == {*plan.terms, "cuda_context"}
     assert terms["weights"]["driftPercent"] == 0.0

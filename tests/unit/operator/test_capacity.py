@@ -18,7 +18,8 @@ from fairlead_operator.decide.children.capacity import (
 )
 from fairlead_operator.resource.resource import InferenceDeployment
 from fairlead_runtime.sizing.shape import ModelShape
-from fairlead_runtime.sizing.solve import GIB, DeviceFacts, plan_memory
+from fairlead_runtime.sizing.terms import GIB, DeviceFacts
+from fairlead_runtime.sizing.verdict import plan_memory
 
 QWEN: dict[str, Any] = {
     "model_type": "qwen2",

@@ -7,7 +7,7 @@ import pytest
 
 from fairlead_runtime.config import ConfigError, EngineConfig
 from fairlead_runtime.sizing.shape import ModelShape
-from fairlead_runtime.sizing.solve import GIB, DeviceFacts
+from fairlead_runtime.sizing.terms import GIB, DeviceFacts
 from fairlead_runtime.start.resolve import Resolved, resolve
 
 CONFIG: dict[str, Any] = {
