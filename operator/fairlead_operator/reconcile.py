@@ -14,7 +14,7 @@ from fairlead_operator.cluster.client import Cluster
 from fairlead_operator.cluster.observe import observe
 from fairlead_operator.decide.children.allowlists import not_allowed
 from fairlead_operator.decide.children.capacity import PlanError, capacity_of, with_measured
-from fairlead_operator.decide.children.diff import Apply, Conflict, Plan, diff, ours, owner_text
+from fairlead_operator.decide.children.diff import Apply, Conflict, Writes, diff, ours, owner_text
 from fairlead_operator.decide.children.manifests import keeps_weights, render
 from fairlead_operator.decide.children.podtemplate import pod_template
 from fairlead_operator.decide.children.rollout import choose
@@ -24,7 +24,13 @@ from fairlead_operator.decide.pods.events import Note, changes, event_about
 from fairlead_operator.decide.pods.observed import Observed
 from fairlead_operator.decide.scale.scaling import load_of, scale
 from fairlead_operator.decide.scale.state import FIRST_LOOK_SECONDS, Known, Memory
-from fairlead_operator.decide.status import Capacity, Findings, invalid, status_of, told
+from fairlead_operator.decide.status import (
+    Capacity,
+    Findings,
+    invalid,
+    reports_generation,
+    status_of,
+)
 from fairlead_operator.errors import ApiError
 from fairlead_operator.resource.fields import ResourceError
 from fairlead_operator.resource.kinds import (
@@ -93,14 +99,14 @@ class Reconciler:
 
         cached = keeps_weights(resource) and bool(seen.serving(revision))
         wanted = render(resource, self._settings, scaling.replicas, strategy, cached=cached)
-        plan = diff(wanted, seen.children, resource.uid)
+        writes = diff(wanted, seen.children, resource.uid)
         if not resource.spec.paused and not found:
             # The first of all creations needs no question: it is refused if the child is there.
             if seen.children:
-                await self._make_sure(body, plan)
-            found = await self._carry_out(plan)
+                await self._make_sure(body, writes)
+            found = await self._carry_out(writes)
             seen = observe(self._cluster.store, key, resource.uid)
-        found += [_conflict(one) for one in plan.conflicts]
+        found += [_conflict(one) for one in writes.conflicts]
 
         findings = Findings(
             desired=scaling.replicas,
@@ -123,7 +129,7 @@ class Reconciler:
         ):  # kept until written: a pass may end early, and what changed is seen once
             await self._event(body, known.untold[0])
             del known.untold[0]
-        if known.in_the_dark(self._clock()) and told(before, resource.generation):
+        if known.in_the_dark(self._clock()) and reports_generation(before, resource.generation):
             return self._again(body, FIRST_LOOK_SECONDS)
         await self._report(body, status_of(resource, seen, findings, before, self._now()))
         return self._again(body, min(REFUSED_SECONDS if found else RESYNC_SECONDS, scaling.again))
@@ -138,14 +144,14 @@ class Reconciler:
         )
         return 0.0 if newer else after
 
-    async def _make_sure(self, body: Object, plan: Plan) -> None:
+    async def _make_sure(self, body: Object, writes: Writes) -> None:
         """Ask before anything is written: lists and watches may show an old world.
 
         An old resource would undo its owner's last change, an old Deployment the autoscaler's last
         count. Raises ApiError (409, Stale) when this pass was decided from either.
         """
-        changed = [(BY_NAME[one.manifest["kind"]], one.manifest) for one in plan.apply if one.uid]
-        asked = [(RESOURCE, key_of(body))] if plan.apply or plan.delete else []
+        changed = [(BY_NAME[one.manifest["kind"]], one.manifest) for one in writes.apply if one.uid]
+        asked = [(RESOURCE, key_of(body))] if writes.apply or writes.delete else []
         asked += [(kind, key_of(manifest)) for kind, manifest in changed if kind is DEPLOYMENT]
         for kind, key in asked:
             held = self._cluster.store.get(kind, key)
@@ -155,12 +161,12 @@ class Reconciler:
                     409, "Stale", f"{kind.name}/{key[1]} has changed since it was last seen"
                 )
 
-    async def _carry_out(self, plan: Plan) -> list[Blocker]:
+    async def _carry_out(self, writes: Writes) -> list[Blocker]:
         """Write; what the API server refuses for good is a blocker, everything else an error to
         retry.
         """
         refused = []
-        for step in plan.apply:
+        for step in writes.apply:
             kind = BY_NAME[step.manifest["kind"]]
             about = f"{kind.name}/{step.manifest['metadata']['name']}"
             log.info("apply %s: %s", about, step.why)
@@ -178,7 +184,7 @@ class Reconciler:
                 else:
                     await self._refresh(kind, key_of(step.manifest), error)
                     raise
-        for gone in plan.delete:
+        for gone in writes.delete:
             kind = BY_NAME[gone.body["kind"]]
             log.info("delete %s/%s: %s", kind.name, gone.body["metadata"]["name"], gone.why)
             try:
@@ -281,9 +287,9 @@ def judge(
         downloads=downloads.messages(known.downloads, seen.pods, before),
     )
     serving = seen.serving(revision)
-    plan = planned.body
-    if plan is not None and not plan.get("fits") and not seen.ready_pods():
-        everything.append(blocker("DoesNotFit", about, str(plan.get("message", ""))))
+    body = planned.body
+    if body is not None and not body.get("fits") and not seen.ready_pods():
+        everything.append(blocker("DoesNotFit", about, str(body.get("message", ""))))
     for pod in serving:
         if why := known.silent.get(pod["metadata"]["uid"]):
             everything.append(blocker("CanaryFailed", f"Pod/{pod['metadata']['name']}", why))

@@ -40,7 +40,7 @@ class WorkQueue(Generic[K]):
             K, float | None
         ] = {}  # value: when it was woken for while being worked on
         self._failures: dict[K, int] = {}
-        self._news = asyncio.Event()
+        self._rescheduled = asyncio.Event()
 
     def __len__(self) -> int:
         return len(self._due) + len(self._active)
@@ -52,8 +52,8 @@ class WorkQueue(Generic[K]):
         """
         due = self._clock() + (self._settle if after is None else after)
         if key in self._active:
-            held = self._active[key]
-            self._active[key] = due if held is None else min(held, due)
+            woken_for = self._active[key]
+            self._active[key] = due if woken_for is None else min(woken_for, due)
         elif key in self._due and (key in self._failures or self._due[key] <= due):
             return
         else:
@@ -65,18 +65,20 @@ class WorkQueue(Generic[K]):
 
     async def run(self, workers: int) -> None:
         """Work until cancelled, on at most ``workers`` keys at a time."""
-        room = asyncio.Semaphore(workers)
+        free_workers = asyncio.Semaphore(workers)
         async with asyncio.TaskGroup() as group:
             while True:
-                await room.acquire()
+                await free_workers.acquire()
                 key = await self._next()
                 self._active[key] = None
-                group.create_task(self._serve(key)).add_done_callback(lambda _: room.release())
+                group.create_task(self._serve(key)).add_done_callback(
+                    lambda _: free_workers.release()
+                )
 
     def _schedule(self, key: K, due: float) -> None:
         self._due[key] = due
         heapq.heappush(self._heap, (due, next(self._order), key))
-        self._news.set()
+        self._rescheduled.set()
 
     async def _next(self) -> K:
         while True:
@@ -92,26 +94,26 @@ class WorkQueue(Generic[K]):
                     del self._due[key]
                     return key
                 break
-            self._news.clear()
+            self._rescheduled.clear()
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._news.wait(), wait)
+                await asyncio.wait_for(self._rescheduled.wait(), wait)
 
     async def _serve(self, key: K) -> None:
         again: float | None = None
-        failed: Exception | None = None
+        failure: Exception | None = None
         try:
             again = await self._work(key)
         except Exception as error:  # noqa: BLE001 - one resource's failure must not stop the others
-            failed = error
-        woken = self._active.pop(key)
-        if failed is not None:
-            self._back_off(key, failed)
+            failure = error
+        woken_for = self._active.pop(key)
+        if failure is not None:
+            self._back_off(key, failure)
             return
         self._failures.pop(key, None)
         if again is not None:
             self.wake(key, again)
-        if woken is not None:
-            self.wake(key, woken - self._clock())
+        if woken_for is not None:
+            self.wake(key, woken_for - self._clock())
 
     def _back_off(self, key: K, error: Exception) -> None:
         count = self._failures.get(key, 0)

@@ -42,8 +42,8 @@ def main(args: Sequence[str]) -> int:
     except (OSError, UnicodeDecodeError, ResourceError, TraceError) as error:
         print(f"fairlead backtest: {error}", file=sys.stderr)  # noqa: T201 - an error
         return 2
-    show = {"text": _text, "json": _json, "csv": _csv}[options.output]
-    print(show(result, policy))  # noqa: T201 - the answer
+    format_result = {"text": _text, "json": _json, "csv": _csv}[options.output]
+    print(format_result(result, policy))  # noqa: T201 - the answer
     return 0
 
 
@@ -104,7 +104,7 @@ def _text(result: Result, policy: Policy) -> str:
     for row in rows:
         if row.limited_by:
             limits[row.limited_by] = limits.get(row.limited_by, 0.0) + TICK
-    held = [
+    limit_lines = [
         f"  {name:32}{seconds / 60:8.1f} min"
         for name, seconds in sorted(limits.items(), key=lambda i: -i[1])
     ]
@@ -115,7 +115,7 @@ def _text(result: Result, policy: Policy) -> str:
     ]
     target = f"target {policy.target:g} requests a pod, {policy.min_replicas} to {policy.max_replicas} pods"
     return "\n".join(
-        [target, "", *charts, "", *figures, "", "limited by", *(held or ["  nothing"])]
+        [target, "", *charts, "", *figures, "", "limited by", *(limit_lines or ["  nothing"])]
     )
 
 

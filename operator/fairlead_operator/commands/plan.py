@@ -67,16 +67,16 @@ def read_resource(file: str) -> Any:
     return next((b for b in bodies if isinstance(b, Mapping) and b.get("kind") == KIND), bodies[0])
 
 
-def _config(given: str | None, deployment: InferenceDeployment) -> Mapping[str, Any]:
+def _config(config_path: str | None, deployment: InferenceDeployment) -> Mapping[str, Any]:
     source = deployment.spec.model.where
-    if given is not None:
-        text = _bounded(Path(given))
+    if config_path is not None:
+        text = _read_config(Path(config_path))
     elif source.kind == "demo":
         text = (importlib.resources.files("fairlead_runtime") / "demo" / "config.json").read_text(
             "utf-8"
         )
     elif source.kind == "file" and (Path(source.path) / "config.json").is_file():
-        text = _bounded(Path(source.path) / "config.json")
+        text = _read_config(Path(source.path) / "config.json")
     else:
         where = f"the config.json of {deployment.spec.model.source}"
         raise PlanError(
@@ -92,7 +92,7 @@ def _config(given: str | None, deployment: InferenceDeployment) -> Mapping[str, 
     return config
 
 
-def _bounded(file: Path) -> str:
+def _read_config(file: Path) -> str:
     if file.stat().st_size > CONFIG_BYTES:
         raise PlanError(
             "ConfigUnavailable", f"{file} is larger than 1 MiB: that is no model's config.json"

@@ -56,7 +56,7 @@ class Findings:
 def status_of(
     resource: InferenceDeployment,
     seen: Observed,
-    found: Findings,
+    findings: Findings,
     previous: Mapping[str, Any],
     now: datetime,
 ) -> Object:
@@ -64,44 +64,46 @@ def status_of(
     change.
     """
     stamp = now.strftime("%Y-%m-%dT%H:%M:%SZ")
-    blockers = _blockers(found, previous, stamp)
-    serving = [p for p in seen.serving(found.revision) if p["metadata"]["uid"] in found.canaries]
+    blockers = _blockers(findings, previous, stamp)
+    serving = [
+        p for p in seen.serving(findings.revision) if p["metadata"]["uid"] in findings.canaries
+    ]
     current = sorted(
-        {revision_of_pod(p) for p in seen.ready_pods()}, key=lambda r: r == found.revision
+        {revision_of_pod(p) for p in seen.ready_pods()}, key=lambda r: r == findings.revision
     )
     draining = [p for p in seen.pods if p["metadata"].get("deletionTimestamp")]
     status: Object = {
         "observedGeneration": resource.generation,
         "replicas": len(seen.pods) - len(draining),
-        "desiredReplicas": found.desired,
+        "desiredReplicas": findings.desired,
         "readyReplicas": len(seen.ready_pods()),
         "updatedReplicas": sum(
-            revision_of_pod(p) == found.revision and p not in draining for p in seen.pods
+            revision_of_pod(p) == findings.revision and p not in draining for p in seen.pods
         ),
         "drainingReplicas": len(draining),
         "selector": ",".join(f"{k}={v}" for k, v in selector(resource).items()),
         "url": _url(resource),
-        "targetRevision": found.revision,
+        "targetRevision": findings.revision,
         "rollout": {
-            "phase": _phase(seen, found),
-            "strategyChosen": found.strategy,
-            "why": found.why,
-            "drained": found.drained.finished,
-            "aborted": found.drained.aborted,
+            "phase": _phase(seen, findings),
+            "strategyChosen": findings.strategy,
+            "why": findings.why,
+            "drained": findings.drained.finished,
+            "aborted": findings.drained.aborted,
         },
         "blockers": blockers,
     }
     if current:
         status["currentRevision"] = current[-1]
-    if found.capacity.body:
-        status["capacity"] = dict(found.capacity.body)
-    if found.load is not None:
-        status["load"] = dict(found.load)
-    if found.autoscaling is not None:
-        status["autoscaling"] = dict(found.autoscaling)
-    if seconds := startup(serving, found.startups, previous.get("startup") or {}):
+    if findings.capacity.body:
+        status["capacity"] = dict(findings.capacity.body)
+    if findings.load is not None:
+        status["load"] = dict(findings.load)
+    if findings.autoscaling is not None:
+        status["autoscaling"] = dict(findings.autoscaling)
+    if seconds := startup(serving, findings.startups, previous.get("startup") or {}):
         status["startup"] = dict(seconds)
-    facts = _conditions(seen, found, blockers, serving)
+    facts = _conditions(seen, findings, blockers, serving)
     if resource.spec.model.trust_remote_code:
         facts.append(
             (
@@ -138,18 +140,18 @@ def invalid(
 
 
 def _conditions(
-    seen: Observed, found: Findings, blockers: Sequence[Object], serving: Sequence[Object]
+    seen: Observed, findings: Findings, blockers: Sequence[Object], serving: Sequence[Object]
 ) -> list[tuple[str, str, str, str]]:
     """Type, status, reason and message of every condition."""
     first = blockers[0] if blockers else None
-    count = f"{len(serving)} of {found.desired} pods of revision {found.revision} serve"
+    count = f"{len(serving)} of {findings.desired} pods of revision {findings.revision} serve"
     ready = bool(serving)
     reason, message = (
         ("Serving", f"{count}; a canary token went through") if ready else _why_not(first)
     )
-    available = len(seen.ready_pods()) >= found.desired > 0
-    phase = _phase(seen, found)
-    capacity = found.capacity
+    available = len(seen.ready_pods()) >= findings.desired > 0
+    phase = _phase(seen, findings)
+    capacity = findings.capacity
     planned = ("Unknown", capacity.reason, capacity.message)
     if capacity.body is not None:
         fits = bool(capacity.body.get("fits"))
@@ -163,15 +165,15 @@ def _conditions(
             "Progressing",
             "True" if progressing else "False",
             first["code"] if progressing and first else phase,
-            first["message"] if progressing and first else f"revision {found.revision}",
+            first["message"] if progressing and first else f"revision {findings.revision}",
         ),
         (
             "Available",
             "True" if available else "False",
             "EnoughPods" if available else "TooFewPods",
-            f"{len(seen.ready_pods())} of {found.desired} pods are ready",
+            f"{len(seen.ready_pods())} of {findings.desired} pods are ready",
         ),
-        ("AutoscalingActive", *found.scaling),
+        ("AutoscalingActive", *findings.scaling),
     ]
 
 
@@ -181,17 +183,17 @@ def _why_not(first: Object | None) -> tuple[str, str]:
     return first["code"], f"{first['message']} ({first['hint']})"
 
 
-def _phase(seen: Observed, found: Findings) -> str:
+def _phase(seen: Observed, findings: Findings) -> str:
     pods = [p for p in seen.pods if not p["metadata"].get("deletionTimestamp")]
-    if found.desired == 0:
+    if findings.desired == 0:
         return "Stopped"
-    if any(revision_of_pod(p) != found.revision for p in pods):
+    if any(revision_of_pod(p) != findings.revision for p in pods):
         return "Rolling"
-    return "Complete" if len(seen.serving(found.revision)) >= found.desired else "Starting"
+    return "Complete" if len(seen.serving(findings.revision)) >= findings.desired else "Starting"
 
 
-def _blockers(found: Findings, previous: Mapping[str, Any], stamp: str) -> list[Object]:
-    return [_blocker_body(one, previous, stamp) for one in found.blockers][:16]
+def _blockers(findings: Findings, previous: Mapping[str, Any], stamp: str) -> list[Object]:
+    return [_blocker_body(one, previous, stamp) for one in findings.blockers][:16]
 
 
 def _blocker_body(one: Blocker, previous: Mapping[str, Any], stamp: str) -> Object:
@@ -229,8 +231,8 @@ def _condition(
     }
 
 
-def told(status: Mapping[str, Any], generation: int) -> bool:
-    """Whether it says already of this generation if it is Ready."""
+def reports_generation(status: Mapping[str, Any], generation: int) -> bool:
+    """Whether the status already says whether this generation is Ready."""
     return any(
         c.get("type") == "Ready" and c.get("observedGeneration") == generation
         for c in status.get("conditions") or ()

@@ -36,10 +36,10 @@ class Quantity(str):
 
     @property
     def exact(self) -> Fraction:
-        found = QUANTITY.fullmatch(self)
-        if found is None:
+        match = QUANTITY.fullmatch(self)
+        if match is None:
             raise ValueError(f"{self!r} is no quantity")
-        return Fraction(found[1]) * UNITS[found[2] or ""]
+        return Fraction(match[1]) * UNITS[match[2] or ""]
 
     @property
     def value(self) -> int:
@@ -76,20 +76,20 @@ def read(kind: type[T], body: Any, path: str) -> T:
     hints = get_type_hints(kind)
     fields = {camel(f.name): f for f in dataclasses.fields(kind)}  # type: ignore[arg-type]
     refuse_unknown(values, fields, path)
-    found: dict[str, Any] = {}
+    arguments: dict[str, Any] = {}
     for key, f in fields.items():
         at = f"{path}.{key}"
         if values.get(key) is not None:
-            found[f.name] = _convert(hints[f.name], values[key], at)
-            check(f.metadata, found[f.name], at)
+            arguments[f.name] = _convert(hints[f.name], values[key], at)
+            check(f.metadata, arguments[f.name], at)
         elif f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING:
             raise ResourceError(at, "must be set")
-    return kind(**found)
+    return kind(**arguments)
 
 
 def mapping(body: Any, path: str) -> Mapping[str, Any]:
     if not isinstance(body, Mapping):
-        raise ResourceError(path, f"must be an object, not {_shown(body)}")
+        raise ResourceError(path, f"must be an object, not {_quoted(body)}")
     return body
 
 
@@ -112,7 +112,7 @@ def check(meta: Mapping[str, Any], value: Any, path: str) -> None:
     if high is not None and value > high:
         raise ResourceError(path, f"{value} is above the largest allowed, {high}: lower it")
     if pattern is not None and re.search(pattern, value) is None:
-        raise ResourceError(path, f"{_shown(value)} does not have the form {pattern}: correct it")
+        raise ResourceError(path, f"{_quoted(value)} does not have the form {pattern}: correct it")
 
 
 def _convert(hint: Any, value: Any, path: str) -> Any:
@@ -121,11 +121,11 @@ def _convert(hint: Any, value: Any, path: str) -> Any:
         return _convert(next(a for a in args if a is not type(None)), value, path)
     if origin is Literal:
         if value not in args or not isinstance(value, str):
-            raise ResourceError(path, f"{_shown(value)} is not supported: use {', '.join(args)}")
+            raise ResourceError(path, f"{_quoted(value)} is not supported: use {', '.join(args)}")
         return value
     if origin is tuple:
         if not isinstance(value, list | tuple):
-            raise ResourceError(path, f"must be a list, not {_shown(value)}")
+            raise ResourceError(path, f"must be a list, not {_quoted(value)}")
         return tuple(_convert(args[0], v, f"{path}[{i}]") for i, v in enumerate(value))
     if origin is not None:  # Mapping[str, str]
         return {str(k): _convert(str, v, f"{path}.{k}") for k, v in mapping(value, path).items()}
@@ -138,7 +138,7 @@ def _scalar(hint: type, value: Any, path: str) -> Any:
     if hint is Quantity and isinstance(value, int | str) and not isinstance(value, bool):
         if value == "" or QUANTITY.fullmatch(str(value)):
             return Quantity(value)
-        raise ResourceError(path, f"{_shown(value)} is no quantity: write it like 16Gi or 500m")
+        raise ResourceError(path, f"{_quoted(value)} is no quantity: write it like 16Gi or 500m")
     if hint is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
     if isinstance(value, hint) and (hint is bool or not isinstance(value, bool)):
@@ -150,10 +150,10 @@ def _scalar(hint: type, value: Any, path: str) -> Any:
         str: "a string",
         Quantity: "a quantity",
     }
-    raise ResourceError(path, f"must be {names[hint]}, not {_shown(value)}")
+    raise ResourceError(path, f"must be {names[hint]}, not {_quoted(value)}")
 
 
-def _shown(value: Any) -> str:
+def _quoted(value: Any) -> str:
     return repr(value)[:60]
 
 

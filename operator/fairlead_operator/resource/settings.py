@@ -93,18 +93,24 @@ def read(argv: Sequence[str], environ: Mapping[str, str], hostname: str) -> Sett
     parser.add_argument(
         "--probe-port", type=int, default=8080, help="/healthz, /readyz, /metrics (default 8080)"
     )
-    given = parser.parse_args(argv)
-    own = environ.get("POD_NAMESPACE", "")
-    for name in (*given.namespace, given.lease_namespace or own or "default"):
+    options = parser.parse_args(argv)
+    pod_namespace = environ.get("POD_NAMESPACE", "")
+    for name in (*options.namespace, options.lease_namespace or pod_namespace or "default"):
         if not _NAMESPACE.fullmatch(name):
             raise SettingsError(f"{name[:80]!r} is no namespace's name: correct it")
-    if not 1 <= given.probe_port <= 65535:
-        raise SettingsError(f"--probe-port {given.probe_port} is no port: take one from 1 to 65535")
-    if not given.namespace and not given.all_namespaces:
-        if not own:
+    if not 1 <= options.probe_port <= 65535:
+        raise SettingsError(
+            f"--probe-port {options.probe_port} is no port: take one from 1 to 65535"
+        )
+    if not options.namespace and not options.all_namespaces:
+        if not pod_namespace:
             raise SettingsError("no namespace to serve: give --namespace or --all-namespaces")
-        given.namespace = [own]
-    lease = given.lease_namespace or own or (given.namespace[0] if given.namespace else "")
+        options.namespace = [pod_namespace]
+    lease = (
+        options.lease_namespace
+        or pod_namespace
+        or (options.namespace[0] if options.namespace else "")
+    )
     if not lease:
         raise SettingsError(
             "no namespace for the Lease: give --lease-namespace or set POD_NAMESPACE"
@@ -113,10 +119,10 @@ def read(argv: Sequence[str], environ: Mapping[str, str], hostname: str) -> Sett
     if not image:
         raise SettingsError("FAIRLEAD_RUNTIME_IMAGE is not set: name the image that pods run")
     return Settings(
-        namespaces=tuple(dict.fromkeys(given.namespace)),
+        namespaces=tuple(dict.fromkeys(options.namespace)),
         lease_namespace=lease,
         identity=environ.get("POD_NAME") or hostname,
-        probe_port=given.probe_port,
+        probe_port=options.probe_port,
         runtime_image=image,
         allowed_images=_patterns(environ, "FAIRLEAD_ALLOWED_IMAGES"),
         allowed_service_accounts=_patterns(environ, "FAIRLEAD_ALLOWED_SERVICE_ACCOUNTS"),
@@ -133,10 +139,10 @@ def read(argv: Sequence[str], environ: Mapping[str, str], hostname: str) -> Sett
 def _hub(address: str) -> str:
     try:
         parts = urlsplit(address.rstrip("/"))
-        good = parts.scheme in {"http", "https"} and bool(parts.hostname) and parts.port != 0
+        valid = parts.scheme in {"http", "https"} and bool(parts.hostname) and parts.port != 0
     except ValueError:
-        good = False
-    if not good or parts.query or parts.fragment or "@" in parts.netloc:
+        valid = False
+    if not valid or parts.query or parts.fragment or "@" in parts.netloc:
         raise SettingsError(
             f"HF_ENDPOINT must be http(s)://host or http(s)://host:port, not {address[:120]!r}"
         )

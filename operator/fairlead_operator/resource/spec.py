@@ -36,12 +36,12 @@ class Source:
             raise ResourceError("spec.model.source", "must not contain '..': give the path itself")
         if text == "demo:":
             return cls("demo")
-        if found := HUB.fullmatch(text):
-            return cls("hf", found[1])
-        if found := CLAIM.fullmatch(text):
-            return cls("pvc", found[2], found[1])
-        if found := PATH.fullmatch(text):
-            return cls("file", found[1])
+        if match := HUB.fullmatch(text):
+            return cls("hf", match[1])
+        if match := CLAIM.fullmatch(text):
+            return cls("pvc", match[2], match[1])
+        if match := PATH.fullmatch(text):
+            return cls("file", match[1])
         forms = "demo:, hf://owner/name, pvc://claim/path or file:///path"
         raise ResourceError("spec.model.source", f"must be {forms}: correct its form")
 

@@ -103,11 +103,11 @@ def test_within_tolerance_nothing_changes() -> None:
         0,
     )
     assert decision.replicas == 3
-    found = decide(
+    on_target = decide(
         POLICY, History(), samples(dict.fromkeys(names(3), 109), 0), Supply(3, names(3)), 0
     )
-    assert (found.replicas, found.limited_by) == (3, ""), "on target is no limit"
-    assert [(c.name, c.before, c.after) for c in found.clamps] == [("tolerance", 4, 3)]
+    assert (on_target.replicas, on_target.limited_by) == (3, ""), "on target is no limit"
+    assert [(c.name, c.before, c.after) for c in on_target.clamps] == [("tolerance", 4, 3)]
     assert (
         decide(
             POLICY, History(), samples(dict.fromkeys(names(3), 111), 0), Supply(3, names(3)), 0
@@ -311,12 +311,12 @@ def test_more_load_never_asks_for_less(
     policy: Policy, one: float, more: float, current: int
 ) -> None:
     ready = names(current)
-    found = []
+    replicas = []
     for demand in (one, one + more):
         seen = samples(dict.fromkeys(ready, demand / current), 0)
-        found.append(
+        replicas.append(
             decide(
                 policy, History(since=-1000, raws=((0, 0),)), seen, Supply(current, ready), 0
             ).replicas
         )
-    assert found[0] <= found[1] or policy.tolerance > 0
+    assert replicas[0] <= replicas[1] or policy.tolerance > 0

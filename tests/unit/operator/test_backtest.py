@@ -160,9 +160,9 @@ def test_a_day_is_tracked_closer_than_by_an_hpa_for_a_tenth_more_pods_at_most(
     kind: Callable[[random.Random], Rate], seed: int
 ) -> None:
     trace = day(kind, seed)
-    chosen = policy(down_step=4)
+    limits = policy(down_step=4)
     ours, hpa = (
-        simulate(trace, POD, chosen, scaler(chosen)) for scaler in (OperatorScaler, HpaScaler)
+        simulate(trace, POD, limits, scaler(limits)) for scaler in (OperatorScaler, HpaScaler)
     )
     print(
         f"pod-hours {ours.pod_hours:.1f} of {hpa.pod_hours:.1f}; over {ours.seconds_over:.0f} s of {hpa.seconds_over:.0f} s; "
@@ -175,10 +175,10 @@ def test_a_day_is_tracked_closer_than_by_an_hpa_for_a_tenth_more_pods_at_most(
 def test_with_the_default_step_all_days_together_stay_within_a_tenth_and_closer() -> None:
     hours, over = [0.0, 0.0], [0.0, 0.0]
     for kind, seed in TRACES[:: 1 if FULL else 2]:
-        trace, chosen = day(kind, seed), policy(down_step=1)
-        scalers: tuple[Scaler, Scaler] = (OperatorScaler(chosen), HpaScaler(chosen))
+        trace, limits = day(kind, seed), policy(down_step=1)
+        scalers: tuple[Scaler, Scaler] = (OperatorScaler(limits), HpaScaler(limits))
         for i, scaler in enumerate(scalers):
-            result = simulate(trace, POD, chosen, scaler)
+            result = simulate(trace, POD, limits, scaler)
             hours[i] += result.pod_hours
             over[i] += result.seconds_over
     assert hours[0] <= 1.1 * hours[1]
@@ -190,11 +190,11 @@ def test_the_worst_load_turns_no_more_than_four_times_an_hour() -> None:
         square_wave = itertools.cycle(
             [Bucket(200, 20.0)] * int(half / TICK) + [Bucket(0, 20.0)] * int(half / TICK)
         )
-        chosen = Policy(
+        limits = Policy(
             1, 20, 64, tolerance=0, up_window=0, up_step=20, down_window=0, down_step=20
         )
         trace = itertools.islice(square_wave, int(4 * HOUR / TICK))
-        assert simulate(trace, POD, chosen, OperatorScaler(chosen)).most_turns_an_hour() <= 4
+        assert simulate(trace, POD, limits, OperatorScaler(limits)).most_turns_an_hour() <= 4
 
 
 # -- the command
@@ -230,14 +230,14 @@ def test_the_command_gives_the_same_rows_as_json_and_csv(
     files: tuple[str, str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run(files, "-o", "json") == 0
-    found = json.loads(capsys.readouterr().out)
+    report = json.loads(capsys.readouterr().out)
     assert run(files, "-o", "csv") == 0
     table = list(csv.DictReader(io.StringIO(capsys.readouterr().out)))
-    assert len(table) == len(found["rows"]) == 1800 / TICK
-    assert [int(row["replicas"]) for row in table] == [row["replicas"] for row in found["rows"]]
-    assert found["summary"]["requests"] == 300 * 20 + 1500
-    assert found["summary"]["podHours"] == pytest.approx(
-        sum(r["replicas"] for r in found["rows"]) * TICK / 3600, rel=1e-3
+    assert len(table) == len(report["rows"]) == 1800 / TICK
+    assert [int(row["replicas"]) for row in table] == [row["replicas"] for row in report["rows"]]
+    assert report["summary"]["requests"] == 300 * 20 + 1500
+    assert report["summary"]["podHours"] == pytest.approx(
+        sum(r["replicas"] for r in report["rows"]) * TICK / 3600, rel=1e-3
     )
 
 

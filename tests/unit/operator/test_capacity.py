@@ -56,9 +56,9 @@ GPU = {"resources": {"accelerator": {"memory": "80Gi"}}}
 
 
 def test_a_gpu_is_planned_by_the_runtimes_equation() -> None:
-    found = deployment(**GPU)
-    capacity = capacity_of(QWEN, found)
-    plan = plan_memory(ModelShape.from_config(QWEN), found.engine, DeviceFacts("cuda", 80 * GIB))
+    idep = deployment(**GPU)
+    capacity = capacity_of(QWEN, idep)
+    plan = plan_memory(ModelShape.from_config(QWEN), idep.engine, DeviceFacts("cuda", 80 * GIB))
     assert capacity == {
         "planned": {
             "weightsBytes": 494_032_768 * 2,
@@ -74,12 +74,12 @@ def test_a_gpu_is_planned_by_the_runtimes_equation() -> None:
 
 
 def test_a_cpu_is_planned_in_the_pods_memory() -> None:
-    found = deployment(
+    idep = deployment(
         resources={"accelerator": {"count": 0}, "memory": "8Gi", "sharedMemory": "1Gi"},
         scheduler={"maxBatchTokens": 512},
         cache={"cpuOffloadSpace": 1},
     )
-    capacity = capacity_of(QWEN, found)
+    capacity = capacity_of(QWEN, idep)
     assert capacity["fits"]
     for term in ("process 1.0", "offload 1.0", "shared_memory 1.0", "* 8.0 GiB"):
         assert term in capacity["planned"]["formula"]
@@ -106,11 +106,11 @@ def test_models_and_lengths_that_cannot_be_are_refused_with_a_reason() -> None:
 
 
 def test_the_hosts_memory_is_checked_beside_an_accelerator() -> None:
-    found = deployment(
+    idep = deployment(
         resources={"accelerator": {"memory": "80Gi"}, "memory": "2Gi", "sharedMemory": "4Gi"}
     )
-    assert "set resources.memory to at least 5Gi" in host_shortage(found)
-    capacity = capacity_of(QWEN, found)
+    assert "set resources.memory to at least 5Gi" in host_shortage(idep)
+    capacity = capacity_of(QWEN, idep)
     assert capacity["fits"]
     assert (
         "; but the host needs process 1.0 + offload 0.0 + shared_memory 4.0 = 5.0 GiB"
@@ -192,10 +192,10 @@ def test_plan_ends_with_2_and_says_why(
 ) -> None:
     resource, facts = tmp_path / "cr.yaml", tmp_path / "config.json"
     resource.write_text(text)
-    given = []
+    arguments = []
     if config is not None:
         facts.write_text(config)
-        given = ["--config", str(facts)]
-    assert main(["-f", str(resource), *given]) == 2
+        arguments = ["--config", str(facts)]
+    assert main(["-f", str(resource), *arguments]) == 2
     assert message in capsys.readouterr().err
     assert main(["-f", str(tmp_path / "missing.yaml")]) == 2

@@ -22,12 +22,12 @@ HUB: Object = {
 }
 
 
-def live() -> list[Object]:
+def stored_children() -> list[Object]:
     """As the API server stores them: with uids, and defaults here and there."""
-    made = copy.deepcopy(render(resource(**HUB), SETTINGS, 2, "Surge"))
-    for index, body in enumerate(made):
+    stored = copy.deepcopy(render(resource(**HUB), SETTINGS, 2, "Surge"))
+    for index, body in enumerate(stored):
         body["metadata"] |= {"uid": f"uid-{index}", "resourceVersion": "7"}
-    deployment = next(b for b in made if b["kind"] == "Deployment")
+    deployment = next(b for b in stored if b["kind"] == "Deployment")
     pod = deployment["spec"]["template"]["spec"]
     pod |= {"dnsPolicy": "ClusterFirst", "restartPolicy": "Always"}
     pod["containers"][0] |= {
@@ -35,7 +35,7 @@ def live() -> list[Object]:
         "terminationMessagePath": "/dev/termination-log",
     }
     pod["containers"][0]["readinessProbe"]["successThreshold"] = 1
-    return made
+    return stored
 
 
 def wanted() -> list[Object]:
@@ -43,8 +43,8 @@ def wanted() -> list[Object]:
 
 
 def test_what_the_server_defaulted_is_no_difference() -> None:
-    plan = diff(wanted(), live(), "uid-1")
-    assert (plan.apply, plan.delete, plan.conflicts) == ((), (), ())
+    writes = diff(wanted(), stored_children(), "uid-1")
+    assert (writes.apply, writes.delete, writes.conflicts) == ((), (), ())
 
 
 def leaves(value: object, path: tuple[object, ...] = ()) -> list[tuple[object, ...]]:
@@ -55,7 +55,7 @@ def leaves(value: object, path: tuple[object, ...] = ()) -> list[tuple[object, .
     return [path]
 
 
-def changed(body: Object, path: tuple[object, ...]) -> Object:
+def with_change(body: Object, path: tuple[object, ...]) -> Object:
     out = copy.deepcopy(body)
     inner: object = out
     for step in path[:-1]:
@@ -82,19 +82,22 @@ def test_a_change_of_any_rendered_value_is_found_and_repaired_by_one_apply() -> 
         for path in leaves(body):
             if path in IDENTITY or "ownerReferences" in path:
                 continue
-            stored = live()
-            stored[index] = changed(stored[index], path)
-            if stored[index] == live()[index]:
+            stored = stored_children()
+            stored[index] = with_change(stored[index], path)
+            if stored[index] == stored_children()[index]:
                 continue
             cases += 1
-            plan = diff(wanted(), stored, "uid-1")
-            assert [a.manifest["kind"] for a in plan.apply] == [body["kind"]], (body["kind"], path)
-            assert plan.apply[0].uid == stored[index]["metadata"]["uid"]
+            writes = diff(wanted(), stored, "uid-1")
+            assert [a.manifest["kind"] for a in writes.apply] == [body["kind"]], (
+                body["kind"],
+                path,
+            )
+            assert writes.apply[0].uid == stored[index]["metadata"]["uid"]
     assert cases >= 100
 
 
 def test_foreign_labels_annotations_and_sidecars_are_left_alone() -> None:
-    stored = live()
+    stored = stored_children()
     for body in stored:
         body["metadata"]["labels"]["theirs"] = "1"
         body["metadata"]["annotations"] = {"theirs": "1"}
@@ -107,7 +110,7 @@ def test_foreign_labels_annotations_and_sidecars_are_left_alone() -> None:
 
 
 def test_a_foreign_key_in_a_selector_is_drift() -> None:
-    stored = live()
+    stored = stored_children()
     for body in stored:
         if body["kind"] == "Service":
             body["spec"]["selector"]["theirs"] = "1"
@@ -120,37 +123,37 @@ def test_a_foreign_key_in_a_selector_is_drift() -> None:
 
 
 def test_an_object_of_somebody_else_is_a_conflict_and_never_touched() -> None:
-    stored = live()
+    stored = stored_children()
     stored[0]["metadata"]["ownerReferences"][0]["uid"] = "another"
     stored[1]["metadata"]["ownerReferences"] = []
-    plan = diff(wanted(), stored, "uid-1")
-    assert len(plan.conflicts) == 2
-    assert not plan.apply
-    assert not plan.delete
+    writes = diff(wanted(), stored, "uid-1")
+    assert len(writes.conflicts) == 2
+    assert not writes.apply
+    assert not writes.delete
 
 
 def unowned(index: int, **metadata: object) -> tuple[list[Object], Object]:
     """The live objects, one of them without its owner reference; what ``metadata`` says else."""
-    made = live()
-    body = made[index]
+    stored = stored_children()
+    body = stored[index]
     del body["metadata"]["ownerReferences"]
     body["metadata"]["managedFields"] = [{"manager": "fairlead-operator", "operation": "Apply"}]
     body["metadata"] |= metadata
-    return made, body
+    return stored, body
 
 
 @pytest.mark.parametrize("index", range(4))
 def test_an_object_that_lost_its_owner_reference_is_ours_by_labels_and_history(index: int) -> None:
-    made, body = unowned(index)
-    plan = diff(wanted(), made, "uid-1")
-    assert [one.manifest["kind"] for one in plan.apply] == [body["kind"]]
-    assert (plan.apply[0].uid, plan.apply[0].why) == (
+    stored, body = unowned(index)
+    writes = diff(wanted(), stored, "uid-1")
+    assert [one.manifest["kind"] for one in writes.apply] == [body["kind"]]
+    assert (writes.apply[0].uid, writes.apply[0].why) == (
         body["metadata"]["uid"],
         "metadata.ownerReferences",
     )
-    assert plan.conflicts == ()
+    assert writes.conflicts == ()
     unwanted = [one for one in wanted() if one["kind"] != body["kind"]]
-    assert [gone.body for gone in diff(unwanted, made, "uid-1").delete] == [body]
+    assert [gone.body for gone in diff(unwanted, stored, "uid-1").delete] == [body]
 
 
 @pytest.mark.parametrize(
@@ -176,29 +179,29 @@ def test_an_object_that_lost_its_owner_reference_is_ours_by_labels_and_history(i
     ],
 )
 def test_without_any_one_of_these_marks_it_is_somebody_elses(metadata: Object) -> None:
-    made, body = unowned(1, **metadata)
-    plan = diff(wanted(), made, "uid-1")
-    assert [one.kind for one in plan.conflicts] == [body["kind"]]
-    assert (plan.apply, plan.delete) == ((), ())
+    stored, body = unowned(1, **metadata)
+    writes = diff(wanted(), stored, "uid-1")
+    assert [one.kind for one in writes.conflicts] == [body["kind"]]
+    assert (writes.apply, writes.delete) == ((), ())
 
 
 def test_only_our_own_leftovers_are_deleted() -> None:
     fewer = [one for one in wanted() if one["kind"] not in {"NetworkPolicy", "PodDisruptionBudget"}]
-    stored = live()
+    stored = stored_children()
     for body in stored:
         if body["kind"] == "PodDisruptionBudget":
             body["metadata"]["ownerReferences"][0]["uid"] = "another"
-    plan = diff(fewer, stored, "uid-1")
-    assert [d.body["kind"] for d in plan.delete] == ["NetworkPolicy"]
+    writes = diff(fewer, stored, "uid-1")
+    assert [d.body["kind"] for d in writes.delete] == ["NetworkPolicy"]
 
 
 def test_an_object_on_its_way_out_is_waited_for() -> None:
-    stored = live()
+    stored = stored_children()
     for body in stored:
         body["metadata"]["deletionTimestamp"] = "2026-01-01T00:00:00Z"
         body["spec"] = {}
-    plan = diff(wanted(), stored, "uid-1")
-    assert (plan.apply, plan.delete) == ((), ())
+    writes = diff(wanted(), stored, "uid-1")
+    assert (writes.apply, writes.delete) == ((), ())
 
 
 @pytest.mark.parametrize(

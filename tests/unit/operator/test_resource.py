@@ -37,10 +37,10 @@ def test_what_the_api_server_refuses_is_refused_by_field(case: Case) -> None:
 
 
 def test_an_empty_spec_is_the_engines_defaults() -> None:
-    found = parse()
-    assert found.engine == EngineConfig(served_name="demo", shared_memory=1.0)
-    assert (found.namespace, found.image, found.spec.replicas) == ("default", "", 1)
-    assert found.spec.autoscaling is None
+    parsed = parse()
+    assert parsed.engine == EngineConfig(served_name="demo", shared_memory=1.0)
+    assert (parsed.namespace, parsed.image, parsed.spec.replicas) == ("default", "", 1)
+    assert parsed.spec.autoscaling is None
 
 
 def test_every_setting_of_the_engine_arrives() -> None:
@@ -183,10 +183,10 @@ SECTIONS = st.sampled_from(
 def test_any_body_is_read_or_refused_with_a_field(change: dict[str, Any]) -> None:
     body = {**BASE, "spec": {**BASE["spec"], **change}}
     try:
-        found = InferenceDeployment.from_body(body)
+        parsed = InferenceDeployment.from_body(body)
     except ResourceError as error:
         refused = error.field
     else:
         refused = "spec"
-        assert dataclasses.replace(found) == found
+        assert dataclasses.replace(parsed) == parsed
     assert refused.startswith("spec")

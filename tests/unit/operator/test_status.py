@@ -51,13 +51,13 @@ def test_ready_needs_an_endpoint_of_the_current_revision_and_a_token() -> None:
     new, old = pod(ready=True), pod("chat-0", revision="old", ready=True)
     both = status_of(resource(), seen(new), findings(canaries=canaries(new)), {}, NOW)
     assert conditions(both)["Ready"] == ("True", "Serving")
-    silent = status_of(resource(), seen(new), findings(), {}, NOW)
-    assert conditions(silent)["Ready"][0] == "False"
+    no_token = status_of(resource(), seen(new), findings(), {}, NOW)
+    assert conditions(no_token)["Ready"][0] == "False"
     stale = status_of(resource(), seen(old), findings(canaries=canaries(old)), {}, NOW)
     assert conditions(stale)["Ready"][0] == "False", "old pods being up is not Ready"
     assert conditions(stale)["Available"][0] == "True"
-    nowhere = Observed((), (new,), (), (), ())
-    unlisted = status_of(resource(), nowhere, findings(canaries=canaries(new)), {}, NOW)
+    no_endpoints = Observed((), (new,), (), (), ())
+    unlisted = status_of(resource(), no_endpoints, findings(canaries=canaries(new)), {}, NOW)
     assert conditions(unlisted)["Ready"][0] == "False"
 
 
@@ -91,17 +91,17 @@ def test_times_say_since_when_and_equal_knowledge_gives_an_equal_status() -> Non
 
 def test_trust_in_a_models_own_code_is_seen_on_the_resource_and_on_every_object() -> None:
     trusting, plain = resource(model={"trustRemoteCode": True}), resource()
-    told = status_of(trusting, seen(), findings(), {}, NOW)
-    assert conditions(told)["RemoteCode"] == ("True", "Trusted")
+    status = status_of(trusting, seen(), findings(), {}, NOW)
+    assert conditions(status)["RemoteCode"] == ("True", "Trusted")
     assert "RemoteCode" not in conditions(status_of(plain, seen(), findings(), {}, NOW))
     for one, label in ((trusting, "trusted"), (plain, None)):
         objects = render(one, Settings(runtime_image="registry.test/r:1"), 1, "Surge")
         pods = [o["spec"]["template"] for o in objects if o["kind"] == "Deployment"]
-        found = [
+        values = [
             o["metadata"]["labels"].get("serving.fairlead.dev/remote-code")
             for o in (*objects, *pods)
         ]
-        assert found == [label] * len(found)
+        assert values == [label] * len(values)
 
 
 def test_counts_tell_new_old_ready_and_draining_pods_apart() -> None:
@@ -156,19 +156,19 @@ def ended(message: str, *, deleted: bool = True) -> Object:
 
 def test_what_a_pod_drained_is_counted_once_and_for_the_revision_of_its_time() -> None:
     line = '{"code": "Drained", "message": "m", "hint": "", "finished": 3, "aborted": 1}\n'
-    found = drains.read(ended(line))
-    assert found == (3, 1)
+    counts = drains.read(ended(line))
+    assert counts == (3, 1)
     known = Known("uid-1")
     known.begin({"targetRevision": "new", "rollout": {"drained": 4, "aborted": 0}}, 0.0)
-    known.end("a", found)
-    known.end("a", found)
+    known.end("a", counts)
+    known.end("a", counts)
     assert known.drained_since("new") == (7, 1)
-    told = status_of(resource(), seen(), findings(drained=known.drained_since("new")), {}, NOW)[
+    rollout = status_of(resource(), seen(), findings(drained=known.drained_since("new")), {}, NOW)[
         "rollout"
     ]
-    assert (told["drained"], told["aborted"]) == (7, 1)
+    assert (rollout["drained"], rollout["aborted"]) == (7, 1)
     assert known.drained_since("newer") == (0, 0)
-    known.end("b", found)
+    known.end("b", counts)
     assert known.drained_since("newer") == (3, 1)
 
 
@@ -235,9 +235,9 @@ def test_between_ticks_nothing_is_decided_however_often_a_pass_runs() -> None:
 
 def test_without_data_it_holds_and_says_so() -> None:
     known, one = Known("u"), pod(ready=True)
-    held = scaled(known, deployment(replicas=3), 100.0, one, **SCALED)
-    assert held.replicas == 3
-    assert held.condition[:2] == ("False", "StaleMetrics")
+    scaling = scaled(known, deployment(replicas=3), 100.0, one, **SCALED)
+    assert scaling.replicas == 3
+    assert scaling.condition[:2] == ("False", "StaleMetrics")
 
 
 def test_a_paused_resource_decides_nothing() -> None:
@@ -249,27 +249,27 @@ def test_a_paused_resource_decides_nothing() -> None:
 def test_a_change_of_owner_and_a_scale_without_effect_are_told() -> None:
     known = Known("u")
 
-    def heard() -> list[tuple[str, str]]:
-        told, known.untold = known.untold, []
-        return [(note.reason, note.message) for note in told]
+    def new_events() -> list[tuple[str, str]]:
+        notes, known.untold = known.untold, []
+        return [(note.reason, note.message) for note in notes]
 
     scaled(known, deployment(replicas=2), 0.0, replicas=2)
     scaled(known, deployment(replicas=2), 10.0, replicas=2, **SCALED)
-    ((reason, message),) = heard()
+    ((reason, message),) = new_events()
     assert reason == "ScalingTakenOver"
     assert "from the 2 pods there are; spec.replicas (2)" in message
     scaled(known, deployment(replicas=2), 20.0, replicas=6, **SCALED)
-    ((reason, message),) = heard()
+    ((reason, message),) = new_events()
     assert reason == "ScaleIgnored"
     assert message.startswith(
         "spec.replicas 2 → 6 has no effect while spec.autoscaling is set: set autoscaling."
     )
     scaled(known, deployment(replicas=5), 30.0, replicas=6)
-    assert heard() == [
+    assert new_events() == [
         ("ScalingHandedOver", "5 → 6 pods: autoscaling is off, spec.replicas counts")
     ]
     scaled(known, deployment(replicas=6), 40.0, replicas=6)
-    assert heard() == []
+    assert new_events() == []
 
 
 def test_a_decision_that_changes_the_count_is_told_with_its_reason() -> None:

@@ -51,10 +51,10 @@ def not_allowed(resource: InferenceDeployment, settings: Settings) -> list[Block
         blocker(
             "NotAllowed",
             about,
-            f"spec.{path}: {value} is not allowed by this installation ({knob})",
+            f"spec.{path}: {value} is not allowed by this installation ({chart_value})",
         )
-        for path, value, good, knob in checks
-        if not good
+        for path, value, allowed, chart_value in checks
+        if not allowed
     ]
 
 

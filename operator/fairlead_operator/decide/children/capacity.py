@@ -96,12 +96,12 @@ def with_measured(capacity: Mapping[str, Any], report: Mapping[str, Any]) -> dic
     """``capacity`` with what a pod's ``/debug/memory`` tells, and the drift of its number of blocks
     in percent.
     """
-    found = {key: report[key] for key in MEASURED if isinstance(report.get(key), int)}
+    measured = {key: report[key] for key in MEASURED if isinstance(report.get(key), int)}
     for term in report.get("terms", ()):
         if term.get("name") == "weights" and isinstance(term.get("measuredBytes"), int):
-            found["weightsBytes"] = term["measuredBytes"]
-    merged = {**capacity, "measured": found}
+            measured["weightsBytes"] = term["measuredBytes"]
+    merged = {**capacity, "measured": measured}
     planned = capacity.get("planned", {}).get("numBlocks")
-    if planned and "numBlocks" in found:
-        merged["driftPercent"] = round(100 * (found["numBlocks"] - planned) / planned, 1)
+    if planned and "numBlocks" in measured:
+        merged["driftPercent"] = round(100 * (measured["numBlocks"] - planned) / planned, 1)
     return merged

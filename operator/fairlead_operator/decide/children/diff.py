@@ -1,4 +1,4 @@
-"""What to write, and why: desired and observed objects in, a Plan out. Pure; writes nothing.
+"""What to write, and why: desired and observed objects in, Writes out. Pure; writes nothing.
 
 The comparison follows the API server's own merge rules: an object that holds everything we render
 is unchanged whatever others added to it, except inside the parts that have one owner as a whole.
@@ -71,15 +71,15 @@ class Conflict:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
-    """Everything one pass writes besides status."""
+class Writes:
+    """What one pass writes besides status, and the objects that it leaves alone."""
 
     apply: tuple[Apply, ...] = ()
     delete: tuple[Delete, ...] = ()
     conflicts: tuple[Conflict, ...] = ()
 
 
-def diff(desired: Iterable[Object], observed: Iterable[Object], uid: str) -> Plan:
+def diff(desired: Iterable[Object], observed: Iterable[Object], uid: str) -> Writes:
     """The writes that turn ``observed`` children into ``desired`` ones.
 
     ``uid`` is the resource's. Observed objects that are not ours are conflicts where we want that
@@ -100,8 +100,8 @@ def diff(desired: Iterable[Object], observed: Iterable[Object], uid: str) -> Pla
         elif body["kind"] not in _WRITE_ONCE and not body["metadata"].get("deletionTimestamp"):
             paths = differences(manifest, body)
             if paths:
-                uid_of_it, why = body["metadata"]["uid"], ", ".join(paths[:5])
-                applies.append(Apply(manifest, uid_of_it, why, tuple(collisions(manifest, body))))
+                live_uid, why = body["metadata"]["uid"], ", ".join(paths[:5])
+                applies.append(Apply(manifest, live_uid, why, tuple(collisions(manifest, body))))
     deletes = [
         Delete(body, "no longer wanted")
         for identity, body in live.items()
@@ -109,7 +109,7 @@ def diff(desired: Iterable[Object], observed: Iterable[Object], uid: str) -> Pla
         and ours(body, uid)
         and not body["metadata"].get("deletionTimestamp")
     ]
-    return Plan(tuple(applies), tuple(deletes), tuple(conflicts))
+    return Writes(tuple(applies), tuple(deletes), tuple(conflicts))
 
 
 def ours(body: Object, uid: str) -> bool:
@@ -136,13 +136,15 @@ def differences(want: Any, live: Any, path: str = "") -> list[str]:
     if isinstance(want, Mapping):
         if not isinstance(live, Mapping):
             return [path]
-        found = [
-            hit
+        paths = [
+            path_below
             for key in want
-            for hit in differences(want[key], live.get(key), f"{path}.{key}" if path else key)
+            for path_below in differences(
+                want[key], live.get(key), f"{path}.{key}" if path else key
+            )
         ]
         extra = name in _WHOLE_MAPS and set(live) - set(want)
-        return found + ([path] if extra else [])
+        return paths + ([path] if extra else [])
     if isinstance(want, Sequence) and not isinstance(want, str):
         return _list_differences(want, live, path, name)
     if want == live or (want == "" and live is None):  # the server drops empty strings
@@ -163,16 +165,16 @@ def _list_differences(want: Sequence[Any], live: Any, path: str, name: str) -> l
             return [path]
         pairs = list(zip(want, live, strict=True))
         return [
-            hit
+            path_below
             for index, (one, other) in enumerate(pairs)
-            for hit in differences(one, other, f"{path}[{index}]")
+            for path_below in differences(one, other, f"{path}[{index}]")
         ]
-    found = []
+    paths = []
     for item in want:
         match = [other for other in live if _matches(item, other, keys)]
         label = f"{path}[{item[keys[0]]}]"
-        found += differences(item, match[0], label) if match else [label]
-    return found
+        paths += differences(item, match[0], label) if match else [label]
+    return paths
 
 
 def collisions(want: Any, live: Any, pointer: str = "") -> list[Object]:
@@ -188,7 +190,7 @@ def collisions(want: Any, live: Any, pointer: str = "") -> list[Object]:
         ]
     if not isinstance(want, list) or not isinstance(live, list):
         return []
-    found: list[Object] = []
+    operations: list[Object] = []
     keys = _keys_of(pointer.rsplit("/", 1)[-1], want)
     for index, other in enumerate(live):
         same = [item for item in want if isinstance(item, Mapping) and isinstance(other, Mapping)]
@@ -196,12 +198,12 @@ def collisions(want: Any, live: Any, pointer: str = "") -> list[Object]:
         if not keys or not named:
             continue
         if _matches(named[0], other, keys):
-            found += collisions(named[0], other, f"{pointer}/{index}")
+            operations += collisions(named[0], other, f"{pointer}/{index}")
         elif any(_matches(named[0], one, keys) for one in live):
-            found.append({"op": "remove", "path": f"{pointer}/{index}"})
+            operations.append({"op": "remove", "path": f"{pointer}/{index}"})
         else:
-            found.append({"op": "replace", "path": f"{pointer}/{index}", "value": named[0]})
-    return found
+            operations.append({"op": "replace", "path": f"{pointer}/{index}", "value": named[0]})
+    return operations
 
 
 def _keys_of(name: str, want: Sequence[Any]) -> tuple[str, ...] | None:

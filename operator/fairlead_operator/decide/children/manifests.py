@@ -107,14 +107,14 @@ def _deployment(
     resource: InferenceDeployment, settings: Settings, replicas: int, strategy: Strategy
 ) -> Object:
     rollout = resource.spec.rollout
-    how: Object = {"type": "Recreate"}
+    strategy_body: Object = {"type": "Recreate"}
     if strategy == "Surge":
         limits = {"maxSurge": rollout.max_surge, "maxUnavailable": rollout.max_unavailable}
-        how = {"type": "RollingUpdate", "rollingUpdate": limits}
+        strategy_body = {"type": "RollingUpdate", "rollingUpdate": limits}
     spec = {
         "replicas": replicas,
         "selector": {"matchLabels": selector(resource)},
-        "strategy": how,
+        "strategy": strategy_body,
         "minReadySeconds": 5,
         "progressDeadlineSeconds": rollout.progress_deadline_seconds,
         "revisionHistoryLimit": 2,

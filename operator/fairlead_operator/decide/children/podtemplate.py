@@ -126,12 +126,12 @@ def _runtime(resource: InferenceDeployment, settings: Settings) -> Object:
             engine, api_key_file=f"{KEYS}/{spec.security.api_key_secret_ref.key}"
         )
     deadline = math.ceil(spec.rollout.progress_deadline_seconds / PROBE_SECONDS)
-    ready = {
+    readiness = {
         "httpGet": {"path": "/readyz", "port": "admin"},
         "periodSeconds": PROBE_SECONDS,
         "timeoutSeconds": 2,
     }
-    alive = {
+    liveness = {
         "httpGet": {"path": "/healthz", "port": "admin"},
         "periodSeconds": 10,
         "timeoutSeconds": 5,
@@ -146,9 +146,9 @@ def _runtime(resource: InferenceDeployment, settings: Settings) -> Object:
             {"name": "http", "containerPort": HTTP_PORT, "protocol": "TCP"},
             {"name": "admin", "containerPort": ADMIN_PORT, "protocol": "TCP"},
         ],
-        "startupProbe": {**ready, "failureThreshold": deadline},
-        "readinessProbe": {**ready, "failureThreshold": 1},
-        "livenessProbe": {**alive, "failureThreshold": 3},
+        "startupProbe": {**readiness, "failureThreshold": deadline},
+        "readinessProbe": {**readiness, "failureThreshold": 1},
+        "livenessProbe": {**liveness, "failureThreshold": 3},
         "resources": _resources(resource, accelerators=True),
         "securityContext": _container_security(),
         "terminationMessagePolicy": "File",
@@ -275,6 +275,6 @@ def _tolerations(resource: InferenceDeployment) -> list[Object]:
             {"key": accelerator.resource_name, "operator": "Exists", "effect": "NoSchedule"}
         )
     for taint in ("node.kubernetes.io/not-ready", "node.kubernetes.io/unreachable"):
-        lost = {"key": taint, "operator": "Exists", "effect": "NoExecute", "tolerationSeconds": 30}
-        tolerations.append(lost)
+        toleration = {"key": taint, "operator": "Exists", "effect": "NoExecute"}
+        tolerations.append({**toleration, "tolerationSeconds": 30})
     return tolerations

@@ -24,12 +24,14 @@ def choose(
         return rollout.strategy, f"rollout.strategy is {rollout.strategy}"
     if accelerator.count == 0:
         return "Surge", "no accelerator is needed"
-    if stuck := _waiting_for_accelerator(seen, revision, accelerator.resource_name):
-        return "Recreate", stuck
+    if waiting := _waiting_for_accelerator(seen, revision, accelerator.resource_name):
+        return "Recreate", waiting
     live = seen.deployment
     if live is not None and revision_of(live) == revision:
-        kept: Strategy = "Recreate" if live["spec"]["strategy"]["type"] == "Recreate" else "Surge"
-        return kept, before or "as chosen when the template changed"
+        strategy: Strategy = (
+            "Recreate" if live["spec"]["strategy"]["type"] == "Recreate" else "Surge"
+        )
+        return strategy, before or "as chosen when the template changed"
     free = _free_in_quota(seen.quotas, accelerator.resource_name)
     needed = accelerator.count * max(1, rollout.max_surge)
     if free is not None and free < needed:

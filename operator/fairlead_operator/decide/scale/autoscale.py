@@ -154,9 +154,11 @@ def decide(
     Without fresh data it holds; it shrinks only on fresh data from every ready pod, over a whole
     window.
     """
-    known = {pod: samples[pod] for pod in supply.ready if pod in samples and samples[pod].load.sane}
-    fresh = [pod for pod, sample in known.items() if sample.fresh(now)]
-    demand = sum(sample.load.total for sample in known.values())
+    usable = {
+        pod: samples[pod] for pod in supply.ready if pod in samples and samples[pod].load.sane
+    }
+    fresh = [pod for pod, sample in usable.items() if sample.fresh(now)]
+    demand = sum(sample.load.total for sample in usable.values())
     raw = math.ceil(demand / policy.target - 1e-9)
     inputs = {
         "from": supply.current,
@@ -173,8 +175,8 @@ def decide(
     else:
         # A ready pod that was never read may hold any load: such a moment speaks for no shrinking,
         # now or later.
-        seen = raw if len(known) == len(supply.ready) else max(raw, supply.current)
-        history = _observed(history, seen, now, max(policy.up_window, policy.down_window))
+        demanded = raw if len(usable) == len(supply.ready) else max(raw, supply.current)
+        history = _with_demand(history, demanded, now, max(policy.up_window, policy.down_window))
         answer = _Answer(raw)
         off = demand / (policy.target * supply.pods) - 1
         if abs(off) <= policy.tolerance:
@@ -188,7 +190,7 @@ def decide(
     answer.limit("maxReplicas", min(answer.replicas, policy.max_replicas))
     if answer.clamps:
         why += "; " + ", ".join(f"{c.name} {c.before} → {c.after}" for c in answer.clamps)
-    history = _changed(history, answer.replicas - supply.current, now)
+    history = _with_change(history, answer.replicas - supply.current, now)
     return Decision(answer.replicas, history, tuple(answer.clamps), why, inputs)
 
 
@@ -196,13 +198,13 @@ def _limit_up(
     answer: _Answer, policy: Policy, history: History, supply: Supply, now: float
 ) -> None:
     if policy.up_window:
-        lasting = (
-            _over(history, policy.up_window, now, min)
-            if _filled(history, policy.up_window, now)
+        lasting_need = (
+            _over_window(history, policy.up_window, now, min)
+            if _window_filled(history, policy.up_window, now)
             else 0
         )
         answer.limit(
-            "scaleUp.stabilizationSeconds", max(supply.current, min(answer.replicas, lasting))
+            "scaleUp.stabilizationSeconds", max(supply.current, min(answer.replicas, lasting_need))
         )
     added = sum(n for at, n in history.changes if n > 0 and 0 <= now - at < UP_PERIOD)
     answer.limit(
@@ -219,10 +221,10 @@ def _limit_down(
     if stale:
         answer.limit("staleMetrics", supply.current)
         return
-    if not _filled(history, policy.down_window, now):
+    if not _window_filled(history, policy.down_window, now):
         answer.limit("windowFilling", supply.current)
         return
-    needed = _over(history, policy.down_window, now, max)
+    needed = _over_window(history, policy.down_window, now, max)
     answer.limit(
         "scaleDown.stabilizationSeconds", min(supply.current, max(answer.replicas, needed))
     )
@@ -242,7 +244,7 @@ def _limit_down(
 # -- memory
 
 
-def _observed(history: History, raw: int, now: float, window: float) -> History:
+def _with_demand(history: History, raw: int, now: float, window: float) -> History:
     """With one more answer of demand; a gap, or a clock that went back, starts the windows over."""
     last = history.raws[-1][0] if history.raws else None
     if history.since is None or last is None or not 0 <= now - last <= GAP:
@@ -251,7 +253,7 @@ def _observed(history: History, raw: int, now: float, window: float) -> History:
     return replace(history, raws=(*kept, (now, raw)))
 
 
-def _changed(history: History, added: int, now: float) -> History:
+def _with_change(history: History, added: int, now: float) -> History:
     recent = tuple(c for c in history.changes if 0 <= now - c[0] < DOWN_PERIOD)
     if not added:
         return replace(history, changes=recent)
@@ -264,9 +266,11 @@ def _changed(history: History, added: int, now: float) -> History:
     )
 
 
-def _filled(history: History, window: float, now: float) -> bool:
+def _window_filled(history: History, window: float, now: float) -> bool:
     return history.since is not None and now - history.since >= window
 
 
-def _over(history: History, window: float, now: float, pick: Callable[[list[int]], int]) -> int:
+def _over_window(
+    history: History, window: float, now: float, pick: Callable[[list[int]], int]
+) -> int:
     return pick([raw for at, raw in history.raws if now - at <= window])

@@ -90,16 +90,16 @@ class Result:
         """(time of the change before, time) where the count turned from growing to shrinking or
         back.
         """
-        found: list[tuple[float, float]] = []
+        turns: list[tuple[float, float]] = []
         direction, last = 0, 0.0
         for before, after in itertools.pairwise(self.rows):
             step = after.replicas - before.replicas
             if step == 0:
                 continue
             if direction and (step > 0) != (direction > 0):
-                found.append((last, after.t))
+                turns.append((last, after.t))
             direction, last = step, after.t
-        return found
+        return turns
 
     def most_turns_an_hour(self) -> int:
         """Of any hour: turns with both of their changes inside it."""
