@@ -20,13 +20,16 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "runtime" / "fairlead_runtime"
-HARNESS = [ROOT / "tests" / f"whole_run{part}.py" for part in ("", "_device", "_scenario")]
+SUPPORT = ROOT / "tests" / "support"
+HARNESS = [SUPPORT / f"whole_run{part}.py" for part in ("", "_device", "_scenario")]
 
 RUN = """
 import sys, pathlib
-import fairlead_runtime, whole_run
+import fairlead_runtime
+from support import whole_run
 here = pathlib.Path(sys.argv[1])
-assert here in pathlib.Path(fairlead_runtime.__file__).parents, fairlead_runtime.__file__
+for module in (fairlead_runtime, whole_run):
+    assert here in pathlib.Path(module.__file__).parents, module.__file__
 for seed in range(int(sys.argv[2]), int(sys.argv[2]) + int(sys.argv[3])):
     error = whole_run.fails(whole_run.draw(seed))
     if error is not None:
@@ -53,9 +56,23 @@ GROUPS, PLANNER, SCHEDULER = "sizing/groups.py", "scheduling/planner.py", "sched
 POLICY = "scheduling/policies.py"
 
 BUGS = (
-    Bug("a freed block is forgotten", POOL, "self.free.append(unit)", "pass"),
     Bug(
-        "a freed block goes back twice", POOL, "self.free.append(unit)", "self.free += [unit, unit]"
+        "a freed block is forgotten",
+        POOL,
+        "                    self.free.append(unit)\n",
+        "                    pass\n",
+    ),
+    Bug(
+        "a freed block goes back twice",
+        POOL,
+        "                    self.free.append(unit)\n",
+        "                    self.free += [unit, unit]\n",
+    ),
+    Bug(
+        "an evicted block is forgotten",
+        POOL,
+        "            del self.cached[unit]\n            self.free.append(unit)\n",
+        "            del self.cached[unit]\n",
     ),
     Bug(
         "a shared block is freed with its first owner",
@@ -64,7 +81,12 @@ BUGS = (
         "self.refs[unit] = 0",
     ),
     Bug("a hit takes no reference", POOL, "        self.refs[unit] += 1", "        pass"),
-    Bug("a hit leaves the block evictable", POOL, "del self.cached[unit]", "pass"),
+    Bug(
+        "a hit leaves the block evictable",
+        POOL,
+        "            del self.cached[unit]\n        self.refs[unit] += 1\n",
+        "        self.refs[unit] += 1\n",
+    ),
     Bug(
         "an evicted block can still be found",
         POOL,
@@ -273,8 +295,8 @@ BUGS = (
     Bug(
         "sampling one token early",
         PLANNER,
-        "Row(sequence, start, count, count == missing)",
-        "Row(sequence, start, count, count >= missing - 1)",
+        "append(admission)\n            self.rows.append(Row(sequence, start, count, count == missing))",
+        "append(admission)\n            self.rows.append(Row(sequence, start, count, count >= missing - 1))",
     ),
     Bug(
         "an abort within a step is overlooked",
@@ -299,27 +321,28 @@ class Verdict(NamedTuple):
     seconds: float
 
 
-def plant(bug: Bug, where: Path) -> None:
-    """Copy what the run needs of package and harness to ``where`` and put the bug in."""
-    copy = where / "fairlead_runtime"
-    for folder in ("cache", "scheduling"):
-        shutil.copytree(
-            PACKAGE / folder, copy / folder, ignore=shutil.ignore_patterns("__pycache__")
-        )
-    for name in ("__init__.py", "config.py", "request.py"):
-        shutil.copy(PACKAGE / name, copy)
+def plant(bug: Bug, folder: Path) -> None:
+    """Copy to ``folder`` what the run needs of the package and the harness, and put the bug in."""
+    copy = folder / "fairlead_runtime"
+    for name in ("cache", "scheduling"):
+        shutil.copytree(PACKAGE / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
+    (copy / "sizing").mkdir()
+    for name in ("__init__.py", "config.py", "request.py", "sizing/__init__.py", GROUPS):
+        shutil.copy(PACKAGE / name, copy / name)
+    (folder / "support").mkdir()
     for module in HARNESS:
-        shutil.copy(module, where)
+        shutil.copy(module, folder / "support")
     target = copy / bug.file
     target.write_text(target.read_text().replace(bug.old, bug.new))
 
 
-def stale() -> list[str]:
-    """Bugs whose text is no longer in the source: they would prove nothing."""
+def mismatches() -> list[str]:
+    """Bugs whose text does not occur exactly once in the source: they would prove nothing."""
+    counts = [(bug, (PACKAGE / bug.file).read_text().count(bug.old)) for bug in BUGS]
     return [
-        f"{bug.name}: {bug.file} no longer contains {bug.old!r}"
-        for bug in BUGS
-        if bug.old not in (PACKAGE / bug.file).read_text()
+        f"{bug.name}: {bug.file} contains {bug.old!r} {count} times, not once"
+        for bug, count in counts
+        if count != 1
     ]
 
 
@@ -348,8 +371,8 @@ def main() -> int:
     parser.add_argument("--only", default="", help="bugs whose name contains this")
     options = parser.parse_args()
     bugs = [bug for bug in BUGS if options.only in bug.name]
-    if outdated := stale():
-        print("\n".join(outdated), file=sys.stderr)
+    if errors := mismatches():
+        print("\n".join(errors), file=sys.stderr)
         return 2
     with ThreadPoolExecutor(options.jobs) as pool:
         verdicts = list(pool.map(lambda bug: hunt(bug, options.seeds), bugs))
