@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from fairlead_operator.resource.resource import API_VERSION, KIND, InferenceDeployment
+from fairlead_operator.resource.kinds import RESOURCE
+from fairlead_operator.resource.resource import InferenceDeployment
 
 ROOT = Path(__file__).parents[2]
 
@@ -25,8 +26,8 @@ def test_every_example_is_a_resource_that_is_accepted(page: str) -> None:
     assert examples
     for text in examples:
         body = {
-            "apiVersion": API_VERSION,
-            "kind": KIND,
+            "apiVersion": RESOURCE.api_version,
+            "kind": RESOURCE.name,
             "metadata": {"name": "demo"},
         } | yaml.safe_load(text)
         body["spec"].setdefault("model", {"source": "demo:"})

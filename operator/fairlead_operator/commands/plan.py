@@ -16,7 +16,8 @@ import yaml
 
 from fairlead_operator.decide.children.capacity import PlanError, capacity_of
 from fairlead_operator.resource.fields import ResourceError
-from fairlead_operator.resource.resource import KIND, InferenceDeployment
+from fairlead_operator.resource.kinds import RESOURCE
+from fairlead_operator.resource.resource import InferenceDeployment
 from fairlead_runtime.sizing.terms import gib
 
 CONFIG_BYTES = 1 << 20
@@ -63,8 +64,10 @@ def read_resource(file: str) -> Any:
     except yaml.YAMLError as error:
         raise ResourceError("", f"{file} is no YAML: {' '.join(str(error).split())}") from None
     if not bodies:
-        raise ResourceError("", f"{file} is empty: it should hold an {KIND}")
-    return next((b for b in bodies if isinstance(b, Mapping) and b.get("kind") == KIND), bodies[0])
+        raise ResourceError("", f"{file} is empty: it should hold an {RESOURCE.name}")
+    return next(
+        (b for b in bodies if isinstance(b, Mapping) and b.get("kind") == RESOURCE.name), bodies[0]
+    )
 
 
 def _config(config_path: str | None, deployment: InferenceDeployment) -> Mapping[str, Any]:

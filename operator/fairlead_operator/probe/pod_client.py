@@ -12,7 +12,8 @@ from typing import Any, Self
 
 import httpx
 
-ADMIN_PORT = 9000
+from fairlead_operator.resource.kinds import ADMIN_PORT
+
 LIMIT = 1 << 20
 
 

@@ -1,5 +1,5 @@
-"""The kinds the operator knows, their paths on the API server, and the names that mark what is
-ours.
+"""The kinds that the operator knows and their paths on the API server, the labels that mark its
+objects, and the ports of its pods.
 """
 
 from collections.abc import Mapping
@@ -20,6 +20,10 @@ REMOTE_CODE_LABEL = f"{GROUP}/remote-code"
 REVISION_LABEL = f"{GROUP}/revision"
 MANAGED_LABEL = "app.kubernetes.io/managed-by"
 MANAGED_VALUE = "fairlead"
+
+# The runtime's ports: the public API; probes, metrics and operations.
+HTTP_PORT, HTTP_PORT_NAME = 8000, "http"
+ADMIN_PORT, ADMIN_PORT_NAME = 9000, "admin"
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,11 +20,10 @@ from fairlead_operator.resource.fields import (
     read,
     refuse_unknown,
 )
+from fairlead_operator.resource.kinds import RESOURCE
 from fairlead_operator.resource.spec import Source, Spec
 from fairlead_runtime.config import ConfigError, EngineConfig
 
-GROUP, VERSION, KIND = "serving.fairlead.dev", "v1alpha1", "InferenceDeployment"
-API_VERSION = f"{GROUP}/{VERSION}"
 NAME = re.compile(r"[a-z]([-a-z0-9]{0,38}[a-z0-9])?")
 REVISION = re.compile(r"([A-Za-z0-9][A-Za-z0-9._/-]*)?")
 ENV = re.compile(r"^(PYTHON|LD_|HF_|FAIRLEAD_)|_PROXY$")
@@ -53,7 +52,7 @@ class InferenceDeployment:
         Raises ResourceError, which names the field, for everything the CRD refuses.
         """
         root = mapping(body, "")
-        for key, wanted in (("apiVersion", API_VERSION), ("kind", KIND)):
+        for key, wanted in (("apiVersion", RESOURCE.api_version), ("kind", RESOURCE.name)):
             if root.get(key) != wanted:
                 raise ResourceError(key, f"must be {wanted}, not {str(root.get(key))[:60]!r}")
         meta = mapping(root.get("metadata"), "metadata")

@@ -22,8 +22,8 @@ from cluster.harness.apiclient import Api, Object, eventually
 from cluster.harness.controlplane import ControlPlane
 from cluster.harness.operators import OperatorProcess
 from cluster.harness.resources import KIND, condition, status
-from fairlead_operator.decide.children.podtemplate import ADMIN_PORT, pod_template
-from fairlead_operator.resource.kinds import GROUP, NAME_LABEL
+from fairlead_operator.decide.children.podtemplate import pod_template
+from fairlead_operator.resource.kinds import ADMIN_PORT, GROUP, NAME_LABEL
 from fairlead_operator.resource.settings import Settings
 from fairlead_runtime import metric_names
 from support.operator_bodies import resource

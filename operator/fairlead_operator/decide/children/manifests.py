@@ -8,17 +8,18 @@ import re
 from typing import Any, Literal
 
 from fairlead_operator.decide.children.podtemplate import (
-    ADMIN_PORT,
-    HTTP_PORT,
     cache_claim,
     labels,
     pod_template,
     selector,
 )
 from fairlead_operator.resource.kinds import (
+    ADMIN_PORT,
     BUDGET,
     CLAIM,
     DEPLOYMENT,
+    HTTP_PORT,
+    HTTP_PORT_NAME,
     POLICY,
     RESOURCE,
     REVISION_LABEL,
@@ -125,9 +126,9 @@ def _deployment(
 
 def _service(resource: InferenceDeployment) -> Object:
     port = {
-        "name": "http",
+        "name": HTTP_PORT_NAME,
         "port": resource.spec.service.port,
-        "targetPort": "http",
+        "targetPort": HTTP_PORT_NAME,
         "protocol": "TCP",
     }
     spec = {"type": resource.spec.service.type, "selector": selector(resource), "ports": [port]}

@@ -11,6 +11,10 @@ import math
 
 from fairlead_operator.resource.fields import as_body
 from fairlead_operator.resource.kinds import (
+    ADMIN_PORT,
+    ADMIN_PORT_NAME,
+    HTTP_PORT,
+    HTTP_PORT_NAME,
     MANAGED_LABEL,
     MANAGED_VALUE,
     NAME_LABEL,
@@ -22,7 +26,6 @@ from fairlead_operator.resource.kinds import (
 from fairlead_operator.resource.resource import InferenceDeployment
 from fairlead_operator.resource.settings import Settings
 
-HTTP_PORT, ADMIN_PORT = 8000, 9000
 USER = 10001
 HUB_HOME = "/models"  # HF_HOME: an emptyDir, or the shared claim
 CLAIM_ROOT = "/model"  # where a pvc:// source is mounted, read-only
@@ -127,12 +130,12 @@ def _runtime(resource: InferenceDeployment, settings: Settings) -> Object:
         )
     deadline = math.ceil(spec.rollout.progress_deadline_seconds / PROBE_SECONDS)
     readiness = {
-        "httpGet": {"path": "/readyz", "port": "admin"},
+        "httpGet": {"path": "/readyz", "port": ADMIN_PORT_NAME},
         "periodSeconds": PROBE_SECONDS,
         "timeoutSeconds": 2,
     }
     liveness = {
-        "httpGet": {"path": "/healthz", "port": "admin"},
+        "httpGet": {"path": "/healthz", "port": ADMIN_PORT_NAME},
         "periodSeconds": 10,
         "timeoutSeconds": 5,
     }
@@ -143,8 +146,8 @@ def _runtime(resource: InferenceDeployment, settings: Settings) -> Object:
         "args": ["serve", model_argument(resource), "--host=0.0.0.0", *engine.to_args()],
         "env": _environment(resource, {"HF_HUB_OFFLINE": "1"}),
         "ports": [
-            {"name": "http", "containerPort": HTTP_PORT, "protocol": "TCP"},
-            {"name": "admin", "containerPort": ADMIN_PORT, "protocol": "TCP"},
+            {"name": HTTP_PORT_NAME, "containerPort": HTTP_PORT, "protocol": "TCP"},
+            {"name": ADMIN_PORT_NAME, "containerPort": ADMIN_PORT, "protocol": "TCP"},
         ],
         "startupProbe": {**readiness, "failureThreshold": deadline},
         "readinessProbe": {**readiness, "failureThreshold": 1},
