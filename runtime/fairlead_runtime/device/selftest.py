@@ -25,9 +25,9 @@ from fairlead_runtime.models.loading import LoadedModel
 from fairlead_runtime.models.model_error import ModelError
 from fairlead_runtime.request import Request, SamplingParams, Sequence
 from fairlead_runtime.scheduling.plan import Row
+from fairlead_runtime.sizing.config_json import EXPERTS
 from fairlead_runtime.sizing.family_table import FAMILIES
 from fairlead_runtime.sizing.groups import group_layers
-from fairlead_runtime.sizing.shape import EXPERTS
 
 BLOCK_SIZE = 4
 LENGTHS = (23, 9, 14)

@@ -11,8 +11,9 @@ from typing import Any
 from fairlead_runtime.config import ConfigError
 from fairlead_runtime.models.headers import Header
 from fairlead_runtime.models.model_error import ModelError
+from fairlead_runtime.sizing.config_json import ShapeError, UnknownFamilyError
 from fairlead_runtime.sizing.family_table import FAMILIES
-from fairlead_runtime.sizing.shape import ModelShape, ShapeError, UnknownFamilyError
+from fairlead_runtime.sizing.shape import ModelShape
 
 _COMPOSITE = ("text_config", "llm_config", "language_config", "thinker_config")
 _KNOWN_ELSEWHERE = "serve a model whose architecture transformers knows"

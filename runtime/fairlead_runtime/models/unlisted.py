@@ -14,7 +14,8 @@ from transformers import CONFIG_MAPPING, PretrainedConfig
 from fairlead_runtime.models import families
 from fairlead_runtime.models.headers import Header
 from fairlead_runtime.models.model_error import ModelError
-from fairlead_runtime.sizing.shape import STANDARD, ModelShape, ShapeError
+from fairlead_runtime.sizing.config_json import STANDARD, ShapeError
+from fairlead_runtime.sizing.shape import ModelShape
 
 MOST = 1 << 14
 COUNTED = frozenset({"layer", "layers", "head", "heads", "experts", "groups", "blocks", "depth"})

@@ -10,6 +10,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from fairlead_runtime.sizing.config_json import (
+    EXPERTS,
+    ConfigReader,
+    ShapeError,
+    UnknownFamilyError,
+    check_traits,
+    dtype_of,
+    quantization_of,
+)
 from fairlead_runtime.sizing.family_table import (
     FAMILIES,
     REFUSED,
@@ -17,52 +26,7 @@ from fairlead_runtime.sizing.family_table import (
     UNKNOWN_EXPERTS,
     Family,
 )
-
-DTYPE_BYTES: Mapping[str, int] = {"float32": 4, "float16": 2, "bfloat16": 2}
-LARGEST = {
-    "num_hidden_layers": 1 << 12,
-    **dict.fromkeys(("num_local_experts", "num_experts"), 1 << 14),
-    "vocab_size": 1 << 26,
-}
-LARGEST_ELSE = 1 << 24
-ROUTED = 16  # elements a token and chosen expert take for their indices and weights
-EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
-# The settings that most families share, by the names that transformers gives them.
-STANDARD = (
-    *(
-        "vocab_size",
-        "hidden_size",
-        "intermediate_size",
-        "ffn_dim",
-        "num_hidden_layers",
-        "max_position_embeddings",
-    ),
-    *("num_attention_heads", "num_key_value_heads", "head_dim", "tie_word_embeddings"),
-    *("use_bidirectional_attention", "num_experts_per_tok", *EXPERTS),
-)
-
-
-class ShapeError(ValueError):
-    """A config.json that cannot be sized. ``field`` names the key; the message says what would
-    work.
-    """
-
-    def __init__(self, field: str, message: str) -> None:
-        super().__init__(f"config.json: {field}: {message}")
-        self.field = field
-
-
-class UnknownFamilyError(ShapeError):
-    """A family that is not in the table: what its layers hold, and so what they weigh, no
-    config.json says.
-    """
-
-    def __init__(self, name: str) -> None:
-        super().__init__(
-            "model_type",
-            f"{name[:100]!r} is not in the table of families: its weights' size is known once their files are there; "
-            "a pod tries such a model, judges it by the self-test and measures it",
-        )
+from fairlead_runtime.sizing.parameters import ParameterCount, count_layer
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,14 +84,14 @@ class ModelShape:
         if name not in FAMILIES:
             raise UnknownFamilyError(name)
         family = FAMILIES[name]
-        s = _Settings(config, family)
-        _refuse(s)
+        s = ConfigReader(config, family)
+        check_traits(s)
         layers, hidden, vocab = (
             s.whole(k) for k in ("num_hidden_layers", "hidden_size", "vocab_size")
         )
         tied = s.flag("tie_word_embeddings")
-        counts = [_layer(s, family, i) for i in range(layers)]
-        body = sum((c for c, _ in counts), _Count())
+        counts = [count_layer(s, family, i) for i in range(layers)]
+        body = sum((c for c, _ in counts), ParameterCount())
         outside = vocab * hidden * (1 if tied else 2)
         outside += s.whole("max_position_embeddings") * hidden if family.positions else 0
         outside += hidden * (2 if family.norm_bias else 1)
@@ -147,8 +111,8 @@ class ModelShape:
             tied=tied,
             experts=s.whole("num_local_experts") if family.experts else 0,
             experts_per_token=s.whole("num_experts_per_tok") if family.experts else 0,
-            dtype=_dtype(config),
-            quantized=_quantized(config),
+            dtype=dtype_of(config),
+            quantized=quantization_of(config),
             parameters=body.matrices + body.rest + outside,
             layer_matrices=body.matrices,
             layer_channels=body.channels,
@@ -171,8 +135,8 @@ class ModelShape:
         that no model can have.
         """
         experts = next((k for k in EXPERTS if settings.get(k)), "")
-        s = _Settings(settings, UNKNOWN_EXPERTS if experts else UNKNOWN_DENSE)
-        _refuse(s)
+        s = ConfigReader(settings, UNKNOWN_EXPERTS if experts else UNKNOWN_DENSE)
+        check_traits(s)
         layers, hidden, vocab = (
             s.whole(k) for k in ("num_hidden_layers", "hidden_size", "vocab_size")
         )
@@ -200,128 +164,15 @@ class ModelShape:
             tied=bool(settings.get("tie_word_embeddings")),
             experts=s.whole(experts) if experts else 0,
             experts_per_token=chosen,
-            dtype=_dtype(config),
-            quantized=_quantized(config),
+            dtype=dtype_of(config),
+            quantized=quantization_of(config),
             parameters=sum(math.prod(dimensions) for _, dimensions in sizes),
             layer_matrices=sum(math.prod(dimensions) for _, dimensions in matrices),
             layer_channels=sum(math.prod(dimensions[:-1]) for _, dimensions in matrices),
         )
 
 
-@dataclass(frozen=True, slots=True)
-class _Count:
-    """Parameters of a part: in matrices, those matrices' output rows, and all else (norms, biases,
-    sinks).
-    """
-
-    matrices: int = 0
-    channels: int = 0
-    rest: int = 0
-
-    def __add__(self, other: "_Count") -> "_Count":
-        return _Count(
-            self.matrices + other.matrices, self.channels + other.channels, self.rest + other.rest
-        )
-
-    def __mul__(self, times: int) -> "_Count":
-        return _Count(self.matrices * times, self.channels * times, self.rest * times)
-
-
-def _linear(inputs: int, outputs: int, *, bias: bool = False) -> _Count:
-    return _Count(inputs * outputs, outputs, outputs if bias else 0)
-
-
-class _Settings:
-    """A config with its family's defaults beneath: every read is typed and bounded."""
-
-    def __init__(self, config: Mapping[str, Any], family: Family) -> None:
-        self._config = config
-        self._family = family
-        self.heads = self.whole("num_attention_heads")
-        kv_heads, head_dim = (
-            (self.optional(k) for k in ("num_key_value_heads", "head_dim"))
-            if family.grouped
-            else (None, None)
-        )
-        self.kv_heads = kv_heads or self.heads
-        self.head_dim = head_dim or max(1, self.whole("hidden_size") // self.heads)
-
-    def get(self, name: str) -> Any:
-        for key in (self._family.aliases.get(name, name), name):
-            if key in self._config:
-                return self._config[key]
-        return self._family.defaults.get(name)
-
-    def optional(self, name: str) -> int | None:
-        return None if self.get(name) is None else self.whole(name)
-
-    def whole(self, name: str, low: int = 1) -> int:
-        value, high = self.get(name), LARGEST.get(name, LARGEST_ELSE)
-        if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-            raise ShapeError(
-                name, f"must be a whole number from {low} to {high}, not {str(value)[:40]}"
-            )
-        return value
-
-    def flag(self, name: str) -> bool:
-        value = self.get(name)
-        if not isinstance(value, bool):
-            raise ShapeError(name, f"must be true or false, not {str(value)[:40]}")
-        return value
-
-    def trait(self, value: bool | str) -> bool:
-        return self.flag(value) if isinstance(value, str) else value
-
-
-def _layer(s: _Settings, family: Family, index: int) -> tuple[_Count, int]:
-    """Parameters of one layer, and the elements its MLP keeps per token."""
-    hidden = s.whole("hidden_size")
-    mlp, width = _mlp(s, family, index)
-    norms = family.norms * hidden * (2 if family.norm_bias else 1)
-    return _attention(s, family) + mlp + _Count(rest=norms), width
-
-
-def _attention(s: _Settings, family: Family) -> _Count:
-    hidden, q, kv = s.whole("hidden_size"), s.heads * s.head_dim, s.kv_heads * s.head_dim
-    count = _linear(hidden, q + 2 * kv, bias=s.trait(family.qkv_bias))
-    count += _linear(q, hidden, bias=s.trait(family.out_bias))
-    if family.qk_norm and (not family.qk_norm_if or s.flag(family.qk_norm_if)):
-        count += _Count(rest=2 * s.head_dim if family.qk_norm == "head" else q + kv)
-    return count + _Count(rest=s.heads if family.sinks else 0)
-
-
-def _mlp(s: _Settings, family: Family, index: int) -> tuple[_Count, int]:
-    hidden = s.whole("hidden_size")
-    parts = 2 if family.gated else 1
-    if not _sparse(s, family, index):
-        inner, bias = s.optional("intermediate_size") or 4 * hidden, s.trait(family.mlp_bias)
-        count = _linear(hidden, parts * inner, bias=bias) + _linear(inner, hidden, bias=bias)
-        return count, family.mlp_copies * inner
-    inner, experts, chosen = (
-        s.whole(k) for k in (family.experts, "num_local_experts", "num_experts_per_tok")
-    )
-    expert = _linear(hidden, parts * inner, bias=family.expert_bias)
-    expert += _linear(inner, hidden, bias=family.expert_bias)
-    router = _Count(
-        rest=hidden * experts + (experts if family.expert_bias else 0)
-    )  # never quantized
-    # Each chosen expert gets a copy of its tokens and gives one back; then those are weighted, put
-    # in order and summed.
-    inside = max(family.mlp_copies * inner + 2 * hidden, (family.mlp_copies + 1) * inner + hidden)
-    summed = (5 if family.expert_bias else 4) * hidden
-    return expert * experts + router, chosen * (max(inside, summed) + ROUTED)
-
-
-def _sparse(s: _Settings, family: Family, index: int) -> bool:
-    if not family.experts:
-        return False
-    dense = s.get("mlp_only_layers") or ()
-    if not isinstance(dense, list | tuple):
-        raise ShapeError("mlp_only_layers", "must be a list of layer numbers")
-    return index not in dense and (index + 1) % s.whole("decoder_sparse_step") == 0
-
-
-def _windows(s: _Settings, family: Family, layers: int) -> tuple[int | None, ...]:
+def _windows(s: ConfigReader, family: Family, layers: int) -> tuple[int | None, ...]:
     """Layer i sees keys p-W+1..p of position p when its entry is W, and all of 0..p when it is
     None.
     """
@@ -342,34 +193,8 @@ def _windows(s: _Settings, family: Family, layers: int) -> tuple[int | None, ...
     return tuple(window if kind == "sliding_attention" else None for kind in types)
 
 
-def _slides(s: _Settings, family: Family, index: int) -> bool:
+def _slides(s: ConfigReader, family: Family, index: int) -> bool:
     if family.window_from:
         return index >= s.whole(family.window_from, low=0)
     every = family.full_every if isinstance(family.full_every, int) else s.whole(family.full_every)
     return (index + 1) % every != 0
-
-
-def _refuse(s: _Settings) -> None:
-    if s.get("use_bidirectional_attention"):
-        raise ShapeError(
-            "use_bidirectional_attention", "such a model reads text, it does not write any"
-        )
-    if s.get("per_layer_config"):
-        raise ShapeError("per_layer_config", "layers of different sizes are not supported")
-
-
-def _dtype(config: Mapping[str, Any]) -> str | None:
-    value = config.get("dtype") or config.get("torch_dtype")
-    if value is None:
-        return None
-    name = str(value)[:40].removeprefix("torch.")
-    if name not in DTYPE_BYTES:
-        raise ShapeError(
-            "dtype", f"{name!r} is not supported; supported are {', '.join(DTYPE_BYTES)}"
-        )
-    return name
-
-
-def _quantized(config: Mapping[str, Any]) -> str:
-    found = config.get("quantization_config")
-    return str(found.get("quant_method", "unknown"))[:40] if isinstance(found, Mapping) else ""

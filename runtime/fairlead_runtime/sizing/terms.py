@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from fairlead_runtime.config import EngineConfig
+from fairlead_runtime.sizing.config_json import DTYPE_BYTES
 from fairlead_runtime.sizing.groups import LayerGroup
-from fairlead_runtime.sizing.shape import DTYPE_BYTES, ModelShape
+from fairlead_runtime.sizing.shape import ModelShape
 
 MIB, GIB = 1 << 20, 1 << 30
 PROCESS = GIB  # a runtime's interpreter, libraries and buffers before any weight; measured at start

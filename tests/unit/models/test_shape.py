@@ -11,8 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from fairlead_runtime.sizing.config_json import ShapeError, UnknownFamilyError
 from fairlead_runtime.sizing.family_table import FAMILIES
-from fairlead_runtime.sizing.shape import ModelShape, ShapeError, UnknownFamilyError
+from fairlead_runtime.sizing.shape import ModelShape
 
 SMALL = {
     "vocab_size": 97,

@@ -10,7 +10,8 @@ from typing import Any
 
 from fairlead_operator.resource.resource import SETTINGS, InferenceDeployment
 from fairlead_runtime.config import ConfigError, flag_of
-from fairlead_runtime.sizing.shape import ModelShape, ShapeError, UnknownFamilyError
+from fairlead_runtime.sizing.config_json import ShapeError, UnknownFamilyError
+from fairlead_runtime.sizing.shape import ModelShape
 from fairlead_runtime.sizing.solve import MemoryPlan
 from fairlead_runtime.sizing.terms import DeviceFacts, gib, host_terms
 from fairlead_runtime.sizing.verdict import plan_memory

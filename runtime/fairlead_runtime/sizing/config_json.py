@@ -1,0 +1,123 @@
+"""A model's ``config.json``, read key by key: every value is typed and bounded before it is used.
+
+Owns the errors that name a key, the limits, and the defaults of a family beneath the file's own
+values. A config comes from strangers. Reads one mapping; never a file or a network.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from fairlead_runtime.sizing.family_table import Family
+
+DTYPE_BYTES: Mapping[str, int] = {"float32": 4, "float16": 2, "bfloat16": 2}
+LARGEST = {
+    "num_hidden_layers": 1 << 12,
+    **dict.fromkeys(("num_local_experts", "num_experts"), 1 << 14),
+    "vocab_size": 1 << 26,
+}
+LARGEST_ELSE = 1 << 24
+EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
+# The settings that most families share, by the names that transformers gives them.
+STANDARD = (
+    *(
+        "vocab_size",
+        "hidden_size",
+        "intermediate_size",
+        "ffn_dim",
+        "num_hidden_layers",
+        "max_position_embeddings",
+    ),
+    *("num_attention_heads", "num_key_value_heads", "head_dim", "tie_word_embeddings"),
+    *("use_bidirectional_attention", "num_experts_per_tok", *EXPERTS),
+)
+
+
+class ShapeError(ValueError):
+    """A config.json that cannot be sized. ``field`` names the key; the message says what would
+    work.
+    """
+
+    def __init__(self, field: str, message: str) -> None:
+        super().__init__(f"config.json: {field}: {message}")
+        self.field = field
+
+
+class UnknownFamilyError(ShapeError):
+    """A family that is not in the table: what its layers hold, and so what they weigh, no
+    config.json says.
+    """
+
+    def __init__(self, name: str) -> None:
+        super().__init__(
+            "model_type",
+            f"{name[:100]!r} is not in the table of families: its weights' size is known once their files are there; "
+            "a pod tries such a model, judges it by the self-test and measures it",
+        )
+
+
+class ConfigReader:
+    """A config with its family's defaults beneath: every read is typed and bounded."""
+
+    def __init__(self, config: Mapping[str, Any], family: Family) -> None:
+        self._config = config
+        self._family = family
+        self.heads = self.whole("num_attention_heads")
+        kv_heads, head_dim = (
+            (self.optional(k) for k in ("num_key_value_heads", "head_dim"))
+            if family.grouped
+            else (None, None)
+        )
+        self.kv_heads = kv_heads or self.heads
+        self.head_dim = head_dim or max(1, self.whole("hidden_size") // self.heads)
+
+    def get(self, name: str) -> Any:
+        for key in (self._family.aliases.get(name, name), name):
+            if key in self._config:
+                return self._config[key]
+        return self._family.defaults.get(name)
+
+    def optional(self, name: str) -> int | None:
+        return None if self.get(name) is None else self.whole(name)
+
+    def whole(self, name: str, low: int = 1) -> int:
+        value, high = self.get(name), LARGEST.get(name, LARGEST_ELSE)
+        if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+            raise ShapeError(
+                name, f"must be a whole number from {low} to {high}, not {str(value)[:40]}"
+            )
+        return value
+
+    def flag(self, name: str) -> bool:
+        value = self.get(name)
+        if not isinstance(value, bool):
+            raise ShapeError(name, f"must be true or false, not {str(value)[:40]}")
+        return value
+
+    def trait(self, value: bool | str) -> bool:
+        return self.flag(value) if isinstance(value, str) else value
+
+
+def check_traits(s: ConfigReader) -> None:
+    if s.get("use_bidirectional_attention"):
+        raise ShapeError(
+            "use_bidirectional_attention", "such a model reads text, it does not write any"
+        )
+    if s.get("per_layer_config"):
+        raise ShapeError("per_layer_config", "layers of different sizes are not supported")
+
+
+def dtype_of(config: Mapping[str, Any]) -> str | None:
+    value = config.get("dtype") or config.get("torch_dtype")
+    if value is None:
+        return None
+    name = str(value)[:40].removeprefix("torch.")
+    if name not in DTYPE_BYTES:
+        raise ShapeError(
+            "dtype", f"{name!r} is not supported; supported are {', '.join(DTYPE_BYTES)}"
+        )
+    return name
+
+
+def quantization_of(config: Mapping[str, Any]) -> str:
+    found = config.get("quantization_config")
+    return str(found.get("quant_method", "unknown"))[:40] if isinstance(found, Mapping) else ""

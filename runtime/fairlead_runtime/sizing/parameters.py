@@ -1,0 +1,82 @@
+"""How many parameters one layer of a family has, and how many elements its MLP keeps per token.
+
+Counts layers as transformers builds them; embeddings and the final norm are ``shape``'s.
+"""
+
+from dataclasses import dataclass
+
+from fairlead_runtime.sizing.config_json import ConfigReader, ShapeError
+from fairlead_runtime.sizing.family_table import Family
+
+ROUTED = 16  # elements a token and chosen expert take for their indices and weights
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterCount:
+    """Parameters of a part: in matrices, those matrices' output rows, and all else (norms, biases,
+    sinks).
+    """
+
+    matrices: int = 0
+    channels: int = 0
+    rest: int = 0
+
+    def __add__(self, other: "ParameterCount") -> "ParameterCount":
+        return ParameterCount(
+            self.matrices + other.matrices, self.channels + other.channels, self.rest + other.rest
+        )
+
+    def __mul__(self, times: int) -> "ParameterCount":
+        return ParameterCount(self.matrices * times, self.channels * times, self.rest * times)
+
+
+def _linear(inputs: int, outputs: int, *, bias: bool = False) -> ParameterCount:
+    return ParameterCount(inputs * outputs, outputs, outputs if bias else 0)
+
+
+def count_layer(s: ConfigReader, family: Family, index: int) -> tuple[ParameterCount, int]:
+    """Parameters of one layer, and the elements its MLP keeps per token."""
+    hidden = s.whole("hidden_size")
+    mlp, width = _mlp(s, family, index)
+    norms = family.norms * hidden * (2 if family.norm_bias else 1)
+    return _attention(s, family) + mlp + ParameterCount(rest=norms), width
+
+
+def _attention(s: ConfigReader, family: Family) -> ParameterCount:
+    hidden, q, kv = s.whole("hidden_size"), s.heads * s.head_dim, s.kv_heads * s.head_dim
+    count = _linear(hidden, q + 2 * kv, bias=s.trait(family.qkv_bias))
+    count += _linear(q, hidden, bias=s.trait(family.out_bias))
+    if family.qk_norm and (not family.qk_norm_if or s.flag(family.qk_norm_if)):
+        count += ParameterCount(rest=2 * s.head_dim if family.qk_norm == "head" else q + kv)
+    return count + ParameterCount(rest=s.heads if family.sinks else 0)
+
+
+def _mlp(s: ConfigReader, family: Family, index: int) -> tuple[ParameterCount, int]:
+    hidden = s.whole("hidden_size")
+    parts = 2 if family.gated else 1
+    if not _sparse(s, family, index):
+        inner, bias = s.optional("intermediate_size") or 4 * hidden, s.trait(family.mlp_bias)
+        count = _linear(hidden, parts * inner, bias=bias) + _linear(inner, hidden, bias=bias)
+        return count, family.mlp_copies * inner
+    inner, experts, chosen = (
+        s.whole(k) for k in (family.experts, "num_local_experts", "num_experts_per_tok")
+    )
+    expert = _linear(hidden, parts * inner, bias=family.expert_bias)
+    expert += _linear(inner, hidden, bias=family.expert_bias)
+    router = ParameterCount(
+        rest=hidden * experts + (experts if family.expert_bias else 0)
+    )  # never quantized
+    # Each chosen expert gets a copy of its tokens and gives one back; then those are weighted, put
+    # in order and summed.
+    inside = max(family.mlp_copies * inner + 2 * hidden, (family.mlp_copies + 1) * inner + hidden)
+    summed = (5 if family.expert_bias else 4) * hidden
+    return expert * experts + router, chosen * (max(inside, summed) + ROUTED)
+
+
+def _sparse(s: ConfigReader, family: Family, index: int) -> bool:
+    if not family.experts:
+        return False
+    dense = s.get("mlp_only_layers") or ()
+    if not isinstance(dense, list | tuple):
+        raise ShapeError("mlp_only_layers", "must be a list of layer numbers")
+    return index not in dense and (index + 1) % s.whole("decoder_sparse_step") == 0
