@@ -15,9 +15,9 @@ import pytest
 import torch
 
 from fairlead_runtime.device.kv_cache import CacheStorage
+from fairlead_runtime.device.model_runner import ModelRunner
 from fairlead_runtime.device.paged_model import PagedModel
-from fairlead_runtime.device.runner import Runner
-from fairlead_runtime.engine.isolate import Runner as Device
+from fairlead_runtime.engine.isolate import Executor
 from fairlead_runtime.models import families, rope, tiny
 from fairlead_runtime.request import FinishReason, Request, SamplingParams
 from fairlead_runtime.scheduling.plan import Finished, Limits, Result, Work
@@ -91,7 +91,9 @@ class KnownTextRunner:
         }
 
 
-def drive(scheduler: Scheduler, device: Device, arrivals: Iterable[tuple[int, Request]]) -> Outcome:
+def drive(
+    scheduler: Scheduler, device: Executor, arrivals: Iterable[tuple[int, Request]]
+) -> Outcome:
     """Run to the end; a request is added before the step it is due in. Checks every invariant now
     and then.
     """
@@ -134,7 +136,7 @@ class Rig:
         self.groups: tuple[LayerGroup, ...] = group_layers(windows)
         self._references: dict[tuple[tuple[int, ...], int], list[int]] = {}
 
-    def runner(self, setting: Setting) -> Runner:
+    def runner(self, setting: Setting) -> ModelRunner:
         limits = setting.limits(len(self.groups))
         cache = CacheStorage(
             self.groups,
@@ -147,7 +149,7 @@ class Rig:
         # Whatever is read before it was written becomes visible.
         cache.keys.fill_(torch.nan)
         cache.values.fill_(torch.nan)
-        return Runner(self.model, cache)
+        return ModelRunner(self.model, cache)
 
     def run(self, setting: Setting, arrivals: Iterable[tuple[int, Request]]) -> Outcome:
         scheduler = Scheduler(setting.limits(len(self.groups)), self.groups, b"rig")

@@ -100,12 +100,12 @@ def never_loads() -> None:
 
 def broken_device() -> None:
     """Every forward pass of the engine raises; the self-test has passed."""
-    from fairlead_runtime.device.runner import Runner
+    from fairlead_runtime.device.model_runner import ModelRunner
 
     def fail(*_: object) -> None:
         raise RuntimeError("the device is gone")
 
-    Runner.execute = fail  # type: ignore[method-assign,assignment]
+    ModelRunner.execute = fail  # type: ignore[method-assign,assignment]
 
 
 @contextmanager

@@ -1,6 +1,6 @@
 """The engine: one step after another, each of them inbox → plan → commit → run → update → publish.
 
-Owns the scheduler, the device's runner and the inbox between threads; whoever calls ``run`` (or
+Owns the scheduler, the device's executor and the inbox between threads; whoever calls ``run`` (or
 ``step``) is the engine thread, and nothing else touches scheduler, blocks or device. Never knows
 asyncio, text or HTTP: what goes in are Requests, what comes out are lists of Emitted, one list a
 step.
@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from fairlead_runtime.engine.inbox import Abort, Add, Bounds, Inbox, Inspect
-from fairlead_runtime.engine.isolate import Outcome, Runner, run_isolated
+from fairlead_runtime.engine.isolate import Executor, Outcome, run_isolated
 from fairlead_runtime.engine.observer import CANARY, Observer, canary
 from fairlead_runtime.engine.progress import Progress
 from fairlead_runtime.engine.views import Live, request_views
@@ -44,7 +44,7 @@ class Engine:
     def __init__(
         self,
         make_scheduler: Callable[[], Scheduler],
-        runner: Runner,
+        executor: Executor,
         bounds: Bounds,
         *,
         now: Callable[[], float],
@@ -58,7 +58,7 @@ class Engine:
         self._make_scheduler = make_scheduler
         self._scheduler = make_scheduler()
         self._stats = self._scheduler.stats()
-        self._runner = runner
+        self._executor = executor
         self._now = now
         self._observer = observer or Observer()
         self._inbox = Inbox(bounds.max_queue, bounds.max_requests, self.progress, now)
@@ -207,8 +207,8 @@ class Engine:
             for row in work.rows:
                 if self._queued.pop(row.sequence.request.id, None) is not None:
                     self._live[row.sequence.request.id].cached = row.start
-        self._runner.copy(work)
-        return run_isolated(self._runner, work)
+        self._executor.copy(work)
+        return run_isolated(self._executor, work)
 
     def _update(self, outcome: Outcome, began: float) -> None:
         events = self._scheduler.update(outcome.ran, outcome.results)

@@ -13,7 +13,7 @@ from typing import Protocol
 from fairlead_runtime.scheduling.plan import Result, Row, Work
 
 
-class Runner(Protocol):
+class Executor(Protocol):
     """What the engine needs of the device."""
 
     def copy(self, work: Work) -> None:
@@ -36,7 +36,7 @@ class Outcome:
     failed: tuple[tuple[Row, Exception], ...]
 
 
-def run_isolated(runner: Runner, work: Work) -> Outcome:
+def run_isolated(executor: Executor, work: Work) -> Outcome:
     """Execute ``work``; when that raises, halve it until the rows that fail alone are found.
 
     A fault that only the whole batch provokes (memory, most often) ends with every half computed
@@ -51,7 +51,7 @@ def run_isolated(runner: Runner, work: Work) -> Outcome:
         rows = pending.pop()
         part = work if rows is work.rows else work.subset(rows)
         try:
-            results.update(runner.execute(part))
+            results.update(executor.execute(part))
         except Exception as error:  # noqa: BLE001 - whatever it is, it must not end the other requests
             if len(rows) == 1:
                 failed.append((rows[0], error))

@@ -20,8 +20,8 @@ from fairlead_kernels.backend import pick
 from fairlead_runtime.config import ConfigError, EngineConfig
 from fairlead_runtime.device import profiling, selftest
 from fairlead_runtime.device.kv_cache import CacheStorage
+from fairlead_runtime.device.model_runner import ModelRunner
 from fairlead_runtime.device.paged_model import PagedModel
-from fairlead_runtime.device.runner import Runner
 from fairlead_runtime.engine.engine import Bounds, Engine, Observer
 from fairlead_runtime.models import loading
 from fairlead_runtime.models.loading import Inspected, LoadedModel
@@ -104,7 +104,7 @@ def build(
     }
     resolved = resolve(config, found.shape, device, dtype=_name(loaded.dtype), measured=measured)
     cache = _cache(model, resolved)
-    runner = Runner(model, cache)
+    runner = ModelRunner(model, cache)
     for warning in resolved.warnings:
         log.warning("%s", warning)
     log.info("%s", summary(resolved))
@@ -131,7 +131,7 @@ def build(
 def _engine(
     loaded: LoadedModel,
     cache: CacheStorage,
-    runner: Runner,
+    runner: ModelRunner,
     resolved: Resolved,
     queue_timeout: float,
     observer: Observer | None,

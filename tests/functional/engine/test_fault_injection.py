@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from fairlead_runtime.config import EngineConfig
-from fairlead_runtime.device.runner import Runner
+from fairlead_runtime.device.model_runner import ModelRunner
 from fairlead_runtime.device.sampling import Sampled, SamplingBatch, sample
 from fairlead_runtime.models import tiny
 from fairlead_runtime.request import FinishReason, Request, SamplingParams
@@ -30,7 +30,7 @@ class Faulty:
     ``kind``.
     """
 
-    def __init__(self, runner: Runner) -> None:
+    def __init__(self, runner: ModelRunner) -> None:
         self._runner = runner
         runner._sampler = self._sample
         self.arm(-1, "nan", 0)
@@ -97,10 +97,10 @@ def serve(built: Built) -> Collected:
 
 
 def test_a_fault_at_any_step_ends_only_the_request_it_hits(built: Built) -> None:
-    runner = built.engine._runner
-    assert isinstance(runner, Runner)
+    runner = built.engine._executor
+    assert isinstance(runner, ModelRunner)
     faulty = Faulty(runner)
-    built.engine._runner = faulty
+    built.engine._executor = faulty
     steps_before = built.engine.counters.steps
     expected = serve(built)
     steps = built.engine.counters.steps - steps_before

@@ -17,7 +17,7 @@ from fairlead_runtime.scheduling.plan import Result, Work
 Sampler = Callable[[torch.Tensor, SamplingBatch], Sampled]
 
 
-class Runner:
+class ModelRunner:
     """Executes steps of one model on one cache. ``kernels`` says which kernels it runs on and why.
 
     One step at a time, from one thread at a time.
