@@ -59,9 +59,9 @@ def _parser(environ: Mapping[str, str]) -> Parser:
 
 
 def _fetch(options: argparse.Namespace, environ: Mapping[str, str]) -> Path:
+    from fairlead_runtime.hub.download_progress import shown
     from fairlead_runtime.hub.fetch import Progress
     from fairlead_runtime.hub.fetch_server import FetchServer
-    from fairlead_runtime.hub.fetch_view import shown
     from fairlead_runtime.hub.source import check_revision, parse, resolve
     from fairlead_runtime.models import architecture, files
 

@@ -5,8 +5,8 @@ import logging
 
 import pytest
 
+from fairlead_runtime.hub.download_progress import shown
 from fairlead_runtime.hub.fetch import Progress
-from fairlead_runtime.hub.fetch_view import shown
 
 TOTAL = 3 * 2**30
 
