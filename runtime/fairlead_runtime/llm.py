@@ -16,7 +16,7 @@ import torch
 from tqdm import tqdm
 
 from fairlead_runtime.config import EngineConfig
-from fairlead_runtime.hub.locate import locate
+from fairlead_runtime.hub.download_progress import resolve_with_bar
 from fairlead_runtime.logprobs import Logprob
 from fairlead_runtime.models import chat
 from fairlead_runtime.outputs import Emitted, EngineDead, Output, QueueFull, Submission
@@ -64,7 +64,8 @@ class LLM:
     def __init__(self, model: str, **engine_config: object) -> None:
         settings = EngineConfig.from_mapping(engine_config)
         # Offline nobody waits at the other end of the queue, so no wait is too long.
-        self._built: Built | None = build(locate(model, settings), settings, queue_timeout=math.inf)
+        path = resolve_with_bar(model, settings)
+        self._built: Built | None = build(path, settings, queue_timeout=math.inf)
 
     def generate(
         self,

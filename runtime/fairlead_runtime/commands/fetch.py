@@ -59,7 +59,7 @@ def _parser(environ: Mapping[str, str]) -> Parser:
 
 
 def _fetch(options: argparse.Namespace, environ: Mapping[str, str]) -> Path:
-    from fairlead_runtime.hub.download_progress import shown
+    from fairlead_runtime.hub.download_progress import show_progress
     from fairlead_runtime.hub.fetch import Progress
     from fairlead_runtime.hub.fetch_server import FetchServer
     from fairlead_runtime.hub.source import check_revision, parse, resolve
@@ -71,7 +71,7 @@ def _fetch(options: argparse.Namespace, environ: Mapping[str, str]) -> Path:
     check_revision(source, options.revision)
     with (
         FetchServer(str(source), options.host, options.admin_port) as server,
-        shown(str(source)) as show,
+        show_progress(str(source)) as show,
     ):
 
         def report(progress: Progress) -> None:
@@ -79,7 +79,7 @@ def _fetch(options: argparse.Namespace, environ: Mapping[str, str]) -> Path:
             show(progress)
 
         resolved = resolve(options.model, revision=options.revision, environ=environ, report=report)
-        server.at(resolved.path)
+        server.set_path(resolved.path)
         found = files.check(resolved.path)
         architecture.check(found.config, files.auto_maps(resolved.path))
     return resolved.path

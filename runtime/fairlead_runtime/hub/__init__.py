@@ -1,1 +1,1 @@
-"""Where a model comes from: source, download, and how the download is shown."""
+"""Where a model comes from: its source, its download, and the progress of the download."""

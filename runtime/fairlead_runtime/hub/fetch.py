@@ -1,9 +1,10 @@
-"""Download a hub model at one commit into the hub's cache, and find it there again without a
-network.
+"""Download a hub model at one commit into the hub's cache, or find it there without a network.
 
-Owns which files come, the order (settings first, so that a model that is not served costs no
-weights) and what each failure of a hub means. Only safetensors, JSON, tokenizer and template files
-are ever asked for.
+Owns which files are downloaded, their order (settings first, so that a refused model costs no
+download of weights) and what each failure of a hub means. Requests only safetensors, JSON,
+tokenizer and template files. ``huggingface_hub.snapshot_download`` is not used because, after one
+file fails, it finishes the running downloads and does not name the file that failed
+(test_one_failed_file_stops_the_others).
 """
 
 import errno
@@ -26,17 +27,17 @@ from fairlead_runtime.models import architecture, files
 from fairlead_runtime.models.model_error import ModelError
 
 WORKERS = 4
-# They log every address, and those a hub redirects to carry signatures.
-_TALKATIVE = ("httpx", "httpx2")
+# They log every URL, and the URLs that a hub redirects to carry signatures.
+_URL_LOGGERS = ("httpx", "httpx2")
 Report = Callable[["Progress"], None]
 _COMMIT = re.compile(r"[0-9a-f]{40}")
-_TRUE = {"1", "ON", "YES", "TRUE"}
+_TRUE_WORDS = {"1", "ON", "YES", "TRUE"}
 
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """How far a download is. ``path`` is the snapshot's directory once the settings are there,
-    before the weights.
+    """How far a download is. ``path`` is the snapshot's directory, set once the settings are in it
+    and before the weights are.
     """
 
     done: int  # bytes
@@ -45,7 +46,9 @@ class Progress:
 
 
 @dataclass(frozen=True, slots=True)
-class Fetched:
+class Snapshot:
+    """The directory of a model in the cache, and its commit."""
+
     path: Path
     commit: str
 
@@ -59,7 +62,8 @@ class Hub:
     offline: bool
 
     @classmethod
-    def of(cls, environ: Mapping[str, str]) -> "Hub":
+    def from_environ(cls, environ: Mapping[str, str]) -> "Hub":
+        """Reads the variables itself: huggingface_hub.constants reads them once, at import."""
         home = Path(
             environ.get("HF_HOME")
             or Path(environ.get("XDG_CACHE_HOME") or "~/.cache") / "huggingface"
@@ -67,7 +71,7 @@ class Hub:
         cache = Path(environ.get("HF_HUB_CACHE") or home / "hub").expanduser()
         offline = (
             environ.get("HF_HUB_OFFLINE") or environ.get("TRANSFORMERS_OFFLINE") or ""
-        ).upper() in _TRUE
+        ).upper() in _TRUE_WORDS
         return cls((environ.get("HF_ENDPOINT") or constants.ENDPOINT).rstrip("/"), cache, offline)
 
     def folder(self, repository: str) -> Path:
@@ -76,35 +80,35 @@ class Hub:
 
 @dataclass(slots=True)
 class _Meter:
-    """Bytes of all files together, told to ``report`` at every change. Safe for several threads."""
+    """Counts the bytes of all files and calls ``report`` at every change. Thread-safe."""
 
     report: Report
     total: int
     path: Path | None = None
-    done: dict[str, int] = field(default_factory=dict)
-    stopped: bool = False  # another file failed: none of the rest is of use
+    done: dict[str, int] = field(default_factory=dict)  # bytes by file name
+    stopped: bool = False  # a file failed: the downloads of the others must stop
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def add(self, name: str, count: int) -> None:
         with self.lock:
             if self.stopped:
-                raise InterruptedError(f"{name}: given up, another file failed")
+                raise InterruptedError(f"{name}: stopped because another file failed")
             self.done[name] = self.done.get(name, 0) + count
-            self._tell()
+            self._send_report()
 
     def set(self, name: str, count: int) -> None:
-        """The whole file is there, however it came: from the cache, resumed or fresh."""
+        """The file holds ``count`` bytes now: found in the cache, resumed or complete."""
         with self.lock:
             self.done[name] = count
-            self._tell()
+            self._send_report()
 
-    def expect(self, path: Path, total: int) -> None:
-        """The settings are in ``path``, and say how much comes in all."""
+    def set_total(self, path: Path, total: int) -> None:
+        """The settings are in ``path`` and name the weights, so the total is exact from now on."""
         with self.lock:
             self.path, self.total = path, total
-            self._tell()
+            self._send_report()
 
-    def _tell(self) -> None:
+    def _send_report(self) -> None:
         self.report(Progress(min(sum(self.done.values()), self.total), self.total, self.path))
 
 
@@ -114,39 +118,38 @@ def fetch(
     revision: str = "",
     environ: Mapping[str, str] | None = None,
     report: Report | None = None,
-) -> Fetched:
-    """The directory of a hub model, every file at the one commit that ``revision`` (default: main)
-    is now.
+) -> Snapshot:
+    """Download a hub model, every file at the commit that ``revision`` (default: main) names now.
 
-    Offline, or when the hub cannot be reached, what the cache holds for that revision. A commit
-    that is whole in the cache needs no hub: it never moves. Raises ModelError.
+    Offline, or when the hub cannot be reached, returns what the cache holds for that revision. A
+    commit that is complete in the cache needs no hub, as it never changes. Raises ModelError.
     """
-    hub = Hub.of(os.environ if environ is None else environ)
-    wanted = revision or constants.DEFAULT_REVISION
-    if hub.offline or _whole(hub, repository, wanted):
-        return _cached(hub, repository, wanted)
-    for name in _TALKATIVE:
+    hub = Hub.from_environ(os.environ if environ is None else environ)
+    revision = revision or constants.DEFAULT_REVISION
+    if hub.offline or _is_complete(hub, repository, revision):
+        return _cached_snapshot(hub, repository, revision)
+    for name in _URL_LOGGERS:
         logging.getLogger(name).setLevel(logging.WARNING)
     try:
-        return _download(hub, repository, wanted, report or (lambda _: None))
+        return _download(hub, repository, revision, report or (lambda _: None))
     except ModelError as error:
         if error.code != "HubUnreachable":
             raise
         try:
-            return _cached(hub, repository, wanted)
+            return _cached_snapshot(hub, repository, revision)
         except ModelError:
             raise error from error.__cause__
 
 
-def _whole(hub: Hub, repository: str, revision: str) -> bool:
-    """Whether the revision is a commit of which some reference says that all of it is there."""
+def _is_complete(hub: Hub, repository: str, revision: str) -> bool:
+    """Whether ``revision`` is a commit that a reference names: those snapshots are complete."""
     if not _COMMIT.fullmatch(revision):
         return False
     references = (path for path in (hub.folder(repository) / "refs").rglob("*") if path.is_file())
     return any(path.read_text().strip() == revision for path in references)
 
 
-def _cached(hub: Hub, repository: str, revision: str) -> Fetched:
+def _cached_snapshot(hub: Hub, repository: str, revision: str) -> Snapshot:
     folder = hub.folder(repository)
     reference = folder / "refs" / revision
     commit = reference.read_text().strip() if reference.is_file() else revision
@@ -154,14 +157,15 @@ def _cached(hub: Hub, repository: str, revision: str) -> Fetched:
     if not _COMMIT.fullmatch(commit) or not path.is_dir():
         raise ModelError(
             "ModelNotFound",
-            f"{repository}: revision {revision} is not in the cache {hub.cache}, and the hub is off limits",
+            f"{repository}: revision {revision} is not in the cache {hub.cache}, "
+            "and downloads are turned off",
             "fetch it first, or unset HF_HUB_OFFLINE",
         )
-    return Fetched(path, commit)
+    return Snapshot(path, commit)
 
 
-def _download(hub: Hub, repository: str, revision: str, report: Report) -> Fetched:
-    commit, sizes = _list(hub, repository, revision)
+def _download(hub: Hub, repository: str, revision: str, report: Report) -> Snapshot:
+    commit, sizes = _list_files(hub, repository, revision)
     settings = {name: size for name, size in sizes.items() if not name.endswith(".safetensors")}
     if files.CONFIG not in settings:
         raise ModelError(
@@ -171,53 +175,53 @@ def _download(hub: Hub, repository: str, revision: str, report: Report) -> Fetch
         if size > files.LARGEST_JSON:
             raise ModelError("BadModelFiles", f"{name}: larger than {files.LARGEST_JSON >> 20} MiB")
     meter = _Meter(report, sum(sizes.values()))
-    path = _get_all(hub, repository, commit, settings, meter)
+    path = _download_files(hub, repository, commit, settings, meter)
     config = files.read_json(path, files.CONFIG)
     architecture.check(config, files.auto_maps(path))
-    weights = {name: sizes.get(name, 0) for name in _weights(path, sizes)}
-    meter.expect(path, sum(settings.values()) + sum(weights.values()))
+    weights = {name: sizes.get(name, 0) for name in _weight_files(path, sizes)}
+    meter.set_total(path, sum(settings.values()) + sum(weights.values()))
     _check_space(hub, path, weights)
-    _get_all(hub, repository, commit, weights, meter)
-    # Written last: a reference promises a snapshot that is whole.
+    _download_files(hub, repository, commit, weights, meter)
+    # Written last: a reference means that the snapshot is complete.
     reference = hub.folder(repository) / "refs" / revision
     reference.parent.mkdir(parents=True, exist_ok=True)
     reference.write_text(commit)
-    return Fetched(path, commit)
+    return Snapshot(path, commit)
 
 
-def _list(hub: Hub, repository: str, revision: str) -> tuple[str, dict[str, int]]:
-    """The commit that ``revision`` is, and the bytes of every file there that may be downloaded."""
+def _list_files(hub: Hub, repository: str, revision: str) -> tuple[str, dict[str, int]]:
+    """The commit that ``revision`` names, and the bytes of each file that may be downloaded."""
     try:
         info = huggingface_hub.HfApi(endpoint=hub.endpoint).model_info(
             repository, revision=revision, files_metadata=True
         )
     except Exception as error:
-        raise _meaning(error, hub, repository, revision) from error
-    commit, found = info.sha or "", info.siblings or []
+        raise _model_error(error, hub, repository, revision) from error
+    commit, siblings = info.sha or "", info.siblings or []
     if not _COMMIT.fullmatch(commit):
         raise ModelError(
-            "HubUnreachable", f"{hub.endpoint}: answered without a commit", "check HF_ENDPOINT"
+            "HubUnreachable", f"{hub.endpoint}: the answer names no commit", "check HF_ENDPOINT"
         )
-    names = {file.rfilename: file.size or 0 for file in found}
-    # Directories hold other formats (onnx/, original/); transformers reads the top alone.
+    all_sizes = {file.rfilename: file.size or 0 for file in siblings}
+    # Folders hold other formats (onnx/, original/); transformers reads only the top folder.
     allowed = {
         name: size
-        for name, size in names.items()
+        for name, size in all_sizes.items()
         if "/" not in name and any(Path(name).match(pattern) for pattern in files.PATTERNS)
     }
     if not any(name in allowed for name in (files.WEIGHTS, files.INDEX)):
-        others = sorted(name for name in names if name.endswith(files.PICKLES))[:5]
-        found_text = f"; it has {', '.join(others)}, which are never opened" if others else ""
+        others = sorted(name for name in all_sizes if name.endswith(files.PICKLES))[:5]
+        others_text = f"; it has {', '.join(others)}, which are never opened" if others else ""
         raise ModelError(
             "NoSafetensors",
-            f"{repository}: no {files.WEIGHTS} and no {files.INDEX} at {revision}{found_text}",
+            f"{repository}: no {files.WEIGHTS} and no {files.INDEX} at {revision}{others_text}",
             "use a revision with safetensors",
         )
     return commit, allowed
 
 
-def _weights(path: Path, sizes: Mapping[str, int]) -> Sequence[str]:
-    """The weight files that will be read: repositories often hold the same weights twice."""
+def _weight_files(path: Path, sizes: Mapping[str, int]) -> Sequence[str]:
+    """The weight files to load: repositories often hold the same weights twice."""
     if files.WEIGHTS in sizes:
         return [files.WEIGHTS]
     shards = files.indexed(path)
@@ -238,13 +242,14 @@ def _check_space(hub: Hub, path: Path, weights: Mapping[str, int]) -> None:
         )
 
 
-def _get_all(
+def _download_files(
     hub: Hub, repository: str, commit: str, sizes: Mapping[str, int], meter: _Meter
 ) -> Path:
     """Download several files at once; the first failure stops the others and is raised."""
     with ThreadPoolExecutor(WORKERS) as pool:
         futures = [
-            pool.submit(_get, hub, repository, commit, name, sizes[name], meter) for name in sizes
+            pool.submit(_download_file, hub, repository, commit, name, sizes[name], meter)
+            for name in sizes
         ]
         try:
             paths = [future.result() for future in futures]
@@ -255,7 +260,9 @@ def _get_all(
     return paths[0].parent
 
 
-def _get(hub: Hub, repository: str, commit: str, name: str, size: int, meter: _Meter) -> Path:
+def _download_file(
+    hub: Hub, repository: str, commit: str, name: str, size: int, meter: _Meter
+) -> Path:
     try:
         path = huggingface_hub.hf_hub_download(
             repository,
@@ -263,18 +270,18 @@ def _get(hub: Hub, repository: str, commit: str, name: str, size: int, meter: _M
             revision=commit,
             cache_dir=hub.cache,
             endpoint=hub.endpoint,
-            tqdm_class=_counting(name, meter),
+            tqdm_class=_counting_bar(name, meter),
         )
     except Exception as error:
-        raise _meaning(error, hub, repository, commit, name) from error
+        raise _model_error(error, hub, repository, commit, name) from error
     meter.set(name, size)
     return Path(path)
 
 
-def _counting(name: str, meter: _Meter) -> Any:
-    """A bar that shows nothing and counts: the hub's client reports its bytes to a class of bars."""
+def _counting_bar(name: str, meter: _Meter) -> Any:
+    """A tqdm class that draws nothing: huggingface_hub reports a download's bytes to it."""
 
-    class Counting(tqdm):  # type: ignore[type-arg]
+    class CountingBar(tqdm):  # type: ignore[type-arg]
         def __init__(self, *_: Any, initial: int = 0, **__: Any) -> None:
             super().__init__(disable=True)
             meter.set(name, int(initial or 0))
@@ -282,34 +289,37 @@ def _counting(name: str, meter: _Meter) -> Any:
         def update(self, n: float | None = 1) -> None:
             meter.add(name, int(n or 0))
 
-    return Counting
+    return CountingBar
 
 
-def _meaning(
+def _model_error(
     error: Exception, hub: Hub, repository: str, revision: str, name: str = ""
 ) -> ModelError:
-    """What an exception of the hub's client means for the user."""
-    what = f"{repository}/{name}" if name else repository
+    """The refusal that an exception of huggingface_hub leads to."""
+    subject = f"{repository}/{name}" if name else repository
     if isinstance(error, ModelError):
         return error
     status = getattr(getattr(error, "response", None), "status_code", None)
     if isinstance(error, errors.GatedRepoError) or status in {401, 403}:
         return ModelError(
             "WeightsUnauthorized",
-            f"{what}: {hub.endpoint} refuses access ({status or 'gated'})",
-            "accept the model's terms there and set HF_TOKEN; a wrong name is answered in the same way",
+            f"{subject}: {hub.endpoint} refuses access ({status or 'gated'})",
+            "accept the model's terms there and set HF_TOKEN, or check the name: "
+            "a hub answers in the same way when the model does not exist",
         )
     if isinstance(error, errors.RevisionNotFoundError):
         return ModelError(
             "ModelNotFound",
             f"{repository}: no revision {revision}",
-            "use a commit, tag or branch of it",
+            "use a commit, tag or branch of the repository",
         )
     if status == 404 or isinstance(
         error, errors.RepositoryNotFoundError | errors.EntryNotFoundError
     ):
         return ModelError(
-            "ModelNotFound", f"{what}: not found at {hub.endpoint}", "check the owner and the name"
+            "ModelNotFound",
+            f"{subject}: not found at {hub.endpoint}",
+            "check the owner and the name",
         )
     if isinstance(error, OSError) and error.errno in {errno.ENOSPC, errno.EDQUOT}:
         return ModelError("NoSpace", f"{hub.cache}: no space left", "use a larger volume")
@@ -320,6 +330,6 @@ def _meaning(
     detail = f"answered {status}" if status else f"{type(error).__name__}: {error}".splitlines()[0]
     return ModelError(
         "HubUnreachable",
-        f"{what}: {hub.endpoint} {detail}"[:400],
-        "check the network and HF_ENDPOINT; what has arrived is kept, so a retry goes on from there",
+        f"{subject}: {hub.endpoint} {detail}"[:400],
+        "check the network and HF_ENDPOINT, then retry: the download resumes where it stopped",
     )

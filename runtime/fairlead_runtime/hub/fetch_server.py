@@ -1,8 +1,8 @@
-"""What a running `fairlead fetch` tells over HTTP: how far it is, and the model's config.json as
-soon as it is there.
+"""The HTTP server of a running `fairlead fetch`: its progress, and the model's config.json as soon
+as that is downloaded.
 
-Owns a small server of four GET routes (/progress, /model/config.json, /healthz, /readyz) on threads
-of its own. Reads what it is given; downloads nothing.
+Owns four GET routes: /progress, /model/config.json, /healthz, /readyz. Uses http.server rather than
+FastAPI because the download blocks its thread: the server needs a thread, not an event loop.
 """
 
 import http.server
@@ -18,18 +18,20 @@ from fairlead_runtime.hub.fetch import Progress
 from fairlead_runtime.models.files import CONFIG
 
 BACKLOG = 16
-IDLE_SECONDS = 10  # a connection that says nothing for so long is closed
+IDLE_SECONDS = 10  # a connection that sends nothing for this long is closed
 
 
 class FetchServer:
-    """Serves from ``with`` to its end. ``report`` is called by the download, from any thread."""
+    """Serves while its ``with`` block runs. The download calls ``report``, from any thread."""
 
     def __init__(self, model: str, host: str, port: int) -> None:
         self.model = model
         self.progress = Progress(0, 0)
-        bound = type("_Bound", (_Handler,), {"owner": self})
+        handler = type("_BoundHandler", (_Handler,), {"owner": self})
         listener = preflight.listen("admin_port", host, port, BACKLOG)
-        self._server = http.server.ThreadingHTTPServer((host, port), bound, bind_and_activate=False)
+        self._server = http.server.ThreadingHTTPServer(
+            (host, port), handler, bind_and_activate=False
+        )
         self._server.socket.close()
         self._server.socket = listener
         self.port: int = listener.getsockname()[1]
@@ -57,8 +59,8 @@ class FetchServer:
     def report(self, progress: Progress) -> None:
         self.progress = progress
 
-    def at(self, path: Path) -> None:
-        """The model is in ``path``: for sources that need no download."""
+    def set_path(self, path: Path) -> None:
+        """Show config.json of the model in ``path``, for sources that need no download."""
         self.progress = Progress(self.progress.done, self.progress.total, path)
 
     def answer(self, route: str) -> tuple[HTTPStatus, bytes]:
@@ -80,7 +82,7 @@ class FetchServer:
             return _json({"status": "fetching"})
         if route == "/readyz":
             return _json({"status": "fetching"}, HTTPStatus.SERVICE_UNAVAILABLE)
-        return _json({"error": "not found, or not here yet"}, HTTPStatus.NOT_FOUND)
+        return _json({"error": "not found, or not downloaded yet"}, HTTPStatus.NOT_FOUND)
 
 
 def _json(value: dict[str, Any], status: HTTPStatus = HTTPStatus.OK) -> tuple[HTTPStatus, bytes]:
@@ -102,4 +104,4 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, format: str, *args: object) -> None:  # noqa: A002 - the base class names it so
-        """Say nothing: probes come every few seconds."""
+        """Log nothing: probes come every few seconds."""

@@ -1,7 +1,7 @@
-"""MODEL: what a user may write for a model, and the directory it stands for.
+"""MODEL: the forms in which a user may name a model, and the directory that each form means.
 
-Owns the accepted forms and where the demo model lies. Checks no content; ``fetch`` downloads,
-``files`` judges.
+Owns the accepted forms and the place of the demo model. ``hub.fetch`` downloads; ``models.files``
+checks the content.
 """
 
 import importlib.resources
@@ -26,8 +26,8 @@ _REVISION = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]{0,199}")
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A parsed MODEL. ``name`` is owner/name for a hub model, the path for a directory, empty for
-    the demo.
+    """A parsed MODEL. ``name``: owner/name of a hub model, path of a directory, empty for the
+    demo.
     """
 
     kind: Literal["demo", "hub", "path"]
@@ -38,8 +38,8 @@ class Source:
 
 
 @dataclass(frozen=True, slots=True)
-class Resolved:
-    """A model that lies on this machine: its directory and, for a hub model, the commit it is."""
+class LocalModel:
+    """The directory of a model on this machine and, for a hub model, its commit."""
 
     source: Source
     path: Path
@@ -47,9 +47,9 @@ class Resolved:
 
 
 def parse(text: str) -> Source:
-    """Read one of the accepted forms; ``owner/name`` is a directory when one of that name exists.
+    """Parse one of the accepted forms; ``owner/name`` is a directory if that directory exists.
 
-    Raises ModelError("InvalidSource") that names what was given and what is accepted.
+    Raises ModelError("InvalidSource"), which quotes ``text`` and names the accepted forms.
     """
     if text == DEMO:
         return Source("demo")
@@ -59,7 +59,7 @@ def parse(text: str) -> Source:
         return Source("path", _file_path(text))
     if text.startswith("pvc://"):
         raise _invalid(
-            text, "pvc:// is for the custom resource; inside a pod give the path it is mounted at"
+            text, "pvc:// is for the custom resource; inside a pod use the path of the mount"
         )
     scheme = re.match(r"[A-Za-z][A-Za-z0-9+.-]*:", text)
     if scheme or not text.strip() or "\0" in text:
@@ -76,36 +76,35 @@ def resolve(
     revision: str = "",
     environ: Mapping[str, str] | None = None,
     report: Report | None = None,
-) -> Resolved:
-    """The directory of MODEL, downloaded first when it is on the hub. Raises ModelError or
-    ConfigError.
+) -> LocalModel:
+    """Find the directory of MODEL; a hub model is downloaded. Raises ModelError or ConfigError.
 
-    ``environ`` (default: this process's) gives HF_ENDPOINT, HF_HOME, HF_HUB_OFFLINE; ``report``
-    hears progress.
+    ``environ`` (default: this process's) holds HF_ENDPOINT, HF_HOME, HF_HUB_OFFLINE; the download
+    calls ``report`` with its progress.
     """
     source = parse(text)
     check_revision(source, revision)
     if source.kind == "hub":
         environ = os.environ if environ is None else environ
-        fetched = fetch(source.name, revision=revision, environ=environ, report=report)
-        return Resolved(source, fetched.path, fetched.commit)
+        snapshot = fetch(source.name, revision=revision, environ=environ, report=report)
+        return LocalModel(source, snapshot.path, snapshot.commit)
     path = demo_directory() if source.kind == "demo" else Path(source.name)
     if not path.is_dir():
         raise ModelError(
             "ModelNotFound",
             f"{path}: no such directory",
-            "check the path, or that its volume is mounted",
+            "check the path, and that its volume is mounted",
         )
-    return Resolved(source, path)
+    return LocalModel(source, path)
 
 
 def demo_directory() -> Path:
-    """Where the model that ships with the project lies."""
+    """The directory of the model that ships with the project."""
     return Path(str(importlib.resources.files("fairlead_runtime") / "demo"))
 
 
 def check_revision(source: Source, revision: str) -> None:
-    """Raise ConfigError for a revision where there are none, and for what no hub revision can be."""
+    """Raise ConfigError for a revision of a source that has none, or one that no hub accepts."""
     if not revision:
         return
     if source.kind != "hub":
@@ -113,7 +112,7 @@ def check_revision(source: Source, revision: str) -> None:
             "revision", f"{source} has no revisions", "leave it out, or name a hub model"
         )
     if not _REVISION.fullmatch(revision) or ".." in revision:
-        raise ConfigError("revision", f"{revision[:200]!r} is no commit, tag or branch")
+        raise ConfigError("revision", f"{revision[:200]!r} is not a commit, tag or branch")
 
 
 def _repository(text: str, name: str) -> str:
@@ -136,4 +135,4 @@ def _file_path(text: str) -> str:
 
 
 def _invalid(text: str, hint: str = ACCEPTED) -> ModelError:
-    return ModelError("InvalidSource", f"{text[:200]!r} names no model", hint)
+    return ModelError("InvalidSource", f"{text[:200]!r} is not a model", hint)

@@ -1,4 +1,4 @@
-"""Downloads from a hub, against a small server with the hub's routes and its failures."""
+"""Downloads from a fake hub that has the routes of a real one, and its failures."""
 
 import json
 import os
@@ -28,7 +28,7 @@ WEIGHTS = "model.safetensors"
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A good model among all the files that are never to be asked for."""
+    """A good model, with files beside it that must never be requested."""
     path = tiny.save(
         tiny.build("llama", num_hidden_layers=2), tmp_path_factory.mktemp("checkpoint") / "model"
     )
@@ -47,9 +47,9 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def repository(checkpoint: Path) -> Repository:
-    found = Repository.of(checkpoint)
-    found.files["onnx/config.json"] = b"{}"
-    return found
+    tiny_llama = Repository.of(checkpoint)
+    tiny_llama.files["onnx/config.json"] = b"{}"
+    return tiny_llama
 
 
 @pytest.fixture
@@ -65,9 +65,11 @@ def refusal(hub: Hub, home: Path, name: str = NAME, **more: Any) -> ModelError:
     return error.value
 
 
-def test_a_model_arrives_whole_and_nothing_else_is_asked_for(hub: Hub, tmp_path: Path) -> None:
+def test_every_file_of_a_model_is_downloaded_and_no_other_is_requested(
+    hub: Hub, tmp_path: Path
+) -> None:
     fetched = fetch(NAME, environ=hub.environ(tmp_path))
-    wanted = {
+    expected = {
         "config.json",
         "generation_config.json",
         "tokenizer.json",
@@ -75,13 +77,13 @@ def test_a_model_arrives_whole_and_nothing_else_is_asked_for(hub: Hub, tmp_path:
         "chat_template.jinja",
         WEIGHTS,
     }
-    assert set(hub.downloaded()) == wanted
-    assert {path.name for path in fetched.path.iterdir()} == wanted
+    assert set(hub.downloaded()) == expected
+    assert {path.name for path in fetched.path.iterdir()} == expected
     assert fetched.commit == MAIN
     assert loading.load(fetched.path).shape.layers == 2
 
 
-def test_every_file_is_of_the_commit_that_the_branch_was_at_the_start(
+def test_every_file_comes_from_the_commit_that_the_branch_named_at_the_start(
     hub: Hub, repository: Repository, tmp_path: Path
 ) -> None:
     """Someone pushes while the download runs."""
@@ -89,9 +91,9 @@ def test_every_file_is_of_the_commit_that_the_branch_was_at_the_start(
     fetched = fetch(NAME, environ=hub.environ(tmp_path))
     assert fetched.commit == MAIN
     assert fetched.path.name == MAIN
-    resolved = [path for _, path in hub.requests if "/resolve/" in path]
-    assert resolved
-    assert all(f"/resolve/{MAIN}/" in path for path in resolved)
+    downloads = [path for _, path in hub.requests if "/resolve/" in path]
+    assert downloads
+    assert all(f"/resolve/{MAIN}/" in path for path in downloads)
 
 
 def test_tags_and_commits_are_revisions_too(
@@ -102,12 +104,12 @@ def test_tags_and_commits_are_revisions_too(
     assert fetch(NAME, revision=OTHER, environ=hub.environ(tmp_path)).commit == OTHER
 
 
-def test_afterwards_the_model_is_found_without_a_network(hub: Hub, tmp_path: Path) -> None:
+def test_a_downloaded_model_needs_no_network(hub: Hub, tmp_path: Path) -> None:
     fetched = fetch(NAME, environ=hub.environ(tmp_path))
-    seen = len(hub.requests)
+    requests = len(hub.requests)
     assert fetch(NAME, environ=hub.environ(tmp_path, HF_HUB_OFFLINE="1")) == fetched
     assert fetch(NAME, revision=MAIN, environ=hub.environ(tmp_path, HF_HUB_OFFLINE="1")) == fetched
-    assert len(hub.requests) == seen
+    assert len(hub.requests) == requests
 
 
 def test_a_second_fetch_downloads_nothing(hub: Hub, tmp_path: Path) -> None:
@@ -117,7 +119,7 @@ def test_a_second_fetch_downloads_nothing(hub: Hub, tmp_path: Path) -> None:
     assert hub.downloaded() == before
 
 
-def test_a_whole_commit_needs_no_hub_and_half_of_one_does(
+def test_a_complete_commit_needs_no_hub_and_an_incomplete_one_does(
     hub: Hub, repository: Repository, tmp_path: Path
 ) -> None:
     repository.vanish = WEIGHTS
@@ -125,12 +127,12 @@ def test_a_whole_commit_needs_no_hub_and_half_of_one_does(
         fetch(NAME, revision=OTHER, environ=hub.environ(tmp_path))
     repository.vanish = ""
     fetched = fetch(NAME, revision=OTHER, environ=hub.environ(tmp_path))
-    seen = len(hub.requests)
-    assert seen
+    requests = len(hub.requests)
+    assert requests
     assert fetch(NAME, revision=OTHER, environ=hub.environ(tmp_path)) == fetched
-    assert len(hub.requests) == seen
+    assert len(hub.requests) == requests
     fetch(NAME, revision=MAIN, environ=hub.environ(tmp_path))
-    assert len(hub.requests) > seen, "another commit is asked for"
+    assert len(hub.requests) > requests, "another commit is requested"
 
 
 def test_a_hub_that_is_down_is_replaced_by_the_cache(hub: Hub, tmp_path: Path) -> None:
@@ -146,7 +148,7 @@ def test_offline_without_the_model_says_so(hub: Hub, tmp_path: Path) -> None:
     assert not hub.requests
 
 
-def test_half_a_download_is_never_taken_for_a_model(
+def test_an_incomplete_download_is_not_used_as_a_model(
     hub: Hub, repository: Repository, tmp_path: Path
 ) -> None:
     repository.vanish = WEIGHTS
@@ -160,7 +162,7 @@ def test_half_a_download_is_never_taken_for_a_model(
 
 
 @pytest.mark.parametrize("status", [500, 503, 429])
-def test_a_hub_in_trouble_is_named(hub: Hub, tmp_path: Path, status: int) -> None:
+def test_an_error_status_of_the_hub_is_named(hub: Hub, tmp_path: Path, status: int) -> None:
     hub.status = status
     error = refusal(hub, tmp_path)
     assert error.code == "HubUnreachable"
@@ -178,7 +180,7 @@ def test_a_hub_that_does_not_answer_is_named(tmp_path: Path) -> None:
     assert endpoint in error.value.message
 
 
-def test_a_body_that_ends_early_is_noticed(
+def test_a_body_that_ends_early_is_an_error(
     hub: Hub, repository: Repository, tmp_path: Path
 ) -> None:
     repository.truncate = "config.json"
@@ -199,7 +201,7 @@ def test_a_gated_model_needs_a_token_that_has_access(
     assert fetch(NAME, environ=hub.environ(tmp_path)).commit == MAIN
 
 
-def test_unknown_repositories_and_revisions_are_told_apart(hub: Hub, tmp_path: Path) -> None:
+def test_an_unknown_repository_and_an_unknown_revision_are_named(hub: Hub, tmp_path: Path) -> None:
     error = refusal(hub, tmp_path, "tiny/other")
     assert (error.code, "tiny/other" in error.message) == ("ModelNotFound", True)
     error = refusal(hub, tmp_path, revision="v9")
@@ -214,7 +216,7 @@ def test_unknown_repositories_and_revisions_are_told_apart(hub: Hub, tmp_path: P
         ({"num_hidden_layers": 10**9}, "UnsupportedModel"),
     ],
 )
-def test_a_model_that_is_not_served_costs_no_weights(
+def test_no_weights_are_downloaded_of_a_model_that_is_refused(
     hub: Hub, repository: Repository, tmp_path: Path, changes: dict[str, Any], code: str
 ) -> None:
     config = json.loads(repository.files["config.json"]) | changes
@@ -233,17 +235,17 @@ def test_a_model_without_safetensors_is_refused_at_once(
     assert not hub.downloaded()
 
 
-def test_a_volume_that_is_too_small_is_named_before_the_weights(
+def test_a_volume_that_is_too_small_is_refused_before_the_weights_are_downloaded(
     hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    little = SimpleNamespace(total=10**6, used=9 * 10**5, free=10**5)
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: little)
+    usage = SimpleNamespace(total=10**6, used=9 * 10**5, free=10**5)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
     error = refusal(hub, tmp_path)
     assert error.code == "NoSpace"
     assert WEIGHTS not in hub.downloaded()
 
 
-def test_of_several_weight_files_only_those_of_the_index_come(
+def test_only_the_weight_files_of_the_index_are_downloaded(
     hub: Hub, repository: Repository, tmp_path: Path
 ) -> None:
     model = tiny.build("llama", num_hidden_layers=2)
@@ -259,26 +261,26 @@ def test_of_several_weight_files_only_those_of_the_index_come(
     assert loading.load(fetched.path).shape.layers == 2
 
 
-def test_progress_only_grows_and_ends_at_the_whole(hub: Hub, tmp_path: Path) -> None:
-    seen: list[Progress] = []
-    fetched = fetch(NAME, environ=hub.environ(tmp_path), report=seen.append)
+def test_progress_only_grows_and_ends_at_the_total(hub: Hub, tmp_path: Path) -> None:
+    reports: list[Progress] = []
+    fetched = fetch(NAME, environ=hub.environ(tmp_path), report=reports.append)
     size = sum(path.stat().st_size for path in fetched.path.iterdir())
-    assert [p.done for p in seen] == sorted(p.done for p in seen)
-    assert (seen[-1].done, seen[-1].total, seen[-1].path) == (size, size, fetched.path)
+    assert [p.done for p in reports] == sorted(p.done for p in reports)
+    assert (reports[-1].done, reports[-1].total, reports[-1].path) == (size, size, fetched.path)
 
 
 def test_one_failed_file_stops_the_others(hub: Hub, repository: Repository, tmp_path: Path) -> None:
     repository.vanish = "config.json"
     meter = fetching._Meter(lambda _: None, 100)
     meter.add("other", 10)
-    place = fetching.Hub.of(hub.environ(tmp_path))
+    place = fetching.Hub.from_environ(hub.environ(tmp_path))
     with pytest.raises(ModelError, match=r"config\.json"):
-        fetching._get_all(place, NAME, MAIN, {"config.json": 1}, meter)
-    with pytest.raises(InterruptedError, match="given up"):
-        fetching._counting("other", meter)(total=90, initial=10).update(10)
+        fetching._download_files(place, NAME, MAIN, {"config.json": 1}, meter)
+    with pytest.raises(InterruptedError, match="another file failed"):
+        fetching._counting_bar("other", meter)(total=90, initial=10).update(10)
 
 
-def test_the_command_serves_progress_and_config_while_the_weights_arrive(
+def test_the_command_serves_progress_and_config_while_the_weights_download(
     hub: Hub, repository: Repository, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with socket.socket() as free:
@@ -303,7 +305,7 @@ def test_the_command_serves_progress_and_config_while_the_weights_arrive(
     assert answers["healthz"] == {"status": "fetching"}
     assert Path(capsys.readouterr().out.strip()).name == MAIN
     with socket.socket() as after:
-        assert after.connect_ex(("127.0.0.1", port))  # nobody listens any more
+        assert after.connect_ex(("127.0.0.1", port))  # nothing listens any more
 
 
 @pytest.mark.parametrize(
@@ -344,7 +346,7 @@ def test_the_command_checks_a_directory_that_needs_no_download(
 @pytest.mark.parametrize(
     "args", [[], ["demo:", "--admin-port", "many"], ["demo:", "--rev", "v1"], ["a/b", "c/d"]]
 )
-def test_a_command_line_that_makes_no_sense_is_told_in_the_same_way(
+def test_a_wrong_command_line_ends_with_the_same_line_of_json(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, args: list[str]
 ) -> None:
     log = tmp_path / "termination-log"
@@ -357,7 +359,7 @@ def test_a_command_line_that_makes_no_sense_is_told_in_the_same_way(
     assert json.loads(log.read_text()) == last
 
 
-def test_an_admin_port_that_is_taken_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_admin_port_in_use_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -366,10 +368,10 @@ def test_an_admin_port_that_is_taken_is_named(capsys: pytest.CaptureFixture[str]
     assert "--admin-port" in last["message"]
 
 
-def test_a_process_of_its_own_fetches_and_logs_progress_but_no_address_of_the_store(
+def test_the_command_logs_progress_and_no_url_that_the_hub_redirects_to(
     hub: Hub, tmp_path: Path
 ) -> None:
-    """The addresses a hub redirects to carry signatures."""
+    """Those URLs carry signatures."""
     environ = {"PATH": os.environ["PATH"], "HOME": str(tmp_path), **hub.environ(tmp_path)}
     command_line = [
         sys.executable,

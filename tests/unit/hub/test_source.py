@@ -1,4 +1,4 @@
-"""What MODEL may be, and what it stands for."""
+"""The accepted forms of MODEL, and the directory or repository that each means."""
 
 from pathlib import Path
 
@@ -59,7 +59,7 @@ def test_the_accepted_forms(text: str, expected: Source) -> None:
         "owner/" + "n" * 200,
     ],
 )
-def test_anything_else_is_refused_with_what_was_given_and_what_is_accepted(text: str) -> None:
+def test_any_other_form_is_refused_and_the_message_quotes_it_and_names_a_fix(text: str) -> None:
     with pytest.raises(ModelError) as error:
         parse(text)
     assert error.value.code == "InvalidSource"
@@ -67,7 +67,7 @@ def test_anything_else_is_refused_with_what_was_given_and_what_is_accepted(text:
     assert error.value.hint
 
 
-def test_a_directory_of_the_name_wins_over_the_hub(
+def test_an_existing_directory_has_precedence_over_the_hub(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -76,7 +76,7 @@ def test_a_directory_of_the_name_wins_over_the_hub(
     assert parse("hf://owner/name") == Source("hub", "owner/name")
 
 
-def test_a_path_without_a_directory_is_named() -> None:
+def test_a_path_that_does_not_exist_is_named() -> None:
     with pytest.raises(ModelError, match="/no/such/model") as error:
         resolve("file:///no/such/model")
     assert error.value.code == "ModelNotFound"
@@ -89,13 +89,13 @@ def test_only_hub_models_have_revisions(source: str) -> None:
 
 
 @pytest.mark.parametrize("revision", ["../main", "-x", "a b", "a\nb", "/main", "x" * 300])
-def test_a_revision_that_no_hub_has_is_refused_before_any_request(revision: str) -> None:
+def test_a_revision_that_no_hub_accepts_is_refused_before_any_request(revision: str) -> None:
     with pytest.raises(ConfigError, match="--revision"):
         resolve("hf://a/b", revision=revision, environ={"HF_ENDPOINT": "http://127.0.0.1:9"})
 
 
 def test_the_demo_model_comes_with_the_package() -> None:
-    resolved = resolve("demo:")
-    assert resolved.path == demo_directory()
-    assert (resolved.path / "model.safetensors").is_file()
-    assert str(resolved.source) == "demo:"
+    model = resolve("demo:")
+    assert model.path == demo_directory()
+    assert (model.path / "model.safetensors").is_file()
+    assert str(model.source) == "demo:"
