@@ -114,7 +114,10 @@ def _covers(names: list[str], module: str) -> bool:
 
 def contracts() -> Contracts:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
-    return Contracts(project["tool"]["importlinter"]["contracts"])
+    rules = Contracts(project["tool"]["importlinter"]["contracts"])
+    if missing := sorted({*rules.rooms(), KERNELS} ^ CAPTIONS.keys()):
+        raise SystemExit(f"{Path(__file__).name}: CAPTIONS and the contracts differ in {missing}")
+    return rules
 
 
 class Box(NamedTuple):
@@ -172,7 +175,7 @@ class Drawing:
         return top
 
     def _caption(self, room: str, width: float) -> list[str]:
-        return textwrap.wrap(CAPTIONS.get(room, ""), int((width - PAD) / CHAR))
+        return textwrap.wrap(CAPTIONS[room], int((width - PAD) / CHAR))
 
     def _height(self, room: str, width: float, beside: int) -> float:
         if room in self._rules.layers:
@@ -191,7 +194,7 @@ class Drawing:
             mark = ""
         self.text(left + 8, top + 19, name, "name")
         if beside == 1:
-            self.text(left + 24 + 7.8 * len(name), top + 19, CAPTIONS.get(room, ""))
+            self.text(left + 24 + 7.8 * len(name), top + 19, CAPTIONS[room])
         else:
             for number, line in enumerate(self._caption(room, width)):
                 self.text(left + 8, top + 35 + LINE * number, line)

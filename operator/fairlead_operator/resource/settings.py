@@ -83,7 +83,13 @@ def read(argv: Sequence[str], environ: Mapping[str, str], hostname: str) -> Sett
     """Settings from the command line and the environment. Raises SettingsError; argparse exits by
     itself.
     """
-    parser = argparse.ArgumentParser(prog="fairlead operator", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="fairlead operator",
+        description=(
+            "Serve InferenceDeployments until a signal: exit code 0 after it, 2 for a setting that "
+            "cannot work. The chart sets the flags and the environment."
+        ),
+    )
     scope = parser.add_mutually_exclusive_group()
     scope.add_argument(
         "--namespace", action="append", default=[], help="serve this namespace (repeatable)"
