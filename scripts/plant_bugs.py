@@ -110,8 +110,8 @@ BUGS = (
     Bug(
         "the hit covers the whole prompt",
         PAGED,
-        "self._extend(sequence, len(sequence.tokens) - 1)",
-        "self._extend(sequence, len(sequence.tokens))",
+        "self._extend_hashes(sequence, len(sequence.tokens) - 1)",
+        "self._extend_hashes(sequence, len(sequence.tokens))",
     ),
     Bug(
         "the window frees a block too early",
@@ -135,7 +135,7 @@ BUGS = (
         "a block is shareable before its forward pass",
         SCHEDULER,
         "                cache.grow(sequence, start + count)\n",
-        "                cache.grow(sequence, start + count)\n                sequence.computed = start + count; cache.settle(sequence); sequence.computed = start\n",
+        "                cache.grow(sequence, start + count)\n                sequence.computed = start + count; cache.finish_forward(sequence); sequence.computed = start\n",
     ),
     Bug(
         "partial blocks are registered",
@@ -166,7 +166,7 @@ BUGS = (
     Bug(
         "an aborted offload keeps its host units",
         PAGED,
-        "        self.host.release(list(_entries(sequence.host)))\n",
+        "        self.host.release(list(_units_of(sequence.host)))\n",
         "",
     ),
     Bug(
@@ -210,14 +210,14 @@ BUGS = (
     Bug(
         "admission looks at the first chunk only",
         PLANNER,
-        "need = establish + self.cache.growth(sequence, admission.start)",
-        "need = establish + self.cache.units(admission.start, admission.start + min(self.tokens, len(sequence.tokens) - admission.start))",
+        "need = start_units + self.cache.growth(sequence, admission.start)",
+        "need = start_units + self.cache.units(admission.start, admission.start + min(self.tokens, len(sequence.tokens) - admission.start))",
     ),
     Bug(
         "a claimed cached block counts as free",
         PLANNER,
-        "establish = len(claimed)",
-        "establish = 0",
+        "start_units = len(claimed)",
+        "start_units = 0",
     ),
     Bug(
         "a copied tail is not counted",
@@ -234,8 +234,8 @@ BUGS = (
     Bug(
         "the token budget is not charged for prompts",
         PLANNER,
-        "            self.tokens -= count\n            self.free -= establish",
-        "            self.free -= establish",
+        "            self.tokens -= count\n            self.free -= start_units",
+        "            self.free -= start_units",
     ),
     Bug(
         "nothing waits for the victim",

@@ -293,7 +293,7 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         for f in dataclasses.fields(self):
-            _check(f, getattr(self, f.name))
+            _check_value(f, getattr(self, f.name))
         if self.block_size & (self.block_size - 1):
             raise ConfigError(
                 "block_size",
@@ -339,12 +339,12 @@ class EngineConfig:
         """From keyword settings; an unknown name is a ConfigError that lists the nearest one."""
         import difflib
 
-        known = [f.name for f in dataclasses.fields(cls)]
+        names = [f.name for f in dataclasses.fields(cls)]
         for name in values:
-            if name not in known:
-                near = difflib.get_close_matches(name, known, n=1)
+            if name not in names:
+                nearest = difflib.get_close_matches(name, names, n=1)
                 raise ConfigError(
-                    name, "no such setting", f"did you mean {near[0]}?" if near else ""
+                    name, "no such setting", f"did you mean {nearest[0]}?" if nearest else ""
                 )
         return cls(**values)
 
@@ -398,16 +398,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             )
 
 
-def _check(f: "dataclasses.Field[Any]", value: Any) -> None:
+def _check_value(f: "dataclasses.Field[Any]", value: Any) -> None:
     if value is None:
         if f.default is not None:
             raise ConfigError(f.name, "must be set")
         return
     kind = base_type(f.name)
-    good = (isinstance(value, kind) and (kind is bool or not isinstance(value, bool))) or (
+    has_type = (isinstance(value, kind) and (kind is bool or not isinstance(value, bool))) or (
         kind is float and isinstance(value, int) and not isinstance(value, bool)
     )
-    if not good:
+    if not has_type:
         raise ConfigError(f.name, f"expected {kind.__name__}, got {value!r}")
     if choices_of(f.name) and value not in choices_of(f.name):
         raise ConfigError(

@@ -75,41 +75,41 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
-        _number("temperature", self.temperature, 0.0, 100.0)
-        _whole("top_k", self.top_k, 0, 2**31 - 1)
-        _number("top_p", self.top_p, 0.0, 1.0)
+        _check_number("temperature", self.temperature, 0.0, 100.0)
+        _check_whole_number("top_k", self.top_k, 0, 2**31 - 1)
+        _check_number("top_p", self.top_p, 0.0, 1.0)
         if self.top_p == 0.0:
             raise RequestError(
                 "top_p",
                 "must be above 0 and at most 1; for the likeliest token alone set temperature to 0",
             )
-        _number("min_p", self.min_p, 0.0, 1.0)
+        _check_number("min_p", self.min_p, 0.0, 1.0)
         if self.seed is not None:
-            _whole("seed", self.seed, -(2**63), 2**63 - 1)
-        _whole("n", self.n, 1, MAX_CHOICES)
+            _check_whole_number("seed", self.seed, -(2**63), 2**63 - 1)
+        _check_whole_number("n", self.n, 1, MAX_CHOICES)
         if self.max_tokens is not None:
-            _whole("max_tokens", self.max_tokens, 1, 2**31 - 1)
-        _whole("min_tokens", self.min_tokens, 0, 2**31 - 1)
+            _check_whole_number("max_tokens", self.max_tokens, 1, 2**31 - 1)
+        _check_whole_number("min_tokens", self.min_tokens, 0, 2**31 - 1)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise RequestError(
                 "min_tokens", f"{self.min_tokens} is above max_tokens, {self.max_tokens}: lower it"
             )
         for token in self.stop_token_ids:
-            _whole("stop_token_ids", token, 0, 2**31 - 1)
+            _check_whole_number("stop_token_ids", token, 0, 2**31 - 1)
         if len(self.stop_token_ids) > 64:
             raise RequestError("stop_token_ids", "at most 64 may be given")
         if self.logprobs is not None:
-            _whole("logprobs", self.logprobs, 0, MAX_LOGPROBS)
+            _check_whole_number("logprobs", self.logprobs, 0, MAX_LOGPROBS)
 
 
-def _number(name: str, value: object, low: float, high: float) -> None:
+def _check_number(name: str, value: object, low: float, high: float) -> None:
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         raise RequestError(name, f"must be a finite number, not {value!r}"[:200])
     if not low <= value <= high:
         raise RequestError(name, f"must be from {low:g} to {high:g}, not {value:g}")
 
 
-def _whole(name: str, value: object, low: int, high: int) -> None:
+def _check_whole_number(name: str, value: object, low: int, high: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int):
         raise RequestError(name, f"must be a whole number, not {value!r}"[:200])
     if not low <= value <= high:

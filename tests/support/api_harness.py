@@ -197,7 +197,7 @@ class Server:
 
 
 @asynccontextmanager
-async def running(
+async def running_server(
     load: Callable[[], Awaitable[Backend]],
     *,
     wait: bool = True,
@@ -222,7 +222,7 @@ async def running(
 
 
 @asynccontextmanager
-async def faked(
+async def fake_server(
     service: FakeService | None = None, **settings: Any
 ) -> AsyncIterator[tuple[Server, FakeService]]:
     behind = service or FakeService()
@@ -230,7 +230,7 @@ async def faked(
     async def load() -> Backend:
         return backend_of(behind)
 
-    async with running(load, **settings) as server:
+    async with running_server(load, **settings) as server:
         yield server, behind
 
 

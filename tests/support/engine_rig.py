@@ -5,8 +5,8 @@ Shared by the tests of token equality and of batch independence.
 """
 
 import functools
+from collections import abc
 from collections.abc import Iterable, Mapping
-from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -77,7 +77,7 @@ class KnownTextRunner:
     trial.
     """
 
-    def __init__(self, texts: Mapping[str, Seq[int]]) -> None:
+    def __init__(self, texts: Mapping[str, abc.Sequence[int]]) -> None:
         self.texts = texts
 
     def copy(self, work: Work) -> None:
@@ -91,7 +91,7 @@ class KnownTextRunner:
         }
 
 
-def drive(
+def run_to_end(
     scheduler: Scheduler, device: Executor, arrivals: Iterable[tuple[int, Request]]
 ) -> Outcome:
     """Run to the end; a request is added before the step it is due in. Checks every invariant now
@@ -153,7 +153,7 @@ class Rig:
 
     def run(self, setting: Setting, arrivals: Iterable[tuple[int, Request]]) -> Outcome:
         scheduler = Scheduler(setting.limits(len(self.groups)), self.groups, b"rig")
-        return drive(scheduler, self.runner(setting), arrivals)
+        return run_to_end(scheduler, self.runner(setting), arrivals)
 
     def dry_run(
         self, setting: Setting, arrivals: Iterable[tuple[int, Request]]
@@ -162,7 +162,9 @@ class Rig:
         arrivals = list(arrivals)
         limits = setting.limits(len(self.groups))
         texts = {r.id: self.reference(r.prompt, r.max_tokens) for _, r in arrivals}
-        return drive(Scheduler(limits, self.groups, b"rig"), KnownTextRunner(texts), arrivals).stats
+        return run_to_end(
+            Scheduler(limits, self.groups, b"rig"), KnownTextRunner(texts), arrivals
+        ).stats
 
     def reference(self, prompt: tuple[int, ...], max_tokens: int) -> list[int]:
         """transformers' greedy ``generate`` of this prompt alone, eager attention, end tokens as
@@ -184,7 +186,7 @@ class Rig:
             self._references[key] = out[0, len(prompt) :].tolist()
         return self._references[key]
 
-    def margin(self, tokens: Seq[int]) -> tuple[float, float]:
+    def margin(self, tokens: abc.Sequence[int]) -> tuple[float, float]:
         """How close the reference's choice after ``tokens`` was: the top two logits' distance, and
         the smallest distance of a router's k-th and next score over all tokens and layers (inf
         without experts).
@@ -215,7 +217,7 @@ def rig(family: str) -> Rig:
     return Rig(family)
 
 
-def prompts(seed: int, lengths: Seq[int], shared: int) -> list[tuple[int, ...]]:
+def prompts(seed: int, lengths: abc.Sequence[int], shared: int) -> list[tuple[int, ...]]:
     """Random prompts of these lengths; all but the first begin with the same ``shared`` tokens."""
     generator = np.random.default_rng(seed)
     prefix = generator.integers(3, tiny.VOCAB, shared).tolist()

@@ -82,12 +82,12 @@ class Process:
         self._process.join(WITHIN)
 
     @property
-    def last_words(self) -> dict[str, str]:
+    def last_log_line(self) -> dict[str, str]:
         found: dict[str, str] = json.loads(self.lines[-1])
         return found
 
 
-def as_it_is() -> None:
+def no_preparation() -> None:
     """Nothing is prepared."""
 
 
@@ -113,7 +113,7 @@ def serve(
     model: str,
     *flags: str,
     environ: Mapping[str, str] | None = None,
-    prepare: Callable[[], None] = as_it_is,
+    prepare: Callable[[], None] = no_preparation,
 ) -> Iterator[Process]:
     """``fairlead serve MODEL --port=0 --admin-port=0 FLAGS``; ``prepare`` runs in the process
     before.

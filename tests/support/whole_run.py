@@ -30,7 +30,7 @@ class Outcome:
     finishes: dict[tuple[str, int], FinishReason] = field(default_factory=dict)
 
 
-class Play:
+class ScenarioRun:
     def __init__(self, scenario: Scenario, make: Callable[..., Scheduler] = Scheduler) -> None:
         self.scenario = scenario
         groups = group_layers(scenario.windows)
@@ -235,7 +235,7 @@ class Play:
             if admission.source == "prefix":
                 used |= {u for table in cache.hit(admission.sequence).tables for u in table}
             elif admission.source == "restore":
-                new += cache.held(admission.sequence)
+                new += cache.units_held(admission.sequence)
             elif admission.start % limits.block_size:
                 new += 1
         row = plan.rows[-1]
@@ -296,7 +296,7 @@ class Play:
 
 
 def run(scenario: Scenario, make: Callable[..., Scheduler] = Scheduler) -> Outcome:
-    return Play(scenario, make).run()
+    return ScenarioRun(scenario, make).run()
 
 
 def shrink(scenario: Scenario) -> Scenario:

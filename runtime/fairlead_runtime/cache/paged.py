@@ -9,8 +9,8 @@ methods trust nothing: what a plan promised and the pool does not have raises. D
 who runs.
 """
 
+from collections import abc
 from collections.abc import Iterable
-from collections.abc import Sequence as Seq
 from typing import NamedTuple
 
 from fairlead_runtime.cache.blocks import BlockPool, PoolError
@@ -34,7 +34,7 @@ class PagedCache:
 
     def __init__(
         self,
-        groups: Seq[LayerGroup],
+        groups: abc.Sequence[LayerGroup],
         *,
         num_blocks: int,
         block_size: int,
@@ -53,7 +53,7 @@ class PagedCache:
         self._windowed = tuple(g for g in self.groups if g.window is not None)
         # The most blocks a window group holds: window W and a chunk of c tokens touch W - 1 + c
         # positions, which may start inside a block. None: no bound but the tokens.
-        self._spans = tuple(
+        self._window_blocks = tuple(
             None if g.window is None else self.blocks(g.window - 1 + max_batch_tokens) + 1
             for g in self.groups
         )
@@ -74,18 +74,18 @@ class PagedCache:
         """
         target = min(self.blocks(len(sequence.tokens)) + 1, self.blocks(sequence.limit - 1))
         more = target - self.blocks(start)
-        return sum(more if span is None else min(more, span) for span in self._spans)
+        return sum(more if span is None else min(more, span) for span in self._window_blocks)
 
-    def held(self, sequence: Sequence) -> int:
+    def units_held(self, sequence: Sequence) -> int:
         """Units in the sequence's tables, on the device or in host memory."""
         return sum(len(t) - t.count(NULL) for t in (sequence.host or sequence.tables))
 
-    def freed(self, sequence: Sequence, dropped: dict[int, int]) -> int:
+    def units_freed(self, sequence: Sequence, dropped: dict[int, int]) -> int:
         """Units that releasing the sequence makes available, after ``dropped`` references are gone;
         adds its own.
         """
         count = 0
-        for unit in _entries(sequence.tables):
+        for unit in _units_of(sequence.tables):
             dropped[unit] = dropped.get(unit, 0) + 1
             count += self.pool.refs[unit] == dropped[unit]
         return count
@@ -97,13 +97,13 @@ class PagedCache:
         # The hashes of tokens never change: extending the chain here is remembering, not deciding.
         # It is never longer than this, as the last token's keys are not in the cache before a next
         # one is known.
-        self._extend(sequence, len(sequence.tokens) - 1)
+        self._extend_hashes(sequence, len(sequence.tokens) - 1)
         tables = longest_hit(self.pool, self.groups, self.block_size, sequence.hashes)
         return Hit(len(tables[0]) * self.block_size, tables)
 
     def evictable(self, hit: Hit) -> list[int]:
         """Units of the hit that nobody references: claiming them makes them unavailable."""
-        return [unit for unit in _entries(hit.tables) if self.pool.refs[unit] == 0]
+        return [unit for unit in _units_of(hit.tables) if self.pool.refs[unit] == 0]
 
     def can_fork(self, sibling: Sequence, tokens: int) -> bool:
         """Whether the sibling still holds all that a query at position ``tokens`` can see."""
@@ -118,7 +118,7 @@ class PagedCache:
 
     def adopt(self, sequence: Sequence, hit: Hit) -> None:
         """Begin with a cached prefix: a reference to each of its units."""
-        for unit in _entries(hit.tables):
+        for unit in _units_of(hit.tables):
             self.pool.share(unit)
         sequence.tables = hit.tables
         sequence.computed = hit.tokens
@@ -159,20 +159,20 @@ class PagedCache:
         """Move to host units; ``computed`` stays. Returns the copies to make before the units are
         written again.
         """
-        device = list(_entries(sequence.tables))
+        device = list(_units_of(sequence.tables))
         pairs = list(zip(device, self.host.take(len(device)), strict=True))
         self._release_tables(sequence)
-        sequence.host, sequence.tables = _renamed(sequence.tables, pairs), []
+        sequence.host, sequence.tables = _map_units(sequence.tables, pairs), []
         return pairs
 
     def restore(self, sequence: Sequence) -> Pairs:
         """Move back from host units. Registers anew: some of its content may have been evicted
         meanwhile.
         """
-        host = list(_entries(sequence.host))
+        host = list(_units_of(sequence.host))
         pairs = list(zip(host, self.pool.take(len(host)), strict=True))
         self.host.release(host)
-        sequence.tables, sequence.host = _renamed(sequence.host, pairs), []
+        sequence.tables, sequence.host = _map_units(sequence.host, pairs), []
         sequence.registered = 0
         return pairs
 
@@ -182,12 +182,12 @@ class PagedCache:
         for table in sequence.tables:
             table.extend(self.pool.take(count))
 
-    def settle(self, sequence: Sequence) -> None:
+    def finish_forward(self, sequence: Sequence) -> None:
         """After the forward pass: full blocks become shareable, blocks before a window go back."""
         computed = sequence.computed
         full = computed // self.block_size
         if self.sharing and sequence.registered < full:
-            self._extend(sequence, computed)
+            self._extend_hashes(sequence, computed)
             for i in range(sequence.registered, full):
                 for index, table in enumerate(sequence.tables):
                     if table[i] != NULL:
@@ -212,7 +212,7 @@ class PagedCache:
                     if unit is not None:
                         self.pool.forget(unit)
         self._release_tables(sequence)
-        self.host.release(list(_entries(sequence.host)))
+        self.host.release(list(_units_of(sequence.host)))
         sequence.tables, sequence.host = [], []
         sequence.computed = sequence.registered = 0
 
@@ -222,17 +222,17 @@ class PagedCache:
         for entries in zip(*(reversed(table) for table in sequence.tables), strict=True):
             self.pool.release(unit for unit in entries if unit != NULL)
 
-    def _extend(self, sequence: Sequence, until: int) -> None:
+    def _extend_hashes(self, sequence: Sequence, until: int) -> None:
         if len(sequence.hashes) < until // self.block_size:
             start = root(self.identity, sequence.request.salt)
             extend_chain(sequence.hashes, sequence.tokens, start, self.block_size, until)
 
 
-def _entries(tables: Iterable[list[int]]) -> Iterable[int]:
+def _units_of(tables: Iterable[list[int]]) -> Iterable[int]:
     return (unit for table in tables for unit in table if unit != NULL)
 
 
-def _renamed(tables: list[list[int]], pairs: Pairs) -> list[list[int]]:
+def _map_units(tables: list[list[int]], pairs: Pairs) -> list[list[int]]:
     name = dict(pairs)
     name[NULL] = NULL
     return [[name[unit] for unit in table] for table in tables]

@@ -42,22 +42,22 @@ def longest_hit(
     entries before the window are NULL. Groups shorten each other's hit until none does (after
     vLLM's hybrid manager).
     """
-    length, settled = len(hashes), False
-    while not settled:
-        settled = True
+    length, stable = len(hashes), False
+    while not stable:
+        stable = True
         for group in groups:
-            reach = _reach(pool, group, block_size, hashes, length)
-            if reach < length:
-                length, settled = reach, False
+            group_length = _longest_group_hit(pool, group, block_size, hashes, length)
+            if group_length < length:
+                length, stable = group_length, False
     tables: list[list[int]] = []
     for group in groups:
         first = group.first_block(length * block_size, block_size)
-        found = [pool.find(group.index, h.digest) for h in hashes[first:length]]
-        tables.append([NULL] * first + [unit for unit in found if unit is not None])
+        units = [pool.find(group.index, h.digest) for h in hashes[first:length]]
+        tables.append([NULL] * first + [unit for unit in units if unit is not None])
     return tables
 
 
-def _reach(
+def _longest_group_hit(
     pool: BlockPool, group: LayerGroup, block_size: int, hashes: Sequence[BlockHash], length: int
 ) -> int:
     """The longest hit of one group that is no longer than ``length`` blocks."""

@@ -21,7 +21,7 @@ def main(argv: list[str]) -> int:
     except RecordError as error:
         sys.stderr.write(f"fairlead replay: {error}\n")
         return 2
-    if recording.cut:
+    if recording.truncated:
         sys.stderr.write("fairlead replay: the last line breaks off and was left out\n")
     if difference is None:
         sys.stdout.write(f"identical: {steps} steps\n")

@@ -37,7 +37,7 @@ def main(argv: list[str]) -> int:
     except RecordError as error:
         sys.stderr.write(f"fairlead trace: {error}\n")
         return 2
-    if recording.cut:
+    if recording.truncated:
         sys.stderr.write("fairlead trace: the last line breaks off and was left out\n")
     return 0
 

@@ -13,8 +13,8 @@ import dataclasses
 import json
 import logging
 import os
+from collections import abc
 from collections.abc import Callable, Iterator, Mapping
-from collections.abc import Sequence as Seq
 from pathlib import Path
 from typing import Any
 
@@ -64,7 +64,7 @@ class RecordedScheduler(Scheduler):
     def __init__(
         self,
         limits: Limits,
-        groups: Seq[LayerGroup],
+        groups: abc.Sequence[LayerGroup],
         identity: bytes = b"",
         *,
         path: str | Path,
@@ -76,8 +76,8 @@ class RecordedScheduler(Scheduler):
         # Line buffering: a process that is killed leaves every step but the one it was in.
         self._file: Any = os.fdopen(descriptor, "w", buffering=1, encoding="ascii")
         shape = [{"window": g.window, "layers": list(g.layers)} for g in groups]
-        head = {"fairlead_record": VERSION, "limits": dataclasses.asdict(limits), "groups": shape}
-        self._write(encode(head | {"identity": identity.hex()}))
+        header = {"fairlead_record": VERSION, "limits": dataclasses.asdict(limits), "groups": shape}
+        self._write(encode(header | {"identity": identity.hex()}))
 
     def add(self, request: Request) -> tuple[Sequence, ...]:
         sequences = super().add(request)
@@ -100,7 +100,7 @@ class RecordedScheduler(Scheduler):
         work = super().commit(plan)
         cache = self.state.cache
         state = {
-            "held": [cache.held(row.sequence) for row in plan.rows],
+            "held": [cache.units_held(row.sequence) for row in plan.rows],
             "free": len(cache.pool.free),
             "cached": len(cache.pool.cached),
             "waiting": [s.id for s in self.waiting],
@@ -111,10 +111,10 @@ class RecordedScheduler(Scheduler):
     def update(self, work: Work, results: Mapping[int, Result]) -> list[Event]:
         ran = [row.sequence.id for row in work.rows if row.sequence.tables]
         events = super().update(work, results)
-        known = [(i, results[i]) for i in ran if i in results]
+        answers = [(i, results[i]) for i in ran if i in results]
         line: Line = {"update": work.step, "ran": ran}
-        line["tokens"] = [[i, r.token] for i, r in known if r.error is None]
-        line["errors"] = [[i, r.error] for i, r in known if r.error is not None]
+        line["tokens"] = [[i, r.token] for i, r in answers if r.error is None]
+        line["errors"] = [[i, r.error] for i, r in answers if r.error is not None]
         line["ended"] = [
             e.sequence.id for e in events if isinstance(e, Finished) or e.finish is not None
         ]
@@ -144,23 +144,24 @@ class Recording:
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
-        self.cut = False
+        self.truncated = False
         try:
             with self.path.open(encoding="utf-8") as file:
-                head = json.loads(file.readline())
+                header = json.loads(file.readline())
         except (OSError, ValueError) as error:
             raise RecordError(f"{path}: cannot be read as a recording ({error})") from error
-        version = head.get("fairlead_record") if isinstance(head, dict) else None
+        version = header.get("fairlead_record") if isinstance(header, dict) else None
         if version != VERSION:
             raise RecordError(
                 f"{path}: its first line names format {version}; this program reads {VERSION}"
             )
         try:
-            self.limits = Limits(**head["limits"])
+            self.limits = Limits(**header["limits"])
             self.groups = tuple(
-                LayerGroup(i, g["window"], tuple(g["layers"])) for i, g in enumerate(head["groups"])
+                LayerGroup(i, g["window"], tuple(g["layers"]))
+                for i, g in enumerate(header["groups"])
             )
-            self.identity = bytes.fromhex(head["identity"])
+            self.identity = bytes.fromhex(header["identity"])
         except (KeyError, TypeError, ValueError) as error:
             raise RecordError(f"{path}: its first line is damaged ({error!r})") from error
 
@@ -172,7 +173,7 @@ class Recording:
             file.readline()
             for number, text in enumerate(file, start=2):
                 if not text.endswith("\n"):
-                    self.cut = True
+                    self.truncated = True
                     return
                 try:
                     line = json.loads(text)

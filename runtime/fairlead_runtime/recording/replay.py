@@ -48,18 +48,18 @@ def replay(recording: Recording) -> Replay:
                 work = scheduler.commit(plan)
                 steps += 1
             else:
-                _follow(scheduler, line, work)
+                _apply(scheduler, line, work)
         except (KeyError, TypeError, ValueError, IndexError, RuntimeError) as error:
             raise RecordError(f"{recording.path}: after step {steps}: {error!r}") from error
     return Replay(steps, None)
 
 
-def _follow(scheduler: Scheduler, line: Line, work: Work) -> None:
+def _apply(scheduler: Scheduler, line: Line, work: Work) -> None:
     if "add" in line:
-        got = [s.id for s in scheduler.add(request_of(line["add"]))]
-        if got != line["sequences"]:
+        ids = [s.id for s in scheduler.add(request_of(line["add"]))]
+        if ids != line["sequences"]:
             raise RecordError(
-                f"request {line['add']['id']!r} became sequences {got}, not {line['sequences']}"
+                f"request {line['add']['id']!r} became sequences {ids}, not {line['sequences']}"
             )
     elif "abort" in line:
         request_id, choice = line["abort"]

@@ -17,7 +17,7 @@ LONGEST_NAME = 16  # of a request in the picture; longer ids are numbered
 
 
 @dataclass(slots=True)
-class _Seen:
+class _TracedSequence:
     """What the trace knows of one sequence."""
 
     name: str
@@ -59,24 +59,24 @@ class StepView:
 
 def steps(recording: Recording) -> Iterator[StepView]:
     """The recording step by step. Raises RecordError where it cannot be followed."""
-    follower = _Follower()
+    reader = _TraceReader()
     try:
         for line in recording.lines():
-            view = follower.take(line)
+            view = reader.take(line)
             if view is not None:
                 yield view
-        if follower.view is not None:
-            yield follower.view  # the run ended, or was cut, within this step
+        if reader.view is not None:
+            yield reader.view  # the run ended, or was cut, within this step
     except (KeyError, TypeError, ValueError, IndexError) as error:
-        raise RecordError(f"{recording.path}: after step {follower.step}: {error!r}") from error
+        raise RecordError(f"{recording.path}: after step {reader.step}: {error!r}") from error
 
 
-class _Follower:
+class _TraceReader:
     def __init__(self) -> None:
-        self.seen: dict[int, _Seen] = {}
+        self.sequences: dict[int, _TracedSequence] = {}
         self.slots: list[int | None] = []  # sequence id by slot
         self.notes: list[str] = []
-        self.short: dict[str, str] = {}  # long request ids → what the picture calls them
+        self.short_names: dict[str, str] = {}  # long request ids → what the picture calls them
         self.view: StepView | None = None  # committed, its update not read yet
         self.step = 0
 
@@ -86,13 +86,13 @@ class _Follower:
             self._add(line)
         elif "abort" in line:
             full, choice = line["abort"]
-            name = self.short.get(full, full)
-            self._leave(name if choice is None else f"{name}/{choice}", "aborted")
+            name = self.short_names.get(full, full)
+            self._remove(name if choice is None else f"{name}/{choice}", "aborted")
         elif "fail" in line:
-            self._leave(self.seen[line["fail"][0]].name, f"failed: {line['fail'][1]}")
+            self._remove(self.sequences[line["fail"][0]].name, f"failed: {line['fail'][1]}")
         elif "plan" in line:
-            lost, self.view = self.view, self._plan(line)
-            return lost  # a step that never came back
+            unfinished, self.view = self.view, self._plan(line)
+            return unfinished  # a step that never came back
         elif "update" in line and self.view is not None:
             return self._update(line, self.view)
         return None
@@ -102,33 +102,35 @@ class _Follower:
         prompt, n = len(request["prompt"]), request["params"]["n"]
         name = full = str(request["id"])
         if len(full) > LONGEST_NAME:
-            name = f"#{len(self.short)}"
-            self.short[full] = name
+            name = f"#{len(self.short_names)}"
+            self.short_names[full] = name
         for choice, i in enumerate(line["sequences"]):
             label = name if n == 1 else f"{name}/{choice}"
-            self.seen[i] = _Seen(label, prompt, prompt + request["max_tokens"], prompt)
-        known = f" = {full}" if name != full else ""
+            self.sequences[i] = _TracedSequence(
+                label, prompt, prompt + request["max_tokens"], prompt
+            )
+        full_name = f" = {full}" if name != full else ""
         self.notes.append(
-            f"+ {name}{known}: prompt {prompt}, max_tokens {request['max_tokens']}, n {n}"
+            f"+ {name}{full_name}: prompt {prompt}, max_tokens {request['max_tokens']}, n {n}"
         )
 
-    def _leave(self, name: str, why: str) -> None:
+    def _remove(self, name: str, why: str) -> None:
         self.notes.append(f"- {name}: {why}")
-        for i, seen in list(self.seen.items()):
-            if seen.name == name or seen.name.startswith(name + "/"):
+        for i, sequence in list(self.sequences.items()):
+            if sequence.name == name or sequence.name.startswith(name + "/"):
                 self._free_slot(i)
-                del self.seen[i]
+                del self.sequences[i]
 
     def _plan(self, line: Line) -> StepView:
         plan = line["plan"]
         self.step = plan["step"]
         preempted = []
         for i, offload in plan["preempted"]:
-            preempted.append((self.seen[i].name, self._free_slot(i), bool(offload)))
+            preempted.append((self.sequences[i].name, self._free_slot(i), bool(offload)))
         how: dict[int, str] = {}
         for i, source, start, sibling in plan["admitted"]:
             self._take_slot(i)
-            fork = f"fork of {self.seen[sibling].name}" if source == "fork" else ""
+            fork = f"fork of {self.sequences[sibling].name}" if source == "fork" else ""
             how[i] = fork or (
                 "restored" if source == "restore" else f"prefix {start}" if start else "starts"
             )
@@ -136,7 +138,7 @@ class _Follower:
             self._row(i, start, count, held, how.get(i, ""))
             for (i, start, count, _), held in zip(plan["rows"], line["held"], strict=True)
         ]
-        waiting = [self.seen[i].name for i in line["waiting"]]
+        waiting = [self.sequences[i].name for i in line["waiting"]]
         view = StepView(
             self.step, rows, preempted, waiting, line["free"], line["cached"], self.notes
         )
@@ -146,33 +148,35 @@ class _Follower:
         return view
 
     def _row(self, i: int, start: int, count: int, held: int, how: str) -> RowView:
-        seen = self.seen[i]
-        decode = count == 1 and start >= seen.prompt
-        slot = -1 if seen.slot is None else seen.slot
-        return RowView(seen.name, slot, start, count, seen.tokens, seen.limit, held, decode, how)
+        sequence = self.sequences[i]
+        decode = count == 1 and start >= sequence.prompt
+        slot = -1 if sequence.slot is None else sequence.slot
+        return RowView(
+            sequence.name, slot, start, count, sequence.tokens, sequence.limit, held, decode, how
+        )
 
     def _update(self, line: Line, view: StepView) -> StepView:
         view.end = line.get("t", view.end)
         for i, message in line["errors"]:
-            view.errors.append(f"{self.seen[i].name}: {message}")
+            view.errors.append(f"{self.sequences[i].name}: {message}")
         for i, _ in line["tokens"]:
-            self.seen[i].tokens += 1
+            self.sequences[i].tokens += 1
         self.view = None
         for i in line["ended"]:
             self._free_slot(i)
-            del self.seen[i]
+            del self.sequences[i]
         return view
 
     def _take_slot(self, i: int) -> None:
         slot = self.slots.index(None) if None in self.slots else len(self.slots)
         self.slots[slot : slot + 1] = [i]
-        self.seen[i].slot = slot
+        self.sequences[i].slot = slot
 
     def _free_slot(self, i: int) -> int:
-        slot = self.seen[i].slot
+        slot = self.sequences[i].slot
         if slot is None:
             return -1
-        self.slots[slot] = self.seen[i].slot = None
+        self.slots[slot] = self.sequences[i].slot = None
         return slot
 
 

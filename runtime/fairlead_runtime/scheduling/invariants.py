@@ -29,9 +29,9 @@ def check(state: State, live: Mapping[int, Sequence]) -> None:
     _check_pool(state, live)
     _check_content(state)
     waiting = list(state.policy.candidates())
-    where = Counter([s.id for s in state.running] + [s.id for s in waiting])
-    if where != Counter(live.keys()):
-        raise InvariantViolation("I7", f"queues hold {dict(where)}, live are {sorted(live)}")
+    queued = Counter([s.id for s in state.running] + [s.id for s in waiting])
+    if queued != Counter(live.keys()):
+        raise InvariantViolation("I7", f"queues hold {dict(queued)}, live are {sorted(live)}")
     for sequence in live.values():
         _check_sequence(state, sequence)
     for sequence in state.running:

@@ -79,7 +79,7 @@ class Row(NamedTuple):
     samples: bool  # start + count == len(tokens): the row's last token predicts a new one
 
 
-class Source(enum.StrEnum):
+class AdmissionSource(enum.StrEnum):
     """Where an admitted sequence's first computed tokens come from."""
 
     PREFIX = "prefix"  # the prefix cache, possibly nothing of it
@@ -89,7 +89,7 @@ class Source(enum.StrEnum):
 
 class Admission(NamedTuple):
     sequence: Sequence
-    source: Source
+    source: AdmissionSource
     start: int  # tokens whose keys and values need no computing
     sibling: Sequence | None  # whose blocks a FORK shares
 

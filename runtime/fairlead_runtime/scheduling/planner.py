@@ -10,7 +10,14 @@ from dataclasses import dataclass, field
 
 from fairlead_runtime.cache.paged import PagedCache
 from fairlead_runtime.request import Sequence
-from fairlead_runtime.scheduling.plan import Admission, Limits, Plan, Preemption, Row, Source
+from fairlead_runtime.scheduling.plan import (
+    Admission,
+    AdmissionSource,
+    Limits,
+    Plan,
+    Preemption,
+    Row,
+)
 from fairlead_runtime.scheduling.policies import Fifo
 
 
@@ -61,9 +68,11 @@ class _Draft:
         self.rows: list[Row] = []
         self.admitted: list[Admission] = []
         self.preempted: list[Preemption] = []
-        self._gone: set[int] = set()  # ids of the preempted
-        self._claimed: set[int] = set()  # evictable units that planned admissions reference again
-        self._dropped: dict[int, int] = {}  # references that planned preemptions give back
+        self._preempted_ids: set[int] = set()  # ids of the preempted
+        self._claimed_units: set[int] = (
+            set()
+        )  # evictable units that planned admissions reference again
+        self._released_refs: dict[int, int] = {}  # references that planned preemptions give back
 
     def run(self, sequences: Iterable[Sequence]) -> None:
         """A row for each running sequence while tokens last; who lacks blocks takes them from the
@@ -72,7 +81,7 @@ class _Draft:
         for sequence in sequences:
             if not self.tokens:
                 return
-            if sequence.id in self._gone:
+            if sequence.id in self._preempted_ids:
                 continue
             start = sequence.computed
             missing = len(sequence.tokens) - start
@@ -90,7 +99,7 @@ class _Draft:
         """Last come, first preempted: the oldest of the running keeps going, so every step makes
         progress.
         """
-        candidates = [s for s in self.state.running if s.id not in self._gone]
+        candidates = [s for s in self.state.running if s.id not in self._preempted_ids]
         victim = max(candidates, key=self.state.policy.rank)
         for row in self.rows:
             if row.sequence is victim:
@@ -98,12 +107,12 @@ class _Draft:
                 self.tokens += row.count
                 self.free += self.cache.units(row.start, row.start + row.count)
                 break
-        self.free += self.cache.freed(victim, self._dropped)
-        held = self.cache.held(victim)
+        self.free += self.cache.units_freed(victim, self._released_refs)
+        held = self.cache.units_held(victim)
         offload = 0 < held <= self.host_free
         if offload:
             self.host_free -= held
-        self._gone.add(victim.id)
+        self._preempted_ids.add(victim.id)
         self.preempted.append(Preemption(victim, offload))
         return victim
 
@@ -118,7 +127,7 @@ class _Draft:
         state = self.state
         if self.preempted or not self.tokens:
             return
-        if state.victim is not None and self._entry(state.victim) is None:
+        if state.victim is not None and self._admission_for(state.victim) is None:
             return
         for sequence in state.policy.candidates():
             if (
@@ -126,19 +135,19 @@ class _Draft:
                 or len(state.running) + len(self.admitted) >= state.limits.max_requests
             ):
                 return
-            entry = self._entry(sequence)
+            entry = self._admission_for(sequence)
             if entry is None:
                 return
-            admission, claimed, establish = entry
+            admission, claimed, start_units = entry
             start, missing = admission.start, len(sequence.tokens) - admission.start
             count = min(missing, self.tokens)
             self.tokens -= count
-            self.free -= establish + self.cache.units(start, start + count)
-            self._claimed.update(claimed)
+            self.free -= start_units + self.cache.units(start, start + count)
+            self._claimed_units.update(claimed)
             self.admitted.append(admission)
             self.rows.append(Row(sequence, start, count, count == missing))
 
-    def _entry(self, sequence: Sequence) -> tuple[Admission, list[int], int] | None:
+    def _admission_for(self, sequence: Sequence) -> tuple[Admission, list[int], int] | None:
         """How the sequence would start, the evictable units it claims, and the units its first
         tokens take.
 
@@ -147,28 +156,28 @@ class _Draft:
         """
         claimed: list[int] = []
         if sequence.host:
-            admission = Admission(sequence, Source.RESTORE, sequence.computed, None)
-            establish = self.cache.held(sequence)
+            admission = Admission(sequence, AdmissionSource.RESTORE, sequence.computed, None)
+            start_units = self.cache.units_held(sequence)
         else:
             shared = (
                 sequence.prompt_len - 1
             )  # the prompt's last token is computed anew: it predicts
-            sibling, wait = self._sibling(sequence, shared)
+            sibling, wait = self._fork_source(sequence, shared)
             if wait:
                 return None
             hit = self.cache.hit(sequence)
             if sibling is not None and hit.tokens < shared:
-                admission = Admission(sequence, Source.FORK, shared, sibling)
-                establish = len(self.cache.groups) if shared % self.cache.block_size else 0
+                admission = Admission(sequence, AdmissionSource.FORK, shared, sibling)
+                start_units = len(self.cache.groups) if shared % self.cache.block_size else 0
             else:
-                admission = Admission(sequence, Source.PREFIX, hit.tokens, None)
-                claimed = [u for u in self.cache.evictable(hit) if u not in self._claimed]
-                establish = len(claimed)
-        need = establish + self.cache.growth(sequence, admission.start)
+                admission = Admission(sequence, AdmissionSource.PREFIX, hit.tokens, None)
+                claimed = [u for u in self.cache.evictable(hit) if u not in self._claimed_units]
+                start_units = len(claimed)
+        need = start_units + self.cache.growth(sequence, admission.start)
         margin = self.state.margin if self.rows else 0
-        return (admission, claimed, establish) if need <= self.free - margin else None
+        return (admission, claimed, start_units) if need <= self.free - margin else None
 
-    def _sibling(self, sequence: Sequence, shared: int) -> tuple[Sequence | None, bool]:
+    def _fork_source(self, sequence: Sequence, shared: int) -> tuple[Sequence | None, bool]:
         """A running sibling to fork from, or whether to wait for one that is still computing the
         prompt.
         """

@@ -47,16 +47,16 @@ class Fifo:
 
     # What a policy may count; called as things happen, so that planning stays pure.
 
-    def arrived(self, sequence: Sequence) -> None:
+    def on_arrival(self, sequence: Sequence) -> None:
         """It came, and is about to be pushed."""
 
-    def admitted(self, sequence: Sequence) -> None:
+    def on_admission(self, sequence: Sequence) -> None:
         """It starts or resumes."""
 
-    def served(self, sequences: Iterable[Sequence]) -> None:
+    def on_tokens(self, sequences: Iterable[Sequence]) -> None:
         """Each got one more token."""
 
-    def left(self, sequence: Sequence) -> None:
+    def on_end(self, sequence: Sequence) -> None:
         """It finished, failed or was aborted."""
 
 
@@ -123,7 +123,7 @@ class Fair(Fifo):
     def __len__(self) -> int:
         return sum(map(len, self._queues.values()))
 
-    def arrived(self, sequence: Sequence) -> None:
+    def on_arrival(self, sequence: Sequence) -> None:
         tenant = sequence.request.tenant
         if tenant not in self._live:
             others = [self._counters[t] for t in self._live]
@@ -138,14 +138,14 @@ class Fair(Fifo):
                 self._counters = keep | {tenant: self._counters[tenant]}
         self._live[tenant] = self._live.get(tenant, 0) + 1
 
-    def admitted(self, sequence: Sequence) -> None:
+    def on_admission(self, sequence: Sequence) -> None:
         self._counters[sequence.request.tenant] += self._start_cost(sequence)
 
-    def served(self, sequences: Iterable[Sequence]) -> None:
+    def on_tokens(self, sequences: Iterable[Sequence]) -> None:
         for sequence in sequences:
             self._counters[sequence.request.tenant] += self.output_cost
 
-    def left(self, sequence: Sequence) -> None:
+    def on_end(self, sequence: Sequence) -> None:
         tenant = sequence.request.tenant
         self._live[tenant] -= 1
         if not self._live[tenant]:

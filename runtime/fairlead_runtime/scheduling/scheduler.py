@@ -10,21 +10,21 @@ tensor, a clock or randomness.
 """
 
 from bisect import bisect_left, insort
+from collections import abc
 from collections.abc import Iterator, Mapping
-from collections.abc import Sequence as Seq
 
 from fairlead_runtime.cache.paged import PagedCache
 from fairlead_runtime.request import FinishReason, Request, RequestError, Sequence, Status
 from fairlead_runtime.scheduling.invariants import InvariantViolation, check
 from fairlead_runtime.scheduling.plan import (
     Admission,
+    AdmissionSource,
     Event,
     Finished,
     Limits,
     Plan,
     Preemption,
     Result,
-    Source,
     Token,
     Verdict,
     Work,
@@ -32,7 +32,7 @@ from fairlead_runtime.scheduling.plan import (
 from fairlead_runtime.scheduling.planner import State, plan_step
 from fairlead_runtime.scheduling.policies import POLICIES
 from fairlead_runtime.scheduling.stats import SchedulerStats, StepStats
-from fairlead_runtime.scheduling.verdict import judge, never
+from fairlead_runtime.scheduling.verdict import judge, refusal
 from fairlead_runtime.sizing.groups import LayerGroup
 
 __all__ = ["InvariantViolation", "Scheduler", "SchedulerStats", "StepError", "StepStats"]
@@ -47,7 +47,9 @@ class Scheduler:
     it.
     """
 
-    def __init__(self, limits: Limits, groups: Seq[LayerGroup], identity: bytes = b"") -> None:
+    def __init__(
+        self, limits: Limits, groups: abc.Sequence[LayerGroup], identity: bytes = b""
+    ) -> None:
         for name in (
             "max_batch_tokens",
             "max_requests",
@@ -83,8 +85,8 @@ class Scheduler:
 
     def add(self, request: Request) -> tuple[Sequence, ...]:
         """Queue a request: one sequence per choice. Raises RequestError when it could never run."""
-        if refusal := never(self.limits, len(request.prompt), request.max_tokens):
-            raise RequestError("max_tokens" if request.prompt else "prompt", refusal)
+        if message := refusal(self.limits, len(request.prompt), request.max_tokens):
+            raise RequestError("max_tokens" if request.prompt else "prompt", message)
         if request.id in self.state.families:
             raise RequestError("id", f"{request.id!r} is already being served: choose another")
         params = request.params
@@ -106,15 +108,15 @@ class Scheduler:
             self._next_id += 1
             self._live[sequence.id] = sequence
             family.append(sequence)
-            self.state.policy.arrived(sequence)
+            self.state.policy.on_arrival(sequence)
             self.state.policy.push(sequence)
         return tuple(family)
 
     def abort(self, request_id: str, choice: int | None = None) -> list[Finished]:
         """End a request or one of its choices at any moment; all its blocks are free on return."""
         family = self.state.families.get(request_id, ())
-        chosen = [s for s in family if choice is None or s.choice == choice]
-        return [self._end(s, Status.ABORTED, FinishReason.ABORT) for s in chosen]
+        choices = [s for s in family if choice is None or s.choice == choice]
+        return [self._end(s, Status.ABORTED, FinishReason.ABORT) for s in choices]
 
     def fail(self, sequence_id: int, message: str) -> list[Finished]:
         """End one sequence that cannot be computed; no other is touched."""
@@ -145,7 +147,7 @@ class Scheduler:
         for admission in plan.admitted:
             self._start(admission)
         for admission in plan.admitted:
-            self._establish(admission, work)
+            self._add_copies(admission, work)
         size, prefill, tokens = cache.block_size, 0, 0
         for sequence, start, count, _ in plan.rows:
             if sequence.computed != start or not sequence.tables:
@@ -186,10 +188,10 @@ class Scheduler:
                 )
             computed = sequence.computed = start + count
             if count > 1 or every_step or not computed % size:
-                cache.settle(sequence)
+                cache.finish_forward(sequence)
             if samples and result is not None:
                 events.append(self._append(sequence, result))
-        self.state.policy.served(e.sequence for e in events if type(e) is Token)
+        self.state.policy.on_tokens(e.sequence for e in events if type(e) is Token)
         return events
 
     def _append(self, sequence: Sequence, result: Result) -> Token:
@@ -226,9 +228,9 @@ class Scheduler:
     def _start(self, admission: Admission) -> None:
         sequence, source, start, sibling = admission
         state = self.state
-        if source is Source.FORK and sibling is not None:
+        if source is AdmissionSource.FORK and sibling is not None:
             state.cache.fork(sequence, sibling, start)
-        elif source is Source.PREFIX:
+        elif source is AdmissionSource.PREFIX:
             hit = state.cache.hit(sequence)
             if hit.tokens != start:
                 raise StepError(
@@ -239,14 +241,14 @@ class Scheduler:
                 self._queries += len(sequence.tokens)
                 self._hits += start
         state.policy.remove(sequence)
-        state.policy.admitted(sequence)
+        state.policy.on_admission(sequence)
         insort(state.running, sequence, key=state.policy.place)
         decoding = sequence.generated and len(sequence.tokens) - start == 1
         sequence.move_to(Status.DECODING if decoding else Status.PREFILLING)
         state.victim = None
 
-    def _establish(self, admission: Admission, work: Work) -> None:
-        if admission.source is Source.RESTORE:
+    def _add_copies(self, admission: Admission, work: Work) -> None:
+        if admission.source is AdmissionSource.RESTORE:
             work.restore += self.state.cache.restore(admission.sequence)
         elif admission.sibling is not None:
             work.copies += self.state.cache.copy_tail(admission.sequence, admission.sibling)
@@ -276,7 +278,7 @@ class Scheduler:
         family.remove(sequence)
         if not family:
             del self.state.families[sequence.request.id]
-        self.state.policy.left(sequence)
+        self.state.policy.on_end(sequence)
         self.state.victim = None
         return Finished(sequence, reason, message)
 

@@ -14,22 +14,22 @@ def judge(state: State, prompt_len: int, max_tokens: int | None) -> Verdict:
     than said.
     """
     limits, cache = state.limits, state.cache
-    if refusal := never(limits, prompt_len, max_tokens):
-        return Verdict(VerdictKind.NEVER, refusal, 0)
+    if message := refusal(limits, prompt_len, max_tokens):
+        return Verdict(VerdictKind.NEVER, message, 0)
     resolved = limits.capacity - prompt_len if max_tokens is None else max_tokens
     if len(state.policy) or len(state.running) >= limits.max_requests:
         return Verdict(VerdictKind.LATER, "waits for requests before it", resolved)
     target = min(cache.blocks(prompt_len) + 1, cache.blocks(prompt_len + resolved - 1))
-    promised = sum(cache.growth(s, s.computed) for s in state.running)
+    reserved = sum(cache.growth(s, s.computed) for s in state.running)
     margin = state.margin if state.running else 0
-    need, left = target * len(cache.groups), cache.pool.available - promised - margin
-    if need > left:
-        text = f"needs {need} units, {max(0, left)} are free beyond what is promised and kept"
+    need, free = target * len(cache.groups), cache.pool.available - reserved - margin
+    if need > free:
+        text = f"needs {need} units, {max(0, free)} are free beyond what is promised and kept"
         return Verdict(VerdictKind.LATER, text, resolved)
     return Verdict(VerdictKind.OK, "would start in the next step", resolved)
 
 
-def never(limits: Limits, prompt_len: int, max_tokens: int | None) -> str:
+def refusal(limits: Limits, prompt_len: int, max_tokens: int | None) -> str:
     """Why such a request cannot run even alone, with the arithmetic and the fix; empty when it can."""
     if prompt_len < 1:
         return "the prompt is empty: give at least one token"

@@ -13,7 +13,15 @@ from fairlead_runtime.api.limits import Pool
 from fairlead_runtime.api.state import Face
 from fairlead_runtime.config import ConfigError
 from fairlead_runtime.start import logs
-from support.api_harness import FakeService, asgi, backend_of, completion, faked, is_error, run
+from support.api_harness import (
+    FakeService,
+    asgi,
+    backend_of,
+    completion,
+    fake_server,
+    is_error,
+    run,
+)
 
 KEY, OTHER = "k" * 40, "another-key-of-decent-length-0123456789"
 PATHS = ["/v1/models", "/v1/completions", "/v1/chat/completions", "/", "/docs", "/nowhere"]
@@ -98,7 +106,10 @@ def test_nothing_but_the_probes_is_open(keys: Path) -> None:
 @pytest.mark.parametrize("scheme", ["Bearer", "bearer", "BEARER"])
 def test_either_key_opens_every_route(keys: Path, scheme: str) -> None:
     async def scenario() -> None:
-        async with faked(keys=KeyRing(str(keys))) as (server, service), server.client() as client:
+        async with (
+            fake_server(keys=KeyRing(str(keys))) as (server, service),
+            server.client() as client,
+        ):
             for key in (KEY, OTHER):
                 headers = {"authorization": f"{scheme} {key}"}
                 assert (await client.get("/v1/models", headers=headers)).status_code == 200
@@ -123,7 +134,7 @@ def test_either_key_opens_every_route(keys: Path, scheme: str) -> None:
 
 def test_the_admin_port_asks_for_no_key(keys: Path) -> None:
     async def scenario() -> None:
-        async with faked(keys=KeyRing(str(keys))) as (server, _), server.admin() as admin:
+        async with fake_server(keys=KeyRing(str(keys))) as (server, _), server.admin() as admin:
             assert (await admin.get("/metrics")).status_code == 200
 
     run(scenario())
@@ -184,7 +195,7 @@ def test_prefix_caches_of_keyed_tenants_are_apart_and_keyless_users_share() -> N
 
 def test_no_key_and_no_prompt_is_ever_logged(keys: Path, caplog: pytest.LogCaptureFixture) -> None:
     async def scenario() -> None:
-        async with faked(keys=KeyRing(str(keys))) as (server, _), server.client() as client:
+        async with fake_server(keys=KeyRing(str(keys))) as (server, _), server.client() as client:
             for key in (KEY, "wrong-" + KEY):
                 headers = {"authorization": f"Bearer {key}", "x-secret": "horse"}
                 for body in (

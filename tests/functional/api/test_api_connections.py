@@ -18,7 +18,7 @@ from support.api_harness import (
     Server,
     chat,
     completion,
-    faked,
+    fake_server,
     http,
     is_error,
     run,
@@ -98,7 +98,7 @@ def test_malformed_requests_get_an_error_and_the_connection_ends(
     data: bytes, statuses: set[int]
 ) -> None:
     async def scenario() -> None:
-        async with faked() as (server, _):
+        async with fake_server() as (server, _):
             status, fields, body = await _exchange(server, data, then_eof=data.startswith(b"\x16"))
             assert status in statuses, (status, body)
             assert is_error(json.loads(body))
@@ -110,7 +110,7 @@ def test_malformed_requests_get_an_error_and_the_connection_ends(
 
 def test_a_body_of_too_many_chunks_is_cut_off() -> None:
     async def scenario() -> None:
-        async with faked() as (server, _):
+        async with fake_server() as (server, _):
             head = http(
                 "POST",
                 "/v1/completions",
@@ -127,7 +127,7 @@ def test_a_body_of_too_many_chunks_is_cut_off() -> None:
 
 def test_an_answer_to_an_unread_body_arrives_whole() -> None:
     async def scenario() -> None:
-        async with faked() as (server, _):
+        async with fake_server() as (server, _):
             head = http(
                 "POST",
                 "/v1/completions",
@@ -152,7 +152,7 @@ def test_half_a_header_is_timed_out_and_silence_is_closed(monkeypatch: pytest.Mo
     monkeypatch.setattr(connection, "HEADER_SECONDS", 0.2)
 
     async def scenario() -> None:
-        async with faked() as (server, _):
+        async with fake_server() as (server, _):
             status, _, body = await _exchange(server, b"GET /healthz HTTP/1.1\r\nHo")
             assert status == 408
             assert is_error(json.loads(body))
@@ -173,7 +173,7 @@ def test_half_a_body_is_timed_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "BODY_SECONDS", 0.2)
 
     async def scenario() -> None:
-        async with faked() as (server, _):
+        async with fake_server() as (server, _):
             whole = http("POST", "/v1/completions", json.dumps(completion()).encode())
             status, _, body = await _exchange(server, whole[:-5])
             assert status == 408
@@ -186,7 +186,7 @@ def test_many_slow_headers_do_not_disturb_others(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(connection, "HEADER_SECONDS", 1.0)
 
     async def scenario() -> None:
-        async with faked() as (server, _):
+        async with fake_server() as (server, _):
             slow = [await server.raw() for _ in range(1000 if LONG_FORM else 200)]
             for _, writer in slow:
                 writer.write(b"POST /v1/completions HTTP/1.1\r\nHost")
@@ -200,7 +200,7 @@ def test_many_slow_headers_do_not_disturb_others(monkeypatch: pytest.MonkeyPatch
 
 def test_connections_beyond_the_limit_are_told_to_retry() -> None:
     async def scenario() -> None:
-        async with faked(max_connections=3) as (server, _):
+        async with fake_server(max_connections=3) as (server, _):
             held = [await server.raw() for _ in range(3)]
             status, fields, body = await _exchange(server, b"")
             assert status == 503
@@ -228,7 +228,7 @@ def test_sockets_send_events_at_once_and_find_dead_peers(monkeypatch: pytest.Mon
     monkeypatch.setattr(GuardedProtocol, "connection_made", connection_made)
 
     async def scenario() -> None:
-        async with faked() as (server, _):
+        async with fake_server() as (server, _):
             await _alive(server)
 
     run(scenario())
@@ -240,7 +240,7 @@ def test_sockets_send_events_at_once_and_find_dead_peers(monkeypatch: pytest.Mon
 @pytest.mark.parametrize("prompt", ["one", ["one", "two", "three"]])
 def test_a_client_that_leaves_cancels_its_request(stream: bool, reset: bool, prompt: Any) -> None:
     async def scenario() -> None:
-        async with faked(FakeService(hang=True)) as (server, service):
+        async with fake_server(FakeService(hang=True)) as (server, service):
             body = json.dumps(completion(prompt, stream=stream)).encode()
             reader, writer = await server.raw()
             writer.write(http("POST", "/v1/completions", body))
@@ -262,7 +262,7 @@ def test_a_client_that_leaves_cancels_its_request(stream: bool, reset: bool, pro
 def test_clients_that_leave_in_the_middle_do_not_touch_the_others() -> None:
     async def scenario() -> None:
         service = FakeService()
-        async with faked(service) as (server, _):
+        async with fake_server(service) as (server, _):
 
             async def leave() -> None:
                 body = json.dumps(chat(max_tokens=400, stream=True)).encode()
@@ -294,7 +294,7 @@ def test_a_reader_that_stops_reading_is_dropped(monkeypatch: pytest.MonkeyPatch)
 
     async def scenario() -> None:
         service = FakeService(max_model_len=200_000)
-        async with faked(service) as (server, _):
+        async with fake_server(service) as (server, _):
             sock = socket.socket()
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
             sock.setblocking(False)
@@ -312,7 +312,7 @@ def test_a_reader_that_stops_reading_is_dropped(monkeypatch: pytest.MonkeyPatch)
 
 def test_requests_may_be_pipelined_and_connections_kept() -> None:
     async def scenario() -> None:
-        async with faked() as (server, _):
+        async with fake_server() as (server, _):
             body = json.dumps(completion(max_tokens=2)).encode()
             one = http("POST", "/v1/completions", body)
             last = http("GET", "/healthz", Connection="close")

@@ -26,7 +26,7 @@ from support.api_harness import (
     chat,
     completion,
     events,
-    faked,
+    fake_server,
     is_error,
     run,
 )
@@ -161,7 +161,7 @@ def _check_error(answer: httpx.Response, status: int) -> None:
 
 def test_a_bad_field_is_refused_by_name() -> None:
     async def scenario() -> None:
-        async with faked() as (server, service), server.client() as client:
+        async with fake_server() as (server, service), server.client() as client:
             for body, route, status, param in REFUSED:
                 answer = await client.post(
                     route, content=json.dumps(body), headers={"content-type": "application/json"}
@@ -176,7 +176,7 @@ def test_a_bad_field_is_refused_by_name() -> None:
 
 def test_a_body_that_is_no_proper_json_is_a_400() -> None:
     async def scenario() -> None:
-        async with faked() as (server, _), server.client() as client:
+        async with fake_server() as (server, _), server.client() as client:
             for content in BROKEN:
                 _check_error(await _post(client, COMPLETIONS, content), 400)
             assert (await client.post(COMPLETIONS, json=completion())).status_code == 200
@@ -187,7 +187,7 @@ def test_a_body_that_is_no_proper_json_is_a_400() -> None:
 def test_text_full_of_json_punctuation_is_no_attack() -> None:
     async def scenario() -> None:
         async with (
-            faked(FakeService(max_model_len=1_000_000)) as (server, _),
+            fake_server(FakeService(max_model_len=1_000_000)) as (server, _),
             server.client() as client,
         ):
             prompt = '{"a": [1, {"b": "\\\\"}]}' * 20_000
@@ -199,7 +199,7 @@ def test_text_full_of_json_punctuation_is_no_attack() -> None:
 
 def test_errors_never_echo_the_input() -> None:
     async def scenario() -> None:
-        async with faked() as (server, _), server.client() as client:
+        async with fake_server() as (server, _), server.client() as client:
             bodies: list[dict[str, Any]] = [
                 {**chat(SECRET), "messages": [{"role": SECRET, "content": SECRET}] * 100},
                 {**chat(), "messages": [{"role": "user", "content": [{"type": SECRET}]}]},
@@ -225,7 +225,7 @@ def test_errors_never_echo_the_input() -> None:
 
 def test_at_most_five_problems_are_listed() -> None:
     async def scenario() -> None:
-        async with faked() as (server, _), server.client() as client:
+        async with fake_server() as (server, _), server.client() as client:
             fields = [
                 "max_tokens",
                 "n",
@@ -264,7 +264,7 @@ def test_at_most_five_problems_are_listed() -> None:
 )
 def test_unknown_paths_and_methods_are_errors_too(method: str, path: str, status: int) -> None:
     async def scenario() -> None:
-        async with faked() as (server, _), server.client() as client:
+        async with fake_server() as (server, _), server.client() as client:
             _check_error(await client.request(method, path), status)
 
     run(scenario())
@@ -272,7 +272,7 @@ def test_unknown_paths_and_methods_are_errors_too(method: str, path: str, status
 
 def test_a_body_over_the_limit_is_refused_unread() -> None:
     async def scenario() -> None:
-        async with faked() as (server, _), server.client() as client:
+        async with fake_server() as (server, _), server.client() as client:
             _check_error(await _post(client, COMPLETIONS, b" " * (MAX_BODY + 1)), 413)
 
             async def pieces() -> Any:
@@ -296,7 +296,7 @@ def test_a_body_over_the_limit_is_refused_unread() -> None:
 )
 def test_bodies_that_are_not_plain_json_are_refused(headers: dict[str, str]) -> None:
     async def scenario() -> None:
-        async with faked() as (server, _), server.client() as client:
+        async with fake_server() as (server, _), server.client() as client:
             _check_error(await client.post(COMPLETIONS, content=b"{}", headers=headers), 415)
 
     run(scenario())
@@ -315,7 +315,7 @@ def test_what_the_service_cannot_do_now_says_when_to_retry(
     error: Exception, status: int, code: str
 ) -> None:
     async def scenario() -> None:
-        async with faked(FakeService(refuse=error)) as (server, _), server.client() as client:
+        async with fake_server(FakeService(refuse=error)) as (server, _), server.client() as client:
             for body in (completion(), completion(stream=True)):
                 answer = await client.post(COMPLETIONS, json=body)
                 _check_error(answer, status)
@@ -350,7 +350,7 @@ def test_prompts_wait_for_a_worker_within_bounds() -> None:
 def test_an_unforeseen_error_is_generic(caplog: pytest.LogCaptureFixture) -> None:
     async def scenario() -> None:
         async with (
-            faked(FakeService(refuse=KeyError(SECRET))) as (server, _),
+            fake_server(FakeService(refuse=KeyError(SECRET))) as (server, _),
             server.client() as client,
         ):
             answer = await client.post(COMPLETIONS, json=completion())
@@ -358,7 +358,7 @@ def test_an_unforeseen_error_is_generic(caplog: pytest.LogCaptureFixture) -> Non
             assert "horse" not in answer.text
 
         async with (
-            faked(FakeService(error=KeyError(SECRET))) as (server, _),
+            fake_server(FakeService(error=KeyError(SECRET))) as (server, _),
             server.client() as client,
         ):
             answer = await client.post(COMPLETIONS, json=completion(max_tokens=2, stream=True))
@@ -373,7 +373,7 @@ def test_an_unforeseen_error_is_generic(caplog: pytest.LogCaptureFixture) -> Non
 
 def test_request_ids_are_ours_unless_the_clients_is_harmless() -> None:
     async def scenario() -> None:
-        async with faked() as (server, _), server.client() as client:
+        async with fake_server() as (server, _), server.client() as client:
             for sent, kept in [("abc-1.2_3", True), ("a b", False), ("x" * 65, False), ("", False)]:
                 answer = await client.get("/healthz", headers={"x-request-id": sent})
                 assert (answer.headers["x-request-id"] == sent) is kept

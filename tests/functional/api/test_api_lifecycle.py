@@ -24,11 +24,11 @@ from support.api_harness import (
     chat,
     completion,
     events,
-    faked,
+    fake_server,
     http,
     is_error,
     run,
-    running,
+    running_server,
     until,
 )
 
@@ -42,7 +42,7 @@ def test_while_the_model_loads_probes_and_configuration_answer_and_nothing_else(
             return backend_of(FakeService())
 
         async with (
-            running(load, wait=False, model_config=b'{"a": 1}') as server,
+            running_server(load, wait=False, model_config=b'{"a": 1}') as server,
             server.client() as client,
             server.admin() as admin,
         ):
@@ -68,7 +68,7 @@ def test_while_the_model_loads_probes_and_configuration_answer_and_nothing_else(
 
 def test_the_admin_port_answers_what_operators_ask() -> None:
     async def scenario() -> None:
-        async with faked(model_config=b"{}") as (server, service), server.admin() as admin:
+        async with fake_server(model_config=b"{}") as (server, service), server.admin() as admin:
             metrics = await admin.get("/metrics")
             assert metrics.headers["content-type"] == EXPOSITION
             assert (await admin.post("/canary")).json() == {"token": 7}
@@ -111,7 +111,7 @@ def test_health_is_the_engines_own(state: Health, healthz: int, readyz: int) -> 
 def test_a_signal_lets_streams_finish_and_refuses_new_requests() -> None:
     async def scenario() -> None:
         service = FakeService(max_model_len=100_000)
-        async with faked(service, drain_timeout=30) as (server, _):
+        async with fake_server(service, drain_timeout=30) as (server, _):
             client = server.openai
 
             async def stream() -> str:
@@ -153,7 +153,7 @@ class _Stubborn(FakeService):
 def test_a_second_signal_ends_the_wait_for_running_streams() -> None:
     async def scenario() -> None:
         service = _Stubborn(hang=True)
-        async with faked(service, drain_timeout=3600) as (server, _):
+        async with fake_server(service, drain_timeout=3600) as (server, _):
             reader, writer = await server.raw()
             body = json.dumps(completion(stream=True)).encode()
             writer.write(http("POST", "/v1/completions", body))
@@ -176,7 +176,7 @@ def test_a_signal_while_the_model_loads_ends_at_once() -> None:
             await asyncio.Event().wait()
             raise AssertionError
 
-        async with running(load, wait=False) as server:
+        async with running_server(load, wait=False) as server:
             async with server.client() as client:
                 assert (await client.get("/healthz")).status_code == 200
             os.kill(os.getpid(), signal.SIGTERM)
@@ -190,7 +190,7 @@ def test_a_model_that_cannot_be_loaded_ends_the_server_with_its_error() -> None:
         async def load() -> Backend:
             raise ConfigError("dtype", "no")
 
-        async with running(load, wait=False) as server:
+        async with running_server(load, wait=False) as server:
             with pytest.raises(ConfigError, match="--dtype"):
                 await server.task
 
@@ -200,7 +200,7 @@ def test_a_model_that_cannot_be_loaded_ends_the_server_with_its_error() -> None:
 def test_a_dead_engine_ends_the_server() -> None:
     async def scenario() -> None:
         service = FakeService()
-        async with faked(service) as (server, _):
+        async with fake_server(service) as (server, _):
             service.state = Health(alive=False, ready=False, reason="three faults in a row")
             assert server.face.backend is not None
             server.face.backend.died.set()
@@ -222,7 +222,7 @@ def test_a_port_in_use_is_named() -> None:
 def test_a_drain_ends_streams_with_an_event_when_time_is_up() -> None:
     async def scenario() -> None:
         service = FakeService(error=EngineDead("the drain took too long"))
-        async with faked(service) as (server, _), server.client() as client:
+        async with fake_server(service) as (server, _), server.client() as client:
             answer = await client.post(
                 "/v1/completions", json=completion(max_tokens=2, stream=True)
             )

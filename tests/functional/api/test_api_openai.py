@@ -10,12 +10,12 @@ from fairlead_runtime.api.logprob_bodies import chat_content, completion_logprob
 from fairlead_runtime.logprobs import Logprob
 from fairlead_runtime.outputs import ServiceError
 from fairlead_runtime.request import FinishReason, RequestError
-from support.api_harness import MODEL, TEXT, FakeService, chat, completion, events, faked, run
+from support.api_harness import MODEL, TEXT, FakeService, chat, completion, events, fake_server, run
 
 
 def test_models_are_listed() -> None:
     async def scenario() -> None:
-        async with faked() as (server, _):
+        async with fake_server() as (server, _):
             models = [model async for model in server.openai.models.list()]
             assert [model.id for model in models] == [MODEL]
 
@@ -24,7 +24,7 @@ def test_models_are_listed() -> None:
 
 def test_a_chat_answers_with_text_reason_and_exact_usage() -> None:
     async def scenario() -> None:
-        async with faked() as (server, service):
+        async with fake_server() as (server, service):
             answer = await server.openai.chat.completions.create(**chat(max_tokens=12))
             (choice,) = answer.choices
             assert choice.message.content == TEXT[:12]
@@ -42,7 +42,7 @@ def test_a_chat_answers_with_text_reason_and_exact_usage() -> None:
 
 def test_a_chat_stream_begins_with_the_role_and_ends_each_choice_once() -> None:
     async def scenario() -> None:
-        async with faked() as (server, _):
+        async with fake_server() as (server, _):
             body = chat(max_tokens=12, n=3, stream=True, stream_options={"include_usage": True})
             chunks = [chunk async for chunk in await server.openai.chat.completions.create(**body)]
             assert (
@@ -67,7 +67,7 @@ def test_a_chat_stream_begins_with_the_role_and_ends_each_choice_once() -> None:
 @pytest.mark.parametrize("route", ["/v1/completions", "/v1/chat/completions"])
 def test_a_stream_is_events_of_json_and_ends_with_done(route: str) -> None:
     async def scenario() -> None:
-        async with faked() as (server, _), server.client() as client:
+        async with fake_server() as (server, _), server.client() as client:
             body = (chat if "chat" in route else completion)(max_tokens=8, stream=True)
             answer = await client.post(route, json=body)
             assert answer.headers["content-type"] == "text/event-stream; charset=utf-8"
@@ -81,7 +81,7 @@ def test_a_stream_is_events_of_json_and_ends_with_done(route: str) -> None:
 
 def test_usage_is_null_before_the_last_event() -> None:
     async def scenario() -> None:
-        async with faked() as (server, _), server.client() as client:
+        async with fake_server() as (server, _), server.client() as client:
             body = completion(max_tokens=3, stream=True, stream_options={"include_usage": True})
             *chunks, last, done = events((await client.post("/v1/completions", json=body)).text)
             assert done == "[DONE]"
@@ -101,7 +101,7 @@ def test_usage_is_null_before_the_last_event() -> None:
 )
 def test_prompts_may_be_token_ids(prompt: Any, ids: list[tuple[int, ...]]) -> None:
     async def scenario() -> None:
-        async with faked() as (server, service):
+        async with fake_server() as (server, service):
             answer = await server.openai.completions.create(**completion(prompt, max_tokens=2))
             assert [submission.prompt for submission in service.seen] == ids
             assert [choice.index for choice in answer.choices] == list(range(len(ids)))
@@ -112,7 +112,7 @@ def test_prompts_may_be_token_ids(prompt: Any, ids: list[tuple[int, ...]]) -> No
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_list_of_prompts_gives_n_choices_of_each_in_order(stream: bool) -> None:
     async def scenario() -> None:
-        async with faked() as (server, service):
+        async with fake_server() as (server, service):
             body = completion(["one", "two", "three"], max_tokens=5, n=2, stream=stream)
             texts = [""] * 6
             answer = await server.openai.completions.create(**body)
@@ -132,7 +132,7 @@ def test_a_list_of_prompts_gives_n_choices_of_each_in_order(stream: bool) -> Non
 
 def test_every_field_reaches_the_engine() -> None:
     async def scenario() -> None:
-        async with faked() as (server, service), server.client() as client:
+        async with fake_server() as (server, service), server.client() as client:
             fields: dict[str, Any] = {
                 "max_completion_tokens": 9,
                 "temperature": 0.5,
@@ -177,7 +177,7 @@ def test_every_field_reaches_the_engine() -> None:
 
 def test_what_is_left_out_or_null_is_the_default() -> None:
     async def scenario() -> None:
-        async with faked() as (server, service), server.client() as client:
+        async with fake_server() as (server, service), server.client() as client:
             nulls: dict[str, Any] = dict.fromkeys(
                 ["temperature", "top_p", "n", "seed", "stop", "stream", "user", "logprobs"]
             )
@@ -192,7 +192,7 @@ def test_what_is_left_out_or_null_is_the_default() -> None:
 
 def test_neutral_values_of_unsupported_fields_are_accepted() -> None:
     async def scenario() -> None:
-        async with faked() as (server, _), server.client() as client:
+        async with fake_server() as (server, _), server.client() as client:
             neutral = {
                 "presence_penalty": 0,
                 "frequency_penalty": 0.0,
@@ -214,7 +214,7 @@ def test_neutral_values_of_unsupported_fields_are_accepted() -> None:
 
 def test_a_message_may_be_a_list_of_text_parts() -> None:
     async def scenario() -> None:
-        async with faked() as (server, service), server.client() as client:
+        async with fake_server() as (server, service), server.client() as client:
             parts = [{"type": "text", "text": "hel"}, {"type": "text", "text": "lo"}]
             messages = [
                 {"role": "developer", "content": "be kind"},
@@ -231,7 +231,7 @@ def test_a_message_may_be_a_list_of_text_parts() -> None:
 
 def test_logprobs_of_a_chat_have_text_bytes_and_the_likeliest() -> None:
     async def scenario() -> None:
-        async with faked() as (server, _):
+        async with fake_server() as (server, _):
             body = chat(max_tokens=4, logprobs=True, top_logprobs=2)
             answer = await server.openai.chat.completions.create(**body)
             logprobs = answer.choices[0].logprobs
@@ -248,7 +248,7 @@ def test_logprobs_of_a_chat_have_text_bytes_and_the_likeliest() -> None:
 
 def test_logprobs_of_a_completion_are_parallel_lists() -> None:
     async def scenario() -> None:
-        async with faked() as (server, _):
+        async with fake_server() as (server, _):
             whole = await server.openai.completions.create(**completion(max_tokens=4, logprobs=1))
             shape = whole.choices[0].logprobs
             assert shape is not None
@@ -294,7 +294,7 @@ def test_a_token_may_be_a_part_of_a_character() -> None:
 
 def test_a_failure_before_the_first_byte_has_its_status() -> None:
     async def scenario() -> None:
-        async with faked(FakeService(finish=FinishReason.ERROR)) as (server, service):
+        async with fake_server(FakeService(finish=FinishReason.ERROR)) as (server, service):
             for stream in (False, True):
                 with pytest.raises(openai.InternalServerError) as caught:
                     await server.openai.completions.create(
@@ -310,7 +310,7 @@ def test_a_failure_before_the_first_byte_has_its_status() -> None:
 def test_a_failure_after_the_first_byte_is_an_event_and_the_end() -> None:
     async def scenario() -> None:
         service = FakeService(error=ServiceError("the engine stopped"))
-        async with faked(service) as (server, _), server.client() as client:
+        async with fake_server(service) as (server, _), server.client() as client:
             answer = await client.post(
                 "/v1/completions", json=completion(max_tokens=3, stream=True)
             )
@@ -327,7 +327,7 @@ def test_a_failure_after_the_first_byte_is_an_event_and_the_end() -> None:
 def test_one_refused_prompt_of_a_list_cancels_the_others() -> None:
     async def scenario() -> None:
         service = FakeService(hang=True, refuse=RequestError("prompt", "too long"), refuse_after=2)
-        async with faked(service) as (server, _), server.client() as client:
+        async with fake_server(service) as (server, _), server.client() as client:
             answer = await client.post("/v1/completions", json=completion(["a", "b", "c"]))
             assert answer.status_code == 400
             assert len(service.seen) == 2
@@ -338,7 +338,7 @@ def test_one_refused_prompt_of_a_list_cancels_the_others() -> None:
 
 def test_streams_of_many_clients_do_not_mix() -> None:
     async def scenario() -> None:
-        async with faked() as (server, _):
+        async with fake_server() as (server, _):
             client = server.openai
 
             async def one(length: int) -> str:

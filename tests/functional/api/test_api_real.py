@@ -23,7 +23,16 @@ from fairlead_runtime.hub import source
 from fairlead_runtime.serving.metrics import Stats
 from fairlead_runtime.serving.service import Service
 from fairlead_runtime.start.build import build
-from support.api_harness import LONG_FORM, MODEL, Server, chat, completion, http, run, running
+from support.api_harness import (
+    LONG_FORM,
+    MODEL,
+    Server,
+    chat,
+    completion,
+    http,
+    run,
+    running_server,
+)
 
 QUESTION = "What is Fairlead?"
 ANSWER = "Fairlead serves language models on Kubernetes."
@@ -58,7 +67,7 @@ async def demo(config: EngineConfig = CONFIG, **settings: Any) -> AsyncIterator[
         )
 
     try:
-        async with running(load, source="demo:", **settings) as server:
+        async with running_server(load, source="demo:", **settings) as server:
             yield server
     finally:
         for service in services:

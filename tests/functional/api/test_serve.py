@@ -55,7 +55,7 @@ def test_a_bad_configuration_ends_with_2_and_one_line_that_names_it(
     log.touch()
     with serve("demo:", *flags, environ={"FAIRLEAD_TERMINATION_LOG": str(log)}) as server:
         assert server.end() == 2
-        words = server.last_words
+        words = server.last_log_line
         assert set(words) == {"code", "message", "hint"}
         assert words["code"] == "InvalidConfig"
         assert named in words["message"]
@@ -71,7 +71,7 @@ def test_a_bad_configuration_ends_with_2_and_one_line_that_names_it(
 def test_a_model_that_cannot_be_had_ends_with_2_and_its_code(source: str, code: str) -> None:
     with serve(source) as server:
         assert server.end() == 2
-        assert server.last_words["code"] == code
+        assert server.last_log_line["code"] == code
 
 
 def test_a_port_in_use_ends_with_2_and_names_the_flag() -> None:
@@ -80,13 +80,13 @@ def test_a_port_in_use_ends_with_2_and_names_the_flag() -> None:
         serve("demo:", f"--port={taken.getsockname()[1]}") as server,
     ):
         assert server.end() == 2
-        assert "--port" in server.last_words["message"]
+        assert "--port" in server.last_log_line["message"]
 
 
 def test_a_longer_sequence_than_the_models_ends_with_2(model: str) -> None:
     with serve(model, "--max-model-len=100000") as server:
         assert server.end() == 2
-        assert "--max-model-len" in server.last_words["message"]
+        assert "--max-model-len" in server.last_log_line["message"]
 
 
 def test_a_model_that_fails_its_self_test_ends_with_3_and_was_never_ready(tmp_path: Path) -> None:
@@ -96,8 +96,8 @@ def test_a_model_that_fails_its_self_test_ends_with_3_and_was_never_ready(tmp_pa
         broken.get_parameter("model.layers.1.mlp.down_proj.weight")[0, 0] = torch.nan
     with serve(str(tiny.save(broken, tmp_path / "broken"))) as server:
         assert server.end() == 3
-        assert server.last_words["code"] == "SelfTestFailed"
-        assert "differ from plain transformers" in server.last_words["message"]
+        assert server.last_log_line["code"] == "SelfTestFailed"
+        assert "differ from plain transformers" in server.last_log_line["message"]
         assert not any('"serving"' in line for line in server.lines)
 
 

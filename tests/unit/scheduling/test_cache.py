@@ -284,7 +284,7 @@ def computed(cache: PagedCache, sequence: Sequence, tokens: int) -> Sequence:
     cache.adopt(sequence, cache.hit(sequence))
     cache.grow(sequence, tokens)
     sequence.computed = tokens
-    cache.settle(sequence)
+    cache.finish_forward(sequence)
     return sequence
 
 
@@ -320,14 +320,14 @@ def test_a_window_group_frees_exactly_what_the_next_query_cannot_see() -> None:
     assert [unit == NULL for unit in sequence.tables[0]] == [True, False, False]  # 11 sees 7..11
     cache.grow(sequence, 13)
     sequence.computed = 13
-    cache.settle(sequence)
+    cache.finish_forward(sequence)
     assert [unit == NULL for unit in sequence.tables[0]] == [
         True,
         True,
         False,
         False,
     ]  # 13 sees 9..13
-    assert cache.held(sequence) == 2
+    assert cache.units_held(sequence) == 2
 
 
 def test_offload_and_restore_keep_order_and_windows() -> None:
@@ -356,8 +356,8 @@ def test_releasing_siblings_frees_what_they_share_once() -> None:
     assert a.tables[0][:2] == b.tables[0][:2]
     assert copies == [(a.tables[0][2], b.tables[0][2])]
     dropped: dict[int, int] = {}
-    assert cache.freed(a, dropped) == 1  # its own tail
-    assert cache.freed(b, dropped) == 3  # then the shared ones too
+    assert cache.units_freed(a, dropped) == 1  # its own tail
+    assert cache.units_freed(b, dropped) == 3  # then the shared ones too
 
 
 def test_a_fork_from_a_sibling_whose_window_went_on_is_refused() -> None:

@@ -18,7 +18,7 @@ def sequence(i: int, *, priority: int = 0, tenant: str = "", prompt: int = 4) ->
 
 def arrive(policy: Fifo, *sequences: Sequence) -> None:
     for s in sequences:
-        policy.arrived(s)
+        policy.on_arrival(s)
         policy.push(s)
 
 
@@ -60,14 +60,14 @@ def test_fair_charges_generated_tokens_double_and_a_resumption_not_at_all() -> N
     arrive(policy, a, b)
     for s in (a, b):
         policy.remove(s)
-        policy.admitted(s)
+        policy.on_admission(s)
     assert policy.rank(b) > policy.rank(a)
-    policy.served([a])
+    policy.on_tokens([a])
     assert policy.rank(a) == (6, 0)
     a.preemptions = 1
     policy.push(a)
     policy.remove(a)
-    policy.admitted(a)
+    policy.on_admission(a)
     assert policy.rank(a) == (6, 0)
 
 
@@ -77,8 +77,8 @@ def test_fair_forgets_idle_tenants_that_have_nothing_left_to_pay() -> None:
         s = sequence(i, tenant=f"t{i}")
         arrive(policy, s)
         policy.remove(s)
-        policy.admitted(s)
-        policy.left(s)
+        policy.on_admission(s)
+        policy.on_end(s)
     assert len(policy._counters) < 200
 
 
