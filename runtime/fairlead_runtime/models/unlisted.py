@@ -33,7 +33,7 @@ def measure(config: Mapping[str, Any], weights: Mapping[str, Header]) -> ModelSh
     settings = {name: getattr(resolved, name, None) for name in STANDARD}
     sizes = ((name, t.shape) for header in weights.values() for name, t in header.tensors.items())
     try:
-        shape = ModelShape.judged(config, settings, windows, sizes)
+        shape = ModelShape.from_tensors(config, settings, windows, sizes)
     except ShapeError as error:
         raise ModelError(
             "UnsupportedModel", str(error), "serve one of the supported families"

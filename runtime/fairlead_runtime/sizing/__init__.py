@@ -1,1 +1,1 @@
-"""How much memory a model takes and how many cache blocks fit. No torch; the operator uses it too."""
+"""How much memory a model takes and how many cache blocks fit. Without torch, for the operator."""

@@ -1,8 +1,7 @@
-"""Which settings would let an engine start that does not fit: numbers, each tried by solving the
-equation again.
+"""Which flags let an engine start that does not fit in memory: each suggested value is tried by
+solving the memory equation again.
 
-Owns the words for the command line; ``verdict`` owns those for the custom resource. Pure, like the
-equation.
+Owns the message for the command line; ``verdict`` owns the one for the custom resource. Pure.
 """
 
 from bisect import bisect_left
@@ -19,29 +18,29 @@ LARGEST = 1 << 16  # GiB of memory: no machine has more
 STEP = 0.25  # GiB: steps in which an offload space is suggested
 
 
-def to_start(
+def suggest_fix(
     shape: ModelShape,
     config: EngineConfig,
     device: DeviceFacts,
     measured: Mapping[str, int] | None = None,
 ) -> str:
-    """At most two flags with their values, each of which alone lets the engine start; else the
-    memory it needs.
+    """At most two flags with values, each of which alone lets the engine start; else the memory it
+    needs.
     """
 
     def starts(facts: DeviceFacts = device, **change: Any) -> bool:
-        # A measured term was measured under the settings that do not fit: the planned one follows
-        # the change.
-        known = {} if change else dict(measured or {})
-        kept = {
+        # Terms were measured under the settings that do not fit. With changed settings only those
+        # that do not depend on them still hold.
+        unaffected = {
             name: size for name, size in (measured or {}).items() if name in ("weights", "process")
         }
-        plan = solve(shape, replace(config, **change).clamped(), facts, known or kept)
-        return plan.used <= plan.budget and plan.num_blocks >= 1
+        sizes = unaffected if change else measured or {}
+        memory_plan = solve(shape, replace(config, **change).clamped(), facts, sizes)
+        return memory_plan.used <= memory_plan.budget and memory_plan.num_blocks >= 1
 
-    found = [f"{flag_of(name)} {value}" for name, value in _changes(shape, config, starts)][:2]
-    if found:
-        return "set " + " or ".join(found)
+    flags = [f"{flag_of(name)} {value}" for name, value in _changes(shape, config, starts)][:2]
+    if flags:
+        return "set " + " or ".join(flags)
     sizes = range(device.total_bytes // GIB + 1, LARGEST)
     at = bisect_left(sizes, True, key=lambda n: starts(replace(device, total_bytes=n * GIB)))
     return (
@@ -54,7 +53,7 @@ def to_start(
 def _changes(
     shape: ModelShape, config: EngineConfig, starts: Callable[..., bool]
 ) -> Iterator[tuple[str, object]]:
-    """Settings and values that let it start, those first that cost least."""
+    """Settings and values that let the engine start, the least costly first."""
     if config.cpu_offload_space:
         steps = [STEP * i for i in range(int(config.cpu_offload_space / STEP), -1, -1)]
         space = next((value for value in steps if starts(cpu_offload_space=value)), None)

@@ -1,7 +1,7 @@
 """A model's ``config.json``, read key by key: every value is typed and bounded before it is used.
 
 Owns the errors that name a key, the limits, and the defaults of a family beneath the file's own
-values. A config comes from strangers. Reads one mapping; never a file or a network.
+values. The values are untrusted. Reads one mapping; never a file or a network.
 """
 
 from collections.abc import Mapping
@@ -15,7 +15,7 @@ LARGEST = {
     **dict.fromkeys(("num_local_experts", "num_experts"), 1 << 14),
     "vocab_size": 1 << 26,
 }
-LARGEST_ELSE = 1 << 24
+LARGEST_OTHER = 1 << 24
 EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 # The settings that most families share, by the names that transformers gives them.
 STANDARD = (
@@ -33,9 +33,7 @@ STANDARD = (
 
 
 class ShapeError(ValueError):
-    """A config.json that cannot be sized. ``field`` names the key; the message says what would
-    work.
-    """
+    """A config.json that cannot be sized. ``field`` names the key, the message what it must be."""
 
     def __init__(self, field: str, message: str) -> None:
         super().__init__(f"config.json: {field}: {message}")
@@ -43,20 +41,18 @@ class ShapeError(ValueError):
 
 
 class UnknownFamilyError(ShapeError):
-    """A family that is not in the table: what its layers hold, and so what they weigh, no
-    config.json says.
-    """
+    """A family that is not in the table: config.json alone does not give its size."""
 
     def __init__(self, name: str) -> None:
         super().__init__(
             "model_type",
-            f"{name[:100]!r} is not in the table of families: its weights' size is known once their files are there; "
-            "a pod tries such a model, judges it by the self-test and measures it",
+            f"{name[:100]!r} is not in the table of families: its weights' size is known once the "
+            "files are downloaded; a pod loads such a model, runs the self-test and measures it",
         )
 
 
 class ConfigReader:
-    """A config with its family's defaults beneath: every read is typed and bounded."""
+    """A config over its family's defaults: every read checks the type and the bounds."""
 
     def __init__(self, config: Mapping[str, Any], family: Family) -> None:
         self._config = config
@@ -80,7 +76,7 @@ class ConfigReader:
         return None if self.get(name) is None else self.whole(name)
 
     def whole(self, name: str, low: int = 1) -> int:
-        value, high = self.get(name), LARGEST.get(name, LARGEST_ELSE)
+        value, high = self.get(name), LARGEST.get(name, LARGEST_OTHER)
         if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
             raise ShapeError(
                 name, f"must be a whole number from {low} to {high}, not {str(value)[:40]}"
@@ -93,20 +89,23 @@ class ConfigReader:
             raise ShapeError(name, f"must be true or false, not {str(value)[:40]}")
         return value
 
-    def trait(self, value: bool | str) -> bool:
+    def flag_or_constant(self, value: bool | str) -> bool:
+        """``value`` itself, or the setting that it names."""
         return self.flag(value) if isinstance(value, str) else value
 
 
 def check_traits(s: ConfigReader) -> None:
+    """Raise ShapeError for a setting that paged attention does not support."""
     if s.get("use_bidirectional_attention"):
         raise ShapeError(
-            "use_bidirectional_attention", "such a model reads text, it does not write any"
+            "use_bidirectional_attention", "such a model encodes text and does not generate any"
         )
     if s.get("per_layer_config"):
         raise ShapeError("per_layer_config", "layers of different sizes are not supported")
 
 
 def dtype_of(config: Mapping[str, Any]) -> str | None:
+    """The checkpoint's own type, None when the config does not name one."""
     value = config.get("dtype") or config.get("torch_dtype")
     if value is None:
         return None
@@ -119,5 +118,8 @@ def dtype_of(config: Mapping[str, Any]) -> str | None:
 
 
 def quantization_of(config: Mapping[str, Any]) -> str:
-    found = config.get("quantization_config")
-    return str(found.get("quant_method", "unknown"))[:40] if isinstance(found, Mapping) else ""
+    """The method of an already quantized checkpoint, "" when it is not quantized."""
+    settings = config.get("quantization_config")
+    if not isinstance(settings, Mapping):
+        return ""
+    return str(settings.get("quant_method", "unknown"))[:40]

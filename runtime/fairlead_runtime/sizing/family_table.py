@@ -1,8 +1,8 @@
-"""Model families as data: default settings and what a layer holds of those that are served, and who
-is refused why.
+"""Model families as data: the default settings and layer structure of those that are served, and
+the reasons for which others are refused.
 
-Owns both tables, checked against transformers' own classes by the tests. What is in neither is
-judged by the self-test (``models/judged.py``). Counts nothing; ``shape`` does.
+Owns both tables; tests check them against transformers' own classes. A family in neither table is
+tried and tested by the self-test (``models/unlisted.py``). Counts nothing; ``parameters`` does.
 """
 
 from collections.abc import Mapping
@@ -12,8 +12,8 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """How one ``model_type`` is built. A bias is a constant or the name of the setting that decides
-    it.
+    """How one ``model_type`` is built. A bias is a constant or the name of the setting that
+    switches it on.
     """
 
     defaults: Mapping[str, Any]
@@ -22,9 +22,8 @@ class Family:
     out_bias: bool | str = False
     mlp_bias: bool | str = False
     gated: bool = True
-    mlp_copies: int = (
-        3  # tensors of the MLP's inner width alive at once; measured, see the profiling run
-    )
+    # Tensors of the MLP's inner width alive at once; measured, see the profiling run.
+    mlp_copies: int = 3
     logit_copies: int = 1  # the same for logits: 2 where they are scaled or capped afterwards
     grouped: bool = True  # whether num_key_value_heads and head_dim are read at all
     norms: int = 2  # normalisations of the hidden state in one layer
@@ -37,9 +36,8 @@ class Family:
     sinks: bool = False  # one attention sink per head
     window: str = ""  # "": never; "all": one window in every layer; "types": as layer_types say
     window_if: str = ""  # the setting that switches windows on
-    full_every: int | str = (
-        0  # default of layer_types: layers n, 2n, ... are full, the others slide
-    )
+    # Default of layer_types: layers n, 2n, ... are full, the others slide.
+    full_every: int | str = 0
     window_from: str = ""  # default of layer_types: this layer and all above it slide
 
 
@@ -207,12 +205,11 @@ FAMILIES: Mapping[str, Family] = {
     ),
 }
 
-# A family that is not in the table is planned with the most that any in it keeps alive at once:
-# what it does is unknown.
+# A family that is not in the table is sized by the most that any family in it keeps alive at once.
 UNKNOWN_DENSE = Family({}, mlp_copies=6, logit_copies=2)
 UNKNOWN_EXPERTS = Family({}, mlp_copies=8, logit_copies=2)
 
-# Families that cannot work on a paged cache, and would give wrong text without an error.
+# Families that do not work on a paged cache, and would generate wrong text without an error.
 STATE = "it keeps a recurrent state instead of, or beside, keys and values"
 OLD = "its attention does not go through transformers' attention interface"
 _SHARED = "its layers share keys and values or differ in head size"

@@ -1,8 +1,8 @@
 """Layer groups: equal shares of a model's layers with one kind of attention each.
 
 Owns how layers become groups, after vLLM's hybrid cache manager and Jenga (arXiv:2503.18292): every
-group draws blocks of the same size from one shared pool, so memory that window layers give back
-serves full layers too. Knows neither blocks nor sequences.
+group draws blocks of the same size from one shared pool, so blocks that window layers free serve
+full layers too. Knows neither blocks nor sequences.
 """
 
 from collections.abc import Sequence
@@ -31,27 +31,27 @@ class LayerGroup:
 def group_layers(windows: Sequence[int | None]) -> tuple[LayerGroup, ...]:
     """Split layers, given each layer's window, into groups of equal size.
 
-    The size is the largest that leaves at most an eighth of all slots (layers per group times
-    groups) beyond the layers there are empty: few groups mean few tables, empty slots are wasted
-    memory. Layers of one kind make one group.
+    The size is the largest at which the empty slots (layers per group times groups, less the
+    layers) are at most an eighth of the layers: few groups mean few tables, and empty slots waste
+    memory. Layers with one window make one group.
     """
     if not windows:
         raise ValueError("windows: a model has at least one layer")
-    kinds: dict[int | None, list[int]] = {}
+    layers_of: dict[int | None, list[int]] = {}
     for layer, window in enumerate(windows):
         if window is not None and window < 1:
             raise ValueError(
                 f"windows: layer {layer} has window {window}; it must be at least 1 or None"
             )
-        kinds.setdefault(window, []).append(layer)
+        layers_of.setdefault(window, []).append(layer)
     total = len(windows)
     size = next(
-        d
-        for d in range(total, 0, -1)
-        if 8 * sum(-(-len(k) // d) * d for k in kinds.values()) <= 9 * total
+        n
+        for n in range(total, 0, -1)
+        if 8 * sum(-(-len(layers) // n) * n for layers in layers_of.values()) <= 9 * total
     )
     groups: list[LayerGroup] = []
-    for window, layers in kinds.items():
+    for window, layers in layers_of.items():
         for at in range(0, len(layers), size):
             groups.append(LayerGroup(len(groups), window, tuple(layers[at : at + size])))
     return tuple(groups)

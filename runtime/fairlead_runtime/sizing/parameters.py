@@ -8,13 +8,14 @@ from dataclasses import dataclass
 from fairlead_runtime.sizing.config_json import ConfigReader, ShapeError
 from fairlead_runtime.sizing.family_table import Family
 
-ROUTED = 16  # elements a token and chosen expert take for their indices and weights
+# Elements that indices and weights take for each token and chosen expert.
+ROUTING_ELEMENTS = 16
 
 
 @dataclass(frozen=True, slots=True)
 class ParameterCount:
-    """Parameters of a part: in matrices, those matrices' output rows, and all else (norms, biases,
-    sinks).
+    """Parameters of one part of a model: ``matrices`` those in matrices, ``channels`` the output
+    rows of those matrices, ``rest`` all others (norms, biases, sinks).
     """
 
     matrices: int = 0
@@ -44,8 +45,8 @@ def count_layer(s: ConfigReader, family: Family, index: int) -> tuple[ParameterC
 
 def _attention(s: ConfigReader, family: Family) -> ParameterCount:
     hidden, q, kv = s.whole("hidden_size"), s.heads * s.head_dim, s.kv_heads * s.head_dim
-    count = _linear(hidden, q + 2 * kv, bias=s.trait(family.qkv_bias))
-    count += _linear(q, hidden, bias=s.trait(family.out_bias))
+    count = _linear(hidden, q + 2 * kv, bias=s.flag_or_constant(family.qkv_bias))
+    count += _linear(q, hidden, bias=s.flag_or_constant(family.out_bias))
     if family.qk_norm and (not family.qk_norm_if or s.flag(family.qk_norm_if)):
         count += ParameterCount(rest=2 * s.head_dim if family.qk_norm == "head" else q + kv)
     return count + ParameterCount(rest=s.heads if family.sinks else 0)
@@ -55,7 +56,10 @@ def _mlp(s: ConfigReader, family: Family, index: int) -> tuple[ParameterCount, i
     hidden = s.whole("hidden_size")
     parts = 2 if family.gated else 1
     if not _sparse(s, family, index):
-        inner, bias = s.optional("intermediate_size") or 4 * hidden, s.trait(family.mlp_bias)
+        inner, bias = (
+            s.optional("intermediate_size") or 4 * hidden,
+            s.flag_or_constant(family.mlp_bias),
+        )
         count = _linear(hidden, parts * inner, bias=bias) + _linear(inner, hidden, bias=bias)
         return count, family.mlp_copies * inner
     inner, experts, chosen = (
@@ -63,14 +67,13 @@ def _mlp(s: ConfigReader, family: Family, index: int) -> tuple[ParameterCount, i
     )
     expert = _linear(hidden, parts * inner, bias=family.expert_bias)
     expert += _linear(inner, hidden, bias=family.expert_bias)
-    router = ParameterCount(
-        rest=hidden * experts + (experts if family.expert_bias else 0)
-    )  # never quantized
-    # Each chosen expert gets a copy of its tokens and gives one back; then those are weighted, put
-    # in order and summed.
+    # The router is never quantized.
+    router = ParameterCount(rest=hidden * experts + (experts if family.expert_bias else 0))
+    # Each chosen expert takes a copy of its tokens and returns one; the copies are then weighted,
+    # reordered and summed.
     inside = max(family.mlp_copies * inner + 2 * hidden, (family.mlp_copies + 1) * inner + hidden)
     summed = (5 if family.expert_bias else 4) * hidden
-    return expert * experts + router, chosen * (max(inside, summed) + ROUTED)
+    return expert * experts + router, chosen * (max(inside, summed) + ROUTING_ELEMENTS)
 
 
 def _sparse(s: ConfigReader, family: Family, index: int) -> bool:

@@ -9,8 +9,8 @@ from fairlead_runtime.sizing.solve import MemoryPlan
 
 @dataclass(frozen=True, slots=True)
 class TermReport:
-    """``measured`` and ``drift_percent`` (of the planned size) are None for a term nobody measured;
-    ``note`` says why.
+    """Sizes in bytes. ``measured`` and ``drift_percent`` (of the planned size) are None for a term
+    that was not measured; ``note`` says why.
     """
 
     name: str
@@ -22,12 +22,12 @@ class TermReport:
 
 @dataclass(frozen=True, slots=True)
 class MemoryReport:
-    plan: MemoryPlan
+    memory_plan: MemoryPlan
     terms: tuple[TermReport, ...]
 
     def as_dict(self) -> dict[str, Any]:
         """The body of ``/debug/memory``: sizes in bytes."""
-        p = self.plan
+        p = self.memory_plan
         return {
             "totalBytes": p.total,
             "budgetBytes": p.budget,
@@ -56,25 +56,25 @@ class MemoryReport:
 
 
 def memory_report(
-    plan: MemoryPlan, facts: Mapping[str, int], notes: Mapping[str, str] | None = None
+    memory_plan: MemoryPlan, measured: Mapping[str, int], notes: Mapping[str, str] | None = None
 ) -> MemoryReport:
-    """The plan's terms beside the sizes measured, in bytes by term name; a name the plan lacks is
-    added with 0.
+    """Each planned term beside its measured size, in bytes by term name; a measured term that the
+    memory plan lacks counts as planned with 0.
 
     ``notes`` say why a term was not measured.
     """
-    names = [*plan.terms, *(name for name in facts if name not in plan.terms)]
-    told = notes or {}
+    planned, notes = memory_plan.terms, notes or {}
+    names = [*planned, *(name for name in measured if name not in planned)]
     terms = (
-        _term(name, plan.terms.get(name, 0), facts.get(name), told.get(name, "")) for name in names
+        _term(name, planned.get(name, 0), measured.get(name), notes.get(name, "")) for name in names
     )
-    return MemoryReport(plan, tuple(terms))
+    return MemoryReport(memory_plan, tuple(terms))
 
 
-def _term(name: str, planned: int, found: int | None, note: str) -> TermReport:
-    if found is None:
+def _term(name: str, planned: int, measured: int | None, note: str) -> TermReport:
+    if measured is None:
         return TermReport(name, planned, None, None, note or "not measured")
-    drift = (
-        round(100 * (found - planned) / planned, 1) if planned else (0.0 if found == 0 else None)
-    )
-    return TermReport(name, planned, found, drift)
+    drift = 0.0 if measured == planned else None
+    if planned:
+        drift = round(100 * (measured - planned) / planned, 1)
+    return TermReport(name, planned, measured, drift)

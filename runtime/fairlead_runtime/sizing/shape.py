@@ -1,8 +1,7 @@
 """ModelShape: what a model's ``config.json`` says about size, without loading anything.
 
 Owns the sizes of every layer, the sliding windows and the exact parameter count, as transformers
-builds them. Reads one mapping; never a file, a network or torch. A config comes from strangers, so
-every number is bounded before it is used.
+builds them. Reads one mapping; never a file, a network or torch.
 """
 
 import math
@@ -31,8 +30,8 @@ from fairlead_runtime.sizing.parameters import ParameterCount, count_layer
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """Sizes of one model. All counts are elements; ``windows`` has one entry a layer, None for full
-    attention.
+    """Sizes of one model. All counts are elements; ``windows`` has one entry per layer, None for
+    full attention.
     """
 
     model_type: str
@@ -67,19 +66,17 @@ class ModelShape:
         """The shape that transformers gives the model of this config.json.
 
         Keys that the file omits take the defaults of transformers' configuration classes. Raises
-        UnknownFamilyError for a ``model_type`` that is in no table, ShapeError for one that is
-        refused and for values no model can have.
+        UnknownFamilyError for a ``model_type`` that is not in the table, ShapeError for one that is
+        refused and for values out of bounds.
         """
         name = config.get("model_type")
         if not isinstance(name, str) or name in REFUSED:
-            reason = (
-                REFUSED.get(name, "it is no name") if isinstance(name, str) else "it is no name"
-            )
-            known = ", ".join(sorted(FAMILIES))
+            reason = REFUSED[name] if isinstance(name, str) else "it is not a name"
+            supported = ", ".join(sorted(FAMILIES))
             raise ShapeError(
                 "model_type",
-                f"{str(name)[:100]!r} is not supported: {reason}; supported are {known}, and ordinary decoders "
-                "that pass the self-test",
+                f"{str(name)[:100]!r} is not supported: {reason}; supported are {supported}, and "
+                "ordinary decoders that pass the self-test",
             )
         if name not in FAMILIES:
             raise UnknownFamilyError(name)
@@ -119,30 +116,31 @@ class ModelShape:
         )
 
     @classmethod
-    def judged(
+    def from_tensors(
         cls,
         config: Mapping[str, Any],
         settings: Mapping[str, Any],
         windows: Sequence[int | None],
         tensors: Iterable[tuple[str, tuple[int, ...]]],
     ) -> "ModelShape":
-        """The shape of a model whose family no table holds: sizes by their usual names, parameters
-        as they are stored.
+        """The shape of a model whose family is not in the table: sizes from the usual settings,
+        parameters from the stored tensors.
 
         ``settings`` has STANDARD's keys where the model's configuration has them, ``tensors`` the
-        name and dimensions of every stored one. What a layer keeps alive is a guess on the safe
-        side, until the profiling run measures it. Raises ShapeError for a size that is missing or
-        that no model can have.
+        name and dimensions of every stored tensor. What a layer keeps alive is estimated high,
+        until the profiling run measures it. Raises ShapeError for a size that is missing or out of
+        bounds.
         """
-        experts = next((k for k in EXPERTS if settings.get(k)), "")
-        s = ConfigReader(settings, UNKNOWN_EXPERTS if experts else UNKNOWN_DENSE)
+        experts_setting = next((k for k in EXPERTS if settings.get(k)), "")
+        family = UNKNOWN_EXPERTS if experts_setting else UNKNOWN_DENSE
+        s = ConfigReader(settings, family)
         check_traits(s)
         layers, hidden, vocab = (
             s.whole(k) for k in ("num_hidden_layers", "hidden_size", "vocab_size")
         )
         inner = s.optional("intermediate_size") or s.optional("ffn_dim") or 4 * hidden
-        chosen = (s.optional("num_experts_per_tok") or 1) if experts else 0
-        width = (UNKNOWN_EXPERTS if experts else UNKNOWN_DENSE).mlp_copies * inner
+        chosen = (s.optional("num_experts_per_tok") or 1) if experts_setting else 0
+        width = family.mlp_copies * inner
         sizes = list(tensors)
         matrices = [
             (n, d) for n, d in sizes if len(d) > 1 and any(part.isdigit() for part in n.split("."))
@@ -155,14 +153,14 @@ class ModelShape:
             kv_heads=s.kv_heads,
             head_dim=s.head_dim,
             hidden=hidden,
-            # No attention that was tried keeps more than ten times its queries.
+            # No attention measured so far keeps more than ten times its queries.
             mlp_width=max(width + chosen * (width + 5 * hidden), 10 * s.heads * s.head_dim),
             logit_copies=UNKNOWN_DENSE.logit_copies,
             explicit_scores=True,
             vocab=vocab,
             max_len=s.whole("max_position_embeddings"),
             tied=bool(settings.get("tie_word_embeddings")),
-            experts=s.whole(experts) if experts else 0,
+            experts=s.whole(experts_setting) if experts_setting else 0,
             experts_per_token=chosen,
             dtype=dtype_of(config),
             quantized=quantization_of(config),
@@ -173,9 +171,7 @@ class ModelShape:
 
 
 def _windows(s: ConfigReader, family: Family, layers: int) -> tuple[int | None, ...]:
-    """Layer i sees keys p-W+1..p of position p when its entry is W, and all of 0..p when it is
-    None.
-    """
+    """One entry per layer: with W, position p sees the keys p-W+1..p; with None, all of 0..p."""
     on = bool(family.window) and (not family.window_if or s.flag(family.window_if))
     window = s.optional("sliding_window") if on else None
     if window is None or family.window == "all":
@@ -184,7 +180,7 @@ def _windows(s: ConfigReader, family: Family, layers: int) -> tuple[int | None, 
     if types is None:
         return tuple(window if _slides(s, family, i) else None for i in range(layers))
     if not isinstance(types, list | tuple) or len(types) != layers:
-        raise ShapeError("layer_types", f"must be a list of {layers} names, one a layer")
+        raise ShapeError("layer_types", f"must be a list of {layers} names, one per layer")
     for kind in types:
         if kind not in ("full_attention", "sliding_attention"):
             raise ShapeError(

@@ -29,9 +29,9 @@ CPU_CACHE = 4 * GIB  # a CPU's cache takes no more unless num_blocks asks for it
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """The solved equation, in bytes of one accelerator unless said otherwise. ``terms`` sum to at
-    most ``budget`` when ``fits``; a block is ``block_size`` tokens in every layer, a unit the share
-    of one layer group.
+    """The solved equation, in bytes of one accelerator unless noted otherwise. ``terms`` sum to at
+    most ``budget`` when ``fits``; a block is ``block_size`` tokens in every layer, a unit one layer
+    group's share of a block.
     """
 
     terms: Mapping[str, int]  # TERMS, on a CPU HOST_TERMS, then kv
@@ -60,16 +60,15 @@ class MemoryPlan:
 
     @property
     def formula(self) -> str:
-        """The equation with its numbers, for people."""
+        """The equation with its numbers, for logs and messages."""
         share = f"{self.budget / max(1, self.total):.3g} * {gib(self.total)} GiB"
         parts = " + ".join(f"{name} {gib(size)}" for name, size in self.terms.items())
-        return f"{share} = {gib(self.budget)} ≥ {parts} ({self.num_blocks} blocks * {self.block_bytes} bytes)"
+        blocks = f"{self.num_blocks} blocks * {self.block_bytes} bytes"
+        return f"{share} = {gib(self.budget)} ≥ {parts} ({blocks})"
 
 
 def sequence_units(groups: Sequence[LayerGroup], length: int, block_size: int) -> int:
-    """Units that one sequence of ``length`` tokens holds while it decodes, windows taken into
-    account.
-    """
+    """Units that one decoding sequence of ``length`` tokens holds, less what windows free."""
     blocks = -(-length // block_size)
     return sum(
         blocks if g.window is None else min(blocks, -(-(g.window - 1) // block_size) + 1)
@@ -80,7 +79,10 @@ def sequence_units(groups: Sequence[LayerGroup], length: int, block_size: int) -
 def solve(
     shape: ModelShape, config: EngineConfig, device: DeviceFacts, measured: Mapping[str, int]
 ) -> MemoryPlan:
-    """The number of blocks that fills the budget, or the pinned one. ``message`` is left empty."""
+    """The number of blocks that fills the budget, or the pinned number. ``message`` stays empty.
+
+    ``measured`` replaces computed terms by name, in bytes.
+    """
     groups, longest = group_layers(shape.windows), max_model_len(shape, config)
     element = 1 if config.cache_dtype == "fp8" else bytes_of(shape, config)
     token_layer = 2 * split(shape.kv_heads, config.tensor_parallel) * shape.head_dim * element

@@ -14,16 +14,16 @@ from fairlead_runtime.sizing.groups import LayerGroup
 from fairlead_runtime.sizing.shape import ModelShape
 
 MIB, GIB = 1 << 20, 1 << 30
-PROCESS = GIB  # a runtime's interpreter, libraries and buffers before any weight; measured at start
+PROCESS = GIB  # interpreter, libraries and buffers before any weight; measured at start
 GRAPH = 16 * MIB  # what one captured graph keeps beyond the pool that all share
 FLASHINFER = 256 * MIB  # its workspaces: float, integer and page-locked
-STRIP = 256  # queries of one row that the torch attention masks and scores together
-KEPT_MASKS = 1 << 24  # elements of masks that it keeps for the other layers of a step
-# Elements that one pass of the sampler works on, and the bytes of its temporaries for each.
-SAMPLED = {"cpu": 1 << 20, "cuda": 1 << 26}
+STRIP = 256  # queries of one row that torch attention masks and scores together
+KEPT_MASKS = 1 << 24  # mask elements that it keeps for the other layers of a step
+# Logits that one pass of the sampler works on, and the bytes of its temporaries for each.
+SAMPLER_CHUNK = {"cpu": 1 << 20, "cuda": 1 << 26}
 SAMPLING_BYTES = 16
-HISTOGRAM = 33 << 10  # bytes a row's counts take while top-k and top-p look for their cut
-GROWTH = 2  # host buffers of a batch are made twice as large as what they must hold
+HISTOGRAM = 33 << 10  # bytes of a row's counts while top-k and top-p search for their cut
+GROWTH = 2  # a batch's host buffers are allocated twice as large as needed
 TERMS = ("weights", "activations", "attention", "logits", "sampling", "graphs", "batch")
 HOST_TERMS = ("process", "offload", "shared_memory")
 
@@ -47,14 +47,14 @@ def terms_of(
     tokens, longest = config.max_batch_tokens, max_model_len(shape, config)
     rows = min(config.max_requests, tokens)
     queries, keys = split(shape.heads * shape.head_dim, tp), split(shape.kv_width, tp)
-    # Alive at once: the residual and its norm (in float32), and either attention's projections
-    # before and after the rotary embedding or the widest MLP; and the rotary tables, of which
-    # models with windows have two.
+    # Alive at once: the residual and its norm (in float32), the rotary tables (models with windows
+    # have two), and the larger of attention's projections before and after the rotary embedding and
+    # the widest MLP.
     rotary = 2 * shape.head_dim * len(set(shape.windows))
     width = 4 * shape.hidden + rotary + max(3 * queries + 4 * keys, split(shape.mlp_width, tp))
     table_entries = len(groups) * rows * -(-longest // config.block_size)
     buffers = 1 if cpu or config.async_batching == "off" else 2
-    chosen = min(rows, max(1, SAMPLED[device.kind] // shape.vocab))
+    chosen = min(rows, max(1, SAMPLER_CHUNK[device.kind] // shape.vocab))
     terms = {
         "weights": weights(shape, config, tp),
         "activations": tokens * width * a,
@@ -70,7 +70,7 @@ def terms_of(
 
 
 def host_terms(config: EngineConfig) -> dict[str, int]:
-    """What the pod takes of its host's memory besides a CPU's weights and cache."""
+    """Host memory that the pod takes besides a CPU's weights and cache, in bytes."""
     offload, shared = int(config.cpu_offload_space * GIB), int(config.shared_memory * GIB)
     return dict(zip(HOST_TERMS, (PROCESS, offload, shared), strict=True))
 
@@ -85,42 +85,40 @@ def bytes_of(shape: ModelShape, config: EngineConfig) -> int:
 
 
 def weights(shape: ModelShape, config: EngineConfig, tp: int) -> int:
-    """The layers' matrices are quantized and split over accelerators; embeddings, norms and biases
-    are neither.
+    """Bytes of the weights on one accelerator. Only the layers' matrices are quantized and split
+    over ``tp`` accelerators; embeddings, norms and biases are neither.
     """
     a = bytes_of(shape, config)
     matrices = shape.layer_matrices * a
     if config.quantization != "none":
-        matrices = (
-            shape.layer_matrices + 4 * shape.layer_channels
-        )  # one byte each, a float32 scale per row
+        # One byte each and a float32 scale per row.
+        matrices = shape.layer_matrices + 4 * shape.layer_channels
     return split(matrices, tp) + (shape.parameters - shape.layer_matrices) * a
 
 
 def _attention(
     shape: ModelShape, config: EngineConfig, groups: Sequence[LayerGroup], a: int
 ) -> int:
-    """The torch attention's scratch: the longest sequence's keys and values gathered, its masks,
-    explicit scores.
+    """Scratch memory of torch attention: the longest sequence's gathered keys and values, its masks
+    and its explicit scores.
     """
     longest = max_model_len(shape, config)
     chunk = min(config.max_batch_tokens, longest)
-    gathered = longest * (
-        2 * shape.kv_width * a + 16 * len(groups)
-    )  # with their slots and positions
+    # Keys and values with their slots and positions.
+    gathered = longest * (2 * shape.kv_width * a + 16 * len(groups))
     masks = len(groups) * min(chunk * longest, KEPT_MASKS) * a + min(STRIP, chunk) * longest * (
         a + 2
     )
     if not shape.explicit_scores:
         return gathered + masks
-    # Scores before and after their cap or sinks, in float32, and every key once for each head that
-    # shares it.
-    spread = 2 * longest * shape.heads * shape.head_dim * a
-    return gathered + masks + spread + 3 * shape.heads * min(STRIP, chunk) * longest * 4
+    # Scores before and after their cap or sinks, in float32, and keys repeated for each head that
+    # shares them.
+    repeated = 2 * longest * shape.heads * shape.head_dim * a
+    return gathered + masks + repeated + 3 * shape.heads * min(STRIP, chunk) * longest * 4
 
 
 def split(count: int, parts: int) -> int:
-    """The largest share when ``count`` is dealt out to ``parts``."""
+    """The largest share of ``count`` split into ``parts``: the quotient, rounded up."""
     return -(-count // parts)
 
 

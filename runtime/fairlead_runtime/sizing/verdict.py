@@ -1,9 +1,9 @@
 """The memory plan with its verdict in words: whether the engine fits, and which setting would make
 it fit.
 
-The operator plans with facts from a resource, the runtime with facts of its machine and, after a
-profiling run, with measured terms in the place of planned ones: one equation for all three. Owns
-the message, which names the fields of the custom resource; ``advice`` names the command line's.
+The operator sizes with facts from a resource, the runtime with facts of its machine and, after a
+profiling run, with measured terms in place of computed ones: one equation for all three. Owns the
+message, which names the fields of the custom resource; ``advice`` names the command line's flags.
 """
 
 from bisect import bisect_left
@@ -16,7 +16,7 @@ from fairlead_runtime.sizing.shape import ModelShape
 from fairlead_runtime.sizing.solve import CPU_CACHE, MemoryPlan, solve
 from fairlead_runtime.sizing.terms import GIB, DeviceFacts, gib, split
 
-LARGEST_HOST = 4096  # GiB: beyond it no machine is suggested
+LARGEST_HOST = 4096  # GiB: no larger machine is suggested
 
 
 def plan_memory(
@@ -27,8 +27,8 @@ def plan_memory(
 ) -> MemoryPlan:
     """Solve for the number of cache blocks, or check the one that ``config`` pins.
 
-    ``measured`` replaces planned terms by name (after a profiling run). Raises ConfigError when
-    ``max_model_len`` exceeds the model's own.
+    ``measured`` replaces computed terms by name, in bytes (after a profiling run). Raises
+    ConfigError when ``max_model_len`` exceeds the model's own.
     """
     if config.max_model_len is not None and config.max_model_len > shape.max_len:
         raise ConfigError(
@@ -36,33 +36,41 @@ def plan_memory(
             f"{config.max_model_len} is more than the model's own {shape.max_len}",
             f"set at most {shape.max_len} or leave it unset",
         )
-    plan = solve(shape, config, device, measured or {})
-    return replace(plan, message=_message(plan, shape, config, device, measured or {}))
+    memory = solve(shape, config, device, measured or {})
+    return replace(memory, message=_message(memory, shape, config, device, measured or {}))
 
 
 def _message(
-    plan: MemoryPlan,
+    memory: MemoryPlan,
     shape: ModelShape,
     config: EngineConfig,
     device: DeviceFacts,
     measured: Mapping[str, int],
 ) -> str:
-    if plan.fits:
-        count = plan.full_length_sequences
-        sequences = f"{count} sequence{'' if count == 1 else 's'} of {plan.max_model_len} tokens"
-        return f"fits: {gib(plan.terms['kv'])} GiB of KV cache hold {sequences}"
-    needed = split(plan.max_model_len, plan.block_size) * plan.block_bytes
-    left = plan.budget - plan.used + plan.terms["kv"]
+    if memory.fits:
+        count = memory.full_length_sequences
+        sequences = f"{count} sequence{'' if count == 1 else 's'} of {memory.max_model_len} tokens"
+        return f"fits: {gib(memory.terms['kv'])} GiB of KV cache hold {sequences}"
+    needed = split(memory.max_model_len, memory.block_size) * memory.block_bytes
+    left = memory.budget - memory.used + memory.terms["kv"]
     if left <= 0:
-        problem = f"needs {gib(plan.budget - left)} GiB before any KV cache, has {gib(plan.budget)}"
-    elif config.num_blocks is not None and plan.terms["kv"] > left:
-        problem = f"numBlocks {config.num_blocks} need {gib(plan.terms['kv'])} GiB of KV cache, has {gib(left)}"
+        problem = (
+            f"needs {gib(memory.budget - left)} GiB before any KV cache, has {gib(memory.budget)}"
+        )
+    elif config.num_blocks is not None and memory.terms["kv"] > left:
+        problem = (
+            f"numBlocks {config.num_blocks} need {gib(memory.terms['kv'])} GiB of KV cache, "
+            f"has {gib(left)}"
+        )
     elif config.num_blocks is not None:
-        problem = f"numBlocks {config.num_blocks} hold {plan.concurrent_tokens} of {plan.max_model_len} tokens"
+        problem = (
+            f"numBlocks {config.num_blocks} hold {memory.concurrent_tokens} "
+            f"of {memory.max_model_len} tokens"
+        )
     else:
         room = min(left, CPU_CACHE) if device.kind == "cpu" else left
         problem = f"needs {gib(needed)} GiB of KV cache, has {gib(room)}"
-    fixes = _fixes(plan, shape, config, device, measured)
+    fixes = _fixes(memory, shape, config, device, measured)
     return (
         f"{problem}: set {' or '.join(fixes)}"
         if fixes
@@ -71,36 +79,36 @@ def _message(
 
 
 def _fixes(
-    plan: MemoryPlan,
+    memory: MemoryPlan,
     shape: ModelShape,
     config: EngineConfig,
     device: DeviceFacts,
     measured: Mapping[str, int],
 ) -> list[str]:
-    """At most two ways, each of which alone makes the plan fit: every one is tried by solving
+    """At most two changes, each of which alone makes the engine fit: each is tried by solving
     again.
     """
 
     def fits(facts: DeviceFacts = device, **change: Any) -> bool:
         return solve(shape, replace(config, **change), facts, measured).fits
 
-    found: list[str] = []
-    blocks = split(plan.max_model_len, plan.block_size)
+    fixes: list[str] = []
+    blocks = split(memory.max_model_len, memory.block_size)
     longest = bisect_left(
-        range(1, plan.max_model_len), True, key=lambda n: not fits(max_model_len=n)
+        range(1, memory.max_model_len), True, key=lambda n: not fits(max_model_len=n)
     )
-    if longest >= plan.block_size:
-        step = 1024 if longest >= 2048 else plan.block_size
-        found.append(f"maxModelLen ≤ {longest // step * step}")
+    if longest >= memory.block_size:
+        step = 1024 if longest >= 2048 else memory.block_size
+        fixes.append(f"maxModelLen ≤ {longest // step * step}")
     if (config.num_blocks is not None or device.kind == "cpu") and fits(num_blocks=blocks):
-        found.append(f"numBlocks {blocks}")
-    splits = (
+        fixes.append(f"numBlocks {blocks}")
+    parallel = (
         n for n in (2, 4, 8, 16, 32, 64) if n > config.tensor_parallel and shape.kv_heads % n == 0
     )
     if device.kind == "cuda":
-        found += [f"tensorParallel {n}" for n in splits if fits(tensor_parallel=n)][:1]
+        fixes += [f"tensorParallel {n}" for n in parallel if fits(tensor_parallel=n)][:1]
     if config.quantization == "none" and fits(quantization="int8"):
-        found.append("quantization int8")
+        fixes.append("quantization int8")
     if (
         device.kind == "cpu"
         and config.cpu_offload_space
@@ -108,15 +116,15 @@ def _fixes(
     ):
         spaces = [i / 4 for i in range(int(4 * config.cpu_offload_space), -1, -1)]
         space = next(n for n in spaces if fits(cpu_offload_space=n, num_blocks=blocks))
-        found.insert(0, f"cpuOffloadSpace ≤ {space:g} and numBlocks {blocks}")
+        fixes.insert(0, f"cpuOffloadSpace ≤ {space:g} and numBlocks {blocks}")
     shares = [i / 100 for i in range(int(100 * config.max_memory_percent) + 1, 101)]
     share = bisect_left(shares, True, key=lambda n: fits(max_memory_percent=n))
     if share < len(shares):
-        found.append(f"maxMemoryPercent {shares[share]}")
-    if device.kind == "cpu" and not found:
+        fixes.append(f"maxMemoryPercent {shares[share]}")
+    if device.kind == "cpu" and not fixes:
         sizes = range(device.total_bytes // GIB + 1, LARGEST_HOST)
         enough = bisect_left(
             sizes, True, key=lambda n: fits(replace(device, total_bytes=n * GIB), num_blocks=blocks)
         )
-        found += [f"memory {sizes[enough]}Gi and numBlocks {blocks}"] if enough < len(sizes) else []
-    return found[:2]
+        fixes += [f"memory {sizes[enough]}Gi and numBlocks {blocks}"] if enough < len(sizes) else []
+    return fixes[:2]

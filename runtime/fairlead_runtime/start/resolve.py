@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from fairlead_runtime.config import ConfigError, EngineConfig
-from fairlead_runtime.sizing.advice import to_start
+from fairlead_runtime.sizing.advice import suggest_fix
 from fairlead_runtime.sizing.shape import ModelShape
 from fairlead_runtime.sizing.solve import MemoryPlan
 from fairlead_runtime.sizing.terms import DeviceFacts, gib
@@ -90,7 +90,7 @@ def resolve(
         raise ConfigError(
             _field_at_fault(config, plan),
             f"{problem}: {plan.formula}",
-            to_start(shape, config, device, measured),
+            suggest_fix(shape, config, device, measured),
         )
     capacity = min(plan.max_model_len, plan.concurrent_tokens)
     warnings = []

@@ -96,7 +96,7 @@ def test_models_and_lengths_that_cannot_be_are_refused_with_a_reason() -> None:
     with pytest.raises(PlanError, match="supported are") as caught:
         capacity_of({"model_type": "mamba2"}, deployment(**GPU))
     assert caught.value.reason == "UnsupportedModel"
-    with pytest.raises(PlanError, match="a pod tries such a model") as unknown:
+    with pytest.raises(PlanError, match="a pod loads such a model") as unknown:
         capacity_of({"model_type": "smollm3"}, deployment(**GPU))
     assert unknown.value.reason == "FamilyUnknown"
     with pytest.raises(
