@@ -1,6 +1,6 @@
-"""`fairlead operator`: serve InferenceDeployments until a signal.
+"""`fairlead operator`: run the operator until a signal.
 
-The composition root: environment and arguments become Settings here, and nowhere else.
+The composition root: this module alone turns arguments and environment into Settings.
 """
 
 import asyncio
@@ -18,13 +18,13 @@ from fairlead_operator.resource.settings import Settings, SettingsError, read
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """0 after a signal, 2 for settings that cannot work."""
+    """Returns 0 after a signal, 2 for invalid settings."""
     try:
         settings = read(sys.argv[1:] if argv is None else argv, os.environ, socket.gethostname())
         logs.set_up()
         asyncio.run(_until_signalled(settings))
     except SettingsError as error:
-        print(f"fairlead operator: {error}", file=sys.stderr)  # noqa: T201 - for who typed it
+        print(f"fairlead operator: {error}", file=sys.stderr)  # noqa: T201 - for the user
         return 2
     return 0
 
@@ -36,7 +36,7 @@ async def _until_signalled(settings: Settings) -> None:
         server = serve(health, settings.probe_port)
     except OSError as error:
         raise SettingsError(
-            f"--probe-port {settings.probe_port}: {error.strerror}: take another"
+            f"--probe-port {settings.probe_port}: {error.strerror}: choose another"
         ) from None
     work = asyncio.create_task(Operator(settings, health, metrics).run())
     loop = asyncio.get_running_loop()

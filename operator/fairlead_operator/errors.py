@@ -1,8 +1,10 @@
-"""How talking to the API server fails."""
+"""Errors of requests to the API server."""
 
 
 class ApiError(Exception):
-    """No good answer. ``code`` 0: none at all; ``retry_after`` is the server's wish in seconds."""
+    """A request that failed. ``code`` is the HTTP status, 0 without an answer; ``retry_after`` are
+    the seconds that the server asks to wait.
+    """
 
     def __init__(self, code: int, reason: str, message: str, retry_after: float = 0.0) -> None:
         super().__init__(f"{code} {reason}: {message}"[:1024])
@@ -10,4 +12,4 @@ class ApiError(Exception):
 
 
 class FencedError(Exception):
-    """A write was asked for while this process does not hold the Lease."""
+    """A write was attempted while this process does not hold the Lease."""

@@ -1,6 +1,6 @@
-"""The operator's probe port: /healthz, /readyz and /metrics, from a thread of its own.
+"""The operator's probe port: /healthz, /readyz and /metrics, served by a thread of its own.
 
-Owns the answers only. Its thread answers even when the event loop hangs, and then says so.
+The thread answers even when the event loop hangs; the probes then fail.
 """
 
 import threading
@@ -14,7 +14,7 @@ STALE_SECONDS = 30.0
 
 
 class Health:
-    """Told by the event loop that it lives (``beat``) and that it knows the cluster (``ready``)."""
+    """The event loop reports that it runs (``beat``) and has listed the cluster (``ready``)."""
 
     def __init__(
         self, registry: CollectorRegistry, clock: Callable[[], float] = time.monotonic
@@ -27,8 +27,8 @@ class Health:
         self._beat = self._clock()
 
     def answer(self, path: str) -> tuple[int, str, bytes]:
-        """Status, content type and body of a path. The API server being away is no reason to be
-        restarted.
+        """Status, content type and body for a path. The probes do not fail when the API server is
+        unreachable: a restart would not help.
         """
         if path == "/metrics":
             return 200, CONTENT_TYPE_LATEST, generate_latest(self._registry)
@@ -39,7 +39,7 @@ class Health:
             return (
                 503,
                 "text/plain",
-                f"the event loop has not turned for {silence:.0f} s\n".encode(),
+                f"the event loop has not run for {silence:.0f} s\n".encode(),
             )
         if path == "/readyz" and not self.ready:
             return 503, "text/plain", b"the cluster has not been listed yet\n"
@@ -47,7 +47,7 @@ class Health:
 
 
 def serve(health: Health, port: int) -> ThreadingHTTPServer:
-    """Answer on a port of every address until ``shutdown`` is called on the result."""
+    """Listen on ``port`` of every address until ``shutdown`` is called on the result."""
 
     class Handler(BaseHTTPRequestHandler):
         timeout = 10
@@ -61,12 +61,12 @@ def serve(health: Health, port: int) -> ThreadingHTTPServer:
             self.wfile.write(body)
 
         def log_message(self, *_: object) -> None:
-            """Probes are no news."""
+            """Log no probes."""
 
     class Server(ThreadingHTTPServer):
         def handle_error(self, request: object, client_address: object) -> None:
-            """Clients that leave early are no news either; the default prints a traceback between
-            the JSON lines.
+            """Ignore clients that disconnect early; the default prints a traceback between the JSON
+            lines.
             """
 
     server = Server(("", port), Handler)

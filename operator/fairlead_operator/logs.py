@@ -1,4 +1,4 @@
-"""Logs as one JSON object a line. Owns the format; text from outside is made printable."""
+"""Logs as one JSON object per line; control characters in text from outside are escaped."""
 
 import json
 import logging
@@ -29,6 +29,6 @@ def set_up(level: int = logging.INFO) -> None:
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonLines())
     logging.basicConfig(level=level, handlers=[handler], force=True)
-    # Every watched object would be a line of kopf's.
+    # kopf would log a line for every watched object.
     logging.getLogger("kopf").setLevel(logging.WARNING)
     logging.getLogger("httpx").setLevel(logging.WARNING)

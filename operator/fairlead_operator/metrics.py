@@ -1,10 +1,10 @@
-"""The operator's own figures, `fairlead_operator_*`, in a registry of their own."""
+"""The operator's own metrics, `fairlead_operator_*`, in their own registry."""
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 
 class Metrics:
-    """One set per process; tests make their own."""
+    """One set per process; each test creates its own."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
@@ -28,7 +28,7 @@ class Metrics:
         )
         self.calls = Counter(
             "fairlead_operator_api_calls",
-            "Requests to the API server by verb and status code (0: no answer); kopf's watches not counted",
+            "Requests to the API server by verb and status code (0: none), without kopf's watches",
             ["verb", "code"],
             registry=self.registry,
         )
@@ -39,6 +39,6 @@ class Metrics:
         )
         self.restarts = Counter(
             "fairlead_operator_watch_restarts",
-            "Times kopf's watches were started again",
+            "Restarts of kopf's watches",
             registry=self.registry,
         )

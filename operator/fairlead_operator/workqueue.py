@@ -1,6 +1,6 @@
-"""A keyed queue: each key is worked on by one worker at a time, wakes in between are one more pass.
+"""A keyed queue: one worker at a time handles a key, and wakes meanwhile cause one more pass.
 
-Owns when a key is due, including the wait after a failure. Knows nothing of what the work is.
+Owns when a key is due, including the back-off after a failure.
 """
 
 import asyncio
@@ -32,13 +32,13 @@ class WorkQueue(Generic[K]):
         rng: random.Random | None = None,
     ) -> None:
         self._work, self._settle, self._clock = work, settle, clock
-        self._rng = rng or random.Random()  # noqa: S311 - spreads retries, guards nothing
+        self._rng = rng or random.Random()  # noqa: S311 - jitter of retries, not security
         self._due: dict[K, float] = {}
         self._heap: list[tuple[float, int, K]] = []
         self._order = itertools.count()
         self._active: dict[
             K, float | None
-        ] = {}  # value: when it was woken for while being worked on
+        ] = {}  # value: when it is due again, if it was woken meanwhile
         self._failures: dict[K, int] = {}
         self._rescheduled = asyncio.Event()
 
@@ -46,9 +46,10 @@ class WorkQueue(Generic[K]):
         return len(self._due) + len(self._active)
 
     def wake(self, key: K, after: float | None = None) -> None:
-        """Make the key due, by default after a moment in which several causes become one pass.
+        """Make the key due, by default after ``settle`` seconds, so that several causes become one
+        pass.
 
-        The earlier of two wakes counts, but nothing shortens the wait after a failure.
+        The earlier of two wakes counts, but no wake shortens the back-off after a failure.
         """
         due = self._clock() + (self._settle if after is None else after)
         if key in self._active:
@@ -86,7 +87,7 @@ class WorkQueue(Generic[K]):
             while self._heap:
                 due, _, key = self._heap[0]
                 if self._due.get(key) != due:
-                    heapq.heappop(self._heap)  # scheduled anew since, or forgotten
+                    heapq.heappop(self._heap)  # rescheduled or forgotten since
                     continue
                 wait = due - self._clock()
                 if wait <= 0:
@@ -121,7 +122,7 @@ class WorkQueue(Generic[K]):
         wait = min(LONGEST_WAIT, FIRST_WAIT * 2.0 ** min(count, 8)) * self._rng.uniform(0.75, 1.0)
         wait = max(wait, getattr(error, "retry_after", 0.0))
         log.warning(
-            "pass failed, again in %.1f s",
+            "pass failed, retrying in %.1f s",
             wait,
             extra={"key": str(key), "error": str(error)[:1024]},
         )

@@ -319,7 +319,7 @@ def test_an_object_that_has_our_name_is_not_touched_and_named(api: Api, namespac
     api.create(idep(namespace))
     seen = await_reason(api, namespace, "Conflict", 3)
     assert seen["blockers"][0]["object"] == "Service/chat"
-    assert "belongs to nobody" in seen["blockers"][0]["message"]
+    assert "belongs to no controller" in seen["blockers"][0]["message"]
     after = api.get("Service", namespace, "chat")
     assert after["metadata"]["resourceVersion"] == before["metadata"]["resourceVersion"]
     api.delete("Service", namespace, "chat")

@@ -1,3 +1,3 @@
 """The operator's subcommands of `fairlead`; each has `main(args) -> exit code` and imports heavy
-things lazily.
+modules lazily.
 """

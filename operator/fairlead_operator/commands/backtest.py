@@ -1,7 +1,6 @@
-"""`fairlead backtest --trace FILE --policy cr.yaml`: show what the autoscaler would have done on a
-trace.
+"""`fairlead backtest --trace FILE --policy cr.yaml`: simulate the autoscaler on a trace.
 
-Owns the arguments and the printing; the decision is the operator's own. Uses no network, imports
+Owns the arguments and the output; the decisions are the operator's own. Uses no network, imports
 neither torch nor kopf.
 """
 
@@ -65,17 +64,25 @@ def _parser() -> argparse.ArgumentParser:
         "--sequences", type=_positive, metavar="N", help="planned full-length sequences of one pod"
     )
     parser.add_argument(
-        "--start-seconds", type=_positive, default=60.0, metavar="S", help="start of a pod (60)"
+        "--start-seconds",
+        type=_positive,
+        default=60.0,
+        metavar="S",
+        help="seconds until a pod is ready (60)",
     )
     parser.add_argument(
         "--prefill-rate",
         type=_positive,
         default=8000.0,
         metavar="R",
-        help="prompt tokens/s a pod (8000)",
+        help="prompt tokens/s per pod (8000)",
     )
     parser.add_argument(
-        "--decode-rate", type=_positive, default=40.0, metavar="R", help="tokens/s a request (40)"
+        "--decode-rate",
+        type=_positive,
+        default=40.0,
+        metavar="R",
+        help="output tokens/s per request (40)",
     )
     return parser
 
@@ -108,12 +115,14 @@ def _text(result: Result, policy: Policy) -> str:
         f"  {name:32}{seconds / 60:8.1f} min"
         for name, seconds in sorted(limits.items(), key=lambda i: -i[1])
     ]
+    load = [r.running + r.waiting for r in rows]
     charts = [
         f"replicas {sparkline([r.replicas for r in rows])} max {max(r.replicas for r in rows)}",
-        f"load     {sparkline([r.running + r.waiting for r in rows])} max {max(r.running + r.waiting for r in rows):.0f}",
+        f"load     {sparkline(load)} max {max(load):.0f}",
         f"queue    {sparkline([r.waiting for r in rows])} max {result.max_waiting:.0f}",
     ]
-    target = f"target {policy.target:g} requests a pod, {policy.min_replicas} to {policy.max_replicas} pods"
+    pods = f"{policy.min_replicas} to {policy.max_replicas} pods"
+    target = f"target {policy.target:g} requests a pod, {pods}"
     return "\n".join(
         [target, "", *charts, "", *figures, "", "limited by", *(limit_lines or ["  nothing"])]
     )

@@ -1,6 +1,6 @@
-"""`fairlead plan -f cr.yaml`: say what one pod can hold and whether it fits, before anything runs.
+"""`fairlead plan -f cr.yaml`: print what one pod can hold and whether the model fits.
 
-Owns finding the two files and printing the verdict. Uses no network, and imports neither torch nor
+Owns reading the two files and printing the result. Uses no network, and imports neither torch nor
 kopf.
 """
 
@@ -62,7 +62,7 @@ def read_resource(file: str) -> Any:
     try:
         bodies = [b for b in yaml.safe_load_all(text) if b is not None]
     except yaml.YAMLError as error:
-        raise ResourceError("", f"{file} is no YAML: {' '.join(str(error).split())}") from None
+        raise ResourceError("", f"{file} is not YAML: {' '.join(str(error).split())}") from None
     if not bodies:
         raise ResourceError("", f"{file} is empty: it should hold an {RESOURCE.name}")
     return next(
@@ -84,12 +84,12 @@ def _config(config_path: str | None, deployment: InferenceDeployment) -> Mapping
         where = f"the config.json of {deployment.spec.model.source}"
         raise PlanError(
             "ConfigUnavailable",
-            f"{where} is not here and nothing is fetched: give it with --config",
+            f"{where} is not on this machine, and plan downloads nothing: give it with --config",
         )
     try:
         config = json.loads(text)
     except ValueError as error:
-        raise PlanError("ConfigUnavailable", f"config.json is no JSON: {error}") from None
+        raise PlanError("ConfigUnavailable", f"config.json is not JSON: {error}") from None
     if not isinstance(config, dict):
         raise PlanError("ConfigUnavailable", "config.json must hold an object")
     return config
@@ -98,7 +98,7 @@ def _config(config_path: str | None, deployment: InferenceDeployment) -> Mapping
 def _read_config(file: Path) -> str:
     if file.stat().st_size > CONFIG_BYTES:
         raise PlanError(
-            "ConfigUnavailable", f"{file} is larger than 1 MiB: that is no model's config.json"
+            "ConfigUnavailable", f"{file} is larger than 1 MiB: give the model's config.json"
         )
     return file.read_text("utf-8")
 

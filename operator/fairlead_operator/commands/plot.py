@@ -1,7 +1,7 @@
-"""Pictures of a backtest: lines of block characters for a terminal, and an SVG file.
+"""Charts of a backtest: lines of block characters for a terminal, and an SVG file.
 
-Owns drawing only: it is given numbers and names, and knows no fleet. No colour carries meaning
-alone; every line of the SVG is labelled.
+Owns drawing only, from numbers and names. No colour carries meaning alone: every line of the SVG
+has a label.
 """
 
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ Series = tuple[str, Sequence[float]]
 
 
 def sparkline(values: Sequence[float], width: int = 72) -> str:
-    """The highest value of each of ``width`` stretches, as blocks; the tallest is the highest of
+    """The highest value of each of ``width`` intervals, as blocks; the tallest is the highest of
     all.
     """
     peaks = _peaks(values, width)
@@ -50,7 +50,10 @@ def _panel(panel: Sequence[Series], top: int, seconds: float) -> str:
         f'<text x="{LEFT - 6}" y="{top + 10}" text-anchor="end">{highest:.4g}</text>',
         f'<text x="{LEFT - 6}" y="{bottom}" text-anchor="end">0</text>',
         f'<text x="{LEFT}" y="{bottom + 16}">0 h</text>',
-        f'<text x="{LEFT + WIDTH}" y="{bottom + 16}" text-anchor="end">{seconds / 3600:.3g} h</text>',
+        (
+            f'<text x="{LEFT + WIDTH}" y="{bottom + 16}" text-anchor="end">'
+            f"{seconds / 3600:.3g} h</text>"
+        ),
     ]
     for i, (name, values) in enumerate(panel):
         colour = COLOURS[i % len(COLOURS)]

@@ -1,7 +1,7 @@
-"""The resource's status: everything known, as the CRD's status. Pure; the previous status lends
-only its times.
+"""Builds a resource's status from the findings of one pass. Pure; takes only times from the
+previous status.
 
-Equal knowledge gives an equal status, so that an unchanged resource costs no write.
+Equal findings give an equal status, so that an unchanged resource costs no write.
 """
 
 from collections.abc import Mapping, Sequence
@@ -28,14 +28,14 @@ class Capacity:
 
     @property
     def full_length_sequences(self) -> int | None:
-        """The planned ones; None while nothing is planned."""
+        """The planned number; None without a plan."""
         planned: int | None = (self.body or {}).get("planned", {}).get("fullLengthSequences")
         return planned
 
 
 @dataclass(frozen=True, slots=True)
 class Findings:
-    """What one pass found out, besides what the store shows."""
+    """The decisions of one pass and the answers of pods; the store's objects are in Observed."""
 
     desired: int
     revision: str
@@ -44,10 +44,10 @@ class Findings:
     blockers: Sequence[Blocker] = ()
     capacity: Capacity = field(default_factory=Capacity)
     drained: Drained = field(default_factory=Drained)
-    canaries: frozenset[str] = frozenset()  # uids of pods that made a token
+    canaries: frozenset[str] = frozenset()  # uids of pods that produced a token
     startups: Mapping[str, Mapping[str, float]] = field(
         default_factory=dict
-    )  # by uid: the runtime's own parts
+    )  # by uid: seconds of each part of the start, as the runtime reports them
     load: Mapping[str, int] | None = None
     autoscaling: Mapping[str, Any] | None = None
     scaling: tuple[str, str, str] = ("False", "NotAutoscaled", "spec.autoscaling is not set")
@@ -60,8 +60,8 @@ def status_of(
     previous: Mapping[str, Any],
     now: datetime,
 ) -> Object:
-    """The whole status. ``previous`` keeps since-when of blockers and conditions that did not
-    change.
+    """The whole status. Blockers and conditions that did not change keep their times from
+    ``previous``.
     """
     stamp = now.strftime("%Y-%m-%dT%H:%M:%SZ")
     blockers = _blockers(findings, previous, stamp)
@@ -120,7 +120,7 @@ def status_of(
 def invalid(
     generation: int, blocker: Blocker, previous: Mapping[str, Any], now: datetime
 ) -> Object:
-    """The status of a resource that cannot be read: what was known stays, with the reason in front."""
+    """The status of a resource with an invalid spec: the previous one, with the reason first."""
     stamp = now.strftime("%Y-%m-%dT%H:%M:%SZ")
     kept = {
         k: v
@@ -232,7 +232,7 @@ def _condition(
 
 
 def reports_generation(status: Mapping[str, Any], generation: int) -> bool:
-    """Whether the status already says whether this generation is Ready."""
+    """Whether the Ready condition is of this generation."""
     return any(
         c.get("type") == "Ready" and c.get("observedGeneration") == generation
         for c in status.get("conditions") or ()

@@ -1,8 +1,7 @@
-"""Reading frozen values out of a JSON body: dataclass fields carry their bounds, errors carry their
-path.
+"""Reads frozen dataclasses from a JSON body: fields declare their bounds, errors name their path.
 
 Owns the conversion between camelCase bodies and dataclasses, and the check of one value against its
-bounds. Knows no resource; ``resource`` declares those.
+bounds. ``spec`` declares the fields.
 """
 
 import dataclasses
@@ -21,7 +20,7 @@ QUANTITY = re.compile(r"([0-9]{1,15}(?:\.[0-9]{1,3})?)(m|[kMGTPE]|[KMGTPE]i)?")
 
 
 class ResourceError(ValueError):
-    """A resource that cannot be used. ``field`` is the dotted path, as in ``spec.cache.blockSize``."""
+    """A resource that is invalid. ``field`` is the dotted path, e.g. ``spec.cache.blockSize``."""
 
     def __init__(self, field: str, message: str) -> None:
         super().__init__(f"{field}: {message}" if field else message)
@@ -30,7 +29,7 @@ class ResourceError(ValueError):
 
 
 class Quantity(str):
-    """A Kubernetes quantity as written. ``value`` is in its base unit, rounded up: bytes, or cores."""
+    """A Kubernetes quantity as written. ``value`` is in bytes or cores, rounded up."""
 
     __slots__ = ()
 
@@ -38,7 +37,7 @@ class Quantity(str):
     def exact(self) -> Fraction:
         match = QUANTITY.fullmatch(self)
         if match is None:
-            raise ValueError(f"{self!r} is no quantity")
+            raise ValueError(f"{self!r} is not a quantity")
         return Fraction(match[1]) * UNITS[match[2] or ""]
 
     @property
@@ -69,8 +68,8 @@ def camel(name: str) -> str:
 
 
 def read(kind: type[T], body: Any, path: str) -> T:
-    """An instance of the dataclass ``kind``. null means absent; an unknown key is refused with the
-    nearest known.
+    """An instance of the dataclass ``kind``. null means absent. The error of an unknown key names
+    the nearest known one.
     """
     values = mapping(body, path)
     hints = get_type_hints(kind)
@@ -103,7 +102,7 @@ def refuse_unknown(body: Mapping[str, Any], known: Any, path: str) -> None:
 
 
 def check(meta: Mapping[str, Any], value: Any, path: str) -> None:
-    """Against the bounds of a field; a message names the bound."""
+    """Check a value against its field's bounds; the error names the bound."""
     longest, low, high, pattern = (meta.get(k) for k in ("longest", "low", "high", "pattern"))
     if longest is not None and len(value) > longest:
         raise ResourceError(path, f"is longer than {longest}: shorten it")
@@ -138,7 +137,7 @@ def _scalar(hint: type, value: Any, path: str) -> Any:
     if hint is Quantity and isinstance(value, int | str) and not isinstance(value, bool):
         if value == "" or QUANTITY.fullmatch(str(value)):
             return Quantity(value)
-        raise ResourceError(path, f"{_quoted(value)} is no quantity: write it like 16Gi or 500m")
+        raise ResourceError(path, f"{_quoted(value)} is not a quantity: write it like 16Gi or 500m")
     if hint is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
     if isinstance(value, hint) and (hint is bool or not isinstance(value, bool)):

@@ -28,8 +28,8 @@ ADMIN_PORT, ADMIN_PORT_NAME = 9000, "admin"
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """One kind: where it lives and which of its objects the operator looks at (label and field
-    selectors).
+    """One kind: its API path, and the label and field selectors of the objects that the operator
+    reads.
     """
 
     name: str
@@ -68,7 +68,7 @@ BY_NAME: Mapping[str, Kind] = {kind.name: kind for kind in (*WATCHED, CLAIM, LEA
 
 
 def watched(*, claims: bool) -> tuple[Kind, ...]:
-    """What is watched; claims only where the chart's ``modelCache.create`` grants the verbs."""
+    """The kinds to watch; claims only where the chart's ``modelCache.create`` grants the verbs."""
     return (*WATCHED, CLAIM) if claims else WATCHED
 
 
@@ -86,6 +86,6 @@ def controller_of(body: Mapping[str, Any]) -> Mapping[str, Any] | None:
 
 
 def version_of(body: Mapping[str, Any]) -> int:
-    """The resourceVersion as the number it is since Kubernetes 1.35; 0 where there is none."""
+    """The resourceVersion as a number, which it is since Kubernetes 1.35; 0 without one."""
     text = body.get("metadata", {}).get("resourceVersion", "")
     return int(text) if text.isdigit() else 0

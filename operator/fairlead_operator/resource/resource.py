@@ -1,9 +1,9 @@
 """InferenceDeployment: a resource's body as one frozen value, and the engine's settings in it.
 
-Owns the reading of a body and the rules between fields; ``spec`` has the fields, and those of the
-engine's sections are EngineConfig's, found by the path that each setting names. Bounds and rules
+Owns the parsing of a body and the rules between fields. ``spec`` declares the fields; those of the
+engine's sections are EngineConfig's, matched by the path that each setting names. Bounds and rules
 repeat the CRD's (the contract tests compare them), because ``fairlead plan`` reads files that no
-API server has seen. Never reads a cluster or a file.
+API server has validated. Does no I/O.
 """
 
 import dataclasses
@@ -35,13 +35,13 @@ RESERVED_KEYS = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class InferenceDeployment:
-    """One resource. ``engine`` is complete but for what rendering adds (the key file's path)."""
+    """One resource. ``engine`` lacks only the path of the key file, which rendering adds."""
 
     name: str
     namespace: str
     uid: str
     generation: int
-    image: str  # "" means the chart's
+    image: str  # "" means the chart's image
     engine: EngineConfig
     spec: Spec
 
@@ -78,13 +78,12 @@ class InferenceDeployment:
         )
 
 
-# -- the engine's sections: EngineConfig knows their fields
+# -- the engine's sections: EngineConfig declares their fields
 
 ENGINE_KEYS = ("engine", "scheduler", "cache")
 IMAGE = bounded("", longest=512, pattern="^([A-Za-z0-9][A-Za-z0-9._:/@-]*)?$")
 SETTINGS = {f.metadata["cr"]: f for f in dataclasses.fields(EngineConfig) if f.metadata["cr"]}
-# Where the resource is stricter than the engine: what no pod could use is refused before there is
-# one.
+# Bounds narrower than the engine's: the resource refuses values that no pod could use.
 NARROWER: Mapping[str, tuple[int, int]] = {
     "engine.maxModelLen": (1, 2**24),
     "engine.cudaGraphs.qPaddingInterval": (1, 2**16),
@@ -126,7 +125,7 @@ def _engine(spec: Mapping[str, Any], rest: Spec, name: str) -> EngineConfig:
 
 
 def _collect(body: Mapping[str, Any], path: str, known: set[str], values: dict[str, Any]) -> None:
-    """Settings under one section; the sections between are the prefixes of known paths."""
+    """Add the settings of one section to ``values``; nested sections are prefixes of ``known``."""
     inside = {
         k.removeprefix(path + ".").partition(".")[0] for k in known if k.startswith(path + ".")
     }
@@ -160,22 +159,34 @@ RULES: tuple[Rule, ...] = (
         lambda s, _: (
             s.autoscaling is not None and s.autoscaling.min_replicas > s.autoscaling.max_replicas
         ),
-        "autoscaling.minReplicas must be at most autoscaling.maxReplicas: lower the one or raise the other",
+        (
+            "autoscaling.minReplicas must be at most autoscaling.maxReplicas: "
+            "lower the one or raise the other"
+        ),
     ),
     (
         "spec.rollout.maxSurge",
         lambda s, _: s.rollout.max_surge == 0 and s.rollout.max_unavailable == 0,
-        "rollout.maxSurge and rollout.maxUnavailable must not both be 0, no pod could ever be replaced: set one of them to 1",
+        (
+            "rollout.maxSurge and rollout.maxUnavailable must not both be 0, "
+            "no pod could ever be replaced: set one of them to 1"
+        ),
     ),
     (
         "spec.scheduler.maxBatchTokens",
         lambda _, e: e.max_batch_tokens < e.max_requests,
-        "scheduler.maxBatchTokens must be at least scheduler.maxRequests, every request gets a token a step: raise the one or lower the other",
+        (
+            "scheduler.maxBatchTokens must be at least scheduler.maxRequests, "
+            "every request gets a token a step: raise the one or lower the other"
+        ),
     ),
     (
         "spec.engine.tensorParallel",
         lambda s, e: 0 < s.resources.accelerator.count < e.tensor_parallel,
-        "engine.tensorParallel must be at most resources.accelerator.count: lower the one or raise the other",
+        (
+            "engine.tensorParallel must be at most resources.accelerator.count: "
+            "lower the one or raise the other"
+        ),
     ),
     (
         "spec.engine.tensorParallel",
@@ -187,7 +198,10 @@ RULES: tuple[Rule, ...] = (
         lambda s, _: (
             s.model_cache.type == "PVC" and not s.model_cache.claim_name and not s.model_cache.size
         ),
-        "modelCache.type PVC needs modelCache.claimName, an existing claim, or modelCache.size, for a new one: set one of them",
+        (
+            "modelCache.type PVC needs modelCache.claimName, an existing claim, "
+            "or modelCache.size, for a new one: set one of them"
+        ),
     ),
     (
         "spec.model.tokenSecretRef",
@@ -205,7 +219,7 @@ RULES: tuple[Rule, ...] = (
 
 
 def _check_forms(spec: Spec) -> None:
-    """What the CRD says by rules on single values."""
+    """The CRD's rules on single values."""
     Source.parse(spec.model.source)
     if not REVISION.fullmatch(spec.model.revision) or ".." in spec.model.revision:
         form = "must be a commit, branch or tag (letters, digits, . _ / -, no '..')"
@@ -219,7 +233,7 @@ def _check_forms(spec: Spec) -> None:
             )
             raise ResourceError(at, f"{form}: remove the entry")
         if name in names[:index]:
-            raise ResourceError(at, f"{name} is there twice: remove one")
+            raise ResourceError(at, f"{name} occurs twice: remove one")
     for place, keys in (
         ("labels", spec.pod_template.labels),
         ("annotations", spec.pod_template.annotations),

@@ -1,5 +1,5 @@
-"""The operator's own knobs, frozen; read once from arguments and environment by the composition
-root.
+"""The operator's own settings, frozen; the composition root reads them once from arguments and
+environment.
 """
 
 import argparse
@@ -12,8 +12,7 @@ from urllib.parse import urlsplit
 
 from fairlead_operator.resource.kinds import Object
 
-# Keys that say whose a pod is and nothing more: no Service, policy or agent is expected to go by
-# them.
+# Keys for bookkeeping: no Service, policy or agent is expected to select by them.
 _BOOKKEEPING = r"([a-z0-9.-]+/)?(team|owner|contact|department|cost-cent(er|re)|billing-code)"
 OPEN_LABELS = (_BOOKKEEPING, r"app\.kubernetes\.io/(part-of|version)")
 OPEN_ANNOTATIONS = (
@@ -28,12 +27,12 @@ _NAMESPACE = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")
 
 
 class SettingsError(ValueError):
-    """A setting that cannot work; the message names it and the fix."""
+    """An invalid setting; the message names it and the fix."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """Everything that the chart decides. Patterns are regular expressions that must match whole
+    """The settings that the chart passes. Patterns are regular expressions that must match whole
     values.
     """
 
@@ -95,7 +94,7 @@ def read(argv: Sequence[str], environ: Mapping[str, str], hostname: str) -> Sett
         "--namespace", action="append", default=[], help="serve this namespace (repeatable)"
     )
     scope.add_argument("--all-namespaces", action="store_true", help="serve the whole cluster")
-    parser.add_argument("--lease-namespace", default="", help="where the leader's Lease lies")
+    parser.add_argument("--lease-namespace", default="", help="namespace of the leader's Lease")
     parser.add_argument(
         "--probe-port", type=int, default=8080, help="/healthz, /readyz, /metrics (default 8080)"
     )
@@ -103,10 +102,10 @@ def read(argv: Sequence[str], environ: Mapping[str, str], hostname: str) -> Sett
     pod_namespace = environ.get("POD_NAMESPACE", "")
     for name in (*options.namespace, options.lease_namespace or pod_namespace or "default"):
         if not _NAMESPACE.fullmatch(name):
-            raise SettingsError(f"{name[:80]!r} is no namespace's name: correct it")
+            raise SettingsError(f"{name[:80]!r} is not a namespace name: correct it")
     if not 1 <= options.probe_port <= 65535:
         raise SettingsError(
-            f"--probe-port {options.probe_port} is no port: take one from 1 to 65535"
+            f"--probe-port {options.probe_port} is not a port: choose one from 1 to 65535"
         )
     if not options.namespace and not options.all_namespaces:
         if not pod_namespace:
@@ -162,7 +161,7 @@ def _patterns(environ: Mapping[str, str], name: str) -> tuple[str, ...]:
             re.compile(pattern)
         except re.error as error:
             raise SettingsError(
-                f"{name}: {pattern!r} is no regular expression ({error}): correct it"
+                f"{name}: {pattern!r} is not a regular expression ({error}): correct it"
             ) from None
     return patterns
 
@@ -178,7 +177,7 @@ def _json_list(environ: Mapping[str, str], name: str) -> list[Any]:
     try:
         value = json.loads(environ.get(name, "[]"))
     except ValueError as error:
-        raise SettingsError(f"{name} is no JSON: {error}") from None
+        raise SettingsError(f"{name} is not JSON: {error}: correct it") from None
     if not isinstance(value, list):
-        raise SettingsError(f"{name} must be a JSON list")
+        raise SettingsError(f"{name} must be a JSON list: correct it")
     return value

@@ -14,7 +14,7 @@ from fairlead_operator.resource.fields import Quantity, ResourceError, bounded
 BYTES = r"^[0-9]{1,15}(\.[0-9]{1,3})?([kMGTPE]|[KMGTPE]i)?$"
 BYTES_OR_UNSET = r"^([0-9]{1,15}(\.[0-9]{1,3})?([kMGTPE]|[KMGTPE]i)?)?$"
 OBJECT_NAME = "^[a-z0-9.-]*$"
-SECRET_KEY = "^[A-Za-z0-9._-]*$"  # noqa: S105 - a pattern, no secret
+SECRET_KEY = "^[A-Za-z0-9._-]*$"  # noqa: S105 - a pattern, not a secret
 HUB = re.compile(r"(?:hf://)?([A-Za-z0-9][A-Za-z0-9._-]{0,95}/[A-Za-z0-9][A-Za-z0-9._-]{0,95})")
 CLAIM = re.compile(r"pvc://([a-z0-9](?:[-a-z0-9]{0,61}[a-z0-9])?)/([A-Za-z0-9._@+=/-]+)")
 PATH = re.compile(r"(?:file://)?(/[A-Za-z0-9._@+=/-]+)")

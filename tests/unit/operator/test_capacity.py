@@ -170,7 +170,7 @@ def test_plan_reads_a_models_directory_and_several_documents(
 @pytest.mark.parametrize(
     ("text", "config", "message"),
     [
-        ("{", None, "is no YAML"),
+        ("{", None, "is not YAML"),
         ("", None, "is empty"),
         ("kind: Pod", None, "apiVersion: must be"),
         (
@@ -179,7 +179,7 @@ def test_plan_reads_a_models_directory_and_several_documents(
             "spec.cache.blockSize: 5 is no power of two",
         ),
         (json.dumps(body(**GPU)), None, "give it with --config"),
-        (json.dumps(body(**GPU)), "no json", "config.json is no JSON"),
+        (json.dumps(body(**GPU)), "no json", "config.json is not JSON"),
         (json.dumps(body(**GPU)), "[]", "must hold an object"),
         (json.dumps(body(**GPU)), " " * (1 << 20) + "{}", "larger than 1 MiB"),
         (json.dumps(body()), json.dumps(QWEN), "resources.accelerator.memory"),

@@ -97,12 +97,12 @@ def test_settings_come_from_arguments_and_environment() -> None:
         ([], IMAGE, "no namespace to serve: give --namespace"),
         (["--all-namespaces"], IMAGE, "no namespace for the Lease"),
         (["--namespace=a"], {}, "FAIRLEAD_RUNTIME_IMAGE is not set"),
-        (["--namespace=A_b"], IMAGE, "'A_b' is no namespace's name"),
-        (["--namespace=a", "--lease-namespace=.."], IMAGE, "'..' is no namespace's name"),
+        (["--namespace=A_b"], IMAGE, "'A_b' is not a namespace name"),
+        (["--namespace=a", "--lease-namespace=.."], IMAGE, "'..' is not a namespace name"),
         (
             ["--namespace=a", "--probe-port=99999"],
             IMAGE,
-            "--probe-port 99999 is no port: take one from 1",
+            "--probe-port 99999 is not a port: choose one from 1",
         ),
         (
             ["--namespace=a"],
@@ -145,7 +145,8 @@ def test_without_a_cluster_the_command_says_what_to_set(
     with serving({}) as (taken, _):
         assert main(["--namespace=a", f"--probe-port={taken}"]) == 2
         assert (
-            f"--probe-port {taken}: Address already in use: take another" in capsys.readouterr().err
+            f"--probe-port {taken}: Address already in use: choose another"
+            in capsys.readouterr().err
         )
     assert main(["--namespace=a", f"--probe-port={taken}"]) == 2
     assert capsys.readouterr().err.splitlines()[-1].startswith("fairlead operator: KUBECONFIG")

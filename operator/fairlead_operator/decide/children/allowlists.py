@@ -1,5 +1,5 @@
-"""What the chart's allow-lists refuse of a resource, as blockers. Pure; with any of these no child
-is written.
+"""Blockers for what the chart's allow-lists do not permit. Pure. While a resource has one, the
+operator writes none of its children.
 """
 
 from collections.abc import Callable, Iterable
@@ -12,8 +12,8 @@ from fairlead_operator.resource.settings import Settings
 
 
 def not_allowed(resource: InferenceDeployment, settings: Settings) -> list[Blocker]:
-    """One blocker a field, in the order of the spec; each names the field, the value and the
-    chart's list.
+    """One blocker per refused field; each names the field, the value and the chart's value that
+    would allow it.
     """
     extra, about = resource.spec.pod_template, f"{RESOURCE.name}/{resource.name}"
     account, priority = extra.service_account_name, extra.priority_class_name
@@ -61,8 +61,6 @@ def not_allowed(resource: InferenceDeployment, settings: Settings) -> list[Block
 def _keys(
     place: str, keys: Iterable[str], allows: Callable[[str], bool]
 ) -> list[tuple[str, str, bool, str]]:
-    """A label brings the pods under every foreign selector that it satisfies, and agents act on
-    annotations.
-    """
+    """Foreign selectors match pods by their labels, and agents act on annotations."""
     refused = ", ".join(key[:80] for key in sorted(keys) if not allows(key))
     return [(f"podTemplate.{place}", refused, not refused, f"allow.{place}")]

@@ -1,8 +1,7 @@
-"""What one pod of a resource can hold: the resource's ``status.capacity``, by the runtime's own
-sizing.
+"""``status.capacity``: what one pod of a resource can hold, by the runtime's own sizing.
 
-Owns the way from a resource to the device it asks for, and the shape of the status. Asks no network
-and no cluster: the model's config.json comes as a mapping, from wherever the caller found it.
+Owns the mapping from a resource to the device it requests, and the shape of the status. Does no
+I/O: the caller passes the model's config.json as a mapping.
 """
 
 from collections.abc import Mapping
@@ -26,7 +25,7 @@ MEASURED = (
 
 
 class PlanError(ValueError):
-    """Capacity is unknown. ``reason`` is the Planned condition's; the message says what would help."""
+    """Capacity is unknown. ``reason`` is the Planned condition's; the message names the fix."""
 
     def __init__(self, reason: str, message: str) -> None:
         super().__init__(message)
@@ -34,7 +33,7 @@ class PlanError(ValueError):
 
 
 def device_of(deployment: InferenceDeployment) -> DeviceFacts:
-    """One accelerator of the pod, or on a CPU the pod's memory limit."""
+    """One accelerator of the pod; on a CPU, the pod's memory limit."""
     accelerator, resources = deployment.spec.resources.accelerator, deployment.spec.resources
     if accelerator.count == 0:
         return DeviceFacts("cpu", resources.memory.value)
@@ -63,7 +62,7 @@ def plan_of(config: Mapping[str, Any], deployment: InferenceDeployment) -> Memor
 
 
 def capacity_of(config: Mapping[str, Any], deployment: InferenceDeployment) -> dict[str, Any]:
-    """``status.capacity`` before any pod has measured anything. Raises PlanError."""
+    """``status.capacity`` as planned, without measurements of pods. Raises PlanError."""
     plan = plan_of(config, deployment)
     short = host_shortage(deployment)
     return {
@@ -81,7 +80,7 @@ def capacity_of(config: Mapping[str, Any], deployment: InferenceDeployment) -> d
 
 
 def host_shortage(deployment: InferenceDeployment) -> str:
-    """Why the pod of an accelerator would run out of host memory, "" when it would not."""
+    """Why a pod with accelerators would run out of host memory; "" when it would not."""
     resources = deployment.spec.resources
     needed, has = sum(host_terms(deployment.engine).values()), resources.memory.value
     if resources.accelerator.count == 0 or needed <= has:
@@ -94,8 +93,8 @@ def host_shortage(deployment: InferenceDeployment) -> str:
 
 
 def with_measured(capacity: Mapping[str, Any], report: Mapping[str, Any]) -> dict[str, Any]:
-    """``capacity`` with what a pod's ``/debug/memory`` tells, and the drift of its number of blocks
-    in percent.
+    """``capacity`` with the figures of a pod's ``/debug/memory``, and the drift of its number of
+    blocks in percent.
     """
     measured = {key: report[key] for key in MEASURED if isinstance(report.get(key), int)}
     for term in report.get("terms", ()):

@@ -1,7 +1,7 @@
 """What to write, and why: desired and observed objects in, Writes out. Pure; writes nothing.
 
 The comparison follows the API server's own merge rules: an object that holds everything we render
-is unchanged whatever others added to it, except inside the parts that have one owner as a whole.
+needs no write, whatever others added to it. Exceptions are fields that are one value as a whole.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -40,11 +40,10 @@ _QUANTITY_FIELDS = frozenset({"sizeLimit", "storage"})
 
 @dataclass(frozen=True, slots=True)
 class Apply:
-    """Server-side apply of one manifest. ``uid``: of the object that is changed; None: it must not
-    exist.
+    """Server-side apply of one manifest. ``uid`` is the existing object's; None: none may exist.
 
-    ``first`` is a JSON patch to send before: a changed key of a list item is a foreign item to the
-    server, and where it has kept the name of ours the two exclude each other.
+    ``first`` is a JSON patch to send before. To the server, a list item with a changed merge key is
+    not ours; if it kept our item's name, the server refuses the apply until the name is free.
     """
 
     manifest: Object
@@ -55,7 +54,7 @@ class Apply:
 
 @dataclass(frozen=True, slots=True)
 class Delete:
-    """Deletion of exactly this object: uid and version are preconditions."""
+    """Deletion of exactly this object: its uid and resourceVersion are preconditions."""
 
     body: Object
     why: str
@@ -63,7 +62,7 @@ class Delete:
 
 @dataclass(frozen=True, slots=True)
 class Conflict:
-    """An object that stands where ours should and is not ours: it is left alone."""
+    """An object with the name of one of ours that is not ours. It is left alone."""
 
     kind: str
     name: str
@@ -80,10 +79,10 @@ class Writes:
 
 
 def diff(desired: Iterable[Object], observed: Iterable[Object], uid: str) -> Writes:
-    """The writes that turn ``observed`` children into ``desired`` ones.
+    """The writes that turn ``observed`` children into ``desired`` ones. ``uid`` is the resource's.
 
-    ``uid`` is the resource's. Observed objects that are not ours are conflicts where we want that
-    name, and invisible where we do not. Objects that are being deleted are waited for.
+    An observed object that is not ours is a conflict if it has a desired name, and is ignored
+    otherwise. An object that is being deleted gets no write until it is gone.
     """
     live = {(body["kind"], body["metadata"]["name"]): body for body in observed}
     applies: list[Apply] = []
@@ -113,11 +112,11 @@ def diff(desired: Iterable[Object], observed: Iterable[Object], uid: str) -> Wri
 
 
 def ours(body: Object, uid: str) -> bool:
-    """Whether the object's controller is the resource with this uid, or was until somebody removed
-    the reference.
+    """Whether the object's controller is the resource with this uid, or was until someone removed
+    the owner reference.
 
-    The latter needs no other controller, our labels with this very uid, and our name among those
-    who applied it: a foreign object may wear the labels, but nobody applied it as us.
+    Without a controller, the object is ours if it has our labels with this uid and our field
+    manager: others may copy the labels, but only the operator applies under that name.
     """
     controller = controller_of(body)
     if controller is not None:
@@ -131,7 +130,7 @@ def ours(body: Object, uid: str) -> bool:
 
 
 def differences(want: Any, live: Any, path: str = "") -> list[str]:
-    """Dotted paths where ``live`` lacks or contradicts what we render; empty when nothing is to do."""
+    """Dotted paths where ``live`` lacks or contradicts what we render."""
     name = path.rsplit(".", 1)[-1]
     if isinstance(want, Mapping):
         if not isinstance(live, Mapping):
@@ -178,8 +177,8 @@ def _list_differences(want: Sequence[Any], live: Any, path: str, name: str) -> l
 
 
 def collisions(want: Any, live: Any, pointer: str = "") -> list[Object]:
-    """JSON patch operations that free the names of our ports: replaced where ours is missing, else
-    removed.
+    """JSON patch operations that free the names of our list items: a foreign item with such a name
+    is replaced where ours is missing, else removed.
     """
     if isinstance(want, Mapping) and isinstance(live, Mapping):
         return [
@@ -229,6 +228,6 @@ def _same_quantity(one: Any, other: Any) -> bool:
 
 
 def owner_text(body: Object) -> str:
-    """Whose the object is, for a message."""
+    """The object's controller, for a message."""
     controller = controller_of(body)
-    return f"{controller['kind']} {controller['name']}" if controller else "nobody"
+    return f"{controller['kind']} {controller['name']}" if controller else "no controller"

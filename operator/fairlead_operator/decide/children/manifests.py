@@ -1,7 +1,7 @@
-"""The objects of one resource, as plain dicts. Pure: the same input gives the same bytes.
+"""The children of one resource, as plain dicts. Pure: the same input gives the same bytes.
 
-Owns which objects there are, their names and labels; ``podtemplate`` owns the pods. Whatever is
-rendered is ours to keep; whatever is left out is the cluster's or the user's.
+Owns which objects exist, their names and labels; ``podtemplate`` owns the pods. The operator
+enforces every field that is rendered; all others belong to the cluster or the user.
 """
 
 import re
@@ -44,7 +44,7 @@ def render(
 ) -> list[Object]:
     """Every child the resource should have, in the order in which they are written.
 
-    ``cached``: new pods find the weights in their claim, and none needs the hub any more.
+    ``cached``: the claim holds the weights, so that no new pod needs the hub.
     """
     children = [_service(resource), _deployment(resource, settings, replicas, strategy)]
     if resource.spec.security.network_policy:
@@ -57,8 +57,8 @@ def render(
 
 
 def keeps_weights(resource: InferenceDeployment) -> bool:
-    """Whether what one pod has downloaded is what every later one needs: a claim, and a commit,
-    which never moves.
+    """Whether the weights that one pod downloads serve every later pod: they are in a claim, and
+    the revision is a commit, which never moves.
     """
     cache, model = resource.spec.model_cache, resource.spec.model
     return (
@@ -77,7 +77,7 @@ def creates_claim(resource: InferenceDeployment) -> bool:
 
 
 def revision_of(deployment: Object) -> str:
-    """The template hash a Deployment carries."""
+    """The template hash in the pod labels of a Deployment."""
     labels = deployment["spec"]["template"]["metadata"].get("labels") or {}
     return str(labels.get(REVISION_LABEL, ""))
 
@@ -141,8 +141,8 @@ def _budget(resource: InferenceDeployment) -> Object:
 
 
 def _network_policy(resource: InferenceDeployment, settings: Settings, *, cached: bool) -> Object:
-    """The API for everyone, the admin port for its readers; out to the hub only where weights come
-    from it.
+    """Opens the API to everyone and the admin port to ``admin_peers``; egress reaches the hub, and
+    only where pods download weights.
     """
     ingress: list[Object] = [{"ports": [{"port": HTTP_PORT, "protocol": "TCP"}]}]
     if settings.admin_peers:
@@ -162,7 +162,7 @@ def _network_policy(resource: InferenceDeployment, settings: Settings, *, cached
 
 
 def _claim(resource: InferenceDeployment) -> Object:
-    """Shared by all pods, hence ReadWriteMany, unless there is only ever one."""
+    """ReadWriteMany, as all pods share it, unless there is never more than one."""
     mode = "ReadWriteMany" if max_replicas(resource) > 1 else "ReadWriteOnce"
     spec: dict[str, Any] = {
         "accessModes": [mode],

@@ -1,7 +1,7 @@
 """The pod template of a resource, as a plain dict with its hash as a label. Pure.
 
-Owns the pod's names, ports, mounts, probes and security. No CR string ever passes a shell: commands
-are lists. No measured value ever enters the template: it would start a rollout.
+Owns the pod's names, mounts, probes and security. Commands are lists: no string of the CR reaches a
+shell. No measured value enters the template: a new one would start a rollout.
 """
 
 import dataclasses
@@ -32,18 +32,16 @@ CLAIM_ROOT = "/model"  # where a pvc:// source is mounted, read-only
 TMP, SHM = "/tmp", "/dev/shm"  # noqa: S108 - emptyDirs of the pod
 KEYS, TOKEN = "/var/run/fairlead/api-keys", "/var/run/fairlead/hub-token"
 PROBE_SECONDS = 2
-GRACE_SECONDS = 15  # beyond the drain: to close connections and leave
+GRACE_SECONDS = 15  # after the drain, to close connections and exit
 
 
 def selector(resource: InferenceDeployment) -> dict[str, str]:
-    """Labels that only this resource's pods carry: a user's label cannot bring others in."""
+    """Labels that only this resource's pods carry: no user's label adds other pods."""
     return {NAME_LABEL: resource.name, UID_LABEL: resource.uid}
 
 
 def labels(resource: InferenceDeployment) -> dict[str, str]:
-    """What every child and pod carries. By the uid an object is known that lost its owner
-    reference.
-    """
+    """Labels of every child and pod. The uid identifies an object that lost its owner reference."""
     trusted = {REMOTE_CODE_LABEL: "trusted"} if resource.spec.model.trust_remote_code else {}
     return {**selector(resource), MANAGED_LABEL: MANAGED_VALUE, **trusted}
 
@@ -53,7 +51,7 @@ def cache_claim(resource: InferenceDeployment) -> str:
 
 
 def model_argument(resource: InferenceDeployment) -> str:
-    """MODEL as the pod's commands take it."""
+    """The MODEL argument of the pod's commands."""
     source = resource.spec.model.where
     if source.kind == "demo":
         return "demo:"
@@ -63,7 +61,7 @@ def model_argument(resource: InferenceDeployment) -> str:
 
 
 def pod_template(resource: InferenceDeployment, settings: Settings) -> Object:
-    """The pod template with its hash as a label; no measured value ever enters it."""
+    """The pod template, with its hash as a label."""
     extra = resource.spec.pod_template
     template: Object = {
         "metadata": {
@@ -184,7 +182,7 @@ def _fetch(resource: InferenceDeployment, settings: Settings) -> Object:
 
 
 def _environment(resource: InferenceDeployment, ours: dict[str, str]) -> list[Object]:
-    """The user's first, ours last and only once: the resource's rules keep the names apart."""
+    """The user's variables, then ours, which replace any of the same name."""
     fixed = {
         "HOME": TMP,
         "HF_HOME": HUB_HOME,
@@ -257,7 +255,7 @@ def _mounts(resource: InferenceDeployment, *, runtime: bool) -> list[Object]:
     if runtime:
         mounts.append({"name": "shm", "mountPath": SHM})
     if spec.model.where.kind == "hf":
-        # The runtime only reads what `fetch` has put there.
+        # The runtime only reads what `fetch` wrote.
         mounts.append(
             {"name": "models", "mountPath": HUB_HOME} | ({"readOnly": True} if runtime else {})
         )

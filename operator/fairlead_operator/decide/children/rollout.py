@@ -1,7 +1,7 @@
-"""Surge or recreate: which way a new revision comes in, and why. Pure.
+"""Whether a new revision rolls out by surge or recreate, and why. Pure.
 
-Decided when the template changes and kept until the next change, so that a quota that breathes does
-not rewrite the Deployment.
+The choice is made when the template changes and kept until the next change, so that a quota whose
+usage varies does not rewrite the Deployment.
 """
 
 from collections.abc import Iterable
@@ -16,9 +16,7 @@ from fairlead_operator.resource.resource import InferenceDeployment
 def choose(
     resource: InferenceDeployment, seen: Observed, revision: str, before: str
 ) -> tuple[Strategy, str]:
-    """The strategy and why. ``revision``: the one to come; ``before``: the reason given the last
-    time.
-    """
+    """The strategy and its reason. ``revision`` is the target's, ``before`` the last reason."""
     rollout, accelerator = resource.spec.rollout, resource.spec.resources.accelerator
     if rollout.strategy != "Auto":
         return rollout.strategy, f"rollout.strategy is {rollout.strategy}"
@@ -41,7 +39,7 @@ def choose(
 
 
 def _waiting_for_accelerator(seen: Observed, revision: str, name: str) -> str:
-    """Not "" while a new pod waits for an accelerator that old pods of ours hold."""
+    """Which new pod waits for an accelerator while old pods exist; "" when none does."""
     if all(revision_of_pod(p) == revision for p in seen.pods):
         return ""
     for pod in seen.pods:
@@ -57,7 +55,7 @@ def _waiting_for_accelerator(seen: Observed, revision: str, name: str) -> str:
 
 
 def _free_in_quota(quotas: Iterable[Object], name: str) -> int | None:
-    """What the tightest quota leaves of a resource; None where no quota limits it."""
+    """What the tightest quota leaves of a resource; None when no quota limits it."""
     left = []
     for quota in quotas:
         status = quota.get("status") or {}

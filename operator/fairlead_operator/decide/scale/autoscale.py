@@ -1,12 +1,12 @@
-"""How many replicas: a pure function of policy, past, samples, supply and time.
+"""The number of replicas, as a pure function of policy, history, samples, supply and time.
 
 Owns the decision and the record of every limit that changed it. Reads no cluster, no metric and no
-clock; whoever calls ``decide`` every tick hands back the history it returned.
+clock; the caller passes back the history that the last ``decide`` returned.
 
-What it guards against, each seen in a well-known autoscaler: an average taken for a total (replicas
-double while models load), a metric that is bounded by the batch (never reaches its target), missing
-data taken for zero, NaN taken for a number, starting pods that are not counted, and a mean over
-minutes that answers a burst in minutes.
+It guards against failures seen in well-known autoscalers: an average used as a total (replicas
+double while models load), a metric that the batch bounds (never reaches its target), missing data
+read as zero, NaN read as a number, starting pods that are not counted, and a mean over minutes,
+which answers a burst minutes later.
 """
 
 import math
@@ -19,17 +19,18 @@ from fairlead_operator.resource.spec import Autoscaling
 from fairlead_runtime.config import EngineConfig
 
 TICK = 5.0  # seconds between two decisions
-UP_PERIOD, DOWN_PERIOD = 15.0, 60.0  # maxStep holds for so many seconds
+UP_PERIOD, DOWN_PERIOD = 15.0, 60.0  # seconds that maxStep applies to
 GAP = FRESH_SECONDS  # seconds without data after which a window starts over
 HOUR = 3600.0
-# a turn downwards waits while the last hour holds more: with the turn up that may follow, at most 4
+# Turns of the last hour above which the next turn down waits: with the turn up that may follow, an
+# hour has at most 4.
 TURNS = 2
-SHARE = 0.8  # of a pod's capacity, when no target is set
+SHARE = 0.8  # of a pod's capacity: the default target
 
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """``target``: requests one pod should have. Windows are seconds, steps are pods a period."""
+    """``target`` is in requests per pod, windows in seconds, steps in pods per period."""
 
     min_replicas: int
     max_replicas: int
@@ -44,7 +45,7 @@ class Policy:
     def of(
         cls, autoscaling: Autoscaling, engine: EngineConfig, full_length_sequences: int | None
     ) -> "Policy":
-        """``full_length_sequences`` is the planned one, None or 0 while it is unknown."""
+        """``full_length_sequences`` is the planned number, None or 0 while it is unknown."""
         target = autoscaling.target_per_replica
         if target is None:
             planned = full_length_sequences
@@ -69,10 +70,10 @@ class Policy:
 
 @dataclass(frozen=True, slots=True)
 class Supply:
-    """What there is: ``current`` replicas asked for, names of ready pods, pods that start or cannot
-    be placed.
+    """The fleet: requested replicas, names of ready pods, counts of starting and of unschedulable
+    pods.
 
-    ``starting`` counts pods within their start-up deadline only: a crash-looping pod is no supply.
+    ``starting`` counts only pods within their start-up deadline: a crash-looping pod is no supply.
     """
 
     current: int
@@ -87,11 +88,11 @@ class Supply:
 
 @dataclass(frozen=True, slots=True)
 class History:
-    """What ``decide`` remembers. The empty one is right after a restart: its windows fill before
-    anything shrinks.
+    """What ``decide`` remembers. It is empty after a restart: nothing shrinks until the windows
+    are full.
     """
 
-    since: float | None = None  # start of the unbroken run of data that ``raws`` belongs to
+    since: float | None = None  # start of ``raws``, which has no gap
     raws: tuple[tuple[float, int], ...] = ()  # (time, replicas that demand asked for)
     changes: tuple[tuple[float, int], ...] = ()  # (time, pods added) of the last periods
     direction: int = 0  # of the last change: 1, -1, or 0 for none yet
@@ -120,8 +121,8 @@ class Decision:
 
     @property
     def limited_by(self) -> str:
-        """The last limit that changed the answer, "" when none did. Tolerance is none: inside it
-        all is as wanted.
+        """The last limit that changed the answer, "" when none did. Tolerance does not count:
+        within it the load is on target.
         """
         limits = [clamp.name for clamp in self.clamps if clamp.name != "tolerance"]
         return limits[-1] if limits else ""
@@ -133,7 +134,7 @@ class Decision:
 
 
 class _Answer:
-    """The number of replicas on its way through the limits; remembers each that changed it."""
+    """A number of replicas, and each limit that changed it."""
 
     def __init__(self, replicas: int) -> None:
         self.replicas = replicas
@@ -148,11 +149,11 @@ class _Answer:
 def decide(
     policy: Policy, history: History, samples: Mapping[str, Sample], supply: Supply, now: float
 ) -> Decision:
-    """The replicas to ask for now. ``samples`` holds each pod's last good sample, ``now`` is a
-    monotonic clock.
+    """The replicas to request now. ``samples`` holds each pod's last good sample, ``now`` is the
+    time of a monotonic clock.
 
-    Without fresh data it holds; it shrinks only on fresh data from every ready pod, over a whole
-    window.
+    Without fresh data the number stays; it shrinks only with fresh data from every ready pod over
+    a whole window.
     """
     usable = {
         pod: samples[pod] for pod in supply.ready if pod in samples and samples[pod].load.sane
@@ -173,7 +174,7 @@ def decide(
         answer = _Answer(supply.current)
         why = "no fresh metrics: holding"
     else:
-        # A ready pod that was never read may hold any load: such a moment speaks for no shrinking,
+        # A ready pod without a sample may have any load: this tick must not justify shrinking,
         # now or later.
         demanded = raw if len(usable) == len(supply.ready) else max(raw, supply.current)
         history = _with_demand(history, demanded, now, max(policy.up_window, policy.down_window))
@@ -229,7 +230,7 @@ def _limit_down(
         "scaleDown.stabilizationSeconds", min(supply.current, max(answer.replicas, needed))
     )
     if answer.replicas < supply.current and history.direction > 0:
-        # A small gain must not use up the turns that a large one may need soon.
+        # A small saving must not use up the turns that a large one may need soon.
         large = 3 * answer.replicas < supply.current
         turns = sum(
             1 for at, before in history.turns if 0 <= now - (before if large else at) < HOUR
@@ -241,11 +242,11 @@ def _limit_down(
     answer.limit("scaleDown.maxStep", min(supply.current, max(answer.replicas, lowest)))
 
 
-# -- memory
+# -- history
 
 
 def _with_demand(history: History, raw: int, now: float, window: float) -> History:
-    """With one more answer of demand; a gap, or a clock that went back, starts the windows over."""
+    """Adds the replicas demanded now; a gap, or a clock that went back, restarts the windows."""
     last = history.raws[-1][0] if history.raws else None
     if history.since is None or last is None or not 0 <= now - last <= GAP:
         return replace(history, since=now, raws=((now, raw),))

@@ -1,12 +1,12 @@
-"""What the autoscaler would have done on a trace of arrivals: the operator's own ``decide`` against
-a simple fleet.
+"""Simulates the autoscaler on a trace of arrivals: the operator's own ``decide`` with a simple
+fleet.
 
-Owns reading the trace, the fleet's arithmetic and the figures. Draws nothing; ``charts`` does.
+Owns reading the trace, the fleet's arithmetic and the figures. ``commands/plot`` draws them.
 
 The fleet is a fluid queue. A request takes ``prompt/prefill_rate + output/decode_rate`` seconds of
-a slot; each ready pod has ``slots`` of them and what finds none waits. Pods count from the moment
-they are asked for, serve ``start_seconds`` later, and go at once. That leaves out how a batch slows
-its members; see the docs.
+a slot; each ready pod has ``slots`` slots, and a request without a slot waits. A pod counts from
+the moment it is requested, serves ``start_seconds`` later, and ends at once. The model leaves out
+that requests of one batch slow each other; see docs/autoscaling.md.
 """
 
 import csv
@@ -29,7 +29,7 @@ class TraceError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """One tick of a trace: requests that arrive in it and the seconds of service that each takes."""
+    """One tick of a trace: the requests that arrive and the seconds of service of each."""
 
     arrivals: float
     service: float
@@ -37,7 +37,7 @@ class Bucket:
 
 @dataclass(frozen=True, slots=True)
 class Pod:
-    """How one pod serves. Rates are tokens a second: prefill of the pod, decode of one request."""
+    """How one pod serves. Rates are in tokens/s: prefill of the pod, decode of one request."""
 
     slots: int
     start_seconds: float = 60.0
@@ -60,7 +60,7 @@ class Moment:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One tick's outcome. ``replicas`` are asked for, ``ready`` of them serve."""
+    """One tick's outcome. ``replicas`` are requested, ``ready`` of them serve."""
 
     t: float
     replicas: int
@@ -77,7 +77,7 @@ Scaler = Callable[[Moment], tuple[int, str]]
 class Result:
     rows: list[Row] = field(default_factory=list)
     pod_seconds: float = 0.0
-    seconds_over: float = 0.0  # time with more than target * (1 + tolerance) requests a ready pod
+    seconds_over: float = 0.0  # time with more than target * (1 + tolerance) requests per ready pod
     max_waiting: float = 0.0
     request_seconds_waited: float = 0.0
     arrivals: float = 0.0
@@ -87,8 +87,8 @@ class Result:
         return self.pod_seconds / 3600
 
     def turns(self) -> list[tuple[float, float]]:
-        """(time of the change before, time) where the count turned from growing to shrinking or
-        back.
+        """Where the count turned from growing to shrinking or back: (time of the change before,
+        time).
         """
         turns: list[tuple[float, float]] = []
         direction, last = 0, 0.0
@@ -102,7 +102,7 @@ class Result:
         return turns
 
     def most_turns_an_hour(self) -> int:
-        """Of any hour: turns with both of their changes inside it."""
+        """The most turns that lie, with both of their changes, within one hour."""
         turns = self.turns()
         return max(
             (
@@ -130,7 +130,7 @@ class Result:
 
 
 class OperatorScaler:
-    """The operator's ``decide`` with fresh metrics from every ready pod, its load spread evenly."""
+    """The operator's ``decide`` with fresh metrics from every ready pod and an even load."""
 
     def __init__(self, policy: Policy) -> None:
         self.policy = policy
