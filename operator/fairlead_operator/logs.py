@@ -31,4 +31,3 @@ def set_up(level: int = logging.INFO) -> None:
     logging.basicConfig(level=level, handlers=[handler], force=True)
     # kopf would log a line for every watched object.
     logging.getLogger("kopf").setLevel(logging.WARNING)
-    logging.getLogger("httpx").setLevel(logging.WARNING)

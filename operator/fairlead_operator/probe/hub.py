@@ -1,9 +1,9 @@
 """A model's config.json before any pod exists: shipped for the demo, from the hub for public
 models.
 
-The only fetch the operator does: exactly one small JSON file of a repository, from the host in its
-own settings, without a token and without following a redirect to another host. A CR can name the
-repository and nothing else.
+Fetches exactly one small JSON file of a repository, from the host in the operator's settings,
+without a token and without following a redirect to another host. A resource can name the repository
+and nothing else.
 """
 
 import asyncio
@@ -14,16 +14,15 @@ from collections.abc import Callable, Mapping
 from typing import Any
 from urllib.parse import quote, urljoin, urlsplit
 
-import httpx
-
+from fairlead_operator.probe.http_client import ERRORS, HttpClient, TooLargeError
 from fairlead_operator.resource.spec import Source
 
 LIMIT = 1 << 20
 SECONDS = 5.0
 KEEP_SECONDS = 3600.0  # a branch may move
-FORGIVE_SECONDS = 60.0  # after which a failed fetch is tried again
+RETRY_SECONDS = 60.0  # after which a failed fetch is tried again
 REDIRECTS = 3
-
+AT_ONCE = 20  # fetches
 
 LATER = "planned once a pod has it"
 
@@ -37,21 +36,23 @@ class HubError(Exception):
 
 
 class Hub:
-    """Remembers answers and failures, so that a thousand resources of one model ask once."""
+    """Remembers answers and failures: a thousand resources of one model cost one fetch.
+
+    Made in a running event loop.
+    """
 
     def __init__(self, endpoint: str, clock: Callable[[], float] = time.monotonic) -> None:
         self._endpoint, self._clock = endpoint.rstrip("/"), clock
-        self._http = httpx.AsyncClient(
-            timeout=SECONDS, follow_redirects=False, headers={"Accept-Encoding": "identity"}
-        )
+        # The hub may be reachable through the environment's proxy alone.
+        self._http = HttpClient(SECONDS, LIMIT, AT_ONCE, proxies=True)
         self._answers: dict[tuple[str, str], tuple[float, Mapping[str, Any] | HubError]] = {}
         self._locks: dict[tuple[str, str], asyncio.Lock] = {}
 
     async def close(self) -> None:
-        await self._http.aclose()
+        await self._http.close()
 
     async def config(self, source: Source, revision: str) -> Mapping[str, Any]:
-        """Raises HubError where there is none to be had without a pod."""
+        """Raises HubError where only a pod can provide it."""
         if source.kind == "demo":
             return demo_config()
         if source.kind != "hf":
@@ -61,62 +62,56 @@ class Hub:
         key = (source.path, revision or "main")
         async with self._locks.setdefault(key, asyncio.Lock()):
             at, answer = self._answers.get(key, (float("-inf"), HubError("")))
-            keep = FORGIVE_SECONDS if isinstance(answer, HubError) else KEEP_SECONDS
+            keep = RETRY_SECONDS if isinstance(answer, HubError) else KEEP_SECONDS
             if self._clock() - at >= keep:
-                answer = await self._ask(*key)
+                answer = await self._answer(*key)
                 self._answers[key] = (self._clock(), answer)
         if isinstance(answer, HubError):
             raise answer
         return answer
 
-    async def _ask(self, repository: str, revision: str) -> Mapping[str, Any] | HubError:
+    async def _answer(self, repository: str, revision: str) -> Mapping[str, Any] | HubError:
         owner, _, name = repository.partition("/")
         path = "/".join(quote(part, safe="") for part in (owner, name))
         url = f"{self._endpoint}/{path}/resolve/{quote(revision, safe='')}/config.json"
         try:
-            async with asyncio.timeout(SECONDS):
+            async with self._http.turn():
                 body = await self._fetch(url)
             value = json.loads(body)
         except HubError as error:
             return error
-        except (httpx.HTTPError, OSError, ValueError) as error:
-            what = f"config.json of {repository} does not come from {self._endpoint} ({type(error).__name__})"
+        except TooLargeError:
+            return HubError(f"config.json is larger than {LIMIT} bytes")
+        except (*ERRORS, ValueError) as error:
             return HubError(
-                f"{what}: check the chart's hub.endpoint and the operator's way out; {LATER}"
+                f"fetching config.json of {repository} from {self._endpoint} failed "
+                f"({type(error).__name__}): check the chart's hub.endpoint and the operator's "
+                f"network access; {LATER}"
             )
         return (
             value
             if isinstance(value, dict)
-            else HubError(f"config.json of {repository} is no JSON object")
+            else HubError(f"config.json of {repository} is not a JSON object")
         )
 
     async def _fetch(self, url: str) -> bytes:
         host = urlsplit(url).netloc
         for _ in range(REDIRECTS):
-            async with self._http.stream("GET", url) as answer:
-                if answer.is_redirect:
-                    url = urljoin(url, answer.headers.get("location", ""))
-                    if urlsplit(url).netloc != host:
-                        raise HubError(
-                            "the hub redirects config.json to another host: not followed"
-                        )
-                    continue
-                if answer.status_code in {401, 403}:
-                    raise HubError(
-                        f"the model is gated or does not exist: check model.source; {LATER}"
-                    )
-                if answer.status_code == 404:
-                    raise HubError(
-                        "the hub has no such model or revision: check model.source and model.revision"
-                    )
-                if answer.status_code != 200:
-                    raise HubError(f"the hub answers {answer.status_code} for config.json; {LATER}")
-                body = bytearray()
-                async for part in answer.aiter_raw():
-                    body += part
-                    if len(body) > LIMIT:
-                        raise HubError(f"config.json is larger than {LIMIT} bytes")
-                return bytes(body)
+            response = await self._http.fetch("GET", url)
+            if response.status == 200:
+                return response.body
+            if 300 <= response.status < 400:
+                url = urljoin(url, response.location)
+                if urlsplit(url).netloc != host:
+                    raise HubError("the hub redirects config.json to another host: not followed")
+                continue
+            if response.status in {401, 403}:
+                raise HubError(f"the model is gated or does not exist: check model.source; {LATER}")
+            if response.status == 404:
+                raise HubError(
+                    "the hub has no such model or revision: check model.source and model.revision"
+                )
+            raise HubError(f"the hub answers {response.status} for config.json; {LATER}")
         raise HubError("the hub redirects config.json in circles")
 
 

@@ -1,20 +1,20 @@
 """The only module that talks to pods: metrics, canary and configuration of the runtime's admin
 port.
 
-Asks only addresses that the API server reported for pods of ours; reads at most 1 MiB, waits at
-most 2 s, follows no redirect, sends no credential. An answer that is not good is no answer.
+Requests only addresses that the API server reported for the operator's pods. Reads at most 1 MiB,
+waits at most 2 s, follows no redirect, uses no proxy, sends no credential. Every answer that is not
+good is an error.
 """
 
-import asyncio
 import ipaddress
 import json
 from typing import Any, Self
 
-import httpx
-
+from fairlead_operator.probe.http_client import ERRORS, HttpClient, TooLargeError
 from fairlead_operator.resource.kinds import ADMIN_PORT
 
 LIMIT = 1 << 20
+AT_ONCE = 100  # requests
 
 
 class ScrapeError(Exception):
@@ -22,31 +22,25 @@ class ScrapeError(Exception):
 
 
 class Pods:
-    """One pooled client; a context manager."""
+    """A context manager, entered in a running event loop."""
 
-    def __init__(self, seconds: float = 2.0, port: int = ADMIN_PORT) -> None:
-        limits = httpx.Limits(max_connections=100, max_keepalive_connections=20)
-        # trust_env: a proxy of the environment must never stand between the operator and a pod.
-        self._http = httpx.AsyncClient(
-            timeout=seconds,
-            limits=limits,
-            follow_redirects=False,
-            trust_env=False,
-            headers={"Accept-Encoding": "identity"},
-        )
-        self._seconds, self._port = seconds, port
+    def __init__(
+        self, seconds: float = 2.0, port: int = ADMIN_PORT, at_once: int = AT_ONCE
+    ) -> None:
+        self._http = HttpClient(seconds, LIMIT, at_once)
+        self._port = port
 
     async def __aenter__(self) -> Self:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        await self._http.aclose()
+        await self._http.close()
 
     async def metrics(self, address: str) -> str:
         return (await self._read("GET", address, "/metrics")).decode("utf-8", "replace")
 
     async def canary(self, address: str) -> None:
-        """Have the pod make one token. Raises ScrapeError unless it did."""
+        """Make the pod generate one token. Raises ScrapeError unless it did."""
         answer = _json(await self._read("POST", address, "/canary"))
         if not isinstance(answer.get("token"), int):
             raise ScrapeError("the canary's answer holds no token")
@@ -55,7 +49,7 @@ class Pods:
         return _json(await self._read("GET", address, "/model/config.json"))
 
     async def progress(self, address: str) -> dict[str, Any]:
-        """How far the pod's ``fetch`` is."""
+        """How much of the weights the pod's ``fetch`` has downloaded."""
         return _json(await self._read("GET", address, "/progress"))
 
     async def memory(self, address: str) -> dict[str, Any]:
@@ -67,26 +61,23 @@ class Pods:
         except ValueError:
             raise ScrapeError("the pod has no address") from None
         url = f"http://{f'[{host}]' if host.version == 6 else host}:{self._port}{path}"
-        body = bytearray()
         try:
-            # The client's own limits are per read: a pod that trickles would hold us for ever.
-            async with asyncio.timeout(self._seconds), self._http.stream(method, url) as answer:
-                if answer.status_code != 200:
-                    raise ScrapeError(f"{path}: status {answer.status_code}")
-                async for part in answer.aiter_raw():
-                    body += part
-                    if len(body) > LIMIT:
-                        raise ScrapeError(f"{path}: more than {LIMIT} bytes")
-        except (httpx.HTTPError, OSError, TimeoutError) as error:
+            async with self._http.turn():
+                response = await self._http.fetch(method, url)
+        except TooLargeError:
+            raise ScrapeError(f"{path}: more than {LIMIT} bytes") from None
+        except ERRORS as error:
             raise ScrapeError(f"{path}: {type(error).__name__}") from None
-        return bytes(body)
+        if response.status != 200:
+            raise ScrapeError(f"{path}: status {response.status}")
+        return response.body
 
 
 def _json(body: bytes) -> dict[str, Any]:
     try:
         value = json.loads(body)
     except ValueError:
-        raise ScrapeError("the answer is no JSON") from None
+        raise ScrapeError("the answer is not JSON") from None
     if not isinstance(value, dict):
-        raise ScrapeError("the answer is no JSON object")
+        raise ScrapeError("the answer is not a JSON object")
     return value

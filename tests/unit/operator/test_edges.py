@@ -246,7 +246,7 @@ def test_the_hub_is_asked_for_one_file_once() -> None:
         ((401, {}, b""), "gated"),
         ((404, {}, b""), "check model.source and model.revision"),
         ((500, {}, b""), "answers 500 for config.json; planned once"),
-        ((200, {}, b"[]"), "no JSON object"),
+        ((200, {}, b"[]"), "not a JSON object"),
         ((200, {}, b"{"), r"JSONDecodeError\): check the chart's hub.endpoint"),
         ((200, {}, b" " * (2 << 20)), "larger than"),
         ((302, {"Location": "http://evil.test/config.json"}, b""), "another host"),

@@ -1,0 +1,113 @@
+"""The client of the operator's probes: a storm of timeouts costs nothing later, requests wait for
+their turn before their deadline starts, and the environment's proxy is for the hub alone.
+"""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+
+import pytest
+
+from fairlead_operator.probe.hub import Hub, HubError
+from fairlead_operator.probe.pod_client import Pods, ScrapeError
+from fairlead_operator.resource.spec import Source
+
+TOKEN = b"HTTP/1.1 200 OK\r\nContent-Length: 12\r\n\r\n" + b'{"token": 5}'
+
+
+class PodServer:
+    """A pod's admin port on loopback. It answers after ``seconds``, and counts requests."""
+
+    def __init__(self, seconds: float = 0.0) -> None:
+        self.seconds = seconds
+        self.port = 0
+        self.open = self.most_open = 0
+        self.requests: list[bytes] = []
+
+    async def handle(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.open += 1
+        self.most_open = max(self.open, self.most_open)
+        with contextlib.suppress(OSError, asyncio.IncompleteReadError, asyncio.CancelledError):
+            self.requests.append(await reader.readuntil(b"\r\n\r\n"))
+            await asyncio.sleep(self.seconds)
+            self.open -= 1  # before the answer: the client may send the next at once
+            writer.write(TOKEN)
+            await writer.drain()
+        writer.close()
+
+
+@contextlib.asynccontextmanager
+async def pod_server(seconds: float = 0.0) -> AsyncIterator[PodServer]:
+    server = PodServer(seconds)
+    listener = await asyncio.start_server(server.handle, "127.0.0.1", 0, backlog=1000)
+    server.port = listener.sockets[0].getsockname()[1]
+    try:
+        yield server
+    finally:
+        listener.close()
+
+
+async def canaries(pods: Pods, count: int) -> list[BaseException | None]:
+    return await asyncio.gather(
+        *(pods.canary("127.0.0.1") for _ in range(count)), return_exceptions=True
+    )
+
+
+@pytest.mark.timeout(60)  # takes 6 s; httpx's pool took minutes, quadratic in what waits
+def test_after_a_storm_of_timeouts_every_pod_that_answers_is_heard() -> None:
+    async def go() -> None:
+        async with pod_server(seconds=60) as server, Pods(0.2, server.port) as pods:
+            for _ in range(3):
+                for error in await canaries(pods, 600):
+                    assert isinstance(error, ScrapeError)
+                    assert "TimeoutError" in str(error)
+            server.seconds, pods._http._seconds = 0.0, 10.0
+            assert await canaries(pods, 20) == [None] * 20
+
+    asyncio.run(go())
+
+
+def test_a_cancelled_request_gives_its_turn_back() -> None:
+    async def go() -> None:
+        async with pod_server(seconds=60) as server, Pods(10.0, server.port, at_once=2) as pods:
+            for _ in range(20):
+                task = asyncio.create_task(pods.canary("127.0.0.1"))
+                await asyncio.sleep(0.01)
+                task.cancel()
+            server.seconds = 0.0
+            assert await canaries(pods, 5) == [None] * 5
+
+    asyncio.run(go())
+
+
+def test_requests_wait_for_their_turn_before_their_deadline_starts() -> None:
+    async def go() -> None:
+        async with pod_server(seconds=0.2) as server, Pods(1.0, server.port, at_once=2) as pods:
+            assert await canaries(pods, 16) == [None] * 16, "1.6 s in all"
+            assert server.most_open == 2
+
+    asyncio.run(go())
+
+
+def test_the_environments_proxy_is_used_for_the_hub_and_never_for_a_pod(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def go() -> None:
+        async with pod_server() as proxy, pod_server() as server, Pods(5.0, server.port) as pods:
+            monkeypatch.setenv("http_proxy", f"http://127.0.0.1:{proxy.port}")
+            monkeypatch.delenv("no_proxy", raising=False)
+            await pods.canary("127.0.0.1")
+            assert proxy.requests == []
+            hub = Hub("http://127.0.0.1:1")
+            try:
+                assert await hub.config(Source("hf", "owner/name"), "") == {"token": 5}
+                monkeypatch.setenv("no_proxy", "127.0.0.1")
+                with pytest.raises(HubError):
+                    await hub.config(Source("hf", "owner/other"), "")
+            finally:
+                await hub.close()
+            (request,) = proxy.requests
+            path = b"http://127.0.0.1:1/owner/name/resolve/main/config.json"
+            assert request.startswith(b"GET " + path)
+
+    asyncio.run(go())
