@@ -112,13 +112,13 @@ def test_settings_come_from_arguments_and_environment() -> None:
         (["--namespace=a"], {**IMAGE, "HF_ENDPOINT": "ftp://hub.test"}, "HF_ENDPOINT must be"),
         (["--namespace=a"], {**IMAGE, "HF_ENDPOINT": "http://u@hub.test"}, "HF_ENDPOINT must be"),
         (["--namespace=a"], {**IMAGE, "HF_ENDPOINT": "http://hub.test:x"}, "HF_ENDPOINT must be"),
-        (["--namespace=a"], {**IMAGE, "FAIRLEAD_ALLOWED_IMAGES": "("}, "no regular expression"),
+        (["--namespace=a"], {**IMAGE, "FAIRLEAD_ALLOWED_IMAGES": "("}, "not a regular expression"),
         (
             ["--namespace=a"],
             {**IMAGE, "FAIRLEAD_ALLOWED_REMOTE_CODE": "yes"},
             'must be "true" or "false"',
         ),
-        (["--namespace=a"], {**IMAGE, "FAIRLEAD_ADMIN_PEERS": "{"}, "no JSON"),
+        (["--namespace=a"], {**IMAGE, "FAIRLEAD_ADMIN_PEERS": "{"}, "not JSON"),
         (["--namespace=a"], {**IMAGE, "FAIRLEAD_ADMIN_PEERS": "{}"}, "must be a JSON list"),
     ],
 )
