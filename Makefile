@@ -6,8 +6,14 @@ BIN := $(VENV)/bin
 # uv's --torch-backend, from PyTorch's own index, instead of the build that the lock names.
 TORCH ?= registry
 
-.PHONY: help setup demo test test-full lint lock gpu bench clean
-help: ; @grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/'
+PYTEST := $(BIN)/python -m pytest
+# One file's tests share a worker, and with it the cluster and the servers that they start.
+WORKERS ?= 2
+PARALLEL := -n $(WORKERS) --dist loadfile
+
+.PHONY: help setup demo check lint style types imports fast test test-full plant gpu bench lock clean
+help: ## print this list
+	@grep -E '^[a-z-]+:.*## ' $(firstword $(MAKEFILE_LIST)) | sed -E 's/:.*## /\t/'
 
 $(BIN)/uv:
 	$(PYTHON) -c 'import sys; sys.exit(0 if (3, 11) <= sys.version_info[:2] <= (3, 13) else "Python 3.11, 3.12 or 3.13 is needed: set PYTHON=")'
@@ -23,23 +29,45 @@ setup: $(VENV)/.ready ## create .venv from the lock
 demo: setup ## start the real server on the demo model and ask it something
 	$(BIN)/python scripts/demo.py
 
-lint: setup ## ruff, mypy, import-linter
+check: setup ## the inner loop: lint, types, import contracts, unit and contract tests, side by side
+	@$(MAKE) --no-print-directory --keep-going --jobs=3 --output-sync=target style types imports fast
+
+lint: style types imports ## ruff, mypy, import-linter
+
+style: setup
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
+
+types: setup
 	$(BIN)/mypy
+
+imports: setup
 	$(BIN)/lint-imports
 
-test: lint ## everything that needs no GPU, long forms shortened
-	$(BIN)/python -m pytest -m "not gpu and not full"
+fast: setup
+	$(PYTEST) -q $(PARALLEL) -m "not gpu and not full" tests/unit tests/contract
 
-test-full: lint ## everything that needs no GPU, long forms whole
-	FAIRLEAD_FULL=1 $(BIN)/python -m pytest -m "not gpu" --timeout=14400
+test: check ## everything that needs no GPU, long forms shortened; the fast parts first
+	$(PYTEST) $(PARALLEL) -m "not gpu and not full" tests/functional
+	$(PYTEST) $(PARALLEL) -m "not gpu and not full" tests/cluster
+
+test-full: lint plant ## everything that needs no GPU, long forms whole
+	FAIRLEAD_FULL=1 $(PYTEST) -m "not gpu" --timeout=14400
+
+plant: setup ## plant known bugs one at a time; the tests must catch every one
+	$(BIN)/python scripts/plant_bugs.py
+
+bench: setup ## the benchmarks that need no GPU
+	$(BIN)/python benchmarks/step_overhead.py
+	$(BIN)/python benchmarks/sampling.py
+	$(BIN)/python benchmarks/tutorial.py
 
 gpu: setup ## what needs an NVIDIA GPU
-	$(BIN)/python -m pytest -m gpu
+	$(PYTEST) -m gpu
 
 lock: $(BIN)/uv ## renew requirements.lock
 	$(BIN)/uv pip compile --quiet -p $(BIN)/python --universal --generate-hashes --no-emit-index-url --no-header --upgrade \
-	  --extra test --extra operator --extra runtime pyproject.toml -o requirements.lock
+	  --group test --extra operator --extra runtime pyproject.toml -o requirements.lock
 
-clean: ; rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+clean: ## remove .venv and caches
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

@@ -21,23 +21,47 @@ ROOT = Path(__file__).parents[2]
 _numbers = itertools.count(1)
 
 
+# What a fixture starts; a test that runs others itself names them: `pytest.mark.cluster("helm")`.
+PROGRAMS_OF_FIXTURES = {
+    "plane": ("etcd", "kube-apiserver", "kube-controller-manager", "kube-scheduler"),
+    "nodes": ("kwok",),
+}
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """Before pytest-xdist starts its workers: they cannot move to a namespace by themselves."""
+    option = session.config.option
+    if getattr(option, "numprocesses", None) and not option.collectonly:
+        _settle()
+
+
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Build missing programs before any test's clock runs, with the progress visible; then see to
-    pods' addresses.
+    """Build the programs that the collected tests need before any test's clock runs, with the
+    progress visible; then see to pods' addresses.
     """
-    if session.config.option.collectonly or not any(
-        i.get_closest_marker("cluster") for i in session.items
-    ):
+    tests = [item for item in session.items if item.get_closest_marker("cluster")]
+    if session.config.option.collectonly or not tests:
         return
     capture = session.config.pluginmanager.getplugin("capturemanager")
     with capture.global_and_fixture_disabled() if capture else contextlib.nullcontext():
-        for name in binaries.PROGRAMS:
-            binaries.program(name)
-        if any("pod_addresses" in getattr(item, "fixturenames", ()) for item in session.items):
-            try:
-                addresses.settle()
-            except addresses.NoAddressError as error:
-                raise pytest.UsageError(str(error)) from None
+        binaries.build(sorted({name for item in tests for name in _programs(item)}))
+        if any("pod_addresses" in getattr(item, "fixturenames", ()) for item in tests):
+            _settle()
+
+
+def _programs(item: pytest.Item) -> Iterator[str]:
+    for mark in item.iter_markers("cluster"):
+        yield from mark.args
+    for fixture in getattr(item, "fixturenames", ()):
+        yield from PROGRAMS_OF_FIXTURES.get(fixture, ())
+
+
+def _settle() -> None:
+    try:
+        addresses.settle()
+    except addresses.NoAddressError as error:
+        raise pytest.UsageError(str(error)) from None
 
 
 @pytest.fixture(scope="session")

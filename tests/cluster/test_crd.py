@@ -12,7 +12,7 @@ from cluster.harness.cel_cases import BASE, CASES, Case, build
 from cluster.harness.controlplane import ControlPlane
 from cluster.harness.kubectl import kubectl
 
-pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("crd")]
+pytestmark = [pytest.mark.cluster("kubectl"), pytest.mark.usefixtures("crd")]
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ from cluster.harness.charts import Helm, only, token_of
 from cluster.harness.controlplane import ControlPlane
 from cluster.harness.resources import KIND, idep
 
-pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("crd")]
+pytestmark = [pytest.mark.cluster("helm"), pytest.mark.usefixtures("crd")]
 RBAC = "rbac.authorization.k8s.io"
 POLICIES = ("ValidatingAdmissionPolicy", "ValidatingAdmissionPolicyBinding")
 NAMED: tuple[tuple[str, str, Object], ...] = (

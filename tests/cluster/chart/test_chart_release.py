@@ -39,7 +39,7 @@ from cluster.harness.nodes import add_nodes, start_kwok
 from cluster.harness.resources import KIND, PROCESSES, condition, current, idep, status
 from fairlead_operator.resource.settings import Settings, read
 
-pytestmark = pytest.mark.cluster
+pytestmark = pytest.mark.cluster("helm", "helm3", "kubectl")
 ROOT = CHART.parents[1]
 START = 90  # seconds that a runtime process may take on a busy machine
 WAIT = ("--wait", "--timeout=60s")

@@ -11,7 +11,7 @@ from cluster.harness.apiclient import Object
 from cluster.harness.charts import CHART, Helm, environment, of_kind, only
 from fairlead_operator.resource.settings import Settings, read
 
-pytestmark = pytest.mark.cluster  # whose hook builds helm
+pytestmark = pytest.mark.cluster("helm", "helm3")  # whose hook builds helm
 
 
 @pytest.fixture(scope="module")

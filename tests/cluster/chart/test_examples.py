@@ -28,7 +28,7 @@ from fairlead_operator.resource.settings import Settings
 from fairlead_runtime import metric_names
 from support.operator_bodies import resource
 
-pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("crd")]
+pytestmark = [pytest.mark.cluster("kubectl"), pytest.mark.usefixtures("crd")]
 ROOT = Path(__file__).parents[3]
 EXAMPLES = ROOT / "examples" / "external-autoscaling"
 SCHEMA = json.loads(Path(__file__).with_name("keda_scaledobject.schema.json").read_text())

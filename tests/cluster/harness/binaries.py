@@ -55,15 +55,14 @@ class NoControlPlaneError(RuntimeError):
 
 def program(name: str) -> Path:
     """The path of one program, built first if needed (minutes, once per version)."""
-    assets = os.environ.get("KUBEBUILDER_ASSETS")
-    if assets and (found := Path(assets) / name).is_file():
-        return found
     return build([name])[name]
 
 
 def build(names: Iterable[str]) -> dict[str, Path]:
-    """Build what the cache lacks; one process at a time, the others wait for its result."""
-    wanted = {name: _home(PROGRAMS[name].module) / name for name in names}
+    """Build what neither the assets nor the cache have; one process at a time, the others wait for
+    its result.
+    """
+    wanted = {name: _asset(name) or _home(PROGRAMS[name].module) / name for name in names}
     if all(path.is_file() for path in wanted.values()):
         return wanted
     if shutil.which("go") is None:
@@ -73,12 +72,20 @@ def build(names: Iterable[str]) -> dict[str, Path]:
             + ", ".join(sorted(wanted))
         )
     for name, path in wanted.items():
+        if path.is_file():
+            continue
         path.parent.mkdir(parents=True, exist_ok=True)
         with (path.parent / ".lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not path.is_file():
                 _compile(PROGRAMS[name], path)
     return wanted
+
+
+def _asset(name: str) -> Path | None:
+    assets = os.environ.get("KUBEBUILDER_ASSETS")
+    path = Path(assets) / name if assets else None
+    return path if path and path.is_file() else None
 
 
 def _home(module: str) -> Path:

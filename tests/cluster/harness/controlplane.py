@@ -5,7 +5,9 @@ Owns the processes, their folder, their ports and their certificates. Nothing ou
 should the test process itself be killed, the kernel ends the children.
 """
 
+import contextlib
 import ctypes
+import itertools
 import os
 import secrets
 import shutil
@@ -26,6 +28,11 @@ import yaml
 
 from cluster.harness import binaries
 from cluster.harness.apiclient import Api
+
+# Test workers share these ports: 1,500 for each of up to eight (pytest-xdist counts from gw0).
+FIRST_PORT, PORTS = 20_000, 1_500
+WORKER = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")) % 8
+_port_numbers = itertools.count(secrets.randbelow(PORTS))
 
 USERS = {  # token file: user → groups
     "admin": "system:masters",
@@ -264,15 +271,18 @@ class ControlPlane:
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports that nothing listens on, all different."""
-    sockets = [socket.socket() for _ in range(count)]
-    try:
-        for one in sockets:
-            one.bind(("127.0.0.1", 0))
-        return [one.getsockname()[1] for one in sockets]
-    finally:
-        for one in sockets:
-            one.close()
+    """Ports that nothing listens on, all different, and different from those of other test workers.
+
+    They lie below the range from which the kernel takes ports of outgoing connections, and no call
+    returns one twice before all others of the worker's share have been tried.
+    """
+    ports: list[int] = []
+    while len(ports) < count:
+        port = FIRST_PORT + WORKER * PORTS + next(_port_numbers) % PORTS
+        with socket.socket() as one, contextlib.suppress(OSError):
+            one.bind(("127.0.0.1", port))
+            ports.append(port)
+    return ports
 
 
 def end(process: subprocess.Popen[bytes], patience: float) -> None:

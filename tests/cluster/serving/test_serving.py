@@ -26,7 +26,7 @@ from cluster.harness.resources import (
     status,
 )
 
-pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("crd")]
+pytestmark = [pytest.mark.cluster("kubectl"), pytest.mark.usefixtures("crd")]
 
 
 @pytest.fixture(scope="module")
