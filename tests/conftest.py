@@ -1,4 +1,5 @@
-"""Settings of the whole suite: properties without deadlines, OpenMP without spinning.
+"""Settings of the whole suite: properties without deadlines, OpenMP without spinning, and no more
+threads than cores when workers of pytest-xdist share them.
 
 A deadline would test how busy the machine is. Threads that spin while they wait make small models
 crawl when two test processes share the cores; OpenMP reads this when torch is first imported.
@@ -6,9 +7,20 @@ crawl when two test processes share the cores; OpenMP reads this when torch is f
 
 import os
 
+import pytest
 from hypothesis import settings
 
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+if workers := int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "0")):
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // workers)))
 
 settings.register_profile("fairlead", deadline=None, print_blob=True)
 settings.load_profile("fairlead")
+
+
+def pytest_configure() -> None:
+    """Refuse a value of FAIRLEAD_FULL that has no meaning before any test runs."""
+    try:
+        import support.full  # noqa: F401 - reads the variable
+    except ValueError as error:
+        raise pytest.UsageError(str(error)) from None

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from cluster.harness.apiclient import Api, ApiError, Object, eventually
-from cluster.harness.case_selection import FULL
 from cluster.harness.controlplane import ControlPlane
 from cluster.harness.kubectl import kubectl
 from cluster.harness.operators import OperatorProcess
@@ -25,8 +24,9 @@ from cluster.harness.resources import (
     owned_by,
     status,
 )
+from support.full import LONG_FORM
 
-pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("crd", "nodes")]
+pytestmark = [pytest.mark.cluster("kubectl"), pytest.mark.usefixtures("crd", "nodes")]
 EMPTY: Object = {"metadata": {}}
 
 
@@ -228,7 +228,7 @@ def test_drift_in_any_managed_field_is_repaired_and_foreign_fields_are_kept(
         paths = sorted(p for p in leaves(entry["fieldsV1"]) if "f:egress" not in p)
         for number, path in enumerate(paths):
             for operation in ("replace", "remove"):
-                if not FULL and (number + (operation == "remove")) % 2:
+                if not LONG_FORM and (number + (operation == "remove")) % 2:
                     continue
                 body = api.get(kind, namespace, "chat")
                 at = pointer(body, path)

@@ -12,14 +12,14 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from cluster.harness.apiclient import Api, Object, eventually
-from cluster.harness.case_selection import FULL
 from cluster.harness.controlplane import ControlPlane
 from cluster.harness.operators import OperatorProcess
 from cluster.harness.resources import CHILDREN, KIND, idep
+from support.full import LONG_FORM
 
 pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("crd")]
-COUNT = int(os.environ.get("FAIRLEAD_SCALE") or (1000 if FULL else 100))
-IDLE = 40 if FULL else 20  # seconds: two re-lists, or one
+COUNT = int(os.environ.get("FAIRLEAD_SCALE") or (1000 if LONG_FORM else 100))
+IDLE = 40 if LONG_FORM else 20  # seconds: two re-lists, or one
 CALLS = "fairlead_operator_api_calls_total"
 
 

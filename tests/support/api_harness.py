@@ -5,7 +5,6 @@ behind it.
 import asyncio
 import itertools
 import json
-import os
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
@@ -32,7 +31,6 @@ from fairlead_runtime.request import FinishReason, RequestError
 from fairlead_runtime.serving.detokenize import vocabulary_of
 
 MODEL = "tiny"
-LONG_FORM = os.environ.get("FAIRLEAD_FULL") == "1"
 MAX_MODEL_LEN = 512
 TEXT = "naïve 日本 🙂 text, "  # characters of one to four bytes
 

@@ -4,7 +4,6 @@ Two runs give equal tokens for equal requests, whatever shares the batch, so a t
 identity.
 """
 
-import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -16,7 +15,6 @@ from fairlead_runtime.scheduling.scheduler import Scheduler
 from fairlead_runtime.seeds import mix64
 from fairlead_runtime.sizing.groups import LayerGroup
 
-LONG_FORM = os.environ.get("FAIRLEAD_FULL") == "1"
 VOCABULARY = 1000
 FULL = (LayerGroup(0, None, (0, 1)),)
 MIXED = (LayerGroup(0, None, (0,)), LayerGroup(1, 8, (1,)))

@@ -1,7 +1,7 @@
 """The chart's Role is exact: with it nothing is forbidden, and without any one of its verbs
 something is.
 
-A short run takes a part of the verbs, another part for every commit; FAIRLEAD_FULL=1 takes all of
+A short run takes a part of the verbs, chosen by FAIRLEAD_CASE_OFFSET; FAIRLEAD_FULL=1 takes all of
 them.
 """
 
@@ -22,7 +22,7 @@ from cluster.harness.controlplane import ControlPlane
 from cluster.harness.operators import OperatorProcess
 from cluster.harness.resources import CHILDREN, KIND, idep, status
 
-pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("crd", "nodes")]
+pytestmark = [pytest.mark.cluster("helm"), pytest.mark.usefixtures("crd", "nodes")]
 CHART = Path(__file__).parents[3] / "charts" / "fairlead"
 EVERYTHING = {"FAIRLEAD_ALLOWED_MODEL_CACHE_CREATE": "true"}
 

@@ -9,11 +9,12 @@ from collections.abc import Iterable, Iterator
 import pytest
 
 from cluster.harness.apiclient import Api, eventually
-from cluster.harness.case_selection import FULL, offset, share
+from cluster.harness.case_selection import offset, share
 from cluster.harness.controlplane import ControlPlane
 from cluster.harness.faultproxy import ERRORS, Call, Fate, FaultProxy
 from cluster.harness.operators import OperatorProcess
 from cluster.harness.resource_lifecycle import Key, Lifecycle
+from support.full import LONG_FORM
 
 pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("crd")]
 KINDS = (
@@ -127,7 +128,8 @@ def test_every_kind_of_error_at_any_write_is_outlived_by_the_same_process(
 def namespaces(api: Api, namespace: str) -> Iterator[list[str]]:
     """One for each error that a kind may meet; in a short run one, another for each commit."""
     names = [
-        f"{namespace}-{shift}"[-60:].strip("-") for shift in (range(9) if FULL else [offset(9)])
+        f"{namespace}-{shift}"[-60:].strip("-")
+        for shift in (range(9) if LONG_FORM else [offset(9)])
     ]
     for name in names:
         api.create({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": name}})

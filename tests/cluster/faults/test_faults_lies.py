@@ -9,12 +9,13 @@ from collections.abc import Iterator
 import pytest
 
 from cluster.harness.apiclient import Api, eventually
-from cluster.harness.case_selection import FULL, offset
+from cluster.harness.case_selection import offset
 from cluster.harness.controlplane import ControlPlane
 from cluster.harness.faultproxy import Call, Fate, FaultProxy
 from cluster.harness.operators import OperatorProcess
 from cluster.harness.resource_lifecycle import Key, Lifecycle, Wanted, world_of
 from cluster.harness.resources import KIND
+from support.full import LONG_FORM
 
 pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("crd")]
 SIDE_BY_SIDE = 10  # schedules in one operator, each in a namespace of its own
@@ -79,7 +80,7 @@ def test_stale_lists_and_lost_or_late_events_delete_nothing_and_are_caught_up_wi
     """Half of the lists and watches that begin in a step's first seconds lie, in each namespace
     others.
     """
-    rounds = range(ROUNDS) if FULL else [offset(20)]
+    rounds = range(ROUNDS) if LONG_FORM else [offset(20)]
     slowest, lies = zip(
         *(told_lies(plane, api, namespaces, number) for number in rounds), strict=True
     )
@@ -139,7 +140,7 @@ def test_started_again_on_old_lists_it_takes_nothing_back(
         restart()
         lifecycle.patch({"replicas": 3})
         lifecycle.settle("scaled up", Wanted(3, "1", 81))
-        for number in range(20 if FULL else 1):
+        for number in range(20 if LONG_FORM else 1):
             before = facts(api, namespaces)
             lying = True
             restart()

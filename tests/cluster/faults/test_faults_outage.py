@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 
 from cluster.harness.apiclient import Api, eventually
-from cluster.harness.case_selection import FULL
 from cluster.harness.completions import Clients
 from cluster.harness.controlplane import ControlPlane
 from cluster.harness.fakekubelet import STANDIN, FakeKubelet
@@ -29,6 +28,7 @@ from cluster.harness.resources import (
     ready,
     status,
 )
+from support.full import LONG_FORM
 
 pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("crd", "nodes")]
 LEADS = "fairlead_operator_leader"
@@ -134,8 +134,8 @@ def test_no_request_fails_while_the_api_server_or_etcd_stands_still(
     """Stopped as processes: operator, kubelet and controllers all hang on them, and a real runtime
     is being asked.
     """
-    away = {"kube-apiserver": 300 if FULL else 30, "etcd": 20}
-    after = 30 if FULL else 15
+    away = {"kube-apiserver": 300 if LONG_FORM else 30, "etcd": 20}
+    after = 30 if LONG_FORM else 15
     with FakeKubelet(plane), OperatorProcess(plane, (namespace,)) as operator:
         scaling = {"minReplicas": 1, "maxReplicas": 2, "targetPerReplica": 100}
         api.create(idep(namespace, podTemplate=PROCESSES, autoscaling=scaling))
@@ -208,7 +208,7 @@ def test_restarts_change_nothing_and_deleting_needs_no_operator(
         pods = running(api, namespace, 2)
         deployment = api.get("Deployment", namespace, "chat")
         before = len(proxy.calls)
-        for _ in range(20 if FULL else 5):
+        for _ in range(20 if LONG_FORM else 5):
             operator.kill()
             operator.start()
             eventually(lambda: operator.metric(PASSES, result="ok") > 0, 20, "it has looked")
@@ -268,7 +268,7 @@ def all_known(api: Api, namespace: str) -> bool:
 def test_of_two_operators_one_writes_and_the_other_takes_over_within_20_seconds(
     plane: ControlPlane, api: Api, namespace: str
 ) -> None:
-    watched = 300 if FULL else 60
+    watched = 300 if LONG_FORM else 60
     first_proxy, second_proxy = FaultProxy(plane), FaultProxy(plane)
     with (
         first_proxy,

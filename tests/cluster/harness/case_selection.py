@@ -1,27 +1,26 @@
-"""Which part of a long list of cases a short run takes: another one for every commit, so that all
-get their turn.
+"""Which part of a long list of cases a short run takes: every n-th one, from FAIRLEAD_CASE_OFFSET
+(default 0) on. The long form takes all.
 """
 
 import os
-import subprocess
 from collections.abc import Sequence
 from typing import TypeVar
 
+from support.full import LONG_FORM
+
 T = TypeVar("T")
-FULL = bool(os.environ.get("FAIRLEAD_FULL"))
+VARIABLE = "FAIRLEAD_CASE_OFFSET"
 
 
 def offset(one_in: int = 10) -> int:
-    """From the commit; 0 outside a repository."""
-    head = subprocess.run(
-        ["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False
-    ).stdout
-    return int(head[:8] or "0", 16) % one_in
+    """The first case of a short run, below ``one_in``."""
+    chosen = int(os.environ.get(VARIABLE) or 0) % one_in
+    print(f"case offset {chosen} of {one_in} ({VARIABLE} sets it)")
+    return chosen
 
 
 def share(cases: Sequence[T], one_in: int = 10) -> list[T]:
-    """All cases with FAIRLEAD_FULL=1, else every ``one_in``-th."""
-    first = offset(one_in)
-    chosen = list(cases) if FULL else list(cases[first::one_in])
-    print(f"{len(chosen)} of {len(cases)} cases, offset {0 if FULL else first}")
+    """All cases in the long form, else every ``one_in``-th."""
+    chosen = list(cases) if LONG_FORM else list(cases[offset(one_in) :: one_in])
+    print(f"{len(chosen)} of {len(cases)} cases")
     return chosen

@@ -13,7 +13,6 @@ import pytest
 from fairlead_runtime.api import connection, limits
 from fairlead_runtime.api.connection import GuardedProtocol
 from support.api_harness import (
-    LONG_FORM,
     FakeService,
     Server,
     chat,
@@ -23,6 +22,7 @@ from support.api_harness import (
     is_error,
     run,
 )
+from support.full import LONG_FORM
 
 
 async def _exchange(

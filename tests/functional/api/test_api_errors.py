@@ -18,7 +18,6 @@ from fairlead_runtime.api.state import Face
 from fairlead_runtime.outputs import Draining, EngineDead, QueueFull, QueueTimeout
 from fairlead_runtime.request import MAX_LOGPROBS
 from support.api_harness import (
-    LONG_FORM,
     MODEL,
     FakeService,
     asgi,
@@ -30,6 +29,7 @@ from support.api_harness import (
     is_error,
     run,
 )
+from support.full import LONG_FORM
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 SECRET = "correct horse battery staple"

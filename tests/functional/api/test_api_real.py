@@ -24,7 +24,6 @@ from fairlead_runtime.serving.metrics import Stats
 from fairlead_runtime.serving.service import Service
 from fairlead_runtime.start.build import build
 from support.api_harness import (
-    LONG_FORM,
     MODEL,
     Server,
     chat,
@@ -33,6 +32,7 @@ from support.api_harness import (
     run,
     running_server,
 )
+from support.full import LONG_FORM
 
 QUESTION = "What is Fairlead?"
 ANSWER = "Fairlead serves language models on Kubernetes."

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from fairlead_runtime.models import tiny
-from support.fake_engine import LONG_FORM
+from support.full import LONG_FORM
 from support.serve_process import Process, broken_device, never_loads, serve, stream_events
 
 LONG = {

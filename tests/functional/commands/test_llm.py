@@ -17,7 +17,7 @@ from fairlead_runtime.models import tiny
 from fairlead_runtime.models.model_error import ModelError
 from fairlead_runtime.outputs import Submission
 from fairlead_runtime.request import FinishReason, RequestError
-from support.fake_engine import LONG_FORM
+from support.full import LONG_FORM
 
 SMALL: dict[str, Any] = {"num_blocks": 256, "block_size": 4}
 

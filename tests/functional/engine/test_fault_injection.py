@@ -19,7 +19,8 @@ from fairlead_runtime.models import tiny
 from fairlead_runtime.request import FinishReason, Request, SamplingParams
 from fairlead_runtime.scheduling.plan import Result, Work
 from fairlead_runtime.start.build import Built, build
-from support.fake_engine import LONG_FORM, Collected, run
+from support.fake_engine import Collected, run
+from support.full import LONG_FORM
 
 POINTS = 1000 if LONG_FORM else 100
 Kind = Literal["nan", "inf", "raise"]

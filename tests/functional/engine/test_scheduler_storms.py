@@ -3,7 +3,6 @@
 `make test` plays a tenth, FAIRLEAD_FULL=1 the whole: 10,000 aborted requests for each of 20 seeds.
 """
 
-import os
 import random
 
 import pytest
@@ -11,8 +10,7 @@ import pytest
 from fairlead_runtime.request import FinishReason, Request, SamplingParams
 from fairlead_runtime.scheduling import Finished, Limits, Result, Scheduler
 from fairlead_runtime.sizing.groups import group_layers
-
-FULL = os.environ.get("FAIRLEAD_FULL") == "1"
+from support.full import LONG_FORM
 
 
 def step(scheduler: Scheduler, rng: random.Random) -> int:
@@ -38,7 +36,7 @@ def test_requests_aborted_at_random_points_leave_no_block_held(seed: int) -> Non
         offload_units=rng.choice((0, 30)),
     )
     scheduler = Scheduler(limits, group_layers(rng.choice(((None,), (None, 9)))))
-    total = 10_000 if FULL else 1_000
+    total = 10_000 if LONG_FORM else 1_000
     asked = aborted = 0
     live: dict[str, int] = {}
     while aborted < total:

@@ -11,7 +11,6 @@ counted, shown and limited.
 
 import functools
 import itertools
-import os
 import random
 from dataclasses import dataclass, field, replace
 
@@ -20,8 +19,8 @@ import pytest
 from fairlead_runtime.models import tiny
 from fairlead_runtime.request import FinishReason, Request
 from support.engine_rig import MAX_LEN, Rig, Setting, greedy, prompts, rig
+from support.full import LONG_FORM
 
-FULL = bool(os.environ.get("FAIRLEAD_FULL"))
 TIE = 1e-4
 TIES_ALLOWED = 1e-3
 FAMILIES = (*tiny.FAMILIES, *tiny.VARIANTS)
@@ -103,7 +102,7 @@ def chosen() -> tuple[Case, ...]:
     Deterministic.
     """
     everything = every_case()
-    if FULL:
+    if LONG_FORM:
         return tuple(everything)
     order = everything[:]
     random.Random(0).shuffle(order)
@@ -250,7 +249,7 @@ def test_the_matrix_is_covered_and_ties_stay_rare() -> None:
             [f"{sum(t.runs for t in tallies)} runs, {requests} requests, {len(ties)} ties", *ties]
         )
     )
-    assert requests >= (5000 if FULL else 500)
+    assert requests >= (5000 if LONG_FORM else 500)
     assert set().union(*map(pairs, chosen())) == set().union(*map(pairs, every_case()))
     assert len(ties) <= TIES_ALLOWED * requests
     assert sum(t.constant for t in tallies) == 0

@@ -4,19 +4,17 @@ nothing held at the end.
 `make test` plays a tenth, FAIRLEAD_FULL=1 the whole: 1,000,000 steps over 2,000 seeds.
 """
 
-import os
-
 import pytest
 
 from support import whole_run
+from support.full import LONG_FORM
 
-FULL = os.environ.get("FAIRLEAD_FULL") == "1"
 BATCHES = 4
 
 
 @pytest.mark.parametrize("batch", range(BATCHES))
 def test_random_workloads_finish_with_the_tokens_of_a_run_alone(batch: int) -> None:
-    share = (2000 if FULL else 200) // BATCHES
+    share = (2000 if LONG_FORM else 200) // BATCHES
     total = whole_run.Outcome()
     for seed in range(batch * share, (batch + 1) * share):
         scenario = whole_run.draw(seed)

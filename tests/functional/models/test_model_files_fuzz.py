@@ -3,7 +3,6 @@ would, never a crash.
 """
 
 import json
-import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -17,9 +16,10 @@ from fairlead_runtime.config import ConfigError
 from fairlead_runtime.models import loading, tiny
 from fairlead_runtime.models.headers import read_header
 from fairlead_runtime.models.model_error import ModelError
+from support.full import LONG_FORM
 
 SETTINGS = settings(
-    max_examples=3000 if os.environ.get("FAIRLEAD_FULL") else 100,
+    max_examples=3000 if LONG_FORM else 100,
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )

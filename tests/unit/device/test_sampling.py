@@ -3,7 +3,6 @@ faults.
 """
 
 import math
-import os
 import random
 from collections.abc import Sequence as Rows
 from typing import Any
@@ -21,8 +20,8 @@ from fairlead_runtime.device.sampling import SamplingBatch, draw_keys, sample
 from fairlead_runtime.logprobs import TokenLogprobs
 from fairlead_runtime.request import Request, SamplingParams, Sequence
 from fairlead_runtime.seeds import mix64, resolve_seed
+from support.full import LONG_FORM
 
-FULL = os.environ.get("FAIRLEAD_FULL") == "1"
 EOS = 0
 
 
@@ -148,7 +147,7 @@ def test_a_greedy_batch_costs_no_draw(monkeypatch: pytest.MonkeyPatch) -> None:
 # -- the distribution
 
 PROBABILITIES = torch.tensor([0.4, 0.25, 0.15, 0.1, 0.05, 0.03, 0.015, 0.005], dtype=torch.float64)
-COUNT = 400_000 if FULL else 40_000
+COUNT = 400_000 if LONG_FORM else 40_000
 
 
 def deviation(counts: Tensor, expected: Tensor) -> float:
@@ -223,7 +222,7 @@ def test_a_request_gets_the_same_token_alone_and_in_any_batch(width: int) -> Non
     once.
     """
     rng = random.Random(width)
-    count = (2000 if FULL else 200) if width < 10_000 else 80
+    count = (2000 if LONG_FORM else 200) if width < 10_000 else 80
     sequences = [a_random_request(rng) for _ in range(count)]
     logits = random_logits(count, width, seed=width, spread=2.0)
     logits[::2] = logits[::2].bfloat16().float()  # coarse values tie

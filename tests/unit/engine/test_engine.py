@@ -14,7 +14,6 @@ from fairlead_runtime.scheduling.plan import Work
 from fairlead_runtime.scheduling.scheduler import Scheduler
 from support.fake_engine import (
     FULL,
-    LONG_FORM,
     MIXED,
     Clock,
     Collected,
@@ -24,6 +23,7 @@ from support.fake_engine import (
     rig,
     run,
 )
+from support.full import LONG_FORM
 
 
 def poisoned(*names: str) -> FakeRunner:

@@ -6,7 +6,6 @@ again.
 """
 
 import itertools
-import os
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -16,8 +15,9 @@ import pytest
 from fairlead_operator.decide.pods.load import LoadError, Sample, parse
 from fairlead_operator.decide.scale.autoscale import TICK, History, Policy, Supply, decide
 from fairlead_runtime.metric_names import RUNNING, WAITING
+from support.full import LONG_FORM
 
-SEEDS = 50 if os.environ.get("FAIRLEAD_FULL") == "1" else 3
+SEEDS = 50 if LONG_FORM else 3
 POLICY = Policy(
     min_replicas=1,
     max_replicas=12,

@@ -27,7 +27,8 @@ from fairlead_runtime.serving.detokenize import Vocabulary
 from fairlead_runtime.serving.intake import Intake
 from fairlead_runtime.serving.service import Service
 from fairlead_runtime.serving.stream import MAX_HELD, Stream
-from support.fake_engine import LONG_FORM, VOCABULARY, Clock, FakeRunner, rig
+from support.fake_engine import VOCABULARY, Clock, FakeRunner, rig
+from support.full import LONG_FORM
 
 pytestmark = pytest.mark.anyio
 WITHIN = 600.0 if LONG_FORM else 30.0  # seconds after which a test hangs rather than waits
