@@ -1,6 +1,6 @@
-"""Operations on tensors: paged attention, cache writes and copies, sampling. Knows no request and
-no HTTP.
+"""Operations on tensors: paged attention, cache writes and copies, sampling. Knows neither requests
+nor HTTP.
 
-``attention`` is the interface, ``backend`` picks who implements it, ``reference`` is what all are
-held against.
+``attention`` is the interface, ``backend`` picks its implementation, ``reference`` holds the plain
+implementations that tests compare with.
 """

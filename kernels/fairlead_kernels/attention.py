@@ -1,10 +1,9 @@
-"""The interface of paged attention: ``plan`` once a step, ``run`` once a layer.
+"""The interface of paged attention: ``plan`` once per step, ``run`` once per layer.
 
-Owns the words that the engine and every backend share: the heads of a model, the ragged rows of a
-step and what one layer's attention does to its scores. Knows no request, no scheduler and no
-kernel.
+Owns the types that the engine and every backend share: the heads of a model, the ragged rows of a
+step and what one layer's attention does to its scores. Knows no request, scheduler or kernel.
 
-Words: a *row* is one sequence's share of a step, ``count`` consecutive tokens of it. A *block*
+Terms: a *row* is one sequence's share of a step, ``count`` consecutive tokens of it. A *block*
 holds ``block_size`` tokens of one layer; a row's *table* lists its blocks in order, so token ``p``
 lies in block ``table[p // block_size]`` at offset ``p % block_size``. A token's *slot* is ``block *
 block_size + offset``.
@@ -15,7 +14,7 @@ from typing import Any, Protocol
 
 import torch
 
-NULL = -1  # a table entry whose block was freed because the window left it behind
+NULL = -1  # a table entry whose block was freed because the window has passed it
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,13 +44,13 @@ class Heads:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Ragged:
-    """The rows of one step, for the layers of one group. All tensors lie on the host.
+class RaggedRows:
+    """The rows of one step, for the layers of one group. All tensors are on the host.
 
     ``query_starts`` int32 [B+1]: row b owns the packed tokens query_starts[b]:query_starts[b+1],
     its newest ones. ``kv_lens`` int32 [B]: tokens of row b in the cache, this step's included, so
     its first query has position kv_lens[b] - count. ``tables`` int32 [B, W]: blocks, NULL where the
-    window left them behind, anything beyond the row's last block. ``window``: position p sees the
+    window has passed them, undefined beyond the row's last block. ``window``: position p sees the
     keys p-window+1..p; None: all up to p.
     """
 
@@ -77,14 +76,14 @@ class LayerSpec:
 
 
 class AttentionBackend(Protocol):
-    """Paged attention over ragged rows. One object serves one model; it holds scratch memory, so
-    one step at a time.
+    """Paged attention over ragged rows. One object serves one model and holds scratch memory, so it
+    runs one step at a time.
     """
 
     name: str
 
-    def plan(self, ragged: Ragged) -> Any:
-        """Everything that does not depend on the layer, computed on the host once a step and group."""
+    def plan(self, ragged: RaggedRows) -> Any:
+        """Whatever does not depend on the layer, computed on the host once per step and group."""
 
     def run(
         self,

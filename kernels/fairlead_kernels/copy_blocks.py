@@ -1,11 +1,11 @@
-"""Moving whole blocks: copy-on-write within a cache, offload to host memory and back."""
+"""Copies of whole blocks: copy-on-write within a cache, offload to host memory and back."""
 
 from collections.abc import Sequence
 
 import torch
 
-# A preempted sequence's blocks leave in parts of at most this size: when memory is what is short,
-# staging may not take another such sequence's worth of it.
+# Copies between memories go in parts of at most this size: sequences are offloaded when memory is
+# short, so the staging buffer must not take as much as the sequence itself.
 STAGING_BYTES = 64 << 20
 
 
@@ -17,8 +17,8 @@ def copy_blocks(
 
     ``source`` and ``target`` agree in every other dimension and may be one tensor; then all sources
     are read before any target is written, so a block may be both. Each part is gathered first, so
-    that it crosses between devices in one transfer. The copy is complete, for all that follows on
-    the device, when this returns.
+    that it crosses between devices in one transfer. Work queued on the
+    device after the call sees the complete copy.
     """
     if not pairs:
         return

@@ -1,5 +1,4 @@
-"""Every operation once more in the plainest torch there is: the truth that tests hold the backends
-against.
+"""Reference implementations in plain torch, which tests compare the backends with.
 
 Slow on purpose: one token at a time, in float64, straight from the definitions in ``attention``.
 Never on a hot path.
@@ -7,17 +6,17 @@ Never on a hot path.
 
 import torch
 
-from fairlead_kernels.attention import LayerSpec, Ragged
+from fairlead_kernels.attention import LayerSpec, RaggedRows
 
 
 def attend(
-    ragged: Ragged,
+    ragged: RaggedRows,
     query: torch.Tensor,
     key_cache: torch.Tensor,
     value_cache: torch.Tensor,
     spec: LayerSpec,
 ) -> torch.Tensor:
-    """What ``AttentionBackend.run`` returns, by the definition. Shapes as there."""
+    """``AttentionBackend.run`` by its definition, with the same shapes."""
     starts, lens = ragged.query_starts.tolist(), ragged.kv_lens.tolist()
     group = query.shape[1] // key_cache.shape[2]
     out = query.new_empty(query.shape[0], query.shape[1], value_cache.shape[3])
@@ -40,13 +39,13 @@ def attend(
                 .double()
                 .repeat_interleave(group, dim=1)
             )
-            out[starts[row] + i] = _one(query[starts[row] + i].double(), keys, values, spec).to(
-                out.dtype
-            )
+            out[starts[row] + i] = _attend_one(
+                query[starts[row] + i].double(), keys, values, spec
+            ).to(out.dtype)
     return out
 
 
-def _one(
+def _attend_one(
     query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, spec: LayerSpec
 ) -> torch.Tensor:
     """One token: query [H, D], keys [L, H, D], values [L, H, Dv] → [H, Dv]."""

@@ -1,15 +1,15 @@
-"""Drawing one token per row of logits: cuts, counter-based noise, and the race between the tokens
-left.
+"""Drawing one token per row of logits: cuts, counter-based noise, and the Gumbel-max draw.
 
 Owns the arithmetic of sampling on tensors. Knows no request and keeps no random state: a row's draw
 is a function of its own logits, its own parameters and its 64-bit key, so neither its place in the
 batch nor its batch mates matter. Three choices make that exact rather than likely:
 
-- Noise is a hash of (key, token). The hash works on 32-bit integers only, so it is the same bits on every device.
-- Every filter is a *cut*, the smallest score that stays. Tokens that tie with it stay too: which of two equal
-  scores a sort puts first is decided by nobody.
-- Probability mass is summed in fixed point. Integer sums do not depend on their order, float sums do (and a
-  reduction is ordered differently for one row than for many).
+- Noise is a hash of (key, token). The hash uses 32-bit integers only, so its bits are the same on
+  every device.
+- Every filter is a *cut*, the smallest score that stays. Tokens that tie with it stay too: a sort
+  does not define which of two equal scores comes first.
+- Probability mass is summed in fixed point. Integer sums do not depend on their order, float sums
+  do (and a reduction is ordered differently for one row than for many).
 
 Scores here are ``(logits - row maximum) / temperature``: at most 0, and 0 for the likeliest token.
 """
@@ -27,13 +27,12 @@ GUMBEL_MIN = -math.log(-math.log1p(-(1 - 2.0**-24)))
 # overflow.
 MASS_BITS = 40
 MAX_VOCABULARY = 2**22
-# Slack on bounds that only skip work, wide enough for any rounding in them.
+# Slack on bounds that only skip work, larger than any rounding error in them.
 SLACK = 1e-2
-# A few survivors are gathered and worked on by themselves; per element that costs as much as eight
-# in place.
+# A gathered candidate costs as much as eight in place, so only few candidates are gathered.
 SPARSE = 8
 SMALL = 1 << 14
-# Elements that one pass works on: on the CPU its handful of temporaries stays in the cache.
+# Elements that one pass works on: on the CPU its few temporaries then stay in the cache.
 CPU_CHUNK = 1 << 17
 DEVICE_CHUNK = 1 << 26
 
@@ -52,32 +51,32 @@ def _xor_shift(x: Tensor, bits: int) -> Tensor:
     return x.bitwise_xor_((x >> bits).bitwise_and_((1 << (32 - bits)) - 1))
 
 
-def token_words(vocabulary: int, device: torch.device) -> Tensor:
-    """One well mixed int32 per token id, [vocabulary]: what the hash combines with a row's key."""
+def hash_tokens(vocabulary: int, device: torch.device) -> Tensor:
+    """One int32 hash per token id, [vocabulary], which ``keyed_hash`` combines with a row's key."""
     x = torch.arange(1, vocabulary + 1, dtype=torch.int32, device=device)
     x = _xor_shift(x, 16).mul_(_MUL1)
     x = _xor_shift(x, 15).mul_(_MUL2)
     return _xor_shift(x, 16)
 
 
-def keyed_hash(words: Tensor, low: Tensor, high: Tensor) -> Tensor:
-    """Uniform integers in [0, 2^31) from token words and the halves of row keys, all int32,
+def keyed_hash(hashes: Tensor, low: Tensor, high: Tensor) -> Tensor:
+    """Uniform integers in [0, 2^31) from token hashes and the halves of row keys, all int32,
     broadcast together.
 
     lowbias32 with the key's low half mixed in before it and the high half between its rounds.
     """
-    x = words ^ low
+    x = hashes ^ low
     x = _xor_shift(x, 16).mul_(_MUL1).bitwise_xor_(high)
     x = _xor_shift(x, 15).mul_(_MUL2)
     return _xor_shift(x, 16).bitwise_and_((1 << UNIFORM_BITS) - 1)
 
 
 def log_exponential(integers: Tensor) -> Tensor:
-    """The logarithm of standard exponential noise, float32, from integers in [0, 2^31): minus it is
-    Gumbel noise.
+    """The logarithm of standard exponential noise, float32, from integers in [0, 2^31); its
+    negative is Gumbel noise.
 
-    ``log(-log1p(-u))`` with u = (integer + 1/2) / 2^31: winners have a small u, where float32 is
-    finest. u is kept below 1, so the noise is always finite.
+    ``log(-log1p(-u))`` with u = (integer + 1/2) / 2^31: tokens that win have a small u, where
+    float32 is finest. u is kept below 1, so the noise is always finite.
     """
     minus_u = (
         integers.to(torch.float32).add_(0.5).mul_(-(2.0**-UNIFORM_BITS)).clamp_(min=2.0**-24 - 1)
@@ -86,8 +85,8 @@ def log_exponential(integers: Tensor) -> Tensor:
 
 
 def likeliest(values: Tensor) -> tuple[Tensor, Tensor]:
-    """Each row's largest value and the first place that has it; a NaN is larger than all. [R], [R]
-    int64 from [R, V].
+    """Each row's largest value [R] and its first index [R] int64, from [R, V]; a NaN is larger than
+    all.
 
     In one pass: torch's argmax alone takes six times as long on a CPU.
     """
@@ -109,90 +108,97 @@ def top_p_cut(scores: Tensor, floor: Tensor, top_p: Tensor) -> Tensor:
     """The smallest score of each row's nucleus: the likeliest tokens that together hold ``top_p``
     of the mass.
 
-    ``scores`` [R, V] float32, ``floor`` [R] float32 (what lies below has no mass), ``top_p`` [R]
+    ``scores`` [R, V] float32, ``floor`` [R] float32 (scores below it have no mass), ``top_p`` [R]
     float64 in (0, 1). Returns [R] float32. (Holtzman et al., "The Curious Case of Neural Text
     Degeneration", 2020.)
 
     Instead of sorting, the cut is found digit by digit: scores are at most 0, so the bits of their
-    absolute values order them, and each digit's mass tells in which one the wanted mass is reached.
+    absolute values order them, and the mass of each digit shows in which one the wanted mass is
+    reached.
     """
-    row, score = _held(scores, floor)
+    row, score = _at_or_above(scores, floor)
     mass = score.exp().mul_(2.0**MASS_BITS).long()
     bits = score.abs().view(torch.int32)
     count = scores.shape[0]
-    wanted, found = None, torch.zeros(count, dtype=torch.int32, device=scores.device)
+    wanted, cut = None, torch.zeros(count, dtype=torch.int32, device=scores.device)
     for shift, width in ((20, 11), (10, 10), (0, 10)):
         digit = (bits >> shift).bitwise_and_((1 << width) - 1)
         key = row * (1 << width) + digit
-        held = (
+        sums = (
             mass.new_zeros(count << width)
             .scatter_add_(0, key, mass)
             .view(count, -1)
             .cumsum_(dim=-1)
         )
         if wanted is None:
-            total = held[:, -1]
-            wanted = torch.minimum(
-                (total.double() * top_p).ceil_().long(), total
-            )  # float64 may round up
-        place = (held < wanted[:, None]).sum(dim=-1, keepdim=True).clamp_(max=held.shape[1] - 1)
-        wanted = wanted - torch.where(place > 0, held.gather(1, place - 1 + (place == 0)), 0)[:, 0]
-        found = (found << width) + place[:, 0].to(torch.int32)
+            total = sums[:, -1]
+            # float64 may round up beyond the total.
+            wanted = torch.minimum((total.double() * top_p).ceil_().long(), total)
+        place = (sums < wanted[:, None]).sum(dim=-1, keepdim=True).clamp_(max=sums.shape[1] - 1)
+        wanted = wanted - torch.where(place > 0, sums.gather(1, place - 1 + (place == 0)), 0)[:, 0]
+        cut = (cut << width) + place[:, 0].to(torch.int32)
         here = (digit == place[:, 0][row]).nonzero()[:, 0]
         row, bits, mass = row[here], bits[here], mass[here]
-    return found.view(torch.float32).neg_()
+    return cut.view(torch.float32).neg_()
 
 
-def _held(scores: Tensor, floor: Tensor) -> tuple[Tensor, Tensor]:
+def _at_or_above(scores: Tensor, floor: Tensor) -> tuple[Tensor, Tensor]:
     """Row [N] int64 and score [N] of everything at or above the row's floor."""
     width = scores.shape[1]
-    held = scores >= floor[:, None]
-    if int(held.sum()) == held.numel():
+    above = scores >= floor[:, None]
+    if int(above.sum()) == above.numel():
         rows = torch.arange(scores.shape[0], device=scores.device)
         return rows[:, None].expand(-1, width).reshape(-1), scores.reshape(-1)
-    places = held.view(-1).nonzero()[:, 0]
+    places = above.view(-1).nonzero()[:, 0]
     return places // width, scores.reshape(-1)[places]
 
 
-def race(
-    scores: Tensor, best: Tensor, cut: Tensor | None, low: Tensor, high: Tensor, words: Tensor
+def draw_tokens(
+    scores: Tensor,
+    best: Tensor,
+    cut: Tensor | None,
+    low: Tensor,
+    high: Tensor,
+    hashes: Tensor,
 ) -> Tensor:
     """The token with the largest ``score + noise`` among those at or above the cut: one draw from
     their softmax.
 
     ``scores`` [R, V] float32, ``best`` [R] int64 the place of each row's 0, ``cut`` [R] float32 at
-    most 0 or None where nothing is cut, ``low`` and ``high`` [R] int32, ``words`` [V] int32 from
-    ``token_words``. Returns [R] int64. Equal sums go to the smallest id. (The Gumbel-max trick:
-    Gumbel 1954.)
+    most 0 or None where nothing is cut, ``low`` and ``high`` [R] int32, ``hashes`` [V] int32
+    from ``hash_tokens``. Returns [R] int64. Equal sums go to the smallest id. (The Gumbel-max
+    trick: Gumbel 1954.)
     """
-    # A count would make the host wait for a device; there, and for little work, the dense form
-    # costs less.
+    # On a device a count would make the host wait; there, and for few scores, the dense form costs
+    # less.
     if scores.device.type != "cpu" or scores.numel() <= SMALL:
-        return _race_dense(scores, cut, low, high, words)
-    # The likeliest token's sum is known now; one that cannot reach it even with the largest noise
-    # need not run.
-    lead = log_exponential(keyed_hash(words[best], low, high)).neg_()
+        return _draw_dense(scores, cut, low, high, hashes)
+    # A token that cannot reach the likeliest token's sum even with the largest noise is not a
+    # candidate.
+    lead = log_exponential(keyed_hash(hashes[best], low, high)).neg_()
     bound = lead - (GUMBEL_MAX + SLACK)
-    running = scores >= (bound if cut is None else torch.maximum(cut, bound))[:, None]
-    if int(running.sum()) * SPARSE > running.numel():
-        return _race_dense(scores, cut, low, high, words)
-    return _race_sparse(scores, running, low, high, words)
+    candidates = scores >= (bound if cut is None else torch.maximum(cut, bound))[:, None]
+    if int(candidates.sum()) * SPARSE > candidates.numel():
+        return _draw_dense(scores, cut, low, high, hashes)
+    return _draw_sparse(scores, candidates, low, high, hashes)
 
 
-def _race_dense(
-    scores: Tensor, cut: Tensor | None, low: Tensor, high: Tensor, words: Tensor
+def _draw_dense(
+    scores: Tensor, cut: Tensor | None, low: Tensor, high: Tensor, hashes: Tensor
 ) -> Tensor:
-    total = scores - log_exponential(keyed_hash(words[None, :], low[:, None], high[:, None]))
+    total = scores - log_exponential(keyed_hash(hashes[None, :], low[:, None], high[:, None]))
     if cut is not None:
         total.masked_fill_(scores < cut[:, None], -math.inf)
     return likeliest(total)[1]
 
 
-def _race_sparse(
-    scores: Tensor, running: Tensor, low: Tensor, high: Tensor, words: Tensor
+def _draw_sparse(
+    scores: Tensor, candidates: Tensor, low: Tensor, high: Tensor, hashes: Tensor
 ) -> Tensor:
-    rows, tokens = running.nonzero(as_tuple=True)
-    total = scores[rows, tokens] - log_exponential(keyed_hash(words[tokens], low[rows], high[rows]))
+    rows, tokens = candidates.nonzero(as_tuple=True)
+    total = scores[rows, tokens] - log_exponential(
+        keyed_hash(hashes[tokens], low[rows], high[rows])
+    )
     best = total.new_full((scores.shape[0],), -math.inf).scatter_reduce_(0, rows, total, "amax")
     won = total == best[rows]
     first = tokens.new_full((scores.shape[0],), scores.shape[1])

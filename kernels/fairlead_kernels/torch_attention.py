@@ -1,23 +1,23 @@
 """Paged attention in plain torch, made for CPUs; it runs on any device.
 
-Owns the layer's half: gather, ``scaled_dot_product_attention``, scatter. Never builds a mask over
-more than one row's queries and keys, so a step costs the sum of its rows, not their square, and of
-a row only STRIP queries high.
+Owns the work of one layer: gather, ``scaled_dot_product_attention``, scatter. A mask covers one
+row's keys and at most STRIP of its queries, so a step costs the sum of its rows, not their square.
 
 Three ideas, each measured on two cores:
 
-- Rows with one query (decodes) are batched. Their keys are gathered by *token*, not by block, so that no byte which
-  the row does not own is ever read.
-- A gather is kept under GATHER_BYTES. Beyond it, freshly mapped pages cost ten times the attention itself (64 MB of
-  keys: 100 ms to gather, 6 ms to attend); small gathers stay in the cache and in reused scratch memory.
-- A row whose blocks happen to be consecutive is read in place, without a gather.
+- Rows with one query (decodes) are batched. Their keys are gathered by *token*, not by block, so
+  that no byte which the row does not own is ever read.
+- A gather stays below GATHER_BYTES. Above it, freshly mapped pages cost ten times the attention
+  itself (64 MB of keys: 100 ms to gather, 6 ms to attend); small gathers stay in the CPU's cache
+  and in reused scratch memory.
+- A row whose blocks are consecutive is read in place, without a gather.
 """
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - torch's own convention
 
 from fairlead_kernels import torch_plan
-from fairlead_kernels.attention import Heads, LayerSpec, Ragged
+from fairlead_kernels.attention import Heads, LayerSpec, RaggedRows
 from fairlead_kernels.torch_plan import Decodes, Keys, Prefill, TorchPlan
 
 # Keys one batched gather may take: about half of a server core's second-level cache.
@@ -38,7 +38,7 @@ class Scratch:
         if keys.start is not None:
             return flat[keys.start : keys.start + keys.length]
         if keys.slots is None:
-            raise ValueError("keys: neither a run nor slots")
+            raise ValueError("keys: has neither start nor slots")
         needed = keys.slots.shape[0] * flat[0].numel()
         if (
             self._buffer is None
@@ -51,8 +51,8 @@ class Scratch:
 
 
 class TorchAttention:
-    """``AttentionBackend`` in plain torch. See the module for how it works and ``reference`` for
-    what it computes.
+    """``AttentionBackend`` in plain torch. The module says how it works, ``reference`` what it
+    computes.
     """
 
     name = "torch"
@@ -64,7 +64,7 @@ class TorchAttention:
         token_bytes = heads.kv * max(heads.dim, heads.value_dim) * heads.dtype.itemsize
         self._gather_tokens = max(1, GATHER_BYTES // token_bytes)
 
-    def plan(self, ragged: Ragged) -> TorchPlan:
+    def plan(self, ragged: RaggedRows) -> TorchPlan:
         return torch_plan.plan(ragged, self.device, self.heads.dtype, self._gather_tokens)
 
     def run(
@@ -102,19 +102,19 @@ class TorchAttention:
     ) -> None:
         h, n, length = self.heads, piece.tokens.shape[0], piece.keys.length
         key, value = self._read(piece.keys, key_cache, value_cache)
-        # The queries that share a key head stand in the place of positions: no key is repeated.
+        # The queries that share a key head take the place of positions, so no key is repeated.
         q = query.index_select(0, piece.tokens).view(n, h.kv, h.group, h.dim)
         k = key.view(n, length, h.kv, h.dim).transpose(1, 2)
         v = value.view(n, length, h.kv, h.value_dim).transpose(1, 2)
         mask = None if piece.mask is None else piece.mask.to(query.dtype)
         if spec.softcap is None and spec.sinks is None:
-            got = F.scaled_dot_product_attention(
+            attended = F.scaled_dot_product_attention(
                 q, k.to(q.dtype), v.to(q.dtype), attn_mask=mask, scale=spec.scale
             )
         else:
             sinks = None if spec.sinks is None else spec.sinks.view(1, h.kv, h.group, 1)
-            got = _explicit(q, k.to(q.dtype), v.to(q.dtype), mask, spec, sinks)
-        out.index_copy_(0, piece.tokens, got.reshape(n, h.query, h.value_dim))
+            attended = _explicit(q, k.to(q.dtype), v.to(q.dtype), mask, spec, sinks)
+        out.index_copy_(0, piece.tokens, attended.reshape(n, h.query, h.value_dim))
 
     def _run_prefill(
         self,
@@ -157,7 +157,7 @@ def _explicit(
     spec: LayerSpec,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Attention with its scores written out, for what the fused operator lacks. Softmax in float32.
+    """Attention with explicit scores, for what the fused operator lacks. Softmax in float32.
 
     query [a, b, m, D], key [a, b, L, D], value [a, b, L, Dv], mask and sinks broadcast against the
     scores [a, b, m, L].

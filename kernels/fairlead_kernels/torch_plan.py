@@ -1,6 +1,6 @@
-"""The host's half of plain-torch attention: a step's rows, cut into pieces.
+"""The plan of plain-torch attention, made on the host: a step's rows, cut into pieces.
 
-Owns which rows are attended together, where their keys lie and what is masked. Never reads the
+Owns which rows are attended together, where their keys are and what is masked. Never reads the
 cache.
 """
 
@@ -12,11 +12,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from fairlead_kernels.attention import Ragged
+from fairlead_kernels.attention import RaggedRows
 
 # Queries of one row that are masked together: masks and explicit scores stay this many rows high.
 STRIP = 256
-# Elements of a row's masks that are kept for the other layers; larger ones are made again.
+# A row's masks of at most this many elements are kept for the other layers; larger ones are
+# recomputed.
 KEPT_MASK_ELEMENTS = 1 << 24
 
 Index = npt.NDArray[np.int64]
@@ -24,7 +25,7 @@ Index = npt.NDArray[np.int64]
 
 @dataclass(slots=True, eq=False)
 class Keys:
-    """Where the keys of a piece lie: ``start`` of a consecutive run of slots, or ``slots`` int64 [n
+    """Where the keys of a piece are: ``start`` of a consecutive run of slots, or ``slots`` int64 [n
     · length].
     """
 
@@ -62,7 +63,7 @@ class Prefill:
 
     @property
     def plain_causal(self) -> bool:
-        """True when the mask is the square lower triangle that kernels know by name."""
+        """True when the mask is the square lower triangle, which kernels have built in."""
         count = self.end - self.begin
         return self.keys.length == count and (self.window is None or self.window >= count)
 
@@ -88,9 +89,9 @@ class Strip(NamedTuple):
     def mask(self, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """[queries, keys], 0 or -inf; shared by the layers of the step unless it is large."""
         row = self.row
-        kept = row.masks.get((self.begin, dtype))
-        if kept is not None:
-            return kept
+        kept_mask = row.masks.get((self.begin, dtype))
+        if kept_mask is not None:
+            return kept_mask
         query = torch.arange(row.position + self.begin, row.position + self.end, device=device)[
             :, None
         ]
@@ -117,8 +118,8 @@ class TorchPlan:
     prefills: list[Prefill]
 
 
-class _Rows(NamedTuple):
-    """The rows as arrays of length B: packed beginning, first and last key position, block table."""
+class _RowArrays(NamedTuple):
+    """The rows as arrays of length B: first packed token, first key position, length, blocks."""
 
     starts: Index
     first: Index
@@ -137,8 +138,10 @@ class _Rows(NamedTuple):
         return Keys(span, slots=torch.from_numpy(slots).to(device))
 
 
-def plan(ragged: Ragged, device: torch.device, dtype: torch.dtype, gather_tokens: int) -> TorchPlan:
-    """Cut the rows into pieces. ``gather_tokens``: keys that one batch of decodes may gather,
+def plan(
+    ragged: RaggedRows, device: torch.device, dtype: torch.dtype, gather_tokens: int
+) -> TorchPlan:
+    """Cut the rows into pieces. One batch of decodes gathers at most ``gather_tokens`` keys,
     padding included.
     """
     starts = ragged.query_starts.numpy().astype(np.int64)
@@ -150,12 +153,12 @@ def plan(ragged: Ragged, device: torch.device, dtype: torch.dtype, gather_tokens
         if ragged.window is None
         else np.maximum(0, position - ragged.window + 1)
     )
-    rows = _Rows(starts, first, lens, ragged.tables.numpy(), ragged.block_size)
+    rows = _RowArrays(starts, first, lens, ragged.tables.numpy(), ragged.block_size)
     single = np.flatnonzero(counts == 1)
     single = single[np.argsort((lens - first)[single], kind="stable")]
     decodes = [
         _decodes(rows, single[members], device, dtype)
-        for members in _bins((lens - first)[single], gather_tokens)
+        for members in _split_lengths((lens - first)[single], gather_tokens)
     ]
     prefills = [
         Prefill(
@@ -171,7 +174,7 @@ def plan(ragged: Ragged, device: torch.device, dtype: torch.dtype, gather_tokens
     return TorchPlan(ragged.window, decodes, prefills)
 
 
-def _decodes(rows: _Rows, chosen: Index, device: torch.device, dtype: torch.dtype) -> Decodes:
+def _decodes(rows: _RowArrays, chosen: Index, device: torch.device, dtype: torch.dtype) -> Decodes:
     tokens = torch.from_numpy(rows.starts[chosen]).to(device)
     if len(chosen) == 1:
         return Decodes(tokens, rows.keys(int(chosen[0]), device), None)
@@ -179,7 +182,7 @@ def _decodes(rows: _Rows, chosen: Index, device: torch.device, dtype: torch.dtyp
     length = int((last - first).max()) + 1
     wanted = first + np.arange(length)
     # Padding repeats the row's own last token: a stale NaN in a block that the row does not fill
-    # would survive any mask (0 times NaN), and let one request spoil another's.
+    # would survive any mask (0 times NaN) and let one request corrupt another.
     at = np.minimum(wanted, last)
     slots = np.take_along_axis(rows.tables[chosen], at // rows.block_size, axis=1).astype(np.int64)
     slots = slots * rows.block_size + at % rows.block_size
@@ -193,11 +196,10 @@ def _decodes(rows: _Rows, chosen: Index, device: torch.device, dtype: torch.dtyp
     return Decodes(tokens, Keys(length, slots=torch.from_numpy(slots.reshape(-1)).to(device)), mask)
 
 
-def _bins(lengths: Index, limit: int) -> list[slice]:
-    """Cut ascending ``lengths`` into runs whose padded size stays within ``limit`` tokens and twice
-    the useful one.
-
-    A run always takes its first row, however long.
+def _split_lengths(lengths: Index, limit: int) -> list[slice]:
+    """Cut ascending ``lengths`` into runs whose padded size is at most ``limit`` tokens and whose
+    longest row is at most 64 tokens or twice the first. A run always takes its first row, of any
+    length.
     """
     runs: list[slice] = []
     begin = 0

@@ -4,7 +4,7 @@ Owns the host buffers of one step and reuses them, so a Batch lives until the ne
 Decides nothing and touches no device.
 """
 
-from collections.abc import Sequence as Rows
+from collections import abc
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from fairlead_kernels.attention import NULL, Ragged
+from fairlead_kernels.attention import NULL, RaggedRows
 from fairlead_runtime.request import Sequence
 from fairlead_runtime.scheduling.plan import Row
 from fairlead_runtime.sizing.groups import LayerGroup
@@ -33,7 +33,7 @@ class Batch:
     input_ids: torch.Tensor
     positions: torch.Tensor
     slots: tuple[torch.Tensor, ...]
-    ragged: tuple[Ragged, ...]
+    ragged: tuple[RaggedRows, ...]
     sample_index: torch.Tensor
     sampling: list[Sequence]
 
@@ -63,7 +63,9 @@ class _Buffer:
 class BatchBuilder:
     """Turns rows into a Batch without a Python loop over tokens."""
 
-    def __init__(self, groups: Rows[LayerGroup], block_size: int, *, pinned: bool = False) -> None:
+    def __init__(
+        self, groups: abc.Sequence[LayerGroup], block_size: int, *, pinned: bool = False
+    ) -> None:
         self._groups = tuple(groups)
         self._block_size = block_size
         wide, narrow = torch.int64, torch.int32
@@ -85,7 +87,7 @@ class BatchBuilder:
         """Bytes of the block tables among them."""
         return sum(b.nbytes for b in self._tables)
 
-    def build(self, rows: Rows[Row]) -> Batch:
+    def build(self, rows: abc.Sequence[Row]) -> Batch:
         """``rows`` is not empty and every row has at least one token, whose blocks its tables list."""
         starts = np.array([row.start for row in rows])
         counts = np.array([row.count for row in rows])
@@ -106,7 +108,7 @@ class BatchBuilder:
         lens[:] = starts + counts
 
         slots: list[torch.Tensor] = []
-        ragged: list[Ragged] = []
+        ragged: list[RaggedRows] = []
         for group in self._groups:
             table, tables = self._table(rows, lens, group.index)
             blocks = table[row_of, at // self._block_size].astype(np.int64)
@@ -117,14 +119,16 @@ class BatchBuilder:
             slot, tensor = self._slots[group.index].take(total)
             slot[:] = blocks * self._block_size + at % self._block_size
             slots.append(tensor)
-            ragged.append(Ragged(query_starts, kv_lens, tables, self._block_size, group.window))
+            ragged.append(RaggedRows(query_starts, kv_lens, tables, self._block_size, group.window))
 
         samples = np.array([row.samples for row in rows])
         index = torch.from_numpy(ends[samples] - 1)
         sampling = [row.sequence for row in rows if row.samples]
         return Batch(input_ids, positions, tuple(slots), tuple(ragged), index, sampling)
 
-    def _table(self, rows: Rows[Row], lens: Array, group: int) -> tuple[Array, torch.Tensor]:
+    def _table(
+        self, rows: abc.Sequence[Row], lens: Array, group: int
+    ) -> tuple[Array, torch.Tensor]:
         widths = -(-lens // self._block_size)
         table, tensor = self._tables[group].take(len(rows), int(widths.max()))
         table.fill(NULL)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 
 import torch
 
-from fairlead_kernels.backend import Choice, pick
+from fairlead_kernels.backend import BackendChoice, pick
 from fairlead_runtime.device.batch import BatchBuilder
 from fairlead_runtime.device.kv_cache import CacheStorage
 from fairlead_runtime.device.paged_model import PagedModel
@@ -24,7 +24,7 @@ class ModelRunner:
     """
 
     def __init__(self, model: PagedModel, cache: CacheStorage, sampler: Sampler = sample) -> None:
-        self.kernels: Choice = pick(model.heads, model.device)
+        self.kernels: BackendChoice = pick(model.heads, model.device)
         self._model = model
         self._cache = cache
         self._sampler = sampler

@@ -15,7 +15,7 @@ infinity alone is how models mask the padded end of their vocabulary.
 
 import functools
 import math
-from collections.abc import Sequence as Rows
+from collections import abc
 from dataclasses import dataclass
 from typing import Any
 
@@ -69,7 +69,7 @@ class SamplingBatch:
     logprob_counts: list[int]
 
     @classmethod
-    def of(cls, sequences: Rows[Sequence]) -> "SamplingBatch":
+    def of(cls, sequences: abc.Sequence[Sequence]) -> "SamplingBatch":
         """For sequences whose next token, at position ``len(tokens)``, is sampled in this step."""
         params = [s.request.params for s in sequences]
         rows = [i for i, p in enumerate(params) if p.temperature >= GREEDY_BELOW]
@@ -91,7 +91,7 @@ class SamplingBatch:
         )
 
 
-def _draws(sequences: Rows[Sequence], rows: list[int]) -> Draws:
+def _draws(sequences: abc.Sequence[Sequence], rows: list[int]) -> Draws:
     drawing = [sequences[i] for i in rows]
     params = [s.request.params for s in drawing]
     with np.errstate(divide="ignore"):  # log(0) = -inf is "off"
@@ -235,8 +235,8 @@ def _draw_chunk(logits: Tensor, top: Tensor, best: Tensor, draws: Draws, part: s
     scores = scores_of(logits, top, draws.temperature[part])
     cut = cut_of(scores, draws.min_cut[part], draws.top_k[part], draws.top_p[part])
     halves = torch.from_numpy(draws.keys[part].view(np.int32).reshape(-1, 2)).to(logits.device)
-    return ops.race(
-        scores, best, cut, halves[:, 0], halves[:, 1], _words(logits.shape[1], logits.device)
+    return ops.draw_tokens(
+        scores, best, cut, halves[:, 0], halves[:, 1], _token_hashes(logits.shape[1], logits.device)
     )
 
 
@@ -287,8 +287,8 @@ def _take(scores: Tensor, rows: Tensor) -> Tensor:
 
 
 @functools.lru_cache(maxsize=8)
-def _words(vocabulary: int, device: torch.device) -> Tensor:
-    return ops.token_words(vocabulary, device)
+def _token_hashes(vocabulary: int, device: torch.device) -> Tensor:
+    return ops.hash_tokens(vocabulary, device)
 
 
 def _logprobs(raw: Tensor, tokens: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from fairlead_kernels import reference, torch_plan
-from fairlead_kernels.attention import NULL, Heads, LayerSpec, Ragged
+from fairlead_kernels.attention import NULL, Heads, LayerSpec, RaggedRows
 from fairlead_kernels.backend import pick
 from fairlead_kernels.cache_write import write
 from fairlead_kernels.copy_blocks import copy_blocks
@@ -23,7 +23,7 @@ class Case:
     """A random step: what the backend is given."""
 
     heads: Heads
-    ragged: Ragged
+    ragged: RaggedRows
     query: torch.Tensor
     key_cache: torch.Tensor
     value_cache: torch.Tensor
@@ -38,7 +38,7 @@ def make_case(
     contiguous: bool = False,
     seed: int = 0,
 ) -> Case:
-    """Rows as (cached tokens before the step, tokens of the step); every byte no row owns is NaN."""
+    """Rows as (cached tokens before the step, tokens of the step); all other bytes are NaN."""
     heads = heads or Heads(4, 2, 8, 8, torch.float32)
     generator = np.random.default_rng(seed)
     widths = [-(-(before + count) // block_size) for before, count in rows]
@@ -68,7 +68,7 @@ def make_case(
             # What the window left behind has been freed: the backend may not look there.
             tables[row, : max(0, before - window + 1) // block_size] = NULL
     counts = [count for _, count in rows]
-    ragged = Ragged(
+    ragged = RaggedRows(
         query_starts=torch.tensor([0, *np.cumsum(counts)], dtype=torch.int32),
         kv_lens=torch.tensor([before + count for before, count in rows], dtype=torch.int32),
         tables=torch.from_numpy(tables),

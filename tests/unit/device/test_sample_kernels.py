@@ -1,5 +1,5 @@
-"""The arithmetic of drawing a token: the hash, the noise, the cuts and the race, against plain
-twins.
+"""The arithmetic of drawing a token: the hash, the noise, the cuts and the draw, against plain
+implementations.
 """
 
 import math
@@ -29,13 +29,13 @@ def int32(word: int) -> int:
 
 
 @given(st.integers(0, MASK), st.integers(0, MASK))
-def test_the_hash_is_the_one_written_down_in_plain_integers(low: int, high: int) -> None:
+def test_the_hash_equals_the_plain_integer_implementation(low: int, high: int) -> None:
     """Bit for bit: a seed must mean the same on every device and in every release."""
-    words = ops.token_words(300, CPU)
-    got = ops.keyed_hash(words, torch.tensor(int32(low)), torch.tensor(int32(high))).tolist()
+    hashes = ops.hash_tokens(300, CPU)
+    got = ops.keyed_hash(hashes, torch.tensor(int32(low)), torch.tensor(int32(high))).tolist()
     for token in (0, 1, 7, 255, 299):
         word = plain_lowbias(token + 1)
-        assert words[token].item() == int32(word)
+        assert hashes[token].item() == int32(word)
         assert got[token] == plain_lowbias(word ^ low, high) & (2**31 - 1)
 
 
@@ -54,18 +54,18 @@ def chi_square(counts: Tensor, expected: Tensor) -> float:
 
 def test_hashes_are_uniform_over_tokens_and_over_keys() -> None:
     low, high = keys(64)
-    h = ops.keyed_hash(ops.token_words(32768, CPU)[None, :], low[:, None], high[:, None])
+    h = ops.keyed_hash(ops.hash_tokens(32768, CPU)[None, :], low[:, None], high[:, None])
     for bits in range(0, 26, 5):
         cells = torch.bincount((h.flatten() >> bits) & 63, minlength=64)
         assert chi_square(cells, torch.full((64,), h.numel() / 64.0).double()) < 5
 
 
 def test_one_bit_of_a_key_changes_every_bit_of_the_hash_half_of_the_time() -> None:
-    words = ops.token_words(65536, CPU)
+    hashes = ops.hash_tokens(65536, CPU)
     low, high = (k[:1] for k in keys(1))
-    base = ops.keyed_hash(words, low, high)
+    base = ops.keyed_hash(hashes, low, high)
     for bit in range(32):
-        changed = base ^ ops.keyed_hash(words, low ^ int32(1 << bit), high)
+        changed = base ^ ops.keyed_hash(hashes, low ^ int32(1 << bit), high)
         shares = torch.stack([((changed >> place) & 1).float().mean() for place in range(31)])
         assert (shares - 0.5).abs().max() < 0.03
 
@@ -74,10 +74,10 @@ def test_keys_that_share_a_half_give_unrelated_noise() -> None:
     """Pearson's correlation over 65,536 tokens, for 45 pairs of keys each way: 5 standard
     deviations at most.
     """
-    words = ops.token_words(65536, CPU)
+    hashes = ops.hash_tokens(65536, CPU)
     low, high = keys(10, seed=1)
     for lows, highs in ((low[:1].expand(10), high), (low, high[:1].expand(10))):
-        noise = ops.log_exponential(ops.keyed_hash(words[None, :], lows[:, None], highs[:, None]))
+        noise = ops.log_exponential(ops.keyed_hash(hashes[None, :], lows[:, None], highs[:, None]))
         between = torch.corrcoef(noise.double()) - torch.eye(10)
         assert between.abs().max() < 5 / math.sqrt(65536)
 
@@ -91,11 +91,11 @@ def test_noise_is_finite_at_both_ends_and_within_its_bounds() -> None:
 
 
 def test_noise_has_the_gumbel_distribution() -> None:
-    """Kolmogorov and Smirnov's distance against exp(-exp(-x)), and its tail where winners come
-    from.
+    """Kolmogorov and Smirnov's distance against exp(-exp(-x)), and its upper tail, from which
+    the winners come.
     """
     low, high = keys(16, seed=3)
-    h = ops.keyed_hash(ops.token_words(32768, CPU)[None, :], low[:, None], high[:, None])
+    h = ops.keyed_hash(ops.hash_tokens(32768, CPU)[None, :], low[:, None], high[:, None])
     noise = (-ops.log_exponential(h)).flatten().double().sort().values
     n = noise.numel()
     distance = ((-(-noise).exp()).exp() - torch.arange(n).double() / n).abs().max().item()
@@ -105,13 +105,13 @@ def test_noise_has_the_gumbel_distribution() -> None:
     assert abs(beyond - expected) < 5 * math.sqrt(expected)
 
 
-Rows = list[list[float]]
+ScoreRows = list[list[float]]
 GRID = st.integers(-64, 0).map(lambda step: step / 8)
 
 
 @st.composite
-def score_rows(draw: st.DrawFn) -> Rows:
-    """Rows of scores on a coarse grid, so that ties are common; each has its 0 somewhere."""
+def score_rows(draw: st.DrawFn) -> ScoreRows:
+    """ScoreRows of scores on a coarse grid, so that ties are common; each has its 0 somewhere."""
     width = draw(st.integers(1, 12))
     rows = draw(st.lists(st.lists(GRID, min_size=width, max_size=width), min_size=1, max_size=4))
     return [[score - max(row) for score in row] for row in rows]
@@ -119,7 +119,7 @@ def score_rows(draw: st.DrawFn) -> Rows:
 
 @given(score_rows(), st.data())
 def test_the_top_k_cut_keeps_the_k_best_and_what_ties_with_the_last_of_them(
-    rows: Rows, data: st.DataObject
+    rows: ScoreRows, data: st.DataObject
 ) -> None:
     k = [data.draw(st.integers(1, len(row))) for row in rows]
     cut = ops.top_k_cut(torch.tensor(rows), torch.tensor(k), max(k)).tolist()
@@ -127,7 +127,7 @@ def test_the_top_k_cut_keeps_the_k_best_and_what_ties_with_the_last_of_them(
 
 
 def plain_nucleus(row: list[float], floor: float, top_p: float) -> tuple[float, float]:
-    """The nucleus' smallest score, and by how much the mass before or with it differs from top_p."""
+    """The nucleus' smallest score, and the least distance of a cumulated mass from top_p."""
     weights = {score: math.exp(score) * row.count(score) for score in row if score >= floor}
     total = sum(weights.values())
     reached, margin = 0.0, math.inf
@@ -141,7 +141,7 @@ def plain_nucleus(row: list[float], floor: float, top_p: float) -> tuple[float, 
 
 @given(score_rows(), st.data())
 def test_the_top_p_cut_keeps_the_smallest_set_that_holds_the_mass(
-    rows: Rows, data: st.DataObject
+    rows: ScoreRows, data: st.DataObject
 ) -> None:
     p = [data.draw(st.floats(1e-6, 1 - 1e-6)) for _ in rows]
     floor = [data.draw(st.sampled_from([-math.inf, -8.0, -4.0, -1.0, 0.0])) for _ in rows]
@@ -172,7 +172,7 @@ def test_the_top_p_cut_of_a_large_vocabulary_is_that_of_a_full_sort(
     assert (mass - last < top_p + 1e-8).all()
 
 
-def test_a_top_p_as_near_to_one_as_there_is_keeps_all_that_has_mass() -> None:
+def test_the_largest_top_p_below_one_keeps_all_tokens_with_mass() -> None:
     scores = torch.zeros(1, 200_003)
     scores[0, 5] = -30.0  # less than one unit of mass
     nearly = torch.tensor([1 - 2.0**-53], dtype=torch.float64)
@@ -186,46 +186,46 @@ def test_the_mass_of_the_likeliest_token_alone_can_be_the_nucleus() -> None:
     assert cut.tolist() == [0.0]
 
 
-def plain_race(scores: Tensor, cut: Tensor, low: Tensor, high: Tensor, words: Tensor) -> Tensor:
+def plain_draw(scores: Tensor, cut: Tensor, low: Tensor, high: Tensor, hashes: Tensor) -> Tensor:
     total = scores - ops.log_exponential(
-        ops.keyed_hash(words[None, :], low[:, None], high[:, None])
+        ops.keyed_hash(hashes[None, :], low[:, None], high[:, None])
     )
     return total.masked_fill(scores < cut[:, None], -math.inf).argmax(dim=-1)
 
 
 @pytest.mark.parametrize("spread", [0.0, 1.0, 4.0, 12.0])
 @pytest.mark.parametrize("width", [1, 2, 17, 4099])
-def test_every_form_of_the_race_has_the_winner_of_the_plain_one(spread: float, width: int) -> None:
-    """What is skipped because it cannot win, and how the rest is laid out, changes nothing."""
+def test_every_form_of_the_draw_has_the_winner_of_the_plain_one(spread: float, width: int) -> None:
+    """Skipping tokens that cannot win, and the layout of the rest, change nothing."""
     generator = torch.Generator().manual_seed(width)
     logits = torch.randn(64, width, generator=generator) * spread
     scores = logits - logits.amax(dim=-1, keepdim=True)
     cut = -torch.rand(64, generator=generator) * 2 * spread
     cut[::3] = -math.inf
     low, high = keys(64, seed=width)
-    words = ops.token_words(width, CPU)
-    expected = plain_race(scores, cut, low, high, words).tolist()
-    assert ops.race(scores, scores.argmax(dim=-1), cut, low, high, words).tolist() == expected
-    running = scores >= cut[:, None]
-    assert ops._race_dense(scores, cut, low, high, words).tolist() == expected
-    assert ops._race_sparse(scores, running, low, high, words).tolist() == expected
+    hashes = ops.hash_tokens(width, CPU)
+    expected = plain_draw(scores, cut, low, high, hashes).tolist()
+    assert (
+        ops.draw_tokens(scores, scores.argmax(dim=-1), cut, low, high, hashes).tolist() == expected
+    )
+    candidates = scores >= cut[:, None]
+    assert ops._draw_dense(scores, cut, low, high, hashes).tolist() == expected
+    assert ops._draw_sparse(scores, candidates, low, high, hashes).tolist() == expected
 
 
 def test_an_exact_tie_goes_to_the_smaller_id() -> None:
-    """Two tokens share a word here, which no vocabulary's words do, so that their sums tie."""
-    words = torch.tensor([5, 9, 9], dtype=torch.int32)
+    """Two tokens share a hash here, as no vocabulary's tokens do, so that their sums tie."""
+    hashes = torch.tensor([5, 9, 9], dtype=torch.int32)
     scores = torch.tensor([[-40.0, 0.0, 0.0]])
     low, high = keys(1)
-    running = torch.tensor([[False, True, True]])
-    assert ops._race_dense(scores, torch.tensor([-1.0]), low, high, words).tolist() == [1]
-    assert ops._race_sparse(scores, running, low, high, words).tolist() == [1]
+    candidates = torch.tensor([[False, True, True]])
+    assert ops._draw_dense(scores, torch.tensor([-1.0]), low, high, hashes).tolist() == [1]
+    assert ops._draw_sparse(scores, candidates, low, high, hashes).tolist() == [1]
 
 
 @pytest.mark.parametrize("rows", [1, 3, 64])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_likeliest_is_the_first_of_equals_and_a_nan_where_there_is_one(
-    rows: int, dtype: torch.dtype
-) -> None:
+def test_the_likeliest_is_the_first_of_equals_or_a_nan(rows: int, dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(rows)
     values = torch.randint(0, 5, (rows, 5003), generator=generator).to(dtype)
     top, place = ops.likeliest(values)
@@ -235,5 +235,5 @@ def test_the_likeliest_is_the_first_of_equals_and_a_nan_where_there_is_one(
     assert math.isnan(ops.likeliest(values)[0][0])
 
 
-def test_no_two_tokens_of_a_vocabulary_share_a_word() -> None:
-    assert len(set(ops.token_words(262144, CPU).tolist())) == 262144
+def test_no_two_tokens_of_a_vocabulary_share_a_hash() -> None:
+    assert len(set(ops.hash_tokens(262144, CPU).tolist())) == 262144

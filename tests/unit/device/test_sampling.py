@@ -4,7 +4,7 @@ faults.
 
 import math
 import random
-from collections.abc import Sequence as Rows
+from collections import abc
 from typing import Any
 
 import numpy as np
@@ -34,7 +34,7 @@ def a_sequence(
     return Sequence(0, request, choice, [1] * (prompt + generated))
 
 
-def tokens_of(logits: Tensor, sequences: Rows[Sequence]) -> list[int]:
+def tokens_of(logits: Tensor, sequences: abc.Sequence[Sequence]) -> list[int]:
     tokens: list[int] = sample(logits.clone(), SamplingBatch.of(sequences)).tokens.tolist()
     return tokens
 
@@ -134,7 +134,7 @@ def test_a_greedy_batch_costs_no_draw(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object) -> None:
         raise RuntimeError("drew for a greedy batch")
 
-    for name in ("race", "top_k_cut", "top_p_cut", "keyed_hash"):
+    for name in ("draw_tokens", "top_k_cut", "top_p_cut", "keyed_hash"):
         monkeypatch.setattr(ops, name, refuse)
     assert (
         len(tokens_of(random_logits(4, 9), [a_sequence(temperature=0.0, top_k=3, top_p=0.5)] * 4))
