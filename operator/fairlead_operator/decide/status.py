@@ -12,7 +12,8 @@ from typing import Any
 from fairlead_operator.decide.children.podtemplate import selector
 from fairlead_operator.decide.pods.blockers import Blocker, printable
 from fairlead_operator.decide.pods.drains import Drained
-from fairlead_operator.decide.pods.observed import Observed, revision_of_pod
+from fairlead_operator.decide.pods.observed import Observed
+from fairlead_operator.decide.pods.pod import revision_of_pod
 from fairlead_operator.decide.pods.startup import startup
 from fairlead_operator.resource.kinds import Object
 from fairlead_operator.resource.resource import InferenceDeployment

@@ -15,7 +15,8 @@ from fairlead_operator.cluster.observe import observe
 from fairlead_operator.decide.children.podtemplate import pod_template
 from fairlead_operator.decide.pods import downloads, startup
 from fairlead_operator.decide.pods.load import LoadError, Sample, parse
-from fairlead_operator.decide.pods.observed import Observed, address_of
+from fairlead_operator.decide.pods.observed import Observed
+from fairlead_operator.decide.pods.pod import address_of
 from fairlead_operator.decide.scale.autoscale import TICK
 from fairlead_operator.decide.scale.state import Known, Memory
 from fairlead_operator.probe.hub import Hub, HubError

@@ -149,7 +149,7 @@ def ended(message: str, *, deleted: bool = True) -> Object:
     body = pod("chat-7")
     body["metadata"] |= {"deletionTimestamp": "2026-01-01T00:00:00Z"} if deleted else {}
     body["status"]["containerStatuses"] = [
-        {"state": {"terminated": {"exitCode": 0, "message": message}}}
+        {"name": "runtime", "state": {"terminated": {"exitCode": 0, "message": message}}}
     ]
     return body
 

@@ -9,6 +9,7 @@ import hashlib
 import json
 import math
 
+from fairlead_operator.decide.pods.pod import FETCH, RUNTIME
 from fairlead_operator.resource.fields import as_body
 from fairlead_operator.resource.kinds import (
     ADMIN_PORT,
@@ -71,7 +72,7 @@ def pod_template(resource: InferenceDeployment, settings: Settings) -> Object:
                 "llm-d.ai/engine-type": "vllm",
             },
             "annotations": {
-                "kubectl.kubernetes.io/default-container": "runtime",
+                "kubectl.kubernetes.io/default-container": RUNTIME,
                 **extra.annotations,
             },
         },
@@ -138,7 +139,7 @@ def _runtime(resource: InferenceDeployment, settings: Settings) -> Object:
         "timeoutSeconds": 5,
     }
     return {
-        "name": "runtime",
+        "name": RUNTIME,
         "image": resource.image or settings.runtime_image,
         "command": ["fairlead"],
         "args": ["serve", model_argument(resource), "--host=0.0.0.0", *engine.to_args()],
@@ -169,7 +170,7 @@ def _fetch(resource: InferenceDeployment, settings: Settings) -> Object:
     if model.token_secret_ref.name:
         hub["HF_TOKEN_PATH"] = f"{TOKEN}/{model.token_secret_ref.key}"
     return {
-        "name": "fetch",
+        "name": FETCH,
         "image": resource.image or settings.runtime_image,
         "command": ["fairlead"],
         "args": arguments,

@@ -7,7 +7,8 @@ usage varies does not rewrite the Deployment.
 from collections.abc import Iterable
 
 from fairlead_operator.decide.children.manifests import Strategy, revision_of
-from fairlead_operator.decide.pods.observed import Observed, revision_of_pod
+from fairlead_operator.decide.pods.observed import Observed
+from fairlead_operator.decide.pods.pod import revision_of_pod
 from fairlead_operator.resource.fields import Quantity
 from fairlead_operator.resource.kinds import Object
 from fairlead_operator.resource.resource import InferenceDeployment

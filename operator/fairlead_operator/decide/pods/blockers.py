@@ -12,7 +12,17 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from fairlead_operator.resource.kinds import REVISION_LABEL, Object
+from fairlead_operator.decide.pods.pod import (
+    FETCH,
+    container_statuses,
+    fetch_status,
+    is_deleting,
+    is_injected,
+    is_ready,
+    revision_of_pod,
+    runtime_status,
+)
+from fairlead_operator.resource.kinds import Object
 
 # code → hint. The order is the order of importance.
 CODES: Mapping[str, str] = {
@@ -111,10 +121,8 @@ def find(
     far its weights are.
     """
     pods = list(pods)
-    current = [
-        p for p in pods if _revision(p) == revision and not p["metadata"].get("deletionTimestamp")
-    ]
-    older = any(_revision(p) != revision for p in pods)
+    current = [p for p in pods if revision_of_pod(p) == revision and not is_deleting(p)]
+    older = any(revision_of_pod(p) != revision for p in pods)
     found = _of_deployment(deployment)
     for pod in current:
         progress = (downloads or {}).get(pod["metadata"]["uid"], "")
@@ -125,17 +133,6 @@ def find(
         found.append(blocker("RollingOut", "", "pods of the previous revision still serve"))
     unique = {(b.code, b.message): b for b in sorted(found, reverse=True)}
     return sorted(unique.values())[:16]
-
-
-def is_ready(pod: Object) -> bool:
-    return any(
-        c.get("type") == "Ready" and c.get("status") == "True"
-        for c in (pod.get("status") or {}).get("conditions") or ()
-    )
-
-
-def _revision(pod: Object) -> str:
-    return str((pod["metadata"].get("labels") or {}).get(REVISION_LABEL, ""))
 
 
 def _about(event: Object, pod: Object) -> bool:
@@ -179,35 +176,28 @@ def _of_pod(
                     pod, about, str(condition.get("message", "")), surge_blocked=surge_blocked
                 )
             ]
-    fetches = status.get("initContainerStatuses") or ()
-    runs = status.get("containerStatuses") or ()
-    containers = [(one, bool(progress)) for one in fetches] + [(one, True) for one in runs]
-    for container, moving in containers:
-        if seen := _of_container(container, about, moving=moving):
-            return [seen]
+    containers = container_statuses(pod)
+    for container in containers:
+        moving = container.get("name") != FETCH or bool(progress)
+        if reason := _of_container(container, about, moving=moving):
+            return [reason]
     mounts = [e for e in events if e.get("reason") in {"FailedMount", "FailedAttachVolume"}]
-    if mounts and not any(c.get("started") for c, _ in containers):
+    if mounts and not any(c.get("started") for c in containers):
         message = str(mounts[-1].get("message", ""))
         return [blocker(_missing(message) or "VolumePending", about, message)]
-    return _of_stage(status, events, about, progress)
+    return _of_stage(pod, events, about, progress)
 
 
-def _of_stage(
-    status: Mapping[str, Any], events: Sequence[Object], about: str, progress: str
-) -> list[Blocker]:
-    for container in status.get("initContainerStatuses") or ():
-        if "running" in (container.get("state") or {}):
-            return [
-                blocker(
-                    "FetchingWeights", about, progress or "the init container downloads the weights"
-                )
-            ]
-    main: Mapping[str, Any] = next(iter(status.get("containerStatuses") or ()), {})
-    if main.get("started"):
+def _of_stage(pod: Object, events: Sequence[Object], about: str, progress: str) -> list[Blocker]:
+    if "running" in (fetch_status(pod).get("state") or {}):
+        message = progress or "the init container downloads the weights"
+        return [blocker("FetchingWeights", about, message)]
+    runtime = runtime_status(pod)
+    if runtime.get("started"):
         failed = [e for e in events if e.get("reason") == "Unhealthy"]
         if failed:
             return [blocker("ProbeFailed", about, str(failed[-1].get("message", "")))]
-    if "running" in (main.get("state") or {}):
+    if "running" in (runtime.get("state") or {}):
         return [blocker("Starting", about, "the runtime loads and tests the model")]
     return [blocker("Starting", about, "the pod is being set up")]
 
@@ -243,9 +233,10 @@ def _missing(message: str) -> str:
 
 
 def _of_container(container: Mapping[str, Any], about: str, *, moving: bool) -> Blocker | None:
-    """``moving``: one that runs again after a failure has come further than that; else the failure
-    stands.
+    """The fault of one container. ``moving``: a container that runs again after a failure has
+    passed the point where it failed; otherwise the failure remains the reason.
     """
+    injected = is_injected(container)
     state = container.get("state") or {}
     waiting = state.get("waiting") or {}
     reason, message = str(waiting.get("reason", "")), str(waiting.get("message", ""))
@@ -261,8 +252,20 @@ def _of_container(container: Mapping[str, Any], about: str, *, moving: bool) -> 
     if not ended and not (container.get("started") and moving):
         ended = (container.get("lastState") or {}).get("terminated")
     if ended is not None and ended.get("exitCode", 1) != 0:
-        return _of_end(ended, about)
+        return _of_injected(container, ended, about) if injected else _of_end(ended, about)
     return None
+
+
+def _of_injected(
+    container: Mapping[str, Any], terminated: Mapping[str, Any], about: str
+) -> Blocker:
+    """The end of a container that others put into the pod: its message has no code of the runtime,
+    and its memory is not the resource's.
+    """
+    text = str(terminated.get("message") or terminated.get("reason") or "")
+    message = f"container {container.get('name')}: exit code {terminated.get('exitCode', '?')}"
+    hint = "Read the log of the container that the message names; the operator did not add it."
+    return blocker("CrashLoop", about, f"{message}: {text}" if text else message, hint)
 
 
 def _of_end(ended: Mapping[str, Any], about: str) -> Blocker:

@@ -1,14 +1,14 @@
-"""How far the pods are with downloading their weights, as the status shows it: coarsely, so that it
-costs few writes. Pure.
+"""The progress of the pods' downloads, as the status shows it: in coarse steps, which cost few
+writes. Pure.
 
-A download is shown anew when it passes a tenth, and a resource's downloads at most every
-``SHOW_SECONDS``.
+The status changes when a download passes a tenth, and at most every ``SHOW_SECONDS``.
 """
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from fairlead_operator.decide.pods.pod import fetch_status, is_deleting
 from fairlead_operator.resource.kinds import Object
 
 SHOW_SECONDS = 30.0
@@ -20,7 +20,7 @@ _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 
 @dataclass(frozen=True, slots=True)
 class Download:
-    """Bytes that are there and bytes in all."""
+    """Bytes downloaded and bytes in all."""
 
     done: int
     total: int
@@ -36,9 +36,7 @@ class Download:
 
 
 def read(answer: Mapping[str, Any]) -> Download | None:
-    """What a pod's ``/progress`` tells; None while it tells nothing yet, or nothing that can be
-    true.
-    """
+    """A pod's answer to ``/progress``; None while it holds no numbers, or impossible ones."""
     done, total = answer.get("done_bytes"), answer.get("total_bytes")
     if type(done) is not int or type(total) is not int:
         return None
@@ -46,23 +44,19 @@ def read(answer: Mapping[str, Any]) -> Download | None:
 
 
 def fetching(pods: Iterable[Object]) -> list[Object]:
-    """Pods whose init container runs and that are not on their way out."""
+    """Pods that download their weights now and are not being deleted."""
     return [
         pod
         for pod in pods
-        if not pod["metadata"].get("deletionTimestamp")
-        and any(
-            "running" in (container.get("state") or {})
-            for container in (pod.get("status") or {}).get("initContainerStatuses") or ()
-        )
+        if not is_deleting(pod) and "running" in (fetch_status(pod).get("state") or {})
     ]
 
 
 def show(
     shown: Mapping[str, Download], now: Mapping[str, Download], waited: float
 ) -> Mapping[str, Download]:
-    """What to show from now on, by pod uid; ``shown`` itself while the news are too small or too
-    young.
+    """What to show from now on, by pod uid; ``shown`` itself where the change is too small or too
+    soon.
 
     ``waited``: seconds since the last change of what is shown.
     """
@@ -76,20 +70,20 @@ def show(
 def messages(
     shown: Mapping[str, Download], pods: Iterable[Object], before: Mapping[str, Any]
 ) -> Mapping[str, str]:
-    """By pod uid, the blocker's message; of pods not asked yet the one in the status ``before``, as
-    after a restart.
+    """The blocker's message by pod uid. A pod without an answer yet, as after a restart, keeps its
+    message in the status ``before``.
     """
-    said = {
+    previous = {
         str(one.get("object")): str(one.get("message"))
         for one in before.get("blockers") or ()
         if one.get("code") == CODE
     }
-    found = {uid: str(download) for uid, download in shown.items()}
+    by_uid = {uid: str(download) for uid, download in shown.items()}
     for pod in fetching(pods):
         uid, about = pod["metadata"]["uid"], f"Pod/{pod['metadata']['name']}"
-        if uid not in found and about in said:
-            found[uid] = said[about]
-    return found
+        if uid not in by_uid and about in previous:
+            by_uid[uid] = previous[about]
+    return by_uid
 
 
 def _step(one: Download) -> tuple[int, int]:

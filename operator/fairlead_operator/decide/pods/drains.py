@@ -1,18 +1,19 @@
-"""What became of the requests of a pod that ended: the runtime's last line, in the status the
-kubelet leaves. Pure.
+"""How many requests a deleted pod finished and aborted: the runtime's termination message in the
+pod's status. Pure.
 """
 
 import json
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from fairlead_operator.decide.pods.pod import is_deleting, runtime_status
 from fairlead_operator.resource.kinds import Object
 
-LARGEST = 1 << 20  # no pod runs more at once
+LARGEST = 1 << 20  # more requests than a pod runs at a time
 
 
 class Drained(NamedTuple):
-    """Requests that ran when pods were told to end."""
+    """Requests that ran when their pods were terminated."""
 
     finished: int = 0
     aborted: int = 0
@@ -22,22 +23,19 @@ class Drained(NamedTuple):
 
 
 def read(pod: Object) -> Drained | None:
-    """Of a pod that is being deleted and whose runtime has ended; None for any other, and where it
-    left no word.
+    """The counts of a pod that is being deleted and whose runtime has ended; None for any other pod
+    and without a valid termination message.
     """
-    if not pod["metadata"].get("deletionTimestamp"):
+    if not is_deleting(pod):
         return None
-    main: Mapping[str, Any] = next(
-        iter((pod.get("status") or {}).get("containerStatuses") or ()), {}
-    )
-    ended = (main.get("state") or {}).get("terminated") or {}
+    terminated = (runtime_status(pod).get("state") or {}).get("terminated") or {}
     try:
-        said = json.loads(str(ended.get("message") or ""))
+        line = json.loads(str(terminated.get("message") or ""))
     except ValueError:
         return None
-    if not isinstance(said, dict) or said.get("code") != "Drained":
+    if not isinstance(line, dict) or line.get("code") != "Drained":
         return None
-    counts = [said.get("finished"), said.get("aborted")]
+    counts = [line.get("finished"), line.get("aborted")]
     good = [
         n for n in counts if isinstance(n, int) and not isinstance(n, bool) and 0 <= n <= LARGEST
     ]

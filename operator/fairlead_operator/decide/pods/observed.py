@@ -1,20 +1,14 @@
-"""What one resource looks like in the cluster: a snapshot of the store, with the questions asked of
-it. Pure.
-"""
+"""What one resource looks like in the cluster: a snapshot of the store. Pure."""
 
 from dataclasses import dataclass
 
-from fairlead_operator.decide.pods.blockers import is_ready
-from fairlead_operator.resource.kinds import (
-    DEPLOYMENT,
-    REVISION_LABEL,
-    Object,
-)
+from fairlead_operator.decide.pods.pod import is_deleting, is_ready, revision_of_pod
+from fairlead_operator.resource.kinds import DEPLOYMENT, Object
 
 
 @dataclass(frozen=True, slots=True)
 class Observed:
-    """Children by kind; only pods of this very resource, by its uid."""
+    """Children by kind; pods carry the uid of the resource."""
 
     children: tuple[Object, ...]
     pods: tuple[Object, ...]
@@ -27,8 +21,8 @@ class Observed:
         return next((c for c in self.children if c["kind"] == DEPLOYMENT.name), None)
 
     def ready_pods(self) -> list[Object]:
-        """Pods that take traffic and are not on their way out."""
-        return [p for p in self.pods if is_ready(p) and not p["metadata"].get("deletionTimestamp")]
+        """Pods that take traffic and are not being deleted."""
+        return [p for p in self.pods if is_ready(p) and not is_deleting(p)]
 
     def serving(self, revision: str) -> list[Object]:
         """Ready pods of a revision that the Service sends traffic to."""
@@ -43,11 +37,3 @@ class Observed:
             for p in self.ready_pods()
             if revision_of_pod(p) == revision and p["metadata"]["uid"] in uids
         ]
-
-
-def revision_of_pod(pod: Object) -> str:
-    return str((pod["metadata"].get("labels") or {}).get(REVISION_LABEL, ""))
-
-
-def address_of(pod: Object) -> str:
-    return str((pod.get("status") or {}).get("podIP") or "")

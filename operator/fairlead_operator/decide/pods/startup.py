@@ -1,8 +1,7 @@
-"""How long each part of the last start took: what a pod's status tells and what its runtime
-measured. Pure.
+"""How long each part of the last start took: from a pod's status and its runtime's metrics. Pure.
 
-A container that was started again in its pod was neither scheduled nor downloaded for anew: such a
-start has the runtime's own parts only.
+A container that restarts in its pod is not scheduled again and downloads nothing: such a start has
+the runtime's parts only.
 """
 
 import math
@@ -11,6 +10,7 @@ from datetime import datetime
 from typing import Any
 
 from fairlead_operator.decide.pods.load import LoadError, series
+from fairlead_operator.decide.pods.pod import fetch_status, runtime_status
 from fairlead_operator.resource.kinds import Object
 from fairlead_runtime.metric_names import PHASE, STARTUP
 
@@ -18,8 +18,8 @@ PARTS = ("loaded", "warmed")  # the runtime's own
 
 
 def read(text: str, model: str = "") -> Mapping[str, float]:
-    """The runtime's parts, in seconds, from its metrics; those that are missing or not to be
-    trusted are left out.
+    """The runtime's parts, in seconds, from its metrics, without those that are missing or not
+    finite and positive.
     """
     try:
         found = {
@@ -37,8 +37,8 @@ def startup(
     measured: Mapping[str, Mapping[str, float]],
     before: Mapping[str, Any],
 ) -> Mapping[str, Any]:
-    """The newest serving pod's start. ``measured``: by pod uid, what ``read`` gave; ``before``:
-    shown until that is known.
+    """The newest serving pod's start. ``measured``: what ``read`` returned, by pod uid.
+    ``before`` stays until that is known.
     """
     if not serving:
         return before
@@ -52,22 +52,18 @@ def startup(
 
 
 def _outside(pod: Object) -> dict[str, int]:
-    """The parts that came before the runtime's process, as far as the pod's status tells; whole
-    seconds.
-    """
-    status = pod["status"]
-    main: Mapping[str, Any] = next(iter(status.get("containerStatuses") or ()), {})
-    if main.get("restartCount"):
+    """The parts before the runtime's process that the pod's status has, in whole seconds."""
+    runtime, fetch = runtime_status(pod), fetch_status(pod)
+    if runtime.get("restartCount"):
         return {}
-    fetch: Mapping[str, Any] = next(iter(status.get("initContainerStatuses") or ()), {})
     fetched = (fetch.get("state") or {}).get("terminated") or {}
-    first = fetched.get("startedAt") or ((main.get("state") or {}).get("running") or {}).get(
-        "startedAt"
-    )
-    at = {c["type"]: c.get("lastTransitionTime") for c in status.get("conditions") or ()}
+    running = (runtime.get("state") or {}).get("running") or {}
+    first = fetched.get("startedAt") or running.get("startedAt")
+    conditions = (pod.get("status") or {}).get("conditions") or ()
+    at = {c["type"]: c.get("lastTransitionTime") for c in conditions}
     spans = {
         "scheduled": (pod["metadata"].get("creationTimestamp"), at.get("PodScheduled")),
-        # Tried again, the download's container tells of its last try only.
+        # The status of a download that was tried again has the times of its last try only.
         "imagePulled": (at.get("PodScheduled"), None if fetch.get("restartCount") else first),
         "weightsFetched": (fetched.get("startedAt"), fetched.get("finishedAt")),
     }

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
-from fairlead_operator.decide.pods.blockers import is_ready
 from fairlead_operator.decide.pods.events import Note
 from fairlead_operator.decide.pods.load import Load
 from fairlead_operator.decide.pods.observed import Observed
+from fairlead_operator.decide.pods.pod import is_deleting, is_ready
 from fairlead_operator.decide.scale.autoscale import TICK, Policy, Supply, decide
 from fairlead_operator.decide.scale.state import Known
 from fairlead_operator.resource.kinds import Object
@@ -115,9 +115,7 @@ def supply_of(seen: Observed, current: int, deadline: float, now: datetime) -> S
     crash-looping.
     """
     ready = tuple(sorted(p["metadata"]["uid"] for p in seen.ready_pods()))
-    waiting = [
-        p for p in seen.pods if not is_ready(p) and not p["metadata"].get("deletionTimestamp")
-    ]
+    waiting = [p for p in seen.pods if not is_ready(p) and not is_deleting(p)]
     starting = [p for p in waiting if _age(p, now) < deadline and not _crashing(p)]
     return Supply(current, ready, len(starting), sum(_unplaced(p) for p in waiting))
 

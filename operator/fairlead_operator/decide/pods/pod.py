@@ -1,0 +1,55 @@
+"""What the operator reads of one pod, one definition each. Pure.
+
+The operator's containers are found by name: a service mesh injects its own before or after them.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from fairlead_operator.resource.kinds import REVISION_LABEL, Object
+
+RUNTIME = "runtime"  # the container that serves
+FETCH = "fetch"  # the init container that downloads the weights
+
+
+def runtime_status(pod: Object) -> Mapping[str, Any]:
+    """The container status of the runtime; empty while the kubelet reports none."""
+    return _status(pod, "containerStatuses", RUNTIME)
+
+
+def fetch_status(pod: Object) -> Mapping[str, Any]:
+    """The container status of the download; empty while there is none."""
+    return _status(pod, "initContainerStatuses", FETCH)
+
+
+def container_statuses(pod: Object) -> list[Mapping[str, Any]]:
+    """Of every container: the download's and the runtime's first, then those of others."""
+    status = pod.get("status") or {}
+    found = [*(status.get("initContainerStatuses") or ()), *(status.get("containerStatuses") or ())]
+    return sorted(found, key=is_injected)
+
+
+def is_injected(container: Mapping[str, Any]) -> bool:
+    return container.get("name") not in {RUNTIME, FETCH}
+
+
+def is_ready(pod: Object) -> bool:
+    conditions = (pod.get("status") or {}).get("conditions") or ()
+    return any(c.get("type") == "Ready" and c.get("status") == "True" for c in conditions)
+
+
+def is_deleting(pod: Object) -> bool:
+    return bool(pod["metadata"].get("deletionTimestamp"))
+
+
+def revision_of_pod(pod: Object) -> str:
+    return str((pod["metadata"].get("labels") or {}).get(REVISION_LABEL, ""))
+
+
+def address_of(pod: Object) -> str:
+    return str((pod.get("status") or {}).get("podIP") or "")
+
+
+def _status(pod: Object, field: str, name: str) -> Mapping[str, Any]:
+    statuses = (pod.get("status") or {}).get(field) or ()
+    return next((one for one in statuses if one.get("name") == name), {})
