@@ -1,9 +1,9 @@
 """EngineConfig: one definition for the custom resource's field, the pod's argument and the engine's
 setting.
 
-Owns every knob of one engine with its unit, default and bounds, and the two pure conversions
-between a configuration and an argument list. Reads no environment, opens no file, imports neither
-torch nor kopf.
+Owns every setting of an engine with its unit, default and bounds, and the conversions between a
+configuration and an argument list. Reads no environment, opens no file, imports neither torch nor
+kopf.
 """
 
 import argparse
@@ -21,7 +21,7 @@ Switch = Literal["auto", "on", "off"]
 
 
 class ConfigError(ValueError):
-    """A setting that cannot work. ``field`` names it; the message ends with the fix."""
+    """A setting that cannot work. ``field`` names it, the message says the fix."""
 
     def __init__(self, field: str, message: str, hint: str = "") -> None:
         super().__init__(f"{flag_of(field)}: {message}" + (f" ({hint})" if hint else ""))
@@ -45,10 +45,10 @@ def knob(
     high: float | None = None,
     metavar: str | None = None,
 ) -> Any:
-    """A field with what its three faces need.
+    """A field of EngineConfig with its help, unit and bounds.
 
     ``cr`` is the dotted path of the custom resource's field (None: the resource has none), ``low``
-    and ``high`` the inclusive bounds, ``when`` the advice that docs/runtime.md prints.
+    and ``high`` the inclusive bounds, ``when`` the advice in docs/runtime.md on when to change it.
     """
     meta = {
         "help": help,
@@ -64,7 +64,7 @@ def knob(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
-    """Every setting of one engine. Frozen: "auto" and None are resolved once, into other objects.
+    """Every setting of one engine. Frozen: resolved values of "auto" and None are kept elsewhere.
 
     Raises ConfigError on construction when a value is out of bounds or two values contradict each
     other.
@@ -86,13 +86,16 @@ class EngineConfig:
     trust_remote_code: bool = knob(
         False,
         "allow a model that ships its own Python code",
-        when="Only for models whose code you have read; no code is executed for families that transformers knows.",
+        when=(
+            "Only for models whose code you have read; no code is executed for families that "
+            "transformers knows."
+        ),
         cr="model.trustRemoteCode",
     )
     # -- engine
     dtype: Dtype = knob(
         "auto",
-        "type of weights and activations; auto: the checkpoint's own",
+        "type of weights and activations; auto: the checkpoint's",
         when="float32 on CPUs without bfloat16 arithmetic.",
         cr="engine.dtype",
     )
@@ -104,7 +107,7 @@ class EngineConfig:
     )
     max_model_len: int | None = knob(
         None,
-        "longest prompt plus output of one request; unset: the model's own",
+        "longest prompt plus output of one request; unset: the model's limit",
         unit="tokens",
         when="Lower it when one full-length sequence does not fit.",
         cr="engine.maxModelLen",
@@ -113,14 +116,14 @@ class EngineConfig:
     tensor_parallel: int = knob(
         1,
         "accelerators that share one copy of the model",
-        when="When the weights do not fit one accelerator.",
+        when="When the weights do not fit into one accelerator.",
         cr="engine.tensorParallel",
         low=1,
         high=64,
     )
     deterministic: bool = knob(
         False,
-        "the same text whatever shares the batch, in every dtype",
+        "give a request the same text in every batch, in every dtype",
         when="When reproducibility in bfloat16 is worth speed.",
         cr="engine.deterministic",
     )
@@ -133,7 +136,7 @@ class EngineConfig:
     cuda_graphs: Switch = knob(
         "auto",
         "replay captured CUDA graphs",
-        when="off to find out whether a fault lies in a graph.",
+        when="off to find out whether a graph causes a fault.",
         cr="engine.cudaGraphs.enabled",
     )
     q_padding_interval: int = knob(
@@ -154,24 +157,30 @@ class EngineConfig:
     )
     max_cached_graphs: int = knob(
         32,
-        "captured graphs kept, least recently used first out",
+        "captured graphs kept; the least recently used is dropped first",
         unit="graphs",
-        when="Lower it when graphs take memory the cache needs.",
+        when="Lower it when graphs take memory that the cache needs.",
         cr="engine.cudaGraphs.maxCachedGraphs",
         low=0,
     )
     # -- scheduler
     scheduler_type: SchedulerType = knob(
         "fifo",
-        "order of work: fifo, prefill_first, priority or fair (per tenant)",
-        when="fair when tenants share a deployment, priority when requests carry one, prefill_first for time to first token.",
+        "order of service: fifo, prefill_first, priority or fair (per tenant)",
+        when=(
+            "fair when tenants share a deployment, priority when requests carry one, prefill_first "
+            "for time to first token."
+        ),
         cr="scheduler.type",
     )
     max_batch_tokens: int = knob(
         8192,
         "tokens one step may process",
         unit="tokens",
-        when="Lower for steadier inter-token latency, higher for prefill throughput; 256 to 512 on a CPU.",
+        when=(
+            "Lower for steadier inter-token latency, higher for prefill throughput; 256 to 512 on "
+            "a CPU."
+        ),
         cr="scheduler.maxBatchTokens",
         low=1,
     )
@@ -179,15 +188,15 @@ class EngineConfig:
         256,
         "requests one step may process",
         unit="requests",
-        when="Raise while the cache has room and the accelerator is not busy.",
+        when="Raise it while the cache has room and the accelerator is not busy.",
         cr="scheduler.maxRequests",
         low=1,
     )
     safety_margin: float = knob(
         0.2,
-        "share of cache blocks kept free for running requests: below it nothing new starts",
+        "share of cache blocks kept free for running requests; below it no request starts",
         unit="share",
-        when="Raise when preemptions are frequent, lower for short outputs.",
+        when="Raise it when preemptions are frequent, lower it for short outputs.",
         cr="scheduler.safetyMargin",
         low=0.0,
         high=0.9,
@@ -196,15 +205,15 @@ class EngineConfig:
         1024,
         "requests that may wait; further ones are refused with 429",
         unit="requests",
-        when="Lower to fail fast.",
+        when="Lower it to fail fast.",
         cr="scheduler.maxQueue",
         low=1,
     )
     queue_timeout: float = knob(
         60.0,
-        "longest wait for a first step; then 503",
+        "longest wait for the first step; then the answer is 503",
         unit="seconds",
-        when="Match your clients' patience.",
+        when="Set it to how long your clients wait.",
         cr="scheduler.queueTimeoutSeconds",
         low=0.001,
     )
@@ -227,7 +236,10 @@ class EngineConfig:
     )
     max_memory_percent: float = knob(
         0.9,
-        "share of the accelerator's total memory for weights, activations, graphs and cache together",
+        (
+            "share of the accelerator's total memory for weights, activations, graphs and cache "
+            "together"
+        ),
         unit="share",
         when="Lower when something else shares the device.",
         cr="cache.maxMemoryPercent",
@@ -242,7 +254,7 @@ class EngineConfig:
     )
     cpu_offload_space: float = knob(
         0.0,
-        "host memory for the cache of preempted requests; 0: recompute instead",
+        "host memory for the cache of preempted requests; 0: recompute it",
         unit="GiB",
         when="When preemptions of long requests are frequent.",
         cr="cache.cpuOffloadSpace",
@@ -251,13 +263,13 @@ class EngineConfig:
     cache_dtype: CacheDtype = knob(
         "auto",
         "type of cached keys and values; auto: the model's",
-        when="fp8 to hold twice the tokens.",
+        when="fp8 to hold twice as many tokens.",
         cr="cache.dtype",
     )
     # -- process
     shared_memory: float = knob(
         0.0,
-        "host memory the pod's /dev/shm may take (counted in the CPU sizing)",
+        "host memory that the pod's /dev/shm may take (part of the CPU sizing)",
         unit="GiB",
         when="Set by the operator.",
         cr="resources.sharedMemory",
@@ -265,20 +277,20 @@ class EngineConfig:
     )
     seed: int = knob(
         0,
-        "seed of requests that bring none",
-        when="To vary or to repeat whole runs.",
+        "seed of requests that set none",
+        when="To vary or to repeat a whole run.",
         low=0,
         high=2**63 - 1,
     )
     api_key_file: str = knob(
         "",
-        "file of API keys, one a line, read again when it changes; unset: no keys",
-        when="Whenever the port is reachable by others.",
+        "file of API keys, one per line, read again when it changes; unset: no keys",
+        when="Whenever others can reach the port.",
         metavar="FILE",
     )
     drain_timeout: float = knob(
         300.0,
-        "longest time running streams may take to finish after SIGTERM",
+        "longest time that running streams may take to finish after SIGTERM",
         unit="seconds",
         when="At least your longest answer.",
         cr="rollout.drainTimeoutSeconds",
@@ -286,7 +298,10 @@ class EngineConfig:
     )
     record: str = knob(
         "",
-        "write arrivals and decisions to this file for `fairlead replay` and `fairlead trace` (it holds prompts as token ids)",
+        (
+            "write requests and decisions to this file for `fairlead replay` and `fairlead trace` "
+            "(it holds prompts as token ids)"
+        ),
         when="To report or study a scheduling problem.",
         metavar="FILE",
     )
@@ -297,20 +312,21 @@ class EngineConfig:
         if self.block_size & (self.block_size - 1):
             raise ConfigError(
                 "block_size",
-                f"{self.block_size} is no power of two",
+                f"{self.block_size} is not a power of two",
                 "use 4, 8, 16, 32, 64, 128 or 256",
             )
 
     def clamped(self) -> Self:
-        """With max_requests at most max_batch_tokens: a step gives every request at least one
-        token.
+        """The same with max_requests at most max_batch_tokens: a step gives every running request
+        at least one token.
         """
         return dataclasses.replace(self, max_requests=min(self.max_requests, self.max_batch_tokens))
 
     def to_args(self) -> list[str]:
         """Flags of all settings that differ from their default, in field order.
 
-        Only those, so that a release that adds a flag leaves running pods' arguments as they are.
+        Defaults are left out, so that a release with a new flag does not change the arguments of
+        running pods.
         """
         args: list[str] = []
         for f in dataclasses.fields(self):
@@ -336,7 +352,9 @@ class EngineConfig:
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any]) -> Self:
-        """From keyword settings; an unknown name is a ConfigError that lists the nearest one."""
+        """The configuration of keyword settings. Raises ConfigError, with the nearest name, for an
+        unknown one.
+        """
         import difflib
 
         names = [f.name for f in dataclasses.fields(cls)]
@@ -344,7 +362,7 @@ class EngineConfig:
             if name not in names:
                 nearest = difflib.get_close_matches(name, names, n=1)
                 raise ConfigError(
-                    name, "no such setting", f"did you mean {nearest[0]}?" if nearest else ""
+                    name, "is not a setting", f"did you mean {nearest[0]}?" if nearest else ""
                 )
         return cls(**values)
 
@@ -353,13 +371,13 @@ _HINTS = get_type_hints(EngineConfig)
 
 
 def choices_of(name: str) -> tuple[str, ...]:
-    """The allowed words of a field, empty when it is not a choice."""
+    """The allowed values of a field; empty if any value of its type is allowed."""
     hint = _HINTS[name]
     return get_args(hint) if get_origin(hint) is Literal else ()
 
 
 def base_type(name: str) -> type:
-    """bool, int, float or str: what one value of the field is, None aside."""
+    """The type of a field's value other than None: bool, int, float or str."""
     if choices_of(name):
         return str
     hint = _HINTS[name]

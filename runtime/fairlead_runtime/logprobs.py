@@ -1,7 +1,7 @@
-"""Log-probabilities as clients see them, in vLLM's shape.
+"""Log-probabilities as clients see them, in vLLM's types.
 
-Owns the light form that travels with a token through the engine and its conversion at the edge.
-Holds plain Python numbers only: no tensor, no tokenizer.
+Owns the compact form that the engine attaches to a token, and its conversion for clients. Holds
+plain Python numbers only: no tensor, no tokenizer.
 """
 
 from collections.abc import Callable
@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 
 class Logprob(NamedTuple):
-    """One token's log-probability under the raw logits, its rank (1: the likeliest) and its text."""
+    """A token's log-probability under the raw logits, its rank (1: the likeliest) and its text."""
 
     logprob: float
     rank: int | None = None
@@ -17,7 +17,7 @@ class Logprob(NamedTuple):
 
 
 class TokenLogprobs(NamedTuple):
-    """What one generated token carries when its request asked for log-probabilities.
+    """The log-probabilities of one generated token, if its request asked for them.
 
     ``top_ids`` and ``top_logprobs`` are the k likeliest, best first (empty for k = 0).
     """
@@ -29,9 +29,7 @@ class TokenLogprobs(NamedTuple):
     top_logprobs: tuple[float, ...]
 
     def as_dict(self, decode: Callable[[int], str] | None = None) -> dict[int, Logprob]:
-        """``{token id: Logprob}``, the chosen token first, then the k likeliest: k or k + 1
-        entries.
-        """
+        """``{token id: Logprob}``: the chosen token, then the k likeliest (k or k + 1 entries)."""
 
         def text(token: int) -> str | None:
             return decode(token) if decode else None

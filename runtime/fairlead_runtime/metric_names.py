@@ -1,17 +1,16 @@
-"""Every metric name the runtime exposes, for the exporter and for those who read it (the operator's
-autoscaler).
+"""Every metric name that the runtime exposes, for its exporter and for the operator's autoscaler.
 
-Owns names and buckets only. Imports nothing. Counters are written without ``_total``, which the
-exposition adds: ``exposed`` gives the name as a scrape shows it.
+Owns names and buckets only. Imports nothing. Counters are named without ``_total``, which the
+exposition adds: ``exposed`` gives the name in a scrape.
 
-The ``vllm:`` names mean what they mean in vLLM, so that gateways, dashboards and autoscalers made
-for it work unchanged; ``kv_cache_usage_perc`` is a share from 0 to 1 despite its name.
+The ``vllm:`` names have vLLM's meaning, so that gateways, dashboards and autoscalers made for it
+work unchanged; ``kv_cache_usage_perc`` is a share from 0 to 1 despite its name.
 """
 
 # Labels of every series.
 MODEL = "model_name"
 ENGINE = "engine"
-PHASE = "phase"  # of STARTUP alone: loaded, warmed
+PHASE = "phase"  # of STARTUP only: loaded, warmed
 
 # -- gauges
 RUNNING = "vllm:num_requests_running"
@@ -37,7 +36,7 @@ DECODE_TIME = "vllm:request_decode_time_seconds"
 INFERENCE_TIME = "vllm:request_inference_time_seconds"
 REQUEST_PROMPT_TOKENS = "vllm:request_prompt_tokens"
 REQUEST_GENERATION_TOKENS = "vllm:request_generation_tokens"
-ITERATION_TOKENS = "vllm:iteration_tokens_total"  # a histogram, whatever its name suggests
+ITERATION_TOKENS = "vllm:iteration_tokens_total"  # a histogram despite its name
 
 # -- ours
 ARRIVALS = "fairlead_arrivals"
@@ -79,7 +78,7 @@ COUNTERS = frozenset(
     }
 )
 
-# Upper bounds, seconds; vLLM's own.
+# Upper bounds in seconds, as in vLLM.
 _LONG = (10.0, 20.0, 40.0, 80.0)
 TTFT_BUCKETS = (
     *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5),
@@ -94,7 +93,7 @@ LATENCY_BUCKETS = (
     *(0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0),
     *(120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0),
 )
-# Tokens of one step: powers of two, from one decode to the largest budget in use.
+# Tokens of one step: powers of two, up to the largest token budget in use.
 ITERATION_BUCKETS = (
     1.0,
     8.0,
@@ -110,10 +109,10 @@ ITERATION_BUCKETS = (
     8192.0,
     16384.0,
 )
-# Tokens of one request. The same for every model, so that two models can be compared.
+# Tokens of one request. Equal for all models, so that models can be compared.
 LENGTH_BUCKETS = (*(float(step * 10**scale) for scale in range(6) for step in (1, 2, 5)), 1e6)
 
 
 def exposed(name: str) -> str:
-    """The series name in a scrape: counters end in ``_total``."""
+    """The series name in a scrape; counters end in ``_total``."""
     return f"{name}_total" if name in COUNTERS else name

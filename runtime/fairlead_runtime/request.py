@@ -1,7 +1,7 @@
-"""What a client asks for and the state it is in: the vocabulary every other part shares.
+"""Requests, their sampling parameters and the state of their sequences, for all other modules.
 
-Owns SamplingParams, Request, Sequence and the life cycle as one table. Knows no tensor, no queue
-and no clock.
+Owns SamplingParams, Request, Sequence and the table of state transitions. Knows no tensor, queue or
+clock.
 """
 
 import enum
@@ -14,9 +14,7 @@ MAX_LOGPROBS = 20
 
 
 class RequestError(ValueError):
-    """A request that cannot be served as asked. ``param`` names the field, the message says the
-    fix.
-    """
+    """The request is invalid. ``param`` names the field, the message says the fix."""
 
     def __init__(self, param: str, message: str) -> None:
         super().__init__(f"{param}: {message}")
@@ -25,15 +23,15 @@ class RequestError(ValueError):
 
 class FinishReason(enum.StrEnum):
     STOP = "stop"  # an end-of-sequence or stop token
-    LENGTH = "length"  # max_tokens, or the longest sequence the model or the cache holds
-    ABORT = "abort"  # the client went away or the server drained
-    ERROR = "error"  # this request failed; no other did
+    LENGTH = "length"  # max_tokens, or the longest sequence that the model or cache holds
+    ABORT = "abort"  # the client disconnected or the server drained
+    ERROR = "error"  # this request failed
 
 
 class Status(enum.StrEnum):
-    """What a user is shown. The scheduler itself knows no phases: ``computed`` chases ``total``."""
+    """The state shown to users. The scheduler itself uses ``computed`` and ``len(tokens)``."""
 
-    PENDING = "pending"  # waiting: never started, preempted, or offloaded
+    PENDING = "pending"  # waiting: not started yet, preempted or offloaded
     PREFILLING = "prefilling"
     DECODING = "decoding"
     FINISHED = "finished"
@@ -41,7 +39,7 @@ class Status(enum.StrEnum):
     ABORTED = "aborted"
 
 
-# Every transition there is. Preemption leads back to PENDING; the last three states are final.
+# All transitions. Preemption leads back to PENDING; the last three states are final.
 TRANSITIONS: dict[Status, frozenset[Status]] = {
     Status.PENDING: frozenset({Status.PREFILLING, Status.DECODING, Status.FAILED, Status.ABORTED}),
     Status.PREFILLING: frozenset(
@@ -57,8 +55,8 @@ FINAL = frozenset(s for s, following in TRANSITIONS.items() if not following)
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How tokens are chosen. temperature 0 is greedy; top_k 0, top_p 1 and min_p 0 switch those
-    filters off.
+    """How tokens are chosen. temperature 0 is greedy; top_k 0, top_p 1 and min_p 0 disable those
+    filters.
     """
 
     temperature: float = 1.0
@@ -71,7 +69,7 @@ class SamplingParams:
     min_tokens: int = 0
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
-    logprobs: int | None = None  # None: none; k: the chosen token's and the k likeliest
+    logprobs: int | None = None  # k: of the chosen token and of the k likeliest
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
@@ -81,7 +79,7 @@ class SamplingParams:
         if self.top_p == 0.0:
             raise RequestError(
                 "top_p",
-                "must be above 0 and at most 1; for the likeliest token alone set temperature to 0",
+                "must be above 0 and at most 1; for greedy sampling set temperature to 0",
             )
         _check_number("min_p", self.min_p, 0.0, 1.0)
         if self.seed is not None:
@@ -97,7 +95,7 @@ class SamplingParams:
         for token in self.stop_token_ids:
             _check_whole_number("stop_token_ids", token, 0, 2**31 - 1)
         if len(self.stop_token_ids) > 64:
-            raise RequestError("stop_token_ids", "at most 64 may be given")
+            raise RequestError("stop_token_ids", "has more than 64 ids: give at most 64")
         if self.logprobs is not None:
             _check_whole_number("logprobs", self.logprobs, 0, MAX_LOGPROBS)
 
@@ -118,11 +116,11 @@ def _check_whole_number(name: str, value: object, low: int, high: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One client's request, n choices of one prompt. Immutable; what changes is in its Sequences.
+    """One client's request: n choices of one prompt. Immutable; its Sequences hold the state.
 
-    ``seed`` is resolved (never None in ``params`` terms), ``salt`` separates prefix caches of
-    tenants, ``eos_ids`` are the model's end-of-sequence ids, ``priority`` runs lower first,
-    ``max_tokens`` is resolved.
+    ``seed`` and ``max_tokens`` are resolved: never None, as they may be in ``params``. ``salt``
+    separates the prefix caches of tenants, ``eos_ids`` are the model's end-of-sequence ids. A lower
+    ``priority`` runs first.
     """
 
     id: str
@@ -137,9 +135,7 @@ class Request:
 
 
 class BlockHash(NamedTuple):
-    """One full block's place in the content-hash chain: ``digest`` = sha256(``parent`` +
-    ``tokens``).
-    """
+    """One full block in the hash chain: ``digest`` is sha256(``parent`` + ``tokens``)."""
 
     digest: bytes
     parent: bytes
@@ -148,8 +144,8 @@ class BlockHash(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """One choice of a request: what the scheduler orders, what holds blocks, what a batch row
-    computes.
+    """One choice of a request. The scheduler orders sequences, a sequence holds blocks, and a batch
+    row computes tokens of one sequence.
 
     ``tokens`` is prompt + generated; ``computed`` counts the leading tokens whose keys and values
     are in the cache; a token is sampled when ``computed`` reaches ``len(tokens)``.
@@ -162,19 +158,16 @@ class Sequence:
     computed: int = 0
     status: Status = Status.PENDING
     preemptions: int = 0
-    tables: list[list[int]] = field(
-        default_factory=list
-    )  # one per layer group: block ids, NULL where freed
-    host: list[list[int]] = field(
-        default_factory=list
-    )  # the same in host memory; filled while offloaded
-    hashes: list[BlockHash] = field(
-        default_factory=list
-    )  # of its leading full blocks, as far as computed
-    registered: int = 0  # leading full blocks that are in the prefix cache or were found there
+    # one per layer group: block ids, NULL where freed
+    tables: list[list[int]] = field(default_factory=list)
+    # the same for units in host memory; empty unless offloaded
+    host: list[list[int]] = field(default_factory=list)
+    # of its leading full blocks, as far as hashed yet
+    hashes: list[BlockHash] = field(default_factory=list)
+    registered: int = 0  # leading full blocks that are in the prefix cache
     limit: int = 0  # tokens at which it ends: prompt + max_tokens
     stops: frozenset[int] = frozenset()  # end-of-sequence and stop ids that end it
-    seniors: int = 0  # sequences that were live when it came: they bound its preemptions
+    seniors: int = 0  # sequences that were live at its arrival; they bound its preemptions
 
     @property
     def prompt_len(self) -> int:
@@ -185,7 +178,7 @@ class Sequence:
         return len(self.tokens) - len(self.request.prompt)
 
     def move_to(self, status: Status) -> None:
-        """Change state by the table; anything else is a bug in the caller."""
+        """Change the state. A transition that is not in the table is a bug in the caller."""
         if status is self.status:
             return
         if status not in TRANSITIONS[self.status]:

@@ -1,7 +1,7 @@
-"""The seeds of random draws: whole numbers in, well mixed whole numbers out.
+"""Seeds of random draws.
 
-Owns the 64-bit mixer and the rule by which a request that brings no seed gets one. Keeps no state,
-reads no clock and imports nothing, so that a recorded run is replayed with the seeds it had.
+Owns the 64-bit mixer and the rule that gives a seed to a request without one. Keeps no state, reads
+no clock and imports nothing, so that a replayed run has the same seeds.
 """
 
 MASK64 = 2**64 - 1
@@ -12,7 +12,7 @@ MUL2 = 0x94D049BB133111EB
 
 def mix64(value: int) -> int:
     """One step of splitmix64 (Steele, Lea and Flood, OOPSLA 2014): a bijection of 64-bit words that
-    scatters neighbours.
+    maps neighbours far apart.
     """
     x = (value + GOLDEN) & MASK64
     x = ((x ^ (x >> 30)) * MUL1) & MASK64
@@ -21,12 +21,12 @@ def mix64(value: int) -> int:
 
 
 def resolve_seed(seed: int | None, engine_seed: int, arrival_number: int) -> int:
-    """The seed a request draws with, a signed 64-bit number.
+    """The seed of a request, a signed 64-bit number.
 
-    A seed given by the client is used as it is. Without one, each request gets its own from the
-    engine's seed and its arrival number (0, 1, 2 … in the order the engine received them): two
-    unseeded requests differ, and a whole run with the same engine seed and the same order of
-    arrival repeats.
+    A seed set by the client is used unchanged. Otherwise the seed follows from the engine's seed
+    and the arrival number (0, 1, 2 … in the order in which the engine received the requests): two
+    requests without a seed differ, and a run with the same engine seed and the same order of
+    arrival gives the same seeds.
     """
     if seed is not None:
         return seed

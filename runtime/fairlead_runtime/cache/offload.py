@@ -1,5 +1,5 @@
-"""Host units: where a preempted sequence's blocks wait. Owns their ids only; the copies are the
-runner's.
+"""Units in host memory, which keep the blocks of offloaded sequences. Owns their ids only; the
+runner makes the copies.
 """
 
 from fairlead_runtime.cache.blocks import PoolError
@@ -14,7 +14,7 @@ class HostPool:
 
     def take(self, count: int) -> list[int]:
         if count > len(self.free):
-            raise PoolError(f"{count} host units wanted, {len(self.free)} free")
+            raise PoolError(f"{count} host units requested, {len(self.free)} free")
         return [self.free.pop() for _ in range(count)]
 
     def release(self, units: list[int]) -> None:

@@ -1,12 +1,11 @@
-"""The block tables of sequences: how they come by blocks, share them, and give them back.
+"""The block tables of sequences: how sequences take, share and release blocks.
 
-table of a full group      [ 7 | 3 | 9 | 4 ]     ceil(computed / block_size) entries, plus the
-step's growth table of a window group    [ - | - | 8 | 2 ]     NULL where no later query can see the
-block
+    table of a full group      [ 7 | 3 | 9 | 4 ]   ceil(computed / block_size) entries,
+                                                   plus the step's growth
+    table of a window group    [ - | - | 8 | 2 ]   NULL where no later query can see the block
 
-Owns every change to tables, to the pool and to host units. Counting methods change nothing; moving
-methods trust nothing: what a plan promised and the pool does not have raises. Decides nothing about
-who runs.
+Owns every change to tables, to the pool and to host units. Counting methods change nothing. The
+others raise when the pool lacks what a plan counted on. Does not decide which sequences run.
 """
 
 from collections import abc
@@ -23,14 +22,14 @@ Pairs = list[tuple[int, int]]
 
 
 class Hit(NamedTuple):
-    """A prefix found: ``tokens`` of it, and one table per group."""
+    """A cached prefix of ``tokens`` tokens, with one table per group."""
 
     tokens: int
     tables: list[list[int]]
 
 
 class PagedCache:
-    """All device and host units of one engine, and which sequence has which."""
+    """All device and host units of one engine, and the sequences that hold them."""
 
     def __init__(
         self,
@@ -51,8 +50,8 @@ class PagedCache:
         self.host = HostPool(host_units)
         self.has_windows = any(g.window is not None for g in groups)
         self._windowed = tuple(g for g in self.groups if g.window is not None)
-        # The most blocks a window group holds: window W and a chunk of c tokens touch W - 1 + c
-        # positions, which may start inside a block. None: no bound but the tokens.
+        # The most blocks that a window group holds: window W and a chunk of c tokens touch
+        # W - 1 + c positions, which may start inside a block. None: no window.
         self._window_blocks = tuple(
             None if g.window is None else self.blocks(g.window - 1 + max_batch_tokens) + 1
             for g in self.groups
@@ -61,16 +60,16 @@ class PagedCache:
     # -- counting
 
     def blocks(self, tokens: int) -> int:
-        """Blocks per group that ``tokens`` fill or begin."""
+        """Blocks per group for ``tokens`` tokens, the last one possibly partial."""
         return -(-tokens // self.block_size)
 
     def units(self, start: int, end: int) -> int:
-        """Units, over all groups, that growing from ``start`` computed tokens to ``end`` takes."""
+        """Units, over all groups, to grow from ``start`` computed tokens to ``end``."""
         return (self.blocks(end) - self.blocks(start)) * len(self.groups)
 
     def growth(self, sequence: Sequence, start: int) -> int:
-        """Units to compute all known tokens from ``start`` and one more block, at most what its end
-        needs.
+        """Units to compute all its tokens from ``start`` on and one more block, but none beyond its
+        limit.
         """
         target = min(self.blocks(len(sequence.tokens)) + 1, self.blocks(sequence.limit - 1))
         more = target - self.blocks(start)
@@ -81,8 +80,8 @@ class PagedCache:
         return sum(len(t) - t.count(NULL) for t in (sequence.host or sequence.tables))
 
     def units_freed(self, sequence: Sequence, dropped: dict[int, int]) -> int:
-        """Units that releasing the sequence makes available, after ``dropped`` references are gone;
-        adds its own.
+        """Units that become available when the sequence is released. ``dropped`` counts, by unit,
+        the references that earlier releases drop; those of this sequence are added to it.
         """
         count = 0
         for unit in _units_of(sequence.tables):
@@ -91,22 +90,21 @@ class PagedCache:
         return count
 
     def hit(self, sequence: Sequence) -> Hit:
-        """The longest cached prefix of its tokens; at least one token is left to compute."""
+        """The longest cached prefix of its tokens that leaves at least one token to compute."""
         if not self.sharing:
             return Hit(0, [[] for _ in self.groups])
-        # The hashes of tokens never change: extending the chain here is remembering, not deciding.
-        # It is never longer than this, as the last token's keys are not in the cache before a next
-        # one is known.
+        # Extending the hash chain here does not change a decision: the hashes of tokens never
+        # change. The last token is left out: its keys are written only when the next is predicted.
         self._extend_hashes(sequence, len(sequence.tokens) - 1)
         tables = longest_hit(self.pool, self.groups, self.block_size, sequence.hashes)
         return Hit(len(tables[0]) * self.block_size, tables)
 
     def evictable(self, hit: Hit) -> list[int]:
-        """Units of the hit that nobody references: claiming them makes them unavailable."""
+        """Units of the hit without a reference. Sharing them makes them unavailable to others."""
         return [unit for unit in _units_of(hit.tables) if self.pool.refs[unit] == 0]
 
     def can_fork(self, sibling: Sequence, tokens: int) -> bool:
-        """Whether the sibling still holds all that a query at position ``tokens`` can see."""
+        """Whether the sibling still holds all blocks that a query at ``tokens`` can see."""
         if sibling.computed < tokens or not sibling.tables:
             return False
         return all(
@@ -114,10 +112,10 @@ class PagedCache:
             for group, table in zip(self.groups, sibling.tables, strict=True)
         )
 
-    # -- moving
+    # -- changing
 
     def adopt(self, sequence: Sequence, hit: Hit) -> None:
-        """Begin with a cached prefix: a reference to each of its units."""
+        """Start with a cached prefix: add a reference to each of its units."""
         for unit in _units_of(hit.tables):
             self.pool.share(unit)
         sequence.tables = hit.tables
@@ -125,8 +123,8 @@ class PagedCache:
         sequence.registered = hit.tokens // self.block_size
 
     def fork(self, sequence: Sequence, sibling: Sequence, tokens: int) -> None:
-        """Begin with the sibling's full blocks of the first ``tokens``; ``copy_tail`` adds the
-        partial one.
+        """Start with the sibling's full blocks of the first ``tokens`` tokens; ``copy_tail`` adds
+        the partial one.
         """
         if not self.can_fork(sibling, tokens):
             raise PoolError(f"sequence {sibling.id} no longer holds {tokens} tokens to fork from")
@@ -143,8 +141,8 @@ class PagedCache:
             sequence.hashes = sibling.hashes[:full]
 
     def copy_tail(self, sequence: Sequence, sibling: Sequence) -> Pairs:
-        """Own units for a fork's partial last block, to be filled with the sibling's content: copy
-        on write.
+        """Take units for a fork's partial last block. Returns the copies that fill them with the
+        sibling's content (copy on write).
         """
         full = sequence.computed // self.block_size
         if sequence.computed % self.block_size == 0:
@@ -156,8 +154,8 @@ class PagedCache:
         ]
 
     def offload(self, sequence: Sequence) -> Pairs:
-        """Move to host units; ``computed`` stays. Returns the copies to make before the units are
-        written again.
+        """Move to host units; ``computed`` stays. Returns the copies, which must be made before the
+        device units are written again.
         """
         device = list(_units_of(sequence.tables))
         pairs = list(zip(device, self.host.take(len(device)), strict=True))
@@ -166,8 +164,8 @@ class PagedCache:
         return pairs
 
     def restore(self, sequence: Sequence) -> Pairs:
-        """Move back from host units. Registers anew: some of its content may have been evicted
-        meanwhile.
+        """Move back from host units; returns the copies. Its blocks are registered again: some of
+        its content may have been evicted.
         """
         host = list(_units_of(sequence.host))
         pairs = list(zip(host, self.pool.take(len(host)), strict=True))
@@ -177,13 +175,13 @@ class PagedCache:
         return pairs
 
     def grow(self, sequence: Sequence, end: int) -> None:
-        """Blocks for ``tokens[:end]`` in every group."""
+        """Take blocks for ``tokens[:end]`` in every group."""
         count = self.blocks(end) - len(sequence.tables[0])
         for table in sequence.tables:
             table.extend(self.pool.take(count))
 
     def finish_forward(self, sequence: Sequence) -> None:
-        """After the forward pass: full blocks become shareable, blocks before a window go back."""
+        """After the forward pass, register full blocks and release those before a window."""
         computed = sequence.computed
         full = computed // self.block_size
         if self.sharing and sequence.registered < full:
@@ -202,8 +200,8 @@ class PagedCache:
                 at -= 1
 
     def release(self, sequence: Sequence, *, forget: bool = False) -> None:
-        """Give everything back; content with a hash stays findable until its unit is needed, or not
-        at all.
+        """Release all units. Registered content stays in the index until its unit is taken, or is
+        removed now if ``forget``.
         """
         if forget:
             for block in sequence.hashes[: sequence.registered]:
@@ -217,8 +215,8 @@ class PagedCache:
         sequence.computed = sequence.registered = 0
 
     def _release_tables(self, sequence: Sequence) -> None:
-        # Tail first over all groups at once: what goes first is evicted first, and prefixes live
-        # longest.
+        # Release tails first, over all groups together: the pool evicts in this order, so prefixes
+        # stay longest.
         for entries in zip(*(reversed(table) for table in sequence.tables), strict=True):
             self.pool.release(unit for unit in entries if unit != NULL)
 
@@ -233,6 +231,5 @@ def _units_of(tables: Iterable[list[int]]) -> Iterable[int]:
 
 
 def _map_units(tables: list[list[int]], pairs: Pairs) -> list[list[int]]:
-    name = dict(pairs)
-    name[NULL] = NULL
-    return [[name[unit] for unit in table] for table in tables]
+    target = {**dict(pairs), NULL: NULL}
+    return [[target[unit] for unit in table] for table in tables]

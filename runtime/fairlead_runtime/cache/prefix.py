@@ -1,8 +1,8 @@
-"""Content hashes of full blocks, and the longest prefix that every layer group still has.
+"""Content hashes of full blocks, and the longest prefix that every layer group has in the cache.
 
-The chain is sha256 over (salt, model identity) at its root, then (parent, tokens) block by block,
-so equal digests mean equal tokens from the first on, for the same model and tenant. Reads the pool,
-never changes it.
+The chain starts with sha256 over (model identity, salt) and continues with (parent, tokens) for
+each block. Equal digests therefore mean equal tokens from the first on, for the same model and
+tenant. Reads the pool, never changes it.
 """
 
 import hashlib
@@ -16,7 +16,7 @@ from fairlead_runtime.sizing.groups import NULL, LayerGroup
 
 
 def root(identity: bytes, salt: bytes) -> bytes:
-    """The parent of a first block. Lengths are framed: (b"ab", b"c") and (b"a", b"bc") differ."""
+    """The parent of a first block. It covers the lengths: (b"ab", b"c") is not (b"a", b"bc")."""
     framed = struct.pack("<QQ", len(identity), len(salt)) + identity + salt
     return hashlib.sha256(framed).digest()
 
@@ -24,7 +24,7 @@ def root(identity: bytes, salt: bytes) -> bytes:
 def extend_chain(
     hashes: list[BlockHash], tokens: Sequence[int], start: bytes, block_size: int, until: int
 ) -> None:
-    """Append the hashes of the full blocks among ``tokens[:until]`` that are missing."""
+    """Append the missing hashes of the full blocks of ``tokens[:until]``."""
     parent = hashes[-1].digest if hashes else start
     for at in range(len(hashes) * block_size, until - block_size + 1, block_size):
         packed = array("q", tokens[at : at + block_size]).tobytes()
@@ -36,10 +36,10 @@ def extend_chain(
 def longest_hit(
     pool: BlockPool, groups: Sequence[LayerGroup], block_size: int, hashes: Sequence[BlockHash]
 ) -> list[list[int]]:
-    """Tables of the longest prefix that all groups can continue from.
+    """Tables of the longest prefix from which all groups can continue.
 
     A full group needs the whole chain, a window group only the blocks that the next query can see;
-    entries before the window are NULL. Groups shorten each other's hit until none does (after
+    entries before the window are NULL. Each group shortens the hit in turn until none does (after
     vLLM's hybrid manager).
     """
     length, stable = len(hashes), False
@@ -66,7 +66,7 @@ def _longest_group_hit(
             if pool.find(group.index, hashes[i].digest) is None:
                 return i
         return length
-    end = at = length  # blocks at..end-1 are there
+    end = at = length  # blocks at..end-1 are cached
     while end and at > group.first_block(end * block_size, block_size):
         at -= 1
         if pool.find(group.index, hashes[at].digest) is None:

@@ -1,1 +1,1 @@
-"""A run as a file: record it, replay it, show it."""
+"""Record a run of the scheduler to a file, replay it and show it."""

@@ -1,12 +1,15 @@
-"""A run as a file: what came in, what was decided, what was sampled, one JSON line each.
+"""The file of a run: requests, plans and sampled tokens, one JSON object per line.
 
-{"fairlead_record": 1, "limits": …, "groups": …, "identity": …}     first {"add": request,
-"sequences": ids}   {"abort": [id, choice]}   {"fail": [sequence id, message]} {"plan": canonical
-plan, "held": units by row, "free": n, "cached": n, "waiting": ids, "t": seconds} {"update": step,
-"ran": ids, "tokens": [[sequence id, token]], "errors": [[id, message]], "ended": ids, "t": …}
+    {"fairlead_record": 1, "limits": …, "groups": …, "identity": …}     the first line
+    {"add": request, "sequences": ids}
+    {"abort": [request id, choice]}
+    {"fail": [sequence id, message]}
+    {"plan": canonical plan, "held": units by row, "free": n, "cached": n, "waiting": ids,
+     "t": seconds}
+    {"update": step, "ran": ids, "tokens": [[sequence id, token]], "errors": [[id, message]],
+     "ended": ids, "t": seconds}
 
-Owns the format and its two directions. A file that cannot be written any more stops the recording,
-never the run.
+Owns the format, its writer and its reader. A write error stops the recording, never the run.
 """
 
 import dataclasses
@@ -30,16 +33,16 @@ Line = dict[str, Any]
 
 
 class RecordError(ValueError):
-    """A file that is no recording, or one that this version cannot read."""
+    """The file is not a recording, or this version cannot read it."""
 
 
 def encode(value: object) -> str:
-    """The one JSON spelling of a value: no spaces, keys as given."""
+    """The canonical JSON of a value: no spaces, keys in the given order."""
     return json.dumps(value, separators=(",", ":"), ensure_ascii=True)
 
 
 def canonical(plan: Plan) -> str:
-    """A plan as JSON. Equal plans of equal runs give equal bytes."""
+    """The canonical JSON of a plan. Equal plans of equal runs give equal bytes."""
     return encode(
         {
             "step": plan.step,
@@ -54,11 +57,11 @@ def canonical(plan: Plan) -> str:
 
 
 class RecordedScheduler(Scheduler):
-    """A Scheduler that writes down what it is given and what it decides.
+    """A Scheduler that records its requests, plans and results.
 
-    The file is made anew, readable by its owner only: it holds prompts as token ids. ``clock``
-    (seconds) times the steps for a picture; replay ignores it. Raises OSError when the file cannot
-    be made.
+    An existing file is overwritten. Only its owner can read the file: it holds prompts as token
+    ids. ``clock`` (seconds) times the steps for the trace; replay ignores it. Raises OSError when
+    the file cannot be created.
     """
 
     def __init__(
@@ -73,7 +76,7 @@ class RecordedScheduler(Scheduler):
         super().__init__(limits, groups, identity)
         self._clock = clock
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-        # Line buffering: a process that is killed leaves every step but the one it was in.
+        # Line buffering: the file of a killed process has every step except the one it was in.
         self._file: Any = os.fdopen(descriptor, "w", buffering=1, encoding="ascii")
         shape = [{"window": g.window, "layers": list(g.layers)} for g in groups]
         header = {"fairlead_record": VERSION, "limits": dataclasses.asdict(limits), "groups": shape}
@@ -140,7 +143,7 @@ class RecordedScheduler(Scheduler):
 
 
 class Recording:
-    """A file read back. ``cut`` is known after ``lines`` is exhausted: its last line was not whole."""
+    """A recording on disk. After ``lines`` ends, ``truncated`` says if its last line is cut."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
@@ -153,7 +156,7 @@ class Recording:
         version = header.get("fairlead_record") if isinstance(header, dict) else None
         if version != VERSION:
             raise RecordError(
-                f"{path}: its first line names format {version}; this program reads {VERSION}"
+                f"{path}: its first line has format {version}; this version reads format {VERSION}"
             )
         try:
             self.limits = Limits(**header["limits"])
@@ -166,8 +169,8 @@ class Recording:
             raise RecordError(f"{path}: its first line is damaged ({error!r})") from error
 
     def lines(self) -> Iterator[Line]:
-        """Everything after the first line. A last line that breaks off is left out; another one
-        raises.
+        """All lines after the first. A last line without its end is left out; any other damaged
+        line raises RecordError.
         """
         with self.path.open(encoding="utf-8", errors="replace") as file:
             file.readline()
@@ -180,7 +183,7 @@ class Recording:
                 except ValueError as error:
                     raise RecordError(f"{self.path}: line {number} is damaged ({error})") from error
                 if not isinstance(line, dict):
-                    raise RecordError(f"{self.path}: line {number} is no object")
+                    raise RecordError(f"{self.path}: line {number} is not a JSON object")
                 yield line
 
 
@@ -199,7 +202,7 @@ def _request_line(request: Request) -> Line:
 
 
 def request_of(line: Line) -> Request:
-    """The request that ``_request_line`` wrote."""
+    """The request of a line that ``_request_line`` wrote."""
     fields = dict(line)
     fields["prompt"] = tuple(line["prompt"])
     fields["params"] = SamplingParams(**line["params"])

@@ -1,6 +1,6 @@
-"""A recorded run again, on a fresh scheduler: every plan must come out byte for byte.
+"""Replay a recorded run on a new scheduler: every plan must be equal byte for byte.
 
-Owns the comparison. Computes no token: the sampled ones are in the recording.
+Owns the comparison. Computes no token: it takes the sampled ones from the recording.
 """
 
 from typing import NamedTuple
@@ -18,7 +18,7 @@ from fairlead_runtime.scheduling.scheduler import Scheduler
 
 
 class Difference(NamedTuple):
-    """The first plan that came out differently, both in canonical JSON."""
+    """The first plan that differs, recorded and replayed, in canonical JSON."""
 
     step: int
     recorded: str
@@ -34,7 +34,7 @@ def replay(recording: Recording) -> Replay:
     """Feed arrivals, aborts, failures and tokens to a new scheduler and compare its plans with the
     recorded ones.
 
-    Raises RecordError where a line cannot be followed.
+    Raises RecordError when a line does not fit the run.
     """
     scheduler = Scheduler(recording.limits, recording.groups, recording.identity)
     work, steps = Work(0), 0
@@ -73,4 +73,4 @@ def _apply(scheduler: Scheduler, line: Line, work: Work) -> None:
         results |= {i: Result(0, error=message) for i, message in line["errors"]}
         scheduler.update(work.subset(row for row in work.rows if row.sequence.id in ran), results)
     else:
-        raise RecordError(f"a line of unknown kind: {sorted(line)}")
+        raise RecordError(f"unknown kind of line, with the keys {sorted(line)}")

@@ -1,8 +1,7 @@
-"""A recording as a picture: every step as text, or as trace events for Perfetto and
-chrome://tracing.
+"""Show a recording step by step, as text or as trace events for Perfetto and chrome://tracing.
 
-Owns the two renderings. Follows what the file says and never runs a scheduler, so it also shows
-runs of other versions.
+Owns the two renderings. Only reads the file and never runs a scheduler, so it also shows runs of
+other versions.
 """
 
 from collections.abc import Iterator
@@ -11,20 +10,20 @@ from typing import Any, NamedTuple
 
 from fairlead_runtime.recording.record import Line, RecordError, Recording
 
-STEP_SECONDS = 1e-3  # how long a step is drawn when the recording has no clock
+STEP_SECONDS = 1e-3  # length of a step when the recording has no times
 PROCESS = 1
-LONGEST_NAME = 16  # of a request in the picture; longer ids are numbered
+LONGEST_NAME = 16  # characters of a request id; longer ids are replaced by a number
 
 
 @dataclass(slots=True)
 class _TracedSequence:
-    """What the trace knows of one sequence."""
+    """One live sequence of the recording."""
 
     name: str
     prompt: int
     limit: int
     tokens: int
-    slot: int | None = None  # while it runs: the lowest that was free
+    slot: int | None = None  # while it runs: the lowest slot that was free at its start
 
 
 class RowView(NamedTuple):
@@ -32,16 +31,16 @@ class RowView(NamedTuple):
     slot: int
     start: int
     count: int  # type: ignore[assignment]  # as in plan.Row
-    tokens: int  # known before the step
+    tokens: int  # prompt and generated, before the step
     limit: int
     held: int  # units
     decode: bool
-    how: str  # "", or how it came in: "start", "prefix 8", "fork of r1/0", "restore"
+    how: str  # how it started: "starts", "prefix 8", "fork of r1/0", "restored"; else ""
 
 
 @dataclass(slots=True)
 class StepView:
-    """One step, ready to draw. Times in seconds."""
+    """One step of the recording. Times are in seconds."""
 
     step: int
     rows: list[RowView]
@@ -49,16 +48,15 @@ class StepView:
     waiting: list[str]
     free: int
     cached: int
-    notes: list[str] = field(
-        default_factory=list
-    )  # what came in or was ended since the step before
+    # requests that arrived or ended since the previous step
+    notes: list[str] = field(default_factory=list)
     begin: float = 0.0
     end: float = 0.0
     errors: list[str] = field(default_factory=list)
 
 
 def steps(recording: Recording) -> Iterator[StepView]:
-    """The recording step by step. Raises RecordError where it cannot be followed."""
+    """The steps of the recording. Raises RecordError when a line does not fit the run."""
     reader = _TraceReader()
     try:
         for line in recording.lines():
@@ -66,7 +64,7 @@ def steps(recording: Recording) -> Iterator[StepView]:
             if view is not None:
                 yield view
         if reader.view is not None:
-            yield reader.view  # the run ended, or was cut, within this step
+            yield reader.view  # the recording ends within this step
     except (KeyError, TypeError, ValueError, IndexError) as error:
         raise RecordError(f"{recording.path}: after step {reader.step}: {error!r}") from error
 
@@ -76,12 +74,12 @@ class _TraceReader:
         self.sequences: dict[int, _TracedSequence] = {}
         self.slots: list[int | None] = []  # sequence id by slot
         self.notes: list[str] = []
-        self.short_names: dict[str, str] = {}  # long request ids → what the picture calls them
-        self.view: StepView | None = None  # committed, its update not read yet
+        self.short_names: dict[str, str] = {}  # by long request id
+        self.view: StepView | None = None  # a committed step, before its update
         self.step = 0
 
     def take(self, line: Line) -> StepView | None:
-        """Read one line; an update completes a step, which is then given out."""
+        """Read one line. Returns the step that it completes, if any."""
         if "add" in line:
             self._add(line)
         elif "abort" in line:
@@ -92,7 +90,7 @@ class _TraceReader:
             self._remove(self.sequences[line["fail"][0]].name, f"failed: {line['fail'][1]}")
         elif "plan" in line:
             unfinished, self.view = self.view, self._plan(line)
-            return unfinished  # a step that never came back
+            return unfinished  # a step without an update
         elif "update" in line and self.view is not None:
             return self._update(line, self.view)
         return None
@@ -189,7 +187,8 @@ def as_text(recording: Recording) -> Iterator[str]:
     units = limits.num_blocks * len(groups)
     kinds = ", ".join("full" if g.window is None else f"window {g.window}" for g in groups)
     yield (
-        f"{limits.policy}: {limits.max_batch_tokens} tokens and {limits.max_requests} requests a step; "
+        f"{limits.policy}: {limits.max_batch_tokens} tokens and "
+        f"{limits.max_requests} requests a step; "
         f"{units} blocks of {limits.block_size} tokens ({kinds}), margin {limits.safety_margin:.0%}"
     )
     for view in steps(recording):
@@ -198,11 +197,13 @@ def as_text(recording: Recording) -> Iterator[str]:
         decodes = sum(row.decode for row in view.rows)
         yield (
             f"step {view.step}: {tokens} tokens = {decodes} decode + {tokens - decodes} prefill | "
-            f"blocks {units - view.free - view.cached} held, {view.cached} cached, {view.free} free | "
+            f"blocks {units - view.free - view.cached} held, {view.cached} cached, "
+            f"{view.free} free | "
             f"waiting {len(view.waiting)}{_names(view.waiting)}"
         )
         for name, _, offload in view.preempted:
-            yield f"  ! {name} preempted, {'moved to host memory' if offload else 'to be recomputed'}"
+            how = "moved to host memory" if offload else "to be recomputed"
+            yield f"  ! {name} preempted, {how}"
         yield f"  packed {_packed(view.rows)}"
         width = max((len(row.name) for row in view.rows), default=0)
         for row in view.rows:
@@ -219,12 +220,13 @@ def _row_text(row: RowView, width: int) -> str:
     scale = 24 / row.limit
     done, now = round(row.start * scale), max(round(end * scale), round(row.start * scale) + 1)
     bar = ("=" * done + "#" * (now - done))[:24].ljust(24, ".")
-    return f"  [{row.slot}] {row.name:<{width}} |{bar}| {what:<22} {row.held:>4} blocks  {row.how}".rstrip()
+    text = f"  [{row.slot}] {row.name:<{width}} |{bar}| {what:<22} {row.held:>4} blocks  {row.how}"
+    return text.rstrip()
 
 
 def _packed(rows: list[RowView], most: int = 80) -> str:
-    """The step's one unpadded row of tokens, a slot's last digit each; a token attends within its
-    own bars only.
+    """The step's packed tokens, each as the last digit of its slot; "|" separates sequences, and a
+    token attends only within its own.
     """
     strip = "|".join(str(row.slot % 10) * min(row.count, most) for row in rows)
     return strip if len(strip) <= most else strip[: most - 3] + "..."
@@ -239,8 +241,8 @@ def _names(names: list[str]) -> str:
 
 
 def as_events(recording: Recording) -> Iterator[dict[str, Any]]:
-    """Trace Event Format, for the list ``traceEvents``: one track per slot, counters for queue and
-    blocks.
+    """Events in Trace Event Format, for the list ``traceEvents``: one track per slot, counters for
+    requests and blocks.
     """
     units = recording.limits.num_blocks * len(recording.groups)
     yield _meta("process_name", 0, f"fairlead ({recording.limits.policy})")

@@ -1,5 +1,6 @@
-"""Who runs in the next step: plan (pure), commit, update. No torch, no clock, no randomness in
-here.
+"""Which requests run in the next step: plan (pure), commit, update.
+
+No module here uses torch, a clock or randomness.
 """
 
 from fairlead_runtime.scheduling.plan import (

@@ -1,7 +1,7 @@
-"""What must hold between any two steps, written down as checks: I1 to I13 as far as the core can
-see them.
+"""The invariants that hold between any two steps, as checks: I1 to I13, as far as the scheduler's
+state shows them.
 
-Reads everything, changes nothing. I8 and I9 (events) are the caller's to check; their state side is
+Reads everything, changes nothing. The caller checks I8 and the events of I9; I9's state is checked
 here.
 """
 
@@ -17,7 +17,7 @@ from fairlead_runtime.sizing.groups import NULL
 
 
 class InvariantViolation(RuntimeError):  # noqa: N818 - it reports a state, not a failed call
-    """A rule of the core is broken: a bug here, never the client's doing."""
+    """The scheduler's state breaks an invariant: a bug in Fairlead, never a client error."""
 
     def __init__(self, name: str, message: str) -> None:
         super().__init__(f"{name}: {message}")
@@ -62,17 +62,19 @@ def _check_pool(state: State, live: Mapping[int, Sequence]) -> None:
     free, cached = set(pool.free), set(pool.cached)
     if len(pool.free) + len(pool.cached) + len(referenced) != pool.units:
         parts = f"{len(pool.free)} free + {len(pool.cached)} cached + {len(referenced)} referenced"
-        raise InvariantViolation("I1", f"{parts} are not {pool.units}")
+        raise InvariantViolation("I1", f"{parts} do not add up to {pool.units}")
     if len(free) != len(pool.free) or free & referenced or cached & referenced or free & cached:
         raise InvariantViolation("I3", "a unit is in the free list twice, or free and in use")
     counted = Counter(u for s in live.values() for table in s.tables for u in table if u != NULL)
     if counted != Counter({unit: pool.refs[unit] for unit in referenced}):
-        raise InvariantViolation("I2", "reference counts differ from the tables")
+        raise InvariantViolation("I2", "the reference counts differ from the block tables")
     on_host = [u for s in live.values() for table in s.host for u in table if u != NULL]
     if sorted(on_host + host.free) != list(range(host.units)):
-        raise InvariantViolation("I1", "host units are lost or held twice")
+        raise InvariantViolation("I1", "a host unit is lost, or two sequences hold it")
     if not live and (referenced or state.families or state.running or len(state.policy)):
-        raise InvariantViolation("I11", f"at rest {len(referenced)} units are held")
+        raise InvariantViolation(
+            "I11", f"no sequence is live, but {len(referenced)} units are held"
+        )
 
 
 def _check_content(state: State) -> None:
@@ -84,22 +86,25 @@ def _check_content(state: State) -> None:
             continue
         group, block = content
         if hashlib.sha256(block.parent + block.tokens).digest() != block.digest:
-            raise InvariantViolation("I10", f"unit {unit}'s stamp is not its hash")
+            raise InvariantViolation(
+                "I10", f"the digest of unit {unit} is not the hash of its content"
+            )
         if pool.find(group, block.digest) != unit or (
             pool.refs[unit] == 0 and unit not in pool.cached
         ):
             raise InvariantViolation(
-                "I10", f"unit {unit} has content that cannot be found or evicted"
+                "I10", f"unit {unit} has content that is not in the index or cannot be evicted"
             )
 
 
 def _check_sequence(state: State, sequence: Sequence) -> None:
     if not 0 <= sequence.computed < len(sequence.tokens):
         raise InvariantViolation(
-            "I6", f"sequence {sequence.id}: {sequence.computed} of {len(sequence.tokens)}"
+            "I6",
+            f"sequence {sequence.id} has {sequence.computed} of {len(sequence.tokens)} computed",
         )
     if sequence.status in FINAL or len(sequence.tokens) >= sequence.limit:
-        raise InvariantViolation("I9", f"sequence {sequence.id} is over but has not left")
+        raise InvariantViolation("I9", f"sequence {sequence.id} has ended but is still live")
     if (
         state.limits.policy in ("fifo", "prefill_first")
         and sequence.preemptions > 4 + sequence.seniors
@@ -128,14 +133,14 @@ def _check_tables(state: State, sequence: Sequence, tables: list[list[int]]) -> 
 
 
 def _check_hashes(state: State, sequence: Sequence) -> None:
-    """What is found by hash in a sequence's table must be its own tokens, from the first on."""
+    """Check that each hash of a sequence covers its own tokens, from the first token on."""
     cache = state.cache
     size, parent = cache.block_size, root(cache.identity, sequence.request.salt)
     for i in range(sequence.registered if cache.sharing else 0):
         stamp = sequence.hashes[i]
         packed = array("q", sequence.tokens[i * size : (i + 1) * size]).tobytes()
         if stamp.parent != parent or stamp.tokens != packed:
-            raise InvariantViolation("I10", f"sequence {sequence.id}: hash {i} is of other tokens")
+            raise InvariantViolation("I10", f"sequence {sequence.id}: hash {i} covers other tokens")
         parent = stamp.digest
         for group, table in enumerate(sequence.tables):
             if table[i] != NULL and cache.pool.content[table[i]] not in (None, (group, stamp)):

@@ -1,6 +1,6 @@
 """The values that flow through a step: Limits → Plan → Work → Result → events.
 
-Owns their shapes and nothing else: no queue, no block pool, no decision is made here.
+Owns their types. Holds no queue and no block pool, and makes no decision.
 """
 
 import enum
@@ -14,9 +14,9 @@ from fairlead_runtime.request import FinishReason, Sequence
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What one scheduler may use. ``num_blocks`` counts whole-model blocks, ``offload_units`` host
-    units.
+    """The resources of one scheduler.
 
+    ``num_blocks`` counts whole-model blocks, ``offload_units`` counts units in host memory.
     A unit is ``block_size`` tokens in the layers of one layer group; a whole-model block is one
     unit per group.
     """
@@ -29,13 +29,13 @@ class Limits:
     num_blocks: int
     max_model_len: int
     allow_block_sharing: bool = True
-    offload_units: int = 0  # 0: preemption is by soft reset only
+    offload_units: int = 0  # 0: a preempted sequence is always recomputed
 
     @classmethod
     def of(
         cls, config: EngineConfig, *, num_blocks: int, max_model_len: int, offload_units: int = 0
     ) -> Self:
-        """From the configuration and the three numbers that sizing resolved."""
+        """The limits of a configuration and of the three numbers that sizing solved."""
         return cls(
             policy=config.scheduler_type,
             max_batch_tokens=config.max_batch_tokens,
@@ -50,19 +50,19 @@ class Limits:
 
     @property
     def capacity(self) -> int:
-        """Tokens of prompt plus output that one request may reach: what NEVER is measured against."""
+        """The most tokens, prompt plus output, of one request; a longer one gets NEVER."""
         return min(self.max_model_len, self.num_blocks * self.block_size)
 
 
 class VerdictKind(enum.StrEnum):
-    OK = "ok"  # would start in the next step
-    LATER = "later"  # waits for others
-    NEVER = "never"  # cannot fit even alone: refuse it
+    OK = "ok"  # starts in the next step
+    LATER = "later"  # waits until other requests end
+    NEVER = "never"  # does not fit even alone; refuse it
 
 
 class Verdict(NamedTuple):
-    """The answer to "may this request come in"; ``max_tokens`` is resolved: an omitted one is
-    clipped to fit.
+    """Whether a request can be admitted. ``max_tokens`` is resolved: an omitted value is clipped to
+    the capacity.
     """
 
     kind: VerdictKind
@@ -71,37 +71,37 @@ class Verdict(NamedTuple):
 
 
 class Row(NamedTuple):
-    """One sequence's share of a step: computes ``tokens[start : start + count]``."""
+    """One sequence's part of a step: it computes ``tokens[start : start + count]``."""
 
     sequence: Sequence
     start: int
-    count: int  # type: ignore[assignment]  # a row's width; tuple.count is of no use on a row
-    samples: bool  # start + count == len(tokens): the row's last token predicts a new one
+    count: int  # type: ignore[assignment]  # replaces tuple.count, which a row does not need
+    samples: bool  # start + count == len(tokens): the last token predicts a new one
 
 
 class AdmissionSource(enum.StrEnum):
     """Where an admitted sequence's first computed tokens come from."""
 
-    PREFIX = "prefix"  # the prefix cache, possibly nothing of it
-    FORK = "fork"  # a sibling's prompt blocks, tail copied on write
+    PREFIX = "prefix"  # the prefix cache; the hit may be empty
+    FORK = "fork"  # the prompt blocks of a sibling; the partial last block is copied
     RESTORE = "restore"  # its own blocks, from host memory
 
 
 class Admission(NamedTuple):
     sequence: Sequence
     source: AdmissionSource
-    start: int  # tokens whose keys and values need no computing
-    sibling: Sequence | None  # whose blocks a FORK shares
+    start: int  # tokens whose keys and values are in the cache already
+    sibling: Sequence | None  # the sequence whose blocks a FORK shares
 
 
 class Preemption(NamedTuple):
     sequence: Sequence
-    offload: bool  # to host memory; else soft reset: recompute
+    offload: bool  # move its blocks to host memory; else drop them and recompute
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What one step will do, decided on counts alone: no block id is in it."""
+    """The decisions for one step. They are made on counts; a plan names no block id."""
 
     step: int
     rows: tuple[Row, ...]
@@ -111,7 +111,7 @@ class Plan:
 
 @dataclass(slots=True)
 class Work:
-    """What the device must do for one committed plan, in this order: ``offload``, ``restore``,
+    """The device's work for one committed plan, in this order: ``offload``, ``restore``,
     ``copies``, then the forward pass of ``rows``. Pairs are (from unit, to unit); a unit is a block
     id of one layer group.
     """
@@ -120,19 +120,16 @@ class Work:
     rows: list[Row] = field(default_factory=list)
     offload: list[tuple[int, int]] = field(default_factory=list)  # device unit → host unit
     restore: list[tuple[int, int]] = field(default_factory=list)  # host unit → device unit
-    copies: list[tuple[int, int]] = field(
-        default_factory=list
-    )  # device → device: copy-on-write tails
+    # device unit → device unit: the partial last blocks of forks
+    copies: list[tuple[int, int]] = field(default_factory=list)
 
     def subset(self, rows: Iterable[Row]) -> "Work":
-        """The same step with these rows only and without its copies, which run once however often
-        rows rerun.
-        """
+        """The same step with these rows only and without copies: a rerun must not repeat them."""
         return Work(self.step, list(rows))
 
 
 class Result(NamedTuple):
-    """What the device answered for one sampling row; ``error`` fails that sequence only."""
+    """The device's result for one sampling row; ``error`` fails that sequence only."""
 
     token: int
     logprobs: Any = None
@@ -140,19 +137,19 @@ class Result(NamedTuple):
 
 
 class Token(NamedTuple):
-    """A new token, ``index`` counting from 0. ``finish`` is set on a sequence's last one, which is
-    then also its one finish event: no Finished follows.
+    """A new token; ``index`` counts from 0. ``finish`` is set on a sequence's last token, which is
+    also its only finish event: no Finished follows.
     """
 
     sequence: Sequence
     token: int
-    index: int  # type: ignore[assignment]  # tuple.index is of no use on an event
+    index: int  # type: ignore[assignment]  # replaces tuple.index, which an event does not need
     logprobs: Any
     finish: FinishReason | None
 
 
 class Finished(NamedTuple):
-    """The one finish event of a sequence that ended without a token: aborted or failed."""
+    """The only finish event of a sequence that was aborted or failed."""
 
     sequence: Sequence
     reason: FinishReason

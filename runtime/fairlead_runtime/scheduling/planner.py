@@ -1,7 +1,6 @@
-"""One step on paper: who runs, who starts, who is preempted. Pure: reads and counts, changes
-nothing.
+"""Plan one step: which sequences run, which start, which are preempted. Pure: changes nothing.
 
-Owns the decision. Blocks are only numbers here; ``commit`` in scheduler.py takes the ids.
+Owns the decision. It only counts blocks; ``commit`` in scheduler.py takes their ids.
 """
 
 import math
@@ -23,22 +22,22 @@ from fairlead_runtime.scheduling.policies import Fifo
 
 @dataclass(slots=True)
 class State:
-    """All that a decision depends on. Planning reads it, the scheduler alone changes it."""
+    """Everything a decision depends on. The planner reads it, only the scheduler changes it."""
 
     limits: Limits
     cache: PagedCache
-    policy: Fifo  # holds the waiting ones
+    policy: Fifo  # holds the waiting queue
     step: int = 0
-    running: list[Sequence] = field(default_factory=list)  # by the policy's place
-    families: dict[str, list[Sequence]] = field(
-        default_factory=dict
-    )  # live sequences by request id
-    victim: Sequence | None = None  # nothing starts until it fits again or a sequence ends
+    running: list[Sequence] = field(default_factory=list)  # in the policy's order
+    # live sequences by request id
+    families: dict[str, list[Sequence]] = field(default_factory=dict)
+    # the last preempted one; no sequence starts until it fits again or a sequence ends
+    victim: Sequence | None = None
 
     @property
     def margin(self) -> int:
-        """Units kept free for what runs. Nothing runs: nothing is kept, else a large request would
-        never start.
+        """Units kept free for running sequences. The planner ignores it when none runs; otherwise a
+        large request would never start.
         """
         return math.ceil(self.limits.safety_margin * self.cache.pool.units)
 
@@ -57,7 +56,7 @@ def plan_step(state: State) -> Plan:
 
 
 class _Draft:
-    """What is left of the step's budgets while rows are dealt out."""
+    """A plan in the making, and the token and block budgets that remain."""
 
     def __init__(self, state: State) -> None:
         self.state = state
@@ -68,15 +67,15 @@ class _Draft:
         self.rows: list[Row] = []
         self.admitted: list[Admission] = []
         self.preempted: list[Preemption] = []
-        self._preempted_ids: set[int] = set()  # ids of the preempted
-        self._claimed_units: set[int] = (
-            set()
-        )  # evictable units that planned admissions reference again
-        self._released_refs: dict[int, int] = {}  # references that planned preemptions give back
+        self._preempted_ids: set[int] = set()
+        # evictable units that planned admissions reference
+        self._claimed_units: set[int] = set()
+        # by unit, the references that planned preemptions release
+        self._released_refs: dict[int, int] = {}
 
     def run(self, sequences: Iterable[Sequence]) -> None:
-        """A row for each running sequence while tokens last; who lacks blocks takes them from the
-        youngest.
+        """Add a row for each running sequence while the token budget lasts. A sequence that lacks
+        blocks preempts the youngest.
         """
         for sequence in sequences:
             if not self.tokens:
@@ -96,8 +95,8 @@ class _Draft:
                 self.rows.append(Row(sequence, start, count, count == missing))
 
     def _preempt_youngest(self) -> Sequence:
-        """Last come, first preempted: the oldest of the running keeps going, so every step makes
-        progress.
+        """Preempt the sequence that the policy ranks last. The first one keeps running, so every
+        step makes progress.
         """
         candidates = [s for s in self.state.running if s.id not in self._preempted_ids]
         victim = max(candidates, key=self.state.policy.rank)
@@ -117,12 +116,12 @@ class _Draft:
         return victim
 
     def admit(self) -> None:
-        """Start waiting sequences in the policy's order; the first that cannot start ends it: no
-        overtaking.
+        """Start waiting sequences in the policy's order, up to the first that cannot start: none
+        overtakes it.
 
-        That tokens are left means that every running prefill ends in this step, so what is free
-        beyond the rows is free for whole prompts: blocks are taken chunk by chunk, admission is all
-        or nothing.
+        If tokens remain, every running prefill ends in this step, so all remaining free blocks are
+        available to new prompts. A sequence takes its blocks chunk by chunk, but is admitted only
+        when its whole prompt fits.
         """
         state = self.state
         if self.preempted or not self.tokens:
@@ -148,20 +147,19 @@ class _Draft:
             self.rows.append(Row(sequence, start, count, count == missing))
 
     def _admission_for(self, sequence: Sequence) -> tuple[Admission, list[int], int] | None:
-        """How the sequence would start, the evictable units it claims, and the units its first
-        tokens take.
+        """How the sequence would start, the evictable units it claims, and the units that its
+        cached tokens take.
 
-        None: its whole remaining prefill and one more block do not fit, or a sibling is computing
-        its prompt.
+        None when its whole remaining prefill and one more block do not fit, or when a sibling is
+        still computing their prompt.
         """
         claimed: list[int] = []
         if sequence.host:
             admission = Admission(sequence, AdmissionSource.RESTORE, sequence.computed, None)
             start_units = self.cache.units_held(sequence)
         else:
-            shared = (
-                sequence.prompt_len - 1
-            )  # the prompt's last token is computed anew: it predicts
+            # The prompt's last token is always computed: its logits predict the first new token.
+            shared = sequence.prompt_len - 1
             sibling, wait = self._fork_source(sequence, shared)
             if wait:
                 return None
@@ -178,7 +176,7 @@ class _Draft:
         return (admission, claimed, start_units) if need <= self.free - margin else None
 
     def _fork_source(self, sequence: Sequence, shared: int) -> tuple[Sequence | None, bool]:
-        """A running sibling to fork from, or whether to wait for one that is still computing the
+        """A running sibling to fork from, and whether to wait for one that is still computing the
         prompt.
         """
         family = self.state.families[sequence.request.id]

@@ -1,5 +1,6 @@
-"""Who comes first: one small type per policy. Owns the waiting queue; never looks at blocks or
-budgets.
+"""The order of service, one class per policy.
+
+Owns the waiting queue; reads no blocks and no budgets.
 """
 
 import heapq
@@ -13,7 +14,7 @@ Rank = tuple[int, ...]
 
 
 class Fifo:
-    """Arrival order; decodes before running prefills before waiting ones."""
+    """Arrival order. A step serves decodes, then running prefills, then waiting sequences."""
 
     prefills_first = False
 
@@ -21,11 +22,11 @@ class Fifo:
         self._queue: list[Sequence] = []
 
     def place(self, sequence: Sequence) -> Rank:
-        """Its place among running and among waiting ones; never changes."""
+        """Its sort key among running and among waiting sequences; never changes."""
         return (sequence.id,)
 
     def rank(self, sequence: Sequence) -> Rank:
-        """Seniority: the highest is preempted first."""
+        """Its sort key for preemption; the highest is preempted first."""
         return self.place(sequence)
 
     def push(self, sequence: Sequence) -> None:
@@ -37,31 +38,31 @@ class Fifo:
         )
 
     def candidates(self) -> Iterator[Sequence]:
-        """Waiting ones in the order in which they may start. Asking for the next tells that the
-        last one did.
+        """Waiting sequences in the order in which they may start. Asking for the next one means
+        that the last one starts.
         """
         return iter(self._queue)
 
     def __len__(self) -> int:
         return len(self._queue)
 
-    # What a policy may count; called as things happen, so that planning stays pure.
+    # The scheduler calls these on each change, so that planning stays pure.
 
     def on_arrival(self, sequence: Sequence) -> None:
-        """It came, and is about to be pushed."""
+        """The sequence has arrived; ``push`` follows."""
 
     def on_admission(self, sequence: Sequence) -> None:
-        """It starts or resumes."""
+        """The sequence starts or resumes."""
 
     def on_tokens(self, sequences: Iterable[Sequence]) -> None:
-        """Each got one more token."""
+        """Each of the sequences got one new token."""
 
     def on_end(self, sequence: Sequence) -> None:
-        """It finished, failed or was aborted."""
+        """The sequence finished, failed or was aborted."""
 
 
 class PrefillFirst(Fifo):
-    """Arrival order; chunked prefills finish before decodes go on."""
+    """Arrival order. Running prefills finish before decodes continue."""
 
     prefills_first = True
 
@@ -74,23 +75,23 @@ class Priority(Fifo):
 
 
 class Fair(Fifo):
-    """Weighted fair sharing among tenants, equal weights: the Virtual Token Counter of Sheng et
-    al., OSDI 2024.
+    """Fair sharing among tenants with equal weights: the Virtual Token Counter of Sheng et al.,
+    OSDI 2024.
 
-    Each tenant has a counter of service received: 1 a prompt token, charged when it starts, 2 a
-    generated token. The smallest counter starts next, the largest is preempted first. A tenant that
-    was idle is lifted to the smallest counter among the others, so that nobody saves up credit by
-    staying away.
+    Each tenant has a counter of the service it received: 1 for a prompt token, charged when the
+    sequence starts, 2 for a generated token. The tenant with the smallest counter starts next, the
+    one with the largest is preempted first. When an idle tenant returns, its counter is raised to
+    the smallest of the other tenants, so that idle time earns no credit.
     """
 
     prompt_cost, output_cost = 1, 2
 
     def __init__(self) -> None:
         super().__init__()
-        self._queues: dict[str, list[Sequence]] = {}  # of tenants with something waiting
+        self._queues: dict[str, list[Sequence]] = {}  # of tenants with waiting sequences
         self._counters: dict[str, int] = {}
         self._live: dict[str, int] = {}  # sequences that wait or run, by tenant
-        self._floor = 0  # what an idle tenant's counter is lifted to when nobody else is there
+        self._floor = 0  # the least counter of a tenant that returns when no other is live
 
     def rank(self, sequence: Sequence) -> Rank:
         return (self._counters[sequence.request.tenant], sequence.id)
@@ -129,9 +130,8 @@ class Fair(Fifo):
             others = [self._counters[t] for t in self._live]
             self._floor = max(self._floor, min(others)) if others else self._floor
             self._counters[tenant] = max(self._counters.get(tenant, 0), self._floor)
-            if (
-                len(self._counters) > 2 * len(self._live) + 64
-            ):  # the floor has overtaken most idle ones
+            # Drop the counters of idle tenants that the floor has reached: they no longer matter.
+            if len(self._counters) > 2 * len(self._live) + 64:
                 keep = {
                     t: c for t, c in self._counters.items() if c > self._floor or t in self._live
                 }
@@ -154,8 +154,8 @@ class Fair(Fifo):
                 self._floor = max(self._floor, self._counters[tenant])
 
     def _start_cost(self, sequence: Sequence) -> int:
-        """Choices share their prompt, and a preemption is not the tenant's doing: both are charged
-        once.
+        """The charge for a prompt. Choices share their prompt and a preempted sequence has paid
+        already: each prompt is charged once.
         """
         if sequence.preemptions or sequence.choice:
             return 0

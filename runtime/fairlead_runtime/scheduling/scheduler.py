@@ -1,12 +1,12 @@
 """The scheduler: plan → commit → update, and the queues between them.
 
     plan     decides on counts, changes nothing             (planner.py)
-    commit   takes blocks, moves sequences, says what the device must do
-    update   appends the sampled tokens, finishes, gives blocks back
+    commit   takes blocks, moves sequences between queues, returns the device's work
+    update   appends the sampled tokens, ends sequences, releases their blocks
 
-There are no phases: ``computed`` chases ``len(tokens)``, and chunked prefill, prefix hits,
-preemption, resumption and forks are that one rule. Owns queues and sequences; never touches a
-tensor, a clock or randomness.
+The scheduler has no separate prefill and decode phases: each step advances ``computed`` towards
+``len(tokens)``. Chunked prefill, prefix hits, preemption, resumption and forks all follow from
+that. Owns queues and sequences; uses no tensor, clock or randomness.
 """
 
 from bisect import bisect_left, insort
@@ -39,12 +39,12 @@ __all__ = ["InvariantViolation", "Scheduler", "SchedulerStats", "StepError", "St
 
 
 class StepError(RuntimeError):
-    """commit or update got what does not belong to this moment: a bug in the caller."""
+    """commit or update got a plan or a result of another step: a bug in the caller."""
 
 
 class Scheduler:
-    """Decides who runs in each step and which blocks hold what. Not thread-safe: one thread owns
-    it.
+    """Decides which sequences run in each step and which blocks they use. Not thread-safe: one
+    thread owns it.
     """
 
     def __init__(
@@ -75,20 +75,20 @@ class Scheduler:
         self._preemptions = self._offloads = self._queries = self._hits = 0
         self._last = StepStats()
 
-    # -- what comes in
+    # -- requests
 
     def judge(self, prompt_len: int, max_tokens: int | None) -> Verdict:
-        """Whether such a request may come in. ``max_tokens`` None is clipped to what the limits
-        leave.
+        """Whether a request of this size can be admitted. ``max_tokens`` None is clipped to the
+        capacity.
         """
         return judge(self.state, prompt_len, max_tokens)
 
     def add(self, request: Request) -> tuple[Sequence, ...]:
-        """Queue a request: one sequence per choice. Raises RequestError when it could never run."""
+        """Queue a request, one sequence per choice. Raises RequestError when it can never run."""
         if message := refusal(self.limits, len(request.prompt), request.max_tokens):
             raise RequestError("max_tokens" if request.prompt else "prompt", message)
         if request.id in self.state.families:
-            raise RequestError("id", f"{request.id!r} is already being served: choose another")
+            raise RequestError("id", f"{request.id!r} is already in use: choose another id")
         params = request.params
         stops = frozenset(params.stop_token_ids) | (
             frozenset() if params.ignore_eos else request.eos_ids
@@ -113,13 +113,13 @@ class Scheduler:
         return tuple(family)
 
     def abort(self, request_id: str, choice: int | None = None) -> list[Finished]:
-        """End a request or one of its choices at any moment; all its blocks are free on return."""
+        """End a request or one of its choices at any moment; on return its blocks are released."""
         family = self.state.families.get(request_id, ())
         choices = [s for s in family if choice is None or s.choice == choice]
         return [self._end(s, Status.ABORTED, FinishReason.ABORT) for s in choices]
 
     def fail(self, sequence_id: int, message: str) -> list[Finished]:
-        """End one sequence that cannot be computed; no other is touched."""
+        """End one sequence that cannot be computed; no other is affected."""
         sequence = self._live.get(sequence_id)
         return (
             []
@@ -134,8 +134,8 @@ class Scheduler:
         return plan_step(self.state)
 
     def commit(self, plan: Plan) -> Work:
-        """Take the plan's blocks and move its sequences. Raises rather than to give less than was
-        planned.
+        """Take the plan's blocks and move its sequences between queues. Raises if the pool cannot
+        give all that was planned.
         """
         if plan.step != self.state.step:
             raise StepError(f"plan of step {plan.step} committed in step {self.state.step}")
@@ -143,7 +143,7 @@ class Scheduler:
         work = Work(plan.step, list(plan.rows))
         for preemption in plan.preempted:
             self._preempt(preemption, work)
-        # References before blocks: what is taken further down must not evict what is shared here.
+        # Take references before new blocks: taking must not evict the blocks that are shared here.
         for admission in plan.admitted:
             self._start(admission)
         for admission in plan.admitted:
@@ -165,8 +165,8 @@ class Scheduler:
         return work
 
     def update(self, work: Work, results: Mapping[int, Result]) -> list[Event]:
-        """Take in what the device computed. Every row of ``work`` counts as run; a sampling one
-        needs its result.
+        """Record what the device computed. Every row of ``work`` counts as run; each sampling row
+        needs a result.
         """
         cache, size = self.state.cache, self.state.cache.block_size
         every_step = cache.has_windows
@@ -209,7 +209,7 @@ class Scheduler:
             sequence.move_to(Status.DECODING)
         return Token(sequence, result.token, index, result.logprobs, finish)
 
-    # -- moves
+    # -- changes of one sequence
 
     def _preempt(self, preemption: Preemption, work: Work) -> None:
         sequence, offload = preemption
@@ -263,15 +263,15 @@ class Scheduler:
     def _end(
         self, sequence: Sequence, status: Status, reason: FinishReason, message: str = ""
     ) -> Finished:
-        """The one way out: blocks back, out of its queue, state final. Lifts the hold after a
-        preemption.
+        """End a sequence: release its blocks, take it out of its queue, set its final state. Every
+        end passes through here; it also lets sequences start again after a preemption.
         """
         if sequence.status is Status.PENDING:
             self.state.policy.remove(sequence)
         else:
             self._leave_running(sequence)
         sequence.move_to(status)
-        # What a failed sequence wrote may be what broke it: nobody shall find it by its hash.
+        # The content of a failed sequence may be the cause of the failure: remove its hashes.
         self.state.cache.release(sequence, forget=status is Status.FAILED)
         del self._live[sequence.id]
         family = self.state.families[sequence.request.id]
@@ -282,7 +282,7 @@ class Scheduler:
         self.state.victim = None
         return Finished(sequence, reason, message)
 
-    # -- what can be seen
+    # -- inspection
 
     @property
     def has_work(self) -> bool:
@@ -290,16 +290,16 @@ class Scheduler:
 
     @property
     def running(self) -> tuple[Sequence, ...]:
-        """By the policy's place."""
+        """In the policy's order."""
         return tuple(self.state.running)
 
     @property
     def waiting(self) -> tuple[Sequence, ...]:
-        """In the order in which they may start; preempted and offloaded ones are among them."""
+        """In the order in which they may start, preempted and offloaded ones included."""
         return tuple(self.state.policy.candidates())
 
     def live(self) -> Iterator[Sequence]:
-        """Everything that runs or waits, by arrival."""
+        """All running and waiting sequences, in order of arrival."""
         return iter(self._live.values())
 
     def stats(self) -> SchedulerStats:
@@ -322,7 +322,7 @@ class Scheduler:
         )
 
     def check(self) -> None:
-        """Raise InvariantViolation, which names the invariant, unless all hold. For between steps;
-        O(cache).
+        """Raise InvariantViolation unless all invariants hold. Call it between steps; its time is
+        proportional to the cache's size.
         """
         check(self.state, self._live)

@@ -1,41 +1,39 @@
-"""What can be counted: gauges of the moment, counters since the start, and what the last step held.
-Values only.
-"""
+"""The scheduler's statistics: current gauges, counters since the start, and the last step."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
 class StepStats:
-    """What the last committed step holds. Tokens are rows' tokens: a resumed prefill counts again."""
+    """The last committed step. A token that is recomputed after a preemption counts again."""
 
     rows: int = 0
     prefill_tokens: int = 0
     decode_tokens: int = 0
     preempted: int = 0
-    units_held: int = 0  # by requests, after the step's blocks were taken
+    units_held: int = 0  # by requests, after commit took the step's blocks
 
 
 @dataclass(frozen=True, slots=True)
 class SchedulerStats:
-    """Gauges (now) and counters (since start) for metrics and debugging. Units, not whole-model
-    blocks.
+    """Gauges (now) and counters (since the start) for metrics and debugging. They count units, not
+    whole-model blocks.
     """
 
     running: int
     waiting: int
-    offloaded: int  # of the waiting ones
+    offloaded: int  # waiting sequences whose blocks are in host memory
     units: int
     free: int
-    cached: int  # evictable: nobody references them, they count as free
+    cached: int  # unreferenced units with content; available, since they can be evicted
     used: int
     preemptions: int
-    offloads: int  # of the preemptions
+    offloads: int  # preemptions that moved blocks to host memory
     prefix_queries: int  # tokens looked up
     prefix_hits: int  # tokens found
     last: StepStats
 
     @property
     def usage(self) -> float:
-        """Share of units that requests hold, 0..1: 0 at rest."""
+        """The share of units that requests hold, 0 to 1."""
         return self.used / self.units

@@ -1,5 +1,5 @@
-"""May this request come in? OK, LATER or NEVER, decided on lengths alone. Pure: reads the state,
-changes nothing.
+"""Whether a request can be admitted: OK, LATER or NEVER, decided on lengths alone. Pure: reads the
+state, changes nothing.
 """
 
 from fairlead_runtime.scheduling.plan import Limits, Verdict, VerdictKind
@@ -7,30 +7,30 @@ from fairlead_runtime.scheduling.planner import State
 
 
 def judge(state: State, prompt_len: int, max_tokens: int | None) -> Verdict:
-    """NEVER iff prompt + max_tokens exceeds what one request may hold alone; None is clipped to
-    what is left.
+    """NEVER if prompt + max_tokens exceeds the capacity of one request; ``max_tokens`` None is
+    clipped to it.
 
-    OK and LATER are for the moment of asking and count no prefix hit, so a request may start sooner
-    than said.
+    OK and LATER hold for the moment of the call and count no prefix hit, so a request may start
+    earlier.
     """
     limits, cache = state.limits, state.cache
     if message := refusal(limits, prompt_len, max_tokens):
         return Verdict(VerdictKind.NEVER, message, 0)
     resolved = limits.capacity - prompt_len if max_tokens is None else max_tokens
     if len(state.policy) or len(state.running) >= limits.max_requests:
-        return Verdict(VerdictKind.LATER, "waits for requests before it", resolved)
+        return Verdict(VerdictKind.LATER, "waits for earlier requests", resolved)
     target = min(cache.blocks(prompt_len) + 1, cache.blocks(prompt_len + resolved - 1))
     reserved = sum(cache.growth(s, s.computed) for s in state.running)
     margin = state.margin if state.running else 0
     need, free = target * len(cache.groups), cache.pool.available - reserved - margin
     if need > free:
-        text = f"needs {need} units, {max(0, free)} are free beyond what is promised and kept"
+        text = f"needs {need} units; {max(0, free)} are free and not reserved"
         return Verdict(VerdictKind.LATER, text, resolved)
-    return Verdict(VerdictKind.OK, "would start in the next step", resolved)
+    return Verdict(VerdictKind.OK, "starts in the next step", resolved)
 
 
 def refusal(limits: Limits, prompt_len: int, max_tokens: int | None) -> str:
-    """Why such a request cannot run even alone, with the arithmetic and the fix; empty when it can."""
+    """Why a request of this size can never run, with the arithmetic and the fix; "" if it can."""
     if prompt_len < 1:
         return "the prompt is empty: give at least one token"
     wanted = 1 if max_tokens is None else max_tokens
@@ -44,4 +44,5 @@ def refusal(limits: Limits, prompt_len: int, max_tokens: int | None) -> str:
         )
     room = limits.capacity - prompt_len
     fix = f"lower max_tokens to {room} or shorten the prompt" if room > 0 else "shorten the prompt"
-    return f"prompt {prompt_len} + max_tokens {wanted} = {prompt_len + wanted} tokens, but {holds}: {fix}"
+    asked = f"prompt {prompt_len} + max_tokens {wanted} = {prompt_len + wanted} tokens"
+    return f"{asked}, but {holds}: {fix}"

@@ -176,7 +176,7 @@ def test_plan_reads_a_models_directory_and_several_documents(
         (
             json.dumps(body(cache={"blockSize": 5}, **GPU)),
             None,
-            "spec.cache.blockSize: 5 is no power of two",
+            "spec.cache.blockSize: 5 is not a power of two",
         ),
         (json.dumps(body(**GPU)), None, "give it with --config"),
         (json.dumps(body(**GPU)), "no json", "config.json is not JSON"),

@@ -84,15 +84,15 @@ def test_free_blocks_are_taken_before_cached_ones_and_those_least_recently_used_
 def test_the_pool_gives_nothing_rather_than_too_little() -> None:
     pool = BlockPool(3, 1)
     pool.take(1)
-    with pytest.raises(PoolError, match="3 units wanted, 2 available"):
+    with pytest.raises(PoolError, match="3 units requested, 2 available"):
         pool.take(3)
     assert pool.available == 2
-    with pytest.raises(PoolError, match="free: nothing in it"):
+    with pytest.raises(PoolError, match="free: it has no content"):
         pool.share(2)
     with pytest.raises(PoolError, match="released twice"):
         pool.release((0, 0))
     host = HostPool(1)
-    with pytest.raises(PoolError, match="2 host units wanted, 1 free"):
+    with pytest.raises(PoolError, match="2 host units requested, 1 free"):
         host.take(2)
 
 

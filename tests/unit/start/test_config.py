@@ -46,7 +46,7 @@ def test_arguments_carry_every_configuration_unchanged(config: EngineConfig) -> 
 
 
 def test_arguments_name_only_what_differs_from_the_default_in_field_order() -> None:
-    """So that a release that adds a flag leaves the arguments of running pods as they are."""
+    """A release with a new flag must not change the arguments of running pods."""
     assert EngineConfig().to_args() == []
     config = EngineConfig(num_blocks=4, max_batch_tokens=64, allow_block_sharing=False)
     assert config.to_args() == [
@@ -62,7 +62,7 @@ def test_arguments_name_only_what_differs_from_the_default_in_field_order() -> N
         ("max_batch_tokens", 0, "--max-batch-tokens: 0 is below the smallest allowed, 1"),
         ("safety_margin", 0.95, "--safety-margin: 0.95 is above the largest allowed, 0.9"),
         ("safety_margin", float("nan"), "--safety-margin: nan is not finite"),
-        ("block_size", 12, "--block-size: 12 is no power of two"),
+        ("block_size", 12, "--block-size: 12 is not a power of two"),
         ("block_size", 2, "--block-size: 2 is below"),
         ("scheduler_type", "lifo", "use fifo, prefill_first, priority, fair"),
         ("max_requests", "3", "--max-requests: expected int"),
