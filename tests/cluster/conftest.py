@@ -33,7 +33,7 @@ def pytest_sessionstart(session: pytest.Session) -> None:
     """Before pytest-xdist starts its workers: they cannot move to a namespace by themselves."""
     option = session.config.option
     if getattr(option, "numprocesses", None) and not option.collectonly:
-        _settle()
+        _ensure_addresses()
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
@@ -47,7 +47,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     with capture.global_and_fixture_disabled() if capture else contextlib.nullcontext():
         binaries.build(sorted({name for item in tests for name in _programs(item)}))
         if any("pod_addresses" in getattr(item, "fixturenames", ()) for item in tests):
-            _settle()
+            _ensure_addresses()
 
 
 def _programs(item: pytest.Item) -> Iterator[str]:
@@ -57,9 +57,9 @@ def _programs(item: pytest.Item) -> Iterator[str]:
         yield from PROGRAMS_OF_FIXTURES.get(fixture, ())
 
 
-def _settle() -> None:
+def _ensure_addresses() -> None:
     try:
-        addresses.settle()
+        addresses.ensure_addresses()
     except addresses.NoAddressError as error:
         raise pytest.UsageError(str(error)) from None
 

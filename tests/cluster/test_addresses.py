@@ -43,7 +43,7 @@ def test_two_pods_listen_on_the_same_port() -> None:
 
 
 @pytest.mark.usefixtures("pod_addresses")
-def test_an_address_that_another_run_has_is_left_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_address_of_another_run_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     theirs = addresses.take()
     number = int(theirs.split(".")[2]) * 250 + int(theirs.split(".")[3]) - 1
     monkeypatch.setattr(addresses, "_numbers", itertools.count(number))
@@ -70,7 +70,7 @@ def pytest_of_that_test(prefix: Sequence[str], **environ: str) -> subprocess.Com
     )
 
 
-def test_without_rights_the_tests_run_again_in_a_namespace_of_their_own_or_fail_loudly() -> None:
+def test_without_rights_the_tests_run_again_in_a_namespace_of_their_own_or_fail() -> None:
     allowed = subprocess.run(
         [*POWERLESS, *addresses.inside(["true"])], capture_output=True, check=False
     )
@@ -80,28 +80,30 @@ def test_without_rights_the_tests_run_again_in_a_namespace_of_their_own_or_fail_
         assert "1 passed" in done.stdout
     else:
         assert done.returncode == pytest.ExitCode.USAGE_ERROR
-        assert addresses.WAY_OUT in done.stderr
+        assert addresses.FIX in done.stderr
 
 
 @pytest.mark.parametrize(
-    ("environ", "said"),
+    ("environ", "message"),
     [
         ({"PATH": "/nowhere"}, "neither here nor in a namespace of the tests' own"),
         ({addresses.MARK: "1"}, "even in a namespace of the tests' own"),
     ],
     ids=["no unshare", "no rights inside"],
 )
-def test_where_there_can_be_no_addresses_no_test_runs_and_the_way_out_is_named(
-    environ: dict[str, str], said: str
+def test_without_addresses_no_test_runs_and_the_error_names_the_fix(
+    environ: dict[str, str], message: str
 ) -> None:
     done = pytest_of_that_test(POWERLESS, **environ)
     assert done.returncode == pytest.ExitCode.USAGE_ERROR, done.stdout + done.stderr
-    assert said in done.stderr
-    assert addresses.WAY_OUT in done.stderr
+    assert message in done.stderr
+    assert addresses.FIX in done.stderr
     assert "passed" not in done.stdout
 
 
-@pytest.mark.parametrize("again", [True, False])
+@pytest.mark.parametrize("inside_already", [True, False])
 @pytest.mark.parametrize("unshare", [True, False])
-def test_with_rights_they_run_here(again: bool, unshare: bool) -> None:
-    assert addresses.decide(add=True, again=again, unshare=unshare) == "here"
+def test_with_rights_the_tests_run_here(inside_already: bool, unshare: bool) -> None:
+    assert (
+        addresses.where_to_run(add=True, inside_already=inside_already, unshare=unshare) == "here"
+    )

@@ -67,7 +67,7 @@ def rendered(namespace: str, strategy: Any, spec: Object) -> list[Object]:
 
 @pytest.mark.parametrize("strategy", ["Surge", "Recreate"])
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_every_child_is_accepted_and_what_comes_back_is_no_difference(
+def test_every_child_is_accepted_and_its_stored_form_shows_no_difference(
     api: Api, namespace: str, variant: str, strategy: str
 ) -> None:
     wanted = rendered(namespace, strategy, VARIANTS[variant])
@@ -75,8 +75,8 @@ def test_every_child_is_accepted_and_what_comes_back_is_no_difference(
     for manifest in wanted:
         answer = api.apply(manifest, "fairlead-operator", dryRun="All", fieldValidation="Strict")
         stored.append(answer)
-    plan = diff(wanted, stored, "00000000-0000-0000-0000-000000000001")
-    assert [(one.manifest["kind"], one.why) for one in plan.apply] == []
+    writes = diff(wanted, stored, "00000000-0000-0000-0000-000000000001")
+    assert [(one.manifest["kind"], one.why) for one in writes.apply] == []
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

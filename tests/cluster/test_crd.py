@@ -16,16 +16,18 @@ pytestmark = [pytest.mark.cluster("kubectl"), pytest.mark.usefixtures("crd")]
 
 
 @pytest.fixture(scope="module")
-def anywhere(api: Api) -> str:
+def dry_run_namespace(api: Api) -> str:
     """One namespace for all dry runs of this module: nothing is ever stored in it."""
     api.create({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": "crd"}})
     return "crd"
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_the_api_server_judges_the_object_as_designed(api: Api, anywhere: str, case: Case) -> None:
+def test_the_api_server_judges_the_object_as_designed(
+    api: Api, dry_run_namespace: str, case: Case
+) -> None:
     body: dict[str, Any] = build(case)
-    body["metadata"]["namespace"] = anywhere
+    body["metadata"]["namespace"] = dry_run_namespace
     if case.message is None:
         api.create(body, dryRun="All", fieldValidation="Strict")
         return
@@ -41,7 +43,7 @@ def test_no_rule_of_the_crd_is_too_costly_or_ill_formed(api: Api, crd: Object) -
     assert len(json.dumps(crd)) < 60_000
 
 
-def test_kubectl_explain_teaches_a_field(plane: ControlPlane, crd: Object) -> None:
+def test_kubectl_explain_describes_a_field(plane: ControlPlane, crd: Object) -> None:
     text = eventually(
         lambda: kubectl(plane, "explain", "inferencedeployments.spec.scheduler.safetyMargin"),
         10,

@@ -18,7 +18,7 @@ from cluster.harness.resources import KIND, current, idep, owned_by, status
 pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("collector", "nodes")]
 NAMESPACE = "hostile"
 IMAGE = "registry.test/fairlead-runtime:1"
-THEIRS: tuple[tuple[str, str, Object], ...] = (
+FOREIGN_OBJECTS: tuple[tuple[str, str, Object], ...] = (
     ("v1", "Service", {"spec": {"selector": {"app": "db"}, "ports": [{"port": 80}]}}),
     (
         "apps/v1",
@@ -48,7 +48,7 @@ def mallory(plane: ControlPlane, api: Api, crd: Object) -> Iterator[Api]:
     api.create(
         {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": NAMESPACE, "labels": labels}}
     )
-    for version, kind, rest in THEIRS:
+    for version, kind, rest in FOREIGN_OBJECTS:
         api.create({"apiVersion": version, "kind": kind, "metadata": _meta("db"), **rest})
     rules = [
         {
@@ -145,16 +145,17 @@ REFUSED = [case for case in CASES if case.message is not None]
 
 def versions(api: Api) -> dict[str, str]:
     return {
-        kind: api.get(kind, NAMESPACE, "db")["metadata"]["resourceVersion"] for _, kind, _ in THEIRS
+        kind: api.get(kind, NAMESPACE, "db")["metadata"]["resourceVersion"]
+        for _, kind, _ in FOREIGN_OBJECTS
     }
 
 
-def test_there_are_at_least_sixty_of_them() -> None:
+def test_there_are_at_least_sixty_cases() -> None:
     assert len(ACCEPTED) + len(REFUSED) >= 60
 
 
 @pytest.mark.parametrize("case", REFUSED, ids=lambda case: case.name)
-def test_what_the_schema_can_say_is_refused_at_the_door(mallory: Api, case: Any) -> None:
+def test_what_the_schema_forbids_is_refused_by_the_api_server(mallory: Api, case: Any) -> None:
     body = build(case)
     body["metadata"]["namespace"] = NAMESPACE
     with pytest.raises(ApiError) as refusal:
@@ -194,7 +195,7 @@ def test_what_is_accepted_does_no_harm(
         for deployment in api.items("Deployment", NAMESPACE):
             if owned_by(deployment, owner):
                 _harmless(deployment["spec"]["template"]["spec"])
-                _picked_by_nobody(api, deployment["spec"]["template"]["metadata"])
+                _not_selected(api, deployment["spec"]["template"]["metadata"])
         assert api.items("PersistentVolumeClaim", NAMESPACE) == []
     finally:
         api.merge(KIND, NAMESPACE, name, {"metadata": {"finalizers": None}})
@@ -209,7 +210,7 @@ def test_what_is_accepted_does_no_harm(
         )
 
 
-def _picked_by_nobody(api: Api, meta: Object) -> None:
+def _not_selected(api: Api, meta: Object) -> None:
     """No traffic, policy or budget of another goes by these labels, and no agent by these
     annotations.
     """

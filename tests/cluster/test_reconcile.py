@@ -39,11 +39,11 @@ def operator(plane: ControlPlane, api: Api, crd: Object) -> Iterator[OperatorPro
 
 
 def children(api: Api, namespace: str, name: str = "chat") -> dict[str, Object]:
-    found = {kind: api.find(kind, namespace, name) for kind in CHILDREN}
-    return {kind: body for kind, body in found.items() if body is not None}
+    bodies = {kind: api.find(kind, namespace, name) for kind in CHILDREN}
+    return {kind: body for kind, body in bodies.items() if body is not None}
 
 
-def made(api: Api, namespace: str, name: str = "chat", **spec: Any) -> Object:
+def create_with_children(api: Api, namespace: str, name: str = "chat", **spec: Any) -> Object:
     """A resource with all its children there and its status current."""
     body = api.create(idep(namespace, name, **spec))
     eventually(
@@ -57,7 +57,7 @@ def made(api: Api, namespace: str, name: str = "chat", **spec: Any) -> Object:
 
 def test_a_resource_becomes_its_children_within_seconds(api: Api, namespace: str) -> None:
     began = time.monotonic()
-    owner = made(api, namespace, replicas=2)
+    owner = create_with_children(api, namespace, replicas=2)
     assert time.monotonic() - began < 5
     for kind, body in children(api, namespace).items():
         assert owned_by(body, owner), kind
@@ -81,7 +81,7 @@ def test_a_resource_becomes_its_children_within_seconds(api: Api, namespace: str
 
 
 def test_capacity_is_planned_before_any_pod_exists(api: Api, namespace: str) -> None:
-    made(api, namespace, paused=False)
+    create_with_children(api, namespace, paused=False)
 
     def planned() -> Object | None:
         seen = status(api, namespace)
@@ -97,7 +97,7 @@ def test_capacity_is_planned_before_any_pod_exists(api: Api, namespace: str) -> 
 
 
 def test_scaling_and_other_changes_of_the_spec_reach_the_children(api: Api, namespace: str) -> None:
-    made(api, namespace)
+    create_with_children(api, namespace)
     api.call(
         "PATCH",
         f"/apis/serving.fairlead.dev/v1alpha1/namespaces/{namespace}/inferencedeployments/chat/scale",
@@ -126,13 +126,17 @@ def test_scaling_and_other_changes_of_the_spec_reach_the_children(api: Api, name
     )
 
 
-def test_a_scale_that_has_no_effect_is_told(plane: ControlPlane, api: Api, namespace: str) -> None:
-    made(api, namespace, replicas=2, autoscaling={"minReplicas": 2, "maxReplicas": 3})
+def test_a_scale_without_effect_gets_an_event(
+    plane: ControlPlane, api: Api, namespace: str
+) -> None:
+    create_with_children(
+        api, namespace, replicas=2, autoscaling={"minReplicas": 2, "maxReplicas": 3}
+    )
     eventually(
         lambda: status(api, namespace).get("autoscaling"), 10, "the operator has taken the count"
     )
     kubectl(plane, "scale", "idep/chat", "--replicas=5", "-n", namespace)
-    eventually(lambda: "ScaleIgnored" in told(api, namespace), 5, "an Event")
+    eventually(lambda: "ScaleIgnored" in event_reasons(api, namespace), 5, "an Event")
     assert api.get("Deployment", namespace, "chat")["spec"]["replicas"] == 2
     text = kubectl(plane, "describe", "idep/chat", "-n", namespace)
     assert (
@@ -143,10 +147,10 @@ def test_a_scale_that_has_no_effect_is_told(plane: ControlPlane, api: Api, names
     eventually(
         lambda: api.get("Deployment", namespace, "chat")["spec"]["replicas"] == 5, 5, "handed over"
     )
-    eventually(lambda: "ScalingHandedOver" in told(api, namespace), 5, "an Event")
+    eventually(lambda: "ScalingHandedOver" in event_reasons(api, namespace), 5, "an Event")
 
 
-def told(api: Api, namespace: str) -> list[str]:
+def event_reasons(api: Api, namespace: str) -> list[str]:
     """Reasons of the Events about resources."""
     return [
         e["reason"] for e in api.items("Event", namespace) if e["involvedObject"]["kind"] == KIND
@@ -209,7 +213,7 @@ def test_drift_in_any_managed_field_is_repaired_and_foreign_fields_are_kept(
     api: Api, namespace: str
 ) -> None:
     """Every field that the API server says is ours is changed, then removed, one after the other."""
-    made(api, namespace, replicas=2)
+    create_with_children(api, namespace, replicas=2)
     for kind in CHILDREN:
         api.merge(
             kind,
@@ -232,10 +236,10 @@ def test_drift_in_any_managed_field_is_repaired_and_foreign_fields_are_kept(
                     continue
                 body = api.get(kind, namespace, "chat")
                 at = pointer(body, path)
-                good = value_at(body, at)
+                rendered = value_at(body, at)
                 patch: Object = {"op": operation, "path": at}
                 if operation == "replace":
-                    patch["value"] = other(good)
+                    patch["value"] = other(rendered)
                 try:
                     after = api.json_patch(kind, namespace, "chat", [patch])
                 except ApiError as error:
@@ -246,7 +250,7 @@ def test_drift_in_any_managed_field_is_repaired_and_foreign_fields_are_kept(
                     continue  # put back by defaulting: no drift
                 began = time.monotonic()
                 eventually(
-                    functools.partial(_is, api, namespace, kind, path, good),
+                    functools.partial(_restored, api, namespace, kind, path, rendered),
                     10,
                     f"{kind}{at} restored",
                 )
@@ -258,23 +262,23 @@ def test_drift_in_any_managed_field_is_repaired_and_foreign_fields_are_kept(
     assert cases >= 60
 
 
-def _is(api: Api, namespace: str, kind: str, path: tuple[str, ...], good: Any) -> bool:
+def _restored(api: Api, namespace: str, kind: str, path: tuple[str, ...], rendered: Any) -> bool:
     try:
         body = api.get(kind, namespace, "chat")
-        return bool(value_at(body, pointer(body, path)) == good)
+        return bool(value_at(body, pointer(body, path)) == rendered)
     except (ApiError, KeyError, IndexError, StopIteration):
         return False
 
 
 @pytest.mark.parametrize("kind", CHILDREN)
 def test_a_deleted_child_comes_back(api: Api, namespace: str, kind: str) -> None:
-    owner = made(api, namespace, replicas=2)
+    owner = create_with_children(api, namespace, replicas=2)
     uid = api.get(kind, namespace, "chat")["metadata"]["uid"]
     api.delete(kind, namespace, "chat", propagationPolicy="Background")
 
     def back() -> bool:
-        found = api.find(kind, namespace, "chat")
-        return found is not None and found["metadata"]["uid"] != uid and owned_by(found, owner)
+        child = api.find(kind, namespace, "chat")
+        return child is not None and child["metadata"]["uid"] != uid and owned_by(child, owner)
 
     eventually(back, 10, f"the {kind} is back")
 
@@ -283,8 +287,8 @@ def test_an_unchanged_resource_costs_no_write(
     api: Api, namespace: str, operator: OperatorProcess
 ) -> None:
     """A hundred passes, each woken by a change that is none of ours."""
-    made(api, namespace)
-    eventually(lambda: _quiet(api, namespace), 20, "the status has settled")
+    create_with_children(api, namespace)
+    eventually(lambda: _settled(api, namespace), 20, "the status has settled")
     kinds = list(children(api, namespace))
     versions = [api.get(kind, namespace, "chat")["metadata"]["resourceVersion"] for kind in kinds]
     for number in range(100):
@@ -302,13 +306,15 @@ def test_an_unchanged_resource_costs_no_write(
     ] == versions
 
 
-def _quiet(api: Api, namespace: str) -> bool:
+def _settled(api: Api, namespace: str) -> bool:
     before = api.get(KIND, namespace, "chat")["metadata"]["resourceVersion"]
     time.sleep(3)  # longer than any follow-up of a pass
     return bool(api.get(KIND, namespace, "chat")["metadata"]["resourceVersion"] == before)
 
 
-def test_an_object_that_has_our_name_is_not_touched_and_named(api: Api, namespace: str) -> None:
+def test_a_foreign_object_with_our_name_is_reported_and_not_touched(
+    api: Api, namespace: str
+) -> None:
     theirs = {
         "apiVersion": "v1",
         "kind": "Service",
@@ -332,10 +338,10 @@ def test_an_object_that_has_our_name_is_not_touched_and_named(api: Api, namespac
 
 
 @pytest.mark.usefixtures("collector")
-def test_what_lost_its_owner_is_taken_back_and_what_only_looks_like_ours_is_not(
+def test_a_child_without_its_owner_reference_is_adopted_and_a_lookalike_is_not(
     api: Api, namespace: str
 ) -> None:
-    owner = made(api, namespace, replicas=2)
+    owner = create_with_children(api, namespace, replicas=2)
     uids = {kind: body["metadata"]["uid"] for kind, body in children(api, namespace).items()}
     for kind in CHILDREN:
         api.json_patch(
@@ -355,22 +361,22 @@ def test_what_lost_its_owner_is_taken_back_and_what_only_looks_like_ours_is_not(
     # new one.
     api.delete(KIND, namespace, "chat", propagationPolicy="Orphan")
     eventually(lambda: api.find(KIND, namespace, "chat") is None, 20, "gone, its children are not")
-    left = {
+    versions = {
         kind: body["metadata"]["resourceVersion"] for kind, body in children(api, namespace).items()
     }
-    assert set(left) == set(CHILDREN)
+    assert set(versions) == set(CHILDREN)
     api.create(idep(namespace, replicas=2))
     seen = await_reason(api, namespace, "Conflict", 5)
     assert len([b for b in seen["blockers"] if b["code"] == "Conflict"]) == 4
     for kind, body in children(api, namespace).items():
-        assert body["metadata"]["resourceVersion"] == left[kind], kind
+        assert body["metadata"]["resourceVersion"] == versions[kind], kind
         assert "ownerReferences" not in body["metadata"]
 
 
 def test_a_paused_resource_keeps_its_status_current_and_its_children_as_they_are(
     api: Api, namespace: str
 ) -> None:
-    made(api, namespace)
+    create_with_children(api, namespace)
     api.merge(KIND, namespace, "chat", {"spec": {"paused": True, "replicas": 5}})
     eventually(lambda: status(api, namespace).get("desiredReplicas") == 5, 5, "the status follows")
     assert api.get("Deployment", namespace, "chat")["spec"]["replicas"] == 1
@@ -383,7 +389,7 @@ def test_a_paused_resource_keeps_its_status_current_and_its_children_as_they_are
 
 
 def test_what_the_chart_does_not_allow_is_not_written(api: Api, namespace: str) -> None:
-    made(api, namespace)
+    create_with_children(api, namespace)
     revision = api.get("Deployment", namespace, "chat")["spec"]["template"]
     for change in (
         {"engine": {"image": "evil:1"}},
@@ -406,7 +412,7 @@ def _codes(api: Api, namespace: str) -> list[str]:
     return [b["code"] for b in status(api, namespace).get("blockers") or ()]
 
 
-def test_what_keeps_pods_away_is_said_within_three_seconds(api: Api, namespace: str) -> None:
+def test_an_exceeded_quota_is_reported_within_three_seconds(api: Api, namespace: str) -> None:
     hard = {"pods": "1"}
     quota = {
         "apiVersion": "v1",
@@ -428,30 +434,28 @@ def test_what_keeps_pods_away_is_said_within_three_seconds(api: Api, namespace: 
     assert any(e["reason"] == "QuotaExceeded" and e["type"] == "Warning" for e in events)
 
 
-def test_a_lack_of_accelerators_is_said_within_three_seconds(api: Api, namespace: str) -> None:
+def test_a_lack_of_accelerators_is_reported_within_three_seconds(api: Api, namespace: str) -> None:
     api.create(idep(namespace, resources={"accelerator": {"count": 64}}))
     seen = await_reason(api, namespace, "InsufficientAccelerator", 3)
     assert "Insufficient nvidia.com/gpu" in seen["blockers"][0]["message"]
     assert "Free or add accelerators" in condition(seen, "Ready")["message"]
 
 
-def test_a_missing_claim_is_said_within_three_seconds(api: Api, namespace: str) -> None:
+def test_a_missing_claim_is_reported_within_three_seconds(api: Api, namespace: str) -> None:
     api.create(idep(namespace, model={"source": "pvc://weights/llama"}))
     await_reason(api, namespace, "VolumeMissing", 3)
 
 
 def test_deleting_the_resource_removes_everything(api: Api, namespace: str) -> None:
-    made(api, namespace, replicas=2)
+    create_with_children(api, namespace, replicas=2)
     api.delete(KIND, namespace, "chat")
     eventually(
         lambda: not children(api, namespace) and not api.items("Pod", namespace), 10, "all is gone"
     )
 
 
-def test_a_resource_made_anew_under_its_name_gets_children_of_its_own(
-    api: Api, namespace: str
-) -> None:
-    made(api, namespace, replicas=2)
+def test_a_recreated_resource_gets_new_children(api: Api, namespace: str) -> None:
+    create_with_children(api, namespace, replicas=2)
     for _ in range(3):
         api.delete(KIND, namespace, "chat")
         owner = api.create(idep(namespace, replicas=2))
@@ -481,7 +485,7 @@ def test_a_rollout_recreates_where_the_quota_leaves_no_accelerator_and_surges_el
         "the quota",
     )
     accelerator: Object = {"resources": {"accelerator": {"count": 1}}}
-    made(api, namespace, **accelerator)
+    create_with_children(api, namespace, **accelerator)
     eventually(lambda: _used(api, namespace) == "1", 10, "one accelerator in use")
     _change(api, namespace, "1")
     eventually(lambda: _strategy(api, namespace) == "RollingUpdate", 5, "one is free: a surge")
@@ -496,19 +500,17 @@ def test_a_rollout_recreates_where_the_quota_leaves_no_accelerator_and_surges_el
     assert status(api, namespace)["rollout"]["strategyChosen"] == "Recreate"
 
 
-def test_once_a_pod_serves_from_a_filled_cache_no_pod_has_a_way_out(
-    api: Api, namespace: str
-) -> None:
+def test_once_a_pod_serves_from_a_filled_cache_no_pod_has_egress(api: Api, namespace: str) -> None:
     hub: Object = {"model": {"source": "owner/name", "revision": "0" * 40}}
-    made(api, namespace, modelCache={"type": "PVC", "claimName": "weights"}, **hub)
+    create_with_children(api, namespace, modelCache={"type": "PVC", "claimName": "weights"}, **hub)
 
-    def ways_out() -> list[Object]:
-        found: list[Object] = (
+    def egress() -> list[Object]:
+        rules: list[Object] = (
             api.get("NetworkPolicy", namespace, "chat")["spec"].get("egress") or []
         )
-        return found
+        return rules
 
-    assert ways_out(), "the weights come from a hub"
+    assert egress(), "the weights come from a hub"
     size: Object = {"accessModes": ["ReadWriteMany"], "storageClassName": ""}
     volume = f"weights-{namespace}"[:60].rstrip("-")
     backing = {"capacity": {"storage": "1Gi"}, "nfs": {"server": "nfs.test", "path": "/"}}
@@ -526,9 +528,9 @@ def test_once_a_pod_serves_from_a_filled_cache_no_pod_has_a_way_out(
     api.create(
         {"apiVersion": "v1", "kind": "PersistentVolumeClaim", "metadata": meta, "spec": claim}
     )
-    eventually(lambda: not ways_out(), 30, "closed once a pod serves")
+    eventually(lambda: not egress(), 30, "closed once a pod serves")
     api.merge(KIND, namespace, "chat", {"spec": {"model": {"revision": "1" * 40}}})
-    eventually(ways_out, 5, "open for another commit")
+    eventually(egress, 5, "open for another commit")
     api.delete("PersistentVolume", "", volume)
 
 
@@ -547,7 +549,7 @@ def _strategy(api: Api, namespace: str) -> str:
     return str(api.get("Deployment", namespace, "chat")["spec"]["strategy"]["type"])
 
 
-def test_a_model_that_does_not_fit_says_the_fix_before_any_pod_runs(
+def test_a_model_that_does_not_fit_is_reported_with_the_fix_before_any_pod_runs(
     api: Api, namespace: str
 ) -> None:
     nowhere = {"nodeSelector": {"type": "nowhere"}}

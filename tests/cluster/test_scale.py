@@ -52,7 +52,7 @@ def converged(api: Api, namespace: str) -> bool:
 
 
 @pytest.mark.timeout(1800)
-def test_many_resources_converge_cheaply_and_then_cost_next_to_nothing(
+def test_many_resources_converge_cheaply_and_cost_little_when_idle(
     plane: ControlPlane, api: Api, namespace: str
 ) -> None:
     with OperatorProcess(plane, (namespace,)) as operator:

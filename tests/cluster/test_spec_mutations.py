@@ -14,7 +14,7 @@ from cluster.harness.case_selection import share
 from cluster.harness.controlplane import ControlPlane
 from cluster.harness.operators import OperatorProcess
 from cluster.harness.resources import CHILDREN, KIND, current, idep, status
-from cluster.harness.spec_mutations import fields, patched, step
+from cluster.harness.spec_mutations import fields, mutation, patched
 from fairlead_operator.decide.children.diff import diff
 from fairlead_operator.decide.children.manifests import Strategy, render
 from fairlead_operator.resource.fields import ResourceError
@@ -24,23 +24,23 @@ from fairlead_operator.resource.settings import Settings
 pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("crd", "nodes")]
 STEPS = 50  # of one walk; ten walks are the whole
 SETTINGS = Settings(runtime_image="registry.test/fairlead-runtime:1", hub="http://127.0.0.1:9")
-TOLD = {
+REFUSAL_CODES = {
     "NotAllowed",
     "WriteRefused",
 }  # what only the chart or the API server's rules for the children refuse
 
 
-def short_of(api: Api, namespace: str) -> str:
+def missing(api: Api, namespace: str) -> str:
     """What the cluster lacks of what the resource asks for; "" when it is reached or refused in
     words.
     """
     if not current(api, namespace):
         return "the status is old"
     body, seen = api.get(KIND, namespace, "chat"), status(api, namespace)
-    if TOLD & {b["code"] for b in seen["blockers"]} or body["spec"]["paused"]:
+    if REFUSAL_CODES & {b["code"] for b in seen["blockers"]} or body["spec"]["paused"]:
         return ""
     resource = InferenceDeployment.from_body(body)
-    children = [found for kind in CHILDREN if (found := api.find(kind, namespace, "chat"))]
+    children = [child for kind in CHILDREN if (child := api.find(kind, namespace, "chat"))]
     deployment = next((c for c in children if c["kind"] == "Deployment"), None)
     if deployment is None:
         return "no Deployment"
@@ -50,22 +50,22 @@ def short_of(api: Api, namespace: str) -> str:
     elif not policy.min_replicas <= count <= policy.max_replicas:
         return f"{count} replicas"
     strategy: Strategy = "Recreate" if seen["rollout"]["strategyChosen"] == "Recreate" else "Surge"
-    plan = diff(render(resource, SETTINGS, count, strategy), children, resource.uid)
+    writes = diff(render(resource, SETTINGS, count, strategy), children, resource.uid)
     if (
         seen["desiredReplicas"] != count
         or seen["observedGeneration"] != body["metadata"]["generation"]
     ):
         return "the status is about another count"
-    return str([one.why for one in plan.apply] + [one.why for one in plan.delete] or "")[2:-2]
+    return str([one.why for one in writes.apply] + [one.why for one in writes.delete] or "")[2:-2]
 
 
-def take_back(api: Api, namespace: str, spec: Object) -> None:
+def revert(api: Api, namespace: str, spec: Object) -> None:
     api.json_patch(KIND, namespace, "chat", [{"op": "replace", "path": "/spec", "value": spec}])
-    eventually(lambda: not short_of(api, namespace), 10, "taken back")
-    assert not TOLD & {b["code"] for b in status(api, namespace)["blockers"]}
+    eventually(lambda: not missing(api, namespace), 10, "taken back")
+    assert not REFUSAL_CODES & {b["code"] for b in status(api, namespace)["blockers"]}
 
 
-def refused(api: Api, namespace: str, patch: Object) -> str:
+def server_refusal(api: Api, namespace: str, patch: Object) -> str:
     """The API server's words on this patch of the spec; "" when it took it."""
     path = f"/apis/serving.fairlead.dev/v1alpha1/namespaces/{namespace}/inferencedeployments/chat"
     try:
@@ -79,7 +79,7 @@ def refused(api: Api, namespace: str, patch: Object) -> str:
     return ""
 
 
-def readable(body: Object) -> str:
+def operator_refusal(body: Object) -> str:
     """Why the operator itself would refuse this body, "" where it would not."""
     try:
         InferenceDeployment.from_body(body)
@@ -88,49 +88,49 @@ def readable(body: Object) -> str:
     return ""
 
 
-def walk(api: Api, namespace: str, seed: int, explain: Callable[[], str]) -> Counter[str]:
+def mutate(api: Api, namespace: str, seed: int, explain: Callable[[], str]) -> Counter[str]:
     """STEPS changes one after the other, then back to where it began; how many of them ended how."""
-    rng, known, outcomes = random.Random(seed), fields(), Counter[str]()
+    rng, all_fields, outcomes = random.Random(seed), fields(), Counter[str]()
     origin, revision = (
         api.get(KIND, namespace, "chat")["spec"],
         status(api, namespace)["targetRevision"],
     )
     for number in range(STEPS):
-        patch, body = step(rng, known), api.get(KIND, namespace, "chat")
-        asked = {**body, "spec": patched(body["spec"], patch)}
+        patch, body = mutation(rng, all_fields), api.get(KIND, namespace, "chat")
+        wanted = {**body, "spec": patched(body["spec"], patch)}
         what = f"seed {seed}, step {number}: {patch}"
-        why, refusal = readable(asked), refused(api, namespace, patch)
+        why, refusal = operator_refusal(wanted), server_refusal(api, namespace, patch)
         assert bool(why) == bool(refusal), f"{what}\nthe operator: {why}\nthe API server: {refusal}"
         if refusal:
             outcomes["refused"] += 1
             continue
         try:
-            eventually(lambda: not short_of(api, namespace), 10, "reached")
+            eventually(lambda: not missing(api, namespace), 10, "reached")
         except AssertionError as error:
-            raise AssertionError(f"{what}: {short_of(api, namespace)}\n{explain()}") from error
+            raise AssertionError(f"{what}: {missing(api, namespace)}\n{explain()}") from error
         codes = {b["code"] for b in status(api, namespace)["blockers"]}
-        stands = bool(asked["spec"].get("paused") or TOLD & codes)
-        outcomes["told" if stands else "reached"] += 1
-        if stands:
-            take_back(api, namespace, body["spec"])
-    take_back(api, namespace, origin)
+        not_applied = bool(wanted["spec"].get("paused") or REFUSAL_CODES & codes)
+        outcomes["reported" if not_applied else "applied"] += 1
+        if not_applied:
+            revert(api, namespace, body["spec"])
+    revert(api, namespace, origin)
     assert status(api, namespace)["targetRevision"] == revision
     return outcomes
 
 
 @pytest.mark.timeout(1800)
-def test_each_change_of_a_resource_is_refused_or_reached_and_can_be_taken_back(
+def test_each_change_of_a_resource_is_refused_or_applied_and_can_be_reverted(
     plane: ControlPlane, api: Api, namespace: str
 ) -> None:
     began, outcomes = time.monotonic(), Counter[str]()
     with OperatorProcess(plane, (namespace,)) as operator:
         first = operator.process
         api.create(idep(namespace, replicas=2, podTemplate={"nodeSelector": {"type": "nowhere"}}))
-        eventually(lambda: not short_of(api, namespace), 10, "created")
+        eventually(lambda: not missing(api, namespace), 10, "created")
         for seed in share(range(10)):
-            outcomes += walk(api, namespace, seed, operator.tail)
+            outcomes += mutate(api, namespace, seed, operator.tail)
         assert operator.process is first
         assert not operator.tracebacks()
     print(f"{outcomes.total()} steps in {time.monotonic() - began:.0f} s: {dict(outcomes)}")
     assert outcomes["refused"] >= 0.1 * outcomes.total()
-    assert outcomes["reached"] >= 0.3 * outcomes.total()
+    assert outcomes["applied"] >= 0.3 * outcomes.total()

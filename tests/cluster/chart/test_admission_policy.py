@@ -42,7 +42,7 @@ def grant(
 
 
 @contextmanager
-def in_force(api: Api, tmp_path: Path, namespace: str) -> Iterator[None]:
+def policy_installed(api: Api, tmp_path: Path, namespace: str) -> Iterator[None]:
     bodies = Helm(tmp_path).render("--set", "admission.create=true", namespace=namespace)
     for kind in POLICIES:
         api.create(only(bodies, kind))
@@ -69,7 +69,7 @@ def test_an_author_names_only_secrets_and_claims_of_their_own(
     )
     with (
         plane.api(token_of(api, namespace, "author")) as author,
-        in_force(api, tmp_path, namespace),
+        policy_installed(api, tmp_path, namespace),
     ):
 
         def refusal(**spec: Any) -> str:

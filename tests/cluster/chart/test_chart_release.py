@@ -62,7 +62,7 @@ def api(plane: ControlPlane) -> Iterator[Api]:
 
 
 @pytest.fixture
-def unknown(api: Api) -> None:
+def no_crd(api: Api) -> None:
     """The cluster has never seen the chart."""
     if api.find("CustomResourceDefinition", "", CRD):
         api.delete("CustomResourceDefinition", "", CRD)
@@ -103,7 +103,7 @@ def converged(api: Api, namespace: str, *, claim: bool = False) -> Object:
 
 
 @pytest.fixture
-def further(api: Api, namespace: str) -> Iterator[str]:
+def second_namespace(api: Api, namespace: str) -> Iterator[str]:
     """A second restricted namespace."""
     name = f"{namespace[:50]}-further"
     labels = {"pod-security.kubernetes.io/enforce": "restricted"}
@@ -115,9 +115,14 @@ def further(api: Api, namespace: str) -> Iterator[str]:
 
 
 @pytest.mark.parametrize("program", ["helm", "helm3"])
-@pytest.mark.usefixtures("unknown")
-def test_a_release_comes_changes_goes_back_and_leaves_what_it_made(
-    plane: ControlPlane, api: Api, namespace: str, further: str, tmp_path: Path, program: str
+@pytest.mark.usefixtures("no_crd")
+def test_a_release_installs_upgrades_and_rolls_back_and_its_uninstall_keeps_resources(
+    plane: ControlPlane,
+    api: Api,
+    namespace: str,
+    second_namespace: str,
+    tmp_path: Path,
+    program: str,
 ) -> None:
     helm = helm_of(plane, tmp_path, program)
     here = f"--namespace={namespace}"
@@ -129,36 +134,36 @@ def test_a_release_comes_changes_goes_back_and_leaves_what_it_made(
         *NO_HUB,
         *WAIT,
         "--set",
-        f"scope.namespaces={{{further}}}",
+        f"scope.namespaces={{{second_namespace}}}",
     )
     installed = api.get("CustomResourceDefinition", "", CRD)["spec"]["versions"][0]["schema"]
     with operator_of(plane, api, namespace, "fairlead") as operator:
         converged(api, namespace)
-        made = converged(api, further)
+        before = converged(api, second_namespace)
         assert refusals(operator) == []
         assert operator.tracebacks() == []
 
-    more = ("--set", "replicas=2", "--set", "allow.priorityClasses={critical}")
-    helm.run("upgrade", "fairlead", str(CHART), here, "--reuse-values", *more, *WAIT)
+    changes = ("--set", "replicas=2", "--set", "allow.priorityClasses={critical}")
+    helm.run("upgrade", "fairlead", str(CHART), here, "--reuse-values", *changes, *WAIT)
     assert api.get("Deployment", namespace, "fairlead")["status"]["readyReplicas"] == 2
     assert settings(api, namespace).allowed_priority_classes == ("critical",)
     helm.run("rollback", "fairlead", "1", here, *WAIT)
     assert api.get("Deployment", namespace, "fairlead")["spec"]["replicas"] == 1
     assert settings(api, namespace).allowed_priority_classes == ()
-    assert settings(api, namespace).namespaces == (namespace, further)
+    assert settings(api, namespace).namespaces == (namespace, second_namespace)
 
     helm.run("uninstall", "fairlead", here, *WAIT)
     for kind in KINDS:
         assert not api.find(kind, namespace, "fairlead"), kind
-    assert not api.find("Role", further, "fairlead")
+    assert not api.find("Role", second_namespace, "fairlead")
     assert (
         api.get("CustomResourceDefinition", "", CRD)["spec"]["versions"][0]["schema"] == installed
     )
-    for place in (namespace, further):
+    for place in (namespace, second_namespace):
         assert current(api, place)
-    after = api.get("Deployment", further, "chat")
-    assert (after["metadata"]["uid"], after["spec"]) == (made["metadata"]["uid"], made["spec"])
-    for place in (namespace, further):
+    after = api.get("Deployment", second_namespace, "chat")
+    assert (after["metadata"]["uid"], after["spec"]) == (before["metadata"]["uid"], before["spec"])
+    for place in (namespace, second_namespace):
         api.delete(
             KIND, place, "chat"
         )  # else a later operator would meet it in a namespace that goes away
@@ -166,21 +171,21 @@ def test_a_release_comes_changes_goes_back_and_leaves_what_it_made(
 
 
 def test_cluster_mode_serves_every_namespace_and_creates_claims(
-    plane: ControlPlane, api: Api, namespace: str, further: str, tmp_path: Path
+    plane: ControlPlane, api: Api, namespace: str, second_namespace: str, tmp_path: Path
 ) -> None:
     helm = helm_of(plane, tmp_path)
     values = ("--set", "scope.cluster=true", "--set", "modelCache.create=true")
     helm.run("install", "fairlead", str(CHART), f"--namespace={namespace}", *NO_HUB, *WAIT, *values)
     try:
         with operator_of(plane, api, namespace, "fairlead") as operator:
-            converged(api, further, claim=True)
+            converged(api, second_namespace, claim=True)
             assert refusals(operator) == []
             assert operator.tracebacks() == []
         with (
-            plane.api(token_of(api, namespace, "fairlead")) as own,
+            plane.api(token_of(api, namespace, "fairlead")) as operator_api,
             pytest.raises(ApiError) as refused,
         ):
-            own.items("Secret", further)
+            operator_api.items("Secret", second_namespace)
         assert refused.value.code == 403
     finally:
         helm.run("uninstall", "fairlead", f"--namespace={namespace}", *WAIT)
@@ -189,7 +194,7 @@ def test_cluster_mode_serves_every_namespace_and_creates_claims(
 
 
 @pytest.mark.usefixtures("pod_addresses")
-def test_a_release_serves_a_token_and_its_test_is_run_by_helm(
+def test_a_release_serves_a_token_and_helm_runs_its_test(
     plane: ControlPlane, api: Api, namespace: str, tmp_path: Path
 ) -> None:
     """The client of the test hook gets its token from a real runtime process; as a pod it is only
@@ -215,17 +220,17 @@ def test_a_release_serves_a_token_and_its_test_is_run_by_helm(
         assert refusals(operator) == []
         api.delete(KIND, namespace, "chat")
     name = client["metadata"]["name"]
-    with Played(api, namespace, name, "Succeeded"):
+    with PlayedPod(api, namespace, name, "Succeeded"):
         assert "Succeeded" in helm.run("test", "fairlead", here, "--timeout=60s")
     eventually(lambda: not api.find("Pod", namespace, name), 20, "the test cleans up")
     assert api.items(KIND, namespace) == []
-    with Played(api, namespace, name, "Failed"):
+    with PlayedPod(api, namespace, name, "Failed"):
         assert helm.ask("test", "fairlead", here, "--timeout=60s").returncode == 1
     assert api.find("Pod", namespace, name), "what failed is left to be looked at"
     assert api.items(KIND, namespace) == [], "what it would hold is not"
 
 
-class Played:
+class PlayedPod:
     """While entered: the pod of this name ends in this phase as soon as it exists."""
 
     def __init__(self, api: Api, namespace: str, name: str, phase: str) -> None:
@@ -243,7 +248,7 @@ class Played:
         self._api.merge(*self._where, {"status": {"phase": self._phase}}, sub="status")
 
 
-@pytest.mark.usefixtures("unknown")
+@pytest.mark.usefixtures("no_crd")
 def test_an_older_definition_is_upgraded_as_documented_with_its_resources_in_place(
     plane: ControlPlane, api: Api, namespace: str, tmp_path: Path
 ) -> None:

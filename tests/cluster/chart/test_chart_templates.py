@@ -20,8 +20,8 @@ def helm(tmp_path_factory: pytest.TempPathFactory) -> Helm:
 
 
 def container(bodies: list[Object]) -> Object:
-    found: Object = only(bodies, "Deployment")["spec"]["template"]["spec"]["containers"][0]
-    return found
+    container: Object = only(bodies, "Deployment")["spec"]["template"]["spec"]["containers"][0]
+    return container
 
 
 def settings(bodies: list[Object]) -> Settings:

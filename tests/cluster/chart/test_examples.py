@@ -86,12 +86,12 @@ def test_an_hpa_moves_the_resource_through_its_scale(
     plane: ControlPlane, api: Api, namespace: str
 ) -> None:
     def hpa() -> Object:
-        found: Object = api.get("HorizontalPodAutoscaler", namespace, "chat").get("status") or {}
-        return found
+        answer: Object = api.get("HorizontalPodAutoscaler", namespace, "chat").get("status") or {}
+        return answer
 
     def deployed(count: int) -> bool:
-        found = api.find("Deployment", namespace, "chat")
-        return found is not None and found["spec"]["replicas"] == count
+        answer = api.find("Deployment", namespace, "chat")
+        return answer is not None and answer["spec"]["replicas"] == count
 
     def scale(count: int) -> None:
         program = [str(binaries.program("kubectl")), f"--kubeconfig={plane.kubeconfig()}"]
@@ -103,11 +103,11 @@ def test_an_hpa_moves_the_resource_through_its_scale(
         api.create(example("inferencedeployment.yaml", namespace), fieldValidation="Strict")
         eventually(lambda: deployed(1), 10, "the Deployment follows spec.replicas")
         eventually(lambda: status(api, namespace).get("selector"), 10, "the status names the pods")
-        found = api.call(
+        answer = api.call(
             "GET", f"/apis/{GROUP}/v1alpha1/namespaces/{namespace}/inferencedeployments/chat/scale"
         )
-        assert found["spec"]["replicas"] == 1
-        assert f"{NAME_LABEL}=chat" in found["status"]["selector"]
+        assert answer["spec"]["replicas"] == 1
+        assert f"{NAME_LABEL}=chat" in answer["status"]["selector"]
 
         api.create(example("hpa.yaml", namespace), fieldValidation="Strict")
         eventually(

@@ -11,7 +11,7 @@ import pytest
 from cluster.harness.apiclient import Api, eventually
 from cluster.harness.case_selection import offset, share
 from cluster.harness.controlplane import ControlPlane
-from cluster.harness.faultproxy import ERRORS, Call, Fate, FaultProxy
+from cluster.harness.faultproxy import ERRORS, Call, Fault, FaultProxy
 from cluster.harness.operators import OperatorProcess
 from cluster.harness.resource_lifecycle import Key, Lifecycle
 from support.full import LONG_FORM
@@ -51,39 +51,39 @@ def only_budgets_deleted(calls: Iterable[Call]) -> bool:
     return {call.plural for call in calls if call.verb == "delete"} <= {"poddisruptionbudgets"}
 
 
-def anonymous(picture: str) -> list[str]:
-    return sorted(picture.splitlines())
+def sorted_lines(snapshot: str) -> list[str]:
+    return sorted(snapshot.splitlines())
 
 
 @pytest.mark.timeout(3600)
-def test_every_kind_of_error_at_any_write_is_outlived_by_the_same_process(
+def test_the_process_survives_every_kind_of_error_at_any_write(
     plane: ControlPlane, api: Api, namespace: str
 ) -> None:
     """One resource for each point, all in one operator; and one for each kind whose every write
     fails for a while.
     """
-    plan: dict[str, tuple[int, Fate]] = {}
+    planned_faults: dict[str, tuple[int, Fault]] = {}
     lasting = {f"lasting-{error}": error for error in ERRORS}
     began: dict[str, float] = {}
-    writes, met = Counter[str](), Counter[str]()
+    writes, injected = Counter[str](), Counter[str]()
 
-    def judge(call: Call) -> Fate:
+    def choose_fault(call: Call) -> Fault:
         if not (call.writes and call.about_objects):
             return "pass"
         name = call.resource
         writes[name] += 1
         if name in lasting:
-            over = call.at - began.setdefault(name, call.at) > LASTING_SECONDS
-            met[name] += not over
-            return "pass" if over else lasting[name]
-        at, error = plan.get(name, (-1, "pass"))
+            is_over = call.at - began.setdefault(name, call.at) > LASTING_SECONDS
+            injected[name] += not is_over
+            return "pass" if is_over else lasting[name]
+        at, error = planned_faults.get(name, (-1, "pass"))
         if writes[name] - 1 != at:
             return "pass"
-        met[name] += 1
+        injected[name] += 1
         return error
 
     with (
-        FaultProxy(plane, judge) as proxy,
+        FaultProxy(plane, choose_fault) as proxy,
         OperatorProcess(plane, (namespace,), server=proxy.url) as operator,
     ):
         first = operator.process
@@ -94,11 +94,11 @@ def test_every_kind_of_error_at_any_write_is_outlived_by_the_same_process(
             assert first.poll() is None, operator.tail()
 
         [wanted] = (
-            Lifecycle(api, [(namespace, "undisturbed")], 20, alive, operator.tail).play().values()
+            Lifecycle(api, [(namespace, "undisturbed")], 20, alive, operator.tail).run().values()
         )
         points = [(at, error) for at in range(writes["undisturbed"]) for error in ERRORS]
         chosen = {f"at-{at}-{error}": (at, error) for at, error in share(points)}
-        plan.update(chosen)
+        planned_faults.update(chosen)
         names = [*lasting, *chosen]
         slowest = 0.0
         for begin in range(0, len(names), AT_ONCE):
@@ -109,12 +109,12 @@ def test_every_kind_of_error_at_any_write_is_outlived_by_the_same_process(
                 alive,
                 operator.tail,
             )
-            for key, picture in lifecycle.play().items():
-                assert anonymous(picture) == anonymous(wanted), key
+            for key, snapshot in lifecycle.run().items():
+                assert sorted_lines(snapshot) == sorted_lines(wanted), key
             slowest = max(slowest, lifecycle.slowest)
         assert not operator.tracebacks()
-    assert all(met[name] for name in lasting)
-    reached = sum(met[name] > 0 for name in chosen)
+    assert all(injected[name] for name in lasting)
+    reached = sum(injected[name] > 0 for name in chosen)
     assert reached >= 0.8 * len(chosen)
     assert only_budgets_deleted(proxy.calls)
     rate = assert_no_tight_loop(proxy.calls)
@@ -139,28 +139,28 @@ def namespaces(api: Api, namespace: str) -> Iterator[list[str]]:
 
 
 @pytest.mark.timeout(900)
-def test_every_kind_of_error_at_the_list_and_the_watch_of_any_kind_is_outlived_by_the_same_process(
+def test_the_process_survives_every_kind_of_error_at_the_list_and_the_watch_of_any_kind(
     plane: ControlPlane, api: Api, namespaces: list[str]
 ) -> None:
     """In each namespace every kind meets another error, at start-up and again when all watches are
     cut.
     """
     shifts = {name: int(name.rsplit("-", 1)[1]) for name in namespaces}
-    todo: dict[tuple[str, str, str], Fate] = {}
+    pending_faults: dict[tuple[str, str, str], Fault] = {}
 
-    def arm() -> None:
+    def plan_faults() -> None:
         for name, shift in shifts.items():
             for number, kind in enumerate(KINDS):
                 for verb in ("list", "watch"):
-                    todo[name, kind, verb] = ERRORS[(number + shift) % len(ERRORS)]
+                    pending_faults[name, kind, verb] = ERRORS[(number + shift) % len(ERRORS)]
 
-    def judge(call: Call) -> Fate:
-        return todo.pop((call.namespace, call.plural, call.verb), "pass")
+    def choose_fault(call: Call) -> Fault:
+        return pending_faults.pop((call.namespace, call.plural, call.verb), "pass")
 
     keys: list[Key] = [(name, "chat") for name in namespaces]
-    arm()
+    plan_faults()
     with (
-        FaultProxy(plane, judge) as proxy,
+        FaultProxy(plane, choose_fault) as proxy,
         OperatorProcess(plane, tuple(namespaces), server=proxy.url, wait=False) as operator,
     ):
 
@@ -168,20 +168,20 @@ def test_every_kind_of_error_at_the_list_and_the_watch_of_any_kind_is_outlived_b
             assert operator.process is not None
             assert operator.process.poll() is None, operator.tail()
 
-        def spoilt() -> None:
+        def all_injected() -> None:
             """Until every fault came to pass."""
-            eventually(lambda: not todo, 30, "every fault came to pass")
+            eventually(lambda: not pending_faults, 30, "every fault came to pass")
 
         lifecycle = Lifecycle(api, keys, 30, alive, operator.tail)
         began = time.monotonic()
         lifecycle.create()
         created = time.monotonic() - began
-        spoilt()
-        arm()
+        all_injected()
+        plan_faults()
         proxy.cut_connections()
         lifecycle.change()
         lifecycle.delete()
-        spoilt()
+        all_injected()
         # kopf reports with tracebacks that it ends, before it is started again.
         assert not [
             line for line in operator.tracebacks() if '"logger": "fairlead_operator' in line

@@ -18,7 +18,7 @@ import fairlead_operator
 from cluster.harness.apiclient import Api, eventually
 from cluster.harness.case_selection import share
 from cluster.harness.controlplane import ControlPlane
-from cluster.harness.faultproxy import Call, Fate, FaultProxy
+from cluster.harness.faultproxy import Call, Fault, FaultProxy
 from cluster.harness.operators import OperatorProcess
 from cluster.harness.resource_lifecycle import Lifecycle
 
@@ -41,7 +41,7 @@ def namespace_for(api: Api, word: str) -> str:
 class Outcome:
     """How one lifecycle with one kill ended."""
 
-    pictures: Sequence[str]
+    snapshots: Sequence[str]
     calls: list[Call]
     killed: int
     slowest: float
@@ -51,10 +51,10 @@ class Outcome:
         self.writes = [call for call in self.calls if call.writes and call.about_objects]
 
     def digest(self) -> str:
-        return hashlib.sha256("\n".join(self.pictures).encode()).hexdigest()
+        return hashlib.sha256("\n".join(self.snapshots).encode()).hexdigest()
 
 
-def play(
+def run_lifecycle(
     plane: ControlPlane,
     api: Api,
     at: int,
@@ -76,7 +76,7 @@ def play(
         operator.process.kill()
         killed += 1
 
-    def judge(call: Call) -> Fate:
+    def choose_fault(call: Call) -> Fault:
         nonlocal writes
         if not (call.writes and call.about_objects):
             return "pass"
@@ -88,33 +88,38 @@ def play(
         kill()
         return "reset"
 
-    def tend() -> None:
+    def restart_if_dead() -> None:
         assert operator.process is not None
         if operator.process.poll() is not None:
             operator.start()
 
     environ = {"PYTHONPATH": path} if path else {}
-    proxy = FaultProxy(plane, judge, after_lost=kill)
+    proxy = FaultProxy(plane, choose_fault, on_lost_answer=kill)
     with proxy, OperatorProcess(plane, (namespace,), server=proxy.url, environ=environ) as operator:
         lifecycle = Lifecycle(
-            api, [(namespace, NAME)], within, tend=tend, pods={}, explain=operator.tail
+            api,
+            [(namespace, NAME)],
+            within,
+            while_waiting=restart_if_dead,
+            pods={},
+            explain=operator.tail,
         )
-        pictures = list(lifecycle.play().values()) if whole else []
+        snapshots = list(lifecycle.run().values()) if whole else []
         if not whole:
             lifecycle.create()
         assert not operator.tracebacks()
     api.delete("Namespace", "", namespace)
-    return Outcome(pictures, proxy.calls, killed, lifecycle.slowest)
+    return Outcome(snapshots, proxy.calls, killed, lifecycle.slowest)
 
 
 @pytest.fixture(scope="module")
 def undisturbed(plane: ControlPlane, api: Api) -> Outcome:
     """The lifecycle without a fault: what it ends in, and every call of the operator."""
-    return play(plane, api, -1, "never", 20)
+    return run_lifecycle(plane, api, -1, "never", 20)
 
 
 @pytest.mark.timeout(3600)
-def test_killed_before_or_after_any_write_it_ends_in_the_same_place(
+def test_killed_before_or_after_any_write_the_operator_reaches_the_same_objects(
     plane: ControlPlane, api: Api, undisturbed: Outcome
 ) -> None:
     points = [(at, when) for at in range(len(undisturbed.writes)) for when in ("before", "after")]
@@ -122,12 +127,12 @@ def test_killed_before_or_after_any_write_it_ends_in_the_same_place(
     began = time.monotonic()
     chosen = share(points)
     with ThreadPoolExecutor(SIDE_BY_SIDE) as pool:
-        outcomes = list(pool.map(lambda point: play(plane, api, *point), chosen))
+        outcomes = list(pool.map(lambda point: run_lifecycle(plane, api, *point), chosen))
     for point, outcome in zip(chosen, outcomes, strict=True):
         assert outcome.digest() == undisturbed.digest(), (
             point,
-            outcome.pictures,
-            undisturbed.pictures,
+            outcome.snapshots,
+            undisturbed.snapshots,
         )
         deleted = [(call.plural, call.name) for call in outcome.calls if call.verb == "delete"]
         assert set(deleted) == {("poddisruptionbudgets", NAME)}, (point, deleted)
@@ -151,12 +156,12 @@ MARKED_TOO_EARLY = """
         body = self._cluster.store.get(RESOURCE, key) or body
         try:
             resource = InferenceDeployment.from_body(body)"""
-GOOD = """
+LEVEL_TRIGGERED = """
         try:
             resource = InferenceDeployment.from_body(body)"""
 
 
-def test_an_operator_that_is_not_level_triggered_is_found_out(
+def test_an_operator_that_is_not_level_triggered_is_detected(
     plane: ControlPlane, api: Api, tmp_path: Path
 ) -> None:
     """The positive control: a planted bug that only a kill at the wrong moment shows."""
@@ -164,10 +169,10 @@ def test_an_operator_that_is_not_level_triggered_is_found_out(
     shutil.copytree(package, tmp_path / package.name, ignore=shutil.ignore_patterns("__pycache__"))
     module = tmp_path / package.name / "reconcile.py"
     text = module.read_text()
-    assert text.count(GOOD) == 1
-    module.write_text(text.replace(GOOD, MARKED_TOO_EARLY))
-    play(
+    assert text.count(LEVEL_TRIGGERED) == 1
+    module.write_text(text.replace(LEVEL_TRIGGERED, MARKED_TOO_EARLY))
+    run_lifecycle(
         plane, api, -1, "never", 20, str(tmp_path), whole=False
     )  # without a kill the bug does not show
     with pytest.raises(AssertionError, match="not created within"):
-        play(plane, api, 0, "after", 8, str(tmp_path), whole=False)
+        run_lifecycle(plane, api, 0, "after", 8, str(tmp_path), whole=False)

@@ -35,7 +35,7 @@ LEADS = "fairlead_operator_leader"
 PASSES = "fairlead_operator_reconciles_total"
 
 
-def running(api: Api, namespace: str, count: int) -> list[str]:
+def running_pods(api: Api, namespace: str, count: int) -> list[str]:
     """The uids of the pods once so many run."""
 
     def look() -> list[str] | None:
@@ -49,7 +49,7 @@ def running(api: Api, namespace: str, count: int) -> list[str]:
     return eventually(look, 30, f"{count} pods run")
 
 
-def left(api: Api, namespace: str) -> list[str]:
+def remaining(api: Api, namespace: str) -> list[str]:
     """What there still is of the resource."""
     kinds = (KIND, *CHILDREN, "ReplicaSet", "Pod")
     names = [
@@ -64,12 +64,12 @@ def left(api: Api, namespace: str) -> list[str]:
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
-    ("away", "after"),
+    ("outage", "deadline"),
     [(30, 15), pytest.param(300, 30, marks=pytest.mark.full)],
     ids=["30 s", "5 min"],
 )
-def test_an_api_server_that_is_away_stops_nothing_and_is_caught_up_with(
-    plane: ControlPlane, api: Api, namespace: str, away: float, after: float
+def test_an_unreachable_api_server_stops_no_pod_and_the_operator_catches_up(
+    plane: ControlPlane, api: Api, namespace: str, outage: float, deadline: float
 ) -> None:
     with (
         FaultProxy(plane) as proxy,
@@ -78,36 +78,36 @@ def test_an_api_server_that_is_away_stops_nothing_and_is_caught_up_with(
         first = operator.process
         lifecycle = Lifecycle(api, [(namespace, "chat")], 20, pods={}, explain=operator.tail)
         lifecycle.create()
-        pods = running(api, namespace, 2)
+        pods = running_pods(api, namespace, 2)
         before, memory = len(proxy.calls), operator.memory_bytes()
-        proxy.away = True
+        proxy.unreachable = True
         proxy.cut_connections()
         lifecycle.patch({"replicas": 3})
         api.delete("Service", namespace, "chat")
-        ends = time.monotonic() + away
+        ends = time.monotonic() + outage
         while time.monotonic() < ends:
             assert operator.probe("/healthz")[0] == 200, "being restarted would not help"
-            assert running(api, namespace, 2) == pods
+            assert running_pods(api, namespace, 2) == pods
             time.sleep(1)
         tried = Counter(call.path.split("?")[0] for call in proxy.calls[before:])
         grown = operator.memory_bytes() - memory
-        proxy.away = False
-        lifecycle.within, lifecycle.slowest = after, 0.0
+        proxy.unreachable = False
+        lifecycle.within, lifecycle.slowest = deadline, 0.0
         lifecycle.settle("caught up", Wanted(3, "1", 80))
-        assert set(pods) <= set(running(api, namespace, 3))
+        assert set(pods) <= set(running_pods(api, namespace, 3))
         assert operator.process is first
         assert not [call for call in proxy.calls[before:] if call.verb == "delete"]
         assert grown < memory / 4
         # Two clients ask about a kind, the re-list and the watch: 2 requests/s each.
-        assert max(tried.values()) <= 2 * 2 * away, tried.most_common(3)
+        assert max(tried.values()) <= 2 * 2 * outage, tried.most_common(3)
         assert not operator.tracebacks()
     print(
-        f"away {away} s: {tried.total()} requests meanwhile, caught up after {lifecycle.slowest:.1f} s, "
+        f"away {outage} s: {tried.total()} requests meanwhile, caught up after {lifecycle.slowest:.1f} s, "
         f"memory {memory / 2**20:.0f} MiB and {grown / 2**20:+.1f} MiB"
     )
 
 
-def test_with_half_a_second_more_to_every_answer_all_is_as_before(
+def test_half_a_second_of_latency_changes_nothing(
     plane: ControlPlane, api: Api, namespace: str
 ) -> None:
     with FaultProxy(plane, latency=0.5) as proxy:
@@ -116,10 +116,10 @@ def test_with_half_a_second_more_to_every_answer_all_is_as_before(
             lifecycle.create()
             lifecycle.patch({"replicas": 3})
             lifecycle.settle("scaled", Wanted(3, "1", 80))
-            pods = running(api, namespace, 3)
+            pods = running_pods(api, namespace, 3)
             api.delete("Service", namespace, "chat")
             lifecycle.settle("repaired", Wanted(3, "1", 80))
-            assert running(api, namespace, 3) == pods
+            assert running_pods(api, namespace, 3) == pods
             assert operator.metric(LEADS) == 1, "the Lease is renewed in time"
             assert not [call for call in proxy.calls if call.verb == "delete"]
             assert not operator.tracebacks()
@@ -128,14 +128,14 @@ def test_with_half_a_second_more_to_every_answer_all_is_as_before(
 
 @pytest.mark.timeout(900)
 @pytest.mark.usefixtures("pod_addresses")
-def test_no_request_fails_while_the_api_server_or_etcd_stands_still(
+def test_no_request_fails_while_the_api_server_or_etcd_is_stopped(
     plane: ControlPlane, api: Api, namespace: str
 ) -> None:
     """Stopped as processes: operator, kubelet and controllers all hang on them, and a real runtime
     is being asked.
     """
-    away = {"kube-apiserver": 300 if LONG_FORM else 30, "etcd": 20}
-    after = 30 if LONG_FORM else 15
+    outage = {"kube-apiserver": 300 if LONG_FORM else 30, "etcd": 20}
+    deadline = 30 if LONG_FORM else 15
     with FakeKubelet(plane), OperatorProcess(plane, (namespace,)) as operator:
         scaling = {"minReplicas": 1, "maxReplicas": 2, "targetPerReplica": 100}
         api.create(idep(namespace, podTemplate=PROCESSES, autoscaling=scaling))
@@ -144,7 +144,7 @@ def test_no_request_fails_while_the_api_server_or_etcd_stands_still(
         first, deployment = operator.process, api.get("Deployment", namespace, "chat")
         slowest = 0.0
         with Clients(pod["status"]["podIP"], 2) as clients:
-            for port, (part, seconds) in enumerate(away.items(), 8080):
+            for port, (part, seconds) in enumerate(outage.items(), 8080):
                 asked = clients.done
                 with stopped(plane, part):
                     ends = time.monotonic() + seconds
@@ -156,15 +156,15 @@ def test_no_request_fails_while_the_api_server_or_etcd_stands_still(
                         time.sleep(1)
                     assert clients.done > asked, "requests went on being answered"
                 began = time.monotonic()
-                eventually(plane.answers, after, "the API server answers")
+                eventually(plane.answers, deadline, "the API server answers")
                 api.merge(KIND, namespace, "chat", {"spec": {"service": {"port": port}}})
                 eventually(
                     lambda port=port: served_port(api, namespace) == port,  # type: ignore[misc]
-                    after,
+                    deadline,
                     "caught up",
                 )
                 slowest = max(slowest, time.monotonic() - began)
-                assert slowest <= after
+                assert slowest <= deadline
         assert clients.failures == []
         assert operator.process is first
         assert not operator.tracebacks()
@@ -175,7 +175,7 @@ def test_no_request_fails_while_the_api_server_or_etcd_stands_still(
         assert same["metadata"]["generation"] == deployment["metadata"]["generation"], (
             "nothing was scaled or rolled"
         )
-        eventually(lambda: ready(api, namespace), after, "Ready")
+        eventually(lambda: ready(api, namespace), deadline, "Ready")
     print(f"{clients.done} requests, 0 failed, caught up after {slowest:.1f} s")
 
 
@@ -205,7 +205,7 @@ def test_restarts_change_nothing_and_deleting_needs_no_operator(
     ):
         lifecycle = Lifecycle(api, [(namespace, "chat")], 20, pods={}, explain=operator.tail)
         lifecycle.create()
-        pods = running(api, namespace, 2)
+        pods = running_pods(api, namespace, 2)
         deployment = api.get("Deployment", namespace, "chat")
         before = len(proxy.calls)
         for _ in range(20 if LONG_FORM else 5):
@@ -216,7 +216,7 @@ def test_restarts_change_nothing_and_deleting_needs_no_operator(
         assert not [call for call in proxy.calls[before:] if call.of_children], (
             "children were written"
         )
-        assert running(api, namespace, 2) == pods
+        assert running_pods(api, namespace, 2) == pods
         now = api.get("Deployment", namespace, "chat")
         assert now["metadata"]["generation"] == deployment["metadata"]["generation"]
         assert now["spec"] == deployment["spec"]
@@ -224,15 +224,17 @@ def test_restarts_change_nothing_and_deleting_needs_no_operator(
         operator.kill()
         api.delete(KIND, namespace, "chat")
         eventually(
-            lambda: left(api, namespace) == [], 10, "all is gone, no finalizer waits for anyone"
+            lambda: remaining(api, namespace) == [],
+            10,
+            "all is gone, no finalizer waits for anyone",
         )
         operator.start()
         eventually(lambda: operator.metric(LEADS) == 1, 20, "it leads again")
-        assert left(api, namespace) == [], "it brought something back"
+        assert remaining(api, namespace) == [], "it brought something back"
 
 
 @pytest.mark.usefixtures("pod_addresses")
-def test_an_operator_that_starts_again_changes_no_word_of_a_status(
+def test_a_restarted_operator_changes_no_status(
     plane: ControlPlane, api: Api, namespace: str, tmp_path: Path
 ) -> None:
     """It remembers nothing, and asks its pods (stand-ins) before it says that it knows nothing."""
@@ -243,7 +245,7 @@ def test_an_operator_that_starts_again_changes_no_word_of_a_status(
             scaling = {"minReplicas": 1, "maxReplicas": 2, "targetPerReplica": 100}
             api.create(idep(namespace, podTemplate=PROCESSES, autoscaling=scaling))
             eventually(lambda: ready(api, namespace), 30, "Ready")
-            eventually(lambda: all_known(api, namespace), 20, "everything is known")
+            eventually(lambda: all_measured(api, namespace), 20, "everything is known")
             operator.kill()
         before = status(api, namespace)
         with OperatorProcess(plane, (namespace,)) as operator:
@@ -254,7 +256,7 @@ def test_an_operator_that_starts_again_changes_no_word_of_a_status(
                 time.sleep(0.02)
 
 
-def all_known(api: Api, namespace: str) -> bool:
+def all_measured(api: Api, namespace: str) -> bool:
     """Whether the pods were measured, and the measure led to a decision."""
     seen = status(api, namespace)
     return (
@@ -296,13 +298,13 @@ def test_of_two_operators_one_writes_and_the_other_takes_over_within_20_seconds(
         eventually(lambda: second.metric(LEADS) == 1, 20, "the standby leads")
         failover = time.monotonic() - began
         eventually(lambda: second.metric(PASSES, result="ok") > 0, 10, "it has looked")
-        taken_over = Counter(
+        takeover_writes = Counter(
             call.path.split("?")[0]
             for call in second_proxy.calls
             if call.writes and call.about_objects
         )
-        assert all(count <= 1 for count in taken_over.values()), taken_over
+        assert all(count <= 1 for count in takeover_writes.values()), takeover_writes
         lifecycle.patch({"replicas": 2})
         lifecycle.settle("scaled by the new leader", Wanted(2, "1", 80))
         assert not second.tracebacks()
-    print(f"failover after {failover:.1f} s, {taken_over.total()} writes on taking over")
+    print(f"failover after {failover:.1f} s, {takeover_writes.total()} writes on taking over")

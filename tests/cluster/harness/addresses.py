@@ -15,7 +15,7 @@ from itertools import count
 from typing import Literal
 
 MARK = "FAIRLEAD_TESTS_IN_NAMESPACE"  # set for a run that was started again in a namespace
-WAY_OUT = "run as root, or where `unshare -rn ip link set lo up` works (user namespaces, util-linux and iproute2)"
+FIX = "run as root, or where `unshare -rn ip link set lo up` works (user namespaces, util-linux and iproute2)"
 PROBE = "10.249.255.254/32"
 ADDRESSES = 62_500
 TAKEN = re.compile("File exists|already assigned")  # by older and newer versions of ip
@@ -33,12 +33,12 @@ def take() -> str:
     while True:
         number = next(_numbers) % ADDRESSES
         address = f"10.249.{number // 250}.{number % 250 + 1}"
-        good, said = _run("ip", "address", "add", f"{address}/32", "dev", "lo")
-        if good:
+        ok, output = _run("ip", "address", "add", f"{address}/32", "dev", "lo")
+        if ok:
             return address
-        if not TAKEN.search(said):
+        if not TAKEN.search(output):
             raise NoAddressError(
-                f"pods of the tests need addresses of their own: {WAY_OUT}; ip said: {said}"
+                f"pods of the tests need addresses of their own: {FIX}; ip said: {output}"
             )
 
 
@@ -48,10 +48,10 @@ def release(address: str) -> None:
 
 def may_add() -> bool:
     """Whether this process may add addresses to the loopback device."""
-    good, _ = _run("ip", "address", "replace", PROBE, "dev", "lo")
-    if good:
+    ok, _ = _run("ip", "address", "replace", PROBE, "dev", "lo")
+    if ok:
         _run("ip", "address", "del", PROBE, "dev", "lo")
-    return good
+    return ok
 
 
 def may_unshare() -> bool:
@@ -64,29 +64,30 @@ def inside(command: Sequence[str]) -> list[str]:
     return ["unshare", "-rn", "sh", "-c", 'ip link set lo up && exec "$@"', "sh", *command]
 
 
-def decide(*, add: bool, again: bool, unshare: bool) -> Literal["here", "inside"]:
+def where_to_run(*, add: bool, inside_already: bool, unshare: bool) -> Literal["here", "inside"]:
     """Where the tests run. ``again``: this run is inside already. Raises NoAddressError when it can
     be nowhere.
     """
     if add:
         return "here"
-    if again:
-        raise NoAddressError(
-            f"no addresses for pods, even in a namespace of the tests' own: {WAY_OUT}"
-        )
+    if inside_already:
+        raise NoAddressError(f"no addresses for pods, even in a namespace of the tests' own: {FIX}")
     if not unshare:
         raise NoAddressError(
-            f"no addresses for pods, neither here nor in a namespace of the tests' own: {WAY_OUT}"
+            f"no addresses for pods, neither here nor in a namespace of the tests' own: {FIX}"
         )
     return "inside"
 
 
-def settle() -> None:
+def ensure_addresses() -> None:
     """Return where addresses can be added, else run this very command again where they can: then it
     does not return.
     """
     add = may_add()
-    if decide(add=add, again=MARK in os.environ, unshare=add or may_unshare()) == "inside":
+    if (
+        where_to_run(add=add, inside_already=MARK in os.environ, unshare=add or may_unshare())
+        == "inside"
+    ):
         command = inside([sys.executable, *sys.orig_argv[1:]])
         print(
             "[addresses] not root: the tests start again under `unshare -rn`",

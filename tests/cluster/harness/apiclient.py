@@ -115,8 +115,8 @@ class Api:
         return answer.json() if answer.content[:1] in {b"{", b"["} else answer.text
 
     def get(self, kind: str, namespace: str, name: str) -> Object:
-        found: Object = self.call("GET", path_of(kind, namespace, name))
-        return found
+        body: Object = self.call("GET", path_of(kind, namespace, name))
+        return body
 
     def find(self, kind: str, namespace: str, name: str) -> Object | None:
         """The object, or None where there is none."""
@@ -128,19 +128,19 @@ class Api:
             raise
 
     def items(self, kind: str, namespace: str = "", **query: str) -> list[Object]:
-        found: list[Object] = self.call("GET", path_of(kind, namespace), **query)["items"]
-        return found
+        bodies: list[Object] = self.call("GET", path_of(kind, namespace), **query)["items"]
+        return bodies
 
     def create(self, body: Object, **query: str) -> Object:
-        made: Object = self.call(
+        answer: Object = self.call(
             "POST", path_of(body["kind"], body["metadata"].get("namespace", "")), body, **query
         )
-        return made
+        return answer
 
     def apply(self, body: Object, manager: str = "tests", **query: str) -> Object:
         """Server-side apply."""
         meta = body["metadata"]
-        made: Object = self.call(
+        answer: Object = self.call(
             "PATCH",
             path_of(body["kind"], meta.get("namespace", ""), meta["name"]),
             body,
@@ -148,19 +148,19 @@ class Api:
             fieldManager=manager,
             **query,
         )
-        return made
+        return answer
 
     def merge(self, kind: str, namespace: str, name: str, patch: Object, sub: str = "") -> Object:
-        made: Object = self.call(
+        answer: Object = self.call(
             "PATCH", path_of(kind, namespace, name, sub), patch, "application/merge-patch+json"
         )
-        return made
+        return answer
 
     def json_patch(self, kind: str, namespace: str, name: str, patch: list[Object]) -> Object:
-        made: Object = self.call(
+        answer: Object = self.call(
             "PATCH", path_of(kind, namespace, name), patch, "application/json-patch+json"
         )
-        return made
+        return answer
 
     def delete(self, kind: str, namespace: str, name: str, **query: str) -> None:
         self.call("DELETE", path_of(kind, namespace, name), **query)

@@ -59,8 +59,8 @@ class Helm:
 
 def only(bodies: list[Object], kind: str) -> Object:
     """The one object of this kind."""
-    (found,) = [body for body in bodies if body["kind"] == kind]
-    return found
+    (body,) = [body for body in bodies if body["kind"] == kind]
+    return body
 
 
 def of_kind(bodies: list[Object], kind: str) -> list[Object]:
@@ -71,13 +71,13 @@ def environment(container: Mapping[str, Any], pod: Mapping[str, Any]) -> dict[st
     """What a kubelet would give this container of this pod."""
     meta = pod["metadata"]
     fields = {"metadata.name": meta["name"], "metadata.namespace": meta["namespace"]}
-    found = {}
+    environ = {}
     for entry in container["env"]:
         source = entry.get("valueFrom")  # an empty value is not stored
-        found[entry["name"]] = (
+        environ[entry["name"]] = (
             fields[source["fieldRef"]["fieldPath"]] if source else entry.get("value", "")
         )
-    return found
+    return environ
 
 
 def token_of(api: Api, namespace: str, account: str) -> str:

@@ -12,24 +12,24 @@ from cluster.harness.apiclient import Object
 
 def complete(address: str, tokens: int = 4, model: str = "chat") -> Object:
     """The answer to one request for so many tokens; any failure is raised."""
-    with _ask(address, tokens, model) as answer:
-        found: Object = json.load(answer)
-    return found
+    with _ask(address, tokens, model) as response:
+        body: Object = json.load(response)
+    return body
 
 
 def stream(address: str, tokens: int, model: str = "chat") -> int:
     """How many tokens a stream brought that ended as it should; any failure is raised."""
-    brought = 0
+    received = 0
     with _ask(
         address, tokens, model, stream=True, stream_options={"include_usage": True}
     ) as answer:
         for line in answer:
             text = line.decode().strip().removeprefix("data: ")
             if text == "[DONE]":
-                return brought
+                return received
             if text:
-                brought = (json.loads(text).get("usage") or {}).get("completion_tokens", brought)
-    raise ConnectionError(f"the stream ended after {brought} tokens, without its end")
+                received = (json.loads(text).get("usage") or {}).get("completion_tokens", received)
+    raise ConnectionError(f"the stream ended after {received} tokens, without its end")
 
 
 class Clients:
@@ -43,9 +43,9 @@ class Clients:
     def __init__(self, address: str, each: int, tokens: int = 64) -> None:
         self._address, self._tokens = address, tokens
         self._stop = threading.Event()
-        ways = [self._complete, stream] * each
+        senders = [self._complete, stream] * each
         self._threads = [
-            threading.Thread(target=self._run, args=(way,), daemon=True) for way in ways
+            threading.Thread(target=self._run, args=(send,), daemon=True) for send in senders
         ]
         self.failures: list[str] = []
         self._answered: list[int] = []
@@ -67,17 +67,17 @@ class Clients:
         if any(thread.is_alive() for thread in self._threads):
             self.failures.append("a request hangs")
 
-    def _run(self, way: Any) -> None:
+    def _run(self, send: Any) -> None:
         while not self._stop.is_set():
             try:
-                brought = way(self._address, self._tokens)
+                received = send(self._address, self._tokens)
             except (OSError, ValueError) as error:
                 self.failures.append(repr(error))
                 continue
-            if brought == self._tokens:
-                self._answered.append(brought)
+            if received == self._tokens:
+                self._answered.append(received)
             else:
-                self.failures.append(f"{brought} of {self._tokens} tokens")
+                self.failures.append(f"{received} of {self._tokens} tokens")
 
     @staticmethod
     def _complete(address: str, tokens: int) -> int:

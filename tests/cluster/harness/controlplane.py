@@ -133,7 +133,7 @@ class ControlPlane:
                 stderr=subprocess.STDOUT,
                 cwd=self.home,
                 start_new_session=True,
-                preexec_fn=dying_with(os.getpid()),  # noqa: PLW1509 - two system calls, no lock taken
+                preexec_fn=end_with_parent(os.getpid()),  # noqa: PLW1509 - two system calls, no lock taken
             )
         part = Part(name, process, log)
         self.parts.append(part)
@@ -300,7 +300,7 @@ def end(process: subprocess.Popen[bytes], patience: float) -> None:
 _LIBC = ctypes.CDLL(None, use_errno=True)
 
 
-def dying_with(parent: int) -> Callable[[], None]:
+def end_with_parent(parent: int) -> Callable[[], None]:
     """What a child runs before its program: end when the parent ends (PR_SET_PDEATHSIG), also when
     killed.
     """

@@ -43,7 +43,7 @@ class FakeKubelet:
         self._pods: dict[str, PodProcess] = {}
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self.faults: list[str] = []
+        self.errors: list[str] = []
 
     def __enter__(self) -> Self:
         self._api = self.plane.api()
@@ -60,7 +60,7 @@ class FakeKubelet:
         with contextlib.suppress(ApiError):
             self._api.delete("Node", "", self.name)
         self._api.close()
-        assert not self.faults, self.faults
+        assert not self.errors, self.errors
 
     def kill(self, namespace: str, pod: str) -> None:
         """SIGKILL to the process of a pod."""
@@ -73,7 +73,7 @@ class FakeKubelet:
         return (self._pods[uid].home / "log").read_text(errors="replace")
 
     def _register(self) -> None:
-        room = {"cpu": "512", "memory": "8Ti", "pods": "200", "nvidia.com/gpu": "8"}
+        capacity = {"cpu": "512", "memory": "8Ti", "pods": "200", "nvidia.com/gpu": "8"}
         labels = {"type": "processes", "kubernetes.io/hostname": self.name}
         body: Object = {
             "apiVersion": "v1",
@@ -91,8 +91,8 @@ class FakeKubelet:
             "lastTransitionTime": now(),
         }
         status = {
-            "capacity": room,
-            "allocatable": room,
+            "capacity": capacity,
+            "allocatable": capacity,
             "conditions": [{**ready, "lastHeartbeatTime": now()}],
         }
         self._api.merge("Node", "", self.name, {"status": status}, sub="status")
@@ -105,13 +105,13 @@ class FakeKubelet:
                     self._register()
                     beat = time.monotonic()
                 pods = self._api.items("Pod", fieldSelector=f"spec.nodeName={self.name}")
-                self._turn({pod["metadata"]["uid"]: pod for pod in pods})
+                self._sync({pod["metadata"]["uid"]: pod for pod in pods})
             except ApiError as error:
                 if error.code not in {
                     404,
                     409,
                 }:  # the pod went or changed meanwhile: seen at the next turn
-                    self.faults.append(str(error))
+                    self.errors.append(str(error))
             except OSError:
                 pass  # the API server is away: a kubelet goes on
             except Exception as error:  # noqa: BLE001 - reported when the kubelet is stopped
@@ -119,10 +119,10 @@ class FakeKubelet:
                     "httpx" not in type(error).__module__
                     and "httpcore" not in type(error).__module__
                 ):
-                    self.faults.append(repr(error))
+                    self.errors.append(repr(error))
             self._stop.wait(BEAT)
 
-    def _turn(self, pods: dict[str, Object]) -> None:
+    def _sync(self, pods: dict[str, Object]) -> None:
         for uid in [uid for uid in self._pods if uid not in pods]:
             self._pods.pop(uid).remove()
         for uid, pod in pods.items():
@@ -132,19 +132,19 @@ class FakeKubelet:
             if pod["metadata"].get("deletionTimestamp"):
                 self._drain(pod, one)
             else:
-                self._keep(pod, one)
+                self._sync_running(pod, one)
 
-    def _keep(self, pod: Object, one: PodProcess) -> None:
+    def _sync_running(self, pod: Object, one: PodProcess) -> None:
         if one.process is None and time.monotonic() >= one.retry_at:
             one.start(pod, self._programs, self._environ)
         elif (
-            not one.ended()
+            not one.check_end()
             and one.process is not None
-            and time.monotonic() - one.probed >= PROBE_EVERY
+            and time.monotonic() - one.probed_at >= PROBE_EVERY
         ):
-            one.probed = time.monotonic()
+            one.probed_at = time.monotonic()
             one.ready = one.probe(pod, "readinessProbe")
-            one.passed |= one.ready
+            one.startup_passed |= one.ready
         self._report(pod, one)
 
     def _drain(self, pod: Object, one: PodProcess) -> None:
@@ -161,7 +161,9 @@ class FakeKubelet:
         """Write what differs from what was written last, or what a controller made of it; a write
         that failed comes again.
         """
-        if not one.lives:  # nothing of it ever ran here: a pod that was left by another node's end
+        if (
+            not one.container_states
+        ):  # nothing of it ever ran here: a pod that was left by another node's end
             return
         meta, status = pod["metadata"], one.status(pod)
         if status != one.reported or is_ready(pod) != one.ready:

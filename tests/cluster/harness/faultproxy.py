@@ -18,7 +18,7 @@ from typing import Literal, Self
 
 from cluster.harness.controlplane import ControlPlane, free_ports
 
-Fate = Literal[
+Fault = Literal[
     "pass",
     "409",
     "429",
@@ -35,7 +35,7 @@ Fate = Literal[
     "stale",
 ]
 # The kinds of error that any call may be answered with.
-ERRORS: tuple[Fate, ...] = ("409", "429", "500", "503", "401", "410", "reset", "hang", "cut")
+ERRORS: tuple[Fault, ...] = ("409", "429", "500", "503", "401", "410", "reset", "hang", "cut")
 STATUS = {
     "409": "Conflict",
     "429": "TooManyRequests",
@@ -81,7 +81,7 @@ class Call:
         )
 
 
-Judge = Callable[[Call], Fate]
+FaultPolicy = Callable[[Call], Fault]
 
 
 @dataclass(slots=True)
@@ -91,11 +91,11 @@ class FaultProxy:
     """
 
     plane: ControlPlane
-    judge: Judge = lambda _: "pass"
+    choose_fault: FaultPolicy = lambda _: "pass"
     calls: list[Call] = field(default_factory=list)
     port: int = 0
-    away: bool = False  # the API server answers nobody
-    after_lost: Callable[[], None] = lambda: (
+    unreachable: bool = False  # the API server answers nobody
+    on_lost_answer: Callable[[], None] = lambda: (
         None
     )  # called when a lost answer's request has been carried out
     latency: float = 0.0  # seconds that every request takes longer
@@ -171,14 +171,14 @@ class FaultProxy:
         call = classify(method.decode(), path.decode(), body)
         self.calls.append(call)
         await asyncio.sleep(self.latency)
-        fate = "reset" if self.away else self.judge(call)
-        if fate in STATUS:
-            writer.write(_refusal(fate))
+        fault = "reset" if self.unreachable else self.choose_fault(call)
+        if fault in STATUS:
+            writer.write(_refusal(fault))
             await writer.drain()
             return True
-        if fate == "hang":
+        if fault == "hang":
             await asyncio.sleep(self.hang_seconds)
-        if fate in {"hang", "reset"}:
+        if fault in {"hang", "reset"}:
             writer.transport.abort()
             return False
         upstream, sink = await asyncio.open_connection(
@@ -194,34 +194,34 @@ class FaultProxy:
             sink.write(b"\r\n".join([*lines, b"Connection: close", b"", b""]) + body)
             await sink.drain()
             if call.verb == "watch":
-                await self._stream(upstream, fate, writer)
+                await self._stream(upstream, fault, writer)
             else:
-                await self._answer(upstream, call, fate, writer)
+                await self._answer(upstream, call, fault, writer)
         finally:
             self._open.discard(sink)
             sink.transport.abort()
         return False
 
     async def _answer(
-        self, upstream: asyncio.StreamReader, call: Call, fate: Fate, writer: asyncio.StreamWriter
+        self, upstream: asyncio.StreamReader, call: Call, fault: Fault, writer: asyncio.StreamWriter
     ) -> None:
         """The whole answer, or what the fault leaves of it; the request itself has been carried
         out.
         """
         answer = await upstream.read()
-        if fate == "lost-answer":
-            self.after_lost()
+        if fault == "lost-answer":
+            self.on_lost_answer()
             writer.transport.abort()
             return
         if call.verb == "list" and answer.startswith(b"HTTP/1.1 200"):
             seen = self._lists.setdefault(call.path, [])
             seen.append(answer)
-            answer = self.rng.choice(seen) if fate == "stale" else answer
-        writer.write(answer[: len(answer) // 2] if fate == "cut" else answer)
+            answer = self.rng.choice(seen) if fault == "stale" else answer
+        writer.write(answer[: len(answer) // 2] if fault == "cut" else answer)
         await writer.drain()
 
     async def _stream(
-        self, upstream: asyncio.StreamReader, fate: Fate, writer: asyncio.StreamWriter
+        self, upstream: asyncio.StreamReader, fault: Fault, writer: asyncio.StreamWriter
     ) -> None:
         """A watch; "cut" ends it in the middle of its second part, "drop-events" keeps all but the
         first back.
@@ -229,24 +229,32 @@ class FaultProxy:
         parts = 0
         while part := await upstream.read(65536):
             parts += 1
-            if fate == "drop-events" and parts > 1:
+            if fault == "drop-events" and parts > 1:
                 continue
-            if fate == "delay-events" and parts > 1:
+            if fault == "delay-events" and parts > 1:
                 await asyncio.sleep(self.delay_seconds)
-            writer.write(part[: len(part) // 2] if fate == "cut" and parts > 1 else part)
+            writer.write(part[: len(part) // 2] if fault == "cut" and parts > 1 else part)
             await writer.drain()
-            if fate == "cut" and parts > 1:
+            if fault == "cut" and parts > 1:
                 return
 
 
 def classify(method: str, path: str, body: bytes = b"") -> Call:
     now = time.monotonic()
-    found = _PATH.match(path)
-    if found is None:
+    match = _PATH.match(path)
+    if match is None:
         return Call(now, "discover", "", "", "", "", path)
-    name, query = found["name"] or "", (found["query"] or "").lower()
-    reads = "watch" if "watch=true" in query or "watch=1" in query else "get" if name else "list"
-    verbs = {"GET": reads, "POST": "create", "PUT": "update", "PATCH": "patch", "DELETE": "delete"}
+    name, query = match["name"] or "", (match["query"] or "").lower()
+    read_verb = (
+        "watch" if "watch=true" in query or "watch=1" in query else "get" if name else "list"
+    )
+    verbs = {
+        "GET": read_verb,
+        "POST": "create",
+        "PUT": "update",
+        "PATCH": "patch",
+        "DELETE": "delete",
+    }
     resource = name
     if method == "POST":
         # An Event is named after its resource: name.hash.
@@ -254,34 +262,34 @@ def classify(method: str, path: str, body: bytes = b"") -> Call:
     return Call(
         now,
         verbs.get(method, method),
-        found["plural"],
-        found["ns"] or "",
+        match["plural"],
+        match["ns"] or "",
         name,
-        found["sub"] or "",
+        match["sub"] or "",
         path,
         resource,
     )
 
 
 def _length(head: bytes) -> int:
-    found = re.search(rb"\r\ncontent-length: *(\d+)", head, re.IGNORECASE)
-    return int(found[1]) if found else 0
+    match = re.search(rb"\r\ncontent-length: *(\d+)", head, re.IGNORECASE)
+    return int(match[1]) if match else 0
 
 
-def _refusal(fate: str) -> bytes:
+def _refusal(fault: str) -> bytes:
     body = json.dumps(
         {
             "kind": "Status",
             "apiVersion": "v1",
             "status": "Failure",
-            "reason": STATUS[fate],
+            "reason": STATUS[fault],
             "message": "a fault of the test",
-            "code": int(fate),
+            "code": int(fault),
         }
     ).encode()
-    retry = b"Retry-After: 1\r\n" if fate == "429" else b""
+    retry = b"Retry-After: 1\r\n" if fault == "429" else b""
     return (
-        f"HTTP/1.1 {fate} {STATUS[fate]}\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n".encode()
+        f"HTTP/1.1 {fault} {STATUS[fault]}\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n".encode()
         + retry
         + b"\r\n"
         + body

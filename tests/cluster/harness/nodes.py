@@ -39,14 +39,14 @@ def add_nodes(api: Api, count: int, gpus: int = 0, prefix: str = "kwok") -> None
 
 
 def node(name: str, gpus: int) -> Object:
-    room = {"cpu": "512", "memory": "8Ti", "pods": "200", "ephemeral-storage": "1Ti"}
+    capacity = {"cpu": "512", "memory": "8Ti", "pods": "200", "ephemeral-storage": "1Ti"}
     if gpus:
-        room["nvidia.com/gpu"] = str(gpus)
+        capacity["nvidia.com/gpu"] = str(gpus)
     return {
         "apiVersion": "v1",
         "kind": "Node",
         "metadata": {"name": name, "labels": {"type": "kwok", "kubernetes.io/hostname": name}},
-        "status": {"capacity": room, "allocatable": room},
+        "status": {"capacity": capacity, "allocatable": capacity},
     }
 
 

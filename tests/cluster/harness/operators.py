@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Self
 
 from cluster.harness.apiclient import eventually
-from cluster.harness.controlplane import ControlPlane, dying_with, end, free_ports
+from cluster.harness.controlplane import ControlPlane, end, end_with_parent, free_ports
 
 
 @dataclass(slots=True)
@@ -71,7 +71,7 @@ class OperatorProcess:
                 stdout=out,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
-                preexec_fn=dying_with(os.getpid()),  # noqa: PLW1509 - two system calls, no lock taken
+                preexec_fn=end_with_parent(os.getpid()),  # noqa: PLW1509 - two system calls, no lock taken
             )
         if self.wait:
             eventually(self.ready, 20, f"the operator is ready; its log:\n{self.tail()}")
@@ -94,19 +94,19 @@ class OperatorProcess:
         """The sum of a metric's series that carry these labels."""
         total = 0.0
         for line in self.probe("/metrics")[1].splitlines():
-            found = re.fullmatch(rf"{re.escape(name)}(?:\{{(.*)\}})? (\S+)", line)
-            if found and all(
-                f'{key}="{value}"' in (found[1] or "") for key, value in labels.items()
+            match = re.fullmatch(rf"{re.escape(name)}(?:\{{(.*)\}})? (\S+)", line)
+            if match and all(
+                f'{key}="{value}"' in (match[1] or "") for key, value in labels.items()
             ):
-                total += float(found[2])
+                total += float(match[2])
         return total
 
     def memory_bytes(self) -> int:
         assert self.process is not None
         text = Path(f"/proc/{self.process.pid}/status").read_text()
-        found = re.search(r"VmRSS:\s+(\d+) kB", text)
-        assert found
-        return int(found[1]) * 1024
+        match = re.search(r"VmRSS:\s+(\d+) kB", text)
+        assert match
+        return int(match[1]) * 1024
 
     def kill(self) -> None:
         """As a node loss would: no goodbye."""

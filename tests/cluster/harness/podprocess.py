@@ -21,13 +21,13 @@ from pathlib import Path
 
 from cluster.harness.addresses import release
 from cluster.harness.apiclient import Object
-from cluster.harness.controlplane import dying_with
+from cluster.harness.controlplane import end_with_parent
 
 Programs = Mapping[str, Sequence[str]]  # first word of a container's command → what is run for it
 
 
 @dataclass(slots=True)
-class Life:
+class ContainerState:
     """What is known of one container."""
 
     started: str = ""
@@ -44,27 +44,29 @@ class PodProcess:
     stage: int = (
         0  # index of the container that runs: init containers in order, then the first container
     )
-    lives: list[Life] = field(default_factory=list)
+    container_states: list[ContainerState] = field(default_factory=list)
     process: subprocess.Popen[bytes] | None = None
-    passed: bool = False  # the startup probe
+    startup_passed: bool = False  # the startup probe
     ready: bool = False
-    probed: float = 0.0
+    probed_at: float = 0.0
     retry_at: float = 0.0
     term_sent: float = 0.0
-    over: bool = False  # it ended because the pod was deleted
+    finished: bool = False  # it ended because the pod was deleted
     reported: Object = field(default_factory=dict)  # the last status that was written
 
     def start(self, pod: Object, programs: Programs, environ: Mapping[str, str]) -> None:
         """Run the container whose turn it is."""
         self.home.mkdir(exist_ok=True)
         container = containers(pod)[self.stage]
-        self.lives += [Life() for _ in containers(pod)[len(self.lives) :]]
-        last_words = self.home / f"termination-log-{self.stage}"
-        last_words.write_text("")
+        self.container_states += [
+            ContainerState() for _ in containers(pod)[len(self.container_states) :]
+        ]
+        termination_log = self.home / f"termination-log-{self.stage}"
+        termination_log.write_text("")
         ours = {
             "PATH": os.environ["PATH"],
             "OMP_NUM_THREADS": "1",
-            "FAIRLEAD_TERMINATION_LOG": str(last_words),
+            "FAIRLEAD_TERMINATION_LOG": str(termination_log),
         }
         arguments = [
             f"--host={self.address}" if a.startswith("--host=") else a
@@ -79,10 +81,10 @@ class PodProcess:
                 stderr=subprocess.STDOUT,
                 cwd=self.home,
                 start_new_session=True,
-                preexec_fn=dying_with(os.getpid()),  # noqa: PLW1509 - two system calls, no lock taken
+                preexec_fn=end_with_parent(os.getpid()),  # noqa: PLW1509 - two system calls, no lock taken
             )
-        self.lives[self.stage].started = now()
-        self.passed, self.ready = False, False
+        self.container_states[self.stage].started = now()
+        self.startup_passed, self.ready = False, False
 
     def _environment(self, pod: Object, container: Object) -> dict[str, str]:
         """As the container has it; a path below a mount is one in that volume, any other one is not
@@ -94,17 +96,17 @@ class PodProcess:
             if "emptyDir" in volumes[mount["name"]]:
                 folders[mount["mountPath"]] = self.home / "volumes" / mount["name"]
                 folders[mount["mountPath"]].mkdir(parents=True, exist_ok=True)
-        found = {entry["name"]: entry.get("value", "") for entry in container.get("env") or ()}
+        environ = {entry["name"]: entry.get("value", "") for entry in container.get("env") or ()}
         for name in ("HOME", "HF_HOME"):
-            if name in found:
-                found[name] = str(folders.get(found[name], self.home / "not-mounted" / name))
-        return found
+            if name in environ:
+                environ[name] = str(folders.get(environ[name], self.home / "not-mounted" / name))
+        return environ
 
-    def ended(self) -> bool:
+    def check_end(self) -> bool:
         """Note the end of the process, if it ended; the next container's turn comes, or a retry."""
         if self.process is None or self.process.poll() is None:
             return False
-        life, code = self.lives[self.stage], self.process.returncode
+        life, code = self.container_states[self.stage], self.process.returncode
         text = (self.home / f"termination-log-{self.stage}").read_text()[-4096:]
         life.end = {
             "exitCode": code if code >= 0 else 128 - code,
@@ -114,7 +116,7 @@ class PodProcess:
             "finishedAt": now(),
         }
         self.process, self.ready = None, False
-        if code == 0 and self.stage + 1 < len(self.lives):
+        if code == 0 and self.stage + 1 < len(self.container_states):
             self.stage += 1
         else:
             life.restarts += 1
@@ -126,7 +128,7 @@ class PodProcess:
         until then.
         """
         if self.process is None or self.process.poll() is not None:
-            self.over |= self.ended()
+            self.finished |= self.check_end()
             return True
         if not self.term_sent:
             self.process.send_signal(signal.SIGTERM)
@@ -184,9 +186,9 @@ class PodProcess:
     def _statuses(self, pod: Object) -> Iterator[Object]:
         inits = len(pod["spec"].get("initContainers") or ())
         for index, container in enumerate(containers(pod)):
-            life = self.lives[index]
+            life = self.container_states[index]
             runs = index == self.stage and self.process is not None
-            done = index < self.stage or (index == self.stage and self.over)
+            done = index < self.stage or (index == self.stage and self.finished)
             if done:
                 state = {"terminated": life.end}
             elif runs:
@@ -203,7 +205,7 @@ class PodProcess:
                 "imageID": "",
                 "ready": done if index < inits else self.ready and runs,
                 # A container without a startup probe counts as started as long as it runs.
-                "started": runs and (self.passed if index >= inits else True),
+                "started": runs and (self.startup_passed if index >= inits else True),
                 "restartCount": life.restarts,
                 "state": state,
                 "lastState": {"terminated": life.end} if life.end and not done else {},
@@ -218,13 +220,13 @@ def containers(pod: Object) -> list[Object]:
 def conditions(pod: Object, facts: Mapping[str, bool]) -> list[Object]:
     """The pod's conditions with these in place; a time changes only with its value."""
     old = {c["type"]: c for c in pod["status"].get("conditions") or ()}
-    kept = [c for c in old.values() if c["type"] not in facts]
+    merged = [c for c in old.values() if c["type"] not in facts]
     for kind, fact in facts.items():
         value = "True" if fact else "False"
         before = old.get(kind)
         since = before["lastTransitionTime"] if before and before["status"] == value else now()
-        kept.append({"type": kind, "status": value, "lastTransitionTime": since})
-    return kept
+        merged.append({"type": kind, "status": value, "lastTransitionTime": since})
+    return merged
 
 
 def now() -> str:

@@ -43,7 +43,7 @@ def world_of(api: Api, namespace: str = "") -> World:
     }
 
 
-def lacks(world: World, key: Key, wanted: Wanted) -> str:
+def missing(world: World, key: Key, wanted: Wanted) -> str:
     """Why a resource has not converged; empty when it has."""
     body = world[KIND].get(key)
     if body is None:
@@ -64,10 +64,10 @@ def lacks(world: World, key: Key, wanted: Wanted) -> str:
         == template["metadata"]["labels"]["serving.fairlead.dev/revision"],
         "desiredReplicas": status.get("desiredReplicas") == wanted.replicas,
     }
-    return ", ".join(fact for fact, good in facts.items() if not good)
+    return ", ".join(fact for fact, holds in facts.items() if not holds)
 
 
-def picture(api: Api, key: Key) -> str:
+def snapshot(api: Api, key: Key) -> str:
     """Everything of one resource: names, labels, owners and specs, without what every making
     changes.
     """
@@ -113,7 +113,7 @@ class Lifecycle:
     api: Api
     keys: Sequence[Key]
     within: float = 30.0
-    tend: Callable[[], None] = lambda: None
+    while_waiting: Callable[[], None] = lambda: None
     explain: Callable[[], str] = lambda: ""
     pods: Object = field(default_factory=lambda: {"nodeSelector": {"nowhere": "true"}})
     shrinking: bool = False
@@ -121,13 +121,13 @@ class Lifecycle:
     step_began: float = field(default_factory=time.monotonic)
     _foreign: dict[Key, str] = field(default_factory=dict)
 
-    def play(self) -> dict[Key, str]:
+    def run(self) -> dict[Key, str]:
         """Every step; what each resource ended in before it was deleted."""
         self.create()
         self.change()
-        seen = {key: picture(self.api, key) for key in self.keys}
+        snapshots = {key: snapshot(self.api, key) for key in self.keys}
         self.delete()
-        return seen
+        return snapshots
 
     def create(self) -> None:
         for namespace, name in self.keys:
@@ -170,10 +170,10 @@ class Lifecycle:
         late: dict[Key, str] = {}
 
         def look() -> bool:
-            self.tend()
+            self.while_waiting()
             world = world_of(self.api, self._scope())
             late.clear()
-            late.update({key: why for key in self.keys if (why := lacks(world, key, wanted))})
+            late.update({key: why for key in self.keys if (why := missing(world, key, wanted))})
             return not late
 
         try:
@@ -190,23 +190,24 @@ class Lifecycle:
         return namespaces.pop() if len(namespaces) == 1 else ""
 
     def _two_revisions(self) -> bool:
-        self.tend()
+        self.while_waiting()
         owners = [b["metadata"] for b in self.api.items("ReplicaSet", self._scope())]
         names = [(m["namespace"], m["labels"].get("serving.fairlead.dev/name")) for m in owners]
         return all(names.count(key) == 2 for key in self.keys)
 
     def _gone(self) -> bool:
-        self.tend()
+        self.while_waiting()
         world = world_of(self.api, self._scope())
         if any(key in world[kind] for kind in world for key in self.keys):
             return False
-        left = [
+        remaining = [
             b["metadata"]
             for kind in ("ReplicaSet", "Pod")
             for b in self.api.items(kind, self._scope())
         ]
         names = {
-            (m["namespace"], (m.get("labels") or {}).get("serving.fairlead.dev/name")) for m in left
+            (m["namespace"], (m.get("labels") or {}).get("serving.fairlead.dev/name"))
+            for m in remaining
         }
         return not names & set(self.keys)
 

@@ -31,8 +31,8 @@ def idep(namespace: str, name: str = "chat", **spec: Any) -> Object:
 
 
 def status(api: Api, namespace: str, name: str = "chat") -> Object:
-    found: Object = api.get(KIND, namespace, name).get("status") or {}
-    return found
+    body: Object = api.get(KIND, namespace, name).get("status") or {}
+    return body
 
 
 def condition(body: Mapping[str, Any], kind: str) -> Object:

@@ -73,10 +73,10 @@ def fields() -> list[tuple[str, Object]]:
     return [(path, node) for path, node in walk(spec, "") if path]
 
 
-def step(rng: random.Random, known: list[tuple[str, Object]]) -> Object:
+def mutation(rng: random.Random, all_fields: list[tuple[str, Object]]) -> Object:
     """A JSON merge patch of the spec."""
     patch: Object = {}
-    for path, schema in rng.sample(known, rng.choice((1, 1, 2, 3))):
+    for path, schema in rng.sample(all_fields, rng.choice((1, 1, 2, 3))):
         *parents, last = path.split(".")
         place = patch
         for parent in parents:
@@ -94,18 +94,18 @@ def step(rng: random.Random, known: list[tuple[str, Object]]) -> Object:
 def _value(rng: random.Random, path: str, schema: Object) -> Any:
     if path in SPECIAL:
         return rng.choice(SPECIAL[path])
-    wrong = rng.random() < 0.15
+    invalid = rng.random() < 0.15
     if "enum" in schema:
-        return "Nonsense" if wrong else rng.choice(schema["enum"])
+        return "Nonsense" if invalid else rng.choice(schema["enum"])
     if schema.get("type") == "boolean":
-        return "yes" if wrong else rng.choice((True, False))
+        return "yes" if invalid else rng.choice((True, False))
     if schema.get("type") in {"integer", "number"}:
         low, high = schema.get("minimum", 0), schema.get("maximum", 1_000_000)
-        good = (low, high, schema.get("default", low), None)
-        return rng.choice((low - 1, high + 1, "many")) if wrong else rng.choice(good)
+        valid = (low, high, schema.get("default", low), None)
+        return rng.choice((low - 1, high + 1, "many")) if invalid else rng.choice(valid)
     pattern = schema.get("pattern", "")
     fitting = [word for word in WORDS if re.search(pattern, word)]
-    return rng.choice(WORDS) if wrong or not fitting else rng.choice(fitting)
+    return rng.choice(WORDS) if invalid or not fitting else rng.choice(fitting)
 
 
 def patched(body: Any, patch: Object) -> Object:

@@ -69,14 +69,14 @@ def test_a_model_is_fetched_with_its_progress_shown_and_then_served_offline(
     hub: Hub,
     repository: Repository,
 ) -> None:
-    go_on = threading.Event()
+    release = threading.Event()
     last = next(
         name for name in sorted(repository.files, reverse=True) if name.endswith(".safetensors")
     )
 
     def hold(name: str) -> None:
         if name == last:
-            go_on.wait(60)
+            release.wait(60)
 
     repository.on_get = hold
     with OperatorProcess(plane, (namespace,), environ={"HF_ENDPOINT": hub.endpoint}) as operator:
@@ -105,13 +105,15 @@ def test_a_model_is_fetched_with_its_progress_shown_and_then_served_offline(
                 assert now == version, "a download that stands still costs no write"
                 time.sleep(0.2)
         finally:
-            go_on.set()
+            release.set()
         seen = eventually(lambda: ready(api, namespace), START, "Ready")
         assert not seen["blockers"]
-        took = eventually(lambda: status(api, namespace).get("startup"), 20, "what the start took")
-        assert set(took) == {"scheduled", "imagePulled", "weightsFetched", "loaded", "warmed"}
-        assert QUIET <= took["weightsFetched"] < START
-        assert 0 < took["warmed"] < took["loaded"] < START
+        startup = eventually(
+            lambda: status(api, namespace).get("startup"), 20, "what the start took"
+        )
+        assert set(startup) == {"scheduled", "imagePulled", "weightsFetched", "loaded", "warmed"}
+        assert QUIET <= startup["weightsFetched"] < START
+        assert 0 < startup["warmed"] < startup["loaded"] < START
         (pod,) = api.items("Pod", namespace)
         (fetch,) = pod["status"]["initContainerStatuses"]
         assert fetch["state"]["terminated"]["exitCode"] == 0
@@ -123,7 +125,7 @@ def test_a_model_is_fetched_with_its_progress_shown_and_then_served_offline(
         assert not operator.tracebacks()
 
 
-def test_a_wrong_name_or_revision_is_said_in_the_words_of_the_download(
+def test_a_wrong_name_or_revision_is_reported_with_the_message_of_the_download(
     plane: ControlPlane, api: Api, namespace: str, kubelet: FakeKubelet, hub: Hub
 ) -> None:
     """And goes on being said while the download is tried again."""
@@ -154,9 +156,9 @@ def test_a_wrong_name_or_revision_is_said_in_the_words_of_the_download(
             return all(p["status"]["initContainerStatuses"][0]["restartCount"] >= 2 for p in pods)
 
         eventually(tried_again, 30, "tried again")
-        told = [
+        names = [
             e["involvedObject"]["name"]
             for e in api.items("Event", namespace)
             if e["reason"] == "ModelNotFound"
         ]
-        assert sorted(told) == sorted(wrong), "an Event tells a change, not every try"
+        assert sorted(names) == sorted(wrong), "an Event tells a change, not every try"

@@ -71,14 +71,14 @@ def test_a_resource_becomes_ready_by_a_token_and_survives_the_operator(
         assert complete(pod["status"]["podIP"])["usage"]["completion_tokens"] == 4
 
         def measured() -> Object:
-            found: Object = status(api, namespace)["capacity"].get("measured") or {}
-            return found
+            measured_capacity: Object = status(api, namespace)["capacity"].get("measured") or {}
+            return measured_capacity
 
         eventually(measured, 20, "capacity is measured")
         kubelet.kill(namespace, pod["metadata"]["name"])
         eventually(lambda: ready(api, namespace) is None, 20, "not Ready while no pod serves")
-        took = status(api, namespace)["startup"]
-        assert set(took) == {"scheduled", "imagePulled", "loaded", "warmed"}
+        startup = status(api, namespace)["startup"]
+        assert set(startup) == {"scheduled", "imagePulled", "loaded", "warmed"}
         eventually(lambda: ready(api, namespace), START, "Ready again")
         operator.kill()
     before = api.get("Deployment", namespace, "chat")["metadata"]["generation"]
@@ -123,11 +123,11 @@ def test_a_rollout_cuts_off_no_stream_and_counts_what_finished(
         )
         assert streaming.result(120) == tokens
 
-        def told() -> bool:
+        def counted() -> bool:
             rollout = status(api, namespace)["rollout"]
             return (rollout["drained"], rollout["aborted"]) == (1, 0)
 
-        eventually(told, 20, "one request drained, none cut off")
+        eventually(counted, 20, "one request drained, none cut off")
         eventually(lambda: ready(api, namespace), START, "Ready with the new revision")
 
 
@@ -141,7 +141,7 @@ def running(address: str) -> bool:
     )
 
 
-def test_a_refused_model_says_so_in_the_runtimes_own_words(
+def test_a_refused_model_is_reported_with_the_message_of_the_runtime(
     plane: ControlPlane, api: Api, namespace: str, kubelet: FakeKubelet
 ) -> None:
     with OperatorProcess(plane, (namespace,)):

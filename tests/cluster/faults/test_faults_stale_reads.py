@@ -8,10 +8,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from cluster.harness.apiclient import Api, eventually
+from cluster.harness.apiclient import Api, eventually, path_of
 from cluster.harness.case_selection import offset
 from cluster.harness.controlplane import ControlPlane
-from cluster.harness.faultproxy import Call, Fate, FaultProxy
+from cluster.harness.faultproxy import Call, Fault, FaultProxy
 from cluster.harness.operators import OperatorProcess
 from cluster.harness.resource_lifecycle import Key, Lifecycle, Wanted, world_of
 from cluster.harness.resources import KIND
@@ -20,12 +20,12 @@ from support.full import LONG_FORM
 pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("crd")]
 SIDE_BY_SIDE = 10  # schedules in one operator, each in a namespace of its own
 ROUNDS = 20
-LYING_SECONDS = 10.0  # of each step; a watch opened then goes on hiding what it sees
+FAULT_SECONDS = 10.0  # of each step; a watch opened then goes on hiding what it sees
 
 
 @pytest.fixture
 def namespaces(api: Api, namespace: str) -> Iterator[list[str]]:
-    names = [f"lies-{number}-{namespace}"[:60].strip("-") for number in range(SIDE_BY_SIDE)]
+    names = [f"stale-{number}-{namespace}"[:60].strip("-") for number in range(SIDE_BY_SIDE)]
     for name in names:
         api.create({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": name}})
     yield names
@@ -33,7 +33,7 @@ def namespaces(api: Api, namespace: str) -> Iterator[list[str]]:
         api.delete("Namespace", "", name)
 
 
-def told_lies(
+def run_with_faults(
     plane: ControlPlane, api: Api, namespaces: list[str], number: int
 ) -> tuple[float, int]:
     """One lifecycle with a schedule for each namespace: the slowest step, and how many lies were
@@ -42,50 +42,52 @@ def told_lies(
     first = number * SIDE_BY_SIDE
     rngs = {name: random.Random(first + index) for index, name in enumerate(namespaces)}
     keys: list[Key] = [(name, f"chat-{number}") for name in namespaces]
-    lies: list[Fate] = []
-    wrong: list[Call] = []
+    injected: list[Fault] = []
+    wrong_deletions: list[Call] = []
 
-    def judge(call: Call) -> Fate:
+    def choose_fault(call: Call) -> Fault:
         if call.verb == "delete" and not (
             call.plural == "poddisruptionbudgets" and lifecycle.shrinking
         ):
-            wrong.append(call)
+            wrong_deletions.append(call)
         rng = rngs.get(call.namespace)
         if (
             rng is None
             or call.verb not in {"list", "watch"}
-            or call.at - lifecycle.step_began > LYING_SECONDS
+            or call.at - lifecycle.step_began > FAULT_SECONDS
         ):
             return "pass"
         if rng.random() >= 0.5:
             return "pass"
-        lies.append("stale" if call.verb == "list" else rng.choice(("drop-events", "delay-events")))
-        return lies[-1]
+        injected.append(
+            "stale" if call.verb == "list" else rng.choice(("drop-events", "delay-events"))
+        )
+        return injected[-1]
 
     lifecycle = Lifecycle(api, keys, 30)
-    proxy = FaultProxy(plane, judge, rng=random.Random(first))
+    proxy = FaultProxy(plane, choose_fault, rng=random.Random(first))
     with proxy, OperatorProcess(plane, tuple(namespaces), server=proxy.url, wait=False) as operator:
         lifecycle.explain = operator.tail
-        lifecycle.play()
+        lifecycle.run()
         assert not operator.tracebacks()
-    assert not wrong, wrong
-    assert lies
-    return lifecycle.slowest, len(lies)
+    assert not wrong_deletions, wrong_deletions
+    assert injected
+    return lifecycle.slowest, len(injected)
 
 
 @pytest.mark.timeout(3600)
-def test_stale_lists_and_lost_or_late_events_delete_nothing_and_are_caught_up_with(
+def test_stale_lists_and_lost_or_late_events_delete_nothing_and_the_operator_catches_up(
     plane: ControlPlane, api: Api, namespaces: list[str]
 ) -> None:
     """Half of the lists and watches that begin in a step's first seconds lie, in each namespace
     others.
     """
     rounds = range(ROUNDS) if LONG_FORM else [offset(20)]
-    slowest, lies = zip(
-        *(told_lies(plane, api, namespaces, number) for number in rounds), strict=True
+    slowest, injected = zip(
+        *(run_with_faults(plane, api, namespaces, number) for number in rounds), strict=True
     )
     print(
-        f"{len(slowest) * SIDE_BY_SIDE} schedules, {sum(lies)} lies, a step took at most {max(slowest):.1f} s"
+        f"{len(slowest) * SIDE_BY_SIDE} schedules, {sum(injected)} lies, a step took at most {max(slowest):.1f} s"
     )
 
 
@@ -94,7 +96,7 @@ def facts(api: Api, namespaces: list[str]) -> dict[Key, tuple[object, ...]]:
     reported.
     """
     world = world_of(api)
-    found: dict[Key, tuple[object, ...]] = {}
+    by_object: dict[Key, tuple[object, ...]] = {}
     for kind, bodies in world.items():
         for (namespace, _), body in bodies.items():
             if namespace in namespaces:
@@ -102,30 +104,30 @@ def facts(api: Api, namespaces: list[str]) -> dict[Key, tuple[object, ...]]:
                 reported = (
                     (body.get("status") or {}).get("observedGeneration") if kind == KIND else None
                 )
-                found[namespace, kind] = (
+                by_object[namespace, kind] = (
                     meta["uid"],
                     json.dumps(body["spec"], sort_keys=True),
                     reported,
                 )
-    return found
+    return by_object
 
 
 @pytest.mark.timeout(3600)
-def test_started_again_on_old_lists_it_takes_nothing_back(
+def test_an_operator_restarted_on_stale_lists_reverts_nothing(
     plane: ControlPlane, api: Api, namespaces: list[str]
 ) -> None:
     """Every list answered from any moment of the lifecycle, every watch silent: no child and no
     status goes back.
     """
-    lying = False
+    stale = False
     lifecycle = Lifecycle(api, [(name, "chat") for name in namespaces], 30)
 
-    def judge(call: Call) -> Fate:
-        if not lying or call.namespace not in namespaces:
+    def choose_fault(call: Call) -> Fault:
+        if not stale or call.namespace not in namespaces:
             return "pass"
         return {"list": "stale", "watch": "drop-events"}.get(call.verb, "pass")  # type: ignore[return-value]
 
-    proxy = FaultProxy(plane, judge, rng=random.Random(0))
+    proxy = FaultProxy(plane, choose_fault, rng=random.Random(0))
     with proxy, OperatorProcess(plane, tuple(namespaces), server=proxy.url) as operator:
         lifecycle.explain = operator.tail
 
@@ -142,13 +144,17 @@ def test_started_again_on_old_lists_it_takes_nothing_back(
         lifecycle.settle("scaled up", Wanted(3, "1", 81))
         for number in range(20 if LONG_FORM else 1):
             before = facts(api, namespaces)
-            lying = True
+            stale = True
             restart()
-            seen = len(proxy.calls)
-            again = f"/apis/serving.fairlead.dev/v1alpha1/namespaces/{namespaces[-1]}/inferencedeployments"
-            eventually(lambda n=seen, p=again: relisted(proxy.calls[n:], p), 40, "it lists again")  # type: ignore[misc]
+            calls_before = len(proxy.calls)
+            list_path = path_of(KIND, namespaces[-1])
+            eventually(
+                lambda n=calls_before, p=list_path: relisted(proxy.calls[n:], p),  # type: ignore[misc]
+                40,
+                "the operator lists again",
+            )
             assert facts(api, namespaces) == before
-            lying = False
+            stale = False
             lifecycle.patch({"service": {"port": 90 + number}})
             lifecycle.settle("told the truth", Wanted(3, "1", 90 + number))
         assert not operator.tracebacks()
