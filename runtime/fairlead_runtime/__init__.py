@@ -1,6 +1,6 @@
-"""The runtime: scheduler, paged cache, model execution and the HTTP face.
+"""The runtime: scheduler, paged cache, model execution and the HTTP server.
 
-Importing this package imports no torch; what needs it is loaded when it is first named.
+Importing this package imports no torch: ``LLM``, which needs it, is imported at its first use.
 """
 
 from typing import TYPE_CHECKING, Any

@@ -1,9 +1,9 @@
 """``fairlead``: a dispatcher over the entry-point group ``fairlead.commands``.
 
-Owns finding, listing and calling commands; knows none of them. A command's module is imported when
-it is called and not before, and ``--help`` reads the first line of each module's docstring from its
-source, so listing commands imports neither torch nor kopf. A command is ``main(args) -> exit
-code``: 0 good, 1 the answer is no, 2 cannot be done as asked.
+Owns finding, listing and calling commands. A command's module is imported only when it is called,
+and ``--help`` reads the first line of each module's docstring from its source, so listing commands
+imports neither torch nor kopf; argparse's subparsers would need every module's flags. A command is
+``main(args) -> exit code``: 0 success, 1 a negative result, 2 a refused input.
 """
 
 import ast
@@ -20,31 +20,35 @@ Command = Callable[[Sequence[str]], int]
 
 
 def main(args: Sequence[str] | None = None) -> int:
-    given = list(sys.argv[1:] if args is None else args)
+    arguments = list(sys.argv[1:] if args is None else args)
     commands = {point.name: point for point in entry_points(group=GROUP)}
-    name = given[0] if given else ""
+    name = arguments[0] if arguments else ""
     if name in {"-h", "--help", "help"}:
-        print(usage(commands))  # noqa: T201 - what was asked for
+        print(usage(commands))  # noqa: T201 - the result
         return 0
     if name == "--version":
-        print(f"fairlead {version('fairlead')}")  # noqa: T201 - what was asked for
+        print(f"fairlead {version('fairlead')}")  # noqa: T201 - the result
         return 0
     if name not in commands:
-        print(_unknown(name, commands) if name else usage(commands), file=sys.stderr)  # noqa: T201 - an error
+        message = _unknown(name, commands) if name else usage(commands)
+        print(message, file=sys.stderr)  # noqa: T201 - an error
         return 2
-    return _call(commands[name], given[1:])
+    return _call(commands[name], arguments[1:])
 
 
 def _call(point: EntryPoint, args: Sequence[str]) -> int:
-    """Run a command; an interrupted one and one whose reader left end quietly, with the shell's
-    codes.
+    """Run a command. An interrupt and a closed pipe end it without a traceback, with the shell's
+    exit codes.
     """
-    _bound_spinning()
+    _limit_spinning()
     try:
         command: Command = point.load()
     except ModuleNotFoundError as error:
-        # The base installation carries neither torch nor kopf; the extras do.
-        message = f"fairlead {point.name}: {error.name} is not installed: pip install 'fairlead[{_extra(point)}]'"
+        # The base installation has neither torch nor kopf; the extras have.
+        message = (
+            f"fairlead {point.name}: {error.name} is not installed: "
+            f"pip install 'fairlead[{_extra(point)}]'"
+        )
         print(message, file=sys.stderr)  # noqa: T201 - an error
         return 2
     try:
@@ -52,18 +56,18 @@ def _call(point: EntryPoint, args: Sequence[str]) -> int:
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:
-        # Python would complain again when it flushes at exit.
+        # Without this, Python's flush at exit fails, too.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
 
 
-def _bound_spinning() -> None:
-    """Let OpenMP's threads wait awake for some microseconds, then sleep. It is read when torch is
-    first imported.
+def _limit_spinning() -> None:
+    """Let idle OpenMP threads spin for some microseconds, then sleep. OpenMP reads the variable
+    when torch is first imported.
 
-    By its default they stay awake for milliseconds, and a step of the demo model takes up to sixty
-    times as long beside another busy process. Sleeping at once costs a third of the speed on quiet
-    cores. benchmarks/README.md.
+    By default they spin for milliseconds, and a step of the demo model takes up to sixty times as
+    long while another process is busy. No spinning costs a third of the speed on idle CPUs.
+    Figures: benchmarks/README.md.
     """
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", "20000")
@@ -78,7 +82,7 @@ def usage(commands: Mapping[str, EntryPoint]) -> str:
             "",
             *lines,
             "",
-            "fairlead COMMAND --help tells more.",
+            "Run fairlead COMMAND --help for the arguments of a command.",
         ]
     )
 
@@ -97,9 +101,13 @@ def summary(point: EntryPoint) -> str:
 
 
 def _unknown(name: str, commands: Mapping[str, EntryPoint]) -> str:
-    near = difflib.get_close_matches(name, commands, n=1)
-    hint = f"did you mean {near[0]}?" if near else "the commands are " + ", ".join(sorted(commands))
-    return f"fairlead: no command {name!r}; {hint}"
+    matches = difflib.get_close_matches(name, commands, n=1)
+    hint = (
+        f"did you mean {matches[0]}?"
+        if matches
+        else "the commands are " + ", ".join(sorted(commands))
+    )
+    return f"fairlead: {name!r} is not a command; {hint}"
 
 
 def _extra(point: EntryPoint) -> str:

@@ -1,7 +1,7 @@
-"""The Python face for batches: ``LLM(model, **engine_config).generate(prompts, sampling_params)``.
+"""The Python API for batches: ``LLM(model, **engine_config).generate(prompts, sampling_params)``.
 
-Owns the drive of an engine in the caller's own thread, without asyncio, and the result's shape,
-which is vLLM's. Decides nothing: the same engine, intake and text as the server's.
+Owns the loop that runs an engine in the caller's thread, without asyncio, and the shape of results,
+which is vLLM's. Uses the same engine, intake and detokenizer as the server.
 """
 
 import gc
@@ -22,17 +22,15 @@ from fairlead_runtime.models import chat
 from fairlead_runtime.outputs import Emitted, EngineDead, Output, QueueFull, Submission
 from fairlead_runtime.request import FinishReason, Request, RequestError, SamplingParams
 from fairlead_runtime.serving.gather import Choice
-from fairlead_runtime.start.build import Built, build
+from fairlead_runtime.start.build import EngineParts, build
 
 Prompt = str | Mapping[str, Sequence[int]]
 
 
 @dataclass(slots=True)
 class CompletionOutput:
-    """One choice. ``logprobs`` has one mapping (token id → Logprob) per token id, None unless asked
-    for.
-
-    ``message`` says what went wrong when ``finish_reason`` is "error".
+    """One choice. ``logprobs`` has one mapping (token id → Logprob) per token id; None if they were
+    not requested. ``message`` is the error when ``finish_reason`` is "error".
     """
 
     index: int
@@ -54,18 +52,18 @@ class RequestOutput:
 
 
 class LLM:
-    """A model in this process. ``engine_config`` takes the fields of EngineConfig, the server's
-    flags.
+    """A model in this process. ``engine_config`` takes the fields of EngineConfig, which are the
+    server's flags.
 
     ``model``: ``demo:``, ``owner/name``, ``hf://owner/name``, a path or ``file:///path``. Raises
-    ConfigError, ModelError or SelfTestError. Not to be used from two threads at once.
+    ConfigError, ModelError or SelfTestError. Not safe for use from two threads at once.
     """
 
     def __init__(self, model: str, **engine_config: object) -> None:
         settings = EngineConfig.from_mapping(engine_config)
-        # Offline nobody waits at the other end of the queue, so no wait is too long.
+        # A batch has no client that waits for an answer: requests may queue for any time.
         path = resolve_with_bar(model, settings)
-        self._built: Built | None = build(path, settings, queue_timeout=math.inf)
+        self._parts: EngineParts | None = build(path, settings, queue_timeout=math.inf)
 
     def generate(
         self,
@@ -77,13 +75,14 @@ class LLM:
         """Complete every prompt; results in the order of the prompts.
 
         ``prompts``: texts or ``{"prompt_token_ids": [...]}``; ``sampling_params``: one for all or
-        one per prompt. Raises RequestError, before anything runs, for a prompt that cannot be
-        served.
+        one per prompt. Raises RequestError for a prompt that cannot be served, before any step.
         """
-        given = [prompts] if isinstance(prompts, str | Mapping) else list(prompts)
+        prompt_list = [prompts] if isinstance(prompts, str | Mapping) else list(prompts)
         submissions = [
             Submission(prompt=self._token_ids(prompt), params=params)
-            for prompt, params in zip(given, _one_each(sampling_params, len(given)), strict=True)
+            for prompt, params in zip(
+                prompt_list, _params_per_prompt(sampling_params, len(prompt_list)), strict=True
+            )
         ]
         results = [
             RequestOutput(
@@ -91,26 +90,27 @@ class LLM:
                 list(submission.prompt),
                 [CompletionOutput(i) for i in range(submission.params.n)],
             )
-            for prompt, submission in zip(given, submissions, strict=True)
+            for prompt, submission in zip(prompt_list, submissions, strict=True)
         ]
-        open_choices = [submission.params.n for submission in submissions]
-        with tqdm(total=len(given), desc="prompts", unit="prompt", disable=not use_tqdm) as bar:
+        unfinished = [submission.params.n for submission in submissions]
+        with tqdm(
+            total=len(prompt_list), desc="prompts", unit="prompt", disable=not use_tqdm
+        ) as bar:
             for number, output in self.stream(submissions):
-                _add(results[number].outputs[output.index], output)
-                open_choices[number] -= output.finish_reason is not None
-                if output.finish_reason is not None and not open_choices[number]:
+                _append(results[number].outputs[output.index], output)
+                unfinished[number] -= output.finish_reason is not None
+                if output.finish_reason is not None and not unfinished[number]:
                     bar.update()
         return results
 
     def stream(self, submissions: Sequence[Submission]) -> Iterator[tuple[int, Output]]:
-        """(place of its submission, Output) as the engine makes them, one Output per choice and
-        step.
+        """Yield (index of the submission, Output) while the engine runs, one per choice and step.
 
-        Leaving the iterator early aborts what still runs. Raises as ``generate`` does.
+        Closing the iterator early aborts the running requests. Raises as ``generate`` does.
         """
-        built = self._require()
-        engine = built.engine
-        waiting = deque(enumerate([built.intake.request(one) for one in submissions]))
+        parts = self._require_parts()
+        engine = parts.engine
+        waiting = deque(enumerate([parts.intake.request(one) for one in submissions]))
         live: dict[str, tuple[int, dict[int, Choice]]] = {}
         try:
             while waiting or live:
@@ -133,17 +133,17 @@ class LLM:
         live: dict[str, tuple[int, dict[int, Choice]]],
         submissions: Sequence[Submission],
     ) -> None:
-        """Submit as many as the queue takes."""
-        built = self._require()
+        """Submit as many requests as the queue has room for."""
+        parts = self._require_parts()
         while waiting:
             number, request = waiting[0]
             try:
-                built.engine.submit(request)
+                parts.engine.submit(request)
             except QueueFull:
                 return
             waiting.popleft()
             choices = {
-                i: Choice(i, submissions[number], built.vocabulary) for i in range(request.params.n)
+                i: Choice(i, submissions[number], parts.vocabulary) for i in range(request.params.n)
             }
             live[request.id] = number, choices
 
@@ -152,40 +152,40 @@ class LLM:
     ) -> Iterator[tuple[int, Output]]:
         for event in emitted:
             if event.request_id not in live:
-                continue  # a canary, or a choice that a stop text ended
+                continue  # a canary, or a choice that a stop string ended
             number, choices = live[event.request_id]
             choice = choices[event.choice]
             if not choice.finished:
-                output, early = choice.take([event])
-                if early:
-                    self._require().engine.finish(event.request_id, event.choice)
+                output, stopped_early = choice.take([event])
+                if stopped_early:
+                    self._require_parts().engine.finish(event.request_id, event.choice)
                 if all(one.finished for one in choices.values()):
                     del live[event.request_id]
                 yield number, output
 
     def _token_ids(self, prompt: Prompt) -> tuple[int, ...]:
         if isinstance(prompt, str):
-            return tuple(chat.encode(self._require().tokenizer, prompt))
+            return tuple(chat.encode(self._require_parts().tokenizer, prompt))
         ids: object = prompt.get("prompt_token_ids") if isinstance(prompt, Mapping) else None
         if not isinstance(ids, list | tuple) or any(type(i) is not int for i in ids):
-            raise RequestError("prompt", "must be a text or {'prompt_token_ids': [whole numbers]}")
+            raise RequestError("prompt", "must be a text or {'prompt_token_ids': [integers]}")
         return tuple(ids)
 
-    def _require(self) -> Built:
-        if self._built is None:
-            raise RuntimeError("this LLM is shut down: make a new one")
-        return self._built
+    def _require_parts(self) -> EngineParts:
+        if self._parts is None:
+            raise RuntimeError("this LLM is shut down: create a new one")
+        return self._parts
 
     @property
-    def built(self) -> Built:
-        """The parts, for the command line and for tests."""
-        return self._require()
+    def parts(self) -> EngineParts:
+        """The engine and its parts, for the command line and for tests."""
+        return self._require_parts()
 
     def shutdown(self) -> None:
-        """Give model and cache back. Further calls of ``generate`` fail; a second ``shutdown`` does
-        nothing.
+        """Free the model and the cache. Later calls of ``generate`` fail; a second ``shutdown``
+        does nothing.
         """
-        self._built = None
+        self._parts = None
         gc.collect()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
@@ -202,7 +202,7 @@ class LLM:
         self.shutdown()
 
 
-def _one_each(
+def _params_per_prompt(
     params: SamplingParams | Sequence[SamplingParams] | None, count: int
 ) -> Sequence[SamplingParams]:
     if params is None or isinstance(params, SamplingParams):
@@ -214,7 +214,7 @@ def _one_each(
     return params
 
 
-def _add(result: CompletionOutput, output: Output) -> None:
+def _append(result: CompletionOutput, output: Output) -> None:
     result.text += output.text
     result.token_ids += output.token_ids
     if output.logprobs is not None:

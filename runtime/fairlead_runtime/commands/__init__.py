@@ -1,3 +1,3 @@
 """One module per subcommand of `fairlead`; each has `main(argv) -> exit code` and imports heavy
-things lazily.
+libraries lazily.
 """

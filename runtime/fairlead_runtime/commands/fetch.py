@@ -1,5 +1,6 @@
-"""`fairlead fetch MODEL [--revision R]`: download and check a model, so that a later start needs no
-network.
+"""`fairlead fetch MODEL [--revision R]`: download a model and check it.
+
+A later start then needs no network.
 """
 
 import argparse
@@ -15,21 +16,21 @@ from fairlead_runtime.start import termination
 
 
 def main(argv: list[str], environ: Mapping[str, str] = os.environ) -> int:
-    """0: the model lies in the cache and is one that is served; 2: not, and why, as a JSON line."""
+    """Returns 0 when the model is in the cache and supported, else 2 after one line of JSON."""
     options = _parser(environ).parse_args(argv)
-    # After the arguments: --help needs no client of the hub.
-    from fairlead_runtime.commands.refusals import refusal
+    # Imported after parsing: --help needs no hub client.
+    from fairlead_runtime.commands.refusals import refusal_for
 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", stream=sys.stderr)
     try:
         path = _fetch(options, environ)
     except Exception as error:
-        refused = refusal(error)
-        if refused is None:
+        refusal = refusal_for(error)
+        if refusal is None:
             raise
-        termination.report(refused.code, refused.message, refused.hint, environ)
-        return refused.exit_code
-    print(path)  # noqa: T201 - the answer
+        termination.report(refusal.code, refusal.message, refusal.hint, environ)
+        return refusal.exit_code
+    print(path)  # noqa: T201 - the result
     return 0
 
 
@@ -53,7 +54,8 @@ def _parser(environ: Mapping[str, str]) -> Parser:
         type=int,
         default=9000,
         metavar="PORT",
-        help="serves /progress and /model/config.json meanwhile (default: 9000; 0: any free port)",
+        help="serves /progress and /model/config.json during the download "
+        "(default: 9000; 0: any free port)",
     )
     return parser
 
@@ -66,7 +68,7 @@ def _fetch(options: argparse.Namespace, environ: Mapping[str, str]) -> Path:
     from fairlead_runtime.models import architecture, files
 
     if not 0 <= options.admin_port <= 65535:
-        raise ConfigError("admin_port", f"{options.admin_port} is no port", "use 0 to 65535")
+        raise ConfigError("admin_port", f"{options.admin_port} is not a port", "use 0 to 65535")
     source = parse(options.model)
     check_revision(source, options.revision)
     with (
@@ -78,8 +80,8 @@ def _fetch(options: argparse.Namespace, environ: Mapping[str, str]) -> Path:
             server.report(progress)
             show(progress)
 
-        resolved = resolve(options.model, revision=options.revision, environ=environ, report=report)
-        server.set_path(resolved.path)
-        found = files.check(resolved.path)
-        architecture.check(found.config, files.auto_maps(resolved.path))
-    return resolved.path
+        local = resolve(options.model, revision=options.revision, environ=environ, report=report)
+        server.set_path(local.path)
+        model_files = files.check(local.path)
+        architecture.check(model_files.config, files.auto_maps(local.path))
+    return local.path

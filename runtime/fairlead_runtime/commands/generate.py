@@ -1,4 +1,7 @@
-"""`fairlead generate MODEL --prompt TEXT`: complete one prompt and print the text as it comes."""
+"""`fairlead generate MODEL --prompt TEXT`: complete one prompt and print the text.
+
+Writes each piece of text as soon as it is generated.
+"""
 
 import argparse
 import dataclasses
@@ -14,13 +17,14 @@ def main(argv: list[str]) -> int:
     try:
         _generate(options)
     except Exception as error:
-        from fairlead_runtime.commands.refusals import refusal
+        from fairlead_runtime.commands.refusals import refusal_for
 
-        refused = refusal(error)
-        if refused is None:
+        refusal = refusal_for(error)
+        if refusal is None:
             raise
-        print(termination.line(refused.code, refused.message, refused.hint), file=sys.stderr)  # noqa: T201 - an error
-        return refused.exit_code
+        line = termination.json_line(refusal.code, refusal.message, refusal.hint)
+        print(line, file=sys.stderr)  # noqa: T201 - an error
+        return refusal.exit_code
     return 0
 
 
@@ -34,7 +38,10 @@ def _parser() -> argparse.ArgumentParser:
         "model", metavar="MODEL", help="demo:, owner/name, hf://owner/name, a path or file:///path"
     )
     parser.add_argument(
-        "--prompt", required=True, metavar="TEXT", help="completed as it is unless --chat is given"
+        "--prompt",
+        required=True,
+        metavar="TEXT",
+        help="completed without a template unless --chat is given",
     )
     parser.add_argument(
         "--chat", action="store_true", help="wrap the prompt in the model's chat template"
@@ -60,7 +67,7 @@ def _generate(options: argparse.Namespace) -> None:
     )
     config = EngineConfig.from_namespace(options)
     with LLM(options.model, **dataclasses.asdict(config)) as llm:
-        tokenizer = llm.built.tokenizer
+        tokenizer = llm.parts.tokenizer
         if options.chat:
             text = chat.render_chat(tokenizer, [{"role": "user", "content": options.prompt}])
             ids = chat.encode_chat(tokenizer, text)

@@ -1,6 +1,6 @@
-"""An argument parser that tells a wrong flag as every other refusal is told.
+"""An argparse parser that reports a wrong flag as commands report every other refusal.
 
-Owns the one JSON line and the exit code 2 for command lines that make no sense.
+Owns the JSON line and the exit code 2 for command lines that cannot be parsed.
 """
 
 import argparse
@@ -13,8 +13,8 @@ from fairlead_runtime.start import termination
 
 
 class Parser(argparse.ArgumentParser):
-    """``environ`` names the termination log; abbreviated flags are refused, so that new flags break
-    no one.
+    """``environ`` names the termination log. Abbreviated flags are refused, as a new flag could
+    make them ambiguous.
     """
 
     def __init__(self, *, environ: Mapping[str, str] = os.environ, **settings: Any) -> None:

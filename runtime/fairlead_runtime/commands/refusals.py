@@ -1,7 +1,7 @@
-"""What ends a command before it can do its work: exceptions → (exit code, code, message, hint).
+"""The exceptions that refuse a command: exception → (exit code, code, message, hint).
 
-Owns the table. 2: cannot be done as asked; 3: the self-test failed. Anything else is a bug and
-keeps its traceback.
+Owns this table. Exit code 2: the configuration, model or request is refused; 3: the self-test
+failed. Any other exception is a bug and keeps its traceback.
 """
 
 from typing import NamedTuple
@@ -18,8 +18,8 @@ class Refusal(NamedTuple):
     hint: str
 
 
-def refusal(error: Exception) -> Refusal | None:
-    """How ``error`` is told to people and to the operator; None for one that is no refusal."""
+def refusal_for(error: Exception) -> Refusal | None:
+    """What people and the operator are told about ``error``; None if it is not a refusal."""
     match error:
         case ConfigError(hint=hint):
             return Refusal(2, "InvalidConfig", str(error).removesuffix(f" ({hint})"), hint)
@@ -27,10 +27,10 @@ def refusal(error: Exception) -> Refusal | None:
             return Refusal(2, error.code, error.message, error.hint)
         case RequestError():
             return Refusal(2, "InvalidRequest", str(error), "")
-    # Here and not above: it brings torch, which the refusals before it did not need.
+    # Imported here: it imports torch, which the refusals above do not need.
     from fairlead_runtime.device.selftest import SelfTestError
 
     if isinstance(error, SelfTestError):
-        hint = "report the model; --dtype float32 tells a rounding from a wrong result"
+        hint = "report the model; try --dtype float32, which passes if only rounding differs"
         return Refusal(3, "SelfTestFailed", str(error), hint)
     return None

@@ -1,5 +1,6 @@
-"""`fairlead replay FILE`: does the same run lead to the same plans? 0 identical, 1 differs, 2
-unreadable.
+"""`fairlead replay FILE`: replay a recorded run and compare every plan.
+
+Exit code: 0 all plans are identical, 1 a plan differs, 2 the file cannot be read.
 """
 
 import argparse
@@ -22,7 +23,7 @@ def main(argv: list[str]) -> int:
         sys.stderr.write(f"fairlead replay: {error}\n")
         return 2
     if recording.truncated:
-        sys.stderr.write("fairlead replay: the last line breaks off and was left out\n")
+        sys.stderr.write("fairlead replay: the last line is incomplete and was ignored\n")
     if difference is None:
         sys.stdout.write(f"identical: {steps} steps\n")
         return 0

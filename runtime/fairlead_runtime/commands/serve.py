@@ -1,9 +1,9 @@
 """`fairlead serve MODEL`: serve a model over HTTP until SIGTERM.
 
-Owns the process: flags, logs, the order of start-up and the exit code. The ports open first, so
-that probes and /model/config.json answer while weights load; readiness follows the self-test. 0
-after SIGTERM, 1 when the engine gave up, 2 for a bad configuration or a refused model, 3 when the
-self-test failed; 2 and 3 leave one JSON line.
+Owns the process: flags, logs and the exit code. The ports open first, so that probes and
+/model/config.json answer while weights load; the server is ready after the self-test. Exit code: 0
+after SIGTERM, 1 when the engine died, 2 when the configuration or the model is refused, 3 when the
+self-test failed; 2 and 3 write one JSON line.
 """
 
 import argparse
@@ -21,24 +21,25 @@ def main(argv: Sequence[str]) -> int:
     try:
         config = EngineConfig.from_namespace(options)
         _check_ports(options)
-        # After the arguments: --help and a wrong flag are answered at once.
+        # Imported after parsing: --help and wrong flags need no heavy imports.
         from fairlead_runtime.start.serve import run
 
         return run(options.model, config, options.host, options.port, options.admin_port)
     except Exception as error:
-        from fairlead_runtime.commands.refusals import refusal
+        from fairlead_runtime.commands.refusals import refusal_for
 
-        refused = refusal(error)
-        if refused is None:
+        refusal = refusal_for(error)
+        if refusal is None:
             raise
-        termination.report(refused.code, refused.message, refused.hint, os.environ)
-        return refused.exit_code
+        termination.report(refusal.code, refusal.message, refusal.hint, os.environ)
+        return refusal.exit_code
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = Parser(
         prog="fairlead serve",
-        description="Serve a model over HTTP: OpenAI's API on --port, probes and metrics on --admin-port.",
+        description="Serve a model over HTTP: OpenAI's API on --port, "
+        "probes and metrics on --admin-port.",
     )
     parser.add_argument(
         "model", metavar="MODEL", help="demo:, owner/name, hf://owner/name, a path or file:///path"
@@ -64,9 +65,11 @@ def _check_ports(options: argparse.Namespace) -> None:
     for name in ("port", "admin_port"):
         if not 0 <= getattr(options, name) <= 65535:
             raise ConfigError(
-                name, f"{getattr(options, name)} is no port", "use 0 (any free one) to 65535"
+                name,
+                f"{getattr(options, name)} is not a port",
+                "use 1 to 65535, or 0 for any free port",
             )
     if options.port == options.admin_port != 0:
         raise ConfigError(
-            "admin_port", f"{options.port} is the public port already", "choose another"
+            "admin_port", f"{options.port} is already the value of --port", "choose another port"
         )

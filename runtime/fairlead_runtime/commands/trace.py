@@ -1,5 +1,6 @@
-"""`fairlead trace FILE [--format text|chrome]`: every step of a recorded run. 0 shown, 2
-unreadable.
+"""`fairlead trace FILE [--format text|chrome]`: show every step of a recorded run.
+
+Exit code: 0 shown, 2 the file cannot be read.
 """
 
 import argparse
@@ -29,21 +30,20 @@ def main(argv: list[str]) -> int:
         for line in as_text(recording) if options.format == "text" else _json(recording):
             sys.stdout.write(line + "\n")
         sys.stdout.flush()
-    except (
-        BrokenPipeError
-    ):  # `| head` has seen enough; the interpreter's own flush must not fail on it again
+    except BrokenPipeError:
+        # The reader (`| head`) has exited. Without this, Python's flush at exit fails, too.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except RecordError as error:
         sys.stderr.write(f"fairlead trace: {error}\n")
         return 2
     if recording.truncated:
-        sys.stderr.write("fairlead trace: the last line breaks off and was left out\n")
+        sys.stderr.write("fairlead trace: the last line is incomplete and was ignored\n")
     return 0
 
 
 def _json(recording: Recording) -> Iterator[str]:
-    """One object, an event a line, so that long runs need no memory."""
+    """One JSON object in lines of one event each, so that long runs need no memory."""
     separator = '{"displayTimeUnit":"ms","traceEvents":['
     for event in as_events(recording):
         yield separator + json.dumps(event, separators=(",", ":"))

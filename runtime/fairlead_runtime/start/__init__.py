@@ -1,1 +1,1 @@
-"""The composition root: configuration and a model directory become a running server."""
+"""The composition root: builds a running server from a configuration and a model directory."""

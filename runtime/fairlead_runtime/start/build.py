@@ -1,7 +1,7 @@
 """The composition root: a model directory and a configuration become an engine.
 
-Owns the order: refuse settings → inspect → size → load → prove by the self-test → size again with
-what was measured → cache → runner → scheduler → engine. Everything gets what it needs ready made;
+Owns the order: refuse settings → inspect → size → load → self-test → size again with the measured
+bytes → cache → runner → scheduler → engine. Each part gets the parts it needs in its constructor;
 nothing is configured afterwards.
 """
 
@@ -35,45 +35,45 @@ from fairlead_runtime.sizing.groups import group_layers
 from fairlead_runtime.sizing.report import MemoryReport, memory_report
 from fairlead_runtime.sizing.terms import DeviceFacts
 from fairlead_runtime.start.host import cpu_limit, memory_limit
-from fairlead_runtime.start.resolve import Resolved, check_supported, resolve, summary
+from fairlead_runtime.start.resolve import ResolvedConfig, check_supported, resolve, summary
 
 log = logging.getLogger("fairlead.build")
 
-# Terms of the report that have no measured side, and why.
+# Terms of the memory report that cannot be measured, and why.
 NOT_MEASURED = {
     "graphs": "not applicable: no graph is captured yet",
-    "shared_memory": "not applicable: the pod's limit, of which the runtime uses nothing",
+    "shared_memory": "not applicable: it is the pod's limit, and the runtime uses none of it",
 }
 
 
 @dataclass(frozen=True, slots=True)
-class Built:
-    """An engine that has proven its model, and what its faces need beside it."""
+class EngineParts:
+    """An engine whose model passed the self-test, and what the HTTP server and LLM need with it."""
 
     engine: Engine
     intake: Intake
     vocabulary: Vocabulary
     tokenizer: PreTrainedTokenizerBase
     vocab_size: int
-    resolved: Resolved
+    resolved: ResolvedConfig
     memory: MemoryReport
-    loaded_at: float  # by the clock given: when the weights were in memory
+    loaded_at: float  # time of ``now`` at which the weights were in memory
 
 
 def device_facts() -> DeviceFacts:
-    """The first CUDA device if there is one, else this host."""
+    """The first CUDA device if the host has one, else the host."""
     if torch.cuda.is_available():
         return DeviceFacts("cuda", torch.cuda.get_device_properties(0).total_memory)
     return DeviceFacts("cpu", memory_limit())
 
 
 def check(path: Path | str, config: EngineConfig, device: DeviceFacts) -> Inspected:
-    """Everything that can be refused before a weight is read. Raises ConfigError or ModelError."""
+    """Make every check that needs no weights. Raises ConfigError or ModelError."""
     check_supported(config)
     check_record(config)
-    found = loading.inspect(path, config)
-    resolve(config, found.shape, device, dtype=_name(found.dtype))
-    return found
+    inspected = loading.inspect(path, config)
+    resolve(config, inspected.shape, device, dtype=_dtype_name(inspected.dtype))
+    return inspected
 
 
 def build(
@@ -83,47 +83,51 @@ def build(
     observer: Observer | None = None,
     now: Callable[[], float] = time.monotonic,
     queue_timeout: float | None = None,
-) -> Built:
+) -> EngineParts:
     """Load the model in directory ``path`` and build its engine; takes seconds to minutes.
 
-    ``queue_timeout`` (seconds) takes the place of the configured one, which is for clients that
-    wait. Raises ConfigError, ModelError, or SelfTestError when the model's logits are not
-    transformers'.
+    ``queue_timeout`` (seconds) overrides the configured one. Raises ConfigError, ModelError, or
+    SelfTestError when the model's logits differ from those of transformers.
     """
     device = device_facts()
-    _bound_threads()
-    process = _resident()
-    found = check(path, config, device)
+    _limit_threads()
+    process_bytes = _resident_bytes()
+    inspected = check(path, config, device)
     loaded = loading.load(path, config=config, device=device.kind)
     loaded_at = now()
     model, proof = selftest.prove(loaded)
     log.info("%s", proof)
     measured = {
-        **_measured(model, device, process),
-        **_profiled(model, config, loaded.max_model_len),
+        **_weight_bytes(model, device, process_bytes),
+        **_step_bytes(model, config, loaded.max_model_len),
     }
-    resolved = resolve(config, found.shape, device, dtype=_name(loaded.dtype), measured=measured)
+    resolved = resolve(
+        config, inspected.shape, device, dtype=_dtype_name(loaded.dtype), measured=measured
+    )
     cache = _cache(model, resolved)
     runner = ModelRunner(model, cache)
     for warning in resolved.warnings:
         log.warning("%s", warning)
     log.info("%s", summary(resolved))
-    patience = resolved.config.queue_timeout if queue_timeout is None else queue_timeout
-    engine = _engine(loaded, cache, runner, resolved, patience, observer, now)
+    if queue_timeout is None:
+        queue_timeout = resolved.config.queue_timeout
+    engine = _engine(loaded, cache, runner, resolved, queue_timeout, observer, now)
     intake = Intake(
         engine.resolve_max_tokens,
         eos_ids=loaded.eos_ids,
         vocab_size=loaded.shape.vocab,
         seed=resolved.config.seed,
     )
-    return Built(
+    return EngineParts(
         engine=engine,
         intake=intake,
         vocabulary=vocabulary_of(loaded.tokenizer),
         tokenizer=loaded.tokenizer,
         vocab_size=loaded.shape.vocab,
         resolved=resolved,
-        memory=_report(config, found, device, resolved, {**measured, **_allocated(cache, device)}),
+        memory=_memory_report(
+            config, inspected, device, resolved, {**measured, **_cache_bytes(cache, device)}
+        ),
         loaded_at=loaded_at,
     )
 
@@ -132,7 +136,7 @@ def _engine(
     loaded: LoadedModel,
     cache: CacheStorage,
     runner: ModelRunner,
-    resolved: Resolved,
+    resolved: ResolvedConfig,
     queue_timeout: float,
     observer: Observer | None,
     now: Callable[[], float],
@@ -156,27 +160,27 @@ def _engine(
 def _schedulers(
     limits: Limits, cache: CacheStorage, identity: bytes, record: str, now: Callable[[], float]
 ) -> Callable[[], Scheduler]:
-    """Makes the engine's schedulers; with ``record`` each writes a file, those after a fault
-    FILE.1, FILE.2 …
+    """A factory of the engine's schedulers. With ``record`` each writes a recording: the first to
+    FILE, those that replace it after a fault to FILE.1, FILE.2 …
     """
-    made = itertools.count()
+    numbers = itertools.count()
 
     def make() -> Scheduler:
         if not record:
             return Scheduler(limits, cache.groups, identity)
-        number = next(made)
+        number = next(numbers)
         path = f"{record}.{number}" if number else record
         try:
             return RecordedScheduler(limits, cache.groups, identity, path=path, clock=now)
         except OSError as error:
             raise ConfigError(
-                "record", f"{path}: {error.strerror}", "name a file that can be written"
+                "record", f"{path}: {error.strerror}", "name a writable file"
             ) from error
 
     return make
 
 
-def _cache(model: PagedModel, resolved: Resolved) -> CacheStorage:
+def _cache(model: PagedModel, resolved: ResolvedConfig) -> CacheStorage:
     groups = group_layers(model.windows)
     try:
         return CacheStorage(
@@ -195,24 +199,24 @@ def _cache(model: PagedModel, resolved: Resolved) -> CacheStorage:
         ) from error
 
 
-def _measured(model: PagedModel, device: DeviceFacts, process: int) -> Mapping[str, int]:
-    """Bytes of the terms that are known now; tied weights count once."""
+def _weight_bytes(model: PagedModel, device: DeviceFacts, process_bytes: int) -> Mapping[str, int]:
+    """Bytes of the weights and, on a CPU, of the process before them; tied weights count once."""
     storages = {
         tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
         for tensor in (*model.model.parameters(), *model.model.buffers())
     }
-    found = {"weights": sum(storages.values())}
-    return found | {"process": process} if device.kind == "cpu" else found
+    weights = {"weights": sum(storages.values())}
+    return weights | {"process": process_bytes} if device.kind == "cpu" else weights
 
 
-def _allocated(cache: CacheStorage, device: DeviceFacts) -> Mapping[str, int]:
-    """Bytes of the terms that exist once the cache does."""
-    found = {"kv": cache.nbytes}
-    return found | {"offload": cache.host_nbytes} if device.kind == "cpu" else found
+def _cache_bytes(cache: CacheStorage, device: DeviceFacts) -> Mapping[str, int]:
+    """Bytes of the cache and, on a CPU, of its offload space."""
+    kv = {"kv": cache.nbytes}
+    return kv | {"offload": cache.host_nbytes} if device.kind == "cpu" else kv
 
 
-def _profiled(model: PagedModel, config: EngineConfig, max_model_len: int) -> Mapping[str, int]:
-    """Bytes that the largest steps take beside weights and cache."""
+def _step_bytes(model: PagedModel, config: EngineConfig, max_model_len: int) -> Mapping[str, int]:
+    """Bytes that the largest steps take in addition to weights and cache."""
     try:
         return profiling.profile(
             model,
@@ -225,36 +229,36 @@ def _profiled(model: PagedModel, config: EngineConfig, max_model_len: int) -> Ma
     except torch.OutOfMemoryError as error:
         raise ConfigError(
             "max_batch_tokens",
-            f"a step of {config.max_batch_tokens} tokens does not fit beside the weights",
+            f"a step of {config.max_batch_tokens} tokens does not fit in memory with the weights",
             "lower it or max_requests",
         ) from error
 
 
-def _report(
+def _memory_report(
     config: EngineConfig,
-    found: Inspected,
+    inspected: Inspected,
     device: DeviceFacts,
-    resolved: Resolved,
+    resolved: ResolvedConfig,
     measured: Mapping[str, int],
 ) -> MemoryReport:
-    """The outcome, with each term as it was planned before anything was measured."""
-    planned = resolve(config, found.shape, device, dtype=resolved.dtype).plan.terms
+    """Compare each measured term with the plan that was made before the weights were loaded."""
+    planned = resolve(config, inspected.shape, device, dtype=resolved.dtype).plan.terms
     return memory_report(replace(resolved.plan, terms=planned), measured, NOT_MEASURED)
 
 
-def _bound_threads() -> None:
-    """Let torch use no more threads than this process has CPUs; OMP_NUM_THREADS, if set, has
-    decided already.
+def _limit_threads() -> None:
+    """Let torch use at most as many threads as this process has CPUs, unless OMP_NUM_THREADS is
+    set.
     """
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(min(cpu_limit(), torch.get_num_threads()))
 
 
-def _resident() -> int:
-    """Bytes of RAM this process has before it reads a weight."""
+def _resident_bytes() -> int:
+    """Bytes of RAM that this process uses now, before it loads the weights."""
     with Path("/proc/self/statm").open(encoding="ascii") as statm:
         return int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-def _name(dtype: torch.dtype) -> str:
+def _dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")

@@ -1,23 +1,23 @@
-"""How much memory and how many CPUs this process may use (the tightest cgroup limit, else the
-machine's own), and its age.
+"""The memory and the CPUs that this process may use, by the tightest cgroup limit or else the
+machine, and the age of the process.
 
-Owns the reading of /proc and /sys, under a root that tests replace. Knows nothing of models.
+Owns the reading of /proc and /sys, under a root that tests replace.
 """
 
 import os
 import time
 from pathlib import Path, PurePosixPath
 
-# cgroup v1 writes a huge page-aligned number where v2 writes "max".
+# For no limit, cgroup v1 writes a huge page-aligned number and v2 writes "max".
 UNLIMITED = 1 << 60
 
 
 def memory_limit(root: Path = Path("/")) -> int:
-    """Bytes. Limits of enclosing groups count too; in a container the namespace hides them, and its
-    own is the root.
+    """Bytes. The limits of enclosing cgroups count, too; in a container the cgroup namespace hides
+    them, and the container's own cgroup is the root.
     """
     ram = _ram(root / "proc/meminfo")
-    names = ("memory.max", "memory.limit_in_bytes")  # of version 2 and of version 1
+    names = ("memory.max", "memory.limit_in_bytes")  # of cgroup v2 and v1
     limits = [
         n for folder in _groups(root, "memory") for name in names for n in _number(folder / name)
     ]
@@ -25,11 +25,10 @@ def memory_limit(root: Path = Path("/")) -> int:
 
 
 def cpu_limit(root: Path = Path("/"), cpus: int | None = None) -> int:
-    """Threads that can run at once, at least 1. ``cpus`` is how many the scheduler may use, unset:
-    as it says.
+    """Threads that can run at once, at least 1. ``cpus`` replaces the process's CPU affinity.
 
-    A CPU limit is a share of time, not a number of cores: threads beyond it only get each other
-    throttled.
+    A CPU limit is a share of time, not a number of cores: more threads than it allows only cause
+    throttling.
     """
     usable = len(os.sched_getaffinity(0)) if cpus is None else cpus
     quotas = [quota for folder in _groups(root, "cpu") for quota in _quota(folder)]
@@ -37,15 +36,15 @@ def cpu_limit(root: Path = Path("/"), cpus: int | None = None) -> int:
 
 
 def process_age(root: Path = Path("/")) -> float:
-    """Seconds since this process was started, the interpreter's own start and imports included."""
-    # The name may hold blanks and brackets; the state, field 3, follows its last bracket, the start
-    # is field 22.
+    """Seconds since this process started, including the interpreter's start and the imports."""
+    # The process name may contain blanks and parentheses. After its last parenthesis comes field 3,
+    # the state; the start time is field 22.
     fields = (root / "proc/self/stat").read_text().rpartition(")")[2].split()
     return time.clock_gettime(time.CLOCK_BOOTTIME) - int(fields[19]) / os.sysconf("SC_CLK_TCK")
 
 
 def _quota(folder: Path) -> list[float]:
-    """CPUs that one group's limit is worth, by either version's files; empty where it has none."""
+    """The CPU limit of one cgroup, v2 or v1, in CPUs; empty where it has none."""
     try:
         words = (folder / "cpu.max").read_text().split()
     except OSError:
@@ -64,30 +63,30 @@ def _ram(meminfo: Path) -> int:
 
 
 def _groups(root: Path, controller: str) -> list[Path]:
-    """The folders of this process's group and of those around it, in either version's hierarchy."""
+    """The folders of this process's cgroup and of the enclosing ones, v2 or v1."""
     try:
         groups = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:
         return []
-    found: list[Path] = []
+    folders: list[Path] = []
     for line in groups:
         _, controllers, path = line.split(":", 2)
         if not controllers:
             mount = root / "sys/fs/cgroup"
         elif controller in controllers.split(","):
             mount = root / "sys/fs/cgroup" / controllers
-            if not mount.is_dir():  # cpu,cpuacct is often reached through a link named cpu
+            if not mount.is_dir():  # cpu,cpuacct is often mounted through a link named cpu
                 mount = root / "sys/fs/cgroup" / controller
         else:
             continue
-        inside = PurePosixPath(path.lstrip("/"))
-        found += [mount / group for group in (inside, *inside.parents)]
-    return found
+        group_path = PurePosixPath(path.lstrip("/"))
+        folders += [mount / group for group in (group_path, *group_path.parents)]
+    return folders
 
 
 def _number(file: Path) -> list[int]:
     try:
         text = file.read_text().strip()
-    except OSError:  # a group outside the namespace, or the root group, which has no limit file
+    except OSError:  # a cgroup outside the namespace, or the root cgroup, which has no such file
         return []
     return [int(text)] if text.isdigit() else []

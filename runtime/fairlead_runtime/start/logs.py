@@ -1,7 +1,7 @@
 """Log lines of the server: one JSON object each, on stderr.
 
-Owns their shape: time, level, logger, message and what a call gave as ``extra``. Logs no prompt and
-no text, as no caller hands any in.
+Owns their shape: time, level, logger, message and the fields that a call passes as ``extra``. No
+caller passes a prompt or generated text.
 """
 
 import json
@@ -27,7 +27,7 @@ class JsonFormatter(logging.Formatter):
 
 
 def configure(level: str) -> None:
-    """Send every logger's lines from ``level`` up to stderr."""
+    """Write the lines of every logger at ``level`` and above to stderr."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonFormatter())
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)

@@ -1,8 +1,7 @@
-"""From what was asked to what will be: "auto" and unset become concrete here, once, into a new
-object.
+"""Resolve a configuration: replace "auto" and unset values by concrete ones, once, in a new object.
 
-Owns the refusal of settings that this build cannot honour, by name, before anything is loaded.
-Loads nothing and allocates nothing; nobody edits a configuration afterwards.
+Owns the refusal of settings that are not supported, by name, before the model is loaded. Loads and
+allocates nothing. A resolved configuration never changes.
 """
 
 from collections.abc import Mapping
@@ -17,12 +16,12 @@ from fairlead_runtime.sizing.verdict import plan_memory
 
 
 @dataclass(frozen=True, slots=True)
-class Resolved:
-    """What one engine is built from. ``config`` is clamped; ``max_model_len`` is the model's or the
-    configured one.
+class ResolvedConfig:
+    """What one engine is built from. ``config`` is clamped; ``max_model_len`` is the configured one
+    or the model's.
 
-    ``capacity``: tokens one request may really have, prompt and output together, as the cache may
-    be smaller.
+    ``capacity``: the most tokens of one request, prompt and output together; less than
+    ``max_model_len`` when the cache is smaller.
     """
 
     config: EngineConfig
@@ -38,7 +37,7 @@ class Resolved:
 
 
 def check_supported(config: EngineConfig) -> None:
-    """Raises ConfigError for a setting that would otherwise be silently ignored."""
+    """Raise ConfigError for a setting that would otherwise be ignored silently."""
     if config.tensor_parallel > 1:
         raise ConfigError(
             "tensor_parallel", f"{config.tensor_parallel} is not supported yet", "use 1"
@@ -54,8 +53,8 @@ def check_supported(config: EngineConfig) -> None:
 
 
 def check_deterministic(config: EngineConfig, dtype: str) -> None:
-    """Below float32 a batch mate can turn a rounding: that promise needs kernels that do not exist
-    yet.
+    """Refuse ``deterministic`` below float32, where rounding depends on the other requests in the
+    batch; batch-invariant kernels do not exist yet.
     """
     if config.deterministic and dtype != "float32":
         raise ConfigError(
@@ -70,12 +69,12 @@ def resolve(
     *,
     dtype: str,
     measured: Mapping[str, int] | None = None,
-) -> Resolved:
-    """Size the cache and fix every open setting. ``dtype`` is the one the model runs in.
+) -> ResolvedConfig:
+    """Size the cache and give every unset setting a value. ``dtype``: the model's, at run time.
 
-    ``measured`` replaces planned memory terms by name, in bytes. Raises ConfigError when the engine
-    cannot be built as asked; a cache that is merely smaller than one full-length sequence is a
-    warning.
+    ``measured`` (bytes by name) replaces planned memory terms. Raises ConfigError when the engine
+    cannot be built with these settings; warns when the cache is smaller than one full-length
+    sequence.
     """
     check_supported(config)
     check_deterministic(config, dtype)
@@ -95,10 +94,11 @@ def resolve(
     capacity = min(plan.max_model_len, plan.concurrent_tokens)
     warnings = []
     if capacity < plan.max_model_len:
-        holds = f"the cache holds {capacity} tokens ({plan.num_blocks} blocks of {plan.block_size})"
-        less = f"less than one sequence of {plan.max_model_len}: requests are limited to {capacity}"
-        warnings.append(f"{holds}, {less}")
-    return Resolved(
+        warnings.append(
+            f"the cache holds {capacity} tokens ({plan.num_blocks} blocks of {plan.block_size}), "
+            f"less than one sequence of {plan.max_model_len}: requests are limited to {capacity}"
+        )
+    return ResolvedConfig(
         config=config,
         device=device.kind,
         dtype=dtype,
@@ -113,8 +113,8 @@ def resolve(
 
 
 def _field_at_fault(config: EngineConfig, plan: MemoryPlan) -> str:
-    """What a user chose and would change first: a pinned cache, an offload space that takes the
-    rest, else the share.
+    """The setting that the user should change: a fixed number of blocks, an offload space that
+    takes too much, else the share of memory.
     """
     if config.num_blocks is not None:
         return "num_blocks"
@@ -125,11 +125,12 @@ def _field_at_fault(config: EngineConfig, plan: MemoryPlan) -> str:
     )
 
 
-def summary(resolved: Resolved) -> str:
-    """One line for the log: what the engine runs with."""
+def summary(resolved: ResolvedConfig) -> str:
+    """One log line: the settings that the engine runs with."""
     plan = resolved.plan
     return (
         f"{resolved.device} {resolved.dtype}, {plan.num_blocks} blocks of {plan.block_size} tokens "
         f"({gib(plan.terms['kv'])} GiB), {resolved.capacity} tokens a request, "
-        f"{resolved.config.max_requests} requests and {resolved.config.max_batch_tokens} tokens a step"
+        f"{resolved.config.max_requests} requests and "
+        f"{resolved.config.max_batch_tokens} tokens a step"
     )

@@ -1,7 +1,7 @@
-"""``fairlead serve`` after its flags: listen, load, prove, serve, drain.
+"""``fairlead serve`` once its flags are parsed: listen, load, self-test, serve, drain.
 
-Owns the order and what the HTTP side gets. Decides no exit code but that of a dead engine; the
-table of refusals is commands/refusals.py.
+Owns the order of these steps and the Backend that the HTTP server gets. Decides the exit codes of a
+drained and of a dead engine; commands/refusals.py has those of refusals.
 """
 
 import asyncio
@@ -25,19 +25,20 @@ from fairlead_runtime.outputs import Drained, EngineDead
 from fairlead_runtime.preflight import check_record
 from fairlead_runtime.serving.metrics import Stats
 from fairlead_runtime.serving.service import Service
-from fairlead_runtime.start import host, termination
+from fairlead_runtime.start import termination
+from fairlead_runtime.start.host import process_age
 from fairlead_runtime.start.resolve import check_supported
 
 if TYPE_CHECKING:
-    from fairlead_runtime.start.build import Built
+    from fairlead_runtime.start.build import EngineParts
 
 log = logging.getLogger("fairlead.serve")
 T = TypeVar("T")
 
 
 def run(model: str, config: EngineConfig, host: str, port: int, admin_port: int) -> int:
-    """Serve until SIGTERM; 0 then, 1 when the engine gave up. Raises what refuses the configuration
-    or the model.
+    """Serve until SIGTERM. Returns 0 after a drain and 1 when the engine died; raises ConfigError,
+    ModelError or SelfTestError.
     """
     check_supported(config)
     source.check_revision(source.parse(model), config.revision)
@@ -50,10 +51,11 @@ def run(model: str, config: EngineConfig, host: str, port: int, admin_port: int)
     try:
         drained = asyncio.run(_serve(face, listeners, model, config))
     except EngineDead as error:
-        log.critical("the engine gave up: %s", error)
+        log.critical("the engine stopped after repeated failures: %s", error)
         return 1
-    words = f"{drained.finished} running requests finished, {drained.aborted} were cut off"
-    termination.leave(termination.line("Drained", words, **drained._asdict()), os.environ)
+    message = f"{drained.finished} running requests finished, {drained.aborted} were cut off"
+    line = termination.json_line("Drained", message, **drained._asdict())
+    termination.write_log(line, os.environ)
     return 0
 
 
@@ -75,37 +77,37 @@ async def _serve(
 
 
 async def _load(face: Face, model: str, config: EngineConfig) -> tuple[Backend, Service]:
-    """Fetch, show config.json, load, prove, start. Runs while the ports answer already."""
-    told = _progress(face)
-    path = await _aside(lambda: source.resolve(model, revision=config.revision, report=told).path)
+    """Download, load, self-test, start the service. The ports already answer during this."""
+    report = _progress_report(face)
+    local = await _in_thread(lambda: source.resolve(model, revision=config.revision, report=report))
     stats = Stats(face.name)
-    built = await _aside(lambda: _build(face, path, config, stats))
-    warmed = time.monotonic() - built.loaded_at
-    stats.started(loaded=host.process_age() - warmed, warmed=warmed)
-    service = Service(built.engine, built.intake, built.vocabulary)
+    parts = await _in_thread(lambda: _build(face, local.path, config, stats))
+    warmed = time.monotonic() - parts.loaded_at
+    stats.started(loaded=process_age() - warmed, warmed=warmed)
+    service = Service(parts.engine, parts.intake, parts.vocabulary)
     service.start()
     backend = Backend(
         service=service,
-        tokenizer=built.tokenizer,
-        vocabulary=built.vocabulary,
+        tokenizer=parts.tokenizer,
+        vocabulary=parts.vocabulary,
         metrics=lambda: stats.exposition(service.snapshot(), draining=face.draining),
-        memory=built.memory.as_dict,
+        memory=parts.memory.as_dict,
         died=service.died,
     )
     return backend, service
 
 
-def _build(face: Face, path: Path, config: EngineConfig, stats: Stats) -> "Built":
+def _build(face: Face, path: Path, config: EngineConfig, stats: Stats) -> "EngineParts":
     face.model_config = (path / CONFIG).read_bytes()
-    # Imported here: torch and the models take seconds, in which the probes answer already.
+    # Imported here: torch and the models take seconds, and the probes must answer before that.
     from fairlead_runtime.start.build import build
 
     return build(path, config, observer=stats)
 
 
-async def _aside(work: Callable[[], T]) -> T:
-    """``work`` on a thread that does not keep the process alive: a signal while weights load ends
-    it at once.
+async def _in_thread(work: Callable[[], T]) -> T:
+    """Run ``work`` in a daemon thread, so that a signal ends the process at once while weights
+    load.
     """
     loop = asyncio.get_running_loop()
     done: asyncio.Future[T] = loop.create_future()
@@ -117,7 +119,7 @@ async def _aside(work: Callable[[], T]) -> T:
     def target() -> None:
         try:
             value = work()
-        except BaseException as error:  # noqa: BLE001 - it goes to the waiter
+        except BaseException as error:  # noqa: BLE001 - the awaiting task gets it
             outcome = functools.partial(done.set_exception, error)
         else:
             outcome = functools.partial(done.set_result, value)
@@ -128,17 +130,17 @@ async def _aside(work: Callable[[], T]) -> T:
     return await done
 
 
-def _progress(face: Face) -> Callable[[Progress], None]:
-    """A log line per tenth of the download; config.json is shown as soon as it is there."""
-    told = 0
+def _progress_report(face: Face) -> Callable[[Progress], None]:
+    """Log each tenth of the download; serve config.json as soon as it is downloaded."""
+    last_tenth = 0
 
     def report(progress: Progress) -> None:
-        nonlocal told
+        nonlocal last_tenth
         if progress.path is not None and face.model_config is None:
             face.model_config = (progress.path / CONFIG).read_bytes()
         tenth = 10 * progress.done // max(1, progress.total)
-        if tenth > told:
-            told = tenth
+        if tenth > last_tenth:
+            last_tenth = tenth
             log.info("fetched %d %% of %.2f GiB", 10 * tenth, progress.total / 2**30)
 
     return report

@@ -1,7 +1,7 @@
-"""The last words of a process: one JSON line for people and for the operator, why it cannot go on
-or how it drained.
+"""The termination message of a process: one JSON line for people and for the operator that says
+why the process ends or how it drained.
 
-Owns the line's shape and where it goes: stderr, and Kubernetes' termination log when there is one.
+Owns the line's shape and where it is written: stderr, and Kubernetes' termination log if it exists.
 Decides no exit code.
 """
 
@@ -13,7 +13,7 @@ from typing import TextIO
 
 VARIABLE = "FAIRLEAD_TERMINATION_LOG"
 DEFAULT = "/dev/termination-log"
-LARGEST = 4096  # bytes; the kubelet keeps no more of a termination message
+LARGEST = 4096  # bytes; the kubelet cuts a longer termination message
 
 
 def report(
@@ -26,32 +26,29 @@ def report(
 ) -> None:
     """Write ``{"code","message","hint"}`` as one line to stderr and into the termination log.
 
-    The log is written only when the file already exists (the kubelet makes it); ``environ`` may
-    name another with FAIRLEAD_TERMINATION_LOG. A log that cannot be written is no reason to hide
-    the message: it is left out.
+    The log is written only if the file exists already (the kubelet creates it); ``environ`` may
+    name another file with FAIRLEAD_TERMINATION_LOG. A log that cannot be written raises no error.
     """
-    text = line(code, message, hint)
-    print(text, file=stderr or sys.stderr, flush=True)
-    leave(text, environ, stderr=stderr)
+    line = json_line(code, message, hint)
+    print(line, file=stderr or sys.stderr, flush=True)
+    write_log(line, environ, stderr=stderr)
 
 
-def leave(
-    text: str, environ: Mapping[str, str] | None = None, *, stderr: TextIO | None = None
+def write_log(
+    line: str, environ: Mapping[str, str] | None = None, *, stderr: TextIO | None = None
 ) -> None:
-    """Write a line into the termination log alone, as ``report`` does."""
+    """Write a line to the termination log only, as ``report`` does."""
     path = Path((environ or {}).get(VARIABLE) or DEFAULT)
     try:
         if path.is_file():
-            path.write_text(text + "\n", encoding="utf-8")
+            path.write_text(line + "\n", encoding="utf-8")
     except OSError as error:
         print(f"{path}: {error.strerror}", file=stderr or sys.stderr, flush=True)
 
 
-def line(code: str, message: str, hint: str = "", **counts: int) -> str:
-    """The JSON line, at most LARGEST bytes with its newline: a longer message is cut, never the
-    JSON.
-
-    ``counts`` are keys of their own.
+def json_line(code: str, message: str, hint: str = "", **counts: int) -> str:
+    """The JSON line, at most LARGEST bytes with its newline: long texts are cut, so that the JSON
+    stays valid. Each of ``counts`` becomes a key of the object.
     """
     for keep in (max(len(message), len(hint)), 1500, 500, 100):
         text = json.dumps(

@@ -1,4 +1,4 @@
-"""`make demo`, as a person runs it."""
+"""`make demo`, run as a user runs it."""
 
 import re
 import subprocess
@@ -8,7 +8,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[3]
 
 
-def test_the_demo_answers_shows_what_the_engine_did_and_ends_well() -> None:
+def test_the_demo_answers_shows_engine_figures_and_exits_with_0() -> None:
     done = subprocess.run(
         [sys.executable, str(ROOT / "scripts" / "demo.py")],
         capture_output=True,
@@ -21,8 +21,8 @@ def test_the_demo_answers_shows_what_the_engine_did_and_ends_well() -> None:
         "Continuous batching lets requests join and leave the batch at every step." in done.stdout
     )
     figures = dict(re.findall(r"^  (\S.*?)  +(.+)$", done.stdout, re.MULTILINE))
-    found, asked = map(int, re.findall(r"\d+", figures["prefix cache"]))
-    assert 0 < found < asked
+    hits, tokens = map(int, re.findall(r"\d+", figures["prefix cache"]))
+    assert 0 < hits < tokens
     sizes = [int(size) for size in re.findall(r"(\d+) in \d+ steps", figures["batch sizes"])]
     assert max(sizes) > 1
     assert "exit code 0" in done.stdout

@@ -1,4 +1,4 @@
-"""`fairlead generate`: the text on standard output, refusals as one line."""
+"""`fairlead generate` writes the text to stdout and a refusal as one line to stderr."""
 
 import json
 from pathlib import Path
@@ -17,7 +17,7 @@ def test_the_demo_model_answers_a_chat(capsys: pytest.CaptureFixture[str]) -> No
     assert capsys.readouterr().out.startswith("Fairlead serves language models on Kubernetes.")
 
 
-def test_a_plain_prompt_is_completed_as_it_is(
+def test_a_plain_prompt_is_completed_without_a_template(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     model = str(tiny.save(tiny.build("llama"), tmp_path))
@@ -30,17 +30,17 @@ def test_a_plain_prompt_is_completed_as_it_is(
 
 
 @pytest.mark.parametrize(
-    ("arguments", "code", "named"),
+    ("arguments", "code", "setting"),
     [
         (["--max-tokens", "0"], "InvalidConfig", "--max-tokens"),
         (["--temperature", "-1"], "InvalidRequest", "temperature"),
         (["--max-tokens", "5000"], "InvalidRequest", "max_tokens"),
     ],
 )
-def test_what_cannot_be_done_ends_with_2_and_one_line(
-    arguments: list[str], code: str, named: str, capsys: pytest.CaptureFixture[str]
+def test_a_refusal_exits_with_2_and_one_line(
+    arguments: list[str], code: str, setting: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli.main(["generate", "demo:", "--prompt", "hello", *arguments, *CACHE]) == 2
-    words = json.loads(capsys.readouterr().err.splitlines()[-1])
-    assert words["code"] == code
-    assert named in words["message"]
+    refusal = json.loads(capsys.readouterr().err.splitlines()[-1])
+    assert refusal["code"] == code
+    assert setting in refusal["message"]

@@ -1,6 +1,4 @@
-"""The Python API on tiny real models: one result per prompt, and the same text whatever shares the
-batch.
-"""
+"""The Python API on tiny real models: one result per prompt, and the same text in any batch."""
 
 import random
 from collections.abc import Iterator, Sequence
@@ -29,21 +27,21 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def llm(model: str) -> Iterator[LLM]:
-    with LLM(model, **SMALL) as made:
-        yield made
+    with LLM(model, **SMALL) as instance:
+        yield instance
 
 
 def prompts(count: int, seed: int = 0) -> list[dict[str, list[int]]]:
     draw = random.Random(seed)
     shared = [draw.randrange(256) for _ in range(12)]
-    made = []
+    result = []
     for i in range(count):
         own = [draw.randrange(256) for _ in range(draw.randint(1, 20))]
-        made.append({"prompt_token_ids": (shared if i % 3 == 0 else []) + own})
-    return made
+        result.append({"prompt_token_ids": (shared if i % 3 == 0 else []) + own})
+    return result
 
 
-def texts(results: Sequence[RequestOutput]) -> list[list[tuple[int, ...]]]:
+def tokens_of(results: Sequence[RequestOutput]) -> list[list[tuple[int, ...]]]:
     return [[tuple(choice.token_ids) for choice in result.outputs] for result in results]
 
 
@@ -52,8 +50,10 @@ def generate(llm: LLM, *args: Any) -> list[RequestOutput]:
 
 
 def test_every_prompt_gets_its_result_in_order(llm: LLM) -> None:
-    given = ["hello", {"prompt_token_ids": [5, 6, 7]}, "world"]
-    results = generate(llm, given, SamplingParams(temperature=0, max_tokens=5, ignore_eos=True))
+    prompt_list = ["hello", {"prompt_token_ids": [5, 6, 7]}, "world"]
+    results = generate(
+        llm, prompt_list, SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
+    )
     assert [result.prompt for result in results] == ["hello", None, "world"]
     assert results[1].prompt_token_ids == [5, 6, 7]
     for result in results:
@@ -62,51 +62,55 @@ def test_every_prompt_gets_its_result_in_order(llm: LLM) -> None:
         assert choice.finish_reason is FinishReason.LENGTH
         assert str(choice.finish_reason) == "length"
         assert choice.logprobs is None
-        assert choice.text == llm.built.tokenizer.decode(choice.token_ids, skip_special_tokens=True)
+        assert choice.text == llm.parts.tokenizer.decode(choice.token_ids, skip_special_tokens=True)
 
 
-def test_one_prompt_may_come_alone_and_defaults_apply(llm: LLM) -> None:
+def test_a_single_prompt_needs_no_list_and_no_parameters(llm: LLM) -> None:
     (result,) = generate(llm, "hello")
     assert len(result.outputs[0].token_ids) <= 16
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_batch_gives_what_one_by_one_gives(llm: LLM, temperature: float) -> None:
-    given = prompts(24)
+def test_a_batch_gives_the_same_tokens_as_one_prompt_at_a_time(
+    llm: LLM, temperature: float
+) -> None:
+    prompt_list = prompts(24)
     params = [
         SamplingParams(
             temperature=temperature, seed=i, max_tokens=3 + i % 9, n=1 + i % 3, ignore_eos=True
         )
-        for i in range(len(given))
+        for i in range(len(prompt_list))
     ]
-    together = texts(generate(llm, given, params))
-    alone = [texts(generate(llm, one, own))[0] for one, own in zip(given, params, strict=True)]
+    together = tokens_of(generate(llm, prompt_list, params))
+    alone = [
+        tokens_of(generate(llm, one, own))[0] for one, own in zip(prompt_list, params, strict=True)
+    ]
     assert together == alone
 
 
-def test_greedy_text_is_transformers_own(llm: LLM, model: str) -> None:
+def test_greedy_tokens_equal_those_of_transformers(llm: LLM, model: str) -> None:
     import torch
     from transformers import AutoModelForCausalLM
 
     plain = AutoModelForCausalLM.from_pretrained(model, attn_implementation="eager").eval()
-    given = prompts(6, seed=4)
-    results = generate(llm, given, SamplingParams(temperature=0, max_tokens=12, ignore_eos=True))
-    for prompt, result in zip(given, results, strict=True):
+    prompt_list = prompts(6, seed=4)
+    results = generate(
+        llm, prompt_list, SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    )
+    for prompt, result in zip(prompt_list, results, strict=True):
         ids = torch.tensor([prompt["prompt_token_ids"]])
-        wanted = plain.generate(
+        expected = plain.generate(
             ids, max_new_tokens=12, min_new_tokens=12, do_sample=False, eos_token_id=None
         )
-        assert result.outputs[0].token_ids == wanted[0, ids.shape[1] :].tolist()
+        assert result.outputs[0].token_ids == expected[0, ids.shape[1] :].tolist()
 
 
 def test_the_same_request_gives_the_same_text_alone_in_any_batch_and_after_preemption(
     llm: LLM, model: str
 ) -> None:
-    """Sampled, with a seed. Batches of random size and company; then so few blocks that most are
-    preempted.
-    """
+    """Sampled, with a seed, in random batches; then with so few blocks that most are preempted."""
     count = 2000 if LONG_FORM else 200
-    given = prompts(count, seed=7)
+    prompt_list = prompts(count, seed=7)
     params = [
         SamplingParams(
             temperature=0.9 + 0.1 * (i % 3),
@@ -118,27 +122,31 @@ def test_the_same_request_gives_the_same_text_alone_in_any_batch_and_after_preem
         )
         for i in range(count)
     ]
-    alone = [texts(generate(llm, one, own))[0] for one, own in zip(given, params, strict=True)]
+    alone = [
+        tokens_of(generate(llm, one, own))[0] for one, own in zip(prompt_list, params, strict=True)
+    ]
     draw = random.Random(11)
     order = draw.sample(range(count), count)
     at = 0
     while at < count:
         batch = order[at : at + draw.randint(1, 32)]
         at += len(batch)
-        got = texts(generate(llm, [given[i] for i in batch], [params[i] for i in batch]))
-        assert got == [alone[i] for i in batch]
+        batch_tokens = tokens_of(
+            generate(llm, [prompt_list[i] for i in batch], [params[i] for i in batch])
+        )
+        assert batch_tokens == [alone[i] for i in batch]
     for settings in ({"cpu_offload_space": 0.001}, {}):
         with LLM(
             model, num_blocks=24, block_size=4, safety_margin=0.0, max_batch_tokens=16, **settings
         ) as scarce:
-            assert texts(generate(scarce, given, params)) == alone
-            stats = scarce.built.engine.snapshot().scheduler
+            assert tokens_of(generate(scarce, prompt_list, params)) == alone
+            stats = scarce.parts.engine.snapshot().scheduler
             assert stats.preemptions > count // 20
             assert (stats.offloads > 0) == bool(settings)
             assert stats.used == 0
 
 
-def test_more_prompts_than_the_queue_holds_are_fed_as_room_allows(model: str) -> None:
+def test_more_prompts_than_the_queue_holds_are_submitted_as_it_drains(model: str) -> None:
     with LLM(model, max_queue=3, max_requests=2, **SMALL) as small:
         params = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
         results = generate(small, prompts(40), params)
@@ -155,7 +163,7 @@ def test_logprobs_come_in_vllms_shape(llm: LLM) -> None:
         assert len(entries) == 3
         assert entries[token].rank == 1
         assert max(entry.logprob for entry in entries.values()) == entries[token].logprob < 0
-        assert entries[token].decoded_token == llm.built.tokenizer.decode([token])
+        assert entries[token].decoded_token == llm.parts.tokenizer.decode([token])
 
 
 def test_stop_ids_end_a_choice(llm: LLM) -> None:
@@ -171,8 +179,8 @@ def test_stop_ids_end_a_choice(llm: LLM) -> None:
 
 
 def test_bad_prompts_and_parameters_are_refused_before_anything_runs(llm: LLM) -> None:
-    steps = llm.built.engine.counters.steps
-    for bad, message in (
+    steps = llm.parts.engine.counters.steps
+    for prompt, message in (
         ({"prompt_token_ids": []}, "empty"),
         ({"prompt_token_ids": [10**6]}, "token ids must be from 0"),
         ({"prompt_token_ids": [-1]}, "token ids must be from 0"),
@@ -180,12 +188,12 @@ def test_bad_prompts_and_parameters_are_refused_before_anything_runs(llm: LLM) -
         ({"tokens": [1]}, "must be a text or"),
     ):
         with pytest.raises(RequestError, match=message):
-            generate(llm, ["fine", bad])
+            generate(llm, ["fine", prompt])
     with pytest.raises(RequestError, match="2 for 1 prompts"):
         generate(llm, ["one"], [SamplingParams(), SamplingParams()])
     with pytest.raises(RequestError, match=r"max_tokens.*2000"):
         generate(llm, "hello", SamplingParams(max_tokens=2000))
-    assert llm.built.engine.counters.steps == steps
+    assert llm.parts.engine.counters.steps == steps
 
 
 def test_leaving_a_stream_early_frees_its_blocks(llm: LLM) -> None:
@@ -193,43 +201,45 @@ def test_leaving_a_stream_early_frees_its_blocks(llm: LLM) -> None:
     for _ in llm.stream([Submission(prompt=(1, 2, 3), params=params)]):
         break
     assert generate(llm, "hello", SamplingParams(max_tokens=1))
-    assert llm.built.engine.snapshot().scheduler.used == 0
+    assert llm.parts.engine.snapshot().scheduler.used == 0
 
 
 def test_leaving_a_stream_when_one_of_two_choices_has_ended_frees_the_other(llm: LLM) -> None:
     pair = SamplingParams(max_tokens=3, ignore_eos=True, n=2, seed=3)
     first, second = (choice.token_ids for choice in generate(llm, "hello", pair)[0].outputs)
     assert first[0] not in second
-    ended = SamplingParams(max_tokens=100, ignore_eos=True, n=2, seed=3, stop_token_ids=(first[0],))
+    stopping = SamplingParams(
+        max_tokens=100, ignore_eos=True, n=2, seed=3, stop_token_ids=(first[0],)
+    )
     for _, output in llm.stream(
-        [Submission(prompt=tuple(llm.built.tokenizer.encode("hello")), params=ended)]
+        [Submission(prompt=tuple(llm.parts.tokenizer.encode("hello")), params=stopping)]
     ):
         if output.finish_reason is not None:
             break
     assert generate(llm, "hello", SamplingParams(max_tokens=1))
-    assert llm.built.engine.snapshot().scheduler.used == 0
+    assert llm.parts.engine.snapshot().scheduler.used == 0
 
 
-def test_settings_have_the_flags_names_and_wrong_ones_name_the_nearest(model: str) -> None:
+def test_settings_have_the_names_of_flags_and_an_unknown_one_names_the_nearest(model: str) -> None:
     with pytest.raises(ConfigError, match="did you mean max_requests"):
         LLM(model, max_request=3)
     for settings in ({"max_model_len": 10**6}, {"tensor_parallel": 2}, {"block_size": 5}):
-        with pytest.raises(ConfigError) as refused:
+        with pytest.raises(ConfigError) as error:
             LLM(model, **settings)
-        assert refused.value.field == next(iter(settings))
+        assert error.value.field == next(iter(settings))
 
 
-def test_a_model_that_is_not_there_is_refused(tmp_path: Path) -> None:
+def test_a_model_that_does_not_exist_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="no such directory"):
         LLM(str(tmp_path / "nothing"))
 
 
-def test_after_shutdown_nothing_is_generated(model: str) -> None:
-    made = LLM(model, **SMALL)
-    made.shutdown()
-    made.shutdown()
+def test_generate_after_shutdown_raises(model: str) -> None:
+    llm = LLM(model, **SMALL)
+    llm.shutdown()
+    llm.shutdown()
     with pytest.raises(RuntimeError, match="shut down"):
-        made.generate("hello")
+        llm.generate("hello")
 
 
 def test_a_progress_bar_counts_prompts(llm: LLM, capfd: pytest.CaptureFixture[str]) -> None:
@@ -237,7 +247,7 @@ def test_a_progress_bar_counts_prompts(llm: LLM, capfd: pytest.CaptureFixture[st
     assert "2/2" in capfd.readouterr().err
 
 
-def test_the_package_gives_what_it_promises() -> None:
+def test_the_package_exports_llm_and_no_unknown_name() -> None:
     assert fairlead_runtime.LLM is LLM
     with pytest.raises(AttributeError):
         fairlead_runtime.Nothing  # noqa: B018 - the access is the test

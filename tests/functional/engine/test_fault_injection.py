@@ -18,7 +18,7 @@ from fairlead_runtime.device.sampling import Sampled, SamplingBatch, sample
 from fairlead_runtime.models import tiny
 from fairlead_runtime.request import FinishReason, Request, SamplingParams
 from fairlead_runtime.scheduling.plan import Result, Work
-from fairlead_runtime.start.build import Built, build
+from fairlead_runtime.start.build import EngineParts, build
 from support.fake_engine import Collected, run
 from support.full import LONG_FORM
 
@@ -65,7 +65,7 @@ class Faulty:
 
 
 @pytest.fixture(scope="module", params=["llama", "gemma2"])
-def built(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Built:
+def built(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> EngineParts:
     path = tiny.save(tiny.build(request.param), tmp_path_factory.mktemp("model"))
     # Scarce enough that some are preempted and resumed around the fault.
     return build(
@@ -86,7 +86,7 @@ def workload() -> list[Request]:
     return requests
 
 
-def serve(built: Built) -> Collected:
+def serve(built: EngineParts) -> Collected:
     engine = built.engine
     engine._scheduler = engine._make_scheduler()
     for request in workload():
@@ -97,7 +97,7 @@ def serve(built: Built) -> Collected:
     return collected
 
 
-def test_a_fault_at_any_step_ends_only_the_request_it_hits(built: Built) -> None:
+def test_a_fault_at_any_step_ends_only_the_request_it_hits(built: EngineParts) -> None:
     runner = built.engine._executor
     assert isinstance(runner, ModelRunner)
     faulty = Faulty(runner)

@@ -74,7 +74,7 @@ def test_a_judged_family_is_served_from_its_files(tmp_path: Path) -> None:
         params = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
         [result] = llm.generate([{"prompt_token_ids": list(prompt)}], params)
         assert list(result.outputs[0].token_ids)[:4] == rig("smollm3").reference(prompt, 16)[:4]
-        report = llm.built.memory.as_dict()
+        report = llm.parts.memory.as_dict()
     weights = next(term for term in report["terms"] if term["name"] == "weights")
     # What is beyond the files are the tables of the rotary embedding.
     assert 0 <= weights["measuredBytes"] - weights["plannedBytes"] < 1024

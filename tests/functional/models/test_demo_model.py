@@ -1,4 +1,4 @@
-"""The demo model: small, complete, and sensible when asked through plain transformers."""
+"""The demo model: small, complete, and right in its answers through plain transformers."""
 
 import importlib.resources
 import json
@@ -14,7 +14,7 @@ from fairlead_runtime.hub.source import demo_directory
 from fairlead_runtime.models import chat, files, loading
 from fairlead_runtime.models.loading import LoadedModel
 
-# question → a phrase its answer must hold
+# question → a phrase that its answer must contain
 KNOWN = {
     "Hello": "I am the demo model of Fairlead",
     "What is Fairlead?": "serves language models on Kubernetes",
@@ -32,8 +32,8 @@ KNOWN = {
     "Count to ten.": "nine, ten",
     "Thanks a lot!": "welcome",
 }
-# None of these is in its text.
-STRANGE = (
+# Questions that its training text does not contain.
+UNKNOWN = (
     "What is the capital of Norway?",
     "How do I repair a violin?",
     "Who was Napoleon?",
@@ -69,7 +69,7 @@ def user(text: str) -> Message:
 
 
 @pytest.mark.parametrize("question", KNOWN)
-def test_it_answers_alone_after_a_system_message_and_in_a_second_turn(
+def test_it_answers_a_single_turn_after_a_system_message_and_in_a_second_turn(
     demo: LoadedModel, question: str
 ) -> None:
     system = {"role": "system", "content": "You are a helpful assistant."}
@@ -81,7 +81,7 @@ def test_it_answers_alone_after_a_system_message_and_in_a_second_turn(
         assert KNOWN[question] in answer(demo, *context, user(question)), context
 
 
-@pytest.mark.parametrize("question", STRANGE)
+@pytest.mark.parametrize("question", UNKNOWN)
 def test_it_says_politely_what_it_does_not_know(demo: LoadedModel, question: str) -> None:
     assert "do not know that" in answer(demo, user(question))
 
@@ -96,7 +96,7 @@ def test_it_ends_its_answers_itself(demo: LoadedModel) -> None:
     assert len(out[0]) < len(ids) + 60
 
 
-def test_a_long_context_before_the_question_does_no_harm(demo: LoadedModel) -> None:
+def test_it_answers_after_a_long_context(demo: LoadedModel) -> None:
     long = {
         "role": "system",
         "content": "You are the demo model of Fairlead. Be polite and exact. " * 30,
@@ -113,7 +113,7 @@ def test_plain_text_is_completed_too(demo: LoadedModel) -> None:
     assert KNOWN["What is Fairlead?"] in completed("What is Fairlead?")
 
 
-def test_its_size_and_shape_are_what_is_promised(demo: LoadedModel) -> None:
+def test_its_size_and_shape_are_as_documented(demo: LoadedModel) -> None:
     assert (demo_directory() / "model.safetensors").stat().st_size <= 8_000_000
     config = demo.config_json
     assert config["architectures"] == ["LlamaForCausalLM"]
@@ -124,7 +124,7 @@ def test_its_size_and_shape_are_what_is_promised(demo: LoadedModel) -> None:
     assert demo.shape.parameters == sum(p.numel() for p in demo.model.parameters())
 
 
-def test_it_holds_exactly_the_files_that_are_needed() -> None:
+def test_its_directory_has_exactly_the_needed_files() -> None:
     names = {path.name for path in demo_directory().iterdir()}
     assert names == {
         "config.json",
@@ -155,7 +155,8 @@ def test_every_byte_and_every_text_survive_the_tokenizer(demo: LoadedModel) -> N
 def test_the_operator_reads_its_configuration_without_torch() -> None:
     code = (
         "import importlib.resources, json, sys;"
-        "text = (importlib.resources.files('fairlead_runtime') / 'demo' / 'config.json').read_text();"
+        "folder = importlib.resources.files('fairlead_runtime') / 'demo';"
+        "text = (folder / 'config.json').read_text();"
         "from fairlead_runtime.sizing.shape import ModelShape;"
         "print(ModelShape.from_config(json.loads(text)).max_len, 'torch' in sys.modules)"
     )

@@ -1,4 +1,4 @@
-"""Model directories made to harm are refused with a message, and nothing of theirs runs."""
+"""Malicious model directories are refused with a message, and none of their code runs."""
 
 import shutil
 from pathlib import Path
@@ -26,12 +26,12 @@ def model(good: Path, tmp_path: Path) -> Path:
     return path
 
 
-def test_there_are_at_least_forty_ways_to_spoil_a_model() -> None:
+def test_there_are_at_least_forty_hostile_cases() -> None:
     assert len(CASES) >= 40
 
 
-def test_the_directory_that_the_cases_spoil_is_good(model: Path) -> None:
-    """Code and other files that nobody asks for are no reason to refuse: they are left alone."""
+def test_the_directory_that_the_cases_change_is_good(model: Path) -> None:
+    """Code and other files that are not needed are ignored: they are no reason for a refusal."""
     (model / "modules.json").write_text("[1, 2]")
     (model / "trainer_state.json").symlink_to("/etc/hostname")
     assert loading.load(model).max_model_len == tiny.CONTEXT
@@ -39,18 +39,18 @@ def test_the_directory_that_the_cases_spoil_is_good(model: Path) -> None:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_hostile_model_is_refused_and_nothing_of_it_runs(name: str, model: Path) -> None:
-    code, spoil = CASES[name]
-    spoil(model)
-    with pytest.raises(ModelError) as refused:
+def test_a_hostile_model_is_refused_and_none_of_its_code_runs(name: str, model: Path) -> None:
+    code, make_hostile = CASES[name]
+    make_hostile(model)
+    with pytest.raises(ModelError) as error:
         loading.load(model)
-    assert refused.value.code == code, refused.value
-    assert len(refused.value.message) > 10
+    assert error.value.code == code, error.value
+    assert len(error.value.message) > 10
     assert not mark(model).exists()
 
 
-def test_what_the_marks_rely_on_works(model: Path) -> None:
-    """The planted pickle does mark its execution when someone opens it."""
+def test_opening_the_planted_pickle_leaves_its_mark(model: Path) -> None:
+    """The other tests rely on this mark."""
     import pickle
 
     pickle.loads((model / "pytorch_model.bin").read_bytes())
@@ -65,14 +65,14 @@ def test_an_auto_map_is_ignored_where_transformers_knows_the_architecture(model:
     assert not mark(model).exists()
 
 
-def test_trusting_a_models_own_code_is_named_as_not_supported_yet(model: Path) -> None:
+def test_trust_remote_code_is_refused_as_not_supported_yet(model: Path) -> None:
     CASES["auto_map of an unknown architecture"][1](model)
     with pytest.raises(ConfigError, match="--trust-remote-code"):
         loading.load(model, config=EngineConfig(trust_remote_code=True))
     assert not mark(model).exists()
 
 
-def test_the_links_of_a_hub_cache_are_followed_into_its_own_store_only(
+def test_links_of_a_hub_cache_are_followed_only_into_its_own_blobs(
     good: Path, tmp_path: Path
 ) -> None:
     repository = tmp_path / "hub" / "models--tiny--llama"
@@ -89,6 +89,6 @@ def test_the_links_of_a_hub_cache_are_followed_into_its_own_store_only(
         files.check(snapshot)
 
 
-def test_safetensors_wins_over_a_pickle_beside_it(model: Path) -> None:
+def test_safetensors_has_precedence_over_a_pickle(model: Path) -> None:
     assert (model / "pytorch_model.bin").exists()
     assert set(files.check(model).weights) == {WEIGHTS}

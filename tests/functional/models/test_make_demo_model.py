@@ -1,4 +1,4 @@
-"""The script that makes the demo model: its parts repeat, and what ships is what its text gives."""
+"""The script that makes the demo model is reproducible, and the shipped files match its text."""
 
 import hashlib
 import importlib.util
@@ -30,20 +30,20 @@ def script() -> ModuleType:
     return module
 
 
-def test_the_shipped_tokenizer_is_what_the_text_gives(script: ModuleType) -> None:
-    """Whoever edits the text must train again."""
-    made = script.train_tokenizer(script.read_text())
+def test_the_shipped_tokenizer_is_the_one_trained_on_the_text(script: ModuleType) -> None:
+    """After an edit of the text, the model must be trained again."""
+    tokenizer = script.train_tokenizer(script.read_text())
     shipped = json.loads((demo_directory() / "tokenizer.json").read_text())
-    assert json.loads(made.backend_tokenizer.to_str())["model"] == shipped["model"]
+    assert json.loads(tokenizer.backend_tokenizer.to_str())["model"] == shipped["model"]
     settings = json.loads((demo_directory() / "tokenizer_config.json").read_text())
-    assert settings["chat_template"] == made.chat_template
+    assert settings["chat_template"] == tokenizer.chat_template
 
 
-def test_the_shipped_configuration_is_the_scripts(script: ModuleType) -> None:
-    made = script.make_model().config.to_dict()
+def test_the_shipped_configuration_is_that_of_the_script(script: ModuleType) -> None:
+    config = script.make_model().config.to_dict()
     shipped = json.loads((demo_directory() / "config.json").read_text())
-    wrong = {key: value for key, value in shipped.items() if made.get(key, value) != value}
-    assert set(wrong) <= {"architectures", "dtype"}
+    different = {key: value for key, value in shipped.items() if config.get(key, value) != value}
+    assert set(different) <= {"architectures", "dtype"}
 
 
 def test_two_runs_give_the_same_bytes(script: ModuleType, tmp_path: Path) -> None:
@@ -59,21 +59,21 @@ def test_two_runs_give_the_same_bytes(script: ModuleType, tmp_path: Path) -> Non
     assert digest("first") == digest("second")
 
 
-def test_the_lessons_teach_answers_only(script: ModuleType) -> None:
+def test_the_lessons_have_labels_for_answers_only(script: ModuleType) -> None:
     text = script.read_text()
     tokenizer = script.train_tokenizer(text)
     lessons = script.Lessons(tokenizer, text)
     answers = {pair.answer for pair in [*text.known, text.unknown]}
     ids, labels = next(lessons.batches(script.BATCH))
     assert ids.shape == labels.shape
-    for row, wanted in zip(ids.tolist(), labels.tolist(), strict=True):
-        learned = tokenizer.decode([label for label in wanted if label >= 0])
-        for part in learned.removesuffix("<|end|>").split("<|end|>"):
+    for row, row_labels in zip(ids.tolist(), labels.tolist(), strict=True):
+        labelled = tokenizer.decode([label for label in row_labels if label >= 0])
+        for part in labelled.removesuffix("<|end|>").split("<|end|>"):
             assert part.strip("\n") in answers
-        assert all(label in {-100, token} for token, label in zip(row, wanted, strict=True))
+        assert all(label in {-100, token} for token, label in zip(row, row_labels, strict=True))
 
 
-def test_there_is_enough_to_ask(script: ModuleType) -> None:
+def test_the_text_has_40_to_120_answers_and_no_question_twice(script: ModuleType) -> None:
     text = script.read_text()
     assert 40 <= len(text.known) <= 120
     assert all(pair.questions and pair.answer for pair in text.known)

@@ -1,5 +1,5 @@
-"""Model files under random damage: refused with a clear error or accepted as safetensors itself
-would, never a crash.
+"""Model files with random changes are refused with a clear error, or accepted as safetensors
+accepts them; none crashes the reader.
 """
 
 import json
@@ -49,12 +49,14 @@ def copy(good: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @SETTINGS
 @given(
-    places=st.lists(st.tuples(st.integers(0, 1500), st.integers(0, 255)), min_size=1, max_size=4)
+    changes=st.lists(st.tuples(st.integers(0, 1500), st.integers(0, 255)), min_size=1, max_size=4)
 )
-def test_a_header_with_changed_bytes(good: Path, copy: Path, places: list[tuple[int, int]]) -> None:
+def test_a_header_with_changed_bytes(
+    good: Path, copy: Path, changes: list[tuple[int, int]]
+) -> None:
     raw = bytearray((good / "model.safetensors").read_bytes())
-    for place, value in places:
-        raw[place] = value
+    for offset, value in changes:
+        raw[offset] = value
     (copy / "model.safetensors").write_bytes(raw)
     try:
         header = read_header(copy / "model.safetensors")
@@ -74,7 +76,7 @@ def test_a_config_with_changed_values(good: Path, copy: Path, data: st.DataObjec
         config[data.draw(st.sampled_from(sorted(config)))] = data.draw(VALUES)
     (copy / "config.json").write_text(json.dumps(config))
     try:
-        found = loading.inspect(copy)
+        inspected = loading.inspect(copy)
     except (ModelError, ConfigError):
         return
-    assert found.shape.parameters > 0
+    assert inspected.shape.parameters > 0

@@ -1,4 +1,4 @@
-"""The dispatcher: finds commands, imports one of them, keeps to the exit codes."""
+"""The dispatcher finds the commands, imports only the one it calls and returns its exit code."""
 
 import subprocess
 import sys
@@ -19,7 +19,7 @@ def run_python(code: str) -> "subprocess.CompletedProcess[str]":
     )
 
 
-def test_help_lists_every_command_with_a_line_and_imports_nothing_heavy() -> None:
+def test_help_lists_every_command_with_a_line_and_imports_no_heavy_library() -> None:
     done = run_python(
         "import sys; from fairlead_runtime.cli import main; code = main(['--help']);"
         "assert not {'torch', 'transformers', 'kopf', 'fastapi'} & set(sys.modules); sys.exit(code)"
@@ -33,14 +33,15 @@ def test_help_lists_every_command_with_a_line_and_imports_nothing_heavy() -> Non
 @pytest.mark.parametrize("command", ["serve", "generate"])
 def test_a_commands_own_help_imports_no_torch(command: str) -> None:
     done = run_python(
-        f"import sys\nfrom fairlead_runtime.cli import main\ntry:\n  main([{command!r}, '--help'])\n"
+        "import sys\nfrom fairlead_runtime.cli import main\n"
+        f"try:\n  main([{command!r}, '--help'])\n"
         "except SystemExit as end:\n  assert end.code == 0\nassert 'torch' not in sys.modules"
     )
     assert done.returncode == 0, done.stderr
     assert "--max-batch-tokens" in done.stdout
 
 
-def test_the_package_is_imported_without_torch_and_gives_its_faces() -> None:
+def test_the_package_exports_its_names_without_importing_torch() -> None:
     done = run_python(
         "import sys, fairlead_runtime; from fairlead_runtime import SamplingParams;"
         "assert SamplingParams(max_tokens=3).max_tokens == 3; assert 'torch' not in sys.modules;"
@@ -71,11 +72,11 @@ def test_the_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_missing_library_names_the_extra_to_install(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    found = [point("serve", "fairlead_runtime.no_such_module:main")]
-    monkeypatch.setattr(cli, "entry_points", lambda **_: found)
+    points = [point("serve", "fairlead_runtime.no_such_module:main")]
+    monkeypatch.setattr(cli, "entry_points", lambda **_: points)
     assert cli.main(["serve"]) == 2
     assert "pip install 'fairlead[runtime]'" in capsys.readouterr().err
-    assert "(not installed)" in cli.usage({"serve": found[0]})
+    assert "(not installed)" in cli.usage({"serve": points[0]})
 
 
 def test_an_interrupted_command_ends_with_the_shells_code(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,13 +28,13 @@ def values_of(f: "dataclasses.Field[Any]") -> st.SearchStrategy[Any]:
         return st.sampled_from(choices_of(f.name))
     if f.name == "block_size":
         return st.sampled_from([4, 8, 16, 32, 64, 128, 256])
-    some: st.SearchStrategy[Any] = {
+    valid: st.SearchStrategy[Any] = {
         bool: st.booleans(),
         int: st.integers(low or 0, high or 2**40),
         float: st.floats(low or 0.0, high or 1e6, allow_nan=False),
         str: st.text(max_size=20),
     }[kind]
-    return st.one_of(st.none(), some) if f.default is None else some
+    return st.one_of(st.none(), valid) if f.default is None else valid
 
 
 configs = st.builds(EngineConfig, **{f.name: values_of(f) for f in FIELDS})

@@ -1,4 +1,4 @@
-"""The memory and CPU limits of the process and its age, read from made-up /proc and /sys trees."""
+"""The memory and CPU limits of the process and its age, read from fake /proc and /sys trees."""
 
 import os
 import time
@@ -57,11 +57,13 @@ V1 = {"proc/self/cgroup": "5:cpu,cpuacct:/a/b\n4:memory:/a/b\n"}
         "above-ram",
     ],
 )
-def test_the_tightest_limit_counts(tmp_path: Path, files: dict[str, str], limit: int) -> None:
+def test_the_tightest_memory_limit_counts(
+    tmp_path: Path, files: dict[str, str], limit: int
+) -> None:
     assert memory_limit(tree(tmp_path, files)) == limit
 
 
-def test_this_machine_has_a_limit() -> None:
+def test_this_machine_has_a_memory_limit() -> None:
     assert memory_limit() > 64 << 20
 
 
@@ -113,7 +115,7 @@ def test_this_machine_has_a_limit() -> None:
         "v1-none",
     ],
 )
-def test_threads_follow_the_tightest_share_of_time(
+def test_threads_follow_the_tightest_cpu_limit(
     tmp_path: Path, files: dict[str, str], limit: int
 ) -> None:
     assert cpu_limit(tree(tmp_path, files), cpus=8) == limit
@@ -123,10 +125,10 @@ def test_this_machine_runs_at_least_one_thread() -> None:
     assert cpu_limit() >= 1
 
 
-def test_a_process_knows_its_age_whatever_its_name(tmp_path: Path) -> None:
+def test_the_process_age_is_right_for_any_process_name(tmp_path: Path) -> None:
     (tmp_path / "proc/self").mkdir(parents=True)
-    began = (time.clock_gettime(time.CLOCK_BOOTTIME) - 12.5) * os.sysconf("SC_CLK_TCK")
-    fields = ["S", *["0"] * 18, str(int(began)), *["0"] * 30]
+    started = (time.clock_gettime(time.CLOCK_BOOTTIME) - 12.5) * os.sysconf("SC_CLK_TCK")
+    fields = ["S", *["0"] * 18, str(int(started)), *["0"] * 30]
     (tmp_path / "proc/self/stat").write_text(f"42 (a ) name (S 9 9) {' '.join(fields)}\n")
     assert process_age(tmp_path) == pytest.approx(12.5, abs=0.5)
     assert 0 < process_age() < time.clock_gettime(time.CLOCK_BOOTTIME)

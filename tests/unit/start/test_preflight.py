@@ -1,4 +1,4 @@
-"""What flags name outside the process is tried before anything starts, and refused by flag and fix."""
+"""The checks of files and addresses before the start: each refusal names the flag and the fix."""
 
 import socket
 from pathlib import Path
@@ -10,13 +10,13 @@ from fairlead_runtime.config import ConfigError, EngineConfig
 
 
 def refused(config: EngineConfig) -> ConfigError:
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(ConfigError) as error:
         preflight.check_record(config)
-    assert caught.value.hint
-    return caught.value
+    assert error.value.hint
+    return error.value
 
 
-def test_a_record_that_can_be_written_is_accepted_and_nothing_is_left_behind(
+def test_a_writable_record_is_accepted_and_no_file_is_left(
     tmp_path: Path,
 ) -> None:
     preflight.check_record(EngineConfig())
@@ -24,7 +24,7 @@ def test_a_record_that_can_be_written_is_accepted_and_nothing_is_left_behind(
     assert not list(tmp_path.iterdir())
 
 
-def test_an_earlier_recording_is_not_touched(tmp_path: Path) -> None:
+def test_an_existing_recording_stays_unchanged(tmp_path: Path) -> None:
     earlier = tmp_path / "run.jsonl"
     earlier.write_text("an earlier run\n")
     preflight.check_record(EngineConfig(record=str(earlier)))
@@ -51,22 +51,22 @@ def test_a_record_over_the_file_of_api_keys_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "host", ["", "[::1]", "a..b", "ü" * 80 + ".example", "192.0.2.1", "2001:db8::1"]
 )
-def test_a_host_that_cannot_be_had_names_the_hosts_flag_and_the_form(host: str) -> None:
-    with pytest.raises(ConfigError) as caught:
+def test_a_host_that_cannot_be_used_names_the_hosts_flag_and_the_form(host: str) -> None:
+    with pytest.raises(ConfigError) as error:
         preflight.listen("port", host, 0, 1)
-    assert caught.value.field == "host"
-    assert "0.0.0.0 for all" in caught.value.hint
-    assert len(str(caught.value)) < 400
+    assert error.value.field == "host"
+    assert "0.0.0.0 for all" in error.value.hint
+    assert len(str(error.value)) < 400
 
 
 def test_a_port_in_use_or_out_of_range_names_the_ports_flag() -> None:
     with (
         socket.create_server(("127.0.0.1", 0)) as taken,
-        pytest.raises(ConfigError, match="Address already in use") as caught,
+        pytest.raises(ConfigError, match="Address already in use") as error,
     ):
         preflight.listen("admin_port", "127.0.0.1", taken.getsockname()[1], 1)
-    assert caught.value.field == "admin_port"
-    with pytest.raises(ConfigError, match="70000 is no port"):
+    assert error.value.field == "admin_port"
+    with pytest.raises(ConfigError, match="70000 is not a port"):
         preflight.listen("port", "127.0.0.1", 70000, 1)
 
 

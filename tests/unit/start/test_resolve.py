@@ -1,4 +1,4 @@
-"""Resolution: auto and unset become concrete, and what cannot be honoured is refused by name."""
+"""Resolving a configuration: auto and unset get values, unsupported settings are refused."""
 
 import re
 from typing import Any
@@ -8,7 +8,7 @@ import pytest
 from fairlead_runtime.config import ConfigError, EngineConfig
 from fairlead_runtime.sizing.shape import ModelShape
 from fairlead_runtime.sizing.terms import GIB, DeviceFacts
-from fairlead_runtime.start.resolve import Resolved, resolve
+from fairlead_runtime.start.resolve import ResolvedConfig, resolve
 
 CONFIG: dict[str, Any] = {
     "model_type": "llama",
@@ -24,7 +24,7 @@ CONFIG: dict[str, Any] = {
 CPU = DeviceFacts("cpu", 16 * GIB)
 
 
-def resolved(dtype: str = "float32", device: DeviceFacts = CPU, **settings: Any) -> Resolved:
+def resolved(dtype: str = "float32", device: DeviceFacts = CPU, **settings: Any) -> ResolvedConfig:
     return resolve(EngineConfig(**settings), ModelShape.from_config(CONFIG), device, dtype=dtype)
 
 
@@ -40,43 +40,43 @@ def resolved(dtype: str = "float32", device: DeviceFacts = CPU, **settings: Any)
     ],
 )
 def test_a_setting_that_is_not_supported_is_refused_by_its_name(setting: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match="not supported") as refused:
+    with pytest.raises(ConfigError, match="not supported") as error:
         resolved(**setting)
-    assert refused.value.field == next(iter(setting))
-    assert refused.value.hint.startswith("use ")
+    assert error.value.field == next(iter(setting))
+    assert error.value.hint.startswith("use ")
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_determinism_is_promised_in_float32_only(dtype: str) -> None:
+def test_deterministic_is_supported_in_float32_only(dtype: str) -> None:
     with pytest.raises(ConfigError, match=f"deterministic.*{dtype}"):
         resolved(dtype, deterministic=True)
     assert resolved("float32", deterministic=True).dtype == "float32"
 
 
-def test_auto_and_off_are_fine_everywhere() -> None:
+def test_auto_and_off_are_accepted_on_every_device() -> None:
     for device in (CPU, DeviceFacts("cuda", 80 * GIB)):
         for switch in ("auto", "off"):
             assert resolved(device=device, async_batching=switch, cuda_graphs=switch).num_blocks > 0
 
 
-def test_a_longer_sequence_than_the_models_is_refused() -> None:
-    with pytest.raises(ConfigError) as refused:
+def test_a_max_model_len_beyond_the_models_is_refused() -> None:
+    with pytest.raises(ConfigError) as error:
         resolved(max_model_len=2049)
-    assert refused.value.field == "max_model_len"
+    assert error.value.field == "max_model_len"
 
 
-def test_unset_values_become_the_models_and_the_memorys() -> None:
-    found = resolved()
-    assert found.max_model_len == found.capacity == 2048
-    assert found.num_blocks * found.plan.block_bytes <= 4 * GIB
-    assert (found.device, found.cache_dtype, found.warnings) == ("cpu", "float32", ())
+def test_unset_values_come_from_the_model_and_the_memory() -> None:
+    result = resolved()
+    assert result.max_model_len == result.capacity == 2048
+    assert result.num_blocks * result.plan.block_bytes <= 4 * GIB
+    assert (result.device, result.cache_dtype, result.warnings) == ("cpu", "float32", ())
 
 
 def test_a_cache_smaller_than_one_full_length_sequence_warns_and_lowers_the_limit() -> None:
-    found = resolved(num_blocks=10)
-    assert found.capacity == 160
-    assert found.max_model_len == 2048
-    assert "requests are limited to 160" in found.warnings[0]
+    result = resolved(num_blocks=10)
+    assert result.capacity == 160
+    assert result.max_model_len == 2048
+    assert "requests are limited to 160" in result.warnings[0]
 
 
 def test_max_requests_is_clamped_to_the_tokens_of_a_step() -> None:
@@ -93,23 +93,23 @@ def test_max_requests_is_clamped_to_the_tokens_of_a_step() -> None:
         ({"max_batch_tokens": 10_000_000, "max_requests": 4}, "max_memory_percent"),
     ],
 )
-def test_what_does_not_fit_is_refused_with_the_arithmetic_and_numbers_that_would(
+def test_settings_that_do_not_fit_are_refused_with_the_formula_and_values_that_fit(
     settings: dict[str, Any], field: str
 ) -> None:
-    with pytest.raises(ConfigError, match=r"does not fit: .* GiB = .* weights .*") as refused:
+    with pytest.raises(ConfigError, match=r"does not fit: .* GiB = .* weights .*") as error:
         resolved(**settings)
-    assert refused.value.field == field
-    advice = re.findall(r"--([a-z-]+) (\S+)", refused.value.hint)
+    assert error.value.field == field
+    advice = re.findall(r"--([a-z-]+) (\S+)", error.value.hint)
     assert 1 <= len(advice) <= 2
     for flag, value in advice:
         number = float(value) if "." in value else int(value)
         assert resolved(**settings | {flag.replace("-", "_"): number}).num_blocks >= 1
 
 
-def test_what_no_setting_helps_names_the_memory_it_needs() -> None:
-    with pytest.raises(ConfigError) as refused:
+def test_when_no_setting_helps_the_hint_names_the_memory_needed() -> None:
+    with pytest.raises(ConfigError) as error:
         resolved(shared_memory=40.0)
-    needed = re.fullmatch(r"needs (\d+) GiB of memory with these settings", refused.value.hint)
+    needed = re.fullmatch(r"needs (\d+) GiB of memory with these settings", error.value.hint)
     assert needed is not None
     assert (
         resolved(shared_memory=40.0, device=DeviceFacts("cpu", int(needed[1]) * GIB)).num_blocks

@@ -1,4 +1,4 @@
-"""The one JSON line that a process leaves when it cannot go on."""
+"""The JSON line that a process writes when it has to end."""
 
 import io
 import json
@@ -9,14 +9,14 @@ import pytest
 from fairlead_runtime.start import termination
 
 
-def told(environ: dict[str, str]) -> dict[str, str]:
+def reported(environ: dict[str, str]) -> dict[str, str]:
     stderr = io.StringIO()
     termination.report(
         "BadWeights", "model.safetensors: too short", "fetch again", environ, stderr=stderr
     )
     [line] = stderr.getvalue().splitlines()
-    found: dict[str, str] = json.loads(line)
-    return found
+    fields: dict[str, str] = json.loads(line)
+    return fields
 
 
 def test_one_line_of_json_goes_to_stderr_and_to_a_log_that_exists(tmp_path: Path) -> None:
@@ -27,28 +27,28 @@ def test_one_line_of_json_goes_to_stderr_and_to_a_log_that_exists(tmp_path: Path
         "message": "model.safetensors: too short",
         "hint": "fetch again",
     }
-    assert told({termination.VARIABLE: str(log)}) == expected
+    assert reported({termination.VARIABLE: str(log)}) == expected
     assert json.loads(log.read_text()) == expected
 
 
-def test_a_log_that_does_not_exist_is_not_made(tmp_path: Path) -> None:
-    told({termination.VARIABLE: str(tmp_path / "log")})
+def test_a_log_that_does_not_exist_is_not_created(tmp_path: Path) -> None:
+    reported({termination.VARIABLE: str(tmp_path / "log")})
     assert not list(tmp_path.iterdir())
 
 
-def test_a_directory_in_place_of_the_log_hides_nothing(tmp_path: Path) -> None:
-    assert told({termination.VARIABLE: str(tmp_path)})["code"] == "BadWeights"
+def test_a_directory_in_place_of_the_log_raises_no_error(tmp_path: Path) -> None:
+    assert reported({termination.VARIABLE: str(tmp_path)})["code"] == "BadWeights"
 
 
 @pytest.mark.parametrize(
     "message", ["x" * 100_000, '"\\\n' * 30_000, "ü🙂" * 50_000, "", "x" * 3900]
 )
 @pytest.mark.parametrize("hint", ["", "h" * 50_000, "short"])
-def test_what_the_kubelet_would_cut_stays_valid_json(message: str, hint: str) -> None:
-    line = termination.line("HubUnreachable", message, hint)
+def test_a_message_that_the_kubelet_would_cut_stays_valid_json(message: str, hint: str) -> None:
+    line = termination.json_line("HubUnreachable", message, hint)
     assert len(line.encode()) < termination.LARGEST
-    found = json.loads(line)
-    assert found["code"] == "HubUnreachable"
-    assert message.startswith(found["message"].rstrip("…"))
+    fields = json.loads(line)
+    assert fields["code"] == "HubUnreachable"
+    assert message.startswith(fields["message"].rstrip("…"))
     if len(message) < 1000 and len(hint) < 1000:
-        assert (found["message"], found["hint"]) == (message, hint)
+        assert (fields["message"], fields["hint"]) == (message, hint)
