@@ -21,7 +21,7 @@ from fairlead_operator.resource.fields import (
     refuse_unknown,
 )
 from fairlead_operator.resource.kinds import RESOURCE
-from fairlead_operator.resource.spec import Source, Spec
+from fairlead_operator.resource.spec import Source, Spec, Toleration
 from fairlead_runtime.config import ConfigError, EngineConfig
 
 NAME = re.compile(r"[a-z]([-a-z0-9]{0,38}[a-z0-9])?")
@@ -234,6 +234,9 @@ def _check_forms(spec: Spec) -> None:
             raise ResourceError(at, f"{form}: remove the entry")
         if name in names[:index]:
             raise ResourceError(at, f"{name} occurs twice: remove one")
+    for index, toleration in enumerate(spec.pod_template.tolerations):
+        if wrong := _wrong_toleration(toleration):
+            raise ResourceError(f"spec.podTemplate.tolerations[{index}]", wrong)
     for place, keys in (
         ("labels", spec.pod_template.labels),
         ("annotations", spec.pod_template.annotations),
@@ -242,3 +245,16 @@ def _check_forms(spec: Spec) -> None:
             if RESERVED_KEYS.search(key) and not OPEN_KEYS.fullmatch(key):
                 form = "must not use keys of Fairlead, Kubernetes, Istio or a cloud's identities"
                 raise ResourceError(f"spec.podTemplate.{place}", f"{key[:80]}: {form}: remove it")
+
+
+def _wrong_toleration(one: Toleration) -> str:
+    """What the API server would refuse in a Deployment, with its fix; "" where it would not."""
+    if one.operator == "Exists" and one.value:
+        return "operator Exists must not have a value: remove the value, or set operator to Equal"
+    if not one.key and one.operator != "Exists":
+        return "without key must have operator Exists: set the one or the other"
+    if one.toleration_seconds is not None and one.effect != "NoExecute":
+        return (
+            "tolerationSeconds must have effect NoExecute: set effect, or remove tolerationSeconds"
+        )
+    return ""

@@ -61,6 +61,10 @@ def _source(source: str, message: str | None = None) -> Case:
     return _spec(f"source {source[:40]}", message, model={"source": source})
 
 
+def _toleration(fields: Mapping[str, Any], message: str | None = None) -> Case:
+    return _spec(f"the toleration {fields}", message, podTemplate={"tolerations": [fields]})
+
+
 def _env(name: str, message: str | None = None) -> Case:
     return _spec(f"env {name}", message, podTemplate={"env": [{"name": name, "value": "x"}]})
 
@@ -202,6 +206,24 @@ CASES: tuple[Case, ...] = (
         "an annotation that asks for a cloud identity",
         _ANNOTATIONS,
         podTemplate={"annotations": {"eks.amazonaws.com/role-arn": "x"}},
+    ),
+    # -- tolerations
+    *(
+        _toleration(fields, message)
+        for fields, message in (
+            ({"operator": "Exists"}, None),
+            ({"key": "gpu", "operator": "Exists", "value": ""}, None),
+            ({"key": "gpu", "value": "x"}, None),
+            ({"key": "gpu", "effect": "NoExecute", "tolerationSeconds": 5}, None),
+            ({"key": "gpu", "operator": "Exists", "value": "x"}, "must not have a value"),
+            ({"operator": "Equal", "value": "x"}, "without key must have operator Exists"),
+            ({}, "without key must have operator Exists"),
+            ({"key": "gpu", "tolerationSeconds": 5}, "must have effect NoExecute"),
+            (
+                {"key": "gpu", "effect": "NoSchedule", "tolerationSeconds": 5},
+                "must have effect NoExecute",
+            ),
+        )
     ),
     # -- environment
     *(_env(n) for n in ("OMP_NUM_THREADS", "MY_PYTHON", "SHELF_HF_", "proxy")),
