@@ -1,7 +1,7 @@
-"""Draw docs/pictures/architecture.svg from the import contracts in pyproject.toml. `--check` says
-whether it is current (exit 1: no).
+"""Draw docs/pictures/architecture.svg from the import contracts in pyproject.toml. `--check` writes
+nothing and exits with 1 when it is out of date.
 
-Reads the layers, and for every room which libraries no contract forbids it. Captions stand here.
+Reads the layers, and which libraries each room may import. Owns the captions and the layout.
 """
 
 import argparse

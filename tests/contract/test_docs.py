@@ -3,14 +3,15 @@
 import re
 import subprocess
 import sys
+from itertools import chain
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PAGES = sorted(
-    [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "benchmarks").glob("*.md")]
-)
+FOLDERS = ("docs", "benchmarks", "examples")
+PAGES = sorted(chain(ROOT.glob("*.md"), *((ROOT / name).rglob("*.md") for name in FOLDERS)))
+LONGEST = 120  # characters of a line; tables and the targets of links do not count
 
 
 def test_the_flag_tables_are_those_of_the_configuration() -> None:
@@ -29,6 +30,13 @@ def test_links_between_pages_lead_somewhere(page: Path) -> None:
     for target in re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", page.read_text()):
         if "://" not in target:
             assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_no_line_is_too_long(page: Path) -> None:
+    lines = enumerate(page.read_text().splitlines(), 1)
+    text = {n: re.sub(r"\]\([^)]*\)", "]", line) for n, line in lines if line[:1] != "|"}
+    assert [n for n, line in text.items() if len(line) > LONGEST] == []
 
 
 def test_the_readme_names_every_top_level_folder() -> None:

@@ -7,7 +7,7 @@
 {{ .Values.serviceAccount.name | default (include "fairlead.fullname" .) }}
 {{- end }}
 
-{{/* What the Deployment and the NetworkPolicy peer select: the operator's pods, and not the test's. */}}
+{{/* The selector of the Deployment and of the NetworkPolicy peer: the operator's pods, not those of `helm test`. */}}
 {{- define "fairlead.selector" -}}
 app.kubernetes.io/name: {{ .Chart.Name }}
 app.kubernetes.io/instance: {{ .Release.Name }}
@@ -28,12 +28,12 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
 {{- else }}{{ .image.repository }}:{{ .image.tag | default .root.Chart.AppVersion }}{{ end }}
 {{- end }}
 
-{{/* The test's objects. A release's name may start with a digit and hold dots; an InferenceDeployment's may not. */}}
+{{/* The name of the objects of `helm test`. A release's name may start with a digit and hold dots; an InferenceDeployment's may not. */}}
 {{- define "fairlead.test" -}}
 test-{{ .Release.Name | replace "." "-" | trunc 34 | trimSuffix "-" }}
 {{- end }}
 
-{{/* Every namespace that is served in namespaced mode, the release's own first, as a JSON list. */}}
+{{/* The served namespaces without scope.cluster, the release's own first, as a JSON list. */}}
 {{- define "fairlead.namespaces" -}}
 {{ prepend .Values.scope.namespaces .Release.Namespace | uniq | toJson }}
 {{- end }}
@@ -46,7 +46,7 @@ test-{{ .Release.Name | replace "." "-" | trunc 34 | trimSuffix "-" }}
 {{ prepend .Values.metrics.from $own | toJson }}
 {{- end }}
 
-{{/* What the operator may do where it serves. tests/cluster proves each verb needed, and none beyond. */}}
+{{/* The operator's rights in a namespace that it serves. The cluster tests check that it uses each verb and needs no other. */}}
 {{- define "fairlead.rules" -}}
 - apiGroups: [serving.fairlead.dev]
   resources: [inferencedeployments]
