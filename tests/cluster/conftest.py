@@ -66,9 +66,7 @@ def _ensure_addresses() -> None:
 
 @pytest.fixture(scope="session")
 def pod_addresses() -> None:
-    """Asked for by all that plays pods as processes: the hook above then runs the tests where that
-    can be done.
-    """
+    """For tests that play pods as processes: the hook above runs them where addresses can be added."""
 
 
 @pytest.fixture(scope="session")
@@ -104,9 +102,7 @@ def crd(api: Api) -> Object:
 
 @pytest.fixture(scope="session")
 def collector(api: Api, crd: Object) -> None:
-    """Garbage collection that knows our kind: it looks for new kinds every 30 seconds, and collects
-    nothing before.
-    """
+    """Waits until the garbage collector knows our kind: it looks for new kinds every 30 seconds."""
     owner = api.create(idep("default", "collected", paused=True))
     reference = {key: owner[key] for key in ("apiVersion", "kind")} | {
         key: owner["metadata"][key] for key in ("name", "uid")
@@ -117,7 +113,7 @@ def collector(api: Api, crd: Object) -> None:
     eventually(
         lambda: api.find("ConfigMap", "default", "collected") is None,
         90,
-        "what it owned is collected",
+        "the garbage collector removes the owned object",
     )
 
 

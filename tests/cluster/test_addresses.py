@@ -1,5 +1,5 @@
-"""Pods have addresses of their own, also where the tests have no rights; where they can have none
-it is said at once.
+"""Each pod has its own address, also when the tests run without rights; where that is impossible,
+the run fails at once.
 """
 
 import itertools
@@ -17,7 +17,7 @@ from cluster.harness import addresses
 
 pytestmark = pytest.mark.cluster
 ROOT = Path(__file__).parents[2]
-# Without the right to configure network devices, as any user but root.
+# Without the right to configure network devices, like any user except root.
 POWERLESS = (
     shutil.which("setpriv") or "setpriv",
     "--bounding-set=-net_admin",

@@ -1,4 +1,4 @@
-"""What the operator renders, judged by the real API server in a namespace that enforces Pod
+"""The real API server accepts what the operator renders, in a namespace that enforces Pod
 Security "restricted".
 """
 

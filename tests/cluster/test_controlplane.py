@@ -1,4 +1,4 @@
-"""The harness itself: it is a real cluster, it is quick, and nothing of it stays behind."""
+"""The harness itself: it is a real cluster, starts quickly and leaves nothing behind."""
 
 import time
 

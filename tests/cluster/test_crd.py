@@ -1,5 +1,5 @@
-"""The real API server accepts the CRD as written, teaches it through `kubectl`, and refuses what it
-must.
+"""The real API server accepts the CRD, `kubectl explain` describes it, and invalid objects are
+refused.
 """
 
 import json
@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.cluster("kubectl"), pytest.mark.usefixtures("crd")]
 
 @pytest.fixture(scope="module")
 def dry_run_namespace(api: Api) -> str:
-    """One namespace for all dry runs of this module: nothing is ever stored in it."""
+    """One namespace for all dry runs of this module: nothing is stored in it."""
     api.create({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": "crd"}})
     return "crd"
 

@@ -1,5 +1,4 @@
-"""Resources written by someone who wants more rights than they have: each is refused, or does no
-harm.
+"""Resources of an author who wants more rights than they have: each is refused or does no harm.
 
 The author may write InferenceDeployments and nothing else; the namespace holds objects of others.
 """
@@ -175,9 +174,9 @@ def test_what_is_accepted_does_no_harm(
         ]
     name = body["metadata"]["name"]
     owner = mallory.create(body)
-    eventually(lambda: current(api, NAMESPACE, name), 10, "the operator has judged it")
+    eventually(lambda: current(api, NAMESPACE, name), 10, "the status is current")
     try:
-        assert versions(api) == before, "an object of somebody else was touched"
+        assert versions(api) == before, "an object of another owner was changed"
         seen = status(api, NAMESPACE, name)
         assert "\x1b" not in str(seen)
         for kind in (
@@ -190,7 +189,7 @@ def test_what_is_accepted_does_no_harm(
             for child in api.items(kind, NAMESPACE):
                 if child["metadata"]["name"] != "db":
                     assert owned_by(child, owner), (
-                        f"{kind} {child['metadata']['name']} came from nowhere"
+                        f"{kind} {child['metadata']['name']} has another owner"
                     )
         for deployment in api.items("Deployment", NAMESPACE):
             if owned_by(deployment, owner):
@@ -211,9 +210,7 @@ def test_what_is_accepted_does_no_harm(
 
 
 def _not_selected(api: Api, meta: Object) -> None:
-    """No traffic, policy or budget of another goes by these labels, and no agent by these
-    annotations.
-    """
+    """No selector of another owner matches these labels, and no agent reads these annotations."""
     selectors = [api.get("Service", NAMESPACE, "db")["spec"]["selector"]]
     for kind in ("Deployment", "PodDisruptionBudget"):
         selectors.append(api.get(kind, NAMESPACE, "db")["spec"]["selector"]["matchLabels"])
@@ -224,7 +221,7 @@ def _not_selected(api: Api, meta: Object) -> None:
 
 
 def _harmless(pod: Object) -> None:
-    """No identity, no privilege, no image and no command but ours."""
+    """The pod has no identity and no privilege, and only our image and command."""
     assert pod.get("serviceAccountName", "default") in {"default", ""}
     assert pod["automountServiceAccountToken"] is False
     assert not {"hostNetwork", "hostPID", "hostIPC"} & set(pod)

@@ -1,6 +1,4 @@
-"""One resource on the real control plane: what it becomes, what is repaired, what is left alone,
-what it says.
-"""
+"""One resource on the real control plane: its children, their repair, foreign objects, its status."""
 
 import functools
 import json
@@ -44,7 +42,7 @@ def children(api: Api, namespace: str, name: str = "chat") -> dict[str, Object]:
 
 
 def create_with_children(api: Api, namespace: str, name: str = "chat", **spec: Any) -> Object:
-    """A resource with all its children there and its status current."""
+    """A resource whose children exist and whose status is current."""
     body = api.create(idep(namespace, name, **spec))
     eventually(
         lambda: len(children(api, namespace, name)) == (4 if spec.get("replicas", 1) > 1 else 3),
@@ -117,7 +115,7 @@ def test_scaling_and_other_changes_of_the_spec_reach_the_children(api: Api, name
     eventually(
         lambda: set(children(api, namespace)) == {"Deployment", "Service"},
         5,
-        "what is not wanted is gone",
+        "unwanted children are deleted",
     )
     eventually(
         lambda: api.get("Service", namespace, "chat")["spec"]["ports"][0]["port"] == 81,
@@ -145,7 +143,9 @@ def test_a_scale_without_effect_gets_an_event(
     )
     api.merge(KIND, namespace, "chat", {"spec": {"autoscaling": None}})
     eventually(
-        lambda: api.get("Deployment", namespace, "chat")["spec"]["replicas"] == 5, 5, "handed over"
+        lambda: api.get("Deployment", namespace, "chat")["spec"]["replicas"] == 5,
+        5,
+        "the Deployment follows spec.replicas",
     )
     eventually(lambda: "ScalingHandedOver" in event_reasons(api, namespace), 5, "an Event")
 
@@ -212,7 +212,7 @@ def other(value: Any) -> Any:
 def test_drift_in_any_managed_field_is_repaired_and_foreign_fields_are_kept(
     api: Api, namespace: str
 ) -> None:
-    """Every field that the API server says is ours is changed, then removed, one after the other."""
+    """Changes, then removes, every field that the API server lists as ours, one after the other."""
     create_with_children(api, namespace, replicas=2)
     for kind in CHILDREN:
         api.merge(
@@ -228,7 +228,7 @@ def test_drift_in_any_managed_field_is_repaired_and_foreign_fields_are_kept(
         entry = next(
             m for m in first["metadata"]["managedFields"] if m["manager"] == "fairlead-operator"
         )
-        # An empty egress is owned and not stored.
+        # An empty egress is owned but not stored.
         paths = sorted(p for p in leaves(entry["fieldsV1"]) if "f:egress" not in p)
         for number, path in enumerate(paths):
             for operation in ("replace", "remove"):
@@ -245,9 +245,9 @@ def test_drift_in_any_managed_field_is_repaired_and_foreign_fields_are_kept(
                 except ApiError as error:
                     if error.code not in {400, 403, 422}:
                         raise
-                    continue  # the API server itself does not let this field change
+                    continue  # the API server does not let this field change
                 if after["metadata"]["resourceVersion"] == body["metadata"]["resourceVersion"]:
-                    continue  # put back by defaulting: no drift
+                    continue  # restored by defaulting: no drift
                 began = time.monotonic()
                 eventually(
                     functools.partial(_restored, api, namespace, kind, path, rendered),
@@ -286,7 +286,7 @@ def test_a_deleted_child_comes_back(api: Api, namespace: str, kind: str) -> None
 def test_an_unchanged_resource_costs_no_write(
     api: Api, namespace: str, operator: OperatorProcess
 ) -> None:
-    """A hundred passes, each woken by a change that is none of ours."""
+    """A hundred passes, each woken by a change of another writer."""
     create_with_children(api, namespace)
     eventually(lambda: _settled(api, namespace), 20, "the status has settled")
     kinds = list(children(api, namespace))
@@ -357,10 +357,13 @@ def test_a_child_without_its_owner_reference_is_adopted_and_a_lookalike_is_not(
     } == uids
     assert "Conflict" not in _codes(api, namespace)
 
-    # A deletion that leaves the children behind: they belonged to the resource before, not to the
-    # new one.
+    # A deletion that orphans the children: they belonged to the old resource, not to the new one.
     api.delete(KIND, namespace, "chat", propagationPolicy="Orphan")
-    eventually(lambda: api.find(KIND, namespace, "chat") is None, 20, "gone, its children are not")
+    eventually(
+        lambda: api.find(KIND, namespace, "chat") is None,
+        20,
+        "the resource is gone, its children remain",
+    )
     versions = {
         kind: body["metadata"]["resourceVersion"] for kind, body in children(api, namespace).items()
     }
@@ -488,14 +491,18 @@ def test_a_rollout_recreates_where_the_quota_leaves_no_accelerator_and_surges_el
     create_with_children(api, namespace, **accelerator)
     eventually(lambda: _used(api, namespace) == "1", 10, "one accelerator in use")
     _change(api, namespace, "1")
-    eventually(lambda: _strategy(api, namespace) == "RollingUpdate", 5, "one is free: a surge")
+    eventually(
+        lambda: _strategy(api, namespace) == "RollingUpdate", 5, "an accelerator is free: surge"
+    )
     assert "no" not in status(api, namespace)["rollout"]["why"].split()
     api.merge(KIND, namespace, "chat", {"spec": {"replicas": 2}})
     eventually(lambda: _used(api, namespace) == "2", 30, "both in use")
     _change(api, namespace, "2")
-    eventually(lambda: _strategy(api, namespace) == "Recreate", 5, "none is free: recreate")
     eventually(
-        lambda: "the quota leaves 0" in status(api, namespace)["rollout"]["why"], 5, "and why"
+        lambda: _strategy(api, namespace) == "Recreate", 5, "no accelerator is free: recreate"
+    )
+    eventually(
+        lambda: "the quota leaves 0" in status(api, namespace)["rollout"]["why"], 5, "the reason"
     )
     assert status(api, namespace)["rollout"]["strategyChosen"] == "Recreate"
 
@@ -558,5 +565,5 @@ def test_a_model_that_does_not_fit_is_reported_with_the_fix_before_any_pod_runs(
     assert "set" in condition(seen, "Planned")["message"]
     assert condition(seen, "Planned")["status"] == "False"
     assert api.find("Deployment", namespace, "chat"), (
-        "the plan may err: the Deployment is there all the same"
+        "the estimate may be wrong, so the Deployment exists"
     )

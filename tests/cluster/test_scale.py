@@ -1,5 +1,4 @@
-"""Many resources at once: time to converge, requests per resource, memory, and what they cost when
-nothing happens.
+"""Many resources at once: time to converge, requests per resource, memory, and requests when idle.
 
 A hundred resources, a thousand with FAIRLEAD_FULL=1, or FAIRLEAD_SCALE of them; half are
 autoscaled.
@@ -24,7 +23,7 @@ CALLS = "fairlead_operator_api_calls_total"
 
 
 def resource(namespace: str, number: int) -> Object:
-    """No node takes its pods: what is measured is the operator, not the nodes."""
+    """No node takes its pods: the test measures the operator, not the nodes."""
     nowhere = {"nodeSelector": {"type": "nowhere"}}
     scaling = (
         {"autoscaling": {"minReplicas": 2, "maxReplicas": 4}} if number % 2 else {"replicas": 2}
@@ -33,9 +32,7 @@ def resource(namespace: str, number: int) -> Object:
 
 
 def converged(api: Api, namespace: str) -> bool:
-    """Every status is about the newest spec, and every resource has all of its children at its
-    revision.
-    """
+    """Every status is about the newest spec, and every resource has all children at its revision."""
     bodies = api.items(KIND, namespace)
     deployments = {d["metadata"]["name"]: d for d in api.items("Deployment", namespace)}
     counts = [len(api.items(kind, namespace)) for kind in CHILDREN]
@@ -79,8 +76,7 @@ def test_many_resources_converge_cheaply_and_cost_little_when_idle(
         assert idle <= 1
         assert writes == COUNT * len(CHILDREN), "every child was written once"
         assert not operator.tracebacks()
-        # One by one: the answer to the deletion of a whole collection comes when the last one is
-        # marked.
+        # One by one: deleting a whole collection answers only when the last object is marked.
         with ThreadPoolExecutor(8) as pool:
             list(
                 pool.map(lambda number: api.delete(KIND, namespace, f"chat-{number}"), range(COUNT))
@@ -89,7 +85,7 @@ def test_many_resources_converge_cheaply_and_cost_little_when_idle(
 
 
 def _settled(operator: OperatorProcess) -> float:
-    """Requests once nothing but lists and the Lease has been asked for five seconds."""
+    """The count of requests once only lists, gets and the Lease are requested for five seconds."""
     steady = ("list", "lease", "get")
 
     def rest() -> float:
@@ -97,7 +93,7 @@ def _settled(operator: OperatorProcess) -> float:
 
     def look() -> bool:
         first = rest()
-        time.sleep(5)  # what is waited for is that nothing happens
+        time.sleep(5)  # the test waits for silence
         return rest() == first
 
     eventually(look, 120, "no more writes")

@@ -1,5 +1,5 @@
-"""Hundreds of changes of one resource, a part of them wrong: each is refused at the door or
-reached, and undone.
+"""Hundreds of changes of one resource, some invalid: the API server refuses a change, or it is
+applied and reverted.
 """
 
 import random
@@ -22,18 +22,16 @@ from fairlead_operator.resource.resource import InferenceDeployment
 from fairlead_operator.resource.settings import Settings
 
 pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("crd", "nodes")]
-STEPS = 50  # of one walk; ten walks are the whole
+STEPS = 50  # changes per seed; there are ten seeds
 SETTINGS = Settings(runtime_image="registry.test/fairlead-runtime:1", hub="http://127.0.0.1:9")
 REFUSAL_CODES = {
     "NotAllowed",
     "WriteRefused",
-}  # what only the chart or the API server's rules for the children refuse
+}  # refusals by the chart or by the API server's rules for the children only
 
 
 def missing(api: Api, namespace: str) -> str:
-    """What the cluster lacks of what the resource asks for; "" when it is reached or refused in
-    words.
-    """
+    """What the cluster lacks of the spec; "" when it is applied, or refused with a blocker."""
     if not current(api, namespace):
         return "the status is old"
     body, seen = api.get(KIND, namespace, "chat"), status(api, namespace)
@@ -61,12 +59,12 @@ def missing(api: Api, namespace: str) -> str:
 
 def revert(api: Api, namespace: str, spec: Object) -> None:
     api.json_patch(KIND, namespace, "chat", [{"op": "replace", "path": "/spec", "value": spec}])
-    eventually(lambda: not missing(api, namespace), 10, "taken back")
+    eventually(lambda: not missing(api, namespace), 10, "reverted")
     assert not REFUSAL_CODES & {b["code"] for b in status(api, namespace)["blockers"]}
 
 
 def server_refusal(api: Api, namespace: str, patch: Object) -> str:
-    """The API server's words on this patch of the spec; "" when it took it."""
+    """The API server's refusal of this patch of the spec; "" when it accepts it."""
     path = f"/apis/serving.fairlead.dev/v1alpha1/namespaces/{namespace}/inferencedeployments/chat"
     try:
         api.call(
@@ -80,7 +78,7 @@ def server_refusal(api: Api, namespace: str, patch: Object) -> str:
 
 
 def operator_refusal(body: Object) -> str:
-    """Why the operator itself would refuse this body, "" where it would not."""
+    """Why the operator itself would refuse this body; "" when it would not."""
     try:
         InferenceDeployment.from_body(body)
     except ResourceError as error:
@@ -89,7 +87,7 @@ def operator_refusal(body: Object) -> str:
 
 
 def mutate(api: Api, namespace: str, seed: int, explain: Callable[[], str]) -> Counter[str]:
-    """STEPS changes one after the other, then back to where it began; how many of them ended how."""
+    """STEPS changes one after the other, then back to the first spec; counts the outcomes."""
     rng, all_fields, outcomes = random.Random(seed), fields(), Counter[str]()
     origin, revision = (
         api.get(KIND, namespace, "chat")["spec"],

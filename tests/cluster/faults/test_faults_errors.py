@@ -1,5 +1,5 @@
-"""Nine kinds of error at every write, and at the list and the watch of every kind: outlived by the
-same process.
+"""One operator process survives nine kinds of error at every write, and at the list and the watch
+of every kind.
 """
 
 import time
@@ -28,12 +28,12 @@ KINDS = (
     "resourcequotas",
     "events",
 )
-AT_ONCE = 54  # resources side by side
+AT_ONCE = 54  # resources at the same time
 LASTING_SECONDS = 8.0
 
 
 def assert_no_tight_loop(calls: Iterable[Call]) -> float:
-    """At most 2 requests a second about any object, averaged over 10 s; the highest rate seen."""
+    """At most 2 requests/s for any object, averaged over 10 s; returns the highest rate."""
     times = defaultdict(list)
     for call in calls:
         if call.about_objects and (call.writes or call.verb == "get"):
@@ -47,7 +47,7 @@ def assert_no_tight_loop(calls: Iterable[Call]) -> float:
 
 
 def only_budgets_deleted(calls: Iterable[Call]) -> bool:
-    """The lifecycle scales down to one replica, which ends the budget; nothing else may be deleted."""
+    """Scaling down to one replica deletes the budget; nothing else may be deleted."""
     return {call.plural for call in calls if call.verb == "delete"} <= {"poddisruptionbudgets"}
 
 
@@ -59,8 +59,8 @@ def sorted_lines(snapshot: str) -> list[str]:
 def test_the_process_survives_every_kind_of_error_at_any_write(
     plane: ControlPlane, api: Api, namespace: str
 ) -> None:
-    """One resource for each point, all in one operator; and one for each kind whose every write
-    fails for a while.
+    """One operator; one resource per point of failure, and one per error whose every write fails for
+    a while.
     """
     planned_faults: dict[str, tuple[int, Fault]] = {}
     lasting = {f"lasting-{error}": error for error in ERRORS}
@@ -119,14 +119,14 @@ def test_the_process_survives_every_kind_of_error_at_any_write(
     assert only_budgets_deleted(proxy.calls)
     rate = assert_no_tight_loop(proxy.calls)
     print(
-        f"{writes['undisturbed']} writes; {reached} of {len(chosen)} points reached; a step took at most "
-        f"{slowest:.1f} s; at most {rate:.1f} requests/s about an object"
+        f"{writes['undisturbed']} writes; {reached} of {len(chosen)} points reached; "
+        f"a step took at most {slowest:.1f} s; at most {rate:.1f} requests/s for an object"
     )
 
 
 @pytest.fixture
 def namespaces(api: Api, namespace: str) -> Iterator[list[str]]:
-    """One for each error that a kind may meet; in a short run one, another for each commit."""
+    """One for each error that a kind may meet; a short run has one, chosen by the commit."""
     names = [
         f"{namespace}-{shift}"[-60:].strip("-")
         for shift in (range(9) if LONG_FORM else [offset(9)])
@@ -142,7 +142,7 @@ def namespaces(api: Api, namespace: str) -> Iterator[list[str]]:
 def test_the_process_survives_every_kind_of_error_at_the_list_and_the_watch_of_any_kind(
     plane: ControlPlane, api: Api, namespaces: list[str]
 ) -> None:
-    """In each namespace every kind meets another error, at start-up and again when all watches are
+    """In each namespace every kind meets a different error, at start-up and after all watches are
     cut.
     """
     shifts = {name: int(name.rsplit("-", 1)[1]) for name in namespaces}
@@ -169,8 +169,7 @@ def test_the_process_survives_every_kind_of_error_at_the_list_and_the_watch_of_a
             assert operator.process.poll() is None, operator.tail()
 
         def all_injected() -> None:
-            """Until every fault came to pass."""
-            eventually(lambda: not pending_faults, 30, "every fault came to pass")
+            eventually(lambda: not pending_faults, 30, "every fault was injected")
 
         lifecycle = Lifecycle(api, keys, 30, alive, operator.tail)
         began = time.monotonic()
@@ -182,13 +181,13 @@ def test_the_process_survives_every_kind_of_error_at_the_list_and_the_watch_of_a
         lifecycle.change()
         lifecycle.delete()
         all_injected()
-        # kopf reports with tracebacks that it ends, before it is started again.
+        # kopf logs a traceback when it ends, before it is restarted.
         assert not [
             line for line in operator.tracebacks() if '"logger": "fairlead_operator' in line
         ]
     assert only_budgets_deleted(proxy.calls)
     assert_no_tight_loop(proxy.calls)
     print(
-        f"{len(keys) * len(KINDS) * 2} lists and watches spoilt twice; created after {created:.1f} s, "
-        f"a step took at most {lifecycle.slowest:.1f} s"
+        f"{len(keys) * len(KINDS) * 2} lists and watches failed twice; "
+        f"created after {created:.1f} s, a step took at most {lifecycle.slowest:.1f} s"
     )

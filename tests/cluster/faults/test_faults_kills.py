@@ -1,5 +1,5 @@
-"""The operator killed at any of its writes, before it is sent or after it was carried out: the end
-is the same.
+"""The operator is killed at any of its writes, before it is sent or after it took effect: the
+objects end up the same.
 """
 
 import hashlib
@@ -39,7 +39,7 @@ def namespace_for(api: Api, word: str) -> str:
 
 @dataclass(slots=True)
 class Outcome:
-    """How one lifecycle with one kill ended."""
+    """The result of one lifecycle with one kill."""
 
     snapshots: Sequence[str]
     calls: list[Call]
@@ -65,7 +65,7 @@ def run_lifecycle(
 ) -> Outcome:
     """The lifecycle with the operator killed at its ``at``-th write (never, for -1).
 
-    ``path`` comes before its own modules; ``whole`` False plays the first step only.
+    ``path`` is searched before its own modules; ``whole`` False runs the first step only.
     """
     namespace = namespace_for(api, "kill")
     killed = writes = 0
@@ -114,7 +114,7 @@ def run_lifecycle(
 
 @pytest.fixture(scope="module")
 def undisturbed(plane: ControlPlane, api: Api) -> Outcome:
-    """The lifecycle without a fault: what it ends in, and every call of the operator."""
+    """The lifecycle without a fault: the resulting objects, and every call of the operator."""
     return run_lifecycle(plane, api, -1, "never", 20)
 
 
@@ -136,8 +136,7 @@ def test_killed_before_or_after_any_write_the_operator_reaches_the_same_objects(
         )
         deleted = [(call.plural, call.name) for call in outcome.calls if call.verb == "delete"]
         assert set(deleted) == {("poddisruptionbudgets", NAME)}, (point, deleted)
-    # How often the status changes depends on what is seen when: the last numbers may not be
-    # reached.
+    # The number of status writes depends on timing: a run may not reach the last points.
     killed = sum(outcome.killed for outcome in outcomes)
     assert killed >= 0.8 * len(chosen)
     slowest = max(outcome.slowest for outcome in outcomes)
@@ -147,12 +146,13 @@ def test_killed_before_or_after_any_write_the_operator_reaches_the_same_objects(
     )
 
 
-# Edge-triggered: a generation counts as handled before its children are written.
+# Edge-triggered: it marks a generation as handled before it writes the children.
 MARKED_TOO_EARLY = """
         generation = body["metadata"]["generation"]
         if (body.get("status") or {}).get("observedGeneration") == generation:
             return RESYNC_SECONDS
-        await self._cluster.set_status(body, {**(body.get("status") or {}), "observedGeneration": generation})
+        marked = {**(body.get("status") or {}), "observedGeneration": generation}
+        await self._cluster.set_status(body, marked)
         body = self._cluster.store.get(RESOURCE, key) or body
         try:
             resource = InferenceDeployment.from_body(body)"""
@@ -164,7 +164,7 @@ LEVEL_TRIGGERED = """
 def test_an_operator_that_is_not_level_triggered_is_detected(
     plane: ControlPlane, api: Api, tmp_path: Path
 ) -> None:
-    """The positive control: a planted bug that only a kill at the wrong moment shows."""
+    """The positive control: a planted bug that appears only with a kill at the wrong moment."""
     package = Path(fairlead_operator.__path__[0])
     shutil.copytree(package, tmp_path / package.name, ignore=shutil.ignore_patterns("__pycache__"))
     module = tmp_path / package.name / "reconcile.py"
@@ -173,6 +173,6 @@ def test_an_operator_that_is_not_level_triggered_is_detected(
     module.write_text(text.replace(LEVEL_TRIGGERED, MARKED_TOO_EARLY))
     run_lifecycle(
         plane, api, -1, "never", 20, str(tmp_path), whole=False
-    )  # without a kill the bug does not show
+    )  # without a kill the bug does not appear
     with pytest.raises(AssertionError, match="not created within"):
         run_lifecycle(plane, api, 0, "after", 8, str(tmp_path), whole=False)

@@ -1,5 +1,5 @@
-"""The API server away, the operator restarted again and again, two operators at once: nothing that
-runs is touched.
+"""An unreachable API server, an operator that restarts repeatedly, two operators at once: running
+pods are not touched.
 """
 
 import contextlib
@@ -36,7 +36,7 @@ PASSES = "fairlead_operator_reconciles_total"
 
 
 def running_pods(api: Api, namespace: str, count: int) -> list[str]:
-    """The uids of the pods once so many run."""
+    """The uids of the running pods, once there are ``count``."""
 
     def look() -> list[str] | None:
         pods = [
@@ -50,7 +50,7 @@ def running_pods(api: Api, namespace: str, count: int) -> list[str]:
 
 
 def remaining(api: Api, namespace: str) -> list[str]:
-    """What there still is of the resource."""
+    """The objects of the resource that still exist."""
     kinds = (KIND, *CHILDREN, "ReplicaSet", "Pod")
     names = [
         (kind, body["metadata"]["name"]) for kind in kinds for body in api.items(kind, namespace)
@@ -86,7 +86,7 @@ def test_an_unreachable_api_server_stops_no_pod_and_the_operator_catches_up(
         api.delete("Service", namespace, "chat")
         ends = time.monotonic() + outage
         while time.monotonic() < ends:
-            assert operator.probe("/healthz")[0] == 200, "being restarted would not help"
+            assert operator.probe("/healthz")[0] == 200, "a restart would not help"
             assert running_pods(api, namespace, 2) == pods
             time.sleep(1)
         tried = Counter(call.path.split("?")[0] for call in proxy.calls[before:])
@@ -102,8 +102,8 @@ def test_an_unreachable_api_server_stops_no_pod_and_the_operator_catches_up(
         assert max(tried.values()) <= 2 * 2 * outage, tried.most_common(3)
         assert not operator.tracebacks()
     print(
-        f"away {outage} s: {tried.total()} requests meanwhile, caught up after {lifecycle.slowest:.1f} s, "
-        f"memory {memory / 2**20:.0f} MiB and {grown / 2**20:+.1f} MiB"
+        f"outage of {outage} s: {tried.total()} requests meanwhile, "
+        f"caught up after {lifecycle.slowest:.1f} s, memory {memory / 2**20:.0f} MiB and {grown / 2**20:+.1f} MiB"
     )
 
 
@@ -131,8 +131,8 @@ def test_half_a_second_of_latency_changes_nothing(
 def test_no_request_fails_while_the_api_server_or_etcd_is_stopped(
     plane: ControlPlane, api: Api, namespace: str
 ) -> None:
-    """Stopped as processes: operator, kubelet and controllers all hang on them, and a real runtime
-    is being asked.
+    """The processes are stopped: operator, kubelet and controllers wait for them, while a real
+    runtime serves requests.
     """
     outage = {"kube-apiserver": 300 if LONG_FORM else 30, "etcd": 20}
     deadline = 30 if LONG_FORM else 15
@@ -149,9 +149,7 @@ def test_no_request_fails_while_the_api_server_or_etcd_is_stopped(
                 with stopped(plane, part):
                     ends = time.monotonic() + seconds
                     while time.monotonic() < ends:
-                        assert operator.probe("/healthz")[0] == 200, (
-                            "being restarted would not help"
-                        )
+                        assert operator.probe("/healthz")[0] == 200, "a restart would not help"
                         assert not clients.failures
                         time.sleep(1)
                     assert clients.done > asked, "requests went on being answered"
@@ -185,7 +183,7 @@ def served_port(api: Api, namespace: str) -> int:
 
 @contextlib.contextmanager
 def stopped(plane: ControlPlane, part: str) -> Iterator[None]:
-    """SIGSTOP: it takes connections and never answers."""
+    """SIGSTOP: it accepts connections and never answers."""
     process = plane.part(part).process
     process.send_signal(signal.SIGSTOP)
     try:
@@ -211,7 +209,9 @@ def test_restarts_change_nothing_and_deleting_needs_no_operator(
         for _ in range(20 if LONG_FORM else 5):
             operator.kill()
             operator.start()
-            eventually(lambda: operator.metric(PASSES, result="ok") > 0, 20, "it has looked")
+            eventually(
+                lambda: operator.metric(PASSES, result="ok") > 0, 20, "the operator made a pass"
+            )
             assert not operator.tracebacks()
         assert not [call for call in proxy.calls[before:] if call.of_children], (
             "children were written"
@@ -226,18 +226,18 @@ def test_restarts_change_nothing_and_deleting_needs_no_operator(
         eventually(
             lambda: remaining(api, namespace) == [],
             10,
-            "all is gone, no finalizer waits for anyone",
+            "all is gone without an operator",
         )
         operator.start()
-        eventually(lambda: operator.metric(LEADS) == 1, 20, "it leads again")
-        assert remaining(api, namespace) == [], "it brought something back"
+        eventually(lambda: operator.metric(LEADS) == 1, 20, "the operator leads again")
+        assert remaining(api, namespace) == [], "the operator recreated an object"
 
 
 @pytest.mark.usefixtures("pod_addresses")
 def test_a_restarted_operator_changes_no_status(
     plane: ControlPlane, api: Api, namespace: str, tmp_path: Path
 ) -> None:
-    """It remembers nothing, and asks its pods (stand-ins) before it says that it knows nothing."""
+    """It remembers nothing, and asks its pods (stand-ins) before it reports that data is missing."""
     load = tmp_path / "load.json"
     load.write_text("{}")
     with FakeKubelet(plane, environ={"STANDIN_LOAD": str(load)}, programs=STANDIN):
@@ -245,11 +245,13 @@ def test_a_restarted_operator_changes_no_status(
             scaling = {"minReplicas": 1, "maxReplicas": 2, "targetPerReplica": 100}
             api.create(idep(namespace, podTemplate=PROCESSES, autoscaling=scaling))
             eventually(lambda: ready(api, namespace), 30, "Ready")
-            eventually(lambda: all_measured(api, namespace), 20, "everything is known")
+            eventually(lambda: all_measured(api, namespace), 20, "pods are measured")
             operator.kill()
         before = status(api, namespace)
         with OperatorProcess(plane, (namespace,)) as operator:
-            eventually(lambda: operator.metric(PASSES, result="ok") > 0, 20, "it has looked")
+            eventually(
+                lambda: operator.metric(PASSES, result="ok") > 0, 20, "the operator made a pass"
+            )
             ends = time.monotonic() + 12  # two looks of the autoscaler
             while time.monotonic() < ends:
                 assert status(api, namespace) == before
@@ -257,7 +259,7 @@ def test_a_restarted_operator_changes_no_status(
 
 
 def all_measured(api: Api, namespace: str) -> bool:
-    """Whether the pods were measured, and the measure led to a decision."""
+    """Whether the pods were measured and the measurement led to a decision."""
     seen = status(api, namespace)
     return (
         "startup" in seen
@@ -297,7 +299,7 @@ def test_of_two_operators_one_writes_and_the_other_takes_over_within_20_seconds(
         began = time.monotonic()
         eventually(lambda: second.metric(LEADS) == 1, 20, "the standby leads")
         failover = time.monotonic() - began
-        eventually(lambda: second.metric(PASSES, result="ok") > 0, 10, "it has looked")
+        eventually(lambda: second.metric(PASSES, result="ok") > 0, 10, "the operator made a pass")
         takeover_writes = Counter(
             call.path.split("?")[0]
             for call in second_proxy.calls

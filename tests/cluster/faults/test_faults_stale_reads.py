@@ -1,5 +1,5 @@
-"""Old lists replayed, watch events lost or late: what the operator sees is wrong for a while, what
-it does is not.
+"""Old lists are replayed, watch events are lost or late: the operator sees a wrong state for a while
+but does nothing wrong.
 """
 
 import json
@@ -18,9 +18,9 @@ from cluster.harness.resources import KIND
 from support.full import LONG_FORM
 
 pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("crd")]
-SIDE_BY_SIDE = 10  # schedules in one operator, each in a namespace of its own
+SIDE_BY_SIDE = 10  # schedules in one operator, each in its own namespace
 ROUNDS = 20
-FAULT_SECONDS = 10.0  # of each step; a watch opened then goes on hiding what it sees
+FAULT_SECONDS = 10.0  # of each step; a watch opened in them keeps its fault
 
 
 @pytest.fixture
@@ -36,9 +36,7 @@ def namespaces(api: Api, namespace: str) -> Iterator[list[str]]:
 def run_with_faults(
     plane: ControlPlane, api: Api, namespaces: list[str], number: int
 ) -> tuple[float, int]:
-    """One lifecycle with a schedule for each namespace: the slowest step, and how many lies were
-    told.
-    """
+    """One lifecycle with a schedule of faults per namespace: the slowest step, the number of faults."""
     first = number * SIDE_BY_SIDE
     rngs = {name: random.Random(first + index) for index, name in enumerate(namespaces)}
     keys: list[Key] = [(name, f"chat-{number}") for name in namespaces]
@@ -79,20 +77,21 @@ def run_with_faults(
 def test_stale_lists_and_lost_or_late_events_delete_nothing_and_the_operator_catches_up(
     plane: ControlPlane, api: Api, namespaces: list[str]
 ) -> None:
-    """Half of the lists and watches that begin in a step's first seconds lie, in each namespace
-    others.
+    """Half of the lists and watches that begin in a step's first seconds are wrong, chosen per
+    namespace.
     """
     rounds = range(ROUNDS) if LONG_FORM else [offset(20)]
     slowest, injected = zip(
         *(run_with_faults(plane, api, namespaces, number) for number in rounds), strict=True
     )
     print(
-        f"{len(slowest) * SIDE_BY_SIDE} schedules, {sum(injected)} lies, a step took at most {max(slowest):.1f} s"
+        f"{len(slowest) * SIDE_BY_SIDE} schedules, {sum(injected)} faults, "
+        f"a step took at most {max(slowest):.1f} s"
     )
 
 
 def facts(api: Api, namespaces: list[str]) -> dict[Key, tuple[object, ...]]:
-    """What nobody may change while nobody asks for a change: every child's spec and the generation
+    """What must not change without a change of the spec: the children's specs and the generation
     reported.
     """
     world = world_of(api)
@@ -116,8 +115,8 @@ def facts(api: Api, namespaces: list[str]) -> dict[Key, tuple[object, ...]]:
 def test_an_operator_restarted_on_stale_lists_reverts_nothing(
     plane: ControlPlane, api: Api, namespaces: list[str]
 ) -> None:
-    """Every list answered from any moment of the lifecycle, every watch silent: no child and no
-    status goes back.
+    """Every list shows any earlier moment of the lifecycle, every watch is silent: no child and no
+    status is reverted.
     """
     stale = False
     lifecycle = Lifecycle(api, [(name, "chat") for name in namespaces], 30)
@@ -133,7 +132,7 @@ def test_an_operator_restarted_on_stale_lists_reverts_nothing(
 
         def restart() -> None:
             operator.kill()
-            operator.start()  # until it is ready: every kind is listed
+            operator.start()  # returns when it is ready: every kind is listed
 
         lifecycle.create()
         restart()
@@ -156,10 +155,10 @@ def test_an_operator_restarted_on_stale_lists_reverts_nothing(
             assert facts(api, namespaces) == before
             stale = False
             lifecycle.patch({"service": {"port": 90 + number}})
-            lifecycle.settle("told the truth", Wanted(3, "1", 90 + number))
+            lifecycle.settle("updated from current lists", Wanted(3, "1", 90 + number))
         assert not operator.tracebacks()
 
 
 def relisted(calls: list[Call], path: str) -> bool:
-    """Whether our own client has listed again: kopf has listed once, when it opened the watch."""
+    """Whether our own client listed again: kopf lists once, when it opens the watch."""
     return sum(call.verb == "list" and call.path.split("?")[0] == path for call in calls) >= 2
