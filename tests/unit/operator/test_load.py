@@ -86,3 +86,23 @@ def test_a_sample_is_fresh_for_15_seconds_and_never_from_the_future() -> None:
     assert sample.fresh(100.0 + FRESH_SECONDS - 0.1)
     assert not sample.fresh(100.0 + FRESH_SECONDS)
     assert not sample.fresh(99.9)
+
+
+def test_hostile_series_are_refused_before_they_cost_time() -> None:
+    """The library's parser takes time that grows with the square of a line's length."""
+    label = ",".join(f'a{n}="\\\\"' for n in range(100_000))[:900_000]
+    with pytest.raises(LoadError, match="more than 40 series, or one of over 1000 bytes"):
+        parse(f"{RUNNING}{{{label}}} 1\n{WAITING} 1\n")
+    with pytest.raises(LoadError, match="more than 40 series"):
+        parse(GOOD + "".join(f'{RUNNING}{{engine="{n}"}} 1\n' for n in range(41)))
+
+
+def test_series_of_other_names_are_not_parsed() -> None:
+    others = "".join(f"vllm:other{{a=malformed {n}\n" for n in range(10_000))
+    assert parse(others + GOOD, "demo") == Load(3, 2)
+
+
+@pytest.mark.parametrize("label", [r"a\"b\\c\nd", "a}b", "a{b", "a,b", "a=b", "a b", "a\u2028b"])
+def test_a_models_name_is_unescaped(label: str) -> None:
+    name = label.replace(r"\"", '"').replace(r"\n", "\n").replace(r"\\", "\\")
+    assert parse(GOOD.replace("demo", label), name) == Load(3, 2)
