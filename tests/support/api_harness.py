@@ -1,6 +1,4 @@
-"""A server on real sockets in the test's own event loop, and a service of known behaviour to put
-behind it.
-"""
+"""A server on real sockets in the test's own event loop, and a fake service for it."""
 
 import asyncio
 import itertools
@@ -36,7 +34,7 @@ TEXT = "naïve 日本 🙂 text, "  # characters of one to four bytes
 
 
 class FakeStream:
-    """Streams ``texts`` to every choice, one per turn of the loop, or waits for ever after them."""
+    """Streams a fixed text to every choice, one token per turn of the event loop."""
 
     def __init__(self, service: "FakeService", submission: Submission) -> None:
         self.request_id = submission.id
@@ -90,14 +88,14 @@ class FakeStream:
 
 @dataclass
 class FakeService:
-    """Behaves as told: see the fields."""
+    """A service whose fields set its behaviour."""
 
     max_model_len: int = MAX_MODEL_LEN
     hang: bool = False  # never end a stream
-    error: Exception | None = None  # what ends every stream
+    error: Exception | None = None  # raised at the end of every stream
     finish: FinishReason = FinishReason.LENGTH
-    refuse: Exception | None = None  # what submit raises
-    refuse_after: int = 0  # once that many were taken
+    refuse: Exception | None = None  # raised by submit
+    refuse_after: int = 0  # requests to accept before that
     state: Health = field(default_factory=lambda: Health(alive=True, ready=True))
     live: dict[str, Submission] = field(default_factory=dict)
     seen: list[Submission] = field(default_factory=list)
@@ -154,7 +152,7 @@ def backend_of(service: Any) -> Backend:
     return Backend(
         service=service,
         tokenizer=tokenizer,
-        # The service makes up its tokens: no id of the tokenizer stands for what it says.
+        # The tokens of the fake service are not ids of the tokenizer.
         vocabulary=replace(vocabulary_of(tokenizer), spelled={}),
         metrics=lambda: b"# HELP x y\n",
         memory=lambda: {"planned": {"weights": 1}, "measured": {"weights": 1}},
@@ -202,7 +200,7 @@ async def running_server(
     drain_timeout: float = 5.0,
     **settings: Any,
 ) -> AsyncIterator[Server]:
-    """A server over ``load``'s backend; ``settings`` are Face's, and ``max_connections``."""
+    """A server with ``load``'s backend; ``settings`` are fields of Face, or ``max_connections``."""
     limits = {name: settings.pop(name) for name in ("max_connections",) if name in settings}
     face = Face(name=MODEL, **settings)
     listeners: Listeners = listen("127.0.0.1", 0, 0)
@@ -223,19 +221,19 @@ async def running_server(
 async def fake_server(
     service: FakeService | None = None, **settings: Any
 ) -> AsyncIterator[tuple[Server, FakeService]]:
-    behind = service or FakeService()
+    fake = service or FakeService()
 
     async def load() -> Backend:
-        return backend_of(behind)
+        return backend_of(fake)
 
     async with running_server(load, **settings) as server:
-        yield server, behind
+        yield server, fake
 
 
 async def asgi(
     app: ASGIApp, method: str, path: str, body: bytes = b"", **headers: str
 ) -> tuple[int, bytes]:
-    """One request to an application without a socket: its status and its body."""
+    """Send one request to an application without a socket; returns status and body."""
     pending: list[dict[str, Any]] = [{"type": "http.request", "body": body, "more_body": False}]
     sent: list[Any] = []
 
@@ -248,7 +246,7 @@ async def asgi(
     async def send(message: Any) -> None:
         sent.append(message)
 
-    given = {"content_type": "application/json", **headers}
+    all_headers = {"content_type": "application/json", **headers}
     scope = {
         "type": "http",
         "asgi": {"version": "3.0", "spec_version": "2.3"},
@@ -262,7 +260,7 @@ async def asgi(
         "server": ("x", 80),
         "client": ("y", 1),
         "headers": [
-            (name.replace("_", "-").encode(), value.encode()) for name, value in given.items()
+            (name.replace("_", "-").encode(), value.encode()) for name, value in all_headers.items()
         ],
     }
     await app(scope, receive, send)
@@ -270,8 +268,8 @@ async def asgi(
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    """Let the event loop turn until ``condition`` holds; the test's own time limit is the only
-    other end.
+    """Run the event loop until ``condition`` holds; only the test's own time limit ends the wait
+    otherwise.
     """
     while not condition():  # noqa: ASYNC110 - the conditions are the server's own state, which has no events
         await asyncio.sleep(0)
@@ -290,18 +288,18 @@ def completion(prompt: Any = "hello", **fields: Any) -> dict[str, Any]:
 
 
 def events(text: str) -> list[Any]:
-    """The events of a stream: JSON values, and the word [DONE]."""
-    found = [line.removeprefix("data: ") for line in text.split("\n\n") if line]
-    return [each if each == "[DONE]" else json.loads(each) for each in found]
+    """The events of a stream: JSON values and the string "[DONE]"."""
+    data = [line.removeprefix("data: ") for line in text.split("\n\n") if line]
+    return [each if each == "[DONE]" else json.loads(each) for each in data]
 
 
 def is_error(body: Mapping[str, Any]) -> bool:
-    """Whether it is OpenAI's error object, and nothing else."""
+    """Whether the body is OpenAI's error object and nothing else."""
     return set(body) == {"error"} and set(body["error"]) == {"message", "type", "param", "code"}
 
 
 def http(method: str, path: str, body: bytes = b"", **headers: str) -> bytes:
-    """A request as bytes; a header's underscores become hyphens."""
+    """A request as bytes; underscores in header names become hyphens."""
     lines = [f"{method} {path} HTTP/1.1", "Host: x"]
     lines += [f"{name.replace('_', '-')}: {value}" for name, value in headers.items()]
     if body:

@@ -1,7 +1,7 @@
 """The real scheduler and the real runner on a tiny model, without threads or HTTP, and transformers
-beside them.
+as the reference.
 
-Shared by the tests of token equality and of batch independence.
+Used by the tests of token equality and of batch independence.
 """
 
 import functools
@@ -24,20 +24,18 @@ from fairlead_runtime.scheduling.plan import Finished, Limits, Result, Work
 from fairlead_runtime.scheduling.scheduler import Scheduler, SchedulerStats
 from fairlead_runtime.sizing.groups import LayerGroup, group_layers
 
-# Tiny matrices gain nothing from threads, and where cores are shared they lose a hundredfold to
-# waiting for each other.
+# Threads do not speed up tiny matrices; on shared cores they slow them down a hundredfold.
 torch.set_num_threads(1)
 
 MAX_LEN = 512
 MAX_STEPS = 20_000
-EOS = frozenset(
-    {2, 140}
-)  # more than one, and chosen at random often enough that some texts end early
+# two ids, sampled often enough at random that some texts end early
+EOS = frozenset({2, 140})
 
 
 @dataclass(frozen=True)
 class Setting:
-    """One way to run the engine. ``num_blocks`` counts whole-model blocks; chunk is
+    """Settings of one engine run. ``num_blocks`` counts whole-model blocks, ``chunk`` is
     max_batch_tokens.
     """
 
@@ -64,7 +62,7 @@ class Setting:
 
 @dataclass
 class Outcome:
-    """``texts``: by (request id, choice), the generated tokens."""
+    """Result of one run; ``texts`` has the generated tokens by (request id, choice)."""
 
     texts: dict[tuple[str, int], list[int]] = field(default_factory=dict)
     finishes: dict[tuple[str, int], FinishReason] = field(default_factory=dict)
@@ -73,9 +71,7 @@ class Outcome:
 
 
 class KnownTextRunner:
-    """A runner without a model: it answers with texts known beforehand. For finding a setting by
-    trial.
-    """
+    """A runner without a model that returns the given texts, to try out a setting cheaply."""
 
     def __init__(self, texts: Mapping[str, abc.Sequence[int]]) -> None:
         self.texts = texts
@@ -94,9 +90,7 @@ class KnownTextRunner:
 def run_to_end(
     scheduler: Scheduler, device: Executor, arrivals: Iterable[tuple[int, Request]]
 ) -> Outcome:
-    """Run to the end; a request is added before the step it is due in. Checks every invariant now
-    and then.
-    """
+    """Run all arrivals (step, request) to their end, checking the invariants every 16 steps."""
     due = sorted(arrivals, key=lambda a: a[0])
     outcome = Outcome()
     while due or scheduler.has_work:
@@ -115,7 +109,7 @@ def run_to_end(
         if outcome.steps % 16 == 0:
             scheduler.check()
         if outcome.steps > MAX_STEPS:
-            pytest.fail("no end in sight")
+            pytest.fail(f"not done after {MAX_STEPS} steps")
     scheduler.check()
     outcome.stats = scheduler.stats()
     assert outcome.stats.used == 0, "units are still held at rest"
@@ -123,7 +117,7 @@ def run_to_end(
 
 
 class Rig:
-    """One tiny model: run by our engine under any setting, and by transformers one prompt at a
+    """One tiny model, run by our engine with any setting and by transformers one prompt at a
     time.
     """
 
@@ -146,7 +140,7 @@ class Rig:
             device=self.model.device,
             host_units=limits.offload_units,
         )
-        # Whatever is read before it was written becomes visible.
+        # A read of a slot that was not written yields NaN.
         cache.keys.fill_(torch.nan)
         cache.values.fill_(torch.nan)
         return ModelRunner(self.model, cache)
@@ -158,7 +152,7 @@ class Rig:
     def dry_run(
         self, setting: Setting, arrivals: Iterable[tuple[int, Request]]
     ) -> SchedulerStats | None:
-        """The same run without the model, its greedy texts taken from the reference."""
+        """The same run without our model: the greedy texts come from the reference."""
         arrivals = list(arrivals)
         limits = setting.limits(len(self.groups))
         texts = {r.id: self.reference(r.prompt, r.max_tokens) for _, r in arrivals}
@@ -167,8 +161,8 @@ class Rig:
         ).stats
 
     def reference(self, prompt: tuple[int, ...], max_tokens: int) -> list[int]:
-        """transformers' greedy ``generate`` of this prompt alone, eager attention, end tokens as
-        ours.
+        """transformers' greedy ``generate`` of this prompt alone, with eager attention and our
+        end-of-sequence ids.
         """
         key = (prompt, max_tokens)
         if key not in self._references:
@@ -187,19 +181,19 @@ class Rig:
         return self._references[key]
 
     def margin(self, tokens: abc.Sequence[int]) -> tuple[float, float]:
-        """How close the reference's choice after ``tokens`` was: the top two logits' distance, and
-        the smallest distance of a router's k-th and next score over all tokens and layers (inf
-        without experts).
+        """How close the reference's choice after ``tokens`` is: the distance of the top two logits,
+        and the smallest distance between a router's k-th and next score over all tokens and layers
+        (inf without experts).
         """
         routers: list[float] = []
 
-        def note(module: Any, _args: Any, output: Any) -> None:
+        def record_router(module: Any, _args: Any, output: Any) -> None:
             ranked = output[0].float().topk(module.top_k + 1, dim=-1).values
             routers.append(float((ranked[:, -2] - ranked[:, -1]).min()))
 
         with self.model.plain() as plain, torch.inference_mode():
             hooks = [
-                m.register_forward_hook(note)
+                m.register_forward_hook(record_router)
                 for m in plain.modules()
                 if type(m).__name__.endswith("Router")
             ]
@@ -221,11 +215,11 @@ def prompts(seed: int, lengths: abc.Sequence[int], shared: int) -> list[tuple[in
     """Random prompts of these lengths; all but the first begin with the same ``shared`` tokens."""
     generator = np.random.default_rng(seed)
     prefix = generator.integers(3, tiny.VOCAB, shared).tolist()
-    made: list[tuple[int, ...]] = []
+    random_prompts: list[tuple[int, ...]] = []
     for i, length in enumerate(lengths):
         body = generator.integers(3, tiny.VOCAB, length).tolist()
-        made.append(tuple(body if i == 0 else (prefix + body)[:length]))
-    return made
+        random_prompts.append(tuple(body if i == 0 else (prefix + body)[:length]))
+    return random_prompts
 
 
 def greedy(request_id: str, prompt: tuple[int, ...], max_tokens: int, n: int = 1) -> Request:

@@ -1,7 +1,6 @@
-"""An engine on a runner that needs no model: what a row samples is a function of its own tokens.
+"""An engine with a runner that needs no model: a row's sample is a function of its own tokens.
 
-Two runs give equal tokens for equal requests, whatever shares the batch, so a test can demand
-identity.
+Equal requests get equal tokens in every run and every batch, so a test can compare runs exactly.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -21,7 +20,7 @@ MIXED = (LayerGroup(0, None, (0,)), LayerGroup(1, 8, (1,)))
 
 
 class Clock:
-    """Virtual seconds: nothing moves it but the test and, a little each time, reading it."""
+    """Virtual seconds, which only the test and FakeRunner's ``step_time`` advance."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -31,9 +30,7 @@ class Clock:
 
 
 def token_of(row: Row) -> int:
-    """What follows these tokens: depends on them, the choice, the seed and the position, on nothing
-    else.
-    """
+    """The token after these; depends only on them, the choice, the seed and the position."""
     sequence = row.sequence
     value = sequence.request.seed ^ sequence.choice << 32 ^ len(sequence.tokens) << 40
     for token in (sequence.tokens[0], *sequence.tokens[-4:]):
@@ -42,7 +39,7 @@ def token_of(row: Row) -> int:
 
 
 class FakeRunner:
-    """``before(work)`` may raise or change the results it gets; it sees every attempt, reruns too."""
+    """Calls ``fault(work)``, which may raise, before every attempt, reruns included."""
 
     def __init__(
         self, fault: Callable[[Work], None] | None = None, clock: Clock | None = None
@@ -66,7 +63,7 @@ class FakeRunner:
 
 
 def limits(**changes: Any) -> Limits:
-    given: dict[str, Any] = {
+    defaults: dict[str, Any] = {
         "policy": "fifo",
         "max_batch_tokens": 32,
         "max_requests": 8,
@@ -75,7 +72,7 @@ def limits(**changes: Any) -> Limits:
         "num_blocks": 64,
         "max_model_len": 256,
     }
-    return Limits(**(given | changes))
+    return Limits(**(defaults | changes))
 
 
 def rig(
@@ -97,7 +94,7 @@ def rig(
 
 
 def request(name: str, prompt: int = 10, max_tokens: int = 6, **params: Any) -> Request:
-    """A prompt of ``prompt`` tokens that are this request's own."""
+    """A request with a prompt of ``prompt`` tokens that depend on its name."""
     start = mix64(sum(map(ord, name)) * 1009 + len(name))
     tokens = tuple(mix64(start + i) % (VOCABULARY - 1) + 1 for i in range(prompt))
     return Request(
@@ -106,7 +103,7 @@ def request(name: str, prompt: int = 10, max_tokens: int = 6, **params: Any) -> 
 
 
 class Collected:
-    """Everything an engine emitted, by request and choice."""
+    """All events of an engine, by request and choice."""
 
     def __init__(self) -> None:
         self.tokens: dict[tuple[str, int], list[int]] = {}
@@ -127,7 +124,7 @@ class Collected:
 
 
 def run(engine: Engine, most: int = 10_000, into: Collected | None = None) -> Collected:
-    """Step until there is nothing left to do."""
+    """Step until the engine has no work."""
     collected = into or Collected()
     for _ in range(most):
         collected.take(engine.step())

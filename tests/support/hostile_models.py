@@ -1,8 +1,7 @@
-"""Model directories as an attacker, or a broken disk, would leave them: name → what to do to a good
-one.
+"""Model directories as an attacker or a broken disk would leave them.
 
 Every case gets a directory that loads (config.json, tokenizer, model.safetensors) and spoils it.
-Python files and pickles in them leave a mark on the disk when anything runs them.
+The Python files and pickles that cases add create a file when anything runs them.
 """
 
 import json
@@ -30,7 +29,7 @@ class _Bomb:
 
 
 def plant_code(path: Path) -> None:
-    """A Python file of every usual name, and a pickle, which mark their execution."""
+    """Add a Python file of every usual name, and a pickle; each creates the mark when it runs."""
     for name in (
         "modeling_evil.py",
         "configuration_evil.py",
@@ -67,7 +66,7 @@ def _write(name: str, content: bytes) -> Spoil:
 
 
 def _only(name: str) -> Spoil:
-    """The weights in another format alone: a pickle that marks its execution."""
+    """Replace the weights by another format: a pickle that creates the mark when it runs."""
 
     def spoil(path: Path) -> None:
         (path / WEIGHTS).unlink()
@@ -77,7 +76,7 @@ def _only(name: str) -> Spoil:
 
 
 def _header(change: Callable[[dict[str, Any]], object]) -> Spoil:
-    """Rewrite the header's entries; the data stays."""
+    """Rewrite the header's entries and keep the data."""
 
     def spoil(path: Path) -> None:
         raw = (path / WEIGHTS).read_bytes()
@@ -96,7 +95,7 @@ def _raw_header(text: bytes, length: int | None = None, data: bytes = b"") -> Sp
     return _write(WEIGHTS, size.to_bytes(8, "little") + text + data)
 
 
-def _first(entries: dict[str, Any], **changes: Any) -> None:
+def _edit_first_entry(entries: dict[str, Any], **changes: Any) -> None:
     entries[min(entries)].update(changes)
 
 
@@ -116,13 +115,13 @@ def _truncated(path: Path) -> None:
     (path / WEIGHTS).write_bytes(raw[:-1000])
 
 
-def _longer(path: Path) -> None:
+def _append_bytes(path: Path) -> None:
     with (path / WEIGHTS).open("ab") as file:
         file.write(b"\0" * 64)
 
 
 def _index(weight_map: Any, **more: Any) -> Spoil:
-    """An index instead of the single file, which becomes its first part."""
+    """Add an index; the single weight file becomes its first part."""
 
     def spoil(path: Path) -> None:
         (path / WEIGHTS).rename(path / "model-00001-of-00001.safetensors")
@@ -133,7 +132,7 @@ def _index(weight_map: Any, **more: Any) -> Spoil:
     return spoil
 
 
-def _twice(path: Path) -> None:
+def _duplicate_tensors(path: Path) -> None:
     raw = (path / WEIGHTS).read_bytes()
     (path / WEIGHTS).unlink()
     names = [
@@ -170,7 +169,7 @@ def _without(name: str) -> Spoil:
 
 
 def _sparse(path: Path) -> None:
-    """A header that claims 4 GB of a file that has them, as holes."""
+    """A header of 4 GB in a sparse file of that size."""
     with (path / WEIGHTS).open("wb") as file:
         file.write((4_000_000_000).to_bytes(8, "little") + b"{")
         file.truncate(4_000_000_100)
@@ -186,14 +185,14 @@ AUTO_MAP = {
     "AutoConfig": "configuration_evil.Config",
     "AutoModelForCausalLM": "modeling_evil.Model",
 }
-OWN = {"model_type": "evil", "auto_map": AUTO_MAP}
-_DEEP = b'{"a":' * 3000 + b"1" + b"}" * 3000
-_ABYSS = b'{"a":' * 200_000
+OWN_CODE = {"model_type": "evil", "auto_map": AUTO_MAP}
+_DEEP_JSON = b'{"a":' * 3000 + b"1" + b"}" * 3000
+_UNCLOSED_JSON = b'{"a":' * 200_000
 
 # name → (expected code, how to spoil the directory)
 CASES: dict[str, tuple[str, Spoil]] = {
-    # own code
-    "auto_map of an unknown architecture": ("RemoteCodeRefused", _config(**OWN)),
+    # Python code in the model
+    "auto_map of an unknown architecture": ("RemoteCodeRefused", _config(**OWN_CODE)),
     "auto_map in text_config": (
         "RemoteCodeRefused",
         _config(model_type="evil", text_config={"auto_map": AUTO_MAP}),
@@ -248,10 +247,10 @@ CASES: dict[str, tuple[str, Spoil]] = {
     "header of 4 GB": ("BadWeights", _sparse),
     "header of 2^64 bytes": ("BadWeights", _raw_header(b"{}", 2**64 - 1)),
     "header longer than the file": ("BadWeights", _raw_header(b"{}", 3)),
-    "header is no JSON": ("BadWeights", _raw_header(b"{nonsense}")),
+    "header is not JSON": ("BadWeights", _raw_header(b"{nonsense}")),
     "header is a list": ("BadWeights", _raw_header(b"[]")),
-    "header nested too deeply": ("BadWeights", _raw_header(_ABYSS)),
-    "header is no UTF-8": ("BadWeights", _raw_header(b'{"\xff\xfe": 1}')),
+    "header nested too deeply": ("BadWeights", _raw_header(_UNCLOSED_JSON)),
+    "header is not UTF-8": ("BadWeights", _raw_header(b'{"\xff\xfe": 1}')),
     "header with the same tensor twice": (
         "BadWeights",
         _raw_header(
@@ -259,7 +258,7 @@ CASES: dict[str, tuple[str, Spoil]] = {
             data=b"\0" * 4,
         ),
     ),
-    "metadata that is no text": (
+    "metadata that is not text": (
         "BadWeights",
         _header(lambda e: e.update(__metadata__={"a": {"b": 1}})),
     ),
@@ -267,36 +266,54 @@ CASES: dict[str, tuple[str, Spoil]] = {
     "gap between tensors": ("BadWeights", _header(_gap)),
     "offsets beyond the file": (
         "BadWeights",
-        _header(lambda e: _first(e, data_offsets=[0, 2**40])),
+        _header(lambda e: _edit_first_entry(e, data_offsets=[0, 2**40])),
     ),
-    "offsets reversed": ("BadWeights", _header(lambda e: _first(e, data_offsets=[64, 0]))),
-    "offsets negative": ("BadWeights", _header(lambda e: _first(e, data_offsets=[-64, 0]))),
-    "offsets as floats": ("BadWeights", _header(lambda e: _first(e, data_offsets=[0.0, 64.0]))),
-    "three offsets": ("BadWeights", _header(lambda e: _first(e, data_offsets=[0, 1, 2]))),
-    "unknown dtype": ("BadWeights", _header(lambda e: _first(e, dtype="F31"))),
-    "dtype that is a list": ("BadWeights", _header(lambda e: _first(e, dtype=["F32"]))),
+    "offsets reversed": (
+        "BadWeights",
+        _header(lambda e: _edit_first_entry(e, data_offsets=[64, 0])),
+    ),
+    "offsets negative": (
+        "BadWeights",
+        _header(lambda e: _edit_first_entry(e, data_offsets=[-64, 0])),
+    ),
+    "offsets as floats": (
+        "BadWeights",
+        _header(lambda e: _edit_first_entry(e, data_offsets=[0.0, 64.0])),
+    ),
+    "three offsets": (
+        "BadWeights",
+        _header(lambda e: _edit_first_entry(e, data_offsets=[0, 1, 2])),
+    ),
+    "unknown dtype": ("BadWeights", _header(lambda e: _edit_first_entry(e, dtype="F31"))),
+    "dtype that is a list": ("BadWeights", _header(lambda e: _edit_first_entry(e, dtype=["F32"]))),
     "shape larger than the data": (
         "BadWeights",
-        _header(lambda e: _first(e, shape=[2**30, 2**30])),
+        _header(lambda e: _edit_first_entry(e, shape=[2**30, 2**30])),
     ),
-    "shape that overflows 64 bits": ("BadWeights", _header(lambda e: _first(e, shape=[2**40] * 8))),
-    "shape with a negative size": ("BadWeights", _header(lambda e: _first(e, shape=[-1, -64]))),
-    "shape with true": ("BadWeights", _header(lambda e: _first(e, shape=[True]))),
+    "shape that overflows 64 bits": (
+        "BadWeights",
+        _header(lambda e: _edit_first_entry(e, shape=[2**40] * 8)),
+    ),
+    "shape with a negative size": (
+        "BadWeights",
+        _header(lambda e: _edit_first_entry(e, shape=[-1, -64])),
+    ),
+    "shape with true": ("BadWeights", _header(lambda e: _edit_first_entry(e, shape=[True]))),
     "shape of a thousand dimensions": (
         "BadWeights",
-        _header(lambda e: _first(e, shape=[1] * 1000)),
+        _header(lambda e: _edit_first_entry(e, shape=[1] * 1000)),
     ),
     "entry without dtype": ("BadWeights", _header(lambda e: e[min(e)].pop("dtype") and None)),
     "entry that is a number": ("BadWeights", _header(lambda e: e.update({min(e): 3}))),
     "truncated data": ("BadWeights", _truncated),
-    "bytes after the last tensor": ("BadWeights", _longer),
+    "bytes after the last tensor": ("BadWeights", _append_bytes),
     "a tensor renamed": (
         "BadWeights",
         _header(lambda e: {"x" + k if k == min(e) else k: v for k, v in e.items()}),
     ),
     "a tensor of another shape": (
         "BadWeights",
-        _header(lambda e: _first(e, shape=list(reversed(e[min(e)]["shape"])))),
+        _header(lambda e: _edit_first_entry(e, shape=list(reversed(e[min(e)]["shape"])))),
     ),
     # the index
     "index names a file outside": ("BadWeights", _index({"a": "../outside/model.safetensors"})),
@@ -310,8 +327,8 @@ CASES: dict[str, tuple[str, Spoil]] = {
     "index without a map": ("BadWeights", _index(None)),
     "index with a list": ("BadWeights", _index(["model-00001-of-00001.safetensors"])),
     "index of numbers": ("BadWeights", _index({"a": 7})),
-    "one tensor in two files": ("BadWeights", _twice),
-    # links and things that are no files
+    "one tensor in two files": ("BadWeights", _duplicate_tensors),
+    # links and special files
     "weights are a link that leaves": ("BadModelFiles", _link(WEIGHTS, "{outside}/{name}")),
     "config is a relative link that leaves": (
         "BadModelFiles",
@@ -325,10 +342,10 @@ CASES: dict[str, tuple[str, Spoil]] = {
     "tokenizer is a device": ("BadModelFiles", _link("tokenizer.json", "/dev/zero")),
     # JSON
     "no config": ("ModelNotFound", _without("config.json")),
-    "config is no JSON": ("BadModelFiles", _write("config.json", b"{")),
+    "config is not JSON": ("BadModelFiles", _write("config.json", b"{")),
     "config is a list": ("BadModelFiles", _write("config.json", b"[]")),
-    "config nested too deeply": ("BadModelFiles", _write("config.json", _DEEP)),
-    "config without an end": ("BadModelFiles", _write("config.json", _ABYSS)),
+    "config nested too deeply": ("BadModelFiles", _write("config.json", _DEEP_JSON)),
+    "config that is never closed": ("BadModelFiles", _write("config.json", _UNCLOSED_JSON)),
     "config with a key twice": (
         "BadModelFiles",
         _write("config.json", b'{"model_type":"llama","model_type":"evil"}'),
@@ -339,7 +356,7 @@ CASES: dict[str, tuple[str, Spoil]] = {
         _write("config.json", b'{"vocab_size":' + b"9" * 1_000_000 + b"}"),
     ),
     "tokenizer of 100 MiB": ("BadModelFiles", _huge_json),
-    "tokenizer is no tokenizer": ("BadModelFiles", _write("tokenizer.json", b'{"model": 3}')),
+    "tokenizer is not a tokenizer": ("BadModelFiles", _write("tokenizer.json", b'{"model": 3}')),
     "generation config is a list": ("BadModelFiles", _write("generation_config.json", b"[1]")),
     # architectures
     "model_type is a list": ("UnsupportedModel", _config(model_type=["llama"])),

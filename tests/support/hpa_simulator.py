@@ -1,10 +1,9 @@
-"""Kubernetes' HorizontalPodAutoscaler, its v2 defaults, on the same signal: what the operator is
-measured against.
+"""Kubernetes' HorizontalPodAutoscaler with its v2 defaults, as a baseline for our autoscaler.
 
 After the controller's documentation and source: sync every 15 s, a total divided by the target
 (AverageValue), tolerance 0.1, the highest recommendation of the last 300 s when shrinking, at most
-100 % or 4 pods (whichever is more) added in 15 s, everything removed at once. Its metrics are
-perfect and have no delay, which real ones do not.
+100 % or 4 pods (whichever is more) added in 15 s, any number removed at once. Its metrics are
+exact and without delay, unlike real ones.
 """
 
 import math

@@ -1,5 +1,4 @@
-"""A fake model hub: the HTTP routes that huggingface_hub uses, with the ways in which a real one
-fails.
+"""A fake model hub: the HTTP routes that huggingface_hub uses, and the failures of a real hub.
 
 with Hub({"tiny/llama": Repository({"config.json": b"{}"})}) as hub:
     fetch("tiny/llama", environ=hub.environ(tmp_path))
@@ -21,16 +20,16 @@ MAIN, OTHER = COMMITS = ("a" * 40, "b" * 40)
 
 @dataclass
 class Repository:
-    """Files by name at each commit; ``refs`` name commits. Files above ``lfs_from`` bytes come by
-    redirect to another host.
+    """Files by name at each commit; ``refs`` name commits. Files of at least ``lfs_from`` bytes
+    are served by a redirect to another host.
     """
 
     files: dict[str, bytes]
     refs: dict[str, str] = field(default_factory=lambda: {"main": MAIN})
     gated: bool = False
-    token: str = ""  # the one token a gated repository takes
+    token: str = ""  # the token that a gated repository accepts
     truncate: str = ""  # this file's body ends early
-    vanish: str = ""  # this file is listed and then gone
+    vanish: str = ""  # this file is listed but its download gives 404
     lfs_from: int = 2000
     on_get: Callable[[str], None] = lambda _: None  # called before a body is sent
 
@@ -41,14 +40,14 @@ class Repository:
 
 
 class Hub:
-    """Serves repositories on a free local port while the context lasts; ``requests`` are (method,
+    """Serves repositories on a free local port within the context; ``requests`` are (method,
     path).
     """
 
     def __init__(self, repositories: dict[str, Repository]) -> None:
         self.repositories = repositories
         self.requests: list[tuple[str, str]] = []
-        self.status = 0  # answer everything with this
+        self.status = 0  # if set, the status of every answer
         hub = self
 
         class Handler(_Handler):
@@ -80,7 +79,7 @@ class Hub:
         return {"HF_ENDPOINT": self.endpoint, "HF_HOME": str(home), **more}
 
     def downloaded(self) -> list[str]:
-        """Names of the files whose bodies were asked for."""
+        """Names of the files whose bodies were requested."""
         return [
             path.rsplit("/", 1)[-1]
             for method, path in self.requests
@@ -89,8 +88,8 @@ class Hub:
 
 
 def sharded(directory: Path, count: int) -> dict[str, bytes]:
-    """The files of a model, its one weight file cut into ``count`` of about the same size, with
-    their index.
+    """The files of a model, its weight file split into ``count`` shards of similar size with an
+    index.
     """
     from safetensors.torch import load_file, save
 
@@ -117,7 +116,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
 
     def log_message(self, format: str, *args: object) -> None:  # noqa: A002 - the base class names it so
-        """Say nothing: failing requests are part of the tests."""
+        """Log nothing: failing requests are part of the tests."""
 
     def do_HEAD(self) -> None:
         self._answer()

@@ -1,4 +1,4 @@
-"""Bodies that operator tests start from: a resource, pods in chosen states, events. Plain dicts."""
+"""Bodies for operator tests, as plain dicts: a resource, pods in chosen states, events."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -1,8 +1,8 @@
 """`fairlead serve` as a process of its own, on free ports.
 
-The processes are forked from one that has imported torch and the models already: importing them
-takes longer than all that these tests look at. tests/functional/commands/test_demo.py starts the
-command from nothing.
+The processes are forked from one that has already imported torch and the models: the imports take
+longer than the tests themselves. tests/functional/commands/test_demo.py starts the command without
+this.
 """
 
 import json
@@ -19,13 +19,13 @@ from typing import Any
 
 import httpx
 
-WITHIN = 300.0  # a bound for hung processes; on a busy machine starting takes its time
+WITHIN = 300.0  # seconds; a limit for hung processes, long enough for a busy machine
 forks = multiprocessing.get_context("forkserver")
 forks.set_forkserver_preload(["fairlead_runtime.start.serve", "fairlead_runtime.start.build"])
 
 
 class Process:
-    """The process, its log as it comes, and clients for both ports."""
+    """The process, its log while it runs, and clients for both ports."""
 
     def __init__(
         self, arguments: list[str], environ: Mapping[str, str], prepare: Callable[[], None]
@@ -51,7 +51,7 @@ class Process:
         self._messages.put(None)
 
     def until_logged(self, text: str) -> None:
-        """Wait for a log line whose message has ``text``; its addresses are learnt on the way."""
+        """Wait for a log line whose message contains ``text``; keep the ports logged before."""
         while True:
             message = self._messages.get(timeout=WITHIN)
             if message is None:
@@ -88,18 +88,18 @@ class Process:
 
 
 def no_preparation() -> None:
-    """Nothing is prepared."""
+    """Change nothing before the server starts."""
 
 
 def never_loads() -> None:
-    """Weights that take for ever."""
+    """Make the loading of the weights never end."""
     from fairlead_runtime.models import loading
 
     loading.load = lambda *_, **__: threading.Event().wait()  # type: ignore[assignment]
 
 
 def broken_device() -> None:
-    """Every forward pass of the engine raises; the self-test has passed."""
+    """Make every forward pass of the engine raise, after a self-test that passed."""
     from fairlead_runtime.device.model_runner import ModelRunner
 
     def fail(*_: object) -> None:
@@ -115,8 +115,8 @@ def serve(
     environ: Mapping[str, str] | None = None,
     prepare: Callable[[], None] = no_preparation,
 ) -> Iterator[Process]:
-    """``fairlead serve MODEL --port=0 --admin-port=0 FLAGS``; ``prepare`` runs in the process
-    before.
+    """Run ``fairlead serve MODEL --port=0 --admin-port=0 FLAGS``; ``prepare`` runs in the process
+    first.
     """
     server = Process(["serve", model, "--port=0", "--admin-port=0", *flags], environ or {}, prepare)
     try:
@@ -126,7 +126,7 @@ def serve(
 
 
 def stream_events(response: httpx.Response) -> Iterator[dict[str, Any] | str]:
-    """Server-sent events as they arrive: JSON values, and the word [DONE]."""
+    """Server-sent events as they arrive: JSON values and the string "[DONE]"."""
     for line in response.iter_lines():
         if line.startswith("data: "):
             data = line.removeprefix("data: ")

@@ -1,9 +1,9 @@
-"""Random workloads under scarce memory, run to their end against a device that remembers every slot
-it wrote.
+"""Random workloads under scarce memory, run to their end on a device that records every slot it
+wrote.
 
-``run`` plays a Scenario and checks the invariants after every step, every key that a row reads,
-every event, and every delivered token against an oracle that never saw the scheduler. ``shrink``
-drops events from a failing scenario while it still fails.
+``run`` runs a Scenario and checks the invariants after every step, every key that a row reads,
+every event, and every delivered token against an oracle without a scheduler. ``shrink`` removes
+arrivals and events from a failing scenario while it still fails.
 """
 
 import dataclasses
@@ -38,8 +38,8 @@ class ScenarioRun:
         self.device = Device(groups, scenario.limits.block_size)
         self.outcome = Outcome()
         self.ended: set[int] = set()
-        self.victim: Sequence | None = None  # holds admissions back until it fits or something ends
-        self.aborts: list[Arrival] = []  # for the next step to meet on its way
+        self.victim: Sequence | None = None  # blocks admissions until it fits or a sequence ends
+        self.aborts: list[Arrival] = []  # to abort while the next step is on the device
         self.by_id = {a.request.id: a for a in scenario.arrivals}
 
     def run(self) -> Outcome:
@@ -71,11 +71,11 @@ class ScenarioRun:
             now += 1
             if self.outcome.steps > bound:
                 raise RunError(f"not done after {bound} steps: livelock")
-        self._at_rest()
+        self._check_at_rest()
         return self.outcome
 
     def _bound(self) -> int:
-        """Far above what any run needs, far below forever."""
+        """A limit of steps, far above what any run needs."""
         return 1000 + 20 * sum(
             a.request.params.n * (len(a.request.prompt) + a.request.max_tokens)
             for a in self.scenario.arrivals
@@ -85,7 +85,7 @@ class ScenarioRun:
         plan = self.scheduler.plan()
         if plan != self.scheduler.plan():
             raise RunError("planning twice gives different plans")
-        self._within_limits(plan)
+        self._check_limits(plan)
         started = {s.id for s in self.scheduler.running}
         work = self.scheduler.commit(plan)
         self.device.copy(work)
@@ -105,12 +105,12 @@ class ScenarioRun:
         outcome.forks += sum(a.source == "fork" for a in plan.admitted)
         outcome.hits += sum(a.start for a in plan.admitted if a.source == "prefix")
         if plan.preempted and (plan.admitted or not started):
-            raise RunError("a step that preempted admitted too")
-        self._held()
+            raise RunError("a step that preempted also admitted")
+        self._check_blocks_held()
 
-    def _held(self) -> None:
-        """Counted anew: a sequence holds the blocks of its computed tokens, but for those before
-        its windows.
+    def _check_blocks_held(self) -> None:
+        """Recount: a sequence holds the blocks of its computed tokens, except those before its
+        windows.
         """
         size = self.scenario.limits.block_size
         for sequence in self.scheduler.running:
@@ -137,12 +137,12 @@ class ScenarioRun:
             rows.append(row)
         return work.subset(rows)
 
-    def _within_limits(self, plan: Plan) -> None:
+    def _check_limits(self, plan: Plan) -> None:
         limits, scheduler = self.scenario.limits, self.scheduler
         if not plan.rows:
             raise RunError("a step without rows although there is work")
         if sum(row.count for row in plan.rows) > limits.max_batch_tokens:
-            raise RunError("the token budget is exceeded")
+            raise RunError("the step exceeds the token budget")
         if len(scheduler.running) + len(plan.admitted) > limits.max_requests:
             raise RunError("more running than max_requests")
         for row in plan.rows:
@@ -155,13 +155,13 @@ class ScenarioRun:
             rest = {s.id for s in scheduler.live()} - running
             if running and rest and max(running) > min(rest):
                 raise RunError(f"sequence {max(running)} overtook {min(rest)}")
-        self._in_order(plan)
-        self._victim_fits(plan)
-        self._admission_leaves_margin(plan)
+        self._check_order(plan)
+        self._check_victim_fits(plan)
+        self._check_margin(plan)
 
-    def _in_order(self, plan: Plan) -> None:
-        """Rows by kind, the youngest as victims, the first waiting as admitted; written down
-        without the policies.
+    def _check_order(self, plan: Plan) -> None:
+        """Rows are in order of their kind, victims are the youngest, admitted ones the first
+        waiting; checked without the policies' code.
         """
         limits, scheduler = self.scenario.limits, self.scheduler
         started = {a.sequence.id for a in plan.admitted}
@@ -194,8 +194,8 @@ class ScenarioRun:
                     f"{limits.policy}: not the youngest preempted, or not the oldest admitted"
                 )
 
-    def _victim_fits(self, plan: Plan) -> None:
-        """Counted anew where it is simple: one full group, nothing shared."""
+    def _check_victim_fits(self, plan: Plan) -> None:
+        """Recount whether the victim fits, where it is simple: one full group, nothing shared."""
         cache, limits, victim = self.scheduler.state.cache, self.scenario.limits, self.victim
         if plan.admitted and victim is not None and not limits.allow_block_sharing:
             size = limits.block_size
@@ -215,10 +215,8 @@ class ScenarioRun:
         if plan.preempted:
             self.victim = plan.preempted[-1].sequence
 
-    def _admission_leaves_margin(self, plan: Plan) -> None:
-        """All or nothing, counted anew: what the admitted still need fits beside all rows and the
-        margin.
-        """
+    def _check_margin(self, plan: Plan) -> None:
+        """Recount: the rest of each admitted prompt fits beside all rows and the margin."""
         cache, limits = self.scheduler.state.cache, self.scenario.limits
         if not plan.admitted or any(g.window is not None for g in cache.groups):
             return
@@ -245,7 +243,8 @@ class ScenarioRun:
         left = cache.pool.units - len(used) - new - rest
         if left < limits.safety_margin * cache.pool.units:
             raise RunError(
-                f"sequence {last.sequence.id} was admitted leaving {left} of {cache.pool.units} units"
+                f"sequence {last.sequence.id} was admitted and leaves {left} of "
+                f"{cache.pool.units} units"
             )
 
     def _token(self, event: Token) -> None:
@@ -269,28 +268,28 @@ class ScenarioRun:
         self.victim = None
         self.outcome.finishes[sequence.request.id, sequence.choice] = reason
 
-    def _at_rest(self) -> None:
+    def _check_at_rest(self) -> None:
         stats = self.scheduler.stats()
         if stats.used or stats.running or stats.waiting or stats.free + stats.cached != stats.units:
             raise RunError(f"at rest: {stats}")
         if len(self.scheduler.state.cache.host.free) != self.scenario.limits.offload_units:
-            raise RunError("at rest host units are held")
+            raise RunError("at rest: host units are held")
         for arrival in self.scenario.arrivals:
             for choice in range(arrival.request.params.n):
-                self._as_alone(arrival, choice)
+                self._check_tokens(arrival, choice)
 
-    def _as_alone(self, arrival: Arrival, choice: int) -> None:
+    def _check_tokens(self, arrival: Arrival, choice: int) -> None:
         key = (arrival.request.id, choice)
         tokens, reason = alone(arrival.request, choice)
         got, finish = self.outcome.delivered.get(key, []), self.outcome.finishes.get(key)
         if finish in (FinishReason.ABORT, FinishReason.ERROR):
-            asked = (
+            expected = (
                 arrival.abort_at is not None
                 or arrival.abort_offloaded
                 or arrival.fail_choice == choice
             )
-            if not asked or got != tokens[: len(got)]:
-                raise RunError(f"{key}: {finish} unasked, or wrong tokens before it")
+            if not expected or got != tokens[: len(got)]:
+                raise RunError(f"{key}: {finish} without a reason, or wrong tokens before it")
         elif (got, finish) != (tokens, reason):
             raise RunError(f"{key}: got {got} ({finish}), alone it is {tokens} ({reason})")
 
@@ -300,7 +299,7 @@ def run(scenario: Scenario, make: Callable[..., Scheduler] = Scheduler) -> Outco
 
 
 def shrink(scenario: Scenario) -> Scenario:
-    """Without the arrivals, aborts and failures that the fault does not need."""
+    """The scenario without the arrivals, aborts and failures that the fault does not need."""
     changed = True
     while changed:
         changed = False
@@ -324,6 +323,6 @@ def shrink(scenario: Scenario) -> Scenario:
 def fails(scenario: Scenario) -> Exception | None:
     try:
         run(scenario)
-    except Exception as error:  # noqa: BLE001 - whatever it is, it is what the run is for
+    except Exception as error:  # noqa: BLE001 - any error is a finding of the run
         return error
     return None

@@ -1,6 +1,4 @@
-"""A cache that remembers: its slots hold stamps of what was written, and every read must find its
-own.
-"""
+"""A fake device whose cache slots hold stamps of what was written; every read checks them."""
 
 from fairlead_runtime.request import Sequence
 from fairlead_runtime.scheduling import Result, Row, Work
@@ -13,8 +11,8 @@ class RunError(AssertionError):
 
 
 class Device:
-    """A cache whose slots hold stamps of (salt, all tokens up to the position, group); reads must
-    find their own.
+    """A cache whose slots hold stamps of (salt, all tokens up to the position, group). A row must
+    read its own stamps.
     """
 
     def __init__(self, groups: tuple[LayerGroup, ...], size: int) -> None:
@@ -24,7 +22,7 @@ class Device:
         self._stamps: dict[int, list[int]] = {}
 
     def stamps(self, sequence: Sequence) -> list[int]:
-        """By position, of all known tokens."""
+        """The stamps of all tokens of a sequence, by position."""
         stamps = self._stamps.setdefault(sequence.id, [])
         state = stamps[-1] if stamps else start_stamp(sequence.request)
         for token in sequence.tokens[len(stamps) :]:
@@ -74,10 +72,10 @@ class Device:
                     raise RunError(
                         f"sequence {row.sequence.id} reads block {block} that its window freed"
                     )
-                found = self._unit(table[block])[
+                stored = self._unit(table[block])[
                     first % self.size : first % self.size + last - first
                 ]
-                if found != [stamp ^ group.index for stamp in stamps[first:last]]:
+                if stored != [stamp ^ group.index for stamp in stamps[first:last]]:
                     raise RunError(
-                        f"sequence {row.sequence.id} reads foreign keys at {first}..{last - 1}"
+                        f"sequence {row.sequence.id} reads other keys at {first}..{last - 1}"
                     )

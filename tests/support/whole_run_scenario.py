@@ -1,6 +1,4 @@
-"""Random workloads as plain data, and the oracle: what each request's tokens are, without any
-scheduler.
-"""
+"""Random workloads as plain data, and the oracle: each request's tokens without a scheduler."""
 
 import random
 from dataclasses import dataclass
@@ -17,12 +15,12 @@ MASK = (1 << 61) - 1
 class Arrival:
     step: int
     request: Request
-    abort_at: int | None = None  # step from which it is aborted
+    abort_at: int | None = None  # step at which it is aborted
     abort_choice: int | None = None
     abort_within: bool = False  # ... while a step is on the device
     fail_choice: int | None = None  # this choice's first sampled token is an error
     fail_by_engine: bool = False  # ... found by bisection rather than reported
-    abort_offloaded: bool = False  # a choice is aborted whenever it lies in host memory
+    abort_offloaded: bool = False  # a choice is aborted when its blocks are in host memory
 
 
 @dataclass(frozen=True)
@@ -36,7 +34,7 @@ class Scenario:
 
 
 def draw(seed: int, requests: int = 56) -> Scenario:
-    """Memory for the largest request plus 0 to 3 blocks: preemption is the normal case."""
+    """A scenario with memory for the largest request plus 0 to 3 blocks, so that many preempt."""
     rng = random.Random(seed)
     size = rng.choice((2, 4, 4, 8))
     text = [rng.randrange(1, VOCABULARY) for _ in range(64)]
@@ -135,14 +133,12 @@ def start_stamp(request: Request) -> int:
 
 
 def next_token(stamp: int, request: Request, choice: int, position: int) -> int:
-    """What the model says after the prefix that ``stamp`` stands for; deterministic, different for
-    each choice.
-    """
+    """The next token after the prefix of ``stamp``; deterministic, different for each choice."""
     return mix(mix(mix(stamp, request.seed), choice), position) % VOCABULARY
 
 
 def alone(request: Request, choice: int) -> tuple[list[int], FinishReason]:
-    """The tokens of one choice, generated without any scheduler."""
+    """The tokens of one choice, generated without a scheduler."""
     stamp = start_stamp(request)
     out: list[int] = []
     for token in request.prompt:

@@ -1,7 +1,7 @@
-"""A request's text is its own: no batch mate, order of arrival, block size, chunk or preemption
-changes it.
+"""A request's text does not depend on the batch, the order of arrival, block size, chunk size or
+preemption.
 
-Greedy and sampled requests alike, in float32.
+Greedy and sampled requests, in float32.
 """
 
 import random
@@ -39,10 +39,10 @@ SETTINGS = {
 
 
 def requests(family: str) -> list[Request]:
-    made = prompts(len(family), LENGTHS, 4)
+    all_prompts = prompts(len(family), LENGTHS, 4)
     return [
         Request(str(i), prompt, params, MAX_TOKENS, seed=params.seed or 0)
-        for i, (prompt, params) in enumerate(zip(made, PARAMS, strict=True))
+        for i, (prompt, params) in enumerate(zip(all_prompts, PARAMS, strict=True))
     ]
 
 
@@ -53,20 +53,18 @@ def texts(
 
 
 def alone(engine: Rig) -> dict[tuple[str, int], list[int]]:
-    """Every request in an engine to itself."""
-    found: dict[tuple[str, int], list[int]] = {}
+    """The texts of every request, each run alone."""
+    alone_texts: dict[tuple[str, int], list[int]] = {}
     for request in requests(engine.family):
-        found |= texts(engine, Setting(), [(0, request)])
-    return found
+        alone_texts |= texts(engine, Setting(), [(0, request)])
+    return alone_texts
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_text_is_the_same_alone_and_in_any_company(family: str) -> None:
+def test_text_is_the_same_alone_and_in_any_batch(family: str) -> None:
     engine, rng = rig(family), random.Random(family)
     expected = alone(engine)
-    assert len({tuple(text) for text in expected.values()}) == len(expected), (
-        "texts that cannot be told apart"
-    )
+    assert len({tuple(text) for text in expected.values()}) == len(expected), "two texts are equal"
     preemptions = 0
     for name, setting in SETTINGS.items():
         arrivals = [(rng.randrange(12), request) for request in requests(family)]
@@ -80,9 +78,9 @@ def test_text_is_the_same_alone_and_in_any_company(family: str) -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_order_of_arrival_does_not_matter(family: str) -> None:
     engine = rig(family)
-    forwards = [(0, request) for request in requests(family)]
+    in_order = [(0, request) for request in requests(family)]
     setting = replace(Setting(), chunk=32)
-    assert texts(engine, setting, forwards) == texts(engine, setting, forwards[::-1])
+    assert texts(engine, setting, in_order) == texts(engine, setting, in_order[::-1])
 
 
 def test_equal_requests_give_equal_texts_whatever_their_ids() -> None:

@@ -1,4 +1,4 @@
-"""A fault at every step in turn, on a real model: only the request it hits ends, the others keep
+"""A fault at each step in turn, on a real model: only the affected request ends, the others keep
 their tokens.
 
 Faults: logits that are NaN or infinite, and a forward pass that raises whenever one sequence is in
@@ -27,9 +27,7 @@ Kind = Literal["nan", "inf", "raise"]
 
 
 class Faulty:
-    """A runner that fails one row of its ``at``-th step, chosen by ``pick``, in the way of
-    ``kind``.
-    """
+    """A runner that fails row ``pick`` of its ``at``-th step with a fault of ``kind``."""
 
     def __init__(self, runner: ModelRunner) -> None:
         self._runner = runner
@@ -67,7 +65,7 @@ class Faulty:
 @pytest.fixture(scope="module", params=["llama", "gemma2"])
 def built(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> EngineParts:
     path = tiny.save(tiny.build(request.param), tmp_path_factory.mktemp("model"))
-    # Scarce enough that some are preempted and resumed around the fault.
+    # Memory is scarce: some requests are preempted and resumed around the fault.
     return build(
         path, EngineConfig(num_blocks=28, block_size=4, max_batch_tokens=24, safety_margin=0.0)
     )

@@ -1,4 +1,4 @@
-"""The whole-run property is only worth what it catches: planted bugs, one at a time, in a copy."""
+"""The whole-run property catches planted bugs, one at a time, in a copy of the source."""
 
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -10,7 +10,7 @@ sys.path.insert(0, str(Path(__file__).parents[3] / "scripts"))
 
 import plant_bugs
 
-# Each bug shows itself within this many seeds; the script alone tries more.
+# Each bug is caught within this many seeds; the script tries more by default.
 SEEDS = 40
 
 

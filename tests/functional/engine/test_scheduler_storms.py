@@ -1,4 +1,4 @@
-"""Aborts at random points leave nothing behind; requests that barely fit never starve each other.
+"""Aborts at random points leave no blocks held; requests that barely fit do not starve others.
 
 `make test` plays a tenth, FAIRLEAD_FULL=1 the whole: 10,000 aborted requests for each of 20 seeds.
 """
@@ -60,7 +60,7 @@ def test_requests_aborted_at_random_points_leave_no_block_held(seed: int) -> Non
             within = scheduler.has_work and rng.random() < 0.3
             work = scheduler.commit(scheduler.plan()) if within else None
             events = scheduler.abort(name, choice)
-            if work is not None:  # the abort fell into a step that was on its way
+            if work is not None:  # the abort came between commit and update
                 results = {row.sequence.id: Result(1) for row in work.rows if row.samples}
                 after = scheduler.update(work, results)
                 assert not {e.sequence.id for e in events} & {e.sequence.id for e in after}
@@ -118,6 +118,6 @@ def test_a_pool_of_the_largest_request_and_one_block_finishes_a_thousand(
             scheduler.check()  # I12 and I13 among them
     scheduler.check()
     assert scheduler.stats().preemptions > 50
-    # Every token is computed once but for what preemption throws away, and that is at most as much
+    # Each token is computed once, except those recomputed after a preemption: at most as many
     # again.
     assert needed <= computed <= 2 * needed

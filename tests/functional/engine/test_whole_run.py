@@ -1,5 +1,5 @@
-"""Whole runs of the scheduler under scarce memory: invariants after every step, tokens as if alone,
-nothing held at the end.
+"""Whole runs of the scheduler under scarce memory: invariants hold after every step, each request
+gets the tokens of a run alone, nothing is held at the end.
 
 `make test` plays a tenth, FAIRLEAD_FULL=1 the whole: 1,000,000 steps over 2,000 seeds.
 """
@@ -13,7 +13,7 @@ BATCHES = 4
 
 
 @pytest.mark.parametrize("batch", range(BATCHES))
-def test_random_workloads_finish_with_the_tokens_of_a_run_alone(batch: int) -> None:
+def test_random_workloads_give_each_request_the_tokens_of_a_run_alone(batch: int) -> None:
     share = (2000 if LONG_FORM else 200) // BATCHES
     total = whole_run.Outcome()
     for seed in range(batch * share, (batch + 1) * share):
@@ -30,6 +30,6 @@ def test_random_workloads_finish_with_the_tokens_of_a_run_alone(batch: int) -> N
         total.offloads += outcome.offloads
         total.forks += outcome.forks
         total.hits += outcome.hits
-    # A workload that never gets into trouble would show nothing.
+    # A workload without preemptions and prefix hits would test little.
     assert total.steps >= 500 * share
     assert min(total.preemptions, total.offloads, total.forks, total.hits) > 0, total

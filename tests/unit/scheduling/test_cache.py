@@ -1,4 +1,4 @@
-"""Blocks, hashes, groups and tables by example, and the pool against a dictionary model."""
+"""Blocks, hashes, groups and tables by example, and the pool against a model of dictionaries."""
 
 import dataclasses
 
@@ -75,13 +75,13 @@ def test_free_blocks_are_taken_before_cached_ones_and_those_least_recently_used_
     pool.release((c, b, a, d))
     assert pool.available == 4
     pool.share(c)
-    pool.release((c,))  # used again: the last to go
+    pool.release((c,))  # used again: evicted last
     assert pool.take(1) == [d]
     assert pool.take(2) == [b, a]
     assert [pool.find(0, block(i).digest) for i in range(3)] == [None, None, c]
 
 
-def test_the_pool_gives_nothing_rather_than_too_little() -> None:
+def test_the_pool_raises_and_takes_nothing_when_it_has_too_few_units() -> None:
     pool = BlockPool(3, 1)
     pool.take(1)
     with pytest.raises(PoolError, match="3 units requested, 2 available"):
@@ -105,7 +105,7 @@ def test_equal_digests_of_two_groups_are_two_contents() -> None:
 
 
 class PoolMachine(RuleBasedStateMachine):
-    """Every operation in any order, against plain dictionaries."""
+    """Every operation in any order, compared with free dictionaries."""
 
     @initialize(units=st.integers(1, 6))
     def start(self, units: int) -> None:
@@ -119,8 +119,8 @@ class PoolMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def take(self, data: st.DataObject) -> None:
         count = data.draw(st.integers(1, self.pool.available))
-        plain = self.pool.units - len(self.refs) - len(self.idle)
-        evicted = self.idle[: max(0, count - plain)]
+        free = self.pool.units - len(self.refs) - len(self.idle)
+        evicted = self.idle[: max(0, count - free)]
         taken = self.pool.take(count)
         assert len(set(taken)) == count
         assert not set(taken) & set(self.refs)
@@ -154,11 +154,11 @@ class PoolMachine(RuleBasedStateMachine):
     @rule(data=st.data(), again=st.booleans())
     def register(self, data: st.DataObject, again: bool) -> None:
         unit = data.draw(st.sampled_from(sorted(self.refs)))
-        known = sorted(self.content.values())
-        name = data.draw(st.sampled_from(known)) if again and known else self.names
+        names = sorted(self.content.values())
+        name = data.draw(st.sampled_from(names)) if again and names else self.names
         self.names += 1
         self.pool.register(unit, 0, BlockHash(str(name).encode(), b"", b""))
-        if unit not in self.content and name not in known:
+        if unit not in self.content and name not in names:
             self.content[unit] = name
 
     @precondition(lambda self: self.content)
@@ -219,7 +219,9 @@ def test_a_chain_grows_by_the_full_blocks_it_lacks() -> None:
     assert hashes == chain(tokens)
 
 
-def cached(pool: BlockPool, group: int, hashes: list[BlockHash], present: list[int]) -> None:
+def add_cached_blocks(
+    pool: BlockPool, group: int, hashes: list[BlockHash], present: list[int]
+) -> None:
     for i in present:
         unit = pool.take(1)[0]
         pool.register(unit, group, hashes[i])
@@ -248,7 +250,7 @@ def test_the_longest_hit_is_one_that_every_group_can_continue_from(
     groups = [LayerGroup(i, kind, (i,)) for i, (kind, _) in enumerate(kinds)]
     pool = BlockPool(10, 2)
     for i, (_, present) in enumerate(kinds):
-        cached(pool, i, hashes, present)
+        add_cached_blocks(pool, i, hashes, present)
     tables = longest_hit(pool, groups, 4, hashes)
     for group, table in zip(groups, tables, strict=True):
         first = group.first_block(4 * length, 4)
@@ -280,7 +282,7 @@ def make_sequence(prompt: int, i: int = 0, output: int = 8) -> Sequence:
     return Sequence(i, request, 0, list(range(prompt)), limit=prompt + output)
 
 
-def computed(cache: PagedCache, sequence: Sequence, tokens: int) -> Sequence:
+def compute(cache: PagedCache, sequence: Sequence, tokens: int) -> Sequence:
     cache.adopt(sequence, cache.hit(sequence))
     cache.grow(sequence, tokens)
     sequence.computed = tokens
@@ -288,19 +290,19 @@ def computed(cache: PagedCache, sequence: Sequence, tokens: int) -> Sequence:
     return sequence
 
 
-def test_tail_blocks_are_evicted_before_the_prefix_they_hang_on() -> None:
+def test_tail_blocks_are_evicted_before_their_prefix() -> None:
     cache = make_cache()
-    a = computed(cache, make_sequence(17), 16)
+    a = compute(cache, make_sequence(17), 16)
     first = list(a.tables[0])
     cache.release(a)
     assert list(cache.pool.cached) == first[::-1]
-    cache.pool.take(6)  # four free ones, then the two deepest
+    cache.pool.take(6)  # four free ones, then the two tail blocks
     assert cache.hit(make_sequence(17)).tables == [first[:2]]
 
 
 def test_a_hit_always_leaves_a_token_to_compute() -> None:
     cache = make_cache()
-    cache.release(computed(cache, make_sequence(17), 16))
+    cache.release(compute(cache, make_sequence(17), 16))
     for prompt, tokens in ((17, 16), (16, 12), (5, 4), (4, 0)):
         assert cache.hit(make_sequence(prompt)).tokens == tokens
 
@@ -316,32 +318,28 @@ def test_growth_is_the_whole_prefill_and_one_block_but_never_beyond_the_end() ->
 
 def test_a_window_group_frees_exactly_what_the_next_query_cannot_see() -> None:
     cache = make_cache((5,))
-    sequence = computed(cache, make_sequence(20), 11)
+    sequence = compute(cache, make_sequence(20), 11)
     assert [unit == NULL for unit in sequence.tables[0]] == [True, False, False]  # 11 sees 7..11
     cache.grow(sequence, 13)
     sequence.computed = 13
     cache.finish_forward(sequence)
-    assert [unit == NULL for unit in sequence.tables[0]] == [
-        True,
-        True,
-        False,
-        False,
-    ]  # 13 sees 9..13
+    # 13 sees 9..13
+    assert [unit == NULL for unit in sequence.tables[0]] == [True, True, False, False]
     assert cache.units_held(sequence) == 2
 
 
 def test_offload_and_restore_keep_order_and_windows() -> None:
     cache = make_cache((None, 5), host=10)
-    sequence = computed(cache, make_sequence(14), 13)
+    sequence = compute(cache, make_sequence(14), 13)
     before = [list(t) for t in sequence.tables]
     out = dict(cache.offload(sequence))
     assert sequence.tables == []
     assert [[out.get(u, NULL) for u in t] for t in before] == sequence.host
     assert cache.pool.available == cache.pool.units
-    cache.pool.take(3)  # others work meanwhile
-    lying = [list(t) for t in sequence.host]
+    cache.pool.take(3)  # others take units meanwhile
+    host_tables = [list(t) for t in sequence.host]
     back = dict(cache.restore(sequence))
-    assert [[back.get(u, NULL) for u in t] for t in lying] == sequence.tables
+    assert [[back.get(u, NULL) for u in t] for t in host_tables] == sequence.tables
     assert sequence.host == []
     assert len(cache.host.free) == 10
     assert sequence.computed == 13
@@ -349,7 +347,7 @@ def test_offload_and_restore_keep_order_and_windows() -> None:
 
 def test_releasing_siblings_frees_what_they_share_once() -> None:
     cache = make_cache()
-    a = computed(cache, make_sequence(10), 9)
+    a = compute(cache, make_sequence(10), 9)
     b = make_sequence(10, 1)
     cache.fork(b, a, 9)
     copies = cache.copy_tail(b, a)
@@ -360,30 +358,30 @@ def test_releasing_siblings_frees_what_they_share_once() -> None:
     assert cache.units_freed(b, dropped) == 3  # then the shared ones too
 
 
-def test_a_fork_from_a_sibling_whose_window_went_on_is_refused() -> None:
+def test_a_fork_is_refused_when_the_window_of_the_sibling_freed_the_prompt() -> None:
     cache = make_cache((4,))
     a = make_sequence(9)
     a.tokens += range(8)
-    computed(cache, a, 16)
+    compute(cache, a, 16)
     assert not cache.can_fork(a, 8)
     with pytest.raises(PoolError, match="no longer holds"):
         cache.fork(make_sequence(9, 1), a, 8)
 
 
-def test_what_a_failed_sequence_wrote_is_not_found() -> None:
+def test_content_of_a_failed_sequence_is_not_found() -> None:
     cache = make_cache()
-    a = computed(cache, make_sequence(9), 8)
+    a = compute(cache, make_sequence(9), 8)
     cache.release(a, forget=True)
     assert cache.hit(make_sequence(9)).tokens == 0
     assert len(cache.pool.free) == cache.pool.units
-    cache = make_cache((4,))  # not even what its window gave back before
-    cache.release(computed(cache, make_sequence(17), 16), forget=True)
+    cache = make_cache((4,))  # nor what its window released before
+    cache.release(compute(cache, make_sequence(17), 16), forget=True)
     assert len(cache.pool.free) == cache.pool.units
 
 
 def test_without_sharing_nothing_is_hashed_or_kept() -> None:
     cache = make_cache()
     cache.sharing = False
-    cache.release(computed(cache, make_sequence(9), 8))
+    cache.release(compute(cache, make_sequence(9), 8))
     assert not cache.pool.cached
     assert not dataclasses.replace(make_sequence(9)).hashes

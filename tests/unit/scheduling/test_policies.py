@@ -1,4 +1,4 @@
-"""The four orders of service."""
+"""The four scheduling policies."""
 
 import random
 from itertools import pairwise
@@ -45,13 +45,13 @@ def test_priority_orders_by_number_then_arrival() -> None:
     assert ids(policy) == [1, 3, 0, 2]
 
 
-def test_fair_gives_the_next_turn_to_who_got_least() -> None:
+def test_fair_starts_the_tenant_that_was_served_least() -> None:
     policy = Fair()
     arrive(policy, *(sequence(i, tenant="a", prompt=10) for i in range(3)))
     arrive(policy, *(sequence(i, tenant="b", prompt=4) for i in range(3, 8)))
-    # a 10, b 4 8 12, a 20, b 16 20 (a first on ties: it came first), then the rest
+    # a 10, b 4 8 12, a 20, b 16 20 (a first on ties: it arrival_step first), then the rest
     assert ids(policy) == [0, 3, 4, 5, 1, 6, 7, 2]
-    assert ids(policy) == ids(policy), "looking changes nothing"
+    assert ids(policy) == ids(policy), "reading the candidates changes nothing"
 
 
 def test_fair_charges_generated_tokens_double_and_a_resumption_not_at_all() -> None:
@@ -71,7 +71,7 @@ def test_fair_charges_generated_tokens_double_and_a_resumption_not_at_all() -> N
     assert policy.rank(a) == (6, 0)
 
 
-def test_fair_forgets_idle_tenants_that_have_nothing_left_to_pay() -> None:
+def test_fair_drops_the_counters_of_idle_tenants_that_the_floor_has_reached() -> None:
     policy = Fair()
     for i in range(5000):
         s = sequence(i, tenant=f"t{i}")
@@ -82,7 +82,7 @@ def test_fair_forgets_idle_tenants_that_have_nothing_left_to_pay() -> None:
     assert len(policy._counters) < 200
 
 
-def test_removing_what_does_not_wait_is_an_error() -> None:
+def test_removing_a_sequence_that_is_not_waiting_is_an_error() -> None:
     for make in POLICIES.values():
         policy = make()
         arrive(policy, sequence(0, tenant="a"), sequence(2, tenant="a"))
@@ -90,20 +90,20 @@ def test_removing_what_does_not_wait_is_an_error() -> None:
             policy.remove(sequence(1, tenant="a"))
 
 
-def play(
+def run_arrivals(
     policy: str, arrivals: list[tuple[int, Request]], steps: int
 ) -> tuple[dict[str, int], dict[str, int]]:
-    """Tokens each tenant was served, and each request's wait in steps for its first token."""
+    """Run the arrivals; returns tokens served by tenant and steps to first token by request."""
     limits = Limits(policy, 256, 8, 0.0, 16, 200, 512)  # type: ignore[arg-type]
     scheduler = Scheduler(limits, group_layers([None]))
     served: dict[str, int] = {}
-    came: dict[str, int] = {}
+    arrival_step: dict[str, int] = {}
     wait: dict[str, int] = {}
     arrivals = sorted(arrivals, key=lambda a: a[0])
     for now in range(steps):
         while arrivals and arrivals[0][0] <= now:
             scheduler.add(arrivals.pop(0)[1])
-            came[list(scheduler.live())[-1].request.id] = now
+            arrival_step[list(scheduler.live())[-1].request.id] = now
         if not scheduler.has_work:
             continue
         work = scheduler.commit(scheduler.plan())
@@ -111,12 +111,16 @@ def play(
             tenant = row.sequence.request.tenant
             served[tenant] = served.get(tenant, 0) + row.count
             if row.samples:
-                wait.setdefault(row.sequence.request.id, now - came[row.sequence.request.id])
+                wait.setdefault(
+                    row.sequence.request.id, now - arrival_step[row.sequence.request.id]
+                )
         scheduler.update(work, {row.sequence.id: Result(1) for row in work.rows if row.samples})
     return served, wait
 
 
-def load(tenant: str, count: int, every: int, rng: random.Random) -> list[tuple[int, Request]]:
+def arrivals_of(
+    tenant: str, count: int, every: int, rng: random.Random
+) -> list[tuple[int, Request]]:
     return [
         (
             i * every,
@@ -132,25 +136,25 @@ def load(tenant: str, count: int, every: int, rng: random.Random) -> list[tuple[
     ]
 
 
-def test_a_hog_at_ten_times_the_load_does_not_slow_nine_tenants_down() -> None:
+def test_one_tenant_at_ten_times_the_load_does_not_slow_nine_others_down() -> None:
     rng = random.Random(3)
-    guests = [arrival for t in range(9) for arrival in load(f"g{t}-", 20, 40, rng)]
-    hog = load("hog-", 200, 4, rng)
-    _, solo = play("fair", guests, 900)
-    served, shared = play("fair", guests + hog, 900)
+    guests = [arrival for t in range(9) for arrival in arrivals_of(f"g{t}-", 20, 40, rng)]
+    hog = arrivals_of("hog-", 200, 4, rng)
+    _, solo = run_arrivals("fair", guests, 900)
+    served, shared = run_arrivals("fair", guests + hog, 900)
     assert set(solo) <= set(shared), "every guest got its first token"
 
     def p99(wait: dict[str, int]) -> int:
         values = sorted(w for name, w in wait.items() if name.startswith("g"))
         return values[len(values) * 99 // 100]
 
-    # A guest may find all eight places taken and waits for one of the hog's to end; it never waits
-    # for its queue.
+    # A guest may wait until one of the hog's eight running requests ends, never for its whole
+    # queue.
     assert p99(shared) <= 2 * max(p99(solo), 20)
     tokens = [served[f"g{t}-"] for t in range(9)]
     assert sum(tokens) ** 2 / (len(tokens) * sum(x * x for x in tokens)) >= 0.95
-    _, unfair = play("fifo", guests + hog, 900)
-    assert p99(unfair) > 2 * p99(shared), "the same load is not harmless without fairness"
+    _, unfair = run_arrivals("fifo", guests + hog, 900)
+    assert p99(unfair) > 2 * p99(shared), "without fairness the same load slows the guests down"
 
 
 def test_backlogged_tenants_are_served_equally_whatever_their_request_sizes() -> None:
@@ -183,8 +187,8 @@ def test_backlogged_tenants_are_served_equally_whatever_their_request_sizes() ->
             service[row.sequence.request.tenant] += cost
         scheduler.update(work, {row.sequence.id: Result(1) for row in work.rows if row.samples})
     values = sorted(service.values())
-    # VTC's bound: backlogged tenants differ by at most about one batch's worth, however long it
-    # runs.
+    # VTC's bound: the service of backlogged tenants differs by at most about one batch, however
+    # long the run.
     assert values[-1] - values[0] <= 2 * 8 * (60 + 2 * 60), service
     assert values[0] > 2000, service
     assert all(b - a <= 1000 for a, b in pairwise(values)), service

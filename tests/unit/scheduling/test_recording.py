@@ -1,4 +1,4 @@
-"""A recorded run replays to the same bytes, and shows as text and as trace events."""
+"""A recorded run replays to the same plans and is shown as text and as trace events."""
 
 import dataclasses
 import itertools
@@ -98,11 +98,14 @@ def test_damage_in_the_middle_is_unreadable_and_names_the_line(
         '{"update":0,"ran":[0]}',
         '{"update":99,"ran":[],"tokens":[],"errors":[]}\n{"plan":{}}',
         '{"add":{"id":"x"},"sequences":[1]}',
-        '{"add":{"id":"r0","prompt":[],"params":{},"max_tokens":4,"salt":"","eos_ids":[]},"sequences":[0]}',
+        (
+            '{"add":{"id":"r0","prompt":[],"params":{},"max_tokens":4,"salt":"","eos_ids":[]},'
+            '"sequences":[0]}'
+        ),
         '{"unknown":1}',
     ],
 )
-def test_lines_that_cannot_be_followed_end_the_replay_with_2_or_show_a_difference(
+def test_lines_that_do_not_fit_the_run_end_the_replay_with_2_or_show_a_difference(
     line: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "run.jsonl"
@@ -110,8 +113,8 @@ def test_lines_that_cannot_be_followed_end_the_replay_with_2_or_show_a_differenc
     head = path.read_text().splitlines()[0]
     path.write_text(f"{head}\n{line}\n")
     code = replay_command.main([str(path)])
-    said = capsys.readouterr()
-    assert (code, "differs" in said.out, str(path) in said.err) == (
+    output = capsys.readouterr()
+    assert (code, "differs" in output.out, str(path) in output.err) == (
         (1, True, False) if "plan" in line else (2, False, True)
     )
 
@@ -148,7 +151,7 @@ def test_every_line_is_on_disk_while_the_run_goes_on_and_only_the_owner_may_read
     assert path.read_text().endswith("\n")
 
 
-def test_a_disk_that_is_full_stops_the_recording_and_not_the_run(
+def test_a_full_disk_stops_the_recording_and_not_the_run(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     scheduler = RecordedScheduler(
@@ -187,10 +190,16 @@ def test_the_text_shows_slots_ranges_blocks_queue_and_preemptions(
         "fifo: 8 tokens and 4 requests a step; 7 blocks of 4 tokens (full), margin 0%",
         "+ long: prompt 10, max_tokens 6, n 1",
         "+ pair: prompt 4, max_tokens 12, n 2",
-        "step 0: 8 tokens = 0 decode + 8 prefill | blocks 2 held, 0 cached, 5 free | waiting 2 (pair/0 pair/1)",
+        (
+            "step 0: 8 tokens = 0 decode + 8 prefill | blocks 2 held, 0 cached, 5 free | "
+            "waiting 2 (pair/0 pair/1)"
+        ),
         "  packed 00000000",
         "  [0] long |############............| prefill 0..7 of 10        2 blocks  starts",
-        "step 1: 6 tokens = 0 decode + 6 prefill | blocks 4 held, 0 cached, 3 free | waiting 1 (pair/1)",
+        (
+            "step 1: 6 tokens = 0 decode + 6 prefill | blocks 4 held, 0 cached, 3 free | "
+            "waiting 1 (pair/1)"
+        ),
     ]
     assert "  ! pair/1 preempted, to be recomputed" in out
     assert any(line.endswith("fork of pair/0") for line in out)

@@ -1,4 +1,4 @@
-"""The scheduler by example: each rule of the core once, small enough to follow by hand."""
+"""The scheduler by example: each rule once, small enough to follow by hand."""
 
 import dataclasses
 from collections.abc import Callable
@@ -44,14 +44,16 @@ def scheduler(windows: tuple[int | None, ...] = (None,), **limits: object) -> Sc
 
 
 def request(name: str, prompt: int | tuple[int, ...], output: int, **more: object) -> Request:
-    """A prompt of that many tokens that no other name shares, or the given one."""
-    tokens = tuple(hash_free(name, i) for i in range(prompt)) if isinstance(prompt, int) else prompt
+    """A request with the given prompt, or with that many tokens that no other name shares."""
+    tokens = (
+        tuple(prompt_token(name, i) for i in range(prompt)) if isinstance(prompt, int) else prompt
+    )
     fields = {f.name for f in dataclasses.fields(Request)}
     params = SamplingParams(max_tokens=output, **{k: v for k, v in more.items() if k not in fields})  # type: ignore[arg-type]
     return Request(name, tokens, params, output, **{k: v for k, v in more.items() if k in fields})  # type: ignore[arg-type]
 
 
-def hash_free(name: str, i: int) -> int:
+def prompt_token(name: str, i: int) -> int:
     return int.from_bytes(name.encode(), "little") % 997 * 1000 + i
 
 
@@ -169,7 +171,7 @@ def test_fair_gives_no_credit_for_having_been_idle() -> None:
         name = shape(step(s)[0])[0][0]
         if name not in order:
             order.append(name)
-    # Without the lift the sleeper's four would all run before the next busy one.
+    # Without the raised counter the idle tenant's four would all run before the next busy one.
     assert [name[:4] for name in order[:5]].count("back") <= 3
 
 
@@ -211,9 +213,10 @@ def test_never_is_said_iff_prompt_and_output_exceed_what_holds_one_request(
 def test_never_shows_its_arithmetic_and_the_fix() -> None:
     message = scheduler(num_blocks=8, block_size=16).judge(300, 20).message
     assert message == (
-        "prompt 300 + max_tokens 20 = 320 tokens, but the cache holds 128 (8 blocks * 16): shorten the prompt"
+        "prompt 300 + max_tokens 20 = 320 tokens, but the cache holds 128 (8 blocks * 16): "
+        "shorten the prompt"
     )
-    assert message.isascii()  # error bodies are, and escape what is not
+    assert message.isascii()  # error bodies are ASCII and escape other characters
     message = scheduler(max_model_len=100).judge(90, 20).message
     assert message == (
         "prompt 90 + max_tokens 20 = 110 tokens, but one sequence holds 100 (max_model_len): "
@@ -228,7 +231,7 @@ def test_an_omitted_max_tokens_is_clipped_to_what_fits() -> None:
     assert scheduler(max_model_len=30).judge(10, None).max_tokens == 20
 
 
-def test_a_request_id_that_is_being_served_is_refused() -> None:
+def test_a_request_id_in_use_is_refused() -> None:
     s = scheduler()
     s.add(request("same", 2, 2))
     with pytest.raises(RequestError, match="already"):
@@ -251,7 +254,7 @@ def test_a_full_cache_preempts_the_youngest_and_admits_nothing_until_it_fits_aga
             break
         plan, _, _ = step(s)
         if plan.preempted:
-            assert preempted_at is None, "preempted once, it waits until the old one is done"
+            assert preempted_at is None, "preempted once, it waits until the old one ends"
             preempted_at = i
             assert [p.sequence.request.id for p in plan.preempted] == ["young"]
             assert not plan.admitted
@@ -273,7 +276,7 @@ def test_after_a_preemption_even_a_more_urgent_request_waits_until_one_ends() ->
     assert [r[0] for r in shape(step(s)[0])] == ["urgent", "young"]
 
 
-def test_a_preempted_sequence_keeps_its_tokens_and_goes_on_where_it_was() -> None:
+def test_a_preempted_sequence_keeps_its_tokens_and_continues_after_them() -> None:
     s = scheduler(num_blocks=6)
     s.add(request("old", 8, 12))
     young = s.add(request("young", 8, 12))[0]
@@ -318,16 +321,12 @@ def test_equal_prompts_share_blocks_only_after_their_forward_pass() -> None:
     assert shape(plan) == [("a", 0, 12, True), ("b", 0, 12, True)]
     s.add(request("c", prompt, 4))
     plan, _, _ = step(s)
-    assert shape(plan)[-1] == (
-        "c",
-        8,
-        4,
-        True,
-    )  # at least one token is left, so the third block is not used
+    # at least one token must be computed, so the third block is not used
+    assert shape(plan)[-1] == ("c", 8, 4, True)
     assert (s.stats().prefix_queries, s.stats().prefix_hits) == (36, 8)
 
 
-def test_a_salt_and_the_switch_keep_prompts_apart() -> None:
+def test_a_salt_or_sharing_switched_off_keeps_prompts_apart() -> None:
     prompt = tuple(range(12))
     for salts, sharing in (((b"x", b"y"), True), ((b"", b""), False)):
         s = scheduler(allow_block_sharing=sharing)
@@ -355,7 +354,7 @@ def test_choices_share_the_prompt_and_copy_its_partial_tail() -> None:
     assert s.stats().used == 0
 
 
-def test_a_choice_whose_sibling_is_gone_computes_the_prompt_itself() -> None:
+def test_a_choice_whose_sibling_has_ended_computes_the_prompt_itself() -> None:
     s = scheduler(allow_block_sharing=False)
     s.add(request("n", 10, 1, n=2))  # choice 0 finishes with its first token
     step(s)
@@ -378,7 +377,7 @@ def test_abort_frees_waiting_and_running_choices(choice: int | None) -> None:
     assert s.stats().used == 0
 
 
-def test_an_abort_between_commit_and_update_ends_the_sequence_quietly() -> None:
+def test_an_abort_between_commit_and_update_leaves_no_event_for_update() -> None:
     s = scheduler()
     a, b = (s.add(request(name, 3, 2))[0] for name in "ab")
     work = s.commit(s.plan())
@@ -399,7 +398,7 @@ def test_an_abort_frees_the_host_memory_of_an_offloaded_sequence() -> None:
     assert len(s.state.cache.host.free) == 4
 
 
-def test_an_error_fails_its_own_sequence_and_nobody_finds_its_blocks() -> None:
+def test_an_error_fails_its_own_sequence_and_drops_its_blocks_from_the_cache() -> None:
     s = scheduler()
     prompt = tuple(range(12))
     a, b = s.add(request("a", prompt, 9))[0], s.add(request("b", 3, 2))[0]
@@ -429,7 +428,7 @@ def test_stop_tokens_end_a_sequence_unless_ignored_or_too_early() -> None:
     assert tokens(ignore_eos=True, stop_token_ids=(7,)) == 1
 
 
-def test_a_window_group_gives_blocks_back_and_a_full_one_keeps_them() -> None:
+def test_a_window_group_releases_blocks_and_a_full_one_keeps_them() -> None:
     s = scheduler((None, 4), block_size=4)
     q = s.add(request("r", 17, 8))[0]
     step(s)
@@ -452,7 +451,7 @@ def test_a_window_group_needs_only_its_window_for_a_prefix_hit() -> None:
     assert shape(plan) == [("b", 20, 1, True)]
 
 
-def test_a_step_says_what_it_held_and_computed() -> None:
+def test_the_statistics_of_a_step_count_rows_tokens_and_units() -> None:
     s = scheduler(max_batch_tokens=8)
     s.add(request("a", 3, 9))
     step(s)
@@ -462,7 +461,7 @@ def test_a_step_says_what_it_held_and_computed() -> None:
     assert (last.rows, last.prefill_tokens, last.decode_tokens, last.units_held) == (2, 7, 1, 3)
 
 
-def test_commit_and_update_refuse_what_is_not_of_this_moment() -> None:
+def test_commit_and_update_refuse_plans_and_results_of_another_step() -> None:
     s = scheduler()
     s.add(request("a", 3, 9))
     plan = s.plan()
@@ -488,7 +487,7 @@ def test_a_rerun_of_some_rows_makes_no_copies() -> None:
     assert (part.rows, part.copies, part.offload, part.restore) == (work.rows[1:], [], [], [])
 
 
-def test_a_sequence_shows_its_states_as_it_goes() -> None:
+def test_a_sequence_passes_through_its_states() -> None:
     s = scheduler(num_blocks=6, max_batch_tokens=6, allow_block_sharing=False)
     old, young = s.add(request("old", 8, 12))[0], s.add(request("young", 7, 13))[0]
     seen: dict[int, list[Status]] = {old.id: [old.status], young.id: [young.status]}
