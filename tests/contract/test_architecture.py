@@ -20,6 +20,8 @@ FILE = re.compile(r"(?<![\w/:.-])(?:[\w.-]+/)*[\w.-]+\.(?:py|md|svg|ya?ml|toml|s
 FOLDER = re.compile(r"`((?:[\w.-]+/)+)`")
 TEST = re.compile(r"(?<![\w/.-])tests/[\w./-]*\w")
 
+DEFINITION = re.compile(r"^class (\w+)|^(\w+)(?:: [^=]+)? = ", re.MULTILINE)
+
 
 def paths(text: str) -> set[str]:
     """Every file, folder in backquotes and test path that a page names."""
@@ -38,6 +40,19 @@ def test_every_path_of_the_page_exists(page: str) -> None:
 def test_the_search_for_paths_sees_each_form() -> None:
     text = "`api/app.py`, `decide/`, `pytest tests/unit/models -k NAME`, https://a.b/c.md"
     assert paths(text) == {"api/app.py", "decide/", "tests/unit/models"}
+
+
+@pytest.mark.parametrize("page", ["docs/architecture.md", "CONTRIBUTING.md"])
+def test_every_class_and_table_of_the_page_is_defined(page: str) -> None:
+    named = set(re.findall(r"`_?([A-Z]+_?[A-Za-z_]+)`", (ROOT / page).read_text()))
+    modules = chain.from_iterable(base.rglob("*.py") for base in (*BASES[1:], ROOT / "tests"))
+    defined = {
+        next(filter(None, found))
+        for module in modules
+        for found in DEFINITION.findall(module.read_text())
+    }
+    assert named
+    assert named - {name.removeprefix("_") for name in defined} == set()
 
 
 def test_the_drawing_is_that_of_the_import_contracts() -> None:
