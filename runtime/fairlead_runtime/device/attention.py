@@ -1,8 +1,8 @@
 """Our paged attention as transformers' attention function.
 
 Owns the function registered with transformers and the context of one forward pass that it reads.
-Metadata travels by a context variable, not by keyword arguments: some families (stablelm, nemotron)
-drop those before they reach the attention. The registered name has no mask function, so
+Metadata is passed in a context variable, not by keyword arguments: some families (stablelm,
+nemotron) drop those before they reach the attention. The registered name has no mask function, so
 transformers builds no mask at all.
 """
 
@@ -19,23 +19,25 @@ from fairlead_kernels.cache_write import write
 from fairlead_runtime.device.batch import Batch
 from fairlead_runtime.device.kv_cache import CacheStorage
 
-# transformers takes names with "flash", "/" or "paged|" for its own kernels.
+# transformers treats names with "flash", "/" or "paged|" as its own kernels.
 NAME = "fairlead_paged"
 
 
-class Pass(Protocol):
+class ForwardPass(Protocol):
     """One forward pass, as the attention function sees it."""
 
     keep: Tensor
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, call: "Call") -> Tensor:
+    def attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, call: "AttentionCall"
+    ) -> Tensor:
         """query, key, value [T, heads, dim] of one layer → [T, query heads, value dim]."""
         ...
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Call:
-    """What a model's layer passes along with its tensors."""
+class AttentionCall:
+    """The arguments of attention, besides tensors, that a model's layer passes."""
 
     scale: float
     window: int | None
@@ -43,7 +45,7 @@ class Call:
     sinks: Tensor | None
 
 
-CURRENT_PASS: ContextVar[Pass | None] = ContextVar("fairlead_pass", default=None)
+CURRENT_PASS: ContextVar[ForwardPass | None] = ContextVar("fairlead_pass", default=None)
 
 
 def _attention(
@@ -62,13 +64,12 @@ def _attention(
     current = CURRENT_PASS.get()
     if current is None or attention_mask is not None or query.shape[0] != 1:
         raise RuntimeError(
-            "paged attention runs inside PagedModel.forward only, on packed rows without a mask"
+            "paged attention runs only inside PagedModel.forward, on packed rows without a mask"
         )
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
-    call = Call(scale, sliding_window, softcap, s_aux)
-    layer: Any = (
-        module.layer_idx
-    )  # an int, though torch types every attribute of a module as a tensor or a module
+    call = AttentionCall(scale, sliding_window, softcap, s_aux)
+    # An int, though torch types every attribute of a module as a tensor or a module.
+    layer: Any = module.layer_idx
     out = current.attend(layer, _packed(query), _packed(key), _packed(value), call)
     return out[None], None
 
@@ -78,7 +79,7 @@ def _packed(x: Tensor) -> Tensor:
 
 
 class PagedPass:
-    """A step: writes keys and values into their slots, then attends over the cache."""
+    """One step: writes keys and values into their slots, then attends over the cache."""
 
     def __init__(
         self, batch: Batch, cache: CacheStorage, backend: AttentionBackend, keep: Tensor
@@ -90,15 +91,16 @@ class PagedPass:
         self._windows = [ragged.window for ragged in batch.ragged]
         self.keep = keep
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, call: Call) -> Tensor:
+    def attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, call: AttentionCall
+    ) -> Tensor:
         keys, values, group = self._cache.layer(layer)
         write(keys, values, self._slots[group], key, value)
-        # The group's window, not the call's: some models pass a window that their mask does not
-        # have.
+        # The group's window, not the call's: some models pass a window that their mask ignores.
         spec = LayerSpec(call.scale, self._windows[group], call.softcap, call.sinks)
         return self._backend.run(self._plans[group], query, keys, values, spec)
 
 
 def register() -> None:
-    """Make the attention function known to transformers as NAME; again is harmless."""
+    """Register the attention function with transformers as NAME. A second call changes nothing."""
     AttentionInterface.register(NAME, _attention)

@@ -1,7 +1,7 @@
 """A step's rows as tensors: packed tokens, positions, slots and block tables.
 
-Owns the host buffers of one step and reuses them, so a Batch lives until the next ``build``.
-Decides nothing and touches no device.
+Owns the host buffers of one step and reuses them, so a Batch is valid until the next ``build``.
+Decides nothing and uses no device.
 """
 
 from collections import abc
@@ -22,12 +22,12 @@ Array = np.ndarray[Any, np.dtype[Any]]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Batch:
-    """One step of T packed tokens in B rows, S of which sample; all tensors lie on the host.
+    """One step of T packed tokens in B rows, S of which sample; all tensors are on the host.
 
     ``input_ids`` and ``positions`` int64 [T]. Per layer group: ``slots`` int64 [T], where each
-    token's key and value go, and ``ragged``, the rows with that group's tables. ``sample_index``
-    int64 [S]: the last packed token of each sampling row; ``sampling``: their sequences, in the
-    same order.
+    token's key and value are written, and ``ragged``, the rows with that group's tables.
+    ``sample_index`` int64 [S]: the last packed token of each sampling row; ``sampling``: their
+    sequences, in the same order.
     """
 
     input_ids: torch.Tensor
@@ -39,7 +39,7 @@ class Batch:
 
 
 class _Buffer:
-    """Host memory that grows; ``take`` hands out its beginning, as numpy view and as tensor on the
+    """Host memory that grows; ``take`` returns its beginning as a numpy view and as a tensor on the
     same bytes.
     """
 
@@ -78,7 +78,7 @@ class BatchBuilder:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all buffers as they are now."""
+        """Bytes of all buffers at present."""
         single = (self._ids, self._positions, self._starts, self._lens)
         return sum(b.nbytes for b in (*single, *self._slots)) + self.table_nbytes
 
@@ -88,7 +88,7 @@ class BatchBuilder:
         return sum(b.nbytes for b in self._tables)
 
     def build(self, rows: abc.Sequence[Row]) -> Batch:
-        """``rows`` is not empty and every row has at least one token, whose blocks its tables list."""
+        """``rows``: at least one, each with at least one token and with blocks for its tokens."""
         starts = np.array([row.start for row in rows])
         counts = np.array([row.count for row in rows])
         ends = counts.cumsum()
@@ -113,9 +113,7 @@ class BatchBuilder:
             table, tables = self._table(rows, lens, group.index)
             blocks = table[row_of, at // self._block_size].astype(np.int64)
             if blocks.min() < 0:
-                raise RuntimeError(
-                    f"layer group {group.index}: a token of this step has no block to go to"
-                )
+                raise RuntimeError(f"layer group {group.index}: a token of this step has no block")
             slot, tensor = self._slots[group.index].take(total)
             slot[:] = blocks * self._block_size + at % self._block_size
             slots.append(tensor)

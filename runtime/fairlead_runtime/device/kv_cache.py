@@ -3,7 +3,7 @@ memory.
 
 Owns storage and its copies. A *unit* is ``block_size`` tokens in the layers of one group; layer i,
 the s-th of group g, keeps its part of a unit in storage slot s, found through group g's tables.
-Knows ids only from those who ask: which unit is free, shared or cached is the scheduler's.
+Callers name units by id; the scheduler knows which one is free, shared or cached.
 """
 
 import math
@@ -62,9 +62,7 @@ class CacheStorage:
         )
 
     def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor, int]:
-        """Keys and values [units, block_size, kv heads, dim] of one layer and the index of its
-        group.
-        """
+        """One layer's keys and values [units, block_size, kv heads, dim] and its group's index."""
         group, slot = self._places[index]
         return self.keys[slot], self.values[slot], group
 
@@ -85,10 +83,10 @@ class CacheStorage:
         return layers_per_unit(groups) * block_size * width
 
     def copy(self, work: Work) -> None:
-        """A step's copies, once, in the order of the contract: offload, restore, copy-on-write.
+        """A step's copies, in this order: offload, restore, copy-on-write.
 
-        The order matters: a unit may be offloaded and, in the same step, be restored into or copied
-        into.
+        The order matters: a unit may be offloaded and, in the same step, be the target of a restore
+        or a copy.
         """
         if work.offload or work.restore:
             if self._host is None:
@@ -104,8 +102,8 @@ class CacheStorage:
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """On a CPU from the system's zero pages, mapped when first written: torch.zeros writes every
-    page at once.
+    """Zeros that a CPU maps page by page when first written; torch.zeros writes every page at
+    once.
     """
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)

@@ -1,6 +1,6 @@
-"""From a step's work to its tokens: everything on the device starts here.
+"""Runs a step's work on the device and returns its tokens.
 
-Owns the one path batch → forward pass → logits → sampling, and the cache's copies. Decides nothing.
+Owns the path batch → forward pass → logits → sampling, and the cache's copies. Decides nothing.
 """
 
 from collections.abc import Callable, Mapping
@@ -11,10 +11,10 @@ from fairlead_kernels.backend import BackendChoice, pick
 from fairlead_runtime.device.batch import BatchBuilder
 from fairlead_runtime.device.kv_cache import CacheStorage
 from fairlead_runtime.device.paged_model import PagedModel
-from fairlead_runtime.device.sampling import Sampled, SamplingBatch, sample
+from fairlead_runtime.device.sampling import SampledTokens, SamplingBatch, sample
 from fairlead_runtime.scheduling.plan import Result, Work
 
-Sampler = Callable[[torch.Tensor, SamplingBatch], Sampled]
+Sampler = Callable[[torch.Tensor, SamplingBatch], SampledTokens]
 
 
 class ModelRunner:

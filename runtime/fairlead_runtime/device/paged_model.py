@@ -1,11 +1,11 @@
 """A transformers causal language model that runs on our paged cache.
 
-Owns PagedModel and the checks that make one of a loaded model. Chooses no blocks and no rows; the
-attention itself is in ``attention``.
+Owns PagedModel and the checks of a loaded model that becomes one. Chooses neither blocks nor rows;
+the attention function is in ``attention``.
 
-Experts of MoE models run as transformers' ``grouped_mm``: equal to its eager loop but for rounding,
-each token's result independent of the others', and without the loop's wait for the device in every
-layer.
+Experts of MoE models run as transformers' ``grouped_mm``: equal to its eager loop except for
+rounding, each token's result independent of the others', and without the loop's wait for the device
+in every layer.
 """
 
 import inspect
@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 
 from fairlead_kernels.attention import AttentionBackend, Heads
 from fairlead_runtime.device import attention
-from fairlead_runtime.device.attention import CURRENT_PASS, Call, PagedPass, Pass
+from fairlead_runtime.device.attention import CURRENT_PASS, AttentionCall, ForwardPass, PagedPass
 from fairlead_runtime.device.batch import Batch
 from fairlead_runtime.device.kv_cache import CacheStorage
 from fairlead_runtime.models import families, rope
@@ -28,14 +28,16 @@ from fairlead_runtime.models.loading import LoadedModel
 
 
 class _Probe:
-    """A pass over one short sequence without a cache, that notes what each layer asks for."""
+    """A pass over one short sequence without a cache, which records the arguments of each layer."""
 
     def __init__(self, keep: Tensor) -> None:
         self.keep = keep
         self.heads: dict[int, Heads] = {}
-        self.calls: dict[int, Call] = {}
+        self.calls: dict[int, AttentionCall] = {}
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, call: Call) -> Tensor:
+    def attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, call: AttentionCall
+    ) -> Tensor:
         heads = Heads(query.shape[1], key.shape[1], key.shape[2], value.shape[2], key.dtype)
         self.heads[layer] = heads
         self.calls[layer] = call
@@ -49,10 +51,10 @@ class _Probe:
 class PagedModel:
     """A transformers causal language model that runs packed rows on our cache.
 
-    Takes the model over: sets its attention, installs a hook where it cannot select the rows of its
-    logits itself. ``windows`` has an entry per layer. Raises ModelError when its layers are not
-    equal in size or are not the ones the windows were made for. ``calls``: what each layer passes
-    along with its tensors.
+    Takes ownership of the model: sets its attention, and installs a hook if the model cannot select
+    the rows of its logits itself. ``windows`` has an entry per layer; ``calls`` the attention
+    arguments of each layer. Raises ModelError when the layers differ in size or in number from
+    ``windows``.
     """
 
     def __init__(self, model: PreTrainedModel, windows: Sequence[int | None]) -> None:
@@ -67,14 +69,13 @@ class PagedModel:
         self.selects_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
         if not self.selects_logits:
             model.get_output_embeddings().register_forward_pre_hook(_keep_rows)
-        # transformers picks grouped_mm where the model and torch can; dense models and others say
-        # eager.
+        # transformers picks grouped_mm where the model and torch support it, else eager.
         self._experts: str = getattr(model.config, "_experts_implementation", None) or "eager"
         self.heads = self._probe()
 
     @torch.inference_mode()
     def _probe(self) -> Heads:
-        """The heads as the layers really have them, from a pass of two tokens."""
+        """The heads that the layers actually use, from a pass of two tokens."""
         probe = _Probe(torch.tensor([1], device=self.device))
         self.run(
             torch.tensor([0, 1], device=self.device),
@@ -83,12 +84,13 @@ class PagedModel:
         )
         name = self.model.config.model_type
         if sorted(probe.heads) != list(range(len(self.windows))):
-            raise families.refused(
+            raise families.unsupported(
                 name,
-                f"{len(probe.heads)} of its {len(self.windows)} layers use transformers' attention interface",
+                f"{len(probe.heads)} of its {len(self.windows)} layers use transformers' attention "
+                "interface",
             )
         if len(set(probe.heads.values())) != 1:
-            raise families.refused(name, "its layers differ in their number or size of heads")
+            raise families.unsupported(name, "its layers differ in their number or size of heads")
         self.calls = probe.calls
         return probe.heads[0]
 
@@ -109,7 +111,7 @@ class PagedModel:
         return self.run(ids, batch.positions.to(self.device, non_blocking=True), step)
 
     @torch.inference_mode()
-    def run(self, input_ids: Tensor, positions: Tensor, current: Pass) -> Tensor:
+    def run(self, input_ids: Tensor, positions: Tensor, current: ForwardPass) -> Tensor:
         """Logits [S, vocabulary] of ``current.keep`` after one pass over packed tokens int64 [T],
         attended by ``current``.
         """
@@ -126,8 +128,8 @@ class PagedModel:
 
     @contextmanager
     def plain(self, *, experts: bool = True) -> Iterator[PreTrainedModel]:
-        """The same model as transformers runs it eagerly, inside the block only; ``experts`` False:
-        they stay ours.
+        """The same model as transformers runs it eagerly, inside the ``with`` block only; with
+        ``experts`` False its experts stay grouped.
         """
         self._set("eager", "eager" if experts else self._experts)
         try:
@@ -145,23 +147,23 @@ def prepare(loaded: LoadedModel) -> PagedModel:
     """Make a loaded model run on the paged cache: pin its RoPE to max_model_len, set its attention,
     check its sizes.
 
-    Takes the model over. Raises ModelError when it cannot run so, or when the sizes that memory was
-    planned with (``loaded.shape``) are not the ones it has.
+    Takes ownership of the model. Raises ModelError when it cannot run on the cache, or when its
+    sizes differ from those that memory was sized with (``loaded.shape``).
     """
     windows = families.check(loaded.config)
     rope.pin(loaded.model, loaded.max_model_len)
     model = PagedModel(loaded.model, windows)
     shape, heads = loaded.shape, model.heads
-    planned = (shape.windows, shape.heads, shape.kv_heads, shape.head_dim, shape.head_dim)
-    if planned != (windows, heads.query, heads.kv, heads.dim, heads.value_dim):
+    expected = (shape.windows, shape.heads, shape.kv_heads, shape.head_dim, shape.head_dim)
+    if expected != (windows, heads.query, heads.kv, heads.dim, heads.value_dim):
         name = str(loaded.config.model_type)
-        raise families.refused(
+        raise families.unsupported(
             name, "its config.json describes other layers than transformers builds from it"
         )
     return model
 
 
 def _keep_rows(_module: torch.nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
-    """Before the output matrix: only the rows whose logits are wanted."""
+    """Pass only the rows of ``keep`` to the output matrix."""
     current = CURRENT_PASS.get()
     return None if current is None else (args[0][:, current.keep], *args[1:])

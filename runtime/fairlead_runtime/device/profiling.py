@@ -1,17 +1,16 @@
-"""The profiling run: what one step really takes beside weights and cache, before the cache is
+"""The profiling run: measures the memory of one step beside weights and cache, before the cache is
 sized.
 
 Owns its dummy work (a full batch of prefills; as many decodes as may run at once; one long row's
 attention; the largest batch on the host) and the meters. The names it returns are those of the
-sizing equation's terms, so a measured one takes the planned one's place. Attention is left out of
-the steps, and measured by itself.
+memory equation's terms, so a measured term replaces the computed one. Attention is left out of the
+steps and measured separately.
 
-What is measured, honestly. On CUDA: the allocator's peak, which is all there is. On a CPU: the peak
-of all tensors alive at once, as a dispatch mode sees them; buffers that a kernel (MKL, oneDNN,
-SDPA) takes and returns inside one operator are not seen, and resident memory would be no better a
-measure, as freed pages are reused unseen. A CPU computes at most CPU_TOKENS tokens for this and
-scales up: every tensor of a step grows with its tokens, none with their square, since attention is
-masked in strips.
+What is measured. On CUDA: the allocator's peak. On a CPU: the peak of all tensors alive at once, as
+a dispatch mode sees them. It does not see buffers that a kernel (MKL, oneDNN, SDPA) allocates and
+frees inside one operator; resident memory would not be a better measure, since freed pages are
+reused. A CPU computes at most CPU_TOKENS tokens for this and scales up: every tensor of a step
+grows with its tokens, none with their square, since attention is masked in strips.
 """
 
 import weakref
@@ -24,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from fairlead_kernels.attention import AttentionBackend, LayerSpec
-from fairlead_runtime.device.attention import Call
+from fairlead_runtime.device.attention import AttentionCall
 from fairlead_runtime.device.batch import BatchBuilder
 from fairlead_runtime.device.kv_cache import CacheStorage
 from fairlead_runtime.device.paged_model import PagedModel
@@ -35,14 +34,14 @@ from fairlead_runtime.sizing.groups import LayerGroup, group_layers
 from fairlead_runtime.sizing.terms import KEPT_MASKS, STRIP
 
 CPU_TOKENS = 256
-# Keys from which a longer row's attention is scaled up: all that it gathers grows with them.
+# A longer row's attention is scaled up from this many keys: what it gathers grows with them.
 CPU_KEYS = 2048
 CUDA_KEYS = 1 << 15
-WIDTH = 1024  # blocks from which wider block tables are scaled up
+WIDTH = 1024  # block tables with more blocks are scaled up from this many
 CPU_ROW = 32
 CPU_ROWS = 64
 BLOCK_SIZE = 16
-# Every filter on and log-probabilities wanted: the most that sampling can take.
+# Every filter and log-probabilities: the most memory that sampling can take.
 _PARAMS = SamplingParams(temperature=1.0, top_k=50, top_p=0.9, min_p=0.01, logprobs=20)
 
 
@@ -57,10 +56,10 @@ def profile(
     block_size: int = BLOCK_SIZE,
 ) -> Mapping[str, int]:
     """Bytes of ``activations``, ``attention``, ``logits``, ``sampling`` and ``batch`` in the
-    largest steps these limits allow.
+    largest steps that these limits allow.
 
-    Takes one step of max_batch_tokens (on a CPU of CPU_TOKENS) and one of max_requests decodes.
-    ``backend`` must be new: the scratch memory that it keeps is part of ``attention``.
+    Runs one step of max_batch_tokens (on a CPU of CPU_TOKENS) and one of max_requests decodes.
+    ``backend`` must be unused: the scratch memory that it keeps is part of ``attention``.
     """
     on_cpu = model.device.type == "cpu"
     tokens = min(max_batch_tokens, CPU_TOKENS) if on_cpu else max_batch_tokens
@@ -85,14 +84,19 @@ def profile(
     }
 
 
-class _Dense:
-    """A pass without attention: what the layers make around it, and the room for its answer."""
+class _PassWithoutAttention:
+    """A forward pass whose attention returns zeros: it takes the memory of everything else."""
 
     def __init__(self, keep: torch.Tensor) -> None:
         self.keep = keep
 
     def attend(
-        self, _layer: int, query: torch.Tensor, _key: torch.Tensor, value: torch.Tensor, _call: Call
+        self,
+        _layer: int,
+        query: torch.Tensor,
+        _key: torch.Tensor,
+        value: torch.Tensor,
+        _call: AttentionCall,
     ) -> torch.Tensor:
         return query.new_zeros(*query.shape[:2], value.shape[2])
 
@@ -100,37 +104,35 @@ class _Dense:
 def _attention(
     model: PagedModel, backend: AttentionBackend, max_batch_tokens: int, max_model_len: int
 ) -> int:
-    """Bytes that attending one row of max_model_len takes: scratch, masks and, where written out,
-    scores.
-    """
+    """Bytes of attention over one row of max_model_len: scratch, masks and explicit scores."""
     on_cpu = model.device.type == "cpu"
     queries, element = min(max_batch_tokens, max_model_len), model.heads.dtype.itemsize
     kept, scratch = 0, 0
     for group in group_layers(model.windows):
-        sees = (
+        visible = (
             max_model_len
             if group.window is None
             else min(max_model_len, group.window - 1 + queries)
         )
-        keys = min(sees, CPU_KEYS if on_cpu else CUDA_KEYS)
-        # One strip that does not begin the row: it needs a mask, and no strip takes more scratch.
+        keys = min(visible, CPU_KEYS if on_cpu else CUDA_KEYS)
+        # One strip that is not the row's first: it needs a mask, and no strip takes more scratch.
         part = max(1, min(queries, STRIP, keys - 1))
         masks = part * keys * element if part > 1 else 0
         peak = _attend_one(model, backend, group, keys, part) - masks
-        scratch = max(scratch, max(0, peak) * sees // keys)
-        kept += min(queries * sees, max(KEPT_MASKS, STRIP * sees)) * element
+        scratch = max(scratch, max(0, peak) * visible // keys)
+        kept += min(queries * visible, max(KEPT_MASKS, STRIP * visible)) * element
     return scratch + kept
 
 
 def _attend_one(
     model: PagedModel, backend: AttentionBackend, group: LayerGroup, keys: int, queries: int
 ) -> int:
-    """Bytes that the last ``queries`` of a row of ``keys`` take in one layer of a group, beside
-    their answer.
+    """Bytes that the last ``queries`` of a row of ``keys`` take in one layer of a group, without
+    the output.
     """
     heads, call = model.heads, model.calls[group.layers[0]]
     sequence = _sequence(0, keys)
-    # Not consecutive: such a row would be read in place.
+    # Blocks in reverse order: a row of consecutive blocks would be read in place.
     sequence.tables = [list(reversed(range(-(-keys // BLOCK_SIZE))))]
     alone = LayerGroup(0, group.window, (0,))
     units = len(sequence.tables[0])
@@ -140,33 +142,33 @@ def _attend_one(
     )
     query = torch.zeros(queries, heads.query, heads.dim, dtype=heads.dtype, device=model.device)
     spec = LayerSpec(call.scale, group.window, call.softcap, call.sinks)
-    answer = query.nbytes // heads.dim * heads.value_dim  # it counts among the activations
+    output = query.nbytes // heads.dim * heads.value_dim  # part of the activations
 
     def run() -> None:
         backend.run(backend.plan(batch.ragged[0]), query, cache.keys[0], cache.values[0], spec)
 
-    return _peak(model.device, run) - answer
+    return _peak(model.device, run) - output
 
 
 def _batch(model: PagedModel, tokens: int, rows: int, max_model_len: int, block_size: int) -> int:
-    """Bytes of the host's buffers once they have held a batch of so many tokens in so many of the
-    longest rows.
+    """Bytes of the host's buffers after a batch of ``tokens`` in ``rows`` rows of the longest
+    length.
     """
     groups = group_layers(model.windows)
     builder = BatchBuilder(groups, block_size)
     width = -(-max_model_len // block_size)
     part = min(width, WIDTH)
     end = min(part * block_size, max_model_len)
-    known, table = [0] * end, [0] * part
-    made: list[Row] = []
+    ids, table = [0] * end, [0] * part
+    batch: list[Row] = []
     left = tokens
     for index in range(rows):
         sequence = _sequence(index, 1)
-        sequence.tokens, sequence.tables = known, [table] * len(groups)
+        sequence.tokens, sequence.tables = ids, [table] * len(groups)
         count = max(1, min(end, left - (rows - index - 1)))
         left -= count
-        made.append(Row(sequence, end - count, count, samples=True))
-    builder.build(made)
+        batch.append(Row(sequence, end - count, count, samples=True))
+    builder.build(batch)
     return builder.nbytes + builder.table_nbytes * (width - part) // part
 
 
@@ -176,13 +178,13 @@ def _sequence(index: int, length: int) -> Sequence:
 
 
 def _step(model: PagedModel, lengths: list[int], *, samples: bool) -> Callable[[], torch.Tensor]:
-    """A forward pass, without attention, of rows of these lengths; run once already, so that what
-    is kept between steps is there and not counted.
+    """A forward pass, without attention, of rows of these lengths. It has run once, so that memory
+    kept between steps is not counted.
     """
     ids = torch.zeros(sum(lengths), dtype=torch.int64, device=model.device)
     positions = torch.cat([torch.arange(length, device=model.device) for length in lengths])
     ends = torch.tensor(lengths, device=model.device).cumsum(0) - 1
-    step = _Dense(ends if samples else ends[:0])
+    step = _PassWithoutAttention(ends if samples else ends[:0])
 
     def run() -> torch.Tensor:
         return model.run(ids, positions, step)
@@ -192,7 +194,7 @@ def _step(model: PagedModel, lengths: list[int], *, samples: bool) -> Callable[[
 
 
 def _peak(device: torch.device, run: Callable[[], object]) -> int:
-    """Bytes that ``run`` holds at its worst moment beyond what is held now."""
+    """Peak bytes that ``run`` allocates beyond those allocated before."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         torch.cuda.reset_peak_memory_stats(device)
@@ -205,14 +207,14 @@ def _peak(device: torch.device, run: Callable[[], object]) -> int:
     return meter.peak
 
 
-class _Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch does not annotate it
-    """Bytes of the tensors made inside and alive at once."""
+class _TensorMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch does not annotate it
+    """Counts the bytes of tensors created inside it: those alive now, and their peak."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # see above
         self.alive = 0
         self.peak = 0
-        self._known: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
+        self._counted: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
 
     def __torch_dispatch__(
         self,
@@ -221,21 +223,21 @@ class _Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch does 
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        given = {
+        inputs = {
             id(x.untyped_storage())
             for x in tree_leaves((args, kwargs))
             if isinstance(x, torch.Tensor)
         }
         out = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(out):
-            if isinstance(tensor, torch.Tensor) and id(tensor.untyped_storage()) not in given:
+            if isinstance(tensor, torch.Tensor) and id(tensor.untyped_storage()) not in inputs:
                 self._count(tensor.untyped_storage())
         return out
 
     def _count(self, storage: torch.UntypedStorage) -> None:
-        if storage in self._known:
+        if storage in self._counted:
             return
-        self._known.add(storage)
+        self._counted.add(storage)
         size = storage.nbytes()
         self.alive += size
         self.peak = max(self.peak, self.alive)
@@ -246,7 +248,7 @@ class _Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch does 
 
 
 @contextmanager
-def _meter() -> Iterator[_Meter]:
-    meter = _Meter()
+def _meter() -> Iterator[_TensorMeter]:
+    meter = _TensorMeter()
     with meter:
         yield meter

@@ -1,16 +1,16 @@
-"""From logits to tokens: which rows ask for what, and the order in which it is done.
+"""From logits to tokens: the sampling parameters of a step's rows, and the order they apply in.
 
 Owns the parameters of a step's sampling rows as vectors (SamplingBatch) and the one function that
-turns logits into tokens (``sample``). The arithmetic lies in ``fairlead_kernels.sample``; nothing
-here loops over rows, and what no row asks for is not computed (a greedy batch is one argmax).
+turns logits into tokens (``sample``). The arithmetic is in ``fairlead_kernels.sample``; nothing
+here loops over rows, and a filter that no row uses is not computed (a greedy batch is one argmax).
 
 The order is vLLM V1's: min_tokens masks end and stop ids; temperature; min-p; top-k; top-p over
-what is left; the draw. Log-probabilities are those of the raw logits. Two documented differences:
+the rest; the draw. Log-probabilities are those of the raw logits. Two documented differences:
 tokens that tie with the last one a filter keeps are kept as well, and a draw is a pure function of
 (seed, choice index, position, token), see ``fairlead_kernels.sample``.
 
-Rows with NaN, plus infinity or nothing but minus infinity come back flagged, and only they: minus
-infinity alone is how models mask the padded end of their vocabulary.
+Only rows with NaN, plus infinity or no value above minus infinity are flagged: models use minus
+infinity to mask the padded end of their vocabulary.
 """
 
 import functools
@@ -29,7 +29,7 @@ from fairlead_runtime.request import Sequence
 from fairlead_runtime.seeds import GOLDEN, MUL1, MUL2
 
 NON_FINITE = "the model's logits for this request are not finite"
-# Below this a temperature is 0, as in vLLM: the division would overflow float32.
+# A lower temperature counts as 0, as in vLLM: the division would overflow float32.
 GREEDY_BELOW = 1e-5
 
 Array = np.ndarray[Any, np.dtype[Any]]
@@ -54,11 +54,11 @@ class Draws:
 
 @dataclass(frozen=True, slots=True)
 class SamplingBatch:
-    """What the sampling rows of one step ask for, in the order of their logits.
+    """The sampling parameters of one step's rows, in the order of their logits.
 
     ``draws`` is None when every row is greedy. ``masked_rows`` and ``masked_ids`` are parallel
-    lists: the entries that min_tokens forbids. ``logprob_rows`` are the rows that want
-    log-probabilities, ``logprob_counts`` how many.
+    lists: the entries that min_tokens forbids. ``logprob_rows`` are the rows that
+    request log-probabilities, ``logprob_counts`` how many.
     """
 
     size: int
@@ -80,14 +80,14 @@ class SamplingBatch:
                 ids = sequences[i].request.eos_ids.union(p.stop_token_ids)
                 masked_ids += ids
                 masked_rows += [i] * len(ids)
-        wanting = [i for i, p in enumerate(params) if p.logprobs is not None]
+        logprob_rows = [i for i, p in enumerate(params) if p.logprobs is not None]
         return cls(
             size=len(params),
             draws=_draws(sequences, rows) if rows else None,
             masked_rows=masked_rows,
             masked_ids=masked_ids,
-            logprob_rows=wanting,
-            logprob_counts=[params[i].logprobs or 0 for i in wanting],
+            logprob_rows=logprob_rows,
+            logprob_counts=[params[i].logprobs or 0 for i in logprob_rows],
         )
 
 
@@ -129,12 +129,12 @@ def _mix64(words: Array) -> Array:
 
 
 @dataclass(frozen=True, slots=True)
-class Sampled:
-    """One step's outcome, still on the device.
+class SampledTokens:
+    """One step's sampled tokens, still on the device.
 
-    ``tokens`` [S] int64 (-1 where not finite), ``finite`` [S] bool. For the L rows that asked:
-    ``chosen`` [L] float32, ``ranks`` [L] int64, ``top_ids`` and ``top_logprobs`` [L, k] for the
-    largest k asked.
+    ``tokens`` [S] int64 (-1 where not finite), ``finite`` [S] bool. For the L rows that
+    request log-probabilities: ``chosen`` [L] float32, ``ranks`` [L] int64, ``top_ids`` and
+    ``top_logprobs`` [L, k] for the largest k requested.
     """
 
     batch: SamplingBatch
@@ -182,11 +182,11 @@ class Sampled:
 
 
 @torch.inference_mode()
-def sample(logits: Tensor, batch: SamplingBatch) -> Sampled:
+def sample(logits: Tensor, batch: SamplingBatch) -> SampledTokens:
     """One token for each row of ``logits`` [S, V], any float type; rows are in the order of
     ``batch``.
 
-    The logits are consumed: entries that min_tokens forbids are overwritten.
+    Overwrites ``logits`` where min_tokens forbids a token.
     """
     if logits.shape[0] != batch.size or not 0 < logits.shape[1] <= ops.MAX_VOCABULARY:
         raise ValueError(f"logits of shape {tuple(logits.shape)} for {batch.size} sampling rows")
@@ -201,8 +201,8 @@ def sample(logits: Tensor, batch: SamplingBatch) -> Sampled:
         tokens = _draw(logits, top, tokens, batch.draws)
     tokens = tokens.masked_fill(~finite, -1)
     if raw is None:
-        return Sampled(batch, tokens, finite)
-    return Sampled(
+        return SampledTokens(batch, tokens, finite)
+    return SampledTokens(
         batch,
         tokens,
         finite,
@@ -211,16 +211,16 @@ def sample(logits: Tensor, batch: SamplingBatch) -> Sampled:
 
 
 def _forbid(logits: Tensor, rows: list[int], ids: list[int]) -> None:
-    """Minus infinity at (row, id); ids beyond the vocabulary name no token and are left out."""
+    """Set (row, id) to minus infinity; ids beyond the vocabulary are ignored."""
     inside = [(r, i) for r, i in zip(rows, ids, strict=True) if i < logits.shape[1]]
     where = torch.tensor(inside, dtype=torch.int64, device=logits.device).reshape(-1, 2)
     logits[where[:, 0], where[:, 1]] = -math.inf
 
 
 def _draw(logits: Tensor, top: Tensor, best: Tensor, draws: Draws) -> Tensor:
-    """``best`` [S], the likeliest tokens, with those of the drawing rows replaced by a random one.
+    """``best`` [S], the likeliest tokens, with those of the rows in ``draws`` replaced by a draw.
 
-    In chunks of rows, so that temporaries stay small.
+    Works in chunks of rows, so that temporaries stay small.
     """
     tokens, rows = best.clone(), torch.from_numpy(draws.rows).to(logits.device)
     step = ops.chunk_rows(logits)
@@ -251,8 +251,8 @@ def scores_of(logits: Tensor, top: Tensor, temperature: Array) -> Tensor:
 
 
 def cut_of(scores: Tensor, min_cut: Array, top_k: Array, top_p: Array) -> Tensor | None:
-    """The smallest score that each row's filters keep, [R]: min-p, then top-k, then top-p over what
-    is left.
+    """The smallest score that each row's filters keep, [R]: min-p, then top-k, then top-p over the
+    rest.
 
     None when no row has a filter.
     """
@@ -264,21 +264,21 @@ def cut_of(scores: Tensor, min_cut: Array, top_k: Array, top_p: Array) -> Tensor
 
 
 def _filter_top_k(scores: Tensor, cut: Tensor, top_k: Array) -> Tensor:
-    asking = np.flatnonzero(top_k)
-    if not len(asking):
+    filtered = np.flatnonzero(top_k)
+    if not len(filtered):
         return cut
-    rows = torch.from_numpy(asking).to(scores.device)
-    k = torch.from_numpy(top_k[asking]).to(scores.device)
+    rows = torch.from_numpy(filtered).to(scores.device)
+    k = torch.from_numpy(top_k[filtered]).to(scores.device)
     kth = ops.top_k_cut(_take(scores, rows), k, int(top_k.max()))
     return cut.index_copy(0, rows, torch.maximum(cut[rows], kth))
 
 
 def _filter_top_p(scores: Tensor, cut: Tensor, top_p: Array) -> Tensor:
-    asking = np.flatnonzero(top_p < 1)
-    if not len(asking):
+    filtered = np.flatnonzero(top_p < 1)
+    if not len(filtered):
         return cut
-    rows = torch.from_numpy(asking).to(scores.device)
-    p = torch.from_numpy(top_p[asking]).to(scores.device)
+    rows = torch.from_numpy(filtered).to(scores.device)
+    p = torch.from_numpy(top_p[filtered]).to(scores.device)
     return cut.index_copy(0, rows, ops.top_p_cut(_take(scores, rows), cut[rows], p))
 
 
@@ -296,7 +296,7 @@ def _logprobs(raw: Tensor, tokens: Tensor, count: int) -> tuple[Tensor, Tensor, 
     [L, V].
     """
     logprobs = raw.log_softmax(dim=-1)
-    at = tokens.clamp(min=0)[:, None]  # a flagged row's token is -1; its values are never shown
+    at = tokens.clamp(min=0)[:, None]  # a flagged row's token is -1; its values are not used
     chosen = logprobs.gather(1, at)
     ranks = (raw > raw.gather(1, at)).sum(dim=-1) + 1
     top = logprobs.topk(min(count, raw.shape[1]), dim=-1)

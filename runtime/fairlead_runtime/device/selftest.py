@@ -1,9 +1,9 @@
-"""The proof before readiness: our packed, paged forward pass gives what plain transformers gives.
+"""The self-test before readiness: our packed, paged forward pass equals plain transformers'.
 
 Owns three short prompts of different lengths, run through the path that serves requests (chunks and
 single tokens mixed in one step, blocks scattered over the cache) and, each alone, through eager
-transformers. It catches what an allow-list cannot: a family whose attention has a trait that ours
-lacks, a wrong window, a broken kernel.
+transformers. It catches what an allow-list cannot: a family whose attention needs something that
+ours lacks, a wrong window, a broken kernel.
 
 The cache starts full of NaN, so reading one token that is not the row's own shows as an infinite
 difference.
@@ -31,45 +31,47 @@ from fairlead_runtime.sizing.groups import group_layers
 
 BLOCK_SIZE = 4
 LENGTHS = (23, 9, 14)
-# A window is tested when a prompt that leaves it costs little more than one that does not.
+# Windows are tested as far as prompts of at most this length leave them.
 LONGEST = 160
 
 # Root-mean-square difference of a token's logits, in units of their spread, that rounding explains.
 # Measured over the served families, 3 to 32 layers, random weights: 3e-6 in float32, 0.005 in
-# float16, 0.04 in bfloat16. Planted faults (a window wrong by one, no softcap, no sinks) cost 0.4
-# to 1.0 in every type: tests/functional/engine/test_paged_model.py.
+# float16, 0.04 in bfloat16. Planted faults (a window wrong by one, no softcap, no sinks) differ by
+# 0.4 to 1.0 in every type: tests/functional/engine/test_paged_model.py.
 TOLERANCE = {torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.2}
-# The tokens at a prompt's end that are compared where rounding can tip a router: see _distance.
+# Where rounding can change a router's choice, only this many last tokens count: see _distance.
 LAST = 5
 
 
 class SelfTestError(Exception):
-    """Our forward pass and transformers' differ by more than rounding. ``delta`` is by how much."""
+    """Our forward pass and transformers' differ by ``delta``, which is more than rounding."""
 
     def __init__(self, delta: float, tolerance: float, model_type: str) -> None:
         super().__init__(
-            f"self-test: logits of {model_type!r} differ from plain transformers by {delta:.3g} of their spread, "
-            f"above the {tolerance:g} that rounding explains; this model is not served correctly"
+            f"self-test: logits of {model_type!r} differ from plain transformers by {delta:.3g} of "
+            f"their spread, above the {tolerance:g} that rounding explains; this model would "
+            "generate wrong text"
         )
         self.delta = delta
         self.tolerance = tolerance
 
 
 class NotPackedError(SelfTestError):
-    """A family that no table holds does not even run packed. ``delta`` is infinite."""
+    """A family that is not in the table does not run packed at all. ``delta`` is infinite."""
 
     def __init__(self, error: Exception, tolerance: float, model_type: str) -> None:
         super().__init__(math.inf, tolerance, model_type)
         text = " ".join(str(error).split())[:300]
+        name = type(error).__name__
         self.args = (
-            f"self-test: {model_type!r} does not run packed on a paged cache: {type(error).__name__}: {text}",
+            f"self-test: {model_type!r} does not run packed on a paged cache: {name}: {text}",
         )
 
 
 @dataclass(frozen=True, slots=True)
-class SelfTest:
-    """What was found: the largest difference of a logit in units of the logits' spread, and what is
-    allowed.
+class SelfTestResult:
+    """``delta``: the largest difference of logits in units of their spread; ``tolerance``: the
+    largest allowed.
     """
 
     delta: float
@@ -79,16 +81,16 @@ class SelfTest:
 
     def __str__(self) -> str:
         return (
-            f"self-test: {self.tokens} tokens, largest difference {self.delta:.2g} of {self.tolerance:g} allowed "
-            f"({self.backend} attention)"
+            f"self-test: {self.tokens} tokens, largest difference {self.delta:.2g} of "
+            f"{self.tolerance:g} allowed ({self.backend} attention)"
         )
 
 
-def prove(loaded: LoadedModel) -> tuple[PagedModel, SelfTest]:
-    """The model on our paged attention, and the proof. Raises ModelError, or SelfTestError.
+def prepare_and_test(loaded: LoadedModel) -> tuple[PagedModel, SelfTestResult]:
+    """The model on our paged attention, and the result. Raises ModelError, or SelfTestError.
 
-    A family of the table that raises has found a bug, which keeps its traceback; of another one it
-    is the verdict.
+    Any other error of a family in the table is a bug and keeps its traceback; for other families it
+    means that they do not run packed.
     """
     name = str(loaded.config.model_type)
     try:
@@ -103,45 +105,41 @@ def prove(loaded: LoadedModel) -> tuple[PagedModel, SelfTest]:
 
 
 @torch.inference_mode()
-def run(model: PagedModel, backend: AttentionBackend, max_model_len: int) -> SelfTest:
-    """Compare both passes; raises SelfTestError beyond TOLERANCE. About 60 tokens are computed
-    twice.
-    """
+def run(model: PagedModel, backend: AttentionBackend, max_model_len: int) -> SelfTestResult:
+    """Compare both passes on about 60 tokens; raises SelfTestError beyond TOLERANCE."""
     prompts = _prompts(model, max_model_len)
-    ours = _packed(model, backend, prompts)
-    plain = _plain(model, prompts, [sorted(rows) for rows in ours])
-    tips = model.heads.dtype is not torch.float32 and _routed(model)
-    delta = max(_distance(got, want, tips=tips) for got, want in zip(ours, plain, strict=True))
+    ours = _paged_logits(model, backend, prompts)
+    plain = _plain_logits(model, prompts, [sorted(rows) for rows in ours])
+    median = model.heads.dtype is not torch.float32 and _has_experts(model)
+    delta = max(_distance(*pair, median=median) for pair in zip(ours, plain, strict=True))
     tolerance = TOLERANCE[model.heads.dtype]
     if not delta <= tolerance:
         raise SelfTestError(delta, tolerance, str(model.model.config.model_type))
-    return SelfTest(delta, tolerance, sum(map(len, prompts)), backend.name)
+    return SelfTestResult(delta, tolerance, sum(map(len, prompts)), backend.name)
 
 
-def _distance(ours: dict[int, torch.Tensor], plain: torch.Tensor, *, tips: bool) -> float:
-    """How far one prompt's logits lie apart: the worst token, in units of the spread of its logits.
+def _distance(ours: dict[int, torch.Tensor], plain: torch.Tensor, *, median: bool) -> float:
+    """The difference of one prompt's logits: the worst token's, in units of its logits' spread.
 
-    In half precision rounding tips a router now and then, and another expert answers for that token
-    (up to 0.4 of the spread). A fault of attention moves all tokens, or, of a window, all beyond
-    it: with ``tips`` the median of the last ones decides.
+    In half precision rounding sometimes changes a router's choice, and another expert computes that
+    token (up to 0.4 of the spread). A fault of attention affects all tokens, one of a window all
+    beyond it: so with ``median`` the median of the last tokens decides.
     """
     mine = torch.stack([ours[position] for position in sorted(ours)]).float()
     spread = plain.float().std(dim=1).clamp(min=1e-6)
     distances = (mine - plain.float()).square().mean(dim=1).sqrt() / spread
-    worst = float(distances[-LAST:].median() if tips else distances.max())
+    worst = float(distances[-LAST:].median() if median else distances.max())
     return math.inf if math.isnan(worst) else worst
 
 
-def _routed(model: PagedModel) -> bool:
+def _has_experts(model: PagedModel) -> bool:
     return any(getattr(model.model.config, name, None) for name in EXPERTS)
 
 
 def _prompts(model: PagedModel, max_model_len: int) -> list[list[int]]:
-    """Random token ids, the same ones every time. One prompt leaves the widest window that is cheap
-    to leave.
-    """
-    cheap = [w for w in model.windows if w is not None and w + 9 <= LONGEST]
-    longest = max([LENGTHS[0], *(w + 9 for w in cheap)])
+    """The same random token ids every time. One prompt leaves the widest window within LONGEST."""
+    tested = [w for w in model.windows if w is not None and w + 9 <= LONGEST]
+    longest = max([LENGTHS[0], *(w + 9 for w in tested)])
     generator = np.random.default_rng(0)
     return [
         generator.integers(0, model.vocabulary, min(length, max_model_len)).tolist()
@@ -150,19 +148,17 @@ def _prompts(model: PagedModel, max_model_len: int) -> list[list[int]]:
 
 
 def _chunks(length: int) -> list[int]:
-    """How a prompt of ``length`` is cut: chunks and single tokens, as prefill and decode would."""
+    """A prompt of ``length`` cut into chunks and single tokens, as in prefill and decode."""
     counts: list[int] = []
     for wanted in (length // 3, 1, length - length // 3 - LAST, *[1] * (LAST - 1), length):
         counts.append(max(0, min(wanted, length - sum(counts))))
     return [count for count in counts if count]
 
 
-def _packed(
+def _paged_logits(
     model: PagedModel, backend: AttentionBackend, prompts: list[list[int]]
 ) -> list[dict[int, torch.Tensor]]:
-    """Per prompt, by position: the logits of each row's last token, over steps that start one
-    prompt each.
-    """
+    """Per prompt, by position: the logits of each row's last token. Each step starts one prompt."""
     groups = group_layers(model.windows)
     blocks = sum(-(-len(p) // BLOCK_SIZE) for p in prompts) * len(groups)
     cache = CacheStorage(
@@ -181,7 +177,7 @@ def _packed(
         sequences.append(sequence)
     builder = BatchBuilder(groups, BLOCK_SIZE)
     left = [_chunks(len(prompt)) for prompt in prompts]
-    found: list[dict[int, torch.Tensor]] = [{} for _ in prompts]
+    logits_at: list[dict[int, torch.Tensor]] = [{} for _ in prompts]
     for step in range(sum(map(len, left)) + len(prompts)):
         rows = [
             Row(s, s.computed, left[s.id].pop(0), samples=True)
@@ -193,22 +189,22 @@ def _packed(
         logits = model.forward(builder.build(rows), cache, backend)
         for row, values in zip(rows, logits, strict=True):
             row.sequence.computed += row.count
-            found[row.sequence.id][row.sequence.computed - 1] = values
-    return found
+            logits_at[row.sequence.id][row.sequence.computed - 1] = values
+    return logits_at
 
 
-def _plain(
+def _plain_logits(
     model: PagedModel, prompts: list[list[int]], positions: list[list[int]]
 ) -> list[torch.Tensor]:
-    """Per prompt: eager transformers' logits [positions, vocabulary], the prompt alone in its pass."""
-    found: list[torch.Tensor] = []
-    # Half precision sums experts in another order there, which tips routers and would drown what is
-    # tested here.
+    """Per prompt, in a pass of its own: eager transformers' logits [positions, vocabulary]."""
+    results: list[torch.Tensor] = []
+    # In half precision eager experts are summed in another order, which changes routers' choices
+    # and would hide the differences tested here.
     with model.plain(experts=model.heads.dtype is torch.float32) as plain:
         for prompt, at in zip(prompts, positions, strict=True):
             ids = torch.tensor([prompt], device=model.device)
             index = torch.tensor(at, device=model.device)
             extra = {"logits_to_keep": index} if model.selects_logits else {}
             logits = plain(input_ids=ids, use_cache=False, **extra).logits[0]
-            found.append(logits if model.selects_logits else logits[index])
-    return found
+            results.append(logits if model.selects_logits else logits[index])
+    return results

@@ -224,7 +224,7 @@ def _weight_files(path: Path, sizes: Mapping[str, int]) -> Sequence[str]:
     """The weight files to load: repositories often hold the same weights twice."""
     if files.WEIGHTS in sizes:
         return [files.WEIGHTS]
-    shards = files.indexed(path)
+    shards = files.read_index(path)
     for name in shards:
         if name not in sizes:
             raise ModelError("BadWeights", f"{files.INDEX}: {name} is not in the repository")

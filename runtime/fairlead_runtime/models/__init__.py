@@ -1,5 +1,6 @@
-"""Models: where they come from, what is refused before it is read, and how they become tensors.
+"""Models: the checks of their files, which of them are served, and how they are loaded.
 
-Owns sources, downloads, the checks on files, loading, tokenizers, and the tiny random models that
-tests and `transformers` comparisons share. Never runs a forward pass: that begins in the runner.
+Owns the checks on files, loading, tokenizers, and the tiny random models that tests and comparisons
+with transformers share. Downloads nothing (``hub`` does) and runs no forward pass (``device``
+does).
 """

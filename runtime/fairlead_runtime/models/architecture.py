@@ -1,8 +1,8 @@
-"""Whether a model's settings describe something that is served: decided from JSON alone, before any
-download of weights.
+"""Whether the architecture of a model is served: decided from its config.json before any weights
+are downloaded.
 
-Owns the refusals of architectures. Loads nothing heavier than JSON unless a model_type is unknown
-to us.
+Owns the refusals of architectures. Imports transformers only for a model_type that is not in our
+table.
 """
 
 from collections.abc import Mapping
@@ -16,7 +16,7 @@ from fairlead_runtime.sizing.family_table import FAMILIES
 from fairlead_runtime.sizing.shape import ModelShape
 
 _COMPOSITE = ("text_config", "llm_config", "language_config", "thinker_config")
-_KNOWN_ELSEWHERE = "serve a model whose architecture transformers knows"
+_OWN_CODE_FIX = "serve a model whose architecture is part of transformers"
 
 
 def check(
@@ -29,26 +29,27 @@ def check(
     """The shape of a model that is served.
 
     ``auto_maps`` says where the model's files name their own Python code (``files.auto_maps``),
-    ``trusted`` that the user allows it. ``weights`` are the headers of its files; before they are
-    there a family that is in no table counts as one without parameters. Raises ModelError, or
-    ConfigError where a setting asks for what is not there yet.
+    ``trusted`` whether the user allows it. ``weights`` are the headers of its files; without them a
+    family that is not in the table counts as having no parameters. Raises ModelError, or
+    ConfigError for a setting that is not supported yet.
     """
-    if auto_maps and not _known(config.get("model_type")):
+    if auto_maps and not _in_transformers(config.get("model_type")):
         _refuse_own_code(config, auto_maps, trusted=trusted)
     for key in _COMPOSITE:
         if isinstance(config.get(key), Mapping):
             raise ModelError(
                 "UnsupportedModel",
-                f"config.json: {key}: models of several parts (text with images or sound) are not served",
+                f"config.json: {key}: models of several parts (text with images or sound) are not "
+                "served",
                 "use a text-only checkpoint of the family",
             )
     try:
         shape = ModelShape.from_config(config)
     except UnknownFamilyError:
-        # Imports transformers, whose classes decide here.
+        # Imports transformers, whose configuration classes decide.
         from fairlead_runtime.models import unlisted
 
-        shape = unlisted.measure(config, weights or {})
+        shape = unlisted.shape_of(config, weights or {})
     except ShapeError as error:
         raise ModelError(
             "UnsupportedModel", str(error), "serve one of the supported families"
@@ -56,22 +57,23 @@ def check(
     if shape.quantized:
         raise ModelError(
             "UnsupportedModel",
-            f"config.json: quantization_config: {shape.quantized} checkpoints are not supported yet",
+            f"config.json: quantization_config: {shape.quantized} checkpoints are not supported "
+            "yet",
             "use the unquantized checkpoint",
         )
     return shape
 
 
-def _known(model_type: object) -> bool:
-    """Whether transformers has this architecture itself; then an auto_map is ignored."""
-    if _supported(model_type):
+def _in_transformers(model_type: object) -> bool:
+    """Whether transformers has this architecture; an auto_map is then ignored."""
+    if _in_table(model_type):
         return True
     from transformers import CONFIG_MAPPING
 
     return isinstance(model_type, str) and model_type in CONFIG_MAPPING
 
 
-def _supported(model_type: object) -> bool:
+def _in_table(model_type: object) -> bool:
     return isinstance(model_type, str) and model_type in FAMILIES
 
 
@@ -83,10 +85,11 @@ def _refuse_own_code(
         raise ConfigError(
             "trust_remote_code",
             f"running a model's own Python code ({where}) is not supported yet",
-            _KNOWN_ELSEWHERE,
+            _OWN_CODE_FIX,
         )
     raise ModelError(
         "RemoteCodeRefused",
-        f"model_type {str(config.get('model_type'))[:100]!r} needs the model's own Python code ({where})",
-        _KNOWN_ELSEWHERE,
+        f"model_type {str(config.get('model_type'))[:100]!r} needs the model's own Python code "
+        f"({where})",
+        _OWN_CODE_FIX,
     )

@@ -1,7 +1,7 @@
-"""From messages and texts to token ids, by the model's own tokenizer and chat template.
+"""Messages and texts to token ids, by the model's own tokenizer and chat template.
 
-Owns both steps and their errors. Only the model's own template is ever rendered, in transformers'
-sandbox; a template from a request never is.
+Owns both steps and their errors. Renders only the model's own template, in transformers' sandbox,
+never one from a request.
 """
 
 from collections.abc import Mapping, Sequence
@@ -23,7 +23,7 @@ def render_chat(
     tools: Sequence[Mapping[str, Any]] | None = None,
     add_generation_prompt: bool = True,
 ) -> str:
-    """The prompt the template makes of ``messages`` (each with role and content), ready for
+    """The prompt that the template renders from ``messages`` (each with role and content), for
     ``encode_chat``.
 
     Raises RequestError for a model without a template and for messages that the template refuses.
@@ -42,8 +42,7 @@ def render_chat(
             add_generation_prompt=add_generation_prompt,
             tokenize=False,
         )
-    # A template is a program of the model's maker: whatever it raises, the messages are what it did
-    # not take.
+    # A template is a program by the model's author: any error it raises is about the messages.
     except Exception as error:
         raise RequestError(
             "messages", f"the model's chat template refuses them: {error}"[:500]
@@ -52,19 +51,19 @@ def render_chat(
 
 
 def encode_chat(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    """Token ids of a rendered chat: the template has written the special tokens already."""
+    """Token ids of a rendered chat, which already contains its special tokens."""
     return _encode(tokenizer, text, special=False)
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    """Token ids of a plain prompt, with the special tokens the tokenizer itself adds."""
+    """Token ids of a plain prompt, with the special tokens that the tokenizer adds."""
     return _encode(tokenizer, text, special=True)
 
 
 def _encode(tokenizer: PreTrainedTokenizerBase, text: str, *, special: bool) -> list[int]:
     try:
         ids: list[int] = tokenizer.encode(text, add_special_tokens=special)
-    # Lone surrogates, which JSON can carry, are no text: the tokenizer cannot take them.
+    # Lone surrogates, which JSON allows, are not valid text: the tokenizer rejects them.
     except (UnicodeEncodeError, TypeError) as error:
-        raise RequestError("prompt", f"is no valid Unicode text: {error}"[:300]) from error
+        raise RequestError("prompt", f"is not valid Unicode text: {error}"[:300]) from error
     return ids

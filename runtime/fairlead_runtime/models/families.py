@@ -1,10 +1,10 @@
 """Which models can run packed on a paged cache, and which are refused before their weights load.
 
 Owns the verdict on a configuration and the windows of its layers. A model whose state is not keys
-and values, or whose attention transformers does not let us replace, would give wrong text without
-an error: such models are refused by name, with the reason
-(``fairlead_runtime.sizing.family_table``). A model_type that no table names is judged by what
-transformers says about its class, and what passes still has to pass the self-test.
+and values, or whose attention transformers does not let us replace, would generate wrong text
+without an error: such models are refused by name, with the reason
+(``fairlead_runtime.sizing.family_table``). A model_type that is in neither table is checked by the
+properties of its class in transformers, and must then pass the self-test.
 """
 
 import inspect
@@ -17,8 +17,8 @@ from fairlead_runtime.models.model_error import ModelError
 from fairlead_runtime.sizing.family_table import FAMILIES, OLD, REFUSED, STATE
 
 
-def refused(model_type: str, reason: str) -> ModelError:
-    """The error for a model that cannot be served: names its family, the reason and what is served."""
+def unsupported(model_type: str, reason: str) -> ModelError:
+    """The error for a model that is not served: names its family, the reason and those served."""
     return ModelError(
         "UnsupportedModel",
         f"model_type {model_type[:100]!r} cannot be served: {reason}",
@@ -27,9 +27,9 @@ def refused(model_type: str, reason: str) -> ModelError:
 
 
 def refuse_by_name(model_type: str) -> None:
-    """Raise ModelError for a family that is known not to work; say nothing about all others."""
+    """Raise ModelError for a family that is known not to work."""
     if model_type in REFUSED:
-        raise refused(model_type, REFUSED[model_type])
+        raise unsupported(model_type, REFUSED[model_type])
 
 
 def check(config: PretrainedConfig) -> tuple[int | None, ...]:
@@ -40,38 +40,39 @@ def check(config: PretrainedConfig) -> tuple[int | None, ...]:
     name = str(config.model_type)
     refuse_by_name(name)
     if config.is_encoder_decoder:
-        raise refused(name, "it is an encoder-decoder")
-    # But for gpt_neox, configurations that have is_decoder are those of encoders, which are
-    # decoders on request.
-    encoder = name not in FAMILIES and getattr(config, "is_decoder", True) is False
-    if encoder or getattr(config, "use_bidirectional_attention", False):
-        raise refused(name, "its attention is bidirectional: it reads text, it does not write any")
+        raise unsupported(name, "it is an encoder-decoder")
+    # Except for gpt_neox, only encoders have is_decoder in their configuration: they are decoders
+    # on request.
+    is_encoder = name not in FAMILIES and getattr(config, "is_decoder", True) is False
+    if is_encoder or getattr(config, "use_bidirectional_attention", False):
+        raise unsupported(
+            name, "its attention is bidirectional: it encodes text and does not generate any"
+        )
     model_class = _class_of(config)
     if getattr(model_class, "_is_stateful", False):
-        raise refused(name, STATE)
-    if name not in FAMILIES and not model_class._can_set_attn_implementation():  # noqa: SLF001 - no public question
-        raise refused(name, OLD)
+        raise unsupported(name, STATE)
+    if name not in FAMILIES and not model_class._can_set_attn_implementation():  # noqa: SLF001 - there is no public method
+        raise unsupported(name, OLD)
     return _windows(config, model_class)
 
 
 def _class_of(config: PretrainedConfig) -> Any:
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        raise refused(
+        raise unsupported(
             str(config.model_type), "transformers has no causal language model of that type"
         )
-    found = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-    return found[0] if isinstance(found, list | tuple) else found
+    classes = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    return classes[0] if isinstance(classes, list | tuple) else classes
 
 
 def _windows(config: PretrainedConfig, model_class: Any) -> tuple[int | None, ...]:
-    """layer_types decide; without them a window counts when the model's own code masks by it.
+    """layer_types decide; without them a window counts if the model's own code masks by it.
 
-    That a model passes ``sliding_window`` to its attention proves nothing: olmoe does, and masks
-    fully.
+    A model may pass ``sliding_window`` to its attention and still mask fully, as olmoe does.
     """
     layers = getattr(config, "num_hidden_layers", None)
     if not isinstance(layers, int):
-        raise refused(str(config.model_type), "its configuration names no num_hidden_layers")
+        raise unsupported(str(config.model_type), "its configuration has no num_hidden_layers")
     window = getattr(config, "sliding_window", None)
     kinds = getattr(config, "layer_types", None)
     if kinds is not None:
@@ -87,6 +88,6 @@ def _window_of(kind: str, window: int | None, config: PretrainedConfig) -> int |
         return None
     if kind == "sliding_attention" and window is not None:
         return int(window)
-    raise refused(
+    raise unsupported(
         str(config.model_type), f"its layer type {kind!r} is neither full nor sliding attention"
     )

@@ -1,8 +1,8 @@
-"""The files of a model directory, checked before anything reads them: they come from strangers.
+"""The files of a model directory, checked before anything reads them, since they are untrusted.
 
 Owns which files are opened at all, the limits of JSON files, and every check on safetensors files
-before they are mapped into memory. Opens no pickle, runs no Python file, follows no link out of the
-model.
+before they are mapped into memory. Opens no pickle, runs no Python file, follows no link that
+leaves the model.
 """
 
 import json
@@ -31,8 +31,7 @@ _JSON = (
     "vocab.json",
     "chat_template.json",
 )
-# Everything that is downloaded or read. Repositories hold many more files of these kinds; none is
-# needed.
+# Everything that is downloaded or read. Repositories hold many more files, none of them needed.
 PATTERNS = ("*.safetensors", *_JSON, "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt")
 PICKLES = (
     ".bin",
@@ -56,8 +55,8 @@ _SETTINGS = (CONFIG, "tokenizer_config.json", "generation_config.json")
 
 @dataclass(frozen=True, slots=True)
 class ModelFiles:
-    """A directory that passed: its config.json and the weight files with their headers, in the
-    order of names.
+    """A checked directory: its config.json and the weight files with their headers, in the order of
+    names.
     """
 
     path: Path
@@ -70,11 +69,10 @@ class ModelFiles:
 
 
 def check(path: Path) -> ModelFiles:
-    """Look at every file of a model directory that will be read and refuse what is unsafe or
-    broken.
+    """Check every file of a model directory that will be read, and refuse unsafe or broken ones.
 
-    Raises ModelError. Whether the architecture is served, and whether it needs its own code, is
-    decided by ``loading``, which knows the families; here only the files themselves are judged.
+    Raises ModelError. Checks only the files themselves: ``architecture`` decides whether the model
+    is served and whether it needs its own code.
     """
     names = _list(path)
     config = read_json(path, CONFIG, names)
@@ -96,26 +94,26 @@ def check(path: Path) -> ModelFiles:
 def auto_maps(path: Path) -> dict[str, str]:
     """Where the model's settings name their own Python code: file → dotted keys, at any depth."""
     names = _list(path)
-    found = {}
+    maps = {}
     for name in _SETTINGS:
         if name in names:
             keys = list(_find_auto_map(read_json(path, name, names), ""))
             if keys:
-                found[name] = ", ".join(keys)
-    return found
+                maps[name] = ", ".join(keys)
+    return maps
 
 
 def _find_auto_map(value: Any, prefix: str) -> list[str]:
-    found = []
+    keys = []
     if isinstance(value, dict):
         for key, item in value.items():
             if key in {"auto_map", "custom_pipelines"} and item:
-                found.append(f"{prefix}{key}")
-            found += _find_auto_map(item, f"{prefix}{key}.")
+                keys.append(f"{prefix}{key}")
+            keys += _find_auto_map(item, f"{prefix}{key}.")
     elif isinstance(value, list):
         for index, item in enumerate(value):
-            found += _find_auto_map(item, f"{prefix}{index}.")
-    return found
+            keys += _find_auto_map(item, f"{prefix}{index}.")
+    return keys
 
 
 def read_json(path: Path, name: str, names: set[str] | None = None) -> dict[str, Any]:
@@ -136,17 +134,17 @@ def read_json(path: Path, name: str, names: set[str] | None = None) -> dict[str,
     except RecursionError:
         raise ModelError("BadModelFiles", f"{name}: nested too deeply") from None
     except ValueError as error:
-        raise ModelError("BadModelFiles", f"{name}: no valid JSON: {error}"[:300]) from None
+        raise ModelError("BadModelFiles", f"{name}: not valid JSON: {error}"[:300]) from None
     if not isinstance(value, dict):
-        raise ModelError("BadModelFiles", f"{name}: holds no JSON object")
+        raise ModelError("BadModelFiles", f"{name}: not a JSON object")
     if _depth(value) > DEEPEST_JSON:
         raise ModelError("BadModelFiles", f"{name}: nested too deeply")
     return value
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    # Two readers of one file may each take another of two equal keys: what was checked is then not
-    # what is used.
+    # Of two equal keys one reader may take the first and another the second: the checked value
+    # would not be the one used.
     value = dict(pairs)
     if len(value) != len(pairs):
         raise ValueError("the same key twice in one object")
@@ -154,7 +152,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _depth(value: Any) -> int:
-    """Levels of nesting, found without recursion."""
+    """Levels of nesting, counted without recursion."""
     depth, level = 0, [value]
     while level:
         depth += 1
@@ -180,7 +178,9 @@ def _list(path: Path) -> set[str]:
     for entry in os.scandir(path):
         if not any(Path(entry.name).match(pattern) for pattern in PATTERNS):
             continue
-        real = Path(os.path.realpath(entry.path))  # unlike Path.resolve it takes a loop of links
+        real = Path(
+            os.path.realpath(entry.path)
+        )  # accepts a loop of links, which Path.resolve does not
         if entry.is_symlink() and not any(real.is_relative_to(root) for root in allowed):
             raise ModelError(
                 "BadModelFiles",
@@ -191,19 +191,21 @@ def _list(path: Path) -> set[str]:
             mode = real.stat().st_mode
         except OSError:
             raise ModelError(
-                "BadModelFiles", f"{entry.name}: a link to nothing", "fetch the model again"
+                "BadModelFiles",
+                f"{entry.name}: the target of this link does not exist",
+                "fetch the model again",
             ) from None
         if stat.S_ISDIR(mode):
             continue
-        # Opening a pipe would wait for ever, a device has no end.
+        # Opening a pipe would block, and a device has no end.
         if not stat.S_ISREG(mode):
-            raise ModelError("BadModelFiles", f"{entry.name}: no regular file")
+            raise ModelError("BadModelFiles", f"{entry.name}: not a regular file")
         names.add(entry.name)
     return names
 
 
 def _blobs(path: Path) -> list[Path]:
-    """The store that links of a hub cache lead to: models--o--n/snapshots/<commit> →
+    """The directory that links of a hub cache point into: models--o--n/snapshots/<commit> →
     models--o--n/blobs.
     """
     repository = path.resolve().parent.parent
@@ -212,9 +214,9 @@ def _blobs(path: Path) -> list[Path]:
     return []
 
 
-def indexed(path: Path) -> dict[str, set[str]]:
-    """Weight file → names of its tensors, as the index says. Names are plain; that the files exist
-    is not checked.
+def read_index(path: Path) -> dict[str, set[str]]:
+    """Weight file → names of its tensors, from the index. Checks that the file names are plain, not
+    that the files exist.
     """
     weight_map = read_json(path, INDEX).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
@@ -223,21 +225,21 @@ def indexed(path: Path) -> dict[str, set[str]]:
     for tensor, file in weight_map.items():
         if not isinstance(file, str) or not _SHARD.fullmatch(file) or ".." in file:
             raise ModelError(
-                "BadWeights", f"{INDEX}: {str(file)[:100]!r} is no plain name of a safetensors file"
+                "BadWeights",
+                f"{INDEX}: {str(file)[:100]!r} is not a plain name of a safetensors file",
             )
         listed.setdefault(file, set()).add(tensor)
     return listed
 
 
 def _shards(path: Path, names: set[str]) -> dict[str, set[str]]:
-    """Weight file → names its tensors must include."""
+    """Weight file → tensor names that it must contain."""
     if WEIGHTS in names:
-        return {
-            WEIGHTS: set()
-        }  # transformers prefers it to an index, so an index beside it is not read
+        # transformers prefers this file to an index, so an index beside it is not read.
+        return {WEIGHTS: set()}
     if INDEX not in names:
         raise _no_safetensors(path)
-    shards = indexed(path)
+    shards = read_index(path)
     for file in shards:
         if file not in names:
             raise ModelError("BadWeights", f"{INDEX}: {file} is missing", "fetch the model again")
@@ -246,10 +248,10 @@ def _shards(path: Path, names: set[str]) -> dict[str, set[str]]:
 
 def _no_safetensors(path: Path) -> ModelError:
     others = sorted(entry.name for entry in os.scandir(path) if entry.name.endswith(PICKLES))
-    found = f"; found {', '.join(others[:5])}, which are never opened" if others else ""
+    pickles = f"; found {', '.join(others[:5])}, which are never opened" if others else ""
     return ModelError(
         "NoSafetensors",
-        f"{path}: neither {WEIGHTS} nor {INDEX}{found}",
+        f"{path}: neither {WEIGHTS} nor {INDEX} exists{pickles}",
         "use a revision with safetensors, or convert the weights",
     )
 
@@ -260,9 +262,11 @@ def _check_index(shards: Mapping[str, set[str]], headers: Mapping[str, Header]) 
         missing = shards[file] - set(header.tensors)
         if missing:
             raise ModelError(
-                "BadWeights", f"{file}: the index promises {min(missing)[:100]!r}, which it lacks"
+                "BadWeights", f"{file}: {min(missing)[:100]!r} is in the index but not in the file"
             )
-        twice = seen & set(header.tensors)
-        if twice:
-            raise ModelError("BadWeights", f"{file}: {min(twice)[:100]!r} is in another file too")
+        duplicates = seen & set(header.tensors)
+        if duplicates:
+            raise ModelError(
+                "BadWeights", f"{file}: {min(duplicates)[:100]!r} is in another file too"
+            )
         seen |= set(header.tensors)

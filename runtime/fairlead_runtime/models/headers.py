@@ -1,7 +1,7 @@
 """The header of a safetensors file, checked in full before the file is mapped into memory.
 
 Owns the rules of the format (8 bytes of little-endian length, a JSON object, then the tensors'
-bytes without gap or overlap). Reads the header and nothing behind it.
+bytes without gap or overlap). Reads nothing beyond the header.
 """
 
 import json
@@ -14,7 +14,7 @@ from fairlead_runtime.models.model_error import ModelError
 
 LARGEST_HEADER = 100_000_000  # bytes, the limit of the safetensors library itself
 MOST_DIMENSIONS = 16
-# Bits per element. F4 and the like share bytes, so sizes are compared in bits.
+# Bits per element. Several F4 elements share a byte, so sizes are compared in bits.
 DTYPE_BITS = {
     "BOOL": 8,
     "U8": 8,
@@ -37,8 +37,8 @@ DTYPE_BITS = {
 
 
 @dataclass(frozen=True, slots=True)
-class Tensor:
-    """One entry: where its bytes lie, counted from the end of the header."""
+class TensorEntry:
+    """One tensor of a file: its bytes are ``begin:end``, counted from the end of the header."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -48,19 +48,19 @@ class Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """A checked header. ``raw`` is its JSON as it stands in the file, ``data`` the offset of the
-    first tensor.
+    """A checked header. ``raw`` is its JSON as stored in the file, ``data`` the offset of the first
+    tensor.
     """
 
-    tensors: dict[str, Tensor]
+    tensors: dict[str, TensorEntry]
     raw: bytes
     data: int
     file_bytes: int
 
 
 def read_header(path: Path) -> Header:
-    """Read and check the header of one file. Raises ModelError("BadWeights") naming the file and
-    the fault.
+    """Read and check the header of one file. Raises ModelError("BadWeights") with the file and the
+    error.
     """
     try:
         size = path.stat().st_size
@@ -84,13 +84,13 @@ def _read(prefix: bytes, read: Any, size: int) -> Header:
         raise ValueError(f"its header claims {length} bytes of a file of {size}")
     raw = read(length)
     if len(raw) != length or not raw.startswith(b"{"):
-        raise ValueError("its header is no JSON object")
+        raise ValueError("its header is not a JSON object")
     try:
         entries = json.loads(raw, object_pairs_hook=_unique)
     except RecursionError:
         raise ValueError("its header is nested too deeply") from None
     except ValueError as error:
-        raise ValueError(f"its header is no valid JSON: {error}") from None
+        raise ValueError(f"its header is not valid JSON: {error}") from None
     _check_metadata(entries.pop("__metadata__", {}))
     tensors = {name: _tensor(name, entry) for name, entry in entries.items()}
     _check_layout(tensors, size - 8 - length)
@@ -100,7 +100,7 @@ def _read(prefix: bytes, read: Any, size: int) -> Header:
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     value = dict(pairs)
     if len(value) != len(pairs):
-        raise ValueError("the same key twice")
+        raise ValueError("it has the same key twice")
     return value
 
 
@@ -111,7 +111,7 @@ def _check_metadata(metadata: Any) -> None:
         raise ValueError("__metadata__ must map text to text")
 
 
-def _tensor(name: str, entry: Any) -> Tensor:
+def _tensor(name: str, entry: Any) -> TensorEntry:
     label = repr(name[:100])
     if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
         raise ValueError(f"{label} must have dtype, shape and data_offsets")
@@ -124,26 +124,24 @@ def _tensor(name: str, entry: Any) -> Tensor:
         raise ValueError(f"{label} has no valid data_offsets")
     begin, end = offsets
     if math.prod(shape) * DTYPE_BITS[dtype] != (end - begin) * 8:
-        raise ValueError(f"{label} has {end - begin} bytes, which its shape and dtype contradict")
-    return Tensor(dtype, tuple(shape), begin, end)
+        raise ValueError(f"{label} has {end - begin} bytes, which do not match its shape and dtype")
+    return TensorEntry(dtype, tuple(shape), begin, end)
 
 
 def _naturals(value: Any) -> bool:
-    # The bound keeps a product of hostile sizes small enough to be compared quickly.
+    # The bound keeps the product of untrusted sizes small enough to compare quickly.
     return isinstance(value, list) and all(
         type(number) is int and 0 <= number < 1 << 48 for number in value
     )
 
 
-def _check_layout(tensors: dict[str, Tensor], data_bytes: int) -> None:
-    """The tensors must cover the file's data from its first byte to its last: no gap, no overlap,
-    no rest.
-    """
+def _check_layout(tensors: dict[str, TensorEntry], data_bytes: int) -> None:
+    """The tensors must cover the file's data exactly: no gap, no overlap, no rest."""
     position = 0
     for name, tensor in sorted(tensors.items(), key=lambda item: (item[1].begin, item[1].end)):
         if tensor.begin != position:
             raise ValueError(
-                f"{name[:100]!r} begins at {tensor.begin}, its neighbour ends at {position}"
+                f"{name[:100]!r} begins at {tensor.begin}, the tensor before it ends at {position}"
             )
         position = tensor.end
     if position != data_bytes:

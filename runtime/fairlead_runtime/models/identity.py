@@ -1,6 +1,6 @@
-"""What makes two models' keys and values equal: one digest per model, cheap enough for every start.
+"""One digest per model, equal when its keys and values are, and cheap enough for every start.
 
-Owns the digest that roots the prefix cache's hash chain, so that blocks of one model never serve
+Owns the digest that starts the prefix cache's hash chain, so that blocks of one model never serve
 another.
 """
 
@@ -9,11 +9,11 @@ import json
 from collections.abc import Mapping
 
 from fairlead_runtime.models.files import ModelFiles
-from fairlead_runtime.models.headers import Tensor
+from fairlead_runtime.models.headers import TensorEntry
 
 MOST_TENSORS = 512  # sampled per file
 SAMPLE = 256  # bytes, at the begin, middle and end of a tensor
-# Settings that say nothing about keys and values: who saved the file, and with what.
+# Settings that do not affect keys and values: the origin of the file and the software.
 _NEUTRAL = ("_name_or_path", "transformers_version", "architectures", "torch_dtype", "dtype")
 
 
@@ -22,9 +22,9 @@ def identity(files: ModelFiles, *traits: str) -> bytes:
     tensors.
 
     Two checkpoints that share every name, shape and setting, as two fine-tunes of one base do,
-    differ in the samples: training moves all of a tensor. A hand edit of single numbers between the
-    samples stays unseen. ``traits`` are what else decides the cached values, such as the dtype the
-    model runs in.
+    differ in the samples: training changes whole tensors. An edit of single numbers between the
+    samples is not detected. ``traits`` are whatever else determines the cached values, such as the
+    dtype that the model runs in.
     """
     digest = hashlib.sha256(b"fairlead model 1")
     settings = {key: value for key, value in files.config.items() if key not in _NEUTRAL}
@@ -33,7 +33,7 @@ def identity(files: ModelFiles, *traits: str) -> bytes:
         header = files.weights[name]
         _add(digest, header.raw)
         with (files.path / name).open("rb") as file:
-            for tensor in _chosen(header.tensors):
+            for tensor in _sampled_tensors(header.tensors):
                 for offset in _offsets(tensor):
                     file.seek(header.data + offset)
                     _add(digest, file.read(min(SAMPLE, tensor.end - offset)))
@@ -41,17 +41,17 @@ def identity(files: ModelFiles, *traits: str) -> bytes:
 
 
 def _add(digest: "hashlib._Hash", part: bytes) -> None:
-    # The length first: two lists of parts never run together to the same bytes.
+    # With its length, so that two lists of parts never give the same bytes.
     digest.update(len(part).to_bytes(8, "little") + part)
 
 
-def _chosen(tensors: Mapping[str, Tensor]) -> list[Tensor]:
+def _sampled_tensors(tensors: Mapping[str, TensorEntry]) -> list[TensorEntry]:
     """At most MOST_TENSORS, evenly spread over the file."""
     ordered = sorted(tensors.values(), key=lambda tensor: tensor.begin)
     step = max(1, -(-len(ordered) // MOST_TENSORS))
     return ordered[::step]
 
 
-def _offsets(tensor: Tensor) -> list[int]:
+def _offsets(tensor: TensorEntry) -> list[int]:
     last = max(tensor.begin, tensor.end - SAMPLE)
     return sorted({tensor.begin, (tensor.begin + last) // 2, last})

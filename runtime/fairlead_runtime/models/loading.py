@@ -1,8 +1,7 @@
-"""From a checked directory to a model in memory.
+"""Loads a checked model directory into memory.
 
-Owns the order: files, architecture, settings, then weights, so that whatever can be refused is
-refused before a weight is read. Downloads nothing and runs no forward pass; the attention
-implementation is set by the runner.
+Owns the order: files, architecture, settings, then weights, so that refusals come before any weight
+is read. Downloads nothing and runs no forward pass; ``device`` sets the attention implementation.
 """
 
 import logging
@@ -40,11 +39,11 @@ _STORED = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 
 @dataclass(frozen=True, slots=True)
-class Inspected:
-    """A model that will be loaded as far as its files and settings tell; no weight has been read.
+class InspectedModel:
+    """A model whose files and settings have been checked; no weight has been read.
 
-    ``dtype`` is what it will run in, ``max_model_len`` the configured limit or the model's own, in
-    tokens.
+    ``dtype`` is the type it will run in, ``max_model_len`` the configured limit or the model's own,
+    in tokens.
     """
 
     files: ModelFiles
@@ -54,13 +53,13 @@ class Inspected:
 
     @property
     def config_json(self) -> Mapping[str, Any]:
-        """config.json as it stands in the directory."""
+        """config.json as stored in the directory."""
         return self.files.config
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A model in eval mode on its device, with what every other part asks about it.
+    """A model in eval mode on its device, with the facts that other modules need.
 
     ``identity`` (32 bytes) differs whenever cached keys and values would; ``eos_ids`` are all ids
     that end a text; ``max_model_len`` is the configured limit or the model's own, in tokens.
@@ -77,16 +76,16 @@ class LoadedModel:
     config_json: Mapping[str, Any]
 
 
-def inspect(path: Path | str, config: EngineConfig | None = None) -> Inspected:
-    """Check a model directory in full, but for its weights' values.
+def inspect(path: Path | str, config: EngineConfig | None = None) -> InspectedModel:
+    """Check a model directory, except for the values of its weights.
 
-    Raises ModelError for the model, ConfigError for a setting that does not fit it.
+    Raises ModelError for the model, ConfigError for a setting that it does not support.
     """
     settings = config or EngineConfig()
-    found = model_files.check(Path(path))
-    maps = model_files.auto_maps(found.path)
+    files = model_files.check(Path(path))
+    maps = model_files.auto_maps(files.path)
     shape = architecture.check(
-        found.config, maps, trusted=settings.trust_remote_code, weights=found.weights
+        files.config, maps, trusted=settings.trust_remote_code, weights=files.weights
     )
     if settings.quantization != "none":
         raise ConfigError(
@@ -99,7 +98,8 @@ def inspect(path: Path | str, config: EngineConfig | None = None) -> Inspected:
             f"{settings.max_model_len} is more than the model's {own} tokens",
             f"set at most {own}",
         )
-    return Inspected(found, shape, _dtype(found, shape, settings), settings.max_model_len or own)
+    dtype = _dtype(files, shape, settings)
+    return InspectedModel(files, shape, dtype, settings.max_model_len or own)
 
 
 def load(
@@ -109,35 +109,35 @@ def load(
     ``inspect`` does.
     """
     settings = config or EngineConfig()
-    found = inspect(path, settings)
+    inspected = inspect(path, settings)
     started = time.monotonic()
-    size = found.files.weight_bytes / 2**30
-    log.info("loading %.2f GiB of weights as %s", size, str(found.dtype).removeprefix("torch."))
-    tokenizer = load_tokenizer(found.files.path)
-    model = _load_weights(found).to(torch.device(device))
+    size = inspected.files.weight_bytes / 2**30
+    log.info("loading %.2f GiB of weights as %s", size, str(inspected.dtype).removeprefix("torch."))
+    tokenizer = load_tokenizer(inspected.files.path)
+    model = _load_weights(inspected).to(torch.device(device))
     model.requires_grad_(False).eval()
     log.info("loaded %.2f GiB in %.1f s", size, time.monotonic() - started)
     # RoPE is pinned to the longest sequence, so for some models that length decides the keys.
-    traits = (str(found.dtype), str(found.max_model_len))
+    traits = (str(inspected.dtype), str(inspected.max_model_len))
     return LoadedModel(
         model=model,
         config=model.config,
         tokenizer=tokenizer,
-        identity=identity(found.files, *traits),
-        shape=found.shape,
-        eos_ids=eos_ids(model, tokenizer, found.shape.vocab),
-        max_model_len=found.max_model_len,
-        dtype=found.dtype,
-        config_json=found.config_json,
+        identity=identity(inspected.files, *traits),
+        shape=inspected.shape,
+        eos_ids=eos_ids(model, tokenizer, inspected.shape.vocab),
+        max_model_len=inspected.max_model_len,
+        dtype=inspected.dtype,
+        config_json=inspected.config_json,
     )
 
 
 def load_tokenizer(path: Path) -> PreTrainedTokenizerBase:
-    """The model's own tokenizer, in its Rust form: streaming text needs it. Raises ModelError."""
+    """The model's own fast (Rust) tokenizer, which streaming needs. Raises ModelError."""
     factory: Any = AutoTokenizer  # transformers' classes are untyped
     try:
         tokenizer = factory.from_pretrained(path, local_files_only=True, trust_remote_code=False)
-    # A tokenizer's files are a stranger's: whatever reading them raises, they are at fault.
+    # A tokenizer's files are untrusted: any error while reading them is theirs.
     except Exception as error:
         raise ModelError(
             "BadModelFiles", f"the tokenizer cannot be read: {_first_line(error)}"
@@ -145,7 +145,7 @@ def load_tokenizer(path: Path) -> PreTrainedTokenizerBase:
     if not isinstance(tokenizer, PreTrainedTokenizerBase) or not tokenizer.is_fast:
         raise ModelError(
             "UnsupportedModel",
-            "the tokenizer has no Rust form",
+            "the tokenizer has no fast (Rust) implementation",
             "use a revision that has a tokenizer.json",
         )
     return tokenizer
@@ -157,18 +157,18 @@ def eos_ids(
     """The ids that end a text: generation_config's (else config's) and the tokenizer's, inside the
     vocabulary.
     """
-    found: set[int] = set()
+    ids: set[int] = set()
     generation = getattr(model.generation_config, "eos_token_id", None)
     for value in (
         generation if generation is not None else model.config.eos_token_id,
         tokenizer.eos_token_id,
     ):
-        found |= set(value) if isinstance(value, list | tuple) else {value}
-    return frozenset(token for token in found if isinstance(token, int) and 0 <= token < vocab)
+        ids |= set(value) if isinstance(value, list | tuple) else {value}
+    return frozenset(token for token in ids if isinstance(token, int) and 0 <= token < vocab)
 
 
-def _load_weights(found: Inspected) -> PreTrainedModel:
-    path = found.files.path
+def _load_weights(inspected: InspectedModel) -> PreTrainedModel:
+    path = inspected.files.path
     factory: Any = AutoModelForCausalLM  # transformers' classes are untyped
     try:
         settings = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
@@ -176,23 +176,23 @@ def _load_weights(found: Inspected) -> PreTrainedModel:
             model, info = factory.from_pretrained(
                 path,
                 config=settings,
-                dtype=found.dtype,
+                dtype=inspected.dtype,
                 attn_implementation="eager",  # a config.json may name an implementation to download
                 use_safetensors=True,
                 local_files_only=True,
                 trust_remote_code=False,
                 output_loading_info=True,
             )
-    # Any of transformers' many errors here means that the checkpoint contradicts itself.
+    # Any of transformers' errors here means that the checkpoint is inconsistent.
     except Exception as error:
         raise ModelError(
             "BadWeights", f"the model cannot be loaded: {_first_line(error)}"
         ) from error
     if not isinstance(model, PreTrainedModel):
-        raise ModelError("UnsupportedModel", f"{type(model).__name__} is no transformers model")
+        raise ModelError("UnsupportedModel", f"{type(model).__name__} is not a transformers model")
     missing = sorted(info["missing_keys"])
     if missing:
-        # transformers would fill them with random numbers and go on.
+        # transformers would fill them with random numbers and continue.
         raise ModelError(
             "BadWeights",
             f"{len(missing)} tensors are missing, first {missing[0]}",
@@ -200,30 +200,30 @@ def _load_weights(found: Inspected) -> PreTrainedModel:
         )
     if info["unexpected_keys"]:
         log.warning(
-            "ignored %d tensors the architecture does not have", len(info["unexpected_keys"])
+            "ignored %d tensors that the architecture does not have", len(info["unexpected_keys"])
         )
     return model
 
 
-def _dtype(found: ModelFiles, shape: ModelShape, settings: EngineConfig) -> torch.dtype:
+def _dtype(files: ModelFiles, shape: ModelShape, settings: EngineConfig) -> torch.dtype:
     """The configured type, else config.json's, else that of the first stored float tensor."""
     if settings.dtype != "auto":
         return DTYPES[settings.dtype]
     if shape.dtype:
         return DTYPES[shape.dtype]
-    for header in found.weights.values():
+    for header in files.weights.values():
         for tensor in header.tensors.values():
             if tensor.dtype in _STORED:
                 return DTYPES[_STORED[tensor.dtype]]
     raise ConfigError(
-        "dtype", "the checkpoint says no type that is served", "set float32, float16 or bfloat16"
+        "dtype", "the checkpoint has no supported type", "set float32, float16 or bfloat16"
     )
 
 
 @contextmanager
 def _progress_on_terminals_only() -> Iterator[None]:
-    """Transformers' bar where someone watches; where stderr is a file, the log lines of ``load``
-    stand for it.
+    """Shows transformers' progress bar only on a terminal; elsewhere the log lines of ``load`` must
+    do.
     """
     control: Any = transformers.utils.logging
     shown = control.is_progress_bar_enabled()

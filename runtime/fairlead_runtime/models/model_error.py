@@ -1,5 +1,5 @@
-"""Why a model cannot be served, in words the command line, the termination line and the operator
-share.
+"""Why a model cannot be served: the error that the command line, the termination message and the
+operator share.
 
 Owns the codes. The operator turns them into blockers, so a code never changes its meaning.
 """
@@ -7,21 +7,21 @@ Owns the codes. The operator turns them into blockers, so a code never changes i
 from typing import Literal
 
 Code = Literal[
-    "InvalidSource",  # MODEL is none of the accepted forms
+    "InvalidSource",  # MODEL has none of the accepted forms
     "ModelNotFound",  # no such repository, revision, directory or file
-    "WeightsUnauthorized",  # the hub wants a token, or other rights than the token has
-    "HubUnreachable",  # the hub does not answer, or not sensibly
+    "WeightsUnauthorized",  # the hub needs a token, or one with other rights
+    "HubUnreachable",  # the hub does not answer, or answers with an error
     "NoSpace",  # the cache's volume is too small for the model
-    "NoSafetensors",  # there are weights, but in no format that is read
+    "NoSafetensors",  # the weights are in a format that is never read
     "BadWeights",  # a safetensors file or its index is damaged or hostile
     "BadModelFiles",  # another file of the model is damaged or hostile
     "RemoteCodeRefused",  # the model needs its own Python code
-    "UnsupportedModel",  # the architecture, or a trait of it, is not served
+    "UnsupportedModel",  # the architecture, or a property of it, is not served
 ]
 
 
 class ModelError(Exception):
-    """A model that is refused. ``code`` is for machines, ``message`` says what is wrong, ``hint``
+    """A model that is refused. ``code`` is for programs, ``message`` says what is wrong, ``hint``
     the fix.
     """
 

@@ -1,11 +1,12 @@
 """Pinning rotary embeddings that depend on the longest sequence.
 
 ``longrope`` and ``dynamic`` rotary embeddings choose their frequencies by the largest position of a
-forward pass. In a packed batch that is another request's: a short prompt would change with its
-batch mates, and cached keys would mix two sets of frequencies. So they are chosen once, at load,
+forward pass. In a packed batch that position belongs to any request: a short prompt's result would
+change with its batch mates, and cached keys would mix two sets of frequencies. So the frequencies
+are chosen once, at load,
 for sequences of ``max_model_len`` tokens, as vLLM does (`phi3_long_rope_scaled_rope.py`).
 
-What follows for users: a longrope model served with a max_model_len above its original context uses
+Consequence for users: a longrope model served with a max_model_len above its original context uses
 the long factors for short prompts too, where plain transformers would use the short ones. The
 self-test and the tests of token equality compare with transformers *with the same pinned
 frequencies*; set max_model_len to the original context to get the short factors.
@@ -20,14 +21,14 @@ PINNED = "pinned"
 
 
 def pin(model: torch.nn.Module, max_model_len: int) -> int:
-    """Fix every length-dependent rotary embedding of ``model`` for ``max_model_len``; how many
-    there were.
+    """Fix every length-dependent rotary embedding of ``model`` for ``max_model_len``; returns their
+    number.
 
-    Changes buffers in place; the model is no longer to be saved. Calling it again changes nothing.
+    Changes buffers in place, so the model must not be saved. A second call changes nothing.
     """
     pinned = 0
-    for each in model.modules():
-        module: Any = each  # torch types every attribute of a module as a tensor or a module
+    for submodule in model.modules():
+        module: Any = submodule  # torch types every attribute of a module as a tensor or a module
         kinds = getattr(module, "rope_type", None)
         if isinstance(kinds, str) and _depends_on_length(kinds):
             _pin_one(module, kinds, max_model_len, None)

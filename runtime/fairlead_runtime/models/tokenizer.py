@@ -1,4 +1,4 @@
-"""Byte-level tokenizers of the demo and tiny models: every byte has an id, so every text can be
+"""Byte-level tokenizers of the demo and tiny models: every byte has an id, so any text can be
 encoded.
 
 Owns their construction and their chat template. Tokenizers of other models come from their files.
@@ -20,7 +20,9 @@ CHAT_TEMPLATE = (
     "{%- if message.role not in ['system', 'user', 'assistant'] %}"
     "{{- raise_exception('roles are system, user and assistant, not ' ~ message.role) }}"
     "{%- endif %}"
-    "{%- if message.content is not string %}{{- raise_exception('content must be text') }}{%- endif %}"
+    "{%- if message.content is not string %}"
+    "{{- raise_exception('content must be text') }}"
+    "{%- endif %}"
     "{{- '<|' ~ message.role ~ '|>' ~ message.content ~ '<|end|>' }}"
     "{%- endfor %}"
     "{%- if add_generation_prompt %}{{- '<|assistant|>' }}{%- endif %}"
@@ -43,7 +45,7 @@ def byte_level(
     pieces = [*SPECIAL, *byte_alphabet(), *(left + right for left, right in merges)]
     vocab = {piece: number for number, piece in enumerate(pieces)}
     if len(vocab) != len(pieces):
-        raise ValueError("two merges make the same piece")
+        raise ValueError("two merges produce the same piece")
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=list(merges)))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()

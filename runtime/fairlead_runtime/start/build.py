@@ -24,7 +24,7 @@ from fairlead_runtime.device.model_runner import ModelRunner
 from fairlead_runtime.device.paged_model import PagedModel
 from fairlead_runtime.engine.engine import Bounds, Engine, Observer
 from fairlead_runtime.models import loading
-from fairlead_runtime.models.loading import Inspected, LoadedModel
+from fairlead_runtime.models.loading import InspectedModel, LoadedModel
 from fairlead_runtime.preflight import check_record
 from fairlead_runtime.recording.record import RecordedScheduler
 from fairlead_runtime.scheduling.plan import Limits
@@ -67,7 +67,7 @@ def device_facts() -> DeviceFacts:
     return DeviceFacts("cpu", memory_limit())
 
 
-def check(path: Path | str, config: EngineConfig, device: DeviceFacts) -> Inspected:
+def check(path: Path | str, config: EngineConfig, device: DeviceFacts) -> InspectedModel:
     """Make every check that needs no weights. Raises ConfigError or ModelError."""
     check_supported(config)
     check_record(config)
@@ -95,8 +95,8 @@ def build(
     inspected = check(path, config, device)
     loaded = loading.load(path, config=config, device=device.kind)
     loaded_at = now()
-    model, proof = selftest.prove(loaded)
-    log.info("%s", proof)
+    model, result = selftest.prepare_and_test(loaded)
+    log.info("%s", result)
     measured = {
         **_weight_bytes(model, device, process_bytes),
         **_step_bytes(model, config, loaded.max_model_len),
@@ -236,7 +236,7 @@ def _step_bytes(model: PagedModel, config: EngineConfig, max_model_len: int) -> 
 
 def _memory_report(
     config: EngineConfig,
-    inspected: Inspected,
+    inspected: InspectedModel,
     device: DeviceFacts,
     resolved: ResolvedConfig,
     measured: Mapping[str, int],

@@ -14,7 +14,7 @@ import torch
 
 from fairlead_runtime.config import EngineConfig
 from fairlead_runtime.device.model_runner import ModelRunner
-from fairlead_runtime.device.sampling import Sampled, SamplingBatch, sample
+from fairlead_runtime.device.sampling import SampledTokens, SamplingBatch, sample
 from fairlead_runtime.models import tiny
 from fairlead_runtime.request import FinishReason, Request, SamplingParams
 from fairlead_runtime.scheduling.plan import Result, Work
@@ -54,7 +54,7 @@ class Faulty:
             raise torch.OutOfMemoryError("injected")
         return self._runner.execute(work)
 
-    def _sample(self, logits: torch.Tensor, batch: SamplingBatch) -> Sampled:
+    def _sample(self, logits: torch.Tensor, batch: SamplingBatch) -> SampledTokens:
         if self._kind != "raise" and self._victim in self._rows:
             logits[self._rows.index(self._victim), 3] = (
                 torch.nan if self._kind == "nan" else torch.inf

@@ -1,6 +1,4 @@
-"""A transformers model on our cache: its hook, its pinned RoPE, its self-test and the runner around
-it.
-"""
+"""A transformers model on our cache: its attention hook, pinned RoPE, self-test and runner."""
 
 import dataclasses
 import math
@@ -13,7 +11,7 @@ from torch import Tensor
 
 from fairlead_kernels.backend import pick
 from fairlead_runtime.device import attention, profiling, selftest
-from fairlead_runtime.device.attention import Call, PagedPass
+from fairlead_runtime.device.attention import AttentionCall, PagedPass
 from fairlead_runtime.device.paged_model import PagedModel
 from fairlead_runtime.models import families, rope, tiny
 from fairlead_runtime.models.model_error import ModelError
@@ -30,7 +28,7 @@ def paged(family: str, dtype: torch.dtype = torch.float32, **overrides: Any) -> 
     return PagedModel(model, families.check(model.config))
 
 
-def proof(model: PagedModel) -> selftest.SelfTest:
+def self_test(model: PagedModel) -> selftest.SelfTestResult:
     return selftest.run(model, pick(model.heads, model.device).attention, 512)
 
 
@@ -42,16 +40,16 @@ def proof(model: PagedModel) -> selftest.SelfTest:
 def test_a_served_family_passes_the_self_test_with_room_to_spare(
     family: str, dtype: torch.dtype
 ) -> None:
-    found = proof(paged(family, dtype))
-    assert found.delta < found.tolerance / (100 if dtype is torch.float32 else 1.5)
-    assert found.tokens > 40
+    result = self_test(paged(family, dtype))
+    assert result.delta < result.tolerance / (100 if dtype is torch.float32 else 1.5)
+    assert result.tokens > 40
 
 
 def test_a_deep_bfloat16_model_stays_within_tolerance() -> None:
-    proof(paged("llama", torch.bfloat16, num_hidden_layers=32))
+    self_test(paged("llama", torch.bfloat16, num_hidden_layers=32))
 
 
-FAULTS: dict[str, tuple[str, Callable[[Call], Call]]] = {
+FAULTS: dict[str, tuple[str, Callable[[AttentionCall], AttentionCall]]] = {
     "the softcap is forgotten": ("gemma2", lambda call: dataclasses.replace(call, softcap=None)),
     "the sinks are forgotten": ("gpt_oss", lambda call: dataclasses.replace(call, sinks=None)),
     "the scale is wrong": ("llama", lambda call: dataclasses.replace(call, scale=2 * call.scale)),
@@ -66,12 +64,14 @@ def test_a_planted_fault_of_the_attention_fails_the_self_test(
     family, change = FAULTS[fault]
     model, attend = paged(family, dtype), PagedPass.attend
 
-    def broken(self: PagedPass, layer: int, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
+    def attend_wrongly(
+        self: PagedPass, layer: int, q: Tensor, k: Tensor, v: Tensor, call: AttentionCall
+    ) -> Tensor:
         return attend(self, layer, q, k, v, change(call))
 
-    monkeypatch.setattr(PagedPass, "attend", broken)
+    monkeypatch.setattr(PagedPass, "attend", attend_wrongly)
     with pytest.raises(selftest.SelfTestError, match=family):
-        proof(model)
+        self_test(model)
 
 
 @pytest.mark.parametrize("error", [-1, 1])
@@ -83,20 +83,20 @@ def test_a_window_wrong_by_one_fails_the_self_test(
     model = paged(family, dtype)
     model.windows = tuple(None if w is None else w + error for w in model.windows)
     with pytest.raises(selftest.SelfTestError):
-        proof(model)
+        self_test(model)
 
 
 def test_keys_in_each_others_slots_fail_the_self_test(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, begin = paged("llama"), PagedPass.__init__
+    model, init = paged("llama"), PagedPass.__init__
 
-    def swapped(self: PagedPass, batch: Any, *rest: Any) -> None:
+    def swap_slots(self: PagedPass, batch: Any, *rest: Any) -> None:
         for slots in batch.slots:
             slots.copy_(slots.flip(0))
-        begin(self, batch, *rest)
+        init(self, batch, *rest)
 
-    monkeypatch.setattr(PagedPass, "__init__", swapped)
+    monkeypatch.setattr(PagedPass, "__init__", swap_slots)
     with pytest.raises(selftest.SelfTestError):
-        proof(model)
+        self_test(model)
 
 
 @pytest.mark.parametrize("length", [1, 2, 8])
@@ -122,19 +122,18 @@ def test_a_model_without_logits_to_keep_gathers_rows_before_its_output_matrix() 
     model.get_output_embeddings().register_forward_hook(
         lambda _m, args, _out: shapes.append(args[0].shape)
     )
-    assert proof(wrapped).delta < 1e-5
-    assert (
-        max(shape[1] for shape in shapes[: len(shapes) - 3]) <= 3
-    )  # one per row; the last three are the plain passes
+    assert self_test(wrapped).delta < 1e-5
+    # One per row; the last three are the plain passes.
+    assert max(shape[1] for shape in shapes[: len(shapes) - 3]) <= 3
 
 
-def test_paged_attention_outside_a_step_says_so() -> None:
+def test_paged_attention_outside_a_step_is_an_error() -> None:
     model = paged("llama")
     with pytest.raises(RuntimeError, match="PagedModel"):
         model.model(input_ids=torch.tensor([[3, 4]]))
 
 
-def test_the_plain_model_is_given_back_even_when_its_use_fails() -> None:
+def test_plain_restores_paged_attention_even_after_an_error() -> None:
     model = paged("llama")
     with pytest.raises(KeyError), model.plain():
         raise KeyError
@@ -142,7 +141,7 @@ def test_the_plain_model_is_given_back_even_when_its_use_fails() -> None:
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "gpt_oss"])
-def test_experts_run_grouped_here_and_one_by_one_in_the_plain_model(family: str) -> None:
+def test_experts_run_grouped_in_the_paged_model_and_eagerly_in_the_plain_one(family: str) -> None:
     model = paged(family)
     assert model.model.config._experts_implementation == "grouped_mm"
     with model.plain() as plain:
@@ -169,15 +168,17 @@ def test_pinned_rope_makes_a_short_prompt_independent_of_a_long_one(family: str)
             plain(input_ids=long, use_cache=False)
             position_ids = torch.cat([torch.arange(9), torch.arange(90, 99)])[None]
             ids = torch.cat([short, short], dim=1)
-            # The second half stands for a long batch mate; causality keeps it out of the first
-            # half's logits.
+            # The second half takes the place of a long batch mate; causality keeps it out of
+            # the first half's logits.
             mixed: Tensor = plain(input_ids=ids, position_ids=position_ids, use_cache=False).logits[
                 0, :9
             ]
             alone: Tensor = plain(input_ids=short, use_cache=False).logits[0]
             return (mixed - alone).abs().max()
 
-    assert logits() > 1e-3, "the variant does not depend on the longest sequence: it proves nothing"
+    assert logits() > 1e-3, (
+        "the variant does not depend on the longest sequence, so it tests nothing"
+    )
     assert rope.pin(plain, 512) > 0
     assert logits() < 1e-5
 
@@ -188,8 +189,8 @@ def test_pinning_chooses_the_factors_of_the_longest_sequence_and_only_once() -> 
         assert rope.pin(model, limit) == 1
         assert rope.pin(model, 2 * limit) == 0
         module: Any = next(m for m in model.modules() if hasattr(m, "rope_type"))
-        found: Tensor = module.inv_freq.clone()
-        return found
+        inverse: Tensor = module.inv_freq.clone()
+        return inverse
 
     assert torch.equal(frequencies(10), frequencies(64))
     assert not torch.equal(frequencies(64), frequencies(65))
@@ -200,19 +201,19 @@ def test_pinning_chooses_the_factors_of_the_longest_sequence_and_only_once() -> 
 
 
 def sequences(engine: Rig, lengths: list[int], block_size: int = 4) -> list[Sequence]:
-    made: list[Sequence] = []
+    created: list[Sequence] = []
     free = iter(range(1000))
     for i, prompt in enumerate(prompts(5, lengths, 0)):
         params = SamplingParams(temperature=0.0)
         sequence = Sequence(i, Request(str(i), prompt, params, 4), 0, list(prompt))
         width = -(-(len(prompt) + 8) // block_size)
         sequence.tables = [[next(free) for _ in range(width)] for _ in engine.groups]
-        made.append(sequence)
-    return made
+        created.append(sequence)
+    return created
 
 
-def whole(made: list[Sequence]) -> Work:
-    return Work(0, [Row(s, 0, len(s.tokens), samples=True) for s in made])
+def whole_prompts(batch: list[Sequence]) -> Work:
+    return Work(0, [Row(s, 0, len(s.tokens), samples=True) for s in batch])
 
 
 def test_only_sampling_rows_get_a_result() -> None:
@@ -225,8 +226,8 @@ def test_only_sampling_rows_get_a_result() -> None:
 
 def test_running_a_step_again_in_parts_gives_the_same_tokens() -> None:
     engine = rig("gemma2")
-    made = sequences(engine, [7, 30, 12, 5])
-    runner, work = engine.runner(Setting()), whole(made)
+    batch = sequences(engine, [7, 30, 12, 5])
+    runner, work = engine.runner(Setting()), whole_prompts(batch)
     together = runner.execute(work)
     parts = [
         runner.execute(work.subset(rows)) for rows in (work.rows[2:], work.rows[:1], work.rows[1:2])
@@ -235,29 +236,29 @@ def test_running_a_step_again_in_parts_gives_the_same_tokens() -> None:
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_oss", "mixtral"])
-def test_a_request_whose_logits_are_not_finite_fails_alone_and_poisons_no_block(
+def test_a_request_whose_logits_are_not_finite_fails_alone_and_corrupts_no_block(
     family: str,
 ) -> None:
     engine = Rig(family)
-    made = sequences(engine, [7, 9, 12])
-    healthy = engine.runner(Setting()).execute(whole(made))
+    batch = sequences(engine, [7, 9, 12])
+    healthy = engine.runner(Setting()).execute(whole_prompts(batch))
     runner = engine.runner(Setting())
-    poison = next(t for t in range(tiny.VOCAB) if not any(t in s.tokens for s in made))
-    made[1].tokens[4] = poison
+    nan_token = next(t for t in range(tiny.VOCAB) if not any(t in s.tokens for s in batch))
+    batch[1].tokens[4] = nan_token
     with torch.no_grad():
-        engine.model.model.get_input_embeddings().weight[poison] = math.nan
-    results = runner.execute(whole(made))
+        engine.model.model.get_input_embeddings().weight[nan_token] = math.nan
+    results = runner.execute(whole_prompts(batch))
     assert "not finite" in str(results[1].error)
     assert (results[0], results[2]) == (healthy[0], healthy[2])
-    # The next owner of the poisoned blocks leaves most of them unwritten, and decodes beside longer
+    # The next owner of the blocks with NaN leaves most of them unwritten, and decodes beside longer
     # rows.
-    heir = sequences(engine, [3])[0]
-    heir.id, heir.tables = 1, made[1].tables
-    runner.execute(Work(1, [Row(heir, 0, 2, samples=False)]))
+    next_owner = sequences(engine, [3])[0]
+    next_owner.id, next_owner.tables = 1, batch[1].tables
+    runner.execute(Work(1, [Row(next_owner, 0, 2, samples=False)]))
     rows = [
-        Row(heir, 2, 1, samples=True),
-        Row(made[0], 6, 1, samples=True),
-        Row(made[2], 11, 1, samples=True),
+        Row(next_owner, 2, 1, samples=True),
+        Row(batch[0], 6, 1, samples=True),
+        Row(batch[2], 11, 1, samples=True),
     ]
     results = runner.execute(Work(2, rows))
     assert [result.error for result in results.values()] == [None, None, None]
@@ -284,11 +285,11 @@ def test_the_profiling_run_measures_what_grows_with_the_limits() -> None:
     assert large["logits"] == pytest.approx(4 * small["logits"], rel=0.05)
     assert large["logits"] >= 32 * tiny.VOCAB * 4
     assert large["sampling"] > small["sampling"]
-    # Beyond what a CPU computes for this it is scaled.
+    # Beyond CPU_TOKENS the result is scaled up.
     assert measure(4096, 32)["activations"] == 16 * large["activations"]
 
 
-def test_the_meter_counts_the_worst_moment_and_not_the_sum() -> None:
+def test_the_meter_counts_the_peak_and_not_the_sum() -> None:
     def work() -> Tensor:
         a = torch.randn(1000, 1000)
         b = a @ a

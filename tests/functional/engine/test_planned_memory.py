@@ -1,4 +1,4 @@
-"""What sizing plans from a config.json against what a profiling run of the real model measures."""
+"""Memory planned from a config.json against what a profiling run of the real model measures."""
 
 import itertools
 import json
@@ -13,7 +13,7 @@ from fairlead_runtime.config import EngineConfig
 from fairlead_runtime.device import profiling
 from fairlead_runtime.device.paged_model import PagedModel
 from fairlead_runtime.models import architecture, families, rope, tiny
-from fairlead_runtime.models.headers import Header, Tensor
+from fairlead_runtime.models.headers import Header, TensorEntry
 from fairlead_runtime.sizing.shape import ModelShape
 from fairlead_runtime.sizing.terms import GIB, DeviceFacts
 from fairlead_runtime.sizing.verdict import plan_memory
@@ -43,7 +43,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "mixtral": {"num_local_experts": 4},
     "gpt_oss": {"num_local_experts": 4, "head_dim": 64},
 }
-GPT2_HAS_NONE = (
+NOT_IN_GPT2 = (
     "hidden_size",
     "num_hidden_layers",
     "num_attention_heads",
@@ -55,7 +55,7 @@ GPT2_HAS_NONE = (
     ("family", "dtype"), [*((name, "float32") for name in FAMILIES), ("llama", "bfloat16")]
 )
 def test_planned_terms_are_within_a_fifth_of_measured_ones(family: str, dtype: str) -> None:
-    sizes = {k: v for k, v in SIZES.items() if family != "gpt2" or k not in GPT2_HAS_NONE}
+    sizes = {k: v for k, v in SIZES.items() if family != "gpt2" or k not in NOT_IN_GPT2}
     config = AutoConfig.for_model(family, **sizes | FAMILIES[family], dtype=dtype)
     model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype)).eval()
     paged = PagedModel(model, families.check(config))
@@ -80,7 +80,7 @@ def test_planned_terms_are_within_a_fifth_of_measured_ones(family: str, dtype: s
 
 @pytest.mark.parametrize("longest", [2, 40, tiny.CONTEXT])
 @pytest.mark.parametrize("tokens", [1, 64, 600])
-def test_attention_is_measured_whatever_the_limits(tokens: int, longest: int) -> None:
+def test_attention_is_measured_under_any_limits(tokens: int, longest: int) -> None:
     """A row shorter than a strip, a step shorter than a row, one token: each needs at least its
     gathered keys.
     """
@@ -106,12 +106,12 @@ def test_attention_is_measured_whatever_the_limits(tokens: int, longest: int) ->
     ("family", "hidden"),
     [
         *itertools.product(tiny.FAMILIES, (64, 128)),
-        *((family, 64) for family in (*tiny.SIZED, *tiny.JUDGED)),
+        *((family, 64) for family in (*tiny.SIZED, *tiny.UNLISTED)),
     ],
 )
 def test_no_term_of_a_tiny_model_is_planned_too_low(family: str, hidden: int) -> None:
-    """Small widths show what a model of common size hides: indices, rotary tables, the sampler's
-    counts.
+    """Small widths show terms that a model of common size hides: indices, rotary tables, the
+    sampler's counts.
     """
     width = {"n_embd": hidden} if family in {"gpt2", "gpt_bigcode"} else {"hidden_size": hidden}
     more = {"word_embed_proj_dim": hidden} if family == "opt" else {}
@@ -129,7 +129,10 @@ def test_no_term_of_a_tiny_model_is_planned_too_low(family: str, hidden: int) ->
     )
     config = json.loads(model.config.to_json_string())
     header = Header(
-        {n: Tensor("F32", tuple(p.shape), 0, 0) for n, p in model.state_dict().items()}, b"", 0, 0
+        {n: TensorEntry("F32", tuple(p.shape), 0, 0) for n, p in model.state_dict().items()},
+        b"",
+        0,
+        0,
     )
     shape = architecture.check(config, weights={"model.safetensors": header})
     planned = plan_memory(shape, limits, DeviceFacts("cpu", 8 * GIB)).terms

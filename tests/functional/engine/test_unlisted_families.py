@@ -1,4 +1,4 @@
-"""Families that no table holds: sized by their files, judged by the self-test, equal to
+"""Families that are not in the table: sized by their files, tested by the self-test, equal to
 transformers' text.
 
 tiny.SIZED are in the table, but not in the full matrix of
@@ -23,7 +23,7 @@ from fairlead_runtime.request import SamplingParams
 from fairlead_runtime.sizing.family_table import FAMILIES
 from support.engine_rig import Setting, greedy, prompts, rig
 
-EVERY = (*tiny.SIZED, *tiny.JUDGED)
+EVERY = (*tiny.SIZED, *tiny.UNLISTED)
 LENGTHS, SHARED, NEW = (17, 41, 26, 53, 34), 24, 24
 # Chunks, single tokens, prefix hits, forks and preemptions in one run.
 TIGHT = Setting(block_size=4, chunk=16, num_blocks=28)
@@ -32,10 +32,10 @@ TIGHT = Setting(block_size=4, chunk=16, num_blocks=28)
 @pytest.mark.parametrize("family", EVERY)
 def test_greedy_text_equals_transformers_and_the_self_test_passes(family: str) -> None:
     engine = rig(family)
-    made = prompts(EVERY.index(family), LENGTHS, SHARED)
+    batch = prompts(EVERY.index(family), LENGTHS, SHARED)
     arrivals = [
         (due, greedy(str(i), prompt, NEW, 1 + i % 2))
-        for i, (due, prompt) in enumerate(zip((0, 0, 4, 5, 9), made, strict=True))
+        for i, (due, prompt) in enumerate(zip((0, 0, 4, 5, 9), batch, strict=True))
     ]
     outcome = engine.run(TIGHT, arrivals)
     for _, request in arrivals:
@@ -49,13 +49,13 @@ def test_greedy_text_equals_transformers_and_the_self_test_passes(family: str) -
     assert selftest.run(model, pick(model.heads, model.device).attention, 512).delta < 1e-4
 
 
-@pytest.mark.parametrize("family", tiny.JUDGED)
-def test_a_judged_family_is_sized_as_transformers_builds_it(family: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("family", tiny.UNLISTED)
+def test_an_unlisted_family_is_sized_as_transformers_builds_it(family: str, tmp_path: Path) -> None:
     model = tiny.build(family)
     tiny.save(model, tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     assert config["model_type"] not in FAMILIES
-    shape = unlisted.measure(
+    shape = unlisted.shape_of(
         config, {"model.safetensors": read_header(tmp_path / "model.safetensors")}
     )
     heads = rig(family).model.heads
@@ -67,7 +67,7 @@ def test_a_judged_family_is_sized_as_transformers_builds_it(family: str, tmp_pat
     assert shape.mlp_width >= 5 * 64
 
 
-def test_a_judged_family_is_served_from_its_files(tmp_path: Path) -> None:
+def test_an_unlisted_family_is_served_from_its_files(tmp_path: Path) -> None:
     tiny.save(tiny.build("smollm3"), tmp_path)
     with LLM(str(tmp_path), num_blocks=64) as llm:
         prompt = prompts(0, (30,), 0)[0]
@@ -76,14 +76,14 @@ def test_a_judged_family_is_served_from_its_files(tmp_path: Path) -> None:
         assert list(result.outputs[0].token_ids)[:4] == rig("smollm3").reference(prompt, 16)[:4]
         report = llm.parts.memory.as_dict()
     weights = next(term for term in report["terms"] if term["name"] == "weights")
-    # What is beyond the files are the tables of the rotary embedding.
+    # The tables of the rotary embedding are not in the files.
     assert 0 <= weights["measuredBytes"] - weights["plannedBytes"] < 1024
 
 
-def test_the_documents_name_the_families_that_are_tried_here() -> None:
+def test_the_documentation_names_the_families_tested_here() -> None:
     text = (Path(__file__).parents[3] / "docs" / "models.md").read_text("utf-8")
     listed = text.split("as tiny random models:")[1].split("What `config.json`")[0]
-    assert sorted(listed.replace("`", "").split()) == sorted(tiny.JUDGED)
+    assert sorted(listed.replace("`", "").split()) == sorted(tiny.UNLISTED)
     rows = {
         family
         for row in text.splitlines()
@@ -93,25 +93,25 @@ def test_the_documents_name_the_families_that_are_tried_here() -> None:
     assert rows == set(FAMILIES) == {*tiny.FAMILIES, *tiny.SIZED}
 
 
-def refused(family: str, path: Path, **settings: Any) -> loading.LoadedModel:
+def load_random(family: str, path: Path, **settings: Any) -> loading.LoadedModel:
     config = AutoConfig.for_model(family, **{**tiny._COMMON, **settings})
     factory: Any = AutoModelForCausalLM
     tiny.save(factory.from_config(config, dtype=torch.float32, attn_implementation="eager"), path)
     return loading.load(path)
 
 
-def test_an_attention_with_a_trait_of_its_own_fails_the_self_test(tmp_path: Path) -> None:
-    """Differential attention is no sum over one set of scores."""
+def test_an_unsupported_kind_of_attention_fails_the_self_test(tmp_path: Path) -> None:
+    """Differential attention is not a sum over one set of scores."""
     with pytest.raises(selftest.SelfTestError, match="diffllama"):
-        selftest.prove(refused("diffllama", tmp_path, num_key_value_heads=2))
+        selftest.prepare_and_test(load_random("diffllama", tmp_path, num_key_value_heads=2))
 
 
 def test_an_attention_that_does_not_run_packed_fails_the_self_test_with_its_reason(
     tmp_path: Path,
 ) -> None:
-    """doge makes a mask of its own for every layer."""
+    """doge makes its own mask for every layer."""
     with pytest.raises(selftest.NotPackedError, match=r"'doge' does not run packed .*mask"):
-        selftest.prove(refused("doge", tmp_path, num_key_value_heads=2))
+        selftest.prepare_and_test(load_random("doge", tmp_path, num_key_value_heads=2))
 
 
 @pytest.mark.parametrize(
@@ -130,7 +130,7 @@ def test_an_attention_that_does_not_run_packed_fails_the_self_test_with_its_reas
         ({"model_type": "fuyu"}, "num_hidden_layers"),
     ],
 )
-def test_what_cannot_be_tried_is_refused_before_any_weights(
+def test_models_that_cannot_be_tried_are_refused_before_their_weights_load(
     config: dict[str, Any], reason: str
 ) -> None:
     with pytest.raises(ModelError, match=reason) as caught:

@@ -1,4 +1,4 @@
-"""What is refused by name or by structure, and the windows of what is served."""
+"""Which families are refused, by name or by structure, and the windows of those served."""
 
 from typing import Any
 
@@ -41,18 +41,21 @@ def test_the_families_that_are_served_are_not_refused() -> None:
     "name",
     [
         name
-        for name in "rwkv mamba mamba2 falcon_mamba bamba jamba zamba2 nemotron_h falcon_h1 granitemoehybrid".split()  # noqa: SIM905 - names in one line read better
+        for name in (
+            *("rwkv", "mamba", "mamba2", "falcon_mamba", "bamba", "jamba", "zamba2"),
+            *("nemotron_h", "falcon_h1", "granitemoehybrid"),
+        )
         if name in CONFIG_MAPPING
     ],
 )
-def test_state_space_families_are_known_to_transformers_under_the_names_refused_here(
+def test_state_space_families_have_the_names_refused_here_in_transformers(
     name: str,
 ) -> None:
     with pytest.raises(ModelError, match="recurrent state"):
         families.check(AutoConfig.for_model(name))
 
 
-def test_a_stateful_class_that_nobody_named_is_refused_all_the_same(
+def test_a_stateful_class_outside_the_table_is_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.delitem(REFUSED, "mamba")
@@ -60,7 +63,7 @@ def test_a_stateful_class_that_nobody_named_is_refused_all_the_same(
         families.check(AutoConfig.for_model("mamba"))
 
 
-def test_a_class_without_the_attention_interface_is_refused_though_nobody_named_it(
+def test_a_class_without_the_attention_interface_outside_the_table_is_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.delitem(REFUSED, "gptj")
@@ -79,15 +82,15 @@ def test_bidirectional_attention_is_refused() -> None:
 
 
 def test_layer_types_other_than_full_and_sliding_are_refused() -> None:
-    strange = config("llama")
-    strange.layer_types = [
+    chunked = config("llama")
+    chunked.layer_types = [
         "full_attention",
         "chunked_attention",
         "full_attention",
         "full_attention",
     ]
     with pytest.raises(ModelError, match="chunked_attention"):
-        families.check(strange)
+        families.check(chunked)
 
 
 def test_layer_types_decide_before_the_window_setting() -> None:
@@ -101,7 +104,7 @@ def test_without_layer_types_a_window_holds_in_every_layer() -> None:
 
 
 def test_a_window_that_the_models_own_mask_ignores_does_not_count() -> None:
-    # olmoe hands its window to the attention and masks fully.
+    # olmoe passes its window to the attention and masks fully.
     assert families.check(config("olmoe")) == (None,) * 4
 
 

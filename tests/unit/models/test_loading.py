@@ -1,4 +1,4 @@
-"""What loading resolves: types, limits, end tokens, identity; and chats by the model's own
+"""What loading resolves: types, limits, end tokens, identity; and chats in the model's own
 template.
 """
 
@@ -72,7 +72,7 @@ def test_every_id_that_ends_a_text_counts_once_and_only_inside_the_vocabulary(mo
     assert loading.load(model).eos_ids == {2, 7, 9}  # 2 is the tokenizer's
 
 
-def test_equal_models_have_one_identity_wherever_they_lie(good: Path, model: Path) -> None:
+def test_equal_models_have_one_identity_in_any_directory(good: Path, model: Path) -> None:
     edit(model, "config.json", transformers_version="0.0.0", _name_or_path="elsewhere")
     assert identity(good) == identity(model)
     assert len(identity(good)) == 32
@@ -101,7 +101,7 @@ def test_equal_models_have_one_identity_wherever_they_lie(good: Path, model: Pat
     ],
     ids=["epsilon", "rope", "all weights", "one matrix"],
 )
-def test_whatever_changes_keys_and_values_changes_the_identity(
+def test_changes_of_keys_and_values_change_the_identity(
     good: Path, model: Path, change: Any
 ) -> None:
     change(model)
@@ -109,8 +109,12 @@ def test_whatever_changes_keys_and_values_changes_the_identity(
 
 
 def test_the_type_and_the_longest_sequence_are_part_of_the_identity(good: Path) -> None:
-    found = {identity(good), identity(good, dtype="bfloat16"), identity(good, max_model_len=512)}
-    assert len(found) == 3
+    identities = {
+        identity(good),
+        identity(good, dtype="bfloat16"),
+        identity(good, max_model_len=512),
+    }
+    assert len(identities) == 3
 
 
 def test_weights_in_several_files_load_like_one(good: Path, tmp_path: Path) -> None:
@@ -143,7 +147,7 @@ def test_chats_are_rendered_by_the_models_own_template() -> None:
 
 
 @pytest.mark.parametrize(
-    ("messages", "says"),
+    ("messages", "expected"),
     [
         ([], "at least one"),
         ([{"role": "robot", "content": "x"}], "roles are system, user and assistant"),
@@ -151,10 +155,8 @@ def test_chats_are_rendered_by_the_models_own_template() -> None:
         ([{"role": "user", "content": 7}, {"role": ["user"]}], "refuses"),
     ],
 )
-def test_messages_that_a_template_does_not_take_are_the_requests_fault(
-    messages: Any, says: str
-) -> None:
-    with pytest.raises(RequestError, match=says) as error:
+def test_messages_that_a_template_refuses_are_a_request_error(messages: Any, expected: str) -> None:
+    with pytest.raises(RequestError, match=expected) as error:
         chat.render_chat(tiny.tokenizer(), messages)
     assert error.value.param == "messages"
 
@@ -170,7 +172,7 @@ def test_messages_that_a_template_does_not_take_are_the_requests_fault(
         "{% include '/etc/passwd' %}",
     ],
 )
-def test_a_hostile_template_reaches_nothing(
+def test_a_hostile_template_gets_no_access(
     template: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -188,6 +190,6 @@ def test_a_model_without_a_template_points_to_completions() -> None:
         chat.render_chat(tokenizer, [{"role": "user", "content": "x"}])
 
 
-def test_text_that_is_no_unicode_is_the_requests_fault() -> None:
+def test_text_that_is_not_unicode_is_a_request_error() -> None:
     with pytest.raises(RequestError, match="Unicode"):
         chat.encode(tiny.tokenizer(), "lone \ud800 surrogate")

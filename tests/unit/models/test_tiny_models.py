@@ -1,4 +1,4 @@
-"""The tiny random models: equal by seed, saved and loaded without change, and hard to fool."""
+"""The tiny random models: equal by seed, saved and loaded without change, and sensitive to errors."""
 
 from pathlib import Path
 
@@ -26,7 +26,7 @@ def test_a_family_is_small_varied_and_looks_at_its_whole_context(
     with torch.no_grad():
         logits = model(ids, use_cache=False).logits
         other = model(changed, use_cache=False).logits
-    # Ties would excuse an engine's errors; 99 of 100 positions are far from one.
+    # Ties would hide an engine's errors; 99 of 100 positions are far from one.
     top = logits.topk(2).values
     assert (top[..., 0] - top[..., 1]).quantile(0.01) > 1e-3
     # Three windows of 12 reach back 34 tokens, so even a model that only slides sees token 1 at the
@@ -58,7 +58,7 @@ def test_overrides_reach_the_configuration() -> None:
     assert (model.config.sliding_window, model.config.num_hidden_layers) == (8, 2)
 
 
-def test_an_unknown_family_is_named_with_those_there_are() -> None:
+def test_an_unknown_family_is_an_error_that_lists_the_known_ones() -> None:
     with pytest.raises(ValueError, match=r"gpt5.*llama"):
         tiny.build("gpt5")
 

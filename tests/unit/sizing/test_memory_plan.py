@@ -1,5 +1,5 @@
-"""The sizing equation: what it promises for any model, configuration and device, and its verdicts
-in words.
+"""The memory equation: what holds for any model, configuration and device, and its verdicts in
+words.
 """
 
 import dataclasses
@@ -99,7 +99,7 @@ def test_more_memory_never_holds_less(
 
 
 @given(shapes(), CONFIGS, DEVICES)
-def test_fits_means_one_whole_sequence_beside_everything_else(
+def test_fits_means_that_one_full_length_sequence_has_room(
     shape: ModelShape, settings: dict[str, Any], device: DeviceFacts
 ) -> None:
     plan = plan_memory(shape, EngineConfig(**settings), device)
@@ -156,7 +156,7 @@ def test_full_length_sequences_hold_what_windows_leave(
     assert held <= sequence_units(groups, length, block) <= held + len(groups)
 
 
-def test_the_dense_plan_by_hand() -> None:
+def test_the_memory_plan_of_a_dense_model_computed_by_hand() -> None:
     plan = plan_memory(LLAMA_8B, EngineConfig(), DeviceFacts("cuda", 80 * GIB))
     assert plan.weights_bytes == plan.terms["weights"] == 8_030_261_248 * 2
     assert plan.kv_bytes_per_token == 2 * 32 * 8 * 128 * 2
@@ -228,11 +228,11 @@ def test_a_cpu_counts_its_processes_offload_and_shared_memory_and_caps_the_cache
 def test_measured_terms_take_the_place_of_planned_ones() -> None:
     device = DeviceFacts("cuda", 80 * GIB)
     planned = plan_memory(LLAMA_8B, EngineConfig(), device)
-    found = {
+    measured = {
         "weights": planned.terms["weights"] + 16 * planned.block_bytes,
         "activations": planned.terms["activations"],
     }
-    again = plan_memory(LLAMA_8B, EngineConfig(), device, measured=found)
+    again = plan_memory(LLAMA_8B, EngineConfig(), device, measured=measured)
     assert again.num_blocks == planned.num_blocks - 16
 
 
@@ -276,14 +276,14 @@ def test_a_verdict_says_what_is_missing_and_what_to_set(
     assert re.fullmatch(rf".*{message}.*", plan.message), plan.message
 
 
-def test_an_offload_space_that_takes_the_rest_is_told_with_the_largest_that_fits() -> None:
+def test_a_too_large_offload_space_is_reported_with_the_largest_that_fits() -> None:
     config = EngineConfig(max_batch_tokens=512, max_model_len=4096, cpu_offload_space=40.0)
     plan = plan_memory(LLAMA_8B, config, DeviceFacts("cpu", 32 * GIB))
-    found = re.search(r"cpuOffloadSpace ≤ (\S+) and numBlocks (\d+)", plan.message)
-    assert found is not None, plan.message
-    fitting = replace(config, cpu_offload_space=float(found[1]), num_blocks=int(found[2]))
+    fix = re.search(r"cpuOffloadSpace ≤ (\S+) and numBlocks (\d+)", plan.message)
+    assert fix is not None, plan.message
+    fitting = replace(config, cpu_offload_space=float(fix[1]), num_blocks=int(fix[2]))
     assert plan_memory(LLAMA_8B, fitting, DeviceFacts("cpu", 32 * GIB)).fits
-    larger = replace(fitting, cpu_offload_space=float(found[1]) + 0.25)
+    larger = replace(fitting, cpu_offload_space=float(fix[1]) + 0.25)
     assert not plan_memory(LLAMA_8B, larger, DeviceFacts("cpu", 32 * GIB)).fits
 
 

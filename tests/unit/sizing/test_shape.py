@@ -134,7 +134,7 @@ REAL: dict[str, tuple[dict[str, Any], int]] = {
 
 
 def build(config: dict[str, Any]) -> tuple[Any, torch.nn.Module]:
-    """transformers' own configuration and model, without a byte of weights."""
+    """transformers' own configuration and model, without weights."""
     plain = {k: v for k, v in config.items() if k not in ("model_type", "quantization_config")}
     resolved = AutoConfig.for_model(config["model_type"], **plain)
     with torch.device("meta"):
@@ -142,12 +142,12 @@ def build(config: dict[str, Any]) -> tuple[Any, torch.nn.Module]:
 
 
 def windows_of(model: torch.nn.Module, layers: int) -> tuple[int | None, ...]:
-    """What each attention module hands to its kernel, which is what the mask follows."""
+    """The window that each attention module passes to its kernel, which the mask follows."""
     config: Any = model.config
     everywhere = (
         getattr(config, "sliding_window", None) if not hasattr(config, "layer_types") else None
     )
-    found = []
+    windows = []
     for index in range(layers):
         attention = next(
             (
@@ -157,8 +157,8 @@ def windows_of(model: torch.nn.Module, layers: int) -> tuple[int | None, ...]:
             ),
             None,
         )
-        found.append(getattr(attention, "sliding_window", everywhere))
-    return tuple(found)
+        windows.append(getattr(attention, "sliding_window", everywhere))
+    return tuple(windows)
 
 
 def compare(config: dict[str, Any], shape: ModelShape) -> None:
@@ -187,9 +187,8 @@ def compare(config: dict[str, Any], shape: ModelShape) -> None:
 def is_layer_matrix(name: str, parameter: torch.Tensor) -> bool:
     inside = ".layers." in name or ".h." in name
     router = name.endswith(("mlp.gate.weight", "mlp.router.weight"))
-    head_norm = (
-        "_norm.weight" in name
-    )  # Cohere's per-head norm is two-dimensional, and no matrix product
+    # Cohere's per-head norm is two-dimensional, but not a matrix product.
+    head_norm = "_norm.weight" in name
     return (
         inside
         and parameter.dim() >= 2
@@ -248,7 +247,7 @@ def test_public_checkpoints_have_their_published_size(name: str) -> None:
     compare(config, shape)
 
 
-def test_an_unknown_family_is_named_with_what_is_supported() -> None:
+def test_a_refused_family_is_an_error_that_lists_the_supported_ones() -> None:
     with pytest.raises(
         ShapeError, match=r"'mamba2' is not supported: it keeps .*gemma2.*qwen3_moe"
     ):
@@ -257,9 +256,7 @@ def test_an_unknown_family_is_named_with_what_is_supported() -> None:
         ModelShape.from_config({})
 
 
-def test_a_family_in_no_table_is_told_from_a_refused_one_and_says_what_config_json_cannot_know() -> (
-    None
-):
+def test_an_unlisted_family_has_an_error_of_its_own_that_says_what_is_missing() -> None:
     with pytest.raises(
         UnknownFamilyError, match=r"'smollm3' is not in the table .*weights' size.*self-test"
     ):
@@ -331,7 +328,7 @@ def test_the_checkpoint_type_is_read_from_either_key(
     assert ModelShape.from_config({"model_type": "llama"} | config).dtype == dtype
 
 
-def test_keys_that_a_family_does_not_know_change_nothing() -> None:
+def test_keys_that_a_family_ignores_change_nothing() -> None:
     stray = {"num_key_value_heads": 2, "head_dim": 7, "intermediate_size": 99}
     named: dict[str, dict[str, Any]] = {
         "gpt2": {"n_inner": None},
