@@ -66,7 +66,7 @@ def _ensure_addresses() -> None:
 
 @pytest.fixture(scope="session")
 def pod_addresses() -> None:
-    """For tests that play pods as processes: the hook above runs them where addresses can be added."""
+    """For tests that play pods as processes: the hook above runs them where they get addresses."""
 
 
 @pytest.fixture(scope="session")

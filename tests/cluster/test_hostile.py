@@ -33,11 +33,19 @@ FOREIGN_OBJECTS: tuple[tuple[str, str, Object], ...] = (
             }
         },
     ),
-    ("networking.k8s.io/v1", "NetworkPolicy", {"spec": {"podSelector": {}, "policyTypes": ["Ingress"]}}),
-    ("policy/v1", "PodDisruptionBudget", {"spec": {"maxUnavailable": 0, "selector": {"matchLabels": {"app": "db"}}}}),
+    (
+        "networking.k8s.io/v1",
+        "NetworkPolicy",
+        {"spec": {"podSelector": {}, "policyTypes": ["Ingress"]}},
+    ),
+    (
+        "policy/v1",
+        "PodDisruptionBudget",
+        {"spec": {"maxUnavailable": 0, "selector": {"matchLabels": {"app": "db"}}}},
+    ),
     ("v1", "Secret", {"stringData": {"password": "hunter2"}}),
     ("v1", "ConfigMap", {"data": {"a": "b"}}),
-)  # fmt: skip
+)
 
 
 @pytest.fixture(scope="module")
@@ -104,37 +112,80 @@ ACCEPTED = dict(
         hostile("another image", engine={"image": "evil.test/miner:1"}),
         hostile("an image that only begins like ours", engine={"image": IMAGE + ".evil"}),
         hostile("another's service account", podTemplate={"serviceAccountName": "admin"}),
-        hostile("the default service account by name", podTemplate={"serviceAccountName": "default"}),
-        hostile("a node-critical priority", podTemplate={"priorityClassName": "system-node-critical"}),
+        hostile(
+            "the default service account by name", podTemplate={"serviceAccountName": "default"}
+        ),
+        hostile(
+            "a node-critical priority", podTemplate={"priorityClassName": "system-node-critical"}
+        ),
         hostile("code of a model", model={"trustRemoteCode": True}),
-        hostile("a claim of its own", modelCache={"type": "PVC", "size": "1Ti"}, model={"source": "a/b"}),
+        hostile(
+            "a claim of its own", modelCache={"type": "PVC", "size": "1Ti"}, model={"source": "a/b"}
+        ),
         hostile("a model that is an address", model={"source": "127.0.0.1/admin"}),
-        hostile("a model that is the metadata service", model={"source": "hf://169.254.169.254/latest"}),
+        hostile(
+            "a model that is the metadata service", model={"source": "hf://169.254.169.254/latest"}
+        ),
         hostile("a path of the machine", model={"source": "file:///proc/self/environ"}),
         hostile("a path of the token", model={"source": "file:///var/run/secrets/token"}),
         hostile("another's claim", model={"source": "pvc://db/data"}),
-        hostile("another's Secret as keys", security={"apiKeySecretRef": {"name": "db", "key": "password"}}),
-        hostile("another's Secret as hub token", model={"source": "a/b", "tokenSecretRef": {"name": "db", "key": "p"}}),
+        hostile(
+            "another's Secret as keys",
+            security={"apiKeySecretRef": {"name": "db", "key": "password"}},
+        ),
+        hostile(
+            "another's Secret as hub token",
+            model={"source": "a/b", "tokenSecretRef": {"name": "db", "key": "p"}},
+        ),
         hostile("every toleration", podTemplate={"tolerations": [{"operator": "Exists"}]}),
-        hostile("the control plane's nodes", podTemplate={"nodeSelector": {"node-role.kubernetes.io/control-plane": ""}}),
+        hostile(
+            "the control plane's nodes",
+            podTemplate={"nodeSelector": {"node-role.kubernetes.io/control-plane": ""}},
+        ),
         hostile("a shell in the served name's place", model={"servedName": "a/b:c@d+e"}),
-        hostile("a shell in the environment", podTemplate={"env": [{"name": "X", "value": "$(rm -rf /); `id`"}]}),
-        hostile("an expansion in the environment", podTemplate={"env": [{"name": "X", "value": "$(HOME)"}]}),
-        hostile("control characters in an annotation", podTemplate={"annotations": {"description": "\x1b[31m\nevil: true"}}),
-        hostile("the label by which another's Service picks pods", podTemplate={"labels": {"app": "db"}}),
-        hostile("it in a crowd of good ones", podTemplate={"labels": {"team": "x", "app": "db", "owner": "y"}}),
-        hostile("a label of a database's operator", podTemplate={"labels": {"cnpg.io/cluster": "db"}}),
-        hostile("a foreign network", podTemplate={"annotations": {"k8s.v1.cni.cncf.io/networks": "db"}}),
-        hostile("a foreign address", podTemplate={"annotations": {"cni.projectcalico.org/ipAddrs": '["10.0.0.1"]'}}),
-        hostile("a foreign sidecar with secrets", podTemplate={"annotations": {"vault.hashicorp.com/agent-inject": "true"}}),
+        hostile(
+            "a shell in the environment",
+            podTemplate={"env": [{"name": "X", "value": "$(rm -rf /); `id`"}]},
+        ),
+        hostile(
+            "an expansion in the environment",
+            podTemplate={"env": [{"name": "X", "value": "$(HOME)"}]},
+        ),
+        hostile(
+            "control characters in an annotation",
+            podTemplate={"annotations": {"description": "\x1b[31m\nevil: true"}},
+        ),
+        hostile(
+            "the label by which another's Service picks pods", podTemplate={"labels": {"app": "db"}}
+        ),
+        hostile(
+            "it in a crowd of good ones",
+            podTemplate={"labels": {"team": "x", "app": "db", "owner": "y"}},
+        ),
+        hostile(
+            "a label of a database's operator", podTemplate={"labels": {"cnpg.io/cluster": "db"}}
+        ),
+        hostile(
+            "a foreign network", podTemplate={"annotations": {"k8s.v1.cni.cncf.io/networks": "db"}}
+        ),
+        hostile(
+            "a foreign address",
+            podTemplate={"annotations": {"cni.projectcalico.org/ipAddrs": '["10.0.0.1"]'}},
+        ),
+        hostile(
+            "a foreign sidecar with secrets",
+            podTemplate={"annotations": {"vault.hashicorp.com/agent-inject": "true"}},
+        ),
         hostile("an owner that is another's", meta={"ownerReferences": [OWNER]}),
         hostile("a finalizer of its own", meta={"finalizers": ["evil.test/stay"]}),
         hostile("our labels on the resource", meta={"labels": {"serving.fairlead.dev/name": "db"}}),
         hostile("a huge annotation", meta={"annotations": {"a": LONG}}),
-        hostile("a thousand pods", replicas=1000, podTemplate={"nodeSelector": {"type": "nowhere"}}),
+        hostile(
+            "a thousand pods", replicas=1000, podTemplate={"nodeSelector": {"type": "nowhere"}}
+        ),
         hostile("a status of its own making", meta={}, paused=False),
     )
-)  # fmt: skip
+)
 ACCEPTED["a status of its own making"]["status"] = {
     "blockers": [{"code": "x\x1b[2J", "message": "m"}],
     "replicas": 7,

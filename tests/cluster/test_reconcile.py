@@ -1,4 +1,4 @@
-"""One resource on the real control plane: its children, their repair, foreign objects, its status."""
+"""One resource on the real control plane: children, their repair, foreign objects, status."""
 
 import functools
 import json
@@ -138,8 +138,8 @@ def test_a_scale_without_effect_gets_an_event(
     assert api.get("Deployment", namespace, "chat")["spec"]["replicas"] == 2
     text = kubectl(plane, "describe", "idep/chat", "-n", namespace)
     assert (
-        "spec.replicas 2 → 5 has no effect while spec.autoscaling is set: set autoscaling.minReplicas"
-        in text
+        "spec.replicas 2 → 5 has no effect while spec.autoscaling is set: "
+        "set autoscaling.minReplicas" in text
     )
     api.merge(KIND, namespace, "chat", {"spec": {"autoscaling": None}})
     eventually(

@@ -32,7 +32,7 @@ def resource(namespace: str, number: int) -> Object:
 
 
 def converged(api: Api, namespace: str) -> bool:
-    """Every status is about the newest spec, and every resource has all children at its revision."""
+    """Each status is about the newest spec, and each resource has all children at its revision."""
     bodies = api.items(KIND, namespace)
     deployments = {d["metadata"]["name"]: d for d in api.items("Deployment", namespace)}
     counts = [len(api.items(kind, namespace)) for kind in CHILDREN]

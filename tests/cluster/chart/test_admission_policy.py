@@ -1,4 +1,4 @@
-"""The chart's admission policy: a deployment names only Secrets and claims that its author may get."""
+"""The chart's admission policy: authors name only Secrets and claims that they may get."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,12 +16,28 @@ pytestmark = [pytest.mark.cluster("helm"), pytest.mark.usefixtures("crd")]
 RBAC = "rbac.authorization.k8s.io"
 POLICIES = ("ValidatingAdmissionPolicy", "ValidatingAdmissionPolicyBinding")
 NAMED: tuple[tuple[str, str, Object], ...] = (
-    ("secrets", "model.tokenSecretRef", {"model": {"source": "a/b", "tokenSecretRef": {"name": "x", "key": "k"}}}),
-    ("secrets", "security.apiKeySecretRef", {"security": {"apiKeySecretRef": {"name": "x", "key": "k"}}}),
-    ("secrets", "podTemplate.imagePullSecrets", {"podTemplate": {"imagePullSecrets": [{"name": "x"}]}}),
-    ("persistentvolumeclaims", "modelCache.claimName", {"modelCache": {"type": "PVC", "claimName": "x"}}),
+    (
+        "secrets",
+        "model.tokenSecretRef",
+        {"model": {"source": "a/b", "tokenSecretRef": {"name": "x", "key": "k"}}},
+    ),
+    (
+        "secrets",
+        "security.apiKeySecretRef",
+        {"security": {"apiKeySecretRef": {"name": "x", "key": "k"}}},
+    ),
+    (
+        "secrets",
+        "podTemplate.imagePullSecrets",
+        {"podTemplate": {"imagePullSecrets": [{"name": "x"}]}},
+    ),
+    (
+        "persistentvolumeclaims",
+        "modelCache.claimName",
+        {"modelCache": {"type": "PVC", "claimName": "x"}},
+    ),
     ("persistentvolumeclaims", "model.source", {"model": {"source": "pvc://x/a/b"}}),
-)  # fmt: skip
+)
 
 
 def grant(
@@ -85,7 +101,7 @@ def test_an_author_names_only_secrets_and_claims_of_their_own(
         for _, path, spec in NAMED:
             assert f"{path}" in refusal(**spec), path
             assert "that you may get: name another" in refusal(**spec)
-        assert refusal() == "", "who names none needs no right"
+        assert refusal() == "", "a resource without such names needs no right"
         for resource in ("secrets", "persistentvolumeclaims"):
             grant(api, namespace, resource, ("", resource, ["x"], ["get"]))
         for _, path, spec in NAMED:
@@ -93,7 +109,7 @@ def test_an_author_names_only_secrets_and_claims_of_their_own(
         other: Object = {"security": {"apiKeySecretRef": {"name": "y", "key": "k"}}}
         assert refusal(**other), "the right is for one name"
 
-        api.create(idep(namespace, **other))  # by somebody who may
+        api.create(idep(namespace, **other))  # as the administrator
         author.merge(KIND, namespace, "chat", {"spec": {"replicas": 2}})
         with pytest.raises(ApiError, match="name another"):
             author.merge(KIND, namespace, "chat", {"spec": {"model": {"source": "pvc://y/a"}}})

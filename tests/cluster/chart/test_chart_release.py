@@ -1,4 +1,4 @@
-"""The chart on a cluster of its own: installed, serving, upgraded, rolled back, tested and removed.
+"""The chart on its own cluster: installed, serving, upgraded, rolled back, tested and removed.
 
 Release namespaces enforce Pod Security "restricted"; kwok plays the nodes of the operator's pods,
 so that helm can wait for them, and the operator runs as a process with the rights, arguments and
@@ -48,7 +48,7 @@ KINDS = ("Deployment", "ServiceAccount", "Role", "RoleBinding")
 
 @pytest.fixture(scope="module")
 def plane() -> Iterator[ControlPlane]:
-    """An empty cluster: the chart alone brings the resource definition."""
+    """An empty cluster: only the chart installs the CRD."""
     with ControlPlane() as started:
         start_kwok(started)
         yield started
@@ -63,7 +63,7 @@ def api(plane: ControlPlane) -> Iterator[Api]:
 
 @pytest.fixture
 def no_crd(api: Api) -> None:
-    """The cluster has never seen the chart."""
+    """The cluster has no CRD, as before the first install."""
     if api.find("CustomResourceDefinition", "", CRD):
         api.delete("CustomResourceDefinition", "", CRD)
         eventually(lambda: not api.find("CustomResourceDefinition", "", CRD), 20, "no definition")
@@ -74,7 +74,7 @@ def helm_of(plane: ControlPlane, home: Path, program: str = "helm") -> Helm:
 
 
 def settings(api: Api, namespace: str) -> Settings:
-    """What the operator would read from its live Deployment."""
+    """The settings that the operator reads from its live Deployment."""
     spec = api.get("Deployment", namespace, "fairlead")["spec"]["template"]["spec"]["containers"][0]
     return read(
         spec["args"], environment(spec, {"metadata": {"name": "p", "namespace": namespace}}), "host"
@@ -82,9 +82,7 @@ def settings(api: Api, namespace: str) -> Settings:
 
 
 def converged(api: Api, namespace: str, *, claim: bool = False) -> Object:
-    """Make a resource; its Deployment, once all children are there and the status is about this
-    spec.
-    """
+    """Create a resource; its Deployment, once all children exist and the status is current."""
     spec: dict[str, Any] = {"modelCache": {"type": "PVC", "size": "1Gi"}} if claim else {}
     api.create(idep(namespace, replicas=2, **spec))
     children = ["Deployment", "Service", "NetworkPolicy", "PodDisruptionBudget"]
@@ -166,7 +164,7 @@ def test_a_release_installs_upgrades_and_rolls_back_and_its_uninstall_keeps_reso
     for place in (namespace, second_namespace):
         api.delete(
             KIND, place, "chat"
-        )  # else a later operator would meet it in a namespace that goes away
+        )  # else a later operator would serve it in a namespace that is being deleted
         assert not api.find(KIND, place, "chat"), "deleting needs no operator"
 
 
@@ -197,9 +195,7 @@ def test_cluster_mode_serves_every_namespace_and_creates_claims(
 def test_a_release_serves_a_token_and_helm_runs_its_test(
     plane: ControlPlane, api: Api, namespace: str, tmp_path: Path
 ) -> None:
-    """The client of the test hook gets its token from a real runtime process; as a pod it is only
-    played.
-    """
+    """The test hook's client gets its token from a real runtime process; its pod is simulated."""
     helm = helm_of(plane, tmp_path)
     here = f"--namespace={namespace}"
     helm.run("install", "fairlead", str(CHART), here, *NO_HUB, *WAIT)
@@ -226,12 +222,12 @@ def test_a_release_serves_a_token_and_helm_runs_its_test(
     assert api.items(KIND, namespace) == []
     with PlayedPod(api, namespace, name, "Failed"):
         assert helm.ask("test", "fairlead", here, "--timeout=60s").returncode == 1
-    assert api.find("Pod", namespace, name), "what failed is left to be looked at"
-    assert api.items(KIND, namespace) == [], "what it would hold is not"
+    assert api.find("Pod", namespace, name), "the failed pod remains for inspection"
+    assert api.items(KIND, namespace) == [], "no resource remains"
 
 
 class PlayedPod:
-    """While entered: the pod of this name ends in this phase as soon as it exists."""
+    """Within the block, the pod of this name ends in this phase as soon as it exists."""
 
     def __init__(self, api: Api, namespace: str, name: str, phase: str) -> None:
         self._where, self._api, self._phase = ("Pod", namespace, name), api, phase
@@ -252,7 +248,7 @@ class PlayedPod:
 def test_an_older_definition_is_upgraded_as_documented_with_its_resources_in_place(
     plane: ControlPlane, api: Api, namespace: str, tmp_path: Path
 ) -> None:
-    """The older one lacks two fields and a column and describes another in other words."""
+    """The older CRD lacks two fields and a column and describes another field differently."""
     older = tmp_path / "older"
     shutil.copytree(CHART, older)
     (file,) = (older / "crds").iterdir()
@@ -311,8 +307,8 @@ def test_an_older_definition_is_upgraded_as_documented_with_its_resources_in_pla
 def test_everything_rendered_is_admitted_where_pod_security_is_restricted(
     api: Api, namespace: str, tmp_path: Path, values: tuple[str, ...]
 ) -> None:
-    """By dry-run with strict fields; a Pod is judged by Pod Security itself, so the Deployment's is
-    made one.
+    """By dry-run with strict fields. Pod Security judges Pods only, so the Deployment's template
+    becomes a Pod.
     """
     (file,) = (CHART / "crds").iterdir()
     api.apply(yaml.safe_load(file.read_text()), force="true")

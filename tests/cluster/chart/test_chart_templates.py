@@ -1,4 +1,4 @@
-"""What the chart renders for which values, and which values it refuses. Needs helm, no cluster."""
+"""What the chart renders for its values, and which values it refuses. Needs helm, no cluster."""
 
 import json
 import re
@@ -25,7 +25,7 @@ def container(bodies: list[Object]) -> Object:
 
 
 def settings(bodies: list[Object]) -> Settings:
-    """What the operator itself reads from the rendered arguments and environment."""
+    """The settings that the operator reads from the rendered arguments and environment."""
     pod = {"metadata": {"name": "pod-0", "namespace": "home"}}
     one = container(bodies)
     return read(one["args"], environment(one, pod), "host")
@@ -60,7 +60,7 @@ ALL = {
 @pytest.mark.parametrize("program", ["helm", "helm3"])
 @pytest.mark.parametrize("values", ALL.values(), ids=ALL)
 def test_lint_finds_nothing(tmp_path: Path, program: str, values: tuple[str, ...]) -> None:
-    # Built from its module, helm 3 takes the cluster to be 1.20.
+    # helm 3, built from its module, assumes Kubernetes 1.20.
     version = ("--kube-version=1.36.0",) if program == "helm3" else ()
     Helm(tmp_path, program).run("lint", "--strict", str(CHART), *values, *version)
 
@@ -195,7 +195,9 @@ def test_peers_of_the_admin_port_are_the_operators_pods_and_metrics_from(helm: H
     labels = only(bodies, "Deployment")["spec"]["template"]["metadata"]["labels"].items()
     assert own["podSelector"]["matchLabels"].items() <= labels
     client = only(bodies, "Pod")["metadata"]["labels"].items()
-    assert not own["podSelector"]["matchLabels"].items() <= client, "the test's pod is no operator"
+    assert not own["podSelector"]["matchLabels"].items() <= client, (
+        "the test's pod is not an operator"
+    )
 
 
 def test_the_operators_metrics_have_a_service_that_finds_its_pods(helm: Helm) -> None:

@@ -1,9 +1,8 @@
-"""Every shipped example is accepted by what it is written for, and an external autoscaler really
-moves a resource.
+"""Every shipped example is accepted by its consumer, and an external autoscaler scales a resource.
 
-The HPA controller here is the real one. No metrics API is registered beside it: what is shown is
-that it reads our ``/scale`` (count and selector), writes it within its bounds, and keeps the count
-while it has no metric. KEDA does not run here; its object is held against the documented schema.
+The HPA controller here is the real one, without a metrics API: the test shows that it reads our
+``/scale`` (count and selector), writes it within its bounds, and keeps the count without a metric.
+KEDA does not run here; its object is validated against the documented schema.
 """
 
 import json
@@ -38,7 +37,7 @@ DEMAND = {metric_names.RUNNING, metric_names.WAITING}
 
 
 def example(name: str, namespace: str = "") -> Object:
-    """A shipped file; put into ``namespace`` where one is given."""
+    """A shipped file, in ``namespace`` if one is given."""
     body: Object = yaml.safe_load((EXAMPLES / name).read_text())
     if namespace:
         body["metadata"]["namespace"] = namespace

@@ -1,5 +1,5 @@
-"""The chart's Role is exact: with it nothing is forbidden, and without any one of its verbs
-something is.
+"""The chart's Role is exact: with it, no request is forbidden; without any one verb, some request
+is.
 
 A short run takes a part of the verbs, chosen by FAIRLEAD_CASE_OFFSET; FAIRLEAD_FULL=1 takes all of
 them.
@@ -28,7 +28,7 @@ EVERYTHING = {"FAIRLEAD_ALLOWED_MODEL_CACHE_CREATE": "true"}
 
 
 def rendered(namespace: str) -> list[Object]:
-    """Everything the chart says about rights, for this namespace, with claims allowed."""
+    """The chart's RBAC objects for this namespace, with claims allowed."""
     command = [str(binaries.program("helm")), "template", "r", str(CHART), "-n", namespace]
     done = subprocess.run(
         [*command, "--set", "modelCache.create=true"],
@@ -58,7 +58,7 @@ def verbs(bodies: list[Object]) -> list[tuple[str, str]]:
 
 
 def without(bodies: list[Object], resource: str, verb: str) -> list[Object]:
-    """The same rights but for one verb on one resource."""
+    """The same rights without one verb on one resource."""
     out = copy.deepcopy(bodies)
     for body in out:
         if body["kind"] != "Role":
@@ -76,7 +76,7 @@ def without(bodies: list[Object], resource: str, verb: str) -> list[Object]:
 
 
 def install(plane: ControlPlane, api: Api, bodies: list[Object]) -> str:
-    """Create the rights; a token of the ServiceAccount that has them."""
+    """Create the rights; returns a token of their ServiceAccount."""
     for body in bodies:
         api.apply(body, force="true")
     meta = next(b["metadata"] for b in bodies if b["kind"] == "ServiceAccount")
@@ -91,7 +91,7 @@ def install(plane: ControlPlane, api: Api, bodies: list[Object]) -> str:
 
 
 def exercise(api: Api, namespace: str) -> Iterator[Any]:
-    """One thing after the other that the operator must be able to do; yields what to wait for."""
+    """Everything that the operator must be able to do, step by step; yields what to wait for."""
     foreign: dict[str, Object] = {
         "Deployment": {
             "selector": {"matchLabels": {"a": "b"}},

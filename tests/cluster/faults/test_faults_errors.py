@@ -59,8 +59,8 @@ def sorted_lines(snapshot: str) -> list[str]:
 def test_the_process_survives_every_kind_of_error_at_any_write(
     plane: ControlPlane, api: Api, namespace: str
 ) -> None:
-    """One operator; one resource per point of failure, and one per error whose every write fails for
-    a while.
+    """One operator; one resource per point of failure, and one per error whose writes all fail
+    for a while.
     """
     planned_faults: dict[str, tuple[int, Fault]] = {}
     lasting = {f"lasting-{error}": error for error in ERRORS}

@@ -103,7 +103,8 @@ def test_an_unreachable_api_server_stops_no_pod_and_the_operator_catches_up(
         assert not operator.tracebacks()
     print(
         f"outage of {outage} s: {tried.total()} requests meanwhile, "
-        f"caught up after {lifecycle.slowest:.1f} s, memory {memory / 2**20:.0f} MiB and {grown / 2**20:+.1f} MiB"
+        f"caught up after {lifecycle.slowest:.1f} s, "
+        f"memory {memory / 2**20:.0f} MiB and {grown / 2**20:+.1f} MiB"
     )
 
 
@@ -237,7 +238,7 @@ def test_restarts_change_nothing_and_deleting_needs_no_operator(
 def test_a_restarted_operator_changes_no_status(
     plane: ControlPlane, api: Api, namespace: str, tmp_path: Path
 ) -> None:
-    """It remembers nothing, and asks its pods (stand-ins) before it reports that data is missing."""
+    """It remembers nothing, and asks its pods (stand-ins) before it reports missing data."""
     load = tmp_path / "load.json"
     load.write_text("{}")
     with FakeKubelet(plane, environ={"STANDIN_LOAD": str(load)}, programs=STANDIN):

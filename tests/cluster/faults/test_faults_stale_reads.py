@@ -1,5 +1,5 @@
-"""Old lists are replayed, watch events are lost or late: the operator sees a wrong state for a while
-but does nothing wrong.
+"""Old lists are replayed, watch events are lost or late: the operator sees a wrong state for a
+while but does nothing wrong.
 """
 
 import json
@@ -36,7 +36,7 @@ def namespaces(api: Api, namespace: str) -> Iterator[list[str]]:
 def run_with_faults(
     plane: ControlPlane, api: Api, namespaces: list[str], number: int
 ) -> tuple[float, int]:
-    """One lifecycle with a schedule of faults per namespace: the slowest step, the number of faults."""
+    """A lifecycle with a schedule of faults per namespace: its slowest step and count of faults."""
     first = number * SIDE_BY_SIDE
     rngs = {name: random.Random(first + index) for index, name in enumerate(namespaces)}
     keys: list[Key] = [(name, f"chat-{number}") for name in namespaces]

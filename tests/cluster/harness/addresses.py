@@ -1,8 +1,8 @@
-"""Addresses for pods on the loopback device: one each, so that every pod has the same ports.
+"""Addresses for pods on the loopback device: one each, so that all pods can use the same ports.
 
-Owns adding and removing them, and where the tests run: here, or in a user and network namespace of
-their own when this process may not add addresses. There they have a loopback device and nothing
-else, so what is to be loaded comes first.
+Owns adding and removing them, and where the tests run: here, or in their own user and network
+namespace when this process may not add addresses. That namespace has only a loopback device, so
+downloads must happen before.
 """
 
 import os
@@ -14,8 +14,11 @@ from collections.abc import Sequence
 from itertools import count
 from typing import Literal
 
-MARK = "FAIRLEAD_TESTS_IN_NAMESPACE"  # set for a run that was started again in a namespace
-FIX = "run as root, or where `unshare -rn ip link set lo up` works (user namespaces, util-linux and iproute2)"
+MARK = "FAIRLEAD_TESTS_IN_NAMESPACE"  # set in a run that was restarted in a namespace
+FIX = (
+    "run as root, or where `unshare -rn ip link set lo up` works "
+    "(user namespaces, util-linux and iproute2)"
+)
 PROBE = "10.249.255.254/32"
 ADDRESSES = 62_500
 TAKEN = re.compile("File exists|already assigned")  # by older and newer versions of ip
@@ -27,9 +30,7 @@ class NoAddressError(RuntimeError):
 
 
 def take() -> str:
-    """A fresh address that nobody else has: test runs side by side share the device. Raises
-    NoAddressError.
-    """
+    """Add an unused address: parallel test runs share the device. Raises NoAddressError."""
     while True:
         number = next(_numbers) % ADDRESSES
         address = f"10.249.{number // 250}.{number % 250 + 1}"
@@ -55,19 +56,17 @@ def may_add() -> bool:
 
 
 def may_unshare() -> bool:
-    """Whether this process may go into namespaces in which it may add addresses."""
+    """Whether this process may create namespaces in which it may add addresses."""
     return _run(*inside(["true"]))[0]
 
 
 def inside(command: Sequence[str]) -> list[str]:
-    """This command in a user and a network namespace of its own, with the loopback device up."""
+    """This command in its own user and network namespace, with the loopback device up."""
     return ["unshare", "-rn", "sh", "-c", 'ip link set lo up && exec "$@"', "sh", *command]
 
 
 def where_to_run(*, add: bool, inside_already: bool, unshare: bool) -> Literal["here", "inside"]:
-    """Where the tests run. ``again``: this run is inside already. Raises NoAddressError when it can
-    be nowhere.
-    """
+    """Where the tests run. ``inside_already``: in the namespace now. Raises NoAddressError."""
     if add:
         return "here"
     if inside_already:
@@ -80,8 +79,8 @@ def where_to_run(*, add: bool, inside_already: bool, unshare: bool) -> Literal["
 
 
 def ensure_addresses() -> None:
-    """Return where addresses can be added, else run this very command again where they can: then it
-    does not return.
+    """Return when addresses can be added; else replace this process by the same command in a
+    namespace where they can.
     """
     add = may_add()
     if (
@@ -90,7 +89,7 @@ def ensure_addresses() -> None:
     ):
         command = inside([sys.executable, *sys.orig_argv[1:]])
         print(
-            "[addresses] not root: the tests start again under `unshare -rn`",
+            "[addresses] not root: restarting the tests under `unshare -rn`",
             file=sys.stderr,
             flush=True,
         )
@@ -98,7 +97,7 @@ def ensure_addresses() -> None:
 
 
 def _run(*command: str) -> tuple[bool, str]:
-    """Whether it ended well, and what it said if not."""
+    """Whether the command succeeded, and its error output if not."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False)
     except FileNotFoundError:

@@ -1,6 +1,6 @@
 """A small synchronous client of the API server for tests: plain dicts in, plain dicts out.
 
-Independent of the operator's own client, so that a fault there cannot hide itself. Never retries.
+Independent of the operator's own client, so that a bug there stays visible. Never retries.
 """
 
 import json
@@ -74,7 +74,7 @@ def path_of(kind: str, namespace: str = "", name: str = "", sub: str = "") -> st
 
 
 class Api:
-    """The API server as one identity sees it."""
+    """A client of the API server with one identity."""
 
     def __init__(self, url: str, token: str, ca: str) -> None:
         import ssl
@@ -119,7 +119,7 @@ class Api:
         return body
 
     def find(self, kind: str, namespace: str, name: str) -> Object | None:
-        """The object, or None where there is none."""
+        """The object, or None if it does not exist."""
         try:
             return self.get(kind, namespace, name)
         except ApiError as error:
@@ -167,7 +167,7 @@ class Api:
 
 
 def eventually(look: Callable[[], T | None], within: float, what: str) -> T:
-    """The first true answer of ``look``; a failure that says what was waited for after ``within``
+    """The first true result of ``look``; raises AssertionError with ``what`` after ``within``
     seconds.
     """
     deadline = time.monotonic() + within

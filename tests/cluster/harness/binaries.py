@@ -1,4 +1,4 @@
-"""The control plane's programs: found where ``KUBEBUILDER_ASSETS`` says, else built once from Go
+"""The control plane's programs: from the folder ``KUBEBUILDER_ASSETS``, else built once from Go
 modules.
 
 Owns the cache of built programs, one folder per hash of the pinned modules and the Go toolchain.
@@ -50,7 +50,7 @@ PROGRAMS = {
 
 
 class NoControlPlaneError(RuntimeError):
-    """Neither ready-made programs nor a Go toolchain: the tests cannot run, and say so."""
+    """Neither ready-made programs nor a Go toolchain exist: the tests cannot run."""
 
 
 def program(name: str) -> Path:
@@ -67,9 +67,9 @@ def build(names: Iterable[str]) -> dict[str, Path]:
         return wanted
     if shutil.which("go") is None:
         raise NoControlPlaneError(
-            "the tests need a real Kubernetes control plane: install Go 1.26 or newer (the programs are then "
-            "built once from pinned modules), or point KUBEBUILDER_ASSETS at a folder with "
-            + ", ".join(sorted(wanted))
+            "the tests need a real Kubernetes control plane: install Go 1.26 or newer "
+            "(the programs are then built once from pinned modules), "
+            "or point KUBEBUILDER_ASSETS at a folder with " + ", ".join(sorted(wanted))
         )
     for name, path in wanted.items():
         if path.is_file():
@@ -98,7 +98,8 @@ def _home(module: str) -> Path:
 
 def _compile(program: Program, path: Path) -> None:
     _say(
-        f"building {program.name} from Go modules (once; the whole control plane takes about 5 minutes)"
+        f"building {program.name} from Go modules "
+        "(once; the whole control plane takes about 5 minutes)"
     )
     began = time.monotonic()
     stamp = "-X k8s.io/component-base/version.git"
@@ -117,7 +118,7 @@ def _compile(program: Program, path: Path) -> None:
         )
         if done.returncode:
             raise NoControlPlaneError(f"go could not build {program.name}:\n{done.stderr[-4000:]}")
-        target.rename(path)  # whole or not at all: a killed build leaves nothing that looks ready
+        target.rename(path)  # atomic: a killed build leaves no partial program
     _say(f"built {program.name} in {time.monotonic() - began:.0f} s")
 
 

@@ -2,14 +2,14 @@
 expected message.
 
 Every validation rule of the CRD has at least one accepting and one refusing case; the contract
-tests check that against the CRD's own messages. Plain data: whoever runs it brings the API server.
+tests check that against the CRD's own messages. Plain data: the caller has the API server.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-REMOVE = object()  # as a value in a change: take the key away
+REMOVE = object()  # as a value in a change: remove the key
 
 
 @dataclass(frozen=True)
@@ -241,7 +241,7 @@ CASES: tuple[Case, ...] = (
         "Duplicate value",
         podTemplate={"env": [{"name": "A", "value": "1"}, {"name": "A", "value": "2"}]},
     ),
-    # -- what the schema leaves no room for
+    # -- other refusals by the schema
     _spec("an unknown dtype", "spec.engine.dtype", engine={"dtype": "int4"}),
     _spec("a switch as a boolean", "spec.engine.asyncBatching", engine={"asyncBatching": True}),
     _spec(

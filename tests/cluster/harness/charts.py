@@ -1,4 +1,4 @@
-"""The chart as helm renders and installs it, and the operator as an installed release would run it.
+"""The chart as helm renders and installs it, and the operator as a release runs it.
 
 Helm reads and writes only below the folder it is given. The operator runs as a process, not in a
 container: its arguments, environment and rights are the release's, its token comes from the API
@@ -44,7 +44,7 @@ class Helm:
         )
 
     def run(self, *arguments: str) -> str:
-        """Its standard output; a failure shows what it said."""
+        """Its standard output; a failure shows all output."""
         done = self.ask(*arguments)
         assert done.returncode == 0, f"helm {' '.join(arguments)}:\n{done.stdout}{done.stderr}"
         return done.stdout
@@ -68,7 +68,7 @@ def of_kind(bodies: list[Object], kind: str) -> list[Object]:
 
 
 def environment(container: Mapping[str, Any], pod: Mapping[str, Any]) -> dict[str, str]:
-    """What a kubelet would give this container of this pod."""
+    """The environment that a kubelet would give this container of this pod."""
     meta = pod["metadata"]
     fields = {"metadata.name": meta["name"], "metadata.namespace": meta["namespace"]}
     environ = {}
@@ -81,7 +81,7 @@ def environment(container: Mapping[str, Any], pod: Mapping[str, Any]) -> dict[st
 
 
 def token_of(api: Api, namespace: str, account: str) -> str:
-    """A token of a ServiceAccount, asked for as a kubelet asks (TokenRequest)."""
+    """A token of a ServiceAccount, requested like a kubelet does (TokenRequest)."""
     body = {
         "apiVersion": "authentication.k8s.io/v1",
         "kind": "TokenRequest",
@@ -101,8 +101,8 @@ def pod_of(api: Api, namespace: str, deployment: Object) -> Object:
 
 
 def operator_of(plane: ControlPlane, api: Api, namespace: str, name: str) -> OperatorProcess:
-    """The operator with the arguments, the environment and the rights of the live Deployment; to be
-    entered.
+    """The operator with the arguments, environment and rights of the live Deployment, not started
+    yet.
     """
     deployment = api.get("Deployment", namespace, name)
     pod = pod_of(api, namespace, deployment)
@@ -116,7 +116,7 @@ def operator_of(plane: ControlPlane, api: Api, namespace: str, name: str) -> Ope
         environ=environment(container, pod),
         arguments=tuple(
             container["args"]
-        ),  # --probe-port is given once more, and the last one counts
+        ),  # --probe-port follows once more, and the last one counts
     )
 
 

@@ -1,5 +1,5 @@
-"""Clients of the pods' public port: one completion, one stream, or clients that go on asking and
-forgive nothing.
+"""Clients of the pods' public port: one completion, one stream, or clients that send requests
+until they are stopped and record every failure.
 """
 
 import json
@@ -11,14 +11,14 @@ from cluster.harness.apiclient import Object
 
 
 def complete(address: str, tokens: int = 4, model: str = "chat") -> Object:
-    """The answer to one request for so many tokens; any failure is raised."""
+    """The answer to one request for ``tokens`` tokens; raises on any failure."""
     with _ask(address, tokens, model) as response:
         body: Object = json.load(response)
     return body
 
 
 def stream(address: str, tokens: int, model: str = "chat") -> int:
-    """How many tokens a stream brought that ended as it should; any failure is raised."""
+    """The number of tokens of a stream that ended properly; raises on any failure."""
     received = 0
     with _ask(
         address, tokens, model, stream=True, stream_options={"include_usage": True}
@@ -33,11 +33,10 @@ def stream(address: str, tokens: int, model: str = "chat") -> int:
 
 
 class Clients:
-    """``with Clients(address, 2) as clients``: so many that complete and as many that stream, until
-    it is left.
+    """``with Clients(address, 2) as clients``: two that complete and two that stream, until the
+    block ends.
 
-    ``done`` counts the answers with every token asked for, ``failures`` says what became of each
-    other one.
+    ``done`` counts the answers with all requested tokens, ``failures`` describes each other one.
     """
 
     def __init__(self, address: str, each: int, tokens: int = 64) -> None:
@@ -60,7 +59,7 @@ class Clients:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """The requests that run are waited for: cut off they would have failed."""
+        """Wait for running requests: they would fail if they were cut off."""
         self._stop.set()
         for thread in self._threads:
             thread.join(120)

@@ -1,8 +1,8 @@
 """A real Kubernetes control plane on loopback: etcd, kube-apiserver, controller-manager and
 scheduler.
 
-Owns the processes, their folder, their ports and their certificates. Nothing outlives ``stop``;
-should the test process itself be killed, the kernel ends the children.
+Owns the processes, their folder, their ports and their certificates. Nothing outlives ``stop``; if
+the test process is killed, the kernel ends the children.
 """
 
 import contextlib
@@ -94,13 +94,13 @@ class ControlPlane:
         return Api(self.url, token or self.tokens["admin"], str(self.ca))
 
     def start(self) -> None:
-        """Bring everything up: etcd and API server together, controllers once it answers."""
+        """Start everything: etcd and API server together, controllers once they answer."""
         etcd_port, peer_port, self.port = free_ports(3)
         self._make_keys()
         self._start_etcd(etcd_port, peer_port)
         self._start_apiserver(etcd_port)
         self._wait_ready()
-        # Only now: started beside the API server they give up for minutes.
+        # Only now: controllers that find no API server wait for minutes.
         self._start_controllers()
 
     def kubeconfig(self, user: str = "admin", token: str = "", server: str = "") -> Path:
@@ -215,10 +215,10 @@ class ControlPlane:
                 f"--secure-port={ports[0]}",
                 f"--cert-dir={self.home / 'kcm'}",
                 "--node-monitor-period=1s",
-                # by default its own throttling holds the controllers back for 5 s
+                # the default client throttling delays the controllers by 5 s
                 "--kube-api-qps=500",
                 "--kube-api-burst=1000",
-                # an HPA is first looked at one period after it was made
+                # an HPA is first evaluated one period after its creation
                 "--horizontal-pod-autoscaler-sync-period=1s",
                 "--concurrent-deployment-syncs=20",
                 "--concurrent-service-endpoint-syncs=20",
@@ -254,9 +254,7 @@ class ControlPlane:
         )
 
     def answers(self) -> bool:
-        """Whether /readyz says ok; looks at the body, since any address may be answered by
-        something.
-        """
+        """Whether /readyz answers "ok"; reads the body, as another program may have the port."""
         if not self.ca.is_file():
             return False
         request = urllib.request.Request(
@@ -301,9 +299,7 @@ _LIBC = ctypes.CDLL(None, use_errno=True)
 
 
 def end_with_parent(parent: int) -> Callable[[], None]:
-    """What a child runs before its program: end when the parent ends (PR_SET_PDEATHSIG), also when
-    killed.
-    """
+    """A preexec_fn: the child ends when its parent ends or is killed (PR_SET_PDEATHSIG)."""
 
     def arrange() -> None:
         if _LIBC.prctl(1, signal.SIGKILL, 0, 0, 0) or os.getppid() != parent:

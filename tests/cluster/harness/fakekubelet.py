@@ -1,8 +1,7 @@
-"""A small kubelet: pods of its node run our real runtime as a process, each on an address of its
-own.
+"""A small kubelet: pods of its node run our real runtime as a process, each on its own address.
 
-Owns the node and the loop over its pods: start, probe, restart, drain, report. What one pod is, is
-podprocess.py.
+Owns the node and the loop over its pods: start, probe, restart, drain, report. ``podprocess`` plays
+one pod.
 """
 
 import contextlib
@@ -80,7 +79,7 @@ class FakeKubelet:
             "kind": "Node",
             "metadata": {"name": self.name, "labels": labels},
         }
-        # Only pods made for it: others would be run as processes too.
+        # Only pods for this node: it would run others as processes too.
         body["spec"] = {"taints": [{"key": "processes", "effect": "NoSchedule"}]}
         self._api.apply(body, force="true")
         ready = {
@@ -110,10 +109,10 @@ class FakeKubelet:
                 if error.code not in {
                     404,
                     409,
-                }:  # the pod went or changed meanwhile: seen at the next turn
+                }:  # the pod is gone or changed: the next loop sees it
                     self.errors.append(str(error))
             except OSError:
-                pass  # the API server is away: a kubelet goes on
+                pass  # the API server is unreachable: a kubelet continues
             except Exception as error:  # noqa: BLE001 - reported when the kubelet is stopped
                 if (
                     "httpx" not in type(error).__module__
@@ -152,18 +151,16 @@ class FakeKubelet:
         if one.end_within(meta.get("deletionGracePeriodSeconds", 30)):
             self._report(
                 pod, one
-            )  # how the container ended, as a kubelet writes it before the pod goes
+            )  # a kubelet reports the end of the container before it deletes the pod
             self._api.delete("Pod", meta["namespace"], meta["name"], gracePeriodSeconds="0")
         else:
             self._report(pod, one)
 
     def _report(self, pod: Object, one: PodProcess) -> None:
-        """Write what differs from what was written last, or what a controller made of it; a write
-        that failed comes again.
+        """Write the status if it differs from the last one written or a controller changed it. A
+        failed write is repeated.
         """
-        if (
-            not one.container_states
-        ):  # nothing of it ever ran here: a pod that was left by another node's end
+        if not one.container_states:  # nothing of the pod ran here: it remains from an earlier node
             return
         meta, status = pod["metadata"], one.status(pod)
         if status != one.reported or is_ready(pod) != one.ready:

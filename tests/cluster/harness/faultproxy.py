@@ -1,7 +1,7 @@
-"""A proxy between the operator and the API server that numbers calls and can spoil each of them.
+"""A proxy between the operator and the API server that records calls and injects faults.
 
 Plain HTTP in, TLS out; the caller's own credentials pass through. Owns no policy: a test installs
-``judge``, which sees every request, in the proxy's thread, and says what becomes of it. Watches are
+``choose_fault``, which the proxy's thread calls for every request; "pass" injects none. Watches are
 passed on as they stream.
 """
 
@@ -34,7 +34,7 @@ Fault = Literal[
     "lost-answer",
     "stale",
 ]
-# The kinds of error that any call may be answered with.
+# The kinds of error that any call may meet.
 ERRORS: tuple[Fault, ...] = ("409", "429", "500", "503", "401", "410", "reset", "hang", "cut")
 STATUS = {
     "409": "Conflict",
@@ -52,7 +52,7 @@ _PATH = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One request: when it came, its verb as the audit log names it, and what it is about."""
+    """One request: its time, its verb as the audit log names it, and its object."""
 
     at: float
     verb: str
@@ -61,7 +61,7 @@ class Call:
     name: str
     sub: str
     path: str
-    resource: str = ""  # of a write: the resource whose object this is, by name
+    resource: str = ""  # of a write: the name of the resource that the object belongs to
 
     @property
     def writes(self) -> bool:
@@ -86,29 +86,25 @@ FaultPolicy = Callable[[Call], Fault]
 
 @dataclass(slots=True)
 class FaultProxy:
-    """``with FaultProxy(plane) as proxy``; ``proxy.url`` is what the operator is given as its
-    server.
-    """
+    """``with FaultProxy(plane) as proxy``; ``proxy.url`` is the operator's server address."""
 
     plane: ControlPlane
     choose_fault: FaultPolicy = lambda _: "pass"
     calls: list[Call] = field(default_factory=list)
     port: int = 0
-    unreachable: bool = False  # the API server answers nobody
+    unreachable: bool = False  # the API server answers no request
     on_lost_answer: Callable[[], None] = lambda: (
         None
-    )  # called when a lost answer's request has been carried out
-    latency: float = 0.0  # seconds that every request takes longer
+    )  # called after the request of a lost answer took effect
+    latency: float = 0.0  # seconds added to every request
     hang_seconds: float = 60.0
     delay_seconds: float = 5.0
     rng: random.Random = field(
         default_factory=lambda: random.Random(0)
-    )  # which old list is replayed
+    )  # chooses the old list to replay
     _loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.new_event_loop)
     _thread: threading.Thread | None = None
-    _lists: dict[str, list[bytes]] = field(
-        default_factory=dict
-    )  # answers of each list, to be replayed
+    _lists: dict[str, list[bytes]] = field(default_factory=dict)  # answers of each list, to replay
     _open: set[asyncio.StreamWriter] = field(default_factory=set)
     _context: ssl.SSLContext = field(default_factory=ssl.create_default_context)
 
@@ -132,7 +128,7 @@ class FaultProxy:
         return f"http://127.0.0.1:{self.port}"
 
     def cut_connections(self) -> None:
-        """Reset everything that is open, watches too."""
+        """Reset every open connection, watches too."""
         self._loop.call_soon_threadsafe(self._reset_all)
 
     def _reset_all(self) -> None:
@@ -152,19 +148,19 @@ class FaultProxy:
         self._loop.close()
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """One connection of the operator; requests one after the other."""
+        """One connection of the operator; its requests run one after the other."""
         self._open.add(writer)
         try:
             while await self._exchange(reader, writer):
                 pass
         except (OSError, asyncio.IncompleteReadError, asyncio.CancelledError):
-            pass  # either side left, or the test is over: the other side sees it
+            pass  # one side closed, or the test is over: the other side notices
         finally:
             self._open.discard(writer)
             writer.close()
 
     async def _exchange(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
-        """One request; whether the connection is good for another."""
+        """One request; returns whether the connection can take another."""
         head = await reader.readuntil(b"\r\n\r\n")
         body = await reader.readexactly(_length(head))
         method, path = head.split(b" ", 2)[:2]
@@ -205,9 +201,7 @@ class FaultProxy:
     async def _answer(
         self, upstream: asyncio.StreamReader, call: Call, fault: Fault, writer: asyncio.StreamWriter
     ) -> None:
-        """The whole answer, or what the fault leaves of it; the request itself has been carried
-        out.
-        """
+        """Send the answer, or what the fault leaves of it; the request itself took effect."""
         answer = await upstream.read()
         if fault == "lost-answer":
             self.on_lost_answer()
@@ -223,8 +217,8 @@ class FaultProxy:
     async def _stream(
         self, upstream: asyncio.StreamReader, fault: Fault, writer: asyncio.StreamWriter
     ) -> None:
-        """A watch; "cut" ends it in the middle of its second part, "drop-events" keeps all but the
-        first back.
+        """Pass a watch on. "cut" ends it in the middle of its second part, "drop-events" drops all
+        but the first.
         """
         parts = 0
         while part := await upstream.read(65536):
@@ -289,7 +283,8 @@ def _refusal(fault: str) -> bytes:
     ).encode()
     retry = b"Retry-After: 1\r\n" if fault == "429" else b""
     return (
-        f"HTTP/1.1 {fault} {STATUS[fault]}\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n".encode()
+        f"HTTP/1.1 {fault} {STATUS[fault]}\r\nContent-Type: application/json\r\n".encode()
+        + f"Content-Length: {len(body)}\r\n".encode()
         + retry
         + b"\r\n"
         + body

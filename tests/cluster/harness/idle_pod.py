@@ -1,7 +1,6 @@
-"""A pod's process that computes nothing: the admin port of the runtime, with the load that a test
-asks of its address.
+"""A pod's process that computes nothing: the runtime's admin port, with a load that the test sets.
 
-Its metrics are the runtime's own exposition. Started as ``fairlead`` would be: ``serve MODEL
+Its metrics are the runtime's own exposition. It takes the arguments of ``fairlead``: ``serve MODEL
 --host=… --served-name=…``. ``STANDIN_LOAD`` names a JSON file {address: [running, waiting]}, read
 at every scrape; an address not in it is idle.
 """
@@ -21,7 +20,7 @@ BLOCKS = 1000
 
 
 def snapshot(running: int, waiting: int) -> EngineSnapshot:
-    """An engine with so many requests, each running one in a block of its own."""
+    """An engine with these requests, each running one in its own block."""
     scheduler = SchedulerStats(
         running=running,
         waiting=waiting,
@@ -62,7 +61,7 @@ class Admin(http.server.BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, *_: object) -> None:
-        """Say nothing: probes come several times a second."""
+        """Log nothing: probes come several times a second."""
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""kubectl as a user types it."""
+"""kubectl with the arguments that a user types."""
 
 import subprocess
 
@@ -7,7 +7,7 @@ from cluster.harness.controlplane import ControlPlane
 
 
 def kubectl(plane: ControlPlane, *arguments: str) -> str:
-    """What it prints; a failure is the test's."""
+    """Its standard output; a failure fails the test."""
     command = [str(binaries.program("kubectl")), f"--kubeconfig={plane.kubeconfig()}", *arguments]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr

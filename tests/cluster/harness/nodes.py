@@ -1,4 +1,4 @@
-"""Nodes without machines: kwok marks their pods Ready, where a test looks at status only."""
+"""Nodes without machines: kwok marks their pods Ready, for tests that only read status."""
 
 from pathlib import Path
 

@@ -20,12 +20,10 @@ from cluster.harness.controlplane import ControlPlane, end, end_with_parent, fre
 
 @dataclass(slots=True)
 class OperatorProcess:
-    """``with OperatorProcess(plane, ("ns",)) as operator``: running when the block is entered, gone
-    after it.
+    """``with OperatorProcess(plane, ("ns",)) as operator``: runs inside the block.
 
-    ``server`` is the address the operator talks to (a proxy), ``token`` whose rights it has
-    (default: the administrator's), ``identity`` its name in the Lease, ``arguments`` take the place
-    of the namespaces.
+    ``server`` is the API server's address (a proxy), ``token`` gives its rights (default: the
+    administrator's), ``identity`` is its name in the Lease, ``arguments`` replace the namespaces.
     """
 
     plane: ControlPlane
@@ -91,7 +89,7 @@ class OperatorProcess:
             return 0, ""
 
     def metric(self, name: str, **labels: str) -> float:
-        """The sum of a metric's series that carry these labels."""
+        """The sum of a metric's series with these labels."""
         total = 0.0
         for line in self.probe("/metrics")[1].splitlines():
             match = re.fullmatch(rf"{re.escape(name)}(?:\{{(.*)\}})? (\S+)", line)
@@ -109,7 +107,7 @@ class OperatorProcess:
         return int(match[1]) * 1024
 
     def kill(self) -> None:
-        """As a node loss would: no goodbye."""
+        """SIGKILL, like the loss of a node."""
         assert self.process is not None
         self.process.kill()
         self.process.wait()
@@ -130,7 +128,7 @@ class OperatorProcess:
         return self.log.read_text(errors="replace")[-characters:] if self.log.is_file() else ""
 
     def tracebacks(self) -> list[str]:
-        """Of its log: a pass that failed for a reason that is no answer of the API server."""
+        """Log lines with a traceback, or that are not JSON."""
         lines = self.log.read_text(errors="replace").splitlines()
         return [
             line

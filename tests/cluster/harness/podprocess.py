@@ -1,10 +1,10 @@
-"""One pod played by processes: its init containers in order, then its first container, on an
-address of its own.
+"""One pod played by processes: its init containers in order, then its first container, on its own
+address.
 
 Owns the processes, the pod's folder with its emptyDir volumes, the restarts, and the pod's status
 as a kubelet would report it. Only ``--host`` of a command is replaced, by the pod's address, and a
-path of the environment that lies in a mounted volume, by the volume's folder. Limits and other
-volumes are not played: tests that need those look at the objects.
+path of the environment in a mounted volume, by the volume's folder. Limits and other volumes are
+not played: tests that need those read the objects.
 """
 
 import os
@@ -23,21 +23,21 @@ from cluster.harness.addresses import release
 from cluster.harness.apiclient import Object
 from cluster.harness.controlplane import end_with_parent
 
-Programs = Mapping[str, Sequence[str]]  # first word of a container's command → what is run for it
+Programs = Mapping[str, Sequence[str]]  # first word of a container's command → the command to run
 
 
 @dataclass(slots=True)
 class ContainerState:
-    """What is known of one container."""
+    """Starts, restarts and last end of one container."""
 
     started: str = ""
     restarts: int = 0
-    end: Object = field(default_factory=dict)  # its last one
+    end: Object = field(default_factory=dict)  # the last one
 
 
 @dataclass(slots=True)
 class PodProcess:
-    """One pod's process, whichever of its containers runs now, and what was reported about it."""
+    """One pod: the process of the container that runs now, and the status last reported."""
 
     address: str
     home: Path
@@ -87,8 +87,8 @@ class PodProcess:
         self.startup_passed, self.ready = False, False
 
     def _environment(self, pod: Object, container: Object) -> dict[str, str]:
-        """As the container has it; a path below a mount is one in that volume, any other one is not
-        there.
+        """The container's environment; a path below a mount is in that volume, any other does not
+        exist.
         """
         volumes = {volume["name"]: volume for volume in pod["spec"].get("volumes") or ()}
         folders = {}
@@ -103,7 +103,7 @@ class PodProcess:
         return environ
 
     def check_end(self) -> bool:
-        """Note the end of the process, if it ended; the next container's turn comes, or a retry."""
+        """Record the end of the process, if it ended; then the next container runs, or a retry."""
         if self.process is None or self.process.poll() is None:
             return False
         life, code = self.container_states[self.stage], self.process.returncode
@@ -124,9 +124,7 @@ class PodProcess:
         return True
 
     def end_within(self, seconds: float) -> bool:
-        """SIGTERM, then SIGKILL that many seconds later; True once nothing runs. To be called again
-        until then.
-        """
+        """SIGTERM, then SIGKILL ``seconds`` later; True once nothing runs. Call it until then."""
         if self.process is None or self.process.poll() is not None:
             self.finished |= self.check_end()
             return True
@@ -138,7 +136,7 @@ class PodProcess:
         return False
 
     def remove(self) -> None:
-        """End what runs and leave nothing: no process, no address, no folder."""
+        """End the process and remove the address and the folder."""
         if self.process is not None and self.process.poll() is None:
             self.process.kill()
             self.process.wait()
@@ -146,7 +144,7 @@ class PodProcess:
         shutil.rmtree(self.home, ignore_errors=True)
 
     def probe(self, pod: Object, name: str) -> bool:
-        """Ask what the container's probe of this name asks; never while an init container runs."""
+        """Run the container's probe of this name; False while an init container runs."""
         container = containers(pod)[self.stage]
         if name not in container:
             return False
@@ -213,12 +211,12 @@ class PodProcess:
 
 
 def containers(pod: Object) -> list[Object]:
-    """Those that are played, in the order in which they run."""
+    """The containers that are played, in the order in which they run."""
     return [*(pod["spec"].get("initContainers") or ()), pod["spec"]["containers"][0]]
 
 
 def conditions(pod: Object, facts: Mapping[str, bool]) -> list[Object]:
-    """The pod's conditions with these in place; a time changes only with its value."""
+    """The pod's conditions, updated; a time changes only with its value."""
     old = {c["type"]: c for c in pod["status"].get("conditions") or ()}
     merged = [c for c in old.values() if c["type"] not in facts]
     for kind, fact in facts.items():

@@ -1,7 +1,6 @@
-"""The life of resources as the fault tests play it: create, update, scale, roll out, delete; and
-how it must end.
+"""The life of resources in the fault tests: create, update, scale, roll out, delete.
 
-Owns what "converged" means there. Looks with the administrator's client, never through the proxy.
+Owns what "converged" means there. Reads with the administrator's client, never through the proxy.
 """
 
 import json
@@ -33,7 +32,7 @@ World = Mapping[str, Mapping[Key, Object]]  # by kind
 
 
 def world_of(api: Api, namespace: str = "") -> World:
-    """All resources and children, in a few lists."""
+    """All resources and children, from one list per kind."""
     return {
         kind: {
             (b["metadata"]["namespace"], b["metadata"]["name"]): b
@@ -44,7 +43,7 @@ def world_of(api: Api, namespace: str = "") -> World:
 
 
 def missing(world: World, key: Key, wanted: Wanted) -> str:
-    """Why a resource has not converged; empty when it has."""
+    """Why a resource has not converged; "" when it has."""
     body = world[KIND].get(key)
     if body is None:
         return "the resource"
@@ -68,8 +67,8 @@ def missing(world: World, key: Key, wanted: Wanted) -> str:
 
 
 def snapshot(api: Api, key: Key) -> str:
-    """Everything of one resource: names, labels, owners and specs, without what every making
-    changes.
+    """All objects of one resource: names, labels, owners and specs, without values that differ per
+    creation.
     """
     namespace, name = key
     uid = api.get(KIND, namespace, name)["metadata"]["uid"]
@@ -86,9 +85,7 @@ def snapshot(api: Api, key: Key) -> str:
             spec = {
                 k: v for k, v in body["spec"].items() if not k.startswith(("clusterIP", "replicas"))
             }
-            if (
-                kind == "ReplicaSet"
-            ):  # named by the template's hash, and which is the older does not matter
+            if kind == "ReplicaSet":  # named by the template's hash; their order does not matter
                 meta = {"name": name, "labels": meta["labels"]}
             text = json.dumps([kind, meta["name"], meta["labels"], owners, spec], sort_keys=True)
             text = text.replace(uid, "UID").replace(namespace, "NAMESPACE")
@@ -102,12 +99,12 @@ def snapshot(api: Api, key: Key) -> str:
 
 @dataclass(slots=True)
 class Lifecycle:
-    """Plays the life of some resources, side by side; every step must converge within ``within``
+    """Plays the life of some resources side by side; every step must converge within ``within``
     seconds.
 
-    ``tend`` is called while it waits (to start a killed operator again), ``explain`` says what else
-    is known when a step fails. ``shrinking`` holds while a budget may rightly be deleted: the only
-    deletion asked of the operator.
+    ``while_waiting`` is called in every wait (to restart a killed operator), ``explain`` adds to
+    the message of a failed step. ``shrinking`` is true while the operator may delete a budget, the
+    only deletion that the steps cause.
     """
 
     api: Api
@@ -122,7 +119,7 @@ class Lifecycle:
     _foreign: dict[Key, str] = field(default_factory=dict)
 
     def run(self) -> dict[Key, str]:
-        """Every step; what each resource ended in before it was deleted."""
+        """Run every step; returns each resource's snapshot before its deletion."""
         self.create()
         self.change()
         snapshots = {key: snapshot(self.api, key) for key in self.keys}
@@ -153,7 +150,7 @@ class Lifecycle:
         eventually(self._two_revisions, self.within, "two revisions")
 
     def delete(self) -> None:
-        """Afterwards nothing is left but what is somebody else's, and that is as it was."""
+        """Delete the resources; afterwards only foreign objects remain, unchanged."""
         for namespace, name in self.keys:
             self.api.delete(KIND, namespace, name)
         eventually(self._gone, COLLECTED_SECONDS, "nothing is left")
@@ -185,7 +182,7 @@ class Lifecycle:
         self.slowest = max(self.slowest, time.monotonic() - began)
 
     def _scope(self) -> str:
-        """The one namespace, or "" for all."""
+        """The only namespace, or "" for all."""
         namespaces = {namespace for namespace, _ in self.keys}
         return namespaces.pop() if len(namespaces) == 1 else ""
 
@@ -213,7 +210,7 @@ class Lifecycle:
 
 
 def _foreign(namespace: str, name: str) -> Object:
-    """Somebody else's object that wears all of our labels."""
+    """A foreign object with all of our labels."""
     labels = {"app.kubernetes.io/managed-by": "fairlead", "serving.fairlead.dev/name": name}
     return {
         "apiVersion": "v1",

@@ -1,4 +1,4 @@
-"""InferenceDeployments as tests write them, and what is asked about them."""
+"""InferenceDeployments for tests, and readers of their status."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -40,7 +40,7 @@ def condition(body: Mapping[str, Any], kind: str) -> Object:
 
 
 def reason(api: Api, namespace: str, name: str = "chat") -> str:
-    """Ready's reason."""
+    """The reason of the Ready condition."""
     return str(condition(status(api, namespace, name), "Ready").get("reason", ""))
 
 

@@ -1,8 +1,7 @@
-"""A walk through the space of specs: at every step one to three fields, found in the CRD's own
-schema, get other values.
+"""Random changes of a spec: each sets one to three fields of the CRD's schema to other values.
 
-Most values are good, some break a bound, a type or a rule; nobody here knows which. What is right
-follows from the operator's reading of the resource and the API server's, which must agree.
+Most values are valid, some break a bound, a type or a rule. This module does not know which: the
+operator and the API server each judge the resource, and must agree.
 """
 
 import random
@@ -16,13 +15,13 @@ import yaml
 from cluster.harness.apiclient import Object
 
 CRD = Path(__file__).parents[3] / "crds" / "inferencedeployments.yaml"
-# Strings that some pattern of the schema takes, and some that none does.
+# Strings that some pattern of the schema accepts, and some that none accepts.
 WORDS = (
-    "a", "x-1", "1Gi", "16Gi", "1.5Gi", "500m", "2", "nvidia.com/gpu", "amd.com/gpu", "registry.test/a:1", "",
-    "a b", "lots", "-1", "-x", "a/../b", "A_b",
+    "a", "x-1", "1Gi", "16Gi", "1.5Gi", "500m", "2", "nvidia.com/gpu", "amd.com/gpu",
+    "registry.test/a:1", "", "a b", "lots", "-1", "-x", "a/../b", "A_b",
 )  # fmt: skip
 SPECIAL: dict[str, tuple[Any, ...]] = {
-    # Few pods: what is walked is the spec.
+    # Few pods: the test is about specs.
     "replicas": (0, 1, 2, 3, -1, 1001),
     "autoscaling.minReplicas": (1, 2, 0, 1001),
     "autoscaling.maxReplicas": (1, 2, 3, 0, 1001),
@@ -39,10 +38,29 @@ SPECIAL: dict[str, tuple[Any, ...]] = {
     ),
     "model.revision": ("main", "a" * 40, "refs/pr/1", "", "-x", "a/../b"),
     "model.tokenSecretRef": ({"name": "hub", "key": "token"}, {"name": "hub", "key": ""}, None),
-    "security.apiKeySecretRef": ({"name": "keys", "key": "list"}, {"name": "", "key": "list"}, None),
-    "modelCache": ({"type": "PVC", "claimName": "weights"}, {"type": "PVC", "claimName": "", "size": ""}, None),
-    "podTemplate.labels": ({"team": "a"}, {"team": "no label value"}, {"app": "x"}, {"k8s.io/x": "y"}, None),
-    "podTemplate.annotations": ({"description": "a b"}, {"a.b/c": "x"}, {"x.amazonaws.com/role": "y"}, None),
+    "security.apiKeySecretRef": (
+        {"name": "keys", "key": "list"},
+        {"name": "", "key": "list"},
+        None,
+    ),
+    "modelCache": (
+        {"type": "PVC", "claimName": "weights"},
+        {"type": "PVC", "claimName": "", "size": ""},
+        None,
+    ),
+    "podTemplate.labels": (
+        {"team": "a"},
+        {"team": "no label value"},
+        {"app": "x"},
+        {"k8s.io/x": "y"},
+        None,
+    ),
+    "podTemplate.annotations": (
+        {"description": "a b"},
+        {"a.b/c": "x"},
+        {"x.amazonaws.com/role": "y"},
+        None,
+    ),
     "podTemplate.nodeSelector": ({"type": "nowhere"}, {"type": "nowhere", "zone": "a"}),
     "podTemplate.env": (
         [{"name": "A", "value": "1"}],
@@ -51,10 +69,18 @@ SPECIAL: dict[str, tuple[Any, ...]] = {
         [{"name": "LD_PRELOAD"}],
         [],
     ),
-    "podTemplate.tolerations": ([{"operator": "Exists"}], [{"operator": "Exists", "value": "x"}], [{"effect": "x"}]),
-    "podTemplate.topologySpread": ([{"topologyKey": "zone"}], [{"topologyKey": "a"}, {"topologyKey": "b"}], [{}]),
+    "podTemplate.tolerations": (
+        [{"operator": "Exists"}],
+        [{"operator": "Exists", "value": "x"}],
+        [{"effect": "x"}],
+    ),
+    "podTemplate.topologySpread": (
+        [{"topologyKey": "zone"}],
+        [{"topologyKey": "a"}, {"topologyKey": "b"}],
+        [{}],
+    ),
     "podTemplate.imagePullSecrets": ([{"name": "pull"}], [{"name": ""}], []),
-}  # fmt: skip
+}
 
 
 def fields() -> list[tuple[str, Object]]:

@@ -1,5 +1,4 @@
-"""A burst meets the autoscaler on a real cluster: how long from 800 requests in flight to every pod
-that may be.
+"""A burst on a real cluster: the time from 800 requests in flight to the maximum of pods.
 
 The pods are stand-ins that serve the runtime's own metrics text with a load the test sets: eight
 real engines would measure this machine's cores. What is tested is the operator, its scrapes and
@@ -26,9 +25,7 @@ SCALING = {"minReplicas": 1, "maxReplicas": 8, "targetPerReplica": 100}
 def test_800_requests_out_of_nothing_reach_every_replica_within_35_seconds(
     plane: ControlPlane, api: Api, namespace: str, tmp_path: Path
 ) -> None:
-    """All of them on the one pod there is, and staying there: nothing that new pods say adds to the
-    demand.
-    """
+    """All requests stay on the only pod at the start: new pods add nothing to the demand."""
     load = tmp_path / "load.json"
     load.write_text("{}")
     environ = {"STANDIN_LOAD": str(load)}
@@ -61,13 +58,13 @@ def test_800_requests_out_of_nothing_reach_every_replica_within_35_seconds(
 
 
 def desired(api: Api, namespace: str) -> tuple[int, int]:
-    """By the resource's status and by the Deployment."""
+    """The count in the resource's status and in the Deployment."""
     deployment: Object = api.get("Deployment", namespace, "chat")
     return status(api, namespace)["desiredReplicas"], deployment["spec"]["replicas"]
 
 
 def replaced(path: Path, loads: dict[str, list[int]]) -> None:
-    """Whole or not at all: the pods read it at any moment."""
+    """Replace the file atomically: the pods read it at any moment."""
     fresh = path.with_suffix(".new")
     fresh.write_text(json.dumps(loads))
     fresh.rename(path)

@@ -1,5 +1,5 @@
-"""Models from a hub: the init container downloads and tells how far it is, then the runtime serves
-without a network.
+"""Models from a hub: the init container downloads and reports progress, then the runtime serves
+offline.
 """
 
 import re
@@ -41,7 +41,7 @@ def kubelet(plane: ControlPlane, pod_addresses: None) -> Iterator[FakeKubelet]:
 
 @pytest.fixture
 def repository() -> Repository:
-    """The demo model, its weights in five files of about a fifth each."""
+    """The demo model, its weights in five files of about equal size."""
     return Repository(sharded(DEMO, 5), refs={"main": MAIN, "v1": MAIN})
 
 
@@ -52,7 +52,7 @@ def hub(repository: Repository) -> Iterator[Hub]:
 
 
 def downloading(api: Api, namespace: str) -> Object | None:
-    """The status once it tells how much of the weights is there."""
+    """The status once it reports the progress of the download."""
     seen = status(api, namespace)
     return (
         seen
@@ -89,7 +89,7 @@ def test_a_model_is_fetched_with_its_progress_shown_and_then_served_offline(
             seen = eventually(lambda: downloading(api, namespace), 30, "the download is seen")
             first = seen["blockers"][0]
             assert (first["code"], first["object"].partition("/")[0]) == ("FetchingWeights", "Pod")
-            # Of whichever moment was seen first: before or while the last file is waited for.
+            # Seen at any moment before or during the wait for the last file.
             assert re.match(
                 r"\d+ % of the weights are there: [\d.]+ [KM]iB of 4\.\d MiB", first["message"]
             )
@@ -102,7 +102,7 @@ def test_a_model_is_fetched_with_its_progress_shown_and_then_served_offline(
                 now = api.get("InferenceDeployment", namespace, "chat")["metadata"][
                     "resourceVersion"
                 ]
-                assert now == version, "a download that stands still costs no write"
+                assert now == version, "a stalled download costs no write"
                 time.sleep(0.2)
         finally:
             release.set()
@@ -128,7 +128,7 @@ def test_a_model_is_fetched_with_its_progress_shown_and_then_served_offline(
 def test_a_wrong_name_or_revision_is_reported_with_the_message_of_the_download(
     plane: ControlPlane, api: Api, namespace: str, kubelet: FakeKubelet, hub: Hub
 ) -> None:
-    """And goes on being said while the download is tried again."""
+    """The message stays while the download is retried."""
     wrong = {
         "revision": (
             {"source": f"hf://{NAME}", "revision": "nowhere"},
@@ -155,10 +155,10 @@ def test_a_wrong_name_or_revision_is_reported_with_the_message_of_the_download(
             pods = api.items("Pod", namespace)
             return all(p["status"]["initContainerStatuses"][0]["restartCount"] >= 2 for p in pods)
 
-        eventually(tried_again, 30, "tried again")
+        eventually(tried_again, 30, "the download is retried")
         names = [
             e["involvedObject"]["name"]
             for e in api.items("Event", namespace)
             if e["reason"] == "ModelNotFound"
         ]
-        assert sorted(names) == sorted(wrong), "an Event tells a change, not every try"
+        assert sorted(names) == sorted(wrong), "one Event per change, not per try"

@@ -1,5 +1,5 @@
-"""Pods that are real runtime processes: Ready means tokens, load becomes replicas, restarts change
-nothing.
+"""Pods that are real runtime processes: Ready means tokens, load becomes replicas, restarts of the
+operator change nothing.
 """
 
 import threading
@@ -42,9 +42,7 @@ def pods(api: Api, namespace: str) -> list[Object]:
 def test_a_resource_becomes_ready_by_a_token_and_survives_the_operator(
     plane: ControlPlane, api: Api, namespace: str, kubelet: FakeKubelet
 ) -> None:
-    """Ready by endpoint and canary; measured capacity; a killed process; an operator that comes and
-    goes.
-    """
+    """Ready by endpoint and canary; measured capacity; a killed process; a restarted operator."""
     with OperatorProcess(plane, (namespace,)) as operator:
         api.create(idep(namespace, podTemplate=PROCESSES))
         await_reason(api, namespace, "Starting", 5)
@@ -88,7 +86,7 @@ def test_a_resource_becomes_ready_by_a_token_and_survives_the_operator(
         eventually(
             lambda: set(status(api, namespace)["startup"]) == parts,
             20,
-            "the start in place is told",
+            "the restart in place is reported",
         )
         assert api.get("Deployment", namespace, "chat")["metadata"]["generation"] == before
     api.delete(KIND, namespace, "chat")
@@ -102,7 +100,7 @@ def test_a_resource_becomes_ready_by_a_token_and_survives_the_operator(
 def test_a_rollout_cuts_off_no_stream_and_counts_what_finished(
     plane: ControlPlane, api: Api, namespace: str, kubelet: FakeKubelet
 ) -> None:
-    """A stream that runs when its pod is told to end comes whole from that pod; the status tells of
+    """A stream that runs when its pod is terminated finishes from that pod, and the status counts
     it.
     """
     tokens = 1500
@@ -116,10 +114,10 @@ def test_a_rollout_cuts_off_no_stream_and_counts_what_finished(
         template = {**PROCESSES, "env": [{"name": "MARK", "value": "2"}]}
         api.merge(KIND, namespace, "chat", {"spec": {"podTemplate": template}})
         eventually(
-            lambda: not pods(api, namespace) or streaming.done(), 20, "the pod is told to end"
+            lambda: not pods(api, namespace) or streaming.done(), 20, "the pod is terminated"
         )
         assert not streaming.done(), (
-            "it ended before its pod was told to: too short to prove anything"
+            "the stream ended before its pod was terminated: it is too short for this test"
         )
         assert streaming.result(120) == tokens
 

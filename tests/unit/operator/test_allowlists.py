@@ -1,5 +1,5 @@
-"""What the chart's allow-lists let a resource name: field by field, refused with the field and the
-knob in the words.
+"""What the chart's allow-lists permit, field by field; a refusal names the field and the chart's
+value.
 """
 
 from dataclasses import replace
@@ -22,21 +22,37 @@ OPEN = replace(
 )
 CASES: tuple[tuple[str, str, dict[str, Any]], ...] = (
     ("engine.image", "allow.images", {"engine": {"image": "other:1"}}),
-    ("podTemplate.serviceAccountName", "allow.serviceAccounts", {"podTemplate": {"serviceAccountName": "reader"}}),
-    ("podTemplate.priorityClassName", "allow.priorityClasses", {"podTemplate": {"priorityClassName": "high"}}),
-    ("podTemplate.labels", "allow.labels", {"podTemplate": {"labels": {"tier": "x", "example.com/app": "y"}}}),
-    ("podTemplate.annotations", "allow.annotations", {"podTemplate": {"annotations": {"example.com/a": "y"}}}),
+    (
+        "podTemplate.serviceAccountName",
+        "allow.serviceAccounts",
+        {"podTemplate": {"serviceAccountName": "reader"}},
+    ),
+    (
+        "podTemplate.priorityClassName",
+        "allow.priorityClasses",
+        {"podTemplate": {"priorityClassName": "high"}},
+    ),
+    (
+        "podTemplate.labels",
+        "allow.labels",
+        {"podTemplate": {"labels": {"tier": "x", "example.com/app": "y"}}},
+    ),
+    (
+        "podTemplate.annotations",
+        "allow.annotations",
+        {"podTemplate": {"annotations": {"example.com/a": "y"}}},
+    ),
     ("model.trustRemoteCode", "allow.remoteCode", {"model": {"trustRemoteCode": True}}),
     ("modelCache.size", "modelCache.create", {"modelCache": {"type": "PVC", "size": "1Gi"}}),
-)  # fmt: skip
+)
 
 
-@pytest.mark.parametrize(("path", "knob", "spec"), CASES, ids=[case[0] for case in CASES])
-def test_a_field_needs_its_list(path: str, knob: str, spec: dict[str, Any]) -> None:
+@pytest.mark.parametrize(("path", "chart_value", "spec"), CASES, ids=[case[0] for case in CASES])
+def test_a_field_needs_its_allow_list(path: str, chart_value: str, spec: dict[str, Any]) -> None:
     (refusal,) = not_allowed(resource(**spec), SETTINGS)
     assert refusal.code == "NotAllowed"
     assert refusal.message.startswith(f"spec.{path}: ")
-    assert f"({knob})" in refusal.message
+    assert f"({chart_value})" in refusal.message
     assert not_allowed(resource(**spec), OPEN) == []
 
 
@@ -66,17 +82,17 @@ def test_keys_for_bookkeeping_need_no_list(key: str) -> None:
         "a/example.com/b",
     ],
 )
-def test_a_key_that_selectors_may_go_by_needs_one_that_matches_it_whole(key: str) -> None:
+def test_a_key_that_selectors_may_use_needs_a_list_that_matches_it_whole(key: str) -> None:
     (refusal,) = not_allowed(resource(podTemplate={"labels": {key: "x", "team": "y"}}), OPEN)
     assert f"spec.podTemplate.labels: {key} is not allowed" in refusal.message
 
 
 def test_an_annotation_list_allows_no_label() -> None:
-    own = replace(SETTINGS, allowed_annotations=("app",))
-    assert not_allowed(resource(podTemplate={"annotations": {"app": "x"}}), own) == []
-    assert len(not_allowed(resource(podTemplate={"labels": {"app": "x"}}), own)) == 1
-    assert len(not_allowed(resource(podTemplate={"labels": {"description": "x"}}), own)) == 1
+    settings = replace(SETTINGS, allowed_annotations=("app",))
+    assert not_allowed(resource(podTemplate={"annotations": {"app": "x"}}), settings) == []
+    assert len(not_allowed(resource(podTemplate={"labels": {"app": "x"}}), settings)) == 1
+    assert len(not_allowed(resource(podTemplate={"labels": {"description": "x"}}), settings)) == 1
 
 
-def test_the_resource_that_names_nothing_is_allowed() -> None:
+def test_a_resource_without_these_fields_is_allowed() -> None:
     assert not_allowed(resource(), SETTINGS) == []

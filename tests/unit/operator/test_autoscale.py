@@ -1,4 +1,4 @@
-"""The decision as arithmetic: what each limit does, and the failures of other autoscalers replayed."""
+"""The decision as arithmetic: the effect of each limit, and known failures of other autoscalers."""
 
 import dataclasses
 import itertools
@@ -45,9 +45,7 @@ def samples(loads: Mapping[str, float], at: float) -> dict[str, Sample]:
 
 
 class Fleet:
-    """A fleet whose pods are ready ``start`` seconds after they are asked for, with a load set from
-    outside.
-    """
+    """A fleet whose pods are ready ``start`` seconds after their request; the test sets the load."""
 
     def __init__(self, policy: Policy, replicas: int = 1, start: float = 0.0) -> None:
         self.policy, self.start, self.now = policy, start, 1e5
@@ -106,7 +104,7 @@ def test_within_tolerance_nothing_changes() -> None:
     on_target = decide(
         POLICY, History(), samples(dict.fromkeys(names(3), 109), 0), Supply(3, names(3)), 0
     )
-    assert (on_target.replicas, on_target.limited_by) == (3, ""), "on target is no limit"
+    assert (on_target.replicas, on_target.limited_by) == (3, ""), "a load on target is not a limit"
     assert [(c.name, c.before, c.after) for c in on_target.clamps] == [("tolerance", 4, 3)]
     assert (
         decide(
@@ -176,7 +174,7 @@ def test_old_data_alone_moves_nothing_either_way() -> None:
         assert decision.history == History()
 
 
-def test_one_silent_pod_stops_shrinking_and_keeps_its_last_load() -> None:
+def test_one_pod_without_fresh_data_stops_shrinking_and_keeps_its_last_load() -> None:
     fleet = Fleet(POLICY, replicas=4)
     fleet.run(300, 400)
     now = fleet.now
@@ -191,7 +189,7 @@ def test_partial_data_may_still_scale_up() -> None:
     assert decision.replicas == 5
 
 
-def test_a_pod_never_read_keeps_the_window_from_shrinking() -> None:
+def test_a_pod_without_a_sample_prevents_shrinking_for_a_window() -> None:
     history, now = History(), 0.0
     for _ in range(70):
         decision = decide(POLICY, history, samples({"pod-0": 10}, now), Supply(4, names(4)), now)
@@ -258,7 +256,7 @@ def test_the_fifth_turn_of_an_hour_waits() -> None:
         (None, 1, 1.0),
     ],
 )
-def test_an_unset_target_follows_the_plan(
+def test_an_unset_target_follows_the_planned_capacity(
     target: int | None, planned: int | None, expected: float
 ) -> None:
     autoscaling = Autoscaling(

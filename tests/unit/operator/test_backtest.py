@@ -1,4 +1,4 @@
-"""The simulated fleet's arithmetic, the traces it reads, and how the operator tracks load beside an
+"""The simulated fleet's arithmetic, its traces, and how the operator tracks load compared with an
 HPA.
 """
 
@@ -57,7 +57,7 @@ def test_requests_in_the_fleet_follow_littles_law() -> None:
     assert result.pod_hours == pytest.approx(400 * TICK / 3600)
 
 
-def test_what_finds_no_slot_waits_and_pods_serve_only_once_started() -> None:
+def test_requests_without_a_slot_wait_and_pods_serve_only_once_started() -> None:
     trace = [Bucket(100, 10.0)] + [Bucket(0, 1.0)] * 30
     result = simulate(trace, Pod(slots=10, start_seconds=60), policy(1), fixed(3))
     assert (result.rows[0].running, result.rows[0].waiting, result.max_waiting) == (10, 90, 90)
@@ -164,7 +164,8 @@ def test_a_day_is_tracked_closer_than_by_an_hpa_for_a_tenth_more_pods_at_most(
         simulate(trace, POD, limits, scaler(limits)) for scaler in (OperatorScaler, HpaScaler)
     )
     print(
-        f"pod-hours {ours.pod_hours:.1f} of {hpa.pod_hours:.1f}; over {ours.seconds_over:.0f} s of {hpa.seconds_over:.0f} s; "
+        f"pod-hours {ours.pod_hours:.1f} of {hpa.pod_hours:.1f}; "
+        f"over target {ours.seconds_over:.0f} s of {hpa.seconds_over:.0f} s"
     )
     assert ours.most_turns_an_hour() <= 4
     assert ours.pod_hours <= 1.1 * hpa.pod_hours
@@ -240,7 +241,7 @@ def test_the_command_gives_the_same_rows_as_json_and_csv(
     )
 
 
-def test_the_command_says_why_it_cannot(
+def test_the_command_names_what_it_cannot_read(
     files: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     plain = tmp_path / "plain.yaml"

@@ -1,4 +1,6 @@
-"""A resource's capacity is the runtime's own sizing, and `fairlead plan` tells it anywhere."""
+"""A resource's capacity is the runtime's own sizing, and `fairlead plan` prints it without a
+cluster.
+"""
 
 import json
 import subprocess
@@ -31,12 +33,13 @@ QWEN: dict[str, Any] = {
     "tie_word_embeddings": True,
     "torch_dtype": "bfloat16",
 }
-# What may not be imported where only the base dependencies are installed.
-BLOCKED = """
+# Only the base dependencies are importable.
+WITHOUT_EXTRAS = """
 import sys
+BLOCKED = {"torch", "transformers", "numpy", "kopf", "kubernetes", "fastapi", "httpx"}
 class Block:
     def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] in {"torch", "transformers", "numpy", "kopf", "kubernetes", "fastapi", "httpx"}:
+        if name.partition(".")[0] in BLOCKED:
             raise ModuleNotFoundError(name)
 sys.meta_path.insert(0, Block())
 from fairlead_operator.commands.plan import main
@@ -142,7 +145,17 @@ def files(tmp_path: Path) -> tuple[str, str]:
 
 
 def test_plan_runs_without_torch_and_kopf_and_prints_the_status(files: tuple[str, str]) -> None:
-    command = [sys.executable, "-c", BLOCKED, "-f", files[0], "--config", files[1], "-o", "json"]
+    command = [
+        sys.executable,
+        "-c",
+        WITHOUT_EXTRAS,
+        "-f",
+        files[0],
+        "--config",
+        files[1],
+        "-o",
+        "json",
+    ]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
     assert json.loads(done.stdout) == capacity_of(QWEN, deployment(**GPU))

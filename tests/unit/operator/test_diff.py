@@ -1,4 +1,4 @@
-"""What counts as a difference: drift in what we render is found, what others added is left alone."""
+"""Which differences lead to a write: drift in what we render does, additions of others do not."""
 
 import copy
 import json
@@ -42,7 +42,7 @@ def wanted() -> list[Object]:
     return render(resource(**HUB), SETTINGS, 2, "Surge")
 
 
-def test_what_the_server_defaulted_is_no_difference() -> None:
+def test_defaults_of_the_server_are_not_a_difference() -> None:
     writes = diff(wanted(), stored_children(), "uid-1")
     assert (writes.apply, writes.delete, writes.conflicts) == ((), (), ())
 
@@ -122,7 +122,7 @@ def test_a_foreign_key_in_a_selector_is_drift() -> None:
     }
 
 
-def test_an_object_of_somebody_else_is_a_conflict_and_never_touched() -> None:
+def test_a_foreign_object_is_a_conflict_and_never_touched() -> None:
     stored = stored_children()
     stored[0]["metadata"]["ownerReferences"][0]["uid"] = "another"
     stored[1]["metadata"]["ownerReferences"] = []
@@ -133,7 +133,7 @@ def test_an_object_of_somebody_else_is_a_conflict_and_never_touched() -> None:
 
 
 def unowned(index: int, **metadata: object) -> tuple[list[Object], Object]:
-    """The live objects, one of them without its owner reference; what ``metadata`` says else."""
+    """The stored objects, one without its owner reference and with this ``metadata``."""
     stored = stored_children()
     body = stored[index]
     del body["metadata"]["ownerReferences"]
@@ -178,14 +178,14 @@ def test_an_object_that_lost_its_owner_reference_is_ours_by_labels_and_history(i
         {"ownerReferences": [{"kind": "Other", "name": "x", "uid": "uid-9", "controller": True}]},
     ],
 )
-def test_without_any_one_of_these_marks_it_is_somebody_elses(metadata: Object) -> None:
+def test_without_any_one_of_these_marks_the_object_is_foreign(metadata: Object) -> None:
     stored, body = unowned(1, **metadata)
     writes = diff(wanted(), stored, "uid-1")
     assert [one.kind for one in writes.conflicts] == [body["kind"]]
     assert (writes.apply, writes.delete) == ((), ())
 
 
-def test_only_our_own_leftovers_are_deleted() -> None:
+def test_only_unwanted_objects_of_ours_are_deleted() -> None:
     fewer = [one for one in wanted() if one["kind"] not in {"NetworkPolicy", "PodDisruptionBudget"}]
     stored = stored_children()
     for body in stored:
@@ -195,7 +195,7 @@ def test_only_our_own_leftovers_are_deleted() -> None:
     assert [d.body["kind"] for d in writes.delete] == ["NetworkPolicy"]
 
 
-def test_an_object_on_its_way_out_is_waited_for() -> None:
+def test_an_object_that_is_being_deleted_gets_no_write() -> None:
     stored = stored_children()
     for body in stored:
         body["metadata"]["deletionTimestamp"] = "2026-01-01T00:00:00Z"
@@ -226,10 +226,8 @@ def test_values_are_compared_as_the_server_reads_them(
     assert (differences(want, have) == []) is same
 
 
-def test_an_empty_string_is_as_good_as_none_and_another_value_is_not() -> None:
-    """The server stores no empty value of a variable: applying it again and again would change
-    nothing.
-    """
+def test_an_empty_string_equals_a_missing_value_and_another_value_does_not() -> None:
+    """The server stores no empty value of a variable: applying it again would change nothing."""
     env: Object = {"podTemplate": {"env": [{"name": "EMPTY"}]}}
     desired = render(resource(**env), SETTINGS, 1, "Surge")
     stored = copy.deepcopy(desired)

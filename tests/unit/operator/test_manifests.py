@@ -1,4 +1,4 @@
-"""What a resource becomes, compared as whole values: every field of a child is a decision."""
+"""The children of a resource, compared as whole values: every field of a child is a decision."""
 
 from typing import Any
 
@@ -153,7 +153,7 @@ def test_the_deployment_of_the_demo_model_on_a_cpu() -> None:
     }
 
 
-def test_pods_that_find_their_weights_in_the_claim_have_no_way_out() -> None:
+def test_pods_with_their_weights_in_the_claim_have_no_egress() -> None:
     commit: Object = {
         "model": {"source": "a/b", "revision": "0" * 40},
         "modelCache": {"type": "PVC", "claimName": "w"},
@@ -172,7 +172,7 @@ def test_pods_that_find_their_weights_in_the_claim_have_no_way_out() -> None:
         assert policy["spec"]["policyTypes"] == ["Ingress", "Egress"]
 
 
-def test_without_readers_the_admin_port_is_closed_and_the_demo_needs_no_way_out() -> None:
+def test_without_readers_the_admin_port_is_closed_and_the_demo_has_no_egress() -> None:
     assert children()["NetworkPolicy"] == {
         "apiVersion": "networking.k8s.io/v1",
         "kind": "NetworkPolicy",
@@ -194,7 +194,7 @@ def test_the_admin_port_opens_to_its_readers_only_and_a_hub_model_may_reach_the_
     assert [p["port"] for p in spec["egress"][0]["ports"]] == [53, 53, 8443]
 
 
-def test_the_policy_is_left_out_where_it_is_not_wanted() -> None:
+def test_the_network_policy_can_be_turned_off() -> None:
     assert "NetworkPolicy" not in children(security={"networkPolicy": False})
 
 
@@ -255,7 +255,7 @@ def test_a_model_in_a_claim_is_mounted_read_only() -> None:
     assert "initContainers" not in pod
 
 
-def test_accelerators_are_asked_for_tolerated_and_selected() -> None:
+def test_accelerators_are_requested_tolerated_and_selected() -> None:
     accelerator = {"count": 2, "nodeSelector": {"gpu": "h200"}}
     spec: Object = {
         "resources": {"accelerator": accelerator},

@@ -1,4 +1,4 @@
-"""Bodies become frozen values: what the API server would refuse is refused here too, by field."""
+"""Bodies become frozen values; what the API server refuses is refused here too, by field."""
 
 import dataclasses
 from collections.abc import Mapping

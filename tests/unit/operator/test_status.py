@@ -1,4 +1,4 @@
-"""Status, scaling and rollout as functions: what is said, when it changes, and who decides the
+"""Status, scaling and rollout as functions: what they report, when it changes, and who decides the
 count.
 """
 
@@ -187,11 +187,11 @@ def test_what_a_pod_drained_is_counted_once_and_for_the_revision_of_its_time() -
         pod("chat-8"),
     ],
 )
-def test_only_a_runtimes_own_word_about_its_drain_is_counted(body: Object) -> None:
+def test_only_a_runtimes_own_drain_report_is_counted(body: Object) -> None:
     assert drains.read(body) is None
 
 
-def test_a_resource_that_cannot_be_read_keeps_what_was_known() -> None:
+def test_a_resource_with_an_invalid_spec_keeps_its_previous_status() -> None:
     before = status_of(resource(), seen(pod(ready=True)), findings(), {}, NOW)
     status = invalid(
         2, blocker("InvalidSpec", "InferenceDeployment/chat", "spec.x: no such field"), before, NOW
@@ -233,7 +233,7 @@ def test_between_ticks_nothing_is_decided_however_often_a_pass_runs() -> None:
     assert len(known.history.raws) == 2
 
 
-def test_without_data_it_holds_and_says_so() -> None:
+def test_without_data_it_holds_and_the_condition_says_so() -> None:
     known, one = Known("u"), pod(ready=True)
     scaling = scaled(known, deployment(replicas=3), 100.0, one, **SCALED)
     assert scaling.replicas == 3
@@ -246,7 +246,7 @@ def test_a_paused_resource_decides_nothing() -> None:
     assert scaled(known, deployment(replicas=2), 100.0, one, paused=True, **SCALED).replicas == 2
 
 
-def test_a_change_of_owner_and_a_scale_without_effect_are_told() -> None:
+def test_a_change_of_owner_and_a_scale_without_effect_get_events() -> None:
     known = Known("u")
 
     def new_events() -> list[tuple[str, str]]:
@@ -272,7 +272,7 @@ def test_a_change_of_owner_and_a_scale_without_effect_are_told() -> None:
     assert new_events() == []
 
 
-def test_a_decision_that_changes_the_count_is_told_with_its_reason() -> None:
+def test_a_decision_that_changes_the_count_gets_an_event_with_its_reason() -> None:
     known, one = Known("u"), pod(ready=True)
     known.samples[one["metadata"]["uid"]] = Sample(Load(0, 900), 100.0)
     result = scaled(known, deployment(replicas=1), 100.0, one, **SCALED)
@@ -281,7 +281,7 @@ def test_a_decision_that_changes_the_count_is_told_with_its_reason() -> None:
     assert note.message.startswith(f"1 → {result.replicas} pods: 900 requests at ")
 
 
-def test_pods_that_crash_or_are_late_are_no_supply() -> None:
+def test_pods_that_crash_or_are_late_are_not_supply() -> None:
     crashing = pod("chat-2", container={"name": "runtime", "restartCount": 5})
     waiting = pod("chat-3", conditions=unscheduled("Insufficient nvidia.com/gpu"))
     now = datetime(2026, 1, 1, 0, 0, 30, tzinfo=UTC)
@@ -345,14 +345,14 @@ def test_a_chosen_strategy_is_kept_and_a_cpu_always_surges() -> None:
     assert choose(resource(), seen(quotas=(quota("0", "0"),)), "new", "")[0] == "Surge"
 
 
-def test_a_resource_made_anew_under_its_name_starts_with_no_memory() -> None:
+def test_a_recreated_resource_starts_with_no_memory() -> None:
     memory = Memory()
     memory.of(("ns", "chat"), "1").canaries.add("p")
     assert memory.of(("ns", "chat"), "1").canaries == {"p"}
     assert memory.of(("ns", "chat"), "2").canaries == set()
 
 
-def test_who_has_just_started_is_in_the_dark_until_it_asked_or_waited() -> None:
+def test_a_started_operator_decides_nothing_until_it_asked_or_waited() -> None:
     known = Known("u")
     known.begin({"autoscaling": {"desired": 3, "decisions": [{"to": 3}]}}, 100.0)
     known.begin({"autoscaling": {"desired": 9}}, 101.0)
