@@ -45,7 +45,7 @@ def samples(loads: Mapping[str, float], at: float) -> dict[str, Sample]:
 
 
 class Fleet:
-    """A fleet whose pods are ready ``start`` seconds after their request; the test sets the load."""
+    """A fleet whose pods are ready ``start`` seconds after their request, under a given load."""
 
     def __init__(self, policy: Policy, replicas: int = 1, start: float = 0.0) -> None:
         self.policy, self.start, self.now = policy, start, 1e5

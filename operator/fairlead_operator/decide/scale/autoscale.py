@@ -73,7 +73,7 @@ class Supply:
     """The fleet: requested replicas, names of ready pods, counts of starting and of unschedulable
     pods.
 
-    ``starting`` counts only pods within their start-up deadline: a crash-looping pod is no supply.
+    ``starting`` counts pods within their start-up deadline: a crash-looping pod does not count.
     """
 
     current: int
