@@ -19,9 +19,9 @@ from fairlead_runtime.config import EngineConfig
 from fairlead_runtime.hub.download_progress import resolve_with_bar
 from fairlead_runtime.logprobs import Logprob
 from fairlead_runtime.models import chat
-from fairlead_runtime.outputs import Emitted, EngineDead, Output, QueueFull, Submission
+from fairlead_runtime.outputs import ChoiceEvent, EngineDead, Output, QueueFull, Submission
 from fairlead_runtime.request import FinishReason, Request, RequestError, SamplingParams
-from fairlead_runtime.serving.gather import Choice
+from fairlead_runtime.serving.choice import ChoiceText
 from fairlead_runtime.start.build import EngineParts, build
 
 Prompt = str | Mapping[str, Sequence[int]]
@@ -111,26 +111,26 @@ class LLM:
         parts = self._require_parts()
         engine = parts.engine
         waiting = deque(enumerate([parts.intake.request(one) for one in submissions]))
-        live: dict[str, tuple[int, dict[int, Choice]]] = {}
+        live: dict[str, tuple[int, dict[int, ChoiceText]]] = {}
         try:
             while waiting or live:
                 self._feed(waiting, live, submissions)
-                emitted = engine.step()
-                yield from self._outputs(emitted, live)
-                if engine.dead:
-                    raise EngineDead(engine.dead)
+                events = engine.step()
+                yield from self._outputs(events, live)
+                if engine.dead_reason:
+                    raise EngineDead(engine.dead_reason)
         finally:
             for request_id in live:
                 engine.abort(request_id)
-            while live and not engine.dead:
+            while live and not engine.dead_reason:
                 engine.step()
-                if engine.stalled:
+                if engine.idle:
                     break
 
     def _feed(
         self,
         waiting: deque[tuple[int, Request]],
-        live: dict[str, tuple[int, dict[int, Choice]]],
+        live: dict[str, tuple[int, dict[int, ChoiceText]]],
         submissions: Sequence[Submission],
     ) -> None:
         """Submit as many requests as the queue has room for."""
@@ -143,14 +143,15 @@ class LLM:
                 return
             waiting.popleft()
             choices = {
-                i: Choice(i, submissions[number], parts.vocabulary) for i in range(request.params.n)
+                i: ChoiceText(i, submissions[number], parts.vocabulary)
+                for i in range(request.params.n)
             }
             live[request.id] = number, choices
 
     def _outputs(
-        self, emitted: Sequence[Emitted], live: dict[str, tuple[int, dict[int, Choice]]]
+        self, events: Sequence[ChoiceEvent], live: dict[str, tuple[int, dict[int, ChoiceText]]]
     ) -> Iterator[tuple[int, Output]]:
-        for event in emitted:
+        for event in events:
             if event.request_id not in live:
                 continue  # a canary, or a choice that a stop string ended
             number, choices = live[event.request_id]

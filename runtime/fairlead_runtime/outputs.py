@@ -1,7 +1,8 @@
-"""What crosses the service's face: a submission going in, outputs, errors and views coming out.
+"""The values that cross the interface between HTTP and engine: submissions in, outputs, errors and
+views out.
 
-Owns these plain values and nothing else. Every one could be sent over a socket, so that the engine
-can move to a process of its own without its clients noticing. Imports neither torch nor asyncio.
+Every value could be sent over a socket, so that the engine can move to its own process without a
+change for its clients. Imports neither torch nor asyncio.
 """
 
 from collections.abc import Mapping
@@ -15,10 +16,9 @@ from fairlead_runtime.scheduling.scheduler import SchedulerStats
 
 
 class ServiceError(Exception):
-    """A submission the service cannot serve now, through no fault of the request's.
+    """The service cannot serve a valid submission now.
 
-    ``code`` is a stable word for clients and logs, ``retry_after`` the seconds after which a retry
-    is worth it.
+    ``code`` is a stable word for clients and logs; ``retry_after``: retry after that many seconds.
     """
 
     code = "unavailable"
@@ -35,13 +35,15 @@ class QueueFull(ServiceError):  # noqa: N818 - named for the condition, as queue
 
 
 class QueueTimeout(ServiceError):  # noqa: N818 - named for the condition, as queue.Full is
-    """Waited ``queue_timeout`` seconds for a first step. HTTP: 503 with Retry-After."""
+    """The request waited ``queue_timeout`` seconds for its first step. HTTP: 503 with Retry-
+    After.
+    """
 
     code = "queue_timeout"
 
 
 class Draining(ServiceError):  # noqa: N818 - named for the condition, as queue.Full is
-    """The server is going away: a new request is refused, or a running one outlived the drain.
+    """The server is shutting down: it refuses a new request, or a running one outlived the drain.
     HTTP: 503.
     """
 
@@ -49,27 +51,25 @@ class Draining(ServiceError):  # noqa: N818 - named for the condition, as queue.
 
 
 class EngineDead(ServiceError):  # noqa: N818 - named for the condition, as queue.Full is
-    """The engine gave up after failing again and again; the process is about to end. HTTP: 503."""
+    """The engine gave up after repeated failures; the process is about to end. HTTP: 503."""
 
     code = "engine_dead"
 
 
 class SlowReader(ServiceError):  # noqa: N818 - named for the condition, as queue.Full is
-    """The client read its stream so slowly that its output no longer fits the buffer; the request
-    was aborted.
-    """
+    """The client read its stream too slowly for the buffer, so the request was aborted."""
 
     code = "slow_reader"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Submission:
-    """One request as a client means it; the service resolves seed, max_tokens and end-of-sequence
+    """One request as a client sends it; the service resolves seed, max_tokens and end-of-sequence
     ids.
 
-    ``prompt`` are token ids within the vocabulary. ``stop`` are texts that end a choice and are cut
-    from it. ``id`` must be unique among live requests; empty: the service makes one. ``priority``
-    runs lower first.
+    ``prompt``: token ids within the vocabulary. ``stop``: texts that end a choice and are cut from
+    it. ``id``: unique among live requests; if empty, the service makes one. ``priority``: lower
+    runs first.
     """
 
     prompt: tuple[int, ...]
@@ -83,12 +83,12 @@ class Submission:
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """What one choice gained since its last Output; a reader that lags gets several steps in one.
+    """What one choice generated since its last Output; a slow reader gets several steps in one.
 
-    ``text`` never ends within a character. ``logprobs`` has one mapping (token id → Logprob) per
-    token id when asked for. The last Output of a choice, and only it, has a ``finish_reason``;
-    ERROR brings a ``message``, and ``stop_reason`` is the stop token's id or the stop text that
-    ended the choice.
+    ``text`` never ends within a character. ``logprobs``, if requested, has one mapping (token id →
+    Logprob) per token id. Only the last Output of a choice has a ``finish_reason``. ERROR comes
+    with a ``message``. ``stop_reason`` is the stop token's id or the stop text that ended the
+    choice.
     """
 
     index: int
@@ -100,9 +100,9 @@ class Output:
     message: str = ""
 
 
-class Emitted(NamedTuple):
-    """One event of one choice as the engine publishes it. ``token`` None: it ended without a
-    further token.
+class ChoiceEvent(NamedTuple):
+    """One event of one choice from the engine. ``token`` None: the choice ended without a further
+    token.
     """
 
     request_id: str
@@ -111,13 +111,13 @@ class Emitted(NamedTuple):
     logprobs: TokenLogprobs | None
     finish: FinishReason | None
     message: str = ""
-    error: ServiceError | None = None  # the whole request ends with it
+    error: ServiceError | None = None  # ends the whole request
     cached: int = 0  # prompt tokens found in the prefix cache
 
 
 @dataclass(frozen=True, slots=True)
 class RequestView:
-    """One live request in /debug/requests. No prompt and no text: counts only."""
+    """One live request in /debug/requests: counts only, no prompt and no text."""
 
     id: str
     status: Status
@@ -129,13 +129,13 @@ class RequestView:
     max_tokens: int
     blocks: int
     preemptions: int
-    waits_for: str  # why it is not running, in words; empty when it runs
+    waits_for: str  # why it is not running, in words; empty while it runs
 
 
 @dataclass(frozen=True, slots=True)
 class Health:
-    """``alive`` false: restart the process. ``ready`` false: send no traffic. ``reason`` says why,
-    in words.
+    """``alive`` False: restart the process. ``ready`` False: send no traffic. ``reason``: why, in
+    words.
     """
 
     alive: bool
@@ -155,11 +155,11 @@ class Counters:
     step_seconds: float = 0.0
     step_failures: int = 0  # steps in which something raised
     failed_sequences: int = 0
-    engine_faults: int = 0  # failures without a culprit
+    engine_faults: int = 0  # failures that no single request caused
     invariant_violations: int = 0
     queue_timeouts: int = 0
     slow_readers: int = 0
-    batch_sizes: dict[int, int] = field(default_factory=dict)  # rows of a step → how many steps
+    batch_sizes: dict[int, int] = field(default_factory=dict)  # rows of a step → number of steps
 
     def count(self, work: Work, seconds: float) -> None:
         """Add one executed step."""
@@ -174,10 +174,10 @@ class Counters:
 
 @dataclass(frozen=True, slots=True)
 class EngineSnapshot:
-    """A consistent picture of the engine after its last step, for metrics and the debug view.
+    """The state of the engine after its last step, for metrics and the debug view.
 
-    ``scheduler`` is the scheduler's own statistics; ``queued`` counts submissions that have not
-    had a first step yet.
+    ``scheduler``: the scheduler's own statistics. ``queued``: submissions that have not had a first
+    step yet.
     """
 
     scheduler: SchedulerStats
@@ -191,10 +191,9 @@ class EngineSnapshot:
 class OutputStream(Protocol):
     """The outputs of one submission, all choices interleaved; ends after every choice has finished.
 
-    Iterating raises a ServiceError when the whole request ended for a reason that is not its own.
-    ``aclose`` (or leaving ``async with``) cancels what still runs, also when iteration never began.
-    ``cached_tokens`` are the prompt tokens found in the prefix cache, known from the first Output
-    on; 0 before.
+    Iterating raises the ServiceError that ended the whole request. ``aclose`` (or leaving ``async
+    with``) cancels the choices that still run, even if iteration never began. ``cached_tokens``:
+    prompt tokens found in the prefix cache; 0 before the first Output.
     """
 
     request_id: str
@@ -207,16 +206,16 @@ class OutputStream(Protocol):
     async def __aexit__(self, *exc: object) -> None: ...
 
 
-class Drained(NamedTuple):
-    """What became of the requests that ran when a drain began; canaries are none."""
+class DrainResult(NamedTuple):
+    """How the requests that ran when a drain began have ended, without canaries."""
 
     finished: int
-    aborted: int  # cut off when the time was up
+    aborted: int  # still running when the drain timed out
 
 
-class ServiceFace(Protocol):
-    """The one narrow face between HTTP and the engine; fairlead_runtime.serving.service.Service is
-    it.
+class EngineClient(Protocol):
+    """The interface between HTTP and the engine, implemented by
+    fairlead_runtime.serving.service.Service.
     """
 
     max_model_len: int  # tokens one request may have, prompt and output together
@@ -228,20 +227,20 @@ class ServiceFace(Protocol):
         ...
 
     async def cancel(self, request_id: str) -> bool:
-        """Abort a live request; False when there is none of that id."""
+        """Abort a live request; False when no live request has that id."""
         ...
 
     def begin_drain(self) -> None:
-        """Refuse new submissions from now on; running ones go on. Callable from a signal handler."""
+        """Refuse new submissions; running ones go on. A signal handler may call it."""
         ...
 
-    async def drain(self, grace: float) -> Drained:
+    async def drain(self, grace: float) -> DrainResult:
         """begin_drain, wait for running requests up to ``grace`` seconds, abort the rest."""
         ...
 
-    async def canary(self, patience: float = 10.0) -> int:
-        """One token through the real engine, in no request metric: its id. Raises ServiceError
-        after ``patience`` seconds.
+    async def canary(self, max_wait: float = 10.0) -> int:
+        """Generate one token with the real engine, counted by no request metric, and return its id.
+        Raises ServiceError after ``max_wait`` seconds.
         """
         ...
 

@@ -13,12 +13,12 @@ from openai import AsyncOpenAI
 from starlette.types import ASGIApp
 
 from fairlead_runtime.api.server import Listeners, listen, serve
-from fairlead_runtime.api.state import Backend, Face
+from fairlead_runtime.api.state import Backend, ServerState
 from fairlead_runtime.logprobs import Logprob
 from fairlead_runtime.models import tiny
 from fairlead_runtime.outputs import (
-    Drained,
     Draining,
+    DrainResult,
     EngineSnapshot,
     Health,
     Output,
@@ -125,16 +125,16 @@ class FakeService:
     def begin_drain(self) -> None:
         self.draining = True
 
-    async def drain(self, grace: float) -> Drained:
+    async def drain(self, grace: float) -> DrainResult:
         self.begin_drain()
         running = len(self.live)
         async with asyncio.timeout(grace):
             while self.live:
                 self.closed.clear()
                 await self.closed.wait()
-        return Drained(running, 0)
+        return DrainResult(running, 0)
 
-    async def canary(self, patience: float = 10.0) -> int:
+    async def canary(self, max_wait: float = 10.0) -> int:
         return 7
 
     def snapshot(self) -> EngineSnapshot:
@@ -153,7 +153,7 @@ def backend_of(service: Any) -> Backend:
         service=service,
         tokenizer=tokenizer,
         # The tokens of the fake service are not ids of the tokenizer.
-        vocabulary=replace(vocabulary_of(tokenizer), spelled={}),
+        vocabulary=replace(vocabulary_of(tokenizer), token_bytes={}),
         metrics=lambda: b"# HELP x y\n",
         memory=lambda: {"planned": {"weights": 1}, "measured": {"weights": 1}},
         died=asyncio.Event(),
@@ -164,10 +164,10 @@ def backend_of(service: Any) -> Backend:
 class Server:
     """A running server as its clients see it."""
 
-    face: Face
+    state: ServerState
     port: int
     admin_port: int
-    task: "asyncio.Task[Drained]"
+    task: "asyncio.Task[DrainResult]"
     key: str = "no-key"
 
     @property
@@ -200,16 +200,16 @@ async def running_server(
     drain_timeout: float = 5.0,
     **settings: Any,
 ) -> AsyncIterator[Server]:
-    """A server with ``load``'s backend; ``settings`` are fields of Face, or ``max_connections``."""
+    """A server with ``load``'s backend; ``settings``: ServerState's fields, ``max_connections``."""
     limits = {name: settings.pop(name) for name in ("max_connections",) if name in settings}
-    face = Face(name=MODEL, **settings)
+    state = ServerState(name=MODEL, **settings)
     listeners: Listeners = listen("127.0.0.1", 0, 0)
     port, admin_port = (each.getsockname()[1] for each in listeners)
-    task = asyncio.create_task(serve(face, listeners, load, drain_timeout=drain_timeout, **limits))
-    server = Server(face, port, admin_port, task)
+    task = asyncio.create_task(serve(state, listeners, load, drain_timeout=drain_timeout, **limits))
+    server = Server(state, port, admin_port, task)
     try:
         if wait:
-            await until(lambda: face.backend is not None or task.done())
+            await until(lambda: state.backend is not None or task.done())
         yield server
     finally:
         if not task.done():

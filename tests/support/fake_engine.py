@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from fairlead_runtime.engine.engine import Bounds, Engine
-from fairlead_runtime.outputs import Emitted
+from fairlead_runtime.outputs import ChoiceEvent
 from fairlead_runtime.request import FinishReason, Request, SamplingParams
 from fairlead_runtime.scheduling.plan import Limits, Result, Row, Work
 from fairlead_runtime.scheduling.scheduler import Scheduler
@@ -111,8 +111,8 @@ class Collected:
         self.errors: dict[str, Exception] = {}
         self.messages: dict[str, str] = {}
 
-    def take(self, emitted: Sequence[Emitted]) -> None:
-        for event in emitted:
+    def take(self, events: Sequence[ChoiceEvent]) -> None:
+        for event in events:
             key = (event.request_id, event.choice)
             if event.token is not None:
                 self.tokens.setdefault(key, []).append(event.token)
@@ -128,6 +128,6 @@ def run(engine: Engine, most: int = 10_000, into: Collected | None = None) -> Co
     collected = into or Collected()
     for _ in range(most):
         collected.take(engine.step())
-        if engine.stalled:
+        if engine.idle:
             return collected
     raise AssertionError(f"not done after {most} steps")

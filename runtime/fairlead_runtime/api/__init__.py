@@ -1,4 +1,4 @@
-"""The HTTP face: OpenAI's routes on the public port, probes and operations on the admin port.
+"""The HTTP API: OpenAI's routes on the public port, probes and operations on the admin port.
 
-Knows the engine through ``outputs.ServiceFace`` alone. ``server.run`` is the way in.
+Uses the engine through ``outputs.EngineClient`` only. The entry point is ``server.serve``.
 """

@@ -1,5 +1,5 @@
-"""The outermost layer of both apps: an id for every request, one log line, and no exception beyond
-it.
+"""The outermost middleware of both apps: gives every request an id and one log line, and handles
+exceptions.
 
 Owns the request id and the access log. Logs counts, routes and types only: no prompt, no text, no
 key, no header and no exception's message, which could quote any of them.
@@ -13,16 +13,18 @@ import uuid
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from fairlead_runtime.api.errors import internal
-from fairlead_runtime.api.limits import ClientGone
+from fairlead_runtime.api.errors import internal_error
+from fairlead_runtime.api.limits import ClientDisconnected
 
-_OURS = re.compile(rb"[A-Za-z0-9._-]{1,64}")
+_SAFE_ID = re.compile(rb"[A-Za-z0-9._-]{1,64}")
 
 _log = logging.getLogger("fairlead.api")
 
 
-class Observed:
-    """Pure ASGI: adds the request id to answer and log, turns an unforeseen exception into a 500."""
+class AccessLogMiddleware:
+    """Pure ASGI: adds the request id to answer and log, and answers an unexpected exception with a
+    500.
+    """
 
     def __init__(self, app: ASGIApp, *, port: str) -> None:
         self._app = app
@@ -44,20 +46,19 @@ class Observed:
 
         try:
             await self._app(scope, receive, answer)
-        except ClientGone:
+        except ClientDisconnected:
             status = status or 499
         except Exception as error:
             _log.error("request %s failed: %s", request_id, describe(error))
             if not status:
-                await internal().response()(scope, receive, answer)
+                await internal_error().response()(scope, receive, answer)
             elif status != 500:
-                raise  # half an answer is out: only closing the connection says that it failed
+                raise  # a part of the answer is sent: only closing the connection shows the failure
         finally:
-            self._line(scope, request_id, status, time.monotonic() - began)
+            self._log_request(scope, request_id, status, time.monotonic() - began)
 
-    def _line(self, scope: Scope, request_id: str, status: int, seconds: float) -> None:
-        # No route here has parameters: a path that matched one is one of a few; any other is not
-        # logged.
+    def _log_request(self, scope: Scope, request_id: str, status: int, seconds: float) -> None:
+        # No route has parameters, so a path that matched a route is safe to log; no other path is.
         route = scope["path"] if "endpoint" in scope else "other"
         facts = {
             "request_id": request_id,
@@ -71,7 +72,7 @@ class Observed:
         _log.log(logging.DEBUG if quiet else logging.INFO, "request", extra=facts)
 
 
-def failed_late(error: Exception) -> None:
+def log_late_failure(error: Exception) -> None:
     """Log an answer that failed after its first byte."""
     _log.error("answer failed after its first byte: %s", describe(error))
 
@@ -84,8 +85,8 @@ def describe(error: BaseException) -> str:
 
 
 def _request_id(scope: Scope) -> str:
-    """The client's id when it is harmless, else one of ours."""
+    """The client's id when it is safe to log, else a new one."""
     for name, value in scope["headers"]:
-        if name == b"x-request-id" and _OURS.fullmatch(value):
+        if name == b"x-request-id" and _SAFE_ID.fullmatch(value):
             return str(value.decode())
     return uuid.uuid4().hex

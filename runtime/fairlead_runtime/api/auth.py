@@ -1,8 +1,8 @@
-"""API keys: who may call, and which tenant a caller is.
+"""API keys: which requests are allowed, and which tenant sent them.
 
-Owns the key file and the decision on ``scope["path"]``, made before anything of the request is
-read. Every route of the public port needs a key but the probes, known or unknown. Keys are kept as
-hashes and never logged.
+Owns the key file and the decision on ``scope["path"]``, made before the body is read. Every path of
+the public port, existing or not, needs a key, except the probes. Keys are kept as hashes and never
+logged.
 """
 
 import hashlib
@@ -17,17 +17,18 @@ from fairlead_runtime.api.errors import ApiError
 from fairlead_runtime.config import ConfigError
 
 OPEN_PATHS = frozenset({"/healthz", "/readyz"})
-TENANT = "fairlead.tenant"  # the scope's entry for the caller's tenant, absent without keys
-MAX_KEY = 1024  # bytes; a longer credential is no key of ours
+TENANT = "fairlead.tenant"  # the scope's entry for the caller's tenant; absent without keys
+MAX_KEY = 1024  # bytes; a longer credential is not a valid key
 
 _log = logging.getLogger("fairlead.api")
 
 
 class KeyRing:
-    """The keys of a file, one a line, read again when the file changes.
+    """The keys of a file, one per line, read again when the file changes.
 
-    An emptied file revokes every key. A file that cannot be read keeps the last keys: a mounted
-    secret is replaced in two steps. Raises ConfigError when the file holds no key at the start.
+    An empty file revokes every key. While the file cannot be read, the last keys stay valid: a
+    mounted Secret is replaced in two steps. Raises ConfigError when the file has no key at the
+    start.
     """
 
     def __init__(self, path: str) -> None:
@@ -41,21 +42,21 @@ class KeyRing:
             raise ConfigError(
                 "api_key_file",
                 f"{path}: {_reason(error)}",
-                "name a file of one key a line, in UTF-8",
+                "name a UTF-8 file with one key per line",
             ) from None
         if not self._hashes:
-            raise ConfigError("api_key_file", f"{path}: holds no key", "put one key on each line")
+            raise ConfigError("api_key_file", f"{path}: has no key", "put one key on each line")
 
     def tenant(self, credential: bytes) -> str | None:
-        """The tenant of a key, a hash of it; None for no key of ours. Compares with every key,
-        always.
+        """The tenant of a valid key, a part of the key's hash; None for any other credential.
+        Always compares with every key.
         """
         self._refresh()
-        presented = hashlib.sha256(credential).digest()
-        found = False
-        for known in self._hashes:
-            found |= hmac.compare_digest(presented, known)
-        return presented.hex()[:16] if found else None
+        digest = hashlib.sha256(credential).digest()
+        valid = False
+        for key_hash in self._hashes:
+            valid |= hmac.compare_digest(digest, key_hash)
+        return digest.hex()[:16] if valid else None
 
     def _refresh(self) -> None:
         try:
@@ -66,13 +67,13 @@ class KeyRing:
         except (OSError, UnicodeDecodeError) as error:
             if not self._unreadable:
                 _log.warning(
-                    "the API key file cannot be read, the last keys stay: %s", _reason(error)
+                    "the API key file cannot be read, the last keys stay valid: %s", _reason(error)
                 )
             self._unreadable = True
 
     def _stat(self) -> tuple[int, int, int]:
-        found = self._path.stat()
-        return found.st_mtime_ns, found.st_size, found.st_ino
+        stat = self._path.stat()
+        return stat.st_mtime_ns, stat.st_size, stat.st_ino
 
     def _read(self, stamp: tuple[int, int, int]) -> None:
         keys = [line.strip() for line in self._path.read_text("utf-8").split("\n")]
@@ -81,14 +82,16 @@ class KeyRing:
 
 
 def _reason(error: OSError | UnicodeDecodeError) -> str:
-    """What is wrong with the file; nothing of what it holds."""
-    return (
-        (error.strerror or "cannot be read") if isinstance(error, OSError) else "is no UTF-8 text"
-    )
+    """Why the file cannot be read, without its content."""
+    if isinstance(error, OSError):
+        return error.strerror or "cannot be read"
+    return "is not UTF-8 text"
 
 
-class Authenticated:
-    """Pure-ASGI gate in front of the public app. Without a key ring it lets everything pass."""
+class AuthMiddleware:
+    """Pure ASGI: refuses requests to the public app without a valid key. Without a key ring it
+    refuses none.
+    """
 
     def __init__(self, app: ASGIApp, keys: KeyRing | None) -> None:
         self._app = app
@@ -105,13 +108,12 @@ class Authenticated:
 
 
 def _tenant(keys: KeyRing, scope: Scope) -> str | None:
-    presented = [value for name, value in scope["headers"] if name == b"authorization"]
-    scheme, _, credential = presented[0].partition(b" ") if len(presented) == 1 else (b"", b"", b"")
-    wanted = credential.strip() if scheme.lower() == b"bearer" else b""
-    # The ring is asked whatever was sent, so that a malformed header takes the time a wrong key
-    # takes.
-    tenant = keys.tenant(wanted[:MAX_KEY])
-    return tenant if wanted and len(wanted) <= MAX_KEY else None
+    headers = [value for name, value in scope["headers"] if name == b"authorization"]
+    scheme, _, credential = headers[0].partition(b" ") if len(headers) == 1 else (b"", b"", b"")
+    key = credential.strip() if scheme.lower() == b"bearer" else b""
+    # Always compare, so that a malformed header takes as long as a wrong key.
+    tenant = keys.tenant(key[:MAX_KEY])
+    return tenant if key and len(key) <= MAX_KEY else None
 
 
 async def _refuse(scope: Scope, receive: Receive, send: Send) -> None:
@@ -124,10 +126,9 @@ async def _refuse(scope: Scope, receive: Receive, send: Send) -> None:
 
 
 class Salter:
-    """Separates prefix caches: by key when keys are set, so that no tenant can probe another's
-    prompts.
+    """Separates prefix caches by key, so that no tenant can probe another tenant's prompts.
 
-    Without keys only ``cache_salt`` separates, so that equal prompts share their blocks.
+    Without keys only ``cache_salt`` separates them, so that equal prompts share blocks.
     """
 
     def __init__(self) -> None:

@@ -1,7 +1,7 @@
-"""The two generating routes, from a request's first byte to its answer's last.
+"""The two generating routes, from the first byte of the request to the last of the answer.
 
-Owns the order: body, prompts, submission, first output, answer; and that whatever ends it early,
-the client included, cancels what runs. Makes no shape (``stream``) and no token (the service).
+Owns the order: body, prompts, submission, first output, answer. Cancels the running choices when an
+error or the client ends the request early. ``response_bodies`` owns the shapes.
 """
 
 import asyncio
@@ -15,25 +15,25 @@ from typing import NamedTuple
 from starlette.types import Receive, Scope, Send
 
 from fairlead_runtime.api import errors, request_bodies
-from fairlead_runtime.api.access_log import failed_late
+from fairlead_runtime.api.access_log import log_late_failure
 from fairlead_runtime.api.auth import TENANT, Salter
-from fairlead_runtime.api.limits import Pool, read_body, while_connected
-from fairlead_runtime.api.prompts import Prepared, Validate, prepare
+from fairlead_runtime.api.limits import PromptPool, read_body, while_connected
+from fairlead_runtime.api.prompts import PreparedRequest, Validate, prepare
 from fairlead_runtime.api.response_bodies import (
     DONE,
     ChatEncoder,
     CompletionEncoder,
     Encoder,
     Frame,
-    Gathered,
     Usage,
+    WholeChoice,
     error_events,
 )
-from fairlead_runtime.api.state import Backend, Face
+from fairlead_runtime.api.state import Backend, ServerState
 from fairlead_runtime.outputs import Output, OutputStream, Submission
 from fairlead_runtime.request import FinishReason, RequestError
 
-MERGED_AHEAD = 8  # outputs of several prompts that may wait to be written, per prompt
+MERGED_AHEAD = 8  # outputs per prompt that may wait to be written
 
 _SSE = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -44,29 +44,33 @@ _JSON = [(b"content-type", b"application/json")]
 
 
 @dataclass(frozen=True, slots=True)
-class Route:
-    """What differs between the two routes."""
+class Endpoint:
+    """The differences between the two routes."""
 
     prefix: str
     validate: Validate
     encoder: type[ChatEncoder] | type[CompletionEncoder]
 
 
-CHAT = Route("chatcmpl", request_bodies.chat, ChatEncoder)
-COMPLETIONS = Route("cmpl", request_bodies.completion, CompletionEncoder)
+CHAT = Endpoint("chatcmpl", request_bodies.chat, ChatEncoder)
+COMPLETIONS = Endpoint("cmpl", request_bodies.completion, CompletionEncoder)
 
 
-class Generate:
-    """One route as an ASGI application. ``pool`` and ``salter`` are shared between the routes."""
+class EndpointHandler:
+    """One endpoint as an ASGI application. ``pool`` and ``salter`` are shared between the
+    routes.
+    """
 
-    def __init__(self, face: Face, route: Route, pool: Pool, salter: Salter) -> None:
-        self._face = face
-        self._route = route
+    def __init__(
+        self, state: ServerState, endpoint: Endpoint, pool: PromptPool, salter: Salter
+    ) -> None:
+        self._state = state
+        self._endpoint = endpoint
         self._pool = pool
         self._salter = salter
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        backend = self._face.serving()
+        backend = self._state.serving()
         body = await read_body(scope, receive)
         await while_connected(receive, self._answer(scope, backend, body, send))
 
@@ -74,58 +78,60 @@ class Generate:
         prepared = await self._pool.run(
             prepare,
             body,
-            self._route.validate,
-            self._face.name,
+            self._endpoint.validate,
+            self._state.name,
             backend.tokenizer,
             backend.service.max_model_len,
         )
-        asked = prepared.asked
-        encoder = self._route.encoder(self._frame(backend, asked))
+        request = prepared.request
+        encoder = self._endpoint.encoder(self._frame(backend, request))
         async with AsyncExitStack() as running:
             streams = [
                 await running.enter_async_context(
-                    await _submit(backend, submission, chat=asked.chat)
+                    await _submit(backend, submission, chat=request.chat)
                 )
                 for submission in self._submissions(scope, prepared)
             ]
-            work = _Work(streams, asked.params.n, Usage(prompt=sum(map(len, prepared.prompts))))
+            generation = _Generation(
+                streams, request.params.n, Usage(prompt=sum(map(len, prepared.prompts)))
+            )
             answer = (
-                _Events(work, encoder, asked.include_usage)
-                if asked.stream
-                else _Whole(work, encoder)
+                _StreamedAnswer(generation, encoder, request.include_usage)
+                if request.stream
+                else _JsonAnswer(generation, encoder)
             )
             last = await answer.write(send)
-        # Sent when nothing is left to do: the client may go as soon as it has it.
+        # Sent last: the client may disconnect as soon as it has it.
         await send({"type": "http.response.body", "body": last, "more_body": False})
 
-    def _frame(self, backend: Backend, asked: request_bodies.Asked) -> Frame:
+    def _frame(self, backend: Backend, request: request_bodies.GenerationRequest) -> Frame:
         return Frame(
-            id=f"{self._route.prefix}-{uuid.uuid4().hex}",
+            id=f"{self._endpoint.prefix}-{uuid.uuid4().hex}",
             created=int(time.time()),
-            model=asked.model,
-            top=asked.params.logprobs,
-            usage=asked.include_usage,
-            spelled=backend.vocabulary.spelled,
+            model=request.model,
+            top=request.params.logprobs,
+            usage=request.include_usage,
+            token_bytes=backend.vocabulary.token_bytes,
         )
 
-    def _submissions(self, scope: Scope, prepared: Prepared) -> list[Submission]:
-        asked, keyed = prepared.asked, scope.get(TENANT)
+    def _submissions(self, scope: Scope, prepared: PreparedRequest) -> list[Submission]:
+        request, keyed = prepared.request, scope.get(TENANT)
         return [
             Submission(
                 prompt=prompt,
-                params=asked.params,
+                params=request.params,
                 id=uuid.uuid4().hex,
-                tenant=asked.user if keyed is None else keyed,
-                salt=self._salter.salt(keyed, asked.cache_salt),
-                priority=asked.priority,
-                stop=asked.stop,
+                tenant=request.user if keyed is None else keyed,
+                salt=self._salter.salt(keyed, request.cache_salt),
+                priority=request.priority,
+                stop=request.stop,
             )
             for prompt in prepared.prompts
         ]
 
 
 async def _submit(backend: Backend, submission: Submission, *, chat: bool) -> OutputStream:
-    """Raises ApiError for what the engine will never run, in the words of the body's own fields."""
+    """Raises ApiError, with the body's own field names, for a request the engine can never run."""
     try:
         return await backend.service.submit(submission)
     except RequestError as error:
@@ -137,60 +143,60 @@ async def _submit(backend: Backend, submission: Submission, *, chat: bool) -> Ou
         raise errors.ApiError(400, str(error), param=param, code=code) from None
 
 
-class _Work(NamedTuple):
-    """The running streams of one request, one per prompt, and what they have used so far."""
+class _Generation(NamedTuple):
+    """The running streams of one request, one per prompt, and their token usage so far."""
 
     streams: Sequence[OutputStream]
     n: int
     usage: Usage
 
     async def outputs(self) -> AsyncGenerator[tuple[int, Output], None]:
-        """Every output with its choice's index among all prompts' choices. Raises what ends the
-        request.
+        """Every output with its choice's index among the choices of all prompts. Raises the error
+        that ends the request.
         """
         async with aclosing(_interleaved(self.streams)) as outputs:
             async for place, output in outputs:
                 if output.finish_reason is FinishReason.ERROR:
-                    raise errors.internal()
+                    raise errors.internal_error()
                 if output.finish_reason is FinishReason.ABORT:
                     raise errors.ApiError(
-                        503, "the request was cancelled on the server", code="aborted"
+                        503, "the server cancelled the request; retry", code="aborted"
                     )
                 self.usage.completion += len(output.token_ids)
                 yield place * self.n + output.index, output
         self.usage.cached = sum(stream.cached_tokens for stream in self.streams)
 
 
-class _Whole:
+class _JsonAnswer:
     """The answer as one JSON body."""
 
-    def __init__(self, work: _Work, encoder: Encoder) -> None:
-        self._work = work
+    def __init__(self, generation: _Generation, encoder: Encoder) -> None:
+        self._generation = generation
         self._encoder = encoder
 
     async def write(self, send: Send) -> bytes:
-        """Send the head; the last bytes of the body are the result."""
-        choices = [Gathered() for _ in range(self._work.n * len(self._work.streams))]
-        async with aclosing(self._work.outputs()) as outputs:
+        """Send the head; return the last bytes of the body."""
+        choices = [WholeChoice() for _ in range(self._generation.n * len(self._generation.streams))]
+        async with aclosing(self._generation.outputs()) as outputs:
             async for index, output in outputs:
                 choices[index].add(output)
         await send({"type": "http.response.start", "status": 200, "headers": _JSON})
-        return self._encoder.whole(choices, self._work.usage)
+        return self._encoder.whole(choices, self._generation.usage)
 
 
-class _Events:
+class _StreamedAnswer:
     """The answer as server-sent events, from the first output on."""
 
-    def __init__(self, work: _Work, encoder: Encoder, include_usage: bool) -> None:
-        self._work = work
+    def __init__(self, generation: _Generation, encoder: Encoder, include_usage: bool) -> None:
+        self._generation = generation
         self._encoder = encoder
         self._include_usage = include_usage
         self._started = False
 
     async def write(self, send: Send) -> bytes:
-        """Send all events but the last, which is the result. Raises only before the first byte."""
+        """Send all events but the last and return that. Raises only before the first byte."""
         try:
-            async with aclosing(self._work.outputs()) as outputs:
+            async with aclosing(self._generation.outputs()) as outputs:
                 async for index, output in outputs:
                     if not self._started:
                         self._started = True
@@ -202,14 +208,14 @@ class _Events:
         except Exception as error:
             if not self._started:
                 raise
-            failed_late(error)
-            return error_events(errors.of(error))
-        return (self._encoder.usage(self._work.usage) if self._include_usage else b"") + DONE
+            log_late_failure(error)
+            return error_events(errors.from_exception(error))
+        return (self._encoder.usage(self._generation.usage) if self._include_usage else b"") + DONE
 
 
 async def _interleaved(streams: Sequence[OutputStream]) -> AsyncGenerator[tuple[int, Output], None]:
-    """(place of the stream, output) as they come. Raises what any stream raises."""
-    if len(streams) == 1:  # nearly always: no task and no queue between the engine and the client
+    """(position of the stream, output) in order of arrival. Raises what any stream raises."""
+    if len(streams) == 1:  # the usual case needs neither tasks nor a queue
         async for output in streams[0]:
             yield 0, output
         return
@@ -238,5 +244,5 @@ async def _pump(
         async for output in stream:
             await queue.put((place, output))
         await queue.put(None)
-    except Exception as error:  # noqa: BLE001 - handed to the reader, who raises it
+    except Exception as error:  # noqa: BLE001 - the reader of the queue raises it
         await queue.put(error)

@@ -1,9 +1,8 @@
-"""What one connection may do before any application sees it: uvicorn's h11 protocol with deadlines
-and bounds.
+"""Limits on one connection, below any application: uvicorn's h11 protocol with deadlines.
 
-Owns the limits on header bytes and count, on chunks, on the time a header may take, on a peer that
-does not read, and the number of connections. uvicorn itself never times out half a header, and
-closes so that a client still sending loses the answer to a reset.
+Owns the limits on header bytes and count, on chunks, on the time for a header, on a peer that does
+not read, and on the number of connections. uvicorn itself never times out an incomplete header, and
+closes a connection so that a client that is still sending gets a reset instead of the answer.
 """
 
 import asyncio
@@ -19,17 +18,17 @@ from fairlead_runtime.api.errors import ApiError
 
 HEADER_BYTES = 32 * 1024
 HEADER_COUNT = 100
-CHUNKS = 10_000  # pieces of one chunked body
+CHUNKS = 10_000  # of one chunked body
 HEADER_SECONDS = 10.0
 WRITE_STALL_SECONDS = 60.0
-LINGER_SECONDS = 2.0  # after an answer to an unread body, what still comes is thrown away this long
+LINGER_SECONDS = 2.0  # after an answer to an unread body, discard further input for this long
 KEEP_ALIVE_SECONDS = 5
 
 _OPTIONS = (
-    # asyncio sets it only on sockets made with an explicit protocol number; without it every event
-    # waits 40 ms for the acknowledgement of the one before.
+    # asyncio sets it only on sockets created with an explicit protocol number; without it every
+    # event waits 40 ms for the acknowledgement of the previous one.
     (socket.IPPROTO_TCP, socket.TCP_NODELAY, 1),
-    # Let the kernel find peers that vanished without a word.
+    # Let the kernel detect peers that vanished without closing the connection.
     (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
     *(
         (socket.IPPROTO_TCP, getattr(socket, name), value)
@@ -45,9 +44,7 @@ _OPTIONS = (
 
 
 class BoundedConnection(h11.Connection):
-    """h11 with bounds on what it has already parsed; breaking one is a protocol error with its
-    status.
-    """
+    """h11 with limits on parsed events; exceeding one is a protocol error with its own status."""
 
     def __init__(self, our_role: type[h11.SERVER], max_incomplete_event_size: int) -> None:
         super().__init__(our_role, max_incomplete_event_size)
@@ -67,12 +64,12 @@ class BoundedConnection(h11.Connection):
 
 def _check_request(event: h11.Request) -> None:
     if event.http_version not in {b"1.0", b"1.1"}:
-        raise h11.RemoteProtocolError("only HTTP/1 is spoken here")
+        raise h11.RemoteProtocolError("the server supports HTTP/1 only")
     names = {name for name, _ in event.headers}
     if {b"content-length", b"transfer-encoding"} <= names:
-        # A proxy before us may have believed the other one: what it took for a body would be the
-        # next request.
-        raise h11.RemoteProtocolError("a body has one length")
+        # Request smuggling: a proxy in front may have used the other header and so disagree about
+        # where the next request begins.
+        raise h11.RemoteProtocolError("a body has either a length or chunks, not both")
     size = len(event.target) + sum(len(name) + len(value) + 4 for name, value in event.headers)
     if size > HEADER_BYTES or len(event.headers) > HEADER_COUNT:
         raise h11.RemoteProtocolError(
@@ -80,8 +77,8 @@ def _check_request(event: h11.Request) -> None:
         )
 
 
-class GentleTransport:
-    """A transport whose ``close`` lets a client that is still sending read the answer first."""
+class LingeringTransport:
+    """A transport whose ``close`` first lets a client that is still sending read the answer."""
 
     def __init__(self, transport: asyncio.Transport, close: Callable[[], None]) -> None:
         self._transport = transport
@@ -114,20 +111,21 @@ class GuardedProtocol(H11Protocol):
         self._linger_timer: asyncio.TimerHandle | None = None
         self._raw: asyncio.Transport
 
-    # -- the life of a connection
+    # -- events of a connection
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         self._raw = transport
         _set_options(transport)
-        super().connection_made(GentleTransport(transport, self._close))  # type: ignore[arg-type]
+        super().connection_made(LingeringTransport(transport, self._close))  # type: ignore[arg-type]
         if len(self.connections) > self.max_connections:
-            busy = ApiError(
-                503,
-                "the server holds as many connections as it may; retry",
-                code="too_many_connections",
-                headers={"retry-after": "1"},
+            self._refuse(
+                ApiError(
+                    503,
+                    f"the server has its maximum of {self.max_connections} connections; retry",
+                    code="too_many_connections",
+                    headers={"retry-after": "1"},
+                )
             )
-            self._refuse(busy)
             return
         self._await_header()
 
@@ -144,27 +142,26 @@ class GuardedProtocol(H11Protocol):
         if self.conn.their_state is h11.IDLE:
             self._await_header()
         else:
-            self._header_came()
+            self._header_received()
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
         if not self.transport.is_closing() and self.conn.their_state is h11.SEND_BODY:
-            # Answered without reading the body: there is no telling where the next request would
-            # begin.
+            # Answered without reading the body: the start of a next request is unknown.
             self.transport.close()
 
     # -- deadlines
 
     def _await_header(self) -> None:
         if self._header_timer is None and not self.transport.is_closing():
-            self._header_timer = self.loop.call_later(HEADER_SECONDS, self._header_late)
+            self._header_timer = self.loop.call_later(HEADER_SECONDS, self._header_timed_out)
 
-    def _header_came(self) -> None:
+    def _header_received(self) -> None:
         if self._header_timer is not None:
             self._header_timer.cancel()
             self._header_timer = None
 
-    def _header_late(self) -> None:
+    def _header_timed_out(self) -> None:
         if self.conn.trailing_data[0]:
             self._refuse(ApiError(408, f"the header did not arrive within {HEADER_SECONDS:g} s"))
         else:
@@ -184,7 +181,7 @@ class GuardedProtocol(H11Protocol):
     # -- endings
 
     def send_400_response(self, msg: str) -> None:  # noqa: ARG002 - uvicorn's signature
-        """Called by uvicorn while it handles h11's error, which knows the status."""
+        """Uvicorn calls it while it handles h11's error, which has the status."""
         error = sys.exc_info()[1]
         status = error.error_status_hint if isinstance(error, h11.RemoteProtocolError) else 400
         if status not in {413, 431}:
@@ -194,10 +191,8 @@ class GuardedProtocol(H11Protocol):
         self._refuse(ApiError(status, text, code="invalid_http" if status == 400 else None))
 
     def _refuse(self, error: ApiError) -> None:
-        """Answer below any application and close; without an answer where HTTP allows none any
-        more.
-        """
-        self._header_came()
+        """Answer without the application and close; only close when HTTP allows no answer."""
+        self._header_received()
         if self.conn.our_state in {h11.IDLE, h11.SEND_RESPONSE}:
             response = error.response()
             headers = [*response.raw_headers, (b"connection", b"close")]
@@ -207,10 +202,10 @@ class GuardedProtocol(H11Protocol):
         self.transport.close()
 
     def _close(self) -> None:
-        """Close at once when the client has nothing left to send; else linger, or a reset eats the
-        answer.
+        """Close at once when the client has sent its whole request; else linger, so that a reset
+        does not discard the answer.
         """
-        self._header_came()
+        self._header_received()
         unread = self.conn.their_state in {h11.SEND_BODY, h11.ERROR}
         if unread and not self._raw.is_closing() and self._raw.can_write_eof():
             self._raw.write_eof()
@@ -221,7 +216,7 @@ class GuardedProtocol(H11Protocol):
 
 
 def protocol_class(max_connections: int) -> type[GuardedProtocol]:
-    """A protocol class with its own bound on connections, as uvicorn takes a class and no instance."""
+    """A protocol class with its own limit on connections: uvicorn takes a class."""
     return type("GuardedProtocol", (GuardedProtocol,), {"max_connections": max_connections})
 
 

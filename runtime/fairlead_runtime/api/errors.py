@@ -1,7 +1,7 @@
 """Every error a client can see, in OpenAI's shape.
 
-Owns ApiError, the error object and what each status is called. Never echoes input: a message names
-the field and the fix, and an error body stays below 4 KiB whatever was sent.
+Owns ApiError, the error object and the type and code of each status. Never echoes input: a message
+names the field and the fix, and an error body stays below 4 KiB for any input.
 """
 
 from collections.abc import Mapping
@@ -13,10 +13,10 @@ from starlette.responses import Response
 from fairlead_runtime.outputs import QueueFull, ServiceError
 from fairlead_runtime.request import RequestError
 
-MAX_MESSAGE = 1900  # bytes; escaped they double, and the body still fits 4 KiB with its frame
-_INTERNAL = "the server failed on this request; the log has the details under the request id"
+MAX_MESSAGE = 1900  # bytes; even if escaping doubles them, the body stays below 4 KiB
+_INTERNAL = "the server failed on this request; its log has the details under the request id"
 
-# The words of OpenAI's error objects by status; what is missing here is an invalid_request_error.
+# OpenAI's error types by status; any other status is an invalid_request_error.
 _TYPES = {
     401: "authentication_error",
     404: "not_found_error",
@@ -39,9 +39,7 @@ _CODES = {
 
 
 class ApiError(Exception):
-    """An answer that is an error. ``param`` names the body's field, ``code`` is a stable word for
-    programs.
-    """
+    """An error answer. ``param`` names the body's field; ``code`` is a stable word for programs."""
 
     def __init__(
         self,
@@ -67,7 +65,7 @@ class ApiError(Exception):
     def content(self) -> dict[str, Any]:
         return {
             "error": {
-                "message": clean(self.message),
+                "message": printable(self.message),
                 "type": _TYPES.get(self.status, "invalid_request_error"),
                 "param": self.param,
                 "code": self.code,
@@ -79,17 +77,17 @@ class ApiError(Exception):
 
 
 def invalid(param: str | None, message: str, code: str = "invalid_value") -> ApiError:
-    """A 400 for one field; the message starts with its name, as the engine's own errors do."""
+    """A 400 for one field; the message starts with the field's name, as RequestError's does."""
     return ApiError(400, f"{param}: {message}" if param else message, param=param, code=code)
 
 
-def internal() -> ApiError:
-    """A 500 that tells nothing of the inside."""
+def internal_error() -> ApiError:
+    """A 500 that shows no internal details."""
     return ApiError(500, _INTERNAL)
 
 
-def of(error: Exception) -> ApiError:
-    """What a client is told about ``error``; an unknown one is internal and generic."""
+def from_exception(error: Exception) -> ApiError:
+    """The answer for ``error``; internal_error for an unexpected type."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, RequestError):
@@ -98,12 +96,12 @@ def of(error: Exception) -> ApiError:
         status = 429 if isinstance(error, QueueFull) else 503
         retry = max(1, round(error.retry_after or 1))
         return ApiError(status, str(error), code=error.code, headers={"retry-after": str(retry)})
-    return internal()
+    return internal_error()
 
 
-def clean(message: str) -> str:
-    """Bounded, one line, and safe to print: what is not printable (control and bidirectional marks,
-    lone surrogates) is escaped, every script stands as it is.
+def printable(message: str) -> str:
+    """``message`` as one line of bounded length that is safe to print. Escapes unprintable
+    characters (control and bidirectional marks, lone surrogates); keeps every script.
     """
     words = " ".join(message[:MAX_MESSAGE].split())
     text = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in words)

@@ -1,27 +1,26 @@
 """The probes of both ports: whether to restart the process and whether to send it traffic.
 
-Owns their answers; the engine's own ``health`` decides. Says forward progress, not that a port is
-open.
+The engine's ``health`` decides: it reports forward progress, not that a port is open.
 """
 
 from starlette.responses import JSONResponse, Response
 
 from fairlead_runtime.api.errors import ApiError
-from fairlead_runtime.api.state import Face
+from fairlead_runtime.api.state import ServerState
 
 
 class Probes:
-    def __init__(self, face: Face) -> None:
-        self._face = face
+    def __init__(self, state: ServerState) -> None:
+        self._state = state
 
     async def healthz(self) -> Response:
-        """200 while a restart would not help, 503 once it would."""
-        health = self._face.health()
+        """200 while the process is alive, 503 once only a restart helps."""
+        health = self._state.health()
         return _answer(health.alive, health.reason, "not_alive")
 
     async def readyz(self) -> Response:
-        """200 while new requests are wanted: loaded, making progress, not draining."""
-        health = self._face.health()
+        """200 while the server takes new requests: loaded, making progress, not draining."""
+        health = self._state.health()
         return _answer(health.ready, health.reason, "not_ready")
 
 

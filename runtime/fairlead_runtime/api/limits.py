@@ -1,8 +1,8 @@
-"""What one request may take of the server: bytes, seconds and threads.
+"""Limits on one request: bytes, seconds and threads.
 
-Owns the reading of a body under its limits, the watch for a client that leaves, and the bounded
-pool in which prompts are parsed, rendered and tokenized. The connection's own limits are in
-``protocol``.
+Owns the reading of a body under its limits, the watch for a client that disconnects, and the
+bounded pool in which prompts are parsed, rendered and tokenized. ``connection`` has the
+connection's limits.
 """
 
 import asyncio
@@ -15,24 +15,23 @@ from starlette.types import Receive, Scope
 from fairlead_runtime.api.errors import ApiError
 
 MAX_BODY = 2 * 1024 * 1024  # bytes
-BODY_SECONDS = 30.0  # for a whole body, however it trickles
+BODY_SECONDS = 30.0  # for a whole body
 POOL_WORKERS = 2
-POOL_BYTES = (
-    64 * 1024 * 1024
-)  # of bodies that may wait for a worker; their number is bounded by the connections
+# Of bodies that wait for a worker; the limit on connections bounds their number.
+POOL_BYTES = 64 * 1024 * 1024
 
 Params = ParamSpec("Params")
 Value = TypeVar("Value")
 
 
-class ClientGone(Exception):  # noqa: N818 - it is no error: nobody is left to be told
+class ClientDisconnected(Exception):  # noqa: N818 - not an error: no client is left to get one
     """The client closed its connection before the answer was complete."""
 
 
 async def read_body(scope: Scope, receive: Receive) -> bytes:
-    """The request's JSON bytes, never more than MAX_BODY of them in memory.
+    """The request's JSON bytes. Keeps at most MAX_BODY and one message of them in memory.
 
-    Raises ApiError 413, 408 or 415, and ClientGone.
+    Raises ApiError 413, 408 or 415, and ClientDisconnected.
     """
     _check_headers(scope)
     body = bytearray()
@@ -41,15 +40,15 @@ async def read_body(scope: Scope, receive: Receive) -> bytes:
             while True:
                 message = await receive()
                 if message["type"] == "http.disconnect":
-                    raise ClientGone
+                    raise ClientDisconnected
                 body += message.get("body", b"")
                 if len(body) > MAX_BODY:
                     raise _too_large()
                 if not message.get("more_body", False):
                     return bytes(body)
     except TimeoutError:
-        late = f"the body did not arrive within {BODY_SECONDS:g} s"
-        raise ApiError(408, late, headers={"connection": "close"}) from None
+        reason = f"the body did not arrive within {BODY_SECONDS:g} s"
+        raise ApiError(408, reason, headers={"connection": "close"}) from None
 
 
 def _check_headers(scope: Scope) -> None:
@@ -71,22 +70,22 @@ def _too_large() -> ApiError:
 
 
 async def while_connected(receive: Receive, work: Coroutine[Any, Any, Value]) -> Value:
-    """Run ``work`` and cancel it at once when the client goes. Raises ClientGone then, else what
-    ``work`` raises.
+    """Run ``work``, and cancel it at once when the client disconnects. Raises ClientDisconnected
+    then, else what ``work`` raises.
 
-    The body must have been read: what ``receive`` still gives is the disconnect.
+    The body must have been read: the next message of ``receive`` is then the disconnect.
     """
     task = asyncio.ensure_future(work)
-    gone = asyncio.ensure_future(_disconnected(receive))
+    disconnect = asyncio.ensure_future(_disconnected(receive))
     try:
-        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({task, disconnect}, return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
-            raise ClientGone
+            raise ClientDisconnected
         return task.result()
     finally:
-        for each in (task, gone):
+        for each in (task, disconnect):
             each.cancel()
-        await asyncio.gather(task, gone, return_exceptions=True)
+        await asyncio.gather(task, disconnect, return_exceptions=True)
 
 
 async def _disconnected(receive: Receive) -> None:
@@ -94,14 +93,14 @@ async def _disconnected(receive: Receive) -> None:
         pass
 
 
-class Pool:
-    """A few threads for work that would hold up the event loop, with a bound on the bytes that wait
+class PromptPool:
+    """A few threads for work that would block the event loop, with a limit on the bytes that wait
     for them.
     """
 
-    def __init__(self, workers: int = POOL_WORKERS, room: int = POOL_BYTES) -> None:
+    def __init__(self, workers: int = POOL_WORKERS, max_bytes: int = POOL_BYTES) -> None:
         self._executor = ThreadPoolExecutor(workers, thread_name_prefix="prepare")
-        self._room = room
+        self._free_bytes = max_bytes
 
     async def run(
         self,
@@ -110,17 +109,17 @@ class Pool:
         *args: Params.args,
         **kwargs: Params.kwargs,
     ) -> Value:
-        """``work`` of ``body``. Raises ApiError 429 when too much waits already, else what ``work``
-        raises.
+        """Run ``work`` on ``body``. Raises ApiError 429 when too many bytes wait already, else what
+        ``work`` raises.
         """
-        if self._room < len(body):
-            message = "too many prompts wait to be tokenized"
+        if self._free_bytes < len(body):
+            message = "too many prompts wait to be tokenized; retry"
             raise ApiError(429, message, code="queue_full", headers={"retry-after": "1"})
-        self._room -= len(body)
+        self._free_bytes -= len(body)
         try:
             return await asyncio.wrap_future(self._executor.submit(work, body, *args, **kwargs))
         finally:
-            self._room += len(body)
+            self._free_bytes += len(body)
 
     def close(self) -> None:
         self._executor.shutdown(wait=False, cancel_futures=True)

@@ -1,7 +1,7 @@
-"""The bodies of OpenAI's two generating routes: what is accepted, and what it means to the engine.
+"""The bodies of OpenAI's two generating routes, and their meaning for the engine.
 
-Owns the fields, their types and the refusal of fields that would change the answer and are not
-supported. Bounds of sampling values are SamplingParams' own, so that HTTP and Python say the same.
+Owns the fields, their types and the refusal of unsupported fields that would change the answer.
+SamplingParams owns the ranges of sampling values, so that HTTP and Python refuse the same ones.
 Tokenizes nothing.
 """
 
@@ -25,7 +25,7 @@ COMPLETION_TOKENS = 16  # OpenAI's default for completions; chat's is "what fits
 
 Prompt = str | tuple[int, ...]
 
-# Fields that would change the answer if they were served, with the values that ask for nothing.
+# Unsupported fields that would change the answer, with the values that change nothing.
 _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "presence_penalty": (None, 0),
     "frequency_penalty": (None, 0),
@@ -79,9 +79,7 @@ class StreamOptions(_Strict):
 
 
 class _Body(_Strict):
-    """What both routes share. None means the default, as clients send null for what they leave
-    unset.
-    """
+    """The fields of both routes. None means the default: clients send null for unset fields."""
 
     model: str = Field(max_length=MAX_NAME)
     max_tokens: int | None = None
@@ -148,9 +146,9 @@ BodyT = TypeVar("BodyT", bound=_Body)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
-    """A valid body in the engine's terms. Either ``prompts`` (completions) or ``messages`` (chat)
-    has something.
+class GenerationRequest:
+    """A valid body in the engine's terms. It has either ``prompts`` (completions) or ``messages``
+    (chat).
     """
 
     model: str
@@ -169,16 +167,16 @@ class Asked:
         return bool(self.messages)
 
 
-def completion(body: Mapping[str, Any], served: str) -> Asked:
-    """A completions body. Raises ApiError 400, or 404 for a model that is not ``served``;
-    RequestError for bounds.
+def completion(body: Mapping[str, Any], served: str) -> GenerationRequest:
+    """A completions body. Raises ApiError 400, or 404 for a model other than ``served``, and
+    RequestError for sampling values out of range.
     """
     parsed = _validate(CompletionBody, body, served)
     params = _params(parsed, default_tokens=COMPLETION_TOKENS, logprobs=parsed.logprobs)
-    return Asked(prompts=parsed.prompt, **_common(parsed, params))
+    return GenerationRequest(prompts=parsed.prompt, **_common(parsed, params))
 
 
-def chat(body: Mapping[str, Any], served: str) -> Asked:
+def chat(body: Mapping[str, Any], served: str) -> GenerationRequest:
     """A chat body. Raises as ``completion`` does."""
     parsed = _validate(ChatBody, body, served)
     if parsed.top_logprobs is not None and not parsed.logprobs:
@@ -191,15 +189,15 @@ def chat(body: Mapping[str, Any], served: str) -> Asked:
         logprobs=(parsed.top_logprobs or 0) if parsed.logprobs else None,
     )
     messages = tuple(_message(message) for message in parsed.messages)
-    return Asked(messages=messages, **_common(parsed, params))
+    return GenerationRequest(messages=messages, **_common(parsed, params))
 
 
 def check_model(name: Any, served: str) -> None:
-    """Raises ApiError 404 for a name that is not served here; the name itself is not echoed."""
+    """Raises ApiError 404 for a model that this server does not serve; does not echo its name."""
     if isinstance(name, str) and name != served:
         raise ApiError(
             404,
-            f"model: no such model here; this server has {served}",
+            f"model: this server has no such model; it serves {served}",
             param="model",
             code="model_not_found",
         )
@@ -228,7 +226,7 @@ def _check_together(parsed: _Body) -> None:
         raise invalid("best_of", "is not supported beyond n; leave it out", "unsupported_parameter")
     old, new = parsed.max_tokens, parsed.max_completion_tokens
     if old is not None and new is not None and old != new:
-        raise invalid("max_tokens", "contradicts max_completion_tokens; give one of them")
+        raise invalid("max_tokens", "contradicts max_completion_tokens; send one of them")
 
 
 def _params(parsed: _Body, *, default_tokens: int | None, logprobs: int | None) -> SamplingParams:
@@ -249,7 +247,7 @@ def _params(parsed: _Body, *, default_tokens: int | None, logprobs: int | None) 
 
 
 def _top_k(value: int | None) -> int:
-    """0 switches the filter off; vLLM's clients say -1."""
+    """0 switches the filter off; vLLM's clients send -1."""
     return 0 if value is None or value == -1 else value
 
 
@@ -268,14 +266,14 @@ def _common(parsed: _Body, params: SamplingParams) -> dict[str, Any]:
 
 
 def _message(message: Message) -> dict[str, str]:
-    # Templates know "system"; "developer" is the newer name of the same part.
+    # Chat templates know "system"; "developer" is OpenAI's newer name for it.
     role = "system" if message.role == "developer" else message.role
     named = {} if message.name is None else {"name": message.name}
     return {"role": role, "content": message.content or "", **named}
 
 
 def _prompts(value: Any) -> tuple[Prompt, ...]:
-    """Text, a list of texts, token ids or a list of token ids: always as a tuple of prompts."""
+    """A tuple of prompts from text, a list of texts, token ids or a list of lists of token ids."""
     if isinstance(value, str):
         return (value,)
     if not isinstance(value, list) or not value:
@@ -296,7 +294,7 @@ def _prompts(value: Any) -> tuple[Prompt, ...]:
 
 
 def _text(value: Any) -> str:
-    """A message's content as one text: text itself, null, or a list of text parts."""
+    """A message's content (text, null or a list of text parts) as one text."""
     if value is None:
         return ""
     if isinstance(value, str):
@@ -318,11 +316,15 @@ def _text(value: Any) -> str:
 
 
 def _explain(error: ValidationError) -> ApiError:
-    """At most five problems, each with its field; the first one's field becomes ``param``."""
-    found = error.errors(include_url=False, include_context=False, include_input=False)[:MAX_ERRORS]
-    lines = [f"{_path(item['loc'])}: {item['msg'].removeprefix('Value error, ')}" for item in found]
-    code = "missing_required_parameter" if found[0]["type"] == "missing" else "invalid_type"
-    return ApiError(400, "; ".join(lines), param=_path(found[0]["loc"]), code=code)
+    """At most MAX_ERRORS problems, each with its field; ``param`` is the first problem's field."""
+    problems = error.errors(include_url=False, include_context=False, include_input=False)[
+        :MAX_ERRORS
+    ]
+    lines = [
+        f"{_path(item['loc'])}: {item['msg'].removeprefix('Value error, ')}" for item in problems
+    ]
+    code = "missing_required_parameter" if problems[0]["type"] == "missing" else "invalid_type"
+    return ApiError(400, "; ".join(lines), param=_path(problems[0]["loc"]), code=code)
 
 
 def _path(location: tuple[int | str, ...]) -> str:

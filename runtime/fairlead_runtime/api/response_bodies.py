@@ -1,7 +1,6 @@
-"""OpenAI's response shapes, whole and as server-sent events.
+"""OpenAI's response shapes, as one JSON body and as server-sent events.
 
-Owns the wire form of answers. An event of plain text, the hot path, is a prebuilt prefix, one
-encoded string and a suffix. Reads no body and knows no engine.
+An event of plain text, the hot path, is a prebuilt prefix, one encoded string and a suffix.
 """
 
 from collections.abc import Mapping
@@ -12,7 +11,7 @@ import orjson
 
 from fairlead_runtime.api.errors import ApiError
 from fairlead_runtime.api.logprob_bodies import (
-    Spelled,
+    TokenBytes,
     characters,
     chat_content,
     completion_logprobs,
@@ -25,8 +24,8 @@ DONE = b"data: [DONE]\n\n"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Frame:
-    """What every event of one answer repeats. ``top`` is None when no log-probabilities were asked
-    for.
+    """The fields that every event of one answer repeats. ``top`` is None without log-
+    probabilities.
     """
 
     id: str
@@ -34,7 +33,7 @@ class Frame:
     model: str
     top: int | None
     usage: bool  # stream_options.include_usage
-    spelled: Spelled
+    token_bytes: TokenBytes
 
 
 @dataclass(slots=True)
@@ -53,7 +52,7 @@ class Usage:
 
 
 @dataclass(slots=True)
-class Gathered:
+class WholeChoice:
     """One whole choice, for an answer that is not streamed."""
 
     text: list[str] = field(default_factory=list)
@@ -70,13 +69,11 @@ class Gathered:
 
 
 class Encoder(Protocol):
-    """One route's shapes. ``events`` gives the events of one output, possibly none: text may be
-    held back.
-    """
+    """One route's shapes. ``events`` returns the events of one output, possibly none."""
 
     def events(self, index: int, output: Output) -> bytes: ...
     def usage(self, usage: Usage) -> bytes: ...
-    def whole(self, choices: list[Gathered], usage: Usage) -> bytes: ...
+    def whole(self, choices: list[WholeChoice], usage: Usage) -> bytes: ...
 
 
 class ChatEncoder:
@@ -101,7 +98,7 @@ class ChatEncoder:
     def usage(self, usage: Usage) -> bytes:
         return self._events.usage(usage)
 
-    def whole(self, choices: list[Gathered], usage: Usage) -> bytes:
+    def whole(self, choices: list[WholeChoice], usage: Usage) -> bytes:
         return _whole(
             self._frame,
             "chat.completion",
@@ -109,29 +106,29 @@ class ChatEncoder:
             usage,
         )
 
-    def _choice(self, index: int, gathered: Gathered) -> dict[str, Any]:
+    def _choice(self, index: int, choice: WholeChoice) -> dict[str, Any]:
         top = self._frame.top
         content = (
             None
             if top is None
             else {
                 "content": chat_content(
-                    gathered.token_ids, gathered.logprobs, top, self._frame.spelled
+                    choice.token_ids, choice.logprobs, top, self._frame.token_bytes
                 )
             }
         )
         return {
             "index": index,
-            "message": {"role": "assistant", "content": "".join(gathered.text)},
+            "message": {"role": "assistant", "content": "".join(choice.text)},
             "logprobs": content,
-            **_finished(gathered),
+            **_finished(choice),
         }
 
     def _logprobs(self, output: Output) -> list[dict[str, Any]]:
         top = self._frame.top
         if top is None or output.logprobs is None:
             return []
-        return chat_content(output.token_ids, output.logprobs, top, self._frame.spelled)
+        return chat_content(output.token_ids, output.logprobs, top, self._frame.token_bytes)
 
 
 class CompletionEncoder:
@@ -152,7 +149,7 @@ class CompletionEncoder:
     def usage(self, usage: Usage) -> bytes:
         return self._events.usage(usage)
 
-    def whole(self, choices: list[Gathered], usage: Usage) -> bytes:
+    def whole(self, choices: list[WholeChoice], usage: Usage) -> bytes:
         return _whole(
             self._frame,
             "text_completion",
@@ -160,37 +157,37 @@ class CompletionEncoder:
             usage,
         )
 
-    def _choice(self, index: int, gathered: Gathered) -> dict[str, Any]:
-        top, spelled = self._frame.top, self._frame.spelled
+    def _choice(self, index: int, choice: WholeChoice) -> dict[str, Any]:
+        top, token_bytes = self._frame.top, self._frame.token_bytes
         shape = (
             None
             if top is None
-            else completion_logprobs(gathered.token_ids, gathered.logprobs, top, spelled)
+            else completion_logprobs(choice.token_ids, choice.logprobs, top, token_bytes)
         )
         return {
             "index": index,
-            "text": "".join(gathered.text),
+            "text": "".join(choice.text),
             "logprobs": shape,
-            **_finished(gathered),
+            **_finished(choice),
         }
 
     def _logprobs(self, index: int, output: Output) -> dict[str, Any] | None:
-        top, spelled = self._frame.top, self._frame.spelled
+        top, token_bytes = self._frame.top, self._frame.token_bytes
         if top is None or not output.logprobs:
             return None
         offset = self._offsets.get(index, 0)
         grown = sum(
-            characters(token, entries[token], spelled)
+            characters(token, entries[token], token_bytes)
             for token, entries in zip(output.token_ids, output.logprobs, strict=True)
         )
         self._offsets[index] = offset + grown
-        return completion_logprobs(output.token_ids, output.logprobs, top, spelled, offset)
+        return completion_logprobs(output.token_ids, output.logprobs, top, token_bytes, offset)
 
 
 class _EventShape:
-    """The constant bytes around what changes from event to event.
+    """The constant bytes of an event.
 
-    ``opening`` and ``closing`` go around a text: chat has it in a delta, completions beside the
+    ``opening`` and ``closing`` enclose the text: chat has it in a delta, completions beside the
     index.
     """
 
@@ -220,11 +217,11 @@ class _EventShape:
         return self._head + b',"choices":[],"usage":' + orjson.dumps(usage.as_dict()) + b"}\n\n"
 
     def _prefix(self, index: int) -> bytes:
-        known = self._prefixes.get(index)
-        if known is None:
-            known = self._head + b',"choices":[{"index":%d,"%s":' % (index, self._field)
-            self._prefixes[index] = known
-        return known
+        prefix = self._prefixes.get(index)
+        if prefix is None:
+            prefix = self._head + b',"choices":[{"index":%d,"%s":' % (index, self._field)
+            self._prefixes[index] = prefix
+        return prefix
 
     def _after(self, logprobs: bytes, finish: bytes) -> bytes:
         ending = finish or b'"finish_reason":null,"stop_reason":null'
@@ -244,8 +241,8 @@ def _reasons(output: Output) -> dict[str, Any]:
     return {"finish_reason": output.finish_reason, "stop_reason": output.stop_reason}
 
 
-def _finished(gathered: Gathered) -> dict[str, Any]:
-    return {} if gathered.last is None else _reasons(gathered.last)
+def _finished(choice: WholeChoice) -> dict[str, Any]:
+    return {} if choice.last is None else _reasons(choice.last)
 
 
 def _whole(frame: Frame, kind: str, choices: list[dict[str, Any]], usage: Usage) -> bytes:

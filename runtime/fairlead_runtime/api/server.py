@@ -1,8 +1,8 @@
-"""The server process's life: listen, load, serve, drain, end.
+"""The server process: listen, load, serve, drain, end.
 
-Owns both ports in one event loop and the signals. The ports are open while the model loads, so that
-probes and ``/model/config.json`` answer; SIGTERM ends readiness at once and the process when the
-running streams are done.
+Owns both ports in one event loop, and the signals. The ports are open while the model loads, so
+that probes and ``/model/config.json`` answer. SIGTERM ends readiness at once, and the process when
+the running streams are done.
 """
 
 import asyncio
@@ -25,15 +25,14 @@ from fairlead_runtime.api.connection import (
     GuardedProtocol,
     protocol_class,
 )
-from fairlead_runtime.api.limits import Pool
-from fairlead_runtime.api.state import Backend, Face
+from fairlead_runtime.api.limits import PromptPool
+from fairlead_runtime.api.state import Backend, ServerState
 from fairlead_runtime.config import ConfigError
-from fairlead_runtime.outputs import Drained, EngineDead
+from fairlead_runtime.outputs import DrainResult, EngineDead
 
 BACKLOG = 2048
-MAX_CONNECTIONS = (
-    2048  # of each port; above what runs and waits by default, so that a full queue can say so
-)
+# Per port; more than the requests that run and wait by default, so that a full queue can answer.
+MAX_CONNECTIONS = 2048
 CLOSING_SECONDS = 5  # for the last bytes of answers after the drain
 
 _log = logging.getLogger("fairlead.api")
@@ -45,9 +44,9 @@ class Listeners(NamedTuple):
 
 
 def listen(host: str, port: int, admin_port: int) -> Listeners:
-    """Bind both ports before anything expensive happens; port 0 takes a free one.
+    """Bind both ports before any expensive work; port 0 takes a free one.
 
-    Raises ConfigError naming the flag that cannot be had.
+    Raises ConfigError, which names the flag of the port that cannot be bound.
     """
     public = preflight.listen("port", host, port, BACKLOG)
     try:
@@ -58,32 +57,31 @@ def listen(host: str, port: int, admin_port: int) -> Listeners:
 
 
 async def serve(
-    face: Face,
+    state: ServerState,
     listeners: Listeners,
     load: Callable[[], Awaitable[Backend]],
     *,
     drain_timeout: float,
     max_connections: int = MAX_CONNECTIONS,
-) -> Drained:
-    """Serve ``face`` until SIGTERM or SIGINT; ``load`` gives the started backend while the ports
-    are open already.
+) -> DrainResult:
+    """Serve until SIGTERM or SIGINT, with the backend that ``load`` returns; the ports are open
+    while it loads.
 
-    Returns what became of the requests that ran when the signal came.
-
-    Raises whatever ``load`` raises, and EngineDead when the engine gave up. A second signal ends
-    the drain. Streams that outlive ``drain_timeout`` seconds end with an error event.
+    Returns how many of the requests that ran at the signal finished and how many were aborted.
+    Raises whatever ``load`` raises, and EngineDead when the engine gives up. A second signal ends
+    the drain. Streams that run longer than ``drain_timeout`` seconds end with an error event.
     """
     _allow_files(2 * max_connections + 256)
-    pool = Pool()
+    pool = PromptPool()
     signals: asyncio.Queue[None] = asyncio.Queue()
     ports = [
-        _Port(public_app(face, pool, face.keys), listeners.public, max_connections),
-        _Port(admin_app(face), listeners.admin, max_connections),
+        _Port(public_app(state, pool, state.keys), listeners.public, max_connections),
+        _Port(admin_app(state), listeners.admin, max_connections),
     ]
-    with _signals(face, signals):
+    with _signals(state, signals):
         serving = [asyncio.create_task(port.serve()) for port in ports]
         try:
-            return await _live(face, load, signals, drain_timeout)
+            return await _load_and_drain(state, load, signals, drain_timeout)
         finally:
             pool.close()
             for port in ports:
@@ -91,35 +89,37 @@ async def serve(
             await asyncio.gather(*serving)
 
 
-async def _live(
-    face: Face,
+async def _load_and_drain(
+    state: ServerState,
     load: Callable[[], Awaitable[Backend]],
     signals: "asyncio.Queue[None]",
     drain_timeout: float,
-) -> Drained:
-    """From loading to the end of the drain."""
-    signalled = asyncio.ensure_future(signals.get())
-    loading = asyncio.ensure_future(load())
+) -> DrainResult:
+    """Load, serve and drain."""
+    signal_task = asyncio.ensure_future(signals.get())
+    load_task = asyncio.ensure_future(load())
     try:
-        await asyncio.wait({signalled, loading}, return_when=asyncio.FIRST_COMPLETED)
-        if not loading.done():
-            return Drained(0, 0)  # nothing runs yet that would have to finish
-        face.attach(backend := loading.result())
+        await asyncio.wait({signal_task, load_task}, return_when=asyncio.FIRST_COMPLETED)
+        if not load_task.done():
+            return DrainResult(0, 0)  # no request runs yet
+        state.attach(backend := load_task.result())
         _log.info("serving")
-        await _first(signalled, backend.died.wait())
+        await _first(signal_task, backend.died.wait())
         if backend.died.is_set():
             raise EngineDead(backend.service.health().reason)
         _log.info("draining")
         drained = await _drain(backend, signals, drain_timeout)
-        _log.info("drained: %d requests finished, %d were cut off", *drained)
+        _log.info("drained: %d requests finished, %d were aborted", *drained)
         return drained
     finally:
-        signalled.cancel()
-        loading.cancel()
+        signal_task.cancel()
+        load_task.cancel()
 
 
-async def _drain(backend: Backend, signals: "asyncio.Queue[None]", drain_timeout: float) -> Drained:
-    """Let running requests finish; a second signal, or an engine that dies, ends the waiting."""
+async def _drain(
+    backend: Backend, signals: "asyncio.Queue[None]", drain_timeout: float
+) -> DrainResult:
+    """Let running requests finish, until a second signal or the end of the engine."""
     draining = asyncio.ensure_future(backend.service.drain(drain_timeout))
     await _first(draining, signals.get(), backend.died.wait())
     if draining.done():
@@ -129,7 +129,7 @@ async def _drain(backend: Backend, signals: "asyncio.Queue[None]", drain_timeout
 
 
 async def _first(*awaited: Awaitable[object]) -> None:
-    """Wait until one is done; what was a coroutine is ended then."""
+    """Wait until one is done; then cancel those that were coroutines."""
     tasks = [asyncio.ensure_future(each) for each in awaited]
     await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
     for task, each in zip(tasks, awaited, strict=True):
@@ -138,9 +138,7 @@ async def _first(*awaited: Awaitable[object]) -> None:
 
 
 class _Port:
-    """One uvicorn server on a bound socket; h11 is pinned by giving uvicorn our own subclass of its
-    protocol.
-    """
+    """One uvicorn server on a bound socket, with our subclass of uvicorn's h11 protocol."""
 
     def __init__(self, app: ASGIApp, sock: socket.socket, max_connections: int) -> None:
         config = uvicorn.Config(
@@ -158,8 +156,8 @@ class _Port:
         )
         config.load()
         if not issubclass(config.http_protocol_class, GuardedProtocol):
-            raise RuntimeError("uvicorn uses another HTTP parser")  # noqa: TRY004 - a wrong build, no wrong type
-        # Broken requests are counted by their answers; uvicorn would log a line for each.
+            raise RuntimeError("uvicorn uses another HTTP parser")  # noqa: TRY004 - not a caller's type
+        # uvicorn would log a line for each malformed request.
         logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
         self._socket = sock
         self.server = _Server(config)
@@ -169,8 +167,8 @@ class _Port:
 
 
 class _Server(uvicorn.Server):
-    """uvicorn without its signal handlers: two servers share a process, and a drain comes before
-    the end.
+    """uvicorn without its signal handlers: two servers share this process, and it must drain before
+    it ends.
     """
 
     @contextlib.contextmanager
@@ -179,26 +177,28 @@ class _Server(uvicorn.Server):
 
 
 @contextlib.contextmanager
-def _signals(face: Face, signals: "asyncio.Queue[None]") -> Generator[None, None, None]:
-    """SIGTERM and SIGINT end readiness at once, within the signal's own turn of the loop."""
+def _signals(state: ServerState, signals: "asyncio.Queue[None]") -> Generator[None, None, None]:
+    """Handle SIGTERM and SIGINT: end readiness in the same turn of the loop, then queue the
+    signal.
+    """
     loop = asyncio.get_running_loop()
 
     def received() -> None:
-        face.begin_drain()
+        state.begin_drain()
         signals.put_nowait(None)
 
-    caught = (signal.SIGTERM, signal.SIGINT)
-    for each in caught:
+    handled = (signal.SIGTERM, signal.SIGINT)
+    for each in handled:
         loop.add_signal_handler(each, received)
     try:
         yield
     finally:
-        for each in caught:
+        for each in handled:
             loop.remove_signal_handler(each)
 
 
 def _allow_files(wanted: int) -> None:
-    """Raise the soft limit on open files towards the hard one: a connection is a file."""
+    """Raise the soft limit on open files towards the hard limit: a connection is a file."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     allowed = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
     if soft != resource.RLIM_INFINITY and soft < allowed:

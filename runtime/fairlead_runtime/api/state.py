@@ -1,7 +1,6 @@
-"""What both ports share: the model's name, its configuration, and the engine once it is loaded.
+"""The state both ports share: the model's name, its configuration, and the engine once loaded.
 
-Owns the one mutable thing of the HTTP face, the step from loading to serving to draining. Starts
-nothing.
+Owns the change from loading to serving to draining.
 """
 
 import asyncio
@@ -14,20 +13,20 @@ from transformers import PreTrainedTokenizerBase
 
 from fairlead_runtime.api.auth import KeyRing
 from fairlead_runtime.api.errors import ApiError
-from fairlead_runtime.outputs import Health, ServiceFace
+from fairlead_runtime.outputs import EngineClient, Health
 from fairlead_runtime.serving.detokenize import Vocabulary
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Backend:
-    """A loaded model and what answers for it.
+    """A loaded model and the engine that serves it.
 
-    ``metrics`` gives the Prometheus exposition (text format 0.0.4), ``memory`` every sizing term,
-    planned and measured, as plain JSON values; both are called on a worker thread. ``died`` is set
-    when the engine has given up.
+    ``metrics`` returns the Prometheus exposition (text format 0.0.4); ``memory`` returns every
+    sizing term, planned and measured, as plain JSON values. Both run on a worker thread. ``died``
+    is set when the engine has given up.
     """
 
-    service: ServiceFace
+    service: EngineClient
     tokenizer: PreTrainedTokenizerBase
     vocabulary: Vocabulary
     metrics: Callable[[], bytes]
@@ -36,14 +35,14 @@ class Backend:
 
 
 @dataclass(slots=True, kw_only=True)
-class Face:
-    """The state both apps read. ``attach`` ends loading; ``begin_drain`` ends serving new requests."""
+class ServerState:
+    """``attach`` ends loading; ``begin_drain`` ends the serving of new requests."""
 
-    name: str  # what clients put into "model"
+    name: str  # clients send it as "model"
     source: str = ""  # where the model came from, shown by /v1/models
-    keys: KeyRing | None = None  # who may call the public port; None: everybody
+    keys: KeyRing | None = None  # API keys of the public port; None: it needs no key
     created: int = field(default_factory=lambda: int(time.time()))
-    model_config: bytes | None = None  # config.json, known before the weights are
+    model_config: bytes | None = None  # config.json, available before the weights are loaded
     backend: Backend | None = None
     draining: bool = False
 
@@ -53,8 +52,8 @@ class Face:
             backend.service.begin_drain()
 
     def begin_drain(self) -> None:
-        """Not ready and no new requests from now on; running ones go on. Callable from a signal
-        handler.
+        """End readiness and refuse new requests; running ones go on. A signal handler may
+        call it.
         """
         self.draining = True
         if self.backend is not None:
@@ -80,9 +79,7 @@ class Face:
         return self.backend
 
     def health(self) -> Health:
-        """Loading is alive and not ready; draining is alive and not ready; else what the engine
-        says.
-        """
+        """Alive and not ready while loading or draining, else the engine's own health."""
         if self.backend is None:
             return Health(alive=True, ready=False, reason="the model is still loading")
         health = self.backend.service.health()

@@ -1,8 +1,8 @@
-"""Bytes of a request to a JSON object, strictly: what two parsers could read differently is
-refused.
+"""Parses a request's bytes into a JSON object, and refuses input that two parsers could read
+differently.
 
-Owns the limits on shape that hold before any field is looked at. Every refusal is a 400 that tells
-where, never what: no input is echoed.
+Owns the limits on keys, strings and nesting, checked before any field. Every refusal is a 400 that
+names the position and echoes no input.
 """
 
 import json
@@ -13,15 +13,12 @@ import orjson
 
 from fairlead_runtime.api.errors import ApiError, invalid
 
-MAX_BRACKETS = (
-    40_000  # outside strings: 64 prompts, 1,024 messages of several parts and room to spare
-)
+MAX_BRACKETS = 40_000  # outside strings; enough for 64 prompts or 1,024 messages of many parts
 MAX_KEYS = 20_000
 MAX_STRINGS = 100_000
 MAX_DEPTH = 32
 
-# Possessive, so that no input makes it look at a byte twice; an unterminated string runs to the
-# end.
+# Possessive, so that it reads each byte once; an unterminated string runs to the end.
 _STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?', re.DOTALL)
 _NOT_BRACKETS = bytes(sorted(set(range(256)) - set(b"[]{}")))
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
@@ -39,7 +36,7 @@ def parse_object(body: bytes) -> dict[str, Any]:
             body.decode("utf-8"), object_pairs_hook=_unique, parse_constant=_no_constant
         )
         if _SURROGATE.search(body):
-            # A half of a surrogate pair is no character; json lets it pass, orjson does not.
+            # json accepts half a surrogate pair, which is not a character; orjson refuses it.
             orjson.loads(body)
     except ApiError:
         raise
@@ -49,8 +46,7 @@ def parse_object(body: bytes) -> dict[str, Any]:
         detail = f"{error.msg} at character {error.pos}"
         raise invalid(None, f"the body is not JSON: {detail}", "invalid_json") from None
     except (ValueError, RecursionError):
-        # Left over: integers of thousands of digits, nesting beyond the parser's stack, lone
-        # surrogates.
+        # Integers of thousands of digits, nesting beyond the parser's stack, lone surrogates.
         message = (
             "the body is not JSON: a number is too long or a \\u escape is half a surrogate pair"
         )
@@ -61,9 +57,9 @@ def parse_object(body: bytes) -> dict[str, Any]:
 
 
 def _check_shape(body: bytes) -> None:
-    """Bounds on keys, containers and nesting, from one pass at C speed that leaves strings out."""
-    # Quotes that are not escaped; an even run of backslashes before one hides it, but not the one
-    # that opens.
+    """Check the numbers of keys, containers and levels outside strings, in one pass at C speed."""
+    # Counts unescaped quotes. After an even run of backslashes it misses a closing quote, never an
+    # opening one.
     if body.count(b'"') - body.count(b'\\"') > 2 * MAX_STRINGS:
         raise invalid(None, f"the body has more than {MAX_STRINGS} strings", "invalid_json")
     bare = _STRING.sub(b"", body)
@@ -82,11 +78,11 @@ def _check_shape(body: bytes) -> None:
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
+    parsed = dict(pairs)
+    if len(parsed) != len(pairs):
         raise invalid(None, "a key appears twice in one object", "invalid_json")
-    return found
+    return parsed
 
 
 def _no_constant(name: str) -> Any:
-    raise invalid(None, f"the body is not JSON: {name} is no number", "invalid_json")
+    raise invalid(None, f"the body is not JSON: {name} is not a number", "invalid_json")

@@ -1,1 +1,3 @@
-"""The engine's loop and what surrounds a step: inbox, isolation of failures, observers, progress."""
+"""The engine's loop and what surrounds a step: inbox, isolation of failures, observers,
+progress.
+"""

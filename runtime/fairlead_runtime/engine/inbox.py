@@ -1,7 +1,6 @@
-"""The way into the engine, open to every thread: messages, the bound of the queue, and the engine's
-sleep.
+"""Messages from other threads to the engine, the limit of the queue, and the engine's sleep.
 
-Owns the lock between the engine thread and the others, and counts who waits. Knows neither
+Owns the lock between the engine thread and the others, and counts waiting requests. Knows neither
 scheduler nor device; the engine takes messages out, in order, between two steps.
 """
 
@@ -11,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Self
 
-from fairlead_runtime.engine.progress import Progress
+from fairlead_runtime.engine.progress import StepProgress
 from fairlead_runtime.outputs import EngineDead, QueueFull, RequestView, ServiceError
 from fairlead_runtime.request import FinishReason, Request
 from fairlead_runtime.scheduling.plan import Limits
@@ -19,7 +18,7 @@ from fairlead_runtime.scheduling.plan import Limits
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """What the queue may hold. ``queue_timeout`` in seconds."""
+    """Limits on the queue and on one request. ``queue_timeout`` in seconds."""
 
     max_queue: int
     queue_timeout: float
@@ -35,25 +34,25 @@ class Bounds:
 
     @property
     def capacity(self) -> int:
-        """Tokens, prompt and output together, that one request may reach."""
+        """The most tokens of one request, prompt and output together."""
         return min(self.max_model_len, self.num_blocks * self.block_size)
 
 
 @dataclass(frozen=True, slots=True)
 class Add:
     request: Request
-    at: float  # seconds on the engine's clock
-    counts: bool = True  # as one that waits; a canary does not
+    arrived: float  # seconds on the engine's clock
+    bounded: bool = True  # counts towards max_queue; a canary does not
 
 
 @dataclass(frozen=True, slots=True)
 class Abort:
-    """``error``: why the service ends it; None: its client wants it ended. ``reason`` is what
-    statistics count.
+    """``error``: why the service ends the request; None when its client does. Metrics count
+    ``reason``.
     """
 
     request_id: str
-    choice: int | None = None  # None: all of them
+    choice: int | None = None  # None: all choices
     reason: FinishReason = FinishReason.ABORT
     error: ServiceError | None = None
 
@@ -69,37 +68,35 @@ Message = Add | Abort | Inspect
 
 
 class Inbox:
-    """``max_queue`` requests may wait beyond those that start at once; ``places`` of these start in
-    the next step.
+    """``max_queue`` requests may wait, besides the ``free_slots`` requests that start in the next
+    step.
     """
 
     def __init__(
-        self, max_queue: int, places: int, progress: Progress, now: Callable[[], float]
+        self, max_queue: int, free_slots: int, progress: StepProgress, now: Callable[[], float]
     ) -> None:
         self._max_queue = max_queue
-        self._places = places
+        self._free_slots = free_slots
         self._progress = progress
         self._now = now
         self._messages: deque[Message] = deque()
         self._wake = threading.Condition()
-        self._arriving = 0  # Adds among the messages, canaries aside
-        self._queued = 0  # taken out, but in no step yet
-        self._oldest: float | None = None  # when the one that waits longest came
-        self._closed = ""
+        self._arriving = 0  # Adds among the messages, without canaries
+        self._waiting = 0  # requests taken out that have not had a step yet
+        self._oldest: float | None = None  # arrival of the request that waits longest
+        self._closed = ""  # why no request is accepted; empty while the inbox is open
         self.stopping = False
 
     # -- any thread
 
     def add(self, request: Request, *, bounded: bool) -> None:
-        """Raises QueueFull or, once closed, EngineDead; ``bounded`` False is for the engine's own
-        canaries.
-        """
+        """Raises QueueFull or, once closed, EngineDead. Canaries pass ``bounded`` False."""
         with self._wake:
             if self._closed:
                 raise EngineDead(self._closed)
             if bounded and self.full:
                 raise QueueFull(
-                    f"{self._max_queue} requests wait already (max_queue)", self.patience()
+                    f"{self._max_queue} requests wait already (max_queue)", self.retry_after()
                 )
             self._arriving += bounded
             self.post(Add(request, self._now(), bounded))
@@ -120,15 +117,15 @@ class Inbox:
 
     @property
     def queued(self) -> int:
-        """Requests that no step has taken up yet."""
-        return self._arriving + self._queued
+        """Requests that have not had a step yet."""
+        return self._arriving + self._waiting
 
     @property
     def full(self) -> bool:
-        return self.queued - self._places >= self._max_queue
+        return self.queued - self._free_slots >= self._max_queue
 
-    def patience(self) -> float:
-        """Seconds after which a retry is worth it: as long as the oldest in the queue has waited."""
+    def retry_after(self) -> float:
+        """Seconds after which to retry: as long as the oldest request in the queue has waited."""
         waited = self._now() - self._oldest if self._oldest is not None else 0.0
         return min(30.0, max(1.0, waited))
 
@@ -141,25 +138,27 @@ class Inbox:
                 return None
             message = self._messages.popleft()
             if isinstance(message, Add):
-                self._arriving -= message.counts
-                self._queued += 1
+                self._arriving -= message.bounded
+                self._waiting += 1
             return message
 
-    def settle(self, *, queued: int, oldest: float | None, places: int, working: bool) -> None:
-        """After a step: who still waits, how many would start at once, whether there is more to do."""
+    def after_step(
+        self, *, queued: int, oldest: float | None, free_slots: int, working: bool
+    ) -> None:
+        """Record the queue after a step, and whether there is more work."""
         with self._wake:
-            self._queued, self._oldest, self._places = queued, oldest, places
+            self._waiting, self._oldest, self._free_slots = queued, oldest, free_slots
             self._progress.end(working=working or bool(self._messages))
 
     def wait(self, timeout: float | None) -> None:
-        """Sleep until a message or ``stop`` comes, at most ``timeout`` seconds."""
+        """Sleep until a message or ``stop`` comes, for at most ``timeout`` seconds."""
         with self._wake:
             self._wake.wait_for(lambda: bool(self._messages) or self.stopping, timeout)
 
     def close(self, reason: str) -> list[Request]:
-        """Take nothing more; the requests that were still on their way in."""
+        """Accept no more messages; return the requests that were not taken out."""
         with self._wake:
             self._closed = reason
-            left = [message.request for message in self._messages if isinstance(message, Add)]
+            requests = [message.request for message in self._messages if isinstance(message, Add)]
             self._messages.clear()
-            return left
+            return requests

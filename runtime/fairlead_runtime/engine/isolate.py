@@ -1,9 +1,8 @@
-"""Run one step's work so that a failing row takes no other with it.
+"""Run one step's work so that a failing row does not fail the others.
 
-Owns the bisection of a batch whose forward pass raised. Touches no scheduler state and does no
-bookkeeping: it returns who computed and who cannot. Rerunning a row is safe because keys and values
-are written to the same slots with the same values and a draw depends on the request alone, never on
-the run.
+Owns the bisection of a batch whose forward pass raised. Touches no scheduler state: it returns
+which rows ran and which failed. Running a row again is safe because it writes the same keys and
+values to the same slots, and its random draws depend on the request alone.
 """
 
 from collections.abc import Mapping
@@ -27,8 +26,8 @@ class Executor(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """``ran``: the work of the rows that computed; ``failed``: what each other row raised when it
-    ran alone.
+    """``ran``: the work of the rows that succeeded. ``failed``: the other rows, each with what it
+    raised alone.
     """
 
     ran: Work
@@ -37,11 +36,11 @@ class Outcome:
 
 
 def run_isolated(executor: Executor, work: Work) -> Outcome:
-    """Execute ``work``; when that raises, halve it until the rows that fail alone are found.
+    """Execute ``work``. When that raises, halve it until only single rows fail.
 
-    A fault that only the whole batch provokes (memory, most often) ends with every half computed
-    and nobody failed. k culprits among B rows cost at most 2k·log2(B) + 1 further passes. Copies
-    must be done already.
+    If only the whole batch fails (most often for lack of memory), every half succeeds and no row
+    fails. k failing rows of B cost at most 2k·log2(B) + 1 further passes. The step's copies must be
+    done already.
     """
     results: dict[int, Result] = {}
     failed: list[tuple[Row, Exception]] = []
@@ -52,7 +51,7 @@ def run_isolated(executor: Executor, work: Work) -> Outcome:
         part = work if rows is work.rows else work.subset(rows)
         try:
             results.update(executor.execute(part))
-        except Exception as error:  # noqa: BLE001 - whatever it is, it must not end the other requests
+        except Exception as error:  # noqa: BLE001 - no error may end the other requests
             if len(rows) == 1:
                 failed.append((rows[0], error))
                 continue

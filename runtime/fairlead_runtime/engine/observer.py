@@ -1,7 +1,4 @@
-"""What statistics hook into, and the one kind of request that they never count.
-
-Owns the engine's hooks and the canary. Counts nothing itself.
-"""
+"""The engine's hooks for metrics, and the canary: the one kind of request no metric counts."""
 
 import itertools
 from collections.abc import Sequence
@@ -14,9 +11,9 @@ _numbers = itertools.count()
 
 
 class Observer:
-    """Every method is called by the engine thread. The default observes nothing.
+    """The engine thread calls every method. This class does nothing.
 
-    ``stepped`` comes before the ``ended`` of the requests that the step finished.
+    ``stepped`` comes before ``ended`` of the requests that the step finished.
     """
 
     def arrived(self, request: Request, at: float) -> None: ...
@@ -25,8 +22,6 @@ class Observer:
 
 
 def canary() -> Request:
-    """A request of one token, in no request metric, that proves the path through scheduler and
-    device.
-    """
+    """A request for one token that tests the path through scheduler and device."""
     params = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
     return Request(f"{CANARY}{next(_numbers)}", (0,), params, max_tokens=1)

@@ -1,11 +1,9 @@
-"""What the debug view shows of live requests: states, counts and why one waits, in words.
+"""Live requests for the debug view: states, counts and the reason why one waits.
 
-Owns the wording. Reads sequences between two steps, in the engine thread; shows no prompt and no
-text.
+Reads sequences between two steps, in the engine thread; shows no prompt and no text.
 """
 
-from collections.abc import Iterable
-from collections.abc import Sequence as Many
+from collections import abc
 from dataclasses import dataclass
 
 from fairlead_runtime.outputs import RequestView
@@ -14,7 +12,7 @@ from fairlead_runtime.sizing.groups import NULL
 
 
 @dataclass(slots=True)
-class Live:
+class LiveRequest:
     """A request between its arrival and the end of its last choice."""
 
     request: Request
@@ -25,17 +23,19 @@ class Live:
 
 
 def request_views(
-    live: Iterable[Live], waiting: Many[Sequence], running: int, max_requests: int, now: float
+    live: abc.Iterable[LiveRequest],
+    waiting: abc.Sequence[Sequence],
+    running: int,
+    max_requests: int,
+    now: float,
 ) -> list[RequestView]:
-    """One view per live request, oldest first. ``waiting`` is in the order in which the policy will
-    start them.
-    """
-    places = {sequence.id: place for place, sequence in enumerate(waiting)}
-    return [_view(one, places, running, max_requests, now) for one in live]
+    """One view per live request, oldest first. ``waiting`` is in the policy's order."""
+    positions = {sequence.id: position for position, sequence in enumerate(waiting)}
+    return [_view(request, positions, running, max_requests, now) for request in live]
 
 
 def _view(
-    live: Live, places: dict[int, int], running: int, max_requests: int, now: float
+    live: LiveRequest, positions: dict[int, int], running: int, max_requests: int, now: float
 ) -> RequestView:
     request, sequences = live.request, live.sequences
     return RequestView(
@@ -51,12 +51,12 @@ def _view(
             unit != NULL for sequence in sequences for table in sequence.tables for unit in table
         ),
         preemptions=sum(sequence.preemptions for sequence in sequences),
-        waits_for=_reason(sequences, places, running, max_requests),
+        waits_for=_reason(sequences, positions, running, max_requests),
     )
 
 
 def _status(sequences: tuple[Sequence, ...]) -> Status:
-    """The furthest state of its unfinished choices."""
+    """The furthest status of the unfinished choices."""
     states = {sequence.status for sequence in sequences} - FINAL
     for status in (Status.DECODING, Status.PREFILLING):
         if status in states:
@@ -65,17 +65,20 @@ def _status(sequences: tuple[Sequence, ...]) -> Status:
 
 
 def _reason(
-    sequences: tuple[Sequence, ...], places: dict[int, int], running: int, max_requests: int
+    sequences: tuple[Sequence, ...], positions: dict[int, int], running: int, max_requests: int
 ) -> str:
-    queued = [sequence for sequence in sequences if sequence.id in places]
+    queued = [sequence for sequence in sequences if sequence.id in positions]
     if not queued or any(s.status in {Status.DECODING, Status.PREFILLING} for s in sequences):
         return ""
-    first = min(queued, key=lambda sequence: places[sequence.id])
-    ahead = places[first.id]
+    first = min(queued, key=lambda sequence: positions[sequence.id])
+    ahead = positions[first.id]
     if first.preemptions:
-        return f"preempted {first.preemptions} times: goes on when its blocks fit again, {ahead} ahead of it"
+        return (
+            f"preempted {first.preemptions} times: "
+            f"goes on when its blocks fit again, {ahead} ahead of it"
+        )
     if ahead:
         return f"{ahead} ahead of it"
     if running >= max_requests:
-        return f"next: all {max_requests} places (max_requests) are taken"
+        return f"next: waits until fewer than {max_requests} requests (max_requests) run"
     return "next: waits for free cache blocks (safety_margin keeps some for running requests)"

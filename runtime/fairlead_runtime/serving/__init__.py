@@ -1,1 +1,1 @@
-"""Between HTTP and the engine: submissions in, text out, and metrics of both."""
+"""Between HTTP and the engine: submissions in, text out, and metrics."""

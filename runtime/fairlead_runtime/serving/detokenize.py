@@ -1,10 +1,9 @@
-"""Token ids to text, one token at a time and never a piece of a character.
+"""Token ids to text, one token at a time, without splitting a character.
 
-Owns what of a choice's text is settled and what may still change with the next token. Special
-tokens make no text. Knows no stop text and no request. The pieces concatenate to the text of the
-whole, with one documented exception: where a sentencepiece vocabulary spells out bytes and a run of
-them is invalid, transformers replaces the whole run, while here, as a stream cannot take back what
-it said, only the invalid bytes become U+FFFD.
+Owns which text of a choice is final and which may still change with the next token. Special tokens
+make no text. Knows no stop text and no request. The pieces concatenate to the decoded whole, with
+one exception: for an invalid run of a sentencepiece vocabulary's byte tokens, transformers replaces
+the whole run; a stream cannot take text back, so here only the invalid bytes become U+FFFD.
 """
 
 import codecs
@@ -17,9 +16,8 @@ from typing import Any
 from tokenizers import Tokenizer
 
 REPLACEMENT = "\ufffd"
-# A character spans at most 4 bytes, thus 4 tokens: what lies further back is settled. A decoder
-# that looks at its neighbours (a space that is dropped at the start of a text) needs one token
-# more.
+# A character spans at most 4 bytes and so 4 tokens: text further back is final. A decoder that
+# looks at neighbours (one that drops the space at the start of a text) needs one token more.
 CONTEXT = 6
 WINDOW = 4 * CONTEXT
 
@@ -31,17 +29,16 @@ class Vocabulary:
     """What decoding needs of a tokenizer; made once per model by ``vocabulary_of``.
 
     ``decode`` turns ids into text by the tokenizer's own rules. ``special`` ids make no text.
-    ``spelled`` are ids that stand for fixed bytes, wherever they are: with ``bytewise`` every id of
-    the vocabulary, else at most the 256 of byte fallback, ``<0xNN>``.
+    ``token_bytes`` has the ids that stand for the same bytes in every context: with ``byte_level``
+    all ids of the vocabulary, else at most the 256 of byte fallback, ``<0xNN>``. ``token_text`` is
+    the text of one token by itself, special or not, as log-probabilities show it.
     """
 
     decode: Callable[[Sequence[int]], str]
     special: frozenset[int]
-    spelled: Mapping[int, bytes]
-    bytewise: bool
-    token_text: Callable[
-        [int], str
-    ]  # one token by itself, special ones too: what log-probabilities show
+    token_bytes: Mapping[int, bytes]
+    byte_level: bool
+    token_text: Callable[[int], str]
 
 
 def vocabulary_of(tokenizer: Any) -> Vocabulary:
@@ -59,8 +56,8 @@ def vocabulary_of(tokenizer: Any) -> Vocabulary:
     def token_text(token: int) -> str:
         return decode([token])
 
-    spelled, bytewise = _spelled(backend)
-    return Vocabulary(decode, special, spelled, bytewise, token_text)
+    token_bytes, byte_level = _token_bytes(backend)
+    return Vocabulary(decode, special, token_bytes, byte_level, token_text)
 
 
 def _slow_vocabulary(tokenizer: Any) -> Vocabulary:
@@ -77,7 +74,7 @@ def _slow_vocabulary(tokenizer: Any) -> Vocabulary:
     )
 
 
-def _spelled(backend: Tokenizer) -> tuple[dict[int, bytes], bool]:
+def _token_bytes(backend: Tokenizer) -> tuple[dict[int, bytes], bool]:
     kinds = _decoder_kinds(backend)
     vocab = backend.get_vocab(with_added_tokens=True)
     if kinds == ["ByteLevel"]:
@@ -90,7 +87,7 @@ def _spelled(backend: Tokenizer) -> tuple[dict[int, bytes], bool]:
 
 
 def _decoder_kinds(backend: Tokenizer) -> list[str]:
-    """The types of the tokenizer's decoder, or of its parts."""
+    """The types of the tokenizer's decoders."""
     if backend.decoder is None:
         return []
     state = json.loads(backend.decoder.__getstate__())
@@ -98,8 +95,8 @@ def _decoder_kinds(backend: Tokenizer) -> list[str]:
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """Byte-level BPE's stand-ins: printable Latin-1 as itself, the other bytes from U+0100 on
-    (GPT-2's table).
+    """Byte-level BPE's characters for bytes: printable Latin-1 for itself, U+0100 and up for the
+    other bytes (GPT-2's table).
     """
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
@@ -109,8 +106,8 @@ def _byte_alphabet() -> dict[str, int]:
 
 
 def _bytes_of(piece: str, alphabet: Mapping[str, int]) -> bytes:
-    """A piece's bytes; one with a character outside the alphabet (an added token) stands for
-    itself.
+    """A piece's bytes; a piece with a character outside the alphabet (an added token) is its own
+    text.
     """
     try:
         return bytes([alphabet[character] for character in piece])
@@ -119,65 +116,64 @@ def _bytes_of(piece: str, alphabet: Mapping[str, int]) -> bytes:
 
 
 class Detokenizer:
-    """The text of one choice. ``prompt`` gives its first token the neighbours it has in the whole."""
+    """The text of one choice. ``prompt`` gives the first token its neighbours on the left."""
 
-    __slots__ = ("_bytes", "_given", "_held", "_in_bytes", "_vocabulary", "_window")
+    __slots__ = ("_bytes", "_in_bytes", "_replacement_pending", "_shown", "_vocabulary", "_window")
 
     def __init__(self, vocabulary: Vocabulary, prompt: Sequence[int] = ()) -> None:
         self._vocabulary = vocabulary
         self._bytes = _utf8(errors="replace")
         self._in_bytes = False
-        # The last tokens that made text, how many characters of their text have been handed out,
-        # and whether the one left over is a U+FFFD that waits for the next token.
+        # The last tokens that made text, how many characters of their text were returned, and
+        # whether a U+FFFD at its end still waits for the next token.
         self._window = [t for t in prompt[-WINDOW:] if t not in vocabulary.special][-CONTEXT:]
-        self._given = 0
-        self._held = False
-        if vocabulary.bytewise:
-            self._bytes.decode(b"".join(vocabulary.spelled.get(t, b"") for t in self._window))
+        self._shown = 0
+        self._replacement_pending = False
+        if vocabulary.byte_level:
+            self._bytes.decode(b"".join(vocabulary.token_bytes.get(t, b"") for t in self._window))
         else:
             self._rebase()
 
     def add(self, token: int) -> str:
-        """The text that is settled now and was not before; often empty in the middle of a
-        character.
-        """
+        """The text that this token makes final; often empty in the middle of a character."""
         if token in self._vocabulary.special:
             return ""
-        spelled = self._vocabulary.spelled.get(token)
-        if self._vocabulary.bytewise:  # an id beyond the vocabulary makes no text
-            return self._bytes.decode(spelled or b"")
+        token_bytes = self._vocabulary.token_bytes.get(token)
+        if self._vocabulary.byte_level:  # an id beyond the vocabulary makes no text
+            return self._bytes.decode(token_bytes or b"")
         self._window.append(token)
-        if spelled is not None:
-            held, self._held = REPLACEMENT if self._held else "", False
+        if token_bytes is not None:
+            held, self._replacement_pending = (
+                REPLACEMENT if self._replacement_pending else "",
+                False,
+            )
             self._in_bytes = True
             del self._window[:-CONTEXT]
-            return held + self._bytes.decode(spelled)
+            return held + self._bytes.decode(token_bytes)
         if self._in_bytes:
             return self._leave_bytes() + self._settled()
         return self._settled()
 
     def finish(self) -> str:
-        """What was held back; the bytes of an unfinished character become U+FFFD."""
-        held = REPLACEMENT if self._held else ""
+        """The text held back until now; the bytes of an unfinished character become U+FFFD."""
+        held = REPLACEMENT if self._replacement_pending else ""
         return held + self._bytes.decode(b"", final=True)
 
     def _leave_bytes(self) -> str:
-        """A token with text of its own follows a run of bytes: the run is over, complete or not."""
+        """End a run of byte tokens, complete or not, when a token with its own text follows."""
         held = self._bytes.decode(b"", final=True)
         self._bytes.reset()
         self._in_bytes = False
-        self._given = len(self._vocabulary.decode(self._window[:-1]))
+        self._shown = len(self._vocabulary.decode(self._window[:-1]))
         return held
 
     def _settled(self) -> str:
-        """All but a last U+FFFD, which may become a character; the one before it cannot change any
-        more.
-        """
+        """The new final text: all but a last U+FFFD, which may still become a character."""
         text = self._vocabulary.decode(self._window)
-        self._held = text.endswith(REPLACEMENT)
-        end = len(text) - self._held
-        piece = text[self._given : end]
-        self._given = max(self._given, end)
+        self._replacement_pending = text.endswith(REPLACEMENT)
+        end = len(text) - self._replacement_pending
+        piece = text[self._shown : end]
+        self._shown = max(self._shown, end)
         if len(self._window) > WINDOW:
             del self._window[:-CONTEXT]
             self._rebase()
@@ -185,5 +181,5 @@ class Detokenizer:
 
     def _rebase(self) -> None:
         text = self._vocabulary.decode(self._window) if self._window else ""
-        self._held = text.endswith(REPLACEMENT)
-        self._given = len(text) - self._held
+        self._replacement_pending = text.endswith(REPLACEMENT)
+        self._shown = len(text) - self._replacement_pending

@@ -1,7 +1,7 @@
-"""From what a client means to what the engine takes: Submission → Request.
+"""Turns a client's Submission into an engine's Request.
 
-Owns the checks that hold for every way in (server, Python API, command line) and the resolution of
-seed, max_tokens and end-of-sequence ids. Knows no queue and no HTTP.
+Owns the checks common to server, Python API and command line, and the resolution of seed,
+max_tokens and end-of-sequence ids. Knows no queue and no HTTP.
 """
 
 import itertools
@@ -14,8 +14,8 @@ from fairlead_runtime.seeds import resolve_seed
 
 
 class Intake:
-    """``resolve_max_tokens(prompt_len, max_tokens)`` is the engine's; ``seed`` its default for
-    requests without one.
+    """``resolve_max_tokens(prompt_len, max_tokens)`` is the engine's. ``seed`` is the default for
+    requests without a seed.
     """
 
     def __init__(
@@ -33,7 +33,9 @@ class Intake:
         self._arrivals = itertools.count()
 
     def request(self, submission: Submission) -> Request:
-        """Raises RequestError, with the arithmetic when the request can never fit."""
+        """Raises RequestError; for a request that can never fit, the message shows the
+        arithmetic.
+        """
         prompt, params = submission.prompt, submission.params
         if not prompt:
             raise RequestError("prompt", "is empty: send at least one token")
@@ -53,8 +55,8 @@ class Intake:
         )
 
     def _within_vocabulary(self, field: str, ids: tuple[int, ...]) -> None:
-        """Ids index the embedding and the logits: outside of them the device would fail, not this
-        request.
+        """Ids index the embedding and the logits: an id outside them would make the device fail,
+        not just this request.
         """
         if ids and (min(ids) < 0 or max(ids) >= self._vocab_size):
             raise RequestError(field, f"token ids must be from 0 to {self._vocab_size - 1}")

@@ -1,11 +1,10 @@
-"""What happened to requests, as numbers: counts and distributions since the start.
+"""Measures requests: counts and histograms since the start.
 
-Owns the clocks of live requests and the totals they end in. Called by the engine thread once per
-step and once per request's beginning and end; read by the thread that answers a scrape. Knows no
-metric's name and no Prometheus.
+Owns the times of live requests and the totals. The engine thread calls it once per step and when a
+request arrives or ends; the thread that answers a scrape reads it. Knows nothing of Prometheus.
 
-One request counts once, however many choices it has: its first token is that of its fastest choice.
-Time between tokens is that of each choice. Canaries leave no trace in any number about requests.
+A request counts once, however many choices it has: its first token is that of its fastest choice.
+The time between tokens is measured per choice. No number about requests includes canaries.
 """
 
 import threading
@@ -20,14 +19,12 @@ from fairlead_runtime.engine.engine import CANARY, Observer
 from fairlead_runtime.request import FinishReason, Request
 from fairlead_runtime.scheduling.plan import Event, Token, Work
 
-BY_THEMSELVES = frozenset({FinishReason.STOP, FinishReason.LENGTH})
+COMPLETED = frozenset({FinishReason.STOP, FinishReason.LENGTH})
 
 
 @dataclass(slots=True)
-class Distribution:
-    """A histogram in plain numbers: ``counts[i]`` values lie in (bounds[i-1], bounds[i]], the last
-    beyond them all.
-    """
+class Histogram:
+    """``counts[i]`` values lie in (bounds[i-1], bounds[i]]; the last count is above all bounds."""
 
     bounds: tuple[float, ...]
     counts: list[int] = field(default_factory=list)
@@ -40,93 +37,94 @@ class Distribution:
         self.counts[bisect_left(self.bounds, value)] += times
         self.sum += value * times
 
-    def copy(self) -> "Distribution":
-        return Distribution(self.bounds, list(self.counts), self.sum)
+    def copy(self) -> "Histogram":
+        return Histogram(self.bounds, list(self.counts), self.sum)
 
 
 @dataclass(slots=True)
 class Totals:
-    """Since the start. Times in seconds; the distributions of whole requests are of those that
-    finished by themselves.
+    """Totals since the start. Times in seconds. The histograms of whole requests (``e2e``,
+    ``prefill``, ``decode``, ``inference`` and the lengths) contain COMPLETED requests only.
     """
 
     arrivals: int = 0
     prompt_tokens: int = 0  # of requests whose first token has come
     generation_tokens: int = 0
-    canaries: int = 0  # that had a first step
+    canaries: int = 0  # canaries that had a first step
     finished: Counter[FinishReason] = field(default_factory=Counter)
-    first_token: Distribution = field(default_factory=lambda: Distribution(names.TTFT_BUCKETS))
-    between_tokens: Distribution = field(default_factory=lambda: Distribution(names.ITL_BUCKETS))
-    queue: Distribution = field(default_factory=lambda: Distribution(names.LATENCY_BUCKETS))
-    prefill: Distribution = field(default_factory=lambda: Distribution(names.LATENCY_BUCKETS))
-    decode: Distribution = field(default_factory=lambda: Distribution(names.LATENCY_BUCKETS))
-    inference: Distribution = field(default_factory=lambda: Distribution(names.LATENCY_BUCKETS))
-    whole: Distribution = field(default_factory=lambda: Distribution(names.LATENCY_BUCKETS))
-    prompt_length: Distribution = field(default_factory=lambda: Distribution(names.LENGTH_BUCKETS))
-    output_length: Distribution = field(default_factory=lambda: Distribution(names.LENGTH_BUCKETS))
-    step_tokens: Distribution = field(default_factory=lambda: Distribution(names.ITERATION_BUCKETS))
+    ttft: Histogram = field(default_factory=lambda: Histogram(names.TTFT_BUCKETS))
+    itl: Histogram = field(default_factory=lambda: Histogram(names.ITL_BUCKETS))
+    queue: Histogram = field(default_factory=lambda: Histogram(names.LATENCY_BUCKETS))
+    prefill: Histogram = field(default_factory=lambda: Histogram(names.LATENCY_BUCKETS))
+    decode: Histogram = field(default_factory=lambda: Histogram(names.LATENCY_BUCKETS))
+    inference: Histogram = field(default_factory=lambda: Histogram(names.LATENCY_BUCKETS))
+    e2e: Histogram = field(default_factory=lambda: Histogram(names.LATENCY_BUCKETS))
+    prompt_length: Histogram = field(default_factory=lambda: Histogram(names.LENGTH_BUCKETS))
+    output_length: Histogram = field(default_factory=lambda: Histogram(names.LENGTH_BUCKETS))
+    step_tokens: Histogram = field(default_factory=lambda: Histogram(names.ITERATION_BUCKETS))
 
     def copy(self) -> "Totals":
         values: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(self)}
         copied = {
-            name: v.copy() for name, v in values.items() if isinstance(v, Distribution | Counter)
+            name: v.copy() for name, v in values.items() if isinstance(v, Histogram | Counter)
         }
         return Totals(**values | copied)
 
 
 @dataclass(frozen=True, slots=True)
-class Reading:
+class MetricsSnapshot:
     """A consistent copy for one scrape.
 
-    ``settled`` counts requests, canaries too, that still had no step when the last step ended.
+    ``waiting_after_step`` counts requests and canaries that had no step yet when the last step
+    ended.
     """
 
     totals: Totals
     inflight: int  # live requests
-    settled: int
-    oldest: float | None  # when the one that waits longest for its first step arrived
+    waiting_after_step: int
+    oldest: float | None  # arrival of the request that waits longest for its first step
     canaries_waiting: int
     canaries_running: int
 
 
 @dataclass(slots=True)
-class Clock:
-    """One live request's times on the engine's clock."""
+class RequestTimes:
+    """The times of one live request, by the engine's clock."""
 
     request: Request
     canary: bool
     arrived: float
-    last: list[float | None]  # per choice: when its latest token came
-    started: float | None = None  # when its first step began
-    first: float | None = None  # when its first token came
+    last_token: list[float | None]  # per choice: time of its latest token
+    first_step: float | None = None  # when its first step began
+    first_token: float | None = None
     tokens: int = 0
 
 
-class Measures(Observer):
+class RequestMetrics(Observer):
     """Every method may be called from any thread; the engine thread's calls are short."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._totals = Totals()
-        self._clocks: dict[str, Clock] = {}
-        self._unstarted: dict[str, Clock] = {}  # in order of arrival
-        self._settled = 0  # how many were unstarted when the last step ended
-        self._canaries: dict[str, Clock] = {}  # those of the clocks
+        self._requests: dict[str, RequestTimes] = {}
+        self._waiting: dict[str, RequestTimes] = {}  # in order of arrival
+        self._waiting_after_step = 0  # length of _waiting when the last step ended
+        self._canaries: dict[str, RequestTimes] = {}  # the canaries among _requests
 
     # -- the engine thread
 
     def arrived(self, request: Request, at: float) -> None:
-        clock = Clock(request, request.id.startswith(CANARY), at, [None] * request.params.n)
+        times = RequestTimes(request, request.id.startswith(CANARY), at, [None] * request.params.n)
         with self._lock:
-            self._clocks[request.id] = self._unstarted[request.id] = clock
-            if clock.canary:
-                self._canaries[request.id] = clock
+            self._requests[request.id] = self._waiting[request.id] = times
+            if times.canary:
+                self._canaries[request.id] = times
             else:
                 self._totals.arrivals += 1
 
     def stepped(self, work: Work, events: Sequence[Event], began: float, ended: float) -> None:
         with self._lock:
-            if self._unstarted:
+            if self._waiting:
                 self._start(work, began)
             tokens = sum([row.count for row in work.rows])
             if self._canaries:
@@ -136,80 +134,80 @@ class Measures(Observer):
             if tokens:
                 self._totals.step_tokens.add(tokens)
             self._count_tokens(events, ended)
-            self._settled = len(self._unstarted)
+            self._waiting_after_step = len(self._waiting)
 
     def ended(self, request: Request, reason: FinishReason, at: float) -> None:
         with self._lock:
-            clock = self._clocks.pop(request.id, None)
-            self._unstarted.pop(request.id, None)
+            times = self._requests.pop(request.id, None)
+            self._waiting.pop(request.id, None)
             self._canaries.pop(request.id, None)
-            self._settled = min(self._settled, len(self._unstarted))
-            if clock is not None and not clock.canary:
-                self._finish(clock, reason, at)
+            self._waiting_after_step = min(self._waiting_after_step, len(self._waiting))
+            if times is not None and not times.canary:
+                self._finish(times, reason, at)
 
     def _start(self, work: Work, began: float) -> None:
-        """Note who had a first step."""
+        """Record the requests that had their first step."""
         for row in work.rows:
-            clock = self._unstarted.pop(row.sequence.request.id, None)
-            if clock is None:
+            times = self._waiting.pop(row.sequence.request.id, None)
+            if times is None:
                 continue
-            clock.started = began
-            if clock.canary:
+            times.first_step = began
+            if times.canary:
                 self._totals.canaries += 1
             else:
-                self._totals.queue.add(max(0.0, began - clock.arrived))
+                self._totals.queue.add(max(0.0, began - times.arrived))
 
     def _count_tokens(self, events: Sequence[Event], now: float) -> None:
-        """All tokens of a step come at its end, so most gaps between tokens are equal: each is
-        added once, with its count.
+        """All tokens of a step come at its end, so most gaps between tokens are equal: add each gap
+        once, with its count.
         """
         gaps: dict[float, int] = {}
-        clocks, made = self._clocks, 0
+        requests, generated = self._requests, 0
         for event in events:
             if not isinstance(event, Token):
                 continue
             sequence = event.sequence
-            clock = clocks.get(sequence.request.id)
-            if clock is None or clock.canary:
+            times = requests.get(sequence.request.id)
+            if times is None or times.canary:
                 continue
-            made += 1
-            clock.tokens += 1
-            before = clock.last[sequence.choice]
-            clock.last[sequence.choice] = now
-            if before is not None:
-                gap = now - before
+            generated += 1
+            times.tokens += 1
+            previous = times.last_token[sequence.choice]
+            times.last_token[sequence.choice] = now
+            if previous is not None:
+                gap = now - previous
                 gaps[gap] = gaps.get(gap, 0) + 1
-            elif clock.first is None:
-                clock.first = now
-                self._totals.prompt_tokens += len(clock.request.prompt)
-                self._totals.first_token.add(now - clock.arrived)
-        self._totals.generation_tokens += made
-        for gap, times in gaps.items():
-            self._totals.between_tokens.add(gap, times)
+            elif times.first_token is None:
+                times.first_token = now
+                self._totals.prompt_tokens += len(times.request.prompt)
+                self._totals.ttft.add(now - times.arrived)
+        self._totals.generation_tokens += generated
+        for gap, count in gaps.items():
+            self._totals.itl.add(gap, count)
 
-    def _finish(self, clock: Clock, reason: FinishReason, at: float) -> None:
+    def _finish(self, times: RequestTimes, reason: FinishReason, at: float) -> None:
         totals = self._totals
         totals.finished[reason] += 1
-        if clock.first is None or clock.started is None or reason not in BY_THEMSELVES:
+        if times.first_token is None or times.first_step is None or reason not in COMPLETED:
             return
-        last = max(came for came in clock.last if came is not None)
-        totals.whole.add(at - clock.arrived)
-        totals.prefill.add(clock.first - clock.started)
-        totals.decode.add(last - clock.first)
-        totals.inference.add(last - clock.started)
-        totals.prompt_length.add(len(clock.request.prompt))
-        totals.output_length.add(clock.tokens)
+        last_token = max(time for time in times.last_token if time is not None)
+        totals.e2e.add(at - times.arrived)
+        totals.prefill.add(times.first_token - times.first_step)
+        totals.decode.add(last_token - times.first_token)
+        totals.inference.add(last_token - times.first_step)
+        totals.prompt_length.add(len(times.request.prompt))
+        totals.output_length.add(times.tokens)
 
     # -- any thread
 
-    def read(self) -> Reading:
+    def read(self) -> MetricsSnapshot:
         with self._lock:
-            oldest = next((clock for clock in self._unstarted.values() if not clock.canary), None)
-            running = sum(clock.started is not None for clock in self._canaries.values())
-            return Reading(
+            oldest = next((times for times in self._waiting.values() if not times.canary), None)
+            running = sum(times.first_step is not None for times in self._canaries.values())
+            return MetricsSnapshot(
                 totals=self._totals.copy(),
-                inflight=len(self._clocks) - len(self._canaries),
-                settled=self._settled,
+                inflight=len(self._requests) - len(self._canaries),
+                waiting_after_step=self._waiting_after_step,
                 oldest=oldest.arrived if oldest else None,
                 canaries_waiting=len(self._canaries) - running,
                 canaries_running=running,

@@ -1,8 +1,8 @@
-"""The numbers of one engine in Prometheus' text format, under vLLM's names and our own.
+"""The metrics of one engine in Prometheus' text format, under vLLM's names and our own.
 
-Owns the mapping from measures and snapshots to series; only the HTTP routes' own metrics are
-elsewhere. Every series is there from the start, with value 0; label values are the model's name and
-closed sets. A scrape works on copies, so the engine thread never waits for one.
+Owns the mapping from measurements and snapshots to series. Every series exists from the start, with
+value 0; label values are the model's name and fixed sets. A scrape reads copies, so the engine
+thread never waits for it.
 """
 
 import math
@@ -23,12 +23,14 @@ from prometheus_client.registry import Collector
 from fairlead_runtime import metric_names as names
 from fairlead_runtime.outputs import EngineSnapshot
 from fairlead_runtime.request import FinishReason
-from fairlead_runtime.serving.measurements import Distribution, Measures, Reading, Totals
+from fairlead_runtime.serving.measurements import Histogram, MetricsSnapshot, RequestMetrics, Totals
 
 HELP = {
     names.RUNNING: "Choices of requests that are running.",
     names.WAITING: "Choices of requests that wait: never started, preempted or offloaded.",
-    names.KV_CACHE_USAGE: "Share of cache blocks that requests hold, 0 to 1; evictable cached blocks are free.",
+    names.KV_CACHE_USAGE: (
+        "Share of cache blocks that requests hold, 0 to 1; evictable cached blocks are free."
+    ),
     names.CACHE_CONFIG: "The cache's size, in labels.",
     names.PROMPT_TOKENS: "Prompt tokens of requests whose first token has come.",
     names.GENERATION_TOKENS: "Tokens generated.",
@@ -47,7 +49,7 @@ HELP = {
     names.REQUEST_GENERATION_TOKENS: "Tokens generated for a request, all choices together.",
     names.ITERATION_TOKENS: "Tokens computed in a step, prefill and decode together.",
     names.ARRIVALS: "Requests that reached the engine.",
-    names.ABORTED: "Requests whose client went away or that the server gave up.",
+    names.ABORTED: "Requests whose client disconnected or that the server aborted.",
     names.FAILED: "Requests that ended with an error.",
     names.STEPS: "Steps executed.",
     names.STEP_SECONDS: "Time spent in steps.",
@@ -59,37 +61,40 @@ HELP = {
     names.OLDEST_WAIT: "How long the request that waits longest for its first step has waited.",
     names.BLOCKS: "Cache blocks, each of block_size tokens in every layer.",
     names.FREE_BLOCKS: "Cache blocks that no request holds, evictable cached ones among them.",
-    names.CACHED_BLOCKS: "Cache blocks that nobody holds and the prefix cache keeps.",
+    names.CACHED_BLOCKS: "Cache blocks that no request holds and the prefix cache keeps.",
     names.INFLIGHT: "Live requests.",
     names.DRAIN_INFLIGHT: "Live requests while the server drains, else 0.",
-    names.STARTUP: "The start: until the weights were in memory (loaded), from then until the self-test passed (warmed).",
+    names.STARTUP: (
+        "Duration of the start: until the weights were in memory (loaded), "
+        "and from then until the self-test passed (warmed)."
+    ),
 }
 
 
-class Stats(Measures):
-    """An engine's observer and its exposition. ``now`` is the engine's clock, seconds."""
+class EngineMetrics(RequestMetrics):
+    """Observes an engine and exposes its metrics. ``now`` is the engine's clock, in seconds."""
 
     def __init__(self, model_name: str, now: Callable[[], float] = time.monotonic) -> None:
         super().__init__()
         self._model = model_name
         self._now = now
-        self._rising = Rising()
+        self._monotonic = MonotonicCounters()
         self._startup = {"loaded": 0.0, "warmed": 0.0}
 
     def started(self, *, loaded: float, warmed: float) -> None:
-        """What the start took, seconds: from the process's begin to the weights in memory, and from
-        there on.
+        """Record the duration of the start in seconds: from the start of the process until the
+        weights are in memory, and from then until the self-test has passed.
         """
         self._startup = {"loaded": loaded, "warmed": warmed}
 
     def exposition(self, snapshot: EngineSnapshot, *, draining: bool = False) -> bytes:
-        """All series, text format 0.0.4. ``draining``: the server takes no new requests any more."""
+        """All series, text format 0.0.4. ``draining``: the server takes no new requests."""
         reading = self.read()
         registry = CollectorRegistry(auto_describe=False)
         scrape = Scrape(
             self._model,
             gauges(reading, snapshot, self._now(), draining=draining),
-            counters(reading, snapshot, self._rising),
+            counters(reading, snapshot, self._monotonic),
             histograms(reading.totals),
             {reason.value: reading.totals.finished[reason] for reason in FinishReason},
             {"block_size": str(snapshot.block_size), "num_gpu_blocks": str(snapshot.num_blocks)},
@@ -100,12 +105,11 @@ class Stats(Measures):
 
 
 def gauges(
-    reading: Reading, snapshot: EngineSnapshot, now: float, *, draining: bool
+    reading: MetricsSnapshot, snapshot: EngineSnapshot, now: float, *, draining: bool
 ) -> dict[str, float]:
     scheduler = snapshot.scheduler
-    # The scheduler's numbers are those after the last step: what came since waits too, until its
-    # first step ends.
-    arriving = max(0, snapshot.queued - reading.settled)
+    # The scheduler's numbers are those after the last step: requests that arrived since also wait.
+    arriving = max(0, snapshot.queued - reading.waiting_after_step)
     units_per_block = max(1, scheduler.units // snapshot.num_blocks)
     return {
         names.RUNNING: max(0, scheduler.running - reading.canaries_running),
@@ -120,17 +124,18 @@ def gauges(
     }
 
 
-def counters(reading: Reading, snapshot: EngineSnapshot, rising: "Rising") -> dict[str, float]:
+def counters(
+    reading: MetricsSnapshot, snapshot: EngineSnapshot, monotonic: "MonotonicCounters"
+) -> dict[str, float]:
     totals, engine, scheduler = reading.totals, snapshot.counters, snapshot.scheduler
-    queries = rising.total(names.PREFIX_CACHE_QUERIES, scheduler.prefix_queries)
+    queries = monotonic.total(names.PREFIX_CACHE_QUERIES, scheduler.prefix_queries)
     return {
         names.PROMPT_TOKENS: totals.prompt_tokens,
         names.GENERATION_TOKENS: totals.generation_tokens,
-        names.PREFIX_CACHE_QUERIES: max(
-            0, queries - totals.canaries
-        ),  # each looks its one token up
-        names.PREFIX_CACHE_HITS: rising.total(names.PREFIX_CACHE_HITS, scheduler.prefix_hits),
-        names.PREEMPTIONS: rising.total(names.PREEMPTIONS, scheduler.preemptions),
+        # Each canary looks up its one token.
+        names.PREFIX_CACHE_QUERIES: max(0, queries - totals.canaries),
+        names.PREFIX_CACHE_HITS: monotonic.total(names.PREFIX_CACHE_HITS, scheduler.prefix_hits),
+        names.PREEMPTIONS: monotonic.total(names.PREEMPTIONS, scheduler.preemptions),
         names.ARRIVALS: totals.arrivals,
         names.ABORTED: totals.finished[FinishReason.ABORT],
         names.FAILED: totals.finished[FinishReason.ERROR],
@@ -144,11 +149,11 @@ def counters(reading: Reading, snapshot: EngineSnapshot, rising: "Rising") -> di
     }
 
 
-def histograms(totals: Totals) -> dict[str, Distribution]:
+def histograms(totals: Totals) -> dict[str, Histogram]:
     return {
-        names.TTFT: totals.first_token,
-        names.ITL: totals.between_tokens,
-        names.E2E_LATENCY: totals.whole,
+        names.TTFT: totals.ttft,
+        names.ITL: totals.itl,
+        names.E2E_LATENCY: totals.e2e,
         names.QUEUE_TIME: totals.queue,
         names.PREFILL_TIME: totals.prefill,
         names.DECODE_TIME: totals.decode,
@@ -159,10 +164,8 @@ def histograms(totals: Totals) -> dict[str, Distribution]:
     }
 
 
-class Rising:
-    """Counters of a part that is made anew after a fault and then starts from 0: their sum over all
-    its lives.
-    """
+class MonotonicCounters:
+    """Sums counters over restarts of the scheduler, which starts from 0 after a fault."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -180,14 +183,14 @@ class Rising:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Scrape(Collector):
-    """One scrape's values as metric families. ``finished`` by reason; ``cache`` are the labels of
-    its info series, ``startup`` seconds by phase.
+    """One scrape's values as metric families. ``finished``: requests by reason. ``cache``: labels
+    of the info series. ``startup``: seconds by phase.
     """
 
     model: str
     gauges: Mapping[str, float]
     counters: Mapping[str, float]
-    histograms: Mapping[str, Distribution]
+    histograms: Mapping[str, Histogram]
     finished: Mapping[str, int]
     cache: Mapping[str, str]
     startup: Mapping[str, float]
@@ -225,8 +228,8 @@ class Scrape(Collector):
             yield histogram
 
 
-def _cumulative(distribution: Distribution) -> list[tuple[str, float]]:
-    """(upper bound, how many are at or below it), as Prometheus wants them."""
+def _cumulative(distribution: Histogram) -> list[tuple[str, float]]:
+    """(upper bound, count of values at or below it), as Prometheus requires."""
     below, buckets = 0, []
     for bound, count in zip((*distribution.bounds, math.inf), distribution.counts, strict=True):
         below += count

@@ -1,9 +1,9 @@
-"""The asynchronous face of the engine: submit → stream, cancel, drain.
+"""The asynchronous interface of the engine: submit → stream, cancel, drain.
 
-Owns the engine's thread and the queue back from it: one wake-up of the event loop per step, however
-many tokens the step gave. No engine object leaks through it: what goes in is a Submission, what
-comes out are Outputs, so it can move to a process of its own. Text is made here, when a stream is
-read, never in the engine thread.
+Owns the engine's thread and the events that come back from it: one wake-up of the event loop per
+step, however many tokens the step generated. Takes Submissions and returns Outputs, no object of
+the engine, so that the engine can move to its own process. Makes text when a stream is read, never
+in the engine thread.
 """
 
 import asyncio
@@ -16,11 +16,11 @@ from collections.abc import Callable
 
 from fairlead_runtime.engine.engine import Engine
 from fairlead_runtime.engine.observer import CANARY, canary
-from fairlead_runtime.engine.progress import ALIVE_WITHIN, READY_WITHIN
+from fairlead_runtime.engine.progress import ALIVE_STEP_SECONDS, READY_STEP_SECONDS
 from fairlead_runtime.outputs import (
-    Drained,
+    ChoiceEvent,
     Draining,
-    Emitted,
+    DrainResult,
     EngineDead,
     EngineSnapshot,
     Health,
@@ -30,20 +30,20 @@ from fairlead_runtime.outputs import (
     Submission,
 )
 from fairlead_runtime.request import Request, RequestError
+from fairlead_runtime.serving.choice import ChoiceText
 from fairlead_runtime.serving.detokenize import Vocabulary
-from fairlead_runtime.serving.gather import Choice
 from fairlead_runtime.serving.intake import Intake
 from fairlead_runtime.serving.stream import Stream
 
 log = logging.getLogger("fairlead.service")
 
-IDLE_EVERY = 30.0  # seconds between two canaries of an idle engine
-UNPROVEN = 3  # of them may fail in a row before no traffic is wanted
-INSPECT_WITHIN = 2.0  # seconds the debug view waits for the running step
+IDLE_CANARY_INTERVAL = 30.0  # seconds between two canaries of an idle engine
+MAX_FAILED_CANARIES = 3  # idle canaries that fail in a row make the server not ready
+INSPECT_SECONDS = 2.0  # the debug view waits this long for the running step
 
 
 class Service:
-    """Make it on the event loop that will read the streams, then ``start`` it."""
+    """Create it on the event loop that will read the streams, then ``start`` it."""
 
     def __init__(
         self,
@@ -62,35 +62,36 @@ class Service:
         self._streams: dict[str, Stream] = {}
         self._draining = False
         self._live_at_drain = 0
-        self._quiet = asyncio.Event()  # no client's request lives
-        self._quiet.set()
-        self._tokens = 0  # delivered so far, any request's
+        self._no_clients = asyncio.Event()  # set while no client's request is live
+        self._no_clients.set()
+        self._tokens = 0  # delivered so far, of all requests
         self._last_token = 0
         self._slow_readers = 0
-        self._unproven = 0  # idle canaries that failed in a row
-        self._watch: asyncio.Task[None] | None = None
+        self._failed_canaries = 0  # idle canaries that failed in a row
+        self._idle_probe: asyncio.Task[None] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
 
-    # -- life
+    # -- start and end
 
     def start(self) -> None:
         """Start the engine's thread; call it on the event loop that will read the streams."""
         gc.collect()
-        # the model's and libraries' objects live as long as the process: never walk them again
+        # The model's and the libraries' objects live as long as the process: keep the garbage
+        # collector from walking over them.
         gc.freeze()
         self._loop = asyncio.get_running_loop()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
-        self._watch = self._loop.create_task(self._watch_idle())
+        self._idle_probe = self._loop.create_task(self._probe_when_idle())
 
-    async def stop(self, patience: float = 10.0) -> None:
+    async def stop(self, max_wait: float = 10.0) -> None:
         """End the engine's thread after its current step."""
         self._engine.stop()
-        if self._watch is not None:
-            self._watch.cancel()
+        if self._idle_probe is not None:
+            self._idle_probe.cancel()
         if self._thread is not None:
-            await asyncio.to_thread(self._thread.join, patience)
+            await asyncio.to_thread(self._thread.join, max_wait)
         gc.unfreeze()
 
     def begin_drain(self) -> None:
@@ -98,22 +99,22 @@ class Service:
             self._live_at_drain = len(self._clients())
         self._draining = True
 
-    async def drain(self, grace: float) -> Drained:
+    async def drain(self, grace: float) -> DrainResult:
         self.begin_drain()
-        left: list[str] = []
+        unfinished: list[str] = []
         try:
             async with asyncio.timeout(grace):
-                await self._quiet.wait()
+                await self._no_clients.wait()
         except TimeoutError:
-            left = self._clients()
-            for request_id in left:
+            unfinished = self._clients()
+            for request_id in unfinished:
                 self._engine.abort(
                     request_id, error=Draining(f"the server stopped after {grace:g} s of draining")
                 )
-        return Drained(self._live_at_drain - len(left), len(left))
+        return DrainResult(self._live_at_drain - len(unfinished), len(unfinished))
 
     def _clients(self) -> list[str]:
-        """The live requests that are no canaries."""
+        """The ids of the live requests that are not canaries."""
         return [i for i in self._streams if not i.startswith(CANARY)]
 
     # -- requests
@@ -123,42 +124,43 @@ class Service:
             raise Draining("the server is shutting down: retry on another replica", retry_after=1.0)
         request = self._intake.request(submission)
         if request.id in self._streams:
-            raise RequestError("id", "a live request has this id already")
+            raise RequestError("id", "a live request already has this id; use another")
         return self._start(request, submission, bounded=True)
 
     def _start(self, request: Request, submission: Submission, *, bounded: bool) -> Stream:
         params = submission.params
-        choices = {i: Choice(i, submission, self._vocabulary) for i in range(params.n)}
+        choices = {i: ChoiceText(i, submission, self._vocabulary) for i in range(params.n)}
         stream = Stream(request.id, self, choices)
         self._engine.submit(request, bounded=bounded)
         self._streams[request.id] = stream
         if bounded:
-            self._quiet.clear()
+            self._no_clients.clear()
         return stream
 
     async def cancel(self, request_id: str) -> bool:
-        known = request_id in self._streams
-        if known:
+        live = request_id in self._streams
+        if live:
             self._engine.abort(request_id)
-        return known
+        return live
 
     def stop_choice(self, request_id: str, choice: int) -> None:
-        """A stop text ended this choice; the engine knows token ids only."""
+        """End a choice because of a stop text; the engine sees token ids only."""
         self._engine.finish(request_id, choice)
 
-    async def canary(self, patience: float = 10.0) -> int:
+    async def canary(self, max_wait: float = 10.0) -> int:
         request, before = canary(), self._tokens
         stream = self._start(
             request, Submission(prompt=request.prompt, params=request.params), bounded=False
         )
         try:
-            async with asyncio.timeout(patience), stream:
+            async with asyncio.timeout(max_wait), stream:
                 output = await anext(stream)
         except TimeoutError:
-            # So busy that the canary still waits: any token made meanwhile proves the same path.
+            # The engine is so busy that the canary still waits: a token of another request proves
+            # the same path.
             if self._tokens > before:
                 return self._last_token
-            raise ServiceError(f"no token within {patience:g} s") from None
+            raise ServiceError(f"no token within {max_wait:g} s") from None
         if not output.token_ids:
             raise ServiceError(output.message or "the canary ended without a token")
         return output.token_ids[0]
@@ -166,41 +168,43 @@ class Service:
     # -- views
 
     def snapshot(self) -> EngineSnapshot:
-        found = self._engine.snapshot()
-        found.counters.slow_readers = self._slow_readers
-        return found
+        snapshot = self._engine.snapshot()
+        snapshot.counters.slow_readers = self._slow_readers
+        return snapshot
 
     def health(self) -> Health:
-        """Forward progress, not a flag: a hung step shows, a long prefill and an idle day do not."""
+        """Health from forward progress: a hung step fails it; a long prefill or idle time
+        does not.
+        """
         engine, age = self._engine, self._engine.progress.age()
         allowance = engine.progress.allowance()
-        if engine.dead:
-            return Health(alive=False, ready=False, reason=engine.dead, last_step_age=age)
-        if age is not None and age > max(READY_WITHIN, allowance):
-            alive = age <= max(ALIVE_WITHIN, allowance)
+        if engine.dead_reason:
+            return Health(alive=False, ready=False, reason=engine.dead_reason, last_step_age=age)
+        if age is not None and age > max(READY_STEP_SECONDS, allowance):
+            alive = age <= max(ALIVE_STEP_SECONDS, allowance)
             return Health(alive, ready=False, reason=f"no step for {age:.0f} s", last_step_age=age)
-        reason = "draining" if self._draining else engine.unready()
-        if self._unproven >= UNPROVEN:
-            reason = f"{self._unproven} canaries in a row brought no token"
+        reason = "draining" if self._draining else engine.not_ready_reason()
+        if self._failed_canaries >= MAX_FAILED_CANARIES:
+            reason = f"{self._failed_canaries} canaries in a row returned no token"
         return Health(alive=True, ready=not reason, reason=reason, last_step_age=age)
 
     async def requests(self) -> list[RequestView]:
         loop = asyncio.get_running_loop()
-        views: asyncio.Future[list[RequestView]] = loop.create_future()
+        answer: asyncio.Future[list[RequestView]] = loop.create_future()
 
-        def settle(found: list[RequestView]) -> None:
-            if not views.done():
-                views.set_result(found)
+        def resolve(views: list[RequestView]) -> None:
+            if not answer.done():
+                answer.set_result(views)
 
-        self._engine.inspect(lambda found: self._call(settle, found))
+        self._engine.inspect(lambda views: self._call_on_loop(resolve, views))
         try:
-            async with asyncio.timeout(INSPECT_WITHIN):
-                return await views
+            async with asyncio.timeout(INSPECT_SECONDS):
+                return await answer
         except TimeoutError:
-            raise ServiceError("the engine is in a long step: ask again", retry_after=1.0) from None
+            raise ServiceError("the engine is in a long step: retry", retry_after=1.0) from None
 
-    async def prove_idle(self) -> None:
-        """Send a canary unless real requests prove the path; health remembers those that fail in a
+    async def probe_idle_engine(self) -> None:
+        """Send a canary unless real requests test the engine. Counts canaries that fail in a
         row.
         """
         if self._streams or self._draining:
@@ -208,46 +212,50 @@ class Service:
         try:
             await self.canary()
         except ServiceError as error:
-            self._unproven += 1
-            log.warning("an idle engine's canary failed: %s", error)
+            self._failed_canaries += 1
+            log.warning("a canary of the idle engine failed: %s", error)
 
-    async def _watch_idle(self) -> None:
+    async def _probe_when_idle(self) -> None:
         while True:
-            await asyncio.sleep(IDLE_EVERY)
-            await self.prove_idle()
+            await asyncio.sleep(IDLE_CANARY_INTERVAL)
+            await self.probe_idle_engine()
 
-    # -- the way back
+    # -- from the engine thread to the event loop
 
     def _run(self) -> None:
-        """The engine thread. Whatever ends it, nobody is left waiting."""
+        """The engine thread. However it ends, every stream ends too."""
         try:
             self._engine.run(self._publish)
         except BaseException as error:
             log.exception("the engine thread ended")
-            self._engine.dead = f"the engine thread ended: {type(error).__name__}"
-        if self._engine.dead:
-            self._call(self._bury)
+            self._engine.dead_reason = f"the engine thread ended: {type(error).__name__}"
+        if self._engine.dead_reason:
+            self._call_on_loop(self._end_all_streams)
 
-    def _publish(self, emitted: list[Emitted]) -> None:
-        self._call(self._deliver, emitted)
+    def _publish(self, events: list[ChoiceEvent]) -> None:
+        self._call_on_loop(self._deliver, events)
 
-    def _call(self, callback: Callable[..., None], *args: object) -> None:
-        """Have the event loop call back; one that has closed has nobody left to tell."""
+    def _call_on_loop(self, callback: Callable[..., None], *args: object) -> None:
+        """Call ``callback`` on the event loop; do nothing when the loop is closed."""
         with contextlib.suppress(RuntimeError):
             if self._loop is not None:
                 self._loop.call_soon_threadsafe(callback, *args)
 
-    def _deliver(self, emitted: list[Emitted]) -> None:
+    def _deliver(self, events: list[ChoiceEvent]) -> None:
         """On the event loop: hand a step's events to their streams."""
         now = self._now()
-        for event in emitted:
+        for event in events:
             stream = self._streams.get(event.request_id)
             if stream is None:
                 continue
             if event.token is not None:
-                self._tokens, self._last_token, self._unproven = self._tokens + 1, event.token, 0
+                self._tokens, self._last_token, self._failed_canaries = (
+                    self._tokens + 1,
+                    event.token,
+                    0,
+                )
             if stream.push(event, now):
-                self._forget(event.request_id)
+                self._remove(event.request_id)
             elif stream.overdue(now):
                 stream.end(
                     SlowReader(
@@ -257,15 +265,15 @@ class Service:
                 self._engine.abort(event.request_id)
                 self._slow_readers += 1
 
-    def _forget(self, request_id: str) -> None:
+    def _remove(self, request_id: str) -> None:
         del self._streams[request_id]
         if not self._clients():
-            self._quiet.set()
+            self._no_clients.set()
 
-    def _bury(self) -> None:
-        """The engine will answer nobody any more."""
-        error = EngineDead(self._engine.dead)
+    def _end_all_streams(self) -> None:
+        """The engine has ended: end every stream with EngineDead."""
+        error = EngineDead(self._engine.dead_reason)
         for request_id, stream in list(self._streams.items()):
             stream.end(error)
-            self._forget(request_id)
+            self._remove(request_id)
         self.died.set()

@@ -1,23 +1,23 @@
-"""One submission's way back: events in from the engine, Outputs out to a reader who may be slow.
+"""One submission's outputs: events from the engine in, Outputs to a possibly slow reader out.
 
-Owns the buffer between the two and its bound. Text is made when it is read. Belongs to the event
-loop's thread.
+Owns the buffer between the two and its limits. Makes text when it is read. Runs in the event loop's
+thread.
 """
 
 import asyncio
 from collections import deque
 from typing import Protocol, Self
 
-from fairlead_runtime.outputs import Emitted, Output, ServiceError, SlowReader
-from fairlead_runtime.serving.gather import Choice
+from fairlead_runtime.outputs import ChoiceEvent, Output, ServiceError, SlowReader
+from fairlead_runtime.serving.choice import ChoiceText
 
-MAX_HELD = 256 * 1024  # bytes of unread output one request may hold, by a rough count
-MAX_UNREAD = 60.0  # seconds its oldest unread output may lie there
-EVENT_COST = 64  # bytes an event takes; each log-probability as much again
+MAX_UNREAD_BYTES = 256 * 1024  # of one request, roughly counted
+MAX_UNREAD_SECONDS = 60.0  # age of a request's oldest unread output
+EVENT_BYTES = 64  # of one event; each log-probability counts as much again
 
 
-class Owner(Protocol):
-    """What a stream asks of the service."""
+class StreamOwner(Protocol):
+    """The methods of the service that a stream calls."""
 
     async def cancel(self, request_id: str) -> bool: ...
     def stop_choice(self, request_id: str, choice: int) -> None: ...
@@ -26,26 +26,28 @@ class Owner(Protocol):
 class Stream:
     """The outputs of one submission; see outputs.OutputStream."""
 
-    def __init__(self, request_id: str, service: Owner, choices: dict[int, Choice]) -> None:
+    def __init__(
+        self, request_id: str, service: StreamOwner, choices: dict[int, ChoiceText]
+    ) -> None:
         self.request_id = request_id
         self.cached_tokens = 0
         self._service = service
         self._choices = choices
-        self._open = set(choices)  # those the engine has not finished
-        self._events: dict[int, list[Emitted]] = {}
-        self._ready: deque[Output] = deque()
+        self._unfinished = set(choices)  # choices that the engine has not finished
+        self._events: dict[int, list[ChoiceEvent]] = {}
+        self._outputs: deque[Output] = deque()
         self._error: ServiceError | None = None
         self._changed = asyncio.Event()
-        self._held = 0
+        self._unread_bytes = 0
         self._unread_since = 0.0
 
     def __aiter__(self) -> Self:
         return self
 
     async def __anext__(self) -> Output:
-        while not self._ready:
+        while not self._outputs:
             self._read()
-            if self._ready:
+            if self._outputs:
                 break
             if self._error is not None:
                 raise self._error
@@ -53,11 +55,11 @@ class Stream:
                 raise StopAsyncIteration
             self._changed.clear()
             await self._changed.wait()
-        return self._ready.popleft()
+        return self._outputs.popleft()
 
     async def aclose(self) -> None:
-        """Abort what still runs; the blocks are free one step later."""
-        if self._open:
+        """Abort the choices that still run; their blocks are free one step later."""
+        if self._unfinished:
             await self._service.cancel(self.request_id)
         self.end(ServiceError("the stream was closed"))
 
@@ -67,27 +69,27 @@ class Stream:
     async def __aexit__(self, *exc: object) -> None:
         await self.aclose()
 
-    def push(self, event: Emitted, now: float) -> bool:
-        """Take an event of the engine, which costs nothing but memory until somebody reads; True
-        with the last.
-        """
+    def push(self, event: ChoiceEvent, now: float) -> bool:
+        """Buffer an event of the engine; True when it is the last one."""
         if event.error is not None:
-            self._open.clear()
+            self._unfinished.clear()
             self.end(event.error)
             return True
         if event.finish is not None:
-            self._open.discard(event.choice)
+            self._unfinished.discard(event.choice)
         if self._error is None:
             if not self._events:
-                self._held, self._unread_since = 0, now
+                self._unread_bytes, self._unread_since = 0, now
             self._events.setdefault(event.choice, []).append(event)
-            self._held += EVENT_COST * (1 + (len(event.logprobs.top_ids) if event.logprobs else 0))
+            self._unread_bytes += EVENT_BYTES * (
+                1 + (len(event.logprobs.top_ids) if event.logprobs else 0)
+            )
             self.cached_tokens = event.cached or self.cached_tokens
             self._changed.set()
-        return not self._open
+        return not self._unfinished
 
     def end(self, error: ServiceError) -> None:
-        """No more is taken; what came before is still read, but for a reader too slow to get there."""
+        """Take no more events. Earlier ones can still be read, except after SlowReader."""
         if self._error is None:
             self._error = error
         if isinstance(error, SlowReader):
@@ -96,16 +98,16 @@ class Stream:
 
     def overdue(self, now: float) -> bool:
         return bool(self._events) and (
-            self._held > MAX_HELD or now - self._unread_since > MAX_UNREAD
+            self._unread_bytes > MAX_UNREAD_BYTES or now - self._unread_since > MAX_UNREAD_SECONDS
         )
 
     def _read(self) -> None:
         events, self._events = self._events, {}
-        for index, of_choice in events.items():
+        for index, choice_events in events.items():
             choice = self._choices[index]
             if choice.finished:
-                continue  # a stop text ended it before the engine heard of it
-            output, early = choice.take(of_choice)
-            self._ready.append(output)
-            if early:
+                continue  # a stop text ended it; the engine has not ended it yet
+            output, stopped_early = choice.take(choice_events)
+            self._outputs.append(output)
+            if stopped_early:
                 self._service.stop_choice(self.request_id, index)

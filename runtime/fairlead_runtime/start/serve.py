@@ -16,14 +16,14 @@ from typing import TYPE_CHECKING, TypeVar
 
 from fairlead_runtime.api import server as http
 from fairlead_runtime.api.auth import KeyRing
-from fairlead_runtime.api.state import Backend, Face
+from fairlead_runtime.api.state import Backend, ServerState
 from fairlead_runtime.config import EngineConfig
 from fairlead_runtime.hub import source
 from fairlead_runtime.hub.fetch import Progress
 from fairlead_runtime.models.files import CONFIG
-from fairlead_runtime.outputs import Drained, EngineDead
+from fairlead_runtime.outputs import DrainResult, EngineDead
 from fairlead_runtime.preflight import check_record
-from fairlead_runtime.serving.metrics import Stats
+from fairlead_runtime.serving.metrics import EngineMetrics
 from fairlead_runtime.serving.service import Service
 from fairlead_runtime.start import termination
 from fairlead_runtime.start.host import process_age
@@ -47,9 +47,9 @@ def run(model: str, config: EngineConfig, host: str, port: int, admin_port: int)
     listeners = http.listen(host, port, admin_port)
     for name, listener in zip(("public", "admin"), listeners, strict=True):
         log.info("%s port: http://%s:%d", name, *listener.getsockname()[:2])
-    face = Face(name=config.served_name or model, source=model, keys=keys)
+    state = ServerState(name=config.served_name or model, source=model, keys=keys)
     try:
-        drained = asyncio.run(_serve(face, listeners, model, config))
+        drained = asyncio.run(_serve(state, listeners, model, config))
     except EngineDead as error:
         log.critical("the engine stopped after repeated failures: %s", error)
         return 1
@@ -60,49 +60,51 @@ def run(model: str, config: EngineConfig, host: str, port: int, admin_port: int)
 
 
 async def _serve(
-    face: Face, listeners: http.Listeners, model: str, config: EngineConfig
-) -> Drained:
+    state: ServerState, listeners: http.Listeners, model: str, config: EngineConfig
+) -> DrainResult:
     services: list[Service] = []
 
     async def load() -> Backend:
-        backend, service = await _load(face, model, config)
+        backend, service = await _load(state, model, config)
         services.append(service)
         return backend
 
     try:
-        return await http.serve(face, listeners, load, drain_timeout=config.drain_timeout)
+        return await http.serve(state, listeners, load, drain_timeout=config.drain_timeout)
     finally:
         for service in services:
             await service.stop()
 
 
-async def _load(face: Face, model: str, config: EngineConfig) -> tuple[Backend, Service]:
+async def _load(state: ServerState, model: str, config: EngineConfig) -> tuple[Backend, Service]:
     """Download, load, self-test, start the service. The ports already answer during this."""
-    report = _progress_report(face)
+    report = _progress_report(state)
     local = await _in_thread(lambda: source.resolve(model, revision=config.revision, report=report))
-    stats = Stats(face.name)
-    parts = await _in_thread(lambda: _build(face, local.path, config, stats))
+    metrics = EngineMetrics(state.name)
+    parts = await _in_thread(lambda: _build(state, local.path, config, metrics))
     warmed = time.monotonic() - parts.loaded_at
-    stats.started(loaded=process_age() - warmed, warmed=warmed)
+    metrics.started(loaded=process_age() - warmed, warmed=warmed)
     service = Service(parts.engine, parts.intake, parts.vocabulary)
     service.start()
     backend = Backend(
         service=service,
         tokenizer=parts.tokenizer,
         vocabulary=parts.vocabulary,
-        metrics=lambda: stats.exposition(service.snapshot(), draining=face.draining),
+        metrics=lambda: metrics.exposition(service.snapshot(), draining=state.draining),
         memory=parts.memory.as_dict,
         died=service.died,
     )
     return backend, service
 
 
-def _build(face: Face, path: Path, config: EngineConfig, stats: Stats) -> "EngineParts":
-    face.model_config = (path / CONFIG).read_bytes()
+def _build(
+    state: ServerState, path: Path, config: EngineConfig, metrics: EngineMetrics
+) -> "EngineParts":
+    state.model_config = (path / CONFIG).read_bytes()
     # Imported here: torch and the models take seconds, and the probes must answer before that.
     from fairlead_runtime.start.build import build
 
-    return build(path, config, observer=stats)
+    return build(path, config, observer=metrics)
 
 
 async def _in_thread(work: Callable[[], T]) -> T:
@@ -130,14 +132,14 @@ async def _in_thread(work: Callable[[], T]) -> T:
     return await done
 
 
-def _progress_report(face: Face) -> Callable[[Progress], None]:
+def _progress_report(state: ServerState) -> Callable[[Progress], None]:
     """Log each tenth of the download; serve config.json as soon as it is downloaded."""
     last_tenth = 0
 
     def report(progress: Progress) -> None:
         nonlocal last_tenth
-        if progress.path is not None and face.model_config is None:
-            face.model_config = (progress.path / CONFIG).read_bytes()
+        if progress.path is not None and state.model_config is None:
+            state.model_config = (progress.path / CONFIG).read_bytes()
         tenth = 10 * progress.done // max(1, progress.total)
         if tenth > last_tenth:
             last_tenth = tenth

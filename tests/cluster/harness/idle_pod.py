@@ -14,7 +14,7 @@ from pathlib import Path
 
 from fairlead_runtime.outputs import Counters, EngineSnapshot
 from fairlead_runtime.scheduling.stats import SchedulerStats, StepStats
-from fairlead_runtime.serving.metrics import Stats
+from fairlead_runtime.serving.metrics import EngineMetrics
 
 BLOCKS = 1000
 
@@ -40,7 +40,7 @@ def snapshot(running: int, waiting: int) -> EngineSnapshot:
 
 class Admin(http.server.BaseHTTPRequestHandler):
     address: str
-    stats: Stats
+    stats: EngineMetrics
 
     def do_GET(self) -> None:
         if self.path in {"/readyz", "/healthz"}:
@@ -68,7 +68,7 @@ def main() -> None:
     flags = dict(
         a.removeprefix("--").split("=", 1) for a in sys.argv if a.startswith("--") and "=" in a
     )
-    Admin.address, Admin.stats = flags["host"], Stats(flags["served-name"])
+    Admin.address, Admin.stats = flags["host"], EngineMetrics(flags["served-name"])
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     http.server.ThreadingHTTPServer((flags["host"], 9000), Admin).serve_forever()
 

@@ -9,8 +9,8 @@ import pytest
 
 from fairlead_runtime.api.app import public_app
 from fairlead_runtime.api.auth import KeyRing, Salter
-from fairlead_runtime.api.limits import Pool
-from fairlead_runtime.api.state import Face
+from fairlead_runtime.api.limits import PromptPool
+from fairlead_runtime.api.state import ServerState
 from fairlead_runtime.config import ConfigError
 from fairlead_runtime.start import logs
 from support.api_harness import (
@@ -76,9 +76,9 @@ def keys(tmp_path: Path) -> Path:
 
 def test_nothing_but_the_probes_is_open(keys: Path) -> None:
     async def scenario() -> None:
-        face, pool, service = Face(name="tiny"), Pool(), FakeService()
-        face.attach(backend_of(service))
-        app = public_app(face, pool, KeyRing(str(keys)))
+        state, pool, service = ServerState(name="tiny"), PromptPool(), FakeService()
+        state.attach(backend_of(service))
+        app = public_app(state, pool, KeyRing(str(keys)))
         bodies = set()
         tried = 0
         for path in PATHS:

@@ -68,7 +68,7 @@ async def _alive(server: Server) -> None:
         (b"GET / HTTP/1.1\r\nHost: x\r\nA: \x00\r\n\r\n", {400}),
         (b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: ten\r\n\r\n", {400}),
         (
-            b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 1\r\nContent-Length: 2\r\n\r\nx",
+            b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 1\r\nContent-Length: 2\r\n\r\nx",
             {400},
         ),
         (

@@ -13,8 +13,8 @@ import pytest
 
 from fairlead_runtime.api.app import public_app
 from fairlead_runtime.api.errors import ApiError
-from fairlead_runtime.api.limits import MAX_BODY, Pool
-from fairlead_runtime.api.state import Face
+from fairlead_runtime.api.limits import MAX_BODY, PromptPool
+from fairlead_runtime.api.state import ServerState
 from fairlead_runtime.outputs import Draining, EngineDead, QueueFull, QueueTimeout
 from fairlead_runtime.request import MAX_LOGPROBS
 from support.api_harness import (
@@ -327,7 +327,7 @@ def test_what_the_service_cannot_do_now_says_when_to_retry(
 
 def test_prompts_wait_for_a_worker_within_bounds() -> None:
     async def scenario() -> None:
-        pool, release = Pool(workers=1, room=100), threading.Event()
+        pool, release = PromptPool(workers=1, max_bytes=100), threading.Event()
 
         def work(body: bytes) -> int:
             release.wait()
@@ -445,18 +445,36 @@ def _swap_values(rng: random.Random, base: dict[str, Any]) -> bytes:
 
 def test_mutated_bodies_are_answered_and_never_with_a_500() -> None:
     full = chat(
-        max_tokens=3, temperature=0.5, top_p=0.9, n=2, seed=1, stop=["a"], stream=False, user="u", priority=1,
-        top_k=3, min_p=0.1, min_tokens=1, stop_token_ids=[1], ignore_eos=True, logprobs=True, top_logprobs=1,
-        cache_salt="s", stream_options=None, tools=[], logit_bias={}, best_of=None,
-    )  # fmt: skip
+        max_tokens=3,
+        temperature=0.5,
+        top_p=0.9,
+        n=2,
+        seed=1,
+        stop=["a"],
+        stream=False,
+        user="u",
+        priority=1,
+        top_k=3,
+        min_p=0.1,
+        min_tokens=1,
+        stop_token_ids=[1],
+        ignore_eos=True,
+        logprobs=True,
+        top_logprobs=1,
+        cache_salt="s",
+        stream_options=None,
+        tools=[],
+        logit_bias={},
+        best_of=None,
+    )
     text = {**full, "prompt": ["one", "two"], "logprobs": 2}
     del text["messages"], text["top_logprobs"]
 
     async def scenario() -> None:
-        rng, service, pool = random.Random(11), FakeService(), Pool()
-        face = Face(name=MODEL)
-        face.attach(backend_of(service))
-        app = public_app(face, pool)
+        rng, service, pool = random.Random(11), FakeService(), PromptPool()
+        state = ServerState(name=MODEL)
+        state.attach(backend_of(service))
+        app = public_app(state, pool)
         statuses: dict[int, int] = {}
         for number in range(200_000 if LONG_FORM else 4000):
             route, base = (CHAT, full) if number % 2 else (COMPLETIONS, text)

@@ -12,11 +12,11 @@ import pytest
 
 from fairlead_runtime.api.admin import EXPOSITION
 from fairlead_runtime.api.app import admin_app, public_app
-from fairlead_runtime.api.limits import Pool
+from fairlead_runtime.api.limits import PromptPool
 from fairlead_runtime.api.server import listen
-from fairlead_runtime.api.state import Backend, Face
+from fairlead_runtime.api.state import Backend, ServerState
 from fairlead_runtime.config import ConfigError
-from fairlead_runtime.outputs import Drained, EngineDead, Health
+from fairlead_runtime.outputs import DrainResult, EngineDead, Health
 from support.api_harness import (
     FakeService,
     asgi,
@@ -59,7 +59,7 @@ def test_while_the_model_loads_probes_and_configuration_answer_and_nothing_else(
                 assert (await admin.get(path)).status_code == 503
             assert (await client.get("/v1/models")).status_code == 503
             loaded.set()
-            await until(lambda: server.face.backend is not None)
+            await until(lambda: server.state.backend is not None)
             assert (await client.get("/readyz")).status_code == 200
             assert (await client.post("/v1/completions", json=completion())).status_code == 200
 
@@ -87,22 +87,22 @@ def test_the_admin_port_answers_what_operators_ask() -> None:
 
 
 @pytest.mark.parametrize(
-    ("state", "healthz", "readyz"),
+    ("health", "healthz", "readyz"),
     [
         (Health(alive=True, ready=True), 200, 200),
         (Health(alive=True, ready=False, reason="no step for 7 s"), 200, 503),
         (Health(alive=False, ready=False, reason="dead"), 503, 503),
     ],
 )
-def test_health_is_the_engines_own(state: Health, healthz: int, readyz: int) -> None:
+def test_health_is_the_engines_own(health: Health, healthz: int, readyz: int) -> None:
     async def scenario() -> None:
-        face, pool = Face(name="tiny"), Pool()
-        face.attach(backend_of(FakeService(state=state)))
-        for app in (public_app(face, pool), admin_app(face)):
+        state, pool = ServerState(name="tiny"), PromptPool()
+        state.attach(backend_of(FakeService(state=health)))
+        for app in (public_app(state, pool), admin_app(state)):
             assert (await asgi(app, "GET", "/healthz"))[0] == healthz
             status, body = await asgi(app, "GET", "/readyz")
             assert status == readyz
-            assert status == 200 or state.reason in json.loads(body)["error"]["message"]
+            assert status == 200 or health.reason in json.loads(body)["error"]["message"]
         pool.close()
 
     run(scenario())
@@ -122,7 +122,7 @@ def test_a_signal_lets_streams_finish_and_refuses_new_requests() -> None:
             streams = [asyncio.create_task(stream()) for _ in range(5)]
             await until(lambda: len(service.live) == 5)
             os.kill(os.getpid(), signal.SIGTERM)
-            await until(lambda: server.face.draining)
+            await until(lambda: server.state.draining)
             async with server.client() as late:
                 assert (await late.get("/readyz")).status_code == 503
                 assert (await late.get("/healthz")).status_code == 200
@@ -142,12 +142,12 @@ class _Stubborn(FakeService):
     service does.
     """
 
-    async def drain(self, grace: float) -> Drained:
+    async def drain(self, grace: float) -> DrainResult:
         self.begin_drain()
         if grace > 0:
             await asyncio.Event().wait()
         self.hang = False
-        return Drained(0, len(self.live))
+        return DrainResult(0, len(self.live))
 
 
 def test_a_second_signal_ends_the_wait_for_running_streams() -> None:
@@ -202,8 +202,8 @@ def test_a_dead_engine_ends_the_server() -> None:
         service = FakeService()
         async with fake_server(service) as (server, _):
             service.state = Health(alive=False, ready=False, reason="three faults in a row")
-            assert server.face.backend is not None
-            server.face.backend.died.set()
+            assert server.state.backend is not None
+            server.state.backend.died.set()
             with pytest.raises(EngineDead, match="three faults"):
                 await server.task
 

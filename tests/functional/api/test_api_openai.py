@@ -71,9 +71,9 @@ def test_a_stream_is_events_of_json_and_ends_with_done(route: str) -> None:
             body = (chat if "chat" in route else completion)(max_tokens=8, stream=True)
             answer = await client.post(route, json=body)
             assert answer.headers["content-type"] == "text/event-stream; charset=utf-8"
-            found = events(answer.text)
-            assert found[-1] == "[DONE]"
-            assert all("usage" not in event for event in found[:-1])
+            *chunks, done = events(answer.text)
+            assert done == "[DONE]"
+            assert all("usage" not in chunk for chunk in chunks)
             assert "�" not in answer.text
 
     run(scenario())
@@ -260,19 +260,19 @@ def test_logprobs_of_a_completion_are_parallel_lists() -> None:
             offsets: list[int] = []
             body = completion(max_tokens=4, logprobs=0, stream=True)
             async for chunk in await server.openai.completions.create(**body):
-                found = chunk.choices[0].logprobs
-                assert found is not None
-                assert found.text_offset is not None
-                offsets += found.text_offset
+                logprobs = chunk.choices[0].logprobs
+                assert logprobs is not None
+                assert logprobs.text_offset is not None
+                offsets += logprobs.text_offset
             assert offsets == shape.text_offset
 
     run(scenario())
 
 
 def test_a_token_may_be_a_part_of_a_character() -> None:
-    spelled = {1: "日".encode()[:2], 2: "日".encode()[2:], 3: b"n"}
+    token_bytes = {1: "日".encode()[:2], 2: "日".encode()[2:], 3: b"n"}
     ids = [3, 1, 2]
-    found = [
+    logprobs = [
         {
             3: Logprob(-1.0, 2, "n"),
             1: Logprob(-0.5, 1, "�"),
@@ -280,13 +280,13 @@ def test_a_token_may_be_a_part_of_a_character() -> None:
         {1: Logprob(-0.5, 1, "�")},
         {2: Logprob(float("-inf"), 1, "�")},
     ]
-    content = chat_content(ids, found, 1, spelled)
+    content = chat_content(ids, logprobs, 1, token_bytes)
     assert b"".join(bytes(each["bytes"]) for each in content).decode() == "n日"
     assert [[top["bytes"] for top in each["top_logprobs"]] for each in content[:2]] == [
         [[230, 151]]
     ] * 2
     assert content[2]["logprob"] == -9999.0
-    shape = completion_logprobs(ids, found, 1, spelled, 10)
+    shape = completion_logprobs(ids, logprobs, 1, token_bytes, 10)
     assert shape["tokens"] == ["n", "bytes:\\xe6\\x97", "bytes:\\xa5"]
     assert shape["text_offset"] == [10, 11, 12]
     assert shape["top_logprobs"][0] == {"bytes:\\xe6\\x97": -0.5, "n": -1.0}

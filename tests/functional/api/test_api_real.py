@@ -20,7 +20,7 @@ from fairlead_runtime.api.auth import KeyRing
 from fairlead_runtime.api.state import Backend
 from fairlead_runtime.config import EngineConfig
 from fairlead_runtime.hub import source
-from fairlead_runtime.serving.metrics import Stats
+from fairlead_runtime.serving.metrics import EngineMetrics
 from fairlead_runtime.serving.service import Service
 from fairlead_runtime.start.build import build
 from support.api_harness import (
@@ -52,8 +52,8 @@ async def demo(config: EngineConfig = CONFIG, **settings: Any) -> AsyncIterator[
     services: list[Service] = []
 
     async def load() -> Backend:
-        stats = Stats(MODEL)
-        built = build(source.resolve("demo:").path, config, observer=stats)
+        metrics = EngineMetrics(MODEL)
+        built = build(source.resolve("demo:").path, config, observer=metrics)
         service = Service(built.engine, built.intake, built.vocabulary)
         services.append(service)
         service.start()
@@ -61,7 +61,7 @@ async def demo(config: EngineConfig = CONFIG, **settings: Any) -> AsyncIterator[
             service=service,
             tokenizer=built.tokenizer,
             vocabulary=built.vocabulary,
-            metrics=lambda: stats.exposition(service.snapshot()),
+            metrics=lambda: metrics.exposition(service.snapshot()),
             memory=built.memory.as_dict,
             died=service.died,
         )

@@ -119,5 +119,5 @@ def test_a_fault_at_any_step_ends_only_the_request_it_hits(built: EngineParts) -
             if key != faulty.hit:
                 assert got.tokens[key] == tokens
                 assert got.finish[key] == expected.finish[key]
-        assert not built.engine.dead
+        assert not built.engine.dead_reason
     assert hits > POINTS // 4

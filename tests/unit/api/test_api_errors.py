@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fairlead_runtime.api.errors import ApiError, clean
+from fairlead_runtime.api.errors import ApiError, printable
 
 
 @pytest.mark.parametrize("text", ["500 °C", "modèle: größer", "模型不存在", "نموذج", "🤖", "≥ 1"])
@@ -34,7 +34,7 @@ def test_every_script_stands_in_the_body_as_it_is(text: str) -> None:
     ],
 )
 def test_what_a_terminal_would_act_on_is_escaped(text: str, shown: str) -> None:
-    assert clean(text) == shown
+    assert printable(text) == shown
 
 
 @given(st.text(st.characters(), max_size=4000))
@@ -43,7 +43,7 @@ def test_a_body_is_one_printable_line_below_4_kib_whatever_the_message(text: str
     assert len(body) < 4096
     message = orjson.loads(body)["error"]["message"]
     assert message.isprintable()
-    assert message == clean(text)
+    assert message == printable(text)
 
 
 def test_the_largest_messages_of_each_kind_stay_below_4_kib() -> None:

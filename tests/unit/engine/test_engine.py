@@ -111,8 +111,8 @@ def test_bisection_makes_the_copies_once_and_few_further_passes() -> None:
     engine = rig(runner, max_batch_tokens=1024, max_requests=64, num_blocks=1024)
     for i in range(64):
         engine.submit(request(f"r{i}", max_tokens=2))
-    emitted = engine.step()
-    assert sum(event.token is not None for event in emitted) == 63  # in this very step
+    events = engine.step()
+    assert sum(event.token is not None for event in events) == 63  # in this very step
     assert len(runner.copied) == 1
     assert runner.attempts <= 2 * 6 + 1  # two per halving of 64 rows, and the first
     collected = run(engine)
@@ -135,11 +135,11 @@ def test_requests_that_fail_alone_one_after_another_never_end_the_engine() -> No
     for i in range(20):
         engine.submit(request(f"bad{i}"))
         assert run(engine).finish[f"bad{i}", 0] == [FinishReason.ERROR]
-        assert not engine.dead
+        assert not engine.dead_reason
     assert engine.counters.failed_sequences == 20
     engine.submit(request("good"))
     assert run(engine).finish["good", 0] == [FinishReason.LENGTH]
-    assert engine.unready() == ""
+    assert engine.not_ready_reason() == ""
 
 
 def test_requests_that_fail_in_a_row_before_the_canary_has_its_turn_do_not_end_the_engine() -> None:
@@ -148,7 +148,7 @@ def test_requests_that_fail_in_a_row_before_the_canary_has_its_turn_do_not_end_t
         engine.submit(request(f"bad{i}"))
     engine.submit(request("good"))
     collected = run(engine)
-    assert not engine.dead
+    assert not engine.dead_reason
     assert collected.finish["good", 0] == [FinishReason.LENGTH]
     assert engine.counters.engine_faults == 20
 
@@ -161,10 +161,10 @@ def test_an_engine_that_fails_on_everything_declares_itself_dead() -> None:
     engine.submit(request("first"))
     collected = Collected()
     for _ in range(FAULT_BUDGET + 2):
-        engine_was_dead = bool(engine.dead)
+        engine_was_dead = bool(engine.dead_reason)
         collected.take(engine.step())
-        assert engine_was_dead or engine.unready() or engine.dead
-    assert engine.dead
+        assert engine_was_dead or engine.not_ready_reason() or engine.dead_reason
+    assert engine.dead_reason
     assert collected.finish["first", 0] == [FinishReason.ERROR]
     with pytest.raises(EngineDead):
         engine.submit(request("second"))
@@ -176,7 +176,7 @@ def test_death_ends_those_who_run_wait_and_arrive() -> None:
         engine.submit(request(name))
     engine.step()
     engine.submit(request("arrives"))
-    engine._die("for the test")
+    engine._give_up("for the test")
     collected = run(engine)
     assert set(collected.errors) == {"runs", "waits", "arrives"}
     assert all(isinstance(error, EngineDead) for error in collected.errors.values())
@@ -194,10 +194,10 @@ def test_a_death_between_two_steps_ends_the_thread() -> None:
     engine._make_scheduler = lambda: _broken(refuse)
     engine._scheduler = _broken(refuse)
     engine.submit(request("a"))
-    thread = threading.Thread(target=engine.run, args=(lambda _emitted: None,), daemon=True)
+    thread = threading.Thread(target=engine.run, args=(lambda _events: None,), daemon=True)
     thread.start()
     thread.join(30)
-    assert engine.dead
+    assert engine.dead_reason
     assert not thread.is_alive()
 
 
@@ -216,11 +216,11 @@ def test_a_failing_copy_ends_what_lives_and_starts_from_an_empty_cache() -> None
     collected = Collected()
     collected.take(engine.step())
     assert collected.finish["before", 0] == [FinishReason.ERROR]
-    assert engine.unready()
+    assert engine.not_ready_reason()
     runner.copy = real  # type: ignore[method-assign]
     engine.submit(request("after"))
     assert run(engine, into=collected).finish["after", 0] == [FinishReason.LENGTH]
-    assert engine.unready() == ""
+    assert engine.not_ready_reason() == ""
     assert engine.snapshot().scheduler.used == 0
 
 
@@ -248,7 +248,7 @@ def test_aborts_at_random_moments_leave_no_block_held() -> None:
         engine._scheduler.check()
         assert engine.snapshot().scheduler.used == 0
         assert not engine._live
-        assert not engine._queued
+        assert not engine._waiting_since
         assert all(len(reasons) == 1 for reasons in collected.finish.values())
 
 
@@ -259,13 +259,13 @@ def test_the_queue_is_bounded_beyond_what_starts_at_once() -> None:
     with pytest.raises(QueueFull) as full:
         engine.submit(request("r5"))
     assert full.value.retry_after == 1.0
-    assert "queue is full" in engine.unready()
+    assert "queue is full" in engine.not_ready_reason()
     engine.step()
     with pytest.raises(QueueFull):
         engine.submit(request("r5"))
     run(engine)
     engine.submit(request("r5"))
-    assert engine.unready() == ""
+    assert engine.not_ready_reason() == ""
 
 
 def test_a_request_that_waits_too_long_is_ended_with_the_reason() -> None:
@@ -358,10 +358,10 @@ def test_views_tell_state_counts_and_why_one_waits() -> None:
     engine.submit(request("next"))
     engine.submit(request("later"))
     engine.step()
-    found: list[list[object]] = []
-    engine.inspect(lambda views: found.append(list(views)))
+    received: list[list[object]] = []
+    engine.inspect(lambda views: received.append(list(views)))
     engine.step()
-    views = {view.id: view for view in found[0]}  # type: ignore[attr-defined]
+    views = {view.id: view for view in received[0]}  # type: ignore[attr-defined]
     runs = views["runs"]
     shown = (runs.status, runs.prompt_tokens, runs.blocks)  # type: ignore[attr-defined]
     assert shown == ("decoding", 6, 2)
@@ -372,9 +372,9 @@ def test_views_tell_state_counts_and_why_one_waits() -> None:
 
 def test_the_thread_returns_after_the_engines_death_whatever_the_last_step_did() -> None:
     engine = rig(FakeRunner())
-    engine._die("for the test")
-    engine.run(lambda _emitted: None)
-    assert engine.dead
+    engine._give_up("for the test")
+    engine.run(lambda _events: None)
+    assert engine.dead_reason
 
 
 def test_a_canary_that_waits_is_neither_timed_out_nor_counted_as_waiting() -> None:
@@ -384,6 +384,6 @@ def test_a_canary_that_waits_is_neither_timed_out_nor_counted_as_waiting() -> No
     probe = canary()
     engine.submit(probe, bounded=False)
     engine.step()
-    assert engine.unready() == ""
+    assert engine.not_ready_reason() == ""
     clock.now += 10.0
     assert run(engine).finish[probe.id, 0] == [FinishReason.LENGTH]

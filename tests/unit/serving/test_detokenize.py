@@ -17,12 +17,12 @@ ALPHABET = [*"ab .\n", "é", "ß", "日", "本", "🎉", "\u200d", "👧", "\uff
 TEXTS = st.text(alphabet=st.sampled_from(ALPHABET), max_size=60)
 
 
-def bytewise() -> Any:
+def byte_level_tokenizer() -> Any:
     space = "\u0120"  # stands for the space byte
     return byte_level([(space, "a"), ("a", "b"), (space + "a", "b")], max_length=64)
 
 
-def sentencepiece() -> Tokenizer:
+def sentencepiece_tokenizer() -> Tokenizer:
     """Like Llama 2's: a space mark, byte fallback, and the text's first space dropped."""
     pieces = [
         "<s>",
@@ -50,11 +50,11 @@ def sentencepiece() -> Tokenizer:
     return tokenizer
 
 
-BYTEWISE, PIECES = bytewise(), sentencepiece()
-BYTE_VOCABULARY, PIECE_VOCABULARY = vocabulary_of(BYTEWISE), vocabulary_of(PIECES)
+BYTE_LEVEL, PIECES = byte_level_tokenizer(), sentencepiece_tokenizer()
+BYTE_VOCABULARY, PIECE_VOCABULARY = vocabulary_of(BYTE_LEVEL), vocabulary_of(PIECES)
 PIECE_ID = PIECES.get_vocab()
-ID_OF_BYTE = [BYTEWISE.convert_tokens_to_ids(bytes_to_unicode()[byte]) for byte in range(256)]
-BYTEWISE_IDS = st.lists(st.integers(0, len(BYTEWISE) + 5), max_size=60)
+ID_OF_BYTE = [BYTE_LEVEL.convert_tokens_to_ids(bytes_to_unicode()[byte]) for byte in range(256)]
+BYTE_LEVEL_IDS = st.lists(st.integers(0, len(BYTE_LEVEL) + 5), max_size=60)
 
 
 def stream(vocabulary: Vocabulary, ids: Sequence[int], prompt: Sequence[int] = ()) -> list[str]:
@@ -64,14 +64,14 @@ def stream(vocabulary: Vocabulary, ids: Sequence[int], prompt: Sequence[int] = (
 
 @given(TEXTS)
 def test_the_pieces_of_a_byte_level_text_add_up_to_it(text: str) -> None:
-    ids = BYTEWISE.encode(text, add_special_tokens=False)
+    ids = BYTE_LEVEL.encode(text, add_special_tokens=False)
     assert "".join(stream(BYTE_VOCABULARY, ids)) == text
 
 
-@given(BYTEWISE_IDS)
+@given(BYTE_LEVEL_IDS)
 def test_any_byte_level_ids_give_what_the_tokenizer_gives_for_the_whole(ids: list[int]) -> None:
     """Invalid bytes, special tokens and ids beyond the vocabulary included."""
-    whole = BYTEWISE.backend_tokenizer.decode(ids, skip_special_tokens=True)
+    whole = BYTE_LEVEL.backend_tokenizer.decode(ids, skip_special_tokens=True)
     assert "".join(stream(BYTE_VOCABULARY, ids)) == whole
 
 
@@ -90,14 +90,14 @@ def test_the_pieces_of_a_sentencepiece_text_add_up_to_it(prompt: str, text: str)
 def test_no_piece_ends_within_a_character(text: str) -> None:
     kept = text.replace("\ufffd", "")
     for vocabulary, ids in (
-        (BYTE_VOCABULARY, BYTEWISE.encode(kept, add_special_tokens=False)),
+        (BYTE_VOCABULARY, BYTE_LEVEL.encode(kept, add_special_tokens=False)),
         (PIECE_VOCABULARY, PIECES.encode(kept).ids),
     ):
         assert not any("\ufffd" in piece for piece in stream(vocabulary, ids))
 
 
 @pytest.mark.parametrize(
-    "vocabulary", [BYTE_VOCABULARY, PIECE_VOCABULARY], ids=["bytewise", "pieces"]
+    "vocabulary", [BYTE_VOCABULARY, PIECE_VOCABULARY], ids=["byte_level", "pieces"]
 )
 def test_an_emoji_comes_out_when_its_last_byte_is_there_and_not_before(
     vocabulary: Vocabulary,
@@ -107,7 +107,7 @@ def test_an_emoji_comes_out_when_its_last_byte_is_there_and_not_before(
 
 
 @pytest.mark.parametrize(
-    "vocabulary", [BYTE_VOCABULARY, PIECE_VOCABULARY], ids=["bytewise", "pieces"]
+    "vocabulary", [BYTE_VOCABULARY, PIECE_VOCABULARY], ids=["byte_level", "pieces"]
 )
 def test_an_unfinished_character_at_the_end_becomes_one_replacement_character(
     vocabulary: Vocabulary,
@@ -131,7 +131,7 @@ def test_a_replacement_character_that_is_a_token_of_its_own_is_text() -> None:
 
 
 @pytest.mark.parametrize(
-    "vocabulary", [BYTE_VOCABULARY, PIECE_VOCABULARY], ids=["bytewise", "pieces"]
+    "vocabulary", [BYTE_VOCABULARY, PIECE_VOCABULARY], ids=["byte_level", "pieces"]
 )
 def test_endless_invalid_bytes_neither_stall_nor_pile_up(vocabulary: Vocabulary) -> None:
     bad = ID_OF_BYTE[0xFF] if vocabulary is BYTE_VOCABULARY else 2 + 0xFF
@@ -160,7 +160,7 @@ def test_the_first_token_keeps_the_space_that_separates_it_from_the_prompt() -> 
 def test_a_special_token_makes_no_text_and_costs_its_neighbours_nothing() -> None:
     end, ab = PIECE_ID["</s>"], PIECE_ID["▁ab"]
     assert "".join(stream(PIECE_VOCABULARY, [ab, *[end] * 50, ab])) == "ab ab"
-    assert "".join(stream(BYTE_VOCABULARY, [BYTEWISE.convert_tokens_to_ids(END)])) == ""
+    assert "".join(stream(BYTE_VOCABULARY, [BYTE_LEVEL.convert_tokens_to_ids(END)])) == ""
 
 
 def test_a_character_begun_by_the_prompt_is_finished_by_the_first_tokens() -> None:
@@ -171,7 +171,7 @@ def test_a_character_begun_by_the_prompt_is_finished_by_the_first_tokens() -> No
 
 def test_a_token_alone_has_a_text_for_log_probabilities() -> None:
     assert PIECE_VOCABULARY.token_text(PIECE_ID["</s>"]) == "</s>"
-    assert BYTE_VOCABULARY.token_text(BYTEWISE.encode(" a", add_special_tokens=False)[0]) == " a"
+    assert BYTE_VOCABULARY.token_text(BYTE_LEVEL.encode(" a", add_special_tokens=False)[0]) == " a"
 
 
 class SlowTokenizer:

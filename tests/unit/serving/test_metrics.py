@@ -14,8 +14,8 @@ from fairlead_runtime.engine.engine import Bounds, Engine, canary
 from fairlead_runtime.request import FinishReason
 from fairlead_runtime.scheduling.plan import Work
 from fairlead_runtime.scheduling.scheduler import Scheduler
-from fairlead_runtime.serving.measurements import Distribution, Measures, Totals
-from fairlead_runtime.serving.metrics import HELP, Rising, Stats
+from fairlead_runtime.serving.measurements import Histogram, RequestMetrics, Totals
+from fairlead_runtime.serving.metrics import HELP, EngineMetrics, MonotonicCounters
 from support.fake_engine import FULL, Clock, FakeRunner, limits, request, run
 
 STEP = 0.25  # seconds: exact in binary, so that sums are too
@@ -28,7 +28,7 @@ class Bench:
         self.clock = Clock()
         self.runner = FakeRunner(clock=self.clock)
         self.runner.step_time = STEP
-        self.stats = Stats('a "model"', now=self.clock)
+        self.stats = EngineMetrics('a "model"', now=self.clock)
         bounds = limits(**changes)
         self.engine = Engine(
             lambda: Scheduler(bounds, FULL),
@@ -249,8 +249,8 @@ def test_a_request_that_fails_alone_is_counted_and_forgotten() -> None:
 
 
 def test_a_scheduler_made_anew_sets_no_counter_back() -> None:
-    rising = Rising()
-    assert [rising.total("n", value) for value in (3, 5, 1, 2, 0, 4)] == [3, 5, 6, 7, 7, 11]
+    counters = MonotonicCounters()
+    assert [counters.total("n", value) for value in (3, 5, 1, 2, 0, 4)] == [3, 5, 6, 7, 7, 11]
 
 
 def test_every_series_is_there_from_the_start_typed_and_explained() -> None:
@@ -303,7 +303,7 @@ def test_metric_names_import_nothing() -> None:
     [(0.5, 0), (1.0, 0), (1.001, 1), (2.0, 1), (5.0, 2), (5.1, 3), (math.inf, 3)],
 )
 def test_a_value_on_a_bound_belongs_below_it(value: float, place: int) -> None:
-    distribution = Distribution((1.0, 2.0, 5.0))
+    distribution = Histogram((1.0, 2.0, 5.0))
     distribution.add(value, 2)
     assert distribution.counts == [2 * (i == place) for i in range(4)]
 
@@ -322,7 +322,7 @@ def test_buckets_rise_and_end_with_all() -> None:
 
 def test_a_scrape_during_a_run_never_sees_half_a_step() -> None:
     """Readings from another thread: tokens generated and gaps between them belong together."""
-    measures = Measures()
+    measures = RequestMetrics()
     bench = Bench(max_requests=8)
     bench.engine._observer, bench.runner.step_time = measures, 2**-10
     for number in range(60):
@@ -332,7 +332,7 @@ def test_a_scrape_during_a_run_never_sees_half_a_step() -> None:
 
     def read() -> None:
         for totals in _readings(measures, done):
-            first, gaps = sum(totals.first_token.counts), sum(totals.between_tokens.counts)
+            first, gaps = sum(totals.ttft.counts), sum(totals.itl.counts)
             if first + gaps != totals.generation_tokens:
                 torn.append((first, gaps, totals.generation_tokens))
 
@@ -345,6 +345,6 @@ def test_a_scrape_during_a_run_never_sees_half_a_step() -> None:
     assert torn == []
 
 
-def _readings(measures: Measures, done: threading.Event) -> Iterator[Totals]:
+def _readings(measures: RequestMetrics, done: threading.Event) -> Iterator[Totals]:
     while not done.is_set():
         yield measures.read().totals

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from fairlead_runtime.outputs import (
-    Drained,
     Draining,
+    DrainResult,
     EngineDead,
     Health,
     Output,
@@ -26,7 +26,7 @@ from fairlead_runtime.scheduling.plan import Work
 from fairlead_runtime.serving.detokenize import Vocabulary
 from fairlead_runtime.serving.intake import Intake
 from fairlead_runtime.serving.service import Service
-from fairlead_runtime.serving.stream import MAX_HELD, Stream
+from fairlead_runtime.serving.stream import MAX_UNREAD_BYTES, Stream
 from support.fake_engine import VOCABULARY, Clock, FakeRunner, rig
 from support.full import LONG_FORM
 
@@ -41,12 +41,12 @@ def anyio_backend() -> str:
 
 def words() -> Vocabulary:
     """Token 17 reads "t17 ": every token is settled at once and its text shows which it is."""
-    spelled = {token: f"t{token} ".encode() for token in range(VOCABULARY)}
+    token_bytes = {token: f"t{token} ".encode() for token in range(VOCABULARY)}
     return Vocabulary(
         decode=lambda ids: "".join(f"t{token} " for token in ids),
         special=frozenset(),
-        spelled=spelled,
-        bytewise=True,
+        token_bytes=token_bytes,
+        byte_level=True,
         token_text=lambda token: f"t{token} ",
     )
 
@@ -138,14 +138,14 @@ async def test_a_step_wakes_the_event_loop_once_however_many_tokens_it_gave(
 ) -> None:
     async with running() as service:
         wakes = 0
-        real = service._call
+        real = service._call_on_loop
 
         def counted(*args: Any) -> None:
             nonlocal wakes
             wakes += 1
             real(*args)
 
-        monkeypatch.setattr(service, "_call", counted)
+        monkeypatch.setattr(service, "_call_on_loop", counted)
         streams = [await service.submit(ask(start=i)) for i in range(8)]
         await asyncio.gather(*map(read, streams))
         snapshot = service.snapshot()
@@ -325,7 +325,7 @@ async def test_a_drain_lets_running_streams_finish_and_refuses_new_ones() -> Non
         gate.open()
         outputs = (await read(stream))[0]
         assert outputs[-1].finish_reason is FinishReason.LENGTH
-        assert await draining == Drained(finished=1, aborted=0)
+        assert await draining == DrainResult(finished=1, aborted=0)
 
 
 async def test_a_drain_that_takes_too_long_ends_the_rest_with_an_error() -> None:
@@ -334,7 +334,7 @@ async def test_a_drain_that_takes_too_long_ends_the_rest_with_an_error() -> None
         stream = await service.submit(ask(max_tokens=100))
         gate.step()
         await anext(stream)
-        assert await service.drain(0.05) == Drained(finished=0, aborted=1)
+        assert await service.drain(0.05) == DrainResult(finished=0, aborted=1)
         gate.open()
         with pytest.raises(Draining, match=r"0\.05 s"):
             await read(stream)
@@ -380,7 +380,7 @@ async def test_a_reader_that_never_reads_is_cut_off_at_the_bound() -> None:
         stream = await service.submit(ask(max_tokens=30_000))
         while stream._error is None:
             await asyncio.sleep(0.01)
-            assert stream._held <= MAX_HELD + 64
+            assert stream._unread_bytes <= MAX_UNREAD_BYTES + 64
         with pytest.raises(SlowReader):
             await read(stream)
         assert service.snapshot().counters.slow_readers == 1
@@ -393,7 +393,7 @@ async def test_a_reader_that_lags_gets_several_steps_in_one_output() -> None:
     async with running(gate) as service:
         stream = await service.submit(ask(max_tokens=20))
         gate.open()
-        await service._quiet.wait()
+        await service._no_clients.wait()
         outputs = (await read(stream))[0]
         assert len(outputs) == 1
         assert len(outputs[0].token_ids) == 20
@@ -412,13 +412,13 @@ async def test_a_canary_that_cannot_start_is_proven_by_tokens_of_others() -> Non
         stream = await service.submit(ask(max_tokens=100))
         gate.step()
         await anext(stream)
-        canary = asyncio.create_task(service.canary(patience=2.0))
+        canary = asyncio.create_task(service.canary(max_wait=2.0))
         await asyncio.sleep(0)
         gate.step(2)
         token = await canary
         assert token in tokens([await anext(stream)])
         with pytest.raises(ServiceError, match="no token within"):
-            await service.canary(patience=0.05)
+            await service.canary(max_wait=0.05)
 
 
 async def test_the_debug_view_shows_live_requests_without_their_text() -> None:
@@ -488,17 +488,17 @@ async def test_an_idle_engine_proves_itself_and_is_not_ready_after_three_failure
             raise RuntimeError("the device is gone")
 
     async with running(fault, max_queue=1) as service:
-        await service.prove_idle()
+        await service.probe_idle_engine()
         assert service.snapshot().counters.generated_tokens == 1
         service._engine._fault = lambda *_, **__: None  # type: ignore[method-assign]
         broken.set()
         for _ in range(3):
             assert service.health().ready
-            await service.prove_idle()
+            await service.probe_idle_engine()
         assert "3 canaries" in service.health().reason
         assert service.health().alive
         broken.clear()
-        await service.prove_idle()
+        await service.probe_idle_engine()
         assert service.health().ready
 
 
@@ -506,7 +506,7 @@ async def test_a_busy_engine_gets_no_idle_canary() -> None:
     gate = Gate()
     async with running(gate) as service:
         stream = await service.submit(ask())
-        await service.prove_idle()
+        await service.probe_idle_engine()
         assert set(service._streams) == {stream.request_id}
         gate.open()
         await read(stream)

@@ -1,50 +1,50 @@
-"""From the engine's events to what a client reads: Emitted → Output.
+"""Turns the engine's events of one choice into what a client reads: ChoiceEvent → Output.
 
-Owns one choice's text: incremental detokenizing, stop texts, log-probabilities in clients' shape.
-Runs on the service's side, never in the engine thread. Knows no queue and no asyncio.
+Owns one choice's text: incremental detokenizing, stop texts, log-probabilities. Never runs in the
+engine thread. Knows no queue and no asyncio.
 """
 
 from collections.abc import Sequence
 
 from fairlead_runtime.logprobs import Logprob
-from fairlead_runtime.outputs import Emitted, Output, Submission
+from fairlead_runtime.outputs import ChoiceEvent, Output, Submission
 from fairlead_runtime.request import FinishReason
 from fairlead_runtime.serving.detokenize import Detokenizer, Vocabulary
 
 
 class StopTexts:
-    """Finds texts that end a choice and cuts them off, holding back only what may still become one."""
+    """Finds the texts that end a choice and cuts them off; holds back only text that may still
+    become one.
+    """
 
     def __init__(self, stops: tuple[str, ...]) -> None:
         self._stops = stops
-        self._held = ""
+        self._held_back = ""
 
     def add(self, text: str, *, last: bool) -> tuple[str, str | None]:
-        """What may be shown now, and the stop text that was found (the leftmost; of those, the
-        first given).
-        """
+        """The text to show now, and the stop text in it: the leftmost, else the first given."""
         if not self._stops:
             return text, None
-        held = self._held + text
-        found = [(at, i) for i, stop in enumerate(self._stops) if (at := held.find(stop)) >= 0]
-        if found:
-            at, i = min(found)
-            return held[:at], self._stops[i]
-        keep = 0 if last else max(_overlap(held, stop) for stop in self._stops)
-        cut = len(held) - keep
-        self._held = held[cut:]
-        return held[:cut], None
+        text = self._held_back + text
+        matches = [(at, i) for i, stop in enumerate(self._stops) if (at := text.find(stop)) >= 0]
+        if matches:
+            at, i = min(matches)
+            return text[:at], self._stops[i]
+        keep = 0 if last else max(_overlap(text, stop) for stop in self._stops)
+        cut = len(text) - keep
+        self._held_back = text[cut:]
+        return text[:cut], None
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Length of the longest end of ``text`` that is a beginning of ``stop``."""
+    """Length of the longest suffix of ``text`` that is a proper prefix of ``stop``."""
     for size in range(min(len(text), len(stop) - 1), 0, -1):
         if text.endswith(stop[:size]):
             return size
     return 0
 
 
-class Choice:
+class ChoiceText:
     """One choice of one submission: its text so far."""
 
     def __init__(self, index: int, submission: Submission, vocabulary: Vocabulary) -> None:
@@ -56,9 +56,9 @@ class Choice:
         self._stops = StopTexts(submission.stop)
         self._token_text = vocabulary.token_text
 
-    def take(self, events: Sequence[Emitted]) -> tuple[Output, bool]:
-        """One Output for everything that came since the last; True when a stop text ended the
-        choice early, so that the engine must be told.
+    def take(self, events: Sequence[ChoiceEvent]) -> tuple[Output, bool]:
+        """One Output for all events since the last; True when a stop text ended the choice, so that
+        the engine must end it too.
         """
         token_ids: list[int] = []
         logprobs: list[dict[int, Logprob]] = []
@@ -79,13 +79,14 @@ class Choice:
                 return output, event.finish is None
         return self._output(token_ids, pieces, logprobs, None, None, None), False
 
-    def _piece(self, event: Emitted) -> str:
-        """New text. The token that ended the choice counts, but does not show."""
-        shown = event.token is not None and event.finish is not FinishReason.STOP
-        piece = self._text.add(event.token) if shown and event.token is not None else ""
+    def _piece(self, event: ChoiceEvent) -> str:
+        """The event's new text. A stop token counts as generated but is not shown."""
+        piece = ""
+        if event.token is not None and event.finish is not FinishReason.STOP:
+            piece = self._text.add(event.token)
         return piece + self._text.finish() if event.finish is not None else piece
 
-    def _stop_id(self, event: Emitted) -> int | None:
+    def _stop_id(self, event: ChoiceEvent) -> int | None:
         stopped = event.finish is FinishReason.STOP and event.token in self._stop_ids
         return event.token if stopped else None
 
@@ -96,7 +97,7 @@ class Choice:
         logprobs: list[dict[int, Logprob]],
         reason: FinishReason | None,
         stop_reason: int | str | None,
-        last: Emitted | None,
+        last: ChoiceEvent | None,
     ) -> Output:
         return Output(
             self._index,
