@@ -5,7 +5,7 @@ step and what one layer's attention does to its scores. Knows no request, schedu
 
 Terms: a *row* is one sequence's share of a step, ``count`` consecutive tokens of it. A *block*
 holds ``block_size`` tokens of one layer; a row's *table* lists its blocks in order, so token ``p``
-lies in block ``table[p // block_size]`` at offset ``p % block_size``. A token's *slot* is ``block *
+is in block ``table[p // block_size]`` at offset ``p % block_size``. A token's *slot* is ``block *
 block_size + offset``.
 """
 

@@ -27,23 +27,23 @@ def expected(family: str, prompt: list[int]) -> list[int]:
     model = tiny.build(family).to("cuda")
     ids = torch.tensor([prompt], device="cuda")
     with torch.inference_mode():
-        made = model.generate(
+        output = model.generate(
             ids,
             attention_mask=torch.ones_like(ids),
             max_new_tokens=OUTPUT,
             min_new_tokens=OUTPUT,
             do_sample=False,
         )
-    tokens: list[int] = made[0, len(prompt) :].tolist()
+    tokens: list[int] = output[0, len(prompt) :].tolist()
     return tokens
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "gemma2", "gpt2"])
 @pytest.mark.parametrize("offload", [0.0, 0.01])
-def test_greedy_output_is_transformers_under_preemption(
+def test_greedy_output_equals_transformers_under_preemption(
     family: str, offload: float, tmp_path: Path
 ) -> None:
-    """Fifteen blocks of sixteen hold any one of the prompts with its output, never all of them."""
+    """15 blocks of 16 tokens hold each prompt with its output, but not all of them at once."""
     folder = tiny.save(tiny.build(family), tmp_path)
     params = SamplingParams(temperature=0, max_tokens=OUTPUT, ignore_eos=True)
     config = {

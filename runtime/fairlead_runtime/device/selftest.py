@@ -150,8 +150,8 @@ def _prompts(model: PagedModel, max_model_len: int) -> list[list[int]]:
 def _chunks(length: int) -> list[int]:
     """A prompt of ``length`` cut into chunks and single tokens, as in prefill and decode."""
     counts: list[int] = []
-    for wanted in (length // 3, 1, length - length // 3 - LAST, *[1] * (LAST - 1), length):
-        counts.append(max(0, min(wanted, length - sum(counts))))
+    for count in (length // 3, 1, length - length // 3 - LAST, *[1] * (LAST - 1), length):
+        counts.append(max(0, min(count, length - sum(counts))))
     return [count for count in counts if count]
 
 

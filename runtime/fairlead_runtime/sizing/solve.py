@@ -4,7 +4,7 @@ budget = max_memory_percent * total  ≥  weights + activations + attention + lo
 graphs + batch [+ process + offload + shared_memory on a CPU] + kv
 
 Owns the equation and MemoryPlan, its solution; ``terms`` counts the terms, ``verdict`` puts the
-solution into words. Pure: allocates nothing and asks no device.
+solution into words. Pure: allocates nothing and reads no device.
 """
 
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,7 @@
 """The terms of the memory equation: what one engine takes beside its cache, each in bytes.
 
 Owns the arithmetic of every term but the cache; ``solve`` puts them into the equation. Pure:
-allocates nothing and asks no device; ``start/host.py`` reads a machine's limit.
+allocates nothing and reads no device; ``start/host.py`` reads a machine's limit.
 """
 
 from collections.abc import Sequence

@@ -1,5 +1,5 @@
-"""The torch backend against the plain definition, over ragged rows, windows, caps, sinks and
-scattered blocks.
+"""The torch backend against the reference, over ragged rows, windows, caps, sinks and scattered
+blocks.
 """
 
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ CPU = torch.device("cpu")
 
 @dataclass
 class Case:
-    """A random step: what the backend is given."""
+    """The input of the backend for a random step."""
 
     heads: Heads
     ragged: RaggedRows
@@ -65,7 +65,7 @@ def make_case(
         value = torch.randn(len(slots), heads.kv, heads.value_dim).to(heads.dtype)
         value_cache.view(-1, heads.kv, heads.value_dim)[slots] = value
         if window is not None:
-            # What the window left behind has been freed: the backend may not look there.
+            # Blocks that the window has passed are freed: the backend must not read them.
             tables[row, : max(0, before - window + 1) // block_size] = NULL
     counts = [count for _, count in rows]
     ragged = RaggedRows(
@@ -79,7 +79,7 @@ def make_case(
     return Case(heads, ragged, query, key_cache, value_cache)
 
 
-def both(case: Case, spec: LayerSpec) -> tuple[torch.Tensor, torch.Tensor]:
+def backend_and_reference(case: Case, spec: LayerSpec) -> tuple[torch.Tensor, torch.Tensor]:
     backend = TorchAttention(case.heads, CPU)
     got = backend.run(backend.plan(case.ragged), case.query, case.key_cache, case.value_cache, spec)
     return got, reference.attend(case.ragged, case.query, case.key_cache, case.value_cache, spec)
@@ -98,7 +98,7 @@ def test_mixed_rows_match_the_definition(block_size: int, window: int | None, ex
         softcap=2.0 if extras in {"softcap", "both"} else None,
         sinks=torch.randn(4) if extras in {"sinks", "both"} else None,
     )
-    got, want = both(make_case(MIXED, block_size=block_size, window=window), spec)
+    got, want = backend_and_reference(make_case(MIXED, block_size=block_size, window=window), spec)
     torch.testing.assert_close(got, want, atol=2e-6, rtol=1e-5)
 
 
@@ -111,7 +111,7 @@ def test_mixed_rows_match_the_definition(block_size: int, window: int | None, ex
     ],
 )
 def test_every_head_layout_matches_the_definition(heads: Heads) -> None:
-    got, want = both(make_case(MIXED, heads=heads), LayerSpec(scale=0.2))
+    got, want = backend_and_reference(make_case(MIXED, heads=heads), LayerSpec(scale=0.2))
     torch.testing.assert_close(got, want, atol=2e-6, rtol=1e-5)
 
 
@@ -120,26 +120,26 @@ def test_consecutive_blocks_are_read_in_place_and_match() -> None:
     plan = TorchAttention(case.heads, CPU).plan(case.ragged)
     assert all(p.keys.start is not None for p in plan.prefills)
     assert all(d.keys.start is not None for d in plan.decodes)
-    got, want = both(case, LayerSpec(scale=0.3))
+    got, want = backend_and_reference(case, LayerSpec(scale=0.3))
     torch.testing.assert_close(got, want, atol=2e-6, rtol=1e-5)
 
 
 def test_bfloat16_stays_within_its_rounding() -> None:
-    got, want = both(
+    got, want = backend_and_reference(
         make_case(MIXED, heads=Heads(4, 2, 8, 8, torch.bfloat16)), LayerSpec(scale=0.3)
     )
     torch.testing.assert_close(got, want, atol=2e-2, rtol=2e-2)
 
 
 def test_a_row_does_not_depend_on_its_batch_mates() -> None:
-    alone, _ = both(make_case([(30, 1)]), LayerSpec(scale=0.3))
+    alone, _ = backend_and_reference(make_case([(30, 1)]), LayerSpec(scale=0.3))
     case = make_case([(30, 1), (5, 1), (28, 1), (60, 1), (0, 12)])
-    together, _ = both(case, LayerSpec(scale=0.3))
+    together, _ = backend_and_reference(case, LayerSpec(scale=0.3))
     assert torch.isfinite(together).all()
     again = make_case([(30, 1)])
     # The first row draws the same random keys in both cases; its query differs, so it is set.
     case.query[0] = again.query[0]
-    together, _ = both(case, LayerSpec(scale=0.3))
+    together, _ = backend_and_reference(case, LayerSpec(scale=0.3))
     if torch.equal(case.ragged.tables[0, :8], again.ragged.tables[0, :8]):
         torch.testing.assert_close(together[0], alone[0], atol=1e-6, rtol=0)
     reference_row = reference.attend(
@@ -155,7 +155,7 @@ def test_long_rows_in_strips_match_the_definition(
 ) -> None:
     monkeypatch.setattr(torch_plan, "STRIP", 16)
     case = make_case([(0, 50), (21, 37), (3, 1)], window=window)
-    got, want = both(case, LayerSpec(scale=0.3, window=window, softcap=softcap))
+    got, want = backend_and_reference(case, LayerSpec(scale=0.3, window=window, softcap=softcap))
     torch.testing.assert_close(got, want, atol=2e-6, rtol=1e-5)
 
 
@@ -194,7 +194,7 @@ def test_heads_that_cannot_share_evenly_are_refused() -> None:
         Heads(5, 2, 8, 8, torch.float32)
 
 
-def test_the_choice_of_backend_says_its_reason() -> None:
+def test_the_backend_choice_names_its_reason() -> None:
     assert "plain torch" in str(pick(Heads(4, 2, 8, 8, torch.float32), CPU))
 
 
@@ -224,11 +224,11 @@ def test_copies_between_memories_go_in_bounded_parts(monkeypatch: pytest.MonkeyP
     sizes: list[int] = []
     select = torch.Tensor.index_select
 
-    def noted(self: torch.Tensor, dim: int, index: torch.Tensor) -> torch.Tensor:
+    def record_size(self: torch.Tensor, dim: int, index: torch.Tensor) -> torch.Tensor:
         sizes.append(len(index))
         return select(self, dim, index)
 
-    monkeypatch.setattr(torch.Tensor, "index_select", noted)
+    monkeypatch.setattr(torch.Tensor, "index_select", record_size)
     copy_blocks(source, target, pairs, dim=1)
     assert torch.equal(target, source.flip(1))
     assert sizes == [2, 2, 2, 2, 1]

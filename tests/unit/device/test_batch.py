@@ -1,6 +1,4 @@
-"""Rows become tensors: positions, slots and tables as the definitions say, in buffers that are
-reused.
-"""
+"""Rows become tensors: positions, slots and tables by their definitions, in reused buffers."""
 
 import pytest
 from hypothesis import given
@@ -16,9 +14,9 @@ FULL = (LayerGroup(0, None, (0,)),)
 
 
 def sequence(index: int, tokens: list[int], *tables: list[int]) -> Sequence:
-    made = Sequence(index, Request(str(index), tuple(tokens), SamplingParams(), 4), 0, tokens)
-    made.tables = list(tables)
-    return made
+    created = Sequence(index, Request(str(index), tuple(tokens), SamplingParams(), 4), 0, tokens)
+    created.tables = list(tables)
+    return created
 
 
 def test_a_prefill_and_a_decode_are_packed_one_after_the_other() -> None:
@@ -88,10 +86,10 @@ def test_any_rows_match_the_definitions_token_by_token(
         for s, start, count, _ in rows
         for p in range(start, start + count)
     ]
-    got = zip(
+    packed = zip(
         batch.input_ids.tolist(), batch.positions.tolist(), batch.slots[0].tolist(), strict=True
     )
-    assert list(got) == expected
+    assert list(packed) == expected
     assert [batch.input_ids.tolist()[i] for i in batch.sample_index.tolist()] == [
         s.tokens[start + count - 1] for s, start, count, samples in rows if samples
     ]

@@ -1,4 +1,4 @@
-"""Where a layer's keys lie, and that copies happen in the order the scheduler counts on."""
+"""Where a layer's keys are stored, and that copies follow the order that the scheduler expects."""
 
 import pytest
 import torch
@@ -24,7 +24,7 @@ def stamp(cache: CacheStorage) -> None:
     cache.values[:] = -torch.arange(cache.units).view(1, -1, 1, 1, 1)
 
 
-def held(cache: CacheStorage) -> list[float]:
+def unit_contents(cache: CacheStorage) -> list[float]:
     first = cache.keys[:, :, 0, 0, 0]
     assert (cache.keys == first[:, :, None, None, None]).all()
     assert (first == first[0]).all()
@@ -55,7 +55,7 @@ def test_offload_then_restore_brings_back_the_same_content() -> None:
     cache.keys[:, [1, 4]] = 99
     cache.values[:, [1, 4]] = -99
     cache.copy(Work(1, restore=[(2, 5), (0, 3)]))
-    assert held(cache) == [0, 99, 2, 4, 99, 1]
+    assert unit_contents(cache) == [0, 99, 2, 4, 99, 1]
 
 
 def test_offload_comes_before_restore_and_restore_before_copies() -> None:
@@ -64,9 +64,9 @@ def test_offload_comes_before_restore_and_restore_before_copies() -> None:
     cache.copy(Work(0, offload=[(3, 0)]))
     # Unit 1 is offloaded and restored into in one step, then it is the source of a copy.
     cache.copy(Work(1, offload=[(1, 1)], restore=[(0, 1)], copies=[(1, 4)]))
-    assert held(cache) == [0, 3, 2, 3, 3, 5]
+    assert unit_contents(cache) == [0, 3, 2, 3, 3, 5]
     cache.copy(Work(2, restore=[(1, 0)]))
-    assert held(cache)[0] == 1
+    assert unit_contents(cache)[0] == 1
 
 
 def test_offloading_without_host_memory_is_an_error() -> None:

@@ -48,9 +48,9 @@ def random_logits(rows: int, width: int, seed: int = 0, spread: float = 3.0) -> 
 LOGITS = st.lists(st.integers(-40, 40).map(lambda step: step / 8), min_size=1, max_size=16)
 
 
-def plainly_kept(logits: list[float], p: SamplingParams) -> tuple[set[int], float]:
-    """The ids left by vLLM's order in plain Python, ties at a border kept, and the distance to that
-    border.
+def ids_kept_by_a_plain_sampler(logits: list[float], p: SamplingParams) -> tuple[set[int], float]:
+    """The ids that the filters keep, in vLLM's order and plain Python, ties with a cut included, and
+    the least distance to a cut.
     """
     weights = {i: math.exp((x - max(logits)) / p.temperature) for i, x in enumerate(logits)}
     margin = min(abs(w - p.min_p) for w in weights.values())
@@ -83,7 +83,7 @@ def test_temperature_min_p_top_k_and_top_p_keep_what_a_plain_sampler_keeps(
     logits: list[float], temperature: float, top_k: int, top_p: float, min_p: float
 ) -> None:
     p = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
-    expected, margin = plainly_kept(logits, p)
+    expected, margin = ids_kept_by_a_plain_sampler(logits, p)
     assume(margin > 1e-5)  # nearer, rounding may decide either way
     draws = SamplingBatch.of(
         [a_sequence(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)]
@@ -102,7 +102,7 @@ def test_temperature_min_p_top_k_and_top_p_keep_what_a_plain_sampler_keeps(
 )
 def test_no_draw_leaves_what_the_filters_keep(params: dict[str, Any]) -> None:
     logits = random_logits(1, 50)
-    kept, _ = plainly_kept(logits[0].tolist(), SamplingParams(**params))
+    kept, _ = ids_kept_by_a_plain_sampler(logits[0].tolist(), SamplingParams(**params))
     drawn = set(
         tokens_of(logits.expand(3000, 50), [a_sequence(seed=s, **params) for s in range(3000)])
     )
@@ -150,43 +150,41 @@ PROBABILITIES = torch.tensor([0.4, 0.25, 0.15, 0.1, 0.05, 0.03, 0.015, 0.005], d
 COUNT = 400_000 if LONG_FORM else 40_000
 
 
-def deviation(counts: Tensor, expected: Tensor) -> float:
-    """How many standard deviations chi-square lies above its mean."""
+def chi_square(counts: Tensor, expected: Tensor) -> float:
+    """Standard deviations of the statistic above its mean."""
     statistic = ((counts.double() - expected) ** 2 / expected).sum().item()
     free = counts.numel() - 1
     return (statistic - free) / math.sqrt(2 * free)
 
 
-def drawn(varying: str, count: int, **params: Any) -> Tensor:
+def draws_by(varying: str, count: int, **params: Any) -> Tensor:
     sequences = [a_sequence(**{varying: number}, **params) for number in range(count)]
     rows = PROBABILITIES.log().float()[None, :].expand(count, -1)
     return torch.tensor(tokens_of(rows, sequences))
 
 
 @pytest.mark.parametrize("varying", ["seed", "choice", "generated"])
-def test_draws_follow_the_softmax_whatever_makes_them_differ(varying: str) -> None:
-    count = (
-        COUNT if varying != "generated" else 2_000
-    )  # the tokens of a long sequence take their time
-    counts = torch.bincount(drawn(varying, count), minlength=8)
-    assert deviation(counts, PROBABILITIES * count) < 5
+def test_draws_follow_the_softmax_over_seeds_choices_and_positions(varying: str) -> None:
+    count = COUNT if varying != "generated" else 2_000  # building long sequences takes time
+    counts = torch.bincount(draws_by(varying, count), minlength=8)
+    assert chi_square(counts, PROBABILITIES * count) < 5
 
 
 def test_draws_follow_the_softmax_at_another_temperature() -> None:
     sharper = PROBABILITIES.log().div(0.7).softmax(dim=-1)
-    counts = torch.bincount(drawn("seed", COUNT, temperature=0.7), minlength=8)
-    assert deviation(counts, sharper * COUNT) < 5
+    counts = torch.bincount(draws_by("seed", COUNT, temperature=0.7), minlength=8)
+    assert chi_square(counts, sharper * COUNT) < 5
 
 
 @pytest.mark.parametrize("varying", ["seed", "choice", "generated"])
 @pytest.mark.parametrize("apart", [1, 2, 64])
 def test_neighbouring_draws_are_independent(varying: str, apart: int) -> None:
     count = COUNT if varying != "generated" else 4_000
-    tokens = drawn(varying, count).clamp(max=3)  # four cells: {0}, {1}, {2}, the rest
+    tokens = draws_by(varying, count).clamp(max=3)  # four cells: {0}, {1}, {2}, the rest
     pairs = torch.bincount(tokens[:-apart] * 4 + tokens[apart:], minlength=16)
     each = torch.cat([PROBABILITIES[:3], PROBABILITIES[3:].sum()[None]])
     expected = (each[:, None] * each[None, :]).flatten() * (count - apart)
-    assert deviation(pairs, expected) < 5
+    assert chi_square(pairs, expected) < 5
 
 
 def test_draws_over_a_large_vocabulary_reach_all_of_it_evenly() -> None:
@@ -195,7 +193,7 @@ def test_draws_over_a_large_vocabulary_reach_all_of_it_evenly() -> None:
         tokens_of(torch.zeros(count, width), [a_sequence(seed=s) for s in range(count)])
     )
     cells = torch.bincount(tokens * 32 // width, minlength=32)
-    assert deviation(cells, torch.full((32,), count / 32.0).double()) < 5
+    assert chi_square(cells, torch.full((32,), count / 32.0).double()) < 5
 
 
 # -- what a draw depends on
@@ -218,9 +216,7 @@ def a_random_request(rng: random.Random) -> Sequence:
 
 @pytest.mark.parametrize("width", [8, 1009, 33_001])
 def test_a_request_gets_the_same_token_alone_and_in_any_batch(width: int) -> None:
-    """2,000 requests in the full form; any row, any mates, from 1 to 32 of them, and all of them at
-    once.
-    """
+    """Any row, any batch mates, in batches of 1 to 32 and all at once."""
     rng = random.Random(width)
     count = (2000 if LONG_FORM else 200) if width < 10_000 else 80
     sequences = [a_random_request(rng) for _ in range(count)]
@@ -235,7 +231,7 @@ def test_a_request_gets_the_same_token_alone_and_in_any_batch(width: int) -> Non
         assert tokens_of(logits[batch], [sequences[i] for i in batch]) == [alone[i] for i in batch]
 
 
-def test_a_preempted_request_draws_as_if_nothing_had_happened() -> None:
+def test_a_preempted_request_draws_the_same_token() -> None:
     logits, untouched = random_logits(1, 1000), a_sequence(seed=4, generated=7)
     preempted = a_sequence(seed=4, generated=7)
     preempted.preemptions, preempted.computed, preempted.id = 3, 0, 99
@@ -252,30 +248,22 @@ def test_seed_choice_and_position_each_change_the_draws() -> None:
 
 
 @given(st.integers(-(2**63), 2**63 - 1), st.integers(0, 7), st.integers(0, 2**31))
-def test_a_draws_key_is_the_plain_mix_of_seed_choice_and_position(
+def test_the_key_of_a_draw_is_the_plain_mix_of_seed_choice_and_position(
     seed: int, choice: int, position: int
 ) -> None:
     got = draw_keys(np.array([seed]), np.array([choice]), np.array([position]))
     assert int(got[0]) == mix64(mix64(mix64(seed % 2**64) ^ choice) ^ position)
 
 
-def test_known_seeds_draw_known_tokens() -> None:
-    """A seed that a client wrote down keeps its meaning across releases and devices."""
+def test_fixed_seeds_draw_fixed_tokens() -> None:
+    """A client's seed keeps its meaning across releases and devices."""
     logits = torch.linspace(-2, 2, 1000)[None, :].expand(8, -1)
-    known = [
-        462,
-        748,
-        982,
-        660,
-        997,
-        792,
-        868,
-        836,
-    ]  # computed in plain Python: math.log and whole numbers
-    assert tokens_of(logits, [a_sequence(seed=s) for s in range(8)]) == known
+    # Computed in plain Python, with math.log and integers.
+    expected = [462, 748, 982, 660, 997, 792, 868, 836]
+    assert tokens_of(logits, [a_sequence(seed=s) for s in range(8)]) == expected
 
 
-def test_an_unseeded_request_has_a_seed_of_its_own_that_a_second_run_repeats() -> None:
+def test_unseeded_requests_have_distinct_seeds_that_a_second_run_repeats() -> None:
     seeds = [
         resolve_seed(None, engine_seed, arrival)
         for engine_seed in (0, 1, 7)
@@ -331,7 +319,7 @@ def test_a_non_finite_row_fails_alone(params: dict[str, Any], bad: str) -> None:
     assert outcomes[:2] + outcomes[3:] == expected[:2] + expected[3:]
 
 
-def test_a_nan_that_min_tokens_would_hide_is_still_found() -> None:
+def test_a_nan_that_min_tokens_would_hide_is_still_flagged() -> None:
     logits = torch.zeros(1, 4)
     logits[0, EOS] = math.nan
     assert not sample(logits, SamplingBatch.of([a_sequence(min_tokens=3)])).finite.item()
@@ -362,17 +350,17 @@ def test_logprobs_are_those_of_the_raw_logits_with_the_chosen_token_and_its_rank
     outcomes = sample(logits.clone(), SamplingBatch.of(sequences)).outcomes()
     assert outcomes[1][1] is None
     for row, count in ((0, 3), (2, 0), (3, 5)):
-        token, found, error = outcomes[row]
+        token, entry, error = outcomes[row]
         order = reference[row].argsort(descending=True).tolist()
         assert error is None
-        assert found is not None
-        assert (found.token, found.rank, found.top_ids) == (
+        assert entry is not None
+        assert (entry.token, entry.rank, entry.top_ids) == (
             token,
             order.index(token) + 1,
             tuple(order[:count]),
         )
-        assert found.logprob == pytest.approx(reference[row, token].item(), abs=1e-5)
-        assert found.top_logprobs == pytest.approx(reference[row, order[:count]].tolist(), abs=1e-5)
+        assert entry.logprob == pytest.approx(reference[row, token].item(), abs=1e-5)
+        assert entry.top_logprobs == pytest.approx(reference[row, order[:count]].tolist(), abs=1e-5)
     assert outcomes[2][1] is not None
     assert outcomes[2][1].rank == 1
 
@@ -385,12 +373,12 @@ def test_logprobs_in_vllms_shape_hold_the_chosen_token_first_and_once() -> None:
     assert [(token, entry.rank) for token, entry in outside.items()] == [(9, 40), (3, 1), (7, 2)]
 
 
-def test_more_logprobs_than_tokens_are_all_of_them() -> None:
-    (_, found, _), *_ = sample(
+def test_more_logprobs_than_tokens_give_those_of_all_tokens() -> None:
+    (_, entry, _), *_ = sample(
         torch.zeros(1, 3), SamplingBatch.of([a_sequence(logprobs=20)])
     ).outcomes()
-    assert found is not None
-    assert sorted(found.top_ids) == [0, 1, 2]
+    assert entry is not None
+    assert sorted(entry.top_ids) == [0, 1, 2]
 
 
 # -- shapes
@@ -404,7 +392,7 @@ def test_half_precision_logits_are_sampled_as_their_float32_values(dtype: torch.
     assert half == sample(logits.float(), SamplingBatch.of(sequences)).outcomes()
 
 
-def test_a_vocabulary_of_one_token_has_one_answer() -> None:
+def test_a_vocabulary_of_one_token_gives_that_token() -> None:
     assert tokens_of(
         torch.zeros(2, 1), [a_sequence(top_k=5, top_p=0.5), a_sequence(temperature=0.0)]
     ) == [

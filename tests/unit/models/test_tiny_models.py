@@ -1,4 +1,4 @@
-"""The tiny random models: equal by seed, saved and loaded without change, and sensitive to errors."""
+"""The tiny random models: equal by seed, unchanged by saving and loading, sensitive to errors."""
 
 from pathlib import Path
 
