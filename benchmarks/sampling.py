@@ -1,13 +1,13 @@
-"""What sampling costs per step, beside the plain way: full sort, softmax, exponential noise (as in
-vLLM's torch path).
+"""The cost of sampling per step, compared with a plain implementation: full sort, softmax,
+exponential noise (as in vLLM's torch path).
 
-python benchmarks/sampling.py [--rows 1 32 256] [--vocabulary 32000 151936] [--device cpu] [--repeat
-5]
+    python benchmarks/sampling.py [--rows 1 32 256] [--vocabulary 32000 151936]
+                                  [--device cpu] [--repeat 7]
 
-Prints the best of the repeats (others share the machine) in milliseconds and the plain way's
-multiple of it. Logits are of two kinds: ``text`` falls off with the rank like a language model's
-(the k-th likeliest token has a share of about k^-1.5), ``flat`` is normal noise, which leaves
-nothing to skip. Both ways get the same logits, one after the other, in one process.
+Prints the best of the repeats in milliseconds, since the machine may be shared, and the ratio of
+plain to ours. There are two kinds of logits: ``text`` falls with the rank as in a language model
+(the k-th likeliest token has a probability of about k^-1.5), ``flat`` is normal noise, for which no
+token can be skipped. Both implementations get the same logits in one process.
 """
 
 import argparse
@@ -48,7 +48,7 @@ def flat_logits(rows: int, vocabulary: int, device: torch.device) -> Tensor:
 
 
 def plain(logits: Tensor, params: dict[str, Any]) -> Tensor:
-    """Temperature, min-p, top-k and top-p by one full sort, then softmax and the exponential race."""
+    """Temperature, min-p, top-k and top-p by one full sort, softmax and exponential noise."""
     p = SamplingParams(**params)
     if p.temperature == 0:
         return logits.argmax(dim=-1)
@@ -80,7 +80,7 @@ def sequences(rows: int, params: dict[str, Any]) -> list[Sequence]:
 
 def milliseconds(work: Callable[[], object], repeat: int, device: torch.device) -> float:
     times = []
-    for _ in range(repeat + 1):  # the first warms caches and is dropped
+    for _ in range(repeat + 1):  # the first warms up and is dropped
         start = time.perf_counter()
         work()
         if device.type == "cuda":
@@ -99,7 +99,8 @@ def main() -> None:
     device = torch.device(args.device)
     print(f"torch {torch.__version__}, {device}, {torch.get_num_threads()} threads")
     print(
-        f"{'rows':>4} {'vocabulary':>10} {'logits':>6} {'case':<12} {'ours ms':>9} {'plain ms':>9} {'plain/ours':>10}"
+        f"{'rows':>4} {'vocabulary':>10} {'logits':>6} {'case':<12} "
+        f"{'ours ms':>9} {'plain ms':>9} {'plain/ours':>10}"
     )
     for rows in args.rows:
         for vocabulary in args.vocabulary:
@@ -113,12 +114,13 @@ def main() -> None:
                     )
                     ratio = other / ours
                     print(
-                        f"{rows:>4} {vocabulary:>10} {kind:>6} {case:<12} {ours:>9.2f} {other:>9.2f} {ratio:>10.1f}"
+                        f"{rows:>4} {vocabulary:>10} {kind:>6} {case:<12} "
+                        f"{ours:>9.2f} {other:>9.2f} {ratio:>10.1f}"
                     )
 
 
 def ours_of(logits: Tensor, batch: list[Sequence]) -> Callable[[], object]:
-    """One step's sampling, the gathering of its parameters included."""
+    """One step of our sampling, including the collection of its parameters."""
     return lambda: sample(logits, SamplingBatch.of(batch))
 
 

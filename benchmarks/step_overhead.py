@@ -1,7 +1,7 @@
-"""What one step costs in the scheduler alone: plan + commit + update for running decodes, in
+"""The cost of one step in the scheduler alone: plan + commit + update of running decodes, in
 milliseconds.
 
-CPU time of the thread, so that other processes on the machine do not count.
+Measures CPU time of the thread, so that other processes on the machine do not count.
 
 Target: 256 decodes ≤ 1 ms, 1,024 ≤ 4 ms. Run: .venv/bin/python benchmarks/step_overhead.py
 """
@@ -24,7 +24,7 @@ PROMPT, WARM_UP = 200, 40
 def running(
     decodes: int, windows: list[int | None], policy: str, steps: int, record: bool
 ) -> Scheduler:
-    """A scheduler in which that many sequences decode for ``steps`` steps and more."""
+    """A scheduler in which ``decodes`` sequences decode for at least ``steps`` steps."""
     output = WARM_UP + steps + 8
     limits = Limits(
         policy=policy,  # type: ignore[arg-type]
@@ -40,9 +40,8 @@ def running(
         RecordedScheduler(limits, groups, path=os.devnull) if record else Scheduler(limits, groups)
     )
     for i in range(decodes):
-        prompt = tuple(
-            range(i * PROMPT, (i + 1) * PROMPT - i % 16)
-        )  # blocks fill up at different steps
+        # lengths differ, so that blocks fill up at different steps
+        prompt = tuple(range(i * PROMPT, (i + 1) * PROMPT - i % 16))
         scheduler.add(
             Request(f"r{i}", prompt, SamplingParams(max_tokens=output), output, tenant=str(i % 8))
         )
@@ -67,7 +66,7 @@ def measure(
         t4 = time.thread_time()
         if i >= WARM_UP:
             if len(work.rows) != decodes:
-                raise SystemExit(f"{len(work.rows)} rows, {decodes} wanted")
+                raise SystemExit(f"{len(work.rows)} rows, expected {decodes}")
             for name, seconds in zip(
                 times, (t1 - t0, t2 - t1, t4 - t3, t2 - t0 + t4 - t3), strict=True
             ):
@@ -81,7 +80,8 @@ def main() -> None:
     options = parser.parse_args()
     gc.freeze()
     print(
-        f"{'decodes':>8} {'policy':>14} {'groups':>7} {'plan':>7} {'commit':>7} {'update':>7}   step: median (p5 .. p95) ms"
+        f"{'decodes':>8} {'policy':>14} {'groups':>7} {'plan':>7} {'commit':>7} {'update':>7}   "
+        "step: median (p5 .. p95) ms"
     )
     one: list[int | None] = [None]
     two: list[int | None] = [None, 64]
@@ -93,8 +93,10 @@ def main() -> None:
             cuts = statistics.quantiles(times["step"], n=20)
             name = policy + (", recorded" if record else "")
             print(
-                f"{decodes:>8} {name:>14} {len(windows):>7} {parts[0]:>7.3f} {parts[1]:>7.3f} {parts[2]:>7.3f}"
-                f"   {statistics.median(times['step']):.3f} ({cuts[0]:.3f} .. {cuts[-1]:.3f}), target {target}"
+                f"{decodes:>8} {name:>14} {len(windows):>7} "
+                f"{parts[0]:>7.3f} {parts[1]:>7.3f} {parts[2]:>7.3f}"
+                f"   {statistics.median(times['step']):.3f} ({cuts[0]:.3f} .. {cuts[-1]:.3f}), "
+                f"target {target}"
             )
 
 

@@ -1,9 +1,9 @@
-"""The ragged-batching tutorial's workload, three ways in one session.
+"""The workload of the ragged-batching tutorial, run by three engines in one session.
 
 Six requests with caps of 6, 50, 300, 30, 180 and 45 new tokens share three slots, on a GPT-2 of
-full size with random weights (no hub is needed; the time of a step does not depend on what the
-weights say). The ways: transformers' `generate` on two static batches of three, transformers'
-continuous batching, and ours. The rounds are interleaved; what counts are the ratios.
+full size with random weights (no hub is needed; the time of a step does not depend on the values of
+the weights). The engines: transformers' `generate` on two static batches of three, transformers'
+continuous batching, and ours. The rounds are interleaved; compare the ratios, not the seconds.
 
     .venv/bin/python benchmarks/tutorial.py [--rounds 3] [--layers 12] [--json FILE]
 """
@@ -45,8 +45,8 @@ def prompts(vocab: int) -> list[list[int]]:
 
 
 def static(model: Any, inputs: Sequence[list[int]]) -> int:
-    """Batches of SLOTS, padded left, each running until its longest request is done. Returns useful
-    tokens.
+    """Batches of SLOTS, padded left; each runs until its longest request ends. Returns the tokens
+    that were requested.
     """
     for first in range(0, len(inputs), SLOTS):
         group = inputs[first : first + SLOTS]
@@ -60,7 +60,7 @@ def static(model: Any, inputs: Sequence[list[int]]) -> int:
 
 
 def continuous(model: Any, inputs: Sequence[list[int]]) -> int:
-    """transformers' continuous batching with the same three slots."""
+    """transformers' continuous batching with the same three slots. Returns its tokens."""
     config = transformers.ContinuousBatchingConfig(
         max_requests_per_batch=SLOTS, num_blocks=16, max_batch_tokens=256
     )
@@ -84,12 +84,12 @@ def ours(llm: LLM, inputs: Sequence[list[int]]) -> int:
     return sum(len(result.outputs[0].token_ids) for result in results)
 
 
-def timed(run: Callable[[], int]) -> float:
+def time_of(run: Callable[[], int]) -> float:
     start = time.perf_counter()
     tokens = run()
     if tokens != sum(CAPS):
         raise SystemExit(
-            f"{tokens} tokens were made, {sum(CAPS)} were asked for: the times cannot be compared"
+            f"{tokens} tokens were generated, not {sum(CAPS)}: the times cannot be compared"
         )
     return time.perf_counter() - start
 
@@ -106,15 +106,15 @@ def measure(rounds: int, layers: int) -> dict[str, list[float]]:
             num_blocks=128,
             allow_block_sharing=False,
         )
-        ways: dict[str, Callable[[], int]] = {
+        engines: dict[str, Callable[[], int]] = {
             "transformers static": lambda: static(model, inputs),
             "transformers continuous": lambda: continuous(model, inputs),
             "fairlead": lambda: ours(llm, inputs),
         }
-        seconds: dict[str, list[float]] = {name: [] for name in ways}
+        seconds: dict[str, list[float]] = {name: [] for name in engines}
         for number in range(rounds + 1):
-            for name, run in ways.items():
-                took = timed(run)
+            for name, run in engines.items():
+                took = time_of(run)
                 kind = "warm-up" if number == 0 else f"round {number}"
                 print(f"{kind}: {name}: {took:.2f} s", flush=True)
                 if number:
@@ -136,14 +136,16 @@ def main() -> None:
         options.json.write_text(json.dumps(seconds, indent=1) + "\n")
     print(f"\n{sum(CAPS)} tokens of {len(CAPS)} requests in {SLOTS} slots, {options.rounds} rounds")
     print(
-        f"{'':26}{'median':>9}{'least':>9}{'most':>9}{'tok/s':>9}{'ratio to ours, median (least to most)':>42}"
+        f"{'':26}{'median':>9}{'least':>9}{'most':>9}{'tok/s':>9}"
+        f"{'ratio to ours, median (least to most)':>42}"
     )
     for name, taken in seconds.items():
         ratios = [theirs / own for theirs, own in zip(taken, seconds["fairlead"], strict=True)]
         spread = f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
         middle = statistics.median(taken)
         print(
-            f"{name:26}{middle:8.2f}s{min(taken):8.2f}s{max(taken):8.2f}s{sum(CAPS) / middle:9.1f}{spread:>42}"
+            f"{name:26}{middle:8.2f}s{min(taken):8.2f}s{max(taken):8.2f}s"
+            f"{sum(CAPS) / middle:9.1f}{spread:>42}"
         )
 
 

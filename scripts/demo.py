@@ -1,9 +1,8 @@
-"""`make demo`: start the real server, ask it something, show the answer as it arrives and what the
-engine did.
+"""`make demo`: start the real server, ask it questions, show the answers as they stream in and what
+the engine did.
 
-Starts `fairlead serve demo:` as a user would, on free loopback ports, and talks to it with
-openai-python. Everything it shows of the engine comes from the server's own /metrics and from the
-run it recorded.
+Starts `fairlead serve demo:` as a user would, on free loopback ports, and uses openai-python as the
+client. The figures about the engine come from the server's /metrics and from its recording.
 """
 
 import argparse
@@ -27,11 +26,11 @@ from pathlib import Path
 from openai import OpenAI
 from prometheus_client.parser import text_string_to_metric_families
 
-START_WITHIN = 300.0  # seconds: the first import of torch on a fresh machine
+START_WITHIN = 300.0  # seconds; the first import of torch on a new machine is slow
 SYSTEM = "You are the demo model of Fairlead. Answer in one or two short sentences."
 FIRST = "What is continuous batching?"
 SAME_PREFIX = "What is a paged cache?"
-CROWD = (
+CONCURRENT = (
     "What is Fairlead?",
     "What is prefix caching?",
     "Who are you?",
@@ -48,7 +47,7 @@ class Server:
     log: collections.deque[str] = field(default_factory=lambda: collections.deque(maxlen=40))
 
     def follow(self) -> None:
-        """Keep the log's end and learn the ports: the server took free ones."""
+        """Keep the end of the log and read the ports, which the server chose, from it."""
         for line in self.process.stderr or ():
             self.log.append(line)
             message = _message(line)
@@ -74,7 +73,7 @@ def main() -> int:
             _conversation(client, model)
             _report(server, record)
             code = _stop(server)
-        _picture(record)
+        _print_busiest_step(record)
     print(f"\nThe server ended with exit code {code}.")
     return code
 
@@ -90,7 +89,7 @@ def _server(model: str, record: Path) -> Iterator[Server]:
         "--port=0",
         "--admin-port=0",
     ]
-    # Small enough that chunks, blocks and the cache's use are worth looking at.
+    # Small limits, so that the demo shows chunked prefill and a cache in use.
     command += ["--num-blocks=512", "--max-batch-tokens=128", f"--record={record}"]
     print("$ " + " ".join(["fairlead", *command[3:-1]]))
     process = subprocess.Popen(
@@ -109,17 +108,17 @@ def _server(model: str, record: Path) -> Iterator[Server]:
 
 
 def _wait_until_ready(server: Server) -> None:
-    began, said = time.monotonic(), 0
+    began, reported = time.monotonic(), 0
     while True:
         waited = time.monotonic() - began
         if server.process.poll() is not None or waited > START_WITHIN:
-            sys.exit("the server did not get ready:\n" + "".join(server.log))
+            sys.exit("the server did not become ready:\n" + "".join(server.log))
         if "admin" in server.ports and _ready(server):
             print(f"ready after {waited:.1f} s: {server.ports['public']}\n")
             return
-        if waited > said + 5:
-            said = int(waited)
-            print(f"… {said} s: loading (torch alone takes some seconds)")
+        if waited > reported + 5:
+            reported = int(waited)
+            print(f"… {reported} s: loading (torch alone takes some seconds)")
         time.sleep(0.1)
 
 
@@ -132,16 +131,16 @@ def _ready(server: Server) -> bool:
 
 
 def _conversation(client: OpenAI, model: str) -> None:
-    """One streamed answer, one that shares its prefix, then several at once."""
+    """One streamed answer, one to a prompt with the same prefix, then several at once."""
     for question in (FIRST, SAME_PREFIX):
         print(f"> {question}")
         for piece in _ask(client, model, question):
             print(piece, end="", flush=True)
         print("\n")
-    print(f"{len(CROWD)} at once:")
-    with ThreadPoolExecutor(len(CROWD)) as pool:
-        answers = pool.map(lambda question: "".join(_ask(client, model, question)), CROWD)
-        for question, answer in zip(CROWD, answers, strict=True):
+    print(f"{len(CONCURRENT)} at once:")
+    with ThreadPoolExecutor(len(CONCURRENT)) as pool:
+        answers = pool.map(lambda question: "".join(_ask(client, model, question)), CONCURRENT)
+        for question, answer in zip(CONCURRENT, answers, strict=True):
             print(f"> {question}\n{answer}")
 
 
@@ -159,7 +158,7 @@ def _ask(client: OpenAI, model: str, question: str) -> Iterator[str]:
 
 
 def _report(server: Server, record: Path) -> None:
-    """What the engine did, by its own metrics; the sizes of its batches by the run it recorded."""
+    """Print what the engine did: its metrics, and the batch sizes of the recording."""
     text = server.get("/metrics")
     value = {
         s.name: s.value
@@ -197,8 +196,8 @@ def _stop(server: Server) -> int:
     return server.process.wait(timeout=30)
 
 
-def _picture(record: Path) -> None:
-    """The busiest step, as `fairlead trace` shows it."""
+def _print_busiest_step(record: Path) -> None:
+    """Print the step with the most rows, as `fairlead trace` shows it."""
     shown = subprocess.run(
         [sys.executable, "-m", "fairlead_runtime", "trace", str(record)],
         capture_output=True,
@@ -207,7 +206,7 @@ def _picture(record: Path) -> None:
     ).stdout
     steps = ("step " + part for part in shown.split("\nstep ")[1:])
     busiest = max(steps, key=lambda step: sum(line.startswith("  [") for line in step.splitlines()))
-    print("\nIts fullest step, by `fairlead trace`")
+    print("\nThe step with the most rows, as `fairlead trace` shows it")
     print(
         "\n".join("  " + line for line in busiest.splitlines() if line.startswith(("step", "  [")))
     )
@@ -222,10 +221,10 @@ def _lines(record: Path) -> Iterator[dict[str, dict[str, list[list[int]]]]]:
 
 def _message(line: str) -> str:
     try:
-        found: str = json.loads(line).get("message", "")
+        message: str = json.loads(line).get("message", "")
     except ValueError:
         return ""
-    return found
+    return message
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""What the demo model is taught: the text of demo_text.txt in endless variations.
+"""Training samples of the demo model: the text of demo_text.txt in many variations.
 
-Owns reading that text and making training samples from it. Knows tokens, no weights.
+Owns the reader of that text and the generator of samples. Knows tokens, not weights.
 """
 
 import random
@@ -17,7 +17,7 @@ SEED = 20261121
 CONTEXT = 2048
 BATCH = 32
 BATCH_TOKENS = 6000  # padded; long conversations come in smaller batches
-IGNORED = -100  # a label that the loss leaves out
+IGNORED = -100  # a label that the loss ignores
 
 SYSTEMS = (
     "You are a helpful assistant.",
@@ -36,7 +36,7 @@ OPENINGS = (
     "Please, ",
     "So, ",
 )
-# Other ways to ask what "What is X?" asks.
+# Other wordings of "What is X?".
 TOPIC = (
     "What's {}?",
     "Explain {} to me.",
@@ -64,7 +64,7 @@ STRANGE = (
 
 @dataclass(frozen=True)
 class Pair:
-    """Ways to ask, and the one answer."""
+    """Several wordings of a question, and their answer."""
 
     questions: tuple[str, ...]
     answer: str
@@ -72,8 +72,8 @@ class Pair:
 
 @dataclass(frozen=True)
 class Text:
-    """What there is to learn: pairs, questions that get the answer for the unknown, things to ask
-    about in vain.
+    """The training text: known pairs, unknown questions with their common answer, and things that
+    unknown questions are about.
     """
 
     known: list[Pair]
@@ -103,7 +103,7 @@ def read_text(path: Path = TEXT) -> Text:
 
 
 class Lessons:
-    """Endless training samples: conversations in the chat template's words, and plain text."""
+    """Generates training samples: conversations in the chat template, and plain text."""
 
     def __init__(
         self,
@@ -116,7 +116,7 @@ class Lessons:
         self.known = text.known
         self.unknown = text.unknown
         self.things = text.things
-        self.hard = hard  # two turns each that an exam has shown to go wrong
+        self.hard = hard  # pairs of turns that the model got wrong
         self.random = random.Random(seed)
         self.cache: dict[str, list[int]] = {}
 
@@ -127,26 +127,26 @@ class Lessons:
 
     def question(self) -> tuple[str, str]:
         if self.random.random() < 0.15:
-            return self.varied(self.strange()), self.unknown.answer
+            return self.vary(self.unknown_question()), self.unknown.answer
         pair = self.random.choice(self.known)
-        return self.varied(self.worded(pair)), pair.answer
+        return self.vary(self.reworded_question(pair)), pair.answer
 
-    def worded(self, pair: Pair) -> str:
-        """One of the written questions, or another wording when one of them asks what something is."""
+    def reworded_question(self, pair: Pair) -> str:
+        """One of the pair's questions; a "What is X?" sometimes in another wording."""
         question = self.random.choice(pair.questions)
         topic = re.fullmatch(r"What is ([^.?]+)\?", question)
         if topic and topic[1] not in {"your name", "my name"} and self.random.random() < 0.4:
             return self.random.choice(TOPIC).format(topic[1])
         return question
 
-    def strange(self) -> str:
+    def unknown_question(self) -> str:
         if self.random.random() < 0.3:
             return self.random.choice(self.unknown.questions)
         return self.random.choice(STRANGE).format(self.random.choice(self.things))
 
-    def varied(self, text: str) -> str:
-        """As people type it: with a slip, in small letters, without the mark, with a word before
-        it.
+    def vary(self, text: str) -> str:
+        """The text as people type it: with a missing letter, an opening, in lower case or without
+        punctuation.
         """
         if len(text) > 12 and self.random.random() < 0.08:
             slip = self.random.randrange(6, len(text) - 1)
@@ -165,9 +165,7 @@ class Lessons:
         return self.filler(self.random.randint(40, 400))
 
     def filler(self, length: int) -> str:
-        """``length`` characters that say nothing about the question: answers in a row, or one again
-        and again.
-        """
+        """``length`` characters unrelated to the question: several answers or a repeated text."""
         once = self.random.random() < 0.5
         text = self.random.choice(self.known).answer if once else self.random.choice(SYSTEMS)
         while len(text) < length:
@@ -175,15 +173,15 @@ class Lessons:
         return text[:length]
 
     def sample(self) -> tuple[list[int], list[int]]:
-        """Token ids and labels of equal length; only what the model is to write has labels."""
+        """Token ids and labels of equal length; only the model's answers have labels."""
         if self.hard and self.random.random() < 0.3:
-            return self.repeated(*self.random.choice(self.hard))
+            return self.correction(*self.random.choice(self.hard))
         kind = self.random.random()
         if kind < 0.15:
             return self.plain()
         system = self.system() if self.random.random() < 0.4 else ""
         turns = self.random.choice((1, 1, 1, 1, 2, 2, 3))
-        if kind < 0.18:  # what was said long ago must not disturb
+        if kind < 0.18:  # a long system message must not change the answer
             system = self.filler(self.random.randint(400, 5000))
         elif kind < 0.21:
             turns = self.random.randint(4, 30)
@@ -198,21 +196,19 @@ class Lessons:
             ids, labels = self.extend(ids, labels, f"{answer}<|end|>", learn=True)
         return ids[:CONTEXT], labels[:CONTEXT]
 
-    def repeated(self, before: Pair, pair: Pair) -> tuple[list[int], list[int]]:
-        """The second of two turns that went wrong; the first keeps its exact words."""
+    def correction(self, before: Pair, pair: Pair) -> tuple[list[int], list[int]]:
+        """Two turns of which the model got the second wrong; the first keeps its exact words."""
         first = f"<|user|>{before.questions[0]}<|end|><|assistant|>{before.answer}<|end|>"
-        asked = f"<|user|>{self.varied(self.worded(pair))}<|end|><|assistant|>"
+        asked = f"<|user|>{self.vary(self.reworded_question(pair))}<|end|><|assistant|>"
         ids, labels = self.extend([], [], f"<|begin|>{first}{asked}", learn=False)
         return self.extend(ids, labels, f"{pair.answer}<|end|>", learn=True)
 
     def plain(self) -> tuple[list[int], list[int]]:
-        """Text without roles, for the completions route: an answer alone, or a question and its
-        answer.
-        """
+        """Text without roles, for the completions route: an answer, possibly after its question."""
         pair = self.random.choice(self.known)
         if self.random.random() < 0.4:
             return self.extend([], [], f"{pair.answer}<|end|>", learn=True)
-        question = self.varied(self.worded(pair))
+        question = self.vary(self.reworded_question(pair))
         ahead, after = self.random.choice((("\n", ""), ("", "\n")))
         ids = self.encode(question + ahead)
         return self.extend(
@@ -230,7 +226,7 @@ class Lessons:
         return ids + more, labels + (more if learn else [IGNORED] * len(more))
 
     def batches(self, size: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Batches of at most ``size`` rows of like length: padding would else be most of the work."""
+        """Batches of at most ``size`` rows of similar length, to keep padding small."""
         while True:
             pool = sorted((self.sample() for _ in range(16 * size)), key=lambda row: len(row[0]))
             parts: list[list[tuple[list[int], list[int]]]] = [[]]
@@ -240,17 +236,15 @@ class Lessons:
                 parts[-1].append(row)
             self.random.shuffle(parts)
             for part in parts:
-                yield padded(part)
+                yield pad(part)
 
 
-def padded(rows: list[tuple[list[int], list[int]]]) -> tuple[torch.Tensor, torch.Tensor]:
-    """int64 [rows, longest] ids and labels, padded on the right, where causal attention never
-    looks.
-    """
+def pad(rows: list[tuple[list[int], list[int]]]) -> tuple[torch.Tensor, torch.Tensor]:
+    """int64 [rows, longest] ids and labels, padded on the right, which causal attention ignores."""
     longest = max(len(ids) for ids, _ in rows)
     ids = torch.zeros(len(rows), longest, dtype=torch.int64)
     labels = torch.full((len(rows), longest), IGNORED, dtype=torch.int64)
-    for i, (row, wanted) in enumerate(rows):
+    for i, (row, row_labels) in enumerate(rows):
         ids[i, : len(row)] = torch.tensor(row)
-        labels[i, : len(row)] = torch.tensor(wanted)
+        labels[i, : len(row)] = torch.tensor(row_labels)
     return ids, labels

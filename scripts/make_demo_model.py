@@ -3,9 +3,9 @@ from a fixed seed.
 
     .venv/bin/python scripts/make_demo_model.py [--out DIR] [--steps N] [--threads N]
 
-The text it learns is scripts/demo_text.txt, written for this project; demo_lessons.py makes samples
+It learns the text of scripts/demo_text.txt, written for this project; demo_lessons.py makes samples
 of it. Two runs on the same machine with the same torch and the same number of threads give the same
-bytes; other processors sum in another order and may not.
+bytes. Other processors may sum in another order and give others.
 """
 
 import argparse
@@ -29,7 +29,7 @@ HERE = Path(__file__).parent
 OUT = HERE.parent / "runtime" / "fairlead_runtime" / "demo"
 VOCAB = 1024
 PEAK_RATE = 3e-3
-ROUNDS, ROUND_STEPS, ROUND_RATE = 6, 60, 6e-4  # of repeating what went wrong
+ROUNDS, ROUND_STEPS, ROUND_RATE = 6, 60, 6e-4  # of training on wrong answers
 
 
 def train_tokenizer(text: Text) -> PreTrainedTokenizerFast:
@@ -55,7 +55,7 @@ def make_model() -> LlamaForCausalLM:
         num_hidden_layers=4,
         num_attention_heads=4,
         num_key_value_heads=2,
-        head_dim=64,  # a size every attention kernel knows
+        head_dim=64,  # supported by every attention kernel
         max_position_embeddings=CONTEXT,
         rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
         tie_word_embeddings=True,
@@ -83,7 +83,8 @@ def train(model: LlamaForCausalLM, lessons: Lessons, steps: int, rate: float = P
         schedule.step()
         if step % 100 == 0 or step == steps:
             print(
-                f"step {step} of {steps}: loss {loss.item():.4f}, {time.monotonic() - started:.0f} s",
+                f"step {step} of {steps}: loss {loss.item():.4f}, "
+                f"{time.monotonic() - started:.0f} s",
                 flush=True,
             )
     model.eval()
@@ -91,7 +92,7 @@ def train(model: LlamaForCausalLM, lessons: Lessons, steps: int, rate: float = P
 
 @dataclass(frozen=True)
 class Wrong:
-    """An answer that is not the one of the text. ``number`` is the pair's."""
+    """An answer that differs from the text. ``number`` is the index of its pair."""
 
     number: int
     question: str
@@ -100,8 +101,8 @@ class Wrong:
 
 
 def examine(model: Any, tokenizer: Any, known: list[Pair]) -> list[Wrong]:
-    """Every question alone, after a system message and as a second turn, greedily and by plain
-    transformers.
+    """Ask every question alone, after a system message and as a second turn, greedily and with
+    transformers. Returns the wrong answers.
     """
     asked: list[tuple[int, str, str]] = []
     chats: list[list[int]] = []
@@ -145,9 +146,7 @@ def answer_all(model: Any, tokenizer: Any, chats: list[list[int]]) -> list[str]:
 def train_until_right(
     model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, text: Text
 ) -> list[Wrong]:
-    """Repeat what an exam shows to go wrong, a little at a time; what is still wrong after ROUNDS
-    of it.
-    """
+    """Train on the wrong answers in up to ROUNDS rounds; returns those that are still wrong."""
     for number in range(1, ROUNDS + 1):
         wrong = examine(model, tokenizer, text.known)
         print("\n".join(f"{w.question} ({w.where}): {w.got}" for w in wrong), flush=True)
@@ -162,18 +161,18 @@ def save(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, out: Path)
     shutil.rmtree(out, ignore_errors=True)
     model.save_pretrained(out)
     tokenizer.save_pretrained(
-        out, save_jinja_files=False
-    )  # the template inside tokenizer_config.json
+        out,
+        save_jinja_files=False,  # keep the template in tokenizer_config.json
+    )
     for file in out.iterdir():
         file.chmod(0o644)
     settings = out / "tokenizer_config.json"
     content = json.loads(settings.read_text())
     content.pop("backend", None)
-    content["tokenizer_class"] = (
-        "PreTrainedTokenizerFast"  # a name that every supported transformers knows
-    )
+    # a name that every supported transformers release has
+    content["tokenizer_class"] = "PreTrainedTokenizerFast"
     settings.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")
-    # The release that wrote the file would make two equal models differ.
+    # Drop the release that wrote the file, so that equal models have equal files.
     for name in ("config.json", "generation_config.json"):
         content = json.loads((out / name).read_text())
         kept = {

@@ -1,10 +1,10 @@
 """Plant known bugs in a copy of scheduler and cache, one at a time; the whole-run property must
-catch every one.
+catch each.
 
     .venv/bin/python scripts/plant_bugs.py [--seeds 60] [--jobs 2] [--only NAME]
 
-Ends with 0 when all were caught, 1 when one got away, 2 when a replacement no longer matches the
-source.
+Exit code: 0 if all were caught, 1 if one was missed, 2 if the text of a bug does not occur exactly
+once in its file.
 """
 
 import argparse
@@ -43,7 +43,7 @@ class Bug(NamedTuple):
     file: str
     old: str
     new: str
-    first: int = 0  # seed to begin with, for a bug that shows itself late
+    first: int = 0  # the first seed, for a bug that early seeds do not show
 
 
 POOL, PREFIX, PAGED, HOST = (
@@ -135,7 +135,12 @@ BUGS = (
         "a block is shareable before its forward pass",
         SCHEDULER,
         "                cache.grow(sequence, start + count)\n",
-        "                cache.grow(sequence, start + count)\n                sequence.computed = start + count; cache.finish_forward(sequence); sequence.computed = start\n",
+        (
+            "                cache.grow(sequence, start + count)\n"
+            "                sequence.computed = start + count\n"
+            "                cache.finish_forward(sequence)\n"
+            "                sequence.computed = start\n"
+        ),
     ),
     Bug(
         "partial blocks are registered",
@@ -191,7 +196,10 @@ BUGS = (
         "a soft reset drops a generated token",
         SCHEDULER,
         "            self.state.cache.release(sequence)\n",
-        "            self.state.cache.release(sequence)\n            sequence.tokens[sequence.prompt_len + 1 :] = []\n",
+        (
+            "            self.state.cache.release(sequence)\n"
+            "            sequence.tokens[sequence.prompt_len + 1 :] = []\n"
+        ),
     ),
     Bug(
         "a soft reset keeps its count of computed tokens",
@@ -211,7 +219,11 @@ BUGS = (
         "admission looks at the first chunk only",
         PLANNER,
         "need = start_units + self.cache.growth(sequence, admission.start)",
-        "need = start_units + self.cache.units(admission.start, admission.start + min(self.tokens, len(sequence.tokens) - admission.start))",
+        (
+            "first = admission.start\n"
+            "        chunk = min(self.tokens, len(sequence.tokens) - first)\n"
+            "        need = start_units + self.cache.units(first, first + chunk)"
+        ),
     ),
     Bug(
         "a claimed cached block counts as free",
@@ -281,7 +293,10 @@ BUGS = (
     Bug(
         "an aborted waiting one stays queued",
         SCHEDULER,
-        "        if sequence.status is Status.PENDING:\n            self.state.policy.remove(sequence)\n",
+        (
+            "        if sequence.status is Status.PENDING:\n"
+            "            self.state.policy.remove(sequence)\n"
+        ),
         "        if sequence.status is Status.PENDING:\n            pass\n",
     ),
     Bug(
@@ -295,8 +310,14 @@ BUGS = (
     Bug(
         "sampling one token early",
         PLANNER,
-        "append(admission)\n            self.rows.append(Row(sequence, start, count, count == missing))",
-        "append(admission)\n            self.rows.append(Row(sequence, start, count, count >= missing - 1))",
+        (
+            "append(admission)\n"
+            "            self.rows.append(Row(sequence, start, count, count == missing))"
+        ),
+        (
+            "append(admission)\n"
+            "            self.rows.append(Row(sequence, start, count, count >= missing - 1))"
+        ),
     ),
     Bug(
         "an abort within a step is overlooked",
@@ -358,7 +379,7 @@ def hunt(bug: Bug, seeds: int) -> Verdict:
             command, env=environment, capture_output=True, text=True, check=False, cwd=where
         )
     if done.returncode not in (0, 9):
-        raise RuntimeError(f"{bug.name}: the run itself broke: {done.stderr[-500:]}")
+        raise RuntimeError(f"{bug.name}: the run broke: {done.stderr[-500:]}")
     return Verdict(bug, done.returncode == 9, done.stdout.strip(), time.monotonic() - started)
 
 
@@ -378,7 +399,8 @@ def main() -> int:
         verdicts = list(pool.map(lambda bug: hunt(bug, options.seeds), bugs))
     for verdict in verdicts:
         print(
-            f"{'caught' if verdict.caught else 'MISSED':<7} {verdict.seconds:5.1f} s  {verdict.bug.name:<50} {verdict.how}"
+            f"{'caught' if verdict.caught else 'MISSED':<7} {verdict.seconds:5.1f} s  "
+            f"{verdict.bug.name:<50} {verdict.how}"
         )
     caught = sum(verdict.caught for verdict in verdicts)
     print(f"{caught} of {len(verdicts)} planted bugs caught")

@@ -1,5 +1,5 @@
-"""The chart, as far as it can be judged without helm: its resource definition and the schema of its
-values.
+"""The chart, as far as it can be checked without helm: its resource definition and its values'
+schema.
 """
 
 import json
@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 CHART = ROOT / "charts" / "fairlead"
 SCHEMA: dict[str, Any] = json.loads((CHART / "values.schema.json").read_text())
 VALUES: dict[str, Any] = yaml.safe_load((CHART / "values.yaml").read_text())
-# Keys of these are the user's, not the chart's.
+# The keys within these are set by the user, not by the chart.
 OPEN = {
     "affinity",
     "nodeSelector",
@@ -26,7 +26,7 @@ OPEN = {
     "serviceAccount.annotations",
     "global",
 }
-OPTIONAL = {"global"}  # helm's own
+OPTIONAL = {"global"}  # set by helm
 
 
 def test_the_chart_installs_the_resource_definition_of_this_tree() -> None:
@@ -35,7 +35,7 @@ def test_the_chart_installs_the_resource_definition_of_this_tree() -> None:
     assert [path.name for path in (ROOT / "crds").iterdir()] == [shipped.name]
 
 
-def resolved(node: dict[str, Any]) -> dict[str, Any]:
+def dereference(node: dict[str, Any]) -> dict[str, Any]:
     reference = node.get("$ref")
     if reference is None:
         return node
@@ -43,33 +43,33 @@ def resolved(node: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def described(node: dict[str, Any], path: str = "") -> Iterator[tuple[str, bool]]:
-    """Every value the schema knows, and whether it refuses others beside it."""
+def schema_paths(node: dict[str, Any], path: str = "") -> Iterator[tuple[str, bool]]:
+    """Every value of the schema, and whether its object refuses values that are not listed."""
     closed = node.get("additionalProperties") is False
     for key, child in node.get("properties", {}).items():
         here = f"{path}.{key}".lstrip(".")
         yield here, closed
         if here not in OPEN:
-            yield from described(resolved(child), here)
+            yield from schema_paths(dereference(child), here)
 
 
-def given(values: dict[str, Any], path: str = "") -> Iterator[str]:
+def value_paths(values: dict[str, Any], path: str = "") -> Iterator[str]:
     """Every value of values.yaml."""
     for key, value in values.items():
         here = f"{path}.{key}".lstrip(".")
         yield here
         if isinstance(value, dict) and here not in OPEN:
-            yield from given(value, here)
+            yield from value_paths(value, here)
 
 
-def test_every_value_is_in_the_schema_and_the_schema_knows_no_other() -> None:
-    known = {path for path, _ in described(SCHEMA)}
-    assert known - OPTIONAL == set(given(VALUES))
-    assert len(known) > 25
+def test_the_schema_has_every_value_and_no_other() -> None:
+    paths = {path for path, _ in schema_paths(SCHEMA)}
+    assert paths - OPTIONAL == set(value_paths(VALUES))
+    assert len(paths) > 25
 
 
-def test_the_schema_refuses_a_value_it_does_not_know_at_every_level() -> None:
-    assert all(closed for _, closed in described(SCHEMA))
+def test_the_schema_refuses_unknown_values_at_every_level() -> None:
+    assert all(closed for _, closed in schema_paths(SCHEMA))
 
 
 def test_the_shipped_values_are_valid() -> None:
@@ -77,11 +77,9 @@ def test_the_shipped_values_are_valid() -> None:
     jsonschema.Draft7Validator(SCHEMA).validate(VALUES)
 
 
-@pytest.mark.parametrize("path", sorted(set(given(VALUES))))
+@pytest.mark.parametrize("path", sorted(set(value_paths(VALUES))))
 def test_every_value_has_a_type(path: str) -> None:
-    """No value takes anything at all: an object is refused where a value is expected, a number
-    where an object is.
-    """
+    """The schema refuses an object in place of a value and a number in place of an object."""
     values = json.loads(json.dumps(VALUES))
     node = values
     *parents, last = path.split(".")
@@ -100,9 +98,15 @@ def test_every_value_is_used_by_a_template() -> None:
         path.read_text() for path in (CHART / "templates").rglob("*") if path.is_file()
     )
     parts = ("image.repository", "image.tag", "image.digest")  # read by the helper "fairlead.image"
-    through = {f"{prefix}{part}" for prefix in ("", "runtime.") for part in parts}
-    leaves = [p for p in given(VALUES) if not any(o.startswith(p + ".") for o in given(VALUES))]
-    unused = [path for path in leaves if path not in through and f".Values.{path}" not in templates]
+    used_by_helper = {f"{prefix}{part}" for prefix in ("", "runtime.") for part in parts}
+    leaves = [
+        p
+        for p in value_paths(VALUES)
+        if not any(o.startswith(p + ".") for o in value_paths(VALUES))
+    ]
+    unused = [
+        path for path in leaves if path not in used_by_helper and f".Values.{path}" not in templates
+    ]
     assert not unused
     helper = (CHART / "templates" / "_helpers.tpl").read_text()
     assert all(f".{part}" in helper for part in parts)
@@ -112,7 +116,7 @@ def test_the_installation_page_names_values_that_exist_and_their_defaults() -> N
     page = (ROOT / "docs" / "install.md").read_text()
     rows = re.findall(r"^\| (`[a-zA-Z.`, ]+`) \| (.*?) \|", page, re.MULTILINE)
     named = [(name, default) for names, default in rows for name in re.findall(r"`([^`]+)`", names)]
-    assert {name for name, _ in named} <= set(given(VALUES))
+    assert {name for name, _ in named} <= set(value_paths(VALUES))
     assert len(named) >= 10
     for names, default in rows:
         written = [json.loads(text) for text in re.findall(r"`([^`]+)`", default)]

@@ -1,4 +1,4 @@
-"""The CRD against EngineConfig, field for field, and against what the API server asks of a
+"""The CRD against EngineConfig, field for field, and against the API server's rules for a
 structural schema.
 """
 
@@ -26,10 +26,9 @@ SPEC: dict[str, Any] = SCHEMA["properties"]["spec"]
 TYPES = {bool: {"boolean"}, int: {"integer"}, float: {"number", "integer"}, str: {"string"}}
 ENGINE_SECTIONS = ("engine", "scheduler", "cache")
 FIELDS = [f for f in dataclasses.fields(EngineConfig) if f.metadata["cr"]]
-# A quantity of the pod, which the operator turns into GiB; without a pod there is no /dev/shm to
-# count.
+# A quantity of the pod, which the operator converts to GiB.
 QUANTITIES = {"resources.sharedMemory"}
-# Chosen by the operator, no setting of the engine.
+# Set by the operator, not a setting of the engine.
 OPERATOR_ONLY = {"engine.image"}
 
 
@@ -41,7 +40,7 @@ def at(path: str) -> dict[str, Any]:
 
 
 def nodes(schema: dict[str, Any], path: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
-    """Every schema node with its dotted path; items and map values as ``[]`` and ``{}``."""
+    """Every schema node with its dotted path; ``[]`` is an item, ``{}`` a map's value."""
     yield path, schema
     for name, child in schema.get("properties", {}).items():
         yield from nodes(child, f"{path}.{name}" if path else name)
@@ -64,18 +63,17 @@ def test_a_field_of_the_resource_is_the_setting_of_the_engine(
         assert node["x-kubernetes-int-or-string"]
         return
     assert node["type"] in TYPES[base_type(field.name)]
-    assert node.get("default") == field.default, "the same default, or none on both sides"
+    assert node.get("default") == field.default, "the defaults differ"
     assert tuple(node.get("enum", ())) == choices_of(field.name) or node["type"] == "integer"
     low, high = field.metadata["low"], field.metadata["high"]
     if node["type"] in ("integer", "number"):
-        # The resource may be stricter (block sizes, bounded integers), never laxer.
+        # The bounds of the resource may be narrower (block sizes, integers), never wider.
         assert low is None or node["minimum"] >= low
         assert high is None or node["maximum"] <= high
         EngineConfig(**{field.name: node["minimum"]})
         EngineConfig(**{field.name: node["maximum"]})
-        if (
-            path.partition(".")[0] in ENGINE_SECTIONS
-        ):  # what the API server refuses, `fairlead plan` refuses too
+        # `fairlead plan` refuses the values that the API server refuses.
+        if path.partition(".")[0] in ENGINE_SECTIONS:
             assert NARROWER.get(path, (low, high)) == (node["minimum"], node["maximum"])
 
 
@@ -92,7 +90,7 @@ def test_every_field_of_the_engines_sections_is_a_setting_of_the_engine() -> Non
 
 
 def declared(kind: type, path: str) -> Iterator[tuple[str, Any, "dataclasses.Field[Any]"]]:
-    """(dotted path, type, field) of every field below a dataclass, itself not counted."""
+    """(dotted path, type, field) of every field within a dataclass."""
     hints = get_type_hints(kind)
     for f in dataclasses.fields(kind):
         inner = [
@@ -215,14 +213,14 @@ def test_every_rule_names_its_field_and_has_both_kinds_of_case(
     message = rule["message"]
     assert ": " in message, "what is wrong, then the fix"
     refusing = [c for c in CASES if c.message is not None and c.message in message]
-    assert refusing, "no case is refused by this rule"
+    assert refusing, "no case tests that this rule refuses"
     touched = {leaf for case in refusing for leaf in leaves(case)}
     accepting = [c for c in CASES if c.message is None and touched & set(leaves(c))]
-    assert accepting, "no case that sets the same field is accepted"
+    assert accepting, "no case tests that this rule accepts"
 
 
 def leaves(case: Case) -> Iterator[str]:
-    """Dotted paths that a case sets; its name where it differs from the base's."""
+    """Dotted paths that a case sets, and metadata.name if it differs from the base's."""
 
     def walk(value: Any, path: str) -> Iterator[str]:
         if isinstance(value, dict) and value and "podTemplate." not in path:

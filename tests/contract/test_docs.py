@@ -1,4 +1,4 @@
-"""What the documents say is what the code does."""
+"""The documentation agrees with the code."""
 
 import re
 import subprocess
@@ -26,7 +26,7 @@ def test_the_flag_tables_are_those_of_the_configuration() -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_links_between_pages_lead_somewhere(page: Path) -> None:
+def test_links_between_pages_have_a_target(page: Path) -> None:
     for target in re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", page.read_text()):
         if "://" not in target:
             assert (page.parent / target).exists(), f"{page.name} links to {target}"

@@ -1,4 +1,4 @@
-"""What the runtime exposes is what the operator reads: its load, and what its start took."""
+"""The operator reads the load and the startup times that the runtime exposes."""
 
 import pytest
 
@@ -29,7 +29,7 @@ def test_the_operator_reads_the_load_that_the_runtime_exposes(name: str) -> None
     assert parse(text, name) == Load(running=2, waiting=3)
     with pytest.raises(LoadError, match="missing for model"):
         parse(text, "another")
-    assert startup.read(text, name) == {}, "0 is: not known yet"
+    assert startup.read(text, name) == {}, "0 means: not measured yet"
     metrics.started(loaded=2.34, warmed=0.5)
     text = metrics.exposition(engine.snapshot()).decode()
     assert startup.read(text, name) == {"loaded": 2.3, "warmed": 0.5}

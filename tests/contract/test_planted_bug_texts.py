@@ -1,4 +1,4 @@
-"""Each planted bug replaces one place in the source, so that its name says which place it breaks."""
+"""Each planted bug replaces exactly one place in the source."""
 
 import sys
 from pathlib import Path

@@ -1,6 +1,4 @@
-"""The reasons of conditions and Events are an enum: the documentation has each that the operator
-can write, and no other.
-"""
+"""The documentation lists exactly the condition and Event reasons that the operator can write."""
 
 import ast
 import re
@@ -19,12 +17,12 @@ SOURCES = (
     "probe/hub",
 )
 CONDITIONS = {"Ready", "Planned", "Progressing", "Available", "AutoscalingActive", "RemoteCode"}
-# Words of the same form in these modules that are no reason.
+# Words of the same form in these modules that are not reasons.
 OTHERS = {"True", "False", "Unknown", "Normal", "Warning", "PodScheduled", "Gi"}
 
 
-def written() -> set[str]:
-    """Every constant of those modules that has a reason's form."""
+def reasons_in_code() -> set[str]:
+    """Every string constant of those modules that has the form of a reason."""
     trees = [
         ast.parse((ROOT / "operator" / "fairlead_operator" / f"{name}.py").read_text())
         for name in SOURCES
@@ -36,7 +34,7 @@ def written() -> set[str]:
     return {word for word in words if isinstance(word, str) and form.fullmatch(word)} - OTHERS
 
 
-def documented(heading: str) -> set[str]:
+def reasons_in_docs(heading: str) -> set[str]:
     """Every name in the table under a heading."""
     section = PAGE.split(f"## {heading}\n")[1].split("\n## ")[0]
     rows = [line for line in section.splitlines() if line.startswith("|")]
@@ -44,10 +42,10 @@ def documented(heading: str) -> set[str]:
 
 
 def test_every_reason_is_documented_and_every_documented_reason_exists() -> None:
-    known = documented("Conditions") | documented("Events")
-    assert known <= written() | CODES.keys() | CONDITIONS
-    assert written() <= known | CODES.keys()
-    assert len(known) > 20
+    documented = reasons_in_docs("Conditions") | reasons_in_docs("Events")
+    assert documented <= reasons_in_code() | CODES.keys() | CONDITIONS
+    assert reasons_in_code() <= documented | CODES.keys()
+    assert len(documented) > 20
 
 
 def test_the_conditions_are_those_of_the_definition() -> None:
@@ -56,4 +54,4 @@ def test_the_conditions_are_those_of_the_definition() -> None:
         "Ready, Planned, Progressing, Available, AutoscalingActive; RemoteCode where it is trusted"
         in definition
     )
-    assert documented("Conditions") >= CONDITIONS
+    assert reasons_in_docs("Conditions") >= CONDITIONS

@@ -1,4 +1,4 @@
-"""Rules that hold for the whole tree."""
+"""Rules for the whole repository."""
 
 import ast
 import re
@@ -14,7 +14,7 @@ MODULES = sorted(path for package in PACKAGES for path in (ROOT / package).rglob
 
 
 @pytest.mark.parametrize("folder", ["operator", "runtime", "kernels"])
-def test_the_folders_that_hold_the_packages_are_no_packages(folder: str) -> None:
+def test_the_folders_above_the_packages_are_not_packages(folder: str) -> None:
     """operator/__init__.py would shadow the standard library, kernels/__init__.py another
     distribution.
     """
@@ -23,7 +23,7 @@ def test_the_folders_that_hold_the_packages_are_no_packages(folder: str) -> None
 
 
 @pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_every_module_says_what_it_owns(path: Path) -> None:
+def test_every_module_has_a_docstring(path: Path) -> None:
     assert ast.get_docstring(ast.parse(path.read_text())), "a module docstring is missing"
 
 
@@ -46,7 +46,7 @@ def test_product_code_never_unpickles_evaluates_or_checks_by_assert(path: Path) 
 
 
 def violations(source: str) -> list[str]:
-    """What reliability requires to be absent from product code, by line."""
+    """Constructs that product code must not have, with their lines."""
     found = []
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Assert):
@@ -79,11 +79,11 @@ def violations(source: str) -> list[str]:
         "run(x, shell=True)",
     ],
 )
-def test_the_check_above_sees_what_it_looks_for(source: str) -> None:
+def test_the_check_finds_every_forbidden_construct(source: str) -> None:
     assert violations(source)
 
 
-def test_the_lock_carries_hashes_and_no_download_address() -> None:
+def test_the_lock_has_hashes_and_no_download_url() -> None:
     lock = (ROOT / "requirements.lock").read_text()
     entries = re.findall(r"^([a-z0-9][a-z0-9._-]*)==", lock, flags=re.MULTILINE)
     assert len(entries) > 50
@@ -99,7 +99,7 @@ def test_the_base_dependencies_hold_neither_torch_nor_kopf() -> None:
     assert {"operator", "runtime", "cuda"} == set(project["optional-dependencies"])
 
 
-def test_every_lint_exception_carries_its_reason() -> None:
+def test_every_lint_exception_has_a_reason() -> None:
     ignored = (
         (ROOT / "pyproject.toml").read_text().split("[tool.ruff.lint]")[1].split("[tool.pytest")[0]
     )

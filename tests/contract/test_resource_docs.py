@@ -1,4 +1,4 @@
-"""The pages about the resource say what the CRD and the operator's code say."""
+"""The pages about the resource agree with the CRD and the operator's code."""
 
 import re
 import subprocess
