@@ -22,7 +22,7 @@ def unsupported(model_type: str, reason: str) -> ModelError:
     return ModelError(
         "UnsupportedModel",
         f"model_type {model_type[:100]!r} cannot be served: {reason}",
-        f"served are {', '.join(sorted(FAMILIES))}, and ordinary decoders that pass the self-test",
+        f"serve one of {', '.join(sorted(FAMILIES))}, or a decoder that passes the self-test",
     )
 
 

@@ -3,8 +3,8 @@
 ``longrope`` and ``dynamic`` rotary embeddings choose their frequencies by the largest position of a
 forward pass. In a packed batch that position belongs to any request: a short prompt's result would
 change with its batch mates, and cached keys would mix two sets of frequencies. So the frequencies
-are chosen once, at load,
-for sequences of ``max_model_len`` tokens, as vLLM does (`phi3_long_rope_scaled_rope.py`).
+are chosen once, at load, for sequences of ``max_model_len`` tokens, as vLLM does
+(`phi3_long_rope_scaled_rope.py`).
 
 Consequence for users: a longrope model served with a max_model_len above its original context uses
 the long factors for short prompts too, where plain transformers would use the short ones. The

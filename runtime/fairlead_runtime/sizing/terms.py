@@ -42,7 +42,7 @@ def terms_of(
     shape: ModelShape, config: EngineConfig, device: DeviceFacts, groups: Sequence[LayerGroup]
 ) -> dict[str, int]:
     """Every planned term but the cache, in bytes of one accelerator."""
-    a, tp = bytes_of(shape, config), config.tensor_parallel
+    element, tp = bytes_of(shape, config), config.tensor_parallel
     cpu = device.kind == "cpu"
     tokens, longest = config.max_batch_tokens, max_model_len(shape, config)
     rows = min(config.max_requests, tokens)
@@ -54,13 +54,14 @@ def terms_of(
     width = 4 * shape.hidden + rotary + max(3 * queries + 4 * keys, split(shape.mlp_width, tp))
     table_entries = len(groups) * rows * -(-longest // config.block_size)
     buffers = 1 if cpu or config.async_batching == "off" else 2
-    chosen = min(rows, max(1, SAMPLER_CHUNK[device.kind] // shape.vocab))
+    sampler_rows = min(rows, max(1, SAMPLER_CHUNK[device.kind] // shape.vocab))
     terms = {
         "weights": weights(shape, config, tp),
-        "activations": tokens * width * a,
-        "attention": _attention(shape, config, groups, a) if cpu else FLASHINFER,
-        "logits": rows * max(width, 2 * shape.hidden + shape.logit_copies * shape.vocab) * a,
-        "sampling": chosen * (shape.vocab * SAMPLING_BYTES + HISTOGRAM) + rows * shape.vocab * 8,
+        "activations": tokens * width * element,
+        "attention": _attention(shape, config, groups, element) if cpu else FLASHINFER,
+        "logits": rows * max(width, 2 * shape.hidden + shape.logit_copies * shape.vocab) * element,
+        "sampling": sampler_rows * (shape.vocab * SAMPLING_BYTES + HISTOGRAM)
+        + rows * shape.vocab * 8,
         "graphs": 0 if cpu or config.cuda_graphs == "off" else config.max_cached_graphs * GRAPH,
         "batch": buffers
         * GROWTH
@@ -88,16 +89,16 @@ def weights(shape: ModelShape, config: EngineConfig, tp: int) -> int:
     """Bytes of the weights on one accelerator. Only the layers' matrices are quantized and split
     over ``tp`` accelerators; embeddings, norms and biases are neither.
     """
-    a = bytes_of(shape, config)
-    matrices = shape.layer_matrices * a
+    element = bytes_of(shape, config)
+    matrices = shape.layer_matrices * element
     if config.quantization != "none":
         # One byte each and a float32 scale per row.
         matrices = shape.layer_matrices + 4 * shape.layer_channels
-    return split(matrices, tp) + (shape.parameters - shape.layer_matrices) * a
+    return split(matrices, tp) + (shape.parameters - shape.layer_matrices) * element
 
 
 def _attention(
-    shape: ModelShape, config: EngineConfig, groups: Sequence[LayerGroup], a: int
+    shape: ModelShape, config: EngineConfig, groups: Sequence[LayerGroup], element: int
 ) -> int:
     """Scratch memory of torch attention: the longest sequence's gathered keys and values, its masks
     and its explicit scores.
@@ -105,15 +106,15 @@ def _attention(
     longest = max_model_len(shape, config)
     chunk = min(config.max_batch_tokens, longest)
     # Keys and values with their slots and positions.
-    gathered = longest * (2 * shape.kv_width * a + 16 * len(groups))
-    masks = len(groups) * min(chunk * longest, KEPT_MASKS) * a + min(STRIP, chunk) * longest * (
-        a + 2
-    )
+    gathered = longest * (2 * shape.kv_width * element + 16 * len(groups))
+    masks = len(groups) * min(chunk * longest, KEPT_MASKS) * element + min(
+        STRIP, chunk
+    ) * longest * (element + 2)
     if not shape.explicit_scores:
         return gathered + masks
     # Scores before and after their cap or sinks, in float32, and keys repeated for each head that
     # shares them.
-    repeated = 2 * longest * shape.heads * shape.head_dim * a
+    repeated = 2 * longest * shape.heads * shape.head_dim * element
     return gathered + masks + repeated + 3 * shape.heads * min(STRIP, chunk) * longest * 4
 
 

@@ -49,7 +49,7 @@ LOGITS = st.lists(st.integers(-40, 40).map(lambda step: step / 8), min_size=1, m
 
 
 def ids_kept_by_a_plain_sampler(logits: list[float], p: SamplingParams) -> tuple[set[int], float]:
-    """The ids that the filters keep, in vLLM's order and plain Python, ties with a cut included, and
+    """The ids that the filters keep in vLLM's order, ties with a cut included, in plain Python; and
     the least distance to a cut.
     """
     weights = {i: math.exp((x - max(logits)) / p.temperature) for i, x in enumerate(logits)}
