@@ -199,8 +199,8 @@ class Lessons:
     def correction(self, before: Pair, pair: Pair) -> tuple[list[int], list[int]]:
         """Two turns of which the model got the second wrong; the first keeps its exact words."""
         first = f"<|user|>{before.questions[0]}<|end|><|assistant|>{before.answer}<|end|>"
-        asked = f"<|user|>{self.vary(self.reworded_question(pair))}<|end|><|assistant|>"
-        ids, labels = self.extend([], [], f"<|begin|>{first}{asked}", learn=False)
+        second = f"<|user|>{self.vary(self.reworded_question(pair))}<|end|><|assistant|>"
+        ids, labels = self.extend([], [], f"<|begin|>{first}{second}", learn=False)
         return self.extend(ids, labels, f"{pair.answer}<|end|>", learn=True)
 
     def plain(self) -> tuple[list[int], list[int]]:

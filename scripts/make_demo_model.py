@@ -104,7 +104,7 @@ def examine(model: Any, tokenizer: Any, known: list[Pair]) -> list[Wrong]:
     """Ask every question alone, after a system message and as a second turn, greedily and with
     transformers. Returns the wrong answers.
     """
-    asked: list[tuple[int, str, str]] = []
+    questions: list[tuple[int, str, str]] = []
     chats: list[list[int]] = []
     for number, pair in enumerate(known):
         before = known[number - 1]
@@ -119,12 +119,12 @@ def examine(model: Any, tokenizer: Any, known: list[Pair]) -> list[Wrong]:
                 text = tokenizer.apply_chat_template(
                     messages, tokenize=False, add_generation_prompt=True
                 )
-                asked.append((number, question, where))
+                questions.append((number, question, where))
                 chats.append(tokenizer.encode(text, add_special_tokens=False))
     answers = answer_all(model, tokenizer, chats)
     return [
         Wrong(number, question, where, got)
-        for (number, question, where), got in zip(asked, answers, strict=True)
+        for (number, question, where), got in zip(questions, answers, strict=True)
         if got != known[number].answer
     ]
 

@@ -116,8 +116,10 @@ class ScenarioRun:
         for sequence in self.scheduler.running:
             done = sequence.computed
             for group, table in zip(self.device.groups, sequence.tables, strict=True):
-                gone = 0 if group.window is None else max(0, done - group.window + 1) // size
-                if len(table) - table.count(NULL) != -(-done // size) - gone:
+                freed_blocks = (
+                    0 if group.window is None else max(0, done - group.window + 1) // size
+                )
+                if len(table) - table.count(NULL) != -(-done // size) - freed_blocks:
                     raise RunError(f"sequence {sequence.id} holds {table} after {done} tokens")
 
     def _abort(self, arrival: Arrival) -> None:

@@ -44,5 +44,5 @@ def refusal(limits: Limits, prompt_len: int, max_tokens: int | None) -> str:
         )
     room = limits.capacity - prompt_len
     fix = f"lower max_tokens to {room} or shorten the prompt" if room > 0 else "shorten the prompt"
-    asked = f"prompt {prompt_len} + max_tokens {wanted} = {prompt_len + wanted} tokens"
-    return f"{asked}, but {holds}: {fix}"
+    total = f"prompt {prompt_len} + max_tokens {wanted} = {prompt_len + wanted} tokens"
+    return f"{total}, but {holds}: {fix}"

@@ -37,11 +37,11 @@ def test_requests_aborted_at_random_points_leave_no_block_held(seed: int) -> Non
     )
     scheduler = Scheduler(limits, group_layers(rng.choice(((None,), (None, 9)))))
     total = 10_000 if LONG_FORM else 1_000
-    asked = aborted = 0
+    submitted = aborted = 0
     live: dict[str, int] = {}
     while aborted < total:
         while len(live) < 30:
-            n, name = rng.choice((1, 1, 1, 3)), f"r{asked}"
+            n, name = rng.choice((1, 1, 1, 3)), f"r{submitted}"
             prompt = tuple(rng.randrange(3) for _ in range(rng.randrange(1, 60)))
             scheduler.add(
                 Request(
@@ -54,7 +54,7 @@ def test_requests_aborted_at_random_points_leave_no_block_held(seed: int) -> Non
                 )
             )
             live[name] = n
-            asked += 1
+            submitted += 1
         for name in rng.sample(sorted(live), min(len(live), rng.choice((0, 1, 1, 2, 8)))):
             choice = rng.choice((None, None, rng.randrange(live[name])))
             within = scheduler.has_work and rng.random() < 0.3
