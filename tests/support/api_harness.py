@@ -3,6 +3,8 @@
 import asyncio
 import itertools
 import json
+import os
+import signal
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
@@ -273,6 +275,14 @@ async def until(condition: Callable[[], bool]) -> None:
     """
     while not condition():  # noqa: ASYNC110 - the conditions are the server's own state, which has no events
         await asyncio.sleep(0)
+
+
+def send_sigterm() -> None:
+    """Send SIGTERM to this process, where the server runs. Without the server's handler it would
+    end the whole test run, so fail the test instead.
+    """
+    assert callable(signal.getsignal(signal.SIGTERM)), "the server has no handler for SIGTERM"
+    os.kill(os.getpid(), signal.SIGTERM)
 
 
 def run(scenario: Coroutine[Any, Any, None]) -> None:

@@ -21,6 +21,7 @@ from support.api_harness import (
     http,
     is_error,
     run,
+    until,
 )
 from support.full import LONG_FORM
 
@@ -148,23 +149,63 @@ def test_an_answer_to_an_unread_body_arrives_whole() -> None:
     run(scenario())
 
 
-def test_half_a_header_is_timed_out_and_silence_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connection, "HEADER_SECONDS", 0.2)
+def _record_connections(monkeypatch: pytest.MonkeyPatch) -> list[GuardedProtocol]:
+    """The server's side of every connection, in order of arrival. Their header deadlines end only
+    by ``_end_header_deadline``, so that no test depends on the machine's speed.
+    """
+    monkeypatch.setattr(connection, "HEADER_SECONDS", 3600.0)
+    connections: list[GuardedProtocol] = []
+    original = GuardedProtocol.connection_made
+
+    def connection_made(self: GuardedProtocol, transport: asyncio.Transport) -> None:
+        connections.append(self)
+        original(self, transport)
+
+    monkeypatch.setattr(GuardedProtocol, "connection_made", connection_made)
+    return connections
+
+
+async def _end_header_deadline(connection: GuardedProtocol) -> None:
+    """End the deadline once a part of the header has arrived."""
+    await until(lambda: bool(connection.conn.trailing_data[0]))
+    assert connection._header_timer is not None
+    connection._header_timer.cancel()
+    connection._header_timed_out()
+
+
+def test_half_a_header_is_timed_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    connections = _record_connections(monkeypatch)
 
     async def scenario() -> None:
         async with fake_server() as (server, _):
-            status, _, body = await _exchange(server, b"GET /healthz HTTP/1.1\r\nHo")
+            reader, writer = await server.raw()
+            writer.write(b"GET /healthz HTTP/1.1\r\nHo")
+            await until(lambda: len(connections) == 1)
+            await _end_header_deadline(connections[0])
+            status, _, body = _parse(await reader.read())
             assert status == 408
             assert is_error(json.loads(body))
-            status, _, _ = await _exchange(server, b"")
-            assert status == 0
+            writer.close()
             # The second request of a connection has its own deadline.
             reader, writer = await server.raw()
             writer.write(http("GET", "/healthz"))
             await reader.readuntil(b"}")
+            assert connections[1]._header_timer is None
             writer.write(b"GET /heal")
+            await _end_header_deadline(connections[1])
             assert _parse(await reader.read())[0] == 408
             writer.close()
+
+    run(scenario())
+
+
+def test_a_silent_connection_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connection, "HEADER_SECONDS", 0.2)
+
+    async def scenario() -> None:
+        async with fake_server() as (server, _):
+            status, _, _ = await _exchange(server, b"")
+            assert status == 0
 
     run(scenario())
 
@@ -183,15 +224,20 @@ def test_half_a_body_is_timed_out(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_many_slow_headers_do_not_disturb_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connection, "HEADER_SECONDS", 1.0)
+    connections = _record_connections(monkeypatch)
 
     async def scenario() -> None:
         async with fake_server() as (server, _):
-            slow = [await server.raw() for _ in range(1000 if LONG_FORM else 200)]
-            for _, writer in slow:
+            clients = [await server.raw() for _ in range(1000 if LONG_FORM else 200)]
+            for _, writer in clients:
                 writer.write(b"POST /v1/completions HTTP/1.1\r\nHost")
+            await until(lambda: len(connections) == len(clients))
+            slow = list(connections)
             await _alive(server)
-            for reader, writer in slow:
+            assert not any(each.transport.is_closing() for each in slow)
+            for each in slow:
+                await _end_header_deadline(each)
+            for reader, writer in clients:
                 assert _parse(await reader.read())[0] == 408
                 writer.close()
 

@@ -2,8 +2,6 @@
 
 import asyncio
 import json
-import os
-import signal
 import socket
 from typing import Any
 
@@ -29,6 +27,7 @@ from support.api_harness import (
     is_error,
     run,
     running_server,
+    send_sigterm,
     until,
 )
 
@@ -121,7 +120,7 @@ def test_a_signal_lets_streams_finish_and_refuses_new_requests() -> None:
 
             streams = [asyncio.create_task(stream()) for _ in range(5)]
             await until(lambda: len(service.live) == 5)
-            os.kill(os.getpid(), signal.SIGTERM)
+            send_sigterm()
             await until(lambda: server.state.draining)
             async with server.client() as late:
                 assert (await late.get("/readyz")).status_code == 503
@@ -158,9 +157,9 @@ def test_a_second_signal_ends_the_wait_for_running_streams() -> None:
             body = json.dumps(completion(stream=True)).encode()
             writer.write(http("POST", "/v1/completions", body))
             await service.hanging.wait()
-            os.kill(os.getpid(), signal.SIGTERM)
+            send_sigterm()
             await until(lambda: service.draining)
-            os.kill(os.getpid(), signal.SIGTERM)
+            send_sigterm()
             await until(lambda: not service.hang)
             writer.close()
             await server.task
@@ -179,7 +178,7 @@ def test_a_signal_while_the_model_loads_ends_at_once() -> None:
         async with running_server(load, wait=False) as server:
             async with server.client() as client:
                 assert (await client.get("/healthz")).status_code == 200
-            os.kill(os.getpid(), signal.SIGTERM)
+            send_sigterm()
             await server.task
 
     run(scenario())

@@ -4,8 +4,6 @@ other.
 
 import asyncio
 import json
-import os
-import signal
 import socket
 import struct
 from collections.abc import AsyncIterator
@@ -31,6 +29,7 @@ from support.api_harness import (
     http,
     run,
     running_server,
+    send_sigterm,
 )
 from support.full import LONG_FORM
 
@@ -346,7 +345,7 @@ def test_a_signal_ends_the_real_server_after_its_streams() -> None:
             streams = [asyncio.create_task(stream()) for _ in range(8)]
             for _ in streams:
                 await begun.acquire()
-            os.kill(os.getpid(), signal.SIGTERM)
+            send_sigterm()
             assert await asyncio.gather(*streams) == [whole] * 8
             await server.task
 
