@@ -1,5 +1,5 @@
-"""API keys: every route of the public port but the probes needs one, however the path, host or
-method is bent.
+"""API keys: every route of the public port except the probes needs one, for every form of path,
+host and method.
 """
 
 import hashlib
@@ -25,7 +25,7 @@ from support.api_harness import (
 
 KEY, OTHER = "k" * 40, "another-key-of-decent-length-0123456789"
 PATHS = ["/v1/models", "/v1/completions", "/v1/chat/completions", "/", "/docs", "/nowhere"]
-BENT = [
+PATH_FORMS = [
     "{}",
     "{}/",
     "/{}",
@@ -74,7 +74,7 @@ def keys(tmp_path: Path) -> Path:
     return path
 
 
-def test_nothing_but_the_probes_is_open(keys: Path) -> None:
+def test_every_path_except_the_probes_needs_a_key(keys: Path) -> None:
     async def scenario() -> None:
         state, pool, service = ServerState(name="tiny"), PromptPool(), FakeService()
         state.attach(backend_of(service))
@@ -82,10 +82,10 @@ def test_nothing_but_the_probes_is_open(keys: Path) -> None:
         bodies = set()
         tried = 0
         for path in PATHS:
-            for bent in BENT:
+            for form in PATH_FORMS:
                 for method in METHODS:
-                    status, body = await asgi(app, method, bent.format(path))
-                    assert status == 401, (method, bent.format(path))
+                    status, body = await asgi(app, method, form.format(path))
+                    assert status == 401, (method, form.format(path))
                     bodies.add(body)
                     tried += 1
         for path in PATHS:
@@ -104,7 +104,7 @@ def test_nothing_but_the_probes_is_open(keys: Path) -> None:
 
 
 @pytest.mark.parametrize("scheme", ["Bearer", "bearer", "BEARER"])
-def test_either_key_opens_every_route(keys: Path, scheme: str) -> None:
+def test_each_key_of_the_file_opens_every_route(keys: Path, scheme: str) -> None:
     async def scenario() -> None:
         async with (
             fake_server(keys=KeyRing(str(keys))) as (server, service),
@@ -132,7 +132,7 @@ def test_either_key_opens_every_route(keys: Path, scheme: str) -> None:
     run(scenario())
 
 
-def test_the_admin_port_asks_for_no_key(keys: Path) -> None:
+def test_the_admin_port_needs_no_key(keys: Path) -> None:
     async def scenario() -> None:
         async with fake_server(keys=KeyRing(str(keys))) as (server, _), server.admin() as admin:
             assert (await admin.get("/metrics")).status_code == 200
@@ -181,7 +181,7 @@ def test_every_key_is_compared_whatever_was_sent(
         assert len(compared) == 2
 
 
-def test_prefix_caches_of_keyed_tenants_are_apart_and_keyless_users_share() -> None:
+def test_prefix_caches_are_separate_per_key_and_shared_without_keys() -> None:
     salter = Salter()
     assert salter.salt(None, None) == b""
     assert salter.salt(None, "s") == b"s"

@@ -1,4 +1,4 @@
-"""What a connection may do, byte by byte: limits, deadlines, clients that leave, and the server
+"""Connections, byte by byte: limits, deadlines, clients that disconnect, and a server
 that goes on.
 """
 
@@ -284,7 +284,9 @@ def test_sockets_send_events_at_once_and_find_dead_peers(monkeypatch: pytest.Mon
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("reset", [False, True])
 @pytest.mark.parametrize("prompt", ["one", ["one", "two", "three"]])
-def test_a_client_that_leaves_cancels_its_request(stream: bool, reset: bool, prompt: Any) -> None:
+def test_a_client_that_disconnects_cancels_its_request(
+    stream: bool, reset: bool, prompt: Any
+) -> None:
     async def scenario() -> None:
         async with fake_server(FakeService(hang=True)) as (server, service):
             body = json.dumps(completion(prompt, stream=stream)).encode()
@@ -305,7 +307,7 @@ def test_a_client_that_leaves_cancels_its_request(stream: bool, reset: bool, pro
     run(scenario())
 
 
-def test_clients_that_leave_in_the_middle_do_not_touch_the_others() -> None:
+def test_clients_that_disconnect_do_not_disturb_the_others() -> None:
     async def scenario() -> None:
         service = FakeService()
         async with fake_server(service) as (server, _):
@@ -335,7 +337,7 @@ def test_clients_that_leave_in_the_middle_do_not_touch_the_others() -> None:
     run(scenario())
 
 
-def test_a_reader_that_stops_reading_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_client_that_stops_reading_is_disconnected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connection, "WRITE_STALL_SECONDS", 0.3)
 
     async def scenario() -> None:

@@ -174,7 +174,7 @@ def test_a_bad_field_is_refused_by_name() -> None:
     run(scenario())
 
 
-def test_a_body_that_is_no_proper_json_is_a_400() -> None:
+def test_a_malformed_json_body_is_a_400() -> None:
     async def scenario() -> None:
         async with fake_server() as (server, _), server.client() as client:
             for content in BROKEN:
@@ -184,7 +184,7 @@ def test_a_body_that_is_no_proper_json_is_a_400() -> None:
     run(scenario())
 
 
-def test_text_full_of_json_punctuation_is_no_attack() -> None:
+def test_a_prompt_full_of_json_punctuation_is_accepted() -> None:
     async def scenario() -> None:
         async with (
             fake_server(FakeService(max_model_len=1_000_000)) as (server, _),
@@ -270,7 +270,7 @@ def test_unknown_paths_and_methods_are_errors_too(method: str, path: str, status
     run(scenario())
 
 
-def test_a_body_over_the_limit_is_refused_unread() -> None:
+def test_a_body_over_the_limit_is_refused() -> None:
     async def scenario() -> None:
         async with fake_server() as (server, _), server.client() as client:
             _check_error(await _post(client, COMPLETIONS, b" " * (MAX_BODY + 1)), 413)
@@ -311,7 +311,7 @@ def test_bodies_that_are_not_plain_json_are_refused(headers: dict[str, str]) -> 
         (EngineDead("dead"), 503, "engine_dead"),
     ],
 )
-def test_what_the_service_cannot_do_now_says_when_to_retry(
+def test_an_unavailable_service_says_when_to_retry(
     error: Exception, status: int, code: str
 ) -> None:
     async def scenario() -> None:
@@ -325,7 +325,7 @@ def test_what_the_service_cannot_do_now_says_when_to_retry(
     run(scenario())
 
 
-def test_prompts_wait_for_a_worker_within_bounds() -> None:
+def test_the_bytes_that_wait_for_a_worker_are_limited() -> None:
     async def scenario() -> None:
         pool, release = PromptPool(workers=1, max_bytes=100), threading.Event()
 
@@ -347,7 +347,7 @@ def test_prompts_wait_for_a_worker_within_bounds() -> None:
     run(scenario())
 
 
-def test_an_unforeseen_error_is_generic(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_unexpected_error_shows_no_details(caplog: pytest.LogCaptureFixture) -> None:
     async def scenario() -> None:
         async with (
             fake_server(FakeService(refuse=KeyError(SECRET))) as (server, _),
@@ -371,7 +371,7 @@ def test_an_unforeseen_error_is_generic(caplog: pytest.LogCaptureFixture) -> Non
     assert "horse" not in caplog.text
 
 
-def test_request_ids_are_ours_unless_the_clients_is_harmless() -> None:
+def test_a_client_request_id_is_kept_only_when_it_is_safe_to_log() -> None:
     async def scenario() -> None:
         async with fake_server() as (server, _), server.client() as client:
             for sent, kept in [("abc-1.2_3", True), ("a b", False), ("x" * 65, False), ("", False)]:

@@ -1,4 +1,4 @@
-"""From open ports to the end: loading, readiness, draining, signals, and an engine that dies."""
+"""The server from open ports to its end: loading, readiness, drain, signals, a dead engine."""
 
 import asyncio
 import json
@@ -65,7 +65,7 @@ def test_while_the_model_loads_probes_and_configuration_answer_and_nothing_else(
     run(scenario())
 
 
-def test_the_admin_port_answers_what_operators_ask() -> None:
+def test_the_admin_port_answers_every_route() -> None:
     async def scenario() -> None:
         async with fake_server(model_config=b"{}") as (server, service), server.admin() as admin:
             metrics = await admin.get("/metrics")
@@ -93,7 +93,7 @@ def test_the_admin_port_answers_what_operators_ask() -> None:
         (Health(alive=False, ready=False, reason="dead"), 503, 503),
     ],
 )
-def test_health_is_the_engines_own(health: Health, healthz: int, readyz: int) -> None:
+def test_the_probes_report_the_engines_health(health: Health, healthz: int, readyz: int) -> None:
     async def scenario() -> None:
         state, pool = ServerState(name="tiny"), PromptPool()
         state.attach(backend_of(FakeService(state=health)))

@@ -1,4 +1,4 @@
-"""OpenAI's shapes, read by OpenAI's own client, over a service of known output."""
+"""OpenAI's client reads the shapes of a fake service with a fixed output."""
 
 import asyncio
 from typing import Any
@@ -175,7 +175,7 @@ def test_every_field_reaches_the_engine() -> None:
     run(scenario())
 
 
-def test_what_is_left_out_or_null_is_the_default() -> None:
+def test_a_missing_or_null_field_gets_its_default() -> None:
     async def scenario() -> None:
         async with fake_server() as (server, service), server.client() as client:
             nulls: dict[str, Any] = dict.fromkeys(

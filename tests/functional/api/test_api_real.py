@@ -1,6 +1,4 @@
-"""The whole way, with OpenAI's client on one side and the real engine with the demo model on the
-other.
-"""
+"""OpenAI's client against the real engine with the demo model."""
 
 import asyncio
 import json
@@ -81,7 +79,7 @@ async def _used(server: Server) -> float:
 
 
 async def _until_idle(server: Server) -> None:
-    """Until no request is live; what they held must be free then."""
+    """Wait until no request is live; then every block must be free."""
     async with server.admin() as admin:
         while (await admin.get("/debug/requests")).json()["requests"]:
             pass
@@ -245,7 +243,7 @@ async def _greedy(client: openai.AsyncOpenAI, prompt: str) -> str:
     return answer.choices[0].message.content or ""
 
 
-def test_clients_that_leave_give_every_block_back() -> None:
+def test_disconnected_clients_free_every_block() -> None:
     async def scenario() -> None:
         async with demo() as server:
 

@@ -68,7 +68,7 @@ def test_a_bad_configuration_ends_with_2_and_one_line_that_names_it(
     ("source", "code"),
     [("/no/such/directory", "ModelNotFound"), ("s3://bucket/model", "InvalidSource")],
 )
-def test_a_model_that_cannot_be_had_ends_with_2_and_its_code(source: str, code: str) -> None:
+def test_a_missing_model_ends_with_2_and_its_code(source: str, code: str) -> None:
     with serve(source) as server:
         assert server.end() == 2
         assert server.last_log_line["code"] == code
@@ -114,7 +114,7 @@ def test_the_admin_port_answers_before_the_weights_are_loaded_and_a_signal_ends_
 
 
 class Reader(threading.Thread):
-    """Reads one stream to its end and tells when it has come ``far``."""
+    """Reads one stream to its end and releases ``reached`` after ``far`` events."""
 
     def __init__(
         self, server: Process, request: dict[str, Any], far: int, reached: threading.Semaphore
@@ -143,7 +143,7 @@ class Reader(threading.Thread):
 def test_sigterm_lets_live_streams_finish_refuses_new_ones_and_ends_with_0(
     model: str, offset: int
 ) -> None:
-    """Once every stream is ``offset`` events far: none of them is cut."""
+    """The signal comes once every stream has ``offset`` events; all of them finish."""
     with serve(model, "--num-blocks=8192") as server:
         server.until_logged("serving")
         reached = threading.Semaphore(0)
@@ -174,7 +174,7 @@ def test_sigterm_lets_live_streams_finish_refuses_new_ones_and_ends_with_0(
 def test_streams_that_outlive_the_drain_end_with_an_error_event_and_the_server_with_0(
     model: str, tmp_path: Path
 ) -> None:
-    """What became of them is the process's last word, in Kubernetes' termination log."""
+    """The termination log of Kubernetes says how many finished and how many were aborted."""
     log = tmp_path / "termination-log"
     log.touch()
     with serve(
@@ -192,8 +192,8 @@ def test_streams_that_outlive_the_drain_end_with_an_error_event_and_the_server_w
         assert any(isinstance(event, dict) and "error" in event for event in last)
         assert server.end() == 0
     words = "0 running requests finished, 1 were cut off"
-    told = {"code": "Drained", "message": words, "hint": "", "finished": 0, "aborted": 1}
-    assert json.loads(log.read_text()) == told
+    expected = {"code": "Drained", "message": words, "hint": "", "finished": 0, "aborted": 1}
+    assert json.loads(log.read_text()) == expected
 
 
 def test_a_second_sigterm_ends_the_drain(model: str) -> None:

@@ -1,6 +1,4 @@
-"""The error object: every script as it is, nothing that a terminal or a log would act on, never
-large.
-"""
+"""The error object: keeps every script, escapes control characters, stays small."""
 
 import json
 
@@ -13,7 +11,7 @@ from fairlead_runtime.api.errors import ApiError, printable
 
 
 @pytest.mark.parametrize("text", ["500 °C", "modèle: größer", "模型不存在", "نموذج", "🤖", "≥ 1"])
-def test_every_script_stands_in_the_body_as_it_is(text: str) -> None:
+def test_a_body_keeps_the_characters_of_every_script(text: str) -> None:
     body = ApiError(400, text).body
     assert text.encode() in body
     assert json.loads(body)["error"]["message"] == text

@@ -1,4 +1,4 @@
-"""The engine's loop on a runner without a model: isolation, faults, queue bounds, time."""
+"""The engine's loop on an executor without a model: isolation, faults, queue limits, time."""
 
 import random
 import threading
@@ -26,7 +26,7 @@ from support.fake_engine import (
 from support.full import LONG_FORM
 
 
-def poisoned(*names: str) -> FakeRunner:
+def failing_for(*names: str) -> FakeRunner:
     """Raises whenever a row of one of these requests is in the batch."""
 
     def fault(work: Work) -> None:
@@ -76,15 +76,17 @@ def test_output_is_the_same_alone_in_a_batch_and_under_scarce_memory() -> None:
             assert scarce.tokens[key] == tokens
 
 
-@pytest.mark.parametrize("culprits", [("r3",), ("r0", "r7"), ("r1", "r2", "r3", "r4")])
-def test_only_the_culprits_fail_and_the_others_keep_their_tokens(culprits: tuple[str, ...]) -> None:
+@pytest.mark.parametrize("faulty", [("r3",), ("r0", "r7"), ("r1", "r2", "r3", "r4")])
+def test_only_the_faulty_requests_fail_and_the_others_keep_their_tokens(
+    faulty: tuple[str, ...],
+) -> None:
     requests = mixture(12)
     expected = serve(requests)
-    collected = serve(requests, poisoned(*culprits))
+    collected = serve(requests, failing_for(*faulty))
     for one in requests:
         for choice in range(one.params.n):
             key = one.id, choice
-            if one.id in culprits:
+            if one.id in faulty:
                 assert collected.finish[key] == [FinishReason.ERROR]
                 assert "RuntimeError" in collected.messages[one.id]
             else:
@@ -92,7 +94,7 @@ def test_only_the_culprits_fail_and_the_others_keep_their_tokens(culprits: tuple
                 assert collected.finish[key] == expected.finish[key]
 
 
-def test_a_culprit_that_fails_late_keeps_what_it_had_until_then() -> None:
+def test_a_request_that_fails_late_keeps_its_earlier_tokens() -> None:
     requests = [*mixture(8), request("late", max_tokens=9)]
     expected = serve(requests)
 
@@ -107,7 +109,7 @@ def test_a_culprit_that_fails_late_keeps_what_it_had_until_then() -> None:
 
 
 def test_bisection_makes_the_copies_once_and_few_further_passes() -> None:
-    runner = poisoned("r3")
+    runner = failing_for("r3")
     engine = rig(runner, max_batch_tokens=1024, max_requests=64, num_blocks=1024)
     for i in range(64):
         engine.submit(request(f"r{i}", max_tokens=2))
@@ -120,7 +122,7 @@ def test_bisection_makes_the_copies_once_and_few_further_passes() -> None:
     assert sum(FinishReason.ERROR in reasons for reasons in collected.finish.values()) == 0
 
 
-def test_a_fault_of_the_whole_batch_alone_costs_nobody_a_token() -> None:
+def test_a_fault_of_the_whole_batch_alone_loses_no_token() -> None:
     def out_of_memory(work: Work) -> None:
         if len(work.rows) > 3:
             raise MemoryError
@@ -131,7 +133,7 @@ def test_a_fault_of_the_whole_batch_alone_costs_nobody_a_token() -> None:
 
 
 def test_requests_that_fail_alone_one_after_another_never_end_the_engine() -> None:
-    engine = rig(poisoned(*(f"bad{i}" for i in range(20))))
+    engine = rig(failing_for(*(f"bad{i}" for i in range(20))))
     for i in range(20):
         engine.submit(request(f"bad{i}"))
         assert run(engine).finish[f"bad{i}", 0] == [FinishReason.ERROR]
@@ -142,8 +144,8 @@ def test_requests_that_fail_alone_one_after_another_never_end_the_engine() -> No
     assert engine.not_ready_reason() == ""
 
 
-def test_requests_that_fail_in_a_row_before_the_canary_has_its_turn_do_not_end_the_engine() -> None:
-    engine = rig(poisoned(*(f"bad{i}" for i in range(20))), max_requests=1)
+def test_requests_that_fail_before_the_canary_runs_do_not_end_the_engine() -> None:
+    engine = rig(failing_for(*(f"bad{i}" for i in range(20))), max_requests=1)
     for i in range(20):
         engine.submit(request(f"bad{i}"))
     engine.submit(request("good"))
@@ -153,7 +155,7 @@ def test_requests_that_fail_in_a_row_before_the_canary_has_its_turn_do_not_end_t
     assert engine.counters.engine_faults == 20
 
 
-def test_an_engine_that_fails_on_everything_declares_itself_dead() -> None:
+def test_an_engine_that_fails_on_every_request_gives_up() -> None:
     def broken(work: Work) -> None:
         raise RuntimeError("the device is gone")
 
@@ -170,7 +172,7 @@ def test_an_engine_that_fails_on_everything_declares_itself_dead() -> None:
         engine.submit(request("second"))
 
 
-def test_death_ends_those_who_run_wait_and_arrive() -> None:
+def test_giving_up_ends_running_waiting_and_arriving_requests() -> None:
     engine = rig(FakeRunner(), max_requests=1)
     for name in ("runs", "waits"):
         engine.submit(request(name))
@@ -182,9 +184,9 @@ def test_death_ends_those_who_run_wait_and_arrive() -> None:
     assert all(isinstance(error, EngineDead) for error in collected.errors.values())
 
 
-def test_a_death_between_two_steps_ends_the_thread() -> None:
-    """A scheduler that cannot plan leaves the engine with nothing to do: it must not fall asleep
-    for ever.
+def test_giving_up_between_two_steps_ends_the_thread() -> None:
+    """A scheduler that cannot plan leaves the engine with nothing to do: it must not
+    sleep for ever.
     """
 
     def refuse() -> None:
@@ -207,7 +209,7 @@ def _broken(plan: Callable[[], None]) -> Scheduler:
     return scheduler
 
 
-def test_a_failing_copy_ends_what_lives_and_starts_from_an_empty_cache() -> None:
+def test_a_failing_copy_ends_live_requests_and_empties_the_cache() -> None:
     runner = FakeRunner()
     engine = rig(runner)
     engine.submit(request("before"))
@@ -252,7 +254,7 @@ def test_aborts_at_random_moments_leave_no_block_held() -> None:
         assert all(len(reasons) == 1 for reasons in collected.finish.values())
 
 
-def test_the_queue_is_bounded_beyond_what_starts_at_once() -> None:
+def test_max_queue_does_not_count_requests_that_start_at_once() -> None:
     engine = rig(max_requests=2, max_queue=3)
     for i in range(5):
         engine.submit(request(f"r{i}"))
@@ -296,7 +298,7 @@ def test_a_request_that_has_started_is_never_timed_out_by_the_queue() -> None:
     assert run(engine).finish["slow", 0] == [FinishReason.LENGTH]
 
 
-def test_what_can_never_fit_is_refused_with_the_arithmetic() -> None:
+def test_a_request_that_can_never_fit_is_refused_with_the_arithmetic() -> None:
     engine = rig(num_blocks=8)
     assert engine.resolve_max_tokens(20, None) == 12
     assert engine.resolve_max_tokens(20, 12) == 12
@@ -304,7 +306,7 @@ def test_what_can_never_fit_is_refused_with_the_arithmetic() -> None:
         engine.resolve_max_tokens(20, 13)
 
 
-def test_a_request_the_scheduler_refuses_ends_with_an_error_and_no_other() -> None:
+def test_only_the_request_the_scheduler_refuses_ends_with_an_error() -> None:
     engine = rig(num_blocks=8)
     engine.submit(request("never", prompt=40))
     engine.submit(request("fine"))
@@ -313,7 +315,7 @@ def test_a_request_the_scheduler_refuses_ends_with_an_error_and_no_other() -> No
     assert collected.finish["fine", 0] == [FinishReason.LENGTH]
 
 
-def test_idle_time_and_a_long_prefill_are_no_hang_but_a_stuck_step_is() -> None:
+def test_a_stuck_step_is_a_hang_but_idle_time_and_a_long_prefill_are_not() -> None:
     clock = Clock()
     runner = FakeRunner(clock=clock)
     engine = rig(runner, clock, max_batch_tokens=4096, num_blocks=2048, max_model_len=8192)
@@ -335,7 +337,7 @@ def test_idle_time_and_a_long_prefill_are_no_hang_but_a_stuck_step_is() -> None:
     assert age < allowance
     engine.submit(request("decode", prompt=1, max_tokens=1))
     assert engine.progress.age() == 0.0
-    clock.now += 61.0  # nobody steps
+    clock.now += 61.0  # no step runs
     assert engine.progress.age() == pytest.approx(61.0)
     assert engine.progress.allowance() < 61.0
 
@@ -352,7 +354,7 @@ def test_a_violated_invariant_is_counted_and_ends_nothing(monkeypatch: pytest.Mo
     assert engine.counters.invariant_violations > 0
 
 
-def test_views_tell_state_counts_and_why_one_waits() -> None:
+def test_views_show_status_counts_and_why_a_request_waits() -> None:
     engine = rig(max_requests=1)
     engine.submit(request("runs", prompt=6, max_tokens=9))
     engine.submit(request("next"))
@@ -370,7 +372,7 @@ def test_views_tell_state_counts_and_why_one_waits() -> None:
     assert views["later"].waits_for == "1 ahead of it"  # type: ignore[attr-defined]
 
 
-def test_the_thread_returns_after_the_engines_death_whatever_the_last_step_did() -> None:
+def test_the_thread_returns_after_the_engine_gave_up_during_a_step() -> None:
     engine = rig(FakeRunner())
     engine._give_up("for the test")
     engine.run(lambda _events: None)

@@ -1,4 +1,4 @@
-"""Stop texts: whatever the pieces a text comes in, it ends where the first stop text begins."""
+"""Stop texts: however a text is split, it ends where the first stop text begins."""
 
 import itertools
 

@@ -133,7 +133,7 @@ def test_a_replacement_character_that_is_a_token_of_its_own_is_text() -> None:
 @pytest.mark.parametrize(
     "vocabulary", [BYTE_VOCABULARY, PIECE_VOCABULARY], ids=["byte_level", "pieces"]
 )
-def test_endless_invalid_bytes_neither_stall_nor_pile_up(vocabulary: Vocabulary) -> None:
+def test_endless_invalid_bytes_neither_stall_nor_fill_the_window(vocabulary: Vocabulary) -> None:
     bad = ID_OF_BYTE[0xFF] if vocabulary is BYTE_VOCABULARY else 2 + 0xFF
     detokenizer = Detokenizer(vocabulary)
     pieces = [detokenizer.add(bad) for _ in range(500)]

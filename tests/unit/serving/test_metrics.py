@@ -1,4 +1,4 @@
-"""What a scrape shows of a run whose every time and count is known."""
+"""A scrape after a run with known times and counts."""
 
 import ast
 import math
@@ -104,7 +104,7 @@ def test_choices_of_one_request_are_one_request_with_all_their_tokens() -> None:
     assert sum(seen[f"vllm:request_success_total{{{reason}}}"] for reason in FinishReason) == 1
 
 
-def test_gauges_show_who_runs_who_waits_and_what_the_cache_holds() -> None:
+def test_gauges_show_running_and_waiting_requests_and_cache_use() -> None:
     bench = Bench(max_requests=2)
     for name in "abcd":
         bench.engine.submit(request(name, prompt=8, max_tokens=50))
@@ -139,7 +139,7 @@ def test_a_request_shows_during_its_first_step_however_long_that_takes() -> None
     ]
 
 
-def test_a_finished_run_leaves_the_gauges_at_rest() -> None:
+def test_the_gauges_are_0_after_a_finished_run() -> None:
     bench = Bench()
     for name in "abc":
         bench.engine.submit(request(name))
@@ -155,7 +155,7 @@ def test_a_finished_run_leaves_the_gauges_at_rest() -> None:
         assert seen[name] == 0, name
 
 
-def test_prefix_hits_and_preemptions_are_the_schedulers() -> None:
+def test_prefix_hits_and_preemptions_come_from_the_scheduler() -> None:
     bench = Bench()
     for name in ("a", "b"):
         first = request("same", prompt=20, max_tokens=2)
@@ -217,7 +217,7 @@ def test_an_aborted_request_counts_as_such_and_in_no_latency_of_whole_requests()
     assert seen["fairlead_inflight"] == 0
 
 
-def test_a_request_that_a_stop_text_ends_has_finished_by_itself() -> None:
+def test_a_request_that_a_stop_text_ends_counts_as_finished() -> None:
     """The service finds the text and ends the choice; the others go on."""
     bench = Bench()
     bench.engine.submit(request("a", max_tokens=50, n=2))
@@ -248,12 +248,12 @@ def test_a_request_that_fails_alone_is_counted_and_forgotten() -> None:
     assert (seen["fairlead_step_failures_total"], seen["fairlead_inflight"]) == (1, 0)
 
 
-def test_a_scheduler_made_anew_sets_no_counter_back() -> None:
+def test_a_new_scheduler_resets_no_counter() -> None:
     counters = MonotonicCounters()
     assert [counters.total("n", value) for value in (3, 5, 1, 2, 0, 4)] == [3, 5, 6, 7, 7, 11]
 
 
-def test_every_series_is_there_from_the_start_typed_and_explained() -> None:
+def test_every_series_exists_from_the_start_with_type_and_help() -> None:
     families = {f.name: f for f in text_string_to_metric_families(Bench().exposition())}
     assert set(families) == declared()
     assert all(family.documentation == HELP[name] for name, family in families.items())
@@ -293,7 +293,7 @@ def test_the_number_of_series_does_not_grow_with_requests() -> None:
 
 
 def test_metric_names_import_nothing() -> None:
-    """The operator reads them where neither torch nor prometheus_client need be."""
+    """The operator imports them without torch and prometheus_client."""
     tree = ast.parse(Path(names.__file__).read_text())
     assert not [node for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom)]
 
@@ -308,7 +308,7 @@ def test_a_value_on_a_bound_belongs_below_it(value: float, place: int) -> None:
     assert distribution.counts == [2 * (i == place) for i in range(4)]
 
 
-def test_buckets_rise_and_end_with_all() -> None:
+def test_buckets_are_cumulative_and_end_with_the_count() -> None:
     bench = Bench()
     for number in range(5):
         bench.engine.submit(request(f"r{number}"))

@@ -1,4 +1,4 @@
-"""The asynchronous face on a real engine thread with a runner that needs no model."""
+"""The service on a real engine thread with an executor that needs no model."""
 
 import asyncio
 import random
@@ -40,7 +40,7 @@ def anyio_backend() -> str:
 
 
 def words() -> Vocabulary:
-    """Token 17 reads "t17 ": every token is settled at once and its text shows which it is."""
+    """Token 17 has the text "t17 ": every token's text is final at once and shows its id."""
     token_bytes = {token: f"t{token} ".encode() for token in range(VOCABULARY)}
     return Vocabulary(
         decode=lambda ids: "".join(f"t{token} " for token in ids),
@@ -277,7 +277,7 @@ async def test_two_live_requests_cannot_share_an_id() -> None:
         await read(await service.submit(ask(id="same")))
 
 
-async def test_a_full_queue_refuses_and_says_when_to_come_back() -> None:
+async def test_a_full_queue_refuses_and_says_when_to_retry() -> None:
     gate = Gate()
     async with running(gate, max_requests=1, max_queue=2) as service:
         streams = [await service.submit(ask(start=i)) for i in range(3)]
@@ -364,7 +364,7 @@ async def test_a_dead_engine_ends_every_stream_and_says_so() -> None:
             await service.submit(ask())
 
 
-async def test_an_engine_thread_that_ends_in_any_way_leaves_nobody_waiting() -> None:
+async def test_every_stream_ends_however_the_engine_thread_ends() -> None:
     def fault(work: Work) -> None:
         raise SystemExit  # what no step catches
 
@@ -375,7 +375,7 @@ async def test_an_engine_thread_that_ends_in_any_way_leaves_nobody_waiting() -> 
         assert not service.health().alive
 
 
-async def test_a_reader_that_never_reads_is_cut_off_at_the_bound() -> None:
+async def test_a_stream_that_is_never_read_is_aborted_at_the_limit() -> None:
     async with running(max_model_len=32_768, num_blocks=9000) as service:
         stream = await service.submit(ask(max_tokens=30_000))
         while stream._error is None:
@@ -406,7 +406,7 @@ async def test_the_canary_takes_the_real_path_and_shows_in_no_queue() -> None:
         assert not service._streams
 
 
-async def test_a_canary_that_cannot_start_is_proven_by_tokens_of_others() -> None:
+async def test_a_waiting_canary_succeeds_with_the_tokens_of_other_requests() -> None:
     gate = Gate()
     async with running(gate, max_requests=1) as service:
         stream = await service.submit(ask(max_tokens=100))
@@ -444,7 +444,7 @@ async def test_the_debug_view_shows_live_requests_without_their_text() -> None:
 async def test_health_follows_progress_when_a_step_hangs() -> None:
     gate, clock = Gate(), Clock()
     async with running(gate, clock=clock) as service:
-        clock.now += 86_400.0  # an idle day is no hang
+        clock.now += 86_400.0  # an idle day is not a hang
         assert service.health() == Health(alive=True, ready=True)
         stream = await service.submit(ask())
         await asyncio.to_thread(gate.entered.wait, WITHIN)
@@ -478,7 +478,7 @@ async def test_a_stop_text_counts_as_a_stop_in_the_statistics() -> None:
         assert ended == [FinishReason.STOP]
 
 
-async def test_an_idle_engine_proves_itself_and_is_not_ready_after_three_failures() -> None:
+async def test_an_idle_engine_is_not_ready_after_three_failed_canaries() -> None:
     broken = threading.Event()
 
     def fault(work: Work) -> None:
