@@ -1,8 +1,7 @@
-"""Everything that runs in the process, and how it ends: only by a signal, never by what the API
-server answers.
+"""Everything that runs in the process. It ends by a signal alone, whatever the API server answers.
 
-Owns the parts' lifetimes. kopf's watches make things quick, the steady re-list through our own
-client makes them certain: what a watch hid is seen at most ``RELIST_SECONDS`` later.
+Owns the parts' lifetimes. kopf's watches make reactions quick; the steady re-list through our own
+client makes them certain: a change that no watch delivers is seen ``RELIST_SECONDS`` later.
 """
 
 import asyncio
@@ -10,20 +9,20 @@ import contextlib
 import functools
 import logging
 import os
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Mapping
 
 from fairlead_operator.cluster.cache import Store, resource_of
 from fairlead_operator.cluster.client import Cluster, connect
 from fairlead_operator.cluster.lease import Election
 from fairlead_operator.cluster.watches import Watches
-from fairlead_operator.decide.pods import drains
-from fairlead_operator.decide.scale.state import Memory
+from fairlead_operator.decide.pods.probe_results import ProbeResults
 from fairlead_operator.errors import ApiError, FencedError
 from fairlead_operator.health import Health
+from fairlead_operator.memory import Memory
 from fairlead_operator.metrics import Metrics
 from fairlead_operator.probe.hub import Hub
 from fairlead_operator.probe.pod_client import Pods
-from fairlead_operator.probe.prober import Asker
+from fairlead_operator.probe.prober import Prober
 from fairlead_operator.reconcile import Reconciler
 from fairlead_operator.resource.kinds import (
     EVENT,
@@ -45,7 +44,7 @@ log = logging.getLogger(__name__)
 RELIST_SECONDS = 18.0
 RELIST_RETRY_SECONDS = 2.0
 RELEASE_SECONDS = 2.0
-WORKERS, ASKERS = 20, 50
+WORKERS, PROBES = 20, 50
 
 
 class Operator:
@@ -66,7 +65,6 @@ class Operator:
         )
         self._kinds = watched(claims=settings.create_model_cache)
         self._store = Store()
-        self._memory = Memory()
 
     async def run(self) -> None:
         hub = Hub(self._settings.hub)
@@ -83,10 +81,11 @@ class Operator:
         self._cluster = cluster
         self._election = Election(cluster, self._settings.lease_namespace, self._settings.identity)
         cluster.may_write = self._election.holds
-        reconcile = Reconciler(cluster, self._memory, self._settings)
-        self._queue: WorkQueue[Key] = WorkQueue(functools.partial(self._pass, reconcile))
-        asker = Asker(self._store, self._memory, self._settings, pods, hub, self._queue.wake)
-        self._asking: WorkQueue[Key] = WorkQueue(functools.partial(self._ask, asker), settle=0.2)
+        results: Memory[ProbeResults] = Memory()
+        self._reconciler = Reconciler(cluster, results.get, self._settings)
+        self._queue: WorkQueue[Key] = WorkQueue(self._pass)
+        prober = Prober(self._store, results, self._settings, pods, hub, self._queue.wake)
+        self._probes: WorkQueue[Key] = WorkQueue(functools.partial(self._probe, prober), settle=0.2)
         watches = Watches(self._kinds, self._settings.namespaces, self._environ, self._from_watch())
         try:
             async with asyncio.TaskGroup() as group:
@@ -95,21 +94,19 @@ class Operator:
                 group.create_task(self._relist())
                 group.create_task(self._watch(watches))
                 group.create_task(self._queue.run(WORKERS))
-                group.create_task(self._asking.run(ASKERS))
+                group.create_task(self._probes.run(PROBES))
         finally:
             # After everything that writes has ended; a standby then takes over at once.
             with contextlib.suppress(ApiError, TimeoutError):
                 async with asyncio.timeout(RELEASE_SECONDS):
                     await self._election.release()
 
-    async def _pass(
-        self, reconcile: Callable[[Key], Awaitable[float | None]], key: Key
-    ) -> float | None:
+    async def _pass(self, key: Key) -> float | None:
         if not self._election.holds() or not self._store.synced(self._kinds):
             return None  # taking over wakes every key, and so does the first list
         with self._metrics.duration.time():
             try:
-                again = await reconcile(key)
+                again = await self._reconciler(key)
             except FencedError:
                 return None
             except Exception as error:
@@ -120,11 +117,11 @@ class Operator:
                 raise
         self._metrics.reconciles.labels("ok").inc()
         if again is not None:
-            self._asking.wake(key)
+            self._probes.wake(key)
         return again
 
-    async def _ask(self, asker: Callable[[Key], Awaitable[float | None]], key: Key) -> float | None:
-        return await asker(key) if self._election.holds() else None
+    async def _probe(self, prober: Prober, key: Key) -> float | None:
+        return await prober(key) if self._election.holds() else None
 
     def _on_election(self, leading: bool) -> None:
         self._metrics.leader.set(leading)
@@ -133,7 +130,7 @@ class Operator:
                 self._queue.wake(key_of(body))
 
     def _from_watch(self) -> Callable[[Kind, bool, Object], None]:
-        """Kopf's thread hands objects over; they are taken in this loop's thread."""
+        """Hands objects from kopf's thread to this loop's."""
         loop = asyncio.get_running_loop()
 
         def deliver(kind: Kind, deleted: bool, body: Object) -> None:
@@ -143,8 +140,8 @@ class Operator:
         return deliver
 
     def _take(self, kind: Kind, deleted: bool, body: Object) -> None:
-        news = self._store.remove(kind, body) if deleted else self._store.put(kind, body)
-        if news:
+        changed = self._store.remove(kind, body) if deleted else self._store.put(kind, body)
+        if changed:
             self._wake_for(kind, body)
 
     def _wake_for(self, kind: Kind, body: Object) -> None:
@@ -157,18 +154,18 @@ class Operator:
                 self._wake_for(*pod)
         elif (owner := resource_of(body)) and self._store.get(RESOURCE, owner) is not None:
             # Here and not in a pass: a pod that ended may be gone before one begins.
-            if kind is POD and (drained := drains.read(body)) is not None:
-                self._memory.pod_ended(owner, body["metadata"]["uid"], drained)
+            if kind is POD:
+                self._reconciler.count_drained(owner, body)
             self._queue.wake(owner)
 
     async def _watch(self, watches: Watches) -> None:
-        """Only once our kind is served: kopf would wait for it for ever, and without a word."""
+        """Start once our kind is served: kopf would wait for it for ever and log nothing."""
         while True:
             try:
-                found = await self._cluster.call("discover", "GET", f"/apis/{GROUP}/{VERSION}")
-                if any(one.get("name") == RESOURCE.plural for one in found.get("resources", ())):
+                group = await self._cluster.call("discover", "GET", f"/apis/{GROUP}/{VERSION}")
+                if any(one.get("name") == RESOURCE.plural for one in group.get("resources", ())):
                     break
-                log.warning("the InferenceDeployment CRD is not installed: waiting")
+                log.warning("the InferenceDeployment CRD is not installed: install it; waiting")
             except ApiError as error:
                 log.warning("looking for the InferenceDeployment CRD: %s", error)
             await asyncio.sleep(RELIST_RETRY_SECONDS)

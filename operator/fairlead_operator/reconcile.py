@@ -1,12 +1,13 @@
 """The operator on one screen: observe → decide → render → diff → apply → report, for one resource.
 
-Level-triggered: what woke it does not matter, and running it again changes nothing. It reads the
-store, never the network; it writes through ``Cluster``, which is fenced by the Lease.
+Level-triggered: the cause of a pass does not matter, and another pass changes nothing. It decides
+from the store; it writes through ``Cluster``, which is fenced by the Lease.
 """
 
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Any
 
@@ -18,12 +19,14 @@ from fairlead_operator.decide.children.diff import Apply, Conflict, Writes, diff
 from fairlead_operator.decide.children.manifests import keeps_weights, render
 from fairlead_operator.decide.children.podtemplate import pod_template
 from fairlead_operator.decide.children.rollout import choose
-from fairlead_operator.decide.pods import blockers, downloads
+from fairlead_operator.decide.pods import blockers, downloads, drains
 from fairlead_operator.decide.pods.blockers import Blocker, blocker
+from fairlead_operator.decide.pods.drains import DrainCounts, Drained
 from fairlead_operator.decide.pods.events import Note, changes, event_about
 from fairlead_operator.decide.pods.observed import Observed
-from fairlead_operator.decide.scale.scaling import load_of, scale
-from fairlead_operator.decide.scale.state import FIRST_LOOK_SECONDS, Known, Memory
+from fairlead_operator.decide.pods.probe_results import ProbeResults
+from fairlead_operator.decide.scale.scaling import Scaling, hold, load_of, replicas_of, scale
+from fairlead_operator.decide.scale.state import FIRST_LOOK_SECONDS, ScalingMemory, awaits_probes
 from fairlead_operator.decide.status import (
     Capacity,
     Findings,
@@ -32,13 +35,16 @@ from fairlead_operator.decide.status import (
     status_of,
 )
 from fairlead_operator.errors import ApiError
+from fairlead_operator.memory import Memory
 from fairlead_operator.resource.fields import ResourceError
 from fairlead_operator.resource.kinds import (
     BY_NAME,
     DEPLOYMENT,
     EVENT,
+    POD,
     RESOURCE,
     REVISION_LABEL,
+    UID_LABEL,
     Key,
     Kind,
     Object,
@@ -54,25 +60,30 @@ REFUSED_SECONDS = 10.0
 
 
 class Reconciler:
-    """``__call__`` is the work of the queue."""
+    """``__call__`` is the work of the queue. ``probed``: the prober's results, by key and uid."""
 
     def __init__(
         self,
         cluster: Cluster,
-        memory: Memory,
+        probed: Callable[[Key, str], ProbeResults | None],
         settings: Settings,
         now: Callable[[], datetime] = lambda: datetime.now(UTC),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._cluster, self._memory, self._settings = cluster, memory, settings
+        self._cluster, self._probed, self._settings = cluster, probed, settings
         self._now, self._clock = now, clock
+        self._scaling: Memory[ScalingMemory] = Memory()
+        self._drains: Memory[DrainCounts] = Memory()
+        self._events: Memory[tuple[Note, ...]] = Memory()  # still to be written, oldest first
 
     async def __call__(self, key: Key) -> float | None:
-        """One pass; the seconds after which the resource is due again, None for one that is gone."""
+        """One pass: seconds until the resource is due again, None for one that is gone."""
         body = self._cluster.store.get(RESOURCE, key)
         if body is None or body["metadata"].get("deletionTimestamp"):
-            self._memory.forget(key)  # the children's owner references do the rest, operator or not
-            return None
+            self._scaling.forget(key)
+            self._drains.forget(key)
+            self._events.forget(key)
+            return None  # the garbage collector deletes the children, by their owner references
         try:
             resource = InferenceDeployment.from_body(body)
         except ResourceError as error:
@@ -83,60 +94,107 @@ class Reconciler:
             )
             return self._again(body, RESYNC_SECONDS)
 
-        known = self._memory.of(key, resource.uid)
+        uid = resource.uid
         before: Mapping[str, Any] = body.get("status") or {}
-        known.begin(before, self._clock())
-        seen = observe(self._cluster.store, key, resource.uid)
+        results = self._probed(key, uid) or ProbeResults()
+        memory = self._scaling.get(key, uid) or ScalingMemory.first(before, self._clock())
+        self._scaling.put(key, uid, memory)
+        seen = observe(self._cluster.store, key, uid)
         revision = pod_template(resource, self._settings)["metadata"]["labels"][REVISION_LABEL]
+        drained = self._drained(key, uid, revision, before)
         strategy, why = choose(
             resource, seen, revision, (before.get("rollout") or {}).get("why", "")
         )
-        planned = capacity(resource, known)
+        planned = capacity(resource, results)
         scaling = scale(
-            resource, seen, known, planned.full_length_sequences, self._now(), self._clock()
+            resource,
+            seen,
+            memory,
+            results,
+            planned.full_length_sequences,
+            self._now(),
+            self._clock(),
         )
         found = not_allowed(resource, self._settings)
 
         cached = keeps_weights(resource) and bool(seen.serving(revision))
         wanted = render(resource, self._settings, scaling.replicas, strategy, cached=cached)
-        writes = diff(wanted, seen.children, resource.uid)
-        if not resource.spec.paused and not found:
-            # The first of all creations needs no question: it is refused if the child is there.
-            if seen.children:
-                await self._make_sure(body, writes)
-            found = await self._carry_out(writes)
-            seen = observe(self._cluster.store, key, resource.uid)
+        writes = diff(wanted, seen.children, uid)
+        try:
+            if not resource.spec.paused and not found:
+                # The first of all creations needs no question: the API server refuses it if the
+                # child exists.
+                if seen.children:
+                    await self._make_sure(body, writes)
+                found = await self._carry_out(writes)
+                seen = observe(self._cluster.store, key, uid)
+        finally:
+            # Also after an error: the Deployment may have been written before it.
+            if not self._commit(key, uid, scaling):
+                scaling = hold(resource, seen, memory)
         found += [_conflict(one) for one in writes.conflicts]
 
+        load, load_at = load_of(results, memory.load_at, seen.ready_pods(), before, self._clock())
         findings = Findings(
             desired=scaling.replicas,
             revision=revision,
             strategy=strategy,
             why=why,
             blockers=judge(
-                resource, seen, known, revision, scaling.replicas, planned, found, before
+                resource, seen, results, revision, scaling.replicas, planned, found, before
             ),
             capacity=planned,
-            drained=known.drained_since(revision),
-            canaries=frozenset(known.canaries),
-            startups=dict(known.startups),
-            load=load_of(known, seen.ready_pods(), before, self._clock()),
+            drained=drained,
+            canaries=results.canaries,
+            startups=results.startups,
+            load=load,
             autoscaling=scaling.status,
             scaling=scaling.condition,
         )
-        while (
-            known.untold
-        ):  # kept until written: a pass may end early, and what changed is seen once
-            await self._event(body, known.untold[0])
-            del known.untold[0]
-        if known.in_the_dark(self._clock()) and reports_generation(before, resource.generation):
+        await self._write_events(key, uid, body)
+        if awaits_probes(memory, results, self._clock()) and reports_generation(
+            before, resource.generation
+        ):
             return self._again(body, FIRST_LOOK_SECONDS)
         await self._report(body, status_of(resource, seen, findings, before, self._now()))
+        memory = self._scaling.get(key, uid) or memory
+        self._scaling.put(key, uid, replace(memory, load_at=load_at))
         return self._again(body, min(REFUSED_SECONDS if found else RESYNC_SECONDS, scaling.again))
 
+    def count_drained(self, key: Key, pod: Object) -> None:
+        """Count the requests of a pod that ended, for a resource that had a pass before."""
+        uid = str((pod["metadata"].get("labels") or {}).get(UID_LABEL, ""))
+        counts, drained = self._drains.get(key, uid), drains.read(pod)
+        if counts is not None and drained is not None:
+            self._drains.put(key, uid, counts.plus(pod["metadata"]["uid"], drained))
+
+    def _drained(self, key: Key, uid: str, revision: str, before: Mapping[str, Any]) -> Drained:
+        """The requests that pods drained since this revision became the target."""
+        counts = self._drains.get(key, uid) or DrainCounts.of_status(before)
+        # Every pod that may still change, those that ended included: none is counted twice.
+        pods = self._cluster.store.children(POD, key)
+        counts = counts.since(revision).of_pods(frozenset(p["metadata"]["uid"] for p in pods))
+        self._drains.put(key, uid, counts)
+        return counts.total
+
+    def _commit(self, key: Key, uid: str, scaling: Scaling) -> bool:
+        """Remember a decision, and owe its Events, if the Deployment has its count."""
+        live = self._cluster.store.children(DEPLOYMENT, key)
+        if not live or replicas_of(live[0]) != scaling.replicas:
+            return False
+        self._scaling.put(key, uid, scaling.memory)
+        self._events.put(key, uid, (self._events.get(key, uid) or ()) + scaling.events)
+        return True
+
+    async def _write_events(self, key: Key, uid: str, body: Object) -> None:
+        """Those owed. Each is kept until it is written: a pass may end early."""
+        while owed := self._events.get(key, uid):
+            await self._event(body, owed[0])
+            self._events.put(key, uid, owed[1:])
+
     def _again(self, body: Object, after: float) -> float:
-        """At once if the answer to our status held a newer spec: the watch then brings nothing
-        newer, and no wake.
+        """At once if the answer to our status write held a newer spec: the watch then delivers
+        nothing newer, and no wake.
         """
         live = self._cluster.store.get(RESOURCE, key_of(body))
         newer = live is not None and live["metadata"].get("generation") != body["metadata"].get(
@@ -145,15 +203,15 @@ class Reconciler:
         return 0.0 if newer else after
 
     async def _make_sure(self, body: Object, writes: Writes) -> None:
-        """Ask before anything is written: lists and watches may show an old world.
+        """Read again before any write: lists and watches may be behind.
 
-        An old resource would undo its owner's last change, an old Deployment the autoscaler's last
+        An old resource would undo the user's last change, an old Deployment the autoscaler's last
         count. Raises ApiError (409, Stale) when this pass was decided from either.
         """
         changed = [(BY_NAME[one.manifest["kind"]], one.manifest) for one in writes.apply if one.uid]
-        asked = [(RESOURCE, key_of(body))] if writes.apply or writes.delete else []
-        asked += [(kind, key_of(manifest)) for kind, manifest in changed if kind is DEPLOYMENT]
-        for kind, key in asked:
+        to_read = [(RESOURCE, key_of(body))] if writes.apply or writes.delete else []
+        to_read += [(kind, key_of(manifest)) for kind, manifest in changed if kind is DEPLOYMENT]
+        for kind, key in to_read:
             held = self._cluster.store.get(kind, key)
             live = await self._look(kind, key)
             if held is None or live is None or not _same_spec(held, live):
@@ -162,8 +220,8 @@ class Reconciler:
                 )
 
     async def _carry_out(self, writes: Writes) -> list[Blocker]:
-        """Write; what the API server refuses for good is a blocker, everything else an error to
-        retry.
+        """Write. A refusal that a retry cannot change is a blocker; every other error is raised,
+        and retried.
         """
         refused = []
         for step in writes.apply:
@@ -195,14 +253,14 @@ class Reconciler:
         return refused
 
     async def _refresh(self, kind: Kind, key: Key, error: ApiError) -> None:
-        """After a conflict what is held is old: look once, for a watch may go on hiding it until
-        the next list.
+        """After a conflict the store is behind: read the object, because a watch may not deliver it
+        before the next list.
         """
         if error.code == 409:
             await self._look(kind, key)
 
     async def _look(self, kind: Kind, key: Key) -> Object | None:
-        """One object as it is now, not as lists and watches tell; the store learns of it."""
+        """One object as the API server has it now; the store takes it."""
         held = self._cluster.store.get(kind, key)
         body = await self._cluster.get(kind, key)
         if body is not None:
@@ -212,21 +270,21 @@ class Reconciler:
         return body
 
     async def _look_again(self, step: Apply) -> list[Blocker]:
-        """Something has the name of an object to be created: ours that we had not seen, or somebody
-        else's.
+        """The name of an object to create is taken: by one of ours that was not seen yet, or by a
+        foreign one.
         """
         kind = BY_NAME[step.manifest["kind"]]
         meta = step.manifest["metadata"]
         body = await self._cluster.get(kind, (meta["namespace"], meta["name"]))
         if body is None:
-            raise ApiError(409, "Conflict", f"{kind.name}/{meta['name']} came and went")
+            raise ApiError(409, "Conflict", f"{kind.name}/{meta['name']} was created and deleted")
         if ours(body, meta["ownerReferences"][0]["uid"]):
             self._cluster.store.put(kind, body)
             raise ApiError(409, "Stale", f"{kind.name}/{meta['name']} is ours and was not seen yet")
         return [_conflict(Conflict(kind.name, meta["name"], owner_text(body)))]
 
     async def _report(self, body: Object, new: Object) -> None:
-        """Write the status if it differs, and an Event of each change of its blockers before."""
+        """Write the status if it differs; before it, an Event for each change of its blockers."""
         old: Mapping[str, Any] = body.get("status") or {}
         if old == new:
             return
@@ -264,14 +322,14 @@ def _conflict(one: Conflict) -> Blocker:
 def judge(
     resource: InferenceDeployment,
     seen: Observed,
-    known: Known,
+    results: ProbeResults,
     revision: str,
     replicas: int,
     planned: Capacity,
     found: Sequence[Blocker],
     before: Mapping[str, Any],
 ) -> list[Blocker]:
-    """All blockers of this moment, most important first. ``before``: the status so far."""
+    """All blockers at this moment, most important first. ``before``: the status so far."""
     about = f"{RESOURCE.name}/{resource.name}"
     everything = list(found)
     if replicas == 0:
@@ -284,16 +342,16 @@ def judge(
         deployment=live,
         events=seen.events,
         surging=surging,
-        downloads=downloads.messages(known.downloads, seen.pods, before),
+        downloads=downloads.messages(results.downloads, seen.pods, before),
     )
     serving = seen.serving(revision)
     body = planned.body
     if body is not None and not body.get("fits") and not seen.ready_pods():
         everything.append(blocker("DoesNotFit", about, str(body.get("message", ""))))
     for pod in serving:
-        if why := known.silent.get(pod["metadata"]["uid"]):
+        if why := results.canary_failures.get(pod["metadata"]["uid"]):
             everything.append(blocker("CanaryFailed", f"Pod/{pod['metadata']['name']}", why))
-    if not everything and not any(p["metadata"]["uid"] in known.canaries for p in serving):
+    if not everything and not any(p["metadata"]["uid"] in results.canaries for p in serving):
         text = (
             "waiting for the first token of a ready pod"
             if serving
@@ -303,11 +361,11 @@ def judge(
     return sorted(everything)
 
 
-def capacity(resource: InferenceDeployment, known: Known) -> Capacity:
-    if known.config is None:
-        return Capacity(None, *known.config_error)
+def capacity(resource: InferenceDeployment, results: ProbeResults) -> Capacity:
+    if results.config is None:
+        return Capacity(None, *results.config_error)
     try:
-        body: Mapping[str, Any] = capacity_of(known.config, resource)
+        body: Mapping[str, Any] = capacity_of(results.config, resource)
     except PlanError as error:
         return Capacity(None, error.reason, str(error))
-    return Capacity(with_measured(body, known.measured) if known.measured else body)
+    return Capacity(with_measured(body, results.measured) if results.measured else body)

@@ -2,6 +2,7 @@
 count.
 """
 
+import copy
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
@@ -13,10 +14,18 @@ from fairlead_operator.decide.pods import drains
 from fairlead_operator.decide.pods.blockers import blocker
 from fairlead_operator.decide.pods.load import Load, Sample
 from fairlead_operator.decide.pods.observed import Observed
+from fairlead_operator.decide.pods.probe_results import ProbeResults
 from fairlead_operator.decide.scale.autoscale import TICK
-from fairlead_operator.decide.scale.scaling import LOAD_SECONDS, load_of, scale, supply_of
-from fairlead_operator.decide.scale.state import Known, Memory
+from fairlead_operator.decide.scale.scaling import (
+    LOAD_SECONDS,
+    Scaling,
+    load_of,
+    scale,
+    supply_of,
+)
+from fairlead_operator.decide.scale.state import ScalingMemory, awaits_probes
 from fairlead_operator.decide.status import Capacity, Findings, invalid, status_of
+from fairlead_operator.memory import Memory
 from fairlead_operator.resource.settings import Settings
 from support.operator_bodies import Object, deployment, pod, resource, unscheduled
 
@@ -156,20 +165,21 @@ def ended(message: str, *, deleted: bool = True) -> Object:
 
 def test_what_a_pod_drained_is_counted_once_and_for_the_revision_of_its_time() -> None:
     line = '{"code": "Drained", "message": "m", "hint": "", "finished": 3, "aborted": 1}\n'
-    counts = drains.read(ended(line))
-    assert counts == (3, 1)
-    known = Known("uid-1")
-    known.begin({"targetRevision": "new", "rollout": {"drained": 4, "aborted": 0}}, 0.0)
-    known.end("a", counts)
-    known.end("a", counts)
-    assert known.drained_since("new") == (7, 1)
-    rollout = status_of(resource(), seen(), findings(drained=known.drained_since("new")), {}, NOW)[
-        "rollout"
-    ]
+    found = drains.read(ended(line))
+    assert found == (3, 1)
+    counts = drains.DrainCounts.of_status(
+        {"targetRevision": "new", "rollout": {"drained": 4, "aborted": 0}}
+    )
+    counts = counts.plus("a", found).plus("a", found).since("new")
+    assert counts.total == (7, 1)
+    rollout = status_of(resource(), seen(), findings(drained=counts.total), {}, NOW)["rollout"]
     assert (rollout["drained"], rollout["aborted"]) == (7, 1)
-    assert known.drained_since("newer") == (0, 0)
-    known.end("b", counts)
-    assert known.drained_since("newer") == (3, 1)
+    counts = counts.since("newer")
+    assert counts.total == (0, 0)
+    counts = counts.plus("a", found)
+    assert counts.total == (0, 0), "the pod was counted for its revision"
+    counts = counts.plus("b", found).of_pods(frozenset())
+    assert (counts.total, counts.pods) == ((3, 1), frozenset())
 
 
 @pytest.mark.parametrize(
@@ -203,80 +213,105 @@ def test_a_resource_with_an_invalid_spec_keeps_its_previous_status() -> None:
 # -- who decides the count
 
 
-def scaled(known: Known, live: Object | None, clock: float, *pods: Object, **spec: Any) -> Any:
-    return scale(resource(**spec), seen(*pods, live=live), known, None, NOW, clock)
+FIRST = ScalingMemory.first({}, -100.0)
+NOTHING = ProbeResults()
+
+
+def loaded(running: float, waiting: float, at: float = 100.0) -> ProbeResults:
+    """The results of a pod with this load."""
+    return ProbeResults(samples={"uid-of-chat-1": Sample(Load(running, waiting), at)})
+
+
+def scaled(
+    live: Object | None,
+    clock: float,
+    *pods: Object,
+    memory: ScalingMemory = FIRST,
+    results: ProbeResults = NOTHING,
+    **spec: Any,
+) -> Scaling:
+    return scale(resource(**spec), seen(*pods, live=live), memory, results, None, NOW, clock)
 
 
 def test_without_autoscaling_or_with_an_external_one_the_spec_decides() -> None:
     live = deployment(replicas=5)
-    assert scaled(Known("u"), live, 0.0, replicas=3).replicas == 3
-    external = {"autoscaling": {"managedBy": "external"}, "replicas": 4}
-    assert scaled(Known("u"), live, 0.0, **external).replicas == 4
+    assert scaled(live, 0.0, replicas=3).replicas == 3
+    external: Object = {"autoscaling": {"managedBy": "external"}, "replicas": 4}
+    assert scaled(live, 0.0, **external).replicas == 4
 
 
 def test_the_count_starts_at_the_specs_clamped_and_then_lives_in_the_deployment() -> None:
-    assert scaled(Known("u"), None, 0.0, replicas=20, **SCALED).replicas == 8
-    assert scaled(Known("u"), deployment(replicas=3), 0.0, replicas=20, **SCALED).replicas == 3
-    assert scaled(Known("u"), deployment(replicas=0), 0.0, replicas=20, **SCALED).replicas == 1
+    assert scaled(None, 0.0, replicas=20, **SCALED).replicas == 8
+    assert scaled(deployment(replicas=3), 0.0, replicas=20, **SCALED).replicas == 3
+    assert scaled(deployment(replicas=0), 0.0, replicas=20, **SCALED).replicas == 1
 
 
 def test_between_ticks_nothing_is_decided_however_often_a_pass_runs() -> None:
-    known, one = Known("u"), pod(ready=True)
-    known.samples[one["metadata"]["uid"]] = Sample(Load(10, 25), 100.0)
-    first = scaled(known, deployment(replicas=1), 100.0, one, **SCALED)
+    one, results = pod(ready=True), loaded(10, 25)
+    first = scaled(deployment(replicas=1), 100.0, one, results=results, **SCALED)
     assert first.replicas == 4
+    assert first.status is not None
     assert first.status["limitedBy"] == ""
-    again = scaled(known, deployment(replicas=4), 101.0, one, **SCALED)
+    again = scaled(
+        deployment(replicas=4), 101.0, one, memory=first.memory, results=results, **SCALED
+    )
     assert again.replicas == 4
-    assert len(known.history.raws) == 1
-    scaled(known, deployment(replicas=4), 100.0 + TICK, one, **SCALED)
-    assert len(known.history.raws) == 2
+    assert len(again.memory.history.raws) == 1
+    later = scaled(
+        deployment(replicas=4), 100.0 + TICK, one, memory=again.memory, results=results, **SCALED
+    )
+    assert len(later.memory.history.raws) == 2
+
+
+def test_a_decision_changes_nothing_that_it_was_given() -> None:
+    one, memory, results = pod(ready=True), ScalingMemory.first({}, -100.0), loaded(10, 25)
+    body = seen(one, live=deployment(replicas=1))
+    before = copy.deepcopy((memory, results, body))
+    first = scale(resource(**SCALED), body, memory, results, None, NOW, 100.0)
+    assert (memory, results, body) == before
+    assert scale(resource(**SCALED), body, memory, results, None, NOW, 100.0) == first
 
 
 def test_without_data_it_holds_and_the_condition_says_so() -> None:
-    known, one = Known("u"), pod(ready=True)
-    scaling = scaled(known, deployment(replicas=3), 100.0, one, **SCALED)
-    assert scaling.replicas == 3
-    assert scaling.condition[:2] == ("False", "StaleMetrics")
+    held = scaled(deployment(replicas=3), 100.0, pod(ready=True), **SCALED)
+    assert held.replicas == 3
+    assert held.condition[:2] == ("False", "StaleMetrics")
 
 
 def test_a_paused_resource_decides_nothing() -> None:
-    known, one = Known("u"), pod(ready=True)
-    known.samples[one["metadata"]["uid"]] = Sample(Load(10, 900), 100.0)
-    assert scaled(known, deployment(replicas=2), 100.0, one, paused=True, **SCALED).replicas == 2
+    live, one = deployment(replicas=2), pod(ready=True)
+    results = loaded(10, 900)
+    assert scaled(live, 100.0, one, results=results, paused=True, **SCALED).replicas == 2
 
 
 def test_a_change_of_owner_and_a_scale_without_effect_get_events() -> None:
-    known = Known("u")
+    memory = FIRST
 
-    def new_events() -> list[tuple[str, str]]:
-        notes, known.untold = known.untold, []
-        return [(note.reason, note.message) for note in notes]
+    def events(count: int, clock: float, **spec: Any) -> list[tuple[str, str]]:
+        nonlocal memory
+        result = scaled(deployment(replicas=count), clock, memory=memory, **spec)
+        memory = result.memory
+        return [(note.reason, note.message) for note in result.events]
 
-    scaled(known, deployment(replicas=2), 0.0, replicas=2)
-    scaled(known, deployment(replicas=2), 10.0, replicas=2, **SCALED)
-    ((reason, message),) = new_events()
+    assert events(2, 0.0, replicas=2) == []
+    ((reason, message),) = events(2, 10.0, replicas=2, **SCALED)
     assert reason == "ScalingTakenOver"
-    assert "from the 2 pods there are; spec.replicas (2)" in message
-    scaled(known, deployment(replicas=2), 20.0, replicas=6, **SCALED)
-    ((reason, message),) = new_events()
+    assert "from the 2 existing pods; spec.replicas (2)" in message
+    ((reason, message),) = events(2, 20.0, replicas=6, **SCALED)
     assert reason == "ScaleIgnored"
     assert message.startswith(
         "spec.replicas 2 → 6 has no effect while spec.autoscaling is set: set autoscaling."
     )
-    scaled(known, deployment(replicas=5), 30.0, replicas=6)
-    assert new_events() == [
+    assert events(5, 30.0, replicas=6) == [
         ("ScalingHandedOver", "5 → 6 pods: autoscaling is off, spec.replicas counts")
     ]
-    scaled(known, deployment(replicas=6), 40.0, replicas=6)
-    assert new_events() == []
+    assert events(6, 40.0, replicas=6) == []
 
 
 def test_a_decision_that_changes_the_count_gets_an_event_with_its_reason() -> None:
-    known, one = Known("u"), pod(ready=True)
-    known.samples[one["metadata"]["uid"]] = Sample(Load(0, 900), 100.0)
-    result = scaled(known, deployment(replicas=1), 100.0, one, **SCALED)
-    (note,) = known.untold
+    one, results = pod(ready=True), loaded(0, 900)
+    result = scaled(deployment(replicas=1), 100.0, one, results=results, **SCALED)
+    (note,) = result.events
     assert (note.reason, note.kind) == ("ScaledUp", "Normal")
     assert note.message.startswith(f"1 → {result.replicas} pods: 900 requests at ")
 
@@ -292,11 +327,13 @@ def test_pods_that_crash_or_are_late_are_not_supply() -> None:
 
 
 def test_the_load_in_the_status_moves_rarely_and_only_by_much() -> None:
-    known, one = Known("u"), pod(ready=True)
+    written = float("-inf")
 
     def at(clock: float, running: float, waiting: float, before: Object) -> Any:
-        known.samples[one["metadata"]["uid"]] = Sample(Load(running, waiting), clock)
-        return load_of(known, [one], before, clock)
+        nonlocal written
+        results = loaded(running, waiting, clock)
+        load, written = load_of(results, written, [pod(ready=True)], before, clock)
+        return load
 
     first = at(100, 10, 0, {})
     assert first == {"running": 10, "waiting": 0}
@@ -346,19 +383,20 @@ def test_a_chosen_strategy_is_kept_and_a_cpu_always_surges() -> None:
 
 
 def test_a_recreated_resource_starts_with_no_memory() -> None:
-    memory = Memory()
-    memory.of(("ns", "chat"), "1").canaries.add("p")
-    assert memory.of(("ns", "chat"), "1").canaries == {"p"}
-    assert memory.of(("ns", "chat"), "2").canaries == set()
+    memory: Memory[str] = Memory()
+    memory.put(("ns", "chat"), "1", "value")
+    assert memory.get(("ns", "chat"), "1") == "value"
+    assert memory.get(("ns", "chat"), "2") is None
+    memory.forget(("ns", "chat"))
+    assert memory.get(("ns", "chat"), "1") is None
 
 
-def test_a_started_operator_decides_nothing_until_it_asked_or_waited() -> None:
-    known = Known("u")
-    known.begin({"autoscaling": {"desired": 3, "decisions": [{"to": 3}]}}, 100.0)
-    known.begin({"autoscaling": {"desired": 9}}, 101.0)
-    assert known.autoscaled == {"desired": 3, "decisions": [{"to": 3}]}, "taken over once"
-    assert [known.in_the_dark(at) for at in (100.0, 104.9, 105.0)] == [True, True, False]
-    dark = scaled(known, deployment(replicas=3), 101.0, **SCALED)
-    assert (dark.replicas, dark.status) == (3, known.autoscaled), "nothing is decided from nothing"
-    known.asked = True
-    assert not known.in_the_dark(101.0)
+def test_an_operator_that_has_just_started_waits_for_its_first_probes_for_a_while() -> None:
+    status = {"desired": 3, "decisions": [{"to": 3}]}
+    memory = ScalingMemory.first({"autoscaling": status}, 100.0)
+    assert memory.status == status, "taken over"
+    waits = [awaits_probes(memory, NOTHING, at) for at in (100.0, 104.9, 105.0)]
+    assert waits == [True, True, False]
+    early = scaled(deployment(replicas=3), 101.0, memory=memory, **SCALED)
+    assert (early.replicas, early.status) == (3, status), "nothing is decided from nothing"
+    assert not awaits_probes(memory, ProbeResults(complete=True), 101.0)

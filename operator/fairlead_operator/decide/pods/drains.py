@@ -4,6 +4,7 @@ pod's status. Pure.
 
 import json
 from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from fairlead_operator.decide.pods.pod import is_deleting, runtime_status
@@ -20,6 +21,9 @@ class Drained(NamedTuple):
 
     def plus(self, other: "Drained") -> "Drained":
         return Drained(self.finished + other.finished, self.aborted + other.aborted)
+
+
+NONE_DRAINED = Drained()
 
 
 def read(pod: Object) -> Drained | None:
@@ -42,8 +46,34 @@ def read(pod: Object) -> Drained | None:
     return Drained(*good) if len(good) == len(counts) else None
 
 
-def of_status(status: Mapping[str, Any]) -> tuple[str, Drained]:
-    """The revision a status counts for, and its counts."""
-    rollout: Mapping[str, Any] = status.get("rollout") or {}
-    counts = Drained(int(rollout.get("drained") or 0), int(rollout.get("aborted") or 0))
-    return str(status.get("targetRevision") or ""), counts
+@dataclass(frozen=True, slots=True)
+class DrainCounts:
+    """The sum since a revision became the target, and the pods that ended and are in it already."""
+
+    revision: str
+    total: Drained = NONE_DRAINED
+    pods: frozenset[str] = frozenset()
+
+    @classmethod
+    def of_status(cls, status: Mapping[str, Any]) -> "DrainCounts":
+        rollout: Mapping[str, Any] = status.get("rollout") or {}
+        counts = Drained(int(rollout.get("drained") or 0), int(rollout.get("aborted") or 0))
+        return cls(str(status.get("targetRevision") or ""), counts)
+
+    def plus(self, pod: str, drained: Drained) -> "DrainCounts":
+        """With one more pod that ended; a pod counts once."""
+        if pod in self.pods:
+            return self
+        return replace(self, total=self.total.plus(drained), pods=self.pods | {pod})
+
+    def since(self, revision: str) -> "DrainCounts":
+        """The counts of this revision; another one starts at zero."""
+        return (
+            self
+            if revision == self.revision
+            else replace(self, revision=revision, total=NONE_DRAINED)
+        )
+
+    def of_pods(self, uids: frozenset[str]) -> "DrainCounts":
+        """Without the uids of pods that are gone; their counts remain."""
+        return replace(self, pods=self.pods & uids)

@@ -1,12 +1,12 @@
-"""How many replicas a resource should have now, and who says so. Pure but for what it notes in
-``Known``.
+"""How many replicas a resource should have now, and who decides that. Pure: returns what to
+remember.
 
-The operator's count lives in the Deployment and nowhere else: that is the current value after a
-restart, and what a tick starts from. Between ticks nothing is decided, however often a pass runs.
+The operator's count lives in the Deployment and nowhere else: it is the current value after a
+restart, and each tick starts from it. Between ticks nothing is decided, however often a pass runs.
 """
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from typing import Any
 
@@ -14,8 +14,9 @@ from fairlead_operator.decide.pods.events import Note
 from fairlead_operator.decide.pods.load import Load
 from fairlead_operator.decide.pods.observed import Observed
 from fairlead_operator.decide.pods.pod import is_deleting, is_ready
-from fairlead_operator.decide.scale.autoscale import TICK, Policy, Supply, decide
-from fairlead_operator.decide.scale.state import Known
+from fairlead_operator.decide.pods.probe_results import ProbeResults
+from fairlead_operator.decide.scale.autoscale import TICK, Decision, Policy, Supply, decide
+from fairlead_operator.decide.scale.state import ScalingMemory, awaits_probes
 from fairlead_operator.resource.kinds import Object
 from fairlead_operator.resource.resource import InferenceDeployment
 from fairlead_operator.resource.spec import Autoscaling
@@ -23,23 +24,45 @@ from fairlead_operator.resource.spec import Autoscaling
 LOAD_SECONDS = 30.0  # the status' load is written at most this often
 LOAD_SHARE = 0.2  # and only for a change of this share, or from or to nothing
 DECISIONS = 10
-CRASHES = 3  # a pod that ended this often is no supply
+CRASHES = 3  # a pod with this many restarts is not counted as starting
 
 
 @dataclass(frozen=True, slots=True)
 class Scaling:
-    """``again``: seconds until the next look."""
+    """The count to write, and what follows once it is written.
+
+    ``again``: seconds until the next look. ``memory``: to be remembered, and ``events`` to be told,
+    only once the Deployment has the count. ``status``: status.autoscaling.
+    """
 
     replicas: int
     condition: tuple[str, str, str]
+    memory: ScalingMemory
     again: float = 3600.0
     status: Mapping[str, Any] | None = None
+    events: tuple[Note, ...] = ()
+
+
+def hold(resource: InferenceDeployment, seen: Observed, memory: ScalingMemory) -> Scaling:
+    """No decision: the count is the spec's or, where the operator scales, the Deployment's."""
+    policy = resource.spec.autoscaling
+    if policy is None or policy.managed_by == "external":
+        external = policy is not None
+        text = "an HPA or KEDA writes spec.replicas" if external else "spec.autoscaling is not set"
+        fact = ("True", "External", text) if external else ("False", "NotAutoscaled", text)
+        return Scaling(resource.spec.replicas, fact, replace(memory, status=None))
+    live = seen.deployment
+    count = resource.spec.replicas if live is None else replicas_of(live)
+    count = max(policy.min_replicas, min(policy.max_replicas, count))
+    status = dict(memory.status or {"desired": count})
+    return Scaling(count, memory.condition, memory, TICK, status)
 
 
 def scale(
     resource: InferenceDeployment,
     seen: Observed,
-    known: Known,
+    memory: ScalingMemory,
+    results: ProbeResults,
     full_sequences: int | None,
     now: datetime,
     clock: float,
@@ -47,71 +70,87 @@ def scale(
     """``clock`` is the monotonic clock that dates samples; ``full_sequences`` the planned ones, if
     planned.
     """
-    policy = resource.spec.autoscaling
-    _notice(resource, seen, known)
-    if policy is None or policy.managed_by == "external":
-        known.autoscaled = None
-        external = policy is not None
-        text = "an HPA or KEDA writes spec.replicas" if external else "spec.autoscaling is not set"
-        fact = ("True", "External", text) if external else ("False", "NotAutoscaled", text)
-        return Scaling(resource.spec.replicas, fact)
-    live = seen.deployment
-    count = resource.spec.replicas if live is None else int(live["spec"].get("replicas", 1))
-    count = max(policy.min_replicas, min(policy.max_replicas, count))
-    due = clock - known.decided_at >= TICK * 0.9 and not known.in_the_dark(clock)
-    if live is not None and not resource.spec.paused and due:
-        count = _tick(resource, policy, seen, known, count, full_sequences, now, clock)
-    return Scaling(count, known.scaling_fact, TICK, dict(known.autoscaled or {"desired": count}))
+    held = hold(resource, seen, memory)
+    policy, live = resource.spec.autoscaling, seen.deployment
+    events = _owner_events(resource, seen, memory)
+    remembered = replace(
+        held.memory,
+        operator_scales=_operator_scales(policy),
+        spec_replicas=resource.spec.replicas,
+    )
+    held = replace(held, memory=remembered, events=events)
+    due = clock - memory.decided_at >= TICK * 0.9 and not awaits_probes(memory, results, clock)
+    if policy is None or not _operator_scales(policy) or live is None or resource.spec.paused:
+        return held
+    return _tick(resource, policy, seen, held, results, full_sequences, now, clock) if due else held
 
 
 def _tick(
     resource: InferenceDeployment,
     policy: Autoscaling,
     seen: Observed,
-    known: Known,
-    count: int,
+    held: Scaling,
+    results: ProbeResults,
     full_sequences: int | None,
     now: datetime,
     clock: float,
-) -> int:
+) -> Scaling:
+    count, memory, events = held.replicas, held.memory, held.events
     supply = supply_of(seen, count, resource.spec.rollout.progress_deadline_seconds, now)
     rules = Policy.of(policy, resource.engine, full_sequences)
-    decision = decide(rules, known.history, known.samples, supply, clock)
-    known.history, known.decided_at = decision.history, clock
-    before = known.autoscaled or {}
-    decisions = list(before.get("decisions") or ())
-    if not decisions or (decisions[0]["to"], before.get("limitedBy", "")) != (
-        decision.replicas,
-        decision.limited_by,
-    ):
-        decisions.insert(0, decision.entry(now.strftime("%Y-%m-%dT%H:%M:%SZ")))
+    decision = decide(rules, memory.history, results.samples, supply, clock)
     if decision.replicas != count:
         reason = "ScaledUp" if decision.replicas > count else "ScaledDown"
-        known.untold.append(
-            Note(reason, f"{count} → {decision.replicas} pods: {decision.why}", now.isoformat())
-        )
-    known.autoscaled = {
+        text = f"{count} → {decision.replicas} pods: {decision.why}"
+        events = (*events, Note(reason, text, now.isoformat()))
+    status = {
         "desired": decision.replicas,
         "supply": supply.pods,
         "pending": supply.starting,
         "limitedBy": decision.limited_by,
-        "decisions": decisions[:DECISIONS],
+        "decisions": _decisions(memory.status or {}, decision, now),
     }
-    stale = len(supply.ready) - int(decision.inputs["fresh"])
-    if not supply.ready:
-        known.scaling_fact = ("False", "NoReadyPods", "no pod is ready to be measured: holding")
-    elif stale:
-        text = (
-            f"{stale} of {len(supply.ready)} ready pods have no fresh metrics: never scaling down"
-        )
-        known.scaling_fact = ("False", "StaleMetrics", text)
-    else:
-        known.scaling_fact = ("True", "Deciding", "every ready pod is measured")
-    return decision.replicas
+    condition = _condition(len(supply.ready), int(decision.inputs["fresh"]))
+    return Scaling(
+        replicas=decision.replicas,
+        condition=condition,
+        memory=replace(
+            memory,
+            history=decision.history,
+            decided_at=clock,
+            status=status,
+            condition=condition,
+        ),
+        again=TICK,
+        status=status,
+        events=events,
+    )
+
+
+def _decisions(before: Mapping[str, Any], decision: Decision, now: datetime) -> list[Any]:
+    """The last decisions, newest first; one that repeats the last adds none."""
+    decisions = list(before.get("decisions") or ())
+    last = (decisions[0]["to"], before.get("limitedBy", "")) if decisions else None
+    if last != (decision.replicas, decision.limited_by):
+        decisions.insert(0, decision.entry(now.strftime("%Y-%m-%dT%H:%M:%SZ")))
+    return decisions[:DECISIONS]
+
+
+def _condition(ready: int, fresh: int) -> tuple[str, str, str]:
+    if not ready:
+        return ("False", "NoReadyPods", "no pod is ready to be measured: holding")
+    if stale := ready - fresh:
+        text = f"{stale} of {ready} ready pods have no fresh metrics: never scaling down"
+        return ("False", "StaleMetrics", text)
+    return ("True", "Deciding", "every ready pod is measured")
+
+
+def replicas_of(deployment: Object) -> int:
+    return int(deployment["spec"].get("replicas", 1))
 
 
 def supply_of(seen: Observed, current: int, deadline: float, now: datetime) -> Supply:
-    """Ready pods by uid, and pods that will be: younger than the start-up deadline and not
+    """Ready pods by uid, and pods that will be ready: younger than the start-up deadline and not
     crash-looping.
     """
     ready = tuple(sorted(p["metadata"]["uid"] for p in seen.ready_pods()))
@@ -121,49 +160,62 @@ def supply_of(seen: Observed, current: int, deadline: float, now: datetime) -> S
 
 
 def load_of(
-    known: Known, pods: Iterable[Object], before: Mapping[str, Any], clock: float
-) -> Mapping[str, int] | None:
-    """``status.load``: the sum over ready pods, or what was written last while the change is small
-    or young.
+    results: ProbeResults,
+    load_at: float,
+    pods: Iterable[Object],
+    before: Mapping[str, Any],
+    clock: float,
+) -> tuple[Mapping[str, int] | None, float]:
+    """``status.load``, the sum over ready pods, and when it was written last: both as before while
+    the change is small or soon.
     """
-    samples = [known.samples.get(p["metadata"]["uid"]) for p in pods]
+    samples = [results.samples.get(p["metadata"]["uid"]) for p in pods]
     fresh = [s.load for s in samples if s is not None and s.fresh(clock)]
     old: Mapping[str, int] | None = before.get("load")
-    if not fresh or clock - known.load_at < LOAD_SECONDS:
-        return old
+    if not fresh or clock - load_at < LOAD_SECONDS:
+        return old, load_at
     total = Load(sum(one.running for one in fresh), sum(one.waiting for one in fresh))
     new = {"running": round(total.running), "waiting": round(total.waiting)}
     if old is not None and not _worth(
         old.get("running", 0) + old.get("waiting", 0), sum(new.values())
     ):
-        return old
-    if new != old:
-        known.load_at = clock
-    return new
+        return old, load_at
+    return new, load_at if new == old else clock
 
 
 def _worth(old: int, new: int) -> bool:
     return (old == 0) != (new == 0) or abs(new - old) >= LOAD_SHARE * max(old, 1)
 
 
-def _notice(resource: InferenceDeployment, seen: Observed, known: Known) -> None:
-    """Note what a user should hear: who owns the count changed, or a scale had no effect."""
-    policy, live, wanted = resource.spec.autoscaling, seen.deployment, resource.spec.replicas
-    mine = policy is not None and policy.managed_by == "operator"
+def _operator_scales(policy: Autoscaling | None) -> bool:
+    return policy is not None and policy.managed_by == "operator"
+
+
+def _owner_events(
+    resource: InferenceDeployment, seen: Observed, memory: ScalingMemory
+) -> tuple[Note, ...]:
+    """What a user should be told: who sets the count changed, or a scale had no effect."""
+    live, wanted = seen.deployment, resource.spec.replicas
+    scales = _operator_scales(resource.spec.autoscaling)
     about = str(resource.generation)
-    if live is not None and known.count_is_ours is not None and known.count_is_ours != mine:
-        count = int(live["spec"].get("replicas", 1))
-        if mine:
-            text = f"autoscaling starts from the {count} pods there are; spec.replicas ({wanted}) has no effect now"
-            known.untold.append(Note("ScalingTakenOver", text, about))
-        else:
-            text = f"{count} → {wanted} pods: autoscaling is off, spec.replicas counts"
-            known.untold.append(Note("ScalingHandedOver", text, about))
-    elif mine and known.asked_replicas is not None and known.asked_replicas != wanted:
-        text = f"spec.replicas {known.asked_replicas} → {wanted} has no effect while spec.autoscaling is set"
-        fix = "set autoscaling.minReplicas and maxReplicas, or remove spec.autoscaling"
-        known.untold.append(Note("ScaleIgnored", f"{text}: {fix}", about))
-    known.count_is_ours, known.asked_replicas = mine, wanted
+    if live is not None and memory.operator_scales == (not scales):
+        count = replicas_of(live)
+        if scales:
+            text = (
+                f"autoscaling starts from the {count} existing pods; "
+                f"spec.replicas ({wanted}) has no effect now"
+            )
+            return (Note("ScalingTakenOver", text, about),)
+        text = f"{count} → {wanted} pods: autoscaling is off, spec.replicas counts"
+        return (Note("ScalingHandedOver", text, about),)
+    if scales and memory.spec_replicas is not None and memory.spec_replicas != wanted:
+        text = (
+            f"spec.replicas {memory.spec_replicas} → {wanted} has no effect while "
+            "spec.autoscaling is set: set autoscaling.minReplicas and maxReplicas, "
+            "or remove spec.autoscaling"
+        )
+        return (Note("ScaleIgnored", text, about),)
+    return ()
 
 
 def _age(pod: Object, now: datetime) -> float:

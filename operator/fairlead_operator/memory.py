@@ -1,0 +1,31 @@
+"""What the process remembers of resources between passes: one immutable value per resource and
+kind of memory.
+
+Each ``Memory`` has one owner, which replaces the values; others get its ``get`` alone. The prober
+owns the results of its probes, the reconciler what scaling, the counts of drained requests and the
+Events still to be written need. All of it is lost on restart without harm, and nothing of it is
+ever a reason to delete an object.
+"""
+
+from typing import Generic, TypeVar
+
+from fairlead_operator.resource.kinds import Key
+
+T = TypeVar("T")
+
+
+class Memory(Generic[T]):
+    """Values by resource. A resource created again under the same name starts with none."""
+
+    def __init__(self) -> None:
+        self._values: dict[Key, tuple[str, T]] = {}
+
+    def get(self, key: Key, uid: str) -> T | None:
+        held = self._values.get(key)
+        return held[1] if held is not None and held[0] == uid else None
+
+    def put(self, key: Key, uid: str, value: T) -> None:
+        self._values[key] = (uid, value)
+
+    def forget(self, key: Key) -> None:
+        self._values.pop(key, None)
