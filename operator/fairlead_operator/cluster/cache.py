@@ -1,8 +1,8 @@
-"""What the operator last saw of the cluster, by kind and key.
+"""The operator's latest view of the cluster, by kind and key.
 
-Fed by watches, by the steady re-list and by the answers to our own writes; the newest version of an
-object wins whatever the order of arrival, so a replayed list or a late event changes nothing. Reads
-no network and never decides.
+Fed by watches, by the steady re-list and by the answers to our own writes. The newest version of an
+object wins in any order of arrival, so a replayed list or a late event changes nothing. Uses no
+network and decides nothing.
 """
 
 import time
@@ -72,18 +72,18 @@ class Store:
         return [(POD, body)] if body is not None and about.get("kind") == POD.name else []
 
     def synced(self, kinds: Iterable[Kind] = WATCHED) -> bool:
-        """Whether every kind was listed once: before that, absence means nothing."""
+        """Whether every kind was listed once. Before that, a missing object may exist."""
         return all(kind.name in self._synced for kind in kinds)
 
     def put(self, kind: Kind, body: Object) -> bool:
-        """Take a newer version of an object; False when it is no news."""
+        """Take a newer version of an object; False when it is not newer."""
         key, version = key_of(body), version_of(body)
         held = self.get(kind, key)
         if held is not None and version <= version_of(held):
             return False
         grave = self._graves.get(kind.name, {}).get(key)
         if grave is not None and version < grave[0]:
-            # not of the same version: one that only lost our label is still there when asked for
+            # The same version is taken: an object that only lost our label still exists.
             return False
         self._drop(kind, key)
         self._objects.setdefault(kind.name, {})[key] = trimmed(kind, body)
@@ -156,7 +156,9 @@ class Store:
 
 
 def resource_of(body: Object) -> Key | None:
-    """The resource an object belongs to: its controller, or for what others make for us the label."""
+    """The resource an object belongs to: its controller's, or the label's on what other controllers
+    create for it.
+    """
     meta = body["metadata"]
     controller = controller_of(body)
     ours = controller is not None and controller.get("kind") == RESOURCE.name
@@ -175,9 +177,9 @@ def _discard(index: dict[K, set[Key]], entry: K, key: Key) -> None:
 
 
 def trimmed(kind: Kind, body: Object) -> Object:
-    """Without what no decision reads, and with the kind that items of a list lack.
+    """Without the fields that no decision reads, and with the kind that items of a list lack.
 
-    Of ``managedFields``, often the larger half of an object, stays who applied it.
+    ``managedFields``, often the larger half of an object, keeps the managers that applied it.
     """
     slim = {**body, "kind": kind.name, "apiVersion": kind.api_version}
     slim["metadata"] = {k: v for k, v in body["metadata"].items() if k != "managedFields"}

@@ -1,5 +1,4 @@
-"""The only module that talks to the API server, kopf's watches aside. Plain dicts in, plain dicts
-out.
+"""The only module that talks to the API server, except for kopf's watches. Plain dicts in and out.
 
 Owns pacing, deadlines and the fence: nothing is written unless this process holds the Lease. Never
 retries; the caller's queue does.
@@ -39,7 +38,7 @@ class Pace:
         self._tokens, self._last = float(burst), clock()
 
     async def take(self) -> None:
-        """Wait for the next turn; turns are handed out in order."""
+        """Wait for the next turn; turns come in order."""
         now = self._clock()
         self._tokens = min(self._burst, self._tokens + (now - self._last) * self._rate)
         self._last = now
@@ -49,20 +48,23 @@ class Pace:
 
 
 async def api_client(environ: Mapping[str, str] = os.environ) -> ApiClient:
-    """A client from KUBECONFIG if set, else from the pod's service account. Raises SettingsError."""
+    """From KUBECONFIG if set, else from the pod's service account. Raises SettingsError."""
     configuration, file = Configuration(), environ.get("KUBECONFIG")
     try:
         if file:
-            await load_kube_config(file, client_configuration=configuration)  # type: ignore[no-untyped-call]
+            await load_kube_config(  # type: ignore[no-untyped-call]
+                file, client_configuration=configuration
+            )
         else:
             load_incluster_config(configuration)  # type: ignore[no-untyped-call]
     except Exception as error:  # noqa: BLE001 - that library raises what its parsers raise
         if file:
+            reason = " ".join(str(error).split())[:300]
             raise SettingsError(
-                f"KUBECONFIG: {file} cannot be used ({' '.join(str(error).split())[:300]}): name a good file"
+                f"KUBECONFIG: {file} cannot be used ({reason}): name a valid file"
             ) from None
         raise SettingsError(
-            "KUBECONFIG is not set and this is no pod of a cluster: set it"
+            "KUBECONFIG is not set and the process runs in no pod: set it"
         ) from None
     return ApiClient(configuration)
 
@@ -92,7 +94,7 @@ class Cluster:
         )
         items, version = answer.get("items"), version_of(answer)
         if not isinstance(items, list) or not version:
-            raise ApiError(200, "BadAnswer", f"what came for {kind.plural} is no list")
+            raise ApiError(200, "BadAnswer", f"the answer for {kind.plural} is not a list")
         return items, version
 
     async def get(self, kind: Kind, key: Key) -> Object | None:
@@ -123,7 +125,7 @@ class Cluster:
         return answer
 
     async def patch(self, kind: Kind, body: Object, operations: Sequence[Object]) -> None:
-        """A JSON patch of exactly the version that was looked at."""
+        """A JSON patch of exactly the version that was read."""
         self._check_fence()
         meta = body["metadata"]
         exactly = {
@@ -138,10 +140,10 @@ class Cluster:
         )
 
     async def delete(self, kind: Kind, body: Object) -> None:
-        """Delete exactly the object that was looked at; one that changed since gives 409.
+        """Delete exactly the version that was read; a changed object gives 409.
 
-        It is gone from the store at once: the watch that would say so may be silent, and nothing is
-        deleted twice.
+        The store drops it at once: a watch may not deliver the deletion, and nothing is deleted
+        twice.
         """
         self._check_fence()
         meta = body["metadata"]
@@ -157,10 +159,9 @@ class Cluster:
         self.store.deleted(kind, body)
 
     async def set_status(self, resource: Object, status: Object) -> None:
-        """Replace the status of exactly the resource that was looked at; one that changed since
-        gives 409.
+        """Replace the status of exactly the version that was read; a changed resource gives 409.
 
-        Otherwise an operator that starts on an old list would take ``observedGeneration`` back.
+        Otherwise an operator that starts on an old list would lower ``observedGeneration``.
         """
         self._check_fence()
         meta = resource["metadata"]
@@ -203,7 +204,7 @@ class Cluster:
         body: Any = None,
         content_type: str = "application/json",
     ) -> Any:
-        """One request within its deadline. Raises ApiError for everything but a good JSON answer."""
+        """One request within its deadline. Raises ApiError unless the answer is good JSON."""
         await self._pace.take()
         code = 0
         try:
@@ -213,12 +214,12 @@ class Cluster:
             raise ApiError(0, "NoAnswer", f"{type(error).__name__}: {error}") from error
         except ValueError as error:
             raise ApiError(
-                code, "BadAnswer", f"no JSON in the answer to {method} {path}"
+                code, "BadAnswer", f"the answer to {method} {path} is not JSON"
             ) from error
         finally:
             self._metrics.calls.labels(verb, str(code)).inc()
         if not isinstance(answer, dict):
-            raise ApiError(code, "BadAnswer", f"no JSON object in the answer to {method} {path}")
+            raise ApiError(code, "BadAnswer", f"the answer to {method} {path} is not a JSON object")
         if code >= 400:
             raise ApiError(
                 code, str(answer.get("reason", "")), str(answer.get("message", "")), retry_after

@@ -1,7 +1,7 @@
 """Leader election by one Lease: at any moment at most one operator writes.
 
-Time is taken from the own monotonic clock only. A holder stops writing well before others may take
-over, and stands down when the Lease changed under it, even if its own name is in it.
+Reads its own monotonic clock alone. A holder stops writing well before others may take over, and
+stands down when another process changed the Lease, even if the Lease names it.
 """
 
 import asyncio
@@ -18,10 +18,10 @@ from fairlead_operator.resource.kinds import LEASE, MANAGER, Key, Kind, Object
 
 log = logging.getLogger(__name__)
 
-DURATION = 15.0  # a Lease that nobody renewed for this long is free
+DURATION = 15.0  # a Lease without renewal for this long is free
 RENEW = 5.0  # a holder renews this often
 FENCE = 10.0  # and stops writing when its last renewal is older than this
-# that are remembered: an API server that hung may commit the first of all it was sent, hours later
+# Remembered writes: an API server that hung may commit the first of them hours later.
 ATTEMPTS = 4096
 
 
@@ -42,7 +42,7 @@ class _Seen:
 
 
 class Election:
-    """``step`` is one look and at most one write; ``holds`` is the fence of every other write."""
+    """``step`` is one read and at most one write; ``holds`` is the fence of every other write."""
 
     def __init__(
         self,
@@ -66,7 +66,7 @@ class Election:
         return self._mine is not None and self._clock() - self._renewed < FENCE
 
     async def step(self) -> None:
-        """Renew, take over or look. Errors of the API server leave everything as it is."""
+        """Renew, take over or read. Errors of the API server change nothing."""
         began = self._clock()
         if self._mine is not None:
             await self._write(self._mine, began)
@@ -77,7 +77,7 @@ class Election:
         self._first = False
 
     async def run(self, report: Callable[[bool], None], beat: float = RENEW) -> None:
-        """Hold or strive for the Lease until cancelled; ``report`` hears of every change."""
+        """Hold the Lease or try to until cancelled; ``report`` is called at every change."""
         held = False
         while True:
             try:
@@ -91,7 +91,7 @@ class Election:
             await asyncio.sleep(beat if held else min(beat, 2.0))
 
     async def release(self) -> None:
-        """Give the Lease up on the way out, so that a standby need not wait for it to expire."""
+        """Give the Lease up at the end, so that a standby need not wait for it to expire."""
         if self._mine is None:
             return
         lease, self._mine = self._mine, None
@@ -99,7 +99,7 @@ class Election:
         await self._api.write_lease(LEASE, self._key, {**lease, "spec": spec})
 
     def _free(self, lease: Object) -> bool:
-        """Nobody's, expired by our clock, or our own from before a restart."""
+        """Without a holder, expired by our clock, or our own from before a restart."""
         spec = lease.get("spec") or {}
         version = lease["metadata"]["resourceVersion"]
         if self._seen is None or self._seen.version != version:
@@ -131,11 +131,11 @@ class Election:
             self._renewed = began
             self._attempts = deque(
                 [stamp], ATTEMPTS
-            )  # the Lease has moved on: none before can still be committed
+            )  # the Lease has a newer version: no earlier write can still be committed
         except ApiError as error:
             if error.code in {
                 404,
                 409,
-            }:  # it changed under us: someone else writes, or our answer was lost
+            }:  # it changed since our last write: by another process, or our answer was lost
                 self._mine = None
             raise

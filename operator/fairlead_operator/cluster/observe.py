@@ -31,10 +31,10 @@ def observe(store: Store, key: Key, uid: str) -> Observed:
         for pod in store.children(POD, key)
         if (pod["metadata"].get("labels") or {}).get(UID_LABEL) == uid and not _finished(pod)
     ]
-    known = {pod["metadata"]["uid"] for pod in pods}
+    uids = {pod["metadata"]["uid"] for pod in pods}
     events = [
         event
-        for event in store.events_about(known)
+        for event in store.events_about(uids)
         if event["metadata"].get("namespace", "") == key[0]
     ]
     return Observed(

@@ -1,8 +1,7 @@
-"""kopf's part: watching. Every handler hands what it saw to the store's owner, and nothing else.
+"""kopf's part: watching. Every handler passes the object on, and does nothing else.
 
-Only ``on.event``, ``on.login`` and ``on.startup`` are used: everything else of kopf writes
-finalizers or annotations, and a finalizer would keep a resource from being deleted while no
-operator runs.
+Only ``on.event``, ``on.login`` and ``on.startup`` are used: kopf's other handlers write finalizers
+or annotations, and a finalizer would block the deletion of a resource while no operator runs.
 """
 
 import asyncio
@@ -24,7 +23,7 @@ Deliver = Callable[[Kind, bool, Object], None]  # kind, deleted, object
 def registry(
     kinds: Sequence[Kind], environ: Mapping[str, str], deliver: Deliver
 ) -> kopf.OperatorRegistry:
-    """One silent handler per kind. ``deliver`` is called in kopf's thread."""
+    """One handler per kind, without logs. ``deliver`` is called in kopf's thread."""
     handlers = kopf.OperatorRegistry()
 
     @kopf.on.login(registry=handlers)
@@ -59,9 +58,8 @@ def _configure(settings: kopf.OperatorSettings, kinds: Sequence[Kind]) -> None:
     settings.networking.connect_timeout = 5
     settings.networking.error_backoffs = (0.5, 1, 2, 3)
     settings.watching.server_timeout = 240
-    settings.watching.inactivity_timeout = (
-        25  # a watch that went silent is opened anew; the re-list covers the gap
-    )
+    # A watch without events is opened again; the re-list covers the gap.
+    settings.watching.inactivity_timeout = 25
     settings.watching.connect_timeout = 5
     settings.watching.reconnect_backoff = 0.5
     settings.queueing.worker_limit = 50
@@ -96,7 +94,7 @@ class Watches:
         self._stop: Callable[[], object] = lambda: None
 
     async def run(self, restarted: Callable[[], None], pause: float = 2.0) -> None:
-        """Keep the watches up until cancelled, whatever the API server answers."""
+        """Keep the watches open until cancelled, whatever the API server answers."""
         try:
             while True:
                 await asyncio.to_thread(self._once)
@@ -118,8 +116,8 @@ class Watches:
             loop.close()
 
     async def _watch(self, loop: asyncio.AbstractEventLoop) -> None:
-        """What ``kopf.operator`` does, but ended within seconds: its own end waits for tasks of a
-        broken watch.
+        """Like ``kopf.operator``, but ends within seconds: kopf waits for the tasks of a broken
+        watch.
         """
         stop = asyncio.Event()  # a threading.Event would hold a thread of the loop for ever
         self._stop = functools.partial(loop.call_soon_threadsafe, stop.set)
@@ -142,9 +140,7 @@ class Watches:
 
 
 async def _end(tasks: set[asyncio.Task[Any]]) -> None:
-    """Cancel, twice because kopf takes the first as a wish; what then still runs is left to the
-    closing loop.
-    """
+    """Cancel twice, because kopf may ignore the first; the closing loop ends what still runs."""
     pending = {task for task in tasks if not task.done()}
     for _ in range(2):
         for task in pending:
@@ -153,4 +149,4 @@ async def _end(tasks: set[asyncio.Task[Any]]) -> None:
             finished, pending = await asyncio.wait(pending, timeout=1)
             for task in finished:
                 if not task.cancelled():
-                    task.exception()  # looked at, so that it is not reported as forgotten
+                    task.exception()  # read, so that asyncio does not report it as never retrieved

@@ -1,4 +1,4 @@
-"""Reasons a resource is not ready, in order: what Kubernetes and the runtime say, with what to do."""
+"""Why a resource is not ready, in order: what Kubernetes and the runtime report, and the fix."""
 
 import json
 from collections.abc import Mapping
@@ -44,43 +44,57 @@ def ended(code: int, reason: str = "Error", message: str = "") -> Object:
     }
 
 
+def line(code: str) -> str:
+    """The runtime's termination message."""
+    return json.dumps({"code": code, "message": "m", "hint": "h"})
+
+
 GPU = {"nvidia.com/gpu": "1"}
 
 
 @pytest.mark.parametrize(
     ("one", "code"),
     [
-        (pod(limits=GPU, conditions=unscheduled("0/3 nodes: 3 Insufficient nvidia.com/gpu.")), "InsufficientAccelerator"),
+        (
+            pod(limits=GPU, conditions=unscheduled("0/3 nodes: 3 Insufficient nvidia.com/gpu.")),
+            "InsufficientAccelerator",
+        ),
         (pod(conditions=unscheduled("0/3 nodes: 3 Insufficient memory.")), "Unschedulable"),
         (pod(conditions=unscheduled('persistentvolumeclaim "weights" not found')), "VolumeMissing"),
-        (pod(conditions=unscheduled("pod has unbound immediate PersistentVolumeClaims")), "VolumePending"),
+        (
+            pod(conditions=unscheduled("pod has unbound immediate PersistentVolumeClaims")),
+            "VolumePending",
+        ),
         (pod(container=waiting("ImagePullBackOff", "Back-off pulling image")), "ImagePullBackOff"),
         (pod(container=waiting("ErrImageNeverPull")), "ImagePullBackOff"),
-        (pod(container=waiting("CreateContainerConfigError", 'secret "keys" not found')), "SecretMissing"),
+        (
+            pod(container=waiting("CreateContainerConfigError", 'secret "keys" not found')),
+            "SecretMissing",
+        ),
         (pod(container=ended(137, "OOMKilled")), "OutOfMemory"),
         (pod(container=ended(1)), "CrashLoop"),
-        (pod(container=ended(2, message='noise\n{"code": "InvalidConfig", "message": "m", "hint": "h"}')), "InvalidConfig"),
-        (pod(container=ended(3, message='{"code": "SelfTestFailed", "message": "m", "hint": "h"}')), "SelfTestFailed"),
-        (pod(container=ended(2, message='{"code": "Newer", "message": "m", "hint": "h"}')), "RuntimeRefused"),
-        (pod(init=ended(2, message='{"code": "WeightsUnauthorized", "message": "m", "hint": "h"}')), "WeightsUnauthorized"),
+        (pod(container=ended(2, message="noise\n" + line("InvalidConfig"))), "InvalidConfig"),
+        (pod(container=ended(3, message=line("SelfTestFailed"))), "SelfTestFailed"),
+        (pod(container=ended(2, message=line("Newer"))), "RuntimeRefused"),
+        (pod(init=ended(2, message=line("WeightsUnauthorized"))), "WeightsUnauthorized"),
         (pod(init={"name": "fetch", "state": {"running": {}}}), "FetchingWeights"),
         (pod(container={"name": "runtime", "state": {"running": {}}}), "Starting"),
         (pod(), "Starting"),
     ],
-)  # fmt: skip
+)
 def test_each_state_of_a_pod_has_its_reason(one: Object, code: str) -> None:
     assert codes(one) == [code]
 
 
-def test_ready_pods_and_pods_on_their_way_out_block_nothing() -> None:
+def test_ready_pods_and_deleted_pods_block_nothing() -> None:
     assert codes(pod(ready=True), pod("chat-2", deleting=True, container=ended(1))) == []
 
 
 def test_the_runtimes_own_words_and_hint_are_passed_on() -> None:
-    line = json.dumps(
+    end = json.dumps(
         {"code": "ModelNotFound", "message": "no such model", "hint": "check the name"}
     )
-    (found,) = reasons(pod(container=ended(2, message=line)))
+    (found,) = reasons(pod(container=ended(2, message=end)))
     assert (found.message, found.hint, found.object) == (
         "no such model",
         "check the name",
@@ -88,7 +102,7 @@ def test_the_runtimes_own_words_and_hint_are_passed_on() -> None:
     )
 
 
-def test_events_tell_what_the_pods_status_does_not() -> None:
+def test_events_give_reasons_that_the_pods_status_lacks() -> None:
     one = pod(container={"name": "runtime", "state": {"waiting": {"reason": "ContainerCreating"}}})
     mount = event(one, "FailedMount", 'MountVolume.SetUp failed: secret "keys" not found')
     assert codes(one, events=[mount]) == ["SecretMissing"]
@@ -99,7 +113,7 @@ def test_events_tell_what_the_pods_status_does_not() -> None:
     assert codes(running, events=[foreign]) == ["Starting"]
 
 
-def test_the_deployment_tells_of_quota_and_deadline() -> None:
+def test_the_deployment_gives_quota_and_deadline() -> None:
     live = deployment()
     full = {
         "type": "ReplicaFailure",
@@ -128,7 +142,7 @@ def test_while_only_old_pods_serve_that_is_the_reason() -> None:
     assert codes(pod(revision="old", ready=True), pod("chat-2")) == ["Starting"]
 
 
-def test_the_same_reason_of_many_pods_is_said_once_and_the_gravest_comes_first() -> None:
+def test_the_same_reason_of_many_pods_is_one_blocker_and_the_gravest_comes_first() -> None:
     same = [pod(f"chat-{i}", container=ended(1)) for i in range(30)]
     worse = pod("chat-x", container=waiting("ErrImagePull", "gone"))
     assert codes(*same, worse) == ["ImagePullBackOff", "CrashLoop"]
@@ -140,7 +154,7 @@ def test_text_from_outside_is_cut_and_made_printable() -> None:
 
 
 @pytest.mark.parametrize("text", ["", "not json", "[]", '{"code": 5}', '{"message": "x"}', '"x"'])
-def test_a_last_line_that_is_none_of_the_runtimes_is_no_code(text: str) -> None:
+def test_a_termination_message_of_another_form_has_no_code(text: str) -> None:
     assert termination(text) is None
 
 

@@ -1,4 +1,4 @@
-"""Download progress in the status: what a pod may say, how it reads, and how rarely it is written."""
+"""Download progress in the status: which answers count, how they read, how rarely they change."""
 
 from typing import Any
 
@@ -72,7 +72,7 @@ def test_a_day_of_slow_downloads_costs_few_writes() -> None:
     assert all(one.percent == 100 for one in shown.values())
 
 
-def test_only_running_init_containers_are_asked() -> None:
+def test_only_pods_whose_fetch_container_runs_are_asked() -> None:
     ended = {"name": "fetch", "state": {"terminated": {"exitCode": 0}}}
     pods = [
         pod("a", init=RUNNING),

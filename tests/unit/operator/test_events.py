@@ -22,9 +22,9 @@ def ready(status: str = "True") -> Object:
     }
 
 
-def test_every_new_code_is_told_with_its_hint_and_as_fault_or_stage() -> None:
-    told = changes({}, blocked("DoesNotFit", "Starting"))
-    assert told == [
+def test_every_new_code_gets_an_event_with_its_hint_as_fault_or_stage() -> None:
+    notes = changes({}, blocked("DoesNotFit", "Starting"))
+    assert notes == [
         Note("DoesNotFit", "m-DoesNotFit (h)", "Pod/a then", "Warning"),
         Note("Starting", "m-Starting (h)", "Pod/a then", "Normal"),
     ]
@@ -33,7 +33,7 @@ def test_every_new_code_is_told_with_its_hint_and_as_fault_or_stage() -> None:
     assert [note.reason for note in more] == ["QuotaExceeded"]
 
 
-def test_the_first_is_told_when_another_takes_its_place() -> None:
+def test_the_first_gets_an_event_when_another_takes_its_place() -> None:
     assert [n.reason for n in changes(blocked("DoesNotFit", "Starting"), blocked("Starting"))] == [
         "Starting"
     ]
@@ -41,7 +41,7 @@ def test_the_first_is_told_when_another_takes_its_place() -> None:
     assert [(n.reason, n.about) for n in moved] == [("CrashLoop", "Pod/b then")]
 
 
-def test_the_end_of_the_last_is_told_with_what_serves_now() -> None:
+def test_the_end_of_the_last_gets_an_event_with_what_serves_now() -> None:
     (note,) = changes(blocked("Starting"), ready())
     assert (note.reason, note.kind) == ("Ready", "Normal")
     assert note.message == "Starting is over: one pod serves"

@@ -35,7 +35,8 @@ Scrape = Callable[[str], str | None]  # good text → what the scraper gets; Non
 def text(load: float, model: str = "demo") -> str:
     running = min(load, 64.0)
     labels = f'{{engine="0",model_name="{model}"}}'
-    return f"{RUNNING}{labels} {running}\n{WAITING}{labels} {load - running}\nvllm:prompt_tokens_total{labels} 1e6\n"
+    gauges = f"{RUNNING}{labels} {running}\n{WAITING}{labels} {load - running}\n"
+    return f"{gauges}vllm:prompt_tokens_total{labels} 1e6\n"
 
 
 def value(word: str) -> Scrape:
@@ -88,7 +89,7 @@ def play(struck: str, scrape: Scrape, before: int, demand: float, seed: int) -> 
         total = 100.0 * before if now < BEGIN else demand
         weights = [
             rng.uniform(0.9, 1.1) for _ in pods
-        ]  # a silent pod's last load stays within tolerance
+        ]  # a pod without answers keeps its last load, within tolerance
         if now >= BEGIN and chosen is None:
             chosen = set(
                 {"one": pods[:1], "some": rng.sample(pods, max(1, len(pods) // 2)), "all": pods}[

@@ -85,14 +85,14 @@ def test_it_is_the_newest_pods_whichever_order_they_come_in() -> None:
     )
 
 
-def test_what_was_known_stands_while_the_newest_pod_has_not_told_or_none_serves() -> None:
+def test_the_last_parts_stay_while_the_newest_pod_has_none_or_none_serves() -> None:
     before = {"scheduled": 9, "loaded": 8.0}
     assert startup([started()], {}, before) == before
     assert startup([], MEASURED, before) == before
     assert startup([started()], {"uid-of-chat-1": {}}, before) == {"scheduled": 2, "imagePulled": 5}
 
 
-def test_a_runtime_without_the_series_or_with_nonsense_tells_nothing() -> None:
+def test_missing_or_impossible_series_give_no_parts() -> None:
     line = 'fairlead_startup_seconds{{model_name="{}",engine="0",phase="{}"}} {}\n'
     good = line.format("chat", "loaded", 3.21) + line.format("chat", "warmed", 0.96)
     assert read(good, "chat") == {"loaded": 3.2, "warmed": 1.0}

@@ -1,4 +1,4 @@
-"""The queue: one worker per key, no lost wake, no tight loop. Times are the queue's own, shortened."""
+"""The queue: one worker per key, no lost wake, no tight loop. Its times are shortened."""
 
 import asyncio
 import random

@@ -2,8 +2,8 @@
 Pure.
 
 Every code is listed in ``CODES``, in the order of importance: the first blocker is Ready's reason.
-A message repeats what Kubernetes or the runtime said, cut and made printable; a hint says what to
-do.
+A message repeats what Kubernetes or the runtime reported, cut and made printable; a hint is the
+fix.
 """
 
 import json
@@ -31,40 +31,58 @@ CODES: Mapping[str, str] = {
     "Conflict": "Rename this resource, or remove the object that has its name.",
     "WriteRefused": "The API server refuses an object of this resource: read the message.",
     "DoesNotFit": "Follow the message, or give the pod more memory.",
-    "PodsRefused": "The namespace's rules refuse the pods: read the message, ask its administrator.",
+    "PodsRefused": (
+        "The namespace's rules refuse the pods: read the message, ask its administrator."
+    ),
     "QuotaExceeded": "Free some of the namespace's quota, have it raised, or ask for less.",
     "InsufficientAccelerator": "Free or add accelerators, or lower resources.accelerator.count.",
-    "SurgeBlocked": "No free accelerator for the extra pod: set rollout.strategy to Recreate, or free one.",
+    "SurgeBlocked": (
+        "No free accelerator for the extra pod: set rollout.strategy to Recreate, or free one."
+    ),
     "VolumeMissing": "Create the PersistentVolumeClaim that the message names.",
     "VolumePending": "The claim has no volume yet: see its own events.",
-    "Unschedulable": "No node takes the pod: compare nodeSelector, tolerations and resources with the nodes.",
+    "Unschedulable": (
+        "No node takes the pod: compare nodeSelector, tolerations and resources with the nodes."
+    ),
     "SecretMissing": "Create the Secret and key that the message names.",
     "ImagePullBackOff": "Check the image's name, and imagePullSecrets for a private registry.",
-    "InvalidSource": "Write model.source as demo:, hf://owner/name, pvc://claim/path or file:///path.",
+    "InvalidSource": (
+        "Write model.source as demo:, hf://owner/name, pvc://claim/path or file:///path."
+    ),
     "ModelNotFound": "Check model.source and model.revision.",
     "WeightsUnauthorized": "Give model.tokenSecretRef a token that may read this model.",
     "HubUnreachable": "Check HF_ENDPOINT, the proxy and the NetworkPolicy of the namespace.",
     "NoSpace": "Give modelCache a larger volume.",
-    "NoSafetensors": "Take a model that publishes safetensors: nothing else is read.",
+    "NoSafetensors": "Take a model that publishes safetensors: no other format is read.",
     "BadWeights": "The files are damaged: pin another revision.",
     "BadModelFiles": "The files are damaged: pin another revision.",
-    "RemoteCodeRefused": "Take another model, or set model.trustRemoteCode where the chart allows it.",
+    "RemoteCodeRefused": (
+        "Take another model, or set model.trustRemoteCode where the chart allows it."
+    ),
     "UnsupportedModel": "Take a model of a supported family.",
-    "OutOfMemory": "Raise resources.memory, or lower cache.numBlocks, engine.maxModelLen or cache.cpuOffloadSpace.",
-    "SelfTestFailed": "The model computes something else than the reference: try engine.dtype float32, and report it.",
+    "OutOfMemory": (
+        "Raise resources.memory, or lower cache.numBlocks, engine.maxModelLen or "
+        "cache.cpuOffloadSpace."
+    ),
+    "SelfTestFailed": (
+        "The model computes something else than the reference: try engine.dtype float32, and "
+        "report it."
+    ),
     "InvalidConfig": "The runtime refused a setting: correct what the message names.",
     "RuntimeRefused": "Read the message and the pod's log.",
     "CrashLoop": "Read the pod's log: kubectl logs --previous.",
-    "ProbeFailed": "The pod serves no more: see its log and /healthz.",
-    "ProgressDeadlineExceeded": "The start takes longer than rollout.progressDeadlineSeconds: raise it, or see the pod.",
+    "ProbeFailed": "The pod stopped serving: see its log and /healthz.",
+    "ProgressDeadlineExceeded": (
+        "The start takes longer than rollout.progressDeadlineSeconds: raise it, or see the pod."
+    ),
     "FetchingWeights": "Wait: the weights are being downloaded.",
     "Starting": "Wait: the model is being loaded and tested.",
-    "CanaryFailed": "The pod is ready but makes no token: see its log.",
+    "CanaryFailed": "The pod is ready but generates no token: see its log.",
     "RollingOut": "Wait: pods of the new revision replace the old ones.",
     "NoReplicas": "Set replicas above 0.",
 }
 _ORDER = {code: index for index, code in enumerate(CODES)}
-# Codes that are a stage of a normal start, not a fault.
+# Stages of a normal start, not faults.
 NORMAL = frozenset({"FetchingWeights", "Starting", "RollingOut", "NoReplicas"})
 
 _PULL = frozenset(
@@ -97,7 +115,7 @@ def blocker(code: str, about: str, message: str, hint: str = "") -> Blocker:
 
 
 def printable(text: str, limit: int = 1024) -> str:
-    """Foreign text made safe for a terminal: no control characters, one line, at most ``limit``
+    """External text made safe for a terminal: no control characters, one line, at most ``limit``
     characters.
     """
     clean = "".join(c if c.isprintable() else " " for c in text)
@@ -116,9 +134,9 @@ def find(
 ) -> list[Blocker]:
     """The reasons seen in the cluster, most important first.
 
-    ``revision``: the template hash that should serve; pods of others are only waited for.
-    ``surging``: a rollout keeps old pods until new ones are ready. ``downloads``: by pod uid, how
-    far its weights are.
+    ``revision``: the template hash that should serve; pods of other revisions are never blockers.
+    ``surging``: a rollout keeps old pods until new ones are ready. ``downloads``: the progress of
+    each pod's download, by uid.
     """
     pods = list(pods)
     current = [p for p in pods if revision_of_pod(p) == revision and not is_deleting(p)]
@@ -276,22 +294,22 @@ def _of_end(ended: Mapping[str, Any], about: str) -> Blocker:
             "the kernel ended the container: it used more than its memory limit",
         )
     text = str(ended.get("message") or "")
-    said = termination(text)
-    if said is not None:
-        code, message, hint = said
+    message_of_runtime = termination(text)
+    if message_of_runtime is not None:
+        code, message, hint = message_of_runtime
         return blocker(code, about, message, hint)
     exit_code = ended.get("exitCode", "?")
     return blocker("CrashLoop", about, f"exit code {exit_code}" + (f": {text}" if text else ""))
 
 
 def termination(text: str) -> tuple[str, str, str] | None:
-    """Code, message and hint of the runtime's last line; None when it left none."""
+    """Code, message and hint of the runtime's termination message; None without a valid one."""
     for line in reversed(text.strip().splitlines()):
         try:
             value = json.loads(line)
         except ValueError:
             continue
         if isinstance(value, dict) and isinstance(value.get("code"), str):
-            known = value["code"] if value["code"] in CODES else "RuntimeRefused"
-            return known, str(value.get("message", "")), str(value.get("hint", ""))
+            code = value["code"] if value["code"] in CODES else "RuntimeRefused"
+            return code, str(value.get("message", "")), str(value.get("hint", ""))
     return None

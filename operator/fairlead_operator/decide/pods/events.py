@@ -1,6 +1,6 @@
-"""Events on a resource: what is worth one, and its body. Pure.
+"""Events on a resource: which changes get one, and its body. Pure.
 
-The name follows from the content, so that an Event is there once whoever wrote it when.
+The name follows from the content, so an Event exists once however often it is written.
 """
 
 import hashlib
@@ -13,7 +13,7 @@ from fairlead_operator.resource.kinds import EVENT, MANAGER, RESOURCE, Object
 
 
 class Note(NamedTuple):
-    """What an Event says. ``about`` tells two of the same reason apart."""
+    """The content of an Event. ``about`` distinguishes two of the same reason."""
 
     reason: str
     message: str
@@ -22,10 +22,10 @@ class Note(NamedTuple):
 
 
 def changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[Note]:
-    """What to tell of the way from one status to the next.
+    """The Events for the change from one status to the next.
 
-    The first blocker whenever it is another, any other whose code was not there, and that the last
-    is over.
+    One for the first blocker when it changes, for every other whose code is new, and for the end of
+    the last.
     """
     before, now = old.get("blockers") or (), new.get("blockers") or ()
     if before and not now:
@@ -36,15 +36,15 @@ def changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[Note]:
         over = f"{before[0]['code']} is over: {ready.get('message', '')}"
         return [Note(reason, over, str(before[0].get("since")))]
     codes = {one["code"] for one in before}
-    told = []
+    notes = []
     for index, one in enumerate(now):
         first = index == 0 and (not before or _identity(before[0]) != _identity(one))
         if first or one["code"] not in codes:
             codes.add(one["code"])
             kind = "Normal" if one["code"] in NORMAL else "Warning"
             about = f"{one.get('object', '')} {one.get('since', '')}"
-            told.append(Note(one["code"], f"{one['message']} ({one['hint']})", about, kind))
-    return told
+            notes.append(Note(one["code"], f"{one['message']} ({one['hint']})", about, kind))
+    return notes
 
 
 def _identity(one: Mapping[str, Any]) -> tuple[Any, Any]:
