@@ -31,8 +31,8 @@ CRASHES = 3  # a pod with this many restarts is not counted as starting
 class Scaling:
     """The count to write, and what follows once it is written.
 
-    ``again``: seconds until the next look. ``memory``: to be remembered, and ``events`` to be told,
-    only once the Deployment has the count. ``status``: status.autoscaling.
+    ``again``: seconds until the next look. Commit ``memory`` and write ``events`` only once the
+    Deployment has the count. ``status``: status.autoscaling.
     """
 
     replicas: int
@@ -194,7 +194,7 @@ def _operator_scales(policy: Autoscaling | None) -> bool:
 def _owner_events(
     resource: InferenceDeployment, seen: Observed, memory: ScalingMemory
 ) -> tuple[Note, ...]:
-    """What a user should be told: who sets the count changed, or a scale had no effect."""
+    """The Event when another party sets the count from now on, or when a scale had no effect."""
     live, wanted = seen.deployment, resource.spec.replicas
     scales = _operator_scales(resource.spec.autoscaling)
     about = str(resource.generation)

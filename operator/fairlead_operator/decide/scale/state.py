@@ -32,7 +32,7 @@ class ScalingMemory:
 
 
 def awaits_probes(memory: ScalingMemory, results: ProbeResults, clock: float) -> bool:
-    """Whether the first probes may still answer, so that what is not known is not news.
+    """Whether the first probes may still answer, so that a missing result means nothing yet.
 
     Otherwise an operator that restarts would report a Ready resource as not Ready for a moment.
     """
