@@ -96,8 +96,10 @@ class WorkQueue(Generic[K]):
                     return key
                 break
             self._rescheduled.clear()
+            # Not wait_for: in Python 3.11 it loses a cancellation that comes with the event.
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._rescheduled.wait(), wait)
+                async with asyncio.timeout(wait):
+                    await self._rescheduled.wait()
 
     async def _serve(self, key: K) -> None:
         again: float | None = None
