@@ -23,6 +23,7 @@ CAPTIONS = {
     f"{OPERATOR}.commands": "fairlead plan, backtest",
     f"{OPERATOR}.logs": "JSON lines",
     f"{OPERATOR}.reconcile": "one pass over one resource",
+    f"{OPERATOR}.upgrades": "whose turn it is in an upgrade",
     f"{OPERATOR}.workqueue": "which key is due when",
     f"{OPERATOR}.health": "probes, /metrics",
     f"{OPERATOR}.probe": "requests to pods and the model hub",

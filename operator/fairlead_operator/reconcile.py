@@ -17,7 +17,6 @@ from fairlead_operator.decide.children.allowlists import not_allowed
 from fairlead_operator.decide.children.capacity import PlanError, capacity_of, with_measured
 from fairlead_operator.decide.children.diff import Apply, Conflict, Writes, diff, ours, owner_text
 from fairlead_operator.decide.children.manifests import keeps_weights, render
-from fairlead_operator.decide.children.podtemplate import pod_template
 from fairlead_operator.decide.children.rollout import choose
 from fairlead_operator.decide.pods import blockers, downloads, drains
 from fairlead_operator.decide.pods.blockers import Blocker, blocker
@@ -43,7 +42,6 @@ from fairlead_operator.resource.kinds import (
     EVENT,
     POD,
     RESOURCE,
-    REVISION_LABEL,
     UID_LABEL,
     Key,
     Kind,
@@ -52,11 +50,13 @@ from fairlead_operator.resource.kinds import (
 )
 from fairlead_operator.resource.resource import InferenceDeployment
 from fairlead_operator.resource.settings import Settings
+from fairlead_operator.upgrades import Upgrades
 
 log = logging.getLogger(__name__)
 
 RESYNC_SECONDS = 20.0
 REFUSED_SECONDS = 10.0
+TURN_SECONDS = 5.0  # between two looks of one that waits for its turn in an upgrade
 
 
 class Reconciler:
@@ -72,12 +72,19 @@ class Reconciler:
     ) -> None:
         self._cluster, self._probed, self._settings = cluster, probed, settings
         self._now, self._clock = now, clock
+        self._upgrades = Upgrades(cluster, settings, now)
         self._scaling: Memory[ScalingMemory] = Memory()
         self._drains: Memory[DrainCounts] = Memory()
         self._events: Memory[tuple[Note, ...]] = Memory()  # still to be written, oldest first
 
     async def __call__(self, key: Key) -> float | None:
         """One pass: seconds until the resource is due again, None for one that is gone."""
+        try:
+            return await self._pass(key)
+        finally:
+            self._upgrades.done(key)
+
+    async def _pass(self, key: Key) -> float | None:
         body = self._cluster.store.get(RESOURCE, key)
         if body is None or body["metadata"].get("deletionTimestamp"):
             self._scaling.forget(key)
@@ -100,11 +107,10 @@ class Reconciler:
         memory = self._scaling.get(key, uid) or ScalingMemory.first(before, self._clock())
         self._scaling.put(key, uid, memory)
         seen = observe(self._cluster.store, key, uid)
-        revision = pod_template(resource, self._settings)["metadata"]["labels"][REVISION_LABEL]
+        target = await self._upgrades.target(resource, seen.deployment)
+        revision = target.revision
         drained = self._drained(key, uid, revision, before)
-        strategy, why = choose(
-            resource, seen, revision, (before.get("rollout") or {}).get("why", "")
-        )
+        choice = choose(resource, seen, revision, before, self._now())
         planned = capacity(resource, results)
         scaling = scale(
             resource,
@@ -118,7 +124,15 @@ class Reconciler:
         found = not_allowed(resource, self._settings)
 
         cached = keeps_weights(resource) and bool(seen.serving(revision))
-        wanted = render(resource, self._settings, scaling.replicas, strategy, cached=cached)
+        wanted = render(
+            resource,
+            self._settings,
+            scaling.replicas,
+            choice.replacement,
+            template=target.template,
+            marks=target.marks,
+            cached=cached,
+        )
         writes = diff(wanted, seen.children, uid)
         try:
             if not resource.spec.paused and not found:
@@ -133,13 +147,16 @@ class Reconciler:
             if not self._commit(key, uid, scaling):
                 scaling = hold(resource, seen, memory)
         found += [_conflict(one) for one in writes.conflicts]
+        if target.turn.held:
+            about = f"{RESOURCE.name}/{resource.name}"
+            found.append(blocker("UpgradeHeld", about, target.turn.why))
 
         load, load_at = load_of(results, memory.load_at, seen.ready_pods(), before, self._clock())
         findings = Findings(
             desired=scaling.replicas,
             revision=revision,
-            strategy=strategy,
-            why=why,
+            strategy=choice.chosen,
+            why=choice.why if choice.chosen == "OneByOne" else target.turn.why or choice.why,
             blockers=judge(
                 resource, seen, results, revision, scaling.replicas, planned, found, before
             ),
@@ -159,7 +176,12 @@ class Reconciler:
         await self._report(body, status_of(resource, seen, findings, before, self._now()))
         memory = self._scaling.get(key, uid) or memory
         self._scaling.put(key, uid, replace(memory, load_at=load_at))
-        return self._again(body, min(REFUSED_SECONDS if found else RESYNC_SECONDS, scaling.again))
+        if choice.announced_only:
+            return 0.0  # the status has said so: now it may happen
+        again = REFUSED_SECONDS if found else RESYNC_SECONDS
+        if not target.turn.allowed:
+            again = TURN_SECONDS
+        return self._again(body, min(again, scaling.again))
 
     def count_drained(self, key: Key, pod: Object) -> None:
         """Count the requests of a pod that ended, for a resource that had a pass before."""

@@ -2,13 +2,12 @@
 Security "restricted".
 """
 
-from typing import Any
-
 import pytest
 
 from cluster.harness.apiclient import Api, Object
 from fairlead_operator.decide.children.diff import diff
-from fairlead_operator.decide.children.manifests import render
+from fairlead_operator.decide.children.manifests import SURGE, Replacement, render
+from fairlead_operator.decide.children.rollout import ONE_BY_ONE, RECREATE
 from fairlead_operator.resource.resource import InferenceDeployment
 from support.operator_bodies import SETTINGS, resource_body
 
@@ -59,18 +58,18 @@ VARIANTS: dict[str, Object] = {
 }
 
 
-def rendered(namespace: str, strategy: Any, spec: Object) -> list[Object]:
+def rendered(namespace: str, replacement: Replacement, spec: Object) -> list[Object]:
     body = resource_body(**spec)
     body["metadata"] |= {"namespace": namespace, "uid": "00000000-0000-0000-0000-000000000001"}
-    return render(InferenceDeployment.from_body(body), SETTINGS, 2, strategy)
+    return render(InferenceDeployment.from_body(body), SETTINGS, 2, replacement)
 
 
-@pytest.mark.parametrize("strategy", ["Surge", "Recreate"])
+@pytest.mark.parametrize("replacement", [SURGE, ONE_BY_ONE, RECREATE], ids=str)
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_every_child_is_accepted_and_its_stored_form_shows_no_difference(
-    api: Api, namespace: str, variant: str, strategy: str
+    api: Api, namespace: str, variant: str, replacement: Replacement
 ) -> None:
-    wanted = rendered(namespace, strategy, VARIANTS[variant])
+    wanted = rendered(namespace, replacement, VARIANTS[variant])
     stored = []
     for manifest in wanted:
         answer = api.apply(manifest, "fairlead-operator", dryRun="All", fieldValidation="Strict")
@@ -81,7 +80,7 @@ def test_every_child_is_accepted_and_its_stored_form_shows_no_difference(
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_every_pod_is_admitted_as_restricted(api: Api, namespace: str, variant: str) -> None:
-    for manifest in rendered(namespace, "Surge", VARIANTS[variant]):
+    for manifest in rendered(namespace, SURGE, VARIANTS[variant]):
         if manifest["kind"] == "Deployment":
             template = manifest["spec"]["template"]
             body = {

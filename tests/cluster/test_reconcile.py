@@ -476,7 +476,7 @@ def test_a_recreated_resource_gets_new_children(api: Api, namespace: str) -> Non
     eventually(lambda: len(api.items("Pod", namespace)) == 2, 20, "two pods and no orphans")
 
 
-def test_a_rollout_recreates_where_the_quota_leaves_no_accelerator_and_surges_elsewhere(
+def test_a_rollout_without_room_in_the_quota_replaces_pods_one_by_one(
     api: Api, namespace: str
 ) -> None:
     quota = {
@@ -487,27 +487,27 @@ def test_a_rollout_recreates_where_the_quota_leaves_no_accelerator_and_surges_el
     api.create({**quota, "spec": {"hard": {"requests.nvidia.com/gpu": "2"}}})
     eventually(
         lambda: (api.get("ResourceQuota", namespace, "q").get("status") or {}).get("hard"),
-        10,
+        60,
         "the quota",
     )
     accelerator: Object = {"resources": {"accelerator": {"count": 1}}}
     create_with_children(api, namespace, **accelerator)
-    eventually(lambda: _used(api, namespace) == "1", 10, "one accelerator in use")
+    eventually(lambda: _used(api, namespace) == "1", 60, "one accelerator in use")
     _change(api, namespace, "1")
     eventually(
-        lambda: _strategy(api, namespace) == "RollingUpdate", 5, "an accelerator is free: surge"
+        lambda: status(api, namespace)["rollout"]["strategyChosen"] == "Surge", 60, "a surge"
     )
-    assert "no" not in status(api, namespace)["rollout"]["why"].split()
+    assert _limits(api, namespace) == {"maxSurge": 1, "maxUnavailable": 0}
+    eventually(lambda: status(api, namespace)["rollout"]["phase"] == "Complete", 60, "rolled out")
     api.merge(KIND, namespace, "chat", {"spec": {"replicas": 2}})
-    eventually(lambda: _used(api, namespace) == "2", 30, "both in use")
+    eventually(lambda: _used(api, namespace) == "2", 60, "both in use")
     _change(api, namespace, "2")
     eventually(
-        lambda: _strategy(api, namespace) == "Recreate", 5, "no accelerator is free: recreate"
+        lambda: _limits(api, namespace) == {"maxSurge": 0, "maxUnavailable": 1}, 60, "one by one"
     )
-    eventually(
-        lambda: "the quota leaves 0" in status(api, namespace)["rollout"]["why"], 5, "the reason"
-    )
-    assert status(api, namespace)["rollout"]["strategyChosen"] == "Recreate"
+    rollout = status(api, namespace)["rollout"]
+    assert rollout["strategyChosen"] == "OneByOne"
+    assert "the quota leaves 0" in rollout["why"]
 
 
 def test_once_a_pod_serves_from_a_filled_cache_no_pod_has_egress(api: Api, namespace: str) -> None:
@@ -555,8 +555,9 @@ def _change(api: Api, namespace: str, mark: str) -> None:
     eventually(lambda: current(api, namespace), 10, "the status is current")
 
 
-def _strategy(api: Api, namespace: str) -> str:
-    return str(api.get("Deployment", namespace, "chat")["spec"]["strategy"]["type"])
+def _limits(api: Api, namespace: str) -> Object:
+    limits: Object = api.get("Deployment", namespace, "chat")["spec"]["strategy"]["rollingUpdate"]
+    return limits
 
 
 def test_a_model_that_does_not_fit_is_reported_with_the_fix_before_any_pod_runs(

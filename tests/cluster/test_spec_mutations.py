@@ -16,7 +16,8 @@ from cluster.harness.operators import OperatorProcess
 from cluster.harness.resources import CHILDREN, KIND, current, idep, status
 from cluster.harness.spec_mutations import fields, mutation, patched
 from fairlead_operator.decide.children.diff import diff
-from fairlead_operator.decide.children.manifests import Strategy, render
+from fairlead_operator.decide.children.manifests import SURGE, render
+from fairlead_operator.decide.children.rollout import ONE_BY_ONE, RECREATE
 from fairlead_operator.resource.fields import ResourceError
 from fairlead_operator.resource.resource import InferenceDeployment
 from fairlead_operator.resource.settings import Settings
@@ -47,8 +48,9 @@ def missing(api: Api, namespace: str) -> str:
         count = resource.spec.replicas
     elif not policy.min_replicas <= count <= policy.max_replicas:
         return f"{count} replicas"
-    strategy: Strategy = "Recreate" if seen["rollout"]["strategyChosen"] == "Recreate" else "Surge"
-    writes = diff(render(resource, SETTINGS, count, strategy), children, resource.uid)
+    replacements = {"Surge": SURGE, "OneByOne": ONE_BY_ONE, "Recreate": RECREATE}
+    replacement = replacements[seen["rollout"]["strategyChosen"]]
+    writes = diff(render(resource, SETTINGS, count, replacement), children, resource.uid)
     if (
         seen["desiredReplicas"] != count
         or seen["observedGeneration"] != body["metadata"]["generation"]

@@ -54,6 +54,14 @@ NODES = list(nodes(SCHEMA))
 RULES = [(path, rule) for path, node in NODES for rule in node.get("x-kubernetes-validations", ())]
 
 
+KEYWORDS = {
+    "type", "description", "default", "enum", "pattern", "format", "nullable", "properties", "items",
+    "required", "additionalProperties", "minimum", "maximum", "minLength", "maxLength", "minItems",
+    "maxItems", "maxProperties", "x-kubernetes-validations", "x-kubernetes-list-type",
+    "x-kubernetes-list-map-keys", "x-kubernetes-map-type", "x-kubernetes-int-or-string",
+}  # fmt: skip
+
+
 @pytest.mark.parametrize("field", FIELDS, ids=lambda f: f.metadata["cr"])
 def test_a_field_of_the_resource_is_the_setting_of_the_engine(
     field: "dataclasses.Field[Any]",
@@ -178,6 +186,7 @@ def test_printer_columns_and_scale_point_at_fields_that_exist() -> None:
 def test_every_node_is_structural_and_bounded(path: str, node: dict[str, Any]) -> None:
     forbidden = {"$ref", "anyOf", "oneOf", "allOf", "not", "x-kubernetes-preserve-unknown-fields"}
     assert not forbidden & set(node)
+    assert set(node) <= KEYWORDS, "an unquoted comma ends a description"
     whole_or_text = node.get("x-kubernetes-int-or-string", False)
     assert ("type" in node) != whole_or_text
     kind = node.get("type", "string")

@@ -12,7 +12,7 @@ from typing import Any
 
 from fairlead_operator.cluster.cache import Store
 from fairlead_operator.cluster.observe import observe
-from fairlead_operator.decide.children.podtemplate import pod_template
+from fairlead_operator.decide.children.manifests import revision_of
 from fairlead_operator.decide.pods import downloads, startup
 from fairlead_operator.decide.pods.load import LoadError, Sample, parse
 from fairlead_operator.decide.pods.observed import Observed
@@ -23,7 +23,7 @@ from fairlead_operator.memory import Memory
 from fairlead_operator.probe.hub import Hub, HubError
 from fairlead_operator.probe.pod_client import Pods, ScrapeError
 from fairlead_operator.resource.fields import ResourceError
-from fairlead_operator.resource.kinds import RESOURCE, REVISION_LABEL, Key, Object
+from fairlead_operator.resource.kinds import RESOURCE, Key, Object
 from fairlead_operator.resource.resource import InferenceDeployment
 from fairlead_operator.resource.settings import Settings
 
@@ -57,8 +57,9 @@ class Prober:
         except ResourceError:
             return IDLE_SECONDS
         seen = observe(self._store, key, resource.uid)
-        template = pod_template(resource, self._settings)
-        serving = seen.serving(template["metadata"]["labels"][REVISION_LABEL])
+        # The Deployment's own: in an upgrade it may keep an older template for a while.
+        live = seen.deployment
+        serving = [] if live is None else seen.serving(revision_of(live))
         fetching = downloads.fetching(seen.pods)
         before = self._of(resource).of_pods(_uids(seen.pods), _uids(fetching))
         self._results.put(key, resource.uid, before)

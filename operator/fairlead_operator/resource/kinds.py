@@ -60,7 +60,10 @@ POD = Kind("Pod", "v1", "pods", labels=_OURS)
 # The endpoint slice controller copies the Service's labels to its slices.
 SLICE = Kind("EndpointSlice", "discovery.k8s.io/v1", "endpointslices", labels=_OURS)
 QUOTA = Kind("ResourceQuota", "v1", "resourcequotas")
-EVENT = Kind("Event", "v1", "events", fields="type=Warning")
+# Of pods only, and without what every healthy start says; a node autoscaler's Events are Normal.
+_ROUTINE = ("Scheduled", "Pulling", "Pulled", "Created", "Started", "Killing")
+_POD_EVENTS = ",".join(("involvedObject.kind=Pod", *(f"reason!={name}" for name in _ROUTINE)))
+EVENT = Kind("Event", "v1", "events", fields=_POD_EVENTS)
 LEASE = Kind("Lease", "coordination.k8s.io/v1", "leases")
 
 WATCHED = (RESOURCE, DEPLOYMENT, SERVICE, BUDGET, POLICY, POD, SLICE, QUOTA, EVENT)

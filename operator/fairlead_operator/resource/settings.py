@@ -48,6 +48,7 @@ class Settings:
     allowed_annotations: tuple[str, ...] = ()
     allow_remote_code: bool = False
     create_model_cache: bool = False
+    upgrade_concurrency: int = 1  # deployments that changed defaults may roll at a time; 0: none
     # NetworkPolicyPeers that may read the admin port: the operator itself and the chart's
     # metrics.from.
     admin_peers: tuple[Object, ...] = ()
@@ -136,6 +137,7 @@ def read(argv: Sequence[str], environ: Mapping[str, str], hostname: str) -> Sett
         allowed_annotations=_patterns(environ, "FAIRLEAD_ALLOWED_ANNOTATIONS"),
         allow_remote_code=_switch(environ, "FAIRLEAD_ALLOWED_REMOTE_CODE"),
         create_model_cache=_switch(environ, "FAIRLEAD_ALLOWED_MODEL_CACHE_CREATE"),
+        upgrade_concurrency=_count(environ, "FAIRLEAD_UPGRADE_CONCURRENCY", 1),
         admin_peers=tuple(_json_list(environ, "FAIRLEAD_ADMIN_PEERS")),
         hub=_hub(environ.get("HF_ENDPOINT") or _PUBLIC_HUB),
     )
@@ -164,6 +166,13 @@ def _patterns(environ: Mapping[str, str], name: str) -> tuple[str, ...]:
                 f"{name}: {pattern!r} is not a regular expression ({error}): correct it"
             ) from None
     return patterns
+
+
+def _count(environ: Mapping[str, str], name: str, default: int) -> int:
+    text = environ.get(name, "") or str(default)
+    if not re.fullmatch("[0-9]{1,4}", text):
+        raise SettingsError(f"{name} must be a number from 0 to 9999, not {text[:40]!r}")
+    return int(text)
 
 
 def _switch(environ: Mapping[str, str], name: str) -> bool:

@@ -6,7 +6,7 @@ import json
 import pytest
 
 from fairlead_operator.decide.children.diff import diff, differences
-from fairlead_operator.decide.children.manifests import render
+from fairlead_operator.decide.children.manifests import SURGE, render
 from support.operator_bodies import SETTINGS, Object, resource
 
 HUB: Object = {
@@ -24,7 +24,7 @@ HUB: Object = {
 
 def stored_children() -> list[Object]:
     """As the API server stores them: with uids, and defaults here and there."""
-    stored = copy.deepcopy(render(resource(**HUB), SETTINGS, 2, "Surge"))
+    stored = copy.deepcopy(render(resource(**HUB), SETTINGS, 2, SURGE))
     for index, body in enumerate(stored):
         body["metadata"] |= {"uid": f"uid-{index}", "resourceVersion": "7"}
     deployment = next(b for b in stored if b["kind"] == "Deployment")
@@ -39,7 +39,7 @@ def stored_children() -> list[Object]:
 
 
 def wanted() -> list[Object]:
-    return render(resource(**HUB), SETTINGS, 2, "Surge")
+    return render(resource(**HUB), SETTINGS, 2, SURGE)
 
 
 def test_defaults_of_the_server_are_not_a_difference() -> None:
@@ -229,7 +229,7 @@ def test_values_are_compared_as_the_server_reads_them(
 def test_an_empty_string_equals_a_missing_value_and_another_value_does_not() -> None:
     """The server stores no empty value of a variable: applying it again would change nothing."""
     env: Object = {"podTemplate": {"env": [{"name": "EMPTY"}]}}
-    desired = render(resource(**env), SETTINGS, 1, "Surge")
+    desired = render(resource(**env), SETTINGS, 1, SURGE)
     stored = copy.deepcopy(desired)
     deployment = next(b for b in stored if b["kind"] == "Deployment")
     (variable,) = [

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from fairlead_operator.decide.children.manifests import keeps_weights, render
+from fairlead_operator.decide.children.manifests import SURGE, keeps_weights, render
 from fairlead_operator.decide.children.podtemplate import model_argument, pod_template
 from fairlead_operator.resource.settings import Settings
 from fairlead_runtime.config import EngineConfig
@@ -24,7 +24,7 @@ META = {"name": "chat", "namespace": "ns", "labels": LABELS, "ownerReferences": 
 
 
 def children(settings: Settings = SETTINGS, count: int = 1, **spec: Any) -> dict[str, Object]:
-    return {one["kind"]: one for one in render(resource(**spec), settings, count, "Surge")}
+    return {one["kind"]: one for one in render(resource(**spec), settings, count, SURGE)}
 
 
 def test_the_service_carries_the_resources_name_and_selects_by_its_uid() -> None:
@@ -166,7 +166,7 @@ def test_pods_with_their_weights_in_the_claim_have_no_egress() -> None:
     ):
         assert not keeps_weights(resource(**merged(commit, change))), change
     for cached in (False, True):
-        made = render(resource(**commit), SETTINGS, 1, "Surge", cached=cached)
+        made = render(resource(**commit), SETTINGS, 1, SURGE, cached=cached)
         (policy,) = [one for one in made if one["kind"] == "NetworkPolicy"]
         assert bool(policy["spec"]["egress"]) is not cached
         assert policy["spec"]["policyTypes"] == ["Ingress", "Egress"]
@@ -312,9 +312,10 @@ def test_equal_resources_have_equal_hashes_and_every_change_of_the_pod_another()
         revision(podTemplate={"env": [{"name": "A", "value": "1"}]}),
         revision(resources={"memory": "1Gi"}),
         revision(engine={"image": "other:1"}),
-        revision(rollout={"drainTimeoutSeconds": 10}),
     ]
-    assert len({revision(), *changed}) == 6
+    assert len({revision(), *changed}) == 5
+    deadlines = {"drainTimeoutSeconds": 10, "progressDeadlineSeconds": 99}
+    assert revision(rollout=deadlines) == revision(), "a deadline needs no new pod"
 
 
 @pytest.mark.parametrize(

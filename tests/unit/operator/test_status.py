@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from fairlead_operator.decide.children.manifests import render
-from fairlead_operator.decide.children.rollout import choose
+from fairlead_operator.decide.children.manifests import SURGE, render
 from fairlead_operator.decide.pods import drains
 from fairlead_operator.decide.pods.blockers import blocker
 from fairlead_operator.decide.pods.load import Load, Sample
@@ -104,7 +103,7 @@ def test_trust_in_a_models_own_code_is_seen_on_the_resource_and_on_every_object(
     assert conditions(status)["RemoteCode"] == ("True", "Trusted")
     assert "RemoteCode" not in conditions(status_of(plain, seen(), findings(), {}, NOW))
     for one, label in ((trusting, "trusted"), (plain, None)):
-        objects = render(one, Settings(runtime_image="registry.test/r:1"), 1, "Surge")
+        objects = render(one, Settings(runtime_image="registry.test/r:1"), 1, SURGE)
         pods = [o["spec"]["template"] for o in objects if o["kind"] == "Deployment"]
         values = [
             o["metadata"]["labels"].get("serving.fairlead.dev/remote-code")
@@ -345,41 +344,6 @@ def test_the_load_in_the_status_moves_rarely_and_only_by_much() -> None:
         "running": 0,
         "waiting": 0,
     }
-
-
-# -- surge or recreate
-
-
-def quota(hard: str, used: str) -> Object:
-    return {
-        "status": {
-            "hard": {"requests.nvidia.com/gpu": hard},
-            "used": {"requests.nvidia.com/gpu": used},
-        }
-    }
-
-
-def test_auto_recreates_where_the_quota_leaves_no_accelerator_and_says_why() -> None:
-    full = seen(live=deployment("old"), quotas=(quota("4", "4"), quota("9", "1")))
-    strategy, why = choose(resource(**GPU), full, "new", "")
-    assert strategy == "Recreate"
-    assert why == "the quota leaves 0 nvidia.com/gpu, a surge needs 1"
-    free = seen(live=deployment("old"), quotas=(quota("4", "3"),))
-    assert choose(resource(**GPU), free, "new", "")[0] == "Surge"
-
-
-def test_auto_recreates_when_the_surge_pod_finds_no_accelerator_and_keeps_to_it() -> None:
-    stuck = pod("chat-2", conditions=unscheduled("0/1 nodes: 1 Insufficient nvidia.com/gpu."))
-    rolling = seen(pod(revision="old", ready=True), stuck, live=deployment("new"))
-    assert choose(resource(**GPU), rolling, "new", "")[0] == "Recreate"
-    after = seen(pod(ready=True), live=deployment("new", strategy="Recreate"))
-    assert choose(resource(**GPU), after, "new", "because") == ("Recreate", "because")
-
-
-def test_a_chosen_strategy_is_kept_and_a_cpu_always_surges() -> None:
-    fixed = resource(rollout={"strategy": "Recreate"})
-    assert choose(fixed, seen(), "new", "")[0] == "Recreate"
-    assert choose(resource(), seen(quotas=(quota("0", "0"),)), "new", "")[0] == "Surge"
 
 
 def test_a_recreated_resource_starts_with_no_memory() -> None:

@@ -5,6 +5,8 @@ enforces every field that is rendered; all others belong to the cluster or the u
 """
 
 import re
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from fairlead_operator.decide.children.podtemplate import (
@@ -31,22 +33,48 @@ from fairlead_operator.resource.resource import InferenceDeployment
 from fairlead_operator.resource.settings import Settings
 
 _COMMIT = re.compile("[0-9a-f]{40}")
-Strategy = Literal["Surge", "Recreate"]
+
+
+@dataclass(frozen=True, slots=True)
+class Replacement:
+    """How the Deployment replaces pods; the limits count for RollingUpdate only."""
+
+    type: Literal["RollingUpdate", "Recreate"]
+    max_surge: int = 0
+    max_unavailable: int = 0
+
+    def body(self) -> Object:
+        if self.type == "Recreate":
+            return {"type": "Recreate"}
+        limits = {"maxSurge": self.max_surge, "maxUnavailable": self.max_unavailable}
+        return {"type": "RollingUpdate", "rollingUpdate": limits}
+
+
+SURGE = Replacement("RollingUpdate", max_surge=1)
 
 
 def render(
     resource: InferenceDeployment,
     settings: Settings,
     replicas: int,
-    strategy: Strategy,
+    replacement: Replacement,
     *,
+    template: Object | None = None,
+    marks: Mapping[str, str] | None = None,
     cached: bool = False,
 ) -> list[Object]:
     """Every child the resource should have, in the order in which they are written.
 
-    ``cached``: the claim holds the weights, so that no new pod needs the hub.
+    ``template``: the pod template, if it is not the one of today's settings. ``marks``:
+    annotations of the Deployment. ``cached``: the claim holds the weights, so that no new pod
+    needs the hub.
     """
-    children = [_service(resource), _deployment(resource, settings, replicas, strategy)]
+    if template is None:
+        template = pod_template(resource, settings)
+    deployment = _deployment(resource, replicas, replacement, template)
+    if marks:
+        deployment["metadata"]["annotations"] = dict(marks)
+    children = [_service(resource), deployment]
     if resource.spec.security.network_policy:
         children.insert(0, _network_policy(resource, settings, cached=cached))
     if max_replicas(resource) > 1:
@@ -105,21 +133,16 @@ def _object(resource: InferenceDeployment, kind: Kind, name: str, spec: Object) 
 
 
 def _deployment(
-    resource: InferenceDeployment, settings: Settings, replicas: int, strategy: Strategy
+    resource: InferenceDeployment, replicas: int, replacement: Replacement, template: Object
 ) -> Object:
-    rollout = resource.spec.rollout
-    strategy_body: Object = {"type": "Recreate"}
-    if strategy == "Surge":
-        limits = {"maxSurge": rollout.max_surge, "maxUnavailable": rollout.max_unavailable}
-        strategy_body = {"type": "RollingUpdate", "rollingUpdate": limits}
     spec = {
         "replicas": replicas,
         "selector": {"matchLabels": selector(resource)},
-        "strategy": strategy_body,
+        "strategy": replacement.body(),
         "minReadySeconds": 5,
-        "progressDeadlineSeconds": rollout.progress_deadline_seconds,
+        "progressDeadlineSeconds": resource.spec.rollout.progress_deadline_seconds,
         "revisionHistoryLimit": 2,
-        "template": pod_template(resource, settings),
+        "template": template,
     }
     return _object(resource, DEPLOYMENT, resource.name, spec)
 

@@ -8,6 +8,7 @@ import dataclasses
 import hashlib
 import json
 import math
+from typing import NamedTuple, Self
 
 from fairlead_operator.decide.pods.pod import FETCH, RUNTIME
 from fairlead_operator.resource.fields import as_body
@@ -61,10 +62,51 @@ def model_argument(resource: InferenceDeployment) -> str:
     return f"{CLAIM_ROOT}/{source.path.lstrip('/')}" if source.kind == "pvc" else source.path
 
 
-def pod_template(resource: InferenceDeployment, settings: Settings) -> Object:
-    """The pod template, with its hash as a label."""
+class Deadlines(NamedTuple):
+    """Seconds that a template holds and that start no rollout."""
+
+    progress: int = 0
+    drain: int = 0
+
+    @classmethod
+    def of(cls, resource: InferenceDeployment) -> Self:
+        rollout = resource.spec.rollout
+        return cls(rollout.progress_deadline_seconds, rollout.drain_timeout_seconds)
+
+
+def pod_template(
+    resource: InferenceDeployment, settings: Settings, deadlines: Deadlines | None = None
+) -> Object:
+    """The pod template with its hash as a label; no measured value ever enters it.
+
+    ``deadlines``: those that its pods run with, where they are not the resource's of today. The
+    hash leaves them out: a new deadline needs no new pod, it comes with the next revision.
+    """
+    bare = json.dumps(_template(_with(resource, Deadlines()), settings), sort_keys=True)
+    if deadlines is not None:
+        resource = _with(resource, deadlines)
+    template = _template(resource, settings)
+    revision = hashlib.sha256(bare.encode()).hexdigest()[:10]
+    template["metadata"]["labels"][REVISION_LABEL] = revision
+    return template
+
+
+def _with(resource: InferenceDeployment, deadlines: Deadlines) -> InferenceDeployment:
+    rollout = dataclasses.replace(
+        resource.spec.rollout,
+        progress_deadline_seconds=deadlines.progress,
+        drain_timeout_seconds=deadlines.drain,
+    )
+    return dataclasses.replace(
+        resource,
+        spec=dataclasses.replace(resource.spec, rollout=rollout),
+        engine=dataclasses.replace(resource.engine, drain_timeout=float(deadlines.drain)),
+    )
+
+
+def _template(resource: InferenceDeployment, settings: Settings) -> Object:
     extra = resource.spec.pod_template
-    template: Object = {
+    return {
         "metadata": {
             "labels": {
                 **extra.labels,
@@ -78,9 +120,6 @@ def pod_template(resource: InferenceDeployment, settings: Settings) -> Object:
         },
         "spec": _pod_spec(resource, settings),
     }
-    digest = hashlib.sha256(json.dumps(template, sort_keys=True).encode()).hexdigest()
-    template["metadata"]["labels"][REVISION_LABEL] = digest[:10]
-    return template
 
 
 def _pod_spec(resource: InferenceDeployment, settings: Settings) -> Object:

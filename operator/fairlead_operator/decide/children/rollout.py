@@ -1,62 +1,151 @@
-"""Whether a new revision rolls out by surge or recreate, and why. Pure.
+"""How pods of a new revision replace the old ones: with an extra pod, one by one, or all at once.
 
-The choice is made when the template changes and kept until the next change, so that a quota whose
-usage varies does not rewrite the Deployment.
+Owns the choice of the Deployment's strategy and its reason. A rollout takes no ready pod while an
+extra pod can come. When the extra pod finds no room, ``Auto`` replaces one pod at a time, after
+the status has announced it. Everything is read from the cluster, so a new operator goes on where
+the last one stopped.
 """
 
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any, Literal
 
-from fairlead_operator.decide.children.manifests import Strategy, revision_of
+from fairlead_operator.decide.children.manifests import Replacement, revision_of
 from fairlead_operator.decide.pods.observed import Observed
 from fairlead_operator.decide.pods.pod import revision_of_pod
 from fairlead_operator.resource.fields import Quantity
 from fairlead_operator.resource.kinds import Object
 from fairlead_operator.resource.resource import InferenceDeployment
 
+Chosen = Literal["Surge", "OneByOne", "Recreate"]
+ROOM_SECONDS = 60.0  # how long an extra pod may wait for a node
+NODE_SECONDS = 600.0  # the same while a node autoscaler says that a node is coming
+# Reasons of Events by which cluster-autoscaler and Karpenter announce a node for a pod.
+NODE_IS_COMING = frozenset({"TriggeredScaleUp", "Nominated"})
+# What the scheduler says of a node that our own old pods fill.
+_NO_ROOM = re.compile(
+    r"Insufficient |Too many pods|didn't have free ports|anti-affinity rules"
+    r"|topology spread constraints"
+)
+ONE_BY_ONE = Replacement("RollingUpdate", max_surge=0, max_unavailable=1)
+RECREATE = Replacement("Recreate")
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """``replacement`` is for the Deployment now. ``chosen`` and ``why`` are for the status; they
+    run ahead of ``replacement`` by one pass, so that the status announces an interruption first.
+    """
+
+    replacement: Replacement
+    chosen: Chosen
+    why: str
+
+    @property
+    def announced_only(self) -> bool:
+        return self.chosen == "OneByOne" and self.replacement != ONE_BY_ONE
+
 
 def choose(
-    resource: InferenceDeployment, seen: Observed, revision: str, before: str
-) -> tuple[Strategy, str]:
-    """The strategy and its reason. ``revision`` is the target's, ``before`` the last reason."""
-    rollout, accelerator = resource.spec.rollout, resource.spec.resources.accelerator
-    if rollout.strategy != "Auto":
-        return rollout.strategy, f"rollout.strategy is {rollout.strategy}"
-    if accelerator.count == 0:
-        return "Surge", "no accelerator is needed"
-    if waiting := _waiting_for_accelerator(seen, revision, accelerator.resource_name):
-        return "Recreate", waiting
-    live = seen.deployment
-    if live is not None and revision_of(live) == revision:
-        strategy: Strategy = (
-            "Recreate" if live["spec"]["strategy"]["type"] == "Recreate" else "Surge"
+    resource: InferenceDeployment,
+    seen: Observed,
+    revision: str,
+    status: Mapping[str, Any],
+    now: datetime,
+) -> Choice:
+    """The strategy for ``revision``, the one to come. ``status``: as it was written last."""
+    rollout = resource.spec.rollout
+    surge = Replacement("RollingUpdate", rollout.max_surge, rollout.max_unavailable)
+    if rollout.strategy == "Recreate":
+        return Choice(RECREATE, "Recreate", "rollout.strategy is Recreate")
+    if rollout.strategy == "Surge":
+        return Choice(surge, "Surge", "rollout.strategy is Surge")
+    if rollout.max_surge == 0:
+        return Choice(surge, "OneByOne", "rollout.maxSurge is 0")
+    if not _replaces(seen, revision):
+        return Choice(surge, "Surge", "an extra pod comes before an old one goes")
+    before = status.get("rollout") or {}
+    announced = (
+        status.get("targetRevision") == revision and before.get("strategyChosen") == "OneByOne"
+    )
+    if announced:
+        # Kept to the end of this rollout: room that comes and goes must not turn it to and fro.
+        return Choice(ONE_BY_ONE, "OneByOne", str(before.get("why", "")))
+    if shortage := _shortage(resource, seen, revision, now):
+        effect = (
+            "this interrupts the service, it has one replica"
+            if _replicas(seen) <= 1
+            else "one pod is replaced at a time"
         )
-        return strategy, before or "as chosen when the template changed"
-    free = _free_in_quota(seen.quotas, accelerator.resource_name)
-    needed = accelerator.count * max(1, rollout.max_surge)
-    if free is not None and free < needed:
-        shortage = f"the quota leaves {free} {accelerator.resource_name}, a surge needs {needed}"
-        return "Recreate", shortage
-    return "Surge", "neither quota nor pods show a shortage of accelerators"
+        return Choice(surge, "OneByOne", f"{shortage}: {effect}")
+    return Choice(surge, "Surge", "an extra pod comes before an old one goes")
 
 
-def _waiting_for_accelerator(seen: Observed, revision: str, name: str) -> str:
-    """Which new pod waits for an accelerator while old pods exist; "" when none does."""
-    if all(revision_of_pod(p) == revision for p in seen.pods):
-        return ""
+def _replaces(seen: Observed, revision: str) -> bool:
+    """Whether pods of another revision are there, or are about to be replaced."""
+    live = seen.deployment
+    changes = live is not None and revision_of(live) != revision
+    return changes or any(revision_of_pod(p) != revision for p in seen.pods)
+
+
+def _replicas(seen: Observed) -> int:
+    return 1 if seen.deployment is None else int(seen.deployment["spec"].get("replicas", 1))
+
+
+def _shortage(resource: InferenceDeployment, seen: Observed, revision: str, now: datetime) -> str:
+    """Why no extra pod can come; "" while one may still come."""
+    accelerator, live = resource.spec.resources.accelerator, seen.deployment
+    if accelerator.count and (live is None or revision_of(live) != revision):
+        free = _free_in_quota(seen.quotas, accelerator.resource_name)
+        if free is not None and free < accelerator.count:
+            name = accelerator.resource_name
+            return f"the quota leaves {free} {name}, an extra pod needs {accelerator.count}"
+    if live is not None and revision_of(live) == revision:
+        for condition in (live.get("status") or {}).get("conditions") or ():
+            message = str(condition.get("message", ""))
+            if (
+                condition.get("type") == "ReplicaFailure"
+                and condition.get("status") == "True"
+                and "exceeded quota" in message
+            ):
+                return "the namespace's quota has no room for an extra pod"
+    return _unscheduled(resource, seen, revision, now)
+
+
+def _unscheduled(
+    resource: InferenceDeployment, seen: Observed, revision: str, now: datetime
+) -> str:
+    deadline = float(resource.spec.rollout.progress_deadline_seconds)
+    coming = {
+        (event.get("involvedObject") or {}).get("uid")
+        for event in seen.events
+        if event.get("reason") in NODE_IS_COMING
+    }
     for pod in seen.pods:
-        if revision_of_pod(pod) != revision:
+        if revision_of_pod(pod) != revision or pod["metadata"].get("deletionTimestamp"):
             continue
         for condition in (pod.get("status") or {}).get("conditions") or ():
-            unscheduled = (
-                condition.get("type") == "PodScheduled" and condition.get("status") == "False"
-            )
-            if unscheduled and f"Insufficient {name}" in str(condition.get("message", "")):
-                return f"pod {pod['metadata']['name']} found no free {name}"
+            if condition.get("type") != "PodScheduled" or condition.get("status") != "False":
+                continue
+            if not _NO_ROOM.search(str(condition.get("message", ""))):
+                continue  # no node would ever take it: fewer old pods are no help
+            expected = pod["metadata"]["uid"] in coming
+            patience = min(deadline, NODE_SECONDS) if expected else ROOM_SECONDS
+            waited = _seconds_since(condition.get("lastTransitionTime"), pod, now)
+            if waited >= patience:
+                return f"pod {pod['metadata']['name']} found no room for {patience:.0f} s"
     return ""
 
 
+def _seconds_since(stamp: Any, pod: Object, now: datetime) -> float:
+    text = str(stamp or pod["metadata"].get("creationTimestamp") or "")
+    return (now - datetime.fromisoformat(text)).total_seconds() if text else 0.0
+
+
 def _free_in_quota(quotas: Iterable[Object], name: str) -> int | None:
-    """What the tightest quota leaves of a resource; None when no quota limits it."""
+    """What the tightest quota leaves of a resource; None where no quota limits it."""
     left = []
     for quota in quotas:
         status = quota.get("status") or {}

@@ -36,9 +36,7 @@ CODES: Mapping[str, str] = {
     ),
     "QuotaExceeded": "Free some of the namespace's quota, have it raised, or ask for less.",
     "InsufficientAccelerator": "Free or add accelerators, or lower resources.accelerator.count.",
-    "SurgeBlocked": (
-        "No free accelerator for the extra pod: set rollout.strategy to Recreate, or free one."
-    ),
+    "SurgeBlocked": "No room for the extra pod: free some, or set rollout.strategy to Auto.",
     "VolumeMissing": "Create the PersistentVolumeClaim that the message names.",
     "VolumePending": "The claim has no volume yet: see its own events.",
     "Unschedulable": (
@@ -78,6 +76,9 @@ CODES: Mapping[str, str] = {
     "FetchingWeights": "Wait: the weights are being downloaded.",
     "Starting": "Wait: the model is being loaded and tested.",
     "CanaryFailed": "The pod is ready but generates no token: see its log.",
+    "UpgradeHeld": (
+        "Mend the deployment that the message names, or change the chart's default again."
+    ),
     "RollingOut": "Wait: pods of the new revision replace the old ones.",
     "NoReplicas": "Set replicas above 0.",
 }

@@ -1,0 +1,200 @@
+"""Whose turn it is when the operator's defaults change: an upgrade rolls deployments one by one.
+
+Owns the marks that a Deployment carries for this, and the decision. A *changed default* is a
+template that differs though its resource's spec does not: another default image, another hub,
+another version of this operator. Everything is read from the cluster, so a new operator goes on
+where the last one stopped.
+"""
+
+import dataclasses
+import hashlib
+import json
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any
+
+from fairlead_operator.decide.children.manifests import revision_of
+from fairlead_operator.decide.children.podtemplate import Deadlines
+from fairlead_operator.decide.pods.blockers import NORMAL
+from fairlead_operator.resource.kinds import GROUP, Key, Object, key_of
+from fairlead_operator.resource.resource import InferenceDeployment
+from fairlead_operator.resource.settings import Settings
+from fairlead_runtime.config import EngineConfig
+
+# Annotations of the Deployment, not of its template: they change without a new pod.
+SPEC_MARK = f"{GROUP}/spec-hash"  # of what the resource asks of the template
+DEFAULTS_MARK = f"{GROUP}/defaults-hash"  # of the defaults the template was written with
+DEADLINES_MARK = f"{GROUP}/deadlines"  # seconds of progress and drain in its template
+TURN_MARK = f"{GROUP}/upgrade-turn"  # the defaults for which it took a turn while it was Ready
+# A pod that waits for room is no fault yet: the rollout's own rules and deadline judge it.
+_NO_FAULT = NORMAL | {"SurgeBlocked", "InsufficientAccelerator", "Unschedulable"}
+FAULT_SECONDS = 60.0  # a blocker of a fault that stands this long is a failed upgrade
+
+
+def spec_hash(resource: InferenceDeployment) -> str:
+    """A hash of what the resource asks of its pods. Values equal to a default are left out, so a
+    custom resource definition with one more defaulted field changes no hash.
+    """
+    spec = resource.spec
+    engine = dataclasses.replace(resource.engine, drain_timeout=EngineConfig().drain_timeout)
+    asked = {
+        "image": resource.image,
+        "engine": _asked(engine),
+        "model": _asked(spec.model),
+        "resources": _asked(spec.resources),
+        "modelCache": _asked(spec.model_cache),
+        "security": _asked(spec.security.api_key_secret_ref),
+        "podTemplate": _asked(spec.pod_template),
+    }
+    return _digest(asked)
+
+
+def defaults_hash(settings: Settings, version: str) -> str:
+    """A hash of what a template takes from the operator. ``version``: of the operator itself."""
+    return _digest([settings.runtime_image, settings.hub, version])
+
+
+def _asked(value: Any) -> Any:
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {
+            f.name: _asked(getattr(value, f.name))
+            for f in dataclasses.fields(value)
+            if getattr(value, f.name) != _default(f)
+        }
+    if isinstance(value, tuple):
+        return [_asked(item) for item in value]
+    return dict(value) if isinstance(value, Mapping) else value
+
+
+def _default(field: "dataclasses.Field[Any]") -> Any:
+    if field.default_factory is not dataclasses.MISSING:
+        return field.default_factory()
+    return field.default
+
+
+def _digest(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()[:16]
+
+
+def deadlines_of(mark: str) -> Deadlines | None:
+    """What DEADLINES_MARK says; None where it says nothing."""
+    if not re.fullmatch("[0-9]{1,6},[0-9]{1,6}", mark):
+        return None
+    progress, drain = mark.split(",")
+    return Deadlines(int(progress), int(drain))
+
+
+def marks(deployment: Object) -> Mapping[str, str]:
+    return deployment["metadata"].get("annotations") or {}
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """One deployment of the fleet, as an upgrade to ``defaults`` sees it."""
+
+    key: Key
+    pending: bool  # its template was written with other defaults
+    takes_turn: bool  # it rolls, or has rolled, in its turn
+    ready: bool  # its target revision is Ready and its rollout complete
+    idle: bool  # paused, or without replicas
+    failure: str  # why it failed; "" while it has not
+
+    @property
+    def holds(self) -> bool:
+        """Whether others wait until it is Ready again: not if it was not Ready before."""
+        return self.ready and not self.idle
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """Whether a deployment may roll now. ``held``: the failed one that holds it; ``why`` says which
+    one it waits for.
+    """
+
+    allowed: bool
+    why: str = ""
+    held: bool = False
+
+
+def member(deployment: Object, resource: Object, defaults: str, now: datetime) -> Member:
+    """From a Deployment and the body of its resource."""
+    status: Mapping[str, Any] = resource.get("status") or {}
+    spec: Mapping[str, Any] = resource.get("spec") or {}
+    carried = marks(deployment)
+    ready = (
+        status.get("targetRevision") == revision_of(deployment)
+        and (status.get("rollout") or {}).get("phase") == "Complete"
+        and _is_true(status, "Ready")
+    )
+    return Member(
+        key=key_of(deployment),
+        pending=carried.get(DEFAULTS_MARK) != defaults,
+        takes_turn=carried.get(TURN_MARK) == defaults,
+        ready=ready,
+        idle=bool(spec.get("paused")) or not deployment["spec"].get("replicas", 1),
+        failure="" if ready else _failure(deployment, status, now),
+    )
+
+
+def turn(key: Key, fleet: Iterable[Member], concurrency: int, granted: Iterable[Key]) -> Turn:
+    """Whether ``key`` may roll to the new defaults. ``granted``: turns given but not seen in the
+    cluster yet. 0 for ``concurrency``: nobody rolls, each keeps its pods until its spec changes.
+    """
+    members = {one.key: one for one in fleet}
+    mine = members.get(key)
+    if concurrency == 0:
+        return Turn(False, "changed defaults wait for a change of the spec (upgrade.concurrency 0)")
+    running = {k for k, one in members.items() if one.takes_turn and not one.ready and k != key}
+    for name in sorted(running):
+        if members[name].failure:
+            text = f"{_name(name)} failed with the new defaults ({members[name].failure})"
+            return Turn(False, f"{text}: the others keep their pods", held=True)
+    running |= {k for k in granted if k != key}
+    if mine is None:
+        return Turn(True)
+    # The one that asks is pending, also where only the rendering changed and no default did.
+    first = sorted(
+        k
+        for k, one in members.items()
+        if (one.pending or k == key) and one.holds and k not in running
+    )
+    if mine.holds:
+        free = concurrency - len(running)
+        if free > 0 and key in first[:free]:
+            return Turn(True)
+        ahead = sorted(running) or first
+        return Turn(False, f"waits for its turn in the upgrade, after {_name(ahead[0])}")
+    if first or running:
+        ahead = sorted(running) or first
+        return Turn(False, f"waits until the Ready ones are upgraded, now {_name(ahead[0])}")
+    return Turn(True)
+
+
+def _name(key: Key) -> str:
+    return "/".join(key)
+
+
+def _is_true(status: Mapping[str, Any], kind: str) -> bool:
+    return any(
+        c.get("type") == kind and c.get("status") == "True" for c in status.get("conditions") or ()
+    )
+
+
+def _failure(deployment: Object, status: Mapping[str, Any], now: datetime) -> str:
+    for condition in (deployment.get("status") or {}).get("conditions") or ():
+        if (
+            condition.get("type") == "Progressing"
+            and condition.get("reason") == "ProgressDeadlineExceeded"
+        ):
+            return "ProgressDeadlineExceeded"
+    if status.get("targetRevision") != revision_of(deployment):
+        return ""  # the status is of the time before the turn
+    for blocker in status.get("blockers") or ():
+        since = str(blocker.get("since") or "")
+        if blocker.get("code") in _NO_FAULT or not since:
+            continue
+        if (now - datetime.fromisoformat(since)).total_seconds() >= FAULT_SECONDS:
+            return str(blocker.get("code"))
+    return ""

@@ -1,0 +1,118 @@
+"""Gives turns in an upgrade: which template a deployment gets now, today's or the one it has.
+
+Owns the turns that were granted and are not seen in the cluster yet. The rules are
+``decide.children.upgrade``'s; here the newest Deployments are read before a turn is granted.
+"""
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import datetime
+from importlib.metadata import version
+
+from fairlead_operator.cluster.client import Cluster
+from fairlead_operator.decide.children.manifests import revision_of
+from fairlead_operator.decide.children.podtemplate import Deadlines, pod_template
+from fairlead_operator.decide.children.upgrade import (
+    DEADLINES_MARK,
+    DEFAULTS_MARK,
+    SPEC_MARK,
+    TURN_MARK,
+    Member,
+    Turn,
+    deadlines_of,
+    defaults_hash,
+    marks,
+    member,
+    spec_hash,
+    turn,
+)
+from fairlead_operator.resource.kinds import (
+    DEPLOYMENT,
+    RESOURCE,
+    REVISION_LABEL,
+    Key,
+    Object,
+    key_of,
+)
+from fairlead_operator.resource.resource import InferenceDeployment
+from fairlead_operator.resource.settings import Settings
+
+WAITING = Turn(allowed=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """What the Deployment should hold now. ``turn``: why it may, or may not yet, be today's."""
+
+    template: Object
+    marks: dict[str, str] = field(default_factory=dict)
+    turn: Turn = WAITING
+
+    @property
+    def revision(self) -> str:
+        return str(self.template["metadata"]["labels"][REVISION_LABEL])
+
+
+class Upgrades:
+    """One for all resources of an operator."""
+
+    def __init__(self, cluster: Cluster, settings: Settings, now: Callable[[], datetime]) -> None:
+        self._cluster, self._settings, self._now = cluster, settings, now
+        self._defaults = defaults_hash(settings, version("fairlead"))
+        self._granted: set[Key] = set()
+        self._granting = asyncio.Lock()
+
+    async def target(self, resource: InferenceDeployment, live: Object | None) -> Target:
+        """The template for this pass. A turn it takes lasts until ``done``."""
+        today = pod_template(resource, self._settings)
+        now = Deadlines.of(resource)
+        own = {
+            SPEC_MARK: spec_hash(resource),
+            DEFAULTS_MARK: self._defaults,
+            DEADLINES_MARK: f"{now.progress},{now.drain}",
+        }
+        if live is None:
+            return Target(today, own)
+        carried = marks(live)
+        if revision_of(live) == today["metadata"]["labels"][REVISION_LABEL]:
+            written = deadlines_of(carried.get(DEADLINES_MARK, ""))
+            kept = {n: carried[n] for n in (TURN_MARK, DEADLINES_MARK) if n in carried and written}
+            template = pod_template(resource, self._settings, written or now)
+            return Target(template, own | kept)
+        if carried.get(SPEC_MARK, own[SPEC_MARK]) != own[SPEC_MARK]:
+            return Target(today, own)  # its own spec changed: no turn is needed
+        key = key_of(live)
+        given, was_ready = await self._turn(key)
+        if given.allowed:
+            return Target(today, own | ({TURN_MARK: self._defaults} if was_ready else {}), given)
+        kept = {name: carried[name] for name in (*own, TURN_MARK) if name in carried}
+        return Target(live["spec"]["template"], kept, given)
+
+    def done(self, key: Key) -> None:
+        """The pass is over: what it wrote can be seen in the cluster."""
+        self._granted.discard(key)
+
+    async def _turn(self, key: Key) -> tuple[Turn, bool]:
+        """The turn, and whether others have to wait until this one is Ready again."""
+        first = turn(key, self._fleet(), self._settings.upgrade_concurrency, self._granted)
+        if not first.allowed:
+            return first, False
+        async with self._granting:
+            for namespace in self._settings.namespaces or ("",):
+                bodies, version = await self._cluster.list(DEPLOYMENT, namespace)
+                self._cluster.store.replace(DEPLOYMENT, namespace, bodies, version)
+            fleet = self._fleet()
+            given = turn(key, fleet, self._settings.upgrade_concurrency, self._granted)
+            if given.allowed:
+                self._granted.add(key)
+            return given, any(one.key == key and one.holds for one in fleet)
+
+    def _fleet(self) -> list[Member]:
+        store, now = self._cluster.store, self._now()
+        found = []
+        for body in store.all(DEPLOYMENT):
+            resource = store.get(RESOURCE, key_of(body))
+            if resource is not None:
+                found.append(member(body, resource, self._defaults, now))
+        return found

@@ -1,0 +1,201 @@
+"""How pods are replaced and whose turn it is: the choice and the turns as functions."""
+
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+from fairlead_operator.decide.children.rollout import ONE_BY_ONE, RECREATE, Choice, choose
+from fairlead_operator.decide.children.upgrade import (
+    DEFAULTS_MARK,
+    TURN_MARK,
+    Member,
+    member,
+    spec_hash,
+    turn,
+)
+from fairlead_operator.decide.pods.observed import Observed
+from support.operator_bodies import Object, deployment, event, pod, resource, unscheduled
+
+NOW = datetime(2026, 1, 1, 0, 10, tzinfo=UTC)
+GPU: Object = {"resources": {"accelerator": {"count": 1}}}
+NO_ROOM = "0/1 nodes are available: 1 Insufficient nvidia.com/gpu."
+
+
+def seen(*pods: Object, live: Object | None = None, **more: Any) -> Observed:
+    parts: Any = {"slices": (), "quotas": (), "events": (), **more}
+    return Observed(children=(live,) if live else (), pods=pods, **parts)
+
+
+def quota(hard: str, used: str) -> Object:
+    return {
+        "status": {
+            "hard": {"requests.nvidia.com/gpu": hard},
+            "used": {"requests.nvidia.com/gpu": used},
+        }
+    }
+
+
+def waiting(seconds: float, message: str = NO_ROOM) -> Object:
+    since = (NOW - timedelta(seconds=seconds)).strftime("%Y-%m-%dT%H:%M:%SZ")
+    (condition,) = unscheduled(message)
+    return pod("chat-2", conditions=[{**condition, "lastTransitionTime": since}])
+
+
+def rolling(*pods: Object, replicas: int = 4, **more: Any) -> Observed:
+    old = pod(revision="old", ready=True)
+    return seen(old, *pods, live=deployment("new", replicas=replicas), **more)
+
+
+def chosen(found: Observed, status: Object | None = None, **spec: Any) -> Choice:
+    return choose(resource(**{**GPU, **spec}), found, "new", status or {}, NOW)
+
+
+def test_an_extra_pod_comes_first_and_gets_a_minute_to_find_room() -> None:
+    for wait in (0, 59):
+        choice = chosen(rolling(waiting(wait)))
+        assert (choice.chosen, choice.replacement.max_surge) == ("Surge", 1)
+    late = chosen(rolling(waiting(60)))
+    assert late.chosen == "OneByOne"
+    assert late.why == "pod chat-2 found no room for 60 s: one pod is replaced at a time"
+
+
+def test_the_status_announces_the_fallback_before_it_happens() -> None:
+    first = chosen(rolling(waiting(60)))
+    assert first.announced_only
+    assert first.replacement.max_surge == 1, "nothing has changed yet"
+    status = {
+        "targetRevision": "new",
+        "rollout": {"strategyChosen": first.chosen, "why": first.why},
+    }
+    second = chosen(rolling(waiting(61)), status)
+    assert (second.replacement, second.why) == (ONE_BY_ONE, first.why)
+    room_again = chosen(rolling(pod(ready=True)), status)
+    assert room_again.replacement == ONE_BY_ONE, "kept to the end of the rollout"
+    done = seen(pod(ready=True), live=deployment("new"))
+    assert chosen(done, status).chosen == "Surge"
+    stale = chosen(rolling(waiting(61)), {**status, "targetRevision": "older"})
+    assert stale.announced_only, "the next revision is announced anew"
+
+
+def test_one_replica_without_room_is_named_an_interruption() -> None:
+    assert "interrupts the service" in chosen(rolling(waiting(60), replicas=1)).why
+
+
+def test_a_node_that_is_coming_is_waited_for() -> None:
+    new = waiting(300)
+    for reason in ("TriggeredScaleUp", "Nominated"):
+        found = rolling(new, events=(event(new, reason, "pod triggered scale-up"),))
+        assert chosen(found).chosen == "Surge"
+        assert chosen(found, rollout={"progressDeadlineSeconds": 240}).chosen == "OneByOne"
+    other = rolling(new, events=(event(new, "FailedScheduling", "no"),))
+    assert chosen(other).chosen == "OneByOne"
+    late = waiting(600)
+    found = rolling(late, events=(event(late, "Nominated", "nominated"),))
+    assert chosen(found).chosen == "OneByOne"
+
+
+def test_fewer_old_pods_are_no_help_to_a_pod_that_fits_no_node() -> None:
+    message = "0/3 nodes are available: 3 node(s) didn't match Pod's node affinity/selector."
+    assert chosen(rolling(waiting(3600, message))).chosen == "Surge"
+
+
+def test_a_quota_without_room_counts_at_once() -> None:
+    full = seen(live=deployment("old"), quotas=(quota("4", "4"), quota("9", "1")))
+    choice = chosen(full)
+    assert choice.chosen == "OneByOne"
+    assert choice.why.startswith("the quota leaves 0 nvidia.com/gpu, an extra pod needs 1")
+    free = seen(live=deployment("old"), quotas=(quota("4", "3"),))
+    assert chosen(free).chosen == "Surge"
+    live = deployment("new")
+    live["status"]["conditions"] = [
+        {"type": "ReplicaFailure", "status": "True", "message": "exceeded quota: cpu"}
+    ]
+    refused = seen(pod(revision="old", ready=True), live=live)
+    assert chosen(refused).chosen == "OneByOne"
+
+
+def test_surge_waits_and_recreate_happens_only_where_asked_for() -> None:
+    stuck = rolling(waiting(9999))
+    assert chosen(stuck, rollout={"strategy": "Surge"}).chosen == "Surge"
+    assert chosen(stuck, rollout={"strategy": "Recreate"}).replacement == RECREATE
+    limits = chosen(rolling(), rollout={"maxSurge": 2, "maxUnavailable": 1}).replacement
+    assert (limits.max_surge, limits.max_unavailable) == (2, 1)
+
+
+# -- turns
+
+
+def one(name: str, **more: Any) -> Member:
+    values: Any = {
+        "pending": True,
+        "takes_turn": False,
+        "ready": True,
+        "idle": False,
+        "failure": "",
+        **more,
+    }
+    return Member(("ns", name), **values)
+
+
+def allowed(fleet: list[Member], concurrency: int = 1, granted: tuple[str, ...] = ()) -> set[str]:
+    given = {("ns", name) for name in granted}
+    keys = [m.key for m in fleet if m.pending]
+    return {k[1] for k in keys if turn(k, fleet, concurrency, given).allowed}
+
+
+def test_deployments_roll_one_after_another() -> None:
+    fleet = [one("a"), one("b"), one("c")]
+    assert allowed(fleet) == {"a"}
+    assert allowed(fleet, concurrency=2) == {"a", "b"}
+    assert allowed(fleet, concurrency=0) == set()
+    assert allowed(fleet, granted=("a",)) == {"a"}, "it has its turn already"
+    rolls = [one("a", pending=False, takes_turn=True, ready=False), one("b"), one("c")]
+    assert allowed(rolls) == set()
+    done = [one("a", pending=False, takes_turn=True), one("b"), one("c")]
+    assert allowed(done) == {"b"}
+
+
+def test_the_first_that_fails_holds_the_rest() -> None:
+    failed = one("a", pending=False, takes_turn=True, ready=False, failure="CrashLoop")
+    verdict = turn(("ns", "b"), [failed, one("b")], 5, ())
+    assert (verdict.allowed, verdict.held) == (False, True)
+    assert "ns/a failed with the new defaults (CrashLoop)" in verdict.why
+
+
+def test_what_was_not_ready_or_is_idle_rolls_last_and_holds_nobody() -> None:
+    fleet = [one("a", ready=False), one("b", idle=True), one("c")]
+    assert allowed(fleet) == {"c"}
+    last = [one("a", ready=False), one("b", idle=True), one("c", pending=False, takes_turn=True)]
+    assert allowed(last) == {"a", "b"}
+
+
+def fleet_member(status: Object, **annotations: str) -> Member:
+    live = deployment("new")
+    live["metadata"]["annotations"] = annotations
+    return member(live, {"spec": {}, "status": status}, "d1", NOW)
+
+
+def test_a_deployment_is_judged_by_its_marks_and_its_own_status() -> None:
+    ready = {
+        "targetRevision": "new",
+        "rollout": {"phase": "Complete"},
+        "conditions": [{"type": "Ready", "status": "True"}],
+    }
+    assert fleet_member(ready).pending
+    done = fleet_member(ready, **{DEFAULTS_MARK: "d1", TURN_MARK: "d1"})
+    assert (done.pending, done.takes_turn, done.ready) == (False, True, True)
+    assert not fleet_member({**ready, "targetRevision": "old"}).ready, "a status of before"
+    fault = {"code": "CrashLoop", "since": "2026-01-01T00:09:00Z"}
+    broken = {**ready, "conditions": [], "blockers": [fault]}
+    assert fleet_member(broken).failure == "CrashLoop"
+    young = {**fault, "since": "2026-01-01T00:09:01Z"}
+    assert not fleet_member({**broken, "blockers": [young]}).failure
+    waits = {**fault, "code": "InsufficientAccelerator"}
+    assert not fleet_member({**broken, "blockers": [waits]}).failure, "it waits for room"
+
+
+def test_the_hash_of_a_spec_knows_what_pods_need_and_nothing_else() -> None:
+    base = spec_hash(resource())
+    assert spec_hash(resource(replicas=3, rollout={"drainTimeoutSeconds": 9})) == base
+    assert spec_hash(resource(scheduler={"maxBatchTokens": 8192})) == base, "the default, written"
+    assert spec_hash(resource(scheduler={"maxBatchTokens": 512})) != base
+    assert spec_hash(resource(podTemplate={"labels": {"team": "a"}})) != base
