@@ -13,9 +13,18 @@ from fairlead_operator.memory import Memory
 from fairlead_operator.probe.hub import Hub, HubError
 from fairlead_operator.probe.pod_client import Pods, ScrapeError
 from fairlead_operator.probe.prober import IDLE_SECONDS, RETRY_SECONDS, Prober
-from fairlead_operator.resource.kinds import POD, RESOURCE, REVISION_LABEL, SLICE, Key, Kind
+from fairlead_operator.resource.kinds import (
+    DEPLOYMENT,
+    NAME_LABEL,
+    POD,
+    RESOURCE,
+    REVISION_LABEL,
+    SLICE,
+    Key,
+    Kind,
+)
 from fairlead_runtime.metric_names import RUNNING, WAITING
-from support.operator_bodies import SETTINGS, Object, pod, resource, resource_body
+from support.operator_bodies import SETTINGS, Object, deployment, pod, resource, resource_body
 
 KEY: Key = ("ns", "chat")
 METRICS = f'{RUNNING}{{model_name="chat"}} 3\n{WAITING}{{model_name="chat"}} 2\n'
@@ -65,6 +74,9 @@ class Rig:
         template = pod_template(resource(**spec), SETTINGS)
         self.revision = template["metadata"]["labels"][REVISION_LABEL]
         self.put(RESOURCE, resource_body(**spec))
+        live = deployment(self.revision)
+        live["metadata"]["labels"] = {NAME_LABEL: "chat"}
+        self.put(DEPLOYMENT, live)
         self.probe = Prober(
             self.store,
             self.memory,
