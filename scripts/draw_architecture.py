@@ -82,7 +82,7 @@ STYLE = """
 
 
 class Contracts:
-    """What import-linter is told: the rooms of each container, and what each room must not import."""
+    """The import contracts: the rooms of each container, and what each must not import."""
 
     def __init__(self, contracts: list[dict[str, Any]]) -> None:
         self.layers: dict[str, list[list[str]]] = {

@@ -44,9 +44,8 @@ def flags() -> str:
         if title != section:
             section = title
             lines += ["", f"### {title}", ""]
-            lines += [
-                "| flag | unit or values | default | what it sets | when to change it | custom resource |"
-            ]
+            head = "| flag | unit or values | default | what it sets | when to change it "
+            lines.append(head + "| custom resource |")
             lines += ["|---|---|---|---|---|---|"]
         values = ", ".join(f"`{c}`" for c in choices_of(f.name)) or meta["unit"]
         values = (
@@ -57,7 +56,8 @@ def flags() -> str:
         flag = f"`--[no-]{name[2:]}`" if base_type(f.name) is bool else f"`{name}`"
         cr = f"`spec.{meta['cr']}`" if meta["cr"] else "none"
         lines.append(
-            f"| {flag} | {values} | {default_of(f.default)} | {meta['help']} | {meta['when']} | {cr} |"
+            f"| {flag} | {values} | {default_of(f.default)} | {meta['help']} | {meta['when']} "
+            f"| {cr} |"
         )
     return "\n".join(lines).strip()
 

@@ -55,9 +55,9 @@ RULES = [(path, rule) for path, node in NODES for rule in node.get("x-kubernetes
 
 
 KEYWORDS = {
-    "type", "description", "default", "enum", "pattern", "format", "nullable", "properties", "items",
-    "required", "additionalProperties", "minimum", "maximum", "minLength", "maxLength", "minItems",
-    "maxItems", "maxProperties", "x-kubernetes-validations", "x-kubernetes-list-type",
+    "type", "description", "default", "enum", "pattern", "format", "nullable", "properties",
+    "items", "required", "additionalProperties", "minimum", "maximum", "minLength", "maxLength",
+    "minItems", "maxItems", "maxProperties", "x-kubernetes-validations", "x-kubernetes-list-type",
     "x-kubernetes-list-map-keys", "x-kubernetes-map-type", "x-kubernetes-int-or-string",
 }  # fmt: skip
 

@@ -1,9 +1,10 @@
 """Kubernetes' Deployment controller, scheduler and kubelet in small, one step at a time.
 
-The arithmetic of a rolling update is that of kube-controller-manager 1.36 (pkg/controller/deployment,
-rolling.go and recreate.go): scale the new ReplicaSet up to ``replicas + maxSurge`` pods in all, take
-unavailable old pods first, then available ones down to ``replicas - maxUnavailable``. Nodes are one
-number: how many pods have room. Every voluntary end of a ready pod is handed to ``on_end``.
+The arithmetic of a rolling update is that of kube-controller-manager 1.36
+(pkg/controller/deployment, rolling.go and recreate.go): scale the new ReplicaSet up to ``replicas +
+maxSurge`` pods in all, take unavailable old pods first, then available ones down to ``replicas -
+maxUnavailable``. Nodes are one number: how many pods have room. ``on_end`` hears of every available
+pod that a rollout takes.
 """
 
 import hashlib

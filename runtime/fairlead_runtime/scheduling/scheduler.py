@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping
 
 from fairlead_runtime.cache.paged import PagedCache
 from fairlead_runtime.request import FinishReason, Request, RequestError, Sequence, Status
+from fairlead_runtime.scheduling.admission import judge, refusal
 from fairlead_runtime.scheduling.invariants import InvariantViolation, check
 from fairlead_runtime.scheduling.plan import (
     Admission,
@@ -32,7 +33,6 @@ from fairlead_runtime.scheduling.plan import (
 from fairlead_runtime.scheduling.planner import State, plan_step
 from fairlead_runtime.scheduling.policies import POLICIES
 from fairlead_runtime.scheduling.stats import SchedulerStats, StepStats
-from fairlead_runtime.scheduling.verdict import judge, refusal
 from fairlead_runtime.sizing.groups import LayerGroup
 
 __all__ = ["InvariantViolation", "Scheduler", "SchedulerStats", "StepError", "StepStats"]

@@ -130,7 +130,7 @@ def _unscheduled(
             if condition.get("type") != "PodScheduled" or condition.get("status") != "False":
                 continue
             if not _NO_ROOM.search(str(condition.get("message", ""))):
-                continue  # no node would ever take it: fewer old pods are no help
+                continue  # no node would ever take it, even with fewer old pods
             expected = pod["metadata"]["uid"] in coming
             patience = min(deadline, NODE_SECONDS) if expected else ROOM_SECONDS
             waited = _seconds_since(condition.get("lastTransitionTime"), pod, now)

@@ -28,7 +28,7 @@ SPEC_MARK = f"{GROUP}/spec-hash"  # of what the resource asks of the template
 DEFAULTS_MARK = f"{GROUP}/defaults-hash"  # of the defaults the template was written with
 DEADLINES_MARK = f"{GROUP}/deadlines"  # seconds of progress and drain in its template
 TURN_MARK = f"{GROUP}/upgrade-turn"  # the defaults for which it took a turn while it was Ready
-# A pod that waits for room is no fault yet: the rollout's own rules and deadline judge it.
+# A pod that waits for room is not a fault yet: the rollout's own deadline judges it.
 _NO_FAULT = NORMAL | {"SurgeBlocked", "InsufficientAccelerator", "Unschedulable"}
 FAULT_SECONDS = 60.0  # a blocker of a fault that stands this long is a failed upgrade
 
@@ -140,7 +140,7 @@ def member(deployment: Object, resource: Object, defaults: str, now: datetime) -
 
 def turn(key: Key, fleet: Iterable[Member], concurrency: int, granted: Iterable[Key]) -> Turn:
     """Whether ``key`` may roll to the new defaults. ``granted``: turns given but not seen in the
-    cluster yet. 0 for ``concurrency``: nobody rolls, each keeps its pods until its spec changes.
+    cluster yet. ``concurrency`` 0: no deployment rolls, each keeps its pods until its spec changes.
     """
     members = {one.key: one for one in fleet}
     mine = members.get(key)
