@@ -9,7 +9,7 @@ TORCH ?= registry
 PYTEST := $(BIN)/python -m pytest
 # One file's tests share a worker, and with it the cluster and the servers that they start.
 WORKERS ?= 2
-PARALLEL := -n $(WORKERS) --dist loadfile
+PARALLEL := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 .PHONY: help setup demo check lint style types imports fast test test-full plant gpu bench lock clean
 help: ## print this list
@@ -49,7 +49,7 @@ fast: setup
 
 test: check ## everything that needs no GPU, long forms shortened; the fast parts first
 	$(PYTEST) $(PARALLEL) -m "not gpu and not full" tests/functional
-	$(PYTEST) $(PARALLEL) -m "not gpu and not full" tests/cluster
+	$(PYTEST) $(PARALLEL) -m "not gpu and not full" --durations=10 tests/cluster
 
 test-full: lint plant ## everything that needs no GPU, long forms whole
 	FAIRLEAD_FULL=1 $(PYTEST) -m "not gpu" --timeout=14400
