@@ -57,6 +57,7 @@ log = logging.getLogger(__name__)
 RESYNC_SECONDS = 20.0
 REFUSED_SECONDS = 10.0
 TURN_SECONDS = 5.0  # between two looks of one that waits for its turn in an upgrade
+_REFUSALS = frozenset({400, 403, 422})  # answers that the same write would get again
 
 
 class Reconciler:
@@ -76,6 +77,8 @@ class Reconciler:
         self._scaling: Memory[ScalingMemory] = Memory()
         self._drains: Memory[DrainCounts] = Memory()
         self._events: Memory[tuple[Note, ...]] = Memory()  # still to be written, oldest first
+        # The status that was written last, and what an older CRD left of it.
+        self._pruned: Memory[tuple[Object, Object]] = Memory()
 
     async def __call__(self, key: Key) -> float | None:
         """One pass: seconds until the resource is due again, None for one that is gone."""
@@ -90,9 +93,10 @@ class Reconciler:
             self._scaling.forget(key)
             self._drains.forget(key)
             self._events.forget(key)
+            self._pruned.forget(key)
             return None  # the garbage collector deletes the children, by their owner references
         try:
-            resource = InferenceDeployment.from_body(body)
+            resource = InferenceDeployment.from_body(body, stored=True)
         except ResourceError as error:
             refusal = blocker("InvalidSpec", f"{RESOURCE.name}/{key[1]}", str(error))
             generation = int(body["metadata"].get("generation") or 0)
@@ -257,7 +261,7 @@ class Reconciler:
             except ApiError as error:
                 if error.code == 409 and step.uid is None:
                     refused += await self._look_again(step)
-                elif error.code in {400, 403, 422}:
+                elif error.code in _REFUSALS:
                     log.warning("%s is refused: %s", about, error)
                     code = "QuotaExceeded" if "exceeded quota" in error.message else "WriteRefused"
                     refused.append(blocker(code, about, error.message))
@@ -266,10 +270,15 @@ class Reconciler:
                     raise
         for gone in writes.delete:
             kind = BY_NAME[gone.body["kind"]]
-            log.info("delete %s/%s: %s", kind.name, gone.body["metadata"]["name"], gone.why)
+            about = f"{kind.name}/{gone.body['metadata']['name']}"
+            log.info("delete %s: %s", about, gone.why)
             try:
                 await self._cluster.delete(kind, gone.body)
             except ApiError as error:
+                if error.code in _REFUSALS:
+                    log.warning("%s is not deleted: %s", about, error)
+                    refused.append(blocker("WriteRefused", about, error.message))
+                    continue
                 await self._refresh(kind, key_of(gone.body), error)
                 raise
         return refused
@@ -308,15 +317,19 @@ class Reconciler:
     async def _report(self, body: Object, new: Object) -> None:
         """Write the status if it differs; before it, an Event for each change of its blockers."""
         old: Mapping[str, Any] = body.get("status") or {}
-        if old == new:
+        key, uid = key_of(body), str(body["metadata"].get("uid") or "")
+        if old == new or self._pruned.get(key, uid) == (new, old):
             return
         for note in changes(old, new):
             await self._event(body, note)
         try:
             await self._cluster.set_status(body, new)
         except ApiError as error:
-            await self._refresh(RESOURCE, key_of(body), error)
+            await self._refresh(RESOURCE, key, error)
             raise
+        stored = (self._cluster.store.get(RESOURCE, key) or {}).get("status")
+        if stored is not None and stored != new:
+            self._pruned.put(key, uid, (new, stored))
 
     async def _event(self, body: Object, note: Note) -> None:
         event = event_about(body, note, self._now())

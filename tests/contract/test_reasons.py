@@ -16,7 +16,10 @@ SOURCES = (
     "decide/pods/events",
     "probe/hub",
 )
-CONDITIONS = {"Ready", "Planned", "Progressing", "Available", "AutoscalingActive", "RemoteCode"}
+CONDITIONS = {
+    *("Ready", "Planned", "Progressing", "Available", "AutoscalingActive"),
+    *("RemoteCode", "SpecUnderstood"),
+}
 # Words of the same form in these modules that are not reasons.
 OTHERS = {"True", "False", "Unknown", "Normal", "Warning", "PodScheduled", "Gi"}
 
@@ -51,7 +54,7 @@ def test_every_reason_is_documented_and_every_documented_reason_exists() -> None
 def test_the_conditions_are_those_of_the_definition() -> None:
     definition = (ROOT / "crds" / "inferencedeployments.yaml").read_text()
     assert (
-        "Ready, Planned, Progressing, Available, AutoscalingActive; RemoteCode where it is trusted"
-        in definition
+        "Ready, Planned, Progressing, Available, AutoscalingActive; "
+        "where they apply RemoteCode, SpecUnderstood" in definition
     )
     assert reasons_in_docs("Conditions") >= CONDITIONS

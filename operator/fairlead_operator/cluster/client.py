@@ -24,6 +24,8 @@ from fairlead_operator.resource.settings import SettingsError
 
 REQUEST_SECONDS = 10.0
 APPLY = "application/apply-patch+yaml"
+JSON_PATCH = "application/json-patch+json"
+_NOT_IN_SCHEMA = "field not declared in schema"
 # Held by a resourceVersion, server-side apply creates and never patches: no object has version 1.
 _MUST_NOT_EXIST = "1"
 
@@ -135,9 +137,7 @@ class Cluster:
         }
         path = kind.path(meta["namespace"], meta["name"])
         query = {"fieldManager": MANAGER}
-        await self.call(
-            "apply", "PATCH", path, query, [exactly, *operations], "application/json-patch+json"
-        )
+        await self.call("apply", "PATCH", path, query, [exactly, *operations], JSON_PATCH)
 
     async def delete(self, kind: Kind, body: Object) -> None:
         """Delete exactly the version that was read; a changed object gives 409.
@@ -175,7 +175,22 @@ class Cluster:
         }
         query = {"fieldManager": MANAGER, "force": "true"}
         path = RESOURCE.path(meta["namespace"], meta["name"], "status")
-        self.store.put(RESOURCE, await self.call("status", "PATCH", path, query, body, APPLY))
+        try:
+            answer = await self.call("status", "PATCH", path, query, body, APPLY)
+        except ApiError as error:
+            if _NOT_IN_SCHEMA not in error.message:
+                raise
+            # The CRD is older than this operator. Apply refuses a field that it lacks; a JSON
+            # patch stores the others.
+            operations = [
+                {"op": "test", "path": f"/metadata/{name}", "value": meta[name]}
+                for name in ("uid", "resourceVersion")
+            ]
+            operations.append({"op": "add", "path": "/status", "value": status})
+            answer = await self.call(
+                "status", "PATCH", path, {"fieldManager": MANAGER}, operations, JSON_PATCH
+            )
+        self.store.put(RESOURCE, answer)
 
     async def post_event(self, kind: Kind, event: Object) -> None:
         self._check_fence()

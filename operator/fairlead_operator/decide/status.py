@@ -114,6 +114,11 @@ def status_of(
                 "spec.model.trustRemoteCode lets the model's own code run",
             )
         )
+    if resource.unknown:
+        fields = ", ".join(resource.unknown)
+        fix = "upgrade the operator to the definition's version, or remove them"
+        text = f"this operator does not know these fields and ignores them: {fields}: {fix}"
+        facts.append(("SpecUnderstood", "False", "UnknownFields", text))
     status["conditions"] = [_condition(resource, *fact, previous, stamp) for fact in facts]
     return status
 

@@ -53,7 +53,7 @@ class Prober:
             self._results.forget(key)
             return None
         try:
-            resource = InferenceDeployment.from_body(body)
+            resource = InferenceDeployment.from_body(body, stored=True)
         except ResourceError:
             return IDLE_SECONDS
         seen = observe(self._store, key, resource.uid)

@@ -67,19 +67,21 @@ def camel(name: str) -> str:
     return head + "".join(part.capitalize() for part in rest)
 
 
-def read(kind: type[T], body: Any, path: str) -> T:
-    """An instance of the dataclass ``kind``. null means absent. The error of an unknown key names
-    the nearest known one.
+def read(kind: type[T], body: Any, path: str, ignored: list[str] | None = None) -> T:
+    """An instance of the dataclass ``kind``. null means absent.
+
+    Without ``ignored`` an unknown key is an error, which names the nearest known one; with it,
+    the path of each unknown key is added to the list.
     """
     values = mapping(body, path)
     hints = get_type_hints(kind)
     fields = {camel(f.name): f for f in dataclasses.fields(kind)}  # type: ignore[arg-type]
-    refuse_unknown(values, fields, path)
+    note_unknown(values, fields, path, ignored)
     arguments: dict[str, Any] = {}
     for key, f in fields.items():
         at = f"{path}.{key}"
         if values.get(key) is not None:
-            arguments[f.name] = _convert(hints[f.name], values[key], at)
+            arguments[f.name] = _convert(hints[f.name], values[key], at, ignored)
             check(f.metadata, arguments[f.name], at)
         elif f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING:
             raise ResourceError(at, "must be set")
@@ -92,9 +94,14 @@ def mapping(body: Any, path: str) -> Mapping[str, Any]:
     return body
 
 
-def refuse_unknown(body: Mapping[str, Any], known: Any, path: str) -> None:
+def note_unknown(
+    body: Mapping[str, Any], known: Any, path: str, ignored: list[str] | None = None
+) -> None:
+    """Add the path of each unknown key to ``ignored``; raise for the first one without a list."""
     for key in body:
-        if key not in known:
+        if key not in known and ignored is not None:
+            ignored.append(f"{path}.{key}")
+        elif key not in known:
             near = get_close_matches(str(key), list(known), n=1)
             raise ResourceError(
                 f"{path}.{key}", "no such field" + (f"; did you mean {near[0]}?" if near else "")
@@ -114,10 +121,10 @@ def check(meta: Mapping[str, Any], value: Any, path: str) -> None:
         raise ResourceError(path, f"{_quoted(value)} does not have the form {pattern}: correct it")
 
 
-def _convert(hint: Any, value: Any, path: str) -> Any:
+def _convert(hint: Any, value: Any, path: str, ignored: list[str] | None) -> Any:
     origin, args = get_origin(hint), get_args(hint)
     if origin in (Union, types.UnionType):
-        return _convert(next(a for a in args if a is not type(None)), value, path)
+        return _convert(next(a for a in args if a is not type(None)), value, path, ignored)
     if origin is Literal:
         if value not in args or not isinstance(value, str):
             raise ResourceError(path, f"{_quoted(value)} is not supported: use {', '.join(args)}")
@@ -125,11 +132,12 @@ def _convert(hint: Any, value: Any, path: str) -> Any:
     if origin is tuple:
         if not isinstance(value, list | tuple):
             raise ResourceError(path, f"must be a list, not {_quoted(value)}")
-        return tuple(_convert(args[0], v, f"{path}[{i}]") for i, v in enumerate(value))
+        return tuple(_convert(args[0], v, f"{path}[{i}]", ignored) for i, v in enumerate(value))
     if origin is not None:  # Mapping[str, str]
-        return {str(k): _convert(str, v, f"{path}.{k}") for k, v in mapping(value, path).items()}
+        entries = mapping(value, path).items()
+        return {str(k): _convert(str, v, f"{path}.{k}", ignored) for k, v in entries}
     if dataclasses.is_dataclass(hint):
-        return read(hint, value, path)  # type: ignore[arg-type]
+        return read(hint, value, path, ignored)  # type: ignore[arg-type]
     return _scalar(hint, value, path)
 
 

@@ -17,8 +17,8 @@ from fairlead_operator.resource.fields import (
     bounded,
     check,
     mapping,
+    note_unknown,
     read,
-    refuse_unknown,
 )
 from fairlead_operator.resource.kinds import RESOURCE
 from fairlead_operator.resource.spec import Source, Spec, Toleration
@@ -44,13 +44,17 @@ class InferenceDeployment:
     image: str  # "" means the chart's image
     engine: EngineConfig
     spec: Spec
+    unknown: tuple[str, ...] = ()  # paths of fields that a newer definition has; they do nothing
 
     @classmethod
-    def from_body(cls, body: Any) -> Self:
+    def from_body(cls, body: Any, *, stored: bool = False) -> Self:
         """From a resource's body, whether or not an API server has filled in defaults.
 
-        Raises ResourceError, which names the field, for everything the CRD refuses.
+        Raises ResourceError, which names the field, for everything the CRD refuses. An unknown
+        field is an error too, except in a ``stored`` body: there the CRD may be newer than this
+        operator, and its new defaults must not stop what runs.
         """
+        ignored: list[str] | None = [] if stored else None
         root = mapping(body, "")
         for key, wanted in (("apiVersion", RESOURCE.api_version), ("kind", RESOURCE.name)):
             if root.get(key) != wanted:
@@ -61,9 +65,9 @@ class InferenceDeployment:
             form = "must begin with a letter, hold at most 40 of a-z, 0-9 and -, and not end with -"
             raise ResourceError("metadata.name", f"{form}: rename it")
         spec = mapping(root.get("spec"), "spec")
-        rest = read(Spec, {k: v for k, v in spec.items() if k not in ENGINE_KEYS}, "spec")
+        rest = read(Spec, {k: v for k, v in spec.items() if k not in ENGINE_KEYS}, "spec", ignored)
         _check_forms(rest)
-        engine = _engine(spec, rest, name)
+        engine = _engine(spec, rest, name, ignored)
         for field, wrong, message in RULES:
             if wrong(rest, engine):
                 raise ResourceError(field, message)
@@ -75,6 +79,7 @@ class InferenceDeployment:
             image=_image(spec),
             engine=engine,
             spec=rest,
+            unknown=tuple(ignored or ()),
         )
 
 
@@ -99,12 +104,15 @@ NARROWER: Mapping[str, tuple[int, int]] = {
 }
 
 
-def _engine(spec: Mapping[str, Any], rest: Spec, name: str) -> EngineConfig:
+def _engine(
+    spec: Mapping[str, Any], rest: Spec, name: str, ignored: list[str] | None
+) -> EngineConfig:
     values: dict[str, Any] = {}
     known = {*SETTINGS, "engine.image"}
     for section in ENGINE_KEYS:
         if spec.get(section) is not None:
-            _collect(mapping(spec[section], f"spec.{section}"), section, known, values)
+            body = mapping(spec[section], f"spec.{section}")
+            _collect(body, section, known, values, ignored)
     values |= {
         "revision": rest.model.revision,
         "served_name": rest.model.served_name or name,
@@ -124,20 +132,26 @@ def _engine(spec: Mapping[str, Any], rest: Spec, name: str) -> EngineConfig:
     return config
 
 
-def _collect(body: Mapping[str, Any], path: str, known: set[str], values: dict[str, Any]) -> None:
+def _collect(
+    body: Mapping[str, Any],
+    path: str,
+    known: set[str],
+    values: dict[str, Any],
+    ignored: list[str] | None,
+) -> None:
     """Add the settings of one section to ``values``; nested sections are prefixes of ``known``."""
     inside = {
         k.removeprefix(path + ".").partition(".")[0] for k in known if k.startswith(path + ".")
     }
-    refuse_unknown(body, inside, f"spec.{path}")
+    note_unknown(body, inside, f"spec.{path}", ignored)
     for key, value in body.items():
         at = f"{path}.{key}"
-        if value is None or at == "engine.image":
+        if value is None or key not in inside or at == "engine.image":
             continue
         if at in SETTINGS:
             values[SETTINGS[at].name] = value
         else:
-            _collect(mapping(value, f"spec.{at}"), at, known, values)
+            _collect(mapping(value, f"spec.{at}"), at, known, values, ignored)
 
 
 @dataclass(frozen=True, slots=True)

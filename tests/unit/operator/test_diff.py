@@ -195,6 +195,14 @@ def test_only_unwanted_objects_of_ours_are_deleted() -> None:
     assert [d.body["kind"] for d in writes.delete] == ["NetworkPolicy"]
 
 
+def test_a_claim_is_never_deleted_before_its_resource() -> None:
+    cached = resource(model={"source": "a/b"}, modelCache={"type": "PVC", "size": "1Gi"})
+    (claim,) = [c for c in render(cached, SETTINGS, 1, SURGE) if "Claim" in c["kind"]]
+    claim["metadata"]["uid"] = "uid-of-the-claim"
+    writes = diff(render(resource(), SETTINGS, 1, SURGE), [claim], "uid-1")
+    assert writes.delete == ()
+
+
 def test_an_object_that_is_being_deleted_gets_no_write() -> None:
     stored = stored_children()
     for body in stored:

@@ -229,3 +229,36 @@ def test_what_drained_is_counted_once_while_its_pod_is_in_the_store(run: Run) ->
     run.step()
     rollout = run.cluster.status["rollout"]
     assert (rollout["drained"], rollout["aborted"]) == (3, 1)
+
+
+def test_a_deletion_that_is_refused_is_a_blocker_in_a_status_that_is_written(run: Run) -> None:
+    async def refuse(kind: Kind, body: Object) -> None:
+        raise ApiError(403, "Forbidden", f"may not delete {kind.plural} {body['metadata']['name']}")
+
+    run.cluster.delete = refuse  # type: ignore[method-assign]
+    body = run.cluster.store.get(RESOURCE, KEY)
+    assert body is not None
+    spec = body["spec"] | {"security": {"networkPolicy": False}}
+    run.cluster.put(RESOURCE, {**body, "spec": spec})
+    run.step()
+    (refused,) = [b for b in run.cluster.status["blockers"] if b["code"] == "WriteRefused"]
+    assert refused["object"] == "NetworkPolicy/chat"
+    assert refused["message"] == "may not delete networkpolicies chat"
+    assert run.cluster.replicas == 4, "the other writes went on"
+
+
+def test_an_older_definition_that_drops_a_field_of_the_status_costs_one_write(run: Run) -> None:
+    written: list[Object] = []
+
+    async def pruning(body: Object, status: Object) -> None:
+        written.append(status)
+        kept = {name: value for name, value in status.items() if name != "drainingReplicas"}
+        run.cluster.put(RESOURCE, {**body, "status": kept})
+
+    run.cluster.set_status = pruning  # type: ignore[method-assign]
+    for _ in range(3):
+        run.step()
+    settled = len(written)
+    run.step(0)
+    run.step(0)
+    assert len(written) == settled

@@ -25,8 +25,16 @@ from fairlead_operator.decide.scale.scaling import (
 from fairlead_operator.decide.scale.state import ScalingMemory, awaits_probes
 from fairlead_operator.decide.status import Capacity, Findings, invalid, status_of
 from fairlead_operator.memory import Memory
+from fairlead_operator.resource.resource import InferenceDeployment
 from fairlead_operator.resource.settings import Settings
-from support.operator_bodies import Object, deployment, pod, resource, unscheduled
+from support.operator_bodies import (
+    Object,
+    deployment,
+    pod,
+    resource,
+    resource_body,
+    unscheduled,
+)
 
 NOW = datetime(2026, 1, 1, 0, 10, tzinfo=UTC)
 GPU: Object = {"resources": {"accelerator": {"count": 1}}}
@@ -110,6 +118,22 @@ def test_trust_in_a_models_own_code_is_seen_on_the_resource_and_on_every_object(
             for o in (*objects, *pods)
         ]
         assert values == [label] * len(values)
+
+
+def test_fields_of_a_newer_definition_are_ignored_in_the_cluster_and_named() -> None:
+    newer = resource_body(
+        engine={"dtype": "float32", "lookahead": 7, "cudaGraphs": {"lazy": True}},
+        tracing={"rate": 1},
+        podTemplate={"tolerations": [{"operator": "Exists", "weight": 1}]},
+    )
+    parsed = InferenceDeployment.from_body(newer, stored=True)
+    assert parsed.engine.dtype == "float32"
+    names = ("tracing", "podTemplate.tolerations[0].weight", "engine.lookahead")
+    assert parsed.unknown == tuple(f"spec.{n}" for n in (*names, "engine.cudaGraphs.lazy"))
+    status = status_of(parsed, seen(), findings(), {}, NOW)
+    assert conditions(status)["SpecUnderstood"] == ("False", "UnknownFields")
+    assert "spec.engine.lookahead" in str(status["conditions"])
+    assert "SpecUnderstood" not in conditions(status_of(resource(), seen(), findings(), {}, NOW))
 
 
 def test_counts_tell_new_old_ready_and_draining_pods_apart() -> None:

@@ -32,7 +32,8 @@ _MERGE_KEYS: Mapping[str, tuple[tuple[str, ...], ...]] = {
 }
 # Maps that are one value: an added key changes their meaning.
 _WHOLE_MAPS = frozenset({"selector", "podSelector", "namespaceSelector", "labelSelector"})
-# Almost all of a claim is immutable, and its data outlives any change of ours.
+# Almost all of a claim is immutable. Its data outlives every change of the spec: the garbage
+# collector deletes it with its resource, and nothing deletes it earlier.
 _WRITE_ONCE = frozenset({"PersistentVolumeClaim"})
 _QUANTITY_PARENTS = frozenset({"limits", "requests"})
 _QUANTITY_FIELDS = frozenset({"sizeLimit", "storage"})
@@ -105,6 +106,7 @@ def diff(desired: Iterable[Object], observed: Iterable[Object], uid: str) -> Wri
         Delete(body, "no longer wanted")
         for identity, body in live.items()
         if identity not in wanted
+        and body["kind"] not in _WRITE_ONCE
         and ours(body, uid)
         and not body["metadata"].get("deletionTimestamp")
     ]
