@@ -114,9 +114,11 @@ def _fixes(
         and config.cpu_offload_space
         and fits(cpu_offload_space=0.0, num_blocks=blocks)
     ):
-        spaces = [i / 4 for i in range(int(4 * config.cpu_offload_space), -1, -1)]
-        space = next(n for n in spaces if fits(cpu_offload_space=n, num_blocks=blocks))
-        fixes.insert(0, f"cpuOffloadSpace ≤ {space:g} and numBlocks {blocks}")
+        quarters = range(1, int(4 * config.cpu_offload_space) + 1)
+        fitting = bisect_left(
+            quarters, True, key=lambda n: not fits(cpu_offload_space=n / 4, num_blocks=blocks)
+        )
+        fixes.insert(0, f"cpuOffloadSpace ≤ {fitting / 4:g} and numBlocks {blocks}")
     shares = [i / 100 for i in range(int(100 * config.max_memory_percent) + 1, 101)]
     share = bisect_left(shares, True, key=lambda n: fits(max_memory_percent=n))
     if share < len(shares):
