@@ -16,8 +16,10 @@ from cluster.harness.operators import OperatorProcess
 from cluster.harness.resources import CHILDREN, KIND, current, idep, status
 from cluster.harness.spec_mutations import fields, mutation, patched
 from fairlead_operator.decide.children.diff import diff
-from fairlead_operator.decide.children.manifests import SURGE, render
+from fairlead_operator.decide.children.manifests import Replacement, render
+from fairlead_operator.decide.children.podtemplate import pod_template
 from fairlead_operator.decide.children.rollout import ONE_BY_ONE, RECREATE
+from fairlead_operator.decide.children.upgrade import DEADLINES_MARK, deadlines_of, marks
 from fairlead_operator.resource.fields import ResourceError
 from fairlead_operator.resource.resource import InferenceDeployment
 from fairlead_operator.resource.settings import Settings
@@ -48,9 +50,16 @@ def missing(api: Api, namespace: str) -> str:
         count = resource.spec.replicas
     elif not policy.min_replicas <= count <= policy.max_replicas:
         return f"{count} replicas"
-    replacements = {"Surge": SURGE, "OneByOne": ONE_BY_ONE, "Recreate": RECREATE}
+    rollout = resource.spec.rollout
+    surge = Replacement("RollingUpdate", rollout.max_surge, rollout.max_unavailable)
+    one_by_one = ONE_BY_ONE if rollout.max_surge else surge
+    replacements = {"Surge": surge, "OneByOne": one_by_one, "Recreate": RECREATE}
     replacement = replacements[seen["rollout"]["strategyChosen"]]
-    writes = diff(render(resource, SETTINGS, count, replacement), children, resource.uid)
+    # New deadlines come with the next revision: until then the template holds the marked ones.
+    carried = marks(deployment)
+    template = pod_template(resource, SETTINGS, deadlines_of(carried[DEADLINES_MARK]))
+    wanted = render(resource, SETTINGS, count, replacement, template=template, marks=carried)
+    writes = diff(wanted, children, resource.uid)
     if (
         seen["desiredReplicas"] != count
         or seen["observedGeneration"] != body["metadata"]["generation"]
