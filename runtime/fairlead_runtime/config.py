@@ -288,9 +288,17 @@ class EngineConfig:
         when="Whenever others can reach the port.",
         metavar="FILE",
     )
+    drain_grace: float = knob(
+        5.0,
+        "time after SIGTERM in which a server that is no longer ready still serves new requests",
+        unit="seconds",
+        when="Longer than your load balancer takes to stop sending requests to a pod.",
+        low=0.0,
+        high=3600.0,
+    )
     drain_timeout: float = knob(
         300.0,
-        "longest time that running streams may take to finish after SIGTERM",
+        "longest time that running streams may take to finish after the grace",
         unit="seconds",
         when="At least your longest answer.",
         cr="rollout.drainTimeoutSeconds",

@@ -207,7 +207,9 @@ class OutputStream(Protocol):
 
 
 class DrainResult(NamedTuple):
-    """How the requests that ran when a drain began have ended, without canaries."""
+    """How the requests that ran when a drain began, or came in its grace, have ended; without
+    canaries.
+    """
 
     finished: int
     aborted: int  # still running when the drain timed out
@@ -231,11 +233,23 @@ class EngineClient(Protocol):
         ...
 
     def begin_drain(self) -> None:
-        """Refuse new submissions; running ones go on. A signal handler may call it."""
+        """Report not ready; new submissions are still served, and the drain's result counts
+        them.
+        """
         ...
 
-    async def drain(self, grace: float) -> DrainResult:
-        """begin_drain, wait for running requests up to ``grace`` seconds, abort the rest."""
+    def refuse_new(self) -> None:
+        """Refuse new submissions; running ones go on."""
+        ...
+
+    def resume(self) -> None:
+        """Undo begin_drain and refuse_new."""
+        ...
+
+    async def drain(self, max_wait: float) -> DrainResult:
+        """begin_drain, refuse_new, wait for running requests up to ``max_wait`` seconds, abort the
+        rest.
+        """
         ...
 
     async def canary(self, max_wait: float = 10.0) -> int:

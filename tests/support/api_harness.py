@@ -104,9 +104,10 @@ class FakeService:
     closed: asyncio.Event = field(default_factory=asyncio.Event)
     hanging: asyncio.Event = field(default_factory=asyncio.Event)
     draining: bool = False
+    refusing: bool = False
 
     async def submit(self, submission: Submission) -> FakeStream:
-        if self.draining:
+        if self.refusing:
             raise Draining("draining", retry_after=1.0)
         if self.refuse is not None and len(self.seen) >= self.refuse_after:
             raise self.refuse
@@ -127,10 +128,17 @@ class FakeService:
     def begin_drain(self) -> None:
         self.draining = True
 
-    async def drain(self, grace: float) -> DrainResult:
+    def refuse_new(self) -> None:
+        self.refusing = True
+
+    def resume(self) -> None:
+        self.draining = self.refusing = False
+
+    async def drain(self, max_wait: float) -> DrainResult:
         self.begin_drain()
+        self.refuse_new()
         running = len(self.live)
-        async with asyncio.timeout(grace):
+        async with asyncio.timeout(max_wait):
             while self.live:
                 self.closed.clear()
                 await self.closed.wait()
@@ -199,6 +207,7 @@ async def running_server(
     load: Callable[[], Awaitable[Backend]],
     *,
     wait: bool = True,
+    drain_grace: float = 0.0,
     drain_timeout: float = 5.0,
     **settings: Any,
 ) -> AsyncIterator[Server]:
@@ -207,7 +216,16 @@ async def running_server(
     state = ServerState(name=MODEL, **settings)
     listeners: Listeners = listen("127.0.0.1", 0, 0)
     port, admin_port = (each.getsockname()[1] for each in listeners)
-    task = asyncio.create_task(serve(state, listeners, load, drain_timeout=drain_timeout, **limits))
+    task = asyncio.create_task(
+        serve(
+            state,
+            listeners,
+            load,
+            drain_grace=drain_grace,
+            drain_timeout=drain_timeout,
+            **limits,
+        )
+    )
     server = Server(state, port, admin_port, task)
     try:
         if wait:

@@ -12,6 +12,7 @@ import queue
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
@@ -108,6 +109,19 @@ def broken_device() -> None:
     ModelRunner.execute = fail  # type: ignore[method-assign,assignment]
 
 
+def slow_device() -> None:
+    """Make every step last at least 10 ms."""
+    from fairlead_runtime.device.model_runner import ModelRunner
+
+    execute = ModelRunner.execute
+
+    def slow(self: ModelRunner, work: Any) -> Any:
+        time.sleep(0.01)
+        return execute(self, work)
+
+    ModelRunner.execute = slow  # type: ignore[method-assign]
+
+
 @contextmanager
 def serve(
     model: str,
@@ -115,10 +129,11 @@ def serve(
     environ: Mapping[str, str] | None = None,
     prepare: Callable[[], None] = no_preparation,
 ) -> Iterator[Process]:
-    """Run ``fairlead serve MODEL --port=0 --admin-port=0 FLAGS``; ``prepare`` runs in the process
-    first.
+    """Run ``fairlead serve MODEL FLAGS`` on free ports, without a grace of the drain unless FLAGS
+    have one; ``prepare`` runs in the process first.
     """
-    server = Process(["serve", model, "--port=0", "--admin-port=0", *flags], environ or {}, prepare)
+    defaults = ["--port=0", "--admin-port=0", "--drain-grace=0"]
+    server = Process(["serve", model, *defaults, *flags], environ or {}, prepare)
     try:
         yield server
     finally:

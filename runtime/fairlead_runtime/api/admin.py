@@ -9,6 +9,7 @@ import dataclasses
 
 from starlette.responses import JSONResponse, Response
 
+from fairlead_runtime.api.drain import Drain
 from fairlead_runtime.api.errors import ApiError
 from fairlead_runtime.api.state import ServerState
 
@@ -16,19 +17,25 @@ EXPOSITION = "text/plain; version=0.0.4; charset=utf-8"
 
 
 class Admin:
-    def __init__(self, state: ServerState) -> None:
+    def __init__(self, state: ServerState, drain: Drain) -> None:
         self._state = state
+        self._drain = drain
 
     async def metrics(self) -> Response:
         backend = self._state.loaded()
         return Response(await asyncio.to_thread(backend.metrics), media_type=EXPOSITION)
 
     async def drain(self) -> Response:
-        """Refuse new requests from now on; running ones finish. Answers at once; may be
+        """Drain as after SIGTERM, without the end of the process. Answers at once; may be
         repeated.
         """
-        self._state.begin_drain()
+        self._drain.begin()
         return JSONResponse({"draining": True})
+
+    async def undo_drain(self) -> Response:
+        """Be ready and serve again. May be repeated."""
+        self._drain.undo()
+        return JSONResponse({"draining": False})
 
     async def canary(self) -> Response:
         token = await self._state.loaded().service.canary()

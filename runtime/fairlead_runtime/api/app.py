@@ -17,6 +17,7 @@ from fairlead_runtime.api.access_log import AccessLogMiddleware
 from fairlead_runtime.api.admin import Admin
 from fairlead_runtime.api.auth import AuthMiddleware, KeyRing, Salter
 from fairlead_runtime.api.completions import CHAT, COMPLETIONS, EndpointHandler
+from fairlead_runtime.api.drain import CloseWhileDraining, Drain
 from fairlead_runtime.api.health import Probes
 from fairlead_runtime.api.limits import PromptPool
 from fairlead_runtime.api.state import ServerState
@@ -43,17 +44,19 @@ def public_app(state: ServerState, pool: PromptPool, keys: KeyRing | None = None
     )
     app.add_api_route("/healthz", probes.healthz, methods=["GET"])
     app.add_api_route("/readyz", probes.readyz, methods=["GET"])
-    return AccessLogMiddleware(AuthMiddleware(app, keys), port="public")
+    closing = CloseWhileDraining(AuthMiddleware(app, keys), state)
+    return AccessLogMiddleware(closing, port="public")
 
 
-def admin_app(state: ServerState) -> ASGIApp:
+def admin_app(state: ServerState, drain: Drain) -> ASGIApp:
     """The admin port. It needs no key: a network policy must guard it."""
     app = _bare()
-    admin, probes = Admin(state), Probes(state)
+    admin, probes = Admin(state, drain), Probes(state)
     app.add_api_route("/metrics", admin.metrics, methods=["GET"])
     app.add_api_route("/healthz", probes.healthz, methods=["GET"])
     app.add_api_route("/readyz", probes.readyz, methods=["GET"])
     app.add_api_route("/drain", admin.drain, methods=["POST"])
+    app.add_api_route("/drain", admin.undo_drain, methods=["DELETE"])
     app.add_api_route("/canary", admin.canary, methods=["POST"])
     app.add_api_route("/model/config.json", admin.model_config, methods=["GET"])
     app.add_api_route("/debug/memory", admin.memory, methods=["GET"])

@@ -1,8 +1,8 @@
 """The server process: listen, load, serve, drain, end.
 
 Owns both ports in one event loop, and the signals. The ports are open while the model loads, so
-that probes and ``/model/config.json`` answer. SIGTERM ends readiness at once, and the process when
-the running streams are done.
+that probes and ``/model/config.json`` answer. SIGTERM starts the drain, and the process ends
+with it.
 """
 
 import asyncio
@@ -25,6 +25,7 @@ from fairlead_runtime.api.connection import (
     GuardedProtocol,
     protocol_class,
 )
+from fairlead_runtime.api.drain import Drain
 from fairlead_runtime.api.limits import PromptPool
 from fairlead_runtime.api.state import Backend, ServerState
 from fairlead_runtime.config import ConfigError
@@ -61,28 +62,32 @@ async def serve(
     listeners: Listeners,
     load: Callable[[], Awaitable[Backend]],
     *,
+    drain_grace: float,
     drain_timeout: float,
     max_connections: int = MAX_CONNECTIONS,
 ) -> DrainResult:
     """Serve until SIGTERM or SIGINT, with the backend that ``load`` returns; the ports are open
     while it loads.
 
-    Returns how many of the requests that ran at the signal finished and how many were aborted.
-    Raises whatever ``load`` raises, and EngineDead when the engine gives up. A second signal ends
-    the drain. Streams that run longer than ``drain_timeout`` seconds end with an error event.
+    Returns how many of the requests that ran at the signal or came later finished and how many
+    were aborted. Raises whatever ``load`` raises, and EngineDead when the engine gives up. A second
+    signal ends the drain. New requests are served for ``drain_grace`` seconds after the signal;
+    streams that run ``drain_timeout`` seconds longer end with an error event.
     """
     _allow_files(2 * max_connections + 256)
     pool = PromptPool()
     signals: asyncio.Queue[None] = asyncio.Queue()
+    drain = Drain(state, grace=drain_grace, timeout=drain_timeout)
     ports = [
         _Port(public_app(state, pool, state.keys), listeners.public, max_connections),
-        _Port(admin_app(state), listeners.admin, max_connections),
+        _Port(admin_app(state, drain), listeners.admin, max_connections),
     ]
-    with _signals(state, signals):
+    with _signals(drain, signals):
         serving = [asyncio.create_task(port.serve()) for port in ports]
         try:
-            return await _load_and_drain(state, load, signals, drain_timeout)
+            return await _load_and_drain(state, load, signals, drain)
         finally:
+            drain.cancel()
             pool.close()
             for port in ports:
                 port.server.should_exit = True
@@ -93,7 +98,7 @@ async def _load_and_drain(
     state: ServerState,
     load: Callable[[], Awaitable[Backend]],
     signals: "asyncio.Queue[None]",
-    drain_timeout: float,
+    drain: Drain,
 ) -> DrainResult:
     """Load, serve and drain."""
     signal_task = asyncio.ensure_future(signals.get())
@@ -107,25 +112,17 @@ async def _load_and_drain(
         await _first(signal_task, backend.died.wait())
         if backend.died.is_set():
             raise EngineDead(backend.service.health().reason)
-        _log.info("draining")
-        drained = await _drain(backend, signals, drain_timeout)
-        _log.info("drained: %d requests finished, %d were aborted", *drained)
-        return drained
+        return await _drain(backend, signals, drain)
     finally:
         signal_task.cancel()
         load_task.cancel()
 
 
-async def _drain(
-    backend: Backend, signals: "asyncio.Queue[None]", drain_timeout: float
-) -> DrainResult:
-    """Let running requests finish, until a second signal or the end of the engine."""
-    draining = asyncio.ensure_future(backend.service.drain(drain_timeout))
+async def _drain(backend: Backend, signals: "asyncio.Queue[None]", drain: Drain) -> DrainResult:
+    """Drain, until a second signal or the end of the engine."""
+    draining = drain.begin()
     await _first(draining, signals.get(), backend.died.wait())
-    if draining.done():
-        return draining.result()
-    draining.cancel()
-    return await backend.service.drain(0.0)
+    return draining.result() if draining.done() else await drain.cut()
 
 
 async def _first(*awaited: Awaitable[object]) -> None:
@@ -177,14 +174,14 @@ class _Server(uvicorn.Server):
 
 
 @contextlib.contextmanager
-def _signals(state: ServerState, signals: "asyncio.Queue[None]") -> Generator[None, None, None]:
+def _signals(drain: Drain, signals: "asyncio.Queue[None]") -> Generator[None, None, None]:
     """Handle SIGTERM and SIGINT: end readiness in the same turn of the loop, then queue the
     signal.
     """
     loop = asyncio.get_running_loop()
 
     def received() -> None:
-        state.begin_drain()
+        drain.begin(process_ends=True)
         signals.put_nowait(None)
 
     handled = (signal.SIGTERM, signal.SIGINT)

@@ -36,7 +36,9 @@ class Backend:
 
 @dataclass(slots=True, kw_only=True)
 class ServerState:
-    """``attach`` ends loading; ``begin_drain`` ends the serving of new requests."""
+    """``attach`` ends loading, ``begin_drain`` readiness, ``refuse_new`` the serving of new requests;
+    ``resume`` undoes the last two. ``drain`` decides when.
+    """
 
     name: str  # clients send it as "model"
     source: str = ""  # where the model came from, shown by /v1/models
@@ -44,24 +46,37 @@ class ServerState:
     created: int = field(default_factory=lambda: int(time.time()))
     model_config: bytes | None = None  # config.json, available before the weights are loaded
     backend: Backend | None = None
-    draining: bool = False
+    draining: bool = False  # not ready
+    refusing: bool = False  # the grace of the drain is over
 
     def attach(self, backend: Backend) -> None:
         self.backend = backend
         if self.draining:
             backend.service.begin_drain()
+        if self.refusing:
+            backend.service.refuse_new()
 
     def begin_drain(self) -> None:
-        """End readiness and refuse new requests; running ones go on. A signal handler may
-        call it.
-        """
+        """End readiness; new requests are still served."""
         self.draining = True
         if self.backend is not None:
             self.backend.service.begin_drain()
 
+    def refuse_new(self) -> None:
+        """Refuse new requests; running ones go on."""
+        self.refusing = True
+        if self.backend is not None:
+            self.backend.service.refuse_new()
+
+    def resume(self) -> None:
+        """Be ready and serve new requests again."""
+        self.draining = self.refusing = False
+        if self.backend is not None:
+            self.backend.service.resume()
+
     def serving(self) -> Backend:
-        """The backend, for a new request. Raises ApiError 503 while loading or draining."""
-        if self.draining:
+        """The backend, for a new request. Raises ApiError 503 while loading or refusing."""
+        if self.refusing:
             raise ApiError(
                 503,
                 "the server is shutting down; retry on another replica",

@@ -61,7 +61,8 @@ class Service:
         self._now = now
         self._streams: dict[str, Stream] = {}
         self._draining = False
-        self._live_at_drain = 0
+        self._refusing = False
+        self._drain_requests = 0  # that ran when the drain began, or came since
         self._no_clients = asyncio.Event()  # set while no client's request is live
         self._no_clients.set()
         self._tokens = 0  # delivered so far, of all requests
@@ -96,22 +97,30 @@ class Service:
 
     def begin_drain(self) -> None:
         if not self._draining:
-            self._live_at_drain = len(self._clients())
+            self._drain_requests = len(self._clients())
         self._draining = True
 
-    async def drain(self, grace: float) -> DrainResult:
+    def refuse_new(self) -> None:
+        self._refusing = True
+
+    def resume(self) -> None:
+        self._draining = self._refusing = False
+
+    async def drain(self, max_wait: float) -> DrainResult:
         self.begin_drain()
+        self.refuse_new()
         unfinished: list[str] = []
         try:
-            async with asyncio.timeout(grace):
+            async with asyncio.timeout(max_wait):
                 await self._no_clients.wait()
         except TimeoutError:
             unfinished = self._clients()
             for request_id in unfinished:
                 self._engine.abort(
-                    request_id, error=Draining(f"the server stopped after {grace:g} s of draining")
+                    request_id,
+                    error=Draining(f"the server stopped after {max_wait:g} s of draining"),
                 )
-        return DrainResult(self._live_at_drain - len(unfinished), len(unfinished))
+        return DrainResult(self._drain_requests - len(unfinished), len(unfinished))
 
     def _clients(self) -> list[str]:
         """The ids of the live requests that are not canaries."""
@@ -120,7 +129,7 @@ class Service:
     # -- requests
 
     async def submit(self, submission: Submission) -> Stream:
-        if self._draining:
+        if self._refusing:
             raise Draining("the server is shutting down: retry on another replica", retry_after=1.0)
         request = self._intake.request(submission)
         if request.id in self._streams:
@@ -135,6 +144,7 @@ class Service:
         self._streams[request.id] = stream
         if bounded:
             self._no_clients.clear()
+            self._drain_requests += self._draining
         return stream
 
     async def cancel(self, request_id: str) -> bool:

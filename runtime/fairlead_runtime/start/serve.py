@@ -70,7 +70,13 @@ async def _serve(
         return backend
 
     try:
-        return await http.serve(state, listeners, load, drain_timeout=config.drain_timeout)
+        return await http.serve(
+            state,
+            listeners,
+            load,
+            drain_grace=config.drain_grace,
+            drain_timeout=config.drain_timeout,
+        )
     finally:
         for service in services:
             await service.stop()

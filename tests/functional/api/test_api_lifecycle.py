@@ -10,11 +10,12 @@ import pytest
 
 from fairlead_runtime.api.admin import EXPOSITION
 from fairlead_runtime.api.app import admin_app, public_app
+from fairlead_runtime.api.drain import Drain
 from fairlead_runtime.api.limits import PromptPool
 from fairlead_runtime.api.server import listen
 from fairlead_runtime.api.state import Backend, ServerState
 from fairlead_runtime.config import ConfigError
-from fairlead_runtime.outputs import DrainResult, EngineDead, Health
+from fairlead_runtime.outputs import Draining, DrainResult, EngineDead, Health
 from support.api_harness import (
     FakeService,
     asgi,
@@ -85,6 +86,75 @@ def test_the_admin_port_answers_every_route() -> None:
     run(scenario())
 
 
+def test_a_drain_over_http_can_be_undone_and_begun_again() -> None:
+    async def scenario() -> None:
+        async with (
+            fake_server() as (server, service),
+            server.admin() as admin,
+            server.client() as client,
+        ):
+            for _ in range(2):
+                await admin.post("/drain")
+                await until(lambda: service.refusing)
+                refused = await client.post("/v1/completions", json=completion())
+                assert refused.status_code == 503
+                for _ in range(2):
+                    assert (await admin.delete("/drain")).json() == {"draining": False}
+                assert (await client.get("/readyz")).status_code == 200
+                answer = await client.post("/v1/completions", json=completion())
+                assert answer.status_code == 200
+            assert not server.task.done()
+
+    run(scenario())
+
+
+def test_a_drain_over_http_ends_the_streams_that_outlive_it_and_not_the_process() -> None:
+    async def scenario() -> None:
+        service = _Stubborn(hang=True, error=Draining("cut"))
+        async with fake_server(service, drain_timeout=0) as (server, _):
+            body = json.dumps(completion(stream=True)).encode()
+            _reader, writer = await server.raw()
+            writer.write(http("POST", "/v1/completions", body))
+            await service.hanging.wait()
+            async with server.admin() as admin:
+                await admin.post("/drain")
+                await until(lambda: not service.hang)
+                assert (await admin.get("/healthz")).status_code == 200
+            writer.close()
+            await until(lambda: not service.live)
+            assert not server.task.done()
+            send_sigterm()
+            await server.task
+
+    run(scenario())
+
+
+def test_a_server_that_drains_serves_new_requests_for_its_grace_and_closes_their_connections() -> (
+    None
+):
+    async def scenario() -> None:
+        async with fake_server(drain_grace=3600) as (server, service):
+            send_sigterm()
+            await until(lambda: server.state.draining)
+            async with server.client() as client, server.admin() as admin:
+                for each in (client, admin):
+                    assert (await each.get("/readyz")).status_code == 503
+                    assert (await each.get("/healthz")).status_code == 200
+                for stream in (False, True):
+                    answer = await client.post("/v1/completions", json=completion(stream=stream))
+                    assert answer.status_code == 200
+                    assert answer.headers["connection"] == "close"
+                assert not service.refusing
+                undo = await admin.delete("/drain")
+                assert undo.status_code == 409
+                assert is_error(undo.json())
+            assert not server.task.done()
+            send_sigterm()  # a second signal ends the grace, too
+            await server.task
+
+    run(scenario())
+
+
 @pytest.mark.parametrize(
     ("health", "healthz", "readyz"),
     [
@@ -97,7 +167,8 @@ def test_the_probes_report_the_engines_health(health: Health, healthz: int, read
     async def scenario() -> None:
         state, pool = ServerState(name="tiny"), PromptPool()
         state.attach(backend_of(FakeService(state=health)))
-        for app in (public_app(state, pool), admin_app(state)):
+        drain = Drain(state, grace=0.0, timeout=0.0)
+        for app in (public_app(state, pool), admin_app(state, drain)):
             assert (await asgi(app, "GET", "/healthz"))[0] == healthz
             status, body = await asgi(app, "GET", "/readyz")
             assert status == readyz
@@ -121,7 +192,7 @@ def test_a_signal_lets_streams_finish_and_refuses_new_requests() -> None:
             streams = [asyncio.create_task(stream()) for _ in range(5)]
             await until(lambda: len(service.live) == 5)
             send_sigterm()
-            await until(lambda: server.state.draining)
+            await until(lambda: server.state.refusing)
             async with server.client() as late:
                 assert (await late.get("/readyz")).status_code == 503
                 assert (await late.get("/healthz")).status_code == 200
@@ -141,9 +212,9 @@ class _Stubborn(FakeService):
     service does.
     """
 
-    async def drain(self, grace: float) -> DrainResult:
+    async def drain(self, max_wait: float) -> DrainResult:
         self.begin_drain()
-        if grace > 0:
+        if max_wait > 0:
             await asyncio.Event().wait()
         self.hang = False
         return DrainResult(0, len(self.live))

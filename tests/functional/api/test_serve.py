@@ -6,12 +6,20 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import torch
 
 from fairlead_runtime.models import tiny
 from support.full import LONG_FORM
-from support.serve_process import Process, broken_device, never_loads, serve, stream_events
+from support.serve_process import (
+    Process,
+    broken_device,
+    never_loads,
+    serve,
+    slow_device,
+    stream_events,
+)
 
 LONG = {
     "prompt": [1, 2, 3],
@@ -156,7 +164,7 @@ def test_sigterm_lets_live_streams_finish_refuses_new_ones_and_ends_with_0(
         for _ in readers:
             reached.acquire()
         server.terminate()
-        server.until_logged("draining")
+        server.until_logged("refused")
         with server.client("admin") as admin, server.client() as client:
             assert admin.get("/readyz").status_code == 503
             assert admin.get("/healthz").status_code == 200
@@ -168,6 +176,74 @@ def test_sigterm_lets_live_streams_finish_refuses_new_ones_and_ends_with_0(
         assert [(reader.reason, reader.done) for reader in readers] == [("length", True)] * len(
             readers
         )
+        assert server.end() == 0
+
+
+class Caller(threading.Thread):
+    """Sends short requests, each on a new connection, until one is refused; keeps the other
+    statuses.
+    """
+
+    def __init__(self, server: Process, request: dict[str, Any]) -> None:
+        super().__init__()
+        self.statuses: list[int] = []
+        self.refusal: httpx.Response | None = None
+        self.answered = threading.Event()
+        self._server, self._request = server, request
+
+    def run(self) -> None:
+        while self.refusal is None:
+            with self._server.client() as client:
+                answer = client.post("/v1/completions", json=self._request)
+            if answer.status_code == 503:
+                self.refusal = answer
+            else:
+                self.statuses.append(answer.status_code)
+            self.answered.set()
+
+
+def test_after_sigterm_new_requests_are_served_for_the_grace_then_refused_and_no_stream_is_cut(
+    model: str,
+) -> None:
+    """Steps are slow, so that the streams are longer than the grace."""
+    with serve(model, "--drain-grace=1", prepare=slow_device) as server:
+        server.until_logged("serving")
+        reached = threading.Semaphore(0)
+        readers = [Reader(server, body(model, prompt=[i, 7]), 1, reached) for i in range(4)]
+        short = body(model, prompt=[9, 9], stream=False, max_tokens=1)
+        callers = [Caller(server, short) for _ in range(4)]
+        for thread in (*readers, *callers):
+            thread.start()
+        for _ in readers:
+            reached.acquire()
+        for caller in callers:
+            caller.answered.wait()
+            caller.answered.clear()
+        server.terminate()
+        server.until_logged("not ready")
+        with server.client("admin") as admin:
+            assert admin.get("/readyz").status_code == 503
+            assert admin.get("/healthz").status_code == 200
+        for thread in (*callers, *readers):
+            thread.join()
+        for caller in callers:
+            assert set(caller.statuses) == {200}
+            assert caller.refusal is not None
+            assert "retry-after" in caller.refusal.headers
+        assert [(reader.reason, reader.done) for reader in readers] == [("length", True)] * 4
+        assert server.end() == 0
+        log = "".join(server.lines)
+        assert log.index("new requests are served") < log.index("new requests are refused")
+
+
+def test_an_idle_server_serves_for_its_grace_after_sigterm_and_ends_with_0(model: str) -> None:
+    with serve(model, "--drain-grace=1") as server:
+        server.until_logged("serving")
+        server.terminate()
+        server.until_logged("not ready")
+        with server.client() as client:
+            answer = client.post("/v1/completions", json=body(model, stream=False, max_tokens=1))
+            assert answer.status_code == 200
         assert server.end() == 0
 
 
@@ -206,7 +282,7 @@ def test_a_second_sigterm_ends_the_drain(model: str) -> None:
             events = stream_events(response)
             next(events)
             server.terminate()
-            server.until_logged("draining")
+            server.until_logged("refused")
             server.terminate()
             rest = list(events)
         assert any(isinstance(event, dict) and "error" in event for event in rest)

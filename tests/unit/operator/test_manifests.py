@@ -69,7 +69,7 @@ def test_the_deployment_of_the_demo_model_on_a_cpu() -> None:
         "spec": {
             "automountServiceAccountToken": False,
             "enableServiceLinks": False,
-            "terminationGracePeriodSeconds": 315,
+            "terminationGracePeriodSeconds": 315,  # grace 5 + timeout 300 + 10
             "securityContext": {
                 "runAsNonRoot": True,
                 "runAsUser": 10001,

@@ -328,6 +328,35 @@ async def test_a_drain_lets_running_streams_finish_and_refuses_new_ones() -> Non
         assert await draining == DrainResult(finished=1, aborted=0)
 
 
+async def test_a_drain_that_has_begun_serves_new_requests_until_it_refuses_and_counts_them() -> (
+    None
+):
+    async with running() as service:
+        service.begin_drain()
+        assert service.health().reason == "draining"
+        assert (await read(await service.submit(ask())))[0]
+        service.refuse_new()
+        with pytest.raises(Draining) as refused:
+            await service.submit(ask())
+        assert refused.value.retry_after is not None
+        assert await service.drain(WITHIN) == DrainResult(finished=1, aborted=0)
+
+
+async def test_a_drain_that_is_undone_leaves_the_service_ready() -> None:
+    gate = Gate()
+    async with running(gate) as service:
+        before = await service.submit(ask(max_tokens=4))
+        draining = asyncio.create_task(service.drain(WITHIN))
+        await asyncio.sleep(0)
+        draining.cancel()
+        service.resume()
+        assert service.health().ready
+        after = await service.submit(ask(start=9, max_tokens=4))
+        gate.open()
+        for stream in (before, after):
+            assert (await read(stream))[0][-1].finish_reason is FinishReason.LENGTH
+
+
 async def test_a_drain_that_takes_too_long_ends_the_rest_with_an_error() -> None:
     gate = Gate()
     async with running(gate) as service:

@@ -27,6 +27,7 @@ from fairlead_operator.resource.kinds import (
 )
 from fairlead_operator.resource.resource import InferenceDeployment
 from fairlead_operator.resource.settings import Settings
+from fairlead_runtime.config import EngineConfig
 
 USER = 10001
 HUB_HOME = "/models"  # HF_HOME: an emptyDir, or the shared claim
@@ -34,7 +35,12 @@ CLAIM_ROOT = "/model"  # where a pvc:// source is mounted, read-only
 TMP, SHM = "/tmp", "/dev/shm"  # noqa: S108 - emptyDirs of the pod
 KEYS, TOKEN = "/var/run/fairlead/api-keys", "/var/run/fairlead/hub-token"
 PROBE_SECONDS = 2
-GRACE_SECONDS = 15  # after the drain, to close connections and exit
+EXIT_SECONDS = 10  # after the drain, to close connections and exit
+
+
+def termination_seconds(engine: EngineConfig) -> int:
+    """The time from SIGTERM to SIGKILL, long enough for the runtime's whole drain."""
+    return math.ceil(engine.drain_grace + engine.drain_timeout) + EXIT_SECONDS
 
 
 def selector(resource: InferenceDeployment) -> dict[str, str]:
@@ -128,7 +134,7 @@ def _pod_spec(resource: InferenceDeployment, settings: Settings) -> Object:
     pod: Object = {
         "automountServiceAccountToken": False,
         "enableServiceLinks": False,
-        "terminationGracePeriodSeconds": spec.rollout.drain_timeout_seconds + GRACE_SECONDS,
+        "terminationGracePeriodSeconds": termination_seconds(resource.engine),
         "securityContext": {
             "runAsNonRoot": True,
             "runAsUser": USER,
