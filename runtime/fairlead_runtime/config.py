@@ -211,7 +211,7 @@ class EngineConfig:
     )
     queue_timeout: float = knob(
         60.0,
-        "longest wait for the first step; then the answer is 503",
+        "longest wait for the first step; then the answer is 429",
         unit="seconds",
         when="Set it to how long your clients wait.",
         cr="scheduler.queueTimeoutSeconds",

@@ -35,8 +35,8 @@ class QueueFull(ServiceError):  # noqa: N818 - named for the condition, as queue
 
 
 class QueueTimeout(ServiceError):  # noqa: N818 - named for the condition, as queue.Full is
-    """The request waited ``queue_timeout`` seconds for its first step. HTTP: 503 with Retry-
-    After.
+    """The request waited ``queue_timeout`` seconds for its first step. HTTP: 429 with
+    Retry-After.
     """
 
     code = "queue_timeout"

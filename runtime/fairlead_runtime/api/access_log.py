@@ -13,10 +13,13 @@ import uuid
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from fairlead_runtime.api.auth import OPEN_PATHS
 from fairlead_runtime.api.errors import internal_error
 from fairlead_runtime.api.limits import ClientDisconnected
 
 _SAFE_ID = re.compile(rb"[A-Za-z0-9._-]{1,64}")
+
+QUIET = OPEN_PATHS | {"/metrics"}  # their good answers are logged at level debug
 
 _log = logging.getLogger("fairlead.api")
 
@@ -68,7 +71,7 @@ class AccessLogMiddleware:
             "status": status,
             "seconds": round(seconds, 4),
         }
-        quiet = route in {"/healthz", "/readyz", "/metrics"} and status == 200
+        quiet = route in QUIET and status == 200
         _log.log(logging.DEBUG if quiet else logging.INFO, "request", extra=facts)
 
 

@@ -15,7 +15,7 @@ from starlette.types import ASGIApp
 from fairlead_runtime.api import errors
 from fairlead_runtime.api.access_log import AccessLogMiddleware
 from fairlead_runtime.api.admin import Admin
-from fairlead_runtime.api.auth import AuthMiddleware, KeyRing, Salter
+from fairlead_runtime.api.auth import READINESS, AuthMiddleware, KeyRing, Salter
 from fairlead_runtime.api.completions import CHAT, COMPLETIONS, EndpointHandler
 from fairlead_runtime.api.drain import CloseWhileDraining, Drain
 from fairlead_runtime.api.health import Probes
@@ -43,7 +43,8 @@ def public_app(state: ServerState, pool: PromptPool, keys: KeyRing | None = None
         Route("/v1/chat/completions", EndpointHandler(state, CHAT, pool, salter), methods=["POST"])
     )
     app.add_api_route("/healthz", probes.healthz, methods=["GET"])
-    app.add_api_route("/readyz", probes.readyz, methods=["GET"])
+    for path in READINESS:
+        app.add_api_route(path, probes.readyz, methods=["GET"])
     closing = CloseWhileDraining(AuthMiddleware(app, keys), state)
     return AccessLogMiddleware(closing, port="public")
 
@@ -54,7 +55,8 @@ def admin_app(state: ServerState, drain: Drain) -> ASGIApp:
     admin, probes = Admin(state, drain), Probes(state)
     app.add_api_route("/metrics", admin.metrics, methods=["GET"])
     app.add_api_route("/healthz", probes.healthz, methods=["GET"])
-    app.add_api_route("/readyz", probes.readyz, methods=["GET"])
+    for path in READINESS:
+        app.add_api_route(path, probes.readyz, methods=["GET"])
     app.add_api_route("/drain", admin.drain, methods=["POST"])
     app.add_api_route("/drain", admin.undo_drain, methods=["DELETE"])
     app.add_api_route("/canary", admin.canary, methods=["POST"])

@@ -16,7 +16,9 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from fairlead_runtime.api.errors import ApiError
 from fairlead_runtime.config import ConfigError
 
-OPEN_PATHS = frozenset({"/healthz", "/readyz"})
+# /readyz and its names on other servers, for load balancers that are configured for those.
+READINESS = ("/readyz", "/health", "/ping")
+OPEN_PATHS = frozenset({"/healthz", *READINESS})
 TENANT = "fairlead.tenant"  # the scope's entry for the caller's tenant; absent without keys
 MAX_KEY = 1024  # bytes; a longer credential is not a valid key
 

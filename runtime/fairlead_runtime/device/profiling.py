@@ -1,5 +1,5 @@
 """The profiling run: measures the memory of one step beside weights and cache, before the cache is
-sized.
+sized, and how long a step takes without attention.
 
 Owns its dummy work (a full batch of prefills; as many decodes as may run at once; one long row's
 attention; the largest batch on the host) and the meters. The names it returns are those of the
@@ -13,10 +13,11 @@ reused. A CPU computes at most CPU_TOKENS tokens for this and scales up: every t
 grows with its tokens, none with their square, since attention is masked in strips.
 """
 
+import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -45,6 +46,16 @@ BLOCK_SIZE = 16
 _PARAMS = SamplingParams(temperature=1.0, top_k=50, top_p=0.9, min_p=0.01, logprobs=20)
 
 
+class Profile(NamedTuple):
+    """``measured``: bytes of ``activations``, ``attention``, ``logits``, ``sampling`` and
+    ``batch``. Times in seconds, with the meters' overhead.
+    """
+
+    measured: Mapping[str, int]
+    token_seconds: float  # of one token in a large step
+    decode_seconds: float  # one step of decodes
+
+
 @torch.inference_mode()
 def profile(
     model: PagedModel,
@@ -54,9 +65,8 @@ def profile(
     max_requests: int,
     max_model_len: int,
     block_size: int = BLOCK_SIZE,
-) -> Mapping[str, int]:
-    """Bytes of ``activations``, ``attention``, ``logits``, ``sampling`` and ``batch`` in the
-    largest steps that these limits allow.
+) -> Profile:
+    """The memory of the largest steps that these limits allow, and times.
 
     Runs one step of max_batch_tokens (on a CPU of CPU_TOKENS) and one of max_requests decodes.
     ``backend`` must be unused: the scratch memory that it keeps is part of ``attention``.
@@ -68,20 +78,25 @@ def profile(
     lengths = [min(longest, tokens - at) for at in range(0, tokens, longest)]
 
     prefill = _step(model, lengths, samples=False)
+    began = time.monotonic()
     activations = _peak(model.device, prefill)
+    token_seconds = (time.monotonic() - began) / tokens
     decode = _step(model, [1] * rows, samples=True)
+    began = time.monotonic()
     logits = _peak(model.device, decode)
+    decode_seconds = time.monotonic() - began
     scores = decode()
     batch = SamplingBatch.of([_sequence(i, 1) for i in range(rows)])
     sampling = _peak(model.device, lambda: sample(scores, batch).outcomes())
     whole = min(max_requests, max_batch_tokens)
-    return {
+    measured = {
         "activations": activations * max_batch_tokens // tokens,
         "attention": _attention(model, backend, max_batch_tokens, max_model_len),
         "logits": logits * whole // rows,
         "sampling": sampling * whole // rows,
         "batch": _batch(model, max_batch_tokens, whole, max_model_len, block_size),
     }
+    return Profile(measured, token_seconds, decode_seconds)
 
 
 class _PassWithoutAttention:

@@ -12,7 +12,7 @@ from dataclasses import replace
 from fairlead_runtime.engine.inbox import Abort, Add, Bounds, Inbox, Inspect
 from fairlead_runtime.engine.isolate import Executor, Outcome, run_isolated
 from fairlead_runtime.engine.observer import CANARY, Observer, canary
-from fairlead_runtime.engine.progress import StepProgress
+from fairlead_runtime.engine.progress import NO_TIMES, StepProgress, StepTimes
 from fairlead_runtime.engine.views import LiveRequest, request_views
 from fairlead_runtime.outputs import (
     ChoiceEvent,
@@ -48,11 +48,12 @@ class Engine:
         *,
         now: Callable[[], float],
         observer: Observer | None = None,
+        step_times: StepTimes = NO_TIMES,
     ) -> None:
         self.bounds = bounds
         self.dead_reason = ""  # why the engine gave up; empty while it runs
         self.idle = False  # the last step had nothing to do: wait for a message
-        self.progress = StepProgress(now)
+        self.progress = StepProgress(now, step_times)
         self.counters = Counters()
         self._make_scheduler = make_scheduler
         self._scheduler = make_scheduler()
@@ -106,11 +107,11 @@ class Engine:
         self._inbox.stop()
 
     def not_ready_reason(self) -> str:
-        """Why the engine should get no new traffic, in words; empty when it is ready."""
+        """Why the engine should get no new traffic, in words; empty when it is ready. A full queue
+        is no reason: a pod that answers 429 is seen, one without traffic is not.
+        """
         if self._fault_canary is not None:
             return "a step failed for no single request, and no canary has succeeded since"
-        if self._inbox.full:
-            return f"the queue is full ({self.bounds.max_queue} requests wait)"
         return ""
 
     def snapshot(self) -> EngineSnapshot:

@@ -5,10 +5,25 @@ attributes; a reader may see a value one step old, never half a value.
 """
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 READY_STEP_SECONDS = 5.0  # a longer step makes the server not ready
 ALIVE_STEP_SECONDS = 60.0  # a longer step makes the server not alive
-SLACK = 2.0  # a step may take this many times the usual time per token
+SLACK = 3.0  # a step may take this many times the expected time
+# No step may take longer, unless the profiling run's own full step with SLACK does.
+LONGEST_STEP_SECONDS = 600.0
+DECAY = 0.99  # per step, of the longest step that is remembered
+
+
+class StepTimes(NamedTuple):
+    """The profiling run's times in seconds. It computes no attention, hence SLACK."""
+
+    per_token: float = 0.0  # of a step as large as the run computes
+    decode: float = 0.0  # one step of decodes
+    full: float = 0.0  # a step of max_batch_tokens
+
+
+NO_TIMES = StepTimes()
 
 
 class StepProgress:
@@ -16,12 +31,14 @@ class StepProgress:
     ended.
     """
 
-    def __init__(self, now: Callable[[], float]) -> None:
+    def __init__(self, now: Callable[[], float], profiled: StepTimes = NO_TIMES) -> None:
         self._now = now
         self.working = False
         self.last_change = now()
         self._tokens = 0
-        self._per_token = 0.0
+        self._profiled = profiled
+        self._longest = profiled.decode  # of recent steps, in seconds
+        self._cap = max(LONGEST_STEP_SECONDS, SLACK * profiled.full)
 
     def begin(self, tokens: int = 0) -> None:
         """Work arrives at an idle engine, or a step of this many tokens starts."""
@@ -30,13 +47,10 @@ class StepProgress:
         self.working = True
 
     def end(self, *, working: bool) -> None:
-        """A step ends. The time per token is a running mean over the last few steps."""
+        """A step ends."""
         now = self._now()
         if self._tokens:
-            seconds = (now - self.last_change) / self._tokens
-            self._per_token = (
-                seconds if not self._per_token else 0.8 * self._per_token + 0.2 * seconds
-            )
+            self._longest = max(now - self.last_change, DECAY * self._longest)
         self._tokens = 0
         self.last_change = now
         self.working = working
@@ -46,7 +60,12 @@ class StepProgress:
         return self._now() - self.last_change if self.working else None
 
     def allowance(self) -> float:
-        """Seconds the running step may take, from earlier steps: a long prefill on a slow device is
-        not a hang.
+        """Seconds the running step may take: a long prefill on a slow device is not a hang.
+
+        Expected is what its tokens took in the profiling run, or the longest recent step, whichever
+        is more. Small steps say little about the time per token, so they do not change that.
         """
-        return SLACK * self._tokens * self._per_token
+        if not self._tokens:
+            return 0.0
+        expected = max(self._profiled.per_token * self._tokens, self._longest)
+        return min(self._cap, SLACK * expected)

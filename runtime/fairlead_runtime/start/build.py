@@ -22,7 +22,9 @@ from fairlead_runtime.device import profiling, selftest
 from fairlead_runtime.device.kv_cache import CacheStorage
 from fairlead_runtime.device.model_runner import ModelRunner
 from fairlead_runtime.device.paged_model import PagedModel
+from fairlead_runtime.device.profiling import Profile
 from fairlead_runtime.engine.engine import Bounds, Engine, Observer
+from fairlead_runtime.engine.progress import StepTimes
 from fairlead_runtime.models import loading
 from fairlead_runtime.models.loading import InspectedModel, LoadedModel
 from fairlead_runtime.preflight import check_record
@@ -97,10 +99,8 @@ def build(
     loaded_at = now()
     model, result = selftest.prepare_and_test(loaded)
     log.info("%s", result)
-    measured = {
-        **_weight_bytes(model, device, process_bytes),
-        **_step_bytes(model, config, loaded.max_model_len),
-    }
+    profile = _profile(model, config, loaded.max_model_len)
+    measured = {**_weight_bytes(model, device, process_bytes), **profile.measured}
     resolved = resolve(
         config, inspected.shape, device, dtype=_dtype_name(loaded.dtype), measured=measured
     )
@@ -111,7 +111,7 @@ def build(
     log.info("%s", summary(resolved))
     if queue_timeout is None:
         queue_timeout = resolved.config.queue_timeout
-    engine = _engine(loaded, cache, runner, resolved, queue_timeout, observer, now)
+    engine = _engine(loaded, cache, runner, resolved, profile, queue_timeout, observer, now)
     intake = Intake(
         engine.resolve_max_tokens,
         eos_ids=loaded.eos_ids,
@@ -137,6 +137,7 @@ def _engine(
     cache: CacheStorage,
     runner: ModelRunner,
     resolved: ResolvedConfig,
+    profile: Profile,
     queue_timeout: float,
     observer: Observer | None,
     now: Callable[[], float],
@@ -154,6 +155,11 @@ def _engine(
         Bounds.of(limits, max_queue=config.max_queue, queue_timeout=queue_timeout),
         now=now,
         observer=observer,
+        step_times=StepTimes(
+            profile.token_seconds,
+            profile.decode_seconds,
+            full=profile.token_seconds * config.max_batch_tokens,
+        ),
     )
 
 
@@ -215,8 +221,8 @@ def _cache_bytes(cache: CacheStorage, device: DeviceFacts) -> Mapping[str, int]:
     return kv | {"offload": cache.host_nbytes} if device.kind == "cpu" else kv
 
 
-def _step_bytes(model: PagedModel, config: EngineConfig, max_model_len: int) -> Mapping[str, int]:
-    """Bytes that the largest steps take in addition to weights and cache."""
+def _profile(model: PagedModel, config: EngineConfig, max_model_len: int) -> Profile:
+    """Bytes that the largest steps take in addition to weights and cache, and their times."""
     try:
         return profiling.profile(
             model,

@@ -93,7 +93,7 @@ def test_every_path_except_the_probes_needs_a_key(keys: Path) -> None:
                 status, body = await asgi(app, "POST", path, b"{}", **headers)
                 assert status == 401, (path, headers)
                 bodies.add(body)
-        for probe in ("/healthz", "/readyz"):
+        for probe in ("/healthz", "/readyz", "/health", "/ping"):
             assert (await asgi(app, "GET", probe))[0] == 200
         pool.close()
         assert tried == 864

@@ -307,7 +307,7 @@ def test_bodies_that_are_not_plain_json_are_refused(headers: dict[str, str]) -> 
     [
         (QueueFull("full", 3.0), 429, "queue_full"),
         (Draining("going"), 503, "draining"),
-        (QueueTimeout("waited"), 503, "queue_timeout"),
+        (QueueTimeout("waited"), 429, "queue_timeout"),
         (EngineDead("dead"), 503, "engine_dead"),
     ],
 )

@@ -170,9 +170,10 @@ def test_the_probes_report_the_engines_health(health: Health, healthz: int, read
         drain = Drain(state, grace=0.0, timeout=0.0)
         for app in (public_app(state, pool), admin_app(state, drain)):
             assert (await asgi(app, "GET", "/healthz"))[0] == healthz
-            status, body = await asgi(app, "GET", "/readyz")
-            assert status == readyz
-            assert status == 200 or health.reason in json.loads(body)["error"]["message"]
+            for path in ("/readyz", "/health", "/ping"):
+                status, body = await asgi(app, "GET", path)
+                assert status == readyz
+                assert status == 200 or health.reason in json.loads(body)["error"]["message"]
         pool.close()
 
     run(scenario())

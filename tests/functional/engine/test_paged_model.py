@@ -278,7 +278,7 @@ def test_the_profiling_run_measures_what_grows_with_the_limits() -> None:
 
     def measure(tokens: int, requests: int) -> Any:
         limits = {"max_batch_tokens": tokens, "max_requests": requests, "max_model_len": 512}
-        return profiling.profile(model, backend, **limits)
+        return profiling.profile(model, backend, **limits).measured
 
     small, large = measure(64, 8), measure(256, 32)
     assert large["activations"] == pytest.approx(4 * small["activations"], rel=0.05)
@@ -287,6 +287,14 @@ def test_the_profiling_run_measures_what_grows_with_the_limits() -> None:
     assert large["sampling"] > small["sampling"]
     # Beyond CPU_TOKENS the result is scaled up.
     assert measure(4096, 32)["activations"] == 16 * large["activations"]
+
+
+def test_the_profiling_run_times_a_step() -> None:
+    model = paged("llama")
+    limits = {"max_batch_tokens": 64, "max_requests": 8, "max_model_len": 512}
+    profile = profiling.profile(model, pick(model.heads, model.device).attention, **limits)
+    assert profile.token_seconds > 0
+    assert profile.decode_seconds > 0
 
 
 def test_the_meter_counts_the_peak_and_not_the_sum() -> None:

@@ -66,7 +66,7 @@ def test_planned_terms_are_within_a_fifth_of_measured_ones(family: str, dtype: s
         max_batch_tokens=256,
         max_requests=64,
         max_model_len=LENGTH,
-    )
+    ).measured
     weights = {p.data_ptr(): p.nbytes for p in model.parameters()}
     limits = EngineConfig(max_batch_tokens=256, max_requests=64)
     shape = ModelShape.from_config(json.loads(config.to_json_string()) | {"dtype": dtype})
@@ -92,7 +92,7 @@ def test_attention_is_measured_under_any_limits(tokens: int, longest: int) -> No
         max_batch_tokens=tokens,
         max_requests=4,
         max_model_len=longest,
-    )
+    ).measured
     limits = EngineConfig(
         max_batch_tokens=tokens, max_requests=min(4, tokens), max_model_len=longest
     )
@@ -126,7 +126,7 @@ def test_no_term_of_a_tiny_model_is_planned_too_low(family: str, hidden: int) ->
         max_batch_tokens=256,
         max_requests=64,
         max_model_len=tiny.CONTEXT,
-    )
+    ).measured
     config = json.loads(model.config.to_json_string())
     header = Header(
         {n: TensorEntry("F32", tuple(p.shape), 0, 0) for n, p in model.state_dict().items()},
