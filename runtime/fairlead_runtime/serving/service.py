@@ -68,6 +68,8 @@ class Service:
         self._tokens = 0  # delivered so far, of all requests
         self._last_token = 0
         self._slow_readers = 0
+        self._turn = 0  # how often readers had a chance to run after a delivery
+        self._turn_pending = False
         self._failed_canaries = 0  # idle canaries that failed in a row
         self._idle_probe: asyncio.Task[None] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -264,7 +266,7 @@ class Service:
                     event.token,
                     0,
                 )
-            if stream.push(event, now):
+            if stream.push(event, now, self._turn):
                 self._remove(event.request_id)
             elif stream.overdue(now):
                 stream.end(
@@ -274,6 +276,14 @@ class Service:
                 )
                 self._engine.abort(event.request_id)
                 self._slow_readers += 1
+
+        if not self._turn_pending and self._loop is not None:
+            # Runs after the readers that these events wake.
+            self._turn_pending = True
+            self._loop.call_soon(self._end_turn)
+
+    def _end_turn(self) -> None:
+        self._turn, self._turn_pending = self._turn + 1, False
 
     def _remove(self, request_id: str) -> None:
         del self._streams[request_id]

@@ -38,8 +38,9 @@ class Stream:
         self._outputs: deque[Output] = deque()
         self._error: ServiceError | None = None
         self._changed = asyncio.Event()
-        self._unread_bytes = 0
-        self._unread_since = 0.0
+        self._unread_bytes = 0  # that came after the reader's first chance to read
+        self._unread_since: float | None = None  # time of that chance; None before it
+        self._unread_turn = 0  # the turn of the first unread event
 
     def __aiter__(self) -> Self:
         return self
@@ -69,8 +70,12 @@ class Stream:
     async def __aexit__(self, *exc: object) -> None:
         await self.aclose()
 
-    def push(self, event: ChoiceEvent, now: float) -> bool:
-        """Buffer an event of the engine; True when it is the last one."""
+    def push(self, event: ChoiceEvent, now: float, turn: int) -> bool:
+        """Buffer an event of the engine; True when it is the last one.
+
+        ``turn`` counts how often the readers had a chance to run. The limits apply from the first
+        chance on: while the event loop stands still, no reader can read.
+        """
         if event.error is not None:
             self._unfinished.clear()
             self.end(event.error)
@@ -79,11 +84,13 @@ class Stream:
             self._unfinished.discard(event.choice)
         if self._error is None:
             if not self._events:
-                self._unread_bytes, self._unread_since = 0, now
+                self._unread_bytes, self._unread_since, self._unread_turn = 0, None, turn
             self._events.setdefault(event.choice, []).append(event)
-            self._unread_bytes += EVENT_BYTES * (
-                1 + (len(event.logprobs.top_ids) if event.logprobs else 0)
-            )
+            if turn != self._unread_turn:
+                self._unread_since = now if self._unread_since is None else self._unread_since
+                self._unread_bytes += EVENT_BYTES * (
+                    1 + (len(event.logprobs.top_ids) if event.logprobs else 0)
+                )
             self.cached_tokens = event.cached or self.cached_tokens
             self._changed.set()
         return not self._unfinished
@@ -97,8 +104,11 @@ class Stream:
         self._changed.set()
 
     def overdue(self, now: float) -> bool:
-        return bool(self._events) and (
-            self._unread_bytes > MAX_UNREAD_BYTES or now - self._unread_since > MAX_UNREAD_SECONDS
+        since = self._unread_since
+        return (
+            bool(self._events)
+            and since is not None
+            and (self._unread_bytes > MAX_UNREAD_BYTES or now - since > MAX_UNREAD_SECONDS)
         )
 
     def _read(self) -> None:

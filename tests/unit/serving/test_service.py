@@ -3,6 +3,7 @@
 import asyncio
 import random
 import threading
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 
 from fairlead_runtime.outputs import (
+    ChoiceEvent,
     Draining,
     DrainResult,
     EngineDead,
@@ -23,10 +25,16 @@ from fairlead_runtime.outputs import (
 )
 from fairlead_runtime.request import FinishReason, RequestError, SamplingParams, Status
 from fairlead_runtime.scheduling.plan import Work
+from fairlead_runtime.serving.choice import ChoiceText
 from fairlead_runtime.serving.detokenize import Vocabulary
 from fairlead_runtime.serving.intake import Intake
 from fairlead_runtime.serving.service import Service
-from fairlead_runtime.serving.stream import MAX_UNREAD_BYTES, Stream
+from fairlead_runtime.serving.stream import (
+    EVENT_BYTES,
+    MAX_UNREAD_BYTES,
+    MAX_UNREAD_SECONDS,
+    Stream,
+)
 from support.fake_engine import VOCABULARY, Clock, FakeRunner, rig
 from support.full import LONG_FORM
 
@@ -414,6 +422,39 @@ async def test_a_stream_that_is_never_read_is_aborted_at_the_limit() -> None:
         assert service.snapshot().counters.slow_readers == 1
         await service.drain(WITHIN)
         assert service.snapshot().scheduler.used == 0
+
+
+async def test_a_reader_is_not_too_slow_while_the_event_loop_stands_still() -> None:
+    gate = Gate()
+    count = 2 * MAX_UNREAD_BYTES // EVENT_BYTES
+    async with running(gate, max_model_len=32_768, num_blocks=9000) as service:
+        reading = asyncio.create_task(read(await service.submit(ask(max_tokens=count))))
+        await asyncio.sleep(0)
+        gate.open()
+        while service.snapshot().counters.generated_tokens < count:
+            time.sleep(0.001)  # noqa: ASYNC251 - it stands still on purpose
+        assert len(tokens((await reading)[0])) == count
+        assert service.snapshot().counters.slow_readers == 0
+
+
+def test_unread_time_counts_from_the_first_chance_to_read() -> None:
+    class Owner:
+        async def cancel(self, request_id: str) -> bool:
+            return False
+
+        def stop_choice(self, request_id: str, choice: int) -> None: ...
+
+    stream = Stream("r", Owner(), {0: ChoiceText(0, ask(), words())})
+    event = ChoiceEvent("r", 0, 7, None, None)
+    late = MAX_UNREAD_SECONDS + 1
+    for now, turn, overdue in (
+        (0.0, 0, False),
+        (late, 0, False),  # the loop stood still
+        (late, 1, False),
+        (2 * late, 2, True),
+    ):
+        stream.push(event, now, turn)
+        assert stream.overdue(now) is overdue
 
 
 async def test_a_reader_that_lags_gets_several_steps_in_one_output() -> None:
