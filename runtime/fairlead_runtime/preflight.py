@@ -15,7 +15,12 @@ from fairlead_runtime.config import ConfigError, EngineConfig
 
 # Errors that the host causes; any other error is the port's.
 _HOST_ERRORS = frozenset({errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT, errno.EINVAL})
-_HOST_FIX = "use an address of this machine without brackets: 127.0.0.1, ::1, 0.0.0.0 for all"
+_HOST_FIX = (
+    "use an address of this machine without brackets: 127.0.0.1, ::1, 0.0.0.0 for all of IPv4, "
+    ":: for all of IPv4 and IPv6"
+)
+EVERY_ADDRESS = "::"
+_NO_IPV6 = frozenset({errno.EAFNOSUPPORT, errno.EADDRNOTAVAIL})
 
 
 def check_record(config: EngineConfig) -> None:
@@ -46,7 +51,8 @@ def _try_writing(path: Path) -> None:
 
 
 def listen(flag: str, host: str, port: int, backlog: int) -> socket.socket:
-    """Open a listening TCP socket; port 0 means any free port. ``flag``: the port's setting.
+    """Open a listening TCP socket; port 0 means any free port, host ``::`` every address of both
+    families. ``flag``: the port's setting.
 
     Raises ConfigError with the host's or the port's setting, whichever causes the error.
     """
@@ -60,6 +66,8 @@ def listen(flag: str, host: str, port: int, backlog: int) -> socket.socket:
             "host", f"{host[:100]!r} is neither an address nor a known name", _HOST_FIX
         ) from None
     try:
+        if host == EVERY_ADDRESS:
+            return _listen_on_every_address(port, backlog)
         return socket.create_server((address, port), family=family, backlog=backlog)
     except OverflowError:
         raise ConfigError(
@@ -71,3 +79,18 @@ def listen(flag: str, host: str, port: int, backlog: int) -> socket.socket:
             raise ConfigError("host", f"cannot listen on {host}: {reason}", _HOST_FIX) from None
         fix = "choose a port above 1023" if error.errno == errno.EACCES else "choose another port"
         raise ConfigError(flag, f"cannot listen on {host} port {port}: {reason}", fix) from None
+
+
+def _listen_on_every_address(port: int, backlog: int) -> socket.socket:
+    """One socket for IPv6 and IPv4, or for IPv4 alone on a host without IPv6."""
+    try:
+        return socket.create_server(
+            ("::", port),
+            family=socket.AF_INET6,
+            backlog=backlog,
+            dualstack_ipv6=socket.has_dualstack_ipv6(),
+        )
+    except OSError as error:
+        if error.errno not in _NO_IPV6:
+            raise
+    return socket.create_server(("0.0.0.0", port), backlog=backlog)  # noqa: S104 - the caller asked for every address

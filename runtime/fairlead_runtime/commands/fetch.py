@@ -47,7 +47,9 @@ def _parser(environ: Mapping[str, str]) -> Parser:
         "--revision", default="", metavar="R", help="commit, tag or branch (default: main)"
     )
     parser.add_argument(
-        "--host", default="127.0.0.1", help="address of the admin port (default: 127.0.0.1)"
+        "--host",
+        default="127.0.0.1",
+        help="address of the admin port; :: is every address, IPv4 and IPv6 (default: 127.0.0.1)",
     )
     parser.add_argument(
         "--admin-port",

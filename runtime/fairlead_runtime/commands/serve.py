@@ -45,7 +45,9 @@ def _parser() -> argparse.ArgumentParser:
         "model", metavar="MODEL", help="demo:, owner/name, hf://owner/name, a path or file:///path"
     )
     parser.add_argument(
-        "--host", default="127.0.0.1", help="address of both ports (default: 127.0.0.1)"
+        "--host",
+        default="127.0.0.1",
+        help="address of both ports; :: is every address, IPv4 and IPv6 (default: 127.0.0.1)",
     )
     parser.add_argument("--port", type=int, default=8000, help="the public port (default: 8000)")
     parser.add_argument(

@@ -46,7 +46,10 @@ def run(model: str, config: EngineConfig, host: str, port: int, admin_port: int)
     keys = KeyRing(config.api_key_file) if config.api_key_file else None
     listeners = http.listen(host, port, admin_port)
     for name, listener in zip(("public", "admin"), listeners, strict=True):
-        log.info("%s port: http://%s:%d", name, *listener.getsockname()[:2])
+        address, bound = listener.getsockname()[:2]
+        log.info(
+            "%s port: http://%s:%d", name, f"[{address}]" if ":" in address else address, bound
+        )
     state = ServerState(name=config.served_name or model, source=model, keys=keys)
     try:
         drained = asyncio.run(_serve(state, listeners, model, config))

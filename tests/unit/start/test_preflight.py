@@ -1,11 +1,14 @@
 """The checks of files and addresses before the start: each refusal names the flag and the fix."""
 
+import errno
 import socket
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from fairlead_runtime import preflight
+from fairlead_runtime.api.server import listen
 from fairlead_runtime.config import ConfigError, EngineConfig
 
 
@@ -68,6 +71,53 @@ def test_a_port_in_use_or_out_of_range_names_the_ports_flag() -> None:
     assert error.value.field == "admin_port"
     with pytest.raises(ConfigError, match="70000 is not a port"):
         preflight.listen("port", "127.0.0.1", 70000, 1)
+
+
+def loopbacks() -> list[str]:
+    """The loopback addresses of this machine, one for each of its IP families."""
+    addresses = ["127.0.0.1"]
+    if socket.has_dualstack_ipv6():
+        try:
+            socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+        except OSError:
+            return addresses
+        addresses.append("::1")
+    return addresses
+
+
+def test_two_colons_listen_on_every_family_of_the_machine_on_both_ports() -> None:
+    for listener in listen("::", 0, 0):
+        with listener:
+            for address in loopbacks():
+                with socket.create_connection((address, listener.getsockname()[1])):
+                    pass
+
+
+@pytest.mark.parametrize("reason", [errno.EAFNOSUPPORT, errno.EADDRNOTAVAIL])
+def test_two_colons_listen_on_ipv4_where_there_is_no_ipv6(
+    reason: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    create = socket.create_server
+
+    def without_ipv6(address: tuple[str, int], **options: Any) -> socket.socket:
+        if options.get("family") == socket.AF_INET6:
+            raise OSError(reason, "no IPv6")
+        return create(address, **options)
+
+    monkeypatch.setattr(socket, "create_server", without_ipv6)
+    with preflight.listen("port", "::", 0, 1) as listener:
+        assert listener.family == socket.AF_INET
+        with socket.create_connection(("127.0.0.1", listener.getsockname()[1])):
+            pass
+
+
+def test_two_colons_and_a_port_in_use_name_the_ports_flag() -> None:
+    with (
+        preflight.listen("port", "::", 0, 1) as taken,
+        pytest.raises(ConfigError, match="--port: cannot listen on ::") as error,
+    ):
+        preflight.listen("port", "::", taken.getsockname()[1], 1)
+    assert error.value.field == "port"
 
 
 def test_a_free_port_is_listened_on() -> None:
