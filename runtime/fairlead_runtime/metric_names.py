@@ -49,6 +49,7 @@ ENGINE_FAULTS = "fairlead_engine_faults"
 QUEUE_TIMEOUTS = "fairlead_queue_timeouts"
 SLOW_READERS = "fairlead_slow_readers"
 INVARIANT_VIOLATIONS = "fairlead_invariant_violations"
+CONTAINED_ERRORS = "fairlead_contained_errors"  # in metrics and views; no request ends
 OLDEST_WAIT = "fairlead_oldest_wait_seconds"
 BLOCKS = "fairlead_blocks"
 FREE_BLOCKS = "fairlead_free_blocks"
@@ -75,6 +76,7 @@ COUNTERS = frozenset(
         QUEUE_TIMEOUTS,
         SLOW_READERS,
         INVARIANT_VIOLATIONS,
+        CONTAINED_ERRORS,
     }
 )
 

@@ -157,6 +157,7 @@ class Counters:
     failed_sequences: int = 0
     engine_faults: int = 0  # failures that no single request caused
     invariant_violations: int = 0
+    contained_errors: int = 0  # exceptions in metrics and views, which end no request
     queue_timeouts: int = 0
     slow_readers: int = 0
     batch_sizes: dict[int, int] = field(default_factory=dict)  # rows of a step → number of steps

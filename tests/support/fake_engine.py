@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from fairlead_runtime.engine.engine import Bounds, Engine
+from fairlead_runtime.engine.observer import Observer
 from fairlead_runtime.engine.progress import NO_TIMES, StepTimes
 from fairlead_runtime.outputs import ChoiceEvent
 from fairlead_runtime.request import FinishReason, Request, SamplingParams
@@ -83,6 +84,7 @@ def rig(
     groups: Sequence[LayerGroup] = FULL,
     max_queue: int = 1024,
     queue_timeout: float = 60.0,
+    observer: Observer | None = None,
     step_times: StepTimes = NO_TIMES,
     **changes: Any,
 ) -> Engine:
@@ -92,6 +94,7 @@ def rig(
         runner or FakeRunner(),
         Bounds.of(bounds, max_queue=max_queue, queue_timeout=queue_timeout),
         now=clock or Clock(),
+        observer=observer,
         step_times=step_times,
     )
 

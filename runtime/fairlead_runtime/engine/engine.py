@@ -6,8 +6,9 @@ of asyncio, text or HTTP: it takes Requests and returns one list of ChoiceEvents
 """
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from typing import ParamSpec, TypeVar
 
 from fairlead_runtime.engine.inbox import Abort, Add, Bounds, Inbox, Inspect
 from fairlead_runtime.engine.isolate import Executor, Outcome, run_isolated
@@ -32,7 +33,10 @@ log = logging.getLogger("fairlead.engine")
 
 FAULT_BUDGET = 3  # canaries that may fail in a row before the engine gives up
 CHECK_EVERY = 1024  # steps between two checks of the scheduler's invariants
-CHECK_SHARE = 0.01  # largest share of the time for these checks: each walks over every block
+CHECK_SHARE = 0.01  # largest share of the time for these checks, which walk over every block
+
+Params = ParamSpec("Params")
+Value = TypeVar("Value")
 
 
 class Engine:
@@ -65,7 +69,8 @@ class Engine:
         self._live: dict[str, LiveRequest] = {}
         # Arrival times of the requests that have not had a step yet, in order of arrival.
         self._waiting_since: dict[str, float] = {}
-        self._check_after = 0.0  # the earliest time of the next check of the invariants
+        self._checks: Iterator[None] | None = None  # the rest of a check of the invariants
+        self._check_after = 0.0  # the earliest time of its next part
         self._canaries_lost = 0  # canaries that failed in a row
         self._fault_canary: str | None = None  # the canary sent after a fault, until it succeeds
         self._choice_events: list[ChoiceEvent] = []
@@ -98,8 +103,10 @@ class Engine:
         """End a choice because its text contains a stop text; the engine sees token ids only."""
         self._inbox.post(Abort(request_id, choice, FinishReason.STOP))
 
-    def inspect(self, answer: Callable[[list[RequestView]], None]) -> None:
-        """Make the engine thread call ``answer`` with a view of every live request."""
+    def inspect(self, answer: Callable[[list[RequestView] | None], None]) -> None:
+        """Make the engine thread call ``answer`` with a view of every live request, or with None
+        when making the views failed.
+        """
         self._inbox.post(Inspect(answer))
 
     def stop(self) -> None:
@@ -165,11 +172,11 @@ class Engine:
                 case Abort():
                     self._abort(message)
                 case Inspect(answer):
-                    answer(self._views())
+                    self._contain(answer, self._contain(self._views))
 
     def _add(self, request: Request, arrived: float, *, has_timeout: bool) -> None:
         self._live[request.id] = LiveRequest(request, arrived, set(range(request.params.n)))
-        self._observer.arrived(request, arrived)
+        self._contain(self._observer.arrived, request, arrived)
         try:
             self._live[request.id].sequences = self._scheduler.add(request)
         except RequestError as error:
@@ -224,7 +231,7 @@ class Engine:
         ended = self._now()
         self.counters.count(outcome.ran, ended - began)
         self.counters.step_failures += bool(outcome.failed)
-        self._observer.stepped(outcome.ran, events, began, ended)
+        self._contain(self._observer.stepped, outcome.ran, events, began, ended)
         self._emit(events)
         if outcome.ran.rows:
             self._canaries_lost, self._fault_canary = 0, None
@@ -233,8 +240,10 @@ class Engine:
                 row.sequence.request.id == self._fault_canary for row, _ in outcome.failed
             )
             self._fault("no request of the batch could be computed", canary_lost=canary_lost)
-        if self.counters.steps % CHECK_EVERY == 0 and ended >= self._check_after:
-            self._check(ended)
+        if self._checks is None and self.counters.steps % CHECK_EVERY == 0:
+            self._checks = self._scheduler.checks()
+        if self._checks is not None and ended >= self._check_after:
+            self._check(self._checks, ended)
 
     def _emit(self, events: Sequence[Event]) -> None:
         """Turn the scheduler's events into ChoiceEvents and close the choices that finished."""
@@ -258,7 +267,7 @@ class Engine:
         if not live.open:
             del self._live[request_id]
             self._waiting_since.pop(request_id, None)
-            self._observer.ended(live.request, reason, self._now())
+            self._contain(self._observer.ended, live.request, reason, self._now())
 
     def _end_request(
         self, request_id: str, reason: FinishReason, message: str, error: ServiceError | None = None
@@ -282,7 +291,7 @@ class Engine:
             self._end_request(
                 request_id, FinishReason.ERROR, "the engine started over after an internal error"
             )
-        self._scheduler = self._make_scheduler()
+        self._scheduler, self._checks = self._make_scheduler(), None
         self._fault(f"{type(error).__name__} outside any request", canary_lost=canary_lost)
 
     def _fault(self, reason: str, *, canary_lost: bool) -> None:
@@ -311,14 +320,32 @@ class Engine:
         for request_id in list(self._live):
             self._end_request(request_id, FinishReason.ERROR, reason, error)
 
-    def _check(self, began: float) -> None:
+    def _check(self, checks: Iterator[None], began: float) -> None:
+        """Run the next part of a check of the invariants: a whole one would stall the requests."""
         try:
-            self._scheduler.check()
+            next(checks)
+        except StopIteration:
+            self._checks = None
         except InvariantViolation:
+            self._checks = None
             self.counters.invariant_violations += 1
             log.exception("an invariant of the scheduler does not hold")
         ended = self._now()
         self._check_after = ended + (ended - began) / CHECK_SHARE
+
+    def _contain(
+        self, call: Callable[Params, Value], *args: Params.args, **kwargs: Params.kwargs
+    ) -> Value | None:
+        """Call what no request depends on; None when it raised. Logs the first exception, counts
+        all.
+        """
+        try:
+            return call(*args, **kwargs)
+        except Exception:
+            self.counters.contained_errors += 1
+            if self.counters.contained_errors == 1:
+                log.exception("metrics or a debug view failed; further failures are only counted")
+            return None
 
     # -- between two steps
 

@@ -59,9 +59,9 @@ class Abort:
 
 @dataclass(frozen=True, slots=True)
 class Inspect:
-    """Answered by the engine thread between two steps."""
+    """Answered by the engine thread between two steps; None when the views could not be made."""
 
-    answer: Callable[[list[RequestView]], None]
+    answer: Callable[[list[RequestView] | None], None]
 
 
 Message = Add | Abort | Inspect

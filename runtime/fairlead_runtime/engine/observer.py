@@ -11,7 +11,7 @@ _numbers = itertools.count()
 
 
 class Observer:
-    """The engine thread calls every method. This class does nothing.
+    """The engine thread calls every method; what it raises ends no request. This class does nothing.
 
     ``stepped`` comes before ``ended`` of the requests that the step finished.
     """

@@ -4,6 +4,7 @@ Owns the order: files, architecture, settings, then weights, so that refusals co
 is read. Downloads nothing and runs no forward pass; ``device`` sets the attention implementation.
 """
 
+import errno
 import logging
 import sys
 import time
@@ -114,7 +115,7 @@ def load(
     size = inspected.files.weight_bytes / 2**30
     log.info("loading %.2f GiB of weights as %s", size, str(inspected.dtype).removeprefix("torch."))
     tokenizer = load_tokenizer(inspected.files.path)
-    model = _load_weights(inspected).to(torch.device(device))
+    model = _load_weights(inspected, torch.device(device))
     model.requires_grad_(False).eval()
     log.info("loaded %.2f GiB in %.1f s", size, time.monotonic() - started)
     # RoPE is pinned to the longest sequence, so for some models that length decides the keys.
@@ -167,7 +168,30 @@ def eos_ids(
     return frozenset(token for token in ids if isinstance(token, int) and 0 <= token < vocab)
 
 
-def _load_weights(inspected: InspectedModel) -> PreTrainedModel:
+def _load_weights(inspected: InspectedModel, device: torch.device) -> PreTrainedModel:
+    try:
+        return _read_weights(inspected).to(device)
+    except (MemoryError, RuntimeError, OSError) as error:
+        if not _out_of_memory(error):
+            raise
+        size = inspected.files.weight_bytes / 2**30
+        raise ModelError(
+            "OutOfMemory",
+            f"no memory is left to load {size:.2f} GiB of weights on {device.type}",
+            "give the process more memory, or take a smaller model",
+        ) from error
+
+
+def _out_of_memory(error: BaseException) -> bool:
+    """An accelerator has an exception class for this; the CPU allocator has only its words."""
+    return (
+        isinstance(error, MemoryError | torch.OutOfMemoryError)
+        or (isinstance(error, OSError) and error.errno == errno.ENOMEM)
+        or (isinstance(error, RuntimeError) and "allocate memory" in str(error))
+    )
+
+
+def _read_weights(inspected: InspectedModel) -> PreTrainedModel:
     path = inspected.files.path
     factory: Any = AutoModelForCausalLM  # transformers' classes are untyped
     try:
@@ -183,8 +207,10 @@ def _load_weights(inspected: InspectedModel) -> PreTrainedModel:
                 trust_remote_code=False,
                 output_loading_info=True,
             )
-    # Any of transformers' errors here means that the checkpoint is inconsistent.
+    # Any other of transformers' errors here means that the checkpoint is inconsistent.
     except Exception as error:
+        if _out_of_memory(error):
+            raise
         raise ModelError(
             "BadWeights", f"the model cannot be loaded: {_first_line(error)}"
         ) from error

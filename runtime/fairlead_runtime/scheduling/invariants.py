@@ -8,12 +8,14 @@ here.
 import hashlib
 from array import array
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 from fairlead_runtime.cache.prefix import root
 from fairlead_runtime.request import FINAL, Sequence, Status
 from fairlead_runtime.scheduling.planner import State, plan_step
 from fairlead_runtime.sizing.groups import NULL
+
+UNITS_PER_PART = 256
 
 
 class InvariantViolation(RuntimeError):  # noqa: N818 - it reports a state, not a failed call
@@ -24,40 +26,52 @@ class InvariantViolation(RuntimeError):  # noqa: N818 - it reports a state, not 
         self.name = name
 
 
-def check(state: State, live: Mapping[int, Sequence]) -> None:
-    """Raise InvariantViolation unless every invariant holds."""
-    _check_pool(state, live)
-    _check_content(state)
-    waiting = list(state.policy.candidates())
-    queued = Counter([s.id for s in state.running] + [s.id for s in waiting])
-    if queued != Counter(live.keys()):
-        raise InvariantViolation("I7", f"queues hold {dict(queued)}, live are {sorted(live)}")
-    for sequence in live.values():
-        _check_sequence(state, sequence)
-    for sequence in state.running:
-        if sequence.status not in (Status.PREFILLING, Status.DECODING) or not sequence.tables:
-            raise InvariantViolation("I7", f"sequence {sequence.id} runs as {sequence.status}")
-        _check_tables(state, sequence, sequence.tables)
-        _check_hashes(state, sequence)
-    for sequence in waiting:
-        if sequence.status is not Status.PENDING or sequence.tables:
-            raise InvariantViolation(
-                "I7", f"sequence {sequence.id} waits as {sequence.status} with blocks"
-            )
-        if sequence.host:
-            _check_tables(state, sequence, sequence.host)
-        elif sequence.computed:
-            raise InvariantViolation(
-                "I5", f"sequence {sequence.id} waits with tokens computed and no blocks"
-            )
+def checks(state: State, live: Mapping[int, Sequence]) -> Iterator[None]:
+    """Raise InvariantViolation unless every invariant holds.
+
+    Yields between parts that are short beside a step. Steps may run there: each part reads the
+    state of its own moment, and the sequences are those that are live at the first part.
+    """
+    _check_pool(state)
+    yield
+    _check_references(state, live)
+    yield
+    _check_queues(state, live)
+    yield
+    for first in range(0, state.cache.pool.units, UNITS_PER_PART):
+        _check_content(state, first)
+        yield
+    for number in list(live):
+        if (sequence := live.get(number)) is not None:
+            _check_sequence(state, sequence)
+            yield
     if live and not plan_step(state).rows:
         raise InvariantViolation(
             "I12", f"{len(live)} sequences, but the next step would compute nothing"
         )
 
 
-def _check_pool(state: State, live: Mapping[int, Sequence]) -> None:
-    pool, host = state.cache.pool, state.cache.host
+def _check_queues(state: State, live: Mapping[int, Sequence]) -> None:
+    waiting = list(state.policy.candidates())
+    queued = Counter([s.id for s in state.running] + [s.id for s in waiting])
+    if queued != Counter(live.keys()):
+        raise InvariantViolation("I7", f"queues hold {dict(queued)}, live are {sorted(live)}")
+    for sequence in state.running:
+        if sequence.status not in (Status.PREFILLING, Status.DECODING) or not sequence.tables:
+            raise InvariantViolation("I7", f"sequence {sequence.id} runs as {sequence.status}")
+    for sequence in waiting:
+        if sequence.status is not Status.PENDING or sequence.tables:
+            raise InvariantViolation(
+                "I7", f"sequence {sequence.id} waits as {sequence.status} with blocks"
+            )
+        if sequence.computed and not sequence.host:
+            raise InvariantViolation(
+                "I5", f"sequence {sequence.id} waits with tokens computed and no blocks"
+            )
+
+
+def _check_pool(state: State) -> None:
+    pool = state.cache.pool
     referenced = {unit for unit, refs in enumerate(pool.refs) if refs}
     free, cached = set(pool.free), set(pool.cached)
     if len(pool.free) + len(pool.cached) + len(referenced) != pool.units:
@@ -65,6 +79,11 @@ def _check_pool(state: State, live: Mapping[int, Sequence]) -> None:
         raise InvariantViolation("I1", f"{parts} do not add up to {pool.units}")
     if len(free) != len(pool.free) or free & referenced or cached & referenced or free & cached:
         raise InvariantViolation("I3", "a unit is in the free list twice, or free and in use")
+
+
+def _check_references(state: State, live: Mapping[int, Sequence]) -> None:
+    pool, host = state.cache.pool, state.cache.host
+    referenced = {unit for unit, refs in enumerate(pool.refs) if refs}
     counted = Counter(u for s in live.values() for table in s.tables for u in table if u != NULL)
     if counted != Counter({unit: pool.refs[unit] for unit in referenced}):
         raise InvariantViolation("I2", "the reference counts differ from the block tables")
@@ -77,9 +96,11 @@ def _check_pool(state: State, live: Mapping[int, Sequence]) -> None:
         )
 
 
-def _check_content(state: State) -> None:
+def _check_content(state: State, first: int) -> None:
+    """Check the content of UNITS_PER_PART units."""
     pool = state.cache.pool
-    for unit, content in enumerate(pool.content):
+    for unit in range(first, min(first + UNITS_PER_PART, pool.units)):
+        content = pool.content[unit]
         if content is None:
             if unit in pool.cached:
                 raise InvariantViolation("I3", f"unit {unit} is cached without content")
@@ -111,6 +132,11 @@ def _check_sequence(state: State, sequence: Sequence) -> None:
     ):
         seen = f"{sequence.preemptions} times with {sequence.seniors} seniors"
         raise InvariantViolation("I13", f"sequence {sequence.id} was preempted {seen}")
+    if sequence.tables:
+        _check_tables(state, sequence, sequence.tables)
+        _check_hashes(state, sequence)
+    elif sequence.host:
+        _check_tables(state, sequence, sequence.host)
 
 
 def _check_tables(state: State, sequence: Sequence, tables: list[list[int]]) -> None:

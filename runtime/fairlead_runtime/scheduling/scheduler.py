@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping
 from fairlead_runtime.cache.paged import PagedCache
 from fairlead_runtime.request import FinishReason, Request, RequestError, Sequence, Status
 from fairlead_runtime.scheduling.admission import judge, refusal
-from fairlead_runtime.scheduling.invariants import InvariantViolation, check
+from fairlead_runtime.scheduling.invariants import InvariantViolation, checks
 from fairlead_runtime.scheduling.plan import (
     Admission,
     AdmissionSource,
@@ -325,4 +325,9 @@ class Scheduler:
         """Raise InvariantViolation unless all invariants hold. Call it between steps; its time is
         proportional to the cache's size.
         """
-        check(self.state, self._live)
+        for _ in self.checks():
+            pass
+
+    def checks(self) -> Iterator[None]:
+        """The same in short parts, each of which may run between two other steps."""
+        return checks(self.state, self._live)

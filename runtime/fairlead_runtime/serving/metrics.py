@@ -57,6 +57,7 @@ HELP = {
     names.ENGINE_FAULTS: "Failures that no single request caused.",
     names.QUEUE_TIMEOUTS: "Requests that waited longer than queue_timeout for a first step.",
     names.SLOW_READERS: "Requests aborted because their stream was read too slowly.",
+    names.CONTAINED_ERRORS: "Exceptions in metrics and debug views, which end no request.",
     names.INVARIANT_VIOLATIONS: "Checks of the scheduler's invariants that failed.",
     names.OLDEST_WAIT: "How long the request that waits longest for its first step has waited.",
     names.BLOCKS: "Cache blocks, each of block_size tokens in every layer.",
@@ -146,6 +147,7 @@ def counters(
         names.QUEUE_TIMEOUTS: engine.queue_timeouts,
         names.SLOW_READERS: engine.slow_readers,
         names.INVARIANT_VIOLATIONS: engine.invariant_violations,
+        names.CONTAINED_ERRORS: engine.contained_errors,
     }
 
 

@@ -202,18 +202,21 @@ class Service:
 
     async def requests(self) -> list[RequestView]:
         loop = asyncio.get_running_loop()
-        answer: asyncio.Future[list[RequestView]] = loop.create_future()
+        answer: asyncio.Future[list[RequestView] | None] = loop.create_future()
 
-        def resolve(views: list[RequestView]) -> None:
+        def resolve(views: list[RequestView] | None) -> None:
             if not answer.done():
                 answer.set_result(views)
 
         self._engine.inspect(lambda views: self._call_on_loop(resolve, views))
         try:
             async with asyncio.timeout(INSPECT_SECONDS):
-                return await answer
+                views = await answer
         except TimeoutError:
             raise ServiceError("the engine is in a long step: retry", retry_after=1.0) from None
+        if views is None:
+            raise ServiceError("the views could not be made: see the log")
+        return views
 
     async def probe_idle_engine(self) -> None:
         """Send a canary unless real requests test the engine. Counts canaries that fail in a

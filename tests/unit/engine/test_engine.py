@@ -2,21 +2,21 @@
 
 import random
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 
 from fairlead_runtime.engine.engine import FAULT_BUDGET
-from fairlead_runtime.engine.observer import canary
+from fairlead_runtime.engine.observer import Observer, canary
 from fairlead_runtime.engine.progress import (
     ALIVE_STEP_SECONDS,
     LONGEST_STEP_SECONDS,
     SLACK,
     StepTimes,
 )
-from fairlead_runtime.outputs import EngineDead, QueueFull, QueueTimeout
+from fairlead_runtime.outputs import EngineDead, QueueFull, QueueTimeout, RequestView
 from fairlead_runtime.request import FinishReason, Request, RequestError
-from fairlead_runtime.scheduling.plan import Work
+from fairlead_runtime.scheduling.plan import Event, Work
 from fairlead_runtime.scheduling.scheduler import Scheduler
 from support.fake_engine import (
     FULL,
@@ -383,7 +383,7 @@ def test_a_slow_step_earns_the_next_ones_a_longer_allowance_up_to_a_limit() -> N
 def test_a_violated_invariant_is_counted_and_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fairlead_runtime.engine.engine.CHECK_EVERY", 1)
     engine = rig()
-    engine.submit(request("a", max_tokens=3))
+    engine.submit(request("a", max_tokens=20))
     engine.step()
     assert engine.counters.invariant_violations == 0
     engine._scheduler.state.cache.pool.refs[0] += 1
@@ -392,22 +392,90 @@ def test_a_violated_invariant_is_counted_and_ends_nothing(monkeypatch: pytest.Mo
     assert engine.counters.invariant_violations > 0
 
 
+class BrokenObserver(Observer):
+    """Every method raises."""
+
+    def arrived(self, request: Request, at: float) -> None:
+        raise ValueError
+
+    def stepped(self, work: Work, events: Sequence[Event], began: float, ended: float) -> None:
+        raise ValueError
+
+    def ended(self, request: Request, reason: FinishReason, at: float) -> None:
+        raise ValueError
+
+
+def test_what_an_observer_raises_is_counted_and_ends_no_request() -> None:
+    engine = rig(observer=BrokenObserver())
+    engine.submit(request("a", max_tokens=3))
+    engine.submit(request("b", max_tokens=3))
+    collected = run(engine)
+    assert collected.finish == {(name, 0): [FinishReason.LENGTH] for name in "ab"}
+    assert engine.counters.contained_errors == 2 + 3 + 2
+    assert engine.counters.engine_faults == engine.counters.step_failures == 0
+
+
+def test_views_that_raise_are_counted_and_end_no_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise ValueError
+
+    monkeypatch.setattr("fairlead_runtime.engine.engine.request_views", fail)
+    engine = rig()
+    answers: list[list[RequestView] | None] = []
+    engine.submit(request("a", max_tokens=3))
+    engine.step()
+    engine.inspect(answers.append)
+    assert run(engine).finish["a", 0] == [FinishReason.LENGTH]
+    assert answers == [None]
+    assert engine.counters.contained_errors == 1
+    assert engine.counters.engine_faults == 0
+
+
+def test_a_check_of_the_invariants_runs_in_parts_between_steps(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each step runs at most one part, and the whole check comes to its end."""
+    monkeypatch.setattr("fairlead_runtime.engine.engine.CHECK_EVERY", 1)
+    monkeypatch.setattr("fairlead_runtime.scheduling.invariants.UNITS_PER_PART", 8)
+    starts, parts, ends = [0], [0], [0]
+    whole = Scheduler.checks
+
+    def counted(scheduler: Scheduler) -> Iterator[None]:
+        starts[0] += 1
+        for part in whole(scheduler):
+            parts[0] += 1
+            yield part
+        ends[0] += 1
+
+    monkeypatch.setattr(Scheduler, "checks", counted)
+    engine = rig()
+    for i in range(4):
+        engine.submit(request(f"r{i}", prompt=8, max_tokens=40))
+    while not engine.idle or not engine.counters.steps:
+        before = parts[0]
+        engine.step()
+        assert parts[0] - before <= 1
+    assert starts[0] > 1
+    assert ends[0] >= starts[0] - 1
+    assert engine.counters.invariant_violations == 0
+
+
 def test_views_show_status_counts_and_why_a_request_waits() -> None:
     engine = rig(max_requests=1)
     engine.submit(request("runs", prompt=6, max_tokens=9))
     engine.submit(request("next"))
     engine.submit(request("later"))
     engine.step()
-    received: list[list[object]] = []
-    engine.inspect(lambda views: received.append(list(views)))
+    received: list[RequestView] = []
+    engine.inspect(lambda views: received.extend(views or []))
     engine.step()
-    views = {view.id: view for view in received[0]}  # type: ignore[attr-defined]
+    views = {view.id: view for view in received}
     runs = views["runs"]
-    shown = (runs.status, runs.prompt_tokens, runs.blocks)  # type: ignore[attr-defined]
+    shown = (runs.status, runs.prompt_tokens, runs.blocks)
     assert shown == ("decoding", 6, 2)
-    assert views["runs"].waits_for == ""  # type: ignore[attr-defined]
-    assert "max_requests" in views["next"].waits_for  # type: ignore[attr-defined]
-    assert views["later"].waits_for == "1 ahead of it"  # type: ignore[attr-defined]
+    assert views["runs"].waits_for == ""
+    assert "max_requests" in views["next"].waits_for
+    assert views["later"].waits_for == "1 ahead of it"
 
 
 def test_the_thread_returns_after_the_engine_gave_up_during_a_step() -> None:

@@ -2,6 +2,7 @@
 template.
 """
 
+import errno
 import json
 import shutil
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
 from fairlead_runtime.config import ConfigError, EngineConfig
 from fairlead_runtime.models import chat, files, loading, tiny
@@ -193,3 +195,49 @@ def test_a_model_without_a_template_points_to_completions() -> None:
 def test_text_that_is_not_unicode_is_a_request_error() -> None:
     with pytest.raises(RequestError, match="Unicode"):
         chat.encode(tiny.tokenizer(), "lone \ud800 surrogate")
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError(),
+        torch.OutOfMemoryError("CUDA out of memory"),
+        RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes."),
+        OSError(errno.ENOMEM, "Cannot allocate memory"),
+    ],
+)
+def test_no_memory_for_the_weights_has_its_own_code(
+    good: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", fail)
+    with pytest.raises(ModelError) as refused:
+        loading.load(good)
+    assert refused.value.code == "OutOfMemory"
+    assert refused.value.hint
+
+
+def test_no_memory_on_the_device_has_the_same_code(
+    good: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(torch.nn.Module, "to", fail)
+    with pytest.raises(ModelError) as refused:
+        loading.load(good)
+    assert refused.value.code == "OutOfMemory"
+
+
+def test_any_other_failure_of_the_loader_means_damaged_weights(
+    good: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise RuntimeError("sizes differ")
+
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", fail)
+    with pytest.raises(ModelError) as refused:
+        loading.load(good)
+    assert refused.value.code == "BadWeights"
