@@ -36,8 +36,8 @@ class Backend:
 
 @dataclass(slots=True, kw_only=True)
 class ServerState:
-    """``attach`` ends loading, ``begin_drain`` readiness, ``refuse_new`` the serving of new requests;
-    ``resume`` undoes the last two. ``drain`` decides when.
+    """``attach`` ends loading, ``begin_drain`` readiness, ``refuse_new`` the serving of new
+    requests; ``resume`` undoes the last two. ``drain`` decides when.
     """
 
     name: str  # clients send it as "model"

@@ -11,7 +11,8 @@ _numbers = itertools.count()
 
 
 class Observer:
-    """The engine thread calls every method; what it raises ends no request. This class does nothing.
+    """The engine thread calls every method; what one raises ends no request. This class does
+    nothing.
 
     ``stepped`` comes before ``ended`` of the requests that the step finished.
     """
