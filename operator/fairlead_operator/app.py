@@ -9,7 +9,8 @@ import contextlib
 import functools
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
+from typing import TypeVar
 
 from fairlead_operator.cluster.cache import Store, resource_of
 from fairlead_operator.cluster.client import Cluster, connect
@@ -20,6 +21,7 @@ from fairlead_operator.errors import ApiError, FencedError
 from fairlead_operator.health import Health
 from fairlead_operator.memory import Memory
 from fairlead_operator.metrics import Metrics
+from fairlead_operator.probe.canaries import Canaries, PodKey
 from fairlead_operator.probe.hub import Hub
 from fairlead_operator.probe.pod_client import Pods
 from fairlead_operator.probe.prober import Prober
@@ -41,10 +43,12 @@ from fairlead_operator.workqueue import WorkQueue
 
 log = logging.getLogger(__name__)
 
+K = TypeVar("K")
+
 RELIST_SECONDS = 18.0
 RELIST_RETRY_SECONDS = 2.0
 RELEASE_SECONDS = 2.0
-WORKERS, PROBES = 20, 50
+WORKERS, PROBES, CANARIES = 20, 200, 200  # at a time; the clients bound the requests
 
 
 class Operator:
@@ -84,8 +88,22 @@ class Operator:
         results: Memory[ProbeResults] = Memory()
         self._reconciler = Reconciler(cluster, results.get, self._settings)
         self._queue: WorkQueue[Key] = WorkQueue(self._pass)
-        prober = Prober(self._store, results, self._settings, pods, hub, self._queue.wake)
-        self._probes: WorkQueue[Key] = WorkQueue(functools.partial(self._probe, prober), settle=0.2)
+        canaries = Canaries(self._store, results, pods, self._queue.wake)
+        self._canaries: WorkQueue[PodKey] = WorkQueue(
+            functools.partial(self._if_leading, canaries), settle=0.0
+        )
+        prober = Prober(
+            self._store,
+            results,
+            self._settings,
+            pods,
+            hub,
+            self._queue.wake,
+            self._canaries.wake,
+        )
+        self._probes: WorkQueue[Key] = WorkQueue(
+            functools.partial(self._if_leading, prober), settle=0.2
+        )
         watches = Watches(self._kinds, self._settings.namespaces, self._environ, self._from_watch())
         try:
             async with asyncio.TaskGroup() as group:
@@ -95,6 +113,7 @@ class Operator:
                 group.create_task(self._watch(watches))
                 group.create_task(self._queue.run(WORKERS))
                 group.create_task(self._probes.run(PROBES))
+                group.create_task(self._canaries.run(CANARIES))
         finally:
             # After everything that writes has ended; a standby then takes over at once.
             with contextlib.suppress(ApiError, TimeoutError):
@@ -120,8 +139,10 @@ class Operator:
             self._probes.wake(key)
         return again
 
-    async def _probe(self, prober: Prober, key: Key) -> float | None:
-        return await prober(key) if self._election.holds() else None
+    async def _if_leading(
+        self, work: Callable[[K], Awaitable[float | None]], key: K
+    ) -> float | None:
+        return await work(key) if self._election.holds() else None
 
     def _on_election(self, leading: bool) -> None:
         self._metrics.leader.set(leading)

@@ -155,7 +155,7 @@ class Reconciler:
             about = f"{RESOURCE.name}/{resource.name}"
             found.append(blocker("UpgradeHeld", about, target.turn.why))
 
-        load, load_at = load_of(results, memory.load_at, seen.ready_pods(), before, self._clock())
+        load, load_at = load_of(results, memory.load_at, seen.running_pods(), before, self._clock())
         findings = Findings(
             desired=scaling.replicas,
             revision=revision,

@@ -50,6 +50,11 @@ class HttpClient:
     async def close(self) -> None:
         await self._session.close()
 
+    @property
+    def busy(self) -> bool:
+        """Whether the next request would wait for its turn."""
+        return self._turns.locked()
+
     @contextlib.asynccontextmanager
     async def turn(self) -> AsyncIterator[None]:
         """Wait for a turn; the requests of the block share one deadline (TimeoutError)."""

@@ -2,8 +2,8 @@
 port.
 
 Requests only addresses that the API server reported for the operator's pods. Reads at most 1 MiB,
-waits at most 2 s, follows no redirect, uses no proxy, sends no credential. Every answer that is not
-good is an error.
+waits at most 2 s (12 s for a canary), follows no redirect, uses no proxy, sends no credential.
+Every answer that is not good is an error.
 """
 
 import ipaddress
@@ -14,7 +14,10 @@ from fairlead_operator.probe.http_client import ERRORS, HttpClient, TooLargeErro
 from fairlead_operator.resource.kinds import ADMIN_PORT
 
 LIMIT = 1 << 20
-AT_ONCE = 100  # requests
+# Requests at a time, and scrapes of pods that did not answer last.
+AT_ONCE, SILENT_AT_ONCE = 100, 50
+# The runtime answers within 10 s, behind its queue; its own answer says more than a time-out.
+CANARY_SECONDS = 12.0
 
 
 class ScrapeError(Exception):
@@ -25,23 +28,35 @@ class Pods:
     """A context manager, entered in a running event loop."""
 
     def __init__(
-        self, seconds: float = 2.0, port: int = ADMIN_PORT, at_once: int = AT_ONCE
+        self,
+        seconds: float = 2.0,
+        port: int = ADMIN_PORT,
+        at_once: int = AT_ONCE,
+        canary_seconds: float = CANARY_SECONDS,
     ) -> None:
         self._http = HttpClient(seconds, LIMIT, at_once)
+        # Of their own, so that pods that hang take no turn of those that answer.
+        self._silent = HttpClient(seconds, LIMIT, SILENT_AT_ONCE)
+        self._canaries = HttpClient(canary_seconds, LIMIT, at_once)
         self._port = port
 
     async def __aenter__(self) -> Self:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        await self._http.close()
+        for client in (self._http, self._silent, self._canaries):
+            await client.close()
 
-    async def metrics(self, address: str) -> str:
-        return (await self._read("GET", address, "/metrics")).decode("utf-8", "replace")
+    async def metrics(self, address: str, *, silent: bool = False) -> str:
+        """``silent``: the pod did not answer last; it is skipped while too many such are asked."""
+        if silent and self._silent.busy:
+            raise ScrapeError("/metrics: too many pods do not answer")
+        client = self._silent if silent else self._http
+        return (await self._read("GET", address, "/metrics", client)).decode("utf-8", "replace")
 
     async def canary(self, address: str) -> None:
         """Make the pod generate one token. Raises ScrapeError unless it did."""
-        answer = _json(await self._read("POST", address, "/canary"))
+        answer = _json(await self._read("POST", address, "/canary", self._canaries))
         if not isinstance(answer.get("token"), int):
             raise ScrapeError("the canary's answer holds no token")
 
@@ -55,15 +70,18 @@ class Pods:
     async def memory(self, address: str) -> dict[str, Any]:
         return _json(await self._read("GET", address, "/debug/memory"))
 
-    async def _read(self, method: str, address: str, path: str) -> bytes:
+    async def _read(
+        self, method: str, address: str, path: str, client: HttpClient | None = None
+    ) -> bytes:
+        client = client or self._http
         try:
             host = ipaddress.ip_address(address)
         except ValueError:
             raise ScrapeError("the pod has no address") from None
         url = f"http://{f'[{host}]' if host.version == 6 else host}:{self._port}{path}"
         try:
-            async with self._http.turn():
-                response = await self._http.fetch(method, url)
+            async with client.turn():
+                response = await client.fetch(method, url)
         except TooLargeError:
             raise ScrapeError(f"{path}: more than {LIMIT} bytes") from None
         except ERRORS as error:

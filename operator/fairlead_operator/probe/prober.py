@@ -1,9 +1,11 @@
-"""Probes pods and the hub in the background: canary, load, sizing, downloads, config.json.
+"""Probes pods and the hub in the background: load, sizing, downloads, config.json.
 
-A second keyed queue runs it, so that a pod which hangs delays no pass. It alone writes the results;
-a change that the status shows wakes the resource.
+A second keyed queue runs it, so that a pod which hangs delays no pass. The pods of a resource are
+asked together, so that one which hangs delays no other. It owns the results, to which ``Canaries``
+adds; a change that the status shows wakes the resource.
 """
 
+import asyncio
 import contextlib
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -20,6 +22,7 @@ from fairlead_operator.decide.pods.pod import address_of
 from fairlead_operator.decide.pods.probe_results import ProbeResults
 from fairlead_operator.decide.scale.autoscale import TICK
 from fairlead_operator.memory import Memory
+from fairlead_operator.probe.canaries import PodKey
 from fairlead_operator.probe.hub import Hub, HubError
 from fairlead_operator.probe.pod_client import Pods, ScrapeError
 from fairlead_operator.resource.fields import ResourceError
@@ -28,7 +31,7 @@ from fairlead_operator.resource.resource import InferenceDeployment
 from fairlead_operator.resource.settings import Settings
 
 IDLE_SECONDS = 15.0  # between probes of a resource that is not autoscaled
-RETRY_SECONDS = 2.0  # after a failed canary, or while a download reports nothing yet
+RETRY_SECONDS = 2.0  # while a download reports nothing yet
 
 
 class Prober:
@@ -42,10 +45,12 @@ class Prober:
         pods: Pods,
         hub: Hub,
         wake: Callable[[Key], None],
+        send_canary: Callable[[PodKey], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._store, self._results, self._settings = store, results, settings
         self._pods, self._hub, self._wake, self._clock = pods, hub, wake, clock
+        self._send_canary = send_canary
 
     async def __call__(self, key: Key) -> float | None:
         body = self._store.get(RESOURCE, key)
@@ -64,21 +69,21 @@ class Prober:
         before = self._of(resource).of_pods(_uids(seen.pods), _uids(fetching))
         self._results.put(key, resource.uid, before)
 
-        await self._config(resource, seen)
-        for pod in serving:
-            if pod["metadata"]["uid"] not in before.canaries:
-                await self._canary(resource, pod)
-        for pod in seen.ready_pods():
-            await self._load(resource, pod)
-        await self._measure(resource, serving)
-        await self._downloads(resource, fetching)
+        due = _uids(serving) - before.canaries
+        self._learn(resource, canaries_due=due - before.canary_failures.keys())
+        for uid in due:
+            self._send_canary((key, uid))
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self._config(resource, seen))
+            for pod in seen.running_pods():
+                group.create_task(self._load(resource, pod))
+            group.create_task(self._measure(resource, serving))
+            group.create_task(self._downloads(resource, fetching))
         self._learn(resource, complete=True)
         results = self._of(resource)
         if not results.shows_as(before):
             self._wake(key)
-        pending = any(p["metadata"]["uid"] not in results.canaries for p in serving)
-        pending |= any(p["metadata"]["uid"] not in results.downloads for p in fetching)
-        if pending:
+        if any(p["metadata"]["uid"] not in results.downloads for p in fetching):
             return RETRY_SECONDS
         policy = resource.spec.autoscaling
         scales = policy is not None and policy.managed_by == "operator"
@@ -92,31 +97,21 @@ class Prober:
         results = replace(self._of(resource), **changes)
         self._results.put(_key(resource), resource.uid, results)
 
-    async def _canary(self, resource: InferenceDeployment, pod: Object) -> None:
-        uid = pod["metadata"]["uid"]
-        error = ""
-        try:
-            await self._pods.canary(address_of(pod))
-        except ScrapeError as refusal:
-            error = str(refusal)
-        results = self._of(resource)
-        failures = {**results.canary_failures, uid: error}
-        if error:
-            self._learn(resource, canary_failures=failures)
-        else:
-            del failures[uid]
-            canaries = results.canaries | {uid}
-            self._learn(resource, canaries=canaries, canary_failures=failures)
-
     async def _load(self, resource: InferenceDeployment, pod: Object) -> None:
         """A good sample replaces the last one, which otherwise grows stale."""
-        uid = pod["metadata"]["uid"]
+        uid, name = pod["metadata"]["uid"], resource.engine.served_name
         try:
-            text = await self._pods.metrics(address_of(pod))
-            load = parse(text, resource.engine.served_name)
-        except (ScrapeError, LoadError):
+            silent = uid in self._of(resource).silent
+            text = await self._pods.metrics(address_of(pod), silent=silent)
+        except ScrapeError:
+            self._learn(resource, silent=self._of(resource).silent | {uid})
             return
-        parts = startup.read(text, resource.engine.served_name)
+        self._learn(resource, silent=self._of(resource).silent - {uid})
+        try:
+            load = parse(text, name)
+        except LoadError:
+            return
+        parts = startup.read(text, name)
         results = self._of(resource)
         self._learn(
             resource,
@@ -136,11 +131,14 @@ class Prober:
     async def _downloads(self, resource: InferenceDeployment, fetching: list[Object]) -> None:
         shown = self._of(resource).downloads
         now = dict(shown)
-        for pod in fetching:
+
+        async def ask(pod: Object) -> None:
             with contextlib.suppress(ScrapeError):
                 progress = downloads.read(await self._pods.progress(address_of(pod)))
                 if progress is not None:
                     now[pod["metadata"]["uid"]] = progress
+
+        await asyncio.gather(*(ask(pod) for pod in fetching))
         after = downloads.show(shown, now, self._clock() - self._of(resource).downloads_at)
         if after is not shown:
             self._learn(resource, downloads=after, downloads_at=self._clock())

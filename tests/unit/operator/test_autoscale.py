@@ -53,10 +53,10 @@ class Fleet:
         self.ready_at = [0.0] * replicas  # long before now
         self.decisions: list[Decision] = []
 
-    def tick(self, demand: float, *, unschedulable: int = 0) -> Decision:
+    def tick(self, demand: float) -> Decision:
         ready = names(sum(1 for at in self.ready_at if at <= self.now))
         seen = samples({pod: demand / len(ready) for pod in ready}, self.now)
-        supply = Supply(len(self.ready_at), ready, len(self.ready_at) - len(ready), unschedulable)
+        supply = Supply(len(self.ready_at), ready, len(self.ready_at) - len(ready))
         decision = decide(self.policy, self.history, seen, supply, self.now)
         self.history = decision.history
         add = [self.now + self.start] * (decision.replicas - len(self.ready_at))
@@ -128,10 +128,33 @@ def test_scaling_up_can_wait_for_a_lasting_need() -> None:
     assert fleet.run(300, 40)[-1] == 3
 
 
-def test_pods_that_cannot_be_placed_stop_further_ones() -> None:
-    fleet = Fleet(POLICY)
-    decision = fleet.tick(800, unschedulable=1)
-    assert (decision.replicas, decision.limited_by) == (1, "unschedulable")
+def test_pods_that_wait_for_a_node_stop_no_growth() -> None:
+    seen = samples({"pod-0": 800}, 0)
+    decision = decide(POLICY, History(), seen, Supply(2, ("pod-0",), starting=1), 0)
+    assert (decision.replicas, decision.limited_by) == (6, "scaleUp.maxStep")
+
+
+def test_a_full_pod_that_left_the_endpoints_is_still_demand() -> None:
+    full = Supply(1, (), unready=("pod-0",))
+    decision = decide(POLICY, History(), samples({"pod-0": 300}, 0), full, 0)
+    assert (decision.replicas, decision.inputs["demand"], decision.inputs["ready"]) == (3, 300, 0)
+    history, now = History(), 0.0
+    for _ in range(int(2 * POLICY.down_window / TICK)):
+        seen = samples({"pod-0": 20, "pod-1": 180}, now)
+        supply = Supply(2, ("pod-0",), unready=("pod-1",))
+        decision = decide(POLICY, history, seen, supply, now)
+        assert decision.replicas == 2
+        history, now = decision.history, now + TICK
+
+
+def test_a_pod_that_hangs_unready_stops_shrinking_and_keeps_its_last_load() -> None:
+    fleet = Fleet(POLICY, replicas=2)
+    fleet.run(150, 400)
+    seen = samples({"pod-0": 0}, fleet.now) | samples({"pod-1": 75}, fleet.now - 60)
+    hung = Supply(2, ("pod-0",), unready=("pod-1",))
+    decision = decide(POLICY, fleet.history, seen, hung, fleet.now)
+    assert (decision.replicas, decision.limited_by) == (2, "staleMetrics")
+    assert (decision.inputs["demand"], decision.inputs["running"]) == (75, 2)
 
 
 def test_scaling_down_takes_the_highest_need_of_the_window_one_pod_a_minute() -> None:

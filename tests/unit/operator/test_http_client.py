@@ -23,13 +23,16 @@ class PodServer:
         self.port = 0
         self.open = self.most_open = 0
         self.requests: list[bytes] = []
+        self.asked = asyncio.Event()
 
     async def handle(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.open += 1
         self.most_open = max(self.open, self.most_open)
         with contextlib.suppress(OSError, asyncio.IncompleteReadError, asyncio.CancelledError):
             self.requests.append(await reader.readuntil(b"\r\n\r\n"))
-            await asyncio.sleep(self.seconds)
+            seconds = self.seconds
+            self.asked.set()
+            await asyncio.sleep(seconds)
             self.open -= 1  # before the answer: the client may send the next at once
             writer.write(TOKEN)
             await writer.drain()
@@ -56,12 +59,15 @@ async def canaries(pods: Pods, count: int) -> list[BaseException | None]:
 @pytest.mark.timeout(60)  # takes 6 s; httpx's pool took minutes, quadratic in what waits
 def test_after_a_storm_of_timeouts_every_pod_that_answers_is_heard() -> None:
     async def go() -> None:
-        async with pod_server(seconds=60) as server, Pods(0.2, server.port) as pods:
+        async with (
+            pod_server(seconds=60) as server,
+            Pods(canary_seconds=0.2, port=server.port) as pods,
+        ):
             for _ in range(3):
                 for error in await canaries(pods, 600):
                     assert isinstance(error, ScrapeError)
                     assert "TimeoutError" in str(error)
-            server.seconds, pods._http._seconds = 0.0, 10.0
+            server.seconds, pods._canaries._seconds = 0.0, 10.0
             assert await canaries(pods, 20) == [None] * 20
 
     asyncio.run(go())
@@ -69,7 +75,7 @@ def test_after_a_storm_of_timeouts_every_pod_that_answers_is_heard() -> None:
 
 def test_a_cancelled_request_gives_its_turn_back() -> None:
     async def go() -> None:
-        async with pod_server(seconds=60) as server, Pods(10.0, server.port, at_once=2) as pods:
+        async with pod_server(seconds=60) as server, Pods(port=server.port, at_once=2) as pods:
             for _ in range(20):
                 task = asyncio.create_task(pods.canary("127.0.0.1"))
                 await asyncio.sleep(0.01)
@@ -82,7 +88,10 @@ def test_a_cancelled_request_gives_its_turn_back() -> None:
 
 def test_requests_wait_for_their_turn_before_their_deadline_starts() -> None:
     async def go() -> None:
-        async with pod_server(seconds=0.2) as server, Pods(1.0, server.port, at_once=2) as pods:
+        async with (
+            pod_server(seconds=0.2) as server,
+            Pods(canary_seconds=1.0, port=server.port, at_once=2) as pods,
+        ):
             assert await canaries(pods, 16) == [None] * 16, "1.6 s in all"
             assert server.most_open == 2
 
@@ -109,5 +118,25 @@ def test_the_environments_proxy_is_used_for_the_hub_and_never_for_a_pod(
             (request,) = proxy.requests
             path = b"http://127.0.0.1:1/owner/name/resolve/main/config.json"
             assert request.startswith(b"GET " + path)
+
+    asyncio.run(go())
+
+
+def test_canaries_and_pods_that_do_not_answer_take_no_turn_of_those_that_do() -> None:
+    async def go() -> None:
+        async with (
+            pod_server() as server,
+            Pods(60.0, server.port, at_once=1, canary_seconds=60.0) as pods,
+        ):
+            pods._silent._turns = asyncio.Semaphore(0)  # as if each hung
+            server.seconds = 60.0
+            canary = asyncio.create_task(pods.canary("127.0.0.1"))
+            await server.asked.wait()
+            server.seconds = 0.0
+            with pytest.raises(ScrapeError, match="too many pods do not answer"):
+                await pods.metrics("127.0.0.1", silent=True)
+            await pods.metrics("127.0.0.1")
+            assert not canary.done()
+            canary.cancel()
 
     asyncio.run(go())

@@ -344,9 +344,32 @@ def test_pods_that_crash_or_are_late_are_not_supply() -> None:
     waiting = pod("chat-3", conditions=unscheduled("Insufficient nvidia.com/gpu"))
     now = datetime(2026, 1, 1, 0, 0, 30, tzinfo=UTC)
     supply = supply_of(seen(pod(ready=True), crashing, waiting, pod("chat-4")), 4, 60.0, now)
-    assert (len(supply.ready), supply.starting, supply.unschedulable) == (1, 2, 1)
-    late = supply_of(seen(pod("chat-4")), 1, 60.0, now + timedelta(minutes=2))
+    assert (len(supply.ready), supply.starting) == (1, 2), "one that waits for a node counts"
+    late = supply_of(seen(waiting, pod("chat-4")), 2, 60.0, now + timedelta(minutes=2))
     assert late.starting == 0
+
+
+RUNS: Object = {"name": "runtime", "state": {"running": {}}}
+
+
+def test_a_running_pod_past_its_start_is_demand_ready_or_not() -> None:
+    hanging = pod("chat-2", container={**RUNS, "started": True})
+    loading = pod("chat-3", container={**RUNS, "started": False})
+    ended = pod("chat-4", container={"name": "runtime", "state": {"waiting": {}}})
+    leaving = pod("chat-5", ready=True, deleting=True)
+    now = datetime(2026, 1, 1, 0, 0, 30, tzinfo=UTC)
+    body = seen(pod(ready=True), hanging, loading, ended, leaving)
+    supply = supply_of(body, 4, 60.0, now)
+    assert (supply.ready, supply.unready) == (("uid-of-chat-1",), ("uid-of-chat-2",))
+    assert (supply.starting, supply.pods) == (2, 3)
+    names = [p["metadata"]["name"] for p in body.running_pods()]
+    assert names == ["chat-1", "chat-2", "chat-3"], "each is scraped"
+
+
+def test_full_pods_that_are_not_ready_grow_the_fleet() -> None:
+    full = pod(container={**RUNS, "started": True})
+    result = scaled(deployment(replicas=1), 100.0, full, results=loaded(256, 1024), **SCALED)
+    assert (result.replicas, result.condition[1]) == (5, "Deciding")
 
 
 def test_the_load_in_the_status_moves_rarely_and_only_by_much() -> None:
@@ -383,8 +406,10 @@ def test_an_operator_that_has_just_started_waits_for_its_first_probes_for_a_whil
     status = {"desired": 3, "decisions": [{"to": 3}]}
     memory = ScalingMemory.first({"autoscaling": status}, 100.0)
     assert memory.status == status, "taken over"
-    waits = [awaits_probes(memory, NOTHING, at) for at in (100.0, 104.9, 105.0)]
+    waits = [awaits_probes(memory, NOTHING, at) for at in (100.0, 112.9, 113.0)]
     assert waits == [True, True, False]
     early = scaled(deployment(replicas=3), 101.0, memory=memory, **SCALED)
     assert (early.replicas, early.status) == (3, status), "nothing is decided from nothing"
     assert not awaits_probes(memory, ProbeResults(complete=True), 101.0)
+    asked = ProbeResults(complete=True, canaries_due=frozenset({"uid-of-chat-1"}))
+    assert awaits_probes(memory, asked, 101.0), "a canary waits behind the pod's requests"

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from fairlead_operator.decide.pods.pod import is_deleting, is_ready, revision_of_pod
+from fairlead_operator.decide.pods.pod import is_deleting, is_ready, is_running, revision_of_pod
 from fairlead_operator.resource.kinds import DEPLOYMENT, Object
 
 
@@ -23,6 +23,10 @@ class Observed:
     def ready_pods(self) -> list[Object]:
         """Pods that take traffic and are not being deleted."""
         return [p for p in self.pods if is_ready(p) and not is_deleting(p)]
+
+    def running_pods(self) -> list[Object]:
+        """Pods whose runtime runs, ready or not, and that are not being deleted."""
+        return [p for p in self.pods if is_running(p) and not is_deleting(p)]
 
     def serving(self, revision: str) -> list[Object]:
         """Ready pods of a revision that the Service sends traffic to."""

@@ -38,6 +38,16 @@ def is_ready(pod: Object) -> bool:
     return any(c.get("type") == "Ready" and c.get("status") == "True" for c in conditions)
 
 
+def is_running(pod: Object) -> bool:
+    """Whether the runtime's process runs: it may load, serve or hang."""
+    return is_ready(pod) or "running" in (runtime_status(pod).get("state") or {})
+
+
+def is_started(pod: Object) -> bool:
+    """Whether the runtime is past its start: its startup probe succeeded once."""
+    return is_ready(pod) or (is_running(pod) and runtime_status(pod).get("started") is True)
+
+
 def is_deleting(pod: Object) -> bool:
     return bool(pod["metadata"].get("deletionTimestamp"))
 

@@ -18,6 +18,7 @@ class ProbeResults:
 
     complete: bool = False  # whether pods and the hub were probed at least once
     canaries: frozenset[str] = frozenset()  # pods that generated a token
+    canaries_due: frozenset[str] = frozenset()  # serving pods whose first canary has no answer yet
     canary_failures: Mapping[str, str] = field(default_factory=dict)  # why serving pods did not
     config: Mapping[str, Any] | None = None  # the model's config.json
     config_of: str = ""  # source and revision it belongs to
@@ -31,21 +32,25 @@ class ProbeResults:
     measured_of: str = ""  # that pod's uid
     startups: Mapping[str, Mapping[str, float]] = field(default_factory=dict)  # seconds by part
     samples: Mapping[str, Sample] = field(default_factory=dict)  # last good load
+    silent: frozenset[str] = frozenset()  # pods that did not answer their last scrape
 
     def of_pods(self, uids: frozenset[str], fetching: frozenset[str]) -> "ProbeResults":
         """Without the results of pods that are gone; ``fetching``: pods that download."""
         return replace(
             self,
             canaries=self.canaries & uids,
+            canaries_due=self.canaries_due & uids,
             canary_failures=_only(self.canary_failures, uids),
             downloads=_only(self.downloads, fetching),
             startups=_only(self.startups, uids),
             samples=_only(self.samples, uids),
+            silent=self.silent & uids,
         )
 
     def shows_as(self, other: "ProbeResults") -> bool:
         """Whether both give the same status, but for the load: scaling reads that at its ticks."""
-        return replace(self, samples={}) == replace(other, samples={})
+        ours, theirs = (replace(one, samples={}, silent=frozenset()) for one in (self, other))
+        return ours == theirs
 
 
 def _only(values: Mapping[str, V], uids: frozenset[str]) -> Mapping[str, V]:

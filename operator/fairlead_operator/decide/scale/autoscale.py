@@ -70,20 +70,26 @@ class Policy:
 
 @dataclass(frozen=True, slots=True)
 class Supply:
-    """The fleet: requested replicas, names of ready pods, counts of starting and of unschedulable
-    pods.
+    """The fleet: requested replicas, and its pods by state.
 
-    ``starting`` counts pods within their start-up deadline: a crash-looping pod does not count.
+    ``starting`` counts pods that load or wait for a node, within their start-up deadline: a
+    crash-looping pod does not count. ``unready`` names running pods past their start that are not
+    ready: they supply nothing, and their requests count.
     """
 
     current: int
     ready: tuple[str, ...]
     starting: int = 0
-    unschedulable: int = 0
+    unready: tuple[str, ...] = ()
 
     @property
     def pods(self) -> int:
         return len(self.ready) + self.starting
+
+    @property
+    def running(self) -> tuple[str, ...]:
+        """The pods whose load is the demand."""
+        return (*self.ready, *self.unready)
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +123,7 @@ class Decision:
     why: str
     inputs: Mapping[str, float] = field(
         default_factory=dict
-    )  # demand, target, raw, supply, ready, fresh, from
+    )  # from, demand, target, supply, ready, running, fresh, raw
 
     @property
     def limited_by(self) -> str:
@@ -152,12 +158,11 @@ def decide(
     """The replicas to request now. ``samples`` holds each pod's last good sample, ``now`` is the
     time of a monotonic clock.
 
-    Without fresh data the number stays; it shrinks only with fresh data from every ready pod over
-    a whole window.
+    Without fresh data the number stays; it shrinks only with fresh data from every running pod
+    over a whole window.
     """
-    usable = {
-        pod: samples[pod] for pod in supply.ready if pod in samples and samples[pod].load.sane
-    }
+    running = supply.running
+    usable = {pod: samples[pod] for pod in running if pod in samples and samples[pod].load.sane}
     fresh = [pod for pod, sample in usable.items() if sample.fresh(now)]
     demand = sum(sample.load.total for sample in usable.values())
     raw = math.ceil(demand / policy.target - 1e-9)
@@ -167,6 +172,7 @@ def decide(
         "target": policy.target,
         "supply": supply.pods,
         "ready": len(supply.ready),
+        "running": len(running),
         "fresh": len(fresh),
         "raw": raw,
     }
@@ -174,18 +180,18 @@ def decide(
         answer = _Answer(supply.current)
         why = "no fresh metrics: holding"
     else:
-        # A ready pod without a sample may have any load: this tick must not justify shrinking,
+        # A running pod without a sample may have any load: this tick must not justify shrinking,
         # now or later.
-        demanded = raw if len(usable) == len(supply.ready) else max(raw, supply.current)
+        demanded = raw if len(usable) == len(running) else max(raw, supply.current)
         history = _with_demand(history, demanded, now, max(policy.up_window, policy.down_window))
         answer = _Answer(raw)
-        off = demand / (policy.target * supply.pods) - 1
-        if abs(off) <= policy.tolerance:
+        supplied = policy.target * supply.pods  # requests
+        if supplied and abs(demand / supplied - 1) <= policy.tolerance:
             answer.limit("tolerance", supply.current)
         if answer.replicas > supply.current:
             _limit_up(answer, policy, history, supply, now)
         elif answer.replicas < supply.current:
-            _limit_down(answer, policy, history, supply, now, stale=len(fresh) < len(supply.ready))
+            _limit_down(answer, policy, history, supply, now, stale=len(fresh) < len(running))
         why = f"{demand:g} requests at {policy.target:g} a pod ask for {raw}"
     answer.limit("minReplicas", max(answer.replicas, policy.min_replicas))
     answer.limit("maxReplicas", min(answer.replicas, policy.max_replicas))
@@ -212,8 +218,6 @@ def _limit_up(
         "scaleUp.maxStep",
         max(supply.current, min(answer.replicas, supply.current - added + policy.up_step)),
     )
-    if supply.unschedulable:
-        answer.limit("unschedulable", supply.current)
 
 
 def _limit_down(

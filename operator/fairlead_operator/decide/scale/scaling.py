@@ -13,7 +13,7 @@ from typing import Any
 from fairlead_operator.decide.pods.events import Note
 from fairlead_operator.decide.pods.load import Load
 from fairlead_operator.decide.pods.observed import Observed
-from fairlead_operator.decide.pods.pod import is_deleting, is_ready
+from fairlead_operator.decide.pods.pod import is_deleting, is_ready, is_started
 from fairlead_operator.decide.pods.probe_results import ProbeResults
 from fairlead_operator.decide.scale.autoscale import TICK, Decision, Policy, Supply, decide
 from fairlead_operator.decide.scale.state import ScalingMemory, awaits_probes
@@ -110,7 +110,7 @@ def _tick(
         "limitedBy": decision.limited_by,
         "decisions": _decisions(memory.status or {}, decision, now),
     }
-    condition = _condition(len(supply.ready), int(decision.inputs["fresh"]))
+    condition = _condition(len(supply.running), int(decision.inputs["fresh"]))
     return Scaling(
         replicas=decision.replicas,
         condition=condition,
@@ -136,13 +136,13 @@ def _decisions(before: Mapping[str, Any], decision: Decision, now: datetime) -> 
     return decisions[:DECISIONS]
 
 
-def _condition(ready: int, fresh: int) -> tuple[str, str, str]:
-    if not ready:
-        return ("False", "NoReadyPods", "no pod is ready to be measured: holding")
-    if stale := ready - fresh:
-        text = f"{stale} of {ready} ready pods have no fresh metrics: never scaling down"
+def _condition(running: int, fresh: int) -> tuple[str, str, str]:
+    if not running:
+        return ("False", "NoRunningPods", "no running pod has started: holding")
+    if stale := running - fresh:
+        text = f"{stale} of {running} running pods have no fresh metrics: never scaling down"
         return ("False", "StaleMetrics", text)
-    return ("True", "Deciding", "every ready pod is measured")
+    return ("True", "Deciding", "every running pod is measured")
 
 
 def replicas_of(deployment: Object) -> int:
@@ -150,13 +150,15 @@ def replicas_of(deployment: Object) -> int:
 
 
 def supply_of(seen: Observed, current: int, deadline: float, now: datetime) -> Supply:
-    """Ready pods by uid, and pods that will be ready: younger than the start-up deadline and not
-    crash-looping.
+    """Running pods past their start by uid, and the number of pods that will be ready: they load
+    or wait for a node, are younger than the start-up deadline and not crash-looping.
     """
-    ready = tuple(sorted(p["metadata"]["uid"] for p in seen.ready_pods()))
-    waiting = [p for p in seen.pods if not is_ready(p) and not is_deleting(p)]
+    started = [p for p in seen.running_pods() if is_started(p)]
+    ready = sorted(p["metadata"]["uid"] for p in started if is_ready(p))
+    unready = sorted(p["metadata"]["uid"] for p in started if not is_ready(p))
+    waiting = [p for p in seen.pods if not is_started(p) and not is_deleting(p)]
     starting = [p for p in waiting if _age(p, now) < deadline and not _crashing(p)]
-    return Supply(current, ready, len(starting), sum(_unplaced(p) for p in waiting))
+    return Supply(current, tuple(ready), len(starting), tuple(unready))
 
 
 def load_of(
@@ -166,8 +168,8 @@ def load_of(
     before: Mapping[str, Any],
     clock: float,
 ) -> tuple[Mapping[str, int] | None, float]:
-    """``status.load``, the sum over ready pods, and when it was written last: both as before while
-    the change is small or soon.
+    """``status.load``, the sum over running pods, and when it was written last: both as before
+    while the change is small or soon.
     """
     samples = [results.samples.get(p["metadata"]["uid"]) for p in pods]
     fresh = [s.load for s in samples if s is not None and s.fresh(clock)]
@@ -226,8 +228,3 @@ def _age(pod: Object, now: datetime) -> float:
 def _crashing(pod: Object) -> bool:
     statuses = (pod.get("status") or {}).get("containerStatuses") or ()
     return any(int(s.get("restartCount") or 0) >= CRASHES for s in statuses)
-
-
-def _unplaced(pod: Object) -> bool:
-    conditions = (pod.get("status") or {}).get("conditions") or ()
-    return any(c.get("type") == "PodScheduled" and c.get("status") == "False" for c in conditions)

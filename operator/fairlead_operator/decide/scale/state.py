@@ -9,7 +9,8 @@ from typing import Any, Self
 from fairlead_operator.decide.pods.probe_results import ProbeResults
 from fairlead_operator.decide.scale.autoscale import History
 
-FIRST_LOOK_SECONDS = 5.0  # that probes have before a pass takes "not known" for an answer
+# That probes have before a pass takes "not known" for an answer; a canary may take 12.
+FIRST_LOOK_SECONDS = 13.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,4 +37,5 @@ def awaits_probes(memory: ScalingMemory, results: ProbeResults, clock: float) ->
 
     Otherwise an operator that restarts would report a Ready resource as not Ready for a moment.
     """
-    return not results.complete and clock - memory.first_pass_at < FIRST_LOOK_SECONDS
+    waits = bool(results.canaries_due) or not results.complete
+    return waits and clock - memory.first_pass_at < FIRST_LOOK_SECONDS
