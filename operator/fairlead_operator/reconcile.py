@@ -121,7 +121,7 @@ class Reconciler:
             seen,
             memory,
             results,
-            planned.full_length_sequences,
+            planned.concurrent_tokens,
             self._now(),
             self._clock(),
         )

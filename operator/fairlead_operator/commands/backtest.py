@@ -22,8 +22,10 @@ from fairlead_operator.decide.scale.simulate import (
     Row,
     TraceError,
     read_trace,
+    served_in,
     simulate,
 )
+from fairlead_operator.decide.scale.target import requests_that_fit, target_of, typical_request
 from fairlead_operator.resource.fields import ResourceError
 from fairlead_operator.resource.resource import InferenceDeployment
 
@@ -33,9 +35,10 @@ def main(args: Sequence[str]) -> int:
     options = _parser().parse_args(list(args))
     try:
         deployment = InferenceDeployment.from_body(read_resource(options.policy))
-        policy, pod = _policy(deployment, options)
-        with Path(options.trace).open(encoding="utf-8", newline="") as lines:
-            result = simulate(read_trace(lines, pod), pod, policy, OperatorScaler(policy))
+        with Path(options.trace).open(encoding="utf-8", newline="") as file:
+            lines = list(file)
+        policy, pod = _policy(deployment, options, typical_request([served_in(lines)]))
+        result = simulate(read_trace(lines, pod), pod, policy, OperatorScaler(policy))
         if options.plot:
             Path(options.plot).write_text(_svg(result, policy), "utf-8")
     except (OSError, UnicodeDecodeError, ResourceError, TraceError) as error:
@@ -61,7 +64,11 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("-o", "--output", choices=("text", "json", "csv"), default="text")
     parser.add_argument("--plot", metavar="FILE.svg", help="draw replicas, queue and load")
     parser.add_argument(
-        "--sequences", type=_positive, metavar="N", help="planned full-length sequences of one pod"
+        "--concurrent-tokens",
+        type=_positive,
+        default=0,
+        metavar="N",
+        help="concurrentTokens of one pod, as `fairlead plan` prints them",
     )
     parser.add_argument(
         "--start-seconds",
@@ -94,14 +101,17 @@ def _positive(text: str) -> float:
     return value
 
 
-def _policy(deployment: InferenceDeployment, options: argparse.Namespace) -> tuple[Policy, Pod]:
+def _policy(
+    deployment: InferenceDeployment, options: argparse.Namespace, typical: float | None
+) -> tuple[Policy, Pod]:
     autoscaling = deployment.spec.autoscaling
     if autoscaling is None:
         raise ResourceError("spec.autoscaling", "must be set: it is the policy to test")
-    sequences = int(options.sequences) if options.sequences else None
-    slots = min(deployment.engine.max_requests, sequences or deployment.engine.max_requests)
+    most, tokens = deployment.engine.max_requests, int(options.concurrent_tokens)
+    slots = max(1, int(requests_that_fit(most, tokens, typical)))
     pod = Pod(slots, options.start_seconds, options.prefill_rate, options.decode_rate)
-    return Policy.of(autoscaling, deployment.engine, sequences), pod
+    target = target_of(autoscaling.target_per_replica, most, tokens, typical)
+    return Policy.of(autoscaling, target), pod
 
 
 def _text(result: Result, policy: Policy) -> str:
@@ -123,6 +133,8 @@ def _text(result: Result, policy: Policy) -> str:
     ]
     pods = f"{policy.min_replicas} to {policy.max_replicas} pods"
     target = f"target {policy.target:g} requests a pod, {pods}"
+    if policy.target_why:
+        target += f"\n{policy.target:g} = {policy.target_why}"
     return "\n".join(
         [target, "", *charts, "", *figures, "", "limited by", *(limit_lines or ["  nothing"])]
     )

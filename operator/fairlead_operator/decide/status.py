@@ -28,10 +28,11 @@ class Capacity:
     message: str = "the model's config.json is not known yet"
 
     @property
-    def full_length_sequences(self) -> int | None:
-        """The planned number; None without a plan."""
-        planned: int | None = (self.body or {}).get("planned", {}).get("fullLengthSequences")
-        return planned
+    def concurrent_tokens(self) -> int:
+        """Of one pod, measured once one has started, else planned; 0 while they are not known."""
+        body = self.body or {}
+        found = [body.get(name, {}).get("concurrentTokens") for name in ("measured", "planned")]
+        return int(found[0] or found[1] or 0)
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from fairlead_operator.cluster.cache import Store
 from fairlead_operator.cluster.observe import observe
 from fairlead_operator.decide.children.manifests import revision_of
 from fairlead_operator.decide.pods import downloads, startup
-from fairlead_operator.decide.pods.load import LoadError, Sample, parse
+from fairlead_operator.decide.pods.load import LoadError, Sample, parse, served
 from fairlead_operator.decide.pods.observed import Observed
 from fairlead_operator.decide.pods.pod import address_of
 from fairlead_operator.decide.pods.probe_results import ProbeResults
@@ -115,7 +115,7 @@ class Prober:
         results = self._of(resource)
         self._learn(
             resource,
-            samples={**results.samples, uid: Sample(load, self._clock())},
+            samples={**results.samples, uid: Sample(load, self._clock(), served(text, name))},
             startups={**results.startups, uid: parts},
         )
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fairlead_operator.decide.pods.load import Load, Sample
+from fairlead_operator.decide.pods.load import Load, Sample, Served
 from fairlead_operator.decide.scale.autoscale import (
     HOUR,
     TICK,
@@ -19,8 +19,8 @@ from fairlead_operator.decide.scale.autoscale import (
     Supply,
     decide,
 )
+from fairlead_operator.decide.scale.target import target_of, typical_request
 from fairlead_operator.resource.spec import Autoscaling, ScaleDown, ScaleUp
-from fairlead_runtime.config import EngineConfig
 
 POLICY = Policy(
     min_replicas=1,
@@ -269,25 +269,49 @@ def test_the_fifth_turn_of_an_hour_waits() -> None:
 
 
 @pytest.mark.parametrize(
-    ("target", "planned", "expected"),
+    ("configured", "tokens", "typical", "expected"),
     [
-        (7, 100, 7.0),
-        (None, 100, 80.0),
-        (None, 1000, 0.8 * 256),
-        (None, 0, 256.0),
-        (None, None, 256.0),
-        (None, 1, 1.0),
+        (7, 100_000, 500.0, 7.0),
+        (None, 102_400, None, 80.0),  # 1,024 assumed
+        (None, 102_400, 2048.0, 40.0),
+        (None, 393_216, 512.0, 0.8 * 256),  # an 8B model on 80 GiB: bounded by maxRequests
+        (None, 0, None, 256.0),
+        (None, 0, 512.0, 256.0),
+        (None, 100, 5000.0, 1.0),
     ],
 )
-def test_an_unset_target_follows_the_planned_capacity(
-    target: int | None, planned: int | None, expected: float
+def test_an_unset_target_is_what_a_pod_holds_of_typical_requests(
+    configured: int | None, tokens: int, typical: float | None, expected: float
 ) -> None:
+    target = target_of(configured, 256, tokens, typical)
+    assert target.requests == pytest.approx(expected)
     autoscaling = Autoscaling(
-        target_per_replica=target, scale_up=ScaleUp(7, 3), scale_down=ScaleDown(9, 2)
+        target_per_replica=configured, scale_up=ScaleUp(7, 3), scale_down=ScaleDown(9, 2)
     )
-    policy = Policy.of(autoscaling, EngineConfig(), planned)
-    assert policy == Policy(1, 8, policy.target, 0.1, 7, 3, 9, 2)
-    assert policy.target == pytest.approx(expected)
+    policy = Policy.of(autoscaling, target)
+    limits = Policy(1, 8, target.requests, 0.1, 7, 3, 9, 2)
+    assert dataclasses.replace(policy, target_why="", target_inputs={}) == limits
+
+
+def test_a_typical_request_is_the_mean_of_all_pods_once_a_hundred_have_finished() -> None:
+    assert typical_request([]) is None
+    assert typical_request([Served(99, 99 * 300)]) is None
+    assert typical_request([Served(90, 90 * 100), Served(10, 10 * 1100), Served()]) == 200
+
+
+def test_each_decision_shows_the_arithmetic_of_its_target() -> None:
+    policy = Policy.of(Autoscaling(), target_of(None, 256, 102_400, None))
+    decision = decide(policy, History(), samples({"a": 200}, 0), Supply(1, ("a",)), 0)
+    entry = decision.entry("2026-01-01T00:00:00Z")
+    shown = ("target", "maxRequests", "concurrentTokens", "typicalTokens", "typicalFrom")
+    assert [entry[name] for name in shown] == [80, 256, 102_400, 1024, "assumed"]
+    assert entry["why"] == (
+        "200 requests at 80 a pod (0.8 of min(256 maxRequests, 102400 concurrent tokens ÷ "
+        "1024 tokens a request, assumed)) ask for 3"
+    )
+    unknown = Policy.of(Autoscaling(), target_of(None, 256, 0, None))
+    decision = decide(unknown, History(), samples({"a": 600}, 0), Supply(1, ("a",)), 0)
+    assert "at 256 a pod (maxRequests 256: the capacity of a pod is not known)" in decision.why
 
 
 POLICIES = st.builds(

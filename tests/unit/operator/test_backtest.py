@@ -257,3 +257,16 @@ def test_a_sparkline_keeps_every_peak() -> None:
     assert sparkline([0, 0, 8, 0, 1, 1], 3) == " █▁"
     assert sparkline([], 3) == ""
     assert sparkline([0, 0], 3) == "  "
+
+
+def test_the_command_takes_the_typical_request_of_an_unset_target_from_the_trace(
+    files: tuple[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    body = merge(BASE, {"spec": {"autoscaling": {"maxReplicas": 6}}})
+    Path(files[1]).write_text(json.dumps(body))
+    assert run(files, "--concurrent-tokens", "12000") == 0
+    out = capsys.readouterr().out
+    assert "8 = 0.8 of min(256 maxRequests, 12000 concurrent tokens ÷ 1200 tokens a request" in out
+    assert max(line.count("measured") for line in out.splitlines()) == 1
+    assert run(files) == 0
+    assert "target 256 requests a pod, 1 to 6 pods" in capsys.readouterr().out

@@ -4,7 +4,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fairlead_operator.decide.pods.load import FRESH_SECONDS, Load, LoadError, Sample, parse
+from fairlead_operator.decide.pods.load import (
+    FRESH_SECONDS,
+    Load,
+    LoadError,
+    Sample,
+    Served,
+    parse,
+    served,
+)
 from fairlead_runtime.metric_names import RUNNING, WAITING
 
 GOOD = f"""# HELP {RUNNING} Number of requests in model execution batches.
@@ -106,3 +114,23 @@ def test_series_of_other_names_are_not_parsed() -> None:
 def test_a_models_name_is_unescaped(label: str) -> None:
     name = label.replace(r"\"", '"').replace(r"\n", "\n").replace(r"\\", "\\")
     assert parse(GOOD.replace("demo", label), name) == Load(3, 2)
+
+
+LENGTHS = """vllm:request_prompt_tokens_bucket{engine="0",le="1.0",model_name="demo"} 0.0
+vllm:request_prompt_tokens_count{engine="0",model_name="demo"} 4.0
+vllm:request_prompt_tokens_sum{engine="0",model_name="demo"} 400.0
+vllm:request_generation_tokens_count{engine="0",model_name="demo"} 4.0
+vllm:request_generation_tokens_sum{engine="0",model_name="demo"} 80.0
+"""
+
+
+def test_the_lengths_of_finished_requests_are_summed_over_engines() -> None:
+    assert served(GOOD + LENGTHS, "demo") == Served(4, 480)
+    both = LENGTHS + LENGTHS.replace('engine="0"', 'engine="1"')
+    assert served(both, "demo") == Served(8, 960)
+    assert served(LENGTHS, "other") == served(GOOD, "demo") == Served()
+
+
+@pytest.mark.parametrize("value", ["NaN", "-1", "+Inf", "3.0", "null"])
+def test_a_doubtful_length_counts_as_none(value: str) -> None:
+    assert served(LENGTHS.replace("} 4.0", f"}} {value}", 1), "demo") == Served()

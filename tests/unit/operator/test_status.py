@@ -11,7 +11,7 @@ import pytest
 from fairlead_operator.decide.children.manifests import SURGE, render
 from fairlead_operator.decide.pods import drains
 from fairlead_operator.decide.pods.blockers import blocker
-from fairlead_operator.decide.pods.load import Load, Sample
+from fairlead_operator.decide.pods.load import Load, Sample, Served
 from fairlead_operator.decide.pods.observed import Observed
 from fairlead_operator.decide.pods.probe_results import ProbeResults
 from fairlead_operator.decide.scale.autoscale import TICK
@@ -253,7 +253,7 @@ def scaled(
     results: ProbeResults = NOTHING,
     **spec: Any,
 ) -> Scaling:
-    return scale(resource(**spec), seen(*pods, live=live), memory, results, None, NOW, clock)
+    return scale(resource(**spec), seen(*pods, live=live), memory, results, 0, NOW, clock)
 
 
 def test_without_autoscaling_or_with_an_external_one_the_spec_decides() -> None:
@@ -290,15 +290,27 @@ def test_a_decision_changes_nothing_that_it_was_given() -> None:
     one, memory, results = pod(ready=True), ScalingMemory.first({}, -100.0), loaded(10, 25)
     body = seen(one, live=deployment(replicas=1))
     before = copy.deepcopy((memory, results, body))
-    first = scale(resource(**SCALED), body, memory, results, None, NOW, 100.0)
+    first = scale(resource(**SCALED), body, memory, results, 0, NOW, 100.0)
     assert (memory, results, body) == before
-    assert scale(resource(**SCALED), body, memory, results, None, NOW, 100.0) == first
+    assert scale(resource(**SCALED), body, memory, results, 0, NOW, 100.0) == first
 
 
 def test_without_data_it_holds_and_the_condition_says_so() -> None:
     held = scaled(deployment(replicas=3), 100.0, pod(ready=True), **SCALED)
     assert held.replicas == 3
     assert held.condition[:2] == ("False", "StaleMetrics")
+
+
+def test_the_typical_request_is_measured_by_the_pods_and_kept_when_they_are_replaced() -> None:
+    one = pod(ready=True)
+    sample = Sample(Load(10, 0), 100.0, Served(200, 200 * 512))
+    old = ProbeResults(samples={"uid-of-chat-1": sample})
+    body, spec = seen(one, live=deployment(replicas=1)), resource(autoscaling={})
+    first = scale(spec, body, FIRST, old, 10_240, NOW, 100.0)
+    later = scale(spec, body, first.memory, loaded(10, 0, 110.0), 10_240, NOW, 110.0)
+    assert first.memory.typical == later.memory.typical == 512
+    entry = (first.status or {})["decisions"][0]
+    assert (entry["target"], entry["typicalFrom"]) == (16, "measured")
 
 
 def test_a_paused_resource_decides_nothing() -> None:

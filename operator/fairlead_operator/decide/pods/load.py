@@ -9,7 +9,13 @@ import math
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 
-from fairlead_runtime.metric_names import MODEL, RUNNING, WAITING
+from fairlead_runtime.metric_names import (
+    MODEL,
+    REQUEST_GENERATION_TOKENS,
+    REQUEST_PROMPT_TOKENS,
+    RUNNING,
+    WAITING,
+)
 
 MAX_BODY = 1 << 20  # bytes; a runtime's metrics take about 30 KB
 MAX_LINES, MAX_LINE = 40, 1000  # the parser's time grows with the square of a line
@@ -40,11 +46,20 @@ class Load:
 
 
 @dataclass(frozen=True, slots=True)
+class Served:
+    """The requests that a pod has finished, and their prompt and output tokens."""
+
+    requests: float = 0.0
+    tokens: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
 class Sample:
     """A pod's last good load and when it was read, in seconds of the scraper's monotonic clock."""
 
     load: Load
     at: float
+    served: Served = Served()
 
     def fresh(self, now: float) -> bool:
         """Younger than 15 s, and not from the future: a clock that jumps back makes none fresh."""
@@ -73,6 +88,25 @@ def parse(text: str, model: str = "") -> Load:
             f"running {load.running} and waiting {load.waiting} are not numbers of requests"
         )
     return load
+
+
+def served(text: str, model: str = "") -> Served:
+    """The requests that the pod's histograms of lengths have seen; none where one is doubtful."""
+    names = [
+        f"{histogram}_{part}"
+        for histogram in (REQUEST_PROMPT_TOKENS, REQUEST_GENERATION_TOKENS)
+        for part in ("sum", "count")
+    ]
+    values = dict.fromkeys(names, 0.0)
+    try:
+        for name, _, number in series(text, names, model):
+            values[name] += number
+    except LoadError:
+        return Served()
+    prompt, prompts, output, outputs = values.values()
+    if not all(0 <= number < math.inf for number in values.values()) or prompts != outputs:
+        return Served()
+    return Served(outputs, prompt + output)
 
 
 def series(

@@ -15,22 +15,24 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from fairlead_operator.decide.pods.load import FRESH_SECONDS, Sample
+from fairlead_operator.decide.scale.target import Target
 from fairlead_operator.resource.spec import Autoscaling
-from fairlead_runtime.config import EngineConfig
 
 TICK = 5.0  # seconds between two decisions
 UP_PERIOD, DOWN_PERIOD = 15.0, 60.0  # seconds that maxStep applies to
 GAP = FRESH_SECONDS  # seconds without data after which a window starts over
 HOUR = 3600.0
+WHY = 512  # characters of a decision's ``why`` in the status
 # Turns of the last hour above which the next turn down waits: with the turn up that may follow, an
 # hour has at most 4.
 TURNS = 2
-SHARE = 0.8  # of a pod's capacity: the default target
 
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """``target`` is in requests per pod, windows in seconds, steps in pods per period."""
+    """``target`` is in requests per pod, windows in seconds, steps in pods per period.
+    ``target_why`` and ``target_inputs``: the arithmetic of a target that is not set.
+    """
 
     min_replicas: int
     max_replicas: int
@@ -40,31 +42,22 @@ class Policy:
     up_step: int
     down_window: float
     down_step: int
+    target_why: str = ""
+    target_inputs: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
-    def of(
-        cls, autoscaling: Autoscaling, engine: EngineConfig, full_length_sequences: int | None
-    ) -> "Policy":
-        """``full_length_sequences`` is the planned number, None or 0 while it is unknown."""
-        target = autoscaling.target_per_replica
-        if target is None:
-            planned = full_length_sequences
-            target_value = (
-                max(1.0, SHARE * min(engine.max_requests, planned))
-                if planned
-                else engine.max_requests
-            )
-        else:
-            target_value = target
+    def of(cls, autoscaling: Autoscaling, target: Target) -> "Policy":
         return cls(
             min_replicas=autoscaling.min_replicas,
             max_replicas=autoscaling.max_replicas,
-            target=float(target_value),
+            target=target.requests,
             tolerance=autoscaling.tolerance,
             up_window=autoscaling.scale_up.stabilization_seconds,
             up_step=autoscaling.scale_up.max_step,
             down_window=autoscaling.scale_down.stabilization_seconds,
             down_step=autoscaling.scale_down.max_step,
+            target_why=target.why,
+            target_inputs=target.inputs,
         )
 
 
@@ -121,9 +114,9 @@ class Decision:
     history: History
     clamps: tuple[Clamp, ...]
     why: str
-    inputs: Mapping[str, float] = field(
+    inputs: Mapping[str, Any] = field(
         default_factory=dict
-    )  # from, demand, target, supply, ready, running, fresh, raw
+    )  # those of the target, from, demand, target, supply, ready, running, fresh, raw
 
     @property
     def limited_by(self) -> str:
@@ -136,7 +129,8 @@ class Decision:
     def entry(self, at: str) -> dict[str, Any]:
         """An item of ``status.autoscaling.decisions``."""
         clamps = [{"name": c.name, "before": c.before, "after": c.after} for c in self.clamps]
-        return {"at": at, "to": self.replicas, **self.inputs, "why": self.why, "clamps": clamps}
+        why = self.why[:WHY]
+        return {"at": at, "to": self.replicas, **self.inputs, "why": why, "clamps": clamps}
 
 
 class _Answer:
@@ -175,6 +169,7 @@ def decide(
         "running": len(running),
         "fresh": len(fresh),
         "raw": raw,
+        **policy.target_inputs,
     }
     if not fresh:
         answer = _Answer(supply.current)
@@ -192,7 +187,8 @@ def decide(
             _limit_up(answer, policy, history, supply, now)
         elif answer.replicas < supply.current:
             _limit_down(answer, policy, history, supply, now, stale=len(fresh) < len(running))
-        why = f"{demand:g} requests at {policy.target:g} a pod ask for {raw}"
+        arithmetic = f" ({policy.target_why})" if policy.target_why else ""
+        why = f"{demand:g} requests at {policy.target:g} a pod{arithmetic} ask for {raw}"
     answer.limit("minReplicas", max(answer.replicas, policy.min_replicas))
     answer.limit("maxReplicas", min(answer.replicas, policy.max_replicas))
     if answer.clamps:

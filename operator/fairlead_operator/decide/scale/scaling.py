@@ -17,6 +17,7 @@ from fairlead_operator.decide.pods.pod import is_deleting, is_ready, is_started
 from fairlead_operator.decide.pods.probe_results import ProbeResults
 from fairlead_operator.decide.scale.autoscale import TICK, Decision, Policy, Supply, decide
 from fairlead_operator.decide.scale.state import ScalingMemory, awaits_probes
+from fairlead_operator.decide.scale.target import target_of, typical_request
 from fairlead_operator.resource.kinds import Object
 from fairlead_operator.resource.resource import InferenceDeployment
 from fairlead_operator.resource.spec import Autoscaling
@@ -63,12 +64,12 @@ def scale(
     seen: Observed,
     memory: ScalingMemory,
     results: ProbeResults,
-    full_sequences: int | None,
+    tokens: int,
     now: datetime,
     clock: float,
 ) -> Scaling:
-    """``clock`` is the monotonic clock that dates samples; ``full_sequences`` the planned ones, if
-    planned.
+    """``clock`` is the monotonic clock that dates samples; ``tokens``: concurrentTokens of one
+    pod, 0 while they are not known.
     """
     held = hold(resource, seen, memory)
     policy, live = resource.spec.autoscaling, seen.deployment
@@ -82,7 +83,7 @@ def scale(
     due = clock - memory.decided_at >= TICK * 0.9 and not awaits_probes(memory, results, clock)
     if policy is None or not _operator_scales(policy) or live is None or resource.spec.paused:
         return held
-    return _tick(resource, policy, seen, held, results, full_sequences, now, clock) if due else held
+    return _tick(resource, policy, seen, held, results, tokens, now, clock) if due else held
 
 
 def _tick(
@@ -91,13 +92,16 @@ def _tick(
     seen: Observed,
     held: Scaling,
     results: ProbeResults,
-    full_sequences: int | None,
+    tokens: int,
     now: datetime,
     clock: float,
 ) -> Scaling:
     count, memory, events = held.replicas, held.memory, held.events
     supply = supply_of(seen, count, resource.spec.rollout.progress_deadline_seconds, now)
-    rules = Policy.of(policy, resource.engine, full_sequences)
+    samples = (results.samples.get(uid) for uid in supply.running)
+    typical = typical_request(s.served for s in samples if s is not None) or memory.typical
+    target = target_of(policy.target_per_replica, resource.engine.max_requests, tokens, typical)
+    rules = Policy.of(policy, target)
     decision = decide(rules, memory.history, results.samples, supply, clock)
     if decision.replicas != count:
         reason = "ScaledUp" if decision.replicas > count else "ScaledDown"
@@ -117,6 +121,7 @@ def _tick(
         memory=replace(
             memory,
             history=decision.history,
+            typical=typical,
             decided_at=clock,
             status=status,
             condition=condition,

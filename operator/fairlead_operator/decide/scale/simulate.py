@@ -12,11 +12,11 @@ that requests of one batch slow each other; see docs/autoscaling.md.
 import csv
 import itertools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from fairlead_operator.decide.pods.load import Load, Sample
+from fairlead_operator.decide.pods.load import Load, Sample, Served
 from fairlead_operator.decide.scale.autoscale import TICK, History, Policy, Supply, decide
 
 COLUMNS = ("t", "arrivals", "prompt_tokens", "output_tokens")
@@ -186,10 +186,29 @@ def simulate(trace: Iterable[Bucket], pod: Pod, policy: Policy, scaler: Scaler) 
 
 
 def read_trace(lines: Iterable[str], pod: Pod) -> list[Bucket]:
-    """A CSV of ``t,arrivals,prompt_tokens,output_tokens``: seconds, requests in that second, mean
-    tokens of each.
+    """Buckets of one tick; seconds without a line have no arrivals. Raises TraceError."""
+    arrivals: dict[int, float] = {}
+    seconds: dict[int, float] = {}
+    last = 0.0
+    for t, count, prompt, output in _rows(lines):
+        last = t
+        tick = int(t // TICK)
+        arrivals[tick] = arrivals.get(tick, 0.0) + count
+        seconds[tick] = seconds.get(tick, 0.0) + count * pod.service(prompt, output)
+    ticks = range(int(last // TICK) + 1)
+    return [_bucket(arrivals.get(tick, 0.0), seconds.get(tick, 0.0)) for tick in ticks]
 
-    Seconds without a line have no arrivals. Raises TraceError, which names the line.
+
+def served_in(lines: Iterable[str]) -> Served:
+    """The requests of a trace and their tokens, as the pods' histograms would count them."""
+    rows = list(_rows(lines))
+    tokens = sum(count * (prompt + output) for _, count, prompt, output in rows)
+    return Served(sum(count for _, count, _, _ in rows), tokens)
+
+
+def _rows(lines: Iterable[str]) -> Iterator[tuple[float, float, float, float]]:
+    """A CSV of ``t,arrivals,prompt_tokens,output_tokens``: seconds, requests in that second, mean
+    tokens of each. Raises TraceError, which names the line.
     """
     reader = csv.reader(lines)
     header = tuple(name.strip() for name in next(reader, []))
@@ -197,8 +216,6 @@ def read_trace(lines: Iterable[str], pod: Pod) -> list[Bucket]:
         raise TraceError(
             f"line 1: the header must be {','.join(COLUMNS)}, not {','.join(header)[:100]!r}"
         )
-    arrivals: dict[int, float] = {}
-    seconds: dict[int, float] = {}
     last = -1.0
     for line, cells in enumerate(reader, start=2):
         if not cells:
@@ -209,13 +226,9 @@ def read_trace(lines: Iterable[str], pod: Pod) -> list[Bucket]:
                 f"line {line}: t is {t:g}: it must grow from line to line, to at most {LONGEST:g}"
             )
         last = t
-        tick = int(t // TICK)
-        arrivals[tick] = arrivals.get(tick, 0.0) + count
-        seconds[tick] = seconds.get(tick, 0.0) + count * pod.service(prompt, output)
+        yield t, count, prompt, output
     if last < 0:
         raise TraceError("the trace has no lines")
-    ticks = range(int(last // TICK) + 1)
-    return [_bucket(arrivals.get(tick, 0.0), seconds.get(tick, 0.0)) for tick in ticks]
 
 
 def _bucket(arrivals: float, seconds: float) -> Bucket:

@@ -22,6 +22,7 @@ class ScalingMemory:
     decided_at: float = float("-inf")  # the last tick
     status: Mapping[str, Any] | None = None  # status.autoscaling of the last tick
     condition: tuple[str, str, str] = ("Unknown", "NoData", "nothing measured yet: holding")
+    typical: float | None = None  # mean tokens of a request when it was last measured
     load_at: float = float("-inf")  # the last write of status.load
     operator_scales: bool | None = None  # in the last pass; None before it
     spec_replicas: int | None = None  # spec.replicas of the last pass
