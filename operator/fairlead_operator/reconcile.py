@@ -13,6 +13,7 @@ from typing import Any
 
 from fairlead_operator.cluster.client import Cluster
 from fairlead_operator.cluster.observe import observe
+from fairlead_operator.decide.children import claims
 from fairlead_operator.decide.children.allowlists import not_allowed
 from fairlead_operator.decide.children.capacity import PlanError, capacity_of, with_measured
 from fairlead_operator.decide.children.diff import Apply, Conflict, Writes, diff, ours, owner_text
@@ -125,7 +126,7 @@ class Reconciler:
             self._now(),
             self._clock(),
         )
-        found = not_allowed(resource, self._settings)
+        found = not_allowed(resource, self._settings) + claims.never_shared(resource, seen)
 
         cached = keeps_weights(resource) and bool(seen.serving(revision))
         wanted = render(
@@ -379,6 +380,7 @@ def judge(
         surging=surging,
         downloads=downloads.messages(results.downloads, seen.pods, before),
     )
+    everything += claims.not_shared(resource, seen, revision, replicas)
     serving = seen.serving(revision)
     body = planned.body
     if body is not None and not body.get("fits") and not seen.ready_pods():

@@ -13,15 +13,19 @@ SOURCES = (
     "decide/scale/scaling",
     "decide/scale/state",
     "decide/children/capacity",
+    "decide/children/claims",
     "decide/pods/events",
     "probe/hub",
 )
 CONDITIONS = {
     *("Ready", "Planned", "Progressing", "Available", "AutoscalingActive"),
-    *("RemoteCode", "SpecUnderstood"),
+    *("RemoteCode", "SpecUnderstood", "ClaimShared"),
 }
 # Words of the same form in these modules that are not reasons.
-OTHERS = {"True", "False", "Unknown", "Normal", "Warning", "PodScheduled", "Gi"}
+OTHERS = {
+    *("True", "False", "Unknown", "Normal", "Warning", "PodScheduled", "Gi", "Surge"),
+    *("ReadWriteOnce", "ReadWriteMany", "ReadOnlyMany"),
+}
 
 
 def reasons_in_code() -> set[str]:
@@ -55,6 +59,6 @@ def test_the_conditions_are_those_of_the_definition() -> None:
     definition = (ROOT / "crds" / "inferencedeployments.yaml").read_text()
     assert (
         "Ready, Planned, Progressing, Available, AutoscalingActive; "
-        "where they apply RemoteCode, SpecUnderstood" in definition
+        "where they apply RemoteCode, SpecUnderstood, ClaimShared" in definition
     )
     assert reasons_in_docs("Conditions") >= CONDITIONS

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any
 
+from fairlead_operator.decide.children.claims import mounted_claim
 from fairlead_operator.decide.children.podtemplate import selector
 from fairlead_operator.decide.pods.blockers import Blocker, printable
 from fairlead_operator.decide.pods.drains import Drained
@@ -115,6 +116,11 @@ def status_of(
                 "spec.model.trustRemoteCode lets the model's own code run",
             )
         )
+    if claim := mounted_claim(resource, seen.children):
+        text = str(claim)
+        if claim.known == "Assumed":
+            text += ": set modelCache.accessModes if it is another"
+        facts.append(("ClaimShared", str(claim.shared), claim.known, text))
     if resource.unknown:
         fields = ", ".join(resource.unknown)
         fix = "upgrade the operator to the definition's version, or remove them"

@@ -218,6 +218,24 @@ RULES: tuple[Rule, ...] = (
         ),
     ),
     (
+        "spec.modelCache.storageClassName",
+        lambda s, _: bool(s.model_cache.storage_class_name and s.model_cache.claim_name),
+        (
+            "modelCache.storageClassName is for a claim that the operator makes, "
+            "modelCache.claimName names an existing one: remove one of them"
+        ),
+    ),
+    (
+        "spec.modelCache.accessModes",
+        lambda s, _: (
+            s.model_cache.type == "PVC" and s.model_cache.access_modes == ("ReadOnlyMany",)
+        ),
+        (
+            "modelCache.accessModes ReadOnlyMany does not let pods write what they download: "
+            "add ReadWriteOnce or ReadWriteMany"
+        ),
+    ),
+    (
         "spec.model.tokenSecretRef",
         lambda s, _: bool(s.model.token_secret_ref.name) != bool(s.model.token_secret_ref.key),
         "model.tokenSecretRef needs both name and key: set the other one too",
@@ -248,6 +266,9 @@ def _check_forms(spec: Spec) -> None:
             raise ResourceError(at, f"{form}: remove the entry")
         if name in names[:index]:
             raise ResourceError(at, f"{name} occurs twice: remove one")
+    modes = spec.model_cache.access_modes
+    if len(set(modes)) < len(modes):
+        raise ResourceError("spec.modelCache.accessModes", "names a mode twice: remove one")
     for index, toleration in enumerate(spec.pod_template.tolerations):
         if wrong := _wrong_toleration(toleration):
             raise ResourceError(f"spec.podTemplate.tolerations[{index}]", wrong)

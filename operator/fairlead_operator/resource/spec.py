@@ -116,11 +116,16 @@ class Rollout:
     drain_timeout_seconds: int = bounded(300, low=0, high=86400)
 
 
+AccessMode = Literal["ReadWriteOnce", "ReadWriteOncePod", "ReadWriteMany", "ReadOnlyMany"]
+
+
 @dataclass(frozen=True, slots=True)
 class ModelCache:
     type: Literal["None", "PVC"] = "None"
     claim_name: str = bounded("", longest=253, pattern=OBJECT_NAME)
     size: Quantity = bounded(Quantity(""), longest=32, pattern=BYTES_OR_UNSET)
+    storage_class_name: str = bounded("", longest=253, pattern=OBJECT_NAME)
+    access_modes: tuple[AccessMode, ...] = bounded((), longest=4)
 
 
 @dataclass(frozen=True, slots=True)

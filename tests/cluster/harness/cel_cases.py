@@ -83,6 +83,8 @@ _BATCH = "scheduler.maxBatchTokens must be at least scheduler.maxRequests"
 _SPLIT = "engine.tensorParallel must be at most resources.accelerator.count"
 _CPU = "engine.tensorParallel must be 1 on a CPU"
 _CACHE = "modelCache.type PVC needs modelCache.claimName"
+_CLASS = "modelCache.storageClassName is for a claim that the operator makes"
+_READ_ONLY = "modelCache.accessModes ReadOnlyMany does not let pods write"
 _TOKEN = "model.tokenSecretRef needs both name and key"
 _KEYS = "security.apiKeySecretRef needs both name and key"
 _LABELS = "podTemplate.labels must not use keys of"
@@ -180,6 +182,32 @@ CASES: tuple[Case, ...] = (
     _spec("an existing claim", modelCache={"type": "PVC", "claimName": "weights"}),
     _spec("a new claim", modelCache={"type": "PVC", "size": "50Gi"}),
     _spec("a claim without name or size", _CACHE, modelCache={"type": "PVC"}),
+    _spec("a shared claim", modelCache={"accessModes": ["ReadWriteMany", "ReadOnlyMany"]}),
+    _spec(
+        "a claim of a storage class",
+        modelCache={"type": "PVC", "size": "1Gi", "storageClassName": "fast"},
+    ),
+    _spec(
+        "a storage class for a claim that exists",
+        _CLASS,
+        modelCache={"type": "PVC", "claimName": "weights", "storageClassName": "fast"},
+    ),
+    _spec("a read-only source", modelCache={"accessModes": ["ReadOnlyMany"]}),
+    _spec(
+        "a read-only cache",
+        _READ_ONLY,
+        modelCache={"type": "PVC", "claimName": "weights", "accessModes": ["ReadOnlyMany"]},
+    ),
+    _spec(
+        "an access mode twice",
+        "spec.modelCache.accessModes",
+        modelCache={"accessModes": ["ReadWriteMany", "ReadWriteMany"]},
+    ),
+    _spec(
+        "an unknown access mode",
+        "spec.modelCache.accessModes",
+        modelCache={"accessModes": ["ReadWrite"]},
+    ),
     _spec("API keys", security={"apiKeySecretRef": {"name": "keys", "key": "keys"}}),
     _spec("API keys without a key", _KEYS, security={"apiKeySecretRef": {"name": "keys"}}),
     # -- labels and annotations

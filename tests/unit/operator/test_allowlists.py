@@ -43,7 +43,11 @@ CASES: tuple[tuple[str, str, dict[str, Any]], ...] = (
         {"podTemplate": {"annotations": {"example.com/a": "y"}}},
     ),
     ("model.trustRemoteCode", "allow.remoteCode", {"model": {"trustRemoteCode": True}}),
-    ("modelCache.size", "modelCache.create", {"modelCache": {"type": "PVC", "size": "1Gi"}}),
+    (
+        "modelCache.size",
+        "modelCache.create",
+        {"model": {"source": "a/b"}, "modelCache": {"type": "PVC", "size": "1Gi"}},
+    ),
 )
 
 

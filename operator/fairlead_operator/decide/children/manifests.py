@@ -100,8 +100,9 @@ def max_replicas(resource: InferenceDeployment) -> int:
 
 
 def creates_claim(resource: InferenceDeployment) -> bool:
-    cache = resource.spec.model_cache
-    return cache.type == "PVC" and not cache.claim_name
+    """Only where there is something to download."""
+    cache, source = resource.spec.model_cache, resource.spec.model.where
+    return cache.type == "PVC" and not cache.claim_name and source.kind == "hf"
 
 
 def revision_of(deployment: Object) -> str:
@@ -185,10 +186,11 @@ def _network_policy(resource: InferenceDeployment, settings: Settings, *, cached
 
 
 def _claim(resource: InferenceDeployment) -> Object:
-    """ReadWriteMany, as all pods share it, unless there is never more than one."""
-    mode = "ReadWriteMany" if max_replicas(resource) > 1 else "ReadWriteOnce"
+    cache = resource.spec.model_cache
     spec: dict[str, Any] = {
-        "accessModes": [mode],
-        "resources": {"requests": {"storage": str(resource.spec.model_cache.size)}},
+        "accessModes": list(cache.access_modes) or ["ReadWriteOnce"],
+        "resources": {"requests": {"storage": str(cache.size)}},
     }
+    if cache.storage_class_name:
+        spec["storageClassName"] = cache.storage_class_name
     return _object(resource, CLAIM, cache_claim(resource), spec)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, Literal
 
+from fairlead_operator.decide.children.claims import no_room_to_surge
 from fairlead_operator.decide.children.manifests import Replacement, revision_of
 from fairlead_operator.decide.pods.observed import Observed
 from fairlead_operator.decide.pods.pod import revision_of_pod
@@ -73,7 +74,8 @@ def choose(
     if announced:
         # Kept to the end of this rollout: room that comes and goes must not turn it to and fro.
         return Choice(ONE_BY_ONE, "OneByOne", str(before.get("why", "")))
-    if shortage := _shortage(resource, seen, revision, now):
+    shortage = no_room_to_surge(resource, seen, revision)
+    if shortage := shortage or _shortage(resource, seen, revision, now):
         effect = (
             "this interrupts the service, it has one replica"
             if _replicas(seen) <= 1

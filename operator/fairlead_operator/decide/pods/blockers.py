@@ -37,6 +37,9 @@ CODES: Mapping[str, str] = {
     "QuotaExceeded": "Free some of the namespace's quota, have it raised, or ask for less.",
     "InsufficientAccelerator": "Free or add accelerators, or lower resources.accelerator.count.",
     "SurgeBlocked": "No room for the extra pod: free some, or set rollout.strategy to Auto.",
+    "ClaimNotShared": (
+        "Set modelCache.accessModes to [ReadWriteMany] if the claim allows it, or take one replica."
+    ),
     "VolumeMissing": "Create the PersistentVolumeClaim that the message names.",
     "VolumePending": "The claim has no volume yet: see its own events.",
     "Unschedulable": (
