@@ -56,6 +56,7 @@ test-full: lint plant ## everything that needs no GPU, long forms whole
 
 plant: setup ## plant known bugs one at a time; the tests must catch every one
 	$(BIN)/python scripts/plant_bugs.py
+	$(BIN)/python scripts/plant_package_bugs.py
 
 bench: setup ## the benchmarks that need no GPU
 	$(BIN)/python benchmarks/step_overhead.py

@@ -3,6 +3,7 @@ GPU it fails.
 """
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +14,14 @@ from fairlead_runtime.models import tiny
 pytestmark = pytest.mark.gpu
 
 PROMPTS = [[3, 17, 29, 41, 5], [7] * 40, [11, 13], list(range(1, 120))]
-OUTPUT = 24
+OUTPUT = 64
+PREEMPTING: dict[str, Any] = {
+    "num_blocks": 12,
+    "max_batch_tokens": 256,
+    "max_model_len": 192,
+    "safety_margin": 0.0,
+    "dtype": "float32",
+}
 
 
 @pytest.fixture(autouse=True)
@@ -43,18 +51,17 @@ def expected(family: str, prompt: list[int]) -> list[int]:
 def test_greedy_output_equals_transformers_under_preemption(
     family: str, offload: float, tmp_path: Path
 ) -> None:
-    """15 blocks of 16 tokens hold each prompt with its output, but not all of them at once."""
+    """12 blocks of 16 tokens hold the four prompts, which start together, and then not their
+    outputs.
+    """
     folder = tiny.save(tiny.build(family), tmp_path)
     params = SamplingParams(temperature=0, max_tokens=OUTPUT, ignore_eos=True)
-    config = {
-        "num_blocks": 15,
-        "max_batch_tokens": 32,
-        "cpu_offload_space": offload,
-        "dtype": "float32",
-    }
-    with LLM(str(folder), **config) as llm:
+    with LLM(str(folder), **PREEMPTING, cpu_offload_space=offload) as llm:
         results = llm.generate([{"prompt_token_ids": p} for p in PROMPTS], params, use_tqdm=False)
+        statistics = llm.parts.engine.snapshot().scheduler
     assert [r.outputs[0].token_ids for r in results] == [expected(family, p) for p in PROMPTS]
+    assert statistics.preemptions > 0
+    assert (statistics.offloads > 0) is (offload > 0)
 
 
 def test_a_seeded_draw_does_not_depend_on_its_batch() -> None:

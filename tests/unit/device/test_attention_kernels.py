@@ -13,7 +13,8 @@ from fairlead_kernels.attention import NULL, Heads, LayerSpec, RaggedRows
 from fairlead_kernels.backend import pick
 from fairlead_kernels.cache_write import write
 from fairlead_kernels.copy_blocks import copy_blocks
-from fairlead_kernels.torch_attention import TorchAttention
+from fairlead_kernels.torch_attention import Scratch, TorchAttention
+from fairlead_kernels.torch_plan import Keys
 
 CPU = torch.device("cpu")
 
@@ -140,8 +141,8 @@ def test_a_row_does_not_depend_on_its_batch_mates() -> None:
     # The first row draws the same random keys in both cases; its query differs, so it is set.
     case.query[0] = again.query[0]
     together, _ = backend_and_reference(case, LayerSpec(scale=0.3))
-    if torch.equal(case.ragged.tables[0, :8], again.ragged.tables[0, :8]):
-        torch.testing.assert_close(together[0], alone[0], atol=1e-6, rtol=0)
+    assert not torch.equal(case.ragged.tables[0, :8], again.ragged.tables[0, :8])
+    torch.testing.assert_close(together[0], alone[0], atol=1e-6, rtol=0)
     reference_row = reference.attend(
         case.ragged, case.query, case.key_cache, case.value_cache, LayerSpec(scale=0.3)
     )
@@ -208,6 +209,36 @@ def test_written_keys_land_in_their_slots_and_nowhere_else() -> None:
     assert torch.equal(caches[0], caches[2])
     assert torch.equal(caches[1], caches[3])
     assert int((caches[0].abs().sum((2, 3)) > 0).sum()) == 5
+
+
+def test_keys_and_values_are_written_in_the_caches_dtype() -> None:
+    caches = [torch.zeros(2, 4, 1, 2, dtype=torch.bfloat16) for _ in range(2)]
+    key, value = torch.full((1, 1, 2), 1.3), torch.full((1, 1, 2), 2.7)
+    write(caches[0], caches[1], torch.tensor([6]), key, value)
+    for cache, written in zip(caches, (key, value), strict=True):
+        assert torch.equal(cache[1, 2], written[0].bfloat16())
+
+
+def test_scratch_memory_takes_the_dtype_of_each_cache() -> None:
+    scratch = Scratch()
+    keys = Keys(start=None, length=2, slots=torch.tensor([5, 2]))
+    for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float32):
+        cache = torch.arange(16.0).view(4, 2, 1, 2).to(dtype)
+        got = scratch.read(cache, keys)
+        assert got.dtype == dtype
+        assert torch.equal(got, cache.view(8, 1, 2)[[5, 2]])
+
+
+def test_scratch_memory_grows_for_a_longer_read_and_is_kept_for_a_shorter_one() -> None:
+    scratch = Scratch()
+    cache = torch.arange(32.0).view(8, 2, 1, 2)
+    places = []
+    for count in (2, 12, 3):
+        slots = torch.arange(count).flip(0)
+        got = scratch.read(cache, Keys(start=None, length=count, slots=slots))
+        assert torch.equal(got, cache.view(16, 1, 2)[slots])
+        places.append(got.data_ptr())
+    assert places[1] == places[2]
 
 
 def test_copies_read_every_source_before_they_write() -> None:

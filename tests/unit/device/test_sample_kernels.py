@@ -237,3 +237,22 @@ def test_the_likeliest_is_the_first_of_equals_or_a_nan(rows: int, dtype: torch.d
 
 def test_no_two_tokens_of_a_vocabulary_share_a_hash() -> None:
     assert len(set(ops.hash_tokens(262144, CPU).tolist())) == 262144
+
+
+def test_an_unlikely_token_wins_with_the_largest_noise_of_a_million() -> None:
+    """Its score is far below the likeliest one's, which only nearly the largest noise makes up
+    for; a bound that skips work must not skip it.
+    """
+    width = 1 << 20
+    hashes = ops.hash_tokens(width, CPU)
+    low, high = keys(1, seed=5)
+    noise = -ops.log_exponential(ops.keyed_hash(hashes[None, :], low[:, None], high[:, None]))[0]
+    noise[0] = -math.inf
+    winner = int(noise.argmax())
+    lead = float(-ops.log_exponential(ops.keyed_hash(hashes[:1], low, high))[0])
+    scores = torch.full((1, width), -60.0)
+    scores[0, 0], scores[0, winner] = 0.0, lead + 0.5 - float(noise[winner])
+    assert scores[0, winner] < lead - 11
+    best = torch.zeros(1, dtype=torch.int64)
+    assert ops.draw_tokens(scores, best, None, low, high, hashes).tolist() == [winner]
+    assert ops._draw_dense(scores, None, low, high, hashes).tolist() == [winner]

@@ -138,7 +138,7 @@ def test_a_surge_that_finds_no_accelerator_says_so() -> None:
 
 
 def test_while_only_old_pods_serve_that_is_the_reason() -> None:
-    assert codes(pod(revision="old", ready=True)) == []  # no new pod yet: nothing is wrong with one
+    assert codes(pod(revision="old", ready=True)) == ["RollingOut"]
     assert codes(pod(revision="old", ready=True), pod("chat-2")) == ["Starting"]
 
 

@@ -254,3 +254,19 @@ def test_an_empty_string_equals_a_missing_value_and_another_value_does_not() -> 
 
 def test_rendering_is_stable_and_serialisable() -> None:
     assert json.dumps(wanted()) == json.dumps(wanted())
+
+
+def test_a_claim_is_written_once_and_its_data_outlives_every_change() -> None:
+    cached: Object = {"model": {"source": "owner/name"}, "modelCache": {"type": "PVC"}}
+    first = render(
+        resource(**cached | {"modelCache": {"type": "PVC", "size": "50Gi"}}), SETTINGS, 1, SURGE
+    )
+    grown = render(
+        resource(**cached | {"modelCache": {"type": "PVC", "size": "90Gi"}}), SETTINGS, 1, SURGE
+    )
+    claims = [one for one in first if one["kind"] == "PersistentVolumeClaim"]
+    assert [one.why for one in diff(claims, [], "uid-1").apply] == ["missing"]
+    for index, body in enumerate(first):
+        body["metadata"] |= {"uid": f"uid-{index}", "resourceVersion": "7"}
+    assert "spec.resources.requests.storage" in differences(grown[0], first[0])
+    assert diff(grown, first, "uid-1").apply == ()

@@ -20,7 +20,7 @@ from fairlead_operator.cluster.client import Cluster, Pace
 from fairlead_operator.errors import ApiError, FencedError
 from fairlead_operator.health import STALE_SECONDS, Health
 from fairlead_operator.metrics import Metrics
-from fairlead_operator.probe.hub import Hub, HubError
+from fairlead_operator.probe.hub import KEEP_SECONDS, RETRY_SECONDS, Hub, HubError
 from fairlead_operator.probe.pod_client import Pods, ScrapeError
 from fairlead_operator.resource.kinds import DEPLOYMENT, EVENT
 from fairlead_operator.resource.settings import SettingsError, read
@@ -216,7 +216,8 @@ def test_a_canary_is_a_token_and_nothing_else(body: bytes, *, good: bool) -> Non
 
 # -- the hub
 
-CONFIG = "/owner/name/resolve/main/config.json"
+NAME = "owner/name"
+CONFIG = f"/{NAME}/resolve/main/config.json"
 
 
 def config(port: int, source: Source, times: int = 1) -> object:
@@ -257,10 +258,44 @@ def test_the_hub_is_asked_for_one_file_once() -> None:
 def test_what_is_no_config_is_an_answer_too_and_not_asked_for_again_at_once(
     answer: Answer, why: str
 ) -> None:
+    async def go(port: int) -> tuple[int, int]:
+        clock = [0.0]
+        hub, source = Hub(f"http://127.0.0.1:{port}", clock=lambda: clock[0]), Source("hf", NAME)
+        try:
+            with pytest.raises(HubError, match=why):
+                await hub.config(source, "")
+            first = len(asked)
+            clock[0] = RETRY_SECONDS - 1
+            with pytest.raises(HubError, match=why):
+                await hub.config(source, "")
+            remembered = len(asked)
+            clock[0] = RETRY_SECONDS
+            with pytest.raises(HubError, match=why):
+                await hub.config(source, "")
+            assert len(asked) == 2 * first, "asked again after a while"
+            return first, remembered
+        finally:
+            await hub.close()
+
     with serving({CONFIG: answer}) as (port, asked):
-        with pytest.raises(HubError, match=why):
-            config(port, Source("hf", "owner/name"), times=3)
-        assert len(asked) <= 3
+        first, remembered = asyncio.run(go(port))
+    assert first == remembered > 0
+
+
+def test_a_config_is_asked_for_again_after_an_hour() -> None:
+    async def go(port: int) -> list[int]:
+        clock, counts = [0.0], []
+        hub, source = Hub(f"http://127.0.0.1:{port}", clock=lambda: clock[0]), Source("hf", NAME)
+        try:
+            for clock[0] in (0.0, KEEP_SECONDS - 1, KEEP_SECONDS):
+                assert await hub.config(source, "") == {"model_type": "llama"}
+                counts.append(len(asked))
+        finally:
+            await hub.close()
+        return counts
+
+    with serving({CONFIG: (200, {}, b'{"model_type": "llama"}')}) as (port, asked):
+        assert asyncio.run(go(port)) == [1, 1, 2]
 
 
 def test_other_sources_are_never_asked_for() -> None:

@@ -194,3 +194,26 @@ def test_under_random_faults_and_pauses_there_are_never_two_and_soon_one(seed: i
         for one in electors:
             step(one)
     assert sum(e.holds() for e in electors) == 1
+
+
+def test_a_renewal_counts_from_the_moment_it_was_sent() -> None:
+    """The server may have stored it then; only an earlier fence is safe."""
+
+    class SlowApi(Api):
+        async def write_lease(self, kind: Kind, key: Key, lease: Object) -> Object:
+            answer = await super().write_lease(kind, key, lease)
+            clock.now += FENCE - 1
+            return answer
+
+    api, clock = SlowApi(), Clock()
+    a = election(api, clock, "a")
+    step(a)
+    assert a.holds()
+    clock.now += 2
+    assert not a.holds()
+
+
+def test_the_fence_leaves_a_renewal_that_hangs_room_before_another_may_start() -> None:
+    """A write that was admitted just before the fence may take as long as a renewal's pause."""
+    assert FENCE + RENEW <= DURATION
+    assert 2 * RENEW <= FENCE, "one lost renewal does not end the leadership"

@@ -329,9 +329,19 @@ def test_a_scrape_during_a_run_never_sees_half_a_step() -> None:
         bench.engine.submit(request(f"r{number}", prompt=4, max_tokens=40))
     done = threading.Event()
     torn: list[tuple[int, int, int]] = []
+    read_during_the_run = threading.Event()
+
+    # The tenth step waits until the reader has seen the first ones.
+    def wait_for_the_reader(work: Work) -> None:
+        if work.step == 10:
+            read_during_the_run.wait()
+
+    bench.runner.fault = wait_for_the_reader
 
     def read() -> None:
         for totals in _readings(measures, done):
+            if totals.generation_tokens:
+                read_during_the_run.set()
             first, gaps = sum(totals.ttft.counts), sum(totals.itl.counts)
             if first + gaps != totals.generation_tokens:
                 torn.append((first, gaps, totals.generation_tokens))

@@ -151,7 +151,7 @@ def find(
         found += _of_pod(
             pod, [e for e in events if _about(e, pod)], progress, surge_blocked=surging and older
         )
-    if older and not found and not all(is_ready(p) for p in current):
+    if older and not found and not current:
         found.append(blocker("RollingOut", "", "pods of the previous revision still serve"))
     unique = {(b.code, b.message): b for b in sorted(found, reverse=True)}
     return sorted(unique.values())[:16]

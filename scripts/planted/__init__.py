@@ -1,0 +1,1 @@
+"""One-line bugs by package, each with the tests that must catch it."""

@@ -1,0 +1,179 @@
+"""Bugs of the operator."""
+
+from planted.bug import PackageBug
+
+OPERATOR = "operator/fairlead_operator"
+BLOCKERS, STATUS = f"{OPERATOR}/decide/pods/blockers.py", f"{OPERATOR}/decide/status.py"
+AUTOSCALE, SCALING = (f"{OPERATOR}/decide/scale/{name}.py" for name in ("autoscale", "scaling"))
+MANIFESTS, POD_TEMPLATE, ROLLOUT, DIFF, CAPACITY, ALLOWLISTS = (
+    f"{OPERATOR}/decide/children/{name}.py"
+    for name in ("manifests", "podtemplate", "rollout", "diff", "capacity", "allowlists")
+)
+LEASE, QUEUE, HUB = (
+    f"{OPERATOR}/{name}.py" for name in ("cluster/lease", "workqueue", "probe/hub")
+)
+
+BUGS = (
+    PackageBug(
+        "the first failed mount is reported, not the last",
+        BLOCKERS,
+        "mounts[-1]",
+        "mounts[0]",
+        ("operator/test_blocker_codes.py",),
+    ),
+    PackageBug(
+        "a quota that needs a request is not named",
+        BLOCKERS,
+        'if "exceeded quota" in message or "must specify" in message',
+        'if "exceeded quota" in message',
+        ("operator/test_blocker_codes.py",),
+    ),
+    PackageBug(
+        "quota and refusal are swapped",
+        BLOCKERS,
+        (
+            '                "QuotaExceeded"\n'
+            '                if "exceeded quota" in message or "must specify" in message\n'
+            '                else "PodsRefused"\n'
+        ),
+        (
+            '                "PodsRefused"\n'
+            '                if "exceeded quota" in message or "must specify" in message\n'
+            '                else "QuotaExceeded"\n'
+        ),
+        ("operator/test_blocker_codes.py",),
+    ),
+    PackageBug(
+        "RollingOut is never reported",
+        BLOCKERS,
+        "if older and not found and",
+        "if False and older and not found and",
+        ("operator/test_blocker_codes.py",),
+    ),
+    PackageBug(
+        "of equal blockers the last pod is named",
+        BLOCKERS,
+        "sorted(found, reverse=True)",
+        "sorted(found)",
+        ("operator/test_blocker_codes.py",),
+    ),
+    PackageBug(
+        "a large saving waits like a small one",
+        AUTOSCALE,
+        "large = 3 * answer.replicas < supply.current",
+        "large = False",
+        ("operator/test_autoscale_edges.py",),
+    ),
+    PackageBug(
+        "the tolerance is twice as wide downwards",
+        AUTOSCALE,
+        "abs(demand / supplied - 1) <= policy.tolerance",
+        "-2 * policy.tolerance <= demand / supplied - 1 <= policy.tolerance",
+        ("operator/test_autoscale_edges.py",),
+    ),
+    PackageBug(
+        "the most pods ignore autoscaling",
+        MANIFESTS,
+        "return scaling.max_replicas if scaling else resource.spec.replicas",
+        "return resource.spec.replicas",
+        ("operator/test_manifest_edges.py", "operator/test_manifests.py"),
+    ),
+    PackageBug(
+        "the budget lets no pod go",
+        MANIFESTS,
+        '"maxUnavailable": 1,',
+        '"maxUnavailable": 0,',
+        ("operator/test_manifest_edges.py", "operator/test_manifests.py"),
+    ),
+    PackageBug(
+        "a revision that begins like a commit counts as one",
+        MANIFESTS,
+        "_COMMIT.fullmatch(",
+        "_COMMIT.match(",
+        ("operator/test_manifest_edges.py", "operator/test_manifests.py"),
+    ),
+    PackageBug(
+        "shared memory is mounted in the wrong container",
+        POD_TEMPLATE,
+        '    if runtime:\n        mounts.append({"name": "shm"',
+        '    if not runtime:\n        mounts.append({"name": "shm"',
+        ("operator/test_manifest_edges.py", "operator/test_manifests.py"),
+    ),
+    PackageBug(
+        "the current revision is the old one",
+        STATUS,
+        'status["currentRevision"] = current[-1]',
+        'status["currentRevision"] = current[0]',
+        ("operator/test_status_edges.py",),
+    ),
+    PackageBug(
+        "one ready pod is available whatever is desired",
+        STATUS,
+        "available = len(seen.ready_pods()) >= findings.desired > 0",
+        "available = len(seen.ready_pods()) > 0",
+        ("operator/test_status_edges.py",),
+    ),
+    PackageBug(
+        "a rollout is complete before every pod serves",
+        STATUS,
+        'return "Complete" if len(seen.serving(findings.revision)) >= findings.desired else',
+        'return "Complete" if seen.serving(findings.revision) else',
+        ("operator/test_status_edges.py",),
+    ),
+    PackageBug(
+        "the list of decisions grows for ever",
+        SCALING,
+        "return decisions[:DECISIONS]",
+        "return decisions",
+        ("operator/test_status_edges.py",),
+    ),
+    PackageBug(
+        "a renewal counts from its answer",
+        LEASE,
+        "self._renewed = began",
+        "self._renewed = self._clock()",
+        ("operator/test_lease.py",),
+    ),
+    PackageBug(
+        "the fence falls as the Lease expires",
+        LEASE,
+        "FENCE = 10.0",
+        "FENCE = 14.9",
+        ("operator/test_lease.py",),
+    ),
+    PackageBug(
+        "failures are never forgotten",
+        QUEUE,
+        "        self._failures.pop(key, None)\n        if again is not None:",
+        "        if again is not None:",
+        ("operator/test_workqueue.py",),
+    ),
+    PackageBug(
+        "of two wakes during a pass the later counts",
+        QUEUE,
+        "else min(woken_for, due)",
+        "else max(woken_for, due)",
+        ("operator/test_workqueue.py",),
+    ),
+    PackageBug(
+        "a failed fetch is kept for an hour",
+        HUB,
+        "RETRY_SECONDS if isinstance(answer, HubError) else KEEP_SECONDS",
+        "KEEP_SECONDS",
+        ("operator/test_edges.py",),
+    ),
+    PackageBug(
+        "an extra pod is taken for one accelerator",
+        ROLLOUT,
+        "free < accelerator.count",
+        "free < 1",
+        ("operator/test_manifest_edges.py",),
+    ),
+    PackageBug(
+        "a claim is written again",
+        DIFF,
+        '_WRITE_ONCE = frozenset({"PersistentVolumeClaim"})',
+        "_WRITE_ONCE: frozenset[str] = frozenset()",
+        ("operator/test_diff.py",),
+    ),
+)

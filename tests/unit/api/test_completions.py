@@ -1,0 +1,135 @@
+"""The head and the end of an answer, without sockets: headers of a stream, reasons of every end."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import orjson
+import pytest
+
+from fairlead_runtime.api import request_bodies
+from fairlead_runtime.api.auth import MAX_KEY, AuthMiddleware, KeyRing
+from fairlead_runtime.api.completions import _Generation, _JsonAnswer, _StreamedAnswer
+from fairlead_runtime.api.errors import ApiError
+from fairlead_runtime.api.response_bodies import ChatEncoder, CompletionEncoder, Frame, Usage
+from fairlead_runtime.outputs import Output
+from fairlead_runtime.request import FinishReason
+from support.api_harness import asgi, chat
+
+FRAME = Frame(id="x", created=1, model="tiny", top=None, usage=False, token_bytes={})
+
+
+class Scripted:
+    """A stream of given outputs."""
+
+    request_id = "r"
+    cached_tokens = 2
+
+    def __init__(self, *outputs: Output) -> None:
+        self._outputs = outputs
+
+    async def __aiter__(self) -> AsyncIterator[Output]:
+        for output in self._outputs:
+            yield output
+
+
+def answered(kind: str, encoder: Any, *outputs: Output) -> tuple[list[Any], bytes]:
+    """The messages that an answer sends, and its last bytes."""
+    sent: list[Any] = []
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    async def go() -> bytes:
+        generation = _Generation([Scripted(*outputs)], 1, Usage(prompt=3))  # type: ignore[list-item]  # what outputs() reads
+        answer = (
+            _StreamedAnswer(generation, encoder(FRAME), include_usage=True)
+            if kind == "stream"
+            else _JsonAnswer(generation, encoder(FRAME))
+        )
+        return await answer.write(send)
+
+    last = asyncio.run(go())
+    return sent, last
+
+
+def output(text: str, finish: FinishReason | None = None, stop: int | str | None = None) -> Output:
+    return Output(0, (7,), text, finish_reason=finish, stop_reason=stop)
+
+
+ENDED = (output("a"), output("b", FinishReason.STOP, "END"))
+
+
+@pytest.mark.parametrize("encoder", [ChatEncoder, CompletionEncoder])
+@pytest.mark.parametrize("kind", ["stream", "json"])
+def test_an_answer_says_why_and_at_what_it_stopped(kind: str, encoder: Any) -> None:
+    sent, last = answered(kind, encoder, *ENDED)
+    if kind == "json":
+        (choice,) = orjson.loads(last)["choices"]
+        assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", "END")
+        return
+    body = b"".join(message.get("body", b"") for message in sent)
+    chunks = [orjson.loads(line[6:]) for line in body.decode().split("\n\n") if line]
+    reasons = [(c["choices"][0]["finish_reason"], c["choices"][0]["stop_reason"]) for c in chunks]
+    assert reasons[-1] == ("stop", "END")
+    assert set(reasons[:-1]) == {(None, None)}
+
+
+def test_no_proxy_may_keep_or_collect_the_events_of_a_stream() -> None:
+    sent, last = answered("stream", ChatEncoder, *ENDED)
+    headers = dict(sent[0]["headers"])
+    assert headers[b"x-accel-buffering"] == b"no"
+    assert headers[b"cache-control"] == b"no-cache"
+    assert headers[b"content-type"].startswith(b"text/event-stream")
+    assert last.endswith(b"data: [DONE]\n\n")
+    assert b'"prompt_tokens":3' in last
+
+
+@pytest.mark.parametrize(
+    ("finish", "status", "code"),
+    [(FinishReason.ABORT, 503, "aborted"), (FinishReason.ERROR, 500, None)],
+)
+def test_a_request_that_the_server_ended_is_no_success(
+    finish: FinishReason, status: int, code: str | None
+) -> None:
+    for kind in ("stream", "json"):
+        with pytest.raises(ApiError) as refusal:
+            answered(kind, ChatEncoder, output("", finish))
+        assert refusal.value.status == status
+        if code is not None:
+            assert refusal.value.code == code
+
+
+def test_after_the_first_byte_the_end_is_an_error_event() -> None:
+    sent, last = answered("stream", ChatEncoder, output("a"), output("", FinishReason.ABORT))
+    assert sent[0]["status"] == 200
+    assert b'"code":"aborted"' in last
+    assert last.endswith(b"data: [DONE]\n\n")
+
+
+@pytest.mark.parametrize(("given", "used"), [(None, 0), (-1, 0), (0, 0), (1, 1), (40, 40)])
+def test_no_top_k_and_minus_one_switch_the_filter_off(given: int | None, used: int) -> None:
+    fields = {} if given is None else {"top_k": given}
+    request = request_bodies.chat(chat(**fields), "tiny")
+    assert request.params.top_k == used
+
+
+# -- keys
+
+
+@pytest.mark.parametrize(
+    ("length", "status"), [(1, 200), (MAX_KEY, 200), (MAX_KEY + 1, 401), (2 * MAX_KEY, 401)]
+)
+def test_a_key_is_compared_whole(length: int, status: int, tmp_path: Any) -> None:
+    """The file holds the key's first MAX_KEY bytes: a longer one that begins with it is wrong."""
+    key = "k" * length
+    path = tmp_path / "keys"
+    path.write_text(key[:MAX_KEY] + "\n")
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b""})
+
+    guarded = AuthMiddleware(app, KeyRing(str(path)))
+    got, _ = asyncio.run(asgi(guarded, "GET", "/v1/models", authorization=f"Bearer {key}"))
+    assert got == status

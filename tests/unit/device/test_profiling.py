@@ -1,0 +1,55 @@
+"""What the profiling run measures in part and scales up to the limits."""
+
+from collections.abc import Mapping
+
+import pytest
+
+from fairlead_kernels.backend import pick
+from fairlead_runtime.device import profiling
+from fairlead_runtime.device.paged_model import PagedModel
+from fairlead_runtime.device.profiling import profile
+from fairlead_runtime.models import families, tiny
+
+
+@pytest.fixture(scope="module")
+def model() -> PagedModel:
+    plain = tiny.build("llama", num_hidden_layers=2)
+    return PagedModel(plain, families.check(plain.config))
+
+
+def measured(model: PagedModel, tokens: int, requests: int) -> Mapping[str, int]:
+    return profile(
+        model,
+        pick(model.heads, model.device).attention,
+        max_batch_tokens=tokens,
+        max_requests=requests,
+        max_model_len=64,
+    ).measured
+
+
+def test_each_term_grows_with_the_limit_that_it_depends_on(
+    model: PagedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(profiling, "CPU_TOKENS", 32)
+    monkeypatch.setattr(profiling, "CPU_ROWS", 4)
+    monkeypatch.setattr(profiling, "CPU_ROW", 8)
+    base = measured(model, 64, 8)
+    wider = measured(model, 128, 8)
+    more = measured(model, 64, 16)
+    assert wider["activations"] == 2 * base["activations"]
+    assert (wider["logits"], wider["sampling"]) == (base["logits"], base["sampling"])
+    assert more["logits"] == 2 * base["logits"]
+    assert more["sampling"] == 2 * base["sampling"]
+    assert more["activations"] == base["activations"]
+    assert more["batch"] > base["batch"]
+    assert all(size > 0 for size in base.values())
+
+
+def test_a_part_scaled_up_is_the_whole(model: PagedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Within a twentieth: a few buffers have a fixed size."""
+    whole = measured(model, 64, 32)
+    monkeypatch.setattr(profiling, "CPU_TOKENS", 32)
+    monkeypatch.setattr(profiling, "CPU_ROWS", 8)
+    part = measured(model, 64, 32)
+    for name in ("activations", "logits", "sampling"):
+        assert part[name] == pytest.approx(whole[name], rel=0.05), name

@@ -1,0 +1,38 @@
+"""Gauges of a cache whose blocks have several units: they count whole-model blocks."""
+
+import pytest
+
+from fairlead_runtime import metric_names as names
+from fairlead_runtime.engine.engine import Bounds, Engine
+from fairlead_runtime.scheduling.scheduler import Scheduler
+from fairlead_runtime.serving.measurements import RequestMetrics
+from fairlead_runtime.serving.metrics import gauges
+from support.fake_engine import FULL, MIXED, Clock, FakeRunner, limits, request
+
+
+@pytest.mark.parametrize("groups", [FULL, MIXED])
+def test_blocks_are_those_of_the_whole_model(groups: tuple[object, ...]) -> None:
+    bounds = limits(num_blocks=40)
+    engine = Engine(
+        lambda: Scheduler(bounds, groups),  # type: ignore[arg-type]  # either of the two
+        FakeRunner(),
+        Bounds.of(bounds, max_queue=8, queue_timeout=60.0),
+        now=Clock(),
+    )
+    reading = RequestMetrics().read()
+    empty = gauges(reading, engine.snapshot(), 0.0, draining=False)
+    assert (empty[names.BLOCKS], empty[names.FREE_BLOCKS]) == (40, 40)
+    assert (empty[names.CACHED_BLOCKS], empty[names.KV_CACHE_USAGE]) == (0, 0)
+    engine.submit(request("a", prompt=8, max_tokens=4))
+    engine.step()
+    busy = gauges(reading, engine.snapshot(), 0.0, draining=True)
+    held = engine.snapshot().scheduler.used / len(groups)
+    assert held >= 2
+    assert busy[names.FREE_BLOCKS] == 40 - held
+    assert busy[names.KV_CACHE_USAGE] == held / 40
+    while not engine.idle:
+        engine.step()
+    done = gauges(reading, engine.snapshot(), 0.0, draining=False)
+    assert done[names.FREE_BLOCKS] == 40
+    cached = engine.snapshot().scheduler.cached / len(groups)
+    assert done[names.CACHED_BLOCKS] == cached > 0

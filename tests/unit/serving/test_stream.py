@@ -1,0 +1,50 @@
+"""When a reader of a stream is too slow: bytes and age of its unread outputs."""
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from fairlead_runtime.outputs import ChoiceEvent
+from fairlead_runtime.serving.stream import (
+    EVENT_BYTES,
+    MAX_UNREAD_BYTES,
+    MAX_UNREAD_SECONDS,
+    Stream,
+)
+
+
+def stream() -> Stream:
+    unused: Any = None
+    return Stream("r", unused, {0: unused})
+
+
+def event(token: int = 5) -> ChoiceEvent:
+    return ChoiceEvent("r", 0, token, None, None)
+
+
+@pytest.mark.parametrize(("age", "overdue"), [(MAX_UNREAD_SECONDS, False), (61.0, True)])
+def test_an_output_may_wait_a_minute_for_its_reader(age: float, *, overdue: bool) -> None:
+    async def go() -> None:
+        one = stream()
+        assert not one.overdue(1e6), "nothing is unread"
+        one.push(event(), 50.0, 1)
+        assert not one.overdue(1e6), "no reader had a chance to run"
+        one.push(event(), 100.0, 2)
+        one.push(event(), 100.0 + age, 3)
+        assert one.overdue(100.0 + age) is overdue, "the oldest output counts"
+
+    asyncio.run(go())
+
+
+def test_unread_outputs_are_bounded_in_bytes() -> None:
+    async def go() -> None:
+        one = stream()
+        one.push(event(), 0.0, 1)
+        for _ in range(MAX_UNREAD_BYTES // EVENT_BYTES):
+            one.push(event(), 0.0, 2)
+        assert not one.overdue(0.0)
+        one.push(event(), 0.0, 2)
+        assert one.overdue(0.0)
+
+    asyncio.run(go())

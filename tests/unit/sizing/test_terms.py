@@ -1,0 +1,84 @@
+"""Each term of the memory equation by hand, on a GPU and on a CPU."""
+
+from dataclasses import replace
+
+import pytest
+
+from fairlead_runtime.config import EngineConfig
+from fairlead_runtime.sizing import terms
+from fairlead_runtime.sizing.groups import group_layers
+from fairlead_runtime.sizing.shape import ModelShape
+from fairlead_runtime.sizing.terms import GIB, DeviceFacts, split, terms_of
+
+SHAPE = ModelShape.from_config(
+    {
+        "model_type": "llama",
+        "hidden_size": 1024,
+        "intermediate_size": 4096,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "vocab_size": 32000,
+        "max_position_embeddings": 8192,
+        "dtype": "bfloat16",
+    }
+)
+GPU, CPU = DeviceFacts("cuda", 80 * GIB), DeviceFacts("cpu", 16 * GIB)
+CONFIG = EngineConfig(max_batch_tokens=512, max_requests=64, block_size=16)
+
+
+def planned(device: DeviceFacts, config: EngineConfig = CONFIG) -> dict[str, int]:
+    return terms_of(SHAPE, config, device, group_layers(SHAPE.windows))
+
+
+def test_the_weights_of_a_gpu_split_their_matrices_only() -> None:
+    one = planned(GPU)["weights"]
+    assert one == SHAPE.parameters * 2
+    half = planned(GPU, replace(CONFIG, tensor_parallel=2))["weights"]
+    rest = SHAPE.parameters - SHAPE.layer_matrices
+    assert half == SHAPE.layer_matrices * 2 // 2 + rest * 2
+
+
+def test_activations_and_logits_grow_with_their_limits_only() -> None:
+    base = planned(GPU)
+    wider = planned(GPU, replace(CONFIG, max_batch_tokens=1024))
+    assert wider["activations"] == 2 * base["activations"]
+    assert wider["logits"] == base["logits"]
+    more = planned(GPU, replace(CONFIG, max_requests=128))
+    assert more["logits"] == 2 * base["logits"]
+    assert more["activations"] == base["activations"]
+
+
+def test_sampling_takes_a_histogram_and_16_bytes_a_logit_for_each_row_in_one_pass() -> None:
+    rows = min(64, (1 << 26) // 32000)
+    expected = rows * (32000 * 16 + (33 << 10)) + 64 * 32000 * 8
+    assert planned(GPU)["sampling"] == expected
+    few = (1 << 20) // 32000
+    assert planned(CPU)["sampling"] == few * (32000 * 16 + (33 << 10)) + 64 * 32000 * 8
+
+
+def test_a_cpus_terms_add_the_process_its_offload_and_its_shared_memory() -> None:
+    config = replace(CONFIG, cpu_offload_space=1.5, shared_memory=0.25)
+    host = {name: planned(CPU, config)[name] for name in terms.HOST_TERMS}
+    assert host["offload"] == GIB * 3 // 2
+    assert host["process"] == terms.PROCESS
+    assert not set(terms.HOST_TERMS) & set(planned(GPU, config))
+
+
+def test_a_cpus_attention_holds_the_longest_row_and_its_masks() -> None:
+    longest, chunk, kv = 8192, 512, 2 * 128
+    gathered = longest * (2 * kv * 2 + 16)
+    masks = min(chunk * longest, 1 << 24) * 2 + 256 * longest * (2 + 2)
+    assert planned(CPU)["attention"] == gathered + masks
+
+
+@pytest.mark.parametrize(
+    ("count", "parts", "largest"), [(8, 2, 4), (9, 2, 5), (1, 4, 1), (0, 3, 0)]
+)
+def test_the_largest_share_is_rounded_up(count: int, parts: int, largest: int) -> None:
+    assert split(count, parts) == largest
+
+
+def test_small_sizes_are_written_with_more_digits() -> None:
+    texts = [terms.gib(size) for size in (0, 12 << 20, GIB // 10 + 1, 3 * GIB)]
+    assert texts == ["0.0", "0.012", "0.1", "3.0"]
