@@ -50,6 +50,8 @@ QUEUE_TIMEOUTS = "fairlead_queue_timeouts"
 SLOW_READERS = "fairlead_slow_readers"
 INVARIANT_VIOLATIONS = "fairlead_invariant_violations"
 CONTAINED_ERRORS = "fairlead_contained_errors"  # in metrics and views; no request ends
+OFFLOADED = "fairlead_offloaded_requests"
+OFFLOADS = "fairlead_offloads"
 OLDEST_WAIT = "fairlead_oldest_wait_seconds"
 BLOCKS = "fairlead_blocks"
 FREE_BLOCKS = "fairlead_free_blocks"
@@ -65,6 +67,7 @@ COUNTERS = frozenset(
         PREFIX_CACHE_QUERIES,
         PREFIX_CACHE_HITS,
         PREEMPTIONS,
+        OFFLOADS,
         REQUEST_SUCCESS,
         ARRIVALS,
         ABORTED,

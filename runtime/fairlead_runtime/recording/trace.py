@@ -53,6 +53,7 @@ class StepView:
     begin: float = 0.0
     end: float = 0.0
     errors: list[str] = field(default_factory=list)
+    ended: list[tuple[str, int]] = field(default_factory=list)  # name, generated tokens
 
 
 def steps(recording: Recording) -> Iterator[StepView]:
@@ -162,7 +163,8 @@ class _TraceReader:
         self.view = None
         for i in line["ended"]:
             self._free_slot(i)
-            del self.sequences[i]
+            sequence = self.sequences.pop(i)
+            view.ended.append((sequence.name, sequence.tokens - sequence.prompt))
         return view
 
     def _take_slot(self, i: int) -> None:
@@ -210,6 +212,8 @@ def as_text(recording: Recording) -> Iterator[str]:
             yield _row_text(row, width)
         for error in view.errors:
             yield f"  x {error}"
+        for name, tokens in view.ended:
+            yield f"  = {name} ends with {tokens} tokens"
 
 
 def _row_text(row: RowView, width: int) -> str:

@@ -1,0 +1,122 @@
+"""The mask of a recorded step, and the pictures of slots and masks."""
+
+import xml.etree.ElementTree as ET
+from pathlib import Path
+
+import pytest
+
+from fairlead_runtime.commands import trace as command
+from fairlead_runtime.recording.mask import MOST_CELLS, mask_of
+from fairlead_runtime.recording.record import RecordedScheduler
+from fairlead_runtime.recording.trace import RowView, StepView
+from fairlead_runtime.request import Request, SamplingParams
+from fairlead_runtime.scheduling import Limits, Result
+from fairlead_runtime.sizing.groups import group_layers
+
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+def view(*rows: tuple[str, int, int]) -> StepView:
+    """Rows as (name, cached tokens, tokens of the step)."""
+    made = [
+        RowView(name, slot, start, count, start + count, 64, 1, count == 1, "")
+        for slot, (name, start, count) in enumerate(rows)
+    ]
+    return StepView(7, made, [], [], 5, 0)
+
+
+def test_a_query_sees_its_own_row_up_to_itself() -> None:
+    mask = mask_of(view(("a", 0, 3), ("b", 2, 1)), None)
+    assert mask.lines == ("#.....", "##....", "###...", "...###")
+    assert [row.name for row in mask.owners] == ["a", "a", "a", "b"]
+    assert (mask.queries, mask.keys, mask.per_cell) == (4, 6, 1)
+
+
+def test_a_window_hides_the_keys_that_it_has_passed() -> None:
+    assert mask_of(view(("a", 1, 3)), 2).lines == ("##..", ".##.", "..##")
+    assert mask_of(view(("a", 1, 3)), 9).lines == mask_of(view(("a", 1, 3)), None).lines
+
+
+def test_a_large_mask_has_several_tokens_in_a_cell() -> None:
+    mask = mask_of(view(("a", 0, 200), ("b", 100, 1)), None)
+    assert mask.per_cell == 4
+    assert max(len(mask.lines), len(mask.lines[0])) <= MOST_CELLS
+    assert mask.lines[0].startswith("+.")
+    assert mask.lines[49][:51] == "#" * 49 + "+" + "."
+    assert mask.lines[50] == "." * 50 + "#" * 26
+
+
+def record(path: Path, windows: list[int | None]) -> None:
+    scheduler = RecordedScheduler(
+        Limits("fifo", 8, 4, 0.0, 4, 14, 64, allow_block_sharing=False),
+        group_layers(windows),
+        path=path,
+    )
+    for name, prompt, output in (("<long>", 10, 6), ("pair", 4, 12)):
+        params = SamplingParams(max_tokens=output, n=1 + (name == "pair"))
+        scheduler.add(Request(name, tuple(range(prompt)), params, output))
+    while scheduler.has_work:
+        work = scheduler.commit(scheduler.plan())
+        scheduler.update(work, {r.sequence.id: Result(9) for r in work.rows if r.samples})
+    scheduler.close()
+
+
+def shown(capsys: pytest.CaptureFixture[str], path: Path, *options: str) -> str:
+    assert command.main([str(path), *options]) == 0
+    return capsys.readouterr().out
+
+
+def test_a_steps_mask_is_shown_once_for_each_kind_of_layer(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "run.jsonl"
+    record(path, [None, 3, None])
+    lines = shown(capsys, path, "--step", "1").splitlines()
+    assert lines[0] == "step 1, full attention: 6 queries, 14 keys"
+    assert lines[1] == "  [0] <long> #########....."
+    assert lines[3] == "  [1] pair/0 ..........#..."
+    assert lines[7] == "step 1, a window of 3: 6 queries, 14 keys"
+    assert lines[8] == "  [0] <long> ......###....."
+
+
+def test_the_pictures_are_svg_with_a_rectangle_for_each_row_and_cell(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "run.jsonl"
+    record(path, [None])
+    text = shown(capsys, path)
+    rows = [line for line in text.splitlines() if line.startswith("  [")]
+    slots = ET.fromstring(shown(capsys, path, "--format", "svg"))
+    drawn = slots.findall(f"{SVG}rect")
+    assert len(drawn) == len(rows)
+    assert {one.get("fill-opacity") for one in drawn} == {"1", "0.45"}, "prefill and decode"
+    tips = [one.findtext(f"{SVG}title") or "" for one in drawn]
+    assert tips[0].startswith("step 0: <long> prefill 0..7")
+    crosses = [t for t in slots.findall(f"{SVG}text") if t.findtext(f"{SVG}title")]
+    assert len(crosses) == text.count("preempted")
+    mask = ET.fromstring(shown(capsys, path, "--format", "svg", "--step", "1"))
+    assert len(mask.findall(f"{SVG}rect")) == 6 * 14
+    seen = [r for r in mask.findall(f"{SVG}rect") if r.get("fill") != "#eeeeee"]
+    assert len(seen) == 9 + 10 + 1 + 2 + 3 + 4
+
+
+def test_the_text_says_when_a_request_ends(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "run.jsonl"
+    record(path, [None])
+    ends = [line for line in shown(capsys, path).splitlines() if line.startswith("  = ")]
+    assert ends[0] == "  = <long> ends with 6 tokens"
+    assert sorted(ends[1:]) == [f"  = pair/{n} ends with 12 tokens" for n in (0, 1)]
+
+
+def test_a_step_that_was_not_recorded_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "run.jsonl"
+    record(path, [None])
+    assert command.main([str(path), "--step", "999"]) == 2
+    assert capsys.readouterr().err.endswith("has no step 999\n")
+    with pytest.raises(SystemExit) as refusal:
+        command.main([str(path), "--step", "1", "--format", "chrome"])
+    assert refusal.value.code == 2
