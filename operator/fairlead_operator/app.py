@@ -71,7 +71,7 @@ class Operator:
         self._store = Store()
 
     async def run(self) -> None:
-        hub = Hub(self._settings.hub)
+        hub = Hub(self._settings.hub, proxies=self._settings.proxies)
         try:
             async with (
                 connect(self._store, self._metrics, self._environ) as cluster,

@@ -9,7 +9,7 @@ from fairlead_operator.decide.children.diff import diff
 from fairlead_operator.decide.children.manifests import SURGE, Replacement, render
 from fairlead_operator.decide.children.rollout import ONE_BY_ONE, RECREATE
 from fairlead_operator.resource.resource import InferenceDeployment
-from support.operator_bodies import SETTINGS, resource_body
+from support.operator_bodies import AFFINITY, SETTINGS, VOLUMES, resource_body
 
 pytestmark = pytest.mark.cluster
 
@@ -28,8 +28,12 @@ FULL: Object = {
     "autoscaling": {"minReplicas": 1, "maxReplicas": 4},
     "rollout": {"maxSurge": 2, "maxUnavailable": 1, "progressDeadlineSeconds": 60},
     "modelCache": {"type": "PVC", "size": "50Gi"},
-    "service": {"type": "NodePort", "port": 8080},
-    "security": {"apiKeySecretRef": {"name": "keys", "key": "list"}},
+    "service": {
+        "type": "NodePort",
+        "port": 8080,
+        "annotations": {"metallb.io/address-pool": "a"},
+    },
+    "security": {"apiKeySecretRef": {"name": "keys", "key": "list"}, "egressPorts": [15012]},
     "podTemplate": {
         "labels": {"team": "x"},
         "annotations": {"note": "y"},
@@ -44,6 +48,10 @@ FULL: Object = {
         "serviceAccountName": "default",
         "imagePullSecrets": [{"name": "pull"}],
         "env": [{"name": "A", "value": "1"}],
+        "schedulerName": "default-scheduler",
+        "affinity": AFFINITY,
+        "volumes": VOLUMES,
+        "volumeMounts": [{"name": "data", "mountPath": "/mnt/data", "subPath": "a"}],
     },
 }
 VARIANTS: dict[str, Object] = {

@@ -10,6 +10,34 @@ Object = dict[str, Any]
 
 SETTINGS = Settings(runtime_image="registry.test/fairlead-runtime:1", lease_namespace="ns")
 
+AFFINITY: Object = {
+    "nodeAffinity": {
+        "requiredDuringSchedulingIgnoredDuringExecution": {
+            "nodeSelectorTerms": [
+                {"matchExpressions": [{"key": "gpu", "operator": "In", "values": ["h100"]}]}
+            ]
+        }
+    },
+    "podAntiAffinity": {
+        "preferredDuringSchedulingIgnoredDuringExecution": [
+            {
+                "weight": 10,
+                "podAffinityTerm": {
+                    "topologyKey": "kubernetes.io/hostname",
+                    "labelSelector": {"matchLabels": {"team": "x"}},
+                },
+            }
+        ]
+    },
+}
+VOLUMES: list[Object] = [
+    {"name": "scratch", "emptyDir": {"sizeLimit": "1Gi"}},
+    {"name": "config", "configMap": {"name": "c", "items": [{"key": "a", "path": "b/c"}]}},
+    {"name": "secret", "secret": {"secretName": "s", "optional": True}},
+    {"name": "data", "persistentVolumeClaim": {"claimName": "d", "readOnly": True}},
+    {"name": "both", "projected": {"sources": [{"configMap": {"name": "c"}}]}},
+]
+
 
 def merged(base: Mapping[str, Any], change: Mapping[str, Any]) -> Object:
     out = dict(base)

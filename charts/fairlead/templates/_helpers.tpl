@@ -38,6 +38,13 @@ test-{{ .Release.Name | replace "." "-" | trunc 34 | trimSuffix "-" }}
 {{ prepend .Values.scope.namespaces .Release.Namespace | uniq | toJson }}
 {{- end }}
 
+{{/* Group of a claim's files; 0 leaves it to the platform: OpenShift has one for each namespace. */}}
+{{- define "fairlead.fsGroup" -}}
+{{- if not (kindIs "invalid" .Values.fsGroup) }}{{ int64 .Values.fsGroup }}
+{{- else if .Capabilities.APIVersions.Has "security.openshift.io/v1" }}0
+{{- else }}10001{{ end }}
+{{- end }}
+
 {{/* NetworkPolicy peers that may read the admin port: this operator's pods, then metrics.from. */}}
 {{- define "fairlead.adminPeers" -}}
 {{- $own := dict

@@ -9,7 +9,7 @@ is cancelled.
 import asyncio
 import contextlib
 import urllib.request
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from typing import NamedTuple
 from urllib.parse import urlsplit
 
@@ -33,8 +33,17 @@ class Response(NamedTuple):
 class HttpClient:
     """Made in a running event loop. Follows no redirect, keeps no cookie, sends no credential."""
 
-    def __init__(self, seconds: float, limit: int, at_once: int, *, proxies: bool = False) -> None:
-        """``limit``: bytes of a body. ``proxies``: whether to use the environment's."""
+    def __init__(
+        self,
+        seconds: float,
+        limit: int,
+        at_once: int,
+        *,
+        proxies: Mapping[str, str] | None = None,
+    ) -> None:
+        """``limit``: bytes of a body. ``proxies``: by scheme, with ``no`` as the exceptions; empty:
+        the environment's.
+        """
         self._seconds, self._limit, self._proxies = seconds, limit, proxies
         self._turns = asyncio.Semaphore(at_once)
         self._session = aiohttp.ClientSession(
@@ -63,7 +72,7 @@ class HttpClient:
 
     async def fetch(self, method: str, url: str) -> Response:
         """One request, within a turn. Raises TooLargeError or one of ``ERRORS``."""
-        proxy = _proxy(url) if self._proxies else None
+        proxy = None if self._proxies is None else _proxy(url, self._proxies)
         async with self._session.request(
             method, url, allow_redirects=False, proxy=proxy
         ) as response:
@@ -76,9 +85,15 @@ class HttpClient:
             return Response(response.status, response.headers.get("Location", ""), bytes(body))
 
 
-def _proxy(url: str) -> str | None:
+def _proxy(url: str, given: Mapping[str, str]) -> str | None:
     parts = urlsplit(url)
-    if urllib.request.proxy_bypass(parts.netloc):
+    proxies = dict(given) or urllib.request.getproxies_environment()
+    if _excepted(parts.netloc, proxies):
         return None
-    proxies = urllib.request.getproxies()
     return proxies.get(parts.scheme) or proxies.get("all")
+
+
+def _excepted(host: str, proxies: dict[str, str]) -> bool:
+    """Whether NO_PROXY names the host; typeshed lacks the function."""
+    bypass = getattr(urllib.request, "proxy_bypass_environment")  # noqa: B009 - see above
+    return bool(bypass(host, proxies))

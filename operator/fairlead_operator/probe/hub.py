@@ -41,10 +41,15 @@ class Hub:
     Made in a running event loop.
     """
 
-    def __init__(self, endpoint: str, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        endpoint: str,
+        clock: Callable[[], float] = time.monotonic,
+        proxies: Mapping[str, str] | None = None,
+    ) -> None:
         self._endpoint, self._clock = endpoint.rstrip("/"), clock
-        # The hub may be reachable through the environment's proxy alone.
-        self._http = HttpClient(SECONDS, LIMIT, AT_ONCE, proxies=True)
+        # The hub may be reachable through a proxy alone.
+        self._http = HttpClient(SECONDS, LIMIT, AT_ONCE, proxies=proxies or {})
         self._answers: dict[tuple[str, str], tuple[float, Mapping[str, Any] | HubError]] = {}
         self._locks: dict[tuple[str, str], asyncio.Lock] = {}
 

@@ -27,7 +27,14 @@ from fairlead_runtime.config import ConfigError, EngineConfig
 NAME = re.compile(r"[a-z]([-a-z0-9]{0,38}[a-z0-9])?")
 REVISION = re.compile(r"([A-Za-z0-9][A-Za-z0-9._/-]*)?")
 ENV = re.compile(r"^(PYTHON|LD_|HF_|FAIRLEAD_)|_PROXY$")
-OPEN_KEYS = re.compile(r"app[.]kubernetes[.]io/(version|part-of)")
+OPEN_KEYS = {
+    "labels": re.compile(r"app[.]kubernetes[.]io/(version|part-of)"),
+    "annotations": re.compile(
+        r"app[.]kubernetes[.]io/(version|part-of)|cluster-autoscaler[.]kubernetes[.]io/safe-to-evict"
+    ),
+}
+# Volumes that the operator adds to a pod.
+OUR_VOLUMES = ("tmp", "shm", "models", "model", "api-keys", "hub-token", "ca-bundle")
 RESERVED_KEYS = re.compile(
     r"(^|[.])(kubernetes[.]io|k8s[.]io|istio[.]io|iam[.]gke[.]io|amazonaws[.]com|workload[.]identity|fairlead[.]dev)/"
 )
@@ -250,6 +257,11 @@ RULES: tuple[Rule, ...] = (
 )
 
 
+ONE_KIND = (
+    "must have exactly one of emptyDir, configMap, secret, persistentVolumeClaim and projected"
+)
+
+
 def _check_forms(spec: Spec) -> None:
     """The CRD's rules on single values."""
     Source.parse(spec.model.source)
@@ -266,9 +278,14 @@ def _check_forms(spec: Spec) -> None:
             raise ResourceError(at, f"{form}: remove the entry")
         if name in names[:index]:
             raise ResourceError(at, f"{name} occurs twice: remove one")
-    modes = spec.model_cache.access_modes
+    modes, ports = spec.model_cache.access_modes, spec.security.egress_ports
     if len(set(modes)) < len(modes):
         raise ResourceError("spec.modelCache.accessModes", "names a mode twice: remove one")
+    for port in ports:
+        check({"low": 1, "high": 65535}, port, "spec.security.egressPorts")
+    if len(set(ports)) < len(ports):
+        raise ResourceError("spec.security.egressPorts", "names a port twice: remove one")
+    _check_volumes(spec)
     for index, toleration in enumerate(spec.pod_template.tolerations):
         if wrong := _wrong_toleration(toleration):
             raise ResourceError(f"spec.podTemplate.tolerations[{index}]", wrong)
@@ -277,9 +294,40 @@ def _check_forms(spec: Spec) -> None:
         ("annotations", spec.pod_template.annotations),
     ):
         for key in keys:
-            if RESERVED_KEYS.search(key) and not OPEN_KEYS.fullmatch(key):
+            if RESERVED_KEYS.search(key) and not OPEN_KEYS[place].fullmatch(key):
                 form = "must not use keys of Fairlead, Kubernetes, Istio or a cloud's identities"
                 raise ResourceError(f"spec.podTemplate.{place}", f"{key[:80]}: {form}: remove it")
+
+
+def _check_volumes(spec: Spec) -> None:
+    names: list[str] = []
+    for index, volume in enumerate(spec.pod_template.volumes):
+        at = f"spec.podTemplate.volumes[{index}]"
+        kinds = (
+            volume.empty_dir,
+            volume.config_map,
+            volume.secret,
+            volume.persistent_volume_claim,
+            volume.projected,
+        )
+        if sum(kind is not None for kind in kinds) != 1:
+            raise ResourceError(at, f"{ONE_KIND}: set one of them")
+        for source in volume.projected.sources if volume.projected else ():
+            if (source.config_map is None) == (source.secret is None):
+                raise ResourceError(at, "projected sources must have a configMap or a secret each")
+        if volume.name in OUR_VOLUMES:
+            raise ResourceError(at, "name must not be one of the operator's: rename it")
+        if volume.name in names:
+            raise ResourceError(at, f"{volume.name} occurs twice: remove one")
+        names.append(volume.name)
+    paths: list[str] = []
+    for index, mount in enumerate(spec.pod_template.volume_mounts):
+        at = f"spec.podTemplate.volumeMounts[{index}]"
+        if mount.name not in names:
+            raise ResourceError(at, "name must be one of podTemplate.volumes: add the volume")
+        if mount.mount_path in paths:
+            raise ResourceError(at, f"{mount.mount_path} occurs twice: remove one")
+        paths.append(mount.mount_path)
 
 
 def _wrong_toleration(one: Toleration) -> str:

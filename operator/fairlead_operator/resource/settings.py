@@ -19,6 +19,14 @@ OPEN_ANNOTATIONS = (
     *OPEN_LABELS,
     r"([a-z0-9.-]+/)?description",
     r"prometheus\.io/(scrape|port|path|scheme)",
+    r"cluster-autoscaler\.kubernetes\.io/safe-to-evict",
+    r"karpenter\.sh/do-not-disrupt",
+)
+# What clouds and MetalLB read to make a Service's load balancer.
+OPEN_SERVICE_ANNOTATIONS = (
+    *OPEN_ANNOTATIONS,
+    r"service(\.beta)?\.kubernetes\.io/.+",
+    r"(cloud\.google\.com|networking\.gke\.io|metallb\.(io|universe\.tf))/.+",
 )
 
 
@@ -46,6 +54,7 @@ class Settings:
     allowed_priority_classes: tuple[str, ...] = ()
     allowed_labels: tuple[str, ...] = ()
     allowed_annotations: tuple[str, ...] = ()
+    allowed_service_annotations: tuple[str, ...] = ()
     allow_remote_code: bool = False
     create_model_cache: bool = False
     upgrade_concurrency: int = 1  # deployments that changed defaults may roll at a time; 0: none
@@ -53,11 +62,39 @@ class Settings:
     # metrics.from.
     admin_peers: tuple[Object, ...] = ()
     hub: str = _PUBLIC_HUB
+    # Of the containers that download; "" where there is none.
+    http_proxy: str = ""
+    https_proxy: str = ""
+    no_proxy: str = ""
+    ca_config_map: str = ""  # in each served namespace, with ca_key
+    ca_key: str = "ca.crt"
+    fs_group: int = 0  # owner of a claim's files; 0: the platform sets one
+
+    @property
+    def proxies(self) -> dict[str, str]:
+        """By scheme, as urllib has them."""
+        named = {"http": self.http_proxy, "https": self.https_proxy, "no": self.no_proxy}
+        return {name: value for name, value in named.items() if value}
+
+    @property
+    def proxy_environment(self) -> dict[str, str]:
+        """In both spellings, as libraries read one or the other."""
+        named = {
+            "HTTP_PROXY": self.http_proxy,
+            "HTTPS_PROXY": self.https_proxy,
+            "NO_PROXY": self.no_proxy,
+        }
+        return {
+            spelt: value for name, value in named.items() for spelt in (name, name.lower()) if value
+        }
+
+    @property
+    def proxy_ports(self) -> tuple[int, ...]:
+        return tuple(_port(proxy) for proxy in (self.http_proxy, self.https_proxy) if proxy)
 
     @property
     def hub_port(self) -> int:
-        parts = urlsplit(self.hub)
-        return parts.port or (80 if parts.scheme == "http" else 443)
+        return _port(self.hub)
 
     def allows_image(self, image: str) -> bool:
         return not image or image == self.runtime_image or _matches(self.allowed_images, image)
@@ -73,6 +110,14 @@ class Settings:
 
     def allows_annotation(self, key: str) -> bool:
         return _matches((*OPEN_ANNOTATIONS, *self.allowed_annotations), key)
+
+    def allows_service_annotation(self, key: str) -> bool:
+        return _matches((*OPEN_SERVICE_ANNOTATIONS, *self.allowed_service_annotations), key)
+
+
+def _port(address: str) -> int:
+    parts = urlsplit(address)
+    return parts.port or (80 if parts.scheme == "http" else 443)
 
 
 def _matches(patterns: Sequence[str], value: str) -> bool:
@@ -135,15 +180,24 @@ def read(argv: Sequence[str], environ: Mapping[str, str], hostname: str) -> Sett
         allowed_priority_classes=_patterns(environ, "FAIRLEAD_ALLOWED_PRIORITY_CLASSES"),
         allowed_labels=_patterns(environ, "FAIRLEAD_ALLOWED_LABELS"),
         allowed_annotations=_patterns(environ, "FAIRLEAD_ALLOWED_ANNOTATIONS"),
+        allowed_service_annotations=_patterns(environ, "FAIRLEAD_ALLOWED_SERVICE_ANNOTATIONS"),
         allow_remote_code=_switch(environ, "FAIRLEAD_ALLOWED_REMOTE_CODE"),
         create_model_cache=_switch(environ, "FAIRLEAD_ALLOWED_MODEL_CACHE_CREATE"),
         upgrade_concurrency=_count(environ, "FAIRLEAD_UPGRADE_CONCURRENCY", 1),
         admin_peers=tuple(_json_list(environ, "FAIRLEAD_ADMIN_PEERS")),
-        hub=_hub(environ.get("HF_ENDPOINT") or _PUBLIC_HUB),
+        hub=_address("HF_ENDPOINT", environ.get("HF_ENDPOINT") or _PUBLIC_HUB),
+        http_proxy=_address("FAIRLEAD_HTTP_PROXY", environ.get("FAIRLEAD_HTTP_PROXY", "")),
+        https_proxy=_address("FAIRLEAD_HTTPS_PROXY", environ.get("FAIRLEAD_HTTPS_PROXY", "")),
+        no_proxy=environ.get("FAIRLEAD_NO_PROXY", ""),
+        ca_config_map=environ.get("FAIRLEAD_CA_CONFIG_MAP", ""),
+        ca_key=environ.get("FAIRLEAD_CA_KEY") or "ca.crt",
+        fs_group=int(environ.get("FAIRLEAD_FS_GROUP") or 0),
     )
 
 
-def _hub(address: str) -> str:
+def _address(name: str, address: str) -> str:
+    if not address:
+        return ""
     try:
         parts = urlsplit(address.rstrip("/"))
         valid = parts.scheme in {"http", "https"} and bool(parts.hostname) and parts.port != 0
@@ -151,7 +205,7 @@ def _hub(address: str) -> str:
         valid = False
     if not valid or parts.query or parts.fragment or "@" in parts.netloc:
         raise SettingsError(
-            f"HF_ENDPOINT must be http(s)://host or http(s)://host:port, not {address[:120]!r}"
+            f"{name} must be http(s)://host or http(s)://host:port, not {address[:120]!r}"
         )
     return address.rstrip("/")
 

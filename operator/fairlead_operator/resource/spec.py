@@ -14,6 +14,11 @@ from fairlead_operator.resource.fields import Quantity, ResourceError, bounded
 BYTES = r"^[0-9]{1,15}(\.[0-9]{1,3})?([kMGTPE]|[KMGTPE]i)?$"
 BYTES_OR_UNSET = r"^([0-9]{1,15}(\.[0-9]{1,3})?([kMGTPE]|[KMGTPE]i)?)?$"
 OBJECT_NAME = "^[a-z0-9.-]*$"
+NAME = "^[a-z0-9.-]+$"
+FILE_PATH = "^[A-Za-z0-9_-][A-Za-z0-9._-]*(/[A-Za-z0-9_-][A-Za-z0-9._-]*)*$"
+SUB_PATH = "^([A-Za-z0-9_-][A-Za-z0-9._-]*(/[A-Za-z0-9_-][A-Za-z0-9._-]*)*)?$"
+# Only here: a volume over the image's own directories would run code that no image pattern allows.
+MOUNT_PATH = "^/mnt(/[A-Za-z0-9_-][A-Za-z0-9._-]*)+$"
 SECRET_KEY = "^[A-Za-z0-9._-]*$"  # noqa: S105 - a pattern, not a secret
 HUB = re.compile(r"(?:hf://)?([A-Za-z0-9][A-Za-z0-9._-]{0,95}/[A-Za-z0-9][A-Za-z0-9._-]{0,95})")
 CLAIM = re.compile(r"pvc://([a-z0-9](?:[-a-z0-9]{0,61}[a-z0-9])?)/([A-Za-z0-9._@+=/-]+)")
@@ -132,12 +137,14 @@ class ModelCache:
 class Service:
     type: Literal["ClusterIP", "NodePort", "LoadBalancer"] = "ClusterIP"
     port: int = bounded(80, low=1, high=65535)
+    annotations: Mapping[str, str] = bounded(dict, longest=32)
 
 
 @dataclass(frozen=True, slots=True)
 class Security:
     api_key_secret_ref: SecretRef = bounded(SecretRef)
     network_policy: bool = True
+    egress_ports: tuple[int, ...] = bounded((), longest=16)
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,6 +175,144 @@ class EnvVar:
 
 
 @dataclass(frozen=True, slots=True)
+class NodeRequirement:
+    key: str = bounded(longest=253)
+    operator: Literal["In", "NotIn", "Exists", "DoesNotExist", "Gt", "Lt"] = bounded()
+    values: tuple[str, ...] = bounded((), longest=32)
+
+
+@dataclass(frozen=True, slots=True)
+class NodeTerm:
+    match_expressions: tuple[NodeRequirement, ...] = bounded((), longest=16)
+
+
+@dataclass(frozen=True, slots=True)
+class NodeTerms:
+    node_selector_terms: tuple[NodeTerm, ...] = bounded(longest=8)
+
+
+@dataclass(frozen=True, slots=True)
+class PreferredNodes:
+    weight: int = bounded(low=1, high=100)
+    preference: NodeTerm = bounded()
+
+
+@dataclass(frozen=True, slots=True)
+class NodeAffinity:
+    required_during_scheduling_ignored_during_execution: NodeTerms | None = None
+    preferred_during_scheduling_ignored_during_execution: tuple[PreferredNodes, ...] = bounded(
+        (), longest=8
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class LabelRequirement:
+    key: str = bounded(longest=253)
+    operator: Literal["In", "NotIn", "Exists", "DoesNotExist"] = bounded()
+    values: tuple[str, ...] = bounded((), longest=32)
+
+
+@dataclass(frozen=True, slots=True)
+class LabelSelector:
+    match_labels: Mapping[str, str] | None = bounded(None, longest=16)
+    match_expressions: tuple[LabelRequirement, ...] = bounded((), longest=16)
+
+
+@dataclass(frozen=True, slots=True)
+class PodTerm:
+    topology_key: str = bounded(longest=253, pattern=".")
+    label_selector: LabelSelector | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PreferredPods:
+    weight: int = bounded(low=1, high=100)
+    pod_affinity_term: PodTerm = bounded()
+
+
+@dataclass(frozen=True, slots=True)
+class PodAffinity:
+    required_during_scheduling_ignored_during_execution: tuple[PodTerm, ...] = bounded(
+        (), longest=8
+    )
+    preferred_during_scheduling_ignored_during_execution: tuple[PreferredPods, ...] = bounded(
+        (), longest=8
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Affinity:
+    node_affinity: NodeAffinity | None = None
+    pod_affinity: PodAffinity | None = None
+    pod_anti_affinity: PodAffinity | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class KeyToPath:
+    key: str = bounded(longest=253, pattern="^[A-Za-z0-9._-]+$")
+    path: str = bounded(longest=253, pattern=FILE_PATH)
+
+
+@dataclass(frozen=True, slots=True)
+class EmptyDir:
+    medium: Literal["", "Memory"] = ""
+    size_limit: Quantity = bounded(Quantity(""), longest=32, pattern=BYTES_OR_UNSET)
+
+
+@dataclass(frozen=True, slots=True)
+class NamedFiles:
+    """Files of a ConfigMap, or of a Secret in a projected volume."""
+
+    name: str = bounded(longest=253, pattern=NAME)
+    items: tuple[KeyToPath, ...] = bounded((), longest=16)
+    optional: bool | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SecretFiles:
+    secret_name: str = bounded(longest=253, pattern=NAME)
+    items: tuple[KeyToPath, ...] = bounded((), longest=16)
+    optional: bool | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ClaimFiles:
+    claim_name: str = bounded(longest=253, pattern=NAME)
+    read_only: bool | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ProjectedSource:
+    config_map: NamedFiles | None = None
+    secret: NamedFiles | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Projected:
+    sources: tuple[ProjectedSource, ...] = bounded(longest=8)
+
+
+@dataclass(frozen=True, slots=True)
+class Volume:
+    """Exactly one of the kinds is set."""
+
+    name: str = bounded(longest=63, pattern="^[a-z0-9]([-a-z0-9]*[a-z0-9])?$")
+    empty_dir: EmptyDir | None = None
+    config_map: NamedFiles | None = None
+    secret: SecretFiles | None = None
+    persistent_volume_claim: ClaimFiles | None = None
+    projected: Projected | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class VolumeMount:
+    name: str = bounded(longest=63, pattern="^[a-z0-9]([-a-z0-9]*[a-z0-9])?$")
+    mount_path: str = bounded(longest=512, pattern=MOUNT_PATH)
+    sub_path: str = bounded("", longest=512, pattern=SUB_PATH)
+    read_only: bool | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class PodTemplate:
     labels: Mapping[str, str] = bounded(dict, longest=32)
     annotations: Mapping[str, str] = bounded(dict, longest=32)
@@ -178,6 +323,11 @@ class PodTemplate:
     service_account_name: str = bounded("", longest=253, pattern=OBJECT_NAME)
     image_pull_secrets: tuple[PullSecret, ...] = bounded((), longest=8)
     env: tuple[EnvVar, ...] = bounded((), longest=64)
+    runtime_class_name: str = bounded("", longest=253, pattern=OBJECT_NAME)
+    scheduler_name: str = bounded("", longest=253, pattern=OBJECT_NAME)
+    affinity: Affinity | None = None
+    volumes: tuple[Volume, ...] = bounded((), longest=16)
+    volume_mounts: tuple[VolumeMount, ...] = bounded((), longest=16)
 
 
 @dataclass(frozen=True, slots=True)

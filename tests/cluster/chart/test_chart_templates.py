@@ -249,8 +249,6 @@ def test_pods_are_restricted_and_their_file_system_is_read_only(helm: Helm, kind
     spec = body["spec"]["template"]["spec"] if kind == "Deployment" else body["spec"]
     assert spec["securityContext"] == {
         "runAsNonRoot": True,
-        "runAsUser": 10001,
-        "runAsGroup": 10001,
         "seccompProfile": {"type": "RuntimeDefault"},
     }
     (one,) = spec["containers"]

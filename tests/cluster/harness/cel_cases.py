@@ -235,6 +235,47 @@ CASES: tuple[Case, ...] = (
         _ANNOTATIONS,
         podTemplate={"annotations": {"eks.amazonaws.com/role-arn": "x"}},
     ),
+    _spec(
+        "safe-to-evict",
+        podTemplate={"annotations": {"cluster-autoscaler.kubernetes.io/safe-to-evict": "false"}},
+    ),
+    _label("cluster-autoscaler.kubernetes.io/safe-to-evict", _LABELS),
+    # -- volumes, affinity, ports
+    *(
+        _spec(f"the volume {volume}", message, podTemplate={"volumes": [volume]})
+        for volume, message in (
+            ({"name": "a", "emptyDir": {}}, None),
+            ({"name": "a", "projected": {"sources": [{"secret": {"name": "s"}}]}}, None),
+            ({"name": "a"}, "must have exactly one of emptyDir"),
+            (
+                {"name": "a", "emptyDir": {}, "configMap": {"name": "c"}},
+                "must have exactly one of emptyDir",
+            ),
+            ({"name": "tmp", "emptyDir": {}}, "name must not be one of the operator's"),
+            (
+                {"name": "a", "projected": {"sources": [{}]}},
+                "projected sources must have a configMap or a secret each",
+            ),
+        )
+    ),
+    *(
+        _spec(
+            f"a mount of {name} at {path}",
+            message,
+            podTemplate={
+                "volumes": [{"name": "a", "emptyDir": {}}],
+                "volumeMounts": [{"name": name, "mountPath": path}],
+            },
+        )
+        for name, path, message in (
+            ("a", "/mnt/a/b", None),
+            ("b", "/mnt/b", "volumeMounts name must be one of podTemplate.volumes"),
+            ("a", "/usr/lib/python3", "spec.podTemplate.volumeMounts[0].mountPath"),
+            ("a", "/mnt/../usr", "spec.podTemplate.volumeMounts[0].mountPath"),
+        )
+    ),
+    _spec("a port", security={"egressPorts": [15012]}),
+    _spec("a port that is none", "spec.security.egressPorts", security={"egressPorts": [0]}),
     # -- tolerations
     *(
         _toleration(fields, message)

@@ -79,6 +79,16 @@ SPECIAL: dict[str, tuple[Any, ...]] = {
         [{"topologyKey": "a"}, {"topologyKey": "b"}],
         [{}],
     ),
+    "modelCache.accessModes": (["ReadWriteMany"], ["ReadOnlyMany"], ["x"], []),
+    "security.egressPorts": ([15012], [0], [1, 1], []),
+    "service.annotations": ({"metallb.io/pool": "a"}, {"example.com/x": "y"}, None),
+    "podTemplate.affinity": (
+        {"nodeAffinity": {}},
+        {"podAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": [{}]}},
+        None,
+    ),
+    "podTemplate.volumes": ([{"name": "a", "emptyDir": {}}], [{"name": "a"}], []),
+    "podTemplate.volumeMounts": ([{"name": "b", "mountPath": "/mnt/b"}], []),
     "podTemplate.imagePullSecrets": ([{"name": "pull"}], [{"name": ""}], []),
 }
 

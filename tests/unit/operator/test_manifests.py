@@ -1,5 +1,6 @@
 """The children of a resource, compared as whole values: every field of a child is a decision."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -8,7 +9,7 @@ from fairlead_operator.decide.children.manifests import SURGE, keeps_weights, re
 from fairlead_operator.decide.children.podtemplate import model_argument, pod_template
 from fairlead_operator.resource.settings import Settings
 from fairlead_runtime.config import EngineConfig
-from support.operator_bodies import SETTINGS, Object, merged, resource
+from support.operator_bodies import AFFINITY, SETTINGS, VOLUMES, Object, merged, resource
 
 OWNER = {
     "apiVersion": "serving.fairlead.dev/v1alpha1",
@@ -31,7 +32,7 @@ def test_the_service_carries_the_resources_name_and_selects_by_its_uid() -> None
     assert children(service={"port": 8080})["Service"] == {
         "apiVersion": "v1",
         "kind": "Service",
-        "metadata": META,
+        "metadata": {**META, "annotations": {"serving.fairlead.dev/service-annotations": ""}},
         "spec": {
             "type": "ClusterIP",
             "selector": SELECTOR,
@@ -64,7 +65,11 @@ def test_the_deployment_of_the_demo_model_on_a_cpu() -> None:
     assert template == {
         "metadata": {
             "labels": {**LABELS, **SELECTOR, "llm-d.ai/engine-type": "vllm"},
-            "annotations": {"kubectl.kubernetes.io/default-container": "runtime"},
+            "annotations": {
+                "kubectl.kubernetes.io/default-container": "runtime",
+                "traffic.sidecar.istio.io/excludeInboundPorts": "9000",
+                "config.linkerd.io/skip-inbound-ports": "9000",
+            },
         },
         "spec": {
             "automountServiceAccountToken": False,
@@ -72,10 +77,6 @@ def test_the_deployment_of_the_demo_model_on_a_cpu() -> None:
             "terminationGracePeriodSeconds": 315,  # grace 5 + timeout 300 + 10
             "securityContext": {
                 "runAsNonRoot": True,
-                "runAsUser": 10001,
-                "runAsGroup": 10001,
-                "fsGroup": 10001,
-                "fsGroupChangePolicy": "OnRootMismatch",
                 "seccompProfile": {"type": "RuntimeDefault"},
             },
             "containers": [
@@ -86,12 +87,13 @@ def test_the_deployment_of_the_demo_model_on_a_cpu() -> None:
                     "args": [
                         "serve",
                         "demo:",
-                        "--host=0.0.0.0",
+                        "--host=::",
                         "--served-name=chat",
                         "--shared-memory=1.0",
                     ],
                     "env": [
                         {"name": "HOME", "value": "/tmp"},
+                        {"name": "USER", "value": "runtime"},
                         {"name": "HF_HOME", "value": "/models"},
                         {"name": "HF_HUB_DISABLE_TELEMETRY", "value": "1"},
                         {"name": "PYTHONDONTWRITEBYTECODE", "value": "1"},
@@ -191,7 +193,7 @@ def test_the_admin_port_opens_to_its_readers_only_and_a_hub_model_may_reach_the_
     settings = Settings(admin_peers=(operator,), hub="https://mirror.test:8443")
     spec = children(settings, model={"source": "owner/name"})["NetworkPolicy"]["spec"]
     assert spec["ingress"][1] == {"from": [operator], "ports": [{"port": 9000, "protocol": "TCP"}]}
-    assert [p["port"] for p in spec["egress"][0]["ports"]] == [53, 53, 8443]
+    assert [p["port"] for p in spec["egress"][0]["ports"]] == [53, 53, 5353, 5353, 8443]
 
 
 def test_the_network_policy_can_be_turned_off() -> None:
@@ -225,7 +227,7 @@ def test_a_hub_model_is_fetched_first_and_then_served_offline() -> None:
     made = children(**spec)
     pod = made["Deployment"]["spec"]["template"]["spec"]
     fetch, runtime = pod["initContainers"][0], pod["containers"][0]
-    assert fetch["args"] == ["fetch", "hf://owner/name", "--host=0.0.0.0", "--revision=abc"]
+    assert fetch["args"] == ["fetch", "hf://owner/name", "--host=::", "--revision=abc"]
     assert "ports" not in fetch
     names = {v["name"]: v["value"] for v in fetch["env"]}
     assert names["HF_ENDPOINT"] == "https://huggingface.co"
@@ -278,7 +280,7 @@ def test_api_keys_come_as_a_file_never_as_text() -> None:
     secret = {
         "secretName": "keys",
         "items": [{"key": "list", "path": "list"}],
-        "defaultMode": 0o440,
+        "defaultMode": 0o444,
     }
     assert {"name": "api-keys", "secret": secret} in pod["volumes"]
 
@@ -330,3 +332,113 @@ def test_equal_resources_have_equal_hashes_and_every_change_of_the_pod_another()
 )
 def test_the_model_argument(source: str, argument: str) -> None:
     assert model_argument(resource(model={"source": source})) == argument
+
+
+def written(want: Any, seen: Any) -> bool:
+    """Whether everything in ``want`` is in ``seen``; empty lists are as good as none."""
+    if isinstance(want, dict):
+        return isinstance(seen, dict) and all(written(v, seen.get(k)) for k, v in want.items())
+    if isinstance(want, list) and isinstance(seen, list):
+        return len(want) == len(seen) and all(map(written, want, seen))
+    return bool(want == seen)
+
+
+def test_fields_of_the_pod_template_arrive_in_the_pod() -> None:
+    mounts = [{"name": v["name"], "mountPath": f"/mnt/{v['name']}"} for v in VOLUMES]
+    template = children(
+        podTemplate={
+            "runtimeClassName": "nvidia",
+            "schedulerName": "volcano",
+            "affinity": AFFINITY,
+            "volumes": VOLUMES,
+            "volumeMounts": mounts,
+            "annotations": {"cluster-autoscaler.kubernetes.io/safe-to-evict": "false"},
+        }
+    )["Deployment"]["spec"]["template"]
+    spec = template["spec"]
+    assert (spec["runtimeClassName"], spec["schedulerName"]) == ("nvidia", "volcano")
+    assert written(AFFINITY, spec["affinity"])
+    assert written(VOLUMES, spec["volumes"][2:])
+    assert spec["containers"][0]["volumeMounts"][2:] == mounts
+    key = "cluster-autoscaler.kubernetes.io/safe-to-evict"
+    assert template["metadata"]["annotations"][key] == "false"
+
+
+def test_annotations_of_the_service_are_written_with_the_list_of_their_keys() -> None:
+    key = "service.beta.kubernetes.io/aws-load-balancer-internal"
+    metadata = children(service={"annotations": {key: "true"}})["Service"]["metadata"]
+    assert metadata["annotations"] == {key: "true", "serving.fairlead.dev/service-annotations": key}
+
+
+@pytest.mark.parametrize("source", ["demo:", "pvc://weights/llama", "a/b"])
+def test_further_ports_are_open_for_egress_with_dns(source: str) -> None:
+    one: Object = {"model": {"source": source}, "security": {"egressPorts": [15012, 8080]}}
+    (rule,) = children(**one)["NetworkPolicy"]["spec"]["egress"]
+    tcp = {p["port"] for p in rule["ports"] if p["protocol"] == "TCP"}
+    assert tcp == {53, 5353, 8080, 15012} | ({443} if source == "a/b" else set())
+    assert {p["port"] for p in rule["ports"] if p["protocol"] == "UDP"} == {53, 5353}
+
+
+def test_only_the_download_uses_the_proxy_and_the_certificates() -> None:
+    settings = replace(
+        SETTINGS,
+        https_proxy="http://proxy.test:3128",
+        no_proxy=".svc",
+        ca_config_map="roots",
+        ca_key="all.crt",
+    )
+    made = children(settings, model={"source": "a/b"})
+    pod = made["Deployment"]["spec"]["template"]["spec"]
+    fetch, runtime = pod["initContainers"][0], pod["containers"][0]
+    values = {v["name"]: v["value"] for v in fetch["env"]}
+    assert values["HTTPS_PROXY"] == values["https_proxy"] == "http://proxy.test:3128"
+    assert values["NO_PROXY"] == ".svc"
+    assert "HTTP_PROXY" not in values
+    assert values["SSL_CERT_FILE"] == "/var/run/fairlead/ca/all.crt"
+    assert {"name": "ca-bundle", "configMap": {"name": "roots"}} in pod["volumes"]
+    assert "ca-bundle" in {m["name"] for m in fetch["volumeMounts"]}
+    assert "ca-bundle" not in {m["name"] for m in runtime["volumeMounts"]}
+    assert not {"HTTPS_PROXY", "SSL_CERT_FILE"} & {v["name"] for v in runtime["env"]}
+    ports = made["NetworkPolicy"]["spec"]["egress"][0]["ports"]
+    assert {"port": 3128, "protocol": "TCP"} in ports
+    demo = children(settings)["Deployment"]["spec"]["template"]["spec"]
+    assert len(demo["volumes"]) == 2
+
+
+def test_a_group_for_volumes_is_set_only_where_pods_write_to_a_claim() -> None:
+    settings = replace(SETTINGS, fs_group=10001)
+    cache: Object = {"model": {"source": "a/b"}, "modelCache": {"type": "PVC", "claimName": "w"}}
+    for spec, chosen, group in (
+        (cache, settings, 10001),
+        (cache, SETTINGS, None),
+        ({}, settings, None),
+    ):
+        pod = children(chosen, **spec)["Deployment"]["spec"]["template"]["spec"]
+        context = pod["securityContext"]
+        assert context.get("fsGroup") == group
+        assert context["runAsNonRoot"] is True
+        assert not {"runAsUser", "runAsGroup"} & set(context)
+
+
+@pytest.mark.parametrize(
+    ("size", "resources", "limit"),
+    [
+        ("20Gi", {}, "20Gi"),
+        ("", {"memory": "8Gi"}, "16Gi"),
+        ("", {"accelerator": {"count": 2, "memory": "80Gi"}}, "320Gi"),
+        ("", {"accelerator": {"count": 1}}, None),
+    ],
+)
+def test_a_pods_own_cache_has_a_limit(size: str, resources: Object, limit: str | None) -> None:
+    made = children(model={"source": "a/b"}, modelCache={"size": size}, resources=resources)
+    pod = made["Deployment"]["spec"]["template"]["spec"]
+    (cache,) = [v["emptyDir"] for v in pod["volumes"] if v["name"] == "models"]
+    assert cache.get("sizeLimit") == limit
+    wanted = pod["initContainers"][0]["resources"]
+    assert wanted["requests"].get("ephemeral-storage") == (f"{21 * 2**30}" if size else None)
+    assert wanted["limits"].get("ephemeral-storage") == wanted["requests"].get("ephemeral-storage")
+
+
+def test_pods_that_are_not_ready_may_be_evicted() -> None:
+    spec = children(replicas=2)["PodDisruptionBudget"]["spec"]
+    assert (spec["maxUnavailable"], spec["unhealthyPodEvictionPolicy"]) == (1, "AlwaysAllow")

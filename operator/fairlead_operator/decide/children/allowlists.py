@@ -44,8 +44,19 @@ def not_allowed(resource: InferenceDeployment, settings: Settings) -> list[Block
             settings.allows_priority_class(priority),
             "allow.priorityClasses",
         ),
-        *_keys("labels", extra.labels, settings.allows_label),
-        *_keys("annotations", extra.annotations, settings.allows_annotation),
+        *_keys("podTemplate.labels", "allow.labels", extra.labels, settings.allows_label),
+        *_keys(
+            "podTemplate.annotations",
+            "allow.annotations",
+            extra.annotations,
+            settings.allows_annotation,
+        ),
+        *_keys(
+            "service.annotations",
+            "allow.serviceAnnotations",
+            resource.spec.service.annotations,
+            settings.allows_service_annotation,
+        ),
     )
     return [
         blocker(
@@ -59,8 +70,8 @@ def not_allowed(resource: InferenceDeployment, settings: Settings) -> list[Block
 
 
 def _keys(
-    place: str, keys: Iterable[str], allows: Callable[[str], bool]
+    field: str, chart_value: str, keys: Iterable[str], allows: Callable[[str], bool]
 ) -> list[tuple[str, str, bool, str]]:
     """Foreign selectors match pods by their labels, and agents act on annotations."""
     refused = ", ".join(key[:80] for key in sorted(keys) if not allows(key))
-    return [(f"podTemplate.{place}", refused, not refused, f"allow.{place}")]
+    return [(field, refused, not refused, chart_value)]

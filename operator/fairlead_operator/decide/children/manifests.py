@@ -20,6 +20,7 @@ from fairlead_operator.resource.kinds import (
     BUDGET,
     CLAIM,
     DEPLOYMENT,
+    GROUP,
     HTTP_PORT,
     HTTP_PORT_NAME,
     POLICY,
@@ -32,6 +33,7 @@ from fairlead_operator.resource.kinds import (
 from fairlead_operator.resource.resource import InferenceDeployment
 from fairlead_operator.resource.settings import Settings
 
+ANNOTATIONS_MARK = f"{GROUP}/service-annotations"
 _COMMIT = re.compile("[0-9a-f]{40}")
 
 
@@ -156,26 +158,41 @@ def _service(resource: InferenceDeployment) -> Object:
         "protocol": "TCP",
     }
     spec = {"type": resource.spec.service.type, "selector": selector(resource), "ports": [port]}
-    return _object(resource, SERVICE, resource.name, spec)
+    service = _object(resource, SERVICE, resource.name, spec)
+    annotations = dict(resource.spec.service.annotations)
+    # The list of keys shows the removal of one.
+    annotations[ANNOTATIONS_MARK] = ",".join(sorted(annotations))
+    service["metadata"]["annotations"] = annotations
+    return service
 
 
 def _budget(resource: InferenceDeployment) -> Object:
-    spec = {"maxUnavailable": 1, "selector": {"matchLabels": selector(resource)}}
+    """A pod that is not ready never holds up a node's drain."""
+    spec = {
+        "maxUnavailable": 1,
+        "unhealthyPodEvictionPolicy": "AlwaysAllow",
+        "selector": {"matchLabels": selector(resource)},
+    }
     return _object(resource, BUDGET, resource.name, spec)
 
 
 def _network_policy(resource: InferenceDeployment, settings: Settings, *, cached: bool) -> Object:
-    """Opens the API to everyone and the admin port to ``admin_peers``; egress reaches the hub, and
-    only where pods download weights.
+    """Opens the API to everyone and the admin port to ``admin_peers``; egress reaches
+    ``egressPorts``, and the hub where pods download weights.
     """
     ingress: list[Object] = [{"ports": [{"port": HTTP_PORT, "protocol": "TCP"}]}]
     if settings.admin_peers:
         ports = [{"port": ADMIN_PORT, "protocol": "TCP"}]
         ingress.append({"from": list(settings.admin_peers), "ports": ports})
-    egress: list[Object] = []
+    wanted = set(resource.spec.security.egress_ports)
     if resource.spec.model.where.kind == "hf" and not cached:
-        names = [{"port": 53, "protocol": protocol} for protocol in ("UDP", "TCP")]
-        egress = [{"ports": [*names, {"port": settings.hub_port, "protocol": "TCP"}]}]
+        wanted |= {settings.hub_port, *settings.proxy_ports}
+    egress: list[Object] = []
+    if wanted:
+        # Policies see the port behind a Service: some clusters serve DNS on 5353 there.
+        names = [{"port": n, "protocol": p} for n in (53, 5353) for p in ("UDP", "TCP")]
+        hosts = [{"port": port, "protocol": "TCP"} for port in sorted(wanted)]
+        egress = [{"ports": [*names, *hosts]}]
     spec = {
         "podSelector": {"matchLabels": selector(resource)},
         "policyTypes": ["Ingress", "Egress"],

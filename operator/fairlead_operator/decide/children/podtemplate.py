@@ -29,11 +29,16 @@ from fairlead_operator.resource.resource import InferenceDeployment
 from fairlead_operator.resource.settings import Settings
 from fairlead_runtime.config import EngineConfig
 
-USER = 10001
 HUB_HOME = "/models"  # HF_HOME: an emptyDir, or the shared claim
 CLAIM_ROOT = "/model"  # where a pvc:// source is mounted, read-only
 TMP, SHM = "/tmp", "/dev/shm"  # noqa: S108 - emptyDirs of the pod
 KEYS, TOKEN = "/var/run/fairlead/api-keys", "/var/run/fairlead/hub-token"
+CA_ROOT = "/var/run/fairlead/ca"
+# A mesh leaves the admin port alone: probes, scrapes and canaries come from outside it.
+MESHES = {
+    "traffic.sidecar.istio.io/excludeInboundPorts": str(ADMIN_PORT),
+    "config.linkerd.io/skip-inbound-ports": str(ADMIN_PORT),
+}
 PROBE_SECONDS = 2
 EXIT_SECONDS = 10  # after the drain, to close connections and exit
 
@@ -121,6 +126,7 @@ def _template(resource: InferenceDeployment, settings: Settings) -> Object:
             },
             "annotations": {
                 "kubectl.kubernetes.io/default-container": RUNTIME,
+                **MESHES,
                 **extra.annotations,
             },
         },
@@ -136,15 +142,12 @@ def _pod_spec(resource: InferenceDeployment, settings: Settings) -> Object:
         "enableServiceLinks": False,
         "terminationGracePeriodSeconds": termination_seconds(resource.engine),
         "securityContext": {
-            "runAsNonRoot": True,
-            "runAsUser": USER,
-            "runAsGroup": USER,
-            "fsGroup": USER,
-            "fsGroupChangePolicy": "OnRootMismatch",
+            "runAsNonRoot": True,  # the image's user: a platform may set another
             "seccompProfile": {"type": "RuntimeDefault"},
+            **_volume_group(resource, settings),
         },
         "containers": [_runtime(resource, settings)],
-        "volumes": _volumes(resource),
+        "volumes": _volumes(resource, settings),
         "tolerations": _tolerations(resource),
     }
     if spec.model.where.kind == "hf":
@@ -156,6 +159,9 @@ def _pod_spec(resource: InferenceDeployment, settings: Settings) -> Object:
         "nodeSelector": node_selector,
         "priorityClassName": extra.priority_class_name,
         "serviceAccountName": extra.service_account_name,
+        "runtimeClassName": extra.runtime_class_name,
+        "schedulerName": extra.scheduler_name,
+        "affinity": as_body(extra.affinity) if extra.affinity else None,
         "imagePullSecrets": [{"name": secret.name} for secret in extra.image_pull_secrets],
         "topologySpreadConstraints": [
             {**as_body(spread), "labelSelector": {"matchLabels": selector(resource)}}
@@ -163,6 +169,17 @@ def _pod_spec(resource: InferenceDeployment, settings: Settings) -> Object:
         ],
     }
     return pod | {name: value for name, value in optional.items() if value}
+
+
+def _volume_group(resource: InferenceDeployment, settings: Settings) -> Object:
+    """The group that owns a claim's files: without one only root could write to a new claim."""
+    extra, cache = resource.spec.pod_template, resource.spec.model_cache
+    cached = resource.spec.model.where.kind == "hf" and cache.type == "PVC"
+    if not settings.fs_group or not (
+        cached or any(v.persistent_volume_claim for v in extra.volumes)
+    ):
+        return {}
+    return {"fsGroup": settings.fs_group, "fsGroupChangePolicy": "OnRootMismatch"}
 
 
 def _runtime(resource: InferenceDeployment, settings: Settings) -> Object:
@@ -187,7 +204,7 @@ def _runtime(resource: InferenceDeployment, settings: Settings) -> Object:
         "name": RUNTIME,
         "image": resource.image or settings.runtime_image,
         "command": ["fairlead"],
-        "args": ["serve", model_argument(resource), "--host=0.0.0.0", *engine.to_args()],
+        "args": ["serve", model_argument(resource), "--host=::", *engine.to_args()],
         "env": _environment(resource, {"HF_HUB_OFFLINE": "1"}),
         "ports": [
             {"name": HTTP_PORT_NAME, "containerPort": HTTP_PORT, "protocol": "TCP"},
@@ -199,7 +216,10 @@ def _runtime(resource: InferenceDeployment, settings: Settings) -> Object:
         "resources": _resources(resource, accelerators=True),
         "securityContext": _container_security(),
         "terminationMessagePolicy": "File",
-        "volumeMounts": _mounts(resource, runtime=True),
+        "volumeMounts": [
+            *_mounts(resource, settings, runtime=True),
+            *(as_body(mount) for mount in spec.pod_template.volume_mounts),
+        ],
     }
 
 
@@ -208,10 +228,14 @@ def _fetch(resource: InferenceDeployment, settings: Settings) -> Object:
     port.
     """
     model = resource.spec.model
-    arguments = ["fetch", model_argument(resource), "--host=0.0.0.0"]
+    arguments = ["fetch", model_argument(resource), "--host=::"]
     if model.revision:
         arguments.append(f"--revision={model.revision}")
-    hub = {"HF_ENDPOINT": settings.hub}
+    hub = {"HF_ENDPOINT": settings.hub, **settings.proxy_environment}
+    if settings.ca_config_map:
+        # Read by OpenSSL and by the Python libraries that have a list of their own.
+        file = f"{CA_ROOT}/{settings.ca_key}"
+        hub |= {"SSL_CERT_FILE": file, "REQUESTS_CA_BUNDLE": file}
     if model.token_secret_ref.name:
         hub["HF_TOKEN_PATH"] = f"{TOKEN}/{model.token_secret_ref.key}"
     return {
@@ -223,7 +247,7 @@ def _fetch(resource: InferenceDeployment, settings: Settings) -> Object:
         "resources": _resources(resource, accelerators=False),
         "securityContext": _container_security(),
         "terminationMessagePolicy": "File",
-        "volumeMounts": _mounts(resource, runtime=False),
+        "volumeMounts": _mounts(resource, settings, runtime=False),
     }
 
 
@@ -231,6 +255,7 @@ def _environment(resource: InferenceDeployment, ours: dict[str, str]) -> list[Ob
     """The user's variables, then ours, which replace any of the same name."""
     fixed = {
         "HOME": TMP,
+        "USER": RUNTIME,  # the uid may have no entry in /etc/passwd
         "HF_HOME": HUB_HOME,
         "HF_HUB_DISABLE_TELEMETRY": "1",
         "PYTHONDONTWRITEBYTECODE": "1",
@@ -248,6 +273,10 @@ def _resources(resource: InferenceDeployment, *, accelerators: bool) -> Object:
     limits: dict[str, str] = {"memory": str(wanted.memory)}
     if accelerators and wanted.accelerator.count:
         limits[wanted.accelerator.resource_name] = str(wanted.accelerator.count)
+    cache = resource.spec.model_cache
+    if resource.spec.model.where.kind == "hf" and cache.type == "None" and cache.size:
+        # The node counts the cache and what the containers write: the temporary directory.
+        limits["ephemeral-storage"] = str(cache.size.value + 2**30)
     return {"requests": {"cpu": str(wanted.cpu), **limits}, "limits": limits}
 
 
@@ -260,7 +289,7 @@ def _container_security() -> Object:
     }
 
 
-def _volumes(resource: InferenceDeployment) -> list[Object]:
+def _volumes(resource: InferenceDeployment, settings: Settings) -> list[Object]:
     spec = resource.spec
     source = spec.model.where
     shared = {"medium": "Memory", "sizeLimit": str(spec.resources.shared_memory)}
@@ -269,7 +298,7 @@ def _volumes(resource: InferenceDeployment) -> list[Object]:
         {"name": "shm", "emptyDir": shared},
     ]
     if source.kind == "hf":
-        cache: Object = {"emptyDir": {}}
+        cache: Object = {"emptyDir": own_cache(resource)}
         if spec.model_cache.type == "PVC":
             cache = {"persistentVolumeClaim": {"claimName": cache_claim(resource)}}
         volumes.append({"name": "models", **cache})
@@ -289,13 +318,29 @@ def _volumes(resource: InferenceDeployment) -> list[Object]:
             volumes.append(
                 {
                     "name": name,
-                    "secret": {"secretName": secret.name, "items": items, "defaultMode": 0o440},
+                    "secret": {"secretName": secret.name, "items": items, "defaultMode": 0o444},
                 }
             )
-    return volumes
+    if source.kind == "hf" and settings.ca_config_map:
+        volumes.append({"name": "ca-bundle", "configMap": {"name": settings.ca_config_map}})
+    return [*volumes, *(as_body(volume) for volume in spec.pod_template.volumes)]
 
 
-def _mounts(resource: InferenceDeployment, *, runtime: bool) -> list[Object]:
+def own_cache(resource: InferenceDeployment) -> Object:
+    """The emptyDir of a pod that keeps its own download, with modelCache.size as its limit. Unset,
+    twice the memory that the weights are loaded into: a download never needs more.
+    """
+    size, wanted = resource.spec.model_cache.size, resource.spec.resources
+    if size:
+        return {"sizeLimit": str(size)}
+    accelerator = wanted.accelerator
+    memory = accelerator.count * accelerator.memory.value if accelerator.memory else 0
+    if accelerator.count == 0:
+        memory = wanted.memory.value
+    return {"sizeLimit": f"{2 * memory / 2**30:.0f}Gi"} if memory >= 2**30 else {}
+
+
+def _mounts(resource: InferenceDeployment, settings: Settings, *, runtime: bool) -> list[Object]:
     spec = resource.spec
     mounts: list[Object] = [{"name": "tmp", "mountPath": TMP}]
     if runtime:
@@ -311,6 +356,8 @@ def _mounts(resource: InferenceDeployment, *, runtime: bool) -> list[Object]:
         mounts.append({"name": "api-keys", "mountPath": KEYS, "readOnly": True})
     if not runtime and spec.model.token_secret_ref.name:
         mounts.append({"name": "hub-token", "mountPath": TOKEN, "readOnly": True})
+    if not runtime and settings.ca_config_map:
+        mounts.append({"name": "ca-bundle", "mountPath": CA_ROOT, "readOnly": True})
     return mounts
 
 

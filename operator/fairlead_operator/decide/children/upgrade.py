@@ -53,7 +53,8 @@ def spec_hash(resource: InferenceDeployment) -> str:
 
 def defaults_hash(settings: Settings, version: str) -> str:
     """A hash of what a template takes from the operator. ``version``: of the operator itself."""
-    return _digest([settings.runtime_image, settings.hub, version])
+    network = (settings.proxy_environment, settings.ca_config_map, settings.ca_key)
+    return _digest([settings.runtime_image, settings.hub, network, settings.fs_group, version])
 
 
 def _asked(value: Any) -> Any:
