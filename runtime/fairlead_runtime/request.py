@@ -148,7 +148,8 @@ class Sequence:
     row computes tokens of one sequence.
 
     ``tokens`` is prompt + generated; ``computed`` counts the leading tokens whose keys and values
-    are in the cache; a token is sampled when ``computed`` reaches ``len(tokens)``.
+    are in the cache; a token is sampled when ``computed`` reaches ``len(tokens)``. Until they
+    start, the choices of a request share one list.
     """
 
     id: int  # unique within a scheduler, in order of arrival
@@ -168,6 +169,8 @@ class Sequence:
     limit: int = 0  # tokens at which it ends: prompt + max_tokens
     stops: frozenset[int] = frozenset()  # end-of-sequence and stop ids that end it
     seniors: int = 0  # sequences that were live at its arrival; they bound its preemptions
+    # the first step in which it was the next to start and lacked blocks; None once it starts
+    blocked_since: int | None = None
 
     @property
     def prompt_len(self) -> int:

@@ -7,6 +7,7 @@ arrivals and events from a failing scenario while it still fails.
 """
 
 import dataclasses
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -39,6 +40,7 @@ class ScenarioRun:
         self.outcome = Outcome()
         self.ended: set[int] = set()
         self.victim: Sequence | None = None  # blocks admissions until it fits or a sequence ends
+        self.blocked_since: dict[int, int] = {}  # step in which a sequence first lacked blocks
         self.aborts: list[Arrival] = []  # to abort while the next step is on the device
         self.by_id = {a.request.id: a for a in scenario.arrivals}
 
@@ -151,19 +153,16 @@ class ScenarioRun:
             whole = row.start + row.count == len(row.sequence.tokens)
             if row.count < 1 or row.samples != whole:
                 raise RunError("a row without tokens, or one that samples before its end")
-        if limits.policy in ("fifo", "prefill_first"):
-            running = {s.id for s in scheduler.running} | {a.sequence.id for a in plan.admitted}
-            running -= {p.sequence.id for p in plan.preempted}
-            rest = {s.id for s in scheduler.live()} - running
-            if running and rest and max(running) > min(rest):
-                raise RunError(f"sequence {max(running)} overtook {min(rest)}")
         self._check_order(plan)
+        self._check_passed_over(plan)
+        self._check_computed_once(plan)
+        self._check_reservation(plan)
         self._check_victim_fits(plan)
         self._check_margin(plan)
 
     def _check_order(self, plan: Plan) -> None:
-        """Rows are in order of their kind, victims are the youngest, admitted ones the first
-        waiting; checked without the policies' code.
+        """Rows are in order of their kind and victims are the youngest; checked without the
+        policies' code.
         """
         limits, scheduler = self.scenario.limits, self.scheduler
         started = {a.sequence.id for a in plan.admitted}
@@ -177,24 +176,75 @@ class ScenarioRun:
         if limits.policy == "fair":
             return
 
-        def place(sequence: Sequence) -> tuple[int, int]:
-            return (sequence.request.priority if limits.policy == "priority" else 0, sequence.id)
-
         victims = {p.sequence.id for p in plan.preempted}
-        for older, younger in (
-            (
-                [s for s in scheduler.running if s.id not in victims],
-                [p.sequence for p in plan.preempted],
-            ),
-            (
-                [a.sequence for a in plan.admitted],
-                [s for s in scheduler.waiting if s.id not in started],
-            ),
-        ):
-            if older and younger and max(map(place, older)) > min(map(place, younger)):
-                raise RunError(
-                    f"{limits.policy}: not the youngest preempted, or not the oldest admitted"
-                )
+        older = [self._place(s) for s in scheduler.running if s.id not in victims]
+        younger = [self._place(p.sequence) for p in plan.preempted]
+        if older and younger and max(older) > min(younger):
+            raise RunError(f"{limits.policy}: not the youngest preempted")
+
+    def _place(self, sequence: Sequence) -> tuple[int, int]:
+        urgent = self.scenario.limits.policy == "priority"
+        return (sequence.request.priority if urgent else 0, sequence.id)
+
+    def _check_passed_over(self, plan: Plan) -> None:
+        """A sequence starts before an older one only if that one waits for tokens that a running
+        one computes, or if it or one before it lacks blocks.
+        """
+        if not plan.admitted or self.scenario.limits.policy == "fair":
+            return
+        started = {a.sequence.id for a in plan.admitted}
+        last = max(self._place(a.sequence) for a in plan.admitted)
+        for sequence in self.scheduler.live():
+            if sequence.tables or sequence.id in started or self._place(sequence) > last:
+                continue
+            lacks = plan.blocked and self._place(plan.blocked) <= self._place(sequence)
+            if not lacks and not self._waits(sequence, plan):
+                raise RunError(f"sequence {sequence.id} is passed over without a reason")
+
+    def _computing(self, plan: Plan) -> list[tuple[Sequence, int]]:
+        """Sequences that compute their prompt in this step or later, and from which token on."""
+        running = [(s, s.computed) for s in self.scheduler.running if s.status == "prefilling"]
+        return running + [(a.sequence, a.start) for a in plan.admitted]
+
+    def _waits(self, sequence: Sequence, plan: Plan) -> bool:
+        size, sharing = self.scenario.limits.block_size, self.scenario.limits.allow_block_sharing
+        for leader, start in self._computing(plan):
+            if leader.request is sequence.request:
+                return True
+            end = (start // size + 1) * size
+            if sharing and end < len(sequence.tokens) and _same_tokens(leader, sequence, end):
+                return True
+        return False
+
+    def _check_computed_once(self, plan: Plan) -> None:
+        """No admitted sequence computes a full block that another is about to compute."""
+        size = self.scenario.limits.block_size
+        if not self.scenario.limits.allow_block_sharing:
+            return
+        computing = self._computing(plan)
+        for admission in plan.admitted:
+            end = (admission.start // size + 1) * size
+            if admission.source != "prefix" or end >= len(admission.sequence.tokens):
+                continue
+            for leader, start in computing:
+                if leader is admission.sequence:
+                    break
+                if start // size * size + size == end and _same_tokens(
+                    leader, admission.sequence, end
+                ):
+                    raise RunError(f"sequence {admission.sequence.id} computes block {end} again")
+
+    def _check_reservation(self, plan: Plan) -> None:
+        """Recount, where no blocks are shared by content, who must start and who must not."""
+        limits = self.scenario.limits
+        if plan.blocked is not None:
+            self.blocked_since.setdefault(plan.blocked.id, plan.step)
+        for admission in plan.admitted:
+            self.blocked_since.pop(admission.sequence.id, None)
+        if limits.allow_block_sharing or limits.policy == "fair" or plan.preempted:
+            return
+        if plan.admitted or self.victim is None:
+            Recount(self, plan).run()
 
     def _check_victim_fits(self, plan: Plan) -> None:
         """Recount whether the victim fits, where it is simple: one full group, nothing shared."""
@@ -294,6 +344,122 @@ class ScenarioRun:
                 raise RunError(f"{key}: {finish} without a reason, or wrong tokens before it")
         elif (got, finish) != (tokens, reason):
             raise RunError(f"{key}: got {got} ({finish}), alone it is {tokens} ({reason})")
+
+
+def _same_tokens(one: Sequence, other: Sequence, end: int) -> bool:
+    return (
+        one.request.salt == other.request.salt
+        and len(one.tokens) >= end
+        and one.tokens[:end] == other.tokens[:end]
+    )
+
+
+class Recount:
+    """The admissions of one step, decided again sequence by sequence without shared content."""
+
+    def __init__(self, run: ScenarioRun, plan: Plan) -> None:
+        self.run_, self.plan, self.limits = run, plan, run.scenario.limits
+        self.cache = run.scheduler.state.cache
+        started = {a.sequence.id: a for a in plan.admitted}
+        self.started = started
+        own = [row for row in plan.rows if row.sequence.id not in started]
+        self.rows = len(own)
+        self.tokens = self.limits.max_batch_tokens - sum(row.count for row in own)
+        self.free = self.cache.pool.available - sum(
+            self.cache.units(row.start, row.start + row.count) for row in own
+        )
+        self.holders = list(run.scheduler.running)
+        self.head: tuple[Sequence, int] | None = None
+        self.spare_given: tuple[int, int] | None = None  # spare at a shadow step, and its step
+
+    def run(self) -> None:
+        waiting = [s for s in self.run_.scheduler.live() if not s.tables]
+        for sequence in sorted(waiting, key=self.run_._place):
+            if not self.tokens or len(self.holders) >= self.limits.max_requests:
+                return
+            self._one(sequence)
+        if self.plan.blocked is not (self.head and self.head[0]):
+            raise RunError(f"step {self.plan.step}: another sequence is the blocked head")
+
+    def _one(self, sequence: Sequence) -> None:
+        shared = sequence.prompt_len - 1
+        family = [s for s in self.holders if s.request is sequence.request]
+        start, taken = 0, 0
+        if sequence.host:
+            start, taken = sequence.computed, self.cache.units_held(sequence)
+        elif shared and family:
+            if any(s.tables and self.cache.can_fork(s, shared) for s in family):
+                start = shared
+                taken = len(self.cache.groups) if shared % self.cache.block_size else 0
+            elif any(not s.tables or s.computed < shared for s in family):
+                self._expect(sequence, starts=False)
+                return
+        need = taken + self.cache.growth(sequence, start)
+        reserve = math.ceil(self.limits.safety_margin * self.cache.pool.units)
+        room = self.free - (reserve if self.rows else 0)
+        if need > room:
+            self._expect(sequence, starts=False)
+            self.head = self.head or (sequence, need)
+            return
+        starts = self.head is None or self._leaves_the_head_its_due(sequence, need, start, room)
+        self._expect(sequence, starts=starts)
+        if starts:
+            count = min(self.tokens, len(sequence.tokens) - start)
+            self.tokens -= count
+            self.free -= taken + self.cache.units(start, start + count)
+            self.holders.append(sequence)
+            self.rows += 1
+
+    def _expect(self, sequence: Sequence, *, starts: bool) -> None:
+        if starts != (sequence.id in self.started):
+            expected = "must" if starts else "must not"
+            raise RunError(f"step {self.plan.step}: sequence {sequence.id} {expected} start")
+
+    def _leaves_the_head_its_due(
+        self, sequence: Sequence, need: int, start: int, room: int
+    ) -> bool:
+        assert self.head is not None
+        head, head_need = self.head
+        waited = self.plan.step - self.run_.blocked_since.get(head.id, self.plan.step)
+        if need <= room - head_need * min(waited, 64) // 64:
+            self.spare_given = None
+            return True
+        if self.spare_given is None:
+            self.spare_given = self._shadow(head_need)
+        spare, shadow = self.spare_given
+        steps = sequence.limit - len(sequence.tokens)
+        rest = len(sequence.tokens) - start - self.tokens
+        budget = self.limits.max_batch_tokens - len(self.holders)
+        while rest > 0:
+            rest, steps = rest - budget, steps + 1
+            if budget < 1 or steps > shadow:
+                steps = shadow + 1
+                break
+        if steps <= shadow:
+            return True
+        if self._most(sequence) <= spare:
+            self.spare_given = (spare - self._most(sequence), shadow)
+            return True
+        return False
+
+    def _shadow(self, need: int) -> tuple[int, int]:
+        """Let every sequence run to its limit and look when the head fits."""
+        reserve = math.ceil(self.limits.safety_margin * self.cache.pool.units)
+        order = sorted((s.limit - len(s.tokens), self._most(s)) for s in self.holders)
+        for i in range(1, len(order) + 1):
+            left = order[i:]
+            spare = self.cache.pool.units - sum(units for _, units in left) - need
+            if spare >= reserve:
+                return spare - reserve, order[i - 1][0]
+        return 0, order[-1][0]
+
+    def _most(self, sequence: Sequence) -> int:
+        size, chunk = self.limits.block_size, self.limits.max_batch_tokens
+        blocks = -(-(sequence.limit - 1) // size)
+        return sum(
+            blocks if g.window is None else min(blocks, -(-(g.window - 1 + chunk) // size) + 1)
+            for g in self.cache.groups
+        )
 
 
 def run(scenario: Scenario, make: Callable[..., Scheduler] = Scheduler) -> Outcome:

@@ -75,6 +75,11 @@ class PagedCache:
         more = target - self.blocks(start)
         return sum(more if span is None else min(more, span) for span in self._window_blocks)
 
+    def most_units(self, sequence: Sequence) -> int:
+        """The most units that the sequence can hold: those at its limit."""
+        blocks = self.blocks(sequence.limit - 1)
+        return sum(blocks if span is None else min(blocks, span) for span in self._window_blocks)
+
     def units_held(self, sequence: Sequence) -> int:
         """Units in the sequence's tables, on the device or in host memory."""
         return sum(len(t) - t.count(NULL) for t in (sequence.host or sequence.tables))
@@ -95,9 +100,22 @@ class PagedCache:
             return Hit(0, [[] for _ in self.groups])
         # Extending the hash chain here does not change a decision: the hashes of tokens never
         # change. The last token is left out: its keys are written only when the next is predicted.
-        self._extend_hashes(sequence, len(sequence.tokens) - 1)
-        tables = longest_hit(self.pool, self.groups, self.block_size, sequence.hashes)
+        until = len(sequence.tokens) - 1
+        self._extend_hashes(sequence, until)
+        hashes = sequence.hashes[: until // self.block_size]
+        tables = longest_hit(self.pool, self.groups, self.block_size, hashes)
         return Hit(len(tables[0]) * self.block_size, tables)
+
+    def next_block(self, sequence: Sequence, start: int, *, keep: int = 0) -> bytes | None:
+        """The hash of the block that holds token ``start``. None when the sequence, without its
+        last ``keep`` tokens, does not fill that block, or when blocks are not shared.
+        """
+        index = start // self.block_size
+        end = (index + 1) * self.block_size
+        if not self.sharing or end > len(sequence.tokens) - keep:
+            return None
+        self._extend_hashes(sequence, end)
+        return sequence.hashes[index].digest
 
     def evictable(self, hit: Hit) -> list[int]:
         """Units of the hit without a reference. Sharing them makes them unavailable to others."""

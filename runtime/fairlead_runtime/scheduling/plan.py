@@ -107,6 +107,8 @@ class Plan:
     rows: tuple[Row, ...]
     admitted: tuple[Admission, ...] = ()
     preempted: tuple[Preemption, ...] = ()
+    # the first waiting sequence that lacks blocks; its reservation grows from its first such step
+    blocked: Sequence | None = None
 
 
 @dataclass(slots=True)

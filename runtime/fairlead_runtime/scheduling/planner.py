@@ -6,9 +6,10 @@ Owns the decision. It only counts blocks; ``commit`` in scheduler.py takes their
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from fairlead_runtime.cache.paged import PagedCache
-from fairlead_runtime.request import Sequence
+from fairlead_runtime.request import Sequence, Status
 from fairlead_runtime.scheduling.plan import (
     Admission,
     AdmissionSource,
@@ -18,6 +19,13 @@ from fairlead_runtime.scheduling.plan import (
     Row,
 )
 from fairlead_runtime.scheduling.policies import Fifo
+
+# Steps after which the whole need of a blocked sequence is reserved.
+ACCRUAL_STEPS = 64
+# One step passes over at most so many waiting sequences, and looks up the prefixes of at most so
+# many of their tokens.
+PASSED_SEQUENCES = 256
+PASSED_TOKENS = 65_536
 
 
 @dataclass(slots=True)
@@ -52,7 +60,22 @@ def plan_step(state: State) -> Plan:
     for sequences in (prefills, decodes) if state.policy.prefills_first else (decodes, prefills):
         draft.run(sequences)
     draft.admit()
-    return Plan(state.step, tuple(draft.rows), tuple(draft.admitted), tuple(draft.preempted))
+    return Plan(
+        state.step,
+        tuple(draft.rows),
+        tuple(draft.admitted),
+        tuple(draft.preempted),
+        None if draft.head is None else draft.head.admission.sequence,
+    )
+
+
+class _Candidate(NamedTuple):
+    """How a waiting sequence would start."""
+
+    admission: Admission
+    claimed: list[int]  # evictable units that its cached prefix references
+    start_units: int  # units that its cached tokens take
+    need: int  # units for its whole remaining prefill and one more block
 
 
 class _Draft:
@@ -67,6 +90,9 @@ class _Draft:
         self.rows: list[Row] = []
         self.admitted: list[Admission] = []
         self.preempted: list[Preemption] = []
+        # the first waiting sequence that lacks blocks; others start only beside its reservation
+        self.head: _Candidate | None = None
+        self._shadow: tuple[int, int] | None = None
         self._preempted_ids: set[int] = set()
         # evictable units that planned admissions reference
         self._claimed_units: set[int] = set()
@@ -116,8 +142,11 @@ class _Draft:
         return victim
 
     def admit(self) -> None:
-        """Start waiting sequences in the policy's order, up to the first that cannot start: none
-        overtakes it.
+        """Start waiting sequences in the policy's order.
+
+        Two kinds are passed over and keep their place: a sequence whose next tokens a running
+        sequence is computing, and one that lacks blocks. Beside the first that lacks blocks, the
+        head, others start under the rules of ``_may_start``.
 
         If tokens remain, every running prefill ends in this step, so all remaining free blocks are
         available to new prompts. A sequence takes its blocks chunk by chunk, but is admitted only
@@ -126,65 +155,169 @@ class _Draft:
         state = self.state
         if self.preempted or not self.tokens:
             return
-        if state.victim is not None and self._admission_for(state.victim) is None:
+        if state.victim is not None and self._candidate(state.victim).need > self._room:
             return
-        for sequence in state.policy.candidates():
+        computing = {self.cache.next_block(s, s.computed) for s in state.running if _prefills(s)}
+        blocked: set[int] = set()
+        passed, tokens = 0, PASSED_TOKENS
+        for sequence in state.policy.candidates(blocked):
             if (
                 not self.tokens
+                or passed == PASSED_SEQUENCES
                 or len(state.running) + len(self.admitted) >= state.limits.max_requests
+                or (self.head is not None and self._room < len(self.cache.groups))
             ):
                 return
-            entry = self._admission_for(sequence)
-            if entry is None:
-                return
-            admission, claimed, start_units = entry
-            start, missing = admission.start, len(sequence.tokens) - admission.start
-            count = min(missing, self.tokens)
-            self.tokens -= count
-            self.free -= start_units + self.cache.units(start, start + count)
-            self._claimed_units.update(claimed)
-            self.admitted.append(admission)
-            self.rows.append(Row(sequence, start, count, count == missing))
+            passed += 1
+            if self._waits_for_sibling(sequence) or (passed > 1 and len(sequence.tokens) > tokens):
+                continue
+            candidate = self._candidate(sequence)
+            start = candidate.admission.start
+            if self._waits_for_block(candidate.admission, computing):
+                tokens -= len(sequence.tokens)
+            elif self._may_start(candidate):
+                self._start(candidate)
+                if candidate.admission.source is AdmissionSource.PREFIX:
+                    computing.add(self.cache.next_block(sequence, start))
+                passed -= 1
+            else:
+                tokens -= len(sequence.tokens)
+                blocked.add(sequence.id)
+                self.head = self.head or candidate
 
-    def _admission_for(self, sequence: Sequence) -> tuple[Admission, list[int], int] | None:
-        """How the sequence would start, the evictable units it claims, and the units that its
-        cached tokens take.
+    @property
+    def _room(self) -> int:
+        """Free units beyond the margin, which does not apply when nothing runs."""
+        return self.free - (self.state.margin if self.rows else 0)
 
-        None when its whole remaining prefill and one more block do not fit, or when a sibling is
-        still computing their prompt.
-        """
+    def _start(self, candidate: _Candidate) -> None:
+        admission = candidate.admission
+        sequence, start = admission.sequence, admission.start
+        missing = len(sequence.tokens) - start
+        count = min(missing, self.tokens)
+        self.tokens -= count
+        self.free -= candidate.start_units + self.cache.units(start, start + count)
+        self._claimed_units.update(candidate.claimed)
+        self.admitted.append(admission)
+        self.rows.append(Row(sequence, start, count, count == missing))
+
+    def _candidate(self, sequence: Sequence) -> _Candidate:
         claimed: list[int] = []
+        # The prompt's last token is always computed: its logits predict the first new token.
+        shared = sequence.prompt_len - 1
         if sequence.host:
             admission = Admission(sequence, AdmissionSource.RESTORE, sequence.computed, None)
             start_units = self.cache.units_held(sequence)
+        elif (sibling := self._fork_source(sequence, shared)) is not None:
+            admission = Admission(sequence, AdmissionSource.FORK, shared, sibling)
+            start_units = len(self.cache.groups) if shared % self.cache.block_size else 0
         else:
-            # The prompt's last token is always computed: its logits predict the first new token.
-            shared = sequence.prompt_len - 1
-            sibling, wait = self._fork_source(sequence, shared)
-            if wait:
-                return None
             hit = self.cache.hit(sequence)
-            if sibling is not None and hit.tokens < shared:
-                admission = Admission(sequence, AdmissionSource.FORK, shared, sibling)
-                start_units = len(self.cache.groups) if shared % self.cache.block_size else 0
-            else:
-                admission = Admission(sequence, AdmissionSource.PREFIX, hit.tokens, None)
-                claimed = [u for u in self.cache.evictable(hit) if u not in self._claimed_units]
-                start_units = len(claimed)
+            admission = Admission(sequence, AdmissionSource.PREFIX, hit.tokens, None)
+            claimed = [u for u in self.cache.evictable(hit) if u not in self._claimed_units]
+            start_units = len(claimed)
         need = start_units + self.cache.growth(sequence, admission.start)
-        margin = self.state.margin if self.rows else 0
-        return (admission, claimed, start_units) if need <= self.free - margin else None
+        return _Candidate(admission, claimed, start_units, need)
 
-    def _fork_source(self, sequence: Sequence, shared: int) -> tuple[Sequence | None, bool]:
-        """A running sibling to fork from, and whether to wait for one that is still computing the
-        prompt.
+    def _fork_source(self, sequence: Sequence, shared: int) -> Sequence | None:
+        """A running sibling that holds the prompt's blocks.
+
+        A sequence that has generated tokens looks its own blocks up instead when the cache still
+        has more of them than the prompt.
         """
         family = self.state.families[sequence.request.id]
         if len(family) == 1 or not shared:
-            return None, False
+            return None
+        if sequence.generated and self.cache.hit(sequence).tokens >= shared:
+            return None
+        return next((s for s in family if s.tables and self.cache.can_fork(s, shared)), None)
+
+    # -- sequences that wait for tokens that another one is computing
+
+    def _waits_for_sibling(self, sequence: Sequence) -> bool:
+        """Whether a running sibling is still computing the prompt, and none has it.
+
+        A sequence waits only for sequences that run, so none waits for ever.
+        """
+        family = self.state.families[sequence.request.id]
+        shared = sequence.prompt_len - 1
+        if len(family) == 1 or not shared or sequence.host:
+            return False
         running = [s for s in family if s.tables]
-        for sibling in running:
-            if self.cache.can_fork(sibling, shared):
-                return sibling, False
+        if any(self.cache.can_fork(s, shared) for s in running):
+            return False
         starting = any(a.sequence.request is sequence.request for a in self.admitted)
-        return None, starting or any(s.computed < shared for s in running)
+        return starting or any(s.computed < shared for s in running)
+
+    def _waits_for_block(self, admission: Admission, computing: set[bytes | None]) -> bool:
+        """Whether a running sequence is computing the first block that the cached prefix lacks."""
+        if admission.source is not AdmissionSource.PREFIX:
+            return False
+        sequence = admission.sequence
+        block = self.cache.next_block(sequence, admission.start, keep=1)
+        return block is not None and block in computing
+
+    # -- sequences that start before one that lacks blocks
+
+    def _may_start(self, candidate: _Candidate) -> bool:
+        """Whether its blocks are free and, behind a head, whether it leaves the head its due.
+
+        One of three must hold: it fits beside what is reserved for the head by now, it certainly
+        ends before the head can start, or it fits beside the head even then (EASY backfilling).
+        """
+        if candidate.need > self._room:
+            return False
+        if self.head is None:
+            return True
+        if candidate.need <= self._room - self._reserved(self.head):
+            self._shadow = None
+            return True
+        if self._shadow is None:
+            self._shadow = self._head_start(self.head.need)
+        steps, spare = self._shadow
+        sequence = candidate.admission.sequence
+        if self._steps_left(candidate.admission) <= steps:
+            return True
+        most = self.cache.most_units(sequence)
+        if most > spare:
+            return False
+        self._shadow = steps, spare - most
+        return True
+
+    def _reserved(self, head: _Candidate) -> int:
+        """Units reserved for the head: a share of its need that grows step by step."""
+        since = head.admission.sequence.blocked_since
+        waited = 0 if since is None else min(self.state.step - since, ACCRUAL_STEPS)
+        return head.need * waited // ACCRUAL_STEPS
+
+    def _head_start(self, need: int) -> tuple[int, int]:
+        """Steps after which the head fits at the latest, and the units that are then left beside
+        it: every sequence is taken to reach its limit, and to share no block.
+        """
+        holders = sorted(
+            (s.limit - len(s.tokens), self.cache.most_units(s))
+            for s in (*self.state.running, *(a.sequence for a in self.admitted))
+        )
+        room = self.cache.pool.units - self.state.margin - need
+        room -= sum(units for _, units in holders)
+        for steps, units in holders:
+            room += units
+            if room >= 0:
+                return steps, room
+        # It fits only without the margin, when nothing else runs.
+        return holders[-1][0], 0
+
+    def _steps_left(self, admission: Admission) -> float:
+        """Steps after which the sequence has certainly ended if it starts now."""
+        sequence = admission.sequence
+        rest = len(sequence.tokens) - admission.start - self.tokens
+        chunks = 0.0
+        if rest > 0:
+            decodes = len(self.state.running) + len(self.admitted)
+            budget = self.state.limits.max_batch_tokens - decodes
+            chunks = math.ceil(rest / budget) if budget > 0 else math.inf
+        return chunks + sequence.limit - len(sequence.tokens)
+
+
+def _prefills(sequence: Sequence) -> bool:
+    return sequence.status is Status.PREFILLING

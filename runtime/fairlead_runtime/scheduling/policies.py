@@ -5,7 +5,7 @@ Owns the waiting queue; reads no blocks and no budgets.
 
 import heapq
 from bisect import bisect_left, insort
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 
 from fairlead_runtime.config import SchedulerType
 from fairlead_runtime.request import Sequence
@@ -37,9 +37,11 @@ class Fifo:
             self._queue, sequence, bisect_left(self._queue, self.place(sequence), key=self.place)
         )
 
-    def candidates(self) -> Iterator[Sequence]:
-        """Waiting sequences in the order in which they may start. Asking for the next one means
-        that the last one starts.
+    def candidates(self, blocked: Container[int] = ()) -> Iterator[Sequence]:  # noqa: ARG002 - Fair reads it
+        """Waiting sequences in the order in which they may start, as if each one started.
+
+        The caller may add the id of the last one to ``blocked`` before it asks for the next one:
+        the sequence lacks blocks.
         """
         return iter(self._queue)
 
@@ -105,19 +107,21 @@ class Fair(Fifo):
         if not queue:
             del self._queues[sequence.request.tenant]
 
-    def candidates(self) -> Iterator[Sequence]:
+    def candidates(self, blocked: Container[int] = ()) -> Iterator[Sequence]:
+        """A tenant with a blocked sequence comes after all tenants without one."""
         heads = [
-            (self._counters[tenant], queue[0].id, tenant, 0)
+            (False, self._counters[tenant], queue[0].id, tenant, 0)
             for tenant, queue in self._queues.items()
         ]
         heapq.heapify(heads)
         while heads:
-            counter, _, tenant, at = heads[0]
+            last, counter, _, tenant, at = heads[0]
             queue = self._queues[tenant]
             yield queue[at]
+            last = last or queue[at].id in blocked
             counter += self._start_cost(queue[at])
             if at + 1 < len(queue):
-                heapq.heapreplace(heads, (counter, queue[at + 1].id, tenant, at + 1))
+                heapq.heapreplace(heads, (last, counter, queue[at + 1].id, tenant, at + 1))
             else:
                 heapq.heappop(heads)
 

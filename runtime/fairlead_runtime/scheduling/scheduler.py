@@ -94,13 +94,14 @@ class Scheduler:
             frozenset() if params.ignore_eos else request.eos_ids
         )
         family: list[Sequence] = []
+        prompt = list(request.prompt)  # one for all choices until they start
         self.state.families[request.id] = family
         for choice in range(params.n):
             sequence = Sequence(
                 self._next_id,
                 request,
                 choice,
-                list(request.prompt),
+                prompt,
                 limit=len(request.prompt) + request.max_tokens,
                 stops=stops,
                 seniors=len(self._live),
@@ -141,6 +142,8 @@ class Scheduler:
             raise StepError(f"plan of step {plan.step} committed in step {self.state.step}")
         cache = self.state.cache
         work = Work(plan.step, list(plan.rows))
+        if plan.blocked is not None and plan.blocked.blocked_since is None:
+            plan.blocked.blocked_since = plan.step
         for preemption in plan.preempted:
             self._preempt(preemption, work)
         # Take references before new blocks: taking must not evict the blocks that are shared here.
@@ -228,6 +231,9 @@ class Scheduler:
     def _start(self, admission: Admission) -> None:
         sequence, source, start, sibling = admission
         state = self.state
+        sequence.blocked_since = None
+        if not sequence.preemptions:
+            sequence.tokens = list(sequence.tokens)
         if source is AdmissionSource.FORK and sibling is not None:
             state.cache.fork(sequence, sibling, start)
         elif source is AdmissionSource.PREFIX:

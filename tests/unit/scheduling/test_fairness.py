@@ -1,0 +1,282 @@
+"""Fairness in steps: shared prompts are computed once, choices stop nobody, and large and small
+requests are both served within a bound.
+"""
+
+import dataclasses
+import random
+import zlib
+from collections.abc import Iterator
+
+import pytest
+
+from fairlead_runtime.request import Request, SamplingParams, Sequence
+from fairlead_runtime.scheduling import Limits, Plan, Result, Scheduler
+from fairlead_runtime.scheduling.planner import ACCRUAL_STEPS, PASSED_SEQUENCES
+from fairlead_runtime.sizing.groups import group_layers
+from support.whole_run_scenario import POLICIES
+
+LIMITS = Limits(
+    policy="fifo",
+    max_batch_tokens=65_536,
+    max_requests=256,
+    safety_margin=0.0,
+    block_size=16,
+    num_blocks=4096,
+    max_model_len=65_536,
+)
+SHARED = tuple(range(512))
+
+
+def scheduler(**limits: object) -> Scheduler:
+    return Scheduler(dataclasses.replace(LIMITS, **limits), group_layers([None]))  # type: ignore[arg-type]
+
+
+def request(name: str, prompt: tuple[int, ...] | int, output: int, **more: object) -> Request:
+    """A request with the given prompt, or with that many tokens that no other name shares."""
+    if isinstance(prompt, int):
+        start = zlib.crc32(name.encode()) << 20
+        prompt = tuple(range(start, start + prompt))
+    params = SamplingParams(n=int(more.pop("n", 1)), max_tokens=output)  # type: ignore[call-overload]
+    return Request(name, prompt, params, output, **more)  # type: ignore[arg-type]
+
+
+def steps(s: Scheduler, limit: int = 20_000) -> Iterator[Plan]:
+    """Run to the end; yields each step's plan after its update."""
+    for _ in range(limit):
+        if not s.has_work:
+            return
+        plan = s.plan()
+        work = s.commit(plan)
+        s.update(work, {r.sequence.id: Result(1) for r in work.rows if r.samples})
+        yield plan
+    raise AssertionError(f"not done after {limit} steps")
+
+
+def names(plan: Plan) -> list[str]:
+    return [a.sequence.request.id for a in plan.admitted]
+
+
+def prompt_tokens(plan: Plan) -> int:
+    return sum(row.count for row in plan.rows if row.start < row.sequence.prompt_len)
+
+
+# -- shared prefixes
+
+
+def burst(s: Scheduler, count: int = 32, tail: int = 8, output: int = 4) -> None:
+    """Requests that share 512 tokens and have ``tail`` tokens of their own."""
+    for i in range(count):
+        own = tuple(10_000 + 100 * i + j for j in range(tail))
+        s.add(request(f"r{i}", SHARED + own, output, tenant=f"t{i % 3}", priority=i % 2))
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("budget", [65_536, 200])
+def test_a_burst_that_shares_a_prefix_computes_it_once(policy: str, budget: int) -> None:
+    s = scheduler(policy=policy, max_batch_tokens=budget)
+    burst(s)
+    plans = list(steps(s))
+    assert sum(map(prompt_tokens, plans)) == 512 + 32 * 8
+    assert len(plans) <= (5 if budget > 10_000 else 20)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_when_the_leader_is_aborted_the_next_one_computes_the_rest(policy: str) -> None:
+    s = scheduler(policy=policy, max_batch_tokens=192)
+    burst(s)
+    run = steps(s)
+    first = next(run)
+    assert len(first.admitted) == 1
+    s.abort(names(first)[0])
+    second = next(run)
+    assert len(second.admitted) == 1
+    assert second.rows[0].start == 192, "the blocks of the aborted leader are used"
+    rest = sum(map(prompt_tokens, run))
+    assert prompt_tokens(first) + prompt_tokens(second) + rest == 512 + 31 * 8
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_when_the_leader_fails_the_next_one_computes_the_prefix_again(policy: str) -> None:
+    s = scheduler(policy=policy)
+    burst(s)
+    work = s.commit(s.plan())
+    assert len(work.rows) == 1
+    s.fail(work.rows[0].sequence.id, "found by bisection")
+    assert sum(map(prompt_tokens, steps(s))) == 512 + 31 * 8
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_when_the_leader_is_preempted_the_burst_still_ends_and_shares(policy: str) -> None:
+    """Two running requests grow until the leader, the youngest, loses its blocks."""
+    s = scheduler(policy=policy, max_batch_tokens=96, num_blocks=48)
+    for name in "ab":
+        s.add(request(name, 32, 200, tenant=name))
+    run = steps(s)
+    next(run)
+    burst(s, count=6, output=80)
+    plans = list(run)
+    assert any(plan.preempted for plan in plans)
+    assert not s.has_work
+    # Without sharing, the prompts alone are 6 * 520 tokens, and each preemption computes more.
+    lost = sum(len(plan.preempted) for plan in plans)
+    assert sum(map(prompt_tokens, plans)) <= 512 + 6 * 8 + lost * 520
+
+
+def test_a_sequence_waits_only_for_the_block_that_it_lacks_first() -> None:
+    """One that shares two blocks with a long prompt starts as soon as those two are computed."""
+    s = scheduler(max_batch_tokens=64)
+    s.add(request("long", SHARED, 4))
+    s.add(request("short", (*SHARED[:32], 7, 8, 9), 4))
+    run = steps(s)
+    assert names(next(run)) == ["long"]
+    plan = next(run)
+    assert (names(plan), plan.rows[-1].start) == ([], 64), "the long prefill uses the whole budget"
+    started = next(p for p in run if p.admitted)
+    assert started.admitted[0].start == 32
+
+
+# -- choices
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("n", [1, 2, 8])
+def test_requests_of_several_choices_all_start_in_the_first_step(policy: str, n: int) -> None:
+    count = 64 if n < 8 else 24
+    s = scheduler(policy=policy, max_requests=1024)
+    for i in range(count):
+        s.add(request(f"r{i}", 40, 4, n=n, tenant=f"t{i % 3}"))
+    run = steps(s)
+    first, second = next(run), next(run)
+    assert (len(first.admitted), len(second.admitted)) == (count, count * (n - 1))
+    assert {a.source for a in second.admitted} <= {"fork"}
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_choices_start_before_requests_that_came_after_them(policy: str) -> None:
+    s = scheduler(policy=policy, max_requests=3)
+    for name in ("a", "b", "c"):
+        s.add(request(name, 40, 4, n=2))
+    started = [name for plan in steps(s) for name in names(plan)]
+    assert started == ["a", "b", "c", "a", "b", "c"]
+
+
+def test_waiting_choices_share_one_list_of_tokens_and_own_one_once_they_start() -> None:
+    s = scheduler()
+    choices = s.add(request("n", 40, 4, n=8))
+    assert len({id(c.tokens) for c in choices}) == 1
+    for _ in steps(s):
+        running = [c for c in choices if c.tables]
+        assert len({id(c.tokens) for c in running}) == len(running)
+    assert [c.generated for c in choices] == [4] * 8
+
+
+def test_a_fork_hashes_no_prompt() -> None:
+    s = scheduler()
+    choices = s.add(request("n", 1600, 4, n=4))
+    run = steps(s)
+    next(run)
+    s.plan()
+    assert [len(c.hashes) for c in choices] == [100, 0, 0, 0]
+
+
+# -- a large request and small ones
+
+
+def blocked_run(policy: str, *, small_output: int, large: int = 850) -> tuple[Scheduler, Sequence]:
+    """Four running requests hold 272 of 1,000 blocks and grow for 300 steps; one wants ``large``
+    blocks, and small ones wait behind it.
+    """
+    s = scheduler(policy=policy, num_blocks=1000, max_model_len=16_000, max_requests=64)
+    for i in range(4):
+        s.add(request(f"run{i}", 1080, 300, tenant="old"))
+    next(steps(s))
+    head = s.add(request("large", large * 16 - 100, 20, tenant="large"))[0]
+    for i in range(12):
+        s.add(request(f"small{i}", 40, small_output, tenant=f"s{i % 2}"))
+    return s, head
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_small_requests_that_end_before_the_large_one_can_start_do_not_wait(policy: str) -> None:
+    s, head = blocked_run(policy, small_output=50)
+    started: dict[str, int] = {}
+    for plan in steps(s):
+        started |= dict.fromkeys(names(plan), plan.step)
+        if plan.step == 150:
+            s.add(request("late", 40, 50, tenant="late"))
+    assert max(at for name, at in started.items() if name.startswith("small")) == 1
+    assert started["late"] == 151, "the reservation is full, and it still ends in time"
+    assert started["large"] == 300, "as soon as the four have ended"
+    assert head.preemptions == 0
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_stream_of_small_requests_does_not_starve_the_large_one(policy: str) -> None:
+    s, _ = blocked_run(policy, small_output=400)
+    started: dict[str, int] = {}
+    for i, plan in enumerate(steps(s)):
+        started |= dict.fromkeys(names(plan), plan.step)
+        if i < 3000 and i % 2 == 0:
+            s.add(request(f"more{i}", 200, 400, tenant=f"m{i % 5}"))
+    # The last one that started beside a growing reservation has 400 steps left then.
+    assert started["large"] <= 1 + ACCRUAL_STEPS + 400
+    before = sum(at < started["large"] for at in started.values())
+    assert before > 20, "small ones start while the reservation grows"
+
+
+def test_under_fair_a_blocked_tenant_stops_no_other_while_the_reservation_grows() -> None:
+    s = scheduler(policy="fair", num_blocks=100, max_model_len=1600)
+    s.add(request("run", 160, 500, tenant="a"))
+    next(steps(s))
+    for i in range(PASSED_SEQUENCES - 1):
+        s.add(request(f"big{i}", 1500, 20, tenant="a"))
+    s.add(request("guest", 40, 400, tenant="b"))
+    plan = next(steps(s))
+    assert names(plan) == ["guest"]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("seed", range(8))
+def test_every_head_starts_within_its_bound_and_all_requests_end(policy: str, seed: int) -> None:
+    """The bound: 64 steps, and the most steps that a request can take. A preemption starts it
+    again: the preempted sequence has more steps left.
+    """
+    rng = random.Random(seed)
+    blocks = rng.choice((60, 120))
+    s = scheduler(
+        policy=policy,
+        num_blocks=blocks,
+        max_model_len=blocks * 16,
+        max_batch_tokens=rng.choice((128, 512, 4096)),
+        max_requests=rng.choice((8, 24)),
+        safety_margin=rng.choice((0.0, 0.2)),
+        allow_block_sharing=rng.random() < 0.5,
+    )
+    longest = rng.choice((20, 60, 120))
+    arrivals, at = [], 0
+    for i in range(150):
+        at += rng.choice((0, 0, 0, 1, 3, 12))
+        large = rng.random() < 0.1
+        prompt = rng.randrange(blocks * 8, blocks * 14) if large else rng.randrange(1, 80)
+        # A large request always ends; a small one gets what is left of the cache.
+        output = rng.randrange(1, min(longest, blocks * 16 - prompt))
+        tenant = rng.choice("abc")
+        n = rng.choice((1, 1, 1, 2))
+        arrivals.append((at, request(f"r{i}", prompt, output, n=n, tenant=tenant)))
+    now, worst = 0, 0
+    waited: dict[int, int] = {}
+    while arrivals or s.has_work:
+        while arrivals and arrivals[0][0] <= now:
+            s.add(arrivals.pop(0)[1])
+        if s.has_work:
+            plan = next(steps(s))
+            if plan.preempted:
+                waited.clear()
+            if plan.blocked is not None:
+                waited[plan.blocked.id] = waited.get(plan.blocked.id, 0) + 1
+                worst = max(worst, *waited.values())
+        now += 1
+        assert now < 50_000
+    budget = s.limits.max_batch_tokens - s.limits.max_requests
+    bound = ACCRUAL_STEPS + longest + -(-blocks * 16 // budget)
+    assert worst <= bound
