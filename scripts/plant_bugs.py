@@ -110,8 +110,8 @@ BUGS = (
     Bug(
         "the hit covers the whole prompt",
         PAGED,
-        "self._extend_hashes(sequence, len(sequence.tokens) - 1)",
-        "self._extend_hashes(sequence, len(sequence.tokens))",
+        "until = len(sequence.tokens) - 1",
+        "until = len(sequence.tokens)",
     ),
     Bug(
         "the window frees a block too early",
@@ -246,8 +246,8 @@ BUGS = (
     Bug(
         "the token budget is not charged for prompts",
         PLANNER,
-        "            self.tokens -= count\n            self.free -= start_units",
-        "            self.free -= start_units",
+        "        self.tokens -= count\n        self.free -= candidate",
+        "        self.free -= candidate",
     ),
     Bug(
         "nothing waits for the victim",
@@ -257,10 +257,111 @@ BUGS = (
         40,
     ),
     Bug(
-        "a small request overtakes",
+        "a sequence that lacks blocks starts",
         PLANNER,
-        "            if entry is None:\n                return",
-        "            if entry is None:\n                continue",
+        "        if candidate.need > self._room:\n            return False\n",
+        "",
+    ),
+    Bug("no head gets a reservation", PLANNER, "self.head = self.head or candidate", "pass"),
+    Bug("the last blocked one is the head", PLANNER, "self.head or candidate", "candidate"),
+    Bug(
+        "a reservation never grows", PLANNER, "return head.need * waited //", "return 0 * waited //"
+    ),
+    Bug(
+        "a reservation is whole at once",
+        PLANNER,
+        "return head.need * waited //",
+        "return head.need; waited //",
+    ),
+    Bug(
+        "a reservation starts again in every step",
+        SCHEDULER,
+        "and plan.blocked.blocked_since is None:",
+        ":",
+    ),
+    Bug(
+        "a reservation outlives its head's start",
+        SCHEDULER,
+        "        sequence.blocked_since = None\n",
+        "",
+    ),
+    Bug(
+        "nothing ends before the head starts",
+        PLANNER,
+        "self._steps_left(candidate.admission) <= steps",
+        "False",
+    ),
+    Bug(
+        "everything ends before the head starts",
+        PLANNER,
+        "self._steps_left(candidate.admission) <= steps",
+        "True",
+    ),
+    Bug(
+        "a prompt's chunks take no steps",
+        PLANNER,
+        "return chunks + sequence.limit",
+        "return sequence.limit",
+    ),
+    Bug(
+        "the spare beside the head is given twice",
+        PLANNER,
+        "self._shadow = steps, spare - most",
+        "pass",
+    ),
+    Bug(
+        "the head's start ignores the margin",
+        PLANNER,
+        "self.cache.pool.units - self.state.margin - need",
+        "self.cache.pool.units - need",
+    ),
+    Bug(
+        "the head's start ignores what starts in this step",
+        PLANNER,
+        "            self._shadow = None\n            return True",
+        "            return True",
+    ),
+    Bug(
+        "a shared block is computed by all",
+        PLANNER,
+        "return block is not None and block in computing",
+        "return False",
+    ),
+    Bug(
+        "a block is computed twice in the step that starts it",
+        PLANNER,
+        "                    computing.add(self.cache.next_block(sequence, start))\n",
+        "                    pass\n",
+    ),
+    Bug(
+        "a prefix waits for decodes too",
+        PLANNER,
+        "return sequence.status is Status.PREFILLING",
+        "return sequence.id >= 0",
+    ),
+    Bug(
+        "a prefix waits for its own last block",
+        PLANNER,
+        "admission.start, keep=1)",
+        "admission.start)",
+    ),
+    Bug(
+        "a choice does not wait for its sibling",
+        PLANNER,
+        "return starting or any(s.computed < shared for s in running)",
+        "return False",
+    ),
+    Bug(
+        "a choice ends the admissions",
+        PLANNER,
+        "                continue\n            candidate",
+        "                return\n            candidate",
+    ),
+    Bug(
+        "choices share their tokens while they run",
+        SCHEDULER,
+        "            sequence.tokens = list(sequence.tokens)\n",
+        "            pass\n",
     ),
     Bug("the safety margin is ignored", PLANNER, "self.limits.safety_margin * self", "0 * self"),
     Bug(
@@ -312,11 +413,11 @@ BUGS = (
         PLANNER,
         (
             "append(admission)\n"
-            "            self.rows.append(Row(sequence, start, count, count == missing))"
+            "        self.rows.append(Row(sequence, start, count, count == missing))"
         ),
         (
             "append(admission)\n"
-            "            self.rows.append(Row(sequence, start, count, count >= missing - 1))"
+            "        self.rows.append(Row(sequence, start, count, count >= missing - 1))"
         ),
     ),
     Bug(

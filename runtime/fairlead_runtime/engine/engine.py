@@ -69,6 +69,7 @@ class Engine:
         self._live: dict[str, LiveRequest] = {}
         # Arrival times of the requests that have not had a step yet, in order of arrival.
         self._waiting_since: dict[str, float] = {}
+        self._waiting_tokens = 0  # their prompt tokens
         self._checks: Iterator[None] | None = None  # the rest of a check of the invariants
         self._check_after = 0.0  # the earliest time of its next part
         self._canaries_lost = 0  # canaries that failed in a row
@@ -184,6 +185,7 @@ class Engine:
         else:
             if has_timeout:  # a canary has none: its sender limits how long it waits
                 self._waiting_since[request.id] = arrived
+                self._waiting_tokens += len(request.prompt)
 
     def _abort(self, abort: Abort) -> None:
         request_id, error = abort.request_id, abort.error
@@ -211,7 +213,7 @@ class Engine:
         self.progress.begin(sum(row.count for row in work.rows))
         if self._waiting_since:
             for row in work.rows:
-                if self._waiting_since.pop(row.sequence.request.id, None) is not None:
+                if self._stops_waiting(row.sequence.request):
                     self._live[row.sequence.request.id].cached = row.start
         self._executor.copy(work)
         return run_isolated(self._executor, work)
@@ -245,6 +247,13 @@ class Engine:
         if self._checks is not None and ended >= self._check_after:
             self._check(self._checks, ended)
 
+    def _stops_waiting(self, request: Request) -> bool:
+        """Take the request out of those without a step; False when it is not one of them."""
+        if self._waiting_since.pop(request.id, None) is None:
+            return False
+        self._waiting_tokens -= len(request.prompt)
+        return True
+
     def _emit(self, events: Sequence[Event]) -> None:
         """Turn the scheduler's events into ChoiceEvents and close the choices that finished."""
         for event in events:
@@ -266,7 +275,7 @@ class Engine:
         live.open.discard(choice)
         if not live.open:
             del self._live[request_id]
-            self._waiting_since.pop(request_id, None)
+            self._stops_waiting(live.request)
             self._contain(self._observer.ended, live.request, reason, self._now())
 
     def _end_request(
@@ -362,7 +371,11 @@ class Engine:
         free_slots = 0 if stats.waiting else self.bounds.max_requests - stats.running
         oldest, working = next(iter(self._waiting_since.values()), None), self._scheduler.has_work
         self._inbox.after_step(
-            queued=len(self._waiting_since), oldest=oldest, free_slots=free_slots, working=working
+            queued=len(self._waiting_since),
+            tokens=self._waiting_tokens,
+            oldest=oldest,
+            free_slots=free_slots,
+            working=working,
         )
 
     def _sleep(self) -> None:

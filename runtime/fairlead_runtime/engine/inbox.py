@@ -15,6 +15,10 @@ from fairlead_runtime.outputs import EngineDead, QueueFull, RequestView, Service
 from fairlead_runtime.request import FinishReason, Request
 from fairlead_runtime.scheduling.plan import Limits
 
+# Prompt tokens that may wait for each request that may: the size of a typical request. A waiting
+# token takes about 50 bytes.
+QUEUE_TOKENS = 1024
+
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
@@ -69,7 +73,7 @@ Message = Add | Abort | Inspect
 
 class Inbox:
     """``max_queue`` requests may wait, besides the ``free_slots`` requests that start in the next
-    step.
+    step. Together they may have ``QUEUE_TOKENS`` prompt tokens each; a single one may have more.
     """
 
     def __init__(
@@ -83,6 +87,7 @@ class Inbox:
         self._wake = threading.Condition()
         self._arriving = 0  # Adds among the messages, without canaries
         self._waiting = 0  # requests taken out that have not had a step yet
+        self._arriving_tokens = self._waiting_tokens = 0  # their prompt tokens
         self._oldest: float | None = None  # arrival of the request that waits longest
         self._closed = ""  # why no request is accepted; empty while the inbox is open
         self.stopping = False
@@ -94,11 +99,10 @@ class Inbox:
         with self._wake:
             if self._closed:
                 raise EngineDead(self._closed)
-            if bounded and self.full:
-                raise QueueFull(
-                    f"{self._max_queue} requests wait already (max_queue)", self.retry_after()
-                )
+            if bounded and (message := self._refusal(len(request.prompt))):
+                raise QueueFull(message, self.retry_after())
             self._arriving += bounded
+            self._arriving_tokens += len(request.prompt) if bounded else 0
             self.post(Add(request, self._now(), bounded))
 
     def post(self, message: Message) -> None:
@@ -120,9 +124,19 @@ class Inbox:
         """Requests that have not had a step yet."""
         return self._arriving + self._waiting
 
-    @property
-    def full(self) -> bool:
-        return self.queued - self._free_slots >= self._max_queue
+    def _refusal(self, prompt_tokens: int) -> str:
+        """Why a request with such a prompt must not wait, with the arithmetic; "" if it may."""
+        if self.queued - self._free_slots >= self._max_queue:
+            return f"{self._max_queue} requests wait already (max_queue)"
+        tokens = self._arriving_tokens + self._waiting_tokens
+        limit = (self._max_queue + self._free_slots) * QUEUE_TOKENS
+        if not self.queued or tokens + prompt_tokens <= limit:
+            return ""
+        return (
+            f"the requests that wait have {tokens} prompt tokens; {prompt_tokens} more exceed "
+            f"{limit} ((max_queue {self._max_queue} + free slots {self._free_slots}) * "
+            f"{QUEUE_TOKENS} tokens): retry later"
+        )
 
     def retry_after(self) -> float:
         """Seconds after which to retry: as long as the oldest request in the queue has waited."""
@@ -140,14 +154,18 @@ class Inbox:
             if isinstance(message, Add):
                 self._arriving -= message.bounded
                 self._waiting += 1
+                if message.bounded:
+                    self._arriving_tokens -= len(message.request.prompt)
+                    self._waiting_tokens += len(message.request.prompt)
             return message
 
     def after_step(
-        self, *, queued: int, oldest: float | None, free_slots: int, working: bool
+        self, *, queued: int, tokens: int, oldest: float | None, free_slots: int, working: bool
     ) -> None:
-        """Record the queue after a step, and whether there is more work."""
+        """Record the queue after a step, its prompt tokens, and whether there is more work."""
         with self._wake:
             self._waiting, self._oldest, self._free_slots = queued, oldest, free_slots
+            self._waiting_tokens = tokens
             self._progress.end(working=working or bool(self._messages))
 
     def wait(self, timeout: float | None) -> None:

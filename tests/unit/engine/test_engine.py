@@ -283,6 +283,30 @@ def test_max_queue_does_not_count_requests_that_start_at_once() -> None:
     assert engine.not_ready_reason() == ""
 
 
+def test_the_queue_is_bounded_in_prompt_tokens_too() -> None:
+    engine = rig(max_requests=1, max_queue=2, num_blocks=1024, max_model_len=16_000)
+    engine.submit(request("long", 4000))  # nothing waits: it may be longer than the limit
+    with pytest.raises(QueueFull) as full:
+        engine.submit(request("next", 8))
+    assert str(full.value) == (
+        "the requests that wait have 4000 prompt tokens; 8 more exceed 3072 "
+        "((max_queue 2 + free slots 1) * 1024 tokens): retry later"
+    )
+    engine.step()  # the long one runs
+    engine.submit(request("one", 2000))
+    engine.step()
+    with pytest.raises(QueueFull, match=r"2000 prompt tokens; 49 more exceed 2048 .*free slots 0"):
+        engine.submit(request("two", 49))
+    engine.submit(request("two", 48))
+    engine.abort("one")
+    engine.step()
+    engine.submit(request("three", 2000))
+    run(engine)
+    assert engine._waiting_tokens == 0
+    engine.submit(request("last", 3000))
+    run(engine)
+
+
 def test_a_request_that_waits_too_long_is_ended_with_the_reason() -> None:
     clock = Clock()
     engine = rig(FakeRunner(), clock, max_requests=1, queue_timeout=2.0)
