@@ -280,12 +280,6 @@ BUGS = (
         ":",
     ),
     Bug(
-        "a reservation outlives its head's start",
-        SCHEDULER,
-        "        sequence.blocked_since = None\n",
-        "",
-    ),
-    Bug(
         "nothing ends before the head starts",
         PLANNER,
         "self._steps_left(candidate.admission) <= steps",
