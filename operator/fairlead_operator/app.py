@@ -69,6 +69,7 @@ class Operator:
         )
         self._kinds = watched(claims=settings.create_model_cache)
         self._store = Store()
+        self._gone: frozenset[str] = frozenset()  # namespaces that the last lists did not find
 
     async def run(self) -> None:
         hub = Hub(self._settings.hub, proxies=self._settings.proxies)
@@ -83,7 +84,13 @@ class Operator:
 
     async def _run(self, cluster: Cluster, pods: Pods, hub: Hub) -> None:
         self._cluster = cluster
-        self._election = Election(cluster, self._settings.lease_namespace, self._settings.identity)
+        served = ", ".join(sorted(self._settings.namespaces)) or "all namespaces"
+        self._election = Election(
+            cluster,
+            self._settings.lease_namespace,
+            self._settings.identity,
+            serves=served,
+        )
         cluster.may_write = self._election.holds
         results: Memory[ProbeResults] = Memory()
         self._reconciler = Reconciler(cluster, results.get, self._settings)
@@ -109,7 +116,7 @@ class Operator:
             async with asyncio.TaskGroup() as group:
                 group.create_task(self._beat())
                 group.create_task(self._election.run(self._on_election))
-                group.create_task(self._relist())
+                group.create_task(self._relist(watches))
                 group.create_task(self._watch(watches))
                 group.create_task(self._queue.run(WORKERS))
                 group.create_task(self._probes.run(PROBES))
@@ -192,30 +199,51 @@ class Operator:
             await asyncio.sleep(RELIST_RETRY_SECONDS)
         await watches.run(self._metrics.restarts.inc)
 
-    async def _relist(self) -> None:
+    async def _relist(self, watches: Watches) -> None:
         while True:
-            good = True
-            for kind in self._kinds:
-                for namespace in self._settings.namespaces or ("",):
-                    good &= await self._list(kind, namespace)
+            good, gone = await self._list_all()
+            watches.leave_out(gone)
             if good:
                 self._health.ready = True
             await asyncio.sleep(RELIST_SECONDS if good else RELIST_RETRY_SECONDS)
 
-    async def _list(self, kind: Kind, namespace: str) -> bool:
+    async def _list_all(self) -> tuple[bool, frozenset[str]]:
+        """Whether everything was listed, and the namespaces in which every kind is refused.
+
+        Those are gone, and with them the operator's Role: nothing else waits for them.
+        """
+        namespaces = self._settings.namespaces or ("",)
+        refusals = dict.fromkeys(namespaces, 0)
+        failed: set[str] = set()
+        for kind in self._kinds:
+            for namespace in namespaces:
+                if (error := await self._list(kind, namespace)) is not None:
+                    failed.add(namespace)
+                    refusals[namespace] += error.code in {403, 404}
+                    if namespace not in self._gone:
+                        log.warning("list %s: %s", kind.plural, error)
+        gone = frozenset(n for n in failed if n and refusals[n] == len(self._kinds))
+        for namespace in gone - self._gone:
+            log.warning(
+                "namespace %s is not served: it was deleted, or no Role lets the operator read it",
+                namespace,
+            )
+        self._gone = gone
+        return failed <= gone, gone
+
+    async def _list(self, kind: Kind, namespace: str) -> ApiError | None:
         try:
             bodies, version = await self._cluster.list(kind, namespace)
         except ApiError as error:
             self._metrics.errors.labels("list").inc()
-            log.warning("list %s: %s", kind.plural, error)
-            return False
+            return error
         was = self._store.synced(self._kinds)
         for body in self._store.replace(kind, namespace, bodies, version):
             self._wake_for(kind, body)
         if not was and self._store.synced(self._kinds):
             for body in self._store.all(RESOURCE):
                 self._queue.wake(key_of(body))
-        return True
+        return None
 
     async def _beat(self) -> None:
         while True:

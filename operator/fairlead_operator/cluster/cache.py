@@ -26,6 +26,7 @@ from fairlead_operator.resource.kinds import (
 K = TypeVar("K")
 
 TOMBSTONE_SECONDS = 300.0
+RESTORED_SECONDS = 60.0  # older lists for this long: etcd was restored from a backup
 # Enough of a pod to judge it; the rest of a thousand pods would be most of the operator's memory.
 _POD_SPEC = ("nodeName", "containers", "initContainers", "volumes")
 
@@ -42,6 +43,7 @@ class Store:
         self._about: dict[str, set[Key]] = {}  # events by the uid of their object
         self._graves: dict[str, dict[Key, tuple[int, float]]] = {}
         self._listed: dict[tuple[str, str], int] = {}
+        self._older_since: dict[tuple[str, str], float] = {}  # the first of several older lists
         self._synced: set[str] = set()
 
     def get(self, kind: Kind, key: Key) -> Object | None:
@@ -115,14 +117,19 @@ class Store:
     ) -> list[Object]:
         """Take a whole list of one namespace ("": all); returns the objects that changed or went.
 
-        A list older than one taken before is dropped; objects newer than the list stay.
+        A list older than one taken before is dropped; objects newer than the list stay. When all
+        lists are older for RESTORED_SECONDS, versions went back, and the list replaces everything.
         """
         scope = (kind.name, namespace)
+        changed: list[Object] = []
         if version < self._listed.get(scope, 0):
-            return []
+            now = self._clock()
+            if now - self._older_since.setdefault(scope, now) < RESTORED_SECONDS:
+                return []
+            changed = self._forget_newer(kind, namespace, version)
+        self._older_since.pop(scope, None)
         self._listed[scope] = version
         self._synced.add(kind.name)
-        changed: list[Object] = []
         seen: set[Key] = set()
         for body in bodies:
             seen.add(key_of(body))
@@ -135,6 +142,19 @@ class Store:
                 changed.append(held)
         self._sweep(kind)
         return changed
+
+    def _forget_newer(self, kind: Kind, namespace: str, version: int) -> list[Object]:
+        """Drop what is newer than ``version``, and every grave; returns the objects dropped."""
+        objects = self._objects.get(kind.name, {})
+        newer = [
+            body
+            for key, body in objects.items()
+            if (not namespace or key[0] == namespace) and version_of(body) > version
+        ]
+        for body in newer:
+            self._drop(kind, key_of(body))
+        self._graves.pop(kind.name, None)
+        return newer
 
     def _bury(self, kind: Kind, key: Key, version: int) -> None:
         self._drop(kind, key)

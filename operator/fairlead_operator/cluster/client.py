@@ -23,6 +23,7 @@ from fairlead_operator.resource.kinds import MANAGER, RESOURCE, Key, Kind, Objec
 from fairlead_operator.resource.settings import SettingsError
 
 REQUEST_SECONDS = 10.0
+FENCED = frozenset({"apply", "create", "delete", "status", "event"})  # verbs that need the Lease
 APPLY = "application/apply-patch+yaml"
 JSON_PATCH = "application/json-patch+json"
 _NOT_IN_SCHEMA = "field not declared in schema"
@@ -114,7 +115,6 @@ class Cluster:
         ``uid`` None: the object must not exist (409 otherwise), so that nothing foreign is ever
         adopted; else it must be the object with that uid.
         """
-        self._check_fence()
         meta = manifest["metadata"]
         guard = {"uid": uid} if uid else {"resourceVersion": _MUST_NOT_EXIST}
         body = {**manifest, "metadata": {**meta, **guard}}
@@ -128,7 +128,6 @@ class Cluster:
 
     async def patch(self, kind: Kind, body: Object, operations: Sequence[Object]) -> None:
         """A JSON patch of exactly the version that was read."""
-        self._check_fence()
         meta = body["metadata"]
         exactly = {
             "op": "test",
@@ -145,7 +144,6 @@ class Cluster:
         The store drops it at once: a watch may not deliver the deletion, and nothing is deleted
         twice.
         """
-        self._check_fence()
         meta = body["metadata"]
         exactly = {"uid": meta["uid"], "resourceVersion": meta["resourceVersion"]}
         options = {"preconditions": exactly, "propagationPolicy": "Background"}
@@ -163,7 +161,6 @@ class Cluster:
 
         Otherwise an operator that starts on an old list would lower ``observedGeneration``.
         """
-        self._check_fence()
         meta = resource["metadata"]
         body = {
             "apiVersion": RESOURCE.api_version,
@@ -193,7 +190,6 @@ class Cluster:
         self.store.put(RESOURCE, answer)
 
     async def post_event(self, kind: Kind, event: Object) -> None:
-        self._check_fence()
         query = {"fieldManager": MANAGER}
         await self.call("event", "POST", kind.path(event["metadata"]["namespace"]), query, event)
 
@@ -206,10 +202,6 @@ class Cluster:
             made = await self.call("lease", "POST", kind.path(key[0]), body=lease)
         return made
 
-    def _check_fence(self) -> None:
-        if not self.may_write():
-            raise FencedError("this process does not hold the Lease")
-
     async def call(
         self,
         verb: str,
@@ -219,8 +211,12 @@ class Cluster:
         body: Any = None,
         content_type: str = "application/json",
     ) -> Any:
-        """One request within its deadline. Raises ApiError unless the answer is good JSON."""
+        """One request within its deadline. Raises ApiError unless the answer is good JSON, and
+        FencedError for a write without the Lease: waiting for the pace may take longer than it.
+        """
         await self._pace.take()
+        if verb in FENCED and not self.may_write():
+            raise FencedError("this process does not hold the Lease")
         code = 0
         try:
             code, text, retry_after = await self._exchange(method, path, query, body, content_type)

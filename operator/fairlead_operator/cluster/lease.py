@@ -14,10 +14,11 @@ from datetime import UTC, datetime
 from typing import Protocol
 
 from fairlead_operator.errors import ApiError
-from fairlead_operator.resource.kinds import LEASE, MANAGER, Key, Kind, Object
+from fairlead_operator.resource.kinds import GROUP, LEASE, MANAGER, Key, Kind, Object
 
 log = logging.getLogger(__name__)
 
+SERVES = f"{GROUP}/serves"  # annotation of the Lease: the holder's scope
 DURATION = 15.0  # a Lease without renewal for this long is free
 RENEW = 5.0  # a holder renews this often
 FENCE = 10.0  # and stops writing when its last renewal is older than this
@@ -50,16 +51,19 @@ class Election:
         namespace: str,
         identity: str,
         *,
+        serves: str = "",
         clock: Callable[[], float] = time.monotonic,
         now: Callable[[], datetime] = lambda: datetime.now(UTC),
     ) -> None:
         self._api, self._key, self.identity = api, (namespace, MANAGER), identity
+        self._serves = serves
         self._clock, self._now = clock, now
         self._mine: Object | None = None
         self._renewed = float("-inf")
         self._attempts: deque[str] = deque(maxlen=ATTEMPTS)  # since the last good answer
         self._seen: _Seen | None = None
         self._first = True
+        self._warned_of = ""  # the holder
 
     def holds(self) -> bool:
         """Whether this process may write right now."""
@@ -74,6 +78,8 @@ class Election:
         lease = await self._api.get(LEASE, self._key)
         if lease is None or self._free(lease):
             await self._write(lease, began)
+        else:
+            self._warn_of_another_release(lease)
         self._first = False
 
     async def run(self, report: Callable[[bool], None], beat: float = RENEW) -> None:
@@ -98,6 +104,22 @@ class Election:
         spec = {**lease["spec"], "holderIdentity": "", "leaseDurationSeconds": 1}
         await self._api.write_lease(LEASE, self._key, {**lease, "spec": spec})
 
+    def _warn_of_another_release(self, lease: Object) -> None:
+        """Once per holder: an operator of another scope keeps this one from serving its own."""
+        holder = str((lease.get("spec") or {}).get("holderIdentity") or "")
+        serves = (lease["metadata"].get("annotations") or {}).get(SERVES)
+        if serves in {None, self._serves} or holder == self._warned_of:
+            return
+        self._warned_of = holder
+        log.warning(
+            "the Lease %s/%s is held by %s, which serves %s; this operator serves %s and waits: "
+            "install the second release in a namespace of its own",
+            *self._key,
+            holder,
+            serves,
+            self._serves,
+        )
+
     def _free(self, lease: Object) -> bool:
         """Without a holder, expired by our clock, or our own from before a restart."""
         spec = lease.get("spec") or {}
@@ -115,7 +137,12 @@ class Election:
         # Unique to the microsecond, so that a write whose answer was lost is recognised as our own.
         stamp = self._now().strftime("%Y-%m-%dT%H:%M:%S.%fZ")
         self._attempts.append(stamp)
-        meta = lease["metadata"] if lease else {"name": self._key[1], "namespace": self._key[0]}
+        meta: Object = (
+            lease["metadata"] if lease else {"name": self._key[1], "namespace": self._key[0]}
+        )
+        if self._serves:
+            annotations = {**(meta.get("annotations") or {}), SERVES: self._serves}
+            meta = {**meta, "annotations": annotations}
         spec = dict((lease or {}).get("spec") or {})
         if spec.get("holderIdentity") != self.identity:
             spec["acquireTime"] = stamp

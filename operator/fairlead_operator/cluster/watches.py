@@ -90,15 +90,29 @@ class Watches:
             environ,
             deliver,
         )
+        self._left_out: frozenset[str] = frozenset()
         self._ended = False
         self._stop: Callable[[], object] = lambda: None
+
+    def leave_out(self, namespaces: frozenset[str]) -> None:
+        """Watch all namespaces but these: one that is gone would end the watches of the others."""
+        returned = self._left_out - namespaces
+        self._left_out = namespaces
+        if returned:
+            with contextlib.suppress(RuntimeError):  # that loop is closed already
+                self._stop()
+
+    @property
+    def _watched(self) -> list[str]:
+        return [name for name in self._namespaces if name not in self._left_out]
 
     async def run(self, restarted: Callable[[], None], pause: float = 2.0) -> None:
         """Keep the watches open until cancelled, whatever the API server answers."""
         try:
             while True:
-                await asyncio.to_thread(self._once)
-                restarted()
+                if self._watched or not self._namespaces:
+                    await asyncio.to_thread(self._once)
+                    restarted()
                 await asyncio.sleep(pause)
         finally:
             self._ended = True
@@ -127,7 +141,7 @@ class Watches:
             registry=registry(self._kinds, self._environ, self._deliver),
             settings=kopf.OperatorSettings(),
             clusterwide=not self._namespaces,
-            namespaces=list(self._namespaces),
+            namespaces=self._watched,
             standalone=True,
             stop_flag=stop,
         )

@@ -412,3 +412,24 @@ def test_without_the_lease_nothing_is_written() -> None:
         await client.close()  # type: ignore[no-untyped-call]
 
     asyncio.run(go())
+
+
+def test_a_write_that_waited_for_its_turn_is_not_sent_once_the_lease_is_lost() -> None:
+    holds = True
+
+    class SlowPace(Pace):
+        async def take(self) -> None:
+            nonlocal holds
+            holds = False
+
+    async def go(port: int) -> None:
+        client = ApiClient(Configuration(host=f"http://127.0.0.1:{port}"))
+        cluster = Cluster(client, Store(), Metrics(), SlowPace(1, 1))
+        cluster.may_write = lambda: holds
+        with pytest.raises(FencedError):
+            await cluster.apply(DEPLOYMENT, {"metadata": {"name": "x", "namespace": "ns"}}, None)
+        await client.close()  # type: ignore[no-untyped-call]
+
+    with serving({}) as (port, asked):
+        asyncio.run(go(port))
+    assert asked == []

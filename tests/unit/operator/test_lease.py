@@ -55,8 +55,8 @@ class Clock:
         return datetime(2026, 1, 1, tzinfo=UTC) + timedelta(seconds=self.now)
 
 
-def election(api: Api, clock: Clock, identity: str) -> Election:
-    return Election(api, "ns", identity, clock=clock.monotonic, now=clock.wall)
+def election(api: Api, clock: Clock, identity: str, serves: str = "") -> Election:
+    return Election(api, "ns", identity, serves=serves, clock=clock.monotonic, now=clock.wall)
 
 
 def step(one: Election) -> None:
@@ -217,3 +217,21 @@ def test_the_fence_leaves_a_renewal_that_hangs_room_before_another_may_start() -
     """A write that was admitted just before the fence may take as long as a renewal's pause."""
     assert FENCE + RENEW <= DURATION
     assert 2 * RENEW <= FENCE, "one lost renewal does not end the leadership"
+
+
+def test_a_second_release_with_another_scope_says_once_whom_it_waits_for(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    api, clock = Api(), Clock()
+    step(election(api, clock, "a", "one"))
+    standby, other = election(api, clock, "b", "one"), election(api, clock, "c", "two")
+    for _ in range(2):
+        step(standby)
+    assert caplog.messages == []
+    for _ in range(2):
+        step(other)
+    (message,) = caplog.messages
+    assert message == (
+        "the Lease ns/fairlead-operator is held by a, which serves one; this operator serves two "
+        "and waits: install the second release in a namespace of its own"
+    )

@@ -269,6 +269,14 @@ def test_the_count_starts_at_the_specs_clamped_and_then_lives_in_the_deployment(
     assert scaled(deployment(replicas=0), 0.0, replicas=20, **SCALED).replicas == 1
 
 
+def test_a_deleted_deployment_returns_with_the_count_it_had() -> None:
+    one, results = pod(ready=True), loaded(10, 25)
+    first = scaled(deployment(replicas=1), 100.0, one, results=results, **SCALED)
+    assert scaled(None, 101.0, memory=first.memory, replicas=1, **SCALED).replicas == 4
+    restarted = ScalingMemory.first({"autoscaling": first.status}, 200.0)
+    assert scaled(None, 201.0, memory=restarted, replicas=1, **SCALED).replicas == 4
+
+
 def test_between_ticks_nothing_is_decided_however_often_a_pass_runs() -> None:
     one, results = pod(ready=True), loaded(10, 25)
     first = scaled(deployment(replicas=1), 100.0, one, results=results, **SCALED)

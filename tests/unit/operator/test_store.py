@@ -63,6 +63,32 @@ def test_a_replayed_old_list_is_dropped() -> None:
     assert version(store, "a") == 8
 
 
+def test_after_a_minute_of_older_lists_etcd_was_restored_and_the_list_counts() -> None:
+    now = 0.0
+    store = Store(clock=lambda: now)
+    store.replace(DEPLOYMENT, "", [child("a", 80), child("gone", 90)], 100)
+    store.deleted(DEPLOYMENT, child("b", 95))
+    restored = [child("a", 8), child("b", 9)]
+    for at in (1.0, 20.0, 60.0):
+        now = at
+        assert store.replace(DEPLOYMENT, "", restored, 10) == []
+    now = 61.0
+    changed = store.replace(DEPLOYMENT, "", restored, 12)
+    assert {body["metadata"]["name"] for body in changed} == {"a", "b", "gone"}
+    assert [version(store, name) for name in ("a", "b", "gone")] == [8, 9, None]
+    assert store.put(DEPLOYMENT, child("a", 13))
+    assert store.replace(DEPLOYMENT, "", [], 11) == [], "older ones are dropped again"
+
+
+def test_one_newer_list_among_older_ones_proves_that_versions_did_not_go_back() -> None:
+    now = 0.0
+    store = Store(clock=lambda: now)
+    for at, listed in ((0.0, 10), (1.0, 9), (50.0, 11), (70.0, 9), (110.0, 9)):
+        now = at
+        store.replace(DEPLOYMENT, "", [child("a", 8)] if listed > 9 else [], listed)
+    assert version(store, "a") == 8
+
+
 def test_what_we_deleted_does_not_come_back_from_the_list_it_was_in() -> None:
     store = Store()
     store.replace(DEPLOYMENT, "", [child("a", 8)], 10)

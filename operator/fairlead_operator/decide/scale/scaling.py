@@ -53,7 +53,9 @@ def hold(resource: InferenceDeployment, seen: Observed, memory: ScalingMemory) -
         fact = ("True", "External", text) if external else ("False", "NotAutoscaled", text)
         return Scaling(resource.spec.replicas, fact, replace(memory, status=None))
     live = seen.deployment
-    count = resource.spec.replicas if live is None else replicas_of(live)
+    # A Deployment that was deleted returns with the count that it had.
+    last = (memory.status or {}).get("desired", resource.spec.replicas)
+    count = int(last) if live is None else replicas_of(live)
     count = max(policy.min_replicas, min(policy.max_replicas, count))
     status = dict(memory.status or {"desired": count})
     return Scaling(count, memory.condition, memory, TICK, status)
