@@ -47,6 +47,7 @@ K = TypeVar("K")
 
 RELIST_SECONDS = 18.0
 RELIST_RETRY_SECONDS = 2.0
+READ_SINGLY = 20  # objects that differ; more are read in one list
 RELEASE_SECONDS = 2.0
 WORKERS, PROBES, CANARIES = 20, 200, 200  # at a time; the clients bound the requests
 
@@ -231,9 +232,23 @@ class Operator:
         self._gone = gone
         return failed <= gone, gone
 
+    async def _compared(self, kind: Kind, namespace: str) -> tuple[list[Object], int]:
+        """The list as it is now. Watches cover what is held well, so that only versions are
+        listed, and whole objects are read where they differ.
+        """
+        if not self._store.listed(kind, namespace):
+            return await self._cluster.list(kind, namespace)
+        versions, version = await self._cluster.versions(kind, namespace)
+        differing = self._store.differing(kind, namespace, versions, version)
+        if differing is None or len(differing) > READ_SINGLY:
+            return await self._cluster.list(kind, namespace)
+        read = {key: await self._cluster.get(kind, key) for key in differing}
+        bodies = [read[k] if k in read else self._store.get(kind, k) for k in versions]
+        return [body for body in bodies if body is not None], version
+
     async def _list(self, kind: Kind, namespace: str) -> ApiError | None:
         try:
-            bodies, version = await self._cluster.list(kind, namespace)
+            bodies, version = await self._compared(kind, namespace)
         except ApiError as error:
             self._metrics.errors.labels("list").inc()
             return error

@@ -150,6 +150,7 @@ class FakeCluster(Cluster):
         query: Mapping[str, str] | None = None,
         body: Any = None,
         content_type: str = "application/json",
+        accept: str = "application/json",
     ) -> Any:
         await asyncio.sleep(0)
         return self._server.answer(method, path, body)

@@ -6,7 +6,7 @@ network and decides nothing.
 """
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
 from fairlead_operator.resource.kinds import (
@@ -27,8 +27,10 @@ K = TypeVar("K")
 
 TOMBSTONE_SECONDS = 300.0
 RESTORED_SECONDS = 60.0  # older lists for this long: etcd was restored from a backup
-# Enough of a pod to judge it; the rest of a thousand pods would be most of the operator's memory.
-_POD_SPEC = ("nodeName", "containers", "initContainers", "volumes")
+# What decisions read of a pod's containers and of their statuses; the rest of a thousand pods would
+# be most of the operator's memory.
+_CONTAINER = ("name", "resources")
+_CONTAINER_STATUS = ("name", "state", "lastState", "ready", "started", "restartCount")
 
 
 class Store:
@@ -111,6 +113,25 @@ class Store:
         held = self.get(kind, key_of(body))
         if held is None or version_of(held) <= version_of(body):
             self._bury(kind, key_of(body), version_of(body) + 1)
+
+    def listed(self, kind: Kind, namespace: str) -> bool:
+        """Whether a whole list was taken before."""
+        return (kind.name, namespace) in self._listed
+
+    def differing(
+        self, kind: Kind, namespace: str, versions: Mapping[Key, int], version: int
+    ) -> list[Key] | None:
+        """Objects of a list of versions that are not held as new; None if the list is older than
+        one taken before, and must be read whole.
+        """
+        if version < self._listed[kind.name, namespace]:
+            return None
+        held = self._objects.get(kind.name, {})
+        return [
+            key
+            for key, wanted in versions.items()
+            if key not in held or version_of(held[key]) < wanted
+        ]
 
     def replace(
         self, kind: Kind, namespace: str, bodies: Iterable[Object], version: int
@@ -211,6 +232,15 @@ def trimmed(kind: Kind, body: Object) -> Object:
         ]
         slim["metadata"] |= {"managedFields": managers} if managers else {}
     if kind.name == "Pod":
-        spec: dict[str, Any] = body.get("spec") or {}
-        slim["spec"] = {name: spec[name] for name in _POD_SPEC if name in spec}
+        spec, status = body.get("spec") or {}, body.get("status") or {}
+        slim["spec"] = {"containers": _only(spec.get("containers"), _CONTAINER)}
+        slim["status"] = status | {
+            name: _only(status[name], _CONTAINER_STATUS)
+            for name in ("initContainerStatuses", "containerStatuses")
+            if name in status
+        }
     return slim
+
+
+def _only(items: Iterable[Mapping[str, Any]] | None, names: Iterable[str]) -> list[Object]:
+    return [{name: item[name] for name in names if name in item} for item in items or ()]

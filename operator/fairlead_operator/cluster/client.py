@@ -16,14 +16,25 @@ import aiohttp
 from kubernetes.aio.client import ApiClient, Configuration
 from kubernetes.aio.config import load_incluster_config, load_kube_config
 
-from fairlead_operator.cluster.cache import Store
+from fairlead_operator.cluster.cache import Store, trimmed
 from fairlead_operator.errors import ApiError, FencedError
 from fairlead_operator.metrics import Metrics
-from fairlead_operator.resource.kinds import MANAGER, RESOURCE, Key, Kind, Object, version_of
+from fairlead_operator.resource.kinds import (
+    MANAGER,
+    RESOURCE,
+    Key,
+    Kind,
+    Object,
+    key_of,
+    version_of,
+)
 from fairlead_operator.resource.settings import SettingsError
 
 REQUEST_SECONDS = 10.0
 FENCED = frozenset({"apply", "create", "delete", "status", "event"})  # verbs that need the Lease
+PAGE, METADATA_PAGE = 250, 1000  # objects in one answer
+JSON = "application/json"
+METADATA = f"{JSON};as=PartialObjectMetadataList;g=meta.k8s.io;v=v1"
 APPLY = "application/apply-patch+yaml"
 JSON_PATCH = "application/json-patch+json"
 _NOT_IN_SCHEMA = "field not declared in schema"
@@ -90,15 +101,41 @@ class Cluster:
         self._pace = pace or Pace(50, 100)
 
     async def list(self, kind: Kind, namespace: str = "") -> tuple[list[Object], int]:
-        """All objects the operator looks at, and the version of the list."""
-        query = {"labelSelector": kind.labels, "fieldSelector": kind.fields}
-        answer = await self.call(
-            "list", "GET", kind.path(namespace), {k: v for k, v in query.items() if v}
-        )
-        items, version = answer.get("items"), version_of(answer)
-        if not isinstance(items, list) or not version:
-            raise ApiError(200, "BadAnswer", f"the answer for {kind.plural} is not a list")
-        return items, version
+        """All objects the operator looks at, trimmed, and the version of the list."""
+        bodies: list[Object] = []
+        version = 0
+        async for items, at in self._pages(kind, namespace, PAGE, JSON):
+            bodies += [trimmed(kind, body) for body in items]
+            version = version or at
+        return bodies, version
+
+    async def versions(self, kind: Kind, namespace: str = "") -> tuple[dict[Key, int], int]:
+        """The versions of the objects that ``list`` returns, from their metadata alone, and that
+        of the list.
+        """
+        versions: dict[Key, int] = {}
+        version = 0
+        async for items, at in self._pages(kind, namespace, METADATA_PAGE, METADATA):
+            versions |= {key_of(body): version_of(body) for body in items}
+            version = version or at
+        return versions, version
+
+    async def _pages(
+        self, kind: Kind, namespace: str, limit: int, accept: str
+    ) -> AsyncIterator[tuple[Sequence[Object], int]]:
+        """The pages of one list, all of the same version, and that version."""
+        selectors = {"labelSelector": kind.labels, "fieldSelector": kind.fields}
+        query = {name: text for name, text in selectors.items() if text} | {"limit": str(limit)}
+        while True:
+            answer = await self.call("list", "GET", kind.path(namespace), query, accept=accept)
+            items, version = answer.get("items", ""), version_of(answer)
+            items = [] if items is None else items  # as an empty list of metadata is written
+            if not isinstance(items, list) or not version:
+                raise ApiError(200, "BadAnswer", f"the answer for {kind.plural} is not a list")
+            yield items, version
+            if not (more := answer["metadata"].get("continue")):
+                return
+            query["continue"] = more
 
     async def get(self, kind: Kind, key: Key) -> Object | None:
         try:
@@ -209,7 +246,8 @@ class Cluster:
         path: str,
         query: Mapping[str, str] | None = None,
         body: Any = None,
-        content_type: str = "application/json",
+        content_type: str = JSON,
+        accept: str = JSON,
     ) -> Any:
         """One request within its deadline. Raises ApiError unless the answer is good JSON, and
         FencedError for a write without the Lease: waiting for the pace may take longer than it.
@@ -219,7 +257,9 @@ class Cluster:
             raise FencedError("this process does not hold the Lease")
         code = 0
         try:
-            code, text, retry_after = await self._exchange(method, path, query, body, content_type)
+            code, text, retry_after = await self._exchange(
+                method, path, query, body, {"Content-Type": content_type, "Accept": accept}
+            )
             answer = json.loads(text)
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
             raise ApiError(0, "NoAnswer", f"{type(error).__name__}: {error}") from error
@@ -238,13 +278,18 @@ class Cluster:
         return answer
 
     async def _exchange(
-        self, method: str, path: str, query: Mapping[str, str] | None, body: Any, content_type: str
+        self,
+        method: str,
+        path: str,
+        query: Mapping[str, str] | None,
+        body: Any,
+        headers: Mapping[str, str],
     ) -> tuple[int, bytes, float]:
         request = await self._client.param_serialize(
             method,
             path,
             query_params=list((query or {}).items()),
-            header_params={"Content-Type": content_type, "Accept": "application/json"},
+            header_params=dict(headers),
             body=body,
             auth_settings=["BearerToken"],
         )
