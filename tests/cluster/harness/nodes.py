@@ -8,15 +8,17 @@ from cluster.harness.controlplane import ControlPlane, free_ports
 STAGES = Path(__file__).parent / "stages.yaml"
 
 
-def start_kwok(plane: ControlPlane) -> None:
-    """Let kwok play the kubelet of every node labelled ``type=kwok``."""
+def start_kwok(plane: ControlPlane, kind: str = "kwok", cidr: str = "10.128.0.0/16") -> None:
+    """Let a kwok play the kubelet of every node labelled ``type=KIND``; its pods get addresses of
+    ``cidr``.
+    """
     plane.spawn(
         "kwok",
         [
             f"--kubeconfig={plane.kubeconfig()}",
             "--manage-all-nodes=false",
-            "--manage-nodes-with-label-selector=type=kwok",
-            "--cidr=10.128.0.0/16",
+            f"--manage-nodes-with-label-selector=type={kind}",
+            f"--cidr={cidr}",
             "--node-ip=127.0.0.1",
             "--node-lease-duration-seconds=40",
             f"--server-address=127.0.0.1:{free_ports(1)[0]}",
@@ -26,10 +28,12 @@ def start_kwok(plane: ControlPlane) -> None:
     )
 
 
-def add_nodes(api: Api, count: int, gpus: int = 0, prefix: str = "kwok") -> None:
+def add_nodes(
+    api: Api, count: int, gpus: int = 0, prefix: str = "kwok", kind: str = "kwok"
+) -> None:
     """Ready nodes with room for 200 pods each and, if asked, accelerators."""
     for index in range(count):
-        api.apply(node(f"{prefix}-{index}", gpus), force="true")
+        api.apply(node(f"{prefix}-{index}", gpus, kind), force="true")
 
     def ready() -> bool:
         nodes = [n for n in api.items("Node") if n["metadata"]["name"].startswith(prefix)]
@@ -38,14 +42,14 @@ def add_nodes(api: Api, count: int, gpus: int = 0, prefix: str = "kwok") -> None
     eventually(ready, 30, f"{count} nodes Ready")
 
 
-def node(name: str, gpus: int) -> Object:
+def node(name: str, gpus: int, kind: str = "kwok") -> Object:
     capacity = {"cpu": "512", "memory": "8Ti", "pods": "200", "ephemeral-storage": "1Ti"}
     if gpus:
         capacity["nvidia.com/gpu"] = str(gpus)
     return {
         "apiVersion": "v1",
         "kind": "Node",
-        "metadata": {"name": name, "labels": {"type": "kwok", "kubernetes.io/hostname": name}},
+        "metadata": {"name": name, "labels": {"type": kind, "kubernetes.io/hostname": name}},
         "status": {"capacity": capacity, "allocatable": capacity},
     }
 

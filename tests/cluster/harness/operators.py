@@ -106,6 +106,12 @@ class OperatorProcess:
         assert match
         return int(match[1]) * 1024
 
+    def cpu_seconds(self) -> float:
+        """User and system time so far."""
+        assert self.process is not None
+        stat = Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()
+        return (int(stat[11]) + int(stat[12])) / os.sysconf("SC_CLK_TCK")
+
     def kill(self) -> None:
         """SIGKILL, like the loss of a node."""
         assert self.process is not None
