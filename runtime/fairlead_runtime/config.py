@@ -18,6 +18,8 @@ Dtype = Literal["auto", "bfloat16", "float16", "float32"]
 CacheDtype = Literal["auto", "fp8"]
 Quantization = Literal["none", "int8", "fp8"]
 Switch = Literal["auto", "on", "off"]
+Device = Literal["auto", "cpu", "cuda"]
+Kernels = Literal["auto", "torch", "cpu", "flashinfer"]
 
 
 class ConfigError(ValueError):
@@ -98,6 +100,16 @@ class EngineConfig:
         "type of weights and activations; auto: the checkpoint's",
         when="float32 on CPUs without bfloat16 arithmetic.",
         cr="engine.dtype",
+    )
+    device: Device = knob(
+        "auto",
+        "where the model runs; auto: an accelerator if there is one; cuda: refuse to start without",
+        when="cuda, so that a missing accelerator does not mean a slow start on the CPU.",
+    )
+    kernels: Kernels = knob(
+        "auto",
+        "attention kernels; auto: the fastest that this version has",
+        when="torch to find out whether a kernel causes a fault.",
     )
     quantization: Quantization = knob(
         "none",

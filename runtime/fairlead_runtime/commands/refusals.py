@@ -1,13 +1,14 @@
-"""The exceptions that refuse a command: exception → (exit code, code, message, hint).
+"""The exceptions that end a command: exception → (exit code, code, message, hint).
 
 Owns this table. Exit code 2: the configuration, model or request is refused; 3: the self-test
-failed. Any other exception is a bug and keeps its traceback.
+failed; 4: the engine gave up. Any other exception is a bug and keeps its traceback.
 """
 
 from typing import NamedTuple
 
 from fairlead_runtime.config import ConfigError
 from fairlead_runtime.models.model_error import ModelError
+from fairlead_runtime.outputs import EngineDead
 from fairlead_runtime.request import RequestError
 
 
@@ -25,6 +26,9 @@ def refusal_for(error: Exception) -> Refusal | None:
             return Refusal(2, "InvalidConfig", str(error).removesuffix(f" ({hint})"), hint)
         case ModelError():
             return Refusal(2, error.code, error.message, error.hint)
+        case EngineDead():
+            hint = "read the log; if every start ends so, the device or the driver is at fault"
+            return Refusal(4, "EngineDead", str(error), hint)
         case RequestError():
             return Refusal(2, "InvalidRequest", str(error), "")
     # Imported here: it imports torch, which the refusals above do not need.

@@ -2,8 +2,8 @@
 
 Owns the process: flags, logs and the exit code. The ports open first, so that probes and
 /model/config.json answer while weights load; the server is ready after the self-test. Exit code: 0
-after SIGTERM, 1 when the engine died, 2 when the configuration or the model is refused, 3 when the
-self-test failed; 2 and 3 write one JSON line.
+after SIGTERM, 2 when the configuration or the model is refused, 3 when the self-test failed, 4 when
+the engine gave up; 2, 3 and 4 write one JSON line.
 """
 
 import argparse

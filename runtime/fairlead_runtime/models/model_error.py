@@ -16,6 +16,7 @@ Code = Literal[
     "BadWeights",  # a safetensors file or its index is damaged or hostile
     "BadModelFiles",  # another file of the model is damaged or hostile
     "RemoteCodeRefused",  # the model needs its own Python code
+    "NoAccelerator",  # --device cuda, on a host where torch finds none
     "OutOfMemory",  # the weights do not fit into the memory that is free
     "UnsupportedModel",  # the architecture, or a property of it, is not served
 ]

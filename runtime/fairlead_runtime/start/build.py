@@ -17,7 +17,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from fairlead_kernels.backend import pick
-from fairlead_runtime.config import ConfigError, EngineConfig
+from fairlead_runtime.config import ConfigError, Device, EngineConfig
 from fairlead_runtime.device import profiling, selftest
 from fairlead_runtime.device.kv_cache import CacheStorage
 from fairlead_runtime.device.model_runner import ModelRunner
@@ -27,6 +27,7 @@ from fairlead_runtime.engine.engine import Bounds, Engine, Observer
 from fairlead_runtime.engine.progress import StepTimes
 from fairlead_runtime.models import loading
 from fairlead_runtime.models.loading import InspectedModel, LoadedModel
+from fairlead_runtime.models.model_error import ModelError
 from fairlead_runtime.preflight import check_record
 from fairlead_runtime.recording.record import RecordedScheduler
 from fairlead_runtime.scheduling.plan import Limits
@@ -62,9 +63,18 @@ class EngineParts:
     loaded_at: float  # time of ``now`` at which the weights were in memory
 
 
-def device_facts() -> DeviceFacts:
-    """The first CUDA device if the host has one, else the host."""
-    if torch.cuda.is_available():
+def device_facts(choice: Device = "auto") -> DeviceFacts:
+    """The first CUDA device if the host has one and ``choice`` allows it, else the host. Raises
+    ModelError.
+    """
+    available = torch.cuda.is_available()
+    if choice == "cuda" and not available:
+        raise ModelError(
+            "NoAccelerator",
+            "--device: cuda, but torch finds no accelerator",
+            "check the driver, and that the pod was given one; or use --device cpu",
+        )
+    if choice != "cpu" and available:
         return DeviceFacts("cuda", torch.cuda.get_device_properties(0).total_memory)
     return DeviceFacts("cpu", memory_limit())
 
@@ -91,7 +101,7 @@ def build(
     ``queue_timeout`` (seconds) overrides the configured one. Raises ConfigError, ModelError, or
     SelfTestError when the model's logits differ from those of transformers.
     """
-    device = device_facts()
+    device = device_facts(config.device)
     _limit_threads()
     process_bytes = _resident_bytes()
     inspected = check(path, config, device)

@@ -46,6 +46,8 @@ def check_supported(config: EngineConfig) -> None:
         raise ConfigError("quantization", f"{config.quantization} is not supported yet", "use none")
     if config.cache_dtype != "auto":
         raise ConfigError("cache_dtype", f"{config.cache_dtype} is not supported yet", "use auto")
+    if config.kernels in ("cpu", "flashinfer"):
+        raise ConfigError("kernels", f"{config.kernels} is not supported yet", "use auto or torch")
     if config.async_batching == "on":
         raise ConfigError("async_batching", "on is not supported yet", "use auto or off")
     if config.cuda_graphs == "on":

@@ -1,7 +1,7 @@
 """``fairlead serve`` once its flags are parsed: listen, load, self-test, serve, drain.
 
-Owns the order of these steps and the Backend that the HTTP server gets. Decides the exit codes of a
-drained and of a dead engine; commands/refusals.py has those of refusals.
+Owns the order of these steps and the Backend that the HTTP server gets. commands/refusals.py has
+the exit codes of failures.
 """
 
 import asyncio
@@ -21,7 +21,7 @@ from fairlead_runtime.config import EngineConfig
 from fairlead_runtime.hub import source
 from fairlead_runtime.hub.fetch import Progress
 from fairlead_runtime.models.files import CONFIG
-from fairlead_runtime.outputs import DrainResult, EngineDead
+from fairlead_runtime.outputs import DrainResult
 from fairlead_runtime.preflight import check_record
 from fairlead_runtime.serving.metrics import EngineMetrics
 from fairlead_runtime.serving.service import Service
@@ -37,8 +37,8 @@ T = TypeVar("T")
 
 
 def run(model: str, config: EngineConfig, host: str, port: int, admin_port: int) -> int:
-    """Serve until SIGTERM. Returns 0 after a drain and 1 when the engine died; raises ConfigError,
-    ModelError or SelfTestError.
+    """Serve until SIGTERM. Returns 0 after a drain; raises ConfigError, ModelError, SelfTestError
+    or EngineDead.
     """
     check_supported(config)
     source.check_revision(source.parse(model), config.revision)
@@ -51,11 +51,7 @@ def run(model: str, config: EngineConfig, host: str, port: int, admin_port: int)
             "%s port: http://%s:%d", name, f"[{address}]" if ":" in address else address, bound
         )
     state = ServerState(name=config.served_name or model, source=model, keys=keys)
-    try:
-        drained = asyncio.run(_serve(state, listeners, model, config))
-    except EngineDead as error:
-        log.critical("the engine stopped after repeated failures: %s", error)
-        return 1
+    drained = asyncio.run(_serve(state, listeners, model, config))
     message = f"{drained.finished} running requests finished, {drained.aborted} were cut off"
     line = termination.json_line("Drained", message, **drained._asdict())
     termination.write_log(line, os.environ)

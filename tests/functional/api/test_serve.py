@@ -289,10 +289,21 @@ def test_a_second_sigterm_ends_the_drain(model: str) -> None:
         assert server.end() == 0
 
 
-def test_an_engine_that_gives_up_ends_the_process_with_1(model: str) -> None:
-    with serve(model, prepare=broken_device) as server:
+def test_an_engine_that_gives_up_ends_the_process_with_4_and_one_line_that_says_why(
+    model: str, tmp_path: Path
+) -> None:
+    log = tmp_path / "termination-log"
+    log.touch()
+    with serve(
+        model, environ={"FAIRLEAD_TERMINATION_LOG": str(log)}, prepare=broken_device
+    ) as server:
         server.until_logged("serving")
         with server.client() as client:
             answer = client.post("/v1/completions", json=body(model, stream=False))
         assert answer.status_code == 500
-        assert server.end() == 1
+        assert server.end() == 4
+        words = server.last_log_line
+        assert set(words) == {"code", "message", "hint"}
+        assert words["code"] == "EngineDead"
+        assert "canaries in a row failed" in words["message"]
+        assert json.loads(log.read_text()) == words

@@ -37,6 +37,8 @@ def resolved(dtype: str = "float32", device: DeviceFacts = CPU, **settings: Any)
         {"tensor_parallel": 2},
         {"async_batching": "on"},
         {"cuda_graphs": "on"},
+        {"kernels": "cpu"},
+        {"kernels": "flashinfer"},
     ],
 )
 def test_a_setting_that_is_not_supported_is_refused_by_its_name(setting: dict[str, Any]) -> None:

@@ -61,6 +61,10 @@ CODES: Mapping[str, str] = {
         "Take another model, or set model.trustRemoteCode where the chart allows it."
     ),
     "UnsupportedModel": "Take a model of a supported family.",
+    "NoAccelerator": (
+        "The pod sees no accelerator: check the node's driver and device plugin, and "
+        "resources.accelerator.resourceName."
+    ),
     "OutOfMemory": (
         "Raise resources.memory, or lower cache.numBlocks, engine.maxModelLen or "
         "cache.cpuOffloadSpace."
@@ -71,6 +75,7 @@ CODES: Mapping[str, str] = {
     ),
     "InvalidConfig": "The runtime refused a setting: correct what the message names.",
     "RuntimeRefused": "Read the message and the pod's log.",
+    "EngineDead": "The engine gave up after failures in a row: read the message and the pod's log.",
     "CrashLoop": "Read the pod's log: kubectl logs --previous.",
     "ProbeFailed": "The pod stopped serving: see its log and /healthz.",
     "ProgressDeadlineExceeded": (
