@@ -30,6 +30,7 @@ from fairlead_runtime.outputs import (
 from fairlead_runtime.request import FinishReason, RequestError
 from fairlead_runtime.serving.detokenize import vocabulary_of
 
+WITHIN = 300.0  # seconds; a limit for hung servers, long enough for a busy machine
 MODEL = "tiny"
 MAX_MODEL_LEN = 512
 TEXT = "naïve 日本 🙂 text, "  # characters of one to four bytes
@@ -179,6 +180,8 @@ class Server:
     admin_port: int
     task: "asyncio.Task[DrainResult]"
     key: str = "no-key"
+    # Closed with the server: a client that is collected later closes itself in another test's loop.
+    openai_clients: list[AsyncOpenAI] = field(default_factory=list)
 
     @property
     def url(self) -> str:
@@ -190,13 +193,17 @@ class Server:
 
     @property
     def openai(self) -> AsyncOpenAI:
-        return AsyncOpenAI(base_url=self.url + "/v1", api_key=self.key, max_retries=0, timeout=30)
+        client = AsyncOpenAI(
+            base_url=self.url + "/v1", api_key=self.key, max_retries=0, timeout=WITHIN
+        )
+        self.openai_clients.append(client)
+        return client
 
     def client(self) -> httpx.AsyncClient:
-        return httpx.AsyncClient(base_url=self.url, timeout=30)
+        return httpx.AsyncClient(base_url=self.url, timeout=WITHIN)
 
     def admin(self) -> httpx.AsyncClient:
-        return httpx.AsyncClient(base_url=self.admin_url, timeout=30)
+        return httpx.AsyncClient(base_url=self.admin_url, timeout=WITHIN)
 
     async def raw(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         return await asyncio.open_connection("127.0.0.1", self.port)
@@ -208,7 +215,7 @@ async def running_server(
     *,
     wait: bool = True,
     drain_grace: float = 0.0,
-    drain_timeout: float = 5.0,
+    drain_timeout: float = WITHIN,
     **settings: Any,
 ) -> AsyncIterator[Server]:
     """A server with ``load``'s backend; ``settings``: ServerState's fields, ``max_connections``."""
@@ -232,6 +239,8 @@ async def running_server(
             await until(lambda: state.backend is not None or task.done())
         yield server
     finally:
+        for client in server.openai_clients:
+            await client.close()
         if not task.done():
             task.cancel()
         await asyncio.gather(task, return_exceptions=True)

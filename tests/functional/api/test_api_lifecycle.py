@@ -182,7 +182,7 @@ def test_the_probes_report_the_engines_health(health: Health, healthz: int, read
 def test_a_signal_lets_streams_finish_and_refuses_new_requests() -> None:
     async def scenario() -> None:
         service = FakeService(max_model_len=100_000)
-        async with fake_server(service, drain_timeout=30) as (server, _):
+        async with fake_server(service) as (server, _):
             client = server.openai
 
             async def stream() -> str:
