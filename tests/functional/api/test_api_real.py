@@ -217,12 +217,13 @@ async def _what_never_fits_is_refused(client: openai.AsyncOpenAI) -> None:
 def test_a_hundred_streams_at_once_give_what_each_gives_alone() -> None:
     async def scenario() -> None:
         async with demo() as server:
+            # A client for each phase: the server closes connections that were idle for 5 s.
             client = server.openai
             prompts = [
                 f"{QUESTION} {number}" * (1 + number % 3)
                 for number in range(500 if LONG_FORM else 100)
             ]
-            alone = [await _greedy(client, prompt) for prompt in prompts[:10]]
+            alone = [await _greedy(server.openai, prompt) for prompt in prompts[:10]]
 
             async def stream(prompt: str) -> str:
                 body = chat(prompt, temperature=0, max_tokens=40, stream=True)
@@ -230,6 +231,7 @@ def test_a_hundred_streams_at_once_give_what_each_gives_alone() -> None:
                 return "".join([chunk.choices[0].delta.content or "" async for chunk in found])
 
             streamed = await asyncio.gather(*map(stream, prompts))
+            client = server.openai
             whole = await asyncio.gather(*(_greedy(client, prompt) for prompt in prompts))
             assert streamed == whole
             assert streamed[:10] == alone
@@ -272,7 +274,7 @@ def test_disconnected_clients_free_every_block() -> None:
     run(scenario())
 
 
-def test_a_full_queue_is_a_429_and_a_long_wait_a_503() -> None:
+def test_a_full_queue_and_a_long_wait_are_429_from_a_server_that_stays_ready() -> None:
     config = replace(CONFIG, max_requests=1, max_queue=1, queue_timeout=0.5)
 
     async def scenario() -> None:
@@ -285,9 +287,12 @@ def test_a_full_queue_is_a_429_and_a_long_wait_a_503() -> None:
                 asyncio.create_task(client.post("/v1/completions", json=completion()))
                 for _ in range(3)
             ]
+            refused, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            assert refused
+            assert (await client.get("/readyz")).status_code == 200
             answers = await asyncio.gather(*waiting)
             codes = sorted((each.status_code, each.json()["error"]["code"]) for each in answers)
-            assert codes == [(429, "queue_full")] * 2 + [(503, "queue_timeout")]
+            assert codes == [(429, "queue_full")] * 2 + [(429, "queue_timeout")]
             assert all(int(each.headers["retry-after"]) >= 1 for each in answers)
             writer.close()
             await _until_idle(server)
