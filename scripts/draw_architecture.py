@@ -55,6 +55,7 @@ CAPTIONS = {
     f"{RUNTIME}.sizing": "memory equation: terms → blocks",
     f"{RUNTIME}.preflight": "tries the files and ports that flags name",
     f"{RUNTIME}.config": "EngineConfig",
+    f"{RUNTIME}.supported": "values not implemented yet",
     f"{RUNTIME}.request": "Request",
     f"{RUNTIME}.logprobs": "their shape",
     f"{RUNTIME}.seeds": "random draws",

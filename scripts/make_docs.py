@@ -14,6 +14,7 @@ from pathlib import Path
 
 from fairlead_operator.decide.pods.blockers import CODES, NORMAL
 from fairlead_runtime.config import EngineConfig, base_type, choices_of, flag_of
+from fairlead_runtime.supported import NOT_YET
 
 ROOT = Path(__file__).parents[1]
 SECTIONS = {
@@ -25,12 +26,19 @@ SECTIONS = {
 }
 
 
+LIMITS = {limit.field: limit for limit in NOT_YET}
+
+
 def default_of(value: object) -> str:
     if value is None or value == "":
         return "unset"
     if isinstance(value, bool):
         return "on" if value else "off"
     return f"`{value}`"
+
+
+def cr_field(path: str | None) -> str:
+    return f"`spec.{path}`" if path else "none"
 
 
 def flags() -> str:
@@ -52,14 +60,26 @@ def flags() -> str:
             values
             or {bool: "on, off", str: "text", int: "number", float: "number"}[base_type(f.name)]
         )
+        limit = LIMITS.get(f.name)
+        when = f"Supported so far: {limit.fix}." if limit else meta["when"]
         name = flag_of(f.name)
         flag = f"`--[no-]{name[2:]}`" if base_type(f.name) is bool else f"`{name}`"
-        cr = f"`spec.{meta['cr']}`" if meta["cr"] else "none"
+        cr = cr_field(meta["cr"])
         lines.append(
-            f"| {flag} | {values} | {default_of(f.default)} | {meta['help']} | {meta['when']} "
-            f"| {cr} |"
+            f"| {flag} | {values} | {default_of(f.default)} | {meta['help']} | {when} | {cr} |"
         )
     return "\n".join(lines).strip()
+
+
+def supported() -> str:
+    """The values that are not implemented yet: one row for each setting."""
+    lines = ["| flag | custom resource | supported | not yet | why |", "|---|---|---|---|---|"]
+    lines += [
+        f"| `{flag_of(limit.field)}` | {cr_field(limit.path)} | {limit.fix} | {limit.refused} "
+        f"| {limit.reason} |"
+        for limit in NOT_YET
+    ]
+    return "\n".join(lines)
 
 
 def blockers() -> str:
@@ -74,6 +94,7 @@ def blockers() -> str:
 
 TABLES: Mapping[str, tuple[str, Callable[[], str]]] = {
     "flags": ("runtime.md", flags),
+    "supported": ("runtime.md", supported),
     "blockers": ("troubleshooting.md", blockers),
 }
 

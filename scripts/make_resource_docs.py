@@ -12,6 +12,8 @@ from typing import Any
 
 import yaml
 
+from fairlead_runtime.supported import IN_RESOURCE
+
 ROOT = Path(__file__).parents[1]
 PAGE, CRD = ROOT / "docs" / "resource.md", ROOT / "crds" / "inferencedeployments.yaml"
 WIDTH = 120  # characters of a line of Markdown
@@ -31,7 +33,13 @@ def fields(node: dict[str, Any], path: str) -> Iterator[tuple[str, dict[str, Any
             yield here, child | {"required here": name in node.get("required", ())}
 
 
-def values_of(node: dict[str, Any]) -> str:
+WORKS = {limit.path: limit.works for limit in IN_RESOURCE if not limit.dtypes}
+
+
+def values_of(path: str, node: dict[str, Any]) -> str:
+    """The values that are supported, in words."""
+    if path in WORKS:
+        return ", ".join(f"`{value}`" for value in WORKS[path])
     if "enum" in node:
         return ", ".join(f"`{word}`" for word in node["enum"])
     if node.get("x-kubernetes-int-or-string"):
@@ -67,7 +75,7 @@ def table(section: str, node: dict[str, Any], *, status: bool) -> list[str]:
         else ["| field | values | default | what it sets |", "|---|---|---|---|"]
     )
     for path, child in {p.lstrip("."): c for p, c in rows}.items():
-        facts = [] if status else [cell(values_of(child)), default_of(child)]
+        facts = [] if status else [cell(values_of(path, child)), default_of(child)]
         lines.append("| " + " | ".join([f"`{path}`", *facts, cell(child["description"])]) + " |")
     return [*lines, ""]
 

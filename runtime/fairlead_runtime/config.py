@@ -87,11 +87,8 @@ class EngineConfig:
     )
     trust_remote_code: bool = knob(
         False,
-        "allow a model that ships its own Python code",
-        when=(
-            "Only for models whose code you have read; no code is executed for families that "
-            "transformers knows."
-        ),
+        "consent to Python code that a model ships; no effect yet: none is run",
+        when="Leave it off.",
         cr="model.trustRemoteCode",
     )
     # -- engine

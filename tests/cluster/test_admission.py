@@ -19,10 +19,10 @@ FULL: Object = {
         "revision": "abc",
         "tokenSecretRef": {"name": "hub", "key": "token"},
     },
-    "engine": {"tensorParallel": 2, "maxModelLen": 4096, "dtype": "bfloat16"},
-    "cache": {"cpuOffloadSpace": 1.5, "dtype": "fp8"},
+    "engine": {"tensorParallel": 1, "maxModelLen": 4096, "dtype": "bfloat16"},
+    "cache": {"cpuOffloadSpace": 1.5, "dtype": "auto"},
     "resources": {
-        "accelerator": {"count": 2, "memory": "80Gi", "nodeSelector": {"gpu": "h200"}},
+        "accelerator": {"count": 1, "memory": "80Gi", "nodeSelector": {"gpu": "h200"}},
         "cpu": "500m",
     },
     "autoscaling": {"minReplicas": 1, "maxReplicas": 4},

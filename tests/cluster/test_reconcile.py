@@ -435,16 +435,18 @@ def test_an_exceeded_quota_is_reported_within_three_seconds(api: Api, namespace:
     began = time.monotonic()
     api.create(idep(namespace, replicas=3))
     await_reason(api, namespace, "QuotaExceeded", 3)
-    api.create(idep(namespace, "gpu", resources={"accelerator": {"count": 64}}))
+    api.create(idep(namespace, "gpu", resources={"accelerator": {"count": 1}}))
     print(f"quota named after {time.monotonic() - began:.2f} s")
     events = [e for e in api.items("Event", namespace) if e["involvedObject"]["kind"] == KIND]
     assert any(e["reason"] == "QuotaExceeded" and e["type"] == "Warning" for e in events)
 
 
 def test_a_lack_of_accelerators_is_reported_within_three_seconds(api: Api, namespace: str) -> None:
-    api.create(idep(namespace, resources={"accelerator": {"count": 64}}))
+    api.create(
+        idep(namespace, resources={"accelerator": {"count": 1, "resourceName": "amd.com/gpu"}})
+    )
     seen = await_reason(api, namespace, "InsufficientAccelerator", 3)
-    assert "Insufficient nvidia.com/gpu" in seen["blockers"][0]["message"]
+    assert "Insufficient amd.com/gpu" in seen["blockers"][0]["message"]
     assert "Free or add accelerators" in condition(seen, "Ready")["message"]
 
 

@@ -16,6 +16,7 @@ from fairlead_operator.resource.fields import camel
 from fairlead_operator.resource.resource import NARROWER
 from fairlead_operator.resource.spec import Spec
 from fairlead_runtime.config import EngineConfig, base_type, choices_of
+from fairlead_runtime.supported import IN_RESOURCE, Limit
 
 ROOT = Path(__file__).parents[2]
 FILE = ROOT / "crds/inferencedeployments.yaml"
@@ -95,6 +96,30 @@ def test_every_field_of_the_engines_sections_is_a_setting_of_the_engine() -> Non
     in_config = {f.metadata["cr"] for f in FIELDS if f.metadata["cr"].startswith(ENGINE_SECTIONS)}
     assert in_crd == in_config | OPERATOR_ONLY
     assert len(FIELDS) == len({f.metadata["cr"] for f in FIELDS}), "one setting per field"
+
+
+@pytest.mark.parametrize("limit", IN_RESOURCE, ids=lambda limit: limit.path)
+def test_a_value_that_is_not_supported_is_refused_by_the_crds_rule(limit: Limit) -> None:
+    node = at(limit.path)
+    assert node["description"].endswith(f" Supported so far: {limit.fix}.")
+    assert node["default"] in limit.works
+    if limit.dtypes:  # a rule that reads a second field is on spec
+        place = {"fieldPath": f".{limit.path}"}
+        assert {"rule": limit.rule, "message": limit.message, **place} in SPEC[
+            "x-kubernetes-validations"
+        ]
+    else:
+        assert node["x-kubernetes-validations"] == [{"rule": limit.rule, "message": limit.message}]
+
+
+def test_the_crd_refuses_no_value_that_the_table_does_not_list() -> None:
+    ruled = {
+        path
+        for section in ENGINE_SECTIONS
+        for path, node in nodes(at(section), section)
+        if "x-kubernetes-validations" in node
+    }
+    assert ruled == {limit.path for limit in IN_RESOURCE if not limit.dtypes}
 
 
 def declared(kind: type, path: str) -> Iterator[tuple[str, Any, "dataclasses.Field[Any]"]]:

@@ -113,7 +113,7 @@ def status_of(
                 "RemoteCode",
                 "True",
                 "Trusted",
-                "spec.model.trustRemoteCode lets the model's own code run",
+                "spec.model.trustRemoteCode is set; no model's own code is run yet",
             )
         )
     if claim := mounted_claim(resource, seen.children):

@@ -23,6 +23,7 @@ from fairlead_operator.resource.fields import (
 from fairlead_operator.resource.kinds import RESOURCE
 from fairlead_operator.resource.spec import Source, Spec, Toleration
 from fairlead_runtime.config import ConfigError, EngineConfig
+from fairlead_runtime.supported import IN_RESOURCE, Limit
 
 NAME = re.compile(r"[a-z]([-a-z0-9]{0,38}[a-z0-9])?")
 REVISION = re.compile(r"([A-Za-z0-9][A-Za-z0-9._/-]*)?")
@@ -174,6 +175,12 @@ def _image(spec: Mapping[str, Any]) -> str:
 # -- rules between fields, as in the CRD
 
 Rule = tuple[str, Callable[[Spec, EngineConfig], bool], str]
+
+
+def _refusal(limit: Limit) -> Callable[[Spec, EngineConfig], bool]:
+    return lambda _, engine: limit.refuses(engine)
+
+
 RULES: tuple[Rule, ...] = (
     (
         "spec.autoscaling.minReplicas",
@@ -202,11 +209,11 @@ RULES: tuple[Rule, ...] = (
         ),
     ),
     (
-        "spec.engine.tensorParallel",
-        lambda s, e: 0 < s.resources.accelerator.count < e.tensor_parallel,
+        "spec.resources.accelerator.count",
+        lambda s, e: s.resources.accelerator.count not in (0, e.tensor_parallel),
         (
-            "engine.tensorParallel must be at most resources.accelerator.count: "
-            "lower the one or raise the other"
+            "resources.accelerator.count must equal engine.tensorParallel, or be 0 for a CPU, "
+            "else accelerators stay idle: set it to engine.tensorParallel"
         ),
     ),
     (
@@ -254,6 +261,7 @@ RULES: tuple[Rule, ...] = (
         ),
         "security.apiKeySecretRef needs both name and key: set the other one too",
     ),
+    *((f"spec.{limit.path}", _refusal(limit), limit.message) for limit in IN_RESOURCE),
 )
 
 

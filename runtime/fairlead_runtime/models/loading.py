@@ -32,6 +32,7 @@ from fairlead_runtime.models.files import ModelFiles
 from fairlead_runtime.models.identity import identity
 from fairlead_runtime.models.model_error import ModelError
 from fairlead_runtime.sizing.shape import ModelShape
+from fairlead_runtime.supported import check_supported
 
 log = logging.getLogger(__name__)
 
@@ -88,10 +89,7 @@ def inspect(path: Path | str, config: EngineConfig | None = None) -> InspectedMo
     shape = architecture.check(
         files.config, maps, trusted=settings.trust_remote_code, weights=files.weights
     )
-    if settings.quantization != "none":
-        raise ConfigError(
-            "quantization", f"{settings.quantization} is not supported yet", "use none"
-        )
+    check_supported(settings)
     own = shape.max_len
     if settings.max_model_len is not None and settings.max_model_len > own:
         raise ConfigError(

@@ -55,10 +55,10 @@ def _changes(
 ) -> Iterator[tuple[str, object]]:
     """Settings and values that let the engine start, the least costly first."""
     if config.cpu_offload_space:
-        steps = [STEP * i for i in range(int(config.cpu_offload_space / STEP), -1, -1)]
-        space = next((value for value in steps if starts(cpu_offload_space=value)), None)
-        if space is not None:
-            yield "cpu_offload_space", f"{space:g}"
+        steps = range(int(config.cpu_offload_space / STEP), -1, -1)
+        at = bisect_left(steps, True, key=lambda n: starts(cpu_offload_space=n * STEP))
+        if at < len(steps):
+            yield "cpu_offload_space", f"{steps[at] * STEP:g}"
     if config.num_blocks is not None:
         blocks = range(config.num_blocks, 0, -1)
         at = bisect_left(blocks, True, key=lambda n: starts(num_blocks=n))

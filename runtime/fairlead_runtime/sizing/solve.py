@@ -15,6 +15,7 @@ from fairlead_runtime.sizing.groups import LayerGroup, group_layers, layers_per_
 from fairlead_runtime.sizing.shape import ModelShape
 from fairlead_runtime.sizing.terms import (
     GIB,
+    PROCESS,
     DeviceFacts,
     bytes_of,
     gib,
@@ -81,7 +82,7 @@ def solve(
 ) -> MemoryPlan:
     """The number of blocks that fills the budget, or the pinned number. ``message`` stays empty.
 
-    ``measured`` replaces computed terms by name, in bytes.
+    ``measured`` replaces computed terms by name, in bytes; the process keeps at least PROCESS.
     """
     groups, longest = group_layers(shape.windows), max_model_len(shape, config)
     element = 1 if config.cache_dtype == "fp8" else bytes_of(shape, config)
@@ -91,6 +92,8 @@ def solve(
     budget = int(device.total_bytes * config.max_memory_percent)
     terms = terms_of(shape, config, device, groups)
     terms |= {name: measured[name] for name in terms if name in measured}
+    if "process" in terms:
+        terms["process"] = max(PROCESS, terms["process"])  # a reservation, not an estimate
     left = budget - sum(terms.values())
     blocks = config.num_blocks
     if blocks is None:

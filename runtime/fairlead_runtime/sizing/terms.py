@@ -13,10 +13,8 @@ from fairlead_runtime.sizing.config_json import DTYPE_BYTES
 from fairlead_runtime.sizing.groups import LayerGroup
 from fairlead_runtime.sizing.shape import ModelShape
 
-MIB, GIB = 1 << 20, 1 << 30
-PROCESS = GIB  # interpreter, libraries and buffers before any weight; measured at start
-GRAPH = 16 * MIB  # what one captured graph keeps beyond the pool that all share
-FLASHINFER = 256 * MIB  # its workspaces: float, integer and page-locked
+GIB = 1 << 30
+PROCESS = GIB  # reserved for all processes of the pod: interpreter, libraries, buffers
 STRIP = 256  # queries of one row that torch attention masks and scores together
 KEPT_MASKS = 1 << 24  # mask elements that it keeps for the other layers of a step
 # Logits that one pass of the sampler works on, and the bytes of its temporaries for each.
@@ -53,19 +51,16 @@ def terms_of(
     rotary = 2 * shape.head_dim * len(set(shape.windows))
     width = 4 * shape.hidden + rotary + max(3 * queries + 4 * keys, split(shape.mlp_width, tp))
     table_entries = len(groups) * rows * -(-longest // config.block_size)
-    buffers = 1 if cpu or config.async_batching == "off" else 2
     sampler_rows = min(rows, max(1, SAMPLER_CHUNK[device.kind] // shape.vocab))
     terms = {
         "weights": weights(shape, config, tp),
         "activations": tokens * width * element,
-        "attention": _attention(shape, config, groups, element) if cpu else FLASHINFER,
+        "attention": _attention(shape, config, groups, element),
         "logits": rows * max(width, 2 * shape.hidden + shape.logit_copies * shape.vocab) * element,
         "sampling": sampler_rows * (shape.vocab * SAMPLING_BYTES + HISTOGRAM)
         + rows * shape.vocab * 8,
-        "graphs": 0 if cpu or config.cuda_graphs == "off" else config.max_cached_graphs * GRAPH,
-        "batch": buffers
-        * GROWTH
-        * (tokens * (16 + 8 * len(groups)) + rows * 64 + table_entries * 4),
+        "graphs": 0,  # none is captured
+        "batch": GROWTH * (tokens * (16 + 8 * len(groups)) + rows * 64 + table_entries * 4),
     }
     return terms | host_terms(config) if cpu else terms
 
@@ -80,9 +75,14 @@ def max_model_len(shape: ModelShape, config: EngineConfig) -> int:
     return config.max_model_len or shape.max_len
 
 
+def dtype_of(shape: ModelShape, config: EngineConfig) -> str:
+    """The type of weights and activations: the configured one, else the checkpoint's."""
+    return (shape.dtype or "float32") if config.dtype == "auto" else config.dtype
+
+
 def bytes_of(shape: ModelShape, config: EngineConfig) -> int:
     """Bytes of one weight, activation and, unless its own type is set, cache element."""
-    return DTYPE_BYTES[(shape.dtype or "float32") if config.dtype == "auto" else config.dtype]
+    return DTYPE_BYTES[dtype_of(shape, config)]
 
 
 def weights(shape: ModelShape, config: EngineConfig, tp: int) -> int:

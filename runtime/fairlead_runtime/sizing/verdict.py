@@ -15,6 +15,7 @@ from fairlead_runtime.config import ConfigError, EngineConfig
 from fairlead_runtime.sizing.shape import ModelShape
 from fairlead_runtime.sizing.solve import CPU_CACHE, MemoryPlan, solve
 from fairlead_runtime.sizing.terms import GIB, DeviceFacts, gib, split
+from fairlead_runtime.supported import is_supported
 
 LARGEST_HOST = 4096  # GiB: no larger machine is suggested
 
@@ -86,11 +87,12 @@ def _fixes(
     measured: Mapping[str, int],
 ) -> list[str]:
     """At most two changes, each of which alone makes the engine fit: each is tried by solving
-    again.
+    again, and none sets a value that this build does not support.
     """
 
     def fits(facts: DeviceFacts = device, **change: Any) -> bool:
-        return solve(shape, replace(config, **change), facts, measured).fits
+        changed = replace(config, **change)
+        return is_supported(changed) and solve(shape, changed, facts, measured).fits
 
     fixes: list[str] = []
     blocks = split(memory.max_model_len, memory.block_size)

@@ -38,7 +38,8 @@ from fairlead_runtime.sizing.groups import group_layers
 from fairlead_runtime.sizing.report import MemoryReport, memory_report
 from fairlead_runtime.sizing.terms import DeviceFacts
 from fairlead_runtime.start.host import cpu_limit, memory_limit
-from fairlead_runtime.start.resolve import ResolvedConfig, check_supported, resolve, summary
+from fairlead_runtime.start.resolve import ResolvedConfig, resolve, summary
+from fairlead_runtime.supported import check_supported
 
 log = logging.getLogger("fairlead.build")
 

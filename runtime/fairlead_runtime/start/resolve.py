@@ -1,6 +1,6 @@
 """Resolve a configuration: replace "auto" and unset values by concrete ones, once, in a new object.
 
-Owns the refusal of settings that are not supported, by name, before the model is loaded. Loads and
+Refuses the settings that ``supported`` lists and those that do not fit in memory. Loads and
 allocates nothing. A resolved configuration never changes.
 """
 
@@ -11,8 +11,9 @@ from fairlead_runtime.config import ConfigError, EngineConfig
 from fairlead_runtime.sizing.advice import suggest_fix
 from fairlead_runtime.sizing.shape import ModelShape
 from fairlead_runtime.sizing.solve import MemoryPlan
-from fairlead_runtime.sizing.terms import DeviceFacts, gib
+from fairlead_runtime.sizing.terms import GIB, PROCESS, DeviceFacts, gib
 from fairlead_runtime.sizing.verdict import plan_memory
+from fairlead_runtime.supported import check_supported, without_effect
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,34 +37,6 @@ class ResolvedConfig:
     warnings: tuple[str, ...] = ()
 
 
-def check_supported(config: EngineConfig) -> None:
-    """Raise ConfigError for a setting that would otherwise be ignored silently."""
-    if config.tensor_parallel > 1:
-        raise ConfigError(
-            "tensor_parallel", f"{config.tensor_parallel} is not supported yet", "use 1"
-        )
-    if config.quantization != "none":
-        raise ConfigError("quantization", f"{config.quantization} is not supported yet", "use none")
-    if config.cache_dtype != "auto":
-        raise ConfigError("cache_dtype", f"{config.cache_dtype} is not supported yet", "use auto")
-    if config.kernels in ("cpu", "flashinfer"):
-        raise ConfigError("kernels", f"{config.kernels} is not supported yet", "use auto or torch")
-    if config.async_batching == "on":
-        raise ConfigError("async_batching", "on is not supported yet", "use auto or off")
-    if config.cuda_graphs == "on":
-        raise ConfigError("cuda_graphs", "on is not supported yet", "use auto or off")
-
-
-def check_deterministic(config: EngineConfig, dtype: str) -> None:
-    """Refuse ``deterministic`` below float32, where rounding depends on the other requests in the
-    batch; batch-invariant kernels do not exist yet.
-    """
-    if config.deterministic and dtype != "float32":
-        raise ConfigError(
-            "deterministic", f"is not supported in {dtype} yet", "set --dtype float32"
-        )
-
-
 def resolve(
     config: EngineConfig,
     shape: ModelShape,
@@ -78,8 +51,7 @@ def resolve(
     cannot be built with these settings; warns when the cache is smaller than one full-length
     sequence.
     """
-    check_supported(config)
-    check_deterministic(config, dtype)
+    check_supported(config, dtype)
     config = config.clamped()
     plan = plan_memory(shape, config, device, measured)
     if plan.used > plan.budget or plan.num_blocks < 1:
@@ -94,7 +66,13 @@ def resolve(
             suggest_fix(shape, config, device, measured),
         )
     capacity = min(plan.max_model_len, plan.concurrent_tokens)
-    warnings = []
+    warnings = list(without_effect(config))
+    process = (measured or {}).get("process", 0)
+    if process > PROCESS:
+        warnings.append(
+            f"the process takes {process / GIB:.2f} GiB before any weight, more than the "
+            f"{gib(PROCESS)} GiB of every plan: the cache gets the difference less"
+        )
     if capacity < plan.max_model_len:
         warnings.append(
             f"the cache holds {capacity} tokens ({plan.num_blocks} blocks of {plan.block_size}), "

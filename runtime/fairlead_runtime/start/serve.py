@@ -27,7 +27,7 @@ from fairlead_runtime.serving.metrics import EngineMetrics
 from fairlead_runtime.serving.service import Service
 from fairlead_runtime.start import termination
 from fairlead_runtime.start.host import process_age
-from fairlead_runtime.start.resolve import check_supported
+from fairlead_runtime.supported import check_supported
 
 if TYPE_CHECKING:
     from fairlead_runtime.start.build import EngineParts

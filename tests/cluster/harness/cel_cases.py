@@ -80,7 +80,7 @@ _REVISION = "model.revision must be a commit, branch or tag"
 _REPLICAS = "autoscaling.minReplicas must be at most autoscaling.maxReplicas"
 _SURGE = "rollout.maxSurge and rollout.maxUnavailable must not both be 0"
 _BATCH = "scheduler.maxBatchTokens must be at least scheduler.maxRequests"
-_SPLIT = "engine.tensorParallel must be at most resources.accelerator.count"
+_IDLE = "resources.accelerator.count must equal engine.tensorParallel"
 _CPU = "engine.tensorParallel must be 1 on a CPU"
 _CACHE = "modelCache.type PVC needs modelCache.claimName"
 _CLASS = "modelCache.storageClassName is for a claim that the operator makes"
@@ -169,15 +169,69 @@ CASES: tuple[Case, ...] = (
         engine={"maxModelLen": None},
     ),
     # -- accelerators
-    _spec("two of two", engine={"tensorParallel": 2}, resources={"accelerator": {"count": 2}}),
-    _spec("two of one", _SPLIT, engine={"tensorParallel": 2}),
-    _spec("a CPU", resources={"accelerator": {"count": 0}}),
+    _spec("one of one", engine={"tensorParallel": 1}, resources={"accelerator": {"count": 1}}),
+    _spec("one of two", _IDLE, resources={"accelerator": {"count": 2}}),
+    _spec("two of one", _IDLE, engine={"tensorParallel": 2}),
+    _spec("a CPU", engine={"tensorParallel": 1}, resources={"accelerator": {"count": 0}}),
     _spec(
         "two on a CPU", _CPU, engine={"tensorParallel": 2}, resources={"accelerator": {"count": 0}}
     ),
     _spec("a quantity as a number", resources={"cpu": 4, "memory": "1.5Gi"}),
     _spec("a quantity that is none", "spec.resources.memory", resources={"memory": "lots"}),
     _spec("a negative quantity", "spec.resources.sharedMemory", resources={"sharedMemory": "-1Gi"}),
+    # -- values that are not supported yet
+    _spec("supported switches", engine={"asyncBatching": "off", "cudaGraphs": {"enabled": "off"}}),
+    _spec("no quantization", engine={"quantization": "none"}, cache={"dtype": "auto"}),
+    _spec(
+        "graphs at their defaults",
+        engine={
+            "cudaGraphs": {
+                "qPaddingInterval": 64,
+                "kvPaddingInterval": 16384,
+                "maxCachedGraphs": 32,
+            }
+        },
+    ),
+    _spec("deterministic in float32", engine={"deterministic": True, "dtype": "float32"}),
+    _spec("deterministic in the checkpoint's type", engine={"deterministic": True}),
+    _spec(
+        "two of two",
+        "engine.tensorParallel above 1 is not supported yet",
+        engine={"tensorParallel": 2},
+        resources={"accelerator": {"count": 2}},
+    ),
+    *(
+        _spec(
+            f"{method} weights", "engine.quantization int8 or fp8", engine={"quantization": method}
+        )
+        for method in ("int8", "fp8")
+    ),
+    *(
+        _spec(
+            f"deterministic in {dtype}",
+            "engine.deterministic true below float32",
+            engine={"deterministic": True, "dtype": dtype},
+        )
+        for dtype in ("bfloat16", "float16")
+    ),
+    _spec("an fp8 cache", "cache.dtype fp8", cache={"dtype": "fp8"}),
+    _spec("two batches", "engine.asyncBatching on", engine={"asyncBatching": "on"}),
+    _spec("graphs", "engine.cudaGraphs.enabled on", engine={"cudaGraphs": {"enabled": "on"}}),
+    _spec(
+        "padded queries",
+        "engine.cudaGraphs.qPaddingInterval other than 64",
+        engine={"cudaGraphs": {"qPaddingInterval": 32}},
+    ),
+    _spec(
+        "padded keys",
+        "engine.cudaGraphs.kvPaddingInterval other than 16384",
+        engine={"cudaGraphs": {"kvPaddingInterval": 8192}},
+    ),
+    _spec(
+        "no kept graph",
+        "engine.cudaGraphs.maxCachedGraphs other than 32",
+        engine={"cudaGraphs": {"maxCachedGraphs": 0}},
+    ),
     # -- cache volume, keys
     _spec("an existing claim", modelCache={"type": "PVC", "claimName": "weights"}),
     _spec("a new claim", modelCache={"type": "PVC", "size": "50Gi"}),

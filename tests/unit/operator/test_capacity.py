@@ -76,6 +76,30 @@ def test_a_gpu_is_planned_by_the_runtimes_equation() -> None:
     }
 
 
+def test_a_gpus_blocks_computed_by_hand() -> None:
+    planned = capacity_of(QWEN, deployment(**GPU))["planned"]
+    weights = 494_032_768 * 2
+    # 8192 tokens a step, 256 rows of 32768 tokens, blocks of 16; see test_memory_plan.
+    activations = 8192 * 2 * (4 * 896 + 2 * 64 + 3 * 4864)
+    attention = 32768 * (2 * 128 * 2 + 16) + (1 << 24) * 2 + 256 * 32768 * (2 + 2)
+    logits = 256 * 2 * (2 * 896 + 151_936)
+    sampling = 256 * (151_936 * (16 + 8) + 33 * 1024)
+    batch = 2 * (8192 * 24 + 256 * 64 + 256 * 2048 * 4)
+    left = int(80 * GIB * 0.9) - weights - activations - attention - logits - sampling - batch
+    block = 16 * 2 * 24 * 2 * 64 * 2
+    assert planned["numBlocks"] == left // block
+    assert planned["fullLengthSequences"] == left // block // 2048
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_what_the_runtime_refuses_for_the_checkpoints_type_is_not_planned(dtype: str) -> None:
+    config = QWEN | {"torch_dtype": dtype}
+    with pytest.raises(PlanError, match=rf"deterministic: true is not supported in {dtype} yet"):
+        capacity_of(config, deployment(engine={"deterministic": True}, **GPU))
+    in_float32 = deployment(engine={"deterministic": True, "dtype": "float32"}, **GPU)
+    assert capacity_of(config, in_float32)["fits"]
+
+
 def test_a_cpu_is_planned_in_the_pods_memory() -> None:
     idep = deployment(
         resources={"accelerator": {"count": 0}, "memory": "8Gi", "sharedMemory": "1Gi"},

@@ -258,14 +258,13 @@ def test_a_model_in_a_claim_is_mounted_read_only() -> None:
 
 
 def test_accelerators_are_requested_tolerated_and_selected() -> None:
-    accelerator = {"count": 2, "nodeSelector": {"gpu": "h200"}}
+    accelerator = {"count": 1, "nodeSelector": {"gpu": "h200"}}
     spec: Object = {
         "resources": {"accelerator": accelerator},
-        "engine": {"tensorParallel": 2},
         "podTemplate": {"nodeSelector": {"zone": "a"}},
     }
     pod = children(**spec)["Deployment"]["spec"]["template"]["spec"]
-    assert pod["containers"][0]["resources"]["limits"]["nvidia.com/gpu"] == "2"
+    assert pod["containers"][0]["resources"]["limits"]["nvidia.com/gpu"] == "1"
     assert pod["nodeSelector"] == {"gpu": "h200", "zone": "a"}
     assert {"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"} in pod[
         "tolerations"

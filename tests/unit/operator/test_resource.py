@@ -49,10 +49,10 @@ def test_every_setting_of_the_engine_arrives() -> None:
         engine={
             "dtype": "float32",
             "maxModelLen": 100,
-            "cudaGraphs": {"enabled": "off", "maxCachedGraphs": 3},
+            "cudaGraphs": {"enabled": "off", "maxCachedGraphs": 32},
         },
         scheduler={"type": "fair", "safetyMargin": 0, "queueTimeoutSeconds": 5},
-        cache={"blockSize": 64, "numBlocks": 7, "cpuOffloadSpace": 2, "dtype": "fp8"},
+        cache={"blockSize": 64, "numBlocks": 7, "cpuOffloadSpace": 2, "dtype": "auto"},
         resources={"sharedMemory": "512Mi"},
         rollout={"drainTimeoutSeconds": 9},
     ).engine
@@ -63,14 +63,12 @@ def test_every_setting_of_the_engine_arrives() -> None:
         dtype="float32",
         max_model_len=100,
         cuda_graphs="off",
-        max_cached_graphs=3,
         scheduler_type="fair",
         safety_margin=0,
         queue_timeout=5,
         block_size=64,
         num_blocks=7,
         cpu_offload_space=2,
-        cache_dtype="fp8",
         shared_memory=0.5,
         drain_timeout=9.0,
     )

@@ -1,5 +1,5 @@
 """The memory equation: what holds for any model, configuration and device, and its verdicts in
-words.
+words. ``tests/functional/engine/test_fixes.py`` starts an engine with what a verdict advises.
 """
 
 import dataclasses
@@ -18,6 +18,7 @@ from fairlead_runtime.sizing.shape import ModelShape
 from fairlead_runtime.sizing.solve import CPU_CACHE, MemoryPlan, sequence_units
 from fairlead_runtime.sizing.terms import GIB, PROCESS, DeviceFacts
 from fairlead_runtime.sizing.verdict import plan_memory
+from fairlead_runtime.supported import is_supported
 
 LLAMA_8B = ModelShape.from_config(
     {
@@ -107,19 +108,22 @@ def test_fits_means_that_one_full_length_sequence_has_room(
     assert not plan.fits or plan.full_length_sequences >= 1
 
 
+SUPPORTED = CONFIGS.map(
+    lambda settings: (
+        settings | {"cache_dtype": "auto", "quantization": "none", "tensor_parallel": 1}
+    )
+)
 FIXES = {
     "maxModelLen": "max_model_len",
     "numBlocks": "num_blocks",
-    "tensorParallel": "tensor_parallel",
-    "quantization": "quantization",
     "cpuOffloadSpace": "cpu_offload_space",
     "maxMemoryPercent": "max_memory_percent",
 }
 SHARES = ("cpuOffloadSpace", "maxMemoryPercent")
 
 
-@given(shapes(), CONFIGS, DEVICES, st.none() | st.integers(1, 50_000))
-def test_every_fix_that_a_message_names_works(
+@given(shapes(), SUPPORTED, DEVICES, st.none() | st.integers(1, 50_000))
+def test_every_fix_that_a_message_names_satisfies_the_equation_and_is_supported(
     shape: ModelShape, settings: dict[str, Any], device: DeviceFacts, pinned: int | None
 ) -> None:
     config = EngineConfig(**settings, num_blocks=pinned)
@@ -133,14 +137,9 @@ def test_every_fix_that_a_message_names_works(
             if name == "memory":
                 facts = dataclasses.replace(device, total_bytes=int(value.removesuffix("Gi")) * GIB)
             else:
-                change: Any = (
-                    value
-                    if name == "quantization"
-                    else float(value)
-                    if name in SHARES
-                    else int(value)
-                )
+                change: Any = float(value) if name in SHARES else int(value)
                 changed = dataclasses.replace(changed, **{FIXES[name]: change})
+        assert is_supported(changed), way
         assert plan_memory(shape, changed, facts).fits, way
 
 
@@ -165,6 +164,23 @@ def test_the_memory_plan_of_a_dense_model_computed_by_hand() -> None:
     assert plan.concurrent_tokens == plan.num_blocks * 16
     assert plan.full_length_sequences == plan.concurrent_tokens // 131072
     assert plan.fits
+
+
+def test_every_term_of_a_gpu_computed_by_hand() -> None:
+    # 8192 tokens a step in 256 rows of 131072 tokens in blocks of 16; the torch backend's scratch,
+    # no graph and one pair of batch buffers.
+    terms = plan_memory(LLAMA_8B, EngineConfig(), DeviceFacts("cuda", 80 * GIB)).terms
+    # Residual and norm, rotary tables, and gate, up and their product of the MLP.
+    assert terms["activations"] == 8192 * 2 * (4 * 4096 + 2 * 128 + 3 * 14336)
+    # Keys and values of one sequence with slots and positions; kept masks; one strip of 256.
+    assert terms["attention"] == (
+        131072 * (2 * 1024 * 2 + 16) + (1 << 24) * 2 + 256 * 131072 * (2 + 2)
+    )
+    assert terms["logits"] == 256 * 2 * (2 * 4096 + 128256)
+    assert terms["sampling"] == 256 * (128256 * 16 + 33 * 1024 + 128256 * 8)
+    assert terms["graphs"] == 0
+    assert terms["batch"] == 2 * (8192 * 24 + 256 * 64 + 256 * 8192 * 4)
+    assert "process" not in terms
 
 
 def test_windows_hold_more_full_length_sequences_but_count_no_less_per_token() -> None:
@@ -236,18 +252,30 @@ def test_measured_terms_take_the_place_of_planned_ones() -> None:
     assert again.num_blocks == planned.num_blocks - 16
 
 
+@pytest.mark.parametrize("measured", [0, PROCESS // 2, PROCESS, PROCESS + GIB])
+def test_a_cpu_reserves_a_fixed_size_for_its_processes_unless_more_is_measured(
+    measured: int,
+) -> None:
+    config = EngineConfig(max_batch_tokens=256, max_model_len=4096)
+    device = DeviceFacts("cpu", 20 * GIB)  # less than the largest cache remains
+    planned = plan_memory(LLAMA_8B, config, device)
+    again = plan_memory(LLAMA_8B, config, device, measured={"process": measured})
+    assert again.terms["process"] == max(PROCESS, measured)
+    assert (again.num_blocks < planned.num_blocks) == (measured > PROCESS)
+
+
 @pytest.mark.parametrize(
     ("settings", "device", "message"),
     [
         (
             {},
             DeviceFacts("cuda", 24 * GIB),
-            r"needs 16\.0 GiB of KV cache, has 4\.\d: set maxModelLen ≤ \d+ or tensorParallel 2",
+            r"needs 16\.0 GiB of KV cache, has 4\.3: set maxModelLen ≤ 37888",
         ),
         (
             {},
             DeviceFacts("cuda", 16 * GIB),
-            r"needs 1\d\.\d GiB before any KV cache, has 14\.4: set tensorParallel 4",
+            r"needs 17\.3 GiB before any KV cache, has 14\.4: choose a larger accelerator",
         ),
         (
             {"num_blocks": 10},

@@ -48,6 +48,31 @@ def test_a_setting_that_is_not_supported_is_refused_by_its_name(setting: dict[st
     assert error.value.hint.startswith("use ")
 
 
+def test_more_than_the_reserved_process_memory_is_used_and_warned_about() -> None:
+    small = DeviceFacts("cpu", 3 * GIB)
+    planned = resolved(device=small)
+    less, more = (
+        resolve(
+            EngineConfig(),
+            ModelShape.from_config(CONFIG),
+            small,
+            dtype="float32",
+            measured={"process": size},
+        )
+        for size in (GIB // 2, GIB * 5 // 4)
+    )
+    assert (less.num_blocks, less.warnings) == (planned.num_blocks, ())
+    assert planned.num_blocks - more.num_blocks in (
+        GIB // 4 // planned.plan.block_bytes,
+        GIB // 4 // planned.plan.block_bytes + 1,
+    )
+    assert "the process takes 1.25 GiB before any weight, more than the 1.0" in more.warnings[0]
+
+
+def test_a_setting_without_effect_is_accepted_with_a_warning() -> None:
+    assert "--trust-remote-code has no effect yet" in resolved(trust_remote_code=True).warnings[0]
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_deterministic_is_supported_in_float32_only(dtype: str) -> None:
     with pytest.raises(ConfigError, match=f"deterministic.*{dtype}"):

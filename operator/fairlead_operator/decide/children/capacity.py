@@ -12,8 +12,9 @@ from fairlead_runtime.config import ConfigError, flag_of
 from fairlead_runtime.sizing.config_json import ShapeError, UnknownFamilyError
 from fairlead_runtime.sizing.shape import ModelShape
 from fairlead_runtime.sizing.solve import MemoryPlan
-from fairlead_runtime.sizing.terms import DeviceFacts, gib, host_terms
+from fairlead_runtime.sizing.terms import DeviceFacts, dtype_of, gib, host_terms
 from fairlead_runtime.sizing.verdict import plan_memory
+from fairlead_runtime.supported import check_supported
 
 MEASURED = (
     "weightsBytes",
@@ -49,7 +50,9 @@ def plan_of(config: Mapping[str, Any], deployment: InferenceDeployment) -> Memor
     """The sizing of this resource for the model of this config.json. Raises PlanError."""
     device = device_of(deployment)
     try:
-        return plan_memory(ModelShape.from_config(config), deployment.engine, device)
+        shape = ModelShape.from_config(config)
+        check_supported(deployment.engine, dtype_of(shape, deployment.engine))
+        return plan_memory(shape, deployment.engine, device)
     except UnknownFamilyError as error:
         raise PlanError("FamilyUnknown", str(error)) from None
     except ShapeError as error:

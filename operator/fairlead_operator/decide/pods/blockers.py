@@ -57,9 +57,7 @@ CODES: Mapping[str, str] = {
     "NoSafetensors": "Take a model that publishes safetensors: no other format is read.",
     "BadWeights": "The files are damaged: pin another revision.",
     "BadModelFiles": "The files are damaged: pin another revision.",
-    "RemoteCodeRefused": (
-        "Take another model, or set model.trustRemoteCode where the chart allows it."
-    ),
+    "RemoteCodeRefused": "Serve a model whose architecture is part of transformers.",
     "UnsupportedModel": "Take a model of a supported family.",
     "NoAccelerator": (
         "The pod sees no accelerator: check the node's driver and device plugin, and "

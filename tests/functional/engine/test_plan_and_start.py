@@ -1,0 +1,150 @@
+"""What a plan promises, an engine keeps: its number of blocks in a CPU pod of any size, and every
+fix that a message names.
+"""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cluster.harness.cel_cases import BASE, merge
+from fairlead_operator.decide.children.capacity import plan_of
+from fairlead_operator.resource.resource import InferenceDeployment
+from fairlead_runtime.config import ConfigError, EngineConfig
+from fairlead_runtime.models import tiny
+from fairlead_runtime.sizing.terms import GIB, PROCESS
+from fairlead_runtime.start.resolve import ResolvedConfig
+from support.started import pod_root, start_engine
+
+DEMO = Path(__file__).parents[3] / "runtime/fairlead_runtime/demo"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.save(tiny.build("llama"), tmp_path_factory.mktemp("model"))
+
+
+class Pod:
+    """One CPU pod: its resource, and the engine that starts in it."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._folder = folder
+        self._monkeypatch = monkeypatch
+        self._starts = 0
+
+    def resource(self, memory: str, **spec: Any) -> InferenceDeployment:
+        resources = {"accelerator": {"count": 0}, "memory": memory, "sharedMemory": "64Mi"}
+        return InferenceDeployment.from_body(
+            merge(BASE, {"spec": {"resources": resources, **spec}})
+        )
+
+    def start(
+        self, model: Path, config: EngineConfig, memory: int, **process: int
+    ) -> ResolvedConfig:
+        self._starts += 1
+        root = pod_root(self._folder / str(self._starts), memory)
+        return start_engine(self._monkeypatch, root, model, config, **process)
+
+
+@pytest.fixture
+def pod(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pod:
+    return Pod(tmp_path, monkeypatch)
+
+
+def config_of(model: Path) -> Any:
+    return json.loads((model / "config.json").read_text())
+
+
+@pytest.mark.parametrize("memory", [2, 2.5, 3, 4, 5, 6, 8, 16, 32, 64])
+@pytest.mark.parametrize("tokens", [256, 8192])
+def test_planned_and_measured_blocks_differ_by_at_most_2_percent(
+    memory: float, tokens: int, pod: Pod
+) -> None:
+    idep = pod.resource(f"{int(memory * 1024)}Mi", scheduler={"maxBatchTokens": tokens})
+    planned = plan_of(config_of(DEMO), idep)
+    measured = pod.start(DEMO, idep.engine, int(memory * GIB))
+    assert planned.fits
+    drift = 100 * (measured.num_blocks - planned.num_blocks) / planned.num_blocks
+    assert abs(drift) <= 2, f"{planned.num_blocks} planned, {measured.num_blocks} measured"
+
+
+def test_a_process_above_its_reservation_takes_blocks_and_warns(pod: Pod) -> None:
+    idep = pod.resource("3Gi", scheduler={"maxBatchTokens": 256})
+    planned = plan_of(config_of(DEMO), idep)
+    measured = pod.start(DEMO, idep.engine, 3 * GIB, process=PROCESS + GIB // 2)
+    lost = (planned.num_blocks - measured.num_blocks) * planned.block_bytes
+    assert abs(lost - GIB // 2) <= GIB // 2 * 0.05
+    assert "1.50 GiB before any weight" in measured.warnings[0]
+
+
+FIXES = {
+    "maxModelLen": ("engine", "maxModelLen"),
+    "numBlocks": ("cache", "numBlocks"),
+    "cpuOffloadSpace": ("cache", "cpuOffloadSpace"),
+    "maxMemoryPercent": ("cache", "maxMemoryPercent"),
+}
+# Resources that do not fit, and the kinds of fix that their messages name.
+WITHOUT_ROOM: tuple[tuple[str, dict[str, Any], set[str]], ...] = (
+    ("1300Mi", {"cache": {"numBlocks": 1_000_000}}, {"numBlocks"}),
+    ("1212Mi", {}, {"maxModelLen", "maxMemoryPercent"}),
+    ("4Gi", {"cache": {"numBlocks": 4}}, {"maxModelLen", "numBlocks"}),
+    (
+        "4Gi",
+        {"cache": {"cpuOffloadSpace": 2.6}},
+        {"cpuOffloadSpace", "numBlocks", "maxMemoryPercent"},
+    ),
+    ("1000Mi", {"cache": {"maxMemoryPercent": 1}}, {"memory", "numBlocks"}),
+)
+
+
+@pytest.mark.parametrize(("memory", "spec", "kinds"), WITHOUT_ROOM)
+def test_every_fix_of_a_verdict_starts_an_engine(
+    memory: str, spec: dict[str, Any], kinds: set[str], model: Path, pod: Pod
+) -> None:
+    spec = merge({"scheduler": {"maxBatchTokens": 256, "maxRequests": 16}}, spec)
+    plan = plan_of(config_of(model), pod.resource(memory, **spec))
+    assert not plan.fits
+    _, _, advice = plan.message.partition(": set ")
+    named = set()
+    for way in advice.split(" or "):
+        changed, size = spec, memory
+        for fix in way.split(" and "):
+            name, value = fix.replace("≤ ", "").split(" ")
+            named.add(name)
+            if name == "memory":
+                size = value
+            else:
+                section, field = FIXES[name]
+                changed = merge(changed, {section: {field: json.loads(value)}})
+        fixed = pod.resource(size, **changed)
+        resolved = pod.start(model, fixed.engine, fixed.spec.resources.memory.value)
+        assert resolved.plan.fits, way
+    assert named == kinds, plan.message
+
+
+HINTS: tuple[tuple[float, dict[str, Any], set[str]], ...] = (
+    (2, {"num_blocks": 10_000_000}, {"num_blocks"}),
+    (4, {"cpu_offload_space": 2.7}, {"cpu_offload_space", "max_memory_percent"}),
+    (1.2, {"max_batch_tokens": 65536}, {"max_memory_percent", "max_batch_tokens"}),
+    (1.5, {"shared_memory": 2.0}, {"memory"}),
+)
+
+
+@pytest.mark.parametrize(("memory", "settings", "kinds"), HINTS)
+def test_every_fix_of_a_refused_start_starts_an_engine(
+    memory: float, settings: dict[str, Any], kinds: set[str], model: Path, pod: Pod
+) -> None:
+    settings = {"max_batch_tokens": 256, "max_requests": 16, **settings}
+    with pytest.raises(ConfigError) as refused:
+        pod.start(model, EngineConfig(**settings), int(memory * GIB))
+    hint = refused.value.hint
+    if needed := re.fullmatch(r"needs (\d+) GiB of memory with these settings", hint):
+        pod.start(model, EngineConfig(**settings), int(needed[1]) * GIB)
+        assert kinds == {"memory"}
+        return
+    advice = [(flag.replace("-", "_"), value) for flag, value in re.findall(r"--(\S+) (\S+)", hint)]
+    assert {name for name, _ in advice} == kinds, hint
+    for name, value in advice:
+        pod.start(model, EngineConfig(**settings | {name: json.loads(value)}), int(memory * GIB))
