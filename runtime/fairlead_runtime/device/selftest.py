@@ -1,9 +1,9 @@
 """The self-test before readiness: our packed, paged forward pass equals plain transformers'.
 
-Owns three short prompts of different lengths, run through the path that serves requests (chunks and
-single tokens mixed in one step, blocks scattered over the cache) and, each alone, through eager
-transformers. It catches what an allow-list cannot: a family whose attention needs something that
-ours lacks, a wrong window, a broken kernel.
+Owns three prompts of different lengths, run through the path that serves requests (chunks and
+single tokens mixed in one step, blocks scattered over the cache, a fork with a copied block) and,
+each alone, through eager transformers. It catches what an allow-list cannot: a family whose
+attention needs something that ours lacks, a wrong window, a broken kernel.
 
 The cache starts full of NaN, so reading one token that is not the row's own shows as an infinite
 difference.
@@ -24,13 +24,13 @@ from fairlead_runtime.device.paged_model import PagedModel
 from fairlead_runtime.models.loading import LoadedModel
 from fairlead_runtime.models.model_error import ModelError
 from fairlead_runtime.request import Request, SamplingParams, Sequence
-from fairlead_runtime.scheduling.plan import Row
+from fairlead_runtime.scheduling.plan import Row, Work
 from fairlead_runtime.sizing.config_json import EXPERTS
 from fairlead_runtime.sizing.family_table import FAMILIES
 from fairlead_runtime.sizing.groups import group_layers
 
 BLOCK_SIZE = 4
-LENGTHS = (23, 9, 14)
+LENGTHS = (176, 9, 14)
 # Windows are tested as far as prompts of at most this length leave them.
 LONGEST = 160
 
@@ -106,9 +106,10 @@ def prepare_and_test(loaded: LoadedModel) -> tuple[PagedModel, SelfTestResult]:
 
 @torch.inference_mode()
 def run(model: PagedModel, backend: AttentionBackend, max_model_len: int) -> SelfTestResult:
-    """Compare both passes on about 60 tokens; raises SelfTestError beyond TOLERANCE."""
+    """Compare both passes on about 200 tokens; raises SelfTestError beyond TOLERANCE."""
     prompts = _prompts(model, max_model_len)
     ours = _paged_logits(model, backend, prompts)
+    prompts.append(prompts[-1])  # the fork's
     plain = _plain_logits(model, prompts, [sorted(rows) for rows in ours])
     median = model.heads.dtype is not torch.float32 and _has_experts(model)
     delta = max(_distance(*pair, median=median) for pair in zip(ours, plain, strict=True))
@@ -158,9 +159,11 @@ def _chunks(length: int) -> list[int]:
 def _paged_logits(
     model: PagedModel, backend: AttentionBackend, prompts: list[list[int]]
 ) -> list[dict[int, torch.Tensor]]:
-    """Per prompt, by position: the logits of each row's last token. Each step starts one prompt."""
+    """Per prompt, by position: the logits of each row's last token. Each step starts one prompt.
+    One entry more is a fork of the last prompt, which computes its last token again.
+    """
     groups = group_layers(model.windows)
-    blocks = sum(-(-len(p) // BLOCK_SIZE) for p in prompts) * len(groups)
+    blocks = (1 + sum(-(-len(p) // BLOCK_SIZE) for p in prompts)) * len(groups)
     cache = CacheStorage(
         groups, model.heads, units=blocks, block_size=BLOCK_SIZE, device=model.device
     )
@@ -190,7 +193,23 @@ def _paged_logits(
         for row, values in zip(rows, logits, strict=True):
             row.sequence.computed += row.count
             logits_at[row.sequence.id][row.sequence.computed - 1] = values
-    return logits_at
+    fork = _fork(sequences[-1], [free.pop() for _ in groups], cache)
+    (values,) = model.forward(
+        builder.build([Row(fork, fork.computed, 1, samples=True)]), cache, backend
+    )
+    return [*logits_at, {fork.computed: values}]
+
+
+def _fork(source: Sequence, tails: list[int], cache: CacheStorage) -> Sequence:
+    """All of ``source`` but its last token: it shares the full blocks, and ``tails``, one block per
+    group, hold a copy of the last one, which it writes to.
+    """
+    fork = Sequence(source.id + 1, source.request, 0, list(source.tokens))
+    fork.computed = len(source.tokens) - 1
+    fork.tables = [[*table[:-1], tail] for table, tail in zip(source.tables, tails, strict=True)]
+    pairs = [(table[-1], tail) for table, tail in zip(source.tables, tails, strict=True)]
+    cache.copy(Work(0, copies=pairs))
+    return fork
 
 
 def _plain_logits(

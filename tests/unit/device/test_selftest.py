@@ -1,0 +1,54 @@
+"""What the self-test runs: long positions, a copied block, and the faults that it must see."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from fairlead_kernels.backend import pick
+from fairlead_runtime.device import selftest
+from fairlead_runtime.device.kv_cache import CacheStorage
+from fairlead_runtime.device.paged_model import PagedModel
+from fairlead_runtime.models import families, tiny
+
+
+@pytest.fixture(scope="module")
+def model() -> PagedModel:
+    plain = tiny.build("llama", num_hidden_layers=2)
+    return PagedModel(plain, families.check(plain.config))
+
+
+def self_test(model: PagedModel, max_model_len: int) -> selftest.SelfTestResult:
+    return selftest.run(model, pick(model.heads, model.device).attention, max_model_len)
+
+
+@pytest.mark.parametrize(
+    ("max_model_len", "lengths"), [(512, [176, 9, 14]), (20, [20, 9, 14]), (1, [1, 1, 1])]
+)
+def test_one_prompt_goes_beyond_position_160_where_the_model_does(
+    model: PagedModel, max_model_len: int, lengths: list[int]
+) -> None:
+    assert [len(p) for p in selftest._prompts(model, max_model_len)] == lengths
+    result = self_test(model, max_model_len)
+    assert result.tokens == sum(lengths) + lengths[-1], "the last one is forked"
+
+
+def test_a_block_that_is_not_copied_fails_the_test(
+    model: PagedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(CacheStorage, "copy", lambda *_: None)
+    with pytest.raises(selftest.SelfTestError):
+        self_test(model, 512)
+
+
+def test_positions_that_are_wrong_beyond_160_fail_the_test(
+    model: PagedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = PagedModel.run
+
+    def capped(self: PagedModel, ids: torch.Tensor, positions: torch.Tensor, step: Any) -> Any:
+        return run(self, ids, positions.clamp(max=160), step)
+
+    monkeypatch.setattr(PagedModel, "run", capped)
+    with pytest.raises(selftest.SelfTestError):
+        self_test(model, 512)
