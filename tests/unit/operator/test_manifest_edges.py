@@ -68,7 +68,7 @@ def test_every_volume_of_a_pod_with_secrets_has_its_source() -> None:
     volumes = {v.pop("name"): v for v in pod_spec(**SECRETS)["volumes"]}
     assert volumes["tmp"] == {"emptyDir": {"sizeLimit": "1Gi"}}
     assert volumes["shm"]["emptyDir"]["medium"] == "Memory"
-    assert volumes["models"] == {"emptyDir": {}}
+    assert volumes["models"] == {"emptyDir": {"sizeLimit": "32Gi"}}
     assert volumes["hub-token"]["secret"]["secretName"] == "hub"
     assert volumes["api-keys"]["secret"]["secretName"] == "keys"
     assert volumes["hub-token"]["secret"]["items"] == [{"key": "token", "path": "token"}]
@@ -84,13 +84,12 @@ def test_a_models_claim_is_mounted_in_the_runtime_only_and_nothing_is_fetched() 
 def test_only_the_runtime_asks_for_accelerators() -> None:
     pod = pod_spec(
         model={"source": "owner/name"},
-        resources={"accelerator": {"count": 2}, "memory": "8Gi", "cpu": "3"},
-        engine={"tensorParallel": 2},
+        resources={"accelerator": {"count": 1}, "memory": "8Gi", "cpu": "3"},
     )
     fetch, runtime = pod["initContainers"][0], pod["containers"][0]
     assert "nvidia.com/gpu" not in fetch["resources"]["limits"]
-    assert runtime["resources"]["limits"]["nvidia.com/gpu"] == "2"
-    assert runtime["resources"]["requests"]["nvidia.com/gpu"] == "2"
+    assert runtime["resources"]["limits"]["nvidia.com/gpu"] == "1"
+    assert runtime["resources"]["requests"]["nvidia.com/gpu"] == "1"
     assert fetch["resources"]["requests"]["cpu"] == runtime["resources"]["requests"]["cpu"] == "3"
     assert "cpu" not in runtime["resources"]["limits"]
 
@@ -113,10 +112,10 @@ def test_the_users_variables_never_replace_ours() -> None:
 
 
 @pytest.mark.parametrize(
-    ("count", "used", "chosen"),
-    [(1, 3, "Surge"), (1, 4, "OneByOne"), (2, 2, "Surge"), (2, 3, "OneByOne")],
+    ("used", "chosen"),
+    [(3, "Surge"), (4, "OneByOne")],
 )
-def test_an_extra_pod_needs_all_its_accelerators(count: int, used: int, chosen: str) -> None:
+def test_an_extra_pod_needs_its_accelerator(used: int, chosen: str) -> None:
     quota = {
         "status": {
             "hard": {"requests.nvidia.com/gpu": "4"},
@@ -124,7 +123,7 @@ def test_an_extra_pod_needs_all_its_accelerators(count: int, used: int, chosen: 
         }
     }
     seen = Observed((deployment("old"),), (), (), (quota,), ())
-    one = resource(resources={"accelerator": {"count": count}}, engine={"tensorParallel": count})
+    one = resource(resources={"accelerator": {"count": 1}})
     choice = choose(one, seen, "new", {}, datetime(2026, 1, 1, tzinfo=UTC))
     assert choice.chosen == chosen, choice.why
 
