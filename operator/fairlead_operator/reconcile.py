@@ -383,7 +383,7 @@ def judge(
     everything += claims.not_shared(resource, seen, revision, replicas)
     serving = seen.serving(revision)
     body = planned.body
-    if body is not None and not body.get("fits") and not seen.ready_pods():
+    if body is not None and body.get("fits") is False and not seen.ready_pods():
         everything.append(blocker("DoesNotFit", about, str(body.get("message", ""))))
     for pod in serving:
         if why := results.canary_failures.get(pod["metadata"]["uid"]):
@@ -399,10 +399,14 @@ def judge(
 
 
 def capacity(resource: InferenceDeployment, results: ProbeResults) -> Capacity:
-    if results.config is None:
-        return Capacity(None, *results.config_error)
-    try:
-        body: Mapping[str, Any] = capacity_of(results.config, resource)
-    except PlanError as error:
-        return Capacity(None, error.reason, str(error))
-    return Capacity(with_measured(body, results.measured) if results.measured else body)
+    """The plan beside what a pod measured. Without a plan, what it measured stands alone."""
+    body: Mapping[str, Any] = {}
+    why = results.config_error
+    if results.config is not None:
+        try:
+            body = capacity_of(results.config, resource)
+        except PlanError as error:
+            why = (error.reason, str(error))
+    if results.measured:
+        body = with_measured(body, results.measured)
+    return Capacity(body or None, *why)

@@ -22,7 +22,7 @@ from fairlead_operator.resource.resource import InferenceDeployment
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """``status.capacity``, or why there is none yet."""
+    """``status.capacity``, or why there is no plan yet; without a plan only ``measured``."""
 
     body: Mapping[str, Any] | None = None
     reason: str = "ConfigUnavailable"
@@ -166,7 +166,7 @@ def _conditions(
     phase = _phase(seen, findings)
     capacity = findings.capacity
     planned = ("Unknown", capacity.reason, capacity.message)
-    if capacity.body is not None:
+    if capacity.body is not None and "fits" in capacity.body:
         fits = bool(capacity.body.get("fits"))
         text = str(capacity.body.get("message", ""))
         planned = ("True", "Fits", text) if fits else ("False", "DoesNotFit", text)

@@ -2,6 +2,7 @@
 cluster.
 """
 
+import dataclasses
 import json
 import subprocess
 import sys
@@ -18,6 +19,9 @@ from fairlead_operator.decide.children.capacity import (
     host_shortage,
     with_measured,
 )
+from fairlead_operator.decide.pods.observed import Observed
+from fairlead_operator.decide.pods.probe_results import ProbeResults
+from fairlead_operator.reconcile import capacity, judge
 from fairlead_operator.resource.resource import InferenceDeployment
 from fairlead_runtime.sizing.shape import ModelShape
 from fairlead_runtime.sizing.terms import GIB, DeviceFacts
@@ -158,6 +162,22 @@ def test_measured_figures_stand_beside_planned_ones_with_their_drift() -> None:
     assert merged["measured"] == {"numBlocks": 950, "concurrentTokens": 15200, "weightsBytes": 8}
     assert merged["driftPercent"] == -5.0
     assert with_measured({}, {"numBlocks": None}) == {"measured": {}}
+
+
+def test_what_a_pod_measured_is_shown_without_a_plan() -> None:
+    results = ProbeResults(config=QWEN, measured={"numBlocks": 950, "concurrentTokens": 15200})
+    idep = deployment()  # accelerator.memory is unset
+    known = capacity(idep, results)
+    assert known.body == {"measured": {"numBlocks": 950, "concurrentTokens": 15200}}
+    assert known.reason == "AcceleratorMemoryUnknown"
+    assert known.concurrent_tokens == 15200
+    gated = capacity(idep, dataclasses.replace(results, config=None))
+    assert (gated.body, gated.reason) == (known.body, "ConfigUnavailable")
+    blockers = judge(idep, Observed((), (), (), (), ()), results, "r", 1, known, [], {})
+    assert [one.code for one in blockers] == ["Starting"]
+    planned = capacity(deployment(**GPU), results)
+    assert planned.body is not None
+    assert {"planned", "measured", "driftPercent"} <= set(planned.body)
 
 
 @pytest.fixture

@@ -170,6 +170,10 @@ def test_counts_tell_new_old_ready_and_draining_pods_apart() -> None:
         (Capacity(), ("Unknown", "ConfigUnavailable")),
         (Capacity({"fits": True, "message": "m"}), ("True", "Fits")),
         (Capacity({"fits": False, "message": "m"}), ("False", "DoesNotFit")),
+        (
+            Capacity({"measured": {"numBlocks": 7}}, "AcceleratorMemoryUnknown", "m"),
+            ("Unknown", "AcceleratorMemoryUnknown"),
+        ),
     ],
 )
 def test_planned_follows_the_capacity(capacity: Capacity, wanted: tuple[str, str]) -> None:
