@@ -15,9 +15,9 @@ from fairlead_runtime.request import FinishReason, Sequence
 from fairlead_runtime.scheduling import Finished, Plan, Result, Scheduler, Token, Work
 from fairlead_runtime.sizing.groups import NULL, group_layers
 from support.whole_run_device import Device, RunError
-from support.whole_run_scenario import Arrival, Scenario, alone, draw
+from support.whole_run_scenario import ROOMY, Arrival, Scenario, alone, draw
 
-__all__ = ["Arrival", "Outcome", "RunError", "Scenario", "draw", "fails", "run", "shrink"]
+__all__ = ["ROOMY", "Arrival", "Outcome", "RunError", "Scenario", "draw", "fails", "run", "shrink"]
 
 
 @dataclass

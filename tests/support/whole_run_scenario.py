@@ -32,10 +32,14 @@ class Scenario:
 
 # -- drawing
 
+ROOMY = 10_000  # seeds from here on draw a larger cache, so that many start behind a blocked one
+
 
 def draw(seed: int, requests: int = 56) -> Scenario:
     """A scenario with memory for the largest request plus 0 to 3 blocks, so that many preempt."""
     rng = random.Random(seed)
+    if seed >= ROOMY:
+        return _draw_roomy(rng)
     size = rng.choice((2, 4, 4, 8))
     text = [rng.randrange(1, VOCABULARY) for _ in range(64)]
     shape = rng.choice(
@@ -76,6 +80,32 @@ def draw(seed: int, requests: int = 56) -> Scenario:
         windows,
         tuple(arrivals),
     )
+
+
+def _draw_roomy(rng: random.Random) -> Scenario:
+    """Small requests, some of middle size and a few that take most of the cache; nothing shared."""
+    size, blocks = 4, rng.choice((50, 80))
+    limits = Limits(
+        policy=rng.choice(POLICIES[:3]),  # type: ignore[arg-type]
+        max_batch_tokens=rng.choice((24, 40)),
+        max_requests=rng.choice((10, 16)),
+        safety_margin=rng.choice((0.0, 0.1)),
+        block_size=size,
+        num_blocks=blocks,
+        max_model_len=blocks * size,
+        allow_block_sharing=False,
+        offload_units=0,
+    )
+    arrivals, step = [], 0
+    for i in range(60):
+        step += rng.choice((0, 0, 1, 2))
+        span = rng.choice(((1, 8), (1, 8), (1, 8), (20, 60), (blocks * 2, blocks * 5 // 2)))
+        output = rng.randrange(1, rng.choice((10, 30, 60)))
+        prompt = tuple(rng.randrange(1, VOCABULARY) for _ in range(rng.randrange(*span)))
+        params = SamplingParams(max_tokens=output, ignore_eos=True)
+        request = Request(f"r{i}", prompt, params, output, seed=i, priority=rng.randrange(2))
+        arrivals.append(Arrival(step, request))
+    return Scenario(limits, (None,), tuple(arrivals))
 
 
 def _arrival(

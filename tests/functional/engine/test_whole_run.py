@@ -33,3 +33,9 @@ def test_random_workloads_give_each_request_the_tokens_of_a_run_alone(batch: int
     # A workload without preemptions and prefix hits would test little.
     assert total.steps >= 500 * share
     assert min(total.preemptions, total.offloads, total.forks, total.hits) > 0, total
+
+
+def test_requests_behind_a_blocked_one_start_when_the_recount_says_so() -> None:
+    first = whole_run.ROOMY
+    for seed in range(first, first + (400 if LONG_FORM else 40)):
+        whole_run.run(whole_run.draw(seed))
