@@ -380,6 +380,7 @@ def judge(
         surging=surging,
         downloads=downloads.messages(results.downloads, seen.pods, before),
     )
+    everything += blockers.of_failed(seen.failed, seen.pods, revision, replicas)
     everything += claims.not_shared(resource, seen, revision, replicas)
     serving = seen.serving(revision)
     body = planned.body

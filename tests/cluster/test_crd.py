@@ -92,6 +92,15 @@ def test_kubectl_get_shows_the_state_at_a_glance(
     assert row.split()[:7] == ["demo", "False", "2", "3", "InsufficientAccelerator", "demo:", "7"]
 
 
+def test_a_resource_that_no_operator_serves_says_so(
+    plane: ControlPlane, api: Api, namespace: str, crd: Object
+) -> None:
+    api.create({**BASE, "metadata": {"name": "demo", "namespace": namespace}})
+    header, row = kubectl(plane, "get", "idep", "-n", namespace).splitlines()
+    assert header.split()[1:5] == ["READY", "REPLICAS", "DESIRED", "REASON"]
+    assert row.split()[1:3] == ["Unknown", "NoOperator"]
+
+
 def test_the_scale_subresource_reads_and_writes_replicas(
     plane: ControlPlane, api: Api, namespace: str, crd: Object
 ) -> None:

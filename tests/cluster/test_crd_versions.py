@@ -94,11 +94,11 @@ def test_an_operator_works_with_an_older_definition(
     """The operator is upgraded first: fields of the spec and of the status are not known yet."""
     older = copy.deepcopy(crd)
     parts = schema(older)
-    del parts["spec"]["properties"]["podTemplate"]
+    del parts["spec"]["properties"]["service"]
     for place in (parts["status"], parts["status"]["properties"]["rollout"]):
         place["properties"].pop("why", None)
         place["properties"].pop("drainingReplicas", None)
-    define(older, "podTemplate", served=False)
+    define(older, "service", served=False)
     with OperatorProcess(plane, (namespace,)) as operator:
         api.create(idep(namespace))
         eventually(lambda: settled(api, namespace), 20, "the children exist and the status is new")

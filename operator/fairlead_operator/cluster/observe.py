@@ -29,8 +29,10 @@ def observe(store: Store, key: Key, uid: str) -> Observed:
     pods = [
         pod
         for pod in store.children(POD, key)
-        if (pod["metadata"].get("labels") or {}).get(UID_LABEL) == uid and not _finished(pod)
+        if (pod["metadata"].get("labels") or {}).get(UID_LABEL) == uid
     ]
+    failed = [pod for pod in pods if _phase(pod) == "Failed"]
+    pods = [pod for pod in pods if _phase(pod) not in {"Succeeded", "Failed"}]
     uids = {pod["metadata"]["uid"] for pod in pods}
     events = [
         event
@@ -43,11 +45,12 @@ def observe(store: Store, key: Key, uid: str) -> Observed:
         slices=tuple(store.children(SLICE, key)),
         quotas=tuple(store.in_namespace(QUOTA, key[0])),
         events=tuple(sorted(events, key=_last_seen)),
+        failed=tuple(failed),
     )
 
 
-def _finished(pod: Object) -> bool:
-    return (pod.get("status") or {}).get("phase") in {"Succeeded", "Failed"}
+def _phase(pod: Object) -> str:
+    return str((pod.get("status") or {}).get("phase") or "")
 
 
 def _last_seen(event: Mapping[str, Any]) -> str:

@@ -22,6 +22,7 @@ SECONDS = 5.0
 KEEP_SECONDS = 3600.0  # a branch may move
 RETRY_SECONDS = 60.0  # after which a failed fetch is tried again
 REDIRECTS = 3
+ANSWERS = 1000  # models remembered
 AT_ONCE = 20  # fetches
 
 LATER = "planned once a pod has it"
@@ -71,9 +72,16 @@ class Hub:
             if self._clock() - at >= keep:
                 answer = await self._answer(*key)
                 self._answers[key] = (self._clock(), answer)
+                self._evict()
         if isinstance(answer, HubError):
             raise answer
         return answer
+
+    def _evict(self) -> None:
+        """Forget the oldest answers beyond ``ANSWERS``; what a task fetches now stays."""
+        for key in sorted(self._answers, key=lambda key: self._answers[key][0])[:-ANSWERS]:
+            if not self._locks[key].locked():
+                del self._answers[key], self._locks[key]
 
     async def _answer(self, repository: str, revision: str) -> Mapping[str, Any] | HubError:
         owner, _, name = repository.partition("/")

@@ -83,7 +83,9 @@ def settings(api: Api, namespace: str) -> Settings:
 
 def converged(api: Api, namespace: str, *, claim: bool = False) -> Object:
     """Create a resource; its Deployment, once all children exist and the status is current."""
-    spec: dict[str, Any] = {"modelCache": {"type": "PVC", "size": "1Gi"}} if claim else {}
+    cache = {"type": "PVC", "size": "1Gi", "accessModes": ["ReadWriteMany"]}
+    cached = {"model": {"source": "owner/name"}, "modelCache": cache}
+    spec: dict[str, Any] = cached if claim else {}
     api.create(idep(namespace, replicas=2, **spec))
     children = ["Deployment", "Service", "NetworkPolicy", "PodDisruptionBudget"]
     for kind in children:

@@ -120,7 +120,8 @@ def exercise(api: Api, namespace: str) -> Iterator[Any]:
         api.create(
             {"apiVersion": versions.get(kind, "v1"), "kind": kind, "metadata": meta, "spec": spec}
         )
-    hub: Object = {"model": {"source": "owner/name"}, "modelCache": {"type": "PVC", "size": "1Gi"}}
+    cache = {"type": "PVC", "size": "1Gi", "accessModes": ["ReadWriteMany"]}
+    hub: Object = {"model": {"source": "owner/name"}, "modelCache": cache}
     api.create(idep(namespace, "taken", replicas=2, **hub))
     yield (
         lambda: (

@@ -102,7 +102,7 @@ def test_at_most_sixteen_reasons_are_kept_and_they_are_the_gravest() -> None:
     ]
     pull = {"name": "runtime", "state": {"waiting": {"reason": "ErrImagePull", "message": "gone"}}}
     found = codes(*pods, pod("chat-zz", container=pull))
-    assert found == ["ImagePullBackOff", *["CrashLoop"] * 15]
+    assert found == ["ImagePullBackOff", *["ProcessEnded"] * 15]
 
 
 # -- the blockers of a whole pass

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from fairlead_operator.decide.pods import blockers
 from fairlead_operator.decide.pods.blockers import CODES, Blocker, find, printable, termination
 from support.operator_bodies import Object, deployment, event, pod, unscheduled
 
@@ -70,6 +71,10 @@ GPU = {"nvidia.com/gpu": "1"}
         (
             pod(container=waiting("CreateContainerConfigError", 'secret "keys" not found')),
             "SecretMissing",
+        ),
+        (
+            pod(container=waiting("CreateContainerConfigError", 'configmap "roots" not found')),
+            "ConfigMapMissing",
         ),
         (pod(container=ended(137, "OOMKilled")), "OutOfMemory"),
         (pod(container=ended(1)), "CrashLoop"),
@@ -173,3 +178,45 @@ def test_a_download_that_runs_again_keeps_its_failure_as_the_reason_until_it_mov
     assert codes(one) == ["HubUnreachable"]
     (moving,) = reasons(one, downloads={one["metadata"]["uid"]: "10 % of the weights are there"})
     assert (moving.code, moving.message) == ("FetchingWeights", "10 % of the weights are there")
+
+
+def ended_once(code: int, restarts: int = 1, waiting: str = "") -> Object:
+    state: Object = {"waiting": {"reason": waiting}} if waiting else {"running": {}}
+    last = {"terminated": {"exitCode": code, "reason": "Error"}}
+    return {"name": "runtime", "restartCount": restarts, "state": state, "lastState": last}
+
+
+@pytest.mark.parametrize(
+    ("container", "code"),
+    [
+        (ended_once(137), "ProcessKilled"),
+        (ended_once(1), "ProcessEnded"),
+        (ended_once(137, restarts=3), "CrashLoop"),
+        (ended_once(1, waiting="CrashLoopBackOff"), "CrashLoop"),
+    ],
+)
+def test_only_repeated_ends_are_a_loop(container: Object, code: str) -> None:
+    assert codes(pod(container=container)) == [code]
+
+
+def failed(name: str, reason: str, created: str) -> Object:
+    one = pod(name)
+    one["metadata"]["creationTimestamp"] = created
+    one["status"] = {"phase": "Failed", "reason": reason, "message": "low on ephemeral-storage"}
+    return one
+
+
+def test_a_pod_that_its_node_ended_or_refused_is_named_while_one_is_missing() -> None:
+    evicted = failed("chat-0", "Evicted", "2026-01-01T00:00:00Z")
+    refused = failed("chat-9", "UnexpectedAdmissionError", "2026-01-01T00:00:05Z")
+    (newest,) = blockers.of_failed([evicted, refused], [pod()], "new", 1)
+    assert (newest.code, newest.object) == ("NodeRefused", "Pod/chat-9")
+    (only,) = blockers.of_failed([evicted], [pod()], "new", 1)
+    assert only.code == "Evicted"
+    assert "low on ephemeral-storage" in only.message
+    assert "modelCache.size" in only.hint
+    assert not blockers.of_failed([evicted], [pod(ready=True)], "new", 1)
+    assert not blockers.of_failed([evicted], [pod()], "newer", 1)
+    later = pod("chat-2", ready=True)
+    later["metadata"]["creationTimestamp"] = "2026-01-01T00:01:00Z"
+    assert not blockers.of_failed([evicted], [later, pod()], "new", 2)

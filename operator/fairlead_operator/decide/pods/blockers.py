@@ -46,6 +46,7 @@ CODES: Mapping[str, str] = {
         "No node takes the pod: compare nodeSelector, tolerations and resources with the nodes."
     ),
     "SecretMissing": "Create the Secret and key that the message names.",
+    "ConfigMapMissing": "Create the ConfigMap that the message names, or see the chart's caBundle.",
     "ImagePullBackOff": "Check the image's name, and imagePullSecrets for a private registry.",
     "InvalidSource": (
         "Write model.source as demo:, hf://owner/name, pvc://claim/path or file:///path."
@@ -74,11 +75,17 @@ CODES: Mapping[str, str] = {
     "InvalidConfig": "The runtime refused a setting: correct what the message names.",
     "RuntimeRefused": "Read the message and the pod's log.",
     "EngineDead": "The engine gave up after failures in a row: read the message and the pod's log.",
+    "ProcessKilled": (
+        "Wait for the restart. The kubelet or an administrator ended it: see the node's log."
+    ),
+    "ProcessEnded": "Wait for the restart, and read the log: kubectl logs --previous.",
     "CrashLoop": "Read the pod's log: kubectl logs --previous.",
     "ProbeFailed": "The pod stopped serving: see its log and /healthz.",
     "ProgressDeadlineExceeded": (
         "The start takes longer than rollout.progressDeadlineSeconds: raise it, or see the pod."
     ),
+    "Evicted": "The node ran short of something: read the message, set modelCache.size.",
+    "NodeRefused": "The node refused the pod and another follows: read the message.",
     "FetchingWeights": "Wait: the weights are being downloaded.",
     "Starting": "Wait: the model is being loaded and tested.",
     "CanaryFailed": "The pod is ready but generates no token: see its log.",
@@ -101,6 +108,8 @@ _PULL = frozenset(
         "RegistryUnavailable",
     }
 )
+KILLED = 137  # SIGKILL
+LOOP = 3  # restarts from which on an end is one of many
 _CONFIG = frozenset({"CreateContainerConfigError", "CreateContainerError"})
 
 
@@ -254,6 +263,8 @@ def _missing(message: str) -> str:
         re.IGNORECASE,
     ):
         return "SecretMissing"
+    if re.search(r'configmap "[^"]+" not found|non-existent config key', message, re.IGNORECASE):
+        return "ConfigMapMissing"
     return ""
 
 
@@ -277,7 +288,10 @@ def _of_container(container: Mapping[str, Any], about: str, *, moving: bool) -> 
     if not ended and not (container.get("started") and moving):
         ended = (container.get("lastState") or {}).get("terminated")
     if ended is not None and ended.get("exitCode", 1) != 0:
-        return _of_injected(container, ended, about) if injected else _of_end(ended, about)
+        if injected:
+            return _of_injected(container, ended, about)
+        loops = reason == "CrashLoopBackOff" or container.get("restartCount", 0) >= LOOP
+        return _of_end(ended, about, loops=loops)
     return None
 
 
@@ -293,7 +307,8 @@ def _of_injected(
     return blocker("CrashLoop", about, f"{message}: {text}" if text else message, hint)
 
 
-def _of_end(ended: Mapping[str, Any], about: str) -> Blocker:
+def _of_end(ended: Mapping[str, Any], about: str, *, loops: bool) -> Blocker:
+    """``loops``: the container ended repeatedly."""
     if ended.get("reason") == "OOMKilled":
         return blocker(
             "OutOfMemory",
@@ -306,7 +321,32 @@ def _of_end(ended: Mapping[str, Any], about: str) -> Blocker:
         code, message, hint = message_of_runtime
         return blocker(code, about, message, hint)
     exit_code = ended.get("exitCode", "?")
-    return blocker("CrashLoop", about, f"exit code {exit_code}" + (f": {text}" if text else ""))
+    code = "CrashLoop" if loops else "ProcessKilled" if exit_code == KILLED else "ProcessEnded"
+    return blocker(code, about, f"exit code {exit_code}" + (f": {text}" if text else ""))
+
+
+def of_failed(
+    failed: Iterable[Object], pods: Iterable[Object], revision: str, replicas: int
+) -> list[Blocker]:
+    """Of the newest pod that its node ended or refused, while a pod is missing or not ready.
+
+    ``failed``: such pods; Kubernetes keeps them for a while.
+    """
+    current = [p for p in pods if revision_of_pod(p) == revision and not is_deleting(p)]
+    if sum(is_ready(p) for p in current) >= replicas:
+        return []
+    ended = [p for p in failed if revision_of_pod(p) == revision and p["status"].get("reason")]
+    since = max((_created(p) for p in current if is_ready(p)), default="")
+    newest = max((p for p in ended if _created(p) >= since), key=_created, default=None)
+    if newest is None:
+        return []
+    reason, message = newest["status"]["reason"], str(newest["status"].get("message", ""))
+    code = "Evicted" if reason in {"Evicted", "Preempting"} else "NodeRefused"
+    return [blocker(code, f"Pod/{newest['metadata']['name']}", f"{reason}: {message}")]
+
+
+def _created(pod: Object) -> str:
+    return str(pod["metadata"].get("creationTimestamp") or "")
 
 
 def termination(text: str) -> tuple[str, str, str] | None:

@@ -15,6 +15,7 @@ class Observed:
     slices: tuple[Object, ...]
     quotas: tuple[Object, ...]
     events: tuple[Object, ...]
+    failed: tuple[Object, ...] = ()  # pods that ended in failure, which ``pods`` leaves out
 
     @property
     def deployment(self) -> Object | None:
