@@ -424,7 +424,7 @@ def test_a_group_for_volumes_is_set_only_where_pods_write_to_a_claim() -> None:
     [
         ("20Gi", {}, "20Gi"),
         ("", {"memory": "8Gi"}, "16Gi"),
-        ("", {"accelerator": {"count": 2, "memory": "80Gi"}}, "320Gi"),
+        ("", {"accelerator": {"count": 1, "memory": "80Gi"}}, "160Gi"),
         ("", {"accelerator": {"count": 1}}, None),
     ],
 )
