@@ -45,7 +45,7 @@ def test_activations_and_logits_grow_with_their_limits_only() -> None:
     assert wider["activations"] == 2 * base["activations"]
     assert wider["logits"] == base["logits"]
     more = planned(GPU, replace(CONFIG, max_requests=128))
-    assert more["logits"] == 2 * base["logits"]
+    assert more["logits"] == 2 * base["logits"] > 0
     assert more["activations"] == base["activations"]
 
 
