@@ -267,7 +267,12 @@ def _not_selected(api: Api, meta: Object) -> None:
         selectors.append(api.get(kind, NAMESPACE, "db")["spec"]["selector"]["matchLabels"])
     for selector in selectors:
         assert not selector.items() <= meta["labels"].items()
-    ours = {"kubectl.kubernetes.io/default-container", "description"}
+    ours = {
+        "kubectl.kubernetes.io/default-container",
+        "traffic.sidecar.istio.io/excludeInboundPorts",
+        "config.linkerd.io/skip-inbound-ports",
+        "description",
+    }
     assert set(meta["annotations"]) <= ours
 
 
