@@ -16,6 +16,7 @@ from fairlead_operator.decide.children.podtemplate import Deadlines, pod_templat
 from fairlead_operator.decide.children.upgrade import (
     DEADLINES_MARK,
     DEFAULTS_MARK,
+    REVISION_MARK,
     SPEC_MARK,
     TURN_MARK,
     Member,
@@ -51,7 +52,8 @@ class Target:
 
     @property
     def revision(self) -> str:
-        return str(self.template["metadata"]["labels"][REVISION_LABEL])
+        labels = self.template["metadata"].get("labels") or {}
+        return str(labels.get(REVISION_LABEL) or self.marks.get(REVISION_MARK, ""))
 
 
 class Upgrades:
@@ -71,6 +73,7 @@ class Upgrades:
             SPEC_MARK: spec_hash(resource),
             DEFAULTS_MARK: self._defaults,
             DEADLINES_MARK: f"{now.progress},{now.drain}",
+            REVISION_MARK: str(today["metadata"]["labels"][REVISION_LABEL]),
         }
         if live is None:
             return Target(today, own)
@@ -82,6 +85,8 @@ class Upgrades:
             return Target(template, own | kept)
         if carried.get(SPEC_MARK, own[SPEC_MARK]) != own[SPEC_MARK]:
             return Target(today, own)  # its own spec changed: no turn is needed
+        if carried.get(REVISION_MARK) == own[REVISION_MARK]:
+            return Target(today, own)  # today's was written, and somebody else changed it
         key = key_of(live)
         given, was_ready = await self._turn(key)
         if given.allowed:

@@ -5,6 +5,7 @@ Rooms are tight, pods start slowly and die, users edit, defaults change, the ope
 """
 
 import asyncio
+import copy
 import dataclasses
 import random
 from datetime import UTC, datetime, timedelta
@@ -272,5 +273,24 @@ def test_a_deadline_or_a_drain_time_needs_no_new_pod() -> None:
         assert changed is not None
         pod = changed["spec"]["template"]["spec"]
         assert "--drain-timeout=88.0" in pod["containers"][0]["args"], "with the next revision"
+
+    asyncio.run(run())
+
+
+def test_a_template_that_somebody_changed_is_restored_without_a_turn() -> None:
+    async def run() -> None:
+        fleet = Fleet(2)
+        await fleet.settle(40)
+        key = fleet.keys[0]
+        live = fleet.server.find(DEPLOYMENT, *key)
+        assert live is not None
+        before = template_hash(live)
+        changed = copy.deepcopy(live)
+        del changed["spec"]["template"]["metadata"]["labels"]["serving.fairlead.dev/revision"]
+        fleet.server.put(changed)
+        await fleet.look_at(key)
+        after = fleet.server.find(DEPLOYMENT, *key)
+        assert after is not None
+        assert template_hash(after) == before
 
     asyncio.run(run())

@@ -26,6 +26,7 @@ from fairlead_runtime.config import EngineConfig
 # Annotations of the Deployment, not of its template: they change without a new pod.
 SPEC_MARK = f"{GROUP}/spec-hash"  # of what the resource asks of the template
 DEFAULTS_MARK = f"{GROUP}/defaults-hash"  # of the defaults the template was written with
+REVISION_MARK = f"{GROUP}/revision"  # of the template that was written last
 DEADLINES_MARK = f"{GROUP}/deadlines"  # seconds of progress and drain in its template
 TURN_MARK = f"{GROUP}/upgrade-turn"  # the defaults for which it took a turn while it was Ready
 # A pod that waits for room is not a fault yet: the rollout's own deadline judges it.
