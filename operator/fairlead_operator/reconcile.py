@@ -126,7 +126,7 @@ class Reconciler:
             self._now(),
             self._clock(),
         )
-        found = not_allowed(resource, self._settings) + claims.never_shared(resource, seen)
+        refusals = not_allowed(resource, self._settings) + claims.never_shared(resource, seen)
 
         cached = keeps_weights(resource) and bool(seen.serving(revision))
         wanted = render(
@@ -140,21 +140,21 @@ class Reconciler:
         )
         writes = diff(wanted, seen.children, uid)
         try:
-            if not resource.spec.paused and not found:
+            if not resource.spec.paused and not refusals:
                 # The first of all creations needs no question: the API server refuses it if the
                 # child exists.
                 if seen.children:
                     await self._make_sure(body, writes)
-                found = await self._carry_out(writes)
+                refusals = await self._carry_out(writes)
                 seen = observe(self._cluster.store, key, uid)
         finally:
             # Also after an error: the Deployment may have been written before it.
             if not self._commit(key, uid, scaling):
                 scaling = hold(resource, seen, memory)
-        found += [_conflict(one) for one in writes.conflicts]
+        refusals += [_conflict(one) for one in writes.conflicts]
         if target.turn.held:
             about = f"{RESOURCE.name}/{resource.name}"
-            found.append(blocker("UpgradeHeld", about, target.turn.why))
+            refusals.append(blocker("UpgradeHeld", about, target.turn.why))
 
         load, load_at = load_of(results, memory.load_at, seen.running_pods(), before, self._clock())
         findings = Findings(
@@ -163,7 +163,7 @@ class Reconciler:
             strategy=choice.chosen,
             why=choice.why if choice.chosen == "OneByOne" else target.turn.why or choice.why,
             blockers=judge(
-                resource, seen, results, revision, scaling.replicas, planned, found, before
+                resource, seen, results, revision, scaling.replicas, planned, refusals, before
             ),
             capacity=planned,
             drained=drained,
@@ -183,7 +183,7 @@ class Reconciler:
         self._scaling.put(key, uid, replace(memory, load_at=load_at))
         if choice.announced_only:
             return 0.0  # the status has said so: now it may happen
-        again = REFUSED_SECONDS if found else RESYNC_SECONDS
+        again = REFUSED_SECONDS if refusals else RESYNC_SECONDS
         if not target.turn.allowed:
             again = TURN_SECONDS
         return self._again(body, min(again, scaling.again))
@@ -362,12 +362,12 @@ def judge(
     revision: str,
     replicas: int,
     planned: Capacity,
-    found: Sequence[Blocker],
+    refusals: Sequence[Blocker],
     before: Mapping[str, Any],
 ) -> list[Blocker]:
     """All blockers at this moment, most important first. ``before``: the status so far."""
     about = f"{RESOURCE.name}/{resource.name}"
-    everything = list(found)
+    everything = list(refusals)
     if replicas == 0:
         return sorted([*everything, blocker("NoReplicas", about, "spec.replicas is 0")])
     live = seen.deployment

@@ -115,9 +115,9 @@ class Upgrades:
 
     def _fleet(self) -> list[Member]:
         store, now = self._cluster.store, self._now()
-        found = []
+        members = []
         for body in store.all(DEPLOYMENT):
             resource = store.get(RESOURCE, key_of(body))
             if resource is not None:
-                found.append(member(body, resource, self._defaults, now))
-        return found
+                members.append(member(body, resource, self._defaults, now))
+        return members

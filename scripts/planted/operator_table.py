@@ -46,15 +46,15 @@ BUGS = (
     PackageBug(
         "RollingOut is never reported",
         BLOCKERS,
-        "if older and not found and",
-        "if False and older and not found and",
+        "if older and not reasons and",
+        "if False and older and not reasons and",
         ("operator/decide/pods/test_blocker_codes.py",),
     ),
     PackageBug(
         "of equal blockers the last pod is named",
         BLOCKERS,
-        "sorted(found, reverse=True)",
-        "sorted(found)",
+        "sorted(reasons, reverse=True)",
+        "sorted(reasons)",
         ("operator/decide/pods/test_blocker_codes.py",),
     ),
     PackageBug(

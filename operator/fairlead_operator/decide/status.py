@@ -32,8 +32,10 @@ class Capacity:
     def concurrent_tokens(self) -> int:
         """Of one pod, measured once one has started, else planned; 0 while they are not known."""
         body = self.body or {}
-        found = [body.get(name, {}).get("concurrentTokens") for name in ("measured", "planned")]
-        return int(found[0] or found[1] or 0)
+        token_counts = [
+            body.get(name, {}).get("concurrentTokens") for name in ("measured", "planned")
+        ]
+        return int(token_counts[0] or token_counts[1] or 0)
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,7 +36,7 @@ class Pods:
     ) -> None:
         self._http = HttpClient(seconds, LIMIT, at_once)
         # Of their own, so that pods that hang take no turn of those that answer.
-        self._silent = HttpClient(seconds, LIMIT, SILENT_AT_ONCE)
+        self._unresponsive = HttpClient(seconds, LIMIT, SILENT_AT_ONCE)
         self._canaries = HttpClient(canary_seconds, LIMIT, at_once)
         self._port = port
 
@@ -44,14 +44,14 @@ class Pods:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        for client in (self._http, self._silent, self._canaries):
+        for client in (self._http, self._unresponsive, self._canaries):
             await client.close()
 
-    async def metrics(self, address: str, *, silent: bool = False) -> str:
-        """``silent``: the pod did not answer last; it is skipped while too many such are asked."""
-        if silent and self._silent.busy:
+    async def metrics(self, address: str, *, unresponsive: bool = False) -> str:
+        """``unresponsive``: the pod did not answer last; skipped while too many such are asked."""
+        if unresponsive and self._unresponsive.busy:
             raise ScrapeError("/metrics: too many pods do not answer")
-        client = self._silent if silent else self._http
+        client = self._unresponsive if unresponsive else self._http
         return (await self._read("GET", address, "/metrics", client)).decode("utf-8", "replace")
 
     async def canary(self, address: str) -> None:

@@ -101,12 +101,12 @@ class Prober:
         """A good sample replaces the last one, which otherwise grows stale."""
         uid, name = pod["metadata"]["uid"], resource.engine.served_name
         try:
-            silent = uid in self._of(resource).silent
-            text = await self._pods.metrics(address_of(pod), silent=silent)
+            unresponsive = uid in self._of(resource).unresponsive
+            text = await self._pods.metrics(address_of(pod), unresponsive=unresponsive)
         except ScrapeError:
-            self._learn(resource, silent=self._of(resource).silent | {uid})
+            self._learn(resource, unresponsive=self._of(resource).unresponsive | {uid})
             return
-        self._learn(resource, silent=self._of(resource).silent - {uid})
+        self._learn(resource, unresponsive=self._of(resource).unresponsive - {uid})
         try:
             load = parse(text, name)
         except LoadError:

@@ -157,15 +157,15 @@ def find(
     pods = list(pods)
     current = [p for p in pods if revision_of_pod(p) == revision and not is_deleting(p)]
     older = any(revision_of_pod(p) != revision for p in pods)
-    found = _of_deployment(deployment)
+    reasons = _of_deployment(deployment)
     for pod in current:
         progress = (downloads or {}).get(pod["metadata"]["uid"], "")
-        found += _of_pod(
+        reasons += _of_pod(
             pod, [e for e in events if _about(e, pod)], progress, surge_blocked=surging and older
         )
-    if older and not found and not current:
-        found.append(blocker("RollingOut", "", "pods of the previous revision still serve"))
-    unique = {(b.code, b.message): b for b in sorted(found, reverse=True)}
+    if older and not reasons and not current:
+        reasons.append(blocker("RollingOut", "", "pods of the previous revision still serve"))
+    unique = {(b.code, b.message): b for b in sorted(reasons, reverse=True)}
     return sorted(unique.values())[:16]
 
 
@@ -178,7 +178,7 @@ def _of_deployment(deployment: Object | None) -> list[Blocker]:
     if deployment is None:
         return []
     about = f"Deployment/{deployment['metadata']['name']}"
-    found = []
+    reasons = []
     for condition in (deployment.get("status") or {}).get("conditions") or ():
         message = str(condition.get("message", ""))
         if condition["type"] == "ReplicaFailure" and condition["status"] == "True":
@@ -187,13 +187,13 @@ def _of_deployment(deployment: Object | None) -> list[Blocker]:
                 if "exceeded quota" in message or "must specify" in message
                 else "PodsRefused"
             )
-            found.append(blocker(code, about, message))
+            reasons.append(blocker(code, about, message))
         elif (
             condition["type"] == "Progressing"
             and condition.get("reason") == "ProgressDeadlineExceeded"
         ):
-            found.append(blocker("ProgressDeadlineExceeded", about, message))
-    return found
+            reasons.append(blocker("ProgressDeadlineExceeded", about, message))
+    return reasons
 
 
 def _of_pod(

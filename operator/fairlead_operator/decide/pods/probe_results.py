@@ -32,7 +32,7 @@ class ProbeResults:
     measured_of: str = ""  # that pod's uid
     startups: Mapping[str, Mapping[str, float]] = field(default_factory=dict)  # seconds by part
     samples: Mapping[str, Sample] = field(default_factory=dict)  # last good load
-    silent: frozenset[str] = frozenset()  # pods that did not answer their last scrape
+    unresponsive: frozenset[str] = frozenset()  # pods that did not answer their last scrape
 
     def of_pods(self, uids: frozenset[str], fetching: frozenset[str]) -> "ProbeResults":
         """Without the results of pods that are gone; ``fetching``: pods that download."""
@@ -44,12 +44,12 @@ class ProbeResults:
             downloads=_only(self.downloads, fetching),
             startups=_only(self.startups, uids),
             samples=_only(self.samples, uids),
-            silent=self.silent & uids,
+            unresponsive=self.unresponsive & uids,
         )
 
     def shows_as(self, other: "ProbeResults") -> bool:
         """Whether both give the same status, but for the load: scaling reads that at its ticks."""
-        ours, theirs = (replace(one, samples={}, silent=frozenset()) for one in (self, other))
+        ours, theirs = (replace(one, samples={}, unresponsive=frozenset()) for one in (self, other))
         return ours == theirs
 
 

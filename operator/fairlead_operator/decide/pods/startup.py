@@ -22,13 +22,15 @@ def read(text: str, model: str = "") -> Mapping[str, float]:
     finite and positive.
     """
     try:
-        found = {
+        measured_parts = {
             labels.get(PHASE, ""): value for _, labels, value in series(text, {STARTUP}, model)
         }
     except LoadError:
         return {}
     return {
-        name: round(found[name], 1) for name in PARTS if 0 < found.get(name, math.inf) < math.inf
+        name: round(measured_parts[name], 1)
+        for name in PARTS
+        if 0 < measured_parts.get(name, math.inf) < math.inf
     }
 
 

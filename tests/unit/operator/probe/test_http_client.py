@@ -128,13 +128,13 @@ def test_canaries_and_pods_that_do_not_answer_take_no_turn_of_those_that_do() ->
             pod_server() as server,
             Pods(60.0, server.port, at_once=1, canary_seconds=60.0) as pods,
         ):
-            pods._silent._turns = asyncio.Semaphore(0)  # as if each hung
+            pods._unresponsive._turns = asyncio.Semaphore(0)  # as if each hung
             server.seconds = 60.0
             canary = asyncio.create_task(pods.canary("127.0.0.1"))
             await server.asked.wait()
             server.seconds = 0.0
             with pytest.raises(ScrapeError, match="too many pods do not answer"):
-                await pods.metrics("127.0.0.1", silent=True)
+                await pods.metrics("127.0.0.1", unresponsive=True)
             await pods.metrics("127.0.0.1")
             assert not canary.done()
             canary.cancel()

@@ -43,7 +43,7 @@ class PlayedPods:
         self.hung: set[str] = set()  # addresses
         self.answered = asyncio.Event()  # a pod that does not hang
         self.released = asyncio.Event()
-        self.silent: list[str] = []  # addresses scraped as pods that did not answer last
+        self.unresponsive: list[str] = []  # addresses scraped as pods that did not answer last
 
     def _answer(self, name: str) -> Any:
         self.requests.append(name)
@@ -54,8 +54,8 @@ class PlayedPods:
     async def canary(self, address: str) -> None:
         self._answer("canary")
 
-    async def metrics(self, address: str, *, silent: bool = False) -> str:
-        self.silent += [address] if silent else []
+    async def metrics(self, address: str, *, unresponsive: bool = False) -> str:
+        self.unresponsive += [address] if unresponsive else []
         if address in self.hung:
             await self.released.wait()
             raise ScrapeError("/metrics: TimeoutError")
@@ -240,12 +240,12 @@ def test_a_hung_pod_delays_no_scrape_of_another_and_is_asked_as_a_silent_one() -
         await probing
 
     asyncio.run(round_with_hung_pods())
-    assert rig.results.silent == {f"uid-of-chat-{number}" for number in range(1, 9)}
-    assert rig.pods.silent == []
+    assert rig.results.unresponsive == {f"uid-of-chat-{number}" for number in range(1, 9)}
+    assert rig.pods.unresponsive == []
     rig.pods.hung = set()
     assert len(rig.step()[1].samples) == 9
-    assert len(rig.pods.silent) == 8
-    assert rig.results.silent == frozenset()
+    assert len(rig.pods.unresponsive) == 8
+    assert rig.results.unresponsive == frozenset()
 
 
 def test_a_running_pod_is_scraped_ready_or_not() -> None:
