@@ -81,8 +81,9 @@ class Upgrades:
         if revision_of(live) == today["metadata"]["labels"][REVISION_LABEL]:
             written = deadlines_of(carried.get(DEADLINES_MARK, ""))
             kept = {n: carried[n] for n in (TURN_MARK, DEADLINES_MARK) if n in carried and written}
-            template = pod_template(resource, self._settings, written or now)
-            return Target(template, own | kept)
+            if written in {None, now}:
+                return Target(today, own | kept)
+            return Target(pod_template(resource, self._settings, written), own | kept)
         if carried.get(SPEC_MARK, own[SPEC_MARK]) != own[SPEC_MARK]:
             return Target(today, own)  # its own spec changed: no turn is needed
         if carried.get(REVISION_MARK) == own[REVISION_MARK]:
