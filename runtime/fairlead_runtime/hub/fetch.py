@@ -142,11 +142,21 @@ def fetch(
 
 
 def _is_complete(hub: Hub, repository: str, revision: str) -> bool:
-    """Whether ``revision`` is a commit that a reference names: those snapshots are complete."""
+    """Whether ``revision`` is a commit that a reference names, and the snapshot that was complete
+    then has lost no file since.
+    """
     if not _COMMIT.fullmatch(revision):
         return False
-    references = (path for path in (hub.folder(repository) / "refs").rglob("*") if path.is_file())
-    return any(path.read_text().strip() == revision for path in references)
+    folder = hub.folder(repository)
+    references = (path for path in (folder / "refs").rglob("*") if path.is_file())
+    if not any(path.read_text().strip() == revision for path in references):
+        return False
+    snapshot = folder / "snapshots" / revision
+    sizes = {path.name: 0 for path in snapshot.glob("*") if path.exists()}
+    try:
+        return files.CONFIG in sizes and bool(_weight_files(snapshot, sizes))
+    except ModelError:
+        return False
 
 
 def _cached_snapshot(hub: Hub, repository: str, revision: str) -> Snapshot:
@@ -175,6 +185,7 @@ def _download(hub: Hub, repository: str, revision: str, report: Report) -> Snaps
         if size > files.LARGEST_JSON:
             raise ModelError("BadModelFiles", f"{name}: larger than {files.LARGEST_JSON >> 20} MiB")
     meter = _Meter(report, sum(sizes.values()))
+    _drop_dead_links(hub.folder(repository) / "snapshots" / commit)
     path = _download_files(hub, repository, commit, settings, meter)
     config = files.read_json(path, files.CONFIG)
     architecture.check(config, files.auto_maps(path))
@@ -187,6 +198,13 @@ def _download(hub: Hub, repository: str, revision: str, report: Report) -> Snaps
     reference.parent.mkdir(parents=True, exist_ok=True)
     reference.write_text(commit)
     return Snapshot(path, commit)
+
+
+def _drop_dead_links(snapshot: Path) -> None:
+    """Remove links whose blob is gone, which ``files`` refuses: the download makes them again."""
+    for link in snapshot.glob("*"):
+        if link.is_symlink() and not link.exists():
+            link.unlink(missing_ok=True)
 
 
 def _list_files(hub: Hub, repository: str, revision: str) -> tuple[str, dict[str, int]]:

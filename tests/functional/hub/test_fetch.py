@@ -135,6 +135,25 @@ def test_a_complete_commit_needs_no_hub_and_an_incomplete_one_does(
     assert len(hub.requests) > requests, "another commit is requested"
 
 
+@pytest.mark.parametrize(
+    "lost", ["snapshots", f"snapshots/{OTHER}", "config.json", WEIGHTS, "blob"]
+)
+def test_a_commit_that_lost_files_in_the_cache_is_downloaded_again(
+    hub: Hub, tmp_path: Path, lost: str
+) -> None:
+    fetched = fetch(NAME, revision=OTHER, environ=hub.environ(tmp_path))
+    before = len(hub.downloaded())
+    weights = fetched.path / WEIGHTS
+    if lost.startswith("snapshots"):
+        shutil.rmtree(fetched.path.parents[1] / lost)
+    else:
+        (weights.resolve() if lost == "blob" else fetched.path / lost).unlink()
+    assert fetch(NAME, revision=OTHER, environ=hub.environ(tmp_path)) == fetched
+    assert loading.load(fetched.path).shape.layers == 2
+    blobs_are_left = lost != "blob"
+    assert set(hub.downloaded()[before:]) == (set() if blobs_are_left else {WEIGHTS})
+
+
 def test_a_hub_that_is_down_is_replaced_by_the_cache(hub: Hub, tmp_path: Path) -> None:
     fetched = fetch(NAME, environ=hub.environ(tmp_path))
     hub.status = 503
