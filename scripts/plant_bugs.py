@@ -4,19 +4,18 @@ catch each.
     .venv/bin/python scripts/plant_bugs.py [--seeds 60] [--jobs 2] [--only NAME]
 
 Exit code: 0 if all were caught, 1 if one was missed, 2 if the text of a bug does not occur exactly
-once in its file.
+once in its file or a run broke.
 """
 
 import argparse
-import os
 import shutil
-import subprocess
 import sys
 import tempfile
 import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
+
+from planted.hunting import SECONDS, Outcome, Runs, Verdict, end_on_sigterm, exit_code, hunt_all
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "runtime" / "fairlead_runtime"
@@ -443,13 +442,6 @@ BUGS = (
 )
 
 
-class Verdict(NamedTuple):
-    bug: Bug
-    caught: bool
-    how: str
-    seconds: float
-
-
 def plant(bug: Bug, folder: Path) -> None:
     """Copy to ``folder`` what the run needs of the package and the harness, and put the bug in."""
     copy = folder / "fairlead_runtime"
@@ -475,20 +467,20 @@ def mismatches() -> list[str]:
     ]
 
 
-def hunt(bug: Bug, seeds: int) -> Verdict:
+def hunt(bug: Bug, seeds: int, runs: Runs) -> Verdict:
     """Run the property on a copy with the bug until it fails."""
-    started = time.monotonic()
+    began = time.monotonic()
     with tempfile.TemporaryDirectory() as name:
         where = Path(name).resolve()
         plant(bug, where)
         command = [sys.executable, "-c", RUN, str(where), str(bug.first), str(seeds)]
-        environment = os.environ | {"PYTHONPATH": str(where), "PYTHONDONTWRITEBYTECODE": "1"}
-        done = subprocess.run(
-            command, env=environment, capture_output=True, text=True, check=False, cwd=where
-        )
-    if done.returncode not in (0, 9):
-        raise RuntimeError(f"{bug.name}: the run broke: {done.stderr[-500:]}")
-    return Verdict(bug, done.returncode == 9, done.stdout.strip(), time.monotonic() - started)
+        code, output = runs.run(command, where, {"PYTHONPATH": str(where)})
+    outcome, how = {
+        0: (Outcome.MISSED, f"{seeds} seeds passed"),
+        9: (Outcome.CAUGHT, output.strip()),
+        None: (Outcome.CAUGHT, f"no end within {SECONDS:.0f} s"),
+    }.get(code, (Outcome.BROKE, output[-500:]))
+    return Verdict(bug.name, bug.file.partition("/")[0], outcome, how, time.monotonic() - began)
 
 
 def main() -> int:
@@ -503,16 +495,9 @@ def main() -> int:
     if errors := mismatches():
         print("\n".join(errors), file=sys.stderr)
         return 2
-    with ThreadPoolExecutor(options.jobs) as pool:
-        verdicts = list(pool.map(lambda bug: hunt(bug, options.seeds), bugs))
-    for verdict in verdicts:
-        print(
-            f"{'caught' if verdict.caught else 'MISSED':<7} {verdict.seconds:5.1f} s  "
-            f"{verdict.bug.name:<50} {verdict.how}"
-        )
-    caught = sum(verdict.caught for verdict in verdicts)
-    print(f"{caught} of {len(verdicts)} planted bugs caught")
-    return 0 if caught == len(verdicts) else 1
+    end_on_sigterm()
+    runs = Runs()
+    return exit_code(hunt_all(bugs, lambda bug: hunt(bug, options.seeds, runs), options.jobs, runs))
 
 
 if __name__ == "__main__":

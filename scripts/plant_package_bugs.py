@@ -1,32 +1,40 @@
-"""Plant one-line bugs over all packages, one at a time, each in a copy of the repository; the unit
+"""Plant one-line bugs over all packages, one at a time, each in a copy of the repository; the
 tests that are named with a bug must catch it.
 
     .venv/bin/python scripts/plant_package_bugs.py [--jobs 2] [--only NAME] [--one-in N]
 
 Exit code: 0 if every bug was caught but those whose table names a reason, 1 if one was missed, 2
-if the text of a bug does not occur exactly once in its file or the tests fail without a bug.
+if the text of a bug does not occur exactly once in its file, the tests fail without a bug, or a
+run broke.
 """
 
 import argparse
 import os
 import queue
 import shutil
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import NamedTuple
 
 from planted import kernels_table, operator_table, runtime_table
 from planted.bug import PackageBug
+from planted.hunting import (
+    SECONDS,
+    Outcome,
+    Run,
+    Runs,
+    Verdict,
+    end_on_sigterm,
+    exit_code,
+    hunt_all,
+)
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("operator", "runtime", "kernels")
 FOLDERS = (*PACKAGES, "tests", "scripts", "benchmarks", "crds", "charts", "docs", "examples")
-SECONDS = 300  # after which a run that hangs counts as caught
 
 BUGS: tuple[PackageBug, ...] = (
     *operator_table.BUGS,
@@ -45,13 +53,6 @@ sys.exit(pytest.main(["-q", "-x", "--no-header", "-p", "no:cacheprovider", *sys.
 """
 
 
-class Verdict(NamedTuple):
-    bug: PackageBug
-    caught: bool
-    how: str
-    seconds: float
-
-
 def mismatches(bugs: Iterable[PackageBug] = BUGS) -> list[str]:
     """Bugs whose text does not occur exactly once in its file: they would prove nothing."""
     errors = []
@@ -61,9 +62,9 @@ def mismatches(bugs: Iterable[PackageBug] = BUGS) -> list[str]:
         if count != 1:
             errors.append(f"{bug.name}: {bug.file} contains {bug.old!r} {count} times, not once")
         errors += [
-            f"{bug.name}: tests/unit/{test} does not exist"
+            f"{bug.name}: tests/{test} does not exist"
             for test in bug.tests
-            if not (ROOT / "tests" / "unit" / test).is_file()
+            if not (ROOT / "tests" / test).is_file()
         ]
     return errors
 
@@ -78,72 +79,69 @@ def copy_to(folder: Path) -> None:
             shutil.copy(path, folder)
 
 
-def run_tests(copy: Path, tests: Sequence[str]) -> subprocess.CompletedProcess[str]:
-    """Run the tests of a copy on the packages of that copy. Raises TimeoutExpired."""
+def run_tests(copy: Path, tests: Sequence[str], runs: Runs) -> Run:
+    """Run tests of a copy on the packages of that copy, until one fails."""
     paths = os.pathsep.join(str(copy / name) for name in PACKAGES)
-    return subprocess.run(
-        [sys.executable, "-c", RUN, str(copy), *(f"tests/unit/{test}" for test in tests)],
-        cwd=copy,
-        env=os.environ | {"PYTHONPATH": paths, "PYTHONDONTWRITEBYTECODE": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=SECONDS,
-    )
+    command = [sys.executable, "-c", RUN, str(copy), *(f"tests/{test}" for test in tests)]
+    return runs.run(command, copy, {"PYTHONPATH": paths})
 
 
-def hunt(bug: PackageBug, copy: Path) -> Verdict:
+def hunt(bug: PackageBug, copy: Path, runs: Runs) -> Verdict:
     """Plant the bug in the copy, run its tests and take the bug out again."""
-    started = time.monotonic()
+    began = time.monotonic()
     target = copy / bug.file
     source = target.read_text()
     target.write_text(source.replace(bug.old, bug.new))
     try:
-        done = run_tests(copy, bug.tests)
-    except subprocess.TimeoutExpired:
-        return Verdict(bug, True, "a test hung", time.monotonic() - started)
+        code, output = run_tests(copy, bug.tests, runs)
     finally:
         target.write_text(source)
-    # 1: a test failed; 2: a test file could not be imported. Others: the run itself broke.
-    if done.returncode not in {0, 1, 2}:
-        raise RuntimeError(f"{bug.name}: {(done.stdout + done.stderr)[-2000:]}")
-    return Verdict(bug, done.returncode != 0, _first_failure(done.stdout), _since(started))
-
-
-def _since(started: float) -> float:
-    return time.monotonic() - started
+    outcome, how = {
+        0: (Outcome.EXCUSED, bug.missed) if bug.missed else (Outcome.MISSED, "its tests pass"),
+        1: (Outcome.CAUGHT, _first_failure(output)),
+        2: (Outcome.CAUGHT, f"a test file cannot be imported {_first_failure(output)}"),
+        None: (Outcome.CAUGHT, f"no end within {SECONDS:.0f} s"),
+    }.get(code, (Outcome.BROKE, output[-2000:]))
+    return Verdict(bug.name, bug.file.partition("/")[0], outcome, how, time.monotonic() - began)
 
 
 def _first_failure(output: str) -> str:
     lines = (line for line in output.splitlines() if line.startswith(("FAILED", "ERROR ")))
-    return next(lines, "").partition(" ")[2].partition(" - ")[0].removeprefix("tests/unit/")
+    return next(lines, "").partition(" ")[2].partition(" - ")[0].removeprefix("tests/")
 
 
-def hunt_all(bugs: Sequence[PackageBug], jobs: int) -> list[Verdict]:
+def hunt_in_copies(bugs: Sequence[PackageBug], jobs: int) -> list[Verdict]:
     """Every bug's verdict; each job has a copy of its own. Raises RuntimeError when the tests fail
     without a bug.
     """
     copies: queue.SimpleQueue[Path] = queue.SimpleQueue()
+    runs = Runs()
 
     def hunt_in_a_copy(bug: PackageBug) -> Verdict:
         copy = copies.get()
         try:
-            return hunt(bug, copy)
+            return hunt(bug, copy, runs)
         finally:
             copies.put(copy)
 
-    with tempfile.TemporaryDirectory() as name, ThreadPoolExecutor(jobs) as pool:
+    with tempfile.TemporaryDirectory() as name:
         for index in range(jobs):
             copy = Path(name).resolve() / str(index)
             copy.mkdir()
             copy_to(copy)
             copies.put(copy)
-        clean = copies.get()
-        without = run_tests(clean, sorted({test for bug in bugs for test in bug.tests}))
-        copies.put(clean)
-        if without.returncode != 0:
-            raise RuntimeError(f"the tests fail without a bug:\n{without.stdout[-3000:]}")
-        return list(pool.map(hunt_in_a_copy, bugs))
+        _check_without_a_bug(bugs, copy, jobs, runs)
+        return hunt_all(bugs, hunt_in_a_copy, jobs, runs)
+
+
+def _check_without_a_bug(bugs: Sequence[PackageBug], copy: Path, jobs: int, runs: Runs) -> None:
+    tests = sorted({test for bug in bugs for test in bug.tests})
+    print(f"{len(tests)} test files without a bug, then {len(bugs)} bugs", flush=True)
+    with ThreadPoolExecutor(jobs) as pool:
+        ends = list(pool.map(lambda test: run_tests(copy, [test], runs), tests))
+    for test, (code, output) in zip(tests, ends, strict=True):
+        if code != 0:
+            raise RuntimeError(f"{test} ends with {code} without a bug:\n{output[-3000:]}")
 
 
 def main() -> int:
@@ -156,19 +154,12 @@ def main() -> int:
     if errors := mismatches(bugs):
         print("\n".join(errors), file=sys.stderr)
         return 2
+    end_on_sigterm()
     try:
-        verdicts = hunt_all(bugs[:: options.one_in], options.jobs)
+        return exit_code(hunt_in_copies(bugs[:: options.one_in], options.jobs))
     except RuntimeError as error:
         print(error, file=sys.stderr)
         return 2
-    for verdict in verdicts:
-        print(
-            f"{'caught' if verdict.caught else 'MISSED':<7} {verdict.seconds:5.1f} s  "
-            f"{verdict.bug.name:<60} {verdict.bug.missed or verdict.how}"
-        )
-    caught = sum(verdict.caught for verdict in verdicts)
-    print(f"{caught} of {len(verdicts)} planted bugs caught")
-    return 1 if any(not v.caught and not v.bug.missed for v in verdicts) else 0
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 
 class PackageBug(NamedTuple):
-    """``file`` and ``tests`` are relative to the repository and to ``tests/unit``. ``missed`` is
+    """``file`` is relative to the repository, ``tests`` to its folder of tests. ``missed`` is
     the reason why no test catches it; empty for a bug that must be caught.
     """
 

@@ -13,14 +13,14 @@ BUGS = (
         TORCH_ATTENTION,
         "            or self._buffer.dtype != flat.dtype\n",
         "",
-        ("device/test_attention_kernels.py",),
+        ("unit/device/test_attention_kernels.py",),
     ),
     PackageBug(
         "explicit scores are normalised in their own dtype",
         TORCH_ATTENTION,
         "    scores = scores.float()\n",
         "",
-        ("device/test_attention_kernels.py",),
+        ("unit/device/test_attention_kernels.py",),
         "the same result: torch sums a half-precision softmax in float32 and rounds as we do",
     ),
     PackageBug(
@@ -28,13 +28,13 @@ BUGS = (
         CACHE_WRITE,
         "value.to(value_cache.dtype)",
         "value",
-        ("device/test_attention_kernels.py",),
+        ("unit/device/test_attention_kernels.py",),
     ),
     PackageBug(
         "the draw's bound is too tight",
         SAMPLE,
         "bound = lead - (GUMBEL_MAX + SLACK)",
         "bound = lead - (GUMBEL_MAX / 2 + SLACK)",
-        ("device/test_sample_kernels.py",),
+        ("unit/device/test_sample_kernels.py",),
     ),
 )
