@@ -144,6 +144,30 @@ class Health:
     last_step_age: float | None = None  # seconds; None while there is no work
 
 
+@dataclass(frozen=True, slots=True)
+class EngineState:
+    """What health is judged by. ``step_age`` and ``step_allowance`` in seconds: since the last
+    progress (None while there is no work), and how long the running step may take.
+    """
+
+    dead_reason: str  # why the engine gave up; empty while it runs
+    not_ready_reason: str  # why it should get no new traffic; empty when it is ready
+    step_age: float | None
+    step_allowance: float
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFacts:
+    """The facts of a loaded model and its configuration by which submissions become requests.
+
+    ``seed`` is the default for requests without one.
+    """
+
+    eos_ids: frozenset[int]
+    vocab_size: int
+    seed: int
+
+
 @dataclass(slots=True)
 class Counters:
     """Totals of one engine since its start."""
@@ -259,6 +283,5 @@ class EngineClient(Protocol):
         """
         ...
 
-    def snapshot(self) -> EngineSnapshot: ...
     def health(self) -> Health: ...
     async def requests(self) -> list[RequestView]: ...

@@ -19,7 +19,7 @@ import pytest
 
 from cluster.harness.apiclient import Api, Object, eventually
 from cluster.harness.controlplane import ControlPlane
-from cluster.harness.idle_pod import snapshot
+from cluster.harness.idle_pod import report
 from cluster.harness.nodes import add_nodes, start_kwok
 from cluster.harness.operators import OperatorProcess
 from cluster.harness.resources import CHILDREN, KIND, condition, idep
@@ -137,7 +137,7 @@ class PodServer:
     def __init__(self) -> None:
         self.scrapes: Counter[str] = Counter()  # by address
         self.canaries: Counter[str] = Counter()
-        self._body = EngineMetrics("chat").exposition(snapshot(0, 0))
+        self._body = EngineMetrics("chat").exposition(report(0, 0))
         self._loop = asyncio.new_event_loop()
         self._listeners: dict[str, asyncio.Server] = {}
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)

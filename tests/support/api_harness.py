@@ -21,7 +21,6 @@ from fairlead_runtime.models import tiny
 from fairlead_runtime.outputs import (
     Draining,
     DrainResult,
-    EngineSnapshot,
     Health,
     Output,
     RequestView,
@@ -148,14 +147,15 @@ class FakeService:
     async def canary(self, max_wait: float = 10.0) -> int:
         return 7
 
-    def snapshot(self) -> EngineSnapshot:
-        raise NotImplementedError("the HTTP side takes metrics from its Backend")
-
     def health(self) -> Health:
         return self.state
 
     async def requests(self) -> list[RequestView]:
         return []
+
+
+async def _no_metrics() -> bytes:
+    return b"# HELP x y\n"
 
 
 def backend_of(service: Any) -> Backend:
@@ -165,8 +165,8 @@ def backend_of(service: Any) -> Backend:
         tokenizer=tokenizer,
         # The tokens of the fake service are not ids of the tokenizer.
         vocabulary=replace(vocabulary_of(tokenizer), token_bytes={}),
-        metrics=lambda: b"# HELP x y\n",
-        memory=lambda: {"planned": {"weights": 1}, "measured": {"weights": 1}},
+        metrics=_no_metrics,
+        memory={"planned": {"weights": 1}, "measured": {"weights": 1}},
         died=asyncio.Event(),
     )
 

@@ -4,7 +4,6 @@ requests.
 Shows counts and states, never a prompt, a text or a key.
 """
 
-import asyncio
 import dataclasses
 
 from starlette.responses import JSONResponse, Response
@@ -23,7 +22,7 @@ class Admin:
 
     async def metrics(self) -> Response:
         backend = self._state.loaded()
-        return Response(await asyncio.to_thread(backend.metrics), media_type=EXPOSITION)
+        return Response(await backend.metrics(), media_type=EXPOSITION)
 
     async def drain(self) -> Response:
         """Drain as after SIGTERM, without the end of the process. Answers at once; may be
@@ -48,7 +47,7 @@ class Admin:
 
     async def memory(self) -> Response:
         backend = self._state.loaded()
-        return JSONResponse(dict(await asyncio.to_thread(backend.memory)))
+        return JSONResponse(dict(backend.memory))
 
     async def requests(self) -> Response:
         views = await self._state.loaded().service.requests()

@@ -5,7 +5,7 @@ Owns the change from loading to serving to draining.
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,16 +21,15 @@ from fairlead_runtime.serving.detokenize import Vocabulary
 class Backend:
     """A loaded model and the engine that serves it.
 
-    ``metrics`` returns the Prometheus exposition (text format 0.0.4); ``memory`` returns every
-    sizing term, planned and measured, as plain JSON values. Both run on a worker thread. ``died``
-    is set when the engine has given up.
+    ``metrics`` returns the Prometheus exposition (text format 0.0.4). ``memory`` has every sizing
+    term, planned and measured, as plain JSON values. ``died`` is set when the engine has given up.
     """
 
     service: EngineClient
     tokenizer: PreTrainedTokenizerBase
     vocabulary: Vocabulary
-    metrics: Callable[[], bytes]
-    memory: Callable[[], Mapping[str, Any]]
+    metrics: Callable[[], Awaitable[bytes]]
+    memory: Mapping[str, Any]
     died: asyncio.Event
 
 

@@ -20,6 +20,7 @@ from fairlead_runtime.outputs import (
     Counters,
     EngineDead,
     EngineSnapshot,
+    EngineState,
     QueueTimeout,
     RequestView,
     ServiceError,
@@ -78,18 +79,6 @@ class Engine:
 
     # -- any thread
 
-    def resolve_max_tokens(self, prompt_len: int, max_tokens: int | None) -> int:
-        """``max_tokens``, or the largest value that fits when it is omitted. Raises RequestError
-        for a request that can never fit.
-
-        Any thread may call it: it reads fixed limits only, as does the scheduler's verdict NEVER.
-        """
-        capacity = self.bounds.capacity
-        if prompt_len + (max_tokens or 1) <= capacity:
-            return max_tokens or capacity - prompt_len
-        verdict = self._scheduler.judge(prompt_len, max_tokens)
-        raise RequestError("prompt" if max_tokens is None else "max_tokens", verdict.message)
-
     def submit(self, request: Request, *, bounded: bool = True) -> None:
         """Queue a request. Raises QueueFull or EngineDead. Canaries pass ``bounded`` False."""
         self._inbox.add(request, bounded=bounded)
@@ -121,6 +110,10 @@ class Engine:
         if self._fault_canary is not None:
             return "a step failed for no single request, and no canary has succeeded since"
         return ""
+
+    def state(self) -> EngineState:
+        age, allowance = self.progress.age(), self.progress.allowance()
+        return EngineState(self.dead_reason, self.not_ready_reason(), age, allowance)
 
     def snapshot(self) -> EngineSnapshot:
         """The state after the last step. Copying the dictionary is atomic between threads."""

@@ -12,7 +12,8 @@ from typing import Self
 
 from fairlead_runtime.engine.progress import StepProgress
 from fairlead_runtime.outputs import EngineDead, QueueFull, RequestView, ServiceError
-from fairlead_runtime.request import FinishReason, Request
+from fairlead_runtime.request import FinishReason, Request, RequestError
+from fairlead_runtime.scheduling.admission import refusal
 from fairlead_runtime.scheduling.plan import Limits
 
 # Prompt tokens that may wait for each request that may: the size of a typical request. A waiting
@@ -40,6 +41,14 @@ class Bounds:
     def capacity(self) -> int:
         """The most tokens of one request, prompt and output together."""
         return min(self.max_model_len, self.num_blocks * self.block_size)
+
+    def resolve_max_tokens(self, prompt_len: int, max_tokens: int | None) -> int:
+        """``max_tokens``, or the largest value that fits when it is omitted. Raises RequestError
+        for a request that can never fit.
+        """
+        if message := refusal(self, prompt_len, max_tokens):
+            raise RequestError("prompt" if max_tokens is None else "max_tokens", message)
+        return max_tokens or self.capacity - prompt_len
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,13 +1,12 @@
 """The engine's hooks for metrics, and the canary: the one kind of request no metric counts."""
 
-import itertools
+import uuid
 from collections.abc import Sequence
 
 from fairlead_runtime.request import FinishReason, Request, SamplingParams
 from fairlead_runtime.scheduling.plan import Event, Work
 
 CANARY = "canary/"  # no client's id holds a slash
-_numbers = itertools.count()
 
 
 class Observer:
@@ -25,4 +24,4 @@ class Observer:
 def canary() -> Request:
     """A request for one token that tests the path through scheduler and device."""
     params = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
-    return Request(f"{CANARY}{next(_numbers)}", (0,), params, max_tokens=1)
+    return Request(f"{CANARY}{uuid.uuid4().hex}", (0,), params, max_tokens=1)

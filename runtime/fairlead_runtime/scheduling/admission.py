@@ -2,7 +2,9 @@
 state, changes nothing.
 """
 
-from fairlead_runtime.scheduling.plan import Limits, Verdict, VerdictKind
+from typing import Protocol
+
+from fairlead_runtime.scheduling.plan import Verdict, VerdictKind
 from fairlead_runtime.scheduling.planner import State
 
 
@@ -29,7 +31,20 @@ def judge(state: State, prompt_len: int, max_tokens: int | None) -> Verdict:
     return Verdict(VerdictKind.OK, "starts in the next step", resolved)
 
 
-def refusal(limits: Limits, prompt_len: int, max_tokens: int | None) -> str:
+class Capacity(Protocol):
+    """How many tokens one request may have, and what limits them."""
+
+    @property
+    def max_model_len(self) -> int: ...
+    @property
+    def num_blocks(self) -> int: ...
+    @property
+    def block_size(self) -> int: ...
+    @property
+    def capacity(self) -> int: ...
+
+
+def refusal(limits: Capacity, prompt_len: int, max_tokens: int | None) -> str:
     """Why a request of this size can never run, with the arithmetic and the fix; "" if it can."""
     if prompt_len < 1:
         return "the prompt is empty: give at least one token"

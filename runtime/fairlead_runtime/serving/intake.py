@@ -8,28 +8,19 @@ import itertools
 import uuid
 from collections.abc import Callable
 
-from fairlead_runtime.outputs import Submission
+from fairlead_runtime.outputs import ModelFacts, Submission
 from fairlead_runtime.request import Request, RequestError
 from fairlead_runtime.seeds import resolve_seed
 
 
 class Intake:
-    """``resolve_max_tokens(prompt_len, max_tokens)`` is the engine's. ``seed`` is the default for
-    requests without a seed.
-    """
+    """``resolve_max_tokens(prompt_len, max_tokens)`` is that of the engine's Bounds."""
 
     def __init__(
-        self,
-        resolve_max_tokens: Callable[[int, int | None], int],
-        *,
-        eos_ids: frozenset[int],
-        vocab_size: int,
-        seed: int,
+        self, resolve_max_tokens: Callable[[int, int | None], int], facts: ModelFacts
     ) -> None:
         self._resolve_max_tokens = resolve_max_tokens
-        self._eos_ids = eos_ids
-        self._vocab_size = vocab_size
-        self._seed = seed
+        self._facts = facts
         self._arrivals = itertools.count()
 
     def request(self, submission: Submission) -> Request:
@@ -47,16 +38,16 @@ class Intake:
             prompt=prompt,
             params=params,
             max_tokens=max_tokens,
-            seed=resolve_seed(params.seed, self._seed, next(self._arrivals)),
+            seed=resolve_seed(params.seed, self._facts.seed, next(self._arrivals)),
             priority=submission.priority,
             tenant=submission.tenant,
             salt=submission.salt,
-            eos_ids=self._eos_ids,
+            eos_ids=self._facts.eos_ids,
         )
 
     def _within_vocabulary(self, field: str, ids: tuple[int, ...]) -> None:
         """Ids index the embedding and the logits: an id outside them would make the device fail,
         not just this request.
         """
-        if ids and (min(ids) < 0 or max(ids) >= self._vocab_size):
-            raise RequestError(field, f"token ids must be from 0 to {self._vocab_size - 1}")
+        if ids and (min(ids) < 0 or max(ids) >= self._facts.vocab_size):
+            raise RequestError(field, f"token ids must be from 0 to {self._facts.vocab_size - 1}")

@@ -9,13 +9,13 @@ The time between tokens is measured per choice. No number about requests include
 
 import threading
 from bisect import bisect_left
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
 from fairlead_runtime import metric_names as names
 from fairlead_runtime.engine.engine import CANARY, Observer
+from fairlead_runtime.outputs import EngineSnapshot
 from fairlead_runtime.request import FinishReason, Request
 from fairlead_runtime.scheduling.plan import Event, Token, Work
 
@@ -51,7 +51,9 @@ class Totals:
     prompt_tokens: int = 0  # of requests whose first token has come
     generation_tokens: int = 0
     canaries: int = 0  # canaries that had a first step
-    finished: Counter[FinishReason] = field(default_factory=Counter)
+    finished: dict[FinishReason, int] = field(
+        default_factory=lambda: dict.fromkeys(FinishReason, 0)
+    )
     ttft: Histogram = field(default_factory=lambda: Histogram(names.TTFT_BUCKETS))
     itl: Histogram = field(default_factory=lambda: Histogram(names.ITL_BUCKETS))
     queue: Histogram = field(default_factory=lambda: Histogram(names.LATENCY_BUCKETS))
@@ -65,9 +67,7 @@ class Totals:
 
     def copy(self) -> "Totals":
         values: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(self)}
-        copied = {
-            name: v.copy() for name, v in values.items() if isinstance(v, Histogram | Counter)
-        }
+        copied = {name: v.copy() for name, v in values.items() if isinstance(v, Histogram | dict)}
         return Totals(**values | copied)
 
 
@@ -85,6 +85,14 @@ class MetricsSnapshot:
     oldest: float | None  # arrival of the request that waits longest for its first step
     canaries_waiting: int
     canaries_running: int
+
+
+@dataclass(frozen=True, slots=True)
+class EngineReport:
+    """What a scrape shows: the engine after its last step, and the requests it has measured."""
+
+    engine: EngineSnapshot
+    requests: MetricsSnapshot
 
 
 @dataclass(slots=True)

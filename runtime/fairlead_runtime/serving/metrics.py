@@ -23,7 +23,7 @@ from prometheus_client.registry import Collector
 from fairlead_runtime import metric_names as names
 from fairlead_runtime.outputs import EngineSnapshot
 from fairlead_runtime.request import FinishReason
-from fairlead_runtime.serving.measurements import Histogram, MetricsSnapshot, RequestMetrics, Totals
+from fairlead_runtime.serving.measurements import EngineReport, Histogram, MetricsSnapshot, Totals
 
 HELP = {
     names.RUNNING: "Choices of requests that are running.",
@@ -74,11 +74,10 @@ HELP = {
 }
 
 
-class EngineMetrics(RequestMetrics):
-    """Observes an engine and exposes its metrics. ``now`` is the engine's clock, in seconds."""
+class EngineMetrics:
+    """Exposes the reports of one engine. ``now`` is the engine's clock, in seconds."""
 
     def __init__(self, model_name: str, now: Callable[[], float] = time.monotonic) -> None:
-        super().__init__()
         self._model = model_name
         self._now = now
         self._monotonic = MonotonicCounters()
@@ -90,9 +89,9 @@ class EngineMetrics(RequestMetrics):
         """
         self._startup = {"loaded": loaded, "warmed": warmed}
 
-    def exposition(self, snapshot: EngineSnapshot, *, draining: bool = False) -> bytes:
+    def exposition(self, report: EngineReport, *, draining: bool = False) -> bytes:
         """All series, text format 0.0.4. ``draining``: the server takes no new requests."""
-        reading = self.read()
+        snapshot, reading = report.engine, report.requests
         registry = CollectorRegistry(auto_describe=False)
         scrape = Scrape(
             self._model,

@@ -1,20 +1,15 @@
 """The asynchronous interface of the engine: submit → stream, cancel, drain.
 
-Owns the engine's thread and the events that come back from it: one wake-up of the event loop per
-step, however many tokens the step generated. Takes Submissions and returns Outputs, no object of
-the engine, so that the engine can move to its own process. Makes text when a stream is read, never
-in the engine thread.
+Owns the live streams and hands each step's events to them, all in one turn of the event loop. Takes
+Submissions and returns Outputs. Makes text when a stream is read. Where the engine runs is
+``engine_link``'s.
 """
 
 import asyncio
-import contextlib
-import gc
 import logging
-import threading
 import time
 from collections.abc import Callable
 
-from fairlead_runtime.engine.engine import Engine
 from fairlead_runtime.engine.observer import CANARY, canary
 from fairlead_runtime.engine.progress import ALIVE_STEP_SECONDS, READY_STEP_SECONDS
 from fairlead_runtime.outputs import (
@@ -22,7 +17,6 @@ from fairlead_runtime.outputs import (
     Draining,
     DrainResult,
     EngineDead,
-    EngineSnapshot,
     Health,
     RequestView,
     ServiceError,
@@ -32,7 +26,9 @@ from fairlead_runtime.outputs import (
 from fairlead_runtime.request import Request, RequestError
 from fairlead_runtime.serving.choice import ChoiceText
 from fairlead_runtime.serving.detokenize import Vocabulary
+from fairlead_runtime.serving.engine_link import EngineLink
 from fairlead_runtime.serving.intake import Intake
+from fairlead_runtime.serving.measurements import EngineReport
 from fairlead_runtime.serving.stream import Stream
 
 log = logging.getLogger("fairlead.service")
@@ -47,7 +43,7 @@ class Service:
 
     def __init__(
         self,
-        engine: Engine,
+        engine: EngineLink,
         intake: Intake,
         vocabulary: Vocabulary,
         *,
@@ -72,30 +68,19 @@ class Service:
         self._turn_pending = False
         self._failed_canaries = 0  # idle canaries that failed in a row
         self._idle_probe: asyncio.Task[None] | None = None
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._thread: threading.Thread | None = None
 
     # -- start and end
 
     def start(self) -> None:
-        """Start the engine's thread; call it on the event loop that will read the streams."""
-        gc.collect()
-        # The model's and the libraries' objects live as long as the process: keep the garbage
-        # collector from walking over them.
-        gc.freeze()
-        self._loop = asyncio.get_running_loop()
-        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
-        self._thread.start()
-        self._idle_probe = self._loop.create_task(self._probe_when_idle())
+        """Let the engine step; call it on the event loop that will read the streams."""
+        self._engine.start(self._deliver, self._end_all_streams)
+        self._idle_probe = asyncio.get_running_loop().create_task(self._probe_when_idle())
 
     async def stop(self, max_wait: float = 10.0) -> None:
-        """End the engine's thread after its current step."""
-        self._engine.stop()
+        """End the engine after its current step."""
         if self._idle_probe is not None:
             self._idle_probe.cancel()
-        if self._thread is not None:
-            await asyncio.to_thread(self._thread.join, max_wait)
-        gc.unfreeze()
+        await self._engine.stop(max_wait)
 
     def begin_drain(self) -> None:
         if not self._draining:
@@ -155,9 +140,12 @@ class Service:
             self._engine.abort(request_id)
         return live
 
-    def stop_choice(self, request_id: str, choice: int) -> None:
-        """End a choice because of a stop text; the engine sees token ids only."""
-        self._engine.finish(request_id, choice)
+    def stop_choice(self, stream: Stream, choice: int) -> None:
+        """End a choice because of a stop text; the engine sees token ids only. A stream that is
+        read after the engine has ended it changes nothing: its id may be another request's by now.
+        """
+        if self._streams.get(stream.request_id) is stream:
+            self._engine.finish(stream.request_id, choice)
 
     async def canary(self, max_wait: float = 10.0) -> int:
         request, before = canary(), self._tokens
@@ -179,39 +167,31 @@ class Service:
 
     # -- views
 
-    def snapshot(self) -> EngineSnapshot:
-        snapshot = self._engine.snapshot()
-        snapshot.counters.slow_readers = self._slow_readers
-        return snapshot
+    async def report(self) -> EngineReport:
+        report = await self._engine.report()
+        report.engine.counters.slow_readers = self._slow_readers
+        return report
 
     def health(self) -> Health:
         """Health from forward progress: a hung step fails it; a long prefill or idle time
         does not.
         """
-        engine, age = self._engine, self._engine.progress.age()
-        allowance = engine.progress.allowance()
+        engine = self._engine.state()
+        age, allowance = engine.step_age, engine.step_allowance
         if engine.dead_reason:
             return Health(alive=False, ready=False, reason=engine.dead_reason, last_step_age=age)
         if age is not None and age > max(READY_STEP_SECONDS, allowance):
             alive = age <= max(ALIVE_STEP_SECONDS, allowance)
             return Health(alive, ready=False, reason=f"no step for {age:.0f} s", last_step_age=age)
-        reason = "draining" if self._draining else engine.not_ready_reason()
+        reason = "draining" if self._draining else engine.not_ready_reason
         if self._failed_canaries >= MAX_FAILED_CANARIES:
             reason = f"{self._failed_canaries} canaries in a row returned no token"
         return Health(alive=True, ready=not reason, reason=reason, last_step_age=age)
 
     async def requests(self) -> list[RequestView]:
-        loop = asyncio.get_running_loop()
-        answer: asyncio.Future[list[RequestView] | None] = loop.create_future()
-
-        def resolve(views: list[RequestView] | None) -> None:
-            if not answer.done():
-                answer.set_result(views)
-
-        self._engine.inspect(lambda views: self._call_on_loop(resolve, views))
         try:
             async with asyncio.timeout(INSPECT_SECONDS):
-                views = await answer
+                views = await self._engine.requests()
         except TimeoutError:
             raise ServiceError("the engine is in a long step: retry", retry_after=1.0) from None
         if views is None:
@@ -235,29 +215,10 @@ class Service:
             await asyncio.sleep(IDLE_CANARY_INTERVAL)
             await self.probe_idle_engine()
 
-    # -- from the engine thread to the event loop
-
-    def _run(self) -> None:
-        """The engine thread. However it ends, every stream ends too."""
-        try:
-            self._engine.run(self._publish)
-        except BaseException as error:
-            log.exception("the engine thread ended")
-            self._engine.dead_reason = f"the engine thread ended: {type(error).__name__}"
-        if self._engine.dead_reason:
-            self._call_on_loop(self._end_all_streams)
-
-    def _publish(self, events: list[ChoiceEvent]) -> None:
-        self._call_on_loop(self._deliver, events)
-
-    def _call_on_loop(self, callback: Callable[..., None], *args: object) -> None:
-        """Call ``callback`` on the event loop; do nothing when the loop is closed."""
-        with contextlib.suppress(RuntimeError):
-            if self._loop is not None:
-                self._loop.call_soon_threadsafe(callback, *args)
+    # -- from the engine
 
     def _deliver(self, events: list[ChoiceEvent]) -> None:
-        """On the event loop: hand a step's events to their streams."""
+        """Hand a step's events to their streams."""
         now = self._now()
         for event in events:
             stream = self._streams.get(event.request_id)
@@ -280,10 +241,10 @@ class Service:
                 self._engine.abort(event.request_id)
                 self._slow_readers += 1
 
-        if not self._turn_pending and self._loop is not None:
+        if not self._turn_pending:
             # Runs after the readers that these events wake.
             self._turn_pending = True
-            self._loop.call_soon(self._end_turn)
+            asyncio.get_running_loop().call_soon(self._end_turn)
 
     def _end_turn(self) -> None:
         self._turn, self._turn_pending = self._turn + 1, False
@@ -293,9 +254,9 @@ class Service:
         if not self._clients():
             self._no_clients.set()
 
-    def _end_all_streams(self) -> None:
+    def _end_all_streams(self, reason: str) -> None:
         """The engine has ended: end every stream with EngineDead."""
-        error = EngineDead(self._engine.dead_reason)
+        error = EngineDead(reason)
         for request_id, stream in list(self._streams.items()):
             stream.end(error)
             self._remove(request_id)

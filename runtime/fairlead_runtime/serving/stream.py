@@ -20,7 +20,7 @@ class StreamOwner(Protocol):
     """The methods of the service that a stream calls."""
 
     async def cancel(self, request_id: str) -> bool: ...
-    def stop_choice(self, request_id: str, choice: int) -> None: ...
+    def stop_choice(self, stream: "Stream", choice: int) -> None: ...
 
 
 class Stream:
@@ -120,4 +120,4 @@ class Stream:
             output, stopped_early = choice.take(choice_events)
             self._outputs.append(output)
             if stopped_early:
-                self._service.stop_choice(self.request_id, index)
+                self._service.stop_choice(self, index)

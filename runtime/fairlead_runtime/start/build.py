@@ -28,6 +28,7 @@ from fairlead_runtime.engine.progress import StepTimes
 from fairlead_runtime.models import loading
 from fairlead_runtime.models.loading import InspectedModel, LoadedModel
 from fairlead_runtime.models.model_error import ModelError
+from fairlead_runtime.outputs import ModelFacts
 from fairlead_runtime.preflight import check_record
 from fairlead_runtime.recording.record import RecordedScheduler
 from fairlead_runtime.scheduling.plan import Limits
@@ -55,10 +56,10 @@ class EngineParts:
     """An engine whose model passed the self-test, and what the HTTP server and LLM need with it."""
 
     engine: Engine
+    facts: ModelFacts
     intake: Intake
     vocabulary: Vocabulary
     tokenizer: PreTrainedTokenizerBase
-    vocab_size: int
     resolved: ResolvedConfig
     memory: MemoryReport
     loaded_at: float  # time of ``now`` at which the weights were in memory
@@ -123,18 +124,13 @@ def build(
     if queue_timeout is None:
         queue_timeout = resolved.config.queue_timeout
     engine = _engine(loaded, cache, runner, resolved, profile, queue_timeout, observer, now)
-    intake = Intake(
-        engine.resolve_max_tokens,
-        eos_ids=loaded.eos_ids,
-        vocab_size=loaded.shape.vocab,
-        seed=resolved.config.seed,
-    )
+    facts = ModelFacts(loaded.eos_ids, loaded.shape.vocab, resolved.config.seed)
     return EngineParts(
         engine=engine,
-        intake=intake,
+        facts=facts,
+        intake=Intake(engine.bounds.resolve_max_tokens, facts),
         vocabulary=vocabulary_of(loaded.tokenizer),
         tokenizer=loaded.tokenizer,
-        vocab_size=loaded.shape.vocab,
         resolved=resolved,
         memory=_memory_report(
             config, inspected, device, resolved, {**measured, **_cache_bytes(cache, device)}

@@ -23,6 +23,8 @@ from fairlead_runtime.hub.fetch import Progress
 from fairlead_runtime.models.files import CONFIG
 from fairlead_runtime.outputs import DrainResult
 from fairlead_runtime.preflight import check_record
+from fairlead_runtime.serving.engine_link import LocalEngine
+from fairlead_runtime.serving.measurements import RequestMetrics
 from fairlead_runtime.serving.metrics import EngineMetrics
 from fairlead_runtime.serving.service import Service
 from fairlead_runtime.start import termination
@@ -85,31 +87,36 @@ async def _load(state: ServerState, model: str, config: EngineConfig) -> tuple[B
     """Download, load, self-test, start the service. The ports already answer during this."""
     report = _progress_report(state)
     local = await _in_thread(lambda: source.resolve(model, revision=config.revision, report=report))
-    metrics = EngineMetrics(state.name)
-    parts = await _in_thread(lambda: _build(state, local.path, config, metrics))
+    metrics, measurements = EngineMetrics(state.name), RequestMetrics()
+    parts = await _in_thread(lambda: _build(state, local.path, config, measurements))
     warmed = time.monotonic() - parts.loaded_at
     metrics.started(loaded=process_age() - warmed, warmed=warmed)
-    service = Service(parts.engine, parts.intake, parts.vocabulary)
+    service = Service(LocalEngine(parts.engine, measurements), parts.intake, parts.vocabulary)
     service.start()
+
+    async def exposition() -> bytes:
+        report = await service.report()
+        return await asyncio.to_thread(metrics.exposition, report, draining=state.draining)
+
     backend = Backend(
         service=service,
         tokenizer=parts.tokenizer,
         vocabulary=parts.vocabulary,
-        metrics=lambda: metrics.exposition(service.snapshot(), draining=state.draining),
-        memory=parts.memory.as_dict,
+        metrics=exposition,
+        memory=parts.memory.as_dict(),
         died=service.died,
     )
     return backend, service
 
 
 def _build(
-    state: ServerState, path: Path, config: EngineConfig, metrics: EngineMetrics
+    state: ServerState, path: Path, config: EngineConfig, measurements: RequestMetrics
 ) -> "EngineParts":
     state.model_config = (path / CONFIG).read_bytes()
     # Imported here: torch and the models take seconds, and the probes must answer before that.
     from fairlead_runtime.start.build import build
 
-    return build(path, config, observer=metrics)
+    return build(path, config, observer=measurements)
 
 
 async def _in_thread(work: Callable[[], T]) -> T:

@@ -14,12 +14,13 @@ from pathlib import Path
 
 from fairlead_runtime.outputs import Counters, EngineSnapshot
 from fairlead_runtime.scheduling.stats import SchedulerStats, StepStats
+from fairlead_runtime.serving.measurements import EngineReport, RequestMetrics
 from fairlead_runtime.serving.metrics import EngineMetrics
 
 BLOCKS = 1000
 
 
-def snapshot(running: int, waiting: int) -> EngineSnapshot:
+def report(running: int, waiting: int) -> EngineReport:
     """An engine with these requests, each running one in its own block."""
     scheduler = SchedulerStats(
         running=running,
@@ -35,7 +36,8 @@ def snapshot(running: int, waiting: int) -> EngineSnapshot:
         prefix_hits=0,
         last=StepStats(),
     )
-    return EngineSnapshot(scheduler, Counters(), 0, BLOCKS, 16, 4096)
+    engine = EngineSnapshot(scheduler, Counters(), 0, BLOCKS, 16, 4096)
+    return EngineReport(engine, RequestMetrics().read())
 
 
 class Admin(http.server.BaseHTTPRequestHandler):
@@ -47,7 +49,7 @@ class Admin(http.server.BaseHTTPRequestHandler):
             self._answer(200, b"{}")
         elif self.path == "/metrics":
             loads = json.loads(Path(os.environ["STANDIN_LOAD"]).read_text())
-            self._answer(200, self.stats.exposition(snapshot(*loads.get(self.address, (0, 0)))))
+            self._answer(200, self.stats.exposition(report(*loads.get(self.address, (0, 0)))))
         else:
             self._answer(404, b"{}")
 

@@ -16,6 +16,8 @@ from fairlead_runtime.api.auth import KeyRing
 from fairlead_runtime.api.state import Backend
 from fairlead_runtime.config import EngineConfig
 from fairlead_runtime.hub import source
+from fairlead_runtime.serving.engine_link import LocalEngine
+from fairlead_runtime.serving.measurements import RequestMetrics
 from fairlead_runtime.serving.metrics import EngineMetrics
 from fairlead_runtime.serving.service import Service
 from fairlead_runtime.start.build import build
@@ -49,17 +51,22 @@ async def demo(config: EngineConfig = CONFIG, **settings: Any) -> AsyncIterator[
     services: list[Service] = []
 
     async def load() -> Backend:
-        metrics = EngineMetrics(MODEL)
-        built = build(source.resolve("demo:").path, config, observer=metrics)
-        service = Service(built.engine, built.intake, built.vocabulary)
+        metrics, measurements = EngineMetrics(MODEL), RequestMetrics()
+        built = build(source.resolve("demo:").path, config, observer=measurements)
+        engine = LocalEngine(built.engine, measurements)
+        service = Service(engine, built.intake, built.vocabulary)
         services.append(service)
         service.start()
+
+        async def exposition() -> bytes:
+            return metrics.exposition(await service.report())
+
         return Backend(
             service=service,
             tokenizer=built.tokenizer,
             vocabulary=built.vocabulary,
-            metrics=lambda: metrics.exposition(service.snapshot()),
-            memory=built.memory.as_dict,
+            metrics=exposition,
+            memory=built.memory.as_dict(),
             died=service.died,
         )
 

@@ -337,10 +337,10 @@ def test_a_request_that_has_started_is_never_timed_out_by_the_queue() -> None:
 
 def test_a_request_that_can_never_fit_is_refused_with_the_arithmetic() -> None:
     engine = rig(num_blocks=8)
-    assert engine.resolve_max_tokens(20, None) == 12
-    assert engine.resolve_max_tokens(20, 12) == 12
+    assert engine.bounds.resolve_max_tokens(20, None) == 12
+    assert engine.bounds.resolve_max_tokens(20, 12) == 12
     with pytest.raises(RequestError, match=r"20 \+ max_tokens 13 = 33 tokens.*32"):
-        engine.resolve_max_tokens(20, 13)
+        engine.bounds.resolve_max_tokens(20, 13)
 
 
 def test_only_the_request_the_scheduler_refuses_ends_with_an_error() -> None:

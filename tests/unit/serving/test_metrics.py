@@ -14,7 +14,7 @@ from fairlead_runtime.engine.engine import Bounds, Engine, canary
 from fairlead_runtime.request import FinishReason
 from fairlead_runtime.scheduling.plan import Work
 from fairlead_runtime.scheduling.scheduler import Scheduler
-from fairlead_runtime.serving.measurements import Histogram, RequestMetrics, Totals
+from fairlead_runtime.serving.measurements import EngineReport, Histogram, RequestMetrics, Totals
 from fairlead_runtime.serving.metrics import HELP, EngineMetrics, MonotonicCounters
 from support.fake_engine import FULL, Clock, FakeRunner, limits, request, run
 
@@ -29,17 +29,19 @@ class Bench:
         self.runner = FakeRunner(clock=self.clock)
         self.runner.step_time = STEP
         self.stats = EngineMetrics('a "model"', now=self.clock)
+        self.measurements = RequestMetrics()
         bounds = limits(**changes)
         self.engine = Engine(
             lambda: Scheduler(bounds, FULL),
             self.runner,
             Bounds.of(bounds, max_queue=100, queue_timeout=60.0),
             now=self.clock,
-            observer=self.stats,
+            observer=self.measurements,
         )
 
     def exposition(self, *, draining: bool = False) -> str:
-        return self.stats.exposition(self.engine.snapshot(), draining=draining).decode()
+        report = EngineReport(self.engine.snapshot(), self.measurements.read())
+        return self.stats.exposition(report, draining=draining).decode()
 
     def scrape(self, *, draining: bool = False) -> dict[str, float]:
         """By series name; further labels than the common two as ``name{value}``."""

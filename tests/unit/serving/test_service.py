@@ -10,12 +10,14 @@ from typing import Any
 
 import pytest
 
+from fairlead_runtime.engine.engine import Engine
 from fairlead_runtime.outputs import (
     ChoiceEvent,
     Draining,
     DrainResult,
     EngineDead,
     Health,
+    ModelFacts,
     Output,
     QueueFull,
     QueueTimeout,
@@ -27,6 +29,7 @@ from fairlead_runtime.request import FinishReason, RequestError, SamplingParams,
 from fairlead_runtime.scheduling.plan import Work
 from fairlead_runtime.serving.choice import ChoiceText
 from fairlead_runtime.serving.detokenize import Vocabulary
+from fairlead_runtime.serving.engine_link import LocalEngine
 from fairlead_runtime.serving.intake import Intake
 from fairlead_runtime.serving.service import Service
 from fairlead_runtime.serving.stream import (
@@ -84,8 +87,9 @@ async def running(
     fault: Callable[[Work], None] | None = None, **changes: Any
 ) -> AsyncIterator[Service]:
     engine = rig(FakeRunner(fault), **changes)
-    intake = Intake(engine.resolve_max_tokens, eos_ids=frozenset(), vocab_size=VOCABULARY, seed=0)
-    service = Service(engine, intake, words())
+    facts = ModelFacts(eos_ids=frozenset(), vocab_size=VOCABULARY, seed=0)
+    intake = Intake(engine.bounds.resolve_max_tokens, facts)
+    service = Service(LocalEngine(engine), intake, words())
     service.start()
     try:
         async with asyncio.timeout(WITHIN):
@@ -94,6 +98,12 @@ async def running(
         if isinstance(fault, Gate):
             fault.open()
         await service.stop()
+
+
+def engine_of(service: Service) -> Engine:
+    link = service._engine
+    assert isinstance(link, LocalEngine)
+    return link._engine
 
 
 def ask(prompt: int = 4, max_tokens: int | None = 6, start: int = 1, **more: Any) -> Submission:
@@ -122,7 +132,7 @@ async def test_a_stream_brings_every_token_its_text_and_one_finish() -> None:
         assert [output.finish_reason for output in outputs if output.finish_reason] == [
             FinishReason.LENGTH
         ]
-        assert service.snapshot().scheduler.used == 0
+        assert (await service.report()).engine.scheduler.used == 0
 
 
 async def test_choices_come_with_their_index_and_end_alone() -> None:
@@ -146,17 +156,18 @@ async def test_a_step_wakes_the_event_loop_once_however_many_tokens_it_gave(
 ) -> None:
     async with running() as service:
         wakes = 0
-        real = service._call_on_loop
+        link = service._engine
+        real = link._call_on_loop  # type: ignore[attr-defined]
 
         def counted(*args: Any) -> None:
             nonlocal wakes
             wakes += 1
             real(*args)
 
-        monkeypatch.setattr(service, "_call_on_loop", counted)
+        monkeypatch.setattr(link, "_call_on_loop", counted)
         streams = [await service.submit(ask(start=i)) for i in range(8)]
         await asyncio.gather(*map(read, streams))
-        snapshot = service.snapshot()
+        snapshot = (await service.report()).engine
         assert snapshot.counters.generated_tokens == 48
         assert wakes <= snapshot.counters.steps + 1
 
@@ -175,7 +186,7 @@ async def test_a_stop_text_ends_the_choice_and_is_cut_off(parts: int) -> None:
         assert stopped[-1].finish_reason is FinishReason.STOP
         assert stopped[-1].stop_reason == stop
         await service.drain(5.0)
-        assert service.snapshot().scheduler.used == 0
+        assert (await service.report()).engine.scheduler.used == 0
 
 
 async def test_stop_token_ids_end_the_choice_count_and_do_not_show() -> None:
@@ -201,8 +212,8 @@ async def test_closing_a_stream_early_frees_its_blocks() -> None:
         await stream.aclose()
         gate.open()
         assert (await service.drain(WITHIN)).aborted == 0
-        assert service.snapshot().counters.generated_tokens <= 4
-        assert service.snapshot().scheduler.used == 0
+        assert (await service.report()).engine.counters.generated_tokens <= 4
+        assert (await service.report()).engine.scheduler.used == 0
         with pytest.raises(ServiceError):
             await anext(stream)
 
@@ -214,8 +225,10 @@ async def test_closing_a_stream_that_was_never_read_aborts_it_too() -> None:
             pass
         gate.open()
         assert (await service.drain(WITHIN)).aborted == 0
-        assert service.snapshot().counters.generated_tokens <= 1  # of the step that was under way
-        assert service.snapshot().scheduler.used == 0
+        assert (
+            await service.report()
+        ).engine.counters.generated_tokens <= 1  # of the step that was under way
+        assert (await service.report()).engine.scheduler.used == 0
 
 
 async def test_cancel_ends_the_stream_with_abort() -> None:
@@ -256,9 +269,9 @@ async def test_aborts_through_the_service_at_random_points_leave_no_block_held()
                 if number % 20 == 0:
                     await asyncio.sleep(0)
         assert (await service.drain(WITHIN)).aborted == 0
-        assert service.snapshot().scheduler.used == 0
+        assert (await service.report()).engine.scheduler.used == 0
         assert not service._streams
-        service._engine._scheduler.check()
+        engine_of(service)._scheduler.check()
 
 
 async def test_bad_requests_are_refused_before_anything_runs() -> None:
@@ -271,7 +284,7 @@ async def test_bad_requests_are_refused_before_anything_runs() -> None:
             await service.submit(ask(prompt=30, max_tokens=3))
         outputs = (await read(await service.submit(ask(prompt=30, max_tokens=None))))[0]
         assert len(tokens(outputs)) == 2
-        assert service.snapshot().counters.generated_tokens == 2
+        assert (await service.report()).engine.counters.generated_tokens == 2
 
 
 async def test_two_live_requests_cannot_share_an_id() -> None:
@@ -315,7 +328,7 @@ async def test_a_wait_that_is_too_long_ends_the_stream_with_the_reason() -> None
         with pytest.raises(QueueTimeout, match="20 s"):
             await read(second)
         await read(first)
-        assert service.snapshot().counters.queue_timeouts == 1
+        assert (await service.report()).engine.counters.queue_timeouts == 1
 
 
 async def test_a_drain_lets_running_streams_finish_and_refuses_new_ones() -> None:
@@ -419,9 +432,9 @@ async def test_a_stream_that_is_never_read_is_aborted_at_the_limit() -> None:
             assert stream._unread_bytes <= MAX_UNREAD_BYTES + 64
         with pytest.raises(SlowReader):
             await read(stream)
-        assert service.snapshot().counters.slow_readers == 1
+        assert (await service.report()).engine.counters.slow_readers == 1
         await service.drain(WITHIN)
-        assert service.snapshot().scheduler.used == 0
+        assert (await service.report()).engine.scheduler.used == 0
 
 
 async def test_a_reader_is_not_too_slow_while_the_event_loop_stands_still() -> None:
@@ -431,10 +444,10 @@ async def test_a_reader_is_not_too_slow_while_the_event_loop_stands_still() -> N
         reading = asyncio.create_task(read(await service.submit(ask(max_tokens=count))))
         await asyncio.sleep(0)
         gate.open()
-        while service.snapshot().counters.generated_tokens < count:
+        while (await service.report()).engine.counters.generated_tokens < count:
             time.sleep(0.001)  # noqa: ASYNC251 - it stands still on purpose
         assert len(tokens((await reading)[0])) == count
-        assert service.snapshot().counters.slow_readers == 0
+        assert (await service.report()).engine.counters.slow_readers == 0
 
 
 def test_unread_time_counts_from_the_first_chance_to_read() -> None:
@@ -442,7 +455,7 @@ def test_unread_time_counts_from_the_first_chance_to_read() -> None:
         async def cancel(self, request_id: str) -> bool:
             return False
 
-        def stop_choice(self, request_id: str, choice: int) -> None: ...
+        def stop_choice(self, stream: Stream, choice: int) -> None: ...
 
     stream = Stream("r", Owner(), {0: ChoiceText(0, ask(), words())})
     event = ChoiceEvent("r", 0, 7, None, None)
@@ -471,7 +484,7 @@ async def test_a_reader_that_lags_gets_several_steps_in_one_output() -> None:
 async def test_the_canary_takes_the_real_path_and_shows_in_no_queue() -> None:
     async with running() as service:
         assert 0 < await service.canary() < VOCABULARY
-        assert service.snapshot().counters.generated_tokens == 1
+        assert (await service.report()).engine.counters.generated_tokens == 1
         assert not service._streams
 
 
@@ -531,6 +544,23 @@ async def test_health_follows_progress_when_a_step_hangs() -> None:
         assert service.health().ready
 
 
+async def test_a_stop_text_that_is_read_late_does_not_end_the_next_request_with_its_id() -> None:
+    async with running() as service:
+        plain = (await read(await service.submit(ask(max_tokens=3, seed=1))))[0]
+    stop = f" t{tokens(plain)[1]} "
+    gate = Gate()
+    async with running(gate) as service:
+        unread = await service.submit(ask(id="same", max_tokens=3, seed=1, stop=(stop,)))
+        gate.step(3)
+        await service._no_clients.wait()
+        second = await service.submit(ask(id="same", max_tokens=5))
+        assert (await read(unread))[0][-1].stop_reason == stop
+        gate.open()
+        outputs = (await read(second))[0]
+        assert outputs[-1].finish_reason is FinishReason.LENGTH
+        assert len(tokens(outputs)) == 5
+
+
 async def test_a_stop_text_counts_as_a_stop_in_the_statistics() -> None:
     async with running() as service:
         plain = (await read(await service.submit(ask(max_tokens=50, seed=1))))[0]
@@ -538,7 +568,7 @@ async def test_a_stop_text_counts_as_a_stop_in_the_statistics() -> None:
     gate = Gate()
     async with running(gate) as service:
         ended: list[FinishReason] = []
-        service._engine._observer.ended = lambda request, reason, at: ended.append(reason)  # type: ignore[method-assign]
+        engine_of(service)._observer.ended = lambda request, reason, at: ended.append(reason)  # type: ignore[method-assign]
         stream = await service.submit(ask(max_tokens=50, seed=1, stop=(stop,)))
         gate.step(3)
         assert (await read(stream))[0][-1].stop_reason == stop
@@ -558,8 +588,8 @@ async def test_an_idle_engine_is_not_ready_after_three_failed_canaries() -> None
 
     async with running(fault, max_queue=1) as service:
         await service.probe_idle_engine()
-        assert service.snapshot().counters.generated_tokens == 1
-        service._engine._fault = lambda *_, **__: None  # type: ignore[method-assign]
+        assert (await service.report()).engine.counters.generated_tokens == 1
+        engine_of(service)._fault = lambda *_, **__: None  # type: ignore[method-assign]
         broken.set()
         for _ in range(3):
             assert service.health().ready

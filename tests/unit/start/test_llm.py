@@ -9,7 +9,7 @@ import pytest
 from fairlead_runtime import llm as module
 from fairlead_runtime.llm import LLM
 from fairlead_runtime.models import tiny
-from fairlead_runtime.outputs import Submission
+from fairlead_runtime.outputs import ModelFacts, Submission
 from fairlead_runtime.request import FinishReason, SamplingParams
 from fairlead_runtime.serving.detokenize import vocabulary_of
 from fairlead_runtime.serving.intake import Intake
@@ -39,9 +39,8 @@ def built(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
     def build(path: Any, settings: Any, **arguments: Any) -> Any:
         made.update(path=path, settings=settings, **arguments)
-        intake = Intake(
-            engine.resolve_max_tokens, eos_ids=frozenset(), vocab_size=len(tokenizer), seed=1
-        )
+        facts = ModelFacts(eos_ids=frozenset(), vocab_size=len(tokenizer), seed=1)
+        intake = Intake(engine.bounds.resolve_max_tokens, facts)
         return SimpleNamespace(
             engine=engine,
             intake=intake,
