@@ -6,8 +6,9 @@ clock.
 
 import enum
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 MAX_CHOICES = 8
 MAX_LOGPROBS = 20
@@ -19,6 +20,11 @@ class RequestError(ValueError):
     def __init__(self, param: str, message: str) -> None:
         super().__init__(f"{param}: {message}")
         self.param = param
+        self._message = message
+
+    def renamed(self, names: Mapping[str, str]) -> Self:
+        """The same error about the field's name in ``names``."""
+        return type(self)(names.get(self.param, self.param), self._message)
 
 
 class FinishReason(enum.StrEnum):

@@ -61,8 +61,8 @@ class AccessLogMiddleware:
             self._log_request(scope, request_id, status, time.monotonic() - began)
 
     def _log_request(self, scope: Scope, request_id: str, status: int, seconds: float) -> None:
-        # No route has parameters, so a path that matched a route is safe to log; no other path is.
-        route = scope["path"] if "endpoint" in scope else "other"
+        # The path of a route without parameters is safe to log; no other text of a path is.
+        route = _route(scope)
         facts = {
             "request_id": request_id,
             "port": self._port,
@@ -73,6 +73,13 @@ class AccessLogMiddleware:
         }
         quiet = route in QUIET and status == 200
         _log.log(logging.DEBUG if quiet else logging.INFO, "request", extra=facts)
+
+
+def _route(scope: Scope) -> str:
+    if "endpoint" not in scope:
+        return "other"
+    route: str = scope["route"].path if scope.get("path_params") else scope["path"]
+    return route
 
 
 def log_late_failure(error: Exception) -> None:

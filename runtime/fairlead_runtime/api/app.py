@@ -4,6 +4,8 @@ No documentation routes, no CORS, no static files, no forms, no websockets: ever
 here is a 404.
 """
 
+from importlib.metadata import version
+
 from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
@@ -21,6 +23,8 @@ from fairlead_runtime.api.drain import CloseWhileDraining, Drain
 from fairlead_runtime.api.health import Probes
 from fairlead_runtime.api.limits import PromptPool
 from fairlead_runtime.api.state import ServerState
+from fairlead_runtime.api.strict_body import check_model
+from fairlead_runtime.api.tokenize import TokenizeRoutes
 from fairlead_runtime.outputs import ServiceError
 from fairlead_runtime.request import RequestError
 
@@ -33,7 +37,19 @@ def public_app(state: ServerState, pool: PromptPool, keys: KeyRing | None = None
     async def models() -> Response:
         return JSONResponse({"object": "list", "data": [_model(state)]})
 
+    async def model(name: str) -> Response:
+        check_model(name, state.name)
+        return JSONResponse(_model(state))
+
+    async def show_version() -> Response:
+        return JSONResponse({"version": version("fairlead")})
+
     app.add_api_route("/v1/models", models, methods=["GET"])
+    app.add_api_route("/v1/models/{name:path}", model, methods=["GET"])  # names may have slashes
+    app.add_api_route("/version", show_version, methods=["GET"])
+    tokens = TokenizeRoutes(state, pool)
+    app.router.routes.append(Route("/tokenize", tokens.tokenize, methods=["POST"]))
+    app.router.routes.append(Route("/detokenize", tokens.detokenize, methods=["POST"]))
     app.router.routes.append(
         Route(
             "/v1/completions", EndpointHandler(state, COMPLETIONS, pool, salter), methods=["POST"]

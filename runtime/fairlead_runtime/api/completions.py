@@ -7,7 +7,7 @@ error or the client ends the request early. ``response_bodies`` owns the shapes.
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -84,17 +84,16 @@ class EndpointHandler:
             backend.service.max_model_len,
         )
         request = prepared.request
-        encoder = self._endpoint.encoder(self._frame(backend, request))
+        usage = Usage(prompt=sum(map(len, prepared.prompts)))
+        encoder = self._endpoint.encoder(self._frame(backend, request, usage))
         async with AsyncExitStack() as running:
             streams = [
                 await running.enter_async_context(
-                    await _submit(backend, submission, chat=request.chat)
+                    await _submit(backend, submission, request.sent_names)
                 )
                 for submission in self._submissions(scope, prepared)
             ]
-            generation = _Generation(
-                streams, request.params.n, Usage(prompt=sum(map(len, prepared.prompts)))
-            )
+            generation = _Generation(streams, request.params.n, usage)
             answer = (
                 _StreamedAnswer(generation, encoder, request.include_usage)
                 if request.stream
@@ -104,7 +103,9 @@ class EndpointHandler:
         # Sent last: the client may disconnect as soon as it has it.
         await send({"type": "http.response.body", "body": last, "more_body": False})
 
-    def _frame(self, backend: Backend, request: request_bodies.GenerationRequest) -> Frame:
+    def _frame(
+        self, backend: Backend, request: request_bodies.GenerationRequest, usage: Usage
+    ) -> Frame:
         return Frame(
             id=f"{self._endpoint.prefix}-{uuid.uuid4().hex}",
             created=int(time.time()),
@@ -112,6 +113,7 @@ class EndpointHandler:
             top=request.params.logprobs,
             usage=request.include_usage,
             token_bytes=backend.vocabulary.token_bytes,
+            running=usage if request.running_usage else None,
         )
 
     def _submissions(self, scope: Scope, prepared: PreparedRequest) -> list[Submission]:
@@ -130,17 +132,19 @@ class EndpointHandler:
         ]
 
 
-async def _submit(backend: Backend, submission: Submission, *, chat: bool) -> OutputStream:
+async def _submit(
+    backend: Backend, submission: Submission, sent_names: Mapping[str, str]
+) -> OutputStream:
     """Raises ApiError, with the body's own field names, for a request the engine can never run."""
     try:
         return await backend.service.submit(submission)
     except RequestError as error:
-        param = "messages" if chat and error.param == "prompt" else error.param
+        error = error.renamed(sent_names)
         needed = len(submission.prompt) + (submission.params.max_tokens or 1)
         code = (
             "context_length_exceeded" if needed > backend.service.max_model_len else "invalid_value"
         )
-        raise errors.ApiError(400, str(error), param=param, code=code) from None
+        raise errors.ApiError(400, str(error), param=error.param, code=code) from None
 
 
 class _Generation(NamedTuple):

@@ -4,7 +4,7 @@ Owns the order of these steps and the limits on text before tokenizing. Runs in 
 on the event loop; changes no state.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
@@ -35,25 +35,38 @@ def prepare(
 ) -> PreparedRequest:
     """Raises ApiError or RequestError; both name the field."""
     request = validate(parse_object(body), served)
-    limit = CHARS_PER_TOKEN * max_model_len
     if request.messages:
-        return PreparedRequest(request, (_chat_ids(request, tokenizer, limit, max_model_len),))
-    prompts = []
-    for prompt in request.prompts:
-        if isinstance(prompt, str):
-            _check_chars("prompt", len(prompt), limit, max_model_len)
-            prompts.append(tuple(encode(tokenizer, prompt)))
-        else:
-            prompts.append(prompt)
-    return PreparedRequest(request, tuple(prompts))
+        return PreparedRequest(request, (chat_ids(request.messages, tokenizer, max_model_len),))
+    return PreparedRequest(
+        request,
+        tuple(
+            tuple(text_ids(prompt, tokenizer, max_model_len)) if isinstance(prompt, str) else prompt
+            for prompt in request.prompts
+        ),
+    )
 
 
-def _chat_ids(
-    request: GenerationRequest, tokenizer: PreTrainedTokenizerBase, limit: int, max_model_len: int
+def text_ids(
+    text: str, tokenizer: PreTrainedTokenizerBase, max_model_len: int, *, special: bool = True
+) -> list[int]:
+    """Token ids of a plain prompt; ``special``: with the special tokens that the tokenizer adds.
+    Raises ApiError for a text that is too long, before it is tokenized.
+    """
+    _check_chars("prompt", len(text), max_model_len)
+    return encode(tokenizer, text) if special else encode_chat(tokenizer, text)
+
+
+def chat_ids(
+    messages: Sequence[Mapping[str, Any]],
+    tokenizer: PreTrainedTokenizerBase,
+    max_model_len: int,
+    *,
+    add_generation_prompt: bool = True,
 ) -> tuple[int, ...]:
-    written = sum(len(message["content"]) for message in request.messages)
-    _check_chars("messages", written, limit, max_model_len)
-    text = render_chat(tokenizer, request.messages)
+    """Token ids of a chat. Raises ApiError or RequestError."""
+    written = sum(len(message["content"]) for message in messages)
+    _check_chars("messages", written, max_model_len)
+    text = render_chat(tokenizer, messages, add_generation_prompt=add_generation_prompt)
     if len(text) > TEMPLATE_GROWTH * written + TEMPLATE_ROOM:
         raise ApiError(
             400,
@@ -63,8 +76,8 @@ def _chat_ids(
     return tuple(encode_chat(tokenizer, text))
 
 
-def _check_chars(field: str, chars: int, limit: int, max_model_len: int) -> None:
-    if chars > limit:
+def _check_chars(field: str, chars: int, max_model_len: int) -> None:
+    if chars > CHARS_PER_TOKEN * max_model_len:
         raise ApiError(
             400,
             f"{field}: {chars} characters cannot fit into the {max_model_len} tokens "

@@ -8,19 +8,18 @@ Tokenizes nothing.
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, FailFast, Field, ValidationError, field_validator
+from pydantic import FailFast, Field, field_validator
 
-from fairlead_runtime.api.errors import ApiError, invalid
-from fairlead_runtime.request import MAX_LOGPROBS, SamplingParams
+from fairlead_runtime.api.errors import invalid
+from fairlead_runtime.api.messages import MAX_MESSAGES, Message, for_template
+from fairlead_runtime.api.strict_body import MAX_NAME, StrictBody, check_model, validated
+from fairlead_runtime.request import MAX_LOGPROBS, RequestError, SamplingParams
 
 MAX_PROMPTS = 64
-MAX_MESSAGES = 1024
 MAX_STOPS = 4
 MAX_STOP_CHARS = 256
-MAX_NAME = 256  # characters of model, user, cache_salt
-MAX_ERRORS = 5
 COMPLETION_TOKENS = 16  # OpenAI's default for completions; chat's is "what fits"
 
 Prompt = str | tuple[int, ...]
@@ -67,18 +66,12 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
 _log = logging.getLogger("fairlead.api")
 
 
-class _Strict(BaseModel):
-    model_config = ConfigDict(
-        strict=True, extra="ignore", allow_inf_nan=False, hide_input_in_errors=True, frozen=True
-    )
-
-
-class StreamOptions(_Strict):
+class StreamOptions(StrictBody):
     include_usage: bool | None = None
-    continuous_usage_stats: Literal[False] | None = None
+    continuous_usage_stats: bool | None = None
 
 
-class _Body(_Strict):
+class _Body(StrictBody):
     """The fields of both routes. None means the default: clients send null for unset fields."""
 
     model: str = Field(max_length=MAX_NAME)
@@ -124,18 +117,6 @@ class CompletionBody(_Body):
         return _prompts(value)
 
 
-class Message(_Strict):
-    role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Any = None
-    name: str | None = Field(default=None, max_length=MAX_NAME)
-    tool_calls: Annotated[list[Any], Field(max_length=0)] | None = None
-
-    @field_validator("content")
-    @classmethod
-    def _content(cls, value: Any) -> str:
-        return _text(value)
-
-
 class ChatBody(_Body):
     messages: Annotated[list[Message], FailFast()] = Field(min_length=1, max_length=MAX_MESSAGES)
     logprobs: bool | None = None
@@ -156,15 +137,13 @@ class GenerationRequest:
     stop: tuple[str, ...]
     stream: bool
     include_usage: bool
+    running_usage: bool  # in every event
     user: str
     cache_salt: str | None
     priority: int
+    sent_names: Mapping[str, str]  # of fields that the client sent under another name
     prompts: tuple[Prompt, ...] = ()
     messages: tuple[dict[str, str], ...] = ()
-
-    @property
-    def chat(self) -> bool:
-        return bool(self.messages)
 
 
 def completion(body: Mapping[str, Any], served: str) -> GenerationRequest:
@@ -188,19 +167,8 @@ def chat(body: Mapping[str, Any], served: str) -> GenerationRequest:
         default_tokens=None,
         logprobs=(parsed.top_logprobs or 0) if parsed.logprobs else None,
     )
-    messages = tuple(_message(message) for message in parsed.messages)
+    messages = tuple(for_template(message) for message in parsed.messages)
     return GenerationRequest(messages=messages, **_common(parsed, params))
-
-
-def check_model(name: Any, served: str) -> None:
-    """Raises ApiError 404 for a model that this server does not serve; does not echo its name."""
-    if isinstance(name, str) and name != served:
-        raise ApiError(
-            404,
-            f"model: this server has no such model; it serves {served}",
-            param="model",
-            code="model_not_found",
-        )
 
 
 def _validate(kind: type[BodyT], body: Mapping[str, Any], served: str) -> BodyT:
@@ -208,10 +176,7 @@ def _validate(kind: type[BodyT], body: Mapping[str, Any], served: str) -> BodyT:
     for name, neutral in _UNSUPPORTED.items():
         if name in body and body[name] not in neutral:
             raise invalid(name, "is not supported; leave it out", "unsupported_parameter")
-    try:
-        parsed = kind.model_validate(body)
-    except ValidationError as error:
-        raise _explain(error) from None
+    parsed = validated(kind, body)
     _check_together(parsed)
     unknown = [name for name in body if name not in kind.model_fields and name not in _UNSUPPORTED]
     if unknown:
@@ -224,6 +189,9 @@ def _check_together(parsed: _Body) -> None:
         raise invalid("stream_options", "is allowed only with stream: true")
     if parsed.best_of is not None and parsed.best_of != (parsed.n or 1):
         raise invalid("best_of", "is not supported beyond n; leave it out", "unsupported_parameter")
+    options = parsed.stream_options
+    if options is not None and options.continuous_usage_stats and not options.include_usage:
+        raise invalid("stream_options.continuous_usage_stats", "needs include_usage to be true")
     old, new = parsed.max_tokens, parsed.max_completion_tokens
     if old is not None and new is not None and old != new:
         raise invalid("max_tokens", "contradicts max_completion_tokens; send one of them")
@@ -231,19 +199,28 @@ def _check_together(parsed: _Body) -> None:
 
 def _params(parsed: _Body, *, default_tokens: int | None, logprobs: int | None) -> SamplingParams:
     limit = parsed.max_completion_tokens if parsed.max_tokens is None else parsed.max_tokens
-    return SamplingParams(
-        temperature=1.0 if parsed.temperature is None else parsed.temperature,
-        top_k=_top_k(parsed.top_k),
-        top_p=1.0 if parsed.top_p is None else parsed.top_p,
-        min_p=parsed.min_p or 0.0,
-        seed=parsed.seed,
-        n=1 if parsed.n is None else parsed.n,
-        max_tokens=default_tokens if limit is None else limit,
-        min_tokens=parsed.min_tokens or 0,
-        stop_token_ids=tuple(parsed.stop_token_ids or ()),
-        ignore_eos=bool(parsed.ignore_eos),
-        logprobs=logprobs,
-    )
+    try:
+        return SamplingParams(
+            temperature=1.0 if parsed.temperature is None else parsed.temperature,
+            top_k=_top_k(parsed.top_k),
+            top_p=1.0 if parsed.top_p is None else parsed.top_p,
+            min_p=parsed.min_p or 0.0,
+            seed=parsed.seed,
+            n=1 if parsed.n is None else parsed.n,
+            max_tokens=default_tokens if limit is None else limit,
+            min_tokens=parsed.min_tokens or 0,
+            stop_token_ids=tuple(parsed.stop_token_ids or ()),
+            ignore_eos=bool(parsed.ignore_eos),
+            logprobs=logprobs,
+        )
+    except RequestError as error:
+        raise error.renamed(_sent_names(parsed)) from None
+
+
+def _sent_names(parsed: _Body) -> dict[str, str]:
+    newer = parsed.max_tokens is None and parsed.max_completion_tokens is not None
+    names = {"max_tokens": "max_completion_tokens"} if newer else {}
+    return names | ({"prompt": "messages"} if isinstance(parsed, ChatBody) else {})
 
 
 def _top_k(value: int | None) -> int:
@@ -259,17 +236,12 @@ def _common(parsed: _Body, params: SamplingParams) -> dict[str, Any]:
         "stop": parsed.stop or (),
         "stream": bool(parsed.stream),
         "include_usage": options is not None and bool(options.include_usage),
+        "running_usage": options is not None and bool(options.continuous_usage_stats),
         "user": parsed.user or "",
         "cache_salt": parsed.cache_salt,
         "priority": parsed.priority or 0,
+        "sent_names": _sent_names(parsed),
     }
-
-
-def _message(message: Message) -> dict[str, str]:
-    # Chat templates know "system"; "developer" is OpenAI's newer name for it.
-    role = "system" if message.role == "developer" else message.role
-    named = {} if message.name is None else {"name": message.name}
-    return {"role": role, "content": message.content or "", **named}
 
 
 def _prompts(value: Any) -> tuple[Prompt, ...]:
@@ -291,41 +263,3 @@ def _prompts(value: Any) -> tuple[Prompt, ...]:
     raise ValueError(
         "must be text, a list of texts, token ids or a list of token ids, not a mixture"
     )
-
-
-def _text(value: Any) -> str:
-    """A message's content (text, null or a list of text parts) as one text."""
-    if value is None:
-        return ""
-    if isinstance(value, str):
-        return value
-    if not isinstance(value, list):
-        raise ValueError("must be text or a list of text parts")  # noqa: TRY004 - pydantic reports ValueError
-    texts = []
-    for part in value:
-        if (
-            not isinstance(part, dict)
-            or part.get("type") != "text"
-            or not isinstance(part.get("text"), str)
-        ):
-            raise ValueError(
-                'parts must be {"type": "text", "text": ...}; other media are not supported'
-            )
-        texts.append(part["text"])
-    return "".join(texts)
-
-
-def _explain(error: ValidationError) -> ApiError:
-    """At most MAX_ERRORS problems, each with its field; ``param`` is the first problem's field."""
-    problems = error.errors(include_url=False, include_context=False, include_input=False)[
-        :MAX_ERRORS
-    ]
-    lines = [
-        f"{_path(item['loc'])}: {item['msg'].removeprefix('Value error, ')}" for item in problems
-    ]
-    code = "missing_required_parameter" if problems[0]["type"] == "missing" else "invalid_type"
-    return ApiError(400, "; ".join(lines), param=_path(problems[0]["loc"]), code=code)
-
-
-def _path(location: tuple[int | str, ...]) -> str:
-    return ".".join(str(part) for part in location)[:MAX_NAME]

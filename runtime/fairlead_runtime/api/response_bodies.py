@@ -25,7 +25,8 @@ DONE = b"data: [DONE]\n\n"
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Frame:
     """The fields that every event of one answer repeats. ``top`` is None without log-
-    probabilities.
+    probabilities. ``running`` is the answer's usage so far, for answers that show it in every
+    event.
     """
 
     id: str
@@ -34,6 +35,7 @@ class Frame:
     top: int | None
     usage: bool  # stream_options.include_usage
     token_bytes: TokenBytes
+    running: "Usage | None" = None
 
 
 @dataclass(slots=True)
@@ -43,11 +45,13 @@ class Usage:
     cached: int = 0
 
     def as_dict(self) -> dict[str, Any]:
+        return {**self.counts(), "prompt_tokens_details": {"cached_tokens": self.cached}}
+
+    def counts(self) -> dict[str, int]:
         return {
             "prompt_tokens": self.prompt,
             "completion_tokens": self.completion,
             "total_tokens": self.prompt + self.completion,
-            "prompt_tokens_details": {"cached_tokens": self.cached},
         }
 
 
@@ -198,6 +202,7 @@ class _EventShape:
         self._head = b"data: " + head[:-1]
         self._field = b"delta" if opening else b"text"
         self._opening, self._closing = opening, closing
+        self._running = frame.running
         self._tail = b',"usage":null}\n\n' if frame.usage else b"}\n\n"
         self._plain = (
             closing + b',"logprobs":null,"finish_reason":null,"stop_reason":null}]' + self._tail
@@ -206,7 +211,7 @@ class _EventShape:
 
     def text(self, index: int, text: str, logprobs: bytes = b"null", finish: bytes = b"") -> bytes:
         before = self._prefix(index) + self._opening + orjson.dumps(text)
-        if logprobs == b"null" and not finish:
+        if logprobs == b"null" and not finish and self._running is None:
             return before + self._plain
         return before + self._closing + self._after(logprobs, finish)
 
@@ -225,7 +230,10 @@ class _EventShape:
 
     def _after(self, logprobs: bytes, finish: bytes) -> bytes:
         ending = finish or b'"finish_reason":null,"stop_reason":null'
-        return b',"logprobs":' + logprobs + b"," + ending + b"}]" + self._tail
+        tail = self._tail
+        if self._running is not None:
+            tail = b',"usage":' + orjson.dumps(self._running.counts()) + b"}\n\n"
+        return b',"logprobs":' + logprobs + b"," + ending + b"}]" + tail
 
 
 def error_events(error: ApiError) -> bytes:

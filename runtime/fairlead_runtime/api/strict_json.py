@@ -5,6 +5,7 @@ Owns the limits on keys, strings and nesting, checked before any field. Every re
 names the position and echoes no input.
 """
 
+import itertools
 import json
 import re
 from typing import Any
@@ -20,6 +21,9 @@ MAX_DEPTH = 32
 
 # Possessive, so that it reads each byte once; an unterminated string runs to the end.
 _STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?', re.DOTALL)
+_TOKEN = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?|[][{}:]|,(?=\s*")', re.DOTALL)
+_FIELD = re.compile(rb"[a-z_]{1,64}")
+_BRACKETS = frozenset((b"[", b"]", b"{", b"}"))
 _NOT_BRACKETS = bytes(sorted(set(range(256)) - set(b"[]{}")))
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
@@ -36,21 +40,18 @@ def parse_object(body: bytes) -> dict[str, Any]:
             body.decode("utf-8"), object_pairs_hook=_unique, parse_constant=_no_constant
         )
         if _SURROGATE.search(body):
-            # json accepts half a surrogate pair, which is not a character; orjson refuses it.
-            orjson.loads(body)
+            _check_surrogates(body)
     except ApiError:
         raise
     except UnicodeDecodeError as error:
-        raise invalid(None, f"the body is not UTF-8: byte {error.start}", "invalid_json") from None
+        field = _field_at(body, error.start)
+        raise invalid(field, f"byte {error.start} is not UTF-8", "invalid_json") from None
     except json.JSONDecodeError as error:
         detail = f"{error.msg} at character {error.pos}"
         raise invalid(None, f"the body is not JSON: {detail}", "invalid_json") from None
     except (ValueError, RecursionError):
-        # Integers of thousands of digits, nesting beyond the parser's stack, lone surrogates.
-        message = (
-            "the body is not JSON: a number is too long or a \\u escape is half a surrogate pair"
-        )
-        raise invalid(None, message, "invalid_json") from None
+        # Integers of thousands of digits, nesting beyond the parser's stack.
+        raise invalid(None, "the body is not JSON: a number is too long", "invalid_json") from None
     if not isinstance(value, dict):
         raise invalid(None, "the body must be a JSON object", "invalid_json")
     return value
@@ -71,10 +72,47 @@ def _check_shape(body: bytes) -> None:
             None, f"the body has more than {MAX_BRACKETS} lists and objects", "invalid_json"
         )
     depth = 0
-    for bracket in brackets:
+    for number, bracket in enumerate(brackets):
         depth += 1 if bracket in b"[{" else -1
         if depth > MAX_DEPTH:
-            raise invalid(None, f"the body is nested more than {MAX_DEPTH} deep", "invalid_json")
+            field = _field_at(body, _bracket(body, number))
+            message = f"brackets are nested more than {MAX_DEPTH} deep"
+            raise invalid(field, message, "invalid_json")
+
+
+def _check_surrogates(body: bytes) -> None:
+    """Json accepts half a surrogate pair, which is not a character; orjson refuses it."""
+    try:
+        orjson.loads(body)
+    except orjson.JSONDecodeError as error:
+        field = _field_at(body, len(body.decode()[: error.pos].encode()))
+        raise invalid(field, "a \\u escape is half a surrogate pair", "invalid_json") from None
+
+
+def _bracket(body: bytes, number: int) -> int:
+    """The place of a bracket outside strings, counted from 0."""
+    brackets = (match for match in _TOKEN.finditer(body) if match[0] in _BRACKETS)
+    return next(itertools.islice(brackets, number, None)).start()
+
+
+def _field_at(body: bytes, place: int) -> str | None:
+    """The key of the body's own object whose value holds byte ``place``. None where there is none,
+    and for a key that is no field's name: a refusal echoes no input.
+    """
+    depth, string, key = 0, b"", b""
+    for match in _TOKEN.finditer(body):
+        token = match[0]
+        if match.end() > place:
+            break
+        if token in _BRACKETS:
+            depth += 1 if token in b"[{" else -1
+        elif depth == 1 and token == b",":
+            key = b""
+        elif depth == 1 and token == b":":
+            key = string[1:-1]
+        else:
+            string = token
+    return key.decode() if _FIELD.fullmatch(key) else None
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -84,6 +84,12 @@ REFUSED: list[tuple[dict[str, Any], str, int, str]] = [
     (completion(stream="true"), COMPLETIONS, 400, "stream"),
     (completion(stream_options={"include_usage": True}), COMPLETIONS, 400, "stream_options"),
     (completion(stream=True, stream_options=[]), COMPLETIONS, 400, "stream_options"),
+    (
+        completion(stream=True, stream_options={"continuous_usage_stats": True}),
+        COMPLETIONS,
+        400,
+        "stream_options.continuous_usage_stats",
+    ),
     (completion(user=5), COMPLETIONS, 400, "user"),
     (completion(user="x" * 257), COMPLETIONS, 400, "user"),
     (completion(priority=2**31), COMPLETIONS, 400, "priority"),

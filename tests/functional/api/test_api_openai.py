@@ -92,6 +92,27 @@ def test_usage_is_null_before_the_last_event() -> None:
     run(scenario())
 
 
+@pytest.mark.parametrize("route", ["/v1/completions", "/v1/chat/completions"])
+def test_every_event_may_show_the_usage_so_far(route: str) -> None:
+    async def scenario() -> None:
+        async with fake_server() as (server, service), server.client() as client:
+            options = {"include_usage": True, "continuous_usage_stats": True}
+            fields = {"max_tokens": 3, "stream": True, "stream_options": options}
+            body = (chat if "chat" in route else completion)(**fields)
+            *chunks, last, _ = events((await client.post(route, json=body)).text)
+            prompt = len(service.seen[0].prompt)
+            counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
+            assert counts == sorted(counts)
+            assert set(counts) == {1, 2, 3}
+            for chunk, count in zip(chunks, counts, strict=True):
+                assert chunk["usage"]["prompt_tokens"] == prompt
+                assert chunk["usage"]["total_tokens"] == prompt + count
+            assert last["choices"] == []
+            assert last["usage"]["completion_tokens"] == 3
+
+    run(scenario())
+
+
 @pytest.mark.parametrize(
     ("prompt", "ids"),
     [
