@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
-from planted.hunting import SECONDS, Outcome, Runs, Verdict, end_on_sigterm, exit_code, hunt_all
+from planted.hunting import Outcome, Runs, Verdict, end_on_sigterm, exit_code, hunt_all
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "runtime" / "fairlead_runtime"
@@ -35,6 +35,7 @@ for seed in range(int(sys.argv[2]), int(sys.argv[2]) + int(sys.argv[3])):
         print(f"seed {seed}: {type(error).__name__}: {error}".splitlines()[0][:110])
         sys.exit(9)
 """
+SECONDS = 300.0  # a run without a bug takes less than a tenth
 
 
 class Bug(NamedTuple):
@@ -474,7 +475,7 @@ def hunt(bug: Bug, seeds: int, runs: Runs) -> Verdict:
         where = Path(name).resolve()
         plant(bug, where)
         command = [sys.executable, "-c", RUN, str(where), str(bug.first), str(seeds)]
-        code, output = runs.run(command, where, {"PYTHONPATH": str(where)})
+        code, output = runs.run(command, where, {"PYTHONPATH": str(where)}, SECONDS)
     outcome, how = {
         0: (Outcome.MISSED, f"{seeds} seeds passed"),
         9: (Outcome.CAUGHT, output.strip()),

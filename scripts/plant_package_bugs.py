@@ -22,7 +22,6 @@ from pathlib import Path
 from planted import kernels_table, operator_table, runtime_table
 from planted.bug import PackageBug
 from planted.hunting import (
-    SECONDS,
     Outcome,
     Run,
     Runs,
@@ -35,6 +34,9 @@ from planted.hunting import (
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("operator", "runtime", "kernels")
 FOLDERS = (*PACKAGES, "tests", "scripts", "benchmarks", "crds", "charts", "docs", "examples")
+
+SECONDS = 600.0  # for one test file without a bug
+HANGS = 10  # times what the tests take without a bug: then a test hangs, on a busy machine too
 
 BUGS: tuple[PackageBug, ...] = (
     *operator_table.BUGS,
@@ -79,28 +81,30 @@ def copy_to(folder: Path) -> None:
             shutil.copy(path, folder)
 
 
-def run_tests(copy: Path, tests: Sequence[str], runs: Runs) -> Run:
-    """Run tests of a copy on the packages of that copy, until one fails."""
+def run_tests(copy: Path, tests: Sequence[str], runs: Runs, seconds: float) -> Run:
+    """Run tests of a copy on the packages of that copy, until one fails or for ``seconds``."""
     paths = os.pathsep.join(str(copy / name) for name in PACKAGES)
     command = [sys.executable, "-c", RUN, str(copy), *(f"tests/{test}" for test in tests)]
-    return runs.run(command, copy, {"PYTHONPATH": paths})
+    return runs.run(command, copy, {"PYTHONPATH": paths}, seconds)
 
 
-def hunt(bug: PackageBug, copy: Path, runs: Runs) -> Verdict:
-    """Plant the bug in the copy, run its tests and take the bug out again."""
+def hunt(bug: PackageBug, copy: Path, runs: Runs, seconds: float) -> Verdict:
+    """Plant the bug in the copy, run its tests and take the bug out again. A test that hangs with
+    the bug has caught it.
+    """
     began = time.monotonic()
     target = copy / bug.file
     source = target.read_text()
     target.write_text(source.replace(bug.old, bug.new))
     try:
-        code, output = run_tests(copy, bug.tests, runs)
+        code, output = run_tests(copy, bug.tests, runs, seconds)
     finally:
         target.write_text(source)
     outcome, how = {
         0: (Outcome.EXCUSED, bug.missed) if bug.missed else (Outcome.MISSED, "its tests pass"),
         1: (Outcome.CAUGHT, _first_failure(output)),
         2: (Outcome.CAUGHT, f"a test file cannot be imported {_first_failure(output)}"),
-        None: (Outcome.CAUGHT, f"no end within {SECONDS:.0f} s"),
+        None: (Outcome.CAUGHT, f"no end within {seconds:.0f} s"),
     }.get(code, (Outcome.BROKE, output[-2000:]))
     return Verdict(bug.name, bug.file.partition("/")[0], outcome, how, time.monotonic() - began)
 
@@ -120,7 +124,7 @@ def hunt_in_copies(bugs: Sequence[PackageBug], jobs: int) -> list[Verdict]:
     def hunt_in_a_copy(bug: PackageBug) -> Verdict:
         copy = copies.get()
         try:
-            return hunt(bug, copy, runs)
+            return hunt(bug, copy, runs, HANGS * sum(without[test] for test in bug.tests))
         finally:
             copies.put(copy)
 
@@ -130,18 +134,26 @@ def hunt_in_copies(bugs: Sequence[PackageBug], jobs: int) -> list[Verdict]:
             copy.mkdir()
             copy_to(copy)
             copies.put(copy)
-        _check_without_a_bug(bugs, copy, jobs, runs)
+        without = seconds_without_a_bug(bugs, copy, jobs, runs)
         return hunt_all(bugs, hunt_in_a_copy, jobs, runs)
 
 
-def _check_without_a_bug(bugs: Sequence[PackageBug], copy: Path, jobs: int, runs: Runs) -> None:
-    tests = sorted({test for bug in bugs for test in bug.tests})
-    print(f"{len(tests)} test files without a bug, then {len(bugs)} bugs", flush=True)
-    with ThreadPoolExecutor(jobs) as pool:
-        ends = list(pool.map(lambda test: run_tests(copy, [test], runs), tests))
-    for test, (code, output) in zip(tests, ends, strict=True):
+def seconds_without_a_bug(
+    bugs: Iterable[PackageBug], copy: Path, jobs: int, runs: Runs
+) -> dict[str, float]:
+    """What each test file takes on this machine now. Raises RuntimeError when one fails."""
+
+    def measure(test: str) -> float:
+        began = time.monotonic()
+        code, output = run_tests(copy, [test], runs, SECONDS)
         if code != 0:
             raise RuntimeError(f"{test} ends with {code} without a bug:\n{output[-3000:]}")
+        return time.monotonic() - began
+
+    tests = sorted({test for bug in bugs for test in bug.tests})
+    print(f"{len(tests)} test files without a bug first", flush=True)
+    with ThreadPoolExecutor(jobs) as pool:
+        return dict(zip(tests, pool.map(measure, tests), strict=True))
 
 
 def main() -> int:

@@ -18,8 +18,6 @@ from enum import StrEnum
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
-SECONDS = 120.0  # after which a run is ended; a bug that makes a test hang counts as caught
-
 Bug = TypeVar("Bug")
 
 
@@ -47,7 +45,7 @@ class Verdict(NamedTuple):
 
 
 class Run(NamedTuple):
-    """``code``: the exit code, None after ``SECONDS``. ``output``: stdout, then stderr."""
+    """``code``: the exit code, None when its time was over. ``output``: stdout, then stderr."""
 
     code: int | None
     output: str
@@ -56,13 +54,14 @@ class Run(NamedTuple):
 class Runs:
     """The runs of tests that are going on. Each has a process group, to end its children too."""
 
-    def __init__(self, seconds: float = SECONDS) -> None:
-        self._seconds = seconds
+    def __init__(self) -> None:
         self._groups: set[int] = set()
         self._lock = threading.Lock()
 
-    def run(self, command: Sequence[str], folder: Path, environ: Mapping[str, str]) -> Run:
-        """Run a command to its end, or until its time is over."""
+    def run(
+        self, command: Sequence[str], folder: Path, environ: Mapping[str, str], seconds: float
+    ) -> Run:
+        """Run a command to its end, or for ``seconds``."""
         process = subprocess.Popen(
             command,
             cwd=folder,
@@ -75,7 +74,7 @@ class Runs:
         with self._lock:
             self._groups.add(process.pid)
         try:
-            out, errors = process.communicate(timeout=self._seconds)
+            out, errors = process.communicate(timeout=seconds)
         except subprocess.TimeoutExpired:
             return Run(None, "")
         finally:

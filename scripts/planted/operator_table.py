@@ -9,6 +9,7 @@ MANIFESTS, POD_TEMPLATE, ROLLOUT, DIFF, CAPACITY, ALLOWLISTS = (
     f"{OPERATOR}/decide/children/{name}.py"
     for name in ("manifests", "podtemplate", "rollout", "diff", "capacity", "allowlists")
 )
+UPGRADE, UPGRADES = f"{OPERATOR}/decide/children/upgrade.py", f"{OPERATOR}/upgrades.py"
 LEASE, QUEUE, HUB = (
     f"{OPERATOR}/{name}.py" for name in ("cluster/lease", "workqueue", "probe/hub")
 )
@@ -224,5 +225,131 @@ BUGS = (
         'shared = {"medium": "Memory",',
         'shared = {"medium": "",',
         ("unit/operator/decide/children/test_manifest_edges.py",),
+    ),
+    PackageBug(
+        "maxSurge 0 asks for an extra pod",
+        ROLLOUT,
+        "    if rollout.max_surge == 0:\n",
+        "    if False:\n",
+        ("unit/operator/decide/children/test_rollout.py",),
+    ),
+    PackageBug(
+        "a pod on its way out blocks a rollout",
+        ROLLOUT,
+        ' or pod["metadata"].get("deletionTimestamp"):\n            continue\n        for',
+        ":\n            continue\n        for",
+        ("unit/operator/decide/children/test_rollout.py",),
+    ),
+    PackageBug(
+        "any refused replica is a shortage of quota",
+        ROLLOUT,
+        '                and "exceeded quota" in message\n',
+        "",
+        ("unit/operator/decide/children/test_rollout.py",),
+    ),
+    PackageBug(
+        "a pod without the time of its condition never waits",
+        ROLLOUT,
+        'stamp or pod["metadata"].get("creationTimestamp") or ""',
+        'stamp or ""',
+        ("unit/operator/decide/children/test_rollout.py",),
+    ),
+    PackageBug(
+        "a quota of something else limits accelerators",
+        ROLLOUT,
+        "        if hard is not None:\n            left",
+        "        if True:\n            left",
+        ("unit/operator/decide/children/test_rollout.py",),
+    ),
+    PackageBug(
+        "a node that is coming is not waited for",
+        ROLLOUT,
+        "patience = min(deadline, NODE_SECONDS) if expected else ROOM_SECONDS",
+        "patience = ROOM_SECONDS",
+        ("unit/operator/decide/children/test_rollout.py",),
+    ),
+    PackageBug(
+        "a turn that was just given is forgotten",
+        UPGRADE,
+        "    running |= {k for k in granted if k != key}\n",
+        "",
+        ("unit/operator/decide/children/test_rollout.py",),
+    ),
+    PackageBug(
+        "a paused deployment is upgraded with the Ready ones",
+        UPGRADE,
+        'idle=bool(spec.get("paused")) or not',
+        "idle=not",
+        ("unit/operator/decide/children/test_rollout.py",),
+    ),
+    PackageBug(
+        "a rollout past its deadline holds nobody",
+        UPGRADE,
+        '            return "ProgressDeadlineExceeded"\n',
+        '            return ""\n',
+        ("unit/operator/decide/children/test_rollout.py",),
+    ),
+    PackageBug(
+        "a status of before the turn fails the upgrade",
+        UPGRADE,
+        '        return ""  # the status is of the time before the turn\n',
+        "        pass\n",
+        ("unit/operator/decide/children/test_rollout.py",),
+    ),
+    PackageBug(
+        "what is in a list is left out of a spec's hash",
+        UPGRADE,
+        "return [_asked(item) for item in value]",
+        "return [len(value)]",
+        ("unit/operator/decide/children/test_rollout.py",),
+    ),
+    PackageBug(
+        "deployments that are not Ready roll beside Ready ones",
+        UPGRADE,
+        "    if first or running:\n",
+        "    if running:\n",
+        ("unit/operator/decide/children/test_rollout.py",),
+    ),
+    PackageBug(
+        "a turn is given without reading the cluster",
+        UPGRADES,
+        "                self._cluster.store.replace(DEPLOYMENT, namespace, bodies, version)\n",
+        "                pass\n",
+        ("unit/operator/test_upgrades.py",),
+    ),
+    PackageBug(
+        "a turn is not remembered until it is seen",
+        UPGRADES,
+        "                self._granted.add(key)\n",
+        "                pass\n",
+        ("unit/operator/test_upgrades.py",),
+    ),
+    PackageBug(
+        "a turn lasts for ever",
+        UPGRADES,
+        "        self._granted.discard(key)\n",
+        "        pass\n",
+        ("unit/operator/test_upgrades.py",),
+    ),
+    PackageBug(
+        "every rolling deployment holds the others",
+        UPGRADES,
+        "({TURN_MARK: self._defaults} if was_ready else {})",
+        "{TURN_MARK: self._defaults}",
+        ("unit/operator/test_upgrades.py",),
+    ),
+    PackageBug(
+        "a deadline changes the template",
+        UPGRADES,
+        "return Target(pod_template(resource, self._settings, written), own | kept)",
+        "return Target(today, own | kept)",
+        ("unit/operator/test_upgrades.py",),
+    ),
+    PackageBug(
+        "a changed spec waits for a turn",
+        UPGRADES,
+        "        if carried.get(SPEC_MARK, own[SPEC_MARK]) != own[SPEC_MARK]:\n",
+        "        if False:\n",
+        ("unit/operator/test_upgrades.py",),
     ),
 )

@@ -42,7 +42,7 @@ def test_a_run_that_hangs_is_ended_with_its_children(tmp_path: Path) -> None:
     lock = tmp_path / "lock"
     lock.touch()
     shell = f"exec 9>{lock}; flock 9; sleep 600 & wait"  # the child holds the lock, too
-    assert Runs(seconds=1.0).run(["bash", "-c", shell], tmp_path, {}).code is None
+    assert Runs().run(["bash", "-c", shell], tmp_path, {}, 1.0).code is None
     with lock.open() as file:
         fcntl.flock(file, fcntl.LOCK_EX)
 
@@ -58,13 +58,16 @@ def test_each_end_of_a_run_has_its_outcome(tmp_path: Path) -> None:
             super().__init__()
             self.code = code
 
-        def run(self, command: Sequence[str], folder: Path, environ: Mapping[str, str]) -> Run:
+        def run(
+            self, command: Sequence[str], folder: Path, environ: Mapping[str, str], seconds: float
+        ) -> Run:
             assert module.read_text() == "two\n"
             assert command[-1] == "tests/unit/test_module.py"
             return Run(self.code, "FAILED tests/unit/test_module.py::test - why")
 
     verdicts = {
-        code: plant_package_bugs.hunt(bug, tmp_path, Ends(code)) for code in (0, 1, 2, 5, -11, None)
+        code: plant_package_bugs.hunt(bug, tmp_path, Ends(code), 1.0)
+        for code in (0, 1, 2, 5, -11, None)
     }
     assert {code: one.outcome for code, one in verdicts.items()} == {
         0: Outcome.MISSED,
@@ -75,7 +78,7 @@ def test_each_end_of_a_run_has_its_outcome(tmp_path: Path) -> None:
         None: Outcome.CAUGHT,
     }
     assert verdicts[1].how == "unit/test_module.py::test"
-    excused = plant_package_bugs.hunt(bug._replace(missed="why"), tmp_path, Ends(0))
+    excused = plant_package_bugs.hunt(bug._replace(missed="why"), tmp_path, Ends(0), 1.0)
     assert (excused.outcome, excused.how) == (Outcome.EXCUSED, "why")
     assert exit_code([verdicts[1], excused]) == 0
     assert exit_code([verdicts[1], verdicts[0]]) == 1

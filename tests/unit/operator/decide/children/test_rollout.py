@@ -3,11 +3,15 @@
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
+import pytest
+
+from fairlead_operator.decide.children.podtemplate import Deadlines
 from fairlead_operator.decide.children.rollout import ONE_BY_ONE, RECREATE, Choice, choose
 from fairlead_operator.decide.children.upgrade import (
     DEFAULTS_MARK,
     TURN_MARK,
     Member,
+    deadlines_of,
     member,
     spec_hash,
     turn,
@@ -121,6 +125,71 @@ def test_surge_waits_and_recreate_happens_only_where_asked_for() -> None:
     assert (limits.max_surge, limits.max_unavailable) == (2, 1)
 
 
+def test_without_an_extra_pod_the_limits_are_the_spec_s_own() -> None:
+    choice = chosen(rolling(), rollout={"maxSurge": 0, "maxUnavailable": 2})
+    assert (choice.chosen, choice.why) == ("OneByOne", "rollout.maxSurge is 0")
+    assert choice.replacement.body()["rollingUpdate"] == {"maxSurge": 0, "maxUnavailable": 2}
+
+
+def test_an_interruption_is_named_for_one_replica_alone() -> None:
+    two = chosen(rolling(waiting(60), replicas=2))
+    assert two.why.endswith(": one pod is replaced at a time")
+
+
+def test_only_a_new_pod_that_stays_unscheduled_shows_a_shortage() -> None:
+    scheduled = waiting(3600)
+    scheduled["status"]["conditions"][0]["status"] = "True"
+    deleting = waiting(3600)
+    deleting["metadata"]["deletionTimestamp"] = "2026-01-01T00:01:00Z"
+    old = waiting(3600)
+    old["metadata"]["labels"]["serving.fairlead.dev/revision"] = "old"
+    for one in (scheduled, deleting, old):
+        assert chosen(rolling(one)).chosen == "Surge"
+
+
+def test_a_pod_s_age_is_its_wait_where_its_condition_has_no_time() -> None:
+    stuck = waiting(0)
+    del stuck["status"]["conditions"][0]["lastTransitionTime"]
+    assert chosen(rolling(stuck)).chosen == "OneByOne", "created ten minutes ago"
+    del stuck["metadata"]["creationTimestamp"]
+    assert chosen(rolling(stuck)).chosen == "Surge"
+
+
+@pytest.mark.parametrize(
+    ("kind", "status", "message"),
+    [
+        ("Progressing", "True", "exceeded quota: cpu"),
+        ("ReplicaFailure", "False", "exceeded quota: cpu"),
+        ("ReplicaFailure", "True", "violates PodSecurity restricted"),
+    ],
+)
+def test_only_a_quota_s_refusal_is_a_shortage(kind: str, status: str, message: str) -> None:
+    live = deployment("new")
+    live["status"]["conditions"] = [{"type": kind, "status": status, "message": message}]
+    assert chosen(seen(pod(revision="old", ready=True), live=live)).chosen == "Surge"
+
+
+def test_a_refusal_of_the_last_revision_says_nothing_of_the_next() -> None:
+    live = deployment("old")
+    refusal = {"type": "ReplicaFailure", "status": "True", "message": "exceeded quota: cpu"}
+    live["status"]["conditions"] = [refusal]
+    assert chosen(seen(pod(revision="old", ready=True), live=live)).chosen == "Surge"
+
+
+def test_quotas_that_do_not_limit_the_accelerator_or_are_not_needed_say_nothing() -> None:
+    other: Object = {"status": {"hard": {"requests.cpu": "1"}, "used": {"requests.cpu": "1"}}}
+    unused: Object = {"status": {"hard": {"requests.nvidia.com/gpu": "1"}}}
+    for quotas in ((), (other,), (unused,), ({},)):
+        assert chosen(seen(live=deployment("old"), quotas=quotas)).chosen == "Surge"
+    full = quota("0", "0")
+    found = seen(live=deployment("old"), quotas=(full,))
+    assert chosen(found).chosen == "OneByOne"
+    on_cpu: Object = {"resources": {"accelerator": {"count": 0}}}
+    assert choose(resource(**on_cpu), found, "new", {}, NOW).chosen == "Surge"
+    taken = seen(pod(revision="old", ready=True), live=deployment("new"), quotas=(full,))
+    assert chosen(taken).chosen == "Surge", "the extra pod is there and holds what is used"
+
+
 # -- turns
 
 
@@ -152,6 +221,28 @@ def test_deployments_roll_one_after_another() -> None:
     assert allowed(rolls) == set()
     done = [one("a", pending=False, takes_turn=True), one("b"), one("c")]
     assert allowed(done) == {"b"}
+
+
+def test_a_turn_that_is_not_seen_in_the_cluster_yet_counts() -> None:
+    fleet = [one("a"), one("b")]
+    assert turn(("ns", "a"), fleet, 1, ()).allowed
+    waits = turn(("ns", "a"), fleet, 1, {("ns", "b")})
+    assert (waits.allowed, waits.held) == (False, False)
+    assert waits.why == "waits for its turn in the upgrade, after ns/b"
+    assert turn(("ns", "a"), fleet, 2, {("ns", "b")}).allowed
+
+
+def test_a_deployment_that_is_not_there_yet_needs_no_turn() -> None:
+    rolls = one("a", pending=False, takes_turn=True, ready=False)
+    assert turn(("ns", "new"), [rolls], 1, ()).allowed
+    assert not turn(("ns", "new"), [rolls], 0, ()).allowed
+
+
+def test_what_was_not_ready_waits_for_the_ready_ones_that_roll() -> None:
+    rolls = one("c", pending=False, takes_turn=True, ready=False)
+    waits = turn(("ns", "a"), [one("a", ready=False), rolls], 1, ())
+    assert not waits.allowed
+    assert waits.why == "waits until the Ready ones are upgraded, now ns/c"
 
 
 def test_the_first_that_fails_holds_the_rest() -> None:
@@ -189,8 +280,85 @@ def test_a_deployment_is_judged_by_its_marks_and_its_own_status() -> None:
     assert fleet_member(broken).failure == "CrashLoop"
     young = {**fault, "since": "2026-01-01T00:09:01Z"}
     assert not fleet_member({**broken, "blockers": [young]}).failure
+    assert not fleet_member({**broken, "targetRevision": "old"}).failure, "a fault of before"
     waits = {**fault, "code": "InsufficientAccelerator"}
     assert not fleet_member({**broken, "blockers": [waits]}).failure, "it waits for room"
+
+
+def test_a_deployment_without_pods_is_idle_and_so_is_a_paused_one() -> None:
+    def idle(spec: Object, replicas: int) -> bool:
+        return member(deployment(replicas=replicas), {"spec": spec}, "d1", NOW).idle
+
+    assert idle({"paused": True}, 1)
+    assert idle({}, 0)
+    assert not idle({}, 1)
+    unset = deployment()
+    del unset["spec"]["replicas"]
+    assert not member(unset, {"spec": {}}, "d1", NOW).idle, "one by default"
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason", "failure"),
+    [
+        ("Progressing", "ProgressDeadlineExceeded", "ProgressDeadlineExceeded"),
+        ("Progressing", "NewReplicaSetAvailable", ""),
+        ("Available", "ProgressDeadlineExceeded", ""),
+    ],
+)
+def test_a_rollout_past_its_deadline_failed_unless_it_is_ready_after_all(
+    kind: str, reason: str, failure: str
+) -> None:
+    live = deployment("new")
+    live["status"]["conditions"] = [{"type": kind, "reason": reason, "status": "False"}]
+    assert member(live, {}, "d1", NOW).failure == failure
+    ready = {
+        "targetRevision": "new",
+        "rollout": {"phase": "Complete"},
+        "conditions": [{"type": "Ready", "status": "True"}],
+    }
+    assert member(live, {"status": ready}, "d1", NOW).failure == ""
+
+
+@pytest.mark.parametrize(
+    ("mark", "deadlines"),
+    [
+        ("60,30", Deadlines(60, 30)),
+        ("", None),
+        ("60", None),
+        ("1,2,3", None),
+        ("60,30s", None),
+        ("1234567,30", None),
+    ],
+)
+def test_a_mark_of_deadlines_that_says_nothing_is_none(
+    mark: str, deadlines: Deadlines | None
+) -> None:
+    assert deadlines_of(mark) == deadlines
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"engine": {"image": "registry.test/other:1"}},
+        {"model": {"revision": "v1"}},
+        {"resources": {"memory": "9Gi"}},
+        {"modelCache": {"type": "PVC", "size": "9Gi"}},
+        {"security": {"apiKeySecretRef": {"name": "keys", "key": "k"}}},
+        {"podTemplate": {"tolerations": [{"key": "gpu", "operator": "Exists"}]}},
+        {"podTemplate": {"labels": {"team": "a"}}},
+    ],
+)
+def test_what_a_pod_is_made_of_changes_the_hash_of_a_spec(change: Object) -> None:
+    assert spec_hash(resource(**change)) != spec_hash(resource())
+
+
+def test_values_within_lists_and_maps_change_the_hash_of_a_spec() -> None:
+    def of(key: str) -> tuple[str, str]:
+        tolerations = [{"key": key, "operator": "Exists"}]
+        listed = spec_hash(resource(podTemplate={"tolerations": tolerations}))
+        return listed, spec_hash(resource(podTemplate={"labels": {"team": key}}))
+
+    assert not set(of("a")) & set(of("b"))
 
 
 def test_the_hash_of_a_spec_knows_what_pods_need_and_nothing_else() -> None:
