@@ -11,6 +11,7 @@ import re
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 from fairlead_operator.decide.pods.blockers import CODES, NORMAL
 from fairlead_runtime.config import EngineConfig, base_type, choices_of, flag_of
@@ -22,8 +23,8 @@ SECTIONS = {
     "engine": "Engine",
     "scheduler": "Scheduler",
     "cache": "Cache",
-    None: "Process",
 }
+PROCESS = "Process"  # of every other field
 
 
 LIMITS = {limit.field: limit for limit in NOT_YET}
@@ -44,31 +45,31 @@ def cr_field(path: str | None) -> str:
 def flags() -> str:
     """EngineConfig: one table for each part of the custom resource, one row for each flag."""
     lines: list[str] = []
-    section = ""
-    for f in dataclasses.fields(EngineConfig):
-        meta = f.metadata
-        part = meta["cr"].split(".")[0] if meta["cr"] else None
-        title = SECTIONS.get(part, "Process")
-        if title != section:
-            section = title
-            lines += ["", f"### {title}", ""]
-            head = "| flag | unit or values | default | what it sets | when to change it "
-            lines.append(head + "| custom resource |")
-            lines += ["|---|---|---|---|---|---|"]
-        values = ", ".join(f"`{c}`" for c in choices_of(f.name)) or meta["unit"]
-        values = (
-            values
-            or {bool: "on, off", str: "text", int: "number", float: "number"}[base_type(f.name)]
-        )
-        limit = LIMITS.get(f.name)
-        when = f"Supported so far: {limit.fix}." if limit else meta["when"]
-        name = flag_of(f.name)
-        flag = f"`--[no-]{name[2:]}`" if base_type(f.name) is bool else f"`{name}`"
-        cr = cr_field(meta["cr"])
-        lines.append(
-            f"| {flag} | {values} | {default_of(f.default)} | {meta['help']} | {when} | {cr} |"
-        )
+    every = dataclasses.fields(EngineConfig)
+    for title in (*SECTIONS.values(), PROCESS):
+        lines += ["", f"### {title}", ""]
+        head = "| flag | unit or values | default | what it sets | when to change it "
+        lines.append(head + "| custom resource |")
+        lines += ["|---|---|---|---|---|---|"]
+        lines += [flag_row(f) for f in every if section_of(f) == title]
     return "\n".join(lines).strip()
+
+
+def section_of(field: "dataclasses.Field[Any]") -> str:
+    part = (field.metadata["cr"] or "").partition(".")[0]
+    return SECTIONS.get(part, PROCESS)
+
+
+def flag_row(f: "dataclasses.Field[Any]") -> str:
+    meta, kind = f.metadata, base_type(f.name)
+    values = ", ".join(f"`{c}`" for c in choices_of(f.name)) or meta["unit"]
+    values = values or {bool: "on, off", str: "text", int: "number", float: "number"}[kind]
+    limit = LIMITS.get(f.name)
+    when = f"Supported so far: {limit.fix}." if limit else meta["when"]
+    name = flag_of(f.name)
+    flag = f"`--[no-]{name[2:]}`" if kind is bool else f"`{name}`"
+    cr = cr_field(meta["cr"])
+    return f"| {flag} | {values} | {default_of(f.default)} | {meta['help']} | {when} | {cr} |"
 
 
 def supported() -> str:

@@ -120,7 +120,7 @@ class EngineConfig:
         unit="tokens",
         when="Lower it when one full-length sequence does not fit.",
         cr="engine.maxModelLen",
-        low=1,
+        low=2,  # one token of prompt, one of output
     )
     tensor_parallel: int = knob(
         1,

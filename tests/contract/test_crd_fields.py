@@ -4,12 +4,10 @@ structural schema.
 
 import dataclasses
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import jsonschema  # type: ignore[import-untyped]  # ships no types
 import pytest
-import yaml
 
 from cluster.harness.cel_cases import CASES, Case
 from fairlead_operator.resource.fields import camel
@@ -17,13 +15,8 @@ from fairlead_operator.resource.resource import NARROWER
 from fairlead_operator.resource.spec import Spec
 from fairlead_runtime.config import EngineConfig, base_type, choices_of
 from fairlead_runtime.supported import IN_RESOURCE, Limit
+from support.crd import CRD, FILE, SCHEMA, SPEC, VERSION, nodes
 
-ROOT = Path(__file__).parents[2]
-FILE = ROOT / "crds/inferencedeployments.yaml"
-CRD: dict[str, Any] = yaml.safe_load(FILE.read_text())
-VERSION: dict[str, Any] = CRD["spec"]["versions"][0]
-SCHEMA: dict[str, Any] = VERSION["schema"]["openAPIV3Schema"]
-SPEC: dict[str, Any] = SCHEMA["properties"]["spec"]
 TYPES = {bool: {"boolean"}, int: {"integer"}, float: {"number", "integer"}, str: {"string"}}
 ENGINE_SECTIONS = ("engine", "scheduler", "cache")
 FIELDS = [f for f in dataclasses.fields(EngineConfig) if f.metadata["cr"]]
@@ -38,17 +31,6 @@ def at(path: str) -> dict[str, Any]:
     for part in path.split("."):
         node = node["properties"][part]
     return node
-
-
-def nodes(schema: dict[str, Any], path: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
-    """Every schema node with its dotted path; ``[]`` is an item, ``{}`` a map's value."""
-    yield path, schema
-    for name, child in schema.get("properties", {}).items():
-        yield from nodes(child, f"{path}.{name}" if path else name)
-    if "items" in schema:
-        yield from nodes(schema["items"], path + "[]")
-    if "additionalProperties" in schema:
-        yield from nodes(schema["additionalProperties"], path + "{}")
 
 
 NODES = list(nodes(SCHEMA))

@@ -98,7 +98,7 @@ IMAGE = bounded("", longest=512, pattern="^([A-Za-z0-9][A-Za-z0-9._:/@-]*)?$")
 SETTINGS = {f.metadata["cr"]: f for f in dataclasses.fields(EngineConfig) if f.metadata["cr"]}
 # Bounds narrower than the engine's: the resource refuses values that no pod could use.
 NARROWER: Mapping[str, tuple[int, int]] = {
-    "engine.maxModelLen": (1, 2**24),
+    "engine.maxModelLen": (2, 2**24),
     "engine.cudaGraphs.qPaddingInterval": (1, 2**16),
     "engine.cudaGraphs.kvPaddingInterval": (1, 2**24),
     "engine.cudaGraphs.maxCachedGraphs": (0, 4096),
@@ -247,6 +247,14 @@ RULES: tuple[Rule, ...] = (
         (
             "modelCache.accessModes ReadOnlyMany does not let pods write what they download: "
             "add ReadWriteOnce or ReadWriteMany"
+        ),
+    ),
+    (
+        "spec.model.revision",
+        lambda s, _: bool(s.model.revision) and s.model.where.kind != "hf",
+        (
+            "model.revision is for a hub model, demo:, pvc:// and file:// have no revisions: "
+            "remove it"
         ),
     ),
     (

@@ -100,11 +100,14 @@ class ScaleDown:
     max_step: int = bounded(1, low=1, high=1000)
 
 
+Signal = Literal["QueueDepth"]
+
+
 @dataclass(frozen=True, slots=True)
 class Autoscaling:
     min_replicas: int = bounded(1, low=1, high=1000)
     max_replicas: int = bounded(8, low=1, high=1000)
-    signal: Literal["QueueDepth"] = "QueueDepth"
+    signal: Signal = "QueueDepth"
     target_per_replica: int | None = bounded(None, low=1, high=1_000_000)
     tolerance: float = bounded(0.1, low=0, high=0.9)
     scale_up: ScaleUp = bounded(ScaleUp)

@@ -96,9 +96,8 @@ def _fixes(
 
     fixes: list[str] = []
     blocks = split(memory.max_model_len, memory.block_size)
-    longest = bisect_left(
-        range(1, memory.max_model_len), True, key=lambda n: not fits(max_model_len=n)
-    )
+    lengths = range(2, memory.max_model_len)  # shorter ones are refused
+    longest = 1 + bisect_left(lengths, True, key=lambda n: not fits(max_model_len=n))
     if longest >= memory.block_size:
         step = 1024 if longest >= 2048 else memory.block_size
         fixes.append(f"maxModelLen ≤ {longest // step * step}")

@@ -85,6 +85,7 @@ _CPU = "engine.tensorParallel must be 1 on a CPU"
 _CACHE = "modelCache.type PVC needs modelCache.claimName"
 _CLASS = "modelCache.storageClassName is for a claim that the operator makes"
 _READ_ONLY = "modelCache.accessModes ReadOnlyMany does not let pods write"
+_NO_REVISION = "model.revision is for a hub model"
 _TOKEN = "model.tokenSecretRef needs both name and key"
 _KEYS = "security.apiKeySecretRef needs both name and key"
 _LABELS = "podTemplate.labels must not use keys of"
@@ -130,10 +131,14 @@ CASES: tuple[Case, ...] = (
     _source("", "spec.model.source"),
     _source("hf://a/" + "b" * 600, "Too long"),
     _spec("no source", "spec.model.source: Required value", model={"source": REMOVE}),
-    _spec("a commit", model={"revision": "a" * 40}),
-    _spec("a branch with a slash", model={"revision": "refs/pr/1"}),
-    _spec("a revision that climbs", _REVISION, model={"revision": "a/../b"}),
-    _spec("a revision that is a flag", _REVISION, model={"revision": "-x"}),
+    _spec("a commit", model={"source": "hf://a/b", "revision": "a" * 40}),
+    _spec("a branch with a slash", model={"source": "a/b", "revision": "refs/pr/1"}),
+    _spec("a revision that climbs", _REVISION, model={"source": "a/b", "revision": "a/../b"}),
+    _spec("a revision that is a flag", _REVISION, model={"source": "a/b", "revision": "-x"}),
+    *(
+        _spec(f"a revision of {source}", _NO_REVISION, model={"source": source, "revision": "v1"})
+        for source in ("demo:", "pvc://models/llama/3", "file:///models/x", "/models/x")
+    ),
     _spec("a token by reference", model={"tokenSecretRef": {"name": "hub", "key": "token"}}),
     _spec("a token without its key", _TOKEN, model={"tokenSecretRef": {"name": "hub"}}),
     _spec("a token without its name", _TOKEN, model={"tokenSecretRef": {"key": "token"}}),

@@ -2,9 +2,9 @@
 address.
 
 Owns the processes, the pod's folder with its emptyDir volumes, the restarts, and the pod's status
-as a kubelet would report it. Only ``--host`` of a command is replaced, by the pod's address, and a
-path of the environment in a mounted volume, by the volume's folder. Limits and other volumes are
-not played: tests that need those read the objects.
+as a kubelet would report it. Of a command only ``--host`` and ``--device`` are replaced
+(``played_arguments``), and a path of the environment in a mounted volume, by the volume's folder.
+Limits, accelerators and other volumes are not played: tests that need those read the objects.
 """
 
 import os
@@ -68,13 +68,12 @@ class PodProcess:
             "OMP_NUM_THREADS": "1",
             "FAIRLEAD_TERMINATION_LOG": str(termination_log),
         }
-        arguments = [
-            f"--host={self.address}" if a.startswith("--host=") else a
-            for a in container.get("args", ())
-        ]
         with (self.home / "log").open("ab") as out:
             self.process = subprocess.Popen(
-                [*programs[container["command"][0]], *arguments],
+                [
+                    *programs[container["command"][0]],
+                    *played_arguments(container, self.address),
+                ],
                 env={**self._environment(pod, container), **ours, **environ},
                 stdin=subprocess.DEVNULL,
                 stdout=out,
@@ -213,6 +212,14 @@ class PodProcess:
 def containers(pod: Object) -> list[Object]:
     """The containers that are played, in the order in which they run."""
     return [*(pod["spec"].get("initContainers") or ()), pod["spec"]["containers"][0]]
+
+
+def played_arguments(container: Object, address: str) -> list[str]:
+    """The container's arguments for a process of this machine: it listens on the pod's address,
+    and a pod with an accelerator runs on the CPU.
+    """
+    played = {"--host": f"--host={address}", "--device": "--device=cpu"}
+    return [played.get(a.partition("=")[0], a) for a in container.get("args", ())]
 
 
 def conditions(pod: Object, facts: Mapping[str, bool]) -> list[Object]:

@@ -7,14 +7,11 @@ operator and the API server each judge the resource, and must agree.
 import random
 import re
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
-import yaml
-
 from cluster.harness.apiclient import Object
+from support.crd import SPEC
 
-CRD = Path(__file__).parents[3] / "crds" / "inferencedeployments.yaml"
 # Strings that some pattern of the schema accepts, and some that none accepts.
 WORDS = (
     "a", "x-1", "1Gi", "16Gi", "1.5Gi", "500m", "2", "nvidia.com/gpu", "amd.com/gpu",
@@ -97,8 +94,6 @@ def fields() -> list[tuple[str, Object]]:
     """Every field of the spec by its dotted path, with its schema; lists and free maps are one
     field.
     """
-    version = yaml.safe_load(CRD.read_text())["spec"]["versions"][0]
-    spec = version["schema"]["openAPIV3Schema"]["properties"]["spec"]
 
     def walk(node: Object, path: str) -> Iterator[tuple[str, Object]]:
         if path in SPECIAL or not node.get("properties"):
@@ -106,7 +101,7 @@ def fields() -> list[tuple[str, Object]]:
         for key, child in (node.get("properties") or {}).items():
             yield from walk(child, f"{path}.{key}".lstrip("."))
 
-    return [(path, node) for path, node in walk(spec, "") if path]
+    return [(path, node) for path, node in walk(SPEC, "") if path]
 
 
 def mutation(rng: random.Random, all_fields: list[tuple[str, Object]]) -> Object:

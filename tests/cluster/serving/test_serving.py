@@ -44,7 +44,8 @@ def test_a_resource_becomes_ready_by_a_token_and_survives_the_operator(
 ) -> None:
     """Ready by endpoint and canary; measured capacity; a killed process; a restarted operator."""
     with OperatorProcess(plane, (namespace,)) as operator:
-        api.create(idep(namespace, podTemplate=PROCESSES))
+        accelerator = {"accelerator": {"count": 1, "memory": "8Gi"}}
+        api.create(idep(namespace, podTemplate=PROCESSES, resources=accelerator))
         await_reason(api, namespace, "Starting", 5)
         seen = eventually(lambda: ready(api, namespace), START, "Ready")
         assert "a canary token went through" in condition(seen, "Ready")["message"]
@@ -66,6 +67,8 @@ def test_a_resource_becomes_ready_by_a_token_and_survives_the_operator(
         row = kubectl(plane, "get", "idep", "chat", "-n", namespace).splitlines()[1].split()
         assert row[:6] == ["chat", "True", "1", "1", "Serving", "demo:"]
         (pod,) = pods(api, namespace)
+        # As written; the played pod runs on the CPU (``podprocess.played_arguments``).
+        assert "--device=cuda" in pod["spec"]["containers"][0]["args"]
         assert complete(pod["status"]["podIP"])["usage"]["completion_tokens"] == 4
 
         def measured() -> Object:

@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 import torch
-import yaml
 
 from cluster.harness.cel_cases import BASE, merge
 from fairlead_operator.decide.children.capacity import PlanError, capacity_of
@@ -24,10 +23,9 @@ from fairlead_runtime.config import ConfigError, EngineConfig
 from fairlead_runtime.models import tiny
 from fairlead_runtime.sizing.terms import GIB
 from fairlead_runtime.supported import IN_RESOURCE, Limit, check_supported
+from support.crd import SPEC
 from support.started import pod_root, start_engine
 
-CRD = yaml.safe_load((Path(__file__).parents[3] / "crds/inferencedeployments.yaml").read_text())
-SPEC = CRD["spec"]["versions"][0]["schema"]["openAPIV3Schema"]["properties"]["spec"]
 # Text and quantities have neither words nor ends: one value each besides the default.
 TEXTS = {"model.revision": "v1", "model.servedName": "a/b", "resources.sharedMemory": "512Mi"}
 # What a value needs beside it, where a rule between fields would refuse it alone.

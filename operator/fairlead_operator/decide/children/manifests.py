@@ -91,9 +91,7 @@ def keeps_weights(resource: InferenceDeployment) -> bool:
     the revision is a commit, which never moves.
     """
     cache, model = resource.spec.model_cache, resource.spec.model
-    return (
-        cache.type == "PVC" and model.where.kind == "hf" and bool(_COMMIT.fullmatch(model.revision))
-    )
+    return cache.type == "PVC" and bool(_COMMIT.fullmatch(model.revision))
 
 
 def max_replicas(resource: InferenceDeployment) -> int:

@@ -27,7 +27,7 @@ from fairlead_operator.resource.kinds import (
 )
 from fairlead_operator.resource.resource import InferenceDeployment
 from fairlead_operator.resource.settings import Settings
-from fairlead_runtime.config import EngineConfig
+from fairlead_runtime.config import Device, EngineConfig
 
 HUB_HOME = "/models"  # HF_HOME: an emptyDir, or the shared claim
 CLAIM_ROOT = "/model"  # where a pvc:// source is mounted, read-only
@@ -184,7 +184,10 @@ def _volume_group(resource: InferenceDeployment, settings: Settings) -> Object:
 
 def _runtime(resource: InferenceDeployment, settings: Settings) -> Object:
     spec = resource.spec
-    engine = resource.engine
+    # Never "auto": a pod whose accelerator is missing must say so, and one without an accelerator
+    # must not use those of its node.
+    device: Device = "cuda" if spec.resources.accelerator.count else "cpu"
+    engine = dataclasses.replace(resource.engine, device=device)
     if spec.security.api_key_secret_ref.name:
         engine = dataclasses.replace(
             engine, api_key_file=f"{KEYS}/{spec.security.api_key_secret_ref.key}"

@@ -14,9 +14,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from fairlead_operator.decide.pods.load import FRESH_SECONDS, Sample
+from fairlead_operator.decide.pods.load import FRESH_SECONDS, Load, Sample
 from fairlead_operator.decide.scale.target import Target
-from fairlead_operator.resource.spec import Autoscaling
+from fairlead_operator.resource.spec import Autoscaling, Signal
 
 TICK = 5.0  # seconds between two decisions
 UP_PERIOD, DOWN_PERIOD = 15.0, 60.0  # seconds that maxStep applies to
@@ -26,6 +26,8 @@ WHY = 512  # characters of a decision's ``why`` in the status
 # Turns of the last hour above which the next turn down waits: with the turn up that may follow, an
 # hour has at most 4.
 TURNS = 2
+# What one pod adds to the demand, by autoscaling.signal.
+DEMAND: Mapping[Signal, Callable[[Load], float]] = {"QueueDepth": lambda load: load.total}
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +44,7 @@ class Policy:
     up_step: int
     down_window: float
     down_step: int
+    signal: Signal = "QueueDepth"
     target_why: str = ""
     target_inputs: Mapping[str, Any] = field(default_factory=dict)
 
@@ -56,6 +59,7 @@ class Policy:
             up_step=autoscaling.scale_up.max_step,
             down_window=autoscaling.scale_down.stabilization_seconds,
             down_step=autoscaling.scale_down.max_step,
+            signal=autoscaling.signal,
             target_why=target.why,
             target_inputs=target.inputs,
         )
@@ -158,7 +162,7 @@ def decide(
     running = supply.running
     usable = {pod: samples[pod] for pod in running if pod in samples and samples[pod].load.sane}
     fresh = [pod for pod, sample in usable.items() if sample.fresh(now)]
-    demand = sum(sample.load.total for sample in usable.values())
+    demand = sum(DEMAND[policy.signal](sample.load) for sample in usable.values())
     raw = math.ceil(demand / policy.target - 1e-9)
     inputs = {
         "from": supply.current,

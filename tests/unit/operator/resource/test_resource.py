@@ -45,7 +45,7 @@ def test_an_empty_spec_is_the_engines_defaults() -> None:
 
 def test_every_setting_of_the_engine_arrives() -> None:
     engine = parse(
-        model={"revision": "abc", "servedName": "x", "trustRemoteCode": True},
+        model={"source": "hf://a/b", "revision": "abc", "servedName": "x", "trustRemoteCode": True},
         engine={
             "dtype": "float32",
             "maxModelLen": 100,

@@ -89,6 +89,7 @@ def test_the_deployment_of_the_demo_model_on_a_cpu() -> None:
                         "demo:",
                         "--host=::",
                         "--served-name=chat",
+                        "--device=cpu",
                         "--shared-memory=1.0",
                     ],
                     "env": [
@@ -164,7 +165,6 @@ def test_pods_with_their_weights_in_the_claim_have_no_egress() -> None:
     for change in (
         {"model": {"revision": "main"}},
         {"modelCache": {"type": "None"}},
-        {"model": {"source": "demo:"}},
     ):
         assert not keeps_weights(resource(**merged(commit, change))), change
     for cached in (False, True):
@@ -266,6 +266,7 @@ def test_accelerators_are_requested_tolerated_and_selected() -> None:
     pod = children(**spec)["Deployment"]["spec"]["template"]["spec"]
     assert pod["containers"][0]["resources"]["limits"]["nvidia.com/gpu"] == "1"
     assert pod["nodeSelector"] == {"gpu": "h200", "zone": "a"}
+    assert "--device=cuda" in pod["containers"][0]["args"], "never the CPU where one is missing"
     assert {"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"} in pod[
         "tolerations"
     ]
@@ -291,7 +292,7 @@ def test_the_pods_arguments_are_the_resources_settings() -> None:
         engine={"maxModelLen": 4096, "deterministic": True, "cudaGraphs": {"enabled": "off"}},
     )
     arguments = pod_template(one, SETTINGS)["spec"]["containers"][0]["args"]
-    assert EngineConfig.from_args(arguments[3:]) == one.engine
+    assert EngineConfig.from_args(arguments[3:]) == replace(one.engine, device="cpu")
 
 
 def test_labels_of_the_user_never_replace_ours() -> None:

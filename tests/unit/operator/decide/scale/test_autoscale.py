@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Mapping
+from typing import get_args
 
 import pytest
 from hypothesis import assume, given, settings
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 
 from fairlead_operator.decide.pods.load import Load, Sample, Served
 from fairlead_operator.decide.scale.autoscale import (
+    DEMAND,
     HOUR,
     TICK,
     Decision,
@@ -20,7 +22,7 @@ from fairlead_operator.decide.scale.autoscale import (
     decide,
 )
 from fairlead_operator.decide.scale.target import target_of, typical_request
-from fairlead_operator.resource.spec import Autoscaling, ScaleDown, ScaleUp
+from fairlead_operator.resource.spec import Autoscaling, ScaleDown, ScaleUp, Signal
 
 POLICY = Policy(
     min_replicas=1,
@@ -84,6 +86,15 @@ def test_replicas_do_not_cascade_while_models_load() -> None:
     assert max(fleet.run(400, 290)) == 4, (
         "demand is a total: 400 requests ask for 4 pods, loaded or not"
     )
+
+
+def test_the_signal_of_the_resource_measures_the_demand(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert set(DEMAND) == set(get_args(Signal))
+    assert DEMAND["QueueDepth"](Load(running=2, waiting=3)) == 5
+    policy = Policy.of(Autoscaling(), target_of(100, 64, 0, None))
+    monkeypatch.setitem(DEMAND, policy.signal, lambda load: 100 * load.waiting)
+    decision = decide(policy, History(), {"a": Sample(Load(9, 3), 0)}, Supply(1, ("a",)), 0)
+    assert decision.inputs["demand"] == 300
 
 
 def test_neither_running_nor_waiting_alone_decides() -> None:
