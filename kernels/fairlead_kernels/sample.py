@@ -205,6 +205,41 @@ def _draw_sparse(
     return first.scatter_reduce_(0, rows[won], tokens[won], "amin")
 
 
+def forbid_unset(logits: Tensor, words: Tensor) -> None:
+    """Set the tokens whose bit is not set to minus infinity, in place.
+
+    ``logits`` [R, V] of a float type, ``words`` [R, ceil(V / 32)] int32: token i is bit i % 32 of
+    word i // 32, the lowest bit first (the layout of xgrammar and llguidance).
+    """
+    shifts = torch.arange(32, dtype=torch.int32, device=words.device)
+    bits = (words[:, :, None] >> shifts).bitwise_and_(1).view(words.shape[0], -1)
+    logits.masked_fill_(bits[:, : logits.shape[1]] == 0, -math.inf)
+
+
+def penalize(
+    logits: Tensor,
+    rows: Tensor,
+    ids: Tensor,
+    counts: Tensor,
+    repetition: Tensor,
+    frequency: Tensor,
+    presence: Tensor,
+) -> None:
+    """Change the logits of N distinct (row, token) pairs that occurred before, in place.
+
+    ``logits`` [R, V] float32; ``rows`` and ``ids`` [N] int64; ``counts`` [N] float32, how often the
+    row's output holds the token, 0 where only its prompt does; the penalties [R] float32.
+    Repetition divides positive logits and multiplies the others (Keskar et al., "CTRL", 2019), then
+    frequency is subtracted as often as the token occurs, and presence once (OpenAI's formula).
+    """
+    values = logits[rows, ids]
+    factor = repetition[rows]
+    values = torch.where(values > 0, values / factor, values * factor)
+    values -= frequency[rows] * counts
+    values -= presence[rows] * (counts > 0)
+    logits[rows, ids] = values
+
+
 def chunk_rows(logits: Tensor) -> int:
     """How many rows of [S, V] logits to work on at once, at least 1."""
     elements = CPU_CHUNK if logits.device.type == "cpu" else DEVICE_CHUNK

@@ -6,12 +6,17 @@ clock.
 
 import enum
 import math
-from collections.abc import Mapping
+from collections import abc
 from dataclasses import dataclass, field
-from typing import NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 MAX_CHOICES = 8
 MAX_LOGPROBS = 20
+MAX_BIASES = 300
+MAX_BIAS = 100.0
+MAX_BAD_WORDS = 64
+MAX_BAD_WORD_CHARS = 64
+MAX_BAD_WORD_IDS = 64
 
 
 class RequestError(ValueError):
@@ -22,7 +27,7 @@ class RequestError(ValueError):
         self.param = param
         self._message = message
 
-    def renamed(self, names: Mapping[str, str]) -> Self:
+    def renamed(self, names: abc.Mapping[str, str]) -> Self:
         """The same error about the field's name in ``names``."""
         return type(self)(names.get(self.param, self.param), self._message)
 
@@ -62,7 +67,10 @@ FINAL = frozenset(s for s, following in TRANSITIONS.items() if not following)
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How tokens are chosen. temperature 0 is greedy; top_k 0, top_p 1 and min_p 0 disable those
-    filters.
+    filters; the penalties' neutral values are 1 for repetition and 0 for the others.
+
+    ``logit_bias`` may be given as a mapping and is kept as pairs. A bad word is a text, or the ids
+    of one; the engine takes ids only.
     """
 
     temperature: float = 1.0
@@ -76,6 +84,12 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     logprobs: int | None = None  # k: of the chosen token and of the k likeliest
+    repetition_penalty: float = 1.0  # on the tokens of prompt and output
+    presence_penalty: float = 0.0  # this one and the next on the output's tokens only
+    frequency_penalty: float = 0.0
+    logit_bias: abc.Mapping[int, float] | tuple[tuple[int, float], ...] = ()
+    allowed_token_ids: tuple[int, ...] | None = None
+    bad_words: tuple[str | tuple[int, ...], ...] = ()
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
@@ -98,12 +112,72 @@ class SamplingParams:
             raise RequestError(
                 "min_tokens", f"{self.min_tokens} is above max_tokens, {self.max_tokens}: lower it"
             )
-        for token in self.stop_token_ids:
-            _check_whole_number("stop_token_ids", token, 0, 2**31 - 1)
+        _check_ids("stop_token_ids", self.stop_token_ids)
         if len(self.stop_token_ids) > 64:
             raise RequestError("stop_token_ids", "has more than 64 ids: give at most 64")
         if self.logprobs is not None:
             _check_whole_number("logprobs", self.logprobs, 0, MAX_LOGPROBS)
+        _check_number("repetition_penalty", self.repetition_penalty, 0.01, 100.0)
+        _check_number("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        _check_number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        object.__setattr__(self, "logit_bias", _biases(self.logit_bias))
+        object.__setattr__(self, "allowed_token_ids", _allowed(self.allowed_token_ids))
+        object.__setattr__(self, "bad_words", _bad_words(self.bad_words))
+
+    @property
+    def penalizes(self) -> bool:
+        """Whether a logit depends on the tokens before it."""
+        return (
+            self.repetition_penalty != 1
+            or self.presence_penalty != 0
+            or self.frequency_penalty != 0
+        )
+
+
+def _biases(value: Any) -> tuple[tuple[int, float], ...]:
+    pairs = tuple(value.items() if isinstance(value, abc.Mapping) else value)
+    if len(pairs) > MAX_BIASES:
+        raise RequestError("logit_bias", f"has {len(pairs)} ids: give at most {MAX_BIASES}")
+    for token, bias in pairs:
+        _check_ids("logit_bias", (token,))
+        _check_number("logit_bias", bias, -MAX_BIAS, MAX_BIAS)
+    return tuple((token, float(bias)) for token, bias in pairs)
+
+
+def _allowed(value: Any) -> tuple[int, ...] | None:
+    if value is None:
+        return None
+    if not value:
+        raise RequestError("allowed_token_ids", "is empty: give at least one id, or leave it out")
+    _check_ids("allowed_token_ids", value)
+    return tuple(value)
+
+
+def _bad_words(value: Any) -> tuple[str | tuple[int, ...], ...]:
+    if isinstance(value, str):
+        raise RequestError("bad_words", "must be a list of words, not one word")
+    words = tuple(word if isinstance(word, str) else tuple(word) for word in value)
+    # A text becomes up to two sequences of ids: with a space before it, and without.
+    if len(words) > (2 if any(type(word) is tuple for word in words) else 1) * MAX_BAD_WORDS:
+        raise RequestError("bad_words", f"has more than {MAX_BAD_WORDS} words: give fewer")
+    for word in words:
+        if isinstance(word, str):
+            if not 1 <= len(word) <= MAX_BAD_WORD_CHARS or not word.strip():
+                raise RequestError(
+                    "bad_words",
+                    f"each word must have 1 to {MAX_BAD_WORD_CHARS} characters that are not all "
+                    "spaces",
+                )
+        elif not 1 <= len(word) <= MAX_BAD_WORD_IDS:
+            raise RequestError("bad_words", f"each word must have 1 to {MAX_BAD_WORD_IDS} ids")
+        else:
+            _check_ids("bad_words", word)
+    return words
+
+
+def _check_ids(name: str, ids: abc.Iterable[object]) -> None:
+    for token in ids:
+        _check_whole_number(name, token, 0, 2**31 - 1)
 
 
 def _check_number(name: str, value: object, low: float, high: float) -> None:
@@ -177,6 +251,8 @@ class Sequence:
     seniors: int = 0  # sequences that were live at its arrival; they bound its preemptions
     # the first step in which it was the next to start and lacked blocks; None once it starts
     blocked_since: int | None = None
+    # what the sampler keeps from step to step; it follows from the tokens and parameters alone
+    sampler_notes: Any = None
 
     @property
     def prompt_len(self) -> int:

@@ -42,8 +42,16 @@ WIDTH = 1024  # block tables with more blocks are scaled up from this many
 CPU_ROW = 32
 CPU_ROWS = 64
 BLOCK_SIZE = 16
-# Every filter and log-probabilities: the most memory that sampling can take.
-_PARAMS = SamplingParams(temperature=1.0, top_k=50, top_p=0.9, min_p=0.01, logprobs=20)
+# A change of the logits, every filter and log-probabilities: the most that sampling can take.
+_PARAMS = SamplingParams(
+    temperature=1.0,
+    top_k=50,
+    top_p=0.9,
+    min_p=0.01,
+    logprobs=20,
+    repetition_penalty=1.1,
+    allowed_token_ids=(0,),
+)
 
 
 class Profile(NamedTuple):

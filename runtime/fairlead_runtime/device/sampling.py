@@ -4,10 +4,11 @@ Owns the parameters of a step's sampling rows as vectors (SamplingBatch) and the
 turns logits into tokens (``sample``). The arithmetic is in ``fairlead_kernels.sample``; nothing
 here loops over rows, and a filter that no row uses is not computed (a greedy batch is one argmax).
 
-The order is vLLM V1's: min_tokens masks end and stop ids; temperature; min-p; top-k; top-p over
-the rest; the draw. Log-probabilities are those of the raw logits. Two documented differences:
-tokens that tie with the last one a filter keeps are kept as well, and a draw is a pure function of
-(seed, choice index, position, token), see ``fairlead_kernels.sample``.
+The order is vLLM V1's: the changes of logits, in the order that ``logit_changes`` states;
+temperature; min-p; top-k; top-p over the rest; the draw. Log-probabilities are those of the raw
+logits, before any change. Two documented differences: tokens that tie with the last one a filter
+keeps are kept as well, and a draw is a pure function of (seed, choice index, position, token), see
+``fairlead_kernels.sample``.
 
 Only rows with NaN, plus infinity or no value above minus infinity are flagged: models use minus
 infinity to mask the padded end of their vocabulary.
@@ -16,6 +17,7 @@ infinity to mask the padded end of their vocabulary.
 import functools
 import math
 from collections import abc
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,11 +26,19 @@ import torch
 from torch import Tensor
 
 from fairlead_kernels import sample as ops
+from fairlead_runtime.device.logit_changes import LogitChanges
 from fairlead_runtime.logprobs import TokenLogprobs
 from fairlead_runtime.request import Sequence
 from fairlead_runtime.seeds import GOLDEN, MUL1, MUL2
 
 NON_FINITE = "the model's logits for this request are not finite"
+NOTHING_ALLOWED = (
+    "no token is allowed any more by allowed_token_ids, bad_words, min_tokens and the structured "
+    "output together"
+)
+# What stands for the token of a row that has none.
+_NOT_FINITE, _NOTHING_LEFT = -1, -2
+_ERRORS = {_NOT_FINITE: NON_FINITE, _NOTHING_LEFT: NOTHING_ALLOWED}
 # A lower temperature counts as 0, as in vLLM: the division would overflow float32.
 GREEDY_BELOW = 1e-5
 
@@ -56,48 +66,63 @@ class Draws:
 class SamplingBatch:
     """The sampling parameters of one step's rows, in the order of their logits.
 
-    ``draws`` is None when every row is greedy. ``masked_rows`` and ``masked_ids`` are parallel
-    lists: the entries that min_tokens forbids. ``logprob_rows`` are the rows that
-    request log-probabilities, ``logprob_counts`` how many.
+    ``changes`` is None when no row changes its logits. ``draws`` are of the rows without changes,
+    ``changed_draws`` of those in ``changes``, with places in ``changes.rows``; each is None when
+    all its rows are greedy. ``logprob_rows`` are the rows that request log-probabilities,
+    ``logprob_counts`` how many.
     """
 
     size: int
     draws: Draws | None
-    masked_rows: list[int]
-    masked_ids: list[int]
+    changes: LogitChanges | None
+    changed_draws: Draws | None
     logprob_rows: list[int]
     logprob_counts: list[int]
 
     @classmethod
-    def of(cls, sequences: abc.Sequence[Sequence]) -> "SamplingBatch":
-        """For sequences whose next token, at position ``len(tokens)``, is sampled in this step."""
+    def of(
+        cls, sequences: abc.Sequence[Sequence], masks: Mapping[int, Array] | None = None
+    ) -> "SamplingBatch":
+        """For sequences whose next token, at position ``len(tokens)``, is sampled in this step.
+
+        ``masks``: by sequence id, the tokens that structured output allows next, as int32 words
+        [ceil(vocabulary / 32)]: token i is bit i % 32 of word i // 32, lowest bit first, as
+        xgrammar and llguidance lay it out. Sequences without an entry may take any token.
+        """
         params = [s.request.params for s in sequences]
-        rows = [i for i, p in enumerate(params) if p.temperature >= GREEDY_BELOW]
-        masked_rows: list[int] = []
-        masked_ids: list[int] = []
-        for i, p in enumerate(params):
-            if p.min_tokens and sequences[i].generated < p.min_tokens:
-                ids = sequences[i].request.eos_ids.union(p.stop_token_ids)
-                masked_ids += ids
-                masked_rows += [i] * len(ids)
+        changes = LogitChanges.of(sequences, masks or {})
+        changed: dict[int, int] = {}
+        if changes is not None:
+            changed = {row: place for place, row in enumerate(changes.rows.tolist())}
+        plain: list[tuple[int, Sequence]] = []
+        drawing: list[tuple[int, Sequence]] = []
+        for row, p in enumerate(params):
+            if p.temperature >= GREEDY_BELOW:
+                if row in changed:
+                    drawing.append((changed[row], sequences[row]))
+                else:
+                    plain.append((row, sequences[row]))
         logprob_rows = [i for i, p in enumerate(params) if p.logprobs is not None]
         return cls(
             size=len(params),
-            draws=_draws(sequences, rows) if rows else None,
-            masked_rows=masked_rows,
-            masked_ids=masked_ids,
+            draws=_draws(plain),
+            changes=changes,
+            changed_draws=_draws(drawing),
             logprob_rows=logprob_rows,
             logprob_counts=[params[i].logprobs or 0 for i in logprob_rows],
         )
 
 
-def _draws(sequences: abc.Sequence[Sequence], rows: list[int]) -> Draws:
-    drawing = [sequences[i] for i in rows]
+def _draws(rows: abc.Sequence[tuple[int, Sequence]]) -> Draws | None:
+    """Of the sequences that draw, each with its place."""
+    if not rows:
+        return None
+    drawing = [sequence for _, sequence in rows]
     params = [s.request.params for s in drawing]
     with np.errstate(divide="ignore"):  # log(0) = -inf is "off"
         min_cut = np.log(np.array([p.min_p for p in params])).astype(np.float32)
     return Draws(
-        rows=np.array(rows),
+        rows=np.array([place for place, _ in rows]),
         temperature=np.array([p.temperature for p in params], dtype=np.float32),
         min_cut=min_cut,
         top_k=np.array([p.top_k for p in params]),
@@ -132,9 +157,9 @@ def _mix64(words: Array) -> Array:
 class SampledTokens:
     """One step's sampled tokens, still on the device.
 
-    ``tokens`` [S] int64 (-1 where not finite), ``finite`` [S] bool. For the L rows that
-    request log-probabilities: ``chosen`` [L] float32, ``ranks`` [L] int64, ``top_ids`` and
-    ``top_logprobs`` [L, k] for the largest k requested.
+    ``tokens`` [S] int64, negative where no token could be chosen; ``finite`` [S] bool: one could.
+    For the L rows that request log-probabilities: ``chosen`` [L] float32, ``ranks`` [L] int64,
+    ``top_ids`` and ``top_logprobs`` [L, k] for the largest k requested.
     """
 
     batch: SamplingBatch
@@ -154,7 +179,7 @@ class SampledTokens:
         if min(tokens, default=0) >= 0:
             return [(token, logprobs.get(i), None) for i, token in enumerate(tokens)]
         return [
-            (token, logprobs.get(i), None) if token >= 0 else (token, None, NON_FINITE)
+            (token, logprobs.get(i), None) if token >= 0 else (-1, None, _ERRORS[token])
             for i, token in enumerate(tokens)
         ]
 
@@ -185,36 +210,29 @@ class SampledTokens:
 def sample(logits: Tensor, batch: SamplingBatch) -> SampledTokens:
     """One token for each row of ``logits`` [S, V], any float type; rows are in the order of
     ``batch``.
-
-    Overwrites ``logits`` where min_tokens forbids a token.
     """
     if logits.shape[0] != batch.size or not 0 < logits.shape[1] <= ops.MAX_VOCABULARY:
         raise ValueError(f"logits of shape {tuple(logits.shape)} for {batch.size} sampling rows")
-    raw = logits[batch.logprob_rows].float() if batch.logprob_rows else None
+    tokens, finite = _choose(logits, batch.draws)
+    if batch.changes is not None:
+        rows = torch.from_numpy(batch.changes.rows).to(logits.device)
+        # The only place where logits change. A copy: the log-probabilities are of the raw ones.
+        chosen, left = _choose(batch.changes.apply(logits), batch.changed_draws)
+        tokens[rows] = chosen.masked_fill(~left, _NOTHING_LEFT)
+    tokens = tokens.masked_fill(~finite, _NOT_FINITE)
+    if not batch.logprob_rows:
+        return SampledTokens(batch, tokens, tokens >= 0)
+    values = logprobs_of(
+        logits, batch.logprob_rows, tokens[batch.logprob_rows], max(batch.logprob_counts)
+    )
+    return SampledTokens(batch, tokens, tokens >= 0, *values)
+
+
+def _choose(logits: Tensor, draws: Draws | None) -> tuple[Tensor, Tensor]:
+    """Each row's token [R] int64, and whether its likeliest logit is finite [R]."""
     top, tokens = ops.likeliest(logits)
     finite = torch.isfinite(top)
-    if batch.masked_ids:
-        _forbid(logits, batch.masked_rows, batch.masked_ids)
-        top, tokens = ops.likeliest(logits)
-        finite &= torch.isfinite(top)
-    if batch.draws is not None:
-        tokens = _draw(logits, top, tokens, batch.draws)
-    tokens = tokens.masked_fill(~finite, -1)
-    if raw is None:
-        return SampledTokens(batch, tokens, finite)
-    return SampledTokens(
-        batch,
-        tokens,
-        finite,
-        *_logprobs(raw, tokens[batch.logprob_rows], max(batch.logprob_counts)),
-    )
-
-
-def _forbid(logits: Tensor, rows: list[int], ids: list[int]) -> None:
-    """Set (row, id) to minus infinity; ids beyond the vocabulary are ignored."""
-    inside = [(r, i) for r, i in zip(rows, ids, strict=True) if i < logits.shape[1]]
-    where = torch.tensor(inside, dtype=torch.int64, device=logits.device).reshape(-1, 2)
-    logits[where[:, 0], where[:, 1]] = -math.inf
+    return (tokens if draws is None else _draw(logits, top, tokens, draws)), finite
 
 
 def _draw(logits: Tensor, top: Tensor, best: Tensor, draws: Draws) -> Tensor:
@@ -291,12 +309,29 @@ def _token_hashes(vocabulary: int, device: torch.device) -> Tensor:
     return ops.hash_tokens(vocabulary, device)
 
 
+def logprobs_of(
+    logits: Tensor, rows: list[int], tokens: Tensor, count: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """For L ``rows`` of raw ``logits`` [S, V]: the log-probability [L] float32 and rank [L] of
+    ``tokens`` [L] int64, and the ids and log-probabilities [L, count] of the likeliest.
+
+    Works in chunks of rows, so that temporaries stay small. A negative token's values mean nothing.
+    """
+    step = ops.chunk_rows(logits)
+    parts = [
+        _logprobs(logits[rows[at : at + step]].float(), tokens[at : at + step], count)
+        for at in range(0, len(rows), step)
+    ]
+    chosen, ranks, ids, values = (torch.cat(column) for column in zip(*parts, strict=True))
+    return chosen, ranks, ids, values
+
+
 def _logprobs(raw: Tensor, tokens: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Chosen log-probability, rank, and the ``count`` likeliest with theirs, of raw float32 logits
     [L, V].
     """
     logprobs = raw.log_softmax(dim=-1)
-    at = tokens.clamp(min=0)[:, None]  # a flagged row's token is -1; its values are not used
+    at = tokens.clamp(min=0)[:, None]
     chosen = logprobs.gather(1, at)
     ranks = (raw > raw.gather(1, at)).sum(dim=-1) + 1
     top = logprobs.topk(min(count, raw.shape[1]), dim=-1)

@@ -293,7 +293,7 @@ def test_min_tokens_over_a_vocabulary_of_stop_tokens_fails_that_request_alone() 
     outcomes = sample(
         torch.zeros(2, 3), SamplingBatch.of([stops, a_sequence(temperature=0.0)])
     ).outcomes()
-    assert outcomes == [(-1, None, sampling.NON_FINITE), (0, None, None)]
+    assert outcomes == [(-1, None, sampling.NOTHING_ALLOWED), (0, None, None)]
 
 
 # -- non-finite logits
