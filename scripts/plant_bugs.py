@@ -414,7 +414,7 @@ BUGS = (
         "len(tokens) > sequence.limit",
     ),
     Bug("min_tokens is one short", SCHEDULER, "index + 1 >= request", "index + 2 >= request"),
-    Bug("ignore_eos is ignored", SCHEDULER, "if params.ignore_eos else", "if False else"),
+    Bug("ignore_eos is ignored", SCHEDULER, "not params.ignore_eos or", "True or"),
     Bug(
         "sampling one token early",
         PLANNER,

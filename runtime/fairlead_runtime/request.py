@@ -10,6 +10,8 @@ from collections import abc
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Self
 
+from fairlead_runtime.structured import StructuredOutputs, StructuredOutputsError
+
 MAX_CHOICES = 8
 MAX_LOGPROBS = 20
 MAX_BIASES = 300
@@ -71,6 +73,9 @@ class SamplingParams:
 
     ``logit_bias`` may be given as a mapping and is kept as pairs. A bad word is a text, or the ids
     of one; the engine takes ids only.
+
+    ``structured_outputs`` may be given as a mapping of the fields of StructuredOutputs. An output
+    that is complete ends there, before ``min_tokens`` and with ``ignore_eos`` too.
     """
 
     temperature: float = 1.0
@@ -90,6 +95,7 @@ class SamplingParams:
     logit_bias: abc.Mapping[int, float] | tuple[tuple[int, float], ...] = ()
     allowed_token_ids: tuple[int, ...] | None = None
     bad_words: tuple[str | tuple[int, ...], ...] = ()
+    structured_outputs: StructuredOutputs | abc.Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
@@ -123,6 +129,19 @@ class SamplingParams:
         object.__setattr__(self, "logit_bias", _biases(self.logit_bias))
         object.__setattr__(self, "allowed_token_ids", _allowed(self.allowed_token_ids))
         object.__setattr__(self, "bad_words", _bad_words(self.bad_words))
+        if self.structured_outputs is not None:
+            try:
+                outputs = StructuredOutputs.of(self.structured_outputs)
+            except StructuredOutputsError as error:
+                field = f".{error.field}" if error.field else ""
+                raise RequestError(f"structured_outputs{field}", str(error)) from None
+            object.__setattr__(self, "structured_outputs", outputs)
+
+    @property
+    def guided(self) -> StructuredOutputs | None:
+        """``structured_outputs``, which is one of these by now."""
+        outputs = self.structured_outputs
+        return outputs if isinstance(outputs, StructuredOutputs) else None
 
     @property
     def penalizes(self) -> bool:
@@ -253,6 +272,8 @@ class Sequence:
     blocked_since: int | None = None
     # what the sampler keeps from step to step; it follows from the tokens and parameters alone
     sampler_notes: Any = None
+    # its place in the grammar of its structured output; the device's, which alone reads it
+    guide: Any = None
 
     @property
     def prompt_len(self) -> int:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import ParamSpec, TypeVar
 
-from fairlead_runtime.engine.inbox import Abort, Add, Bounds, Inbox, Inspect
+from fairlead_runtime.engine.inbox import Abort, Add, Bounds, Guide, Inbox, Inspect, Prepared
 from fairlead_runtime.engine.isolate import Executor, Outcome, run_isolated
 from fairlead_runtime.engine.observer import CANARY, Observer, canary
 from fairlead_runtime.engine.progress import NO_TIMES, StepProgress, StepTimes
@@ -28,6 +28,7 @@ from fairlead_runtime.outputs import (
 from fairlead_runtime.request import FinishReason, Request, RequestError
 from fairlead_runtime.scheduling.plan import Event, Token, Work
 from fairlead_runtime.scheduling.scheduler import InvariantViolation, Scheduler
+from fairlead_runtime.structured import StructuredOutputs
 
 __all__ = ["CANARY", "Bounds", "Engine", "Observer", "canary"]
 log = logging.getLogger("fairlead.engine")
@@ -36,13 +37,16 @@ FAULT_BUDGET = 3  # canaries that may fail in a row before the engine gives up
 CHECK_EVERY = 1024  # steps between two checks of the scheduler's invariants
 CHECK_SHARE = 0.01  # largest share of the time for these checks, which walk over every block
 
+# Compiles a grammar on another thread and calls the function there, with a Guide or with the reason
+# why there is none.
+Prepare = Callable[[StructuredOutputs, Callable[[Guide | None, str], None]], None]
 Params = ParamSpec("Params")
 Value = TypeVar("Value")
 
 
 class Engine:
     """``now`` is a monotonic clock in seconds. ``make_scheduler`` is called again after the
-    scheduler fails.
+    scheduler fails. Without ``prepare`` no request may have structured output.
     """
 
     def __init__(
@@ -54,6 +58,7 @@ class Engine:
         now: Callable[[], float],
         observer: Observer | None = None,
         step_times: StepTimes = NO_TIMES,
+        prepare: Prepare | None = None,
     ) -> None:
         self.bounds = bounds
         self.dead_reason = ""  # why the engine gave up; empty while it runs
@@ -64,6 +69,7 @@ class Engine:
         self._scheduler = make_scheduler()
         self._stats = self._scheduler.stats()
         self._executor = executor
+        self._prepare = prepare
         self._now = now
         self._observer = observer or Observer()
         self._inbox = Inbox(bounds.max_queue, bounds.max_requests, self.progress, now)
@@ -165,20 +171,46 @@ class Engine:
                     self._add(request, arrived, has_timeout=bounded)
                 case Abort():
                     self._abort(message)
+                case Prepared(request, guide, reason):
+                    self._prepared(request, guide, reason)
                 case Inspect(answer):
                     self._contain(answer, self._contain(self._views))
 
     def _add(self, request: Request, arrived: float, *, has_timeout: bool) -> None:
         self._live[request.id] = LiveRequest(request, arrived, set(range(request.params.n)))
         self._contain(self._observer.arrived, request, arrived)
+        if has_timeout:  # a canary has none: its sender limits how long it waits
+            self._waiting_since[request.id] = arrived
+            self._waiting_tokens += len(request.prompt)
+        outputs = request.params.guided
+        if outputs is None:
+            self._schedule(request)
+        elif self._prepare is None:
+            message = "structured_outputs: this engine has no grammars"
+            self._end_request(request.id, FinishReason.ERROR, message)
+        else:
+            # The scheduler sees the request once its grammar is there, so no step waits for it.
+            self._prepare(
+                outputs,
+                lambda guide, reason: self._inbox.post(Prepared(request, guide, reason)),
+            )
+
+    def _prepared(self, request: Request, guide: Guide | None, reason: str) -> None:
+        live = self._live.get(request.id)
+        if live is None or live.request is not request:
+            return  # it has ended meanwhile
+        if guide is None:
+            self._end_request(request.id, FinishReason.ERROR, reason)
+            return
+        self._schedule(request)
+        for sequence in live.sequences:
+            sequence.guide = guide.fork()
+
+    def _schedule(self, request: Request) -> None:
         try:
             self._live[request.id].sequences = self._scheduler.add(request)
         except RequestError as error:
             self._end_request(request.id, FinishReason.ERROR, str(error))
-        else:
-            if has_timeout:  # a canary has none: its sender limits how long it waits
-                self._waiting_since[request.id] = arrived
-                self._waiting_tokens += len(request.prompt)
 
     def _abort(self, abort: Abort) -> None:
         request_id, error = abort.request_id, abort.error
@@ -188,6 +220,9 @@ class Engine:
             self._choice_events.append(
                 ChoiceEvent(request_id, 0, None, None, abort.reason, str(error), error)
             )
+        if not self._live[request_id].sequences:  # its grammar is not compiled yet
+            self._end_request(request_id, abort.reason, "")
+            return
         for event in self._scheduler.abort(request_id, abort.choice):
             self._emit([event._replace(reason=abort.reason)])
 

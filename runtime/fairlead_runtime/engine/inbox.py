@@ -8,7 +8,7 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Self
+from typing import Any, Protocol, Self
 
 from fairlead_runtime.engine.progress import StepProgress
 from fairlead_runtime.outputs import EngineDead, QueueFull, RequestView, ServiceError
@@ -51,6 +51,14 @@ class Bounds:
         return max_tokens or self.capacity - prompt_len
 
 
+class Guide(Protocol):
+    """The beginning of a structured output. The device knows what it holds."""
+
+    def fork(self) -> Any:
+        """The same for one sequence."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class Add:
     request: Request
@@ -77,7 +85,18 @@ class Inspect:
     answer: Callable[[list[RequestView] | None], None]
 
 
-Message = Add | Abort | Inspect
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A request's grammar is compiled: each of its sequences gets a fork of ``guide``. None where
+    it could not be, for ``reason``.
+    """
+
+    request: Request
+    guide: Guide | None
+    reason: str
+
+
+Message = Add | Abort | Inspect | Prepared
 
 
 class Inbox:

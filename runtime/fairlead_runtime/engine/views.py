@@ -67,6 +67,8 @@ def _status(sequences: tuple[Sequence, ...]) -> Status:
 def _reason(
     sequences: tuple[Sequence, ...], positions: dict[int, int], running: int, max_requests: int
 ) -> str:
+    if not sequences:
+        return "its structured output is being compiled"
     queued = [sequence for sequence in sequences if sequence.id in positions]
     if not queued or any(s.status in {Status.DECODING, Status.PREFILLING} for s in sequences):
         return ""

@@ -90,9 +90,9 @@ class Scheduler:
         if request.id in self.state.families:
             raise RequestError("id", f"{request.id!r} is already in use: choose another id")
         params = request.params
-        stops = frozenset(params.stop_token_ids) | (
-            frozenset() if params.ignore_eos else request.eos_ids
-        )
+        # A grammar's end is marked by an end-of-sequence token.
+        ends = not params.ignore_eos or params.guided is not None
+        stops = frozenset(params.stop_token_ids) | (request.eos_ids if ends else frozenset())
         family: list[Sequence] = []
         prompt = list(request.prompt)  # one for all choices until they start
         self.state.families[request.id] = family
@@ -202,7 +202,11 @@ class Scheduler:
         index = len(tokens) - len(request.prompt)
         tokens.append(result.token)
         finish = None
-        if result.token in sequence.stops and index + 1 >= request.params.min_tokens:
+        if result.token in sequence.stops and (
+            index + 1 >= request.params.min_tokens
+            # Within min_tokens it is allowed only where the grammar allows nothing else.
+            or (request.params.guided is not None and result.token in request.eos_ids)
+        ):
             finish = FinishReason.STOP
         elif len(tokens) >= sequence.limit:
             finish = FinishReason.LENGTH

@@ -1,0 +1,153 @@
+"""From StructuredOutputs to llguidance's grammars and matchers, with the limits that hold for both
+the checking child and the engine.
+
+Owns the options and limits. Everything here may take long, use much memory or, for hostile input,
+end the process: only the child of ``check`` runs it on input that nobody has checked.
+"""
+
+import copy
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+from llguidance.gbnf_to_lark import gbnf_to_lark
+from tokenizers import Tokenizer
+
+from fairlead_runtime.structured import WHITE_SPACE, StructuredOutputs, text_rule
+
+_JSON_OPTIONS: Any = {
+    "item_separator": ",",
+    "key_separator": ":",
+    "whitespace_flexible": True,
+    "whitespace_pattern": WHITE_SPACE,
+    "coerce_one_of": True,  # keeps oneOf, whose branches must otherwise be disjoint by type
+    "lenient": False,
+}
+# Counts of the library's own work units, so that a refusal does not depend on the machine's speed.
+MAX_LEXER_STATES = 50_000
+MAX_STEP_FUEL = 200_000  # of one mask: about 15 ms
+MAX_STEP_ITEMS = 50_000
+MAX_INITIAL_FUEL = 1_000_000  # of a compilation: about 20 ms
+MAX_GRAMMAR_SIZE = 500_000
+_GBNF_RULE = re.compile(r"^\s*[\w-]+\s*::=", re.MULTILINE)
+NO_OUTPUT = "allows no output: no text fulfils it"
+
+
+class GrammarError(ValueError):
+    """The source cannot be compiled; the message says why, in the library's words."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizerFacts:
+    """What a matcher needs of a model's tokenizer, as plain values.
+
+    ``definition``: the JSON of a ``tokenizers.Tokenizer``. ``size``: the number of ids, at least
+    the tokenizer's own and the width of the logits. ``eos_ids``: at least one.
+    """
+
+    definition: str
+    size: int
+    eos_ids: tuple[int, ...]
+
+    @classmethod
+    def of(cls, tokenizer: Any, vocab_size: int, eos_ids: Iterable[int]) -> Self | None:
+        """Of a tokenizer of transformers or of ``tokenizers``; None where the model has no
+        end-of-sequence token or its tokenizer is not of ``tokenizers``: then nothing could end or
+        spell an output.
+        """
+        backend = getattr(tokenizer, "backend_tokenizer", tokenizer)
+        ids = tuple(sorted(token for token in eos_ids if token < vocab_size))
+        if not isinstance(backend, Tokenizer) or not ids:
+            return None
+        plain = copy.copy(backend)
+        plain.no_padding()
+        plain.no_truncation()
+        size = max(vocab_size, backend.get_vocab_size(with_added_tokens=True))
+        return cls(plain.to_str(), size, ids)
+
+    @property
+    def words(self) -> int:
+        """32-bit words of one mask."""
+        return -(-self.size // 32)
+
+    def build(self) -> LLTokenizer:
+        """Holds the interpreter's lock: about a second and 100 MB for 128,000 ids."""
+        return LLTokenizer(self.definition, n_vocab=self.size, eos_token=list(self.eos_ids))
+
+
+@dataclass(frozen=True, slots=True)
+class CheckLimits:
+    """Of one check in the child: time by the clock, processor time, and bytes of address space that
+    it may add. An answer is due 5 s after a request came.
+    """
+
+    seconds: float = 3.5
+    cpu_seconds: int = 2
+    memory: int = 256 * 1024 * 1024
+
+
+def compile_matcher(tokenizer: LLTokenizer, outputs: StructuredOutputs) -> LLMatcher:
+    """A matcher at its start. Raises GrammarError."""
+    limits = LLParserLimits(
+        initial_lexer_fuel=MAX_INITIAL_FUEL,
+        step_lexer_fuel=MAX_STEP_FUEL,
+        step_max_items=MAX_STEP_ITEMS,
+        max_lexer_states=MAX_LEXER_STATES,
+        max_grammar_size=MAX_GRAMMAR_SIZE,
+        verbose_errors=False,
+    )
+    try:
+        grammar = _grammar(outputs)
+    except ValueError as error:
+        raise GrammarError(_brief(str(error))) from None
+    matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=limits)
+    check(matcher)
+    return matcher
+
+
+def check(matcher: LLMatcher) -> None:
+    """Raises GrammarError when the matcher has failed; it never recovers."""
+    if matcher.is_error():
+        message = _brief(matcher.get_error())
+        raise GrammarError(NO_OUTPUT if message.startswith("NoExtension") else message)
+
+
+def _grammar(outputs: StructuredOutputs) -> str:
+    match outputs.kind:
+        case "json":
+            return LLMatcher.grammar_from_json_schema(outputs.source, overrides=_JSON_OPTIONS)
+        case "json_object":
+            return LLMatcher.grammar_from_json_schema('{"type":"object"}', overrides=_JSON_OPTIONS)
+        case "regex":
+            return LLMatcher.grammar_from_regex(outputs.source)
+        case "choice":
+            return LLMatcher.grammar_from_lark(_choices(outputs.choice or ()))
+        case "grammar":
+            return LLMatcher.grammar_from_lark(_lark(outputs.source))
+
+
+def _choices(choices: Sequence[str]) -> str:
+    """One terminal, so that all choices become one automaton: 40 times faster than a rule each."""
+    return f"start: CHOICE\nCHOICE: {' | '.join(map(text_rule, choices))}"
+
+
+def _lark(grammar: str) -> str:
+    """The grammar in Lark's syntax; ``::=`` stands in no Lark grammar outside of strings."""
+    if not _GBNF_RULE.search(grammar):
+        return grammar
+    try:
+        return gbnf_to_lark(grammar)
+    # The converter raises its own errors, and whatever its recursion over the input raises.
+    except Exception as error:  # noqa: BLE001 - the grammar is at fault
+        raise GrammarError(_brief(f"is not valid GBNF: {error}")) from None
+
+
+def _brief(message: str) -> str:
+    """The first line, and the reason that a regular expression is refused; the others quote the
+    grammar or the library's state.
+    """
+    first, *others = message.strip().splitlines() or [""]
+    reasons = [line for line in others if line.startswith("error: ")]
+    return "; ".join([first, *reasons[:1]])[:300]

@@ -1,0 +1,225 @@
+"""Which tokens each sequence with structured output may take next, as bit masks, in the engine's
+process.
+
+Owns the compiled grammars, the state of each sequence in its grammar, and the threads that compile
+and fill masks: a mask is made while the model runs. The state follows from the sequence's tokens
+alone, so chunks, preemption, offload, prefix hits and reruns of a step change nothing. Compiles
+only what a ``checker`` has accepted.
+"""
+
+import logging
+import threading
+from collections import OrderedDict, abc
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from types import TracebackType
+from typing import Any, NamedTuple, Self
+
+import numpy as np
+from llguidance import LLMatcher, LLTokenizer
+
+from fairlead_runtime.grammar.compile import (
+    GrammarError,
+    TokenizerFacts,
+    check,
+    compile_matcher,
+)
+from fairlead_runtime.request import Sequence
+from fairlead_runtime.structured import TOO_COMPLEX, StructuredOutputs
+
+CACHE_BYTES = 128 * 1024 * 1024  # of compiled grammars that no sequence needs
+# A mask takes milliseconds; where one takes longer than this, beyond the forward pass, its sequence
+# fails rather than hold up the others.
+MASK_SECONDS = 2.0
+STACK = 16 * 1024 * 1024  # of our threads: eight times that in which the grammar was checked
+
+log = logging.getLogger("fairlead.grammar")
+
+Array = np.ndarray[Any, np.dtype[Any]]
+
+
+class Guide:
+    """One sequence's place in its grammar. ``at_end``: nothing but the end may follow."""
+
+    __slots__ = ("_eos", "_followed", "_mask", "_matcher", "at_end")
+
+    def __init__(self, matcher: LLMatcher, mask: Array, eos: Array) -> None:
+        self.at_end = False
+        self._matcher = matcher
+        self._mask = mask  # after ``_followed`` generated tokens; not changed, only replaced
+        self._eos = eos
+        self._followed = 0
+
+    def fork(self) -> "Guide":
+        """Another sequence at the same place."""
+        return Guide(self._matcher.deep_copy(), self._mask, self._eos)
+
+    def mask(self, sequence: Sequence) -> Array:
+        """int32 words: token i is bit i % 32 of word i // 32, lowest bit first. Raises
+        GrammarError.
+        """
+        generated = sequence.tokens[sequence.prompt_len :]
+        if len(generated) > self._followed:
+            for token in generated[self._followed :]:
+                self._matcher.consume_token(token)
+            check(self._matcher)
+            self._followed = len(generated)
+            self._mask = fill(self._matcher, len(self._mask))
+        others = self._mask & ~self._eos
+        self.at_end = not others.any()
+        return others if sequence.request.params.ignore_eos and not self.at_end else self._mask
+
+
+def fill(matcher: LLMatcher, words: int) -> Array:
+    """The matcher's mask, made without the interpreter's lock. Raises GrammarError."""
+    mask = np.empty(words, dtype=np.int32)
+    matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
+    check(matcher)
+    return mask
+
+
+class Masks(NamedTuple):
+    """By sequence id: the masks, and why a sequence has none."""
+
+    words: Mapping[int, Array]
+    failed: Mapping[int, str]
+
+
+NO_MASKS = Masks({}, {})
+
+
+class PendingMasks:
+    """Masks that are being made. As a context it ends when no thread works on them any more, or
+    they were given up.
+    """
+
+    def __init__(self, guides: "Guides", sequences: abc.Sequence[Sequence]) -> None:
+        self._guides = guides
+        self._sequences = sequences
+        self._futures = {s.id: guides.start(s) for s in sequences}
+        self._masks: Masks | None = None
+
+    def result(self) -> Masks:
+        """Wait for them."""
+        if self._masks is None:
+            self._masks = self._wait()
+        return self._masks
+
+    def _wait(self) -> Masks:
+        words: dict[int, Array] = {}
+        failed: dict[int, str] = {}
+        futures = self._futures
+        while futures:
+            done, late = wait(futures.values(), timeout=MASK_SECONDS)
+            if late:
+                self._guides.replace_threads()
+            again: dict[int, Future[Array]] = {}
+            for sequence in self._sequences:
+                future = futures.get(sequence.id)
+                if future is None:
+                    continue
+                if future.cancelled() or future.cancel():
+                    # It waited behind the one that is late.
+                    again[sequence.id] = self._guides.start(sequence)
+                elif future in done:
+                    try:
+                        words[sequence.id] = future.result()
+                    except GrammarError as error:
+                        log.warning("request %s: %s", sequence.request.id, error)
+                        failed[sequence.id] = TOO_COMPLEX
+                else:
+                    log.warning("request %s: its grammar's mask is late", sequence.request.id)
+                    failed[sequence.id] = TOO_COMPLEX
+            futures = again
+        return Masks(words, failed)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.result()
+
+
+class Guides:
+    """The grammars of one engine. ``threads``: how many fill masks."""
+
+    def __init__(self, facts: TokenizerFacts, *, threads: int = 1) -> None:
+        self._tokenizer: LLTokenizer = facts.build()
+        self._words = facts.words
+        self._eos = np.zeros(facts.words, dtype=np.int32)
+        for token in facts.eos_ids:
+            self._eos.view(np.uint32)[token // 32] |= np.uint32(1 << token % 32)
+        self._threads = threads
+        self._compiler = _pool(1)
+        self._fillers = _pool(threads)
+        self._cached: OrderedDict[str, tuple[Guide, int]] = OrderedDict()
+        self._cached_bytes = 0
+
+    def prepare(
+        self, outputs: StructuredOutputs, done: Callable[[Guide | None, str], None]
+    ) -> None:
+        """Compile on another thread, then call ``done`` there with a guide to ``fork`` for each
+        sequence, or with None and the reason.
+        """
+        self._compiler.submit(self._prepare, outputs, done)
+
+    def _prepare(
+        self, outputs: StructuredOutputs, done: Callable[[Guide | None, str], None]
+    ) -> None:
+        try:
+            guide = self.compile(outputs)
+        except GrammarError as error:
+            done(None, f"structured_outputs: {error}")
+        except Exception as error:
+            log.exception("a grammar could not be compiled")
+            done(None, f"structured_outputs: cannot be compiled ({type(error).__name__})")
+        else:
+            done(guide, "")
+
+    def compile(self, outputs: StructuredOutputs) -> Guide:
+        """A guide at the start of the output, with its first mask. For one thread at a time. Raises
+        GrammarError.
+        """
+        digest = outputs.digest
+        if digest in self._cached:
+            self._cached.move_to_end(digest)
+            return self._cached[digest][0]
+        matcher = compile_matcher(self._tokenizer, outputs)
+        guide = Guide(matcher, fill(matcher, self._words), self._eos)
+        self._cached[digest] = guide, outputs.compiled_bytes
+        self._cached_bytes += outputs.compiled_bytes
+        while self._cached_bytes > CACHE_BYTES and len(self._cached) > 1:
+            _, (_, size) = self._cached.popitem(last=False)
+            self._cached_bytes -= size
+        return guide
+
+    def masks(self, sequences: abc.Sequence[Sequence]) -> PendingMasks:
+        """Start the masks of sequences that have a guide."""
+        return PendingMasks(self, sequences)
+
+    def start(self, sequence: Sequence) -> "Future[Array]":
+        return self._fillers.submit(sequence.guide.mask, sequence)
+
+    def replace_threads(self) -> None:
+        """Leave the threads that fill masks to what they do, and go on with others."""
+        self._fillers.shutdown(wait=False)
+        self._fillers = _pool(self._threads)
+
+
+def _pool(threads: int) -> ThreadPoolExecutor:
+    """Threads with a larger stack: compiling and matching recurse over the grammar."""
+    pool = ThreadPoolExecutor(threads, thread_name_prefix="grammar")
+    before = threading.stack_size(STACK)
+    try:
+        started = threading.Barrier(threads + 1)
+        for _ in range(threads):
+            pool.submit(started.wait)
+        started.wait()
+    finally:
+        threading.stack_size(before)
+    return pool

@@ -1,0 +1,179 @@
+"""Grammars are compiled in a child that hostile input can exhaust, crash or hang, and nothing else
+notices.
+"""
+
+import asyncio
+import os
+import signal
+import sys
+import textwrap
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from fairlead_runtime.grammar import checker as module
+from fairlead_runtime.grammar.checker import Checker, CheckerBusy
+from fairlead_runtime.grammar.compile import CheckLimits
+from fairlead_runtime.request import RequestError
+from fairlead_runtime.structured import StructuredOutputs
+from support.grammars import HOSTILE, LARGE, facts
+
+WITHIN = 300.0  # seconds; a limit for what hangs, long enough for a busy machine
+PATIENT = CheckLimits(seconds=WITHIN)  # processor time alone decides
+SLOW = ("counts of counts", "rules of counts")
+
+
+@pytest.fixture(scope="module")
+def shared() -> Iterator[Checker]:
+    checker = Checker(facts(), limits=PATIENT, max_wait=WITHIN)
+    yield checker
+    checker.close()
+
+
+@pytest.fixture
+def checker() -> Iterator[Checker]:
+    checker = Checker(facts(), limits=PATIENT, max_wait=WITHIN)
+    yield checker
+    checker.close()
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_what_cannot_be_compiled_is_refused_with_a_reason(name: str, shared: Checker) -> None:
+    outputs = StructuredOutputs.of(HOSTILE[name])
+    with pytest.raises(RequestError) as refused:
+        shared.check_now(outputs)
+    assert refused.value.param == "structured_outputs"
+    assert f"structured_outputs: {outputs.kind}: " in str(refused.value)
+    assert "\n" not in str(refused.value)
+    assert len(str(refused.value)) < 400
+
+
+@pytest.mark.parametrize("name", LARGE)
+def test_what_is_only_large_is_compiled(name: str, shared: Checker) -> None:
+    checked = shared.check_now(StructuredOutputs.of(LARGE[name]))
+    assert checked.kind == next(iter(LARGE[name]))
+    assert 0 < checked.compiled_bytes < 256 * 1024 * 1024
+
+
+@pytest.mark.parametrize(
+    ("limits", "reason"),
+    [
+        (CheckLimits(seconds=0.0), "takes too long"),
+        (CheckLimits(seconds=WITHIN, cpu_seconds=1), "takes too long"),
+        (CheckLimits(seconds=WITHIN, cpu_seconds=600, memory=16 * 1024 * 1024), "too much memory"),
+    ],
+)
+def test_each_limit_of_the_child_holds_alone(limits: CheckLimits, reason: str) -> None:
+    checker = Checker(facts(), limits=limits, max_wait=WITHIN)
+    with pytest.raises(RequestError, match=reason):
+        checker.check_now(StructuredOutputs.of(HOSTILE["counts of counts"]))
+    checker.close()
+
+
+def test_the_limits_answer_within_five_seconds() -> None:
+    assert module.DEFAULT_LIMITS.seconds < module.MAX_WAIT < 5
+
+
+def test_a_verdict_is_remembered_by_hash(checker: Checker) -> None:
+    for _ in range(3):
+        checker.check_now(StructuredOutputs(regex="[0-9]+"))
+        with pytest.raises(RequestError):
+            checker.check_now(StructuredOutputs(regex="["))
+    checker.check_now(StructuredOutputs(json={"type": "integer"}))
+    checker.check_now(StructuredOutputs(json='{ "type": "integer" }'))
+    counts = checker.counts
+    assert (counts.compilations, counts.refusals, counts.hits) == (3, 1, 5)
+    assert counts.seconds > 0
+
+
+def test_the_cache_forgets_the_verdict_that_was_used_longest_ago(
+    checker: Checker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "MAX_CACHED", 2)
+    for regex in ("a", "b", "a", "c", "a", "b"):
+        checker.check_now(StructuredOutputs(regex=regex))
+    assert (checker.counts.compilations, checker.counts.hits) == (4, 2)
+
+
+def test_equal_questions_are_asked_once(checker: Checker) -> None:
+    futures = [checker.ask(StructuredOutputs(regex="[0-9]+")) for _ in range(4)]
+    assert [future.result() for future in futures] == [futures[0].result()] * 4
+    assert checker.counts.compilations == 1
+
+
+def test_a_model_without_end_of_sequence_has_no_structured_output() -> None:
+    checker = Checker(None, unavailable="this model has no end-of-sequence token")
+    with pytest.raises(RequestError, match="no end-of-sequence token"):
+        checker.check_now(StructuredOutputs(regex="a"))
+
+
+def test_the_event_loop_runs_while_hostile_grammars_are_compiled(checker: Checker) -> None:
+    """Counted: the loop turns at least as often while it waits as it would take to serve others."""
+
+    async def ask() -> int:
+        asked = asyncio.gather(
+            *(checker.check(StructuredOutputs.of(HOSTILE[name])) for name in SLOW),
+            return_exceptions=True,
+        )
+        turns = 0
+        while not asked.done():
+            await asyncio.sleep(0)
+            turns += 1
+        assert {type(answer) for answer in await asked} == {RequestError}
+        return turns
+
+    assert asyncio.run(ask()) > 1000
+
+
+def stand_in(tmp_path: Path, body: str) -> tuple[str, ...]:
+    """A command that runs in place of the child."""
+    program = tmp_path / "child.py"
+    program.write_text(textwrap.dedent(body))
+    return (sys.executable, str(program))
+
+
+def test_too_many_waiting_checks_are_refused(tmp_path: Path) -> None:
+    silent = stand_in(tmp_path, "import sys; sys.stdin.read()")
+    checker = Checker(facts(), command=silent, max_wait=0.01)
+    waiting = [
+        checker.ask(StructuredOutputs(regex=f"a{number}")) for number in range(module.MAX_WAITING)
+    ]
+    with pytest.raises(CheckerBusy, match="retry"):
+        checker.ask(StructuredOutputs(regex="b"))
+    with pytest.raises(CheckerBusy, match="retry"):
+        asyncio.run(checker.check(StructuredOutputs(regex="a0")))
+    assert checker.counts.busy == 2
+    assert not any(future.done() for future in waiting)
+    checker.close()
+    for future in waiting:
+        with pytest.raises(CheckerBusy, match="ended"):
+            future.result()
+
+
+def test_a_child_that_dies_is_replaced(checker: Checker) -> None:
+    checker.check_now(StructuredOutputs(regex="a"))
+    child = checker._child
+    assert child is not None
+    os.kill(child._process.pid, signal.SIGKILL)
+    child._process.wait()
+    while checker._child is child:
+        threading.Event().wait(0.01)
+    checker.check_now(StructuredOutputs(regex="b"))
+    assert checker.counts.compilations == 2
+
+
+def test_closing_ends_the_child_and_what_it_runs(checker: Checker) -> None:
+    checker.check_now(StructuredOutputs(regex="a"))
+    child = checker._child
+    assert child is not None
+    running = checker.ask(StructuredOutputs.of(HOSTILE["counts of counts"]))
+    checker.close()
+    child._process.wait()
+    assert not any(
+        f"PPid:\t{child._process.pid}\n" in (path / "status").read_text()
+        for path in Path("/proc").glob("[0-9]*")
+        if (path / "status").exists()
+    )
+    assert running.exception(WITHIN) is None or isinstance(running.exception(), CheckerBusy)
