@@ -37,6 +37,14 @@ NAMED: tuple[tuple[str, str, Object], ...] = (
         {"modelCache": {"type": "PVC", "claimName": "x"}},
     ),
     ("persistentvolumeclaims", "model.source", {"model": {"source": "pvc://x/a/b"}}),
+    *(
+        (right, "podTemplate.volumes", {"podTemplate": {"volumes": [{"name": "v", **volume}]}})
+        for right, volume in (
+            ("secrets", {"secret": {"secretName": "x"}}),
+            ("secrets", {"projected": {"sources": [{"secret": {"name": "x"}}]}}),
+            ("persistentvolumeclaims", {"persistentVolumeClaim": {"claimName": "x"}}),
+        )
+    ),
 )
 
 

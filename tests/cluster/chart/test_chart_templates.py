@@ -9,7 +9,9 @@ import pytest
 
 from cluster.harness.apiclient import Object
 from cluster.harness.charts import CHART, Helm, environment, of_kind, only
+from fairlead_operator.decide.children.podtemplate import pod_template
 from fairlead_operator.resource.settings import Settings, read
+from support.operator_bodies import resource
 
 pytestmark = pytest.mark.cluster("helm", "helm3")  # whose hook builds helm
 
@@ -184,6 +186,50 @@ def test_the_allow_lists_reach_the_operator(helm: Helm) -> None:
     )
     assert default.allowed_labels + default.allowed_annotations == ()
     assert not default.allow_remote_code
+
+
+def test_the_proxy_and_the_certificates_reach_the_operator_and_the_pods_that_download(
+    helm: Helm,
+) -> None:
+    proxy = {"http": "http://p.test:3128", "https": "http://p.test:3129", "no": ".svc,10.0.0.0/8"}
+    bundle = "caBundle.configMap=roots,caBundle.key=all.pem"
+    bodies = helm.render("--set-json", "proxy=" + json.dumps(proxy), "--set", bundle)
+    seen = settings(bodies)
+    assert seen.proxies == proxy
+    roots = {"name": "ca-bundle", "configMap": {"name": "roots"}}
+    template = pod_template(resource(model={"source": "owner/name"}), seen)["spec"]
+    operator = only(bodies, "Deployment")["spec"]["template"]["spec"]
+    for pod, one in (
+        (operator, operator["containers"][0]),
+        (template, template["initContainers"][0]),
+    ):
+        (mount,) = [m for m in one["volumeMounts"] if m["name"] == "ca-bundle"]
+        assert mount["readOnly"]
+        assert roots in pod["volumes"]
+        environ = {entry["name"]: entry.get("value") for entry in one["env"]}
+        assert environ["SSL_CERT_FILE"] == f"{mount['mountPath']}/all.pem"
+    assert [environ[f"{name.upper()}_PROXY"] for name in proxy] == list(proxy.values())
+    default = helm.render()
+    assert settings(default).proxies == {}
+    assert settings(default).ca_config_map == ""
+    assert "SSL_CERT_FILE" not in json.dumps(default)
+
+
+def test_on_openshift_no_pod_has_a_fixed_user_or_group(helm: Helm) -> None:
+    """Its SCC restricted-v2 sets both, from the range of the namespace, and refuses others."""
+    openshift = ("--api-versions", "security.openshift.io/v1")
+    cached = resource(
+        model={"source": "owner/name"}, modelCache={"type": "PVC", "claimName": "weights"}
+    )
+
+    def fixed(*values: str) -> list[str]:
+        bodies = helm.render(*values)
+        text = json.dumps([bodies, pod_template(cached, settings(bodies))])
+        return re.findall(r'"(runAsUser|runAsGroup|fsGroup|supplementalGroups)": (\d+)', text)
+
+    assert fixed(*openshift) == []
+    assert fixed() == [("fsGroup", "10001")]
+    assert fixed(*openshift, "--set", "fsGroup=5") == [("fsGroup", "5")]
 
 
 def test_peers_of_the_admin_port_are_the_operators_pods_and_metrics_from(helm: Helm) -> None:
