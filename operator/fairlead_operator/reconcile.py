@@ -184,7 +184,7 @@ class Reconciler:
         if choice.announced_only:
             return 0.0  # the status has said so: now it may happen
         again = REFUSED_SECONDS if refusals else RESYNC_SECONDS
-        if not target.turn.allowed:
+        if not (target.turn.allowed or resource.spec.paused):
             again = TURN_SECONDS
         return self._again(body, min(again, scaling.again))
 

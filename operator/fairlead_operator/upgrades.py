@@ -40,6 +40,7 @@ from fairlead_operator.resource.resource import InferenceDeployment
 from fairlead_operator.resource.settings import Settings
 
 WAITING = Turn(allowed=True)
+PAUSED = Turn(allowed=False, why="changed defaults wait until spec.paused is false")
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +90,7 @@ class Upgrades:
         if carried.get(REVISION_MARK) == own[REVISION_MARK]:
             return Target(today, own)  # today's was written, and somebody else changed it
         key = key_of(live)
-        given, was_ready = await self._turn(key)
+        given, was_ready = (PAUSED, False) if resource.spec.paused else await self._turn(key)
         if given.allowed:
             return Target(today, own | ({TURN_MARK: self._defaults} if was_ready else {}), given)
         kept = {name: carried[name] for name in (*own, TURN_MARK) if name in carried}

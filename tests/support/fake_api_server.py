@@ -31,6 +31,7 @@ class FakeApiServer:
     def __init__(self) -> None:
         self.objects: dict[Name, Object] = {}
         self.writes: list[tuple[str, Name]] = []  # verb and name of every write that was answered
+        self.requests = 0
         self._log: list[tuple[bool, Object]] = []  # deleted, object: what a watch would tell
         self._versions = itertools.count(1)
         self._uids = itertools.count(1)
@@ -83,6 +84,7 @@ class FakeApiServer:
         return len(self._log)
 
     def answer(self, method: str, path: str, body: Any) -> Object:
+        self.requests += 1
         match = _PATH.fullmatch(path)
         if match is None:
             raise AssertionError(f"the fake API server does not know {path}")

@@ -222,7 +222,7 @@ def test_on_openshift_no_pod_has_a_fixed_user_or_group(helm: Helm) -> None:
         model={"source": "owner/name"}, modelCache={"type": "PVC", "claimName": "weights"}
     )
 
-    def fixed(*values: str) -> list[str]:
+    def fixed(*values: str) -> list[Any]:
         bodies = helm.render(*values)
         text = json.dumps([bodies, pod_template(cached, settings(bodies))])
         return re.findall(r'"(runAsUser|runAsGroup|fsGroup|supplementalGroups)": (\d+)', text)

@@ -144,6 +144,29 @@ def test_what_was_not_ready_takes_no_turn_that_others_wait_for() -> None:
     assert target.marks.keys() == OWN_MARKS
 
 
+def test_a_paused_one_keeps_its_pods_and_reads_nothing(fleet: Fleet) -> None:
+    body = fleet.server.objects[RESOURCE.plural, "ns", "a"]
+    fleet.server.put({**body, "spec": body["spec"] | {"paused": True}})
+    fleet.sync()
+    asked = fleet.server.requests
+    target = fleet.target("a")
+    assert fleet.server.requests == asked
+    assert (image(target), target.marks) == (SETTINGS.runtime_image, marks(fleet.live("a")))
+    assert target.turn.why == "changed defaults wait until spec.paused is false"
+    assert image(fleet.target("b")) == NEXT.runtime_image, "it holds nobody"
+
+
+def test_one_that_was_scaled_to_nothing_after_its_turn_holds_nobody(fleet: Fleet) -> None:
+    fleet.write("a", fleet.target("a"))
+    fleet.upgrades.done(("ns", "a"))
+    fleet.sync()
+    assert not fleet.target("b").turn.allowed
+    live = fleet.live("a")
+    fleet.server.put({**live, "spec": {**live["spec"], "replicas": 0}})
+    fleet.sync()
+    assert image(fleet.target("b")) == NEXT.runtime_image
+
+
 def test_a_changed_spec_needs_no_turn() -> None:
     fleet = Fleet(replace(NEXT, upgrade_concurrency=0))
     fleet.add("a")

@@ -1,9 +1,10 @@
 """The memory equation: what holds for any model, configuration and device, and its verdicts in
-words. ``tests/functional/engine/test_fixes.py`` starts an engine with what a verdict advises.
+words. ``tests/functional/engine/test_plan_and_start.py`` starts an engine with what they advise.
 """
 
 import dataclasses
 import re
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -12,10 +13,12 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from fairlead_runtime.config import ConfigError, EngineConfig
+from fairlead_runtime.sizing import advice, verdict
+from fairlead_runtime.sizing.advice import suggest_fix
 from fairlead_runtime.sizing.groups import group_layers
 from fairlead_runtime.sizing.report import memory_report
 from fairlead_runtime.sizing.shape import ModelShape
-from fairlead_runtime.sizing.solve import CPU_CACHE, MemoryPlan, sequence_units
+from fairlead_runtime.sizing.solve import CPU_CACHE, MemoryPlan, sequence_units, solve
 from fairlead_runtime.sizing.terms import GIB, PROCESS, DeviceFacts
 from fairlead_runtime.sizing.verdict import plan_memory
 from fairlead_runtime.supported import is_supported
@@ -313,6 +316,28 @@ def test_a_too_large_offload_space_is_reported_with_the_largest_that_fits() -> N
     assert plan_memory(LLAMA_8B, fitting, DeviceFacts("cpu", 32 * GIB)).fits
     larger = replace(fitting, cpu_offload_space=float(fix[1]) + 0.25)
     assert not plan_memory(LLAMA_8B, larger, DeviceFacts("cpu", 32 * GIB)).fits
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"cpu_offload_space": 65536.0}, {"num_blocks": 2**31 - 1}, {"max_memory_percent": 0.01}],
+)
+def test_advice_takes_few_solutions_however_large_the_value(
+    settings: Mapping[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The operator gives it in its loop: one of 262,144 offload spaces kept it busy for minutes."""
+    solved: list[EngineConfig] = []
+
+    def counted(*given: Any) -> MemoryPlan:
+        solved.append(given[1])
+        return solve(*given)
+
+    for module in (verdict, advice):
+        monkeypatch.setattr(module, "solve", counted)
+    config = EngineConfig(max_batch_tokens=512, max_model_len=4096, **settings)
+    assert not plan_memory(LLAMA_8B, config, DeviceFacts("cpu", 32 * GIB)).fits
+    assert suggest_fix(LLAMA_8B, config, DeviceFacts("cpu", 32 * GIB))
+    assert len(solved) <= 200
 
 
 def test_a_length_beyond_the_model_is_refused() -> None:

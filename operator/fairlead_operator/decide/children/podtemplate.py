@@ -40,6 +40,7 @@ MESHES = {
     "config.linkerd.io/skip-inbound-ports": str(ADMIN_PORT),
 }
 PROBE_SECONDS = 2
+NODE_LOST_SECONDS = 30  # after which another node gets the pods of one that does not answer
 EXIT_SECONDS = 10  # after the drain, to close connections and exit
 
 
@@ -371,7 +372,10 @@ def _tolerations(resource: InferenceDeployment) -> list[Object]:
         tolerations.append(
             {"key": accelerator.resource_name, "operator": "Exists", "effect": "NoSchedule"}
         )
+    own = {one.key for one in resource.spec.pod_template.tolerations}
     for taint in ("node.kubernetes.io/not-ready", "node.kubernetes.io/unreachable"):
-        toleration = {"key": taint, "operator": "Exists", "effect": "NoExecute"}
-        tolerations.append({**toleration, "tolerationSeconds": 30})
+        # Of several tolerations of a taint the shortest counts: the user's may be longer.
+        if taint not in own:
+            toleration = {"key": taint, "operator": "Exists", "effect": "NoExecute"}
+            tolerations.append({**toleration, "tolerationSeconds": NODE_LOST_SECONDS})
     return tolerations

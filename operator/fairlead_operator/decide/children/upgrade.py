@@ -125,6 +125,7 @@ def member(deployment: Object, resource: Object, defaults: str, now: datetime) -
     status: Mapping[str, Any] = resource.get("status") or {}
     spec: Mapping[str, Any] = resource.get("spec") or {}
     carried = marks(deployment)
+    replicas = deployment["spec"].get("replicas", 1)
     ready = (
         status.get("targetRevision") == revision_of(deployment)
         and (status.get("rollout") or {}).get("phase") == "Complete"
@@ -133,9 +134,10 @@ def member(deployment: Object, resource: Object, defaults: str, now: datetime) -
     return Member(
         key=key_of(deployment),
         pending=carried.get(DEFAULTS_MARK) != defaults,
-        takes_turn=carried.get(TURN_MARK) == defaults,
+        # Without replicas nothing of it rolls, and nothing becomes Ready.
+        takes_turn=carried.get(TURN_MARK) == defaults and replicas > 0,
         ready=ready,
-        idle=bool(spec.get("paused")) or not deployment["spec"].get("replicas", 1),
+        idle=bool(spec.get("paused")) or not replicas,
         failure="" if ready else _failure(deployment, status, now),
     )
 

@@ -272,6 +272,19 @@ def test_accelerators_are_requested_tolerated_and_selected() -> None:
     ]
 
 
+def test_a_toleration_of_a_lost_node_replaces_ours() -> None:
+    longer = {
+        "key": "node.kubernetes.io/unreachable",
+        "operator": "Exists",
+        "effect": "NoExecute",
+        "tolerationSeconds": 600,
+    }
+    every = {"operator": "Exists"}
+    template = pod_template(resource(podTemplate={"tolerations": [longer, every]}), SETTINGS)
+    ours = {**longer, "key": "node.kubernetes.io/not-ready", "tolerationSeconds": 30}
+    assert template["spec"]["tolerations"] == [longer, every, ours]
+
+
 def test_api_keys_come_as_a_file_never_as_text() -> None:
     pod = children(security={"apiKeySecretRef": {"name": "keys", "key": "list"}})["Deployment"][
         "spec"

@@ -340,7 +340,7 @@ def test_a_mark_of_deadlines_that_says_nothing_is_none(
     "change",
     [
         {"engine": {"image": "registry.test/other:1"}},
-        {"model": {"revision": "v1"}},
+        {"model": {"source": "pvc://weights/a"}},
         {"resources": {"memory": "9Gi"}},
         {"modelCache": {"type": "PVC", "size": "9Gi"}},
         {"security": {"apiKeySecretRef": {"name": "keys", "key": "k"}}},
