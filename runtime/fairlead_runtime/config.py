@@ -19,6 +19,8 @@ CacheDtype = Literal["auto", "fp8"]
 Quantization = Literal["none", "int8", "fp8"]
 Switch = Literal["auto", "on", "off"]
 Device = Literal["auto", "cpu", "cuda"]
+ToolCallParser = Literal["auto", "none", "hermes", "llama3_json", "mistral"]
+ReasoningParser = Literal["auto", "none", "deepseek_r1", "qwen3"]
 Kernels = Literal["auto", "torch", "cpu", "flashinfer"]
 
 
@@ -296,6 +298,16 @@ class EngineConfig:
         "file of API keys, one per line, read again when it changes; unset: no keys",
         when="Whenever others can reach the port.",
         metavar="FILE",
+    )
+    tool_call_parser: ToolCallParser = knob(
+        "auto",
+        "format of the model's calls of tools; auto: recognized from its chat template",
+        when="When the log at start names no format, or the wrong one.",
+    )
+    reasoning_parser: ReasoningParser = knob(
+        "auto",
+        "format of the reasoning; auto: qwen3 for a chat template that knows thinking",
+        when="deepseek_r1 when every answer begins with reasoning, none to leave it in the text.",
     )
     drain_grace: float = knob(
         5.0,

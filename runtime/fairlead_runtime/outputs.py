@@ -69,7 +69,7 @@ class Submission:
 
     ``prompt``: token ids within the vocabulary. ``stop``: texts that end a choice and are cut from
     it. ``id``: unique among live requests; if empty, the service makes one. ``priority``: lower
-    runs first.
+    runs first. ``shown``: special tokens that make text, which others do not.
     """
 
     prompt: tuple[int, ...]
@@ -79,6 +79,7 @@ class Submission:
     salt: bytes = b""
     priority: int = 0
     stop: tuple[str, ...] = ()
+    shown: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,7 @@ from starlette.types import ASGIApp
 
 from fairlead_runtime.api.server import Listeners, listen, serve
 from fairlead_runtime.api.state import Backend, ServerState
+from fairlead_runtime.api.tools.formats import reply_format
 from fairlead_runtime.logprobs import Logprob
 from fairlead_runtime.models import tiny
 from fairlead_runtime.outputs import (
@@ -70,22 +71,26 @@ class FakeStream:
         await self.aclose()
 
     def _script(self) -> "itertools.chain[Output]":
-        params = self._submission.params
         return itertools.chain.from_iterable(
             self._choice_output(step, index)
-            for step in range(params.max_tokens or 4)
-            for index in range(params.n)
+            for step in range(self._steps)
+            for index in range(self._submission.params.n)
         )
+
+    @property
+    def _steps(self) -> int:
+        return len(self._service.says) or self._submission.params.max_tokens or 4
 
     def _choice_output(self, step: int, index: int) -> list[Output]:
         params, service = self._submission.params, self._service
-        last = step + 1 == (params.max_tokens or 4) and not service.hang and service.error is None
+        last = step + 1 == self._steps and not service.hang and service.error is None
+        text = service.says or TEXT
         logprobs = None
         if params.logprobs is not None:
             best = {step + 1 + k: Logprob(-0.5 - k, k + 1, f"t{k}") for k in range(params.logprobs)}
             logprobs = ({step: Logprob(-20.0, 21, TEXT[step % len(TEXT)]), **best},)
         reason = service.finish if last else None
-        return [Output(index, (step,), TEXT[step % len(TEXT)], logprobs, reason)]
+        return [Output(index, (step,), text[step % len(text)], logprobs, reason)]
 
 
 @dataclass
@@ -96,6 +101,9 @@ class FakeService:
     hang: bool = False  # never end a stream
     error: Exception | None = None  # raised at the end of every stream
     finish: FinishReason = FinishReason.LENGTH
+    says: str = ""  # this once, in place of as many characters of TEXT as max_tokens asks for
+    tool_call_parser: str = "auto"
+    reasoning_parser: str = "none"
     refuse: Exception | None = None  # raised by submit
     refuse_after: int = 0  # requests to accept before that
     state: Health = field(default_factory=lambda: Health(alive=True, ready=True))
@@ -168,6 +176,11 @@ def backend_of(service: Any) -> Backend:
         metrics=_no_metrics,
         memory={"planned": {"weights": 1}, "measured": {"weights": 1}},
         died=asyncio.Event(),
+        replies=reply_format(
+            tokenizer,
+            tool_call_parser=service.tool_call_parser,
+            reasoning_parser=service.reasoning_parser,
+        ),
     )
 
 

@@ -5,6 +5,7 @@ error or the client ends the request early. ``response_bodies`` owns the shapes.
 """
 
 import asyncio
+import functools
 import time
 import uuid
 from collections.abc import AsyncGenerator, Mapping, Sequence
@@ -84,14 +85,15 @@ class EndpointHandler:
             backend.service.max_model_len,
         )
         request = prepared.request
+        backend.replies.check(request.tools.use)
         usage = Usage(prompt=sum(map(len, prepared.prompts)))
-        encoder = self._endpoint.encoder(self._frame(backend, request, usage))
+        encoder = self._endpoint.encoder(self._frame(backend, prepared, usage))
         async with AsyncExitStack() as running:
             streams = [
                 await running.enter_async_context(
                     await _submit(backend, submission, request.sent_names)
                 )
-                for submission in self._submissions(scope, prepared)
+                for submission in self._submissions(scope, backend, prepared)
             ]
             generation = _Generation(streams, request.params.n, usage)
             answer = (
@@ -103,9 +105,8 @@ class EndpointHandler:
         # Sent last: the client may disconnect as soon as it has it.
         await send({"type": "http.response.body", "body": last, "more_body": False})
 
-    def _frame(
-        self, backend: Backend, request: request_bodies.GenerationRequest, usage: Usage
-    ) -> Frame:
+    def _frame(self, backend: Backend, prepared: PreparedRequest, usage: Usage) -> Frame:
+        request = prepared.request
         return Frame(
             id=f"{self._endpoint.prefix}-{uuid.uuid4().hex}",
             created=int(time.time()),
@@ -114,10 +115,21 @@ class EndpointHandler:
             usage=request.include_usage,
             token_bytes=backend.vocabulary.token_bytes,
             running=usage if request.running_usage else None,
+            new_parser=functools.partial(
+                backend.replies.parser,
+                request.tools.use,
+                prompt_end=prepared.prompt_end,
+                show_reasoning=request.show_reasoning,
+            ),
+            forced=request.tools.use.forced is not None,
         )
 
-    def _submissions(self, scope: Scope, prepared: PreparedRequest) -> list[Submission]:
+    def _submissions(
+        self, scope: Scope, backend: Backend, prepared: PreparedRequest
+    ) -> list[Submission]:
         request, keyed = prepared.request, scope.get(TENANT)
+        tools = bool(request.tools.for_template)
+        shown = backend.replies.shown_ids(tools=tools) if request.messages else frozenset()
         return [
             Submission(
                 prompt=prompt,
@@ -127,6 +139,7 @@ class EndpointHandler:
                 salt=self._salter.salt(keyed, request.cache_salt),
                 priority=request.priority,
                 stop=request.stop,
+                shown=shown,
             )
             for prompt in prepared.prompts
         ]

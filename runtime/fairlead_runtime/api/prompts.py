@@ -7,15 +7,18 @@ on the event loop; changes no state.
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import orjson
 from transformers import PreTrainedTokenizerBase
 
 from fairlead_runtime.api.errors import ApiError
+from fairlead_runtime.api.messages import characters
 from fairlead_runtime.api.request_bodies import GenerationRequest
 from fairlead_runtime.api.strict_json import parse_object
 from fairlead_runtime.models.chat import encode, encode_chat, render_chat
 
 CHARS_PER_TOKEN = 16  # a text longer than this times max_model_len is refused before tokenizing
 TEMPLATE_GROWTH = 4  # a rendered chat may have this many times the characters of its messages,
+PROMPT_END = 64  # characters of a rendered chat that say how the answer begins
 TEMPLATE_ROOM = 64 * 1024  # plus this many
 
 Validate = Callable[[Mapping[str, Any], str], GenerationRequest]
@@ -24,6 +27,7 @@ Validate = Callable[[Mapping[str, Any], str], GenerationRequest]
 class PreparedRequest(NamedTuple):
     request: GenerationRequest
     prompts: tuple[tuple[int, ...], ...]  # token ids of each prompt
+    prompt_end: str  # of a chat, as text
 
 
 def prepare(
@@ -36,14 +40,15 @@ def prepare(
     """Raises ApiError or RequestError; both name the field."""
     request = validate(parse_object(body), served)
     if request.messages:
-        return PreparedRequest(request, (chat_ids(request.messages, tokenizer, max_model_len),))
-    return PreparedRequest(
-        request,
-        tuple(
-            tuple(text_ids(prompt, tokenizer, max_model_len)) if isinstance(prompt, str) else prompt
-            for prompt in request.prompts
-        ),
+        text = chat_text(
+            request.messages, tokenizer, max_model_len, tools=request.tools.for_template
+        )
+        return PreparedRequest(request, (tuple(encode_chat(tokenizer, text)),), text[-PROMPT_END:])
+    prompts = (
+        tuple(text_ids(prompt, tokenizer, max_model_len)) if isinstance(prompt, str) else prompt
+        for prompt in request.prompts
     )
+    return PreparedRequest(request, tuple(prompts), "")
 
 
 def text_ids(
@@ -56,24 +61,29 @@ def text_ids(
     return encode(tokenizer, text) if special else encode_chat(tokenizer, text)
 
 
-def chat_ids(
-    messages: Sequence[Mapping[str, Any]],
+def chat_text(
+    messages: Sequence[dict[str, Any]],
     tokenizer: PreTrainedTokenizerBase,
     max_model_len: int,
     *,
+    tools: Sequence[Mapping[str, Any]] = (),
     add_generation_prompt: bool = True,
-) -> tuple[int, ...]:
-    """Token ids of a chat. Raises ApiError or RequestError."""
-    written = sum(len(message["content"]) for message in messages)
+) -> str:
+    """A chat as its template writes it, for ``encode_chat``. Raises ApiError or RequestError."""
+    told = len(orjson.dumps(tools)) if tools else 0
+    written = sum(map(characters, messages))
     _check_chars("messages", written, max_model_len)
-    text = render_chat(tokenizer, messages, add_generation_prompt=add_generation_prompt)
-    if len(text) > TEMPLATE_GROWTH * written + TEMPLATE_ROOM:
+    _check_chars("tools", told, max_model_len)
+    text = render_chat(
+        tokenizer, messages, tools=tools, add_generation_prompt=add_generation_prompt
+    )
+    if len(text) > TEMPLATE_GROWTH * (written + told) + TEMPLATE_ROOM:
         raise ApiError(
             400,
             "messages: too long once the model's chat template is applied; send less",
             param="messages",
         )
-    return tuple(encode_chat(tokenizer, text))
+    return text
 
 
 def _check_chars(field: str, chars: int, max_model_len: int) -> None:

@@ -15,6 +15,7 @@ from pydantic import FailFast, Field, field_validator
 from fairlead_runtime.api.errors import invalid
 from fairlead_runtime.api.messages import MAX_MESSAGES, Message, for_template
 from fairlead_runtime.api.strict_body import MAX_NAME, StrictBody, check_model, validated
+from fairlead_runtime.api.tools.bodies import MAX_TOOLS, NO_TOOLS, Tool, Tools, tools_of
 from fairlead_runtime.request import MAX_LOGPROBS, RequestError, SamplingParams
 
 MAX_PROMPTS = 64
@@ -121,6 +122,10 @@ class ChatBody(_Body):
     messages: Annotated[list[Message], FailFast()] = Field(min_length=1, max_length=MAX_MESSAGES)
     logprobs: bool | None = None
     top_logprobs: int | None = None
+    tools: list[Tool] | None = Field(default=None, max_length=MAX_TOOLS)
+    tool_choice: Any = None
+    parallel_tool_calls: bool | None = None
+    include_reasoning: bool | None = None
 
 
 BodyT = TypeVar("BodyT", bound=_Body)
@@ -143,7 +148,9 @@ class GenerationRequest:
     priority: int
     sent_names: Mapping[str, str]  # of fields that the client sent under another name
     prompts: tuple[Prompt, ...] = ()
-    messages: tuple[dict[str, str], ...] = ()
+    messages: tuple[dict[str, Any], ...] = ()
+    tools: Tools = NO_TOOLS
+    show_reasoning: bool = True
 
 
 def completion(body: Mapping[str, Any], served: str) -> GenerationRequest:
@@ -167,14 +174,18 @@ def chat(body: Mapping[str, Any], served: str) -> GenerationRequest:
         default_tokens=None,
         logprobs=(parsed.top_logprobs or 0) if parsed.logprobs else None,
     )
-    messages = tuple(for_template(message) for message in parsed.messages)
-    return GenerationRequest(messages=messages, **_common(parsed, params))
+    return GenerationRequest(
+        messages=for_template(parsed.messages),
+        tools=tools_of(parsed.tools, parsed.tool_choice, parallel=parsed.parallel_tool_calls),
+        show_reasoning=parsed.include_reasoning is not False,
+        **_common(parsed, params),
+    )
 
 
 def _validate(kind: type[BodyT], body: Mapping[str, Any], served: str) -> BodyT:
     check_model(body.get("model"), served)
     for name, neutral in _UNSUPPORTED.items():
-        if name in body and body[name] not in neutral:
+        if name in body and name not in kind.model_fields and body[name] not in neutral:
             raise invalid(name, "is not supported; leave it out", "unsupported_parameter")
     parsed = validated(kind, body)
     _check_together(parsed)

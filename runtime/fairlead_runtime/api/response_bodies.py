@@ -3,7 +3,7 @@
 An event of plain text, the hot path, is a prebuilt prefix, one encoded string and a suffix.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -16,8 +16,11 @@ from fairlead_runtime.api.logprob_bodies import (
     chat_content,
     completion_logprobs,
 )
+from fairlead_runtime.api.message_parts import delta, message
+from fairlead_runtime.api.tools.parts import CallBegun, Content, Parser, Part, PlainParser
 from fairlead_runtime.logprobs import Logprob
 from fairlead_runtime.outputs import Output
+from fairlead_runtime.request import FinishReason
 
 DONE = b"data: [DONE]\n\n"
 
@@ -36,6 +39,8 @@ class Frame:
     usage: bool  # stream_options.include_usage
     token_bytes: TokenBytes
     running: "Usage | None" = None
+    new_parser: Callable[[], Parser] = PlainParser  # of one choice of a chat
+    forced: bool = False  # the request names the tool that must be called
 
 
 @dataclass(slots=True)
@@ -84,20 +89,34 @@ class ChatEncoder:
     def __init__(self, frame: Frame) -> None:
         self._frame = frame
         self._events = _EventShape(frame, "chat.completion.chunk", b'{"content":', b"}")
-        self._begun: set[int] = set()
+        self._parsers: dict[int, Parser] = {}  # of the choices that have begun
+        self._calling: set[int] = set()
 
     def events(self, index: int, output: Output) -> bytes:
-        parts = []
-        if index not in self._begun:
-            self._begun.add(index)
-            parts.append(self._events.raw(index, b'{"role":"assistant","content":""}'))
-        entries = self._logprobs(output)
-        if output.text or entries:
-            logprobs = orjson.dumps({"content": entries}) if entries else b"null"
-            parts.append(self._events.text(index, output.text, logprobs))
+        events = []
+        if index not in self._parsers:
+            self._parsers[index] = self._frame.new_parser()
+            events.append(self._events.raw(index, b'{"role":"assistant","content":""}'))
+        parts: list[Part] = self._parsers[index].feed(output.text)
         if output.finish_reason is not None:
-            parts.append(self._events.raw(index, b"{}", _finish(output)))
-        return b"".join(parts)
+            parts += self._parsers[index].finish()
+        entries = self._logprobs(output)
+        if entries and not parts:
+            parts = [Content("")]
+        logprobs = orjson.dumps({"content": entries}) if entries else b"null"
+        for part in parts:
+            if isinstance(part, Content):
+                events.append(self._events.text(index, part.text, logprobs))
+            else:
+                if isinstance(part, CallBegun):
+                    self._calling.add(index)
+                events.append(self._events.raw(index, orjson.dumps(delta(part)), logprobs))
+            logprobs = b"null"  # an output's are in one event
+        if output.finish_reason is not None:
+            reasons = self._reasons(output, calls=index in self._calling)
+            ending = orjson.dumps(reasons)[1:-1]
+            events.append(self._events.raw(index, b"{}", finish=ending))
+        return b"".join(events)
 
     def usage(self, usage: Usage) -> bytes:
         return self._events.usage(usage)
@@ -121,12 +140,21 @@ class ChatEncoder:
                 )
             }
         )
-        return {
-            "index": index,
-            "message": {"role": "assistant", "content": "".join(choice.text)},
-            "logprobs": content,
-            **_finished(choice),
-        }
+        parser = self._frame.new_parser()
+        answer = message([*parser.feed("".join(choice.text)), *parser.finish()])
+        reasons = {}
+        if choice.last is not None:
+            reasons = self._reasons(choice.last, calls="tool_calls" in answer)
+        return {"index": index, "message": answer, "logprobs": content, **reasons}
+
+    def _reasons(self, output: Output, *, calls: bool) -> dict[str, Any]:
+        """As OpenAI: an answer that ended with calls ended for them, unless the request named the
+        tool.
+        """
+        reasons = _reasons(output)
+        if calls and not self._frame.forced and output.finish_reason is FinishReason.STOP:
+            reasons["finish_reason"] = "tool_calls"
+        return reasons
 
     def _logprobs(self, output: Output) -> list[dict[str, Any]]:
         top = self._frame.top
@@ -215,8 +243,10 @@ class _EventShape:
             return before + self._plain
         return before + self._closing + self._after(logprobs, finish)
 
-    def raw(self, index: int, value: bytes, finish: bytes = b"") -> bytes:
-        return self._prefix(index) + value + self._after(b"null", finish)
+    def raw(
+        self, index: int, value: bytes, logprobs: bytes = b"null", finish: bytes = b""
+    ) -> bytes:
+        return self._prefix(index) + value + self._after(logprobs, finish)
 
     def usage(self, usage: Usage) -> bytes:
         return self._head + b',"choices":[],"usage":' + orjson.dumps(usage.as_dict()) + b"}\n\n"

@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from fairlead_runtime.api.auth import KeyRing
 from fairlead_runtime.api.errors import ApiError
+from fairlead_runtime.api.tools.formats import PLAIN, ReplyFormat
 from fairlead_runtime.outputs import EngineClient, Health
 from fairlead_runtime.serving.detokenize import Vocabulary
 
@@ -23,6 +24,7 @@ class Backend:
 
     ``metrics`` returns the Prometheus exposition (text format 0.0.4). ``memory`` has every sizing
     term, planned and measured, as plain JSON values. ``died`` is set when the engine has given up.
+    ``replies``: how its calls of tools and its reasoning look.
     """
 
     service: EngineClient
@@ -31,6 +33,7 @@ class Backend:
     metrics: Callable[[], Awaitable[bytes]]
     memory: Mapping[str, Any]
     died: asyncio.Event
+    replies: ReplyFormat = PLAIN
 
 
 @dataclass(slots=True, kw_only=True)

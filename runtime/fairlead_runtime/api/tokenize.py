@@ -16,10 +16,12 @@ from transformers import PreTrainedTokenizerBase
 from fairlead_runtime.api.errors import invalid
 from fairlead_runtime.api.limits import PromptPool, read_body
 from fairlead_runtime.api.messages import MAX_MESSAGES, Message, for_template
-from fairlead_runtime.api.prompts import chat_ids, text_ids
+from fairlead_runtime.api.prompts import chat_text, text_ids
 from fairlead_runtime.api.state import Backend, ServerState
 from fairlead_runtime.api.strict_body import MAX_NAME, StrictBody, check_model, validated
 from fairlead_runtime.api.strict_json import parse_object
+from fairlead_runtime.api.tools.bodies import MAX_TOOLS, Tool, tools_of
+from fairlead_runtime.models.chat import encode_chat
 
 Answer = Mapping[str, Any]
 
@@ -34,6 +36,7 @@ class TokenizeBody(StrictBody):
     add_generation_prompt: bool | None = None
     continue_final_message: Literal[False] | None = None
     return_token_strs: bool | None = None
+    tools: list[Tool] | None = Field(default=None, max_length=MAX_TOOLS)
 
 
 class DetokenizeBody(StrictBody):
@@ -79,14 +82,14 @@ def tokenize(body: bytes, served: str, backend: Backend) -> Answer:
                 "is not supported with messages: the chat template writes them; leave it out",
                 "unsupported_parameter",
             )
-        ids = list(
-            chat_ids(
-                [for_template(message) for message in parsed.messages],
-                tokenizer,
-                longest,
-                add_generation_prompt=parsed.add_generation_prompt is not False,
-            )
+        text = chat_text(
+            for_template(parsed.messages),
+            tokenizer,
+            longest,
+            tools=tools_of(parsed.tools, None, parallel=None).for_template,
+            add_generation_prompt=parsed.add_generation_prompt is not False,
         )
+        ids = encode_chat(tokenizer, text)
     pieces = tokenizer.convert_ids_to_tokens(ids) if parsed.return_token_strs else None
     return {"count": len(ids), "max_model_len": longest, "tokens": ids, "token_strs": pieces}
 

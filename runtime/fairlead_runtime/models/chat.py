@@ -16,6 +16,19 @@ def has_chat_template(tokenizer: PreTrainedTokenizerBase) -> bool:
     return bool(getattr(tokenizer, "chat_template", None))
 
 
+def template_text(tokenizer: PreTrainedTokenizerBase) -> str:
+    """The chat template, the one for tools where the tokenizer has several; "" without any."""
+    templates: Any = getattr(tokenizer, "chat_template", None) or ""
+    if isinstance(templates, dict):
+        templates = templates.get("tool_use") or templates.get("default") or ""
+    return str(templates)
+
+
+def takes_tools(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Whether the chat template reads ``tools``."""
+    return "tools" in template_text(tokenizer)
+
+
 def render_chat(
     tokenizer: PreTrainedTokenizerBase,
     messages: Sequence[Mapping[str, Any]],
@@ -26,13 +39,18 @@ def render_chat(
     """The prompt that the template renders from ``messages`` (each with role and content), for
     ``encode_chat``.
 
-    Raises RequestError for a model without a template and for messages that the template refuses.
+    Raises RequestError for a model without a template, for tools that the template does not read
+    and for messages that it refuses.
     """
     if not messages:
         raise RequestError("messages", "must hold at least one message")
     if not has_chat_template(tokenizer):
         raise RequestError(
             "messages", "this model has no chat template: use /v1/completions with a prompt instead"
+        )
+    if tools and not takes_tools(tokenizer):
+        raise RequestError(
+            "tools", "this model's chat template has no place for tools; leave them out"
         )
     template: Any = tokenizer.apply_chat_template
     try:

@@ -14,16 +14,36 @@ BOS, END, PAD = "<|begin|>", "<|end|>", "<|pad|>"
 ROLES = ("system", "user", "assistant")
 SPECIAL = (PAD, BOS, END, *(f"<|{role}|>" for role in ROLES))
 
+# Tools and calls as Hermes writes them.
 CHAT_TEMPLATE = (
     "{{- bos_token }}"
+    "{%- if tools %}"
+    "{{- '<|system|>' }}"
+    "{%- if messages[0].role == 'system' %}{{- messages[0].content ~ '\\n\\n' }}{%- endif %}"
+    "{{- 'You may call these functions:\\n<tools>' }}"
+    "{%- for tool in tools %}{{- '\\n' ~ (tool | tojson) }}{%- endfor %}"
+    "{{- '\\n</tools>\\nTo call one, answer with its name and arguments:\\n<tool_call>\\n' }}"
+    '{{- \'{"name": ..., "arguments": {...}}\\n</tool_call><|end|>\' }}'
+    "{%- endif %}"
     "{%- for message in messages %}"
-    "{%- if message.role not in ['system', 'user', 'assistant'] %}"
-    "{{- raise_exception('roles are system, user and assistant, not ' ~ message.role) }}"
+    "{%- if message.role not in ['system', 'user', 'assistant', 'tool'] %}"
+    "{{- raise_exception('roles are system, user, assistant and tool, not ' ~ message.role) }}"
     "{%- endif %}"
     "{%- if message.content is not string %}"
     "{{- raise_exception('content must be text') }}"
     "{%- endif %}"
+    "{%- if message.role == 'tool' %}"
+    "{{- '<|user|><tool_response>\\n' ~ message.content ~ '\\n</tool_response><|end|>' }}"
+    "{%- elif message.tool_calls %}"
+    "{{- '<|assistant|>' ~ message.content }}"
+    "{%- for call in message.tool_calls %}"
+    '{{- \'\\n<tool_call>\\n{"name": "\' ~ call.function.name ~ \'", "arguments": \' }}'
+    "{{- (call.function.arguments | tojson) ~ '}\\n</tool_call>' }}"
+    "{%- endfor %}"
+    "{{- '<|end|>' }}"
+    "{%- elif not (tools and loop.first and message.role == 'system') %}"
     "{{- '<|' ~ message.role ~ '|>' ~ message.content ~ '<|end|>' }}"
+    "{%- endif %}"
     "{%- endfor %}"
     "{%- if add_generation_prompt %}{{- '<|assistant|>' }}{%- endif %}"
 )

@@ -52,7 +52,7 @@ class ChoiceText:
         self._index = index
         self._stop_ids = frozenset(submission.params.stop_token_ids)
         self._wants_logprobs = submission.params.logprobs is not None
-        self._text = Detokenizer(vocabulary, submission.prompt)
+        self._text = Detokenizer(vocabulary, submission.prompt, submission.shown)
         self._stops = StopTexts(submission.stop)
         self._token_text = vocabulary.token_text
 

@@ -116,12 +116,28 @@ def _bytes_of(piece: str, alphabet: Mapping[str, int]) -> bytes:
 
 
 class Detokenizer:
-    """The text of one choice. ``prompt`` gives the first token its neighbours on the left."""
+    """The text of one choice. ``prompt`` gives the first token its neighbours on the left.
+    ``shown``: special tokens that make text here.
+    """
 
-    __slots__ = ("_bytes", "_in_bytes", "_replacement_pending", "_shown", "_vocabulary", "_window")
+    __slots__ = (
+        "_bytes",
+        "_in_bytes",
+        "_replacement_pending",
+        "_shown",
+        "_silent",
+        "_vocabulary",
+        "_window",
+    )
 
-    def __init__(self, vocabulary: Vocabulary, prompt: Sequence[int] = ()) -> None:
+    def __init__(
+        self,
+        vocabulary: Vocabulary,
+        prompt: Sequence[int] = (),
+        shown: frozenset[int] = frozenset(),
+    ) -> None:
         self._vocabulary = vocabulary
+        self._silent = vocabulary.special - shown if shown else vocabulary.special
         self._bytes = _utf8(errors="replace")
         self._in_bytes = False
         # The last tokens that made text, how many characters of their text were returned, and
@@ -136,7 +152,7 @@ class Detokenizer:
 
     def add(self, token: int) -> str:
         """The text that this token makes final; often empty in the middle of a character."""
-        if token in self._vocabulary.special:
+        if token in self._silent:
             return ""
         token_bytes = self._vocabulary.token_bytes.get(token)
         if self._vocabulary.byte_level:  # an id beyond the vocabulary makes no text

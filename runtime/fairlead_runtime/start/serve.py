@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, TypeVar
 from fairlead_runtime.api import server as http
 from fairlead_runtime.api.auth import KeyRing
 from fairlead_runtime.api.state import Backend, ServerState
+from fairlead_runtime.api.tools.formats import ReplyFormat, reply_format
 from fairlead_runtime.config import EngineConfig
 from fairlead_runtime.hub import source
 from fairlead_runtime.hub.fetch import Progress
@@ -32,6 +33,8 @@ from fairlead_runtime.start.host import process_age
 from fairlead_runtime.supported import check_supported
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
     from fairlead_runtime.start.build import EngineParts
 
 log = logging.getLogger("fairlead.serve")
@@ -105,8 +108,29 @@ async def _load(state: ServerState, model: str, config: EngineConfig) -> tuple[B
         metrics=exposition,
         memory=parts.memory.as_dict(),
         died=service.died,
+        replies=_replies(config, parts.tokenizer),
     )
     return backend, service
+
+
+def _replies(config: EngineConfig, tokenizer: "PreTrainedTokenizerBase") -> ReplyFormat:
+    replies = reply_format(
+        tokenizer,
+        tool_call_parser=config.tool_call_parser,
+        reasoning_parser=config.reasoning_parser,
+    )
+    log.info(
+        "calls of tools: %s; reasoning: %s",
+        _origin(config.tool_call_parser, replies.tools.name if replies.tools else ""),
+        _origin(config.reasoning_parser, replies.reasoning),
+    )
+    return replies
+
+
+def _origin(setting: str, format_name: str) -> str:
+    if setting != "auto":
+        return setting
+    return f"{format_name} (by the chat template)" if format_name else "none in the chat template"
 
 
 def _build(

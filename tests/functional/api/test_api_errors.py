@@ -100,7 +100,8 @@ REFUSED: list[tuple[dict[str, Any], str, int, str]] = [
     (completion(logit_bias={"5": 1}), COMPLETIONS, 400, "logit_bias"),
     (completion(echo=True), COMPLETIONS, 400, "echo"),
     (completion(suffix="x"), COMPLETIONS, 400, "suffix"),
-    (chat(tools=[{"type": "function"}]), CHAT, 400, "tools"),
+    (chat(tools=[{"type": "function"}]), CHAT, 400, "tools.0.function"),
+    (completion(tools=[{"type": "function"}]), COMPLETIONS, 400, "tools"),
     (chat(tool_choice="required"), CHAT, 400, "tool_choice"),
     (chat(response_format={"type": "json_object"}), CHAT, 400, "response_format"),
     (chat(chat_template="{{ 1 }}"), CHAT, 400, "chat_template"),
@@ -118,7 +119,12 @@ REFUSED: list[tuple[dict[str, Any], str, int, str]] = [
         400,
         "messages.0.content",
     ),
-    ({**chat(), "messages": [{"role": "tool", "content": "x"}]}, CHAT, 400, "messages"),
+    (
+        {**chat(), "messages": [{"role": "tool", "content": "x"}]},
+        CHAT,
+        400,
+        "messages.0.tool_call_id",
+    ),
     (chat("x" * 10_000), CHAT, 400, "messages"),
     (chat(max_tokens=10_000), CHAT, 400, "max_tokens"),
 ]

@@ -119,7 +119,7 @@ def test_tokens_become_the_text_again() -> None:
         ("/tokenize", {"prompt": "x", "model": "other"}, 404, "model"),
         ("/tokenize", {"messages": []}, 400, "messages"),
         ("/tokenize", {"messages": [{"role": "wizard"}]}, 400, "messages.0.role"),
-        ("/tokenize", {"messages": [{"role": "tool", "content": "x"}]}, 400, "messages"),
+        ("/tokenize", {"messages": [{"role": "tool"}]}, 400, "messages.0.tool_call_id"),
         ("/tokenize", {"messages": [HELLO], "add_special_tokens": True}, 400, "add_special_tokens"),
         (
             "/tokenize",

@@ -152,7 +152,7 @@ def test_chats_are_rendered_by_the_models_own_template() -> None:
     ("messages", "expected"),
     [
         ([], "at least one"),
-        ([{"role": "robot", "content": "x"}], "roles are system, user and assistant"),
+        ([{"role": "robot", "content": "x"}], "roles are system, user, assistant and tool"),
         ([{"role": "user"}], "content must be text"),
         ([{"role": "user", "content": 7}, {"role": ["user"]}], "refuses"),
     ],

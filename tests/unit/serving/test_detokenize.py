@@ -186,3 +186,17 @@ class SlowTokenizer:
 def test_a_tokenizer_without_a_backend_streams_too() -> None:
     vocabulary = vocabulary_of(SlowTokenizer())
     assert stream(vocabulary, [0, ord("h"), ord("é"), 0, ord("日")]) == ["", "h", "é", "", "日", ""]
+
+
+@pytest.mark.parametrize("tokenizer", [BYTE_LEVEL, PIECES], ids=["bytes", "pieces"])
+def test_a_special_token_makes_text_only_where_it_is_shown(tokenizer: Any) -> None:
+    vocabulary = vocabulary_of(tokenizer)
+    mark = min(vocabulary.special)
+    text = vocabulary.token_text(mark)
+    assert text
+
+    def written(shown: frozenset[int]) -> str:
+        detokenizer = Detokenizer(vocabulary, (), shown)
+        return detokenizer.add(mark) + detokenizer.finish()
+
+    assert (written(frozenset()), written(frozenset({mark}))) == ("", text)

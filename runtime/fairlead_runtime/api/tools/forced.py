@@ -1,0 +1,55 @@
+"""Calls that a grammar forces (``tool_choice`` required, or a named tool): JSON alone, the same for
+every model. Anything else, which no grammar lets through, is content.
+"""
+
+from fairlead_runtime.api.tools.call_json import SPACE, Value
+from fairlead_runtime.api.tools.marked import ArrayParser, MarkedParser, NewId
+
+
+class RequiredParser(ArrayParser):
+    """A list of calls: ``[{"name": "f", "parameters": {…}}]``."""
+
+    argument_keys = ("parameters",)
+
+    def __init__(self, names: frozenset[str], new_id: NewId) -> None:
+        super().__init__(names, new_id)
+        self._expect("[", self._enter_list)
+
+    def _in_text(self, c: str) -> None:
+        if c in SPACE:
+            self._held.append(c)
+        else:
+            self._show_held()
+            self._parts.content(c)
+
+
+class NamedParser(MarkedParser):
+    """The arguments of one tool: ``{…}``."""
+
+    def __init__(self, name: str, new_id: NewId) -> None:
+        super().__init__((name,), new_id)
+        self._name = name
+        self._value = Value("{")
+        self._state = self._before_arguments
+
+    def _before_arguments(self, c: str) -> None:
+        if c == "{":
+            self._begin_call(self._name)
+            self._state = self._in_arguments
+            self._parts.arguments(0, c)
+        elif c in SPACE:
+            self._held.append(c)
+        else:
+            self._back_to_text(c)
+
+    def _in_arguments(self, c: str) -> None:
+        self._parts.arguments(0, c)
+        if self._value.take(c):
+            self._state = self._in_text
+
+    def _in_text(self, c: str) -> None:
+        if c in SPACE:
+            self._held.append(c)
+        else:
+            self._show_held()
+            self._parts.content(c)

@@ -1,0 +1,93 @@
+"""Separates the reasoning of models that write ``<think>…</think>`` before their answer.
+
+White space next to the two marks belongs to neither. The answer goes to another parser.
+"""
+
+from collections.abc import Callable
+
+from fairlead_runtime.api.tools.call_json import SPACE
+from fairlead_runtime.api.tools.parts import Parser, Part, Parts
+
+BEGIN, END = "<think>", "</think>"
+
+
+class ReasoningParser:
+    """``inside``: the text begins with reasoning even without its first mark, because the prompt
+    ends with it. ``show``: whether reasoning is among the parts.
+    """
+
+    def __init__(self, answer: Parser, *, inside: bool, show: bool) -> None:
+        self._answer = answer
+        self._inside = inside
+        self._show = show
+        self._parts = Parts()
+        self._passed: list[Part] = []  # by the answer's parser
+        self._held = ""  # white space, and the beginning of a mark after it
+        self._mark = ""
+        self._empty = True  # no reasoning was read
+        # None: the answer has begun
+        self._state: Callable[[str], None] | None = self._before
+
+    def feed(self, text: str) -> list[Part]:
+        for place, c in enumerate(text):
+            if self._state is None:
+                return [*self._take(), *self._answer.feed(text[place:])]
+            self._state(c)
+        return self._take()
+
+    def finish(self) -> list[Part]:
+        if self._state == self._reasoning and self._mark:
+            self._write(self._held + self._mark)
+        elif self._state == self._before:
+            self._pass(self._held + self._mark)
+        return [*self._take(), *self._answer.finish()]
+
+    def _take(self) -> list[Part]:
+        parts, self._passed = [*self._parts.take(), *self._passed], []
+        return parts
+
+    def _write(self, text: str) -> None:
+        self._empty = False
+        if self._show:
+            self._parts.reasoning(text)
+
+    def _pass(self, text: str) -> None:
+        self._state = None
+        self._passed = self._answer.feed(text)
+
+    def _before(self, c: str) -> None:
+        """Before anything but white space."""
+        if BEGIN.startswith(self._mark + c):
+            self._mark += c
+            if self._mark == BEGIN:
+                self._held, self._mark, self._state = "", "", self._reasoning
+        elif c in SPACE and not self._mark:
+            self._held += c
+        else:
+            begun, self._held, self._mark = self._held + self._mark + c, "", ""
+            if not self._inside:
+                self._pass(begun)
+                return
+            self._state = self._reasoning
+            for each in begun:
+                self._reasoning(each)
+
+    def _reasoning(self, c: str) -> None:
+        if END.startswith(self._mark + c):
+            self._mark += c
+            if self._mark == END:
+                self._state = self._after
+            return
+        if self._mark:
+            self._write(self._held + self._mark)
+            self._held = self._mark = ""
+            self._reasoning(c)
+        elif c not in SPACE:
+            self._write(self._held + c)
+            self._held = ""
+        elif not self._empty:
+            self._held += c
+
+    def _after(self, c: str) -> None:
+        if c not in SPACE:
+            self._pass(c)

@@ -1,0 +1,339 @@
+"""OpenAI's client uses tools and reads reasoning, whole and streamed."""
+
+import json
+from typing import Any
+
+import pytest
+from openai.types.chat import ChatCompletionMessage
+
+from fairlead_runtime.models import tiny
+from fairlead_runtime.request import FinishReason
+from support.api_harness import FakeService, Server, chat, events, fake_server, is_error, run
+
+CHAT = "/v1/chat/completions"
+WEATHER: Any = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "description": "The weather of a city",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
+        "strict": True,
+    },
+}
+TIME: Any = {"type": "function", "function": {"name": "get_time"}}
+ARGUMENTS = '{"city": "Paris \\"}"}'
+SAID = {
+    "hermes": (
+        f'I look.\n<tool_call>\n{{"name": "get_weather", "arguments": {ARGUMENTS}}}\n</tool_call>'
+        '\n<tool_call>\n{"name": "get_time", "arguments": {}}\n</tool_call>'
+    ),
+    "llama3_json": (
+        f'{{"name": "get_weather", "parameters": {ARGUMENTS}}}; '
+        '{"name": "get_time", "parameters": {}}'
+    ),
+    "mistral": (
+        f'I look.[TOOL_CALLS] [{{"name": "get_weather", "arguments": {ARGUMENTS}}}, '
+        '{"name": "get_time", "arguments": {}}]'
+    ),
+}
+CALLED = [("get_weather", ARGUMENTS), ("get_time", "{}")]
+
+
+def calling(parser: str = "hermes", **settings: Any) -> FakeService:
+    settings = {"says": SAID[parser], "finish": FinishReason.STOP, **settings}
+    return FakeService(tool_call_parser=parser, **settings)
+
+
+async def whole(server: Server, **fields: Any) -> Any:
+    fields = {"tools": [WEATHER, TIME], **fields}
+    answer = await server.openai.chat.completions.create(**chat(**fields))
+    return answer.choices[0]
+
+
+async def streamed(server: Server, **fields: Any) -> tuple[dict[str, Any], list[Any]]:
+    """The message that the deltas add up to, and the choices of all chunks."""
+    fields = {"tools": [WEATHER, TIME], "stream": True, **fields}
+    stream = await server.openai.chat.completions.create(**chat(**fields))
+    choices = [chunk.choices[0] async for chunk in stream]
+    message: dict[str, Any] = {"content": "", "reasoning": "", "calls": []}
+    for choice in choices:
+        message["content"] += choice.delta.content or ""
+        message["reasoning"] += getattr(choice.delta, "reasoning", None) or ""
+        for call in choice.delta.tool_calls or []:
+            if call.id is not None:
+                assert (call.index, call.type) == (len(message["calls"]), "function")
+                message["calls"].append([call.function.name, call.function.arguments])
+            else:
+                assert call.function.name is None
+                message["calls"][call.index][1] += call.function.arguments
+    return message, choices
+
+
+def calls_of(message: ChatCompletionMessage) -> list[tuple[str, str]]:
+    calls: Any = message.tool_calls or []
+    return [(call.function.name, call.function.arguments) for call in calls]
+
+
+@pytest.mark.parametrize("parser", SAID)
+def test_calls_are_the_same_streamed_or_not(parser: str) -> None:
+    async def scenario() -> None:
+        async with fake_server(calling(parser)) as (server, _):
+            choice = await whole(server)
+            assert calls_of(choice.message) == CALLED
+            assert choice.message.content == (None if parser == "llama3_json" else "I look.")
+            assert choice.finish_reason == "tool_calls"
+            message, choices = await streamed(server)
+            assert [tuple(call) for call in message["calls"]] == CALLED
+            assert message["content"] == (choice.message.content or "")
+            assert choices[0].delta.role == "assistant"
+            assert [each.finish_reason for each in choices if each.finish_reason] == ["tool_calls"]
+            assert choices[-1].finish_reason == "tool_calls"
+
+    run(scenario())
+
+
+def test_an_answer_without_a_call_is_plain_text() -> None:
+    async def scenario() -> None:
+        text = 'No: <tool_call>{"name": "other", "arguments": {}}</tool_call>'
+        async with fake_server(calling(says=text)) as (server, _):
+            choice = await whole(server)
+            assert (choice.message.content, choice.message.tool_calls) == (text, None)
+            assert choice.finish_reason == "stop"
+            message, choices = await streamed(server)
+            assert (message["content"], message["calls"]) == (text, [])
+            assert choices[-1].finish_reason == "stop"
+
+    run(scenario())
+
+
+def test_a_call_that_is_cut_by_length_says_so() -> None:
+    async def scenario() -> None:
+        service = calling(says=SAID["hermes"][:70], finish=FinishReason.LENGTH)
+        async with fake_server(service) as (server, _):
+            choice = await whole(server)
+            assert choice.finish_reason == "length"
+            ((name, arguments),) = calls_of(choice.message)
+            assert name == "get_weather"
+            assert ARGUMENTS.startswith(arguments)
+            message, choices = await streamed(server)
+            assert message["calls"] == [[name, arguments]]
+            assert choices[-1].finish_reason == "length"
+
+    run(scenario())
+
+
+def test_one_call_is_kept_without_parallel_calls() -> None:
+    async def scenario() -> None:
+        async with fake_server(calling()) as (server, _):
+            choice = await whole(server, parallel_tool_calls=False)
+            assert calls_of(choice.message) == CALLED[:1]
+            message, _ = await streamed(server, parallel_tool_calls=False)
+            assert [tuple(call) for call in message["calls"]] == CALLED[:1]
+
+    run(scenario())
+
+
+def test_the_model_is_told_of_the_tools_unless_it_may_call_none() -> None:
+    tokenizer: Any = tiny.tokenizer()
+
+    async def scenario() -> None:
+        async with fake_server(calling()) as (server, service):
+            await whole(server)
+            choice = await whole(server, tool_choice="none")
+            assert choice.message.content == SAID["hermes"]
+            assert choice.message.tool_calls is None
+            told, untold = (tokenizer.decode(each.prompt) for each in service.seen)
+            assert '{"type": "function", "function": {"name": "get_time"}}' in told
+            assert "The weather of a city" in told
+            assert "strict" not in told
+            assert "get_time" not in untold
+
+    run(scenario())
+
+
+def test_calls_and_their_results_reach_the_template_in_the_next_turn() -> None:
+    tokenizer: Any = tiny.tokenizer()
+
+    async def scenario() -> None:
+        async with fake_server(calling(max_model_len=4096)) as (server, service):
+            first = await whole(server)
+            results = [
+                {"role": "tool", "tool_call_id": call.id, "content": f"result {place}"}
+                for place, call in enumerate(first.message.tool_calls)
+            ]
+            messages = [{"role": "user", "content": "hello"}, first.message, *results]
+            await server.openai.chat.completions.create(
+                model="tiny", messages=messages, tools=[WEATHER, TIME]
+            )
+            prompt = tokenizer.decode(service.seen[-1].prompt)
+            assert f'{{"name": "get_weather", "arguments": {ARGUMENTS}}}' in prompt
+            assert '{"name": "get_time", "arguments": {}}' in prompt
+            assert prompt.index("get_time", prompt.index("I look.")) < prompt.index("result 0")
+            assert prompt.index("result 0") < prompt.index("result 1")
+
+    run(scenario())
+
+
+def test_arguments_that_are_no_json_may_come_back() -> None:
+    async def scenario() -> None:
+        async with fake_server(calling()) as (server, service), server.client() as client:
+            call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": "{oops"}}
+            messages = [
+                {"role": "user", "content": "hello"},
+                {"role": "assistant", "content": None, "tool_calls": [call]},
+                {"role": "tool", "tool_call_id": "a", "content": "no JSON"},
+            ]
+            answer = await client.post(CHAT, json={"model": "tiny", "messages": messages})
+            assert answer.status_code == 200, answer.text
+            assert "{oops" in tiny.tokenizer().decode(service.seen[0].prompt)
+
+    run(scenario())
+
+
+def test_logprobs_stay_with_the_tokens_of_calls() -> None:
+    async def scenario() -> None:
+        async with fake_server(calling()) as (server, _):
+            choice = await whole(server, logprobs=True)
+            assert len(choice.logprobs.content) == len(SAID["hermes"])
+            _, choices = await streamed(server, logprobs=True)
+            counts = [len(each.logprobs.content) for each in choices if each.logprobs]
+            assert counts == [1] * len(SAID["hermes"])
+
+    run(scenario())
+
+
+BAD_TOOLS: list[tuple[dict[str, Any], str]] = [
+    ({"tools": {}}, "tools"),
+    ({"tools": [{"type": "web_search"}]}, "tools.0.type"),
+    ({"tools": [{"type": "function"}]}, "tools.0.function"),
+    ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools.0.function.name"),
+    ({"tools": [TIME, TIME]}, "tools"),
+    ({"tools": [TIME] * 129}, "tools"),
+    ({"tools": [TIME], "tool_choice": "maybe"}, "tool_choice"),
+    ({"tools": [TIME], "tool_choice": {"type": "allowed_tools"}}, "tool_choice"),
+    ({"tools": [TIME], "tool_choice": {"type": "function", "function": {}}}, "tool_choice"),
+    (
+        {"tools": [TIME], "tool_choice": {"type": "function", "function": {"name": "other"}}},
+        "tool_choice",
+    ),
+    ({"tool_choice": "required"}, "tool_choice"),
+    ({"tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice"),
+    ({"tools": [TIME], "parallel_tool_calls": "no"}, "parallel_tool_calls"),
+    ({"messages": [{"role": "tool", "content": "x"}]}, "messages.0.tool_call_id"),
+    (
+        {"messages": [{"role": "user", "tool_calls": [{"id": "a", "function": {}}]}]},
+        "messages.0.tool_calls.0.function.name",
+    ),
+    (
+        {
+            "messages": [
+                {
+                    "role": "user",
+                    "tool_calls": [{"id": "a", "function": {"name": "f", "arguments": "{}"}}],
+                }
+            ]
+        },
+        "messages.0.tool_calls",
+    ),
+]
+
+
+def test_what_is_wrong_with_tools_is_refused_by_name() -> None:
+    async def scenario() -> None:
+        async with fake_server() as (server, service), server.client() as client:
+            for fields, param in BAD_TOOLS:
+                answer = await client.post(CHAT, json={**chat(), **fields})
+                assert answer.status_code == 400, (fields, answer.text)
+                assert is_error(answer.json())
+                assert answer.json()["error"]["param"] == param, (fields, answer.text)
+            assert not service.seen
+
+    run(scenario())
+
+
+def test_tools_need_a_format_of_calls_and_a_template_for_them() -> None:
+    async def scenario() -> None:
+        service = FakeService(tool_call_parser="none")
+        async with fake_server(service) as (server, _), server.client() as client:
+            answer = await client.post(CHAT, json=chat(tools=[TIME]))
+            assert answer.status_code == 400
+            assert answer.json()["error"]["param"] == "tools"
+            assert "--tool-call-parser" in answer.text
+        async with fake_server() as (server, _), server.client() as client:
+            server.state.loaded().tokenizer.chat_template = "{{ messages[0].content }}"
+            answer = await client.post(CHAT, json=chat(tools=[TIME]))
+            assert answer.status_code == 400
+            assert answer.json()["error"]["param"] == "tools"
+            assert "template" in answer.text
+
+    run(scenario())
+
+
+# -- reasoning
+
+THOUGHT = "<think>\nParis is\na city.\n</think>\n\nIt rains."
+
+
+def test_reasoning_is_separate_streamed_or_not() -> None:
+    async def scenario() -> None:
+        service = FakeService(says=THOUGHT, finish=FinishReason.STOP, reasoning_parser="qwen3")
+        async with fake_server(service) as (server, _):
+            message = (await whole(server)).message
+            assert message.content == "It rains."
+            assert message.reasoning == message.reasoning_content == "Paris is\na city."
+            added, choices = await streamed(server)
+            assert (added["content"], added["reasoning"]) == ("It rains.", "Paris is\na city.")
+            deltas = [each.delta for each in choices if hasattr(each.delta, "reasoning")]
+            assert all(each.reasoning == each.reasoning_content for each in deltas)
+            hidden = (await whole(server, extra_body={"include_reasoning": False})).message
+            assert hidden.content == "It rains."
+            assert not hasattr(hidden, "reasoning")
+            added, _ = await streamed(server, extra_body={"include_reasoning": False})
+            assert (added["content"], added["reasoning"]) == ("It rains.", "")
+
+    run(scenario())
+
+
+def test_an_answer_that_never_ends_its_reasoning_has_no_content() -> None:
+    async def scenario() -> None:
+        service = FakeService(says="<think>hm", reasoning_parser="qwen3")
+        async with fake_server(service) as (server, _):
+            choice = await whole(server)
+            assert (choice.message.content, choice.message.reasoning) == (None, "hm")
+            assert choice.finish_reason == "length"
+
+    run(scenario())
+
+
+def test_completions_have_neither_tools_nor_reasoning() -> None:
+    async def scenario() -> None:
+        service = FakeService(says=THOUGHT, reasoning_parser="qwen3")
+        async with fake_server(service) as (server, _), server.client() as client:
+            body = {"model": "tiny", "prompt": "x"}
+            answer = await client.post("/v1/completions", json=body)
+            assert answer.json()["choices"][0]["text"] == THOUGHT
+            answer = await client.post("/v1/completions", json={**body, "tools": [TIME]})
+            assert answer.json()["error"]["param"] == "tools"
+
+    run(scenario())
+
+
+def test_a_stream_of_calls_has_openais_deltas() -> None:
+    async def scenario() -> None:
+        async with fake_server(calling("llama3_json")) as (server, _), server.client() as client:
+            body = chat(tools=[WEATHER, TIME], stream=True)
+            *chunks, done = events((await client.post(CHAT, json=body)).text)
+            assert done == "[DONE]"
+            deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
+            assert deltas[0] == {"role": "assistant", "content": ""}
+            assert deltas[-1] == {}
+            calls = [delta["tool_calls"][0] for delta in deltas[1:-1]]
+            begins = [call for call in calls if "id" in call]
+            assert [set(call) for call in begins] == [{"index", "id", "type", "function"}] * 2
+            assert [call["function"]["arguments"] for call in begins] == ["", ""]
+            pieces = [call for call in calls if "id" not in call]
+            assert all(set(call["function"]) == {"arguments"} for call in pieces)
+            joined = "".join(c["function"]["arguments"] for c in pieces if c["index"] == 0)
+            assert json.loads(joined) == json.loads(ARGUMENTS)
+
+    run(scenario())
