@@ -2,18 +2,23 @@
 
 The clock is the step: 172,800 steps of half a second are a day. Small requests come all the time,
 more of them at noon; bursts of 32 share 512 tokens; now and then one wants 80 to 90 % of the cache.
-A tenth asks for two choices. Answers end before max_tokens, as they do in practice. It uses the
-scheduler's public interface only, so an older version can be measured with PYTHONPATH.
+A tenth asks for two choices. Answers end before max_tokens, as they do in practice. Small requests
+have priority 0, the others 1. It uses the scheduler's public interface only, so an older version
+can be measured with PYTHONPATH.
 
 Run: .venv/bin/python benchmarks/scheduler_day.py [--policy fifo fair] [--steps 172800] [--seed 1]
+    [--json FILE], and with the files of two versions: --draw BEFORE AFTER > picture.svg
 """
 
 import argparse
+import json
 import math
 import random
 import statistics
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from pathlib import Path
 
 from fairlead_runtime.request import Request, SamplingParams
 from fairlead_runtime.scheduling import Limits, Result, Scheduler
@@ -21,6 +26,9 @@ from fairlead_runtime.sizing.groups import group_layers
 
 BLOCKS, BLOCK, DAY, EOS = 1000, 16, 172_800, 0
 STARVED = 120  # steps: a minute, the default queue_timeout
+KINDS = ("small", "burst", "large")
+# Of one panel of the picture, in pixels; its widths are steps of waiting, its heights shares.
+PANEL_WIDTH, PANEL_HEIGHT, LEFT, TOP, LONGEST, LEAST = 250, 110, 96, 44, 400, 1e-4
 
 
 def arrivals(rng: random.Random, steps: int) -> dict[int, list[tuple[str, Request, int]]]:
@@ -34,7 +42,13 @@ def arrivals(rng: random.Random, steps: int) -> dict[int, list[tuple[str, Reques
         params = SamplingParams(n=n, max_tokens=longest)
         tenant = "batch" if kind == "large" else f"t{rng.randrange(4)}"
         request = Request(
-            f"r{made}", prompt, params, longest, tenant=tenant, eos_ids=frozenset({EOS})
+            f"r{made}",
+            prompt,
+            params,
+            longest,
+            priority=int(kind != "small"),
+            tenant=tenant,
+            eos_ids=frozenset({EOS}),
         )
         made += 1
         day[step].append((kind, request, 1 + min(longest, int(rng.expovariate(1 / mean)))))
@@ -55,7 +69,8 @@ def arrivals(rng: random.Random, steps: int) -> dict[int, list[tuple[str, Reques
     return day
 
 
-def measure(policy: str, steps: int, seed: int) -> str:
+def measure(policy: str, steps: int, seed: int) -> tuple[str, dict[str, Counter[int]]]:
+    """The table's lines, and for each kind how many requests waited how many steps."""
     day = arrivals(random.Random(seed), steps)
     limits = Limits(policy, 2048, 64, 0.05, BLOCK, BLOCKS, BLOCKS * BLOCK)  # type: ignore[arg-type]
     scheduler = Scheduler(limits, group_layers([None]))
@@ -85,7 +100,7 @@ def measure(policy: str, steps: int, seed: int) -> str:
             scheduler.update(work, results)
         step += 1
     lines = []
-    for kind in ("small", "burst", "large"):
+    for kind in KINDS:
         values = sorted(waits[kind])
         p99 = values[len(values) * 99 // 100]
         starved = sum(value > STARVED for value in values)
@@ -95,7 +110,61 @@ def measure(policy: str, steps: int, seed: int) -> str:
         )
     cost = (time.process_time() - began) / step * 1e3
     lines.append(f"{policy:<14} prompt tokens computed {computed:,}; {cost:.3f} ms a step")
-    return "\n".join(lines)
+    return "\n".join(lines), {kind: Counter(values) for kind, values in waits.items()}
+
+
+Waits = dict[str, dict[str, dict[str, int]]]  # by policy, kind and steps: how many requests
+
+
+def draw(before: Waits, after: Waits) -> Iterator[str]:
+    """By policy and kind: the share of requests that wait longer, before (pale) and after."""
+    width = LEFT + len(KINDS) * (PANEL_WIDTH + 20)
+    yield (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} '
+        f'{TOP + len(after) * (PANEL_HEIGHT + 14) + 16}" font-family="sans-serif" font-size="11">'
+    )
+    yield '<rect width="100%" height="100%" fill="white"/>'
+    yield _text(4, 14, "share of requests (log) that wait longer than so many steps; ")
+    yield _text(400, 14, f"pale: before, dark: after; dashed: starved ({STARVED} steps)")
+    for column, kind in enumerate(KINDS):
+        yield _text(LEFT + column * (PANEL_WIDTH + 20), 34, kind)
+    for line, policy in enumerate(after):
+        y = TOP + line * (PANEL_HEIGHT + 14)
+        yield _text(4, y + 20, policy)
+        for share in (1.0, 0.01, LEAST):
+            yield _text(LEFT - 38, _height(y, share) + 4, f"{share:g}")
+        for column, kind in enumerate(KINDS):
+            x = LEFT + column * (PANEL_WIDTH + 20)
+            at = x + PANEL_WIDTH * STARVED / LONGEST
+            yield (
+                f'<path d="M{x} {y}v{PANEL_HEIGHT}h{PANEL_WIDTH}" fill="none" stroke="#999"/>'
+                f'<path d="M{at} {y}v{PANEL_HEIGHT}" stroke="#999" stroke-dasharray="3"/>'
+            )
+            for waits, colour in ((before, "#9cc3e6"), (after, "#1f4e79")):
+                yield _curve(waits[policy][kind], x, y, colour)
+    for column in range(len(KINDS)):
+        x = LEFT + column * (PANEL_WIDTH + 20)
+        yield _text(x, y + PANEL_HEIGHT + 13, "0")
+        yield _text(x + PANEL_WIDTH - 50, y + PANEL_HEIGHT + 13, f"{LONGEST} steps")
+    yield "</svg>"
+
+
+def _curve(waits: dict[str, int], x: float, y: float, colour: str) -> str:
+    total = longer = sum(waits.values())
+    points = [f"M{x} {_height(y, 1.0):.1f}"]
+    for steps in sorted(map(int, waits)):
+        at = x + PANEL_WIDTH * min(steps, LONGEST) / LONGEST
+        longer -= waits[str(steps)]
+        points.append(f"H{at:.1f}V{_height(y, longer / total):.1f}")
+    return f'<path d="{"".join(points)}" fill="none" stroke="{colour}" stroke-width="1.6"/>'
+
+
+def _height(y: float, share: float) -> float:
+    return y + PANEL_HEIGHT * math.log(max(share, LEAST)) / math.log(LEAST)
+
+
+def _text(x: float, y: float, text: str) -> str:
+    return f'<text x="{x}" y="{y:.1f}">{text}</text>'
 
 
 def main() -> None:
@@ -105,13 +174,23 @@ def main() -> None:
     )
     parser.add_argument("--steps", type=int, default=DAY)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--json", type=Path, help="write how many waited how long to this file")
+    parser.add_argument("--draw", nargs=2, type=Path, metavar=("BEFORE", "AFTER"))
     options = parser.parse_args()
+    if options.draw:
+        before, after = (json.loads(file.read_text()) for file in options.draw)
+        print("\n".join(draw(before, after)))
+        return
     header = (
         f"{'policy':<14} {'kind':<6} {'count':>6} {'p50':>6} {'p99':>6} {'max':>6} {'> 120':>8}"
     )
     print(f"{header}   (waiting for the first step, in steps)")
+    waits: dict[str, dict[str, Counter[int]]] = {}
     for policy in options.policy:
-        print(measure(policy, options.steps, options.seed), flush=True)
+        lines, waits[policy] = measure(policy, options.steps, options.seed)
+        print(lines, flush=True)
+    if options.json:
+        options.json.write_text(json.dumps(waits) + "\n")
 
 
 if __name__ == "__main__":

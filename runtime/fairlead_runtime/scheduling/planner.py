@@ -21,7 +21,7 @@ from fairlead_runtime.scheduling.plan import (
 from fairlead_runtime.scheduling.policies import Fifo
 
 # Steps after which the whole need of a blocked sequence is reserved.
-ACCRUAL_STEPS = 64
+ACCRUAL_STEPS = 16
 # One step passes over at most so many waiting sequences, and looks up the prefixes of at most so
 # many of their tokens.
 PASSED_SEQUENCES = 256
