@@ -18,7 +18,7 @@ from fairlead_runtime.api import errors
 from fairlead_runtime.api.access_log import AccessLogMiddleware
 from fairlead_runtime.api.admin import Admin
 from fairlead_runtime.api.auth import READINESS, AuthMiddleware, KeyRing, Salter
-from fairlead_runtime.api.completions import CHAT, COMPLETIONS, EndpointHandler
+from fairlead_runtime.api.completions import CHAT, COMPLETIONS, RESPONSES, EndpointHandler
 from fairlead_runtime.api.drain import CloseWhileDraining, Drain
 from fairlead_runtime.api.health import Probes
 from fairlead_runtime.api.limits import PromptPool
@@ -57,6 +57,9 @@ def public_app(state: ServerState, pool: PromptPool, keys: KeyRing | None = None
     )
     app.router.routes.append(
         Route("/v1/chat/completions", EndpointHandler(state, CHAT, pool, salter), methods=["POST"])
+    )
+    app.router.routes.append(
+        Route("/v1/responses", EndpointHandler(state, RESPONSES, pool, salter), methods=["POST"])
     )
     app.add_api_route("/healthz", probes.healthz, methods=["GET"])
     for path in READINESS:

@@ -1,4 +1,4 @@
-"""The two generating routes, from the first byte of the request to the last of the answer.
+"""The generating routes, from the first byte of the request to the last of the answer.
 
 Owns the order: body, prompts, submission, first output, answer. Cancels the running choices when an
 error or the client ends the request early. ``response_bodies`` owns the shapes.
@@ -8,7 +8,7 @@ import asyncio
 import functools
 import time
 import uuid
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -21,15 +21,15 @@ from fairlead_runtime.api.auth import TENANT, Salter
 from fairlead_runtime.api.limits import PromptPool, read_body, while_connected
 from fairlead_runtime.api.prompts import PreparedRequest, Validate, prepare
 from fairlead_runtime.api.response_bodies import (
-    DONE,
     ChatEncoder,
     CompletionEncoder,
     Encoder,
     Frame,
     Usage,
     WholeChoice,
-    error_events,
 )
+from fairlead_runtime.api.responses.bodies import response
+from fairlead_runtime.api.responses.encoder import ResponseEncoder
 from fairlead_runtime.api.state import Backend, ServerState
 from fairlead_runtime.outputs import Output, OutputStream, Submission
 from fairlead_runtime.request import FinishReason, RequestError
@@ -46,15 +46,16 @@ _JSON = [(b"content-type", b"application/json")]
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """The differences between the two routes."""
+    """The differences between the routes. ``prefix``: of an answer's id."""
 
     prefix: str
     validate: Validate
-    encoder: type[ChatEncoder] | type[CompletionEncoder]
+    encoder: Callable[[Frame], Encoder]
 
 
-CHAT = Endpoint("chatcmpl", request_bodies.chat, ChatEncoder)
-COMPLETIONS = Endpoint("cmpl", request_bodies.completion, CompletionEncoder)
+CHAT = Endpoint("chatcmpl-", request_bodies.chat, ChatEncoder)
+COMPLETIONS = Endpoint("cmpl-", request_bodies.completion, CompletionEncoder)
+RESPONSES = Endpoint("resp_", response, ResponseEncoder)
 
 
 class EndpointHandler:
@@ -97,7 +98,7 @@ class EndpointHandler:
             ]
             generation = _Generation(streams, request.params.n, usage)
             answer = (
-                _StreamedAnswer(generation, encoder, request.include_usage)
+                _StreamedAnswer(generation, encoder)
                 if request.stream
                 else _JsonAnswer(generation, encoder)
             )
@@ -108,7 +109,7 @@ class EndpointHandler:
     def _frame(self, backend: Backend, prepared: PreparedRequest, usage: Usage) -> Frame:
         request = prepared.request
         return Frame(
-            id=f"{self._endpoint.prefix}-{uuid.uuid4().hex}",
+            id=f"{self._endpoint.prefix}{uuid.uuid4().hex}",
             created=int(time.time()),
             model=request.model,
             top=request.params.logprobs,
@@ -122,6 +123,7 @@ class EndpointHandler:
                 show_reasoning=request.show_reasoning,
             ),
             forced=request.tools.use.forced is not None,
+            echo=request.echo,
         )
 
     def _submissions(
@@ -204,10 +206,9 @@ class _JsonAnswer:
 class _StreamedAnswer:
     """The answer as server-sent events, from the first output on."""
 
-    def __init__(self, generation: _Generation, encoder: Encoder, include_usage: bool) -> None:
+    def __init__(self, generation: _Generation, encoder: Encoder) -> None:
         self._generation = generation
         self._encoder = encoder
-        self._include_usage = include_usage
         self._started = False
 
     async def write(self, send: Send) -> bytes:
@@ -226,8 +227,8 @@ class _StreamedAnswer:
             if not self._started:
                 raise
             log_late_failure(error)
-            return error_events(errors.from_exception(error))
-        return (self._encoder.usage(self._generation.usage) if self._include_usage else b"") + DONE
+            return self._encoder.failure(errors.from_exception(error))
+        return self._encoder.ending(self._generation.usage)
 
 
 async def _interleaved(streams: Sequence[OutputStream]) -> AsyncGenerator[tuple[int, Output], None]:

@@ -7,7 +7,7 @@ Tokenizes nothing.
 
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, Any, TypeVar
 
 from pydantic import FailFast, Field, field_validator
@@ -151,6 +151,7 @@ class GenerationRequest:
     messages: tuple[dict[str, Any], ...] = ()
     tools: Tools = NO_TOOLS
     show_reasoning: bool = True
+    echo: Mapping[str, Any] = field(default_factory=dict)  # what the answer repeats of the body
 
 
 def completion(body: Mapping[str, Any], served: str) -> GenerationRequest:

@@ -41,6 +41,7 @@ class Frame:
     running: "Usage | None" = None
     new_parser: Callable[[], Parser] = PlainParser  # of one choice of a chat
     forced: bool = False  # the request names the tool that must be called
+    echo: Mapping[str, Any] = field(default_factory=dict)  # of the request, in a response
 
 
 @dataclass(slots=True)
@@ -65,12 +66,14 @@ class WholeChoice:
     """One whole choice, for an answer that is not streamed."""
 
     text: list[str] = field(default_factory=list)
+    counts: list[int] = field(default_factory=list)  # of the tokens of each text
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[Mapping[int, Logprob]] = field(default_factory=list)
     last: Output | None = None
 
     def add(self, output: Output) -> None:
         self.text.append(output.text)
+        self.counts.append(len(output.token_ids))
         if output.logprobs is not None:
             self.token_ids.extend(output.token_ids)
             self.logprobs.extend(output.logprobs)
@@ -78,10 +81,13 @@ class WholeChoice:
 
 
 class Encoder(Protocol):
-    """One route's shapes. ``events`` returns the events of one output, possibly none."""
+    """One route's shapes. ``events`` returns the events of one output, possibly none; ``ending``
+    and ``failure`` the last ones of a stream.
+    """
 
     def events(self, index: int, output: Output) -> bytes: ...
-    def usage(self, usage: Usage) -> bytes: ...
+    def ending(self, usage: Usage) -> bytes: ...
+    def failure(self, error: ApiError) -> bytes: ...
     def whole(self, choices: list[WholeChoice], usage: Usage) -> bytes: ...
 
 
@@ -118,8 +124,11 @@ class ChatEncoder:
             events.append(self._events.raw(index, b"{}", finish=ending))
         return b"".join(events)
 
-    def usage(self, usage: Usage) -> bytes:
-        return self._events.usage(usage)
+    def ending(self, usage: Usage) -> bytes:
+        return self._events.ending(usage)
+
+    def failure(self, error: ApiError) -> bytes:
+        return error_events(error)
 
     def whole(self, choices: list[WholeChoice], usage: Usage) -> bytes:
         return _whole(
@@ -178,8 +187,11 @@ class CompletionEncoder:
         logprobs = b"null" if shape is None else orjson.dumps(shape)
         return self._events.text(index, output.text, logprobs, _finish(output))
 
-    def usage(self, usage: Usage) -> bytes:
-        return self._events.usage(usage)
+    def ending(self, usage: Usage) -> bytes:
+        return self._events.ending(usage)
+
+    def failure(self, error: ApiError) -> bytes:
+        return error_events(error)
 
     def whole(self, choices: list[WholeChoice], usage: Usage) -> bytes:
         return _whole(
@@ -231,6 +243,7 @@ class _EventShape:
         self._field = b"delta" if opening else b"text"
         self._opening, self._closing = opening, closing
         self._running = frame.running
+        self._usage = frame.usage
         self._tail = b',"usage":null}\n\n' if frame.usage else b"}\n\n"
         self._plain = (
             closing + b',"logprobs":null,"finish_reason":null,"stop_reason":null}]' + self._tail
@@ -248,8 +261,11 @@ class _EventShape:
     ) -> bytes:
         return self._prefix(index) + value + self._after(logprobs, finish)
 
-    def usage(self, usage: Usage) -> bytes:
-        return self._head + b',"choices":[],"usage":' + orjson.dumps(usage.as_dict()) + b"}\n\n"
+    def ending(self, usage: Usage) -> bytes:
+        if not self._usage:
+            return DONE
+        counts = orjson.dumps(usage.as_dict())
+        return self._head + b',"choices":[],"usage":' + counts + b"}\n\n" + DONE
 
     def _prefix(self, index: int) -> bytes:
         prefix = self._prefixes.get(index)

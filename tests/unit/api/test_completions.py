@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from typing import Any
 
 import orjson
@@ -43,7 +44,7 @@ def answered(kind: str, encoder: Any, *outputs: Output) -> tuple[list[Any], byte
     async def go() -> bytes:
         generation = _Generation([Scripted(*outputs)], 1, Usage(prompt=3))  # type: ignore[list-item]  # what outputs() reads
         answer = (
-            _StreamedAnswer(generation, encoder(FRAME), include_usage=True)
+            _StreamedAnswer(generation, encoder(replace(FRAME, usage=True)))
             if kind == "stream"
             else _JsonAnswer(generation, encoder(FRAME))
         )

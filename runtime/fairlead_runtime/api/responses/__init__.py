@@ -1,0 +1,1 @@
+"""OpenAI's Responses API on the same engine and templates as chats; nothing is stored."""

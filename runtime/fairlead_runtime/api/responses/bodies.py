@@ -1,0 +1,181 @@
+"""The body of ``/v1/responses``, and its meaning as a chat.
+
+Owns the fields that only this route has. Everything else (sampling, tools, structured output) is
+checked as a chat's, under the names that the client sent.
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from pydantic import Field, field_validator
+
+from fairlead_runtime.api import request_bodies
+from fairlead_runtime.api.errors import ApiError, invalid
+from fairlead_runtime.api.request_bodies import GenerationRequest
+from fairlead_runtime.api.responses.items import MAX_ITEMS, Item, messages_of
+from fairlead_runtime.api.strict_body import MAX_NAME, StrictBody, check_model, validated
+from fairlead_runtime.api.tools.bodies import MAX_TOOLS
+from fairlead_runtime.request import RequestError
+
+MAX_METADATA = 16  # pairs, as OpenAI
+LOGPROBS = "message.output_text.logprobs"  # in ``include``
+
+# Fields that need stored state, or change the answer, with the values that change nothing.
+_UNSUPPORTED: dict[str, tuple[Any, ...]] = {
+    "previous_response_id": (None,),
+    "conversation": (None,),
+    "store": (None, False),
+    "background": (None, False),
+    "prompt": (None,),
+    "truncation": (None, "disabled"),
+    "max_tool_calls": (None,),
+    "n": (None, 1),
+}
+# The chat's names of this route's fields; a chat's other fields have the same name here.
+_SENT = {
+    "max_tokens": "max_output_tokens",
+    "max_completion_tokens": "max_output_tokens",
+    "messages": "input",
+    "prompt": "input",
+    "response_format": "text.format",
+}
+_ITEM = re.compile(r"(input\.\d+)\.(?:message|function_call_output|function_call|reasoning)\b")
+_FUNCTION = re.compile(r"(tools\.\d+)\.function\b")
+
+
+class TextOptions(StrictBody):
+    format: dict[str, Any] | None = None
+    verbosity: str | None = None
+
+
+class ResponseBody(StrictBody):
+    model: str = Field(max_length=MAX_NAME)
+    input: list[Item] = Field(max_length=MAX_ITEMS)
+    instructions: str | None = None
+    max_output_tokens: int | None = None
+    tools: list[dict[str, Any]] | None = Field(default=None, max_length=MAX_TOOLS)
+    tool_choice: Any = None
+    text: TextOptions | None = None
+    include: list[str] | None = Field(default=None, max_length=MAX_METADATA)
+    top_logprobs: int | None = None
+    metadata: dict[str, str] | None = Field(default=None, max_length=MAX_METADATA)
+    reasoning: dict[str, Any] | None = None
+    stream_options: dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+
+    @field_validator("input", mode="before")
+    @classmethod
+    def _input(cls, value: Any) -> Any:
+        """Text alone is the user's message."""
+        return [{"role": "user", "content": value}] if isinstance(value, str) else value
+
+
+def response(body: Mapping[str, Any], served: str) -> GenerationRequest:
+    """Raises ApiError 400, or 404 for a model other than ``served``, and RequestError."""
+    check_model(body.get("model"), served)
+    for name, neutral in _UNSUPPORTED.items():
+        if name in body and body[name] not in neutral:
+            raise invalid(
+                name, "is not supported: nothing is stored; leave it out", "unsupported_parameter"
+            )
+    try:
+        parsed = validated(ResponseBody, body)
+    except ApiError as error:
+        raise _without_tags(error) from None
+    if not parsed.input:
+        raise invalid("input", "is empty: send text or at least one item")
+    try:
+        request = request_bodies.chat(_as_chat(body, parsed), served)
+    except ApiError as error:
+        raise _renamed(error) from None
+    except RequestError as error:
+        raise error.renamed(_SENT) from None
+    return replace(
+        request, sent_names={**request.sent_names, **_SENT}, echo=_echo(body, parsed, request)
+    )
+
+
+def _as_chat(body: Mapping[str, Any], parsed: ResponseBody) -> dict[str, Any]:
+    own = {*ResponseBody.model_fields, *_UNSUPPORTED, *_SENT, "logprobs"}
+    shared = {name: value for name, value in body.items() if name not in own}
+    wants_logprobs = LOGPROBS in (parsed.include or ())
+    return {
+        **shared,
+        "model": parsed.model,
+        "messages": messages_of(parsed.input, parsed.instructions),
+        "max_completion_tokens": parsed.max_output_tokens,
+        "tools": [_tool(place, tool) for place, tool in enumerate(parsed.tools or ())],
+        "tool_choice": _choice(parsed.tool_choice),
+        "parallel_tool_calls": parsed.parallel_tool_calls,
+        "response_format": _format(parsed.text),
+        "logprobs": wants_logprobs or None,
+        "top_logprobs": parsed.top_logprobs if wants_logprobs else None,
+    }
+
+
+def _tool(place: int, tool: Mapping[str, Any]) -> dict[str, Any]:
+    """A chat has the fields of a function one level deeper."""
+    if tool.get("type") != "function":
+        raise invalid(f"tools.{place}.type", 'must be "function"; no other tool is built in')
+    return {"type": "function", "function": {k: v for k, v in tool.items() if k != "type"}}
+
+
+def _choice(choice: Any) -> Any:
+    if isinstance(choice, dict) and choice.get("type") == "function" and "name" in choice:
+        return {"type": "function", "function": {"name": choice["name"]}}
+    return choice
+
+
+def _format(text: TextOptions | None) -> dict[str, Any] | None:
+    chosen = text.format if text is not None else None
+    if chosen is None or chosen.get("type") != "json_schema":
+        return chosen
+    schema = {name: value for name, value in chosen.items() if name != "type"}
+    return {"type": "json_schema", "json_schema": schema}
+
+
+def _without_tags(error: ApiError) -> ApiError:
+    """Pydantic names an item's type in the path to its field."""
+    param = _ITEM.sub(r"\1", error.param or "") or None
+    message = _ITEM.sub(r"\1", error.message)
+    return ApiError(error.status, message, param=param, code=error.code)
+
+
+def _renamed(error: ApiError) -> ApiError:
+    if error.param is None:
+        return error
+    head, dot, rest = error.param.partition(".")
+    param = _FUNCTION.sub(r"\1", _SENT.get(head, head) + dot + rest)
+    return ApiError(
+        error.status,
+        error.message.replace(error.param, param),
+        param=param,
+        code=error.code,
+        headers=error.headers,
+    )
+
+
+def _echo(
+    body: Mapping[str, Any], parsed: ResponseBody, request: GenerationRequest
+) -> dict[str, Any]:
+    """What the answer repeats of the request."""
+    return {
+        "instructions": parsed.instructions,
+        "max_output_tokens": parsed.max_output_tokens,
+        "metadata": parsed.metadata or {},
+        "parallel_tool_calls": parsed.parallel_tool_calls is not False,
+        "previous_response_id": None,
+        "reasoning": parsed.reasoning or {"effort": None, "summary": None},
+        "store": False,
+        "background": False,
+        "temperature": request.params.temperature,
+        "text": {"format": (parsed.text and parsed.text.format) or {"type": "text"}},
+        "tool_choice": parsed.tool_choice or "auto",
+        "tools": [{"strict": None, "parameters": None, **tool} for tool in parsed.tools or ()],
+        "top_p": request.params.top_p,
+        "top_logprobs": parsed.top_logprobs or 0,
+        "truncation": "disabled",
+        "user": body.get("user"),
+    }

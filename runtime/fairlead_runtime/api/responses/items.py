@@ -1,0 +1,129 @@
+"""The input of a response: items, and the chat messages that they mean."""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Discriminator, Field, Tag, field_validator
+
+from fairlead_runtime.api.strict_body import MAX_NAME, StrictBody
+
+MAX_ITEMS = 1024
+Name = Annotated[str, Field(max_length=MAX_NAME)]
+
+
+class MessageItem(StrictBody):
+    role: Literal["user", "assistant", "system", "developer"]
+    content: Any
+
+    @field_validator("content")
+    @classmethod
+    def _content(cls, value: Any) -> str:
+        return _text(value)
+
+
+class CallItem(StrictBody):
+    call_id: Name
+    name: Name
+    arguments: str
+
+
+class ResultItem(StrictBody):
+    call_id: Name
+    output: Any
+
+    @field_validator("output")
+    @classmethod
+    def _output(cls, value: Any) -> str:
+        return _text(value)
+
+
+class ReasoningPart(StrictBody):
+    text: str
+
+
+class ReasoningItem(StrictBody):
+    content: list[ReasoningPart] | None = None
+
+
+def _kind(value: Any) -> str | None:
+    """The item's type; a message may leave it out."""
+    if not isinstance(value, dict):
+        return None
+    kind = value.get("type", "message")
+    return kind if isinstance(kind, str) else None
+
+
+Item = Annotated[
+    Annotated[MessageItem, Tag("message")]
+    | Annotated[CallItem, Tag("function_call")]
+    | Annotated[ResultItem, Tag("function_call_output")]
+    | Annotated[ReasoningItem, Tag("reasoning")],
+    Discriminator(
+        _kind,
+        custom_error_type="item",
+        custom_error_message=(
+            "must be a message, a function_call, a function_call_output or a reasoning item; "
+            "stored items and other media are not supported"
+        ),
+    ),
+]
+
+
+def messages_of(items: list[Item], instructions: str | None) -> list[dict[str, Any]]:
+    """Chat messages. Reasoning, text and calls that follow each other are one message of the
+    assistant.
+    """
+    messages: list[dict[str, Any]] = []
+    if instructions:
+        messages.append({"role": "system", "content": instructions})
+    for item in items:
+        match item:
+            case MessageItem(role="assistant"):
+                open_message = _assistant(messages, closed_by=("content", "tool_calls"))
+                open_message["content"] = item.content
+            case MessageItem():
+                messages.append({"role": item.role, "content": item.content})
+            case CallItem():
+                function = {"name": item.name, "arguments": item.arguments}
+                call = {"id": item.call_id, "type": "function", "function": function}
+                _assistant(messages).setdefault("tool_calls", []).append(call)
+            case ResultItem():
+                messages.append(
+                    {"role": "tool", "tool_call_id": item.call_id, "content": item.output}
+                )
+            case ReasoningItem():
+                text = "".join(part.text for part in item.content or ())
+                closed_by = ("reasoning_content", "content", "tool_calls")
+                _assistant(messages, closed_by=closed_by)["reasoning_content"] = text
+    return messages
+
+
+def _assistant(
+    messages: list[dict[str, Any]], *, closed_by: tuple[str, ...] = ()
+) -> dict[str, Any]:
+    """The assistant's last message, or a new one where that has what comes first in a message."""
+    last = messages[-1] if messages else {}
+    if last.get("role") != "assistant" or any(field in last for field in closed_by):
+        messages.append({"role": "assistant"})
+    return messages[-1]
+
+
+def _text(value: Any) -> str:
+    """Text, or a list of parts that are text, as one text."""
+    if isinstance(value, str):
+        return value
+    texts = [_part(part) for part in value] if isinstance(value, list) else [None]
+    if any(text is None for text in texts):
+        raise ValueError(
+            'must be text or a list of parts {"type": "input_text", "text": ...}; '
+            "other media are not supported"
+        )
+    return "".join(text for text in texts if text is not None)
+
+
+def _part(part: Any) -> str | None:
+    if not isinstance(part, dict):
+        return None
+    kind = part.get("type")
+    text = part.get("refusal" if kind == "refusal" else "text")
+    known = kind in {"input_text", "output_text", "text", "refusal"}
+    return text if known and isinstance(text, str) else None

@@ -1,0 +1,54 @@
+"""The JSON schema of calls that a request forces: of the named tool's arguments, or of a list of
+calls of any of its tools. The parameters of a tool hold with or without ``strict``.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+Schema = dict[str, Any]
+
+
+def arguments_schema(parameters: Mapping[str, Any] | None) -> Schema:
+    """Without ``parameters`` a tool has none, as OpenAI says."""
+    if parameters is None:
+        return {"type": "object", "properties": {}, "additionalProperties": False}
+    return {**parameters, "type": "object"}
+
+
+def calls_schema(
+    tools: Sequence[tuple[str, Mapping[str, Any] | None]], *, parallel: bool
+) -> Schema:
+    """Of a list of calls: ``[{"name": "f", "parameters": {…}}]``. ``tools``: names and parameters.
+
+    Each tool's schema is a definition of its own, and its references point into that.
+    """
+    places = [f"tool{number}" for number in range(len(tools))]
+    definitions = {
+        place: _moved(arguments_schema(parameters), f"#/$defs/{place}")
+        for place, (_, parameters) in zip(places, tools, strict=True)
+    }
+    calls = [
+        {
+            "type": "object",
+            "properties": {"name": {"const": name}, "parameters": {"$ref": f"#/$defs/{place}"}},
+            "required": ["name", "parameters"],
+            "additionalProperties": False,
+        }
+        for place, (name, _) in zip(places, tools, strict=True)
+    ]
+    limit = {} if parallel else {"maxItems": 1}
+    items = {"anyOf": calls}
+    return {"type": "array", "minItems": 1, **limit, "items": items, "$defs": definitions}
+
+
+def _moved(schema: Any, place: str) -> Any:
+    """``schema`` as a part of another at ``place``: its references to itself are the whole's."""
+    if isinstance(schema, list):
+        return [_moved(each, place) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    moved = {key: _moved(value, place) for key, value in schema.items()}
+    reference = schema.get("$ref")
+    if isinstance(reference, str) and reference.startswith("#"):
+        moved["$ref"] = place + reference.removeprefix("#")
+    return moved
