@@ -160,6 +160,28 @@ def test_long_rows_in_strips_match_the_definition(
     torch.testing.assert_close(got, want, atol=2e-6, rtol=1e-5)
 
 
+def test_a_later_layer_of_a_step_sees_the_masks_of_its_own_strips(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch_plan, "STRIP", 16)
+    case, spec = make_case([(5, 50)]), LayerSpec(scale=0.3)
+    backend = TorchAttention(case.heads, CPU)
+    plan = backend.plan(case.ragged)
+    first, second = (
+        backend.run(plan, case.query, case.key_cache, case.value_cache, spec) for _ in range(2)
+    )
+    assert torch.equal(first, second)
+    want = reference.attend(case.ragged, case.query, case.key_cache, case.value_cache, spec)
+    torch.testing.assert_close(second, want, atol=2e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("window", [8, 9, 10])
+def test_a_window_about_as_long_as_its_prompt_matches_the_definition(window: int) -> None:
+    case = make_case([(0, 9)], window=window, contiguous=True)
+    got, want = backend_and_reference(case, LayerSpec(scale=0.3, window=window))
+    torch.testing.assert_close(got, want, atol=2e-6, rtol=1e-5)
+
+
 def test_many_decodes_are_cut_into_bounded_gathers() -> None:
     rows = [(length, 1) for length in range(1, 200, 3)]
     case = make_case(rows)
@@ -263,3 +285,7 @@ def test_copies_between_memories_go_in_bounded_parts(monkeypatch: pytest.MonkeyP
     copy_blocks(source, target, pairs, dim=1)
     assert torch.equal(target, source.flip(1))
     assert sizes == [2, 2, 2, 2, 1]
+    sizes.clear()
+    monkeypatch.setattr("fairlead_kernels.copy_blocks.STAGING_BYTES", 1)
+    copy_blocks(source, target, pairs[:2], dim=1)
+    assert sizes == [1, 1], "at least one block at a time"

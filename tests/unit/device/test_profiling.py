@@ -9,6 +9,7 @@ from fairlead_runtime.device import profiling
 from fairlead_runtime.device.paged_model import PagedModel
 from fairlead_runtime.device.profiling import profile
 from fairlead_runtime.models import families, tiny
+from fairlead_runtime.sizing.groups import group_layers
 
 
 @pytest.fixture(scope="module")
@@ -53,3 +54,35 @@ def test_a_part_scaled_up_is_the_whole(model: PagedModel, monkeypatch: pytest.Mo
     part = measured(model, 64, 32)
     for name in ("activations", "logits", "sampling"):
         assert part[name] == pytest.approx(whole[name], rel=0.05), name
+
+
+def test_attention_scaled_up_from_some_keys_is_that_of_all(
+    model: PagedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = measured(model, 64, 8)
+    monkeypatch.setattr(profiling, "CPU_KEYS", 32)
+    part = measured(model, 64, 8)
+    assert part["attention"] == pytest.approx(whole["attention"], rel=0.1)
+
+
+def test_each_group_of_layers_keeps_masks_of_its_own() -> None:
+    def attention(layers: int) -> tuple[int, int]:
+        kinds = ["sliding_attention", "full_attention"][:layers]
+        plain = tiny.build("gemma2", num_hidden_layers=layers, layer_types=kinds)
+        built = PagedModel(plain, families.check(plain.config))
+        groups = group_layers(built.windows)
+        return len(groups), measured(built, 64, 8)["attention"]
+
+    (one, alone), (two, both) = attention(1), attention(2)
+    assert (one, two) == (1, 2)
+    mask = 64 * 64 * 4
+    assert both - alone >= mask
+
+
+def test_wide_block_tables_are_scaled_up_from_narrow_ones(
+    model: PagedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = measured(model, 64, 8)
+    monkeypatch.setattr(profiling, "WIDTH", 1)
+    part = measured(model, 64, 8)
+    assert part["batch"] == pytest.approx(whole["batch"], rel=0.05)

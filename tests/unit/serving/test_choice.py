@@ -1,11 +1,16 @@
 """Stop texts: however a text is split, it ends where the first stop text begins."""
 
 import itertools
+from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fairlead_runtime.serving.choice import StopTexts
+from fairlead_runtime.outputs import ChoiceEvent, Submission
+from fairlead_runtime.request import FinishReason, SamplingParams
+from fairlead_runtime.serving.choice import ChoiceText, StopTexts
+from fairlead_runtime.serving.detokenize import Vocabulary
 
 LETTERS = st.text("ab", max_size=30)
 STOPS = st.lists(st.text("ab", min_size=1, max_size=4), min_size=1, max_size=3).map(tuple)
@@ -57,3 +62,30 @@ def test_only_what_may_become_a_stop_text_is_held_back() -> None:
     assert finder.add("N", last=False) == ("", None)
     assert finder.add("x EN", last=False) == ("ENx ", None)
     assert finder.add("", last=True) == ("EN", None)
+
+
+VOCABULARY = Vocabulary(
+    decode=lambda ids: "".join("abcdefgh"[number] for number in ids),
+    special=frozenset(),
+    token_bytes={},
+    byte_level=False,
+    token_text=lambda number: "abcdefgh"[number],
+)
+
+
+def choice(**params: Any) -> ChoiceText:
+    submission = Submission(prompt=(0,), params=SamplingParams(**params))
+    return ChoiceText(0, submission, VOCABULARY)
+
+
+@pytest.mark.parametrize(
+    ("finish", "text"), [(FinishReason.STOP, "bc"), (FinishReason.LENGTH, "bcd")]
+)
+def test_a_stop_token_counts_and_is_not_shown(finish: FinishReason, text: str) -> None:
+    events = [ChoiceEvent("r", 0, token, None, None) for token in (1, 2)]
+    one = choice(stop_token_ids=(3,))
+    output, stopped_early = one.take([*events, ChoiceEvent("r", 0, 3, None, finish)])
+    assert (output.token_ids, output.text) == ((1, 2, 3), text)
+    assert (output.finish_reason, stopped_early) == (finish, False)
+    assert output.stop_reason == (3 if finish is FinishReason.STOP else None)
+    assert one.finished

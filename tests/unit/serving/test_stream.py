@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from fairlead_runtime.outputs import ChoiceEvent
+from fairlead_runtime.outputs import ChoiceEvent, EngineDead, ServiceError, SlowReader
 from fairlead_runtime.serving.stream import (
     EVENT_BYTES,
     MAX_UNREAD_BYTES,
@@ -46,5 +46,44 @@ def test_unread_outputs_are_bounded_in_bytes() -> None:
         assert not one.overdue(0.0)
         one.push(event(), 0.0, 2)
         assert one.overdue(0.0)
+
+    asyncio.run(go())
+
+
+@pytest.mark.parametrize(("error", "left"), [(EngineDead("dead"), 1), (SlowReader("slow"), 0)])
+def test_earlier_outputs_can_be_read_after_an_end_unless_their_reader_is_too_slow(
+    error: ServiceError, left: int
+) -> None:
+    class Text:
+        """A choice's text: one output of all its events."""
+
+        finished = False
+
+        def take(self, events: list[ChoiceEvent]) -> tuple[Any, bool]:
+            return [one.token for one in events], False
+
+    async def go() -> None:
+        text: Any = Text()
+        owner: Any = None
+        one = Stream("r", owner, {0: text})
+        one.push(event(5), 0.0, 1)
+        one.push(event(6), 0.0, 1)
+        one.end(error)
+        one.push(event(7), 0.0, 1)
+        for _ in range(left):
+            output: Any = await anext(one)
+            assert output == [5, 6]
+        with pytest.raises(type(error)):
+            await anext(one)
+
+    asyncio.run(go())
+
+
+def test_the_tokens_that_were_cached_are_those_of_the_first_event() -> None:
+    async def go() -> None:
+        one = stream()
+        one.push(event()._replace(cached=32), 0.0, 1)
+        one.push(event(), 0.0, 1)
+        assert one.cached_tokens == 32
 
     asyncio.run(go())

@@ -369,3 +369,10 @@ def test_the_report_puts_measured_beside_planned() -> None:
     }
     assert body["numBlocks"] == plan.num_blocks
     assert body["formula"].startswith("0.9 * 80.0 GiB = 72.0 ≥ weights 15.0 + ")
+
+
+def test_the_offload_space_holds_units_of_its_groups() -> None:
+    config = EngineConfig(cpu_offload_space=1.0, block_size=16)
+    plan = plan_memory(GEMMA2, config, DeviceFacts("cuda", 80 * GIB))
+    assert plan.block_bytes == 2 * plan.unit_bytes
+    assert plan.offload_units == GIB // plan.unit_bytes

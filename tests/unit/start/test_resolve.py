@@ -48,6 +48,21 @@ def test_a_setting_that_is_not_supported_is_refused_by_its_name(setting: dict[st
     assert error.value.hint.startswith("use ")
 
 
+def test_a_cache_without_a_single_block_is_refused_and_one_block_is_enough() -> None:
+    plan = resolved(device=DeviceFacts("cuda", 16 * GIB), max_memory_percent=1.0).plan
+    rest = plan.used - plan.terms["kv"]
+    with pytest.raises(ConfigError, match="no room for a single cache block"):
+        resolved(device=DeviceFacts("cuda", rest + plan.block_bytes - 1), max_memory_percent=1.0)
+    one = resolved(device=DeviceFacts("cuda", rest + plan.block_bytes), max_memory_percent=1.0)
+    assert (one.num_blocks, one.capacity) == (1, plan.block_size)
+
+
+def test_a_cache_for_exactly_one_whole_sequence_needs_no_warning() -> None:
+    assert resolved(num_blocks=128, block_size=16).warnings == ()
+    (warning,) = resolved(num_blocks=127, block_size=16).warnings
+    assert warning.startswith("the cache holds 2032 tokens (127 blocks of 16)")
+
+
 def test_more_than_the_reserved_process_memory_is_used_and_warned_about() -> None:
     small = DeviceFacts("cpu", 3 * GIB)
     planned = resolved(device=small)

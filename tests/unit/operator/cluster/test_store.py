@@ -2,7 +2,7 @@
 
 import random
 
-from fairlead_operator.cluster.cache import Store
+from fairlead_operator.cluster.cache import TOMBSTONE_SECONDS, Store
 from fairlead_operator.resource.kinds import DEPLOYMENT, EVENT, POD, Object
 
 
@@ -54,6 +54,27 @@ def test_a_list_removes_what_it_lacks_but_nothing_newer_and_nothing_elsewhere() 
         "fresh",
         "other",
     }
+
+
+def test_only_what_is_not_held_as_new_differs_from_a_list_of_versions() -> None:
+    store = Store()
+    store.replace(DEPLOYMENT, "", [child("same", 5), child("newer", 6), child("held", 9)], 10)
+    listed = {("ns", name): at for name, at in (("same", 5), ("newer", 7), ("held", 8), ("new", 8))}
+    assert store.differing(DEPLOYMENT, "", listed, 11) == [("ns", "newer"), ("ns", "new")]
+    assert store.differing(DEPLOYMENT, "", listed, 9) is None, "an older list is read whole"
+
+
+def test_deletions_are_remembered_for_a_while_only() -> None:
+    now = 0.0
+    store = Store(clock=lambda: now)
+    store.put(DEPLOYMENT, child("a", 5))
+    store.remove(DEPLOYMENT, child("a", 7))
+    now = TOMBSTONE_SECONDS
+    store.replace(DEPLOYMENT, "", [], 20)
+    assert not store.put(DEPLOYMENT, child("a", 6))
+    now += 1
+    store.replace(DEPLOYMENT, "", [], 21)
+    assert store.put(DEPLOYMENT, child("a", 6))
 
 
 def test_a_replayed_old_list_is_dropped() -> None:

@@ -86,16 +86,34 @@ def test_a_cancelled_request_gives_its_turn_back() -> None:
     asyncio.run(go())
 
 
-def test_requests_wait_for_their_turn_before_their_deadline_starts() -> None:
+def test_requests_wait_for_their_turn_before_their_deadline_starts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    started = most_started = 0  # deadlines of requests
+    timeout, deadline = asyncio.timeout, 77.0
+
+    @contextlib.asynccontextmanager
+    async def counted(seconds: float) -> AsyncIterator[None]:
+        nonlocal started, most_started
+        started += seconds == deadline
+        most_started = max(most_started, started)
+        try:
+            async with timeout(seconds):
+                yield
+        finally:
+            started -= seconds == deadline
+
     async def go() -> None:
         async with (
-            pod_server(seconds=0.2) as server,
-            Pods(canary_seconds=1.0, port=server.port, at_once=2) as pods,
+            pod_server(seconds=0.01) as server,
+            Pods(canary_seconds=deadline, port=server.port, at_once=2) as pods,
         ):
-            assert await canaries(pods, 16) == [None] * 16, "1.6 s in all"
+            assert await canaries(pods, 16) == [None] * 16
             assert server.most_open == 2
 
+    monkeypatch.setattr("fairlead_operator.probe.http_client.asyncio.timeout", counted)
     asyncio.run(go())
+    assert most_started == 2
 
 
 def test_the_environments_proxy_is_used_for_the_hub_and_never_for_a_pod(
@@ -138,5 +156,31 @@ def test_canaries_and_pods_that_do_not_answer_take_no_turn_of_those_that_do() ->
             await pods.metrics("127.0.0.1")
             assert not canary.done()
             canary.cancel()
+
+    asyncio.run(go())
+
+
+def test_each_request_has_a_connection_of_its_own() -> None:
+    """A connection that idles is closed by the pod after some seconds; a request that is sent on it
+    meanwhile would fail, although the pod is well.
+    """
+
+    async def go() -> None:
+        connections = 0
+
+        async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            nonlocal connections
+            connections += 1
+            with contextlib.suppress(asyncio.IncompleteReadError):
+                while True:
+                    await reader.readuntil(b"\r\n\r\n")
+                    writer.write(TOKEN)
+            writer.close()
+
+        listener = await asyncio.start_server(serve, "127.0.0.1", 0)
+        async with listener, Pods(port=listener.sockets[0].getsockname()[1]) as pods:
+            for count in (1, 2, 3):
+                await pods.canary("127.0.0.1")
+                assert connections == count
 
     asyncio.run(go())

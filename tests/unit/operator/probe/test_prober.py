@@ -3,6 +3,8 @@
 import asyncio
 from typing import Any, cast
 
+import pytest
+
 from fairlead_operator.cluster.cache import Store
 from fairlead_operator.decide.children.podtemplate import pod_template
 from fairlead_operator.decide.pods.downloads import Download
@@ -266,3 +268,45 @@ def test_no_canary_goes_to_a_pod_that_is_gone_or_answered_already() -> None:
     rig.due.append((KEY, "uid-of-another"))
     assert rig.send_canaries() == [None, None]
     assert rig.pods.requests.count("canary") == 1
+
+
+@pytest.mark.parametrize(
+    ("spec", "seconds"),
+    [
+        ({"autoscaling": {"minReplicas": 1, "maxReplicas": 8}}, TICK),
+        (
+            {"autoscaling": {"minReplicas": 1, "maxReplicas": 8, "managedBy": "external"}},
+            IDLE_SECONDS,
+        ),
+        ({}, IDLE_SECONDS),
+    ],
+)
+def test_what_this_operator_scales_is_probed_at_each_tick(spec: Object, seconds: float) -> None:
+    assert Rig(**spec).step()[0] == seconds
+
+
+def test_the_config_of_another_model_is_not_kept() -> None:
+    rig = Rig(model={"source": "hf://owner/name"})
+    rig.pods.answers["model_config"] = {"model_type": "llama"}
+    rig.serve("chat-1")
+    assert rig.step()[1].config == {"model_type": "llama"}
+    rig.pods.answers["model_config"] = {"model_type": "gpt2"}
+    assert rig.step()[1].config == {"model_type": "llama"}, "a model does not change"
+    other: Object = {"model": {"source": "hf://owner/other"}}
+    rig.put(RESOURCE, resource_body(**other))
+    assert rig.step()[1].config == {"model_type": "gpt2"}
+    rig.pods.answers["model_config"] = None
+    rig.put(RESOURCE, resource_body(**other, engine={"dtype": "float32"}))
+    assert rig.step()[1].config == {"model_type": "gpt2"}
+    rig.put(RESOURCE, resource_body(model={"source": "hf://owner/other", "revision": "v1"}))
+    assert rig.step()[1].config is None
+
+
+def test_a_canary_that_failed_is_asked_for_again_without_being_due() -> None:
+    """What is due keeps a pod from counting as ready; its failure says more."""
+    rig = Rig()
+    rig.serve("chat-1")
+    assert rig.step()[1].canaries_due == {"uid-of-chat-1"}
+    rig.send_canaries()
+    assert rig.step()[1].canaries_due == frozenset()
+    assert rig.due == [(KEY, "uid-of-chat-1")]

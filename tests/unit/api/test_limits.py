@@ -1,0 +1,142 @@
+"""Limits on one request's body and on the prompts that wait for a thread."""
+
+import asyncio
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from starlette.types import Message
+
+from fairlead_runtime.api import limits
+from fairlead_runtime.api.errors import ApiError
+from fairlead_runtime.api.limits import (
+    MAX_BODY,
+    ClientDisconnected,
+    PromptPool,
+    read_body,
+    while_connected,
+)
+
+JSON = (b"content-type", b"application/json")
+
+
+def read(*parts: bytes | None, headers: tuple[tuple[bytes, bytes], ...] = (JSON,)) -> bytes:
+    """The body from its parts; None: the client disconnects."""
+    messages: Iterator[Message] = iter(
+        {"type": "http.disconnect"}
+        if part is None
+        else {"type": "http.request", "body": part, "more_body": index + 1 < len(parts)}
+        for index, part in enumerate(parts)
+    )
+
+    async def receive() -> Message:
+        return next(messages)
+
+    return asyncio.run(read_body({"headers": headers}, receive))
+
+
+def status(*parts: bytes | None, **more: Any) -> int:
+    with pytest.raises(ApiError) as refusal:
+        read(*parts, **more)
+    return refusal.value.status
+
+
+def test_a_body_may_have_exactly_its_limit_in_any_number_of_parts() -> None:
+    whole = b"x" * MAX_BODY
+    assert read(whole[:-1], whole[-1:]) == whole
+    assert status(whole, b"x") == 413
+
+
+@pytest.mark.parametrize(
+    ("length", "refused"),
+    [(str(MAX_BODY).encode(), False), (str(MAX_BODY + 1).encode(), True), (b"9" * 4000, True)],
+)
+def test_a_length_beyond_the_limit_is_refused_before_the_body(
+    length: bytes, *, refused: bool
+) -> None:
+    headers = (JSON, (b"content-length", length))
+    if refused:
+        assert status(headers=headers) == 413
+    else:
+        assert read(b"{}", headers=headers) == b"{}"
+
+
+def test_only_plain_json_is_read() -> None:
+    assert read(b"{}", headers=((b"content-type", b"Application/JSON; charset=utf-8"),)) == b"{}"
+    assert read(b"{}", headers=(JSON, (b"content-encoding", b"Identity"))) == b"{}"
+    assert status(b"{}", headers=((b"content-type", b"text/plain"),)) == 415
+    assert status(b"{}", headers=()) == 415
+    assert status(b"{}", headers=(JSON, (b"content-encoding", b"gzip"))) == 415
+
+
+def test_a_client_that_leaves_within_its_body_gets_no_answer() -> None:
+    with pytest.raises(ClientDisconnected):
+        read(b"{", None)
+
+
+def test_a_body_that_does_not_arrive_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "BODY_SECONDS", 0.01)
+
+    async def receive() -> Message:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    with pytest.raises(ApiError) as refusal:
+        asyncio.run(read_body({"headers": (JSON,)}, receive))
+    assert refusal.value.status == 408
+
+
+def test_work_ends_with_its_client() -> None:
+    async def go() -> None:
+        left, cancelled = asyncio.Event(), asyncio.Event()
+
+        async def receive() -> Message:
+            await left.wait()
+            return {"type": "http.disconnect"}
+
+        async def work() -> None:
+            left.set()
+            try:
+                await asyncio.Event().wait()
+            finally:
+                cancelled.set()
+
+        with pytest.raises(ClientDisconnected):
+            await while_connected(receive, work())
+        assert cancelled.is_set()
+
+    asyncio.run(go())
+
+
+def test_prompts_that_wait_are_bounded_in_bytes_and_give_them_back() -> None:
+    async def go() -> None:
+        pool, begun, release = (
+            PromptPool(workers=1, max_bytes=10),
+            threading.Event(),
+            threading.Event(),
+        )
+
+        def work(body: bytes) -> int:
+            begun.set()
+            release.wait()
+            return len(body)
+
+        def fail(body: bytes) -> int:
+            raise ValueError(body)
+
+        first = asyncio.create_task(pool.run(work, b"x" * 6))
+        await asyncio.to_thread(begun.wait)
+        second = asyncio.create_task(pool.run(work, b"x" * 4))
+        await asyncio.sleep(0)
+        with pytest.raises(ApiError) as refusal:
+            await pool.run(work, b"x")
+        assert (refusal.value.status, refusal.value.code) == (429, "queue_full")
+        release.set()
+        assert [await first, await second] == [6, 4]
+        with pytest.raises(ValueError, match="x"):
+            await pool.run(fail, b"x" * 10)
+        assert await pool.run(work, b"x" * 10) == 10, "a failure gives its bytes back, too"
+        pool.close()
+
+    asyncio.run(go())

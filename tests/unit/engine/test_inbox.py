@@ -1,0 +1,98 @@
+"""The engine's queue: what may wait, and how it is counted."""
+
+import pytest
+
+from fairlead_runtime.engine.inbox import QUEUE_TOKENS, Inbox
+from fairlead_runtime.engine.progress import StepProgress
+from fairlead_runtime.outputs import EngineDead, QueueFull
+from fairlead_runtime.request import Request, SamplingParams
+
+
+class Queue:
+    """An inbox with its clock; ``add`` a request of a number of prompt tokens."""
+
+    def __init__(self, max_queue: int, free_slots: int) -> None:
+        self.now, self.made = 0.0, 0
+        self.inbox = Inbox(max_queue, free_slots, StepProgress(lambda: self.now), lambda: self.now)
+
+    def add(self, tokens: int = 1, *, bounded: bool = True) -> None:
+        self.made += 1
+        request = Request(
+            str(self.made), (0,) * tokens, SamplingParams(), max_tokens=1, seed=self.made
+        )
+        self.inbox.add(request, bounded=bounded)
+
+    def after_step(self, **more: object) -> None:
+        state = {
+            "queued": 0,
+            "tokens": 0,
+            "oldest": None,
+            "free_slots": 0,
+            "working": False,
+            **more,
+        }
+        self.inbox.after_step(**state)  # type: ignore[arg-type]  # the types are those of the call
+
+
+def test_as_many_wait_as_may_besides_those_that_start() -> None:
+    queue = Queue(max_queue=2, free_slots=1)
+    for _ in range(3):
+        queue.add()
+    with pytest.raises(QueueFull, match="2 requests wait already"):
+        queue.add()
+    assert queue.inbox.take() is not None
+    with pytest.raises(QueueFull):
+        queue.add()  # taken out, and without a step yet
+    queue.after_step(free_slots=1)
+    queue.add()
+
+
+def test_a_canary_passes_a_full_queue_and_takes_no_place_in_it() -> None:
+    queue = Queue(max_queue=1, free_slots=0)
+    queue.add(bounded=False)
+    queue.add()
+    queue.add(bounded=False)
+    with pytest.raises(QueueFull):
+        queue.add()
+    assert queue.inbox.queued == 1
+
+
+def test_prompt_tokens_count_while_they_wait_and_no_longer() -> None:
+    queue = Queue(max_queue=1, free_slots=1)
+    queue.add(2 * QUEUE_TOKENS - 1)
+    assert queue.inbox.take() is not None
+    with pytest.raises(QueueFull, match="exceed 2048"):
+        queue.add(2)
+    queue.add(1)
+    assert queue.inbox.take() is not None
+    queue.after_step(free_slots=1)
+    queue.add(2 * QUEUE_TOKENS - 1)
+    queue.add(1)
+
+
+def test_a_single_request_may_have_any_number_of_tokens() -> None:
+    queue = Queue(max_queue=1, free_slots=0)
+    queue.add(100 * QUEUE_TOKENS)
+
+
+@pytest.mark.parametrize(("waited", "seconds"), [(0.2, 1.0), (7.0, 7.0), (90.0, 30.0)])
+def test_a_refused_client_retries_after_what_the_oldest_has_waited(
+    waited: float, seconds: float
+) -> None:
+    queue = Queue(max_queue=0, free_slots=0)
+    assert queue.inbox.retry_after() == 1.0
+    queue.after_step(oldest=0.0)
+    queue.now = waited
+    with pytest.raises(QueueFull) as refusal:
+        queue.add()
+    assert refusal.value.retry_after == seconds
+
+
+def test_a_closed_inbox_returns_what_waits_and_takes_no_more() -> None:
+    queue = Queue(max_queue=9, free_slots=0)
+    queue.add()
+    queue.add(bounded=False)
+    assert [request.id for request in queue.inbox.close("three faults")] == ["1", "2"]
+    with pytest.raises(EngineDead, match="three faults"):
+        queue.add()
+    assert queue.inbox.take() is None
