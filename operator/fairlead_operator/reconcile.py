@@ -115,7 +115,6 @@ class Reconciler:
         target = await self._upgrades.target(resource, seen.deployment)
         revision = target.revision
         drained = self._drained(key, uid, revision, before)
-        choice = choose(resource, seen, revision, before, self._now())
         planned = capacity(resource, results)
         scaling = scale(
             resource,
@@ -126,6 +125,7 @@ class Reconciler:
             self._now(),
             self._clock(),
         )
+        choice = choose(resource, seen, revision, scaling.replicas, before, self._now())
         refusals = not_allowed(resource, self._settings) + claims.never_shared(resource, seen)
 
         cached = keeps_weights(resource) and bool(seen.serving(revision))

@@ -8,7 +8,7 @@ import asyncio
 import copy
 import itertools
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from fairlead_operator.cluster.cache import Store
@@ -31,7 +31,10 @@ class FakeApiServer:
     def __init__(self) -> None:
         self.objects: dict[Name, Object] = {}
         self.writes: list[tuple[str, Name]] = []  # verb and name of every write that was answered
-        self.requests = 0
+        self.page = 1000  # objects of a list in one answer
+        # Called with verb and name before a request is answered; an ApiError that it raises is the
+        # answer. A list of metadata has the verb "versions".
+        self.on_request: Callable[[str, Name], None] = lambda *_: None
         self._log: list[tuple[bool, Object]] = []  # deleted, object: what a watch would tell
         self._versions = itertools.count(1)
         self._uids = itertools.count(1)
@@ -83,18 +86,19 @@ class FakeApiServer:
             tell(BY_NAME[body["kind"]], copy.deepcopy(body))
         return len(self._log)
 
-    def answer(self, method: str, path: str, body: Any) -> Object:
-        self.requests += 1
+    def answer(
+        self, method: str, path: str, body: Any, query: Mapping[str, str], accept: str
+    ) -> Object:
         match = _PATH.fullmatch(path)
         if match is None:
             raise AssertionError(f"the fake API server does not know {path}")
         plural, namespace = match["plural"], match["namespace"] or ""
         name = (plural, namespace, match["name"] or "")
         if method == "GET" and not match["name"]:
-            return {
-                "items": [copy.deepcopy(b) for b in self.all(_KINDS[plural])],
-                "metadata": {"resourceVersion": str(self.version)},
-            }
+            metadata_only = "PartialObjectMetadataList" in accept
+            self.on_request("versions" if metadata_only else "list", name)
+            return self._list(_KINDS[plural], namespace, query, metadata_only=metadata_only)
+        self.on_request(method.lower(), name)
         if method == "POST" and plural == EVENT.plural:
             return {}
         held = self.objects.get(name)
@@ -113,6 +117,18 @@ class FakeApiServer:
             self.writes.append(("delete", name))
             return {}
         raise AssertionError(f"the fake API server does not know {method} {path}")
+
+    def _list(
+        self, kind: Kind, namespace: str, query: Mapping[str, str], *, metadata_only: bool
+    ) -> Object:
+        bodies = [b for b in self.all(kind) if namespace in ("", b["metadata"].get("namespace"))]
+        start = int(query.get("continue", 0))
+        end = start + min(self.page, int(query.get("limit", self.page)))
+        more = {"continue": str(end)} if bodies[end:] else {}
+        page = copy.deepcopy(bodies[start:end])
+        if metadata_only:
+            page = [{"metadata": body["metadata"]} for body in page]
+        return {"items": page, "metadata": {"resourceVersion": str(self.version), **more}}
 
     def _apply(self, name: Name, held: Object | None, body: Any, *, status: bool) -> Object:
         meta = body["metadata"]
@@ -155,4 +171,4 @@ class FakeCluster(Cluster):
         accept: str = "application/json",
     ) -> Any:
         await asyncio.sleep(0)
-        return self._server.answer(method, path, body)
+        return self._server.answer(method, path, body, query or {}, accept)

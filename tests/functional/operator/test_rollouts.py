@@ -43,11 +43,13 @@ class Fleet:
         )
         self.keys = [("ns", f"chat{i}") for i in range(self.rng.randint(1, 4))]
         self.strategies: dict[Key, str] = {}
+        self.most: dict[Key, int] = {}  # replicas that there is room for
         total = 0
         for namespace, name in self.keys:
             count, strategy = self.rng.randint(1, 4), self.rng.choice(("Auto", "Auto", "Surge"))
             total += count
             self.strategies[namespace, name] = strategy
+            self.most[namespace, name] = count
             body = resource_body(name, replicas=count, rollout={"strategy": strategy})
             del body["metadata"]["uid"]
             self.server.put(body)
@@ -79,6 +81,8 @@ class Fleet:
         replicas = int(deployment["spec"]["replicas"])
         strategy = deployment["spec"]["strategy"]
         assert strategy["type"] == "RollingUpdate", "nobody asked for Recreate"
+        if not replicas:
+            return  # its user wants no pod
         one_by_one = strategy["rollingUpdate"] == {"maxSurge": 0, "maxUnavailable": 1}
         assert left >= replicas - one_by_one, f"{key}: {left} of {replicas} pods are left"
         if one_by_one:
@@ -100,7 +104,7 @@ class Fleet:
                 self.rolling.add(key)
             if image != old or key in self.edited:
                 self.edited.discard(key)
-            if key in self.rolling and self.is_ready(key, revision_of(deployment)):
+            if self.is_ready(key, revision_of(deployment)) or not deployment["spec"]["replicas"]:
                 self.rolling.discard(key)
         assert len(self.rolling) <= self.settings.upgrade_concurrency, self.rolling
 
@@ -113,8 +117,8 @@ class Fleet:
         ready = any(
             c["type"] == "Ready" and c["status"] == "True" for c in status.get("conditions") or ()
         )
-        complete = (status.get("rollout") or {}).get("phase") == "Complete"
-        return ready and complete and status.get("targetRevision") == revision
+        rolls = (status.get("rollout") or {}).get("phase") == "Rolling"
+        return ready and not rolls and status.get("targetRevision") == revision
 
     def was_ready(self, key: Key) -> bool:
         status = self.status(key)
@@ -137,8 +141,10 @@ class Fleet:
             self.pass_time(self.rng.uniform(0, 25))
         elif draw < 0.975:
             self.nodes.kill_one()
-        elif draw < 0.985:
+        elif draw < 0.982:
             self.edit(self.rng.choice(self.keys))
+        elif draw < 0.985:
+            self.scale(self.rng.choice(self.keys))
         elif draw < 0.992:
             self.change_default(f"registry.test/fairlead-runtime:{self.rng.randint(2, 99)}")
         else:
@@ -178,6 +184,13 @@ class Fleet:
         self.server.put({**body, "spec": spec})
         self.edited.add(key)
 
+    def scale(self, key: Key) -> None:
+        """`kubectl scale`, down to nothing and up to the count that there is room for."""
+        body = self.server.find(RESOURCE, *key)
+        if body is not None:
+            replicas = self.rng.randint(0, self.most[key])
+            self.server.put({**body, "spec": {**body["spec"], "replicas": replicas}})
+
     def change_default(self, image: str) -> None:
         """A new release of the operator: its process restarts with another default image."""
         self.settings = dataclasses.replace(self.settings, runtime_image=image)
@@ -191,7 +204,10 @@ class Fleet:
             len(bodies) == len(self.keys)
             and not self.edited
             and all(image_of(b) == self.settings.runtime_image for b in bodies)
-            and all(self.is_ready(key_of(b), revision_of(b)) for b in bodies)
+            and all(
+                self.is_ready(key_of(b), revision_of(b)) or not b["spec"]["replicas"]
+                for b in bodies
+            )
         )
 
     async def settle(self, rounds: int) -> None:
@@ -226,7 +242,8 @@ def test_a_rollout_takes_at_most_one_ready_pod_and_none_while_an_extra_one_can_c
             image = image_of(deployment)
             if fleet.strategies[key] == "Auto" and "Surge" not in fleet.strategies.values():
                 assert image == fleet.settings.runtime_image, "the rollout came to its end"
-                assert fleet.is_ready(key, revision_of(deployment))
+                ready = fleet.is_ready(key, revision_of(deployment))
+                assert ready or not deployment["spec"]["replicas"]
 
     asyncio.run(run())
 

@@ -32,56 +32,64 @@ _NO_ROOM = re.compile(
 )
 ONE_BY_ONE = Replacement("RollingUpdate", max_surge=0, max_unavailable=1)
 RECREATE = Replacement("Recreate")
+NO_SURGE = "rollout.maxSurge is 0"
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """``replacement`` is for the Deployment now. ``chosen`` and ``why`` are for the status; they
-    run ahead of ``replacement`` by one pass, so that the status announces an interruption first.
+    """``replacement`` is for the Deployment now, ``chosen`` and ``why`` are for the status. With
+    ``announced_only`` they run ahead of ``replacement`` by one pass: the status says first that
+    ready pods will go.
     """
 
     replacement: Replacement
     chosen: Chosen
     why: str
-
-    @property
-    def announced_only(self) -> bool:
-        return self.chosen == "OneByOne" and self.replacement != ONE_BY_ONE
+    announced_only: bool = False
 
 
 def choose(
     resource: InferenceDeployment,
     seen: Observed,
     revision: str,
+    replicas: int,
     status: Mapping[str, Any],
     now: datetime,
 ) -> Choice:
-    """The strategy for ``revision``, the one to come. ``status``: as it was written last."""
+    """The strategy for ``revision`` and ``replicas``, those to come. ``status``: as it was written
+    last.
+    """
     rollout = resource.spec.rollout
     surge = Replacement("RollingUpdate", rollout.max_surge, rollout.max_unavailable)
     if rollout.strategy == "Recreate":
-        return Choice(RECREATE, "Recreate", "rollout.strategy is Recreate")
+        text = "rollout.strategy is Recreate: a rollout interrupts the service"
+        return Choice(RECREATE, "Recreate", text)
     if rollout.strategy == "Surge":
         return Choice(surge, "Surge", "rollout.strategy is Surge")
+    interruption = "this interrupts the service, it has one replica" if replicas <= 1 else ""
     if rollout.max_surge == 0:
-        return Choice(surge, "OneByOne", "rollout.maxSurge is 0")
+        most = rollout.max_unavailable
+        effect = interruption or f"{most} pod{'s are' if most > 1 else ' is'} replaced at a time"
+        return Choice(surge, "OneByOne", f"{NO_SURGE}: {effect}")
     if not _replaces(seen, revision):
         return Choice(surge, "Surge", "an extra pod comes before an old one goes")
     before = status.get("rollout") or {}
+    told = str(before.get("why", ""))
     announced = (
-        status.get("targetRevision") == revision and before.get("strategyChosen") == "OneByOne"
+        status.get("targetRevision") == revision
+        and before.get("strategyChosen") == "OneByOne"
+        and not told.startswith(NO_SURGE)
     )
+    effect = interruption or "one pod is replaced at a time"
     if announced:
         # Kept to the end of this rollout: room that comes and goes must not turn it to and fro.
-        return Choice(ONE_BY_ONE, "OneByOne", str(before.get("why", "")))
+        why = f"{told.rpartition(': ')[0] or told}: {effect}"
+        if why == told:
+            return Choice(ONE_BY_ONE, "OneByOne", why)
+        return Choice(surge, "OneByOne", why, announced_only=True)
     shortage = no_room_to_surge(resource, seen, revision)
     if shortage := shortage or _shortage(resource, seen, revision, now):
-        effect = (
-            "this interrupts the service, it has one replica"
-            if _replicas(seen) <= 1
-            else "one pod is replaced at a time"
-        )
-        return Choice(surge, "OneByOne", f"{shortage}: {effect}")
+        return Choice(surge, "OneByOne", f"{shortage}: {effect}", announced_only=True)
     return Choice(surge, "Surge", "an extra pod comes before an old one goes")
 
 
@@ -90,10 +98,6 @@ def _replaces(seen: Observed, revision: str) -> bool:
     live = seen.deployment
     changes = live is not None and revision_of(live) != revision
     return changes or any(revision_of_pod(p) != revision for p in seen.pods)
-
-
-def _replicas(seen: Observed) -> int:
-    return 1 if seen.deployment is None else int(seen.deployment["spec"].get("replicas", 1))
 
 
 def _shortage(resource: InferenceDeployment, seen: Observed, revision: str, now: datetime) -> str:

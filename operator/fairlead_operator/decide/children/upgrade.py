@@ -99,7 +99,7 @@ class Member:
     key: Key
     pending: bool  # its template was written with other defaults
     takes_turn: bool  # it rolls, or has rolled, in its turn
-    ready: bool  # its target revision is Ready and its rollout complete
+    ready: bool  # it is Ready and has no pod of another revision; a missing pod is no matter
     idle: bool  # paused, or without replicas
     failure: str  # why it failed; "" while it has not
 
@@ -128,7 +128,7 @@ def member(deployment: Object, resource: Object, defaults: str, now: datetime) -
     replicas = deployment["spec"].get("replicas", 1)
     ready = (
         status.get("targetRevision") == revision_of(deployment)
-        and (status.get("rollout") or {}).get("phase") == "Complete"
+        and (status.get("rollout") or {}).get("phase") != "Rolling"
         and _is_true(status, "Ready")
     )
     return Member(

@@ -122,8 +122,8 @@ def test_a_rollout_over_a_claim_of_one_node_replaces_one_pod_at_a_time() -> None
         (NAMED, "Surge"),
         (with_modes(SOURCE, ["ReadWriteOncePod"]), "OneByOne"),
     ):
-        choice = choose(resource(**spec), around, "new", {}, NOW)
+        choice = choose(resource(**spec), around, "new", 1, {}, NOW)
         assert choice.chosen == chosen
         assert ("claim" in choice.why) is (chosen == "OneByOne")
     settled = seen(pod(ready=True), children=(deployment("new"),))
-    assert choose(resource(**with_modes(NAMED, ONCE)), settled, "new", {}, NOW).chosen == "Surge"
+    assert choose(resource(**with_modes(NAMED, ONCE)), settled, "new", 1, {}, NOW).chosen == "Surge"

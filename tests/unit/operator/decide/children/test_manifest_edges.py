@@ -124,7 +124,7 @@ def test_an_extra_pod_needs_its_accelerator(used: int, chosen: str) -> None:
     }
     seen = Observed((deployment("old"),), (), (), (quota,), ())
     one = resource(resources={"accelerator": {"count": 1}})
-    choice = choose(one, seen, "new", {}, datetime(2026, 1, 1, tzinfo=UTC))
+    choice = choose(one, seen, "new", 1, {}, datetime(2026, 1, 1, tzinfo=UTC))
     assert choice.chosen == chosen, choice.why
 
 

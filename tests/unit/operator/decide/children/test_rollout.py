@@ -50,7 +50,8 @@ def rolling(*pods: Object, replicas: int = 4, **more: Any) -> Observed:
 
 
 def chosen(found: Observed, status: Object | None = None, **spec: Any) -> Choice:
-    return choose(resource(**{**GPU, **spec}), found, "new", status or {}, NOW)
+    replicas = 1 if found.deployment is None else found.deployment["spec"]["replicas"]
+    return choose(resource(**{**GPU, **spec}), found, "new", replicas, status or {}, NOW)
 
 
 def test_an_extra_pod_comes_first_and_gets_a_minute_to_find_room() -> None:
@@ -82,6 +83,21 @@ def test_the_status_announces_the_fallback_before_it_happens() -> None:
 
 def test_one_replica_without_room_is_named_an_interruption() -> None:
     assert "interrupts the service" in chosen(rolling(waiting(60), replicas=1)).why
+
+
+def test_a_rollout_that_becomes_an_interruption_says_so_before_it_goes_on() -> None:
+    first = chosen(rolling(waiting(60)))
+    status: Object = {
+        "targetRevision": "new",
+        "rollout": {"strategyChosen": first.chosen, "why": first.why},
+    }
+    assert "one pod is replaced at a time" in first.why
+    scaled = chosen(rolling(waiting(90), replicas=1), status)
+    assert scaled.announced_only
+    shortage = first.why.partition(": ")[0]
+    assert scaled.why == f"{shortage}: this interrupts the service, it has one replica"
+    status["rollout"]["why"] = scaled.why
+    assert chosen(rolling(waiting(90), replicas=1), status).replacement == ONE_BY_ONE
 
 
 def test_a_node_that_is_coming_is_waited_for() -> None:
@@ -127,8 +143,23 @@ def test_surge_waits_and_recreate_happens_only_where_asked_for() -> None:
 
 def test_without_an_extra_pod_the_limits_are_the_spec_s_own() -> None:
     choice = chosen(rolling(), rollout={"maxSurge": 0, "maxUnavailable": 2})
-    assert (choice.chosen, choice.why) == ("OneByOne", "rollout.maxSurge is 0")
+    assert choice.chosen == "OneByOne"
+    assert choice.why == "rollout.maxSurge is 0: 2 pods are replaced at a time"
+    assert not choice.announced_only, "the next pass would come at once, for ever"
     assert choice.replacement.body()["rollingUpdate"] == {"maxSurge": 0, "maxUnavailable": 2}
+
+
+def test_once_the_spec_allows_an_extra_pod_none_is_taken_before_it_comes() -> None:
+    first = chosen(rolling(), rollout={"maxSurge": 0, "maxUnavailable": 1})
+    rollout = {"strategyChosen": first.chosen, "why": first.why}
+    second = chosen(rolling(), {"targetRevision": "new", "rollout": rollout})
+    assert (second.chosen, second.replacement.max_unavailable) == ("Surge", 0)
+
+
+def test_what_the_user_asked_for_is_named_an_interruption_too() -> None:
+    in_place = chosen(rolling(replicas=1), rollout={"maxSurge": 0, "maxUnavailable": 1})
+    assert "interrupts the service" in in_place.why
+    assert "interrupts the service" in chosen(rolling(), rollout={"strategy": "Recreate"}).why
 
 
 def test_an_interruption_is_named_for_one_replica_alone() -> None:
@@ -185,7 +216,7 @@ def test_quotas_that_do_not_limit_the_accelerator_or_are_not_needed_say_nothing(
     found = seen(live=deployment("old"), quotas=(full,))
     assert chosen(found).chosen == "OneByOne"
     on_cpu: Object = {"resources": {"accelerator": {"count": 0}}}
-    assert choose(resource(**on_cpu), found, "new", {}, NOW).chosen == "Surge"
+    assert choose(resource(**on_cpu), found, "new", 1, {}, NOW).chosen == "Surge"
     taken = seen(pod(revision="old", ready=True), live=deployment("new"), quotas=(full,))
     assert chosen(taken).chosen == "Surge", "the extra pod is there and holds what is used"
 
@@ -275,6 +306,9 @@ def test_a_deployment_is_judged_by_its_marks_and_its_own_status() -> None:
     done = fleet_member(ready, **{DEFAULTS_MARK: "d1", TURN_MARK: "d1"})
     assert (done.pending, done.takes_turn, done.ready) == (False, True, True)
     assert not fleet_member({**ready, "targetRevision": "old"}).ready, "a status of before"
+    assert fleet_member({**ready, "rollout": {"phase": "Starting"}}).ready, "a pod of it starts"
+    assert not fleet_member({**ready, "rollout": {"phase": "Rolling"}}).ready
+    assert not fleet_member({**ready, "conditions": []}).ready
     fault = {"code": "CrashLoop", "since": "2026-01-01T00:09:00Z"}
     broken = {**ready, "conditions": [], "blockers": [fault]}
     assert fleet_member(broken).failure == "CrashLoop"
