@@ -50,3 +50,13 @@ def test_the_readme_names_every_top_level_folder() -> None:
         if "/" in line and not line.startswith(".")
     }
     assert not {name for name in folders if f"`{name}/" not in readme}
+
+
+def test_the_page_on_installing_claims_the_kubernetes_that_the_tests_run_and_no_other() -> None:
+    harness = (ROOT / "tests" / "cluster" / "harness" / "binaries.py").read_text()
+    chart = (ROOT / "charts" / "fairlead" / "Chart.yaml").read_text()
+    page = (ROOT / "docs" / "install.md").read_text()
+    (tried,) = re.findall(r'^KUBERNETES = "v(\d+\.\d+)\.', harness, re.MULTILINE)
+    (least,) = re.findall(r'^kubeVersion: ">=(\d+\.\d+)\.0-0"$', chart, re.MULTILINE)
+    assert f"You need Kubernetes {tried}, which the tests run" in page
+    assert f"refuses only what is older than {least}" in page
