@@ -8,7 +8,7 @@ import gc
 import math
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import Self
 
@@ -44,11 +44,14 @@ class CompletionOutput:
 
 @dataclass(slots=True)
 class RequestOutput:
-    """One prompt with its choices. ``prompt`` is None for a prompt of token ids."""
+    """One prompt with its choices. ``prompt`` is None for a prompt of token ids.
+    ``prompt_logprobs``, if requested, has an entry per prompt token: None for the first.
+    """
 
     prompt: str | None
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput]
+    prompt_logprobs: list[Mapping[int, Logprob] | None] | None = None
 
 
 class LLM:
@@ -98,6 +101,8 @@ class LLM:
         ) as bar:
             for number, output in self.stream(submissions):
                 _append(results[number].outputs[output.index], output)
+                if output.prompt_logprobs is not None:
+                    results[number].prompt_logprobs = list(output.prompt_logprobs)
                 unfinished[number] -= output.finish_reason is not None
                 if output.finish_reason is not None and not unfinished[number]:
                     bar.update()
@@ -110,6 +115,7 @@ class LLM:
         """
         parts = self._require_parts()
         engine = parts.engine
+        submissions = [self._with_bad_word_ids(one) for one in submissions]
         waiting = deque(enumerate([parts.intake.request(one) for one in submissions]))
         live: dict[str, tuple[int, dict[int, ChoiceText]]] = {}
         try:
@@ -163,6 +169,13 @@ class LLM:
                 if all(one.finished for one in choices.values()):
                     del live[event.request_id]
                 yield number, output
+
+    def _with_bad_word_ids(self, submission: Submission) -> Submission:
+        words = submission.params.bad_words
+        if not words:
+            return submission
+        ids = chat.bad_word_ids(self._require_parts().tokenizer, words)
+        return replace(submission, params=replace(submission.params, bad_words=ids))
 
     def _token_ids(self, prompt: Prompt) -> tuple[int, ...]:
         if isinstance(prompt, str):

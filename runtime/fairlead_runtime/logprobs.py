@@ -4,7 +4,7 @@ Owns the compact form that the engine attaches to a token, and its conversion fo
 plain Python numbers only: no tensor, no tokenizer.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 
@@ -14,6 +14,10 @@ class Logprob(NamedTuple):
     logprob: float
     rank: int | None = None
     decoded_token: str | None = None
+
+
+# Of each token of a prompt, by token id; the first token has none.
+PromptLogprobs = tuple[Mapping[int, Logprob] | None, ...]
 
 
 class TokenLogprobs(NamedTuple):

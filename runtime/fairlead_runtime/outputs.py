@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol, Self
 
-from fairlead_runtime.logprobs import Logprob, TokenLogprobs
+from fairlead_runtime.logprobs import Logprob, PromptLogprobs, TokenLogprobs
 from fairlead_runtime.request import FinishReason, SamplingParams, Status
 from fairlead_runtime.scheduling.plan import Work
 from fairlead_runtime.scheduling.scheduler import SchedulerStats
@@ -67,9 +67,9 @@ class Submission:
     """One request as a client sends it; the service resolves seed, max_tokens and end-of-sequence
     ids.
 
-    ``prompt``: token ids within the vocabulary. ``stop``: texts that end a choice and are cut from
-    it. ``id``: unique among live requests; if empty, the service makes one. ``priority``: lower
-    runs first. ``shown``: special tokens that make text, which others do not.
+    ``prompt``: token ids within the vocabulary. ``id``: unique among live requests; if empty, the
+    service makes one. ``priority``: lower runs first. ``shown``: special tokens that make text,
+    which others do not.
     """
 
     prompt: tuple[int, ...]
@@ -78,7 +78,6 @@ class Submission:
     tenant: str = ""
     salt: bytes = b""
     priority: int = 0
-    stop: tuple[str, ...] = ()
     shown: frozenset[int] = frozenset()
 
 
@@ -89,7 +88,8 @@ class Output:
     ``text`` never ends within a character. ``logprobs``, if requested, has one mapping (token id →
     Logprob) per token id. Only the last Output of a choice has a ``finish_reason``. ERROR comes
     with a ``message``. ``stop_reason`` is the stop token's id or the stop text that ended the
-    choice.
+    choice. ``prompt_logprobs``, in the first Output of the first choice if requested, has an entry
+    per prompt token, None for the first.
     """
 
     index: int
@@ -99,6 +99,7 @@ class Output:
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     message: str = ""
+    prompt_logprobs: PromptLogprobs | None = None
 
 
 class ChoiceEvent(NamedTuple):
@@ -114,6 +115,8 @@ class ChoiceEvent(NamedTuple):
     message: str = ""
     error: ServiceError | None = None  # ends the whole request
     cached: int = 0  # prompt tokens found in the prefix cache
+    # of the prompt's tokens from the second on, with the first token of the first choice
+    prompt: tuple[TokenLogprobs, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,7 @@ from collections import abc
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Self
 
+from fairlead_runtime.logprobs import TokenLogprobs
 from fairlead_runtime.structured import StructuredOutputs, StructuredOutputsError
 
 MAX_CHOICES = 8
@@ -19,6 +20,13 @@ MAX_BIAS = 100.0
 MAX_BAD_WORDS = 64
 MAX_BAD_WORD_CHARS = 64
 MAX_BAD_WORD_IDS = 64
+MAX_STOPS = 4
+MAX_STOP_CHARS = 256
+# Why a choice fails when its parameters exclude every token.
+NOTHING_ALLOWED = (
+    "no token is allowed any more by allowed_token_ids, bad_words, min_tokens and the structured "
+    "output together"
+)
 
 
 class RequestError(ValueError):
@@ -71,8 +79,9 @@ class SamplingParams:
     """How tokens are chosen. temperature 0 is greedy; top_k 0, top_p 1 and min_p 0 disable those
     filters; the penalties' neutral values are 1 for repetition and 0 for the others.
 
-    ``logit_bias`` may be given as a mapping and is kept as pairs. A bad word is a text, or the ids
-    of one; the engine takes ids only.
+    ``logit_bias`` may be given as a mapping and is kept as pairs, one ``stop`` as a text. A bad
+    word is a text, or the ids of one; the engine takes ids only. ``min_tokens`` holds back end and
+    stop ids and stop texts.
 
     ``structured_outputs`` may be given as a mapping of the fields of StructuredOutputs. An output
     that is complete ends there, before ``min_tokens`` and with ``ignore_eos`` too.
@@ -95,6 +104,9 @@ class SamplingParams:
     logit_bias: abc.Mapping[int, float] | tuple[tuple[int, float], ...] = ()
     allowed_token_ids: tuple[int, ...] | None = None
     bad_words: tuple[str | tuple[int, ...], ...] = ()
+    stop: str | tuple[str, ...] = ()  # texts that end a choice and are cut from it
+    include_stop_str_in_output: bool = False  # do not cut the stop text, or a stop token's
+    prompt_logprobs: int | None = None  # the same of each prompt token but the first
     structured_outputs: StructuredOutputs | abc.Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
@@ -123,12 +135,15 @@ class SamplingParams:
             raise RequestError("stop_token_ids", "has more than 64 ids: give at most 64")
         if self.logprobs is not None:
             _check_whole_number("logprobs", self.logprobs, 0, MAX_LOGPROBS)
+        if self.prompt_logprobs is not None:
+            _check_whole_number("prompt_logprobs", self.prompt_logprobs, 0, MAX_LOGPROBS)
         _check_number("repetition_penalty", self.repetition_penalty, 0.01, 100.0)
         _check_number("presence_penalty", self.presence_penalty, -2.0, 2.0)
         _check_number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
         object.__setattr__(self, "logit_bias", _biases(self.logit_bias))
         object.__setattr__(self, "allowed_token_ids", _allowed(self.allowed_token_ids))
         object.__setattr__(self, "bad_words", _bad_words(self.bad_words))
+        object.__setattr__(self, "stop", _stops(self.stop))
         if self.structured_outputs is not None:
             try:
                 outputs = StructuredOutputs.of(self.structured_outputs)
@@ -192,6 +207,17 @@ def _bad_words(value: Any) -> tuple[str | tuple[int, ...], ...]:
         else:
             _check_ids("bad_words", word)
     return words
+
+
+def _stops(value: Any) -> tuple[str, ...]:
+    stops = (value,) if isinstance(value, str) else tuple(value)
+    if not all(isinstance(text, str) for text in stops):
+        raise RequestError("stop", "must be text or a list of texts")
+    if len(stops) > MAX_STOPS:
+        raise RequestError("stop", f"has {len(stops)} texts: give at most {MAX_STOPS}")
+    if not all(1 <= len(text) <= MAX_STOP_CHARS for text in stops):
+        raise RequestError("stop", f"each text must have 1 to {MAX_STOP_CHARS} characters")
+    return stops
 
 
 def _check_ids(name: str, ids: abc.Iterable[object]) -> None:
@@ -272,6 +298,9 @@ class Sequence:
     blocked_since: int | None = None
     # what the sampler keeps from step to step; it follows from the tokens and parameters alone
     sampler_notes: Any = None
+    scored: int = 0  # leading tokens whose logits gave a log-probability, see ``scores_prompt``
+    # of the prompt's tokens from the second on, until they leave with the first token
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     # its place in the grammar of its structured output; the device's, which alone reads it
     guide: Any = None
 
@@ -282,6 +311,18 @@ class Sequence:
     @property
     def generated(self) -> int:
         return len(self.tokens) - len(self.request.prompt)
+
+    @property
+    def scores_prompt(self) -> bool:
+        """Whether it must still compute logits of its prompt for prompt_logprobs. It then shares no
+        block, since whoever computed that had no use for the logits. The first choice does it for
+        all: the others wait for its blocks.
+        """
+        return (
+            self.request.params.prompt_logprobs is not None
+            and not self.choice
+            and self.scored < len(self.request.prompt) - 1
+        )
 
     def move_to(self, status: Status) -> None:
         """Change the state. A transition that is not in the table is a bug in the caller."""

@@ -267,8 +267,8 @@ BUGS = (
     PackageBug(
         "not the leftmost stop text ends a choice",
         f"{RUNTIME}/serving/choice.py",
-        "at, i = min(matches)",
-        "at, i = matches[0]",
+        "at, _, stop = min(matches)",
+        "at, _, stop = matches[0]",
         ("unit/serving/test_choice.py",),
     ),
     PackageBug(
@@ -281,9 +281,30 @@ BUGS = (
     PackageBug(
         "a stop token is shown",
         f"{RUNTIME}/serving/choice.py",
-        "if event.token is not None and event.finish is not FinishReason.STOP:",
+        "if event.token is not None and not stopped:",
         "if event.token is not None:",
         ("unit/serving/test_choice.py",),
+    ),
+    PackageBug(
+        "a stop text ends a choice before min_tokens",
+        f"{RUNTIME}/serving/choice.py",
+        "may_stop=self._generated > self._min_tokens,",
+        "may_stop=True,",
+        ("unit/serving/test_choice.py",),
+    ),
+    PackageBug(
+        "the repetition penalty forgets the prompt",
+        f"{RUNTIME}/device/logit_changes.py",
+        "with_prompt=params.repetition_penalty != 1",
+        "with_prompt=False",
+        ("unit/device/test_logit_changes.py",),
+    ),
+    PackageBug(
+        "a bad word may begin in the prompt",
+        f"{RUNTIME}/device/logit_changes.py",
+        "if before <= generated and tuple",
+        "if tuple",
+        ("unit/device/test_logit_changes.py",),
     ),
     PackageBug(
         "an id beyond the vocabulary reaches the device",

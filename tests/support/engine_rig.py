@@ -18,6 +18,7 @@ from fairlead_runtime.device.kv_cache import CacheStorage
 from fairlead_runtime.device.model_runner import ModelRunner
 from fairlead_runtime.device.paged_model import PagedModel
 from fairlead_runtime.engine.isolate import Executor
+from fairlead_runtime.logprobs import TokenLogprobs
 from fairlead_runtime.models import families, rope, tiny
 from fairlead_runtime.request import FinishReason, Request, SamplingParams
 from fairlead_runtime.scheduling.plan import Finished, Limits, Result, Work
@@ -45,6 +46,7 @@ class Setting:
     offload: bool = False
     sharing: bool = True
     max_requests: int = 64
+    max_logits: int = 256
 
     def limits(self, groups: int) -> Limits:
         return Limits(
@@ -66,6 +68,7 @@ class Outcome:
 
     texts: dict[tuple[str, int], list[int]] = field(default_factory=dict)
     finishes: dict[tuple[str, int], FinishReason] = field(default_factory=dict)
+    prompts: dict[str, tuple[TokenLogprobs, ...]] = field(default_factory=dict)
     steps: int = 0
     stats: SchedulerStats | None = None
 
@@ -103,6 +106,9 @@ def run_to_end(
             if isinstance(event, Finished):
                 pytest.fail(f"{key} ended without a token: {event.message}")
             outcome.texts.setdefault(key, []).append(event.token)
+            if event.prompt:
+                assert key[0] not in outcome.prompts, "log-probabilities of a prompt came twice"
+                outcome.prompts[key[0]] = event.prompt
             if event.finish is not None:
                 outcome.finishes[key] = event.finish
         outcome.steps += 1
@@ -143,7 +149,7 @@ class Rig:
         # A read of a slot that was not written yields NaN.
         cache.keys.fill_(torch.nan)
         cache.values.fill_(torch.nan)
-        return ModelRunner(self.model, cache)
+        return ModelRunner(self.model, cache, max_logits=setting.max_logits)
 
     def run(self, setting: Setting, arrivals: Iterable[tuple[int, Request]]) -> Outcome:
         scheduler = Scheduler(setting.limits(len(self.groups)), self.groups, b"rig")
@@ -222,6 +228,8 @@ def prompts(seed: int, lengths: abc.Sequence[int], shared: int) -> list[tuple[in
     return random_prompts
 
 
-def greedy(request_id: str, prompt: tuple[int, ...], max_tokens: int, n: int = 1) -> Request:
-    params = SamplingParams(temperature=0.0, n=n, max_tokens=max_tokens)
+def greedy(
+    request_id: str, prompt: tuple[int, ...], max_tokens: int, n: int = 1, **more: Any
+) -> Request:
+    params = SamplingParams(temperature=0.0, n=n, max_tokens=max_tokens, **more)
     return Request(request_id, prompt, params, max_tokens, eos_ids=EOS)

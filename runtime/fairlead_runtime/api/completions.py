@@ -32,7 +32,7 @@ from fairlead_runtime.api.responses.bodies import response
 from fairlead_runtime.api.responses.encoder import ResponseEncoder
 from fairlead_runtime.api.state import Backend, ServerState
 from fairlead_runtime.outputs import Output, OutputStream, Submission
-from fairlead_runtime.request import FinishReason, RequestError
+from fairlead_runtime.request import NOTHING_ALLOWED, FinishReason, RequestError
 
 MERGED_AHEAD = 8  # outputs per prompt that may wait to be written
 
@@ -140,7 +140,6 @@ class EndpointHandler:
                 tenant=request.user if keyed is None else keyed,
                 salt=self._salter.salt(keyed, request.cache_salt),
                 priority=request.priority,
-                stop=request.stop,
                 shown=shown,
             )
             for prompt in prepared.prompts
@@ -176,6 +175,8 @@ class _Generation(NamedTuple):
         async with aclosing(_interleaved(self.streams)) as outputs:
             async for place, output in outputs:
                 if output.finish_reason is FinishReason.ERROR:
+                    if output.message == NOTHING_ALLOWED:
+                        raise errors.ApiError(400, NOTHING_ALLOWED, code="no_token_allowed")
                     raise errors.internal_error()
                 if output.finish_reason is FinishReason.ABORT:
                     raise errors.ApiError(

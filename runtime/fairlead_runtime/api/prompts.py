@@ -5,6 +5,7 @@ on the event loop; changes no state.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import orjson
@@ -14,7 +15,7 @@ from fairlead_runtime.api.errors import ApiError
 from fairlead_runtime.api.messages import characters
 from fairlead_runtime.api.request_bodies import GenerationRequest
 from fairlead_runtime.api.strict_json import parse_object
-from fairlead_runtime.models.chat import encode, encode_chat, render_chat
+from fairlead_runtime.models.chat import bad_word_ids, encode, encode_chat, render_chat
 
 CHARS_PER_TOKEN = 16  # a text longer than this times max_model_len is refused before tokenizing
 TEMPLATE_GROWTH = 4  # a rendered chat may have this many times the characters of its messages,
@@ -38,7 +39,7 @@ def prepare(
     max_model_len: int,
 ) -> PreparedRequest:
     """Raises ApiError or RequestError; both name the field."""
-    request = validate(parse_object(body), served)
+    request = _with_bad_word_ids(validate(parse_object(body), served), tokenizer)
     if request.messages:
         text = chat_text(
             request.messages, tokenizer, max_model_len, tools=request.tools.for_template
@@ -49,6 +50,16 @@ def prepare(
         for prompt in request.prompts
     )
     return PreparedRequest(request, tuple(prompts), "")
+
+
+def _with_bad_word_ids(
+    request: GenerationRequest, tokenizer: PreTrainedTokenizerBase
+) -> GenerationRequest:
+    words = request.params.bad_words
+    if not words:
+        return request
+    params = replace(request.params, bad_words=bad_word_ids(tokenizer, words))
+    return replace(request, params=params)
 
 
 def text_ids(

@@ -19,22 +19,15 @@ from fairlead_runtime.api.tools.bodies import MAX_TOOLS, NO_TOOLS, Tool, Tools, 
 from fairlead_runtime.request import MAX_LOGPROBS, RequestError, SamplingParams
 
 MAX_PROMPTS = 64
-MAX_STOPS = 4
-MAX_STOP_CHARS = 256
+MAX_ID_DIGITS = 10
 COMPLETION_TOKENS = 16  # OpenAI's default for completions; chat's is "what fits"
 
 Prompt = str | tuple[int, ...]
 
 # Unsupported fields that would change the answer, with the values that change nothing.
 _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
-    "presence_penalty": (None, 0),
-    "frequency_penalty": (None, 0),
-    "repetition_penalty": (None, 1),
     "length_penalty": (None, 1),
-    "logit_bias": (None, {}),
     "logits_processors": (None, []),
-    "bad_words": (None, []),
-    "allowed_token_ids": (None,),
     "tools": (None, []),
     "tool_choice": (None, "none", "auto"),
     "functions": (None, []),
@@ -49,7 +42,6 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "suffix": (None, ""),
     "use_beam_search": (None, False),
     "prompt_logprobs": (None,),
-    "include_stop_str_in_output": (None, False),
     "skip_special_tokens": (None, True),
     "truncate_prompt_tokens": (None,),
     "add_generation_prompt": (None, True),
@@ -88,6 +80,13 @@ class _Body(StrictBody):
     ignore_eos: bool | None = None
     stop_token_ids: list[int] | None = Field(default=None, max_length=64)
     stop: Any = None
+    include_stop_str_in_output: bool | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    allowed_token_ids: list[int] | None = None
+    bad_words: list[str] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     user: str | None = Field(default=None, max_length=MAX_NAME)
@@ -101,11 +100,15 @@ class _Body(StrictBody):
         stops = [] if value is None else [value] if isinstance(value, str) else value
         if not isinstance(stops, list) or not all(isinstance(text, str) for text in stops):
             raise ValueError("must be text or a list of texts")
-        if len(stops) > MAX_STOPS:
-            raise ValueError(f"at most {MAX_STOPS} texts may be given")
-        if not all(1 <= len(text) <= MAX_STOP_CHARS for text in stops):
-            raise ValueError(f"each text must have 1 to {MAX_STOP_CHARS} characters")
         return tuple(stops)
+
+    @field_validator("logit_bias")
+    @classmethod
+    def _logit_bias(cls, value: dict[str, float] | None) -> dict[str, float] | None:
+        keys = value or {}
+        if not all(key.isascii() and key.isdigit() and len(key) <= MAX_ID_DIGITS for key in keys):
+            raise ValueError("its keys must be token ids, as text")
+        return value
 
 
 class CompletionBody(_Body):
@@ -139,7 +142,6 @@ class GenerationRequest:
 
     model: str
     params: SamplingParams
-    stop: tuple[str, ...]
     stream: bool
     include_usage: bool
     running_usage: bool  # in every event
@@ -211,6 +213,7 @@ def _check_together(parsed: _Body) -> None:
 
 def _params(parsed: _Body, *, default_tokens: int | None, logprobs: int | None) -> SamplingParams:
     limit = parsed.max_completion_tokens if parsed.max_tokens is None else parsed.max_tokens
+    allowed = parsed.allowed_token_ids
     try:
         return SamplingParams(
             temperature=1.0 if parsed.temperature is None else parsed.temperature,
@@ -224,6 +227,16 @@ def _params(parsed: _Body, *, default_tokens: int | None, logprobs: int | None) 
             stop_token_ids=tuple(parsed.stop_token_ids or ()),
             ignore_eos=bool(parsed.ignore_eos),
             logprobs=logprobs,
+            presence_penalty=parsed.presence_penalty or 0.0,
+            frequency_penalty=parsed.frequency_penalty or 0.0,
+            repetition_penalty=(
+                1.0 if parsed.repetition_penalty is None else parsed.repetition_penalty
+            ),
+            logit_bias={int(key): bias for key, bias in (parsed.logit_bias or {}).items()},
+            allowed_token_ids=None if allowed is None else tuple(allowed),
+            bad_words=tuple(parsed.bad_words or ()),
+            stop=parsed.stop or (),
+            include_stop_str_in_output=bool(parsed.include_stop_str_in_output),
         )
     except RequestError as error:
         raise error.renamed(_sent_names(parsed)) from None
@@ -245,7 +258,6 @@ def _common(parsed: _Body, params: SamplingParams) -> dict[str, Any]:
     return {
         "model": parsed.model,
         "params": params,
-        "stop": parsed.stop or (),
         "stream": bool(parsed.stream),
         "include_usage": options is not None and bool(options.include_usage),
         "running_usage": options is not None and bool(options.continuous_usage_stats),

@@ -95,8 +95,10 @@ class PagedCache:
         return count
 
     def hit(self, sequence: Sequence) -> Hit:
-        """The longest cached prefix of its tokens that leaves at least one token to compute."""
-        if not self.sharing:
+        """The longest cached prefix of its tokens that leaves at least one token to compute; none
+        for a sequence that must compute its prompt's logits.
+        """
+        if not self.sharing or sequence.scores_prompt:
             return Hit(0, [[] for _ in self.groups])
         # Extending the hash chain here does not change a decision: the hashes of tokens never
         # change. The last token is left out: its keys are written only when the next is predicted.

@@ -3,31 +3,55 @@
 Owns the path batch → forward pass → logits → sampling, and the cache's copies. Decides nothing.
 """
 
-from collections.abc import Callable, Mapping
+import math
+from collections import abc
+from collections.abc import Callable, Iterator, Mapping
 
 import torch
+from torch import Tensor
 
 from fairlead_kernels.backend import BackendChoice, pick
 from fairlead_runtime.device.batch import BatchBuilder
 from fairlead_runtime.device.kv_cache import CacheStorage
 from fairlead_runtime.device.paged_model import PagedModel
-from fairlead_runtime.device.sampling import SampledTokens, SamplingBatch, sample
-from fairlead_runtime.scheduling.plan import Result, Work
+from fairlead_runtime.device.sampling import (
+    NON_FINITE,
+    SampledTokens,
+    SamplingBatch,
+    logprobs_of,
+    sample,
+)
+from fairlead_runtime.logprobs import TokenLogprobs
+from fairlead_runtime.request import Sequence
+from fairlead_runtime.scheduling.plan import Result, Row, Work
 
-Sampler = Callable[[torch.Tensor, SamplingBatch], SampledTokens]
+Sampler = Callable[[Tensor, SamplingBatch], SampledTokens]
+
+
+MAX_LOGITS = 256
+_NOTHING = Result(-1)
 
 
 class ModelRunner:
     """Executes steps of one model on one cache. ``kernels`` says which kernels it runs on and why.
 
-    One step at a time, from one thread at a time.
+    One step at a time, from one thread at a time. ``max_logits``: positions whose logits one
+    forward pass may return; memory is planned for as many.
     """
 
-    def __init__(self, model: PagedModel, cache: CacheStorage, sampler: Sampler = sample) -> None:
+    def __init__(
+        self,
+        model: PagedModel,
+        cache: CacheStorage,
+        sampler: Sampler = sample,
+        *,
+        max_logits: int = MAX_LOGITS,
+    ) -> None:
         self.kernels: BackendChoice = pick(model.heads, model.device)
         self._model = model
         self._cache = cache
         self._sampler = sampler
+        self._max_logits = max_logits
         self._batches = BatchBuilder(
             cache.groups, cache.block_size, pinned=model.device.type == "cuda"
         )
@@ -40,7 +64,8 @@ class ModelRunner:
 
     @torch.inference_mode()
     def execute(self, work: Work) -> Mapping[int, Result]:
-        """The forward pass of ``work.rows``; a Result per sampling row, by sequence id.
+        """The forward pass of ``work.rows``; by sequence id, a Result per row that samples or
+        scores its prompt.
 
         Writes the same keys and values to the same slots when called again with the same rows, or
         with a part of them. A row whose logits are not finite gets a Result with ``error``; the
@@ -48,16 +73,107 @@ class ModelRunner:
         """
         if not work.rows:
             return {}
-        batch = self._batches.build(work.rows)
+        if not any(row.sequence.scores_prompt for row in work.rows):
+            return self._run(work.rows)
+        results: dict[int, Result] = {}
+        for rows in _passes(work.rows, self._max_logits):
+            for number, result in self._score(rows).items():
+                before = results.get(number, _NOTHING)
+                results[number] = result._replace(
+                    error=before.error or result.error, prompt=before.prompt + result.prompt
+                )
+        return results
+
+    def _run(self, rows: list[Row]) -> Mapping[int, Result]:
+        """One forward pass of rows of which none scores its prompt."""
+        batch = self._batches.build(rows)
         logits = self._model.forward(batch, self._cache, self.kernels.attention)
-        if not batch.sampling:
+        return self._sample(logits, batch.sampling)
+
+    def _sample(self, logits: Tensor, sequences: abc.Sequence[Sequence]) -> dict[int, Result]:
+        """A token for each of the sequences, in the order of their logits."""
+        if not sequences:
             if self._model.device.type == "cuda":
                 # The next build writes the host buffers that this step may still be reading;
                 # sampling waits anyway.
                 torch.cuda.current_stream(self._model.device).synchronize()
             return {}
-        outcomes = self._sampler(logits, SamplingBatch.of(batch.sampling)).outcomes()
+        outcomes = self._sampler(logits, SamplingBatch.of(sequences)).outcomes()
         return {
             sequence.id: Result(token, logprobs, error)
-            for sequence, (token, logprobs, error) in zip(batch.sampling, outcomes, strict=True)
+            for sequence, (token, logprobs, error) in zip(sequences, outcomes, strict=True)
         }
+
+    def _score(self, rows: list[Row]) -> Mapping[int, Result]:
+        """One forward pass that also returns the logits of all tokens of the rows that score."""
+        batch = self._batches.build(rows)
+        kept: list[int] = []  # packed tokens whose logits are needed
+        samples: list[int] = []  # places in ``kept``
+        targets: list[tuple[Row, int]] = []  # the rows that score, with their first place
+        end = 0
+        for row in rows:
+            end += row.count
+            if row.sequence.scores_prompt:
+                targets.append((row, len(kept)))
+                kept += range(end - row.count, end)
+            elif row.samples:
+                kept.append(end - 1)
+            if row.samples:
+                samples.append(len(kept) - 1)
+        keep = torch.tensor(kept, dtype=torch.int64)
+        logits = self._model.forward(batch, self._cache, self.kernels.attention, keep)
+        results = self._sample(logits[samples], batch.sampling)
+        for row, first in targets:
+            scored = _prompt_result(logits, row, first)
+            sampled = results.get(row.sequence.id, scored)
+            results[row.sequence.id] = sampled._replace(
+                error=scored.error or sampled.error, prompt=scored.prompt
+            )
+        return results
+
+
+def _passes(rows: abc.Sequence[Row], most: int) -> Iterator[list[Row]]:
+    """The rows in parts of which none needs the logits of more than ``most`` tokens. A row that
+    scores its prompt may be spread over several, in order.
+    """
+    part = [row for row in rows if not row.sequence.scores_prompt]
+    room = max(1, most - sum(row.samples for row in part))
+    for row in rows:
+        if not row.sequence.scores_prompt:
+            continue
+        at, end = row.start, row.start + row.count
+        while at < end:
+            if not room:
+                yield part
+                part, room = [], most
+            size = min(end - at, room)
+            part.append(Row(row.sequence, at, size, row.samples and at + size == end))
+            at, room = at + size, room - size
+    yield part
+
+
+def _prompt_result(logits: Tensor, row: Row, first: int) -> Result:
+    """The log-probabilities of the prompt's tokens that ``row`` predicts, but for those that are
+    scored already. Its logits are those from place ``first`` on.
+    """
+    sequence = row.sequence
+    count = sequence.request.params.prompt_logprobs or 0
+    begin = max(row.start, sequence.scored)
+    end = min(row.start + row.count, sequence.prompt_len - 1)
+    if begin >= end:
+        return _NOTHING
+    places = [first + at - row.start for at in range(begin, end)]
+    tokens = sequence.tokens[begin + 1 : end + 1]
+    values = logprobs_of(logits, places, torch.tensor(tokens, device=logits.device), count)
+    chosen, ranks, ids, likeliest = (column.tolist() for column in values)
+    # NaN anywhere in a row's logits makes all its log-probabilities NaN.
+    if any(math.isnan(value) for value in chosen):
+        return Result(-1, error=NON_FINITE)
+    columns = zip(tokens, chosen, ranks, ids, likeliest, strict=True)
+    return Result(
+        -1,
+        prompt=tuple(
+            TokenLogprobs(token, value, rank, tuple(top_ids), tuple(top))
+            for token, value, rank, top_ids, top in columns
+        ),
+    )

@@ -28,14 +28,10 @@ from torch import Tensor
 from fairlead_kernels import sample as ops
 from fairlead_runtime.device.logit_changes import LogitChanges
 from fairlead_runtime.logprobs import TokenLogprobs
-from fairlead_runtime.request import Sequence
+from fairlead_runtime.request import NOTHING_ALLOWED, Sequence
 from fairlead_runtime.seeds import GOLDEN, MUL1, MUL2
 
 NON_FINITE = "the model's logits for this request are not finite"
-NOTHING_ALLOWED = (
-    "no token is allowed any more by allowed_token_ids, bad_words, min_tokens and the structured "
-    "output together"
-)
 # What stands for the token of a row that has none.
 _NOT_FINITE, _NOTHING_LEFT = -1, -2
 _ERRORS = {_NOT_FINITE: NON_FINITE, _NOTHING_LEFT: NOTHING_ALLOWED}

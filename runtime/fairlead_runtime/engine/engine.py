@@ -289,7 +289,13 @@ class Engine:
             if isinstance(event, Token):
                 finish, cached = event.finish, self._live[request_id].cached
                 choice_event = ChoiceEvent(
-                    request_id, choice, event.token, event.logprobs, finish, cached=cached
+                    request_id,
+                    choice,
+                    event.token,
+                    event.logprobs,
+                    finish,
+                    cached=cached,
+                    prompt=event.prompt,
                 )
             else:
                 finish = event.reason

@@ -78,6 +78,36 @@ def encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     return _encode(tokenizer, text, special=True)
 
 
+def bad_word_ids(
+    tokenizer: PreTrainedTokenizerBase, words: Sequence[str | tuple[int, ...]]
+) -> tuple[tuple[int, ...], ...]:
+    """The token ids of words that must not be generated; words that are ids stay as they are.
+
+    vLLM's rule: each word as it begins a text, and as it follows a space where that is a different
+    first token and as many of them. Raises RequestError for a word without tokens.
+    """
+    found: list[tuple[int, ...]] = []
+    for word in words:
+        if not isinstance(word, str):
+            found.append(word)
+            continue
+        try:
+            bare, spaced = (
+                tuple(_encode(tokenizer, prefix + word.lstrip(), special=False))
+                for prefix in ("", " ")
+            )
+        except RequestError as error:
+            raise error.renamed({"prompt": "bad_words"}) from None
+        if not bare:
+            raise RequestError(
+                "bad_words", "has a word that the model's tokenizer has no token for"
+            )
+        found.append(bare)
+        if spaced and spaced[0] != bare[0] and len(spaced) == len(bare):
+            found.append(spaced)
+    return tuple(found)
+
+
 def _encode(tokenizer: PreTrainedTokenizerBase, text: str, *, special: bool) -> list[int]:
     try:
         ids: list[int] = tokenizer.encode(text, add_special_tokens=special)

@@ -114,9 +114,10 @@ class RecordedScheduler(Scheduler):
     def update(self, work: Work, results: Mapping[int, Result]) -> list[Event]:
         ran = [row.sequence.id for row in work.rows if row.sequence.tables]
         events = super().update(work, results)
+        sampled = {row.sequence.id for row in work.rows if row.samples}
         answers = [(i, results[i]) for i in ran if i in results]
         line: Line = {"update": work.step, "ran": ran}
-        line["tokens"] = [[i, r.token] for i, r in answers if r.error is None]
+        line["tokens"] = [[i, r.token] for i, r in answers if i in sampled and r.error is None]
         line["errors"] = [[i, r.error] for i, r in answers if r.error is not None]
         line["ended"] = [
             e.sequence.id for e in events if isinstance(e, Finished) or e.finish is not None

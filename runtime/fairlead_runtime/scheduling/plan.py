@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Self
 
 from fairlead_runtime.config import EngineConfig, SchedulerType
+from fairlead_runtime.logprobs import TokenLogprobs
 from fairlead_runtime.request import FinishReason, Sequence
 
 
@@ -131,16 +132,21 @@ class Work:
 
 
 class Result(NamedTuple):
-    """The device's result for one sampling row; ``error`` fails that sequence only."""
+    """The device's result for a row that samples or scores its prompt; ``error`` fails that
+    sequence only. ``token`` counts only where the row samples. ``prompt``: log-probabilities of the
+    prompt's tokens after those that are scored already.
+    """
 
     token: int
     logprobs: Any = None
     error: str | None = None
+    prompt: tuple[TokenLogprobs, ...] = ()
 
 
 class Token(NamedTuple):
     """A new token; ``index`` counts from 0. ``finish`` is set on a sequence's last token, which is
-    also its only finish event: no Finished follows.
+    also its only finish event: no Finished follows. ``prompt``, with the first token of a choice
+    that scored it: the log-probabilities of the prompt's tokens from the second on.
     """
 
     sequence: Sequence
@@ -148,6 +154,7 @@ class Token(NamedTuple):
     index: int  # type: ignore[assignment]  # replaces tuple.index, which an event does not need
     logprobs: Any
     finish: FinishReason | None
+    prompt: tuple[TokenLogprobs, ...] = ()
 
 
 class Finished(NamedTuple):

@@ -226,7 +226,7 @@ class _Draft:
         has more of them than the prompt.
         """
         family = self.state.families[sequence.request.id]
-        if len(family) == 1 or not shared:
+        if len(family) == 1 or not shared or sequence.scores_prompt:
             return None
         if sequence.generated and self.cache.hit(sequence).tokens >= shared:
             return None
@@ -241,7 +241,7 @@ class _Draft:
         """
         family = self.state.families[sequence.request.id]
         shared = sequence.prompt_len - 1
-        if len(family) == 1 or not shared or sequence.host:
+        if len(family) == 1 or not shared or sequence.host or sequence.scores_prompt:
             return False
         running = [s for s in family if s.tables]
         if any(self.cache.can_fork(s, shared) for s in running):
@@ -251,7 +251,7 @@ class _Draft:
 
     def _waits_for_block(self, admission: Admission, computing: set[bytes | None]) -> bool:
         """Whether a running sequence is computing the first block that the cached prefix lacks."""
-        if admission.source is not AdmissionSource.PREFIX:
+        if admission.source is not AdmissionSource.PREFIX or admission.sequence.scores_prompt:
             return False
         sequence = admission.sequence
         block = self.cache.next_block(sequence, admission.start, keep=1)

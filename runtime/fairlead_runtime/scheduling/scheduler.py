@@ -190,6 +190,10 @@ class Scheduler:
                     f"sequence {sequence.id} sampled in step {work.step} but has no result"
                 )
             computed = sequence.computed = start + count
+            if sequence.scores_prompt:
+                sequence.scored = max(sequence.scored, computed)
+                if result is not None:
+                    sequence.prompt_logprobs += result.prompt
             if count > 1 or every_step or not computed % size:
                 cache.finish_forward(sequence)
             if samples and result is not None:
@@ -214,7 +218,9 @@ class Scheduler:
             self._end(sequence, Status.FINISHED, finish)
         elif sequence.status is Status.PREFILLING:
             sequence.move_to(Status.DECODING)
-        return Token(sequence, result.token, index, result.logprobs, finish)
+        prompt = tuple(sequence.prompt_logprobs)
+        sequence.prompt_logprobs.clear()
+        return Token(sequence, result.token, index, result.logprobs, finish, prompt)
 
     # -- changes of one sequence
 

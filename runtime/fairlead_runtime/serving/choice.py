@@ -6,30 +6,37 @@ engine thread. Knows no queue and no asyncio.
 
 from collections.abc import Sequence
 
-from fairlead_runtime.logprobs import Logprob
+from fairlead_runtime.logprobs import Logprob, PromptLogprobs
 from fairlead_runtime.outputs import ChoiceEvent, Output, Submission
 from fairlead_runtime.request import FinishReason
 from fairlead_runtime.serving.detokenize import Detokenizer, Vocabulary
 
 
 class StopTexts:
-    """Finds the texts that end a choice and cuts them off; holds back only text that may still
-    become one.
+    """Finds the texts that end a choice and cuts them off, unless ``included``; holds back only
+    text that may still become one.
     """
 
-    def __init__(self, stops: tuple[str, ...]) -> None:
+    def __init__(self, stops: tuple[str, ...], *, included: bool = False) -> None:
         self._stops = stops
+        self._included = included
         self._held_back = ""
 
-    def add(self, text: str, *, last: bool) -> tuple[str, str | None]:
-        """The text to show now, and the stop text in it: the leftmost, else the first given."""
+    def add(self, text: str, *, last: bool, may_stop: bool = True) -> tuple[str, str | None]:
+        """The text to show now, and the stop text that ends in it: the leftmost, else the first
+        given. ``may_stop`` False: none counts that ends here, min_tokens are not reached yet.
+        """
         if not self._stops:
             return text, None
+        before = len(self._held_back)
         text = self._held_back + text
-        matches = [(at, i) for i, stop in enumerate(self._stops) if (at := text.find(stop)) >= 0]
-        if matches:
-            at, i = min(matches)
-            return text[:at], self._stops[i]
+        if may_stop:
+            # One that ends in the text before the new one came before min_tokens.
+            found = ((text.find(s, max(0, before + 1 - len(s))), s) for s in self._stops)
+            matches = [(at, i, stop) for i, (at, stop) in enumerate(found) if at >= 0]
+            if matches:
+                at, _, stop = min(matches)
+                return text[: at + len(stop) if self._included else at], stop
         keep = 0 if last else max(_overlap(text, stop) for stop in self._stops)
         cut = len(text) - keep
         self._held_back = text[cut:]
@@ -50,10 +57,16 @@ class ChoiceText:
     def __init__(self, index: int, submission: Submission, vocabulary: Vocabulary) -> None:
         self.finished = False
         self._index = index
-        self._stop_ids = frozenset(submission.params.stop_token_ids)
-        self._wants_logprobs = submission.params.logprobs is not None
+        params = submission.params
+        self._stop_ids = frozenset(params.stop_token_ids)
+        self._min_tokens = params.min_tokens
+        self._generated = 0
+        self._wants_logprobs = params.logprobs is not None
+        # The first choice's events bring them for all.
+        self._wants_prompt = params.prompt_logprobs is not None and not index
+        self._shows_stop = params.include_stop_str_in_output
         self._text = Detokenizer(vocabulary, submission.prompt, submission.shown)
-        self._stops = StopTexts(submission.stop)
+        self._stops = StopTexts(tuple(params.stop), included=self._shows_stop)
         self._token_text = vocabulary.token_text
 
     def take(self, events: Sequence[ChoiceEvent]) -> tuple[Output, bool]:
@@ -63,26 +76,41 @@ class ChoiceText:
         token_ids: list[int] = []
         logprobs: list[dict[int, Logprob]] = []
         pieces: list[str] = []
+        prompt = self._prompt_logprobs(events[0])
         for event in events:
             if event.token is not None:
                 token_ids.append(event.token)
+                self._generated += 1
                 if event.logprobs is not None:
                     logprobs.append(event.logprobs.as_dict(self._token_text))
-            piece, stop = self._stops.add(self._piece(event), last=event.finish is not None)
+            piece, stop = self._stops.add(
+                self._piece(event),
+                last=event.finish is not None,
+                may_stop=self._generated > self._min_tokens,
+            )
             pieces.append(piece)
             if stop is not None or event.finish is not None:
                 self.finished = True
                 reason = FinishReason.STOP if stop is not None else event.finish
                 output = self._output(
-                    token_ids, pieces, logprobs, reason, stop or self._stop_id(event), event
+                    token_ids, pieces, logprobs, reason, stop or self._stop_id(event), event, prompt
                 )
                 return output, event.finish is None
-        return self._output(token_ids, pieces, logprobs, None, None, None), False
+        return self._output(token_ids, pieces, logprobs, None, None, None, prompt), False
+
+    def _prompt_logprobs(self, event: ChoiceEvent) -> PromptLogprobs | None:
+        """Those of the whole prompt, if this event brings them: the first token has none."""
+        if not self._wants_prompt or self._generated or event.token is None:
+            return None
+        return (None, *(entry.as_dict(self._token_text) for entry in event.prompt))
 
     def _piece(self, event: ChoiceEvent) -> str:
-        """The event's new text. A stop token counts as generated but is not shown."""
+        """The event's new text. A stop token counts as generated; its text is cut as a stop text
+        is.
+        """
         piece = ""
-        if event.token is not None and event.finish is not FinishReason.STOP:
+        stopped = event.finish is FinishReason.STOP and not self._shows_stop
+        if event.token is not None and not stopped:
             piece = self._text.add(event.token)
         return piece + self._text.finish() if event.finish is not None else piece
 
@@ -98,6 +126,7 @@ class ChoiceText:
         reason: FinishReason | None,
         stop_reason: int | str | None,
         last: ChoiceEvent | None,
+        prompt: PromptLogprobs | None,
     ) -> Output:
         return Output(
             self._index,
@@ -107,4 +136,5 @@ class ChoiceText:
             reason,
             stop_reason,
             last.message if last is not None else "",
+            prompt,
         )

@@ -6,11 +6,14 @@ max_tokens and end-of-sequence ids. Knows no queue and no HTTP.
 
 import itertools
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from fairlead_runtime.outputs import ModelFacts, Submission
-from fairlead_runtime.request import Request, RequestError
+from fairlead_runtime.request import Request, RequestError, SamplingParams
 from fairlead_runtime.seeds import resolve_seed
+
+# Log-probabilities of one prompt: the engine holds them until its first token, about 64 bytes each.
+MAX_PROMPT_LOGPROBS = 1 << 19
 
 
 class Intake:
@@ -31,7 +34,9 @@ class Intake:
         if not prompt:
             raise RequestError("prompt", "is empty: send at least one token")
         self._within_vocabulary("prompt", prompt)
-        self._within_vocabulary("stop_token_ids", params.stop_token_ids)
+        self._check_ids(params)
+        if params.prompt_logprobs is not None:
+            _check_prompt_logprobs(len(prompt), params.prompt_logprobs)
         max_tokens = self._resolve_max_tokens(len(prompt), params.max_tokens)
         return Request(
             id=submission.id or uuid.uuid4().hex,
@@ -45,9 +50,38 @@ class Intake:
             eos_ids=self._facts.eos_ids,
         )
 
-    def _within_vocabulary(self, field: str, ids: tuple[int, ...]) -> None:
+    def _check_ids(self, params: SamplingParams) -> None:
+        """All ids of the parameters are tokens, and they leave a token to choose."""
+        bad_words = [word for word in params.bad_words if not isinstance(word, str)]
+        if len(bad_words) < len(params.bad_words):
+            raise TypeError("bad_words are texts: turn them into ids (chat.bad_word_ids) first")
+        allowed = params.allowed_token_ids
+        self._within_vocabulary("stop_token_ids", params.stop_token_ids)
+        self._within_vocabulary("logit_bias", [*dict(params.logit_bias)])
+        self._within_vocabulary("allowed_token_ids", allowed or ())
+        self._within_vocabulary("bad_words", [*itertools.chain.from_iterable(bad_words)])
+        if allowed is not None:
+            left = set(allowed).difference(word[0] for word in bad_words if len(word) == 1)
+            if params.min_tokens:
+                left -= self._facts.eos_ids.union(params.stop_token_ids)
+            if not left:
+                raise RequestError(
+                    "allowed_token_ids", "bad_words and min_tokens forbid all of them: allow others"
+                )
+
+    def _within_vocabulary(self, field: str, ids: Sequence[int]) -> None:
         """Ids index the embedding and the logits: an id outside them would make the device fail,
         not just this request.
         """
         if ids and (min(ids) < 0 or max(ids) >= self._facts.vocab_size):
             raise RequestError(field, f"token ids must be from 0 to {self._facts.vocab_size - 1}")
+
+
+def _check_prompt_logprobs(prompt_len: int, count: int) -> None:
+    needed = prompt_len * (count + 1)
+    if needed > MAX_PROMPT_LOGPROBS:
+        raise RequestError(
+            "prompt_logprobs",
+            f"{prompt_len} prompt tokens * ({count} + 1) = {needed} log-probabilities, more than "
+            f"{MAX_PROMPT_LOGPROBS}: lower it, or send a shorter prompt",
+        )

@@ -117,7 +117,8 @@ def build(
         config, inspected.shape, device, dtype=_dtype_name(loaded.dtype), measured=measured
     )
     cache = _cache(model, resolved)
-    runner = ModelRunner(model, cache)
+    limits = resolved.config
+    runner = ModelRunner(model, cache, max_logits=min(limits.max_requests, limits.max_batch_tokens))
     for warning in resolved.warnings:
         log.warning("%s", warning)
     log.info("%s", summary(resolved))

@@ -166,6 +166,13 @@ def test_every_field_reaches_the_engine() -> None:
                 "ignore_eos": True,
                 "stop_token_ids": [4, 5],
                 "stop": ["end", "fin"],
+                "include_stop_str_in_output": True,
+                "presence_penalty": 0.5,
+                "frequency_penalty": -0.5,
+                "repetition_penalty": 1.25,
+                "logit_bias": {"7": -100, "8": 1.5},
+                "allowed_token_ids": [7, 8, 9],
+                "bad_words": ["no"],
                 "user": "ada",
                 "cache_salt": "salt",
                 "priority": -2,
@@ -186,7 +193,19 @@ def test_every_field_reaches_the_engine() -> None:
             )
             assert (params.min_p, params.n, params.seed, params.min_tokens) == (0.25, 2, -7, 3)
             assert (params.ignore_eos, params.stop_token_ids, params.logprobs) == (True, (4, 5), 4)
-            assert (seen.stop, seen.tenant, seen.salt, seen.priority) == (
+            assert (
+                params.presence_penalty,
+                params.frequency_penalty,
+                params.repetition_penalty,
+            ) == (0.5, -0.5, 1.25)
+            assert params.logit_bias == ((7, -100.0), (8, 1.5))
+            assert (params.allowed_token_ids, params.include_stop_str_in_output) == (
+                (7, 8, 9),
+                True,
+            )
+            assert params.bad_words
+            assert all(isinstance(word, tuple) for word in params.bad_words)
+            assert (params.stop, seen.tenant, seen.salt, seen.priority) == (
                 ("end", "fin"),
                 "ada",
                 b"salt",

@@ -18,7 +18,7 @@ from fairlead_kernels import sample as ops
 from fairlead_runtime.device import sampling
 from fairlead_runtime.device.sampling import SamplingBatch, draw_keys, sample
 from fairlead_runtime.logprobs import TokenLogprobs
-from fairlead_runtime.request import Request, SamplingParams, Sequence
+from fairlead_runtime.request import NOTHING_ALLOWED, Request, SamplingParams, Sequence
 from fairlead_runtime.seeds import mix64, resolve_seed
 from support.full import LONG_FORM
 
@@ -293,7 +293,7 @@ def test_min_tokens_over_a_vocabulary_of_stop_tokens_fails_that_request_alone() 
     outcomes = sample(
         torch.zeros(2, 3), SamplingBatch.of([stops, a_sequence(temperature=0.0)])
     ).outcomes()
-    assert outcomes == [(-1, None, sampling.NOTHING_ALLOWED), (0, None, None)]
+    assert outcomes == [(-1, None, NOTHING_ALLOWED), (0, None, None)]
 
 
 # -- non-finite logits

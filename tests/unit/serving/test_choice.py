@@ -56,6 +56,31 @@ def test_without_stop_texts_everything_passes_at_once(text: str, cuts: list[int]
         assert finder.add(text[:cut], last=False) == (text[:cut], None)
 
 
+@given(LETTERS, STOPS, st.integers(0, 30))
+def test_no_stop_text_that_ends_within_min_tokens_counts(
+    text: str, stops: tuple[str, ...], minimum: int
+) -> None:
+    """One letter is one token here."""
+    finder, shown_text, found = StopTexts(stops), "", None
+    for i, letter in enumerate(text):
+        part, found = finder.add(letter, last=i == len(text) - 1, may_stop=i >= minimum)
+        shown_text += part
+        if found is not None:
+            break
+    ends = [end for end in range(minimum + 1, len(text) + 1) if text[:end].endswith(stops)]
+    if not ends:
+        assert (shown_text, found) == (text, None)
+    else:
+        assert found is not None
+        assert shown_text + found == text[: ends[0]]
+
+
+def test_a_stop_text_can_stay_in_the_output() -> None:
+    finder = StopTexts(("END", "E"), included=True)
+    assert finder.add("the EN", last=False, may_stop=False) == ("the ", None)
+    assert finder.add("D of it", last=False) == ("END", "END")
+
+
 def test_only_what_may_become_a_stop_text_is_held_back() -> None:
     finder = StopTexts(("END",))
     assert finder.add("the E", last=False) == ("the ", None)
@@ -89,3 +114,24 @@ def test_a_stop_token_counts_and_is_not_shown(finish: FinishReason, text: str) -
     assert (output.finish_reason, stopped_early) == (finish, False)
     assert output.stop_reason == (3 if finish is FinishReason.STOP else None)
     assert one.finished
+
+
+def test_a_stop_text_within_min_tokens_ends_nothing() -> None:
+    """min_tokens outlast stop texts: the text goes on until one ends in a later token."""
+    one = choice(stop="b", min_tokens=2, max_tokens=9)
+    pieces = []
+    for token in (1, 1, 1):
+        output, ended = one.take([ChoiceEvent("r", 0, token, None, None)])
+        pieces.append(output.text)
+    assert ended
+    assert "".join(pieces) == "bb"
+
+
+def test_a_kept_stop_token_is_shown_and_a_kept_stop_text_ends_the_text() -> None:
+    kept = choice(include_stop_str_in_output=True, stop_token_ids=(1,))
+    output, _ = kept.take([ChoiceEvent("r", 0, 1, None, FinishReason.STOP)])
+    assert output.text == "b"
+    text = choice(include_stop_str_in_output=True, stop="b")
+    output, ended = text.take([ChoiceEvent("r", 0, 1, None, None)])
+    assert ended
+    assert output.text == "b"

@@ -108,7 +108,7 @@ def engine_of(service: Service) -> Engine:
 
 def ask(prompt: int = 4, max_tokens: int | None = 6, start: int = 1, **more: Any) -> Submission:
     ids = tuple((start + i) % VOCABULARY for i in range(prompt))
-    fields = {k: more.pop(k) for k in ("id", "stop", "tenant", "priority") if k in more}
+    fields = {k: more.pop(k) for k in ("id", "tenant", "priority") if k in more}
     return Submission(prompt=ids, params=SamplingParams(max_tokens=max_tokens, **more), **fields)
 
 

@@ -67,8 +67,8 @@ def test_requests_of_a_batch_may_wait_for_any_time(built: dict[str, Any]) -> Non
 
 def test_a_choice_that_a_stop_text_ended_takes_no_further_step(built: dict[str, Any]) -> None:
     with LLM("demo:") as one:
-        params = SamplingParams(temperature=0, max_tokens=100)
-        stops = Submission(prompt=(5, 6), params=params, stop=("c",))
+        params = SamplingParams(temperature=0, max_tokens=100, stop="c")
+        stops = Submission(prompt=(5, 6), params=params)
         ends = list(one.stream([stops]))
         assert "".join(output.text for _, output in ends) == "ab"
         assert ends[-1][1].finish_reason is FinishReason.STOP
