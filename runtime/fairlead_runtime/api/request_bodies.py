@@ -7,7 +7,7 @@ Tokenizes nothing.
 
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, TypeVar
 
 from pydantic import FailFast, Field, field_validator
@@ -177,12 +177,28 @@ def chat(body: Mapping[str, Any], served: str) -> GenerationRequest:
         default_tokens=None,
         logprobs=(parsed.top_logprobs or 0) if parsed.logprobs else None,
     )
+    tools = tools_of(parsed.tools, parsed.tool_choice, parallel=parsed.parallel_tool_calls)
+    common = _common(parsed, params)
+    if tools.schema is not None:
+        common |= _forcing(tools.schema, params, common["sent_names"])
     return GenerationRequest(
         messages=for_template(parsed.messages),
-        tools=tools_of(parsed.tools, parsed.tool_choice, parallel=parsed.parallel_tool_calls),
+        tools=tools,
         show_reasoning=parsed.include_reasoning is not False,
-        **_common(parsed, params),
+        **common,
     )
+
+
+def _forcing(
+    schema: dict[str, Any], params: SamplingParams, names: Mapping[str, str]
+) -> dict[str, Any]:
+    """A call that must be made leaves no room for another form of the answer."""
+    sent_names = {**names, "structured_outputs": "tools", "structured_outputs.json": "tools"}
+    try:
+        params = replace(params, structured_outputs={"json": schema})
+    except RequestError as error:
+        raise error.renamed(sent_names) from None
+    return {"params": params, "sent_names": sent_names}
 
 
 def _validate(kind: type[BodyT], body: Mapping[str, Any], served: str) -> BodyT:

@@ -3,9 +3,11 @@
 import json
 from typing import Any
 
+import jsonschema  # type: ignore[import-untyped]
 import pytest
 from openai.types.chat import ChatCompletionMessage
 
+from fairlead_runtime.api.tools.grammar import calls_schema
 from fairlead_runtime.models import tiny
 from fairlead_runtime.request import FinishReason
 from support.api_harness import FakeService, Server, chat, events, fake_server, is_error, run
@@ -40,7 +42,7 @@ CALLED = [("get_weather", ARGUMENTS), ("get_time", "{}")]
 
 
 def calling(parser: str = "hermes", **settings: Any) -> FakeService:
-    settings = {"says": SAID[parser], "finish": FinishReason.STOP, **settings}
+    settings = {"says": SAID.get(parser, ""), "finish": FinishReason.STOP, **settings}
     return FakeService(tool_call_parser=parser, **settings)
 
 
@@ -335,5 +337,104 @@ def test_a_stream_of_calls_has_openais_deltas() -> None:
             assert all(set(call["function"]) == {"arguments"} for call in pieces)
             joined = "".join(c["function"]["arguments"] for c in pieces if c["index"] == 0)
             assert json.loads(joined) == json.loads(ARGUMENTS)
+
+    run(scenario())
+
+
+# -- calls that the request forces
+
+REQUIRED = (
+    f'[{{"name": "get_weather", "parameters": {ARGUMENTS}}}, '
+    '{"name": "get_time", "parameters": {}}]'
+)
+NAMED: Any = {"type": "function", "function": {"name": "get_weather"}}
+PARAMETERS = WEATHER["function"]["parameters"]
+
+
+@pytest.mark.parametrize(
+    ("choice", "said", "called", "reason"),
+    [
+        ("required", REQUIRED, CALLED, "tool_calls"),
+        (NAMED, ARGUMENTS, CALLED[:1], "stop"),
+    ],
+)
+@pytest.mark.parametrize("parser", ["hermes", "none"])
+def test_forced_calls_are_the_same_streamed_or_not(
+    choice: Any, said: str, called: list[tuple[str, str]], reason: str, parser: str
+) -> None:
+    async def scenario() -> None:
+        service = calling(parser, says=said, reasoning_parser="deepseek_r1")
+        async with fake_server(service) as (server, _):
+            whole_choice = await whole(server, tool_choice=choice)
+            assert calls_of(whole_choice.message) == called
+            assert whole_choice.message.content is None
+            assert whole_choice.finish_reason == reason
+            message, choices = await streamed(server, tool_choice=choice)
+            assert [tuple(call) for call in message["calls"]] == called
+            assert (message["content"], message["reasoning"]) == ("", "")
+            assert choices[-1].finish_reason == reason
+
+    run(scenario())
+
+
+def test_a_forced_call_is_a_schema_for_the_engine() -> None:
+    async def scenario() -> None:
+        async with fake_server(calling()) as (server, service):
+            await whole(server, tool_choice=NAMED)
+            await whole(server, tool_choice="required", parallel_tool_calls=False)
+            await whole(server)
+            outputs: Any = [each.params.structured_outputs for each in service.seen]
+            named, required, none = outputs
+            assert json.loads(named.json) == PARAMETERS
+            schema = json.loads(required.json)
+            jsonschema.validate([{"name": "get_weather", "parameters": {"city": "x"}}], schema)
+            for wrong in (
+                [],
+                [{"name": "get_weather", "parameters": {"city": 1}}],
+                [{"name": "other", "parameters": {}}],
+                [{"name": "get_time", "parameters": {"city": "x"}}],
+                [{"name": "get_time", "parameters": {}}] * 2,
+            ):
+                with pytest.raises(jsonschema.ValidationError):
+                    jsonschema.validate(wrong, schema)
+            assert none is None
+
+    run(scenario())
+
+
+def test_references_in_parameters_point_into_the_tools_own_schema() -> None:
+    parameters = {
+        "type": "object",
+        "properties": {"at": {"$ref": "#/$defs/Place"}, "next": {"$ref": "#"}},
+        "required": ["at"],
+        "additionalProperties": False,
+        "$defs": {"Place": {"enum": ["Paris"]}},
+    }
+    other = {**parameters, "$defs": {"Place": {"enum": ["Rome"]}}}
+    schema = calls_schema([("f", parameters), ("g", other)], parallel=True)
+    jsonschema.Draft202012Validator.check_schema(schema)
+    good = [
+        {"name": "f", "parameters": {"at": "Paris", "next": {"at": "Paris"}}},
+        {"name": "g", "parameters": {"at": "Rome"}},
+    ]
+    jsonschema.validate(good, schema)
+    for wrong in (
+        [{"name": "f", "parameters": {"at": "Rome"}}],
+        [{"name": "g", "parameters": {"at": "Rome", "next": {"at": "Paris"}}}],
+    ):
+        with pytest.raises(jsonschema.ValidationError):
+            jsonschema.validate(wrong, schema)
+
+
+def test_a_schema_that_is_too_large_is_the_tools() -> None:
+    async def scenario() -> None:
+        async with fake_server(calling(max_model_len=100_000)) as (server, _), server.client() as c:
+            values = [f"value {number}" for number in range(10_000)]
+            function = {"name": "f", "parameters": {"properties": {"a": {"enum": values}}}}
+            tools = [{"type": "function", "function": function}]
+            answer = await c.post(CHAT, json=chat(tools=tools, tool_choice="required"))
+            assert answer.status_code == 400
+            assert answer.json()["error"]["param"] == "tools"
+            assert answer.json()["error"]["message"].startswith("tools: ")
 
     run(scenario())

@@ -9,6 +9,7 @@ from pydantic import Field
 from fairlead_runtime.api.errors import invalid
 from fairlead_runtime.api.strict_body import StrictBody
 from fairlead_runtime.api.tools.formats import ToolUse
+from fairlead_runtime.api.tools.grammar import arguments_schema, calls_schema
 
 MAX_TOOLS = 128
 _FUNCTION_NAME = r"^[a-zA-Z0-9_.-]{1,64}$"
@@ -32,10 +33,13 @@ class Tool(StrictBody):
 
 
 class Tools(NamedTuple):
-    """``for_template``: the tools that the model is told of."""
+    """``for_template``: the tools that the model is told of. ``schema``: the JSON schema that the
+    whole answer must match, where the request forces a call.
+    """
 
     use: ToolUse
     for_template: tuple[dict[str, Any], ...] = ()
+    schema: dict[str, Any] | None = None
 
 
 NO_TOOLS = Tools(ToolUse())
@@ -51,19 +55,22 @@ def tools_of(tools: list[Tool] | None, choice: Any, *, parallel: bool | None) ->
         raise invalid("tool_choice", "needs tools; send them or leave it out")
     if forced is not None and forced not in names:
         raise invalid("tool_choice", "names none of the tools; name one of them")
-    if forced is not None or choice == "required":
-        raise invalid("tool_choice", "is not supported; leave it out", "unsupported_parameter")
     if choice == "none" or not tools:
         return NO_TOOLS
-    return Tools(
-        ToolUse(
-            names=frozenset(names),
-            forced=forced,
-            required=choice == "required",
-            parallel=parallel is not False,
-        ),
-        tuple(tool.for_template() for tool in tools),
+    use = ToolUse(
+        names=frozenset(names),
+        forced=forced,
+        required=choice == "required",
+        parallel=parallel is not False,
     )
+    return Tools(use, tuple(tool.for_template() for tool in tools), _schema(use, tools))
+
+
+def _schema(use: ToolUse, tools: list[Tool]) -> dict[str, Any] | None:
+    parameters = [(tool.function.name, tool.function.parameters) for tool in tools]
+    if use.forced is not None:
+        return arguments_schema(dict(parameters)[use.forced])
+    return calls_schema(parameters, parallel=use.parallel) if use.required else None
 
 
 def _forced(choice: Any) -> str | None:
