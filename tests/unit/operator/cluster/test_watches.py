@@ -1,0 +1,106 @@
+"""The watches: what kopf is told, what is passed on, and that they are opened again."""
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import kopf
+import pytest
+
+from fairlead_operator.cluster import watches
+from fairlead_operator.cluster.watches import Watches
+from fairlead_operator.resource.kinds import EVENT, POD, WATCHED, Kind, Object
+
+
+@pytest.mark.parametrize(
+    ("kind", "deleted"), [("ADDED", False), ("MODIFIED", False), ("DELETED", True), (None, False)]
+)
+def test_every_object_is_passed_on(kind: str | None, *, deleted: bool) -> None:
+    seen: list[tuple[Kind, bool, Object]] = []
+    observe = watches._observer(POD, lambda *news: seen.append(news))
+    body: Object = {"metadata": {"name": "a"}}
+    asyncio.run(observe(event={"type": kind, "object": body}, name="a", body=None))
+    assert seen == [(POD, deleted, body)]
+
+
+def test_kopf_only_watches_what_the_store_holds_and_writes_nothing() -> None:
+    handlers = watches.registry(WATCHED, {}, lambda *_: None)
+    assert len(handlers._watching.get_all_handlers()) == len(WATCHED)
+    assert handlers._changing.get_all_handlers() == []
+    assert handlers._spawning.get_all_handlers() == []
+    settings = kopf.OperatorSettings()
+    watches._configure(settings, WATCHED)
+    assert not settings.posting.enabled
+    assert settings.scanning.disabled
+    assert settings.peering.standalone
+    assert settings.watching.label_selectors["", "v1", "pods"] == POD.labels
+    assert settings.watching.field_selectors["", "v1", "events"] == EVENT.fields
+    assert len(settings.watching.label_selectors) == sum(bool(k.labels) for k in WATCHED)
+
+
+class Opened:
+    """Watches of the namespaces a and b whose ``_once`` ends at once."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.one = Watches(WATCHED, ["a", "b"], {}, lambda *_: None)
+        self.namespaces: list[list[str]] = []
+        monkeypatch.setattr(self.one, "_once", self.open)
+
+    def open(self) -> None:
+        self.namespaces.append(self.one._watched)
+
+    async def run_until(self, ended: Callable[[], bool]) -> int:
+        """Run until ``ended``; returns how often the restart was reported."""
+        restarts: list[None] = []
+        task = asyncio.create_task(self.one.run(lambda: restarts.append(None), pause=0.0))
+        while not ended():  # noqa: ASYNC110 - conditions of several kinds
+            await asyncio.sleep(0)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        return len(restarts)
+
+
+def test_watches_that_end_are_opened_again_and_it_is_reported(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    opened = Opened(monkeypatch)
+    restarts = asyncio.run(opened.run_until(lambda: len(opened.namespaces) >= 4))
+    assert restarts >= 3
+    assert opened.namespaces[:4] == [["a", "b"]] * 4
+
+
+def test_namespaces_that_are_gone_are_left_out_and_come_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    opened, stops = Opened(monkeypatch), []
+
+    async def go() -> None:
+        opened.one._stop = lambda: stops.append("stopped")
+        opened.one.leave_out(frozenset({"a"}))
+        assert stops == [], "the watch ends by itself"
+        await opened.run_until(lambda: bool(opened.namespaces))
+        stops.clear()
+        opened.one.leave_out(frozenset())
+        assert stops == ["stopped"], "a namespace that is back is watched at once"
+
+    asyncio.run(go())
+    assert opened.namespaces[0] == ["b"]
+    opened.one.leave_out(frozenset({"a", "b"}))
+    opened.namespaces.clear()
+
+    async def turns() -> None:
+        count = iter(range(20))
+        await opened.run_until(lambda: next(count) == 19)
+
+    asyncio.run(turns())
+    assert opened.namespaces == [], "no namespace at all would mean all of them"
+
+
+def test_no_end_of_a_watch_ends_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    one = Watches(WATCHED, [], {}, lambda *_: None)
+
+    async def fail(_: Any) -> None:
+        raise SystemExit("kopf gave up")
+
+    monkeypatch.setattr(one, "_watch", fail)
+    one._once()
