@@ -30,6 +30,7 @@ class ConfigError(ValueError):
     def __init__(self, field: str, message: str, hint: str = "") -> None:
         super().__init__(f"{flag_of(field)}: {message}" + (f" ({hint})" if hint else ""))
         self.field = field
+        self.message = message
         self.hint = hint
 
 

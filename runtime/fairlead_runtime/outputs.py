@@ -1,8 +1,9 @@
 """The values that cross the interface between HTTP and engine: submissions in, outputs, errors and
 views out.
 
-Every value could be sent over a socket, so that the engine can move to its own process without a
-change for its clients. Imports neither torch nor asyncio.
+Every value can be sent over a socket: the engine may run in a process of its own
+(``serving.wire``).
+Imports neither torch nor asyncio.
 """
 
 from collections.abc import Mapping

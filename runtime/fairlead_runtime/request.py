@@ -107,7 +107,7 @@ class SamplingParams:
     stop: str | tuple[str, ...] = ()  # texts that end a choice and are cut from it
     include_stop_str_in_output: bool = False  # do not cut the stop text, or a stop token's
     prompt_logprobs: int | None = None  # the same of each prompt token but the first
-    structured_outputs: StructuredOutputs | abc.Mapping[str, Any] | None = None
+    structured_outputs: Any = None  # StructuredOutputs, or a mapping of its fields
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))

@@ -1,24 +1,30 @@
-"""`fairlead serve` as a process of its own, on free ports.
+"""`fairlead serve` as processes of their own, on free ports.
 
-The processes are forked from one that has already imported torch and the models: the imports take
-longer than the tests themselves. tests/functional/commands/test_demo.py starts the command without
-this.
+Both processes of a server are forked from one that has already imported torch and the models: the
+imports take longer than the tests themselves. tests/functional/api/test_processes.py and
+tests/functional/commands/test_demo.py start the command without this.
 """
 
+import itertools
 import json
 import multiprocessing
 import os
 import queue
 import signal
+import socket
+import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import httpx
+
+from fairlead_runtime.start import engine_process
 
 WITHIN = 300.0  # seconds; a limit for hung processes, long enough for a busy machine
 forks = multiprocessing.get_context("forkserver")
@@ -29,11 +35,15 @@ class Process:
     """The process, its log while it runs, and clients for both ports."""
 
     def __init__(
-        self, arguments: list[str], environ: Mapping[str, str], prepare: Callable[[], None]
+        self,
+        arguments: list[str],
+        environ: Mapping[str, str],
+        prepare: Callable[[], None],
+        prepare_http: Callable[[], None],
     ) -> None:
         reading, writing = forks.Pipe(duplex=False)
         self._process = forks.Process(
-            target=_main, args=(arguments, dict(environ), prepare, writing)
+            target=_main, args=(arguments, dict(environ), prepare, prepare_http, writing)
         )
         self._process.start()
         writing.close()
@@ -70,10 +80,18 @@ class Process:
         """SIGTERM, as the kubelet sends it."""
         os.kill(self._process.pid or 0, signal.SIGTERM)
 
+    @property
+    def engine_pid(self) -> int:
+        """The engine's process, which starts after the ports."""
+        parent = self._process.pid
+        while not (children := Path(f"/proc/{parent}/task/{parent}/children").read_text()):
+            pass
+        return int(children)
+
     def end(self) -> int:
-        """The exit code, once the process has ended."""
+        """The exit code, once the process and every process that it started have ended."""
         self._process.join(WITHIN)
-        self._reader.join(WITHIN)
+        self._join_reader()
         if self._process.exitcode is None:
             raise AssertionError("the server does not end:\n" + "".join(self.lines))
         return self._process.exitcode
@@ -81,6 +99,13 @@ class Process:
     def kill(self) -> None:
         self._process.kill()
         self._process.join(WITHIN)
+        self._join_reader()
+
+    def _join_reader(self) -> None:
+        """The log ends when no process is left that could write to it."""
+        self._reader.join(WITHIN)
+        if self._reader.is_alive():
+            raise AssertionError("a process of the server is left:\n" + "".join(self.lines))
 
     @property
     def last_log_line(self) -> dict[str, str]:
@@ -90,6 +115,47 @@ class Process:
 
 def no_preparation() -> None:
     """Change nothing before the server starts."""
+
+
+class Fork:
+    """The engine's process, forked from the HTTP process; the part of Popen that the runtime uses.
+    ``prepare`` runs in it first.
+    """
+
+    def __init__(self, connection: socket.socket, level: int, prepare: Callable[[], None]) -> None:
+        parent = os.getpid()
+        self.pid = os.fork()
+        if not self.pid:
+            try:
+                # As an exec would: what the HTTP process holds open must end with it.
+                os.closerange(3, connection.fileno())
+                os.closerange(connection.fileno() + 1, 1024)
+                prepare()
+                engine_process.main([str(connection.fileno()), str(parent), str(level)])
+            finally:
+                os._exit(1)
+        self._code: int | None = None
+        self._waiting = threading.Lock()
+
+    def wait(self, timeout: float | None = None) -> int:
+        end = time.monotonic() + (WITHIN if timeout is None else timeout)
+        while not self._ended():
+            if time.monotonic() > end:
+                raise subprocess.TimeoutExpired("engine", timeout or WITHIN)
+            time.sleep(0.005)
+        return self._code or 0
+
+    def kill(self) -> None:
+        if not self._ended():
+            os.kill(self.pid, signal.SIGKILL)
+
+    def _ended(self) -> bool:
+        with self._waiting:
+            if self._code is None:
+                pid, status = os.waitpid(self.pid, os.WNOHANG)
+                if pid:
+                    self._code = os.waitstatus_to_exitcode(status)
+            return self._code is not None
 
 
 def never_loads() -> None:
@@ -122,18 +188,33 @@ def slow_device() -> None:
     ModelRunner.execute = slow  # type: ignore[method-assign]
 
 
+def hanging_device() -> None:
+    """Make the third step of the engine never end."""
+    from fairlead_runtime.device.model_runner import ModelRunner
+
+    execute, steps = ModelRunner.execute, itertools.count(1)
+
+    def hang(self: ModelRunner, work: Any) -> Any:
+        if next(steps) == 3:
+            threading.Event().wait()
+        return execute(self, work)
+
+    ModelRunner.execute = hang  # type: ignore[method-assign]
+
+
 @contextmanager
 def serve(
     model: str,
     *flags: str,
     environ: Mapping[str, str] | None = None,
     prepare: Callable[[], None] = no_preparation,
+    prepare_http: Callable[[], None] = no_preparation,
 ) -> Iterator[Process]:
     """Run ``fairlead serve MODEL FLAGS`` on free ports, without a grace of the drain unless FLAGS
-    have one; ``prepare`` runs in the process first.
+    have one; ``prepare`` runs in the engine's process first, ``prepare_http`` in the HTTP process.
     """
     defaults = ["--port=0", "--admin-port=0", "--drain-grace=0"]
-    server = Process(["serve", model, *defaults, *flags], environ or {}, prepare)
+    server = Process(["serve", model, *defaults, *flags], environ or {}, prepare, prepare_http)
     try:
         yield server
     finally:
@@ -149,14 +230,19 @@ def stream_events(response: httpx.Response) -> Iterator[dict[str, Any] | str]:
 
 
 def _main(
-    arguments: list[str], environ: Mapping[str, str], prepare: Callable[[], None], log: Connection
+    arguments: list[str],
+    environ: Mapping[str, str],
+    prepare: Callable[[], None],
+    prepare_http: Callable[[], None],
+    log: Connection,
 ) -> None:
     os.dup2(log.fileno(), sys.stderr.fileno())
     log.close()
     os.environ.update(environ, OMP_NUM_THREADS="1")
     from fairlead_runtime.cli import main
 
-    prepare()
+    engine_process.spawn = lambda connection, level: Fork(connection, level, prepare)  # type: ignore[assignment,return-value]
+    prepare_http()
     sys.exit(main(arguments))
 
 

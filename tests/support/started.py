@@ -47,7 +47,7 @@ def start_engine(
     One token of prompt and one of answer: with room for less, nothing is asked.
     """
     monkeypatch.setattr(build, "memory_limit", partial(host.memory_limit, root))
-    monkeypatch.setattr(build, "_resident_bytes", lambda: process)
+    monkeypatch.setattr(build, "resident_bytes", lambda: process)
     llm = LLM(str(model), **dataclasses.asdict(config))
     try:
         resolved = llm._parts.resolved  # type: ignore[union-attr]

@@ -6,6 +6,8 @@ connection's limits.
 """
 
 import asyncio
+import os
+import threading
 from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Concatenate, ParamSpec, TypeVar
@@ -17,6 +19,7 @@ from fairlead_runtime.api.errors import ApiError
 MAX_BODY = 2 * 1024 * 1024  # bytes
 BODY_SECONDS = 30.0  # for a whole body
 POOL_WORKERS = 2
+POOL_NICE = 10  # so much nicer are they: the engine and the event loop go first
 # Of bodies that wait for a worker; the limit on connections bounds their number.
 POOL_BYTES = 64 * 1024 * 1024
 
@@ -93,13 +96,21 @@ async def _disconnected(receive: Receive) -> None:
         pass
 
 
+def _go_last() -> None:
+    """Give this thread a lower priority; on Linux each thread has its own."""
+    thread = threading.get_native_id()
+    os.setpriority(os.PRIO_PROCESS, thread, os.getpriority(os.PRIO_PROCESS, thread) + POOL_NICE)
+
+
 class PromptPool:
     """A few threads for work that would block the event loop, with a limit on the bytes that wait
     for them.
     """
 
     def __init__(self, workers: int = POOL_WORKERS, max_bytes: int = POOL_BYTES) -> None:
-        self._executor = ThreadPoolExecutor(workers, thread_name_prefix="prepare")
+        self._executor = ThreadPoolExecutor(
+            workers, thread_name_prefix="prepare", initializer=_go_last
+        )
         self._free_bytes = max_bytes
 
     async def run(

@@ -35,6 +35,7 @@ BACKLOG = 2048
 # Per port; more than the requests that run and wait by default, so that a full queue can answer.
 MAX_CONNECTIONS = 2048
 CLOSING_SECONDS = 5  # for the last bytes of answers after the drain
+DEAD_SECONDS = 1  # for the last bytes of answers when the engine has ended
 
 _log = logging.getLogger("fairlead.api")
 
@@ -86,6 +87,10 @@ async def serve(
         serving = [asyncio.create_task(port.serve()) for port in ports]
         try:
             return await _load_and_drain(state, load, signals, drain)
+        except EngineDead:
+            for port in ports:
+                port.server.config.timeout_graceful_shutdown = DEAD_SECONDS
+            raise
         finally:
             drain.cancel()
             pool.close()
@@ -122,6 +127,8 @@ async def _drain(backend: Backend, signals: "asyncio.Queue[None]", drain: Drain)
     """Drain, until a second signal or the end of the engine."""
     draining = drain.begin()
     await _first(draining, signals.get(), backend.died.wait())
+    if backend.died.is_set():  # its streams have ended, so the drain is done as well
+        raise EngineDead(backend.service.health().reason)
     return draining.result() if draining.done() else await drain.cut()
 
 

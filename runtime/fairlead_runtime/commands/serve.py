@@ -8,6 +8,7 @@ the engine gave up; 2, 3 and 4 write one JSON line.
 
 import argparse
 import os
+import sys
 from collections.abc import Sequence
 
 from fairlead_runtime.commands.parser import Parser
@@ -21,6 +22,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         config = EngineConfig.from_namespace(options)
         _check_ports(options)
+        _leave_torch_out()
         # Imported after parsing: --help and wrong flags need no heavy imports.
         from fairlead_runtime.start.serve import run
 
@@ -33,6 +35,21 @@ def main(argv: Sequence[str]) -> int:
             raise
         termination.report(refusal.code, refusal.message, refusal.hint, os.environ)
         return refusal.exit_code
+
+
+def _leave_torch_out() -> None:
+    """Keep torch out of this process, which needs only the tokenizers of transformers: that imports
+    torch wherever it can, which takes seconds and half a gigabyte. The engine's process has it.
+    """
+    if "torch" in sys.modules:
+        return
+    sys.modules["torch"] = None  # type: ignore[assignment]  # makes every import of it fail
+    quiet = "TRANSFORMERS_NO_ADVISORY_WARNINGS"
+    had, os.environ[quiet] = os.environ.get(quiet), "1"
+    import transformers  # noqa: F401 - it warns that torch is missing
+
+    if had is None:
+        del os.environ[quiet]
 
 
 def _parser() -> argparse.ArgumentParser:

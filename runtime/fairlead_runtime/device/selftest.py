@@ -22,7 +22,7 @@ from fairlead_runtime.device.batch import BatchBuilder
 from fairlead_runtime.device.kv_cache import CacheStorage
 from fairlead_runtime.device.paged_model import PagedModel
 from fairlead_runtime.models.loading import LoadedModel
-from fairlead_runtime.models.model_error import ModelError
+from fairlead_runtime.models.model_error import ModelError, SelfTestError
 from fairlead_runtime.request import Request, SamplingParams, Sequence
 from fairlead_runtime.scheduling.plan import Row, Work
 from fairlead_runtime.sizing.config_json import EXPERTS
@@ -43,28 +43,14 @@ TOLERANCE = {torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.2}
 LAST = 5
 
 
-class SelfTestError(Exception):
-    """Our forward pass and transformers' differ by ``delta``, which is more than rounding."""
-
-    def __init__(self, delta: float, tolerance: float, model_type: str) -> None:
-        super().__init__(
-            f"self-test: logits of {model_type!r} differ from plain transformers by {delta:.3g} of "
-            f"their spread, above the {tolerance:g} that rounding explains; this model would "
-            "generate wrong text"
-        )
-        self.delta = delta
-        self.tolerance = tolerance
-
-
 class NotPackedError(SelfTestError):
-    """A family that is not in the table does not run packed at all. ``delta`` is infinite."""
+    """A family that is not in the table does not run packed at all."""
 
-    def __init__(self, error: Exception, tolerance: float, model_type: str) -> None:
-        super().__init__(math.inf, tolerance, model_type)
+    def __init__(self, error: Exception, model_type: str) -> None:
         text = " ".join(str(error).split())[:300]
-        name = type(error).__name__
-        self.args = (
-            f"self-test: {model_type!r} does not run packed on a paged cache: {name}: {text}",
+        super().__init__(
+            f"self-test: {model_type!r} does not run packed on a paged cache: "
+            f"{type(error).__name__}: {text}"
         )
 
 
@@ -101,7 +87,7 @@ def prepare_and_test(loaded: LoadedModel) -> tuple[PagedModel, SelfTestResult]:
     except Exception as error:
         if name in FAMILIES:
             raise
-        raise NotPackedError(error, TOLERANCE[loaded.dtype], name) from error
+        raise NotPackedError(error, name) from error
 
 
 @torch.inference_mode()
@@ -115,7 +101,11 @@ def run(model: PagedModel, backend: AttentionBackend, max_model_len: int) -> Sel
     delta = max(_distance(*pair, median=median) for pair in zip(ours, plain, strict=True))
     tolerance = TOLERANCE[model.heads.dtype]
     if not delta <= tolerance:
-        raise SelfTestError(delta, tolerance, str(model.model.config.model_type))
+        raise SelfTestError(
+            f"self-test: logits of {str(model.model.config.model_type)!r} differ from plain "
+            f"transformers by {delta:.3g} of their spread, above the {tolerance:g} that rounding "
+            "explains; this model would generate wrong text"
+        )
     return SelfTestResult(delta, tolerance, sum(map(len, prompts)), backend.name)
 
 

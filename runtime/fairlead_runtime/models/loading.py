@@ -19,7 +19,6 @@ import transformers
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
-    AutoTokenizer,
     PretrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -30,7 +29,8 @@ from fairlead_runtime.models import architecture
 from fairlead_runtime.models import files as model_files
 from fairlead_runtime.models.files import ModelFiles
 from fairlead_runtime.models.identity import identity
-from fairlead_runtime.models.model_error import ModelError
+from fairlead_runtime.models.model_error import ModelError, first_line
+from fairlead_runtime.models.tokenizer_files import load_tokenizer
 from fairlead_runtime.sizing.shape import ModelShape
 from fairlead_runtime.supported import check_supported
 
@@ -131,25 +131,6 @@ def load(
     )
 
 
-def load_tokenizer(path: Path) -> PreTrainedTokenizerBase:
-    """The model's own fast (Rust) tokenizer, which streaming needs. Raises ModelError."""
-    factory: Any = AutoTokenizer  # transformers' classes are untyped
-    try:
-        tokenizer = factory.from_pretrained(path, local_files_only=True, trust_remote_code=False)
-    # A tokenizer's files are untrusted: any error while reading them is theirs.
-    except Exception as error:
-        raise ModelError(
-            "BadModelFiles", f"the tokenizer cannot be read: {_first_line(error)}"
-        ) from error
-    if not isinstance(tokenizer, PreTrainedTokenizerBase) or not tokenizer.is_fast:
-        raise ModelError(
-            "UnsupportedModel",
-            "the tokenizer has no fast (Rust) implementation",
-            "use a revision that has a tokenizer.json",
-        )
-    return tokenizer
-
-
 def eos_ids(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, vocab: int
 ) -> frozenset[int]:
@@ -210,7 +191,7 @@ def _read_weights(inspected: InspectedModel) -> PreTrainedModel:
         if _out_of_memory(error):
             raise
         raise ModelError(
-            "BadWeights", f"the model cannot be loaded: {_first_line(error)}"
+            "BadWeights", f"the model cannot be loaded: {first_line(error)}"
         ) from error
     if not isinstance(model, PreTrainedModel):
         raise ModelError("UnsupportedModel", f"{type(model).__name__} is not a transformers model")
@@ -258,8 +239,3 @@ def _progress_on_terminals_only() -> Iterator[None]:
     finally:
         if shown:
             control.enable_progress_bar()
-
-
-def _first_line(error: Exception) -> str:
-    text = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {text[0] if text else ''}"[:300]

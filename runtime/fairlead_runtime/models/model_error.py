@@ -32,3 +32,13 @@ class ModelError(Exception):
         self.code: Code = code
         self.message = message
         self.hint = hint
+
+
+class SelfTestError(Exception):
+    """The engine's forward pass does not give the logits of transformers."""
+
+
+def first_line(error: Exception) -> str:
+    """The error's type and the first line of its text, for a message about it."""
+    text = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {text[0] if text else ''}"[:300]

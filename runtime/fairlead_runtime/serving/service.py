@@ -102,11 +102,11 @@ class Service:
                 await self._no_clients.wait()
         except TimeoutError:
             unfinished = self._clients()
+            error = Draining(f"the server stopped after {max_wait:g} s of draining")
             for request_id in unfinished:
-                self._engine.abort(
-                    request_id,
-                    error=Draining(f"the server stopped after {max_wait:g} s of draining"),
-                )
+                self._engine.abort(request_id, error=error)
+                # An engine that hangs delivers no end.
+                self._streams[request_id].end(error)
         return DrainResult(self._drain_requests - len(unfinished), len(unfinished))
 
     def _clients(self) -> list[str]:

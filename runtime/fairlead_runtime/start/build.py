@@ -38,7 +38,7 @@ from fairlead_runtime.serving.intake import Intake
 from fairlead_runtime.sizing.groups import group_layers
 from fairlead_runtime.sizing.report import MemoryReport, memory_report
 from fairlead_runtime.sizing.terms import DeviceFacts
-from fairlead_runtime.start.host import cpu_limit, memory_limit
+from fairlead_runtime.start.host import cpu_limit, memory_limit, resident_bytes
 from fairlead_runtime.start.resolve import ResolvedConfig, resolve, summary
 from fairlead_runtime.supported import check_supported
 
@@ -97,15 +97,17 @@ def build(
     observer: Observer | None = None,
     now: Callable[[], float] = time.monotonic,
     queue_timeout: float | None = None,
+    beside: int | None = None,
 ) -> EngineParts:
     """Load the model in directory ``path`` and build its engine; takes seconds to minutes.
 
-    ``queue_timeout`` (seconds) overrides the configured one. Raises ConfigError, ModelError, or
+    ``queue_timeout`` (seconds) overrides the configured one. ``beside``: the bytes of RAM that the
+    HTTP process takes beside this one; None without one. Raises ConfigError, ModelError, or
     SelfTestError when the model's logits differ from those of transformers.
     """
     device = device_facts(config.device)
-    _limit_threads()
-    process_bytes = _resident_bytes()
+    _limit_threads(others=beside is not None)
+    process_bytes = resident_bytes() + (beside or 0)
     inspected = check(path, config, device)
     loaded = loading.load(path, config=config, device=device.kind)
     loaded_at = now()
@@ -260,18 +262,13 @@ def _memory_report(
     return memory_report(replace(resolved.plan, terms=planned), measured, NOT_MEASURED)
 
 
-def _limit_threads() -> None:
-    """Let torch use at most as many threads as this process has CPUs, unless OMP_NUM_THREADS is
-    set.
+def _limit_threads(*, others: bool) -> None:
+    """Let torch use at most as many threads as there are CPUs, and of more than two one less when
+    there are ``others`` to run, unless OMP_NUM_THREADS is set.
     """
     if "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(min(cpu_limit(), torch.get_num_threads()))
-
-
-def _resident_bytes() -> int:
-    """Bytes of RAM that this process uses now, before it loads the weights."""
-    with Path("/proc/self/statm").open(encoding="ascii") as statm:
-        return int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+        threads = min(cpu_limit(), torch.get_num_threads())
+        torch.set_num_threads(threads - (others and threads > 2))
 
 
 def _dtype_name(dtype: torch.dtype) -> str:

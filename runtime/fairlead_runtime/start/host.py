@@ -1,5 +1,5 @@
 """The memory and the CPUs that this process may use, by the tightest cgroup limit or else the
-machine, and the age of the process.
+machine, the RAM that it uses now, and its age.
 
 Owns the reading of /proc and /sys, under a root that tests replace.
 """
@@ -41,6 +41,12 @@ def process_age(root: Path = Path("/")) -> float:
     # the state; the start time is field 22.
     fields = (root / "proc/self/stat").read_text().rpartition(")")[2].split()
     return time.clock_gettime(time.CLOCK_BOOTTIME) - int(fields[19]) / os.sysconf("SC_CLK_TCK")
+
+
+def resident_bytes(root: Path = Path("/")) -> int:
+    """Bytes of RAM that this process uses now."""
+    pages = (root / "proc/self/statm").read_text().split()[1]
+    return int(pages) * os.sysconf("SC_PAGE_SIZE")
 
 
 def _quota(folder: Path) -> list[float]:

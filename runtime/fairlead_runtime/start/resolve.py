@@ -70,7 +70,7 @@ def resolve(
     process = (measured or {}).get("process", 0)
     if process > PROCESS:
         warnings.append(
-            f"the process takes {process / GIB:.2f} GiB before any weight, more than the "
+            f"the pod takes {process / GIB:.2f} GiB before any weight, more than the "
             f"{gib(PROCESS)} GiB of every plan: the cache gets the difference less"
         )
     if capacity < plan.max_model_len:

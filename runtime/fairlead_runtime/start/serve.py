@@ -1,18 +1,23 @@
 """``fairlead serve`` once its flags are parsed: listen, load, self-test, serve, drain.
 
-Owns the order of these steps and the Backend that the HTTP server gets. commands/refusals.py has
-the exit codes of failures.
+This is the HTTP process: it starts the engine's process, which loads torch and the model. Owns the
+order of these steps and the Backend that the HTTP server gets. commands/refusals.py has the exit
+codes of failures.
 """
 
 import asyncio
 import functools
 import logging
 import os
+import socket
 import threading
 import time
 from collections.abc import Callable
+from contextlib import AsyncExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
+
+from transformers import PreTrainedTokenizerBase
 
 from fairlead_runtime.api import server as http
 from fairlead_runtime.api.auth import KeyRing
@@ -24,20 +29,18 @@ from fairlead_runtime.hub.fetch import Progress
 from fairlead_runtime.models.files import CONFIG
 from fairlead_runtime.outputs import DrainResult
 from fairlead_runtime.preflight import check_record
-from fairlead_runtime.serving.engine_link import LocalEngine
-from fairlead_runtime.serving.measurements import RequestMetrics
+from fairlead_runtime.serving import wire
+from fairlead_runtime.serving.detokenize import vocabulary_of
+from fairlead_runtime.serving.intake import Intake
 from fairlead_runtime.serving.metrics import EngineMetrics
+from fairlead_runtime.serving.remote_engine import RemoteEngine
 from fairlead_runtime.serving.service import Service
-from fairlead_runtime.start import termination
-from fairlead_runtime.start.host import process_age
+from fairlead_runtime.start import engine_process, termination
+from fairlead_runtime.start.host import process_age, resident_bytes
 from fairlead_runtime.supported import check_supported
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
-    from fairlead_runtime.start.build import EngineParts
-
 log = logging.getLogger("fairlead.serve")
+STOP_SECONDS = 5.0  # for the running step of the engine
 T = TypeVar("T")
 
 
@@ -66,54 +69,60 @@ def run(model: str, config: EngineConfig, host: str, port: int, admin_port: int)
 async def _serve(
     state: ServerState, listeners: http.Listeners, model: str, config: EngineConfig
 ) -> DrainResult:
-    services: list[Service] = []
-
-    async def load() -> Backend:
-        backend, service = await _load(state, model, config)
-        services.append(service)
-        return backend
-
-    try:
+    async with AsyncExitStack() as running:
         return await http.serve(
             state,
             listeners,
-            load,
+            lambda: _load(state, model, config, running),
             drain_grace=config.drain_grace,
             drain_timeout=config.drain_timeout,
         )
-    finally:
-        for service in services:
-            await service.stop()
 
 
-async def _load(state: ServerState, model: str, config: EngineConfig) -> tuple[Backend, Service]:
-    """Download, load, self-test, start the service. The ports already answer during this."""
+async def _load(
+    state: ServerState, model: str, config: EngineConfig, running: AsyncExitStack
+) -> Backend:
+    """Start the engine's process, download, load, self-test. The ports already answer during this.
+
+    ``running`` ends what was started.
+    """
+    engine = _start_engine()
+    running.push_async_callback(engine.stop, STOP_SECONDS)
+    await engine.open()
     report = _progress_report(state)
     local = await _in_thread(lambda: source.resolve(model, revision=config.revision, report=report))
-    metrics, measurements = EngineMetrics(state.name), RequestMetrics()
-    parts = await _in_thread(lambda: _build(state, local.path, config, measurements))
-    warmed = time.monotonic() - parts.loaded_at
+    state.model_config = await _in_thread(lambda: _config_json(local.path))
+    start = wire.Start(str(local.path), config, beside=resident_bytes())
+    loading = engine.load(start)
+    # Imported here: transformers takes seconds, and the probes must answer before that.
+    load_tokenizer = await _in_thread(_tokenizer_loader)
+    loaded = await loading
+    tokenizer = await _in_thread(lambda: load_tokenizer(local.path))
+    metrics = EngineMetrics(state.name)
+    warmed = time.monotonic() - loaded.loaded_at
     metrics.started(loaded=process_age() - warmed, warmed=warmed)
-    service = Service(LocalEngine(parts.engine, measurements), parts.intake, parts.vocabulary)
+    vocabulary = vocabulary_of(tokenizer)
+    intake = Intake(loaded.bounds.resolve_max_tokens, loaded.facts)
+    service = Service(engine, intake, vocabulary)
     service.start()
+    running.push_async_callback(service.stop, STOP_SECONDS)
 
     async def exposition() -> bytes:
         report = await service.report()
         return await asyncio.to_thread(metrics.exposition, report, draining=state.draining)
 
-    backend = Backend(
+    return Backend(
         service=service,
-        tokenizer=parts.tokenizer,
-        vocabulary=parts.vocabulary,
+        tokenizer=tokenizer,
+        vocabulary=vocabulary,
         metrics=exposition,
-        memory=parts.memory.as_dict(),
+        memory=loaded.memory,
         died=service.died,
-        replies=_replies(config, parts.tokenizer),
+        replies=_replies(config, tokenizer),
     )
-    return backend, service
 
 
-def _replies(config: EngineConfig, tokenizer: "PreTrainedTokenizerBase") -> ReplyFormat:
+def _replies(config: EngineConfig, tokenizer: PreTrainedTokenizerBase) -> ReplyFormat:
     replies = reply_format(
         tokenizer,
         tool_call_parser=config.tool_call_parser,
@@ -133,14 +142,26 @@ def _origin(setting: str, format_name: str) -> str:
     return f"{format_name} (by the chat template)" if format_name else "none in the chat template"
 
 
-def _build(
-    state: ServerState, path: Path, config: EngineConfig, measurements: RequestMetrics
-) -> "EngineParts":
-    state.model_config = (path / CONFIG).read_bytes()
-    # Imported here: torch and the models take seconds, and the probes must answer before that.
-    from fairlead_runtime.start.build import build
+def _start_engine() -> RemoteEngine:
+    """The engine's process, joined by a pair of sockets that have no name: no other process can
+    connect, and no file is left behind.
+    """
+    ours, theirs = socket.socketpair()
+    with theirs:
+        child = engine_process.spawn(theirs, logging.getLogger().getEffectiveLevel())
+    return RemoteEngine(child, ours)
 
-    return build(path, config, observer=measurements)
+
+def _config_json(path: Path) -> bytes | None:
+    """config.json; None without one, which the engine refuses."""
+    file = path / CONFIG
+    return file.read_bytes() if file.is_file() else None
+
+
+def _tokenizer_loader() -> "Callable[[Path], PreTrainedTokenizerBase]":
+    from fairlead_runtime.models.tokenizer_files import load_tokenizer
+
+    return load_tokenizer
 
 
 async def _in_thread(work: Callable[[], T]) -> T:

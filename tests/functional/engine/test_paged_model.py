@@ -14,7 +14,7 @@ from fairlead_runtime.device import attention, profiling, selftest
 from fairlead_runtime.device.attention import AttentionCall, PagedPass
 from fairlead_runtime.device.paged_model import PagedModel
 from fairlead_runtime.models import families, rope, tiny
-from fairlead_runtime.models.model_error import ModelError
+from fairlead_runtime.models.model_error import ModelError, SelfTestError
 from fairlead_runtime.request import Request, SamplingParams, Sequence
 from fairlead_runtime.scheduling.plan import Row, Work
 from support.engine_rig import Rig, Setting, greedy, prompts, rig
@@ -70,7 +70,7 @@ def test_a_planted_fault_of_the_attention_fails_the_self_test(
         return attend(self, layer, q, k, v, change(call))
 
     monkeypatch.setattr(PagedPass, "attend", attend_wrongly)
-    with pytest.raises(selftest.SelfTestError, match=family):
+    with pytest.raises(SelfTestError, match=family):
         self_test(model)
 
 
@@ -82,7 +82,7 @@ def test_a_window_wrong_by_one_fails_the_self_test(
 ) -> None:
     model = paged(family, dtype)
     model.windows = tuple(None if w is None else w + error for w in model.windows)
-    with pytest.raises(selftest.SelfTestError):
+    with pytest.raises(SelfTestError):
         self_test(model)
 
 
@@ -95,7 +95,7 @@ def test_keys_in_each_others_slots_fail_the_self_test(monkeypatch: pytest.Monkey
         init(self, batch, *rest)
 
     monkeypatch.setattr(PagedPass, "__init__", swap_slots)
-    with pytest.raises(selftest.SelfTestError):
+    with pytest.raises(SelfTestError):
         self_test(model)
 
 

@@ -18,7 +18,7 @@ from fairlead_runtime.device import selftest
 from fairlead_runtime.llm import LLM
 from fairlead_runtime.models import architecture, loading, tiny, unlisted
 from fairlead_runtime.models.headers import read_header
-from fairlead_runtime.models.model_error import ModelError
+from fairlead_runtime.models.model_error import ModelError, SelfTestError
 from fairlead_runtime.request import SamplingParams
 from fairlead_runtime.sizing.family_table import FAMILIES
 from support.engine_rig import Setting, greedy, prompts, rig
@@ -102,7 +102,7 @@ def load_random(family: str, path: Path, **settings: Any) -> loading.LoadedModel
 
 def test_an_unsupported_kind_of_attention_fails_the_self_test(tmp_path: Path) -> None:
     """Differential attention is not a sum over one set of scores."""
-    with pytest.raises(selftest.SelfTestError, match="diffllama"):
+    with pytest.raises(SelfTestError, match="diffllama"):
         selftest.prepare_and_test(load_random("diffllama", tmp_path, num_key_value_heads=2))
 
 

@@ -10,6 +10,7 @@ from fairlead_runtime.device import selftest
 from fairlead_runtime.device.kv_cache import CacheStorage
 from fairlead_runtime.device.paged_model import PagedModel
 from fairlead_runtime.models import families, tiny
+from fairlead_runtime.models.model_error import SelfTestError
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +38,7 @@ def test_a_block_that_is_not_copied_fails_the_test(
     model: PagedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(CacheStorage, "copy", lambda *_: None)
-    with pytest.raises(selftest.SelfTestError):
+    with pytest.raises(SelfTestError):
         self_test(model, 512)
 
 
@@ -50,5 +51,5 @@ def test_positions_that_are_wrong_beyond_160_fail_the_test(
         return run(self, ids, positions.clamp(max=160), step)
 
     monkeypatch.setattr(PagedModel, "run", capped)
-    with pytest.raises(selftest.SelfTestError):
+    with pytest.raises(SelfTestError):
         self_test(model, 512)

@@ -81,7 +81,7 @@ def test_more_than_the_reserved_process_memory_is_used_and_warned_about() -> Non
         GIB // 4 // planned.plan.block_bytes,
         GIB // 4 // planned.plan.block_bytes + 1,
     )
-    assert "the process takes 1.25 GiB before any weight, more than the 1.0" in more.warnings[0]
+    assert "the pod takes 1.25 GiB before any weight, more than the 1.0" in more.warnings[0]
 
 
 def test_a_setting_without_effect_is_accepted_with_a_warning() -> None:

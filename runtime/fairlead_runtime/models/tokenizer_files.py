@@ -1,0 +1,31 @@
+"""Reads the tokenizer of a model directory.
+
+The only part of a model that the HTTP process needs, so this module imports no torch. transformers
+does while torch can be imported (``commands/serve.py`` sees to that).
+"""
+
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from fairlead_runtime.models.model_error import ModelError, first_line
+
+
+def load_tokenizer(path: Path) -> PreTrainedTokenizerBase:
+    """The model's own fast (Rust) tokenizer, which streaming needs. Raises ModelError."""
+    factory: Any = AutoTokenizer  # transformers' classes are untyped
+    try:
+        tokenizer = factory.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+    # A tokenizer's files are untrusted: any error while reading them is theirs.
+    except Exception as error:
+        raise ModelError(
+            "BadModelFiles", f"the tokenizer cannot be read: {first_line(error)}"
+        ) from error
+    if not isinstance(tokenizer, PreTrainedTokenizerBase) or not tokenizer.is_fast:
+        raise ModelError(
+            "UnsupportedModel",
+            "the tokenizer has no fast (Rust) implementation",
+            "use a revision that has a tokenizer.json",
+        )
+    return tokenizer

@@ -1,0 +1,251 @@
+"""The engine in a process of its own, as the service sees it: an EngineLink over a socket.
+
+Owns the HTTP process's end of the socket and the end of the engine's process: whatever ends it ends
+the link, with a reason. The other end is ``start/engine_process.py``.
+"""
+
+import asyncio
+import gc
+import itertools
+import logging
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any, Protocol
+
+from fairlead_runtime.config import ConfigError
+from fairlead_runtime.engine.inbox import Bounds
+from fairlead_runtime.models.model_error import ModelError, SelfTestError
+from fairlead_runtime.outputs import EngineDead, EngineState, RequestView, ServiceError
+from fairlead_runtime.request import Request
+from fairlead_runtime.serving import wire
+from fairlead_runtime.serving.engine_link import Deliver, settle_memory
+from fairlead_runtime.serving.measurements import EngineReport
+
+log = logging.getLogger("fairlead.service")
+
+QUIET_SECONDS = 3 * wire.PULSE_SECONDS  # without a message: the process stands still
+REPORT_SECONDS = 2.0  # a scrape waits this long, then shows the last report
+REAP_SECONDS = 1.0  # for a process whose end of the socket is closed to end
+
+
+class Child(Protocol):
+    """The parts of subprocess.Popen that are used."""
+
+    def wait(self, timeout: float | None = None) -> int: ...
+    def kill(self) -> None: ...
+
+
+class RemoteEngine:
+    """``child`` is the engine's process, ``connection`` this process's end of the socket.
+
+    ``now`` is the machine's monotonic clock, in seconds.
+    """
+
+    def __init__(
+        self,
+        child: Child,
+        connection: socket.socket,
+        *,
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._child = child
+        self._connection = connection
+        self._now = now
+        self._writer: asyncio.StreamWriter | None = None
+        self._reading: asyncio.Task[None] | None = None
+        self._loaded: asyncio.Future[wire.Loaded] = asyncio.get_running_loop().create_future()
+        self._loaded.add_done_callback(lambda done: done.cancelled() or done.exception())
+        self._deliver: Deliver = lambda _: None
+        self._ended: Callable[[str], None] = lambda _: None
+        self._pulse, self._heard = EngineState("", "", None, 0.0), now()
+        self._stepped = self._heard  # when the last events came
+        self._numbers = itertools.count()
+        self._questions: dict[int, asyncio.Future[Any]] = {}
+        self._report: EngineReport | None = None
+        self._dead_reason = ""
+        self._stopping = False
+
+    # -- start and end
+
+    async def open(self) -> None:
+        """Connect; call it once, before anything else."""
+        reader, self._writer = await asyncio.open_unix_connection(sock=self._connection)
+        self._reading = asyncio.get_running_loop().create_task(self._read(reader))
+
+    def load(self, start: wire.Start) -> Awaitable[wire.Loaded]:
+        """Let the process load the model; awaiting the result raises ConfigError, ModelError,
+        SelfTestError or EngineDead.
+        """
+        self._send(start)
+        return self._loaded
+
+    @property
+    def bounds(self) -> Bounds:
+        return self._loaded.result().bounds
+
+    def start(self, deliver: Deliver, ended: Callable[[str], None]) -> None:
+        settle_memory()
+        self._deliver, self._ended = deliver, ended
+        if self._dead_reason:
+            asyncio.get_running_loop().call_soon(ended, self._dead_reason)
+
+    async def stop(self, max_wait: float) -> None:
+        if self._stopping:
+            return
+        self._stopping = True
+        loaded = self._loaded.done() and not self._loaded.cancelled()
+        if loaded and self._loaded.exception() is None and not self._dead_reason:
+            self._send(wire.Stop())
+        else:
+            self._child.kill()
+        await self._reap(max_wait)
+        if self._writer is not None:
+            self._writer.close()
+        if self._reading is not None:
+            await self._reading
+        gc.unfreeze()
+
+    # -- requests
+
+    def submit(self, request: Request, *, bounded: bool) -> None:
+        self._send(wire.Submit(request, bounded))
+
+    def abort(self, request_id: str, error: ServiceError | None = None) -> None:
+        if not self._dead_reason:
+            self._send(wire.Abort(request_id, error))
+
+    def finish(self, request_id: str, choice: int) -> None:
+        if not self._dead_reason:
+            self._send(wire.Finish(request_id, choice))
+
+    def state(self) -> EngineState:
+        """From the last messages. Where none came for QUIET_SECONDS the process itself stands
+        still, with or without work.
+        """
+        if self._dead_reason:
+            return EngineState(self._dead_reason, "", None, 0.0)
+        now, pulse = self._now(), self._pulse
+        silent = now - self._heard
+        age = None if pulse.step_age is None else pulse.step_age + silent
+        if age is not None:
+            age = min(age, now - self._stepped)
+        elif silent > QUIET_SECONDS:
+            age = silent
+        return EngineState("", pulse.not_ready_reason, age, pulse.step_allowance)
+
+    async def requests(self) -> list[RequestView] | None:
+        views: list[RequestView] | None = await self._ask("requests")
+        return views
+
+    async def report(self) -> EngineReport:
+        """The last one when the process does not answer now."""
+        try:
+            async with asyncio.timeout(REPORT_SECONDS):
+                report: EngineReport = await self._ask("report")
+        except TimeoutError:
+            if self._report is None:
+                raise ServiceError("the engine process does not answer: retry") from None
+            return self._report
+        self._report = report
+        return report
+
+    async def _ask(self, subject: Any) -> Any:
+        number = next(self._numbers)
+        self._questions[number] = asyncio.get_running_loop().create_future()
+        try:
+            self._send(wire.Ask(number, subject))
+            return await self._questions[number]
+        finally:
+            del self._questions[number]
+
+    def _send(self, message: wire.ToEngine) -> None:
+        if self._dead_reason or self._writer is None:
+            raise EngineDead(self._dead_reason or "the engine process is not connected")
+        self._writer.write(wire.encode(message))
+
+    # -- from the engine's process
+
+    async def _read(self, reader: asyncio.StreamReader) -> None:
+        reason = ""
+        try:
+            while (content := await wire.read_frame(reader)) is not None:
+                self._receive(wire.decode(wire.from_engine, content))
+        except wire.WireError as error:
+            reason = f"the engine process sent what is no message: {error}"
+            self._child.kill()
+        code = await self._reap(REAP_SECONDS)
+        self._lose(reason or f"the engine process {_words(code)}")
+
+    def _receive(self, message: wire.FromEngine) -> None:
+        self._heard = self._now()
+        match message:
+            case wire.Events(events):
+                self._stepped = self._heard
+                try:
+                    self._deliver(events)
+                except Exception:
+                    log.exception("the events of a step could not be delivered")
+            case wire.Pulse(state):
+                self._pulse = state
+            case wire.Views(number, answer) | wire.Report(number, answer):
+                question = self._questions.get(number)
+                if question is not None and not question.done():
+                    question.set_result(answer)
+            case wire.Loaded():
+                if not self._loaded.done():
+                    self._loaded.set_result(message)
+            case wire.Refused(kind, arguments):
+                if not self._loaded.done():
+                    self._loaded.set_exception(_ERRORS[kind](*arguments))
+            case wire.Gone(reason):
+                self._lose(reason)
+
+    async def _reap(self, max_wait: float) -> int:
+        """The exit code of the process, which is killed after ``max_wait`` seconds."""
+        try:
+            return await asyncio.to_thread(self._child.wait, max_wait)
+        except subprocess.TimeoutExpired:
+            self._child.kill()
+            return await asyncio.to_thread(self._child.wait)
+
+    def _lose(self, reason: str) -> None:
+        """The engine has ended; the first reason counts."""
+        if self._dead_reason:
+            return
+        self._dead_reason = reason
+        error = EngineDead(reason)
+        for waiting in (self._loaded, *self._questions.values()):
+            if not waiting.done():
+                waiting.set_exception(error)
+        if not self._stopping:
+            log.error("the engine has ended: %s", reason)
+            self._ended(reason)
+
+
+_ERRORS: dict[str, Callable[..., Exception]] = {
+    kind.__name__: kind for kind in (ConfigError, ModelError, SelfTestError, EngineDead)
+}
+
+
+def refusal_of(error: Exception) -> wire.Refused:
+    """The message from which the other process raises an equal error."""
+    match error:
+        case ConfigError():
+            return wire.Refused("ConfigError", (error.field, error.message, error.hint))
+        case ModelError():
+            return wire.Refused("ModelError", (error.code, error.message, error.hint))
+        case SelfTestError():
+            return wire.Refused("SelfTestError", (str(error),))
+    reason = f"the engine process failed to start: {type(error).__name__}"
+    return wire.Refused("EngineDead", (reason,))
+
+
+def _words(code: int) -> str:
+    if code >= 0:
+        return f"ended with exit code {code}"
+    name = signal.Signals(-code).name
+    hint = ", as the kernel does when memory runs out" if name == "SIGKILL" else ""
+    return f"was ended by {name}{hint}"

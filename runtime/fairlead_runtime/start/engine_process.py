@@ -1,0 +1,191 @@
+"""The process of the engine: it loads the model, then answers the HTTP process over a socket.
+
+Owns this process's life. The HTTP process starts it and is its only user: however that one ends,
+this one ends too, even in the middle of a step. It ignores the signals that end a pod: the HTTP
+process drains, then ends it.
+"""
+
+import contextlib
+import ctypes
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NoReturn
+
+from fairlead_runtime.engine.engine import Engine
+from fairlead_runtime.outputs import ChoiceEvent, EngineDead, QueueFull, RequestView, ServiceError
+from fairlead_runtime.request import FinishReason, Request
+from fairlead_runtime.serving import wire
+from fairlead_runtime.serving.engine_link import run_engine, settle_memory
+from fairlead_runtime.serving.measurements import EngineReport, RequestMetrics
+from fairlead_runtime.serving.remote_engine import refusal_of
+from fairlead_runtime.start import logs
+
+log = logging.getLogger("fairlead.engine")
+
+PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
+STOP_SECONDS = 5.0  # for the step that runs
+FAILED = 4  # the exit code when the engine gave up, or the other process sent no message
+
+
+def spawn(connection: socket.socket, level: int) -> subprocess.Popen[bytes]:
+    """Start the process with its end of the socket and a level of logging.
+
+    Call it in the main thread: Linux ends the process with the thread that started it.
+    """
+    arguments = (connection.fileno(), os.getpid(), level)
+    return subprocess.Popen(  # noqa: S603 - our own interpreter and module
+        # -P: the working directory is no place for modules.
+        [sys.executable, "-P", "-m", __name__, *map(str, arguments)],
+        stdin=subprocess.DEVNULL,
+        pass_fds=[connection.fileno()],
+    )
+
+
+def main(arguments: Sequence[str]) -> NoReturn:
+    """``arguments``: the socket's descriptor, the id of the HTTP process, the level of logging.
+    Does not return.
+    """
+    descriptor, parent, level = map(int, arguments)
+    _end_with(parent)
+    for each in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(each, signal.SIG_IGN)
+    logs.configure(logging.getLevelName(level))
+    _leave(_serve(wire.Channel(socket.socket(fileno=descriptor))))
+
+
+def _serve(channel: wire.Channel) -> int:
+    """Load, step and answer; returns the exit code."""
+    # Imported before the first message, which may have to wait for a download.
+    from fairlead_runtime.start.build import build
+
+    try:
+        start = channel.receive()
+        if not isinstance(start, wire.Start):
+            return 0
+        measurements = RequestMetrics()
+        try:
+            parts = build(
+                Path(start.path), start.config, observer=measurements, beside=start.beside
+            )
+        except Exception as error:
+            refusal = refusal_of(error)
+            if refusal.kind == "EngineDead":
+                log.exception("the engine cannot start")
+            channel.send(refusal)
+            return FAILED
+        memory = parts.memory.as_dict()
+        channel.send(wire.Loaded(parts.facts, parts.engine.bounds, memory, parts.loaded_at))
+        return Server(parts.engine, measurements, channel).run()
+    except wire.WireError:
+        log.exception("the HTTP process sent what is no message")
+        return FAILED
+    except OSError:  # the HTTP process is gone
+        return 0
+
+
+class Server:
+    """The engine's thread, the thread of the pulse, and the messages of the HTTP process."""
+
+    def __init__(self, engine: Engine, measurements: RequestMetrics, channel: wire.Channel) -> None:
+        self._engine = engine
+        self._measurements = measurements
+        self._channel = channel
+
+    def run(self) -> int:
+        """Serve until Stop or the end of the other process. Returns the exit code; when the engine
+        gives up the process ends without a return.
+        """
+        settle_memory()
+        stepping = threading.Thread(target=self._step, name="engine", daemon=True)
+        stepping.start()
+        threading.Thread(target=self._beat, name="pulse", daemon=True).start()
+        while (message := self._channel.receive()) is not None:
+            match message:
+                case wire.Submit(request, bounded):
+                    self._submit(request, bounded=bounded)
+                case wire.Abort(request_id, error):
+                    self._engine.abort(request_id, error=error)
+                case wire.Finish(request_id, choice):
+                    self._engine.finish(request_id, choice)
+                case wire.Ask(number, "requests"):
+                    self._inspect(number)
+                case wire.Ask(number):
+                    report = EngineReport(self._engine.snapshot(), self._measurements.read())
+                    self._channel.send(wire.Report(number, report))
+                case wire.Stop():
+                    self._engine.stop()
+                    stepping.join(STOP_SECONDS)
+                    return 0
+        return 0
+
+    def _submit(self, request: Request, *, bounded: bool) -> None:
+        try:
+            self._engine.submit(request, bounded=bounded)
+        except (QueueFull, EngineDead) as error:
+            self._publish([_last_event(request.id, error)])
+
+    def _inspect(self, number: int) -> None:
+        def answer(views: list[RequestView] | None) -> None:
+            self._channel.send(wire.Views(number, views))
+
+        self._engine.inspect(answer)
+
+    def _step(self) -> None:
+        """The engine's thread."""
+        run_engine(self._engine, self._publish)
+        if self._engine.dead_reason:
+            with contextlib.suppress(OSError):
+                self._channel.send(wire.Gone(self._engine.dead_reason))
+            _leave(FAILED)
+
+    def _publish(self, events: list[ChoiceEvent]) -> None:
+        """Send a step's events as one message, or as several where that would be too large."""
+        try:
+            self._channel.send(wire.Events(events))
+        except wire.WireError as error:
+            if len(events) > 1:
+                half = len(events) // 2
+                self._publish(events[:half])
+                self._publish(events[half:])
+                return
+            request_id = events[0].request_id
+            self._engine.abort(request_id)
+            self._publish([_last_event(request_id, ServiceError(str(error)))])
+
+    def _beat(self) -> None:
+        """Say in every second that the process lives, and how its step goes on."""
+        while True:
+            time.sleep(wire.PULSE_SECONDS)
+            try:
+                self._channel.send(wire.Pulse(self._engine.state()))
+            except OSError:
+                return
+
+
+def _last_event(request_id: str, error: ServiceError) -> ChoiceEvent:
+    return ChoiceEvent(request_id, 0, None, None, FinishReason.ERROR, str(error), error)
+
+
+def _end_with(parent: int) -> None:
+    """Let the kernel end this process with the HTTP process, whatever both are doing."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it ended before the call
+        _leave(0)
+
+
+def _leave(code: int) -> NoReturn:
+    """End at once: a step that hangs must not hold the process."""
+    logging.shutdown()
+    os._exit(code)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
