@@ -20,7 +20,8 @@ SUB_PATH = "^([A-Za-z0-9_-][A-Za-z0-9._-]*(/[A-Za-z0-9_-][A-Za-z0-9._-]*)*)?$"
 # Only here: a volume over the image's own directories would run code that no image pattern allows.
 MOUNT_PATH = "^/mnt(/[A-Za-z0-9_-][A-Za-z0-9._-]*)+$"
 SECRET_KEY = "^[A-Za-z0-9._-]*$"  # noqa: S105 - a pattern, not a secret
-HUB = re.compile(r"(?:hf://)?([A-Za-z0-9][A-Za-z0-9._-]{0,95}/[A-Za-z0-9][A-Za-z0-9._-]{0,95})")
+_HUB_NAME = r"[A-Za-z0-9](?:[A-Za-z0-9._-]{0,94}[A-Za-z0-9])?"
+HUB = re.compile(rf"(?:hf://)?({_HUB_NAME}/{_HUB_NAME})")
 CLAIM = re.compile(r"pvc://([a-z0-9](?:[-a-z0-9]{0,61}[a-z0-9])?)/([A-Za-z0-9._@+=/-]+)")
 PATH = re.compile(r"(?:file://)?(/[A-Za-z0-9._@+=/-]+)")
 
@@ -42,6 +43,10 @@ class Source:
         if text == "demo:":
             return cls("demo")
         if match := HUB.fullmatch(text):
+            if "--" in text or text.endswith(".git"):
+                form = "of a hub model must not contain '--' nor end with '.git'"
+                fix = "no hub has such a name, correct it"
+                raise ResourceError("spec.model.source", f"{form}: {fix}")
             return cls("hf", match[1])
         if match := CLAIM.fullmatch(text):
             return cls("pvc", match[2], match[1])

@@ -75,6 +75,7 @@ def _label(key: str, message: str | None = None) -> Case:
 
 _NAME = "metadata.name must begin with a letter"
 _SOURCE = "model.source must be demo:, hf://owner/name, pvc://claim/path or file:///path"
+_HUB_NAME = "model.source of a hub model must not contain '--' nor end with '.git'"
 _DOTS = "model.source must not contain '..'"
 _REVISION = "model.revision must be a commit, branch or tag"
 _REPLICAS = "autoscaling.minReplicas must be at most autoscaling.maxReplicas"
@@ -127,6 +128,9 @@ CASES: tuple[Case, ...] = (
             "demo:\nx",
         )
     ),
+    *(_source(s, _SOURCE) for s in ("hf://a-/b", "a/b.", "a/_b", "a/" + "b" * 97)),
+    *(_source(s, _HUB_NAME) for s in ("hf://a--b/c", "a/b.git")),
+    *(_source(s) for s in ("file:///models/a--b", "/models/b.git", "c/" + "b" * 96)),
     *(_source(s, _DOTS) for s in ("file:///models/../etc", "pvc://c/..", "hf://a../b")),
     _source("", "spec.model.source"),
     _source("hf://a/" + "b" * 600, "Too long"),

@@ -12,8 +12,10 @@ from hypothesis import strategies as st
 from cluster.harness.cel_cases import BASE, CASES, Case, build, merge
 from fairlead_operator.resource.fields import Quantity, ResourceError, as_body
 from fairlead_operator.resource.resource import InferenceDeployment
-from fairlead_operator.resource.spec import Source, Toleration
+from fairlead_operator.resource.spec import HUB, Source, Toleration
 from fairlead_runtime.config import EngineConfig
+from fairlead_runtime.hub.source import parse as parse_model
+from fairlead_runtime.models.model_error import ModelError
 
 
 def parse(**spec: Any) -> InferenceDeployment:
@@ -188,3 +190,14 @@ def test_any_body_is_read_or_refused_with_a_field(change: dict[str, Any]) -> Non
         refused = "spec"
         assert dataclasses.replace(parsed) == parsed
     assert refused.startswith("spec")
+
+
+@given(st.from_regex(HUB, fullmatch=True))
+def test_the_runtime_takes_every_hub_model_that_the_resource_takes(source: str) -> None:
+    try:
+        ours = Source.parse(source)
+    except ResourceError:
+        with pytest.raises(ModelError):
+            parse_model(source)
+    else:
+        assert parse_model(f"hf://{ours.path}").name == ours.path
