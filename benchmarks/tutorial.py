@@ -2,8 +2,10 @@
 
 Six requests with caps of 6, 50, 300, 30, 180 and 45 new tokens share three slots, on a GPT-2 of
 full size with random weights (no hub is needed; the time of a step does not depend on the values of
-the weights). The caps are the tutorial's. Its prompts are not at hand, so six fixed English prompts
-of its kind take their place, encoded by the demo model's tokenizer. The engines: transformers'
+the weights). The tutorial is "Serving Multiple Users at Once: How Continuous Batching Keeps LLM
+Inference Efficient" (machinelearningmastery.com, 2026). The caps and the first three prompts are
+its own. Its other three are in a part of the page that is not at hand; three prompts of the same
+kind take their place. The demo model's tokenizer encodes them. The engines: transformers'
 `generate` on two static batches of three, transformers' continuous batching, and ours. The rounds
 are interleaved; compare the ratios, not the seconds.
 
@@ -31,11 +33,11 @@ CAPS = (6, 50, 300, 30, 180, 45)
 SLOTS = 3
 PROMPTS = (
     "The capital of France is",
-    "Explain in two sentences why the sky is blue at noon and red in the evening:",
+    "Today's weather is so",
+    "In machine learning, a transformer is",
     "Once upon a time, in a village by the sea,",
-    "List three reasons to write tests before the code that they test:",
     "The difference between a process and a thread is that",
-    "Dear team, thank you for your work on the last release. For the next one we plan to",
+    "The best reason to write a test first is",
 )
 
 

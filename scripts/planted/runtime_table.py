@@ -414,8 +414,8 @@ BUGS = (
     PackageBug(
         "a body one byte too long is read",
         f"{RUNTIME}/api/limits.py",
-        "                if len(body) > MAX_BODY:",
-        "                if len(body) > MAX_BODY + 1:",
+        "                if len(body) + len(part) > MAX_BODY:",
+        "                if len(body) + len(part) > MAX_BODY + 1:",
         ("unit/api/test_limits.py",),
     ),
     PackageBug(
@@ -433,16 +433,10 @@ BUGS = (
         ("unit/api/test_limits.py",),
     ),
     PackageBug(
-        "a failed prompt keeps its bytes",
+        "what a budget gave a failed request stays taken",
         f"{RUNTIME}/api/limits.py",
-        """*args, **kwargs))
-        finally:
-            self._free_bytes += len(body)
-""",
-        """*args, **kwargs))
-        except GeneratorExit:
-            self._free_bytes += len(body)
-""",
+        "        finally:\n            self._free += held",
+        "        except GeneratorExit:\n            self._free += held",
         ("unit/api/test_limits.py",),
     ),
 )

@@ -73,12 +73,16 @@ class Process:
             if text in message:
                 return
 
+    @property
+    def pid(self) -> int:
+        return self._process.pid or 0
+
     def client(self, port: str = "public") -> httpx.Client:
         return httpx.Client(base_url=self.ports[port], timeout=WITHIN)
 
     def terminate(self) -> None:
         """SIGTERM, as the kubelet sends it."""
-        os.kill(self._process.pid or 0, signal.SIGTERM)
+        os.kill(self.pid, signal.SIGTERM)
 
     @property
     def engine_pid(self) -> int:

@@ -18,9 +18,10 @@ from starlette.types import Receive, Scope, Send
 from fairlead_runtime.api import errors, request_bodies
 from fairlead_runtime.api.access_log import log_late_failure
 from fairlead_runtime.api.auth import TENANT, Salter
-from fairlead_runtime.api.limits import PromptPool, read_body, while_connected
+from fairlead_runtime.api.limits import PromptPool, answer_bytes, read_body, while_connected
 from fairlead_runtime.api.prompts import PreparedRequest, Validate, prepare
 from fairlead_runtime.api.response_bodies import (
+    PIECE,
     ChatEncoder,
     CompletionEncoder,
     Encoder,
@@ -73,23 +74,33 @@ class EndpointHandler:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         backend = self._state.serving()
-        body = await read_body(scope, receive)
-        await while_connected(receive, self._answer(scope, backend, body, send))
+        prepared = await self._prepared(scope, receive, backend)
+        await while_connected(receive, self._answer(scope, backend, prepared, send))
 
-    async def _answer(self, scope: Scope, backend: Backend, body: bytes, send: Send) -> None:
-        prepared = await self._pool.run(
-            prepare,
-            body,
-            self._endpoint.validate,
-            self._state.name,
-            backend.tokenizer,
-            backend.service.max_model_len,
-        )
+    async def _prepared(self, scope: Scope, receive: Receive, backend: Backend) -> PreparedRequest:
+        """Read and prepare the body. It is not held any longer: an answer takes minutes."""
+        with self._pool.bodies.hold() as take:
+            preparing = self._pool.run(
+                prepare,
+                await read_body(scope, receive, take),
+                self._endpoint.validate,
+                self._state.name,
+                backend.tokenizer,
+                backend.service.max_model_len,
+            )
+            return await while_connected(receive, preparing)
+
+    async def _answer(
+        self, scope: Scope, backend: Backend, prepared: PreparedRequest, send: Send
+    ) -> None:
         request = prepared.request
         backend.replies.check(request.tools.use)
         usage = Usage(prompt=sum(map(len, prepared.prompts)))
         encoder = self._endpoint.encoder(self._frame(backend, prepared, usage))
         async with AsyncExitStack() as running:
+            take = running.enter_context(self._pool.answers.hold())
+            if self._endpoint is RESPONSES or not request.stream:
+                take(_answer_bytes(prepared, backend.service.max_model_len))
             streams = [
                 await running.enter_async_context(
                     await _submit(backend, submission, request.sent_names)
@@ -131,7 +142,8 @@ class EndpointHandler:
     ) -> list[Submission]:
         request, keyed = prepared.request, scope.get(TENANT)
         tools = bool(request.tools.for_template)
-        shown = backend.replies.shown_ids(tools=tools) if request.messages else frozenset()
+        chat = self._endpoint is not COMPLETIONS
+        shown = backend.replies.shown_ids(tools=tools) if chat else frozenset()
         return [
             Submission(
                 prompt=prompt,
@@ -144,6 +156,18 @@ class EndpointHandler:
             )
             for prompt in prepared.prompts
         ]
+
+
+def _answer_bytes(prepared: PreparedRequest, max_model_len: int) -> int:
+    """What an answer takes that is held whole, as the last event of a response is too; text alone
+    is small. Raises ApiError as ``answer_bytes`` does.
+    """
+    params = prepared.request.params
+    if params.logprobs is None:
+        return 0
+    longest = max(0, max_model_len - min(map(len, prepared.prompts)))
+    tokens = min(params.max_tokens or longest, longest)
+    return answer_bytes(len(prepared.prompts) * params.n, tokens, params.logprobs)
 
 
 async def _submit(
@@ -201,7 +225,14 @@ class _JsonAnswer:
             async for index, output in outputs:
                 choices[index].add(output)
         await send({"type": "http.response.start", "status": 200, "headers": _JSON})
-        return self._encoder.whole(choices, self._generation.usage)
+        piece = b""
+        for part in self._encoder.whole(choices, self._generation.usage):
+            piece += part
+            if len(piece) >= PIECE:
+                await send({"type": "http.response.body", "body": piece, "more_body": True})
+                piece = b""
+            await asyncio.sleep(0)  # let other requests go on
+        return piece
 
 
 class _StreamedAnswer:

@@ -1,16 +1,17 @@
-"""Limits on one request: bytes, seconds and threads.
+"""Limits on one request and on all together: bytes, seconds and threads.
 
-Owns the reading of a body under its limits, the watch for a client that disconnects, and the
-bounded pool in which prompts are parsed, rendered and tokenized. ``connection`` has the
-connection's limits.
+Owns the reading of a body under its limits, the watch for a client that disconnects, the budgets
+of bytes that all requests share, and the pool in which prompts are parsed, rendered and tokenized.
+``connection`` has the connection's limits.
 """
 
 import asyncio
 import os
 import threading
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from contextlib import contextmanager
+from typing import Any, ParamSpec, TypeVar
 
 from starlette.types import Receive, Scope
 
@@ -20,8 +21,11 @@ MAX_BODY = 2 * 1024 * 1024  # bytes
 BODY_SECONDS = 30.0  # for a whole body
 POOL_WORKERS = 2
 POOL_NICE = 10  # so much nicer are they: the engine and the event loop go first
-# Of bodies that wait for a worker; the limit on connections bounds their number.
+# Of all bodies, from their first byte until a worker has read them.
 POOL_BYTES = 64 * 1024 * 1024
+# Of all answers with log-probabilities that are held whole, and of one log-probability in them.
+ANSWER_BYTES = 128 * 1024 * 1024
+LOGPROB_BYTES = 128
 
 Params = ParamSpec("Params")
 Value = TypeVar("Value")
@@ -31,8 +35,55 @@ class ClientDisconnected(Exception):  # noqa: N818 - not an error: no client is 
     """The client closed its connection before the answer was complete."""
 
 
-async def read_body(scope: Scope, receive: Receive) -> bytes:
+class ByteBudget:
+    """Bytes that all requests share. ``full`` is the message of the refusal when they are taken."""
+
+    def __init__(self, size: int, full: str) -> None:
+        self._free = size
+        self._full = full
+
+    @contextmanager
+    def hold(self) -> Iterator[Callable[[int], None]]:
+        """Call the result with each number of bytes to take; all are given back at the end. It
+        raises ApiError 429 when fewer are free.
+        """
+        held = 0
+
+        def take(size: int) -> None:
+            nonlocal held
+            if size > self._free:
+                headers = {"retry-after": "1", "connection": "close"}
+                raise ApiError(429, self._full, code="queue_full", headers=headers)
+            self._free -= size
+            held += size
+
+        try:
+            yield take
+        finally:
+            self._free += held
+
+
+def answer_bytes(choices: int, max_tokens: int, logprobs: int) -> int:
+    """The bytes to hold for an answer with log-probabilities that is not streamed, or a response.
+
+    Raises ApiError 400 when that is more than all such answers may take together.
+    """
+    needed = choices * max_tokens * (logprobs + 1) * LOGPROB_BYTES
+    if needed > ANSWER_BYTES:
+        raise ApiError(
+            400,
+            f"logprobs: {choices} choices * {max_tokens} max_tokens * ({logprobs} + 1) "
+            f"log-probabilities * {LOGPROB_BYTES} bytes = {needed} bytes, but all answers that "
+            f"are held whole may take {ANSWER_BYTES}: lower max_tokens, n or logprobs, or stream "
+            "a completion",
+            param="logprobs",
+        )
+    return needed
+
+
+async def read_body(scope: Scope, receive: Receive, take: Callable[[int], None]) -> bytes:
     """The request's JSON bytes. Keeps at most MAX_BODY and one message of them in memory.
+    ``take`` is called with the bytes of each message.
 
     Raises ApiError 413, 408 or 415, and ClientDisconnected.
     """
@@ -44,9 +95,11 @@ async def read_body(scope: Scope, receive: Receive) -> bytes:
                 message = await receive()
                 if message["type"] == "http.disconnect":
                     raise ClientDisconnected
-                body += message.get("body", b"")
-                if len(body) > MAX_BODY:
+                part = message.get("body", b"")
+                if len(body) + len(part) > MAX_BODY:
                     raise _too_large()
+                take(len(part))
+                body += part
                 if not message.get("more_body", False):
                     return bytes(body)
     except TimeoutError:
@@ -103,34 +156,24 @@ def _go_last() -> None:
 
 
 class PromptPool:
-    """A few threads for work that would block the event loop, with a limit on the bytes that wait
-    for them.
-    """
+    """A few threads for work that would block the event loop, and the budgets of all requests."""
 
     def __init__(self, workers: int = POOL_WORKERS, max_bytes: int = POOL_BYTES) -> None:
         self._executor = ThreadPoolExecutor(
             workers, thread_name_prefix="prepare", initializer=_go_last
         )
-        self._free_bytes = max_bytes
+        self.bodies = ByteBudget(max_bytes, "too many prompts are being read; retry")
+        self.answers = ByteBudget(
+            ANSWER_BYTES,
+            f"answers with log-probabilities that are held whole take {ANSWER_BYTES} bytes "
+            "together; retry, or stream a completion",
+        )
 
     async def run(
-        self,
-        work: Callable[Concatenate[bytes, Params], Value],
-        body: bytes,
-        *args: Params.args,
-        **kwargs: Params.kwargs,
+        self, work: Callable[Params, Value], *args: Params.args, **kwargs: Params.kwargs
     ) -> Value:
-        """Run ``work`` on ``body``. Raises ApiError 429 when too many bytes wait already, else what
-        ``work`` raises.
-        """
-        if self._free_bytes < len(body):
-            message = "too many prompts wait to be tokenized; retry"
-            raise ApiError(429, message, code="queue_full", headers={"retry-after": "1"})
-        self._free_bytes -= len(body)
-        try:
-            return await asyncio.wrap_future(self._executor.submit(work, body, *args, **kwargs))
-        finally:
-            self._free_bytes += len(body)
+        """Run ``work`` in a thread. Raises what it raises."""
+        return await asyncio.wrap_future(self._executor.submit(work, *args, **kwargs))
 
     def close(self) -> None:
         self._executor.shutdown(wait=False, cancel_futures=True)

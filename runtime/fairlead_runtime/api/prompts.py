@@ -26,6 +26,8 @@ Validate = Callable[[Mapping[str, Any], str], GenerationRequest]
 
 
 class PreparedRequest(NamedTuple):
+    """``request`` has no prompt and no messages any more: it is held until its answer ends."""
+
     request: GenerationRequest
     prompts: tuple[tuple[int, ...], ...]  # token ids of each prompt
     prompt_end: str  # of a chat, as text
@@ -40,16 +42,17 @@ def prepare(
 ) -> PreparedRequest:
     """Raises ApiError or RequestError; both name the field."""
     request = _with_bad_word_ids(validate(parse_object(body), served), tokenizer)
+    kept = replace(request, prompts=(), messages=())
     if request.messages:
         text = chat_text(
             request.messages, tokenizer, max_model_len, tools=request.tools.for_template
         )
-        return PreparedRequest(request, (tuple(encode_chat(tokenizer, text)),), text[-PROMPT_END:])
+        return PreparedRequest(kept, (tuple(encode_chat(tokenizer, text)),), text[-PROMPT_END:])
     prompts = (
         tuple(text_ids(prompt, tokenizer, max_model_len)) if isinstance(prompt, str) else prompt
         for prompt in request.prompts
     )
-    return PreparedRequest(request, tuple(prompts), "")
+    return PreparedRequest(kept, tuple(prompts), "")
 
 
 def _with_bad_word_ids(

@@ -3,7 +3,7 @@
 An event of plain text, the hot path, is a prebuilt prefix, one encoded string and a suffix.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -23,6 +23,8 @@ from fairlead_runtime.outputs import Output
 from fairlead_runtime.request import FinishReason
 
 DONE = b"data: [DONE]\n\n"
+PIECE = 64 * 1024  # bytes of a whole answer that are written at once
+PIECE_TOKENS = 32  # whose log-probabilities are encoded at once, in a few milliseconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,13 +84,14 @@ class WholeChoice:
 
 class Encoder(Protocol):
     """One route's shapes. ``events`` returns the events of one output, possibly none; ``ending``
-    and ``failure`` the last ones of a stream.
+    and ``failure`` the last ones of a stream; ``whole`` the body in pieces, since encoding many
+    log-probabilities would hold up the event loop.
     """
 
     def events(self, index: int, output: Output) -> bytes: ...
     def ending(self, usage: Usage) -> bytes: ...
     def failure(self, error: ApiError) -> bytes: ...
-    def whole(self, choices: list[WholeChoice], usage: Usage) -> bytes: ...
+    def whole(self, choices: list[WholeChoice], usage: Usage) -> Iterator[bytes]: ...
 
 
 class ChatEncoder:
@@ -130,31 +133,31 @@ class ChatEncoder:
     def failure(self, error: ApiError) -> bytes:
         return error_events(error)
 
-    def whole(self, choices: list[WholeChoice], usage: Usage) -> bytes:
-        return _whole(
-            self._frame,
-            "chat.completion",
-            [self._choice(*pair) for pair in enumerate(choices)],
-            usage,
+    def whole(self, choices: list[WholeChoice], usage: Usage) -> Iterator[bytes]:
+        parts = (
+            (self._choice(index, choice), self._content(choice))
+            for index, choice in enumerate(choices)
         )
+        return _whole(self._frame, "chat.completion", parts, usage)
+
+    def _content(self, choice: WholeChoice) -> Iterator[bytes]:
+        top = self._frame.top
+        if top is None:
+            yield b"null"
+            return
+        yield b'{"content":['
+        for at, ids, entries in _slices(choice):
+            content = chat_content(ids, entries, top, self._frame.token_bytes)
+            yield b"," * bool(at) + orjson.dumps(content)[1:-1]
+        yield b"]}"
 
     def _choice(self, index: int, choice: WholeChoice) -> dict[str, Any]:
-        top = self._frame.top
-        content = (
-            None
-            if top is None
-            else {
-                "content": chat_content(
-                    choice.token_ids, choice.logprobs, top, self._frame.token_bytes
-                )
-            }
-        )
         parser = self._frame.new_parser()
         answer = message([*parser.feed("".join(choice.text)), *parser.finish()])
         reasons = {}
         if choice.last is not None:
             reasons = self._reasons(choice.last, calls="tool_calls" in answer)
-        return {"index": index, "message": answer, "logprobs": content, **reasons}
+        return {"index": index, "message": answer, **reasons}
 
     def _reasons(self, output: Output, *, calls: bool) -> dict[str, Any]:
         """As OpenAI: an answer that ended with calls ended for them, unless the request named the
@@ -193,25 +196,39 @@ class CompletionEncoder:
     def failure(self, error: ApiError) -> bytes:
         return error_events(error)
 
-    def whole(self, choices: list[WholeChoice], usage: Usage) -> bytes:
-        return _whole(
-            self._frame,
-            "text_completion",
-            [self._choice(*pair) for pair in enumerate(choices)],
-            usage,
+    def whole(self, choices: list[WholeChoice], usage: Usage) -> Iterator[bytes]:
+        parts = (
+            (self._choice(index, choice), self._lists(choice))
+            for index, choice in enumerate(choices)
         )
+        return _whole(self._frame, "text_completion", parts, usage)
+
+    def _lists(self, choice: WholeChoice) -> Iterator[bytes]:
+        top, token_bytes = self._frame.top, self._frame.token_bytes
+        if top is None:
+            yield b"null"
+            return
+        names = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
+        lists, offset = {name: bytearray() for name in names}, 0
+        for at, ids, entries in _slices(choice):
+            shape = completion_logprobs(ids, entries, top, token_bytes, offset)
+            for name in names:
+                lists[name] += b"," * bool(at) + orjson.dumps(shape[name])[1:-1]
+            last = characters(ids[-1], entries[-1][ids[-1]], token_bytes)
+            offset = shape["text_offset"][-1] + last
+            yield b""
+        for name, values in lists.items():
+            yield (b"{" if name == names[0] else b",") + orjson.dumps(name) + b":["
+            while values:
+                yield bytes(values[:PIECE])
+                del values[:PIECE]
+            yield b"]"
+        yield b"}"
 
     def _choice(self, index: int, choice: WholeChoice) -> dict[str, Any]:
-        top, token_bytes = self._frame.top, self._frame.token_bytes
-        shape = (
-            None
-            if top is None
-            else completion_logprobs(choice.token_ids, choice.logprobs, top, token_bytes)
-        )
         return {
             "index": index,
             "text": "".join(choice.text),
-            "logprobs": shape,
             **_finished(choice),
         }
 
@@ -299,6 +316,22 @@ def _finished(choice: WholeChoice) -> dict[str, Any]:
     return {} if choice.last is None else _reasons(choice.last)
 
 
-def _whole(frame: Frame, kind: str, choices: list[dict[str, Any]], usage: Usage) -> bytes:
+def _slices(
+    choice: WholeChoice,
+) -> Iterator[tuple[int, list[int], list[Mapping[int, Logprob]]]]:
+    for at in range(0, len(choice.token_ids), PIECE_TOKENS):
+        end = at + PIECE_TOKENS
+        yield at, choice.token_ids[at:end], choice.logprobs[at:end]
+
+
+def _whole(
+    frame: Frame, kind: str, choices: Iterable[tuple[dict[str, Any], Iterator[bytes]]], usage: Usage
+) -> Iterator[bytes]:
+    """``choices``: the members of each, and its log-probabilities in pieces of JSON."""
     head = {"id": frame.id, "object": kind, "created": frame.created, "model": frame.model}
-    return orjson.dumps({**head, "choices": choices, "usage": usage.as_dict()})
+    yield orjson.dumps(head)[:-1] + b',"choices":['
+    for place, (members, logprobs) in enumerate(choices):
+        yield b"," * bool(place) + orjson.dumps(members)[:-1] + b',"logprobs":'
+        yield from logprobs
+        yield b"}"
+    yield b'],"usage":' + orjson.dumps(usage.as_dict()) + b"}"

@@ -59,8 +59,9 @@ class TokenizeRoutes:
         self, request: Request, work: Callable[[bytes, str, Backend], Answer]
     ) -> Response:
         backend = self._state.serving()
-        body = await read_body(request.scope, request.receive)
-        answer = await self._pool.run(work, body, self._state.name, backend)
+        with self._pool.bodies.hold() as take:
+            body = await read_body(request.scope, request.receive, take)
+            answer = await self._pool.run(work, body, self._state.name, backend)
         return Response(orjson.dumps(answer), media_type="application/json")
 
 

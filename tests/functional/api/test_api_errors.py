@@ -5,15 +5,15 @@ no echo.
 import asyncio
 import json
 import random
-import threading
 from typing import Any
 
 import httpx
 import pytest
 
+from fairlead_runtime.api import limits
 from fairlead_runtime.api.app import public_app
 from fairlead_runtime.api.errors import ApiError
-from fairlead_runtime.api.limits import MAX_BODY, PromptPool
+from fairlead_runtime.api.limits import MAX_BODY, PromptPool, read_body
 from fairlead_runtime.api.state import ServerState
 from fairlead_runtime.outputs import Draining, EngineDead, QueueFull, QueueTimeout
 from fairlead_runtime.request import MAX_LOGPROBS
@@ -352,24 +352,79 @@ def test_an_unavailable_service_says_when_to_retry(
     run(scenario())
 
 
-def test_the_bytes_that_wait_for_a_worker_are_limited() -> None:
+def test_bodies_are_bounded_together_while_they_arrive_and_wait() -> None:
+    """100 bytes for all: a third body of 40 is refused at its first byte, until one is done."""
+
     async def scenario() -> None:
-        pool, release = PromptPool(workers=1, max_bytes=100), threading.Event()
+        pool = PromptPool(workers=1, max_bytes=100)
+        first = {"type": "http.request", "body": b"x" * 40, "more_body": True}
+        last = {"type": "http.request", "body": b"", "more_body": False}
+        scope = {"type": "http", "headers": [(b"content-type", b"application/json")]}
 
-        def work(body: bytes) -> int:
-            release.wait()
-            return len(body)
+        class Sender:
+            def __init__(self) -> None:
+                self.messages: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
+                self.messages.put_nowait(first)
+                self.task = asyncio.create_task(self.read())
 
-        waiting = [asyncio.create_task(pool.run(work, b"x" * 40)) for _ in range(2)]
+            async def read(self) -> bytes:
+                with pool.bodies.hold() as take:
+                    return await read_body(scope, self.messages.get, take)
+
+        senders = [Sender(), Sender()]
         await asyncio.sleep(0)
         with pytest.raises(ApiError) as caught:
-            await pool.run(work, b"x" * 40)
+            await Sender().task
         assert caught.value.status == 429
         assert int(caught.value.headers["retry-after"]) >= 1
-        release.set()
-        assert await asyncio.gather(*waiting) == [40, 40]
-        assert await pool.run(work, b"x" * 100) == 100
+        for sender in senders:
+            sender.messages.put_nowait(last)
+            assert await sender.task == b"x" * 40
+        with pool.bodies.hold() as take:
+            take(100)
         pool.close()
+
+    run(scenario())
+
+
+def test_a_whole_answer_with_logprobs_is_bounded_with_the_arithmetic() -> None:
+    async def scenario() -> None:
+        async with fake_server(service := FakeService()) as (server, _), server.client() as client:
+            body = completion(["a"] * 64, n=8, max_tokens=400, logprobs=20)
+            answer = await client.post(COMPLETIONS, json=body)
+            _check_error(answer, 400)
+            error = answer.json()["error"]
+            arithmetic = "512 choices * 400 max_tokens * (20 + 1) log-probabilities * 128 bytes"
+            assert arithmetic in error["message"]
+            assert error["param"] == "logprobs"
+            assert not service.seen
+            for allowed in ({"max_tokens": 2}, {"max_tokens": 2, "stream": True}):
+                answer = await client.post(COMPLETIONS, json=body | allowed)
+                assert answer.status_code == 200
+
+    run(scenario())
+
+
+def test_whole_answers_with_logprobs_share_a_budget_and_give_it_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Two of 30,720 bytes exceed 50,000; those of the first are free once its client is gone."""
+    monkeypatch.setattr(limits, "ANSWER_BYTES", 50_000)
+    body = completion("a", n=8, max_tokens=10, logprobs=2)
+
+    async def scenario() -> None:
+        service = FakeService(hang=True)
+        async with fake_server(service) as (server, _), server.client() as client:
+            first = asyncio.create_task(client.post(COMPLETIONS, json=body))
+            await service.hanging.wait()
+            answer = await client.post(COMPLETIONS, json=body)
+            _check_error(answer, 429)
+            assert "stream" in answer.json()["error"]["message"]
+            first.cancel()
+            await service.closed.wait()
+            service.hang = False
+            assert (await client.post(COMPLETIONS, json=body)).status_code == 200
+            assert (await client.post(COMPLETIONS, json=body)).status_code == 200
 
     run(scenario())
 

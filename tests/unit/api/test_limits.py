@@ -12,6 +12,7 @@ from fairlead_runtime.api import limits
 from fairlead_runtime.api.errors import ApiError
 from fairlead_runtime.api.limits import (
     MAX_BODY,
+    ByteBudget,
     ClientDisconnected,
     PromptPool,
     read_body,
@@ -33,7 +34,7 @@ def read(*parts: bytes | None, headers: tuple[tuple[bytes, bytes], ...] = (JSON,
     async def receive() -> Message:
         return next(messages)
 
-    return asyncio.run(read_body({"headers": headers}, receive))
+    return asyncio.run(read_body({"headers": headers}, receive, lambda _: None))
 
 
 def status(*parts: bytes | None, **more: Any) -> int:
@@ -83,7 +84,7 @@ def test_a_body_that_does_not_arrive_is_given_up(monkeypatch: pytest.MonkeyPatch
         raise AssertionError
 
     with pytest.raises(ApiError) as refusal:
-        asyncio.run(read_body({"headers": (JSON,)}, receive))
+        asyncio.run(read_body({"headers": (JSON,)}, receive, lambda _: None))
     assert refusal.value.status == 408
 
 
@@ -109,34 +110,42 @@ def test_work_ends_with_its_client() -> None:
     asyncio.run(go())
 
 
-def test_prompts_that_wait_are_bounded_in_bytes_and_give_them_back() -> None:
-    async def go() -> None:
-        pool, begun, release = (
-            PromptPool(workers=1, max_bytes=10),
-            threading.Event(),
-            threading.Event(),
-        )
+def test_a_budget_is_shared_and_gets_its_bytes_back_after_a_failure_too() -> None:
+    budget = ByteBudget(10, "full; retry")
+    with budget.hold() as first, budget.hold() as second:
+        first(4)
+        first(2)
+        second(4)
+        with pytest.raises(ApiError) as refusal:
+            second(1)
+        assert (refusal.value.status, refusal.value.code) == (429, "queue_full")
 
-        def work(body: bytes) -> int:
+    def fail() -> None:
+        with budget.hold() as take:
+            take(10)
+            raise ValueError("x")
+
+    with pytest.raises(ValueError, match="x"):
+        fail()
+    with budget.hold() as take:
+        take(10)
+
+
+def test_work_in_the_pool_leaves_the_event_loop_free() -> None:
+    async def go() -> None:
+        pool, begun, release = PromptPool(workers=1), threading.Event(), threading.Event()
+
+        def work(size: int) -> int:
             begun.set()
             release.wait()
-            return len(body)
+            return size
 
-        def fail(body: bytes) -> int:
-            raise ValueError(body)
-
-        first = asyncio.create_task(pool.run(work, b"x" * 6))
+        first = asyncio.create_task(pool.run(work, 6))
         await asyncio.to_thread(begun.wait)
-        second = asyncio.create_task(pool.run(work, b"x" * 4))
+        second = asyncio.create_task(pool.run(work, 4))
         await asyncio.sleep(0)
-        with pytest.raises(ApiError) as refusal:
-            await pool.run(work, b"x")
-        assert (refusal.value.status, refusal.value.code) == (429, "queue_full")
         release.set()
         assert [await first, await second] == [6, 4]
-        with pytest.raises(ValueError, match="x"):
-            await pool.run(fail, b"x" * 10)
-        assert await pool.run(work, b"x" * 10) == 10, "a failure gives its bytes back, too"
         pool.close()
 
     asyncio.run(go())

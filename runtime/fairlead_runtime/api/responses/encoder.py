@@ -4,7 +4,7 @@ Both come from the same items, so that a stream ends with the object that a whol
 """
 
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import orjson
@@ -18,6 +18,7 @@ from fairlead_runtime.outputs import Output
 from fairlead_runtime.request import FinishReason
 
 Fields = dict[str, Any]
+Entries = list[orjson.Fragment]  # log-probabilities, one for each token
 
 
 class ResponseEncoder:
@@ -31,8 +32,8 @@ class ResponseEncoder:
         self._items: list[Fields] = []
         self._text: list[str] = []  # of the last item, while it is open
         self._open = False
-        self._logprobs: list[Fields] = []  # of the open item's text
-        self._pending: list[Fields] = []  # of tokens whose text is held back
+        self._logprobs: Entries = []  # of the open item's text
+        self._pending: Entries = []  # of tokens whose text is held back
         self._reasoning_tokens = 0
         self._cut = False  # by its length
 
@@ -55,7 +56,7 @@ class ResponseEncoder:
         self._emit("response.failed", response=response)
         return b"".join(self._events)
 
-    def whole(self, choices: list[WholeChoice], usage: Usage) -> bytes:
+    def whole(self, choices: list[WholeChoice], usage: Usage) -> Iterator[bytes]:
         (choice,) = choices
         at = 0
         last = len(choice.text) - 1
@@ -66,13 +67,12 @@ class ResponseEncoder:
             at += count
             finish = choice.last.finish_reason if place == last and choice.last else None
             self._read(text, count, entries, finish)
-        return orjson.dumps(self._response("incomplete" if self._cut else "completed", usage))
+            yield b""
+        yield orjson.dumps(self._response("incomplete" if self._cut else "completed", usage))
 
     # -- from text to items
 
-    def _read(
-        self, text: str, tokens: int, entries: list[Fields], finish: FinishReason | None
-    ) -> None:
+    def _read(self, text: str, tokens: int, entries: Entries, finish: FinishReason | None) -> None:
         if not self._number:
             for kind in ("created", "in_progress"):
                 self._emit(f"response.{kind}", response=self._response("in_progress", None))
@@ -192,11 +192,13 @@ class ResponseEncoder:
 
     def _entries(
         self, tokens: Sequence[int], logprobs: Sequence[Mapping[int, Logprob]] | None
-    ) -> list[Fields]:
+    ) -> Entries:
+        """Encoded at once: they are held until the end, and take five times as much as objects."""
         top = self._frame.top
         if top is None or not logprobs:
             return []
-        return chat_content(tokens, logprobs, top, self._frame.token_bytes)
+        content = chat_content(tokens, logprobs, top, self._frame.token_bytes)
+        return [orjson.Fragment(orjson.dumps(entry)) for entry in content]
 
     def _emit(self, kind: str, **fields: Any) -> None:
         data = orjson.dumps({"type": kind, "sequence_number": self._number, **fields})

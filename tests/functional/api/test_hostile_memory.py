@@ -1,0 +1,236 @@
+"""A hostile mix at all limits at once stays inside the memory that the pod planned.
+
+A real server on the demo model. The client keeps the queue full of the longest prompts with the
+most choices, log-probabilities and stop texts, fills the budgets of bodies and of whole answers,
+and reads streams slowly or never. `make test` plays a small queue, FAIRLEAD_FULL=1 the default one.
+"""
+
+import asyncio
+import json
+import random
+import threading
+from collections import Counter
+from pathlib import Path
+from typing import Any, Self
+
+import httpx
+
+from support.full import LONG_FORM
+from support.serve_process import WITHIN, Process, serve
+
+LONGEST, VOCABULARY, OUTPUT = 2048, 1024, 64  # of the demo model; tokens of one answer
+QUEUE, SLOTS, BODIES = (1024, 256, 256) if LONG_FORM else (96, 32, 80)
+MAX_BODY = 2 * 1024 * 1024
+SAMPLE_SECONDS, RETRY_SECONDS = 0.05, 0.1
+ANSWERS = 20_000 if LONG_FORM else 300
+# What the refusals say once a limit is met.
+LIMITS = (
+    "requests that wait have",  # the queue, in prompt tokens
+    "prompts are being read",  # the bodies of all
+    "answers with log-probabilities",  # whole answers of all
+    "all answers that are held whole",  # one whole answer
+    "tokens, but",  # one prompt
+)
+
+
+class Footprint:
+    """The most memory that the pod's processes took, in bytes, by sampling: what each holds alone,
+    and the largest part that it shares with another once.
+    """
+
+    def __init__(self, root: int) -> None:
+        self.peak = self.samples = 0
+        self._root = root
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while not self._ended.wait(SAMPLE_SECONDS):
+            parts = [part for pid in _family(self._root) if (part := _memory(pid))]
+            self.peak = max(self.peak, sum(own for own, _ in parts) + max(s for _, s in parts))
+            self.samples += 1
+
+
+def _family(root: int) -> list[int]:
+    """The process and its descendants."""
+    found, todo = [], [root]
+    while todo:
+        pid = todo.pop()
+        found.append(pid)
+        for task in Path(f"/proc/{pid}/task").glob("*/children"):
+            try:
+                todo += map(int, task.read_text().split())
+            except OSError:  # the thread has ended
+                continue
+    return found
+
+
+def _memory(pid: int) -> tuple[int, int] | None:
+    """Bytes that the process has alone, and shares; None once it has ended."""
+    try:
+        lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()[1:]
+    except OSError:
+        return None
+    sizes = {line.split(":")[0]: 1024 * int(line.split()[1]) for line in lines}
+    return (
+        sizes["Private_Clean"] + sizes["Private_Dirty"],
+        sizes["Shared_Clean"] + sizes["Shared_Dirty"],
+    )
+
+
+class Hostile:
+    """Many connections of one client, open until every limit has been met."""
+
+    def __init__(self, address: str) -> None:
+        host, port = address.removeprefix("http://").rsplit(":", 1)
+        self._host, self._port = host, int(port)
+        self._rng = random.Random(1)
+        self.answers: Counter[str] = Counter()  # by status and the first words of an error
+        self.met = asyncio.Event()
+        self._served = asyncio.Event()
+
+    async def run(self) -> None:
+        """Whole answers and streams first, since later the queue has no place for them."""
+        tasks = [self._start(self._whole_answer, i) for i in range(12)]
+        tasks += [self._start(self._slow_reader) for _ in range(8)]
+        try:
+            async with asyncio.timeout(WITHIN):
+                await self._served.wait()
+                queued = QUEUE + SLOTS + 16
+                tasks += [self._start(self._long_prompt) for _ in range(queued)]
+                tasks += [self._start(self._body, i) for i in range(BODIES)]
+                await self.met.wait()
+        except TimeoutError:
+            raise AssertionError(f"not every limit was met: {self.answers}") from None
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _count(self, answer: str) -> None:
+        self.answers[answer] += 1
+        if self.answers["200 whole"] and self.answers["200 slow"]:
+            self._served.set()
+        met = all(any(text in seen for seen in self.answers) for text in LIMITS)
+        if met and self.answers.total() >= ANSWERS:
+            self.met.set()
+
+    def _start(self, send: Any, *arguments: Any) -> "asyncio.Task[None]":
+        return asyncio.create_task(self._repeat(send, *arguments))
+
+    async def _repeat(self, send: Any, *arguments: Any) -> None:
+        while not self.met.is_set():
+            try:
+                await send(*arguments)
+            except ConnectionError:
+                self._count("closed")
+            await asyncio.sleep(RETRY_SECONDS)
+
+    async def _long_prompt(self) -> None:
+        body = self._generation(n=8, logprobs=20, stream=True, stop=["x" * 256] * 4)
+        await self._post(body, "long")
+
+    async def _whole_answer(self, number: int) -> None:
+        """A small one, one that runs on and on, or one that exceeds the budget of all alone."""
+        sizes: dict[str, Any] = {"n": 8, "max_tokens": LONGEST - 64}
+        if number % 3 == 0:
+            sizes = {"n": 1, "max_tokens": 8}
+        prompts = [[self._rng.randrange(3, VOCABULARY) for _ in range(64)]]
+        body = self._generation(prompt=prompts * (64 if number % 3 == 1 else 1), logprobs=20)
+        await self._post(body | sizes, "whole")
+
+    async def _body(self, number: int) -> None:
+        """As large as allowed: token ids that cannot fit, spaces around a short prompt, or one that
+        never ends.
+        """
+        if number % 4 == 0:
+            size = MAX_BODY // 4 - 64
+            await self._post({"model": "demo", "prompt": [1] * 2 + [7] * (size // 2)}, "body")
+        elif number % 4 == 1:
+            raw = json.dumps(self._generation(prompt=[5, 6, 7])).encode()
+            await self._post(raw + b" " * (MAX_BODY - len(raw)), "body")
+        else:
+            reader, writer = await self._open(b" " * (MAX_BODY - 1), MAX_BODY)
+            await self._answer(reader, writer, "unfinished")
+
+    async def _slow_reader(self) -> None:
+        body = self._generation(n=8, logprobs=20, stream=True, prompt=[5, 6, 7], max_tokens=400)
+        raw = json.dumps(body).encode()
+        reader, writer = await self._open(raw, len(raw), limit=1024)
+        head = await reader.readline()
+        self._count("200 slow" if b" 200 " in head else "refused slow")
+        await self.met.wait()
+        writer.transport.abort()
+
+    def _generation(self, **changes: Any) -> dict[str, Any]:
+        prompt = [self._rng.randrange(3, VOCABULARY) for _ in range(LONGEST - OUTPUT)]
+        common = {"model": "demo", "max_tokens": OUTPUT, "ignore_eos": True}
+        return common | {"prompt": prompt} | changes
+
+    async def _post(self, body: dict[str, Any] | bytes, kind: str) -> None:
+        raw = body if isinstance(body, bytes) else json.dumps(body).encode()
+        await self._answer(*await self._open(raw, len(raw)), kind)
+
+    async def _open(
+        self, body: bytes, length: int, limit: int = 1 << 16
+    ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        reader, writer = await asyncio.open_connection(self._host, self._port, limit=limit)
+        head = (
+            "POST /v1/completions HTTP/1.1\r\nhost: pod\r\nconnection: close\r\n"
+            f"content-type: application/json\r\ncontent-length: {length}\r\n\r\n"
+        )
+        writer.write(head.encode() + body)
+        return reader, writer
+
+    async def _answer(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, kind: str
+    ) -> None:
+        try:
+            status = (await reader.readline()).split(b" ")[1].decode()
+            rest = b""
+            while piece := await reader.read(1 << 16):
+                rest = (rest + piece)[-2000:]
+            found = rest.find(b'"message":"')
+            words = rest[found + 11 : found + 400].decode(errors="replace") if found >= 0 else ""
+            self._count(f"{status} {kind} {words}" if status != "200" else f"200 {kind}")
+        finally:
+            writer.transport.abort()
+
+
+def planned_bytes(server: Process) -> int:
+    """The sum of the plan: every term, and the cache."""
+    with httpx.Client(base_url=server.ports["admin"], timeout=WITHIN) as admin:
+        report = admin.get("/debug/memory").raise_for_status().json()
+    terms = sum(term["plannedBytes"] for term in report["terms"])
+    if any(term["name"] == "kv" for term in report["terms"]):
+        return int(terms)
+    return int(terms + report["numBlocks"] * report["blockBytes"])
+
+
+def test_a_hostile_mix_at_all_limits_stays_inside_the_planned_memory() -> None:
+    flags = (
+        "--num-blocks=1024",
+        f"--max-queue={QUEUE}",
+        f"--max-requests={SLOTS}",
+        "--served-name=demo",
+    )
+    with serve("demo:", *flags) as server:
+        server.until_logged("serving")
+        planned = planned_bytes(server)
+        hostile = Hostile(server.ports["public"])
+        with Footprint(server.pid) as footprint:
+            asyncio.run(hostile.run())
+        with server.client() as client:
+            answer = client.post("/v1/completions", json={"model": "demo", "prompt": [1, 2]})
+            assert answer.status_code == 200, "it serves after that"
+        assert footprint.samples
+        assert footprint.peak <= planned, f"{footprint.peak} of {planned}: {hostile.answers}"
+        print(f"peak {footprint.peak >> 20} MiB of {planned >> 20} planned", dict(hostile.answers))
