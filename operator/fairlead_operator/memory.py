@@ -7,7 +7,8 @@ Events still to be written need. All of it is lost on restart without harm, and 
 ever a reason to delete an object.
 """
 
-from typing import Generic, TypeVar
+from collections.abc import Callable
+from typing import Any, Generic, TypeVar
 
 from fairlead_operator.resource.kinds import Key
 
@@ -29,3 +30,22 @@ class Memory(Generic[T]):
 
     def forget(self, key: Key) -> None:
         self._values.pop(key, None)
+
+
+class Memo(Generic[T]):
+    """A pure function of one resource, computed again only when an argument is another: most passes
+    find everything as the last one left it. An error is raised each time.
+    """
+
+    def __init__(self, compute: Callable[..., T]) -> None:
+        self._compute = compute
+        self._last: dict[Key, tuple[tuple[Any, ...], T]] = {}
+
+    def __call__(self, key: Key, *given: Any) -> T:
+        held = self._last.get(key)
+        if held is None or held[0] != given:
+            held = self._last[key] = given, self._compute(*given)
+        return held[1]
+
+    def forget(self, key: Key) -> None:
+        self._last.pop(key, None)

@@ -4,6 +4,7 @@ Level-triggered: the cause of a pass does not matter, and another pass changes n
 from the store; it writes through ``Cluster``, which is fenced by the Lease.
 """
 
+import asyncio
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -35,7 +36,7 @@ from fairlead_operator.decide.status import (
     status_of,
 )
 from fairlead_operator.errors import ApiError
-from fairlead_operator.memory import Memory
+from fairlead_operator.memory import Memo, Memory
 from fairlead_operator.resource.fields import ResourceError
 from fairlead_operator.resource.kinds import (
     BY_NAME,
@@ -80,6 +81,8 @@ class Reconciler:
         self._events: Memory[tuple[Note, ...]] = Memory()  # still to be written, oldest first
         # The status that was written last, and what an older CRD left of it.
         self._pruned: Memory[tuple[Object, Object]] = Memory()
+        self._planned: Memo[Capacity] = Memo(planned_capacity)
+        self._writes: Memo[Writes] = Memo(diff)
 
     async def __call__(self, key: Key) -> float | None:
         """One pass: seconds until the resource is due again, None for one that is gone."""
@@ -91,13 +94,10 @@ class Reconciler:
     async def _pass(self, key: Key) -> float | None:
         body = self._cluster.store.get(RESOURCE, key)
         if body is None or body["metadata"].get("deletionTimestamp"):
-            self._scaling.forget(key)
-            self._drains.forget(key)
-            self._events.forget(key)
-            self._pruned.forget(key)
+            self._forget(key)
             return None  # the garbage collector deletes the children, by their owner references
         try:
-            resource = InferenceDeployment.from_body(body, stored=True)
+            resource = self._cluster.store.resource(body)
         except ResourceError as error:
             refusal = blocker("InvalidSpec", f"{RESOURCE.name}/{key[1]}", str(error))
             generation = int(body["metadata"].get("generation") or 0)
@@ -115,7 +115,9 @@ class Reconciler:
         target = await self._upgrades.target(resource, seen.deployment)
         revision = target.revision
         drained = self._drained(key, uid, revision, before)
-        planned = capacity(resource, results)
+        planned = with_measurement(
+            self._planned(key, resource, results.config, results.config_error), results
+        )
         scaling = scale(
             resource,
             seen,
@@ -138,7 +140,7 @@ class Reconciler:
             marks=target.marks,
             cached=cached,
         )
-        writes = diff(wanted, seen.children, uid)
+        writes = self._writes(key, wanted, seen.children, uid)
         try:
             if not resource.spec.paused and not refusals:
                 # The first of all creations needs no question: the API server refuses it if the
@@ -187,6 +189,12 @@ class Reconciler:
         if not (target.turn.allowed or resource.spec.paused):
             again = TURN_SECONDS
         return self._again(body, min(again, scaling.again))
+
+    def _forget(self, key: Key) -> None:
+        for remembered in (self._scaling, self._drains, self._events, self._pruned):
+            remembered.forget(key)
+        for computed in (self._planned, self._writes, self._upgrades):
+            computed.forget(key)
 
     def count_drained(self, key: Key, pod: Object) -> None:
         """Count the requests of a pod that ended, for a resource that had a pass before."""
@@ -238,9 +246,9 @@ class Reconciler:
         changed = [(BY_NAME[one.manifest["kind"]], one.manifest) for one in writes.apply if one.uid]
         to_read = [(RESOURCE, key_of(body))] if writes.apply or writes.delete else []
         to_read += [(kind, key_of(manifest)) for kind, manifest in changed if kind is DEPLOYMENT]
-        for kind, key in to_read:
-            held = self._cluster.store.get(kind, key)
-            live = await self._look(kind, key)
+        before = [self._cluster.store.get(kind, key) for kind, key in to_read]
+        now = await asyncio.gather(*(self._look(kind, key) for kind, key in to_read))
+        for (kind, key), held, live in zip(to_read, before, now, strict=True):
             if held is None or live is None or not _same_spec(held, live):
                 raise ApiError(
                     409, "Stale", f"{kind.name}/{key[1]} has changed since it was last seen"
@@ -399,15 +407,20 @@ def judge(
     return sorted(everything)
 
 
-def capacity(resource: InferenceDeployment, results: ProbeResults) -> Capacity:
+def with_measurement(planned: Capacity, results: ProbeResults) -> Capacity:
     """The plan beside what a pod measured. Without a plan, what it measured stands alone."""
-    body: Mapping[str, Any] = {}
-    why = results.config_error
-    if results.config is not None:
-        try:
-            body = capacity_of(results.config, resource)
-        except PlanError as error:
-            why = (error.reason, str(error))
-    if results.measured:
-        body = with_measured(body, results.measured)
-    return Capacity(body or None, *why)
+    if not results.measured:
+        return planned
+    return replace(planned, body=with_measured(planned.body or {}, results.measured))
+
+
+def planned_capacity(
+    resource: InferenceDeployment, config: Mapping[str, Any] | None, why_none: tuple[str, str]
+) -> Capacity:
+    """The plan for the model of this config.json. ``why_none``: reason and message without one."""
+    if config is None:
+        return Capacity(None, *why_none)
+    try:
+        return Capacity(capacity_of(config, resource))
+    except PlanError as error:
+        return Capacity(None, error.reason, str(error))

@@ -28,6 +28,7 @@ from fairlead_operator.decide.children.upgrade import (
     spec_hash,
     turn,
 )
+from fairlead_operator.memory import Memo
 from fairlead_operator.resource.kinds import (
     DEPLOYMENT,
     RESOURCE,
@@ -63,15 +64,18 @@ class Upgrades:
     def __init__(self, cluster: Cluster, settings: Settings, now: Callable[[], datetime]) -> None:
         self._cluster, self._settings, self._now = cluster, settings, now
         self._defaults = defaults_hash(settings, version("fairlead"))
+        self._template: Memo[Object] = Memo(pod_template)
+        self._spec_hash: Memo[str] = Memo(spec_hash)
         self._granted: set[Key] = set()
         self._granting = asyncio.Lock()
 
     async def target(self, resource: InferenceDeployment, live: Object | None) -> Target:
         """The template for this pass. A turn it takes lasts until ``done``."""
-        today = pod_template(resource, self._settings)
+        key = (resource.namespace, resource.name)
+        today = self._template(key, resource, self._settings)
         now = Deadlines.of(resource)
         own = {
-            SPEC_MARK: spec_hash(resource),
+            SPEC_MARK: self._spec_hash(key, resource),
             DEFAULTS_MARK: self._defaults,
             DEADLINES_MARK: f"{now.progress},{now.drain}",
             REVISION_MARK: str(today["metadata"]["labels"][REVISION_LABEL]),
@@ -89,7 +93,6 @@ class Upgrades:
             return Target(today, own)  # its own spec changed: no turn is needed
         if carried.get(REVISION_MARK) == own[REVISION_MARK]:
             return Target(today, own)  # today's was written, and somebody else changed it
-        key = key_of(live)
         given, was_ready = (PAUSED, False) if resource.spec.paused else await self._turn(key)
         if given.allowed:
             return Target(today, own | ({TURN_MARK: self._defaults} if was_ready else {}), given)
@@ -99,6 +102,10 @@ class Upgrades:
     def done(self, key: Key) -> None:
         """The pass is over: what it wrote can be seen in the cluster."""
         self._granted.discard(key)
+
+    def forget(self, key: Key) -> None:
+        self._template.forget(key)
+        self._spec_hash.forget(key)
 
     async def _turn(self, key: Key) -> tuple[Turn, bool]:
         """The turn, and whether others have to wait until this one is Ready again."""

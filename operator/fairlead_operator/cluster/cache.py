@@ -5,10 +5,12 @@ object wins in any order of arrival, so a replayed list or a late event changes 
 network and decides nothing.
 """
 
+import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
+from fairlead_operator.memory import Memo
 from fairlead_operator.resource.kinds import (
     EVENT,
     NAME_LABEL,
@@ -22,6 +24,7 @@ from fairlead_operator.resource.kinds import (
     key_of,
     version_of,
 )
+from fairlead_operator.resource.resource import InferenceDeployment
 
 K = TypeVar("K")
 
@@ -47,9 +50,16 @@ class Store:
         self._listed: dict[tuple[str, str], int] = {}
         self._older_since: dict[tuple[str, str], float] = {}  # the first of several older lists
         self._synced: set[str] = set()
+        self._parsed: Memo[InferenceDeployment] = Memo(_parse)
 
     def get(self, kind: Kind, key: Key) -> Object | None:
         return self._objects.get(kind.name, {}).get(key)
+
+    def resource(self, body: Object) -> InferenceDeployment:
+        """A body of our kind as a value. Raises ResourceError."""
+        meta = body["metadata"]
+        identity = {name: meta.get(name) for name in ("name", "namespace", "uid", "generation")}
+        return self._parsed(key_of(body), {**body, "metadata": identity, "status": None})
 
     def all(self, kind: Kind) -> list[Object]:
         return list(self._objects.get(kind.name, {}).values())
@@ -179,6 +189,8 @@ class Store:
 
     def _bury(self, kind: Kind, key: Key, version: int) -> None:
         self._drop(kind, key)
+        if kind is RESOURCE:
+            self._parsed.forget(key)
         self._graves.setdefault(kind.name, {})[key] = (version, self._clock())
 
     def _drop(self, kind: Kind, key: Key) -> None:
@@ -205,6 +217,10 @@ def resource_of(body: Object) -> Key | None:
     ours = controller is not None and controller.get("kind") == RESOURCE.name
     name = controller["name"] if controller and ours else (meta.get("labels") or {}).get(NAME_LABEL)
     return (meta.get("namespace", ""), name) if name else None
+
+
+def _parse(body: Object) -> InferenceDeployment:
+    return InferenceDeployment.from_body(body, stored=True)
 
 
 def _about(event: Object) -> str:
@@ -239,7 +255,19 @@ def trimmed(kind: Kind, body: Object) -> Object:
             for name in ("initContainerStatuses", "containerStatuses")
             if name in status
         }
-    return slim
+    interned: Object = _interned(slim)
+    return interned
+
+
+def _interned(value: Any) -> Any:
+    """The same JSON with each text once in memory: objects of one kind have the same keys, and
+    those of one resource the same names and labels. It halves the memory of a fleet.
+    """
+    if isinstance(value, dict):
+        return {sys.intern(key): _interned(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_interned(item) for item in value]
+    return sys.intern(value) if type(value) is str else value
 
 
 def _only(items: Iterable[Mapping[str, Any]] | None, names: Iterable[str]) -> list[Object]:

@@ -58,7 +58,7 @@ class Prober:
             self._results.forget(key)
             return None
         try:
-            resource = InferenceDeployment.from_body(body, stored=True)
+            resource = self._store.resource(body)
         except ResourceError:
             return IDLE_SECONDS
         seen = observe(self._store, key, resource.uid)

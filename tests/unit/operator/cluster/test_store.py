@@ -1,5 +1,6 @@
 """The store believes the newest version, whatever order news arrives in."""
 
+import json
 import random
 
 from fairlead_operator.cluster.cache import TOMBSTONE_SECONDS, Store
@@ -180,3 +181,14 @@ def test_any_order_of_the_same_news_ends_in_the_same_state() -> None:
             else:
                 store.remove(DEPLOYMENT, child("a", at))
         assert version(store, "a") == 9, seed
+
+
+def test_objects_share_their_texts() -> None:
+    store = Store()
+    for name in ("a", "b"):
+        # Not literals of this file, which Python shares by itself.
+        store.put(POD, json.loads(json.dumps(child(name, 5, app="".join(["ch", "at", name[:0]])))))
+    one, other = (body["metadata"]["labels"] for body in store.all(POD))
+    assert one["app"] == "chat"
+    assert one["app"] is other["app"]
+    assert [id(key) for key in one] == [id(key) for key in other]

@@ -2,10 +2,10 @@
 cluster.
 """
 
-import dataclasses
 import json
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,8 @@ from fairlead_operator.decide.children.capacity import (
 )
 from fairlead_operator.decide.pods.observed import Observed
 from fairlead_operator.decide.pods.probe_results import ProbeResults
-from fairlead_operator.reconcile import capacity, judge
+from fairlead_operator.decide.status import Capacity
+from fairlead_operator.reconcile import judge, planned_capacity, with_measurement
 from fairlead_operator.resource.resource import InferenceDeployment
 from fairlead_runtime.sizing.shape import ModelShape
 from fairlead_runtime.sizing.terms import GIB, DeviceFacts
@@ -166,16 +167,20 @@ def test_measured_figures_stand_beside_planned_ones_with_their_drift() -> None:
 
 def test_what_a_pod_measured_is_shown_without_a_plan() -> None:
     results = ProbeResults(config=QWEN, measured={"numBlocks": 950, "concurrentTokens": 15200})
+
+    def shown(idep: InferenceDeployment, config: Mapping[str, Any] | None = QWEN) -> Capacity:
+        return with_measurement(planned_capacity(idep, config, results.config_error), results)
+
     idep = deployment()  # accelerator.memory is unset
-    known = capacity(idep, results)
+    known = shown(idep)
     assert known.body == {"measured": {"numBlocks": 950, "concurrentTokens": 15200}}
     assert known.reason == "AcceleratorMemoryUnknown"
     assert known.concurrent_tokens == 15200
-    gated = capacity(idep, dataclasses.replace(results, config=None))
+    gated = shown(idep, None)
     assert (gated.body, gated.reason) == (known.body, "ConfigUnavailable")
     blockers = judge(idep, Observed((), (), (), (), ()), results, "r", 1, known, [], {})
     assert [one.code for one in blockers] == ["Starting"]
-    planned = capacity(deployment(**GPU), results)
+    planned = shown(deployment(**GPU))
     assert planned.body is not None
     assert {"planned", "measured", "driftPercent"} <= set(planned.body)
 
