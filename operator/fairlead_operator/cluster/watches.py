@@ -13,6 +13,7 @@ from typing import Any
 
 import kopf
 
+from fairlead_operator.cluster.client import PAGE
 from fairlead_operator.resource.kinds import Kind, Object
 
 log = logging.getLogger(__name__)
@@ -50,9 +51,25 @@ def _observer(kind: Kind, deliver: Deliver) -> Callable[..., Any]:
     return observe
 
 
+class _NoCopies(kopf.DiffBaseStorage):
+    """Keeps nothing of an object. kopf compares each with its last version for handlers that are
+    not used here, and the copy for it takes most of the time that an event takes.
+    """
+
+    def build(self, **_: Any) -> kopf.BodyEssence:
+        return kopf.BodyEssence()
+
+    def fetch(self, **_: Any) -> None:
+        return None
+
+    def store(self, **_: Any) -> None:
+        return None
+
+
 def _configure(settings: kopf.OperatorSettings, kinds: Sequence[Kind]) -> None:
     settings.posting.enabled = False
     settings.scanning.disabled = True  # no right to watch CRDs or namespaces is asked for
+    settings.persistence.diffbase_storage = _NoCopies()
     settings.peering.standalone = True  # the Lease decides who writes
     settings.networking.request_timeout = 10
     settings.networking.connect_timeout = 5
@@ -62,8 +79,11 @@ def _configure(settings: kopf.OperatorSettings, kinds: Sequence[Kind]) -> None:
     settings.watching.inactivity_timeout = 25
     settings.watching.connect_timeout = 5
     settings.watching.reconnect_backoff = 0.5
-    settings.queueing.worker_limit = 50
-    settings.queueing.idle_timeout = 1
+    settings.watching.chunk_size = PAGE
+    # kopf has a worker for each object with news, which stays for this long: with a limit, news of
+    # thousands of pods would wait for workers that do nothing.
+    settings.queueing.worker_limit = None
+    settings.queueing.idle_timeout = 0.1
     settings.queueing.error_delays = (1, 2, 5, 10)
     settings.process.ultimate_exiting_timeout = None  # it would kill the whole process
     for kind in kinds:

@@ -8,6 +8,7 @@ import kopf
 import pytest
 
 from fairlead_operator.cluster import watches
+from fairlead_operator.cluster.client import PAGE
 from fairlead_operator.cluster.watches import Watches
 from fairlead_operator.resource.kinds import EVENT, POD, WATCHED, Kind, Object
 
@@ -36,6 +37,28 @@ def test_kopf_only_watches_what_the_store_holds_and_writes_nothing() -> None:
     assert settings.watching.label_selectors["", "v1", "pods"] == POD.labels
     assert settings.watching.field_selectors["", "v1", "events"] == EVENT.fields
     assert len(settings.watching.label_selectors) == sum(bool(k.labels) for k in WATCHED)
+
+
+def configured() -> kopf.OperatorSettings:
+    settings = kopf.OperatorSettings()
+    watches._configure(settings, WATCHED)
+    return settings
+
+
+def test_news_of_an_object_wait_for_no_worker_of_another() -> None:
+    """A worker stays for ``idle_timeout`` after its object's news: a bound would delay others."""
+    assert configured().queueing.worker_limit is None
+
+
+def test_kopf_lists_in_pages() -> None:
+    assert configured().watching.chunk_size == PAGE
+
+
+def test_kopf_keeps_no_copy_of_an_object() -> None:
+    storage = configured().persistence.diffbase_storage
+    body = kopf.Body({"metadata": {"name": "chat"}, "spec": {"replicas": 1}})
+    assert storage.build(body=body) == {}
+    assert storage.fetch(body=body) is None
 
 
 class Opened:
