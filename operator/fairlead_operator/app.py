@@ -49,7 +49,10 @@ RELIST_SECONDS = 18.0
 RELIST_RETRY_SECONDS = 2.0
 READ_SINGLY = 20  # objects that differ; more are read in one list
 RELEASE_SECONDS = 2.0
-WORKERS, PROBES, CANARIES = 20, 200, 200  # at a time; the clients bound the requests
+# At a time; the clients bound the requests.
+WORKERS, PROBES, CANARIES = 50, 1000, 200
+# After news of a child: a rollout has many, and they become one pass. A new spec waits for nothing.
+CHILD_SETTLE = 0.5
 
 
 class Operator:
@@ -98,7 +101,7 @@ class Operator:
         self._queue: WorkQueue[Key] = WorkQueue(self._pass)
         canaries = Canaries(self._store, results, pods, self._queue.wake)
         self._canaries: WorkQueue[PodKey] = WorkQueue(
-            functools.partial(self._if_leading, canaries), settle=0.0
+            functools.partial(self._probe, canaries), settle=0.0
         )
         prober = Prober(
             self._store,
@@ -109,9 +112,7 @@ class Operator:
             self._queue.wake,
             self._canaries.wake,
         )
-        self._probes: WorkQueue[Key] = WorkQueue(
-            functools.partial(self._if_leading, prober), settle=0.2
-        )
+        self._probes: WorkQueue[Key] = WorkQueue(functools.partial(self._probe, prober), settle=0.2)
         watches = Watches(self._kinds, self._settings.namespaces, self._environ, self._from_watch())
         try:
             async with asyncio.TaskGroup() as group:
@@ -129,8 +130,8 @@ class Operator:
                     await self._election.release()
 
     async def _pass(self, key: Key) -> float | None:
-        if not self._election.holds() or not self._store.synced(self._kinds):
-            return None  # taking over wakes every key, and so does the first list
+        if not self._may_work():
+            return None
         with self._metrics.duration.time():
             try:
                 again = await self._reconciler(key)
@@ -143,20 +144,28 @@ class Operator:
                     log.exception("a pass failed", extra={"key": str(key)})
                 raise
         self._metrics.reconciles.labels("ok").inc()
-        if again is not None:
-            self._probes.wake(key)
         return again
 
-    async def _if_leading(
-        self, work: Callable[[K], Awaitable[float | None]], key: K
-    ) -> float | None:
-        return await work(key) if self._election.holds() else None
+    def _may_work(self) -> bool:
+        """Taking over wakes every key, and so does the end of the first lists."""
+        return self._election.holds() and self._store.synced(self._kinds)
+
+    async def _probe(self, work: Callable[[K], Awaitable[float | None]], key: K) -> float | None:
+        return await work(key) if self._may_work() else None
 
     def _on_election(self, leading: bool) -> None:
         self._metrics.leader.set(leading)
         if leading:
-            for body in self._store.all(RESOURCE):
-                self._queue.wake(key_of(body))
+            self._wake_all()
+
+    def _wake_all(self) -> None:
+        for body in self._store.all(RESOURCE):
+            self._wake(key_of(body))
+
+    def _wake(self, key: Key, after: float | None = None) -> None:
+        """Decide and probe soon. Without news, each goes on at its own interval."""
+        self._queue.wake(key, after)
+        self._probes.wake(key, after)
 
     def _from_watch(self) -> Callable[[Kind, bool, Object], None]:
         """Hands objects from kopf's thread to this loop's."""
@@ -177,7 +186,7 @@ class Operator:
         """Wake the resource that an object is, or belongs to."""
         namespace, name = key_of(body)
         if kind is RESOURCE:
-            self._queue.wake((namespace, name))
+            self._wake((namespace, name))
         elif kind is EVENT:
             for pod in self._store.pods_about(body):
                 self._wake_for(*pod)
@@ -185,7 +194,7 @@ class Operator:
             # Here and not in a pass: a pod that ended may be gone before one begins.
             if kind is POD:
                 self._reconciler.count_drained(owner, body)
-            self._queue.wake(owner)
+            self._wake(owner, CHILD_SETTLE)
 
     async def _watch(self, watches: Watches) -> None:
         """Start once our kind is served: kopf would wait for it for ever and log nothing."""
@@ -256,8 +265,7 @@ class Operator:
         for body in self._store.replace(kind, namespace, bodies, version):
             self._wake_for(kind, body)
         if not was and self._store.synced(self._kinds):
-            for body in self._store.all(RESOURCE):
-                self._queue.wake(key_of(body))
+            self._wake_all()
         return None
 
     async def _beat(self) -> None:

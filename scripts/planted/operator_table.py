@@ -467,8 +467,8 @@ BUGS = (
     PackageBug(
         "a probe's turn counts as its time",
         f"{OPERATOR}/probe/http_client.py",
-        "async with self._turns, asyncio.timeout(self._seconds):",
-        "async with asyncio.timeout(self._seconds), self._turns:",
+        "asyncio.timeout(self._patience)",
+        "asyncio.timeout(self._seconds)",
         ("unit/operator/probe/test_http_client.py",),
     ),
     PackageBug(

@@ -39,12 +39,15 @@ class HttpClient:
         limit: int,
         at_once: int,
         *,
+        patience: float | None = None,
         proxies: Mapping[str, str] | None = None,
     ) -> None:
-        """``limit``: bytes of a body. ``proxies``: by scheme, with ``no`` as the exceptions; empty:
-        the environment's.
+        """``limit``: bytes of a body. ``patience``: seconds that a request waits for its turn, None
+        for as long as it takes. ``proxies``: by scheme, with ``no`` as the exceptions; empty: the
+        environment's.
         """
         self._seconds, self._limit, self._proxies = seconds, limit, proxies
+        self._patience = patience
         self._turns = asyncio.Semaphore(at_once)
         self._session = aiohttp.ClientSession(
             # limit=0: none of the connector's own, the semaphore is the bound.
@@ -59,16 +62,16 @@ class HttpClient:
     async def close(self) -> None:
         await self._session.close()
 
-    @property
-    def busy(self) -> bool:
-        """Whether the next request would wait for its turn."""
-        return self._turns.locked()
-
     @contextlib.asynccontextmanager
     async def turn(self) -> AsyncIterator[None]:
         """Wait for a turn; the requests of the block share one deadline (TimeoutError)."""
-        async with self._turns, asyncio.timeout(self._seconds):
-            yield
+        async with asyncio.timeout(self._patience):
+            await self._turns.acquire()
+        try:
+            async with asyncio.timeout(self._seconds):
+                yield
+        finally:
+            self._turns.release()
 
     async def fetch(self, method: str, url: str) -> Response:
         """One request, within a turn. Raises TooLargeError or one of ``ERRORS``."""

@@ -6,6 +6,7 @@ waits at most 2 s (12 s for a canary), follows no redirect, uses no proxy, sends
 Every answer that is not good is an error.
 """
 
+import functools
 import ipaddress
 import json
 from typing import Any, Self
@@ -14,8 +15,10 @@ from fairlead_operator.probe.http_client import ERRORS, HttpClient, TooLargeErro
 from fairlead_operator.resource.kinds import ADMIN_PORT
 
 LIMIT = 1 << 20
-# Requests at a time, and scrapes of pods that did not answer last.
+# Requests at a time, and scrapes of pods that did not answer last. Those wait for a turn a moment:
+# pods that answer again free it within milliseconds, pods that hang do not.
 AT_ONCE, SILENT_AT_ONCE = 100, 50
+PATIENCE = 1.0  # seconds
 # The runtime answers within 10 s, behind its queue; its own answer says more than a time-out.
 CANARY_SECONDS = 12.0
 
@@ -36,7 +39,7 @@ class Pods:
     ) -> None:
         self._http = HttpClient(seconds, LIMIT, at_once)
         # Of their own, so that pods that hang take no turn of those that answer.
-        self._unresponsive = HttpClient(seconds, LIMIT, SILENT_AT_ONCE)
+        self._unresponsive = HttpClient(seconds, LIMIT, SILENT_AT_ONCE, patience=PATIENCE)
         self._canaries = HttpClient(canary_seconds, LIMIT, at_once)
         self._port = port
 
@@ -48,9 +51,7 @@ class Pods:
             await client.close()
 
     async def metrics(self, address: str, *, unresponsive: bool = False) -> str:
-        """``unresponsive``: the pod did not answer last; skipped while too many such are asked."""
-        if unresponsive and self._unresponsive.busy:
-            raise ScrapeError("/metrics: too many pods do not answer")
+        """``unresponsive``: the pod did not answer last; not asked while too many such hang."""
         client = self._unresponsive if unresponsive else self._http
         return (await self._read("GET", address, "/metrics", client)).decode("utf-8", "replace")
 
@@ -74,11 +75,7 @@ class Pods:
         self, method: str, address: str, path: str, client: HttpClient | None = None
     ) -> bytes:
         client = client or self._http
-        try:
-            host = ipaddress.ip_address(address)
-        except ValueError:
-            raise ScrapeError("the pod has no address") from None
-        url = f"http://{f'[{host}]' if host.version == 6 else host}:{self._port}{path}"
+        url = f"http://{_host(address)}:{self._port}{path}"
         try:
             async with client.turn():
                 response = await client.fetch(method, url)
@@ -89,6 +86,16 @@ class Pods:
         if response.status != 200:
             raise ScrapeError(f"{path}: status {response.status}")
         return response.body
+
+
+@functools.lru_cache(maxsize=10_000)  # as many pods are asked again and again
+def _host(address: str) -> str:
+    """An address as the host of a URL. Raises ScrapeError for what is none."""
+    try:
+        host = ipaddress.ip_address(address)
+    except ValueError:
+        raise ScrapeError("the pod has no address") from None
+    return f"[{host}]" if host.version == 6 else str(host)
 
 
 def _json(body: bytes) -> dict[str, Any]:

@@ -2,16 +2,18 @@
 
 import asyncio
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
-from fairlead_operator.app import READ_SINGLY, Operator
+from fairlead_operator.app import CHILD_SETTLE, READ_SINGLY, Operator
 from fairlead_operator.errors import ApiError
 from fairlead_operator.health import Health
 from fairlead_operator.metrics import Metrics
-from fairlead_operator.resource.kinds import POD, version_of
+from fairlead_operator.resource.kinds import POD, RESOURCE, Key, Kind, Object, version_of
 from support.fake_api_server import FakeApiServer, FakeCluster, Name
-from support.operator_bodies import SETTINGS, pod
+from support.operator_bodies import SETTINGS, pod, resource_body
 
 
 def operator_of(server: FakeApiServer, *namespaces: str) -> Operator:
@@ -103,3 +105,56 @@ def test_an_object_deleted_between_its_list_and_its_reading_is_gone() -> None:
     server.on_request = vanish
     lists(operator)
     assert [one["metadata"]["name"] for one in operator._store.all(POD)] == ["a"]
+
+
+class Woken:
+    """A work queue that only notes what wakes it."""
+
+    def __init__(self) -> None:
+        self.keys: list[tuple[Key, float | None]] = []
+
+    def wake(self, key: Key, after: float | None = None) -> None:
+        self.keys.append((key, after))
+
+
+def test_news_wake_decisions_and_probes_and_those_of_children_become_one() -> None:
+    """Between news, each goes on at its own interval."""
+    operator = operator_of(FakeApiServer())
+    decisions, probes = Woken(), Woken()
+    operator._queue, operator._probes = cast("Any", decisions), cast("Any", probes)
+    operator._reconciler = cast("Any", SimpleNamespace(count_drained=lambda *_: None))
+    operator._election = cast("Any", SimpleNamespace(holds=lambda: True))
+
+    def news(kind: Kind, body: Object, version: int) -> None:
+        meta = body["metadata"] | {"resourceVersion": str(version)}
+        operator._take(kind, False, {**body, "metadata": meta})
+
+    news(RESOURCE, resource_body(), 11)
+    news(POD, pod(), 12)
+    news(POD, pod(), 12)  # known already
+    wanted = [(("ns", "chat"), None), (("ns", "chat"), CHILD_SETTLE)]
+    assert decisions.keys == probes.keys == wanted
+
+    async def reconciled(_: Key) -> float:
+        return 20.0
+
+    operator._reconciler = cast("Any", reconciled)
+    assert asyncio.run(operator._pass(("ns", "chat"))) is None, "the first lists are not complete"
+    assert lists(operator)[0]
+    assert probes.keys.pop() == (("ns", "chat"), None), "now they are"
+    assert asyncio.run(operator._pass(("ns", "chat"))) == 20.0
+    assert probes.keys == wanted, "a pass has no pod scraped once more"
+
+
+def test_no_pod_is_probed_before_the_first_lists_are_complete() -> None:
+    """Results of some pods would pass for those of all, and the status would be wrong."""
+    operator = operator_of(FakeApiServer())
+    operator._election = cast("Any", SimpleNamespace(holds=lambda: True))
+    operator._queue = operator._probes = cast("Any", Woken())
+
+    async def probed(_: Key) -> float:
+        return 5.0
+
+    assert asyncio.run(operator._probe(probed, ("ns", "chat"))) is None
+    assert lists(operator)[0]
+    assert asyncio.run(operator._probe(probed, ("ns", "chat"))) == 5.0

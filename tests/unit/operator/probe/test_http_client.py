@@ -147,12 +147,14 @@ def test_canaries_and_pods_that_do_not_answer_take_no_turn_of_those_that_do() ->
             Pods(60.0, server.port, at_once=1, canary_seconds=60.0) as pods,
         ):
             pods._unresponsive._turns = asyncio.Semaphore(0)  # as if each hung
+            pods._unresponsive._patience = 0.05
             server.seconds = 60.0
             canary = asyncio.create_task(pods.canary("127.0.0.1"))
             await server.asked.wait()
             server.seconds = 0.0
-            with pytest.raises(ScrapeError, match="too many pods do not answer"):
+            with pytest.raises(ScrapeError, match="TimeoutError"):
                 await pods.metrics("127.0.0.1", unresponsive=True)
+            assert len(server.requests) == 1, "not asked"
             await pods.metrics("127.0.0.1")
             assert not canary.done()
             canary.cancel()
@@ -182,5 +184,16 @@ def test_each_request_has_a_connection_of_its_own() -> None:
             for count in (1, 2, 3):
                 await pods.canary("127.0.0.1")
                 assert connections == count
+
+    asyncio.run(go())
+
+
+def test_pods_that_answer_again_are_all_asked_however_many_they_are() -> None:
+    async def go() -> None:
+        async with pod_server() as server, Pods(60.0, server.port) as pods:
+            pods._unresponsive._patience = 60.0
+            asked = (pods.metrics("127.0.0.1", unresponsive=True) for _ in range(300))
+            assert all(await asyncio.gather(*asked)), "none is skipped for the others"
+            assert len(server.requests) == 300
 
     asyncio.run(go())
