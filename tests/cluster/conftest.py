@@ -6,18 +6,15 @@ import contextlib
 import itertools
 import re
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
-import yaml
 
 from cluster.harness import addresses, binaries
 from cluster.harness.apiclient import Api, Object, eventually
 from cluster.harness.controlplane import ControlPlane
 from cluster.harness.nodes import add_nodes, start_kwok
-from cluster.harness.resources import idep
+from cluster.harness.resources import create_namespace, idep, install_crd
 
-ROOT = Path(__file__).parents[2]
 _numbers = itertools.count(1)
 
 
@@ -86,18 +83,7 @@ def api(plane: ControlPlane) -> Iterator[Api]:
 @pytest.fixture(scope="session")
 def crd(api: Api) -> Object:
     """The custom resource definition of this tree, installed and established."""
-    body: Object = yaml.safe_load((ROOT / "crds" / "inferencedeployments.yaml").read_text())
-    api.apply(body, force="true")
-
-    def established() -> bool:
-        status = (
-            api.get("CustomResourceDefinition", "", body["metadata"]["name"]).get("status") or {}
-        )
-        conditions = status.get("conditions") or []
-        return any(c["type"] == "Established" and c["status"] == "True" for c in conditions)
-
-    eventually(established, 10, "the CRD is Established")
-    return body
+    return install_crd(api)
 
 
 @pytest.fixture(scope="session")
@@ -130,12 +116,6 @@ def namespace(api: Api, request: pytest.FixtureRequest) -> Iterator[str]:
     """A fresh namespace that enforces Pod Security "restricted"; deleted afterwards."""
     words = re.sub(r"[^a-z0-9]+", "-", request.node.name.lower())[:40].strip("-")
     name = f"t{next(_numbers)}-{words}".rstrip("-")
-    labels = {"pod-security.kubernetes.io/enforce": "restricted"}
-    api.create(
-        {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": name, "labels": labels}}
-    )
-    eventually(
-        lambda: api.find("ServiceAccount", name, "default"), 10, "the default ServiceAccount"
-    )
+    create_namespace(api, name)
     yield name
     api.delete("Namespace", "", name)

@@ -1,234 +1,367 @@
-"""Many resources at once: time to converge, requests per resource, memory, and requests when idle.
+"""A fleet of many resources: how soon it is Ready, whether each pod is scraped at its interval,
+what the operator costs, how soon it acts on changes, and what it does when all pods fall silent.
 
-A hundred resources, a thousand with FAIRLEAD_FULL=1, or FAIRLEAD_SCALE of them; half are
-autoscaled. Once without pods, and once with pods that are scraped (``FAIRLEAD_SCALE_PODS`` each):
-kwok makes them Ready, and one server answers on all their addresses.
+100 resources of 5 pods; 1,000 with FAIRLEAD_FULL=1, or FAIRLEAD_SCALE of them. Half are autoscaled.
+kwok makes the pods Ready, and a process of their own answers on all their addresses. Each figure is
+printed; figures in seconds and shares of a core are checked in the long form alone.
 """
 
-import asyncio
 import contextlib
+import json
 import os
 import subprocess
 import threading
 import time
-from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from typing import Self
 
+import httpx
 import pytest
 
-from cluster.harness.apiclient import Api, Object, eventually
-from cluster.harness.controlplane import ControlPlane
-from cluster.harness.idle_pod import report
+from cluster.harness.apiclient import Api, Object, eventually, path_of
+from cluster.harness.controlplane import ControlPlane, cpu_seconds
+from cluster.harness.many_pods import ManyPods, many_pods
 from cluster.harness.nodes import add_nodes, start_kwok
 from cluster.harness.operators import OperatorProcess
-from cluster.harness.resources import CHILDREN, KIND, condition, idep
-from fairlead_operator.resource.kinds import ADMIN_PORT
-from fairlead_runtime.serving.metrics import EngineMetrics
+from cluster.harness.resources import CHILDREN, KIND, condition, create_namespace, idep, install_crd
 from support.full import LONG_FORM
 
-pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("crd")]
+pytestmark = [
+    pytest.mark.cluster("etcd", "kube-apiserver", "kube-controller-manager"),
+    pytest.mark.cluster("kube-scheduler", "kwok"),
+    pytest.mark.timeout(3600),
+]
 COUNT = int(os.environ.get("FAIRLEAD_SCALE") or (1000 if LONG_FORM else 100))
-IDLE = 40 if LONG_FORM else 20  # seconds: two re-lists, or one
+PODS = 5  # of each resource
+CHANGES = min(COUNT, 200 if LONG_FORM else 20)
+CHANGE_SECONDS = 60 / 200  # between two changes
+QUIET = 60 if LONG_FORM else 36  # seconds: two lists of everything, and two scrapes of each pod
+SILENCE = 60 if LONG_FORM else 20  # seconds: samples are stale after 15
+AUTOSCALED, FIXED = 5.0, 15.0  # seconds between two scrapes of a pod
+NAMESPACE = "fleet"
+NETWORK = f"10.{130 + os.getpid() % 100}.0.0/16"  # of this process: runs share the device
 CALLS = "fairlead_operator_api_calls_total"
-PODS = int(os.environ.get("FAIRLEAD_SCALE_PODS") or 5)  # of each resource
-WITH_PODS = int(os.environ.get("FAIRLEAD_SCALE") or (1000 if LONG_FORM else 20))  # resources
-POD_NETWORK = f"10.{130 + os.getpid() % 100}.0.0/16"  # of this process: runs share the device
+PASSES = "fairlead_operator_reconciles_total"
+METADATA = "application/json;as=PartialObjectMetadata;g=meta.k8s.io;v=v1"
 
 
-def resource(namespace: str, number: int) -> Object:
-    """No node takes its pods: the test measures the operator, not the nodes."""
-    nowhere = {"nodeSelector": {"type": "nowhere"}}
-    scaling = (
-        {"autoscaling": {"minReplicas": 2, "maxReplicas": 4}} if number % 2 else {"replicas": 2}
+@dataclass(slots=True)
+class Fleet:
+    """The operator at work on all resources, each with its pods, in a control plane of its own."""
+
+    plane: ControlPlane
+    api: Api
+    pods: ManyPods
+    operator: OperatorProcess
+    # seconds until all were Ready, from the first creation and from the last pod's readiness
+    ready_after: tuple[float, float] = (0.0, 0.0)
+
+    def resources(self) -> list[Object]:
+        return self.api.items(KIND, NAMESPACE)
+
+    def ready(self) -> bool:
+        return all(_is_ready(one) for one in self.resources())
+
+    def intervals(self) -> dict[str, float]:
+        """The seconds between two scrapes of each pod, by its address."""
+        pods = self.api.items("Pod", NAMESPACE)
+        return {
+            pod["status"]["podIP"]: AUTOSCALED if _number(pod) % 2 else FIXED
+            for pod in pods
+            if not pod["metadata"].get("deletionTimestamp")
+        }
+
+    def made(self) -> dict[str, list[tuple[str, int]]]:
+        """What must not change while nobody changes a resource: Deployments by generation, pods."""
+        deployments = self.api.items("Deployment", NAMESPACE)
+        return {
+            "Deployment": sorted(
+                (d["metadata"]["uid"], d["metadata"]["generation"]) for d in deployments
+            ),
+            "Pod": sorted((p["metadata"]["uid"], 0) for p in self.api.items("Pod", NAMESPACE)),
+        }
+
+
+@dataclass(slots=True)
+class Spent:
+    """The operator's passes and calls to the API server in a ``with`` block, and everyone's
+    processor time.
+    """
+
+    fleet: Fleet
+    seconds: float = 0.0
+    calls: float = 0.0
+    passes: float = 0.0
+    cores: dict[str, float] = field(default_factory=dict)  # by process, in cores
+
+    def _now(self) -> dict[str, float]:
+        parts = {part.name: part.process for part in self.fleet.plane.parts}
+        parts |= {"pods": self.fleet.pods.process, "operator": self.fleet.operator.running}
+        return {name: cpu_seconds(process.pid) for name, process in parts.items()}
+
+    def __enter__(self) -> Self:
+        self.seconds, self.calls = time.monotonic(), self.fleet.operator.metric(CALLS)
+        self.cores, self.passes = self._now(), self.fleet.operator.metric(PASSES)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.seconds = time.monotonic() - self.seconds
+        self.calls = self.fleet.operator.metric(CALLS) - self.calls
+        self.passes = self.fleet.operator.metric(PASSES) - self.passes
+        now = self._now()
+        self.cores = {name: (now[name] - was) / self.seconds for name, was in self.cores.items()}
+
+    def __str__(self) -> str:
+        shares = ", ".join(f"{name} {share:.0%}" for name, share in self.cores.items())
+        calls, passes = self.calls / self.seconds, self.passes / self.seconds
+        return f"{self.seconds:.0f} s, {calls:.2f} calls/s, {passes:.0f} passes/s; {shares}"
+
+
+@pytest.fixture(scope="module")
+def fleet() -> Iterator[Fleet]:
+    """Ready once yielded. Of this module alone: thousands of pods take minutes to delete."""
+    try:
+        with (
+            many_pods(NETWORK, COUNT * PODS * 3 // 2, "chat") as pods,
+            ControlPlane() as plane,
+            plane.api() as api,
+        ):
+            api.http.timeout = 120  # a list of 5,000 pods is 40 MB
+            install_crd(api)
+            create_namespace(api, NAMESPACE)
+            start_kwok(plane, "scale", NETWORK)
+            add_nodes(api, COUNT * PODS // 100 + 1, prefix="scale", kind="scale")
+            with OperatorProcess(plane, (NAMESPACE,)) as operator:
+                yield _made_ready(Fleet(plane, api, pods, operator))
+                assert not operator.tracebacks()
+    except subprocess.CalledProcessError as error:
+        pytest.skip(f"no route to the pods' addresses can be added: {error.stderr.decode()}")
+
+
+def _made_ready(fleet: Fleet) -> Fleet:
+    began = time.time()
+    with Spent(fleet) as spent:
+        with ThreadPoolExecutor(8) as pool:
+            list(pool.map(lambda number: fleet.api.create(_body(number)), range(COUNT)))
+        eventually(fleet.ready, 1800, f"{COUNT} resources are Ready", every=3)
+    now = time.time()
+    fleet.ready_after = (now - began, now - _last_ready(fleet.api.items("Pod", NAMESPACE)))
+    print(f"{COUNT} resources of {PODS} pods, until Ready: {spent}")
+    return fleet
+
+
+def _body(number: int) -> Object:
+    scaling: Object = {"minReplicas": PODS, "maxReplicas": PODS + 2}
+    return idep(
+        NAMESPACE,
+        f"chat-{number}",
+        model={"source": "demo:", "servedName": "chat"},
+        podTemplate={"nodeSelector": {"type": "scale"}},
+        **({"autoscaling": scaling} if number % 2 else {"replicas": PODS}),
     )
-    return idep(namespace, f"chat-{number}", podTemplate=nowhere, **scaling)
 
 
-def converged(api: Api, namespace: str) -> bool:
-    """Each status is about the newest spec, and each resource has all children at its revision."""
-    bodies = api.items(KIND, namespace)
-    deployments = {d["metadata"]["name"]: d for d in api.items("Deployment", namespace)}
-    counts = [len(api.items(kind, namespace)) for kind in CHILDREN]
-    if len(bodies) != COUNT or counts != [COUNT] * len(CHILDREN):
-        return False
-    for body in bodies:
-        seen = body.get("status") or {}
-        labels = deployments[body["metadata"]["name"]]["spec"]["template"]["metadata"]["labels"]
-        if seen.get("observedGeneration") != body["metadata"]["generation"]:
-            return False
-        if seen.get("targetRevision") != labels["serving.fairlead.dev/revision"]:
-            return False
-    return True
+def _number(body: Object) -> int:
+    """Of the resource that a pod, or a resource, belongs to."""
+    meta = body["metadata"]
+    name = (meta.get("labels") or {}).get("serving.fairlead.dev/name") or meta["name"]
+    return int(name.removeprefix("chat-"))
 
 
-@pytest.mark.timeout(1800)
-def test_many_resources_converge_cheaply_and_cost_little_when_idle(
-    plane: ControlPlane, api: Api, namespace: str
+def _is_ready(resource: Object) -> bool:
+    status = resource.get("status") or {}
+    return bool(
+        condition(status, "Ready").get("status") == "True"
+        and status["observedGeneration"] == resource["metadata"]["generation"]
+        and status["readyReplicas"] == PODS
+        and status["rollout"]["phase"] == "Complete"
+    )
+
+
+def _last_ready(pods: list[Object]) -> float:
+    times = [condition(pod["status"], "Ready")["lastTransitionTime"] for pod in pods]
+    return datetime.fromisoformat(max(times)).astimezone(UTC).timestamp()
+
+
+def _memory(fleet: Fleet) -> float:
+    """The operator's memory at its highest, in MiB."""
+    return fleet.operator.peak_memory_bytes() / 2**20
+
+
+def test_all_become_ready_at_a_bounded_cost(fleet: Fleet) -> None:
+    total, after_pods = fleet.ready_after
+    calls = fleet.operator.metric(CALLS)
+    print(
+        f"Ready after {total:.0f} s, {after_pods:.0f} s after the last pod; "
+        f"{calls / COUNT:.1f} calls each, {_memory(fleet):.0f} MiB"
+    )
+    assert after_pods <= 300 or not LONG_FORM
+    for kind in CHILDREN:
+        made = fleet.api.items(kind, NAMESPACE)
+        assert len(made) == COUNT
+        # The API server counts changes of the spec; it leaves a Service's out.
+        assert {one["metadata"].get("generation", 1) for one in made} == {1}, "written once each"
+    assert calls / COUNT <= 25
+    assert _memory(fleet) <= 320
+
+
+def test_every_pod_is_scraped_at_its_interval_and_a_quiet_fleet_costs_few_calls(
+    fleet: Fleet,
 ) -> None:
-    with OperatorProcess(plane, (namespace,)) as operator:
-        before = operator.metric(CALLS)
-        began = time.monotonic()
-        with ThreadPoolExecutor(8) as pool:
-            list(pool.map(lambda number: api.create(resource(namespace, number)), range(COUNT)))
-        eventually(lambda: converged(api, namespace), 300, f"{COUNT} resources converge")
-        passed = time.monotonic() - began
-        settled = _settled(operator)
-        per_resource = (settled - before) / COUNT
-        memory = operator.memory_bytes() / 2**20
-        idle_began, idle_before = time.monotonic(), operator.metric(CALLS)
-        time.sleep(IDLE)
-        idle = (operator.metric(CALLS) - idle_before) / (time.monotonic() - idle_began)
-        writes = sum(operator.metric(CALLS, verb=v) for v in ("create", "apply", "delete"))
-        print(
-            f"{COUNT} resources: {passed:.1f} s, {per_resource:.1f} requests each, "
-            f"{memory:.0f} MiB, idle {idle:.2f} requests/s"
+    intervals = fleet.intervals()
+    assert len(intervals) == COUNT * PODS
+    eventually(lambda: _quiet(fleet), 120, "no more writes", every=1)
+    fleet.pods.tell("reset")
+    with Spent(fleet) as spent:
+        time.sleep(QUIET)  # what is measured is the rate of a quiet fleet
+        seen = fleet.pods.seen()
+    assert set(seen) == set(intervals), "every pod is scraped"
+    late = sorted(seen[pod]["gap"] - interval for pod, interval in intervals.items())
+    scrapes = sum(one["scrapes"] for one in seen.values())
+    print(
+        f"quiet: {spent}; {scrapes / spent.seconds:.0f} scrapes/s, at most {late[-1]:.1f} s late "
+        f"(p99 {_p99(late):.1f} s), {_memory(fleet):.0f} MiB"
+    )
+    for pod, interval in intervals.items():
+        assert 1 <= seen[pod]["scrapes"] <= QUIET / interval + 1, "no more often either"
+    assert late[-1] <= 2.5 or not LONG_FORM
+    assert spent.calls / spent.seconds <= 2
+    assert _memory(fleet) <= 320
+
+
+def test_nothing_changes_when_all_pods_are_silent_for_a_minute(fleet: Fleet) -> None:
+    made, shown = fleet.made(), _shown(fleet)
+    with Spent(fleet) as spent:
+        fleet.pods.tell("silent")
+        time.sleep(SILENCE)  # long enough that every sample is stale
+        eventually(
+            lambda: sum(_is_stale(one) for one in fleet.resources()) == COUNT // 2,
+            30,
+            "every autoscaled resource says so",
+            every=1,
         )
-        assert passed <= 300 or not LONG_FORM
-        assert per_resource <= 12
-        assert memory <= 300
-        assert idle <= 1
-        assert writes == COUNT * len(CHILDREN), "every child was written once"
-        assert not operator.tracebacks()
-        # One by one: deleting a whole collection answers only when the last object is marked.
-        with ThreadPoolExecutor(8) as pool:
-            list(
-                pool.map(lambda number: api.delete(KIND, namespace, f"chat-{number}"), range(COUNT))
-            )
-        eventually(lambda: not api.items("Deployment", namespace), 180, "all is gone")
+        fleet.pods.tell("reset")
+    print(f"silent: {spent}")
+    began = time.monotonic()
+    with Spent(fleet) as spent:
+        fleet.pods.tell("answer")
+        pods = fleet.intervals()
+        eventually(lambda: set(fleet.pods.seen()) == set(pods), 30, "all are scraped", every=1)
+        scraped = time.monotonic() - began
+        eventually(lambda: _shown(fleet) == shown, 30, "every status is as before", every=1)
+        passed = time.monotonic() - began
+    print(f"after the silence: all scraped after {scraped:.0f} s, as before after {passed:.0f} s")
+    print(f"after the silence: {spent}; {_memory(fleet):.0f} MiB")
+    assert passed <= 30 or not LONG_FORM
+    assert fleet.made() == made, "nothing was scaled or restarted"
+    assert _memory(fleet) <= 320
 
 
-def _settled(operator: OperatorProcess) -> float:
-    """The count of requests once only lists, gets and the Lease are requested for five seconds."""
-    steady = ("list", "lease", "get")
+def test_changes_are_acted_on_soon(fleet: Fleet) -> None:
+    """Each change rolls the resource's pods. From the API server's answer to the change until a
+    watch shows the Deployment's new generation.
+    """
+    changed: dict[str, float] = {}
+    seen = _Generations(fleet.plane)
+    before, acted = dict(seen.held), seen.changed_at
+    with Spent(fleet) as spent:
+        for number in range(CHANGES):
+            name, due = f"chat-{number * (COUNT // CHANGES)}", time.monotonic() + CHANGE_SECONDS
+            fleet.api.merge(KIND, NAMESPACE, name, {"spec": {"scheduler": {"maxRequests": 32}}})
+            changed[name] = time.monotonic()
+            time.sleep(max(0.0, due - time.monotonic()))  # the rate is what is tested
+        eventually(lambda: acted.keys() >= changed.keys(), 60, "all changes are acted on")
+    latencies = sorted(acted[name] - at for name, at in changed.items())
+    print(
+        f"{CHANGES} changes: {spent}; acted on after {latencies[len(latencies) // 2]:.2f} s in the "
+        f"median, {_p99(latencies):.2f} s at p99, {latencies[-1]:.2f} s at most"
+    )
+    eventually(fleet.ready, 600, "all are Ready again", every=3)
+    print(f"after the rollouts: {_memory(fleet):.0f} MiB")
+    assert _p99(latencies) <= 5 or not LONG_FORM
+    assert acted.keys() == changed.keys(), "no other Deployment was changed"
+    assert all(seen.held[name] == before[name] + 1 for name in changed), "written once each"
+    assert _memory(fleet) <= 320
 
-    def rest() -> float:
+
+def test_a_restart_changes_nothing_and_fits_in_memory(fleet: Fleet) -> None:
+    """A new process reads everything at once; the old one saw it grow."""
+    made = fleet.made()
+    fleet.operator.stop()
+    fleet.pods.tell("reset")
+    began, fleet.operator.wait = time.monotonic(), False
+    fleet.operator.start()
+    pods = fleet.intervals()
+    eventually(lambda: set(fleet.pods.seen()) == set(pods), 120, "all are scraped", every=1)
+    scraped = time.monotonic() - began
+    eventually(lambda: _quiet(fleet), 120, "no more writes", every=1)
+    print(f"restart: all scraped after {scraped:.0f} s, {_memory(fleet):.0f} MiB")
+    assert fleet.ready()
+    assert fleet.made() == made
+    assert _memory(fleet) <= 320
+
+
+def _p99(values: list[float]) -> float:
+    """Of sorted values."""
+    return values[min(len(values) - 1, len(values) * 99 // 100)]
+
+
+def _is_stale(resource: Object) -> bool:
+    return condition(resource["status"], "AutoscalingActive").get("reason") == "StaleMetrics"
+
+
+def _shown(fleet: Fleet) -> dict[str, Object]:
+    """Each resource's status without times and the record of decisions."""
+    return {one["metadata"]["name"]: _timeless(one["status"]) for one in fleet.resources()}
+
+
+def _timeless(status: Object) -> Object:
+    autoscaling = {k: v for k, v in (status.get("autoscaling") or {}).items() if k != "decisions"}
+    conditions = [
+        {k: v for k, v in one.items() if k != "lastTransitionTime"} for one in status["conditions"]
+    ]
+    return {**status, "autoscaling": autoscaling, "conditions": conditions}
+
+
+def _quiet(fleet: Fleet) -> bool:
+    """Whether only lists, gets and the Lease were requested for five seconds."""
+
+    def writes() -> float:
+        steady = ("list", "lease", "get")
+        operator = fleet.operator
         return operator.metric(CALLS) - sum(operator.metric(CALLS, verb=v) for v in steady)
 
-    def look() -> bool:
-        first = rest()
-        time.sleep(5)  # the test waits for silence
-        return rest() == first
-
-    eventually(look, 120, "no more writes")
-    return operator.metric(CALLS)
+    first = writes()
+    time.sleep(5)  # the test waits for silence
+    return writes() == first
 
 
-# -- with pods
+class _Generations:
+    """A watch of the Deployments' metadata, for as long as the control plane runs."""
 
+    def __init__(self, plane: ControlPlane) -> None:
+        self._plane = plane
+        with plane.api() as api:
+            answer = api.call("GET", path_of("Deployment", NAMESPACE))
+        self.held = {d["metadata"]["name"]: d["metadata"]["generation"] for d in answer["items"]}
+        self.changed_at: dict[str, float] = {}  # the first time, on the monotonic clock
+        version = answer["metadata"]["resourceVersion"]
+        threading.Thread(target=self._watch, args=(version,), daemon=True).start()
 
-@pytest.fixture
-def pod_server() -> Iterator["PodServer"]:
-    """Answers on the admin port of the addresses that it is given."""
-    route = ["ip", "route", "replace", "local", POD_NETWORK, "dev", "lo"]
-    if subprocess.run(route, check=False).returncode:
-        pytest.skip("no route to the pods' addresses can be added: run as root")
-    server = PodServer()
-    try:
-        yield server
-    finally:
-        server.stop()
-        subprocess.run(["ip", "route", "del", "local", POD_NETWORK, "dev", "lo"], check=False)
-
-
-class PodServer:
-    """Many pods in one event loop, in a thread: metrics of an idle runtime, canaries, no more."""
-
-    def __init__(self) -> None:
-        self.scrapes: Counter[str] = Counter()  # by address
-        self.canaries: Counter[str] = Counter()
-        self._body = EngineMetrics("chat").exposition(report(0, 0))
-        self._loop = asyncio.new_event_loop()
-        self._listeners: dict[str, asyncio.Server] = {}
-        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
-        self._thread.start()
-
-    def listen(self, addresses: set[str]) -> None:
-        """On each of these too: pods of parallel runs use the same port on theirs."""
-        for address in addresses - self._listeners.keys():
-            starting = asyncio.start_server(self._handle, address, ADMIN_PORT)
-            done = asyncio.run_coroutine_threadsafe(starting, self._loop)
-            self._listeners[address] = done.result(10)
-
-    async def _handle(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        with contextlib.suppress(OSError, asyncio.IncompleteReadError):
-            head = await reader.readuntil(b"\r\n\r\n")
-            address = writer.get_extra_info("sockname")[0]
-            status, body = b"404 Not Found", b"{}"
-            if head.startswith(b"GET /metrics "):
-                self.scrapes[address] += 1
-                status, body = b"200 OK", self._body
-            elif head.startswith(b"POST /canary "):
-                self.canaries[address] += 1
-                status, body = b"200 OK", b'{"token": 1}'
-            writer.write(b"HTTP/1.1 %s\r\nContent-Length: %d\r\n\r\n" % (status, len(body)) + body)
-            await writer.drain()
-        writer.close()
-
-    def stop(self) -> None:
-        for listener in self._listeners.values():
-            self._loop.call_soon_threadsafe(listener.close)
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(5)
-
-
-@pytest.mark.timeout(1800)
-def test_many_resources_with_pods_become_ready_and_every_pod_is_scraped(
-    plane: ControlPlane, api: Api, namespace: str, pod_server: PodServer
-) -> None:
-    total = WITH_PODS * PODS
-    start_kwok(plane, "scale", POD_NETWORK)
-    add_nodes(api, total // 150 + 1, prefix="scale", kind="scale")
-
-    def body(number: int) -> Object:
-        scaling: Object = {"minReplicas": PODS, "maxReplicas": PODS + 2}
-        return idep(
-            namespace,
-            f"chat-{number}",
-            model={"source": "demo:", "servedName": "chat"},
-            podTemplate={"nodeSelector": {"type": "scale"}},
-            **({"autoscaling": scaling} if number % 2 else {"replicas": PODS}),
-        )
-
-    def addresses() -> set[str]:
-        pods = api.items("Pod", namespace)
-        return {ip for pod in pods if (ip := pod.get("status", {}).get("podIP"))}
-
-    def ready() -> int:
-        pod_server.listen(addresses())
-        return sum(
-            condition(one.get("status") or {}, "Ready").get("status") == "True"
-            for one in api.items(KIND, namespace)
-        )
-
-    with OperatorProcess(plane, (namespace,)) as operator:
-        began = time.monotonic()
-        with ThreadPoolExecutor(8) as pool:
-            list(pool.map(lambda number: api.create(body(number)), range(WITH_PODS)))
-        eventually(lambda: ready() == WITH_PODS, 600, f"{WITH_PODS} resources are Ready")
-        passed = time.monotonic() - began
-        _settled(operator)
-        served = addresses()
-        assert len(served) == total
-
-        before, calls, at = pod_server.scrapes.copy(), operator.metric(CALLS), time.monotonic()
-        cpu = operator.cpu_seconds()
-        time.sleep(IDLE)  # what is measured is the rate of a quiet fleet
-        seconds = time.monotonic() - at
-        scraped = pod_server.scrapes - before
-        rate = (operator.metric(CALLS) - calls) / seconds
-        memory, busy = operator.memory_bytes() / 2**20, (operator.cpu_seconds() - cpu) / seconds
-        print(
-            f"{WITH_PODS} resources of {PODS} pods: Ready after {passed:.1f} s, {memory:.0f} MiB, "
-            f"{scraped.total() / seconds:.1f} scrapes/s, {busy:.0%} of a core, "
-            f"{rate:.2f} requests/s of the API server"
-        )
-        assert set(scraped) == served, "every pod is scraped"
-        assert set(pod_server.canaries) == served
-        assert memory <= 320
-        assert rate <= 2
-        assert not operator.tracebacks()
-        with ThreadPoolExecutor(8) as pool:
-            names = [f"chat-{number}" for number in range(WITH_PODS)]
-            list(pool.map(lambda name: api.delete(KIND, namespace, name), names))
-        eventually(lambda: not api.items("Pod", namespace), 300, "all is gone")
+    def _watch(self, version: str) -> None:
+        query = {"watch": "1", "resourceVersion": version}
+        path, headers = path_of("Deployment", NAMESPACE), {"Accept": METADATA}
+        with (
+            contextlib.suppress(httpx.HTTPError),  # it ends with the control plane
+            self._plane.api() as api,
+            api.http.stream("GET", path, params=query, headers=headers, timeout=None) as answer,
+        ):
+            for line in answer.iter_lines():
+                meta = json.loads(line)["object"]["metadata"]
+                name, generation = meta["name"], meta["generation"]
+                if generation > self.held[name]:
+                    self.held[name] = generation
+                    self.changed_at.setdefault(name, time.monotonic())

@@ -169,11 +169,11 @@ class Api:
         self.call("DELETE", path_of(kind, namespace, name), **query)
 
 
-def eventually(look: Callable[[], T | None], within: float, what: str) -> T:
+def eventually(look: Callable[[], T | None], within: float, what: str, every: float = 0.05) -> T:
     """The first true result of ``look``; raises AssertionError with ``what`` when there is none.
 
     ``within`` is a figure in seconds that only the long form checks: the short form waits LIMIT, so
-    that it does not depend on the machine's speed.
+    that it does not depend on the machine's speed. ``every``: seconds between two looks.
     """
     within = within if LONG_FORM else max(within, LIMIT)
     deadline = time.monotonic() + within
@@ -183,4 +183,4 @@ def eventually(look: Callable[[], T | None], within: float, what: str) -> T:
             return seen
         if time.monotonic() > deadline:
             raise AssertionError(f"not within {within} s: {what} (last seen: {seen!r})")
-        time.sleep(0.05)
+        time.sleep(every)

@@ -295,6 +295,12 @@ def end(process: subprocess.Popen[bytes], patience: float) -> None:
     process.wait()
 
 
+def cpu_seconds(pid: int) -> float:
+    """User and system time of a process so far."""
+    stat = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(stat[11]) + int(stat[12])) / os.sysconf("SC_CLK_TCK")
+
+
 _LIBC = ctypes.CDLL(None, use_errno=True)
 
 

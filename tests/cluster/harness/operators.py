@@ -74,9 +74,13 @@ class OperatorProcess:
         if self.wait:
             eventually(self.ready, 20, f"the operator is ready; its log:\n{self.tail()}")
 
-    def ready(self) -> bool:
+    @property
+    def running(self) -> "subprocess.Popen[bytes]":
         assert self.process is not None
-        assert self.process.poll() is None, self.tail()
+        return self.process
+
+    def ready(self) -> bool:
+        assert self.running.poll() is None, self.tail()
         return self.probe("/readyz")[0] == 200
 
     def probe(self, path: str) -> tuple[int, str]:
@@ -100,17 +104,17 @@ class OperatorProcess:
         return total
 
     def memory_bytes(self) -> int:
-        assert self.process is not None
-        text = Path(f"/proc/{self.process.pid}/status").read_text()
-        match = re.search(r"VmRSS:\s+(\d+) kB", text)
+        return self._memory("VmRSS")
+
+    def peak_memory_bytes(self) -> int:
+        """Resident memory at its highest so far."""
+        return self._memory("VmHWM")
+
+    def _memory(self, name: str) -> int:
+        text = Path(f"/proc/{self.running.pid}/status").read_text()
+        match = re.search(rf"{name}:\s+(\d+) kB", text)
         assert match
         return int(match[1]) * 1024
-
-    def cpu_seconds(self) -> float:
-        """User and system time so far."""
-        assert self.process is not None
-        stat = Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()
-        return (int(stat[11]) + int(stat[12])) / os.sysconf("SC_CLK_TCK")
 
     def kill(self) -> None:
         """SIGKILL, like the loss of a node."""

@@ -1,7 +1,10 @@
 """InferenceDeployments for tests, and readers of their status."""
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
+
+import yaml
 
 from cluster.harness.apiclient import Api, Object, eventually
 from support.operator_bodies import merged
@@ -13,7 +16,32 @@ PROCESSES = {
     "nodeSelector": {"type": "processes"},
     "tolerations": [{"key": "processes", "operator": "Exists"}],
 }
+CRD = Path(__file__).parents[3] / "crds" / "inferencedeployments.yaml"
 START = 90  # seconds that a runtime process may take on a busy machine
+
+
+def install_crd(api: Api) -> Object:
+    """Install the custom resource definition of this tree; returns once it is established."""
+    body: Object = yaml.safe_load(CRD.read_text())
+    api.apply(body, force="true")
+
+    def established() -> bool:
+        live = api.get("CustomResourceDefinition", "", body["metadata"]["name"])
+        return condition(live.get("status") or {}, "Established").get("status") == "True"
+
+    eventually(established, 10, "the CRD is Established")
+    return body
+
+
+def create_namespace(api: Api, name: str) -> None:
+    """A namespace that enforces Pod Security "restricted"; returns once pods can be created."""
+    labels = {"pod-security.kubernetes.io/enforce": "restricted"}
+    api.create(
+        {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": name, "labels": labels}}
+    )
+    eventually(
+        lambda: api.find("ServiceAccount", name, "default"), 10, "the default ServiceAccount"
+    )
 
 
 def idep(namespace: str, name: str = "chat", **spec: Any) -> Object:
