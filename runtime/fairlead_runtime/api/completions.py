@@ -18,6 +18,7 @@ from starlette.types import Receive, Scope, Send
 from fairlead_runtime.api import errors, request_bodies
 from fairlead_runtime.api.access_log import log_late_failure
 from fairlead_runtime.api.auth import TENANT, Salter
+from fairlead_runtime.api.deadline import TimedStream
 from fairlead_runtime.api.limits import PromptPool, answer_bytes, read_body, while_connected
 from fairlead_runtime.api.prompts import PreparedRequest, Validate, prepare
 from fairlead_runtime.api.response_bodies import (
@@ -73,9 +74,10 @@ class EndpointHandler:
         self._salter = salter
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        arrived = asyncio.get_running_loop().time()
         backend = self._state.serving()
         prepared = await self._prepared(scope, receive, backend)
-        await while_connected(receive, self._answer(scope, backend, prepared, send))
+        await while_connected(receive, self._answer(scope, backend, prepared, send, arrived))
 
     async def _prepared(self, scope: Scope, receive: Receive, backend: Backend) -> PreparedRequest:
         """Read and prepare the body. It is not held any longer: an answer takes minutes."""
@@ -91,7 +93,12 @@ class EndpointHandler:
             return await while_connected(receive, preparing)
 
     async def _answer(
-        self, scope: Scope, backend: Backend, prepared: PreparedRequest, send: Send
+        self,
+        scope: Scope,
+        backend: Backend,
+        prepared: PreparedRequest,
+        send: Send,
+        arrived: float,
     ) -> None:
         request = prepared.request
         backend.replies.check(request.tools.use)
@@ -103,7 +110,11 @@ class EndpointHandler:
                 take(_answer_bytes(prepared, backend.service.max_model_len))
             streams = [
                 await running.enter_async_context(
-                    await _submit(backend, submission, request.sent_names)
+                    _timed(
+                        await _submit(backend, submission, request.sent_names),
+                        arrived,
+                        request.timeout,
+                    )
                 )
                 for submission in self._submissions(scope, backend, prepared)
             ]
@@ -183,6 +194,10 @@ async def _submit(
             "context_length_exceeded" if needed > backend.service.max_model_len else "invalid_value"
         )
         raise errors.ApiError(400, str(error), param=error.param, code=code) from None
+
+
+def _timed(stream: OutputStream, arrived: float, timeout: float | None) -> OutputStream:
+    return stream if timeout is None else TimedStream(stream, arrived + timeout)
 
 
 class _Generation(NamedTuple):

@@ -19,6 +19,7 @@ from fairlead_runtime.api.tools.bodies import MAX_TOOLS, NO_TOOLS, Tool, Tools, 
 from fairlead_runtime.request import MAX_LOGPROBS, RequestError, SamplingParams
 
 MAX_PROMPTS = 64
+MAX_TIMEOUT = 24 * 3600  # seconds
 MAX_ID_DIGITS = 10
 COMPLETION_TOKENS = 16  # OpenAI's default for completions; chat's is "what fits"
 
@@ -93,6 +94,7 @@ class _Body(StrictBody):
     cache_salt: str | None = Field(default=None, max_length=MAX_NAME)
     priority: int | None = Field(default=None, ge=-(2**31), le=2**31 - 1)
     best_of: int | None = None
+    timeout: float | None = Field(default=None, gt=0, le=MAX_TIMEOUT)
 
     @field_validator("stop")
     @classmethod
@@ -145,6 +147,7 @@ class GenerationRequest:
     stream: bool
     include_usage: bool
     running_usage: bool  # in every event
+    timeout: float | None  # seconds from the request's arrival to the end of the answer
     user: str
     cache_salt: str | None
     priority: int
@@ -277,6 +280,7 @@ def _common(parsed: _Body, params: SamplingParams) -> dict[str, Any]:
         "stream": bool(parsed.stream),
         "include_usage": options is not None and bool(options.include_usage),
         "running_usage": options is not None and bool(options.continuous_usage_stats),
+        "timeout": parsed.timeout,
         "user": parsed.user or "",
         "cache_salt": parsed.cache_salt,
         "priority": parsed.priority or 0,

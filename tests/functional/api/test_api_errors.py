@@ -90,6 +90,9 @@ REFUSED: list[tuple[dict[str, Any], str, int, str]] = [
         400,
         "stream_options.continuous_usage_stats",
     ),
+    (completion(timeout=0), COMPLETIONS, 400, "timeout"),
+    (completion(timeout=86_401), COMPLETIONS, 400, "timeout"),
+    (completion(timeout="1"), COMPLETIONS, 400, "timeout"),
     (completion(user=5), COMPLETIONS, 400, "user"),
     (completion(user="x" * 257), COMPLETIONS, 400, "user"),
     (completion(priority=2**31), COMPLETIONS, 400, "priority"),
@@ -451,6 +454,31 @@ def test_an_unexpected_error_shows_no_details(caplog: pytest.LogCaptureFixture) 
     run(scenario())
     assert caplog.text.count("KeyError") == 2
     assert "horse" not in caplog.text
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_answer_that_takes_longer_than_its_timeout_ends_and_so_does_its_work(
+    stream: bool,
+) -> None:
+    async def scenario() -> None:
+        service = FakeService(hang=True)
+        async with fake_server(service) as (server, _), server.client() as client:
+            body = completion(timeout=0.2, stream=stream)
+            answer = await client.post(COMPLETIONS, json=body)
+            if answer.status_code == 200:  # the stream had begun
+                assert stream
+                failure = events(answer.text)[-2]
+            else:
+                _check_error(answer, 408)
+                failure = answer.json()
+            assert (failure["error"]["code"], failure["error"]["param"]) == ("timeout", "timeout")
+            assert len(service.seen) == 1
+            assert not service.live
+            service.hang = False
+            in_time = await client.post(COMPLETIONS, json=completion(timeout=3600))
+            assert in_time.status_code == 200
+
+    run(scenario())
 
 
 def test_a_client_request_id_is_kept_only_when_it_is_safe_to_log() -> None:
