@@ -226,6 +226,8 @@ class ScenarioRun:
             end = (admission.start // size + 1) * size
             if admission.source != "prefix" or end >= len(admission.sequence.tokens):
                 continue
+            if admission.sequence.scores_prompt:
+                continue  # it needs the logits of its whole prompt
             for leader, start in computing:
                 if leader is admission.sequence:
                     break
@@ -307,8 +309,20 @@ class ScenarioRun:
         if event.index != len(out):
             raise RunError(f"sequence {sequence.id}: index {event.index} after {len(out)} tokens")
         out.append(event.token)
+        self._check_prompt_scores(event)
         if event.finish is not None:
             self._end(sequence, event.finish)
+
+    def _check_prompt_scores(self, event: Token) -> None:
+        """Each token of the prompt is scored once, in order, and comes with the first token."""
+        request = event.sequence.request
+        wanted: list[tuple[int, int]] = []
+        if request.params.prompt_logprobs is not None and not (
+            event.index or event.sequence.choice
+        ):
+            wanted = list(enumerate(request.prompt))[1:]
+        if [(entry.rank, entry.token) for entry in event.prompt] != wanted:
+            raise RunError(f"request {request.id}: its prompt's scores are {event.prompt}")
 
     def _finished(self, event: Finished) -> None:
         self._end(event.sequence, event.reason)

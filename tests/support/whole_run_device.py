@@ -1,5 +1,6 @@
 """A fake device whose cache slots hold stamps of what was written; every read checks them."""
 
+from fairlead_runtime.logprobs import TokenLogprobs
 from fairlead_runtime.request import Sequence
 from fairlead_runtime.scheduling import Result, Row, Work
 from fairlead_runtime.sizing.groups import NULL, LayerGroup
@@ -8,6 +9,16 @@ from support.whole_run_scenario import mix, next_token, start_stamp
 
 class RunError(AssertionError):
     """The run went wrong; the message says where."""
+
+
+def scores(sequence: Sequence, start: int, end: int) -> tuple[TokenLogprobs, ...]:
+    """What a row scores of its prompt: the tokens after those at start..end-1 that are not scored
+    yet. The rank stands for the position.
+    """
+    if not sequence.scores_prompt:
+        return ()
+    places = range(max(start, sequence.scored) + 1, min(end + 1, sequence.prompt_len))
+    return tuple(TokenLogprobs(sequence.tokens[at], 0.0, at, (), ()) for at in places)
 
 
 class Device:
@@ -45,10 +56,12 @@ class Device:
             self._read(row)
         results = {}
         for sequence, start, count, samples in rows:
+            token, prompt = -1, scores(sequence, start, start + count)
             if samples:
                 stamp = self.stamps(sequence)[start + count - 1]
                 token = next_token(stamp, sequence.request, sequence.choice, start + count)
-                results[sequence.id] = Result(token)
+            if samples or sequence.scores_prompt:
+                results[sequence.id] = Result(token, prompt=prompt)
         return results
 
     def _unit(self, unit: int) -> list[int]:

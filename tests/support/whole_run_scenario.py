@@ -123,6 +123,7 @@ def _arrival(
         min_tokens=rng.choice((0, 0, min(5, output))),
         ignore_eos=rng.random() < 0.8,
         stop_token_ids=rng.choice(((), (), (), (5,))),
+        prompt_logprobs=0 if i % 6 == 5 else None,
     )
     request = Request(
         f"r{i}",

@@ -32,6 +32,7 @@ from fairlead_runtime.api.response_bodies import (
 )
 from fairlead_runtime.api.responses.bodies import response
 from fairlead_runtime.api.responses.encoder import ResponseEncoder
+from fairlead_runtime.api.shown_prompts import ShownPrompts
 from fairlead_runtime.api.state import Backend, ServerState
 from fairlead_runtime.outputs import Output, OutputStream, Submission
 from fairlead_runtime.request import NOTHING_ALLOWED, FinishReason, RequestError
@@ -118,7 +119,9 @@ class EndpointHandler:
                 )
                 for submission in self._submissions(scope, backend, prepared)
             ]
-            generation = _Generation(streams, request.params.n, usage)
+            generation = _Generation(
+                streams, request.params.n, usage, prompt_only=request.prompt_only
+            )
             answer = (
                 _StreamedAnswer(generation, encoder)
                 if request.stream
@@ -129,14 +132,22 @@ class EndpointHandler:
         await send({"type": "http.response.body", "body": last, "more_body": False})
 
     def _frame(self, backend: Backend, prepared: PreparedRequest, usage: Usage) -> Frame:
-        request = prepared.request
+        request, vocabulary = prepared.request, backend.vocabulary
         return Frame(
             id=f"{self._endpoint.prefix}{uuid.uuid4().hex}",
             created=int(time.time()),
             model=request.model,
             top=request.params.logprobs,
             usage=request.include_usage,
-            token_bytes=backend.vocabulary.token_bytes,
+            token_bytes=vocabulary.token_bytes,
+            special=vocabulary.special,
+            prompts=ShownPrompts(
+                n=request.params.n,
+                ids=prepared.prompts,
+                echo=prepared.echo,
+                token_text=vocabulary.token_text,
+                top=request.prompt_logprobs,
+            ),
             running=usage if request.running_usage else None,
             new_parser=functools.partial(
                 backend.replies.parser,
@@ -206,6 +217,7 @@ class _Generation(NamedTuple):
     streams: Sequence[OutputStream]
     n: int
     usage: Usage
+    prompt_only: bool = False  # the generated token is no part of the answer
 
     async def outputs(self) -> AsyncGenerator[tuple[int, Output], None]:
         """Every output with its choice's index among the choices of all prompts. Raises the error
@@ -221,9 +233,21 @@ class _Generation(NamedTuple):
                     raise errors.ApiError(
                         503, "the server cancelled the request; retry", code="aborted"
                     )
-                self.usage.completion += len(output.token_ids)
-                yield place * self.n + output.index, output
+                shown = _without_tokens(output) if self.prompt_only else output
+                self.usage.completion += len(shown.token_ids)
+                yield place * self.n + output.index, shown
         self.usage.cached = sum(stream.cached_tokens for stream in self.streams)
+
+
+def _without_tokens(output: Output) -> Output:
+    return Output(
+        output.index,
+        (),
+        "",
+        None if output.logprobs is None else (),
+        FinishReason.LENGTH,
+        prompt_logprobs=output.prompt_logprobs,
+    )
 
 
 class _JsonAnswer:

@@ -35,13 +35,17 @@ def chat_content(
 
 def completion_logprobs(
     token_ids: Iterable[int],
-    logprobs: Iterable[Mapping[int, Logprob]],
+    logprobs: Iterable[Mapping[int, Logprob] | None],
     top: int,
     token_bytes: TokenBytes,
     offset: int = 0,
+    *,
+    special: frozenset[int] = frozenset(),
+    first: str = "",
 ) -> dict[str, Any]:
     """Four parallel lists. ``offset`` is the position in the choice's text where the first token
-    begins.
+    begins; ``special`` tokens take no room in it. A prompt's first token has None in place of
+    log-probabilities, and ``first`` is its text.
     """
     shape: dict[str, list[Any]] = {
         "tokens": [],
@@ -50,6 +54,14 @@ def completion_logprobs(
         "text_offset": [],
     }
     for token, entries in zip(token_ids, logprobs, strict=True):
+        if entries is None:
+            entry = Logprob(0.0, decoded_token=first)
+            shape["tokens"].append(_name(token, entry, token_bytes))
+            shape["token_logprobs"].append(None)
+            shape["top_logprobs"].append(None)
+            shape["text_offset"].append(offset)
+            offset += 0 if token in special else characters(token, entry, token_bytes)
+            continue
         text = _name(token, entries[token], token_bytes)
         likeliest = {
             _name(other, entries[other], token_bytes): _value(entries[other])
@@ -60,7 +72,7 @@ def completion_logprobs(
         # As OpenAI does, list the chosen token even when it is not among the likeliest.
         shape["top_logprobs"].append({**likeliest, text: _value(entries[token])})
         shape["text_offset"].append(offset)
-        offset += characters(token, entries[token], token_bytes)
+        offset += 0 if token in special else characters(token, entries[token], token_bytes)
     return shape
 
 

@@ -14,8 +14,11 @@ from transformers import PreTrainedTokenizerBase
 from fairlead_runtime.api.errors import ApiError
 from fairlead_runtime.api.messages import characters
 from fairlead_runtime.api.request_bodies import GenerationRequest
+from fairlead_runtime.api.shown_prompts import echoed
 from fairlead_runtime.api.strict_json import parse_object
 from fairlead_runtime.models.chat import bad_word_ids, encode, encode_chat, render_chat
+from fairlead_runtime.request import RequestError
+from fairlead_runtime.serving.intake import check_prompt_logprobs
 
 CHARS_PER_TOKEN = 16  # a text longer than this times max_model_len is refused before tokenizing
 TEMPLATE_GROWTH = 4  # a rendered chat may have this many times the characters of its messages,
@@ -31,6 +34,7 @@ class PreparedRequest(NamedTuple):
     request: GenerationRequest
     prompts: tuple[tuple[int, ...], ...]  # token ids of each prompt
     prompt_end: str  # of a chat, as text
+    echo: tuple[str, ...] = ()  # the text of each prompt, if the answer shows it
 
 
 def prepare(
@@ -48,11 +52,17 @@ def prepare(
             request.messages, tokenizer, max_model_len, tools=request.tools.for_template
         )
         return PreparedRequest(kept, (tuple(encode_chat(tokenizer, text)),), text[-PROMPT_END:])
-    prompts = (
+    prompts = tuple(
         tuple(text_ids(prompt, tokenizer, max_model_len)) if isinstance(prompt, str) else prompt
         for prompt in request.prompts
     )
-    return PreparedRequest(kept, tuple(prompts), "")
+    if request.params.prompt_logprobs is not None:
+        try:
+            check_prompt_logprobs(sum(map(len, prompts)), request.params.prompt_logprobs)
+        except RequestError as error:
+            raise error.renamed(request.sent_names) from None
+    echo = echoed(request.prompts, tokenizer) if request.show_prompt else ()
+    return PreparedRequest(kept, prompts, "", echo)
 
 
 def _with_bad_word_ids(

@@ -42,7 +42,6 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "echo": (None, False),
     "suffix": (None, ""),
     "use_beam_search": (None, False),
-    "prompt_logprobs": (None,),
     "skip_special_tokens": (None, True),
     "truncate_prompt_tokens": (None,),
     "add_generation_prompt": (None, True),
@@ -88,6 +87,7 @@ class _Body(StrictBody):
     logit_bias: dict[str, float] | None = None
     allowed_token_ids: list[int] | None = None
     bad_words: list[str] | None = None
+    prompt_logprobs: int | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     user: str | None = Field(default=None, max_length=MAX_NAME)
@@ -116,6 +116,7 @@ class _Body(StrictBody):
 class CompletionBody(_Body):
     prompt: Any
     logprobs: int | None = None
+    echo: bool | None = None
 
     @field_validator("prompt")
     @classmethod
@@ -152,6 +153,9 @@ class GenerationRequest:
     cache_salt: str | None
     priority: int
     sent_names: Mapping[str, str]  # of fields that the client sent under another name
+    prompt_logprobs: int | None  # to show; echo needs them too
+    show_prompt: bool = False  # before the text of each choice
+    prompt_only: bool = False  # generate nothing: echo with max_tokens 0
     prompts: tuple[Prompt, ...] = ()
     messages: tuple[dict[str, Any], ...] = ()
     tools: Tools = NO_TOOLS
@@ -164,8 +168,22 @@ def completion(body: Mapping[str, Any], served: str) -> GenerationRequest:
     RequestError for sampling values out of range.
     """
     parsed = _validate(CompletionBody, body, served)
-    params = _params(parsed, default_tokens=COMPLETION_TOKENS, logprobs=parsed.logprobs)
-    return GenerationRequest(prompts=parsed.prompt, **_common(parsed, params))
+    show_prompt = bool(parsed.echo)
+    # The engine generates one token, which the answer leaves out.
+    prompt_only = show_prompt and _max_tokens(parsed) == 0
+    params = _params(
+        parsed,
+        max_tokens=1 if prompt_only else _max_tokens(parsed, COMPLETION_TOKENS),
+        logprobs=parsed.logprobs,
+    )
+    if show_prompt and parsed.logprobs is not None:
+        params = replace(params, prompt_logprobs=max(parsed.logprobs, parsed.prompt_logprobs or 0))
+    return GenerationRequest(
+        prompts=parsed.prompt,
+        show_prompt=show_prompt,
+        prompt_only=prompt_only,
+        **_common(parsed, params),
+    )
 
 
 def chat(body: Mapping[str, Any], served: str) -> GenerationRequest:
@@ -177,7 +195,7 @@ def chat(body: Mapping[str, Any], served: str) -> GenerationRequest:
         raise invalid("top_logprobs", f"must be from 0 to {MAX_LOGPROBS}")
     params = _params(
         parsed,
-        default_tokens=None,
+        max_tokens=_max_tokens(parsed),
         logprobs=(parsed.top_logprobs or 0) if parsed.logprobs else None,
     )
     tools = tools_of(parsed.tools, parsed.tool_choice, parallel=parsed.parallel_tool_calls)
@@ -225,13 +243,19 @@ def _check_together(parsed: _Body) -> None:
     options = parsed.stream_options
     if options is not None and options.continuous_usage_stats and not options.include_usage:
         raise invalid("stream_options.continuous_usage_stats", "needs include_usage to be true")
+    if parsed.stream and parsed.prompt_logprobs is not None:
+        raise invalid("prompt_logprobs", "is not available with stream: true")
     old, new = parsed.max_tokens, parsed.max_completion_tokens
     if old is not None and new is not None and old != new:
         raise invalid("max_tokens", "contradicts max_completion_tokens; send one of them")
 
 
-def _params(parsed: _Body, *, default_tokens: int | None, logprobs: int | None) -> SamplingParams:
+def _max_tokens(parsed: _Body, default: int | None = None) -> int | None:
     limit = parsed.max_completion_tokens if parsed.max_tokens is None else parsed.max_tokens
+    return default if limit is None else limit
+
+
+def _params(parsed: _Body, *, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
     allowed = parsed.allowed_token_ids
     try:
         return SamplingParams(
@@ -241,11 +265,12 @@ def _params(parsed: _Body, *, default_tokens: int | None, logprobs: int | None) 
             min_p=parsed.min_p or 0.0,
             seed=parsed.seed,
             n=1 if parsed.n is None else parsed.n,
-            max_tokens=default_tokens if limit is None else limit,
+            max_tokens=max_tokens,
             min_tokens=parsed.min_tokens or 0,
             stop_token_ids=tuple(parsed.stop_token_ids or ()),
             ignore_eos=bool(parsed.ignore_eos),
             logprobs=logprobs,
+            prompt_logprobs=parsed.prompt_logprobs,
             presence_penalty=parsed.presence_penalty or 0.0,
             frequency_penalty=parsed.frequency_penalty or 0.0,
             repetition_penalty=(
@@ -264,6 +289,8 @@ def _params(parsed: _Body, *, default_tokens: int | None, logprobs: int | None) 
 def _sent_names(parsed: _Body) -> dict[str, str]:
     newer = parsed.max_tokens is None and parsed.max_completion_tokens is not None
     names = {"max_tokens": "max_completion_tokens"} if newer else {}
+    if isinstance(parsed, CompletionBody) and parsed.prompt_logprobs is None:
+        names["prompt_logprobs"] = "logprobs"  # of an echo
     return names | ({"prompt": "messages"} if isinstance(parsed, ChatBody) else {})
 
 
@@ -277,6 +304,7 @@ def _common(parsed: _Body, params: SamplingParams) -> dict[str, Any]:
     return {
         "model": parsed.model,
         "params": params,
+        "prompt_logprobs": parsed.prompt_logprobs,
         "stream": bool(parsed.stream),
         "include_usage": options is not None and bool(options.include_usage),
         "running_usage": options is not None and bool(options.continuous_usage_stats),

@@ -3,9 +3,9 @@
 An event of plain text, the hot path, is a prebuilt prefix, one encoded string and a suffix.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import orjson
 
@@ -17,8 +17,9 @@ from fairlead_runtime.api.logprob_bodies import (
     completion_logprobs,
 )
 from fairlead_runtime.api.message_parts import delta, message
+from fairlead_runtime.api.shown_prompts import ShownPrompts
 from fairlead_runtime.api.tools.parts import CallBegun, Content, Parser, Part, PlainParser
-from fairlead_runtime.logprobs import Logprob
+from fairlead_runtime.logprobs import Logprob, PromptLogprobs
 from fairlead_runtime.outputs import Output
 from fairlead_runtime.request import FinishReason
 
@@ -40,6 +41,8 @@ class Frame:
     top: int | None
     usage: bool  # stream_options.include_usage
     token_bytes: TokenBytes
+    special: frozenset[int] = frozenset()  # tokens that make no text
+    prompts: ShownPrompts = field(default_factory=ShownPrompts)
     running: "Usage | None" = None
     new_parser: Callable[[], Parser] = PlainParser  # of one choice of a chat
     forced: bool = False  # the request names the tool that must be called
@@ -71,6 +74,7 @@ class WholeChoice:
     counts: list[int] = field(default_factory=list)  # of the tokens of each text
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[Mapping[int, Logprob]] = field(default_factory=list)
+    prompt_logprobs: PromptLogprobs | None = None
     last: Output | None = None
 
     def add(self, output: Output) -> None:
@@ -79,6 +83,8 @@ class WholeChoice:
         if output.logprobs is not None:
             self.token_ids.extend(output.token_ids)
             self.logprobs.extend(output.logprobs)
+        if output.prompt_logprobs is not None:
+            self.prompt_logprobs = output.prompt_logprobs
         self.last = output
 
 
@@ -134,11 +140,13 @@ class ChatEncoder:
         return error_events(error)
 
     def whole(self, choices: list[WholeChoice], usage: Usage) -> Iterator[bytes]:
+        for index, choice in enumerate(choices):
+            self._frame.prompts.take(index, choice.prompt_logprobs)
         parts = (
             (self._choice(index, choice), self._content(choice))
             for index, choice in enumerate(choices)
         )
-        return _whole(self._frame, "chat.completion", parts, usage)
+        return _whole(self._frame, "chat.completion", parts, usage, self._frame.prompts.fields(0))
 
     def _content(self, choice: WholeChoice) -> Iterator[bytes]:
         top = self._frame.top
@@ -146,7 +154,7 @@ class ChatEncoder:
             yield b"null"
             return
         yield b'{"content":['
-        for at, ids, entries in _slices(choice):
+        for at, ids, entries in _slices(choice.token_ids, choice.logprobs):
             content = chat_content(ids, entries, top, self._frame.token_bytes)
             yield b"," * bool(at) + orjson.dumps(content)[1:-1]
         yield b"]}"
@@ -179,11 +187,28 @@ class CompletionEncoder:
     def __init__(self, frame: Frame) -> None:
         self._frame = frame
         self._events = _EventShape(frame, "text_completion", b"", b"")
-        self._offsets: dict[
-            int, int
-        ] = {}  # characters of a choice that its tokens so far have begun
+        # By choice, the characters that its tokens so far have begun.
+        self._offsets: dict[int, int] = {}
+        self._begun: set[int] = set()
 
     def events(self, index: int, output: Output) -> bytes:
+        return self._echo(index, output) + self._generated(index, output)
+
+    def _echo(self, index: int, output: Output) -> bytes:
+        """The event of the prompt, before the first of a choice whose answer shows it."""
+        prompts = self._frame.prompts
+        if index in self._begun or not prompts.echo:
+            return b""
+        self._begun.add(index)
+        prompts.take(index, output.prompt_logprobs)
+        text, (ids, entries, first) = prompts.text(index), prompts.tokens(index)
+        if self._frame.top is None or not ids:
+            return self._events.text(index, text)
+        shape = self._shape(ids, entries, 0, first)
+        self._offsets[index] = len(text)
+        return self._events.text(index, text, orjson.dumps(shape))
+
+    def _generated(self, index: int, output: Output) -> bytes:
         shape = self._logprobs(index, output)
         if not output.text and shape is None and output.finish_reason is None:
             return b""
@@ -197,25 +222,28 @@ class CompletionEncoder:
         return error_events(error)
 
     def whole(self, choices: list[WholeChoice], usage: Usage) -> Iterator[bytes]:
+        for index, choice in enumerate(choices):
+            self._frame.prompts.take(index, choice.prompt_logprobs)
         parts = (
-            (self._choice(index, choice), self._lists(choice))
+            (self._choice(index, choice), self._lists(index, choice))
             for index, choice in enumerate(choices)
         )
         return _whole(self._frame, "text_completion", parts, usage)
 
-    def _lists(self, choice: WholeChoice) -> Iterator[bytes]:
-        top, token_bytes = self._frame.top, self._frame.token_bytes
-        if top is None:
+    def _lists(self, index: int, choice: WholeChoice) -> Iterator[bytes]:
+        if self._frame.top is None:
             yield b"null"
             return
         names = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
         lists, offset = {name: bytearray() for name in names}, 0
-        for at, ids, entries in _slices(choice):
-            shape = completion_logprobs(ids, entries, top, token_bytes, offset)
+        prompt_ids, prompt_entries, first = self._frame.prompts.tokens(index)
+        all_ids = [*prompt_ids, *choice.token_ids]
+        all_entries = [*prompt_entries, *choice.logprobs]
+        for at, ids, entries in _slices(all_ids, all_entries):
+            shape = self._shape(ids, entries, offset, first)
             for name in names:
                 lists[name] += b"," * bool(at) + orjson.dumps(shape[name])[1:-1]
-            last = characters(ids[-1], entries[-1][ids[-1]], token_bytes)
-            offset = shape["text_offset"][-1] + last
+            offset = shape["text_offset"][-1] + self._room(ids[-1], entries[-1], first)
             yield b""
         for name, values in lists.items():
             yield (b"{" if name == names[0] else b",") + orjson.dumps(name) + b":["
@@ -225,24 +253,51 @@ class CompletionEncoder:
             yield b"]"
         yield b"}"
 
+    def _room(self, token: int, entries: Mapping[int, Logprob] | None, first: str = "") -> int:
+        """The characters that a token begins in the shown text."""
+        if token in self._frame.special:
+            return 0
+        entry = Logprob(0.0, decoded_token=first) if entries is None else entries[token]
+        return characters(token, entry, self._frame.token_bytes)
+
     def _choice(self, index: int, choice: WholeChoice) -> dict[str, Any]:
+        prompts = self._frame.prompts
         return {
             "index": index,
-            "text": "".join(choice.text),
+            "text": prompts.text(index) + "".join(choice.text),
+            **prompts.fields(index),
             **_finished(choice),
         }
 
+    def _shape(
+        self,
+        token_ids: Sequence[int],
+        entries: Sequence[Mapping[int, Logprob] | None],
+        offset: int,
+        first: str = "",
+    ) -> dict[str, Any]:
+        frame = self._frame
+        return completion_logprobs(
+            token_ids,
+            entries,
+            frame.top or 0,
+            frame.token_bytes,
+            offset,
+            special=frame.special,
+            first=first,
+        )
+
     def _logprobs(self, index: int, output: Output) -> dict[str, Any] | None:
-        top, token_bytes = self._frame.top, self._frame.token_bytes
-        if top is None or not output.logprobs:
+        if self._frame.top is None or not output.logprobs:
             return None
         offset = self._offsets.get(index, 0)
         grown = sum(
-            characters(token, entries[token], token_bytes)
+            characters(token, entries[token], self._frame.token_bytes)
             for token, entries in zip(output.token_ids, output.logprobs, strict=True)
+            if token not in self._frame.special
         )
         self._offsets[index] = offset + grown
-        return completion_logprobs(output.token_ids, output.logprobs, top, token_bytes, offset)
+        return self._shape(output.token_ids, output.logprobs, offset)
 
 
 class _EventShape:
@@ -316,22 +371,32 @@ def _finished(choice: WholeChoice) -> dict[str, Any]:
     return {} if choice.last is None else _reasons(choice.last)
 
 
+EntryT = TypeVar("EntryT")
+
+
 def _slices(
-    choice: WholeChoice,
-) -> Iterator[tuple[int, list[int], list[Mapping[int, Logprob]]]]:
-    for at in range(0, len(choice.token_ids), PIECE_TOKENS):
+    token_ids: list[int], entries: list[EntryT]
+) -> Iterator[tuple[int, list[int], list[EntryT]]]:
+    for at in range(0, len(token_ids), PIECE_TOKENS):
         end = at + PIECE_TOKENS
-        yield at, choice.token_ids[at:end], choice.logprobs[at:end]
+        yield at, token_ids[at:end], entries[at:end]
 
 
 def _whole(
-    frame: Frame, kind: str, choices: Iterable[tuple[dict[str, Any], Iterator[bytes]]], usage: Usage
+    frame: Frame,
+    kind: str,
+    choices: Iterable[tuple[dict[str, Any], Iterator[bytes]]],
+    usage: Usage,
+    more: Mapping[str, Any] | None = None,
 ) -> Iterator[bytes]:
-    """``choices``: the members of each, and its log-probabilities in pieces of JSON."""
+    """``choices``: the members of each, and its log-probabilities in pieces of JSON. ``more``:
+    members of the answer after them.
+    """
     head = {"id": frame.id, "object": kind, "created": frame.created, "model": frame.model}
     yield orjson.dumps(head)[:-1] + b',"choices":['
     for place, (members, logprobs) in enumerate(choices):
         yield b"," * bool(place) + orjson.dumps(members)[:-1] + b',"logprobs":'
         yield from logprobs
         yield b"}"
-    yield b'],"usage":' + orjson.dumps(usage.as_dict()) + b"}"
+    yield b'],"usage":' + orjson.dumps(usage.as_dict())
+    yield (b"," + orjson.dumps(more)[1:] if more else b"}")

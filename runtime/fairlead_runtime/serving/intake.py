@@ -36,7 +36,7 @@ class Intake:
         self._within_vocabulary("prompt", prompt)
         self._check_ids(params)
         if params.prompt_logprobs is not None:
-            _check_prompt_logprobs(len(prompt), params.prompt_logprobs)
+            check_prompt_logprobs(len(prompt), params.prompt_logprobs)
         max_tokens = self._resolve_max_tokens(len(prompt), params.max_tokens)
         return Request(
             id=submission.id or uuid.uuid4().hex,
@@ -77,11 +77,14 @@ class Intake:
             raise RequestError(field, f"token ids must be from 0 to {self._facts.vocab_size - 1}")
 
 
-def _check_prompt_logprobs(prompt_len: int, count: int) -> None:
+def check_prompt_logprobs(prompt_len: int, count: int) -> None:
+    """Raises RequestError, with the arithmetic, for more log-probabilities than are held at once.
+    ``prompt_len``: of one prompt, or of all that one answer shows.
+    """
     needed = prompt_len * (count + 1)
     if needed > MAX_PROMPT_LOGPROBS:
         raise RequestError(
             "prompt_logprobs",
             f"{prompt_len} prompt tokens * ({count} + 1) = {needed} log-probabilities, more than "
-            f"{MAX_PROMPT_LOGPROBS}: lower it, or send a shorter prompt",
+            f"{MAX_PROMPT_LOGPROBS}: lower it, or send fewer or shorter prompts",
         )

@@ -103,6 +103,8 @@ def test_openais_client_is_served() -> None:
             await _prompts_of_every_kind(client)
             await _logprobs_add_up(client)
             await _stop_texts_end_a_choice(client)
+            await _prompts_can_be_scored(client)
+            await _sampling_fields_change_the_text(client)
             await _usage_counts_cached_tokens(client)
             await _what_never_fits_is_refused(client)
             await _until_idle(server)
@@ -198,6 +200,118 @@ async def _stop_texts_end_a_choice(client: openai.AsyncOpenAI) -> None:
     stream = await client.chat.completions.create(**body)
     text = "".join([chunk.choices[0].delta.content or "" async for chunk in stream])
     assert text == "Fairlead serves language "
+
+
+async def _prompts_can_be_scored(client: openai.AsyncOpenAI) -> None:
+    """echo with logprobs, as lm-eval asks for loglikelihoods, and vLLM's prompt_logprobs."""
+    ids = [40, 41, 42, 43, 44, 45]
+    body = completion([ids, ids[:3]], echo=True, logprobs=2, max_tokens=1, temperature=0)
+    scored = await client.completions.create(**body)
+    nothing = await client.completions.create(**{**body, "max_tokens": 0})
+    assert nothing.usage is not None
+    assert nothing.usage.completion_tokens == 0
+    shapes = [choice.logprobs for choice in (*scored.choices, *nothing.choices)]
+    for length, shape, choice in zip(
+        (6, 3, 6, 3), shapes, (*scored.choices, *nothing.choices), strict=True
+    ):
+        assert shape is not None
+        tokens = shape.tokens or []
+        generated = 1 if choice in scored.choices else 0
+        assert len(tokens) == length + generated
+        assert "".join(tokens) == choice.text
+        assert shape.text_offset == [len("".join(tokens[:n])) for n in range(len(tokens))]
+        assert (shape.token_logprobs or [])[0] is None
+        assert (shape.top_logprobs or [])[0] is None
+        for token, value, top in zip(
+            tokens[1:],
+            (shape.token_logprobs or [])[1:],
+            (shape.top_logprobs or [])[1:],
+            strict=True,
+        ):
+            assert value is not None
+            assert top[token] == value <= max(top.values()) <= 0
+        assert choice.finish_reason == "length"
+    # The shorter prompt is a prefix of the longer one: its scores are the first of that.
+    assert shapes[0] is not None
+    assert shapes[1] is not None
+    assert (shapes[0].token_logprobs or [])[1:3] == pytest.approx(
+        (shapes[1].token_logprobs or [])[1:3], abs=1e-4
+    )
+    text = await client.completions.create(
+        **completion(QUESTION, echo=True, max_tokens=5, temperature=0, n=2)
+    )
+    plain = await client.completions.create(**completion(QUESTION, max_tokens=5, temperature=0))
+    assert [choice.text for choice in text.choices] == [QUESTION + plain.choices[0].text] * 2
+    pieces = {0: "", 1: ""}
+    numbers: dict[int, list[float | None]] = {0: [], 1: []}
+    streaming = {**body, "prompt": QUESTION, "max_tokens": 5, "n": 2}
+    async for chunk in await client.completions.create(**streaming, stream=True):
+        for choice in chunk.choices:
+            pieces[choice.index] += choice.text
+            if choice.logprobs is not None:
+                numbers[choice.index] += choice.logprobs.token_logprobs or []
+    whole = await client.completions.create(**streaming)
+    for choice in whole.choices:
+        assert pieces[choice.index] == choice.text
+        assert choice.logprobs is not None
+        assert numbers[choice.index] == pytest.approx(choice.logprobs.token_logprobs, abs=1e-4)
+
+    asked = {"extra_body": {"prompt_logprobs": 1}}
+    of_text = await client.completions.create(**completion(ids, n=2, **asked))
+    for choice in of_text.choices:
+        entries = (choice.model_extra or {})["prompt_logprobs"]
+        assert entries[0] is None
+        assert [next(iter(entry)) for entry in entries[1:]] == [str(i) for i in ids[1:]]
+        for entry, value in zip(entries[1:], (shapes[0].token_logprobs or [])[1:], strict=False):
+            own = next(iter(entry.values()))
+            assert own["logprob"] == pytest.approx(value, abs=1e-4)
+            assert own["rank"] >= 1
+            assert isinstance(own["decoded_token"], str)
+            assert len(entry) == 1 + (own["rank"] > 1)
+    of_chat = await client.chat.completions.create(**chat(QUESTION, **asked))
+    assert of_chat.usage is not None
+    assert len((of_chat.model_extra or {})["prompt_logprobs"]) == of_chat.usage.prompt_tokens
+    with pytest.raises(openai.BadRequestError, match="prompt_logprobs"):
+        await client.completions.create(**completion(ids, stream=True, **asked))
+
+
+async def _tokens(client: openai.AsyncOpenAI, **fields: Any) -> list[str]:
+    body = completion(QUESTION, temperature=0, max_tokens=12, logprobs=0, **fields)
+    logprobs = (await client.completions.create(**body)).choices[0].logprobs
+    assert logprobs is not None
+    return logprobs.tokens or []
+
+
+async def _sampling_fields_change_the_text(client: openai.AsyncOpenAI) -> None:
+    async def text(**fields: Any) -> str:
+        body = completion(QUESTION, temperature=0, max_tokens=12, **fields)
+        choice = (await client.completions.create(**body)).choices[0]
+        return str(choice.text)
+
+    plain = await text()
+    tokens = await _tokens(client)
+    bad = next(token for token in tokens if token.strip())
+    assert bad not in await _tokens(client, extra_body={"bad_words": [bad]})
+    only = await text(extra_body={"allowed_token_ids": [70]})
+    assert len(only) == 12
+    assert len(set(only)) == 1
+    assert await text(logit_bias={"70": 100}) == only
+    assert await text(logit_bias={"70": 100}, frequency_penalty=2.0) == only
+    stop = plain[3:5]
+    assert await text(stop=stop) == plain[: plain.index(stop)]
+    kept = await text(stop=stop, extra_body={"include_stop_str_in_output": True})
+    assert kept == plain[: plain.index(stop) + len(stop)]
+    assert await text(stop=stop, extra_body={"min_tokens": 12}) == plain
+    with pytest.raises(openai.BadRequestError) as caught:
+        await text(
+            extra_body={
+                "allowed_token_ids": [70],
+                "bad_words": ["nothing"],
+                "min_tokens": 1,
+                "stop_token_ids": [70],
+            }
+        )
+    assert caught.value.param == "allowed_token_ids"
 
 
 async def _usage_counts_cached_tokens(client: openai.AsyncOpenAI) -> None:

@@ -18,9 +18,27 @@ LENGTHS = (11, 37, 5, 24, 50, 18)
 PARAMS = (
     SamplingParams(temperature=0.0, max_tokens=MAX_TOKENS),
     SamplingParams(temperature=0.8, seed=1, max_tokens=MAX_TOKENS),
-    SamplingParams(temperature=1.3, top_k=40, seed=2, n=2, max_tokens=MAX_TOKENS),
+    SamplingParams(
+        temperature=1.3,
+        top_k=40,
+        seed=2,
+        n=2,
+        max_tokens=MAX_TOKENS,
+        repetition_penalty=1.2,
+        prompt_logprobs=1,
+    ),
     SamplingParams(temperature=1.0, top_p=0.9, seed=3, max_tokens=MAX_TOKENS),
-    SamplingParams(temperature=1.0, min_p=0.02, seed=4, n=3, max_tokens=MAX_TOKENS),
+    SamplingParams(
+        temperature=1.0,
+        min_p=0.02,
+        seed=4,
+        n=3,
+        max_tokens=MAX_TOKENS,
+        frequency_penalty=0.5,
+        presence_penalty=-0.2,
+        logit_bias={7: 2.0},
+        bad_words=((9,), (7, 7)),
+    ),
     SamplingParams(
         temperature=0.5, top_k=50, top_p=0.95, seed=5, max_tokens=MAX_TOKENS, min_tokens=3
     ),
