@@ -444,13 +444,9 @@ BUGS = (
 
 
 def plant(bug: Bug, folder: Path) -> None:
-    """Copy to ``folder`` what the run needs of the package and the harness, and put the bug in."""
+    """Copy the package and the harness to ``folder``, and put the bug in."""
     copy = folder / "fairlead_runtime"
-    for name in ("cache", "scheduling"):
-        shutil.copytree(PACKAGE / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
-    (copy / "sizing").mkdir()
-    for name in ("__init__.py", "config.py", "request.py", "sizing/__init__.py", GROUPS):
-        shutil.copy(PACKAGE / name, copy / name)
+    shutil.copytree(PACKAGE, copy, ignore=shutil.ignore_patterns("__pycache__", "demo"))
     (folder / "support").mkdir()
     for module in HARNESS:
         shutil.copy(module, folder / "support")
