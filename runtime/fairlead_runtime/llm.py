@@ -16,6 +16,7 @@ import torch
 from tqdm import tqdm
 
 from fairlead_runtime.config import EngineConfig
+from fairlead_runtime.grammar.checker import Checker
 from fairlead_runtime.hub.download_progress import resolve_with_bar
 from fairlead_runtime.logprobs import Logprob
 from fairlead_runtime.models import chat
@@ -67,6 +68,7 @@ class LLM:
         # A batch has no client that waits for an answer: requests may queue for any time.
         path = resolve_with_bar(model, settings)
         self._parts: EngineParts | None = build(path, settings, queue_timeout=math.inf)
+        self._grammars = Checker(self._parts.grammar_facts)
 
     def generate(
         self,
@@ -116,7 +118,8 @@ class LLM:
         parts = self._require_parts()
         engine = parts.engine
         submissions = [self._with_bad_word_ids(one) for one in submissions]
-        waiting = deque(enumerate([parts.intake.request(one) for one in submissions]))
+        requests = [self._checked(parts.intake.request(one)) for one in submissions]
+        waiting = deque(enumerate(requests))
         live: dict[str, tuple[int, dict[int, ChoiceText]]] = {}
         try:
             while waiting or live:
@@ -125,6 +128,8 @@ class LLM:
                 yield from self._outputs(events, live)
                 if engine.dead_reason:
                     raise EngineDead(engine.dead_reason)
+                if engine.idle and live and not events:
+                    engine.sleep()  # until a grammar is compiled
         finally:
             for request_id in live:
                 engine.abort(request_id)
@@ -132,6 +137,14 @@ class LLM:
                 engine.step()
                 if engine.idle:
                     break
+
+    def _checked(self, request: Request) -> Request:
+        """The request, once its grammar was found to be one that the engine may compile."""
+        outputs = request.params.guided
+        if outputs is None:
+            return request
+        checked = self._grammars.check_now(outputs)
+        return replace(request, params=replace(request.params, structured_outputs=checked))
 
     def _feed(
         self,
@@ -200,6 +213,7 @@ class LLM:
         does nothing.
         """
         self._parts = None
+        self._grammars.close()
         gc.collect()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()

@@ -48,6 +48,11 @@ STEP_FAILURES = "fairlead_step_failures"
 ENGINE_FAULTS = "fairlead_engine_faults"
 QUEUE_TIMEOUTS = "fairlead_queue_timeouts"
 SLOW_READERS = "fairlead_slow_readers"
+GRAMMAR_COMPILATIONS = "fairlead_grammar_compilations"
+GRAMMAR_SECONDS = "fairlead_grammar_compile_seconds"  # a counter: time spent in compilations
+GRAMMAR_REFUSALS = "fairlead_grammar_refusals"
+GRAMMAR_CACHE_HITS = "fairlead_grammar_cache_hits"
+GRAMMAR_BUSY = "fairlead_grammar_busy"
 INVARIANT_VIOLATIONS = "fairlead_invariant_violations"
 CONTAINED_ERRORS = "fairlead_contained_errors"  # in metrics and views; no request ends
 OFFLOADED = "fairlead_offloaded_requests"
@@ -78,6 +83,11 @@ COUNTERS = frozenset(
         ENGINE_FAULTS,
         QUEUE_TIMEOUTS,
         SLOW_READERS,
+        GRAMMAR_COMPILATIONS,
+        GRAMMAR_SECONDS,
+        GRAMMAR_REFUSALS,
+        GRAMMAR_CACHE_HITS,
+        GRAMMAR_BUSY,
         INVARIANT_VIOLATIONS,
         CONTAINED_ERRORS,
     }

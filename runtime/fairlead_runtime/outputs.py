@@ -43,6 +43,12 @@ class QueueTimeout(ServiceError):  # noqa: N818 - named for the condition, as qu
     code = "queue_timeout"
 
 
+class GrammarsBusy(ServiceError):  # noqa: N818 - named for the condition, as queue.Full is
+    """Too many grammars wait to be compiled. HTTP: 429 with Retry-After."""
+
+    code = "grammars_busy"
+
+
 class Draining(ServiceError):  # noqa: N818 - named for the condition, as queue.Full is
     """The server is shutting down: it refuses a new request, or a running one outlived the drain.
     HTTP: 503.
@@ -189,6 +195,12 @@ class Counters:
     contained_errors: int = 0  # exceptions in metrics and views, which end no request
     queue_timeouts: int = 0
     slow_readers: int = 0
+    # of structured output
+    grammar_compilations: int = 0  # in the checking child
+    grammar_seconds: float = 0.0  # that they took by the clock
+    grammar_refusals: int = 0  # grammars that cannot be compiled
+    grammar_cache_hits: int = 0  # requests whose grammar was known
+    grammar_busy: int = 0  # requests refused because too many compilations wait
     batch_sizes: dict[int, int] = field(default_factory=dict)  # rows of a step → number of steps
 
     def count(self, work: Work, seconds: float) -> None:

@@ -5,10 +5,11 @@ Owns the value's shape, which is vLLM's, and the bounds that can be checked with
 Compiles nothing and imports no library: ``fairlead_runtime.grammar`` does.
 """
 
+import copy
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from typing import Any, Literal, Self
 
 Kind = Literal["json", "json_object", "regex", "choice", "grammar"]
@@ -22,7 +23,9 @@ MAX_DEPTH = 32  # levels of lists and objects in a schema
 # models write blanks until max_tokens.
 WHITE_SPACE = r"(\r?\n)?[ \t]{0,16}"
 
-# Ends a choice whose grammar exceeds a limit while it runs. It names no text of the request.
+PARAM = "structured_outputs"  # the field of SamplingParams
+# The beginning of the message with which the engine ends a request because of its grammar.
+FAILED = f"{PARAM}: "
 TOO_COMPLEX = (
     "the grammar became too complex to follow: simplify its patterns, counts or alternatives"
 )
@@ -100,7 +103,9 @@ class StructuredOutputs:
 
     def checked(self, compiled_bytes: int) -> Self:
         """The same value, with the memory that its compiled form takes."""
-        return replace(self, compiled_bytes=compiled_bytes)
+        checked = copy.copy(self)  # ``replace`` would check its text again
+        object.__setattr__(checked, "compiled_bytes", compiled_bytes)
+        return checked
 
 
 KINDS: tuple[Kind, ...] = ("json", "json_object", "regex", "choice", "grammar")

@@ -10,6 +10,7 @@ COMPLETIONS, RESPONSES, BODIES, AUTH = (
     for name in ("completions", "response_bodies", "request_bodies", "auth")
 )
 STREAM, METRICS = (f"{RUNTIME}/serving/{name}.py" for name in ("stream", "metrics"))
+GRAMMAR, ENGINE = f"{RUNTIME}/grammar", f"{RUNTIME}/engine/engine.py"
 
 BUGS = (
     PackageBug(
@@ -438,5 +439,89 @@ BUGS = (
         "        finally:\n            self._free += held",
         "        except GeneratorExit:\n            self._free += held",
         ("unit/api/test_limits.py",),
+    ),
+    PackageBug(
+        "white space in JSON is unbounded",
+        f"{RUNTIME}/structured.py",
+        'WHITE_SPACE = r"(\\r?\\n)?[ \\t]{0,16}"',
+        'WHITE_SPACE = r"[ \\t\\r\\n]*"',
+        ("unit/grammar/test_guides.py",),
+    ),
+    PackageBug(
+        "ignore_eos lets the end pass",
+        f"{GRAMMAR}/guides.py",
+        "return others if sequence.request.params.ignore_eos and not self.at_end else self._mask",
+        "return self._mask",
+        ("unit/grammar/test_guides.py",),
+    ),
+    PackageBug(
+        "a mask that waits behind a late one fails too",
+        f"{GRAMMAR}/guides.py",
+        "if future.cancelled() or future.cancel():",
+        "if False:",
+        ("unit/grammar/test_guides.py",),
+    ),
+    PackageBug(
+        "compiled grammars are never forgotten",
+        f"{GRAMMAR}/guides.py",
+        "while self._cached_bytes > CACHE_BYTES and len(self._cached) > 1:",
+        "while False:",
+        ("unit/grammar/test_guides.py",),
+    ),
+    PackageBug(
+        "the child's memory has no limit",
+        f"{GRAMMAR}/child.py",
+        "resource.setrlimit(resource.RLIMIT_AS, (limit, limit))",
+        "pass",
+        ("unit/grammar/test_checker.py",),
+    ),
+    PackageBug(
+        "the child's deadline is not kept",
+        f"{GRAMMAR}/child.py",
+        "if fork.deadline <= time.monotonic():",
+        "if False:",
+        ("unit/grammar/test_checker.py",),
+    ),
+    PackageBug(
+        "a verdict is not remembered",
+        f"{GRAMMAR}/checker.py",
+        "self._verdicts[digest] = verdict",
+        "pass",
+        ("unit/grammar/test_checker.py",),
+    ),
+    PackageBug(
+        "any number of checks may wait",
+        f"{GRAMMAR}/checker.py",
+        "if len(self._asked) >= MAX_WAITING:",
+        "if False:",
+        ("unit/grammar/test_checker.py",),
+    ),
+    PackageBug(
+        "a grammar that comes late starts another request of the same id",
+        ENGINE,
+        "if live is None or live.request is not request:",
+        "if live is None:",
+        ("unit/engine/test_engine_grammars.py",),
+    ),
+    PackageBug(
+        "choices share one place in their grammar",
+        ENGINE,
+        "sequence.guide = guide.fork()",
+        "sequence.guide = guide",
+        ("unit/engine/test_engine_grammars.py",),
+    ),
+    PackageBug(
+        "min_tokens forbids the end of a complete output",
+        f"{RUNTIME}/device/logit_changes.py",
+        "request.params.min_tokens and not at_end:",
+        "request.params.min_tokens:",
+        ("functional/engine/test_structured_output.py",),
+    ),
+    PackageBug(
+        "a complete output goes on until min_tokens",
+        f"{RUNTIME}/scheduling/scheduler.py",
+        "or (request.params.guided is not None and result.token in request.eos_ids)",
+        "or False",
+        ("functional/engine/test_structured_output.py",),
     ),
 )

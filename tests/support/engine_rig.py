@@ -18,6 +18,7 @@ from fairlead_runtime.device.kv_cache import CacheStorage
 from fairlead_runtime.device.model_runner import ModelRunner
 from fairlead_runtime.device.paged_model import PagedModel
 from fairlead_runtime.engine.isolate import Executor
+from fairlead_runtime.grammar.guides import Guides
 from fairlead_runtime.logprobs import TokenLogprobs
 from fairlead_runtime.models import families, rope, tiny
 from fairlead_runtime.request import FinishReason, Request, SamplingParams
@@ -136,7 +137,7 @@ class Rig:
         self.groups: tuple[LayerGroup, ...] = group_layers(windows)
         self._references: dict[tuple[tuple[int, ...], int], list[int]] = {}
 
-    def runner(self, setting: Setting) -> ModelRunner:
+    def runner(self, setting: Setting, guides: Guides | None = None) -> ModelRunner:
         limits = setting.limits(len(self.groups))
         cache = CacheStorage(
             self.groups,
@@ -149,7 +150,7 @@ class Rig:
         # A read of a slot that was not written yields NaN.
         cache.keys.fill_(torch.nan)
         cache.values.fill_(torch.nan)
-        return ModelRunner(self.model, cache, max_logits=setting.max_logits)
+        return ModelRunner(self.model, cache, max_logits=setting.max_logits, guides=guides)
 
     def run(self, setting: Setting, arrivals: Iterable[tuple[int, Request]]) -> Outcome:
         scheduler = Scheduler(setting.limits(len(self.groups)), self.groups, b"rig")

@@ -6,7 +6,7 @@ Equal requests get equal tokens in every run and every batch, so a test can comp
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from fairlead_runtime.engine.engine import Bounds, Engine
+from fairlead_runtime.engine.engine import Bounds, Engine, Prepare
 from fairlead_runtime.engine.observer import Observer
 from fairlead_runtime.engine.progress import NO_TIMES, StepTimes
 from fairlead_runtime.outputs import ChoiceEvent
@@ -86,6 +86,7 @@ def rig(
     queue_timeout: float = 60.0,
     observer: Observer | None = None,
     step_times: StepTimes = NO_TIMES,
+    prepare: Prepare | None = None,
     **changes: Any,
 ) -> Engine:
     bounds = limits(**changes)
@@ -96,6 +97,7 @@ def rig(
         now=clock or Clock(),
         observer=observer,
         step_times=step_times,
+        prepare=prepare,
     )
 
 

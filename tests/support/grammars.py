@@ -7,6 +7,7 @@ import random
 from typing import Any
 
 import numpy as np
+from hypothesis import strategies as st
 
 from fairlead_runtime.grammar.compile import TokenizerFacts
 from fairlead_runtime.grammar.guides import Guide
@@ -109,5 +110,45 @@ def generate(guide: Guide, of: Sequence, choose: random.Random, tokens: int) -> 
     return None
 
 
-def parses(text: str) -> Any:
-    return json.loads(text)
+def schemas() -> st.SearchStrategy[dict[str, Any]]:
+    """JSON schemas of finite values with the keywords that are supported."""
+    bounds = st.tuples(st.integers(-50, 50), st.integers(0, 60))
+    leaves = st.one_of(
+        st.just({"type": "boolean"}),
+        st.just({"type": "null"}),
+        bounds.map(lambda b: {"type": "integer", "minimum": b[0], "maximum": b[0] + b[1]}),
+        st.lists(_VALUES, min_size=1, max_size=4, unique_by=json.dumps).map(
+            lambda values: {"enum": values}
+        ),
+        _VALUES.map(lambda value: {"const": value}),
+        st.tuples(st.integers(0, 3), st.integers(0, 4)).map(
+            lambda n: {"type": "string", "minLength": n[0], "maxLength": n[0] + n[1]}
+        ),
+        st.sampled_from(["[a-f]{1,3}", "^x[0-9]{2}$", "(é|ß){2}"]).map(
+            lambda pattern: {"type": "string", "pattern": f"^({pattern.strip('^$')})$"}
+        ),
+        st.sampled_from(["date", "uuid"]).map(lambda name: {"type": "string", "format": name}),
+    )
+    return st.recursive(leaves, _compound, max_leaves=8)
+
+
+_VALUES = st.one_of(
+    st.none(), st.booleans(), st.integers(-9, 9), st.text(alphabet='ab"\\é\n😀', max_size=4)
+)
+
+
+def _compound(inner: st.SearchStrategy[dict[str, Any]]) -> st.SearchStrategy[dict[str, Any]]:
+    names = st.text(alphabet="abé_ ", min_size=1, max_size=4)
+    objects = st.dictionaries(names, st.tuples(inner, st.booleans()), max_size=4).map(
+        lambda properties: {
+            "type": "object",
+            "properties": {name: schema for name, (schema, _) in properties.items()},
+            "required": [name for name, (_, required) in properties.items() if required],
+            "additionalProperties": False,
+        }
+    )
+    arrays = st.tuples(inner, st.integers(0, 2), st.integers(0, 2)).map(
+        lambda a: {"type": "array", "items": a[0], "minItems": a[1], "maxItems": a[1] + a[2]}
+    )
+    unions = st.lists(inner, min_size=1, max_size=3).map(lambda options: {"anyOf": options})
+    return st.one_of(objects, arrays, unions)

@@ -36,6 +36,7 @@ from fairlead_runtime.api.shown_prompts import ShownPrompts
 from fairlead_runtime.api.state import Backend, ServerState
 from fairlead_runtime.outputs import Output, OutputStream, Submission
 from fairlead_runtime.request import NOTHING_ALLOWED, FinishReason, RequestError
+from fairlead_runtime.structured import FAILED, PARAM
 
 MERGED_AHEAD = 8  # outputs per prompt that may wait to be written
 
@@ -120,7 +121,11 @@ class EndpointHandler:
                 for submission in self._submissions(scope, backend, prepared)
             ]
             generation = _Generation(
-                streams, request.params.n, usage, prompt_only=request.prompt_only
+                streams,
+                request.params.n,
+                usage,
+                request.sent_names,
+                prompt_only=request.prompt_only,
             )
             answer = (
                 _StreamedAnswer(generation, encoder)
@@ -217,6 +222,7 @@ class _Generation(NamedTuple):
     streams: Sequence[OutputStream]
     n: int
     usage: Usage
+    sent_names: Mapping[str, str]
     prompt_only: bool = False  # the generated token is no part of the answer
 
     async def outputs(self) -> AsyncGenerator[tuple[int, Output], None]:
@@ -228,6 +234,9 @@ class _Generation(NamedTuple):
                 if output.finish_reason is FinishReason.ERROR:
                     if output.message == NOTHING_ALLOWED:
                         raise errors.ApiError(400, NOTHING_ALLOWED, code="no_token_allowed")
+                    if output.message.startswith(FAILED):
+                        reason = output.message.removeprefix(FAILED)
+                        raise RequestError(PARAM, reason).renamed(self.sent_names)
                     raise errors.internal_error()
                 if output.finish_reason is FinishReason.ABORT:
                     raise errors.ApiError(

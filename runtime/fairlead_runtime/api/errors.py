@@ -10,7 +10,7 @@ from typing import Any
 import orjson
 from starlette.responses import Response
 
-from fairlead_runtime.outputs import QueueFull, QueueTimeout, ServiceError
+from fairlead_runtime.outputs import GrammarsBusy, QueueFull, QueueTimeout, ServiceError
 from fairlead_runtime.request import RequestError
 
 MAX_MESSAGE = 1900  # bytes; even if escaping doubles them, the body stays below 4 KiB
@@ -93,7 +93,7 @@ def from_exception(error: Exception) -> ApiError:
     if isinstance(error, RequestError):
         return ApiError(400, str(error), param=error.param)
     if isinstance(error, ServiceError):
-        status = 429 if isinstance(error, QueueFull | QueueTimeout) else 503
+        status = 429 if isinstance(error, GrammarsBusy | QueueFull | QueueTimeout) else 503
         retry = max(1, round(error.retry_after or 1))
         return ApiError(status, str(error), code=error.code, headers={"retry-after": str(retry)})
     return internal_error()

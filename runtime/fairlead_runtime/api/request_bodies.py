@@ -15,6 +15,7 @@ from pydantic import FailFast, Field, field_validator
 from fairlead_runtime.api.errors import invalid
 from fairlead_runtime.api.messages import MAX_MESSAGES, Message, for_template
 from fairlead_runtime.api.strict_body import MAX_NAME, StrictBody, check_model, validated
+from fairlead_runtime.api.structured_bodies import StructuredBody, structured_outputs
 from fairlead_runtime.api.tools.bodies import MAX_TOOLS, NO_TOOLS, Tool, Tools, tools_of
 from fairlead_runtime.request import MAX_LOGPROBS, RequestError, SamplingParams
 
@@ -33,12 +34,6 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "tool_choice": (None, "none", "auto"),
     "functions": (None, []),
     "function_call": (None, "none", "auto"),
-    "response_format": (None, {"type": "text"}),
-    "structured_outputs": (None, {}),
-    "guided_json": (None,),
-    "guided_regex": (None,),
-    "guided_choice": (None,),
-    "guided_grammar": (None,),
     "echo": (None, False),
     "suffix": (None, ""),
     "use_beam_search": (None, False),
@@ -64,7 +59,7 @@ class StreamOptions(StrictBody):
     continuous_usage_stats: bool | None = None
 
 
-class _Body(StrictBody):
+class _Body(StructuredBody):
     """The fields of both routes. None means the default: clients send null for unset fields."""
 
     model: str = Field(max_length=MAX_NAME)
@@ -281,6 +276,7 @@ def _params(parsed: _Body, *, max_tokens: int | None, logprobs: int | None) -> S
             bad_words=tuple(parsed.bad_words or ()),
             stop=parsed.stop or (),
             include_stop_str_in_output=bool(parsed.include_stop_str_in_output),
+            structured_outputs=structured_outputs(parsed)[0],
         )
     except RequestError as error:
         raise error.renamed(_sent_names(parsed)) from None
@@ -291,6 +287,7 @@ def _sent_names(parsed: _Body) -> dict[str, str]:
     names = {"max_tokens": "max_completion_tokens"} if newer else {}
     if isinstance(parsed, CompletionBody) and parsed.prompt_logprobs is None:
         names["prompt_logprobs"] = "logprobs"  # of an echo
+    names |= structured_outputs(parsed)[1]
     return names | ({"prompt": "messages"} if isinstance(parsed, ChatBody) else {})
 
 

@@ -111,7 +111,9 @@ class _Notes:
                 before = len(word) - 1
                 if before <= generated and tuple(tokens[-before:]) == word[:-1]:
                     ids.append(word[-1])
-        if sequence.generated < sequence.request.params.min_tokens:
+        # Where a structured output is complete, its end is all that may follow.
+        at_end = sequence.guide is not None and sequence.guide.at_end
+        if sequence.generated < sequence.request.params.min_tokens and not at_end:
             ids += self.ends
         return ids
 

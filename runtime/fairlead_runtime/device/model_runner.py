@@ -21,10 +21,12 @@ from fairlead_runtime.device.sampling import (
     logprobs_of,
     sample,
 )
+from fairlead_runtime.grammar.guides import NO_MASKS, Guides, Masks
 from fairlead_runtime.logprobs import TokenLogprobs
 from fairlead_runtime.request import Sequence
 from fairlead_runtime.scheduling.plan import Result, Row, Work
 
+WaitForMasks = Callable[[], Masks]
 Sampler = Callable[[Tensor, SamplingBatch], SampledTokens]
 
 
@@ -34,6 +36,7 @@ _NOTHING = Result(-1)
 
 class ModelRunner:
     """Executes steps of one model on one cache. ``kernels`` says which kernels it runs on and why.
+    ``guides`` makes the masks of sequences with structured output.
 
     One step at a time, from one thread at a time. ``max_logits``: positions whose logits one
     forward pass may return; memory is planned for as many.
@@ -46,12 +49,14 @@ class ModelRunner:
         sampler: Sampler = sample,
         *,
         max_logits: int = MAX_LOGITS,
+        guides: Guides | None = None,
     ) -> None:
         self.kernels: BackendChoice = pick(model.heads, model.device)
         self._model = model
         self._cache = cache
         self._sampler = sampler
         self._max_logits = max_logits
+        self._guides = guides
         self._batches = BatchBuilder(
             cache.groups, cache.block_size, pinned=model.device.type == "cuda"
         )
@@ -73,24 +78,35 @@ class ModelRunner:
         """
         if not work.rows:
             return {}
+        guided = [
+            row.sequence for row in work.rows if row.samples and row.sequence.guide is not None
+        ]
+        if self._guides is None or not guided:
+            return self._execute(work, lambda: NO_MASKS)
+        with self._guides.masks(guided) as masks:  # made while the model runs
+            return self._execute(work, masks.result)
+
+    def _execute(self, work: Work, masks: WaitForMasks) -> Mapping[int, Result]:
         if not any(row.sequence.scores_prompt for row in work.rows):
-            return self._run(work.rows)
+            return self._run(work.rows, masks)
         results: dict[int, Result] = {}
         for rows in _passes(work.rows, self._max_logits):
-            for number, result in self._score(rows).items():
+            for number, result in self._score(rows, masks).items():
                 before = results.get(number, _NOTHING)
                 results[number] = result._replace(
                     error=before.error or result.error, prompt=before.prompt + result.prompt
                 )
         return results
 
-    def _run(self, rows: list[Row]) -> Mapping[int, Result]:
+    def _run(self, rows: list[Row], masks: WaitForMasks) -> Mapping[int, Result]:
         """One forward pass of rows of which none scores its prompt."""
         batch = self._batches.build(rows)
         logits = self._model.forward(batch, self._cache, self.kernels.attention)
-        return self._sample(logits, batch.sampling)
+        return self._sample(logits, batch.sampling, masks)
 
-    def _sample(self, logits: Tensor, sequences: abc.Sequence[Sequence]) -> dict[int, Result]:
+    def _sample(
+        self, logits: Tensor, sequences: abc.Sequence[Sequence], masks: WaitForMasks
+    ) -> dict[int, Result]:
         """A token for each of the sequences, in the order of their logits."""
         if not sequences:
             if self._model.device.type == "cuda":
@@ -98,13 +114,14 @@ class ModelRunner:
                 # sampling waits anyway.
                 torch.cuda.current_stream(self._model.device).synchronize()
             return {}
-        outcomes = self._sampler(logits, SamplingBatch.of(sequences)).outcomes()
+        words, failed = masks()
+        outcomes = self._sampler(logits, SamplingBatch.of(sequences, words)).outcomes()
         return {
-            sequence.id: Result(token, logprobs, error)
+            sequence.id: Result(token, logprobs, failed.get(sequence.id, error))
             for sequence, (token, logprobs, error) in zip(sequences, outcomes, strict=True)
         }
 
-    def _score(self, rows: list[Row]) -> Mapping[int, Result]:
+    def _score(self, rows: list[Row], masks: WaitForMasks) -> Mapping[int, Result]:
         """One forward pass that also returns the logits of all tokens of the rows that score."""
         batch = self._batches.build(rows)
         kept: list[int] = []  # packed tokens whose logits are needed
@@ -122,7 +139,7 @@ class ModelRunner:
                 samples.append(len(kept) - 1)
         keep = torch.tensor(kept, dtype=torch.int64)
         logits = self._model.forward(batch, self._cache, self.kernels.attention, keep)
-        results = self._sample(logits[samples], batch.sampling)
+        results = self._sample(logits[samples], batch.sampling, masks)
         for row, first in targets:
             scored = _prompt_result(logits, row, first)
             sampled = results.get(row.sequence.id, scored)

@@ -144,7 +144,7 @@ class Engine:
             if events := self.step():
                 publish(events)
             if self.idle and not self.dead_reason:  # no message would wake an engine that gave up
-                self._sleep()
+                self.sleep()
 
     def step(self) -> list[ChoiceEvent]:
         """Run one step and return its events. No request can make it raise."""
@@ -412,7 +412,7 @@ class Engine:
             working=working,
         )
 
-    def _sleep(self) -> None:
+    def sleep(self) -> None:
         """Sleep until a message comes or the oldest waiting request times out."""
         oldest = next(iter(self._waiting_since.values()), None)
         deadline = None if oldest is None else oldest + self.bounds.queue_timeout

@@ -27,6 +27,7 @@ MAX_WAIT = 4.5  # seconds for a verdict, from asking; the child's own deadline i
 DEFAULT_LIMITS = CheckLimits()
 MAX_CACHED = 4096  # verdicts, of a few hundred bytes each
 
+NO_GRAMMARS = "this model has no end-of-sequence token, or a tokenizer that llguidance cannot read"
 BUSY = "too many grammars wait to be compiled: retry"
 LOST = "the program that compiles grammars ended: retry"
 
@@ -38,6 +39,9 @@ class Verdict(NamedTuple):
 
 class CheckerBusy(Exception):  # noqa: N818 - named for the condition, as queue.Full is
     """No verdict now: too many checks wait, or the child was lost. Retry."""
+
+    def __init__(self, message: str = BUSY) -> None:
+        super().__init__(message)
 
 
 @dataclasses.dataclass(slots=True)
@@ -54,22 +58,20 @@ class CheckCounts:
 
 
 class Checker:
-    """``facts``: of the model's tokenizer; None when the model cannot have structured output, then
-    ``unavailable`` says why. The child starts with the first check. ``max_wait`` in seconds.
+    """``facts``: of the model's tokenizer; None when the model cannot have structured output. The
+    child starts with the first check. ``max_wait`` in seconds.
     """
 
     def __init__(
         self,
         facts: TokenizerFacts | None,
         *,
-        unavailable: str = "",
         limits: CheckLimits = DEFAULT_LIMITS,
         max_wait: float = MAX_WAIT,
         command: tuple[str, ...] = (sys.executable, "-m", "fairlead_runtime.grammar.child"),
     ) -> None:
         self.counts = CheckCounts()
         self._facts = facts
-        self._unavailable = unavailable
         self._limits = limits
         self._max_wait = max_wait
         self._command = command
@@ -92,7 +94,7 @@ class Checker:
             )
         except TimeoutError:
             self.counts.busy += 1
-            raise CheckerBusy(BUSY) from None
+            raise CheckerBusy from None
         return _judged(outputs, verdict)
 
     def check_now(self, outputs: StructuredOutputs) -> StructuredOutputs:
@@ -104,7 +106,7 @@ class Checker:
         output and CheckerBusy.
         """
         if self._facts is None:
-            raise RequestError("structured_outputs", self._unavailable)
+            raise RequestError("structured_outputs", f"is not possible: {NO_GRAMMARS}")
         digest = outputs.digest
         with self._lock:
             known = self._verdicts.get(digest)
@@ -119,7 +121,7 @@ class Checker:
                 return self._asked[digest]
             if len(self._asked) >= MAX_WAITING:
                 self.counts.busy += 1
-                raise CheckerBusy(BUSY)
+                raise CheckerBusy
             self._numbers += 1
             future = self._asked[digest] = Future()
             self._digests[self._numbers] = digest
@@ -213,7 +215,7 @@ class _Child:
 
 def _judged(outputs: StructuredOutputs, verdict: Verdict) -> StructuredOutputs:
     if verdict.error:
-        raise RequestError("structured_outputs", f"{outputs.kind}: {verdict.error}")
+        raise RequestError(f"structured_outputs.{outputs.kind}", verdict.error)
     return outputs.checked(verdict.compiled_bytes)
 
 

@@ -25,7 +25,7 @@ from fairlead_runtime.grammar.compile import (
     compile_matcher,
 )
 from fairlead_runtime.request import Sequence
-from fairlead_runtime.structured import TOO_COMPLEX, StructuredOutputs
+from fairlead_runtime.structured import FAILED, TOO_COMPLEX, StructuredOutputs
 
 CACHE_BYTES = 128 * 1024 * 1024  # of compiled grammars that no sequence needs
 # A mask takes milliseconds; where one takes longer than this, beyond the forward pass, its sequence
@@ -126,10 +126,10 @@ class PendingMasks:
                         words[sequence.id] = future.result()
                     except GrammarError as error:
                         log.warning("request %s: %s", sequence.request.id, error)
-                        failed[sequence.id] = TOO_COMPLEX
+                        failed[sequence.id] = FAILED + TOO_COMPLEX
                 else:
                     log.warning("request %s: its grammar's mask is late", sequence.request.id)
-                    failed[sequence.id] = TOO_COMPLEX
+                    failed[sequence.id] = FAILED + TOO_COMPLEX
             futures = again
         return Masks(words, failed)
 
@@ -174,10 +174,10 @@ class Guides:
         try:
             guide = self.compile(outputs)
         except GrammarError as error:
-            done(None, f"structured_outputs: {error}")
+            done(None, f"{FAILED}{error}")
         except Exception as error:
             log.exception("a grammar could not be compiled")
-            done(None, f"structured_outputs: cannot be compiled ({type(error).__name__})")
+            done(None, f"{FAILED}cannot be compiled ({type(error).__name__})")
         else:
             done(guide, "")
 

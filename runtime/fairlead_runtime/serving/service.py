@@ -9,27 +9,31 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 from fairlead_runtime.engine.observer import CANARY, canary
 from fairlead_runtime.engine.progress import ALIVE_STEP_SECONDS, READY_STEP_SECONDS
+from fairlead_runtime.grammar.checker import Checker, CheckerBusy
 from fairlead_runtime.outputs import (
     ChoiceEvent,
     Draining,
     DrainResult,
     EngineDead,
+    GrammarsBusy,
     Health,
     RequestView,
     ServiceError,
     SlowReader,
     Submission,
 )
-from fairlead_runtime.request import Request, RequestError
+from fairlead_runtime.request import Request, RequestError, SamplingParams
 from fairlead_runtime.serving.choice import ChoiceText
 from fairlead_runtime.serving.detokenize import Vocabulary
 from fairlead_runtime.serving.engine_link import EngineLink
 from fairlead_runtime.serving.intake import Intake
 from fairlead_runtime.serving.measurements import EngineReport
 from fairlead_runtime.serving.stream import Stream
+from fairlead_runtime.structured import StructuredOutputs
 
 log = logging.getLogger("fairlead.service")
 
@@ -47,12 +51,14 @@ class Service:
         intake: Intake,
         vocabulary: Vocabulary,
         *,
+        grammars: Checker | None = None,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         self.max_model_len = engine.bounds.capacity
         self.died = asyncio.Event()
         self._engine = engine
         self._intake = intake
+        self._grammars = grammars or Checker(None)
         self._vocabulary = vocabulary
         self._now = now
         self._streams: dict[str, Stream] = {}
@@ -80,6 +86,7 @@ class Service:
         """End the engine after its current step."""
         if self._idle_probe is not None:
             self._idle_probe.cancel()
+        self._grammars.close()
         await self._engine.stop(max_wait)
 
     def begin_drain(self) -> None:
@@ -119,9 +126,20 @@ class Service:
         if self._refusing:
             raise Draining("the server is shutting down: retry on another replica", retry_after=1.0)
         request = self._intake.request(submission)
+        outputs = request.params.guided
+        if outputs is not None:
+            request = replace(request, params=await self._checked(request.params, outputs))
         if request.id in self._streams:
             raise RequestError("id", "a live request already has this id; use another")
         return self._start(request, submission, bounded=True)
+
+    async def _checked(self, params: SamplingParams, outputs: StructuredOutputs) -> SamplingParams:
+        """The parameters, once their grammar was found to be one that the engine may compile."""
+        try:
+            checked = await self._grammars.check(outputs)
+        except CheckerBusy as error:
+            raise GrammarsBusy(str(error), retry_after=1.0) from None
+        return replace(params, structured_outputs=checked)
 
     def _start(self, request: Request, submission: Submission, *, bounded: bool) -> Stream:
         params = submission.params
@@ -169,7 +187,13 @@ class Service:
 
     async def report(self) -> EngineReport:
         report = await self._engine.report()
-        report.engine.counters.slow_readers = self._slow_readers
+        counters, grammars = report.engine.counters, self._grammars.counts
+        counters.slow_readers = self._slow_readers
+        counters.grammar_compilations = grammars.compilations
+        counters.grammar_seconds = grammars.seconds
+        counters.grammar_refusals = grammars.refusals
+        counters.grammar_cache_hits = grammars.hits
+        counters.grammar_busy = grammars.busy
         return report
 
     def health(self) -> Health:

@@ -25,6 +25,9 @@ from fairlead_runtime.device.paged_model import PagedModel
 from fairlead_runtime.device.profiling import Profile
 from fairlead_runtime.engine.engine import Bounds, Engine, Observer
 from fairlead_runtime.engine.progress import StepTimes
+from fairlead_runtime.grammar.checker import NO_GRAMMARS
+from fairlead_runtime.grammar.compile import TokenizerFacts
+from fairlead_runtime.grammar.guides import Guides
 from fairlead_runtime.models import loading
 from fairlead_runtime.models.loading import InspectedModel, LoadedModel
 from fairlead_runtime.models.model_error import ModelError
@@ -44,6 +47,7 @@ from fairlead_runtime.supported import check_supported
 
 log = logging.getLogger("fairlead.build")
 
+MASK_THREADS = 4  # at most, and one CPU stays for the step
 # Terms of the memory report that cannot be measured, and why.
 NOT_MEASURED = {
     "graphs": "not applicable: no graph is captured yet",
@@ -62,6 +66,7 @@ class EngineParts:
     tokenizer: PreTrainedTokenizerBase
     resolved: ResolvedConfig
     memory: MemoryReport
+    grammar_facts: TokenizerFacts | None  # None: the model cannot have structured output
     loaded_at: float  # time of ``now`` at which the weights were in memory
 
 
@@ -120,13 +125,20 @@ def build(
     )
     cache = _cache(model, resolved)
     limits = resolved.config
-    runner = ModelRunner(model, cache, max_logits=min(limits.max_requests, limits.max_batch_tokens))
+    grammar_facts = TokenizerFacts.of(loaded.tokenizer, loaded.shape.vocab, loaded.eos_ids)
+    guides = _guides(grammar_facts)
+    runner = ModelRunner(
+        model,
+        cache,
+        max_logits=min(limits.max_requests, limits.max_batch_tokens),
+        guides=guides,
+    )
     for warning in resolved.warnings:
         log.warning("%s", warning)
     log.info("%s", summary(resolved))
     if queue_timeout is None:
         queue_timeout = resolved.config.queue_timeout
-    engine = _engine(loaded, cache, runner, resolved, profile, queue_timeout, observer, now)
+    engine = _engine(loaded, cache, runner, resolved, profile, queue_timeout, observer, now, guides)
     facts = ModelFacts(loaded.eos_ids, loaded.shape.vocab, resolved.config.seed)
     return EngineParts(
         engine=engine,
@@ -138,6 +150,7 @@ def build(
         memory=_memory_report(
             config, inspected, device, resolved, {**measured, **_cache_bytes(cache, device)}
         ),
+        grammar_facts=grammar_facts,
         loaded_at=loaded_at,
     )
 
@@ -151,6 +164,7 @@ def _engine(
     queue_timeout: float,
     observer: Observer | None,
     now: Callable[[], float],
+    guides: Guides | None,
 ) -> Engine:
     limits = Limits.of(
         resolved.config,
@@ -170,6 +184,7 @@ def _engine(
             profile.decode_seconds,
             full=profile.token_seconds * config.max_batch_tokens,
         ),
+        prepare=None if guides is None else guides.prepare,
     )
 
 
@@ -213,6 +228,14 @@ def _cache(model: PagedModel, resolved: ResolvedConfig) -> CacheStorage:
             f"{resolved.num_blocks} blocks could not be allocated",
             "lower it or max_memory_percent",
         ) from error
+
+
+def _guides(facts: TokenizerFacts | None) -> Guides | None:
+    """Built before anything is served: the tokenizer takes the interpreter's lock for a second."""
+    if facts is None:
+        log.warning("no structured output: %s", NO_GRAMMARS)
+        return None
+    return Guides(facts, threads=max(1, min(MASK_THREADS, cpu_limit() - 1)))
 
 
 def _weight_bytes(model: PagedModel, device: DeviceFacts, process_bytes: int) -> Mapping[str, int]:

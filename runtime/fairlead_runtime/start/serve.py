@@ -24,6 +24,8 @@ from fairlead_runtime.api.auth import KeyRing
 from fairlead_runtime.api.state import Backend, ServerState
 from fairlead_runtime.api.tools.formats import ReplyFormat, reply_format
 from fairlead_runtime.config import EngineConfig
+from fairlead_runtime.grammar.checker import Checker
+from fairlead_runtime.grammar.compile import TokenizerFacts
 from fairlead_runtime.hub import source
 from fairlead_runtime.hub.fetch import Progress
 from fairlead_runtime.models.files import CONFIG
@@ -103,7 +105,8 @@ async def _load(
     metrics.started(loaded=process_age() - warmed, warmed=warmed)
     vocabulary = vocabulary_of(tokenizer)
     intake = Intake(loaded.bounds.resolve_max_tokens, loaded.facts)
-    service = Service(engine, intake, vocabulary)
+    facts = TokenizerFacts.of(tokenizer, loaded.facts.vocab_size, loaded.facts.eos_ids)
+    service = Service(engine, intake, vocabulary, grammars=Checker(facts))
     service.start()
     running.push_async_callback(service.stop, STOP_SECONDS)
 

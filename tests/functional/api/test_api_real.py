@@ -4,8 +4,6 @@ import asyncio
 import json
 import socket
 import struct
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -13,69 +11,19 @@ import openai
 import pytest
 
 from fairlead_runtime.api.auth import KeyRing
-from fairlead_runtime.api.state import Backend
-from fairlead_runtime.config import EngineConfig
-from fairlead_runtime.hub import source
-from fairlead_runtime.serving.engine_link import LocalEngine
-from fairlead_runtime.serving.measurements import RequestMetrics
-from fairlead_runtime.serving.metrics import EngineMetrics
-from fairlead_runtime.serving.service import Service
-from fairlead_runtime.start.build import build
 from support.api_harness import (
-    MODEL,
     Server,
     chat,
     completion,
     http,
     run,
-    running_server,
     send_sigterm,
 )
 from support.full import LONG_FORM
+from support.real_server import CONFIG, demo
 
 QUESTION = "What is Fairlead?"
 ANSWER = "Fairlead serves language models on Kubernetes."
-CONFIG = EngineConfig(
-    num_blocks=256,
-    block_size=8,
-    max_batch_tokens=256,
-    max_requests=32,
-    max_queue=4096,
-    served_name=MODEL,
-)
-
-
-@asynccontextmanager
-async def demo(config: EngineConfig = CONFIG, **settings: Any) -> AsyncIterator[Server]:
-    """What `fairlead serve demo:` serves, in this event loop."""
-    services: list[Service] = []
-
-    async def load() -> Backend:
-        metrics, measurements = EngineMetrics(MODEL), RequestMetrics()
-        built = build(source.resolve("demo:").path, config, observer=measurements)
-        engine = LocalEngine(built.engine, measurements)
-        service = Service(engine, built.intake, built.vocabulary)
-        services.append(service)
-        service.start()
-
-        async def exposition() -> bytes:
-            return metrics.exposition(await service.report())
-
-        return Backend(
-            service=service,
-            tokenizer=built.tokenizer,
-            vocabulary=built.vocabulary,
-            metrics=exposition,
-            memory=built.memory.as_dict(),
-            died=service.died,
-        )
-
-    try:
-        async with running_server(load, source="demo:", **settings) as server:
-            yield server
-    finally:
-        for service in services:
-            await service.stop()
 
 
 async def _used(server: Server) -> float:

@@ -1,5 +1,6 @@
 """The Python API on tiny real models: one result per prompt, and the same text in any batch."""
 
+import json
 import random
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -251,3 +252,26 @@ def test_the_package_exports_llm_and_no_unknown_name() -> None:
     assert fairlead_runtime.LLM is LLM
     with pytest.raises(AttributeError):
         fairlead_runtime.Nothing  # noqa: B018 - the access is the test
+
+
+def test_structured_outputs_shape_what_is_generated(llm: LLM) -> None:
+    schema = {"enum": ["alpha", "beta", 3]}
+    params = [
+        SamplingParams(structured_outputs={"json": schema}, seed=1, max_tokens=40),
+        SamplingParams(structured_outputs={"choice": ["left", "right"]}, n=3, seed=2),
+        SamplingParams(seed=3),
+    ]
+    results = generate(llm, prompts(3), params)
+    assert json.loads(results[0].outputs[0].text) in schema["enum"]
+    assert {choice.text for choice in results[1].outputs} <= {"left", "right"}
+    assert {choice.finish_reason for choice in results[1].outputs} == {FinishReason.STOP}
+    with pytest.raises(RequestError, match="uniqueItems") as refused:
+        generate(
+            llm,
+            prompts(1),
+            SamplingParams(structured_outputs={"json": {"type": "array", "uniqueItems": True}}),
+        )
+    assert refused.value.param == "structured_outputs.json"
+    with pytest.raises(RequestError) as refused:
+        SamplingParams(structured_outputs={"regex": ""})
+    assert refused.value.param == "structured_outputs.regex"

@@ -34,6 +34,9 @@ class Scripted:
             yield output
 
 
+NAMES = {"structured_outputs": "guided_json"}
+
+
 def answered(kind: str, encoder: Any, *outputs: Output) -> tuple[list[Any], bytes]:
     """The messages that an answer sends, and its last bytes."""
     sent: list[Any] = []
@@ -42,7 +45,7 @@ def answered(kind: str, encoder: Any, *outputs: Output) -> tuple[list[Any], byte
         sent.append(message)
 
     async def go() -> bytes:
-        generation = _Generation([Scripted(*outputs)], 1, Usage(prompt=3))  # type: ignore[list-item]  # what outputs() reads
+        generation = _Generation([Scripted(*outputs)], 1, Usage(prompt=3), NAMES)  # type: ignore[list-item]  # what outputs() reads
         answer = (
             _StreamedAnswer(generation, encoder(replace(FRAME, usage=True)))
             if kind == "stream"

@@ -40,6 +40,7 @@ _SENT = {
     "messages": "input",
     "prompt": "input",
     "response_format": "text.format",
+    "response_format.json_schema.schema": "text.format.schema",
 }
 _ITEM = re.compile(r"(input\.\d+)\.(?:message|function_call_output|function_call|reasoning)\b")
 _FUNCTION = re.compile(r"(tools\.\d+)\.function\b")
@@ -92,9 +93,8 @@ def response(body: Mapping[str, Any], served: str) -> GenerationRequest:
         raise _renamed(error) from None
     except RequestError as error:
         raise error.renamed(_SENT) from None
-    return replace(
-        request, sent_names={**request.sent_names, **_SENT}, echo=_echo(body, parsed, request)
-    )
+    sent_names = {name: _SENT.get(sent, sent) for name, sent in request.sent_names.items()}
+    return replace(request, sent_names={**sent_names, **_SENT}, echo=_echo(body, parsed, request))
 
 
 def _as_chat(body: Mapping[str, Any], parsed: ResponseBody) -> dict[str, Any]:

@@ -1,0 +1,262 @@
+"""Masks of allowed tokens: every output that they allow is what was asked for."""
+
+import json
+import random
+import re
+import threading
+from typing import Any
+
+import jsonschema  # type: ignore[import-untyped]  # it has no stubs
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from fairlead_runtime.grammar import compile as compile_module
+from fairlead_runtime.grammar import guides as module
+from fairlead_runtime.grammar.compile import GrammarError, TokenizerFacts
+from fairlead_runtime.grammar.guides import Guide, Guides
+from fairlead_runtime.models import tiny
+from fairlead_runtime.request import SamplingParams, Sequence
+from fairlead_runtime.structured import FAILED, TOO_COMPLEX, StructuredOutputs
+from support.grammars import (
+    EOS,
+    EXPONENTIAL,
+    TOKENIZER,
+    allowed,
+    facts,
+    generate,
+    schemas,
+    sequence,
+)
+
+GUIDES = Guides(facts())
+
+
+def guide(value: dict[str, Any]) -> Guide:
+    return GUIDES.compile(StructuredOutputs.of(value)).fork()
+
+
+def outputs(value: dict[str, Any], count: int = 20, tokens: int = 400) -> list[str]:
+    """Random outputs that ended, of ``count``."""
+    texts = [
+        generate(guide(value), sequence(), random.Random(seed), tokens) for seed in range(count)
+    ]
+    return [text for text in texts if text is not None]
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(schema=schemas(), seed=st.integers(0, 2**32))
+def test_every_output_of_a_schema_is_valid(schema: dict[str, Any], seed: int) -> None:
+    text = generate(guide({"json": schema}), sequence(), random.Random(seed), 4000)
+    assert text is not None
+    jsonschema.validate(json.loads(text), schema)
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        "[0-9]{3}-[0-9]{4}",
+        "(yes|no|maybe)",
+        r"1{1,3}(\.[12]{1,3}){3}",
+        "^a+b?$",
+        "é😀{2}",
+        "[^x]{3}",
+    ],
+)
+def test_every_output_matches_the_expression(pattern: str) -> None:
+    texts = outputs({"regex": pattern})
+    assert texts
+    assert all(re.fullmatch(pattern, text) for text in texts)
+
+
+def test_every_output_is_one_of_the_choices() -> None:
+    choices = ['a"b\\c', "new\nline", "é😀", "\x00\x1f\x7f\x80\u2028", "/slash/", "a", "aa", "{}"]
+    texts = outputs({"choice": choices}, 100)
+    assert len(texts) == 100
+    assert set(texts) == set(choices)
+
+
+def test_every_output_of_a_grammar_is_in_its_language() -> None:
+    for grammar in ('start: "a" start "b" | "c"', 'root ::= "a" root "b" | "c"'):
+        for text in outputs({"grammar": grammar}):
+            depth = len(text) // 2
+            assert text == "a" * depth + "c" + "b" * depth
+
+
+def test_any_object_is_an_object() -> None:
+    texts = outputs({"json_object": True}, 40, 2000)
+    assert texts
+    assert {type(json.loads(text)) for text in texts} == {dict}
+
+
+def test_white_space_between_two_tokens_of_json_is_bounded() -> None:
+    """An output that takes white space wherever it may, as small models do, still ends."""
+    schema = {
+        "type": "object",
+        "properties": {"a": {"enum": [1]}, "b": {"type": "array", "items": {"enum": [2]}}},
+        "required": ["a", "b"],
+        "additionalProperties": False,
+    }
+    blank = {
+        number for number in range(len(TOKENIZER)) if TOKENIZER.decode([number]) in {" ", "\t"}
+    }
+    one, of = guide({"json": schema}), sequence()
+    for _ in range(1000):
+        ids = allowed(one.mask(of))
+        if ids == [EOS]:
+            break
+        blanks = [number for number in ids if number in blank]
+        of.tokens.append((blanks or [number for number in ids if number != EOS])[0])
+    text = TOKENIZER.decode(of.tokens[1:])
+    assert json.loads(text)["a"] == 1
+    assert max(len(blanks) for blanks in re.findall(r"\s+", text)) == 16
+
+
+def test_the_end_is_allowed_only_where_the_output_is_complete() -> None:
+    one, of = guide({"regex": "ab?"}), sequence()
+    a, b = (TOKENIZER.convert_tokens_to_ids(letter) for letter in "ab")
+    seen = []
+    for token in (a, b, None):
+        ids = allowed(one.mask(of))
+        seen.append((EOS in ids, one.at_end))
+        if token is not None:
+            of.tokens.append(token)
+    assert seen == [(False, False), (True, False), (True, True)]
+
+
+def test_ignore_eos_forbids_the_end_until_nothing_else_is_left() -> None:
+    one, of = guide({"regex": "ab?"}), sequence(SamplingParams(ignore_eos=True))
+    a, b = (TOKENIZER.convert_tokens_to_ids(letter) for letter in "ab")
+    of.tokens.append(a)
+    assert allowed(one.mask(of)) == [b]
+    of.tokens.append(b)
+    assert allowed(one.mask(of)) == [EOS]
+
+
+def test_special_tokens_spell_no_text() -> None:
+    ids = set(allowed(guide({"regex": r"(.|\n)+"}).mask(sequence())))
+    assert not ids & set(TOKENIZER.all_special_ids)
+    assert max(ids) < len(TOKENIZER)  # the logits are wider
+
+
+def test_a_mask_depends_on_the_tokens_alone() -> None:
+    value = {"json": {"type": "object", "properties": {"a": {"type": "integer"}}}}
+    step_by_step, of = guide(value), sequence()
+    choose = random.Random(3)
+    for _ in range(12):
+        mask = step_by_step.mask(of)
+        np.testing.assert_array_equal(mask, step_by_step.mask(of))  # a step that runs again
+        np.testing.assert_array_equal(mask, guide(value).mask(of))  # resumed, all at once
+        of.tokens.append(choose.choice([number for number in allowed(mask) if number != EOS]))
+
+
+def test_a_fork_goes_its_own_way() -> None:
+    first, second = guide({"regex": "ab|cd"}), sequence()
+    other = first.fork()
+    one = sequence()
+    a, c = (TOKENIZER.convert_tokens_to_ids(letter) for letter in "ac")
+    one.tokens.append(a)
+    second.tokens.append(c)
+    assert TOKENIZER.decode(allowed(first.mask(one))) == "b"
+    assert TOKENIZER.decode(allowed(other.mask(second))) == "d"
+
+
+def test_a_token_that_is_not_allowed_is_an_error_of_its_sequence() -> None:
+    of = sequence()
+    of.tokens.append(TOKENIZER.convert_tokens_to_ids("x"))
+    with pytest.raises(GrammarError):
+        guide({"regex": "ab"}).mask(of)
+
+
+def prepared(guides: Guides, value: dict[str, Any]) -> tuple[Guide | None, str]:
+    answers: list[tuple[Guide | None, str]] = []
+    done = threading.Event()
+
+    def answer(one: Guide | None, reason: str) -> None:
+        answers.append((one, reason))
+        done.set()
+
+    guides.prepare(StructuredOutputs.of(value), answer)
+    assert done.wait(300)
+    return answers[0]
+
+
+def test_a_compilation_answers_on_another_thread_with_a_guide_or_a_reason() -> None:
+    one, reason = prepared(GUIDES, {"regex": "ab"})
+    assert (type(one), reason) == (Guide, "")
+    one, reason = prepared(GUIDES, {"regex": "["})
+    assert one is None
+    assert reason.startswith(FAILED)
+
+
+def test_compiled_grammars_are_kept_up_to_a_number_of_bytes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    compiled = []
+    compile_matcher = compile_module.compile_matcher
+
+    def counted(tokenizer: Any, outputs: StructuredOutputs) -> Any:
+        compiled.append(outputs.source)
+        return compile_matcher(tokenizer, outputs)
+
+    monkeypatch.setattr(module, "compile_matcher", counted)
+    monkeypatch.setattr(module, "CACHE_BYTES", 25)
+    guides = Guides(facts())
+    for regex in ("a", "b", "a", "c", "a", "b"):
+        guides.compile(StructuredOutputs(regex=regex).checked(10))
+    assert compiled == ["a", "b", "c", "b"]
+
+
+class Stuck:
+    """A guide whose mask is made once it is released."""
+
+    def __init__(self) -> None:
+        self.release = threading.Event()
+
+    def mask(self, _: Sequence) -> Any:
+        self.release.wait(300)
+        return np.zeros(1, dtype=np.int32)
+
+
+def test_a_late_mask_fails_its_own_sequence_and_none_that_waits_behind_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(module, "MASK_SECONDS", 0.2)
+    guides = Guides(facts(), threads=1)
+    stuck = Stuck()
+    late, behind = sequence(), sequence()
+    late.id, behind.id = 1, 2
+    late.guide, behind.guide = stuck, guide({"regex": "ab"})
+    with guides.masks([late, behind]) as pending:
+        words, failed = pending.result()
+    assert dict(failed) == {1: FAILED + TOO_COMPLEX}
+    assert list(words) == [2]
+    with guides.masks([behind]) as pending:  # the next step has threads that work
+        assert list(pending.result().words) == [2]
+    stuck.release.set()
+
+
+def test_a_grammar_that_exceeds_a_limit_while_it_runs_fails_its_sequence() -> None:
+    guides, of = Guides(facts()), sequence()
+    of.guide = guides.compile(StructuredOutputs.of(EXPONENTIAL)).fork()
+    letters = [TOKENIZER.convert_tokens_to_ids(letter) for letter in "ab"]
+    choose = random.Random(1)
+    for _ in range(200_000):
+        with guides.masks([of]) as pending:
+            words, failed = pending.result()
+        if failed:
+            break
+        of.tokens.append(choose.choice(letters))
+    assert dict(failed) == {of.id: FAILED + TOO_COMPLEX}
+    assert not words
+
+
+def test_facts_are_of_any_tokenizer_that_can_be_read() -> None:
+    tokenizer = tiny.tokenizer()
+    found = TokenizerFacts.of(tokenizer, tiny.VOCAB + 40, {3, 2, tiny.VOCAB + 100})
+    assert found is not None
+    assert (found.size, found.eos_ids) == (tiny.VOCAB + 40, (2, 3))
+    assert TokenizerFacts.of(tokenizer.backend_tokenizer, 10, {2}) is not None
+    assert TokenizerFacts.of(tokenizer, tiny.VOCAB, set()) is None
+    assert TokenizerFacts.of(object(), tiny.VOCAB, {2}) is None
