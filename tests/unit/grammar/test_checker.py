@@ -57,17 +57,21 @@ def test_what_is_only_large_is_compiled(name: str, shared: Checker) -> None:
 
 
 @pytest.mark.parametrize(
-    ("limits", "reason"),
+    ("limits", "regex", "reason"),
     [
-        (CheckLimits(seconds=0.0), "takes too long"),
-        (CheckLimits(seconds=WITHIN, cpu_seconds=1), "takes too long"),
-        (CheckLimits(seconds=WITHIN, cpu_seconds=600, memory=16 * 1024 * 1024), "too much memory"),
+        (CheckLimits(seconds=0.0), "a", "takes too long"),
+        (CheckLimits(seconds=WITHIN, cpu_seconds=1), "a{100000}", "takes too long"),
+        (
+            CheckLimits(seconds=WITHIN, cpu_seconds=600, memory=16 * 1024 * 1024),
+            "(((a{1000}){1000}){1000}){1000}",
+            "too much memory",
+        ),
     ],
 )
-def test_each_limit_of_the_child_holds_alone(limits: CheckLimits, reason: str) -> None:
+def test_each_limit_of_the_child_holds_alone(limits: CheckLimits, regex: str, reason: str) -> None:
     checker = Checker(facts(), limits=limits, max_wait=WITHIN)
     with pytest.raises(RequestError, match=reason):
-        checker.check_now(StructuredOutputs.of(HOSTILE["counts of counts"]))
+        checker.check_now(StructuredOutputs(regex=regex))
     checker.close()
 
 

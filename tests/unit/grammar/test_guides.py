@@ -94,7 +94,10 @@ def test_white_space_between_two_tokens_of_json_is_bounded() -> None:
     """An output that takes white space wherever it may, as small models do, still ends."""
     schema = {
         "type": "object",
-        "properties": {"a": {"enum": [1]}, "b": {"type": "array", "items": {"enum": [2]}}},
+        "properties": {
+            "a": {"enum": [1]},
+            "b": {"type": "array", "items": {"enum": [2]}, "maxItems": 2},
+        },
         "required": ["a", "b"],
         "additionalProperties": False,
     }
