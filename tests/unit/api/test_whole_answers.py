@@ -44,9 +44,11 @@ def test_no_piece_of_a_whole_answer_encodes_many_tokens(
 ) -> None:
     encode, sizes = getattr(response_bodies, name), []
 
-    def counted(ids: list[int], entries: list[Mapping[int, Logprob]], *more: Any) -> Any:
+    def counted(
+        ids: list[int], entries: list[Mapping[int, Logprob]], *more: Any, **named: Any
+    ) -> Any:
         sizes.append(len(ids))
-        return encode(ids, entries, *more)
+        return encode(ids, entries, *more, **named)
 
     monkeypatch.setattr(response_bodies, name, counted)
     frame = Frame(id="a", created=1, model="m", top=TOP, usage=False, token_bytes={})

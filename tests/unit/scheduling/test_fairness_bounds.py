@@ -122,8 +122,10 @@ class Run:
         self.scheduler.update(work, {r.sequence.id: Result(1) for r in work.rows if r.samples})
 
     def count(self, plan: Plan, waiting: list[Sequence]) -> None:
-        """A preemption starts the bounds again: the preempted one has more steps left."""
-        if plan.preempted:
+        """A preemption starts the bounds again: the preempted one has more steps left. So does a
+        start of a more urgent request, since the bounds hold among requests of one priority.
+        """
+        if plan.preempted or self.starts_more_urgent(plan):
             self.blocked.clear()
             self.stopped.clear()
             return
@@ -142,6 +144,15 @@ class Run:
                     self.stopped[sequence.id, row.sequence.id] += row.sequence is not head
         longest = max(self.stopped.values(), default=0)
         assert longest <= self.bound + self.prompt_steps, "one request stops another too long"
+
+    def starts_more_urgent(self, plan: Plan) -> bool:
+        """Whether this step admits a request of a lower priority number than the blocked one's."""
+        head = plan.blocked
+        return (
+            head is not None
+            and self.limits.policy == "priority"
+            and any(a.sequence.request.priority < head.request.priority for a in plan.admitted)
+        )
 
     def check_nobody_else_stops(self, plan: Plan, waiting: list[Sequence]) -> None:
         """With tokens, slots and blocks left, only a prompt that is being computed is waited for:

@@ -46,6 +46,7 @@ def built(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
             intake=intake,
             tokenizer=tokenizer,
             vocabulary=vocabulary_of(tokenizer),
+            grammar_facts=None,
         )
 
     monkeypatch.setattr(module, "build", build)
