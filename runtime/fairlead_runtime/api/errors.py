@@ -57,6 +57,16 @@ class ApiError(Exception):
         self.code = code or _CODES.get(status, "invalid_value")
         self.headers = dict(headers or {})
 
+    def renamed(self, names: Mapping[str, str]) -> "ApiError":
+        """The same error about the field's name in ``names``."""
+        if self.param is None or self.param not in names:
+            return self
+        name = names[self.param]
+        message = self.message
+        if message.startswith(f"{self.param}:"):
+            message = name + message.removeprefix(self.param)
+        return ApiError(self.status, message, param=name, code=self.code, headers=self.headers)
+
     @property
     def body(self) -> bytes:
         return orjson.dumps(self.content)

@@ -44,8 +44,17 @@ def prepare(
     tokenizer: PreTrainedTokenizerBase,
     max_model_len: int,
 ) -> PreparedRequest:
-    """Raises ApiError or RequestError; both name the field."""
-    request = _with_bad_word_ids(validate(parse_object(body), served), tokenizer)
+    """Raises ApiError or RequestError; both name the field that the client sent."""
+    request = validate(parse_object(body), served)
+    try:
+        return _prepared(_with_bad_word_ids(request, tokenizer), tokenizer, max_model_len)
+    except (ApiError, RequestError) as error:
+        raise error.renamed(request.sent_names) from None
+
+
+def _prepared(
+    request: GenerationRequest, tokenizer: PreTrainedTokenizerBase, max_model_len: int
+) -> PreparedRequest:
     kept = replace(request, prompts=(), messages=())
     if request.messages:
         text = chat_text(
@@ -57,10 +66,7 @@ def prepare(
         for prompt in request.prompts
     )
     if request.params.prompt_logprobs is not None:
-        try:
-            check_prompt_logprobs(sum(map(len, prompts)), request.params.prompt_logprobs)
-        except RequestError as error:
-            raise error.renamed(request.sent_names) from None
+        check_prompt_logprobs(sum(map(len, prompts)), request.params.prompt_logprobs)
     echo = echoed(request.prompts, tokenizer) if request.show_prompt else ()
     return PreparedRequest(kept, prompts, "", echo)
 
