@@ -33,6 +33,7 @@ from fairlead_runtime.serving.detokenize import vocabulary_of
 WITHIN = 300.0  # seconds; a limit for hung servers, long enough for a busy machine
 MODEL = "tiny"
 MAX_MODEL_LEN = 512
+FIRST_TOKEN = 10  # the lower ids are special tokens of the tokenizer
 TEXT = "naïve 日本 🙂 text, "  # characters of one to four bytes
 
 
@@ -85,12 +86,15 @@ class FakeStream:
         params, service = self._submission.params, self._service
         last = step + 1 == self._steps and not service.hang and service.error is None
         text = service.says or TEXT
+        token = FIRST_TOKEN + step
         logprobs = None
         if params.logprobs is not None:
-            best = {step + 1 + k: Logprob(-0.5 - k, k + 1, f"t{k}") for k in range(params.logprobs)}
-            logprobs = ({step: Logprob(-20.0, 21, TEXT[step % len(TEXT)]), **best},)
+            best = {
+                token + 1 + k: Logprob(-0.5 - k, k + 1, f"t{k}") for k in range(params.logprobs)
+            }
+            logprobs = ({token: Logprob(-20.0, 21, TEXT[step % len(TEXT)]), **best},)
         reason = service.finish if last else None
-        return [Output(index, (step,), text[step % len(text)], logprobs, reason)]
+        return [Output(index, (token,), text[step % len(text)], logprobs, reason)]
 
 
 @dataclass

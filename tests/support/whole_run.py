@@ -435,7 +435,7 @@ class Recount:
         assert self.head is not None
         head, head_need = self.head
         waited = self.plan.step - self.run_.blocked_since.get(head.id, self.plan.step)
-        if need <= room - head_need * min(waited, 64) // 64:
+        if need <= room - head_need * min(waited, 16) // 16:
             self.spare_given = None
             return True
         if self.spare_given is None:
