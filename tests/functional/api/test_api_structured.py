@@ -54,6 +54,7 @@ def test_every_field_shapes_the_output() -> None:
             await _schemas_in_every_form(client)
             await _expressions_choices_and_grammars(client)
             await _streams_and_choices(client)
+            await _tool_calls_are_forced(client)
             await _the_end_of_an_output(client)
             await _what_cannot_be_compiled_is_refused_by_its_field(server)
             await _hostile_grammars_stop_no_other_stream(server)
@@ -126,6 +127,25 @@ async def _streams_and_choices(client: openai.AsyncOpenAI) -> None:
     assert texts == [choice.message.content for choice in whole.choices]
     for text in texts:
         jsonschema.validate(json.loads(text), SCHEMA)
+
+
+async def _tool_calls_are_forced(client: openai.AsyncOpenAI) -> None:
+    tool = {"type": "function", "function": {"name": "apply", "parameters": SCHEMA}}
+    for choice in ("required", {"type": "function", "function": {"name": "apply"}}):
+        body = chat(
+            "Apply it.", tools=[tool], tool_choice=choice, temperature=1.0, seed=2, max_tokens=400
+        )
+        answer = await client.chat.completions.create(**body)
+        calls = answer.choices[0].message.tool_calls
+        assert calls
+        assert [call.function.name for call in calls] == ["apply"] * len(calls)
+        for call in calls:
+            jsonschema.validate(json.loads(call.function.arguments), SCHEMA)
+        pieces: dict[int, str] = {}
+        async for chunk in await client.chat.completions.create(**body, stream=True):
+            for piece in chunk.choices[0].delta.tool_calls or ():
+                pieces[piece.index] = pieces.get(piece.index, "") + (piece.function.arguments or "")
+        assert [*pieces.values()] == [call.function.arguments for call in calls]
 
 
 async def _the_end_of_an_output(client: openai.AsyncOpenAI) -> None:
