@@ -156,10 +156,10 @@ MARKED_TOO_EARLY = """
         await self._cluster.set_status(body, marked)
         body = self._cluster.store.get(RESOURCE, key) or body
         try:
-            resource = InferenceDeployment.from_body(body, stored=True)"""
+            resource = self._cluster.store.resource(body)"""
 LEVEL_TRIGGERED = """
         try:
-            resource = InferenceDeployment.from_body(body, stored=True)"""
+            resource = self._cluster.store.resource(body)"""
 
 
 def test_an_operator_that_is_not_level_triggered_is_detected(
