@@ -25,6 +25,8 @@ from fairlead_runtime.structured import StructuredOutputs
 MAX_WAITING = 32  # checks that wait or run; one more is refused
 MAX_WAIT = 4.5  # seconds for a verdict, from asking; the child's own deadline is shorter
 DEFAULT_LIMITS = CheckLimits()
+# -P: the working directory is no place for modules.
+COMMAND = (sys.executable, "-P", "-m", "fairlead_runtime.grammar.child")
 MAX_CACHED = 4096  # verdicts, of a few hundred bytes each
 
 NO_GRAMMARS = "this model has no end-of-sequence token, or a tokenizer that llguidance cannot read"
@@ -68,7 +70,7 @@ class Checker:
         *,
         limits: CheckLimits = DEFAULT_LIMITS,
         max_wait: float = MAX_WAIT,
-        command: tuple[str, ...] = (sys.executable, "-m", "fairlead_runtime.grammar.child"),
+        command: tuple[str, ...] = COMMAND,
     ) -> None:
         self.counts = CheckCounts()
         self._facts = facts
