@@ -292,9 +292,8 @@ class CompletionEncoder:
             return None
         offset = self._offsets.get(index, 0)
         grown = sum(
-            characters(token, entries[token], self._frame.token_bytes)
+            self._room(token, entries)
             for token, entries in zip(output.token_ids, output.logprobs, strict=True)
-            if token not in self._frame.special
         )
         self._offsets[index] = offset + grown
         return self._shape(output.token_ids, output.logprobs, offset)
