@@ -322,9 +322,11 @@ async def test_a_wait_that_is_too_long_ends_the_stream_with_the_reason() -> None
             self.now += 1.0
             return self.now
 
-    async with running(max_requests=1, queue_timeout=20.0, clock=Ticking()) as service:
+    gate = Gate()  # the first must not end before the second is queued
+    async with running(gate, max_requests=1, queue_timeout=20.0, clock=Ticking()) as service:
         first = await service.submit(ask(max_tokens=100))
         second = await service.submit(ask(start=9))
+        gate.open()
         with pytest.raises(QueueTimeout, match="20 s"):
             await read(second)
         await read(first)
