@@ -296,7 +296,7 @@ class EngineConfig:
     )
     api_key_file: str = knob(
         "",
-        "file of API keys, one per line, read again when it changes; unset: no keys",
+        "file of API keys with their limits, read again when it changes; unset: no keys",
         when="Whenever others can reach the port.",
         metavar="FILE",
     )

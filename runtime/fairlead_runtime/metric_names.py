@@ -64,6 +64,10 @@ CACHED_BLOCKS = "fairlead_cached_blocks"
 INFLIGHT = "fairlead_inflight"
 DRAIN_INFLIGHT = "fairlead_drain_inflight"
 STARTUP = "fairlead_startup_seconds"  # by phase
+API_KEYS = "fairlead_api_keys"
+API_KEY_FILE_BROKEN = "fairlead_api_key_file_broken"
+UNAUTHORIZED = "fairlead_unauthorized"
+KEY_LIMITED = "fairlead_key_limited"
 
 COUNTERS = frozenset(
     {
@@ -90,6 +94,8 @@ COUNTERS = frozenset(
         GRAMMAR_BUSY,
         INVARIANT_VIOLATIONS,
         CONTAINED_ERRORS,
+        UNAUTHORIZED,
+        KEY_LIMITED,
     }
 )
 

@@ -13,7 +13,7 @@ import uuid
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from fairlead_runtime.api.auth import OPEN_PATHS
+from fairlead_runtime.api.auth import OPEN_PATHS, TENANT
 from fairlead_runtime.api.errors import internal_error
 from fairlead_runtime.api.limits import ClientDisconnected
 
@@ -71,6 +71,8 @@ class AccessLogMiddleware:
             "status": status,
             "seconds": round(seconds, 4),
         }
+        if TENANT in scope:
+            facts["tenant"] = scope[TENANT]
         quiet = route in QUIET and status == 200
         _log.log(logging.DEBUG if quiet else logging.INFO, "request", extra=facts)
 

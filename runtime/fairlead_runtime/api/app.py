@@ -17,10 +17,11 @@ from starlette.types import ASGIApp
 from fairlead_runtime.api import errors
 from fairlead_runtime.api.access_log import AccessLogMiddleware
 from fairlead_runtime.api.admin import Admin
-from fairlead_runtime.api.auth import READINESS, AuthMiddleware, KeyRing, Salter
+from fairlead_runtime.api.auth import READINESS, AuthMiddleware, Salter
 from fairlead_runtime.api.completions import CHAT, COMPLETIONS, RESPONSES, EndpointHandler
 from fairlead_runtime.api.drain import CloseWhileDraining, Drain
 from fairlead_runtime.api.health import Probes
+from fairlead_runtime.api.key_file import KeyRing
 from fairlead_runtime.api.limits import PromptPool
 from fairlead_runtime.api.state import ServerState
 from fairlead_runtime.api.strict_body import check_model

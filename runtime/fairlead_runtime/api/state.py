@@ -11,11 +11,12 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from fairlead_runtime.api.auth import KeyRing
 from fairlead_runtime.api.errors import ApiError
+from fairlead_runtime.api.key_file import KeyRing
 from fairlead_runtime.api.tools.formats import PLAIN, ReplyFormat
 from fairlead_runtime.outputs import EngineClient, Health
 from fairlead_runtime.serving.detokenize import Vocabulary
+from fairlead_runtime.serving.metrics import FrontReport
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,3 +106,15 @@ class ServerState:
                 health.alive, ready=False, reason="draining", last_step_age=health.last_step_age
             )
         return health
+
+    def front(self) -> FrontReport:
+        """What the HTTP process counts itself."""
+        if self.keys is None:
+            return FrontReport()
+        self.keys.refresh()
+        return FrontReport(
+            api_keys=len(self.keys),
+            api_key_file_broken=self.keys.broken,
+            unauthorized=self.keys.unauthorized,
+            key_limited=self.keys.limited,
+        )

@@ -72,11 +72,41 @@ HELP = {
     names.CACHED_BLOCKS: "Cache blocks that no request holds and the prefix cache keeps.",
     names.INFLIGHT: "Live requests.",
     names.DRAIN_INFLIGHT: "Live requests while the server drains, else 0.",
+    names.API_KEYS: "API keys that are valid now.",
+    names.API_KEY_FILE_BROKEN: (
+        "1 while the file of API keys cannot be used and the last keys stay valid, else 0."
+    ),
+    names.UNAUTHORIZED: "Requests without a valid API key.",
+    names.KEY_LIMITED: "Requests refused because of the limits of their API key.",
     names.STARTUP: (
         "Duration of the start: until the weights were in memory (loaded), "
         "and from then until the self-test passed (warmed)."
     ),
 }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FrontReport:
+    """What the HTTP process counts itself."""
+
+    api_keys: int = 0
+    api_key_file_broken: bool = False
+    unauthorized: int = 0
+    key_limited: int = 0
+
+    @property
+    def gauges(self) -> dict[str, float]:
+        return {
+            names.API_KEYS: self.api_keys,
+            names.API_KEY_FILE_BROKEN: self.api_key_file_broken,
+        }
+
+    @property
+    def counters(self) -> dict[str, float]:
+        return {names.UNAUTHORIZED: self.unauthorized, names.KEY_LIMITED: self.key_limited}
+
+
+NOTHING = FrontReport()
 
 
 class EngineMetrics:
@@ -94,14 +124,16 @@ class EngineMetrics:
         """
         self._startup = {"loaded": loaded, "warmed": warmed}
 
-    def exposition(self, report: EngineReport, *, draining: bool = False) -> bytes:
+    def exposition(
+        self, report: EngineReport, *, draining: bool = False, front: FrontReport = NOTHING
+    ) -> bytes:
         """All series, text format 0.0.4. ``draining``: the server takes no new requests."""
         snapshot, reading = report.engine, report.requests
         registry = CollectorRegistry(auto_describe=False)
         scrape = Scrape(
             self._model,
-            gauges(reading, snapshot, self._now(), draining=draining),
-            counters(reading, snapshot, self._monotonic),
+            gauges(reading, snapshot, self._now(), draining=draining) | front.gauges,
+            counters(reading, snapshot, self._monotonic) | front.counters,
             histograms(reading.totals),
             {reason.value: reading.totals.finished[reason] for reason in FinishReason},
             {"block_size": str(snapshot.block_size), "num_gpu_blocks": str(snapshot.num_blocks)},

@@ -20,7 +20,7 @@ from typing import TypeVar
 from transformers import PreTrainedTokenizerBase
 
 from fairlead_runtime.api import server as http
-from fairlead_runtime.api.auth import KeyRing
+from fairlead_runtime.api.key_file import KeyRing
 from fairlead_runtime.api.state import Backend, ServerState
 from fairlead_runtime.api.tools.formats import ReplyFormat, reply_format
 from fairlead_runtime.config import EngineConfig
@@ -112,7 +112,9 @@ async def _load(
 
     async def exposition() -> bytes:
         report = await service.report()
-        return await asyncio.to_thread(metrics.exposition, report, draining=state.draining)
+        return await asyncio.to_thread(
+            metrics.exposition, report, draining=state.draining, front=state.front()
+        )
 
     return Backend(
         service=service,

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from fairlead_runtime.api.app import public_app
-from fairlead_runtime.api.auth import KeyRing, Salter
+from fairlead_runtime.api.auth import Salter
+from fairlead_runtime.api.key_file import KeyRing
 from fairlead_runtime.api.limits import PromptPool
 from fairlead_runtime.api.state import ServerState
 from fairlead_runtime.config import ConfigError
@@ -21,6 +22,7 @@ from support.api_harness import (
     fake_server,
     is_error,
     run,
+    until,
 )
 
 KEY, OTHER = "k" * 40, "another-key-of-decent-length-0123456789"
@@ -142,17 +144,17 @@ def test_the_admin_port_needs_no_key(keys: Path) -> None:
 
 def test_a_changed_file_is_read_again(keys: Path) -> None:
     ring = KeyRing(str(keys))
-    assert ring.tenant(KEY.encode()) is not None
+    assert ring.find(KEY.encode()) is not None
     renewed = keys.with_name("renewed")
     renewed.write_text("fresh-key\n")
     renewed.replace(keys)
-    assert ring.tenant(KEY.encode()) is None
-    assert ring.tenant(b"fresh-key") is not None
+    assert ring.find(KEY.encode()) is None
+    assert ring.find(b"fresh-key") is not None
     keys.unlink()
-    assert ring.tenant(b"fresh-key") is not None, "a secret is replaced in two steps"
+    assert ring.find(b"fresh-key") is not None, "a secret is replaced in two steps"
     keys.write_text("")
-    assert ring.tenant(b"fresh-key") is None, "an emptied file revokes"
-    assert ring.tenant(b"") is None
+    assert ring.find(b"fresh-key") is None, "an emptied file revokes"
+    assert ring.find(b"") is None
 
 
 @pytest.mark.parametrize("content", [None, b"", b"\n  \n", b"\xff\xfe"])
@@ -174,10 +176,10 @@ def test_every_key_is_compared_whatever_was_sent(
         compared.append(known)
         return presented == known
 
-    monkeypatch.setattr("fairlead_runtime.api.auth.hmac.compare_digest", compare)
+    monkeypatch.setattr("fairlead_runtime.api.key_file.hmac.compare_digest", compare)
     for presented in (KEY, OTHER, "wrong", ""):
         compared.clear()
-        ring.tenant(presented.encode())
+        ring.find(presented.encode())
         assert len(compared) == 2
 
 
@@ -191,6 +193,43 @@ def test_prefix_caches_are_separate_per_key_and_shared_without_keys() -> None:
     assert len(keyed) == 6
     assert salter.salt("a" * 16, "s") == salter.salt("a" * 16, "s")
     assert salter.salt("a" * 16, "s") != Salter().salt("a" * 16, "s")
+    assert salter.salt("ab", "c") != salter.salt("a", "bc"), "names differ in length"
+
+
+def test_a_key_beyond_its_limits_gets_429_and_others_do_not(tmp_path: Path) -> None:
+    path = tmp_path / "keys"
+    path.write_text(f"{KEY} name=alice concurrent_requests=1\n{OTHER} requests_per_minute=2\n")
+
+    async def scenario() -> None:
+        ring = KeyRing(str(path), now=lambda: 100.0)
+        async with (
+            fake_server(FakeService(hang=True), keys=ring) as (server, service),
+            server.client() as client,
+        ):
+            alice, bob = ({"authorization": f"Bearer {key}"} for key in (KEY, OTHER))
+            body = completion(stream=True, max_tokens=1)
+            async with client.stream("POST", "/v1/completions", json=body, headers=alice) as first:
+                await service.hanging.wait()
+                second = await client.get("/v1/models", headers=alice)
+                assert second.status_code == 429
+                assert is_error(second.json())
+                assert second.json()["error"]["code"] == "rate_limit_exceeded"
+                assert second.headers["retry-after"] == "1"
+                assert KEY not in second.text
+                assert first.status_code == 200
+                for status in (200, 200, 429, 429):
+                    answer = await client.get("/v1/models", headers=bob)
+                    assert answer.status_code == status
+                assert answer.headers["retry-after"] == "60"
+                assert (await client.get("/readyz")).status_code == 200
+            service.hang = False
+            await until(lambda: not service.live)
+            assert (await client.get("/v1/models", headers=alice)).status_code == 200
+            assert service.seen[0].tenant == "alice"
+            front = server.state.front()
+            assert (front.api_keys, front.key_limited, front.unauthorized) == (2, 3, 0)
+
+    run(scenario())
 
 
 def test_no_key_and_no_prompt_is_ever_logged(keys: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -9,9 +9,10 @@ import orjson
 import pytest
 
 from fairlead_runtime.api import request_bodies
-from fairlead_runtime.api.auth import MAX_KEY, AuthMiddleware, KeyRing
+from fairlead_runtime.api.auth import AuthMiddleware
 from fairlead_runtime.api.completions import _Generation, _JsonAnswer, _StreamedAnswer
 from fairlead_runtime.api.errors import ApiError
+from fairlead_runtime.api.key_file import MAX_KEY, KeyRing
 from fairlead_runtime.api.response_bodies import ChatEncoder, CompletionEncoder, Frame, Usage
 from fairlead_runtime.outputs import Output
 from fairlead_runtime.request import FinishReason
