@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from cluster.harness.cel_cases import BASE, merge
+from fairlead_operator.commands.plan import main as fairlead_plan
 from fairlead_operator.decide.children.capacity import plan_of
 from fairlead_operator.resource.resource import InferenceDeployment
 from fairlead_runtime.config import ConfigError, EngineConfig
@@ -24,6 +25,13 @@ DEMO = Path(__file__).parents[3] / "runtime/fairlead_runtime/demo"
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny.save(tiny.build("llama"), tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def long_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model whose longest sequence takes more memory than its weights."""
+    model = tiny.build("llama", max_position_embeddings=32768)
+    return tiny.save(model, tmp_path_factory.mktemp("long_model"))
 
 
 class Pod:
@@ -124,18 +132,26 @@ def test_every_fix_of_a_verdict_starts_an_engine(
     assert named == kinds, plan.message
 
 
-HINTS: tuple[tuple[float, dict[str, Any], set[str]], ...] = (
-    (2, {"num_blocks": 10_000_000}, {"num_blocks"}),
-    (4, {"cpu_offload_space": 2.7}, {"cpu_offload_space", "max_memory_percent"}),
-    (1.2, {"max_batch_tokens": 65536}, {"max_memory_percent", "max_batch_tokens"}),
-    (1.5, {"shared_memory": 2.0}, {"memory"}),
+# GiB of a pod, the model, settings that do not fit, and the kinds of fix that the refusal names.
+HINTS: tuple[tuple[float, str, dict[str, Any], set[str]], ...] = (
+    (2, "model", {"num_blocks": 10_000_000}, {"num_blocks"}),
+    (4, "model", {"cpu_offload_space": 2.7}, {"cpu_offload_space", "max_memory_percent"}),
+    (1.2, "model", {"max_batch_tokens": 65536}, {"max_memory_percent", "max_batch_tokens"}),
+    (1.08, "long_model", {"max_memory_percent": 1.0}, {"max_batch_tokens", "max_model_len"}),
+    (1.5, "model", {"shared_memory": 2.0}, {"memory"}),
 )
 
 
-@pytest.mark.parametrize(("memory", "settings", "kinds"), HINTS)
+@pytest.mark.parametrize(("memory", "model_fixture", "settings", "kinds"), HINTS)
 def test_every_fix_of_a_refused_start_starts_an_engine(
-    memory: float, settings: dict[str, Any], kinds: set[str], model: Path, pod: Pod
+    memory: float,
+    model_fixture: str,
+    settings: dict[str, Any],
+    kinds: set[str],
+    request: pytest.FixtureRequest,
+    pod: Pod,
 ) -> None:
+    model: Path = request.getfixturevalue(model_fixture)
     settings = {"max_batch_tokens": 256, "max_requests": 16, **settings}
     with pytest.raises(ConfigError) as refused:
         pod.start(model, EngineConfig(**settings), int(memory * GIB))
@@ -148,3 +164,32 @@ def test_every_fix_of_a_refused_start_starts_an_engine(
     assert {name for name, _ in advice} == kinds, hint
     for name, value in advice:
         pod.start(model, EngineConfig(**settings | {name: json.loads(value)}), int(memory * GIB))
+
+
+def test_the_fix_of_a_length_beyond_the_models_own_starts_an_engine(model: Path, pod: Pod) -> None:
+    settings: dict[str, Any] = {"max_batch_tokens": 256, "max_requests": 16}
+    with pytest.raises(ConfigError) as refused:
+        pod.start(model, EngineConfig(**settings, max_model_len=1025), 2 * GIB)
+    most = re.fullmatch(r"set at most (\d+)", refused.value.hint)
+    assert most, refused.value.hint
+    for length in (int(most[1]), None):
+        started = pod.start(model, EngineConfig(**settings, max_model_len=length), 2 * GIB)
+        assert started.max_model_len == tiny.CONTEXT
+
+
+def test_the_fix_of_a_host_without_room_beside_an_accelerator_fits_its_plan(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def message_of(memory: str) -> str:
+        resources = {"accelerator": {"memory": "80Gi"}, "memory": memory, "sharedMemory": "4Gi"}
+        spec = {"resources": resources, "cache": {"cpuOffloadSpace": 2.5}}
+        (tmp_path / "cr.yaml").write_text(json.dumps(merge(BASE, {"spec": spec})))
+        assert fairlead_plan(["-f", str(tmp_path / "cr.yaml"), "-o", "json"]) == 0
+        return str(json.loads(capsys.readouterr().out)["message"])
+
+    needed = re.search(
+        r"; but the host .*: set resources\.memory to at least (\d+)Gi$", message_of("2Gi")
+    )
+    assert needed
+    assert "host" not in message_of(f"{needed[1]}Gi")
+    assert "host" in message_of(f"{int(needed[1]) - 1}Gi"), "the fix is the least that fits"
