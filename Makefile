@@ -11,9 +11,9 @@ PYTEST := $(BIN)/python -m pytest
 WORKERS ?= 2
 PARALLEL := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
-.PHONY: help setup demo check lint style types imports fast test test-full plant gpu bench lock clean
+.PHONY: help setup demo check lint style types imports fast test e2e test-full plant gpu bench lock clean
 help: ## print this list
-	@grep -E '^[a-z-]+:.*## ' $(firstword $(MAKEFILE_LIST)) | sed -E 's/:.*## /\t/'
+	@grep -E '^[a-z0-9-]+:.*## ' $(firstword $(MAKEFILE_LIST)) | sed -E 's/:.*## /\t/'
 
 $(BIN)/uv:
 	$(PYTHON) -c 'import sys; sys.exit(0 if (3, 11) <= sys.version_info[:2] <= (3, 13) else "Python 3.11, 3.12 or 3.13 is needed: set PYTHON=")'
@@ -51,8 +51,11 @@ test: check ## everything that needs no GPU, long forms shortened; the fast part
 	$(PYTEST) $(PARALLEL) -m "not gpu and not full" tests/functional
 	$(PYTEST) $(PARALLEL) -m "not gpu and not full" --durations=10 tests/cluster
 
+e2e: setup ## the images on a real node, in a sandbox of its own: needs root
+	PYTHONPATH=tests FAIRLEAD_FULL=$(FULL) $(BIN)/python -m e2e
+
 test-full: lint plant ## everything that needs no GPU, long forms whole
-	FAIRLEAD_FULL=1 $(PYTEST) -m "not gpu" --timeout=14400
+	FAIRLEAD_FULL=1 $(PYTEST) -m "not gpu and not e2e and not e2e_machine" --timeout=14400
 
 plant: setup ## plant known bugs one at a time; the tests must catch every one
 	$(BIN)/python scripts/plant_bugs.py

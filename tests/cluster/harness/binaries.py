@@ -42,6 +42,10 @@ PROGRAMS = {
         ),
         Program("kube-scheduler", "controlplane", "k8s.io/kubernetes/cmd/kube-scheduler"),
         Program("kubectl", "controlplane", "k8s.io/kubernetes/cmd/kubectl"),
+        Program("kubelet", "controlplane", "k8s.io/kubernetes/cmd/kubelet"),
+        Program("kube-proxy", "controlplane", "k8s.io/kubernetes/cmd/kube-proxy"),
+        Program("coredns", "coredns", "."),
+        Program("pause", "pause", "."),
         Program("kwok", "kwok", "sigs.k8s.io/kwok/cmd/kwok"),
         Program("helm", "helm", "helm.sh/helm/v4/cmd/helm"),
         Program("helm3", "helm3", "helm.sh/helm/v3/cmd/helm"),
@@ -91,8 +95,8 @@ def _asset(name: str) -> Path | None:
 def _home(module: str) -> Path:
     base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fairlead"
     digest = hashlib.sha256()
-    for name in ("go.mod", "go.sum"):
-        digest.update((MODULES / module / name).read_bytes())
+    for file in sorted((MODULES / module).iterdir()):
+        digest.update(file.read_bytes())
     return base / f"{module}-{digest.hexdigest()[:12]}"
 
 

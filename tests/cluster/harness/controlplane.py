@@ -1,5 +1,5 @@
-"""A real Kubernetes control plane on loopback: etcd, kube-apiserver, controller-manager and
-scheduler.
+"""A real Kubernetes control plane on one address, loopback by default: etcd, kube-apiserver,
+controller-manager and scheduler.
 
 Owns the processes, their folder, their ports and their certificates. Nothing outlives ``stop``; if
 the test process is killed, the kernel ends the children.
@@ -19,7 +19,7 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Self
@@ -47,11 +47,13 @@ class ControlPlaneError(RuntimeError):
 
 @dataclass(slots=True)
 class Part:
-    """One running program and its log."""
+    """One running program, the command that started it, and its log."""
 
     name: str
     process: subprocess.Popen[bytes]
     log: Path
+    command: Sequence[str]
+    environ: Mapping[str, str] | None
 
     def tail(self, characters: int = 3000) -> str:
         return self.log.read_text(errors="replace")[-characters:]
@@ -59,16 +61,24 @@ class Part:
 
 @dataclass(slots=True)
 class ControlPlane:
-    """Started by ``with ControlPlane() as plane``; a fresh, empty cluster each time."""
+    """Started by ``with ControlPlane() as plane``; a fresh, empty cluster each time.
+
+    ``more_users`` get a token each, ``more_arguments`` follow a program's own; of a flag that is
+    given twice, the last counts.
+    """
 
     home: Path = field(
         default_factory=lambda: Path(tempfile.mkdtemp(prefix="fairlead-controlplane-"))
     )
+    address: str = "127.0.0.1"
+    more_users: Mapping[str, str] = field(default_factory=dict)  # user → groups
+    more_arguments: Mapping[str, Sequence[str]] = field(default_factory=dict)
     port: int = 0
     parts: list[Part] = field(default_factory=list)
-    tokens: dict[str, str] = field(
-        default_factory=lambda: {user: secrets.token_hex(16) for user in USERS}
-    )
+    tokens: dict[str, str] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.tokens = {user: secrets.token_hex(16) for user in {**USERS, **self.more_users}}
 
     def __enter__(self) -> Self:
         try:
@@ -83,7 +93,7 @@ class ControlPlane:
 
     @property
     def url(self) -> str:
-        return f"https://127.0.0.1:{self.port}"
+        return f"https://{self.address}:{self.port}"
 
     @property
     def ca(self) -> Path:
@@ -99,7 +109,7 @@ class ControlPlane:
         self._make_keys()
         self._start_etcd(etcd_port, peer_port)
         self._start_apiserver(etcd_port)
-        self._wait_ready()
+        self.wait_ready()
         # Only now: controllers that find no API server wait for minutes.
         self._start_controllers()
 
@@ -122,22 +132,44 @@ class ControlPlane:
         path.chmod(0o600)
         return path
 
-    def spawn(self, name: str, arguments: Sequence[str], program: Path | None = None) -> Part:
+    def spawn(
+        self,
+        name: str,
+        arguments: Sequence[str],
+        program: Path | None = None,
+        environ: Mapping[str, str] | None = None,
+    ) -> Part:
         """Start one program of the cluster; ``stop`` ends it with the others."""
+        command = [
+            str(program or binaries.program(name)),
+            *arguments,
+            *self.more_arguments.get(name, ()),
+        ]
         log = self.home / f"{name}.log"
+        part = Part(name, self._run(command, log, environ), log, command, environ)
+        self.parts.append(part)
+        return part
+
+    def restart(self, name: str) -> None:
+        """Start a part again, with the same command, after it was killed."""
+        part = self.part(name)
+        part.process.wait()
+        part.process = self._run(part.command, part.log, part.environ)
+
+    def _run(
+        self, command: Sequence[str], log: Path, environ: Mapping[str, str] | None
+    ) -> "subprocess.Popen[bytes]":
         with log.open("ab") as out:
-            process = subprocess.Popen(
-                [str(program or binaries.program(name)), *arguments],
+            return subprocess.Popen(
+                command,
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=subprocess.STDOUT,
                 cwd=self.home,
+                env=environ,
                 start_new_session=True,
                 preexec_fn=end_with_parent(os.getpid()),  # noqa: PLW1509 - two system calls, no lock taken
             )
-        part = Part(name, process, log)
-        self.parts.append(part)
-        return part
 
     def part(self, name: str) -> Part:
         return next(part for part in self.parts if part.name == name)
@@ -157,7 +189,8 @@ class ControlPlane:
             ["pkey", "-in", "sa.key", "-pubout", "-out", "sa.pub"],
         ):
             subprocess.run(["openssl", *command], cwd=keys, check=True, capture_output=True)
-        lines = [f'{self.tokens[user]},{user},{user},"{groups}"' for user, groups in USERS.items()]
+        users = {**USERS, **self.more_users}
+        lines = [f'{self.tokens[user]},{user},{user},"{groups}"' for user, groups in users.items()]
         (self.home / "tokens.csv").write_text("\n".join(lines) + "\n")
 
     def _start_etcd(self, port: int, peer: int) -> None:
@@ -181,13 +214,13 @@ class ControlPlane:
             "kube-apiserver",
             [
                 f"--etcd-servers=http://127.0.0.1:{etcd}",
-                "--bind-address=127.0.0.1",
-                "--advertise-address=127.0.0.1",
+                f"--bind-address={self.address}",
+                f"--advertise-address={self.address}",
                 f"--secure-port={self.port}",
                 # it signs its own certificate there; that file is the clients' CA
                 f"--cert-dir={certs}",
                 f"--token-auth-file={self.home / 'tokens.csv'}",
-                "--authorization-mode=RBAC",
+                "--authorization-mode=Node,RBAC",
                 "--service-account-issuer=https://kubernetes.default.svc",
                 f"--service-account-key-file={certs / 'sa.pub'}",
                 f"--service-account-signing-key-file={certs / 'sa.key'}",
@@ -238,7 +271,7 @@ class ControlPlane:
             ],
         )
 
-    def _wait_ready(self) -> None:
+    def wait_ready(self) -> None:
         deadline = time.monotonic() + 60
         while time.monotonic() < deadline:
             for part in self.parts:

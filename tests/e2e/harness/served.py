@@ -1,0 +1,113 @@
+"""One InferenceDeployment on the node: applied, watched, changed and removed."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from cluster.harness.apiclient import Object, eventually
+from cluster.harness.resources import CHILDREN, KIND, condition, current, idep, ready, status
+from e2e.harness.installation import NAMESPACE, Installation
+
+# Several of these run beside each other on two cores.
+SMALL = {
+    "resources": {"accelerator": {"count": 0}, "cpu": "100m", "memory": "2Gi"},
+    "scheduler": {"maxBatchTokens": 256, "maxRequests": 16},
+    "cache": {"numBlocks": 1024},
+}
+
+
+@dataclass(slots=True)
+class Served:
+    """A resource in the release's namespace."""
+
+    installation: Installation
+    name: str
+    spec: Object = field(default_factory=dict)
+
+    @property
+    def service(self) -> str:
+        """The Service's DNS name, as far as it depends on this resource."""
+        return f"{self.name}.{NAMESPACE}"
+
+    @property
+    def status(self) -> Object:
+        return status(self.installation.api, NAMESPACE, self.name)
+
+    def apply(self, **changes: Any) -> None:
+        """Create the resource, or change it; it keeps what earlier changes said."""
+        self.spec = {**self.spec, **changes}
+        self.installation.api.apply(idep(NAMESPACE, self.name, **self.spec), force="true")
+
+    def until_ready(self, within: float = 60) -> Object:
+        """The status once Ready is true and about the newest spec."""
+
+        def look() -> Object | None:
+            seen = ready(self.installation.api, NAMESPACE, self.name)
+            return seen if seen and current(self.installation.api, NAMESPACE, self.name) else None
+
+        return eventually(look, within, f"{self.name} is Ready, not {self.told}")
+
+    def until_rolled_out(self, within: float = 120) -> Object:
+        """The status once every wanted pod is of the newest revision and ready, and no other
+        exists.
+        """
+        api = self.installation.api
+
+        def look() -> Object | None:
+            seen = ready(api, NAMESPACE, self.name)
+            if not seen or not current(api, NAMESPACE, self.name):
+                return None
+            live = api.get("Deployment", NAMESPACE, self.name)
+            state, wanted = live["status"], live["spec"]["replicas"]
+            whole = state.get("observedGeneration") == live["metadata"]["generation"] and all(
+                state.get(count, 0) == wanted
+                for count in ("replicas", "updatedReplicas", "readyReplicas", "availableReplicas")
+            )
+            return seen if whole and len(self.pods()) == wanted else None
+
+        return eventually(look, within, f"{self.name} is rolled out; {self.told}")
+
+    def pods(self) -> list[Object]:
+        """Its pods, those that end too."""
+        label = f"serving.fairlead.dev/name={self.name}"
+        return self.installation.api.items("Pod", NAMESPACE, labelSelector=label)
+
+    def endpoints(self) -> set[str]:
+        """The addresses to which the Service sends new connections."""
+        label = f"kubernetes.io/service-name={self.name}"
+        slices = self.installation.api.items("EndpointSlice", NAMESPACE, labelSelector=label)
+        return {
+            address
+            for body in slices
+            for endpoint in body.get("endpoints") or ()
+            if endpoint["conditions"].get("ready")
+            for address in endpoint["addresses"]
+        }
+
+    @property
+    def told(self) -> str:
+        """What `kubectl get` shows as reason, and the blockers."""
+        seen = self.status
+        blockers = [f"{b['code']}: {b['message']}" for b in seen.get("blockers") or ()]
+        return f"{condition(seen, 'Ready').get('reason')} {blockers}"
+
+    def until_blocked_by(self, code: str, within: float) -> Object:
+        """The blocker of this code, once `kubectl get` shows it."""
+
+        def look() -> Object | None:
+            seen = self.status
+            found = [b for b in seen.get("blockers") or () if b["code"] == code]
+            return found[0] if found else None
+
+        return eventually(look, within, f"the blocker {code}; {self.told}")
+
+    def delete(self) -> None:
+        """Returns when the resource, its children and its pods are gone."""
+        api = self.installation.api
+        if api.find(KIND, NAMESPACE, self.name):
+            api.delete(KIND, NAMESPACE, self.name)
+
+        def gone() -> bool:
+            children = [api.find(kind, NAMESPACE, self.name) for kind in CHILDREN]
+            return not any(children) and not self.pods()
+
+        eventually(gone, 60, f"{self.name} and everything of it is gone")
