@@ -9,6 +9,7 @@ kopf.
 import argparse
 import dataclasses
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Self, get_args, get_origin, get_type_hints
@@ -22,6 +23,7 @@ Device = Literal["auto", "cpu", "cuda"]
 ToolCallParser = Literal["auto", "none", "hermes", "llama3_json", "mistral"]
 ReasoningParser = Literal["auto", "none", "deepseek_r1", "qwen3"]
 Kernels = Literal["auto", "torch", "cpu", "flashinfer"]
+_ORIGIN = re.compile(r"\*|[a-z][a-z0-9+.-]*://[a-z0-9._:\[\]-]+")
 
 
 class ConfigError(ValueError):
@@ -300,6 +302,25 @@ class EngineConfig:
         when="Whenever others can reach the port.",
         metavar="FILE",
     )
+    ssl_certfile: str = knob(
+        "",
+        "PEM file of the public port's certificate and its chain, read again when it changes; "
+        "unset: no TLS",
+        when="When clients reach the port without a proxy that has TLS.",
+        metavar="FILE",
+    )
+    ssl_keyfile: str = knob(
+        "",
+        "PEM file of the certificate's private key, not encrypted; read again when it changes",
+        when="With --ssl-certfile.",
+        metavar="FILE",
+    )
+    cors_origin: str = knob(
+        "",
+        "origin whose web pages may use the public port, or *; unset: no other origin's",
+        when="When pages in a browser call the server.",
+        metavar="ORIGIN",
+    )
     tool_call_parser: ToolCallParser = knob(
         "auto",
         "format of the model's calls of tools; auto: recognized from its chat template",
@@ -344,6 +365,16 @@ class EngineConfig:
                 "block_size",
                 f"{self.block_size} is not a power of two",
                 "use 4, 8, 16, 32, 64, 128 or 256",
+            )
+
+        if bool(self.ssl_certfile) != bool(self.ssl_keyfile):
+            missing = "ssl_keyfile" if self.ssl_certfile else "ssl_certfile"
+            raise ConfigError(missing, "is missing", "set --ssl-certfile and --ssl-keyfile or none")
+        if self.cors_origin and not _ORIGIN.fullmatch(self.cors_origin):
+            raise ConfigError(
+                "cors_origin",
+                "is not an origin",
+                "use SCHEME://HOST or SCHEME://HOST:PORT without a path, in lower case, or *",
             )
 
     def clamped(self) -> Self:

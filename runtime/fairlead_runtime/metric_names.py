@@ -66,6 +66,7 @@ DRAIN_INFLIGHT = "fairlead_drain_inflight"
 STARTUP = "fairlead_startup_seconds"  # by phase
 API_KEYS = "fairlead_api_keys"
 API_KEY_FILE_BROKEN = "fairlead_api_key_file_broken"
+CERTIFICATE_BROKEN = "fairlead_certificate_broken"
 UNAUTHORIZED = "fairlead_unauthorized"
 KEY_LIMITED = "fairlead_key_limited"
 

@@ -11,7 +11,7 @@ import socket
 import stat
 from pathlib import Path
 
-from fairlead_runtime.config import ConfigError, EngineConfig
+from fairlead_runtime.config import ConfigError, EngineConfig, flag_of
 
 # Errors that the host causes; any other error is the port's.
 _HOST_ERRORS = frozenset({errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT, errno.EINVAL})
@@ -30,8 +30,10 @@ def check_record(config: EngineConfig) -> None:
     if not config.record:
         return
     path = Path(config.record)
-    if config.api_key_file and path.exists() and path.samefile(config.api_key_file):
-        raise ConfigError("record", f"{path} is the file of API keys", "name another file")
+    for name in ("api_key_file", "ssl_certfile", "ssl_keyfile"):
+        other = getattr(config, name)
+        if other and path.exists() and path.samefile(other):
+            raise ConfigError("record", f"{path} is the file of {flag_of(name)}", "name another")
     try:
         _try_writing(path)
     except OSError as error:

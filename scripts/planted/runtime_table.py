@@ -56,6 +56,20 @@ BUGS = (
         ("unit/api/test_key_file.py",),
     ),
     PackageBug(
+        "a renewed certificate needs a restart",
+        f"{RUNTIME}/api/tls.py",
+        "        connection.context = self._current\n",
+        "",
+        ("functional/api/test_api_tls.py",),
+    ),
+    PackageBug(
+        "handshakes are unbounded",
+        f"{RUNTIME}/api/tls.py",
+        "            if len(handshakes) >= MAX_HANDSHAKES:",
+        "            if False:",
+        ("functional/api/test_api_tls.py",),
+    ),
+    PackageBug(
         "a new file of keys forgets what each key has used",
         f"{RUNTIME}/api/key_file.py",
         "usages.get(digest) or KeyUsage(self._now)",

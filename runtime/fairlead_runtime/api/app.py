@@ -1,6 +1,6 @@
 """Builds the two applications from their routes and middleware.
 
-No documentation routes, no CORS, no static files, no forms, no websockets: every path not listed
+No documentation routes, no static files, no forms, no websockets: every path not listed
 here is a 404.
 """
 
@@ -9,6 +9,7 @@ from importlib.metadata import version
 from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
@@ -65,8 +66,17 @@ def public_app(state: ServerState, pool: PromptPool, keys: KeyRing | None = None
     app.add_api_route("/healthz", probes.healthz, methods=["GET"])
     for path in READINESS:
         app.add_api_route(path, probes.readyz, methods=["GET"])
-    closing = CloseWhileDraining(AuthMiddleware(app, keys), state)
-    return AccessLogMiddleware(closing, port="public")
+    outer: ASGIApp = CloseWhileDraining(AuthMiddleware(app, keys), state)
+    if state.cors_origin:
+        # Outside the keys: a browser's preflight has none, and a page may read a refusal.
+        outer = CORSMiddleware(
+            outer,
+            allow_origins=[state.cors_origin],
+            allow_methods=["GET", "POST"],
+            allow_headers=["*"],
+            expose_headers=["x-request-id", "retry-after"],
+        )
+    return AccessLogMiddleware(outer, port="public")
 
 
 def admin_app(state: ServerState, drain: Drain) -> ASGIApp:

@@ -207,8 +207,9 @@ class GuardedProtocol(H11Protocol):
         """
         self._header_received()
         unread = self.conn.their_state in {h11.SEND_BODY, h11.ERROR}
-        if unread and not self._raw.is_closing() and self._raw.can_write_eof():
-            self._raw.write_eof()
+        if unread and not self._raw.is_closing():
+            if self._raw.can_write_eof():  # not with TLS
+                self._raw.write_eof()
             self._raw.resume_reading()
             self._linger_timer = self.loop.call_later(LINGER_SECONDS, self._raw.close)
         else:

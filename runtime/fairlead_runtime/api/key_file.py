@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fairlead_runtime.api.key_limits import KeyLimits, KeyUsage
+from fairlead_runtime.api.watched_files import Stamp, stamp_of
 from fairlead_runtime.config import ConfigError
 
 MAX_KEY = 1024  # bytes; a longer credential is not a valid key
@@ -52,13 +53,13 @@ class KeyRing:
     def __init__(self, path: str, now: Callable[[], float] = time.monotonic) -> None:
         self._path = Path(path)
         self._now = now
-        self._stamp: tuple[int, int, int] | None = None
+        self._stamp: Stamp | None = None
         self._keys: tuple[Key, ...] = ()
         self._fault = ""  # why the file as it is now cannot be used
         self.unauthorized = 0  # requests without a valid key
         self.limited = 0  # requests beyond the limits of their key
         try:
-            self._stamp = self._stat()
+            self._stamp = stamp_of([self._path])
             self._keys = self._read()
         except (OSError, ValueError) as error:
             raise ConfigError(
@@ -88,7 +89,7 @@ class KeyRing:
     def refresh(self) -> None:
         """Read the file again if it has changed."""
         try:
-            stamp = self._stat()
+            stamp = stamp_of([self._path])
             if stamp != self._stamp:
                 self._stamp = stamp  # also of a wrong file: it is read once
                 self._keys = self._read()
@@ -100,10 +101,6 @@ class KeyRing:
             if self._fault != (fault := _reason(error)):
                 self._fault = fault
                 _log.warning("the API key file cannot be used, the last keys stay valid: %s", fault)
-
-    def _stat(self) -> tuple[int, int, int]:
-        stat = self._path.stat()
-        return stat.st_mtime_ns, stat.st_size, stat.st_ino
 
     def _read(self) -> tuple[Key, ...]:
         with self._path.open("rb") as file:

@@ -28,6 +28,7 @@ from fairlead_runtime.api.connection import (
 from fairlead_runtime.api.drain import Drain
 from fairlead_runtime.api.limits import PromptPool
 from fairlead_runtime.api.state import Backend, ServerState
+from fairlead_runtime.api.tls import MAX_HANDSHAKES, Certificates, accept_forever
 from fairlead_runtime.config import ConfigError
 from fairlead_runtime.outputs import DrainResult, EngineDead
 
@@ -75,12 +76,17 @@ async def serve(
     signal ends the drain. New requests are served for ``drain_grace`` seconds after the signal;
     streams that run ``drain_timeout`` seconds longer end with an error event.
     """
-    _allow_files(2 * max_connections + 256)
+    _allow_files(2 * max_connections + MAX_HANDSHAKES + 256)
     pool = PromptPool()
     signals: asyncio.Queue[None] = asyncio.Queue()
     drain = Drain(state, grace=drain_grace, timeout=drain_timeout)
     ports = [
-        _Port(public_app(state, pool, state.keys), listeners.public, max_connections),
+        _Port(
+            public_app(state, pool, state.keys),
+            listeners.public,
+            max_connections,
+            state.certificates,
+        ),
         _Port(admin_app(state, drain), listeners.admin, max_connections),
     ]
     with _signals(drain, signals):
@@ -144,7 +150,13 @@ async def _first(*awaited: Awaitable[object]) -> None:
 class _Port:
     """One uvicorn server on a bound socket, with our subclass of uvicorn's h11 protocol."""
 
-    def __init__(self, app: ASGIApp, sock: socket.socket, max_connections: int) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        sock: socket.socket,
+        max_connections: int,
+        certificates: Certificates | None = None,
+    ) -> None:
         config = uvicorn.Config(
             app,
             http=protocol_class(max_connections),
@@ -164,7 +176,7 @@ class _Port:
         # uvicorn would log a line for each malformed request.
         logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
         self._socket = sock
-        self.server = _Server(config)
+        self.server = _Server(config) if certificates is None else _TlsServer(config, certificates)
 
     async def serve(self) -> None:
         await self.server.serve(sockets=[self._socket])
@@ -178,6 +190,34 @@ class _Server(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None, None, None]:
         yield
+
+
+class _TlsServer(_Server):
+    """The same with TLS, and with bounds on its handshakes, which uvicorn cannot be given."""
+
+    def __init__(self, config: uvicorn.Config, certificates: Certificates) -> None:
+        super().__init__(config)
+        self._certificates = certificates
+        self._accepting: asyncio.Task[None] | None = None
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        self.servers = []
+        for sock in sockets or []:
+            accepting = accept_forever(sock, self._certificates, self._new_protocol)
+            self._accepting = asyncio.create_task(accepting)
+        self.started = True
+
+    def _new_protocol(self) -> asyncio.BaseProtocol:
+        protocol: asyncio.BaseProtocol = self.config.http_protocol_class(  # type: ignore[call-arg]
+            config=self.config, server_state=self.server_state, app_state=self.lifespan.state
+        )
+        return protocol
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        if self._accepting is not None:
+            self._accepting.cancel()
+            await asyncio.gather(self._accepting, return_exceptions=True)
+        await super().shutdown(sockets)
 
 
 @contextlib.contextmanager

@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from fairlead_runtime.api.errors import ApiError
 from fairlead_runtime.api.key_file import KeyRing
+from fairlead_runtime.api.tls import Certificates
 from fairlead_runtime.api.tools.formats import PLAIN, ReplyFormat
 from fairlead_runtime.outputs import EngineClient, Health
 from fairlead_runtime.serving.detokenize import Vocabulary
@@ -46,6 +47,8 @@ class ServerState:
     name: str  # clients send it as "model"
     source: str = ""  # where the model came from, shown by /v1/models
     keys: KeyRing | None = None  # API keys of the public port; None: it needs no key
+    certificates: Certificates | None = None  # TLS of the public port; None: it has none
+    cors_origin: str = ""  # whose pages may read answers of the public port; empty: no other's
     created: int = field(default_factory=lambda: int(time.time()))
     model_config: bytes | None = None  # config.json, available before the weights are loaded
     backend: Backend | None = None
@@ -109,12 +112,15 @@ class ServerState:
 
     def front(self) -> FrontReport:
         """What the HTTP process counts itself."""
-        if self.keys is None:
-            return FrontReport()
-        self.keys.refresh()
+        keys, certificates = self.keys, self.certificates
+        if keys is not None:
+            keys.refresh()
+        if certificates is not None:
+            certificates.refresh()
         return FrontReport(
-            api_keys=len(self.keys),
-            api_key_file_broken=self.keys.broken,
-            unauthorized=self.keys.unauthorized,
-            key_limited=self.keys.limited,
+            api_keys=0 if keys is None else len(keys),
+            api_key_file_broken=keys is not None and keys.broken,
+            certificate_broken=certificates is not None and certificates.broken,
+            unauthorized=0 if keys is None else keys.unauthorized,
+            key_limited=0 if keys is None else keys.limited,
         )

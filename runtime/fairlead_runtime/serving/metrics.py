@@ -76,6 +76,9 @@ HELP = {
     names.API_KEY_FILE_BROKEN: (
         "1 while the file of API keys cannot be used and the last keys stay valid, else 0."
     ),
+    names.CERTIFICATE_BROKEN: (
+        "1 while the files of the TLS certificate cannot be used and the last one stays, else 0."
+    ),
     names.UNAUTHORIZED: "Requests without a valid API key.",
     names.KEY_LIMITED: "Requests refused because of the limits of their API key.",
     names.STARTUP: (
@@ -91,6 +94,7 @@ class FrontReport:
 
     api_keys: int = 0
     api_key_file_broken: bool = False
+    certificate_broken: bool = False
     unauthorized: int = 0
     key_limited: int = 0
 
@@ -99,6 +103,7 @@ class FrontReport:
         return {
             names.API_KEYS: self.api_keys,
             names.API_KEY_FILE_BROKEN: self.api_key_file_broken,
+            names.CERTIFICATE_BROKEN: self.certificate_broken,
         }
 
     @property

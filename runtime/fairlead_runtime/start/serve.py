@@ -22,6 +22,7 @@ from transformers import PreTrainedTokenizerBase
 from fairlead_runtime.api import server as http
 from fairlead_runtime.api.key_file import KeyRing
 from fairlead_runtime.api.state import Backend, ServerState
+from fairlead_runtime.api.tls import Certificates
 from fairlead_runtime.api.tools.formats import ReplyFormat, reply_format
 from fairlead_runtime.config import EngineConfig
 from fairlead_runtime.grammar.checker import Checker
@@ -54,13 +55,25 @@ def run(model: str, config: EngineConfig, host: str, port: int, admin_port: int)
     source.check_revision(source.parse(model), config.revision)
     check_record(config)
     keys = KeyRing(config.api_key_file) if config.api_key_file else None
+    tls = Certificates(config.ssl_certfile, config.ssl_keyfile) if config.ssl_certfile else None
     listeners = http.listen(host, port, admin_port)
     for name, listener in zip(("public", "admin"), listeners, strict=True):
         address, bound = listener.getsockname()[:2]
+        scheme = "https" if tls is not None and name == "public" else "http"
         log.info(
-            "%s port: http://%s:%d", name, f"[{address}]" if ":" in address else address, bound
+            "%s port: %s://%s:%d",
+            name,
+            scheme,
+            f"[{address}]" if ":" in address else address,
+            bound,
         )
-    state = ServerState(name=config.served_name or model, source=model, keys=keys)
+    state = ServerState(
+        name=config.served_name or model,
+        source=model,
+        keys=keys,
+        certificates=tls,
+        cors_origin=config.cors_origin,
+    )
     drained = asyncio.run(_serve(state, listeners, model, config))
     message = f"{drained.finished} running requests finished, {drained.aborted} were cut off"
     line = termination.json_line("Drained", message, **drained._asdict())

@@ -232,6 +232,52 @@ def test_a_key_beyond_its_limits_gets_429_and_others_do_not(tmp_path: Path) -> N
     run(scenario())
 
 
+@pytest.mark.parametrize("named", ["https://app.example", "*"])
+def test_pages_of_the_named_origin_alone_may_read_answers(named: str, keys: Path) -> None:
+    async def scenario() -> None:
+        ring = KeyRing(str(keys))
+        async with (
+            fake_server(keys=ring, cors_origin=named) as (server, service),
+            server.client() as client,
+        ):
+            mine, other = "https://app.example", "https://other.example"
+            preflight = {"access-control-request-method": "POST"}
+            preflight["access-control-request-headers"] = "authorization,content-type"
+            url = "/v1/completions"
+            asked = await client.options(url, headers={**preflight, "origin": mine})
+            assert asked.status_code == 200
+            assert asked.headers["access-control-allow-origin"] == named
+            assert "authorization" in asked.headers["access-control-allow-headers"]
+            assert "access-control-allow-credentials" not in asked.headers
+            foreign = await client.options(url, headers={**preflight, "origin": other})
+            assert foreign.headers.get("access-control-allow-origin") == (
+                "*" if named == "*" else None
+            )
+            # The origin is no key.
+            for method in ("POST", "OPTIONS"):
+                refused = await client.request(method, url, headers={"origin": mine})
+                assert refused.status_code == 401
+                assert refused.headers["access-control-allow-origin"] == named
+            headers = {"origin": mine, "authorization": f"Bearer {KEY}"}
+            answer = await client.post(url, json=completion(), headers=headers)
+            assert answer.status_code == 200
+            assert answer.headers["access-control-allow-origin"] == named
+            assert len(service.seen) == 1
+
+    run(scenario())
+
+
+def test_without_an_origin_no_page_of_another_may_read_answers() -> None:
+    async def scenario() -> None:
+        async with fake_server() as (server, _), server.client() as client:
+            headers = {"origin": "https://app.example", "access-control-request-method": "POST"}
+            for method in ("GET", "OPTIONS"):
+                answer = await client.request(method, "/v1/models", headers=headers)
+                assert not [name for name in answer.headers if name.startswith("access-control")]
+
+    run(scenario())
+
+
 def test_no_key_and_no_prompt_is_ever_logged(keys: Path, caplog: pytest.LogCaptureFixture) -> None:
     async def scenario() -> None:
         async with fake_server(keys=KeyRing(str(keys))) as (server, _), server.client() as client:

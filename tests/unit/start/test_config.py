@@ -28,6 +28,10 @@ def values_of(f: "dataclasses.Field[Any]") -> st.SearchStrategy[Any]:
         return st.sampled_from(choices_of(f.name))
     if f.name == "block_size":
         return st.sampled_from([4, 8, 16, 32, 64, 128, 256])
+    if f.name == "cors_origin":
+        return st.sampled_from(["", "*", "https://app.example:8443"])
+    if f.name in {"ssl_certfile", "ssl_keyfile"}:
+        return st.text(min_size=1, max_size=20)  # neither without the other
     valid: st.SearchStrategy[Any] = {
         bool: st.booleans(),
         int: st.integers(low or 0, high or 2**40),

@@ -47,7 +47,7 @@ def test_a_record_over_the_file_of_api_keys_is_refused(tmp_path: Path) -> None:
     error = refused(
         EngineConfig(record=str(tmp_path / ".." / tmp_path.name / "keys"), api_key_file=str(keys))
     )
-    assert "is the file of API keys" in str(error)
+    assert "is the file of --api-key-file" in str(error)
     assert keys.read_text() == "a-key\n"
 
 
