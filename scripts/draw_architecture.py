@@ -33,6 +33,7 @@ CAPTIONS = {
     f"{OPERATOR}.decide.status": "conditions, capacity, blockers → status",
     f"{OPERATOR}.decide.scale": "how many replicas",
     f"{OPERATOR}.decide.children": "objects, diff, rollout",
+    f"{OPERATOR}.decide.release": "which release serves a resource",
     f"{OPERATOR}.decide.pods": "what pods, events and metrics say",
     f"{OPERATOR}.resource": "the custom resource as frozen values",
     f"{OPERATOR}.metrics": "fairlead_operator_*",

@@ -14,6 +14,7 @@ from typing import Any
 
 from fairlead_operator.cluster.client import Cluster
 from fairlead_operator.cluster.observe import observe
+from fairlead_operator.decide import release
 from fairlead_operator.decide.children import claims
 from fairlead_operator.decide.children.allowlists import not_allowed
 from fairlead_operator.decide.children.capacity import PlanError, capacity_of, with_measured
@@ -78,6 +79,7 @@ class Reconciler:
         self._upgrades = Upgrades(cluster, settings, now)
         self._scaling: Memory[ScalingMemory] = Memory()
         self._drains: Memory[DrainCounts] = Memory()
+        self._met: Memory[release.Met] = Memory()
         self._events: Memory[tuple[Note, ...]] = Memory()  # still to be written, oldest first
         # The status that was written last, and what an older CRD left of it.
         self._pruned: Memory[tuple[Object, Object]] = Memory()
@@ -95,7 +97,12 @@ class Reconciler:
         body = self._cluster.store.get(RESOURCE, key)
         if body is None or body["metadata"].get("deletionTimestamp"):
             self._forget(key)
+            self._met.forget(key)
             return None  # the garbage collector deletes the children, by their owner references
+        if (again := await self._left_alone(key, body)) is not None:
+            self._forget(key)
+            return again
+        body = self._cluster.store.get(RESOURCE, key) or body  # with the mark
         try:
             resource = self._cluster.store.resource(body)
         except ResourceError as error:
@@ -160,6 +167,7 @@ class Reconciler:
 
         load, load_at = load_of(results, memory.load_at, seen.running_pods(), before, self._clock())
         findings = Findings(
+            served_by=self._settings.release,
             desired=scaling.replicas,
             revision=revision,
             strategy=choice.chosen,
@@ -189,6 +197,27 @@ class Reconciler:
         if not (target.turn.allowed or resource.spec.paused):
             again = TURN_SECONDS
         return self._again(body, min(again, scaling.again))
+
+    async def _left_alone(self, key: Key, body: Object) -> float | None:
+        """Seconds until the next look at a resource that another release serves; None for one that
+        this release serves.
+        """
+        uid, name = str(body["metadata"].get("uid") or ""), self._settings.release
+        status: Mapping[str, Any] = body.get("status") or {}
+        step = release.decide(status, name, self._met.get(key, uid) or release.Met(), self._clock())
+        met = step.met
+        if step.act == "mark":
+            await self._write_status(body, release.marked(status, name))
+            stored = self._cluster.store.get(RESOURCE, key) or {}
+            met = replace(met, stored=release.is_marked(stored, name))
+        elif step.act in {"ask", "leave"}:
+            note = release.left_alone(met.asked, name)
+            log.warning("%s/%s: %s", *key, note.message)
+            await self._event(body, note)
+            if step.act == "ask":
+                await self._write_status(body, release.asking(status, name))
+        self._met.put(key, uid, met)
+        return None if step.act in {"serve", "mark"} else step.again
 
     def _forget(self, key: Key) -> None:
         for remembered in (self._scaling, self._drains, self._events, self._pruned):
@@ -249,7 +278,7 @@ class Reconciler:
         before = [self._cluster.store.get(kind, key) for kind, key in to_read]
         now = await asyncio.gather(*(self._look(kind, key) for kind, key in to_read))
         for (kind, key), held, live in zip(to_read, before, now, strict=True):
-            if held is None or live is None or not _same_spec(held, live):
+            if held is None or live is None or not _same(held, live):
                 raise ApiError(
                     409, "Stale", f"{kind.name}/{key[1]} has changed since it was last seen"
                 )
@@ -331,14 +360,17 @@ class Reconciler:
             return
         for note in changes(old, new):
             await self._event(body, note)
-        try:
-            await self._cluster.set_status(body, new)
-        except ApiError as error:
-            await self._refresh(RESOURCE, key, error)
-            raise
+        await self._write_status(body, new)
         stored = (self._cluster.store.get(RESOURCE, key) or {}).get("status")
         if stored is not None and stored != new:
             self._pruned.put(key, uid, (new, stored))
+
+    async def _write_status(self, body: Object, status: Object) -> None:
+        try:
+            await self._cluster.set_status(body, status)
+        except ApiError as error:
+            await self._refresh(RESOURCE, key_of(body), error)
+            raise
 
     async def _event(self, body: Object, note: Note) -> None:
         event = event_about(body, note, self._now())
@@ -349,8 +381,11 @@ class Reconciler:
                 raise
 
 
-def _same_spec(held: Object, live: Object) -> bool:
-    return all(
+def _same(held: Object, live: Object) -> bool:
+    """Whether a decision from ``held`` still holds: neither the spec nor the release that serves it
+    changed.
+    """
+    return release.same_mark(held, live) and all(
         held["metadata"].get(name) == live["metadata"].get(name) for name in ("uid", "generation")
     )
 

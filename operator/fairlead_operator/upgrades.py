@@ -28,6 +28,7 @@ from fairlead_operator.decide.children.upgrade import (
     spec_hash,
     turn,
 )
+from fairlead_operator.decide.release import is_served_by_another
 from fairlead_operator.memory import Memo
 from fairlead_operator.resource.kinds import (
     DEPLOYMENT,
@@ -127,6 +128,6 @@ class Upgrades:
         members = []
         for body in store.all(DEPLOYMENT):
             resource = store.get(RESOURCE, key_of(body))
-            if resource is not None:
+            if resource is not None and not is_served_by_another(resource, self._settings.release):
                 members.append(member(body, resource, self._defaults, now))
         return members

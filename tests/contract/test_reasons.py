@@ -10,6 +10,7 @@ ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "troubleshooting.md").read_text()
 SOURCES = (
     "decide/status",
+    "decide/release",
     "decide/scale/scaling",
     "decide/scale/state",
     "decide/children/capacity",

@@ -31,6 +31,7 @@ class FakeApiServer:
     def __init__(self) -> None:
         self.objects: dict[Name, Object] = {}
         self.writes: list[tuple[str, Name]] = []  # verb and name of every write that was answered
+        self.events: list[Object] = []  # told by the operator; they are not stored
         self.page = 1000  # objects of a list in one answer
         # Called with verb and name before a request is answered; an ApiError that it raises is the
         # answer. A list of metadata has the verb "versions".
@@ -100,6 +101,7 @@ class FakeApiServer:
             return self._list(_KINDS[plural], namespace, query, metadata_only=metadata_only)
         self.on_request(method.lower(), name)
         if method == "POST" and plural == EVENT.plural:
+            self.events.append(body)
             return {}
         held = self.objects.get(name)
         if method == "GET":

@@ -46,6 +46,7 @@ class Findings:
     revision: str
     strategy: str
     why: str
+    served_by: str = ""  # the release
     blockers: Sequence[Blocker] = ()
     capacity: Capacity = field(default_factory=Capacity)
     drained: Drained = field(default_factory=Drained)
@@ -98,6 +99,8 @@ def status_of(
         },
         "blockers": blockers,
     }
+    if findings.served_by:
+        status["servedBy"] = findings.served_by
     if current:
         status["currentRevision"] = current[-1]
     if findings.capacity.body:
@@ -140,7 +143,7 @@ def invalid(
     kept = {
         k: v
         for k, v in previous.items()
-        if k not in {"blockers", "conditions", "observedGeneration"}
+        if k not in {"blockers", "challenger", "conditions", "observedGeneration"}
     }
     body = _blocker_body(blocker, previous, stamp)
     ready = {

@@ -20,6 +20,7 @@ from fairlead_operator.decide.pods.load import LoadError, Sample, parse, served
 from fairlead_operator.decide.pods.observed import Observed
 from fairlead_operator.decide.pods.pod import address_of
 from fairlead_operator.decide.pods.probe_results import ProbeResults
+from fairlead_operator.decide.release import is_served_by_another
 from fairlead_operator.decide.scale.autoscale import TICK
 from fairlead_operator.memory import Memory
 from fairlead_operator.probe.canaries import PodKey
@@ -57,6 +58,9 @@ class Prober:
         if body is None or body["metadata"].get("deletionTimestamp"):
             self._results.forget(key)
             return None
+        if is_served_by_another(body, self._settings.release):
+            self._results.forget(key)
+            return None  # a new mark wakes it
         try:
             resource = self._store.resource(body)
         except ResourceError:

@@ -71,6 +71,13 @@ class Settings:
     fs_group: int = 0  # owner of a claim's files; 0: the platform sets one
 
     @property
+    def release(self) -> str:
+        """The name of this release in the resources that it serves: where its Lease is. All its
+        replicas have it, and an operator that replaces them.
+        """
+        return self.lease_namespace
+
+    @property
     def proxies(self) -> dict[str, str]:
         """By scheme, as urllib has them."""
         named = {"http": self.http_proxy, "https": self.https_proxy, "no": self.no_proxy}
