@@ -3,6 +3,7 @@
 An event of plain text, the hot path, is a prebuilt prefix, one encoded string and a suffix.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
@@ -100,10 +101,45 @@ class Encoder(Protocol):
     def whole(self, choices: list[WholeChoice], usage: Usage) -> Iterator[bytes]: ...
 
 
-class ChatEncoder:
-    def __init__(self, frame: Frame) -> None:
+class _ChoicesEncoder(ABC):
+    """What chat and completions share: ``kind`` is the object's, of a whole answer."""
+
+    def __init__(self, frame: Frame, kind: str, events: "_EventShape") -> None:
         self._frame = frame
-        self._events = _EventShape(frame, "chat.completion.chunk", b'{"content":', b"}")
+        self._kind = kind
+        self._events = events
+
+    def ending(self, usage: Usage) -> bytes:
+        return self._events.ending(usage)
+
+    def failure(self, error: ApiError) -> bytes:
+        return error_events(error)
+
+    def whole(self, choices: list[WholeChoice], usage: Usage) -> Iterator[bytes]:
+        for index, choice in enumerate(choices):
+            self._frame.prompts.take(index, choice.prompt_logprobs)
+        parts = (
+            (self._choice(index, choice), self._logprob_pieces(index, choice))
+            for index, choice in enumerate(choices)
+        )
+        return _whole(self._frame, self._kind, parts, usage, self._beside_choices())
+
+    def _beside_choices(self) -> Mapping[str, Any]:
+        """Members of the whole answer that no choice has."""
+        return {}
+
+    @abstractmethod
+    def _choice(self, index: int, choice: WholeChoice) -> dict[str, Any]: ...
+
+    @abstractmethod
+    def _logprob_pieces(self, index: int, choice: WholeChoice) -> Iterator[bytes]:
+        """The choice's log-probabilities as JSON."""
+
+
+class ChatEncoder(_ChoicesEncoder):
+    def __init__(self, frame: Frame) -> None:
+        events = _EventShape(frame, "chat.completion.chunk", b'{"content":', b"}")
+        super().__init__(frame, "chat.completion", events)
         self._parsers: dict[int, Parser] = {}  # of the choices that have begun
         self._calling: set[int] = set()
 
@@ -133,22 +169,10 @@ class ChatEncoder:
             events.append(self._events.raw(index, b"{}", finish=ending))
         return b"".join(events)
 
-    def ending(self, usage: Usage) -> bytes:
-        return self._events.ending(usage)
+    def _beside_choices(self) -> Mapping[str, Any]:
+        return self._frame.prompts.fields(0)
 
-    def failure(self, error: ApiError) -> bytes:
-        return error_events(error)
-
-    def whole(self, choices: list[WholeChoice], usage: Usage) -> Iterator[bytes]:
-        for index, choice in enumerate(choices):
-            self._frame.prompts.take(index, choice.prompt_logprobs)
-        parts = (
-            (self._choice(index, choice), self._content(choice))
-            for index, choice in enumerate(choices)
-        )
-        return _whole(self._frame, "chat.completion", parts, usage, self._frame.prompts.fields(0))
-
-    def _content(self, choice: WholeChoice) -> Iterator[bytes]:
+    def _logprob_pieces(self, index: int, choice: WholeChoice) -> Iterator[bytes]:  # noqa: ARG002 - a chat shows no prompt
         top = self._frame.top
         if top is None:
             yield b"null"
@@ -183,10 +207,10 @@ class ChatEncoder:
         return chat_content(output.token_ids, output.logprobs, top, self._frame.token_bytes)
 
 
-class CompletionEncoder:
+class CompletionEncoder(_ChoicesEncoder):
     def __init__(self, frame: Frame) -> None:
-        self._frame = frame
-        self._events = _EventShape(frame, "text_completion", b"", b"")
+        events = _EventShape(frame, "text_completion", b"", b"")
+        super().__init__(frame, "text_completion", events)
         # By choice, the characters that its tokens so far have begun.
         self._offsets: dict[int, int] = {}
         self._begun: set[int] = set()
@@ -215,22 +239,7 @@ class CompletionEncoder:
         logprobs = b"null" if shape is None else orjson.dumps(shape)
         return self._events.text(index, output.text, logprobs, _finish(output))
 
-    def ending(self, usage: Usage) -> bytes:
-        return self._events.ending(usage)
-
-    def failure(self, error: ApiError) -> bytes:
-        return error_events(error)
-
-    def whole(self, choices: list[WholeChoice], usage: Usage) -> Iterator[bytes]:
-        for index, choice in enumerate(choices):
-            self._frame.prompts.take(index, choice.prompt_logprobs)
-        parts = (
-            (self._choice(index, choice), self._lists(index, choice))
-            for index, choice in enumerate(choices)
-        )
-        return _whole(self._frame, "text_completion", parts, usage)
-
-    def _lists(self, index: int, choice: WholeChoice) -> Iterator[bytes]:
+    def _logprob_pieces(self, index: int, choice: WholeChoice) -> Iterator[bytes]:
         if self._frame.top is None:
             yield b"null"
             return
@@ -386,7 +395,7 @@ def _whole(
     kind: str,
     choices: Iterable[tuple[dict[str, Any], Iterator[bytes]]],
     usage: Usage,
-    more: Mapping[str, Any] | None = None,
+    more: Mapping[str, Any],
 ) -> Iterator[bytes]:
     """``choices``: the members of each, and its log-probabilities in pieces of JSON. ``more``:
     members of the answer after them.

@@ -8,7 +8,7 @@ from pydantic import TypeAdapter
 
 from fairlead_runtime.models import tiny
 from fairlead_runtime.outputs import ServiceError
-from fairlead_runtime.request import FinishReason
+from fairlead_runtime.request import FinishReason, RequestError
 from support.api_harness import TEXT, FakeService, Server, fake_server, is_error, run
 
 ROUTE = "/v1/responses"
@@ -316,7 +316,17 @@ REFUSED: list[tuple[dict[str, Any], int, str]] = [
     ({"tools": [{"type": "web_search"}]}, 400, "tools.0.type"),
     ({"tools": [{"type": "function", "name": "a b"}]}, 400, "tools.0.name"),
     ({"tools": [WEATHER], "tool_choice": "maybe"}, 400, "tool_choice"),
+    ({"tools": [WEATHER], "tool_choice": {"type": "function"}}, 400, "tool_choice"),
     ({"metadata": {"a": 1}}, 400, "metadata.a"),
+    ({"text": {"format": {"type": "json_schema", "name": "x"}}}, 400, "text.format.schema"),
+    ({"text": {"format": {"type": "json_schema", "schema": 5}}}, 400, "text.format.schema"),
+    (
+        {"text": {"format": {"type": "json_schema", "schema": {}, "name": 5}}},
+        400,
+        "text.format.name",
+    ),
+    ({"text": {"format": {"type": "xml"}}}, 400, "text.format.type"),
+    ({"text": {"format": 5}}, 400, "text.format"),
 ]
 
 
@@ -331,6 +341,42 @@ def test_what_is_wrong_or_needs_stored_state_is_refused_by_name() -> None:
                 assert error["param"] == param, (fields, answer.text)
                 assert error["message"].startswith(param), error
             assert not service.live
+
+    run(scenario())
+
+
+def test_every_problem_in_a_message_has_the_name_that_the_client_sent() -> None:
+    async def scenario() -> None:
+        async with fake_server() as (server, _), server.client() as client:
+            tools = [{"type": "function", "name": name} for name in ("a b", "c d")]
+            answer = await client.post(ROUTE, json={"model": "tiny", "input": "x", "tools": tools})
+            message = answer.json()["error"]["message"]
+            assert message.startswith("tools.0.name: ")
+            assert "; tools.1.name: " in message
+            body = {"model": "tiny", "input": "x", "tools": [WEATHER], "tool_choice": 3}
+            message = (await client.post(ROUTE, json=body)).json()["error"]["message"]
+            assert '{"type": "function", "name": ...}' in message
+
+    run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("engines", "sent"),
+    [
+        ("structured_outputs.json", "text.format.schema"),
+        ("max_tokens", "max_output_tokens"),
+        ("prompt", "input"),
+        ("temperature", "temperature"),
+    ],
+)
+def test_a_refusal_of_the_engine_has_the_name_that_the_client_sent(engines: str, sent: str) -> None:
+    async def scenario() -> None:
+        service = FakeService(refuse=RequestError(engines, "cannot be"))
+        async with fake_server(service) as (server, _), server.client() as client:
+            form = {"type": "json_schema", "name": "x", "schema": {"type": "object"}}
+            body = {"model": "tiny", "input": "x", "text": {"format": form}}
+            error = (await client.post(ROUTE, json=body)).json()["error"]
+            assert (error["param"], error["message"]) == (sent, f"{sent}: cannot be")
 
     run(scenario())
 

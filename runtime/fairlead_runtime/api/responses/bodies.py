@@ -33,17 +33,17 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "max_tool_calls": (None,),
     "n": (None, 1),
 }
-# The chat's names of this route's fields; a chat's other fields have the same name here.
-_SENT = {
-    "max_tokens": "max_output_tokens",
-    "max_completion_tokens": "max_output_tokens",
-    "messages": "input",
-    "prompt": "input",
-    "response_format": "text.format",
-    "response_format.json_schema.schema": "text.format.schema",
-}
+# This route's names of a chat's fields, the longest first, with the fields below them. What is in
+# ``input`` has other places than the messages made of it.
+_SENT = (
+    (re.compile(r"max(?:_completion)?_tokens"), "max_output_tokens"),
+    (re.compile(r"(?:messages|prompt)\b.*"), "input"),
+    (re.compile(r"response_format(?:\.json_schema)?"), "text.format"),
+    (re.compile(r"(tools\.\d+)\.function"), r"\1"),
+)
+_CHATS_OWN = frozenset({"max_tokens", "max_completion_tokens", "messages", "response_format"})
+_PATH = re.compile(r"(?:^|(?<=; ))[a-z_]+(?:\.\w+)*(?=: )")  # of each problem in a message
 _ITEM = re.compile(r"(input\.\d+)\.(?:message|function_call_output|function_call|reasoning)\b")
-_FUNCTION = re.compile(r"(tools\.\d+)\.function\b")
 
 
 class TextOptions(StrictBody):
@@ -92,13 +92,14 @@ def response(body: Mapping[str, Any], served: str) -> GenerationRequest:
     except ApiError as error:
         raise _renamed(error) from None
     except RequestError as error:
-        raise error.renamed(_SENT) from None
-    sent_names = {name: _SENT.get(sent, sent) for name, sent in request.sent_names.items()}
-    return replace(request, sent_names={**sent_names, **_SENT}, echo=_echo(body, parsed, request))
+        raise error.renamed({error.param: _sent(error.param)}) from None
+    names = {"max_tokens": "max_tokens", "messages": "messages", **request.sent_names}
+    sent_names = {name: _sent(of_chat) for name, of_chat in names.items()}
+    return replace(request, sent_names=sent_names, echo=_echo(body, parsed, request))
 
 
 def _as_chat(body: Mapping[str, Any], parsed: ResponseBody) -> dict[str, Any]:
-    own = {*ResponseBody.model_fields, *_UNSUPPORTED, *_SENT, "logprobs"}
+    own = {*ResponseBody.model_fields, *_UNSUPPORTED, *_CHATS_OWN, "logprobs"}
     shared = {name: value for name, value in body.items() if name not in own}
     wants_logprobs = LOGPROBS in (parsed.include or ())
     return {
@@ -123,9 +124,14 @@ def _tool(place: int, tool: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _choice(choice: Any) -> Any:
-    if isinstance(choice, dict) and choice.get("type") == "function" and "name" in choice:
-        return {"type": "function", "function": {"name": choice["name"]}}
-    return choice
+    if choice in (None, "none", "auto", "required"):
+        return choice
+    if not isinstance(choice, dict) or choice.get("type") != "function" or "name" not in choice:
+        raise invalid(
+            "tool_choice",
+            'must be "none", "auto", "required" or {"type": "function", "name": ...}',
+        )
+    return {"type": "function", "function": {"name": choice["name"]}}
 
 
 def _format(text: TextOptions | None) -> dict[str, Any] | None:
@@ -143,15 +149,19 @@ def _without_tags(error: ApiError) -> ApiError:
     return ApiError(error.status, message, param=param, code=error.code)
 
 
+def _sent(param: str) -> str:
+    """The client's name of a chat's field."""
+    for of_chat, sent in _SENT:
+        if (found := of_chat.match(param)) and param[found.end() : found.end() + 1] in {"", "."}:
+            return found.expand(sent) + param[found.end() :]
+    return param
+
+
 def _renamed(error: ApiError) -> ApiError:
-    if error.param is None:
-        return error
-    head, dot, rest = error.param.partition(".")
-    param = _FUNCTION.sub(r"\1", _SENT.get(head, head) + dot + rest)
     return ApiError(
         error.status,
-        error.message.replace(error.param, param),
-        param=param,
+        _PATH.sub(lambda path: _sent(path[0]), error.message),
+        param=None if error.param is None else _sent(error.param),
         code=error.code,
         headers=error.headers,
     )
