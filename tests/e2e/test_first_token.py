@@ -33,6 +33,7 @@ def documented_example() -> str:
 @pytest.fixture(scope="module")
 def demo(installation: Installation, figures: Figures) -> Iterator[Served]:
     """The example, applied by kubectl; its timeline is noted."""
+    installation.upgrade()  # whatever other tests set, the chart's own values hold here
     text = documented_example()
     served = Served(installation, yaml.safe_load(text)["metadata"]["name"])
     began, clock = time.monotonic(), time.time()

@@ -40,11 +40,11 @@ class Repository:
 
 
 class Hub:
-    """Serves repositories on a free local port within the context; ``requests`` are (method,
-    path).
+    """Serves repositories on a free port of an address within the context; ``requests`` are
+    (method, path). Only clients on this machine can follow a redirect.
     """
 
-    def __init__(self, repositories: dict[str, Repository]) -> None:
+    def __init__(self, repositories: dict[str, Repository], address: str = "127.0.0.1") -> None:
         self.repositories = repositories
         self.requests: list[tuple[str, str]] = []
         self.status = 0  # if set, the status of every answer
@@ -53,10 +53,10 @@ class Hub:
         class Handler(_Handler):
             owner = hub
 
-        self.server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.server = http.server.ThreadingHTTPServer((address, 0), Handler)
         self.server.daemon_threads = True
         self.port: int = self.server.server_address[1]
-        self.endpoint = f"http://127.0.0.1:{self.port}"
+        self.endpoint = f"http://{address}:{self.port}"
         self.thread = threading.Thread(
             target=self.server.serve_forever, kwargs={"poll_interval": 0.02}
         )

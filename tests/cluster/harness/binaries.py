@@ -46,6 +46,7 @@ PROGRAMS = {
         Program("kube-proxy", "controlplane", "k8s.io/kubernetes/cmd/kube-proxy"),
         Program("coredns", "coredns", "."),
         Program("pause", "pause", "."),
+        Program("deviceplugin", "deviceplugin", "."),
         Program("kwok", "kwok", "sigs.k8s.io/kwok/cmd/kwok"),
         Program("helm", "helm", "helm.sh/helm/v4/cmd/helm"),
         Program("helm3", "helm3", "helm.sh/helm/v3/cmd/helm"),

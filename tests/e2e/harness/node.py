@@ -34,6 +34,7 @@ PROGRAMS = (
     "kubelet",
     "kube-proxy",
     "coredns",
+    "deviceplugin",
     "pause",
     "kubectl",
     "helm",
@@ -87,9 +88,16 @@ class Node:
 
     def import_image(self, archive: Path) -> None:
         """Make an image known to the kubelet, from a docker-archive."""
-        command = ["ctr", f"--address={self.socket}", "--namespace=k8s.io", "images", "import"]
-        done = subprocess.run([*command, str(archive)], capture_output=True, text=True, check=False)
-        assert done.returncode == 0, f"{archive} cannot be imported: {done.stderr}"
+        self._ctr("images", "import", str(archive))
+
+    def tag_image(self, name: str, other: str) -> None:
+        """Give an image another name."""
+        self._ctr("images", "tag", "--force", name, other)
+
+    def _ctr(self, *arguments: str) -> None:
+        command = ["ctr", f"--address={self.socket}", "--namespace=k8s.io", *arguments]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, f"{' '.join(command)}: {done.stderr}"
 
     def cpu_and_memory(self) -> dict[str, tuple[float, int]]:
         """CPU seconds so far and resident bytes of each program."""

@@ -8,7 +8,7 @@ from cluster.harness.resources import CHILDREN, KIND, condition, current, idep, 
 from e2e.harness.installation import NAMESPACE, Installation
 
 # Several of these run beside each other on two cores.
-SMALL = {
+SMALL: Object = {
     "resources": {"accelerator": {"count": 0}, "cpu": "100m", "memory": "2Gi"},
     "scheduler": {"maxBatchTokens": 256, "maxRequests": 16},
     "cache": {"numBlocks": 1024},
