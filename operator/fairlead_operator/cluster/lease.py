@@ -60,6 +60,7 @@ class Election:
         self._clock, self._now = clock, now
         self._mine: Object | None = None
         self._renewed = float("-inf")
+        self._gained = 0  # how often this process began to hold the Lease, after a lapse too
         self._attempts: deque[str] = deque(maxlen=ATTEMPTS)  # since the last good answer
         self._seen: _Seen | None = None
         self._first = True
@@ -83,15 +84,17 @@ class Election:
         self._first = False
 
     async def run(self, report: Callable[[bool], None], beat: float = RENEW) -> None:
-        """Hold the Lease or try to until cancelled; ``report`` is called at every change."""
-        held = False
+        """Hold the Lease or try to until cancelled; ``report`` is called at every change, and after
+        a lapse that ended before anyone looked: what was left out in it has to be done now.
+        """
+        held, gained = False, 0
         while True:
             try:
                 await self.step()
             except Exception as error:  # noqa: BLE001 - whatever the API server does, the election goes on
                 log.warning("lease: %s", str(error)[:1024])
-            if self.holds() != held:
-                held = self.holds()
+            if (self.holds(), self._gained) != (held, gained):
+                held, gained = self.holds(), self._gained
                 log.info("leading as %s" if held else "no longer leading as %s", self.identity)
                 report(held)
             await asyncio.sleep(beat if held else min(beat, 2.0))
@@ -154,7 +157,9 @@ class Election:
         }
         body = {"apiVersion": LEASE.api_version, "kind": LEASE.name, "metadata": meta, "spec": spec}
         try:
-            self._mine = await self._api.write_lease(LEASE, self._key, body)
+            mine = await self._api.write_lease(LEASE, self._key, body)
+            self._gained += not self.holds()
+            self._mine = mine
             self._renewed = began
             self._attempts = deque(
                 [stamp], ATTEMPTS

@@ -213,6 +213,25 @@ def test_a_renewal_counts_from_the_moment_it_was_sent() -> None:
     assert not a.holds()
 
 
+def test_a_lapse_that_ends_with_the_next_renewal_is_reported() -> None:
+    """Passes that begin in a lapse are left out, so that whoever runs them must hear of its end."""
+    clock, reports, held = Clock(), list[bool](), list[bool]()
+
+    class SlowApi(Api):
+        async def write_lease(self, kind: Kind, key: Key, lease: Object) -> Object:
+            clock.now += FENCE * 0.6 if self.version < 2 else 0
+            held.append(one.holds())
+            if self.version == 3:
+                raise asyncio.CancelledError
+            return await super().write_lease(kind, key, lease)
+
+    one = election(SlowApi(), clock, "a")
+    with pytest.raises(asyncio.CancelledError):
+        asyncio.run(one.run(reports.append, beat=0.0))
+    assert held == [False, False, True, True], "the first renewal came too late"
+    assert reports == [True, True]
+
+
 def test_the_fence_leaves_a_renewal_that_hangs_room_before_another_may_start() -> None:
     """A write that was admitted just before the fence may take as long as a renewal's pause."""
     assert FENCE + RENEW <= DURATION
