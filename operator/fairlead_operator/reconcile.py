@@ -33,6 +33,7 @@ from fairlead_operator.decide.status import (
     Capacity,
     Findings,
     invalid,
+    is_progress,
     reports_generation,
     status_of,
 )
@@ -60,6 +61,7 @@ log = logging.getLogger(__name__)
 RESYNC_SECONDS = 20.0
 REFUSED_SECONDS = 10.0
 TURN_SECONDS = 5.0  # between two looks of one that waits for its turn in an upgrade
+PROGRESS_SECONDS = 5.0  # between two writes of a status that tell how far a rollout is
 _REFUSALS = frozenset({400, 403, 422})  # answers that the same write would get again
 
 
@@ -83,6 +85,7 @@ class Reconciler:
         self._events: Memory[tuple[Note, ...]] = Memory()  # still to be written, oldest first
         # The status that was written last, and what an older CRD left of it.
         self._pruned: Memory[tuple[Object, Object]] = Memory()
+        self._reported_at: Memory[float] = Memory()  # the last write of the status
         self._planned: Memo[Capacity] = Memo(planned_capacity)
         self._writes: Memo[Writes] = Memo(diff)
 
@@ -188,7 +191,10 @@ class Reconciler:
             before, resource.generation
         ):
             return self._again(body, FIRST_LOOK_SECONDS)
-        await self._report(body, status_of(resource, seen, findings, before, self._now()))
+        status = status_of(resource, seen, findings, before, self._now())
+        if (held_for := self._held_back(key, uid, before, status)) > 0:
+            return self._again(body, min(held_for, scaling.again))
+        await self._report(body, status)
         memory = self._scaling.get(key, uid) or memory
         self._scaling.put(key, uid, replace(memory, load_at=load_at))
         if choice.announced_only:
@@ -220,7 +226,13 @@ class Reconciler:
         return None if step.act in {"serve", "mark"} else step.again
 
     def _forget(self, key: Key) -> None:
-        for remembered in (self._scaling, self._drains, self._events, self._pruned):
+        for remembered in (
+            self._scaling,
+            self._drains,
+            self._events,
+            self._pruned,
+            self._reported_at,
+        ):
             remembered.forget(key)
         for computed in (self._planned, self._writes, self._upgrades):
             computed.forget(key)
@@ -352,6 +364,17 @@ class Reconciler:
             raise ApiError(409, "Stale", f"{kind.name}/{meta['name']} is ours and was not seen yet")
         return [_conflict(Conflict(kind.name, meta["name"], owner_text(body)))]
 
+    def _held_back(
+        self, key: Key, uid: str, old: Mapping[str, Any], new: Mapping[str, Any]
+    ) -> float:
+        """Seconds until this status is written, 0 for now. Each step of a rollout changes it, and
+        a write costs the API server more than anything else that the operator asks of it.
+        """
+        reported_at = self._reported_at.get(key, uid)
+        if reported_at is None or old == new or not is_progress(old, new):
+            return 0.0
+        return reported_at + PROGRESS_SECONDS - self._clock()
+
     async def _report(self, body: Object, new: Object) -> None:
         """Write the status if it differs; before it, an Event for each change of its blockers."""
         old: Mapping[str, Any] = body.get("status") or {}
@@ -361,6 +384,7 @@ class Reconciler:
         for note in changes(old, new):
             await self._event(body, note)
         await self._write_status(body, new)
+        self._reported_at.put(key, uid, self._clock())
         stored = (self._cluster.store.get(RESOURCE, key) or {}).get("status")
         if stored is not None and stored != new:
             self._pruned.put(key, uid, (new, stored))

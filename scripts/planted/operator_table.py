@@ -136,6 +136,30 @@ BUGS = (
         ("unit/operator/cluster/test_lease.py",),
     ),
     PackageBug(
+        "a lapse of the Lease that ends with the next renewal is not reported",
+        LEASE,
+        "(self.holds(), self._gained) != (held, gained)",
+        "self.holds() != held",
+        ("unit/operator/cluster/test_lease.py",),
+    ),
+    PackageBug(
+        "each step of a rollout is written to the status",
+        f"{OPERATOR}/reconcile.py",
+        "reported_at + PROGRESS_SECONDS - self._clock()",
+        "0.0",
+        ("unit/operator/test_reconcile.py",),
+    ),
+    PackageBug(
+        "the load of a pod that does not answer counts as none",
+        SCALING,
+        "samples = [results.samples[uid] for uid in uids if uid in results.samples]",
+        (
+            "samples = [s for uid in uids if (s := results.samples.get(uid))"
+            " is not None and s.fresh(clock)]"
+        ),
+        ("unit/operator/decide/test_status.py",),
+    ),
+    PackageBug(
         "the fence falls as the Lease expires",
         LEASE,
         "FENCE = 10.0",

@@ -11,13 +11,26 @@ from typing import Any
 
 from fairlead_operator.decide.children.claims import mounted_claim
 from fairlead_operator.decide.children.podtemplate import selector
-from fairlead_operator.decide.pods.blockers import Blocker, printable
+from fairlead_operator.decide.pods.blockers import NORMAL, Blocker, printable
 from fairlead_operator.decide.pods.drains import Drained
 from fairlead_operator.decide.pods.observed import Observed
 from fairlead_operator.decide.pods.pod import revision_of_pod
 from fairlead_operator.decide.pods.startup import startup
 from fairlead_operator.resource.kinds import Object
 from fairlead_operator.resource.resource import InferenceDeployment
+
+# What each pod of a rollout changes, apart from parts of the next four.
+_STEPS = frozenset(
+    {
+        "replicas",
+        "readyReplicas",
+        "updatedReplicas",
+        "drainingReplicas",
+        "currentRevision",
+        "startup",
+    }
+)
+_PARTLY_STEPS = frozenset({"rollout", "blockers", "conditions", "autoscaling"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,6 +168,27 @@ def invalid(
         "lastTransitionTime": _since(previous, "Ready", "False", stamp),
     }
     return {**kept, "observedGeneration": generation, "blockers": [body], "conditions": [ready]}
+
+
+def is_progress(old: Mapping[str, Any], new: Mapping[str, Any]) -> bool:
+    """Whether two statuses differ only in how far a rollout is: in counts, in messages and in the
+    stages of a normal start, and in no condition's status.
+    """
+    return _without_steps(old) == _without_steps(new)
+
+
+def _without_steps(status: Mapping[str, Any]) -> Object:
+    whole = {k: v for k, v in status.items() if k not in _STEPS | _PARTLY_STEPS}
+    rollout, scaling = (status.get(name) or {} for name in ("rollout", "autoscaling"))
+    return whole | {
+        "rollout": {k: v for k, v in rollout.items() if k not in {"drained", "aborted"}},
+        "blockers": [b["code"] for b in status.get("blockers") or () if b["code"] not in NORMAL],
+        "conditions": [
+            tuple(c.get(name) for name in ("type", "status", "observedGeneration"))
+            for c in status.get("conditions") or ()
+        ],
+        "autoscaling": scaling.get("desired"),
+    }
 
 
 def _conditions(

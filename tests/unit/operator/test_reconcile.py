@@ -17,7 +17,7 @@ from fairlead_operator.decide.pods.load import Load, Sample
 from fairlead_operator.decide.pods.probe_results import ProbeResults
 from fairlead_operator.decide.scale.autoscale import TICK
 from fairlead_operator.errors import ApiError
-from fairlead_operator.reconcile import Reconciler
+from fairlead_operator.reconcile import PROGRESS_SECONDS, Reconciler
 from fairlead_operator.resource.kinds import (
     DEPLOYMENT,
     POD,
@@ -105,7 +105,8 @@ class Run:
         self.results = ProbeResults(complete=True)
         self.settings = ALLOWING
         template = pod_template(resource(**spec), ALLOWING)
-        self.pod = pod(ready=True, revision=template["metadata"]["labels"][REVISION_LABEL])
+        self.revision = str(template["metadata"]["labels"][REVISION_LABEL])
+        self.pod = pod(ready=True, revision=self.revision)
         self.start_operator()
 
     def start_operator(self) -> None:
@@ -220,7 +221,7 @@ def test_a_decision_that_is_written_is_told_once_whatever_fails_afterwards(
 def test_what_drained_is_counted_once_while_its_pod_is_in_the_store(run: Run) -> None:
     message = '{"code": "Drained", "finished": 3, "aborted": 1}'
     end = {"name": "runtime", "state": {"terminated": {"exitCode": 0, "message": message}}}
-    gone = pod(deleting=True, container=end, revision=run.pod["metadata"]["labels"][REVISION_LABEL])
+    gone = pod(deleting=True, container=end, revision=run.revision)
     gone["status"]["phase"] = "Succeeded"
     gone = run.cluster.put(POD, gone)
     run.reconciler.count_drained(KEY, gone)
@@ -245,6 +246,30 @@ def test_a_deletion_that_is_refused_is_a_blocker_in_a_status_that_is_written(run
     assert refused["object"] == "NetworkPolicy/chat"
     assert refused["message"] == "may not delete networkpolicies chat"
     assert run.cluster.replicas == 4, "the other writes went on"
+
+
+def test_the_steps_of_a_rollout_are_written_at_intervals_and_its_milestones_at_once() -> None:
+    run = Run(replicas=2)
+    run.step()
+    write, written = run.cluster.set_status, list[int]()
+
+    async def counted(body: Object, status: Object) -> None:
+        written.append(status["replicas"])
+        await write(body, status)
+
+    run.cluster.set_status = counted  # type: ignore[method-assign]
+    again = []
+    for count in (1, 2):
+        run.cluster.put(POD, pod(f"chat-{count}", revision=run.revision))
+        run.clock += 1
+        again.append(asyncio.run(run.reconciler(KEY)))
+    assert (written, again) == ([], [PROGRESS_SECONDS - 1, PROGRESS_SECONDS - 2])
+    run.clock += PROGRESS_SECONDS - 2
+    asyncio.run(run.reconciler(KEY))
+    assert written == [2]
+    run.cluster.put(POD, pod("chat-3", revision="another"))
+    asyncio.run(run.reconciler(KEY))
+    assert written == [2, 3], "the phase is Rolling now"
 
 
 def test_an_older_definition_that_drops_a_field_of_the_status_costs_one_write(run: Run) -> None:

@@ -176,14 +176,15 @@ def load_of(
     clock: float,
 ) -> tuple[Mapping[str, int] | None, float]:
     """``status.load``, the sum over running pods, and when it was written last: both as before
-    while the change is small or soon.
+    while the change is small or soon. A pod without a fresh sample counts with its last, as it
+    does where the operator scales.
     """
-    samples = [results.samples.get(p["metadata"]["uid"]) for p in pods]
-    fresh = [s.load for s in samples if s is not None and s.fresh(clock)]
+    uids = [p["metadata"]["uid"] for p in pods]
+    samples = [results.samples[uid] for uid in uids if uid in results.samples]
     old: Mapping[str, int] | None = before.get("load")
-    if not fresh or clock - load_at < LOAD_SECONDS:
+    if not any(one.fresh(clock) for one in samples) or clock - load_at < LOAD_SECONDS:
         return old, load_at
-    total = Load(sum(one.running for one in fresh), sum(one.waiting for one in fresh))
+    total = Load(sum(s.load.running for s in samples), sum(s.load.waiting for s in samples))
     new = {"running": round(total.running), "waiting": round(total.waiting)}
     if old is not None and not _worth(
         old.get("running", 0) + old.get("waiting", 0), sum(new.values())

@@ -23,7 +23,7 @@ from fairlead_operator.decide.scale.scaling import (
     supply_of,
 )
 from fairlead_operator.decide.scale.state import ScalingMemory, awaits_probes
-from fairlead_operator.decide.status import Capacity, Findings, invalid, status_of
+from fairlead_operator.decide.status import Capacity, Findings, invalid, is_progress, status_of
 from fairlead_operator.memory import Memory
 from fairlead_operator.resource.resource import InferenceDeployment
 from fairlead_operator.resource.settings import Settings
@@ -415,6 +415,59 @@ def test_the_load_in_the_status_moves_rarely_and_only_by_much() -> None:
         "running": 0,
         "waiting": 0,
     }
+
+
+def test_a_pod_that_does_not_answer_counts_with_its_last_load() -> None:
+    silent, answering = Sample(Load(20, 0), 100), Sample(Load(10, 0), 200)
+    results = ProbeResults(samples={"uid-of-chat-1": silent, "uid-of-chat-2": answering})
+    pods = [pod(ready=True), pod("chat-2", ready=True)]
+    before = {"load": {"running": 1, "waiting": 0}}
+    assert load_of(results, 0, pods, before, 200)[0] == {"running": 30, "waiting": 0}
+    assert load_of(results, 0, pods, before, 300)[0] == before["load"], "both are silent"
+
+
+START: Object = {
+    "observedGeneration": 1,
+    "readyReplicas": 1,
+    "desiredReplicas": 2,
+    "targetRevision": "new",
+    "rollout": {"phase": "Rolling", "strategyChosen": "Surge", "drained": 0},
+    "blockers": [{"code": "RollingOut", "object": "", "message": "wait"}],
+    "conditions": [{"type": "Ready", "status": "True", "reason": "Serving", "message": "1 of 2"}],
+    "autoscaling": {"desired": 2, "supply": 1, "limitedBy": ""},
+}
+STEPS: list[Object] = [
+    {"readyReplicas": 2, "replicas": 3, "updatedReplicas": 1, "drainingReplicas": 1},
+    {"currentRevision": "new", "startup": {"loaded": 1.5}},
+    {"rollout": {**START["rollout"], "drained": 7, "aborted": 1}},
+    {"blockers": [{"code": "Starting", "object": "Pod/chat-2", "message": "loads"}]},
+    {"blockers": []},
+    {"conditions": [{**START["conditions"][0], "message": "2 of 2"}]},
+    {"autoscaling": {"desired": 2, "supply": 2, "limitedBy": "windowFilling"}},
+]
+MILESTONES: list[Object] = [
+    {"observedGeneration": 2},
+    {"desiredReplicas": 3},
+    {"targetRevision": "newer"},
+    {"rollout": {**START["rollout"], "phase": "Complete"}},
+    {"rollout": {**START["rollout"], "strategyChosen": "OneByOne"}},
+    {"blockers": [*START["blockers"], {"code": "CrashLoop", "object": "Pod/chat-2"}]},
+    {"conditions": [{**START["conditions"][0], "status": "False"}]},
+    {"conditions": [{**START["conditions"][0], "observedGeneration": 2}]},
+    {"autoscaling": {"desired": 3, "supply": 1, "limitedBy": ""}},
+    {"load": {"running": 1, "waiting": 0}},
+    {"capacity": {"fits": False}},
+    {"aFieldOfALaterRelease": 1},
+]
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"), [(s, True) for s in STEPS] + [(m, False) for m in MILESTONES]
+)
+def test_what_each_step_of_a_rollout_changes_is_told_from_its_milestones(
+    change: Object, *, expected: bool
+) -> None:
+    assert is_progress(START, START | change) is expected
 
 
 def test_a_recreated_resource_starts_with_no_memory() -> None:
