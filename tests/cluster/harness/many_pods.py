@@ -56,13 +56,15 @@ class ManyPods:
 
 
 @contextmanager
-def many_pods(network: str, count: int, served_name: str) -> Iterator[ManyPods]:
-    """Raises CalledProcessError where no route to the network can be added (it needs root)."""
+def many_pods(network: str, count: int, served_name: str, running: int = 0) -> Iterator[ManyPods]:
+    """Pods that run ``running`` requests each. Raises CalledProcessError where no route to the
+    network can be added (it needs root).
+    """
     route = ["local", network, "dev", "lo"]
     subprocess.run(["ip", "route", "replace", *route], check=True, capture_output=True)
     try:
         process = subprocess.Popen(
-            [sys.executable, "-m", __name__, network, str(count), served_name],
+            [sys.executable, "-m", __name__, network, str(count), served_name, str(running)],
             env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -84,13 +86,13 @@ def many_pods(network: str, count: int, served_name: str) -> Iterator[ManyPods]:
 class _Pods:
     """The counts and the answers of all pods."""
 
-    def __init__(self, served_name: str) -> None:
+    def __init__(self, served_name: str, running: int) -> None:
         self.silent = False
         self.counts: dict[str, Seen] = {}
         self._last: dict[str, float] = {}  # the last answered scrape
         memory = {"numBlocks": BLOCKS, "concurrentTokens": BLOCKS * 16}
         self._answers = {
-            b"GET /metrics": _answer(EngineMetrics(served_name).exposition(report(0, 0))),
+            b"GET /metrics": _answer(EngineMetrics(served_name).exposition(report(running, 0))),
             b"POST /canary": _answer(b'{"token": 1}'),
             b"GET /debug/memory": _answer(json.dumps(memory).encode()),
         }
@@ -145,8 +147,8 @@ def _answer(body: bytes, status: bytes = b"200 OK") -> bytes:
     return b"HTTP/1.1 %s\r\nContent-Length: %d\r\n\r\n" % (status, len(body)) + body
 
 
-async def _serve(network: str, count: int, served_name: str) -> None:
-    loop, pods = asyncio.get_running_loop(), _Pods(served_name)
+async def _serve(network: str, count: int, served_name: str, running: int) -> None:
+    loop, pods = asyncio.get_running_loop(), _Pods(served_name, running)
     # One listener each, not one on all: pods of parallel runs use the same port on theirs.
     for address in itertools.islice(ipaddress.ip_network(network), count):
         await loop.create_server(lambda: _Connection(pods), str(address), ADMIN_PORT)
@@ -157,4 +159,4 @@ async def _serve(network: str, count: int, served_name: str) -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(_serve(sys.argv[1], int(sys.argv[2]), sys.argv[3]))
+    asyncio.run(_serve(sys.argv[1], int(sys.argv[2]), sys.argv[3], int(sys.argv[4])))
