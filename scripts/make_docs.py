@@ -9,15 +9,19 @@ import argparse
 import dataclasses
 import re
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+import yaml
 
 from fairlead_operator.decide.pods.blockers import CODES, NORMAL
 from fairlead_runtime.config import EngineConfig, base_type, choices_of, flag_of
 from fairlead_runtime.supported import NOT_YET
 
 ROOT = Path(__file__).parents[1]
+VALUES = ROOT / "charts" / "fairlead" / "values.yaml"
+ALERTS = ROOT / "charts" / "fairlead" / "files" / "alerts.yaml"
 SECTIONS = {
     "model": "Model",
     "engine": "Engine",
@@ -93,10 +97,63 @@ def blockers() -> str:
     return "\n".join(lines)
 
 
+def values() -> str:
+    """Every value of the chart, with the comments of values.yaml."""
+    text = VALUES.read_text()
+    lines = ["| value | default | what it sets |", "|---|---|---|"]
+    document = yaml.compose(text)
+    assert document is not None
+    for path, key, value in nodes(document):
+        is_group = isinstance(value, yaml.MappingNode) and not value.flow_style
+        words = comment(text.splitlines(), key, value).replace("|", "\\|")
+        if not words and not is_group:
+            raise SystemExit(f"values.yaml: {path} has no comment: say what it sets")
+        default = "" if is_group else f"`{text[value.start_mark.index : value.end_mark.index]}`"
+        lines += [f"| `{path}` | {default} | {words} |"] if words else []
+    return "\n".join(lines)
+
+
+def nodes(mapping: yaml.Node, path: str = "") -> Iterator[tuple[str, yaml.Node, yaml.Node]]:
+    """Path, key and value of every entry, down to those that are written on one line."""
+    for key, value in mapping.value:
+        here = f"{path}.{key.value}".lstrip(".")
+        yield here, key, value
+        if isinstance(value, yaml.MappingNode) and not value.flow_style:
+            yield from nodes(value, here)
+
+
+def comment(lines: Sequence[str], key: yaml.Node, value: yaml.Node) -> str:
+    """The comment above the key, then the one behind it on its line."""
+    number = key.start_mark.line
+    above: list[str] = []
+    for line in reversed(lines[:number]):
+        if not line.startswith(" " * key.start_mark.column + "#"):
+            break
+        above.insert(0, line.strip().removeprefix("#").strip())
+    last = value if value.end_mark.line == number else key
+    _, _, behind = lines[number][last.end_mark.column :].partition(" # ")
+    return " ".join([*above, behind]).strip()
+
+
+def alerts() -> str:
+    """The chart's alerts, in the order of their file."""
+    lines = ["| alert | severity | after | what it says, and what to do |", "|---|---|---|---|"]
+    groups = yaml.safe_load(ALERTS.read_text())["groups"]
+    for rule in (rule for group in groups for rule in group["rules"]):
+        says = rule["annotations"]
+        words = re.sub(r"\{\{ \$(?:labels\.)?(\w+)[^}]*\}\}", r"*\1*", ". ".join(says.values()))
+        words = words.replace("serving_fairlead_dev_name", "name")
+        severity = rule["labels"]["severity"]
+        lines.append(f"| `{rule['alert']}` | {severity} | {rule.get('for', '0m')} | {words} |")
+    return "\n".join(lines)
+
+
 TABLES: Mapping[str, tuple[str, Callable[[], str]]] = {
     "flags": ("runtime.md", flags),
     "supported": ("runtime.md", supported),
     "blockers": ("troubleshooting.md", blockers),
+    "values": ("chart.md", values),
+    "alerts": ("chart.md", alerts),
 }
 
 

@@ -22,10 +22,13 @@ app.kubernetes.io/managed-by: {{ .Release.Service }}
 helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
 {{- end }}
 
-{{/* An image reference: the digest wins over the tag, the tag defaults to the chart's appVersion. */}}
+{{/* An image reference: `registry` replaces all but the last part of the repository, the digest wins over the tag, the
+tag defaults to the chart's appVersion. */}}
 {{- define "fairlead.image" -}}
-{{- if .image.digest }}{{ .image.repository }}@{{ .image.digest }}
-{{- else }}{{ .image.repository }}:{{ .image.tag | default .root.Chart.AppVersion }}{{ end }}
+{{- $name := .image.repository }}
+{{- with .root.Values.registry }}{{ $name = printf "%s/%s" . (base $name) }}{{ end }}
+{{- if .image.digest }}{{ $name }}@{{ .image.digest }}
+{{- else }}{{ $name }}:{{ .image.tag | default .root.Chart.AppVersion }}{{ end }}
 {{- end }}
 
 {{/* The name of the objects of `helm test`. A release's name may start with a digit and hold dots; an InferenceDeployment's may not. */}}

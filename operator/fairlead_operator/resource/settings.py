@@ -30,6 +30,7 @@ OPEN_SERVICE_ANNOTATIONS = (
 )
 
 
+_DOCKER_HUB = "docker.io"
 _PUBLIC_HUB = "https://huggingface.co"
 _NAMESPACE = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")
 
@@ -49,6 +50,7 @@ class Settings:
     identity: str = "fairlead-operator"
     probe_port: int = 8080
     runtime_image: str = "fairlead-runtime:latest"
+    image_pull_secrets: tuple[str, ...] = ()  # of runtime pods, beside those of their resource
     allowed_images: tuple[str, ...] = ()
     allowed_service_accounts: tuple[str, ...] = ()
     allowed_priority_classes: tuple[str, ...] = ()
@@ -104,7 +106,15 @@ class Settings:
         return _port(self.hub)
 
     def allows_image(self, image: str) -> bool:
-        return not image or image == self.runtime_image or _matches(self.allowed_images, image)
+        """Docker Hub's images have two names, with ``docker.io/`` and without; either may be in the
+        list and in the resource.
+        """
+        names = _names(image)
+        return (
+            not image
+            or self.runtime_image in names
+            or any(_matches(self.allowed_images, name) for name in names)
+        )
 
     def allows_service_account(self, name: str) -> bool:
         return not name or _matches(self.allowed_service_accounts, name)
@@ -120,6 +130,15 @@ class Settings:
 
     def allows_service_annotation(self, key: str) -> bool:
         return _matches((*OPEN_SERVICE_ANNOTATIONS, *self.allowed_service_annotations), key)
+
+
+def _names(image: str) -> tuple[str, ...]:
+    """The image's name as written, and the other one of an image of Docker Hub."""
+    host, slash, rest = image.partition("/")
+    if slash and host == _DOCKER_HUB:
+        return image, rest
+    elsewhere = slash and ("." in host or ":" in host or host == "localhost")
+    return (image,) if elsewhere else (image, f"{_DOCKER_HUB}/{image}")
 
 
 def _port(address: str) -> int:
@@ -182,6 +201,7 @@ def read(argv: Sequence[str], environ: Mapping[str, str], hostname: str) -> Sett
         identity=environ.get("POD_NAME") or hostname,
         probe_port=options.probe_port,
         runtime_image=image,
+        image_pull_secrets=_lines(environ, "FAIRLEAD_IMAGE_PULL_SECRETS"),
         allowed_images=_patterns(environ, "FAIRLEAD_ALLOWED_IMAGES"),
         allowed_service_accounts=_patterns(environ, "FAIRLEAD_ALLOWED_SERVICE_ACCOUNTS"),
         allowed_priority_classes=_patterns(environ, "FAIRLEAD_ALLOWED_PRIORITY_CLASSES"),
@@ -217,8 +237,12 @@ def _address(name: str, address: str) -> str:
     return address.rstrip("/")
 
 
+def _lines(environ: Mapping[str, str], name: str) -> tuple[str, ...]:
+    return tuple(line.strip() for line in environ.get(name, "").splitlines() if line.strip())
+
+
 def _patterns(environ: Mapping[str, str], name: str) -> tuple[str, ...]:
-    patterns = tuple(line.strip() for line in environ.get(name, "").splitlines() if line.strip())
+    patterns = _lines(environ, name)
     for pattern in patterns:
         try:
             re.compile(pattern)

@@ -5,11 +5,15 @@ import re
 from pathlib import Path
 from typing import Any
 
+import jsonschema  # type: ignore[import-untyped]  # it ships no types
 import pytest
+import yaml
 
 from cluster.harness.apiclient import Object
 from cluster.harness.charts import CHART, Helm, environment, of_kind, only
 from fairlead_operator.decide.children.podtemplate import pod_template
+from fairlead_operator.resource.kinds import NAME_LABEL
+from fairlead_operator.resource.resource import InferenceDeployment
 from fairlead_operator.resource.settings import Settings, read
 from support.operator_bodies import resource
 
@@ -281,12 +285,110 @@ def test_a_digest_wins_over_the_tag_and_the_tag_over_the_charts_version(helm: He
         "--set",
         f"image.digest={digest},image.tag=v7,runtime.image.tag=v8,runtime.image.repository=r:5000/x",
     )
-    assert container(bodies)["image"] == f"fairlead/operator@{digest}"
+    assert container(bodies)["image"] == f"docker.io/fairlead/operator@{digest}"
     assert settings(bodies).runtime_image == "r:5000/x:v8"
     default = helm.render()
     version = only(default, "Deployment")["metadata"]["labels"]["app.kubernetes.io/version"]
-    assert container(default)["image"] == f"fairlead/operator:{version}"
-    assert settings(default).runtime_image == f"fairlead/runtime:{version}"
+    assert container(default)["image"] == f"docker.io/fairlead/operator:{version}"
+    assert container(default)["imagePullPolicy"] == "IfNotPresent"
+    assert settings(default).runtime_image == f"docker.io/fairlead/runtime:{version}"
+    client = only(default, "Pod")["spec"]["containers"][0]
+    assert client["image"] == container(default)["image"]
+
+
+def test_a_registry_replaces_host_and_path_of_both_images(helm: Helm) -> None:
+    digest = "sha256:" + "0b" * 32
+    values = f"registry=registry.test:5000/mirror/llm,runtime.image.digest={digest}"
+    bodies = helm.render("--set", values)
+    version = only(bodies, "Deployment")["metadata"]["labels"]["app.kubernetes.io/version"]
+    assert container(bodies)["image"] == f"registry.test:5000/mirror/llm/operator:{version}"
+    assert settings(bodies).runtime_image == f"registry.test:5000/mirror/llm/runtime@{digest}"
+
+
+def test_the_secrets_for_a_registry_are_those_of_the_operator_and_of_its_pods(helm: Helm) -> None:
+    bodies = helm.render("--set", "imagePullSecrets[0].name=one,imagePullSecrets[1].name=two")
+    secrets = [{"name": "one"}, {"name": "two"}]
+    assert only(bodies, "Deployment")["spec"]["template"]["spec"]["imagePullSecrets"] == secrets
+    assert only(bodies, "Pod")["spec"]["imagePullSecrets"] == secrets
+    asked = resource(podTemplate={"imagePullSecrets": [{"name": "own"}, {"name": "two"}]})
+    pods = [
+        pod_template(one, settings(bodies))["spec"]["imagePullSecrets"]
+        for one in (resource(), asked)
+    ]
+    assert pods == [secrets, [{"name": "own"}, {"name": "two"}, {"name": "one"}]]
+    assert settings(helm.render()).image_pull_secrets == ()
+
+
+@pytest.mark.parametrize("values", ALL.values(), ids=ALL)
+def test_the_notes_name_the_served_namespaces_and_a_resource_in_one_of_them(
+    helm: Helm, values: tuple[str, ...]
+) -> None:
+    notes = helm.notes(*values)
+    served = settings(helm.render(*values)).namespaces
+    first = notes.splitlines()[0]
+    assert first.endswith(f" serves {', '.join(served) or 'every namespace'}.")
+    assert ("NoOperator" in notes) is ("scope.namespaces" in notes) is bool(served)
+    command, rest = notes.split("<<'YAML'\n")
+    assert command.endswith("  kubectl apply -n home -f - ")
+    assert "kubectl wait -n home " in rest
+    body = yaml.safe_load(rest.split("\n  YAML\n")[0])
+    body["metadata"] |= {"namespace": "home", "uid": "u"}
+    assert InferenceDeployment.from_body(body).spec.model.where.kind == "demo"
+    (upgrade,) = re.findall(r"^ *(kubectl apply --server-side .*)$", notes, re.MULTILINE)
+    assert upgrade in (CHART.parents[1] / "docs" / "install.md").read_text()
+
+
+def test_the_notes_say_that_no_prometheus_may_read_the_pods(helm: Helm) -> None:
+    monitored = ("--set", "metrics.podMonitor.create=true")
+    admitted = ("--set-json", 'metrics.from=[{"podSelector": {}}]')
+    said = [
+        "metrics.from" in notes
+        for notes in (helm.notes(), helm.notes(*monitored), helm.notes(*monitored, *admitted))
+    ]
+    assert said == [False, True, False]
+
+
+MONITORING = ("PodMonitor", "PrometheusRule", "ConfigMap")
+
+
+@pytest.mark.parametrize("values", ALL.values(), ids=ALL)
+def test_pod_monitors_find_the_operator_and_the_pods_of_every_served_namespace(
+    helm: Helm, values: tuple[str, ...]
+) -> None:
+    bodies = helm.render(
+        *values, "--set", "metrics.podMonitor.create=true,metrics.podMonitor.labels.team=x"
+    )
+    schema = json.loads(Path(__file__).with_name("podmonitor.schema.json").read_text())
+    for body in of_kind(bodies, "PodMonitor"):
+        jsonschema.Draft202012Validator(schema).validate(body)
+        assert body["metadata"]["labels"]["team"] == "x"
+    operator, runtime = (body["spec"] for body in of_kind(bodies, "PodMonitor"))
+    pod = only(bodies, "Deployment")["spec"]["template"]
+    assert operator["selector"]["matchLabels"].items() <= pod["metadata"]["labels"].items()
+    (endpoint,) = operator["podMetricsEndpoints"]
+    assert endpoint["port"] in {port["name"] for port in container(bodies)["ports"]}
+    served = settings(bodies).namespaces
+    wanted = {"matchNames": list(served)} if served else {"any": True}
+    assert runtime["namespaceSelector"] == wanted
+    template = pod_template(resource(), settings(bodies))
+    (expression,) = runtime["selector"]["matchExpressions"]
+    assert expression == {"key": NAME_LABEL, "operator": "Exists"}
+    assert NAME_LABEL in template["metadata"]["labels"]
+    assert runtime["podTargetLabels"] == [NAME_LABEL]
+    (endpoint,) = runtime["podMetricsEndpoints"]
+    assert endpoint["port"] in {p["name"] for p in template["spec"]["containers"][0]["ports"]}
+
+
+def test_rules_and_dashboard_are_the_shipped_files(helm: Helm) -> None:
+    create = ("rules", "dashboard")
+    bodies = helm.render("--set", ",".join(f"metrics.{name}.create=true" for name in create))
+    rule, dashboard = only(bodies, "PrometheusRule"), only(bodies, "ConfigMap")
+    assert rule["apiVersion"] == "monitoring.coreos.com/v1"
+    assert rule["spec"] == yaml.safe_load((CHART / "files" / "alerts.yaml").read_text())
+    assert dashboard["metadata"]["labels"]["grafana_dashboard"] == "1"
+    shown = json.loads(dashboard["data"]["fairlead.json"])
+    assert shown == json.loads((CHART / "files" / "dashboard.json").read_text())
+    assert not [body["kind"] for body in helm.render() if body["kind"] in MONITORING]
 
 
 @pytest.mark.parametrize("kind", ["Deployment", "Pod"])
@@ -337,6 +439,9 @@ REFUSED: dict[str, Any] = {
     "scope/namespaces/0": ["Not_A_Name"],
     "image/repository": "registry.test/x:latest",
     "image/tag": 5,
+    "registry": "https://registry.test",
+    "imagePullSecrets/0": ["registry"],
+    "metrics/podMonitor/interval": "often",
     "image/digest": "sha256:short",
     "image/pullPolicy": "Sometimes",
     "runtime/image": "registry.test/runtime:1",

@@ -56,6 +56,12 @@ class Helm:
         text = self.run("template", release, str(CHART), f"--namespace={namespace}", *arguments)
         return [body for body in yaml.safe_load_all(text) if body]
 
+    def notes(self, *arguments: str, release: str = "rel", namespace: str = "home") -> str:
+        """What an install of the release would print for its user."""
+        where = (f"--namespace={namespace}", "--dry-run=client")
+        text = self.run("install", release, str(CHART), *where, *arguments)
+        return text.split("\nNOTES:\n")[1]
+
 
 def only(bodies: list[Object], kind: str) -> Object:
     """The one object of this kind."""

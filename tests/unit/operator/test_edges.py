@@ -17,6 +17,7 @@ from kubernetes.aio.client import ApiClient, Configuration
 from fairlead_operator.__main__ import main
 from fairlead_operator.cluster.cache import Store
 from fairlead_operator.cluster.client import Cluster, Pace
+from fairlead_operator.decide.children.upgrade import defaults_hash
 from fairlead_operator.errors import ApiError, FencedError
 from fairlead_operator.health import STALE_SECONDS, Health
 from fairlead_operator.metrics import Metrics
@@ -89,6 +90,41 @@ def test_settings_come_from_arguments_and_environment() -> None:
     ] * 4 + [False] * 2
     assert not settings.allows_service_account("x")
     assert settings.allows_priority_class("")
+
+
+@pytest.mark.parametrize(
+    ("image", "allowed"),
+    [
+        ("docker.io/fairlead/runtime:1", True),
+        ("fairlead/runtime:1", True),
+        ("mine/other:1", True),
+        ("docker.io/mine/other:1", True),
+        ("docker.io/full/name:1", True),
+        ("full/name:1", True),
+        ("alone:1", True),
+        ("docker.io/fairlead/runtime:2", False),
+        ("registry.test/fairlead/runtime:1", False),
+        ("registry.test/mine/other:1", False),
+        ("localhost/full/name:1", False),
+        ("r:5000/full/name:1", False),
+    ],
+)
+def test_an_image_of_docker_hub_is_allowed_by_either_of_its_names(
+    image: str, *, allowed: bool
+) -> None:
+    environ = {
+        "FAIRLEAD_RUNTIME_IMAGE": "docker.io/fairlead/runtime:1",
+        "FAIRLEAD_ALLOWED_IMAGES": "mine/.*\ndocker\\.io/full/.*\ndocker\\.io/alone:1",
+    }
+    assert read(["--namespace=a"], environ, "host").allows_image(image) is allowed
+
+
+def test_secrets_for_a_registry_come_from_the_environment_and_change_the_defaults() -> None:
+    plain = read(["--namespace=a"], IMAGE, "host")
+    settings = read(["--namespace=a"], IMAGE | {"FAIRLEAD_IMAGE_PULL_SECRETS": "x\ny\n"}, "host")
+    assert (plain.image_pull_secrets, settings.image_pull_secrets) == ((), ("x", "y"))
+    # Deployments take their turn for it, as for another image.
+    assert defaults_hash(settings, "1") != defaults_hash(plain, "1")
 
 
 @pytest.mark.parametrize(

@@ -154,6 +154,7 @@ def _pod_spec(resource: InferenceDeployment, settings: Settings) -> Object:
     if spec.model.where.kind == "hf":
         pod["initContainers"] = [_fetch(resource, settings)]
     node_selector = dict(extra.node_selector)
+    secrets = (*(secret.name for secret in extra.image_pull_secrets), *settings.image_pull_secrets)
     if accelerator.count:
         node_selector |= accelerator.node_selector
     optional = {
@@ -163,7 +164,7 @@ def _pod_spec(resource: InferenceDeployment, settings: Settings) -> Object:
         "runtimeClassName": extra.runtime_class_name,
         "schedulerName": extra.scheduler_name,
         "affinity": as_body(extra.affinity) if extra.affinity else None,
-        "imagePullSecrets": [{"name": secret.name} for secret in extra.image_pull_secrets],
+        "imagePullSecrets": [{"name": name} for name in dict.fromkeys(secrets)],
         "topologySpreadConstraints": [
             {**as_body(spread), "labelSelector": {"matchLabels": selector(resource)}}
             for spread in extra.topology_spread

@@ -55,7 +55,8 @@ def spec_hash(resource: InferenceDeployment) -> str:
 def defaults_hash(settings: Settings, version: str) -> str:
     """A hash of what a template takes from the operator. ``version``: of the operator itself."""
     network = (settings.proxy_environment, settings.ca_config_map, settings.ca_key)
-    return _digest([settings.runtime_image, settings.hub, network, settings.fs_group, version])
+    image = (settings.runtime_image, settings.image_pull_secrets)
+    return _digest([image, settings.hub, network, settings.fs_group, version])
 
 
 def _asked(value: Any) -> Any:
