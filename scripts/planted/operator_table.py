@@ -10,6 +10,7 @@ MANIFESTS, POD_TEMPLATE, ROLLOUT, DIFF, CAPACITY, ALLOWLISTS = (
     for name in ("manifests", "podtemplate", "rollout", "diff", "capacity", "allowlists")
 )
 UPGRADE, UPGRADES = f"{OPERATOR}/decide/children/upgrade.py", f"{OPERATOR}/upgrades.py"
+RELEASE, RELEASE_TESTS = f"{OPERATOR}/decide/release.py", ("unit/operator/test_releases.py",)
 LEASE, QUEUE, HUB = (
     f"{OPERATOR}/{name}.py" for name in ("cluster/lease", "workqueue", "probe/hub")
 )
@@ -704,5 +705,75 @@ BUGS = (
         "            by_uid[uid] = previous[about]\n",
         "            pass\n",
         ("unit/operator/decide/pods/test_downloads.py",),
+    ),
+    PackageBug(
+        "a question is taken for unanswered at once",
+        RELEASE,
+        "again = met.asked_at + ANSWER_SECONDS - now",
+        "again = 0.0",
+        RELEASE_TESTS,
+    ),
+    PackageBug(
+        "a release that answered is followed all the same",
+        RELEASE,
+        "if status.get(_QUESTION) == release:",
+        "if True:",
+        RELEASE_TESTS,
+    ),
+    PackageBug(
+        "a release that answered is never asked again",
+        RELEASE,
+        '    return Step("ask", replace(met, asked_at=now), ANSWER_SECONDS)',
+        '    return Step("wait", met, RETRY_SECONDS)',
+        RELEASE_TESTS,
+    ),
+    PackageBug(
+        "a mark that an older operator removes is written for ever",
+        RELEASE,
+        "if met.marks < 2 or again <= 0:",
+        "if True:",
+        RELEASE_TESTS,
+    ),
+    PackageBug(
+        "a definition that drops the mark is taken for another operator",
+        RELEASE,
+        "if met.marks and not met.stored:",
+        "if False:",
+        RELEASE_TESTS,
+    ),
+    PackageBug(
+        "an invalid resource answers no question of a release",
+        STATUS,
+        '"challenger", ',
+        "",
+        RELEASE_TESTS,
+    ),
+    PackageBug(
+        "a resource of another release is served all the same",
+        f"{OPERATOR}/reconcile.py",
+        'return None if step.act in {"serve", "mark"} else step.again',
+        "return None",
+        RELEASE_TESTS,
+    ),
+    PackageBug(
+        "the mark of a release is not read again before a write",
+        f"{OPERATOR}/reconcile.py",
+        "release.same_mark(held, live) and ",
+        "",
+        RELEASE_TESTS,
+    ),
+    PackageBug(
+        "pods of another release are probed",
+        f"{OPERATOR}/probe/prober.py",
+        "if is_served_by_another(body, self._settings.release):",
+        "if False:",
+        RELEASE_TESTS,
+    ),
+    PackageBug(
+        "an upgrade waits for deployments of another release",
+        UPGRADES,
+        " and not is_served_by_another(resource, self._settings.release)",
+        "",
+        RELEASE_TESTS,
     ),
 )

@@ -83,9 +83,8 @@ def same_mark(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
 
 
 def marked(status: Mapping[str, Any], release: str) -> dict[str, Any]:
-    """The status with this release's mark, and without a question to answer."""
-    kept = {name: value for name, value in status.items() if name != _QUESTION}
-    return kept | {_MARK: release}
+    """The status with this release's mark."""
+    return {**status, _MARK: release}
 
 
 def asking(status: Mapping[str, Any], release: str) -> dict[str, Any]:
