@@ -251,7 +251,7 @@ class Operator:
         differing = self._store.differing(kind, namespace, versions, version)
         if differing is None or len(differing) > READ_SINGLY:
             return await self._cluster.list(kind, namespace)
-        read = {key: await self._cluster.get(kind, key) for key in differing}
+        read = {key: await self._cluster.listed(kind, key) for key in differing}
         bodies = [read[k] if k in read else self._store.get(kind, k) for k in versions]
         return [body for body in bodies if body is not None], version
 

@@ -18,6 +18,7 @@ from fairlead_operator.metrics import Metrics
 from fairlead_operator.resource.kinds import BY_NAME, EVENT, Kind, Object, key_of
 
 Name = tuple[str, str, str]  # plural, namespace, name
+_NAME_SELECTOR = re.compile(r"metadata\.name=([^,]+)")
 _PATH = re.compile(
     r"/apis?/(?:[^/]+/)?v[^/]+(?:/namespaces/(?P<namespace>[^/]+))?/(?P<plural>[^/]+)"
     r"(?:/(?P<name>[^/]+))?(?:/(?P<sub>status))?"
@@ -97,8 +98,12 @@ class FakeApiServer:
         name = (plural, namespace, match["name"] or "")
         if method == "GET" and not match["name"]:
             metadata_only = "PartialObjectMetadataList" in accept
+            only = _NAME_SELECTOR.search(query.get("fieldSelector", ""))
+            name = (plural, namespace, only[1] if only else "")
             self.on_request("versions" if metadata_only else "list", name)
-            return self._list(_KINDS[plural], namespace, query, metadata_only=metadata_only)
+            return self._list(
+                _KINDS[plural], namespace, name[2], query, metadata_only=metadata_only
+            )
         self.on_request(method.lower(), name)
         if method == "POST" and plural == EVENT.plural:
             self.events.append(body)
@@ -121,9 +126,20 @@ class FakeApiServer:
         raise AssertionError(f"the fake API server does not know {method} {path}")
 
     def _list(
-        self, kind: Kind, namespace: str, query: Mapping[str, str], *, metadata_only: bool
+        self,
+        kind: Kind,
+        namespace: str,
+        name: str,
+        query: Mapping[str, str],
+        *,
+        metadata_only: bool,
     ) -> Object:
-        bodies = [b for b in self.all(kind) if namespace in ("", b["metadata"].get("namespace"))]
+        bodies = [
+            body
+            for body in self.all(kind)
+            if namespace in {"", body["metadata"].get("namespace")}
+            and name in {"", body["metadata"]["name"]}
+        ]
         start = int(query.get("continue", 0))
         end = start + min(self.page, int(query.get("limit", self.page)))
         more = {"continue": str(end)} if bodies[end:] else {}

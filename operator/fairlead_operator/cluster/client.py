@@ -120,11 +120,24 @@ class Cluster:
             version = version or at
         return versions, version
 
+    async def listed(self, kind: Kind, key: Key) -> Object | None:
+        """One object as ``list`` returns it. It is asked for as a list of its name: of the objects
+        that the operator only looks at, the chart grants no other right.
+        """
+        namespace, name = key
+        async for items, _ in self._pages(kind, namespace, PAGE, JSON, f"metadata.name={name}"):
+            for body in items:
+                return trimmed(kind, body)
+        return None
+
     async def _pages(
-        self, kind: Kind, namespace: str, limit: int, accept: str
+        self, kind: Kind, namespace: str, limit: int, accept: str, fields: str = ""
     ) -> AsyncIterator[tuple[Sequence[Object], int]]:
-        """The pages of one list, all of the same version, and that version."""
-        selectors = {"labelSelector": kind.labels, "fieldSelector": kind.fields}
+        """The pages of one list, all of the same version, and that version. ``fields`` selects in
+        addition to the kind's own selectors.
+        """
+        both = ",".join(selector for selector in (kind.fields, fields) if selector)
+        selectors = {"labelSelector": kind.labels, "fieldSelector": both}
         query = {name: text for name, text in selectors.items() if text} | {"limit": str(limit)}
         while True:
             answer = await self.call("list", "GET", kind.path(namespace), query, accept=accept)

@@ -1,15 +1,22 @@
 """One InferenceDeployment on the node: applied, watched, changed and removed."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from cluster.harness.apiclient import Object, eventually
 from cluster.harness.resources import CHILDREN, KIND, condition, current, idep, ready, status
 from e2e.harness.installation import NAMESPACE, Installation
 
+T = TypeVar("T")
 # Several of these run beside each other on two cores.
 SMALL: Object = {
-    "resources": {"accelerator": {"count": 0}, "cpu": "100m", "memory": "2Gi"},
+    "resources": {
+        "accelerator": {"count": 0},
+        "cpu": "100m",
+        "memory": "2Gi",
+        "sharedMemory": "64Mi",
+    },
     "scheduler": {"maxBatchTokens": 256, "maxRequests": 16},
     "cache": {"numBlocks": 1024},
 }
@@ -44,7 +51,7 @@ class Served:
             seen = ready(self.installation.api, NAMESPACE, self.name)
             return seen if seen and current(self.installation.api, NAMESPACE, self.name) else None
 
-        return eventually(look, within, f"{self.name} is Ready, not {self.told}")
+        return self._eventually(look, within, "is Ready")
 
     def until_rolled_out(self, within: float = 120) -> Object:
         """The status once every wanted pod is of the newest revision and ready, and no other
@@ -64,7 +71,7 @@ class Served:
             )
             return seen if whole and len(self.pods()) == wanted else None
 
-        return eventually(look, within, f"{self.name} is rolled out; {self.told}")
+        return self._eventually(look, within, "is rolled out")
 
     def pods(self) -> list[Object]:
         """Its pods, those that end too."""
@@ -98,7 +105,14 @@ class Served:
             found = [b for b in seen.get("blockers") or () if b["code"] == code]
             return found[0] if found else None
 
-        return eventually(look, within, f"the blocker {code}; {self.told}")
+        return self._eventually(look, within, f"has the blocker {code}")
+
+    def _eventually(self, look: Callable[[], T | None], within: float, what: str) -> T:
+        """As ``eventually``; a failure shows what the resource told at the end."""
+        try:
+            return eventually(look, within, f"{self.name} {what}", every=0.1)
+        except AssertionError as error:
+            raise AssertionError(f"{error}; it is {self.told}") from None
 
     def delete(self) -> None:
         """Returns when the resource, its children and its pods are gone."""
