@@ -6,12 +6,20 @@ BIN := $(VENV)/bin
 # uv's --torch-backend, from PyTorch's own index, instead of the build that the lock names.
 TORCH ?= registry
 
+# Where `make images` writes operator.tar and runtime.tar, and where the tests look for them.
+IMAGES_OUT ?= build/images
+# The program that builds images (docker, podman or buildah), the image to start from, and which
+# images: operator, runtime, runtime-cuda.
+BUILDER ?=
+BASE ?=
+NAMES ?= operator runtime
+
 PYTEST := $(BIN)/python -m pytest
 # One file's tests share a worker, and with it the cluster and the servers that they start.
 WORKERS ?= 2
 PARALLEL := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
-.PHONY: help setup demo check lint style types imports fast test e2e test-full plant gpu bench lock clean
+.PHONY: help setup demo check lint style types imports fast test e2e test-full images test-images plant gpu bench lock clean
 help: ## print this list
 	@grep -E '^[a-z0-9-]+:.*## ' $(firstword $(MAKEFILE_LIST)) | sed -E 's/:.*## /\t/'
 
@@ -55,7 +63,15 @@ e2e: setup ## the images on a real node, in a sandbox of its own: needs root
 	PYTHONPATH=tests FAIRLEAD_FULL=$(FULL) $(BIN)/python -m e2e
 
 test-full: lint plant ## everything that needs no GPU, long forms whole
-	FAIRLEAD_FULL=1 $(PYTEST) -m "not gpu and not e2e and not e2e_machine" --timeout=14400
+	FAIRLEAD_FULL=1 $(PYTEST) -m "not gpu and not e2e and not e2e_machine and not images" --timeout=14400
+
+images: ## the container images, as tar files in IMAGES_OUT: BUILDER=docker|podman|buildah, BASE=IMAGE
+	$(PYTHON) scripts/build_images.py --out $(IMAGES_OUT) \
+	  $(if $(BUILDER),--builder $(BUILDER)) $(if $(BASE),--base $(BASE)) $(NAMES)
+
+test-images: setup ## what the images hold and how they run: after `make images`, as root; FULL=1 builds them twice
+	IMAGES_OUT=$(abspath $(IMAGES_OUT)) FAIRLEAD_FULL=$(FULL) \
+	  $(PYTEST) -m "images$(if $(FULL),, and not full)" tests/images
 
 plant: setup ## plant known bugs one at a time; the tests must catch every one
 	$(BIN)/python scripts/plant_bugs.py

@@ -1,0 +1,14 @@
+#!/bin/sh
+# Build Fairlead's wheel and unpack it, with the SBOM of the image NAME, below the folder APP.
+#   install_fairlead.sh NAME APP
+set -eu
+name=$1 app=$2
+venv=/opt/fairlead
+cd /build
+/tmp/pip/bin/pip --python /tmp/hatch/bin/python wheel --quiet --no-deps --no-build-isolation \
+    --no-index --wheel-dir /tmp/wheel .
+/tmp/pip/bin/pip --python "$venv/bin/python" install --quiet --no-deps --no-compile --no-index \
+    --root "$app" /tmp/wheel/*.whl
+packages=$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
+PYTHONHASHSEED=0 python3 docker/byte_code.py "$app" --root "$app"
+python3 docker/sbom.py "$name" /build/status "$packages" "$app$packages" > "$app$venv/sbom.cdx.json"

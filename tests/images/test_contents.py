@@ -1,0 +1,194 @@
+"""What the images hold, read from their archives."""
+
+import fnmatch
+import json
+import re
+import stat
+import tomllib
+from pathlib import Path, PurePosixPath
+
+import pytest
+
+from support.image_archive import Archive
+
+pytestmark = pytest.mark.images
+ROOT = Path(__file__).parents[2]
+VERSION = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+PACKAGES = "opt/fairlead/lib/python3*/site-packages"
+MEGABYTE = 10**6
+BOUNDS = {"operator": 250 * MEGABYTE, "runtime": 1800 * MEGABYTE}
+OURS = ("fairlead_operator", "fairlead_runtime", "fairlead_kernels", "fairlead-*.dist-info")
+
+COMPILERS = (
+    "cc",
+    "c++",
+    "gcc*",
+    "g++*",
+    "clang*",
+    "tcc",
+    "cc1*",
+    "ld",
+    "ld.*",
+    "as",
+    "nvcc",
+    "make",
+)
+MANAGERS = ("apt", "apt-*", "dpkg*", "pip", "pip[0-9]*", "uv", "uvx", "conda*", "npm", "yum", "rpm")
+# Programs whose names only look like one of these.
+INNOCENT = ("usr/bin/ld.so", "usr/lib64/ld-linux-x86-64.so.2")
+
+
+def name_of(image: Archive) -> str:
+    return image.path.stem
+
+
+def under(image: Archive, pattern: str) -> list[str]:
+    return [path for path in image.files if fnmatch.fnmatch(path, pattern)]
+
+
+def python_packages(image: Archive) -> dict[str, str]:
+    """Names, normalized, and versions of the installed distributions."""
+    found = {}
+    for path in under(image, f"{PACKAGES}/*.dist-info/METADATA"):
+        text = image.read(path).decode()
+        name = re.findall(r"^Name: (.+)$", text, re.MULTILINE)[0]
+        version = re.findall(r"^Version: (.+)$", text, re.MULTILINE)[0]
+        found[re.sub(r"[-_.]+", "-", name).lower()] = version
+    return found
+
+
+def test_the_image_is_tagged_with_the_name_that_the_chart_writes(image: Archive) -> None:
+    assert image.tags == [f"docker.io/fairlead/{name_of(image)}:{VERSION}"]
+
+
+def test_the_image_runs_as_a_user_that_is_not_root_and_has_a_name(image: Archive) -> None:
+    assert image.config["config"]["User"] == "10001"
+    assert "\nfairlead:x:10001:10001:" in image.read("etc/passwd").decode()
+
+
+def test_the_image_says_what_it_is(image: Archive) -> None:
+    labels = image.config["config"]["Labels"]
+    prefix = "org.opencontainers.image."
+    assert labels[f"{prefix}version"] == VERSION
+    assert labels[f"{prefix}licenses"] == "Apache-2.0"
+    assert labels[f"{prefix}title"] == f"Fairlead {name_of(image)}"
+    assert re.fullmatch(r"[0-9a-f]{40}", labels[f"{prefix}revision"])
+    assert re.fullmatch(r"20\d\d-\d\d-\d\dT\d\d:\d\d:\d\dZ", labels[f"{prefix}created"])
+
+
+def test_python_fairlead_and_a_shell_are_on_the_path(image: Archive) -> None:
+    path = [folder.strip("/") for folder in image.environment["PATH"].split(":")]
+    for program in ("python", "fairlead", "sh", "ls", "cat", "id", "grep", "env", "sleep"):
+        assert any(f"{folder}/{program}" in image.files for folder in path), program
+
+
+def test_the_image_has_no_compiler_and_no_package_manager(image: Archive) -> None:
+    wrong = [
+        path
+        for path, entry in image.files.items()
+        if path not in INNOCENT
+        and not stat.S_ISDIR(entry.mode)
+        and (entry.mode & 0o111 or stat.S_ISLNK(entry.mode))
+        and any(fnmatch.fnmatch(PurePosixPath(path).name, p) for p in (*COMPILERS, *MANAGERS))
+    ]
+    assert wrong == []
+    for module in ("pip", "setuptools", "uv", "hatchling", "wheel"):
+        assert not under(image, f"{PACKAGES}/{module}/*"), module
+    assert not under(image, "*/ensurepip/*")
+    assert not under(image, "*.whl")
+
+
+def test_no_program_raises_its_rights(image: Archive) -> None:
+    raised = stat.S_ISUID | stat.S_ISGID
+    assert [p for p, e in image.files.items() if e.regular and e.mode & raised] == []
+
+
+def test_any_user_may_read_every_file(image: Archive) -> None:
+    """OpenShift replaces the user by one of the namespace."""
+    for path, entry in image.files.items():
+        if path == "root" or stat.S_ISLNK(entry.mode):
+            continue
+        needed = 0o005 if stat.S_ISDIR(entry.mode) else 0o004
+        assert entry.mode & needed == needed, f"{path}: {entry.mode:o}"
+
+
+def test_nothing_that_belongs_to_the_image_may_be_written_by_its_user(image: Archive) -> None:
+    for path, entry in image.files.items():
+        assert entry.uid == 0, path
+        if entry.regular:
+            assert not entry.mode & 0o002, path
+
+
+def test_the_image_holds_no_tests_logs_or_caches(image: Archive) -> None:
+    assert not under(image, "var/log/*") + under(image, "var/cache/*")
+    assert not under(image, "tmp/*") + under(image, "build/*") + under(image, "root/*")
+    assert not under(image, f"{PACKAGES}/pytest*")
+
+
+def test_byte_code_does_not_depend_on_times(image: Archive) -> None:
+    compiled = (
+        under(image, f"{PACKAGES}/fairlead_runtime/config*.pyc")
+        + under(image, f"{PACKAGES}/*/__pycache__/__init__*.pyc")[:20]
+        + under(image, "usr/lib/python3*/__pycache__/argparse*.pyc")
+    )
+    assert len(compiled) > 20
+    for path in compiled:
+        # PEP 552: bit 0, checked by hash; bit 1 unset, never checked.
+        assert int.from_bytes(image.read(path)[4:8], "little") == 1, path
+
+
+def test_our_code_is_a_small_layer_of_its_own(image: Archive) -> None:
+    ours = {
+        image.files[path].layer
+        for pattern in OURS
+        for path in under(image, f"{PACKAGES}/{pattern}/*")
+    }
+    top = len(image.layers) - 1
+    assert ours == {top}
+    assert image.sizes[top] < 20 * MEGABYTE
+
+
+def test_the_image_is_within_its_size(image: Archive) -> None:
+    assert sum(image.sizes) <= BOUNDS[name_of(image)]
+
+
+def test_the_operator_has_no_torch_and_no_server(operator: Archive) -> None:
+    names = set(python_packages(operator))
+    assert {"kopf", "kubernetes", "fairlead"} <= names
+    assert not names & {"torch", "numpy", "transformers", "fastapi", "uvicorn", "llguidance"}
+
+
+def test_the_runtime_has_no_operator_framework(runtime: Archive) -> None:
+    names = set(python_packages(runtime))
+    assert {"torch", "transformers", "fastapi", "llguidance", "fairlead"} <= names
+    assert not names & {"kopf", "kubernetes", "triton", "pytest", "flashinfer-python"}
+
+
+def test_every_package_has_the_version_of_the_lock(image: Archive) -> None:
+    lock = (ROOT / "requirements.lock").read_text()
+    locked = set(re.findall(r"^([a-z0-9-]+)==(\S+)", lock, re.MULTILINE))
+    installed = {pair for pair in python_packages(image).items() if pair[0] != "fairlead"}
+    assert len(installed) > 20
+    assert installed <= locked
+
+
+def test_the_bill_of_materials_lists_what_is_installed(image: Archive) -> None:
+    document = json.loads(image.read("opt/fairlead/sbom.cdx.json"))
+    assert (document["bomFormat"], document["specVersion"]) == ("CycloneDX", "1.6")
+    listed = {part["purl"] for part in document["components"]}
+    status = image.read("var/lib/dpkg/status").decode()
+    debian = re.findall(
+        r"^Package: (\S+)$.*?^Architecture: (\S+)$.*?^Version: (\S+)$",
+        status,
+        re.MULTILINE | re.DOTALL,
+    )
+    assert len(debian) > 20
+    for name, architecture, _ in debian:
+        assert any(
+            purl.startswith(f"pkg:deb/debian/{name.replace('+', '%2B')}@")
+            and f"arch={architecture}&" in purl
+            for purl in listed
+        ), name
+    for name, version in python_packages(image).items():
+        assert f"pkg:pypi/{name}@{version}" in listed
+    assert len(listed) == len(debian) + len(python_packages(image))
