@@ -2,15 +2,32 @@
 
 import json
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field, WithJsonSchema, field_validator
 
 from fairlead_runtime.api.errors import invalid
 from fairlead_runtime.api.strict_body import MAX_NAME, StrictBody
 
 MAX_MESSAGES = 1024
 MAX_CALLS = 128  # of one message
+
+
+# For the OpenAPI document; the validator checks the values.
+_CONTENT = {
+    "anyOf": [
+        {"type": "string"},
+        {
+            "type": "array",
+            "items": {
+                "type": "object",
+                "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
+                "required": ["type", "text"],
+            },
+        },
+        {"type": "null"},
+    ]
+}
 
 
 class CalledFunction(StrictBody):
@@ -26,7 +43,7 @@ class ToolCall(StrictBody):
 
 class Message(StrictBody):
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Any = None
+    content: Annotated[Any, WithJsonSchema(_CONTENT)] = None
     name: str | None = Field(default=None, max_length=MAX_NAME)
     tool_calls: list[ToolCall] | None = Field(default=None, max_length=MAX_CALLS)
     tool_call_id: str | None = Field(default=None, max_length=MAX_NAME)

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, TypeVar
 
-from pydantic import FailFast, Field, field_validator
+from pydantic import FailFast, Field, WithJsonSchema, field_validator
 
 from fairlead_runtime.api.errors import invalid
 from fairlead_runtime.api.messages import MAX_MESSAGES, Message, for_template
@@ -51,6 +51,19 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "web_search_options": (None,),
 }
 
+# For the OpenAPI document; the validators check the values.
+_TEXTS = {"type": "array", "items": {"type": "string"}}
+_IDS = {"type": "array", "items": {"type": "integer"}, "minItems": 1}
+_STOP = {"anyOf": [{"type": "string"}, _TEXTS, {"type": "null"}]}
+_PROMPT = {
+    "anyOf": [
+        {"type": "string"},
+        {**_TEXTS, "minItems": 1, "maxItems": MAX_PROMPTS},
+        _IDS,
+        {"type": "array", "items": _IDS, "minItems": 1, "maxItems": MAX_PROMPTS},
+    ]
+}
+
 _log = logging.getLogger("fairlead.api")
 
 
@@ -74,7 +87,7 @@ class _Body(StructuredBody):
     min_tokens: int | None = None
     ignore_eos: bool | None = None
     stop_token_ids: list[int] | None = Field(default=None, max_length=64)
-    stop: Any = None
+    stop: Annotated[Any, WithJsonSchema(_STOP)] = None
     include_stop_str_in_output: bool | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
@@ -109,7 +122,7 @@ class _Body(StructuredBody):
 
 
 class CompletionBody(_Body):
-    prompt: Any
+    prompt: Annotated[Any, WithJsonSchema(_PROMPT)]
     logprobs: int | None = None
     echo: bool | None = None
 

@@ -303,6 +303,7 @@ REFUSED: list[tuple[dict[str, Any], int, str]] = [
     ({"input": [{"type": "item_reference", "id": "msg_1"}]}, 400, "input.0"),
     ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, 400, "input.0.content"),
     ({"input": [{"role": "wizard", "content": "x"}]}, 400, "input.0.role"),
+    ({"input": [{"role": "user", "content": [{"type": {}, "text": "x"}]}]}, 400, "input.0.content"),
     (
         {"input": [{"role": "user", "content": "x"}, {"type": "function_call", "name": "f"}]},
         400,

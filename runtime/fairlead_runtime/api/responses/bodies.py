@@ -7,7 +7,7 @@ checked as a chat's, under the names that the client sent.
 import re
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Annotated, Any
 
 from pydantic import Field, field_validator
 
@@ -51,9 +51,12 @@ class TextOptions(StrictBody):
     verbosity: str | None = None
 
 
+Items = Annotated[list[Item], Field(max_length=MAX_ITEMS)]
+
+
 class ResponseBody(StrictBody):
     model: str = Field(max_length=MAX_NAME)
-    input: list[Item] = Field(max_length=MAX_ITEMS)
+    input: Items
     instructions: str | None = None
     max_output_tokens: int | None = None
     tools: list[dict[str, Any]] | None = Field(default=None, max_length=MAX_TOOLS)
@@ -66,7 +69,7 @@ class ResponseBody(StrictBody):
     stream_options: dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
 
-    @field_validator("input", mode="before")
+    @field_validator("input", mode="before", json_schema_input_type=str | Items)
     @classmethod
     def _input(cls, value: Any) -> Any:
         """Text alone is the user's message."""

@@ -2,7 +2,7 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Discriminator, Field, Tag, field_validator
+from pydantic import Discriminator, Field, Tag, WithJsonSchema, field_validator
 
 from fairlead_runtime.api.strict_body import MAX_NAME, StrictBody
 
@@ -10,9 +10,29 @@ MAX_ITEMS = 1024
 Name = Annotated[str, Field(max_length=MAX_NAME)]
 
 
+# For the OpenAPI document; the validators check the values.
+_TEXT = {
+    "anyOf": [
+        {"type": "string"},
+        {
+            "type": "array",
+            "items": {
+                "type": "object",
+                "properties": {
+                    "type": {"enum": ["input_text", "output_text", "text"]},
+                    "text": {"type": "string"},
+                },
+                "required": ["type", "text"],
+            },
+        },
+    ]
+}
+
+
 class MessageItem(StrictBody):
+    type: Literal["message"] = "message"
     role: Literal["user", "assistant", "system", "developer"]
-    content: Any
+    content: Annotated[Any, WithJsonSchema(_TEXT)]
 
     @field_validator("content")
     @classmethod
@@ -21,14 +41,16 @@ class MessageItem(StrictBody):
 
 
 class CallItem(StrictBody):
+    type: Literal["function_call"]
     call_id: Name
     name: Name
     arguments: str
 
 
 class ResultItem(StrictBody):
+    type: Literal["function_call_output"]
     call_id: Name
-    output: Any
+    output: Annotated[Any, WithJsonSchema(_TEXT)]
 
     @field_validator("output")
     @classmethod
@@ -41,6 +63,7 @@ class ReasoningPart(StrictBody):
 
 
 class ReasoningItem(StrictBody):
+    type: Literal["reasoning"]
     content: list[ReasoningPart] | None = None
 
 
@@ -125,5 +148,6 @@ def _part(part: Any) -> str | None:
         return None
     kind = part.get("type")
     text = part.get("refusal" if kind == "refusal" else "text")
-    known = kind in {"input_text", "output_text", "text", "refusal"}
+    # A tuple: what a client sends as the type need not be hashable.
+    known = kind in ("input_text", "output_text", "text", "refusal")
     return text if known and isinstance(text, str) else None

@@ -1,0 +1,38 @@
+"""docs/openapi.json is generated from the types of the bodies, and has the routes that exist."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from fastapi import FastAPI
+
+from fairlead_runtime.api.app import public_app
+from fairlead_runtime.api.limits import PromptPool
+from fairlead_runtime.api.state import ServerState
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_the_document_is_current() -> None:
+    command = [sys.executable, "scripts/make_openapi.py", "--check"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_document_has_every_route_of_the_public_port_and_no_other() -> None:
+    pool = PromptPool()
+    app: Any = public_app(ServerState(name="tiny"), pool)
+    pool.close()
+    while not isinstance(app, FastAPI):
+        app = app._app
+    routes: list[Any] = list(app.router.routes)
+    served = {
+        (route.path.replace(":path", ""), method.lower())
+        for route in routes
+        for method in route.methods
+    }
+    document = json.loads((ROOT / "docs" / "openapi.json").read_text())
+    described = {(path, method) for path, item in document["paths"].items() for method in item}
+    assert described == served
