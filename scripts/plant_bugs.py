@@ -367,7 +367,7 @@ BUGS = (
     Bug(
         "choices share their tokens while they run",
         SCHEDULER,
-        "            sequence.tokens = list(sequence.tokens)\n",
+        "            sequence.tokens = sequence.tokens[:]\n",
         "            pass\n",
     ),
     Bug("the safety margin is ignored", PLANNER, "self.limits.safety_margin * self", "0 * self"),

@@ -6,7 +6,7 @@ Every value can be sent over a socket: the engine may run in a process of its ow
 Imports neither torch nor asyncio.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol, Self
 
@@ -79,7 +79,7 @@ class Submission:
     which others do not.
     """
 
-    prompt: tuple[int, ...]
+    prompt: Sequence[int]
     params: SamplingParams = field(default_factory=SamplingParams)
     id: str = ""
     tenant: str = ""

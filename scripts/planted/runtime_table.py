@@ -217,10 +217,24 @@ BUGS = (
         ("unit/sizing/test_memory_plan.py",),
     ),
     PackageBug(
+        "the ids of tokens and blocks are not planned",
+        f"{RUNTIME}/sizing/solve.py",
+        'left -= kept["bookkeeping"]',
+        "pass",
+        ("unit/sizing/test_memory_plan.py",),
+    ),
+    PackageBug(
+        "log-probabilities of prompts are in no budget",
+        f"{RUNTIME}/api/completions.py",
+        "if params.prompt_logprobs is not None:\n        tokens",
+        "if False:\n        tokens",
+        ("functional/api/test_api_errors.py",),
+    ),
+    PackageBug(
         "a CPU's cache takes all that is left",
         f"{RUNTIME}/sizing/solve.py",
-        'max(0, min(left, CPU_CACHE) if device.kind == "cpu" else left) // block',
-        "max(0, left) // block",
+        "min(bookkeeping.blocks(left, block), CPU_CACHE // block)",
+        "bookkeeping.blocks(left, block)",
         ("unit/sizing/test_memory_plan.py",),
     ),
     PackageBug(

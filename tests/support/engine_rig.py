@@ -167,11 +167,11 @@ class Rig:
             Scheduler(limits, self.groups, b"rig"), KnownTextRunner(texts), arrivals
         ).stats
 
-    def reference(self, prompt: tuple[int, ...], max_tokens: int) -> list[int]:
+    def reference(self, prompt: abc.Sequence[int], max_tokens: int) -> list[int]:
         """transformers' greedy ``generate`` of this prompt alone, with eager attention and our
         end-of-sequence ids.
         """
-        key = (prompt, max_tokens)
+        key = (tuple(prompt), max_tokens)
         if key not in self._references:
             with self.model.plain() as plain, torch.inference_mode():
                 generator: Any = plain

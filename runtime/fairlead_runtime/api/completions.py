@@ -19,7 +19,13 @@ from fairlead_runtime.api import errors, request_bodies
 from fairlead_runtime.api.access_log import log_late_failure
 from fairlead_runtime.api.auth import TENANT, Salter
 from fairlead_runtime.api.deadline import TimedStream
-from fairlead_runtime.api.limits import PromptPool, answer_bytes, read_body, while_connected
+from fairlead_runtime.api.limits import (
+    PromptPool,
+    Scored,
+    answer_bytes,
+    read_body,
+    while_connected,
+)
 from fairlead_runtime.api.prompts import PreparedRequest, Validate, prepare
 from fairlead_runtime.api.response_bodies import (
     PIECE,
@@ -108,8 +114,8 @@ class EndpointHandler:
         encoder = self._endpoint.encoder(self._frame(backend, prepared, usage))
         async with AsyncExitStack() as running:
             take = running.enter_context(self._pool.answers.hold())
-            if self._endpoint is RESPONSES or not request.stream:
-                take(_answer_bytes(prepared, backend.service.max_model_len))
+            whole = self._endpoint is RESPONSES or not request.stream
+            take(_answer_bytes(prepared, backend.service.max_model_len, whole=whole))
             streams = [
                 await running.enter_async_context(
                     _timed(
@@ -185,16 +191,25 @@ class EndpointHandler:
         ]
 
 
-def _answer_bytes(prepared: PreparedRequest, max_model_len: int) -> int:
-    """What an answer takes that is held whole, as the last event of a response is too; text alone
-    is small. Raises ApiError as ``answer_bytes`` does.
+def _answer_bytes(prepared: PreparedRequest, max_model_len: int, *, whole: bool) -> int:
+    """What an answer's log-probabilities take: those of the prompts always, of the output where it
+    is held ``whole``, as the last event of a response is too; text alone is small. Raises ApiError.
     """
-    params = prepared.request.params
-    if params.logprobs is None:
-        return 0
-    longest = max(0, max_model_len - min(map(len, prepared.prompts)))
-    tokens = min(params.max_tokens or longest, longest)
-    return answer_bytes(len(prepared.prompts) * params.n, tokens, params.logprobs)
+    params, prompts = prepared.request.params, prepared.prompts
+    parts: list[Scored] = []
+    if whole and params.logprobs is not None:
+        longest = max(0, max_model_len - min(map(len, prompts)))
+        tokens, choices = min(params.max_tokens or longest, longest), len(prompts) * params.n
+        words = f"{choices} choices * {tokens} max_tokens"
+        parts.append(Scored("logprobs", words, choices * tokens, params.logprobs))
+    if params.prompt_logprobs is not None:
+        tokens = sum(map(len, prompts))
+        words = f"{tokens} prompt tokens"
+        parts.append(Scored("prompt_logprobs", words, tokens, params.prompt_logprobs))
+    try:
+        return answer_bytes(parts)
+    except errors.ApiError as error:
+        raise error.renamed(prepared.request.sent_names) from None
 
 
 async def _submit(

@@ -8,10 +8,10 @@ of bytes that all requests share, and the pool in which prompts are parsed, rend
 import asyncio
 import os
 import threading
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 from starlette.types import Receive, Scope
 
@@ -23,9 +23,10 @@ POOL_WORKERS = 2
 POOL_NICE = 10  # so much nicer are they: the engine and the event loop go first
 # Of all bodies, from their first byte until a worker has read them.
 POOL_BYTES = 64 * 1024 * 1024
-# Of all answers with log-probabilities that are held whole, and of one log-probability in them.
+# Of all log-probabilities that answers hold: together, of one token, and of each entry of a token.
 ANSWER_BYTES = 128 * 1024 * 1024
-LOGPROB_BYTES = 128
+TOKEN_BYTES = 256
+LOGPROB_BYTES = 160
 
 Params = ParamSpec("Params")
 Value = TypeVar("Value")
@@ -63,20 +64,41 @@ class ByteBudget:
             self._free += held
 
 
-def answer_bytes(choices: int, max_tokens: int, logprobs: int) -> int:
-    """The bytes to hold for an answer with log-probabilities that is not streamed, or a response.
-
-    Raises ApiError 400 when that is more than all such answers may take together.
+class Scored(NamedTuple):
+    """``tokens`` whose log-probabilities an answer holds, each with its own and the ``top``
+    likeliest. ``words`` shows how their number comes about, ``param`` is the field.
     """
-    needed = choices * max_tokens * (logprobs + 1) * LOGPROB_BYTES
+
+    param: str
+    words: str
+    tokens: int
+    top: int
+
+    @property
+    def size(self) -> int:
+        return self.tokens * (TOKEN_BYTES + (self.top + 1) * LOGPROB_BYTES)
+
+    @property
+    def arithmetic(self) -> str:
+        each = f"({TOKEN_BYTES} + ({self.top} + 1) log-probabilities * {LOGPROB_BYTES} bytes)"
+        return f"{self.words} * {each}"
+
+
+def answer_bytes(parts: Sequence[Scored]) -> int:
+    """The bytes to hold for the log-probabilities of one answer.
+
+    Raises ApiError 400 when that is more than those of all answers may take together.
+    """
+    needed = sum(part.size for part in parts)
     if needed > ANSWER_BYTES:
+        largest = max(parts, key=lambda part: part.size)
+        arithmetic = " + ".join(part.arithmetic for part in parts)
         raise ApiError(
             400,
-            f"logprobs: {choices} choices * {max_tokens} max_tokens * ({logprobs} + 1) "
-            f"log-probabilities * {LOGPROB_BYTES} bytes = {needed} bytes, but all answers that "
-            f"are held whole may take {ANSWER_BYTES}: lower max_tokens, n or logprobs, or stream "
-            "a completion",
-            param="logprobs",
+            f"{largest.param}: {arithmetic} = {needed} bytes, but all answers that are held whole "
+            f"may take {ANSWER_BYTES}: lower max_tokens, n or the log-probabilities, send shorter "
+            "prompts, or stream a completion",
+            param=largest.param,
         )
     return needed
 

@@ -8,6 +8,7 @@ from typing import Any
 from fairlead_runtime.logprobs import Logprob
 
 FLOOR = -9999.0  # stands for minus infinity, which JSON does not have
+PIECE_TOKENS = 32  # whose log-probabilities are encoded at once, in a few milliseconds
 
 # Ids that stand for the same bytes in every context; the bytes may be a part of a character.
 TokenBytes = Mapping[int, bytes]

@@ -17,7 +17,7 @@ from fairlead_runtime.api.request_bodies import GenerationRequest
 from fairlead_runtime.api.shown_prompts import echoed
 from fairlead_runtime.api.strict_json import parse_object
 from fairlead_runtime.models.chat import bad_word_ids, encode, encode_chat, render_chat
-from fairlead_runtime.request import RequestError
+from fairlead_runtime.request import RequestError, pack_ids
 from fairlead_runtime.serving.intake import check_prompt_logprobs
 
 CHARS_PER_TOKEN = 16  # a text longer than this times max_model_len is refused before tokenizing
@@ -32,7 +32,7 @@ class PreparedRequest(NamedTuple):
     """``request`` has no prompt and no messages any more: it is held until its answer ends."""
 
     request: GenerationRequest
-    prompts: tuple[tuple[int, ...], ...]  # token ids of each prompt
+    prompts: tuple[Sequence[int], ...]  # token ids of each prompt, as ``pack_ids`` returns them
     prompt_end: str  # of a chat, as text
     echo: tuple[str, ...] = ()  # the text of each prompt, if the answer shows it
 
@@ -60,9 +60,9 @@ def _prepared(
         text = chat_text(
             request.messages, tokenizer, max_model_len, tools=request.tools.for_template
         )
-        return PreparedRequest(kept, (tuple(encode_chat(tokenizer, text)),), text[-PROMPT_END:])
+        return PreparedRequest(kept, (pack_ids(encode_chat(tokenizer, text)),), text[-PROMPT_END:])
     prompts = tuple(
-        tuple(text_ids(prompt, tokenizer, max_model_len)) if isinstance(prompt, str) else prompt
+        pack_ids(text_ids(prompt, tokenizer, max_model_len) if isinstance(prompt, str) else prompt)
         for prompt in request.prompts
     )
     if request.params.prompt_logprobs is not None:

@@ -6,12 +6,14 @@ An event of plain text, the hot path, is a prebuilt prefix, one encoded string a
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any, Protocol, TypeVar
 
 import orjson
 
 from fairlead_runtime.api.errors import ApiError
 from fairlead_runtime.api.logprob_bodies import (
+    PIECE_TOKENS,
     TokenBytes,
     characters,
     chat_content,
@@ -26,7 +28,6 @@ from fairlead_runtime.request import FinishReason
 
 DONE = b"data: [DONE]\n\n"
 PIECE = 64 * 1024  # bytes of a whole answer that are written at once
-PIECE_TOKENS = 32  # whose log-probabilities are encoded at once, in a few milliseconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,14 +120,21 @@ class _ChoicesEncoder(ABC):
         for index, choice in enumerate(choices):
             self._frame.prompts.take(index, choice.prompt_logprobs)
         parts = (
-            (self._choice(index, choice), self._logprob_pieces(index, choice))
+            (
+                self._choice(index, choice),
+                chain(self._logprob_pieces(index, choice), self._last_member(index)),
+            )
             for index, choice in enumerate(choices)
         )
         return _whole(self._frame, self._kind, parts, usage, self._beside_choices())
 
-    def _beside_choices(self) -> Mapping[str, Any]:
-        """Members of the whole answer that no choice has."""
-        return {}
+    def _beside_choices(self) -> Iterable[bytes]:
+        """A member of the whole answer that no choice has, after a comma and in pieces."""
+        return ()
+
+    def _last_member(self, index: int) -> Iterable[bytes]:  # noqa: ARG002 - completions read it
+        """The same of a choice, after its log-probabilities."""
+        return ()
 
     @abstractmethod
     def _choice(self, index: int, choice: WholeChoice) -> dict[str, Any]: ...
@@ -169,8 +177,8 @@ class ChatEncoder(_ChoicesEncoder):
             events.append(self._events.raw(index, b"{}", finish=ending))
         return b"".join(events)
 
-    def _beside_choices(self) -> Mapping[str, Any]:
-        return self._frame.prompts.fields(0)
+    def _beside_choices(self) -> Iterable[bytes]:
+        return self._frame.prompts.member(0)
 
     def _logprob_pieces(self, index: int, choice: WholeChoice) -> Iterator[bytes]:  # noqa: ARG002 - a chat shows no prompt
         top = self._frame.top
@@ -239,6 +247,9 @@ class CompletionEncoder(_ChoicesEncoder):
         logprobs = b"null" if shape is None else orjson.dumps(shape)
         return self._events.text(index, output.text, logprobs, _finish(output))
 
+    def _last_member(self, index: int) -> Iterable[bytes]:
+        return self._frame.prompts.member(index)
+
     def _logprob_pieces(self, index: int, choice: WholeChoice) -> Iterator[bytes]:
         if self._frame.top is None:
             yield b"null"
@@ -274,7 +285,6 @@ class CompletionEncoder(_ChoicesEncoder):
         return {
             "index": index,
             "text": prompts.text(index) + "".join(choice.text),
-            **prompts.fields(index),
             **_finished(choice),
         }
 
@@ -395,10 +405,10 @@ def _whole(
     kind: str,
     choices: Iterable[tuple[dict[str, Any], Iterator[bytes]]],
     usage: Usage,
-    more: Mapping[str, Any],
+    more: Iterable[bytes],
 ) -> Iterator[bytes]:
-    """``choices``: the members of each, and its log-probabilities in pieces of JSON. ``more``:
-    members of the answer after them.
+    """``choices``: the members of each, and its log-probabilities in pieces of JSON, which further
+    members may follow. ``more``: members of the answer after the choices.
     """
     head = {"id": frame.id, "object": kind, "created": frame.created, "model": frame.model}
     yield orjson.dumps(head)[:-1] + b',"choices":['
@@ -407,4 +417,5 @@ def _whole(
         yield from logprobs
         yield b"}"
     yield b'],"usage":' + orjson.dumps(usage.as_dict())
-    yield (b"," + orjson.dumps(more)[1:] if more else b"}")
+    yield from more
+    yield b"}"

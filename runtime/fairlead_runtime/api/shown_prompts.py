@@ -1,12 +1,13 @@
 """What a completions answer shows of its prompts: their text (``echo``) and log-probabilities."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import orjson
 from transformers import PreTrainedTokenizerBase
 
-from fairlead_runtime.api.logprob_bodies import FLOOR
+from fairlead_runtime.api.logprob_bodies import FLOOR, PIECE_TOKENS
 from fairlead_runtime.logprobs import PromptLogprobs
 
 
@@ -20,7 +21,7 @@ class ShownPrompts:
     """
 
     n: int = 1
-    ids: tuple[tuple[int, ...], ...] = ()
+    ids: tuple[Sequence[int], ...] = ()
     echo: tuple[str, ...] = ()
     token_text: Callable[[int], str] = str
     top: int | None = None
@@ -35,7 +36,7 @@ class ShownPrompts:
         """The text that goes before that of choice ``index``."""
         return self.echo[index // self.n] if self.echo else ""
 
-    def tokens(self, index: int) -> tuple[tuple[int, ...], PromptLogprobs, str]:
+    def tokens(self, index: int) -> tuple[Sequence[int], PromptLogprobs, str]:
         """The echoed token ids of choice ``index``, their log-probabilities, and the first token's
         text; nothing without echo.
         """
@@ -45,12 +46,18 @@ class ShownPrompts:
         ids = self.ids[place]
         return ids, self._logprobs[place], self.token_text(ids[0])
 
-    def fields(self, index: int) -> dict[str, Any]:
-        """``prompt_logprobs`` in vLLM's shape, where the request asks for it."""
+    def member(self, index: int) -> Iterator[bytes]:
+        """``,"prompt_logprobs":[…]`` in vLLM's shape and in pieces; nothing where the request does
+        not ask for it.
+        """
         if self.top is None:
-            return {}
+            return
         entries = self._logprobs.get(index // self.n, ())
-        return {"prompt_logprobs": [_body(entry, self.top) for entry in entries]}
+        yield b',"prompt_logprobs":['
+        for at in range(0, len(entries), PIECE_TOKENS):
+            bodies = [_body(entry, self.top) for entry in entries[at : at + PIECE_TOKENS]]
+            yield b"," * bool(at) + orjson.dumps(bodies)[1:-1]
+        yield b"]"
 
 
 def _body(entries: Mapping[int, Any] | None, top: int) -> dict[str, Any] | None:

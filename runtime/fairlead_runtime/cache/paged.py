@@ -14,8 +14,8 @@ from typing import NamedTuple
 
 from fairlead_runtime.cache.blocks import BlockPool, PoolError
 from fairlead_runtime.cache.offload import HostPool
-from fairlead_runtime.cache.prefix import extend_chain, longest_hit, root
-from fairlead_runtime.request import Sequence
+from fairlead_runtime.cache.prefix import extend_chain, link, longest_hit, root
+from fairlead_runtime.request import BlockHash, Sequence
 from fairlead_runtime.sizing.groups import NULL, LayerGroup
 
 Pairs = list[tuple[int, int]]
@@ -117,7 +117,7 @@ class PagedCache:
         if not self.sharing or end > len(sequence.tokens) - keep:
             return None
         self._extend_hashes(sequence, end)
-        return sequence.hashes[index].digest
+        return sequence.hashes[index]
 
     def evictable(self, hit: Hit) -> list[int]:
         """Units of the hit without a reference. Sharing them makes them unavailable to others."""
@@ -207,9 +207,10 @@ class PagedCache:
         if self.sharing and sequence.registered < full:
             self._extend_hashes(sequence, computed)
             for i in range(sequence.registered, full):
+                block = self._block(sequence, i)
                 for index, table in enumerate(sequence.tables):
                     if table[i] != NULL:
-                        self.pool.register(table[i], index, sequence.hashes[i])
+                        self.pool.register(table[i], index, block)
             sequence.registered = full
         for group in self._windowed:
             table = sequence.tables[group.index]
@@ -224,9 +225,9 @@ class PagedCache:
         removed now if ``forget``.
         """
         if forget:
-            for block in sequence.hashes[: sequence.registered]:
+            for digest in sequence.hashes[: sequence.registered]:
                 for group in self.groups:
-                    unit = self.pool.find(group.index, block.digest)
+                    unit = self.pool.find(group.index, digest)
                     if unit is not None:
                         self.pool.forget(unit)
         self._release_tables(sequence)
@@ -244,6 +245,11 @@ class PagedCache:
         if len(sequence.hashes) < until // self.block_size:
             start = root(self.identity, sequence.request.salt)
             extend_chain(sequence.hashes, sequence.tokens, start, self.block_size, until)
+
+    def _block(self, sequence: Sequence, index: int) -> BlockHash:
+        start = root(self.identity, sequence.request.salt)
+        parent, packed = link(sequence.hashes, sequence.tokens, start, self.block_size, index)
+        return BlockHash(sequence.hashes[index], parent, packed)
 
 
 def _units_of(tables: Iterable[list[int]]) -> Iterable[int]:

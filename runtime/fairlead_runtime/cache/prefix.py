@@ -11,7 +11,6 @@ from array import array
 from collections.abc import Sequence
 
 from fairlead_runtime.cache.blocks import BlockPool
-from fairlead_runtime.request import BlockHash
 from fairlead_runtime.sizing.groups import NULL, LayerGroup
 
 
@@ -22,19 +21,27 @@ def root(identity: bytes, salt: bytes) -> bytes:
 
 
 def extend_chain(
-    hashes: list[BlockHash], tokens: Sequence[int], start: bytes, block_size: int, until: int
+    hashes: list[bytes], tokens: Sequence[int], start: bytes, block_size: int, until: int
 ) -> None:
-    """Append the missing hashes of the full blocks of ``tokens[:until]``."""
-    parent = hashes[-1].digest if hashes else start
-    for at in range(len(hashes) * block_size, until - block_size + 1, block_size):
-        packed = array("q", tokens[at : at + block_size]).tobytes()
-        digest = hashlib.sha256(parent + packed).digest()
-        hashes.append(BlockHash(digest, parent, packed))
-        parent = digest
+    """Append the missing digests of the full blocks of ``tokens[:until]``. A sequence keeps digests
+    only, since they may be those of a million tokens; the rest of a BlockHash follows from them.
+    """
+    for index in range(len(hashes), until // block_size):
+        parent, packed = link(hashes, tokens, start, block_size, index)
+        hashes.append(hashlib.sha256(parent + packed).digest())
+
+
+def link(
+    hashes: Sequence[bytes], tokens: Sequence[int], start: bytes, block_size: int, index: int
+) -> tuple[bytes, bytes]:
+    """What the digest of block ``index`` covers: its parent, and its tokens in 8 bytes each."""
+    at = index * block_size
+    packed = array("q", tokens[at : at + block_size]).tobytes()
+    return hashes[index - 1] if index else start, packed
 
 
 def longest_hit(
-    pool: BlockPool, groups: Sequence[LayerGroup], block_size: int, hashes: Sequence[BlockHash]
+    pool: BlockPool, groups: Sequence[LayerGroup], block_size: int, hashes: Sequence[bytes]
 ) -> list[list[int]]:
     """Tables of the longest prefix from which all groups can continue.
 
@@ -52,23 +59,23 @@ def longest_hit(
     tables: list[list[int]] = []
     for group in groups:
         first = group.first_block(length * block_size, block_size)
-        units = [pool.find(group.index, h.digest) for h in hashes[first:length]]
+        units = [pool.find(group.index, digest) for digest in hashes[first:length]]
         tables.append([NULL] * first + [unit for unit in units if unit is not None])
     return tables
 
 
 def _longest_group_hit(
-    pool: BlockPool, group: LayerGroup, block_size: int, hashes: Sequence[BlockHash], length: int
+    pool: BlockPool, group: LayerGroup, block_size: int, hashes: Sequence[bytes], length: int
 ) -> int:
     """The longest hit of one group that is no longer than ``length`` blocks."""
     if group.window is None:
         for i in range(length):
-            if pool.find(group.index, hashes[i].digest) is None:
+            if pool.find(group.index, hashes[i]) is None:
                 return i
         return length
     end = at = length  # blocks at..end-1 are cached
     while end and at > group.first_block(end * block_size, block_size):
         at -= 1
-        if pool.find(group.index, hashes[at].digest) is None:
+        if pool.find(group.index, hashes[at]) is None:
             end = at
     return end

@@ -406,7 +406,7 @@ class Engine:
         oldest, working = next(iter(self._waiting_since.values()), None), self._scheduler.has_work
         self._inbox.after_step(
             queued=len(self._waiting_since),
-            tokens=self._waiting_tokens,
+            tokens=self._waiting_tokens + stats.preempted_tokens,
             oldest=oldest,
             free_slots=free_slots,
             working=working,

@@ -15,10 +15,7 @@ from fairlead_runtime.outputs import EngineDead, QueueFull, RequestView, Service
 from fairlead_runtime.request import FinishReason, Request, RequestError
 from fairlead_runtime.scheduling.admission import refusal
 from fairlead_runtime.scheduling.plan import Limits
-
-# Prompt tokens that may wait for each request that may: the size of a typical request. A waiting
-# token takes about 50 bytes.
-QUEUE_TOKENS = 1024
+from fairlead_runtime.sizing.terms import QUEUE_TOKENS
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +98,8 @@ Message = Add | Abort | Inspect | Prepared
 
 class Inbox:
     """``max_queue`` requests may wait, besides the ``free_slots`` requests that start in the next
-    step. Together they may have ``QUEUE_TOKENS`` prompt tokens each; a single one may have more.
+    step. Together they may have ``QUEUE_TOKENS`` prompt tokens each, the tokens of preempted
+    sequences included; a single one may have more.
     """
 
     def __init__(

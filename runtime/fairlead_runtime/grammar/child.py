@@ -28,6 +28,7 @@ from fairlead_runtime.grammar.compile import (
     TokenizerFacts,
     check,
     compile_matcher,
+    release_memory,
 )
 from fairlead_runtime.structured import TOO_COMPLEX, StructuredOutputs
 
@@ -62,24 +63,27 @@ def main() -> int:
         waiting += messages
     first = waiting.pop(0)
     facts, limits = TokenizerFacts(**first["facts"]), CheckLimits(**first["limits"])
-    _serve(facts, limits, waiting, reader, sys.stdout.buffer)
+    tokenizer, size = facts.build(fast=False), facts.size
+    del first, facts
+    release_memory()
+    _serve(tokenizer, size, limits, waiting, reader, sys.stdout.buffer)
     return 0
 
 
 def _serve(
-    facts: TokenizerFacts,
+    tokenizer: LLTokenizer,
+    ids: int,
     limits: CheckLimits,
     waiting: list[dict[str, Any]],
     reader: frames.Reader,
     target: BinaryIO,
 ) -> None:
-    tokenizer = facts.build()
     running: dict[int, _Fork] = {}  # by the descriptor of its verdict
     with selectors.DefaultSelector() as selector:
         selector.register(reader.descriptor, selectors.EVENT_READ)
         while True:
             while waiting and len(running) < MAX_FORKS:
-                end, fork = _fork(tokenizer, facts.size, limits, waiting.pop(0))
+                end, fork = _fork(tokenizer, ids, limits, waiting.pop(0))
                 running[end] = fork
                 selector.register(end, selectors.EVENT_READ)
             now = time.monotonic()

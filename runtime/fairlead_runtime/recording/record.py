@@ -191,7 +191,7 @@ class Recording:
 def _request_line(request: Request) -> Line:
     return {
         "id": request.id,
-        "prompt": request.prompt,
+        "prompt": list(request.prompt),
         "params": dataclasses.asdict(request.params),
         "max_tokens": request.max_tokens,
         "seed": request.seed,
@@ -205,7 +205,6 @@ def _request_line(request: Request) -> Line:
 def request_of(line: Line) -> Request:
     """The request of a line that ``_request_line`` wrote."""
     fields = dict(line)
-    fields["prompt"] = tuple(line["prompt"])
     fields["params"] = SamplingParams(**line["params"])
     fields["salt"] = bytes.fromhex(line["salt"])
     fields["eos_ids"] = frozenset(line["eos_ids"])

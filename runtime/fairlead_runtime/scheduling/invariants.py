@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 
 from fairlead_runtime.cache.prefix import root
-from fairlead_runtime.request import FINAL, Sequence, Status
+from fairlead_runtime.request import FINAL, BlockHash, Sequence, Status
 from fairlead_runtime.scheduling.planner import State, plan_step
 from fairlead_runtime.sizing.groups import NULL
 
@@ -163,9 +163,9 @@ def _check_hashes(state: State, sequence: Sequence) -> None:
     cache = state.cache
     size, parent = cache.block_size, root(cache.identity, sequence.request.salt)
     for i in range(sequence.registered if cache.sharing else 0):
-        stamp = sequence.hashes[i]
         packed = array("q", sequence.tokens[i * size : (i + 1) * size]).tobytes()
-        if stamp.parent != parent or stamp.tokens != packed:
+        stamp = BlockHash(hashlib.sha256(parent + packed).digest(), parent, packed)
+        if sequence.hashes[i] != stamp.digest:
             raise InvariantViolation("I10", f"sequence {sequence.id}: hash {i} covers other tokens")
         parent = stamp.digest
         for group, table in enumerate(sequence.tables):

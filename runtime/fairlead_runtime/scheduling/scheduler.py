@@ -9,9 +9,11 @@ The scheduler has no separate prefill and decode phases: each step advances ``co
 that. Owns queues and sequences; uses no tensor, clock or randomness.
 """
 
+from array import array
 from bisect import bisect_left, insort
 from collections import abc
 from collections.abc import Iterator, Mapping
+from typing import cast
 
 from fairlead_runtime.cache.paged import PagedCache
 from fairlead_runtime.request import FinishReason, Request, RequestError, Sequence, Status
@@ -73,6 +75,7 @@ class Scheduler:
         self._live: dict[int, Sequence] = {}
         self._next_id = 0
         self._preemptions = self._offloads = self._queries = self._hits = 0
+        self._preempted_tokens = 0  # of the sequences that wait since a preemption
         self._last = StepStats()
 
     # -- requests
@@ -94,7 +97,7 @@ class Scheduler:
         ends = not params.ignore_eos or params.guided is not None
         stops = frozenset(params.stop_token_ids) | (request.eos_ids if ends else frozenset())
         family: list[Sequence] = []
-        prompt = list(request.prompt)  # one for all choices until they start
+        prompt = cast("array[int]", request.prompt)  # of all choices until they start
         self.state.families[request.id] = family
         for choice in range(params.n):
             sequence = Sequence(
@@ -232,6 +235,7 @@ class Scheduler:
         else:
             self.state.cache.release(sequence)
         sequence.preemptions += 1
+        self._preempted_tokens += len(sequence.tokens)
         sequence.move_to(Status.PENDING)
         self.state.policy.push(sequence)
         self.state.victim = sequence
@@ -242,8 +246,10 @@ class Scheduler:
         sequence, source, start, sibling = admission
         state = self.state
         sequence.blocked_since = None
-        if not sequence.preemptions:
-            sequence.tokens = list(sequence.tokens)
+        if sequence.preemptions:
+            self._preempted_tokens -= len(sequence.tokens)
+        else:
+            sequence.tokens = sequence.tokens[:]
         if source is AdmissionSource.FORK and sibling is not None:
             state.cache.fork(sequence, sibling, start)
         elif source is AdmissionSource.PREFIX:
@@ -284,6 +290,7 @@ class Scheduler:
         """
         if sequence.status is Status.PENDING:
             self.state.policy.remove(sequence)
+            self._preempted_tokens -= len(sequence.tokens) if sequence.preemptions else 0
         else:
             self._leave_running(sequence)
         sequence.move_to(status)
@@ -331,6 +338,7 @@ class Scheduler:
             cached=len(pool.cached),
             used=pool.units - pool.available,
             preemptions=self._preemptions,
+            preempted_tokens=self._preempted_tokens,
             offloads=self._offloads,
             prefix_queries=self._queries,
             prefix_hits=self._hits,

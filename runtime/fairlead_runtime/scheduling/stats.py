@@ -28,6 +28,7 @@ class SchedulerStats:
     cached: int  # unreferenced units with content; available, since they can be evicted
     used: int
     preemptions: int
+    preempted_tokens: int  # of the sequences that wait since a preemption
     offloads: int  # preemptions that moved blocks to host memory
     prefix_queries: int  # tokens looked up
     prefix_hits: int  # tokens found

@@ -9,6 +9,7 @@ nothing that is read can run code.
 import asyncio
 import socket
 import threading
+from array import array
 from typing import Any, Literal
 
 import msgspec
@@ -141,6 +142,8 @@ FromEngine = Loaded | Refused | Events | Pulse | Views | Report | Gone
 
 
 def _encode_other(value: object) -> object:
+    if isinstance(value, array):
+        return value.tolist()
     if isinstance(value, ServiceError):
         return [value.code, str(value), value.retry_after]
     raise NotImplementedError(f"{type(value).__name__} has no form on the socket")

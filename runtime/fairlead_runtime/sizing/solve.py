@@ -1,7 +1,7 @@
 """The memory equation of one engine, solved for the number of cache blocks.
 
 budget = max_memory_percent * total  ≥  weights + activations + attention + logits + sampling +
-graphs + batch [+ process + offload + shared_memory on a CPU] + kv
+graphs + batch [+ process + offload + shared_memory + grammars + bookkeeping on a CPU] + kv
 
 Owns the equation and MemoryPlan, its solution; ``terms`` counts the terms, ``verdict`` puts the
 solution into words. Pure: allocates nothing and reads no device.
@@ -16,9 +16,11 @@ from fairlead_runtime.sizing.shape import ModelShape
 from fairlead_runtime.sizing.terms import (
     GIB,
     PROCESS,
+    Bookkeeping,
     DeviceFacts,
     bytes_of,
     gib,
+    host_terms,
     max_model_len,
     split,
     terms_of,
@@ -35,7 +37,8 @@ class MemoryPlan:
     group's share of a block.
     """
 
-    terms: Mapping[str, int]  # TERMS, on a CPU HOST_TERMS, then kv
+    terms: Mapping[str, int]  # TERMS, on a CPU the host's, then kv
+    host: Mapping[str, int]  # of host memory: HOST_TERMS, then bookkeeping
     total: int
     budget: int
     weights_bytes: int  # the whole model's
@@ -94,13 +97,20 @@ def solve(
     terms |= {name: measured[name] for name in terms if name in measured}
     if "process" in terms:
         terms["process"] = max(PROCESS, terms["process"])  # a reservation, not an estimate
-    left = budget - sum(terms.values())
-    blocks = config.num_blocks
+    left, cpu = budget - sum(terms.values()), device.kind == "cpu"
+    bookkeeping, blocks = Bookkeeping.of(shape, config, len(groups)), config.num_blocks
     if blocks is None:
-        blocks = max(0, min(left, CPU_CACHE) if device.kind == "cpu" else left) // block
+        blocks = max(0, left) // block
+        if cpu:
+            blocks = min(bookkeeping.blocks(left, block), CPU_CACHE // block)
     units = blocks * len(groups)
+    kept = {"bookkeeping": bookkeeping.size(blocks)}
+    if cpu:
+        terms |= kept
+        left -= kept["bookkeeping"]
     return MemoryPlan(
         terms=terms | {"kv": blocks * block},
+        host=host_terms(shape, config) | kept,
         total=device.total_bytes,
         budget=budget,
         weights_bytes=weights(shape, config, 1),

@@ -6,7 +6,7 @@ allocates nothing and reads no device; ``start/host.py`` reads a machine's limit
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Self
 
 from fairlead_runtime.config import EngineConfig
 from fairlead_runtime.sizing.config_json import DTYPE_BYTES
@@ -22,8 +22,19 @@ SAMPLER_CHUNK = {"cpu": 1 << 20, "cuda": 1 << 26}
 SAMPLING_BYTES = 16
 HISTOGRAM = 33 << 10  # bytes of a row's counts while top-k and top-p search for their cut
 GROWTH = 2  # a batch's host buffers are allocated twice as large as needed
+# Of an id of the vocabulary, in llguidance's tokenizers: the engine's has tries for faster masks,
+# that of the child, which takes GRAMMAR_CHILD besides, has one without.
+GRAMMAR_ID_BYTES, GRAMMAR_CHILD = 1500, 16 << 20
+QUEUE_TOKENS = 1024  # tokens that may wait for each request that may wait or run
+# What host memory keeps of a token: its id in both processes, again in a sequence's array, which
+# grows by an eighth, and the counts for penalties; of a waiting token its id in both.
+TOKEN_BYTES, WAITING_TOKEN_BYTES = 21, 8
+# Of a block of one sequence: its digest, and its id in each layer group's table.
+DIGEST_BYTES, ENTRY_BYTES = 80, 40
+# Of a unit of the pool: its state, its content but for the tokens, and its place in the index.
+UNIT_BYTES = 420
 TERMS = ("weights", "activations", "attention", "logits", "sampling", "graphs", "batch")
-HOST_TERMS = ("process", "offload", "shared_memory")
+HOST_TERMS = ("process", "offload", "shared_memory", "grammars")
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,13 +73,57 @@ def terms_of(
         "graphs": 0,  # none is captured
         "batch": GROWTH * (tokens * (16 + 8 * len(groups)) + rows * 64 + table_entries * 4),
     }
-    return terms | host_terms(config) if cpu else terms
+    return terms | host_terms(shape, config) if cpu else terms
 
 
-def host_terms(config: EngineConfig) -> dict[str, int]:
-    """Host memory that the pod takes besides a CPU's weights and cache, in bytes."""
+def host_terms(shape: ModelShape, config: EngineConfig) -> dict[str, int]:
+    """Host memory that the pod takes besides a CPU's weights and cache, in bytes; ``bookkeeping``
+    comes to it once the number of blocks is known.
+    """
     offload, shared = int(config.cpu_offload_space * GIB), int(config.shared_memory * GIB)
-    return dict(zip(HOST_TERMS, (PROCESS, offload, shared), strict=True))
+    grammars = shape.vocab * GRAMMAR_ID_BYTES + GRAMMAR_CHILD
+    return dict(zip(HOST_TERMS, (PROCESS, offload, shared, grammars), strict=True))
+
+
+@dataclass(frozen=True, slots=True)
+class Bookkeeping:
+    """Host memory for the ids of tokens and blocks, in bytes: of the queue, of each block of the
+    cache, and of ``rows`` sequences that may all be as long as the cache, since they share blocks.
+
+    A block counts ``block_size`` tokens in every layer; ``longest`` is a sequence's, in blocks.
+    """
+
+    queue: int
+    block: int
+    row_block: int
+    rows: int
+    longest: int
+
+    @classmethod
+    def of(cls, shape: ModelShape, config: EngineConfig, groups: int) -> Self:
+        size, rows = config.block_size, min(config.max_requests, config.max_batch_tokens)
+        return cls(
+            queue=(config.max_queue + rows) * QUEUE_TOKENS * WAITING_TOKEN_BYTES,
+            block=groups * (UNIT_BYTES + 8 * size),
+            row_block=TOKEN_BYTES * size + DIGEST_BYTES + ENTRY_BYTES * groups,
+            rows=rows,
+            longest=split(max_model_len(shape, config), size),
+        )
+
+    def size(self, blocks: int) -> int:
+        """With a cache of ``blocks``."""
+        sequences = self.rows * min(blocks, self.longest) * self.row_block
+        return self.queue + blocks * self.block + sequences
+
+    def blocks(self, left: int, block_bytes: int) -> int:
+        """The most blocks of ``block_bytes`` each that fit into ``left`` bytes with it; at least
+        0.
+        """
+        each, left = block_bytes + self.block, left - self.queue
+        blocks = left // (each + self.rows * self.row_block)
+        if blocks > self.longest:
+            blocks = (left - self.rows * self.longest * self.row_block) // each
+        return max(0, blocks)
 
 
 def max_model_len(shape: ModelShape, config: EngineConfig) -> int:

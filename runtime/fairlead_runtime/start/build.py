@@ -52,6 +52,8 @@ MASK_THREADS = 4  # at most, and one CPU stays for the step
 NOT_MEASURED = {
     "graphs": "not applicable: no graph is captured yet",
     "shared_memory": "not applicable: it is the pod's limit, and the runtime uses none of it",
+    "grammars": "reserved: for the tokenizers of structured output, in two processes",
+    "bookkeeping": "reserved: for the ids of tokens and blocks, as many as the limits allow",
 }
 
 

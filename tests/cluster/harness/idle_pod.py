@@ -31,6 +31,7 @@ def report(running: int, waiting: int) -> EngineReport:
         cached=0,
         used=running,
         preemptions=0,
+        preempted_tokens=0,
         offloads=0,
         prefix_queries=0,
         prefix_hits=0,

@@ -423,8 +423,7 @@ def test_a_whole_answer_with_logprobs_is_bounded_with_the_arithmetic() -> None:
             answer = await client.post(COMPLETIONS, json=body)
             _check_error(answer, 400)
             error = answer.json()["error"]
-            arithmetic = "512 choices * 400 max_tokens * (20 + 1) log-probabilities * 128 bytes"
-            assert arithmetic in error["message"]
+            assert "512 choices * 400 max_tokens * (256 + (20 + 1) log-p" in error["message"]
             assert error["param"] == "logprobs"
             assert not service.seen
             for allowed in ({"max_tokens": 2}, {"max_tokens": 2, "stream": True}):
@@ -437,9 +436,42 @@ def test_a_whole_answer_with_logprobs_is_bounded_with_the_arithmetic() -> None:
 def test_whole_answers_with_logprobs_share_a_budget_and_give_it_back(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Two of 30,720 bytes exceed 50,000; those of the first are free once its client is gone."""
-    monkeypatch.setattr(limits, "ANSWER_BYTES", 50_000)
+    """Two of 58,880 bytes exceed 100,000; those of the first are free once its client is gone."""
+    monkeypatch.setattr(limits, "ANSWER_BYTES", 100_000)
     body = completion("a", n=8, max_tokens=10, logprobs=2)
+    await_the_budget_of(body)
+
+
+@pytest.mark.parametrize(
+    ("field", "more"),
+    [
+        ("prompt_logprobs", {"prompt_logprobs": 2, "max_tokens": 1}),
+        ("logprobs", {"logprobs": 2, "echo": True, "max_tokens": 0}),
+        ("logprobs", {"logprobs": 2, "echo": True, "max_tokens": 0, "stream": True}),
+    ],
+)
+def test_log_probabilities_of_prompts_are_in_the_budget_of_answers(
+    monkeypatch: pytest.MonkeyPatch, field: str, more: dict[str, Any]
+) -> None:
+    """A prompt of 80 tokens takes 58,880 bytes; a stream shows them in one event."""
+    monkeypatch.setattr(limits, "ANSWER_BYTES", 100_000)
+    body = completion([5] * 80, **more)
+    await_the_budget_of(body)
+
+    async def scenario() -> None:
+        async with fake_server(service := FakeService()) as (server, _), server.client() as client:
+            answer = await client.post(COMPLETIONS, json=body | {"prompt": [[5] * 80] * 2})
+            _check_error(answer, 400)
+            error = answer.json()["error"]
+            assert "160 prompt tokens * (256 + (2 + 1) log-probabilities * 160" in error["message"]
+            assert error["param"] == field
+            assert not service.seen
+
+    run(scenario())
+
+
+def await_the_budget_of(body: dict[str, Any]) -> None:
+    """Two of them exceed the budget; the first one's part is free once its client is gone."""
 
     async def scenario() -> None:
         service = FakeService(hang=True)

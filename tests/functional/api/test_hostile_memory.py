@@ -22,12 +22,12 @@ LONGEST, VOCABULARY, OUTPUT = 2048, 1024, 64  # of the demo model; tokens of one
 QUEUE, SLOTS, BODIES = (1024, 256, 256) if LONG_FORM else (96, 32, 80)
 MAX_BODY = 2 * 1024 * 1024
 SAMPLE_SECONDS, RETRY_SECONDS = 0.05, 0.1
-ANSWERS = 20_000 if LONG_FORM else 300
+ANSWERS = 4_000 if LONG_FORM else 300  # every place of the queue is taken three times
 # What the refusals say once a limit is met.
 LIMITS = (
     "requests that wait have",  # the queue, in prompt tokens
     "prompts are being read",  # the bodies of all
-    "answers with log-probabilities",  # whole answers of all
+    "answers with log-probabilities",  # whole answers and prompts' log-probabilities of all
     "all answers that are held whole",  # one whole answer
     "tokens, but",  # one prompt
 )

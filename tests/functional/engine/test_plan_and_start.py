@@ -96,7 +96,7 @@ FIXES = {
 # Resources that do not fit, and the kinds of fix that their messages name.
 WITHOUT_ROOM: tuple[tuple[str, dict[str, Any], set[str]], ...] = (
     ("1300Mi", {"cache": {"numBlocks": 1_000_000}}, {"numBlocks"}),
-    ("1212Mi", {}, {"maxModelLen", "maxMemoryPercent"}),
+    ("1241Mi", {}, {"maxModelLen", "maxMemoryPercent"}),
     ("4Gi", {"cache": {"numBlocks": 4}}, {"maxModelLen", "numBlocks"}),
     (
         "4Gi",

@@ -110,7 +110,7 @@ def reference(engine: Rig, request: Request) -> tuple[list[int], list[float]]:
     """transformers' greedy text of this request alone, and its margins."""
     margins = Margins()
     chain = [*processors(request.params, len(request.prompt)), margins]
-    ids = torch.tensor([request.prompt])
+    ids = torch.tensor([list(request.prompt)])
     with engine.model.plain() as plain, torch.inference_mode():
         generator: Any = plain
         out = generator.generate(
@@ -187,8 +187,8 @@ def test_prompt_logprobs_equal_one_forward_pass_of_transformers(family: str, nam
         greedy(f"{i}", prompt, 12, n=1 + i % 2, prompt_logprobs=(0, 2, 5)[i % 3])
         for i, prompt in enumerate(prompts(8, LENGTHS, SHARED))
     ]
-    cached = [greedy(f"plain {r.id}", r.prompt, 12) for r in asked]
-    again = [greedy(f"again {r.id}", r.prompt, 12, prompt_logprobs=1) for r in asked]
+    cached = [greedy(f"plain {r.id}", tuple(r.prompt), 12) for r in asked]
+    again = [greedy(f"again {r.id}", tuple(r.prompt), 12, prompt_logprobs=1) for r in asked]
     arrivals = [
         *((0, request) for request in cached),
         *((1 + i, request) for i, request in enumerate(asked)),
@@ -198,7 +198,7 @@ def test_prompt_logprobs_equal_one_forward_pass_of_transformers(family: str, nam
     assert set(outcome.prompts) == {request.id for request in (*asked, *again)}
     for request in (*asked, *again):
         with engine.model.plain() as plain, torch.inference_mode():
-            ids = torch.tensor([request.prompt])
+            ids = torch.tensor([list(request.prompt)])
             logits = plain(input_ids=ids, use_cache=False).logits[0].float()
         logprobs = logits.log_softmax(dim=-1)
         entries = outcome.prompts[request.id]

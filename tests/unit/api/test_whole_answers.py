@@ -8,9 +8,9 @@ import orjson
 import pytest
 
 from fairlead_runtime.api import response_bodies
+from fairlead_runtime.api.logprob_bodies import PIECE_TOKENS
 from fairlead_runtime.api.response_bodies import (
     PIECE,
-    PIECE_TOKENS,
     ChatEncoder,
     CompletionEncoder,
     Frame,

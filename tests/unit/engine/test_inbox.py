@@ -2,10 +2,11 @@
 
 import pytest
 
-from fairlead_runtime.engine.inbox import QUEUE_TOKENS, Inbox
+from fairlead_runtime.engine.inbox import Inbox
 from fairlead_runtime.engine.progress import StepProgress
 from fairlead_runtime.outputs import EngineDead, QueueFull
 from fairlead_runtime.request import Request, SamplingParams
+from fairlead_runtime.sizing.terms import QUEUE_TOKENS
 
 
 class Queue:

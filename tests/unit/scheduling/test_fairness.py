@@ -34,8 +34,7 @@ def scheduler(**limits: object) -> Scheduler:
 def request(name: str, prompt: tuple[int, ...] | int, output: int, **more: object) -> Request:
     """A request with the given prompt, or with that many tokens that no other name shares."""
     if isinstance(prompt, int):
-        start = zlib.crc32(name.encode()) << 20
-        prompt = tuple(range(start, start + prompt))
+        prompt = (zlib.crc32(name.encode()) >> 1,) * prompt
     params = SamplingParams(n=int(more.pop("n", 1)), max_tokens=output)  # type: ignore[call-overload]
     return Request(name, prompt, params, output, **more)  # type: ignore[arg-type]
 

@@ -19,7 +19,7 @@ from fairlead_runtime.sizing.groups import group_layers
 from fairlead_runtime.sizing.report import memory_report
 from fairlead_runtime.sizing.shape import ModelShape
 from fairlead_runtime.sizing.solve import CPU_CACHE, MemoryPlan, sequence_units, solve
-from fairlead_runtime.sizing.terms import GIB, PROCESS, DeviceFacts
+from fairlead_runtime.sizing.terms import GIB, PROCESS, Bookkeeping, DeviceFacts
 from fairlead_runtime.sizing.verdict import plan_memory
 from fairlead_runtime.supported import is_supported
 
@@ -78,11 +78,16 @@ DEVICES = st.builds(DeviceFacts, st.sampled_from(["cpu", "cuda"]), st.integers(0
 def test_the_solved_cache_fills_the_budget_and_never_exceeds_it(
     shape: ModelShape, settings: dict[str, Any], device: DeviceFacts
 ) -> None:
-    plan = plan_memory(shape, EngineConfig(**settings), device)
+    config = EngineConfig(**settings)
+    plan = plan_memory(shape, config, device)
     if plan.num_blocks:
         assert plan.used <= plan.budget <= device.total_bytes
     capped = device.kind == "cpu" and plan.terms["kv"] + plan.block_bytes > CPU_CACHE
-    assert capped or plan.used + plan.block_bytes > plan.budget
+    kept = Bookkeeping.of(shape, config, len(group_layers(shape.windows)))
+    more = kept.size(plan.num_blocks + 1) - kept.size(plan.num_blocks)
+    one_more = plan.block_bytes + (more if device.kind == "cpu" else 0)
+    assert capped or plan.used + one_more > plan.budget
+    assert plan.host["bookkeeping"] == kept.size(plan.num_blocks)
     assert (
         plan.terms["kv"] == plan.num_blocks * plan.block_bytes == plan.num_units * plan.unit_bytes
     )

@@ -8,7 +8,7 @@ from fairlead_runtime.config import EngineConfig
 from fairlead_runtime.sizing import terms
 from fairlead_runtime.sizing.groups import group_layers
 from fairlead_runtime.sizing.shape import ModelShape
-from fairlead_runtime.sizing.terms import GIB, DeviceFacts, split, terms_of
+from fairlead_runtime.sizing.terms import GIB, Bookkeeping, DeviceFacts, split, terms_of
 
 SHAPE = ModelShape.from_config(
     {
@@ -62,7 +62,18 @@ def test_a_cpus_terms_add_the_process_its_offload_and_its_shared_memory() -> Non
     host = {name: planned(CPU, config)[name] for name in terms.HOST_TERMS}
     assert host["offload"] == GIB * 3 // 2
     assert host["process"] == terms.PROCESS
+    assert host["grammars"] == 32_000 * 1500 + (16 << 20)
     assert not set(terms.HOST_TERMS) & set(planned(GPU, config))
+
+
+def test_bookkeeping_counts_the_queue_the_blocks_and_sequences_as_long_as_the_cache() -> None:
+    kept = Bookkeeping.of(SHAPE, replace(CONFIG, max_queue=100), groups=2)
+    queue = (100 + 64) * 1024 * 8
+    a_block = 2 * (420 + 8 * 16)
+    of_a_sequence = 16 * 21 + 80 + 2 * 40
+    assert kept.size(0) == queue
+    assert kept.size(500) == queue + 500 * a_block + 64 * 500 * of_a_sequence
+    assert kept.size(600) == queue + 600 * a_block + 64 * 512 * of_a_sequence, "8192 tokens"
 
 
 def test_a_cpus_attention_holds_the_longest_row_and_its_masks() -> None:

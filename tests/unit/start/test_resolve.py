@@ -7,7 +7,7 @@ import pytest
 
 from fairlead_runtime.config import ConfigError, EngineConfig
 from fairlead_runtime.sizing.shape import ModelShape
-from fairlead_runtime.sizing.terms import GIB, DeviceFacts
+from fairlead_runtime.sizing.terms import GIB, UNIT_BYTES, DeviceFacts
 from fairlead_runtime.start.resolve import ResolvedConfig, resolve
 
 CONFIG: dict[str, Any] = {
@@ -77,10 +77,8 @@ def test_more_than_the_reserved_process_memory_is_used_and_warned_about() -> Non
         for size in (GIB // 2, GIB * 5 // 4)
     )
     assert (less.num_blocks, less.warnings) == (planned.num_blocks, ())
-    assert planned.num_blocks - more.num_blocks in (
-        GIB // 4 // planned.plan.block_bytes,
-        GIB // 4 // planned.plan.block_bytes + 1,
-    )
+    each = planned.plan.block_bytes + UNIT_BYTES + 8 * planned.plan.block_size
+    assert planned.num_blocks - more.num_blocks in (GIB // 4 // each, GIB // 4 // each + 1)
     assert "the pod takes 1.25 GiB before any weight, more than the 1.0" in more.warnings[0]
 
 

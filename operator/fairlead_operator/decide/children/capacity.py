@@ -12,7 +12,7 @@ from fairlead_runtime.config import ConfigError, flag_of
 from fairlead_runtime.sizing.config_json import ShapeError, UnknownFamilyError
 from fairlead_runtime.sizing.shape import ModelShape
 from fairlead_runtime.sizing.solve import MemoryPlan
-from fairlead_runtime.sizing.terms import DeviceFacts, dtype_of, gib, host_terms
+from fairlead_runtime.sizing.terms import DeviceFacts, dtype_of, gib
 from fairlead_runtime.sizing.verdict import plan_memory
 from fairlead_runtime.supported import check_supported
 
@@ -67,7 +67,7 @@ def plan_of(config: Mapping[str, Any], deployment: InferenceDeployment) -> Memor
 def capacity_of(config: Mapping[str, Any], deployment: InferenceDeployment) -> dict[str, Any]:
     """``status.capacity`` as planned, without measurements of pods. Raises PlanError."""
     plan = plan_of(config, deployment)
-    short = host_shortage(deployment)
+    short = host_shortage(deployment, plan)
     return {
         "planned": {
             "weightsBytes": plan.weights_bytes,
@@ -82,15 +82,13 @@ def capacity_of(config: Mapping[str, Any], deployment: InferenceDeployment) -> d
     }
 
 
-def host_shortage(deployment: InferenceDeployment) -> str:
+def host_shortage(deployment: InferenceDeployment, plan: MemoryPlan) -> str:
     """Why a pod with accelerators would run out of host memory; "" when it would not."""
     resources = deployment.spec.resources
-    needed, has = sum(host_terms(deployment.engine).values()), resources.memory.value
+    needed, has = sum(plan.host.values()), resources.memory.value
     if resources.accelerator.count == 0 or needed <= has:
         return ""
-    parts = " + ".join(
-        f"{name} {gib(size)}" for name, size in host_terms(deployment.engine).items()
-    )
+    parts = " + ".join(f"{name} {gib(size)}" for name, size in plan.host.items())
     fix = f"set resources.memory to at least {-(-needed // 2**30)}Gi"
     return f"the host needs {parts} = {gib(needed)} GiB, resources.memory is {gib(has)}: {fix}"
 

@@ -17,6 +17,7 @@ from fairlead_operator.decide.children.capacity import (
     PlanError,
     capacity_of,
     host_shortage,
+    plan_of,
     with_measured,
 )
 from fairlead_operator.decide.pods.observed import Observed
@@ -141,14 +142,15 @@ def test_the_hosts_memory_is_checked_beside_an_accelerator() -> None:
     idep = deployment(
         resources={"accelerator": {"memory": "80Gi"}, "memory": "2Gi", "sharedMemory": "4Gi"}
     )
-    assert "set resources.memory to at least 5Gi" in host_shortage(idep)
+    assert "set resources.memory to at least 6Gi" in host_shortage(idep, plan_of(QWEN, idep))
     capacity = capacity_of(QWEN, idep)
     assert capacity["fits"]
     assert (
-        "; but the host needs process 1.0 + offload 0.0 + shared_memory 4.0 = 5.0 GiB"
-        in capacity["message"]
-    )
-    assert host_shortage(deployment(**GPU)) == ""
+        "; but the host needs process 1.0 + offload 0.0 + shared_memory 4.0 + grammars 0.2 + "
+        "bookkeeping 0.4 = 5.7 GiB"
+    ) in capacity["message"]
+    enough = deployment(**GPU)
+    assert host_shortage(enough, plan_of(QWEN, enough)) == ""
 
 
 def test_measured_figures_stand_beside_planned_ones_with_their_drift() -> None:

@@ -1,0 +1,132 @@
+"""Host memory beside weights and cache, planned against what is measured: the ids of tokens and
+blocks of running requests, and the tokenizers of structured output.
+"""
+
+import gc
+import itertools
+import random
+import subprocess
+import sys
+import tracemalloc
+from pathlib import Path
+
+import pytest
+from tokenizers import Tokenizer, decoders, models
+
+from fairlead_runtime.config import EngineConfig
+from fairlead_runtime.grammar.compile import TokenizerFacts
+from fairlead_runtime.request import Request, SamplingParams, pack_ids
+from fairlead_runtime.scheduling.plan import Limits, Result
+from fairlead_runtime.scheduling.scheduler import Scheduler
+from fairlead_runtime.sizing import terms
+from fairlead_runtime.sizing.groups import group_layers
+from fairlead_runtime.sizing.shape import ModelShape
+from fairlead_runtime.sizing.terms import Bookkeeping
+
+LONGEST, ROWS, VOCABULARY = 16_384, 16, 32_000
+# What the scheduler alone has no part in: the ids in the HTTP process, the counts for penalties.
+ELSEWHERE = terms.TOKEN_BYTES - 13
+
+
+@pytest.mark.parametrize("block_size", [4, 16, 64])
+@pytest.mark.parametrize("windows", [[None], [None, 64]])
+def test_sequences_as_long_as_the_cache_stay_inside_the_planned_bookkeeping(
+    block_size: int, windows: list[int | None]
+) -> None:
+    """All of them share one prompt, so each is as long as the whole cache."""
+    groups = group_layers(windows)
+    blocks = LONGEST // block_size + ROWS * 4
+    limits = Limits("fifo", 4096, ROWS, 0.0, block_size, blocks, LONGEST)
+    shape = ModelShape.from_config(
+        {"model_type": "llama", "max_position_embeddings": LONGEST, "vocab_size": VOCABULARY}
+    )
+    config = EngineConfig(max_requests=ROWS, max_queue=1, block_size=block_size)
+    planned = Bookkeeping.of(shape, config, len(groups))
+    rng = random.Random(1)
+    prompt = pack_ids([rng.randrange(1000, VOCABULARY) for _ in range(LONGEST - 2 * block_size)])
+    gc.collect()
+    tracemalloc.start()
+    scheduler = Scheduler(limits, groups)
+    for name in range(ROWS):
+        own = pack_ids(prompt)[:]
+        scheduler.add(Request(str(name), own, SamplingParams(), block_size))
+    tokens = itertools.count(1000)
+    while len(scheduler.running) < ROWS or min(s.generated for s in scheduler.running) < 2:
+        work = scheduler.commit(scheduler.plan())
+        results = {r.sequence.id: Result(next(tokens)) for r in work.rows if r.samples}
+        scheduler.update(work, results)
+    gc.collect()
+    measured, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    here = planned.size(blocks) - planned.queue - ROWS * LONGEST * ELSEWHERE
+    assert measured <= here
+    assert here <= 2 * measured, "a plan that wastes memory"
+
+
+def test_a_waiting_request_keeps_only_the_ids_of_its_prompt() -> None:
+    scheduler = Scheduler(Limits("fifo", 64, 1, 0.0, 16, 64, 1024), group_layers([None]))
+    ids = list(range(1000))
+    gc.collect()
+    tracemalloc.start()
+    for name in range(100):
+        scheduler.add(Request(str(name), ids, SamplingParams(n=8), 1))
+    measured, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    requests = 100 * 8 * 800  # of the objects of a sequence
+    assert measured <= 100 * 1000 * terms.WAITING_TOKEN_BYTES / 2 + requests
+
+
+MEASURE = """
+import ctypes, gc, sys
+from pathlib import Path
+from fairlead_runtime.grammar.compile import TokenizerFacts
+def private():
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+    lines = Path("/proc/self/smaps_rollup").read_text().splitlines()[1:]
+    return 1024 * sum(int(l.split()[1]) for l in lines if l.startswith("Private"))
+def build(fast):
+    definition = Path(sys.argv[1]).read_text()
+    size = int(sys.argv[2])
+    return TokenizerFacts(definition, size, (size - 1,)).build(fast=fast)
+build(True)  # of the library itself
+before = private()
+one = build(True)
+between = private()
+other = build(False)
+print(between - before, private() - between)
+"""
+
+
+def test_the_tokenizers_of_grammars_stay_inside_their_term(tmp_path: Path) -> None:
+    definition = tmp_path / "tokenizer.json"
+    definition.write_text(_tokenizer().to_str())
+    assert TokenizerFacts.of(_tokenizer(), VOCABULARY, [1]) is not None
+    run = subprocess.run(
+        [sys.executable, "-c", MEASURE, str(definition), str(VOCABULARY)],
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+    fast, small = map(int, run.stdout.split())
+    planned = VOCABULARY * terms.GRAMMAR_ID_BYTES
+    assert small < fast, "the child's is the smaller one"
+    assert fast + small <= planned <= 2 * (fast + small)
+
+
+def _tokenizer() -> Tokenizer:
+    """Of tokens somewhat longer than those of a real vocabulary, which take more memory."""
+    rng = random.Random(1)
+    letters = [chr(code) for code in range(ord("a"), ord("z") + 1)]
+    vocabulary, merges = {letter: i for i, letter in enumerate(letters)}, []
+    pieces = [*letters]
+    while len(vocabulary) < VOCABULARY:
+        pair = rng.choice(pieces), rng.choice(pieces)
+        token = "".join(pair)
+        if len(token) <= 9 and token not in vocabulary:
+            vocabulary[token] = len(vocabulary)
+            merges.append(pair)
+            pieces.append(token)
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=merges))
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
