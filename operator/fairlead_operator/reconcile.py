@@ -61,7 +61,7 @@ log = logging.getLogger(__name__)
 RESYNC_SECONDS = 20.0
 REFUSED_SECONDS = 10.0
 TURN_SECONDS = 5.0  # between two looks of one that waits for its turn in an upgrade
-PROGRESS_SECONDS = 5.0  # between two writes of a status that tell how far a rollout is
+PROGRESS_SECONDS = 10.0  # between two writes of a status that tell how far a rollout is
 _REFUSALS = frozenset({400, 403, 422})  # answers that the same write would get again
 
 
