@@ -3,7 +3,8 @@ what the operator costs, how soon it acts on changes, and what it does when all 
 
 100 resources of 5 pods; 1,000 with FAIRLEAD_FULL=1, or FAIRLEAD_SCALE of them. Half are autoscaled.
 kwok makes the pods Ready, and a process of their own answers on all their addresses. Each figure is
-printed; figures in seconds and shares of a core are checked in the long form alone.
+printed; figures in seconds and shares of a core are checked in the long form alone. The file that
+FAIRLEAD_FIGURES names gets those that benchmarks/operator_scale.py draws.
 """
 
 import contextlib
@@ -16,7 +17,8 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from typing import Self
+from pathlib import Path
+from typing import Any, Self
 
 import httpx
 import pytest
@@ -151,6 +153,7 @@ def _made_ready(fleet: Fleet) -> Fleet:
     now = time.time()
     fleet.ready_after = (now - began, now - _last_ready(fleet.api.items("Pod", NAMESPACE)))
     print(f"{COUNT} resources of {PODS} pods, until Ready: {spent}")
+    _keep("until all are Ready", spent.cores)
     return fleet
 
 
@@ -234,6 +237,7 @@ def test_every_pod_is_scraped_at_its_interval_and_a_quiet_fleet_costs_few_calls(
         f"quiet: {spent}; {scrapes / spent.seconds:.0f} scrapes/s, at most {late[-1]:.1f} s late "
         f"(p99 {_p99(late):.1f} s), {_memory(fleet):.0f} MiB"
     )
+    _keep("quiet", spent.cores)
     for pod, interval in intervals.items():
         assert 1 <= seen[pod]["scrapes"] <= QUIET / interval + 1, "no more often either"
     assert late[-1] <= 2.5 or not LONG_FORM
@@ -254,6 +258,7 @@ def test_nothing_changes_when_all_pods_are_silent_for_a_minute(fleet: Fleet) -> 
         )
         fleet.pods.tell("reset")
     print(f"silent: {spent}")
+    _keep("all pods silent", spent.cores)
     assert fleet.made() == made, "nothing was scaled or restarted"
     began = time.monotonic()
     with Spent(fleet) as spent:
@@ -265,6 +270,7 @@ def test_nothing_changes_when_all_pods_are_silent_for_a_minute(fleet: Fleet) -> 
         passed = time.monotonic() - began
     print(f"after the silence: all scraped after {scraped:.0f} s, as before after {passed:.0f} s")
     print(f"after the silence: {spent}; {_memory(fleet):.0f} MiB")
+    _keep("after the silence", spent.cores)
     assert passed <= 30 or not LONG_FORM
     assert fleet.made() == made, "nothing was scaled or restarted"
     assert _memory(fleet) <= 320
@@ -301,6 +307,8 @@ def test_changes_are_acted_on_soon(fleet: Fleet) -> None:
         f"{latencies[len(latencies) // 2]:.2f} s in the median, {_p99(latencies):.2f} s at p99, "
         f"{latencies[-1]:.2f} s at most"
     )
+    _keep(f"{CHANGES} changes", spent.cores)
+    _keep("latencies", latencies)
     assert sending <= 60 or not LONG_FORM
     eventually(fleet.ready, 600, "all are Ready again", every=3)
     print(f"after the rollouts: {_memory(fleet):.0f} MiB")
@@ -325,6 +333,14 @@ def test_a_restart_changes_nothing_and_fits_in_memory(fleet: Fleet) -> None:
     assert fleet.ready()
     assert fleet.made() == made
     assert _memory(fleet) <= 320
+
+
+def _keep(name: str, value: Any) -> None:
+    """Add a figure to the file that is asked for: by process in cores, or seconds in order."""
+    if given := os.environ.get("FAIRLEAD_FIGURES"):
+        file = Path(given)
+        kept = json.loads(file.read_text()) if file.exists() else {}
+        file.write_text(json.dumps(kept | {name: value}, indent=1) + "\n")
 
 
 def _p99(values: list[float]) -> float:
