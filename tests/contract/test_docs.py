@@ -60,3 +60,11 @@ def test_the_page_on_installing_claims_the_kubernetes_that_the_tests_run_and_no_
     (least,) = re.findall(r'^kubeVersion: ">=(\d+\.\d+)\.0-0"$', chart, re.MULTILINE)
     assert f"You need Kubernetes {tried}, which the tests run" in page
     assert f"refuses only what is older than {least}" in page
+
+
+def test_the_page_on_operations_says_where_to_look_for_every_alert() -> None:
+    rules = (ROOT / "charts" / "fairlead" / "files" / "alerts.yaml").read_text()
+    alerts = set(re.findall(r"alert: (\w+)", rules))
+    page = (ROOT / "docs" / "operations.md").read_text()
+    assert alerts
+    assert set(re.findall(r"`(Fairlead\w+)`", page)) == alerts
