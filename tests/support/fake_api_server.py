@@ -23,7 +23,7 @@ _PATH = re.compile(
     r"/apis?/(?:[^/]+/)?v[^/]+(?:/namespaces/(?P<namespace>[^/]+))?/(?P<plural>[^/]+)"
     r"(?:/(?P<name>[^/]+))?(?:/(?P<sub>status))?"
 )
-_KINDS: Mapping[str, Kind] = {kind.plural: kind for kind in BY_NAME.values()}
+KINDS: Mapping[str, Kind] = {kind.plural: kind for kind in BY_NAME.values()}
 
 
 class FakeApiServer:
@@ -101,9 +101,7 @@ class FakeApiServer:
             only = _NAME_SELECTOR.search(query.get("fieldSelector", ""))
             name = (plural, namespace, only[1] if only else "")
             self.on_request("versions" if metadata_only else "list", name)
-            return self._list(
-                _KINDS[plural], namespace, name[2], query, metadata_only=metadata_only
-            )
+            return self._list(KINDS[plural], namespace, name[2], query, metadata_only=metadata_only)
         self.on_request(method.lower(), name)
         if method == "POST" and plural == EVENT.plural:
             self.events.append(body)

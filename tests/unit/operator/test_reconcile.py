@@ -3,6 +3,7 @@ tells the user, when the write succeeds and when it does not.
 """
 
 import asyncio
+import copy
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
@@ -11,7 +12,6 @@ from typing import Any, cast
 import pytest
 
 from fairlead_operator.cluster.cache import Store
-from fairlead_operator.cluster.client import Cluster
 from fairlead_operator.decide.children.podtemplate import pod_template
 from fairlead_operator.decide.pods.load import Load, Sample
 from fairlead_operator.decide.pods.probe_results import ProbeResults
@@ -27,6 +27,7 @@ from fairlead_operator.resource.kinds import (
     Kind,
     key_of,
 )
+from support.fake_api_server import KINDS, FakeApiServer, FakeCluster, Name
 from support.operator_bodies import SETTINGS, Object, pod, resource, resource_body
 
 KEY: Key = ("ns", "chat")
@@ -38,23 +39,37 @@ SCALED: Object = {
 ALLOWING = replace(SETTINGS, allowed_priority_classes=("high",))
 
 
-class PlayedCluster:
-    """The API server as ``Reconciler`` sees it: a store, and errors on request."""
+class PlayedCluster(FakeCluster):
+    """The API server in memory as ``Reconciler`` sees it, with errors on request."""
 
     def __init__(self, **spec: Any) -> None:
-        self.store = Store()
-        self.version = 0
+        self.server = FakeApiServer()
+        super().__init__(self.server, Store())
         self.error: Callable[[Kind], ApiError | None] = lambda _: None
         self.event_error: ApiError | None = None
         self.status_error: ApiError | None = None
-        self.events: list[tuple[str, str]] = []
         self.put(RESOURCE, resource_body(**spec))
+        self.server.on_request = self._fail
+
+    def _fail(self, verb: str, name: Name) -> None:
+        error = None
+        if verb == "post":
+            error = self.event_error
+        elif verb == "patch":
+            kind = KINDS[name[0]]
+            error = self.status_error if kind is RESOURCE else self.error(kind)
+        if error is not None:
+            raise error
 
     def put(self, kind: Kind, body: Object) -> Object:
-        self.version += 1
-        meta = body["metadata"] | {"resourceVersion": str(self.version)}
-        self.store.put(kind, {**body, "metadata": meta})
-        return {**body, "metadata": meta}
+        """What somebody else writes, seen by the operator at once."""
+        stored = self.server.put(body)
+        self.store.put(kind, copy.deepcopy(stored))
+        return stored
+
+    @property
+    def events(self) -> list[tuple[str, str]]:
+        return [(event["reason"], event["message"]) for event in self.server.events]
 
     @property
     def status(self) -> Object:
@@ -67,33 +82,6 @@ class PlayedCluster:
         body = self.store.get(DEPLOYMENT, KEY)
         assert body is not None
         return int(body["spec"]["replicas"])
-
-    async def get(self, kind: Kind, key: Key) -> Object | None:
-        return self.store.get(kind, key)
-
-    async def apply(self, kind: Kind, manifest: Object, uid: str | None) -> Object:
-        if (error := self.error(kind)) is not None:
-            raise error
-        name = manifest["metadata"]["name"]
-        meta = manifest["metadata"] | {"uid": uid or f"uid-of-{kind.name}-{name}", "generation": 1}
-        entry = {"manager": "fairlead-operator", "operation": "Apply"}
-        return self.put(kind, {**manifest, "metadata": meta | {"managedFields": [entry]}})
-
-    async def patch(self, kind: Kind, body: Object, operations: Any) -> None:
-        raise AssertionError(f"patched {kind.name} {key_of(body)}: {operations}")
-
-    async def delete(self, kind: Kind, body: Object) -> None:
-        raise AssertionError(f"deleted {kind.name} {key_of(body)}")
-
-    async def set_status(self, body: Object, status: Object) -> None:
-        if self.status_error is not None:
-            raise self.status_error
-        self.put(RESOURCE, {**body, "status": status})
-
-    async def post_event(self, kind: Kind, event: Object) -> None:
-        if self.event_error is not None:
-            raise self.event_error
-        self.events.append((event["reason"], event["message"]))
 
 
 class Run:
@@ -111,7 +99,7 @@ class Run:
 
     def start_operator(self) -> None:
         self.reconciler = Reconciler(
-            cast("Cluster", self.cluster),
+            self.cluster,
             lambda *_: self.results,
             self.settings,
             now=lambda: START + timedelta(seconds=self.clock),
@@ -257,7 +245,7 @@ def test_the_steps_of_a_rollout_are_written_at_intervals_and_its_milestones_at_o
         written.append(status["replicas"])
         await write(body, status)
 
-    run.cluster.set_status = counted  # type: ignore[method-assign]
+    run.cluster.set_status = counted  # type: ignore[method-assign,assignment]
     again = []
     for count in (1, 2):
         run.cluster.put(POD, pod(f"chat-{count}", revision=run.revision))
@@ -280,7 +268,7 @@ def test_an_older_definition_that_drops_a_field_of_the_status_costs_one_write(ru
         kept = {name: value for name, value in status.items() if name != "drainingReplicas"}
         run.cluster.put(RESOURCE, {**body, "status": kept})
 
-    run.cluster.set_status = pruning  # type: ignore[method-assign]
+    run.cluster.set_status = pruning  # type: ignore[method-assign,assignment]
     for _ in range(3):
         run.step()
     settled = len(written)
