@@ -59,8 +59,8 @@ test: check ## everything that needs no GPU, long forms shortened; the fast part
 	$(PYTEST) $(PARALLEL) -m "not gpu and not full" tests/functional
 	$(PYTEST) $(PARALLEL) -m "not gpu and not full" --durations=10 tests/cluster
 
-e2e: setup ## the images on a real node, in a sandbox of its own: needs root
-	PYTHONPATH=tests FAIRLEAD_FULL=$(FULL) $(BIN)/python -m e2e
+e2e: setup ## the images on a real node, in a sandbox of its own: after `make images`, as root
+	IMAGES_OUT=$(abspath $(IMAGES_OUT)) FAIRLEAD_FULL=$(FULL) PYTHONPATH=tests $(BIN)/python -m e2e
 
 test-full: lint plant ## everything that needs no GPU, long forms whole
 	FAIRLEAD_FULL=1 $(PYTEST) -m "not gpu and not e2e and not e2e_machine and not images" --timeout=14400

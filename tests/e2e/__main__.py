@@ -13,7 +13,8 @@ from e2e.harness.images import NoImagesError, archives
 from e2e.harness.node import PROGRAMS
 
 TESTS = Path(__file__).parent
-PYTEST = (sys.executable, "-m", "pytest", str(TESTS))
+# The first test waits for the node, the images and the chart as well.
+PYTEST = (sys.executable, "-m", "pytest", "--timeout=1200", "--durations=10", str(TESTS))
 
 
 def main() -> int:

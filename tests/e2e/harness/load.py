@@ -169,4 +169,4 @@ class Load:
             more = (now.answered - before.answered, now.streams - before.streams)
             return now if more[0] >= answers and more[1] >= streams else None
 
-        return eventually(enough, 60, f"{answers} more answers and {streams} streams", every=0.2)
+        return eventually(enough, 300, f"{answers} more answers and {streams} streams", every=0.2)

@@ -1,6 +1,7 @@
 """One InferenceDeployment on the node: applied, watched, changed and removed."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -20,6 +21,18 @@ SMALL: Object = {
     "scheduler": {"maxBatchTokens": 256, "maxRequests": 16},
     "cache": {"numBlocks": 1024},
 }
+
+
+@contextmanager
+def serving(installation: Installation, name: str, **spec: Any) -> Iterator["Served"]:
+    """A resource that is rolled out when the block begins, and gone after it."""
+    served = Served(installation, name)
+    try:
+        served.apply(**spec)
+        served.until_rolled_out()
+        yield served
+    finally:
+        served.delete()
 
 
 @dataclass(slots=True)
@@ -44,7 +57,7 @@ class Served:
         self.spec = {**self.spec, **changes}
         self.installation.api.apply(idep(NAMESPACE, self.name, **self.spec), force="true")
 
-    def until_ready(self, within: float = 60) -> Object:
+    def until_ready(self, within: float = 400) -> Object:
         """The status once Ready is true and about the newest spec."""
 
         def look() -> Object | None:
@@ -53,7 +66,7 @@ class Served:
 
         return self._eventually(look, within, "is Ready")
 
-    def until_rolled_out(self, within: float = 120) -> Object:
+    def until_rolled_out(self, within: float = 400) -> Object:
         """The status once every wanted pod is of the newest revision and ready, and no other
         exists.
         """
