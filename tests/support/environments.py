@@ -32,3 +32,27 @@ def _run(*command: str) -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         raise AssertionError(f"{' '.join(command)}\n{done.stdout}{done.stderr}")
+
+
+def node_environment(package: str) -> Path:
+    """A folder with the npm ``package`` installed, for programs that are copied into it. It is
+    made once and kept.
+    """
+    place = FOLDER / hashlib.sha256(package.encode()).hexdigest()[:16]
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    with (FOLDER / f"{place.name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not (place / ".ready").exists():
+            _run(
+                "npm",
+                "install",
+                "--silent",
+                "--no-audit",
+                "--no-fund",
+                "--ignore-scripts",
+                "--prefix",
+                str(place),
+                package,
+            )
+            (place / ".ready").touch()
+    return place
