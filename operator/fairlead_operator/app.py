@@ -50,7 +50,7 @@ RELIST_RETRY_SECONDS = 2.0
 READ_SINGLY = 20  # objects that differ; more are read in one list
 RELEASE_SECONDS = 2.0
 # At a time; the clients bound the requests.
-WORKERS, PROBES, CANARIES = 1000, 1000, 200
+WORKERS, PROBES, CANARIES = 50, 1000, 200
 # After news of a child: a rollout has many, and they become one pass. A new spec waits for nothing.
 CHILD_SETTLE = 0.5
 

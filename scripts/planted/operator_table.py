@@ -144,13 +144,6 @@ BUGS = (
         ("unit/operator/cluster/test_lease.py",),
     ),
     PackageBug(
-        "the writes of statuses have no bound of their own",
-        f"{OPERATOR}/cluster/client.py",
-        '"status": reports',
-        '"status": self._others',
-        ("unit/operator/cluster/test_client.py",),
-    ),
-    PackageBug(
         "each step of a rollout is written to the status",
         f"{OPERATOR}/reconcile.py",
         "reported_at + PROGRESS_SECONDS - self._clock()",

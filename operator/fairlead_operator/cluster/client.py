@@ -32,10 +32,6 @@ from fairlead_operator.resource.settings import SettingsError
 
 REQUEST_SECONDS = 10.0
 FENCED = frozenset({"apply", "create", "delete", "status", "event"})  # verbs that need the Lease
-# Requests in flight: those that tell users of a resource's state, and all others but the Lease's.
-# Many pods that start make many of the first; with no bound of their own, the others would wait
-# behind them in the API server.
-REPORTS, OTHERS = 8, 50
 PAGE, METADATA_PAGE = 250, 1000  # objects in one answer
 JSON = "application/json"
 METADATA = f"{JSON};as=PartialObjectMetadataList;g=meta.k8s.io;v=v1"
@@ -103,12 +99,6 @@ class Cluster:
         )  # the composition root puts the Lease here
         self._client, self._metrics = client, metrics
         self._pace = pace or Pace(50, 100)
-        reports, self._others = asyncio.Semaphore(REPORTS), asyncio.Semaphore(OTHERS)
-        self._turns: Mapping[str, contextlib.AbstractAsyncContextManager[None]] = {
-            "status": reports,
-            "event": reports,
-            "lease": contextlib.nullcontext(),
-        }
 
     async def list(self, kind: Kind, namespace: str = "") -> tuple[list[Object], int]:
         """All objects the operator looks at, trimmed, and the version of the list."""
@@ -273,26 +263,25 @@ class Cluster:
         accept: str = JSON,
     ) -> Any:
         """One request within its deadline. Raises ApiError unless the answer is good JSON, and
-        FencedError for a write without the Lease: waiting for a turn may take longer than it.
+        FencedError for a write without the Lease: waiting for the pace may take longer than it.
         """
-        async with self._turns.get(verb, self._others):
-            await self._pace.take()
-            if verb in FENCED and not self.may_write():
-                raise FencedError("this process does not hold the Lease")
-            code = 0
-            try:
-                code, text, retry_after = await self._exchange(
-                    method, path, query, body, {"Content-Type": content_type, "Accept": accept}
-                )
-                answer = json.loads(text)
-            except (aiohttp.ClientError, OSError, TimeoutError) as error:
-                raise ApiError(0, "NoAnswer", f"{type(error).__name__}: {error}") from error
-            except ValueError as error:
-                raise ApiError(
-                    code, "BadAnswer", f"the answer to {method} {path} is not JSON"
-                ) from error
-            finally:
-                self._metrics.calls.labels(verb, str(code)).inc()
+        await self._pace.take()
+        if verb in FENCED and not self.may_write():
+            raise FencedError("this process does not hold the Lease")
+        code = 0
+        try:
+            code, text, retry_after = await self._exchange(
+                method, path, query, body, {"Content-Type": content_type, "Accept": accept}
+            )
+            answer = json.loads(text)
+        except (aiohttp.ClientError, OSError, TimeoutError) as error:
+            raise ApiError(0, "NoAnswer", f"{type(error).__name__}: {error}") from error
+        except ValueError as error:
+            raise ApiError(
+                code, "BadAnswer", f"the answer to {method} {path} is not JSON"
+            ) from error
+        finally:
+            self._metrics.calls.labels(verb, str(code)).inc()
         if not isinstance(answer, dict):
             raise ApiError(code, "BadAnswer", f"the answer to {method} {path} is not a JSON object")
         if code >= 400:

@@ -7,15 +7,7 @@ from typing import Any
 import pytest
 
 from fairlead_operator.cluster.cache import Store
-from fairlead_operator.cluster.client import (
-    APPLY,
-    JSON_PATCH,
-    METADATA,
-    OTHERS,
-    REPORTS,
-    Cluster,
-    Pace,
-)
+from fairlead_operator.cluster.client import APPLY, JSON_PATCH, METADATA, Cluster
 from fairlead_operator.errors import ApiError
 from fairlead_operator.metrics import Metrics
 from fairlead_operator.resource.kinds import DEPLOYMENT, LEASE, POD, RESOURCE, Object
@@ -187,41 +179,3 @@ def test_a_lease_is_replaced_where_it_was_read_and_else_created(version: str, me
     (call,) = cluster.calls
     assert call["method"] == method
     assert call["path"].endswith("/lease") is (method == "PUT")
-
-
-class HangingCluster(Cluster):
-    """Sends what has its turn, and gets no answer."""
-
-    def __init__(self) -> None:
-        super().__init__(None, Store(), Metrics(), Pace(1e9, 10**9))  # type: ignore[arg-type]  # it makes no connection
-        self.may_write = lambda: True
-        self.sent: list[str] = []
-
-    async def _exchange(self, method: str, path: str, *_: Any) -> tuple[int, bytes, float]:
-        self.sent.append(path)
-        await asyncio.Event().wait()
-        raise AssertionError
-
-
-def test_reports_of_many_resources_hold_up_no_other_request_and_nothing_holds_up_the_lease() -> (
-    None
-):
-    async def go() -> None:
-        cluster = HangingCluster()
-        async with asyncio.TaskGroup() as group:
-            tasks: list[asyncio.Task[Any]] = [
-                group.create_task(cluster.set_status(BODY, {})) for _ in range(REPORTS + 1)
-            ]
-            await asyncio.sleep(0)
-            assert len(cluster.sent) == REPORTS
-            tasks += [group.create_task(cluster.get(POD, ("ns", "x"))) for _ in range(OTHERS + 1)]
-            await asyncio.sleep(0)
-            assert len(cluster.sent) == REPORTS + OTHERS
-            lease = cluster.write_lease(LEASE, ("ns", "x"), {"metadata": {}})
-            tasks.append(group.create_task(lease))
-            await asyncio.sleep(0)
-            assert "leases" in cluster.sent[-1]
-            for task in tasks:
-                task.cancel()
-
-    asyncio.run(go())
