@@ -63,6 +63,12 @@ class EngineDead(ServiceError):  # noqa: N818 - named for the condition, as queu
     code = "engine_dead"
 
 
+class TextLate(ServiceError):  # noqa: N818 - named for the condition, as queue.Full is
+    """The text of an answer was not made within its deadline. HTTP: 503."""
+
+    code = "text_late"
+
+
 class SlowReader(ServiceError):  # noqa: N818 - named for the condition, as queue.Full is
     """The client read its stream too slowly for the buffer, so the request was aborted."""
 

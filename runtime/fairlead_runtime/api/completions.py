@@ -8,7 +8,7 @@ import asyncio
 import functools
 import time
 import uuid
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -134,9 +134,9 @@ class EndpointHandler:
                 prompt_only=request.prompt_only,
             )
             answer = (
-                _StreamedAnswer(generation, encoder)
+                _StreamedAnswer(generation, encoder, self._pool)
                 if request.stream
-                else _JsonAnswer(generation, encoder)
+                else _JsonAnswer(generation, encoder, self._pool)
             )
             last = await answer.write(send)
         # Sent last: the client may disconnect as soon as it has it.
@@ -277,9 +277,10 @@ def _without_tokens(output: Output) -> Output:
 class _JsonAnswer:
     """The answer as one JSON body."""
 
-    def __init__(self, generation: _Generation, encoder: Encoder) -> None:
+    def __init__(self, generation: _Generation, encoder: Encoder, pool: PromptPool) -> None:
         self._generation = generation
         self._encoder = encoder
+        self._pool = pool
 
     async def write(self, send: Send) -> bytes:
         """Send the head; return the last bytes of the body."""
@@ -288,22 +289,33 @@ class _JsonAnswer:
             async for index, output in outputs:
                 choices[index].add(output)
         await send({"type": "http.response.start", "status": 200, "headers": _JSON})
-        piece = b""
-        for part in self._encoder.whole(choices, self._generation.usage):
-            piece += part
-            if len(piece) >= PIECE:
-                await send({"type": "http.response.body", "body": piece, "more_body": True})
-                piece = b""
-            await asyncio.sleep(0)  # let other requests go on
+        parts = self._encoder.whole(choices, self._generation.usage)
+        if not any(choice.logprobs or choice.prompt_logprobs for choice in choices):
+            return b"".join(parts)
+        piece = await self._pool.encode(_next_piece, parts)
+        while following := await self._pool.encode(_next_piece, parts):
+            await send({"type": "http.response.body", "body": piece, "more_body": True})
+            piece = following
         return piece
+
+
+def _next_piece(parts: Iterator[bytes]) -> bytes:
+    """At least PIECE bytes of them; less at the end."""
+    piece = bytearray()
+    for part in parts:
+        piece += part
+        if len(piece) >= PIECE:
+            break
+    return bytes(piece)
 
 
 class _StreamedAnswer:
     """The answer as server-sent events, from the first output on."""
 
-    def __init__(self, generation: _Generation, encoder: Encoder) -> None:
+    def __init__(self, generation: _Generation, encoder: Encoder, pool: PromptPool) -> None:
         self._generation = generation
         self._encoder = encoder
+        self._pool = pool
         self._started = False
 
     async def write(self, send: Send) -> bytes:
@@ -314,7 +326,7 @@ class _StreamedAnswer:
                     if not self._started:
                         self._started = True
                         await send({"type": "http.response.start", "status": 200, "headers": _SSE})
-                    if events := self._encoder.events(index, output):
+                    if events := await self._encode(index, output):
                         await send(
                             {"type": "http.response.body", "body": events, "more_body": True}
                         )
@@ -324,6 +336,12 @@ class _StreamedAnswer:
             log_late_failure(error)
             return self._encoder.failure(errors.from_exception(error))
         return self._encoder.ending(self._generation.usage)
+
+    async def _encode(self, index: int, output: Output) -> bytes:
+        """Log-probabilities in the thread; text alone takes less than the way there."""
+        if output.logprobs or output.prompt_logprobs:
+            return await self._pool.encode(self._encoder.events, index, output)
+        return self._encoder.events(index, output)
 
 
 async def _interleaved(streams: Sequence[OutputStream]) -> AsyncGenerator[tuple[int, Output], None]:

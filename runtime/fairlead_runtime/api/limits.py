@@ -6,21 +6,23 @@ of bytes that all requests share, and the pool in which prompts are parsed, rend
 """
 
 import asyncio
-import os
-import threading
 from collections.abc import Callable, Coroutine, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 from starlette.types import Receive, Scope
 
 from fairlead_runtime.api.errors import ApiError
+from fairlead_runtime.serving.text_thread import be_nicer
 
 MAX_BODY = 2 * 1024 * 1024  # bytes
 BODY_SECONDS = 30.0  # for a whole body
 POOL_WORKERS = 2
 POOL_NICE = 10  # so much nicer are they: the engine and the event loop go first
+POOL_SECONDS = 30.0  # for a prompt, from the last byte of its body, the wait for a thread included
+ENCODE_NICE = 1  # of the thread that encodes log-probabilities, for which readers wait
+ENCODE_SECONDS = 10.0  # for one piece
 # Of all bodies, from their first byte until a worker has read them.
 POOL_BYTES = 64 * 1024 * 1024
 # Of all log-probabilities that answers hold: together, of one token, and of each entry of a token.
@@ -171,19 +173,24 @@ async def _disconnected(receive: Receive) -> None:
         pass
 
 
-def _go_last() -> None:
-    """Give this thread a lower priority; on Linux each thread has its own."""
-    thread = threading.get_native_id()
-    os.setpriority(os.PRIO_PROCESS, thread, os.getpriority(os.PRIO_PROCESS, thread) + POOL_NICE)
-
-
 class PromptPool:
-    """A few threads for work that would block the event loop, and the budgets of all requests."""
+    """A few threads for work that would block the event loop, and the budgets of all requests.
+    ``seconds``: for one prompt.
+    """
 
-    def __init__(self, workers: int = POOL_WORKERS, max_bytes: int = POOL_BYTES) -> None:
+    def __init__(
+        self,
+        workers: int = POOL_WORKERS,
+        max_bytes: int = POOL_BYTES,
+        seconds: float = POOL_SECONDS,
+    ) -> None:
         self._executor = ThreadPoolExecutor(
-            workers, thread_name_prefix="prepare", initializer=_go_last
+            workers, thread_name_prefix="prepare", initializer=lambda: be_nicer(POOL_NICE)
         )
+        self._encoder = ThreadPoolExecutor(
+            1, thread_name_prefix="encode", initializer=lambda: be_nicer(ENCODE_NICE)
+        )
+        self._seconds = seconds
         self.bodies = ByteBudget(max_bytes, "too many prompts are being read; retry")
         self.answers = ByteBudget(
             ANSWER_BYTES,
@@ -194,8 +201,33 @@ class PromptPool:
     async def run(
         self, work: Callable[Params, Value], *args: Params.args, **kwargs: Params.kwargs
     ) -> Value:
-        """Run ``work`` in a thread. Raises what it raises."""
-        return await asyncio.wrap_future(self._executor.submit(work, *args, **kwargs))
+        """Run ``work`` on a prompt in a thread. Raises what it raises, and ApiError 429 when it
+        takes too long, waiting included; work that has begun goes on to its end.
+        """
+        late = f"the prompt was not read and tokenized within {self._seconds:g} s: retry"
+        return await _within(self._seconds, self._executor.submit(work, *args, **kwargs), late, 429)
+
+    async def encode(
+        self, work: Callable[Params, Value], *args: Params.args, **kwargs: Params.kwargs
+    ) -> Value:
+        """Run ``work`` on a part of an answer in a thread. Raises what it raises, and ApiError 503
+        when it takes too long.
+        """
+        late = f"the answer was not encoded within {ENCODE_SECONDS:g} s: retry"
+        return await _within(ENCODE_SECONDS, self._encoder.submit(work, *args, **kwargs), late, 503)
 
     def close(self) -> None:
-        self._executor.shutdown(wait=False, cancel_futures=True)
+        for executor in (self._executor, self._encoder):
+            executor.shutdown(wait=False, cancel_futures=True)
+
+
+async def _within(seconds: float, future: "Future[Value]", late: str, status: int) -> Value:
+    """The future's result; ApiError with the message ``late`` when it comes too late."""
+    result = asyncio.wrap_future(future)
+    try:
+        done, _ = await asyncio.wait({result}, timeout=seconds)
+        if not done:
+            raise ApiError(status, late, code="too_late", headers={"retry-after": "1"})
+        return result.result()
+    finally:
+        result.cancel()

@@ -1,7 +1,7 @@
 """The asynchronous interface of the engine: submit → stream, cancel, drain.
 
 Owns the live streams and hands each step's events to them, all in one turn of the event loop. Takes
-Submissions and returns Outputs. Makes text when a stream is read. Where the engine runs is
+Submissions and returns Outputs, whose text ``text_thread`` makes. Where the engine runs is
 ``engine_link``'s.
 """
 
@@ -33,6 +33,7 @@ from fairlead_runtime.serving.engine_link import EngineLink
 from fairlead_runtime.serving.intake import Intake
 from fairlead_runtime.serving.measurements import EngineReport
 from fairlead_runtime.serving.stream import Stream
+from fairlead_runtime.serving.text_thread import TextThread
 from fairlead_runtime.structured import StructuredOutputs
 
 log = logging.getLogger("fairlead.service")
@@ -62,6 +63,7 @@ class Service:
         self._vocabulary = vocabulary
         self._now = now
         self._streams: dict[str, Stream] = {}
+        self._texts = TextThread(self._text_late)
         self._draining = False
         self._refusing = False
         self._drain_requests = 0  # that ran when the drain began, or came since
@@ -87,6 +89,7 @@ class Service:
         if self._idle_probe is not None:
             self._idle_probe.cancel()
         self._grammars.close()
+        self._texts.close()
         await self._engine.stop(max_wait)
 
     def begin_drain(self) -> None:
@@ -157,6 +160,13 @@ class Service:
         if live:
             self._engine.abort(request_id)
         return live
+
+    def make_text(self, stream: Stream) -> None:
+        self._texts.make(stream)
+
+    def _text_late(self, stream: Stream) -> None:
+        if self._streams.get(stream.request_id) is stream:
+            self._engine.abort(stream.request_id)
 
     def stop_choice(self, stream: Stream, choice: int) -> None:
         """End a choice because of a stop text; the engine sees token ids only. A stream that is

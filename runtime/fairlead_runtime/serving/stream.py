@@ -1,7 +1,7 @@
 """One submission's outputs: events from the engine in, Outputs to a possibly slow reader out.
 
-Owns the buffer between the two and its limits. Makes text when it is read. Runs in the event loop's
-thread.
+Owns the buffer between the two and its limits. Lets text be made when a reader waits for it, in
+``text_thread``; all else runs in the event loop's thread.
 """
 
 import asyncio
@@ -20,6 +20,7 @@ class StreamOwner(Protocol):
     """The methods of the service that a stream calls."""
 
     async def cancel(self, request_id: str) -> bool: ...
+    def make_text(self, stream: "Stream") -> None: ...
     def stop_choice(self, stream: "Stream", choice: int) -> None: ...
 
 
@@ -36,8 +37,11 @@ class Stream:
         self._unfinished = set(choices)  # choices that the engine has not finished
         self._events: dict[int, list[ChoiceEvent]] = {}
         self._outputs: deque[Output] = deque()
-        self._error: ServiceError | None = None
+        self._error: Exception | None = None
+        self._dropped = False
         self._changed = asyncio.Event()
+        self._waits = False  # the reader does, for the next output
+        self._making = False  # the thread makes the next outputs, or will in this turn
         self._unread_bytes = 0  # that came after the reader's first chance to read
         self._unread_since: float | None = None  # time of that chance; None before it
         self._unread_turn = 0  # the turn of the first unread event
@@ -47,15 +51,20 @@ class Stream:
 
     async def __anext__(self) -> Output:
         while not self._outputs:
-            self._read()
-            if self._outputs:
-                break
-            if self._error is not None:
-                raise self._error
-            if all(choice.finished for choice in self._choices.values()):
-                raise StopAsyncIteration
+            if not self._making:
+                if self._events:
+                    self._make_text()
+                    continue
+                if self._error is not None:
+                    raise self._error
+                if all(choice.finished for choice in self._choices.values()):
+                    raise StopAsyncIteration
             self._changed.clear()
-            await self._changed.wait()
+            self._waits = True
+            try:
+                await self._changed.wait()
+            finally:
+                self._waits = False
         return self._outputs.popleft()
 
     async def aclose(self) -> None:
@@ -63,6 +72,7 @@ class Stream:
         if self._unfinished:
             await self._service.cancel(self.request_id)
         self.end(ServiceError("the stream was closed"))
+        self._drop()
 
     async def __aenter__(self) -> Self:
         return self
@@ -86,22 +96,29 @@ class Stream:
             if not self._events:
                 self._unread_bytes, self._unread_since, self._unread_turn = 0, None, turn
             self._events.setdefault(event.choice, []).append(event)
-            if turn != self._unread_turn:
+            if turn != self._unread_turn and not self._making:
                 self._unread_since = now if self._unread_since is None else self._unread_since
                 self._unread_bytes += EVENT_BYTES * (
                     1 + (len(event.logprobs.top_ids) if event.logprobs else 0)
                 )
             self.cached_tokens = event.cached or self.cached_tokens
-            self._changed.set()
+            if self._waits and not self._making:
+                self._make_text()
         return not self._unfinished
 
-    def end(self, error: ServiceError) -> None:
+    def end(self, error: Exception) -> None:
         """Take no more events. Earlier ones can still be read, except after SlowReader."""
         if self._error is None:
             self._error = error
         if isinstance(error, SlowReader):
-            self._events.clear()
+            self._drop()
         self._changed.set()
+
+    def _drop(self) -> None:
+        """Let nothing more be read."""
+        self._dropped = True
+        self._events.clear()
+        self._outputs.clear()
 
     def overdue(self, now: float) -> bool:
         since = self._unread_since
@@ -111,13 +128,36 @@ class Stream:
             and (self._unread_bytes > MAX_UNREAD_BYTES or now - since > MAX_UNREAD_SECONDS)
         )
 
-    def _read(self) -> None:
+    def _make_text(self) -> None:
+        self._making = True
+        self._service.make_text(self)
+
+    # -- called by the thread's owner
+
+    def take(self) -> dict[int, list[ChoiceEvent]]:
         events, self._events = self._events, {}
-        for index, choice_events in events.items():
-            choice = self._choices[index]
-            if choice.finished:
-                continue  # a stop text ended it; the engine has not ended it yet
-            output, stopped_early = choice.take(choice_events)
-            self._outputs.append(output)
-            if stopped_early:
-                self._service.stop_choice(self, index)
+        return events
+
+    def make(self, events: dict[int, list[ChoiceEvent]]) -> list[tuple[Output, bool]]:
+        """One output of each choice, and whether a stop text ended it. Runs in the thread."""
+        return [
+            self._choices[index].take(choice_events)
+            for index, choice_events in events.items()
+            # A stop text may have ended it before the engine has.
+            if not self._choices[index].finished
+        ]
+
+    def made(self, outputs: list[tuple[Output, bool]]) -> None:
+        self._making = False
+        if not self._dropped:
+            for output, stopped_early in outputs:
+                self._outputs.append(output)
+                if stopped_early:
+                    self._service.stop_choice(self, output.index)
+        self._changed.set()
+
+    def fail(self, error: Exception) -> None:
+        """The text cannot be made: the stream ends with the error."""
+        self._making = False
+        self._events.clear()
+        self.end(error)

@@ -124,7 +124,7 @@ def test_prompts_may_be_token_ids(prompt: Any, ids: list[tuple[int, ...]]) -> No
     async def scenario() -> None:
         async with fake_server() as (server, service):
             answer = await server.openai.completions.create(**completion(prompt, max_tokens=2))
-            assert [submission.prompt for submission in service.seen] == ids
+            assert [tuple(submission.prompt) for submission in service.seen] == ids
             assert [choice.index for choice in answer.choices] == list(range(len(ids)))
 
     run(scenario())

@@ -1,6 +1,7 @@
 """The head and the end of an answer, without sockets: headers of a stream, reasons of every end."""
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from typing import Any
@@ -13,7 +14,15 @@ from fairlead_runtime.api.auth import AuthMiddleware
 from fairlead_runtime.api.completions import _Generation, _JsonAnswer, _StreamedAnswer
 from fairlead_runtime.api.errors import ApiError
 from fairlead_runtime.api.key_file import MAX_KEY, KeyRing
-from fairlead_runtime.api.response_bodies import ChatEncoder, CompletionEncoder, Frame, Usage
+from fairlead_runtime.api.limits import PromptPool
+from fairlead_runtime.api.response_bodies import (
+    ChatEncoder,
+    CompletionEncoder,
+    Frame,
+    Usage,
+    WholeChoice,
+)
+from fairlead_runtime.logprobs import Logprob
 from fairlead_runtime.outputs import Output
 from fairlead_runtime.request import FinishReason
 from support.api_harness import asgi, chat
@@ -46,13 +55,17 @@ def answered(kind: str, encoder: Any, *outputs: Output) -> tuple[list[Any], byte
         sent.append(message)
 
     async def go() -> bytes:
+        pool = PromptPool()
         generation = _Generation([Scripted(*outputs)], 1, Usage(prompt=3), NAMES)  # type: ignore[list-item]  # what outputs() reads
         answer = (
-            _StreamedAnswer(generation, encoder(replace(FRAME, usage=True)))
+            _StreamedAnswer(generation, encoder(replace(FRAME, usage=True)), pool)
             if kind == "stream"
-            else _JsonAnswer(generation, encoder(FRAME))
+            else _JsonAnswer(generation, encoder(FRAME), pool)
         )
-        return await answer.write(send)
+        try:
+            return await answer.write(send)
+        finally:
+            pool.close()
 
     last = asyncio.run(go())
     return sent, last
@@ -138,3 +151,26 @@ def test_a_key_is_compared_whole(length: int, status: int, tmp_path: Any) -> Non
     guarded = AuthMiddleware(app, KeyRing(str(path)))
     got, _ = asyncio.run(asgi(guarded, "GET", "/v1/models", authorization=f"Bearer {key}"))
     assert got == status
+
+
+@pytest.mark.parametrize("kind", ["stream", "json"])
+@pytest.mark.parametrize("with_logprobs", [False, True])
+def test_log_probabilities_are_encoded_outside_the_event_loop(
+    kind: str, *, with_logprobs: bool
+) -> None:
+    threads: set[str] = set()
+
+    class Spied(CompletionEncoder):
+        def events(self, index: int, output: Output) -> bytes:
+            threads.add(threading.current_thread().name)
+            return super().events(index, output)
+
+        def _choice(self, index: int, choice: WholeChoice) -> dict[str, Any]:
+            threads.add(threading.current_thread().name)
+            return super()._choice(index, choice)
+
+    logprobs = ({5: Logprob(-1.0, 1, "a")},) if with_logprobs else None
+    output = Output(0, (5,), "a", logprobs, FinishReason.LENGTH)
+    answered(kind, lambda frame: Spied(replace(frame, top=0 if with_logprobs else None)), output)
+    here = threading.current_thread().name
+    assert threads == ({"encode_0"} if with_logprobs else {here})

@@ -4,6 +4,10 @@ import asyncio
 import os
 import threading
 
+import pytest
+
+from fairlead_runtime.api import limits
+from fairlead_runtime.api.errors import ApiError
 from fairlead_runtime.api.limits import POOL_NICE, PromptPool
 
 
@@ -17,3 +21,35 @@ def test_the_engine_and_the_event_loop_go_before_the_pool() -> None:
     assert asyncio.run(pool.run(priority, b"")) == min(19, before + POOL_NICE)
     pool.close()
     assert priority() == before
+
+
+def test_a_prompt_has_a_deadline_that_includes_its_wait_for_a_thread() -> None:
+    pool, release, ran = PromptPool(workers=1, seconds=0.01), threading.Event(), threading.Event()
+
+    async def go() -> None:
+        for work in (lambda: release.wait(60), ran.set):
+            with pytest.raises(ApiError) as late:
+                await pool.run(work)
+            assert (late.value.status, late.value.code) == (429, "too_late")
+            assert "within 0.01 s" in late.value.message
+            assert late.value.headers["retry-after"] == "1"
+
+    asyncio.run(go())
+    release.set()
+    pool._executor.shutdown(wait=True)
+    assert not ran.is_set(), "what waits too long is not begun"
+    pool.close()
+
+
+def test_a_part_of_an_answer_has_a_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "ENCODE_SECONDS", 0.01)
+    pool, release = PromptPool(), threading.Event()
+
+    async def go() -> None:
+        with pytest.raises(ApiError) as late:
+            await pool.encode(release.wait, 60)
+        assert (late.value.status, late.value.code) == (503, "too_late")
+
+    asyncio.run(go())
+    release.set()
+    pool.close()

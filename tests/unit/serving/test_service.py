@@ -24,6 +24,7 @@ from fairlead_runtime.outputs import (
     ServiceError,
     SlowReader,
     Submission,
+    TextLate,
 )
 from fairlead_runtime.request import FinishReason, RequestError, SamplingParams, Status
 from fairlead_runtime.scheduling.plan import Work
@@ -132,6 +133,39 @@ async def test_a_stream_brings_every_token_its_text_and_one_finish() -> None:
         assert [output.finish_reason for output in outputs if output.finish_reason] == [
             FinishReason.LENGTH
         ]
+        assert (await service.report()).engine.scheduler.used == 0
+
+
+async def test_text_is_made_outside_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    take, threads = ChoiceText.take, set()
+
+    def spied(text: ChoiceText, events: list[ChoiceEvent]) -> tuple[Output, bool]:
+        threads.add(threading.current_thread().name)
+        return take(text, events)
+
+    monkeypatch.setattr(ChoiceText, "take", spied)
+    async with running() as service:
+        await asyncio.gather(*[read(await service.submit(ask(start=i))) for i in range(4)])
+    assert threads == {"text_0"}
+
+
+async def test_text_that_comes_too_late_ends_the_request_in_the_engine_too(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    release = threading.Event()
+
+    def stuck(_: ChoiceText, __: list[ChoiceEvent]) -> tuple[Output, bool]:
+        release.wait(WITHIN)
+        raise ValueError("too late for this to matter")
+
+    monkeypatch.setattr(ChoiceText, "take", stuck)
+    async with running() as service:
+        service._texts._seconds = 0.01
+        stream = await service.submit(ask(max_tokens=200, prompt=20))
+        with pytest.raises(TextLate):
+            await anext(stream)
+        release.set()
+        assert (await service.drain(WITHIN)).aborted == 0
         assert (await service.report()).engine.scheduler.used == 0
 
 
@@ -457,6 +491,7 @@ def test_unread_time_counts_from_the_first_chance_to_read() -> None:
         async def cancel(self, request_id: str) -> bool:
             return False
 
+        def make_text(self, stream: Stream) -> None: ...
         def stop_choice(self, stream: Stream, choice: int) -> None: ...
 
     stream = Stream("r", Owner(), {0: ChoiceText(0, ask(), words())})

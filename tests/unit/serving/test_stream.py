@@ -19,6 +19,13 @@ def stream() -> Stream:
     return Stream("r", unused, {0: unused})
 
 
+class Owner:
+    """Makes text at once, in the event loop's thread."""
+
+    def make_text(self, stream: Stream) -> None:
+        stream.made(stream.make(stream.take()))
+
+
 def event(token: int = 5) -> ChoiceEvent:
     return ChoiceEvent("r", 0, token, None, None)
 
@@ -64,7 +71,7 @@ def test_earlier_outputs_can_be_read_after_an_end_unless_their_reader_is_too_slo
 
     async def go() -> None:
         text: Any = Text()
-        owner: Any = None
+        owner: Any = Owner()
         one = Stream("r", owner, {0: text})
         one.push(event(5), 0.0, 1)
         one.push(event(6), 0.0, 1)
