@@ -272,7 +272,7 @@ class ControlPlane:
         )
 
     def wait_ready(self) -> None:
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 120
         while time.monotonic() < deadline:
             for part in self.parts:
                 if part.process.poll() is not None:
@@ -283,7 +283,7 @@ class ControlPlane:
                 return
             time.sleep(0.05)
         raise ControlPlaneError(
-            f"the API server is not ready after 60 s:\n{self.part('kube-apiserver').tail()}"
+            f"the API server is not ready after 120 s:\n{self.part('kube-apiserver').tail()}"
         )
 
     def answers(self) -> bool:
