@@ -123,7 +123,8 @@ class Run:
 
     def count(self, plan: Plan, waiting: list[Sequence]) -> None:
         """A preemption starts the bounds again: the preempted one has more steps left. So does a
-        start of a more urgent request, since the bounds hold among requests of one priority.
+        start of a more urgent request: the bounds hold among requests of one priority, and under
+        ``fair`` from when the blocked one's tenant has its turn.
         """
         if plan.preempted or self.starts_more_urgent(plan):
             self.blocked.clear()
@@ -146,12 +147,17 @@ class Run:
         assert longest <= self.bound + self.prompt_steps, "one request stops another too long"
 
     def starts_more_urgent(self, plan: Plan) -> bool:
-        """Whether this step admits a request of a lower priority number than the blocked one's."""
+        """Whether this step admits a request of a lower priority number than the blocked one's,
+        or of another tenant that had less service.
+        """
         head = plan.blocked
-        return (
-            head is not None
-            and self.limits.policy == "priority"
-            and any(a.sequence.request.priority < head.request.priority for a in plan.admitted)
+        if head is None:
+            return False
+        started, rank = [a.sequence for a in plan.admitted], self.scheduler.state.policy.rank
+        if self.limits.policy == "priority":
+            return any(s.request.priority < head.request.priority for s in started)
+        return self.limits.policy == "fair" and any(
+            s.request.tenant != head.request.tenant and rank(s) < rank(head) for s in started
         )
 
     def check_nobody_else_stops(self, plan: Plan, waiting: list[Sequence]) -> None:
