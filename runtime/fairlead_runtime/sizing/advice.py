@@ -12,7 +12,7 @@ from typing import Any
 from fairlead_runtime.config import EngineConfig, flag_of
 from fairlead_runtime.sizing.shape import ModelShape
 from fairlead_runtime.sizing.solve import solve
-from fairlead_runtime.sizing.terms import GIB, DeviceFacts, max_model_len
+from fairlead_runtime.sizing.terms import DEFAULT_QUEUE, GIB, DeviceFacts, max_model_len
 
 LARGEST = 1 << 16  # GiB of memory: no machine has more
 STEP = 0.25  # GiB: steps in which an offload space is suggested
@@ -59,6 +59,10 @@ def _changes(
         at = bisect_left(steps, True, key=lambda n: starts(cpu_offload_space=n * STEP))
         if at < len(steps):
             yield "cpu_offload_space", f"{steps[at] * STEP:g}"
+    queues = range(config.max_queue // DEFAULT_QUEUE, 0, -1)
+    at = bisect_left(queues, True, key=lambda n: starts(max_queue=n * DEFAULT_QUEUE))
+    if at < len(queues):
+        yield "max_queue", queues[at] * DEFAULT_QUEUE
     if config.num_blocks is not None:
         blocks = range(config.num_blocks, 0, -1)
         at = bisect_left(blocks, True, key=lambda n: starts(num_blocks=n))

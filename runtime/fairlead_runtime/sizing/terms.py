@@ -25,6 +25,7 @@ GROWTH = 2  # a batch's host buffers are allocated twice as large as needed
 # Of an id of the vocabulary, in llguidance's tokenizers: the engine's has tries for faster masks,
 # that of the child, which takes GRAMMAR_CHILD besides, has one without.
 GRAMMAR_ID_BYTES, GRAMMAR_CHILD = 1500, 16 << 20
+DEFAULT_QUEUE = EngineConfig().max_queue
 QUEUE_TOKENS = 1024  # tokens that may wait for each request that may wait or run
 # What host memory keeps of a token: its id in both processes, again in a sequence's array, which
 # grows by an eighth, and the counts for penalties; of a waiting token its id in both.
@@ -124,6 +125,12 @@ class Bookkeeping:
         if blocks > self.longest:
             blocks = (left - self.rows * self.longest * self.row_block) // each
         return max(0, blocks)
+
+
+def surplus_queue(config: EngineConfig) -> int:
+    """Bytes that the queue takes beyond one of the default length."""
+    surplus = max(0, config.max_queue - DEFAULT_QUEUE)
+    return surplus * QUEUE_TOKENS * WAITING_TOKEN_BYTES
 
 
 def max_model_len(shape: ModelShape, config: EngineConfig) -> int:

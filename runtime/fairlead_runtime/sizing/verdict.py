@@ -14,7 +14,7 @@ from typing import Any
 from fairlead_runtime.config import ConfigError, EngineConfig
 from fairlead_runtime.sizing.shape import ModelShape
 from fairlead_runtime.sizing.solve import CPU_CACHE, MemoryPlan, solve
-from fairlead_runtime.sizing.terms import GIB, DeviceFacts, gib, split
+from fairlead_runtime.sizing.terms import DEFAULT_QUEUE, GIB, DeviceFacts, gib, split
 from fairlead_runtime.supported import is_supported
 
 LARGEST_HOST = 4096  # GiB: no larger machine is suggested
@@ -120,6 +120,10 @@ def _fixes(
             quarters, True, key=lambda n: not fits(cpu_offload_space=n / 4, num_blocks=blocks)
         )
         fixes.insert(0, f"cpuOffloadSpace ≤ {fitting / 4:g} and numBlocks {blocks}")
+    queues = range(config.max_queue // DEFAULT_QUEUE, 0, -1)
+    queue = bisect_left(queues, True, key=lambda n: fits(max_queue=n * DEFAULT_QUEUE))
+    if queue < len(queues):
+        fixes.insert(0, f"maxQueue ≤ {queues[queue] * DEFAULT_QUEUE}")
     shares = [i / 100 for i in range(int(100 * config.max_memory_percent) + 1, 101)]
     share = bisect_left(shares, True, key=lambda n: fits(max_memory_percent=n))
     if share < len(shares):

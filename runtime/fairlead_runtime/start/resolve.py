@@ -11,7 +11,7 @@ from fairlead_runtime.config import ConfigError, EngineConfig
 from fairlead_runtime.sizing.advice import suggest_fix
 from fairlead_runtime.sizing.shape import ModelShape
 from fairlead_runtime.sizing.solve import MemoryPlan
-from fairlead_runtime.sizing.terms import GIB, PROCESS, DeviceFacts, gib
+from fairlead_runtime.sizing.terms import GIB, PROCESS, DeviceFacts, gib, surplus_queue
 from fairlead_runtime.sizing.verdict import plan_memory
 from fairlead_runtime.supported import check_supported, without_effect
 
@@ -94,15 +94,15 @@ def resolve(
 
 def _field_at_fault(config: EngineConfig, plan: MemoryPlan) -> str:
     """The setting that the user should change: a fixed number of blocks, an offload space that
-    takes too much, else the share of memory.
+    or a queue that takes too much, else the share of memory.
     """
     if config.num_blocks is not None:
         return "num_blocks"
-    return (
-        "cpu_offload_space"
-        if plan.used - plan.terms.get("offload", 0) <= plan.budget
-        else "max_memory_percent"
-    )
+    if plan.used - plan.terms.get("offload", 0) <= plan.budget:
+        return "cpu_offload_space"
+    if plan.used - surplus_queue(config) <= plan.budget:
+        return "max_queue"
+    return "max_memory_percent"
 
 
 def summary(resolved: ResolvedConfig) -> str:

@@ -92,6 +92,7 @@ FIXES = {
     "numBlocks": ("cache", "numBlocks"),
     "cpuOffloadSpace": ("cache", "cpuOffloadSpace"),
     "maxMemoryPercent": ("cache", "maxMemoryPercent"),
+    "maxQueue": ("scheduler", "maxQueue"),
 }
 # Resources that do not fit, and the kinds of fix that their messages name.
 WITHOUT_ROOM: tuple[tuple[str, dict[str, Any], set[str]], ...] = (
@@ -103,6 +104,7 @@ WITHOUT_ROOM: tuple[tuple[str, dict[str, Any], set[str]], ...] = (
         {"cache": {"cpuOffloadSpace": 2.6}},
         {"cpuOffloadSpace", "numBlocks", "maxMemoryPercent"},
     ),
+    ("4Gi", {"scheduler": {"maxQueue": 1_000_000}}, {"maxQueue"}),
     ("1000Mi", {"cache": {"maxMemoryPercent": 1}}, {"memory", "numBlocks"}),
 )
 
@@ -136,6 +138,7 @@ def test_every_fix_of_a_verdict_starts_an_engine(
 HINTS: tuple[tuple[float, str, dict[str, Any], set[str]], ...] = (
     (2, "model", {"num_blocks": 10_000_000}, {"num_blocks"}),
     (4, "model", {"cpu_offload_space": 2.7}, {"cpu_offload_space", "max_memory_percent"}),
+    (4, "model", {"max_queue": 1_000_000}, {"max_queue"}),
     (1.2, "model", {"max_batch_tokens": 65536}, {"max_memory_percent", "max_batch_tokens"}),
     (1.08, "long_model", {"max_memory_percent": 1.0}, {"max_batch_tokens", "max_model_len"}),
     (1.5, "model", {"shared_memory": 2.0}, {"memory"}),

@@ -69,6 +69,7 @@ CONFIGS = st.fixed_dictionaries(
         "quantization": st.sampled_from(["none", "int8", "fp8"]),
         "tensor_parallel": st.sampled_from([1, 2]),
         "cpu_offload_space": st.sampled_from([0.0, 0.5]),
+        "max_queue": st.sampled_from([1024, 1_000_000]),
     }
 )
 DEVICES = st.builds(DeviceFacts, st.sampled_from(["cpu", "cuda"]), st.integers(0, 64 * GIB))
@@ -126,6 +127,7 @@ FIXES = {
     "numBlocks": "num_blocks",
     "cpuOffloadSpace": "cpu_offload_space",
     "maxMemoryPercent": "max_memory_percent",
+    "maxQueue": "max_queue",
 }
 SHARES = ("cpuOffloadSpace", "maxMemoryPercent")
 
@@ -323,9 +325,23 @@ def test_a_too_large_offload_space_is_reported_with_the_largest_that_fits() -> N
     assert not plan_memory(LLAMA_8B, larger, DeviceFacts("cpu", 32 * GIB)).fits
 
 
+def test_a_too_long_queue_is_reported_with_the_longest_that_fits() -> None:
+    config = EngineConfig(max_batch_tokens=512, max_model_len=4096, max_queue=3_000_000)
+    device = DeviceFacts("cpu", 32 * GIB)
+    fix = re.search(r"set maxQueue ≤ (\d+)", plan_memory(LLAMA_8B, config, device).message)
+    assert fix is not None
+    assert plan_memory(LLAMA_8B, replace(config, max_queue=int(fix[1])), device).fits
+    assert not plan_memory(LLAMA_8B, replace(config, max_queue=int(fix[1]) + 1024), device).fits
+
+
 @pytest.mark.parametrize(
     "settings",
-    [{"cpu_offload_space": 65536.0}, {"num_blocks": 2**31 - 1}, {"max_memory_percent": 0.01}],
+    [
+        {"cpu_offload_space": 65536.0},
+        {"num_blocks": 2**31 - 1},
+        {"max_memory_percent": 0.01},
+        {"max_queue": 10**9},
+    ],
 )
 def test_advice_takes_few_solutions_however_large_the_value(
     settings: Mapping[str, Any], monkeypatch: pytest.MonkeyPatch

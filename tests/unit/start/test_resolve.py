@@ -129,6 +129,7 @@ def test_max_requests_is_clamped_to_the_tokens_of_a_step() -> None:
         ({"num_blocks": 10_000_000}, "num_blocks"),
         ({"max_memory_percent": 0.05}, "max_memory_percent"),
         ({"cpu_offload_space": 15.5}, "cpu_offload_space"),
+        ({"max_queue": 3_000_000}, "max_queue"),
         ({"cpu_offload_space": 15.5, "max_memory_percent": 0.5}, "cpu_offload_space"),
         ({"max_batch_tokens": 10_000_000, "max_requests": 4}, "max_memory_percent"),
     ],
