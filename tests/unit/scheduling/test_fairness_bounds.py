@@ -185,8 +185,7 @@ class Run:
             return
         firsts: dict[str, Sequence] = {}
         for sequence in waiting:
-            if sequence.request.params.n == 1:
-                firsts.setdefault(sequence.request.tenant, sequence)
+            firsts.setdefault(sequence.request.tenant, sequence)
         head = plan.blocked
         for started in (a.sequence for a in plan.admitted):
             if started.request.tenant != head.request.tenant or started.id < head.id:
@@ -195,6 +194,7 @@ class Run:
                 assert (
                     first.request.tenant == head.request.tenant
                     or _size(first) != _size(started)
+                    or first.request.params.n > 1
                     or started.request.params.n > 1
                 ), f"{started.id} of the blocked tenant starts before {first.id}"
 
