@@ -66,6 +66,9 @@ def test_of_two_releases_one_writes_the_other_says_why_and_follows_one_that_is_g
         assert message.startswith(f"the operator in namespace {owner} serves this resource")
         assert "scope.namespaces" in message
         assert message in processes[other].log.read_text()
+        idle = processes[other]
+        # After the Event, and again where the owner wrote the status meanwhile.
+        eventually(lambda: idle.metric(CALLS, verb="status", code="200") == 1, 30, "it asks")
         eventually(lambda: "challenger" not in status(api, namespace), 20, "the owner answers")
 
         api.merge(KIND, namespace, "chat", {"spec": {"replicas": 3}})
@@ -73,7 +76,6 @@ def test_of_two_releases_one_writes_the_other_says_why_and_follows_one_that_is_g
         assert image(api, namespace) == f"registry.test/{owner}:1"
         assert not told(api, namespace, owner)
         # It wrote its question and its Event; what came second was refused.
-        idle = processes[other]
         assert idle.metric(CALLS, verb="status", code="200") == 1
         assert idle.metric(CALLS, verb="event", code="201") == 1
         assert not any(idle.metric(CALLS, verb=verb) for verb in ("apply", "create", "delete"))

@@ -119,8 +119,10 @@ def test_a_model_is_fetched_with_its_progress_shown_and_then_served_offline(
         assert fetch["state"]["terminated"]["exitCode"] == 0
         assert fetch["restartCount"] == pod["status"]["containerStatuses"][0]["restartCount"] == 0
         assert complete(pod["status"]["podIP"])["usage"]["completion_tokens"] == 4
-        # The download asks once for each thing it needs; a runtime would ask again, or for more.
-        assert len(set(hub.requests)) == len(hub.requests), "the runtime asked the hub"
+        # The download asks once for each thing it needs, but again for the file that was held for
+        # longer than its time-out; a runtime would ask again for others, or for more.
+        once = [path for path in hub.requests if not path[1].endswith(last)]
+        assert len(set(once)) == len(once), "the runtime asked the hub"
         names = {path.rpartition("/")[2] for _, path in hub.requests}
         assert names <= {*repository.files, "v1"}, "the runtime asked the hub for another file"
         assert not operator.tracebacks()
