@@ -224,6 +224,20 @@ BUGS = (
         ("unit/sizing/test_memory_plan.py",),
     ),
     PackageBug(
+        "a queue that is too long is not named",
+        f"{RUNTIME}/start/resolve.py",
+        "plan.used - surplus_queue(config)",
+        "plan.used",
+        ("unit/start/test_resolve.py",),
+    ),
+    PackageBug(
+        "a tenant with a blocked request keeps its turn",
+        f"{RUNTIME}/scheduling/policies.py",
+        "last = last or queue[at].id in blocked",
+        "last = False",
+        ("unit/scheduling/test_fairness.py",),
+    ),
+    PackageBug(
         "log-probabilities of prompts are in no budget",
         f"{RUNTIME}/api/completions.py",
         "if params.prompt_logprobs is not None:\n        tokens",

@@ -244,6 +244,19 @@ def test_under_fair_a_blocked_tenant_stops_no_other_while_the_reservation_grows(
     assert names(plan) == ["guest"]
 
 
+def test_under_fair_a_tenant_with_a_blocked_request_comes_after_one_with_more_service() -> None:
+    s = scheduler(policy="fair", num_blocks=100, max_model_len=1600, max_requests=3)
+    s.add(request("run", 1200, 100, tenant="b"))
+    s.add(request("keep", 16, 100, tenant="a"))
+    next(steps(s))
+    s.add(request("big", 480, 20, tenant="a"))
+    s.add(request("small", 16, 4, tenant="a"))
+    s.add(request("guest", 16, 4, tenant="b"))
+    plan = next(steps(s))
+    assert plan.blocked is not None
+    assert (plan.blocked.request.id, names(plan)) == ("big", ["guest"])
+
+
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("seed", range(8))
 def test_every_head_starts_within_its_bound_and_all_requests_end(policy: str, seed: int) -> None:
