@@ -43,7 +43,8 @@ CHANGE_SECONDS = 58 / 200  # between the beginnings of two changes: all within 6
 QUIET = 60 if LONG_FORM else 36  # seconds: two lists of everything, and two scrapes of each pod
 SILENCE = 60 if LONG_FORM else 20  # seconds: samples are stale after 15
 AUTOSCALED, FIXED = 5.0, 15.0  # seconds between two scrapes of a pod
-RUNNING = 9  # requests in each pod
+# Requests in each pod: a rollout has up to three pods more at a time, and their load is for PODS.
+RUNNING = 6
 NAMESPACE = "fleet"
 NETWORK = f"10.{130 + os.getpid() % 100}.0.0/16"  # of this process: runs share the device
 CALLS = "fairlead_operator_api_calls_total"
@@ -160,7 +161,7 @@ def _made_ready(fleet: Fleet) -> Fleet:
 def _body(number: int) -> Object:
     """Half of the autoscaled ones have a load for more pods than they may have, and no pod that
     must stay: a load of nothing would take pods from them at once. The others may grow, and have
-    a load for the pods that they have.
+    no load for more pods, not even while a rollout has some more.
     """
     scaling: Object = {"minReplicas": PODS, "maxReplicas": PODS + 2, "targetPerReplica": 10}
     if number % 4 == 1:

@@ -16,7 +16,7 @@ from fairlead_operator.cluster.cache import Store
 from fairlead_operator.cluster.observe import observe
 from fairlead_operator.decide.children.manifests import revision_of
 from fairlead_operator.decide.pods import downloads, startup
-from fairlead_operator.decide.pods.load import LoadError, Sample, parse, served
+from fairlead_operator.decide.pods.load import SERIES, LoadError, Sample, lines_of, parse, served
 from fairlead_operator.decide.pods.observed import Observed
 from fairlead_operator.decide.pods.pod import address_of
 from fairlead_operator.decide.pods.probe_results import ProbeResults
@@ -106,11 +106,12 @@ class Prober:
         uid, name = pod["metadata"]["uid"], resource.engine.served_name
         try:
             unresponsive = uid in self._of(resource).unresponsive
-            text = await self._pods.metrics(address_of(pod), unresponsive=unresponsive)
+            body = await self._pods.metrics(address_of(pod), unresponsive=unresponsive)
         except ScrapeError:
             self._learn(resource, unresponsive=self._of(resource).unresponsive | {uid})
             return
         self._learn(resource, unresponsive=self._of(resource).unresponsive - {uid})
+        text = lines_of(body, SERIES + startup.SERIES)
         try:
             load = parse(text, name)
         except LoadError:

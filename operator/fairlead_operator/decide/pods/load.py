@@ -5,8 +5,9 @@ down, so a missing, negative, NaN or infinite value is refused. Fetches nothing.
 in the text, because a pod's clock may be wrong: the scraper's own clock dates a sample.
 """
 
+import functools
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from fairlead_runtime.metric_names import (
@@ -21,6 +22,12 @@ MAX_BODY = 1 << 20  # bytes; a runtime's metrics take about 30 KB
 MAX_LINES, MAX_LINE = 40, 1000  # the parser's time grows with the square of a line
 MAX_REQUESTS = 1_000_000  # more in one pod are a fault of its metrics
 FRESH_SECONDS = 15.0
+LENGTHS = tuple(
+    f"{histogram}_{part}"
+    for histogram in (REQUEST_PROMPT_TOKENS, REQUEST_GENERATION_TOKENS)
+    for part in ("sum", "count")
+)
+SERIES = (RUNNING, WAITING, *LENGTHS)  # all that is read here
 
 
 class LoadError(ValueError):
@@ -92,14 +99,9 @@ def parse(text: str, model: str = "") -> Load:
 
 def served(text: str, model: str = "") -> Served:
     """The requests that the pod's histograms of lengths have seen; none where one is doubtful."""
-    names = [
-        f"{histogram}_{part}"
-        for histogram in (REQUEST_PROMPT_TOKENS, REQUEST_GENERATION_TOKENS)
-        for part in ("sum", "count")
-    ]
-    values = dict.fromkeys(names, 0.0)
+    values = dict.fromkeys(LENGTHS, 0.0)
     try:
-        for name, _, number in series(text, names, model):
+        for name, _, number in series(text, LENGTHS, model):
             values[name] += number
     except LoadError:
         return Served()
@@ -109,23 +111,27 @@ def served(text: str, model: str = "") -> Served:
     return Served(outputs, prompt + output)
 
 
+def lines_of(text: str, names: Sequence[str]) -> str:
+    """The lines of a text that begin with one of these names, in order. Nearly all lines of a body
+    are of other series; a caller that reads it more than once keeps these.
+    """
+    starts = tuple(names)
+    return "\n".join(line for line in text.split("\n") if line.startswith(starts))
+
+
 def series(
-    text: str, names: Collection[str], model: str = ""
+    text: str, names: Sequence[str], model: str = ""
 ) -> Iterator[tuple[str, Mapping[str, str], float]]:
     """Name, labels and value of the series of these names that ``model`` serves.
 
     Parses the lines of these names alone: a whole body takes the library 30 times as long. Raises
     LoadError if one is malformed, or if they are more than any runtime has.
     """
-    wanted = _lines(text, names)
+    wanted = [line for line in lines_of(text, names).split("\n") if line]
     if len(wanted) > MAX_LINES or any(len(line) > MAX_LINE for line in wanted):
         raise LoadError(f"there are more than {MAX_LINES} series, or one of over {MAX_LINE} bytes")
-    # Here, because `fairlead backtest` reads no metrics and runs without this library.
-    from prometheus_client.parser import text_string_to_metric_families
-
     try:
-        families = list(text_string_to_metric_families("\n".join(wanted)))
-        samples = [(s.name, s.labels, float(s.value)) for one in families for s in one.samples]
+        samples = [_sample(line) for line in wanted]
     except (ValueError, IndexError, OverflowError):
         raise LoadError("a series is malformed") from None
     for name, labels, value in samples:
@@ -133,14 +139,32 @@ def series(
             yield name, labels, value
 
 
-def _lines(text: str, names: Iterable[str]) -> list[str]:
-    """The lines that begin with one of these names, in order. Searches for each name: nearly all
-    lines are of other series, and to split them off takes most of a scrape's time.
+def _sample(line: str) -> tuple[str, Mapping[str, str], float]:
+    """One line, by the library. What stands before the value is the same in each scrape and costs
+    it most, so that is kept. Raises ValueError, IndexError or OverflowError.
     """
-    text = f"\n{text}\n"
-    starts: set[int] = set()
-    for name in names:
-        at = -1
-        while (at := text.find(f"\n{name}", at + 1)) >= 0:
-            starts.add(at + 1)
-    return [text[at : text.index("\n", at)] for at in sorted(starts)]
+    head, _, value = line.rpartition(" ")
+    if "_" not in value and (known := _of_head(head)) is not None:
+        return *known, float(value)
+    (name, labels, number, _), *others = _parsed(line)
+    if others:
+        raise ValueError(line)
+    return name, labels, number
+
+
+@functools.lru_cache(maxsize=10_000)  # eight heads for each model; at most 1,000 bytes each
+def _of_head(head: str) -> tuple[str, Mapping[str, str]] | None:
+    """Name and labels, if a value alone may follow: None for a line that ends with a timestamp."""
+    try:
+        ((name, labels, number, timestamp),) = _parsed(f"{head} 0")
+    except (ValueError, IndexError, OverflowError):
+        return None
+    return (name, labels) if number == 0 and timestamp is None else None
+
+
+def _parsed(line: str) -> list[tuple[str, Mapping[str, str], float, object]]:
+    # Here, because `fairlead backtest` reads no metrics and runs without this library.
+    from prometheus_client.parser import text_string_to_metric_families
+
+    families = text_string_to_metric_families(line)
+    return [(s.name, s.labels, float(s.value), s.timestamp) for f in families for s in f.samples]

@@ -15,6 +15,7 @@ from fairlead_operator.resource.kinds import Object
 from fairlead_runtime.metric_names import PHASE, STARTUP
 
 PARTS = ("loaded", "warmed")  # the runtime's own
+SERIES = (STARTUP,)  # all that is read here
 
 
 def read(text: str, model: str = "") -> Mapping[str, float]:
@@ -23,7 +24,7 @@ def read(text: str, model: str = "") -> Mapping[str, float]:
     """
     try:
         measured_parts = {
-            labels.get(PHASE, ""): value for _, labels, value in series(text, {STARTUP}, model)
+            labels.get(PHASE, ""): value for _, labels, value in series(text, SERIES, model)
         }
     except LoadError:
         return {}
