@@ -15,7 +15,23 @@ LEASE, QUEUE, HUB = (
     f"{OPERATOR}/{name}.py" for name in ("cluster/lease", "workqueue", "probe/hub")
 )
 
+LOAD, LOAD_TESTS = f"{OPERATOR}/decide/pods/load.py", ("unit/operator/decide/pods/test_load.py",)
+
 BUGS = (
+    PackageBug(
+        "a timestamp is taken for the value",
+        LOAD,
+        "if number == 0 and timestamp is None else None",
+        "if number is not None else None",
+        LOAD_TESTS,
+    ),
+    PackageBug(
+        "a value that Prometheus does not know is read",
+        LOAD,
+        'if "_" not in value and (known',
+        "if (known",
+        LOAD_TESTS,
+    ),
     PackageBug(
         "the first failed mount is reported, not the last",
         BLOCKERS,

@@ -44,6 +44,11 @@ def test_timestamps_are_read_over() -> None:
     assert parse(GOOD.replace(" 3.0", " 3.0 1700000000000")) == Load(3, 2)
 
 
+def test_each_scrape_is_read_anew_after_the_same_heads() -> None:
+    for running in (3, 7, 0):
+        assert parse(GOOD.replace(" 3.0", f" {running}"), "demo") == Load(running, 2)
+
+
 def test_another_models_pod_gives_nothing() -> None:
     with pytest.raises(LoadError, match=r"missing for model 'demo'"):
         parse(GOOD.replace("demo", "other"), "demo")
@@ -65,6 +70,7 @@ def test_a_label_may_hold_what_looks_like_another() -> None:
         GOOD.replace(" 3.0", " -9e15"),
         GOOD.replace(" 3.0", " 1e300"),
         GOOD.replace(" 3.0", " null"),
+        GOOD.replace(" 3.0", " 1_0"),  # Python reads it as 10, Prometheus does not
         GOOD.replace(" 3.0", ""),
         GOOD.replace(WAITING, "vllm:something_else"),
         GOOD.replace(RUNNING, "vllm:something_else"),
@@ -72,7 +78,7 @@ def test_a_label_may_hold_what_looks_like_another() -> None:
         GOOD + "x" * (1 << 20),
         "<html>moved</html>",
     ],
-    ids=range(14),
+    ids=range(15),
 )
 def test_doubtful_text_is_refused(text: str) -> None:
     with pytest.raises(LoadError):
