@@ -7,7 +7,7 @@ in the text, because a pod's clock may be wrong: the scraper's own clock dates a
 
 import functools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from fairlead_runtime.metric_names import (
@@ -111,7 +111,7 @@ def served(text: str, model: str = "") -> Served:
     return Served(outputs, prompt + output)
 
 
-def lines_of(text: str, names: Sequence[str]) -> str:
+def lines_of(text: str, names: Iterable[str]) -> str:
     """The lines of a text that begin with one of these names, in order. Nearly all lines of a body
     are of other series; a caller that reads it more than once keeps these.
     """
@@ -120,7 +120,7 @@ def lines_of(text: str, names: Sequence[str]) -> str:
 
 
 def series(
-    text: str, names: Sequence[str], model: str = ""
+    text: str, names: Collection[str], model: str = ""
 ) -> Iterator[tuple[str, Mapping[str, str], float]]:
     """Name, labels and value of the series of these names that ``model`` serves.
 
