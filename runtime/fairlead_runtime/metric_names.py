@@ -15,20 +15,25 @@ PHASE = "phase"  # of STARTUP only: loaded, warmed
 # -- gauges
 RUNNING = "vllm:num_requests_running"
 WAITING = "vllm:num_requests_waiting"
+WAITING_BY_REASON = "vllm:num_requests_waiting_by_reason"  # capacity, deferred
+SLEEP_STATE = "vllm:engine_sleep_state"  # by sleep_state
 KV_CACHE_USAGE = "vllm:kv_cache_usage_perc"
 CACHE_CONFIG = "vllm:cache_config_info"
 
 # -- counters
 PROMPT_TOKENS = "vllm:prompt_tokens"
+PROMPT_TOKENS_BY_SOURCE = "vllm:prompt_tokens_by_source"
 GENERATION_TOKENS = "vllm:generation_tokens"
 PREFIX_CACHE_QUERIES = "vllm:prefix_cache_queries"  # tokens
 PREFIX_CACHE_HITS = "vllm:prefix_cache_hits"  # tokens
 PREEMPTIONS = "vllm:num_preemptions"
 REQUEST_SUCCESS = "vllm:request_success"  # by finished_reason
+ADMISSION_REJECTIONS = "vllm:admission_rejections"  # by reason
 
 # -- histograms
 TTFT = "vllm:time_to_first_token_seconds"
 ITL = "vllm:inter_token_latency_seconds"
+TPOT = "vllm:request_time_per_output_token_seconds"
 E2E_LATENCY = "vllm:e2e_request_latency_seconds"
 QUEUE_TIME = "vllm:request_queue_time_seconds"
 PREFILL_TIME = "vllm:request_prefill_time_seconds"
@@ -36,6 +41,10 @@ DECODE_TIME = "vllm:request_decode_time_seconds"
 INFERENCE_TIME = "vllm:request_inference_time_seconds"
 REQUEST_PROMPT_TOKENS = "vllm:request_prompt_tokens"
 REQUEST_GENERATION_TOKENS = "vllm:request_generation_tokens"
+REQUEST_N = "vllm:request_params_n"
+REQUEST_MAX_TOKENS = "vllm:request_params_max_tokens"
+REQUEST_PREEMPTIONS = "vllm:request_num_preemptions"
+REQUEST_COMPUTED_TOKENS = "vllm:request_prefill_kv_computed_tokens"
 ITERATION_TOKENS = "vllm:iteration_tokens_total"  # a histogram despite its name
 
 # -- ours
@@ -53,6 +62,7 @@ GRAMMAR_SECONDS = "fairlead_grammar_compile_seconds"  # a counter: time spent in
 GRAMMAR_REFUSALS = "fairlead_grammar_refusals"
 GRAMMAR_CACHE_HITS = "fairlead_grammar_cache_hits"
 GRAMMAR_BUSY = "fairlead_grammar_busy"
+GRAMMARS_PENDING = "fairlead_grammars_pending"
 INVARIANT_VIOLATIONS = "fairlead_invariant_violations"
 CONTAINED_ERRORS = "fairlead_contained_errors"  # in metrics and views; no request ends
 OFFLOADED = "fairlead_offloaded_requests"
@@ -69,16 +79,25 @@ API_KEY_FILE_BROKEN = "fairlead_api_key_file_broken"
 CERTIFICATE_BROKEN = "fairlead_certificate_broken"
 UNAUTHORIZED = "fairlead_unauthorized"
 KEY_LIMITED = "fairlead_key_limited"
+TENANT_WAITING = "fairlead_tenant_waiting"  # by tenant, as is the next
+TENANT_RUNNING = "fairlead_tenant_running"
+HTTP_CONNECTIONS = "fairlead_http_connections"  # by port
+HTTP_BODY_BYTES = "fairlead_http_body_bytes"
+HTTP_LOGPROB_BYTES = "fairlead_http_logprob_bytes"
+HTTP_RESIDENT_BYTES = "fairlead_http_resident_bytes"
+HTTP_LOOP_LAG = "fairlead_http_loop_lag_seconds"  # a histogram
 
 COUNTERS = frozenset(
     {
         PROMPT_TOKENS,
+        PROMPT_TOKENS_BY_SOURCE,
         GENERATION_TOKENS,
         PREFIX_CACHE_QUERIES,
         PREFIX_CACHE_HITS,
         PREEMPTIONS,
         OFFLOADS,
         REQUEST_SUCCESS,
+        ADMISSION_REJECTIONS,
         ARRIVALS,
         ABORTED,
         FAILED,
@@ -115,6 +134,10 @@ LATENCY_BUCKETS = (
     *(0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0),
     *(120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0),
 )
+N_BUCKETS = (1.0, 2.0, 5.0, 10.0, 20.0)
+PREEMPTION_BUCKETS = (1.0, 2.0, 3.0, 4.0, 5.0, 10.0, 20.0)
+# Ours: a token every 10 ms is a fast stream, and a lag of a second is felt by every client.
+LAG_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0)
 # Tokens of one step: powers of two, up to the largest token budget in use.
 ITERATION_BUCKETS = (
     1.0,

@@ -200,6 +200,8 @@ class Counters:
     invariant_violations: int = 0
     contained_errors: int = 0  # exceptions in metrics and views, which end no request
     queue_timeouts: int = 0
+    rejected_requests: int = 0  # because max_queue requests wait
+    rejected_tokens: int = 0  # because the requests that wait have too many prompt tokens
     slow_readers: int = 0
     # of structured output
     grammar_compilations: int = 0  # in the checking child
@@ -207,6 +209,7 @@ class Counters:
     grammar_refusals: int = 0  # grammars that cannot be compiled
     grammar_cache_hits: int = 0  # requests whose grammar was known
     grammar_busy: int = 0  # requests refused because too many compilations wait
+    grammars_pending: int = 0  # that wait or run now
     batch_sizes: dict[int, int] = field(default_factory=dict)  # rows of a step → number of steps
 
     def count(self, work: Work, seconds: float) -> None:
@@ -224,16 +227,17 @@ class Counters:
 class EngineSnapshot:
     """The state of the engine after its last step, for metrics and the debug view.
 
-    ``scheduler``: the scheduler's own statistics. ``queued``: submissions that have not had a first
-    step yet.
+    ``scheduler``: the scheduler's own statistics. It does not know the requests that came since
+    (``arriving``) and those whose grammar is being compiled (``preparing``).
     """
 
     scheduler: SchedulerStats
     counters: Counters
-    queued: int
+    arriving: int
     num_blocks: int
     block_size: int
     max_model_len: int
+    preparing: int = 0
 
 
 class OutputStream(Protocol):

@@ -76,6 +76,11 @@ class KeyRing:
     def __len__(self) -> int:
         return len(self._keys)
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names that the file gives to keys, in its order."""
+        return tuple(key.tenant for key in self._keys if key.tenant != _nameless(key.digest))
+
     def find(self, credential: bytes) -> Key | None:
         """The valid key that ``credential`` is, or None. Always compares with every key."""
         self.refresh()
@@ -146,7 +151,7 @@ def _parsed(words: list[str], where: str) -> tuple[bytes, str, KeyLimits]:
             raise KeyFileError(f"{where}{name} is set twice: remove one")
         settings[name] = value
     digest = hashlib.sha256(key).digest()
-    tenant = settings.get("name", digest.hex()[:16])
+    tenant = settings.get("name", _nameless(digest))
     if not _NAME.fullmatch(tenant):
         raise KeyFileError(f"{where}name: use 1 to 64 of A-Z a-z 0-9 . _ -")
     per_minute = _count(settings, "requests_per_minute", MAX_PER_MINUTE, where)
@@ -155,6 +160,11 @@ def _parsed(words: list[str], where: str) -> tuple[bytes, str, KeyLimits]:
         tenant,
         KeyLimits(per_minute, _count(settings, "concurrent_requests", MAX_CONCURRENT, where)),
     )
+
+
+def _nameless(digest: bytes) -> str:
+    """The tenant of a key without a name."""
+    return digest.hex()[:16]
 
 
 def _count(settings: dict[str, str], name: str, most: int, where: str) -> int | None:

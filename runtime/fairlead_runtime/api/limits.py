@@ -42,8 +42,12 @@ class ByteBudget:
     """Bytes that all requests share. ``full`` is the message of the refusal when they are taken."""
 
     def __init__(self, size: int, full: str) -> None:
-        self._free = size
+        self._size = self._free = size
         self._full = full
+
+    @property
+    def held(self) -> int:
+        return self._size - self._free
 
     @contextmanager
     def hold(self) -> Iterator[Callable[[int], None]]:

@@ -26,11 +26,13 @@ from fairlead_runtime.api.connection import (
     protocol_class,
 )
 from fairlead_runtime.api.drain import Drain
+from fairlead_runtime.api.http_load import HttpLoad
 from fairlead_runtime.api.limits import PromptPool
 from fairlead_runtime.api.state import Backend, ServerState
 from fairlead_runtime.api.tls import MAX_HANDSHAKES, Certificates, accept_forever
 from fairlead_runtime.config import ConfigError
 from fairlead_runtime.outputs import DrainResult, EngineDead
+from fairlead_runtime.serving.metrics import PORTS
 
 BACKLOG = 2048
 # Per port; more than the requests that run and wait by default, so that a full queue can answer.
@@ -89,8 +91,12 @@ async def serve(
         ),
         _Port(admin_app(state, drain), listeners.admin, max_connections),
     ]
+    state.load = HttpLoad(
+        pool, dict(zip(PORTS, [port.open_connections for port in ports], strict=True))
+    )
     with _signals(drain, signals):
         serving = [asyncio.create_task(port.serve()) for port in ports]
+        watching = asyncio.create_task(state.load.watch_loop())
         try:
             return await _load_and_drain(state, load, signals, drain)
         except EngineDead:
@@ -99,6 +105,7 @@ async def serve(
             raise
         finally:
             drain.cancel()
+            watching.cancel()
             pool.close()
             for port in ports:
                 port.server.should_exit = True
@@ -177,6 +184,9 @@ class _Port:
         logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
         self._socket = sock
         self.server = _Server(config) if certificates is None else _TlsServer(config, certificates)
+
+    def open_connections(self) -> int:
+        return len(self.server.server_state.connections)
 
     async def serve(self) -> None:
         await self.server.serve(sockets=[self._socket])

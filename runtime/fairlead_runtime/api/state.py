@@ -6,18 +6,21 @@ Owns the change from loading to serving to draining.
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from fairlead_runtime.api.errors import ApiError
+from fairlead_runtime.api.http_load import HttpLoad
 from fairlead_runtime.api.key_file import KeyRing
 from fairlead_runtime.api.tls import Certificates
 from fairlead_runtime.api.tools.formats import PLAIN, ReplyFormat
 from fairlead_runtime.outputs import EngineClient, Health
 from fairlead_runtime.serving.detokenize import Vocabulary
 from fairlead_runtime.serving.metrics import FrontReport
+
+MAX_TENANTS = 100  # with metrics of their own
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,6 +51,7 @@ class ServerState:
     source: str = ""  # where the model came from, shown by /v1/models
     keys: KeyRing | None = None  # API keys of the public port; None: it needs no key
     certificates: Certificates | None = None  # TLS of the public port; None: it has none
+    load: HttpLoad | None = None  # of the HTTP process, once the ports are open
     cors_origin: str = ""  # whose pages may read answers of the public port; empty: no other's
     created: int = field(default_factory=lambda: int(time.time()))
     model_config: bytes | None = None  # config.json, available before the weights are loaded
@@ -110,17 +114,28 @@ class ServerState:
             )
         return health
 
-    def front(self) -> FrontReport:
-        """What the HTTP process counts itself."""
-        keys, certificates = self.keys, self.certificates
+    def front(self, resident_bytes: int = 0) -> FrontReport:
+        """What the HTTP process counts itself. ``resident_bytes``: the RAM that it uses."""
+        keys, certificates, load = self.keys, self.certificates, self.load
         if keys is not None:
             keys.refresh()
         if certificates is not None:
             certificates.refresh()
-        return FrontReport(
+        report = FrontReport(
             api_keys=0 if keys is None else len(keys),
             api_key_file_broken=keys is not None and keys.broken,
             certificate_broken=certificates is not None and certificates.broken,
             unauthorized=0 if keys is None else keys.unauthorized,
             key_limited=0 if keys is None else keys.limited,
+            tenants=() if keys is None else keys.names[:MAX_TENANTS],
+            resident_bytes=resident_bytes,
+        )
+        if load is None:
+            return report
+        return replace(
+            report,
+            connections=load.connections,
+            body_bytes=load.body_bytes,
+            logprob_bytes=load.logprob_bytes,
+            loop_lag=load.loop_lag.copy(),
         )

@@ -77,6 +77,7 @@ class Engine:
         # Arrival times of the requests that have not had a step yet, in order of arrival.
         self._waiting_since: dict[str, float] = {}
         self._waiting_tokens = 0  # their prompt tokens
+        self._preparing: set[str] = set()  # ids of the requests whose grammar is being compiled
         self._checks: Iterator[None] | None = None  # the rest of a check of the invariants
         self._check_after = 0.0  # the earliest time of its next part
         self._canaries_lost = 0  # canaries that failed in a row
@@ -126,11 +127,17 @@ class Engine:
         bounds = self.bounds
         return EngineSnapshot(
             self._stats,
-            replace(self.counters, batch_sizes=dict(self.counters.batch_sizes)),
-            self._inbox.queued,
+            replace(
+                self.counters,
+                batch_sizes=dict(self.counters.batch_sizes),
+                rejected_requests=self._inbox.rejected_requests,
+                rejected_tokens=self._inbox.rejected_tokens,
+            ),
+            self._inbox.arriving,
             bounds.num_blocks,
             bounds.block_size,
             bounds.max_model_len,
+            len(self._preparing),
         )
 
     # -- the engine thread
@@ -190,6 +197,7 @@ class Engine:
             self._end_request(request.id, FinishReason.ERROR, message)
         else:
             # The scheduler sees the request once its grammar is there, so no step waits for it.
+            self._preparing.add(request.id)
             self._prepare(
                 outputs,
                 lambda guide, reason: self._inbox.post(Prepared(request, guide, reason)),
@@ -199,6 +207,7 @@ class Engine:
         live = self._live.get(request.id)
         if live is None or live.request is not request:
             return  # it has ended meanwhile
+        self._preparing.discard(request.id)
         if guide is None:
             self._end_request(request.id, FinishReason.ERROR, reason)
             return
@@ -309,6 +318,7 @@ class Engine:
         live.open.discard(choice)
         if not live.open:
             del self._live[request_id]
+            self._preparing.discard(request_id)
             self._stops_waiting(live.request)
             self._contain(self._observer.ended, live.request, reason, self._now())
 

@@ -113,9 +113,11 @@ class Inbox:
         self._wake = threading.Condition()
         self._arriving = 0  # Adds among the messages, without canaries
         self._waiting = 0  # requests taken out that have not had a step yet
+        self._known = 0  # those among them that the engine counted after its last step
         self._arriving_tokens = self._waiting_tokens = 0  # their prompt tokens
         self._oldest: float | None = None  # arrival of the request that waits longest
         self._closed = ""  # why no request is accepted; empty while the inbox is open
+        self.rejected_requests = self.rejected_tokens = 0  # requests refused, by the limit
         self.stopping = False
 
     # -- any thread
@@ -150,14 +152,23 @@ class Inbox:
         """Requests that have not had a step yet."""
         return self._arriving + self._waiting
 
+    @property
+    def arriving(self) -> int:
+        """Requests that came since the last step."""
+        return self.queued - self._known
+
     def _refusal(self, prompt_tokens: int) -> str:
-        """Why a request with such a prompt must not wait, with the arithmetic; "" if it may."""
+        """Why a request with such a prompt must not wait, with the arithmetic; "" if it may.
+        Counts the refusal.
+        """
         if self.queued - self._free_slots >= self._max_queue:
+            self.rejected_requests += 1
             return f"{self._max_queue} requests wait already (max_queue)"
         tokens = self._arriving_tokens + self._waiting_tokens
         limit = (self._max_queue + self._free_slots) * QUEUE_TOKENS
         if not self.queued or tokens + prompt_tokens <= limit:
             return ""
+        self.rejected_tokens += 1
         return (
             f"the requests that wait have {tokens} prompt tokens; {prompt_tokens} more exceed "
             f"{limit} ((max_queue {self._max_queue} + free slots {self._free_slots}) * "
@@ -190,7 +201,8 @@ class Inbox:
     ) -> None:
         """Record the queue after a step, its prompt tokens, and whether there is more work."""
         with self._wake:
-            self._waiting, self._oldest, self._free_slots = queued, oldest, free_slots
+            self._waiting = self._known = queued
+            self._oldest, self._free_slots = oldest, free_slots
             self._waiting_tokens = tokens
             self._progress.end(working=working or bool(self._messages))
 

@@ -84,6 +84,11 @@ class Checker:
         self._numbers = 0
         self._child: _Child | None = None
 
+    @property
+    def pending(self) -> int:
+        """Checks that wait or run."""
+        return len(self._asked)
+
     async def check(self, outputs: StructuredOutputs) -> StructuredOutputs:
         """The same outputs with the memory that they take. Raises RequestError for what cannot be
         compiled, CheckerBusy when no verdict comes in time.

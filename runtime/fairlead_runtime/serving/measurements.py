@@ -43,12 +43,14 @@ class Histogram:
 
 @dataclass(slots=True)
 class Totals:
-    """Totals since the start. Times in seconds. The histograms of whole requests (``e2e``,
-    ``prefill``, ``decode``, ``inference`` and the lengths) contain COMPLETED requests only.
+    """Totals since the start. Times in seconds. The histograms of whole requests (all but ``ttft``,
+    ``itl``, ``queue`` and ``step_tokens``) contain COMPLETED requests only. ``per_token``,
+    the mean time between two tokens of a choice, leaves out requests of one token.
     """
 
     arrivals: int = 0
     prompt_tokens: int = 0  # of requests whose first token has come
+    cached_tokens: int = 0  # those among them that their first step found in the prefix cache
     generation_tokens: int = 0
     canaries: int = 0  # canaries that had a first step
     finished: dict[FinishReason, int] = field(
@@ -56,13 +58,18 @@ class Totals:
     )
     ttft: Histogram = field(default_factory=lambda: Histogram(names.TTFT_BUCKETS))
     itl: Histogram = field(default_factory=lambda: Histogram(names.ITL_BUCKETS))
+    per_token: Histogram = field(default_factory=lambda: Histogram(names.ITL_BUCKETS))
     queue: Histogram = field(default_factory=lambda: Histogram(names.LATENCY_BUCKETS))
     prefill: Histogram = field(default_factory=lambda: Histogram(names.LATENCY_BUCKETS))
     decode: Histogram = field(default_factory=lambda: Histogram(names.LATENCY_BUCKETS))
     inference: Histogram = field(default_factory=lambda: Histogram(names.LATENCY_BUCKETS))
     e2e: Histogram = field(default_factory=lambda: Histogram(names.LATENCY_BUCKETS))
     prompt_length: Histogram = field(default_factory=lambda: Histogram(names.LENGTH_BUCKETS))
+    computed_length: Histogram = field(default_factory=lambda: Histogram(names.LENGTH_BUCKETS))
     output_length: Histogram = field(default_factory=lambda: Histogram(names.LENGTH_BUCKETS))
+    max_tokens: Histogram = field(default_factory=lambda: Histogram(names.LENGTH_BUCKETS))
+    choices: Histogram = field(default_factory=lambda: Histogram(names.N_BUCKETS))
+    preemptions: Histogram = field(default_factory=lambda: Histogram(names.PREEMPTION_BUCKETS))
     step_tokens: Histogram = field(default_factory=lambda: Histogram(names.ITERATION_BUCKETS))
 
     def copy(self) -> "Totals":
@@ -73,18 +80,16 @@ class Totals:
 
 @dataclass(frozen=True, slots=True)
 class MetricsSnapshot:
-    """A consistent copy for one scrape.
-
-    ``waiting_after_step`` counts requests and canaries that had no step yet when the last step
-    ended.
+    """A consistent copy for one scrape. ``tenants`` has those with live requests: how many had no
+    step yet, and how many had one.
     """
 
     totals: Totals
     inflight: int  # live requests
-    waiting_after_step: int
     oldest: float | None  # arrival of the request that waits longest for its first step
     canaries_waiting: int
     canaries_running: int
+    tenants: dict[str, tuple[int, int]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +111,10 @@ class RequestTimes:
     first_step: float | None = None  # when its first step began
     first_token: float | None = None
     tokens: int = 0
+    cached: int = 0  # prompt tokens that its first step found in the prefix cache
+    gaps: int = 0  # between two tokens of one choice
+    gap_seconds: float = 0.0  # their sum
+    preemptions: dict[int, int] = field(default_factory=dict)  # by choice, as of its last token
 
 
 class RequestMetrics(Observer):
@@ -116,7 +125,6 @@ class RequestMetrics(Observer):
         self._totals = Totals()
         self._requests: dict[str, RequestTimes] = {}
         self._waiting: dict[str, RequestTimes] = {}  # in order of arrival
-        self._waiting_after_step = 0  # length of _waiting when the last step ended
         self._canaries: dict[str, RequestTimes] = {}  # the canaries among _requests
 
     # -- the engine thread
@@ -142,14 +150,12 @@ class RequestMetrics(Observer):
             if tokens:
                 self._totals.step_tokens.add(tokens)
             self._count_tokens(events, ended)
-            self._waiting_after_step = len(self._waiting)
 
     def ended(self, request: Request, reason: FinishReason, at: float) -> None:
         with self._lock:
             times = self._requests.pop(request.id, None)
             self._waiting.pop(request.id, None)
             self._canaries.pop(request.id, None)
-            self._waiting_after_step = min(self._waiting_after_step, len(self._waiting))
             if times is not None and not times.canary:
                 self._finish(times, reason, at)
 
@@ -160,6 +166,7 @@ class RequestMetrics(Observer):
             if times is None:
                 continue
             times.first_step = began
+            times.cached = min(row.start, len(times.request.prompt))
             if times.canary:
                 self._totals.canaries += 1
             else:
@@ -182,12 +189,17 @@ class RequestMetrics(Observer):
             times.tokens += 1
             previous = times.last_token[sequence.choice]
             times.last_token[sequence.choice] = now
+            if sequence.preemptions:
+                times.preemptions[sequence.choice] = sequence.preemptions
             if previous is not None:
                 gap = now - previous
                 gaps[gap] = gaps.get(gap, 0) + 1
+                times.gaps += 1
+                times.gap_seconds += gap
             elif times.first_token is None:
                 times.first_token = now
                 self._totals.prompt_tokens += len(times.request.prompt)
+                self._totals.cached_tokens += times.cached
                 self._totals.ttft.add(now - times.arrived)
         self._totals.generation_tokens += generated
         for gap, count in gaps.items():
@@ -203,8 +215,15 @@ class RequestMetrics(Observer):
         totals.prefill.add(times.first_token - times.first_step)
         totals.decode.add(last_token - times.first_token)
         totals.inference.add(last_token - times.first_step)
-        totals.prompt_length.add(len(times.request.prompt))
+        if times.gaps:
+            totals.per_token.add(times.gap_seconds / times.gaps)
+        request, prompt = times.request, len(times.request.prompt)
+        totals.prompt_length.add(prompt)
+        totals.computed_length.add(prompt - times.cached)
         totals.output_length.add(times.tokens)
+        totals.max_tokens.add(request.max_tokens)
+        totals.choices.add(request.params.n)
+        totals.preemptions.add(sum(times.preemptions.values()))
 
     # -- any thread
 
@@ -215,8 +234,17 @@ class RequestMetrics(Observer):
             return MetricsSnapshot(
                 totals=self._totals.copy(),
                 inflight=len(self._requests) - len(self._canaries),
-                waiting_after_step=self._waiting_after_step,
                 oldest=oldest.arrived if oldest else None,
                 canaries_waiting=len(self._canaries) - running,
                 canaries_running=running,
+                tenants=self._tenants(),
             )
+
+    def _tenants(self) -> dict[str, tuple[int, int]]:
+        counts: dict[str, tuple[int, int]] = {}
+        for times in self._requests.values():
+            if not times.canary:
+                waiting, running = counts.get(times.request.tenant, (0, 0))
+                started = times.first_step is not None
+                counts[times.request.tenant] = (waiting + (not started), running + started)
+        return counts

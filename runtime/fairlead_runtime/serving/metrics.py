@@ -8,8 +8,9 @@ thread never waits for it.
 import math
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import (
@@ -28,18 +29,27 @@ from fairlead_runtime.serving.measurements import EngineReport, Histogram, Metri
 HELP = {
     names.RUNNING: "Choices of requests that are running.",
     names.WAITING: "Choices of requests that wait: never started, preempted or offloaded.",
+    names.WAITING_BY_REASON: (
+        "The same, by reason: capacity, or deferred while their structured output is compiled."
+    ),
+    names.SLEEP_STATE: "1 for the engine's state, which is always awake.",
     names.KV_CACHE_USAGE: (
         "Share of cache blocks that requests hold, 0 to 1; evictable cached blocks are free."
     ),
     names.CACHE_CONFIG: "The cache's size, in labels.",
     names.PROMPT_TOKENS: "Prompt tokens of requests whose first token has come.",
+    names.PROMPT_TOKENS_BY_SOURCE: "The same, by where their keys and values came from.",
     names.GENERATION_TOKENS: "Tokens generated.",
     names.PREFIX_CACHE_QUERIES: "Prompt tokens looked up in the prefix cache.",
     names.PREFIX_CACHE_HITS: "Prompt tokens found in the prefix cache.",
     names.PREEMPTIONS: "Preemptions.",
     names.REQUEST_SUCCESS: "Requests that ended, by reason.",
+    names.ADMISSION_REJECTIONS: (
+        "Requests refused because the queue is full: of requests, or of their prompt tokens."
+    ),
     names.TTFT: "From arrival to the first token.",
     names.ITL: "Between two tokens of one choice.",
+    names.TPOT: "Mean time between two tokens of a choice, by request.",
     names.E2E_LATENCY: "From arrival to the end.",
     names.QUEUE_TIME: "From arrival to the first step.",
     names.PREFILL_TIME: "From the first step to the first token.",
@@ -47,6 +57,10 @@ HELP = {
     names.INFERENCE_TIME: "From the first step to the last token.",
     names.REQUEST_PROMPT_TOKENS: "Prompt tokens of a request.",
     names.REQUEST_GENERATION_TOKENS: "Tokens generated for a request, all choices together.",
+    names.REQUEST_COMPUTED_TOKENS: "Prompt tokens of a request that the prefix cache did not have.",
+    names.REQUEST_N: "Choices that a request asks for (n).",
+    names.REQUEST_MAX_TOKENS: "The max_tokens of a request, or what fits where it has none.",
+    names.REQUEST_PREEMPTIONS: "Preemptions of a request, all choices together.",
     names.ITERATION_TOKENS: "Tokens computed in a step, prefill and decode together.",
     names.ARRIVALS: "Requests that reached the engine.",
     names.ABORTED: "Requests whose client disconnected or that the server aborted.",
@@ -62,6 +76,7 @@ HELP = {
     names.GRAMMAR_REFUSALS: "Grammars that cannot be compiled.",
     names.GRAMMAR_CACHE_HITS: "Requests whose grammar had been checked before.",
     names.GRAMMAR_BUSY: "Requests refused because too many grammars waited to be compiled.",
+    names.GRAMMARS_PENDING: "Compilations of grammars that wait or run.",
     names.CONTAINED_ERRORS: "Exceptions in metrics and debug views, which end no request.",
     names.INVARIANT_VIOLATIONS: "Checks of the scheduler's invariants that failed.",
     names.OFFLOADED: "Waiting requests whose cache is in host memory; each choice counts.",
@@ -81,6 +96,16 @@ HELP = {
     ),
     names.UNAUTHORIZED: "Requests without a valid API key.",
     names.KEY_LIMITED: "Requests refused because of the limits of their API key.",
+    names.TENANT_WAITING: (
+        "Requests that wait for their first step, by the name of their API key; "
+        "those of all others together."
+    ),
+    names.TENANT_RUNNING: "Live requests that had their first step, by the name of their API key.",
+    names.HTTP_CONNECTIONS: "Open connections, by port.",
+    names.HTTP_BODY_BYTES: "Bytes of request bodies in memory.",
+    names.HTTP_LOGPROB_BYTES: "Bytes set aside for the log-probabilities of answers.",
+    names.HTTP_RESIDENT_BYTES: "Bytes of RAM that the HTTP process uses.",
+    names.HTTP_LOOP_LAG: "How late the HTTP process's event loop is, looked at 4 times a second.",
     names.STARTUP: (
         "Duration of the start: until the weights were in memory (loaded), "
         "and from then until the self-test passed (warmed)."
@@ -88,15 +113,35 @@ HELP = {
 }
 
 
+PORTS = ("public", "admin")
+OTHERS = "(others)"  # no key can have this name
+
+
+class Labelled(NamedTuple):
+    """One metric whose series differ in a label."""
+
+    name: str
+    label: str
+    values: Mapping[str, float]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FrontReport:
-    """What the HTTP process counts itself."""
+    """What the HTTP process counts itself. ``tenants``: those whose requests have their own
+    series. ``connections``: by port.
+    """
 
     api_keys: int = 0
     api_key_file_broken: bool = False
     certificate_broken: bool = False
     unauthorized: int = 0
     key_limited: int = 0
+    tenants: tuple[str, ...] = ()
+    connections: Mapping[str, int] = field(default_factory=lambda: dict.fromkeys(PORTS, 0))
+    body_bytes: int = 0
+    logprob_bytes: int = 0
+    resident_bytes: int = 0
+    loop_lag: Histogram = field(default_factory=lambda: Histogram(names.LAG_BUCKETS))
 
     @property
     def gauges(self) -> dict[str, float]:
@@ -104,11 +149,29 @@ class FrontReport:
             names.API_KEYS: self.api_keys,
             names.API_KEY_FILE_BROKEN: self.api_key_file_broken,
             names.CERTIFICATE_BROKEN: self.certificate_broken,
+            names.HTTP_BODY_BYTES: self.body_bytes,
+            names.HTTP_LOGPROB_BYTES: self.logprob_bytes,
+            names.HTTP_RESIDENT_BYTES: self.resident_bytes,
         }
 
     @property
     def counters(self) -> dict[str, float]:
         return {names.UNAUTHORIZED: self.unauthorized, names.KEY_LIMITED: self.key_limited}
+
+    def by_tenant(self, counts: Mapping[str, tuple[int, int]]) -> list[Labelled]:
+        """The live requests of each tenant that has its own series, and of all others together:
+        what clients write into ``user`` becomes no label.
+        """
+        waiting = dict.fromkeys((*self.tenants, OTHERS), 0)
+        running = dict(waiting)
+        for tenant, (not_started, started) in counts.items():
+            label = tenant if tenant in waiting else OTHERS
+            waiting[label] += not_started
+            running[label] += started
+        return [
+            Labelled(names.TENANT_WAITING, "tenant", waiting),
+            Labelled(names.TENANT_RUNNING, "tenant", running),
+        ]
 
 
 NOTHING = FrontReport()
@@ -139,10 +202,14 @@ class EngineMetrics:
             self._model,
             gauges(reading, snapshot, self._now(), draining=draining) | front.gauges,
             counters(reading, snapshot, self._monotonic) | front.counters,
-            histograms(reading.totals),
-            {reason.value: reading.totals.finished[reason] for reason in FinishReason},
+            histograms(reading.totals) | {names.HTTP_LOOP_LAG: front.loop_lag},
+            [
+                *labelled(reading, snapshot),
+                Labelled(names.STARTUP, names.PHASE, self._startup),
+                Labelled(names.HTTP_CONNECTIONS, "port", front.connections),
+                *front.by_tenant(reading.tenants),
+            ],
             {"block_size": str(snapshot.block_size), "num_gpu_blocks": str(snapshot.num_blocks)},
-            self._startup,
         )
         registry.register(scrape)
         return generate_latest(registry)
@@ -152,21 +219,55 @@ def gauges(
     reading: MetricsSnapshot, snapshot: EngineSnapshot, now: float, *, draining: bool
 ) -> dict[str, float]:
     scheduler = snapshot.scheduler
-    # The scheduler's numbers are those after the last step: requests that arrived since also wait.
-    arriving = max(0, snapshot.queued - reading.waiting_after_step)
     units_per_block = max(1, scheduler.units // snapshot.num_blocks)
     return {
         names.RUNNING: max(0, scheduler.running - reading.canaries_running),
-        names.WAITING: max(0, scheduler.waiting + arriving - reading.canaries_waiting),
+        names.WAITING: _waiting(reading, snapshot),
         names.KV_CACHE_USAGE: scheduler.usage,
         names.OFFLOADED: scheduler.offloaded,
         names.OLDEST_WAIT: 0.0 if reading.oldest is None else max(0.0, now - reading.oldest),
         names.BLOCKS: snapshot.num_blocks,
         names.FREE_BLOCKS: (scheduler.units - scheduler.used) / units_per_block,
         names.CACHED_BLOCKS: scheduler.cached / units_per_block,
+        names.GRAMMARS_PENDING: snapshot.counters.grammars_pending,
         names.INFLIGHT: reading.inflight,
         names.DRAIN_INFLIGHT: reading.inflight if draining else 0,
     }
+
+
+def _waiting(reading: MetricsSnapshot, snapshot: EngineSnapshot) -> int:
+    known = snapshot.scheduler.waiting + snapshot.arriving + snapshot.preparing
+    return max(0, known - reading.canaries_waiting)
+
+
+def labelled(reading: MetricsSnapshot, snapshot: EngineSnapshot) -> list[Labelled]:
+    """The metrics of the engine that have a label of their own."""
+    totals, engine = reading.totals, snapshot.counters
+    waiting = _waiting(reading, snapshot)
+    deferred = min(waiting, snapshot.preparing)
+    sources = {
+        "local_compute": totals.prompt_tokens - totals.cached_tokens,
+        "local_cache_hit": totals.cached_tokens,
+        "external_kv_transfer": 0,
+    }
+    rejections = {
+        "max_num_queued_reqs": engine.rejected_requests,
+        "max_num_queued_tokens": engine.rejected_tokens,
+    }
+    finished = {reason.value: totals.finished[reason] for reason in FinishReason}
+    return [
+        Labelled(
+            names.WAITING_BY_REASON,
+            "reason",
+            {"capacity": waiting - deferred, "deferred": deferred},
+        ),
+        Labelled(
+            names.SLEEP_STATE, "sleep_state", {"awake": 1, "weights_offloaded": 0, "discard_all": 0}
+        ),
+        Labelled(names.PROMPT_TOKENS_BY_SOURCE, "source", sources),
+        Labelled(names.ADMISSION_REJECTIONS, "reason", rejections),
+        Labelled(names.REQUEST_SUCCESS, "finished_reason", finished),
+    ]
 
 
 def counters(
@@ -205,6 +306,7 @@ def histograms(totals: Totals) -> dict[str, Histogram]:
     return {
         names.TTFT: totals.ttft,
         names.ITL: totals.itl,
+        names.TPOT: totals.per_token,
         names.E2E_LATENCY: totals.e2e,
         names.QUEUE_TIME: totals.queue,
         names.PREFILL_TIME: totals.prefill,
@@ -212,6 +314,10 @@ def histograms(totals: Totals) -> dict[str, Histogram]:
         names.INFERENCE_TIME: totals.inference,
         names.REQUEST_PROMPT_TOKENS: totals.prompt_length,
         names.REQUEST_GENERATION_TOKENS: totals.output_length,
+        names.REQUEST_COMPUTED_TOKENS: totals.computed_length,
+        names.REQUEST_N: totals.choices,
+        names.REQUEST_MAX_TOKENS: totals.max_tokens,
+        names.REQUEST_PREEMPTIONS: totals.preemptions,
         names.ITERATION_TOKENS: totals.step_tokens,
     }
 
@@ -235,17 +341,14 @@ class MonotonicCounters:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Scrape(Collector):
-    """One scrape's values as metric families. ``finished``: requests by reason. ``cache``: labels
-    of the info series. ``startup``: seconds by phase.
-    """
+    """One scrape's values as metric families. ``cache``: labels of the info series."""
 
     model: str
     gauges: Mapping[str, float]
     counters: Mapping[str, float]
     histograms: Mapping[str, Histogram]
-    finished: Mapping[str, int]
+    labelled: Sequence[Labelled]
     cache: Mapping[str, str]
-    startup: Mapping[str, float]
 
     def collect(self) -> Iterator[Metric]:
         labels, values = (names.MODEL, names.ENGINE), (self.model, "0")
@@ -258,22 +361,16 @@ class Scrape(Collector):
         )
         info.add_metric((*values, *self.cache.values()), 1)
         yield info
-        startup = GaugeMetricFamily(
-            names.STARTUP, HELP[names.STARTUP], labels=(*labels, names.PHASE)
-        )
-        for phase, seconds in self.startup.items():
-            startup.add_metric((*values, phase), seconds)
-        yield startup
+        for name, label, numbers in self.labelled:
+            kind = CounterMetricFamily if name in names.COUNTERS else GaugeMetricFamily
+            family = kind(name, HELP[name], labels=(*labels, label))
+            for value, number in numbers.items():
+                family.add_metric((*values, value), number)
+            yield family
         for name, number in self.counters.items():
             counter = CounterMetricFamily(name, HELP[name], labels=labels)
             counter.add_metric(values, number)
             yield counter
-        ended = CounterMetricFamily(
-            names.REQUEST_SUCCESS, HELP[names.REQUEST_SUCCESS], labels=(*labels, "finished_reason")
-        )
-        for reason, count in self.finished.items():
-            ended.add_metric((*values, reason), count)
-        yield ended
         for name, distribution in self.histograms.items():
             histogram = HistogramMetricFamily(name, HELP[name], labels=labels)
             histogram.add_metric(values, _cumulative(distribution), distribution.sum)

@@ -204,6 +204,7 @@ class Service:
         counters.grammar_refusals = grammars.refusals
         counters.grammar_cache_hits = grammars.hits
         counters.grammar_busy = grammars.busy
+        counters.grammars_pending = self._grammars.pending
         return report
 
     def health(self) -> Health:

@@ -126,7 +126,10 @@ async def _load(
     async def exposition() -> bytes:
         report = await service.report()
         return await asyncio.to_thread(
-            metrics.exposition, report, draining=state.draining, front=state.front()
+            metrics.exposition,
+            report,
+            draining=state.draining,
+            front=state.front(resident_bytes()),
         )
 
     return Backend(

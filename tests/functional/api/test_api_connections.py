@@ -149,6 +149,23 @@ def test_an_answer_to_an_unread_body_arrives_whole() -> None:
     run(scenario())
 
 
+def test_open_connections_and_the_bytes_of_a_half_sent_body_are_counted() -> None:
+    async def scenario() -> None:
+        async with fake_server() as (server, _):
+            assert server.state.front().connections == {"public": 0, "admin": 0}
+            _, idle = await server.raw()
+            _, sending = await server.raw()
+            sending.write(http("POST", "/v1/completions", b"x" * 100)[:-60])
+            await until(lambda: server.state.front().body_bytes == 40)
+            assert server.state.front().connections == {"public": 2, "admin": 0}
+            for writer in (idle, sending):
+                writer.close()
+            await until(lambda: server.state.front().connections["public"] == 0)
+            await until(lambda: server.state.front().body_bytes == 0)
+
+    run(scenario())
+
+
 def _record_connections(monkeypatch: pytest.MonkeyPatch) -> list[GuardedProtocol]:
     """The server's side of every connection, in order of arrival. Their header deadlines end only
     by ``_end_header_deadline``, so that no test depends on the machine's speed.

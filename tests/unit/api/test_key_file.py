@@ -50,6 +50,12 @@ def test_a_wrong_line_is_named_and_not_quoted(line: str, what: str) -> None:
     assert "line 2" in str(raised.value) or "line 3" in what or "keys" in what
 
 
+def test_only_the_names_in_the_file_are_names(tmp_path: Path) -> None:
+    path = tmp_path / "keys"
+    path.write_text(f"{SECRET} name=alice\nsecond-key\nthird-key name=carol\n")
+    assert KeyRing(str(path)).names == ("alice", "carol")
+
+
 @pytest.mark.parametrize("content", [b"fresh key with words", b"\xff\xfe", b"x" * 3_000_000])
 def test_a_wrong_new_file_keeps_the_old_keys_and_says_so_once(
     content: bytes, tmp_path: Path, caplog: pytest.LogCaptureFixture

@@ -114,14 +114,14 @@ def test_the_time_of_a_compilation_counts_towards_the_queue() -> None:
     engine = rig(clock=clock, prepare=compiler, queue_timeout=10.0)
     engine.submit(guided())
     engine.step()
-    assert engine.snapshot().queued == 1
+    assert (engine.snapshot().preparing, engine.snapshot().arriving) == (1, 0)
     clock.now += 11.0
     collected = run(engine)
     assert isinstance(collected.errors["guided"], QueueTimeout)
     compiler.finish()
     run(engine, into=collected)
     assert collected.tokens == {}
-    assert engine.snapshot().queued == 0
+    assert (engine.snapshot().preparing, engine.snapshot().arriving) == (0, 0)
 
 
 def test_an_engine_without_grammars_refuses_the_request() -> None:

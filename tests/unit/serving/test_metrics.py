@@ -3,28 +3,41 @@
 import ast
 import math
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from fairlead_runtime import metric_names as names
-from fairlead_runtime.engine.engine import Bounds, Engine, canary
+from fairlead_runtime.engine.engine import Bounds, Engine, Prepare, canary
+from fairlead_runtime.engine.inbox import Guide
+from fairlead_runtime.outputs import QueueFull
 from fairlead_runtime.request import FinishReason
 from fairlead_runtime.scheduling.plan import Work
 from fairlead_runtime.scheduling.scheduler import Scheduler
 from fairlead_runtime.serving.measurements import EngineReport, Histogram, RequestMetrics, Totals
-from fairlead_runtime.serving.metrics import HELP, EngineMetrics, MonotonicCounters
+from fairlead_runtime.serving.metrics import (
+    HELP,
+    NOTHING,
+    EngineMetrics,
+    FrontReport,
+    MonotonicCounters,
+)
+from fairlead_runtime.sizing.terms import QUEUE_TOKENS
 from support.fake_engine import FULL, Clock, FakeRunner, limits, request, run
 
+REJECTIONS = "vllm:admission_rejections_total"
 STEP = 0.25  # seconds: exact in binary, so that sums are too
 
 
 class Bench:
     """An engine on a virtual clock, with a step that takes STEP seconds, and its statistics."""
 
-    def __init__(self, **changes: object) -> None:
+    def __init__(
+        self, *, max_queue: int = 100, prepare: Prepare | None = None, **changes: object
+    ) -> None:
         self.clock = Clock()
         self.runner = FakeRunner(clock=self.clock)
         self.runner.step_time = STEP
@@ -34,19 +47,21 @@ class Bench:
         self.engine = Engine(
             lambda: Scheduler(bounds, FULL),
             self.runner,
-            Bounds.of(bounds, max_queue=100, queue_timeout=60.0),
+            Bounds.of(bounds, max_queue=max_queue, queue_timeout=60.0),
             now=self.clock,
             observer=self.measurements,
+            prepare=prepare,
         )
 
-    def exposition(self, *, draining: bool = False) -> str:
+    def exposition(self, *, draining: bool = False, front: FrontReport = NOTHING) -> str:
         report = EngineReport(self.engine.snapshot(), self.measurements.read())
-        return self.stats.exposition(report, draining=draining).decode()
+        return self.stats.exposition(report, draining=draining, front=front).decode()
 
-    def scrape(self, *, draining: bool = False) -> dict[str, float]:
+    def scrape(self, *, draining: bool = False, front: FrontReport = NOTHING) -> dict[str, float]:
         """By series name; further labels than the common two as ``name{value}``."""
         found: dict[str, float] = {}
-        for family in text_string_to_metric_families(self.exposition(draining=draining)):
+        text = self.exposition(draining=draining, front=front)
+        for family in text_string_to_metric_families(text):
             for sample in family.samples:
                 own = {
                     k: v for k, v in sample.labels.items() if k not in {names.MODEL, names.ENGINE}
@@ -78,7 +93,12 @@ def test_one_request_leaves_exactly_its_times_and_tokens() -> None:
         names.DECODE_TIME: 5 * STEP,
         names.INFERENCE_TIME: 6 * STEP,
         names.REQUEST_PROMPT_TOKENS: 10,
+        names.REQUEST_COMPUTED_TOKENS: 10,
         names.REQUEST_GENERATION_TOKENS: 6,
+        names.REQUEST_MAX_TOKENS: 6,
+        names.REQUEST_N: 1,
+        names.REQUEST_PREEMPTIONS: 0,
+        names.TPOT: STEP,
     }
     for name, total in expected.items():
         assert (seen[f"{name}_sum"], seen[f"{name}_count"]) == (total, 1), name
@@ -99,6 +119,9 @@ def test_choices_of_one_request_are_one_request_with_all_their_tokens() -> None:
     assert seen["vllm:prompt_tokens_total"] == 10
     assert seen[f"{names.TTFT}_count"] == 1
     assert seen[f"{names.ITL}_count"] == 9
+    assert seen[f"{names.TPOT}_sum"] == STEP, "one mean, over all choices"
+    assert (seen[f"{names.REQUEST_N}_sum"], seen[f"{names.REQUEST_N}_count"]) == (3, 1)
+    assert seen[f"{names.REQUEST_MAX_TOKENS}_sum"] == 4
     assert (seen[f"{names.REQUEST_GENERATION_TOKENS}_sum"], seen[f"{names.E2E_LATENCY}_count"]) == (
         12,
         1,
@@ -168,15 +191,113 @@ def test_prefix_hits_and_preemptions_come_from_the_scheduler() -> None:
     assert (
         seen["vllm:prefix_cache_hits_total"] == 16
     )  # four full blocks; the last token is always computed
+    sources = "local_compute", "local_cache_hit", "external_kv_transfer"
+    by_source = [seen[f"vllm:prompt_tokens_by_source_total{{{source}}}"] for source in sources]
+    assert by_source == [24, 16, 0]
+    assert sum(by_source) == seen["vllm:prompt_tokens_total"]
+    assert seen[f"{names.REQUEST_COMPUTED_TOKENS}_sum"] == 24
     tight = Bench(num_blocks=12, max_model_len=48)
     for name in "abcd":
         tight.engine.submit(request(name, prompt=8, max_tokens=30))
     run(tight.engine)
-    assert (
-        tight.scrape()["vllm:num_preemptions_total"]
-        == tight.engine.snapshot().scheduler.preemptions
-        > 0
+    seen = tight.scrape()
+    preemptions = tight.engine.snapshot().scheduler.preemptions
+    assert seen["vllm:num_preemptions_total"] == preemptions > 0
+    assert seen[f"{names.REQUEST_PREEMPTIONS}_sum"] == preemptions
+    assert seen[f"{names.REQUEST_PREEMPTIONS}_count"] == 4
+
+
+def test_a_request_of_one_token_has_no_time_between_tokens() -> None:
+    bench = Bench()
+    bench.engine.submit(request("a", max_tokens=1))
+    run(bench.engine)
+    seen = bench.scrape()
+    assert seen[f"{names.E2E_LATENCY}_count"] == 1
+    assert seen[f"{names.TPOT}_count"] == 0
+
+
+def test_a_request_whose_grammar_is_compiled_waits_and_is_deferred() -> None:
+    answers: list[Callable[[Guide | None, str], None]] = []
+    bench = Bench(prepare=lambda _, answer: answers.append(answer))
+
+    def waiting() -> tuple[float, float, float]:
+        seen = bench.scrape()
+        reasons = (f"{names.WAITING_BY_REASON}{{{reason}}}" for reason in ("capacity", "deferred"))
+        capacity, deferred = (seen[name] for name in reasons)
+        return seen[names.WAITING], capacity, deferred
+
+    bench.engine.submit(request("guided", structured_outputs={"regex": "a"}))
+    assert waiting() == (1, 1, 0), "on its way in"
+    bench.engine.step()
+    assert waiting() == (1, 0, 1)
+    bench.engine.submit(request("free", max_tokens=50))
+    assert waiting() == (2, 1, 1)
+    bench.engine.step()
+    assert waiting() == (1, 0, 1)
+    answers.pop()(None, "too complex")
+    bench.engine.step()
+    assert waiting() == (0, 0, 0)
+
+
+def test_refusals_are_counted_by_the_limit_that_they_exceed() -> None:
+    bench = Bench(max_queue=1, max_requests=1)
+    bench.engine.submit(request("a", prompt=2 * QUEUE_TOKENS))
+    with pytest.raises(QueueFull, match="prompt tokens"):
+        bench.engine.submit(request("b"))
+    bench.engine.abort("a")
+    bench.engine.step()
+    for name in "cd":
+        bench.engine.submit(request(name))
+    for name in "ef":
+        with pytest.raises(QueueFull, match="max_queue"):
+            bench.engine.submit(request(name))
+    seen = bench.scrape()
+    assert seen[f"{REJECTIONS}{{max_num_queued_tokens}}"] == 1
+    assert seen[f"{REJECTIONS}{{max_num_queued_reqs}}"] == 2
+
+
+def test_requests_are_counted_by_the_names_of_keys_and_no_other_tenant_is_a_label() -> None:
+    bench = Bench(max_requests=2)
+    front = FrontReport(tenants=("alice", "bob"))
+    for number, tenant in enumerate(["alice", "my secret", "alice", "user@example.com"]):
+        asked = request(str(number), max_tokens=50)
+        bench.engine.submit(replace(asked, tenant=tenant))
+    bench.engine.submit(canary(), bounded=False)
+    bench.engine.step()
+    seen = bench.scrape(front=front)
+    tenants = ("alice", "bob", "(others)")
+    assert [seen[f"{names.TENANT_RUNNING}{{{tenant}}}"] for tenant in tenants] == [1, 0, 1]
+    assert [seen[f"{names.TENANT_WAITING}{{{tenant}}}"] for tenant in tenants] == [1, 0, 1]
+    assert not [name for name in seen if "secret" in name or "@" in name]
+    for number in range(4):
+        bench.engine.abort(str(number))
+    run(bench.engine)
+    seen = bench.scrape(front=front)
+    assert {seen[f"{names.TENANT_RUNNING}{{{tenant}}}"] for tenant in tenants} == {0}
+
+
+def test_what_the_http_process_counts_is_exposed() -> None:
+    lag = Histogram(names.LAG_BUCKETS)
+    lag.add(0.3)
+    front = FrontReport(
+        connections={"public": 7, "admin": 2},
+        body_bytes=5,
+        logprob_bytes=6,
+        resident_bytes=8,
+        loop_lag=lag,
     )
+    seen = Bench().scrape(front=front)
+    assert seen[f"{names.HTTP_CONNECTIONS}{{public}}"] == 7
+    assert seen[f"{names.HTTP_CONNECTIONS}{{admin}}"] == 2
+    assert (seen[names.HTTP_BODY_BYTES], seen[names.HTTP_LOGPROB_BYTES]) == (5, 6)
+    assert seen[names.HTTP_RESIDENT_BYTES] == 8
+    assert (seen[f"{names.HTTP_LOOP_LAG}_sum"], seen[f"{names.HTTP_LOOP_LAG}_count"]) == (0.3, 1)
+
+
+def test_the_engine_is_always_awake() -> None:
+    seen = Bench().scrape()
+    states = ("awake", "weights_offloaded", "discard_all")
+    assert [seen[f"{names.SLEEP_STATE}{{{state}}}"] for state in states] == [1, 0, 0]
 
 
 def test_canaries_appear_in_no_request_metric() -> None:
