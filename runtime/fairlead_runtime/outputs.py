@@ -8,6 +8,7 @@ Imports neither torch nor asyncio.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import StrEnum
 from typing import NamedTuple, Protocol, Self
 
 from fairlead_runtime.logprobs import Logprob, PromptLogprobs, TokenLogprobs
@@ -147,6 +148,47 @@ class RequestView:
     blocks: int
     preemptions: int
     waits_for: str  # why it is not running, in words; empty while it runs
+    computed_tokens: int = 0  # of the choice that is furthest
+    cached_tokens: int = 0  # of the prompt, found in the prefix cache
+
+
+class BlockState(StrEnum):
+    FREE = "free"
+    CACHED = "cached"  # has content that a later request may share; evicted when others are gone
+    HELD = "held"  # by one or several sequences
+
+
+@dataclass(frozen=True, slots=True)
+class BlockRun:
+    """``count`` neighbouring units of one state from ``first`` on. ``references``: sequences that
+    hold each of them. ``requests``: the first few of their requests, as places in
+    ``CacheView.requests``.
+    """
+
+    first: int
+    count: int
+    state: BlockState
+    references: int
+    requests: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class CacheView:
+    """The cache in /debug/cache: counts of all its units, and the map of those from ``start`` to
+    ``end`` (exclusive). A unit is a block of one of the ``groups`` of layers.
+    """
+
+    block_size: int  # tokens
+    groups: int
+    units: int
+    free: int
+    cached: int
+    host_units: int
+    host_free: int
+    start: int
+    end: int
+    requests: tuple[str, ...]
+    blocks: tuple[BlockRun, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -313,3 +355,7 @@ class EngineClient(Protocol):
 
     def health(self) -> Health: ...
     async def requests(self) -> list[RequestView]: ...
+
+    async def cache(self, start: int) -> CacheView:
+        """The map of the blocks from unit ``start`` on."""
+        ...

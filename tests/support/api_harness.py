@@ -20,6 +20,9 @@ from fairlead_runtime.api.tools.formats import reply_format
 from fairlead_runtime.logprobs import Logprob
 from fairlead_runtime.models import tiny
 from fairlead_runtime.outputs import (
+    BlockRun,
+    BlockState,
+    CacheView,
     Draining,
     DrainResult,
     Health,
@@ -164,6 +167,10 @@ class FakeService:
 
     async def requests(self) -> list[RequestView]:
         return []
+
+    async def cache(self, start: int) -> CacheView:
+        runs = (BlockRun(0, 6, BlockState.FREE, 0, ()),)
+        return CacheView(16, 1, 6, 6, 0, 0, 0, start, 6, (), runs)
 
 
 async def _no_metrics() -> bytes:

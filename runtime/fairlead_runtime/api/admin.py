@@ -1,11 +1,12 @@
-"""The admin port's routes: metrics, drain, canary, the model's configuration, memory and live
-requests.
+"""The admin port's routes: metrics, drain, canary, the model's configuration, memory, the block map
+and live requests.
 
 Shows counts and states, never a prompt, a text or a key.
 """
 
 import dataclasses
 
+import orjson
 from starlette.responses import JSONResponse, Response
 
 from fairlead_runtime.api.drain import Drain
@@ -48,6 +49,24 @@ class Admin:
     async def memory(self) -> Response:
         backend = self._state.loaded()
         return JSONResponse(dict(backend.memory))
+
+    async def cache(self, start: str = "0") -> Response:
+        """The block map from unit ``start`` on, and the sizing of the cache."""
+        if not (start.isascii() and start.isdigit() and len(start) < 16):
+            raise ApiError(400, "start: send a whole number, the first unit to show", param="start")
+        backend = self._state.loaded()
+        view = await backend.service.cache(int(start))
+        if int(start) >= view.units:
+            reason = f"start: the cache has {view.units} units, from 0 to {view.units - 1}"
+            raise ApiError(400, reason, param="start")
+        shown = {field.name: getattr(view, field.name) for field in dataclasses.fields(view)}
+        more = {
+            "held": view.units - view.free - view.cached,
+            "next": view.end if view.end < view.units else None,
+            "sizing": dict(backend.memory),
+        }
+        # orjson: thousands of runs would hold the event loop for long in the standard library.
+        return Response(orjson.dumps(shown | more), media_type="application/json")
 
     async def requests(self) -> Response:
         views = await self._state.loaded().service.requests()

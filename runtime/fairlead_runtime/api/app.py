@@ -93,6 +93,7 @@ def admin_app(state: ServerState, drain: Drain) -> ASGIApp:
     app.add_api_route("/model/config.json", admin.model_config, methods=["GET"])
     app.add_api_route("/debug/memory", admin.memory, methods=["GET"])
     app.add_api_route("/debug/requests", admin.requests, methods=["GET"])
+    app.add_api_route("/debug/cache", admin.cache, methods=["GET"])
     return AccessLogMiddleware(app, port="admin")
 
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import ParamSpec, TypeVar
 
+from fairlead_runtime.engine.cache_map import CacheCopy
 from fairlead_runtime.engine.inbox import Abort, Add, Bounds, Guide, Inbox, Inspect, Prepared
 from fairlead_runtime.engine.isolate import Executor, Outcome, run_isolated
 from fairlead_runtime.engine.observer import CANARY, Observer, canary
@@ -104,7 +105,11 @@ class Engine:
         """Make the engine thread call ``answer`` with a view of every live request, or with None
         when making the views failed.
         """
-        self._inbox.post(Inspect(answer))
+        self._inbox.post(Inspect(self._views, answer))
+
+    def copy_cache(self, start: int, answer: Callable[[CacheCopy | None], None]) -> None:
+        """The same with a copy of the cache's units from ``start`` on."""
+        self._inbox.post(Inspect(lambda: CacheCopy.of(self._scheduler, start), answer))
 
     def stop(self) -> None:
         """Let ``run`` return after its current step."""
@@ -180,8 +185,8 @@ class Engine:
                     self._abort(message)
                 case Prepared(request, guide, reason):
                     self._prepared(request, guide, reason)
-                case Inspect(answer):
-                    self._contain(answer, self._contain(self._views))
+                case Inspect(look, answer):
+                    self._contain(answer, self._contain(look))
 
     def _add(self, request: Request, arrived: float, *, has_timeout: bool) -> None:
         self._live[request.id] = LiveRequest(request, arrived, set(range(request.params.n)))

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol, Self
 
 from fairlead_runtime.engine.progress import StepProgress
-from fairlead_runtime.outputs import EngineDead, QueueFull, RequestView, ServiceError
+from fairlead_runtime.outputs import EngineDead, QueueFull, ServiceError
 from fairlead_runtime.request import FinishReason, Request, RequestError
 from fairlead_runtime.scheduling.admission import refusal
 from fairlead_runtime.scheduling.plan import Limits
@@ -77,9 +77,12 @@ class Abort:
 
 @dataclass(frozen=True, slots=True)
 class Inspect:
-    """Answered by the engine thread between two steps; None when the views could not be made."""
+    """The engine thread calls ``look`` between two steps, and ``answer`` with what it returns, or
+    with None when it raised.
+    """
 
-    answer: Callable[[list[RequestView] | None], None]
+    look: Callable[[], Any]
+    answer: Callable[[Any], None]
 
 
 @dataclass(frozen=True, slots=True)

@@ -52,6 +52,8 @@ def _view(
         ),
         preemptions=sum(sequence.preemptions for sequence in sequences),
         waits_for=_reason(sequences, positions, running, max_requests),
+        computed_tokens=max((sequence.computed for sequence in sequences), default=0),
+        cached_tokens=live.cached,
     )
 
 

@@ -6,20 +6,29 @@ runs it in a process of its own (``remote_engine``).
 
 import asyncio
 import contextlib
+import functools
 import gc
 import logging
 import threading
 from collections.abc import Callable
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from fairlead_runtime.engine.engine import Engine
 from fairlead_runtime.engine.inbox import Bounds
-from fairlead_runtime.outputs import ChoiceEvent, EngineDead, EngineState, RequestView, ServiceError
+from fairlead_runtime.outputs import (
+    CacheView,
+    ChoiceEvent,
+    EngineDead,
+    EngineState,
+    RequestView,
+    ServiceError,
+)
 from fairlead_runtime.request import Request
 from fairlead_runtime.serving.measurements import EngineReport, RequestMetrics
 
 log = logging.getLogger("fairlead.service")
 
+Seen = TypeVar("Seen")
 Deliver = Callable[[list[ChoiceEvent]], None]
 
 
@@ -61,6 +70,10 @@ class EngineLink(Protocol):
         """A view of every live request; None when making the views failed. Waits for the running
         step.
         """
+        ...
+
+    async def cache(self, start: int) -> CacheView | None:
+        """The map of the blocks from unit ``start`` on, else as ``requests``."""
         ...
 
     async def report(self) -> EngineReport: ...
@@ -108,14 +121,22 @@ class LocalEngine:
         return self._engine.state()
 
     async def requests(self) -> list[RequestView] | None:
-        answer: asyncio.Future[list[RequestView] | None]
-        answer = asyncio.get_running_loop().create_future()
+        return await self._inspected(self._engine.inspect)
 
-        def resolve(views: list[RequestView] | None) -> None:
+    async def cache(self, start: int) -> CacheView | None:
+        copy = await self._inspected(functools.partial(self._engine.copy_cache, start))
+        return None if copy is None else await asyncio.to_thread(copy.view)
+
+    async def _inspected(
+        self, inspect: Callable[[Callable[[Seen | None], None]], None]
+    ) -> Seen | None:
+        answer: asyncio.Future[Seen | None] = asyncio.get_running_loop().create_future()
+
+        def resolve(seen: Seen | None) -> None:
             if not answer.done():
-                answer.set_result(views)
+                answer.set_result(seen)
 
-        self._engine.inspect(lambda views: self._call_on_loop(resolve, views))
+        inspect(lambda seen: self._call_on_loop(resolve, seen))
         return await answer
 
     async def report(self) -> EngineReport:

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 from fairlead_runtime.config import ConfigError
 from fairlead_runtime.engine.inbox import Bounds
 from fairlead_runtime.models.model_error import ModelError, SelfTestError
-from fairlead_runtime.outputs import EngineDead, EngineState, RequestView, ServiceError
+from fairlead_runtime.outputs import CacheView, EngineDead, EngineState, RequestView, ServiceError
 from fairlead_runtime.request import Request
 from fairlead_runtime.serving import wire
 from fairlead_runtime.serving.engine_link import Deliver, settle_memory
@@ -140,6 +140,10 @@ class RemoteEngine:
         views: list[RequestView] | None = await self._ask("requests")
         return views
 
+    async def cache(self, start: int) -> CacheView | None:
+        view: CacheView | None = await self._ask("cache", start)
+        return view
+
     async def report(self) -> EngineReport:
         """The last one when the process does not answer now."""
         try:
@@ -152,11 +156,11 @@ class RemoteEngine:
         self._report = report
         return report
 
-    async def _ask(self, subject: Any) -> Any:
+    async def _ask(self, subject: Any, start: int = 0) -> Any:
         number = next(self._numbers)
         self._questions[number] = asyncio.get_running_loop().create_future()
         try:
-            self._send(wire.Ask(number, subject))
+            self._send(wire.Ask(number, subject, start))
             return await self._questions[number]
         finally:
             del self._questions[number]
@@ -190,7 +194,11 @@ class RemoteEngine:
                     log.exception("the events of a step could not be delivered")
             case wire.Pulse(state):
                 self._pulse = state
-            case wire.Views(number, answer) | wire.Report(number, answer):
+            case (
+                wire.Views(number, answer)
+                | wire.Cache(number, answer)
+                | wire.Report(number, answer)
+            ):
                 question = self._questions.get(number)
                 if question is not None and not question.done():
                     question.set_result(answer)

@@ -8,13 +8,15 @@ Submissions and returns Outputs, whose text ``text_thread`` makes. Where the eng
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
+from typing import TypeVar
 
 from fairlead_runtime.engine.observer import CANARY, canary
 from fairlead_runtime.engine.progress import ALIVE_STEP_SECONDS, READY_STEP_SECONDS
 from fairlead_runtime.grammar.checker import Checker, CheckerBusy
 from fairlead_runtime.outputs import (
+    CacheView,
     ChoiceEvent,
     Draining,
     DrainResult,
@@ -40,6 +42,7 @@ log = logging.getLogger("fairlead.service")
 
 IDLE_CANARY_INTERVAL = 30.0  # seconds between two canaries of an idle engine
 MAX_FAILED_CANARIES = 3  # idle canaries that fail in a row make the server not ready
+Seen = TypeVar("Seen")
 INSPECT_SECONDS = 2.0  # the debug view waits this long for the running step
 
 
@@ -224,14 +227,10 @@ class Service:
         return Health(alive=True, ready=not reason, reason=reason, last_step_age=age)
 
     async def requests(self) -> list[RequestView]:
-        try:
-            async with asyncio.timeout(INSPECT_SECONDS):
-                views = await self._engine.requests()
-        except TimeoutError:
-            raise ServiceError("the engine is in a long step: retry", retry_after=1.0) from None
-        if views is None:
-            raise ServiceError("the views could not be made: see the log")
-        return views
+        return await _inspected(self._engine.requests())
+
+    async def cache(self, start: int) -> CacheView:
+        return await _inspected(self._engine.cache(start))
 
     async def probe_idle_engine(self) -> None:
         """Send a canary unless real requests test the engine. Counts canaries that fail in a
@@ -296,3 +295,15 @@ class Service:
             stream.end(error)
             self._remove(request_id)
         self.died.set()
+
+
+async def _inspected(seen: Awaitable[Seen | None]) -> Seen:
+    """What the engine shows of itself. Raises ServiceError."""
+    try:
+        async with asyncio.timeout(INSPECT_SECONDS):
+            found = await seen
+    except TimeoutError:
+        raise ServiceError("the engine is in a long step: retry", retry_after=1.0) from None
+    if found is None:
+        raise ServiceError("the view could not be made: see the log")
+    return found

@@ -18,6 +18,7 @@ from fairlead_runtime import outputs
 from fairlead_runtime.config import EngineConfig
 from fairlead_runtime.engine.inbox import Bounds
 from fairlead_runtime.outputs import (
+    CacheView,
     ChoiceEvent,
     EngineState,
     ModelFacts,
@@ -76,10 +77,11 @@ class Finish(_Message):
 
 
 class Ask(_Message):
-    """Answered by a message of the same ``number``."""
+    """Answered by a message of the same ``number``. ``start``: the first unit, of the cache."""
 
     number: int
-    subject: Literal["requests", "report"]
+    subject: Literal["requests", "cache", "report"]
+    start: int = 0
 
 
 class Stop(_Message):
@@ -127,6 +129,11 @@ class Views(_Message):
     views: list[RequestView] | None
 
 
+class Cache(_Message):
+    number: int
+    view: CacheView | None
+
+
 class Report(_Message):
     number: int
     report: EngineReport
@@ -138,7 +145,7 @@ class Gone(_Message):
     reason: str
 
 
-FromEngine = Loaded | Refused | Events | Pulse | Views | Report | Gone
+FromEngine = Loaded | Refused | Events | Pulse | Views | Cache | Report | Gone
 
 
 def _encode_other(value: object) -> object:

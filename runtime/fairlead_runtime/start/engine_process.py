@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
+from fairlead_runtime.engine.cache_map import CacheCopy
 from fairlead_runtime.engine.engine import Engine
 from fairlead_runtime.outputs import ChoiceEvent, EngineDead, QueueFull, RequestView, ServiceError
 from fairlead_runtime.request import FinishReason, Request
@@ -117,6 +118,8 @@ class Server:
                     self._engine.finish(request_id, choice)
                 case wire.Ask(number, "requests"):
                     self._inspect(number)
+                case wire.Ask(number, "cache", start):
+                    self._copy_cache(number, start)
                 case wire.Ask(number):
                     report = EngineReport(self._engine.snapshot(), self._measurements.read())
                     self._channel.send(wire.Report(number, report))
@@ -137,6 +140,18 @@ class Server:
             self._channel.send(wire.Views(number, views))
 
         self._engine.inspect(answer)
+
+    def _copy_cache(self, number: int, start: int) -> None:
+        def send(copy: CacheCopy | None) -> None:
+            view = None if copy is None else copy.view()
+            with contextlib.suppress(OSError):
+                self._channel.send(wire.Cache(number, view))
+
+        # The engine's thread copies, another one makes the map: no step waits for it.
+        self._engine.copy_cache(
+            start,
+            lambda copy: threading.Thread(target=send, args=(copy,), daemon=True).start(),
+        )
 
     def _step(self) -> None:
         """The engine's thread."""

@@ -55,7 +55,7 @@ def test_while_the_model_loads_probes_and_configuration_answer_and_nothing_else(
             refused = await client.post("/v1/completions", json=completion())
             assert refused.status_code == 503
             assert refused.json()["error"]["code"] == "not_ready"
-            for path in ("/metrics", "/debug/memory", "/debug/requests"):
+            for path in ("/metrics", "/debug/memory", "/debug/requests", "/debug/cache"):
                 assert (await admin.get(path)).status_code == 503
             assert (await client.get("/v1/models")).status_code == 503
             loaded.set()
@@ -74,6 +74,14 @@ def test_the_admin_port_answers_every_route() -> None:
             assert (await admin.post("/canary")).json() == {"token": 7}
             assert (await admin.get("/debug/memory")).json()["planned"] == {"weights": 1}
             assert (await admin.get("/debug/requests")).json() == {"requests": []}
+            cache = (await admin.get("/debug/cache")).json()
+            block = {"first": 0, "count": 6, "state": "free", "references": 0, "requests": []}
+            assert (cache["blocks"], cache["units"], cache["next"]) == ([block], 6, None)
+            assert cache["sizing"] == (await admin.get("/debug/memory")).json()
+            for start in ("6", "-1", "x", "", "9" * 20, "²"):
+                answer = await admin.get("/debug/cache", params={"start": start})
+                assert answer.status_code == 400
+                assert answer.json()["error"]["param"] == "start"
             assert (await admin.get("/drain")).status_code == 405
             assert (await admin.post("/v1/completions", json=completion())).status_code == 404
             for _ in range(2):

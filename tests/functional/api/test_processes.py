@@ -116,6 +116,32 @@ def test_a_killed_engine_ends_streams_with_an_error_the_queue_with_503_and_the_p
         assert json.loads(log.read_text()) == words
 
 
+def test_the_admin_port_shows_the_blocks_of_the_engine_and_the_load_of_the_http_process(
+    model: str,
+) -> None:
+    with serve(model, prepare=slow_device) as server:
+        server.until_logged("serving")
+        with running_stream(server, model), server.client("admin") as admin:
+            (request,) = admin.get("/debug/requests").json()["requests"]
+            cache = admin.get("/debug/cache").json()
+            assert cache["requests"] == [request["id"]]
+            held = [run for run in cache["blocks"] if run["state"] == "held"]
+            assert sum(run["count"] for run in held) == cache["held"] > 0
+            assert sum(run["count"] for run in cache["blocks"]) == cache["end"]
+            assert cache["sizing"] == admin.get("/debug/memory").json()
+            lines = admin.get("/metrics").text.splitlines()
+            series = dict(line.rsplit(" ", 1) for line in lines if line.startswith("fairlead_http"))
+            assert float(one(series, "connections{", 'port="public"')) == 1
+            assert float(one(series, "connections{", 'port="admin"')) == 1
+            assert float(one(series, "resident_bytes")) > 2**20
+
+
+def one(series: dict[str, str], *parts: str) -> str:
+    """The value of the only series whose name has these parts."""
+    (value,) = (value for name, value in series.items() if all(part in name for part in parts))
+    return value
+
+
 def test_an_engine_killed_while_it_loads_ends_the_pod_with_4(model: str) -> None:
     with serve(model, prepare=never_loads) as server:
         server.until_logged("admin port")

@@ -502,8 +502,8 @@ def test_views_show_status_counts_and_why_a_request_waits() -> None:
     engine.step()
     views = {view.id: view for view in received}
     runs = views["runs"]
-    shown = (runs.status, runs.prompt_tokens, runs.blocks)
-    assert shown == ("decoding", 6, 2)
+    shown = (runs.status, runs.prompt_tokens, runs.blocks, runs.computed_tokens)
+    assert shown == ("decoding", 6, 2, 6)
     assert views["runs"].waits_for == ""
     assert "max_requests" in views["next"].waits_for
     assert views["later"].waits_for == "1 ahead of it"

@@ -10,6 +10,7 @@ import msgspec
 import pytest
 
 from fairlead_runtime.config import ConfigError, EngineConfig
+from fairlead_runtime.engine.cache_map import CacheCopy
 from fairlead_runtime.engine.inbox import Bounds
 from fairlead_runtime.logprobs import TokenLogprobs
 from fairlead_runtime.models.model_error import ModelError, SelfTestError
@@ -136,6 +137,9 @@ def test_a_report_and_the_views_of_a_working_engine_cross() -> None:
     view = RequestView("a", Status.PENDING, "t", 0, 1.5, 4, (0, 0), 6, 2, 0, "next")
     assert across(wire.Views(4, [view])) == wire.Views(4, [view])
     assert across(wire.Views(4, None)) == wire.Views(4, None)
+    cache = CacheCopy.of(engine._scheduler, 0).view()
+    assert cache.cached
+    assert across(wire.Cache(5, cache)) == wire.Cache(5, cache)
 
 
 def test_what_a_start_reports_crosses() -> None:
