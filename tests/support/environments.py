@@ -10,20 +10,21 @@ ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / ".cache" / "environments"
 
 
-def environment(*requirements: str) -> Path:
+def environment(*requirements: str, python: str = sys.executable) -> Path:
     """The folder of the programs of a virtual environment with ``requirements``. It is made once
-    and kept.
+    and kept. ``python``: a program or a version, which uv finds.
     """
-    name = hashlib.sha256("\n".join((sys.version, *requirements)).encode()).hexdigest()[:16]
+    of = sys.version if python == sys.executable else python
+    name = hashlib.sha256("\n".join((of, *requirements)).encode()).hexdigest()[:16]
     place = FOLDER / name
     FOLDER.mkdir(parents=True, exist_ok=True)
     with (FOLDER / f"{name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # several test processes may want the same one
         if not (place / ".ready").exists():
             uv = str(Path(sys.executable).parent / "uv")
-            python = str(place / "bin" / "python")
-            _run(uv, "venv", "--quiet", "--clear", "--python", sys.executable, str(place))
-            _run(uv, "pip", "install", "--quiet", "--python", python, *requirements)
+            made = str(place / "bin" / "python")
+            _run(uv, "venv", "--quiet", "--clear", "--python", python, str(place))
+            _run(uv, "pip", "install", "--quiet", "--python", made, *requirements)
             (place / ".ready").touch()
     return place / "bin"
 

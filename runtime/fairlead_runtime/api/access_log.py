@@ -19,7 +19,8 @@ from fairlead_runtime.api.limits import ClientDisconnected
 
 _SAFE_ID = re.compile(rb"[A-Za-z0-9._-]{1,64}")
 
-QUIET = OPEN_PATHS | {"/metrics"}  # their good answers are logged at level debug
+# Probes, and what the page to watch asks for: their good answers are logged at level debug.
+QUIET = OPEN_PATHS | {"/metrics", "/debug/requests", "/debug/cache"}
 
 _log = logging.getLogger("fairlead.api")
 

@@ -24,6 +24,7 @@ from fairlead_runtime.api.drain import CloseWhileDraining, Drain
 from fairlead_runtime.api.health import Probes
 from fairlead_runtime.api.key_file import KeyRing
 from fairlead_runtime.api.limits import PromptPool
+from fairlead_runtime.api.page import Page
 from fairlead_runtime.api.state import ServerState
 from fairlead_runtime.api.strict_body import check_model
 from fairlead_runtime.api.tokenize import TokenizeRoutes
@@ -83,6 +84,7 @@ def admin_app(state: ServerState, drain: Drain) -> ASGIApp:
     """The admin port. It needs no key: a network policy must guard it."""
     app = _bare()
     admin, probes = Admin(state, drain), Probes(state)
+    app.add_api_route("/", Page().__call__, methods=["GET"])
     app.add_api_route("/metrics", admin.metrics, methods=["GET"])
     app.add_api_route("/healthz", probes.healthz, methods=["GET"])
     for path in READINESS:
