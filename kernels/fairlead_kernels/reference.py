@@ -1,12 +1,18 @@
 """Reference implementations in plain torch, which tests compare the backends with.
 
-Slow on purpose: one token at a time, in float64, straight from the definitions in ``attention``.
-Never on a hot path.
+Slow on purpose: in float64, attention one token at a time, straight from the definitions in
+``attention`` and ``layer``. Never on a hot path. The module is a ``LayerOperations``.
 """
 
+from collections.abc import Sequence
+
 import torch
+import torch.nn.functional as F  # noqa: N812 - torch's own convention
 
 from fairlead_kernels.attention import LayerSpec, RaggedRows
+from fairlead_kernels.layer import Activation, Norm, Packed
+
+name = "reference"
 
 
 def attend(
@@ -70,3 +76,66 @@ def write(
     for i, slot in enumerate(slots.tolist()):
         key_cache[slot // size, slot % size] = key[i]
         value_cache[slot // size, slot % size] = value[i]
+
+
+def pack(weights: Sequence[torch.Tensor]) -> Packed:
+    """``LayerOperations.pack``: row after row."""
+    data = torch.cat(list(weights))
+    return Packed(data, *data.shape)
+
+
+def linear(x: torch.Tensor, weight: Packed, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """``LayerOperations.linear``."""
+    out = x.double() @ weight.data.double().T
+    return (out if bias is None else out + bias.double()).to(x.dtype)
+
+
+def norm(
+    x: torch.Tensor, norm: Norm, residual: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``LayerOperations.norm``."""
+    total = x if residual is None else x + residual
+    return _normalized(total.double(), norm).to(x.dtype), total
+
+
+def _normalized(x: torch.Tensor, norm: Norm) -> torch.Tensor:
+    """The norm of the last dimension, in float64."""
+    scale = torch.rsqrt(x.square().mean(-1, keepdim=True) + norm.eps)
+    return x * scale * (norm.weight.double() + norm.offset)
+
+
+def rope_write(
+    qkv: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    slots: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    q_norm: Norm | None = None,
+    k_norm: Norm | None = None,
+) -> torch.Tensor:
+    """``LayerOperations.rope_write``."""
+    kv, dim = key_cache.shape[2:]
+    heads = qkv.double().view(qkv.shape[0], -1, dim)
+    query, key, value = heads[:, : -2 * kv], heads[:, -2 * kv : -kv], heads[:, -kv:]
+    query = _rotated(query if q_norm is None else _normalized(query, q_norm), cos, sin)
+    key = _rotated(key if k_norm is None else _normalized(key, k_norm), cos, sin)
+    write(key_cache, value_cache, slots, key.to(qkv.dtype), value.to(qkv.dtype))
+    return query.to(qkv.dtype)
+
+
+def _rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Rotate x [T, heads, dim] in float64 by cos and sin [T, R]."""
+    cos, sin, half = cos.double()[:, None], sin.double()[:, None], cos.shape[1] // 2
+    first, second, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
+    turned = torch.cat([-second, first], dim=-1)
+    return torch.cat([x[..., : 2 * half] * cos + turned * sin, rest], dim=-1)
+
+
+def gated(gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
+    """``LayerOperations.gated``."""
+    gate, up = gate_up.double().chunk(2, dim=-1)
+    if activation == "silu":
+        return (F.silu(gate) * up).to(gate_up.dtype)
+    approximate = "tanh" if activation == "gelu_tanh" else "none"
+    return (F.gelu(gate, approximate=approximate) * up).to(gate_up.dtype)

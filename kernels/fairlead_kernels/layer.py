@@ -1,0 +1,122 @@
+"""The interface of a decoder layer's operations, on the packed tokens of one step.
+
+Owns the types that a fused layer and every implementation of its operations share. Knows no model,
+request or kernel. ``attention`` is the interface of what lies between ``rope_write`` and the output
+projection.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import torch
+
+Activation = Literal["silu", "gelu", "gelu_tanh"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Packed:
+    """A weight matrix of ``rows`` outputs and ``columns`` inputs, in the layout of the operations
+    that packed it: only their ``linear`` can read ``data``.
+    """
+
+    data: torch.Tensor
+    rows: int
+    columns: int
+
+    @property
+    def nbytes(self) -> int:
+        return self.data.untyped_storage().nbytes()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Norm:
+    """A root-mean-square norm: ``x / sqrt(mean(x²) + eps) * (weight + offset)``.
+
+    ``weight`` [width]; ``offset`` is 1 for families that store weights around zero (Gemma).
+    """
+
+    weight: torch.Tensor
+    eps: float
+    offset: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Layer:
+    """A decoder layer that normalizes before its attention and before its gated MLP:
+
+    ``h = x + after_attention(out(attend(qkv(input_norm(x)))))``, then
+    ``h + after_mlp(down(gated(gate_up(mlp_norm(h)))))``.
+
+    ``qkv`` has the rows of all queries, then keys, then values; ``gate_up`` those of the gate, then
+    the others. ``q_norm`` and ``k_norm`` act on each head. What is None is left out.
+    """
+
+    input_norm: Norm
+    qkv: Packed
+    qkv_bias: torch.Tensor | None
+    q_norm: Norm | None
+    k_norm: Norm | None
+    out: Packed
+    out_bias: torch.Tensor | None
+    after_attention: Norm | None
+    mlp_norm: Norm
+    gate_up: Packed
+    gate_up_bias: torch.Tensor | None
+    activation: Activation
+    down: Packed
+    down_bias: torch.Tensor | None
+    after_mlp: Norm | None
+
+
+class LayerOperations(Protocol):
+    """The operations of a decoder layer. T: packed tokens. Results have the type of their input;
+    sums are at least float32.
+    """
+
+    name: str
+
+    def pack(self, weights: Sequence[torch.Tensor]) -> Packed:
+        """Weights [N_i, K] of equal type below each other as one matrix of the sum of N_i rows.
+        Copies them; a caller that drops each weight after it is packed holds little twice.
+        """
+
+    def linear(
+        self, x: torch.Tensor, weight: Packed, bias: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Multiply: x [T, columns] and bias [rows] → [T, rows]."""
+
+    def norm(
+        self, x: torch.Tensor, norm: Norm, residual: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Add and normalize: x and residual [T, width] → the norm of their sum, and the sum;
+        without a residual the norm of x, and x.
+
+        May write the results into ``residual`` and, if there is one, ``x``: with a residual neither
+        is used afterwards.
+        """
+
+    def rope_write(
+        self,
+        qkv: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        slots: torch.Tensor,
+        key_cache: torch.Tensor,
+        value_cache: torch.Tensor,
+        q_norm: Norm | None = None,
+        k_norm: Norm | None = None,
+    ) -> torch.Tensor:
+        """Rotate queries and keys, and write keys and values into their slots.
+
+        qkv [T, (query heads + 2 · kv heads) · dim]: each token's queries, keys and values. cos and
+        sin [T, R], R even and at most dim: element i < R/2 of a head is rotated with element
+        i + R/2, as Llama does; elements from R on stay. ``q_norm`` and ``k_norm`` [dim] normalize
+        each head before. slots int64 [T] are distinct places in the caches [blocks, block_size, kv
+        heads, dim], which may have another type. Returns queries [T, query heads, dim].
+        """
+
+    def gated(self, gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
+        """gate_up [T, 2 · I] → activation(first half) * second half [T, I]. ``gelu_tanh`` is the
+        approximation with tanh.
+        """
