@@ -6,6 +6,9 @@ BIN := $(VENV)/bin
 # uv's --torch-backend, from PyTorch's own index, instead of the build that the lock names.
 TORCH ?= registry
 
+# Compiled into the source tree by the build hook; without a compiler plain torch serves.
+KERNELS := kernels/hatch_build.py $(wildcard kernels/fairlead_kernels/csrc/*)
+
 # Where `make images` writes operator.tar and runtime.tar, and where the tests look for them.
 IMAGES_OUT ?= build/images
 # The program that builds images (docker, podman or buildah), the image to start from, and which
@@ -28,7 +31,7 @@ $(BIN)/uv:
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet uv
 
-$(VENV)/.ready: requirements.lock pyproject.toml scripts/setup.sh | $(BIN)/uv
+$(VENV)/.ready: requirements.lock pyproject.toml scripts/setup.sh $(KERNELS) | $(BIN)/uv
 	TORCH=$(TORCH) bash scripts/setup.sh $(VENV)
 	touch $@
 

@@ -5,6 +5,12 @@ set -eu
 name=$1 app=$2
 venv=/opt/fairlead
 cd /build
+# The runtime's image must have the C++ kernels where they exist; the operator computes nothing.
+case $name-$(uname -m) in
+runtime-x86_64) FAIRLEAD_BUILD_KERNELS=1 ;;
+*) FAIRLEAD_BUILD_KERNELS=0 ;;
+esac
+export FAIRLEAD_BUILD_KERNELS
 /tmp/pip/bin/pip --python /tmp/hatch/bin/python wheel --quiet --no-deps --no-build-isolation \
     --no-index --wheel-dir /tmp/wheel .
 /tmp/pip/bin/pip --python "$venv/bin/python" install --quiet --no-deps --no-compile --no-index \

@@ -16,6 +16,9 @@ RUN --mount=type=secret,id=ca.pem --mount=type=secret,id=pip.conf \
 FROM packages AS app
 RUN --mount=type=secret,id=ca.pem --mount=type=secret,id=pip.conf \
     python3 /build/select_lock.py --only hatchling /build | sh /build/install.sh /tmp/hatch
+# For the kernels; like all of this stage but /app it is in no image.
+RUN apt-get update --quiet=2 \
+    && apt-get install --quiet=2 --yes --no-install-recommends g++ > /dev/null
 COPY README.md LICENSE /build/
 COPY operator /build/operator
 COPY runtime /build/runtime

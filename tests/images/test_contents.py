@@ -164,6 +164,14 @@ def test_the_runtime_has_no_operator_framework(runtime: Archive) -> None:
     assert not names & {"kopf", "kubernetes", "triton", "pytest", "flashinfer-python"}
 
 
+def test_the_runtime_has_the_kernels_of_each_instruction_set_and_the_operator_none(
+    operator: Archive, runtime: Archive
+) -> None:
+    found = [Path(path).name for path in under(runtime, f"{PACKAGES}/fairlead_kernels/native/*")]
+    assert sorted(found) == ["avx2.so", "avx512.so", "baseline.so"]
+    assert not under(operator, f"{PACKAGES}/fairlead_kernels/native/*")
+
+
 def test_every_package_has_the_version_of_the_lock(image: Archive) -> None:
     lock = (ROOT / "requirements.lock").read_text()
     locked = set(re.findall(r"^([a-z0-9-]+)==(\S+)", lock, re.MULTILINE))

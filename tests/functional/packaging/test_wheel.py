@@ -1,9 +1,11 @@
 """The source distribution gives a wheel that plans in an empty environment, without torch."""
 
 import json
+import os
 import shutil
 import subprocess
 import sys
+import tarfile
 import zipfile
 from pathlib import Path
 
@@ -21,8 +23,14 @@ spec:
 """
 
 
+# test_kernels_build.py builds wheels with the kernels, which takes a while.
+ENVIRONMENT = {**os.environ, "FAIRLEAD_BUILD_KERNELS": "0"}
+
+
 def uv(*arguments: str) -> None:
-    done = subprocess.run([UV, *arguments], cwd=ROOT, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [UV, *arguments], cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
 
 
@@ -34,6 +42,19 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (built,) = out.glob("*.whl")
     assert len(list(out.glob("*.tar.gz"))) == 1
     return built
+
+
+def test_the_source_distribution_holds_what_the_kernels_are_built_from(wheel: Path) -> None:
+    (path,) = wheel.parent.glob("*.tar.gz")
+    with tarfile.open(path) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    sources = {
+        str(source.relative_to(ROOT))
+        for source in (ROOT / "kernels" / "fairlead_kernels" / "csrc").iterdir()
+    }
+    assert len(sources) > 10
+    assert {*sources, "kernels/hatch_build.py"} <= names
+    assert not [name for name in names if name.endswith(".so")]
 
 
 def test_the_wheel_holds_the_three_packages_with_their_types_and_the_demo_model(

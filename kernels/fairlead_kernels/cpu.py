@@ -1,0 +1,177 @@
+"""A decoder layer's operations in C++ on CPUs, in float32.
+
+Owns the hand-over of tensors to the C functions and its checks. The functions, with the sources of
+their algorithms, are in ``csrc``; what they compute is in ``layer`` and ``reference``.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from fairlead_kernels import library
+from fairlead_kernels.attention import Heads, LayerSpec
+from fairlead_kernels.cpu_arguments import ACTIVATIONS, address, check_caches, dense
+from fairlead_kernels.cpu_attention import CpuAttention
+from fairlead_kernels.cpu_layers import LayerChain
+from fairlead_kernels.layer import Activation, Layer, Norm, Packed
+
+
+def load(instruction_set: str | None = None) -> "CpuOperations":
+    """The operations on an instruction set of this machine; None: on the fastest.
+
+    Raises NotAvailableError, a RuntimeError, where the library is not built or the machine lacks
+    the instruction set.
+    """
+    return CpuOperations(library.load(instruction_set))
+
+
+class CpuOperations:
+    """``LayerOperations`` in C++. All tensors are float32 on the CPU, caches also bfloat16.
+
+    Runs on torch's threads, as many as ``torch.get_num_threads()`` says. Stateless: any thread may
+    call any method.
+    """
+
+    def __init__(self, functions: library.Library) -> None:
+        self.library = functions
+        self.name = functions.instruction_set
+        self._panel: int = functions.panel_width()
+
+    def pack(self, weights: Sequence[Tensor]) -> Packed:
+        """``LayerOperations.pack``. Rows are padded with zeros to a multiple of 8, 16 or 32."""
+        columns = weights[0].shape[1]
+        rows = sum(weight.shape[0] for weight in weights)
+        data = torch.empty(-(-rows // self._panel), columns, self._panel)
+        self.library.use_large_pages(data.data_ptr(), data.nbytes)
+        if rows % self._panel:
+            data[-1].zero_()
+        first = 0
+        for weight in weights:
+            if weight.dtype is not torch.float32 or weight.dim() != 2 or weight.shape[1] != columns:
+                raise ValueError(
+                    f"weights: {tuple(weight.shape)} of {weight.dtype}; float32 matrices of "
+                    f"{columns} columns are needed"
+                )
+            source = weight if weight.stride(1) == 1 else weight.contiguous()
+            self.library.pack(
+                data.data_ptr(),
+                source.data_ptr(),
+                weight.shape[0],
+                columns,
+                source.stride(0),
+                first,
+                torch.get_num_threads(),
+            )
+            first += weight.shape[0]
+        return Packed(data, rows, columns)
+
+    def linear(self, x: Tensor, weight: Packed, bias: Tensor | None = None) -> Tensor:
+        """``LayerOperations.linear``."""
+        x = dense(x, "x", weight.columns)
+        out = torch.empty(x.shape[0], weight.rows)
+        self.library.linear(
+            x.data_ptr(),
+            x.shape[0],
+            weight.data.data_ptr(),
+            weight.rows,
+            weight.columns,
+            address(bias, "bias", weight.rows),
+            out.data_ptr(),
+            torch.get_num_threads(),
+        )
+        return out
+
+    def norm(self, x: Tensor, norm: Norm, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """``LayerOperations.norm``. The sum is written into ``residual``, if it is dense."""
+        width = x.shape[1]
+        x = dense(x, "x", width)
+        total = x if residual is None else dense(residual, "residual", width)
+        out = torch.empty_like(x)
+        self.library.norm(
+            x.data_ptr(),
+            None if residual is None else total.data_ptr(),
+            address(norm.weight, "norm.weight", width),
+            norm.eps,
+            norm.offset,
+            x.shape[0],
+            width,
+            total.data_ptr(),
+            out.data_ptr(),
+            torch.get_num_threads(),
+        )
+        return out, total
+
+    def rope_write(
+        self,
+        qkv: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        slots: Tensor,
+        key_cache: Tensor,
+        value_cache: Tensor,
+        q_norm: Norm | None = None,
+        k_norm: Norm | None = None,
+    ) -> Tensor:
+        """``LayerOperations.rope_write``. Changes ``qkv``; the result is a view of it."""
+        kv, dim = key_cache.shape[2:]
+        query = qkv.shape[1] // dim - 2 * kv
+        check_caches(key_cache, value_cache)
+        if value_cache.shape[3] != dim:
+            raise ValueError(f"value_cache: heads of {value_cache.shape[3]}, keys have {dim}")
+        qkv = dense(qkv, "qkv", (query + 2 * kv) * dim)
+        rotated = cos.shape[1]
+        cos, sin = dense(cos, "cos", rotated), dense(sin, "sin", rotated)
+        if rotated % 2 or rotated > dim or not cos.shape[0] == sin.shape[0] == qkv.shape[0]:
+            raise ValueError(
+                f"cos: {tuple(cos.shape)} for {qkv.shape[0]} tokens and heads of {dim}"
+            )
+        norms: list[float | None] = []
+        for name, norm in (("q_norm", q_norm), ("k_norm", k_norm)):
+            norms += (
+                [None, 0.0, 0.0]
+                if norm is None
+                else [address(norm.weight, name, dim), norm.eps, norm.offset]
+            )
+        self.library.rope_write(
+            qkv.data_ptr(),
+            qkv.shape[0],
+            query,
+            kv,
+            dim,
+            cos.data_ptr(),
+            sin.data_ptr(),
+            rotated,
+            *norms,
+            slots.contiguous().data_ptr(),
+            key_cache.data_ptr(),
+            value_cache.data_ptr(),
+            key_cache.dtype is torch.bfloat16,
+            torch.get_num_threads(),
+        )
+        return qkv.view(qkv.shape[0], -1, dim)[:, :query]
+
+    def gated(self, gate_up: Tensor, activation: Activation) -> Tensor:
+        """``LayerOperations.gated``."""
+        width = gate_up.shape[1] // 2
+        gate_up = dense(gate_up, "gate_up", 2 * width)
+        out = torch.empty(gate_up.shape[0], width)
+        self.library.gated(
+            gate_up.data_ptr(),
+            gate_up.shape[0],
+            width,
+            ACTIVATIONS[activation],
+            out.data_ptr(),
+            torch.get_num_threads(),
+        )
+        return out
+
+    def attention(self, heads: Heads) -> CpuAttention:
+        """The attention backend of the same library."""
+        return CpuAttention(heads, self.library)
+
+    def chain(
+        self, heads: Heads, layers: Sequence[Layer], specs: Sequence[LayerSpec]
+    ) -> LayerChain:
+        """Layers that run in one call."""
+        return LayerChain(self.library, heads, layers, specs)

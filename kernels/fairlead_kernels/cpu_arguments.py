@@ -1,0 +1,39 @@
+"""Checks of the tensors whose addresses the C++ kernels get."""
+
+import torch
+from torch import Tensor
+
+from fairlead_kernels.layer import Activation
+
+ACTIVATIONS: dict[Activation, int] = {"silu": 0, "gelu": 1, "gelu_tanh": 2}  # as in csrc/gated.h
+CACHE_TYPES = (torch.float32, torch.bfloat16)
+
+
+def dense(x: Tensor, name: str, width: int) -> Tensor:
+    """``x`` itself, or a contiguous copy. Raises ValueError unless it is float32 [T, width]."""
+    if x.dtype is not torch.float32 or x.dim() != 2 or x.shape[1] != width or x.is_cuda:
+        raise ValueError(
+            f"{name}: {tuple(x.shape)} of {x.dtype} on {x.device}; float32 [T, {width}] on the CPU "
+            "is needed"
+        )
+    return x.contiguous()
+
+
+def address(vector: Tensor | None, name: str, size: int) -> int | None:
+    """The address of a float32 vector of ``size`` elements, which the caller keeps alive."""
+    if vector is None:
+        return None
+    if vector.dtype is not torch.float32 or vector.shape != (size,) or vector.stride(0) != 1:
+        raise ValueError(
+            f"{name}: {tuple(vector.shape)} of {vector.dtype}; a float32 vector of {size} is needed"
+        )
+    return vector.data_ptr()
+
+
+def check_caches(key_cache: Tensor, value_cache: Tensor) -> None:
+    """Raise ValueError unless the caches are ones that the C functions read."""
+    for name, cache in (("key_cache", key_cache), ("value_cache", value_cache)):
+        if cache.dtype not in CACHE_TYPES or cache.dtype is not key_cache.dtype:
+            raise ValueError(f"{name}: {cache.dtype}; float32 or bfloat16 is needed")
+        if not cache.is_contiguous() or cache.is_cuda:
+            raise ValueError(f"{name}: must be contiguous, on the CPU")

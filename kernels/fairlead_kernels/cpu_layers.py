@@ -1,0 +1,152 @@
+"""All decoder layers of a step in one call of the C++ library.
+
+Owns the description of the layers that the C function reads, made once, and the buffers of a step.
+What a layer computes is in ``layer.Layer``; csrc/layers.cpp runs it.
+"""
+
+import ctypes
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from fairlead_kernels import library
+from fairlead_kernels.attention import Heads, LayerSpec
+from fairlead_kernels.cpu_arguments import ACTIVATIONS, address, check_caches, dense
+from fairlead_kernels.cpu_attention import CpuPlan
+from fairlead_kernels.layer import Layer, Norm, Packed
+
+
+class LayerChain:
+    """Decoder layers that run one after the other. Serves one step at a time.
+
+    Keeps the layers' tensors alive. All layers have the same sizes, and values are as wide as keys.
+    Raises ValueError where a tensor is not float32 on the CPU or a size does not fit.
+    """
+
+    def __init__(
+        self,
+        functions: library.Library,
+        heads: Heads,
+        layers: Sequence[Layer],
+        specs: Sequence[LayerSpec],
+    ) -> None:
+        self.layers = tuple(layers)
+        self.specs = tuple(specs)
+        self._heads = heads
+        self._library = functions
+        self._width = self.layers[0].qkv.columns
+        self._inner = self.layers[0].gate_up.rows // 2
+        self._sinks = [
+            None if spec.sinks is None else spec.sinks.float().contiguous() for spec in specs
+        ]
+        self._structs = (library.LayerStruct * len(layers))(
+            *map(self._struct, self.layers, self.specs, self._sinks)
+        )
+
+    def _struct(self, layer: Layer, spec: LayerSpec, sinks: Tensor | None) -> library.LayerStruct:
+        h, width, inner = self._heads, self._width, self._inner
+        qkv, attended = (h.query + 2 * h.kv) * h.dim, h.query * h.dim
+        return library.LayerStruct(
+            input_norm=_norm(layer.input_norm, "input_norm", width),
+            q_norm=_norm(layer.q_norm, "q_norm", h.dim),
+            k_norm=_norm(layer.k_norm, "k_norm", h.dim),
+            after_attention=_norm(layer.after_attention, "after_attention", width),
+            mlp_norm=_norm(layer.mlp_norm, "mlp_norm", width),
+            after_mlp=_norm(layer.after_mlp, "after_mlp", width),
+            qkv=_weight(layer.qkv, layer.qkv_bias, "qkv", qkv, width),
+            out=_weight(layer.out, layer.out_bias, "out", width, attended),
+            gate_up=_weight(layer.gate_up, layer.gate_up_bias, "gate_up", 2 * inner, width),
+            down=_weight(layer.down, layer.down_bias, "down", width, inner),
+            sinks=address(sinks, "sinks", h.query),
+            scale=spec.scale,
+            softcap=spec.softcap or 0.0,
+            activation=ACTIVATIONS[layer.activation],
+        )
+
+    def run(
+        self,
+        x: Tensor,
+        caches: Sequence[tuple[Tensor, Tensor]],
+        groups: Sequence[int],
+        plans: Sequence[CpuPlan],
+        slots: Sequence[Tensor],
+        ropes: Sequence[tuple[Tensor, Tensor]],
+    ) -> Tensor:
+        """Embeddings [T, width] → what the last layer returns [T, width], written into ``x`` if it
+        is dense.
+
+        Per layer: its ``caches`` of keys and values [blocks, block_size, kv heads, dim], its layer
+        group, and its ``ropes``, cosines and sines [T, R] as in ``LayerOperations.rope_write``. Per
+        layer group: the plan of attention, and the slots int64 [T] of the step's tokens.
+        """
+        h, count = self._heads, x.shape[0]
+        x = dense(x, "x", self._width)
+        angles = list({id(cos): (cos, sin) for cos, sin in ropes}.values())
+        place = {id(cos): index for index, (cos, _) in enumerate(angles)}
+        angles = [(dense(c, "cos", c.shape[1]), dense(s, "sin", c.shape[1])) for c, s in angles]
+        slots = [slot.contiguous() for slot in slots]
+        if any(part.shape[0] != count for part in (*(cos for cos, _ in angles), *slots)):
+            raise ValueError(f"ropes and slots: not for the {count} tokens of x")
+        half = caches[0][0].dtype is torch.bfloat16
+        for struct, spec, (keys, values), group, (cos, _) in zip(
+            self._structs, self.specs, caches, groups, ropes, strict=True
+        ):
+            if struct.keys != keys.data_ptr() or struct.values != values.data_ptr():
+                self._check(keys, values, half=half)
+                struct.keys, struct.values = keys.data_ptr(), values.data_ptr()
+            if spec.window != plans[group].ragged.window:
+                raise ValueError(
+                    f"window: the layer has {spec.window}, its plan {plans[group].ragged.window}"
+                )
+            struct.group, struct.rope = group, place[id(cos)]
+        rope_structs = (library.RopeStruct * len(angles))(
+            *(library.RopeStruct(c.data_ptr(), s.data_ptr(), c.shape[1]) for c, s in angles)
+        )
+        group_structs = (library.GroupStruct * len(plans))(
+            *(
+                library.GroupStruct(plan.rows, slot.data_ptr())
+                for plan, slot in zip(plans, slots, strict=True)
+            )
+        )
+        attended, kept = h.query * h.dim, h.kv * h.dim
+        widths = (self._width, attended + 2 * kept, attended, 2 * self._inner, self._inner)
+        buffers = [torch.empty(count, width) for width in widths]
+        buffers.append(torch.empty(max(plan.part_floats for plan in plans)))
+        step = library.StepStruct(
+            count,
+            self._width,
+            library.HeadsStruct(h.query, h.kv, h.dim, h.dim),
+            half,
+            torch.get_num_threads(),
+            ctypes.addressof(rope_structs),
+            ctypes.addressof(group_structs),
+            x.data_ptr(),
+            *(buffer.data_ptr() for buffer in buffers),
+        )
+        self._library.layers(self._structs, len(self.layers), ctypes.byref(step))
+        return x
+
+    def _check(self, keys: Tensor, values: Tensor, *, half: bool) -> None:
+        check_caches(keys, values)
+        h = self._heads
+        if keys.shape[2:] != (h.kv, h.dim) or values.shape[2:] != (h.kv, h.dim):
+            raise ValueError(f"keys: heads of {tuple(keys.shape[2:])}, not {(h.kv, h.dim)}")
+        if half != (keys.dtype is torch.bfloat16):
+            raise ValueError(f"keys: {keys.dtype}, another layer's are of another type")
+
+
+def _norm(norm: Norm | None, name: str, width: int) -> library.NormStruct:
+    if norm is None:
+        return library.NormStruct(None, 0.0, 0.0)
+    return library.NormStruct(address(norm.weight, name, width), norm.eps, norm.offset)
+
+
+def _weight(
+    weight: Packed, bias: Tensor | None, name: str, rows: int, columns: int
+) -> library.WeightStruct:
+    if (weight.rows, weight.columns) != (rows, columns):
+        raise ValueError(f"{name}: {weight.rows} x {weight.columns}, not {rows} x {columns}")
+    return library.WeightStruct(
+        weight.data.data_ptr(), rows, columns, address(bias, f"{name}_bias", rows)
+    )

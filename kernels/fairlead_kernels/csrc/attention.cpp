@@ -1,0 +1,451 @@
+#include "attention.h"
+
+#include "export.h"
+#include "product.h"
+
+using namespace fairlead;
+
+namespace fairlead {
+namespace {
+
+constexpr int TILE = 64;  // keys at a time: a multiple of P on every instruction set
+constexpr float NONE = -__builtin_inff();
+
+int padded(int n, int to) { return (n + to - 1) / to * to; }
+
+// Where the tokens of one row are in a cache [blocks, block_size, kv, dim].
+template <class T>
+struct Paged {
+  const T* data;
+  const int32_t* table;
+  int block_size;
+  int64_t token;  // elements of one token
+
+  const T* at(int position) const {
+    const int64_t block = table[position / block_size];
+    return data + (block * block_size + position % block_size) * token;
+  }
+};
+
+template <class T>
+FL_INLINE Vec load_up_to(const T* p, int count) {
+  return count >= W ? load(p) : load_part(p, count);
+}
+
+// Copies `count` floats times `factor` and fills up with zeros to a whole vector.
+void copy_scaled(const float* from, int count, float factor, float* to) {
+  for (int i = 0; i < count; i += W) store(to + i, load_up_to(from + i, count - i) * factor);
+}
+
+// scores[i] of TILE keys, of which those in [low, high) are visible, become weights
+// exp(score - maximum). Returns the factor for what was summed before.
+float weigh(float* scores, int low, int high, float softcap, float& maximum, float& total) {
+  const float before = maximum;
+  Vec highest = splat(NONE);
+  for (int i = 0; i < TILE; i += W) {
+    Vec s = load(scores + i);
+    if (softcap != 0) s = softcap * tanh(s * (1.0f / softcap));
+    s = (below(i, high) & ~below(i, low)) ? s : splat(NONE);
+    store(scores + i, s);
+    highest = max(s, highest);
+  }
+  const float found = largest(highest);
+  if (found > before) maximum = found;
+  Vec added = {};
+  for (int i = 0; i < TILE; i += W) {
+    const Vec weight = exp(load(scores + i) - maximum);
+    store(scores + i, weight);
+    added += weight;
+  }
+  const float factor = before == maximum ? 1.0f : before == NONE ? 0.0f : __builtin_expf(before - maximum);
+  total = total * factor + sum(added);
+  return factor;
+}
+
+// scores[q][TILE] = Q queries of `dim` floats, padded with zeros, times the tile's keys. A key
+// that is not there is the last one again: its score is masked, and no foreign byte is read.
+template <int Q, class T>
+void score_tile(const float* query, int q_stride, const T* const* keys, int count, int dim,
+                float* scores) {
+  for (int first = 0; first < count; first += W) {
+    Vec dots[Q][W];
+    for (int at = 0; at < W; at += 4) {
+      const T* key[4];
+      for (int j = 0; j < 4; j++) {
+        const int index = first + at + j;
+        key[j] = keys[index < count ? index : count - 1];
+      }
+      Vec dot[Q][4] = {};
+      for (int d = 0; d < dim; d += W) {
+        for (int j = 0; j < 4; j++) {
+          const Vec k = load_up_to(key[j] + d, dim - d);
+#pragma GCC unroll 4
+          for (int q = 0; q < Q; q++) dot[q][j] += load(query + q * q_stride + d) * k;
+        }
+      }
+#pragma GCC unroll 4
+      for (int q = 0; q < Q; q++) {
+        for (int j = 0; j < 4; j++) dots[q][at + j] = dot[q][j];
+      }
+    }
+    for (int q = 0; q < Q; q++) store(scores + q * TILE + first, sums(dots[q]));
+  }
+}
+
+// out[q] = out[q] * factor[q] + weights[q] · values, for Q queries.
+template <int Q, class T>
+void add_values(const float* weights, const float* factor, const T* const* values, int count,
+                int dim, float* out, int out_stride) {
+  constexpr int D = 4;  // vectors of values at a time
+  for (int d = 0; d < dim; d += D * W) {
+    const int width = dim - d < D * W ? dim - d : D * W;
+    Vec added[Q][D];
+#pragma GCC unroll 4
+    for (int q = 0; q < Q; q++) {
+      for (int v = 0; v < D; v++) {
+        added[q][v] = v * W < width ? load(out + q * out_stride + d + v * W) * factor[q] : Vec{};
+      }
+    }
+    for (int j = 0; j < count; j++) {
+      if (width == D * W) {
+#pragma GCC unroll 4
+        for (int v = 0; v < D; v++) {
+          const Vec value = load(values[j] + d + v * W);
+#pragma GCC unroll 4
+          for (int q = 0; q < Q; q++) added[q][v] += weights[q * TILE + j] * value;
+        }
+      } else {
+        for (int v = 0; v * W < width; v++) {
+          const Vec value = load_up_to(values[j] + d + v * W, width - v * W);
+#pragma GCC unroll 4
+          for (int q = 0; q < Q; q++) added[q][v] += weights[q * TILE + j] * value;
+        }
+      }
+    }
+#pragma GCC unroll 4
+    for (int q = 0; q < Q; q++) {
+      for (int v = 0; v * W < width; v++) store(out + q * out_stride + d + v * W, added[q][v]);
+    }
+  }
+}
+
+// One key-value head's share of a decode's tile, for Q of the queries that share it.
+template <int Q, class T>
+void decode_tile(const float* query, int q_stride, const T* const* keys, const T* const* values,
+                 int count, const Heads& heads, float softcap, float* maximum, float* total,
+                 float* out, int out_stride) {
+  float scores[Q * TILE];
+  float factor[Q];
+  score_tile<Q>(query, q_stride, keys, count, heads.dim, scores);
+  for (int q = 0; q < Q; q++) {
+    for (int i = padded(count, W); i < TILE; i += W) store(scores + q * TILE + i, Vec{});
+    factor[q] = weigh(scores + q * TILE, 0, count, softcap, maximum[q], total[q]);
+  }
+  add_values<Q>(scores, factor, values, count, heads.value_dim, out, out_stride);
+}
+
+// out = sum / total of one head, its sink included.
+void finish_head(const float* sums, float maximum, float total, const Attention& layer, int head,
+                 int dim, float* out) {
+  float factor = 1.0f;
+  if (layer.sinks != nullptr) {
+    const float sink = layer.sinks[head];
+    if (sink > maximum) {
+      factor = __builtin_expf(maximum - sink);
+      total = total * factor + 1.0f;
+    } else {
+      total += __builtin_expf(sink - maximum);
+    }
+  }
+  factor /= total;
+  for (int d = 0; d < dim; d += W) {
+    if (dim - d >= W) {
+      store(out + d, load(sums + d) * factor);
+    } else {
+      store_part(out + d, load(sums + d) * factor, dim - d);
+    }
+  }
+}
+
+int64_t part_floats(const Heads& heads) {
+  return int64_t(heads.query) * (padded(heads.value_dim, W) + 2);
+}
+
+template <class T>
+void decode(const Heads& heads, const Rows& rows, const Attention& layer, const Task& task) {
+  const int group = heads.query / heads.kv;
+  const int dim = padded(heads.dim, W), value_dim = padded(heads.value_dim, W);
+  float* query = scratch(size_t(heads.query) * (dim + value_dim + 2));
+  float* sums = query + heads.query * dim;
+  float *maximum = sums + heads.query * value_dim, *total = maximum + heads.query;
+  const int64_t token = rows.starts[task.row];
+  for (int head = 0; head < heads.query; head++) {
+    const float* from = layer.query + token * layer.q_stride + int64_t(head) * heads.dim;
+    copy_scaled(from, heads.dim, layer.scale, query + head * dim);
+    maximum[head] = NONE;
+    total[head] = 0;
+  }
+  for (int i = 0; i < heads.query * value_dim; i += W) store(sums + i, Vec{});
+  const int32_t* table = rows.tables + int64_t(task.row) * rows.table_width;
+  const Paged<T> keys{static_cast<const T*>(layer.keys), table, rows.block_size,
+                      int64_t(heads.kv) * heads.dim};
+  const Paged<T> values{static_cast<const T*>(layer.values), table, rows.block_size,
+                        int64_t(heads.kv) * heads.value_dim};
+  const int end = task.first + task.count;
+  for (int at = task.first; at < end; at += TILE) {
+    const int count = end - at < TILE ? end - at : TILE;
+    const T *key[TILE], *value[TILE];
+    for (int i = 0; i < count; i++) {
+      key[i] = keys.at(at + i);
+      value[i] = values.at(at + i);
+    }
+    for (int kv = 0; kv < heads.kv; kv++) {
+      for (int g = 0; g < group;) {
+        const int head = kv * group + g;
+        const auto tile = [&](auto q) {
+          decode_tile<q>(query + head * dim, dim, key, value, count, heads, layer.softcap,
+                         maximum + head, total + head, sums + head * value_dim, value_dim);
+          g += q;
+        };
+        if (group - g >= 2) {
+          tile(std::integral_constant<int, 2>());
+        } else {
+          tile(std::integral_constant<int, 1>());
+        }
+      }
+      for (int i = 0; i < count; i++) {
+        key[i] += heads.dim;
+        value[i] += heads.value_dim;
+      }
+    }
+  }
+  if (task.part >= 0) {
+    memcpy(layer.parts + task.part * part_floats(heads), sums, size_t(part_floats(heads)) * 4);
+    return;
+  }
+  for (int head = 0; head < heads.query; head++) {
+    finish_head(sums + head * value_dim, maximum[head], total[head], layer, head, heads.value_dim,
+                layer.out + (token * heads.query + head) * heads.value_dim);
+  }
+}
+
+// The result of a row whose keys were cut into parts.
+void merge(const Heads& heads, const Rows& rows, const Attention& layer, const Task& task) {
+  const int value_dim = padded(heads.value_dim, W);
+  const int64_t size = part_floats(heads), token = rows.starts[task.row];
+  const float* parts = layer.parts + task.part * size;
+  float* sums = scratch(size_t(value_dim));
+  for (int head = 0; head < heads.query; head++) {
+    const float* maxima = parts + int64_t(heads.query) * value_dim + head;
+    float maximum = NONE, total = 0;
+    for (int i = 0; i < task.parts; i++) {
+      if (maxima[i * size] > maximum) maximum = maxima[i * size];
+    }
+    for (int d = 0; d < value_dim; d += W) store(sums + d, Vec{});
+    for (int i = 0; i < task.parts; i++) {
+      const float factor = __builtin_expf(maxima[i * size] - maximum);
+      const float* from = parts + i * size + int64_t(head) * value_dim;
+      total += factor * maxima[i * size + heads.query];
+      for (int d = 0; d < value_dim; d += W) {
+        store(sums + d, load(sums + d) + factor * load(from + d));
+      }
+    }
+    finish_head(sums, maximum, total, layer, head, heads.value_dim,
+                layer.out + (token * heads.query + head) * heads.value_dim);
+  }
+}
+
+// A tile's keys as panels for `product`: [TILE / P][dim][P], zero where there is no key.
+template <class T>
+void transpose_keys(const Paged<T>& keys, int64_t offset, int first, int count, int dim,
+                    float* panels) {
+  for (int at = 0; at < padded(count, P); at += W) {
+    float* panel = panels + int64_t(at / P) * dim * P + at % P;
+    for (int d = 0; d < dim; d += W) {
+      Vec block[W];
+      for (int i = 0; i < W; i++) {
+        block[i] = at + i < count ? load_up_to(keys.at(first + at + i) + offset + d, dim - d)
+                                  : Vec{};
+      }
+      transpose(block);
+      for (int i = 0; i < W && d + i < dim; i++) store(panel + (d + i) * P, block[i]);
+    }
+  }
+}
+
+// A tile's values as panels: [ceil(dim / P)][TILE][P], zero beyond `dim`.
+template <class T>
+void copy_values(const Paged<T>& values, int64_t offset, int first, int count, int dim,
+                 float* panels) {
+  for (int j = 0; j < count; j++) {
+    const T* from = values.at(first + j) + offset;
+    for (int d = 0; d < padded(dim, P); d += W) {
+      const Vec v = d < dim ? load_up_to(from + d, dim - d) : Vec{};
+      store(panels + (int64_t(d / P) * TILE + j) * P + d % P, v);
+    }
+  }
+}
+
+template <class T>
+void prefill(const Heads& heads, const Rows& rows, const Attention& layer, const Task& task) {
+  const int group = heads.query / heads.kv, n = task.count * group;
+  const int dim = heads.dim, q_width = padded(dim, W), out_width = padded(heads.value_dim, P);
+  float* query = scratch(size_t(n) * (q_width + TILE + out_width + 2) +
+                         size_t(TILE) * (dim + out_width));
+  float* scores = query + size_t(n) * q_width;
+  float* sums = scores + size_t(n) * TILE;
+  float* key_panels = sums + size_t(n) * out_width;
+  float* value_panels = key_panels + size_t(TILE) * dim;
+  float *maximum = value_panels + size_t(TILE) * out_width, *total = maximum + n;
+  const int64_t token = rows.starts[task.row] + task.first;
+  // Row i is query i / group of the task, for head i % group of those that share this kv head.
+  for (int i = 0; i < n; i++) {
+    const float* from = layer.query + (token + i / group) * layer.q_stride +
+                        int64_t(task.kv_head * group + i % group) * dim;
+    copy_scaled(from, dim, layer.scale, query + int64_t(i) * q_width);
+    maximum[i] = NONE;
+    total[i] = 0;
+  }
+  for (int64_t i = 0; i < int64_t(n) * out_width; i += W) store(sums + i, Vec{});
+  const int row_count = rows.starts[task.row + 1] - rows.starts[task.row];
+  const int position = rows.lens[task.row] - row_count + task.first;
+  const int end = position + task.count;
+  const int begin = rows.window == 0 || position < rows.window ? 0 : position - rows.window + 1;
+  const int32_t* table = rows.tables + int64_t(task.row) * rows.table_width;
+  const Paged<T> keys{static_cast<const T*>(layer.keys), table, rows.block_size,
+                      int64_t(heads.kv) * dim};
+  const Paged<T> values{static_cast<const T*>(layer.values), table, rows.block_size,
+                        int64_t(heads.kv) * heads.value_dim};
+  for (int at = begin; at < end; at += TILE) {
+    const int count = end - at < TILE ? end - at : TILE;
+    transpose_keys(keys, int64_t(task.kv_head) * dim, at, count, dim, key_panels);
+    copy_values(values, int64_t(task.kv_head) * heads.value_dim, at, count, heads.value_dim,
+                value_panels);
+    // Queries before the tile's first key see none of it.
+    const int skip = at > position ? (at - position) * group : 0;
+    for (int key = 0; key < count; key += P) {
+      product(n - skip, query + int64_t(skip) * q_width, q_width, key_panels + int64_t(key) * dim,
+              dim, scores + int64_t(skip) * TILE + key, TILE, false);
+    }
+    for (int i = skip; i < n; i++) {
+      const int seen = position + i / group + 1 - at;
+      const int hidden = rows.window == 0 ? 0 : seen - rows.window;
+      float* row = scores + int64_t(i) * TILE;
+      if (hidden >= count) {
+        for (int j = 0; j < TILE; j += W) store(row + j, Vec{});
+        continue;
+      }
+      const float factor =
+          weigh(row, hidden, seen < count ? seen : count, layer.softcap, maximum[i], total[i]);
+      float* out = sums + int64_t(i) * out_width;
+      if (factor != 1.0f) {
+        for (int d = 0; d < out_width; d += W) store(out + d, load(out + d) * factor);
+      }
+    }
+    for (int d = 0; d < out_width; d += P) {
+      product(n - skip, scores + int64_t(skip) * TILE, TILE, value_panels + int64_t(d) * TILE,
+              count, sums + int64_t(skip) * out_width + d, out_width, true);
+    }
+  }
+  for (int i = 0; i < n; i++) {
+    const int head = task.kv_head * group + i % group;
+    finish_head(sums + int64_t(i) * out_width, maximum[i], total[i], layer, head, heads.value_dim,
+                layer.out + ((token + i / group) * heads.query + head) * heads.value_dim);
+  }
+}
+
+template <class T>
+void attend_typed(Team& team, const Heads& heads, const Rows& rows, const Attention& layer) {
+  team.share(rows.task_count, 1, [&](int begin, int end) {
+    for (int i = begin; i < end; i++) {
+      if (rows.tasks[i].kv_head == DECODE) {
+        decode<T>(heads, rows, layer, rows.tasks[i]);
+      } else {
+        prefill<T>(heads, rows, layer, rows.tasks[i]);
+      }
+    }
+  });
+  if (rows.merge_count == 0) return;
+  team.barrier();
+  team.share(rows.merge_count, 1, [&](int begin, int end) {
+    for (int i = begin; i < end; i++) merge(heads, rows, layer, rows.tasks[rows.task_count + i]);
+  });
+}
+
+}  // namespace
+
+void attend(Team& team, const Heads& heads, const Rows& rows, const Attention& layer) {
+  if (layer.half) {
+    attend_typed<bfloat16>(team, heads, rows, layer);
+  } else {
+    attend_typed<float>(team, heads, rows, layer);
+  }
+}
+
+}  // namespace fairlead
+
+// Cuts a step's rows into tasks, then merges, for about `threads` threads. Writes them to `tasks`
+// unless that is null. Sets rows->task_count and rows->merge_count; returns the number of parts.
+FL_EXPORT int fairlead_attention_plan(const Heads* heads, Rows* rows, int threads, Task* tasks) {
+  const int group = heads->query / heads->kv;
+  // 128 rows of scores and sums stay in the second-level cache.
+  const int queries = group < 128 ? 128 / group : 1;
+  int64_t decoded = 0;  // keys of all decodes
+  const auto first_key = [&](int row) {
+    const int len = rows->lens[row];
+    return rows->window != 0 && len > rows->window ? len - rows->window : 0;
+  };
+  const auto count_of = [&](int row) { return rows->starts[row + 1] - rows->starts[row]; };
+  for (int row = 0; row < rows->count; row++) {
+    if (count_of(row) == 1) decoded += rows->lens[row] - first_key(row);
+  }
+  // Four tasks a thread even out; a part of fewer than 256 keys costs more than it helps.
+  int64_t most = threads > 1 ? decoded / (4 * threads) : decoded;
+  most = (most < 256 ? 256 : most + TILE - 1) / TILE * TILE;
+  int task_count = 0, merge_count = 0, part_count = 0;
+  const auto put = [&](Task task) {
+    if (tasks != nullptr) tasks[task_count] = task;
+    task_count++;
+  };
+  for (int row = 0; row < rows->count; row++) {
+    const int count = count_of(row);
+    if (count == 1) continue;
+    for (int kv = 0; kv < heads->kv; kv++) {
+      for (int first = 0; first < count; first += queries) {
+        put({row, kv, first, count - first < queries ? count - first : queries, -1, 0});
+      }
+    }
+  }
+  for (int row = 0; row < rows->count; row++) {
+    if (count_of(row) != 1) continue;
+    const int begin = first_key(row), keys = rows->lens[row] - begin;
+    const int parts = int((keys + most - 1) / most);
+    for (int part = 0; part < parts; part++) {
+      const int from = int(int64_t(keys) * part / parts);
+      const int to = int(int64_t(keys) * (part + 1) / parts);
+      put({row, DECODE, begin + from, to - from, parts == 1 ? -1 : part_count + part, 0});
+    }
+    if (parts > 1) part_count += parts;
+  }
+  rows->task_count = task_count;
+  part_count = 0;
+  for (int row = 0; row < rows->count; row++) {
+    if (count_of(row) != 1) continue;
+    const int parts = int((rows->lens[row] - first_key(row) + most - 1) / most);
+    if (parts == 1) continue;
+    put({row, MERGE, 0, 0, part_count, parts});
+    part_count += parts;
+    merge_count++;
+  }
+  rows->merge_count = merge_count;
+  return part_count;
+}
+
+// Floats of one part of a decode.
+FL_EXPORT int64_t fairlead_attention_part(const Heads* heads) { return part_floats(*heads); }
+
+// One layer's attention; out [T, query heads, value_dim].
+FL_EXPORT void fairlead_attend(const Heads* heads, const Rows* rows, const Attention* layer,
+                                int threads) {
+  run(threads, [&](Team& team) { attend(team, *heads, *rows, *layer); });
+}

@@ -1,0 +1,66 @@
+// Paged attention of one step, cut into tasks that any thread can take.
+//
+// Two kinds of task. A *decode* is one row's only query, for all heads, over a part of its keys:
+// it reads keys and values once, in order. A *prefill* is a block of a row's queries for one
+// key-value head: it computes scores as a product of matrices, TILE keys at a time. Both keep a
+// running maximum and sum, so no row of scores is ever held whole (online softmax: Milakov and
+// Gimelshein, 2018; Dao et al., "FlashAttention", 2022). A decode over many keys is cut into parts
+// whose results are merged afterwards (split KV: Dao et al., "Flash-Decoding", 2023).
+#pragma once
+
+#include "team.h"
+
+namespace fairlead {
+
+// One task, or one merge: then `kv_head` is MERGE and the parts are [part, part + parts).
+struct Task {
+  int32_t row;
+  int32_t kv_head;  // of a prefill; DECODE: all heads
+  int32_t first;    // the first query of a prefill, within the row; the first key of a decode
+  int32_t count;    // queries, or keys
+  int32_t part;     // where a decode puts its part; -1: it has all keys
+  int32_t parts;
+};
+constexpr int32_t DECODE = -1, MERGE = -2;
+
+struct Heads {
+  int32_t query;
+  int32_t kv;
+  int32_t dim;
+  int32_t value_dim;
+};
+
+// The rows of a step; `attention.RaggedRows` says what the tensors are. window 0: none.
+struct Rows {
+  const int32_t* starts;
+  const int32_t* lens;
+  const int32_t* tables;
+  const Task* tasks;
+  int32_t count;
+  int32_t table_width;
+  int32_t block_size;
+  int32_t window;
+  int32_t task_count;   // without merges
+  int32_t merge_count;  // they follow the tasks
+};
+
+// One layer. softcap 0: none. `half`: the caches hold bfloat16. Queries of a token are `q_stride`
+// floats after those of the token before it. `parts`: (dim of all values + 2 · heads) floats a
+// part.
+struct Attention {
+  const float* query;
+  const void* keys;
+  const void* values;
+  const float* sinks;
+  float* out;
+  float* parts;
+  int64_t q_stride;
+  float scale;
+  float softcap;
+  int32_t half;
+};
+
+// Two phases of a team's work, the second only where there are merges; a barrier must follow.
+void attend(Team& team, const Heads& heads, const Rows& rows, const Attention& layer);
+
+}  // namespace fairlead

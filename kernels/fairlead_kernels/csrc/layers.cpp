@@ -1,0 +1,195 @@
+// All decoder layers of one step in one call.
+//
+// One team of threads runs the whole chain, with a barrier where an operation needs the results of
+// all threads. That saves what a call per operation costs: for a small model this is more than the
+// operations themselves.
+#include "attention.h"
+#include "export.h"
+#include "gated.h"
+#include "linear.h"
+#include "rope.h"
+
+using namespace fairlead;
+
+namespace {
+
+// One decoder layer; `layer.Layer` in Python says what each part does. A norm without a weight and
+// a bias of null are left out. `rope` and `group` are places in the step's lists.
+struct Layer {
+  Norm input_norm, q_norm, k_norm, after_attention, mlp_norm, after_mlp;
+  Weight qkv, out, gate_up, down;
+  void* keys;
+  void* values;
+  const float* sinks;
+  float scale;
+  float softcap;
+  int32_t activation;
+  int32_t rope;
+  int32_t group;
+};
+
+// The tokens of one layer group: their rows, and their slots [T] in the caches.
+struct Group {
+  Rows rows;
+  const int64_t* slots;
+};
+
+// One step of `count` tokens. `x` [T, width] are the embeddings, and at the end what the last layer
+// returns; the other buffers are overwritten: normed [T, width], qkv [T, rows of qkv], attended
+// [T, query · value_dim], gate_up [T, rows of gate_up], gated [T, half of these], and parts for
+// attention.
+struct Step {
+  int64_t count;
+  int64_t width;
+  Heads heads;
+  int32_t half;
+  int32_t threads;
+  const Rope* ropes;
+  const Group* groups;
+  float* x;
+  float* normed;
+  float* qkv;
+  float* attended;
+  float* gate_up;
+  float* gated;
+  float* parts;
+};
+
+void add_row(float* x, const float* y, int width) {
+  int i = 0;
+  for (; i + W <= width; i += W) store(x + i, load(x + i) + load(y + i));
+  for (; i < width; i++) x[i] += y[i];
+}
+
+// x += after(normed) where `after` has a weight, then normed = next(x) where `next` has one.
+void settle(Team& team, const Step& step, const Norm& after, const Norm& next) {
+  const int width = int(step.width);
+  team.share(int(step.count), 2, [&](int begin, int end) {
+    for (int64_t t = begin; t < end; t++) {
+      float *x = step.x + t * width, *normed = step.normed + t * width;
+      if (after.weight != nullptr) {
+        normalize(normed, after, width, normed);
+        add_row(x, normed, width);
+      }
+      if (next.weight != nullptr) normalize(x, next, width, normed);
+    }
+  });
+  team.barrier();
+}
+
+// The product of an output matrix: added to x, or put into `normed` where a norm follows.
+void project(Team& team, const Step& step, const Weight& weight, const float* in,
+             const Norm& after) {
+  const bool add = after.weight == nullptr;
+  float* out = add ? step.x : step.normed;
+  share_product(team, weight, in, int(step.count),
+                [&](int panel, int row, int rows, const float* tile) {
+                  store_tile(weight, panel, row, rows, tile, out, add);
+                });
+  team.barrier();
+}
+
+template <class T>
+void rope_write(Team& team, const Step& step, const Layer& layer) {
+  const Rope& rope = step.ropes[layer.rope];
+  const int64_t* slots = step.groups[layer.group].slots;
+  team.share(int(step.count), 1, [&](int begin, int end) {
+    for (int64_t t = begin; t < end; t++) {
+      rope_write_token(step.qkv + t * layer.qkv.rows, step.heads.query, step.heads.kv,
+                       step.heads.dim, rope.cos + t * rope.rotated, rope.sin + t * rope.rotated,
+                       rope.rotated, layer.q_norm, layer.k_norm, slots[t],
+                       static_cast<T*>(layer.keys), static_cast<T*>(layer.values));
+    }
+  });
+  team.barrier();
+}
+
+// gated = activation(gate) * up. Where no panel holds both, a thread multiplies a panel of the gate
+// and the same panel of the other half, and combines them while they are in its cache.
+void gate_up(Team& team, const Step& step, const Layer& layer) {
+  const Weight& weight = layer.gate_up;
+  const int64_t width = weight.rows / 2;
+  const int count = int(step.count);
+  const auto combine = [&](const float* gate, const float* up, float* out, int n) {
+    int i = 0;
+    for (; i + W <= n; i += W) {
+      store(out + i, activate(load(gate + i), layer.activation) * load(up + i));
+    }
+    if (i < n) {
+      const Vec value = activate(load_part(gate + i, n - i), layer.activation);
+      store_part(out + i, value * load_part(up + i, n - i), n - i);
+    }
+  };
+  if (width % P != 0) {
+    share_product(team, weight, step.normed, count,
+                  [&](int panel, int row, int rows, const float* tile) {
+                    store_tile(weight, panel, row, rows, tile, step.gate_up, false);
+                  });
+    team.barrier();
+    team.share(count, 1, [&](int begin, int end) {
+      for (int64_t t = begin; t < end; t++) {
+        const float* gate = step.gate_up + t * weight.rows;
+        combine(gate, gate + width, step.gated + t * width, int(width));
+      }
+    });
+    team.barrier();
+    return;
+  }
+  alignas(64) float gate[TILE_ROWS * P], up[TILE_ROWS * P];
+  const int panels = int(width / P);
+  team.share(panels, panels / team.size >= 32 ? 4 : 1, [&](int begin, int end) {
+    for (int panel = begin; panel < end; panel++) {
+      for (int row = 0; row < count; row += TILE_ROWS) {
+        const int rows = count - row < TILE_ROWS ? count - row : TILE_ROWS;
+        const bool last = panel + 1 == panels || row + rows < count;
+        const float* x = step.normed + row * step.width;
+        multiply_panel(weight, panel, x, rows, gate, last);
+        multiply_panel(weight, panels + panel, x, rows, up, last);
+        const int64_t column = int64_t(panel) * P;
+        for (int i = 0; i < rows; i++) {
+          float *g = gate + i * P, *u = up + i * P;
+          if (weight.bias != nullptr) {
+            add_row(g, weight.bias + column, P);
+            add_row(u, weight.bias + width + column, P);
+          }
+          combine(g, u, step.gated + (row + i) * width + column, P);
+        }
+      }
+    }
+  });
+  team.barrier();
+}
+
+void run_layer(Team& team, const Step& step, const Layer& layer) {
+  share_product(team, layer.qkv, step.normed, int(step.count),
+                [&](int panel, int row, int rows, const float* tile) {
+                  store_tile(layer.qkv, panel, row, rows, tile, step.qkv, false);
+                });
+  team.barrier();
+  if (step.half) {
+    rope_write<bfloat16>(team, step, layer);
+  } else {
+    rope_write<float>(team, step, layer);
+  }
+  const Attention attention{step.qkv,   layer.keys,     layer.values, layer.sinks,   step.attended,
+                            step.parts, layer.qkv.rows, layer.scale,  layer.softcap, step.half};
+  attend(team, step.heads, step.groups[layer.group].rows, attention);
+  team.barrier();
+  project(team, step, layer.out, step.attended, layer.after_attention);
+  settle(team, step, layer.after_attention, layer.mlp_norm);
+  gate_up(team, step, layer);
+  project(team, step, layer.down, step.gated, layer.after_mlp);
+}
+
+}  // namespace
+
+FL_EXPORT void fairlead_layers(const Layer* layers, int count, const Step* step) {
+  const Norm none{nullptr, 0, 0};
+  run(step->threads, [&](Team& team) {
+    settle(team, *step, none, layers[0].input_norm);
+    for (int i = 0; i < count; i++) {
+      run_layer(team, *step, layers[i]);
+      settle(team, *step, layers[i].after_mlp, i + 1 < count ? layers[i + 1].input_norm : none);
+    }
+  });
+}

@@ -1,0 +1,48 @@
+// Linear layers on packed weights: packing, and x · weightᵀ + bias.
+#include "linear.h"
+
+#include <sys/mman.h>
+
+#include "export.h"
+
+using namespace fairlead;
+
+// Outputs per panel: rows of a packed weight are padded to a multiple of it.
+FL_EXPORT int fairlead_panel_width() { return P; }
+
+// Asks for large pages behind `bytes` of memory that is not written yet: a weight is read at the
+// speed of memory only if the addresses' translations are cached.
+FL_EXPORT void fairlead_use_large_pages(void* data, int64_t bytes) {
+  const uintptr_t page = 2 << 20, from = (uintptr_t(data) + page - 1) / page * page;
+  const uintptr_t to = (uintptr_t(data) + uintptr_t(bytes)) / page * page;
+  if (from < to) madvise(reinterpret_cast<void*>(from), to - from, MADV_HUGEPAGE);
+}
+
+// Puts source [rows, columns], with `stride` floats between its rows, at rows `first` … of the
+// packed weight. The panels' unused rows are not written.
+FL_EXPORT void fairlead_pack(float* packed, const float* source, int64_t rows, int64_t columns,
+                              int64_t stride, int64_t first, int threads) {
+  const int groups = int((rows + W - 1) / W);
+  run(threads, [&](Team& team) {
+    team.share(groups, 16, [&](int begin, int end) {
+      for (int64_t row = int64_t(begin) * W; row < int64_t(end) * W && row < rows; row++) {
+        const int64_t at = first + row;
+        float* out = packed + at / P * columns * P + at % P;
+        const float* in = source + row * stride;
+        for (int64_t k = 0; k < columns; k++) out[k * P] = in[k];
+      }
+    });
+  });
+}
+
+// y [count, rows] = x [count, columns] · weightᵀ + bias.
+FL_EXPORT void fairlead_linear(const float* x, int64_t count, const float* packed, int64_t rows,
+                                int64_t columns, const float* bias, float* y, int threads) {
+  const Weight weight{packed, rows, columns, bias};
+  run(threads, [&](Team& team) {
+    share_product(team, weight, x, int(count),
+                  [&](int panel, int row, int n, const float* tile) {
+                    store_tile(weight, panel, row, n, tile, y, false);
+                  });
+  });
+}

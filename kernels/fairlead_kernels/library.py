@@ -1,0 +1,242 @@
+"""The library of C++ kernels for this machine: found, checked and loaded with ctypes.
+
+Owns which instruction set is used, the signatures of the C functions and the hand-over of torch's
+threads. Knows no tensor. docs/design/0005-cpu-kernels.md says why it is a plain C library.
+"""
+
+import ctypes
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fairlead_kernels.sources import hash_sources
+
+FOLDER = Path(__file__).parent / "native"
+SOURCES = Path(__file__).parent / "csrc"
+INSTRUCTION_SETS = ("avx512", "avx2", "baseline")  # the fastest first
+
+Pointer = ctypes.c_void_p
+Long = ctypes.c_int64
+Int = ctypes.c_int32
+Float = ctypes.c_float
+
+
+class NotAvailableError(RuntimeError):
+    """The C++ kernels cannot be used; the message says why."""
+
+
+class NormStruct(ctypes.Structure):
+    """``Norm`` of norm.h."""
+
+    _fields_ = (("weight", Pointer), ("eps", Float), ("offset", Float))
+
+
+class WeightStruct(ctypes.Structure):
+    """``Weight`` of linear.h."""
+
+    _fields_ = (("data", Pointer), ("rows", Long), ("columns", Long), ("bias", Pointer))
+
+
+class HeadsStruct(ctypes.Structure):
+    """``Heads`` of attention.h."""
+
+    _fields_ = (("query", Int), ("kv", Int), ("dim", Int), ("value_dim", Int))
+
+
+class RowsStruct(ctypes.Structure):
+    """``Rows`` of attention.h."""
+
+    _fields_ = (
+        ("starts", Pointer),
+        ("lens", Pointer),
+        ("tables", Pointer),
+        ("tasks", Pointer),
+        ("count", Int),
+        ("table_width", Int),
+        ("block_size", Int),
+        ("window", Int),
+        ("task_count", Int),
+        ("merge_count", Int),
+    )
+
+
+class AttentionStruct(ctypes.Structure):
+    """``Attention`` of attention.h."""
+
+    _fields_ = (
+        ("query", Pointer),
+        ("keys", Pointer),
+        ("values", Pointer),
+        ("sinks", Pointer),
+        ("out", Pointer),
+        ("parts", Pointer),
+        ("q_stride", Long),
+        ("scale", Float),
+        ("softcap", Float),
+        ("half", Int),
+    )
+
+
+class RopeStruct(ctypes.Structure):
+    """``Rope`` of rope.h."""
+
+    _fields_ = (("cos", Pointer), ("sin", Pointer), ("rotated", Int))
+
+
+class LayerStruct(ctypes.Structure):
+    """``Layer`` of layers.cpp."""
+
+    _fields_ = (
+        ("input_norm", NormStruct),
+        ("q_norm", NormStruct),
+        ("k_norm", NormStruct),
+        ("after_attention", NormStruct),
+        ("mlp_norm", NormStruct),
+        ("after_mlp", NormStruct),
+        ("qkv", WeightStruct),
+        ("out", WeightStruct),
+        ("gate_up", WeightStruct),
+        ("down", WeightStruct),
+        ("keys", Pointer),
+        ("values", Pointer),
+        ("sinks", Pointer),
+        ("scale", Float),
+        ("softcap", Float),
+        ("activation", Int),
+        ("rope", Int),
+        ("group", Int),
+    )
+
+
+class GroupStruct(ctypes.Structure):
+    """``Group`` of layers.cpp."""
+
+    _fields_ = (("rows", RowsStruct), ("slots", Pointer))
+
+
+class StepStruct(ctypes.Structure):
+    """``Step`` of layers.cpp."""
+
+    _fields_ = (
+        ("count", Long),
+        ("width", Long),
+        ("heads", HeadsStruct),
+        ("half", Int),
+        ("threads", Int),
+        ("ropes", Pointer),
+        ("groups", Pointer),
+        ("x", Pointer),
+        ("normed", Pointer),
+        ("qkv", Pointer),
+        ("attended", Pointer),
+        ("gate_up", Pointer),
+        ("gated", Pointer),
+        ("parts", Pointer),
+    )
+
+
+# Name → arguments, and the result where there is one.
+_FUNCTIONS: dict[str, tuple[tuple[type, ...], type | None]] = {
+    "sources": ((), ctypes.c_char_p),
+    "supports": ((ctypes.c_char_p,), Int),
+    "use_openmp": ((Pointer, Pointer, Pointer), None),
+    "team_size": ((Int,), Int),
+    "panel_width": ((), Int),
+    "use_large_pages": ((Pointer, Long), None),
+    "pack": ((Pointer, Pointer, Long, Long, Long, Long, Int), None),
+    "linear": ((Pointer, Long, Pointer, Long, Long, Pointer, Pointer, Int), None),
+    "norm": ((Pointer, Pointer, Pointer, Float, Float, Long, Long, Pointer, Pointer, Int), None),
+    "rope_write": (
+        (
+            *(Pointer, Long, Int, Int, Int),
+            *(Pointer, Pointer, Int),
+            *(Pointer, Float, Float) * 2,
+            *(Pointer, Pointer, Pointer, Int, Int),
+        ),
+        None,
+    ),
+    "gated": ((Pointer, Long, Long, Int, Pointer, Int), None),
+    "attention_plan": (
+        (ctypes.POINTER(HeadsStruct), ctypes.POINTER(RowsStruct), Int, Pointer),
+        Int,
+    ),
+    "attention_part": ((ctypes.POINTER(HeadsStruct),), Long),
+    "attend": (
+        (
+            ctypes.POINTER(HeadsStruct),
+            ctypes.POINTER(RowsStruct),
+            ctypes.POINTER(AttentionStruct),
+            Int,
+        ),
+        None,
+    ),
+    "layers": ((Pointer, Int, ctypes.POINTER(StepStruct)), None),
+}
+_OPENMP = ("GOMP_parallel", "omp_get_thread_num", "omp_get_num_threads")
+
+
+class Library:
+    """The loaded C functions of one instruction set, as attributes."""
+
+    def __init__(self, instruction_set: str) -> None:
+        path = FOLDER / f"{instruction_set}.so"
+        if not path.exists():
+            raise NotAvailableError("they are not built (no C++ compiler when it was installed)")
+        try:
+            loaded = ctypes.CDLL(str(path))
+        except OSError as error:
+            raise NotAvailableError(f"{path.name} cannot be loaded: {error}") from error
+        self.instruction_set = instruction_set
+        for name, (arguments, result) in _FUNCTIONS.items():
+            try:
+                function = loaded[f"fairlead_{name}"]
+            except AttributeError as error:
+                raise NotAvailableError(_OUTDATED) from error
+            function.argtypes, function.restype = arguments, result
+            setattr(self, name, function)
+        if SOURCES.exists() and self.sources().decode() != hash_sources(SOURCES):
+            raise NotAvailableError(_OUTDATED)
+        _share_threads(self)
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        raise AttributeError(f"the library has no function {name}")
+
+
+_OUTDATED = "they were built from other sources (run `make setup`, or install again)"
+
+
+def _share_threads(library: Library) -> None:
+    """Let the kernels run on the threads of the OpenMP runtime that torch is linked with. A torch
+    without one leaves them on the caller's thread.
+    """
+    # Looks a name up in the libraries that this one is linked with, too.
+    torch_library = ctypes.CDLL(torch._C.__file__)  # noqa: SLF001 - torch has no public name for it
+    try:
+        functions = [ctypes.cast(torch_library[name], Pointer) for name in _OPENMP]
+    except AttributeError:
+        return
+    library.use_openmp(*functions)
+
+
+def supported() -> list[str]:
+    """The instruction sets that this machine has, the fastest first. Raises NotAvailableError."""
+    baseline = load("baseline")
+    return [name for name in INSTRUCTION_SETS if baseline.supports(name.encode())]
+
+
+@functools.cache
+def load(instruction_set: str | None = None) -> Library:
+    """The library of an instruction set; None: of the fastest that this machine has.
+
+    Raises NotAvailableError where the kernels are not built or the machine lacks it.
+    """
+    if instruction_set == "baseline":
+        return Library("baseline")
+    names = supported()
+    name = instruction_set or names[0]
+    if name not in names:
+        raise NotAvailableError(f"this machine has {', '.join(names)}, not {name!r}")
+    return Library(name)

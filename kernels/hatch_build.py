@@ -1,0 +1,116 @@
+"""Hatchling's hook: compiles the C++ kernels while a wheel or an editable install is made.
+
+Owns the compiler's flags and where the libraries go. There is one library per instruction set; the
+loader (``fairlead_kernels/library.py``) picks one when a process starts. Without a compiler the
+wheel is pure Python and plain torch does the work.
+
+FAIRLEAD_BUILD_KERNELS=0 leaves them out, 1 makes a build without them an error.
+"""
+
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tempfile
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from hatchling.builders.hooks.plugin.interface import BuildHookInterface
+
+sys.path.insert(0, str(Path(__file__).parent))
+from fairlead_kernels.sources import hash_sources
+
+PACKAGE = Path(__file__).parent / "fairlead_kernels"
+SOURCES = PACKAGE / "csrc"
+FLAGS = (
+    "-std=c++20",
+    "-O3",
+    "-ffp-contract=fast",  # a * b + c becomes one instruction
+    "-fno-math-errno",
+    "-fPIC",
+    "-shared",
+    "-fvisibility=hidden",
+    "-pthread",
+    # Images need not have a C++ runtime, and an older one must do.
+    "-static-libstdc++",
+    "-static-libgcc",
+    "-Wl,-s",
+)
+# Instruction set → the compiler's name of it.
+INSTRUCTION_SETS = {"baseline": "x86-64", "avx2": "x86-64-v3", "avx512": "x86-64-v4"}
+
+
+class NotBuiltError(RuntimeError):
+    """The kernels cannot be built here; the message says why."""
+
+
+def compiler() -> str:
+    """The C++ compiler. Raises NotBuiltError without one, or on another kind of machine."""
+    if sys.platform != "linux" or platform.machine() != "x86_64":
+        raise NotBuiltError(f"they are for Linux on x86_64, not {sysconfig.get_platform()}")
+    for name in (os.environ.get("CXX"), "c++", "g++", "clang++"):
+        if name and (found := shutil.which(name)):
+            return found
+    raise NotBuiltError("no C++ compiler found (c++, g++, clang++ or the one that CXX names)")
+
+
+def compile_all(out: Path, extra: Sequence[str] = ()) -> list[Path]:
+    """Compile the library of each instruction set into ``out``. Raises NotBuiltError."""
+    program = compiler()
+    out.mkdir(parents=True, exist_ok=True)
+    define = f'-DFAIRLEAD_SOURCES="{hash_sources(SOURCES)}"'
+    files = sorted(map(str, SOURCES.glob("*.cpp")))
+
+    def build(name: str) -> Path:
+        library = out / f"{name}.so"
+        # A process may have the present file mapped: the new one takes its place at once.
+        made = out / f"{name}.so.{os.getpid()}"
+        flags = [*FLAGS, f"-march={INSTRUCTION_SETS[name]}", define, *extra]
+        command = [program, *flags, *files, "-o", str(made)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)  # noqa: S603 - the compiler
+        if done.returncode:
+            lines = [line for line in done.stderr.splitlines() if "error" in line][:3]
+            raise NotBuiltError(f"{program} failed: {' '.join(lines) or done.stderr[-300:]}")
+        made.replace(library)
+        return library
+
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+        return list(pool.map(build, INSTRUCTION_SETS))
+
+
+class KernelsBuildHook(BuildHookInterface[Any]):
+    """Adds the libraries to the wheel; for an editable install they stay in the source tree."""
+
+    PLUGIN_NAME = "custom"
+    _temporary: tempfile.TemporaryDirectory[str] | None = None
+
+    def initialize(self, version: str, build_data: dict[str, Any]) -> None:
+        wanted = os.environ.get("FAIRLEAD_BUILD_KERNELS", "")
+        if wanted == "0":
+            return
+        try:
+            if version == "editable":
+                compile_all(PACKAGE / "native")
+                return
+            self._temporary = tempfile.TemporaryDirectory()
+            libraries = compile_all(Path(self._temporary.name))
+        except NotBuiltError as error:
+            if wanted == "1":
+                raise
+            self.app.display_warning(f"CPU kernels are not built, plain torch serves: {error}")
+            return
+        build_data["force_include"].update(
+            {str(path): f"fairlead_kernels/native/{path.name}" for path in libraries}
+        )
+        build_data["pure_python"] = False
+        # The libraries know neither Python's nor torch's version, only the platform.
+        target = sysconfig.get_platform().replace("-", "_").replace(".", "_")
+        build_data["tag"] = f"py3-none-{target}"
+
+    def finalize(self, version: str, build_data: dict[str, Any], artifact_path: str) -> None:  # noqa: ARG002 - hatchling's signature
+        if self._temporary is not None:
+            self._temporary.cleanup()

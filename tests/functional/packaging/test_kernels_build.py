@@ -1,0 +1,86 @@
+"""The build hook: what a wheel holds with a compiler, without one, and where none is wanted."""
+
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[3]
+COMPILER = shutil.which("c++") or shutil.which("g++")
+NATIVE = [f"fairlead_kernels/native/{name}.so" for name in ("avx2", "avx512", "baseline")]
+
+
+def build(out: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(out)],
+        cwd=ROOT,
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def native(out: Path) -> tuple[str, list[str]]:
+    (wheel,) = out.glob("*.whl")
+    names = zipfile.ZipFile(wheel).namelist()
+    assert not [name for name in names if "csrc" in name]
+    return wheel.name, sorted(name for name in names if "native" in name)
+
+
+@pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler")
+def test_with_a_compiler_the_wheel_has_a_library_per_instruction_set_and_its_platform(
+    tmp_path: Path,
+) -> None:
+    done = build(tmp_path, FAIRLEAD_BUILD_KERNELS="1")
+    assert done.returncode == 0, done.stderr
+    name, files = native(tmp_path)
+    assert files == NATIVE
+    assert name.endswith("-py3-none-linux_x86_64.whl")
+    # An image need not have the C++ runtime.
+    (wheel,) = tmp_path.glob("*.whl")
+    zipfile.ZipFile(wheel).extractall(tmp_path)
+    linked = subprocess.run(
+        ["ldd", *(str(tmp_path / file) for file in files)],
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
+    assert "libc.so" in linked
+    assert "libstdc++" not in linked
+    assert "libgcc" not in linked
+
+
+def test_without_a_compiler_the_wheel_is_pure_and_the_build_says_so(tmp_path: Path) -> None:
+    # hatchling runs from its own interpreter; nothing else is on the path.
+    done = build(tmp_path, PATH=str(tmp_path), CXX="", FAIRLEAD_BUILD_KERNELS="")
+    assert done.returncode == 0, done.stderr
+    assert "CPU kernels are not built, plain torch serves: no C++ compiler" in (
+        done.stdout + done.stderr
+    )
+    name, files = native(tmp_path)
+    assert files == []
+    assert name.endswith("-py3-none-any.whl")
+
+
+def test_a_compiler_that_fails_leaves_them_out_unless_they_are_required(tmp_path: Path) -> None:
+    broken = tmp_path / "c++"
+    broken.write_text("#!/bin/sh\necho 'x.cpp:1: error: no such standard' >&2\nexit 1\n")
+    broken.chmod(0o755)
+    done = build(tmp_path / "out", CXX=str(broken), FAIRLEAD_BUILD_KERNELS="")
+    assert done.returncode == 0, done.stderr
+    assert "no such standard" in done.stdout + done.stderr
+    assert native(tmp_path / "out")[1] == []
+    done = build(tmp_path / "required", CXX=str(broken), FAIRLEAD_BUILD_KERNELS="1")
+    assert done.returncode != 0
+    assert "no such standard" in done.stdout + done.stderr
+
+
+def test_they_can_be_left_out(tmp_path: Path) -> None:
+    done = build(tmp_path, FAIRLEAD_BUILD_KERNELS="0")
+    assert done.returncode == 0, done.stderr
+    assert native(tmp_path)[1] == []

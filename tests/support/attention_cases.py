@@ -1,0 +1,69 @@
+"""Random steps for attention: rows, scattered blocks, and caches whose other bytes are NaN."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from fairlead_kernels.attention import NULL, Heads, RaggedRows
+
+
+@dataclass
+class Case:
+    """The input of the backend for a random step."""
+
+    heads: Heads
+    ragged: RaggedRows
+    query: torch.Tensor
+    key_cache: torch.Tensor
+    value_cache: torch.Tensor
+
+
+def make_case(
+    rows: list[tuple[int, int]],
+    *,
+    block_size: int = 4,
+    window: int | None = None,
+    heads: Heads | None = None,
+    contiguous: bool = False,
+    seed: int = 0,
+) -> Case:
+    """Rows as (cached tokens before the step, tokens of the step); all other bytes are NaN."""
+    heads = heads or Heads(4, 2, 8, 8, torch.float32)
+    generator = np.random.default_rng(seed)
+    widths = [-(-(before + count) // block_size) for before, count in rows]
+    total = sum(widths) + 3
+    order = np.arange(total) if contiguous else generator.permutation(total)
+    torch.manual_seed(seed)
+    key_cache = torch.full((total, block_size, heads.kv, heads.dim), torch.nan, dtype=heads.dtype)
+    value_cache = torch.full(
+        (total, block_size, heads.kv, heads.value_dim), torch.nan, dtype=heads.dtype
+    )
+    tables = np.full((len(rows), max(widths) + 2), NULL, dtype=np.int32)
+    at = 0
+    for row, (before, count) in enumerate(rows):
+        blocks = order[at : at + widths[row]]
+        at += widths[row]
+        tables[row, : widths[row]] = blocks
+        slots = [
+            int(blocks[p // block_size]) * block_size + p % block_size
+            for p in range(before + count)
+        ]
+        key_cache.view(-1, heads.kv, heads.dim)[slots] = torch.randn(
+            len(slots), heads.kv, heads.dim
+        ).to(heads.dtype)
+        value = torch.randn(len(slots), heads.kv, heads.value_dim).to(heads.dtype)
+        value_cache.view(-1, heads.kv, heads.value_dim)[slots] = value
+        if window is not None:
+            # Blocks that the window has passed are freed: the backend must not read them.
+            tables[row, : max(0, before - window + 1) // block_size] = NULL
+    counts = [count for _, count in rows]
+    ragged = RaggedRows(
+        query_starts=torch.tensor([0, *np.cumsum(counts)], dtype=torch.int32),
+        kv_lens=torch.tensor([before + count for before, count in rows], dtype=torch.int32),
+        tables=torch.from_numpy(tables),
+        block_size=block_size,
+        window=window,
+    )
+    query = torch.randn(sum(counts), heads.query, heads.dim).to(heads.dtype)
+    return Case(heads, ragged, query, key_cache, value_cache)

@@ -1,0 +1,217 @@
+"""A decoder layer's operations in C++ against their reference, on each instruction set."""
+
+import itertools
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from fairlead_kernels import cpu, reference
+from fairlead_kernels.layer import Activation, LayerOperations, Norm
+from support.full import LONG_FORM
+from support.kernel_sets import every_set
+
+NAN = float("nan")
+sizes = st.integers(1, 70)
+seeds = st.integers(0, 2**31)
+examples = settings(max_examples=400 if LONG_FORM else 50, deadline=None)
+
+
+def operations(instruction_set: str) -> cpu.CpuOperations:
+    made = cpu.load(instruction_set)
+    checked: LayerOperations = made  # mypy checks every signature here
+    assert checked.name == instruction_set
+    return made
+
+
+def error_of_sums(terms: int, largest: float) -> float:
+    """What rounding explains in a sum of float32 terms that was computed in any order."""
+    return 1e-7 * terms * largest + 1e-6
+
+
+@every_set
+@examples
+@given(
+    tokens=st.one_of(sizes, st.integers(250, 270)),
+    rows=st.lists(sizes, min_size=1, max_size=3),
+    columns=st.one_of(sizes, st.sampled_from([511, 512, 513, 1025, 1100])),
+    biased=st.booleans(),
+    seed=seeds,
+)
+def test_a_product_of_any_size_is_the_references(
+    instruction_set: str, tokens: int, rows: list[int], columns: int, biased: bool, seed: int
+) -> None:
+    torch.manual_seed(seed)
+    ours = operations(instruction_set)
+    x = torch.randn(tokens, columns)
+    weights = [torch.randn(n, columns) for n in rows]
+    bias = torch.randn(sum(rows)) if biased else None
+    packed = ours.pack(weights)
+    assert (packed.rows, packed.columns) == (sum(rows), columns)
+    got = ours.linear(x, packed, bias)
+    want = reference.linear(x.double(), reference.pack([w.double() for w in weights]), None)
+    want = want if bias is None else want + bias
+    torch.testing.assert_close(
+        got.double(), want, rtol=0, atol=error_of_sums(columns, float(want.abs().max()))
+    )
+
+
+@every_set
+def test_a_packed_weight_of_strided_rows_holds_at_most_one_panel_more(instruction_set: str) -> None:
+    ours = operations(instruction_set)
+    whole = torch.randn(40, 60)
+    part = whole[:33, ::2]
+    packed = ours.pack([part, whole.t()[:30, :30].t()])
+    panel = ours.library.panel_width()
+    assert 0 <= packed.nbytes - (33 + 30) * 30 * 4 < panel * 30 * 4
+    x = torch.randn(3, 30)
+    want = x @ torch.cat([part, whole.t()[:30, :30].t()]).t()
+    torch.testing.assert_close(ours.linear(x, packed), want, atol=2e-5, rtol=1e-5)
+
+
+@every_set
+@examples
+@given(
+    tokens=sizes,
+    width=st.one_of(sizes, st.integers(500, 530)),
+    offset=st.sampled_from([0.0, 1.0]),
+    with_residual=st.booleans(),
+    seed=seeds,
+)
+def test_a_norm_is_the_references(
+    instruction_set: str, tokens: int, width: int, offset: float, with_residual: bool, seed: int
+) -> None:
+    torch.manual_seed(seed)
+    x, norm = torch.randn(tokens, width), Norm(torch.randn(width), 1e-5, offset)
+    residual = torch.randn(tokens, width) if with_residual else None
+    want, total = reference.norm(x, norm, residual)
+    got, kept = operations(instruction_set).norm(
+        x.clone(), norm, None if residual is None else residual.clone()
+    )
+    assert torch.equal(kept, total)
+    torch.testing.assert_close(got, want, atol=1e-6, rtol=3e-6)
+
+
+@every_set
+@examples
+@given(
+    tokens=sizes,
+    query=st.integers(1, 9),
+    kv=st.integers(1, 3),
+    dim=st.integers(1, 40).map(lambda half: 2 * half),
+    rotated=st.integers(0, 40),
+    normed=st.tuples(st.booleans(), st.booleans()),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    seed=seeds,
+)
+def test_rotation_and_the_cache_write_are_the_references(
+    instruction_set: str,
+    tokens: int,
+    query: int,
+    kv: int,
+    dim: int,
+    rotated: int,
+    normed: tuple[bool, bool],
+    dtype: torch.dtype,
+    seed: int,
+) -> None:
+    torch.manual_seed(seed)
+    rotated = min(2 * rotated, dim)
+    qkv = torch.randn(tokens, (query + 2 * kv) * dim)
+    cos, sin = torch.randn(tokens, rotated), torch.randn(tokens, rotated)
+    slots = torch.randperm(tokens + 9)[:tokens]
+    norms = [Norm(torch.randn(dim), 1e-6, 0.0) if wanted else None for wanted in normed]
+    shape = (-(-(tokens + 9) // 4), 4, kv, dim)
+    results = []
+    for made in (reference, operations(instruction_set)):
+        keys, values = (torch.full(shape, NAN, dtype=dtype) for _ in range(2))
+        out = made.rope_write(qkv.clone(), cos, sin, slots, keys, values, *norms)
+        results.append((out, keys, values))
+    (want, want_keys, want_values), (got, keys, values) = results
+    torch.testing.assert_close(got.contiguous(), want, atol=3e-6, rtol=3e-6)
+    torch.testing.assert_close(values, want_values, atol=0, rtol=0, equal_nan=True)
+    # A rounding error in float32 may move a bfloat16 to its neighbour.
+    atol, rtol = (3e-6, 3e-6) if dtype is torch.float32 else (1e-5, 8e-3)
+    torch.testing.assert_close(keys, want_keys, atol=atol, rtol=rtol, equal_nan=True)
+
+
+@every_set
+@examples
+@given(
+    tokens=sizes,
+    width=sizes,
+    activation=st.sampled_from(["silu", "gelu", "gelu_tanh"]),
+    spread=st.sampled_from([0.1, 3.0, 40.0]),
+    seed=seeds,
+)
+def test_a_gate_is_the_references(
+    instruction_set: str, tokens: int, width: int, activation: Activation, spread: float, seed: int
+) -> None:
+    torch.manual_seed(seed)
+    x = torch.randn(tokens, 2 * width) * spread
+    got = operations(instruction_set).gated(x, activation)
+    scale = float(x.abs().max()) ** 2
+    want = reference.gated(x, activation)
+    torch.testing.assert_close(got, want, atol=2e-7 * scale + 1e-7, rtol=3e-6)
+
+
+@every_set
+@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh"])
+def test_a_gate_far_from_zero_is_its_limit_and_a_nan_stays(
+    instruction_set: str, activation: Activation
+) -> None:
+    gate = torch.tensor([[1e4, -1e4, 88.0, -88.0, torch.inf, 0.0, NAN]])
+    got = operations(instruction_set).gated(torch.cat([gate, torch.ones(1, 7)], 1), activation)[0]
+    assert got[:6].tolist() == pytest.approx([1e4, 0.0, 88.0, 0.0, torch.inf, 0.0], abs=1e-30)
+    assert got[6].isnan()
+
+
+@every_set
+def test_a_bfloat16_is_rounded_as_torch_rounds_it(instruction_set: str) -> None:
+    special = [0.0, -0.0, torch.inf, -torch.inf, NAN, 1e-40, 3.4e38, 1 + 2**-8, 1 + 3 * 2**-8]
+    values = torch.tensor(special + torch.randn(103).tolist())
+    width = values.numel()
+    keys, cache = (torch.zeros(1, 1, 1, width, dtype=torch.bfloat16) for _ in range(2))
+    qkv = torch.cat([torch.zeros(2 * width), values])[None]
+    none = torch.zeros(1, 0)
+    operations(instruction_set).rope_write(
+        qkv, none, none, torch.zeros(1, dtype=torch.int64), keys, cache
+    )
+    torch.testing.assert_close(
+        cache.flatten(), values.to(torch.bfloat16), rtol=0, atol=0, equal_nan=True
+    )
+
+
+@every_set
+def test_a_product_does_not_depend_on_the_number_of_threads(instruction_set: str) -> None:
+    ours = operations(instruction_set)
+    x, packed = torch.randn(20, 96), ours.pack([torch.randn(400, 96)])
+    before = torch.get_num_threads()
+    results: list[Tensor] = []
+    try:
+        for threads in (1, 2, 5):
+            torch.set_num_threads(threads)
+            results.append(ours.linear(x, packed))
+    finally:
+        torch.set_num_threads(before)
+    assert all(torch.equal(*pair) for pair in itertools.pairwise(results))
+
+
+@every_set
+def test_a_tensor_that_c_cannot_read_is_refused_by_name(instruction_set: str) -> None:
+    ours = operations(instruction_set)
+    packed = ours.pack([torch.randn(4, 8)])
+    with pytest.raises(ValueError, match=r"^x: \(3, 7\)"):
+        ours.linear(torch.randn(3, 7), packed)
+    with pytest.raises(ValueError, match=r"^x: .*bfloat16"):
+        ours.linear(torch.randn(3, 8).bfloat16(), packed)
+    with pytest.raises(ValueError, match=r"^bias: \(5,\)"):
+        ours.linear(torch.randn(3, 8), packed, torch.randn(5))
+    with pytest.raises(ValueError, match=r"^weights: .*float64"):
+        ours.pack([torch.randn(4, 8).double()])
+    cache = torch.zeros(1, 4, 1, 8, dtype=torch.float16)
+    ones, slot = torch.ones(1, 8), torch.zeros(1, dtype=torch.int64)
+    with pytest.raises(ValueError, match=r"^key_cache: .*float16"):
+        ours.rope_write(torch.randn(1, 24), ones, ones, slot, cache, cache)
