@@ -15,7 +15,7 @@ from typing import Any, Literal
 from fairlead_operator.decide.children.claims import no_room_to_surge
 from fairlead_operator.decide.children.manifests import Replacement, revision_of
 from fairlead_operator.decide.pods.observed import Observed
-from fairlead_operator.decide.pods.pod import revision_of_pod
+from fairlead_operator.decide.pods.pod import can_find_room, revision_of_pod
 from fairlead_operator.resource.fields import Quantity
 from fairlead_operator.resource.kinds import Object
 from fairlead_operator.resource.resource import InferenceDeployment
@@ -135,7 +135,8 @@ def _unscheduled(
         for condition in (pod.get("status") or {}).get("conditions") or ():
             if condition.get("type") != "PodScheduled" or condition.get("status") != "False":
                 continue
-            if not _NO_ROOM.search(str(condition.get("message", ""))):
+            message = str(condition.get("message", ""))
+            if not (_NO_ROOM.search(message) and can_find_room(message)):
                 continue  # no node would ever take it, even with fewer old pods
             expected = pod["metadata"]["uid"] in coming
             patience = min(deadline, NODE_SECONDS) if expected else ROOM_SECONDS

@@ -14,6 +14,7 @@ from typing import Any
 
 from fairlead_operator.decide.pods.pod import (
     FETCH,
+    can_find_room,
     container_statuses,
     fetch_status,
     is_deleting,
@@ -228,9 +229,10 @@ def _of_stage(pod: Object, events: Sequence[Object], about: str, progress: str) 
         return [blocker("FetchingWeights", about, message)]
     runtime = runtime_status(pod)
     if runtime.get("started"):
-        failed = [e for e in events if e.get("reason") == "Unhealthy"]
-        if failed:
-            return [blocker("ProbeFailed", about, str(failed[-1].get("message", "")))]
+        told = [str(e.get("message", "")) for e in events if e.get("reason") == "Unhealthy"]
+        # The startup probe fails until the model is loaded, in every start.
+        if failed := [message for message in told if not message.startswith("Startup probe")]:
+            return [blocker("ProbeFailed", about, failed[-1])]
     if "running" in (runtime.get("state") or {}):
         return [blocker("Starting", about, "the runtime loads and tests the model")]
     return [blocker("Starting", about, "the pod is being set up")]
@@ -246,9 +248,8 @@ def _unscheduled(pod: Object, about: str, message: str, *, surge_blocked: bool) 
         if "/" in name
     }
     if any(f"Insufficient {name}" in message for name in wanted):
-        return blocker(
-            "SurgeBlocked" if surge_blocked else "InsufficientAccelerator", about, message
-        )
+        waits = surge_blocked and can_find_room(message)
+        return blocker("SurgeBlocked" if waits else "InsufficientAccelerator", about, message)
     return blocker("Unschedulable", about, message)
 
 

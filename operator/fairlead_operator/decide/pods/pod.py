@@ -3,6 +3,7 @@
 The operator's containers are found by name: a service mesh injects its own before or after them.
 """
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,6 +11,11 @@ from fairlead_operator.resource.kinds import REVISION_LABEL, Object
 
 RUNTIME = "runtime"  # the container that serves
 FETCH = "fetch"  # the init container that downloads the weights
+# The scheduler counts the nodes on which no other pod's end would help.
+_HOPELESS = re.compile(
+    r"preemption: 0/(?P<nodes>\d+) nodes are available: "
+    r"(?P<hopeless>\d+) Preemption is not helpful for scheduling"
+)
 
 
 def runtime_status(pod: Object) -> Mapping[str, Any]:
@@ -54,6 +60,14 @@ def is_deleting(pod: Object) -> bool:
 
 def revision_of_pod(pod: Object) -> str:
     return str((pod["metadata"].get("labels") or {}).get(REVISION_LABEL, ""))
+
+
+def can_find_room(message: str) -> bool:
+    """Whether a node would take the unscheduled pod if other pods left it. ``message``: of its
+    condition PodScheduled; where the scheduler does not say, one may.
+    """
+    told = _HOPELESS.search(message)
+    return told is None or told["nodes"] != told["hopeless"]
 
 
 def address_of(pod: Object) -> str:

@@ -118,6 +118,19 @@ def test_fewer_old_pods_are_no_help_to_a_pod_that_fits_no_node() -> None:
     assert chosen(rolling(waiting(3600, message))).chosen == "Surge"
 
 
+def test_old_pods_stay_where_no_node_has_what_the_new_ones_want() -> None:
+    """The scheduler says on how many nodes no other pod's end would help."""
+    told = (
+        "0/2 nodes are available: 2 Insufficient example.com/npu. no new claims to deallocate, "
+        "preemption: 0/2 nodes are available: {} Preemption is not helpful for scheduling."
+    )
+    assert chosen(rolling(waiting(3600, told.format("2")))).chosen == "Surge"
+    one_is_full = told.format("1 No preemption victims found for incoming pod, 1")
+    assert chosen(rolling(waiting(3600, one_is_full))).chosen == "OneByOne"
+    other_order = told.format("1")[:-1] + ", 1 No preemption victims found for incoming pod."
+    assert chosen(rolling(waiting(3600, other_order))).chosen == "OneByOne"
+
+
 def test_a_quota_without_room_counts_at_once() -> None:
     full = seen(live=deployment("old"), quotas=(quota("4", "4"), quota("9", "1")))
     choice = chosen(full)

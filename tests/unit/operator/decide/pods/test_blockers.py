@@ -114,6 +114,9 @@ def test_events_give_reasons_that_the_pods_status_lacks() -> None:
     running = pod(container={"name": "runtime", "started": True, "state": {"running": {}}})
     probe = event(running, "Unhealthy", "Readiness probe failed: 503")
     assert codes(running, events=[probe]) == ["ProbeFailed"]
+    before = event(running, "Unhealthy", "Startup probe failed: HTTP probe failed: 503")
+    assert codes(running, events=[before]) == ["Starting"], "the start is over, not the serving"
+    assert codes(running, events=[probe, before]) == ["ProbeFailed"]
     foreign = event(pod("other"), "Unhealthy", "x")
     assert codes(running, events=[foreign]) == ["Starting"]
 
@@ -140,6 +143,12 @@ def test_a_surge_that_finds_no_accelerator_says_so() -> None:
     old = pod(revision="old", ready=True)
     assert codes(old, stuck) == ["SurgeBlocked"]
     assert codes(old, stuck, surging=False) == ["InsufficientAccelerator"]
+    nowhere = (
+        "0/1 nodes are available: 1 Insufficient nvidia.com/gpu. no new claims to deallocate, "
+        "preemption: 0/1 nodes are available: 1 Preemption is not helpful for scheduling."
+    )
+    never = pod("chat-2", limits=GPU, conditions=unscheduled(nowhere))
+    assert codes(old, never) == ["InsufficientAccelerator"], "no room for a surge would help"
 
 
 def test_while_only_old_pods_serve_that_is_the_reason() -> None:
