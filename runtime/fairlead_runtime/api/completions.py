@@ -83,9 +83,9 @@ class EndpointHandler:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         arrived = asyncio.get_running_loop().time()
-        backend = self._state.serving()
-        prepared = await self._prepared(scope, receive, backend)
-        await while_connected(receive, self._answer(scope, backend, prepared, send, arrived))
+        with self._state.request() as backend:
+            prepared = await self._prepared(scope, receive, backend)
+            await while_connected(receive, self._answer(scope, backend, prepared, send, arrived))
 
     async def _prepared(self, scope: Scope, receive: Receive, backend: Backend) -> PreparedRequest:
         """Read and prepare the body. It is not held any longer: an answer takes minutes."""

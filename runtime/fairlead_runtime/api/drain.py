@@ -5,6 +5,7 @@ be undone.
 """
 
 import asyncio
+import contextlib
 import logging
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -64,12 +65,18 @@ class Drain:
         await asyncio.sleep(self._grace)
         return await self._end_streams(self._timeout)
 
-    async def _end_streams(self, timeout: float) -> DrainResult:  # noqa: ASYNC109 - the service applies it
+    async def _end_streams(self, timeout: float) -> DrainResult:  # noqa: ASYNC109 - 0 is allowed, and its end is no error
         self._state.refuse_new()
         _log.info("draining: new requests are refused")
         if self._state.backend is None:
             return DrainResult(0, 0)
-        drained = await self._state.backend.service.drain(timeout)
+        clock = asyncio.get_running_loop().time
+        deadline = clock() + timeout
+        # First what the service does not know: bodies that are read, answers that are sent.
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout):
+                await self._state.answered()
+        drained = await self._state.backend.service.drain(max(0.0, deadline - clock()))
         _log.info("drained: %d requests finished, %d were aborted", *drained)
         return drained
 

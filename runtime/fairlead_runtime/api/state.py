@@ -5,7 +5,8 @@ Owns the change from loading to serving to draining.
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -58,6 +59,8 @@ class ServerState:
     backend: Backend | None = None
     draining: bool = False  # not ready
     refusing: bool = False  # the grace of the drain is over
+    _requests: int = 0  # that were accepted and have no whole answer yet
+    _all_answered: asyncio.Event = field(default_factory=asyncio.Event)
 
     def attach(self, backend: Backend) -> None:
         self.backend = backend
@@ -73,16 +76,37 @@ class ServerState:
             self.backend.service.begin_drain()
 
     def refuse_new(self) -> None:
-        """Refuse new requests; running ones go on."""
+        """Refuse new requests. Those that were accepted go on, also while their body is read and
+        their prompt is prepared: the service does not know them yet.
+        """
         self.refusing = True
-        if self.backend is not None:
-            self.backend.service.refuse_new()
 
     def resume(self) -> None:
         """Be ready and serve new requests again."""
         self.draining = self.refusing = False
         if self.backend is not None:
             self.backend.service.resume()
+
+    @contextmanager
+    def request(self) -> Iterator[Backend]:
+        """The backend, for a new request, which ``answered`` waits for until the block ends.
+
+        Raises ApiError 503 while loading or refusing.
+        """
+        backend = self.serving()
+        self._requests += 1
+        self._all_answered.clear()
+        try:
+            yield backend
+        finally:
+            self._requests -= 1
+            if not self._requests:
+                self._all_answered.set()
+
+    async def answered(self) -> None:
+        """Wait until every accepted request has its whole answer."""
+        if self._requests:
+            await self._all_answered.wait()
 
     def serving(self) -> Backend:
         """The backend, for a new request. Raises ApiError 503 while loading or refusing."""

@@ -58,8 +58,7 @@ class TokenizeRoutes:
     async def _answer(
         self, request: Request, work: Callable[[bytes, str, Backend], Answer]
     ) -> Response:
-        backend = self._state.serving()
-        with self._pool.bodies.hold() as take:
+        with self._state.request() as backend, self._pool.bodies.hold() as take:
             body = await read_body(request.scope, request.receive, take)
             answer = await self._pool.run(work, body, self._state.name, backend)
         return Response(orjson.dumps(answer), media_type="application/json")

@@ -59,8 +59,38 @@ def test_a_drain_ends_readiness_at_once_and_refuses_after_its_grace() -> None:
         with pytest.raises(ApiError) as refusal:
             state.serving()
         assert refusal.value.code == "draining"
-        assert service.calls == ["begin", "begin", "refuse"]
-        assert service.drains == [9.0]
+        assert service.calls == ["begin", "begin"]
+        assert service.drains == [pytest.approx(9.0, abs=1.0)]
+
+    run(scenario)
+
+
+def test_a_request_that_was_accepted_in_the_grace_is_waited_for() -> None:
+    """Its body is still read, or its prompt prepared: the service has not seen it."""
+
+    async def scenario() -> None:
+        state, service = loaded()
+        with state.request() as accepted:
+            task = Drain(state, grace=0.0, timeout=3600.0).begin()
+            for _ in range(10):
+                await asyncio.sleep(0)
+            with pytest.raises(ApiError, match="shutting down"), state.request():
+                pass
+            assert service.calls == ["begin"]
+            assert service.drains == []
+            assert accepted is state.backend
+        assert await task == DrainResult(2, 1)
+        assert len(service.drains) == 1
+
+    run(scenario)
+
+
+def test_an_accepted_request_that_outlives_the_timeout_does_not_hold_the_drain() -> None:
+    async def scenario() -> None:
+        state, service = loaded()
+        with state.request():
+            assert await Drain(state, grace=0.0, timeout=0.0).begin() == DrainResult(2, 1)
+        assert service.drains == [0.0]
 
     run(scenario)
 
