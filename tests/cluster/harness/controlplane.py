@@ -156,6 +156,12 @@ class ControlPlane:
         part.process.wait()
         part.process = self._run(part.command, part.log, part.environ)
 
+    def remove(self, name: str) -> None:
+        """End a part that others do not need."""
+        part = self.part(name)
+        end(part.process, patience=3)
+        self.parts.remove(part)
+
     def _run(
         self, command: Sequence[str], log: Path, environ: Mapping[str, str] | None
     ) -> "subprocess.Popen[bytes]":

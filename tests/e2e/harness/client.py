@@ -96,7 +96,7 @@ class Load:
                     return
                 received = json.loads(content)["usage"]["completion_tokens"]
                 if received != tokens:
-                    self.cut.append({"kind": kind, "at": time.time(), "tokens": received})
+                    self.cut_off(kind, began, f"{received} tokens")
                     return
                 self.answered.append((began, time.time() - began))
         except Exception as error:  # noqa: BLE001 - every failure is a figure of the report
@@ -133,13 +133,12 @@ class Load:
             if ended and received == tokens:
                 self.streams += 1
             else:
-                self.cut.append({"kind": "stream", "at": time.time(), "tokens": received})
+                self.cut_off("stream", began, f"{received} tokens")
         except Exception as error:  # noqa: BLE001 - every failure is a figure of the report
             if isinstance(error, aiohttp.ClientConnectorError):
                 self.fail("stream", began, f"{type(error).__name__}: {error}")
             else:
-                what = f"{type(error).__name__}: {error}"
-                self.cut.append({"kind": "stream", "at": time.time(), "what": what})
+                self.cut_off("stream", began, f"{type(error).__name__}: {error}")
         finally:
             self.open -= 1
 
@@ -150,6 +149,9 @@ class Load:
             "max_tokens": tokens,
             "ignore_eos": True,
         }
+
+    def cut_off(self, kind: str, began: float, what: str) -> None:
+        self.cut.append({"kind": kind, "began": began, "at": time.time(), "what": what})
 
     def fail(self, kind: str, began: float, what: str) -> None:
         self.failed.append({"kind": kind, "began": began, "at": time.time(), "what": what})

@@ -10,6 +10,8 @@ from cluster.harness.apiclient import Api
 from cluster.harness.charts import CHART, Helm, only
 
 NAMESPACE = RELEASE = "fairlead"
+# A value of the chart: resources may name any tag of the runtime's image.
+ANY_RUNTIME = ("--set", r"allow.images={docker\.io/fairlead/runtime:.*}")
 
 
 @dataclass(frozen=True, slots=True)

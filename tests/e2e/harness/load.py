@@ -1,5 +1,6 @@
 """Load from a client pod: the pod, and the loads that a test starts and stops in it."""
 
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -36,9 +37,16 @@ class Report:
 
     def assert_nothing_lost(self) -> None:
         """Every request had its whole answer, and there were some."""
-        assert not self.failed, f"{len(self.failed)} failed: {self.failed[:10]}"
-        assert not self.cut, f"{len(self.cut)} were cut: {self.cut[:10]}"
+        assert not self.failed, f"{len(self.failed)} failed: {_by_cause(self.failed)}"
+        assert not self.cut, f"{len(self.cut)} were cut: {_by_cause(self.cut)}"
         assert self.answered or self.streams, "the clients had no answer at all"
+
+
+def _by_cause(losses: list[Object]) -> str:
+    """How often each cause came, with the longest and the last of them."""
+    kinds = Counter(f"{loss['kind']}: {loss['what']}" for loss in losses)
+    longest = max(losses, key=lambda loss: float(loss["at"] - loss["began"]))
+    return f"{kinds.most_common(8)}; the longest was {longest}; the last was {losses[-1]}"
 
 
 @dataclass(slots=True)
@@ -160,7 +168,7 @@ class Load:
         """What the clients have seen so far."""
         return Report(**self.client.ask("GET", self.name))
 
-    def await_more(self, answers: int, streams: int = 0) -> Report:
+    def await_more(self, answers: int, streams: int = 0, within: float = 300) -> Report:
         """Returns once so many more whole answers and streams have come."""
         before = self.look()
 
@@ -169,4 +177,6 @@ class Load:
             more = (now.answered - before.answered, now.streams - before.streams)
             return now if more[0] >= answers and more[1] >= streams else None
 
-        return eventually(enough, 300, f"{answers} more answers and {streams} streams", every=0.2)
+        return eventually(
+            enough, within, f"{answers} more answers and {streams} streams", every=0.2
+        )

@@ -49,6 +49,11 @@ class Served:
         return f"{self.name}.{NAMESPACE}"
 
     @property
+    def label(self) -> str:
+        """By which everything of it is found."""
+        return f"serving.fairlead.dev/name={self.name}"
+
+    @property
     def status(self) -> Object:
         return status(self.installation.api, NAMESPACE, self.name)
 
@@ -67,8 +72,8 @@ class Served:
         return self._eventually(look, within, "is Ready")
 
     def until_rolled_out(self, within: float = 400) -> Object:
-        """The status once every wanted pod is of the newest revision and ready, and no other
-        exists.
+        """The status once every wanted pod is of the newest revision, ready and among the Service's
+        endpoints, and no other exists.
         """
         api = self.installation.api
 
@@ -82,14 +87,17 @@ class Served:
                 state.get(count, 0) == wanted
                 for count in ("replicas", "updatedReplicas", "readyReplicas", "availableReplicas")
             )
-            return seen if whole and len(self.pods()) == wanted else None
+            counts = {len(self.pods()), len(self.endpoints())}
+            return seen if whole and counts == {wanted} else None
 
         return self._eventually(look, within, "is rolled out")
 
     def pods(self) -> list[Object]:
         """Its pods, those that end too."""
-        label = f"serving.fairlead.dev/name={self.name}"
-        return self.installation.api.items("Pod", NAMESPACE, labelSelector=label)
+        return self.installation.api.items("Pod", NAMESPACE, labelSelector=self.label)
+
+    def names(self) -> set[str]:
+        return {pod["metadata"]["name"] for pod in self.pods()}
 
     def endpoints(self) -> set[str]:
         """The addresses to which the Service sends new connections."""
