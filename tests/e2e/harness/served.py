@@ -14,7 +14,7 @@ T = TypeVar("T")
 SMALL: Object = {
     "resources": {
         "accelerator": {"count": 0},
-        "cpu": "100m",
+        "cpu": "300m",
         "memory": "2Gi",
         "sharedMemory": "64Mi",
     },
