@@ -109,10 +109,18 @@ class LayerChain:
                 for plan, slot in zip(plans, slots, strict=True)
             )
         )
-        attended, kept = h.query * h.dim, h.kv * h.dim
-        widths = (self._width, attended + 2 * kept, attended, 2 * self._inner, self._inner)
-        buffers = [torch.empty(count, width) for width in widths]
-        buffers.append(torch.empty(max(plan.part_floats for plan in plans)))
+        qkv, attended, inner = (h.query + 2 * h.kv) * h.dim, h.query * h.dim, self._inner
+        normed = torch.empty(count, self._width)
+        # Attention's results are no longer needed when the MLP's are made: they share memory.
+        shared = torch.empty(count * max(qkv + attended, 3 * inner))
+        buffers = (
+            normed,
+            shared,
+            shared[count * qkv :],
+            shared,
+            shared[count * 2 * inner :],
+            torch.empty(max(plan.part_floats for plan in plans)),
+        )
         step = library.StepStruct(
             count,
             self._width,

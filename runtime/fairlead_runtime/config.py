@@ -110,7 +110,8 @@ class EngineConfig:
     )
     kernels: Kernels = knob(
         "auto",
-        "attention kernels; auto: the fastest that this version has",
+        "kernels of layers and attention; cpu: C++ in float32, or refuse to start; auto: the "
+        "fastest that can serve the model",
         when="torch to find out whether a kernel causes a fault.",
     )
     quantization: Quantization = knob(

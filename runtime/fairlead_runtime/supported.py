@@ -76,7 +76,7 @@ NOT_YET = (
         "rounding there depends on the other requests in the batch",
         dtypes=("float32",),
     ),
-    Limit("kernels", ("auto", "torch"), "cpu or flashinfer", "only the portable kernels exist"),
+    Limit("kernels", ("auto", "torch", "cpu"), "flashinfer", "its kernels are not used yet"),
     Limit("async_batching", ("auto", "off"), "on", "steps are prepared one after another"),
     Limit("cuda_graphs", ("auto", "off"), "on", _NO_GRAPHS),
     # Without graphs the next three change nothing. They stay in the resource, whose fields are

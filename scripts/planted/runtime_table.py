@@ -4,6 +4,7 @@ from planted.bug import PackageBug
 
 RUNTIME = "runtime/fairlead_runtime"
 TERMS, PROFILING = f"{RUNTIME}/sizing/terms.py", f"{RUNTIME}/device/profiling.py"
+FUSION = f"{RUNTIME}/device/fusion.py"
 FETCH, LLM = f"{RUNTIME}/hub/fetch.py", f"{RUNTIME}/llm.py"
 COMPLETIONS, RESPONSES, BODIES, AUTH = (
     f"{RUNTIME}/api/{name}.py"
@@ -593,5 +594,33 @@ BUGS = (
         "or (request.params.guided is not None and result.token in request.eos_ids)",
         "or False",
         ("functional/engine/test_structured_output.py",),
+    ),
+    PackageBug(
+        "a fused layer is not compared with the original",
+        FUSION,
+        "    if not close(fused.run(x.clone(), angles, step), recording.output):",
+        "    if False:",
+        ("functional/engine/test_fused_layers.py",),
+    ),
+    PackageBug(
+        "a fused layer keeps its loaded weights",
+        FUSION,
+        "            setattr(matrix.module, name, empty)",
+        "            del empty",
+        ("functional/engine/test_fused_layers.py",),
+    ),
+    PackageBug(
+        "layers are recognized at the first positions only",
+        FUSION,
+        "    positions = torch.linspace(0, longest - 1, TOKENS).long()",
+        "    positions = torch.arange(TOKENS)",
+        ("functional/engine/test_fused_layers.py",),
+    ),
+    PackageBug(
+        "norms around zero are not recognized",
+        f"{RUNTIME}/device/layer_parts.py",
+        "        for offset in (0.0, 1.0):",
+        "        for offset in (0.0,):",
+        ("functional/engine/test_fused_layers.py",),
     ),
 )

@@ -14,6 +14,9 @@ import numpy as np
 import pytest
 import torch
 
+from fairlead_kernels import reference
+from fairlead_kernels.backend import BackendChoice, pick
+from fairlead_runtime.device.fusion import fuse
 from fairlead_runtime.device.kv_cache import CacheStorage
 from fairlead_runtime.device.model_runner import ModelRunner
 from fairlead_runtime.device.paged_model import PagedModel
@@ -123,18 +126,29 @@ def run_to_end(
     return outcome
 
 
+def paged(family: str, **overrides: Any) -> PagedModel:
+    """A tiny model on our paged attention."""
+    model = tiny.build(family, **overrides)
+    rope.pin(model, MAX_LEN)
+    return PagedModel(model, families.check(model.config))
+
+
 class Rig:
-    """One tiny model, run by our engine with any setting and by transformers one prompt at a
+    """One tiny model, run by our engine with any setting, and by transformers one prompt at a
     time.
+
+    ``kernels``: torch, or cpu for fused layers: in C++ where it is built, else by the reference.
     """
 
-    def __init__(self, family: str) -> None:
+    def __init__(self, family: str, kernels: str = "torch") -> None:
         self.family = family
-        model = tiny.build(family)
-        windows = families.check(model.config)
-        rope.pin(model, MAX_LEN)
-        self.model = PagedModel(model, windows)
-        self.groups: tuple[LayerGroup, ...] = group_layers(windows)
+        self.model = paged(family)
+        # transformers cannot run fused layers.
+        self._unfused = self if kernels == "torch" else rig(family)
+        self._kernels = "auto" if kernels == "cpu" else kernels
+        operations = self._choice().operations
+        self.fusion = fuse(self.model, operations or (reference if kernels == "cpu" else None))
+        self.groups: tuple[LayerGroup, ...] = group_layers(self.model.windows)
         self._references: dict[tuple[tuple[int, ...], int], list[int]] = {}
 
     def runner(self, setting: Setting, guides: Guides | None = None) -> ModelRunner:
@@ -150,7 +164,16 @@ class Rig:
         # A read of a slot that was not written yields NaN.
         cache.keys.fill_(torch.nan)
         cache.values.fill_(torch.nan)
-        return ModelRunner(self.model, cache, max_logits=setting.max_logits, guides=guides)
+        return ModelRunner(
+            self.model,
+            cache,
+            self._choice().attention,
+            max_logits=setting.max_logits,
+            guides=guides,
+        )
+
+    def _choice(self) -> BackendChoice:
+        return pick(self.model.heads, self.model.device, self._kernels)
 
     def run(self, setting: Setting, arrivals: Iterable[tuple[int, Request]]) -> Outcome:
         scheduler = Scheduler(setting.limits(len(self.groups)), self.groups, b"rig")
@@ -171,6 +194,8 @@ class Rig:
         """transformers' greedy ``generate`` of this prompt alone, with eager attention and our
         end-of-sequence ids.
         """
+        if self._unfused is not self:
+            return self._unfused.reference(prompt, max_tokens)
         key = (tuple(prompt), max_tokens)
         if key not in self._references:
             with self.model.plain() as plain, torch.inference_mode():
@@ -198,7 +223,7 @@ class Rig:
             ranked = output[0].float().topk(module.top_k + 1, dim=-1).values
             routers.append(float((ranked[:, -2] - ranked[:, -1]).min()))
 
-        with self.model.plain() as plain, torch.inference_mode():
+        with self._unfused.model.plain() as plain, torch.inference_mode():
             hooks = [
                 m.register_forward_hook(record_router)
                 for m in plain.modules()
@@ -214,8 +239,8 @@ class Rig:
 
 
 @functools.cache
-def rig(family: str) -> Rig:
-    return Rig(family)
+def rig(family: str, kernels: str = "torch") -> Rig:
+    return Rig(family, kernels)
 
 
 def prompts(seed: int, lengths: abc.Sequence[int], shared: int) -> list[tuple[int, ...]]:

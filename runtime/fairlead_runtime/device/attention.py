@@ -6,9 +6,10 @@ nemotron) drop those before they reach the attention. The registered name has no
 transformers builds no mask at all.
 """
 
+from abc import ABC, abstractmethod
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -45,6 +46,39 @@ class AttentionCall:
     sinks: Tensor | None
 
 
+class CachedLayer(NamedTuple):
+    """One layer's caches [blocks, block_size, kv heads, dim] and the slots int64 [T] of the step's
+    tokens.
+    """
+
+    keys: Tensor
+    values: Tensor
+    slots: Tensor
+
+
+class CachedPass(ABC):
+    """A forward pass with a cache. A fused layer writes keys and values itself (``cached``), then
+    calls ``attend_cached``; for the others ``attend`` does both.
+    """
+
+    keep: Tensor
+
+    @abstractmethod
+    def cached(self, layer: int) -> CachedLayer:
+        """Where this step's keys and values of a layer belong."""
+
+    @abstractmethod
+    def attend_cached(self, layer: int, query: Tensor, call: AttentionCall) -> Tensor:
+        """Query [T, heads, dim] over the layer's cache → [T, query heads, value dim]."""
+
+    def attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, call: AttentionCall
+    ) -> Tensor:
+        cached = self.cached(layer)
+        write(cached.keys, cached.values, cached.slots, key, value)
+        return self.attend_cached(layer, query, call)
+
+
 CURRENT_PASS: ContextVar[ForwardPass | None] = ContextVar("fairlead_pass", default=None)
 
 
@@ -78,27 +112,38 @@ def _packed(x: Tensor) -> Tensor:
     return x[0].transpose(0, 1)
 
 
-class PagedPass:
-    """One step: writes keys and values into their slots, then attends over the cache."""
+class PagedPass(CachedPass):
+    """One step over the cache: keys and values go into their slots.
+
+    ``groups``: per layer group the plan of attention and the slots int64 [T].
+    """
 
     def __init__(
         self, batch: Batch, cache: CacheStorage, backend: AttentionBackend, keep: Tensor
     ) -> None:
-        self._cache = cache
-        self._backend = backend
-        self._slots = [slots.to(cache.device, non_blocking=True) for slots in batch.slots]
-        self._plans = [backend.plan(ragged) for ragged in batch.ragged]
-        self._windows = [ragged.window for ragged in batch.ragged]
+        self.cache = cache
+        self.backend = backend
+        slots = (slots.to(cache.device, non_blocking=True) for slots in batch.slots)
+        self.groups = [
+            (backend.plan(ragged), place) for ragged, place in zip(batch.ragged, slots, strict=True)
+        ]
         self.keep = keep
 
-    def attend(
-        self, layer: int, query: Tensor, key: Tensor, value: Tensor, call: AttentionCall
-    ) -> Tensor:
-        keys, values, group = self._cache.layer(layer)
-        write(keys, values, self._slots[group], key, value)
-        # The group's window, not the call's: some models pass a window that their mask ignores.
-        spec = LayerSpec(call.scale, self._windows[group], call.softcap, call.sinks)
-        return self._backend.run(self._plans[group], query, keys, values, spec)
+    def cached(self, layer: int) -> CachedLayer:
+        keys, values, group = self.cache.layer(layer)
+        return CachedLayer(keys, values, self.groups[group][1])
+
+    def attend_cached(self, layer: int, query: Tensor, call: AttentionCall) -> Tensor:
+        keys, values, group = self.cache.layer(layer)
+        spec = spec_of(call, self.cache.groups[group].window)
+        return self.backend.run(self.groups[group][0], query, keys, values, spec)
+
+
+def spec_of(call: AttentionCall, window: int | None) -> LayerSpec:
+    """With the window of the layer's group, not the call's: some models pass a window that their
+    mask ignores.
+    """
+    return LayerSpec(call.scale, window, call.softcap, call.sinks)
 
 
 def register() -> None:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 import torch
 from torch import Tensor
 
-from fairlead_kernels.backend import BackendChoice, pick
+from fairlead_kernels.attention import AttentionBackend
 from fairlead_runtime.device.batch import BatchBuilder
 from fairlead_runtime.device.kv_cache import CacheStorage
 from fairlead_runtime.device.paged_model import PagedModel
@@ -35,8 +35,8 @@ _NOTHING = Result(-1)
 
 
 class ModelRunner:
-    """Executes steps of one model on one cache. ``kernels`` says which kernels it runs on and why.
-    ``guides`` makes the masks of sequences with structured output.
+    """Executes steps of one model on one cache, on the given attention. ``guides`` makes the masks
+    of sequences with structured output.
 
     One step at a time, from one thread at a time. ``max_logits``: positions whose logits one
     forward pass may return; memory is planned for as many.
@@ -46,12 +46,13 @@ class ModelRunner:
         self,
         model: PagedModel,
         cache: CacheStorage,
+        attention: AttentionBackend,
         sampler: Sampler = sample,
         *,
         max_logits: int = MAX_LOGITS,
         guides: Guides | None = None,
     ) -> None:
-        self.kernels: BackendChoice = pick(model.heads, model.device)
+        self._attention = attention
         self._model = model
         self._cache = cache
         self._sampler = sampler
@@ -101,7 +102,7 @@ class ModelRunner:
     def _run(self, rows: list[Row], masks: WaitForMasks) -> Mapping[int, Result]:
         """One forward pass of rows of which none scores its prompt."""
         batch = self._batches.build(rows)
-        logits = self._model.forward(batch, self._cache, self.kernels.attention)
+        logits = self._model.forward(batch, self._cache, self._attention)
         return self._sample(logits, batch.sampling, masks)
 
     def _sample(
@@ -138,7 +139,7 @@ class ModelRunner:
             if row.samples:
                 samples.append(len(kept) - 1)
         keep = torch.tensor(kept, dtype=torch.int64)
-        logits = self._model.forward(batch, self._cache, self.kernels.attention, keep)
+        logits = self._model.forward(batch, self._cache, self._attention, keep)
         results = self._sample(logits[samples], batch.sampling, masks)
         for row, first in targets:
             scored = _prompt_result(logits, row, first)

@@ -11,6 +11,7 @@ in every layer.
 import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any
 
 import torch
@@ -27,7 +28,7 @@ from fairlead_runtime.models import families, rope
 from fairlead_runtime.models.loading import LoadedModel
 
 
-class _Probe:
+class ProbePass:
     """A pass over one short sequence without a cache, which records the arguments of each layer."""
 
     def __init__(self, keep: Tensor) -> None:
@@ -41,11 +42,18 @@ class _Probe:
         heads = Heads(query.shape[1], key.shape[1], key.shape[2], value.shape[2], key.dtype)
         self.heads[layer] = heads
         self.calls[layer] = call
-        q, k, v = (x.transpose(0, 1) for x in (query, key, value))
-        k, v = (x.repeat_interleave(heads.group, dim=0) for x in (k, v))
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=call.scale).transpose(
-            0, 1
-        )
+        return causal_attention(query, key, value, call.scale)
+
+
+def causal_attention(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+    """Attention of one whole sequence; query, key, value [T, heads, dim] → [T, heads, value dim].
+
+    Without window, cap and sinks: enough where both sides of a comparison use it.
+    """
+    q, k, v = (x.transpose(0, 1) for x in (query, key, value))
+    group = query.shape[1] // key.shape[1]
+    k, v = (x.repeat_interleave(group, dim=0) for x in (k, v))
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale).transpose(0, 1)
 
 
 class PagedModel:
@@ -54,7 +62,7 @@ class PagedModel:
     Takes ownership of the model: sets its attention, and installs a hook if the model cannot select
     the rows of its logits itself. ``windows`` has an entry per layer; ``calls`` the attention
     arguments of each layer. Raises ModelError when the layers differ in size or in number from
-    ``windows``.
+    ``windows``. ``fusion.fuse`` may replace layers afterwards.
     """
 
     def __init__(self, model: PreTrainedModel, windows: Sequence[int | None]) -> None:
@@ -62,6 +70,7 @@ class PagedModel:
         model.set_attn_implementation(attention.NAME)
         model.eval()
         self.model = model
+        self.packed: list[Tensor] = []  # weights of fused layers, which no module holds
         self.windows = tuple(windows)
         self.device: torch.device = model.device
         ends: list[Any] = [model.get_input_embeddings(), model.get_output_embeddings()]
@@ -76,7 +85,7 @@ class PagedModel:
     @torch.inference_mode()
     def _probe(self) -> Heads:
         """The heads that the layers actually use, from a pass of two tokens."""
-        probe = _Probe(torch.tensor([1], device=self.device))
+        probe = ProbePass(torch.tensor([1], device=self.device))
         self.run(
             torch.tensor([0, 1], device=self.device),
             torch.tensor([0, 1], device=self.device),
@@ -93,6 +102,13 @@ class PagedModel:
             raise families.unsupported(name, "its layers differ in their number or size of heads")
         self.calls = probe.calls
         return probe.heads[0]
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of all weights and buffers; tied weights count once."""
+        tensors = chain(self.model.parameters(), self.model.buffers(), self.packed)
+        storages = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in tensors}
+        return sum(storages.values())
 
     @torch.inference_mode()
     def forward(
@@ -129,8 +145,10 @@ class PagedModel:
     @contextmanager
     def plain(self, *, experts: bool = True) -> Iterator[PreTrainedModel]:
         """The same model as transformers runs it eagerly, inside the ``with`` block only; with
-        ``experts`` False its experts stay grouped.
+        ``experts`` False its experts stay grouped. Raises RuntimeError once layers are fused.
         """
+        if self.packed:
+            raise RuntimeError("transformers cannot compute layers whose weights are packed")
         self._set("eager", "eager" if experts else self._experts)
         try:
             yield self.model

@@ -23,8 +23,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from fairlead_kernels.attention import AttentionBackend, LayerSpec
-from fairlead_runtime.device.attention import AttentionCall
+from fairlead_kernels.attention import AttentionBackend, Heads, LayerSpec
+from fairlead_kernels.torch_attention import TorchAttention
+from fairlead_runtime.device.attention import AttentionCall, CachedLayer, CachedPass
 from fairlead_runtime.device.batch import BatchBuilder
 from fairlead_runtime.device.kv_cache import CacheStorage
 from fairlead_runtime.device.paged_model import PagedModel
@@ -55,8 +56,9 @@ _PARAMS = SamplingParams(
 
 
 class Profile(NamedTuple):
-    """``measured``: bytes of ``activations``, ``attention``, ``logits``, ``sampling`` and
-    ``batch``. Times in seconds, with the meters' overhead.
+    """``measured``: bytes of ``activations``, ``logits``, ``sampling``, ``batch`` and, for plain
+    torch, ``attention``: other kernels gather nothing and have no masks. Times in seconds, with the
+    meters' overhead.
     """
 
     measured: Mapping[str, int]
@@ -99,29 +101,32 @@ def profile(
     whole = min(max_requests, max_batch_tokens)
     measured = {
         "activations": activations * max_batch_tokens // tokens,
-        "attention": _attention(model, backend, max_batch_tokens, max_model_len),
         "logits": logits * whole // rows,
         "sampling": sampling * whole // rows,
         "batch": _batch(model, max_batch_tokens, whole, max_model_len, block_size),
     }
+    if isinstance(backend, TorchAttention):
+        measured["attention"] = _attention(model, backend, max_batch_tokens, max_model_len)
     return Profile(measured, token_seconds, decode_seconds)
 
 
-class _PassWithoutAttention:
+class _PassWithoutAttention(CachedPass):
     """A forward pass whose attention returns zeros: it takes the memory of everything else."""
 
-    def __init__(self, keep: torch.Tensor) -> None:
+    def __init__(self, keep: torch.Tensor, tokens: int, heads: Heads) -> None:
         self.keep = keep
+        self._value_dim = heads.value_dim
+        keys, values = (
+            torch.empty(1, tokens, heads.kv, dim, dtype=heads.dtype, device=keep.device)
+            for dim in (heads.dim, heads.value_dim)
+        )
+        self._cached = CachedLayer(keys, values, torch.arange(tokens, device=keep.device))
 
-    def attend(
-        self,
-        _layer: int,
-        query: torch.Tensor,
-        _key: torch.Tensor,
-        value: torch.Tensor,
-        _call: AttentionCall,
-    ) -> torch.Tensor:
-        return query.new_zeros(*query.shape[:2], value.shape[2])
+    def cached(self, _layer: int) -> CachedLayer:
+        return self._cached
+
+    def attend_cached(self, _layer: int, query: torch.Tensor, _call: AttentionCall) -> torch.Tensor:
+        return query.new_zeros(*query.shape[:2], self._value_dim)
 
 
 def _attention(
@@ -207,7 +212,7 @@ def _step(model: PagedModel, lengths: list[int], *, samples: bool) -> Callable[[
     ids = torch.zeros(sum(lengths), dtype=torch.int64, device=model.device)
     positions = torch.cat([torch.arange(length, device=model.device) for length in lengths])
     ends = torch.tensor(lengths, device=model.device).cumsum(0) - 1
-    step = _PassWithoutAttention(ends if samples else ends[:0])
+    step = _PassWithoutAttention(ends if samples else ends[:0], len(ids), model.heads)
 
     def run() -> torch.Tensor:
         return model.run(ids, positions, step)

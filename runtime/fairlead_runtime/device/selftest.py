@@ -11,14 +11,17 @@ difference.
 
 import math
 from dataclasses import dataclass
+from itertools import accumulate
+from typing import Self
 
 import numpy as np
 import torch
 
 from fairlead_kernels.attention import AttentionBackend
-from fairlead_kernels.backend import pick
+from fairlead_kernels.backend import BackendChoice, pick
 from fairlead_runtime.device import paged_model
 from fairlead_runtime.device.batch import BatchBuilder
+from fairlead_runtime.device.fusion import Fusion, fuse
 from fairlead_runtime.device.kv_cache import CacheStorage
 from fairlead_runtime.device.paged_model import PagedModel
 from fairlead_runtime.models.loading import LoadedModel
@@ -72,8 +75,20 @@ class SelfTestResult:
         )
 
 
-def prepare_and_test(loaded: LoadedModel) -> tuple[PagedModel, SelfTestResult]:
-    """The model on our paged attention, and the result. Raises ModelError, or SelfTestError.
+@dataclass(frozen=True, slots=True, eq=False)
+class ServedModel:
+    """A model on the kernels that serve it."""
+
+    model: PagedModel
+    choice: BackendChoice
+    fusion: Fusion
+
+
+def prepare_and_test(
+    loaded: LoadedModel, kernels: str = "auto"
+) -> tuple[ServedModel, SelfTestResult]:
+    """The model on our paged attention and on the kernels that serve it, and the result. Raises
+    ModelError or SelfTestError.
 
     Any other error of a family in the table is a bug and keeps its traceback; for other families it
     means that they do not run packed.
@@ -81,7 +96,10 @@ def prepare_and_test(loaded: LoadedModel) -> tuple[PagedModel, SelfTestResult]:
     name = str(loaded.config.model_type)
     try:
         model = paged_model.prepare(loaded)
-        return model, run(model, pick(model.heads, model.device).attention, loaded.max_model_len)
+        choice = pick(model.heads, model.device, kernels)
+        expected = Expected.of(model, loaded.max_model_len)
+        served = ServedModel(model, choice, fuse(model, choice.operations))
+        return served, check(model, choice.attention, expected)
     except (ModelError, SelfTestError):
         raise
     except Exception as error:
@@ -90,15 +108,37 @@ def prepare_and_test(loaded: LoadedModel) -> tuple[PagedModel, SelfTestResult]:
         raise NotPackedError(error, name) from error
 
 
-@torch.inference_mode()
+@dataclass(frozen=True, slots=True, eq=False)
+class Expected:
+    """Logits [positions, vocabulary] of plain transformers, per prompt and for the fork of the last
+    one. They are computed before layers are fused, which transformers cannot run.
+    """
+
+    prompts: list[list[int]]
+    logits: list[torch.Tensor]
+
+    @classmethod
+    @torch.inference_mode()
+    def of(cls, model: PagedModel, max_model_len: int) -> Self:
+        prompts = _prompts(model, max_model_len)
+        ends = [[end - 1 for end in accumulate(_chunks(len(p)))] for p in prompts]
+        forked = [*prompts, prompts[-1]], [*ends, ends[-1][-1:]]
+        return cls(prompts, _plain_logits(model, *forked))
+
+
 def run(model: PagedModel, backend: AttentionBackend, max_model_len: int) -> SelfTestResult:
-    """Compare both passes on about 200 tokens; raises SelfTestError beyond TOLERANCE."""
-    prompts = _prompts(model, max_model_len)
-    ours = _paged_logits(model, backend, prompts)
-    prompts.append(prompts[-1])  # the fork's
-    plain = _plain_logits(model, prompts, [sorted(rows) for rows in ours])
+    """Compare both passes of a model without fused layers, as ``check`` does."""
+    return check(model, backend, Expected.of(model, max_model_len))
+
+
+@torch.inference_mode()
+def check(model: PagedModel, backend: AttentionBackend, expected: Expected) -> SelfTestResult:
+    """Compare our pass with the expected one on about 200 tokens; raises SelfTestError beyond
+    TOLERANCE.
+    """
+    ours = _paged_logits(model, backend, expected.prompts)
     median = model.heads.dtype is not torch.float32 and _has_experts(model)
-    delta = max(_distance(*pair, median=median) for pair in zip(ours, plain, strict=True))
+    delta = max(_distance(*pair, median=median) for pair in zip(ours, expected.logits, strict=True))
     tolerance = TOLERANCE[model.heads.dtype]
     if not delta <= tolerance:
         raise SelfTestError(
@@ -106,7 +146,8 @@ def run(model: PagedModel, backend: AttentionBackend, max_model_len: int) -> Sel
             f"transformers by {delta:.3g} of their spread, above the {tolerance:g} that rounding "
             "explains; this model would generate wrong text"
         )
-    return SelfTestResult(delta, tolerance, sum(map(len, prompts)), backend.name)
+    tokens = sum(map(len, expected.prompts)) + len(expected.prompts[-1])
+    return SelfTestResult(delta, tolerance, tokens, backend.name)
 
 
 def _distance(ours: dict[int, torch.Tensor], plain: torch.Tensor, *, median: bool) -> float:

@@ -16,7 +16,8 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from fairlead_kernels.backend import pick
+from fairlead_kernels.backend import cpu_operations, pick
+from fairlead_kernels.library import NotAvailableError
 from fairlead_runtime.config import ConfigError, Device, EngineConfig
 from fairlead_runtime.device import profiling, selftest
 from fairlead_runtime.device.kv_cache import CacheStorage
@@ -53,6 +54,7 @@ NOT_MEASURED = {
     "graphs": "not applicable: no graph is captured yet",
     "shared_memory": "not applicable: it is the pod's limit, and the runtime uses none of it",
     "grammars": "reserved: for the tokenizers of structured output, in two processes",
+    "attention": "reserved: what plain torch takes; the C++ kernels take less",
     "bookkeeping": "reserved: for the ids of tokens and blocks, as many as the limits allow",
 }
 
@@ -93,6 +95,11 @@ def check(path: Path | str, config: EngineConfig, device: DeviceFacts) -> Inspec
     check_supported(config)
     check_record(config)
     inspected = loading.inspect(path, config)
+    if config.kernels == "cpu":
+        try:
+            cpu_operations(device.kind, inspected.dtype)
+        except NotAvailableError as error:
+            raise ConfigError("kernels", f"cpu: {error}", "use auto or torch") from error
     resolve(config, inspected.shape, device, dtype=_dtype_name(inspected.dtype))
     return inspected
 
@@ -118,7 +125,9 @@ def build(
     inspected = check(path, config, device)
     loaded = loading.load(path, config=config, device=device.kind)
     loaded_at = now()
-    model, result = selftest.prepare_and_test(loaded)
+    served, result = selftest.prepare_and_test(loaded, config.kernels)
+    model, choice = served.model, served.choice
+    log.info("kernels: %s, %s", choice, served.fusion)
     log.info("%s", result)
     profile = _profile(model, config, loaded.max_model_len)
     measured = {**_weight_bytes(model, device, process_bytes), **profile.measured}
@@ -132,6 +141,7 @@ def build(
     runner = ModelRunner(
         model,
         cache,
+        choice.attention,
         max_logits=min(limits.max_requests, limits.max_batch_tokens),
         guides=guides,
     )
@@ -241,12 +251,8 @@ def _guides(facts: TokenizerFacts | None) -> Guides | None:
 
 
 def _weight_bytes(model: PagedModel, device: DeviceFacts, process_bytes: int) -> Mapping[str, int]:
-    """Bytes of the weights and, on a CPU, of the process before them; tied weights count once."""
-    storages = {
-        tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
-        for tensor in (*model.model.parameters(), *model.model.buffers())
-    }
-    weights = {"weights": sum(storages.values())}
+    """Bytes of the weights and, on a CPU, of the process before them."""
+    weights = {"weights": model.weight_bytes}
     return weights | {"process": process_bytes} if device.kind == "cpu" else weights
 
 
@@ -261,7 +267,7 @@ def _profile(model: PagedModel, config: EngineConfig, max_model_len: int) -> Pro
     try:
         return profiling.profile(
             model,
-            pick(model.heads, model.device).attention,
+            pick(model.heads, model.device, config.kernels).attention,
             max_batch_tokens=config.max_batch_tokens,
             max_requests=config.max_requests,
             max_model_len=max_model_len,

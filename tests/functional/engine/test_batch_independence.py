@@ -78,9 +78,10 @@ def alone(engine: Rig) -> dict[tuple[str, int], list[int]]:
     return alone_texts
 
 
+@pytest.mark.parametrize("kernels", ["torch", "cpu"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_text_is_the_same_alone_and_in_any_batch(family: str) -> None:
-    engine, rng = rig(family), random.Random(family)
+def test_text_is_the_same_alone_and_in_any_batch(family: str, kernels: str) -> None:
+    engine, rng = rig(family, kernels), random.Random(family)
     expected = alone(engine)
     assert len({tuple(text) for text in expected.values()}) == len(expected), "two texts are equal"
     preemptions = 0
@@ -93,9 +94,10 @@ def test_text_is_the_same_alone_and_in_any_batch(family: str) -> None:
     assert preemptions > 0
 
 
+@pytest.mark.parametrize("kernels", ["torch", "cpu"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_order_of_arrival_does_not_matter(family: str) -> None:
-    engine = rig(family)
+def test_the_order_of_arrival_does_not_matter(family: str, kernels: str) -> None:
+    engine = rig(family, kernels)
     in_order = [(0, request) for request in requests(family)]
     setting = replace(Setting(), chunk=32)
     assert texts(engine, setting, in_order) == texts(engine, setting, in_order[::-1])

@@ -62,7 +62,7 @@ def test_planned_terms_are_within_a_fifth_of_measured_ones(family: str, dtype: s
     rope.pin(model, LENGTH)
     measured = profiling.profile(
         paged,
-        pick(paged.heads, paged.device).attention,
+        pick(paged.heads, paged.device, "torch").attention,
         max_batch_tokens=256,
         max_requests=64,
         max_model_len=LENGTH,
@@ -88,7 +88,7 @@ def test_attention_is_measured_under_any_limits(tokens: int, longest: int) -> No
     paged = PagedModel(model, families.check(model.config))
     measured = profiling.profile(
         paged,
-        pick(paged.heads, paged.device).attention,
+        pick(paged.heads, paged.device, "torch").attention,
         max_batch_tokens=tokens,
         max_requests=4,
         max_model_len=longest,
@@ -122,7 +122,7 @@ def test_no_term_of_a_tiny_model_is_planned_too_low(family: str, hidden: int) ->
     limits = EngineConfig(max_batch_tokens=256, max_requests=64)
     measured = profiling.profile(
         paged,
-        pick(paged.heads, paged.device).attention,
+        pick(paged.heads, paged.device, "torch").attention,
         max_batch_tokens=256,
         max_requests=64,
         max_model_len=tiny.CONTEXT,

@@ -1,8 +1,8 @@
 """Our engine's greedy text equals transformers' ``generate``, token for token.
 
-Families by block size by chunk by forced preemption by prefix cache by n: every combination in the
-long form (FAIRLEAD_FULL=1: 1,512 runs, over 7,560 requests), in the short one a tenth that still
-holds every pair of values.
+Families by block size by chunk by forced preemption by prefix cache by n by kernels (plain torch,
+or C++ with fused layers where they fit): every combination in the long form (FAIRLEAD_FULL=1: 3,024
+runs, over 15,120 requests), in the short one a tenth that still holds every pair of values.
 
 The first difference of a request is excused only as a tie: where the reference's top two logits (or
 a router's k-th and next) lie within 1e-4. Ties are counted, shown and limited.
@@ -11,7 +11,7 @@ a router's k-th and next) lie within 1e-4. Ties are counted, shown and limited.
 import functools
 import itertools
 import random
-from dataclasses import dataclass, field, replace
+from dataclasses import astuple, dataclass, field, replace
 
 import pytest
 
@@ -23,6 +23,8 @@ from support.full import LONG_FORM
 TIE = 1e-4
 TIES_ALLOWED = 1e-3
 FAMILIES = (*tiny.FAMILIES, *tiny.VARIANTS)
+# Those whose decoder layers can be fused: test_fused_layers.py.
+FUSED = ("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "phi3", *tiny.VARIANTS)
 UNBOUNDED = 4096  # more tokens than all prompts of a run have together
 
 # Steps of arrival. Staggered, so that later requests hit the blocks of earlier ones; closer
@@ -44,6 +46,7 @@ class Case:
     preemption: str  # none, reset or offload
     sharing: bool
     n: int
+    kernels: str  # torch or cpu
 
     @property
     def seed(self) -> int:
@@ -82,12 +85,13 @@ def every_case() -> list[Case]:
             ("none", "reset", "offload"),
             (False, True),
             (1, 3),
+            ("torch", "cpu"),
         )
     ]
 
 
 def values(case: Case) -> tuple[object, ...]:
-    return (case.family, case.block_size, case.chunk, case.preemption, case.sharing, case.n)
+    return astuple(case)
 
 
 def pairs(case: Case) -> set[tuple[int, object, int, object]]:
@@ -186,10 +190,12 @@ def compare(
 def tally_of(family: str) -> Tally:
     """Run the family's selected cases, once."""
     tally = Tally()
-    engine = rig(family)
     for case in selected_cases():
         if case.family != family:
             continue
+        engine = rig(family, case.kernels)
+        fused = case.kernels == "cpu" and family in FUSED
+        assert engine.fusion.fused == (engine.fusion.layers if fused else 0)
         setting, arrivals = setting_and_arrivals(case, engine)
         outcome = engine.run(setting, arrivals)
         stats = outcome.stats

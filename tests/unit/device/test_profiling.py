@@ -21,7 +21,7 @@ def model() -> PagedModel:
 def measured(model: PagedModel, tokens: int, requests: int) -> Mapping[str, int]:
     return profile(
         model,
-        pick(model.heads, model.device).attention,
+        pick(model.heads, model.device, "torch").attention,
         max_batch_tokens=tokens,
         max_requests=requests,
         max_model_len=64,

@@ -20,7 +20,7 @@ def model() -> PagedModel:
 
 
 def self_test(model: PagedModel, max_model_len: int) -> selftest.SelfTestResult:
-    return selftest.run(model, pick(model.heads, model.device).attention, max_model_len)
+    return selftest.run(model, pick(model.heads, model.device, "torch").attention, max_model_len)
 
 
 @pytest.mark.parametrize(

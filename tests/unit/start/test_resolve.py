@@ -37,7 +37,6 @@ def resolved(dtype: str = "float32", device: DeviceFacts = CPU, **settings: Any)
         {"tensor_parallel": 2},
         {"async_batching": "on"},
         {"cuda_graphs": "on"},
-        {"kernels": "cpu"},
         {"kernels": "flashinfer"},
     ],
 )

@@ -1,0 +1,396 @@
+"""Replaces the decoder layers of a loaded model by fused ones, where their structure allows it.
+
+Owns the recorded pass, the order (recognize → pack → compare with the original → replace, one layer
+after the other) and the fused layer's chain of operations. A replaced layer drops its own matrices
+at once, so that no more than one layer is held twice; transformers' code can then no longer compute
+it.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fairlead_kernels.attention import Heads, LayerSpec
+from fairlead_kernels.cpu import CpuOperations
+from fairlead_kernels.cpu_attention import CpuAttention
+from fairlead_kernels.cpu_layers import LayerChain
+from fairlead_kernels.layer import Layer, LayerOperations
+from fairlead_runtime.device.attention import (
+    CURRENT_PASS,
+    AttentionCall,
+    CachedLayer,
+    CachedPass,
+    PagedPass,
+    spec_of,
+)
+from fairlead_runtime.device.layer_parts import (
+    DoesNotFitError,
+    ModuleCall,
+    Recording,
+    close,
+    recognize,
+)
+from fairlead_runtime.device.paged_model import PagedModel, ProbePass, causal_attention
+
+TOKENS = 8  # of the recorded pass
+Rope = tuple[Tensor, Tensor]  # cosines and sines [T, R]
+
+
+@dataclass(frozen=True, slots=True)
+class Fusion:
+    """How many of a model's layers are fused; ``reason`` says why the others are not."""
+
+    fused: int
+    layers: int
+    reason: str = ""
+
+    def __str__(self) -> str:
+        why = f" ({self.reason})" if self.reason else ""
+        return f"fused {self.fused}/{self.layers} layers{why}"
+
+
+class FusedLayer:
+    """One decoder layer as a chain of operations. ``rope`` names the argument of the original's
+    ``forward`` with the rotary embedding, "" where the layer uses none.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        layer: Layer,
+        spec: LayerSpec,
+        call: AttentionCall,
+        rope: str,
+        operations: LayerOperations,
+    ) -> None:
+        self.index = index
+        self.layer = layer
+        self.spec = spec
+        self.rope = rope
+        self._call = call
+        self._operations = operations
+
+    def run(self, x: Tensor, rope: Rope, current: CachedPass) -> Tensor:
+        """Hidden states x [T, hidden] and the rotary embedding → hidden states. May change x."""
+        return self._mlp(*self._attention(x, rope, current))
+
+    def _attention(self, x: Tensor, rope: Rope, current: CachedPass) -> tuple[Tensor, Tensor]:
+        """The norm before the MLP, and the residual."""
+        ops, layer = self._operations, self.layer
+        normed, residual = ops.norm(x, layer.input_norm)
+        qkv = ops.linear(normed, layer.qkv, layer.qkv_bias)
+        cached = current.cached(self.index)
+        query = ops.rope_write(
+            qkv, *rope, cached.slots, cached.keys, cached.values, layer.q_norm, layer.k_norm
+        )
+        attended = current.attend_cached(self.index, query, self._call)
+        branch = ops.linear(attended.flatten(1), layer.out, layer.out_bias)
+        if layer.after_attention is not None:
+            branch, _ = ops.norm(branch, layer.after_attention)
+        return ops.norm(branch, layer.mlp_norm, residual)
+
+    def _mlp(self, normed: Tensor, residual: Tensor) -> Tensor:
+        ops, layer = self._operations, self.layer
+        gate_up = ops.linear(normed, layer.gate_up, layer.gate_up_bias)
+        gated = ops.gated(gate_up, layer.activation)
+        branch = ops.linear(gated, layer.down, layer.down_bias)
+        if layer.after_mlp is not None:
+            branch, _ = ops.norm(branch, layer.after_mlp)
+        return residual.add_(branch)
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        return self.layer.qkv.rows, self.layer.qkv.columns, self.layer.gate_up.rows
+
+    def tensors(self) -> Iterator[Tensor]:
+        """The packed weights and biases, which no module of the model holds."""
+        layer = self.layer
+        for weight in (layer.qkv, layer.out, layer.gate_up, layer.down):
+            yield weight.data
+        for bias in (layer.qkv_bias, layer.out_bias, layer.gate_up_bias, layer.down_bias):
+            if bias is not None:
+                yield bias
+
+
+class FusedRun:
+    """Consecutive fused layers of equal sizes, computed together when the last one is called; the
+    others only note their rotary embedding. In C++ they are one call, elsewhere one operation after
+    another.
+    """
+
+    def __init__(
+        self, layers: Sequence[FusedLayer], heads: Heads, operations: LayerOperations
+    ) -> None:
+        self._layers = tuple(layers)
+        self._chain: LayerChain | None = None
+        if isinstance(operations, CpuOperations):
+            parts, specs = [x.layer for x in layers], [x.spec for x in layers]
+            self._chain = operations.chain(heads, parts, specs)
+        self._ropes: list[Rope] = []
+        self._known: dict[int, Rope] = {}  # by the id of the model's own tensor
+
+    def forward_of(self, place: int) -> Callable[..., Tensor]:
+        """What takes the place of the ``forward`` of layer ``place`` of this run: hidden states
+        [1, T, hidden] in and out.
+        """
+
+        def forward(hidden_states: Tensor, *_: Any, **arguments: Any) -> Tensor:
+            if place == 0:
+                self._ropes.clear()
+                self._known.clear()
+            self._note_rope(hidden_states, arguments.get(self._layers[place].rope))
+            last = place + 1 == len(self._layers)
+            return self._run(hidden_states[0])[None] if last else hidden_states
+
+        return forward
+
+    def _note_rope(self, hidden_states: Tensor, given: Rope | None) -> None:
+        """The same tensors for layers that are given the same."""
+        key = 0 if given is None else id(given[0])
+        if key not in self._known:
+            cos, sin = (hidden_states[..., :0],) * 2 if given is None else given
+            self._known[key] = cos[0], sin[0]
+        self._ropes.append(self._known[key])
+
+    def _run(self, x: Tensor) -> Tensor:
+        current = CURRENT_PASS.get()
+        if not isinstance(current, CachedPass):
+            message = "fused layers run only inside PagedModel.forward"
+            raise RuntimeError(message)  # noqa: TRY004 - no argument is wrong, the call is
+        if (
+            self._chain is not None
+            and isinstance(current, PagedPass)
+            and isinstance(current.backend, CpuAttention)
+        ):
+            caches = [current.cache.layer(layer.index) for layer in self._layers]
+            return self._chain.run(
+                x,
+                caches=[(keys, values) for keys, values, _ in caches],
+                groups=[group for _, _, group in caches],
+                plans=[plan for plan, _ in current.groups],
+                slots=[slots for _, slots in current.groups],
+                ropes=self._ropes,
+            )
+        for layer, rope in zip(self._layers, self._ropes, strict=True):
+            x = layer.run(x, rope, current)
+        return x
+
+
+@torch.inference_mode()
+def fuse(model: PagedModel, operations: LayerOperations | None) -> Fusion:
+    """Replace every layer that fits by a fused one on these operations; without any, none.
+
+    The result of each fused layer, packed weights and all, is compared with the original's first;
+    a layer that differs keeps its own code and weights.
+    """
+    layers, total = _decoder_layers(model), len(model.windows)
+    if operations is None:
+        return Fusion(0, total)
+    if layers is None:
+        return Fusion(0, total, "its decoder layers are not one list")
+    fused: list[FusedLayer] = []
+    reasons: dict[str, int] = {}
+    shared = _shared_parameters(model.model)
+    for index, recorded in enumerate(_record(model, layers)):
+        try:
+            layer = _fused(index, recorded, shared, model, operations)
+        except DoesNotFitError as error:
+            reasons.setdefault(str(error), index)
+            continue
+        model.packed += layer.tensors()
+        fused.append(layer)
+    for run in _runs(fused):
+        joined = FusedRun(run, model.heads, operations)
+        for place, part in enumerate(run):
+            original: Any = layers[part.index]  # torch types each attribute as tensor or module
+            original.forward = joined.forward_of(place)
+    reason = "; ".join(f"layer {index}: {text}" for text, index in reasons.items())
+    return Fusion(len(fused), total, reason)
+
+
+def _runs(fused: Sequence[FusedLayer]) -> list[list[FusedLayer]]:
+    """Consecutive layers of equal sizes."""
+    runs: list[list[FusedLayer]] = []
+    for layer in fused:
+        last = runs[-1][-1] if runs else None
+        if last is not None and (last.index + 1, last.sizes) == (layer.index, layer.sizes):
+            runs[-1].append(layer)
+        else:
+            runs.append([layer])
+    return runs
+
+
+@dataclass(slots=True)
+class _Recorded:
+    """What the hooks saw of one layer. ``attended_at``: calls before its attention."""
+
+    calls: list[ModuleCall]
+    attended_at: int = -1
+    attention: tuple[Tensor, Tensor, Tensor, Tensor, AttentionCall] | None = None
+    arguments: dict[str, Any] | None = None
+    input: Any = None
+    output: Any = None
+
+
+class _RecordingPass(ProbePass):
+    """Records what each layer passes to its attention."""
+
+    def __init__(self, keep: Tensor, layers: list[_Recorded]) -> None:
+        super().__init__(keep)
+        self._layers = layers
+
+    def attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, call: AttentionCall
+    ) -> Tensor:
+        out = super().attend(layer, query, key, value, call)
+        recorded = self._layers[layer]
+        recorded.attended_at = len(recorded.calls)
+        recorded.attention = (query.clone(), key.clone(), value.clone(), out.clone(), call)
+        return out
+
+
+class _ScratchPass(CachedPass):
+    """One short sequence in a cache of its own."""
+
+    def __init__(self, heads: Heads, device: torch.device) -> None:
+        size = (1, TOKENS, heads.kv)
+        keys = torch.zeros(*size, heads.dim, dtype=heads.dtype, device=device)
+        values = torch.zeros(*size, heads.value_dim, dtype=heads.dtype, device=device)
+        self._cached = CachedLayer(keys, values, torch.arange(TOKENS, device=device))
+
+    def cached(self, _layer: int) -> CachedLayer:
+        return self._cached
+
+    def attend_cached(self, _layer: int, query: Tensor, call: AttentionCall) -> Tensor:
+        return causal_attention(query, self._cached.keys[0], self._cached.values[0], call.scale)
+
+
+def _decoder_layers(model: PagedModel) -> list[nn.Module] | None:
+    """The list of modules of which the i-th holds the attention of layer i."""
+    count = len(model.windows)
+    for module in model.model.modules():
+        if isinstance(module, nn.ModuleList) and len(module) == count:
+            held = [
+                {getattr(part, "layer_idx", None) for part in layer.modules()} - {None}
+                for layer in module
+            ]
+            if held == [{index} for index in range(count)]:
+                return list(module)
+    return None
+
+
+def _record(model: PagedModel, layers: list[nn.Module]) -> list[_Recorded]:
+    """One pass of random tokens at positions spread over the model's context."""
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(model.vocabulary, (TOKENS,), generator=generator)
+    longest = getattr(model.model.config, "max_position_embeddings", None) or TOKENS
+    positions = torch.linspace(0, longest - 1, TOKENS).long()
+    recorded = [_Recorded([]) for _ in layers]
+    hooks = []
+    for layer, place in zip(layers, recorded, strict=True):
+        hooks.append(layer.register_forward_hook(_layer_hook(place), with_kwargs=True))
+        hooks += [
+            module.register_forward_hook(_module_hook(place))
+            for module in layer.modules()
+            if module is not layer and any(True for _ in module.parameters(recurse=False))
+        ]
+    try:
+        step = _RecordingPass(torch.tensor([0], device=model.device), recorded)
+        model.run(ids.to(model.device), positions.to(model.device), step)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return recorded
+
+
+def _module_hook(place: _Recorded) -> Any:
+    def record(module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
+        if len(inputs) == 1 and isinstance(inputs[0], Tensor) and isinstance(output, Tensor):
+            place.calls.append(ModuleCall(module, inputs[0].clone(), output.clone()))
+        else:
+            place.calls.append(ModuleCall(module, torch.empty(0, 1), torch.empty(0, 1)))
+
+    return record
+
+
+def _layer_hook(place: _Recorded) -> Any:
+    def record(
+        _module: nn.Module, inputs: tuple[Any, ...], arguments: dict[str, Any], output: Any
+    ) -> None:
+        place.input = inputs[0].clone() if inputs else None
+        place.arguments = arguments
+        place.output = output
+
+    return record
+
+
+def _fused(
+    index: int,
+    recorded: _Recorded,
+    shared: set[int],
+    model: PagedModel,
+    operations: LayerOperations,
+) -> FusedLayer:
+    """The fused layer, proven equal to the original, whose matrices are dropped. Raises
+    DoesNotFitError.
+    """
+    recording, rope = _recording(recorded)
+    parts = recognize(recording)
+    if any(id(matrix.module) in shared for matrix in parts.matrices):
+        raise DoesNotFitError("it shares weights with another module")
+    spec = spec_of(parts.call, model.windows[index])
+    name = rope if parts.rotates else ""
+    fused = FusedLayer(index, parts.pack(operations), spec, parts.call, name, operations)
+    step = _ScratchPass(model.heads, model.device)
+    x = recording.input
+    angles = recording.rope if parts.rotates else (x[:, :0], x[:, :0])
+    if not close(fused.run(x.clone(), angles, step), recording.output):
+        raise DoesNotFitError("its fused layer gives other results")
+    for matrix in parts.matrices:
+        for name, parameter in list(matrix.module.named_parameters(recurse=False)):
+            empty = nn.Parameter(parameter.new_empty(0), requires_grad=False)
+            setattr(matrix.module, name, empty)
+    return fused
+
+
+def _recording(recorded: _Recorded) -> tuple[Recording, str]:
+    """The recording in the terms of the packed tokens, and the name of the rotary embedding's
+    argument, "" without one.
+    """
+    if recorded.attention is None or not isinstance(recorded.input, Tensor):
+        raise DoesNotFitError("its forward pass takes other arguments than hidden states")
+    if not isinstance(recorded.output, Tensor):
+        raise DoesNotFitError("it returns more than hidden states")
+    name, rope = "", (recorded.input[0, :, :0],) * 2
+    for key, value in (recorded.arguments or {}).items():
+        if (
+            isinstance(value, tuple)
+            and len(value) == 2
+            and all(isinstance(x, Tensor) and x.dim() == 3 for x in value)
+        ):
+            name, rope = key, (value[0][0], value[1][0])
+    query, key_, value_, attended, call = recorded.attention
+    return Recording(
+        input=recorded.input[0],
+        output=recorded.output[0],
+        rope=rope,
+        before=recorded.calls[: recorded.attended_at],
+        after=recorded.calls[recorded.attended_at :],
+        query=query,
+        key=key_,
+        value=value_,
+        attended=attended,
+        call=call,
+    ), name
+
+
+def _shared_parameters(model: nn.Module) -> set[int]:
+    """The ids of the modules of which a parameter also belongs to another module."""
+    owners: dict[int, list[int]] = {}
+    for module in model.modules():
+        for parameter in module.parameters(recurse=False):
+            owners.setdefault(id(parameter), []).append(id(module))
+    return {module for modules in owners.values() if len(modules) > 1 for module in modules}

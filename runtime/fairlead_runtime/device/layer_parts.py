@@ -1,0 +1,353 @@
+"""Recognizes a decoder layer by what it computes, and finds its parts.
+
+Owns the verdict whether a layer is a ``fairlead_kernels.layer.Layer``, with the reason if it is
+not. Every part is proven on a recorded pass: a matrix is one because its output is that product, a
+norm because the formula gives its output, the rotary embedding because the reference's gives the
+queries and keys that attention got. Names of families, classes and attributes play no role, so a
+family that differs in a detail does not fit and runs as transformers wrote it.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Self, get_args
+
+import torch
+from torch import Tensor, nn
+
+from fairlead_kernels import reference
+from fairlead_kernels.layer import Activation, Layer, LayerOperations, Norm
+from fairlead_runtime.device.attention import AttentionCall
+
+# Two results of float32 are equal within this share of their size; other functions differ by more.
+CLOSE = 1e-4
+ROUNDING = 1e-6  # of the larger part of a sum
+NOT_GATED = "its MLP is not gated by SiLU or GELU"
+
+
+class DoesNotFitError(Exception):
+    """A layer is no ``Layer``; the message says why, as the end of "layer 3: ..."."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ModuleCall:
+    """A module with parameters of its own, what it got and what it returned, both [..., width]."""
+
+    module: nn.Module
+    input: Tensor
+    output: Tensor
+
+
+@dataclass(slots=True, eq=False)
+class Recording:
+    """One pass of T tokens through a decoder layer.
+
+    ``input`` and ``output`` [T, hidden]; ``rope`` the cosines and sines [T, R] that it was passed;
+    ``before`` and ``after``: the calls of its modules before and after its attention, in order;
+    query, key and value [T, heads, dim] what attention got, ``attended`` what it returned.
+    """
+
+    input: Tensor
+    output: Tensor
+    rope: tuple[Tensor, Tensor]
+    before: list[ModuleCall]
+    after: list[ModuleCall]
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    attended: Tensor
+    call: AttentionCall
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Matrix:
+    """The weights [N, K] and bias [N] of a module that multiplies by them. What a layer multiplies
+    the result by (Granite) becomes part of them.
+    """
+
+    module: nn.Module
+    weight: Tensor
+    bias: Tensor | None
+
+    def scaled(self, by: float) -> Self:
+        if by == 1:
+            return self
+        bias = None if self.bias is None else self.bias * by
+        return replace(self, weight=self.weight * by, bias=bias)
+
+
+@dataclass(slots=True, eq=False)
+class LayerParts:
+    """The modules of a layer that fits, in the terms of ``Layer``. ``rotates`` False: the layer
+    ignores the rotary embedding.
+    """
+
+    input_norm: Norm
+    qkv: Sequence[Matrix]
+    q_norm: Norm | None
+    k_norm: Norm | None
+    out: Matrix
+    after_attention: Norm | None
+    mlp_norm: Norm
+    gate_up: Sequence[Matrix]
+    activation: Activation
+    down: Matrix
+    after_mlp: Norm | None
+    rotates: bool
+    call: AttentionCall
+
+    @property
+    def matrices(self) -> list[Matrix]:
+        return [*self.qkv, self.out, *self.gate_up, self.down]
+
+    def pack(self, operations: LayerOperations) -> Layer:
+        """The layer with its matrices packed for these operations; copies them."""
+
+        def pack(*matrices: Matrix) -> Any:
+            return operations.pack([matrix.weight for matrix in matrices])
+
+        return Layer(
+            input_norm=self.input_norm,
+            qkv=pack(*self.qkv),
+            qkv_bias=_bias(self.qkv),
+            q_norm=self.q_norm,
+            k_norm=self.k_norm,
+            out=pack(self.out),
+            out_bias=self.out.bias,
+            after_attention=self.after_attention,
+            mlp_norm=self.mlp_norm,
+            gate_up=pack(*self.gate_up),
+            gate_up_bias=_bias(self.gate_up),
+            activation=self.activation,
+            down=pack(self.down),
+            down_bias=self.down.bias,
+            after_mlp=self.after_mlp,
+        )
+
+
+def _bias(matrices: Sequence[Matrix]) -> Tensor | None:
+    """The biases below each other, zeros for a matrix without one."""
+    if all(matrix.bias is None for matrix in matrices):
+        return None
+    parts = [
+        matrix.weight.new_zeros(matrix.weight.shape[0]) if matrix.bias is None else matrix.bias
+        for matrix in matrices
+    ]
+    return torch.cat(parts)
+
+
+def close(got: Tensor, want: Tensor, residual: Tensor | None = None) -> bool:
+    """Whether both are the same but for rounding; with ``residual``, whether ``got`` is the sum of
+    the others. A small ``want`` beside a large residual must be as exact as it is alone.
+    """
+    if got.shape != want.shape:
+        return False
+    difference, slack = got.double() - want.double(), 0.0
+    if residual is not None:
+        difference = difference - residual.double()
+        slack = ROUNDING * float(residual.abs().max())
+    allowed = CLOSE * float(want.double().square().mean().sqrt()) + slack
+    return bool(difference.abs().max() <= allowed)
+
+
+def _factor(total: Tensor, residual: Tensor, branch: Tensor) -> float | None:
+    """The number f with ``total = residual + f * branch``, to six digits; None if there is none."""
+    if not total.shape == residual.shape == branch.shape:
+        return None
+    x = branch.double()
+    share = ((total.double() - residual.double()) * x).sum() / x.square().sum()
+    factor = float(f"{float(share):.6g}")
+    return factor if close(total, factor * branch, residual) else None
+
+
+@dataclass(slots=True, eq=False)
+class _Calls:
+    """The recorded calls of one half of a layer; ``take`` hands each out once."""
+
+    left: list[ModuleCall] = field(default_factory=list)
+
+    def matrices(self, given: Tensor) -> list[tuple[Matrix, Tensor]]:
+        """Take every product of ``given`` [T, K], with its result [T, N]."""
+        found = []
+        for call in self.left[:]:
+            matrix = _matrix(call, given)
+            if matrix is not None:
+                self.left.remove(call)
+                found.append((matrix, call.output.reshape(given.shape[0], -1)))
+        return found
+
+    def norm(self, given: Tensor) -> tuple[Norm, Tensor] | None:
+        """Take the norm of ``given`` [T, width], with its result."""
+        for call in filter(_may_be_norm, self.left):
+            if close(call.input.reshape(-1, call.input.shape[-1]), given):
+                norm = _norm(call)
+                self.left.remove(call)
+                return norm, call.output.reshape(given.shape)
+        return None
+
+    def norm_of_sum(self, residual: Tensor, branch: Tensor) -> tuple[Norm, Tensor, float] | None:
+        """Take the norm of the residual plus a multiple of ``branch``, with its result and that
+        factor.
+        """
+        for call in filter(_may_be_norm, self.left):
+            total = call.input.reshape(-1, call.input.shape[-1])
+            factor = _factor(total, residual, branch)
+            if factor is not None:
+                norm = _norm(call)
+                self.left.remove(call)
+                return norm, call.output.reshape(total.shape), factor
+        return None
+
+    def check_empty(self) -> None:
+        if self.left:
+            kinds = ", ".join(sorted({type(call.module).__name__ for call in self.left}))
+            raise DoesNotFitError(f"it computes with {kinds}")
+
+
+def recognize(recording: Recording) -> LayerParts:
+    """The parts of the layer. Raises DoesNotFitError with the reason when it is no ``Layer``."""
+    r = recording
+    calls = _Calls(list(r.before))
+    found = calls.norm(r.input)
+    if found is None:
+        raise DoesNotFitError("it does not normalize the input of its attention")
+    input_norm, normed = found
+    projections = calls.matrices(normed)
+    q_norm, k_norm = _head_norms(calls, r.query.shape[-1])
+    rotates = _check_projections(r, [result for _, result in projections], q_norm, k_norm)
+
+    calls = _Calls(list(r.after))
+    outs = calls.matrices(r.attended.flatten(1))
+    if len(outs) != 1:
+        raise DoesNotFitError("no single matrix multiplies what its attention returns")
+    ((out, branch),) = outs
+    after_attention = calls.norm(branch)
+    branch = branch if after_attention is None else after_attention[1]
+    begin = calls.norm_of_sum(r.input, branch)
+    if begin is None:
+        raise DoesNotFitError("its MLP does not begin with a norm of the residual plus attention")
+    mlp_norm, normed, out_factor = begin
+    hidden = r.input + out_factor * branch
+    gate_up, activation, gated = _mlp(calls, normed)
+    downs = calls.matrices(gated)
+    if len(downs) != 1:
+        raise DoesNotFitError(NOT_GATED)
+    ((down, branch),) = downs
+    after_mlp = calls.norm(branch)
+    calls.check_empty()
+    down_factor = _factor(r.output, hidden, branch if after_mlp is None else after_mlp[1])
+    if down_factor is None:
+        raise DoesNotFitError("it does not return the residual plus its MLP")
+    for norm, factor in ((after_attention, out_factor), (after_mlp, down_factor)):
+        if norm is not None and factor != 1:
+            raise DoesNotFitError("it multiplies what a norm after attention or MLP returns")
+    return LayerParts(
+        input_norm=input_norm,
+        qkv=[matrix for matrix, _ in projections],
+        q_norm=q_norm,
+        k_norm=k_norm,
+        out=out.scaled(out_factor),
+        after_attention=None if after_attention is None else after_attention[0],
+        mlp_norm=mlp_norm,
+        gate_up=gate_up,
+        activation=activation,
+        down=down.scaled(down_factor),
+        after_mlp=None if after_mlp is None else after_mlp[0],
+        rotates=rotates,
+        call=r.call,
+    )
+
+
+def _matrix(call: ModuleCall, given: Tensor) -> Matrix | None:
+    """The matrix of a module that multiplies ``given`` by it; transposed where it is stored [K, N],
+    as in GPT-2.
+    """
+    own = dict(call.module.named_parameters(recurse=False))
+    weights = [p.data for p in own.values() if p.dim() == 2]
+    biases = [p.data for p in own.values() if p.dim() == 1]
+    if len(weights) != 1 or len(weights) + len(biases) != len(own) or len(biases) > 1:
+        return None
+    if not close(call.input.reshape(-1, call.input.shape[-1]), given):
+        return None
+    bias = biases[0] if biases else None
+    result = call.output.reshape(given.shape[0], -1)
+    for weight in (weights[0], weights[0].T):
+        if weight.shape == (result.shape[1], given.shape[1]):
+            product = given @ weight.T
+            if close(result, product if bias is None else product + bias):
+                return Matrix(call.module, weight, bias)
+    return None
+
+
+def _may_be_norm(call: ModuleCall) -> bool:
+    return all(parameter.dim() == 1 for parameter in call.module.parameters(recurse=False))
+
+
+def _norm(call: ModuleCall) -> Norm:
+    """The norm that a module computes, found by its results. Its epsilon is one of its numbers; it
+    decides the result for small inputs, so those are tried too.
+    """
+    own = list(call.module.parameters(recurse=False))
+    x = call.input
+    if len(own) != 1 or own[0].shape != x.shape[-1:]:
+        kind = type(call.module).__name__
+        raise DoesNotFitError(f"its norm {kind} is not a root-mean-square norm with one weight")
+    for eps in {value for value in vars(call.module).values() if isinstance(value, float)}:
+        small = x / x.square().mean().sqrt() * eps**0.5
+        for offset in (0.0, 1.0):
+            norm = Norm(own[0].data, eps, offset)
+            if all(close(call.module(y), reference.norm(y, norm)[0]) for y in (x, small)):
+                return norm
+    kind = type(call.module).__name__
+    raise DoesNotFitError(f"its norm {kind} is not a root-mean-square norm")
+
+
+def _head_norms(calls: _Calls, dim: int) -> tuple[Norm | None, Norm | None]:
+    """The norms of each query and each key head: none, or both in this order."""
+    if not calls.left:
+        return None, None
+    if len(calls.left) != 2 or any(call.input.shape[-1] != dim for call in calls.left):
+        calls.check_empty()
+    first, second = map(_norm, calls.left)
+    return first, second
+
+
+def _check_projections(
+    r: Recording, results: Iterable[Tensor], q_norm: Norm | None, k_norm: Norm | None
+) -> bool:
+    """Check that attention gets the projections in the order query, key, value, rotated as the
+    reference does it, or not at all. Returns whether they are rotated.
+    """
+    qkv = torch.cat([r.input[:, :0], *results], dim=1)
+    tokens, kv, dim = r.key.shape
+    width = (r.query.shape[1] + 2 * kv) * dim
+    if r.value.shape == r.key.shape and qkv.shape[1] == width:
+        slots = torch.arange(tokens, device=qkv.device)
+        for cos, sin in (r.rope, (qkv[:, :0], qkv[:, :0])):
+            if cos.shape[1] > dim or cos.shape[1] % 2:
+                continue
+            keys, values = (qkv.new_zeros(1, tokens, kv, dim) for _ in range(2))
+            query = reference.rope_write(qkv, cos, sin, slots, keys, values, q_norm, k_norm)
+            pairs = ((query, r.query), (keys[0], r.key), (values[0], r.value))
+            if all(close(got, want) for got, want in pairs):
+                return cos.shape[1] > 0
+    raise DoesNotFitError("its queries and keys are not projected and rotated as Llama's")
+
+
+def _mlp(calls: _Calls, normed: Tensor) -> tuple[list[Matrix], Activation, Tensor]:
+    """The matrices of gate and up in this order, the activation, and the product of both [T, I]."""
+    found = calls.matrices(normed)
+    results = [result for _, result in found]
+    orders = [(0, 1), (1, 0)] if len(found) == 2 else [(0,)]
+    for order in orders if len(found) in (1, 2) else ():
+        gate_up = torch.cat([results[i] for i in order], dim=1)
+        for activation in get_args(Activation):
+            if gate_up.shape[1] % 2:
+                continue
+            product = reference.gated(gate_up, activation)
+            if any(
+                call.input.shape[-1] == product.shape[1]
+                and close(call.input.reshape(-1, product.shape[1]), product)
+                for call in calls.left
+            ):
+                return [found[i][0] for i in order], activation, product
+    raise DoesNotFitError(NOT_GATED)

@@ -1,0 +1,240 @@
+"""Decoder layers fused by structure: which fit, that they compute the same, and what is refused."""
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+from torch import Tensor
+
+from fairlead_kernels import reference
+from fairlead_kernels.backend import pick
+from fairlead_kernels.cpu_layers import LayerChain
+from fairlead_kernels.layer import LayerOperations, Packed
+from fairlead_kernels.library import NotAvailableError
+from fairlead_runtime.device import fusion, profiling, selftest
+from fairlead_runtime.device.fusion import fuse
+from fairlead_runtime.device.paged_model import PagedModel
+from fairlead_runtime.models import tiny
+from fairlead_runtime.models.model_error import SelfTestError
+from support.engine_rig import paged
+
+EVERY = (*tiny.FAMILIES, *tiny.VARIANTS, *tiny.SIZED, *tiny.UNLISTED)
+# Families that do not fit, and a part of the reason.
+NO_NORM = "does not normalize the input of its attention"
+NO_RMS = "is not a root-mean-square norm"
+NO_GATE = "is not gated by SiLU or GELU"
+ROPE = "are not projected and rotated as Llama's"
+REFUSED: dict[str, str] = {
+    **dict.fromkeys(("gpt2", "gpt_neox", "starcoder2", "gpt_bigcode", "opt", "persimmon"), NO_RMS),
+    **dict.fromkeys(("cohere", "cohere2", "nemotron", "phi", "phimoe", "stablelm"), NO_RMS),
+    **dict.fromkeys(("olmo", "olmo2", "olmo3", "exaone4"), NO_NORM),
+    **dict.fromkeys(("ernie4_5", "glm", "glm4", "gpt_oss", "helium", "hunyuan_v1_dense"), ROPE),
+    **dict.fromkeys(("apertus", "arcee"), NO_GATE),
+    **dict.fromkeys(("qwen3_moe", "mixtral", "granitemoe", "qwen2_moe"), NO_GATE),
+    "olmoe": "it computes with OlmoeRMSNorm",
+}
+
+
+def attention(model: PagedModel) -> Any:
+    return pick(model.heads, model.device, "torch").attention
+
+
+def kernels_of(model: PagedModel, kernels: str) -> tuple[Any, LayerOperations]:
+    """Attention and operations; C++ ones only where they are built."""
+    if kernels == "reference":
+        return attention(model), reference
+    try:
+        choice = pick(model.heads, model.device, "cpu")
+    except NotAvailableError as error:
+        pytest.skip(str(error))
+    assert choice.operations is not None
+    return choice.attention, choice.operations
+
+
+@pytest.mark.parametrize("kernels", ["reference", "cpu"])
+@pytest.mark.parametrize("family", EVERY)
+def test_a_layer_is_fused_where_it_fits_and_the_reason_is_said_where_not(
+    family: str, kernels: str
+) -> None:
+    model = paged(family)
+    attention, operations = kernels_of(model, kernels)
+    expected, size = selftest.Expected.of(model, 512), model.weight_bytes
+    fused = fuse(model, operations)
+    assert fused.layers == len(model.windows)
+    assert fused.fused == (0 if family in REFUSED else fused.layers)
+    assert REFUSED.get(family, "") in fused.reason
+    assert bool(fused.reason) == (family in REFUSED)
+    assert selftest.check(model, attention, expected).delta < 1e-4
+    assert model.weight_bytes == size, "packed weights replace those of the model"
+
+
+def altered(**functions: Callable[..., Tensor | Packed]) -> LayerOperations:
+    """The reference with other functions in place of its own."""
+    names = ("name", "pack", "linear", "norm", "rope_write", "gated")
+    own = {name: getattr(reference, name) for name in names}
+    return cast("LayerOperations", SimpleNamespace(**own | functions))
+
+
+def without_bias(x: Tensor, weight: Packed, _bias: Tensor | None = None) -> Tensor:
+    return reference.linear(x, weight)
+
+
+def test_a_layer_whose_fused_operations_give_other_results_keeps_its_own_code() -> None:
+    model = paged("qwen2")
+    expected = selftest.Expected.of(model, 512)
+    fused = fuse(model, altered(linear=without_bias))
+    assert str(fused) == "fused 0/3 layers (layer 0: its fused layer gives other results)"
+    assert selftest.check(model, attention(model), expected).delta < 1e-4
+
+
+def test_the_self_test_judges_the_fused_layers() -> None:
+    model = paged("qwen2")
+    expected = selftest.Expected.of(model, 512)
+    operations = altered()
+    fuse(model, operations)
+    cast("Any", operations).linear = without_bias
+    with pytest.raises(SelfTestError):
+        selftest.check(model, attention(model), expected)
+
+
+def double(_module: Any, _inputs: Any, output: Any) -> Any:
+    return (2 * output[0], *output[1:]) if isinstance(output, tuple) else 2 * output
+
+
+# Changes of a llama layer of which no name of a module or a class tells.
+CHANGES: dict[str, tuple[Callable[[Any], None], str]] = {
+    "attention": (lambda layer: layer.self_attn.o_proj.register_forward_hook(double), "no single"),
+    "a norm": (lambda layer: layer.input_layernorm.register_forward_hook(double), NO_RMS),
+    "values": (lambda layer: layer.self_attn.v_proj.register_forward_hook(double), "Linear"),
+    "activation": (lambda layer: setattr(layer.mlp, "act_fn", torch.nn.ReLU()), NO_GATE),
+    "the result": (
+        lambda layer: layer.register_forward_hook(lambda _m, _i, out: out.clamp(-1, 1)),
+        "does not return the residual plus its MLP",
+    ),
+    "more weights": (
+        lambda layer: setattr(layer.mlp, "act_fn", torch.nn.PReLU()),
+        NO_GATE,
+    ),
+    "shared weights": (
+        lambda layer: setattr(layer.mlp.up_proj, "weight", layer.mlp.gate_proj.weight),
+        "shares weights",
+    ),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_layer_that_computes_something_else_is_not_fused(change: str) -> None:
+    model = paged("llama")
+    apply, reason = CHANGES[change]
+    layers: Any = model.model.model
+    apply(layers.layers[1])
+    expected = selftest.Expected.of(model, 512)
+    fused = fuse(model, reference)
+    assert fused.fused == 2
+    assert fused.reason.startswith("layer 1: ")
+    assert reason in fused.reason
+    assert selftest.check(model, attention(model), expected).delta < 1e-4
+
+
+def test_a_query_that_changes_only_at_large_positions_is_not_fused() -> None:
+    model = paged("llama")
+    layers: Any = model.model.model
+    q_proj, positions = layers.layers[0].self_attn.q_proj, list[Tensor]()
+    run = PagedModel.run
+    q_proj.register_forward_hook(
+        lambda _m, _i, out: out * torch.where(positions[-1] < 512, 1.0, 1.1)[None, :, None]
+    )
+
+    def remember(self: PagedModel, ids: Tensor, at: Tensor, step: Any) -> Tensor:
+        positions.append(at)
+        return run(self, ids, at, step)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(PagedModel, "run", remember)
+        assert fuse(model, reference).fused == 2
+
+
+def test_a_residual_multiplier_becomes_part_of_the_weights() -> None:
+    model = paged("granite", residual_multiplier=0.3)
+    expected = selftest.Expected.of(model, 512)
+    assert str(fuse(model, reference)) == "fused 3/3 layers"
+    assert selftest.check(model, attention(model), expected).delta < 1e-4
+
+
+def test_transformers_cannot_run_a_model_whose_weights_are_packed() -> None:
+    model = paged("llama")
+    fuse(model, reference)
+    with pytest.raises(RuntimeError, match="packed"), model.plain():
+        pass
+    with pytest.raises(RuntimeError, match=r"PagedModel\.forward"):
+        model.model(input_ids=torch.tensor([[3]]))
+
+
+def test_one_layer_at_a_time_is_held_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = paged("llama")
+    layer = sum(p.nbytes for p in cast("Any", model.model.model).layers[0].parameters())
+    before, peaks = model.weight_bytes, []
+
+    def pack(weights: Any) -> Packed:
+        packed = reference.pack(weights)
+        peaks.append(model.weight_bytes + packed.nbytes - before)
+        return packed
+
+    fuse(model, altered(pack=pack))
+    assert 0 < max(peaks) <= layer
+
+
+def test_the_profiling_run_measures_fused_layers() -> None:
+    limits = {"max_batch_tokens": 64, "max_requests": 8, "max_model_len": 512}
+    plain, fused = paged("llama"), paged("llama")
+    fuse(fused, reference)
+    profiles = [profiling.profile(m, attention(m), **limits).measured for m in (plain, fused)]
+    assert profiles[0].keys() == profiles[1].keys()
+    assert profiles[1]["activations"] > 0
+
+
+@pytest.mark.parametrize("kernels", ["reference", "cpu"])
+@pytest.mark.parametrize("family", ["llama", "gemma3_text"])
+def test_layers_run_together_up_to_one_that_does_not_fit(family: str, kernels: str) -> None:
+    model = paged(family)
+    attention, operations = kernels_of(model, kernels)
+    layers: Any = model.model.model
+    layers.layers[1].mlp.act_fn = torch.nn.ReLU()
+    expected = selftest.Expected.of(model, 512)
+    assert fuse(model, operations).fused == len(model.windows) - 1
+    assert selftest.check(model, attention, expected).delta < 1e-4
+
+
+def test_all_layers_are_one_call_of_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = paged("gemma3_text")  # two layer groups, two rotary embeddings
+    attention, operations = kernels_of(model, "cpu")
+    expected, calls = selftest.Expected.of(model, 512), list[int]()
+    run = LayerChain.run
+
+    def counted(self: LayerChain, x: Tensor, **step: Any) -> Tensor:
+        calls.append(len(step["caches"]))
+        return run(self, x, **step)
+
+    monkeypatch.setattr(LayerChain, "run", counted)
+    fuse(model, operations)
+    passes = list[int]()
+    model.model.register_forward_hook(lambda *_: passes.append(1))
+    selftest.check(model, attention, expected)
+    assert calls == [4] * len(passes)
+
+
+def test_the_page_on_models_names_the_families_that_are_fused() -> None:
+    page = (Path(__file__).parents[3] / "docs/models.md").read_text()
+    row = next(line for line in page.splitlines() if line.startswith("| fused |"))
+    named = re.findall(r"`(\w+)`", row)
+    assert set(named) == set(EVERY) - set(tiny.VARIANTS) - set(REFUSED)
+
+
+def test_without_operations_no_layer_is_fused() -> None:
+    model = paged("llama")
+    assert str(fuse(model, None)) == "fused 0/3 layers"
+    assert fusion.Fusion(3, 3).reason == ""

@@ -1,0 +1,70 @@
+"""Which kernels a start takes, and what it refuses."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from fairlead_kernels import cpu
+from fairlead_kernels.attention import Heads
+from fairlead_kernels.backend import pick
+from fairlead_kernels.library import NotAvailableError
+from fairlead_runtime.config import ConfigError, EngineConfig
+from fairlead_runtime.sizing.terms import GIB, DeviceFacts
+from fairlead_runtime.start import build
+
+DEMO = Path(build.__file__).parents[1] / "demo"
+HEADS = Heads(4, 2, 8, 8, torch.float32)
+CPU = DeviceFacts("cpu", 8 * GIB)
+
+
+@pytest.fixture
+def _not_built(monkeypatch: pytest.MonkeyPatch) -> None:
+    def load(_instruction_set: str | None = None) -> cpu.CpuOperations:
+        raise NotAvailableError("they are not built")
+
+    monkeypatch.setattr(cpu, "load", load)
+
+
+@pytest.mark.usefixtures("_not_built")
+def test_cpu_is_refused_before_the_model_loads_where_the_kernels_are_not_built() -> None:
+    with pytest.raises(ConfigError, match="--kernels: cpu: they are not built") as error:
+        build.check(DEMO, EngineConfig(kernels="cpu"), CPU)
+    assert (error.value.field, error.value.hint) == ("kernels", "use auto or torch")
+
+
+@pytest.mark.usefixtures("_not_built")
+def test_auto_takes_plain_torch_and_says_why() -> None:
+    choice = pick(HEADS, torch.device("cpu"))
+    assert choice.operations is None
+    assert str(choice).startswith("torch (plain torch on ")
+    assert str(choice).endswith("; no C++ kernels: they are not built)")
+
+
+@pytest.mark.parametrize(
+    ("config", "device", "reason"),
+    [
+        (EngineConfig(kernels="cpu", dtype="bfloat16"), CPU, "compute in float32, the model in bf"),
+        (EngineConfig(kernels="cpu"), DeviceFacts("cuda", 80 * GIB), "the model runs on cuda"),
+    ],
+)
+def test_cpu_is_refused_for_a_model_that_these_kernels_cannot_serve(
+    config: EngineConfig, device: DeviceFacts, reason: str
+) -> None:
+    with pytest.raises(ConfigError, match=reason) as error:
+        build.check(DEMO, config, device)
+    assert error.value.field == "kernels"
+
+
+def test_torch_is_taken_without_a_look_at_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(cpu, "load")
+    choice = pick(HEADS, torch.device("cpu"), "torch")
+    assert (choice.operations, choice.attention.name) == (None, "torch")
+
+
+def test_the_fastest_kernels_are_named_by_their_instruction_set() -> None:
+    try:
+        name = cpu.load().name
+    except NotAvailableError as error:
+        pytest.skip(str(error))
+    assert str(pick(HEADS, torch.device("cpu"))) == name
