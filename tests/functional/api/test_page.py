@@ -142,24 +142,24 @@ def test_the_page_shows_the_batch_the_queue_the_blocks_and_the_rates(
             assert re.fullmatch(r"[\d.]+ %", text(page, element))
         for element in ("ttft", "itl"):
             assert re.fullmatch(r"[\d.]+ m?s", text(page, element))
-        why = page.value(
-            "[...document.querySelectorAll('#queue tbody td:last-child')].map("
-            "(cell) => cell.textContent)"
+        page.until(
+            "[...document.querySelectorAll('#queue tbody td:last-child')].some((cell) => "
+            f"cell.textContent.includes('fewer than {RUNNING} requests'))"
         )
-        assert any(f"fewer than {RUNNING} requests" in reason for reason in why)
-        assert {"160 blocks, of 8 tokens"} == {text(page, "map-more")}
+        assert text(page, "map-more") == "160 blocks, of 8 tokens"
         assert page.value("cells.length") == 160
-        page.until(f"live.size === {RUNNING}")
-        lanes = page.value("[...live.values()].map((bar) => bar.lane).sort()")
-        assert lanes == list(range(RUNNING)), "a lane each"
-        hinted = page.value(
+        lanes = "[...live.values()].map((bar) => bar.lane).sort().join()"
+        page.until(f"{lanes} === '{','.join(map(str, range(RUNNING)))}'")
+        point = (
             "(() => { const place = cells.findIndex((run) => run.references > 1);"
             "const event = new MouseEvent('mousemove');"
             "Object.defineProperties(event, { offsetX: { value: place % columns * side + 1 },"
             "  offsetY: { value: Math.floor(place / columns) * side + 1 } });"
             "at('map').dispatchEvent(event); return at('hint').textContent; })()"
         )
-        assert re.fullmatch(r"\d+: held by \d sequences of [0-9a-f]{8}(, [0-9a-f]{8})*", hinted)
+        page.until(
+            f"/^\\d+: held by \\d sequences of [0-9a-f]{{8}}(, [0-9a-f]{{8}})*$/.test({point})"
+        )
         for canvas in ("map", "lanes"):
             assert colors(page, canvas) > RUNNING, canvas
         assert SECRET not in page.value("document.documentElement.outerHTML")
