@@ -90,7 +90,7 @@ gpu: setup ## what needs an NVIDIA GPU
 
 lock: $(BIN)/uv ## renew requirements.lock
 	$(BIN)/uv pip compile --quiet -p $(BIN)/python --universal --generate-hashes --no-emit-index-url --no-header --upgrade \
-	  --group test --extra operator --extra runtime pyproject.toml -o requirements.lock
+	  --group test --extra operator --extra runtime --extra tracing pyproject.toml -o requirements.lock
 
 clean: ## remove .venv and caches
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

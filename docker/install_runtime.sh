@@ -7,12 +7,12 @@ venv=$1 device=$2
 select="python3 /build/select_lock.py --without triton --without setuptools"
 case $device in
 cuda)
-    $select --extra runtime /build | sh /build/install.sh "$venv"
+    $select --extra runtime --extra tracing /build | sh /build/install.sh "$venv"
     ;;
 cpu)
     # Of the GPU libraries only CUDA's own runtime stays (trim_torch.py).
     {
-        $select --extra runtime --without 'nvidia-*' --without 'cuda-*' /build
+        $select --extra runtime --extra tracing --without 'nvidia-*' --without 'cuda-*' /build
         $select --only nvidia-cuda-runtime /build
     } | sh /build/install.sh "$venv"
     packages=$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')

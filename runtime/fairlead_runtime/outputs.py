@@ -129,6 +129,7 @@ class ChoiceEvent(NamedTuple):
     message: str = ""
     error: ServiceError | None = None  # ends the whole request
     cached: int = 0  # prompt tokens found in the prefix cache
+    started: float = 0.0  # of the request's first step, on the engine's clock; with a token
     # of the prompt's tokens from the second on, with the first token of the first choice
     prompt: tuple[TokenLogprobs, ...] = ()
 
@@ -282,6 +283,21 @@ class EngineSnapshot:
     preparing: int = 0
 
 
+@dataclass(slots=True)
+class StreamTimes:
+    """The times of one submission, on the machine's monotonic clock, in seconds; None: not yet.
+    ``tokens``: of all choices together.
+    """
+
+    submitted: float = 0.0
+    started: float | None = None  # its first step
+    first_token: float | None = None
+    last_token: float | None = None
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    tokens: int = 0
+
+
 class OutputStream(Protocol):
     """The outputs of one submission, all choices interleaved; ends after every choice has finished.
 
@@ -294,6 +310,8 @@ class OutputStream(Protocol):
 
     @property
     def cached_tokens(self) -> int: ...
+    @property
+    def times(self) -> StreamTimes: ...
     def __aiter__(self) -> Self: ...
     async def __anext__(self) -> Output: ...
     async def aclose(self) -> None: ...

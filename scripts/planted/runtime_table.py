@@ -395,7 +395,7 @@ BUGS = (
     PackageBug(
         "cached tokens are forgotten at the next event",
         f"{RUNTIME}/serving/stream.py",
-        "event.cached or self.cached_tokens",
+        "event.cached or times.cached_tokens",
         "event.cached",
         ("unit/serving/test_stream.py",),
     ),

@@ -96,7 +96,8 @@ def test_the_base_dependencies_hold_neither_torch_nor_kopf() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     names = {re.split(r"[<>=\[ ]", line)[0] for line in project["dependencies"]}
     assert names <= {"pyyaml", "tqdm"}
-    assert {"operator", "runtime", "cuda"} == set(project["optional-dependencies"])
+    extras = set(project["optional-dependencies"])
+    assert extras == {"operator", "runtime", "tracing", "cuda"}
 
 
 def test_every_lint_exception_has_a_reason() -> None:

@@ -28,6 +28,7 @@ from fairlead_runtime.outputs import (
     Health,
     Output,
     RequestView,
+    StreamTimes,
     Submission,
 )
 from fairlead_runtime.request import FinishReason, RequestError
@@ -46,6 +47,7 @@ class FakeStream:
     def __init__(self, service: "FakeService", submission: Submission) -> None:
         self.request_id = submission.id
         self.cached_tokens = 3
+        self.times = StreamTimes()
         self._service = service
         self._submission = submission
         self._outputs = self._script()

@@ -28,6 +28,7 @@ from fairlead_runtime.api.page import Page
 from fairlead_runtime.api.state import ServerState
 from fairlead_runtime.api.strict_body import check_model
 from fairlead_runtime.api.tokenize import TokenizeRoutes
+from fairlead_runtime.api.tracing import Traced
 from fairlead_runtime.outputs import ServiceError
 from fairlead_runtime.request import RequestError
 
@@ -53,17 +54,15 @@ def public_app(state: ServerState, pool: PromptPool, keys: KeyRing | None = None
     tokens = TokenizeRoutes(state, pool)
     app.router.routes.append(Route("/tokenize", tokens.tokenize, methods=["POST"]))
     app.router.routes.append(Route("/detokenize", tokens.detokenize, methods=["POST"]))
-    app.router.routes.append(
-        Route(
-            "/v1/completions", EndpointHandler(state, COMPLETIONS, pool, salter), methods=["POST"]
-        )
-    )
-    app.router.routes.append(
-        Route("/v1/chat/completions", EndpointHandler(state, CHAT, pool, salter), methods=["POST"])
-    )
-    app.router.routes.append(
-        Route("/v1/responses", EndpointHandler(state, RESPONSES, pool, salter), methods=["POST"])
-    )
+    for path, endpoint in (
+        ("/v1/completions", COMPLETIONS),
+        ("/v1/chat/completions", CHAT),
+        ("/v1/responses", RESPONSES),
+    ):
+        route: ASGIApp = EndpointHandler(state, endpoint, pool, salter)
+        if state.tracing is not None:
+            route = Traced(route, state.tracing)
+        app.router.routes.append(Route(path, route, methods=["POST"]))
     app.add_api_route("/healthz", probes.healthz, methods=["GET"])
     for path in READINESS:
         app.add_api_route(path, probes.readyz, methods=["GET"])

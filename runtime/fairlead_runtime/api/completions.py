@@ -40,6 +40,8 @@ from fairlead_runtime.api.responses.bodies import response
 from fairlead_runtime.api.responses.encoder import ResponseEncoder
 from fairlead_runtime.api.shown_prompts import ShownPrompts
 from fairlead_runtime.api.state import Backend, ServerState
+from fairlead_runtime.api.tracing import SCOPE as TRACE
+from fairlead_runtime.api.tracing import Trace
 from fairlead_runtime.outputs import Output, OutputStream, Submission
 from fairlead_runtime.request import NOTHING_ALLOWED, FinishReason, RequestError
 from fairlead_runtime.structured import FAILED, PARAM
@@ -56,16 +58,19 @@ _JSON = [(b"content-type", b"application/json")]
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """The differences between the routes. ``prefix``: of an answer's id."""
+    """The differences between the routes. ``prefix``: of an answer's id. ``operation``: in traces,
+    as OpenTelemetry's conventions for generative AI name it.
+    """
 
     prefix: str
+    operation: str
     validate: Validate
     encoder: Callable[[Frame], Encoder]
 
 
-CHAT = Endpoint("chatcmpl-", request_bodies.chat, ChatEncoder)
-COMPLETIONS = Endpoint("cmpl-", request_bodies.completion, CompletionEncoder)
-RESPONSES = Endpoint("resp_", response, ResponseEncoder)
+CHAT = Endpoint("chatcmpl-", "chat", request_bodies.chat, ChatEncoder)
+COMPLETIONS = Endpoint("cmpl-", "text_completion", request_bodies.completion, CompletionEncoder)
+RESPONSES = Endpoint("resp_", "chat", response, ResponseEncoder)
 
 
 class EndpointHandler:
@@ -112,6 +117,7 @@ class EndpointHandler:
         backend.replies.check(request.tools.use)
         usage = Usage(prompt=sum(map(len, prepared.prompts)))
         encoder = self._endpoint.encoder(self._frame(backend, prepared, usage))
+        trace: Trace | None = scope.get(TRACE)
         async with AsyncExitStack() as running:
             take = running.enter_context(self._pool.answers.hold())
             whole = self._endpoint is RESPONSES or not request.stream
@@ -126,6 +132,10 @@ class EndpointHandler:
                 )
                 for submission in self._submissions(scope, backend, prepared)
             ]
+            if trace is not None:
+                trace.operation, trace.params = self._endpoint.operation, request.params
+                trace.prompt_tokens = usage.prompt
+                trace.streams = [(stream.request_id, stream.times) for stream in streams]
             generation = _Generation(
                 streams,
                 request.params.n,
@@ -139,6 +149,8 @@ class EndpointHandler:
                 else _JsonAnswer(generation, encoder, self._pool)
             )
             last = await answer.write(send)
+            if trace is not None and answer.failure is not None:
+                trace.failure = answer.failure.code
         # Sent last: the client may disconnect as soon as it has it.
         await send({"type": "http.response.body", "body": last, "more_body": False})
 
@@ -277,6 +289,8 @@ def _without_tokens(output: Output) -> Output:
 class _JsonAnswer:
     """The answer as one JSON body."""
 
+    failure = None  # is raised
+
     def __init__(self, generation: _Generation, encoder: Encoder, pool: PromptPool) -> None:
         self._generation = generation
         self._encoder = encoder
@@ -317,6 +331,7 @@ class _StreamedAnswer:
         self._encoder = encoder
         self._pool = pool
         self._started = False
+        self.failure: errors.ApiError | None = None  # after the first byte
 
     async def write(self, send: Send) -> bytes:
         """Send all events but the last and return that. Raises only before the first byte."""
@@ -334,7 +349,8 @@ class _StreamedAnswer:
             if not self._started:
                 raise
             log_late_failure(error)
-            return self._encoder.failure(errors.from_exception(error))
+            self.failure = errors.from_exception(error)
+            return self._encoder.failure(self.failure)
         return self._encoder.ending(self._generation.usage)
 
     async def _encode(self, index: int, output: Output) -> bytes:

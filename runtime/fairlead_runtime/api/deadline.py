@@ -4,7 +4,7 @@ import asyncio
 from typing import Self
 
 from fairlead_runtime.api.errors import ApiError
-from fairlead_runtime.outputs import Output, OutputStream
+from fairlead_runtime.outputs import Output, OutputStream, StreamTimes
 
 
 class TimedStream:
@@ -20,6 +20,10 @@ class TimedStream:
     @property
     def cached_tokens(self) -> int:
         return self._stream.cached_tokens
+
+    @property
+    def times(self) -> StreamTimes:
+        return self._stream.times
 
     def __aiter__(self) -> Self:
         return self

@@ -17,6 +17,7 @@ from fairlead_runtime.api.http_load import HttpLoad
 from fairlead_runtime.api.key_file import KeyRing
 from fairlead_runtime.api.tls import Certificates
 from fairlead_runtime.api.tools.formats import PLAIN, ReplyFormat
+from fairlead_runtime.api.tracing import Tracing
 from fairlead_runtime.outputs import EngineClient, Health
 from fairlead_runtime.serving.detokenize import Vocabulary
 from fairlead_runtime.serving.metrics import FrontReport
@@ -52,6 +53,7 @@ class ServerState:
     source: str = ""  # where the model came from, shown by /v1/models
     keys: KeyRing | None = None  # API keys of the public port; None: it needs no key
     certificates: Certificates | None = None  # TLS of the public port; None: it has none
+    tracing: Tracing | None = None  # where the environment asks for traces
     load: HttpLoad | None = None  # of the HTTP process, once the ports are open
     cors_origin: str = ""  # whose pages may read answers of the public port; empty: no other's
     created: int = field(default_factory=lambda: int(time.time()))

@@ -254,9 +254,11 @@ class Engine:
         self.idle = not (work.rows or work.offload or work.restore or work.copies)
         self.progress.begin(sum(row.count for row in work.rows))
         if self._waiting_since:
+            now = self._now()
             for row in work.rows:
                 if self._stops_waiting(row.sequence.request):
-                    self._live[row.sequence.request.id].cached = row.start
+                    live = self._live[row.sequence.request.id]
+                    live.cached, live.started = row.start, now
         self._executor.copy(work)
         return run_isolated(self._executor, work)
 
@@ -301,14 +303,15 @@ class Engine:
         for event in events:
             request_id, choice = event.sequence.request.id, event.sequence.choice
             if isinstance(event, Token):
-                finish, cached = event.finish, self._live[request_id].cached
+                finish, live = event.finish, self._live[request_id]
                 choice_event = ChoiceEvent(
                     request_id,
                     choice,
                     event.token,
                     event.logprobs,
                     finish,
-                    cached=cached,
+                    cached=live.cached,
+                    started=live.started,
                     prompt=event.prompt,
                 )
             else:

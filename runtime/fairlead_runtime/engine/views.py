@@ -20,6 +20,7 @@ class LiveRequest:
     open: set[int]  # choices without a finish reason
     sequences: tuple[Sequence, ...] = ()
     cached: int = 0  # prompt tokens that its first step found in the prefix cache
+    started: float = 0.0  # when its first step began, on the engine's clock
 
 
 def request_views(

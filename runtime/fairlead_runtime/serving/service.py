@@ -26,6 +26,7 @@ from fairlead_runtime.outputs import (
     RequestView,
     ServiceError,
     SlowReader,
+    StreamTimes,
     Submission,
 )
 from fairlead_runtime.request import Request, RequestError, SamplingParams
@@ -150,7 +151,8 @@ class Service:
     def _start(self, request: Request, submission: Submission, *, bounded: bool) -> Stream:
         params = submission.params
         choices = {i: ChoiceText(i, submission, self._vocabulary) for i in range(params.n)}
-        stream = Stream(request.id, self, choices)
+        times = StreamTimes(submitted=self._now(), prompt_tokens=len(request.prompt))
+        stream = Stream(request.id, self, choices, times)
         self._engine.submit(request, bounded=bounded)
         self._streams[request.id] = stream
         if bounded:

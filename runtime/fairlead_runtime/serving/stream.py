@@ -8,7 +8,7 @@ import asyncio
 from collections import deque
 from typing import Protocol, Self
 
-from fairlead_runtime.outputs import ChoiceEvent, Output, ServiceError, SlowReader
+from fairlead_runtime.outputs import ChoiceEvent, Output, ServiceError, SlowReader, StreamTimes
 from fairlead_runtime.serving.choice import ChoiceText
 
 MAX_UNREAD_BYTES = 256 * 1024  # of one request, roughly counted
@@ -28,10 +28,14 @@ class Stream:
     """The outputs of one submission; see outputs.OutputStream."""
 
     def __init__(
-        self, request_id: str, service: StreamOwner, choices: dict[int, ChoiceText]
+        self,
+        request_id: str,
+        service: StreamOwner,
+        choices: dict[int, ChoiceText],
+        times: StreamTimes | None = None,
     ) -> None:
         self.request_id = request_id
-        self.cached_tokens = 0
+        self.times = times or StreamTimes()
         self._service = service
         self._choices = choices
         self._unfinished = set(choices)  # choices that the engine has not finished
@@ -45,6 +49,10 @@ class Stream:
         self._unread_bytes = 0  # that came after the reader's first chance to read
         self._unread_since: float | None = None  # time of that chance; None before it
         self._unread_turn = 0  # the turn of the first unread event
+
+    @property
+    def cached_tokens(self) -> int:
+        return self.times.cached_tokens
 
     def __aiter__(self) -> Self:
         return self
@@ -90,6 +98,8 @@ class Stream:
             self._unfinished.clear()
             self.end(event.error)
             return True
+        if event.token is not None:
+            self._count(event, now)
         if event.finish is not None:
             self._unfinished.discard(event.choice)
         if self._error is None:
@@ -101,10 +111,17 @@ class Stream:
                 self._unread_bytes += EVENT_BYTES * (
                     1 + (len(event.logprobs.top_ids) if event.logprobs else 0)
                 )
-            self.cached_tokens = event.cached or self.cached_tokens
             if self._waits and not self._making:
                 self._make_text()
         return not self._unfinished
+
+    def _count(self, event: ChoiceEvent, now: float) -> None:
+        times = self.times
+        if times.first_token is None:
+            times.first_token, times.started = now, event.started
+        times.last_token = now
+        times.tokens += 1
+        times.cached_tokens = event.cached or times.cached_tokens
 
     def end(self, error: Exception) -> None:
         """Take no more events. Earlier ones can still be read, except after SlowReader."""

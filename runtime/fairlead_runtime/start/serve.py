@@ -24,6 +24,7 @@ from fairlead_runtime.api.key_file import KeyRing
 from fairlead_runtime.api.state import Backend, ServerState
 from fairlead_runtime.api.tls import Certificates
 from fairlead_runtime.api.tools.formats import ReplyFormat, reply_format
+from fairlead_runtime.api.tracing import Tracing
 from fairlead_runtime.config import EngineConfig
 from fairlead_runtime.grammar.checker import Checker
 from fairlead_runtime.grammar.compile import TokenizerFacts
@@ -73,8 +74,13 @@ def run(model: str, config: EngineConfig, host: str, port: int, admin_port: int)
         keys=keys,
         certificates=tls,
         cors_origin=config.cors_origin,
+        tracing=Tracing.of(config.served_name or model, os.environ),
     )
-    drained = asyncio.run(_serve(state, listeners, model, config))
+    try:
+        drained = asyncio.run(_serve(state, listeners, model, config))
+    finally:
+        if state.tracing is not None:
+            state.tracing.close()
     message = f"{drained.finished} running requests finished, {drained.aborted} were cut off"
     line = termination.json_line("Drained", message, **drained._asdict())
     termination.write_log(line, os.environ)
