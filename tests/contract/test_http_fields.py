@@ -1,0 +1,75 @@
+"""The tables of fields in docs/http.md have every field that a body may have, and no other."""
+
+import re
+from collections.abc import Iterable
+from pathlib import Path
+
+import pytest
+from pydantic import BaseModel
+
+from fairlead_runtime.api import request_bodies, tokenize
+from fairlead_runtime.api.messages import Message
+from fairlead_runtime.api.request_bodies import ChatBody, CompletionBody, StreamOptions
+from fairlead_runtime.api.responses import bodies
+from fairlead_runtime.api.responses.bodies import ResponseBody
+
+PAGE = (Path(__file__).parents[2] / "docs" / "http.md").read_text()
+
+
+def tables(section: str) -> list[list[list[str]]]:
+    """The cells of each table of a section, by row, without the heads."""
+    text = PAGE.split(f"\n## {section}\n")[1].split("\n## ")[0]
+    found: list[list[list[str]]] = []
+    for block in re.findall(r"(?:^\|.*\n)+", text, re.MULTILINE):
+        rows = [re.split(r"(?<!\\) ?\| ?", line.strip("|\n ")) for line in block.splitlines()]
+        found.append(rows[2:])
+    return found
+
+
+def named(table: Iterable[list[str]], *, route: str = "") -> set[str]:
+    """The fields in the first cells; with ``route`` without those of another route."""
+    fields: set[str] = set()
+    for first, *_ in table:
+        other = re.search(r"\((\w+)\)$", first)
+        if not (route and other) or (other and other[1] == route):
+            fields |= set(re.findall(r"`([a-z_.]+)`", first))
+    return fields
+
+
+def fields(*kinds: type[BaseModel]) -> set[str]:
+    return {name for kind in kinds for name in kind.model_fields}
+
+
+FIELDS, REFUSED, MESSAGES = tables("Fields")
+
+
+@pytest.mark.parametrize(("route", "kind"), [("chat", ChatBody), ("completions", CompletionBody)])
+def test_the_table_has_every_field_of_a_generating_route(route: str, kind: type[BaseModel]) -> None:
+    options = {f"stream_options.{name}" for name in fields(StreamOptions)}
+    assert named(FIELDS, route=route) == fields(kind) - {"stream_options"} | options
+    refused = {name for name in request_bodies._UNSUPPORTED if name not in kind.model_fields}
+    assert named(REFUSED, route=route) == refused
+
+
+def test_every_field_has_a_default_values_and_a_convention() -> None:
+    for row in FIELDS:
+        assert len(row) == 4, row
+        assert all(row), row
+        assert re.match(r"OpenAI|vLLM|transformers|ours", row[3]), row
+
+
+def test_the_table_of_messages_has_every_field() -> None:
+    assert named(MESSAGES) == fields(Message)
+
+
+def test_the_table_of_responses_has_every_field_and_the_text_what_is_refused() -> None:
+    (table,) = tables("Responses")
+    assert named(table) == fields(ResponseBody)
+    text = PAGE.split("\n## Responses\n")[1].split("\n## ")[0]
+    for name in bodies._UNSUPPORTED:
+        assert re.search(rf"`{name}\b", text), name
+
+
+def test_the_table_of_tokens_has_every_field() -> None:
+    (table,) = tables("Tokens")
+    assert named(table) == fields(tokenize.TokenizeBody, tokenize.DetokenizeBody)
