@@ -201,6 +201,8 @@ def _fill(name: str, parameter: torch.nn.Parameter, seed: int) -> None:
         # Norm weights stay near the family's initial value (1, or 0 for Gemma), biases and sinks
         # near 0.
         scale = 1.0 if name.endswith("sinks") else 0.1
+        if name.endswith(("bias", "sinks")):
+            parameter.zero_()  # gpt_oss begins with random ones
         parameter.add_(scale * noise)
     else:
         parameter.copy_(noise * (_gain(name) / math.sqrt(HIDDEN)))

@@ -234,6 +234,13 @@ def test_the_page_on_models_names_the_families_that_are_fused() -> None:
     assert set(named) == set(EVERY) - set(tiny.VARIANTS) - set(REFUSED)
 
 
+@pytest.mark.parametrize("family", EVERY)
+def test_two_tiny_models_of_a_family_are_equal(family: str) -> None:
+    """The reference of a model with fused layers is another one of the same weights."""
+    first, second = (tiny.build(family).state_dict() for _ in range(2))
+    assert [name for name in first if not torch.equal(first[name], second[name])] == []
+
+
 def test_without_operations_no_layer_is_fused() -> None:
     model = paged("llama")
     assert str(fuse(model, None)) == "fused 0/3 layers"
