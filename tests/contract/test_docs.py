@@ -39,6 +39,14 @@ def test_no_line_is_too_long(page: Path) -> None:
     assert [n for n, line in text.items() if len(line) > LONGEST] == []
 
 
+def test_every_test_that_a_page_names_exists() -> None:
+    text = (ROOT / "docs" / "robustness.md").read_text()
+    named = re.findall(r"`(tests/\S+\.py)::(\w+)`", text)
+    assert len(named) > 20
+    for path, name in named:
+        assert f"def {name}(" in (ROOT / path).read_text(), name
+
+
 def test_the_readme_names_every_top_level_folder() -> None:
     readme = (ROOT / "README.md").read_text()
     tracked = subprocess.run(

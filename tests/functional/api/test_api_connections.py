@@ -375,6 +375,39 @@ def test_a_client_that_stops_reading_is_disconnected(monkeypatch: pytest.MonkeyP
     run(scenario())
 
 
+def test_clients_that_stop_reading_are_disconnected_and_hold_little(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(connection, "WRITE_STALL_SECONDS", 0.3)
+    held: list[int] = []
+    pause = GuardedProtocol.pause_writing
+
+    def paused(self: GuardedProtocol) -> None:
+        held.append(self._raw.get_write_buffer_size())
+        pause(self)
+
+    monkeypatch.setattr(GuardedProtocol, "pause_writing", paused)
+    count = 200 if LONG_FORM else 10
+
+    async def scenario() -> None:
+        service, loop = FakeService(max_model_len=200_000), asyncio.get_running_loop()
+        async with fake_server(service) as (server, _):
+            body = json.dumps(completion(max_tokens=150_000, stream=True)).encode()
+            sockets = [socket.socket() for _ in range(count)]
+            for sock in sockets:
+                sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+                sock.setblocking(False)
+                await loop.sock_connect(sock, ("127.0.0.1", server.port))
+                await loop.sock_sendall(sock, http("POST", "/v1/completions", body))
+            await until(lambda: len(service.seen) == count and not service.live)
+            assert len(held) >= count
+            assert max(held) <= 256 * 1024
+            for sock in sockets:
+                sock.close()
+
+    run(scenario())
+
+
 def test_requests_may_be_pipelined_and_connections_kept() -> None:
     async def scenario() -> None:
         async with fake_server() as (server, _):

@@ -10,13 +10,14 @@ from typing import Any
 import httpx
 import pytest
 
-from fairlead_runtime.api import limits
+from fairlead_runtime.api import limits, request_bodies
 from fairlead_runtime.api.app import public_app
 from fairlead_runtime.api.errors import ApiError
 from fairlead_runtime.api.limits import MAX_BODY, PromptPool, read_body
 from fairlead_runtime.api.state import ServerState
+from fairlead_runtime.api.strict_json import parse_object
 from fairlead_runtime.outputs import Draining, EngineDead, QueueFull, QueueTimeout
-from fairlead_runtime.request import MAX_LOGPROBS
+from fairlead_runtime.request import MAX_LOGPROBS, RequestError
 from support.api_harness import (
     MODEL,
     FakeService,
@@ -611,33 +612,53 @@ def _swap_values(rng: random.Random, base: dict[str, Any]) -> bytes:
     return json.dumps(body).encode()
 
 
-def test_mutated_bodies_are_answered_and_never_with_a_500() -> None:
-    full = chat(
-        max_tokens=3,
-        temperature=0.5,
-        top_p=0.9,
-        n=2,
-        seed=1,
-        stop=["a"],
-        stream=False,
-        user="u",
-        priority=1,
-        top_k=3,
-        min_p=0.1,
-        min_tokens=1,
-        stop_token_ids=[1],
-        ignore_eos=True,
-        logprobs=True,
-        top_logprobs=1,
-        cache_salt="s",
-        stream_options=None,
-        tools=[],
-        logit_bias={},
-        best_of=None,
-    )
-    text = {**full, "prompt": ["one", "two"], "logprobs": 2}
-    del text["messages"], text["top_logprobs"]
+FULL = chat(
+    max_tokens=3,
+    temperature=0.5,
+    top_p=0.9,
+    n=2,
+    seed=1,
+    stop=["a"],
+    stream=False,
+    user="u",
+    priority=1,
+    top_k=3,
+    min_p=0.1,
+    min_tokens=1,
+    stop_token_ids=[1],
+    ignore_eos=True,
+    logprobs=True,
+    top_logprobs=1,
+    cache_salt="s",
+    stream_options=None,
+    tools=[],
+    logit_bias={},
+    best_of=None,
+)
+_CHATS = {"messages", "top_logprobs"}
+TEXT = {name: value for name, value in FULL.items() if name not in _CHATS} | {
+    "prompt": ["one", "two"],
+    "logprobs": 2,
+}
 
+
+def test_mutated_bodies_are_refused_by_the_checks_or_valid() -> None:
+    """Parsing and every check alone, without an application."""
+    rng, refused = random.Random(23), 0
+    count = 5_000_000 if LONG_FORM else 20_000
+    checked = [(request_bodies.chat, FULL), (request_bodies.completion, TEXT)]
+    texts = [json.dumps(base).encode() for _, base in checked]
+    for number in range(count):
+        check, base = checked[number % 2]
+        changed = _swap_values(rng, base) if number % 4 < 2 else _mutate(rng, texts[number % 2])
+        try:
+            check(parse_object(changed), MODEL)
+        except (ApiError, RequestError):
+            refused += 1
+    assert count / 4 < refused < count
+
+
+def test_mutated_bodies_are_answered_and_never_with_a_500() -> None:
     async def scenario() -> None:
         rng, service, pool = random.Random(11), FakeService(), PromptPool()
         state = ServerState(name=MODEL)
@@ -645,7 +666,7 @@ def test_mutated_bodies_are_answered_and_never_with_a_500() -> None:
         app = public_app(state, pool)
         statuses: dict[int, int] = {}
         for number in range(200_000 if LONG_FORM else 4000):
-            route, base = (CHAT, full) if number % 2 else (COMPLETIONS, text)
+            route, base = (CHAT, FULL) if number % 2 else (COMPLETIONS, TEXT)
             body = (
                 _swap_values(rng, base)
                 if number % 4 < 2

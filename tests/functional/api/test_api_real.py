@@ -336,7 +336,7 @@ def test_disconnected_clients_free_every_block() -> None:
                 writer.close()
 
             survivor = asyncio.create_task(_greedy(server.openai, QUESTION))
-            await asyncio.gather(*map(leave, range(1500 if LONG_FORM else 60)))
+            await asyncio.gather(*map(leave, range(2000 if LONG_FORM else 60)))
             assert (await survivor).startswith(ANSWER)
             await _until_idle(server)
 
