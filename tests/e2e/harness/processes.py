@@ -58,3 +58,8 @@ def connections(process: Process, port: int) -> int:
         rows = [line.split() for line in lines]
         count += sum(row[1].endswith(wanted) and row[3] == "01" for row in rows)
     return count
+
+
+def http_process(pod: Object) -> Process:
+    """The process that takes a runtime's connections: the container's first."""
+    return next(process for process in processes(pod) if process.inner == 1)

@@ -1,0 +1,114 @@
+"""One part ends or is away at a time, under load: nothing is lost, and everything recovers."""
+
+import signal
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from cluster.harness.apiclient import eventually
+from e2e.harness.figures import Figures
+from e2e.harness.installation import NAMESPACE, Installation
+from e2e.harness.load import Client, Load
+from e2e.harness.node import NAME, Node, node_is_ready
+from e2e.harness.processes import http_process
+from e2e.harness.served import SMALL, Served, serving
+
+pytestmark = pytest.mark.e2e
+AWAY = 3  # seconds for which a part of the cluster is missing
+RECOVERED = 30  # seconds
+TRAFFIC = {"new_per_second": 10, "kept": 4, "streams": 4, "tokens": 4, "stream_tokens": 200}
+OPERATOR = "app.kubernetes.io/component=operator"
+
+
+@pytest.fixture(scope="module")
+def chat(installation: Installation) -> Iterator[Served]:
+    """Two pods that serve."""
+    installation.upgrade()
+    with serving(installation, "sturdy", **SMALL, replicas=2) as served:
+        yield served
+
+
+@pytest.fixture
+def load(chat: Served, client: Client) -> Iterator[Load]:
+    """Requests and streams throughout the test, whole before it begins."""
+    chat.until_rolled_out()
+    with client.load(chat.service, model=chat.name, **TRAFFIC) as running:
+        running.await_more(20, streams=2)
+        yield running
+
+
+@pytest.fixture
+def fault(
+    load: Load, figures: Figures, request: pytest.FixtureRequest
+) -> Iterator[Callable[[str], None]]:
+    """Call it when all is as before; at the end of the test what the fault cost is noted."""
+    began, names = time.monotonic(), []
+
+    def recovered(name: str) -> None:
+        figures.note("recovery", f"{name}: whole again, s", time.monotonic() - began)
+        names.append(name)
+
+    yield recovered
+    if names:
+        report = load.look()
+        figures.note("recovery", f"{names[0]}: answered", report.answered + report.streams)
+        figures.note("recovery", f"{names[0]}: lost", len(report.failed) + len(report.cut))
+
+
+def test_a_deleted_pod_costs_nothing(
+    chat: Served, load: Load, fault: Callable[[str], None]
+) -> None:
+    victim = min(chat.names())
+    chat.installation.api.delete("Pod", NAMESPACE, victim)
+    eventually(lambda: victim not in chat.names(), 60, "the pod is gone")
+    chat.until_rolled_out(RECOVERED)
+    fault("pod deleted")
+    load.await_more(20, streams=2).assert_nothing_lost()
+
+
+def test_a_killed_operator_costs_nothing_and_its_successor_goes_on(
+    chat: Served, load: Load, fault: Callable[[str], None]
+) -> None:
+    (pod,) = chat.installation.api.items("Pod", NAMESPACE, labelSelector=OPERATOR)
+    http_process(pod).kill()
+    chat.apply(replicas=1)  # somebody must carry this out
+    eventually(lambda: len(chat.endpoints()) == 1, RECOVERED, "its successor follows the resource")
+    fault("operator killed")
+    chat.apply(replicas=2)
+    chat.until_rolled_out()
+    load.await_more(20, streams=2).assert_nothing_lost()
+
+
+@pytest.mark.parametrize("part", ["kubelet", "containerd", "kube-apiserver"])
+def test_a_part_of_the_cluster_that_is_away_for_seconds_costs_nothing(
+    chat: Served, load: Load, fault: Callable[[str], None], node: Node, part: str
+) -> None:
+    node.plane.part(part).process.send_signal(signal.SIGKILL)
+    time.sleep(AWAY)  # the absence is the condition under test, not a wait for an event
+    node.plane.restart(part)
+    if part == "kube-apiserver":
+        node.plane.wait_ready()
+    eventually(lambda: node_is_ready(chat.installation.api), RECOVERED, "the node is Ready")
+    chat.until_rolled_out(RECOVERED)
+    fault(f"{part} away for {AWAY} s")
+    load.await_more(20, streams=2).assert_nothing_lost()
+
+
+def test_a_drain_of_the_node_leaves_one_pod_and_loses_nothing(
+    chat: Served, load: Load, fault: Callable[[str], None]
+) -> None:
+    """The only node is cordoned, so the evicted pod has no successor, and the budget protects the
+    other until the node takes pods again.
+    """
+    only = f"--pod-selector=serving.fairlead.dev/name={chat.name}"
+    options = (only, "--ignore-daemonsets", "--delete-emptydir-data")
+    with chat.installation.kubectl_running("drain", NAME, *options):
+        eventually(lambda: len(chat.endpoints()) == 1, 60, "one pod is evicted")
+        (left,) = chat.endpoints()
+        load.await_more(40, streams=4)
+        assert chat.endpoints() == {left}, "the budget protects the last pod"
+    chat.installation.kubectl("uncordon", NAME)
+    chat.until_rolled_out()
+    fault("node drained and taken back")
+    load.await_more(20, streams=2).assert_nothing_lost()
