@@ -41,11 +41,12 @@ void copy_scaled(const float* from, int count, float factor, float* to) {
 // exp(score - maximum). Returns the factor for what was summed before.
 float weigh(float* scores, int low, int high, float softcap, float& maximum, float& total) {
   const float before = maximum;
+  const bool all = low <= 0 && high >= TILE;
   Vec highest = splat(NONE);
   for (int i = 0; i < TILE; i += W) {
     Vec s = load(scores + i);
     if (softcap != 0) s = softcap * tanh(s * (1.0f / softcap));
-    s = (below(i, high) & ~below(i, low)) ? s : splat(NONE);
+    if (!all) s = (below(i, high) & ~below(i, low)) ? s : splat(NONE);
     store(scores + i, s);
     highest = max(s, highest);
   }
@@ -57,7 +58,8 @@ float weigh(float* scores, int low, int high, float softcap, float& maximum, flo
     store(scores + i, weight);
     added += weight;
   }
-  const float factor = before == maximum ? 1.0f : before == NONE ? 0.0f : __builtin_expf(before - maximum);
+  float factor = 1.0f;
+  if (maximum != before) factor = before == NONE ? 0.0f : __builtin_expf(before - maximum);
   total = total * factor + sum(added);
   return factor;
 }

@@ -69,11 +69,13 @@ FL_INLINE Vec load_part(const T* p, int count) {
 
 FL_INLINE void store_part(float* p, Vec v, int count) { memcpy(p, &v, size_t(count) * 4); }
 
+template <int... I>
+FL_INLINE Ints counting(std::integer_sequence<int, I...>) {
+  return Ints{I...};
+}
 // Whether each of W consecutive numbers from `first` on is below `end`.
 FL_INLINE Ints below(int first, int end) {
-  Ints index;
-  for (int i = 0; i < W; i++) index[i] = first + i;
-  return index < end;
+  return counting(std::make_integer_sequence<int, W>()) < end - first;
 }
 
 template <int... I>
@@ -120,16 +122,26 @@ FL_INLINE Vec sums(Vec (&rows)[W]) {
   return rows[0];
 }
 
+template <int... I>
+FL_INLINE Vec rotated(Vec v, int by, std::integer_sequence<int, I...>) {
+  if (by == 8) return __builtin_shufflevector(v, v, ((I + 8) % W)...);
+  if (by == 4) return __builtin_shufflevector(v, v, ((I + 4) % W)...);
+  if (by == 2) return __builtin_shufflevector(v, v, ((I + 2) % W)...);
+  return __builtin_shufflevector(v, v, ((I + 1) % W)...);
+}
+
 FL_INLINE float sum(Vec v) {
+#pragma GCC unroll 4
   for (int half = W / 2; half >= 1; half /= 2) {
-    for (int i = 0; i < half; i++) v[i] += v[i + half];
+    v += rotated(v, half, std::make_integer_sequence<int, W>());
   }
   return v[0];
 }
 
 FL_INLINE float largest(Vec v) {
+#pragma GCC unroll 4
   for (int half = W / 2; half >= 1; half /= 2) {
-    for (int i = 0; i < half; i++) v[i] = v[i] > v[i + half] ? v[i] : v[i + half];
+    v = max(v, rotated(v, half, std::make_integer_sequence<int, W>()));
   }
   return v[0];
 }
