@@ -359,9 +359,9 @@ class EngineClient(Protocol):
         """Undo begin_drain and refuse_new."""
         ...
 
-    async def drain(self, max_wait: float) -> DrainResult:
+    async def drain(self, max_wait: float, waited: float = 0.0) -> DrainResult:
         """begin_drain, refuse_new, wait for running requests up to ``max_wait`` seconds, abort the
-        rest.
+        rest with an error that names these seconds and those already ``waited`` for.
         """
         ...
 

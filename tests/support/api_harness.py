@@ -151,7 +151,7 @@ class FakeService:
     def resume(self) -> None:
         self.draining = self.refusing = False
 
-    async def drain(self, max_wait: float) -> DrainResult:
+    async def drain(self, max_wait: float, waited: float = 0.0) -> DrainResult:
         self.begin_drain()
         self.refuse_new()
         running = len(self.live)

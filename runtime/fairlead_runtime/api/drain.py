@@ -71,12 +71,13 @@ class Drain:
         if self._state.backend is None:
             return DrainResult(0, 0)
         clock = asyncio.get_running_loop().time
-        deadline = clock() + timeout
+        began = clock()
         # First what the service does not know: bodies that are read, answers that are sent.
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout):
                 await self._state.answered()
-        drained = await self._state.backend.service.drain(max(0.0, deadline - clock()))
+        waited = min(clock() - began, timeout)
+        drained = await self._state.backend.service.drain(timeout - waited, waited)
         _log.info("drained: %d requests finished, %d were aborted", *drained)
         return drained
 

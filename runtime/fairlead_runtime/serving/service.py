@@ -107,7 +107,7 @@ class Service:
     def resume(self) -> None:
         self._draining = self._refusing = False
 
-    async def drain(self, max_wait: float) -> DrainResult:
+    async def drain(self, max_wait: float, waited: float = 0.0) -> DrainResult:
         self.begin_drain()
         self.refuse_new()
         unfinished: list[str] = []
@@ -116,7 +116,7 @@ class Service:
                 await self._no_clients.wait()
         except TimeoutError:
             unfinished = self._clients()
-            error = Draining(f"the server stopped after {max_wait:g} s of draining")
+            error = Draining(f"the server stopped after {waited + max_wait:g} s of draining")
             for request_id in unfinished:
                 self._engine.abort(request_id, error=error)
                 # An engine that hangs delivers no end.

@@ -221,7 +221,7 @@ class _Stubborn(FakeService):
     service does.
     """
 
-    async def drain(self, max_wait: float) -> DrainResult:
+    async def drain(self, max_wait: float, waited: float = 0.0) -> DrainResult:
         self.begin_drain()
         if max_wait > 0:
             await asyncio.Event().wait()

@@ -13,11 +13,14 @@ from fairlead_runtime.outputs import DrainResult, Health
 
 
 class RecordingService:
-    """``drains``: the most seconds that each drain may wait."""
+    """``drains``: the most seconds that each drain may wait. ``limits``: with those waited before,
+    as its error names them.
+    """
 
     def __init__(self) -> None:
         self.calls: list[str] = []
         self.drains: list[float] = []
+        self.limits: list[float] = []
         self.state = Health(alive=True, ready=True)
 
     def begin_drain(self) -> None:
@@ -32,8 +35,9 @@ class RecordingService:
     def health(self) -> Health:
         return self.state
 
-    async def drain(self, max_wait: float) -> DrainResult:
+    async def drain(self, max_wait: float, waited: float = 0.0) -> DrainResult:
         self.drains.append(max_wait)
+        self.limits.append(max_wait + waited)
         return DrainResult(2, 1)
 
 
@@ -162,3 +166,14 @@ def test_health_keeps_the_engines_own_reason_while_draining() -> None:
     service.state = Health(alive=True, ready=False, reason="no step for 7 s")
     state.begin_drain()
     assert state.health().reason == "no step for 7 s"
+
+
+def test_a_cut_names_the_whole_timeout_when_requests_that_came_before_used_it_up() -> None:
+    async def scenario() -> None:
+        state, service = loaded()
+        with state.request():
+            await Drain(state, grace=0.0, timeout=0.05).begin()
+        assert service.drains == [0.0]
+        assert service.limits == [0.05]
+
+    run(scenario)
