@@ -66,7 +66,9 @@ e2e: setup ## the images on a real node, in a sandbox of its own: after `make im
 	IMAGES_OUT=$(abspath $(IMAGES_OUT)) FAIRLEAD_FULL=$(FULL) PYTHONPATH=tests $(BIN)/python -m e2e
 
 test-full: lint plant ## everything that needs no GPU, long forms whole
-	FAIRLEAD_FULL=1 $(PYTEST) -m "not gpu and not e2e and not e2e_machine and not images" --timeout=14400
+	FAIRLEAD_FULL=1 $(PYTEST) $(PARALLEL) -m "not gpu" --timeout=14400 tests/unit tests/contract
+	FAIRLEAD_FULL=1 $(PYTEST) $(PARALLEL) -m "not gpu" --timeout=14400 tests/functional
+	FAIRLEAD_FULL=1 $(PYTEST) -m "not gpu" --timeout=14400 tests/cluster
 
 images: ## the container images, as tar files in IMAGES_OUT: BUILDER=docker|podman|buildah, BASE=IMAGE
 	$(PYTHON) scripts/build_images.py --out $(IMAGES_OUT) \
