@@ -6,13 +6,16 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / ".cache" / "environments"
+UV = str(Path(sys.executable).parent / "uv")
 
 
 def environment(*requirements: str, python: str = sys.executable) -> Path:
     """The folder of the programs of a virtual environment with ``requirements``. It is made once
-    and kept. ``python``: a program or a version, which uv finds.
+    and kept. ``python``: the program of the interpreter.
     """
     of = sys.version if python == sys.executable else python
     name = hashlib.sha256("\n".join((of, *requirements)).encode()).hexdigest()[:16]
@@ -21,12 +24,25 @@ def environment(*requirements: str, python: str = sys.executable) -> Path:
     with (FOLDER / f"{name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # several test processes may want the same one
         if not (place / ".ready").exists():
-            uv = str(Path(sys.executable).parent / "uv")
             made = str(place / "bin" / "python")
-            _run(uv, "venv", "--quiet", "--clear", "--python", python, str(place))
-            _run(uv, "pip", "install", "--quiet", "--python", made, *requirements)
+            _run(UV, "venv", "--quiet", "--clear", "--python", python, str(place))
+            _run(UV, "pip", "install", "--quiet", "--python", made, *requirements)
             (place / ".ready").touch()
     return place / "bin"
+
+
+def newer_python(version: str, wanted_by: str) -> str:
+    """The program of Python ``version`` (such as 3.12), ours where it is that or newer. Skips the
+    test where the machine has none, and says so.
+    """
+    if sys.version_info[:2] >= tuple(map(int, version.split("."))):
+        return sys.executable
+    found = subprocess.run(
+        [UV, "python", "find", version], capture_output=True, text=True, check=False
+    )
+    if found.returncode:
+        pytest.skip(f"{wanted_by} needs Python {version}, and none that works is on the PATH")
+    return found.stdout.strip()
 
 
 def _run(*command: str) -> None:
