@@ -582,6 +582,13 @@ BUGS = (
         ("unit/engine/test_engine_grammars.py",),
     ),
     PackageBug(
+        "a grammar and allowed_token_ids together fail the request",
+        f"{RUNTIME}/device/logit_changes.py",
+        "    both: Array = one[:width] & other[:width]",
+        "    both: Array = one & other",
+        ("functional/api/test_api_pairs.py",),
+    ),
+    PackageBug(
         "min_tokens forbids the end of a complete output",
         f"{RUNTIME}/device/logit_changes.py",
         "request.params.min_tokens and not at_end:",
