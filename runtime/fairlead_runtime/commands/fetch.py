@@ -66,7 +66,12 @@ def _fetch(options: argparse.Namespace, environ: Mapping[str, str]) -> Path:
     from fairlead_runtime.hub.download_progress import show_progress
     from fairlead_runtime.hub.fetch import Progress
     from fairlead_runtime.hub.fetch_server import FetchServer
-    from fairlead_runtime.hub.source import check_revision, parse, resolve
+    from fairlead_runtime.hub.source import (
+        check_revision,
+        parse,
+        resolve,
+        warn_of_moving_revision,
+    )
     from fairlead_runtime.models import architecture, files
 
     if not 0 <= options.admin_port <= 65535:
@@ -83,6 +88,7 @@ def _fetch(options: argparse.Namespace, environ: Mapping[str, str]) -> Path:
             show(progress)
 
         local = resolve(options.model, revision=options.revision, environ=environ, report=report)
+        warn_of_moving_revision(local, options.revision)
         server.set_path(local.path)
         model_files = files.check(local.path)
         architecture.check(model_files.config, files.auto_maps(local.path))

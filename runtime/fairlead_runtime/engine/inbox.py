@@ -17,6 +17,9 @@ from fairlead_runtime.scheduling.admission import refusal
 from fairlead_runtime.scheduling.plan import Limits
 from fairlead_runtime.sizing.terms import QUEUE_TOKENS
 
+MEASURED_STEPS = 64  # in which requests left the queue: the last ones, by which it drains
+LONGEST_RETRY = 60.0  # seconds
+
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
@@ -119,6 +122,9 @@ class Inbox:
         self._known = 0  # those among them that the engine counted after its last step
         self._arriving_tokens = self._waiting_tokens = 0  # their prompt tokens
         self._oldest: float | None = None  # arrival of the request that waits longest
+        # When the queue began to drain, then when requests left it, and how many; empty while
+        # nobody waits.
+        self._left: deque[tuple[float, int]] = deque(maxlen=MEASURED_STEPS + 1)
         self._closed = ""  # why no request is accepted; empty while the inbox is open
         self.rejected_requests = self.rejected_tokens = 0  # requests refused, by the limit
         self.stopping = False
@@ -179,9 +185,14 @@ class Inbox:
         )
 
     def retry_after(self) -> float:
-        """Seconds after which to retry: as long as the oldest request in the queue has waited."""
-        waited = self._now() - self._oldest if self._oldest is not None else 0.0
-        return min(30.0, max(1.0, waited))
+        """Seconds after which to retry: in which the queue empties as fast as it did lately. While
+        none has left it, as long as the oldest request has waited.
+        """
+        now, left = self._now(), sum(count for _, count in [*self._left][1:])
+        seconds = now - self._oldest if self._oldest is not None else 0.0
+        if left:
+            seconds = self.queued * (now - self._left[0][0]) / left
+        return min(LONGEST_RETRY, max(1.0, seconds))
 
     # -- the engine thread
 
@@ -193,7 +204,7 @@ class Inbox:
             message = self._messages.popleft()
             if isinstance(message, Add):
                 self._arriving -= message.bounded
-                self._waiting += 1
+                self._waiting += message.bounded
                 if message.bounded:
                     self._arriving_tokens -= len(message.request.prompt)
                     self._waiting_tokens += len(message.request.prompt)
@@ -204,10 +215,20 @@ class Inbox:
     ) -> None:
         """Record the queue after a step, its prompt tokens, and whether there is more work."""
         with self._wake:
+            self._measure(self._waiting - queued, queued)
             self._waiting = self._known = queued
             self._oldest, self._free_slots = oldest, free_slots
             self._waiting_tokens = tokens
             self._progress.end(working=working or bool(self._messages))
+
+    def _measure(self, left: int, queued: int) -> None:
+        """Note how many left the queue in a step. Those that found a free slot do not count: the
+        queue drains from the first step on after which somebody waits.
+        """
+        if not queued:
+            self._left.clear()
+        elif left or not self._left:
+            self._left.append((self._now(), left))
 
     def wait(self, timeout: float | None) -> None:
         """Sleep until a message or ``stop`` comes, for at most ``timeout`` seconds."""

@@ -30,7 +30,7 @@ WORKERS = 4
 # They log every URL, and the URLs that a hub redirects to carry signatures.
 _URL_LOGGERS = ("httpx", "httpx2")
 Report = Callable[["Progress"], None]
-_COMMIT = re.compile(r"[0-9a-f]{40}")
+COMMIT = re.compile(r"[0-9a-f]{40}")
 _TRUE_WORDS = {"1", "ON", "YES", "TRUE"}
 
 
@@ -145,7 +145,7 @@ def _is_complete(hub: Hub, repository: str, revision: str) -> bool:
     """Whether ``revision`` is a commit that a reference names, and the snapshot that was complete
     then has lost no file since.
     """
-    if not _COMMIT.fullmatch(revision):
+    if not COMMIT.fullmatch(revision):
         return False
     folder = hub.folder(repository)
     references = (path for path in (folder / "refs").rglob("*") if path.is_file())
@@ -164,7 +164,7 @@ def _cached_snapshot(hub: Hub, repository: str, revision: str) -> Snapshot:
     reference = folder / "refs" / revision
     commit = reference.read_text().strip() if reference.is_file() else revision
     path = folder / "snapshots" / commit
-    if not _COMMIT.fullmatch(commit) or not path.is_dir():
+    if not COMMIT.fullmatch(commit) or not path.is_dir():
         raise ModelError(
             "ModelNotFound",
             f"{repository}: revision {revision} is not in the cache {hub.cache}, "
@@ -216,7 +216,7 @@ def _list_files(hub: Hub, repository: str, revision: str) -> tuple[str, dict[str
     except Exception as error:
         raise _model_error(error, hub, repository, revision) from error
     commit, siblings = info.sha or "", info.siblings or []
-    if not _COMMIT.fullmatch(commit):
+    if not COMMIT.fullmatch(commit):
         raise ModelError(
             "HubUnreachable", f"{hub.endpoint}: the answer names no commit", "check HF_ENDPOINT"
         )

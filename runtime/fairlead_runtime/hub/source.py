@@ -5,6 +5,7 @@ checks the content.
 """
 
 import importlib.resources
+import logging
 import os
 import re
 from collections.abc import Mapping
@@ -14,7 +15,7 @@ from typing import Literal
 from urllib.parse import unquote, urlsplit
 
 from fairlead_runtime.config import ConfigError
-from fairlead_runtime.hub.fetch import Report, fetch
+from fairlead_runtime.hub.fetch import COMMIT, Report, fetch
 from fairlead_runtime.models.model_error import ModelError
 
 ACCEPTED = "use demo:, hf://owner/name, owner/name, file:///path or a path"
@@ -22,6 +23,8 @@ DEMO = "demo:"
 _PART = r"[A-Za-z0-9](?:[A-Za-z0-9._-]{0,94}[A-Za-z0-9])?"
 _REPOSITORY = re.compile(rf"{_PART}/{_PART}")
 _REVISION = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]{0,199}")
+
+log = logging.getLogger("fairlead.fetch")
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +99,18 @@ def resolve(
             "check the path, and that its volume is mounted",
         )
     return LocalModel(source, path)
+
+
+def warn_of_moving_revision(local: LocalModel, revision: str) -> None:
+    """Log where a hub model was asked for by no commit: the next start may get other files."""
+    if local.source.kind == "hub" and not COMMIT.fullmatch(revision):
+        log.warning(
+            "revision %s of %s is no commit: a later start may load other files than this one; "
+            "to stay with these, set revision to %s",
+            revision or "main",
+            local.source,
+            local.revision,
+        )
 
 
 def demo_directory() -> Path:

@@ -9,6 +9,7 @@ import asyncio
 import functools
 import logging
 import os
+import resource
 import socket
 import threading
 import time
@@ -52,6 +53,8 @@ def run(model: str, config: EngineConfig, host: str, port: int, admin_port: int)
     """Serve until SIGTERM. Returns 0 after a drain; raises ConfigError, ModelError, SelfTestError
     or EngineDead.
     """
+    # A core file would hold prompts and keys; the engine's process inherits the limit.
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     check_supported(config)
     source.check_revision(source.parse(model), config.revision)
     check_record(config)
@@ -112,6 +115,7 @@ async def _load(
     await engine.open()
     report = _progress_report(state)
     local = await _in_thread(lambda: source.resolve(model, revision=config.revision, report=report))
+    source.warn_of_moving_revision(local, config.revision)
     state.model_config = await _in_thread(lambda: _config_json(local.path))
     start = wire.Start(str(local.path), config, beside=resident_bytes())
     loading = engine.load(start)

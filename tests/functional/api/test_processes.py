@@ -4,6 +4,7 @@ one cannot say, the other can.
 
 import json
 import os
+import resource
 import select
 import signal
 import subprocess
@@ -185,6 +186,21 @@ def test_nothing_is_left_of_a_server_killed_while_it_loads(model: str) -> None:
         engine = server.engine_pid
         server.kill()
         until_ended(engine)
+
+
+def allows_core_files() -> None:
+    """Let the process write core files as large as the machine lets it, as many hosts do."""
+    _, most = resource.getrlimit(resource.RLIMIT_CORE)
+    resource.setrlimit(resource.RLIMIT_CORE, (most, most))
+
+
+def test_no_process_writes_a_core_file_which_would_hold_prompts(model: str) -> None:
+    with serve(model, prepare=never_loads, prepare_http=allows_core_files) as server:
+        server.until_logged("admin port")
+        for pid in (server.pid, server.engine_pid):
+            limits = Path(f"/proc/{pid}/limits").read_text()
+            (line,) = [line for line in limits.splitlines() if "core file" in line]
+            assert line.split()[4:6] == ["0", "0"]
 
 
 # -- an engine that hangs

@@ -328,6 +328,27 @@ def test_the_command_serves_progress_and_config_while_the_weights_download(
 
 
 @pytest.mark.parametrize(
+    ("revision", "warned"), [("", "revision main of"), ("v1", "revision v1 of"), (OTHER, "")]
+)
+def test_a_revision_that_is_no_commit_is_warned_of_with_the_commit_that_it_names_now(
+    hub: Hub,
+    repository: Repository,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    revision: str,
+    warned: str,
+) -> None:
+    repository.refs["v1"] = OTHER
+    args = [f"hf://{NAME}", "--admin-port=0", f"--revision={revision}"]
+    assert command.main(args, hub.environ(tmp_path)) == 0
+    warnings = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
+    assert len(warnings) == bool(warned)
+    for warning in warnings:
+        assert warned in warning
+        assert (OTHER if revision else MAIN) in warning
+
+
+@pytest.mark.parametrize(
     ("args", "code"),
     [
         (["tiny/other"], "ModelNotFound"),

@@ -76,8 +76,8 @@ def test_a_single_request_may_have_any_number_of_tokens() -> None:
     queue.add(100 * QUEUE_TOKENS)
 
 
-@pytest.mark.parametrize(("waited", "seconds"), [(0.2, 1.0), (7.0, 7.0), (90.0, 30.0)])
-def test_a_refused_client_retries_after_what_the_oldest_has_waited(
+@pytest.mark.parametrize(("waited", "seconds"), [(0.2, 1.0), (7.0, 7.0), (90.0, 60.0)])
+def test_while_nobody_leaves_the_queue_a_client_retries_after_what_the_oldest_has_waited(
     waited: float, seconds: float
 ) -> None:
     queue = Queue(max_queue=0, free_slots=0)
@@ -87,6 +87,55 @@ def test_a_refused_client_retries_after_what_the_oldest_has_waited(
     with pytest.raises(QueueFull) as refusal:
         queue.add()
     assert refusal.value.retry_after == seconds
+
+
+def fill(queue: Queue, requests: int) -> None:
+    """Let them be taken out and wait."""
+    for _ in range(requests):
+        queue.add()
+        assert queue.inbox.take() is not None
+
+
+def test_a_refused_client_retries_when_the_queue_has_drained_at_its_measured_rate() -> None:
+    queue = Queue(max_queue=12, free_slots=8)
+    fill(queue, 20)
+    queue.after_step(queued=12, oldest=0.0)  # eight found a free slot: that is no rate
+    queue.now = 4.0
+    assert queue.inbox.retry_after() == 4.0
+    queue.after_step(queued=10, oldest=0.0)
+    assert queue.inbox.retry_after() == 20.0, "two left in 4 s"
+    fill(queue, 2)
+    queue.now = 8.0
+    queue.after_step(queued=6, oldest=0.0)
+    assert queue.inbox.retry_after() == 6.0, "eight left in 8 s"
+    queue.now = 16.0
+    assert queue.inbox.retry_after() == 12.0, "nobody left since"
+
+
+def test_a_queue_that_was_empty_is_measured_anew() -> None:
+    queue = Queue(max_queue=9, free_slots=0)
+    fill(queue, 4)
+    queue.after_step(queued=4, oldest=0.0)
+    queue.now = 1.0
+    queue.after_step(queued=1, oldest=0.0)
+    queue.after_step(queued=0)
+    queue.now = 100.0
+    fill(queue, 8)
+    queue.after_step(queued=8, oldest=100.0)
+    queue.now = 102.0
+    queue.after_step(queued=7, oldest=100.0)
+    assert queue.inbox.retry_after() == 14.0
+
+
+def test_a_canary_that_had_its_step_has_not_left_the_queue() -> None:
+    queue = Queue(max_queue=9, free_slots=0)
+    fill(queue, 4)
+    queue.after_step(queued=4, oldest=0.0)
+    queue.add(bounded=False)
+    assert queue.inbox.take() is not None
+    queue.now = 3.0
+    queue.after_step(queued=4, oldest=0.0)
+    assert queue.inbox.retry_after() == 3.0
 
 
 def test_a_closed_inbox_returns_what_waits_and_takes_no_more() -> None:
