@@ -8,7 +8,7 @@ closes a connection so that a client that is still sending gets a reset instead 
 import asyncio
 import socket
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import h11
@@ -22,7 +22,9 @@ CHUNKS = 10_000  # of one chunked body
 HEADER_SECONDS = 10.0
 WRITE_STALL_SECONDS = 60.0
 LINGER_SECONDS = 2.0  # after an answer to an unread body, discard further input for this long
-KEEP_ALIVE_SECONDS = 5
+# Longer than pools of clients and proxies keep a connection (openai-python 5 s, aiohttp 15 s, nginx
+# 60 s): else a request can be on its way on a connection that the server closes.
+KEEP_ALIVE_SECONDS = 75
 
 _OPTIONS = (
     # asyncio sets it only on sockets created with an explicit protocol number; without it every
@@ -118,15 +120,18 @@ class GuardedProtocol(H11Protocol):
         _set_options(transport)
         super().connection_made(LingeringTransport(transport, self._close))  # type: ignore[arg-type]
         if len(self.connections) > self.max_connections:
-            self._refuse(
-                ApiError(
-                    503,
-                    f"the server has its maximum of {self.max_connections} connections; retry",
-                    code="too_many_connections",
-                    headers={"retry-after": "1"},
+            idle = idle_connections(self.connections)
+            if not idle:
+                self._refuse(
+                    ApiError(
+                        503,
+                        f"the server has its maximum of {self.max_connections} connections; retry",
+                        code="too_many_connections",
+                        headers={"retry-after": "1"},
+                    )
                 )
-            )
-            return
+                return
+            idle[0].timeout_keep_alive_handler()  # it makes room
         self._await_header()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -180,6 +185,14 @@ class GuardedProtocol(H11Protocol):
 
     # -- endings
 
+    @property
+    def idle_until(self) -> float | None:
+        """When the connection will be closed, on the loop's clock, if it waits for another request;
+        None before its first answer, and while a request arrives or is answered.
+        """
+        timer = self.timeout_keep_alive_task
+        return None if timer is None or self.transport.is_closing() else timer.when()
+
     def send_400_response(self, msg: str) -> None:  # noqa: ARG002 - uvicorn's signature
         """Uvicorn calls it while it handles h11's error, which has the status."""
         error = sys.exc_info()[1]
@@ -214,6 +227,13 @@ class GuardedProtocol(H11Protocol):
             self._linger_timer = self.loop.call_later(LINGER_SECONDS, self._raw.close)
         else:
             self._raw.close()
+
+
+def idle_connections(connections: Iterable[object]) -> list[GuardedProtocol]:
+    """Those that wait for another request, the one that is idle for longest first."""
+    guarded = [each for each in connections if isinstance(each, GuardedProtocol)]
+    idle = [each for each in guarded if each.idle_until is not None]
+    return sorted(idle, key=lambda each: each.idle_until or 0.0)
 
 
 def protocol_class(max_connections: int) -> type[GuardedProtocol]:

@@ -7,6 +7,7 @@ be undone.
 import asyncio
 import contextlib
 import logging
+from collections.abc import Callable
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -20,15 +21,24 @@ _log = logging.getLogger("fairlead.api")
 
 class Drain:
     """``grace`` and ``timeout`` in seconds; the timeout counts from the end of the grace.
+    ``close_idle`` closes the connections that wait for another request, at the end of the grace.
 
     Load balancers send requests for a while after a pod is not ready, so the grace applies to an
     idle server too.
     """
 
-    def __init__(self, state: ServerState, *, grace: float, timeout: float) -> None:
+    def __init__(
+        self,
+        state: ServerState,
+        *,
+        grace: float,
+        timeout: float,
+        close_idle: Callable[[], None] = lambda: None,
+    ) -> None:
         self._state = state
         self._grace = grace
         self._timeout = timeout
+        self._close_idle = close_idle
         self._task: asyncio.Task[DrainResult] | None = None
         self._process_ends = False
 
@@ -67,6 +77,7 @@ class Drain:
 
     async def _end_streams(self, timeout: float) -> DrainResult:  # noqa: ASYNC109 - 0 is allowed, and its end is no error
         self._state.refuse_new()
+        self._close_idle()
         _log.info("draining: new requests are refused")
         if self._state.backend is None:
             return DrainResult(0, 0)

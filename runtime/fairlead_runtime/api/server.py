@@ -23,6 +23,7 @@ from fairlead_runtime.api.connection import (
     HEADER_BYTES,
     KEEP_ALIVE_SECONDS,
     GuardedProtocol,
+    idle_connections,
     protocol_class,
 )
 from fairlead_runtime.api.drain import Drain
@@ -81,20 +82,16 @@ async def serve(
     _allow_files(2 * max_connections + MAX_HANDSHAKES + 256)
     pool = PromptPool()
     signals: asyncio.Queue[None] = asyncio.Queue()
-    drain = Drain(state, grace=drain_grace, timeout=drain_timeout)
-    ports = [
-        _Port(
-            public_app(state, pool, state.keys),
-            listeners.public,
-            max_connections,
-            state.certificates,
-        ),
-        _Port(admin_app(state, drain), listeners.admin, max_connections),
-    ]
+    public = _Port(
+        public_app(state, pool, state.keys), listeners.public, max_connections, state.certificates
+    )
+    drain = Drain(state, grace=drain_grace, timeout=drain_timeout, close_idle=public.close_idle)
+    ports = [public, _Port(admin_app(state, drain), listeners.admin, max_connections)]
     state.load = HttpLoad(
         pool, dict(zip(PORTS, [port.open_connections for port in ports], strict=True))
     )
-    with _signals(drain, signals):
+    # The pool ends after the ports: until then requests come, also when the engine has ended.
+    with contextlib.closing(pool), _signals(drain, signals):
         serving = [asyncio.create_task(port.serve()) for port in ports]
         watching = asyncio.create_task(state.load.watch_loop())
         try:
@@ -106,7 +103,6 @@ async def serve(
         finally:
             drain.cancel()
             watching.cancel()
-            pool.close()
             for port in ports:
                 port.server.should_exit = True
             await asyncio.gather(*serving)
@@ -187,6 +183,13 @@ class _Port:
 
     def open_connections(self) -> int:
         return len(self.server.server_state.connections)
+
+    def close_idle(self) -> None:
+        """Close the connections that wait for another request, so that clients with a pool of
+        connections open others.
+        """
+        for connection in idle_connections(self.server.server_state.connections):
+            connection.timeout_keep_alive_handler()
 
     async def serve(self) -> None:
         await self.server.serve(sockets=[self._socket])

@@ -9,6 +9,7 @@ import struct
 from typing import Any
 
 import pytest
+from openai._constants import DEFAULT_CONNECTION_LIMITS
 
 from fairlead_runtime.api import connection, limits
 from fairlead_runtime.api.connection import GuardedProtocol
@@ -24,6 +25,9 @@ from support.api_harness import (
     until,
 )
 from support.full import LONG_FORM
+
+# For how many seconds openai-python and nginx (as a proxy, by default) keep idle connections.
+POOLS = (DEFAULT_CONNECTION_LIMITS.keepalive_expiry or 0.0, 60.0)
 
 
 async def _exchange(
@@ -274,6 +278,52 @@ def test_connections_beyond_the_limit_are_told_to_retry() -> None:
                 assert _parse(await reader.read())[0] == 200
                 writer.close()
             await _alive(server)
+
+    run(scenario())
+
+
+async def _answered(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    """One request and its whole answer, on a connection that is kept."""
+    writer.write(http("GET", "/healthz"))
+    head = await reader.readuntil(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 200"), head
+    await reader.readexactly(int(_parse(head)[1]["content-length"]))
+
+
+def test_at_the_limit_the_connection_that_is_idle_for_longest_makes_room() -> None:
+    async def scenario() -> None:
+        async with fake_server(max_connections=3) as (server, _):
+            (oldest, _), (older, _), fresh = clients = [await server.raw() for _ in range(3)]
+            for each in clients[:2]:
+                await _answered(*each)
+            await _alive(server)
+            assert await oldest.read() == b"", "closed"
+            await _answered(*fresh)  # it waits for its first request: that is not idle
+            await _answered(*clients[1])
+            assert not older.at_eof()
+            for _, writer in clients:
+                writer.close()
+
+    run(scenario())
+
+
+def test_an_idle_connection_is_kept_longer_than_clients_and_proxies_keep_theirs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Else a client sends its next request on a connection that is about to be closed."""
+    connections = _record_connections(monkeypatch)
+
+    async def scenario() -> None:
+        async with fake_server() as (server, _):
+            client = await server.raw()
+            began = asyncio.get_running_loop().time()
+            await _answered(*client)
+            (kept,) = connections
+            assert kept.idle_until is not None
+            assert kept.idle_until - began > max(POOLS)
+            client[1].write(b"GET")
+            await until(lambda: kept.idle_until is None)
+            client[1].close()
 
     run(scenario())
 

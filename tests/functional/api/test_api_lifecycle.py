@@ -1,6 +1,7 @@
 """The server from open ports to its end: loading, readiness, drain, signals, a dead engine."""
 
 import asyncio
+import contextlib
 import json
 import socket
 from typing import Any
@@ -8,6 +9,7 @@ from typing import Any
 import openai
 import pytest
 
+from fairlead_runtime.api import server as server_module
 from fairlead_runtime.api.admin import EXPOSITION
 from fairlead_runtime.api.app import admin_app, public_app
 from fairlead_runtime.api.drain import Drain
@@ -18,6 +20,7 @@ from fairlead_runtime.config import ConfigError
 from fairlead_runtime.outputs import Draining, DrainResult, EngineDead, Health
 from support.api_harness import (
     FakeService,
+    Server,
     asgi,
     backend_of,
     chat,
@@ -229,6 +232,35 @@ class _Stubborn(FakeService):
         return DrainResult(0, len(self.live))
 
 
+def test_the_end_of_the_grace_closes_idle_connections_and_no_other() -> None:
+    """A client with a pool opens another one, to a pod that serves, before its next request."""
+
+    async def scenario() -> None:
+        service = _Stubborn(hang=True)
+        async with fake_server(service, drain_timeout=3600) as (server, _):
+            idle, idle_writer = await server.raw()
+            idle_writer.write(http("GET", "/healthz"))
+            await idle.readuntil(b"\r\n\r\n")
+            fresh, fresh_writer = await server.raw()
+            streaming, writer = await server.raw()
+            body = json.dumps(completion(stream=True)).encode()
+            writer.write(http("POST", "/v1/completions", body))
+            await service.hanging.wait()
+            send_sigterm()
+            await idle.read()  # to its end
+            assert server.state.refusing
+            assert not server.task.done()
+            fresh_writer.write(http("POST", "/v1/completions", body))
+            assert (await fresh.read()).startswith(b"HTTP/1.1 503"), "it is told what to do"
+            assert not streaming.at_eof()
+            send_sigterm()  # ends the wait for the stream
+            await server.task
+            for each in (idle_writer, fresh_writer, writer):
+                each.close()
+
+    run(scenario())
+
+
 def test_a_second_signal_ends_the_wait_for_running_streams() -> None:
     async def scenario() -> None:
         service = _Stubborn(hang=True)
@@ -287,6 +319,41 @@ def test_a_dead_engine_ends_the_server() -> None:
                 await server.task
 
     run(scenario())
+
+
+def test_a_request_that_comes_between_the_engines_end_and_the_servers_gets_a_503(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(server_module, "DEAD_SECONDS", 3600)
+
+    async def scenario() -> None:
+        service = FakeService(refuse=EngineDead("killed"))
+        async with fake_server(service) as (server, _):
+            request = http("POST", "/v1/completions", json.dumps(completion()).encode())
+            reader, writer = await server.raw()
+            writer.write(request[:-1])
+            await until(lambda: server.state.front().body_bytes > 0)
+            service.state = Health(alive=False, ready=False, reason="killed")
+            assert server.state.backend is not None
+            server.state.backend.died.set()
+            await _until_refused(server)
+            writer.write(request[-1:])
+            answer = await reader.read()
+            assert answer.startswith(b"HTTP/1.1 503"), answer
+            writer.close()
+            with pytest.raises(EngineDead):
+                await server.task
+
+    run(scenario())
+
+
+async def _until_refused(server: Server) -> None:
+    """Returns when the port takes no connection any more."""
+    with contextlib.suppress(ConnectionError):
+        while True:
+            _, writer = await server.raw()
+            writer.close()
+            await asyncio.sleep(0)
 
 
 def test_a_port_in_use_is_named() -> None:
