@@ -1,4 +1,6 @@
-"""One part ends or is away at a time, under load: nothing is lost, and everything recovers."""
+"""One part is killed at a time, under load: only what was in flight on a killed pod is lost, and
+everything recovers by itself.
+"""
 
 import signal
 import time
@@ -6,12 +8,12 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from cluster.harness.apiclient import eventually
+from cluster.harness.apiclient import Object, eventually
 from e2e.harness.figures import Figures
 from e2e.harness.installation import NAMESPACE, Installation
 from e2e.harness.load import Client, Load
 from e2e.harness.node import NAME, Node, node_is_ready
-from e2e.harness.processes import http_process
+from e2e.harness.processes import Process, engine_process, http_process, kill
 from e2e.harness.served import SMALL, Served, serving
 
 pytestmark = pytest.mark.e2e
@@ -54,6 +56,24 @@ def fault(
         report = load.look()
         figures.note("recovery", f"{names[0]}: answered", report.answered + report.streams)
         figures.note("recovery", f"{names[0]}: lost", len(report.failed) + len(report.cut))
+
+
+@pytest.mark.parametrize("find", [http_process, engine_process], ids=["http", "engine"])
+def test_a_killed_process_costs_no_more_than_what_its_pod_had_in_flight(
+    chat: Served,
+    load: Load,
+    fault: Callable[[str], None],
+    find: Callable[[Object], Process],
+) -> None:
+    killed = kill(min(chat.pods(), key=restarts), find)  # the kubelet delays a second restart
+    chat.until_rolled_out(RECOVERED)
+    fault(f"{find.__name__.replace('_', ' ')} killed")
+    report = load.await_more(20, streams=2)
+    killed.assert_bounds(report.failed + report.cut)
+
+
+def restarts(pod: Object) -> int:
+    return int(pod["status"]["containerStatuses"][0]["restartCount"])
 
 
 def test_a_deleted_pod_costs_nothing(

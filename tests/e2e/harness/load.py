@@ -133,6 +133,8 @@ class Client:
                     "image": self.image,
                     "imagePullPolicy": "Never",
                     "command": ["python", "/program/client.py"],
+                    # Else the pods that it loads leave it no time on a busy node.
+                    "resources": {"requests": {"cpu": "200m"}},
                     "securityContext": {
                         "allowPrivilegeEscalation": False,
                         "capabilities": {"drop": ["ALL"]},
