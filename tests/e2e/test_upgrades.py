@@ -1,0 +1,158 @@
+"""The release changes while its deployments serve: values, another image, rollback, removal."""
+
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack
+from functools import partial
+from typing import Self
+
+import pytest
+
+from cluster.harness.apiclient import Api, eventually
+from cluster.harness.charts import CRD
+from cluster.harness.resources import KIND
+from e2e.harness.figures import Figures
+from e2e.harness.installation import NAMESPACE, RELEASE, Installation
+from e2e.harness.load import Client, Load
+from e2e.harness.node import Node
+from e2e.harness.served import SMALL, Served
+
+pytestmark = pytest.mark.e2e
+NEXT = "next"  # a second name of the same runtime image: another version, as far as pods know
+TRAFFIC = {"new_per_second": 4, "kept": 1, "streams": 1, "tokens": 4, "stream_tokens": 200}
+NAMES = ("one", "two", "three")
+
+
+@pytest.fixture(scope="module")
+def three(installation: Installation) -> Iterator[list[Served]]:
+    """Three deployments of a pod each that serve."""
+    installation.upgrade()
+    with ExitStack() as stack:
+        served = [Served(installation, name) for name in NAMES]
+        for each in served:
+            stack.callback(each.delete)
+            each.apply(**SMALL)
+        for each in served:
+            each.until_rolled_out()
+        yield served
+
+
+@pytest.fixture
+def loads(three: list[Served], client: Client) -> Iterator[list[Load]]:
+    """Requests and streams to each of them throughout the test; none may be lost."""
+    with ExitStack() as stack:
+        running = [
+            stack.enter_context(client.load(each.service, model=each.name, **TRAFFIC))
+            for each in three
+        ]
+        serve_on(running)
+        yield running
+        serve_on(running)
+    for load in running:
+        load.report.assert_nothing_lost()
+
+
+def serve_on(loads: list[Load]) -> None:
+    for load in loads:
+        load.await_more(5, streams=1)
+
+
+def runs_only(served: Served, image: str) -> bool:
+    return {pod["spec"]["containers"][0]["image"] for pod in served.pods()} == {image}
+
+
+def test_a_changed_value_of_the_operator_alone_replaces_no_pod(
+    three: list[Served], loads: list[Load], installation: Installation
+) -> None:
+    before = [each.names() for each in three]
+    installation.upgrade("--set", "podLabels.team=tests", "--set", "metrics.service=false")
+    serve_on(loads)
+    for each in three:
+        each.until_rolled_out()
+    assert [each.names() for each in three] == before
+
+
+@pytest.mark.usefixtures("loads")
+def test_a_new_runtime_image_rolls_one_deployment_at_a_time_and_back_and_loses_nothing(
+    three: list[Served], node: Node, installation: Installation, figures: Figures
+) -> None:
+    current = installation.image("runtime")
+    following = current.rpartition(":")[0] + f":{NEXT}"
+    node.tag_image(current, following)
+    installation.upgrade()
+
+    with Rolling(three) as rolling, figures.timed("upgrade", "three deployments rolled, s"):
+        installation.upgrade("--set", f"runtime.image.tag={NEXT}")
+        until_all_run(three, following)
+    assert rolling.most == 1, "deployments rolled side by side"
+
+    with Rolling(three) as rolling, figures.timed("upgrade", "three rolled back, s"):
+        installation.helm.run("rollback", RELEASE, f"--namespace={NAMESPACE}", "--wait")
+        until_all_run(three, current)
+    assert rolling.most == 1, "deployments rolled back side by side"
+
+
+def test_pods_serve_on_without_a_release_and_a_deleted_resource_leaves_nothing(
+    three: list[Served], client: Client, installation: Installation, api: Api, figures: Figures
+) -> None:
+    deleted, *others = three
+    with ExitStack() as stack:
+        running = [
+            stack.enter_context(client.load(each.service, model=each.name, **TRAFFIC))
+            for each in others
+        ]
+        serve_on(running)
+        installation.helm.run("uninstall", RELEASE, f"--namespace={NAMESPACE}", "--wait")
+        label = "app.kubernetes.io/component=operator"
+        eventually(
+            lambda: not api.items("Pod", NAMESPACE, labelSelector=label), 60, "no operator runs"
+        )
+        with figures.timed("upgrade", "no operator: a deleted resource and all of it gone, s"):
+            deleted.delete()
+        serve_on(running)
+        assert {item["metadata"]["name"] for item in api.items(KIND, NAMESPACE)} == {"two", "three"}
+        assert api.find("CustomResourceDefinition", "", CRD), "documented: the definition stays"
+        assert api.find("Lease", NAMESPACE, "fairlead-operator"), "documented: the Lease stays"
+        before = [each.names() for each in others]
+        installation.install()
+        for each in others:
+            each.until_rolled_out()
+        assert [each.names() for each in others] == before, "a new release replaces no pod"
+        serve_on(running)
+    for load in running:
+        load.report.assert_nothing_lost()
+
+
+def until_all_run(served: list[Served], image: str) -> None:
+    for each in served:
+        eventually(partial(runs_only, each, image), 600, f"{each.name} runs {image}")
+        each.until_rolled_out()
+
+
+class Rolling:
+    """The largest number of deployments that had pods of two images at a look, while the block
+    runs.
+    """
+
+    def __init__(self, served: list[Served]) -> None:
+        self._served = served
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self.most = 0
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while not self._stop.wait(0.2):
+            self.most = max(self.most, sum(is_mixed(each) for each in self._served))
+
+
+def is_mixed(served: Served) -> bool:
+    alive = [pod for pod in served.pods() if "deletionTimestamp" not in pod["metadata"]]
+    return len({pod["spec"]["containers"][0]["image"] for pod in alive}) > 1
