@@ -1,8 +1,9 @@
-"""A newcomer's path: the lines of docs/install.md, run as they stand, in a folder that looks like a
-clone and in a cluster where nothing of Fairlead is.
+"""A newcomer's path: the Kubernetes lines of the README and of docs/install.md, run as they stand,
+in a folder that looks like a clone and in a cluster where nothing of Fairlead is.
 """
 
 import contextlib
+import json
 import os
 import re
 import socket
@@ -25,6 +26,19 @@ from e2e.harness.installation import NAMESPACE, RELEASE, Installation
 pytestmark = pytest.mark.e2e
 ROOT = Path(__file__).parents[2]
 COMMAND = re.compile(r"(?:helm|kubectl|curl|fairlead) ")
+# What a newcomer downloads from the model's page, for `fairlead plan`.
+CONFIG = {
+    "model_type": "qwen2",
+    "hidden_size": 896,
+    "intermediate_size": 4864,
+    "max_position_embeddings": 32768,
+    "num_attention_heads": 14,
+    "num_hidden_layers": 24,
+    "num_key_value_heads": 2,
+    "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16",
+    "vocab_size": 151936,
+}
 
 
 def commands(page: str, section: str = "") -> list[str]:
@@ -149,3 +163,17 @@ def test_the_lines_of_docs_install_md_work_in_their_order(
     assert any(line.startswith("helm test") for line in told)
     (demo,) = api.items(KIND, NAMESPACE)
     assert demo["metadata"]["name"] == "demo", "documented: the resources stay after an uninstall"
+
+
+def test_the_lines_of_the_readme_work_in_their_order(shell: Shell) -> None:
+    (shell.folder / "chat.yaml").write_text(resource("README.md"))
+    (shell.folder / "config.json").write_text(json.dumps(CONFIG))
+    lines = commands("README.md", "## One deployment\n")
+    told = {line.partition("  #")[0].strip(): shell.run(line) for line in lines}
+    assert len(told) == 4, told
+    assert "FITS" in told["fairlead plan -f chat.yaml --config config.json"]
+
+    def shown() -> bool:
+        return "InsufficientAccelerator" in shell.run(lines[-1])
+
+    eventually(shown, 30, "it says what it waits for: this node has no GPU", every=1)
