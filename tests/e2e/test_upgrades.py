@@ -19,7 +19,15 @@ from e2e.harness.served import SMALL, Served
 
 pytestmark = pytest.mark.e2e
 NEXT = "next"  # a second name of the same runtime image: another version, as far as pods know
-TRAFFIC = {"new_per_second": 4, "kept": 1, "streams": 1, "tokens": 4, "stream_tokens": 200}
+# Three of these leave the two cores time to start pods.
+TRAFFIC = {
+    "new_per_second": 3,
+    "kept": 1,
+    "streams": 1,
+    "tokens": 4,
+    "stream_tokens": 200,
+    "pause": 1,
+}
 NAMES = ("one", "two", "three")
 
 
