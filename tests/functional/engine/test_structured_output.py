@@ -206,6 +206,8 @@ def test_the_end_of_the_output(params: dict[str, Any], expected: str, reason: Fi
     outcome = served(rig("llama"), [request("r", "x", {"regex": "ab"}, **params)])
     assert text(outcome.texts["r", 0]) == expected
     assert outcome.finishes["r", 0] is reason
+    ends = [token in EOS for token in outcome.texts["r", 0]]
+    assert sum(ends) == (expected == "ab"), "one end, and only of the whole output"
 
 
 def test_min_tokens_keeps_an_output_that_may_go_on() -> None:

@@ -49,6 +49,11 @@ def test_the_text_ends_where_a_stop_text_begins_whatever_the_pieces(
         assert len(got) >= min(found)
 
 
+def test_of_two_stop_texts_in_one_piece_the_leftmost_ends_the_text() -> None:
+    assert StopTexts(("c", "b")).add("abc", last=False) == ("a", "b")
+    assert StopTexts(("bc", "b")).add("abc", last=False) == ("a", "bc"), "else the first given"
+
+
 @given(LETTERS, st.lists(st.integers(0, 30), max_size=8))
 def test_without_stop_texts_everything_passes_at_once(text: str, cuts: list[int]) -> None:
     finder = StopTexts(())

@@ -4,6 +4,7 @@ words. ``tests/functional/engine/test_plan_and_start.py`` starts an engine with 
 
 import dataclasses
 import re
+from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -249,6 +250,17 @@ def test_a_cpu_counts_its_processes_offload_and_shared_memory_and_caps_the_cache
     )
     assert pinned.terms["kv"] > CPU_CACHE
     assert pinned.fits
+
+
+def test_blocks_that_are_asked_for_fit_only_beside_their_own_bookkeeping() -> None:
+    config, device = EngineConfig(max_model_len=1024), DeviceFacts("cpu", 32 * GIB)
+
+    def asked(blocks: int) -> MemoryPlan:
+        return plan_memory(LLAMA_8B, replace(config, num_blocks=blocks), device)
+
+    choices = range(1024 // config.block_size, 10**5)
+    most = choices[bisect_left(choices, True, key=lambda blocks: not asked(blocks).fits) - 1]
+    assert asked(most).used <= asked(most).budget < asked(most + 1).used
 
 
 def test_measured_terms_take_the_place_of_planned_ones() -> None:
