@@ -1,17 +1,21 @@
-"""What HTTP costs: served throughput against the engine alone, and steps beside tokenizing.
+"""What HTTP costs: by itself, against the engine alone, and steps beside tokenizing.
 
-Three ways to run the same greedy requests: `LLM` in a process of its own, `fairlead serve` with a
-streaming client beside it, and, with --against DIR, the server of another checkout. All are loaded
-first; the rounds are interleaved, and only one of them works at a time. Compare the ratios.
+    .venv/bin/python benchmarks/http.py [--parts http,small,demo] [--rounds 5] [--against DIR]
 
-Then the time between two tokens of eight streams, while nothing else runs and while another client
-has 100 prompts of 100,000 characters tokenized (each is refused afterwards: it is longer than the
-model's context).
+http: the real HTTP process with an engine that has no model (http_noop.py), at 1, 32 and 256
+clients. First whole answers of one token, on connections that are kept; then streams that get a
+token every 50 ms, and how long after the engine sent it each token reaches the client; and the
+processor time of the HTTP process.
 
-    .venv/bin/python benchmarks/http_server.py [--models small,demo] [--rounds 5] [--against DIR]
+small and demo: models; small is a Llama of 135 M parameters (30 layers of 576), random weights,
+float32. Ways to run the same greedy requests: `LLM` in a process of its own, `fairlead serve` with
+a streaming client beside it, and, with --against DIR (again and again), servers of other checkouts.
+All are loaded first; the rounds are interleaved, and only one of them works at a time. Compare the
+ratios. Then the time between two tokens of eight streams, while nothing else runs and while another
+client has 100 prompts of 100,000 characters tokenized (each is refused afterwards: it is longer
+than the model's context).
 
-small: a Llama of 135 M parameters (30 layers of 576), random weights, float32. Client, HTTP process
-and engine share the machine.
+Client, HTTP process and engine share the machine.
 """
 
 import argparse
@@ -30,9 +34,13 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+from tokenizers import Tokenizer
+
 STREAMS = (1, 8, 32)
 TOKENS = 64
 PROMPT = 16
+PACE = 0.05  # seconds between two steps of the engine without a model
+ANSWERS = 2000
 CHARACTERS = 100_000
 WORDS = "the quick brown fox jumps over a lazy dog and runs away from it "
 SMALL = {
@@ -115,10 +123,13 @@ def environment(checkout: Path | None = None) -> dict[str, str]:
 
 
 class Served:
-    def __init__(self, model: str, checkout: Path | None = None) -> None:
+    """``first``: Python that the HTTP process runs before anything else."""
+
+    def __init__(self, model: str, checkout: Path | None = None, first: str = "") -> None:
         self.model, self.port, admin = model, free_port(), free_port()
         flags = [f"--port={self.port}", f"--admin-port={admin}", *FLAGS, "--log-level=warning"]
-        code = "import sys; from fairlead_runtime.cli import main; sys.exit(main(sys.argv[1:]))"
+        code = "from fairlead_runtime.cli import main; sys.exit(main(sys.argv[1:]))"
+        code = f"import sys; {first}{code}"
         self._process = subprocess.Popen(
             [sys.executable, "-P", "-c", code, "serve", model, *flags], env=environment(checkout)
         )
@@ -188,10 +199,7 @@ class Served:
             reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
         except ConnectionError:
             return
-        content = json.dumps(body).encode()
-        head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\n"
-        head += f"Content-Type: application/json\r\nContent-Length: {len(content)}\r\n\r\n"
-        writer.write(head.encode() + content)
+        writer.write(request(body, "Connection: close"))
         while line := await reader.readline():
             yield line
         writer.close()
@@ -201,21 +209,131 @@ class Served:
         self._process.wait()
 
 
+def request(body: dict[str, Any], *headers: str) -> bytes:
+    content = json.dumps(body).encode()
+    lines = ["POST /v1/completions HTTP/1.1", "Host: x", "Content-Type: application/json"]
+    lines += [*headers, f"Content-Length: {len(content)}", "", ""]
+    return "\r\n".join(lines).encode() + content
+
+
 def free_port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port: int = listener.getsockname()[1]
         return port
 
 
+# -- HTTP alone
+
+
+class WithoutEngine(Served):
+    """The real HTTP process on the demo's tokenizer, whose engine gives every request a token each
+    ``pace`` seconds, see http_noop.py.
+    """
+
+    def __init__(self, folder: Path, pace: float) -> None:
+        from fairlead_runtime.hub import source
+
+        self._log = folder / f"sent-{pace}.jsonl"
+        tokenizer = Tokenizer.from_file(str(source.resolve("demo:").path / "tokenizer.json"))
+        token, vocabulary = tokenizer.token_to_id("a"), tokenizer.get_vocab_size()
+        arguments = [str(pace), str(token), str(vocabulary), str(self._log)]
+        here = str(Path(__file__).parent)
+        super().__init__(
+            "demo:",
+            first=f"sys.path.append({here!r}); import http_noop; "
+            f"http_noop.replace_engine(*{arguments!r}); ",
+        )
+
+    def cpu(self) -> float:
+        """Seconds of processor time of the HTTP process so far."""
+        stat = Path(f"/proc/{self._process.pid}/stat").read_text().rpartition(")")[2].split()
+        return (int(stat[11]) + int(stat[12])) / os.sysconf("SC_CLK_TCK")
+
+    def requests(self, clients: int, total: int) -> float:
+        """Seconds for whole answers of one token, on connections that are kept."""
+        content = request({"model": self.model, "prompt": [10, 11], "max_tokens": 1})
+        left = iter(range(total))
+
+        async def client() -> None:
+            reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
+            for _ in left:
+                writer.write(content)
+                answer = await reader.readuntil(b"\r\n0\r\n\r\n")
+                assert b" 200 " in answer[:15]
+            writer.close()
+
+        async def all_clients() -> float:
+            began = time.perf_counter()
+            await asyncio.gather(*(client() for _ in range(clients)))
+            return time.perf_counter() - began
+
+        return asyncio.run(all_clients())
+
+    def delays(self, streams: int) -> list[float]:
+        """Seconds from the engine to the client, of each token of that many streams at once."""
+        asked = [[10 + number // 100, 10 + number % 100] for number in range(streams)]
+
+        async def all_streams() -> list[list[float]]:
+            return await asyncio.gather(*map(self._arrivals, asked))
+
+        came = asyncio.run(all_streams())
+        sent = {}
+        for line in self._log.read_text().splitlines():
+            ended = json.loads(line)
+            sent[tuple(ended["prompt"])] = ended["sent"]
+        return [
+            arrived - left
+            for prompt, times in zip(asked, came, strict=True)
+            for arrived, left in zip(times, sent[tuple(prompt)], strict=True)
+        ]
+
+    async def _arrivals(self, prompt: list[int]) -> list[float]:
+        """When each token came: each is one character of the text."""
+        body = {"model": self.model, "prompt": prompt, "max_tokens": TOKENS, "stream": True}
+        times: list[float] = []
+        async for line in self._request(body):
+            if line.startswith(b'data: {"id"'):
+                text = json.loads(line.removeprefix(b"data: "))["choices"][0]["text"]
+                times += [time.monotonic()] * len(text)
+        return times
+
+
+def http_alone(rounds: int) -> None:
+    print(
+        "\n| clients | answers/s | delay of a token, ms: median | p99 | CPU of HTTP, µs: an answer"
+    )
+    print("| a token |\n|---|---|---|---|---|---|")
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+        at_once, paced = (WithoutEngine(Path(folder), pace) for pace in (0.0, PACE))
+        for each in (at_once, paced):
+            stack.callback(each.close)
+        for clients in (1, 32, 256):
+            total = ANSWERS if clients > 1 else ANSWERS // 10
+            answers: list[float] = []
+            delays: list[float] = []
+            answer_cpu = token_cpu = 0.0
+            for _ in range(rounds):
+                before = at_once.cpu()
+                answers.append(total / at_once.requests(clients, total))
+                answer_cpu += at_once.cpu() - before
+                before = paced.cpu()
+                delays += paced.delays(clients)
+                token_cpu += paced.cpu() - before
+            cut = statistics.quantiles(delays, n=100)
+            print(
+                f"| {clients} | {spread(answers, 0)} | {1000 * cut[49]:.2f} | {1000 * cut[98]:.2f} "
+                f"| {1e6 * answer_cpu / rounds / total:.0f} | {1e6 * token_cpu / len(delays):.0f} |"
+            )
+
+
 # -- the rounds
 
 
 @contextmanager
-def competitors(model: str, against: Path | None) -> Iterator[dict[str, Alone | Served]]:
+def competitors(model: str, against: Sequence[Path]) -> Iterator[dict[str, Alone | Served]]:
     with ExitStack() as stack:
         found: dict[str, Alone | Served] = {"engine alone": Alone(model), "served": Served(model)}
-        if against is not None:
-            found["served before"] = Served(model, against)
+        found |= {f"served by {each.name}": Served(model, each) for each in against}
         for each in found.values():
             stack.callback(each.close)
         yield found
@@ -258,16 +376,27 @@ def spread(values: Sequence[float], digits: int) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--models", default="small,demo")
+    parser.add_argument("--parts", default="http,small,demo")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--against", type=Path, help="a checkout whose server is measured too")
+    parser.add_argument(
+        "--against",
+        type=Path,
+        action="append",
+        default=[],
+        help="a checkout whose server is measured too",
+    )
     parser.add_argument("--alone", metavar="MODEL", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.alone:
         alone(options.alone)
         return
+    parts = options.parts.split(",")
+    if "http" in parts:
+        http_alone(options.rounds)
     with tempfile.TemporaryDirectory() as folder:
-        for name in options.models.split(","):
+        for name in parts:
+            if name == "http":
+                continue
             model = small(Path(folder)) if name == "small" else "demo:"
             with competitors(model, options.against) as found:
                 print(
