@@ -63,6 +63,7 @@ CAPTIONS = {
     f"{RUNTIME}.logprobs": "their shape",
     f"{RUNTIME}.seeds": "random draws",
     f"{RUNTIME}.metric_names": "names only",
+    f"{RUNTIME}.threads": "priority of a thread",
     KERNELS: "paged attention, cache writes and copies, sampling; a torch reference of each",
 }
 # Libraries with a contract of their own → the mark on the rooms that may import them.

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, ParamSpec, TypeVar
 from starlette.types import Receive, Scope
 
 from fairlead_runtime.api.errors import ApiError
-from fairlead_runtime.serving.text_thread import be_nicer
+from fairlead_runtime.threads import be_nicer
 
 MAX_BODY = 2 * 1024 * 1024  # bytes
 BODY_SECONDS = 30.0  # for a whole body

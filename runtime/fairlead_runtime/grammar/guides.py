@@ -26,11 +26,13 @@ from fairlead_runtime.grammar.compile import (
 )
 from fairlead_runtime.request import Sequence
 from fairlead_runtime.structured import FAILED, TOO_COMPLEX, StructuredOutputs
+from fairlead_runtime.threads import be_nicer
 
 CACHE_BYTES = 128 * 1024 * 1024  # of compiled grammars that no sequence needs
 # A mask takes milliseconds; where one takes longer than this, beyond the forward pass, its sequence
 # fails rather than hold up the others.
 MASK_SECONDS = 2.0
+COMPILER_NICE = 5  # no step waits for a compilation: the steps go first
 STACK = 16 * 1024 * 1024  # of our threads: eight times that in which the grammar was checked
 
 log = logging.getLogger("fairlead.grammar")
@@ -155,7 +157,7 @@ class Guides:
         for token in facts.eos_ids:
             self._eos.view(np.uint32)[token // 32] |= np.uint32(1 << token % 32)
         self._threads = threads
-        self._compiler = _pool(1)
+        self._compiler = _pool(1, nice=COMPILER_NICE)
         self._fillers = _pool(threads)
         self._cached: OrderedDict[str, tuple[Guide, int]] = OrderedDict()
         self._cached_bytes = 0
@@ -211,9 +213,11 @@ class Guides:
         self._fillers = _pool(self._threads)
 
 
-def _pool(threads: int) -> ThreadPoolExecutor:
+def _pool(threads: int, nice: int = 0) -> ThreadPoolExecutor:
     """Threads with a larger stack: compiling and matching recurse over the grammar."""
-    pool = ThreadPoolExecutor(threads, thread_name_prefix="grammar")
+    pool = ThreadPoolExecutor(
+        threads, thread_name_prefix="grammar", initializer=lambda: be_nicer(nice)
+    )
     before = threading.stack_size(STACK)
     try:
         started = threading.Barrier(threads + 1)

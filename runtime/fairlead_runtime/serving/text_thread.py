@@ -7,14 +7,13 @@ tokens it has. There is one thread, so each stream's outputs keep their order.
 
 import asyncio
 import logging
-import os
-import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
 from fairlead_runtime.outputs import TextLate
+from fairlead_runtime.threads import be_nicer
 
 log = logging.getLogger("fairlead.service")
 
@@ -109,9 +108,3 @@ def _run(job: _Job[Any, Any]) -> None:
     except Exception as error:
         log.exception("the text of an answer could not be made")
         job.error = error
-
-
-def be_nicer(by: int) -> None:
-    """Give this thread a lower priority; on Linux each thread has its own."""
-    thread = threading.get_native_id()
-    os.setpriority(os.PRIO_PROCESS, thread, os.getpriority(os.PRIO_PROCESS, thread) + by)

@@ -1,6 +1,8 @@
 """Masks of allowed tokens: every output that they allow is what was asked for."""
 
 import json
+import os
+import queue
 import random
 import re
 import threading
@@ -209,6 +211,16 @@ def test_compiled_grammars_are_kept_up_to_a_number_of_bytes(
     for regex in ("a", "b", "a", "c", "a", "b"):
         guides.compile(StructuredOutputs(regex=regex).checked(10))
     assert compiled == ["a", "b", "c", "b"]
+
+
+def test_the_steps_go_before_a_compilation() -> None:
+    def priority() -> int:
+        return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+
+    found: queue.Queue[int] = queue.Queue()
+    guides = Guides(facts())
+    guides.prepare(StructuredOutputs(regex="a"), lambda *_: found.put(priority()))
+    assert found.get(timeout=300) == min(19, priority() + module.COMPILER_NICE)
 
 
 class Stuck:
