@@ -2,7 +2,6 @@
 everything recovers by itself.
 """
 
-import signal
 import time
 from collections.abc import Callable, Iterator
 
@@ -12,12 +11,11 @@ from cluster.harness.apiclient import Object, eventually
 from e2e.harness.figures import Figures
 from e2e.harness.installation import NAMESPACE, Installation
 from e2e.harness.load import Client, Load
-from e2e.harness.node import NAME, Node, node_is_ready
+from e2e.harness.node import AWAY, MAY_BE_AWAY, NAME, Node
 from e2e.harness.processes import Process, engine_process, http_process, kill
 from e2e.harness.served import SMALL, Served, serving
 
 pytestmark = pytest.mark.e2e
-AWAY = 3  # seconds for which a part of the cluster is missing
 RECOVERED = 30  # seconds
 TRAFFIC = {"new_per_second": 10, "kept": 4, "streams": 4, "tokens": 4, "stream_tokens": 200}
 OPERATOR = "app.kubernetes.io/component=operator"
@@ -100,16 +98,11 @@ def test_a_killed_operator_costs_nothing_and_its_successor_goes_on(
     load.await_more(20, streams=2).assert_nothing_lost()
 
 
-@pytest.mark.parametrize("part", ["kubelet", "containerd", "kube-apiserver"])
+@pytest.mark.parametrize("part", MAY_BE_AWAY)
 def test_a_part_of_the_cluster_that_is_away_for_seconds_costs_nothing(
     chat: Served, load: Load, fault: Callable[[str], None], node: Node, part: str
 ) -> None:
-    node.plane.part(part).process.send_signal(signal.SIGKILL)
-    time.sleep(AWAY)  # the absence is the condition under test, not a wait for an event
-    node.plane.restart(part)
-    if part == "kube-apiserver":
-        node.plane.wait_ready()
-    eventually(lambda: node_is_ready(chat.installation.api), RECOVERED, "the node is Ready")
+    node.lose(part, AWAY)
     chat.until_rolled_out(RECOVERED)
     fault(f"{part} away for {AWAY} s")
     load.await_more(20, streams=2).assert_nothing_lost()

@@ -17,6 +17,7 @@ from cluster.harness.apiclient import Api, Object, eventually
 from e2e.harness.figures import Figures
 from e2e.harness.installation import ANY_RUNTIME, NAMESPACE, Installation
 from e2e.harness.load import Client
+from e2e.harness.node import AWAY, MAY_BE_AWAY, Node
 from e2e.harness.processes import Kill, engine_process, http_process, kill, processes
 from e2e.harness.served import SMALL, Served, serving
 from support.full import LONG_FORM
@@ -33,6 +34,7 @@ class Soak:
     """The deployment that everything happens to, and the kills so far."""
 
     chat: Served
+    node: Node
     random: random.Random
     kills: list[Kill] = field(default_factory=list)
     done: list[str] = field(default_factory=list)
@@ -61,6 +63,9 @@ class Soak:
         self.chat.until_blocked_by("ImagePullBackOff", 60)
         self.chat.apply(engine={})
 
+    def lose_a_part_of_the_cluster(self) -> None:
+        self.node.lose(self.random.choice(MAY_BE_AWAY), AWAY)
+
     @property
     def actions(self) -> list[Callable[[], None]]:
         return [
@@ -69,6 +74,7 @@ class Soak:
             self.kill_a_process,
             self.scale,
             self.try_a_bad_image,
+            self.lose_a_part_of_the_cluster,
         ]
 
     def do(self, action: Callable[[], None]) -> None:
@@ -107,13 +113,13 @@ class Held:
 
 
 def test_random_changes_and_faults_lose_nothing_else_and_leave_nothing_behind(
-    installation: Installation, client: Client, api: Api, figures: Figures
+    installation: Installation, client: Client, node: Node, api: Api, figures: Figures
 ) -> None:
     seed = int(os.environ.get(SEED) or secrets.randbits(32))
     print(f"[e2e] soak: {SEED}={seed}")
     installation.upgrade(*ANY_RUNTIME)
     with serving(installation, "soak", **SMALL, replicas=2) as chat:
-        soak = Soak(chat, random.Random(seed))
+        soak = Soak(chat, node, random.Random(seed))
         with client.load(chat.service, model=chat.name, **TRAFFIC) as load:
             load.await_more(20, streams=2)
             # Each once: then the operator has done everything.

@@ -7,8 +7,10 @@ All its programs are parts of the control plane object, which ends them, last st
 import json
 import os
 import shutil
+import signal
 import socket
 import subprocess
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -26,6 +28,8 @@ SERVICES = "10.96.0.0/16"
 PODS = "10.244.0.0/16"
 KUBELET = f"system:node:{NAME}"
 KUBE_PROXY = "system:kube-proxy"
+AWAY = 3  # seconds for which a part of the cluster is missing
+MAY_BE_AWAY = ("kubelet", "containerd", "kube-apiserver")
 PROGRAMS = (
     "etcd",
     "kube-apiserver",
@@ -93,6 +97,16 @@ class Node:
     def tag_image(self, name: str, other: str) -> None:
         """Give an image another name."""
         self._ctr("images", "tag", "--force", name, other)
+
+    def lose(self, part: str, seconds: float) -> None:
+        """Kill a part of the cluster and start it again after so many seconds."""
+        self.plane.part(part).process.send_signal(signal.SIGKILL)
+        time.sleep(seconds)  # the absence is the condition under test, not a wait for an event
+        self.plane.restart(part)
+        if part == "kube-apiserver":
+            self.plane.wait_ready()
+        with self.plane.api() as api:
+            eventually(lambda: node_is_ready(api), 30, "the node is Ready")
 
     def _ctr(self, *arguments: str) -> None:
         command = ["ctr", f"--address={self.socket}", "--namespace=k8s.io", *arguments]
