@@ -23,6 +23,7 @@ def main(argv: Sequence[str]) -> int:
         config = EngineConfig.from_namespace(options)
         _check_ports(options)
         _leave_torch_out()
+        logs.adopt_transformers()
         # Imported after parsing: --help and wrong flags need no heavy imports.
         from fairlead_runtime.start.serve import run
 

@@ -67,6 +67,7 @@ def _serve(channel: wire.Channel) -> int:
     # Imported before the first message, which may have to wait for a download.
     from fairlead_runtime.start.build import build
 
+    logs.adopt_transformers()
     try:
         start = channel.receive()
         if not isinstance(start, wire.Start):

@@ -31,3 +31,11 @@ def configure(level: str) -> None:
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonFormatter())
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
+
+
+def adopt_transformers() -> None:
+    """Let the lines of transformers, which writes them itself in a form of its own, be as ours."""
+    from transformers.utils import logging as theirs
+
+    theirs.disable_default_handler()
+    theirs.enable_propagation()

@@ -338,6 +338,19 @@ def test_a_client_that_leaves_frees_its_blocks_and_a_full_queue_is_429(model: st
         assert server.end() == 0
 
 
+def test_every_line_of_the_log_is_json_those_of_transformers_too(model: str) -> None:
+    with serve(model) as server:
+        server.until_logged("serving")
+        with server.client() as client:
+            long = body(model, prompt="a b " * 4000)  # transformers warns of it
+            assert client.post("/v1/completions", json=long).status_code == 400
+        server.until_logged("request")
+        server.terminate()
+        assert server.end() == 0
+    loggers = {json.loads(line)["logger"].partition(".")[0] for line in server.lines}
+    assert "transformers" in loggers
+
+
 # -- as a user starts it
 
 
