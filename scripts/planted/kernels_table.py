@@ -6,8 +6,114 @@ KERNELS = "kernels/fairlead_kernels"
 TORCH_ATTENTION, CACHE_WRITE, SAMPLE = (
     f"{KERNELS}/{name}.py" for name in ("torch_attention", "cache_write", "sample")
 )
+ATTENTION_C, LAYERS_C, LINEAR_C, PRODUCT_C, ROPE_C, SIMD_C, TEAM_C = (
+    f"{KERNELS}/csrc/{name}"
+    for name in (
+        "attention.cpp",
+        "layers.cpp",
+        "linear.cpp",
+        "product.h",
+        "rope.h",
+        "simd.h",
+        "team.cpp",
+    )
+)
+C_OPERATIONS, C_ATTENTION, C_LAYERS = (
+    (f"unit/kernels/test_cpu_{name}.py",) for name in ("operations", "attention", "layers")
+)
 
 BUGS = (
+    PackageBug(
+        "a weight's rows are packed one place beside their own",
+        LINEAR_C,
+        "columns * P + at % P;",
+        "columns * P + (at + 1) % P;",
+        C_OPERATIONS,
+    ),
+    PackageBug(
+        "the rows of a weight are taken to lie close together",
+        LINEAR_C,
+        "source + row * stride",
+        "source + row * columns",
+        C_OPERATIONS,
+    ),
+    PackageBug(
+        "the last columns of a product are left out",
+        PRODUCT_C,
+        "  for (; k < k_count; k++) step(k);\n",
+        "",
+        C_OPERATIONS,
+    ),
+    PackageBug(
+        "a product in parts keeps the last part alone",
+        f"{KERNELS}/csrc/linear.h",
+        "tile, P, from > 0,",
+        "tile, P, false,",
+        C_OPERATIONS,
+    ),
+    PackageBug(
+        "both halves of a head are turned by the first half's cosines",
+        ROPE_C,
+        "b * load(cos + half + i)",
+        "b * load(cos + i)",
+        C_OPERATIONS,
+    ),
+    PackageBug(
+        "a bfloat16 between two is rounded away from zero",
+        SIMD_C,
+        "0x7fff + (bits >> 16 & 1)",
+        "0x8000",
+        C_OPERATIONS,
+    ),
+    PackageBug(
+        "a query of a prefill sees the keys after it",
+        ATTENTION_C,
+        "seen < count ? seen : count",
+        "count",
+        C_ATTENTION,
+    ),
+    PackageBug(
+        "a prefill's window is one key too wide",
+        ATTENTION_C,
+        "? 0 : seen - rows.window;",
+        "? 0 : seen - rows.window - 1;",
+        C_ATTENTION,
+    ),
+    PackageBug(
+        "what was summed before a larger score keeps its weight",
+        ATTENTION_C,
+        "      if (factor != 1.0f) {",
+        "      if (factor > 1.0f) {",
+        C_ATTENTION,
+    ),
+    PackageBug(
+        "the parts of a decode are merged with equal weights",
+        ATTENTION_C,
+        "const float factor = __builtin_expf(maxima[i * size] - maximum);",
+        "const float factor = 1.0f;",
+        C_ATTENTION,
+    ),
+    PackageBug(
+        "a sink above all scores leaves them their weight",
+        ATTENTION_C,
+        "total = total * factor + 1.0f;",
+        "total = total + 1.0f;",
+        C_ATTENTION,
+    ),
+    PackageBug(
+        "the gate of a multi-layer step is multiplied with itself",
+        LAYERS_C,
+        "multiply_panel(weight, panels + panel, x",
+        "multiply_panel(weight, panel, x",
+        C_LAYERS,
+    ),
+    PackageBug(
+        "no thread waits at a barrier",
+        TEAM_C,
+        "  if (size == 1) return;\n",
+        "  if (size >= 1) return;\n",
+        C_LAYERS,
+    ),
     PackageBug(
         "scratch memory keeps the dtype of its first read",
         TORCH_ATTENTION,
