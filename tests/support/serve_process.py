@@ -5,6 +5,7 @@ imports take longer than the tests themselves. tests/functional/api/test_process
 tests/functional/commands/test_demo.py start the command without this.
 """
 
+import contextlib
 import itertools
 import json
 import multiprocessing
@@ -190,6 +191,22 @@ def slow_device() -> None:
         return execute(self, work)
 
     ModelRunner.execute = slow  # type: ignore[method-assign]
+
+
+def paced_device(pace: Path) -> None:
+    """Make each step last at least 10 ms while the file is there, and wait while it says "hold"."""
+    from fairlead_runtime.device.model_runner import ModelRunner
+
+    execute = ModelRunner.execute
+
+    def paced(self: ModelRunner, work: Any) -> Any:
+        with contextlib.suppress(FileNotFoundError):
+            while pace.read_text() == "hold":
+                time.sleep(0.001)
+            time.sleep(0.01)
+        return execute(self, work)
+
+    ModelRunner.execute = paced  # type: ignore[method-assign]
 
 
 def hanging_device() -> None:

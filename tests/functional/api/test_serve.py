@@ -1,5 +1,6 @@
 """`fairlead serve` as a user and a kubelet see it: exit codes, last words, signals."""
 
+import functools
 import json
 import socket
 import threading
@@ -16,6 +17,7 @@ from support.serve_process import (
     Process,
     broken_device,
     never_loads,
+    paced_device,
     serve,
     slow_device,
     stream_events,
@@ -153,10 +155,13 @@ class Reader(threading.Thread):
 
 @pytest.mark.parametrize("offset", range(1, 501, 10) if LONG_FORM else (1, 40, 200))
 def test_sigterm_lets_live_streams_finish_refuses_new_ones_and_ends_with_0(
-    model: str, offset: int
+    model: str, offset: int, tmp_path: Path
 ) -> None:
-    """The signal comes once every stream has ``offset`` events; all of them finish."""
-    with serve(model, "--num-blocks=8192") as server:
+    """The signal comes once every stream has ``offset`` events, and the device waits then until a
+    new request was refused; all streams finish.
+    """
+    (pace := tmp_path / "pace").touch()
+    with serve(model, "--num-blocks=8192", prepare=functools.partial(paced_device, pace)) as server:
         server.until_logged("serving")
         reached = threading.Semaphore(0)
         requests = [
@@ -167,6 +172,7 @@ def test_sigterm_lets_live_streams_finish_refuses_new_ones_and_ends_with_0(
             reader.start()
         for _ in readers:
             reached.acquire()
+        pace.write_text("hold")
         server.terminate()
         server.until_logged("refused")
         with server.client("admin") as admin, server.client() as client:
@@ -175,6 +181,8 @@ def test_sigterm_lets_live_streams_finish_refuses_new_ones_and_ends_with_0(
             refused = client.post("/v1/completions", json=body(model, stream=False))
             assert refused.status_code == 503
             assert "retry-after" in refused.headers
+        assert all(reader.is_alive() for reader in readers)
+        pace.unlink()
         for reader in readers:
             reader.join()
         assert [(reader.reason, reader.done) for reader in readers] == [("length", True)] * len(
