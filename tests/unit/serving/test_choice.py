@@ -24,7 +24,8 @@ def shown(stops: tuple[str, ...], pieces: list[str]) -> tuple[str, str | None, b
     for i, piece in enumerate(pieces):
         part, stop = finder.add(piece, last=i == len(pieces) - 1)
         text += part
-        too_much |= bool(ends) and len(text) > min(ends)
+        # A stop text that completes ends the text, also where one that began earlier is incomplete.
+        too_much |= stop is None and bool(ends) and len(text) > min(ends)
         if stop is not None:
             return text, stop, too_much
     return text, None, too_much
