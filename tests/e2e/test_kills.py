@@ -9,7 +9,7 @@ import pytest
 
 from cluster.harness.apiclient import Object, eventually
 from e2e.harness.figures import Figures
-from e2e.harness.installation import NAMESPACE, Installation
+from e2e.harness.installation import NAMESPACE, OPERATOR, Installation
 from e2e.harness.load import Client, Load
 from e2e.harness.node import AWAY, MAY_BE_AWAY, NAME, Node
 from e2e.harness.processes import Process, engine_process, http_process, kill
@@ -18,7 +18,6 @@ from e2e.harness.served import SMALL, Served, serving
 pytestmark = pytest.mark.e2e
 RECOVERED = 30  # seconds
 TRAFFIC = {"new_per_second": 10, "kept": 4, "streams": 4, "tokens": 4, "stream_tokens": 200}
-OPERATOR = "app.kubernetes.io/component=operator"
 
 
 @pytest.fixture(scope="module")

@@ -5,11 +5,10 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from cluster.harness.apiclient import Api, ApiError
-from e2e.harness.installation import NAMESPACE, Installation
+from e2e.harness.installation import NAMESPACE, OPERATOR, Installation
 from e2e.harness.served import SMALL, serving
 
 pytestmark = pytest.mark.e2e
-OPERATOR = "app.kubernetes.io/component=operator"
 TOOLS = (
     *("cc", "gcc", "g++", "c++", "clang", "ld", "as", "make", "nvcc", "rustc", "go"),
     *("apt", "apt-get", "dpkg", "pip", "pip3", "uv", "conda", "npm"),

@@ -15,7 +15,7 @@ import pytest
 
 from cluster.harness.apiclient import Api, Object, eventually
 from e2e.harness.figures import Figures
-from e2e.harness.installation import ANY_RUNTIME, NAMESPACE, Installation
+from e2e.harness.installation import ANY_RUNTIME, NAMESPACE, OPERATOR, Installation
 from e2e.harness.load import Client
 from e2e.harness.node import AWAY, MAY_BE_AWAY, Node
 from e2e.harness.processes import Kill, engine_process, http_process, kill, processes
@@ -161,7 +161,7 @@ def test_random_changes_and_faults_lose_nothing_else_and_leave_nothing_behind(
 
 
 def operator(api: Api) -> list[Object]:
-    return api.items("Pod", NAMESPACE, labelSelector="app.kubernetes.io/component=operator")
+    return api.items("Pod", NAMESPACE, labelSelector=OPERATOR)
 
 
 def about(event: Object, served: Served) -> bool:

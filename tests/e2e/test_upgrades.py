@@ -12,7 +12,7 @@ from cluster.harness.apiclient import Api, eventually
 from cluster.harness.charts import CRD
 from cluster.harness.resources import KIND
 from e2e.harness.figures import Figures
-from e2e.harness.installation import NAMESPACE, RELEASE, Installation
+from e2e.harness.installation import NAMESPACE, OPERATOR, RELEASE, Installation
 from e2e.harness.load import Client, Load
 from e2e.harness.node import Node
 from e2e.harness.served import SMALL, Served
@@ -111,9 +111,8 @@ def test_pods_serve_on_without_a_release_and_a_deleted_resource_leaves_nothing(
         ]
         serve_on(running)
         installation.helm.run("uninstall", RELEASE, f"--namespace={NAMESPACE}", "--wait")
-        label = "app.kubernetes.io/component=operator"
         eventually(
-            lambda: not api.items("Pod", NAMESPACE, labelSelector=label), 60, "no operator runs"
+            lambda: not api.items("Pod", NAMESPACE, labelSelector=OPERATOR), 60, "no operator runs"
         )
         with figures.timed("upgrade", "no operator: a deleted resource and all of it gone, s"):
             deleted.delete()

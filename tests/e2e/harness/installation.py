@@ -10,6 +10,7 @@ from cluster.harness.apiclient import Api
 from cluster.harness.charts import CHART, Helm, only
 
 NAMESPACE = RELEASE = "fairlead"
+OPERATOR = "app.kubernetes.io/component=operator"  # the label of its pods
 # A value of the chart: resources may name any tag of the runtime's image.
 ANY_RUNTIME = ("--set", r"allow.images={docker\.io/fairlead/runtime:.*}")
 
