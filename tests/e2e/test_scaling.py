@@ -1,8 +1,6 @@
 """The autoscaler on real load: pods come with the queue and go after it, and nothing is lost."""
 
-import threading
 import time
-from typing import Self
 
 import pytest
 
@@ -10,7 +8,8 @@ from cluster.harness.apiclient import eventually
 from e2e.harness.figures import Figures
 from e2e.harness.installation import Installation
 from e2e.harness.load import Client
-from e2e.harness.served import SMALL, Served, serving
+from e2e.harness.looks import Looks
+from e2e.harness.served import SMALL, serving
 from support.full import LONG_FORM
 
 pytestmark = pytest.mark.e2e
@@ -69,7 +68,7 @@ def test_a_full_queue_answers_200_or_429_and_the_service_keeps_its_endpoints(
         client.load(
             chat.service, model=chat.name, new_per_second=10, kept=20, tokens=64, pause=0.2
         ) as load,
-        Watched(chat) as watched,
+        Looks(lambda: len(chat.endpoints())) as endpoints,
     ):
         eventually(lambda: load.look().busy > 50, 60, "the queue is full")
         with figures.timed("full queue", "until three pods serve, s"):
@@ -78,29 +77,6 @@ def test_a_full_queue_answers_200_or_429_and_the_service_keeps_its_endpoints(
     figures.note("full queue", "answered with 200", load.report.answered)
     figures.note("full queue", "answered with 429", load.report.busy)
     figures.note("full queue", "failed", len(load.report.failed))
-    assert watched.looks > 20
-    assert watched.empty == 0, "the Service lost all its endpoints"
+    assert len(endpoints.seen) > 20
+    assert 0 not in endpoints.seen, "the Service lost all its endpoints"
     load.report.assert_nothing_lost()
-
-
-class Watched:
-    """Counts how often the Service has no endpoint, at five looks a second while the block runs."""
-
-    def __init__(self, served: Served) -> None:
-        self._served = served
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run, daemon=True)
-        self.looks = self.empty = 0
-
-    def __enter__(self) -> Self:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stop.set()
-        self._thread.join()
-
-    def _run(self) -> None:
-        while not self._stop.wait(0.2):
-            self.looks += 1
-            self.empty += not self._served.endpoints()

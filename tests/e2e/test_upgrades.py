@@ -1,10 +1,8 @@
 """The release changes while its deployments serve: values, another image, rollback, removal."""
 
-import threading
 from collections.abc import Iterator
 from contextlib import ExitStack
 from functools import partial
-from typing import Self
 
 import pytest
 
@@ -14,6 +12,7 @@ from cluster.harness.resources import KIND
 from e2e.harness.figures import Figures
 from e2e.harness.installation import NAMESPACE, OPERATOR, RELEASE, Installation
 from e2e.harness.load import Client, Load
+from e2e.harness.looks import Looks
 from e2e.harness.node import Node
 from e2e.harness.served import SMALL, Served
 
@@ -89,15 +88,21 @@ def test_a_new_runtime_image_rolls_one_deployment_at_a_time_and_back_and_loses_n
     node.tag_image(current, following)
     installation.upgrade()
 
-    with Rolling(three) as rolling, figures.timed("upgrade", "three deployments rolled, s"):
+    with (
+        Looks(partial(count_mixed, three)) as rolling,
+        figures.timed("upgrade", "three deployments rolled, s"),
+    ):
         installation.upgrade("--set", f"runtime.image.tag={NEXT}")
         until_all_run(three, following)
-    assert rolling.most == 1, "deployments rolled side by side"
+    assert max(rolling.seen) == 1, "deployments rolled side by side"
 
-    with Rolling(three) as rolling, figures.timed("upgrade", "three rolled back, s"):
+    with (
+        Looks(partial(count_mixed, three)) as rolling,
+        figures.timed("upgrade", "three rolled back, s"),
+    ):
         installation.helm.run("rollback", RELEASE, f"--namespace={NAMESPACE}", "--wait")
         until_all_run(three, current)
-    assert rolling.most == 1, "deployments rolled back side by side"
+    assert max(rolling.seen) == 1, "deployments rolled back side by side"
 
 
 def test_pods_serve_on_without_a_release_and_a_deleted_resource_leaves_nothing(
@@ -136,28 +141,9 @@ def until_all_run(served: list[Served], image: str) -> None:
         each.until_rolled_out()
 
 
-class Rolling:
-    """The largest number of deployments that had pods of two images at a look, while the block
-    runs.
-    """
-
-    def __init__(self, served: list[Served]) -> None:
-        self._served = served
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run, daemon=True)
-        self.most = 0
-
-    def __enter__(self) -> Self:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stop.set()
-        self._thread.join()
-
-    def _run(self) -> None:
-        while not self._stop.wait(0.2):
-            self.most = max(self.most, sum(is_mixed(each) for each in self._served))
+def count_mixed(served: list[Served]) -> int:
+    """How many deployments have pods of two images now."""
+    return sum(is_mixed(each) for each in served)
 
 
 def is_mixed(served: Served) -> bool:

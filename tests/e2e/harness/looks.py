@@ -1,0 +1,27 @@
+"""Looks at something again and again while a test does something else."""
+
+import threading
+from collections.abc import Callable
+from typing import Self
+
+
+class Looks:
+    """What ``look`` returned, five times a second in a thread of its own while the block runs."""
+
+    def __init__(self, look: Callable[[], int]) -> None:
+        self._look = look
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self.seen: list[int] = []
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while not self._stop.wait(0.2):
+            self.seen.append(self._look())
