@@ -52,6 +52,7 @@ class EngineThread:
         self.sent: list[wire.FromEngine] = []
         self.code = 0
         self._connection = connection
+        self._others = set(threading.enumerate())
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
@@ -65,6 +66,13 @@ class EngineThread:
         self.code = -9
         with contextlib.suppress(OSError):  # it has ended
             self._connection.shutdown(socket.SHUT_RDWR)
+
+    def end(self) -> None:
+        """Wait for the engine's thread too: at its end it may call what a test has replaced."""
+        self.engine.stop()
+        for thread in set(threading.enumerate()) - self._others:
+            if thread.name == "engine":
+                thread.join(10)
 
     def _run(self) -> None:
         channel = Counted(self._connection, self.sent)
@@ -103,6 +111,7 @@ async def linked(
         yield service, link, child
     finally:
         await service.stop()
+        await asyncio.to_thread(child.end)
 
 
 def words() -> Vocabulary:
