@@ -187,18 +187,24 @@ def decide(
         supplied = policy.target * supply.pods  # requests
         if supplied and abs(demand / supplied - 1) <= policy.tolerance:
             answer.limit("tolerance", supply.current)
+        # First, so that no other limit is named where these alone decide.
+        _limit_to_bounds(answer, policy)
         if answer.replicas > supply.current:
             _limit_up(answer, policy, history, supply, now)
         elif answer.replicas < supply.current:
             _limit_down(answer, policy, history, supply, now, stale=len(fresh) < len(running))
         arithmetic = f" ({policy.target_why})" if policy.target_why else ""
         why = f"{demand:g} requests at {policy.target:g} a pod{arithmetic} ask for {raw}"
-    answer.limit("minReplicas", max(answer.replicas, policy.min_replicas))
-    answer.limit("maxReplicas", min(answer.replicas, policy.max_replicas))
+    _limit_to_bounds(answer, policy)
     if answer.clamps:
         why += "; " + ", ".join(f"{c.name} {c.before} → {c.after}" for c in answer.clamps)
     history = _with_change(history, answer.replicas - supply.current, now)
     return Decision(answer.replicas, history, tuple(answer.clamps), why, inputs)
+
+
+def _limit_to_bounds(answer: _Answer, policy: Policy) -> None:
+    answer.limit("minReplicas", max(answer.replicas, policy.min_replicas))
+    answer.limit("maxReplicas", min(answer.replicas, policy.max_replicas))
 
 
 def _limit_up(

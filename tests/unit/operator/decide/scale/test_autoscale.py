@@ -253,16 +253,28 @@ def test_user_limits_hold_at_once_even_without_data() -> None:
 
 
 def test_every_limit_is_recorded_with_before_and_after() -> None:
-    decision = decide(POLICY, History(), samples({"a": 5000}, 0), Supply(6, ("a",), starting=5), 0)
+    policy = dataclasses.replace(POLICY, up_step=1)
+    decision = decide(policy, History(), samples({"a": 5000}, 0), Supply(6, ("a",), starting=5), 0)
     assert [(c.name, c.before, c.after) for c in decision.clamps] == [
-        ("scaleUp.maxStep", 50, 10),
-        ("maxReplicas", 10, 8),
+        ("maxReplicas", 50, 8),
+        ("scaleUp.maxStep", 8, 7),
     ]
-    assert decision.limited_by == "maxReplicas"
+    assert decision.limited_by == "scaleUp.maxStep"
     entry = decision.entry("2026-01-01T00:00:00Z")
-    assert (entry["from"], entry["to"], entry["raw"], entry["supply"]) == (6, 8, 50, 6)
-    assert entry["clamps"][0] == {"name": "scaleUp.maxStep", "before": 50, "after": 10}
-    assert "5000 requests at 100 a pod ask for 50; scaleUp.maxStep 50 → 10" in decision.why
+    assert (entry["from"], entry["to"], entry["raw"], entry["supply"]) == (6, 7, 50, 6)
+    assert entry["clamps"][0] == {"name": "maxReplicas", "before": 50, "after": 8}
+    assert "5000 requests at 100 a pod ask for 50; maxReplicas 50 → 8" in decision.why
+
+
+def test_where_a_bound_alone_decides_no_other_limit_is_named_and_nothing_changes_with_time() -> None:
+    """The status of a fleet at its bound would otherwise be written when a window is filled."""
+    at_least = Fleet(dataclasses.replace(POLICY, min_replicas=4), replicas=4)
+    at_most = Fleet(dataclasses.replace(POLICY, up_window=60), replicas=POLICY.max_replicas)
+    for fleet, load in ((at_least, 30), (at_most, 5000)):
+        fleet.run(load, 2 * POLICY.down_window)
+        assert len({(d.replicas, d.clamps) for d in fleet.decisions}) == 1
+    assert {d.limited_by for d in at_least.decisions} == {"minReplicas"}
+    assert {d.limited_by for d in at_most.decisions} == {"maxReplicas"}
 
 
 def test_the_fifth_turn_of_an_hour_waits() -> None:
