@@ -81,9 +81,9 @@ class Submission:
     """One request as a client sends it; the service resolves seed, max_tokens and end-of-sequence
     ids.
 
-    ``prompt``: token ids within the vocabulary. ``id``: unique among live requests; if empty, the
-    service makes one. ``priority``: lower runs first. ``shown``: special tokens that make text,
-    which others do not.
+    ``prompt``: token ids within the vocabulary. ``id``: if a live request has it, the service
+    appends to it; if empty, the service makes one. ``priority``: lower runs first. ``shown``:
+    special tokens that make text, which others do not.
     """
 
     prompt: Sequence[int]

@@ -22,6 +22,8 @@ _SAFE_ID = re.compile(rb"[A-Za-z0-9._-]{1,64}")
 # Probes, and what the page to watch asks for: their good answers are logged at level debug.
 QUIET = OPEN_PATHS | {"/metrics", "/debug/requests", "/debug/cache"}
 
+REQUEST_ID = "fairlead.request_id"  # the scope's entry for the request's id
+
 _log = logging.getLogger("fairlead.api")
 
 
@@ -37,7 +39,7 @@ class AccessLogMiddleware:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return
-        request_id = _request_id(scope)
+        request_id = scope[REQUEST_ID] = _request_id(scope)
         header = (b"x-request-id", request_id.encode())
         began, status = time.monotonic(), 0
 
@@ -53,7 +55,7 @@ class AccessLogMiddleware:
         except ClientDisconnected:
             status = status or 499
         except Exception as error:
-            _log.error("request %s failed: %s", request_id, describe(error))
+            _log.error("request failed: %s", describe(error), extra={"request_id": request_id})
             if not status:
                 await internal_error().response()(scope, receive, answer)
             elif status != 500:
@@ -85,9 +87,10 @@ def _route(scope: Scope) -> str:
     return route
 
 
-def log_late_failure(error: Exception) -> None:
+def log_late_failure(error: Exception, request_id: str) -> None:
     """Log an answer that failed after its first byte."""
-    _log.error("answer failed after its first byte: %s", describe(error))
+    facts = {"request_id": request_id}
+    _log.error("answer failed after its first byte: %s", describe(error), extra=facts)
 
 
 def describe(error: BaseException) -> str:

@@ -7,7 +7,6 @@ error or the client ends the request early. ``response_bodies`` owns the shapes.
 import asyncio
 import functools
 import time
-import uuid
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass
@@ -16,7 +15,7 @@ from typing import NamedTuple
 from starlette.types import Receive, Scope, Send
 
 from fairlead_runtime.api import errors, request_bodies
-from fairlead_runtime.api.access_log import log_late_failure
+from fairlead_runtime.api.access_log import REQUEST_ID, log_late_failure
 from fairlead_runtime.api.auth import TENANT, Salter
 from fairlead_runtime.api.deadline import TimedStream
 from fairlead_runtime.api.limits import (
@@ -116,7 +115,8 @@ class EndpointHandler:
         request = prepared.request
         backend.replies.check(request.tools.use)
         usage = Usage(prompt=sum(map(len, prepared.prompts)))
-        encoder = self._endpoint.encoder(self._frame(backend, prepared, usage))
+        request_id = scope[REQUEST_ID]
+        encoder = self._endpoint.encoder(self._frame(request_id, backend, prepared, usage))
         trace: Trace | None = scope.get(TRACE)
         async with AsyncExitStack() as running:
             take = running.enter_context(self._pool.answers.hold())
@@ -142,6 +142,7 @@ class EndpointHandler:
                 usage,
                 request.sent_names,
                 prompt_only=request.prompt_only,
+                request_id=request_id,
             )
             answer = (
                 _StreamedAnswer(generation, encoder, self._pool)
@@ -154,10 +155,12 @@ class EndpointHandler:
         # Sent last: the client may disconnect as soon as it has it.
         await send({"type": "http.response.body", "body": last, "more_body": False})
 
-    def _frame(self, backend: Backend, prepared: PreparedRequest, usage: Usage) -> Frame:
+    def _frame(
+        self, request_id: str, backend: Backend, prepared: PreparedRequest, usage: Usage
+    ) -> Frame:
         request, vocabulary = prepared.request, backend.vocabulary
         return Frame(
-            id=f"{self._endpoint.prefix}{uuid.uuid4().hex}",
+            id=self._endpoint.prefix + request_id,
             created=int(time.time()),
             model=request.model,
             top=request.params.logprobs,
@@ -185,7 +188,8 @@ class EndpointHandler:
     def _submissions(
         self, scope: Scope, backend: Backend, prepared: PreparedRequest
     ) -> list[Submission]:
-        request, keyed = prepared.request, scope.get(TENANT)
+        request, prompts, keyed = prepared.request, prepared.prompts, scope.get(TENANT)
+        request_id, several = scope[REQUEST_ID], len(prompts) > 1
         tools = bool(request.tools.for_template)
         chat = self._endpoint is not COMPLETIONS
         shown = backend.replies.shown_ids(tools=tools) if chat else frozenset()
@@ -193,13 +197,13 @@ class EndpointHandler:
             Submission(
                 prompt=prompt,
                 params=request.params,
-                id=uuid.uuid4().hex,
+                id=f"{request_id}-{number}" if several else request_id,
                 tenant=request.user if keyed is None else keyed,
                 salt=self._salter.salt(keyed, request.cache_salt),
                 priority=request.priority,
                 shown=shown,
             )
-            for prompt in prepared.prompts
+            for number, prompt in enumerate(prompts)
         ]
 
 
@@ -251,6 +255,7 @@ class _Generation(NamedTuple):
     usage: Usage
     sent_names: Mapping[str, str]
     prompt_only: bool = False  # the generated token is no part of the answer
+    request_id: str = ""
 
     async def outputs(self) -> AsyncGenerator[tuple[int, Output], None]:
         """Every output with its choice's index among the choices of all prompts. Raises the error
@@ -348,7 +353,7 @@ class _StreamedAnswer:
         except Exception as error:
             if not self._started:
                 raise
-            log_late_failure(error)
+            log_late_failure(error, self._generation.request_id)
             self.failure = errors.from_exception(error)
             return self._encoder.failure(self.failure)
         return self._encoder.ending(self._generation.usage)

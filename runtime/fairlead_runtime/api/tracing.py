@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from fairlead_runtime.api.access_log import REQUEST_ID
 from fairlead_runtime.api.errors import from_exception
 from fairlead_runtime.api.limits import ClientDisconnected
 from fairlead_runtime.outputs import StreamTimes
@@ -108,6 +109,7 @@ class Tracing:
             "http.request.method": scope["method"],
             "http.route": route,
             "http.response.status_code": status,
+            "fairlead.request.id": scope[REQUEST_ID],
             **self._attributes(trace),
             **({"error.type": error} if error else {}),
         }

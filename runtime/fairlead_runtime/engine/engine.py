@@ -214,6 +214,7 @@ class Engine:
             return  # it has ended meanwhile
         self._preparing.discard(request.id)
         if guide is None:
+            log.warning("an accepted grammar was not compiled", extra={"request_id": request.id})
             self._end_request(request.id, FinishReason.ERROR, reason)
             return
         self._schedule(request)
@@ -266,10 +267,10 @@ class Engine:
         events = self._scheduler.update(outcome.ran, outcome.results)
         for row, error in outcome.failed:
             log.error(
-                "request %s cannot be computed: %s",
-                row.sequence.request.id,
+                "a request cannot be computed: %s",
                 type(error).__name__,
                 exc_info=error,
+                extra={"request_id": row.sequence.request.id},
             )
             self.counters.failed_sequences += 1
             reason = f"the model could not compute this request ({type(error).__name__})"

@@ -127,10 +127,10 @@ class PendingMasks:
                     try:
                         words[sequence.id] = future.result()
                     except GrammarError as error:
-                        log.warning("request %s: %s", sequence.request.id, error)
+                        log.warning("no mask of a grammar: %s", error, extra=_named(sequence))
                         failed[sequence.id] = FAILED + TOO_COMPLEX
                 else:
-                    log.warning("request %s: its grammar's mask is late", sequence.request.id)
+                    log.warning("the mask of a grammar is late", extra=_named(sequence))
                     failed[sequence.id] = FAILED + TOO_COMPLEX
             futures = again
         return Masks(words, failed)
@@ -145,6 +145,11 @@ class PendingMasks:
         trace: TracebackType | None,
     ) -> None:
         self.result()
+
+
+def _named(sequence: Sequence) -> dict[str, str]:
+    """Of a log line: whose mask it is."""
+    return {"request_id": sequence.request.id}
 
 
 class Guides:

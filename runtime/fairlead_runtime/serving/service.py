@@ -8,6 +8,7 @@ Submissions and returns Outputs, whose text ``text_thread`` makes. Where the eng
 import asyncio
 import logging
 import time
+import uuid
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from typing import TypeVar
@@ -29,7 +30,7 @@ from fairlead_runtime.outputs import (
     StreamTimes,
     Submission,
 )
-from fairlead_runtime.request import Request, RequestError, SamplingParams
+from fairlead_runtime.request import Request, SamplingParams
 from fairlead_runtime.serving.choice import ChoiceText
 from fairlead_runtime.serving.detokenize import Vocabulary
 from fairlead_runtime.serving.engine_link import EngineLink
@@ -136,8 +137,8 @@ class Service:
         outputs = request.params.guided
         if outputs is not None:
             request = replace(request, params=await self._checked(request.params, outputs))
-        if request.id in self._streams:
-            raise RequestError("id", "a live request already has this id; use another")
+        if request.id in self._streams:  # gateways repeat a request with its id
+            request = replace(request, id=f"{request.id}-{uuid.uuid4().hex[:8]}")
         return self._start(request, submission, bounded=True)
 
     async def _checked(self, params: SamplingParams, outputs: StructuredOutputs) -> SamplingParams:

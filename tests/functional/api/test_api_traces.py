@@ -70,7 +70,8 @@ def test_a_collector_gets_queue_prefill_and_decode_of_each_request_and_no_text()
             server.until_logged("serving")
             with server.client() as client:
                 asked = chat(SECRET, max_tokens=9, ignore_eos=True, user=SECRET)
-                whole = client.post("/v1/chat/completions", json=asked, headers=CALLER).json()
+                answer = client.post("/v1/chat/completions", json=asked, headers=CALLER)
+                whole = answer.json()
                 prompts = [f"{SECRET} one", "two"]
                 body = completion(prompts, n=2, max_tokens=3, ignore_eos=True, stream=True)
                 assert client.post("/v1/completions", json=body).text.endswith("[DONE]\n\n")
@@ -100,6 +101,7 @@ def test_a_collector_gets_queue_prefill_and_decode_of_each_request_and_no_text()
     assert seen["gen_ai.usage.input_tokens"] == whole["usage"]["prompt_tokens"]
     assert seen["gen_ai.usage.output_tokens"] == whole["usage"]["completion_tokens"] == 9
     assert (seen["gen_ai.request.max_tokens"], seen["gen_ai.operation.name"]) == (9, "chat")
+    assert seen["fairlead.request.id"] == answer.headers["x-request-id"]
     queue, prefill, decode = below[chatted.span_id]
     assert [span.name for span in (queue, prefill, decode)] == ["queue", "prefill", "decode"]
     times = [chatted.start_time_unix_nano]
@@ -110,6 +112,7 @@ def test_a_collector_gets_queue_prefill_and_decode_of_each_request_and_no_text()
     assert queue.end_time_unix_nano == prefill.start_time_unix_nano
     assert prefill.end_time_unix_nano == decode.start_time_unix_nano < decode.end_time_unix_nano
     prompt = values(prefill.attributes)
+    assert prompt["fairlead.request.id"] == answer.headers["x-request-id"]
     assert prompt["fairlead.prompt.tokens"] == whole["usage"]["prompt_tokens"]
     assert values(decode.attributes)["fairlead.output.tokens"] == 9
     assert len(below[completed.span_id]) == 2 * 3, "each prompt has its own"

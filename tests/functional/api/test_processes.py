@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,6 +21,7 @@ import pytest
 import torch
 
 from fairlead_runtime.models import tiny
+from support.full import LONG_FORM
 from support.serve_process import (
     WITHIN,
     Process,
@@ -73,6 +75,40 @@ def until_ended(pid: int) -> None:
     assert ended, "the process still runs"
 
 
+def test_a_request_has_one_id_in_its_header_its_answer_the_log_and_the_debug_view(
+    model: str,
+) -> None:
+    with serve(model, prepare=slow_device) as server:
+        server.until_logged("serving")
+        asked = body(model, prompt=[[1, 2], [3, 4]], n=2, stream=True)
+        with (
+            server.client() as client,
+            server.client("admin") as admin,
+            client.stream(
+                "POST", "/v1/completions", json=asked, headers={"X-Request-Id": "of-the-gateway"}
+            ) as response,
+        ):
+            events = stream_events(response)
+            first = next(events)
+            assert response.headers["x-request-id"] == "of-the-gateway"
+            assert isinstance(first, dict)
+            assert first["id"] == "cmpl-of-the-gateway"
+            live = admin.get("/debug/requests").json()["requests"]
+            assert sorted(view["id"] for view in live) == ["of-the-gateway-0", "of-the-gateway-1"]
+            again = client.post(
+                "/v1/chat/completions",
+                json={"model": model, "messages": [{"role": "user", "content": "x"}]},
+            )
+        chosen = again.headers["x-request-id"]
+        assert again.json()["id"] == f"chatcmpl-{chosen}"
+        server.terminate()
+        assert server.end() == 0
+    logged = [json.loads(line) for line in server.lines]
+    requests = [line for line in logged if line["message"] == "request"]
+    generating = [line["request_id"] for line in requests if line["method"] == "POST"]
+    assert sorted(generating) == sorted(["of-the-gateway", chosen])
+
+
 # -- the engine's process ends
 
 
@@ -102,15 +138,19 @@ def test_a_killed_engine_ends_streams_with_an_error_the_queue_with_503_and_the_p
             waiter.start()
             while len(admin.get("/debug/requests").json()["requests"]) < 2:
                 pass
-            os.kill(server.engine_pid, signal.SIGKILL)
+            engine = server.engine_pid
+            killed = time.monotonic()
+            os.kill(engine, signal.SIGKILL)
             error = ends_with_error(events)
         waiter.join()
+        assert server.end() == 4
+        if LONG_FORM:
+            assert time.monotonic() - killed <= 2, "seconds from its end to that of the pod"
         assert error["code"] == "engine_dead"
         assert "SIGKILL" in error["message"]
         assert waiter.answer is not None
         assert waiter.answer.status_code == 503
         assert int(waiter.answer.headers["retry-after"]) >= 1
-        assert server.end() == 4
         words = server.last_log_line
         assert words["code"] == "EngineDead"
         assert "SIGKILL" in words["message"]

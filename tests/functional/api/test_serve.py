@@ -311,9 +311,16 @@ def test_an_engine_that_gives_up_ends_the_process_with_4_and_one_line_that_says_
     ) as server:
         server.until_logged("serving")
         with server.client() as client:
-            answer = client.post("/v1/completions", json=body(model, stream=False))
+            answer = client.post(
+                "/v1/completions",
+                json=body(model, stream=False),
+                headers={"X-Request-Id": "unlucky"},
+            )
         assert answer.status_code == 500
         assert server.end() == 4
+        named = [line for line in map(json.loads, server.lines) if "request_id" in line]
+        mine = [line["logger"] for line in named if line["request_id"] == "unlucky"]
+        assert set(mine) == {"fairlead.engine", "fairlead.api"}, "the lines of both processes"
         words = server.last_log_line
         assert set(words) == {"code", "message", "hint"}
         assert words["code"] == "EngineDead"

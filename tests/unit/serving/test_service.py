@@ -321,15 +321,17 @@ async def test_bad_requests_are_refused_before_anything_runs() -> None:
         assert (await service.report()).engine.counters.generated_tokens == 2
 
 
-async def test_two_live_requests_cannot_share_an_id() -> None:
+async def test_a_request_with_the_id_of_a_live_one_gets_a_longer_one_and_both_are_served() -> None:
     gate = Gate()
     async with running(gate) as service:
-        first = await service.submit(ask(id="same"))
-        with pytest.raises(RequestError, match="id"):
-            await service.submit(ask(id="same"))
+        first = await service.submit(ask(start=1, id="same", seed=5))
+        second = await service.submit(ask(start=2, id="same", seed=5))
+        assert first.request_id == "same"
+        assert second.request_id.startswith("same-")
         gate.open()
-        await read(first)
-        await read(await service.submit(ask(id="same")))
+        one, two = await asyncio.gather(read(first), read(second))
+        again = await read(await service.submit(ask(start=1, id="same", seed=5)))
+        assert tokens(one[0]) == tokens(again[0]) != tokens(two[0])
 
 
 async def test_a_full_queue_refuses_says_when_to_retry_and_stays_ready() -> None:
