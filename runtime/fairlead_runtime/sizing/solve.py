@@ -27,6 +27,9 @@ from fairlead_runtime.sizing.terms import (
     weights,
 )
 
+# A slot is a token's place in one layer group. Block tables hold int32, as does the arithmetic of
+# kernels on them, so all units together have fewer slots than this.
+SLOTS = 1 << 31
 CPU_CACHE = 4 * GIB  # a CPU's cache takes no more unless num_blocks asks for it
 
 
@@ -48,6 +51,7 @@ class MemoryPlan:
     unit_bytes: int
     num_blocks: int
     num_units: int
+    most_blocks: int  # with more the cache has too many slots, whatever the memory
     offload_units: int  # units that cpu_offload_space holds
     max_model_len: int
     full_length_sequences: int
@@ -57,6 +61,14 @@ class MemoryPlan:
     @property
     def concurrent_tokens(self) -> int:
         return self.num_blocks * self.block_size
+
+    @property
+    def too_many_slots(self) -> str:
+        """Why ``num_blocks`` beyond ``most_blocks`` cannot be, after the field's name."""
+        return (
+            f"{self.num_blocks} make {self.num_units * self.block_size} slots in all groups of "
+            f"layers, of which a cache has fewer than {SLOTS}"
+        )
 
     @property
     def used(self) -> int:
@@ -98,11 +110,13 @@ def solve(
     if "process" in terms:
         terms["process"] = max(PROCESS, terms["process"])  # a reservation, not an estimate
     left, cpu = budget - sum(terms.values()), device.kind == "cpu"
+    most = (SLOTS - 1) // (config.block_size * len(groups))
     bookkeeping, blocks = Bookkeeping.of(shape, config, len(groups)), config.num_blocks
     if blocks is None:
         blocks = max(0, left) // block
         if cpu:
             blocks = min(bookkeeping.blocks(left, block), CPU_CACHE // block)
+        blocks = min(blocks, most)
     units = blocks * len(groups)
     kept = {"bookkeeping": bookkeeping.size(blocks)}
     if cpu:
@@ -120,9 +134,10 @@ def solve(
         unit_bytes=unit,
         num_blocks=blocks,
         num_units=units,
+        most_blocks=most,
         offload_units=int(config.cpu_offload_space * GIB) // unit,
         max_model_len=longest,
         full_length_sequences=units // sequence_units(groups, longest, config.block_size),
-        fits=left >= blocks * block and blocks * config.block_size >= longest,
+        fits=left >= blocks * block and longest <= blocks * config.block_size and blocks <= most,
         message="",
     )

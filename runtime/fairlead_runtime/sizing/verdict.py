@@ -63,6 +63,8 @@ def _message(
             f"numBlocks {config.num_blocks} need {gib(memory.terms['kv'])} GiB of KV cache, "
             f"has {gib(left)}"
         )
+    elif memory.num_blocks > memory.most_blocks:
+        return f"numBlocks {memory.too_many_slots}: set numBlocks ≤ {memory.most_blocks}"
     elif config.num_blocks is not None:
         problem = (
             f"numBlocks {config.num_blocks} hold {memory.concurrent_tokens} "

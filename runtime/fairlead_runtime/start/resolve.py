@@ -65,6 +65,9 @@ def resolve(
             f"{problem}: {plan.formula}",
             suggest_fix(shape, config, device, measured),
         )
+    if plan.num_blocks > plan.most_blocks:
+        hint = f"set --num-blocks {plan.most_blocks}"
+        raise ConfigError("num_blocks", plan.too_many_slots, hint)
     capacity = min(plan.max_model_len, plan.concurrent_tokens)
     warnings = list(without_effect(config))
     process = (measured or {}).get("process", 0)

@@ -1,6 +1,7 @@
 """Resolving a configuration: auto and unset get values, unsupported settings are refused."""
 
 import re
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -8,6 +9,7 @@ import pytest
 from fairlead_runtime.config import ConfigError, EngineConfig
 from fairlead_runtime.sizing.shape import ModelShape
 from fairlead_runtime.sizing.terms import GIB, UNIT_BYTES, DeviceFacts
+from fairlead_runtime.sizing.verdict import plan_memory
 from fairlead_runtime.start.resolve import ResolvedConfig, resolve
 
 CONFIG: dict[str, Any] = {
@@ -144,6 +146,33 @@ def test_settings_that_do_not_fit_are_refused_with_the_formula_and_values_that_f
     for flag, value in advice:
         number = float(value) if "." in value else int(value)
         assert resolved(**settings | {flag.replace("-", "_"): number}).num_blocks >= 1
+
+
+@pytest.mark.parametrize("windows", [(None, None), (None, 8)])
+def test_a_cache_has_fewer_slots_than_int32_counts_however_much_memory_there_is(
+    windows: tuple[int | None, ...],
+) -> None:
+    shape = replace(ModelShape.from_config(CONFIG), windows=windows)
+
+    def plan(**settings: Any) -> ResolvedConfig:
+        config, device = EngineConfig(block_size=32, **settings), DeviceFacts("cuda", 1 << 50)
+        return resolve(config, shape, device, dtype="float32")
+
+    largest = plan()
+    slots = largest.plan.num_units * 32
+    assert 2**31 - 32 * len(set(windows)) <= slots < 2**31
+    assert plan(num_blocks=largest.num_blocks).num_blocks == largest.num_blocks
+    with pytest.raises(ConfigError, match="fewer than 2147483648") as error:
+        plan(num_blocks=largest.num_blocks + 1)
+    assert error.value.field == "num_blocks"
+    assert error.value.hint == f"set --num-blocks {largest.num_blocks}"
+    refused = plan_memory(
+        shape,
+        EngineConfig(block_size=32, num_blocks=largest.num_blocks + 1),
+        DeviceFacts("cuda", 1 << 50),
+    )
+    assert not refused.fits
+    assert refused.message.endswith(f"set numBlocks ≤ {largest.num_blocks}")
 
 
 def test_when_no_setting_helps_the_hint_names_the_memory_needed() -> None:
