@@ -17,7 +17,14 @@ from fairlead_runtime.api.errors import ApiError
 from fairlead_runtime.threads import be_nicer
 
 MAX_BODY = 2 * 1024 * 1024  # bytes
-BODY_SECONDS = 30.0  # for a whole body
+# For a whole body: these seconds, and one more for each LINK_RATE bytes of it. The largest may take
+# 94 s, at 22 KiB/s, as on a slow mobile link, while to fill POOL_BYTES with bodies that arrive as
+# slowly as allowed takes over 1 MiB/s for as long as they are to stay full.
+BODY_SECONDS = 30.0
+LINK_RATE = 32 * 1024
+# Less than this, over RATE_SECONDS, is no link but a client that holds its place.
+BODY_RATE = 1024  # bytes a second
+RATE_SECONDS = 10.0
 POOL_WORKERS = 2
 POOL_NICE = 10  # so much nicer are they: the engine and the event loop go first
 POOL_SECONDS = 30.0  # for a prompt, from the last byte of its body, the wait for a thread included
@@ -109,6 +116,37 @@ def answer_bytes(parts: Sequence[Scored]) -> int:
     return needed
 
 
+class BodyPace:
+    """How long a body may take. ``due``: when it is given up unless more of it, or its end, arrives
+    before; ``late`` says why then. Times in seconds.
+    """
+
+    def __init__(self, began: float) -> None:
+        self._began = self._enough_at = began
+        self._enough = self._size = 0  # bytes, at the last time of enough of them, and now
+
+    def arrived(self, size: int, now: float) -> float:
+        """``size`` bytes of the body are there. Returns ``due``."""
+        self._size = size
+        if size - self._enough >= BODY_RATE * RATE_SECONDS:
+            self._enough, self._enough_at = size, now
+        return self.due
+
+    @property
+    def due(self) -> float:
+        return min(self._enough_at + RATE_SECONDS, self._began + self._allowed)
+
+    @property
+    def late(self) -> str:
+        if self._enough_at + RATE_SECONDS <= self._began + self._allowed:
+            return f"less than {BODY_RATE} bytes of the body arrived a second: send it faster"
+        return f"the body did not arrive within {self._allowed:.0f} s: send it faster"
+
+    @property
+    def _allowed(self) -> float:
+        return BODY_SECONDS + self._size / LINK_RATE
+
+
 async def read_body(scope: Scope, receive: Receive, take: Callable[[int], None]) -> bytes:
     """The request's JSON bytes. Keeps at most MAX_BODY and one message of them in memory.
     ``take`` is called with the bytes of each message.
@@ -117,8 +155,10 @@ async def read_body(scope: Scope, receive: Receive, take: Callable[[int], None])
     """
     _check_headers(scope)
     body = bytearray()
+    now = asyncio.get_running_loop().time
+    pace = BodyPace(now())
     try:
-        async with asyncio.timeout(BODY_SECONDS):
+        async with asyncio.timeout_at(pace.due) as limit:
             while True:
                 message = await receive()
                 if message["type"] == "http.disconnect":
@@ -130,9 +170,9 @@ async def read_body(scope: Scope, receive: Receive, take: Callable[[int], None])
                 body += part
                 if not message.get("more_body", False):
                     return bytes(body)
+                limit.reschedule(pace.arrived(len(body), now()))
     except TimeoutError:
-        reason = f"the body did not arrive within {BODY_SECONDS:g} s"
-        raise ApiError(408, reason, headers={"connection": "close"}) from None
+        raise ApiError(408, pace.late, headers={"connection": "close"}) from None
 
 
 def _check_headers(scope: Scope) -> None:

@@ -232,7 +232,7 @@ def test_a_silent_connection_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_half_a_body_is_timed_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(limits, "BODY_SECONDS", 0.2)
+    monkeypatch.setattr(limits, "RATE_SECONDS", 0.2)
 
     async def scenario() -> None:
         async with fake_server() as (server, _):

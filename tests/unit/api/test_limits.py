@@ -11,7 +11,11 @@ from starlette.types import Message
 from fairlead_runtime.api import limits
 from fairlead_runtime.api.errors import ApiError
 from fairlead_runtime.api.limits import (
+    BODY_RATE,
+    BODY_SECONDS,
     MAX_BODY,
+    RATE_SECONDS,
+    BodyPace,
     ByteBudget,
     ClientDisconnected,
     PromptPool,
@@ -76,8 +80,36 @@ def test_a_client_that_leaves_within_its_body_gets_no_answer() -> None:
         read(b"{", None)
 
 
+def given_up(rate: float, *, until: float = float("inf")) -> float | None:
+    """When a body of the largest size that arrives at ``rate`` bytes a second ``until`` then is
+    given up; None: it arrives.
+    """
+    pace, size, now = BodyPace(1000.0), 0, 1000.0
+    while size < MAX_BODY:
+        came = 1 / 8 if now - 1000.0 < until else float("inf")
+        if now + came > pace.due:
+            return pace.due - 1000.0
+        now, size = now + came, size + int(rate * came)
+        assert pace.arrived(size, now) == pace.due
+    return None
+
+
+@pytest.mark.parametrize("rate", [23 * 1024, 256 * 1024, 1e9])
+def test_a_large_body_on_a_slow_link_is_read(rate: float) -> None:
+    assert given_up(rate) is None
+
+
+def test_a_body_that_holds_its_place_is_given_up_by_its_rate() -> None:
+    assert given_up(0) == RATE_SECONDS
+    assert given_up(900) == RATE_SECONDS
+    assert given_up(100 * 1024, until=2) == 2 + RATE_SECONDS, "however much came before"
+    (fast_enough,) = {given_up(2 * BODY_RATE)}
+    assert fast_enough is not None
+    assert BODY_SECONDS < fast_enough < BODY_SECONDS + 3, "not for as long as it likes"
+
+
 def test_a_body_that_does_not_arrive_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(limits, "BODY_SECONDS", 0.01)
+    monkeypatch.setattr(limits, "RATE_SECONDS", 0.01)
 
     async def receive() -> Message:
         await asyncio.Event().wait()
