@@ -266,7 +266,7 @@ def test_every_limit_is_recorded_with_before_and_after() -> None:
     assert "5000 requests at 100 a pod ask for 50; maxReplicas 50 → 8" in decision.why
 
 
-def test_where_a_bound_alone_decides_no_other_limit_is_named_and_nothing_changes_with_time() -> None:
+def test_where_a_bound_decides_no_other_limit_is_named_and_nothing_changes_with_time() -> None:
     """The status of a fleet at its bound would otherwise be written when a window is filled."""
     at_least = Fleet(dataclasses.replace(POLICY, min_replicas=4), replicas=4)
     at_most = Fleet(dataclasses.replace(POLICY, up_window=60), replicas=POLICY.max_replicas)
