@@ -4,6 +4,7 @@ Owns the hand-over of tensors to the C functions and its checks. The functions, 
 their algorithms, are in ``csrc``; what they compute is in ``layer`` and ``reference``.
 """
 
+import ctypes
 from collections.abc import Sequence
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from fairlead_kernels import library
 from fairlead_kernels.attention import Heads, LayerSpec
-from fairlead_kernels.cpu_arguments import ACTIVATIONS, address, check_caches, dense
+from fairlead_kernels.cpu_arguments import ACTIVATIONS, address, check_caches, dense, norm_struct
 from fairlead_kernels.cpu_attention import CpuAttention
 from fairlead_kernels.cpu_layers import LayerChain
 from fairlead_kernels.layer import Activation, Layer, Norm, Packed
@@ -91,9 +92,7 @@ class CpuOperations:
         self.library.norm(
             x.data_ptr(),
             None if residual is None else total.data_ptr(),
-            address(norm.weight, "norm.weight", width),
-            norm.eps,
-            norm.offset,
+            ctypes.byref(norm_struct(norm, "norm", width)),
             x.shape[0],
             width,
             total.data_ptr(),
@@ -126,13 +125,6 @@ class CpuOperations:
             raise ValueError(
                 f"cos: {tuple(cos.shape)} for {qkv.shape[0]} tokens and heads of {dim}"
             )
-        norms: list[float | None] = []
-        for name, norm in (("q_norm", q_norm), ("k_norm", k_norm)):
-            norms += (
-                [None, 0.0, 0.0]
-                if norm is None
-                else [address(norm.weight, name, dim), norm.eps, norm.offset]
-            )
         self.library.rope_write(
             qkv.data_ptr(),
             qkv.shape[0],
@@ -142,7 +134,8 @@ class CpuOperations:
             cos.data_ptr(),
             sin.data_ptr(),
             rotated,
-            *norms,
+            ctypes.byref(norm_struct(q_norm, "q_norm", dim)),
+            ctypes.byref(norm_struct(k_norm, "k_norm", dim)),
             slots.contiguous().data_ptr(),
             key_cache.data_ptr(),
             value_cache.data_ptr(),
@@ -160,6 +153,20 @@ class CpuOperations:
             gate_up.data_ptr(),
             gate_up.shape[0],
             width,
+            ACTIVATIONS[activation],
+            out.data_ptr(),
+            torch.get_num_threads(),
+        )
+        return out
+
+    def activate(self, x: Tensor, activation: Activation) -> Tensor:
+        """``LayerOperations.activate``."""
+        x = dense(x, "x", x.shape[1])
+        out = torch.empty_like(x)
+        self.library.activate(
+            x.data_ptr(),
+            x.shape[0],
+            x.shape[1],
             ACTIVATIONS[activation],
             out.data_ptr(),
             torch.get_num_threads(),

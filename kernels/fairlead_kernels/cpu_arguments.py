@@ -3,9 +3,17 @@
 import torch
 from torch import Tensor
 
-from fairlead_kernels.layer import Activation
+from fairlead_kernels.layer import Activation, Norm
+from fairlead_kernels.library import NormStruct
 
-ACTIVATIONS: dict[Activation, int] = {"silu": 0, "gelu": 1, "gelu_tanh": 2}  # as in csrc/gated.h
+# As in csrc/activation.h.
+ACTIVATIONS: dict[Activation, int] = {
+    "silu": 0,
+    "gelu": 1,
+    "gelu_tanh": 2,
+    "relu": 3,
+    "relu2": 4,
+}
 CACHE_TYPES = (torch.float32, torch.bfloat16)
 
 
@@ -28,6 +36,19 @@ def address(vector: Tensor | None, name: str, size: int) -> int | None:
             f"{name}: {tuple(vector.shape)} of {vector.dtype}; a float32 vector of {size} is needed"
         )
     return vector.data_ptr()
+
+
+def norm_struct(norm: Norm | None, name: str, width: int) -> NormStruct:
+    """A norm, which the caller keeps alive, as C reads it; None: no norm."""
+    if norm is None:
+        return NormStruct()
+    return NormStruct(
+        address(norm.weight, f"{name}.weight", width),
+        address(norm.bias, f"{name}.bias", width),
+        norm.eps,
+        norm.offset,
+        norm.centered,
+    )
 
 
 def check_caches(key_cache: Tensor, value_cache: Tensor) -> None:

@@ -12,9 +12,15 @@ from torch import Tensor
 
 from fairlead_kernels import library
 from fairlead_kernels.attention import Heads, LayerSpec
-from fairlead_kernels.cpu_arguments import ACTIVATIONS, address, check_caches, dense
+from fairlead_kernels.cpu_arguments import (
+    ACTIVATIONS,
+    address,
+    check_caches,
+    dense,
+    norm_struct,
+)
 from fairlead_kernels.cpu_attention import CpuPlan
-from fairlead_kernels.layer import Layer, Norm, Packed
+from fairlead_kernels.layer import Layer, Packed
 
 
 class LayerChain:
@@ -36,7 +42,7 @@ class LayerChain:
         self._heads = heads
         self._library = functions
         self._width = self.layers[0].qkv.columns
-        self._inner = self.layers[0].gate_up.rows // 2
+        self._inner = self.layers[0].down.columns
         self._sinks = [
             None if spec.sinks is None else spec.sinks.float().contiguous() for spec in specs
         ]
@@ -47,21 +53,25 @@ class LayerChain:
     def _struct(self, layer: Layer, spec: LayerSpec, sinks: Tensor | None) -> library.LayerStruct:
         h, width, inner = self._heads, self._width, self._inner
         qkv, attended = (h.query + 2 * h.kv) * h.dim, h.query * h.dim
+        gate_up = 2 * inner if self.layers[0].gated else inner
+        if layer.parallel and layer.after_attention is not None:
+            raise ValueError("after_attention: a parallel layer has none")
         return library.LayerStruct(
-            input_norm=_norm(layer.input_norm, "input_norm", width),
-            q_norm=_norm(layer.q_norm, "q_norm", h.dim),
-            k_norm=_norm(layer.k_norm, "k_norm", h.dim),
-            after_attention=_norm(layer.after_attention, "after_attention", width),
-            mlp_norm=_norm(layer.mlp_norm, "mlp_norm", width),
-            after_mlp=_norm(layer.after_mlp, "after_mlp", width),
+            input_norm=norm_struct(layer.input_norm, "input_norm", width),
+            q_norm=norm_struct(layer.q_norm, "q_norm", h.dim),
+            k_norm=norm_struct(layer.k_norm, "k_norm", h.dim),
+            after_attention=norm_struct(layer.after_attention, "after_attention", width),
+            mlp_norm=norm_struct(layer.mlp_norm, "mlp_norm", width),
+            after_mlp=norm_struct(layer.after_mlp, "after_mlp", width),
             qkv=_weight(layer.qkv, layer.qkv_bias, "qkv", qkv, width),
             out=_weight(layer.out, layer.out_bias, "out", width, attended),
-            gate_up=_weight(layer.gate_up, layer.gate_up_bias, "gate_up", 2 * inner, width),
+            gate_up=_weight(layer.gate_up, layer.gate_up_bias, "gate_up", gate_up, width),
             down=_weight(layer.down, layer.down_bias, "down", width, inner),
             sinks=address(sinks, "sinks", h.query),
             scale=spec.scale,
             softcap=spec.softcap or 0.0,
             activation=ACTIVATIONS[layer.activation],
+            parallel=layer.parallel,
         )
 
     def run(
@@ -110,15 +120,16 @@ class LayerChain:
             )
         )
         qkv, attended, inner = (h.query + 2 * h.kv) * h.dim, h.query * h.dim, self._inner
+        gate_up = 2 * inner if self.layers[0].gated else 0
         normed = torch.empty(count, self._width)
         # Attention's results are no longer needed when the MLP's are made: they share memory.
-        shared = torch.empty(count * max(qkv + attended, 3 * inner))
+        shared = torch.empty(count * max(qkv + attended, gate_up + inner))
         buffers = (
             normed,
             shared,
             shared[count * qkv :],
             shared,
-            shared[count * 2 * inner :],
+            shared[count * gate_up :],
             torch.empty(max(plan.part_floats for plan in plans)),
         )
         step = library.StepStruct(
@@ -142,12 +153,6 @@ class LayerChain:
             raise ValueError(f"keys: heads of {tuple(keys.shape[2:])}, not {(h.kv, h.dim)}")
         if half != (keys.dtype is torch.bfloat16):
             raise ValueError(f"keys: {keys.dtype}, another layer's are of another type")
-
-
-def _norm(norm: Norm | None, name: str, width: int) -> library.NormStruct:
-    if norm is None:
-        return library.NormStruct(None, 0.0, 0.0)
-    return library.NormStruct(address(norm.weight, name, width), norm.eps, norm.offset)
 
 
 def _weight(

@@ -11,7 +11,8 @@ from typing import Literal, Protocol
 
 import torch
 
-Activation = Literal["silu", "gelu", "gelu_tanh"]
+# ``gelu_tanh`` is the approximation with tanh, ``relu2`` the square of ``relu``.
+Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -31,25 +32,31 @@ class Packed:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Norm:
-    """A root-mean-square norm: ``x / sqrt(mean(x²) + eps) * (weight + offset)``.
+    """A root-mean-square norm, ``x / sqrt(mean(x²) + eps) * (weight + offset) + bias``; with
+    ``centered`` a layer norm, the same of ``x`` minus its mean.
 
-    ``weight`` [width]; ``offset`` is 1 for families that store weights around zero (Gemma).
+    ``weight`` and ``bias`` [width]; ``offset`` is 1 for families that store weights around zero
+    (Gemma).
     """
 
     weight: torch.Tensor
     eps: float
     offset: float = 0.0
+    bias: torch.Tensor | None = None
+    centered: bool = False
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Layer:
-    """A decoder layer that normalizes before its attention and before its gated MLP:
+    """A decoder layer that normalizes before its attention and before its MLP:
 
     ``h = x + after_attention(out(attend(qkv(input_norm(x)))))``, then
-    ``h + after_mlp(down(gated(gate_up(mlp_norm(h)))))``.
+    ``h + after_mlp(down(gated(gate_up(mlp_norm(h)))))``; a ``parallel`` one, which has nothing
+    after attention, normalizes ``x`` for its MLP.
 
     ``qkv`` has the rows of all queries, then keys, then values; ``gate_up`` those of the gate, then
-    the others. ``q_norm`` and ``k_norm`` act on each head. What is None is left out.
+    the others; without a gate it has the others only, which are activated. ``q_norm`` and
+    ``k_norm`` act on each head. What is None is left out.
     """
 
     input_norm: Norm
@@ -67,6 +74,12 @@ class Layer:
     down: Packed
     down_bias: torch.Tensor | None
     after_mlp: Norm | None
+    parallel: bool = False
+
+    @property
+    def gated(self) -> bool:
+        """Whether its MLP has a gate."""
+        return self.gate_up.rows == 2 * self.down.columns
 
 
 class LayerOperations(Protocol):
@@ -117,6 +130,7 @@ class LayerOperations(Protocol):
         """
 
     def gated(self, gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
-        """gate_up [T, 2 · I] → activation(first half) * second half [T, I]. ``gelu_tanh`` is the
-        approximation with tanh.
-        """
+        """gate_up [T, 2 · I] → activation(first half) * second half [T, I]."""
+
+    def activate(self, x: torch.Tensor, activation: Activation) -> torch.Tensor:
+        """The activation of each element of x [T, I], for an MLP without a gate."""

@@ -31,7 +31,13 @@ class NotAvailableError(RuntimeError):
 class NormStruct(ctypes.Structure):
     """``Norm`` of norm.h."""
 
-    _fields_ = (("weight", Pointer), ("eps", Float), ("offset", Float))
+    _fields_ = (
+        ("weight", Pointer),
+        ("bias", Pointer),
+        ("eps", Float),
+        ("offset", Float),
+        ("centered", Int),
+    )
 
 
 class WeightStruct(ctypes.Structure):
@@ -106,6 +112,7 @@ class LayerStruct(ctypes.Structure):
         ("scale", Float),
         ("softcap", Float),
         ("activation", Int),
+        ("parallel", Int),
         ("rope", Int),
         ("group", Int),
     )
@@ -148,17 +155,21 @@ _FUNCTIONS: dict[str, tuple[tuple[type, ...], type | None]] = {
     "use_large_pages": ((Pointer, Long), None),
     "pack": ((Pointer, Pointer, Long, Long, Long, Long, Int), None),
     "linear": ((Pointer, Long, Pointer, Long, Long, Pointer, Pointer, Int), None),
-    "norm": ((Pointer, Pointer, Pointer, Float, Float, Long, Long, Pointer, Pointer, Int), None),
+    "norm": (
+        (Pointer, Pointer, ctypes.POINTER(NormStruct), Long, Long, Pointer, Pointer, Int),
+        None,
+    ),
     "rope_write": (
         (
             *(Pointer, Long, Int, Int, Int),
             *(Pointer, Pointer, Int),
-            *(Pointer, Float, Float) * 2,
+            *(ctypes.POINTER(NormStruct),) * 2,
             *(Pointer, Pointer, Pointer, Int, Int),
         ),
         None,
     ),
     "gated": ((Pointer, Long, Long, Int, Pointer, Int), None),
+    "activate": ((Pointer, Long, Long, Int, Pointer, Int), None),
     "attention_plan": (
         (ctypes.POINTER(HeadsStruct), ctypes.POINTER(RowsStruct), Int, Pointer),
         Int,

@@ -4,7 +4,8 @@ Slow on purpose: in float64, attention one token at a time, straight from the de
 ``attention`` and ``layer``. Never on a hot path. The module is a ``LayerOperations``.
 """
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - torch's own convention
@@ -13,6 +14,13 @@ from fairlead_kernels.attention import LayerSpec, RaggedRows
 from fairlead_kernels.layer import Activation, Norm, Packed
 
 name = "reference"
+_ACTIVATIONS: dict[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": functools.partial(F.gelu, approximate="tanh"),
+    "relu": F.relu,
+    "relu2": lambda x: F.relu(x).square(),
+}
 
 
 def attend(
@@ -100,8 +108,11 @@ def norm(
 
 def _normalized(x: torch.Tensor, norm: Norm) -> torch.Tensor:
     """The norm of the last dimension, in float64."""
+    if norm.centered:
+        x = x - x.mean(-1, keepdim=True)
     scale = torch.rsqrt(x.square().mean(-1, keepdim=True) + norm.eps)
-    return x * scale * (norm.weight.double() + norm.offset)
+    normal = x * scale * (norm.weight.double() + norm.offset)
+    return normal if norm.bias is None else normal + norm.bias.double()
 
 
 def rope_write(
@@ -135,7 +146,9 @@ def _rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Ten
 def gated(gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
     """``LayerOperations.gated``."""
     gate, up = gate_up.double().chunk(2, dim=-1)
-    if activation == "silu":
-        return (F.silu(gate) * up).to(gate_up.dtype)
-    approximate = "tanh" if activation == "gelu_tanh" else "none"
-    return (F.gelu(gate, approximate=approximate) * up).to(gate_up.dtype)
+    return (_ACTIVATIONS[activation](gate) * up).to(gate_up.dtype)
+
+
+def activate(x: torch.Tensor, activation: Activation) -> torch.Tensor:
+    """``LayerOperations.activate``."""
+    return _ACTIVATIONS[activation](x.double()).to(x.dtype)

@@ -6,12 +6,13 @@ KERNELS = "kernels/fairlead_kernels"
 TORCH_ATTENTION, CACHE_WRITE, SAMPLE = (
     f"{KERNELS}/{name}.py" for name in ("torch_attention", "cache_write", "sample")
 )
-ATTENTION_C, LAYERS_C, LINEAR_C, PRODUCT_C, ROPE_C, SIMD_C, TEAM_C = (
+ATTENTION_C, LAYERS_C, LINEAR_C, NORM_C, PRODUCT_C, ROPE_C, SIMD_C, TEAM_C = (
     f"{KERNELS}/csrc/{name}"
     for name in (
         "attention.cpp",
         "layers.cpp",
         "linear.cpp",
+        "norm.h",
         "product.h",
         "rope.h",
         "simd.h",
@@ -105,6 +106,41 @@ BUGS = (
         LAYERS_C,
         "multiply_panel(weight, panels + panel, x",
         "multiply_panel(weight, panel, x",
+        C_LAYERS,
+    ),
+    PackageBug(
+        "a layer norm divides by the root mean square",
+        NORM_C,
+        "(v - mean) * (v - mean)",
+        "v * v",
+        C_OPERATIONS,
+    ),
+    PackageBug(
+        "elements beyond a row's end count in a layer norm's deviation",
+        NORM_C,
+        "below(i, width) ? map(load_part(x + i, width - i)) : Vec{};",
+        "map(load_part(x + i, width - i));",
+        C_OPERATIONS,
+    ),
+    PackageBug(
+        "the square of ReLU is ReLU",
+        f"{KERNELS}/csrc/activation.h",
+        "positive * positive",
+        "positive",
+        C_OPERATIONS,
+    ),
+    PackageBug(
+        "the MLP of a parallel layer reads the norm before attention",
+        LAYERS_C,
+        "  if (layer.parallel) settle(team, step, Norm{}, layer.mlp_norm);\n",
+        "",
+        C_LAYERS,
+    ),
+    PackageBug(
+        "an MLP without a gate activates only the first rows of a panel's results",
+        LAYERS_C,
+        "float* y = step.gated + (row + i) * weight.rows + first;",
+        "float* y = step.gated + i * weight.rows + first;",
         C_LAYERS,
     ),
     PackageBug(

@@ -4,7 +4,7 @@ from planted.bug import PackageBug
 
 RUNTIME = "runtime/fairlead_runtime"
 TERMS, PROFILING = f"{RUNTIME}/sizing/terms.py", f"{RUNTIME}/device/profiling.py"
-FUSION = f"{RUNTIME}/device/fusion.py"
+FUSION, LAYER_PARTS = (f"{RUNTIME}/device/{name}.py" for name in ("fusion", "layer_parts"))
 FETCH, LLM = f"{RUNTIME}/hub/fetch.py", f"{RUNTIME}/llm.py"
 COMPLETIONS, RESPONSES, BODIES, AUTH = (
     f"{RUNTIME}/api/{name}.py"
@@ -625,9 +625,23 @@ BUGS = (
     ),
     PackageBug(
         "norms around zero are not recognized",
-        f"{RUNTIME}/device/layer_parts.py",
-        "        for offset in (0.0, 1.0):",
-        "        for offset in (0.0,):",
+        LAYER_PARTS,
+        "orders, (0.0, 1.0), (False, True)",
+        "orders, (0.0,), (False, True)",
+        ("functional/engine/test_fused_layers.py",),
+    ),
+    PackageBug(
+        "a factor of the query is lost",
+        LAYER_PARTS,
+        "r.call.scale * heads.factor",
+        "r.call.scale",
+        ("functional/engine/test_fused_layers.py",),
+    ),
+    PackageBug(
+        "rotated neighbours are taken for halves of a head",
+        LAYER_PARTS,
+        "(pairs, True, False), (pairs, True, True), *orders]",
+        "(pairs, True, False), *orders]",
         ("functional/engine/test_fused_layers.py",),
     ),
 )

@@ -1,5 +1,5 @@
 // The gate of a gated MLP.
-#include "gated.h"
+#include "activation.h"
 
 #include "export.h"
 #include "team.h"

@@ -3,9 +3,9 @@
 // One team of threads runs the whole chain, with a barrier where an operation needs the results of
 // all threads. That saves what a call per operation costs: for a small model this is more than the
 // operations themselves.
+#include "activation.h"
 #include "attention.h"
 #include "export.h"
-#include "gated.h"
 #include "linear.h"
 #include "rope.h"
 
@@ -24,6 +24,7 @@ struct Layer {
   float scale;
   float softcap;
   int32_t activation;
+  int32_t parallel;
   int32_t rope;
   int32_t group;
 };
@@ -36,8 +37,8 @@ struct Group {
 
 // One step of `count` tokens. `x` [T, width] are the embeddings, and at the end what the last layer
 // returns; the other buffers are overwritten: normed [T, width], qkv [T, rows of qkv], attended
-// [T, query · value_dim], gate_up [T, rows of gate_up], gated [T, half of these], and parts for
-// attention.
+// [T, query · value_dim], gate_up [T, rows of gate_up] where there is a gate, gated [T, columns of
+// down], and parts for attention.
 struct Step {
   int64_t count;
   int64_t width;
@@ -101,6 +102,22 @@ void rope_write(Team& team, const Step& step, const Layer& layer) {
                        static_cast<T*>(layer.keys), static_cast<T*>(layer.values));
     }
   });
+  team.barrier();
+}
+
+// gated = activation(up), without a gate.
+void activated(Team& team, const Step& step, const Layer& layer) {
+  const Weight& weight = layer.gate_up;
+  share_product(team, weight, step.normed, int(step.count),
+                [&](int panel, int row, int rows, const float* tile) {
+                  store_tile(weight, panel, row, rows, tile, step.gated, false);
+                  const int64_t first = int64_t(panel) * P;
+                  const int width = int(weight.rows - first < P ? weight.rows - first : P);
+                  for (int i = 0; i < rows; i++) {
+                    float* y = step.gated + (row + i) * weight.rows + first;
+                    activate_row(y, width, layer.activation, y);
+                  }
+                });
   team.barrier();
 }
 
@@ -175,16 +192,22 @@ void run_layer(Team& team, const Step& step, const Layer& layer) {
                             step.parts, layer.qkv.rows, layer.scale,  layer.softcap, step.half};
   attend(team, step.heads, step.groups[layer.group].rows, attention);
   team.barrier();
+  // A parallel layer's MLP begins with x as it was before attention.
+  if (layer.parallel) settle(team, step, Norm{}, layer.mlp_norm);
   project(team, step, layer.out, step.attended, layer.after_attention);
-  settle(team, step, layer.after_attention, layer.mlp_norm);
-  gate_up(team, step, layer);
+  if (!layer.parallel) settle(team, step, layer.after_attention, layer.mlp_norm);
+  if (layer.gate_up.rows == layer.down.columns) {
+    activated(team, step, layer);
+  } else {
+    gate_up(team, step, layer);
+  }
   project(team, step, layer.down, step.gated, layer.after_mlp);
 }
 
 }  // namespace
 
 FL_EXPORT void fairlead_layers(const Layer* layers, int count, const Step* step) {
-  const Norm none{nullptr, 0, 0};
+  const Norm none{};
   run(step->threads, [&](Team& team) {
     settle(team, *step, none, layers[0].input_norm);
     for (int i = 0; i < count; i++) {

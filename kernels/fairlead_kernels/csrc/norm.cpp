@@ -8,10 +8,8 @@ using namespace fairlead;
 
 // total [count, width] = x + residual, or x where there is no residual (then `total` is not
 // written and may be null); out = the norm of total. `total` may be x or residual.
-FL_EXPORT void fairlead_norm(const float* x, const float* residual, const float* weight, float eps,
-                              float offset, int64_t count, int64_t width, float* total, float* out,
-                              int threads) {
-  const Norm norm{weight, eps, offset};
+FL_EXPORT void fairlead_norm(const float* x, const float* residual, const Norm* norm, int64_t count,
+                              int64_t width, float* total, float* out, int threads) {
   const int n = int(width);
   // A thread is worth waking for some tens of microseconds only.
   run(count * width < 1 << 15 ? 1 : threads, [&](Team& team) {
@@ -26,7 +24,7 @@ FL_EXPORT void fairlead_norm(const float* x, const float* residual, const float*
           for (; i < n; i++) sum[i] = in[i] + add[i];
           in = sum;
         }
-        normalize(in, norm, n, out + row * width);
+        normalize(in, *norm, n, out + row * width);
       }
     });
   });

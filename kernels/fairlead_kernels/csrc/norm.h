@@ -1,39 +1,50 @@
-// Root-mean-square norm (Zhang and Sennrich, 2019) of one row.
+// Root-mean-square norm (Zhang and Sennrich, 2019) and layer norm (Ba et al., 2016) of one row.
 #pragma once
 
 #include "simd.h"
 
 namespace fairlead {
 
-// x / sqrt(mean(x²) + eps) * (weight + offset); no weight: none of the operation.
+// x / sqrt(mean(x²) + eps) * (weight + offset) + bias, with x minus its mean where `centered`; no
+// weight: none of the operation.
 struct Norm {
   const float* weight;
+  const float* bias;  // or null
   float eps;
   float offset;
+  int32_t centered;
 };
 
-// `out` may be `x`. The sum of squares has four parts, so that rounding grows slowly.
-inline void normalize(const float* x, const Norm& norm, int width, float* out) {
-  Vec squares[4] = {};
+// The sum of map(x [width]). It has four parts, so that rounding grows slowly.
+template <class Map>
+inline float sum_of(const float* x, int width, Map map) {
+  Vec parts[4] = {};
   int i = 0;
   for (; i + 4 * W <= width; i += 4 * W) {
-    for (int j = 0; j < 4; j++) {
-      const Vec v = load(x + i + j * W);
-      squares[j] += v * v;
-    }
+    for (int j = 0; j < 4; j++) parts[j] += map(load(x + i + j * W));
   }
-  for (; i < width; i += W) {
-    const Vec v = width - i >= W ? load(x + i) : load_part(x + i, width - i);
-    squares[0] += v * v;
-  }
-  const float total = sum((squares[0] + squares[1]) + (squares[2] + squares[3]));
-  const float scale = 1.0f / __builtin_sqrtf(total / float(width) + norm.eps);
-  for (i = 0; i + W <= width; i += W) {
-    store(out + i, load(x + i) * scale * (load(norm.weight + i) + norm.offset));
+  for (; i + W <= width; i += W) parts[0] += map(load(x + i));
+  if (i < width) parts[0] += below(i, width) ? map(load_part(x + i, width - i)) : Vec{};
+  return sum((parts[0] + parts[1]) + (parts[2] + parts[3]));
+}
+
+// `out` may be `x`.
+inline void normalize(const float* x, const Norm& norm, int width, float* out) {
+  float mean = 0.0f;
+  if (norm.centered) mean = sum_of(x, width, [](Vec v) { return v; }) / float(width);
+  const float squares = sum_of(x, width, [&](Vec v) { return (v - mean) * (v - mean); });
+  const float scale = 1.0f / __builtin_sqrtf(squares / float(width) + norm.eps);
+  int i = 0;
+  for (; i + W <= width; i += W) {
+    const Vec normal = (load(x + i) - mean) * scale * (load(norm.weight + i) + norm.offset);
+    store(out + i, norm.bias == nullptr ? normal : normal + load(norm.bias + i));
   }
   if (i < width) {
-    const Vec weight = load_part(norm.weight + i, width - i) + norm.offset;
-    store_part(out + i, load_part(x + i, width - i) * scale * weight, width - i);
+    const int rest = width - i;
+    const Vec weight = load_part(norm.weight + i, rest) + norm.offset;
+    const Vec normal = (load_part(x + i, rest) - mean) * scale * weight;
+    const Vec bias = norm.bias == nullptr ? Vec{} : load_part(norm.bias + i, rest);
+    store_part(out + i, normal + bias, rest);
   }
 }
 

@@ -29,16 +29,13 @@ void rope_write(float* qkv, int64_t count, int query, int kv, int dim, const flo
 // there is a weight, and rotated. `half`: the caches hold bfloat16.
 FL_EXPORT void fairlead_rope_write(float* qkv, int64_t count, int query, int kv, int dim,
                                     const float* cos, const float* sin, int rotated,
-                                    const float* q_weight, float q_eps, float q_offset,
-                                    const float* k_weight, float k_eps, float k_offset,
-                                    const int64_t* slots, void* keys, void* values, int half,
-                                    int threads) {
-  const Norm q_norm{q_weight, q_eps, q_offset}, k_norm{k_weight, k_eps, k_offset};
+                                    const Norm* q_norm, const Norm* k_norm, const int64_t* slots,
+                                    void* keys, void* values, int half, int threads) {
   if (half) {
-    rope_write(qkv, count, query, kv, dim, cos, sin, rotated, q_norm, k_norm, slots,
+    rope_write(qkv, count, query, kv, dim, cos, sin, rotated, *q_norm, *k_norm, slots,
                static_cast<bfloat16*>(keys), static_cast<bfloat16*>(values), threads);
   } else {
-    rope_write(qkv, count, query, kv, dim, cos, sin, rotated, q_norm, k_norm, slots,
+    rope_write(qkv, count, query, kv, dim, cos, sin, rotated, *q_norm, *k_norm, slots,
                static_cast<float*>(keys), static_cast<float*>(values), threads);
   }
 }

@@ -31,6 +31,7 @@ from fairlead_runtime.device.layer_parts import (
     ModuleCall,
     Recording,
     close,
+    halves_of,
     recognize,
 )
 from fairlead_runtime.device.paged_model import PagedModel, ProbePass, causal_attention
@@ -52,10 +53,23 @@ class Fusion:
         return f"fused {self.fused}/{self.layers} layers{why}"
 
 
-class FusedLayer:
-    """One decoder layer as a chain of operations. ``rope`` names the argument of the original's
-    ``forward`` with the rotary embedding, "" where the layer uses none.
+@dataclass(frozen=True, slots=True)
+class RopeArgument:
+    """The argument of a layer's ``forward`` with the rotary embedding; "" where the layer uses
+    none. ``in_pairs``: see ``LayerParts``.
     """
+
+    name: str
+    in_pairs: bool
+
+    def read(self, given: Rope) -> Rope:
+        """Cosines and sines [1, T, R] as the model gives them → [T, R] as operations take them."""
+        cos, sin = given
+        return (halves_of(cos[0]), halves_of(sin[0])) if self.in_pairs else (cos[0], sin[0])
+
+
+class FusedLayer:
+    """One decoder layer as a chain of operations."""
 
     def __init__(
         self,
@@ -63,7 +77,7 @@ class FusedLayer:
         layer: Layer,
         spec: LayerSpec,
         call: AttentionCall,
-        rope: str,
+        rope: RopeArgument,
         operations: LayerOperations,
     ) -> None:
         self.index = index
@@ -88,6 +102,9 @@ class FusedLayer:
         )
         attended = current.attend_cached(self.index, query, self._call)
         branch = ops.linear(attended.flatten(1), layer.out, layer.out_bias)
+        if layer.parallel:
+            normed, _ = ops.norm(residual, layer.mlp_norm)
+            return normed, residual.add_(branch)
         if layer.after_attention is not None:
             branch, _ = ops.norm(branch, layer.after_attention)
         return ops.norm(branch, layer.mlp_norm, residual)
@@ -95,7 +112,8 @@ class FusedLayer:
     def _mlp(self, normed: Tensor, residual: Tensor) -> Tensor:
         ops, layer = self._operations, self.layer
         gate_up = ops.linear(normed, layer.gate_up, layer.gate_up_bias)
-        gated = ops.gated(gate_up, layer.activation)
+        mix = ops.gated if layer.gated else ops.activate
+        gated = mix(gate_up, layer.activation)
         branch = ops.linear(gated, layer.down, layer.down_bias)
         if layer.after_mlp is not None:
             branch, _ = ops.norm(branch, layer.after_mlp)
@@ -103,7 +121,8 @@ class FusedLayer:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        return self.layer.qkv.rows, self.layer.qkv.columns, self.layer.gate_up.rows
+        layer = self.layer
+        return layer.qkv.rows, layer.qkv.columns, layer.gate_up.rows, layer.down.columns
 
     def tensors(self) -> Iterator[Tensor]:
         """The packed weights and biases, which no module of the model holds."""
@@ -130,7 +149,8 @@ class FusedRun:
             parts, specs = [x.layer for x in layers], [x.spec for x in layers]
             self._chain = operations.chain(heads, parts, specs)
         self._ropes: list[Rope] = []
-        self._known: dict[int, Rope] = {}  # by the id of the model's own tensor
+        # By the id of the model's own tensor.
+        self._known: dict[tuple[int, RopeArgument], Rope] = {}
 
     def forward_of(self, place: int) -> Callable[..., Tensor]:
         """What takes the place of the ``forward`` of layer ``place`` of this run: hidden states
@@ -141,18 +161,18 @@ class FusedRun:
             if place == 0:
                 self._ropes.clear()
                 self._known.clear()
-            self._note_rope(hidden_states, arguments.get(self._layers[place].rope))
+            rope = self._layers[place].rope
+            self._note_rope(rope, arguments.get(rope.name), hidden_states)
             last = place + 1 == len(self._layers)
             return self._run(hidden_states[0])[None] if last else hidden_states
 
         return forward
 
-    def _note_rope(self, hidden_states: Tensor, given: Rope | None) -> None:
+    def _note_rope(self, argument: RopeArgument, given: Rope | None, x: Tensor) -> None:
         """The same tensors for layers that are given the same."""
-        key = 0 if given is None else id(given[0])
+        key = 0 if given is None else id(given[0]), argument
         if key not in self._known:
-            cos, sin = (hidden_states[..., :0],) * 2 if given is None else given
-            self._known[key] = cos[0], sin[0]
+            self._known[key] = argument.read(given or (x[..., :0], x[..., :0]))
         self._ropes.append(self._known[key])
 
     def _run(self, x: Tensor) -> Tensor:
@@ -342,11 +362,12 @@ def _fused(
     if any(id(matrix.module) in shared for matrix in parts.matrices):
         raise DoesNotFitError("it shares weights with another module")
     spec = spec_of(parts.call, model.windows[index])
-    name = rope if parts.rotates else ""
-    fused = FusedLayer(index, parts.pack(operations), spec, parts.call, name, operations)
+    argument = RopeArgument(rope if parts.rotates else "", parts.rope_in_pairs)
+    fused = FusedLayer(index, parts.pack(operations), spec, parts.call, argument, operations)
     step = _ScratchPass(model.heads, model.device)
     x = recording.input
-    angles = recording.rope if parts.rotates else (x[:, :0], x[:, :0])
+    given = recording.rope if parts.rotates else (x[:, :0], x[:, :0])
+    angles = argument.read((given[0][None], given[1][None]))
     if not close(fused.run(x.clone(), angles, step), recording.output):
         raise DoesNotFitError("its fused layer gives other results")
     for matrix in parts.matrices:

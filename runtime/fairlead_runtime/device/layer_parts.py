@@ -7,7 +7,8 @@ queries and keys that attention got. Names of families, classes and attributes p
 family that differs in a detail does not fit and runs as transformers wrote it.
 """
 
-from collections.abc import Iterable, Sequence
+import itertools
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Self, get_args
 
@@ -21,7 +22,8 @@ from fairlead_runtime.device.attention import AttentionCall
 # Two results of float32 are equal within this share of their size; other functions differ by more.
 CLOSE = 1e-4
 ROUNDING = 1e-6  # of the larger part of a sum
-NOT_GATED = "its MLP is not gated by SiLU or GELU"
+OTHER_BEGIN = "its MLP does not begin with a norm of the residual or of the residual plus attention"
+OTHER_MLP = "its MLP is not two or three matrices with SiLU, GELU, ReLU or its square"
 
 
 class DoesNotFitError(Exception):
@@ -74,11 +76,17 @@ class Matrix:
         bias = None if self.bias is None else self.bias * by
         return replace(self, weight=self.weight * by, bias=bias)
 
+    def ordered(self, rows: Tensor) -> Self:
+        """With its rows, and so its results, in this order."""
+        bias = None if self.bias is None else self.bias[rows]
+        return replace(self, weight=self.weight[rows], bias=bias)
+
 
 @dataclass(slots=True, eq=False)
 class LayerParts:
     """The modules of a layer that fits, in the terms of ``Layer``. ``rotates`` False: the layer
-    ignores the rotary embedding.
+    ignores the rotary embedding; ``rope_in_pairs``: its elements 2i and 2i + 1 belong to a pair,
+    not i and i + R/2; ``parallel``: see ``Layer``.
     """
 
     input_norm: Norm
@@ -92,7 +100,9 @@ class LayerParts:
     activation: Activation
     down: Matrix
     after_mlp: Norm | None
+    parallel: bool
     rotates: bool
+    rope_in_pairs: bool
     call: AttentionCall
 
     @property
@@ -121,6 +131,7 @@ class LayerParts:
             down=pack(self.down),
             down_bias=self.down.bias,
             after_mlp=self.after_mlp,
+            parallel=self.parallel,
         )
 
 
@@ -175,6 +186,10 @@ class _Calls:
                 found.append((matrix, call.output.reshape(given.shape[0], -1)))
         return found
 
+    def multiply(self, given: Tensor) -> bool:
+        """Whether there is a product of ``given``."""
+        return any(_matrix(call, given) is not None for call in self.left)
+
     def norm(self, given: Tensor) -> tuple[Norm, Tensor] | None:
         """Take the norm of ``given`` [T, width], with its result."""
         for call in filter(_may_be_norm, self.left):
@@ -186,12 +201,12 @@ class _Calls:
 
     def norm_of_sum(self, residual: Tensor, branch: Tensor) -> tuple[Norm, Tensor, float] | None:
         """Take the norm of the residual plus a multiple of ``branch``, with its result and that
-        factor.
+        factor, which is not 0.
         """
         for call in filter(_may_be_norm, self.left):
             total = call.input.reshape(-1, call.input.shape[-1])
             factor = _factor(total, residual, branch)
-            if factor is not None:
+            if factor:
                 norm = _norm(call)
                 self.left.remove(call)
                 return norm, call.output.reshape(total.shape), factor
@@ -213,7 +228,7 @@ def recognize(recording: Recording) -> LayerParts:
     input_norm, normed = found
     projections = calls.matrices(normed)
     q_norm, k_norm = _head_norms(calls, r.query.shape[-1])
-    rotates = _check_projections(r, [result for _, result in projections], q_norm, k_norm)
+    heads = _projected(r, [result for _, result in projections], q_norm, k_norm)
 
     calls = _Calls(list(r.after))
     outs = calls.matrices(r.attended.flatten(1))
@@ -223,14 +238,18 @@ def recognize(recording: Recording) -> LayerParts:
     after_attention = calls.norm(branch)
     branch = branch if after_attention is None else after_attention[1]
     begin = calls.norm_of_sum(r.input, branch)
+    parallel = begin is None
     if begin is None:
-        raise DoesNotFitError("its MLP does not begin with a norm of the residual plus attention")
+        # Its norm is one of its own, or the one before attention.
+        begin = *(calls.norm(r.input) or (input_norm, normed)), 1.0
+        if after_attention is not None or not calls.multiply(begin[1]):
+            raise DoesNotFitError(OTHER_BEGIN)
     mlp_norm, normed, out_factor = begin
     hidden = r.input + out_factor * branch
     gate_up, activation, gated = _mlp(calls, normed)
     downs = calls.matrices(gated)
     if len(downs) != 1:
-        raise DoesNotFitError(NOT_GATED)
+        raise DoesNotFitError(OTHER_MLP)
     ((down, branch),) = downs
     after_mlp = calls.norm(branch)
     calls.check_empty()
@@ -242,9 +261,9 @@ def recognize(recording: Recording) -> LayerParts:
             raise DoesNotFitError("it multiplies what a norm after attention or MLP returns")
     return LayerParts(
         input_norm=input_norm,
-        qkv=[matrix for matrix, _ in projections],
-        q_norm=q_norm,
-        k_norm=k_norm,
+        qkv=heads.rows_of([matrix for matrix, _ in projections]),
+        q_norm=heads.norm(q_norm),
+        k_norm=heads.norm(k_norm),
         out=out.scaled(out_factor),
         after_attention=None if after_attention is None else after_attention[0],
         mlp_norm=mlp_norm,
@@ -252,8 +271,10 @@ def recognize(recording: Recording) -> LayerParts:
         activation=activation,
         down=down.scaled(down_factor),
         after_mlp=None if after_mlp is None else after_mlp[0],
-        rotates=rotates,
-        call=r.call,
+        parallel=parallel,
+        rotates=heads.rotates,
+        rope_in_pairs=heads.rope_in_pairs,
+        call=replace(r.call, scale=r.call.scale * heads.factor),
     )
 
 
@@ -286,19 +307,22 @@ def _norm(call: ModuleCall) -> Norm:
     """The norm that a module computes, found by its results. Its epsilon is one of its numbers; it
     decides the result for small inputs, so those are tried too.
     """
-    own = list(call.module.parameters(recurse=False))
+    own = [parameter.data for parameter in call.module.parameters(recurse=False)]
     x = call.input
-    if len(own) != 1 or own[0].shape != x.shape[-1:]:
-        kind = type(call.module).__name__
-        raise DoesNotFitError(f"its norm {kind} is not a root-mean-square norm with one weight")
+    orders: list[tuple[Tensor, Tensor | None]] = []
+    if {parameter.shape for parameter in own} == {x.shape[-1:]}:
+        both: list[tuple[Tensor, Tensor | None]] = [(own[0], own[-1]), (own[-1], own[0])]
+        orders = [(own[0], None)] if len(own) == 1 else both if len(own) == 2 else []
     for eps in {value for value in vars(call.module).values() if isinstance(value, float)}:
         small = x / x.square().mean().sqrt() * eps**0.5
-        for offset in (0.0, 1.0):
-            norm = Norm(own[0].data, eps, offset)
+        for (weight, bias), offset, centered in itertools.product(
+            orders, (0.0, 1.0), (False, True)
+        ):
+            norm = Norm(weight, eps, offset, bias, centered)
             if all(close(call.module(y), reference.norm(y, norm)[0]) for y in (x, small)):
                 return norm
     kind = type(call.module).__name__
-    raise DoesNotFitError(f"its norm {kind} is not a root-mean-square norm")
+    raise DoesNotFitError(f"its norm {kind} is no root-mean-square or layer norm")
 
 
 def _head_norms(calls: _Calls, dim: int) -> tuple[Norm | None, Norm | None]:
@@ -311,43 +335,111 @@ def _head_norms(calls: _Calls, dim: int) -> tuple[Norm | None, Norm | None]:
     return first, second
 
 
-def _check_projections(
-    r: Recording, results: Iterable[Tensor], q_norm: Norm | None, k_norm: Norm | None
-) -> bool:
-    """Check that attention gets the projections in the order query, key, value, rotated as the
-    reference does it, or not at all. Returns whether they are rotated.
+def halves_of(pairs: Tensor) -> Tensor:
+    """The elements of the last dimension in another order: 0, 2, 4, ..., then 1, 3, 5, ..."""
+    return torch.cat([pairs[..., 0::2], pairs[..., 1::2]], dim=-1)
+
+
+def _as_they_are(order: Tensor) -> bool:
+    return torch.equal(order, torch.arange(len(order), device=order.device))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Heads:
+    """How attention gets the projections: their rows in this ``order``, the elements of a query's
+    and a key's head in the order ``elements`` [dim], the query multiplied by ``factor``.
     """
-    qkv = torch.cat([r.input[:, :0], *results], dim=1)
+
+    order: Tensor
+    elements: Tensor
+    factor: float
+    rotates: bool
+    rope_in_pairs: bool
+
+    def norm(self, norm: Norm | None) -> Norm | None:
+        """The norm of a head in that order of elements."""
+        if norm is None or _as_they_are(self.elements):
+            return norm
+        bias = None if norm.bias is None else norm.bias[self.elements]
+        return replace(norm, weight=norm.weight[self.elements], bias=bias)
+
+    def rows_of(self, matrices: Sequence[Matrix]) -> list[Matrix]:
+        """The matrices with their rows in order, which stay in their matrix."""
+        if _as_they_are(self.order):
+            return list(matrices)
+        ordered, first = [], 0
+        for matrix in matrices:
+            count = matrix.weight.shape[0]
+            ordered.append(matrix.ordered(self.order[first : first + count] - first))
+            first += count
+        return ordered
+
+
+def _projected(
+    r: Recording, results: Sequence[Tensor], q_norm: Norm | None, k_norm: Norm | None
+) -> _Heads:
+    """Find how attention gets the projections. Raises DoesNotFitError unless they are rotated as
+    the reference does it, or not at all, each head's elements in order or in pairs.
+    """
+    given = torch.cat([r.input[:, :0], *results], dim=1)
     tokens, kv, dim = r.key.shape
-    width = (r.query.shape[1] + 2 * kv) * dim
-    if r.value.shape == r.key.shape and qkv.shape[1] == width:
-        slots = torch.arange(tokens, device=qkv.device)
-        for cos, sin in (r.rope, (qkv[:, :0], qkv[:, :0])):
-            if cos.shape[1] > dim or cos.shape[1] % 2:
-                continue
-            keys, values = (qkv.new_zeros(1, tokens, kv, dim) for _ in range(2))
-            query = reference.rope_write(qkv, cos, sin, slots, keys, values, q_norm, k_norm)
-            pairs = ((query, r.query), (keys[0], r.key), (values[0], r.value))
-            if all(close(got, want) for got, want in pairs):
-                return cos.shape[1] > 0
-    raise DoesNotFitError("its queries and keys are not projected and rotated as Llama's")
+    slots = torch.arange(tokens, device=given.device)
+    for heads in _candidates(r, given.shape[1], single=len(results) == 1):
+        cos, sin = r.rope if heads.rotates else (given[:, :0], given[:, :0])
+        if heads.rope_in_pairs:
+            cos, sin = halves_of(cos), halves_of(sin)
+        norms = heads.norm(q_norm), heads.norm(k_norm)
+        keys, values = (given.new_zeros(1, tokens, kv, dim) for _ in range(2))
+        query = reference.rope_write(given[:, heads.order], cos, sin, slots, keys, values, *norms)
+        want = r.query[..., heads.elements]
+        factor = _factor(want, torch.zeros_like(want), query)
+        same = close(keys[0], r.key[..., heads.elements]) and close(values[0], r.value)
+        if factor is not None and same:
+            return replace(heads, factor=factor)
+    raise DoesNotFitError("its queries and keys are not projected and rotated as Llama's or GLM's")
+
+
+def _candidates(r: Recording, width: int, *, single: bool) -> Iterator[_Heads]:
+    """The known ways to project heads, for matrices of ``width`` rows, ``single``: for one."""
+    kv, dim, rotated = *r.key.shape[1:], r.rope[0].shape[1]
+    group = r.query.shape[1] // kv
+    if r.value.shape != r.key.shape or width != (group + 2) * kv * dim:
+        return
+    rows = torch.arange(width, device=r.key.device)
+    query, key = group * kv * dim, (group + 1) * kv * dim
+    splits = [(rows[:query], rows[query:key], rows[key:])]
+    if single:  # for each key head its queries, the key and the value, as in GPT-NeoX
+        by_head = rows.view(kv, group + 2, dim)
+        splits.append((by_head[:, :group], by_head[:, group], by_head[:, group + 1]))
+    elements = torch.arange(dim, device=r.key.device)
+    orders: list[tuple[Tensor, bool, bool]] = [(elements, False, False)]
+    if 0 < rotated <= dim and rotated % 2 == 0:
+        pairs = torch.cat([halves_of(elements[:rotated]), elements[rotated:]])
+        orders = [(elements, True, False), (pairs, True, False), (pairs, True, True), *orders]
+    for (*turned, value), (order, rotates, in_pairs) in itertools.product(splits, orders):
+        heads = [part.reshape(-1, dim)[:, order].flatten() for part in turned]
+        yield _Heads(torch.cat([*heads, value.flatten()]), order, 1.0, rotates, in_pairs)
 
 
 def _mlp(calls: _Calls, normed: Tensor) -> tuple[list[Matrix], Activation, Tensor]:
-    """The matrices of gate and up in this order, the activation, and the product of both [T, I]."""
+    """The matrices of gate and up in this order, or of up alone, the activation, and what they
+    give the last matrix [T, I].
+    """
     found = calls.matrices(normed)
     results = [result for _, result in found]
-    orders = [(0, 1), (1, 0)] if len(found) == 2 else [(0,)]
-    for order in orders if len(found) in (1, 2) else ():
+    orders: list[tuple[int, ...]] = [(0,)] if len(found) == 1 else [(0, 1), (1, 0)]
+    if len(found) not in (1, 2):
+        raise DoesNotFitError(OTHER_MLP)
+    for order, activation in itertools.product(orders, get_args(Activation)):
         gate_up = torch.cat([results[i] for i in order], dim=1)
-        for activation in get_args(Activation):
-            if gate_up.shape[1] % 2:
-                continue
-            product = reference.gated(gate_up, activation)
+        mixes = [] if gate_up.shape[1] % 2 else [reference.gated(gate_up, activation)]
+        if len(order) == 1:
+            mixes.append(reference.activate(gate_up, activation))
+        for mixed in mixes:
+            width = mixed.shape[1]
             if any(
-                call.input.shape[-1] == product.shape[1]
-                and close(call.input.reshape(-1, product.shape[1]), product)
+                call.input.shape[-1] == width and close(call.input.reshape(-1, width), mixed)
                 for call in calls.left
             ):
-                return [found[i][0] for i in order], activation, product
-    raise DoesNotFitError(NOT_GATED)
+                return [found[i][0] for i in order], activation, mixed
+    raise DoesNotFitError(OTHER_MLP)

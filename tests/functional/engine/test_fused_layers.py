@@ -25,16 +25,14 @@ from support.engine_rig import paged
 EVERY = (*tiny.FAMILIES, *tiny.VARIANTS, *tiny.SIZED, *tiny.UNLISTED)
 # Families that do not fit, and a part of the reason.
 NO_NORM = "does not normalize the input of its attention"
-NO_RMS = "is not a root-mean-square norm"
-NO_GATE = "is not gated by SiLU or GELU"
-ROPE = "are not projected and rotated as Llama's"
+OTHER_NORM = "is no root-mean-square or layer norm"
+OTHER_MLP = "its MLP is not two or three matrices"
+ROPE = "are not projected and rotated as Llama's or GLM's"
 REFUSED: dict[str, str] = {
-    **dict.fromkeys(("gpt2", "gpt_neox", "starcoder2", "gpt_bigcode", "opt", "persimmon"), NO_RMS),
-    **dict.fromkeys(("cohere", "cohere2", "nemotron", "phi", "phimoe", "stablelm"), NO_RMS),
     **dict.fromkeys(("olmo", "olmo2", "olmo3", "exaone4"), NO_NORM),
-    **dict.fromkeys(("ernie4_5", "glm", "glm4", "gpt_oss", "helium", "hunyuan_v1_dense"), ROPE),
-    **dict.fromkeys(("apertus", "arcee"), NO_GATE),
-    **dict.fromkeys(("qwen3_moe", "mixtral", "granitemoe", "qwen2_moe"), NO_GATE),
+    **dict.fromkeys(("gpt_oss", "hunyuan_v1_dense"), ROPE),
+    **dict.fromkeys(("apertus", "qwen3_moe", "mixtral", "granitemoe"), OTHER_MLP),
+    **dict.fromkeys(("qwen2_moe", "phimoe"), OTHER_MLP),
     "olmoe": "it computes with OlmoeRMSNorm",
 }
 
@@ -72,9 +70,33 @@ def test_a_layer_is_fused_where_it_fits_and_the_reason_is_said_where_not(
     assert model.weight_bytes == size, "packed weights replace those of the model"
 
 
+# Other forms of a family, by settings of its configuration.
+FORMS: dict[str, tuple[str, dict[str, Any]]] = {
+    "attention, then MLP": ("gpt_neox", {"use_parallel_residual": False}),
+    "beside each other with one norm": ("stablelm", {"use_parallel_residual": True}),
+    "norms of heads": ("phi", {"qk_layernorm": True}),
+    "no norms of heads": ("persimmon", {"qk_layernorm": False}),
+    "no biases": ("starcoder2", {"use_bias": False}),
+    "a key head per query": ("gpt_bigcode", {"multi_query": False}),
+    "scores scaled by the layer": ("gpt2", {"scale_attn_by_inverse_layer_idx": True}),
+    "a gate": ("cohere2", {"hidden_act": "relu"}),
+}
+
+
+@pytest.mark.parametrize("kernels", ["reference", "cpu"])
+@pytest.mark.parametrize("form", FORMS)
+def test_other_forms_of_a_family_are_fused_too(form: str, kernels: str) -> None:
+    family, settings = FORMS[form]
+    model = paged(family, **settings)
+    attention, operations = kernels_of(model, kernels)
+    expected = selftest.Expected.of(model, 512)
+    assert str(fuse(model, operations)) == f"fused {len(model.windows)}/{len(model.windows)} layers"
+    assert selftest.check(model, attention, expected).delta < 1e-4
+
+
 def altered(**functions: Callable[..., Tensor | Packed]) -> LayerOperations:
     """The reference with other functions in place of its own."""
-    names = ("name", "pack", "linear", "norm", "rope_write", "gated")
+    names = ("name", "pack", "linear", "norm", "rope_write", "gated", "activate")
     own = {name: getattr(reference, name) for name in names}
     return cast("LayerOperations", SimpleNamespace(**own | functions))
 
@@ -108,16 +130,16 @@ def double(_module: Any, _inputs: Any, output: Any) -> Any:
 # Changes of a llama layer of which no name of a module or a class tells.
 CHANGES: dict[str, tuple[Callable[[Any], None], str]] = {
     "attention": (lambda layer: layer.self_attn.o_proj.register_forward_hook(double), "no single"),
-    "a norm": (lambda layer: layer.input_layernorm.register_forward_hook(double), NO_RMS),
+    "a norm": (lambda layer: layer.input_layernorm.register_forward_hook(double), OTHER_NORM),
     "values": (lambda layer: layer.self_attn.v_proj.register_forward_hook(double), "Linear"),
-    "activation": (lambda layer: setattr(layer.mlp, "act_fn", torch.nn.ReLU()), NO_GATE),
+    "activation": (lambda layer: setattr(layer.mlp, "act_fn", torch.nn.Tanh()), OTHER_MLP),
     "the result": (
         lambda layer: layer.register_forward_hook(lambda _m, _i, out: out.clamp(-1, 1)),
         "does not return the residual plus its MLP",
     ),
     "more weights": (
         lambda layer: setattr(layer.mlp, "act_fn", torch.nn.PReLU()),
-        NO_GATE,
+        OTHER_MLP,
     ),
     "shared weights": (
         lambda layer: setattr(layer.mlp.up_proj, "weight", layer.mlp.gate_proj.weight),
@@ -203,7 +225,7 @@ def test_layers_run_together_up_to_one_that_does_not_fit(family: str, kernels: s
     model = paged(family)
     attention, operations = kernels_of(model, kernels)
     layers: Any = model.model.model
-    layers.layers[1].mlp.act_fn = torch.nn.ReLU()
+    layers.layers[1].mlp.act_fn = torch.nn.Tanh()
     expected = selftest.Expected.of(model, 512)
     assert fuse(model, operations).fused == len(model.windows) - 1
     assert selftest.check(model, attention, expected).delta < 1e-4

@@ -24,7 +24,10 @@ TIE = 1e-4
 TIES_ALLOWED = 1e-3
 FAMILIES = (*tiny.FAMILIES, *tiny.VARIANTS)
 # Those whose decoder layers can be fused: test_fused_layers.py.
-FUSED = ("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "phi3", *tiny.VARIANTS)
+FUSED = (
+    *("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "phi3", "gpt2", "gpt_neox"),
+    *tiny.VARIANTS,
+)
 UNBOUNDED = 4096  # more tokens than all prompts of a run have together
 
 # Steps of arrival. Staggered, so that later requests hit the blocks of earlier ones; closer

@@ -49,6 +49,16 @@ def test_a_norm_adds_the_residual_first_and_returns_the_sum(
     assert torch.equal(kept, total)
 
 
+@pytest.mark.parametrize("biased", [True, False])
+@pytest.mark.parametrize("offset", [0.0, 1.0])
+def test_a_centered_norm_is_torchs_layer_norm(offset: float, biased: bool) -> None:
+    x, weight = torch.randn(TOKENS, 24) + 3, torch.randn(24)
+    bias = torch.randn(24) if biased else None
+    normed, kept = reference.norm(x, Norm(weight, 1e-3, offset, bias, centered=True))
+    check(normed, F.layer_norm(x, (24,), weight + offset, bias, eps=1e-3))
+    assert torch.equal(kept, x)
+
+
 @pytest.mark.parametrize("rotated", [DIM, DIM // 2])
 @pytest.mark.parametrize("normed", [False, True])
 def test_rope_rotates_queries_and_keys_as_transformers_does_and_fills_the_slots(
@@ -78,7 +88,14 @@ def test_rope_rotates_queries_and_keys_as_transformers_does_and_fills_the_slots(
 
 @pytest.mark.parametrize(
     ("activation", "name"),
-    [("silu", "silu"), ("gelu", "gelu"), ("gelu_tanh", "gelu_pytorch_tanh")],
+    [
+        ("silu", "silu"),
+        ("gelu", "gelu"),
+        ("gelu_tanh", "gelu_pytorch_tanh"),
+        ("gelu_tanh", "gelu_new"),
+        ("relu", "relu"),
+        ("relu2", "relu2"),
+    ],
 )
 def test_the_first_half_is_activated_and_multiplies_the_second(
     activation: Activation, name: str
@@ -86,6 +103,7 @@ def test_the_first_half_is_activated_and_multiplies_the_second(
     gate, up = torch.randn(TOKENS, 12), torch.randn(TOKENS, 12)
     got = reference.gated(torch.cat([gate, up], dim=1), activation)
     check(got, ACT2FN[name](gate) * up)
+    check(reference.activate(gate, activation), ACT2FN[name](gate))
 
 
 def test_half_precision_comes_back_in_its_own_type() -> None:

@@ -1,6 +1,7 @@
 """All layers in one C++ call against the reference's operations, one after the other."""
 
 from dataclasses import replace
+from typing import get_args
 
 import pytest
 import torch
@@ -23,15 +24,27 @@ def random_layer(
     activation: Activation,
     extras: bool,
     operations: LayerOperations,
+    *,
+    gated: bool = True,
+    parallel: bool = False,
+    centered: bool = False,
 ) -> Layer:
     """The same for the same random state, whoever packs it."""
     sizes = [heads.query * heads.dim, heads.kv * heads.dim, heads.kv * heads.dim]
     matrices = [torch.randn(n, width) / width**0.5 for n in sizes]
     out = torch.randn(width, sizes[0]) / sizes[0] ** 0.5
-    gates = [torch.randn(inner, width) / width**0.5 for _ in range(2)]
+    gates = [torch.randn(inner, width) / width**0.5 for _ in range(1 + gated)]
     down = torch.randn(width, inner) / inner**0.5
-    vectors = [torch.randn(n) for n in (sum(sizes), width, 2 * inner, width)]
-    norms = [Norm(1 + torch.randn(n) / 9, 1e-5) for n in (width, width, width, width)]
+    vectors = [torch.randn(n) for n in (sum(sizes), width, len(gates) * inner, width)]
+    norms = [
+        Norm(
+            1 + torch.randn(width) / 9,
+            1e-5,
+            bias=torch.randn(width) if centered else None,
+            centered=centered,
+        )
+        for _ in range(4)
+    ]
     head_norms = [Norm(torch.randn(heads.dim) / 9, 1e-5, 1.0) for _ in range(2)]
     return Layer(
         input_norm=norms[0],
@@ -41,7 +54,7 @@ def random_layer(
         k_norm=head_norms[1] if extras else None,
         out=operations.pack([out]),
         out_bias=vectors[1] if extras else None,
-        after_attention=norms[1] if extras else None,
+        after_attention=norms[1] if extras and not parallel else None,
         mlp_norm=norms[2],
         gate_up=operations.pack(gates),
         gate_up_bias=vectors[2] if extras else None,
@@ -49,6 +62,7 @@ def random_layer(
         down=operations.pack([down]),
         down_bias=vectors[3] if extras else None,
         after_mlp=norms[3] if extras else None,
+        parallel=parallel,
     )
 
 
@@ -81,10 +95,13 @@ def by_reference(
     change = reference.linear(attended.flatten(1), layer.out, layer.out_bias)
     if layer.after_attention is not None:
         change, _ = reference.norm(change, layer.after_attention)
-    normed, x = reference.norm(change, layer.mlp_norm, x)
-    gated = reference.gated(
-        reference.linear(normed, layer.gate_up, layer.gate_up_bias), layer.activation
-    )
+    normed, total = reference.norm(change, layer.mlp_norm, x)
+    if layer.parallel:
+        normed, _ = reference.norm(x, layer.mlp_norm)
+    x = total
+    up = reference.linear(normed, layer.gate_up, layer.gate_up_bias)
+    mix = reference.gated if layer.gated else reference.activate
+    gated = mix(up, layer.activation)
     change = reference.linear(gated, layer.down, layer.down_bias)
     if layer.after_mlp is not None:
         change, _ = reference.norm(change, layer.after_mlp)
@@ -105,7 +122,10 @@ def by_reference(
     width=st.sampled_from([20, 64]),
     inner=st.sampled_from([30, 64, 96]),
     extras=st.booleans(),
-    activation=st.sampled_from(["silu", "gelu", "gelu_tanh"]),
+    activation=st.sampled_from(get_args(Activation)),
+    gated=st.booleans(),
+    parallel=st.booleans(),
+    centered=st.booleans(),
     window=st.sampled_from([None, 7]),
     dtype=st.sampled_from([torch.float32, torch.float32, torch.bfloat16]),
     seed=st.integers(0, 2**31),
@@ -120,6 +140,9 @@ def test_a_chain_of_layers_is_the_references_operations_in_turn(
     inner: int,
     extras: bool,
     activation: Activation,
+    gated: bool,
+    parallel: bool,
+    centered: bool,
     window: int | None,
     dtype: torch.dtype,
     seed: int,
@@ -146,7 +169,20 @@ def test_a_chain_of_layers_is_the_references_operations_in_turn(
     results = []
     for operations in (reference, cpu.load(instruction_set)):
         torch.set_rng_state(state)
-        layers = [random_layer(heads, width, inner, activation, extras, operations) for _ in places]
+        layers = [
+            random_layer(
+                heads,
+                width,
+                inner,
+                activation,
+                extras,
+                operations,
+                gated=gated,
+                parallel=parallel,
+                centered=centered,
+            )
+            for _ in places
+        ]
         caches = [(cases[g].key_cache.clone(), cases[g].value_cache.clone()) for g in places]
         if isinstance(operations, cpu.CpuOperations):
             chain = operations.chain(heads, layers, specs)
@@ -177,10 +213,13 @@ def test_what_a_chain_cannot_read_is_refused_by_name(instruction_set: str) -> No
     heads = Heads(2, 1, 8, 8, torch.float32)
     layer = random_layer(heads, 16, 32, "silu", False, operations)
     bad = replace(layer, gate_up=operations.pack([torch.randn(62, 16)]))
-    with pytest.raises(ValueError, match=r"^down: 16 x 32, not 16 x 31"):
+    with pytest.raises(ValueError, match=r"^gate_up: 62 x 16, not 32 x 16"):
         operations.chain(heads, [bad], [LayerSpec(0.3)])
     bad = replace(layer, input_norm=Norm(torch.ones(16).double(), 1e-5))
-    with pytest.raises(ValueError, match=r"^input_norm: .*float64"):
+    with pytest.raises(ValueError, match=r"^input_norm.weight: .*float64"):
+        operations.chain(heads, [bad], [LayerSpec(0.3)])
+    bad = replace(layer, parallel=True, after_attention=layer.input_norm)
+    with pytest.raises(ValueError, match=r"^after_attention: a parallel layer has none"):
         operations.chain(heads, [bad], [LayerSpec(0.3)])
     case = make_case([(3, 2)], heads=heads)
     chain = operations.chain(heads, [layer], [LayerSpec(0.3)])

@@ -1,6 +1,7 @@
 """A decoder layer's operations in C++ against their reference, on each instruction set."""
 
 import itertools
+from typing import get_args
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from support.kernel_sets import every_set
 NAN = float("nan")
 sizes = st.integers(1, 70)
 seeds = st.integers(0, 2**31)
+activations = st.sampled_from(get_args(Activation))
 examples = settings(max_examples=400 if LONG_FORM else 50, deadline=None)
 
 
@@ -77,21 +79,46 @@ def test_a_packed_weight_of_strided_rows_holds_at_most_one_panel_more(instructio
     tokens=sizes,
     width=st.one_of(sizes, st.integers(500, 530)),
     offset=st.sampled_from([0.0, 1.0]),
+    biased=st.booleans(),
+    centered=st.booleans(),
     with_residual=st.booleans(),
     seed=seeds,
 )
 def test_a_norm_is_the_references(
-    instruction_set: str, tokens: int, width: int, offset: float, with_residual: bool, seed: int
+    instruction_set: str,
+    tokens: int,
+    width: int,
+    offset: float,
+    biased: bool,
+    centered: bool,
+    with_residual: bool,
+    seed: int,
 ) -> None:
     torch.manual_seed(seed)
-    x, norm = torch.randn(tokens, width), Norm(torch.randn(width), 1e-5, offset)
+    x, bias = torch.randn(tokens, width), torch.randn(width) if biased else None
+    norm = Norm(torch.randn(width), 1e-5, offset, bias, centered)
     residual = torch.randn(tokens, width) if with_residual else None
     want, total = reference.norm(x, norm, residual)
     got, kept = operations(instruction_set).norm(
         x.clone(), norm, None if residual is None else residual.clone()
     )
     assert torch.equal(kept, total)
-    torch.testing.assert_close(got, want, atol=1e-6, rtol=3e-6)
+    # What rounding leaves of the mean is divided by the deviation.
+    deviation = float(total.var(1, correction=0).add(1e-5).min()) ** 0.5
+    atol = 2e-6 + (1e-6 * float(total.abs().max()) / deviation if centered else 0.0)
+    torch.testing.assert_close(got, want, atol=atol, rtol=3e-6)
+
+
+@every_set
+@pytest.mark.parametrize("width", [7, 64, 101])
+def test_a_layer_norm_far_from_zero_is_that_of_the_deviations(
+    instruction_set: str, width: int
+) -> None:
+    deviations = torch.randint(-8, 9, (3, width)).float()
+    norm = Norm(torch.ones(width), 1e-5, centered=True)
+    got, _ = operations(instruction_set).norm(deviations + 1000, norm)
+    want, _ = reference.norm(deviations, norm)
+    torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-4)
 
 
 @every_set
@@ -103,6 +130,7 @@ def test_a_norm_is_the_references(
     dim=st.integers(1, 40).map(lambda half: 2 * half),
     rotated=st.integers(0, 40),
     normed=st.tuples(st.booleans(), st.booleans()),
+    biased=st.booleans(),
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),
     seed=seeds,
 )
@@ -114,6 +142,7 @@ def test_rotation_and_the_cache_write_are_the_references(
     dim: int,
     rotated: int,
     normed: tuple[bool, bool],
+    biased: bool,
     dtype: torch.dtype,
     seed: int,
 ) -> None:
@@ -122,7 +151,8 @@ def test_rotation_and_the_cache_write_are_the_references(
     qkv = torch.randn(tokens, (query + 2 * kv) * dim)
     cos, sin = torch.randn(tokens, rotated), torch.randn(tokens, rotated)
     slots = torch.randperm(tokens + 9)[:tokens]
-    norms = [Norm(torch.randn(dim), 1e-6, 0.0) if wanted else None for wanted in normed]
+    bias = torch.randn(dim) if biased else None
+    norms = [Norm(torch.randn(dim), 1e-6, 0.0, bias) if wanted else None for wanted in normed]
     shape = (-(-(tokens + 9) // 4), 4, kv, dim)
     results = []
     for made in (reference, operations(instruction_set)):
@@ -142,7 +172,7 @@ def test_rotation_and_the_cache_write_are_the_references(
 @given(
     tokens=sizes,
     width=sizes,
-    activation=st.sampled_from(["silu", "gelu", "gelu_tanh"]),
+    activation=activations,
     spread=st.sampled_from([0.1, 3.0, 40.0]),
     seed=seeds,
 )
@@ -158,7 +188,25 @@ def test_a_gate_is_the_references(
 
 
 @every_set
-@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh"])
+@examples
+@given(
+    tokens=sizes,
+    width=sizes,
+    activation=activations,
+    spread=st.sampled_from([0.1, 3.0, 40.0]),
+    seed=seeds,
+)
+def test_an_activation_without_a_gate_is_the_references(
+    instruction_set: str, tokens: int, width: int, activation: Activation, spread: float, seed: int
+) -> None:
+    torch.manual_seed(seed)
+    x = torch.randn(tokens, width) * spread
+    got, want = (made.activate(x, activation) for made in (operations(instruction_set), reference))
+    torch.testing.assert_close(got, want, atol=3e-7 * spread + 1e-7, rtol=3e-6)
+
+
+@every_set
+@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh", "relu"])
 def test_a_gate_far_from_zero_is_its_limit_and_a_nan_stays(
     instruction_set: str, activation: Activation
 ) -> None:
