@@ -299,10 +299,8 @@ class WithoutEngine(Served):
 
 
 def http_alone(rounds: int) -> None:
-    print(
-        "\n| clients | answers/s | delay of a token, ms: median | p99 | CPU of HTTP, µs: an answer"
-    )
-    print("| a token |\n|---|---|---|---|---|---|")
+    columns = "answers/s", "ms a token: median", "p99", "CPU of HTTP, µs: an answer", "a token"
+    print(f"\n| clients | {' | '.join(columns)} |\n|---|---|---|---|---|---|")
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         at_once, paced = (WithoutEngine(Path(folder), pace) for pace in (0.0, PACE))
         for each in (at_once, paced):

@@ -33,6 +33,7 @@ from fairlead_runtime.outputs import (
 )
 from fairlead_runtime.request import FinishReason, RequestError
 from fairlead_runtime.serving.detokenize import vocabulary_of
+from fairlead_runtime.serving.prompt_encoder import PromptEncoder
 
 WITHIN = 300.0  # seconds; a limit for hung servers, long enough for a busy machine
 MODEL = "tiny"
@@ -184,6 +185,7 @@ def backend_of(service: Any) -> Backend:
     return Backend(
         service=service,
         tokenizer=tokenizer,
+        encoder=PromptEncoder(tokenizer),
         # The tokens of the fake service are not ids of the tokenizer.
         vocabulary=replace(vocabulary_of(tokenizer), token_bytes={}),
         metrics=_no_metrics,

@@ -12,6 +12,7 @@ from fairlead_runtime.hub import source
 from fairlead_runtime.serving.engine_link import LocalEngine
 from fairlead_runtime.serving.measurements import RequestMetrics
 from fairlead_runtime.serving.metrics import EngineMetrics
+from fairlead_runtime.serving.prompt_encoder import PromptEncoder
 from fairlead_runtime.serving.service import Service
 from fairlead_runtime.start.build import build
 from support.api_harness import MODEL, WITHIN, Server, running_server
@@ -48,6 +49,7 @@ async def demo(config: EngineConfig = CONFIG, **settings: Any) -> AsyncIterator[
         return Backend(
             service=service,
             tokenizer=built.tokenizer,
+            encoder=PromptEncoder(built.tokenizer),
             vocabulary=built.vocabulary,
             metrics=exposition,
             memory=built.memory.as_dict(),

@@ -99,7 +99,7 @@ class EndpointHandler:
                 await read_body(scope, receive, take),
                 self._endpoint.validate,
                 self._state.name,
-                backend.tokenizer,
+                backend.encoder,
                 backend.service.max_model_len,
             )
             return await while_connected(receive, preparing)

@@ -9,7 +9,7 @@ import asyncio
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import Any, NamedTuple, ParamSpec, TypeVar
+from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 
 from starlette.types import Receive, Scope
 
@@ -27,6 +27,7 @@ BODY_RATE = 1024  # bytes a second
 RATE_SECONDS = 10.0
 POOL_WORKERS = 2
 POOL_NICE = 10  # so much nicer are they: the engine and the event loop go first
+LARGE_BODY = 32 * 1024  # bytes; its text is tokenized by another process, and others do not wait
 POOL_SECONDS = 30.0  # for a prompt, from the last byte of its body, the wait for a thread included
 ENCODE_NICE = 1  # of the thread that encodes log-probabilities, for which readers wait
 ENCODE_SECONDS = 10.0  # for one piece
@@ -231,6 +232,9 @@ class PromptPool:
         self._executor = ThreadPoolExecutor(
             workers, thread_name_prefix="prepare", initializer=lambda: be_nicer(POOL_NICE)
         )
+        self._large = ThreadPoolExecutor(
+            1, thread_name_prefix="prepare-large", initializer=lambda: be_nicer(POOL_NICE)
+        )
         self._encoder = ThreadPoolExecutor(
             1, thread_name_prefix="encode", initializer=lambda: be_nicer(ENCODE_NICE)
         )
@@ -243,13 +247,19 @@ class PromptPool:
         )
 
     async def run(
-        self, work: Callable[Params, Value], *args: Params.args, **kwargs: Params.kwargs
+        self,
+        work: Callable[Concatenate[bytes, Params], Value],
+        body: bytes,
+        *args: Params.args,
+        **kwargs: Params.kwargs,
     ) -> Value:
-        """Run ``work`` on a prompt in a thread. Raises what it raises, and ApiError 429 when it
-        takes too long, waiting included; work that has begun goes on to its end.
+        """Run ``work`` on a body in a thread; a large one waits for large ones only. Raises what it
+        raises, and ApiError 429 when it takes too long, waiting included; work that has begun goes
+        on to its end.
         """
         late = f"the prompt was not read and tokenized within {self._seconds:g} s: retry"
-        return await _within(self._seconds, self._executor.submit(work, *args, **kwargs), late, 429)
+        executor = self._large if len(body) > LARGE_BODY else self._executor
+        return await _within(self._seconds, executor.submit(work, body, *args, **kwargs), late, 429)
 
     async def encode(
         self, work: Callable[Params, Value], *args: Params.args, **kwargs: Params.kwargs
@@ -261,7 +271,7 @@ class PromptPool:
         return await _within(ENCODE_SECONDS, self._encoder.submit(work, *args, **kwargs), late, 503)
 
     def close(self) -> None:
-        for executor in (self._executor, self._encoder):
+        for executor in (self._executor, self._large, self._encoder):
             executor.shutdown(wait=False, cancel_futures=True)
 
 

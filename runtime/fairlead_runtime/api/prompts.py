@@ -12,13 +12,15 @@ import orjson
 from transformers import PreTrainedTokenizerBase
 
 from fairlead_runtime.api.errors import ApiError
+from fairlead_runtime.api.limits import LARGE_BODY
 from fairlead_runtime.api.messages import characters
 from fairlead_runtime.api.request_bodies import GenerationRequest
 from fairlead_runtime.api.shown_prompts import echoed
 from fairlead_runtime.api.strict_json import parse_object
-from fairlead_runtime.models.chat import bad_word_ids, encode, encode_chat, render_chat
+from fairlead_runtime.models.chat import bad_word_ids, render_chat
 from fairlead_runtime.request import RequestError, pack_ids
 from fairlead_runtime.serving.intake import check_prompt_logprobs
+from fairlead_runtime.serving.prompt_encoder import PromptEncoder
 
 CHARS_PER_TOKEN = 16  # a text longer than this times max_model_len is refused before tokenizing
 TEMPLATE_GROWTH = 4  # a rendered chat may have this many times the characters of its messages,
@@ -41,33 +43,45 @@ def prepare(
     body: bytes,
     validate: Validate,
     served: str,
-    tokenizer: PreTrainedTokenizerBase,
+    encoder: PromptEncoder,
     max_model_len: int,
 ) -> PreparedRequest:
-    """Raises ApiError or RequestError; both name the field that the client sent."""
+    """Raises ApiError or RequestError, which name the field as the client sent it, and
+    ServiceError.
+    """
     request = validate(parse_object(body), served)
     try:
-        return _prepared(_with_bad_word_ids(request, tokenizer), tokenizer, max_model_len)
+        return _prepared(
+            _with_bad_word_ids(request, encoder.tokenizer),
+            encoder,
+            max_model_len,
+            large=len(body) > LARGE_BODY,
+        )
     except (ApiError, RequestError) as error:
         raise error.renamed(request.sent_names) from None
 
 
 def _prepared(
-    request: GenerationRequest, tokenizer: PreTrainedTokenizerBase, max_model_len: int
+    request: GenerationRequest, encoder: PromptEncoder, max_model_len: int, *, large: bool
 ) -> PreparedRequest:
     kept = replace(request, prompts=(), messages=())
     if request.messages:
         text = chat_text(
-            request.messages, tokenizer, max_model_len, tools=request.tools.for_template
+            request.messages, encoder.tokenizer, max_model_len, tools=request.tools.for_template
         )
-        return PreparedRequest(kept, (pack_ids(encode_chat(tokenizer, text)),), text[-PROMPT_END:])
+        ids = pack_ids(encoder.encode(text, special=False, large=large))
+        return PreparedRequest(kept, (ids,), text[-PROMPT_END:])
     prompts = tuple(
-        pack_ids(text_ids(prompt, tokenizer, max_model_len) if isinstance(prompt, str) else prompt)
+        pack_ids(
+            text_ids(prompt, encoder, max_model_len, large=large)
+            if isinstance(prompt, str)
+            else prompt
+        )
         for prompt in request.prompts
     )
     if request.params.prompt_logprobs is not None:
         check_prompt_logprobs(sum(map(len, prompts)), request.params.prompt_logprobs)
-    echo = echoed(request.prompts, tokenizer) if request.show_prompt else ()
+    echo = echoed(request.prompts, encoder.tokenizer) if request.show_prompt else ()
     return PreparedRequest(kept, prompts, "", echo)
 
 
@@ -82,13 +96,13 @@ def _with_bad_word_ids(
 
 
 def text_ids(
-    text: str, tokenizer: PreTrainedTokenizerBase, max_model_len: int, *, special: bool = True
-) -> list[int]:
+    text: str, encoder: PromptEncoder, max_model_len: int, *, large: bool, special: bool = True
+) -> Sequence[int]:
     """Token ids of a plain prompt; ``special``: with the special tokens that the tokenizer adds.
-    Raises ApiError for a text that is too long, before it is tokenized.
+    Raises ApiError for a text that is too long, before it is tokenized, and ServiceError.
     """
     _check_chars("prompt", len(text), max_model_len)
-    return encode(tokenizer, text) if special else encode_chat(tokenizer, text)
+    return encoder.encode(text, special=special, large=large)
 
 
 def chat_text(
@@ -99,7 +113,7 @@ def chat_text(
     tools: Sequence[Mapping[str, Any]] = (),
     add_generation_prompt: bool = True,
 ) -> str:
-    """A chat as its template writes it, for ``encode_chat``. Raises ApiError or RequestError."""
+    """A chat as its template writes it, with its special tokens. Raises ApiError, RequestError."""
     told = len(orjson.dumps(tools)) if tools else 0
     written = sum(map(characters, messages))
     _check_chars("messages", written, max_model_len)

@@ -21,6 +21,7 @@ from fairlead_runtime.api.tracing import Tracing
 from fairlead_runtime.outputs import EngineClient, Health
 from fairlead_runtime.serving.detokenize import Vocabulary
 from fairlead_runtime.serving.metrics import FrontReport
+from fairlead_runtime.serving.prompt_encoder import PromptEncoder
 
 MAX_TENANTS = 100  # with metrics of their own
 
@@ -36,6 +37,7 @@ class Backend:
 
     service: EngineClient
     tokenizer: PreTrainedTokenizerBase
+    encoder: PromptEncoder
     vocabulary: Vocabulary
     metrics: Callable[[], Awaitable[bytes]]
     memory: Mapping[str, Any]

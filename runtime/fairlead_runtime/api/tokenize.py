@@ -14,14 +14,13 @@ from starlette.responses import Response
 from transformers import PreTrainedTokenizerBase
 
 from fairlead_runtime.api.errors import invalid
-from fairlead_runtime.api.limits import PromptPool, read_body
+from fairlead_runtime.api.limits import LARGE_BODY, PromptPool, read_body
 from fairlead_runtime.api.messages import MAX_MESSAGES, Message, for_template
 from fairlead_runtime.api.prompts import chat_text, text_ids
 from fairlead_runtime.api.state import Backend, ServerState
 from fairlead_runtime.api.strict_body import MAX_NAME, StrictBody, check_model, validated
 from fairlead_runtime.api.strict_json import parse_object
 from fairlead_runtime.api.tools.bodies import MAX_TOOLS, Tool, tools_of
-from fairlead_runtime.models.chat import encode_chat
 
 Answer = Mapping[str, Any]
 
@@ -65,16 +64,18 @@ class TokenizeRoutes:
 
 
 def tokenize(body: bytes, served: str, backend: Backend) -> Answer:
-    """Raises ApiError or RequestError; both name the field."""
+    """Raises ApiError or RequestError, which name the field, and ServiceError."""
     fields = parse_object(body)
     check_model(fields.get("model"), served)
     parsed = validated(TokenizeBody, fields)
     tokenizer, longest = backend.tokenizer, backend.service.max_model_len
+    large = len(body) > LARGE_BODY
     if (parsed.prompt is None) == (parsed.messages is None):
         raise invalid("prompt", "send either prompt or messages")
     if parsed.messages is None:
         special = parsed.add_special_tokens is not False
-        ids = text_ids(parsed.prompt or "", tokenizer, longest, special=special)
+        prompt = parsed.prompt or ""
+        ids = list(text_ids(prompt, backend.encoder, longest, special=special, large=large))
     else:
         if parsed.add_special_tokens:
             raise invalid(
@@ -89,7 +90,7 @@ def tokenize(body: bytes, served: str, backend: Backend) -> Answer:
             tools=tools_of(parsed.tools, None, parallel=None).for_template,
             add_generation_prompt=parsed.add_generation_prompt is not False,
         )
-        ids = encode_chat(tokenizer, text)
+        ids = list(backend.encoder.encode(text, special=False, large=large))
     pieces = tokenizer.convert_ids_to_tokens(ids) if parsed.return_token_strs else None
     return {"count": len(ids), "max_model_len": longest, "tokens": ids, "token_strs": pieces}
 

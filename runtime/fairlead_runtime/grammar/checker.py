@@ -5,19 +5,15 @@ process, so no input can stall or end it. Needs no event loop; ``check`` is for 
 """
 
 import asyncio
-import contextlib
 import dataclasses
-import os
-import queue
-import subprocess
-import sys
+import functools
+import json
 import threading
 from collections import OrderedDict
-from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Any, BinaryIO, NamedTuple, cast
+from typing import NamedTuple
 
-from fairlead_runtime.grammar import frames
+from fairlead_runtime.child.program import Answer, ChildLost, ChildProgram, command_of
 from fairlead_runtime.grammar.compile import CheckLimits, TokenizerFacts
 from fairlead_runtime.request import RequestError
 from fairlead_runtime.structured import StructuredOutputs
@@ -25,8 +21,9 @@ from fairlead_runtime.structured import StructuredOutputs
 MAX_WAITING = 32  # checks that wait or run; one more is refused
 MAX_WAIT = 4.5  # seconds for a verdict, from asking; the child's own deadline is shorter
 DEFAULT_LIMITS = CheckLimits()
-# -P: the working directory is no place for modules.
-COMMAND = (sys.executable, "-P", "-m", "fairlead_runtime.grammar.child")
+COMMAND = command_of("fairlead_runtime.grammar.child")
+# One arena: each further one takes 64 MiB of the address space that the child limits.
+ENVIRONMENT = {"MALLOC_ARENA_MAX": "1"}
 MAX_CACHED = 4096  # verdicts, of a few hundred bytes each
 
 NO_GRAMMARS = "this model has no end-of-sequence token, or a tokenizer that llguidance cannot read"
@@ -73,16 +70,14 @@ class Checker:
         command: tuple[str, ...] = COMMAND,
     ) -> None:
         self.counts = CheckCounts()
-        self._facts = facts
-        self._limits = limits
+        self._program: ChildProgram | None = None
+        if facts is not None:
+            setup = {"facts": dataclasses.asdict(facts), "limits": dataclasses.asdict(limits)}
+            self._program = ChildProgram(command, setup, ENVIRONMENT)
         self._max_wait = max_wait
-        self._command = command
         self._lock = threading.Lock()
         self._verdicts: OrderedDict[str, Verdict] = OrderedDict()
         self._asked: dict[str, Future[Verdict]] = {}  # by digest
-        self._digests: dict[int, str] = {}  # of the checks that the child has, by number
-        self._numbers = 0
-        self._child: _Child | None = None
 
     @property
     def pending(self) -> int:
@@ -112,7 +107,7 @@ class Checker:
         """The verdict, at once when it is known. Raises RequestError for a model without structured
         output and CheckerBusy.
         """
-        if self._facts is None:
+        if self._program is None:
             raise RequestError("structured_outputs", f"is not possible: {NO_GRAMMARS}")
         digest = outputs.digest
         with self._lock:
@@ -129,95 +124,36 @@ class Checker:
             if len(self._asked) >= MAX_WAITING:
                 self.counts.busy += 1
                 raise CheckerBusy
-            self._numbers += 1
             future = self._asked[digest] = Future()
-            self._digests[self._numbers] = digest
-            if self._child is None:
-                self._child = self._start(self._facts)
-            self._child.send({"number": self._numbers, "outputs": _fields(outputs)})
-            return future
+        # JSON, because MessagePack has no integers beyond 64 bits, which a schema may hold.
+        question = {"outputs": json.dumps(_fields(outputs))}
+        self._program.ask(question).add_done_callback(functools.partial(self._answered, digest))
+        return future
 
-    def _start(self, facts: TokenizerFacts) -> "_Child":
-        setup = {"facts": dataclasses.asdict(facts), "limits": dataclasses.asdict(self._limits)}
-        return _Child(self._command, setup, self._answered, self._lost)
-
-    # -- on the threads of the child
-
-    def _answered(self, message: dict[str, Any]) -> None:
-        verdict = Verdict(message["error"], message["bytes"])
+    def _answered(self, digest: str, answer: "Future[Answer]") -> None:
+        """Runs in a thread of the child program."""
         with self._lock:
-            digest = self._digests.pop(message["number"])
             future = self._asked.pop(digest)
-            self._verdicts[digest] = verdict
-            while len(self._verdicts) > MAX_CACHED:
-                self._verdicts.popitem(last=False)
-            self.counts.compilations += 1
-            self.counts.seconds += message["seconds"]
-            self.counts.refusals += bool(verdict.error)
-        future.set_result(verdict)
-
-    def _lost(self, child: "_Child") -> None:
-        """The child ended, by itself or by ``close``: the next check starts another."""
-        with self._lock:
-            if self._child is child:
-                self._child = None
-            lost, self._asked = [*self._asked.values()], {}
-            self._digests.clear()
-        for future in lost:
+            if isinstance(answer.exception(), ChildLost):
+                verdict = None
+            else:
+                message = answer.result()
+                verdict = Verdict(message["error"], message["bytes"])
+                self._verdicts[digest] = verdict
+                while len(self._verdicts) > MAX_CACHED:
+                    self._verdicts.popitem(last=False)
+                self.counts.compilations += 1
+                self.counts.seconds += message["seconds"]
+                self.counts.refusals += bool(verdict.error)
+        if verdict is None:
             future.set_exception(CheckerBusy(LOST))
+        else:
+            future.set_result(verdict)
 
     def close(self) -> None:
         """End the child and what it runs."""
-        with self._lock:
-            child, self._child = self._child, None
-        if child is not None:
-            child.end()
-
-
-class _Child:
-    """One run of the child program. Two threads talk to it, because a pipe may block: one starts it
-    and writes what ``send`` queues, one reads verdicts and calls ``answered``, then ``ended`` once.
-    """
-
-    def __init__(
-        self,
-        command: tuple[str, ...],
-        setup: dict[str, Any],
-        answered: Callable[[dict[str, Any]], None],
-        ended: Callable[["_Child"], None],
-    ) -> None:
-        self._answered = answered
-        self._ended = ended
-        self._messages: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
-        self._messages.put(setup)
-        # One arena: each further one takes 64 MiB of the address space that the child limits.
-        environment = {**os.environ, "MALLOC_ARENA_MAX": "1"}
-        self._process = subprocess.Popen(  # noqa: S603 - this interpreter and our own module
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment
-        )
-        for work in (self._write, self._read):
-            threading.Thread(target=work, name="grammar-check", daemon=True).start()
-
-    def send(self, message: dict[str, Any]) -> None:
-        self._messages.put(message)
-
-    def end(self) -> None:
-        """Close its input, upon which it kills what it runs and ends."""
-        self._messages.put(None)
-
-    def _write(self) -> None:
-        pipe = cast("BinaryIO", self._process.stdin)
-        with contextlib.suppress(BrokenPipeError), pipe:
-            while (message := self._messages.get()) is not None:
-                frames.write(pipe, message)
-
-    def _read(self) -> None:
-        with cast("BinaryIO", self._process.stdout) as pipe:
-            while (message := frames.read(pipe)) is not None:
-                self._answered(message)
-        self._process.wait()
-        self._messages.put(None)  # ends the other thread
-        self._ended(self)
+        if self._program is not None:
+            self._program.close()
 
 
 def _judged(outputs: StructuredOutputs, verdict: Verdict) -> StructuredOutputs:
@@ -226,5 +162,5 @@ def _judged(outputs: StructuredOutputs, verdict: Verdict) -> StructuredOutputs:
     return outputs.checked(verdict.compiled_bytes)
 
 
-def _fields(outputs: StructuredOutputs) -> dict[str, Any]:
+def _fields(outputs: StructuredOutputs) -> dict[str, object]:
     return {outputs.kind: getattr(outputs, outputs.kind)}

@@ -7,6 +7,7 @@ check; out, one verdict per check, in order of completion. Ends when its input d
 with it.
 """
 
+import json
 import os
 import random
 import resource
@@ -20,7 +21,7 @@ from typing import Any, BinaryIO
 
 from llguidance import LLMatcher, LLTokenizer
 
-from fairlead_runtime.grammar import frames
+from fairlead_runtime.child import frames
 from fairlead_runtime.grammar.compile import (
     NO_OUTPUT,
     CheckLimits,
@@ -152,7 +153,7 @@ def _check_and_exit(
         before = _memory("resident")
         answer: dict[str, Any] = {}
         thread = threading.Thread(
-            target=lambda: answer.update(_check(tokenizer, ids, request["outputs"]))
+            target=lambda: answer.update(_check(tokenizer, ids, json.loads(request["outputs"])))
         )
         thread.start()
         thread.join()

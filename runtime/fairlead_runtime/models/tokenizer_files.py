@@ -7,7 +7,7 @@ does while torch can be imported (``commands/serve.py`` sees to that).
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from fairlead_runtime.models.model_error import ModelError, first_line
 
@@ -29,3 +29,14 @@ def load_tokenizer(path: Path) -> PreTrainedTokenizerBase:
             "use a revision that has a tokenizer.json",
         )
     return tokenizer
+
+
+def encodes_as_defined(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Whether the tokenizer's definition (the JSON of its Rust part) alone decides its ids: some
+    classes of transformers change a text first.
+    """
+    kind = type(tokenizer)
+    return all(
+        getattr(kind, name) is getattr(PreTrainedTokenizerFast, name)
+        for name in ("encode", "_encode_plus")
+    )

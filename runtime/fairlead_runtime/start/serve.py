@@ -38,6 +38,7 @@ from fairlead_runtime.serving import wire
 from fairlead_runtime.serving.detokenize import vocabulary_of
 from fairlead_runtime.serving.intake import Intake
 from fairlead_runtime.serving.metrics import EngineMetrics
+from fairlead_runtime.serving.prompt_encoder import PromptEncoder
 from fairlead_runtime.serving.remote_engine import RemoteEngine
 from fairlead_runtime.serving.service import Service
 from fairlead_runtime.start import engine_process, termination
@@ -129,6 +130,8 @@ async def _load(
     vocabulary = vocabulary_of(tokenizer)
     intake = Intake(loaded.bounds.resolve_max_tokens, loaded.facts)
     facts = TokenizerFacts.of(tokenizer, loaded.facts.vocab_size, loaded.facts.eos_ids)
+    encoder = _prompt_encoder(tokenizer, facts)
+    running.callback(encoder.close)
     service = Service(engine, intake, vocabulary, grammars=Checker(facts))
     service.start()
     running.push_async_callback(service.stop, STOP_SECONDS)
@@ -145,12 +148,23 @@ async def _load(
     return Backend(
         service=service,
         tokenizer=tokenizer,
+        encoder=encoder,
         vocabulary=vocabulary,
         metrics=exposition,
         memory=loaded.memory,
         died=service.died,
         replies=_replies(config, tokenizer),
     )
+
+
+def _prompt_encoder(
+    tokenizer: PreTrainedTokenizerBase, facts: TokenizerFacts | None
+) -> PromptEncoder:
+    from fairlead_runtime.models.tokenizer_files import encodes_as_defined
+
+    if facts is None or not encodes_as_defined(tokenizer):
+        return PromptEncoder(tokenizer)
+    return PromptEncoder(tokenizer, facts.definition)
 
 
 def _replies(config: EngineConfig, tokenizer: PreTrainedTokenizerBase) -> ReplyFormat:

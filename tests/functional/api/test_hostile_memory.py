@@ -148,13 +148,15 @@ class Hostile:
         await self._post(body | sizes, "whole")
 
     async def _body(self, number: int) -> None:
-        """As large as allowed: token ids that cannot fit, spaces around a short prompt, or one that
-        never ends.
+        """As large as allowed: token ids that cannot fit, a text that cannot fit, spaces around a
+        short prompt, or a body that never ends.
         """
         if number % 4 == 0:
             size = MAX_BODY // 4 - 64
             await self._post({"model": "demo", "prompt": [1] * 2 + [7] * (size // 2)}, "body")
-        elif number % 4 == 1:
+        elif number % 8 == 1:
+            await self._post({"model": "demo", "prompt": "\u00e4" * (16 * LONGEST)}, "body")
+        elif number % 8 == 5:
             raw = json.dumps(self._generation(prompt=[5, 6, 7])).encode()
             await self._post(raw + b" " * (MAX_BODY - len(raw)), "body")
         else:

@@ -20,6 +20,7 @@ import httpx
 import pytest
 import torch
 
+from fairlead_runtime.api.limits import LARGE_BODY
 from fairlead_runtime.models import tiny
 from support.full import LONG_FORM
 from support.serve_process import (
@@ -213,10 +214,22 @@ def test_nothing_is_left_of_a_killed_server(model: str, prepare: Any, tmp_path: 
     """In the middle of a stream, also when the engine's step never ends."""
     with serve(model, environ={"TMPDIR": str(tmp_path)}, prepare=prepare) as server:
         server.until_logged("serving")
+        with server.client() as client:
+            large = json.dumps({"model": model, "prompt": "a"}).encode() + b" " * LARGE_BODY
+            headers = {"content-type": "application/json"}
+            # Where the machine leaves it no time the answer is 429.
+            while client.post("/tokenize", content=large, headers=headers).status_code != 200:
+                pass
         with running_stream(server, model):
-            engine = server.engine_pid
+            started = [
+                int(pid)
+                for children in Path(f"/proc/{server.pid}/task").glob("*/children")
+                for pid in children.read_text().split()
+            ]
+            assert len(started) == 2, "the engine's and the one for large prompts"
             server.kill()
-            until_ended(engine)
+            for pid in started:
+                until_ended(pid)
     assert not list(tmp_path.iterdir())
 
 

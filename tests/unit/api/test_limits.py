@@ -167,17 +167,17 @@ def test_work_in_the_pool_leaves_the_event_loop_free() -> None:
     async def go() -> None:
         pool, begun, release = PromptPool(workers=1), threading.Event(), threading.Event()
 
-        def work(size: int) -> int:
+        def work(body: bytes) -> bytes:
             begun.set()
             release.wait()
-            return size
+            return body
 
-        first = asyncio.create_task(pool.run(work, 6))
+        first = asyncio.create_task(pool.run(work, b"first"))
         await asyncio.to_thread(begun.wait)
-        second = asyncio.create_task(pool.run(work, 4))
+        second = asyncio.create_task(pool.run(work, b"second"))
         await asyncio.sleep(0)
         release.set()
-        assert [await first, await second] == [6, 4]
+        assert [await first, await second] == [b"first", b"second"]
         pool.close()
 
     asyncio.run(go())

@@ -8,7 +8,7 @@ import pytest
 
 from fairlead_runtime.api import limits
 from fairlead_runtime.api.errors import ApiError
-from fairlead_runtime.api.limits import POOL_NICE, PromptPool
+from fairlead_runtime.api.limits import LARGE_BODY, POOL_NICE, PromptPool
 
 
 def priority(_body: bytes = b"") -> int:
@@ -23,13 +23,31 @@ def test_the_engine_and_the_event_loop_go_before_the_pool() -> None:
     assert priority() == before
 
 
+def test_no_small_prompt_waits_for_a_large_one() -> None:
+    pool, release = PromptPool(workers=1), threading.Event()
+
+    async def go() -> None:
+        large = bytes(LARGE_BODY + 1)
+        waiting = [
+            asyncio.create_task(pool.run(lambda _: release.wait(60), large)) for _ in range(3)
+        ]
+        await asyncio.sleep(0)
+        small = await pool.run(len, bytes(LARGE_BODY))
+        assert (small, [each.done() for each in waiting]) == (LARGE_BODY, [False] * 3)
+        release.set()
+        assert await asyncio.gather(*waiting) == [True] * 3
+
+    asyncio.run(go())
+    pool.close()
+
+
 def test_a_prompt_has_a_deadline_that_includes_its_wait_for_a_thread() -> None:
     pool, release, ran = PromptPool(workers=1, seconds=0.01), threading.Event(), threading.Event()
 
     async def go() -> None:
-        for work in (lambda: release.wait(60), ran.set):
+        for work in (lambda _: release.wait(60), lambda _: ran.set()):
             with pytest.raises(ApiError) as late:
-                await pool.run(work)
+                await pool.run(work, b"")
             assert (late.value.status, late.value.code) == (429, "too_late")
             assert "within 0.01 s" in late.value.message
             assert late.value.headers["retry-after"] == "1"

@@ -1,18 +1,19 @@
-"""Messages between the server and the checking child: JSON objects, each after its length in 4
+"""Messages between the server and a child program: MessagePack objects, each after its length in 4
 bytes.
 """
 
-import json
 import os
 import struct
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, cast
+
+import msgspec
 
 _LENGTH = struct.Struct("!I")
 MAX_FRAME = 256 * 1024 * 1024  # a tokenizer's definition has up to 40 MB
 
 
 def pack(message: dict[str, Any]) -> bytes:
-    body = json.dumps(message, separators=(",", ":")).encode()
+    body = msgspec.msgpack.encode(message)
     return _LENGTH.pack(len(body)) + body
 
 
@@ -28,7 +29,7 @@ def read(source: BinaryIO) -> dict[str, Any] | None:
         return None
     (size,) = _LENGTH.unpack(head)
     body = source.read(size) if size <= MAX_FRAME else b""
-    return json.loads(body) if len(body) == size else None
+    return _unpack(body) if len(body) == size else None
 
 
 class Reader:
@@ -52,6 +53,10 @@ class Reader:
             end = _LENGTH.size + size
             if len(self._arrived) < end:
                 break
-            messages.append(json.loads(bytes(self._arrived[_LENGTH.size : end])))
+            messages.append(_unpack(bytes(self._arrived[_LENGTH.size : end])))
             del self._arrived[:end]
         return messages
+
+
+def _unpack(body: bytes) -> dict[str, Any]:
+    return cast("dict[str, Any]", msgspec.msgpack.decode(body))

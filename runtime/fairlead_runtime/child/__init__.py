@@ -1,0 +1,3 @@
+"""Programs of ours that run in processes of their own and answer questions over their standard
+input and output.
+"""

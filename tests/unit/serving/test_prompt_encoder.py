@@ -1,0 +1,144 @@
+"""Large texts are tokenized by a process of its own, with the ids that this one gives."""
+
+import os
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+from fairlead_runtime.child.program import ChildLost
+from fairlead_runtime.grammar.compile import TokenizerFacts
+from fairlead_runtime.hub import source
+from fairlead_runtime.models import chat, tiny
+from fairlead_runtime.models.tokenizer_files import encodes_as_defined, load_tokenizer
+from fairlead_runtime.outputs import ServiceError
+from fairlead_runtime.request import RequestError
+from fairlead_runtime.serving.prompt_encoder import PromptEncoder
+
+WITHIN = 300.0  # seconds; a limit for what hangs
+TEXTS = ("", "a", "<|user|>hi<|end|>", "naïve 🦜🦜 \x00 \u2028 שלום", "many words and " * 5000)
+LONG = "words of many letters " * 200_000
+
+
+def load_demo() -> PreTrainedTokenizerBase:
+    return load_tokenizer(source.resolve("demo:").path)
+
+
+def encoder_of(tokenizer: PreTrainedTokenizerBase, **settings: Any) -> PromptEncoder:
+    facts = TokenizerFacts.of(tokenizer, len(tokenizer), {0})
+    assert facts is not None
+    return PromptEncoder(tokenizer, facts.definition, **settings)
+
+
+@pytest.fixture
+def encoder() -> Iterator[PromptEncoder]:
+    encoder = encoder_of(tiny.tokenizer())
+    yield encoder
+    encoder.close()
+
+
+def pid_of(encoder: PromptEncoder) -> int:
+    assert encoder.child is not None
+    pid = encoder.child.pid
+    assert pid is not None
+    return pid
+
+
+def splitting() -> PreTrainedTokenizerBase:
+    """Spells special tokens in a text as text."""
+    tokenizer = tiny.tokenizer()
+    tokenizer.split_special_tokens = True
+    return tokenizer
+
+
+def padding() -> PreTrainedTokenizerBase:
+    """Its definition cuts and pads; requests are neither cut nor padded."""
+    tokenizer: Any = tiny.tokenizer()
+    tokenizer.backend_tokenizer.enable_truncation(3)
+    tokenizer.backend_tokenizer.enable_padding(length=10)
+    return tokenizer
+
+
+@pytest.mark.parametrize("load", [tiny.tokenizer, load_demo, splitting, padding])
+def test_the_other_process_gives_the_ids_of_this_one(load: Any) -> None:
+    tokenizer = load()
+    encoder = encoder_of(load())
+    for special, expected in ((True, chat.encode), (False, chat.encode_chat)):
+        for text in TEXTS:
+            ids = encoder.encode(text, special=special, large=True)
+            assert list(ids) == expected(tokenizer, text)
+    assert pid_of(encoder)
+    encoder.close()
+
+
+def test_small_texts_and_what_is_no_text_need_no_process(encoder: PromptEncoder) -> None:
+    assert list(encoder.encode("abc", special=False, large=False)) == chat.encode_chat(
+        encoder.tokenizer, "abc"
+    )
+    with pytest.raises(RequestError, match="not valid Unicode"):
+        encoder.encode("a\ud800", special=False, large=True)
+    assert encoder.child is not None
+    assert encoder.child.pid is None
+
+
+def test_the_process_tokenizes_only_in_time_that_nothing_else_wants(
+    encoder: PromptEncoder,
+) -> None:
+    encoder.encode("abc", special=False, large=True)
+    threads = [int(each.name) for each in Path(f"/proc/{pid_of(encoder)}/task").iterdir()]
+    reads, tokenizes = map(os.sched_getscheduler, sorted(threads))  # it has no pool of threads
+    assert (reads, tokenizes) == (os.SCHED_OTHER, os.SCHED_IDLE)
+
+
+def test_a_process_that_dies_is_replaced(encoder: PromptEncoder) -> None:
+    expected = list(encoder.encode("abc", special=False, large=True))
+    first = pid_of(encoder)
+    os.kill(first, signal.SIGKILL)
+    while encoder.child is not None and encoder.child.pid == first:
+        threading.Event().wait(0.01)
+    assert list(encoder.encode("abc", special=False, large=True)) == expected
+    assert pid_of(encoder) != first
+
+
+@pytest.mark.parametrize("program", ["import sys; sys.stdin.read(1)", "no Python"])
+def test_a_text_whose_process_ends_is_refused_with_a_retry(program: str) -> None:
+    encoder = encoder_of(tiny.tokenizer(), command=(sys.executable, "-c", program))
+    with pytest.raises(ServiceError, match="retry") as refused:
+        encoder.encode("abc", special=False, large=True)
+    assert refused.value.retry_after == 1
+
+
+def test_a_process_that_cannot_be_started_is_a_refusal_too() -> None:
+    encoder = encoder_of(tiny.tokenizer(), command=("/no/such/program",))
+    with pytest.raises(ServiceError, match="retry"):
+        encoder.encode("abc", special=False, large=True)
+
+
+def test_the_processor_time_of_one_text_is_bounded() -> None:
+    encoder = encoder_of(tiny.tokenizer(), cpu_seconds=0.01)
+    encoder.encode("abc", special=False, large=True)
+    with pytest.raises(ServiceError, match="retry"):
+        encoder.encode(LONG, special=False, large=True)
+    encoder.close()
+
+
+def test_closing_ends_the_process_in_the_middle_of_a_text(encoder: PromptEncoder) -> None:
+    encoder.encode("abc", special=False, large=True)
+    assert encoder.child is not None
+    pid = pid_of(encoder)
+    asked = encoder.child.ask({"text": LONG, "special": False})
+    encoder.close()
+    assert isinstance(asked.exception(WITHIN), ChildLost)
+    assert not Path(f"/proc/{pid}").exists()
+
+
+def test_a_tokenizer_that_changes_texts_first_is_not_defined_by_its_rust_part() -> None:
+    plain: Any = tiny.tokenizer()
+    changes: Any = type("Changes", (PreTrainedTokenizerFast,), {"_encode_plus": lambda *_: [7]})
+    assert encodes_as_defined(plain)
+    assert not encodes_as_defined(changes(tokenizer_object=plain.backend_tokenizer))
