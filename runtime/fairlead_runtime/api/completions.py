@@ -261,23 +261,29 @@ class _Generation(NamedTuple):
         """Every output with its choice's index among the choices of all prompts. Raises the error
         that ends the request.
         """
-        async with aclosing(_interleaved(self.streams)) as outputs:
-            async for place, output in outputs:
-                if output.finish_reason is FinishReason.ERROR:
-                    if output.message == NOTHING_ALLOWED:
-                        raise errors.ApiError(400, NOTHING_ALLOWED, code="no_token_allowed")
-                    if output.message.startswith(FAILED):
-                        reason = output.message.removeprefix(FAILED)
-                        raise RequestError(PARAM, reason).renamed(self.sent_names)
-                    raise errors.internal_error()
-                if output.finish_reason is FinishReason.ABORT:
-                    raise errors.ApiError(
-                        503, "the server cancelled the request; retry", code="aborted"
-                    )
-                shown = _without_tokens(output) if self.prompt_only else output
-                self.usage.completion += len(shown.token_ids)
-                yield place * self.n + output.index, shown
+        if len(self.streams) == 1:  # the usual case needs neither tasks nor a queue
+            async for output in self.streams[0]:
+                yield output.index, self._shown(output)
+        else:
+            async with aclosing(_interleaved(self.streams)) as outputs:
+                async for place, output in outputs:
+                    yield place * self.n + output.index, self._shown(output)
         self.usage.cached = sum(stream.cached_tokens for stream in self.streams)
+
+    def _shown(self, output: Output) -> Output:
+        """The output as the answer shows it, counted. Raises what its end stands for."""
+        if output.finish_reason is FinishReason.ERROR:
+            if output.message == NOTHING_ALLOWED:
+                raise errors.ApiError(400, NOTHING_ALLOWED, code="no_token_allowed")
+            if output.message.startswith(FAILED):
+                reason = output.message.removeprefix(FAILED)
+                raise RequestError(PARAM, reason).renamed(self.sent_names)
+            raise errors.internal_error()
+        if output.finish_reason is FinishReason.ABORT:
+            raise errors.ApiError(503, "the server cancelled the request; retry", code="aborted")
+        shown = _without_tokens(output) if self.prompt_only else output
+        self.usage.completion += len(shown.token_ids)
+        return shown
 
 
 def _without_tokens(output: Output) -> Output:
@@ -367,10 +373,6 @@ class _StreamedAnswer:
 
 async def _interleaved(streams: Sequence[OutputStream]) -> AsyncGenerator[tuple[int, Output], None]:
     """(position of the stream, output) in order of arrival. Raises what any stream raises."""
-    if len(streams) == 1:  # the usual case needs neither tasks nor a queue
-        async for output in streams[0]:
-            yield 0, output
-        return
     queue: asyncio.Queue[tuple[int, Output] | Exception | None] = asyncio.Queue(
         MERGED_AHEAD * len(streams)
     )

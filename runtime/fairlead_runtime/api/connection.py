@@ -45,12 +45,16 @@ _OPTIONS = (
 )
 
 
+_CHUNKED = b"\r\ntransfer-encoding: chunked\r\n"
+
+
 class BoundedConnection(h11.Connection):
     """h11 with limits on parsed events; exceeding one is a protocol error with its own status."""
 
     def __init__(self, our_role: type[h11.SERVER], max_incomplete_event_size: int) -> None:
         super().__init__(our_role, max_incomplete_event_size)
         self._chunks = 0
+        self._answers_in_chunks = False
 
     def next_event(self) -> Any:
         event = super().next_event()
@@ -62,6 +66,18 @@ class BoundedConnection(h11.Connection):
             if self._chunks > CHUNKS:
                 raise h11.RemoteProtocolError(f"the body has more than {CHUNKS} chunks", 413)
         return event
+
+    def send(self, event: Any) -> Any:
+        """As h11 does; a chunk of an answer, the hot path, without its state machine, which a chunk
+        does not change.
+        """
+        if type(event) is h11.Data and self._answers_in_chunks and event.data:
+            if self.our_state is h11.SEND_BODY:
+                return b"%x\r\n%b\r\n" % (len(event.data), event.data)
+        sent = super().send(event)
+        if type(event) is h11.Response:
+            self._answers_in_chunks = _CHUNKED in sent.lower()
+        return sent
 
 
 def _check_request(event: h11.Request) -> None:

@@ -43,8 +43,7 @@ class Stream:
         self._outputs: deque[Output] = deque()
         self._error: Exception | None = None
         self._dropped = False
-        self._changed = asyncio.Event()
-        self._waits = False  # the reader does, for the next output
+        self._waiter: asyncio.Future[None] | None = None  # the reader, for the next output
         self._making = False  # the thread makes the next outputs, or will in this turn
         self._unread_bytes = 0  # that came after the reader's first chance to read
         self._unread_since: float | None = None  # time of that chance; None before it
@@ -67,12 +66,11 @@ class Stream:
                     raise self._error
                 if all(choice.finished for choice in self._choices.values()):
                     raise StopAsyncIteration
-            self._changed.clear()
-            self._waits = True
+            self._waiter = asyncio.get_running_loop().create_future()
             try:
-                await self._changed.wait()
+                await self._waiter
             finally:
-                self._waits = False
+                self._waiter = None
         return self._outputs.popleft()
 
     async def aclose(self) -> None:
@@ -111,7 +109,7 @@ class Stream:
                 self._unread_bytes += EVENT_BYTES * (
                     1 + (len(event.logprobs.top_ids) if event.logprobs else 0)
                 )
-            if self._waits and not self._making:
+            if self._waiter is not None and not self._making:
                 self._make_text()
         return not self._unfinished
 
@@ -129,7 +127,11 @@ class Stream:
             self._error = error
         if isinstance(error, SlowReader):
             self._drop()
-        self._changed.set()
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
 
     def _drop(self) -> None:
         """Let nothing more be read."""
@@ -171,7 +173,7 @@ class Stream:
                 self._outputs.append(output)
                 if stopped_early:
                     self._service.stop_choice(self, output.index)
-        self._changed.set()
+        self._wake()
 
     def fail(self, error: Exception) -> None:
         """The text cannot be made: the stream ends with the error."""
