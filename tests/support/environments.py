@@ -1,9 +1,10 @@
-"""Environments of their own for clients and tools whose dependencies do not fit into ours."""
+"""Environments of their own for programs whose dependencies do not fit into ours."""
 
 import fcntl
 import hashlib
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -13,12 +14,16 @@ FOLDER = ROOT / ".cache" / "environments"
 UV = str(Path(sys.executable).parent / "uv")
 
 
-def environment(*requirements: str, python: str = sys.executable) -> Path:
+def environment(
+    *requirements: str, python: str = sys.executable, overrides: Sequence[str] = ()
+) -> Path:
     """The folder of the programs of a virtual environment with ``requirements``. It is made once
-    and kept. ``python``: the program of the interpreter.
+    and kept. ``python``: the program of the interpreter. ``overrides``: requirements in the place
+    of those that the packages state.
     """
     of = sys.version if python == sys.executable else python
-    name = hashlib.sha256("\n".join((of, *requirements)).encode()).hexdigest()[:16]
+    wanted = (of, *requirements, *(f"override {each}" for each in overrides))
+    name = hashlib.sha256("\n".join(wanted).encode()).hexdigest()[:16]
     place = FOLDER / name
     FOLDER.mkdir(parents=True, exist_ok=True)
     with (FOLDER / f"{name}.lock").open("w") as lock:
@@ -26,7 +31,9 @@ def environment(*requirements: str, python: str = sys.executable) -> Path:
         if not (place / ".ready").exists():
             made = str(place / "bin" / "python")
             _run(UV, "venv", "--quiet", "--clear", "--python", python, str(place))
-            _run(UV, "pip", "install", "--quiet", "--python", made, *requirements)
+            (place / "overrides.txt").write_text("\n".join(overrides))
+            install = (UV, "pip", "install", "--quiet", "--python", made)
+            _run(*install, "--override", str(place / "overrides.txt"), *requirements)
             (place / ".ready").touch()
     return place / "bin"
 

