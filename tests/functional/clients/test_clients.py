@@ -77,6 +77,11 @@ def greedy_chat(server: Process) -> Any:
         return http.post("/v1/chat/completions", json=ASKED).json()
 
 
+def openai_for_python() -> list[str]:
+    # The tests of the API use the same client beside our own packages.
+    return [str(environment("openai==3.52.0") / "python"), "openai_client.py"]
+
+
 def langchain() -> list[str]:
     return [str(environment("langchain-openai==1.7.3") / "python"), "langchain_client.py"]
 
@@ -98,6 +103,7 @@ def litellm() -> list[str]:
     [
         langchain,
         litellm,
+        pytest.param(openai_for_python, marks=pytest.mark.full),
         pytest.param(openai_for_javascript, marks=pytest.mark.full),
     ],
 )
