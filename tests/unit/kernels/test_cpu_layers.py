@@ -1,11 +1,11 @@
 """All layers in one C++ call against the reference's operations, one after the other."""
 
 from dataclasses import replace
-from typing import get_args
+from typing import Any, get_args
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -108,6 +108,23 @@ def by_reference(
     return x + change
 
 
+MANY: dict[str, Any] = {
+    "rows": [(0, 150), (3, 120)],
+    "group": 1,
+    "kv": 1,
+    "dim": 4,
+    "width": 20,
+    "inner": 64,
+    "extras": False,
+    "activation": "gelu",
+    "parallel": True,
+    "centered": True,
+    "window": None,
+    "dtype": torch.float32,
+    "seed": 0,
+}
+
+
 @every_set
 @settings(max_examples=120 if LONG_FORM else 15, deadline=None)
 @given(
@@ -130,6 +147,9 @@ def by_reference(
     dtype=st.sampled_from([torch.float32, torch.float32, torch.bfloat16]),
     seed=st.integers(0, 2**31),
 )
+# More tokens than a tile of a product holds.
+@example(**MANY, gated=True)
+@example(**MANY, gated=False)
 def test_a_chain_of_layers_is_the_references_operations_in_turn(
     instruction_set: str,
     rows: list[tuple[int, int]],

@@ -68,6 +68,33 @@ for _ in range(50):
     subprocess.run([sys.executable, "-c", program, instruction_set], check=True, timeout=300)
 
 
+@every_set
+def test_a_thread_that_dies_leaves_no_helper_behind(instruction_set: str) -> None:
+    """Each thread that computes has helpers of its own, which OpenMP ends with it."""
+    program = """
+import os, sys, threading
+import torch
+from fairlead_kernels import cpu
+operations = cpu.load(sys.argv[1])
+x, weight = torch.randn(9, 64), torch.randn(640, 64)
+packed, done = operations.pack([weight]), []
+def compute():
+    torch.set_num_threads(2)
+    assert operations.library.team_size(2) == 2
+    torch.testing.assert_close(operations.linear(x, packed), x @ weight.t(), atol=1e-4, rtol=1e-4)
+    done.append(1)
+for _ in range(20):
+    thread = threading.Thread(target=compute)
+    thread.start()
+    thread.join()
+    compute()
+assert len(done) == 40, len(done)
+left = len(os.listdir("/proc/self/task"))
+assert left < 15, left
+"""
+    subprocess.run([sys.executable, "-c", program, instruction_set], check=True, timeout=300)
+
+
 def test_an_instruction_set_that_does_not_exist_is_refused() -> None:
     with pytest.raises(library.NotAvailableError, match=r"'avx1024'|are not built"):
         library.load("avx1024")
