@@ -32,6 +32,8 @@ _MERGE_KEYS: Mapping[str, tuple[tuple[str, ...], ...]] = {
 }
 # Maps that are one value: an added key changes their meaning.
 _WHOLE_MAPS = frozenset({"selector", "podSelector", "namespaceSelector", "labelSelector"})
+# Maps whose empty values the server keeps; it drops empty fields.
+_TEXT_MAPS = frozenset({"annotations", "labels", "matchLabels", "nodeSelector"})
 # Almost all of a claim is immutable. Its data outlives every change of the spec: the garbage
 # collector deletes it with its resource, and nothing deletes it earlier.
 _WRITE_ONCE = frozenset({"PersistentVolumeClaim"})
@@ -137,6 +139,8 @@ def differences(want: Any, live: Any, path: str = "") -> list[str]:
     if isinstance(want, Mapping):
         if not isinstance(live, Mapping):
             return [path]
+        if name in _TEXT_MAPS:
+            return [f"{path}.{key}" for key in want if live.get(key) != want[key]]
         paths = [
             path_below
             for key in want

@@ -100,7 +100,7 @@ def test_foreign_labels_annotations_and_sidecars_are_left_alone() -> None:
     stored = stored_children()
     for body in stored:
         body["metadata"]["labels"]["theirs"] = "1"
-        body["metadata"]["annotations"] = {"theirs": "1"}
+        body["metadata"].setdefault("annotations", {})["theirs"] = "1"
         if body["kind"] == "Deployment":
             pod = body["spec"]["template"]["spec"]
             pod["containers"].append({"name": "sidecar", "image": "x"})
@@ -232,6 +232,14 @@ def test_values_are_compared_as_the_server_reads_them(
     want: Object, have: Object, *, same: bool
 ) -> None:
     assert (differences(want, have) == []) is same
+
+
+@pytest.mark.parametrize("map_name", ["annotations", "labels", "nodeSelector", "matchLabels"])
+def test_an_empty_value_of_a_map_is_stored_so_its_loss_is_a_difference(map_name: str) -> None:
+    want: Object = {map_name: {"a.b/c": "", "d": "1"}}
+    assert differences(want, {map_name: {"a.b/c": "", "d": "1", "theirs": ""}}) == []
+    assert differences(want, {map_name: {"d": "1"}}) == [f"{map_name}.a.b/c"]
+    assert differences(want, {map_name: {"a.b/c": "", "d": "2"}}) == [f"{map_name}.d"]
 
 
 def test_an_empty_string_equals_a_missing_value_and_another_value_does_not() -> None:
