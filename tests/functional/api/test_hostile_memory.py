@@ -154,9 +154,9 @@ class Hostile:
         if number % 4 == 0:
             size = MAX_BODY // 4 - 64
             await self._post({"model": "demo", "prompt": [1] * 2 + [7] * (size // 2)}, "body")
-        elif number % 8 == 1:
+        elif number == 1:  # one client: a text waits for idle time, and large bodies behind it
             await self._post({"model": "demo", "prompt": "\u00e4" * (16 * LONGEST)}, "body")
-        elif number % 8 == 5:
+        elif number % 4 == 1:
             raw = json.dumps(self._generation(prompt=[5, 6, 7])).encode()
             await self._post(raw + b" " * (MAX_BODY - len(raw)), "body")
         else:
