@@ -5,7 +5,6 @@ imports take longer than the tests themselves. tests/functional/api/test_process
 tests/functional/commands/test_demo.py start the command without this.
 """
 
-import contextlib
 import itertools
 import json
 import multiprocessing
@@ -193,20 +192,25 @@ def slow_device() -> None:
     ModelRunner.execute = slow  # type: ignore[method-assign]
 
 
-def paced_device(pace: Path) -> None:
-    """Make each step last at least 10 ms while the file is there, and wait while it says "hold"."""
+def held_device(held: Path, streams: int, tokens: int) -> None:
+    """Make the device wait, while the file is there, once ``streams`` sequences have ``tokens``
+    tokens of output each. Until all are there a step lasts 0.1 s, so that none ends before.
+    """
     from fairlead_runtime.device.model_runner import ModelRunner
 
     execute = ModelRunner.execute
 
-    def paced(self: ModelRunner, work: Any) -> Any:
-        with contextlib.suppress(FileNotFoundError):
-            while pace.read_text() == "hold":
+    def hold(self: ModelRunner, work: Any) -> Any:
+        if held.exists() and len(work.rows) < streams:
+            time.sleep(0.1)
+        elif all(
+            row.start + row.count - len(row.sequence.request.prompt) >= tokens for row in work.rows
+        ):
+            while held.exists():
                 time.sleep(0.001)
-            time.sleep(0.01)
         return execute(self, work)
 
-    ModelRunner.execute = paced  # type: ignore[method-assign]
+    ModelRunner.execute = hold  # type: ignore[method-assign]
 
 
 def hanging_device() -> None:

@@ -16,8 +16,8 @@ from support.full import LONG_FORM
 from support.serve_process import (
     Process,
     broken_device,
+    held_device,
     never_loads,
-    paced_device,
     serve,
     slow_device,
     stream_events,
@@ -128,7 +128,9 @@ def test_the_admin_port_answers_before_the_weights_are_loaded_and_a_signal_ends_
 
 
 class Reader(threading.Thread):
-    """Reads one stream to its end and releases ``reached`` after ``far`` events."""
+    """Reads one stream to its end and releases ``reached`` after ``far`` tokens; an event may have
+    several.
+    """
 
     def __init__(
         self, server: Process, request: dict[str, Any], far: int, reached: threading.Semaphore
@@ -136,7 +138,9 @@ class Reader(threading.Thread):
         super().__init__()
         self.count, self.done = 0, False
         self.reason: str | None = None
-        self._server, self._request, self._far, self._reached = server, request, far, reached
+        self._server, self._far, self._reached = server, far, reached
+        usage = {"include_usage": True, "continuous_usage_stats": True}
+        self._request = request | {"stream_options": usage}
 
     def run(self) -> None:
         with (
@@ -147,9 +151,10 @@ class Reader(threading.Thread):
                 if isinstance(event, str):
                     self.done = True
                     continue
-                self.count += 1
-                self.reason = event["choices"][0]["finish_reason"] or self.reason
-                if self.count == self._far:
+                before, self.count = self.count, event["usage"]["completion_tokens"]
+                for choice in event["choices"]:
+                    self.reason = choice["finish_reason"] or self.reason
+                if before < self._far <= self.count:
                     self._reached.release()
 
 
@@ -157,22 +162,22 @@ class Reader(threading.Thread):
 def test_sigterm_lets_live_streams_finish_refuses_new_ones_and_ends_with_0(
     model: str, offset: int, tmp_path: Path
 ) -> None:
-    """The signal comes once every stream has ``offset`` events, and the device waits then until a
+    """The signal comes once every stream has ``offset`` tokens, and the device waits then until a
     new request was refused; all streams finish.
     """
-    (pace := tmp_path / "pace").touch()
-    with serve(model, "--num-blocks=8192", prepare=functools.partial(paced_device, pace)) as server:
+    held, streams = tmp_path / "held", 100 if LONG_FORM else 12
+    # A few more than a reader waits for: text that ends within a character is held back.
+    prepare = functools.partial(held_device, held, streams, offset + 16)
+    with serve(model, "--num-blocks=8192", prepare=prepare) as server:
         server.until_logged("serving")
+        held.touch()  # not before: the self-test has steps too
         reached = threading.Semaphore(0)
-        requests = [
-            body(model, prompt=[i, 7], max_tokens=600) for i in range(100 if LONG_FORM else 12)
-        ]
+        requests = [body(model, prompt=[i, 7], max_tokens=600) for i in range(streams)]
         readers = [Reader(server, request, offset, reached) for request in requests]
         for reader in readers:
             reader.start()
         for _ in readers:
             reached.acquire()
-        pace.write_text("hold")
         server.terminate()
         server.until_logged("refused")
         with server.client("admin") as admin, server.client() as client:
@@ -182,7 +187,7 @@ def test_sigterm_lets_live_streams_finish_refuses_new_ones_and_ends_with_0(
             assert refused.status_code == 503
             assert "retry-after" in refused.headers
         assert all(reader.is_alive() for reader in readers)
-        pace.unlink()
+        held.unlink()
         for reader in readers:
             reader.join()
         assert [(reader.reason, reader.done) for reader in readers] == [("length", True)] * len(
