@@ -106,9 +106,10 @@ def build(builder: str, name: str, version: str, options: list[str], out: Path) 
     what = [f"--file=docker/{dockerfile}.Dockerfile", f"--tag={tag}", *options]
     what += [f"--build-arg={key}={value}" for key, value in arguments.items()]
     if builder == "docker":
-        # Only the exporter sets the times of the files in the layers.
-        output = f"--output=type=docker,dest={tar},rewrite-timestamp=true"
-        run("docker", "buildx", "build", *what, output, ".")
+        # Only the exporter sets the times of the files in the layers. It loads the image: docker's
+        # own builder, which most have, writes no tar file.
+        run("docker", "buildx", "build", *what, "--output=type=docker,rewrite-timestamp=true", ".")
+        run("docker", "save", f"--output={tar}", tag)
     elif builder == "podman":
         run("podman", "build", *what, ".")
         run("podman", "save", "--quiet", "--format=docker-archive", f"--output={tar}", tag)
