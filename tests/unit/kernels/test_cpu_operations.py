@@ -19,6 +19,13 @@ sizes = st.integers(1, 70)
 seeds = st.integers(0, 2**31)
 activations = st.sampled_from(get_args(Activation))
 examples = settings(max_examples=400 if LONG_FORM else 50, deadline=None)
+any_activation = given(
+    tokens=sizes,
+    width=sizes,
+    activation=activations,
+    spread=st.sampled_from([0.1, 3.0, 40.0]),
+    seed=seeds,
+)
 
 
 def operations(instruction_set: str) -> cpu.CpuOperations:
@@ -169,13 +176,7 @@ def test_rotation_and_the_cache_write_are_the_references(
 
 @every_set
 @examples
-@given(
-    tokens=sizes,
-    width=sizes,
-    activation=activations,
-    spread=st.sampled_from([0.1, 3.0, 40.0]),
-    seed=seeds,
-)
+@any_activation
 def test_a_gate_is_the_references(
     instruction_set: str, tokens: int, width: int, activation: Activation, spread: float, seed: int
 ) -> None:
@@ -189,13 +190,7 @@ def test_a_gate_is_the_references(
 
 @every_set
 @examples
-@given(
-    tokens=sizes,
-    width=sizes,
-    activation=activations,
-    spread=st.sampled_from([0.1, 3.0, 40.0]),
-    seed=seeds,
-)
+@any_activation
 def test_an_activation_without_a_gate_is_the_references(
     instruction_set: str, tokens: int, width: int, activation: Activation, spread: float, seed: int
 ) -> None:
