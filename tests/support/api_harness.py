@@ -184,7 +184,6 @@ def backend_of(service: Any) -> Backend:
     tokenizer = tiny.tokenizer()
     return Backend(
         service=service,
-        tokenizer=tokenizer,
         encoder=PromptEncoder(tokenizer),
         # The tokens of the fake service are not ids of the tokenizer.
         vocabulary=replace(vocabulary_of(tokenizer), token_bytes={}),

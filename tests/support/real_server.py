@@ -48,7 +48,6 @@ async def demo(config: EngineConfig = CONFIG, **settings: Any) -> AsyncIterator[
 
         return Backend(
             service=service,
-            tokenizer=built.tokenizer,
             encoder=PromptEncoder(built.tokenizer),
             vocabulary=built.vocabulary,
             metrics=exposition,

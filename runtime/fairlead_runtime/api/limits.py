@@ -17,9 +17,9 @@ from fairlead_runtime.api.errors import ApiError
 from fairlead_runtime.threads import be_nicer
 
 MAX_BODY = 2 * 1024 * 1024  # bytes
-# For a whole body: these seconds, and one more for each LINK_RATE bytes of it. The largest may take
-# 94 s, at 22 KiB/s, as on a slow mobile link, while to fill POOL_BYTES with bodies that arrive as
-# slowly as allowed takes over 1 MiB/s for as long as they are to stay full.
+# For a whole body: these seconds, and one more for each LINK_RATE bytes of it. The largest body may
+# take 94 s, which is 22 KiB/s, a slow mobile link. To keep POOL_BYTES full with bodies that slow, a
+# client must send more than 1 MiB/s.
 BODY_SECONDS = 30.0
 LINK_RATE = 32 * 1024
 # Less than this, over RATE_SECONDS, is no link but a client that holds its place.
@@ -218,6 +218,11 @@ async def _disconnected(receive: Receive) -> None:
         pass
 
 
+def is_large(body: bytes) -> bool:
+    """Whether its text is tokenized by another process."""
+    return len(body) > LARGE_BODY
+
+
 class PromptPool:
     """A few threads for work that would block the event loop, and the budgets of all requests.
     ``seconds``: for one prompt.
@@ -258,7 +263,7 @@ class PromptPool:
         on to its end.
         """
         late = f"the prompt was not read and tokenized within {self._seconds:g} s: retry"
-        executor = self._large if len(body) > LARGE_BODY else self._executor
+        executor = self._large if is_large(body) else self._executor
         return await _within(self._seconds, executor.submit(work, body, *args, **kwargs), late, 429)
 
     async def encode(

@@ -12,7 +12,7 @@ import orjson
 from transformers import PreTrainedTokenizerBase
 
 from fairlead_runtime.api.errors import ApiError
-from fairlead_runtime.api.limits import LARGE_BODY
+from fairlead_runtime.api.limits import is_large
 from fairlead_runtime.api.messages import characters
 from fairlead_runtime.api.request_bodies import GenerationRequest
 from fairlead_runtime.api.shown_prompts import echoed
@@ -55,7 +55,7 @@ def prepare(
             _with_bad_word_ids(request, encoder.tokenizer),
             encoder,
             max_model_len,
-            large=len(body) > LARGE_BODY,
+            large=is_large(body),
         )
     except (ApiError, RequestError) as error:
         raise error.renamed(request.sent_names) from None

@@ -10,8 +10,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from transformers import PreTrainedTokenizerBase
-
 from fairlead_runtime.api.errors import ApiError
 from fairlead_runtime.api.http_load import HttpLoad
 from fairlead_runtime.api.key_file import KeyRing
@@ -32,11 +30,10 @@ class Backend:
 
     ``metrics`` returns the Prometheus exposition (text format 0.0.4). ``memory`` has every sizing
     term, planned and measured, as plain JSON values. ``died`` is set when the engine has given up.
-    ``replies``: how its calls of tools and its reasoning look.
+    ``replies``: how its calls of tools and its reasoning look. ``encoder`` has its tokenizer.
     """
 
     service: EngineClient
-    tokenizer: PreTrainedTokenizerBase
     encoder: PromptEncoder
     vocabulary: Vocabulary
     metrics: Callable[[], Awaitable[bytes]]

@@ -14,7 +14,7 @@ from starlette.responses import Response
 from transformers import PreTrainedTokenizerBase
 
 from fairlead_runtime.api.errors import invalid
-from fairlead_runtime.api.limits import LARGE_BODY, PromptPool, read_body
+from fairlead_runtime.api.limits import PromptPool, is_large, read_body
 from fairlead_runtime.api.messages import MAX_MESSAGES, Message, for_template
 from fairlead_runtime.api.prompts import chat_text, text_ids
 from fairlead_runtime.api.state import Backend, ServerState
@@ -68,8 +68,8 @@ def tokenize(body: bytes, served: str, backend: Backend) -> Answer:
     fields = parse_object(body)
     check_model(fields.get("model"), served)
     parsed = validated(TokenizeBody, fields)
-    tokenizer, longest = backend.tokenizer, backend.service.max_model_len
-    large = len(body) > LARGE_BODY
+    tokenizer, longest = backend.encoder.tokenizer, backend.service.max_model_len
+    large = is_large(body)
     if (parsed.prompt is None) == (parsed.messages is None):
         raise invalid("prompt", "send either prompt or messages")
     if parsed.messages is None:
@@ -101,7 +101,7 @@ def detokenize(body: bytes, served: str, backend: Backend) -> Answer:
     check_model(fields.get("model"), served)
     ids = validated(DetokenizeBody, fields).tokens
     for place, token in enumerate(ids):
-        if not _known(backend.tokenizer, token):
+        if not _known(backend.encoder.tokenizer, token):
             raise invalid(f"tokens.{place}", "the tokenizer has no token of this id")
     return {"prompt": backend.vocabulary.decode(ids)}
 

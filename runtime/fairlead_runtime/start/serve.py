@@ -147,7 +147,6 @@ async def _load(
 
     return Backend(
         service=service,
-        tokenizer=tokenizer,
         encoder=encoder,
         vocabulary=vocabulary,
         metrics=exposition,

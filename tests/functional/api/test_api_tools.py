@@ -262,7 +262,7 @@ def test_tools_need_a_format_of_calls_and_a_template_for_them() -> None:
             assert answer.json()["error"]["param"] == "tools"
             assert "--tool-call-parser" in answer.text
         async with fake_server() as (server, _), server.client() as client:
-            server.state.loaded().tokenizer.chat_template = "{{ messages[0].content }}"
+            server.state.loaded().encoder.tokenizer.chat_template = "{{ messages[0].content }}"
             answer = await client.post(CHAT, json=chat(tools=[TIME]))
             assert answer.status_code == 400
             assert answer.json()["error"]["param"] == "tools"
