@@ -27,6 +27,12 @@ TEXT: Schema = {"type": "string"}
 COUNT: Schema = {"type": "integer", "minimum": 0}
 NUMBER: Schema = {"type": "number"}
 ANY_OBJECT: Schema = {"type": "object"}
+# Of a stream, OpenAPI 3.1 describes each event.
+EVENT: Schema = {
+    "type": "object",
+    "properties": {"event": TEXT, "data": TEXT},
+    "required": ["data"],
+}
 
 # Refusals that any route may answer, before it sees the request.
 EVERYWHERE = {
@@ -204,7 +210,7 @@ REQUEST_ID = {
 def answer(description: str, schema: Schema, *, stream: str = "") -> Schema:
     content: Schema = {"application/json": {"schema": schema}}
     if stream:
-        content["text/event-stream"] = {"schema": {"type": "string", "description": stream}}
+        content["text/event-stream"] = {"schema": EVENT | {"description": stream}}
     return {"description": description, "headers": REQUEST_ID, "content": content}
 
 

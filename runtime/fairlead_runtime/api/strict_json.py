@@ -26,11 +26,14 @@ _FIELD = re.compile(rb"[a-z_]{1,64}")
 _BRACKETS = frozenset((b"[", b"]", b"{", b"}"))
 _NOT_BRACKETS = bytes(sorted(set(range(256)) - set(b"[]{}")))
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
+_LONG = re.compile(rb"[0-9]{19}")
+_NUMBER = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"|(-?[0-9]++)([.eE][-+.eE0-9]*+)?', re.DOTALL)
+_INTEGERS = range(-(2**63), 2**64)  # what messages between our processes and answers can hold
 
 
 def parse_object(body: bytes) -> dict[str, Any]:
-    """The JSON object in ``body``, by RFC 8259 and stricter: UTF-8, no NaN, unique keys, bounded
-    nesting.
+    """The JSON object in ``body``, by RFC 8259 and stricter: UTF-8, no NaN, integers of 64 bits,
+    unique keys, bounded nesting.
 
     Raises ApiError 400.
     """
@@ -41,6 +44,8 @@ def parse_object(body: bytes) -> dict[str, Any]:
         )
         if _SURROGATE.search(body):
             _check_surrogates(body)
+        if _LONG.search(body):
+            _check_integers(body)
     except ApiError:
         raise
     except UnicodeDecodeError as error:
@@ -87,6 +92,14 @@ def _check_surrogates(body: bytes) -> None:
     except orjson.JSONDecodeError as error:
         field = _field_at(body, len(body.decode()[: error.pos].encode()))
         raise invalid(field, "a \\u escape is half a surrogate pair", "invalid_json") from None
+
+
+def _check_integers(body: bytes) -> None:
+    for match in _NUMBER.finditer(body):
+        digits, fraction = match[1], match[2]
+        if digits and not fraction and int(digits) not in _INTEGERS:
+            message = "an integer needs more than 64 bits: send a smaller one, or a string"
+            raise invalid(_field_at(body, match.start()), message, "invalid_json")
 
 
 def _bracket(body: bytes, number: int) -> int:

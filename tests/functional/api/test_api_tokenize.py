@@ -156,6 +156,8 @@ def test_what_cannot_be_tokenized_is_refused_by_name(
         (b'{"model":"tiny","messages":[{"role":"user","content":"a\xff"}]}', "messages"),
         (b'{"model":"tiny","prompt":"x","user":"\\udc00"}', "user"),
         (b'{"model":"tiny","stop":["a","\\ud800x"],"user":"\\ud83d\\ude00"}', "stop"),
+        (b'{"model":"tiny","prompt":"x","user":18446744073709551616}', "user"),
+        (b'{"user":{"18446744073709551616":[1,-9223372036854775809]}}', "user"),
         (b'{"model":"tiny","prompt":' + b"[" * 40 + b"]" * 40 + b"}", "prompt"),
         (b'{"n":{"a":"]]","b":' + b"[" * 200, "n"),
         (b'{"model":"tiny","correct horse":"\xff"}', None),
