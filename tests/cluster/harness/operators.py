@@ -10,6 +10,7 @@ import subprocess
 import sys
 import urllib.error
 import urllib.request
+from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Self
@@ -102,6 +103,14 @@ class OperatorProcess:
             ):
                 total += float(match[2])
         return total
+
+    def by_label(self, name: str, label: str) -> Counter[str]:
+        """A metric's series, summed by the values of ``label``."""
+        pattern = rf'^{re.escape(name)}\{{.*?{label}="([^"]*)".*\}} (\S+)$'
+        totals: Counter[str] = Counter()
+        for value, number in re.findall(pattern, self.probe("/metrics")[1], re.MULTILINE):
+            totals[value] += int(float(number))
+        return totals
 
     def memory_bytes(self) -> int:
         return self._memory("VmRSS")
