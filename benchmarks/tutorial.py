@@ -5,11 +5,11 @@ full size with random weights (no hub is needed; the time of a step does not dep
 the weights). The tutorial is "Serving Multiple Users at Once: How Continuous Batching Keeps LLM
 Inference Efficient" (machinelearningmastery.com, 2026). The caps and the first three prompts are
 its own. Its other three are in a part of the page that is not at hand; three prompts of the same
-kind take their place. The demo model's tokenizer encodes them. The engines: transformers'
-`generate` on two static batches of three, transformers' continuous batching, and ours. The rounds
-are interleaved; compare the ratios, not the seconds.
+kind take their place, or, with `--only-known`, the first three again. The demo model's tokenizer
+encodes them. The engines: transformers' `generate` on two static batches of three, transformers'
+continuous batching, and ours. The rounds are interleaved; compare the ratios, not the seconds.
 
-    .venv/bin/python benchmarks/tutorial.py [--rounds 3] [--layers 12] [--json FILE]
+    .venv/bin/python benchmarks/tutorial.py [--rounds 3] [--layers 12] [--only-known] [--json FILE]
 """
 
 import argparse
@@ -31,6 +31,7 @@ from fairlead_runtime.models.tiny import save
 
 CAPS = (6, 50, 300, 30, 180, 45)
 SLOTS = 3
+KNOWN = 3  # of the prompts: the tutorial's own, as far as they are known
 PROMPTS = (
     "The capital of France is",
     "Today's weather is so",
@@ -52,10 +53,11 @@ def build(layers: int) -> Any:
     return model
 
 
-def prompts() -> list[list[int]]:
+def prompts(only_known: bool) -> list[list[int]]:
     file = Path(fairlead_runtime.__file__).parent / "demo" / "tokenizer.json"
     tokenizer = tokenizers.Tokenizer.from_file(str(file))
-    return [tokenizer.encode(text).ids for text in PROMPTS]
+    texts = PROMPTS[:KNOWN] * 2 if only_known else PROMPTS
+    return [tokenizer.encode(text).ids for text in texts]
 
 
 def static(model: Any, inputs: Sequence[list[int]]) -> int:
@@ -108,9 +110,9 @@ def time_of(run: Callable[[], int]) -> float:
     return time.perf_counter() - start
 
 
-def measure(rounds: int, layers: int) -> dict[str, list[float]]:
+def measure(rounds: int, layers: int, only_known: bool) -> dict[str, list[float]]:
     model = build(layers)
-    inputs = prompts()
+    inputs = prompts(only_known)
     with tempfile.TemporaryDirectory() as folder:
         save(model, Path(folder))
         llm = LLM(
@@ -143,9 +145,12 @@ def main() -> None:
     )
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--layers", type=int, default=12, help="GPT-2's is 12")
+    parser.add_argument(
+        "--only-known", action="store_true", help="the three known prompts, each twice"
+    )
     parser.add_argument("--json", type=Path, help="write the seconds of each round to this file")
     options = parser.parse_args()
-    seconds = measure(options.rounds, options.layers)
+    seconds = measure(options.rounds, options.layers, options.only_known)
     if options.json:
         options.json.write_text(json.dumps(seconds, indent=1) + "\n")
     print(f"\n{sum(CAPS)} tokens of {len(CAPS)} requests in {SLOTS} slots, {options.rounds} rounds")
