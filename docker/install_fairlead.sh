@@ -11,9 +11,9 @@ runtime-x86_64) FAIRLEAD_BUILD_KERNELS=1 ;;
 *) FAIRLEAD_BUILD_KERNELS=0 ;;
 esac
 export FAIRLEAD_BUILD_KERNELS
-/tmp/pip/bin/pip --python /tmp/hatch/bin/python wheel --quiet --no-deps --no-build-isolation \
+sh docker/pip.sh --python /tmp/hatch/bin/python wheel --quiet --no-deps --no-build-isolation \
     --no-index --wheel-dir /tmp/wheel .
-/tmp/pip/bin/pip --python "$venv/bin/python" install --quiet --no-deps --no-compile --no-index \
+sh docker/pip.sh --python "$venv/bin/python" install --quiet --no-deps --no-compile --no-index \
     --root "$app" /tmp/wheel/*.whl
 packages=$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
 PYTHONHASHSEED=0 python3 docker/byte_code.py "$app" --root "$app"

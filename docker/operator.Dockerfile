@@ -7,7 +7,8 @@ COPY docker/strip_root.py docker/byte_code.py /build/
 RUN PYTHONHASHSEED=0 python3 /build/strip_root.py
 
 FROM ${BASE} AS packages
-COPY docker/install.sh docker/select_lock.py docker/byte_code.py pyproject.toml requirements.lock /build/
+COPY docker/pip.sh docker/install.sh docker/select_lock.py docker/byte_code.py pyproject.toml \
+    requirements.lock /build/
 # The client has a class for each type of the API, in hundreds of files; the operator uses no class.
 RUN --mount=type=secret,id=ca.pem --mount=type=secret,id=pip.conf \
     python3 /build/select_lock.py --extra operator /build | sh /build/install.sh /opt/fairlead \

@@ -7,9 +7,12 @@ COPY docker/strip_root.py docker/byte_code.py /build/
 RUN PYTHONHASHSEED=0 python3 /build/strip_root.py
 
 FROM ${BASE} AS packages
-COPY docker/install.sh docker/install_runtime.sh docker/select_lock.py docker/trim_torch.py \
-    docker/byte_code.py pyproject.toml requirements.lock /build/
+COPY docker/pip.sh docker/install.sh docker/install_runtime.sh docker/fetch_cpu_torch.sh \
+    docker/select_lock.py docker/trim_torch.py docker/byte_code.py pyproject.toml \
+    requirements.lock /build/
 ARG DEVICE=cpu
+ARG TORCH_INDEX=""
+ARG TORCH_SHA256=""
 RUN --mount=type=secret,id=ca.pem --mount=type=secret,id=pip.conf \
     sh /build/install_runtime.sh /opt/fairlead "${DEVICE}"
 

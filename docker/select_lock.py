@@ -1,11 +1,13 @@
-"""Print the entries of requirements.lock that some requirements of pyproject.toml need.
+"""Print the entries of a lock that some requirements of pyproject.toml need.
 
-    python select_lock.py [--extra NAME | --group NAME]… [--only NAME]… [--without PATTERN]… DIR
+    python select_lock.py [--lock FILE] [--extra NAME]… [--only NAME]… [--without PATTERN]…
+                          [--instead REQUIREMENT]… DIR
 
-The lock holds every package of the project with its hashes, and after each one, as uv writes them,
-comments with the packages that need it. These are the edges of the graph that is walked here, so
-nothing is resolved again and every entry keeps its hashes. Without `--extra` only the project's
-own dependencies count; `--only` names packages in place of the project.
+The lock is requirements.lock in DIR, or the one that `--lock` names. It holds every package with
+its hashes, and after each one, as uv writes them, comments with the packages that need it. These
+are the edges of the graph that is walked here, so nothing is resolved again and every entry keeps
+its hashes. Without `--extra` only the project's own dependencies count; `--only` names packages in
+place of the project. `--instead` is printed in place of the entry of its package.
 """
 
 import argparse
@@ -55,7 +57,7 @@ def closure(roots: set[str], locked: dict[str, str], without: list[str]) -> list
         if name in seen or any(fnmatch.fnmatch(name, pattern) for pattern in without):
             continue
         if name not in locked:
-            raise SystemExit(f"requirements.lock has no {name}; run `make lock`")
+            raise SystemExit(f"the lock has no {name}; run `make lock`")
         seen.add(name)
         waiting += needs[name]
     return [name for name in locked if name in seen]
@@ -75,11 +77,15 @@ def main() -> int:
     parser.add_argument("--extra", action="append", default=[])
     parser.add_argument("--only", action="append", default=[])
     parser.add_argument("--without", action="append", default=[])
+    parser.add_argument("--instead", action="append", default=[])
+    parser.add_argument("--lock", default="requirements.lock")
     parser.add_argument("folder", type=Path)
     options = parser.parse_args()
-    locked = entries((options.folder / "requirements.lock").read_text())
+    locked = entries((options.folder / options.lock).read_text())
     roots = set(options.only) or roots_of(options.folder / "pyproject.toml", options.extra)
-    for name in closure(roots, locked, options.without):
+    selected = closure(roots, locked, options.without)
+    locked |= {name_of(requirement): requirement for requirement in options.instead}
+    for name in selected:
         print(locked[name])
     return 0
 

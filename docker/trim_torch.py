@@ -9,7 +9,8 @@ function ends the process and says its name, since on a CPU none is called. libc
 `torch.cuda.is_available()` is answered by the real code. GPU code inside PyTorch's own library is
 overwritten with zeros, so that it costs nothing to send.
 
-Needs gcc and binutils. At the end PYTHON imports the result with every symbol bound.
+Of PyTorch's CPU build only headers and tools are taken out. Else needs gcc and binutils. At the end
+PYTHON imports the result with every symbol bound.
 """
 
 import os
@@ -20,6 +21,8 @@ import sys
 import tempfile
 from pathlib import Path
 
+# PyTorch's CPU build does not have it.
+CUDA_LIBRARY = "torch/lib/libtorch_cuda.so"
 # Loaded by name when a GPU is first used, and by no other library.
 UNUSED = ("libtorch_cuda_linalg.so", "libcaffe2_nvrtc.so")
 # The driver's library is not part of any package; everything else with these names is replaced.
@@ -117,14 +120,16 @@ def erase_gpu_code(library: Path) -> None:
             file.write(bytes(min(1 << 20, size - done)))
 
 
-def trim(packages: Path) -> None:
-    torch = packages / "torch"
-    for name in UNUSED:
-        (torch / "lib" / name).unlink()
+def remove_waste(packages: Path) -> None:
     for pattern in WASTE:
         for path in packages.glob(pattern):
             shutil.rmtree(path) if path.is_dir() else path.unlink()
 
+
+def replace_gpu_libraries(packages: Path) -> None:
+    torch = packages / "torch"
+    for name in UNUSED:
+        (torch / "lib" / name).unlink()
     libraries = [*sorted(torch.glob("lib/*.so*")), *torch.glob("_C.*.so")]
     kept = [*libraries, *packages.glob("nvidia/**/*.so*")]
     gone = {name for path in libraries for name in needed(path)} - {path.name for path in kept}
@@ -148,7 +153,9 @@ def trim(packages: Path) -> None:
 
 def main() -> int:
     packages, python = Path(sys.argv[1]), sys.argv[2]
-    trim(packages)
+    remove_waste(packages)
+    if (packages / CUDA_LIBRARY).exists():
+        replace_gpu_libraries(packages)
     # LD_BIND_NOW: a symbol that no library has is an error now, not when it is first called.
     environment = os.environ | {"LD_BIND_NOW": "1", "PYTHONDONTWRITEBYTECODE": "1"}
     return subprocess.run([python, "-c", CHECK], env=environment, check=False).returncode

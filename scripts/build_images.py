@@ -1,6 +1,7 @@
 """`make images`: build the container images and write each to a tar file that any engine imports.
 
-    build_images.py [--builder docker|podman|buildah] [--out DIR] [--base IMAGE] [NAME…]
+    build_images.py [--builder docker|podman|buildah] [--out DIR] [--base IMAGE]
+                    [--torch-index URL --torch-sha256 HASH] [NAME…]
 
 Without `--base` the base image is made from Debian's packages with mmdebstrap, once, and kept by
 the builder under the name of BASE. No registry is asked for anything then.
@@ -8,6 +9,7 @@ the builder under the name of BASE. No registry is asked for anything then.
 
 import argparse
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -124,11 +126,17 @@ def main() -> int:
     parser.add_argument("--builder", choices=BUILDERS, help="default: the first that works")
     parser.add_argument("--out", type=Path, required=True, metavar="DIR")
     parser.add_argument("--base", help="a Debian image with python3 and its venv module")
+    parser.add_argument("--torch-index", default="", help="PyTorch's CPU index")
+    parser.add_argument(
+        "--torch-sha256", default="", help="hash of its wheel for the base's Python"
+    )
     parser.add_argument("--no-cache", action="store_true", help="build every stage again")
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(IMAGES)}")
     options = parser.parse_args()
     if unknown := set(options.names) - IMAGES.keys():
         parser.error(f"{', '.join(unknown)}: an image is one of {', '.join(IMAGES)}")
+    if options.torch_index and not re.fullmatch(r"[0-9a-f]{64}", options.torch_sha256):
+        parser.error("TORCH_INDEX needs TORCH_SHA256: 64 digits, listed on the index's page")
     builder = options.builder or pick_builder()
     version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
     made = datetime.fromtimestamp(int(git("log", "-1", "--format=%ct")), UTC)
@@ -138,6 +146,8 @@ def main() -> int:
         "REVISION": git("rev-parse", "HEAD"),
         "CREATED": made.strftime("%Y-%m-%dT%H:%M:%SZ"),
     }
+    if options.torch_index:
+        arguments |= {"TORCH_INDEX": options.torch_index, "TORCH_SHA256": options.torch_sha256}
     common = [f"--build-arg={name}={value}" for name, value in arguments.items()]
     common += [*reproducible(builder), *secrets()]
     if options.no_cache:

@@ -52,6 +52,19 @@ def test_a_package_that_the_lock_lacks_ends_the_build() -> None:
         closure({"missing"}, entries(LOCK), [])
 
 
+def test_a_requirement_of_the_builders_own_replaces_the_entry_of_its_package(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "other.lock").write_text(LOCK)
+    own = "app-lib==1.0+cpu --hash=sha256:cd"
+    arguments = ("--lock", "other.lock", "--only", "app-lib", "--instead", own, str(tmp_path))
+    monkeypatch.setattr("sys.argv", ["select_lock.py", *arguments])
+    assert main() == 0
+    printed = entries(capsys.readouterr().out)
+    assert printed["app-lib"] == own
+    assert printed.keys() == {"app-lib", "deep", "gpu-part", "only-gpu"}
+
+
 @pytest.mark.parametrize(
     ("extra", "needs", "lacks"),
     [
