@@ -126,10 +126,10 @@ def main() -> int:
     parser.add_argument("--builder", choices=BUILDERS, help="default: the first that works")
     parser.add_argument("--out", type=Path, required=True, metavar="DIR")
     parser.add_argument("--base", help="a Debian image with python3 and its venv module")
-    parser.add_argument("--torch-index", default="", help="PyTorch's CPU index")
-    parser.add_argument(
-        "--torch-sha256", default="", help="hash of its wheel for the base's Python"
-    )
+    # make puts the variables of its command line into the environment.
+    index, sha256 = (os.environ.get(name, "") for name in ("TORCH_INDEX", "TORCH_SHA256"))
+    parser.add_argument("--torch-index", default=index, help="PyTorch's CPU index")
+    parser.add_argument("--torch-sha256", default=sha256, help="of its wheel for the base's Python")
     parser.add_argument("--no-cache", action="store_true", help="build every stage again")
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(IMAGES)}")
     options = parser.parse_args()
