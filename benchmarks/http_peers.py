@@ -20,68 +20,16 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from benchmarks import peers
+from benchmarks import models, peers
 
+MODELS = ("15 M", "135 M")
 STREAMS = (1, 8, 32)
 TOKENS = 64
 CHARACTERS = 64  # of a prompt: as many tokens
-VOCABULARY = 49152
-LONGEST = 2048
-SHAPES: dict[str, dict[str, int]] = {
-    "15 M": {
-        "hidden_size": 192,
-        "intermediate_size": 512,
-        "num_hidden_layers": 12,
-        "num_attention_heads": 6,
-        "num_key_value_heads": 2,
-    },
-    "135 M": {
-        "hidden_size": 576,
-        "intermediate_size": 1536,
-        "num_hidden_layers": 30,
-        "num_attention_heads": 9,
-        "num_key_value_heads": 3,
-    },
-}
 START_SECONDS = 900.0  # for a server to load and answer
 ANSWER_SECONDS = 600.0
-
-
-def save(shape: Mapping[str, int], folder: Path) -> str:
-    """A Llama with random weights and no end of sequence, and a tokenizer in which every character
-    of a prompt is a token and every token has a text.
-    """
-    import torch
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import (
-        GenerationConfig,
-        LlamaConfig,
-        LlamaForCausalLM,
-        PreTrainedTokenizerFast,
-    )
-
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=VOCABULARY,
-        max_position_embeddings=LONGEST,
-        tie_word_embeddings=True,
-        bos_token_id=None,
-        eos_token_id=None,
-        **shape,
-    )
-    factory: Any = LlamaForCausalLM  # transformers' classes are untyped
-    model = factory(config)
-    model.generation_config = GenerationConfig(do_sample=False)
-    model.save_pretrained(folder)
-    texts = sorted(pre_tokenizers.ByteLevel.alphabet())
-    texts += [f"Ġw{number}" for number in range(VOCABULARY - len(texts))]
-    tokenizer = Tokenizer(models.BPE({text: i for i, text in enumerate(texts)}, []))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder)
-    return str(folder)
 
 
 class Kind(NamedTuple):
@@ -114,7 +62,7 @@ def _vllm(model: str, port: int) -> list[str]:
     # Its command asks for the version of a package called vllm, which this build is not.
     program = [str(peers.VLLM.programs() / "python"), "-m", "vllm.entrypoints.openai.api_server"]
     place = ["--host", "127.0.0.1", "--port", str(port)]
-    limits = ["--dtype", "float32", "--max-model-len", str(LONGEST)]
+    limits = ["--dtype", "float32", "--max-model-len", str(models.LONGEST)]
     return [*program, "--model", model, *place, *limits]
 
 
@@ -253,9 +201,10 @@ def compare(rounds: int, names: Sequence[str]) -> None:
     numbers = itertools.count(1)  # no prompt is sent twice, so no cache has its prefix
     for name in names:
         with tempfile.TemporaryDirectory() as folder:
-            model = save(SHAPES[name], Path(folder) / "model")
+            place = Path(folder) / "model"
+            models.save(name, place)
             print(f"\n{name}, {TOKENS} tokens after {CHARACTERS}", flush=True)
-            with started(model, Path(folder)) as servers:
+            with started(str(place), Path(folder)) as servers:
                 print("\n| streams | server | tokens/s | of ours | s to the first text, median |")
                 print("|---|---|---|---|---|")
                 for streams in STREAMS:

@@ -403,7 +403,7 @@ def main() -> None:
                 print("\n| | beside | median gap, ms | p99, ms |\n|---|---|---|---|")
                 steps(found, options.rounds)
     if "servers" in parts:
-        http_peers.compare(options.rounds, tuple(http_peers.SHAPES))
+        http_peers.compare(options.rounds, http_peers.MODELS)
 
 
 if __name__ == "__main__":

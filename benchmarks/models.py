@@ -1,0 +1,79 @@
+"""Models of a stated shape with random weights, made from a seed: what a benchmark measures does
+not depend on the values of the weights.
+"""
+
+from pathlib import Path
+from typing import Any
+
+VOCABULARY = 49152
+LONGEST = 2048
+SHAPES: dict[str, dict[str, int]] = {
+    "15 M": {
+        "hidden_size": 192,
+        "intermediate_size": 512,
+        "num_hidden_layers": 12,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 2,
+    },
+    "135 M": {
+        "hidden_size": 576,
+        "intermediate_size": 1536,
+        "num_hidden_layers": 30,
+        "num_attention_heads": 9,
+        "num_key_value_heads": 3,
+    },
+    "0.5 B": {
+        "hidden_size": 896,
+        "intermediate_size": 4864,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 14,
+        "num_key_value_heads": 2,
+        "vocab_size": 151936,
+    },
+}
+GPT2 = "GPT-2"  # at full size: 124 million parameters
+
+
+def save(name: str, folder: Path) -> int:
+    """Write the model ``name``, a shape or GPT2, with no end of sequence, and a tokenizer in which
+    every character of a prompt is a token and every token has a text. Returns its parameters.
+    """
+    import torch
+    from transformers import (
+        GenerationConfig,
+        GPT2Config,
+        GPT2LMHeadModel,
+        LlamaConfig,
+        LlamaForCausalLM,
+    )
+
+    torch.manual_seed(0)
+    ids: dict[str, Any] = {"bos_token_id": None, "eos_token_id": None}
+    model: Any  # transformers' classes are untyped
+    if name == GPT2:
+        model = GPT2LMHeadModel(GPT2Config(**ids))
+    else:
+        limits = {"vocab_size": VOCABULARY, "max_position_embeddings": LONGEST}
+        model = LlamaForCausalLM(
+            LlamaConfig(**limits | SHAPES[name], tie_word_embeddings=True, **ids)
+        )
+    model.generation_config = GenerationConfig(do_sample=False)
+    model.save_pretrained(folder)
+    _save_tokenizer(folder, model.config.vocab_size)
+    return sum(one.numel() for one in model.parameters())
+
+
+def _save_tokenizer(folder: Path, vocabulary: int) -> None:
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    texts = sorted(pre_tokenizers.ByteLevel.alphabet())
+    texts += [f"Ġw{number}" for number in range(vocabulary - len(texts))]
+    tokenizer = Tokenizer(models.BPE({text: i for i, text in enumerate(texts)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder)
+
+
+def vocabulary(name: str) -> int:
+    return 50257 if name == GPT2 else SHAPES[name].get("vocab_size", VOCABULARY)
