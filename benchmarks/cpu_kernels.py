@@ -4,9 +4,11 @@ Requests with random prompts of 16 to 256 tokens and random caps of 16 to 128 ne
 once; then one request alone, which decodes at batch 1. Both engines are in one process and take
 turns, the order changing from round to round, after a warm-up; compare the ratios. Models: the demo
 model, and random weights of the shape of a model with 135 million parameters (hidden 576, 30
-layers, 9 query and 3 key-value heads, MLP 1,536, vocabulary 49,152, tied).
+layers, 9 query and 3 key-value heads, MLP 1,536, vocabulary 49,152, tied). With --int8 the C++
+kernels with int8 weights against the same with float32 weights.
 
     .venv/bin/python benchmarks/cpu_kernels.py [--model demo|135m] [--requests 64] [--rounds 5]
+        [--int8]
 """
 
 import argparse
@@ -14,7 +16,7 @@ import random
 import statistics
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -34,7 +36,9 @@ SHAPE: dict[str, Any] = {
     "max_position_embeddings": 2048,
     "tie_word_embeddings": True,
 }
-KERNELS = ("torch", "cpu")
+# Settings of the two engines: the ratio is the second's speed over the first's.
+KERNELS = {"torch": {"kernels": "torch"}, "cpu": {"kernels": "cpu"}}
+INT8 = {"float32": {"kernels": "cpu"}, "int8": {"kernels": "cpu", "quantization": "int8"}}
 ALONE = 64  # new tokens of the request that runs alone
 
 Workload = tuple[list[dict[str, list[int]]], list[SamplingParams]]
@@ -55,13 +59,14 @@ def alone(vocabulary: int) -> Workload:
     return prompts, [SamplingParams(temperature=0.0, max_tokens=ALONE, ignore_eos=True)]
 
 
-def run(engine: LLM, workload: Workload) -> float:
-    """New tokens a second."""
+def run(engine: LLM, workload: Workload) -> tuple[float, float]:
+    """New tokens a second, and a second of processor time."""
     prompts, params = workload
-    began = time.perf_counter()
+    began, used = time.perf_counter(), time.process_time()
     results = engine.generate(prompts, params, use_tqdm=False)
-    seconds = time.perf_counter() - began
-    return sum(len(result.outputs[0].token_ids) for result in results) / seconds
+    seconds, used = time.perf_counter() - began, time.process_time() - used
+    tokens = sum(len(result.outputs[0].token_ids) for result in results)
+    return tokens / seconds, tokens / used
 
 
 def spread(values: Sequence[float], digits: int = 0) -> str:
@@ -69,29 +74,34 @@ def spread(values: Sequence[float], digits: int = 0) -> str:
     return f"{median:.{digits}f} ({min(values):.{digits}f}-{max(values):.{digits}f})"
 
 
-def compare(model: str, vocabulary: int, requests: int, rounds: int) -> None:
+def compare(
+    model: str, vocabulary: int, requests: int, rounds: int, pair: Mapping[str, dict[str, Any]]
+) -> None:
     engines = {
         name: LLM(
-            model, kernels=name, dtype="float32", allow_block_sharing=False, max_batch_tokens=512
+            model, dtype="float32", allow_block_sharing=False, max_batch_tokens=512, **settings
         )
-        for name in KERNELS
+        for name, settings in pair.items()
     }
     workloads = {
         f"{requests} mixed requests": mixed(requests, vocabulary),
         "one request": alone(vocabulary),
     }
     for title, workload in workloads.items():
-        speeds: dict[str, list[float]] = {name: [] for name in KERNELS}
+        speeds: dict[str, list[tuple[float, float]]] = {name: [] for name in pair}
+        names = list(pair)
         for number in range(rounds + 1):
-            for name in KERNELS if number % 2 else reversed(KERNELS):
+            for name in names if number % 2 else reversed(names):
                 speed = run(engines[name], workload)
                 if number:  # the first round warms up
                     speeds[name].append(speed)
-        ratios = [b / a for a, b in zip(*speeds.values(), strict=True)]
-        print(f"{title}: new tokens/s, median (least-most)")
-        for name in KERNELS:
-            print(f"  {name:6} {spread(speeds[name])}")
-        print(f"  ratio  {spread(ratios, 2)}")
+        for clock, unit in enumerate(("second", "second of processor time")):
+            print(f"{title}: new tokens a {unit}, median (least-most)")
+            taken = {name: [speed[clock] for speed in speeds[name]] for name in names}
+            for name, values in taken.items():
+                print(f"  {name:8} {spread(values)}")
+            ratios = [b / a for a, b in zip(*taken.values(), strict=True)]
+            print(f"  ratio    {spread(ratios, 2)}", flush=True)
 
 
 def main() -> None:
@@ -99,14 +109,16 @@ def main() -> None:
     parser.add_argument("--model", choices=("demo", "135m"), default="demo")
     parser.add_argument("--requests", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--int8", action="store_true")
     options = parser.parse_args()
+    limits = options.requests, options.rounds, INT8 if options.int8 else KERNELS
     if options.model == "demo":
-        compare("demo:", 1000, options.requests, options.rounds)
+        compare("demo:", 1000, *limits)
         return
     with tempfile.TemporaryDirectory() as folder:
         torch.manual_seed(0)
         tiny.save(LlamaForCausalLM(LlamaConfig(**SHAPE)), folder)
-        compare(folder, VOCABULARY, options.requests, options.rounds)
+        compare(folder, VOCABULARY, *limits)
 
 
 if __name__ == "__main__":

@@ -12,10 +12,17 @@ from torch import Tensor
 
 from fairlead_kernels import library
 from fairlead_kernels.attention import Heads, LayerSpec
-from fairlead_kernels.cpu_arguments import ACTIVATIONS, address, check_caches, dense, norm_struct
+from fairlead_kernels.cpu_arguments import (
+    ACTIVATIONS,
+    check_caches,
+    dense,
+    norm_struct,
+    weight_struct,
+)
 from fairlead_kernels.cpu_attention import CpuAttention
 from fairlead_kernels.cpu_layers import LayerChain
 from fairlead_kernels.layer import Activation, Layer, Norm, Packed
+from fairlead_kernels.quantize import quantize
 
 
 def load(instruction_set: str | None = None) -> "CpuOperations":
@@ -39,15 +46,18 @@ class CpuOperations:
         self.name = functions.instruction_set
         self._panel: int = functions.panel_width()
 
-    def pack(self, weights: Sequence[Tensor]) -> Packed:
+    def pack(self, weights: Sequence[Tensor], *, int8: bool = False) -> Packed:
         """``LayerOperations.pack``. Rows are padded with zeros to a multiple of 8, 16 or 32."""
         columns = weights[0].shape[1]
         rows = sum(weight.shape[0] for weight in weights)
-        data = torch.empty(-(-rows // self._panel), columns, self._panel)
+        dtype = torch.int8 if int8 else torch.float32
+        data = torch.empty(-(-rows // self._panel), columns, self._panel, dtype=dtype)
+        pack_rows = self.library.pack_int8 if int8 else self.library.pack
         self.library.use_large_pages(data.data_ptr(), data.nbytes)
         if rows % self._panel:
             data[-1].zero_()
         first = 0
+        scales: list[Tensor] = []
         for weight in weights:
             if weight.dtype is not torch.float32 or weight.dim() != 2 or weight.shape[1] != columns:
                 raise ValueError(
@@ -55,7 +65,10 @@ class CpuOperations:
                     f"{columns} columns are needed"
                 )
             source = weight if weight.stride(1) == 1 else weight.contiguous()
-            self.library.pack(
+            if int8:
+                source, scale = quantize(source)
+                scales.append(scale)
+            pack_rows(
                 data.data_ptr(),
                 source.data_ptr(),
                 weight.shape[0],
@@ -65,7 +78,7 @@ class CpuOperations:
                 torch.get_num_threads(),
             )
             first += weight.shape[0]
-        return Packed(data, rows, columns)
+        return Packed(data, rows, columns, torch.cat(scales) if int8 else None)
 
     def linear(self, x: Tensor, weight: Packed, bias: Tensor | None = None) -> Tensor:
         """``LayerOperations.linear``."""
@@ -74,10 +87,7 @@ class CpuOperations:
         self.library.linear(
             x.data_ptr(),
             x.shape[0],
-            weight.data.data_ptr(),
-            weight.rows,
-            weight.columns,
-            address(bias, "bias", weight.rows),
+            ctypes.byref(weight_struct(weight, bias, "bias")),
             out.data_ptr(),
             torch.get_num_threads(),
         )

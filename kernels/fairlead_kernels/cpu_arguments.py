@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
-from fairlead_kernels.layer import Activation, Norm
-from fairlead_kernels.library import NormStruct
+from fairlead_kernels.layer import Activation, Norm, Packed
+from fairlead_kernels.library import NormStruct, WeightStruct
 
 # As in csrc/activation.h.
 ACTIVATIONS: dict[Activation, int] = {
@@ -48,6 +48,17 @@ def norm_struct(norm: Norm | None, name: str, width: int) -> NormStruct:
         norm.eps,
         norm.offset,
         norm.centered,
+    )
+
+
+def weight_struct(weight: Packed, bias: Tensor | None, name: str) -> WeightStruct:
+    """A packed weight and its bias, which the caller keeps alive, as C reads them."""
+    return WeightStruct(
+        weight.data.data_ptr(),
+        weight.rows,
+        weight.columns,
+        address(bias, name, weight.rows),
+        address(weight.scales, "scales", weight.rows),
     )
 
 

@@ -18,6 +18,7 @@ from fairlead_kernels.cpu_arguments import (
     check_caches,
     dense,
     norm_struct,
+    weight_struct,
 )
 from fairlead_kernels.cpu_attention import CpuPlan
 from fairlead_kernels.layer import Layer, Packed
@@ -160,6 +161,4 @@ def _weight(
 ) -> library.WeightStruct:
     if (weight.rows, weight.columns) != (rows, columns):
         raise ValueError(f"{name}: {weight.rows} x {weight.columns}, not {rows} x {columns}")
-    return library.WeightStruct(
-        weight.data.data_ptr(), rows, columns, address(bias, f"{name}_bias", rows)
-    )
+    return weight_struct(weight, bias, f"{name}_bias")

@@ -19,15 +19,23 @@ Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2"]
 class Packed:
     """A weight matrix of ``rows`` outputs and ``columns`` inputs, in the layout of the operations
     that packed it: only their ``linear`` can read ``data``.
+
+    With ``scales`` float32 [rows], ``data`` is int8, and each row of the matrix its row of data
+    times its scale.
     """
 
     data: torch.Tensor
     rows: int
     columns: int
+    scales: torch.Tensor | None = None
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        return (self.data,) if self.scales is None else (self.data, self.scales)
 
     @property
     def nbytes(self) -> int:
-        return self.data.untyped_storage().nbytes()
+        return sum(tensor.untyped_storage().nbytes() for tensor in self.tensors)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -89,8 +97,10 @@ class LayerOperations(Protocol):
 
     name: str
 
-    def pack(self, weights: Sequence[torch.Tensor]) -> Packed:
-        """Weights [N_i, K] of equal type below each other as one matrix of the sum of N_i rows.
+    def pack(self, weights: Sequence[torch.Tensor], *, int8: bool = False) -> Packed:
+        """Weights [N_i, K] of equal type below each other as one matrix of the sum of N_i rows;
+        with ``int8`` as ``quantize`` rounds them.
+
         Copies them; a caller that drops each weight after it is packed holds little twice.
         """
 

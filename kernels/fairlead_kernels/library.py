@@ -43,7 +43,13 @@ class NormStruct(ctypes.Structure):
 class WeightStruct(ctypes.Structure):
     """``Weight`` of linear.h."""
 
-    _fields_ = (("data", Pointer), ("rows", Long), ("columns", Long), ("bias", Pointer))
+    _fields_ = (
+        ("data", Pointer),
+        ("rows", Long),
+        ("columns", Long),
+        ("bias", Pointer),
+        ("scales", Pointer),
+    )
 
 
 class HeadsStruct(ctypes.Structure):
@@ -154,7 +160,8 @@ _FUNCTIONS: dict[str, tuple[tuple[type, ...], type | None]] = {
     "panel_width": ((), Int),
     "use_large_pages": ((Pointer, Long), None),
     "pack": ((Pointer, Pointer, Long, Long, Long, Long, Int), None),
-    "linear": ((Pointer, Long, Pointer, Long, Long, Pointer, Pointer, Int), None),
+    "pack_int8": ((Pointer, Pointer, Long, Long, Long, Long, Int), None),
+    "linear": ((Pointer, Long, ctypes.POINTER(WeightStruct), Pointer, Int), None),
     "norm": (
         (Pointer, Pointer, ctypes.POINTER(NormStruct), Long, Long, Pointer, Pointer, Int),
         None,

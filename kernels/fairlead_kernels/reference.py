@@ -12,6 +12,7 @@ import torch.nn.functional as F  # noqa: N812 - torch's own convention
 
 from fairlead_kernels.attention import LayerSpec, RaggedRows
 from fairlead_kernels.layer import Activation, Norm, Packed
+from fairlead_kernels.quantize import quantize
 
 name = "reference"
 _ACTIVATIONS: dict[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -86,15 +87,19 @@ def write(
         value_cache[slot // size, slot % size] = value[i]
 
 
-def pack(weights: Sequence[torch.Tensor]) -> Packed:
+def pack(weights: Sequence[torch.Tensor], *, int8: bool = False) -> Packed:
     """``LayerOperations.pack``: row after row."""
-    data = torch.cat(list(weights))
-    return Packed(data, *data.shape)
+    data, scales = torch.cat(list(weights)), None
+    if int8:
+        data, scales = quantize(data)
+    return Packed(data, data.shape[0], data.shape[1], scales)
 
 
 def linear(x: torch.Tensor, weight: Packed, bias: torch.Tensor | None = None) -> torch.Tensor:
     """``LayerOperations.linear``."""
     out = x.double() @ weight.data.double().T
+    if weight.scales is not None:
+        out = out * weight.scales.double()
     return (out if bias is None else out + bias.double()).to(x.dtype)
 
 

@@ -6,7 +6,7 @@ tables in docs/ with it. A setting that is not listed supports every value withi
 change that implements a value changes its row, and nothing else refuses it. Pure.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields
 
 from fairlead_runtime.config import ConfigError, EngineConfig, flag_of
@@ -20,7 +20,8 @@ class Limit:
     """One setting of which only the values in ``works`` are implemented.
 
     ``refused`` names the other values, ``reason`` says why they do not work. With ``dtypes`` the
-    other values work too while the model runs in one of these types.
+    other values, or only those in ``sometimes``, work too while the model runs in one of these
+    types, and where ``on_cpu`` is set on a CPU.
     """
 
     field: str
@@ -28,6 +29,8 @@ class Limit:
     refused: str
     reason: str
     dtypes: tuple[str, ...] = ()
+    sometimes: tuple[Setting, ...] = ()
+    on_cpu: bool = False
 
     @property
     def path(self) -> str:
@@ -36,27 +39,38 @@ class Limit:
 
     @property
     def fix(self) -> str:
-        """The values that work: ``auto or off``; then the types in which every value works."""
+        """The values that work: ``auto or off``; then where others work: ``or dtype float32``."""
         values = " or ".join(_shown(value) for value in self.works)
-        return f"{values}, or dtype {' or '.join(self.dtypes)}" if self.dtypes else values
+        if not self.dtypes:
+            return values
+        others = f"{' or '.join(map(_shown, self.sometimes))} with " if self.sometimes else ""
+        device = " on a CPU" if self.on_cpu else ""
+        return f"{values}, or {others}dtype {' or '.join(self.dtypes)}{device}"
 
-    def refuses(self, config: EngineConfig, dtype: str | None = None) -> bool:
-        """``dtype``: the type the model runs in. Unknown (None, and the configured one is auto), it
-        counts as one that works.
+    def refuses(
+        self, config: EngineConfig, dtype: str | None = None, device: str | None = None
+    ) -> bool:
+        """``dtype``: the type the model runs in, ``device``: cpu or cuda. Unknown (None, and the
+        configured one is auto), each counts as one that works.
         """
-        if getattr(config, self.field) in self.works:
+        value = getattr(config, self.field)
+        if value in self.works:
             return False
-        runs_in = dtype or config.dtype
-        return not self.dtypes or runs_in not in ("auto", *self.dtypes)
+        if not self.dtypes or (self.sometimes and value not in self.sometimes):
+            return True
+        elsewhere = self.on_cpu and (device or config.device) not in ("auto", "cpu")
+        return elsewhere or (dtype or config.dtype) not in ("auto", *self.dtypes)
 
     @property
     def rule(self) -> str:
         """The CRD's CEL rule: on the field, or on ``spec`` where it reads a second field."""
-        values = ", ".join(_literal(value) for value in self.works)
         if not self.dtypes:
-            return f"self in [{values}]"
-        dtypes = ", ".join(_literal(dtype) for dtype in ("auto", *self.dtypes))
-        return f"self.{self.path} in [{values}] || self.engine.dtype in [{dtypes}]"
+            return f"self in {_literals(self.works)}"
+        conditions = [f"self.{self.path} in {_literals(self.sometimes)}"] if self.sometimes else []
+        conditions.append(f"self.engine.dtype in {_literals(('auto', *self.dtypes))}")
+        if self.on_cpu:
+            conditions.append("self.resources.accelerator.count == 0")
+        return f"self.{self.path} in {_literals(self.works)} || {' && '.join(conditions)}"
 
     @property
     def message(self) -> str:
@@ -67,7 +81,15 @@ class Limit:
 
 
 NOT_YET = (
-    Limit("quantization", ("none",), "int8 or fp8", "weights keep their type"),
+    Limit(
+        "quantization",
+        ("none",),
+        "fp8 (and int8 on an accelerator or below float32)",
+        "other kernels take weights of the model's type",
+        dtypes=("float32",),
+        sometimes=("int8",),
+        on_cpu=True,
+    ),
     Limit("tensor_parallel", (1,), "above 1", "a model runs on one accelerator"),
     Limit(
         "deterministic",
@@ -92,21 +114,27 @@ REMOTE_CODE = (
 )
 
 
-def check_supported(config: EngineConfig, dtype: str | None = None) -> None:
-    """Raise ConfigError for a value that is not implemented. ``dtype``: the model's in the pod."""
+def check_supported(
+    config: EngineConfig, dtype: str | None = None, device: str | None = None
+) -> None:
+    """Raise ConfigError for a value that is not implemented. ``dtype``: the model's in the pod;
+    ``device``: cpu or cuda.
+    """
     for limit in NOT_YET:
-        if limit.refuses(config, dtype):
+        if limit.refuses(config, dtype, device):
             value = _shown(getattr(config, limit.field))
-            below = f" in {dtype or config.dtype}" if limit.dtypes else ""
+            runs_in, runs_on = dtype or config.dtype, device or config.device
+            below = f" in {runs_in}" if limit.dtypes and runs_in != "auto" else ""
+            there = f" on {runs_on}" if limit.on_cpu and runs_on != "auto" else ""
             raise ConfigError(
                 limit.field,
-                f"{value} is not supported{below} yet: {limit.reason}",
+                f"{value} is not supported{below}{there} yet: {limit.reason}",
                 f"use {limit.fix}",
             )
 
 
-def is_supported(config: EngineConfig, dtype: str | None = None) -> bool:
-    return not any(limit.refuses(config, dtype) for limit in NOT_YET)
+def is_supported(config: EngineConfig, dtype: str | None = None, device: str | None = None) -> bool:
+    return not any(limit.refuses(config, dtype, device) for limit in NOT_YET)
 
 
 def without_effect(config: EngineConfig) -> Iterator[str]:
@@ -123,3 +151,7 @@ def _shown(value: Setting) -> str:
 def _literal(value: Setting) -> str:
     """A value as CEL writes it."""
     return f"'{value}'" if isinstance(value, str) else _shown(value)
+
+
+def _literals(values: Iterable[Setting]) -> str:
+    return f"[{', '.join(map(_literal, values))}]"

@@ -53,6 +53,20 @@ BUGS = (
         C_OPERATIONS,
     ),
     PackageBug(
+        "both halves of a panel take the first half's scales",
+        f"{KERNELS}/csrc/linear.h",
+        "load(weight.scales + first)",
+        "load(weight.scales + int64_t(panel) * P)",
+        C_OPERATIONS,
+    ),
+    PackageBug(
+        "all rows of a weight have one scale",
+        f"{KERNELS}/quantize.py",
+        "weight.abs().amax(dim=1)",
+        "weight.abs().amax().repeat(weight.shape[0])",
+        ("unit/kernels/test_quantize.py",),
+    ),
+    PackageBug(
         "both halves of a head are turned by the first half's cosines",
         ROPE_C,
         "b * load(cos + half + i)",

@@ -16,7 +16,7 @@ import torch
 
 from fairlead_kernels import reference
 from fairlead_kernels.backend import BackendChoice, pick
-from fairlead_runtime.device.fusion import fuse
+from fairlead_runtime.device.fusion import fuse, round_weights
 from fairlead_runtime.device.kv_cache import CacheStorage
 from fairlead_runtime.device.model_runner import ModelRunner
 from fairlead_runtime.device.paged_model import PagedModel
@@ -138,16 +138,20 @@ class Rig:
     time.
 
     ``kernels``: torch, or cpu for fused layers: in C++ where it is built, else by the reference.
+    int8 is cpu with int8 weights; their reference, rounded, computes in torch with the same.
     """
 
     def __init__(self, family: str, kernels: str = "torch") -> None:
         self.family = family
         self.model = paged(family)
+        if kernels in ("int8", "rounded"):
+            round_weights(self.model)
         # transformers cannot run fused layers.
-        self._unfused = self if kernels == "torch" else rig(family)
-        self._kernels = "auto" if kernels == "cpu" else kernels
-        operations = self._choice().operations
-        self.fusion = fuse(self.model, operations or (reference if kernels == "cpu" else None))
+        plain = {"cpu": "torch", "int8": "rounded"}.get(kernels)
+        self._unfused = rig(family, plain) if plain else self
+        self._kernels = "auto" if plain else "torch"
+        operations = self._choice().operations or (reference if plain else None)
+        self.fusion = fuse(self.model, operations, int8=kernels == "int8")
         self.groups: tuple[LayerGroup, ...] = group_layers(self.model.windows)
         self._references: dict[tuple[tuple[int, ...], int], list[int]] = {}
 

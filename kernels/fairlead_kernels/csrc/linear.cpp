@@ -18,27 +18,43 @@ FL_EXPORT void fairlead_use_large_pages(void* data, int64_t bytes) {
   if (from < to) madvise(reinterpret_cast<void*>(from), to - from, MADV_HUGEPAGE);
 }
 
-// Puts source [rows, columns], with `stride` floats between its rows, at rows `first` … of the
-// packed weight. The panels' unused rows are not written.
-FL_EXPORT void fairlead_pack(float* packed, const float* source, int64_t rows, int64_t columns,
-                              int64_t stride, int64_t first, int threads) {
+namespace {
+
+template <class T>
+void pack(T* packed, const T* source, int64_t rows, int64_t columns, int64_t stride, int64_t first,
+          int threads) {
   const int groups = int((rows + W - 1) / W);
   run(threads, [&](Team& team) {
     team.share(groups, 16, [&](int begin, int end) {
       for (int64_t row = int64_t(begin) * W; row < int64_t(end) * W && row < rows; row++) {
         const int64_t at = first + row;
-        float* out = packed + at / P * columns * P + at % P;
-        const float* in = source + row * stride;
+        T* out = packed + at / P * columns * P + at % P;
+        const T* in = source + row * stride;
         for (int64_t k = 0; k < columns; k++) out[k * P] = in[k];
       }
     });
   });
 }
 
+}  // namespace
+
+// Puts source [rows, columns], with `stride` elements between its rows, at rows `first` … of the
+// packed weight. The panels' unused rows are not written.
+FL_EXPORT void fairlead_pack(float* packed, const float* source, int64_t rows, int64_t columns,
+                              int64_t stride, int64_t first, int threads) {
+  pack(packed, source, rows, columns, stride, first, threads);
+}
+
+// The same of 8-bit integers.
+FL_EXPORT void fairlead_pack_int8(int8_t* packed, const int8_t* source, int64_t rows,
+                                   int64_t columns, int64_t stride, int64_t first, int threads) {
+  pack(packed, source, rows, columns, stride, first, threads);
+}
+
 // y [count, rows] = x [count, columns] · weightᵀ + bias.
-FL_EXPORT void fairlead_linear(const float* x, int64_t count, const float* packed, int64_t rows,
-                                int64_t columns, const float* bias, float* y, int threads) {
-  const Weight weight{packed, rows, columns, bias};
+FL_EXPORT void fairlead_linear(const float* x, int64_t count, const Weight* packed, float* y,
+                                int threads) {
+  const Weight& weight = *packed;
   run(threads, [&](Team& team) {
     share_product(team, weight, x, int(count),
                   [&](int panel, int row, int n, const float* tile) {

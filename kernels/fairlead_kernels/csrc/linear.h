@@ -15,31 +15,53 @@ constexpr int DEEP = 512;
 
 // A packed weight: [ceil(rows / P)] panels of [columns][P], zero where there are no more rows.
 struct Weight {
-  const float* data;
+  const void* data;  // floats, or with scales 8-bit integers
   int64_t rows;
   int64_t columns;
-  const float* bias;  // [rows], or null
+  const float* bias;    // [rows], or null
+  const float* scales;  // [rows], each row's factor, or null
 
   int panels() const { return int((rows + P - 1) / P); }
-  const float* panel(int i) const { return data + int64_t(i) * columns * P; }
 };
 
-// One panel's results for rows of x [rows, columns], without bias, into tile [rows, P].
-inline void multiply_panel(const Weight& weight, int panel, const float* x, int rows, float* tile,
-                           bool last) {
-  const float* data = weight.panel(panel);
+// One panel's results for rows of x [rows, columns], without scales and bias, into tile [rows, P].
+template <class T>
+void multiply_panel_of(const Weight& weight, int panel, const float* x, int rows, float* tile,
+                       bool last) {
   const int columns = int(weight.columns);
+  const T* data = static_cast<const T*>(weight.data) + int64_t(panel) * columns * P;
   if (rows <= 2 * MAX_ROWS || columns <= 2 * DEEP) {
-    product(rows, x, columns, data, columns, tile, P, false,
-            last ? nullptr : data + int64_t(columns) * P);
+    product<T>(rows, x, columns, data, columns, tile, P, false,
+               last ? nullptr : data + int64_t(columns) * P);
     return;
   }
   for (int from = 0; from < columns; from += DEEP) {
     const int depth = columns - from < DEEP ? columns - from : DEEP;
     const bool more = !last || from + depth < columns;
-    const float* part = data + int64_t(from) * P;
-    product(rows, x + from, columns, part, depth, tile, P, from > 0,
-            more ? part + int64_t(depth) * P : nullptr);
+    const T* part = data + int64_t(from) * P;
+    product<T>(rows, x + from, columns, part, depth, tile, P, from > 0,
+               more ? part + int64_t(depth) * P : nullptr);
+  }
+}
+
+// The same with scales.
+inline void multiply_panel(const Weight& weight, int panel, const float* x, int rows, float* tile,
+                           bool last) {
+  if (weight.scales == nullptr) {
+    multiply_panel_of<float>(weight, panel, x, rows, tile, last);
+    return;
+  }
+  multiply_panel_of<int8_t>(weight, panel, x, rows, tile, last);
+  for (int half = 0; half < 2; half++) {
+    const int64_t first = int64_t(panel) * P + half * W;
+    const int width = int(weight.rows - first < W ? weight.rows - first : W);
+    if (width <= 0) return;
+    const Vec scale =
+        width == W ? load(weight.scales + first) : load_part(weight.scales + first, width);
+    for (int i = 0; i < rows; i++) {
+      float* at = tile + i * P + half * W;
+      store(at, load(at) * scale);
+    }
   }
 }
 

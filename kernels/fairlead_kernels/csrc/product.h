@@ -1,9 +1,9 @@
 // The inner kernel of every product: some rows times one panel.
 //
-// A panel is K rows of P = 2 vectors: the weights of P outputs, stored in the order in which the
-// kernel reads them. The kernel keeps M rows of P results in registers and reads each element of
-// the panel once per M rows (register blocking: Goto and van de Geijn, "Anatomy of
-// High-Performance Matrix Multiplication", 2008).
+// A panel is K rows of P = 2 vectors: the weights of P outputs, floats or 8-bit integers, stored in
+// the order in which the kernel reads them. The kernel keeps M rows of P results in registers and
+// reads each element of the panel once per M rows (register blocking: Goto and van de Geijn,
+// "Anatomy of High-Performance Matrix Multiplication", 2008).
 #pragma once
 
 #include "simd.h"
@@ -20,8 +20,8 @@ struct Fetch {
   int lines = 0;
 };
 
-template <int M>
-void product_block(const float* x, int64_t x_stride, const float* panel, int k_count, float* y,
+template <class T, int M>
+void product_block(const float* x, int64_t x_stride, const T* panel, int k_count, float* y,
                    int64_t y_stride, bool accumulate, Fetch fetch) {
   Vec sums[M][2];
 #pragma GCC unroll 16
@@ -33,7 +33,7 @@ void product_block(const float* x, int64_t x_stride, const float* panel, int k_c
     const Vec low = load(panel), high = load(panel + W);
     // The hardware fetches the panel from memory; this brings it from the second-level cache.
     __builtin_prefetch(panel + 16 * W, 0, 3);
-    if (W == 16) __builtin_prefetch(panel + 17 * W, 0, 3);
+    if (P * sizeof(T) > 64) __builtin_prefetch(panel + 17 * W, 0, 3);
     panel += P;
 #pragma GCC unroll 16
     for (int i = 0; i < M; i++) {
@@ -60,27 +60,29 @@ void product_block(const float* x, int64_t x_stride, const float* panel, int k_c
   }
 }
 
-using Block = void (*)(const float*, int64_t, const float*, int, float*, int64_t, bool, Fetch);
+template <class T>
+using Block = void (*)(const float*, int64_t, const T*, int, float*, int64_t, bool, Fetch);
 
-template <int... I>
-constexpr Block block_of(int rows, std::integer_sequence<int, I...>) {
-  constexpr Block blocks[] = {product_block<I + 1>...};
+template <class T, int... I>
+constexpr Block<T> block_of(int rows, std::integer_sequence<int, I...>) {
+  constexpr Block<T> blocks[] = {product_block<T, I + 1>...};
   return blocks[rows - 1];
 }
 
 // y [rows, P] = x [rows, k_count] · panel, or += with `accumulate`. Rows are spread evenly over
 // blocks, and `next`, if given, bytes that are needed soon, is fetched meanwhile.
-inline void product(int rows, const float* x, int64_t x_stride, const float* panel, int k_count,
-                    float* y, int64_t y_stride, bool accumulate, const float* next = nullptr) {
+template <class T>
+inline void product(int rows, const float* x, int64_t x_stride, const T* panel, int k_count,
+                    float* y, int64_t y_stride, bool accumulate, const T* next = nullptr) {
   const int blocks = (rows + MAX_ROWS - 1) / MAX_ROWS;
-  const int lines_of_4 = 4 * P * int(sizeof(float)) / 64;
+  const int lines_of_4 = (4 * P * int(sizeof(T)) + 63) / 64;
   Fetch fetch;
   if (next != nullptr) fetch = {reinterpret_cast<const char*>(next), (lines_of_4 - 1) / blocks + 1};
-  const char* end = fetch.at + size_t(k_count) * P * sizeof(float);
+  const char* end = fetch.at + size_t(k_count) * P * sizeof(T);
   for (int block = 0, row = 0; block < blocks; block++) {
     const int count = (rows - row + blocks - block - 1) / (blocks - block);
     if (fetch.at >= end) fetch.lines = 0;
-    block_of(count, std::make_integer_sequence<int, MAX_ROWS>())(
+    block_of<T>(count, std::make_integer_sequence<int, MAX_ROWS>())(
         x + row * x_stride, x_stride, panel, k_count, y + row * y_stride, y_stride, accumulate,
         fetch);
     fetch.at += size_t(fetch.lines) * 64 * (k_count / 4);

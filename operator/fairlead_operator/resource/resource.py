@@ -178,7 +178,11 @@ Rule = tuple[str, Callable[[Spec, EngineConfig], bool], str]
 
 
 def _refusal(limit: Limit) -> Callable[[Spec, EngineConfig], bool]:
-    return lambda _, engine: limit.refuses(engine)
+    def refuses(spec: Spec, engine: EngineConfig) -> bool:
+        device = "cpu" if spec.resources.accelerator.count == 0 else "cuda"
+        return limit.refuses(engine, device=device)
+
+    return refuses
 
 
 RULES: tuple[Rule, ...] = (

@@ -4,6 +4,9 @@ Owns the recorded pass, the order (recognize → pack → compare with the origi
 after the other) and the fused layer's chain of operations. A replaced layer drops its own matrices
 at once, so that no more than one layer is held twice; transformers' code can then no longer compute
 it.
+
+Weights that will be packed as int8 are first rounded where they are, in float32. So transformers'
+code computes with the very weights that serve, and every comparison judges the kernels alone.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -18,6 +21,7 @@ from fairlead_kernels.cpu import CpuOperations
 from fairlead_kernels.cpu_attention import CpuAttention
 from fairlead_kernels.cpu_layers import LayerChain
 from fairlead_kernels.layer import Layer, LayerOperations
+from fairlead_kernels.quantize import dequantize, quantize
 from fairlead_runtime.device.attention import (
     CURRENT_PASS,
     AttentionCall,
@@ -47,10 +51,12 @@ class Fusion:
     fused: int
     layers: int
     reason: str = ""
+    int8: bool = False  # their weights
 
     def __str__(self) -> str:
         why = f" ({self.reason})" if self.reason else ""
-        return f"fused {self.fused}/{self.layers} layers{why}"
+        weights = ", int8 weights" if self.int8 else ""
+        return f"fused {self.fused}/{self.layers} layers{why}{weights}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +134,7 @@ class FusedLayer:
         """The packed weights and biases, which no module of the model holds."""
         layer = self.layer
         for weight in (layer.qkv, layer.out, layer.gate_up, layer.down):
-            yield weight.data
+            yield from weight.tensors
         for bias in (layer.qkv_bias, layer.out_bias, layer.gate_up_bias, layer.down_bias):
             if bias is not None:
                 yield bias
@@ -200,8 +206,23 @@ class FusedRun:
 
 
 @torch.inference_mode()
-def fuse(model: PagedModel, operations: LayerOperations | None) -> Fusion:
-    """Replace every layer that fits by a fused one on these operations; without any, none.
+def round_weights(model: PagedModel) -> None:
+    """Round the matrices of every layer that fits to int8 times a scale per row, in place. They
+    stay in float32, for ``fuse`` to pack.
+    """
+    for recorded in _record(model, _decoder_layers(model) or []):
+        try:
+            parts = recognize(_recording(recorded)[0])
+        except DoesNotFitError:
+            continue  # `fuse` gives the reason
+        for matrix in parts.matrices:
+            matrix.stored.copy_(dequantize(*quantize(matrix.stored)))
+
+
+@torch.inference_mode()
+def fuse(model: PagedModel, operations: LayerOperations | None, *, int8: bool = False) -> Fusion:
+    """Replace every layer that fits by a fused one on these operations; without any, none. With
+    ``int8`` pack weights that ``round_weights`` has rounded as integers.
 
     The result of each fused layer, packed weights and all, is compared with the original's first;
     a layer that differs keeps its own code and weights.
@@ -216,7 +237,7 @@ def fuse(model: PagedModel, operations: LayerOperations | None) -> Fusion:
     shared = _shared_parameters(model.model)
     for index, recorded in enumerate(_record(model, layers)):
         try:
-            layer = _fused(index, recorded, shared, model, operations)
+            layer = _fused(index, recorded, shared, model, operations, int8=int8)
         except DoesNotFitError as error:
             reasons.setdefault(str(error), index)
             continue
@@ -228,7 +249,7 @@ def fuse(model: PagedModel, operations: LayerOperations | None) -> Fusion:
             original: Any = layers[part.index]  # torch types each attribute as tensor or module
             original.forward = joined.forward_of(place)
     reason = "; ".join(f"layer {index}: {text}" for text, index in reasons.items())
-    return Fusion(len(fused), total, reason)
+    return Fusion(len(fused), total, reason, int8)
 
 
 def _runs(fused: Sequence[FusedLayer]) -> list[list[FusedLayer]]:
@@ -353,6 +374,8 @@ def _fused(
     shared: set[int],
     model: PagedModel,
     operations: LayerOperations,
+    *,
+    int8: bool,
 ) -> FusedLayer:
     """The fused layer, proven equal to the original, whose matrices are dropped. Raises
     DoesNotFitError.
@@ -363,7 +386,8 @@ def _fused(
         raise DoesNotFitError("it shares weights with another module")
     spec = spec_of(parts.call, model.windows[index])
     argument = RopeArgument(rope if parts.rotates else "", parts.rope_in_pairs)
-    fused = FusedLayer(index, parts.pack(operations), spec, parts.call, argument, operations)
+    layer = parts.pack(operations, int8=int8)
+    fused = FusedLayer(index, layer, spec, parts.call, argument, operations)
     step = _ScratchPass(model.heads, model.device)
     x = recording.input
     given = recording.rope if parts.rotates else (x[:, :0], x[:, :0])

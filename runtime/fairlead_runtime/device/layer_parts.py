@@ -63,10 +63,12 @@ class Recording:
 @dataclass(frozen=True, slots=True, eq=False)
 class Matrix:
     """The weights [N, K] and bias [N] of a module that multiplies by them. What a layer multiplies
-    the result by (Granite) becomes part of them.
+    the result by (Granite) becomes part of them. ``stored`` is a view of the module's own weights
+    [N, K], of which ``weight`` may be a multiple with its rows in another order.
     """
 
     module: nn.Module
+    stored: Tensor
     weight: Tensor
     bias: Tensor | None
 
@@ -109,11 +111,11 @@ class LayerParts:
     def matrices(self) -> list[Matrix]:
         return [*self.qkv, self.out, *self.gate_up, self.down]
 
-    def pack(self, operations: LayerOperations) -> Layer:
+    def pack(self, operations: LayerOperations, *, int8: bool = False) -> Layer:
         """The layer with its matrices packed for these operations; copies them."""
 
         def pack(*matrices: Matrix) -> Any:
-            return operations.pack([matrix.weight for matrix in matrices])
+            return operations.pack([matrix.weight for matrix in matrices], int8=int8)
 
         return Layer(
             input_norm=self.input_norm,
@@ -295,7 +297,7 @@ def _matrix(call: ModuleCall, given: Tensor) -> Matrix | None:
         if weight.shape == (result.shape[1], given.shape[1]):
             product = given @ weight.T
             if close(result, product if bias is None else product + bias):
-                return Matrix(call.module, weight, bias)
+                return Matrix(call.module, weight, weight, bias)
     return None
 
 

@@ -19,9 +19,10 @@ import torch
 
 from fairlead_kernels.attention import AttentionBackend
 from fairlead_kernels.backend import BackendChoice, pick
+from fairlead_runtime.config import ConfigError
 from fairlead_runtime.device import paged_model
 from fairlead_runtime.device.batch import BatchBuilder
-from fairlead_runtime.device.fusion import Fusion, fuse
+from fairlead_runtime.device.fusion import Fusion, fuse, round_weights
 from fairlead_runtime.device.kv_cache import CacheStorage
 from fairlead_runtime.device.paged_model import PagedModel
 from fairlead_runtime.models.loading import LoadedModel
@@ -85,10 +86,12 @@ class ServedModel:
 
 
 def prepare_and_test(
-    loaded: LoadedModel, kernels: str = "auto"
+    loaded: LoadedModel, kernels: str = "auto", quantization: str = "none"
 ) -> tuple[ServedModel, SelfTestResult]:
     """The model on our paged attention and on the kernels that serve it, and the result. Raises
-    ModelError or SelfTestError.
+    ModelError, SelfTestError, or ConfigError where not all layers can have int8 weights.
+
+    With ``quantization`` int8 transformers computes the expected logits with the rounded weights.
 
     Any other error of a family in the table is a bug and keeps its traceback; for other families it
     means that they do not run packed.
@@ -97,10 +100,19 @@ def prepare_and_test(
     try:
         model = paged_model.prepare(loaded)
         choice = pick(model.heads, model.device, kernels)
+        int8 = quantization == "int8"
+        if int8:
+            round_weights(model)
         expected = Expected.of(model, loaded.max_model_len)
-        served = ServedModel(model, choice, fuse(model, choice.operations))
-        return served, check(model, choice.attention, expected)
-    except (ModelError, SelfTestError):
+        fusion = fuse(model, choice.operations, int8=int8)
+        if int8 and fusion.fused < fusion.layers:
+            raise ConfigError(
+                "quantization",
+                f"int8 needs every layer of {name!r} in the C++ kernels: {fusion}",
+                "use none",
+            )
+        return ServedModel(model, choice, fusion), check(model, choice.attention, expected)
+    except (ModelError, SelfTestError, ConfigError):
         raise
     except Exception as error:
         if name in FAMILIES:

@@ -85,7 +85,7 @@ class TokenizerFacts:
 
 
 def release_memory() -> None:
-    """Give the memory that building a tokenizer freed back to the system: glibc keeps it, which is
+    """Give freed memory back to the system: glibc keeps it, which after building a tokenizer is
     more than the tokenizer itself takes. Does nothing with another C library.
     """
     gc.collect()

@@ -117,7 +117,9 @@ def load(
     model.requires_grad_(False).eval()
     log.info("loaded %.2f GiB in %.1f s", size, time.monotonic() - started)
     # RoPE is pinned to the longest sequence, so for some models that length decides the keys.
-    traits = (str(inspected.dtype), str(inspected.max_model_len))
+    traits = [str(inspected.dtype), str(inspected.max_model_len)]
+    if settings.quantization != "none":
+        traits.append(settings.quantization)
     return LoadedModel(
         model=model,
         config=model.config,

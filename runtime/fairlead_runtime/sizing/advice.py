@@ -36,7 +36,8 @@ def suggest_fix(
         }
         sizes = unaffected if change else measured or {}
         memory_plan = solve(shape, replace(config, **change).clamped(), facts, sizes)
-        return memory_plan.used <= memory_plan.budget and memory_plan.num_blocks >= 1
+        needed = max(memory_plan.used, memory_plan.loading)
+        return needed <= memory_plan.budget and memory_plan.num_blocks >= 1
 
     flags = [f"{flag_of(name)} {value}" for name, value in _changes(shape, config, starts)][:2]
     if flags:

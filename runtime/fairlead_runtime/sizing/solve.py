@@ -21,6 +21,7 @@ from fairlead_runtime.sizing.terms import (
     bytes_of,
     gib,
     host_terms,
+    loading_bytes,
     max_model_len,
     split,
     terms_of,
@@ -53,6 +54,7 @@ class MemoryPlan:
     num_units: int
     most_blocks: int  # with more the cache has too many slots, whatever the memory
     offload_units: int  # units that cpu_offload_space holds
+    loading: int  # of the process and the weights before they are quantized, 0 if they are not
     max_model_len: int
     full_length_sequences: int
     fits: bool
@@ -68,6 +70,13 @@ class MemoryPlan:
         return (
             f"{self.num_blocks} make {self.num_units * self.block_size} slots in all groups of "
             f"layers, of which a cache has fewer than {SLOTS}"
+        )
+
+    @property
+    def too_large_to_load(self) -> str:
+        return (
+            f"needs {gib(self.loading)} GiB to load the weights before they are quantized, "
+            f"has {gib(self.budget)}"
         )
 
     @property
@@ -100,6 +109,7 @@ def solve(
     ``measured`` replaces computed terms by name, in bytes; the process keeps at least PROCESS.
     """
     groups, longest = group_layers(shape.windows), max_model_len(shape, config)
+    loading = loading_bytes(shape, config) if device.kind == "cpu" else 0
     element = 1 if config.cache_dtype == "fp8" else bytes_of(shape, config)
     token_layer = 2 * split(shape.kv_heads, config.tensor_parallel) * shape.head_dim * element
     unit = layers_per_unit(groups) * config.block_size * token_layer
@@ -122,6 +132,7 @@ def solve(
     if cpu:
         terms |= kept
         left -= kept["bookkeeping"]
+    possible = blocks <= most and loading <= budget
     return MemoryPlan(
         terms=terms | {"kv": blocks * block},
         host=host_terms(shape, config) | kept,
@@ -136,8 +147,9 @@ def solve(
         num_units=units,
         most_blocks=most,
         offload_units=int(config.cpu_offload_space * GIB) // unit,
+        loading=loading,
         max_model_len=longest,
         full_length_sequences=units // sequence_units(groups, longest, config.block_size),
-        fits=left >= blocks * block and longest <= blocks * config.block_size and blocks <= most,
+        fits=left >= blocks * block and longest <= blocks * config.block_size and possible,
         message="",
     )

@@ -5,7 +5,7 @@ allocates nothing and reads no device; ``start/host.py`` reads a machine's limit
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, Self
 
 from fairlead_runtime.config import EngineConfig
@@ -157,6 +157,15 @@ def weights(shape: ModelShape, config: EngineConfig, tp: int) -> int:
         # One byte each and a float32 scale per row.
         matrices = shape.layer_matrices + 4 * shape.layer_channels
     return split(matrices, tp) + (shape.parameters - shape.layer_matrices) * element
+
+
+def loading_bytes(shape: ModelShape, config: EngineConfig) -> int:
+    """Bytes that a CPU's pod takes while it loads weights that it then quantizes, the process
+    included; 0 where they stay as they are.
+    """
+    if config.quantization == "none":
+        return 0
+    return PROCESS + weights(shape, replace(config, quantization="none"), 1)
 
 
 def _attention(

@@ -14,7 +14,7 @@ from typing import Any
 from fairlead_runtime.config import ConfigError, EngineConfig
 from fairlead_runtime.sizing.shape import ModelShape
 from fairlead_runtime.sizing.solve import CPU_CACHE, MemoryPlan, solve
-from fairlead_runtime.sizing.terms import DEFAULT_QUEUE, GIB, DeviceFacts, gib, split
+from fairlead_runtime.sizing.terms import DEFAULT_QUEUE, GIB, DeviceFacts, dtype_of, gib, split
 from fairlead_runtime.supported import is_supported
 
 LARGEST_HOST = 4096  # GiB: no larger machine is suggested
@@ -54,7 +54,9 @@ def _message(
         return f"fits: {gib(memory.terms['kv'])} GiB of KV cache hold {sequences}"
     needed = split(memory.max_model_len, memory.block_size) * memory.block_bytes
     left = memory.budget - memory.used + memory.terms["kv"]
-    if left <= 0:
+    if memory.loading > memory.budget:
+        problem = memory.too_large_to_load
+    elif left <= 0:
         problem = (
             f"needs {gib(memory.budget - left)} GiB before any KV cache, has {gib(memory.budget)}"
         )
@@ -94,7 +96,8 @@ def _fixes(
 
     def fits(facts: DeviceFacts = device, **change: Any) -> bool:
         changed = replace(config, **change)
-        return is_supported(changed) and solve(shape, changed, facts, measured).fits
+        supported = is_supported(changed, dtype_of(shape, changed), facts.kind)
+        return supported and solve(shape, changed, facts, measured).fits
 
     fixes: list[str] = []
     blocks = split(memory.max_model_len, memory.block_size)
@@ -110,7 +113,8 @@ def _fixes(
     )
     if device.kind == "cuda":
         fixes += [f"tensorParallel {n}" for n in parallel if fits(tensor_parallel=n)][:1]
-    if config.quantization == "none" and fits(quantization="int8"):
+    # Which layers the kernels of a CPU can take, only a loaded model tells.
+    if device.kind == "cuda" and config.quantization == "none" and fits(quantization="int8"):
         fixes.append("quantization int8")
     if (
         device.kind == "cpu"

@@ -27,7 +27,7 @@ from fairlead_runtime.device.profiling import Profile
 from fairlead_runtime.engine.engine import Bounds, Engine, Observer
 from fairlead_runtime.engine.progress import StepTimes
 from fairlead_runtime.grammar.checker import NO_GRAMMARS
-from fairlead_runtime.grammar.compile import TokenizerFacts
+from fairlead_runtime.grammar.compile import TokenizerFacts, release_memory
 from fairlead_runtime.grammar.guides import Guides
 from fairlead_runtime.models import loading
 from fairlead_runtime.models.loading import InspectedModel, LoadedModel
@@ -95,13 +95,27 @@ def check(path: Path | str, config: EngineConfig, device: DeviceFacts) -> Inspec
     check_supported(config)
     check_record(config)
     inspected = loading.inspect(path, config)
-    if config.kernels == "cpu":
-        try:
-            cpu_operations(device.kind, inspected.dtype)
-        except NotAvailableError as error:
-            raise ConfigError("kernels", f"cpu: {error}", "use auto or torch") from error
     resolve(config, inspected.shape, device, dtype=_dtype_name(inspected.dtype))
+    _check_kernels(config, device, inspected.dtype)
     return inspected
+
+
+def _check_kernels(config: EngineConfig, device: DeviceFacts, dtype: torch.dtype) -> None:
+    """Raise ConfigError for a setting that needs the C++ kernels where they cannot serve."""
+    int8 = config.quantization == "int8"
+    if int8 and config.kernels == "torch":
+        raise ConfigError(
+            "quantization", "int8 needs the C++ kernels, --kernels is torch", "use --kernels auto"
+        )
+    if int8 or config.kernels == "cpu":
+        try:
+            cpu_operations(device.kind, dtype)
+        except NotAvailableError as error:
+            if config.kernels == "cpu":
+                raise ConfigError("kernels", f"cpu: {error}", "use auto or torch") from error
+            raise ConfigError(
+                "quantization", f"int8 needs the C++ kernels: {error}", "use none"
+            ) from error
 
 
 def build(
@@ -125,8 +139,10 @@ def build(
     inspected = check(path, config, device)
     loaded = loading.load(path, config=config, device=device.kind)
     loaded_at = now()
-    served, result = selftest.prepare_and_test(loaded, config.kernels)
+    served, result = selftest.prepare_and_test(loaded, config.kernels, config.quantization)
     model, choice = served.model, served.choice
+    if served.fusion.int8:
+        release_memory()  # of the weights before they were packed
     log.info("kernels: %s, %s", choice, served.fusion)
     log.info("%s", result)
     profile = _profile(model, config, loaded.max_model_len)

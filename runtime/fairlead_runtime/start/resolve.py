@@ -51,9 +51,13 @@ def resolve(
     cannot be built with these settings; warns when the cache is smaller than one full-length
     sequence.
     """
-    check_supported(config, dtype)
+    check_supported(config, dtype, device.kind)
     config = config.clamped()
     plan = plan_memory(shape, config, device, measured)
+    if plan.loading > plan.budget:
+        raise ConfigError(
+            "quantization", plan.too_large_to_load, suggest_fix(shape, config, device, measured)
+        )
     if plan.used > plan.budget or plan.num_blocks < 1:
         problem = (
             "the model does not fit"

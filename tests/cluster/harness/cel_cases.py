@@ -211,9 +211,24 @@ CASES: tuple[Case, ...] = (
     ),
     *(
         _spec(
-            f"{method} weights", "engine.quantization int8 or fp8", engine={"quantization": method}
+            f"{method} weights with {accelerators} accelerators in {dtype}",
+            "engine.quantization fp8 (and int8 on an accelerator or below float32)",
+            engine={"quantization": method, "dtype": dtype},
+            resources={"accelerator": {"count": accelerators}},
         )
-        for method in ("int8", "fp8")
+        for method, accelerators, dtype in (
+            ("int8", 1, "float32"),
+            ("int8", 0, "bfloat16"),
+            ("fp8", 0, "float32"),
+        )
+    ),
+    *(
+        _spec(
+            f"int8 weights on a CPU in {dtype}",
+            engine={"quantization": "int8", "dtype": dtype},
+            resources={"accelerator": {"count": 0}},
+        )
+        for dtype in ("float32", "auto")
     ),
     *(
         _spec(

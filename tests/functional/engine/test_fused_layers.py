@@ -16,7 +16,7 @@ from fairlead_kernels.cpu_layers import LayerChain
 from fairlead_kernels.layer import LayerOperations, Packed
 from fairlead_kernels.library import NotAvailableError
 from fairlead_runtime.device import fusion, profiling, selftest
-from fairlead_runtime.device.fusion import fuse
+from fairlead_runtime.device.fusion import fuse, round_weights
 from fairlead_runtime.device.paged_model import PagedModel
 from fairlead_runtime.models import tiny
 from fairlead_runtime.models.model_error import SelfTestError
@@ -92,6 +92,41 @@ def test_other_forms_of_a_family_are_fused_too(form: str, kernels: str) -> None:
     expected = selftest.Expected.of(model, 512)
     assert str(fuse(model, operations)) == f"fused {len(model.windows)}/{len(model.windows)} layers"
     assert selftest.check(model, attention, expected).delta < 1e-4
+
+
+# GPT-2 stores matrices [K, N], GPT-NeoX's and GLM's rows are put into another order, Granite's are
+# multiplied.
+@pytest.mark.parametrize("kernels", ["reference", "cpu"])
+@pytest.mark.parametrize("family", ["llama", "gpt2", "gpt_neox", "glm4", "granite", "gemma3_text"])
+def test_layers_with_int8_weights_compute_what_transformers_does_with_the_rounded_ones(
+    family: str, kernels: str
+) -> None:
+    model, plain = paged(family), paged(family)
+    attention, operations = kernels_of(model, kernels)
+    round_weights(model)
+    changed = [
+        name
+        for (name, ours), theirs in zip(
+            model.model.named_parameters(), plain.model.parameters(), strict=True
+        )
+        if not torch.equal(ours, theirs)
+    ]
+    assert changed
+    assert all(model.model.get_parameter(name).dim() == 2 for name in changed)
+    matrices = sum(model.model.get_parameter(name).numel() for name in changed)
+    channels = sum(matrix_rows(model, name) for name in changed)
+    expected, size = selftest.Expected.of(model, 512), model.weight_bytes
+    fused = fuse(model, operations, int8=True)
+    count = len(model.windows)
+    assert str(fused) == f"fused {count}/{count} layers, int8 weights"
+    assert selftest.check(model, attention, expected).delta < 1e-4
+    assert size - model.weight_bytes == 3 * matrices - 4 * channels
+
+
+def matrix_rows(model: PagedModel, name: str) -> int:
+    """How many outputs a matrix has: GPT-2's are stored [K, N]."""
+    transposed = model.model.config.model_type == "gpt2"
+    return int(model.model.get_parameter(name).shape[1 if transposed else 0])
 
 
 def altered(**functions: Callable[..., Tensor | Packed]) -> LayerOperations:
@@ -201,8 +236,8 @@ def test_one_layer_at_a_time_is_held_twice(monkeypatch: pytest.MonkeyPatch) -> N
     layer = sum(p.nbytes for p in cast("Any", model.model.model).layers[0].parameters())
     before, peaks = model.weight_bytes, []
 
-    def pack(weights: Any) -> Packed:
-        packed = reference.pack(weights)
+    def pack(weights: Any, *, int8: bool) -> Packed:
+        packed = reference.pack(weights, int8=int8)
         peaks.append(model.weight_bytes + packed.nbytes - before)
         return packed
 

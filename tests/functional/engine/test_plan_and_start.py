@@ -78,6 +78,60 @@ def test_planned_and_measured_blocks_differ_by_at_most_2_percent(
     assert abs(drift) <= 2, f"{planned.num_blocks} planned, {measured.num_blocks} measured"
 
 
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_int8_weights_are_planned_and_measured_alike(family: str, tmp_path: Path, pod: Pod) -> None:
+    model = tiny.save(tiny.build(family), tmp_path / "int8")
+    scheduler = {"maxBatchTokens": 256, "maxRequests": 16}
+    plain, rounded = (
+        pod.resource("2Gi", scheduler=scheduler, engine={"quantization": method})
+        for method in ("none", "int8")
+    )
+    planned = plan_of(config_of(model), rounded)
+    measured = pod.start(model, rounded.engine, 2 * GIB).plan
+    weights = planned.terms["weights"]
+    assert abs(measured.terms["weights"] - weights) <= 0.02 * weights
+    assert weights < plan_of(config_of(model), plain).terms["weights"]
+    drift = 100 * (measured.num_blocks - planned.num_blocks) / planned.num_blocks
+    assert abs(drift) <= 2, f"{planned.num_blocks} planned, {measured.num_blocks} measured"
+
+
+def test_int8_weights_need_room_to_be_loaded_first(pod: Pod, tmp_path: Path) -> None:
+    """A pod that has room for the rounded weights and a cache, but not for the original ones."""
+    model = tiny.save(
+        tiny.build("llama", hidden_size=1024, intermediate_size=4096), tmp_path / "wide"
+    )
+    scheduler = {"maxBatchTokens": 64, "maxRequests": 4, "maxQueue": 1}
+    cache = {"maxMemoryPercent": 1, "numBlocks": 64}
+    spec = {"scheduler": scheduler, "cache": cache, "engine": {"quantization": "int8"}}
+    idep = pod.resource("8Gi", **spec)
+    plan = plan_of(config_of(model), idep)
+    assert plan.used < plan.loading, "a model for which loading decides"
+    size = plan.loading - 1
+    short = plan_of(config_of(model), pod.resource(str(size), **spec))
+    assert not short.fits
+    assert "to load the weights before they are quantized" in short.message
+    with pytest.raises(ConfigError, match=r"--quantization.*before they are quantized") as refused:
+        pod.start(model, idep.engine, size)
+    assert "2 GiB of memory" in refused.value.hint
+    assert pod.start(model, idep.engine, plan.loading).plan.fits
+
+
+def test_int8_weights_are_refused_by_name_where_the_kernels_cannot_have_them(
+    model: Path, tmp_path: Path, pod: Pod
+) -> None:
+    def refusal(model: Path, **settings: Any) -> str:
+        config = EngineConfig(quantization="int8", max_batch_tokens=64, max_requests=4, **settings)
+        with pytest.raises(ConfigError) as refused:
+            pod.start(model, config, 2 * GIB)
+        assert refused.value.field == "quantization"
+        return str(refused.value)
+
+    unfused = tiny.save(tiny.build("olmo2"), tmp_path / "olmo2")
+    assert re.search(r"'olmo2'.* fused 0/3 layers \(layer 0: .*\(use none\)", refusal(unfused))
+    assert "--kernels is torch (use --kernels auto)" in refusal(model, kernels="torch")
+    assert "int8 is not supported in bfloat16" in refusal(model, dtype="bfloat16")
+
+
 def test_a_process_above_its_reservation_takes_blocks_and_warns(pod: Pod) -> None:
     idep = pod.resource("3Gi", scheduler={"maxBatchTokens": 256})
     planned = plan_of(config_of(DEMO), idep)

@@ -11,6 +11,7 @@ a router's k-th and next) lie within 1e-4. Ties are counted, shown and limited.
 import functools
 import itertools
 import random
+from collections.abc import Iterable
 from dataclasses import astuple, dataclass, field, replace
 
 import pytest
@@ -49,7 +50,7 @@ class Case:
     preemption: str  # none, reset or offload
     sharing: bool
     n: int
-    kernels: str  # torch or cpu
+    kernels: str  # torch, cpu or int8
 
     @property
     def seed(self) -> int:
@@ -192,12 +193,14 @@ def compare(
 @functools.cache
 def tally_of(family: str) -> Tally:
     """Run the family's selected cases, once."""
+    return tally_over(family, [case for case in selected_cases() if case.family == family])
+
+
+def tally_over(family: str, cases: Iterable[Case]) -> Tally:
     tally = Tally()
-    for case in selected_cases():
-        if case.family != family:
-            continue
+    for case in cases:
         engine = rig(family, case.kernels)
-        fused = case.kernels == "cpu" and family in FUSED
+        fused = case.kernels != "torch" and family in FUSED
         assert engine.fusion.fused == (engine.fusion.layers if fused else 0)
         setting, arrivals = setting_and_arrivals(case, engine)
         outcome = engine.run(setting, arrivals)
@@ -231,6 +234,22 @@ def tally_of(family: str) -> Tally:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_greedy_text_equals_transformers(family: str) -> None:
     assert tally_of(family).wrong == []
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2", "gpt_neox"])
+def test_with_int8_weights_greedy_text_equals_transformers_with_the_rounded_ones(
+    family: str,
+) -> None:
+    cases = [
+        Case(family, 16, 64, "none", sharing=True, n=3, kernels="int8"),
+        Case(family, 4, 8, "reset", sharing=True, n=1, kernels="int8"),
+        Case(family, 4, UNBOUNDED, "offload", sharing=False, n=1, kernels="int8"),
+    ]
+    tally = tally_over(family, cases)
+    assert tally.wrong == []
+    assert (tally.without_preemption, tally.without_hits, tally.constant) == ([], [], 0)
+    assert len(tally.ties) <= 1
+    assert rig(family, "int8").fusion.int8
 
 
 @pytest.mark.parametrize("family", FAMILIES)

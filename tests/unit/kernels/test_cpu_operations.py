@@ -47,20 +47,27 @@ def error_of_sums(terms: int, largest: float) -> float:
     rows=st.lists(sizes, min_size=1, max_size=3),
     columns=st.one_of(sizes, st.sampled_from([511, 512, 513, 1025, 1100])),
     biased=st.booleans(),
+    int8=st.booleans(),
     seed=seeds,
 )
 def test_a_product_of_any_size_is_the_references(
-    instruction_set: str, tokens: int, rows: list[int], columns: int, biased: bool, seed: int
+    instruction_set: str,
+    tokens: int,
+    rows: list[int],
+    columns: int,
+    biased: bool,
+    int8: bool,
+    seed: int,
 ) -> None:
     torch.manual_seed(seed)
     ours = operations(instruction_set)
     x = torch.randn(tokens, columns)
     weights = [torch.randn(n, columns) for n in rows]
     bias = torch.randn(sum(rows)) if biased else None
-    packed = ours.pack(weights)
+    packed = ours.pack(weights, int8=int8)
     assert (packed.rows, packed.columns) == (sum(rows), columns)
     got = ours.linear(x, packed, bias)
-    want = reference.linear(x.double(), reference.pack([w.double() for w in weights]), None)
+    want = reference.linear(x.double(), reference.pack(weights, int8=int8), None)
     want = want if bias is None else want + bias
     torch.testing.assert_close(
         got.double(), want, rtol=0, atol=error_of_sums(columns, float(want.abs().max()))
@@ -68,15 +75,19 @@ def test_a_product_of_any_size_is_the_references(
 
 
 @every_set
-def test_a_packed_weight_of_strided_rows_holds_at_most_one_panel_more(instruction_set: str) -> None:
+@pytest.mark.parametrize("int8", [False, True])
+def test_a_packed_weight_of_strided_rows_holds_at_most_one_panel_more(
+    instruction_set: str, int8: bool
+) -> None:
     ours = operations(instruction_set)
     whole = torch.randn(40, 60)
-    part = whole[:33, ::2]
-    packed = ours.pack([part, whole.t()[:30, :30].t()])
-    panel = ours.library.panel_width()
-    assert 0 <= packed.nbytes - (33 + 30) * 30 * 4 < panel * 30 * 4
+    weights = [whole[:33, ::2], whole[:35, :30], whole.t()[:30, :30].t()]
+    packed = ours.pack(weights, int8=int8)
+    panel, rows = ours.library.panel_width(), 33 + 35 + 30
+    size, scales = (1, 4 * rows) if int8 else (4, 0)
+    assert 0 <= packed.nbytes - scales - rows * 30 * size < panel * 30 * size
     x = torch.randn(3, 30)
-    want = x @ torch.cat([part, whole.t()[:30, :30].t()]).t()
+    want = reference.linear(x, reference.pack(weights, int8=int8))
     torch.testing.assert_close(ours.linear(x, packed), want, atol=2e-5, rtol=1e-5)
 
 

@@ -66,7 +66,15 @@ def test_the_longest_sequence_is_the_models_own_or_the_configured_shorter_one(go
 
 def test_quantization_is_named_as_not_supported_yet(good: Path) -> None:
     with pytest.raises(ConfigError, match="--quantization"):
-        loading.inspect(good, EngineConfig(quantization="int8"))
+        loading.inspect(good, EngineConfig(quantization="fp8"))
+
+
+def test_cached_keys_of_quantized_weights_are_others(model: Path) -> None:
+    plain, int8 = (
+        loading.load(model, config=EngineConfig(quantization=method)).identity
+        for method in ("none", "int8")
+    )
+    assert plain != int8
 
 
 def test_every_id_that_ends_a_text_counts_once_and_only_inside_the_vocabulary(model: Path) -> None:

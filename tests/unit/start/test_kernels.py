@@ -34,6 +34,14 @@ def test_cpu_is_refused_before_the_model_loads_where_the_kernels_are_not_built()
 
 
 @pytest.mark.usefixtures("_not_built")
+def test_int8_weights_are_refused_before_the_model_loads_where_the_kernels_are_not_built() -> None:
+    config = EngineConfig(quantization="int8")
+    with pytest.raises(ConfigError, match=r"int8 needs the C\+\+ kernels: they are not") as error:
+        build.check(DEMO, config, CPU)
+    assert (error.value.field, error.value.hint) == ("quantization", "use none")
+
+
+@pytest.mark.usefixtures("_not_built")
 def test_auto_takes_plain_torch_and_says_why() -> None:
     choice = pick(HEADS, torch.device("cpu"))
     assert choice.operations is None

@@ -34,7 +34,6 @@ def resolved(dtype: str = "float32", device: DeviceFacts = CPU, **settings: Any)
     "setting",
     [
         {"cache_dtype": "fp8"},
-        {"quantization": "int8"},
         {"quantization": "fp8"},
         {"tensor_parallel": 2},
         {"async_batching": "on"},
@@ -92,6 +91,18 @@ def test_deterministic_is_supported_in_float32_only(dtype: str) -> None:
     with pytest.raises(ConfigError, match=f"deterministic.*{dtype}"):
         resolved(dtype, deterministic=True)
     assert resolved("float32", deterministic=True).dtype == "float32"
+
+
+@pytest.mark.parametrize(
+    ("dtype", "device"),
+    [("bfloat16", CPU), ("float16", CPU), ("float32", DeviceFacts("cuda", 80 * GIB))],
+)
+def test_int8_weights_are_supported_on_cpus_in_float32_only(
+    dtype: str, device: DeviceFacts
+) -> None:
+    with pytest.raises(ConfigError, match=f"int8 is not supported in {dtype} on {device.kind}"):
+        resolved(dtype, device, quantization="int8")
+    assert resolved("float32", CPU, quantization="int8").num_blocks > 0
 
 
 def test_auto_and_off_are_accepted_on_every_device() -> None:

@@ -51,7 +51,7 @@ def plan_of(config: Mapping[str, Any], deployment: InferenceDeployment) -> Memor
     device = device_of(deployment)
     try:
         shape = ModelShape.from_config(config)
-        check_supported(deployment.engine, dtype_of(shape, deployment.engine))
+        check_supported(deployment.engine, dtype_of(shape, deployment.engine), device.kind)
         return plan_memory(shape, deployment.engine, device)
     except UnknownFamilyError as error:
         raise PlanError("FamilyUnknown", str(error)) from None
