@@ -8,6 +8,7 @@ end the process: only the child of ``check`` runs it on input that nobody has ch
 import copy
 import ctypes
 import gc
+import json
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -34,11 +35,23 @@ MAX_STEP_ITEMS = 50_000
 MAX_INITIAL_FUEL = 1_000_000  # of a compilation: about 20 ms
 MAX_GRAMMAR_SIZE = 500_000
 _GBNF_RULE = re.compile(r"^\s*[\w-]+\s*::=", re.MULTILINE)
+# Words of a schema that a message may name: they tell what to change.
+_KEYWORDS = frozenset(
+    """additionalProperties allOf anyOf array boolean const contains dependentRequired
+    dependentSchemas else enum exclusiveMaximum exclusiveMinimum format integer items maxContains
+    maxItems maxLength maxProperties maximum minContains minItems minLength minProperties minimum
+    multipleOf null number object oneOf pattern patternProperties prefixItems properties
+    propertyNames required schema string then type unevaluatedItems unevaluatedProperties
+    uniqueItems""".split()  # noqa: SIM905 - a list of them would fill a page
+)
+_WORD = re.compile(r"\w{4,}")
 NO_OUTPUT = "allows no output: no text fulfils it"
 
 
 class GrammarError(ValueError):
-    """The source cannot be compiled; the message says why, in the library's words."""
+    """The source cannot be compiled; the message says why, in the library's words, and repeats no
+    word of the source but keywords of JSON Schema.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,17 +131,20 @@ def compile_matcher(tokenizer: LLTokenizer, outputs: StructuredOutputs) -> LLMat
     try:
         grammar = _grammar(outputs)
     except ValueError as error:
-        raise GrammarError(_brief(str(error))) from None
+        raise GrammarError(_brief(str(error), outputs.source)) from None
     matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=limits)
-    check(matcher)
+    check(matcher, outputs.source)
     return matcher
 
 
-def check(matcher: LLMatcher) -> None:
-    """Raises GrammarError when the matcher has failed; it never recovers."""
+def check(matcher: LLMatcher, source: str = "") -> None:
+    """Raises GrammarError when the matcher has failed; it never recovers. ``source``: what it was
+    compiled from, which the message may quote at compilation only.
+    """
     if matcher.is_error():
-        message = _brief(matcher.get_error())
-        raise GrammarError(NO_OUTPUT if message.startswith("NoExtension") else message)
+        error = matcher.get_error()
+        none = error.startswith("NoExtension")
+        raise GrammarError(NO_OUTPUT if none else _brief(error, source))
 
 
 def _grammar(outputs: StructuredOutputs) -> str:
@@ -158,13 +174,27 @@ def _lark(grammar: str) -> str:
         return gbnf_to_lark(grammar)
     # The converter raises its own errors, and whatever its recursion over the input raises.
     except Exception as error:  # noqa: BLE001 - the grammar is at fault
-        raise GrammarError(_brief(f"is not valid GBNF: {error}")) from None
+        raise GrammarError(_brief(f"is not valid GBNF: {error}", grammar)) from None
 
 
-def _brief(message: str) -> str:
-    """The first line, and the reason that a regular expression is refused; the others quote the
-    grammar or the library's state.
+def _brief(message: str, source: str) -> str:
+    """The first line, and the reason that a regular expression is refused, without the words that
+    they quote of the source; the other lines quote the grammar or the library's state.
     """
     first, *others = message.strip().splitlines() or [""]
     reasons = [line for line in others if line.startswith("error: ")]
-    return "; ".join([first, *reasons[:1]])[:300]
+    written = source + _unescaped(source)
+
+    def shown(word: re.Match[str]) -> str:
+        return "…" if word[0] in written and word[0] not in _KEYWORDS else word[0]
+
+    # Cut first: a message may quote the whole source.
+    return _WORD.sub(shown, "; ".join([first, *reasons[:1]])[:300])
+
+
+def _unescaped(source: str) -> str:
+    """A schema's text without escapes, as messages quote it; of other sources nothing."""
+    try:
+        return json.dumps(json.loads(source), ensure_ascii=False)
+    except (ValueError, RecursionError):
+        return ""

@@ -49,6 +49,33 @@ def test_what_cannot_be_compiled_is_refused_with_a_reason(name: str, shared: Che
     assert len(str(refused.value)) < 400
 
 
+@pytest.mark.parametrize(
+    ("kind", "source", "reason"),
+    [
+        ("regex", "(SECRET", "unclosed group"),
+        ("regex", "(?P<SECRET>a)(?P<SECRET>b)", "duplicate capture group name"),
+        ("grammar", "start: SECRET", "unknown name"),
+        ("grammar", 'start: "SECRET', "lexer error"),
+        ("grammar", "root ::= SECRET", "not found"),
+        ("grammar", 'root ::= "SECRET', "Unexpected end of input"),
+        ("json", '{"type": "SECRET"}', "Invalid type"),
+        ("json", '{"type": "\\u0053ECRET"}', "Invalid type"),
+        ("json", '{"format": "SECRET", "type": "string"}', "Unknown format"),
+        ("json", '{"$ref": "#/SECRET"}', "does not exist"),
+        ("json", '{"required": "SECRET", "type": "object"}', "Expected array for 'required'"),
+        ("json", '{"SECRET": 1, "not": {}, "uniqueItems": true}', '["not", "uniqueItems"]'),
+        ("json", '{"$schema": "https://SECRET"}', "is not present"),
+    ],
+)
+def test_a_refusal_says_why_and_quotes_nothing(
+    kind: str, source: str, reason: str, shared: Checker
+) -> None:
+    with pytest.raises(RequestError) as refused:
+        shared.check_now(StructuredOutputs.of({kind: source}))
+    assert reason in str(refused.value)
+    assert "ECRET" not in str(refused.value)
+
+
 @pytest.mark.parametrize("name", LARGE)
 def test_what_is_only_large_is_compiled(name: str, shared: Checker) -> None:
     checked = shared.check_now(StructuredOutputs.of(LARGE[name]))
