@@ -362,3 +362,65 @@ def test_the_time_of_a_comparison_does_not_tell_how_close_a_key_is(tmp_path: Pat
         return any(hmac.compare_digest(digest, each) for each in digests)
 
     assert abs(t_of(ends_early, keys[0].encode(), keys[-1].encode(), 20_000)) > 4.5
+
+
+def test_a_thousand_secrets_are_nowhere_and_odd_model_names_make_no_series(
+    model: str, tmp_path: Path
+) -> None:
+    key = "a-key-of-a-client-0123456789-0123456789"
+    (keys := tmp_path / "keys").write_text(f"{key} name=alice\n")
+    rng = random.Random(2)
+    secrets = [f"{rng.getrandbits(128):032x}" for _ in range(1000)]
+    kept: list[str] = []
+
+    def body(**fields: Any) -> bytes:
+        return json.dumps({"model": "tiny", "prompt": "x", "max_tokens": 1, **fields}).encode()
+
+    def request(content: bytes, **headers: str) -> bytes:
+        return http(
+            "POST", "/v1/completions", content, **{"Authorization": f"Bearer {key}"} | headers
+        )
+
+    def with_secret(secret: str) -> Iterator[bytes]:
+        yield request(body(prompt=secret))
+        yield request(body(), X_Request_Id=f"<{secret}>")
+        yield request(body(), Authorization=f"Bearer {secret}")
+        yield request(body(), X_Secret=secret)
+        yield request(body(n=secret))
+        yield request(body(user=secret))
+        yield request(body(cache_salt=secret))
+        yield request(body(structured_outputs={"regex": f"({secret}"}))
+        yield request(body(chat_template=secret))
+        yield request(body(**{secret: "\ud800"}))
+
+    async def sent(server: Process, requests: Iterator[bytes], status: int | None = None) -> None:
+        """Send all on 32 connections, and keep the errors."""
+
+        async def send() -> None:
+            connection = await connect(server)
+            for each in requests:
+                found, answer = await answered(connection, each)
+                assert status in {None, found}, answer
+                if found != 200:
+                    kept.append(answer.decode())
+            connection[1].close()
+
+        await asyncio.gather(*(send() for _ in range(32)))
+
+    def count(server: Process) -> int:
+        with server.client("admin") as admin:
+            kept.append(admin.get("/metrics").text)
+            return len(series(admin, "vllm:", "fairlead_"))
+
+    with serving(model, f"--api-key-file={keys}", "--log-level=debug") as server:
+        asyncio.run(sent(server, (each for secret in secrets for each in with_secret(secret))))
+        before = count(server)
+        odd = (request(body(model=f"m{number}")) for number in range(100_000))
+        asyncio.run(sent(server, odd, 404))
+        assert count(server) == before
+        server.terminate()
+        assert server.end() == 0
+        everything = "\n".join([*kept, *server.lines])
+    assert "alice" in everything
+    assert not [secret for secret in secrets if secret in everything]
+    assert key not in everything
