@@ -198,7 +198,6 @@ def _runtime(resource: InferenceDeployment, settings: Settings) -> Object:
     readiness = {
         "httpGet": {"path": "/readyz", "port": ADMIN_PORT_NAME},
         "periodSeconds": PROBE_SECONDS,
-        "timeoutSeconds": 2,
     }
     liveness = {
         "httpGet": {"path": "/healthz", "port": ADMIN_PORT_NAME},
@@ -215,8 +214,9 @@ def _runtime(resource: InferenceDeployment, settings: Settings) -> Object:
             {"name": HTTP_PORT_NAME, "containerPort": HTTP_PORT, "protocol": "TCP"},
             {"name": ADMIN_PORT_NAME, "containerPort": ADMIN_PORT, "protocol": "TCP"},
         ],
-        "startupProbe": {**readiness, "failureThreshold": deadline},
-        "readinessProbe": {**readiness, "failureThreshold": 1},
+        "startupProbe": {**readiness, "timeoutSeconds": 2, "failureThreshold": deadline},
+        # An answer counts at once. None for a moment tells of a busy node, not of this pod.
+        "readinessProbe": {**readiness, "timeoutSeconds": 5, "failureThreshold": 1},
         "livenessProbe": {**liveness, "failureThreshold": 3},
         "resources": _resources(resource, accelerators=True),
         "securityContext": _container_security(),

@@ -113,7 +113,7 @@ def test_the_deployment_of_the_demo_model_on_a_cpu() -> None:
                     "readinessProbe": {
                         "httpGet": {"path": "/readyz", "port": "admin"},
                         "periodSeconds": 2,
-                        "timeoutSeconds": 2,
+                        "timeoutSeconds": 5,
                         "failureThreshold": 1,
                     },
                     "livenessProbe": {
