@@ -7,7 +7,7 @@ model, and random weights of the shape of a model with 135 million parameters (h
 layers, 9 query and 3 key-value heads, MLP 1,536, vocabulary 49,152, tied). With --int8 the C++
 kernels with int8 weights against the same with float32 weights.
 
-    .venv/bin/python benchmarks/cpu_kernels.py [--model demo|135m] [--requests 64] [--rounds 5]
+    .venv/bin/python -m benchmarks.cpu_kernels [--model demo|135m] [--requests 64] [--rounds 5]
         [--int8]
 """
 
@@ -20,20 +20,17 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from benchmarks import models
+from benchmarks.models import VOCABULARY
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from fairlead_runtime import LLM, SamplingParams
 from fairlead_runtime.models import tiny
 
-VOCABULARY = 49152
 SHAPE: dict[str, Any] = {
+    **models.SHAPES["135 M"],
     "vocab_size": VOCABULARY,
-    "hidden_size": 576,
-    "intermediate_size": 1536,
-    "num_hidden_layers": 30,
-    "num_attention_heads": 9,
-    "num_key_value_heads": 3,
-    "max_position_embeddings": 2048,
+    "max_position_embeddings": models.LONGEST,
     "tie_word_embeddings": True,
 }
 # Settings of the two engines: the ratio is the second's speed over the first's.

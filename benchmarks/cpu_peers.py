@@ -33,10 +33,10 @@ from typing import Any, NamedTuple
 
 import torch
 from benchmarks import models, peers
+from benchmarks.cpu_engine import Request
 from benchmarks.http_peers import spread
 from tqdm import tqdm
 
-Request = tuple[list[int], int]  # prompt, new tokens
 OURS = "Fairlead"
 SLOTS = 64
 TUTORIAL_CAPS, TUTORIAL_SLOTS = (6, 50, 300, 30, 180, 45), 3
@@ -106,12 +106,7 @@ class Engine:
         return answer
 
     def close(self) -> None:
-        self._process.terminate()
-        try:
-            self._process.wait(30)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+        peers.end(self._process)
 
 
 # -- the workloads
@@ -250,6 +245,8 @@ def _shares(
     def share(seconds: float, prompts: int, new: int) -> str:
         if workload == "alone":
             return f"{4 * parameters * new / seconds / machine['read']:.0%} of reading"
+        if workload != "mixed":
+            return ""  # shared prompts are computed once
         work = 2 * parameters * (prompts + new) / seconds
         return f"{work / machine['product']:.0%} of a product"
 

@@ -165,12 +165,7 @@ class Server:
                 writer.close()
 
     def close(self) -> None:
-        self._process.terminate()
-        try:
-            self._process.wait(30)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+        peers.end(self._process)
 
 
 def prompt(number: int) -> str:

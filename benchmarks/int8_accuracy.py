@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from benchmarks.cpu_kernels import SHAPE, VOCABULARY
+from benchmarks.cpu_kernels import SHAPE
+from benchmarks.models import VOCABULARY
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 

@@ -8,7 +8,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 ROOT = Path(__file__).parents[1]
 # The tests keep clients of other projects in the same way.
@@ -49,3 +49,13 @@ OPENVINO = Peer(
     "openvino-genai",
     ("openvino-genai==2026.4.1.0", "openvino-tokenizers==2026.4.1.0", "optimum-intel==2.2.0"),
 )
+
+
+def end(process: "subprocess.Popen[Any]") -> None:
+    """End a peer's process, by force where it takes long."""
+    process.terminate()
+    try:
+        process.wait(30)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()

@@ -143,8 +143,8 @@ def check(matcher: LLMatcher, source: str = "") -> None:
     """
     if matcher.is_error():
         error = matcher.get_error()
-        none = error.startswith("NoExtension")
-        raise GrammarError(NO_OUTPUT if none else _brief(error, source))
+        empty = error.startswith("NoExtension")
+        raise GrammarError(NO_OUTPUT if empty else _brief(error, source))
 
 
 def _grammar(outputs: StructuredOutputs) -> str:

@@ -31,6 +31,13 @@ from support.serve_process import Process, hanging_device, serve, slow_device, s
 pytestmark = pytest.mark.full
 
 MB = 1_000_000
+STREAM = {  # a long one
+    "model": "tiny",
+    "prompt": [1, 2, 3],
+    "max_tokens": 900,
+    "ignore_eos": True,
+    "stream": True,
+}
 Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
@@ -221,14 +228,7 @@ def test_a_refused_body_takes_at_most_10_ms_of_the_processor_a_megabyte(model: s
 
 
 def test_two_thousand_resets_within_a_second_free_every_block_within_another(model: str) -> None:
-    body = {
-        "model": "tiny",
-        "prompt": [1, 2, 3],
-        "max_tokens": 900,
-        "ignore_eos": True,
-        "stream": True,
-    }
-    request = http("POST", "/v1/completions", json.dumps(body).encode())
+    request = http("POST", "/v1/completions", json.dumps(STREAM).encode())
     live = ("vllm:num_requests_running{", "vllm:num_requests_waiting{")
 
     async def scenario(server: Process, admin: httpx.Client) -> None:
@@ -281,13 +281,6 @@ def test_a_hung_step_shows_in_the_probes_after_5_and_60_seconds(model: str) -> N
 
 
 def test_readiness_ends_within_100_ms_of_sigterm_beside_100_streams(model: str) -> None:
-    body = {
-        "model": "tiny",
-        "prompt": [1, 2, 3],
-        "max_tokens": 900,
-        "ignore_eos": True,
-        "stream": True,
-    }
     flags = ("--drain-grace=2", "--drain-timeout=60", "--num-blocks=8192")
     reached = threading.Semaphore(0)
     ends: list[Any] = []
@@ -295,7 +288,7 @@ def test_readiness_ends_within_100_ms_of_sigterm_beside_100_streams(model: str) 
     def read(server: Process) -> None:
         with (
             server.client() as client,
-            client.stream("POST", "/v1/completions", json=body) as response,
+            client.stream("POST", "/v1/completions", json=STREAM) as response,
         ):
             events = stream_events(response)
             next(events)

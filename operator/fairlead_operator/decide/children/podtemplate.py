@@ -215,7 +215,7 @@ def _runtime(resource: InferenceDeployment, settings: Settings) -> Object:
             {"name": ADMIN_PORT_NAME, "containerPort": ADMIN_PORT, "protocol": "TCP"},
         ],
         "startupProbe": {**readiness, "timeoutSeconds": 2, "failureThreshold": deadline},
-        # An answer counts at once. None for a moment tells of a busy node, not of this pod.
+        # One answer decides. It may be late: a busy node delays it, and the pod still serves.
         "readinessProbe": {**readiness, "timeoutSeconds": 5, "failureThreshold": 1},
         "livenessProbe": {**liveness, "failureThreshold": 3},
         "resources": _resources(resource, accelerators=True),
