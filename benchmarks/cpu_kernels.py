@@ -5,10 +5,11 @@ once; then one request alone, which decodes at batch 1. Both engines are in one 
 turns, the order changing from round to round, after a warm-up; compare the ratios. Models: the demo
 model, and random weights of the shape of a model with 135 million parameters (hidden 576, 30
 layers, 9 query and 3 key-value heads, MLP 1,536, vocabulary 49,152, tied). With --int8 the C++
-kernels with int8 weights against the same with float32 weights.
+kernels with int8 weights against the same with float32 weights, with --bf16 those of a model in
+bfloat16 against float32, with --torch-bf16 against plain torch in bfloat16.
 
     .venv/bin/python -m benchmarks.cpu_kernels [--model demo|135m] [--requests 64] [--rounds 5]
-        [--int8]
+        [--int8 | --bf16 | --torch-bf16]
 """
 
 import argparse
@@ -36,6 +37,9 @@ SHAPE: dict[str, Any] = {
 # Settings of the two engines: the ratio is the second's speed over the first's.
 KERNELS = {"torch": {"kernels": "torch"}, "cpu": {"kernels": "cpu"}}
 INT8 = {"float32": {"kernels": "cpu"}, "int8": {"kernels": "cpu", "quantization": "int8"}}
+HALF = {"kernels": "cpu", "dtype": "bfloat16"}
+BF16 = {"float32": {"kernels": "cpu"}, "bfloat16": HALF}
+TORCH_BF16 = {"torch": {"kernels": "torch", "dtype": "bfloat16"}, "cpu": HALF}
 ALONE = 64  # new tokens of the request that runs alone
 
 Workload = tuple[list[dict[str, list[int]]], list[SamplingParams]]
@@ -76,7 +80,10 @@ def compare(
 ) -> None:
     engines = {
         name: LLM(
-            model, dtype="float32", allow_block_sharing=False, max_batch_tokens=512, **settings
+            model,
+            allow_block_sharing=False,
+            max_batch_tokens=512,
+            **{"dtype": "float32", **settings},
         )
         for name, settings in pair.items()
     }
@@ -106,9 +113,10 @@ def main() -> None:
     parser.add_argument("--model", choices=("demo", "135m"), default="demo")
     parser.add_argument("--requests", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--int8", action="store_true")
+    for flag, pair in (("--int8", INT8), ("--bf16", BF16), ("--torch-bf16", TORCH_BF16)):
+        parser.add_argument(flag, dest="pair", action="store_const", const=pair, default=KERNELS)
     options = parser.parse_args()
-    limits = options.requests, options.rounds, INT8 if options.int8 else KERNELS
+    limits = options.requests, options.rounds, options.pair
     if options.model == "demo":
         compare("demo:", 1000, *limits)
         return

@@ -2,7 +2,8 @@
 
 Both sides run in turn, once unmeasured and then ROUNDS times, on the same inputs; weights are many
 enough not to stay in the cache. Times are the thread's processor time, so that neighbours on a
-shared machine count less; what they take of the memory's bandwidth still counts.
+shared machine count less; what they take of the memory's bandwidth still counts. With --bf16 only
+products: bfloat16 weights in C++ against float32 ones and against torch's bfloat16.
 """
 
 import argparse
@@ -41,22 +42,22 @@ STEPS = {
 HEADS = Heads(9, 3, 64, 64, torch.float32)
 
 
-def compare(name: str, theirs: Callable[[], object], ours: Callable[[], object]) -> None:
-    """Print the medians in milliseconds, the extremes, and the ratio of the medians."""
-    times: tuple[list[float], list[float]] = ([], [])
+def compare(name: str, **sides: Callable[[], object]) -> None:
+    """Print the medians in milliseconds, the extremes, and each median over the last."""
+    times: dict[str, list[float]] = {who: [] for who in sides}
     for number in range(ROUNDS + 1):
-        for side, run in zip(times, (theirs, ours), strict=True):
+        for who, run in sides.items():
             began = time.thread_time()
             run()
             if number:
-                side.append(1e3 * (time.thread_time() - began))
+                times[who].append(1e3 * (time.thread_time() - began))
+    medians = {who: statistics.median(side) for who, side in times.items()}
     text = "  ".join(
-        f"{who} {statistics.median(side):7.2f} ms ({min(side):.2f} to {max(side):.2f})"
-        for who, side in zip(("torch", "C++"), times, strict=True)
+        f"{who} {medians[who]:7.2f} ms ({min(side):.2f} to {max(side):.2f})"
+        for who, side in times.items()
     )
-    print(
-        f"{name:32} {text}  ratio {statistics.median(times[0]) / statistics.median(times[1]):.2f}"
-    )
+    *others, last = medians.values()
+    print(f"{name:32} {text}  ratio {' '.join(f'{x / last:.2f}' for x in others)}", flush=True)
 
 
 def compare_product(
@@ -67,8 +68,21 @@ def compare_product(
     packed = [operations.pack([weight]) for weight in weights]
     compare(
         f"{tokens} x {inputs} by {outputs}, {count} weights",
-        lambda: [F.linear(x, weight) for weight in weights],
-        lambda: [operations.linear(x, weight) for weight in packed],
+        torch=lambda: [F.linear(x, weight) for weight in weights],
+        cpp=lambda: [operations.linear(x, weight) for weight in packed],
+    )
+
+
+def compare_bfloat16(operations: cpu.CpuOperations, tokens: int) -> None:
+    x, weights = torch.randn(tokens, 576), [torch.randn(3072, 576) for _ in range(12)]
+    wide = [operations.pack([weight]) for weight in weights]
+    half = [operations.pack([weight], dtype=torch.bfloat16) for weight in weights]
+    plain, given = [weight.bfloat16() for weight in weights], x.bfloat16()
+    compare(
+        f"{tokens} x 576 by 3072, 12 weights",
+        float32=lambda: [operations.linear(x, weight) for weight in wide],
+        torch=lambda: [F.linear(given, weight) for weight in plain],
+        bfloat16=lambda: [operations.linear(x, weight) for weight in half],
     )
 
 
@@ -85,17 +99,27 @@ def compare_attention(
         ]
 
     torch_attention = TorchAttention(HEADS, torch.device("cpu"))
-    compare(f"{name}, 5 layers", repeat(torch_attention), repeat(operations.attention(HEADS)))
+    compare(
+        f"{name}, 5 layers",
+        torch=repeat(torch_attention),
+        cpp=repeat(operations.attention(HEADS)),
+    )
 
 
 @torch.inference_mode()
 def main() -> None:
     parser = argparse.ArgumentParser(description="The C++ kernels against torch, on one thread.")
     parser.add_argument("--set", choices=library.INSTRUCTION_SETS, help="default: the fastest")
-    operations = cpu.load(parser.parse_args().set)
+    parser.add_argument("--bf16", action="store_true")
+    options = parser.parse_args()
+    operations = cpu.load(options.set)
     torch.set_num_threads(1)
     torch.manual_seed(0)
     print(f"torch {torch.__version__}, kernels {operations.name}, {ROUNDS} rounds")
+    if options.bf16:
+        for tokens in (1, 4, 8, 14, 64):
+            compare_bfloat16(operations, tokens)
+        return
     for sizes in PRODUCTS:
         compare_product(operations, *sizes)
     for name, rows in STEPS.items():

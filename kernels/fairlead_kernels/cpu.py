@@ -34,8 +34,13 @@ def load(instruction_set: str | None = None) -> "CpuOperations":
     return CpuOperations(library.load(instruction_set))
 
 
+# By the type of the packed weight.
+_PACK = {torch.float32: "pack", torch.bfloat16: "pack_bfloat16", torch.int8: "pack_int8"}
+
+
 class CpuOperations:
-    """``LayerOperations`` in C++. All tensors are float32 on the CPU, caches also bfloat16.
+    """``LayerOperations`` in C++. All tensors are float32 on the CPU, caches also bfloat16, packed
+    weights bfloat16 or int8.
 
     Runs on torch's threads, as many as ``torch.get_num_threads()`` says. Stateless: any thread may
     call any method.
@@ -46,13 +51,18 @@ class CpuOperations:
         self.name = functions.instruction_set
         self._panel: int = functions.panel_width()
 
-    def pack(self, weights: Sequence[Tensor], *, int8: bool = False) -> Packed:
+    def pack(
+        self,
+        weights: Sequence[Tensor],
+        *,
+        dtype: torch.dtype = torch.float32,
+        factor: float = 1.0,
+    ) -> Packed:
         """``LayerOperations.pack``. Rows are padded with zeros to a multiple of 8, 16 or 32."""
         columns = weights[0].shape[1]
         rows = sum(weight.shape[0] for weight in weights)
-        dtype = torch.int8 if int8 else torch.float32
         data = torch.empty(-(-rows // self._panel), columns, self._panel, dtype=dtype)
-        pack_rows = self.library.pack_int8 if int8 else self.library.pack
+        pack_rows = getattr(self.library, _PACK[dtype])
         self.library.use_large_pages(data.data_ptr(), data.nbytes)
         if rows % self._panel:
             data[-1].zero_()
@@ -65,9 +75,10 @@ class CpuOperations:
                     f"{columns} columns are needed"
                 )
             source = weight if weight.stride(1) == 1 else weight.contiguous()
-            if int8:
+            scale = torch.ones(weight.shape[0])
+            if dtype is torch.int8:
                 source, scale = quantize(source)
-                scales.append(scale)
+            scales.append(scale.mul_(factor))
             pack_rows(
                 data.data_ptr(),
                 source.data_ptr(),
@@ -78,7 +89,8 @@ class CpuOperations:
                 torch.get_num_threads(),
             )
             first += weight.shape[0]
-        return Packed(data, rows, columns, torch.cat(scales) if int8 else None)
+        scaled = dtype is torch.int8 or factor != 1
+        return Packed(data, rows, columns, torch.cat(scales) if scaled else None)
 
     def linear(self, x: Tensor, weight: Packed, bias: Tensor | None = None) -> Tensor:
         """``LayerOperations.linear``."""

@@ -14,6 +14,8 @@ ACTIVATIONS: dict[Activation, int] = {
     "relu": 3,
     "relu2": 4,
 }
+# As in csrc/linear.h.
+STORED = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
 CACHE_TYPES = (torch.float32, torch.bfloat16)
 
 
@@ -59,6 +61,7 @@ def weight_struct(weight: Packed, bias: Tensor | None, name: str) -> WeightStruc
         weight.columns,
         address(bias, name, weight.rows),
         address(weight.scales, "scales", weight.rows),
+        STORED[weight.data.dtype],
     )
 
 

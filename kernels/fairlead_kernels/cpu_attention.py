@@ -5,7 +5,7 @@ says how they work.
 """
 
 import ctypes
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -43,7 +43,7 @@ class CpuAttention:
         starts, lens, tables = (
             t.contiguous() for t in (ragged.query_starts, ragged.kv_lens, ragged.tables)
         )
-        ragged = RaggedRows(starts, lens, tables, ragged.block_size, ragged.window)
+        ragged = replace(ragged, query_starts=starts, kv_lens=lens, tables=tables)
         rows = library.RowsStruct(
             starts=starts.data_ptr(),
             lens=lens.data_ptr(),

@@ -20,8 +20,8 @@ class Packed:
     """A weight matrix of ``rows`` outputs and ``columns`` inputs, in the layout of the operations
     that packed it: only their ``linear`` can read ``data``.
 
-    With ``scales`` float32 [rows], ``data`` is int8, and each row of the matrix its row of data
-    times its scale.
+    ``data`` is float32, bfloat16 or int8. With ``scales`` float32 [rows], each row of the matrix is
+    its row of data times its scale.
     """
 
     data: torch.Tensor
@@ -97,9 +97,16 @@ class LayerOperations(Protocol):
 
     name: str
 
-    def pack(self, weights: Sequence[torch.Tensor], *, int8: bool = False) -> Packed:
-        """Weights [N_i, K] of equal type below each other as one matrix of the sum of N_i rows;
-        with ``int8`` as ``quantize`` rounds them.
+    def pack(
+        self,
+        weights: Sequence[torch.Tensor],
+        *,
+        dtype: torch.dtype = torch.float32,
+        factor: float = 1.0,
+    ) -> Packed:
+        """Weights float32 [N_i, K] below each other as one matrix of the sum of N_i rows, times
+        ``factor``. They are stored as ``dtype``: float32, bfloat16, to which they are rounded
+        before they are multiplied, or int8 as ``quantize`` rounds them.
 
         Copies them; a caller that drops each weight after it is packed holds little twice.
         """

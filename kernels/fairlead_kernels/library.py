@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from fairlead_kernels.not_available import NotAvailableError
 from fairlead_kernels.sources import hash_sources
 
 FOLDER = Path(__file__).parent / "native"
@@ -22,10 +23,6 @@ Pointer = ctypes.c_void_p
 Long = ctypes.c_int64
 Int = ctypes.c_int32
 Float = ctypes.c_float
-
-
-class NotAvailableError(RuntimeError):
-    """The C++ kernels cannot be used; the message says why."""
 
 
 class NormStruct(ctypes.Structure):
@@ -49,6 +46,7 @@ class WeightStruct(ctypes.Structure):
         ("columns", Long),
         ("bias", Pointer),
         ("scales", Pointer),
+        ("stored", Int),
     )
 
 
@@ -160,6 +158,7 @@ _FUNCTIONS: dict[str, tuple[tuple[type, ...], type | None]] = {
     "panel_width": ((), Int),
     "use_large_pages": ((Pointer, Long), None),
     "pack": ((Pointer, Pointer, Long, Long, Long, Long, Int), None),
+    "pack_bfloat16": ((Pointer, Pointer, Long, Long, Long, Long, Int), None),
     "pack_int8": ((Pointer, Pointer, Long, Long, Long, Long, Int), None),
     "linear": ((Pointer, Long, ctypes.POINTER(WeightStruct), Pointer, Int), None),
     "norm": (

@@ -87,12 +87,17 @@ def write(
         value_cache[slot // size, slot % size] = value[i]
 
 
-def pack(weights: Sequence[torch.Tensor], *, int8: bool = False) -> Packed:
+def pack(
+    weights: Sequence[torch.Tensor], *, dtype: torch.dtype = torch.float32, factor: float = 1.0
+) -> Packed:
     """``LayerOperations.pack``: row after row."""
-    data, scales = torch.cat(list(weights)), None
-    if int8:
+    data = torch.cat(list(weights))
+    scales = torch.ones(data.shape[0])
+    if dtype is torch.int8:
         data, scales = quantize(data)
-    return Packed(data, data.shape[0], data.shape[1], scales)
+    scaled = dtype is torch.int8 or factor != 1
+    data = data.to(dtype)
+    return Packed(data, data.shape[0], data.shape[1], scales * factor if scaled else None)
 
 
 def linear(x: torch.Tensor, weight: Packed, bias: torch.Tensor | None = None) -> torch.Tensor:

@@ -20,8 +20,12 @@ FL_EXPORT void fairlead_use_large_pages(void* data, int64_t bytes) {
 
 namespace {
 
-template <class T>
-void pack(T* packed, const T* source, int64_t rows, int64_t columns, int64_t stride, int64_t first,
+void put(float value, float* out) { *out = value; }
+void put(float value, bfloat16* out) { from_float(value, out); }
+void put(int8_t value, int8_t* out) { *out = value; }
+
+template <class T, class Source>
+void pack(T* packed, const Source* source, int64_t rows, int64_t columns, int64_t stride, int64_t first,
           int threads) {
   const int groups = int((rows + W - 1) / W);
   run(threads, [&](Team& team) {
@@ -29,8 +33,8 @@ void pack(T* packed, const T* source, int64_t rows, int64_t columns, int64_t str
       for (int64_t row = int64_t(begin) * W; row < int64_t(end) * W && row < rows; row++) {
         const int64_t at = first + row;
         T* out = packed + at / P * columns * P + at % P;
-        const T* in = source + row * stride;
-        for (int64_t k = 0; k < columns; k++) out[k * P] = in[k];
+        const Source* in = source + row * stride;
+        for (int64_t k = 0; k < columns; k++) put(in[k], out + k * P);
       }
     });
   });
@@ -42,6 +46,13 @@ void pack(T* packed, const T* source, int64_t rows, int64_t columns, int64_t str
 // packed weight. The panels' unused rows are not written.
 FL_EXPORT void fairlead_pack(float* packed, const float* source, int64_t rows, int64_t columns,
                               int64_t stride, int64_t first, int threads) {
+  pack(packed, source, rows, columns, stride, first, threads);
+}
+
+// The same into bfloat16, to which floats are rounded.
+FL_EXPORT void fairlead_pack_bfloat16(bfloat16* packed, const float* source, int64_t rows,
+                                       int64_t columns, int64_t stride, int64_t first,
+                                       int threads) {
   pack(packed, source, rows, columns, stride, first, threads);
 }
 

@@ -13,13 +13,17 @@ constexpr int TILE_ROWS = 256;
 // part of the panel stays in the second-level cache, beside the rows' parts of x.
 constexpr int DEEP = 512;
 
+// How a weight's elements are stored; cpu_arguments.py has the same numbers.
+enum Stored : int32_t { FLOAT32, BFLOAT16, INT8 };
+
 // A packed weight: [ceil(rows / P)] panels of [columns][P], zero where there are no more rows.
 struct Weight {
-  const void* data;  // floats, or with scales 8-bit integers
+  const void* data;
   int64_t rows;
   int64_t columns;
   const float* bias;    // [rows], or null
   const float* scales;  // [rows], each row's factor, or null
+  Stored stored;
 
   int panels() const { return int((rows + P - 1) / P); }
 };
@@ -44,14 +48,15 @@ void multiply_panel_of(const Weight& weight, int panel, const float* x, int rows
   }
 }
 
-// The same with scales.
+// The same with scales, for a weight of any type.
 inline void multiply_panel(const Weight& weight, int panel, const float* x, int rows, float* tile,
                            bool last) {
-  if (weight.scales == nullptr) {
-    multiply_panel_of<float>(weight, panel, x, rows, tile, last);
-    return;
+  switch (weight.stored) {
+    case FLOAT32: multiply_panel_of<float>(weight, panel, x, rows, tile, last); break;
+    case BFLOAT16: multiply_panel_of<bfloat16>(weight, panel, x, rows, tile, last); break;
+    case INT8: multiply_panel_of<int8_t>(weight, panel, x, rows, tile, last); break;
   }
-  multiply_panel_of<int8_t>(weight, panel, x, rows, tile, last);
+  if (weight.scales == nullptr) return;
   for (int half = 0; half < 2; half++) {
     const int64_t first = int64_t(panel) * P + half * W;
     const int width = int(weight.rows - first < W ? weight.rows - first : W);

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fairlead_kernels import cpu, reference
 from fairlead_kernels.attention import Heads, LayerSpec, RaggedRows
-from fairlead_kernels.layer import Activation, Layer, LayerOperations, Norm
+from fairlead_kernels.layer import Activation, Layer, LayerOperations, Norm, Packed
 from support.attention_cases import Case, make_case
 from support.full import LONG_FORM
 from support.kernel_sets import every_set
@@ -28,8 +28,13 @@ def random_layer(
     gated: bool = True,
     parallel: bool = False,
     centered: bool = False,
+    stored: torch.dtype = torch.float32,
 ) -> Layer:
     """The same for the same random state, whoever packs it."""
+
+    def pack(*weights: Tensor, factor: float = 1.0) -> Packed:
+        return operations.pack(weights, dtype=stored, factor=factor)
+
     sizes = [heads.query * heads.dim, heads.kv * heads.dim, heads.kv * heads.dim]
     matrices = [torch.randn(n, width) / width**0.5 for n in sizes]
     out = torch.randn(width, sizes[0]) / sizes[0] ** 0.5
@@ -48,18 +53,18 @@ def random_layer(
     head_norms = [Norm(torch.randn(heads.dim) / 9, 1e-5, 1.0) for _ in range(2)]
     return Layer(
         input_norm=norms[0],
-        qkv=operations.pack(matrices),
+        qkv=pack(*matrices),
         qkv_bias=vectors[0] if extras else None,
         q_norm=head_norms[0] if extras else None,
         k_norm=head_norms[1] if extras else None,
-        out=operations.pack([out]),
+        out=pack(out, factor=0.4 if extras else 1.0),
         out_bias=vectors[1] if extras else None,
         after_attention=norms[1] if extras and not parallel else None,
         mlp_norm=norms[2],
-        gate_up=operations.pack(gates),
+        gate_up=pack(*gates),
         gate_up_bias=vectors[2] if extras else None,
         activation=activation,
-        down=operations.pack([down]),
+        down=pack(down),
         down_bias=vectors[3] if extras else None,
         after_mlp=norms[3] if extras else None,
         parallel=parallel,
@@ -121,6 +126,7 @@ MANY: dict[str, Any] = {
     "centered": True,
     "window": None,
     "dtype": torch.float32,
+    "stored": torch.float32,
     "seed": 0,
 }
 
@@ -145,6 +151,7 @@ MANY: dict[str, Any] = {
     centered=st.booleans(),
     window=st.sampled_from([None, 7]),
     dtype=st.sampled_from([torch.float32, torch.float32, torch.bfloat16]),
+    stored=st.sampled_from([torch.float32, torch.bfloat16, torch.int8]),
     seed=st.integers(0, 2**31),
 )
 # More tokens than a tile of a product holds.
@@ -165,6 +172,7 @@ def test_a_chain_of_layers_is_the_references_operations_in_turn(
     centered: bool,
     window: int | None,
     dtype: torch.dtype,
+    stored: torch.dtype,
     seed: int,
 ) -> None:
     heads = Heads(group * kv, kv, dim, dim, dtype)
@@ -200,6 +208,7 @@ def test_a_chain_of_layers_is_the_references_operations_in_turn(
                 gated=gated,
                 parallel=parallel,
                 centered=centered,
+                stored=stored,
             )
             for _ in places
         ]

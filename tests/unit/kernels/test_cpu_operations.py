@@ -18,6 +18,7 @@ NAN = float("nan")
 sizes = st.integers(1, 70)
 seeds = st.integers(0, 2**31)
 activations = st.sampled_from(get_args(Activation))
+STORED = (torch.float32, torch.bfloat16, torch.int8)
 examples = settings(max_examples=400 if LONG_FORM else 50, deadline=None)
 any_activation = given(
     tokens=sizes,
@@ -47,7 +48,8 @@ def error_of_sums(terms: int, largest: float) -> float:
     rows=st.lists(sizes, min_size=1, max_size=3),
     columns=st.one_of(sizes, st.sampled_from([511, 512, 513, 1025, 1100])),
     biased=st.booleans(),
-    int8=st.booleans(),
+    dtype=st.sampled_from(STORED),
+    factor=st.sampled_from([1.0, 1.0, 0.3]),
     seed=seeds,
 )
 def test_a_product_of_any_size_is_the_references(
@@ -56,7 +58,8 @@ def test_a_product_of_any_size_is_the_references(
     rows: list[int],
     columns: int,
     biased: bool,
-    int8: bool,
+    dtype: torch.dtype,
+    factor: float,
     seed: int,
 ) -> None:
     torch.manual_seed(seed)
@@ -64,10 +67,11 @@ def test_a_product_of_any_size_is_the_references(
     x = torch.randn(tokens, columns)
     weights = [torch.randn(n, columns) for n in rows]
     bias = torch.randn(sum(rows)) if biased else None
-    packed = ours.pack(weights, int8=int8)
-    assert (packed.rows, packed.columns) == (sum(rows), columns)
+    packed = ours.pack(weights, dtype=dtype, factor=factor)
+    assert (packed.rows, packed.columns, packed.data.dtype) == (sum(rows), columns, dtype)
     got = ours.linear(x, packed, bias)
-    want = reference.linear(x.double(), reference.pack(weights, int8=int8), None)
+    packed_by_rows = reference.pack(weights, dtype=dtype, factor=factor)
+    want = reference.linear(x.double(), packed_by_rows, None)
     want = want if bias is None else want + bias
     torch.testing.assert_close(
         got.double(), want, rtol=0, atol=error_of_sums(columns, float(want.abs().max()))
@@ -75,19 +79,19 @@ def test_a_product_of_any_size_is_the_references(
 
 
 @every_set
-@pytest.mark.parametrize("int8", [False, True])
+@pytest.mark.parametrize("dtype", STORED)
 def test_a_packed_weight_of_strided_rows_holds_at_most_one_panel_more(
-    instruction_set: str, int8: bool
+    instruction_set: str, dtype: torch.dtype
 ) -> None:
     ours = operations(instruction_set)
     whole = torch.randn(40, 60)
     weights = [whole[:33, ::2], whole[:35, :30], whole.t()[:30, :30].t()]
-    packed = ours.pack(weights, int8=int8)
+    packed = ours.pack(weights, dtype=dtype)
     panel, rows = ours.library.panel_width(), 33 + 35 + 30
-    size, scales = (1, 4 * rows) if int8 else (4, 0)
+    size, scales = dtype.itemsize, 4 * rows if dtype is torch.int8 else 0
     assert 0 <= packed.nbytes - scales - rows * 30 * size < panel * 30 * size
     x = torch.randn(3, 30)
-    want = reference.linear(x, reference.pack(weights, int8=int8))
+    want = reference.linear(x, reference.pack(weights, dtype=dtype))
     torch.testing.assert_close(ours.linear(x, packed), want, atol=2e-5, rtol=1e-5)
 
 
