@@ -12,7 +12,7 @@ KERNELS := kernels/hatch_build.py $(wildcard kernels/fairlead_kernels/csrc/*)
 # Where `make images` writes operator.tar and runtime.tar, and where the tests look for them.
 IMAGES_OUT ?= build/images
 # The program that builds images (docker, podman or buildah), the image to start from, and which
-# images: operator, runtime, runtime-cuda.
+# images: operator, runtime, runtime-cuda. MAX_JOBS=N: the compilers that run at a time for the last.
 BUILDER ?=
 BASE ?=
 NAMES ?= operator runtime
@@ -31,7 +31,7 @@ $(BIN)/uv:
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet uv
 
-$(VENV)/.ready: requirements.lock pyproject.toml scripts/setup.sh $(KERNELS) | $(BIN)/uv
+$(VENV)/.ready: requirements.lock requirements-flashinfer.lock pyproject.toml scripts/setup.sh $(KERNELS) | $(BIN)/uv
 	TORCH=$(TORCH) bash scripts/setup.sh $(VENV)
 	touch $@
 
@@ -91,9 +91,15 @@ bench: setup ## the benchmarks that need no GPU, with other engines; FULL=1: all
 gpu: setup ## what needs an NVIDIA GPU
 	$(PYTEST) -m gpu
 
-lock: $(BIN)/uv ## renew requirements.lock
-	$(BIN)/uv pip compile --quiet -p $(BIN)/python --universal --generate-hashes --no-emit-index-url --no-header --upgrade \
-	  --group test --extra operator --extra runtime --extra tracing pyproject.toml -o requirements.lock
+# The CUDA image's packages have the versions of requirements.lock. Only cuda-bindings has not:
+# cuda-python names its version, and lags behind.
+LOCK := pip compile --quiet -p $(BIN)/python --universal --generate-hashes --no-emit-index-url --no-header --upgrade
+lock: $(BIN)/uv ## renew requirements.lock, that of the CUDA image and that of the tests' flashinfer
+	$(BIN)/uv $(LOCK) --group test --extra operator --extra runtime --extra tracing pyproject.toml -o requirements.lock
+	sed -n '/^cuda-bindings==/d; s/^\([a-z].*==.*\) \\$$/\1/p' requirements.lock > $(VENV)/versions.txt
+	$(BIN)/uv $(LOCK) --group cuda-kernels --extra cuda --extra tracing -c $(VENV)/versions.txt \
+	  pyproject.toml -o docker/requirements-cuda.lock
+	$(BIN)/uv $(LOCK) --no-deps --group flashinfer -o requirements-flashinfer.lock
 
 clean: ## remove .venv and caches
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

@@ -51,7 +51,8 @@ class RaggedRows:
     its newest ones. ``kv_lens`` int32 [B]: tokens of row b in the cache, this step's included, so
     its first query has position kv_lens[b] - count. ``tables`` int32 [B, W]: blocks, NULL where the
     window has passed them, undefined beyond the row's last block. ``window``: position p sees the
-    keys p-window+1..p; None: all up to p.
+    keys p-window+1..p; None: all up to p. ``group``: the index of the layer group; groups with one
+    window have rows alike and blocks of their own.
     """
 
     query_starts: torch.Tensor
@@ -59,6 +60,21 @@ class RaggedRows:
     tables: torch.Tensor
     block_size: int
     window: int | None
+    group: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class LayerKind:
+    """What a plan may depend on: all of a LayerSpec but the values of its sinks."""
+
+    scale: float
+    window: int | None = None
+    softcap: float | None = None
+    sinks: bool = False
+
+
+# The kinds of layers in each layer group of a model, in the order of the groups' indices.
+GroupKinds = tuple[frozenset[LayerKind], ...]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -74,6 +90,10 @@ class LayerSpec:
     softcap: float | None = None
     sinks: torch.Tensor | None = None
 
+    @property
+    def kind(self) -> LayerKind:
+        return LayerKind(self.scale, self.window, self.softcap, self.sinks is not None)
+
 
 class AttentionBackend(Protocol):
     """Paged attention over ragged rows. One object serves one model and holds scratch memory, so it
@@ -83,7 +103,9 @@ class AttentionBackend(Protocol):
     name: str
 
     def plan(self, ragged: RaggedRows) -> Any:
-        """Whatever does not depend on the layer, computed on the host once per step and group."""
+        """Whatever does not depend on the layer, computed on the host once per step and group. It
+        may end the group's plan of the step before.
+        """
 
     def run(
         self,

@@ -8,13 +8,19 @@ from dataclasses import dataclass
 
 import torch
 
-from fairlead_kernels import cpu
-from fairlead_kernels.attention import AttentionBackend, Heads
+from fairlead_kernels import cpu, flashinfer_package
+from fairlead_kernels.attention import AttentionBackend, GroupKinds, Heads
 from fairlead_kernels.cpu import CpuOperations
 from fairlead_kernels.cpu_attention import CpuAttention
+from fairlead_kernels.flashinfer_attention import SUPPORTED, FlashinferAttention
+from fairlead_kernels.flashinfer_package import FlashinferPackage
+from fairlead_kernels.flashinfer_proof import prove
 from fairlead_kernels.layer import LayerOperations
-from fairlead_kernels.library import NotAvailableError
+from fairlead_kernels.not_available import NotAvailableError
 from fairlead_kernels.torch_attention import TorchAttention
+
+# The oldest GPUs, by their compute capability, that flashinfer's kernels run on in each type.
+OLDEST_GPU = {torch.float16: (7, 5), torch.bfloat16: (8, 0)}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -31,14 +37,18 @@ class BackendChoice:
         return f"{self.attention.name} ({self.reason})" if self.reason else self.attention.name
 
 
-def pick(heads: Heads, device: torch.device, kernels: str = "auto") -> BackendChoice:
-    """The kernels for a model with these heads on this device: with ``auto`` the fastest, ``cpu``
-    those in C++, with ``torch`` plain torch, which runs on every device.
+def pick(
+    heads: Heads, kinds: GroupKinds, device: torch.device, kernels: str = "auto"
+) -> BackendChoice:
+    """The kernels for a model with these heads and kinds of layers on this device: with ``auto``
+    the fastest that can serve it, ``cpu`` those in C++, ``flashinfer`` its attention, with
+    ``torch`` plain torch, which runs on every device.
 
-    Raises NotAvailableError when ``cpu`` is asked for and ``cpu_operations`` raises it.
+    Raises NotAvailableError with the reason when ``cpu`` or ``flashinfer`` is asked for and cannot
+    serve the model.
     """
     reason = ""
-    if kernels != "torch":
+    if kernels == "cpu" or (kernels == "auto" and device.type == "cpu"):
         try:
             operations = cpu_operations(device.type, heads.dtype)
         except NotAvailableError as error:
@@ -47,13 +57,23 @@ def pick(heads: Heads, device: torch.device, kernels: str = "auto") -> BackendCh
             reason = f"; no C++ kernels: {error}"
         else:
             return BackendChoice(CpuAttention(heads, operations.library), operations)
+    if kernels == "flashinfer" or (kernels == "auto" and device.type == "cuda"):
+        try:
+            package = flashinfer_for(heads, device)
+            attention = FlashinferAttention(heads, kinds, device, package)
+            prove(attention, device)
+        except NotAvailableError as error:
+            if kernels == "flashinfer":
+                raise
+            reason = f"; no flashinfer: {error}"
+        else:
+            return BackendChoice(attention, None, f"attention by flashinfer {package.version}")
     target = (
         f"{torch.get_num_threads()} CPU threads"
         if device.type == "cpu"
         else f"{device.type}, portable kernels"
     )
-    attention = TorchAttention(heads, device)
-    return BackendChoice(attention, None, f"plain torch on {target}{reason}")
+    return BackendChoice(TorchAttention(heads, device), None, f"plain torch on {target}{reason}")
 
 
 def cpu_operations(device: str, dtype: torch.dtype) -> CpuOperations:
@@ -62,7 +82,25 @@ def cpu_operations(device: str, dtype: torch.dtype) -> CpuOperations:
     """
     if device != "cpu":
         raise NotAvailableError(f"the model runs on {device}")
-    if dtype is not torch.float32:
+    if dtype not in (torch.float32, torch.bfloat16):
         name = str(dtype).removeprefix("torch.")
-        raise NotAvailableError(f"they compute in float32, the model in {name}")
+        raise NotAvailableError(f"they have weights in float32 or bfloat16, the model in {name}")
     return cpu.load()
+
+
+def flashinfer_for(heads: Heads, device: torch.device) -> FlashinferPackage:
+    """The package, for a model with these heads on this device. Raises NotAvailableError with the
+    reason where it cannot serve the model, whatever its layers are like.
+    """
+    if device.type != "cuda":
+        raise NotAvailableError(f"the model runs on {device.type}")
+    SUPPORTED.check_heads(heads)
+    found = torch.cuda.get_device_capability(device)
+    needed = OLDEST_GPU[heads.dtype]
+    if found < needed:
+        name = str(heads.dtype).removeprefix("torch.")
+        raise NotAvailableError(
+            f"in {name} flashinfer needs a GPU of compute capability {needed[0]}.{needed[1]}, this "
+            f"one has {found[0]}.{found[1]}"
+        )
+    return flashinfer_package.load()

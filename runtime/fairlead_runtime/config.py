@@ -100,7 +100,7 @@ class EngineConfig:
     dtype: Dtype = knob(
         "auto",
         "type of weights and activations; auto: the checkpoint's",
-        when="float32 on CPUs without bfloat16 arithmetic.",
+        when="float32 where text must not depend on rounding; it takes twice the memory.",
         cr="engine.dtype",
     )
     device: Device = knob(
@@ -110,8 +110,8 @@ class EngineConfig:
     )
     kernels: Kernels = knob(
         "auto",
-        "kernels of layers and attention; cpu: C++ in float32, or refuse to start; auto: the "
-        "fastest that can serve the model",
+        "kernels of layers and attention; cpu: C++, for float32 and bfloat16, flashinfer: its "
+        "attention on a GPU, or refuse to start; auto: the fastest that can serve the model",
         when="torch to find out whether a kernel causes a fault.",
     )
     quantization: Quantization = knob(

@@ -8,6 +8,7 @@ change that implements a value changes its row, and nothing else refuses it. Pur
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields
+from typing import Literal
 
 from fairlead_runtime.config import ConfigError, EngineConfig, flag_of
 
@@ -21,7 +22,7 @@ class Limit:
 
     ``refused`` names the other values, ``reason`` says why they do not work. With ``dtypes`` the
     other values, or only those in ``sometimes``, work too while the model runs in one of these
-    types, and where ``on_cpu`` is set on a CPU.
+    types and, where ``only_on`` is set, on such a device.
     """
 
     field: str
@@ -30,7 +31,7 @@ class Limit:
     reason: str
     dtypes: tuple[str, ...] = ()
     sometimes: tuple[Setting, ...] = ()
-    on_cpu: bool = False
+    only_on: Literal["", "cpu", "cuda"] = ""
 
     @property
     def path(self) -> str:
@@ -44,7 +45,7 @@ class Limit:
         if not self.dtypes:
             return values
         others = f"{' or '.join(map(_shown, self.sometimes))} with " if self.sometimes else ""
-        device = " on a CPU" if self.on_cpu else ""
+        device = {"": "", "cpu": " on a CPU", "cuda": " on a GPU"}[self.only_on]
         return f"{values}, or {others}dtype {' or '.join(self.dtypes)}{device}"
 
     def refuses(
@@ -58,8 +59,8 @@ class Limit:
             return False
         if not self.dtypes or (self.sometimes and value not in self.sometimes):
             return True
-        elsewhere = self.on_cpu and (device or config.device) not in ("auto", "cpu")
-        return elsewhere or (dtype or config.dtype) not in ("auto", *self.dtypes)
+        elsewhere = self.only_on and (device or config.device) not in ("auto", self.only_on)
+        return bool(elsewhere) or (dtype or config.dtype) not in ("auto", *self.dtypes)
 
     @property
     def rule(self) -> str:
@@ -68,8 +69,9 @@ class Limit:
             return f"self in {_literals(self.works)}"
         conditions = [f"self.{self.path} in {_literals(self.sometimes)}"] if self.sometimes else []
         conditions.append(f"self.engine.dtype in {_literals(('auto', *self.dtypes))}")
-        if self.on_cpu:
-            conditions.append("self.resources.accelerator.count == 0")
+        if self.only_on:
+            count = {"cpu": "== 0", "cuda": "> 0"}[self.only_on]
+            conditions.append(f"self.resources.accelerator.count {count}")
         return f"self.{self.path} in {_literals(self.works)} || {' && '.join(conditions)}"
 
     @property
@@ -88,7 +90,7 @@ NOT_YET = (
         "other kernels take weights of the model's type",
         dtypes=("float32",),
         sometimes=("int8",),
-        on_cpu=True,
+        only_on="cpu",
     ),
     Limit("tensor_parallel", (1,), "above 1", "a model runs on one accelerator"),
     Limit(
@@ -98,7 +100,15 @@ NOT_YET = (
         "rounding there depends on the other requests in the batch",
         dtypes=("float32",),
     ),
-    Limit("kernels", ("auto", "torch", "cpu"), "flashinfer", "its kernels are not used yet"),
+    Limit(
+        "kernels",
+        ("auto", "torch", "cpu"),
+        "flashinfer on a CPU or in float32",
+        "its kernels run on GPUs, in float16 and bfloat16",
+        dtypes=("float16", "bfloat16"),
+        sometimes=("flashinfer",),
+        only_on="cuda",
+    ),
     Limit("async_batching", ("auto", "off"), "on", "steps are prepared one after another"),
     Limit("cuda_graphs", ("auto", "off"), "on", _NO_GRAPHS),
     # Without graphs the next three change nothing. They stay in the resource, whose fields are
@@ -125,7 +135,7 @@ def check_supported(
             value = _shown(getattr(config, limit.field))
             runs_in, runs_on = dtype or config.dtype, device or config.device
             below = f" in {runs_in}" if limit.dtypes and runs_in != "auto" else ""
-            there = f" on {runs_on}" if limit.on_cpu and runs_on != "auto" else ""
+            there = f" on {runs_on}" if limit.only_on and runs_on != "auto" else ""
             raise ConfigError(
                 limit.field,
                 f"{value} is not supported{below}{there} yet: {limit.reason}",

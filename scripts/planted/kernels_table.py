@@ -3,8 +3,15 @@
 from planted.bug import PackageBug
 
 KERNELS = "kernels/fairlead_kernels"
-TORCH_ATTENTION, CACHE_WRITE, SAMPLE = (
-    f"{KERNELS}/{name}.py" for name in ("torch_attention", "cache_write", "sample")
+TORCH_ATTENTION, CACHE_WRITE, SAMPLE, FLASHINFER, FLASHINFER_PLAN = (
+    f"{KERNELS}/{name}.py"
+    for name in (
+        "torch_attention",
+        "cache_write",
+        "sample",
+        "flashinfer_attention",
+        "flashinfer_plan",
+    )
 )
 ATTENTION_C, LAYERS_C, LINEAR_C, NORM_C, PRODUCT_C, ROPE_C, SIMD_C, TEAM_C = (
     f"{KERNELS}/csrc/{name}"
@@ -22,6 +29,7 @@ ATTENTION_C, LAYERS_C, LINEAR_C, NORM_C, PRODUCT_C, ROPE_C, SIMD_C, TEAM_C = (
 C_OPERATIONS, C_ATTENTION, C_LAYERS = (
     (f"unit/kernels/test_cpu_{name}.py",) for name in ("operations", "attention", "layers")
 )
+ON_FLASHINFER = ("unit/kernels/test_flashinfer_attention.py",)
 
 BUGS = (
     PackageBug(
@@ -57,6 +65,34 @@ BUGS = (
         f"{KERNELS}/csrc/linear.h",
         "load(weight.scales + first)",
         "load(weight.scales + int64_t(panel) * P)",
+        C_OPERATIONS,
+    ),
+    PackageBug(
+        "weights are cut to bfloat16 in place of rounded",
+        LINEAR_C,
+        "void put(float value, bfloat16* out) { from_float(value, out); }",
+        "void put(float value, bfloat16* out) { memcpy(out, (char*)&value + 2, 2); }",
+        C_OPERATIONS,
+    ),
+    PackageBug(
+        "the last rows of a weight are packed a vector at a time",
+        LINEAR_C,
+        "int64_t(end) * W && row < rows; row++",
+        "int64_t(end) * W && row + W <= rows; row++",
+        C_OPERATIONS,
+    ),
+    PackageBug(
+        "the factor of a weight that is not int8 is lost",
+        f"{KERNELS}/cpu.py",
+        "scaled = dtype is torch.int8 or factor != 1",
+        "scaled = dtype is torch.int8",
+        C_OPERATIONS,
+    ),
+    PackageBug(
+        "the factor of an int8 weight is lost",
+        f"{KERNELS}/cpu.py",
+        "scales.append(scale.mul_(factor))",
+        "scales.append(scale if dtype is torch.int8 else scale.mul_(factor))",
         C_OPERATIONS,
     ),
     PackageBug(
@@ -276,5 +312,103 @@ BUGS = (
         ".clamp_(min=2.0**-24 - 1)",
         "",
         ("unit/device/test_sample_kernels.py",),
+    ),
+    PackageBug(
+        "flashinfer: a window sees one key more",
+        FLASHINFER,
+        "else window - 1",
+        "else window",
+        ON_FLASHINFER,
+    ),
+    PackageBug(
+        "flashinfer: a prefill sees the keys behind its query",
+        FLASHINFER,
+        "                causal=True,\n",
+        "",
+        ON_FLASHINFER,
+    ),
+    PackageBug(
+        "flashinfer: a row's blocks begin with what its last query sees",
+        FLASHINFER_PLAN,
+        "lens - counts - ragged.window + 1",
+        "lens - ragged.window",
+        ON_FLASHINFER,
+    ),
+    PackageBug(
+        "flashinfer: a window's rows begin with a block that they do not see",
+        FLASHINFER_PLAN,
+        "lens - counts - ragged.window + 1",
+        "lens - counts - ragged.window",
+        ON_FLASHINFER,
+    ),
+    PackageBug(
+        "flashinfer: a last block that is full counts as empty",
+        FLASHINFER_PLAN,
+        "(lens - 1) % size + 1",
+        "lens % size",
+        ON_FLASHINFER,
+    ),
+    PackageBug(
+        "flashinfer: a plan overwrites the memory that the last one is copied from",
+        FLASHINFER,
+        "        self._copied.synchronize()\n",
+        "",
+        ON_FLASHINFER,
+    ),
+    PackageBug(
+        "flashinfer: nobody knows when a plan has been copied",
+        FLASHINFER,
+        "        self._copied.record()\n",
+        "",
+        ON_FLASHINFER,
+    ),
+    PackageBug(
+        "flashinfer: a plan keeps the memory of the step's rows",
+        FLASHINFER_PLAN,
+        "ragged.query_starts.numpy().copy()",
+        "ragged.query_starts.numpy()",
+        ON_FLASHINFER,
+    ),
+    PackageBug(
+        "flashinfer: a step with one decode runs on the decode wrapper",
+        FLASHINFER_PLAN,
+        "(counts == 1).all()",
+        "(counts == 1).any()",
+        ON_FLASHINFER,
+    ),
+    PackageBug(
+        "flashinfer: queries are planned in the package's default type",
+        FLASHINFER,
+        '            "q_data_type": h.dtype,\n',
+        "",
+        ON_FLASHINFER,
+    ),
+    PackageBug(
+        "flashinfer: scores are not capped",
+        FLASHINFER,
+        '            "logits_soft_cap": kind.softcap,\n',
+        "",
+        ON_FLASHINFER,
+    ),
+    PackageBug(
+        "flashinfer: a plan of an earlier step is run",
+        FLASHINFER,
+        "is not plan:",
+        "is None:",
+        ON_FLASHINFER,
+    ),
+    PackageBug(
+        "flashinfer: decodes lack the kernels of some ratios of heads",
+        FLASHINFER,
+        "use_tensor_cores=True",
+        "use_tensor_cores=False",
+        ON_FLASHINFER,
+    ),
+    PackageBug(
+        "flashinfer: a kernel that computes nonsense is taken",
+        f"{KERNELS}/flashinfer_proof.py",
+        "if not difference <= TOLERANCE:",
+        "if difference > 1 / TOLERANCE:",
+        ON_FLASHINFER,
     ),
 )

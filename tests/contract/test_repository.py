@@ -83,8 +83,9 @@ def test_the_check_finds_every_forbidden_construct(source: str) -> None:
     assert violations(source)
 
 
-def test_the_lock_has_hashes_and_no_download_url() -> None:
-    lock = (ROOT / "requirements.lock").read_text()
+@pytest.mark.parametrize("name", ["requirements.lock", "docker/requirements-cuda.lock"])
+def test_a_lock_has_hashes_and_no_download_url(name: str) -> None:
+    lock = (ROOT / name).read_text()
     entries = re.findall(r"^([a-z0-9][a-z0-9._-]*)==", lock, flags=re.MULTILINE)
     assert len(entries) > 50
     assert "://" not in lock

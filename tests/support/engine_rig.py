@@ -28,6 +28,7 @@ from fairlead_runtime.request import FinishReason, Request, SamplingParams
 from fairlead_runtime.scheduling.plan import Finished, Limits, Result, Work
 from fairlead_runtime.scheduling.scheduler import Scheduler, SchedulerStats
 from fairlead_runtime.sizing.groups import LayerGroup, group_layers
+from support import flashinfer_standin
 
 # Threads do not speed up tiny matrices; on shared cores they slow them down a hundredfold.
 torch.set_num_threads(1)
@@ -126,9 +127,11 @@ def run_to_end(
     return outcome
 
 
-def paged(family: str, **overrides: Any) -> PagedModel:
+def paged(family: str, *, bfloat16: bool = False, **overrides: Any) -> PagedModel:
     """A tiny model on our paged attention."""
     model = tiny.build(family, **overrides)
+    if bfloat16:
+        model = model.to(torch.bfloat16)
     rope.pin(model, MAX_LEN)
     return PagedModel(model, families.check(model.config))
 
@@ -139,6 +142,7 @@ class Rig:
 
     ``kernels``: torch, or cpu for fused layers: in C++ where it is built, else by the reference.
     int8 is cpu with int8 weights; their reference, rounded, computes in torch with the same.
+    flashinfer is its attention on the stand-in of its wrappers.
     """
 
     def __init__(self, family: str, kernels: str = "torch") -> None:
@@ -149,7 +153,7 @@ class Rig:
         # transformers cannot run fused layers.
         plain = {"cpu": "torch", "int8": "rounded"}.get(kernels)
         self._unfused = rig(family, plain) if plain else self
-        self._kernels = "auto" if plain else "torch"
+        self._kernels = kernels if kernels == "flashinfer" else "auto" if plain else "torch"
         operations = self._choice().operations or (reference if plain else None)
         self.fusion = fuse(self.model, operations, int8=kernels == "int8")
         self.groups: tuple[LayerGroup, ...] = group_layers(self.model.windows)
@@ -177,7 +181,10 @@ class Rig:
         )
 
     def _choice(self) -> BackendChoice:
-        return pick(self.model.heads, self.model.device, self._kernels)
+        if self._kernels == "flashinfer":
+            attention = flashinfer_standin.attention(self.model.heads, self.model.kinds)
+            return BackendChoice(attention, None)
+        return pick(self.model.heads, self.model.kinds, self.model.device, self._kernels)
 
     def run(self, setting: Setting, arrivals: Iterable[tuple[int, Request]]) -> Outcome:
         scheduler = Scheduler(setting.limits(len(self.groups)), self.groups, b"rig")

@@ -3,12 +3,13 @@
 import pytest
 
 from fairlead_kernels import library
+from fairlead_kernels.not_available import NotAvailableError
 
 
 def _available() -> list[str]:
     try:
         return library.supported()
-    except library.NotAvailableError:
+    except NotAvailableError:
         return []
 
 

@@ -117,7 +117,11 @@ class BatchBuilder:
             slot, tensor = self._slots[group.index].take(total)
             slot[:] = blocks * self._block_size + at % self._block_size
             slots.append(tensor)
-            ragged.append(RaggedRows(query_starts, kv_lens, tables, self._block_size, group.window))
+            ragged.append(
+                RaggedRows(
+                    query_starts, kv_lens, tables, self._block_size, group.window, group.index
+                )
+            )
 
         samples = np.array([row.samples for row in rows])
         index = torch.from_numpy(ends[samples] - 1)

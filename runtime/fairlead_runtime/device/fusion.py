@@ -5,16 +5,25 @@ after the other) and the fused layer's chain of operations. A replaced layer dro
 at once, so that no more than one layer is held twice; transformers' code can then no longer compute
 it.
 
+A model in bfloat16 is recorded and compared in float32, one layer at a time with its weights
+widened: the comparison can then tell a wrong function from rounding. Its packed weights are the
+same bfloat16 values, its fused layers compute in float32, and between two runs of them hidden
+states are bfloat16 as elsewhere in the model.
+
 Weights that will be packed as int8 are first rounded where they are, in float32. So transformers'
 code computes with the very weights that serve, and every comparison judges the kernels alone.
 """
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+from torch.utils.hooks import RemovableHandle
 
 from fairlead_kernels.attention import Heads, LayerSpec
 from fairlead_kernels.cpu import CpuOperations
@@ -51,11 +60,12 @@ class Fusion:
     fused: int
     layers: int
     reason: str = ""
-    int8: bool = False  # their weights
+    stored: torch.dtype = torch.float32  # their weights
 
     def __str__(self) -> str:
         why = f" ({self.reason})" if self.reason else ""
-        weights = ", int8 weights" if self.int8 else ""
+        name = str(self.stored).removeprefix("torch.")
+        weights = f", {name} weights" if self.fused and self.stored is not torch.float32 else ""
         return f"fused {self.fused}/{self.layers} layers{why}{weights}"
 
 
@@ -69,8 +79,10 @@ class RopeArgument:
     in_pairs: bool
 
     def read(self, given: Rope) -> Rope:
-        """Cosines and sines [1, T, R] as the model gives them → [T, R] as operations take them."""
-        cos, sin = given
+        """Cosines and sines [1, T, R] as the model gives them → float32 [T, R] as operations take
+        them.
+        """
+        cos, sin = given[0].float(), given[1].float()
         return (halves_of(cos[0]), halves_of(sin[0])) if self.in_pairs else (cos[0], sin[0])
 
 
@@ -165,14 +177,20 @@ class FusedRun:
 
         def forward(hidden_states: Tensor, *_: Any, **arguments: Any) -> Tensor:
             if place == 0:
-                self._ropes.clear()
-                self._known.clear()
+                self._forget()  # what a failed pass has left
             rope = self._layers[place].rope
             self._note_rope(rope, arguments.get(rope.name), hidden_states)
-            last = place + 1 == len(self._layers)
-            return self._run(hidden_states[0])[None] if last else hidden_states
+            if place + 1 < len(self._layers):
+                return hidden_states
+            result = self._run(hidden_states[0].float())[None].to(hidden_states.dtype)
+            self._forget()
+            return result
 
         return forward
+
+    def _forget(self) -> None:
+        self._ropes.clear()
+        self._known.clear()
 
     def _note_rope(self, argument: RopeArgument, given: Rope | None, x: Tensor) -> None:
         """The same tensors for layers that are given the same."""
@@ -182,6 +200,7 @@ class FusedRun:
         self._ropes.append(self._known[key])
 
     def _run(self, x: Tensor) -> Tensor:
+        """Hidden states float32 [T, hidden] in and out."""
         current = CURRENT_PASS.get()
         if not isinstance(current, CachedPass):
             message = "fused layers run only inside PagedModel.forward"
@@ -219,10 +238,41 @@ def round_weights(model: PagedModel) -> None:
             matrix.stored.copy_(dequantize(*quantize(matrix.stored)))
 
 
+@contextmanager
+def computed_in_float32(model: PagedModel) -> Iterator[None]:
+    """Inside the ``with`` block every layer that fits computes in float32, as its fused one will,
+    by transformers' code; nothing changes for a model in float32.
+    """
+    dtype = model.heads.dtype
+    fitting = [] if dtype is torch.float32 else _fitting(model)
+    hooks = [hook for layer in fitting for hook in _in_float32(layer, dtype)]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+@torch.inference_mode()
+def _fitting(model: PagedModel) -> list[nn.Module]:
+    layers, found = _decoder_layers(model) or [], list[nn.Module]()
+    for layer, recorded in zip(layers, _record(model, layers), strict=True):
+        widened = _Widened(layer)
+        try:
+            recognize(_recording(recorded)[0])
+            found.append(layer)
+        except DoesNotFitError:
+            pass  # `fuse` gives the reason
+        finally:
+            widened.narrow()
+    return found
+
+
 @torch.inference_mode()
 def fuse(model: PagedModel, operations: LayerOperations | None, *, int8: bool = False) -> Fusion:
-    """Replace every layer that fits by a fused one on these operations; without any, none. With
-    ``int8`` pack weights that ``round_weights`` has rounded as integers.
+    """Replace every layer that fits by a fused one on these operations; without any, none. Weights
+    are packed in the model's type, or with ``int8`` as the integers to which ``round_weights`` has
+    rounded them.
 
     The result of each fused layer, packed weights and all, is compared with the original's first;
     a layer that differs keeps its own code and weights.
@@ -235,11 +285,14 @@ def fuse(model: PagedModel, operations: LayerOperations | None, *, int8: bool = 
     fused: list[FusedLayer] = []
     reasons: dict[str, int] = {}
     shared = _shared_parameters(model.model)
+    stored = torch.int8 if int8 else model.heads.dtype
     for index, recorded in enumerate(_record(model, layers)):
+        widened = _Widened(layers[index])
         try:
-            layer = _fused(index, recorded, shared, model, operations, int8=int8)
+            layer = _fused(index, recorded, shared, model, operations, stored)
         except DoesNotFitError as error:
             reasons.setdefault(str(error), index)
+            widened.narrow()
             continue
         model.packed += layer.tensors()
         fused.append(layer)
@@ -249,7 +302,7 @@ def fuse(model: PagedModel, operations: LayerOperations | None, *, int8: bool = 
             original: Any = layers[part.index]  # torch types each attribute as tensor or module
             original.forward = joined.forward_of(place)
     reason = "; ".join(f"layer {index}: {text}" for text, index in reasons.items())
-    return Fusion(len(fused), total, reason, int8)
+    return Fusion(len(fused), total, reason, stored)
 
 
 def _runs(fused: Sequence[FusedLayer]) -> list[list[FusedLayer]]:
@@ -262,6 +315,24 @@ def _runs(fused: Sequence[FusedLayer]) -> list[list[FusedLayer]]:
         else:
             runs.append([layer])
     return runs
+
+
+class _Widened:
+    """A layer whose weights and buffers of other types are float32 from now on, with the same
+    values: transformers' code computes in float32.
+    """
+
+    def __init__(self, layer: nn.Module) -> None:
+        self._types: list[tuple[Tensor, torch.dtype]] = []
+        for tensor in itertools.chain(layer.parameters(), layer.buffers()):
+            if tensor.is_floating_point() and tensor.dtype is not torch.float32:
+                self._types.append((tensor, tensor.dtype))
+                tensor.data = tensor.data.float()
+
+    def narrow(self) -> None:
+        """Take the types back."""
+        for tensor, dtype in self._types:
+            tensor.data = tensor.data.to(dtype)
 
 
 @dataclass(slots=True)
@@ -294,12 +365,12 @@ class _RecordingPass(ProbePass):
 
 
 class _ScratchPass(CachedPass):
-    """One short sequence in a cache of its own."""
+    """One short sequence in a float32 cache of its own."""
 
     def __init__(self, heads: Heads, device: torch.device) -> None:
         size = (1, TOKENS, heads.kv)
-        keys = torch.zeros(*size, heads.dim, dtype=heads.dtype, device=device)
-        values = torch.zeros(*size, heads.value_dim, dtype=heads.dtype, device=device)
+        keys = torch.zeros(*size, heads.dim, device=device)
+        values = torch.zeros(*size, heads.value_dim, device=device)
         self._cached = CachedLayer(keys, values, torch.arange(TOKENS, device=device))
 
     def cached(self, _layer: int) -> CachedLayer:
@@ -324,7 +395,9 @@ def _decoder_layers(model: PagedModel) -> list[nn.Module] | None:
 
 
 def _record(model: PagedModel, layers: list[nn.Module]) -> list[_Recorded]:
-    """One pass of random tokens at positions spread over the model's context."""
+    """One pass of random tokens at positions spread over the model's context, each layer in
+    float32.
+    """
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(model.vocabulary, (TOKENS,), generator=generator)
     longest = getattr(model.model.config, "max_position_embeddings", None) or TOKENS
@@ -338,6 +411,8 @@ def _record(model: PagedModel, layers: list[nn.Module]) -> list[_Recorded]:
             for module in layer.modules()
             if module is not layer and any(True for _ in module.parameters(recurse=False))
         ]
+        if model.heads.dtype is not torch.float32:
+            hooks += _in_float32(layer, model.heads.dtype)
     try:
         step = _RecordingPass(torch.tensor([0], device=model.device), recorded)
         model.run(ids.to(model.device), positions.to(model.device), step)
@@ -357,6 +432,31 @@ def _module_hook(place: _Recorded) -> Any:
     return record
 
 
+def _in_float32(layer: nn.Module, dtype: torch.dtype) -> list[RemovableHandle]:
+    """Hooks, after the recording ones, with which a layer of another type computes in float32:
+    inputs and weights are widened before, weights and hidden states narrowed after.
+    """
+    widened: list[_Widened] = []
+
+    def widen(_module: nn.Module, inputs: tuple[Any, ...], arguments: dict[str, Any]) -> Any:
+        widened.append(_Widened(layer))
+        return _cast((inputs, arguments), dtype, torch.float32)
+
+    def narrow(_module: nn.Module, _inputs: Any, output: Any) -> Any:
+        widened.pop().narrow()
+        return _cast(output, torch.float32, dtype)
+
+    return [
+        layer.register_forward_pre_hook(widen, with_kwargs=True),
+        layer.register_forward_hook(narrow),
+    ]
+
+
+def _cast(values: Any, given: torch.dtype, wanted: torch.dtype) -> Any:
+    """The same with every tensor of the one type in the other."""
+    return tree_map_only(Tensor, lambda x: x.to(wanted) if x.dtype is given else x, values)
+
+
 def _layer_hook(place: _Recorded) -> Any:
     def record(
         _module: nn.Module, inputs: tuple[Any, ...], arguments: dict[str, Any], output: Any
@@ -374,8 +474,7 @@ def _fused(
     shared: set[int],
     model: PagedModel,
     operations: LayerOperations,
-    *,
-    int8: bool,
+    stored: torch.dtype,
 ) -> FusedLayer:
     """The fused layer, proven equal to the original, whose matrices are dropped. Raises
     DoesNotFitError.
@@ -386,7 +485,7 @@ def _fused(
         raise DoesNotFitError("it shares weights with another module")
     spec = spec_of(parts.call, model.windows[index])
     argument = RopeArgument(rope if parts.rotates else "", parts.rope_in_pairs)
-    layer = parts.pack(operations, int8=int8)
+    layer = parts.pack(operations, stored)
     fused = FusedLayer(index, layer, spec, parts.call, argument, operations)
     step = _ScratchPass(model.heads, model.device)
     x = recording.input

@@ -10,13 +10,13 @@ family that differs in a detail does not fit and runs as transformers wrote it.
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Self, get_args
+from typing import Self, get_args
 
 import torch
 from torch import Tensor, nn
 
 from fairlead_kernels import reference
-from fairlead_kernels.layer import Activation, Layer, LayerOperations, Norm
+from fairlead_kernels.layer import Activation, Layer, LayerOperations, Norm, Packed
 from fairlead_runtime.device.attention import AttentionCall
 
 # Two results of float32 are equal within this share of their size; other functions differ by more.
@@ -62,21 +62,23 @@ class Recording:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Matrix:
-    """The weights [N, K] and bias [N] of a module that multiplies by them. What a layer multiplies
-    the result by (Granite) becomes part of them. ``stored`` is a view of the module's own weights
-    [N, K], of which ``weight`` may be a multiple with its rows in another order.
+    """The weights [N, K] and bias [N] of a module that multiplies by them. ``stored`` is a view of
+    the module's own weights [N, K], of which ``weight`` may have the rows in another order. What a
+    layer multiplies the result by (Granite) is the ``factor`` of the weights, and already part of
+    ``bias``.
     """
 
     module: nn.Module
     stored: Tensor
     weight: Tensor
     bias: Tensor | None
+    factor: float = 1.0
 
     def scaled(self, by: float) -> Self:
         if by == 1:
             return self
         bias = None if self.bias is None else self.bias * by
-        return replace(self, weight=self.weight * by, bias=bias)
+        return replace(self, bias=bias, factor=self.factor * by)
 
     def ordered(self, rows: Tensor) -> Self:
         """With its rows, and so its results, in this order."""
@@ -111,11 +113,14 @@ class LayerParts:
     def matrices(self) -> list[Matrix]:
         return [*self.qkv, self.out, *self.gate_up, self.down]
 
-    def pack(self, operations: LayerOperations, *, int8: bool = False) -> Layer:
-        """The layer with its matrices packed for these operations; copies them."""
+    def pack(self, operations: LayerOperations, dtype: torch.dtype = torch.float32) -> Layer:
+        """The layer with its matrices packed for these operations, stored as ``dtype``; copies
+        them.
+        """
 
-        def pack(*matrices: Matrix) -> Any:
-            return operations.pack([matrix.weight for matrix in matrices], int8=int8)
+        def pack(*matrices: Matrix) -> Packed:
+            (factor,) = {matrix.factor for matrix in matrices}
+            return operations.pack([x.weight for x in matrices], dtype=dtype, factor=factor)
 
         return Layer(
             input_norm=self.input_norm,

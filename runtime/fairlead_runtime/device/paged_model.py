@@ -19,13 +19,20 @@ import torch.nn.functional as F  # noqa: N812 - torch's own convention
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from fairlead_kernels.attention import AttentionBackend, Heads
+from fairlead_kernels.attention import AttentionBackend, GroupKinds, Heads
 from fairlead_runtime.device import attention
-from fairlead_runtime.device.attention import CURRENT_PASS, AttentionCall, ForwardPass, PagedPass
+from fairlead_runtime.device.attention import (
+    CURRENT_PASS,
+    AttentionCall,
+    ForwardPass,
+    PagedPass,
+    spec_of,
+)
 from fairlead_runtime.device.batch import Batch
 from fairlead_runtime.device.kv_cache import CacheStorage
 from fairlead_runtime.models import families, rope
 from fairlead_runtime.models.loading import LoadedModel
+from fairlead_runtime.sizing.groups import group_layers
 
 
 class ProbePass:
@@ -102,6 +109,14 @@ class PagedModel:
             raise families.unsupported(name, "its layers differ in their number or size of heads")
         self.calls = probe.calls
         return probe.heads[0]
+
+    @property
+    def kinds(self) -> GroupKinds:
+        """The kinds of attention in each layer group, as the model's own layers call it."""
+        return tuple(
+            frozenset(spec_of(self.calls[layer], group.window).kind for layer in group.layers)
+            for group in group_layers(self.windows)
+        )
 
     @property
     def weight_bytes(self) -> int:

@@ -24,6 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from fairlead_kernels.attention import AttentionBackend, Heads, LayerSpec
+from fairlead_kernels.flashinfer_attention import FlashinferAttention
 from fairlead_kernels.torch_attention import TorchAttention
 from fairlead_runtime.device.attention import AttentionCall, CachedLayer, CachedPass
 from fairlead_runtime.device.batch import BatchBuilder
@@ -56,9 +57,9 @@ _PARAMS = SamplingParams(
 
 
 class Profile(NamedTuple):
-    """``measured``: bytes of ``activations``, ``logits``, ``sampling``, ``batch`` and, for plain
-    torch, ``attention``: other kernels gather nothing and have no masks. Times in seconds, with the
-    meters' overhead.
+    """``measured``: bytes of ``activations``, ``logits``, ``sampling``, ``batch`` and
+    ``attention``: what plain torch gathers and masks, flashinfer's workspaces, none for the C++
+    kernels, which need neither. Times in seconds, with the meters' overhead.
     """
 
     measured: Mapping[str, int]
@@ -79,7 +80,8 @@ def profile(
     """The memory of the largest steps that these limits allow, and times.
 
     Runs one step of max_batch_tokens (on a CPU of CPU_TOKENS) and one of max_requests decodes.
-    ``backend`` must be unused: the scratch memory that it keeps is part of ``attention``.
+    ``backend`` in plain torch must be unused: the scratch memory that it keeps is part of
+    ``attention``.
     """
     on_cpu = model.device.type == "cpu"
     tokens = min(max_batch_tokens, CPU_TOKENS) if on_cpu else max_batch_tokens
@@ -107,6 +109,8 @@ def profile(
     }
     if isinstance(backend, TorchAttention):
         measured["attention"] = _attention(model, backend, max_batch_tokens, max_model_len)
+    elif isinstance(backend, FlashinferAttention):
+        measured["attention"] = backend.nbytes
     return Profile(measured, token_seconds, decode_seconds)
 
 

@@ -19,10 +19,11 @@ import torch
 
 from fairlead_kernels.attention import AttentionBackend
 from fairlead_kernels.backend import BackendChoice, pick
+from fairlead_kernels.not_available import NotAvailableError
 from fairlead_runtime.config import ConfigError
 from fairlead_runtime.device import paged_model
 from fairlead_runtime.device.batch import BatchBuilder
-from fairlead_runtime.device.fusion import Fusion, fuse, round_weights
+from fairlead_runtime.device.fusion import Fusion, computed_in_float32, fuse, round_weights
 from fairlead_runtime.device.kv_cache import CacheStorage
 from fairlead_runtime.device.paged_model import PagedModel
 from fairlead_runtime.models.loading import LoadedModel
@@ -89,9 +90,12 @@ def prepare_and_test(
     loaded: LoadedModel, kernels: str = "auto", quantization: str = "none"
 ) -> tuple[ServedModel, SelfTestResult]:
     """The model on our paged attention and on the kernels that serve it, and the result. Raises
-    ModelError, SelfTestError, or ConfigError where not all layers can have int8 weights.
+    ModelError, SelfTestError, or ConfigError where the kernels that are asked for cannot serve the
+    model, or not all layers can have int8 weights.
 
     With ``quantization`` int8 transformers computes the expected logits with the rounded weights.
+    Where layers of a model in bfloat16 are fused it computes them in float32, as they are served:
+    its own rounding, up to 0.18 of the spread, would leave little room for a fault.
 
     Any other error of a family in the table is a bug and keeps its traceback; for other families it
     means that they do not run packed.
@@ -99,11 +103,15 @@ def prepare_and_test(
     name = str(loaded.config.model_type)
     try:
         model = paged_model.prepare(loaded)
-        choice = pick(model.heads, model.device, kernels)
+        choice = _pick(model, kernels)
         int8 = quantization == "int8"
         if int8:
             round_weights(model)
-        expected = Expected.of(model, loaded.max_model_len)
+        if choice.operations is None:
+            expected = Expected.of(model, loaded.max_model_len)
+        else:
+            with computed_in_float32(model):
+                expected = Expected.of(model, loaded.max_model_len)
         fusion = fuse(model, choice.operations, int8=int8)
         if int8 and fusion.fused < fusion.layers:
             raise ConfigError(
@@ -118,6 +126,13 @@ def prepare_and_test(
         if name in FAMILIES:
             raise
         raise NotPackedError(error, name) from error
+
+
+def _pick(model: PagedModel, kernels: str) -> BackendChoice:
+    try:
+        return pick(model.heads, model.kinds, model.device, kernels)
+    except NotAvailableError as error:
+        raise ConfigError("kernels", f"{kernels}: {error}", "use auto or torch") from error
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -62,13 +62,19 @@ def terms_of(
     # the widest MLP.
     rotary = 2 * shape.head_dim * len(set(shape.windows))
     width = 4 * shape.hidden + rotary + max(3 * queries + 4 * keys, split(shape.mlp_width, tp))
+    # The C++ kernels compute layers without experts in float32, beside hidden states and rotary
+    # tables of the model's type.
+    fused = cpu and config.kernels != "torch" and not shape.experts
+    layer = 4 if fused else element
+    given = (shape.hidden + rotary) * element if layer != element else 0
+    head = 2 * shape.hidden + shape.logit_copies * shape.vocab
     table_entries = len(groups) * rows * -(-longest // config.block_size)
     sampler_rows = min(rows, max(1, SAMPLER_CHUNK[device.kind] // shape.vocab))
     terms = {
         "weights": weights(shape, config, tp),
-        "activations": tokens * width * element,
+        "activations": tokens * (width * layer + given),
         "attention": _attention(shape, config, groups, element),
-        "logits": rows * max(width, 2 * shape.hidden + shape.logit_copies * shape.vocab) * element,
+        "logits": rows * max(width * layer, head * element),
         "sampling": sampler_rows * (shape.vocab * SAMPLING_BYTES + HISTOGRAM)
         + rows * shape.vocab * 8,
         "graphs": 0,  # none is captured

@@ -16,8 +16,10 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from fairlead_kernels.backend import cpu_operations, pick
-from fairlead_kernels.library import NotAvailableError
+from fairlead_kernels.attention import AttentionBackend, Heads
+from fairlead_kernels.backend import cpu_operations, flashinfer_for
+from fairlead_kernels.not_available import NotAvailableError
+from fairlead_kernels.torch_attention import TorchAttention
 from fairlead_runtime.config import ConfigError, Device, EngineConfig
 from fairlead_runtime.device import profiling, selftest
 from fairlead_runtime.device.kv_cache import CacheStorage
@@ -96,12 +98,19 @@ def check(path: Path | str, config: EngineConfig, device: DeviceFacts) -> Inspec
     check_record(config)
     inspected = loading.inspect(path, config)
     resolve(config, inspected.shape, device, dtype=_dtype_name(inspected.dtype))
-    _check_kernels(config, device, inspected.dtype)
+    _check_kernels(config, device, inspected)
     return inspected
 
 
-def _check_kernels(config: EngineConfig, device: DeviceFacts, dtype: torch.dtype) -> None:
-    """Raise ConfigError for a setting that needs the C++ kernels where they cannot serve."""
+def _check_kernels(config: EngineConfig, device: DeviceFacts, inspected: InspectedModel) -> None:
+    """Raise ConfigError for a setting that needs kernels which cannot serve this model here."""
+    shape, dtype = inspected.shape, inspected.dtype
+    if config.kernels == "flashinfer":
+        heads = Heads(shape.heads, shape.kv_heads, shape.head_dim, shape.head_dim, dtype)
+        try:
+            flashinfer_for(heads, torch.device(device.kind))
+        except NotAvailableError as error:
+            raise ConfigError("kernels", f"flashinfer: {error}", "use auto or torch") from error
     int8 = config.quantization == "int8"
     if int8 and config.kernels == "torch":
         raise ConfigError(
@@ -141,11 +150,11 @@ def build(
     loaded_at = now()
     served, result = selftest.prepare_and_test(loaded, config.kernels, config.quantization)
     model, choice = served.model, served.choice
-    if served.fusion.int8:
-        release_memory()  # of the weights before they were packed
+    if served.fusion.stored is not torch.float32:
+        release_memory()  # of the weights in float32, before they were packed
     log.info("kernels: %s, %s", choice, served.fusion)
     log.info("%s", result)
-    profile = _profile(model, config, loaded.max_model_len)
+    profile = _profile(model, choice.attention, config, loaded.max_model_len)
     measured = {**_weight_bytes(model, device, process_bytes), **profile.measured}
     resolved = resolve(
         config, inspected.shape, device, dtype=_dtype_name(loaded.dtype), measured=measured
@@ -278,12 +287,16 @@ def _cache_bytes(cache: CacheStorage, device: DeviceFacts) -> Mapping[str, int]:
     return kv | {"offload": cache.host_nbytes} if device.kind == "cpu" else kv
 
 
-def _profile(model: PagedModel, config: EngineConfig, max_model_len: int) -> Profile:
+def _profile(
+    model: PagedModel, attention: AttentionBackend, config: EngineConfig, max_model_len: int
+) -> Profile:
     """Bytes that the largest steps take in addition to weights and cache, and their times."""
+    if isinstance(attention, TorchAttention):
+        attention = TorchAttention(model.heads, model.device)  # one that keeps no memory yet
     try:
         return profiling.profile(
             model,
-            pick(model.heads, model.device, config.kernels).attention,
+            attention,
             max_batch_tokens=config.max_batch_tokens,
             max_requests=config.max_requests,
             max_model_len=max_model_len,

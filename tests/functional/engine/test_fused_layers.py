@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -9,17 +10,24 @@ from typing import Any, cast
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from fairlead_kernels import reference
+from fairlead_kernels.attention import AttentionBackend
 from fairlead_kernels.backend import pick
 from fairlead_kernels.cpu_layers import LayerChain
 from fairlead_kernels.layer import LayerOperations, Packed
-from fairlead_kernels.library import NotAvailableError
+from fairlead_kernels.not_available import NotAvailableError
 from fairlead_runtime.device import fusion, profiling, selftest
+from fairlead_runtime.device.batch import BatchBuilder
 from fairlead_runtime.device.fusion import fuse, round_weights
+from fairlead_runtime.device.kv_cache import CacheStorage
 from fairlead_runtime.device.paged_model import PagedModel
 from fairlead_runtime.models import tiny
 from fairlead_runtime.models.model_error import SelfTestError
+from fairlead_runtime.request import Request, SamplingParams, Sequence
+from fairlead_runtime.scheduling.plan import Row
+from fairlead_runtime.sizing.groups import group_layers
 from support.engine_rig import paged
 
 EVERY = (*tiny.FAMILIES, *tiny.VARIANTS, *tiny.SIZED, *tiny.UNLISTED)
@@ -38,7 +46,7 @@ REFUSED: dict[str, str] = {
 
 
 def attention(model: PagedModel) -> Any:
-    return pick(model.heads, model.device, "torch").attention
+    return pick(model.heads, model.kinds, model.device, "torch").attention
 
 
 def kernels_of(model: PagedModel, kernels: str) -> tuple[Any, LayerOperations]:
@@ -46,7 +54,7 @@ def kernels_of(model: PagedModel, kernels: str) -> tuple[Any, LayerOperations]:
     if kernels == "reference":
         return attention(model), reference
     try:
-        choice = pick(model.heads, model.device, "cpu")
+        choice = pick(model.heads, model.kinds, model.device, "cpu")
     except NotAvailableError as error:
         pytest.skip(str(error))
     assert choice.operations is not None
@@ -127,6 +135,107 @@ def matrix_rows(model: PagedModel, name: str) -> int:
     """How many outputs a matrix has: GPT-2's are stored [K, N]."""
     transposed = model.model.config.model_type == "gpt2"
     return int(model.model.get_parameter(name).shape[1 if transposed else 0])
+
+
+# Orders of rows and multipliers as above, positions in a table, a scaled embedding.
+@pytest.mark.parametrize("family", ["llama", "gpt2", "gpt_neox", "glm4", "granite", "gemma3_text"])
+def test_bfloat16_weights_are_served_as_they_are_by_layers_in_float32(family: str) -> None:
+    model = paged(family, bfloat16=True)
+    attention, operations = kernels_of(model, "cpu")
+    layers = decoder_layers(model)
+    vectors = sum(p.numel() for layer in layers for p in layer.parameters() if p.dim() == 1)
+    expected, size, count = selftest.Expected.of(model, 512), model.weight_bytes, len(layers)
+    with fusion.computed_in_float32(model):
+        sharper = selftest.Expected.of(model, 512)
+    assert str(fuse(model, operations)) == f"fused {count}/{count} layers, bfloat16 weights"
+    assert model.weight_bytes - size == 2 * vectors, "norms and biases are float32, nothing else"
+    # transformers' own logits are rounded after every operation.
+    delta = selftest.check(model, attention, expected).delta
+    assert 3 * selftest.check(model, attention, sharper).delta < selftest.TOLERANCE[torch.bfloat16]
+    assert 0 < delta < selftest.TOLERANCE[torch.bfloat16]
+
+    model.heads = replace(model.heads, dtype=torch.float32)  # a cache that rounds nothing
+    ids = torch.arange(40) * 37 % model.vocabulary
+    seen: list[Tensor] = []
+    layers[-1].register_forward_hook(lambda _m, _i, out: seen.append(out[0]))
+    attend_once(model, attention, ids)
+    want = rounded_only_outside_of_layers(family, ids)
+    assert seen[0].dtype is torch.bfloat16
+    # Its one rounding, and what float32 leaves of the operations.
+    torch.testing.assert_close(seen[0].float(), want, rtol=2**-8, atol=1e-5 * float(want.std()))
+
+
+def decoder_layers(model: PagedModel) -> list[torch.nn.Module]:
+    (layers,) = (
+        module
+        for module in model.model.modules()
+        if isinstance(module, torch.nn.ModuleList) and len(module) == len(model.windows)
+    )
+    return list(layers)
+
+
+def attend_once(model: PagedModel, attention: AttentionBackend, ids: Tensor) -> None:
+    """Run one prompt on a cache of the model's ``heads``."""
+    request = Request("a", tuple(ids.tolist()), SamplingParams(), max_tokens=1)
+    sequence, groups = Sequence(0, request, 0, ids.tolist()), group_layers(model.windows)
+    blocks = -(-len(ids) // 4)
+    tables = torch.randperm(blocks * len(groups)).view(len(groups), blocks)
+    sequence.tables = tables.tolist()
+    cache = CacheStorage(
+        groups, model.heads, units=tables.numel(), block_size=4, device=model.device
+    )
+    batch = BatchBuilder(groups, 4).build([Row(sequence, 0, len(ids), samples=True)])
+    model.forward(batch, cache, attention)
+
+
+@torch.inference_mode()
+def rounded_only_outside_of_layers(family: str, ids: Tensor) -> Tensor:
+    """The last layer's result by transformers in float32, with a bfloat16 model's weights; what
+    its layers are given is bfloat16.
+    """
+    model = paged(family, bfloat16=True)
+    model.model.float()
+
+    def rounded(x: Any) -> Any:
+        return tree_map_only(Tensor, lambda t: t.bfloat16().float(), x)
+
+    layers, seen = decoder_layers(model), list[Tensor]()
+    layers[0].register_forward_pre_hook(lambda _m, inputs: rounded(inputs))
+    layers[-1].register_forward_hook(lambda _m, _i, out: seen.append(out[0]))
+    for name, module in model.model.named_modules():
+        if name.endswith("rotary_emb"):
+            module.register_forward_hook(lambda _m, _i, out: rounded(out))
+    with model.plain() as plain:
+        plain(input_ids=ids[None], use_cache=False)
+    return seen[0]
+
+
+def test_in_bfloat16_functions_are_told_apart_that_differ_by_less_than_its_rounding() -> None:
+    model, used = paged("llama", bfloat16=True), set[str]()
+    for layer in decoder_layers(model):
+        cast("Any", layer).mlp.act_fn = torch.nn.GELU()
+
+    def gated(x: Tensor, activation: Any) -> Tensor:
+        used.add(activation)
+        return reference.gated(x, activation)
+
+    assert fuse(model, altered(gated=gated)).fused == 3
+    assert used == {"gelu"}
+
+
+@pytest.mark.parametrize("family", ["mixtral", "olmo2", "gpt_oss"])
+def test_layers_in_bfloat16_that_do_not_fit_stay_as_they_are(family: str) -> None:
+    model, plain = paged(family, bfloat16=True), paged(family, bfloat16=True)
+    attention, operations = kernels_of(model, "cpu")
+    with fusion.computed_in_float32(model):
+        expected = selftest.Expected.of(model, 512)
+    fused = fuse(model, operations)
+    assert str(fused).startswith(f"fused 0/{fused.layers} layers (layer 0: ")
+    assert not str(fused).endswith("weights")
+    for ours, theirs in zip(model.model.parameters(), plain.model.parameters(), strict=True):
+        assert ours.dtype is torch.bfloat16
+        assert torch.equal(ours, theirs)
+    selftest.check(model, attention, expected)
 
 
 def altered(**functions: Callable[..., Tensor | Packed]) -> LayerOperations:
@@ -231,13 +340,15 @@ def test_transformers_cannot_run_a_model_whose_weights_are_packed() -> None:
         model.model(input_ids=torch.tensor([[3]]))
 
 
-def test_one_layer_at_a_time_is_held_twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = paged("llama")
-    layer = sum(p.nbytes for p in cast("Any", model.model.model).layers[0].parameters())
+@pytest.mark.parametrize("bfloat16", [False, True])
+def test_one_layer_at_a_time_is_held_twice(bfloat16: bool) -> None:
+    model = paged("llama", bfloat16=bfloat16)
+    # In float32, or widened and packed as bfloat16.
+    layer = 4 * sum(p.numel() for p in decoder_layers(model)[0].parameters())
     before, peaks = model.weight_bytes, []
 
-    def pack(weights: Any, *, int8: bool) -> Packed:
-        packed = reference.pack(weights, int8=int8)
+    def pack(weights: Any, **how: Any) -> Packed:
+        packed = reference.pack(weights, **how)
         peaks.append(model.weight_bytes + packed.nbytes - before)
         return packed
 
@@ -254,16 +365,17 @@ def test_the_profiling_run_measures_fused_layers() -> None:
     assert profiles[1]["activations"] > 0
 
 
-@pytest.mark.parametrize("kernels", ["reference", "cpu"])
+@pytest.mark.parametrize("kernels", ["reference", "cpu", "cpu, bfloat16"])
 @pytest.mark.parametrize("family", ["llama", "gemma3_text"])
 def test_layers_run_together_up_to_one_that_does_not_fit(family: str, kernels: str) -> None:
-    model = paged(family)
+    kernels, _, half = kernels.partition(", ")
+    model = paged(family, bfloat16=bool(half))
     attention, operations = kernels_of(model, kernels)
     layers: Any = model.model.model
     layers.layers[1].mlp.act_fn = torch.nn.Tanh()
     expected = selftest.Expected.of(model, 512)
     assert fuse(model, operations).fused == len(model.windows) - 1
-    assert selftest.check(model, attention, expected).delta < 1e-4
+    assert selftest.check(model, attention, expected).delta < (0.1 if half else 1e-4)
 
 
 def test_all_layers_are_one_call_of_the_library(monkeypatch: pytest.MonkeyPatch) -> None:

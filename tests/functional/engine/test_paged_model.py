@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from fairlead_kernels.attention import LayerKind
 from fairlead_kernels.backend import pick
 from fairlead_runtime.device import attention, profiling, selftest
 from fairlead_runtime.device.attention import AttentionCall, PagedPass
@@ -17,6 +18,7 @@ from fairlead_runtime.models import families, rope, tiny
 from fairlead_runtime.models.model_error import ModelError, SelfTestError
 from fairlead_runtime.request import Request, SamplingParams, Sequence
 from fairlead_runtime.scheduling.plan import Row, Work
+from support import flashinfer_standin
 from support.engine_rig import Rig, Setting, greedy, prompts, rig
 
 EVERY = (*tiny.FAMILIES, *tiny.VARIANTS)
@@ -29,7 +31,7 @@ def paged(family: str, dtype: torch.dtype = torch.float32, **overrides: Any) -> 
 
 
 def self_test(model: PagedModel) -> selftest.SelfTestResult:
-    return selftest.run(model, pick(model.heads, model.device, "torch").attention, 512)
+    return selftest.run(model, pick(model.heads, model.kinds, model.device, "torch").attention, 512)
 
 
 # -- the self-test
@@ -43,6 +45,28 @@ def test_a_served_family_passes_the_self_test_with_room_to_spare(
     result = self_test(paged(family, dtype))
     assert result.delta < result.tolerance / (100 if dtype is torch.float32 else 1.5)
     assert result.tokens > 40
+
+
+@pytest.mark.parametrize(
+    ("family", "dtype"), [("gemma3_text", torch.float32), ("gpt_oss", torch.bfloat16)]
+)
+def test_a_family_passes_the_self_test_on_flashinfers_wrappers(
+    family: str, dtype: torch.dtype
+) -> None:
+    """The wrappers are the stand-in of tests/support. Gemma 3 has three groups with one window."""
+    model = paged(family, dtype)
+    result = selftest.run(model, flashinfer_standin.attention(model.heads, model.kinds), 512)
+    assert result.delta < result.tolerance / (100 if dtype is torch.float32 else 1.5)
+    assert result.backend == "flashinfer"
+
+
+def test_the_kinds_of_layers_are_those_of_each_group() -> None:
+    near, far = (LayerKind(0.25, window, 4.0) for window in (12, None))
+    assert paged("gemma2").kinds == (frozenset({near}), frozenset({far}))
+    near, far = (LayerKind(0.25, window, sinks=True) for window in (12, None))
+    assert paged("gpt_oss").kinds == (frozenset({near}), frozenset({far}))
+    layers = frozenset(LayerKind(0.25 / layer) for layer in (1, 2, 3))
+    assert paged("gpt2", scale_attn_by_inverse_layer_idx=True).kinds == (layers,)
 
 
 def test_a_deep_bfloat16_model_stays_within_tolerance() -> None:
@@ -103,7 +127,10 @@ def test_keys_in_each_others_slots_fail_the_self_test(monkeypatch: pytest.Monkey
 def test_the_self_test_runs_within_a_short_context(length: int) -> None:
     model = paged("llama")
     assert (
-        selftest.run(model, pick(model.heads, model.device, "torch").attention, length).delta < 1e-5
+        selftest.run(
+            model, pick(model.heads, model.kinds, model.device, "torch").attention, length
+        ).delta
+        < 1e-5
     )
 
 
@@ -269,7 +296,9 @@ def test_a_request_whose_logits_are_not_finite_fails_alone_and_corrupts_no_block
 
 def test_the_kernels_in_use_are_named() -> None:
     model = rig("llama").model
-    assert str(pick(model.heads, model.device, "torch")).startswith("torch (plain torch on ")
+    assert str(pick(model.heads, model.kinds, model.device, "torch")).startswith(
+        "torch (plain torch on "
+    )
 
 
 # -- the profiling run
@@ -277,7 +306,7 @@ def test_the_kernels_in_use_are_named() -> None:
 
 def test_the_profiling_run_measures_what_grows_with_the_limits() -> None:
     model = paged("llama")
-    backend = pick(model.heads, model.device, "torch").attention
+    backend = pick(model.heads, model.kinds, model.device, "torch").attention
 
     def measure(tokens: int, requests: int) -> Any:
         limits = {"max_batch_tokens": tokens, "max_requests": requests, "max_model_len": 512}
@@ -295,7 +324,9 @@ def test_the_profiling_run_measures_what_grows_with_the_limits() -> None:
 def test_the_profiling_run_times_a_step() -> None:
     model = paged("llama")
     limits = {"max_batch_tokens": 64, "max_requests": 8, "max_model_len": 512}
-    profile = profiling.profile(model, pick(model.heads, model.device, "torch").attention, **limits)
+    profile = profiling.profile(
+        model, pick(model.heads, model.kinds, model.device, "torch").attention, **limits
+    )
     assert profile.token_seconds > 0
     assert profile.decode_seconds > 0
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from cluster.harness.cel_cases import BASE, merge
 from fairlead_operator.commands.plan import main as fairlead_plan
@@ -91,6 +92,32 @@ def test_int8_weights_are_planned_and_measured_alike(family: str, tmp_path: Path
     weights = planned.terms["weights"]
     assert abs(measured.terms["weights"] - weights) <= 0.02 * weights
     assert weights < plan_of(config_of(model), plain).terms["weights"]
+    drift = 100 * (measured.num_blocks - planned.num_blocks) / planned.num_blocks
+    assert abs(drift) <= 2, f"{planned.num_blocks} planned, {measured.num_blocks} measured"
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_bfloat16_weights_are_planned_and_measured_alike(
+    family: str, tmp_path: Path, pod: Pod, caplog: pytest.LogCaptureFixture
+) -> None:
+    # As wide as common models: a panel's padding and vectors in float32 count for little.
+    width = {"n_embd": 256} if family == "gpt2" else {"hidden_size": 256, "intermediate_size": 768}
+    built = tiny.build(family, **width).to(torch.bfloat16)
+    model = tiny.save(built, tmp_path / "bfloat16")
+    scheduler = {"maxBatchTokens": 256, "maxRequests": 16}
+    own, wide = (
+        pod.resource("2Gi", scheduler=scheduler, engine={"dtype": dtype})
+        for dtype in ("auto", "float32")
+    )
+    planned = plan_of(config_of(model), own)
+    with caplog.at_level("INFO"):
+        measured = pod.start(model, own.engine, 2 * GIB).plan
+    assert re.search(r"kernels: .*fused (\d)/\1 layers, bfloat16 weights", caplog.text)
+    weights = planned.terms["weights"]
+    assert abs(measured.terms["weights"] - weights) <= 0.02 * weights
+    assert 2 * weights == plan_of(config_of(model), wide).terms["weights"]
+    for term in ("activations", "logits"):
+        assert planned.terms[term] >= measured.terms[term], term
     drift = 100 * (measured.num_blocks - planned.num_blocks) / planned.num_blocks
     assert abs(drift) <= 2, f"{planned.num_blocks} planned, {measured.num_blocks} measured"
 

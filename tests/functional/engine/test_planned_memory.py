@@ -11,6 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from fairlead_kernels.backend import pick
 from fairlead_runtime.config import EngineConfig
 from fairlead_runtime.device import profiling
+from fairlead_runtime.device.fusion import fuse
 from fairlead_runtime.device.paged_model import PagedModel
 from fairlead_runtime.models import architecture, families, rope, tiny
 from fairlead_runtime.models.headers import Header, TensorEntry
@@ -62,13 +63,13 @@ def test_planned_terms_are_within_a_fifth_of_measured_ones(family: str, dtype: s
     rope.pin(model, LENGTH)
     measured = profiling.profile(
         paged,
-        pick(paged.heads, paged.device, "torch").attention,
+        pick(paged.heads, paged.kinds, paged.device, "torch").attention,
         max_batch_tokens=256,
         max_requests=64,
         max_model_len=LENGTH,
     ).measured
     weights = {p.data_ptr(): p.nbytes for p in model.parameters()}
-    limits = EngineConfig(max_batch_tokens=256, max_requests=64)
+    limits = EngineConfig(max_batch_tokens=256, max_requests=64, kernels="torch")
     shape = ModelShape.from_config(json.loads(config.to_json_string()) | {"dtype": dtype})
     planned = plan_memory(shape, limits, DeviceFacts("cpu", 8 * GIB)).terms
     assert planned["weights"] == sum(weights.values())
@@ -76,6 +77,27 @@ def test_planned_terms_are_within_a_fifth_of_measured_ones(family: str, dtype: s
         assert 1.0 <= planned[term] / measured[term] <= 1.2, term
     for term in ("attention", "sampling", "batch"):
         assert planned[term] >= measured[term], term
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "gpt_neox"])
+def test_no_term_of_fused_layers_is_planned_too_low(family: str, dtype: str) -> None:
+    config = AutoConfig.for_model(family, **SIZES | FAMILIES[family], dtype=dtype)
+    model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype)).eval()
+    paged = PagedModel(model, families.check(config))
+    rope.pin(model, LENGTH)
+    choice = pick(paged.heads, paged.kinds, paged.device)
+    if choice.operations is None:
+        pytest.skip(choice.reason)
+    assert fuse(paged, choice.operations).fused == 2
+    measured = profiling.profile(
+        paged, choice.attention, max_batch_tokens=256, max_requests=64, max_model_len=LENGTH
+    ).measured
+    limits = EngineConfig(max_batch_tokens=256, max_requests=64)
+    shape = ModelShape.from_config(json.loads(config.to_json_string()) | {"dtype": dtype})
+    planned = plan_memory(shape, limits, DeviceFacts("cpu", 8 * GIB)).terms
+    for term in ("activations", "logits"):
+        assert 1.0 <= planned[term] / measured[term] <= 1.3, term
 
 
 @pytest.mark.parametrize("longest", [2, 40, tiny.CONTEXT])
@@ -88,7 +110,7 @@ def test_attention_is_measured_under_any_limits(tokens: int, longest: int) -> No
     paged = PagedModel(model, families.check(model.config))
     measured = profiling.profile(
         paged,
-        pick(paged.heads, paged.device, "torch").attention,
+        pick(paged.heads, paged.kinds, paged.device, "torch").attention,
         max_batch_tokens=tokens,
         max_requests=4,
         max_model_len=longest,
@@ -122,7 +144,7 @@ def test_no_term_of_a_tiny_model_is_planned_too_low(family: str, hidden: int) ->
     limits = EngineConfig(max_batch_tokens=256, max_requests=64)
     measured = profiling.profile(
         paged,
-        pick(paged.heads, paged.device, "torch").attention,
+        pick(paged.heads, paged.kinds, paged.device, "torch").attention,
         max_batch_tokens=256,
         max_requests=64,
         max_model_len=tiny.CONTEXT,

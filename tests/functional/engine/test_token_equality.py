@@ -24,6 +24,7 @@ from support.full import LONG_FORM
 TIE = 1e-4
 TIES_ALLOWED = 1e-3
 FAMILIES = (*tiny.FAMILIES, *tiny.VARIANTS)
+SEEDED = (*FAMILIES, "gpt_bigcode")  # the place of a family is the seed of its prompts
 # Those whose decoder layers can be fused: test_fused_layers.py.
 FUSED = (
     *("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "phi3", "gpt2", "gpt_neox"),
@@ -50,12 +51,12 @@ class Case:
     preemption: str  # none, reset or offload
     sharing: bool
     n: int
-    kernels: str  # torch, cpu or int8
+    kernels: str  # torch, cpu, int8 or flashinfer
 
     @property
     def seed(self) -> int:
         """The same prompts for every setting of a family, so that a reference serves many runs."""
-        return FAMILIES.index(self.family)
+        return SEEDED.index(self.family)
 
 
 @dataclass
@@ -200,7 +201,7 @@ def tally_over(family: str, cases: Iterable[Case]) -> Tally:
     tally = Tally()
     for case in cases:
         engine = rig(family, case.kernels)
-        fused = case.kernels != "torch" and family in FUSED
+        fused = case.kernels in ("cpu", "int8") and family in FUSED
         assert engine.fusion.fused == (engine.fusion.layers if fused else 0)
         setting, arrivals = setting_and_arrivals(case, engine)
         outcome = engine.run(setting, arrivals)
@@ -236,20 +237,46 @@ def test_greedy_text_equals_transformers(family: str) -> None:
     assert tally_of(family).wrong == []
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2", "gpt_neox"])
-def test_with_int8_weights_greedy_text_equals_transformers_with_the_rounded_ones(
-    family: str,
-) -> None:
+def check_three_settings(family: str, kernels: str) -> None:
+    """No wrong text with prefix hits and choices, with preemption, and with offload."""
     cases = [
-        Case(family, 16, 64, "none", sharing=True, n=3, kernels="int8"),
-        Case(family, 4, 8, "reset", sharing=True, n=1, kernels="int8"),
-        Case(family, 4, UNBOUNDED, "offload", sharing=False, n=1, kernels="int8"),
+        Case(family, 16, 64, "none", sharing=True, n=3, kernels=kernels),
+        Case(family, 4, 8, "reset", sharing=True, n=1, kernels=kernels),
+        Case(family, 4, UNBOUNDED, "offload", sharing=False, n=1, kernels=kernels),
     ]
     tally = tally_over(family, cases)
     assert tally.wrong == []
     assert (tally.without_preemption, tally.without_hits, tally.constant) == ([], [], 0)
     assert len(tally.ties) <= 1
-    assert rig(family, "int8").fusion.int8
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2", "gpt_neox"])
+def test_with_int8_weights_greedy_text_equals_transformers_with_the_rounded_ones(
+    family: str,
+) -> None:
+    check_three_settings(family, "int8")
+    assert str(rig(family, "int8").fusion).endswith("int8 weights")
+
+
+# One key-value head per query head, one for two, one for all; a window; a cap; sinks.
+@pytest.mark.parametrize("family", ["gpt2", "llama", "gpt_bigcode", "gemma2", "gpt_oss"])
+def test_on_flashinfers_wrappers_greedy_text_equals_transformers(family: str) -> None:
+    """The wrappers are the stand-in of tests/support."""
+    check_three_settings(family, "flashinfer")
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("family", FAMILIES)
+def test_on_flashinfers_wrappers_every_setting_gives_transformers_text(family: str) -> None:
+    cases = [
+        replace(case, kernels="flashinfer")
+        for case in every_case()
+        if (case.family, case.kernels) == (family, "torch")
+    ]
+    tally = tally_over(family, cases)
+    assert tally.wrong == []
+    assert tally.without_hits == []
+    assert len(tally.ties) <= max(1, TIES_ALLOWED * tally.requests)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -46,7 +46,12 @@ def test_greedy_text_equals_transformers_and_the_self_test_passes(family: str) -
     assert outcome.stats.preemptions > 0
     assert outcome.stats.prefix_hits > 0
     model = engine.model
-    assert selftest.run(model, pick(model.heads, model.device, "torch").attention, 512).delta < 1e-4
+    assert (
+        selftest.run(
+            model, pick(model.heads, model.kinds, model.device, "torch").attention, 512
+        ).delta
+        < 1e-4
+    )
 
 
 @pytest.mark.parametrize("family", tiny.UNLISTED)

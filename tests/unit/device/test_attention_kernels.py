@@ -155,7 +155,7 @@ def test_heads_that_cannot_share_evenly_are_refused() -> None:
 
 
 def test_the_backend_choice_names_its_reason() -> None:
-    assert "plain torch" in str(pick(Heads(4, 2, 8, 8, torch.float32), CPU, "torch"))
+    assert "plain torch" in str(pick(Heads(4, 2, 8, 8, torch.float32), (), CPU, "torch"))
 
 
 def test_written_keys_land_in_their_slots_and_nowhere_else() -> None:

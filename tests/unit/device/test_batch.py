@@ -40,7 +40,7 @@ def test_every_group_has_its_own_slots_tables_and_window() -> None:
     batch = BatchBuilder(groups, 4).build([row])
     assert [slots.tolist() for slots in batch.slots] == [[16], [24]]
     assert [ragged.tables.tolist() for ragged in batch.ragged] == [[[3, 1, 4]], [[NULL, 8, 6]]]
-    assert [ragged.window for ragged in batch.ragged] == [None, 4]
+    assert [(ragged.window, ragged.group) for ragged in batch.ragged] == [(None, 0), (4, 1)]
 
 
 def test_a_step_without_samples_has_an_empty_index() -> None:

@@ -10,6 +10,7 @@ from fairlead_runtime.device.paged_model import PagedModel
 from fairlead_runtime.device.profiling import profile
 from fairlead_runtime.models import families, tiny
 from fairlead_runtime.sizing.groups import group_layers
+from support import flashinfer_standin
 
 
 @pytest.fixture(scope="module")
@@ -21,7 +22,7 @@ def model() -> PagedModel:
 def measured(model: PagedModel, tokens: int, requests: int) -> Mapping[str, int]:
     return profile(
         model,
-        pick(model.heads, model.device, "torch").attention,
+        pick(model.heads, model.kinds, model.device, "torch").attention,
         max_batch_tokens=tokens,
         max_requests=requests,
         max_model_len=64,
@@ -44,6 +45,12 @@ def test_each_term_grows_with_the_limit_that_it_depends_on(
     assert more["activations"] == base["activations"]
     assert more["batch"] > base["batch"]
     assert all(size > 0 for size in base.values())
+
+
+def test_flashinfers_workspaces_are_its_attention(model: PagedModel) -> None:
+    attention = flashinfer_standin.attention(model.heads, model.kinds)
+    limits = {"max_batch_tokens": 32, "max_requests": 4, "max_model_len": 64}
+    assert profile(model, attention, **limits).measured["attention"] == attention.nbytes
 
 
 def test_a_part_scaled_up_is_the_whole(model: PagedModel, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from fairlead_kernels.backend import pick
+from fairlead_runtime.config import ConfigError
 from fairlead_runtime.device import selftest
 from fairlead_runtime.device.kv_cache import CacheStorage
 from fairlead_runtime.device.paged_model import PagedModel
@@ -20,7 +21,9 @@ def model() -> PagedModel:
 
 
 def self_test(model: PagedModel, max_model_len: int) -> selftest.SelfTestResult:
-    return selftest.run(model, pick(model.heads, model.device, "torch").attention, max_model_len)
+    return selftest.run(
+        model, pick(model.heads, model.kinds, model.device, "torch").attention, max_model_len
+    )
 
 
 @pytest.mark.parametrize(
@@ -32,6 +35,14 @@ def test_one_prompt_goes_beyond_position_160_where_the_model_does(
     assert [len(p) for p in selftest._prompts(model, max_model_len)] == lengths
     result = self_test(model, max_model_len)
     assert result.tokens == sum(lengths) + lengths[-1], "the last one is forked"
+
+
+def test_kernels_that_cannot_serve_the_loaded_model_are_refused_by_their_flag(
+    model: PagedModel,
+) -> None:
+    with pytest.raises(ConfigError, match="--kernels: flashinfer: the model runs on cpu") as error:
+        selftest._pick(model, "flashinfer")
+    assert (error.value.field, error.value.hint) == ("kernels", "use auto or torch")
 
 
 def test_a_block_that_is_not_copied_fails_the_test(

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from fairlead_kernels import library
+from fairlead_kernels.not_available import NotAvailableError
 from support.kernel_sets import every_set
 
 FORKED = """
@@ -96,7 +97,7 @@ assert left < 15, left
 
 
 def test_an_instruction_set_that_does_not_exist_is_refused() -> None:
-    with pytest.raises(library.NotAvailableError, match=r"'avx1024'|are not built"):
+    with pytest.raises(NotAvailableError, match=r"'avx1024'|are not built"):
         library.load("avx1024")
 
 
@@ -104,14 +105,14 @@ def test_without_the_libraries_the_error_says_that_they_are_not_built(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(library, "FOLDER", tmp_path)
-    with pytest.raises(library.NotAvailableError, match="not built"):
+    with pytest.raises(NotAvailableError, match="not built"):
         library.Library("baseline")
 
 
 def test_a_library_that_is_none_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "baseline.so").write_bytes(b"text")
     monkeypatch.setattr(library, "FOLDER", tmp_path)
-    with pytest.raises(library.NotAvailableError, match="cannot be loaded"):
+    with pytest.raises(NotAvailableError, match="cannot be loaded"):
         library.Library("baseline")
 
 
@@ -125,7 +126,7 @@ def test_a_library_of_other_sources_is_refused(
     library.Library(instruction_set)
     with (tmp_path / "csrc" / "team.h").open("a") as changed:
         changed.write("\n")
-    with pytest.raises(library.NotAvailableError, match=r"other sources.*make setup"):
+    with pytest.raises(NotAvailableError, match=r"other sources.*make setup"):
         library.Library(instruction_set)
 
 

@@ -1,21 +1,24 @@
 """Which kernels a start takes, and what it refuses."""
 
+from dataclasses import replace
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 import torch
 
-from fairlead_kernels import cpu
-from fairlead_kernels.attention import Heads
+from fairlead_kernels import cpu, flashinfer_package
+from fairlead_kernels.attention import Heads, LayerKind
 from fairlead_kernels.backend import pick
-from fairlead_kernels.library import NotAvailableError
+from fairlead_kernels.not_available import NotAvailableError
 from fairlead_runtime.config import ConfigError, EngineConfig
 from fairlead_runtime.sizing.terms import GIB, DeviceFacts
 from fairlead_runtime.start import build
 
 DEMO = Path(build.__file__).parents[1] / "demo"
 HEADS = Heads(4, 2, 8, 8, torch.float32)
-CPU = DeviceFacts("cpu", 8 * GIB)
+KINDS = (frozenset({LayerKind(0.3)}),)
+CPU, GPU = DeviceFacts("cpu", 8 * GIB), DeviceFacts("cuda", 80 * GIB)
 
 
 @pytest.fixture
@@ -43,7 +46,7 @@ def test_int8_weights_are_refused_before_the_model_loads_where_the_kernels_are_n
 
 @pytest.mark.usefixtures("_not_built")
 def test_auto_takes_plain_torch_and_says_why() -> None:
-    choice = pick(HEADS, torch.device("cpu"))
+    choice = pick(HEADS, KINDS, torch.device("cpu"))
     assert choice.operations is None
     assert str(choice).startswith("torch (plain torch on ")
     assert str(choice).endswith("; no C++ kernels: they are not built)")
@@ -52,7 +55,7 @@ def test_auto_takes_plain_torch_and_says_why() -> None:
 @pytest.mark.parametrize(
     ("config", "device", "reason"),
     [
-        (EngineConfig(kernels="cpu", dtype="bfloat16"), CPU, "compute in float32, the model in bf"),
+        (EngineConfig(kernels="cpu", dtype="float16"), CPU, "or bfloat16, the model in float16"),
         (EngineConfig(kernels="cpu"), DeviceFacts("cuda", 80 * GIB), "the model runs on cuda"),
     ],
 )
@@ -64,9 +67,46 @@ def test_cpu_is_refused_for_a_model_that_these_kernels_cannot_serve(
     assert error.value.field == "kernels"
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_cpu_serves_models_in_float32_and_bfloat16(dtype: torch.dtype) -> None:
+    try:
+        kernels = cpu.load()
+    except NotAvailableError as error:
+        pytest.skip(str(error))
+    name = str(dtype).removeprefix("torch.")
+    build.check(DEMO, EngineConfig(kernels="cpu", dtype=name), CPU)  # type: ignore[arg-type]
+    choice = pick(replace(HEADS, dtype=dtype), KINDS, torch.device("cpu"), "cpu")
+    assert (choice.attention.name, choice.operations is not None) == (kernels.name, True)
+
+
+@pytest.mark.parametrize(
+    ("config", "device", "reason"),
+    [
+        (EngineConfig(kernels="flashinfer"), CPU, "flashinfer is not supported in float32 on cpu"),
+        (EngineConfig(kernels="flashinfer", device="cpu"), CPU, "not supported on cpu yet"),
+        (EngineConfig(kernels="flashinfer"), GPU, "not supported in float32 on cuda yet"),
+        (EngineConfig(kernels="flashinfer", dtype="float32"), GPU, "not supported in float32 yet"),
+        (EngineConfig(kernels="flashinfer", dtype="float16"), GPU, "flashinfer: it cannot be had"),
+    ],
+)
+def test_flashinfer_is_refused_before_the_model_loads_where_it_cannot_serve(
+    monkeypatch: pytest.MonkeyPatch, config: EngineConfig, device: DeviceFacts, reason: str
+) -> None:
+    def missing() -> NoReturn:
+        raise NotAvailableError("it cannot be had")
+
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: (9, 0))
+    monkeypatch.setattr(flashinfer_package, "load", missing)
+    with pytest.raises(ConfigError, match=reason) as error:
+        build.check(DEMO, config, device)
+    assert error.value.field == "kernels"
+    monkeypatch.setattr(flashinfer_package, "load", lambda: None)
+    build.check(DEMO, replace(config, dtype="float16", device="auto"), GPU)
+
+
 def test_torch_is_taken_without_a_look_at_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(cpu, "load")
-    choice = pick(HEADS, torch.device("cpu"), "torch")
+    choice = pick(HEADS, KINDS, torch.device("cpu"), "torch")
     assert (choice.operations, choice.attention.name) == (None, "torch")
 
 
@@ -75,4 +115,4 @@ def test_the_fastest_kernels_are_named_by_their_instruction_set() -> None:
         name = cpu.load().name
     except NotAvailableError as error:
         pytest.skip(str(error))
-    assert str(pick(HEADS, torch.device("cpu"))) == name
+    assert str(pick(HEADS, KINDS, torch.device("cpu"))) == name

@@ -105,6 +105,16 @@ def test_int8_weights_are_supported_on_cpus_in_float32_only(
     assert resolved("float32", CPU, quantization="int8").num_blocks > 0
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_flashinfer_is_supported_on_gpus_below_float32_only(dtype: str) -> None:
+    gpu = DeviceFacts("cuda", 80 * GIB)
+    with pytest.raises(ConfigError, match=f"flashinfer is not supported in {dtype} on cpu"):
+        resolved(dtype, CPU, kernels="flashinfer")
+    with pytest.raises(ConfigError, match="flashinfer is not supported in float32 on cuda"):
+        resolved("float32", gpu, kernels="flashinfer")
+    assert resolved(dtype, gpu, kernels="flashinfer").num_blocks > 0
+
+
 def test_auto_and_off_are_accepted_on_every_device() -> None:
     for device in (CPU, DeviceFacts("cuda", 80 * GIB)):
         for switch in ("auto", "off"):

@@ -1,0 +1,253 @@
+"""Paged attention by flashinfer's wrappers, on NVIDIA GPUs.
+
+Owns one wrapper for each layer group, kind of layer and form of step, their plans and workspaces,
+and the table of what the kernels can do. ``flashinfer_package`` imports the package,
+``flashinfer_plan`` makes the arguments of a plan. The reasons are in
+docs/design/0006-gpu-attention.md.
+
+A step of decodes alone runs on the decode wrapper, any other step, whole, on the prefill wrapper,
+which takes rows of one query too. Layers with sinks have a wrapper of their own for both.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fairlead_kernels.attention import GroupKinds, Heads, LayerKind, LayerSpec, RaggedRows
+from fairlead_kernels.flashinfer_package import FlashinferPackage, brief
+from fairlead_kernels.flashinfer_plan import PagedRows, paged_rows
+from fairlead_kernels.not_available import NotAvailableError
+
+# The generation of kernels that is asked for, on every GPU: `auto` would take another on Hopper,
+# with modules of its own to compile and without the fixed splits that equal results need.
+FA2 = "fa2"
+# The package's advice. It holds the parts of split rows: at most two tiles for each of a GPU's
+# multiprocessors, 128 rows of float32 each, which is 35 MB at 132 of them and a dim of 256.
+WORKSPACE_BYTES = 128 << 20
+# What each wrapper allocates itself for its plan, and as much pinned host memory.
+PLAN_BYTES = 8 << 20
+# Wrappers are planned one after another in every step, and each takes PLAN_BYTES.
+MOST_PLANS = 32
+
+
+@dataclass(frozen=True, slots=True)
+class Supported:
+    """What kernels can do. ``dims``: sizes of a head, of queries, keys and values alike; any number
+    of query heads may share a key-value head, since decodes run on tensor cores too.
+    """
+
+    dtypes: frozenset[torch.dtype]
+    dims: frozenset[int]
+
+    def check_heads(self, heads: Heads) -> None:
+        """Raise NotAvailableError with the reason for heads that the kernels cannot serve."""
+        if heads.dtype not in self.dtypes:
+            names = " and ".join(sorted(_name(dtype) for dtype in self.dtypes))
+            raise NotAvailableError(
+                f"flashinfer computes in {names}, the model in {_name(heads.dtype)}"
+            )
+        if heads.value_dim != heads.dim:
+            raise NotAvailableError(
+                f"its keys have {heads.dim} elements a head, its values {heads.value_dim}; "
+                "flashinfer's decode wrapper takes one size for both"
+            )
+        if heads.dim not in self.dims:
+            sizes = ", ".join(map(str, sorted(self.dims)))
+            raise NotAvailableError(
+                f"flashinfer has kernels for {sizes} elements a head, the model has {heads.dim}"
+            )
+
+    def check_kinds(self, kinds: GroupKinds) -> None:
+        """Raise NotAvailableError with the reason for layers that the kernels cannot serve."""
+        if any(kind.sinks and kind.softcap is not None for group in kinds for kind in group):
+            raise NotAvailableError("flashinfer has no kernel with both sinks and a softcap")
+        plans = sum(map(len, kinds))
+        if plans > MOST_PLANS:
+            raise NotAvailableError(
+                f"its layers differ so much that each step would make {plans} plans, more than "
+                f"{MOST_PLANS}"
+            )
+
+
+# fa2 is compiled for any multiple of 16, but merges the parts of a split row for these sizes only
+# (and for 512, which none of its built modules and no served family has). Float32 has no kernel.
+SUPPORTED = Supported(frozenset({torch.float16, torch.bfloat16}), frozenset({64, 128, 256}))
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class FlashinferPlan:
+    """A step of one group. It lives in the wrappers, so the group's next plan ends it."""
+
+    group: int
+    window: int | None
+    single: bool
+
+
+class _Wrapper:
+    """One wrapper of the package, and the event behind the copies of its newest plan.
+
+    A plan is written to the wrapper's pinned memory and copied from there to the device, in the
+    stream's order. Nothing else keeps the next plan from overwriting the pinned memory before the
+    copy has run, so it waits for the event. On the device the stream's order is enough: the copy
+    comes after all kernels that read the plan before.
+    """
+
+    def __init__(self, wrapper: Any, package: FlashinferPackage) -> None:
+        self.wrapper = wrapper
+        self._copied = package.event()
+
+    def plan(self, *arguments: Any, **options: Any) -> None:
+        self._copied.synchronize()
+        self.wrapper.plan(*arguments, **options)
+        self._copied.record()
+
+
+class FlashinferAttention:
+    """``AttentionBackend`` by flashinfer, for a model with these heads and kinds of layers.
+
+    All work is queued on the current stream, so that the wrappers can share one workspace. Raises
+    NotAvailableError with the reason for a model that ``supported`` leaves out, or where a wrapper
+    cannot be made: that of sinks compiles or loads its module at once.
+    """
+
+    name = "flashinfer"
+
+    def __init__(
+        self,
+        heads: Heads,
+        kinds: GroupKinds,
+        device: torch.device,
+        package: FlashinferPackage,
+        *,
+        supported: Supported = SUPPORTED,
+        workspace_bytes: int = WORKSPACE_BYTES,
+    ) -> None:
+        supported.check_heads(heads)
+        supported.check_kinds(kinds)
+        self.heads = heads
+        self.kinds = kinds
+        self._package = package
+        # Zeros: the decode wrapper asks for them before its first use.
+        self._workspace = torch.zeros(workspace_bytes, dtype=torch.uint8, device=device)
+        # By group, kind and whether the step is of decodes alone.
+        self._wrappers: dict[tuple[int, LayerKind, bool], _Wrapper] = {}
+        for group, kind in ((i, kind) for i, some in enumerate(kinds) for kind in some):
+            try:
+                several = self._make(kind, single=False)
+                single = several if kind.sinks else self._make(kind, single=True)
+            except Exception as error:
+                raise NotAvailableError(
+                    f"flashinfer's wrapper for {kind} cannot be made here: {brief(error)}"
+                ) from error
+            self._wrappers[group, kind, False] = several
+            self._wrappers[group, kind, True] = single
+        self._plans: dict[int, FlashinferPlan] = {}  # the newest of each group
+
+    def _make(self, kind: LayerKind, *, single: bool) -> _Wrapper:
+        package, h = self._package, self.heads
+        if kind.sinks:
+            # The module is chosen here and not by the plan, so the sizes come here too.
+            wrapper = package.sinks(
+                self._workspace,
+                "NHD",
+                backend=FA2,
+                q_data_type=h.dtype,
+                kv_data_type=h.dtype,
+                head_dim_qk=h.dim,
+                head_dim_vo=h.value_dim,
+                window_left=_window_left(kind.window),
+            )
+        elif single:
+            wrapper = package.decode(self._workspace, "NHD", use_tensor_cores=True, backend=FA2)
+        else:
+            wrapper = package.prefill(self._workspace, "NHD", backend=FA2)
+        return _Wrapper(wrapper, package)
+
+    @property
+    def nbytes(self) -> int:
+        """Device bytes of the workspaces."""
+        wrappers = set(self._wrappers.values())
+        return self._workspace.nbytes + len(wrappers) * PLAN_BYTES
+
+    def plan(self, ragged: RaggedRows) -> FlashinferPlan:
+        rows = paged_rows(ragged)
+        self._plans.pop(ragged.group, None)
+        plan = FlashinferPlan(ragged.group, ragged.window, rows.single)
+        for kind in self.kinds[ragged.group]:
+            if kind.window != ragged.window:
+                raise ValueError(
+                    f"window: the rows have {ragged.window}, their layer group has {kind.window}"
+                )
+            self._plan(self._wrappers[ragged.group, kind, rows.single], kind, rows, ragged)
+        self._plans[ragged.group] = plan
+        return plan
+
+    def _plan(
+        self, wrapper: _Wrapper, kind: LayerKind, rows: PagedRows, ragged: RaggedRows
+    ) -> None:
+        h = self.heads
+        options: dict[str, Any] = {
+            "sm_scale": kind.scale,
+            "window_left": _window_left(kind.window),
+            "logits_soft_cap": kind.softcap,
+            "q_data_type": h.dtype,
+            "kv_data_type": h.dtype,
+        }
+        blocks = rows.starts, rows.indices, rows.last_lens
+        if rows.single and not kind.sinks:
+            wrapper.plan(*blocks, h.query, h.kv, h.dim, ragged.block_size, **options)
+        else:
+            wrapper.plan(
+                rows.query_starts,
+                *blocks,
+                h.query,
+                h.kv,
+                h.dim,
+                ragged.block_size,
+                head_dim_vo=h.value_dim,
+                causal=True,
+                **options,
+            )
+
+    def run(
+        self,
+        plan: FlashinferPlan,
+        query: Tensor,
+        key_cache: Tensor,
+        value_cache: Tensor,
+        spec: LayerSpec,
+    ) -> Tensor:
+        if spec.window != plan.window:
+            raise ValueError(
+                f"window: the layer has {spec.window}, the plan was made for {plan.window}"
+            )
+        if self._plans.get(plan.group) is not plan:
+            raise ValueError(f"plan: layer group {plan.group} has been planned again since")
+        wrapper = self._wrappers.get((plan.group, spec.kind, plan.single))
+        if wrapper is None:
+            raise ValueError(f"spec: no plan of layer group {plan.group} is for {spec.kind}")
+        dtype, query = query.dtype, query.to(self.heads.dtype)
+        if query.stride(-1) != 1:
+            query = query.contiguous()
+        caches = key_cache, value_cache
+        # The prefill wrapper would fill an output of its own with zeros first.
+        out = torch.empty(
+            (*query.shape[:2], self.heads.value_dim), dtype=query.dtype, device=query.device
+        )
+        if spec.sinks is None:
+            wrapper.wrapper.run(query, caches, out=out)
+        else:
+            sinks = spec.sinks.float().contiguous()
+            wrapper.wrapper.run(query, caches, sinks, spec.scale, out=out)
+        return out.to(dtype)
+
+
+def _window_left(window: int | None) -> int:
+    """The keys before its own that a query sees; -1: all."""
+    return -1 if window is None else window - 1

@@ -1,0 +1,92 @@
+"""flashinfer's kernels, proven where they will run: each wrapper runs once before it serves.
+
+Owns a few random rows and the comparison with the reference. It finds at start what else the first
+request would find: a module that is neither built nor compilable here, a driver or a GPU that its
+kernels were not built for.
+"""
+
+import torch
+
+from fairlead_kernels import reference
+from fairlead_kernels.attention import NULL, LayerKind, LayerSpec, RaggedRows
+from fairlead_kernels.flashinfer_attention import FlashinferAttention
+from fairlead_kernels.flashinfer_package import brief
+from fairlead_kernels.not_available import NotAvailableError
+
+BLOCK_SIZE = 16
+# Rows as (cached tokens before the step, tokens of the step): decodes alone, then a mixed step.
+STEPS = ((5, 1), (20, 1)), ((0, 7), (13, 6), (20, 1))
+# For values near 1, which rounding to bfloat16 moves by 0.004.
+TOLERANCE = 0.05
+
+
+def prove(attention: FlashinferAttention, device: torch.device) -> None:
+    """Compare both forms of a step with the reference, for each kind of layer in each group.
+
+    Compiles or loads the kernels' modules, which can take minutes. Raises NotAvailableError with
+    the reason where one does not run or computes something else.
+    """
+    for group, kinds in enumerate(attention.kinds):
+        for kind in kinds:
+            for rows in STEPS:
+                _prove(attention, group, kind, rows, device)
+
+
+def _prove(
+    attention: FlashinferAttention,
+    group: int,
+    kind: LayerKind,
+    rows: tuple[tuple[int, int], ...],
+    device: torch.device,
+) -> None:
+    try:
+        difference = _difference(attention, group, kind, rows, device)
+    except Exception as error:
+        raise NotAvailableError(
+            f"flashinfer's kernel for {kind} does not run here: {brief(error)}"
+        ) from error
+    if not difference <= TOLERANCE:
+        raise NotAvailableError(
+            f"flashinfer's kernel for {kind} differs from the reference by {difference:.2g}"
+        )
+
+
+def _difference(
+    attention: FlashinferAttention,
+    group: int,
+    kind: LayerKind,
+    rows: tuple[tuple[int, int], ...],
+    device: torch.device,
+) -> float:
+    """The largest difference of an output; its inputs make scores of about 1."""
+    h, generator = attention.heads, torch.Generator().manual_seed(0)
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator)
+
+    lens = [before + count for before, count in rows]
+    width = -(-max(lens) // BLOCK_SIZE)
+    blocks = torch.randperm(len(rows) * width, generator=generator).int().view(len(rows), width)
+    used = torch.arange(width) * BLOCK_SIZE < torch.tensor(lens)[:, None]
+    starts = torch.tensor([0, *(count for _, count in rows)], dtype=torch.int32)
+    ragged = RaggedRows(
+        query_starts=starts.cumsum(0, dtype=torch.int32),
+        kv_lens=torch.tensor(lens, dtype=torch.int32),
+        tables=blocks.masked_fill(~used, NULL),
+        block_size=BLOCK_SIZE,
+        window=kind.window,
+        group=group,
+    )
+    query = random(int(starts.sum()), h.query, h.dim) / (kind.scale * h.dim**0.5)
+    keys, values = (
+        random(len(rows) * width, BLOCK_SIZE, h.kv, dim).to(h.dtype) for dim in (h.dim, h.value_dim)
+    )
+    query = query.to(h.dtype)
+    sinks = random(h.query).to(h.dtype) if kind.sinks else None
+    spec = LayerSpec(kind.scale, kind.window, kind.softcap, sinks)
+    want = reference.attend(ragged, query, keys, values, spec)
+    if sinks is not None:
+        spec = LayerSpec(kind.scale, kind.window, kind.softcap, sinks.to(device))
+    plan = attention.plan(ragged)
+    got = attention.run(plan, query.to(device), keys.to(device), values.to(device), spec)
+    return float((got.cpu().double() - want.double()).abs().max())
