@@ -11,7 +11,13 @@ wheels=${TMPDIR:-/tmp}/torch
 select="python3 $build/select_lock.py --without triton --without setuptools"
 case $device in
 cuda)
-    $select --extra runtime --extra tracing "$build" | sh "$build/install.sh" "$venv"
+    # A stage of its own compiles flashinfer's kernels (compile_flashinfer.sh).
+    select="$select --without ninja --without nvidia-cuda-nvcc --without nvidia-cuda-crt"
+    select="$select --without nvidia-nvvm"
+    # For CUDA 12, and for experts on several nodes.
+    select="$select --without nvidia-cutlass-dsl-libs-cu12 --without nccl-extensions"
+    select="$select --without nccl4py --lock requirements-cuda.lock"
+    $select --extra runtime --extra tracing --extra cuda "$build" | sh "$build/install.sh" "$venv"
     ;;
 cpu)
     cpu_torch=$(sh "$build/fetch_cpu_torch.sh" "$build/requirements.lock" "$wheels")

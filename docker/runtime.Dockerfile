@@ -9,12 +9,21 @@ RUN PYTHONHASHSEED=0 python3 /build/strip_root.py
 FROM ${BASE} AS packages
 COPY docker/pip.sh docker/install.sh docker/install_runtime.sh docker/fetch_cpu_torch.sh \
     docker/select_lock.py docker/trim_torch.py docker/byte_code.py pyproject.toml \
-    requirements.lock /build/
+    requirements.lock docker/requirements-cuda.lock /build/
 ARG DEVICE=cpu
 ARG TORCH_INDEX=""
 ARG TORCH_SHA256=""
 RUN --mount=type=secret,id=ca.pem --mount=type=secret,id=pip.conf \
     sh /build/install_runtime.sh /opt/fairlead "${DEVICE}"
+
+# Only /kernels of this stage is in the image; for CPUs that is empty.
+FROM packages AS kernels
+COPY docker/compile_flashinfer.sh docker/compile_flashinfer.py docker/flashinfer_modules.toml \
+    /build/
+ARG DEVICE=cpu
+ARG MAX_JOBS=""
+RUN --mount=type=secret,id=ca.pem --mount=type=secret,id=pip.conf \
+    sh /build/compile_flashinfer.sh /opt/fairlead "${DEVICE}" /kernels
 
 FROM packages AS app
 RUN --mount=type=secret,id=ca.pem --mount=type=secret,id=pip.conf \
@@ -34,7 +43,10 @@ RUN sh /build/docker/install_fairlead.sh runtime /app
 FROM scratch
 COPY --from=root / /
 COPY --from=packages /opt/fairlead /opt/fairlead
+COPY --from=kernels /kernels /
 COPY --from=app /app /
+# Of flashinfer's modules only those of the stage `kernels` count: no pod compiles one.
+ENV FLASHINFER_DISABLE_JIT=1
 ENV PATH=/opt/fairlead/bin:/usr/local/bin:/usr/bin:/bin \
     HOME=/tmp USER=fairlead LANG=C.UTF-8 PYTHONDONTWRITEBYTECODE=1 PYTHONUNBUFFERED=1
 USER 10001

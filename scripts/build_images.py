@@ -146,6 +146,8 @@ def main() -> int:
         "REVISION": git("rev-parse", "HEAD"),
         "CREATED": made.strftime("%Y-%m-%dT%H:%M:%SZ"),
     }
+    if jobs := os.environ.get("MAX_JOBS"):
+        arguments["MAX_JOBS"] = jobs
     if options.torch_index:
         arguments |= {"TORCH_INDEX": options.torch_index, "TORCH_SHA256": options.torch_sha256}
     common = [f"--build-arg={name}={value}" for name, value in arguments.items()]

@@ -12,10 +12,14 @@ ROOT = Path(__file__).parents[2]
 FOLDER = "IMAGES_OUT"
 
 
-def archive(name: str) -> Archive:
-    """The image's archive. Where IMAGES_OUT is set its lack is an error, else a reason to skip."""
+def archive(name: str, *, required: bool = True) -> Archive:
+    """The image's archive. Where IMAGES_OUT is set the lack of a required one is an error, else it
+    is a reason to skip.
+    """
     path = Path(os.environ.get(FOLDER) or ROOT / "build/images") / f"{name}.tar"
     if not path.is_file():
+        if not required:
+            pytest.skip(f"NOT CHECKED: {path} is missing: run `make images NAMES={name}`")
         lacking = f"{path} is missing: run `make images`"
         (pytest.fail if os.environ.get(FOLDER) else pytest.skip)(lacking)
     return Archive(path)
@@ -31,9 +35,15 @@ def runtime() -> Archive:
     return archive("runtime")
 
 
-@pytest.fixture(params=["operator", "runtime"])
+@pytest.fixture(scope="session")
+def runtime_cuda() -> Archive:
+    """No part of what `make images` builds unasked, nor of CI: it takes half an hour and 20 GB."""
+    return archive("runtime-cuda", required=False)
+
+
+@pytest.fixture(params=["operator", "runtime", "runtime_cuda"])
 def image(request: pytest.FixtureRequest) -> Archive:
-    """Each of the two images."""
+    """Each of the images."""
     found: Archive = request.getfixturevalue(request.param)
     return found
 
@@ -48,17 +58,27 @@ def runner() -> None:
         (pytest.fail if os.environ.get(FOLDER) else pytest.skip)(wanted)
 
 
+def unpacked(image: Archive, folders: pytest.TempPathFactory) -> Path:
+    """A root file system of the image."""
+    folder = folders.mktemp("root")
+    image.unpack(folder)
+    return folder
+
+
 @pytest.fixture(scope="session")
 def operator_root(
     runner: None, operator: Archive, tmp_path_factory: pytest.TempPathFactory
 ) -> Path:
-    folder = tmp_path_factory.mktemp("operator")
-    operator.unpack(folder)
-    return folder
+    return unpacked(operator, tmp_path_factory)
 
 
 @pytest.fixture(scope="session")
 def runtime_root(runner: None, runtime: Archive, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("runtime")
-    runtime.unpack(folder)
-    return folder
+    return unpacked(runtime, tmp_path_factory)
+
+
+@pytest.fixture(scope="session")
+def runtime_cuda_root(
+    runner: None, runtime_cuda: Archive, tmp_path_factory: pytest.TempPathFactory
+) -> Path:
+    return unpacked(runtime_cuda, tmp_path_factory)

@@ -5,10 +5,12 @@ import json
 import re
 import stat
 import tomllib
+from email.parser import HeaderParser
 from pathlib import Path, PurePosixPath
 
 import pytest
 
+import compile_flashinfer
 from support.image_archive import Archive
 
 pytestmark = pytest.mark.images
@@ -16,7 +18,11 @@ ROOT = Path(__file__).parents[2]
 VERSION = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
 PACKAGES = "opt/fairlead/lib/python3*/site-packages"
 MEGABYTE = 10**6
-BOUNDS = {"operator": 250 * MEGABYTE, "runtime": 1800 * MEGABYTE}
+BOUNDS = {
+    "operator": 250 * MEGABYTE,
+    "runtime": 1800 * MEGABYTE,
+    "runtime-cuda": 6200 * MEGABYTE,
+}
 OURS = ("fairlead_operator", "fairlead_runtime", "fairlead_kernels", "fairlead-*.dist-info")
 
 COMPILERS = (
@@ -38,8 +44,17 @@ MANAGERS = ("apt", "apt-*", "dpkg*", "pip", "pip[0-9]*", "uv", "uvx", "conda*", 
 INNOCENT = ("usr/bin/ld.so", "usr/lib64/ld-linux-x86-64.so.2")
 
 
-def name_of(image: Archive) -> str:
+def file_of(image: Archive) -> str:
     return image.path.stem
+
+
+def name_of(image: Archive) -> str:
+    """Without the kind of accelerator."""
+    return file_of(image).split("-")[0]
+
+
+def is_cuda(image: Archive) -> bool:
+    return file_of(image).endswith("-cuda")
 
 
 def under(image: Archive, pattern: str) -> list[str]:
@@ -50,15 +65,14 @@ def python_packages(image: Archive) -> dict[str, str]:
     """Names, normalized, and versions of the installed distributions."""
     found = {}
     for path in under(image, f"{PACKAGES}/*.dist-info/METADATA"):
-        text = image.read(path).decode()
-        name = re.findall(r"^Name: (.+)$", text, re.MULTILINE)[0]
-        version = re.findall(r"^Version: (.+)$", text, re.MULTILINE)[0]
-        found[re.sub(r"[-_.]+", "-", name).lower()] = version
+        fields = HeaderParser().parsestr(image.read(path).decode())
+        found[re.sub(r"[-_.]+", "-", fields["Name"]).lower()] = fields["Version"]
     return found
 
 
 def test_the_image_is_tagged_with_the_name_that_the_chart_writes(image: Archive) -> None:
-    assert image.tags == [f"docker.io/fairlead/{name_of(image)}:{VERSION}"]
+    suffix = "-cuda" if is_cuda(image) else ""
+    assert image.tags == [f"docker.io/fairlead/{name_of(image)}:{VERSION}{suffix}"]
 
 
 def test_the_image_runs_as_a_user_that_is_not_root_and_has_a_name(image: Archive) -> None:
@@ -149,7 +163,7 @@ def test_our_code_is_a_small_layer_of_its_own(image: Archive) -> None:
 
 
 def test_the_image_is_within_its_size(image: Archive) -> None:
-    assert sum(image.sizes) <= BOUNDS[name_of(image)]
+    assert sum(image.sizes) <= BOUNDS[file_of(image)]
 
 
 def test_the_operator_has_no_torch_and_no_server(operator: Archive) -> None:
@@ -164,6 +178,34 @@ def test_the_runtime_has_no_operator_framework(runtime: Archive) -> None:
     assert not names & {"kopf", "kubernetes", "triton", "pytest", "flashinfer-python"}
 
 
+def test_the_cuda_runtime_has_flashinfer_and_nothing_that_compiles(runtime_cuda: Archive) -> None:
+    names = set(python_packages(runtime_cuda))
+    assert {"torch", "transformers", "fastapi", "flashinfer-python", "fairlead"} <= names
+    assert not names & {"kopf", "kubernetes", "triton", "pytest", "ninja"}
+    assert not names & {"nvidia-cuda-nvcc", "nvidia-cuda-crt", "nvidia-nvvm"}
+    assert runtime_cuda.environment["FLASHINFER_DISABLE_JIT"] == "1"
+
+
+def test_the_cuda_runtime_has_exactly_the_listed_modules_with_code_for_each_architecture(
+    runtime_cuda: Archive,
+) -> None:
+    targets, modules = compile_flashinfer.read(ROOT / "docker/flashinfer_modules.toml")
+    paths = under(runtime_cuda, f"{PACKAGES}/flashinfer/data/aot/*/*.so")
+    found = {PurePosixPath(path).stem: path for path in paths}
+    assert set(found) == {module.name for module in modules}
+    wanted = {int("".join(filter(str.isdigit, target))) for target in targets}
+    for name, path in found.items():
+        assert PurePosixPath(path).parent.name == name
+        assert compile_flashinfer.architectures(runtime_cuda.read(path)) == wanted
+
+
+def test_the_cuda_runtimes_modules_are_a_layer_of_their_own(runtime_cuda: Archive) -> None:
+    """A change of the list sends these megabytes again, not the packages' gigabytes."""
+    paths = under(runtime_cuda, f"{PACKAGES}/flashinfer/data/aot/*/*.so")
+    (layer,) = {runtime_cuda.files[path].layer for path in paths}
+    assert runtime_cuda.sizes[layer] < 100 * MEGABYTE
+
+
 def test_the_runtime_has_the_kernels_of_each_instruction_set_and_the_operator_none(
     operator: Archive, runtime: Archive
 ) -> None:
@@ -173,7 +215,8 @@ def test_the_runtime_has_the_kernels_of_each_instruction_set_and_the_operator_no
 
 
 def test_every_package_has_the_version_of_the_lock(image: Archive) -> None:
-    lock = (ROOT / "requirements.lock").read_text()
+    file = "docker/requirements-cuda.lock" if is_cuda(image) else "requirements.lock"
+    lock = (ROOT / file).read_text()
     locked = set(re.findall(r"^([a-z0-9-]+)==(\S+)", lock, re.MULTILINE))
     # PyTorch's CPU build, where the builder named its index, has the version's local part.
     installed = {
