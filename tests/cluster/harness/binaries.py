@@ -47,6 +47,9 @@ PROGRAMS = {
         Program("coredns", "coredns", "."),
         Program("pause", "pause", "."),
         Program("deviceplugin", "deviceplugin", "."),
+        Program(
+            "kube-router", "kuberouter", "github.com/cloudnativelabs/kube-router/v2/cmd/kube-router"
+        ),
         Program("kwok", "kwok", "sigs.k8s.io/kwok/cmd/kwok"),
         Program("helm", "helm", "helm.sh/helm/v4/cmd/helm"),
         Program("helm3", "helm3", "helm.sh/helm/v3/cmd/helm"),

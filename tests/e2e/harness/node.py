@@ -11,6 +11,8 @@ import signal
 import socket
 import subprocess
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -39,6 +41,7 @@ PROGRAMS = (
     "kube-proxy",
     "coredns",
     "deviceplugin",
+    "kube-router",
     "pause",
     "kubectl",
     "helm",
@@ -107,6 +110,29 @@ class Node:
             self.plane.wait_ready()
         with self.plane.api() as api:
             eventually(lambda: node_is_ready(api), 30, "the node is Ready")
+
+    @contextmanager
+    def enforcing_policies(self) -> Iterator[None]:
+        """NetworkPolicies hold soon after the block begins, by kube-router's firewall; its routing
+        and its proxy, which others do here, stay off.
+        """
+        arguments = [
+            f"--kubeconfig={self.plane.kubeconfig()}",
+            f"--hostname-override={NAME}",
+            f"--service-cluster-ip-range={SERVICES}",
+            "--run-firewall=true",
+            "--run-router=false",
+            "--run-service-proxy=false",
+        ]
+        self.plane.spawn("kube-router", arguments)
+        try:
+            yield
+        finally:
+            self.plane.remove("kube-router")
+            # Its own `--cleanup-config` panics. Who else has rules there, the kubelet, writes them
+            # again; kube-proxy's are tables of nftables.
+            for command in ("iptables --flush", "iptables --delete-chain", "ipset destroy"):
+                subprocess.run(command.split(), check=True)
 
     def _ctr(self, *arguments: str) -> None:
         command = ["ctr", f"--address={self.socket}", "--namespace=k8s.io", *arguments]

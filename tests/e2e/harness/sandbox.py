@@ -42,6 +42,8 @@ NEEDED = {
     "containerd": "containerd",
     "runc": "runc",
     "nft": "nftables",
+    "iptables": "iptables",
+    "ipset": "ipset",
     "ip": "iproute2",
     "unshare": "util-linux",
     "openssl": "openssl",
