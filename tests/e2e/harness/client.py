@@ -17,6 +17,31 @@ from aiohttp import web
 PATIENCE = aiohttp.ClientTimeout(total=300, sock_connect=20)
 
 
+class Sending:
+    """The times of one request: ``began``, and ``sent`` once its head has gone out on a connection.
+    Given as a request's trace context.
+    """
+
+    def __init__(self) -> None:
+        self.began = time.time()
+        self.sent: float | None = None
+
+
+async def _note_sent(_session: object, trace: Any, _head: object) -> None:
+    trace.trace_request_ctx.sent = time.time()
+
+
+def client_session(**connector: Any) -> aiohttp.ClientSession:
+    """A session without a cache of names, whose requests note when they were sent."""
+    traces = aiohttp.TraceConfig()
+    traces.on_request_headers_sent.append(_note_sent)
+    return aiohttp.ClientSession(
+        timeout=PATIENCE,
+        connector=aiohttp.TCPConnector(use_dns_cache=False, **connector),
+        trace_configs=[traces],
+    )
+
+
 class Load:
     """One load: see ``main`` for the fields of ``wanted``."""
 
@@ -71,57 +96,59 @@ class Load:
         await asyncio.gather(*running)
 
     async def once(self) -> None:
-        connector = aiohttp.TCPConnector(force_close=True, use_dns_cache=False)
-        async with aiohttp.ClientSession(timeout=PATIENCE, connector=connector) as session:
+        async with client_session(force_close=True) as session:
             await self.complete(session, "new")
 
     async def kept(self) -> None:
-        connector = aiohttp.TCPConnector(limit=1, use_dns_cache=False)
-        async with aiohttp.ClientSession(timeout=PATIENCE, connector=connector) as session:
+        async with client_session(limit=1) as session:
             while not self.stopping:
                 await self.complete(session, "kept")
                 await asyncio.sleep(self.wanted["pause"])
 
     async def complete(self, session: aiohttp.ClientSession, kind: str) -> None:
-        tokens, began = self.wanted["tokens"], time.time()
+        tokens, times = self.wanted["tokens"], Sending()
+        body = self.body(tokens)
         self.open += 1
         try:
-            async with session.post(self.wanted["url"], json=self.body(tokens)) as answer:
+            async with session.post(
+                self.wanted["url"], json=body, trace_request_ctx=times
+            ) as answer:
                 content = await answer.read()
                 if answer.status == 429:
                     self.busy += 1
                     return
                 if answer.status != 200:
-                    self.fail(kind, began, f"status {answer.status}: {content[:300]!r}")
+                    self.fail(kind, times, f"status {answer.status}: {content[:300]!r}")
                     return
                 received = json.loads(content)["usage"]["completion_tokens"]
                 if received != tokens:
-                    self.cut_off(kind, began, f"{received} tokens")
+                    self.cut_off(kind, times, f"{received} tokens")
                     return
-                self.answered.append((began, time.time() - began))
+                self.answered.append((times.began, time.time() - times.began))
         except Exception as error:  # noqa: BLE001 - every failure is a figure of the report
-            self.fail(kind, began, f"{type(error).__name__}: {error}")
+            self.fail(kind, times, f"{type(error).__name__}: {error}")
         finally:
             self.open -= 1
 
     async def streaming(self) -> None:
         while not self.stopping:
-            connector = aiohttp.TCPConnector(force_close=True, use_dns_cache=False)
-            async with aiohttp.ClientSession(timeout=PATIENCE, connector=connector) as session:
+            async with client_session(force_close=True) as session:
                 await self.stream(session)
             await asyncio.sleep(self.wanted["pause"])
 
     async def stream(self, session: aiohttp.ClientSession) -> None:
-        tokens, began, received, ended = self.wanted["stream_tokens"], time.time(), 0, False
+        tokens, times, received, ended = self.wanted["stream_tokens"], Sending(), 0, False
         body = self.body(tokens) | {"stream": True, "stream_options": {"include_usage": True}}
         self.open += 1
         try:
-            async with session.post(self.wanted["url"], json=body) as answer:
+            async with session.post(
+                self.wanted["url"], json=body, trace_request_ctx=times
+            ) as answer:
                 if answer.status == 429:
                     self.busy += 1
                     return
                 if answer.status != 200:
-                    self.fail("stream", began, f"status {answer.status}: {await answer.text()}")
+                    self.fail("stream", times, f"status {answer.status}: {await answer.text()}")
                     return
                 async for line in answer.content:
                     text = line.decode().strip().removeprefix("data: ")
@@ -133,12 +160,12 @@ class Load:
             if ended and received == tokens:
                 self.streams += 1
             else:
-                self.cut_off("stream", began, f"{received} tokens")
+                self.cut_off("stream", times, f"{received} tokens")
         except Exception as error:  # noqa: BLE001 - every failure is a figure of the report
             if isinstance(error, aiohttp.ClientConnectorError):
-                self.fail("stream", began, f"{type(error).__name__}: {error}")
+                self.fail("stream", times, f"{type(error).__name__}: {error}")
             else:
-                self.cut_off("stream", began, f"{type(error).__name__}: {error}")
+                self.cut_off("stream", times, f"{type(error).__name__}: {error}")
         finally:
             self.open -= 1
 
@@ -150,11 +177,16 @@ class Load:
             "ignore_eos": True,
         }
 
-    def cut_off(self, kind: str, began: float, what: str) -> None:
-        self.cut.append({"kind": kind, "began": began, "at": time.time(), "what": what})
+    def cut_off(self, kind: str, times: Sending, what: str) -> None:
+        self.cut.append(_loss(kind, times, what))
 
-    def fail(self, kind: str, began: float, what: str) -> None:
-        self.failed.append({"kind": kind, "began": began, "at": time.time(), "what": what})
+    def fail(self, kind: str, times: Sending, what: str) -> None:
+        self.failed.append(_loss(kind, times, what))
+
+
+def _loss(kind: str, times: Sending, what: str) -> dict[str, Any]:
+    """``sent`` is None where the request never left."""
+    return {"kind": kind, **vars(times), "at": time.time(), "what": what}
 
 
 async def main() -> None:
