@@ -41,7 +41,7 @@ def chat(installation: Installation) -> Iterator[Served]:
     installation.upgrade()
     served = Served(installation, "gpus")
     yield served
-    served.delete()
+    served.delete(drained=False)
 
 
 def devices_of(pod: Object) -> list[str]:

@@ -48,7 +48,7 @@ def chat(installation: Installation) -> Iterator[Served]:
         served.until_rolled_out()
         yield served
     finally:
-        served.delete()
+        served.delete(drained=False)
 
 
 def test_the_query_of_the_keda_example_gives_the_requests_that_the_pods_have(

@@ -37,7 +37,7 @@ def three(installation: Installation) -> Iterator[list[Served]]:
     with ExitStack() as stack:
         served = [Served(installation, name) for name in NAMES]
         for each in served:
-            stack.callback(each.delete)
+            stack.callback(each.delete, drained=False)
             each.apply(**SMALL)
         for each in served:
             each.until_rolled_out()

@@ -28,6 +28,7 @@ from fairlead_runtime.serving.engine_link import run_engine, settle_memory
 from fairlead_runtime.serving.measurements import EngineReport, RequestMetrics
 from fairlead_runtime.serving.remote_engine import refusal_of
 from fairlead_runtime.start import logs
+from fairlead_runtime.start.lean_imports import leave_compiler_out
 
 log = logging.getLogger("fairlead.engine")
 
@@ -64,6 +65,7 @@ def main(arguments: Sequence[str]) -> NoReturn:
 
 def _serve(channel: wire.Channel) -> int:
     """Load, step and answer; returns the exit code."""
+    leave_compiler_out()
     # Imported before the first message, which may have to wait for a download.
     from fairlead_runtime.start.build import build
 

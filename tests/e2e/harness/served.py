@@ -1,11 +1,12 @@
 """One InferenceDeployment on the node: applied, watched, changed and removed."""
 
+import contextlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from cluster.harness.apiclient import Object, eventually
+from cluster.harness.apiclient import ApiError, Object, eventually
 from cluster.harness.resources import CHILDREN, KIND, condition, current, idep, ready, status
 from e2e.harness.installation import NAMESPACE, Installation
 
@@ -25,14 +26,16 @@ SMALL: Object = {
 
 @contextmanager
 def serving(installation: Installation, name: str, **spec: Any) -> Iterator["Served"]:
-    """A resource that is rolled out when the block begins, and gone after it."""
+    """A resource that is rolled out when the block begins, and gone after it; whatever its pods
+    still do then is nobody's.
+    """
     served = Served(installation, name)
     try:
         served.apply(**spec)
         served.until_rolled_out()
         yield served
     finally:
-        served.delete()
+        served.delete(drained=False)
 
 
 @dataclass(slots=True)
@@ -135,14 +138,20 @@ class Served:
         except AssertionError as error:
             raise AssertionError(f"{error}; it is {self.told}") from None
 
-    def delete(self) -> None:
-        """Returns when the resource, its children and its pods are gone."""
+    def delete(self, *, drained: bool = True) -> None:
+        """Returns when the resource, its children and its pods are gone; the pods have a second to
+        end in if they need not be ``drained``.
+        """
         api = self.installation.api
         if api.find(KIND, NAMESPACE, self.name):
             api.delete(KIND, NAMESPACE, self.name)
 
         def gone() -> bool:
-            children = [api.find(kind, NAMESPACE, self.name) for kind in CHILDREN]
-            return not any(children) and not self.pods()
+            pods = self.pods()
+            for meta in (pod["metadata"] for pod in pods if not drained):
+                if meta.get("deletionGracePeriodSeconds", 0) > 1:
+                    with contextlib.suppress(ApiError):  # it is gone by now
+                        api.delete("Pod", NAMESPACE, meta["name"], gracePeriodSeconds="1")
+            return not pods and not any(api.find(kind, NAMESPACE, self.name) for kind in CHILDREN)
 
         eventually(gone, 60, f"{self.name} and everything of it is gone")
