@@ -89,7 +89,7 @@ bench: setup ## the benchmarks that need no GPU, with other engines; FULL=1: all
 	$(BIN)/python -m benchmarks.cpu_peers $(if $(FULL),--full)
 
 gpu: setup ## what needs an NVIDIA GPU
-	$(PYTEST) -m gpu
+	TRITON_INTERPRET=0 $(PYTEST) -m gpu
 
 # The CUDA image's packages have the versions of requirements.lock. Only cuda-bindings has not:
 # cuda-python names its version, and lags behind.

@@ -1,8 +1,9 @@
-"""Settings of the whole suite: properties without deadlines, OpenMP without spinning, and no more
-threads than cores when workers of pytest-xdist share them.
+"""Settings of the whole suite: properties without deadlines, OpenMP without spinning, no more
+threads than cores when workers of pytest-xdist share them, and Triton's kernels in its interpreter.
 
 A deadline would test how busy the machine is. Threads that spin while they wait make small models
 crawl when two test processes share the cores; OpenMP reads this when torch is first imported.
+Triton reads its setting when it is first imported; `make gpu` sets 0.
 """
 
 import os
@@ -11,6 +12,7 @@ import pytest
 from hypothesis import settings
 
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+os.environ.setdefault("TRITON_INTERPRET", "1")
 if workers := int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "0")):
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // workers)))
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from fairlead_kernels import cpu, flashinfer_package
+from fairlead_kernels import cpu, flashinfer_package, triton_operations, triton_proof
 from fairlead_kernels.attention import AttentionBackend, GroupKinds, Heads
 from fairlead_kernels.cpu import CpuOperations
 from fairlead_kernels.cpu_attention import CpuAttention
@@ -18,6 +18,7 @@ from fairlead_kernels.flashinfer_proof import prove
 from fairlead_kernels.layer import LayerOperations
 from fairlead_kernels.not_available import NotAvailableError
 from fairlead_kernels.torch_attention import TorchAttention
+from fairlead_kernels.torch_operations import TorchOperations
 
 # The oldest GPUs, by their compute capability, that flashinfer's kernels run on in each type.
 OLDEST_GPU = {torch.float16: (7, 5), torch.bfloat16: (8, 0)}
@@ -42,7 +43,8 @@ def pick(
 ) -> BackendChoice:
     """The kernels for a model with these heads and kinds of layers on this device: with ``auto``
     the fastest that can serve it, ``cpu`` those in C++, ``flashinfer`` its attention, with
-    ``torch`` plain torch, which runs on every device.
+    ``torch`` plain torch, which runs on every device. On GPUs layers have operations of their own,
+    in Triton or else in torch, beside either attention.
 
     Raises NotAvailableError with the reason when ``cpu`` or ``flashinfer`` is asked for and cannot
     serve the model.
@@ -50,13 +52,13 @@ def pick(
     reason = ""
     if kernels == "cpu" or (kernels == "auto" and device.type == "cpu"):
         try:
-            operations = cpu_operations(device.type, heads.dtype)
+            ours = cpu_operations(device.type, heads.dtype)
         except NotAvailableError as error:
             if kernels == "cpu":
                 raise
             reason = f"; no C++ kernels: {error}"
         else:
-            return BackendChoice(CpuAttention(heads, operations.library), operations)
+            return BackendChoice(CpuAttention(heads, ours.library), ours)
     if kernels == "flashinfer" or (kernels == "auto" and device.type == "cuda"):
         try:
             package = flashinfer_for(heads, device)
@@ -67,13 +69,32 @@ def pick(
                 raise
             reason = f"; no flashinfer: {error}"
         else:
-            return BackendChoice(attention, None, f"attention by flashinfer {package.version}")
+            layers, name = gpu_operations(heads.dtype, device)
+            reason = f"attention by flashinfer {package.version}, {name}"
+            return BackendChoice(attention, layers, reason)
     target = (
         f"{torch.get_num_threads()} CPU threads"
         if device.type == "cpu"
         else f"{device.type}, portable kernels"
     )
-    return BackendChoice(TorchAttention(heads, device), None, f"plain torch on {target}{reason}")
+    reason = f"plain torch on {target}{reason}"
+    plain = TorchAttention(heads, device)
+    if kernels == "torch" or device.type != "cuda":
+        return BackendChoice(plain, None, reason)
+    layers, name = gpu_operations(heads.dtype, device)
+    return BackendChoice(plain, layers, f"{reason}; {name}")
+
+
+def gpu_operations(dtype: torch.dtype, device: torch.device) -> tuple[LayerOperations, str]:
+    """The operations of a model of this type on this GPU, and what they are: Triton's where it
+    runs, else those in torch and the reason.
+    """
+    try:
+        operations = triton_operations.load()
+        triton_proof.prove(operations, dtype, device)
+    except NotAvailableError as error:
+        return TorchOperations(), f"layers in torch: {error}"
+    return operations, "layers in Triton"
 
 
 def cpu_operations(device: str, dtype: torch.dtype) -> CpuOperations:

@@ -46,6 +46,8 @@ class CpuOperations:
     call any method.
     """
 
+    in_float32 = True
+
     def __init__(self, functions: library.Library) -> None:
         self.library = functions
         self.name = functions.instruction_set

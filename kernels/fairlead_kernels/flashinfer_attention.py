@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from fairlead_kernels.attention import GroupKinds, Heads, LayerKind, LayerSpec, RaggedRows
-from fairlead_kernels.flashinfer_package import FlashinferPackage, brief
+from fairlead_kernels.flashinfer_package import FlashinferPackage
 from fairlead_kernels.flashinfer_plan import PagedRows, paged_rows
-from fairlead_kernels.not_available import NotAvailableError
+from fairlead_kernels.not_available import NotAvailableError, brief
 
 # The generation of kernels that is asked for, on every GPU: `auto` would take another on Hopper,
 # with modules of its own to compile and without the fixed splits that equal results need.

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 import torch
 
-from fairlead_kernels.not_available import NotAvailableError
+from fairlead_kernels.not_available import NotAvailableError, brief
 
 
 class Event(Protocol):
@@ -57,8 +57,3 @@ def load() -> FlashinferPackage:
         sinks=package.BatchAttentionWithAttentionSinkWrapper,
         event=torch.cuda.Event,
     )
-
-
-def brief(error: Exception) -> str:
-    """The error in one line: those of compilers run to pages."""
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"

@@ -10,8 +10,7 @@ import torch
 from fairlead_kernels import reference
 from fairlead_kernels.attention import NULL, LayerKind, LayerSpec, RaggedRows
 from fairlead_kernels.flashinfer_attention import FlashinferAttention
-from fairlead_kernels.flashinfer_package import brief
-from fairlead_kernels.not_available import NotAvailableError
+from fairlead_kernels.not_available import NotAvailableError, brief
 
 BLOCK_SIZE = 16
 # Rows as (cached tokens before the step, tokens of the step): decodes alone, then a mixed step.

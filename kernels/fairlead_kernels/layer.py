@@ -6,8 +6,8 @@ projection.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Literal, Protocol
+from dataclasses import dataclass, fields, replace
+from typing import Any, Literal, Protocol, Self
 
 import torch
 
@@ -20,14 +20,15 @@ class Packed:
     """A weight matrix of ``rows`` outputs and ``columns`` inputs, in the layout of the operations
     that packed it: only their ``linear`` can read ``data``.
 
-    ``data`` is float32, bfloat16 or int8. With ``scales`` float32 [rows], each row of the matrix is
-    its row of data times its scale.
+    ``data`` is float32, bfloat16, float16 or int8. With ``scales`` float32 [rows], each row of the
+    matrix is its row of data times its scale; ``factor`` multiplies all of them.
     """
 
     data: torch.Tensor
     rows: int
     columns: int
     scales: torch.Tensor | None = None
+    factor: float = 1.0
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
@@ -52,6 +53,15 @@ class Norm:
     offset: float = 0.0
     bias: torch.Tensor | None = None
     centered: bool = False
+
+    def to(self, dtype: torch.dtype) -> Self:
+        """The same in this type."""
+        bias = None if self.bias is None else self.bias.to(dtype)
+        return replace(self, weight=self.weight.to(dtype), bias=bias)
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        return (self.weight,) if self.bias is None else (self.weight, self.bias)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -89,13 +99,43 @@ class Layer:
         """Whether its MLP has a gate."""
         return self.gate_up.rows == 2 * self.down.columns
 
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """All that it holds; the vectors of a norm that it has twice are twice in the list."""
+        found: list[torch.Tensor] = []
+        for value in self._values().values():
+            if isinstance(value, Packed | Norm):
+                found += value.tensors
+            elif isinstance(value, torch.Tensor):
+                found.append(value)
+        return found
+
+    def cast(self, dtype: torch.dtype) -> Self:
+        """The same with norms and biases in this type; a norm that it has twice is one still."""
+        made: dict[int, Any] = {}
+        changed: dict[str, Any] = {}
+        for name, value in self._values().items():
+            if isinstance(value, Norm | torch.Tensor):
+                if id(value) not in made:
+                    made[id(value)] = value.to(dtype)
+                changed[name] = made[id(value)]
+        return replace(self, **changed)
+
+    def _values(self) -> dict[str, Any]:
+        return {field.name: getattr(self, field.name) for field in fields(self)}
+
 
 class LayerOperations(Protocol):
-    """The operations of a decoder layer. T: packed tokens. Results have the type of their input;
-    sums are at least float32.
+    """The operations of a decoder layer. T: packed tokens. Results have the type of their input,
+    norms that of their weight; sums within an operation are at least float32.
+
+    ``in_float32``: they compute in float32, and a layer's vectors stay so. Else hidden states
+    between two operations have the model's own type, as the layer's vectors have: but for the
+    residual, which is float32.
     """
 
     name: str
+    in_float32: bool
 
     def pack(
         self,
@@ -105,8 +145,8 @@ class LayerOperations(Protocol):
         factor: float = 1.0,
     ) -> Packed:
         """Weights float32 [N_i, K] below each other as one matrix of the sum of N_i rows, times
-        ``factor``. They are stored as ``dtype``: float32, bfloat16, to which they are rounded
-        before they are multiplied, or int8 as ``quantize`` rounds them.
+        ``factor``. They are stored as ``dtype``: float32, bfloat16 or float16, to which they are
+        rounded before they are multiplied, or int8 as ``quantize`` rounds them.
 
         Copies them; a caller that drops each weight after it is packed holds little twice.
         """
@@ -119,8 +159,8 @@ class LayerOperations(Protocol):
     def norm(
         self, x: torch.Tensor, norm: Norm, residual: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Add and normalize: x and residual [T, width] → the norm of their sum, and the sum;
-        without a residual the norm of x, and x.
+        """Add and normalize: x and residual [T, width] → the norm of their sum, and the sum in the
+        residual's type; without a residual the norm of x, and x.
 
         May write the results into ``residual`` and, if there is one, ``x``: with a residual neither
         is used afterwards.

@@ -15,7 +15,8 @@ from fairlead_kernels.layer import Activation, Norm, Packed
 from fairlead_kernels.quantize import quantize
 
 name = "reference"
-_ACTIVATIONS: dict[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
+in_float32 = True
+ACTIVATIONS: dict[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
     "silu": F.silu,
     "gelu": F.gelu,
     "gelu_tanh": functools.partial(F.gelu, approximate="tanh"),
@@ -112,8 +113,8 @@ def norm(
     x: torch.Tensor, norm: Norm, residual: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """``LayerOperations.norm``."""
-    total = x if residual is None else x + residual
-    return _normalized(total.double(), norm).to(x.dtype), total
+    total = x if residual is None else (x + residual).to(residual.dtype)
+    return _normalized(total.double(), norm).to(norm.weight.dtype), total
 
 
 def _normalized(x: torch.Tensor, norm: Norm) -> torch.Tensor:
@@ -156,9 +157,9 @@ def _rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Ten
 def gated(gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
     """``LayerOperations.gated``."""
     gate, up = gate_up.double().chunk(2, dim=-1)
-    return (_ACTIVATIONS[activation](gate) * up).to(gate_up.dtype)
+    return (ACTIVATIONS[activation](gate) * up).to(gate_up.dtype)
 
 
 def activate(x: torch.Tensor, activation: Activation) -> torch.Tensor:
     """``LayerOperations.activate``."""
-    return _ACTIVATIONS[activation](x.double()).to(x.dtype)
+    return ACTIVATIONS[activation](x.double()).to(x.dtype)

@@ -3,7 +3,7 @@
 from planted.bug import PackageBug
 
 KERNELS = "kernels/fairlead_kernels"
-TORCH_ATTENTION, CACHE_WRITE, SAMPLE, FLASHINFER, FLASHINFER_PLAN = (
+TORCH_ATTENTION, CACHE_WRITE, SAMPLE, FLASHINFER, FLASHINFER_PLAN, TORCH_LAYERS, TRITON = (
     f"{KERNELS}/{name}.py"
     for name in (
         "torch_attention",
@@ -11,6 +11,8 @@ TORCH_ATTENTION, CACHE_WRITE, SAMPLE, FLASHINFER, FLASHINFER_PLAN = (
         "sample",
         "flashinfer_attention",
         "flashinfer_plan",
+        "torch_operations",
+        "triton_kernels",
     )
 )
 ATTENTION_C, LAYERS_C, LINEAR_C, NORM_C, PRODUCT_C, ROPE_C, SIMD_C, TEAM_C = (
@@ -29,6 +31,7 @@ ATTENTION_C, LAYERS_C, LINEAR_C, NORM_C, PRODUCT_C, ROPE_C, SIMD_C, TEAM_C = (
 C_OPERATIONS, C_ATTENTION, C_LAYERS = (
     (f"unit/kernels/test_cpu_{name}.py",) for name in ("operations", "attention", "layers")
 )
+GPU_OPERATIONS = ("unit/kernels/test_gpu_operations.py",)
 ON_FLASHINFER = ("unit/kernels/test_flashinfer_attention.py",)
 
 BUGS = (
@@ -410,5 +413,131 @@ BUGS = (
         "if not difference <= TOLERANCE:",
         "if difference > 1 / TOLERANCE:",
         ON_FLASHINFER,
+    ),
+    PackageBug(
+        "Triton: a norm adds its residual and does not keep the sum",
+        TRITON,
+        "        tl.store(residual + at, added, mask=valid)\n",
+        "",
+        GPU_OPERATIONS,
+    ),
+    PackageBug(
+        "Triton: a norm divides by the width of the tile",
+        TRITON,
+        "    scale = tl.rsqrt(tl.sum(x * x, 1)[:, None] / width + eps)",
+        "    scale = tl.rsqrt(tl.sum(x * x, 1)[:, None] / x.shape[1] + eps)",
+        GPU_OPERATIONS,
+    ),
+    PackageBug(
+        "Triton: what a tile has beyond a row counts in a layer norm",
+        TRITON,
+        "        x = tl.where(valid, x - mean, 0.0)",
+        "        x = x - mean",
+        GPU_OPERATIONS,
+    ),
+    PackageBug(
+        "Triton: a norm's weights are not centred",
+        TRITON,
+        "column < width, other=0.0).to(tl.float32) + offset",
+        "column < width, other=0.0).to(tl.float32)",
+        GPU_OPERATIONS,
+    ),
+    PackageBug(
+        "Triton: the partner of a rotated element has the element's own weight",
+        TRITON,
+        "    factor = tl.load(weight + other, mask=inside, other=0.0).to(tl.float32) + offset",
+        "    factor = tl.load(weight + place, mask=inside, other=0.0).to(tl.float32) + offset",
+        GPU_OPERATIONS,
+    ),
+    PackageBug(
+        "Triton: a head is rotated the other way",
+        TRITON,
+        "tl.where(place < half, -partner, partner)",
+        "tl.where(place < half, partner, -partner)",
+        GPU_OPERATIONS,
+    ),
+    PackageBug(
+        "Triton: values are rotated",
+        TRITON,
+        "    turns = valid & (place < rotated) & (head < queries + kv)",
+        "    turns = valid & (place < rotated)",
+        GPU_OPERATIONS,
+    ),
+    PackageBug(
+        "Triton: elements that do not turn reach others",
+        TRITON,
+        "    x = tl.where(turns, turned, x)",
+        "    x = turned",
+        GPU_OPERATIONS,
+    ),
+    PackageBug(
+        "Triton: a key is written over the value's head",
+        TRITON,
+        "    at = (slot * kv + head - queries) * dim + place",
+        "    at = (slot * kv + head) * dim + place",
+        GPU_OPERATIONS,
+    ),
+    PackageBug(
+        "Triton: keys go where the token is and not its slot",
+        TRITON,
+        "    slot = tl.load(slots + token, mask=row < count * heads, other=0)",
+        "    slot = token",
+        GPU_OPERATIONS,
+    ),
+    PackageBug(
+        "Triton: a NaN is cut off by ReLU",
+        TRITON,
+        "        y = tl.where(y < 0, 0.0, y)  # of a NaN a NaN",
+        "        y = tl.where(y > 0, y, 0.0)",
+        GPU_OPERATIONS,
+    ),
+    PackageBug(
+        "Triton: the two halves of a gate change places",
+        TRITON,
+        "    if GATED:\n        y *= tl.load(x + at + width,",
+        "    if GATED:\n        y *= tl.load(x + at,",
+        GPU_OPERATIONS,
+    ),
+    PackageBug(
+        "Triton: the second tile of a row computes the first again",
+        TRITON,
+        "    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)[None, :]",
+        "    column = tl.arange(0, COLUMNS)[None, :]",
+        GPU_OPERATIONS,
+    ),
+    PackageBug(
+        "Triton: a step of another size compiles a kernel again",
+        TRITON,
+        '@triton.jit(do_not_specialize=["count"])\ndef rope_write(',
+        "@triton.jit\ndef rope_write(",
+        GPU_OPERATIONS,
+    ),
+    PackageBug(
+        "Triton: a kernel that computes nonsense is taken",
+        f"{KERNELS}/triton_proof.py",
+        "    if not difference <= TOLERANCE:",
+        "    if difference > 1 / TOLERANCE:",
+        GPU_OPERATIONS,
+    ),
+    PackageBug(
+        "layers in torch: a factor is left out",
+        TORCH_LAYERS,
+        "alpha=weight.factor)",
+        "alpha=1.0)",
+        GPU_OPERATIONS,
+    ),
+    PackageBug(
+        "layers in torch: a bias with a factor is left out",
+        TORCH_LAYERS,
+        "beta=bias is not None,",
+        "beta=0,",
+        GPU_OPERATIONS,
+    ),
+    PackageBug(
+        "layers in torch: the sum of a norm is a new tensor",
+        TORCH_LAYERS,
+        "else residual.add_(x)",
+        "else residual + x",
+        GPU_OPERATIONS,
     ),
 )

@@ -619,15 +619,15 @@ BUGS = (
     PackageBug(
         "a fused layer is not compared with the original",
         FUSION,
-        "    if not close(fused.run(x.clone(), angles, step), recording.output):",
+        "    if not close(out + added.pop(), recording.output):",
         "    if False:",
         ("functional/engine/test_fused_layers.py",),
     ),
     PackageBug(
         "a fused layer keeps its loaded weights",
         FUSION,
-        "            setattr(matrix.module, name, empty)",
-        "            del empty",
+        "                parameter.data = parameter.new_empty(0)",
+        "                parameter.requires_grad_(False)",
         ("functional/engine/test_fused_layers.py",),
     ),
     PackageBug(
@@ -647,8 +647,8 @@ BUGS = (
     PackageBug(
         "a layer in bfloat16 that does not fit stays widened",
         FUSION,
-        "            widened.narrow()\n            continue\n",
-        "            continue\n",
+        "        widened.narrow()\n    for run in",
+        "    for run in",
         ("functional/engine/test_fused_layers.py",),
     ),
     PackageBug(
@@ -656,6 +656,20 @@ BUGS = (
         FUSION,
         "torch.int8 if int8 else model.heads.dtype",
         "torch.int8 if int8 else torch.float32",
+        ("functional/engine/test_fused_layers.py",),
+    ),
+    PackageBug(
+        "what one layer leaves for the next is added twice",
+        FUSION,
+        "        return x.add_(added.pop())",
+        "        return x.add_(added[0]).add_(added.pop())",
+        ("functional/engine/test_fused_layers.py",),
+    ),
+    PackageBug(
+        "a layer's vectors stay float32 on a GPU",
+        FUSION,
+        "    if not operations.in_float32:",
+        "    if operations.in_float32 is None:",
         ("functional/engine/test_fused_layers.py",),
     ),
     PackageBug(

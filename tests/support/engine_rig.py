@@ -29,6 +29,7 @@ from fairlead_runtime.scheduling.plan import Finished, Limits, Result, Work
 from fairlead_runtime.scheduling.scheduler import Scheduler, SchedulerStats
 from fairlead_runtime.sizing.groups import LayerGroup, group_layers
 from support import flashinfer_standin
+from support.operation_cases import operations as gpu_operations
 
 # Threads do not speed up tiny matrices; on shared cores they slow them down a hundredfold.
 torch.set_num_threads(1)
@@ -37,6 +38,10 @@ MAX_LEN = 512
 MAX_STEPS = 20_000
 # two ids, sampled often enough at random that some texts end early
 EOS = frozenset({2, 140})
+
+
+# The rig that computes what one with fused layers must give: transformers cannot run those.
+UNFUSED = {"cpu": "torch", "int8": "rounded", "layers": "torch", "triton": "torch"}
 
 
 @dataclass(frozen=True)
@@ -127,11 +132,14 @@ def run_to_end(
     return outcome
 
 
-def paged(family: str, *, bfloat16: bool = False, **overrides: Any) -> PagedModel:
+def paged(
+    family: str, *, bfloat16: bool = False, dtype: torch.dtype | None = None, **overrides: Any
+) -> PagedModel:
     """A tiny model on our paged attention."""
     model = tiny.build(family, **overrides)
-    if bfloat16:
-        model = model.to(torch.bfloat16)
+    dtype = torch.bfloat16 if bfloat16 else dtype
+    if dtype is not None:
+        model = model.to(dtype)
     rope.pin(model, MAX_LEN)
     return PagedModel(model, families.check(model.config))
 
@@ -142,7 +150,8 @@ class Rig:
 
     ``kernels``: torch, or cpu for fused layers: in C++ where it is built, else by the reference.
     int8 is cpu with int8 weights; their reference, rounded, computes in torch with the same.
-    flashinfer is its attention on the stand-in of its wrappers.
+    flashinfer is its attention on the stand-in of its wrappers; layers are the fused ones of GPUs
+    in torch, beside attention in torch, and triton those in Triton, beside flashinfer's.
     """
 
     def __init__(self, family: str, kernels: str = "torch") -> None:
@@ -150,10 +159,9 @@ class Rig:
         self.model = paged(family)
         if kernels in ("int8", "rounded"):
             round_weights(self.model)
-        # transformers cannot run fused layers.
-        plain = {"cpu": "torch", "int8": "rounded"}.get(kernels)
+        plain = UNFUSED.get(kernels)
         self._unfused = rig(family, plain) if plain else self
-        self._kernels = kernels if kernels == "flashinfer" else "auto" if plain else "torch"
+        self._kernels = kernels
         operations = self._choice().operations or (reference if plain else None)
         self.fusion = fuse(self.model, operations, int8=kernels == "int8")
         self.groups: tuple[LayerGroup, ...] = group_layers(self.model.windows)
@@ -181,10 +189,15 @@ class Rig:
         )
 
     def _choice(self) -> BackendChoice:
-        if self._kernels == "flashinfer":
-            attention = flashinfer_standin.attention(self.model.heads, self.model.kinds)
-            return BackendChoice(attention, None)
-        return pick(self.model.heads, self.model.kinds, self.model.device, self._kernels)
+        model = self.model
+        if self._kernels in ("flashinfer", "triton"):
+            attention = flashinfer_standin.attention(model.heads, model.kinds)
+            operations = gpu_operations("triton") if self._kernels == "triton" else None
+            return BackendChoice(attention, operations)
+        kernels = "auto" if self._kernels in ("cpu", "int8") else "torch"
+        choice = pick(model.heads, model.kinds, model.device, kernels)
+        operations = gpu_operations("torch") if self._kernels == "layers" else choice.operations
+        return BackendChoice(choice.attention, operations)
 
     def run(self, setting: Setting, arrivals: Iterable[tuple[int, Request]]) -> Outcome:
         scheduler = Scheduler(setting.limits(len(self.groups)), self.groups, b"rig")

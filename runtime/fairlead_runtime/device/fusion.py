@@ -7,8 +7,9 @@ it.
 
 A model in bfloat16 is recorded and compared in float32, one layer at a time with its weights
 widened: the comparison can then tell a wrong function from rounding. Its packed weights are the
-same bfloat16 values, its fused layers compute in float32, and between two runs of them hidden
-states are bfloat16 as elsewhere in the model.
+same bfloat16 values; its fused layers compute in float32, or in bfloat16 with a residual in float32
+(``LayerOperations.in_float32``), and between two runs of them hidden states are bfloat16 as
+elsewhere in the model. What is said of bfloat16 holds for float16.
 
 Weights that will be packed as int8 are first rounded where they are, in float32. So transformers'
 code computes with the very weights that serve, and every comparison judges the kernels alone.
@@ -105,14 +106,25 @@ class FusedLayer:
         self._call = call
         self._operations = operations
 
-    def run(self, x: Tensor, rope: Rope, current: CachedPass) -> Tensor:
-        """Hidden states x [T, hidden] and the rotary embedding → hidden states. May change x."""
-        return self._mlp(*self._attention(x, rope, current))
+    def run(self, x: Tensor, added: list[Tensor], rope: Rope, current: CachedPass) -> Tensor:
+        """Hidden states x [T, hidden] and the rotary embedding → hidden states. May change x.
 
-    def _attention(self, x: Tensor, rope: Rope, current: CachedPass) -> tuple[Tensor, Tensor]:
+        To x belongs what is in ``added``, one tensor or none. It is taken out, so that nobody holds
+        it any longer, and the layer leaves in its place what the next one's norm adds.
+        """
+        normed, residual = self._attention(x, added, rope, current)
+        added.append(self._mlp(normed))
+        return residual
+
+    def _attention(
+        self, x: Tensor, added: list[Tensor], rope: Rope, current: CachedPass
+    ) -> tuple[Tensor, Tensor]:
         """The norm before the MLP, and the residual."""
         ops, layer = self._operations, self.layer
-        normed, residual = ops.norm(x, layer.input_norm)
+        if added:
+            normed, residual = ops.norm(added.pop(), layer.input_norm, x)
+        else:
+            normed, residual = ops.norm(x, layer.input_norm)
         qkv = ops.linear(normed, layer.qkv, layer.qkv_bias)
         cached = current.cached(self.index)
         query = ops.rope_write(
@@ -121,13 +133,14 @@ class FusedLayer:
         attended = current.attend_cached(self.index, query, self._call)
         branch = ops.linear(attended.flatten(1), layer.out, layer.out_bias)
         if layer.parallel:
-            normed, _ = ops.norm(residual, layer.mlp_norm)
+            if layer.mlp_norm is not layer.input_norm:
+                normed, _ = ops.norm(residual, layer.mlp_norm)
             return normed, residual.add_(branch)
         if layer.after_attention is not None:
             branch, _ = ops.norm(branch, layer.after_attention)
         return ops.norm(branch, layer.mlp_norm, residual)
 
-    def _mlp(self, normed: Tensor, residual: Tensor) -> Tensor:
+    def _mlp(self, normed: Tensor) -> Tensor:
         ops, layer = self._operations, self.layer
         gate_up = ops.linear(normed, layer.gate_up, layer.gate_up_bias)
         mix = ops.gated if layer.gated else ops.activate
@@ -135,21 +148,12 @@ class FusedLayer:
         branch = ops.linear(gated, layer.down, layer.down_bias)
         if layer.after_mlp is not None:
             branch, _ = ops.norm(branch, layer.after_mlp)
-        return residual.add_(branch)
+        return branch
 
     @property
     def sizes(self) -> tuple[int, ...]:
         layer = self.layer
         return layer.qkv.rows, layer.qkv.columns, layer.gate_up.rows, layer.down.columns
-
-    def tensors(self) -> Iterator[Tensor]:
-        """The packed weights and biases, which no module of the model holds."""
-        layer = self.layer
-        for weight in (layer.qkv, layer.out, layer.gate_up, layer.down):
-            yield from weight.tensors
-        for bias in (layer.qkv_bias, layer.out_bias, layer.gate_up_bias, layer.down_bias):
-            if bias is not None:
-                yield bias
 
 
 class FusedRun:
@@ -219,9 +223,10 @@ class FusedRun:
                 slots=[slots for _, slots in current.groups],
                 ropes=self._ropes,
             )
+        added: list[Tensor] = []
         for layer, rope in zip(self._layers, self._ropes, strict=True):
-            x = layer.run(x, rope, current)
-        return x
+            x = layer.run(x, added, rope, current)
+        return x.add_(added.pop())
 
 
 @torch.inference_mode()
@@ -289,13 +294,15 @@ def fuse(model: PagedModel, operations: LayerOperations | None, *, int8: bool = 
     for index, recorded in enumerate(_record(model, layers)):
         widened = _Widened(layers[index])
         try:
-            layer = _fused(index, recorded, shared, model, operations, stored)
+            layer = _fused(layers[index], index, recorded, shared, model, operations, stored)
         except DoesNotFitError as error:
             reasons.setdefault(str(error), index)
-            widened.narrow()
-            continue
-        model.packed += layer.tensors()
-        fused.append(layer)
+        else:
+            for parameter in layers[index].parameters():
+                parameter.data = parameter.new_empty(0)
+            model.packed += layer.layer.tensors
+            fused.append(layer)
+        widened.narrow()
     for run in _runs(fused):
         joined = FusedRun(run, model.heads, operations)
         for place, part in enumerate(run):
@@ -469,6 +476,7 @@ def _layer_hook(place: _Recorded) -> Any:
 
 
 def _fused(
+    original: nn.Module,
     index: int,
     recorded: _Recorded,
     shared: set[int],
@@ -476,12 +484,10 @@ def _fused(
     operations: LayerOperations,
     stored: torch.dtype,
 ) -> FusedLayer:
-    """The fused layer, proven equal to the original, whose matrices are dropped. Raises
-    DoesNotFitError.
-    """
+    """The fused layer, proven equal to the original. Raises DoesNotFitError."""
     recording, rope = _recording(recorded)
     parts = recognize(recording)
-    if any(id(matrix.module) in shared for matrix in parts.matrices):
+    if not shared.isdisjoint(map(id, original.modules())):
         raise DoesNotFitError("it shares weights with another module")
     spec = spec_of(parts.call, model.windows[index])
     argument = RopeArgument(rope if parts.rotates else "", parts.rope_in_pairs)
@@ -491,12 +497,12 @@ def _fused(
     x = recording.input
     given = recording.rope if parts.rotates else (x[:, :0], x[:, :0])
     angles = argument.read((given[0][None], given[1][None]))
-    if not close(fused.run(x.clone(), angles, step), recording.output):
+    added: list[Tensor] = []
+    out = fused.run(x.clone(), added, angles, step)
+    if not close(out + added.pop(), recording.output):
         raise DoesNotFitError("its fused layer gives other results")
-    for matrix in parts.matrices:
-        for name, parameter in list(matrix.module.named_parameters(recurse=False)):
-            empty = nn.Parameter(parameter.new_empty(0), requires_grad=False)
-            setattr(matrix.module, name, empty)
+    if not operations.in_float32:
+        fused.layer = layer.cast(model.heads.dtype)
     return fused
 
 

@@ -1,6 +1,8 @@
 """Decoder layers fused by structure: which fit, that they compute the same, and what is refused."""
 
+import itertools
 import re
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -10,17 +12,19 @@ from typing import Any, cast
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 from fairlead_kernels import reference
 from fairlead_kernels.attention import AttentionBackend
 from fairlead_kernels.backend import pick
 from fairlead_kernels.cpu_layers import LayerChain
-from fairlead_kernels.layer import LayerOperations, Packed
+from fairlead_kernels.layer import LayerOperations, Norm, Packed
 from fairlead_kernels.not_available import NotAvailableError
+from fairlead_kernels.torch_operations import TorchOperations
 from fairlead_runtime.device import fusion, profiling, selftest
 from fairlead_runtime.device.batch import BatchBuilder
-from fairlead_runtime.device.fusion import fuse, round_weights
+from fairlead_runtime.device.fusion import FusedRun, fuse, round_weights
 from fairlead_runtime.device.kv_cache import CacheStorage
 from fairlead_runtime.device.paged_model import PagedModel
 from fairlead_runtime.models import tiny
@@ -28,7 +32,11 @@ from fairlead_runtime.models.model_error import SelfTestError
 from fairlead_runtime.request import Request, SamplingParams, Sequence
 from fairlead_runtime.scheduling.plan import Row
 from fairlead_runtime.sizing.groups import group_layers
+from support import flashinfer_standin
 from support.engine_rig import paged
+from support.full import LONG_FORM
+from support.operation_cases import interpreted
+from support.operation_cases import operations as gpu_operations
 
 EVERY = (*tiny.FAMILIES, *tiny.VARIANTS, *tiny.SIZED, *tiny.UNLISTED)
 # Families that do not fit, and a part of the reason.
@@ -50,9 +58,15 @@ def attention(model: PagedModel) -> Any:
 
 
 def kernels_of(model: PagedModel, kernels: str) -> tuple[Any, LayerOperations]:
-    """Attention and operations; C++ ones only where they are built."""
+    """Attention and operations; C++ ones only where they are built. torch and triton are those of
+    GPUs, and with the latter attention is flashinfer's stand-in.
+    """
     if kernels == "reference":
         return attention(model), reference
+    if kernels == "torch":
+        return attention(model), gpu_operations(kernels)
+    if kernels == "triton":
+        return flashinfer_standin.attention(model.heads, model.kinds), gpu_operations(kernels)
     try:
         choice = pick(model.heads, model.kinds, model.device, "cpu")
     except NotAvailableError as error:
@@ -135,6 +149,121 @@ def matrix_rows(model: PagedModel, name: str) -> int:
     """How many outputs a matrix has: GPT-2's are stored [K, N]."""
     transposed = model.model.config.model_type == "gpt2"
     return int(model.model.get_parameter(name).shape[1 if transposed else 0])
+
+
+# Each form of a layer: biases and layer norms, MLPs without a gate and beside attention, rows in
+# another order, pairs of neighbours, multipliers, offsets and norms of heads and of results.
+GPU_FAMILIES = (
+    *("llama", "gemma2", "gemma3_text", "phi3", "gpt2", "gpt_neox", "glm4", "granite", "cohere2"),
+    *("persimmon", "nemotron", "qwen3"),
+)
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")
+@pytest.mark.parametrize(
+    ("family", "kernels"),
+    [
+        *itertools.product(EVERY if LONG_FORM else GPU_FAMILIES, ["torch"]),
+        *itertools.product(EVERY if LONG_FORM else ("gpt2", "persimmon", "glm4"), ["triton"]),
+    ],
+)
+def test_operations_of_gpus_fuse_what_fits(family: str, kernels: str) -> None:
+    model = paged(family)
+    attention, operations = kernels_of(model, kernels)
+    expected, size = selftest.Expected.of(model, 512), model.weight_bytes
+    fused = fuse(model, operations)
+    assert fused.fused == (0 if family in REFUSED else fused.layers)
+    assert selftest.check(model, attention, expected).delta < 1e-4
+    assert model.weight_bytes == size, "packed weights replace those of the model"
+
+
+class Watched(TorchOperations):
+    """Remembers the types that products and sums are given."""
+
+    def __init__(self) -> None:
+        self.seen: set[tuple[str, torch.dtype]] = set()
+
+    def linear(self, x: Tensor, weight: Packed, bias: Tensor | None = None) -> Tensor:
+        self.seen |= {("x", x.dtype), ("weight", weight.data.dtype)}
+        return super().linear(x, weight, bias)
+
+    def norm(self, x: Tensor, norm: Norm, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        if residual is not None:
+            self.seen |= {("residual", residual.dtype)}
+        return super().norm(x, norm, residual)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("family", "settings"),
+    [
+        *((family, {}) for family in ("llama", "gpt2", "gpt_neox", "glm4", "gemma3_text")),
+        ("granite", {"residual_multiplier": 0.3}),
+    ],
+)
+def test_on_gpus_layers_compute_in_the_models_type_with_a_residual_in_float32(
+    family: str, settings: dict[str, Any], dtype: torch.dtype
+) -> None:
+    model = paged(family, dtype=dtype, **settings)
+    operations, size = Watched(), model.weight_bytes
+    with fusion.computed_in_float32(model):
+        expected = selftest.Expected.of(model, 512)
+    fused = fuse(model, operations)
+    assert (fused.fused, fused.reason, fused.stored) == (len(model.windows), "", dtype)
+    assert model.weight_bytes == size, "the weights are held once, in their own type"
+    assert operations.seen >= {("x", torch.float32)}, "layers are compared in float32"
+    operations.seen.clear()
+    delta = selftest.check(model, attention(model), expected).delta
+    assert 0 < 2 * delta < selftest.TOLERANCE[dtype]
+    print(f"{family} in {dtype}: {delta:.2g} of {selftest.TOLERANCE[dtype]}")
+    assert operations.seen == {("x", dtype), ("weight", dtype), ("residual", torch.float32)}
+
+
+class Launches:
+    """Kernels that compute nothing; ``seen`` has their names."""
+
+    def __init__(self) -> None:
+        self.seen: list[str] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return defaultdict(lambda: lambda *_, **__: self.seen.append(name))
+
+
+class Calls(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch does not annotate it
+    """Remembers torch's operations."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen.append(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+def test_between_the_products_of_a_layer_on_a_gpu_there_are_four_kernels_and_nothing_else(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """So nothing waits for the host, and nothing is copied or allocated depending on data."""
+    model = paged("llama", dtype=torch.bfloat16)
+    operations, kernels, calls = interpreted(), Launches(), Calls()
+    assert fuse(model, operations).fused == 3
+    monkeypatch.setattr(operations, "_kernels", kernels)
+    run = FusedRun._run
+
+    def watched(self: FusedRun, x: Tensor) -> Tensor:
+        with calls:
+            return run(self, x)
+
+    monkeypatch.setattr(FusedRun, "_run", watched)
+    ids = torch.arange(5)
+    model.run(ids, ids, profiling._PassWithoutAttention(ids, 5, model.heads))
+    assert kernels.seen == ["norm", "rope_write", "norm", "activate"] * 3
+    made = [name for name in calls.seen if name not in {"view", "flatten"}]
+    empty = {"empty", "empty_like", "new_empty"}
+    # The attention of this pass fills its result with zeros.
+    counts = Counter("empty" if name in empty else name for name in made)
+    assert counts == {"linear": 4 * 3, "empty": 4 * 3, "new_zeros": 3, "add_": 1}
 
 
 # Orders of rows and multipliers as above, positions in a table, a scaled embedding.
@@ -240,7 +369,7 @@ def test_layers_in_bfloat16_that_do_not_fit_stay_as_they_are(family: str) -> Non
 
 def altered(**functions: Callable[..., Tensor | Packed]) -> LayerOperations:
     """The reference with other functions in place of its own."""
-    names = ("name", "pack", "linear", "norm", "rope_write", "gated", "activate")
+    names = ("name", "in_float32", "pack", "linear", "norm", "rope_write", "gated", "activate")
     own = {name: getattr(reference, name) for name in names}
     return cast("LayerOperations", SimpleNamespace(**own | functions))
 

@@ -18,7 +18,7 @@ import pytest
 
 from fairlead_runtime.models import tiny
 from fairlead_runtime.request import FinishReason, Request
-from support.engine_rig import MAX_LEN, Rig, Setting, greedy, prompts, rig
+from support.engine_rig import MAX_LEN, UNFUSED, Rig, Setting, greedy, prompts, rig
 from support.full import LONG_FORM
 
 TIE = 1e-4
@@ -51,7 +51,7 @@ class Case:
     preemption: str  # none, reset or offload
     sharing: bool
     n: int
-    kernels: str  # torch, cpu, int8 or flashinfer
+    kernels: str  # of the rig
 
     @property
     def seed(self) -> int:
@@ -201,7 +201,7 @@ def tally_over(family: str, cases: Iterable[Case]) -> Tally:
     tally = Tally()
     for case in cases:
         engine = rig(family, case.kernels)
-        fused = case.kernels in ("cpu", "int8") and family in FUSED
+        fused = case.kernels in UNFUSED and family in FUSED
         assert engine.fusion.fused == (engine.fusion.layers if fused else 0)
         setting, arrivals = setting_and_arrivals(case, engine)
         outcome = engine.run(setting, arrivals)
@@ -263,6 +263,28 @@ def test_with_int8_weights_greedy_text_equals_transformers_with_the_rounded_ones
 def test_on_flashinfers_wrappers_greedy_text_equals_transformers(family: str) -> None:
     """The wrappers are the stand-in of tests/support."""
     check_three_settings(family, "flashinfer")
+
+
+# The forms of a layer: norms of attention's result, of heads, with a mean; biases; no gate; MLP and
+# attention beside each other.
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2", "gpt_neox", "phi3"])
+def test_on_the_layers_of_gpus_greedy_text_equals_transformers(family: str) -> None:
+    check_three_settings(family, "layers")
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("family", FUSED)
+def test_on_the_layers_of_gpus_every_family_gives_transformers_text(family: str) -> None:
+    check_three_settings(family, "layers")
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")
+@pytest.mark.parametrize("family", FUSED if LONG_FORM else ["qwen3"])
+def test_on_triton_kernels_greedy_text_equals_transformers(family: str) -> None:
+    """In Triton's interpreter, beside the stand-in of flashinfer's wrappers."""
+    case = Case(family, 16, UNBOUNDED, "none", sharing=True, n=1, kernels="triton")
+    tally = tally_over(family, [case])
+    assert (tally.wrong, tally.ties, tally.without_hits) == ([], [], [])
 
 
 @pytest.mark.full

@@ -24,6 +24,7 @@ from fairlead_kernels.flashinfer_attention import (
 from fairlead_kernels.flashinfer_plan import paged_rows
 from fairlead_kernels.flashinfer_proof import prove
 from fairlead_kernels.not_available import NotAvailableError
+from fairlead_kernels.torch_operations import TorchOperations
 from support import flashinfer_standin as standin
 from support.attention_cases import Case, make_case
 from support.full import LONG_FORM
@@ -320,10 +321,14 @@ def test_the_workspaces_are_counted() -> None:
 # -- the choice at start
 
 
+LAYERS = TorchOperations()
+
+
 def on_a_gpu(monkeypatch: pytest.MonkeyPatch, package: Any, capability: tuple[int, int]) -> None:
     """The choice as a GPU of this capability would see it, with the model on the CPU."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: capability)
     monkeypatch.setattr(flashinfer_package, "load", package)
+    monkeypatch.setattr(backend, "gpu_operations", lambda *_: (LAYERS, "layers in Triton"))
 
 
 def test_the_package_is_not_looked_for_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -364,11 +369,14 @@ def test_auto_falls_back_to_plain_torch_and_says_why(monkeypatch: pytest.MonkeyP
     choice = pick(SERVED, kinds, CUDA)
     assert str(choice) == (
         "torch (plain torch on cuda, portable kernels; no flashinfer: flashinfer-python is not "
-        "installed)"
+        "installed; layers in Triton)"
     )
+    assert choice.operations is LAYERS
     with pytest.raises(NotAvailableError, match="is not installed"):
         pick(SERVED, kinds, CUDA, "flashinfer")
-    assert "flashinfer" not in str(pick(SERVED, kinds, CUDA, "torch"))
+    plain = pick(SERVED, kinds, CUDA, "torch")
+    assert plain.operations is None
+    assert str(plain) == "torch (plain torch on cuda, portable kernels)"
 
 
 def test_auto_takes_flashinfer_on_a_gpu_once_it_is_proven(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -384,8 +392,8 @@ def test_auto_takes_flashinfer_on_a_gpu_once_it_is_proven(monkeypatch: pytest.Mo
     monkeypatch.setattr(backend, "prove", lambda *_: None)
     for kernels in ("auto", "flashinfer"):
         choice = pick(heads, kinds, CUDA, kernels)
-        assert (choice.attention, choice.operations) == (attention, None)
-        assert str(choice) == "flashinfer (attention by flashinfer stand-in)"
+        assert (choice.attention, choice.operations) == (attention, LAYERS)
+        assert str(choice) == "flashinfer (attention by flashinfer stand-in, layers in Triton)"
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,113 @@
+"""A decoder layer's operations in plain torch, in the model's own type, on any device.
+
+Owns how weights are kept for torch's matrix products, and the operations of every layer where no
+kernels of our own run. Nothing waits for the device, and no shape depends on data. Within an
+operation numbers are float32; each result is rounded once.
+"""
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F  # noqa: N812 - torch's own convention
+from torch import Tensor
+
+from fairlead_kernels.cache_write import write
+from fairlead_kernels.layer import Activation, Norm, Packed
+from fairlead_kernels.reference import ACTIVATIONS
+
+
+class TorchOperations:
+    """``LayerOperations`` in torch. Stateless: any thread may call any method."""
+
+    name = "torch"
+    in_float32 = False
+
+    def pack(
+        self,
+        weights: Sequence[Tensor],
+        *,
+        dtype: torch.dtype = torch.float32,
+        factor: float = 1.0,
+    ) -> Packed:
+        """``LayerOperations.pack``: row after row. Raises ValueError for int8."""
+        if not dtype.is_floating_point:
+            raise ValueError(f"dtype: {dtype}; torch's products take floating-point weights")
+        first = weights[0]
+        rows = sum(weight.shape[0] for weight in weights)
+        data = first.new_empty(rows, first.shape[1], dtype=dtype)
+        at = 0
+        for weight in weights:
+            data[at : at + len(weight)] = weight
+            at += len(weight)
+        return Packed(data, rows, first.shape[1], factor=factor)
+
+    def linear(self, x: Tensor, weight: Packed, bias: Tensor | None = None) -> Tensor:
+        """``LayerOperations.linear``. An ``x`` of another type than the weights', as in the
+        comparison of a layer with its original, takes a copy of them in its own.
+        """
+        data = weight.data
+        if data.dtype is not x.dtype:
+            data = data.to(x.dtype)
+        if weight.factor == 1:
+            return F.linear(x, data, bias)
+        added = x.new_empty(weight.rows) if bias is None else bias
+        return torch.addmm(added, x, data.T, beta=bias is not None, alpha=weight.factor)
+
+    def norm(self, x: Tensor, norm: Norm, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """``LayerOperations.norm``. The sum is written into ``residual``."""
+        total = x if residual is None else residual.add_(x)
+        return _normalized(total, norm).to(norm.weight.dtype), total
+
+    def rope_write(
+        self,
+        qkv: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        slots: Tensor,
+        key_cache: Tensor,
+        value_cache: Tensor,
+        q_norm: Norm | None = None,
+        k_norm: Norm | None = None,
+    ) -> Tensor:
+        """``LayerOperations.rope_write``."""
+        kv, dim = key_cache.shape[2:]
+        heads = qkv.view(qkv.shape[0], -1, dim)
+        query, key, value = heads[:, : -2 * kv], heads[:, -2 * kv : -kv], heads[:, -kv:]
+        query, key = (
+            _rotated(part if norm is None else _normalized(part, norm), cos, sin).to(qkv.dtype)
+            for part, norm in ((query, q_norm), (key, k_norm))
+        )
+        write(key_cache, value_cache, slots, key, value)
+        return query
+
+    def gated(self, gate_up: Tensor, activation: Activation) -> Tensor:
+        """``LayerOperations.gated``."""
+        gate, up = gate_up.chunk(2, dim=-1)
+        return (ACTIVATIONS[activation](gate.float()) * up).to(gate_up.dtype)
+
+    def activate(self, x: Tensor, activation: Activation) -> Tensor:
+        """``LayerOperations.activate``."""
+        return ACTIVATIONS[activation](x.float()).to(x.dtype)
+
+
+def _normalized(x: Tensor, norm: Norm) -> Tensor:
+    """The norm of the last dimension, in float32."""
+    x, weight = x.float(), norm.weight.float()
+    if norm.offset:
+        weight = weight + norm.offset
+    bias = None if norm.bias is None else norm.bias.float()
+    if norm.centered:
+        return F.layer_norm(x, weight.shape, weight, bias, norm.eps)
+    normal = F.rms_norm(x, weight.shape, weight, norm.eps)
+    return normal if bias is None else normal + bias
+
+
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate x [T, heads, dim] by cos and sin [T, R], in float32."""
+    half = cos.shape[1] // 2
+    if not half:
+        return x
+    x, cos, sin = x.float(), cos.float()[:, None], sin.float()[:, None]
+    first, second, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
+    turned = torch.cat([-second, first], dim=-1)
+    return torch.cat([x[..., : 2 * half] * cos + turned * sin, rest], dim=-1)

@@ -1,0 +1,202 @@
+"""A decoder layer's operations as Triton kernels, between torch's matrix products.
+
+Owns the kernels' source. Imported only where Triton is (``triton_operations.load``), which compiles
+a kernel for each combination of types and upper-case arguments at its first launch. A program
+computes a tile of ROWS rows; what a tile has beyond the data is masked. All arithmetic is in
+float32, each result is rounded once, and a row's result does not depend on the tile that it is in.
+Pointers are to dense tensors.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _normal(x, valid, width, eps, CENTERED: tl.constexpr):
+    """Of each row its mean, 0 without CENTERED, and one over the root of the mean square of the
+    deviations from it.
+    """
+    mean = 0.0
+    if CENTERED:
+        mean = tl.sum(x, 1)[:, None] / width
+        x = tl.where(valid, x - mean, 0.0)
+    scale = tl.rsqrt(tl.sum(x * x, 1)[:, None] / width + eps)
+    return mean, scale
+
+
+@triton.jit(do_not_specialize=["count"])
+def norm(
+    x,
+    residual,
+    weight,
+    bias,
+    out,
+    count,
+    width,
+    eps,
+    offset,
+    RESIDUAL: tl.constexpr,
+    BIAS: tl.constexpr,
+    CENTERED: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """``LayerOperations.norm`` of ``count`` rows. With RESIDUAL the sum replaces ``residual``, and
+    the norm is that of the rounded sum.
+    """
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+    column = tl.arange(0, COLUMNS)[None, :]
+    valid = (row < count) & (column < width)
+    at = row * width + column
+    total = tl.load(x + at, mask=valid, other=0.0).to(tl.float32)
+    if RESIDUAL:
+        kept = tl.load(residual + at, mask=valid, other=0.0)
+        added = (total + kept.to(tl.float32)).to(kept.dtype)
+        tl.store(residual + at, added, mask=valid)
+        total = added.to(tl.float32)
+    mean, scale = _normal(total, valid, width, eps, CENTERED)
+    factor = tl.load(weight + column, mask=column < width, other=0.0).to(tl.float32) + offset
+    result = (total - mean) * scale * factor
+    if BIAS:
+        result += tl.load(bias + column, mask=column < width, other=0.0).to(tl.float32)
+    tl.store(out + at, result.to(out.dtype.element_ty), mask=valid)
+
+
+@triton.jit
+def _normal_heads(
+    x,
+    partner,
+    chosen,
+    valid,
+    place,
+    other,
+    weight,
+    bias,
+    dim,
+    eps,
+    offset,
+    BIAS: tl.constexpr,
+    CENTERED: tl.constexpr,
+):
+    """The norm of each ``chosen`` head x, and of the same head in the order of its partners; the
+    other heads as they are.
+    """
+    mean, scale = _normal(x, valid, dim, eps, CENTERED)
+    inside = place < dim
+    factor = tl.load(weight + place, mask=inside, other=0.0).to(tl.float32) + offset
+    normal = (x - mean) * scale * factor
+    factor = tl.load(weight + other, mask=inside, other=0.0).to(tl.float32) + offset
+    normal_partner = (partner - mean) * scale * factor
+    if BIAS:
+        normal += tl.load(bias + place, mask=inside, other=0.0).to(tl.float32)
+        normal_partner += tl.load(bias + other, mask=inside, other=0.0).to(tl.float32)
+    return tl.where(chosen, normal, x), tl.where(chosen, normal_partner, partner)
+
+
+@triton.jit(do_not_specialize=["count"])
+def rope_write(
+    qkv,
+    cos,
+    sin,
+    slots,
+    keys,
+    values,
+    query,
+    q_weight,
+    q_bias,
+    k_weight,
+    k_bias,
+    count,
+    queries,
+    kv,
+    dim,
+    rotated,
+    q_eps,
+    q_offset,
+    k_eps,
+    k_offset,
+    Q_NORM: tl.constexpr,
+    Q_BIAS: tl.constexpr,
+    Q_CENTERED: tl.constexpr,
+    K_NORM: tl.constexpr,
+    K_BIAS: tl.constexpr,
+    K_CENTERED: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """``LayerOperations.rope_write`` of ``count`` tokens with ``queries`` and ``kv`` heads of
+    ``dim`` elements, of which the first ``rotated`` turn. A row of the tile is one head of one
+    token.
+    """
+    heads = queries + 2 * kv
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+    place = tl.arange(0, COLUMNS)[None, :]
+    valid = (row < count * heads) & (place < dim)
+    token, head = row // heads, row % heads
+    is_query, is_value = head < queries, head >= queries + kv
+    is_key = (head >= queries) & (head < queries + kv)
+
+    half = rotated // 2
+    other = tl.where(place < half, place + half, place - half)
+    other = tl.where(place < rotated, other, place)
+    x = tl.load(qkv + row * dim + place, mask=valid, other=0.0).to(tl.float32)
+    partner = tl.load(qkv + row * dim + other, mask=valid, other=0.0).to(tl.float32)
+    if Q_NORM:
+        x, partner = _normal_heads(
+            x, partner, is_query, valid, place, other, q_weight, q_bias, dim, q_eps, q_offset,
+            Q_BIAS, Q_CENTERED,
+        )  # fmt: skip
+    if K_NORM:
+        x, partner = _normal_heads(
+            x, partner, is_key, valid, place, other, k_weight, k_bias, dim, k_eps, k_offset,
+            K_BIAS, K_CENTERED,
+        )  # fmt: skip
+    turns = valid & (place < rotated) & (head < queries + kv)
+    c = tl.load(cos + token * rotated + place, mask=turns, other=1.0)
+    s = tl.load(sin + token * rotated + place, mask=turns, other=0.0)
+    turned = x * c + tl.where(place < half, -partner, partner) * s
+    x = tl.where(turns, turned, x)
+
+    at = (token * queries + head) * dim + place
+    tl.store(query + at, x.to(query.dtype.element_ty), mask=valid & is_query)
+    # A key or value is rounded as a result before the cache may round it further.
+    x = x.to(qkv.dtype.element_ty)
+    slot = tl.load(slots + token, mask=row < count * heads, other=0)
+    at = (slot * kv + head - queries) * dim + place
+    tl.store(keys + at, x.to(keys.dtype.element_ty), mask=valid & is_key)
+    tl.store(values + at - kv * dim, x.to(values.dtype.element_ty), mask=valid & is_value)
+
+
+@triton.jit(do_not_specialize=["count"])
+def activate(
+    x,
+    out,
+    count,
+    width,
+    ACTIVATION: tl.constexpr,
+    GATED: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """``LayerOperations.activate`` of ``count`` rows of ``width`` elements; with GATED its
+    ``gated``, for rows of twice as many.
+    """
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+    valid = (row < count) & (column < width)
+    at = row * (2 * width if GATED else width) + column
+    y = tl.load(x + at, mask=valid, other=0.0).to(tl.float32)
+    if ACTIVATION == "silu":
+        y = y * tl.sigmoid(y)
+    elif ACTIVATION == "gelu":
+        y = 0.5 * y * (1.0 + tl.erf(y * 0.7071067811865476))
+    elif ACTIVATION == "gelu_tanh":
+        # (1 + tanh(z)) / 2 is the sigmoid of 2z.
+        y = y * tl.sigmoid(1.5957691216057308 * (y + 0.044715 * y * y * y))
+    else:
+        y = tl.where(y < 0, 0.0, y)  # of a NaN a NaN
+        if ACTIVATION == "relu2":
+            y = y * y
+    if GATED:
+        y *= tl.load(x + at + width, mask=valid, other=0.0).to(tl.float32)
+    tl.store(out + row * width + column, y.to(out.dtype.element_ty), mask=valid)

@@ -1,0 +1,53 @@
+"""The Triton kernels, proven where they will run: each launches once before it serves.
+
+Owns a few random inputs and the comparison with the reference. It finds at start what else the
+first request would find: no C compiler for Triton's launcher, a driver or a GPU that its compiler
+does not know.
+"""
+
+import torch
+from torch import Tensor
+
+from fairlead_kernels import reference
+from fairlead_kernels.layer import LayerOperations, Norm
+from fairlead_kernels.not_available import NotAvailableError, brief
+
+TOKENS, QUERIES, KV, DIM = 5, 3, 1, 64
+# Of 1 and a value together; rounding to bfloat16 moves a value by at most 0.004 of itself.
+TOLERANCE = 0.01
+
+
+def prove(operations: LayerOperations, dtype: torch.dtype, device: torch.device) -> None:
+    """Compare each kind of kernel with the reference, in this type on this device.
+
+    Compiles them, which takes seconds. Raises NotAvailableError with the reason where one does not
+    run or computes something else.
+    """
+    try:
+        got = _results(operations, dtype, device).cpu()
+    except Exception as error:
+        raise NotAvailableError(f"Triton does not run here: {brief(error)}") from error
+    want = _results(reference, dtype, torch.device("cpu"))
+    difference = float(((got - want).abs() / (1 + want.abs())).max())
+    if not difference <= TOLERANCE:
+        raise NotAvailableError(f"a Triton kernel differs from the reference by {difference:.2g}")
+
+
+def _results(operations: LayerOperations, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """What every kind of kernel gives, on the same numbers for everyone."""
+    generator = torch.Generator().manual_seed(0)
+
+    def random(*shape: int, as_type: torch.dtype = dtype) -> Tensor:
+        return torch.randn(*shape, generator=generator).to(device, as_type)
+
+    norm = Norm(random(DIM), 1e-6)
+    residual = random(TOKENS, DIM, as_type=torch.float32)
+    normed = operations.norm(random(TOKENS, DIM), norm, residual)
+    qkv = random(TOKENS, (QUERIES + 2 * KV) * DIM)
+    angles = random(TOKENS, DIM, as_type=torch.float32)
+    keys, values = (torch.zeros(2, 4, KV, DIM, dtype=dtype, device=device) for _ in range(2))
+    slots = torch.arange(TOKENS, device=device) + 1
+    query = operations.rope_write(qkv, angles.cos(), angles.sin(), slots, keys, values, norm, norm)
+    gated = operations.gated(random(TOKENS, 2 * DIM), "silu")
+    every = *normed, query, keys, values, gated
+    return torch.cat([result.flatten().double() for result in every])

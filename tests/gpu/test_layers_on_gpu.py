@@ -1,0 +1,145 @@
+"""The operations of fused layers on an NVIDIA GPU: the cases of the CPU's tests, whole models, and
+a CUDA graph. Run with `make gpu`; without a GPU it fails.
+"""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from torch import Tensor
+
+from fairlead_kernels import triton_operations
+from fairlead_kernels.backend import gpu_operations, pick
+from fairlead_kernels.layer import LayerOperations, Norm
+from fairlead_kernels.torch_operations import TorchOperations
+from fairlead_runtime.device import fusion, selftest
+from fairlead_runtime.device.fusion import fuse
+from fairlead_runtime.device.paged_model import PagedModel
+from fairlead_runtime.models import families, rope, tiny
+from support.operation_cases import (
+    ActivationCase,
+    NormCase,
+    ProductCase,
+    RopeCase,
+    activation_cases,
+    norm_cases,
+    product_cases,
+    rope_cases,
+)
+
+pytestmark = pytest.mark.gpu
+
+CUDA = torch.device("cuda")
+MAX_LEN = 512
+both = pytest.mark.parametrize("name", ["torch", "triton"])
+examples = settings(max_examples=200, deadline=None)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _gpu() -> None:
+    if not torch.cuda.is_available():
+        pytest.fail("these tests need an NVIDIA GPU, and torch sees none")
+    import triton
+
+    if triton.knobs.runtime.interpret:
+        pytest.fail("Triton's kernels would be interpreted: set TRITON_INTERPRET=0")
+
+
+def operations(name: str) -> LayerOperations:
+    return triton_operations.load() if name == "triton" else TorchOperations()
+
+
+@both
+@examples
+@given(case=norm_cases)
+def test_a_norm_is_the_references(name: str, case: NormCase) -> None:
+    case.check(operations(name), CUDA)
+
+
+@both
+@examples
+@given(case=rope_cases)
+def test_rotation_and_the_cache_write_are_the_references(name: str, case: RopeCase) -> None:
+    case.check(operations(name), CUDA)
+
+
+@both
+@examples
+@given(case=activation_cases)
+def test_an_activation_is_the_references(name: str, case: ActivationCase) -> None:
+    case.check(operations(name), CUDA)
+
+
+@examples
+@given(case=product_cases)
+def test_a_product_is_the_references(case: ProductCase) -> None:
+    case.check(TorchOperations(), CUDA)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_triton_is_proven_and_taken(dtype: torch.dtype) -> None:
+    made, reason = gpu_operations(dtype, CUDA)
+    assert (made.name, reason) == ("triton", "layers in Triton")
+
+
+def paged(family: str, dtype: torch.dtype) -> PagedModel:
+    model = tiny.build(family).to(CUDA, dtype)
+    rope.pin(model, MAX_LEN)
+    return PagedModel(model, families.check(model.config))
+
+
+@both
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    "family", ["llama", "qwen3", "gemma3_text", "gpt2", "gpt_neox", "glm4", "granite", "cohere2"]
+)
+def test_a_models_fused_layers_give_transformers_logits(
+    family: str, dtype: torch.dtype, name: str
+) -> None:
+    model = paged(family, dtype)
+    attention = pick(model.heads, model.kinds, CUDA, "torch").attention
+    size = model.weight_bytes
+    with fusion.computed_in_float32(model):
+        expected = selftest.Expected.of(model, MAX_LEN)
+    fused = fuse(model, operations(name))
+    assert (fused.fused, fused.reason) == (len(model.windows), "")
+    assert model.weight_bytes == size
+    delta = selftest.check(model, attention, expected).delta
+    print(f"{family} in {dtype}: {delta:.2g} of {selftest.TOLERANCE[dtype]}")
+
+
+@both
+@torch.inference_mode()
+def test_a_cuda_graph_holds_a_chain_of_operations(name: str) -> None:
+    """Replayed on other tokens and slots it gives what the operations give."""
+    ours, tokens, width, dim = operations(name), 5, 256, 64
+    qkv_weight = ours.pack([torch.randn(6 * dim, width, device=CUDA)], dtype=torch.bfloat16)
+    gate_up = ours.pack([torch.randn(2 * width, width, device=CUDA)], dtype=torch.bfloat16)
+    norm = Norm(torch.randn(width, device=CUDA, dtype=torch.bfloat16), 1e-6)
+    keys, values = (torch.zeros(4, 16, 1, dim, device=CUDA, dtype=torch.bfloat16) for _ in "kv")
+    x, added = torch.randn(tokens, width, device=CUDA), torch.randn(tokens, width, device=CUDA)
+    added, slots = added.bfloat16(), torch.arange(tokens, device=CUDA)
+    angles = torch.randn(tokens, dim, device=CUDA)
+
+    def chain() -> tuple[Tensor, ...]:
+        normed, total = ours.norm(added, norm, x.clone())
+        qkv = ours.linear(normed, qkv_weight)
+        query = ours.rope_write(qkv, angles.cos(), angles.sin(), slots, keys, values)
+        return total, query, ours.gated(ours.linear(normed, gate_up), "silu")
+
+    chain()  # compiles
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = chain()
+    x.normal_()
+    added.normal_()
+    slots += 20
+    graph.replay()
+    got = [part.clone() for part in (*captured, keys, values)]
+    keys.zero_()
+    values.zero_()
+    want = (*chain(), keys, values)
+    for one, other in zip(got[:3], want[:3], strict=True):
+        assert torch.equal(one, other)
+    for one, other in zip(got[3:], want[3:], strict=True):
+        assert torch.equal(one.flatten(0, 1)[slots], other.flatten(0, 1)[slots])

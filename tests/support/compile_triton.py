@@ -1,0 +1,98 @@
+"""Compiles every Triton kernel by the path of a launch, to machine code of GPUs that need not be
+there: everything but the launch itself. A program: prints kernel, GPU and bytes of each, a line
+each, and fails where a step of another size would compile again.
+"""
+
+import tempfile
+from typing import Any, get_args
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime.driver import driver
+
+from fairlead_kernels import triton_kernels
+from fairlead_kernels.layer import Activation, Norm
+from fairlead_kernels.triton_operations import TritonOperations
+
+ALL = ("norm", "rope_write", "activate")
+
+
+class Driver:
+    """What Triton asks CUDA's driver before it launches."""
+
+    def __init__(self, capability: int) -> None:
+        self._capability = capability
+
+    def get_current_device(self) -> int:
+        return self._capability
+
+    def get_current_stream(self, _device: int) -> int:
+        return 0
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", self._capability, 32)
+
+
+class Kernel:
+    def __init__(self, name: str) -> None:
+        self._kernel = getattr(triton_kernels, name)
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        assert all(size > 0 for size in grid)
+        return lambda *arguments, **more: self._kernel.warmup(*arguments, grid=grid, **more)
+
+
+class Kernels:
+    """The kernels, which end where they would be launched."""
+
+    def __getattr__(self, name: str) -> Kernel:
+        return Kernel(name)
+
+
+def compiled(capability: int) -> list[tuple[str, int]]:
+    """The kernels that there are for a GPU, with the bytes of their machine code."""
+    return [
+        (name, len(kernel.asm["cubin"]))
+        for name in ALL
+        for kernel in getattr(triton_kernels, name).device_caches[capability][0].values()
+    ]
+
+
+def launch(dtype: torch.dtype, tokens: int, *, every: bool) -> None:
+    """A layer's launches with heads of 128; with ``every`` those of all kinds of layers."""
+    ours = TritonOperations(Kernels())
+    x, residual = torch.zeros(tokens, 4096, dtype=dtype), torch.zeros(tokens, 4096)
+    norm = Norm(torch.zeros(4096, dtype=dtype), 1e-6)
+    layer_norm = Norm(norm.weight, 1e-6, 0.0, norm.weight, centered=True)
+    for kind in (norm, layer_norm) if every else (norm,):
+        ours.norm(residual, kind)
+        ours.norm(x, kind, residual)
+    qkv, angles = torch.zeros(tokens, 6 * 128, dtype=dtype), torch.zeros(tokens, 128)
+    cache, slots = torch.zeros(2, 16, 1, 128, dtype=dtype), torch.arange(tokens)
+    of_heads = (Norm(torch.zeros(128, dtype=dtype), 1e-6),) * 2
+    for norms in ((), of_heads) if every else ((),):
+        ours.rope_write(qkv, angles, angles, slots, cache, cache, *norms)
+    for activation in get_args(Activation) if every else ("silu",):
+        ours.gated(x, activation)
+    if every:
+        ours.activate(x, "gelu")
+
+
+if __name__ == "__main__":
+    with tempfile.TemporaryDirectory() as folder:
+        triton.knobs.cache.dir = folder
+        for capability, dtype, every in (
+            (90, torch.bfloat16, True),
+            (80, torch.float16, False),
+            (80, torch.float32, False),
+        ):
+            driver.set_active(Driver(capability))
+            launch(dtype, 3, every=every)
+            before = compiled(capability)
+            for tokens in (1, 16, 257):
+                launch(dtype, tokens, every=every)
+            assert compiled(capability) == before, "another number of tokens compiles again"
+        for capability in (80, 90):
+            for name, size in compiled(capability):
+                print(name, f"sm{capability}", size)
