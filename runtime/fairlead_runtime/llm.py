@@ -212,6 +212,8 @@ class LLM:
         """Free the model and the cache. Later calls of ``generate`` fail; a second ``shutdown``
         does nothing.
         """
+        if self._parts is not None:
+            self._parts.close()
         self._parts = None
         self._grammars.close()
         gc.collect()

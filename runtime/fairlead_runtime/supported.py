@@ -92,7 +92,12 @@ NOT_YET = (
         sometimes=("int8",),
         only_on="cpu",
     ),
-    Limit("tensor_parallel", (1,), "above 1", "a model runs on one accelerator"),
+    Limit(
+        "tensor_parallel",
+        (1, 2, 4, 8),
+        "other than 1, 2, 4 and 8",
+        "heads are split evenly over the accelerators of one pod",
+    ),
     Limit(
         "deterministic",
         (False,),

@@ -11,6 +11,7 @@ COMPLETIONS, RESPONSES, BODIES, AUTH = (
     for name in ("completions", "response_bodies", "request_bodies", "auth")
 )
 STREAM, METRICS = (f"{RUNTIME}/serving/{name}.py" for name in ("stream", "metrics"))
+SHARDS, RANKS = f"{RUNTIME}/device/shards.py", "functional/engine/test_ranks.py"
 GRAMMAR, ENGINE = f"{RUNTIME}/grammar", f"{RUNTIME}/engine/engine.py"
 
 BUGS = (
@@ -713,5 +714,97 @@ BUGS = (
         "group.window, group.index\n",
         "group.window, 0\n",
         ("unit/device/test_batch.py",),
+    ),
+    PackageBug(
+        "ranks that share a key-value head take the others in turn",
+        SHARDS,
+        "index * shape.kv_heads // count, shape.kv_heads",
+        "index % shape.kv_heads, shape.kv_heads",
+        ("unit/device/test_shards.py",),
+    ),
+    PackageBug(
+        "the parts of a rank's results are not summed",
+        SHARDS,
+        "out = self._group.sum(F.linear(x, self.weight))",
+        "out = F.linear(x, self.weight)",
+        (RANKS,),
+    ),
+    PackageBug(
+        "every rank adds the bias before the sum",
+        SHARDS,
+        """        out = self._group.sum(F.linear(x, self.weight))
+        return out if self.bias is None else out + self.bias""",
+        "        return self._group.sum(F.linear(x, self.weight, self.bias))",
+        (RANKS,),
+    ),
+    PackageBug(
+        "the experts of a rank are not summed",
+        SHARDS,
+        "modules[name].register_forward_hook(lambda _module, _args, out: group.sum(out))",
+        "pass",
+        (RANKS,),
+    ),
+    PackageBug(
+        "one rank has the gates of all experts, the other the rest",
+        SHARDS,
+        "tensor.chunk(2 if style == PACKED else 1, dim=-2)",
+        "tensor.chunk(1, dim=-2)",
+        (RANKS,),
+    ),
+    PackageBug(
+        "each rank has the same rows of a tied head",
+        SHARDS,
+        ".tensor_split(group.size)[group.rank]",
+        ".tensor_split(group.size)[0]",
+        (RANKS,),
+    ),
+    PackageBug(
+        "a rank restores nothing",
+        f"{RUNTIME}/device/ranks.py",
+        "offload=offload, restore=restore, copies=forks",
+        "offload=offload, copies=forks",
+        (RANKS,),
+    ),
+    PackageBug(
+        "a rank misses the copies of forks",
+        f"{RUNTIME}/device/ranks.py",
+        "offload=offload, restore=restore, copies=forks",
+        "offload=offload, restore=restore",
+        (RANKS,),
+    ),
+    PackageBug(
+        "a batch is bisected on a device that is lost",
+        f"{RUNTIME}/engine/isolate.py",
+        "        except DeviceLostError:\n            raise\n",
+        "",
+        ("unit/engine/test_engine.py",),
+    ),
+    PackageBug(
+        "every rank plans with the whole space of the pod",
+        f"{RUNTIME}/sizing/solve.py",
+        "(unit * config.tensor_parallel)",
+        "unit",
+        ("unit/sizing/test_memory_plan.py",),
+    ),
+    PackageBug(
+        "key-value heads that ranks share are planned as if split",
+        TERMS,
+        "split(shape.keys, min(tp, shape.kv_heads))",
+        "split(shape.keys, tp)",
+        ("unit/sizing/test_terms.py",),
+    ),
+    PackageBug(
+        "a rank that stands still outlives its leader",
+        f"{RUNTIME}/start/rank_process.py",
+        "    end_with(parent)\n",
+        "",
+        ("functional/api/test_ranks.py",),
+    ),
+    PackageBug(
+        "a rank's end is not told",
+        f"{RUNTIME}/start/ranks.py",
+        "            self._ended.set()\n",
+        "",
+        ("functional/api/test_ranks.py",),
     ),
 )

@@ -79,3 +79,13 @@ def test_a_seeded_draw_does_not_depend_on_its_batch() -> None:
         together = llm.generate(["A block holds"] * 8, params, use_tqdm=False)
         alone = [llm.generate(["A block holds"], one, use_tqdm=False)[0] for one in params]
     assert [r.outputs[0].token_ids for r in together] == [r.outputs[0].token_ids for r in alone]
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("family", ["llama", "gemma2", "mixtral"])
+def test_two_gpus_give_the_text_of_transformers(family: str, tmp_path: Path) -> None:
+    folder = tiny.save(tiny.build(family), tmp_path)
+    params = SamplingParams(temperature=0, max_tokens=OUTPUT, ignore_eos=True)
+    with LLM(str(folder), **PREEMPTING, tensor_parallel=2) as llm:
+        results = llm.generate([{"prompt_token_ids": p} for p in PROMPTS], params, use_tqdm=False)
+    assert [r.outputs[0].token_ids for r in results] == [expected(family, p) for p in PROMPTS]

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from fairlead_kernels import reference
+from fairlead_kernels.attention import AttentionBackend
 from fairlead_kernels.backend import BackendChoice, pick
 from fairlead_runtime.device.fusion import fuse, round_weights
 from fairlead_runtime.device.kv_cache import CacheStorage
@@ -28,7 +29,7 @@ from fairlead_runtime.request import FinishReason, Request, SamplingParams
 from fairlead_runtime.scheduling.plan import Finished, Limits, Result, Work
 from fairlead_runtime.scheduling.scheduler import Scheduler, SchedulerStats
 from fairlead_runtime.sizing.groups import LayerGroup, group_layers
-from support import flashinfer_standin
+from support import flashinfer_standin, rank_pair
 from support.operation_cases import operations as gpu_operations
 
 # Threads do not speed up tiny matrices; on shared cores they slow them down a hundredfold.
@@ -41,7 +42,9 @@ EOS = frozenset({2, 140})
 
 
 # The rig that computes what one with fused layers must give: transformers cannot run those.
-UNFUSED = {"cpu": "torch", "int8": "rounded", "layers": "torch", "triton": "torch"}
+UNFUSED = {"cpu": "torch", "int8": "rounded"} | dict.fromkeys(
+    ("layers", "triton", "ranks"), "torch"
+)
 
 
 @dataclass(frozen=True)
@@ -144,6 +147,11 @@ def paged(
     return PagedModel(model, families.check(model.config))
 
 
+def attention_of(model: PagedModel) -> AttentionBackend:
+    """Plain torch."""
+    return pick(model.heads, model.kinds, model.device, "torch").attention
+
+
 class Rig:
     """One tiny model, run by our engine with any setting, and by transformers one prompt at a
     time.
@@ -151,17 +159,24 @@ class Rig:
     ``kernels``: torch, or cpu for fused layers: in C++ where it is built, else by the reference.
     int8 is cpu with int8 weights; their reference, rounded, computes in torch with the same.
     flashinfer is its attention on the stand-in of its wrappers; layers are the fused ones of GPUs
-    in torch, beside attention in torch, and triton those in Triton, beside flashinfer's.
+    in torch, beside attention in torch, and triton those in Triton, beside flashinfer's. ranks is
+    torch on two processes, each with half of the model.
     """
 
-    def __init__(self, family: str, kernels: str = "torch") -> None:
+    def __init__(self, family: str, kernels: str = "torch", **overrides: Any) -> None:
         self.family = family
-        self.model = paged(family)
+        self._described = {"family": family, **overrides}
+        self.model = paged(family, **overrides)
         if kernels in ("int8", "rounded"):
             round_weights(self.model)
         plain = UNFUSED.get(kernels)
-        self._unfused = rig(family, plain) if plain else self
+        self._unfused = rig(family, plain, **overrides) if plain else self
         self._kernels = kernels
+        self._pair = rank_pair.pair() if kernels == "ranks" else None
+        if self._pair is not None:
+            self._pair.hold(**self._described)
+            rank_pair.split(self.model, self._pair.group)
+            plain = None  # its layers are not fused
         operations = self._choice().operations or (reference if plain else None)
         self.fusion = fuse(self.model, operations, int8=kernels == "int8")
         self.groups: tuple[LayerGroup, ...] = group_layers(self.model.windows)
@@ -169,14 +184,12 @@ class Rig:
 
     def runner(self, setting: Setting, guides: Guides | None = None) -> ModelRunner:
         limits = setting.limits(len(self.groups))
-        cache = CacheStorage(
-            self.groups,
-            self.model.heads,
-            units=limits.num_blocks * len(self.groups),
-            block_size=setting.block_size,
-            device=self.model.device,
-            host_units=limits.offload_units,
-        )
+        units, host_units = limits.num_blocks * len(self.groups), limits.offload_units
+        sizes = {"units": units, "block_size": setting.block_size, "host_units": host_units}
+        cache = CacheStorage(self.groups, self.model.heads, device=self.model.device, **sizes)
+        if self._pair is not None:
+            self._pair.hold(**self._described)
+            self._pair.allocate(**sizes)
         # A read of a slot that was not written yields NaN.
         cache.keys.fill_(torch.nan)
         cache.values.fill_(torch.nan)
@@ -186,6 +199,7 @@ class Rig:
             self._choice().attention,
             max_logits=setting.max_logits,
             guides=guides,
+            followers=self._pair,
         )
 
     def _choice(self) -> BackendChoice:
@@ -263,8 +277,8 @@ class Rig:
 
 
 @functools.cache
-def rig(family: str, kernels: str = "torch") -> Rig:
-    return Rig(family, kernels)
+def rig(family: str, kernels: str = "torch", **overrides: Any) -> Rig:
+    return Rig(family, kernels, **overrides)
 
 
 def prompts(seed: int, lengths: abc.Sequence[int], shared: int) -> list[tuple[int, ...]]:

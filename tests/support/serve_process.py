@@ -24,7 +24,7 @@ from typing import Any
 
 import httpx
 
-from fairlead_runtime.start import engine_process
+from fairlead_runtime.start import engine_process, rank_process, ranks
 
 WITHIN = 300.0  # seconds; a limit for hung processes, long enough for a busy machine
 forks = multiprocessing.get_context("forkserver")
@@ -162,6 +162,27 @@ class Fork:
             return self._code is not None
 
 
+class ForkedRank:
+    """The process of another rank, forked from the engine's."""
+
+    def __init__(self, connection: int, store: int) -> None:
+        parent = os.getpid()
+        self.pid = os.fork()
+        if not self.pid:
+            try:
+                for start, end in itertools.pairwise(sorted((2, connection, store, 1024))):
+                    os.closerange(start + 1, end)
+                rank_process.main([str(connection), str(parent), str(store)])
+            finally:
+                os._exit(1)
+
+    def wait(self) -> int:
+        return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+
+    def kill(self) -> None:
+        os.kill(self.pid, signal.SIGKILL)
+
+
 def never_loads() -> None:
     """Make the loading of the weights never end."""
     from fairlead_runtime.models import loading
@@ -267,6 +288,7 @@ def _main(
     from fairlead_runtime.cli import main
 
     engine_process.spawn = lambda connection, level: Fork(connection, level, prepare)  # type: ignore[assignment,return-value]
+    ranks.spawn = ForkedRank
     prepare_http()
     sys.exit(main(arguments))
 

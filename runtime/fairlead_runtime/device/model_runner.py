@@ -6,12 +6,13 @@ Owns the path batch → forward pass → logits → sampling, and the cache's co
 import math
 from collections import abc
 from collections.abc import Callable, Iterator, Mapping
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from fairlead_kernels.attention import AttentionBackend
-from fairlead_runtime.device.batch import BatchBuilder
+from fairlead_runtime.device.batch import Batch, BatchBuilder
 from fairlead_runtime.device.kv_cache import CacheStorage
 from fairlead_runtime.device.paged_model import PagedModel
 from fairlead_runtime.device.sampling import (
@@ -24,7 +25,7 @@ from fairlead_runtime.device.sampling import (
 from fairlead_runtime.grammar.guides import NO_MASKS, Guides, Masks
 from fairlead_runtime.logprobs import TokenLogprobs
 from fairlead_runtime.request import Sequence
-from fairlead_runtime.scheduling.plan import Result, Row, Work
+from fairlead_runtime.scheduling.plan import DeviceLostError, Result, Row, Work
 
 WaitForMasks = Callable[[], Masks]
 Sampler = Callable[[Tensor, SamplingBatch], SampledTokens]
@@ -34,9 +35,28 @@ MAX_LOGITS = 256
 _NOTHING = Result(-1)
 
 
+class Followers(Protocol):
+    """The processes that hold the other parts of the model and make every step with this one."""
+
+    def copy(self, work: Work) -> None:
+        """Let them make the copies of ``work``, in their parts of the cache."""
+        ...
+
+    def forward(self, batch: Batch, keep: Tensor | None) -> None:
+        """Let them run this pass. Raises DeviceLostError, as ``copy`` does, when one has ended."""
+        ...
+
+    def lost(self, error: Exception) -> DeviceLostError:
+        """What to raise after a forward pass raised ``error`` here: the others may be anywhere in
+        theirs, so no further pass is possible.
+        """
+        ...
+
+
 class ModelRunner:
     """Executes steps of one model on one cache, on the given attention. ``guides`` makes the masks
-    of sequences with structured output.
+    of sequences with structured output; ``followers`` hold the other parts of a model that is
+    split.
 
     One step at a time, from one thread at a time. ``max_logits``: positions whose logits one
     forward pass may return; memory is planned for as many.
@@ -51,6 +71,7 @@ class ModelRunner:
         *,
         max_logits: int = MAX_LOGITS,
         guides: Guides | None = None,
+        followers: Followers | None = None,
     ) -> None:
         self._attention = attention
         self._model = model
@@ -58,6 +79,7 @@ class ModelRunner:
         self._sampler = sampler
         self._max_logits = max_logits
         self._guides = guides
+        self._followers = followers
         self._batches = BatchBuilder(
             cache.groups, cache.block_size, pinned=model.device.type == "cuda"
         )
@@ -66,6 +88,8 @@ class ModelRunner:
         """The step's offload, restore and copy-on-write copies: once, before ``execute``, however
         often that runs.
         """
+        if self._followers is not None and (work.offload or work.restore or work.copies):
+            self._followers.copy(work)
         self._cache.copy(work)
 
     @torch.inference_mode()
@@ -102,8 +126,17 @@ class ModelRunner:
     def _run(self, rows: list[Row], masks: WaitForMasks) -> Mapping[int, Result]:
         """One forward pass of rows of which none scores its prompt."""
         batch = self._batches.build(rows)
-        logits = self._model.forward(batch, self._cache, self._attention)
+        logits = self._forward(batch)
         return self._sample(logits, batch.sampling, masks)
+
+    def _forward(self, batch: Batch, keep: Tensor | None = None) -> Tensor:
+        if self._followers is None:
+            return self._model.forward(batch, self._cache, self._attention, keep)
+        self._followers.forward(batch, keep)
+        try:
+            return self._model.forward(batch, self._cache, self._attention, keep)
+        except Exception as error:
+            raise self._followers.lost(error) from error
 
     def _sample(
         self, logits: Tensor, sequences: abc.Sequence[Sequence], masks: WaitForMasks
@@ -139,7 +172,7 @@ class ModelRunner:
             if row.samples:
                 samples.append(len(kept) - 1)
         keep = torch.tensor(kept, dtype=torch.int64)
-        logits = self._model.forward(batch, self._cache, self._attention, keep)
+        logits = self._forward(batch, keep)
         results = self._sample(logits[samples], batch.sampling, masks)
         for row, first in targets:
             scored = _prompt_result(logits, row, first)

@@ -68,18 +68,24 @@ class PagedModel:
 
     Takes ownership of the model: sets its attention, and installs a hook if the model cannot select
     the rows of its logits itself. ``windows`` has an entry per layer; ``calls`` the attention
-    arguments of each layer. Raises ModelError when the layers differ in size or in number from
+    arguments of each layer. ``device``: where it computes, if not where its weights are
+    (``shards.computed_on``). Raises ModelError when the layers differ in size or in number from
     ``windows``. ``fusion.fuse`` may replace layers afterwards.
     """
 
-    def __init__(self, model: PreTrainedModel, windows: Sequence[int | None]) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        windows: Sequence[int | None],
+        device: torch.device | None = None,
+    ) -> None:
         attention.register()
         model.set_attn_implementation(attention.NAME)
         model.eval()
         self.model = model
         self.packed: list[Tensor] = []  # weights of fused layers, which no module holds
         self.windows = tuple(windows)
-        self.device: torch.device = model.device
+        self.device: torch.device = device or model.device
         ends: list[Any] = [model.get_input_embeddings(), model.get_output_embeddings()]
         self.vocabulary = min(int(end.weight.shape[0]) for end in ends)
         self.selects_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
@@ -87,6 +93,10 @@ class PagedModel:
             model.get_output_embeddings().register_forward_pre_hook(_keep_rows)
         # transformers picks grouped_mm where the model and torch support it, else eager.
         self._experts: str = getattr(model.config, "_experts_implementation", None) or "eager"
+        self.heads = self._probe()
+
+    def probe_again(self) -> None:
+        """Find out the heads and the attention arguments again, after the model was split."""
         self.heads = self._probe()
 
     @torch.inference_mode()
@@ -176,16 +186,16 @@ class PagedModel:
             self.model.set_experts_implementation(experts)
 
 
-def prepare(loaded: LoadedModel) -> PagedModel:
+def prepare(loaded: LoadedModel, device: torch.device | None = None) -> PagedModel:
     """Make a loaded model run on the paged cache: pin its RoPE to max_model_len, set its attention,
-    check its sizes.
+    check its sizes. ``device`` as in PagedModel.
 
     Takes ownership of the model. Raises ModelError when it cannot run on the cache, or when its
     sizes differ from those that memory was sized with (``loaded.shape``).
     """
     windows = families.check(loaded.config)
     rope.pin(loaded.model, loaded.max_model_len)
-    model = PagedModel(loaded.model, windows)
+    model = PagedModel(loaded.model, windows, device)
     shape, heads = loaded.shape, model.heads
     expected = (shape.windows, shape.heads, shape.kv_heads, shape.head_dim, shape.head_dim)
     if expected != (windows, heads.query, heads.kv, heads.dim, heads.value_dim):

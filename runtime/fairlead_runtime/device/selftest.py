@@ -21,9 +21,10 @@ from fairlead_kernels.attention import AttentionBackend
 from fairlead_kernels.backend import BackendChoice, pick
 from fairlead_kernels.not_available import NotAvailableError
 from fairlead_runtime.config import ConfigError
-from fairlead_runtime.device import paged_model
+from fairlead_runtime.device import paged_model, shards
 from fairlead_runtime.device.batch import BatchBuilder
 from fairlead_runtime.device.fusion import Fusion, computed_in_float32, fuse, round_weights
+from fairlead_runtime.device.group import Group
 from fairlead_runtime.device.kv_cache import CacheStorage
 from fairlead_runtime.device.paged_model import PagedModel
 from fairlead_runtime.models.loading import LoadedModel
@@ -120,6 +121,41 @@ def prepare_and_test(
                 "use none",
             )
         return ServedModel(model, choice, fusion), check(model, choice.attention, expected)
+    except (ModelError, SelfTestError, ConfigError):
+        raise
+    except Exception as error:
+        if name in FAMILIES:
+            raise
+        raise NotPackedError(error, name) from error
+
+
+def prepare_rank(
+    loaded: LoadedModel, group: Group, device: torch.device, kernels: str = "auto"
+) -> tuple[ServedModel, SelfTestResult | None]:
+    """One rank's part of a model, split on ``device``, and on rank 0 the result of the self-test;
+    the other ranks only take part in it.
+
+    The expected logits are those of the whole model, computed before it is split: on an accelerator
+    with each module's weights lent to it while the module runs. Layers are not fused. Raises as
+    ``prepare_and_test`` does, and ConfigError for a model that cannot be split.
+    """
+    name = str(loaded.config.model_type)
+    try:
+        shards.plan_of(loaded.model, loaded.shape, group.size)
+        with shards.computed_on(device, loaded.model):
+            model = paged_model.prepare(loaded, device)
+            expected = Expected.of(model, loaded.max_model_len) if group.rank == 0 else None
+        shards.split(loaded.model, loaded.shape, group, device)
+        group.meet(device)
+        model.probe_again()
+        shards.check_heads(model.heads, loaded.shape, group.size)
+        choice = _pick(model, kernels)
+        served = ServedModel(model, choice, Fusion(0, len(model.windows), "the model is split"))
+        if expected is None:
+            with torch.inference_mode():
+                _paged_logits(model, choice.attention, _prompts(model, loaded.max_model_len))
+            return served, None
+        return served, check(model, choice.attention, expected)
     except (ModelError, SelfTestError, ConfigError):
         raise
     except Exception as error:

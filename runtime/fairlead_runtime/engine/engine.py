@@ -27,7 +27,7 @@ from fairlead_runtime.outputs import (
     ServiceError,
 )
 from fairlead_runtime.request import FinishReason, Request, RequestError
-from fairlead_runtime.scheduling.plan import Event, Token, Work
+from fairlead_runtime.scheduling.plan import DeviceLostError, Event, Token, Work
 from fairlead_runtime.scheduling.scheduler import InvariantViolation, Scheduler
 from fairlead_runtime.structured import StructuredOutputs
 
@@ -169,6 +169,8 @@ class Engine:
                 work = self._scheduler.commit(self._scheduler.plan())
                 outcome = self._run(work)
                 self._update(outcome, began)
+        except DeviceLostError as error:
+            self._give_up(str(error))
         except Exception as error:
             log.exception("the step failed outside any request")
             self._recover(error)

@@ -9,14 +9,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
-from fairlead_runtime.scheduling.plan import Result, Row, Work
+from fairlead_runtime.scheduling.plan import DeviceLostError, Result, Row, Work
 
 
 class Executor(Protocol):
     """What the engine needs of the device."""
 
     def copy(self, work: Work) -> None:
-        """Offload, restore and copy-on-write copies of the step, once and in this order."""
+        """Offload, restore and copy-on-write copies of the step, once and in this order. Raises
+        DeviceLostError, as ``execute`` does, when the device has ended.
+        """
         ...
 
     def execute(self, work: Work) -> Mapping[int, Result]:
@@ -40,7 +42,7 @@ def run_isolated(executor: Executor, work: Work) -> Outcome:
 
     If only the whole batch fails (most often for lack of memory), every half succeeds and no row
     fails. k failing rows of B cost at most 2k·log2(B) + 1 further passes. The step's copies must be
-    done already.
+    done already. Raises DeviceLostError, after which nothing can run.
     """
     results: dict[int, Result] = {}
     failed: list[tuple[Row, Exception]] = []
@@ -51,6 +53,8 @@ def run_isolated(executor: Executor, work: Work) -> Outcome:
         part = work if rows is work.rows else work.subset(rows)
         try:
             results.update(executor.execute(part))
+        except DeviceLostError:
+            raise
         except Exception as error:  # noqa: BLE001 - no error may end the other requests
             if len(rows) == 1:
                 failed.append((rows[0], error))

@@ -143,6 +143,10 @@ class Result(NamedTuple):
     prompt: tuple[TokenLogprobs, ...] = ()
 
 
+class DeviceLostError(Exception):
+    """The device can run no further step: one of the processes that share the model has ended."""
+
+
 class Token(NamedTuple):
     """A new token; ``index`` counts from 0. ``finish`` is set on a sequence's last token, which is
     also its only finish event: no Finished follows. ``prompt``, with the first token of a choice

@@ -181,7 +181,7 @@ class RemoteEngine:
             reason = f"the engine process sent what is no message: {error}"
             self._child.kill()
         code = await self._reap(REAP_SECONDS)
-        self._lose(reason or f"the engine process {_words(code)}")
+        self._lose(reason or f"the engine process {ending(code)}")
 
     def _receive(self, message: wire.FromEngine) -> None:
         self._heard = self._now()
@@ -247,11 +247,14 @@ def refusal_of(error: Exception) -> wire.Refused:
             return wire.Refused("ModelError", (error.code, error.message, error.hint))
         case SelfTestError():
             return wire.Refused("SelfTestError", (str(error),))
+        case EngineDead():
+            return wire.Refused("EngineDead", (str(error),))
     reason = f"the engine process failed to start: {type(error).__name__}"
     return wire.Refused("EngineDead", (reason,))
 
 
-def _words(code: int) -> str:
+def ending(code: int) -> str:
+    """In words how a process with this exit code, negative for a signal, has ended."""
     if code >= 0:
         return f"ended with exit code {code}"
     name = signal.Signals(-code).name

@@ -3,7 +3,7 @@
 Counts layers as transformers builds them; embeddings and the final norm are ``shape``'s.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from fairlead_runtime.sizing.config_json import ConfigReader, ShapeError
 from fairlead_runtime.sizing.family_table import Family
@@ -15,44 +15,71 @@ ROUTING_ELEMENTS = 16
 @dataclass(frozen=True, slots=True)
 class ParameterCount:
     """Parameters of one part of a model: ``matrices`` those in matrices, ``channels`` the output
-    rows of those matrices, ``rest`` all others (norms, biases, sinks).
+    rows of those matrices, ``rest`` all others (norms, biases, sinks). Of all these, ranks that
+    share the model split ``split`` evenly, and ``keys``, those of keys and values, by heads.
     """
 
     matrices: int = 0
     channels: int = 0
     rest: int = 0
+    split: int = 0
+    keys: int = 0
 
     def __add__(self, other: "ParameterCount") -> "ParameterCount":
         return ParameterCount(
-            self.matrices + other.matrices, self.channels + other.channels, self.rest + other.rest
+            self.matrices + other.matrices,
+            self.channels + other.channels,
+            self.rest + other.rest,
+            self.split + other.split,
+            self.keys + other.keys,
         )
 
     def __mul__(self, times: int) -> "ParameterCount":
-        return ParameterCount(self.matrices * times, self.channels * times, self.rest * times)
+        return ParameterCount(
+            self.matrices * times,
+            self.channels * times,
+            self.rest * times,
+            self.split * times,
+            self.keys * times,
+        )
 
 
-def _linear(inputs: int, outputs: int, *, bias: bool = False) -> ParameterCount:
-    return ParameterCount(inputs * outputs, outputs, outputs if bias else 0)
+def _columns(inputs: int, outputs: int, *, bias: bool = False) -> ParameterCount:
+    """A matrix that ranks split by its outputs, with its bias."""
+    biases = outputs if bias else 0
+    return ParameterCount(inputs * outputs, outputs, biases, inputs * outputs + biases)
 
 
-def count_layer(s: ConfigReader, family: Family, index: int) -> tuple[ParameterCount, int]:
-    """Parameters of one layer, and the elements its MLP keeps per token."""
+def _rows(inputs: int, outputs: int, *, bias: bool = False) -> ParameterCount:
+    """A matrix that ranks split by its inputs; each has the whole bias."""
+    return ParameterCount(inputs * outputs, outputs, outputs if bias else 0, inputs * outputs)
+
+
+def count_layer(s: ConfigReader, family: Family, index: int) -> tuple[ParameterCount, int, int]:
+    """Parameters of one layer, the elements its MLP keeps per token, and its MLP's inner width."""
     hidden = s.whole("hidden_size")
-    mlp, width = _mlp(s, family, index)
+    mlp, width, inner = _mlp(s, family, index)
     norms = family.norms * hidden * (2 if family.norm_bias else 1)
-    return _attention(s, family) + mlp + ParameterCount(rest=norms), width
+    return _attention(s, family) + mlp + ParameterCount(rest=norms), width, inner
+
+
+def has_flat_norm(s: ConfigReader, family: Family) -> bool:
+    """Whether queries and keys are normalized over all heads together."""
+    return family.qk_norm == "flat" and (not family.qk_norm_if or s.flag(family.qk_norm_if))
 
 
 def _attention(s: ConfigReader, family: Family) -> ParameterCount:
     hidden, q, kv = s.whole("hidden_size"), s.heads * s.head_dim, s.kv_heads * s.head_dim
-    count = _linear(hidden, q + 2 * kv, bias=s.flag_or_constant(family.qkv_bias))
-    count += _linear(q, hidden, bias=s.flag_or_constant(family.out_bias))
+    bias = s.flag_or_constant(family.qkv_bias)
+    keys = _columns(hidden, 2 * kv, bias=bias)
+    count = _columns(hidden, q, bias=bias) + replace(keys, split=0, keys=keys.split)
+    count += _rows(q, hidden, bias=s.flag_or_constant(family.out_bias))
     if family.qk_norm and (not family.qk_norm_if or s.flag(family.qk_norm_if)):
         count += ParameterCount(rest=2 * s.head_dim if family.qk_norm == "head" else q + kv)
     return count + ParameterCount(rest=s.heads if family.sinks else 0)
 
 
-def _mlp(s: ConfigReader, family: Family, index: int) -> tuple[ParameterCount, int]:
+def _mlp(s: ConfigReader, family: Family, index: int) -> tuple[ParameterCount, int, int]:
     hidden = s.whole("hidden_size")
     parts = 2 if family.gated else 1
     if not _sparse(s, family, index):
@@ -60,20 +87,20 @@ def _mlp(s: ConfigReader, family: Family, index: int) -> tuple[ParameterCount, i
             s.optional("intermediate_size") or 4 * hidden,
             s.flag_or_constant(family.mlp_bias),
         )
-        count = _linear(hidden, parts * inner, bias=bias) + _linear(inner, hidden, bias=bias)
-        return count, family.mlp_copies * inner
+        count = _columns(hidden, parts * inner, bias=bias) + _rows(inner, hidden, bias=bias)
+        return count, family.mlp_copies * inner, inner
     inner, experts, chosen = (
         s.whole(k) for k in (family.experts, "num_local_experts", "num_experts_per_tok")
     )
-    expert = _linear(hidden, parts * inner, bias=family.expert_bias)
-    expert += _linear(inner, hidden, bias=family.expert_bias)
+    expert = _columns(hidden, parts * inner, bias=family.expert_bias)
+    expert += _rows(inner, hidden, bias=family.expert_bias)
     # The router is never quantized.
     router = ParameterCount(rest=hidden * experts + (experts if family.expert_bias else 0))
     # Each chosen expert takes a copy of its tokens and returns one; the copies are then weighted,
     # reordered and summed.
     inside = max(family.mlp_copies * inner + 2 * hidden, (family.mlp_copies + 1) * inner + hidden)
     summed = (5 if family.expert_bias else 4) * hidden
-    return expert * experts + router, chosen * (max(inside, summed) + ROUTING_ELEMENTS)
+    return expert * experts + router, chosen * (max(inside, summed) + ROUTING_ELEMENTS), inner
 
 
 def _sparse(s: ConfigReader, family: Family, index: int) -> bool:

@@ -25,7 +25,7 @@ from fairlead_runtime.sizing.family_table import (
     UNKNOWN_EXPERTS,
     Family,
 )
-from fairlead_runtime.sizing.parameters import ParameterCount, count_layer
+from fairlead_runtime.sizing.parameters import ParameterCount, count_layer, has_flat_norm
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,9 +52,13 @@ class ModelShape:
     dtype: str | None  # the checkpoint's own type, None when the config does not say
     quantized: str  # method of an already quantized checkpoint, "" when it is not
     parameters: int
-    # parameters in the layers' matrices: what quantization packs and tensor parallel splits
-    layer_matrices: int
+    layer_matrices: int  # parameters in the layers' matrices: what quantization packs
     layer_channels: int  # output rows of those matrices: one scale each when quantized
+    inner: int  # a multiple of it is the inner width of every layer's MLP
+    splits: bool  # False: it is known that ranks cannot share the model
+    # Of the parameters: what ranks split evenly, and what they split by key-value heads.
+    split: int
+    keys: int
 
     @property
     def kv_width(self) -> int:
@@ -88,7 +92,7 @@ class ModelShape:
         )
         tied = s.flag("tie_word_embeddings")
         counts = [count_layer(s, family, i) for i in range(layers)]
-        body = sum((c for c, _ in counts), ParameterCount())
+        body = sum((c for c, _, _ in counts), ParameterCount())
         outside = vocab * hidden * (1 if tied else 2)
         outside += s.whole("max_position_embeddings") * hidden if family.positions else 0
         outside += hidden * (2 if family.norm_bias else 1)
@@ -100,7 +104,7 @@ class ModelShape:
             kv_heads=s.kv_heads,
             head_dim=s.head_dim,
             hidden=hidden,
-            mlp_width=max(width for _, width in counts),
+            mlp_width=max(width for _, width, _ in counts),
             logit_copies=2 if s.get("final_logit_softcapping") is not None else family.logit_copies,
             explicit_scores=family.sinks or s.get("attn_logit_softcapping") is not None,
             vocab=vocab,
@@ -113,6 +117,10 @@ class ModelShape:
             parameters=body.matrices + body.rest + outside,
             layer_matrices=body.matrices,
             layer_channels=body.channels,
+            inner=math.gcd(*(inner for _, _, inner in counts)),
+            splits=family.splits and not has_flat_norm(s, family),
+            split=body.split,
+            keys=body.keys,
         )
 
     @classmethod
@@ -145,6 +153,8 @@ class ModelShape:
         matrices = [
             (n, d) for n, d in sizes if len(d) > 1 and any(part.isdigit() for part in n.split("."))
         ]
+        in_layers = sum(math.prod(dimensions) for _, dimensions in matrices)
+        keys = min(in_layers, 2 * layers * s.kv_heads * s.head_dim * hidden)
         return cls(
             model_type=str(config.get("model_type")),
             layers=layers,
@@ -165,8 +175,12 @@ class ModelShape:
             dtype=dtype_of(config),
             quantized=quantization_of(config),
             parameters=sum(math.prod(dimensions) for _, dimensions in sizes),
-            layer_matrices=sum(math.prod(dimensions) for _, dimensions in matrices),
+            layer_matrices=in_layers,
             layer_channels=sum(math.prod(dimensions[:-1]) for _, dimensions in matrices),
+            inner=inner,
+            splits=True,  # the plan of the loaded model decides
+            split=in_layers - keys,
+            keys=keys,
         )
 
 

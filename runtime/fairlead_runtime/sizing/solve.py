@@ -125,7 +125,8 @@ def solve(
     if blocks is None:
         blocks = max(0, left) // block
         if cpu:
-            blocks = min(bookkeeping.blocks(left, block), CPU_CACHE // block)
+            most_here = CPU_CACHE // config.tensor_parallel // block
+            blocks = min(bookkeeping.blocks(left, block), most_here)
         blocks = min(blocks, most)
     units = blocks * len(groups)
     kept = {"bookkeeping": bookkeeping.size(blocks)}
@@ -146,7 +147,7 @@ def solve(
         num_blocks=blocks,
         num_units=units,
         most_blocks=most,
-        offload_units=int(config.cpu_offload_space * GIB) // unit,
+        offload_units=int(config.cpu_offload_space * GIB) // (unit * config.tensor_parallel),
         loading=loading,
         max_model_len=longest,
         full_length_sequences=units // sequence_units(groups, longest, config.block_size),

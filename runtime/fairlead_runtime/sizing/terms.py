@@ -56,18 +56,23 @@ def terms_of(
     cpu = device.kind == "cpu"
     tokens, longest = config.max_batch_tokens, max_model_len(shape, config)
     rows = min(config.max_requests, tokens)
-    queries, keys = split(shape.heads * shape.head_dim, tp), split(shape.kv_width, tp)
+    queries = split(shape.heads, tp) * shape.head_dim
+    keys = split(shape.kv_heads, tp) * shape.head_dim
     # Alive at once: the residual and its norm (in float32), the rotary tables (models with windows
     # have two), and the larger of attention's projections before and after the rotary embedding and
     # the widest MLP.
     rotary = 2 * shape.head_dim * len(set(shape.windows))
-    width = 4 * shape.hidden + rotary + max(3 * queries + 4 * keys, split(shape.mlp_width, tp))
+    # Experts also keep copies of the hidden states, which are not split.
+    inside = shape.mlp_width if shape.experts else split(shape.mlp_width, tp)
+    width = 4 * shape.hidden + rotary + max(3 * queries + 4 * keys, inside)
     # The C++ kernels compute layers without experts in float32, beside hidden states and rotary
     # tables of the model's type.
-    fused = cpu and config.kernels != "torch" and not shape.experts
+    fused = cpu and config.kernels != "torch" and not shape.experts and tp == 1
     layer = 4 if fused else element
     given = (shape.hidden + rotary) * element if layer != element else 0
-    head = 2 * shape.hidden + shape.logit_copies * shape.vocab
+    # Logits that come from all ranks are there in parts, too, before they are joined.
+    copies = shape.logit_copies if tp == 1 else max(3, shape.logit_copies)
+    head = 2 * shape.hidden + copies * shape.vocab
     table_entries = len(groups) * rows * -(-longest // config.block_size)
     sampler_rows = min(rows, max(1, SAMPLER_CHUNK[device.kind] // shape.vocab))
     terms = {
@@ -80,16 +85,21 @@ def terms_of(
         "graphs": 0,  # none is captured
         "batch": GROWTH * (tokens * (16 + 8 * len(groups)) + rows * 64 + table_entries * 4),
     }
-    return terms | host_terms(shape, config) if cpu else terms
+    # Each rank on a CPU has its share of the pod; the one that is planned keeps the books.
+    shares = {"process": 1, "offload": tp, "shared_memory": tp, "grammars": 1}
+    one_process = replace(config, tensor_parallel=1)
+    host = {n: split(size, shares[n]) for n, size in host_terms(shape, one_process).items()}
+    return terms | host if cpu else terms
 
 
 def host_terms(shape: ModelShape, config: EngineConfig) -> dict[str, int]:
     """Host memory that the pod takes besides a CPU's weights and cache, in bytes; ``bookkeeping``
     comes to it once the number of blocks is known.
     """
+    process = PROCESS * config.tensor_parallel
     offload, shared = int(config.cpu_offload_space * GIB), int(config.shared_memory * GIB)
     grammars = shape.vocab * GRAMMAR_ID_BYTES + GRAMMAR_CHILD
-    return dict(zip(HOST_TERMS, (PROCESS, offload, shared, grammars), strict=True))
+    return dict(zip(HOST_TERMS, (process, offload, shared, grammars), strict=True))
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,15 +164,19 @@ def bytes_of(shape: ModelShape, config: EngineConfig) -> int:
 
 
 def weights(shape: ModelShape, config: EngineConfig, tp: int) -> int:
-    """Bytes of the weights on one accelerator. Only the layers' matrices are quantized and split
-    over ``tp`` accelerators; embeddings, norms and biases are neither.
+    """Bytes of the weights on one of ``tp`` accelerators that share the model. Only the layers'
+    matrices are quantized. They are split with the biases of their outputs, those of keys and
+    values by heads; so is an output matrix that is not the embedding. The rest is whole on each.
     """
     element = bytes_of(shape, config)
-    matrices = shape.layer_matrices * element
     if config.quantization != "none":
         # One byte each and a float32 scale per row.
-        matrices = shape.layer_matrices + 4 * shape.layer_channels
-    return split(matrices, tp) + (shape.parameters - shape.layer_matrices) * element
+        matrices = split(shape.layer_matrices + 4 * shape.layer_channels, tp)
+        return matrices + (shape.parameters - shape.layer_matrices) * element
+    head = 0 if shape.tied or shape.vocab % tp else shape.vocab * shape.hidden
+    whole = shape.parameters - shape.split - shape.keys - head
+    keys = split(shape.keys, min(tp, shape.kv_heads))
+    return (whole + split(shape.split, tp) + keys + head // tp) * element
 
 
 def loading_bytes(shape: ModelShape, config: EngineConfig) -> int:
@@ -182,8 +196,10 @@ def _attention(
     """
     longest = max_model_len(shape, config)
     chunk = min(config.max_batch_tokens, longest)
+    heads = split(shape.heads, config.tensor_parallel)
+    kv_width = split(shape.kv_heads, config.tensor_parallel) * shape.head_dim
     # Keys and values with their slots and positions.
-    gathered = longest * (2 * shape.kv_width * element + 16 * len(groups))
+    gathered = longest * (2 * kv_width * element + 16 * len(groups))
     masks = len(groups) * min(chunk * longest, KEPT_MASKS) * element + min(
         STRIP, chunk
     ) * longest * (element + 2)
@@ -191,8 +207,8 @@ def _attention(
         return gathered + masks
     # Scores before and after their cap or sinks, in float32, and keys repeated for each head that
     # shares them.
-    repeated = 2 * longest * shape.heads * shape.head_dim * element
-    return gathered + masks + repeated + 3 * shape.heads * min(STRIP, chunk) * longest * 4
+    repeated = 2 * longest * heads * shape.head_dim * element
+    return gathered + masks + repeated + 3 * heads * min(STRIP, chunk) * longest * 4
 
 
 def split(count: int, parts: int) -> int:

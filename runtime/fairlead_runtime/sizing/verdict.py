@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from fairlead_runtime.config import ConfigError, EngineConfig
+from fairlead_runtime.sizing.ranks import COUNTS, reason_against, refuse
 from fairlead_runtime.sizing.shape import ModelShape
 from fairlead_runtime.sizing.solve import CPU_CACHE, MemoryPlan, solve
 from fairlead_runtime.sizing.terms import DEFAULT_QUEUE, GIB, DeviceFacts, dtype_of, gib, split
@@ -29,7 +30,8 @@ def plan_memory(
     """Solve for the number of cache blocks, or check the one that ``config`` pins.
 
     ``measured`` replaces computed terms by name, in bytes (after a profiling run). Raises
-    ConfigError when ``max_model_len`` exceeds the model's own.
+    ConfigError when ``max_model_len`` exceeds the model's own, or when the accelerators cannot
+    share the model.
     """
     if config.max_model_len is not None and config.max_model_len > shape.max_len:
         raise ConfigError(
@@ -37,6 +39,7 @@ def plan_memory(
             f"{config.max_model_len} is more than the model's own {shape.max_len}",
             f"set at most {shape.max_len} or leave it unset",
         )
+    refuse(shape, config.tensor_parallel)
     memory = solve(shape, config, device, measured or {})
     return replace(memory, message=_message(memory, shape, config, device, measured or {}))
 
@@ -73,7 +76,8 @@ def _message(
             f"of {memory.max_model_len} tokens"
         )
     else:
-        room = min(left, CPU_CACHE) if device.kind == "cpu" else left
+        most = CPU_CACHE // config.tensor_parallel
+        room = min(left, most) if device.kind == "cpu" else left
         problem = f"needs {gib(needed)} GiB of KV cache, has {gib(room)}"
     fixes = _fixes(memory, shape, config, device, measured)
     return (
@@ -108,9 +112,7 @@ def _fixes(
         fixes.append(f"maxModelLen ≤ {longest // step * step}")
     if (config.num_blocks is not None or device.kind == "cpu") and fits(num_blocks=blocks):
         fixes.append(f"numBlocks {blocks}")
-    parallel = (
-        n for n in (2, 4, 8, 16, 32, 64) if n > config.tensor_parallel and shape.kv_heads % n == 0
-    )
+    parallel = (n for n in COUNTS if n > config.tensor_parallel and not reason_against(shape, n))
     if device.kind == "cuda":
         fixes += [f"tensorParallel {n}" for n in parallel if fits(tensor_parallel=n)][:1]
     # Which layers the kernels of a CPU can take, only a loaded model tells.

@@ -22,6 +22,7 @@ from fairlead_kernels.not_available import NotAvailableError
 from fairlead_kernels.torch_attention import TorchAttention
 from fairlead_runtime.config import ConfigError, Device, EngineConfig
 from fairlead_runtime.device import profiling, selftest
+from fairlead_runtime.device.group import Group
 from fairlead_runtime.device.kv_cache import CacheStorage
 from fairlead_runtime.device.model_runner import ModelRunner
 from fairlead_runtime.device.paged_model import PagedModel
@@ -43,8 +44,9 @@ from fairlead_runtime.serving.detokenize import Vocabulary, vocabulary_of
 from fairlead_runtime.serving.intake import Intake
 from fairlead_runtime.sizing.groups import group_layers
 from fairlead_runtime.sizing.report import MemoryReport, memory_report
-from fairlead_runtime.sizing.terms import DeviceFacts
+from fairlead_runtime.sizing.terms import DeviceFacts, split
 from fairlead_runtime.start.host import cpu_limit, memory_limit, resident_bytes
+from fairlead_runtime.start.ranks import Lost, Ranks
 from fairlead_runtime.start.resolve import ResolvedConfig, resolve, summary
 from fairlead_runtime.supported import check_supported
 
@@ -74,11 +76,44 @@ class EngineParts:
     memory: MemoryReport
     grammar_facts: TokenizerFacts | None  # None: the model cannot have structured output
     loaded_at: float  # time of ``now`` at which the weights were in memory
+    ranks: Ranks | None  # the other processes of a model that is split
+
+    def close(self) -> None:
+        """End what was started; a second call does nothing."""
+        if self.ranks is not None:
+            self.ranks.close()
 
 
-def device_facts(choice: Device = "auto") -> DeviceFacts:
-    """The first CUDA device if the host has one and ``choice`` allows it, else the host. Raises
-    ModelError.
+@dataclass(frozen=True, slots=True)
+class RankParts:
+    """One rank's part of a model that is split, and what it takes."""
+
+    loaded: LoadedModel
+    served: selftest.ServedModel
+    result: selftest.SelfTestResult | None
+    profile: Profile
+    loaded_at: float
+
+    @property
+    def model(self) -> PagedModel:
+        return self.served.model
+
+    @property
+    def attention(self) -> AttentionBackend:
+        return self.served.choice.attention
+
+    @property
+    def measured(self) -> Mapping[str, int]:
+        return {"weights": self.model.weight_bytes, **self.profile.measured}
+
+    def cache(self, *, units: int, block_size: int, host_units: int) -> CacheStorage:
+        return _storage(self.model, units, block_size, host_units)
+
+
+def device_facts(choice: Device = "auto", ranks: int = 1) -> DeviceFacts:
+    """The first CUDA device if the host has one and ``choice`` allows it, else the share of the
+    host of each of ``ranks`` processes. Raises ModelError, and ConfigError for more ranks than
+    devices.
     """
     available = torch.cuda.is_available()
     if choice == "cuda" and not available:
@@ -88,8 +123,11 @@ def device_facts(choice: Device = "auto") -> DeviceFacts:
             "check the driver, and that the pod was given one; or use --device cpu",
         )
     if choice != "cpu" and available:
+        if (count := torch.cuda.device_count()) < ranks:
+            problem = f"{ranks} accelerators are asked for, torch finds {count}"
+            raise ConfigError("tensor_parallel", problem, f"use {count} or give the pod more")
         return DeviceFacts("cuda", torch.cuda.get_device_properties(0).total_memory)
-    return DeviceFacts("cpu", memory_limit())
+    return DeviceFacts("cpu", memory_limit() // ranks)
 
 
 def check(path: Path | str, config: EngineConfig, device: DeviceFacts) -> InspectedModel:
@@ -104,14 +142,17 @@ def check(path: Path | str, config: EngineConfig, device: DeviceFacts) -> Inspec
 
 def _check_kernels(config: EngineConfig, device: DeviceFacts, inspected: InspectedModel) -> None:
     """Raise ConfigError for a setting that needs kernels which cannot serve this model here."""
-    shape, dtype = inspected.shape, inspected.dtype
+    shape, dtype, ranks = inspected.shape, inspected.dtype, config.tensor_parallel
     if config.kernels == "flashinfer":
-        heads = Heads(shape.heads, shape.kv_heads, shape.head_dim, shape.head_dim, dtype)
+        kv_heads = split(shape.kv_heads, ranks)
+        heads = Heads(shape.heads // ranks, kv_heads, shape.head_dim, shape.head_dim, dtype)
         try:
             flashinfer_for(heads, torch.device(device.kind))
         except NotAvailableError as error:
             raise ConfigError("kernels", f"flashinfer: {error}", "use auto or torch") from error
     int8 = config.quantization == "int8"
+    if int8 and ranks > 1:
+        raise ConfigError("quantization", "int8 weights cannot be split over ranks", "use none")
     if int8 and config.kernels == "torch":
         raise ConfigError(
             "quantization", "int8 needs the C++ kernels, --kernels is torch", "use --kernels auto"
@@ -135,40 +176,99 @@ def build(
     now: Callable[[], float] = time.monotonic,
     queue_timeout: float | None = None,
     beside: int | None = None,
+    lost: Lost | None = None,
 ) -> EngineParts:
     """Load the model in directory ``path`` and build its engine; takes seconds to minutes.
 
     ``queue_timeout`` (seconds) overrides the configured one. ``beside``: the bytes of RAM that the
-    HTTP process takes beside this one; None without one. Raises ConfigError, ModelError, or
-    SelfTestError when the model's logits differ from those of transformers.
+    HTTP process takes beside this one; None without one. With ``tensor_parallel`` this process is
+    rank 0 and starts the others; ``lost`` is called in another thread with the reason when one of
+    them ends, after which no step succeeds. Raises ConfigError, ModelError, EngineDead when another
+    rank cannot start, or SelfTestError when the model's logits differ from those of transformers.
     """
-    device = device_facts(config.device)
-    _limit_threads(others=beside is not None)
+    device = device_facts(config.device, config.tensor_parallel)
+    threads = _limit_threads(others=beside is not None, ranks=config.tensor_parallel)
     process_bytes = resident_bytes() + (beside or 0)
     inspected = check(path, config, device)
-    loaded = loading.load(path, config=config, device=device.kind)
+    ranks = None
+    if config.tensor_parallel > 1:
+        ranks = Ranks(path, config, threads=threads, lost=lost)
+    try:
+        parts = load_rank(path, config, device, ranks.group if ranks else None, now)
+        return _with_engine(
+            parts, inspected, config, device, process_bytes, observer, now, queue_timeout, ranks
+        )
+    except BaseException:
+        if ranks is not None:
+            ranks.close()
+        raise
+
+
+def load_rank(
+    path: Path | str,
+    config: EngineConfig,
+    device: DeviceFacts,
+    group: Group | None,
+    now: Callable[[], float] = time.monotonic,
+) -> RankParts:
+    """Load the model, or with ``group`` this rank's part of it, test and measure it.
+
+    Every rank makes the same passes in the same order: they meet in each of them. Raises as
+    ``build`` does.
+    """
+    place = torch.device(device.kind)
+    loaded = loading.load(path, config=config, device=place if group is None else "cpu")
+    result: selftest.SelfTestResult | None
+    if group is None:
+        served, result = selftest.prepare_and_test(loaded, config.kernels, config.quantization)
+    else:
+        if place.type == "cuda":
+            place = torch.device("cuda", group.rank)
+        served, result = selftest.prepare_rank(loaded, group, place, config.kernels)
     loaded_at = now()
-    served, result = selftest.prepare_and_test(loaded, config.kernels, config.quantization)
     model, choice = served.model, served.choice
     if served.fusion.stored is not torch.float32:
         release_memory()  # of the weights in float32, before they were packed
     log.info("kernels: %s, %s", choice, served.fusion)
-    log.info("%s", result)
+    if result is not None:
+        log.info("%s", result)
     profile = _profile(model, choice.attention, config, loaded.max_model_len)
-    measured = {**_weight_bytes(model, device, process_bytes), **profile.measured}
+    return RankParts(loaded, served, result, profile, loaded_at)
+
+
+def _with_engine(
+    parts: RankParts,
+    inspected: InspectedModel,
+    config: EngineConfig,
+    device: DeviceFacts,
+    process_bytes: int,
+    observer: Observer | None,
+    now: Callable[[], float],
+    queue_timeout: float | None,
+    ranks: Ranks | None,
+) -> EngineParts:
+    loaded, model, profile = parts.loaded, parts.model, parts.profile
+    measured = parts.measured if ranks is None else ranks.sync(parts.measured)
+    if device.kind == "cpu":
+        measured = {**measured, "process": process_bytes}
     resolved = resolve(
         config, inspected.shape, device, dtype=_dtype_name(loaded.dtype), measured=measured
     )
-    cache = _cache(model, resolved)
+    units = resolved.num_blocks * len(group_layers(model.windows))
+    sizes = {"units": units, "block_size": resolved.plan.block_size}
+    cache = parts.cache(**sizes, host_units=resolved.offload_units)
+    if ranks is not None:
+        ranks.serve(**sizes, host_units=resolved.offload_units)
     limits = resolved.config
     grammar_facts = TokenizerFacts.of(loaded.tokenizer, loaded.shape.vocab, loaded.eos_ids)
     guides = _guides(grammar_facts)
     runner = ModelRunner(
         model,
         cache,
-        choice.attention,
+        parts.attention,
         max_logits=min(limits.max_requests, limits.max_batch_tokens),
         guides=guides,
+        followers=ranks,
     )
     for warning in resolved.warnings:
         log.warning("%s", warning)
@@ -188,7 +288,8 @@ def build(
             config, inspected, device, resolved, {**measured, **_cache_bytes(cache, device)}
         ),
         grammar_facts=grammar_facts,
-        loaded_at=loaded_at,
+        loaded_at=parts.loaded_at,
+        ranks=ranks,
     )
 
 
@@ -248,21 +349,21 @@ def _schedulers(
     return make
 
 
-def _cache(model: PagedModel, resolved: ResolvedConfig) -> CacheStorage:
+def _storage(model: PagedModel, units: int, block_size: int, host_units: int) -> CacheStorage:
     groups = group_layers(model.windows)
     try:
         return CacheStorage(
             groups,
             model.heads,
-            units=resolved.num_blocks * len(groups),
-            block_size=resolved.plan.block_size,
+            units=units,
+            block_size=block_size,
             device=model.device,
-            host_units=resolved.offload_units,
+            host_units=host_units,
         )
     except RuntimeError as error:  # torch.OutOfMemoryError is one
         raise ConfigError(
             "num_blocks",
-            f"{resolved.num_blocks} blocks could not be allocated",
+            f"{units // len(groups)} blocks could not be allocated",
             "lower it or max_memory_percent",
         ) from error
 
@@ -273,12 +374,6 @@ def _guides(facts: TokenizerFacts | None) -> Guides | None:
         log.warning("no structured output: %s", NO_GRAMMARS)
         return None
     return Guides(facts, threads=max(1, min(MASK_THREADS, cpu_limit() - 1)))
-
-
-def _weight_bytes(model: PagedModel, device: DeviceFacts, process_bytes: int) -> Mapping[str, int]:
-    """Bytes of the weights and, on a CPU, of the process before them."""
-    weights = {"weights": model.weight_bytes}
-    return weights | {"process": process_bytes} if device.kind == "cpu" else weights
 
 
 def _cache_bytes(cache: CacheStorage, device: DeviceFacts) -> Mapping[str, int]:
@@ -322,13 +417,15 @@ def _memory_report(
     return memory_report(replace(resolved.plan, terms=planned), measured, NOT_MEASURED)
 
 
-def _limit_threads(*, others: bool) -> None:
+def _limit_threads(*, others: bool, ranks: int) -> int:
     """Let torch use at most as many threads as there are CPUs, and of more than two one less when
-    there are ``others`` to run, unless OMP_NUM_THREADS is set.
+    there are ``others`` to run, unless OMP_NUM_THREADS is set. Processes that compute together
+    share them. Returns their number.
     """
     if "OMP_NUM_THREADS" not in os.environ:
         threads = min(cpu_limit(), torch.get_num_threads())
-        torch.set_num_threads(threads - (others and threads > 2))
+        torch.set_num_threads(max(1, (threads - (others and threads > 2)) // ranks))
+    return torch.get_num_threads()
 
 
 def _dtype_name(dtype: torch.dtype) -> str:

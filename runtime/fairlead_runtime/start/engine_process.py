@@ -6,7 +6,6 @@ process drains, then ends it.
 """
 
 import contextlib
-import ctypes
 import logging
 import os
 import signal
@@ -29,12 +28,11 @@ from fairlead_runtime.serving.measurements import EngineReport, RequestMetrics
 from fairlead_runtime.serving.remote_engine import refusal_of
 from fairlead_runtime.start import logs
 from fairlead_runtime.start.lean_imports import leave_compiler_out
+from fairlead_runtime.start.life import FAILED, end_with, leave
 
 log = logging.getLogger("fairlead.engine")
 
-PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 STOP_SECONDS = 5.0  # for the step that runs
-FAILED = 4  # the exit code when the engine gave up, or the other process sent no message
 
 
 def spawn(connection: socket.socket, level: int) -> subprocess.Popen[bytes]:
@@ -56,11 +54,11 @@ def main(arguments: Sequence[str]) -> NoReturn:
     Does not return.
     """
     descriptor, parent, level = map(int, arguments)
-    _end_with(parent)
+    end_with(parent)
     for each in (signal.SIGTERM, signal.SIGINT):
         signal.signal(each, signal.SIG_IGN)
     logs.configure(logging.getLevelName(level))
-    _leave(_serve(wire.Channel(socket.socket(fileno=descriptor))))
+    leave(_serve(wire.Channel(socket.socket(fileno=descriptor))))
 
 
 def _serve(channel: wire.Channel) -> int:
@@ -75,9 +73,19 @@ def _serve(channel: wire.Channel) -> int:
         if not isinstance(start, wire.Start):
             return 0
         measurements = RequestMetrics()
+
+        def lost(reason: str) -> NoReturn:
+            with contextlib.suppress(OSError):
+                channel.send(wire.Gone(reason))
+            leave(FAILED)
+
         try:
             parts = build(
-                Path(start.path), start.config, observer=measurements, beside=start.beside
+                Path(start.path),
+                start.config,
+                observer=measurements,
+                beside=start.beside,
+                lost=lost,
             )
         except Exception as error:
             refusal = refusal_of(error)
@@ -162,7 +170,7 @@ class Server:
         if self._engine.dead_reason:
             with contextlib.suppress(OSError):
                 self._channel.send(wire.Gone(self._engine.dead_reason))
-            _leave(FAILED)
+            leave(FAILED)
 
     def _publish(self, events: list[ChoiceEvent]) -> None:
         """Send a step's events as one message, or as several where that would be too large."""
@@ -190,19 +198,6 @@ class Server:
 
 def _last_event(request_id: str, error: ServiceError) -> ChoiceEvent:
     return ChoiceEvent(request_id, 0, None, None, FinishReason.ERROR, str(error), error)
-
-
-def _end_with(parent: int) -> None:
-    """Let the kernel end this process with the HTTP process, whatever both are doing."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it ended before the call
-        _leave(0)
-
-
-def _leave(code: int) -> NoReturn:
-    """End at once: a step that hangs must not hold the process."""
-    logging.shutdown()
-    os._exit(code)
 
 
 if __name__ == "__main__":

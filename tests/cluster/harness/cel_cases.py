@@ -203,11 +203,12 @@ CASES: tuple[Case, ...] = (
     ),
     _spec("deterministic in float32", engine={"deterministic": True, "dtype": "float32"}),
     _spec("deterministic in the checkpoint's type", engine={"deterministic": True}),
+    _spec("two of two", engine={"tensorParallel": 2}, resources={"accelerator": {"count": 2}}),
     _spec(
-        "two of two",
-        "engine.tensorParallel above 1 is not supported yet",
-        engine={"tensorParallel": 2},
-        resources={"accelerator": {"count": 2}},
+        "three of three",
+        "engine.tensorParallel other than 1, 2, 4 and 8 is not supported yet",
+        engine={"tensorParallel": 3},
+        resources={"accelerator": {"count": 3}},
     ),
     *(
         _spec(

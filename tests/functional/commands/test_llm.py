@@ -1,7 +1,9 @@
 """The Python API on tiny real models: one result per prompt, and the same text in any batch."""
 
 import json
+import os
 import random
+import signal
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,7 @@ from fairlead_runtime.config import ConfigError
 from fairlead_runtime.llm import RequestOutput
 from fairlead_runtime.models import tiny
 from fairlead_runtime.models.model_error import ModelError
-from fairlead_runtime.outputs import Submission
+from fairlead_runtime.outputs import EngineDead, Submission
 from fairlead_runtime.request import FinishReason, RequestError
 from support.full import LONG_FORM
 
@@ -224,7 +226,7 @@ def test_leaving_a_stream_when_one_of_two_choices_has_ended_frees_the_other(llm:
 def test_settings_have_the_names_of_flags_and_an_unknown_one_names_the_nearest(model: str) -> None:
     with pytest.raises(ConfigError, match="did you mean max_requests"):
         LLM(model, max_request=3)
-    for settings in ({"max_model_len": 10**6}, {"tensor_parallel": 2}, {"block_size": 5}):
+    for settings in ({"max_model_len": 10**6}, {"tensor_parallel": 3}, {"block_size": 5}):
         with pytest.raises(ConfigError) as error:
             LLM(model, **settings)
         assert error.value.field == next(iter(settings))
@@ -275,3 +277,22 @@ def test_structured_outputs_shape_what_is_generated(llm: LLM) -> None:
     with pytest.raises(RequestError) as refused:
         SamplingParams(structured_outputs={"regex": ""})
     assert refused.value.param == "structured_outputs.regex"
+
+
+@pytest.mark.full
+def test_two_ranks_answer_as_one_again_after_a_shutdown_and_end_with_a_reason(model: str) -> None:
+    greedy = SamplingParams(temperature=0, max_tokens=8)
+    with LLM(model, **SMALL) as one:
+        expected = generate(one, "hello", greedy)
+    for _ in range(2):
+        with LLM(model, **SMALL, tensor_parallel=2) as two:
+            assert tokens_of(generate(two, "hello", greedy)) == tokens_of(expected)
+            (rank,) = (
+                int(child)
+                for file in Path("/proc/self/task").glob("*/children")
+                for child in file.read_text().split()
+                if b"rank_process" in Path(f"/proc/{child}/cmdline").read_bytes()
+            )
+            os.kill(rank, signal.SIGKILL)
+            with pytest.raises(EngineDead, match="rank 1 of 2 was ended by SIGKILL"):
+                generate(two, "hello", greedy)

@@ -24,7 +24,15 @@ from support.full import LONG_FORM
 TIE = 1e-4
 TIES_ALLOWED = 1e-3
 FAMILIES = (*tiny.FAMILIES, *tiny.VARIANTS)
-SEEDED = (*FAMILIES, "gpt_bigcode")  # the place of a family is the seed of its prompts
+# The place of a family is the seed of its prompts.
+SEEDED = (*FAMILIES, *sorted({*tiny.SIZED, *tiny.UNLISTED}, key=lambda name: name != "gpt_bigcode"))
+# Those that transformers has a plan for to split them over ranks; a few in short: test_ranks.py.
+SPLIT = (
+    *("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "gpt_neox", "qwen3_moe"),
+    *("mixtral", "llama_dynamic", "gemma", "granite", "cohere", "starcoder2", "apertus", "arcee"),
+    *("cohere2", "ernie4_5", "exaone4", "helium", "ministral", "nemotron", "olmo", "phi"),
+    *("seed_oss", "smollm3"),
+)
 # Those whose decoder layers can be fused: test_fused_layers.py.
 FUSED = (
     *("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "phi3", "gpt2", "gpt_neox"),
@@ -285,6 +293,13 @@ def test_on_triton_kernels_greedy_text_equals_transformers(family: str) -> None:
     case = Case(family, 16, UNBOUNDED, "none", sharing=True, n=1, kernels="triton")
     tally = tally_over(family, [case])
     assert (tally.wrong, tally.ties, tally.without_hits) == ([], [], [])
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("family", SPLIT)
+def test_on_two_ranks_greedy_text_equals_transformers(family: str) -> None:
+    """Two processes, each with half of the model and of the cache, over gloo."""
+    check_three_settings(family, "ranks")
 
 
 @pytest.mark.full

@@ -16,7 +16,7 @@ from fairlead_runtime.engine.progress import (
 )
 from fairlead_runtime.outputs import EngineDead, QueueFull, QueueTimeout, RequestView
 from fairlead_runtime.request import FinishReason, Request, RequestError
-from fairlead_runtime.scheduling.plan import Event, Work
+from fairlead_runtime.scheduling.plan import DeviceLostError, Event, Work
 from fairlead_runtime.scheduling.scheduler import Scheduler
 from support.fake_engine import (
     FULL,
@@ -183,6 +183,24 @@ def test_an_engine_that_fails_on_every_request_gives_up() -> None:
     assert collected.finish["first", 0] == [FinishReason.ERROR]
     with pytest.raises(EngineDead):
         engine.submit(request("second"))
+
+
+def test_a_lost_device_ends_the_engine_with_its_reason_and_no_row_runs_again() -> None:
+    ran: list[int] = []
+
+    def lose(work: Work) -> None:
+        ran.append(len(work.rows))
+        raise DeviceLostError("rank 1 of 2 was ended by SIGKILL")
+
+    engine = rig(FakeRunner(lose))
+    requests = mixture(4)
+    for one in requests:
+        engine.submit(one)
+    collected = run(engine)
+    assert engine.dead_reason == "rank 1 of 2 was ended by SIGKILL"
+    assert len(ran) == 1, "a batch of a lost device is not bisected"
+    assert collected.errors.keys() == {one.id for one in requests}
+    assert all(isinstance(error, EngineDead) for error in collected.errors.values())
 
 
 def test_giving_up_ends_running_waiting_and_arriving_requests() -> None:

@@ -98,7 +98,7 @@ class Counted(wire.Channel):
 async def linked(
     monkeypatch: pytest.MonkeyPatch, **changes: Any
 ) -> AsyncIterator[tuple[Service, RemoteEngine, EngineThread]]:
-    monkeypatch.setattr(engine_process, "_leave", lambda _code: None)  # it ends the process
+    monkeypatch.setattr(engine_process, "leave", lambda _code: None)  # it ends the process
     ours, theirs = socket.socketpair()
     child = EngineThread(theirs, **changes)
     link = RemoteEngine(child, ours)

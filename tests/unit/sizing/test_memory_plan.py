@@ -41,7 +41,7 @@ GEMMA2 = ModelShape.from_config({"model_type": "gemma2", "dtype": "bfloat16"})
 def shapes(draw: st.DrawFn) -> ModelShape:
     family = draw(
         st.sampled_from(
-            ["llama", "qwen2", "gemma2", "gemma3_text", "gpt_oss", "mistral", "qwen3_moe"]
+            ["llama", "qwen2", "gemma2", "gemma3_text", "cohere", "mistral", "qwen3_moe"]
         )
     )
     heads = draw(st.sampled_from([2, 4, 8]))
@@ -84,7 +84,8 @@ def test_the_solved_cache_fills_the_budget_and_never_exceeds_it(
     plan = plan_memory(shape, config, device)
     if plan.num_blocks:
         assert plan.used <= plan.budget <= device.total_bytes
-    capped = device.kind == "cpu" and plan.terms["kv"] + plan.block_bytes > CPU_CACHE
+    most = CPU_CACHE // config.tensor_parallel
+    capped = device.kind == "cpu" and plan.terms["kv"] + plan.block_bytes > most
     kept = Bookkeeping.of(shape, config, len(group_layers(shape.windows)))
     more = kept.size(plan.num_blocks + 1) - kept.size(plan.num_blocks)
     one_more = plan.block_bytes + (more if device.kind == "cpu" else 0)
@@ -125,6 +126,7 @@ SUPPORTED = CONFIGS.map(
     )
 )
 FIXES = {
+    "tensorParallel": "tensor_parallel",
     "maxModelLen": "max_model_len",
     "numBlocks": "num_blocks",
     "cpuOffloadSpace": "cpu_offload_space",
@@ -227,9 +229,13 @@ def test_an_fp8_cache_takes_a_byte_an_element() -> None:
 def test_accelerators_share_the_matrices_and_the_cache_but_not_the_embeddings() -> None:
     device = DeviceFacts("cuda", 80 * GIB)
     one, four = (plan_memory(LLAMA_8B, EngineConfig(tensor_parallel=n), device) for n in (1, 4))
-    outside = (LLAMA_8B.parameters - LLAMA_8B.layer_matrices) * 2
+    matrices = LLAMA_8B.layer_matrices + 128256 * 4096  # with the output matrix
+    outside = (LLAMA_8B.parameters - matrices) * 2
     assert four.terms["weights"] - outside == (one.terms["weights"] - outside) // 4
     assert four.block_bytes * 4 == one.block_bytes
+    offload = EngineConfig(tensor_parallel=4, cpu_offload_space=2.0)
+    units = plan_memory(LLAMA_8B, offload, device).offload_units
+    assert units == 2 * GIB // (4 * four.unit_bytes), "the space is the pod's"
     assert four.weights_bytes == one.weights_bytes, "the whole model's"
     assert four.kv_bytes_per_token == one.kv_bytes_per_token, "the whole model's"
 
@@ -298,7 +304,7 @@ def test_a_cpu_reserves_a_fixed_size_for_its_processes_unless_more_is_measured(
         (
             {},
             DeviceFacts("cuda", 16 * GIB),
-            r"needs 17\.3 GiB before any KV cache, has 14\.4: choose a larger accelerator",
+            r"needs 17\.3 GiB before any KV cache, has 14\.4: set tensorParallel 4",
         ),
         (
             {"num_blocks": 10},

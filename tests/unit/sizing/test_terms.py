@@ -8,7 +8,14 @@ from fairlead_runtime.config import EngineConfig
 from fairlead_runtime.sizing import terms
 from fairlead_runtime.sizing.groups import group_layers
 from fairlead_runtime.sizing.shape import ModelShape
-from fairlead_runtime.sizing.terms import GIB, Bookkeeping, DeviceFacts, split, terms_of
+from fairlead_runtime.sizing.terms import (
+    GIB,
+    Bookkeeping,
+    DeviceFacts,
+    host_terms,
+    split,
+    terms_of,
+)
 
 SHAPE = ModelShape.from_config(
     {
@@ -35,8 +42,23 @@ def test_the_weights_of_a_gpu_split_their_matrices_only() -> None:
     one = planned(GPU)["weights"]
     assert one == SHAPE.parameters * 2
     half = planned(GPU, replace(CONFIG, tensor_parallel=2))["weights"]
-    rest = SHAPE.parameters - SHAPE.layer_matrices
-    assert half == SHAPE.layer_matrices * 2 // 2 + rest * 2
+    matrices = SHAPE.layer_matrices + 32000 * 1024  # with the output matrix
+    assert half == matrices * 2 // 2 + (SHAPE.parameters - matrices) * 2
+
+
+def test_ranks_beyond_the_key_value_heads_share_one() -> None:
+    four = planned(GPU, replace(CONFIG, tensor_parallel=4))["weights"]
+    keys = 4 * 2 * 1024 * 2 * 128
+    rest = SHAPE.parameters - SHAPE.layer_matrices - 32000 * 1024
+    assert four == 2 * (rest + (SHAPE.layer_matrices - keys + 32000 * 1024) // 4 + keys // 2)
+
+
+def test_ranks_on_a_cpu_share_what_the_pod_has_and_each_is_a_process() -> None:
+    shared = replace(CONFIG, cpu_offload_space=4.0, shared_memory=2.0, tensor_parallel=2)
+    terms = planned(CPU, shared)
+    assert (terms["process"], terms["offload"], terms["shared_memory"]) == (GIB, 2 * GIB, GIB)
+    pod = host_terms(SHAPE, shared)
+    assert (pod["process"], pod["offload"], pod["shared_memory"]) == (2 * GIB, 4 * GIB, 2 * GIB)
 
 
 def test_activations_and_logits_grow_with_their_limits_only() -> None:

@@ -7,22 +7,31 @@ from fairlead_runtime.start import build
 
 
 @pytest.mark.parametrize(
-    ("cpus", "others", "threads"),
-    [(1, True, 1), (2, True, 2), (3, True, 2), (8, True, 7), (8, False, 8), (64, True, 31)],
+    ("cpus", "others", "ranks", "threads"),
+    [
+        (1, True, 1, 1),
+        (2, True, 1, 2),
+        (3, True, 1, 2),
+        (8, True, 1, 7),
+        (8, False, 1, 8),
+        (64, True, 1, 31),
+        (8, True, 2, 3),
+        (2, True, 4, 1),
+    ],
 )
 def test_of_more_than_two_threads_one_is_left_to_the_http_process(
-    cpus: int, others: bool, threads: int, monkeypatch: pytest.MonkeyPatch
+    cpus: int, others: bool, ranks: int, threads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     chosen: list[int] = []
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setattr(build, "cpu_limit", lambda: cpus)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 32)  # torch counts cores, not CPUs
     monkeypatch.setattr(torch, "set_num_threads", chosen.append)
-    build._limit_threads(others=others)
+    build._limit_threads(others=others, ranks=ranks)
     assert chosen == [threads]
 
 
 def test_a_number_of_threads_that_the_user_set_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
     monkeypatch.setattr(torch, "set_num_threads", pytest.fail)
-    build._limit_threads(others=True)
+    build._limit_threads(others=True, ranks=1)

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from fairlead_runtime.config import Device
+from fairlead_runtime.config import ConfigError, Device
 from fairlead_runtime.models.model_error import ModelError
 from fairlead_runtime.start.build import device_facts
 
@@ -15,6 +15,7 @@ def available(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(torch.cuda, "is_available", lambda: request.param)
     properties = SimpleNamespace(total_memory=80 * 2**30)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     return bool(request.param)
 
 
@@ -35,3 +36,11 @@ def test_the_choice_decides_and_cuda_is_never_replaced_by_the_cpu(
     facts = device_facts(choice)
     assert facts.kind == expected
     assert facts.total_bytes > 0
+
+
+def test_each_rank_needs_an_accelerator_or_its_share_of_the_host(available: bool) -> None:
+    one, two = device_facts("auto"), device_facts("auto", 2)
+    assert two.total_bytes == one.total_bytes if available else one.total_bytes // 2
+    if available:
+        with pytest.raises(ConfigError, match="4 accelerators are asked for, torch finds 2"):
+            device_facts("auto", 4)

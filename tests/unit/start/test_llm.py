@@ -47,6 +47,7 @@ def built(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
             tokenizer=tokenizer,
             vocabulary=vocabulary_of(tokenizer),
             grammar_facts=None,
+            close=lambda: None,
         )
 
     monkeypatch.setattr(module, "build", build)

@@ -35,7 +35,7 @@ def resolved(dtype: str = "float32", device: DeviceFacts = CPU, **settings: Any)
     [
         {"cache_dtype": "fp8"},
         {"quantization": "fp8"},
-        {"tensor_parallel": 2},
+        {"tensor_parallel": 3},
         {"async_batching": "on"},
         {"cuda_graphs": "on"},
         {"kernels": "flashinfer"},

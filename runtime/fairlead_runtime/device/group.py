@@ -1,0 +1,63 @@
+"""The ranks that compute one model together: their sums and gathers, over torch.distributed.
+
+Owns the process group of this process: NCCL on GPUs, gloo on a CPU. Every rank must make the same
+calls in the same order. Nothing here listens on an address that other machines reach, and nothing
+waits for a message between two steps, so an idle engine meets no timeout.
+"""
+
+import os
+from collections.abc import Callable
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import FileStore  # type: ignore[attr-defined]  # public, not listed
+
+# Of one sum. A rank that has ended is noticed by its leader; one that is slow must only be slow.
+PATIENCE = timedelta(hours=1)
+
+
+class Group:
+    """``rank`` of ``size``, as one process sees them. ``store`` is the path of an empty file that
+    all ranks can open; ``ready`` returns once every rank is about to meet the others.
+    """
+
+    def __init__(self, rank: int, size: int, store: str, ready: Callable[[], None]) -> None:
+        self.rank = rank
+        self.size = size
+        self._store = store
+        self._ready = ready
+
+    def meet(self, device: torch.device) -> None:
+        """Connect the ranks; once, before the first sum."""
+        self._ready()
+        for library in ("GLOO", "NCCL"):
+            os.environ.setdefault(f"{library}_SOCKET_IFNAME", "lo")
+        dist.init_process_group(
+            "nccl" if device.type == "cuda" else "gloo",
+            store=FileStore(self._store, self.size),
+            rank=self.rank,
+            world_size=self.size,
+            timeout=PATIENCE,
+            device_id=device if device.type == "cuda" else None,
+        )
+
+    def leave(self) -> None:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+    def sum(self, x: Tensor) -> Tensor:
+        """The sum of every rank's ``x``, which may be changed."""
+        x = x.contiguous()
+        dist.all_reduce(x)
+        return x
+
+    def gather(self, x: Tensor) -> Tensor:
+        """On rank 0 every rank's ``x`` side by side along the last dimension, elsewhere ``x``."""
+        if not x.numel():  # no logits in this step
+            return x.new_empty(*x.shape[:-1], x.shape[-1] * self.size)
+        x = x.contiguous()
+        parts = [torch.empty_like(x) for _ in range(self.size)] if self.rank == 0 else None
+        dist.gather(x, parts, dst=0)
+        return x if parts is None else torch.cat(parts, dim=-1)

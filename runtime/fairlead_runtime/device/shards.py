@@ -1,0 +1,197 @@
+"""Splits a loaded model into the shard of one rank, as transformers' own plan says.
+
+Owns which plans are admitted, what of each weight a rank keeps, and where its partial results meet
+those of the others. In each layer the matrices that read hidden states are split by their outputs
+(queries, keys and values by heads), those that write them by their inputs, so that one sum over the
+ranks after each of the latter makes hidden states equal everywhere. Where there are more ranks than
+key-value heads, ranks share a head. The output matrix is split by the vocabulary and its logits
+come together on rank 0; embeddings, norms and routers are whole on every rank.
+
+Before it is split, a model's weights are pages of its files that all ranks share, where their type
+is that of the files, so that a rank never holds more than its shard in memory of its own.
+"""
+
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812 - torch's own convention
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from fairlead_kernels.attention import Heads
+from fairlead_runtime.config import ConfigError
+from fairlead_runtime.device.group import Group
+from fairlead_runtime.sizing.ranks import UNSPLIT, refuse
+from fairlead_runtime.sizing.shape import ModelShape
+
+KEYS = ("k_proj", "v_proj")  # the names by which transformers' plans know keys and values
+COLUMNS, ROWS, PACKED, EXPERTS = "colwise", "rowwise", "packed_colwise", "moe_tp_experts"
+# Each rank's heads have the whole weights of a norm over one head.
+WHOLE = ("replicated_with_grad_allreduce", "replicate")
+ADMITTED = (COLUMNS, ROWS, PACKED, EXPERTS, *WHOLE)
+
+
+class RowSplit(nn.Module):
+    """A linear layer of which each rank has the columns for its share of the inputs: the ranks'
+    results are summed, then the bias is added once.
+    """
+
+    def __init__(self, weight: Tensor, bias: nn.Parameter | None, group: Group) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(weight, requires_grad=False)
+        self.bias = bias
+        self._group = group
+
+    def forward(self, x: Tensor) -> Tensor:
+        """X [..., inputs / ranks] → [..., outputs], equal on every rank."""
+        out = self._group.sum(F.linear(x, self.weight))
+        return out if self.bias is None else out + self.bias
+
+
+def split(model: PreTrainedModel, shape: ModelShape, group: Group, device: torch.device) -> None:
+    """Leave this rank's part of a whole model, on ``device``. Raises ConfigError, before it changes
+    anything, for a model that cannot be split. Nothing may be computed until ``group`` has met.
+    """
+    plan = plan_of(model, shape, group.size)
+    modules, ends = dict(model.named_modules()), _ends(model)
+    for name, style in plan.items():
+        parent_name, _, leaf = name.rpartition(".")
+        parent: Any = modules[parent_name]
+        if style == EXPERTS:
+            modules[name].register_forward_hook(lambda _module, _args, out: group.sum(out))
+        elif name not in modules:
+            tensor = getattr(parent, leaf)
+            tensor.data = _part_of_experts(tensor.data, style, group).to(device)
+        elif style == COLUMNS:
+            _split_columns(modules[name], leaf, shape, group, device)
+        elif style == ROWS:
+            linear: Any = modules[name]
+            part = _part(linear.weight.data, -1, group.rank, group.size).to(device)
+            setattr(parent, leaf, RowSplit(part, linear.bias, group))
+    tied = ends[0].weight is ends[1].weight
+    divides = shape.vocab % group.size == 0 and ends[1].weight.shape[0] == shape.vocab
+    if divides and not tied:
+        for parameter in ends[1].parameters(recurse=False):
+            parameter.data = _part(parameter.data, 0, group.rank, group.size).to(device)
+    model.to(device)
+    if divides and tied:  # the rows of the embeddings, which every rank has
+        rows = ends[0].weight.data.tensor_split(group.size)[group.rank]
+        ends[1].weight = nn.Parameter(rows, requires_grad=False)
+    if divides:
+        ends[1].register_forward_hook(lambda _module, _args, out: group.gather(out))
+
+
+def plan_of(model: PreTrainedModel, shape: ModelShape, count: int) -> Mapping[str, str]:
+    """How each module or parameter of the layers is split over ``count`` ranks, by its full name.
+    Raises ConfigError.
+    """
+    refuse(shape, count)
+    rules: Mapping[str, str] = getattr(model, "tp_plan", None) or {}
+    ends = _ends(model)
+    modules, parameters = dict(model.named_modules()), dict(model.named_parameters())
+    plan = {
+        name: rules[key]
+        for name in (*modules, *parameters)
+        if (key := re.sub(r"\.\d+(?=\.|$)", ".*", name)) in rules and modules.get(name) not in ends
+    }
+    for name, style in plan.items():
+        fits = isinstance(modules.get(name), nn.Linear) or style not in (COLUMNS, ROWS)
+        if style not in ADMITTED or not (fits or name in parameters):
+            raise _refused(shape, f"transformers' plan for it has {style} for {name}")
+    layers = {n: p for n, p in parameters.items() if p.dim() > 1 and re.search(r"\.\d+\.", n)}
+    whole = [
+        p.numel() for n, p in layers.items() if plan.get(n, plan.get(n.rpartition(".")[0])) is None
+    ]
+    total = sum(p.numel() for p in layers.values())
+    if not plan or sum(whole) > UNSPLIT * total:
+        share = f"{sum(whole) / total:.0%} of its layers' weights"
+        raise _refused(shape, f"transformers has no plan for {share if plan else 'it'}")
+    return plan
+
+
+def check_heads(heads: Heads, shape: ModelShape, count: int) -> None:
+    """Raise ConfigError when a rank's attention has other heads than the memory was sized for."""
+    kv = -(-shape.kv_heads // count)
+    if (heads.query, heads.kv) != (shape.heads // count, kv):
+        raise _refused(shape, f"a rank has {heads.query} query and {heads.kv} key-value heads")
+
+
+@contextmanager
+def computed_on(device: torch.device, model: nn.Module) -> Iterator[None]:
+    """Inside the ``with`` block a model on the CPU computes on ``device``: each module's own
+    weights are there only while it runs, so a whole model needs little memory there.
+    """
+    hooks: list[Any] = []
+    if device.type != "cpu":
+        for buffer in model.buffers():
+            buffer.data = buffer.data.to(device)
+        for module in model.modules():
+            if any(True for _ in module.parameters(recurse=False)):
+                hooks += _lent(module, device)
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _lent(module: nn.Module, device: torch.device) -> list[Any]:
+    kept: list[list[Tensor]] = []
+
+    def lend(_module: nn.Module, _args: Any) -> None:
+        own = list(module.parameters(recurse=False))
+        kept.append([parameter.data for parameter in own])
+        for parameter in own:
+            parameter.data = parameter.data.to(device)
+
+    def take_back(_module: nn.Module, _args: Any, _output: Any) -> None:
+        for parameter, data in zip(module.parameters(recurse=False), kept.pop(), strict=True):
+            parameter.data = data
+
+    return [
+        module.register_forward_pre_hook(lend),
+        module.register_forward_hook(take_back, always_call=True),
+    ]
+
+
+def _split_columns(
+    module: Any, leaf: str, shape: ModelShape, group: Group, device: torch.device
+) -> None:
+    """Keep this rank's outputs: whole heads for keys and values."""
+    index, count = group.rank, group.size
+    if leaf in KEYS and shape.kv_heads < count:
+        index, count = index * shape.kv_heads // count, shape.kv_heads
+    for parameter in module.parameters(recurse=False):
+        parameter.data = _part(parameter.data, 0, index, count).to(device)
+    module.out_features = module.weight.shape[0]
+
+
+def _part_of_experts(tensor: Tensor, style: str, group: Group) -> Tensor:
+    """Of the matrices of all experts [experts, outputs, inputs]. Packed outputs are two matrices
+    one after the other: gate and up.
+    """
+    if style == ROWS:
+        return _part(tensor, -1, group.rank, group.size)
+    halves = tensor.chunk(2 if style == PACKED else 1, dim=-2)
+    return torch.cat([_part(half, -2, group.rank, group.size) for half in halves], dim=-2)
+
+
+def _part(tensor: Tensor, dim: int, index: int, count: int) -> Tensor:
+    """A copy of one of ``count`` equal parts, which keeps no byte of the others."""
+    if tensor.shape[dim] % count:
+        problem = f"a matrix of {tuple(tensor.shape)} has no {count} equal parts"
+        raise ConfigError("tensor_parallel", problem, "use 1")
+    return tensor.chunk(count, dim=dim)[index].clone(memory_format=torch.contiguous_format)
+
+
+def _ends(model: PreTrainedModel) -> tuple[Any, Any]:
+    return model.get_input_embeddings(), model.get_output_embeddings()
+
+
+def _refused(shape: ModelShape, reason: str) -> ConfigError:
+    return ConfigError(
+        "tensor_parallel", f"{shape.model_type!r} cannot be split: {reason}", "use 1"
+    )

@@ -1,0 +1,36 @@
+"""Which models can be split over several accelerators, as far as a config.json tells.
+
+Owns the arithmetic of heads and widths; transformers' plan for the loaded model is read in
+``device/shards.py``. Pure.
+"""
+
+from fairlead_runtime.config import ConfigError
+from fairlead_runtime.sizing.shape import ModelShape
+
+COUNTS = (1, 2, 4, 8)
+UNSPLIT = 0.02  # the largest share of the layers' matrices that may stay whole: routers
+
+
+def refuse(shape: ModelShape, count: int) -> None:
+    """Raise ConfigError when ``count`` accelerators cannot share this model."""
+    if reason := reason_against(shape, count):
+        others = [n for n in COUNTS if n < count and not reason_against(shape, n)]
+        raise ConfigError("tensor_parallel", f"{count}: {reason}", f"use {others[-1]}")
+
+
+def reason_against(shape: ModelShape, count: int) -> str:
+    """Why they cannot; "" when they can."""
+    if count == 1:
+        return ""
+    if not shape.splits:
+        return f"transformers has no plan to split {shape.model_type!r}"
+    if shape.heads % count:
+        return f"the model's {shape.heads} attention heads are not a multiple of it"
+    if shape.kv_heads % count and count % shape.kv_heads:
+        return (
+            f"the model's {shape.kv_heads} key-value heads are neither a multiple nor a divisor "
+            "of it"
+        )
+    if shape.inner % count:
+        return f"the inner width of the model's MLP, {shape.inner}, is not a multiple of it"
+    return ""

@@ -1,0 +1,129 @@
+"""A second rank for tests: a forked process that holds the other half of tiny models and follows
+the steps of the test's process over gloo. One serves all models and settings of a run.
+"""
+
+import contextlib
+import functools
+import os
+import signal
+import socket
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from fairlead_kernels.attention import AttentionBackend
+from fairlead_runtime.child import frames
+from fairlead_runtime.device import ranks, shards
+from fairlead_runtime.device.batch import Batch
+from fairlead_runtime.device.group import Group
+from fairlead_runtime.device.kv_cache import CacheStorage
+from fairlead_runtime.device.paged_model import PagedModel
+from fairlead_runtime.models import architecture
+from fairlead_runtime.models.headers import Header, TensorEntry
+from fairlead_runtime.scheduling.plan import DeviceLostError, Work
+from fairlead_runtime.sizing.groups import group_layers
+from fairlead_runtime.sizing.shape import ModelShape
+
+CPU = torch.device("cpu")
+
+
+def shape_of(model: Any) -> ModelShape:
+    """What sizing reads from the model's config.json and its weights' headers."""
+    tensors = {n: TensorEntry("F32", tuple(p.shape), 0, 0) for n, p in model.state_dict().items()}
+    config = model.config.to_dict()
+    return architecture.check(config, weights={"model.safetensors": Header(tensors, b"", 0, 0)})
+
+
+def split(model: PagedModel, group: Group) -> PagedModel:
+    """The same with this rank's part of its weights."""
+    shape = shape_of(model.model)
+    shards.split(model.model, shape, group, CPU)
+    model.probe_again()
+    shards.check_heads(model.heads, shape, group.size)
+    return model
+
+
+class Pair:
+    """The test's process as rank 0, and the connection to rank 1. It is what a ModelRunner's
+    Followers are.
+    """
+
+    def __init__(self) -> None:
+        store = os.memfd_create("ranks")
+        ours, theirs = socket.socketpair()
+        self.pid = os.fork()
+        if not self.pid:
+            ours.close()
+            _follow(theirs, store)
+        theirs.close()
+        self._stream = ours.makefile("rwb")
+        self.group = Group(0, 2, f"/proc/self/fd/{store}", lambda: None)
+        self.group.meet(CPU)
+
+    def hold(self, **model: Any) -> None:
+        """Let rank 1 take the model that ``engine_rig.paged`` builds from this. The first time it
+        splits it, and this process must do the same.
+        """
+        self._send({"model": model})
+
+    def allocate(self, **cache: int) -> None:
+        """Let rank 1 allocate an empty cache."""
+        self._send({"cache": cache})
+
+    def weight_bytes(self) -> int:
+        """Of rank 1."""
+        self._send({"weigh": True})
+        answer = frames.read(self._stream)  # type: ignore[arg-type]  # a buffered pair is both
+        assert answer is not None
+        return int(answer["bytes"])
+
+    def copy(self, work: Work) -> None:
+        self._send(ranks.copies(work))
+
+    def forward(self, batch: Batch, keep: Tensor | None) -> None:
+        self._send(ranks.forward(batch, keep))
+
+    def lost(self, error: Exception) -> DeviceLostError:
+        return DeviceLostError(str(error))
+
+    def _send(self, message: dict[str, Any]) -> None:
+        frames.write(self._stream, message)  # type: ignore[arg-type]  # see above
+
+
+@functools.cache
+def pair() -> Pair:
+    return Pair()
+
+
+def _follow(connection: socket.socket, store: int) -> NoReturn:
+    """Rank 1, until rank 0's end of the socket closes."""
+    from support.engine_rig import attention_of, paged
+
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    with contextlib.suppress(BaseException):
+        stream = connection.makefile("rwb")
+        group = Group(1, 2, f"/proc/self/fd/{store}", lambda: None)
+        group.meet(CPU)
+        models: dict[str, PagedModel] = {}
+        model: PagedModel
+        attention: AttentionBackend
+        cache: CacheStorage
+        while (message := frames.read(stream)) is not None:  # type: ignore[arg-type]
+            if "model" in message:
+                name = repr(message["model"])
+                if name not in models:
+                    models[name] = split(paged(**message["model"]), group)
+                model = models[name]
+            elif "cache" in message:
+                attention = attention_of(model)
+                cache = CacheStorage(
+                    group_layers(model.windows), model.heads, device=CPU, **message["cache"]
+                )
+                cache.keys.fill_(torch.nan)
+                cache.values.fill_(torch.nan)
+            elif "weigh" in message:
+                frames.write(stream, {"bytes": model.weight_bytes})  # type: ignore[arg-type]
+            else:
+                ranks.follow(message, model, cache, attention)
+    os._exit(1)

@@ -1,0 +1,125 @@
+"""What each rank keeps of a model, and which models are refused, without any other rank."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from fairlead_runtime.config import ConfigError, EngineConfig
+from fairlead_runtime.device import shards
+from fairlead_runtime.device.group import Group
+from fairlead_runtime.models import tiny
+from fairlead_runtime.sizing.family_table import FAMILIES
+from fairlead_runtime.sizing.ranks import reason_against
+from fairlead_runtime.sizing.terms import weights
+from support.rank_pair import CPU, shape_of
+
+CONFIG = EngineConfig()
+
+
+class Alone(Group):
+    """A rank whose sums and gathers have nobody else."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        super().__init__(rank, size, "", lambda: None)
+
+    def sum(self, x: Tensor) -> Tensor:
+        return x
+
+    def gather(self, x: Tensor) -> Tensor:
+        return x
+
+
+def held(model: Any) -> int:
+    """Bytes of its parameters, those that share memory once."""
+    storages = {p.untyped_storage().data_ptr(): p.untyped_storage() for p in model.parameters()}
+    return sum(storage.nbytes() for storage in storages.values())
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_the_table_of_families_says_which_have_a_plan(family: str) -> None:
+    model = tiny.build(family)
+    shape = shape_of(model)
+    assert bool(reason_against(shape, 2)) is not FAMILIES[family].splits
+    if shape.splits:
+        assert shards.plan_of(model, shape, 2)
+    else:
+        with pytest.raises(ConfigError, match="cannot be split"):
+            shards.plan_of(model, replace(shape, splits=True), 2)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("family", [name for name in sorted(FAMILIES) if FAMILIES[name].splits])
+def test_a_rank_holds_what_is_planned(family: str, ranks: int) -> None:
+    for rank in (0, ranks - 1):
+        model = tiny.build(family)
+        shape = shape_of(model)
+        shards.split(model, shape, Alone(rank, ranks), CPU)
+        assert held(model) == weights(shape, CONFIG, ranks)
+
+
+@pytest.mark.parametrize("changes", [{"tie_word_embeddings": True}, {"vocab_size": 307}])
+def test_a_head_that_is_the_embedding_or_does_not_divide_takes_what_is_planned(
+    changes: dict[str, Any],
+) -> None:
+    model = tiny.build("llama", **changes)
+    shape = shape_of(model)
+    shards.split(model, shape, Alone(1, 2), CPU)
+    assert held(model) == weights(shape, CONFIG, 2)
+    rows = model.get_output_embeddings().weight.shape[0]
+    assert rows == (shape.vocab if shape.vocab % 2 else shape.vocab // 2)
+
+
+def test_ranks_that_share_a_key_value_head_have_the_one_of_their_queries() -> None:
+    whole = tiny.build("llama")  # four query heads of 16, two key-value heads
+    attention = whole.model.layers[0].self_attn
+    for rank in range(4):
+        model = tiny.build("llama")
+        shards.split(model, shape_of(model), Alone(rank, 4), CPU)
+        part = model.model.layers[0].self_attn
+        query, key = (
+            slice(16 * rank, 16 * rank + 16),
+            slice(16 * (rank // 2), 16 * (rank // 2) + 16),
+        )
+        assert torch.equal(part.q_proj.weight, attention.q_proj.weight[query])
+        assert torch.equal(part.k_proj.weight, attention.k_proj.weight[key])
+        assert torch.equal(part.v_proj.weight, attention.v_proj.weight[key])
+        assert torch.equal(part.o_proj.weight, attention.o_proj.weight[:, query])
+
+
+@pytest.mark.parametrize(
+    ("changes", "ranks", "problem", "fix"),
+    [
+        ({"num_attention_heads": 6, "num_key_value_heads": 2}, 4, "6 attention heads", "use 2"),
+        ({"num_attention_heads": 12, "num_key_value_heads": 3}, 4, "3 key-value heads", "use 1"),
+        ({"intermediate_size": 126}, 4, "inner width of the model's MLP, 126", "use 2"),
+    ],
+)
+def test_what_does_not_divide_is_refused_with_the_number_that_does(
+    changes: dict[str, Any], ranks: int, problem: str, fix: str
+) -> None:
+    model = tiny.build("llama", head_dim=16, hidden_size=96, **changes)
+    with pytest.raises(ConfigError, match=problem) as refused:
+        shards.split(model, shape_of(model), Alone(0, ranks), CPU)
+    assert (refused.value.field, refused.value.hint) == ("tensor_parallel", fix)
+
+
+@pytest.mark.parametrize("family", ["granitemoe", "qwen2_moe", "opt", "glm", "olmo3"])
+def test_a_judged_family_without_a_plan_for_its_layers_is_refused(family: str) -> None:
+    model = tiny.build(family)
+    with pytest.raises(ConfigError, match="cannot be split: transformers") as refused:
+        shards.split(model, shape_of(model), Alone(0, 2), CPU)
+    assert refused.value.hint == "use 1"
+
+
+def test_a_model_computes_the_same_while_its_modules_are_lent_to_a_device() -> None:
+    model, ids = tiny.build("llama"), torch.tensor([[3, 9, 27]])
+    with torch.inference_mode():
+        expected = model(input_ids=ids).logits
+        before = {name: p.data_ptr() for name, p in model.named_parameters()}
+        lent = [hook for module in model.modules() for hook in shards._lent(module, CPU)]
+        assert torch.equal(model(input_ids=ids).logits, expected)
+    assert lent
+    assert {name: p.data_ptr() for name, p in model.named_parameters()} == before
