@@ -249,7 +249,7 @@ BUGS = (
     PackageBug(
         "a CPU's cache takes all that is left",
         f"{RUNTIME}/sizing/solve.py",
-        "min(bookkeeping.blocks(left, block), CPU_CACHE // block)",
+        "min(bookkeeping.blocks(left, block), most_here)",
         "bookkeeping.blocks(left, block)",
         ("unit/sizing/test_memory_plan.py",),
     ),
@@ -270,8 +270,8 @@ BUGS = (
     PackageBug(
         "the offload space is counted in blocks",
         f"{RUNTIME}/sizing/solve.py",
-        "int(config.cpu_offload_space * GIB) // unit",
-        "int(config.cpu_offload_space * GIB) // block",
+        "int(config.cpu_offload_space * GIB) // (unit * config.tensor_parallel)",
+        "int(config.cpu_offload_space * GIB) // (block * config.tensor_parallel)",
         ("unit/sizing/test_memory_plan.py",),
     ),
     PackageBug(
@@ -319,8 +319,8 @@ BUGS = (
     PackageBug(
         "weights outside the layers are split",
         f"{RUNTIME}/sizing/terms.py",
-        "return split(matrices, tp) + (shape.parameters - shape.layer_matrices) * element",
-        "return split(matrices + (shape.parameters - shape.layer_matrices) * element, tp)",
+        "return (whole + split(shape.split, tp) + keys + head // tp) * element",
+        "return split(shape.parameters, tp) * element",
         ("unit/sizing/test_memory_plan.py",),
     ),
     PackageBug(
