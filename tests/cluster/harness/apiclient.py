@@ -13,6 +13,7 @@ import httpx
 from support.full import LONG_FORM
 
 LIMIT = 120.0  # seconds after which a run is broken, however slow the machine is
+RAREST = 0.5  # seconds between two looks
 Object = dict[str, Any]
 T = TypeVar("T")
 
@@ -173,14 +174,16 @@ def eventually(look: Callable[[], T | None], within: float, what: str, every: fl
     """The first true result of ``look``; raises AssertionError with ``what`` when there is none.
 
     ``within`` is a figure in seconds that only the long form checks: the short form waits LIMIT, so
-    that it does not depend on the machine's speed. ``every``: seconds between two looks.
+    that it does not depend on the machine's speed. ``every``: seconds between two looks; they grow
+    with the time waited, up to RAREST, so that waiting takes little from what is waited for.
     """
     within = within if LONG_FORM else max(within, LIMIT)
-    deadline = time.monotonic() + within
+    began = time.monotonic()
     while True:
         seen = look()
         if seen:
             return seen
-        if time.monotonic() > deadline:
+        waited = time.monotonic() - began
+        if waited > within:
             raise AssertionError(f"not within {within} s: {what} (last seen: {seen!r})")
-        time.sleep(every)
+        time.sleep(max(every, min(RAREST, waited / 50)))
