@@ -52,6 +52,7 @@ from fairlead_runtime.supported import check_supported
 
 log = logging.getLogger("fairlead.build")
 
+CACHED = 16 << 20  # bytes of weights that a processor's caches hold
 MASK_THREADS = 4  # at most, and one CPU stays for the step
 # Terms of the memory report that cannot be measured, and why.
 NOT_MEASURED = {
@@ -187,9 +188,13 @@ def build(
     rank cannot start, or SelfTestError when the model's logits differ from those of transformers.
     """
     device = device_facts(config.device, config.tensor_parallel)
-    threads = _limit_threads(others=beside is not None, ranks=config.tensor_parallel)
     process_bytes = resident_bytes() + (beside or 0)
     inspected = check(path, config, device)
+    threads = _limit_threads(
+        others=beside is not None,
+        cached=inspected.files.weight_bytes <= CACHED,
+        ranks=config.tensor_parallel,
+    )
     ranks = None
     if config.tensor_parallel > 1:
         ranks = Ranks(path, config, threads=threads, lost=lost)
@@ -417,14 +422,18 @@ def _memory_report(
     return memory_report(replace(resolved.plan, terms=planned), measured, NOT_MEASURED)
 
 
-def _limit_threads(*, others: bool, ranks: int) -> int:
-    """Let torch use at most as many threads as there are CPUs, and of more than two one less when
-    there are ``others`` to run, unless OMP_NUM_THREADS is set. Processes that compute together
-    share them. Returns their number.
+def _limit_threads(*, others: bool, cached: bool, ranks: int) -> int:
+    """Let torch use at most as many threads as there are CPUs, unless OMP_NUM_THREADS is set.
+    Processes that compute together share them. Returns their number.
+
+    With ``others`` to run, one CPU of more than two is theirs, and one of two for a model whose
+    weights are ``cached``: its steps are so short that the threads would wait for each other longer
+    than they compute, whenever one of the others runs.
     """
     if "OMP_NUM_THREADS" not in os.environ:
         threads = min(cpu_limit(), torch.get_num_threads())
-        torch.set_num_threads(max(1, (threads - (others and threads > 2)) // ranks))
+        left = others and (cached or threads > 2)
+        torch.set_num_threads(max(1, (threads - left) // ranks))
     return torch.get_num_threads()
 
 
