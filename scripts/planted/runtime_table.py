@@ -801,10 +801,10 @@ BUGS = (
         ("functional/api/test_ranks.py",),
     ),
     PackageBug(
-        "a rank's end is not told",
+        "nobody learns how a rank ended",
         f"{RUNTIME}/start/ranks.py",
-        "            self._ended.set()\n",
-        "",
+        'self._reason = f"rank {rank} of {self.group.size} {ending(code)}"',
+        'self._reason = "a rank ended"',
         ("functional/api/test_ranks.py",),
     ),
 )
