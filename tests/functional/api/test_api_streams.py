@@ -121,8 +121,11 @@ def test_a_stream_under_preemption_gives_the_whole_answer_and_ends_once() -> Non
                 async with asyncio.TaskGroup() as group:
                     for _ in range(begin, min(STREAMS, begin + AT_ONCE)):
                         group.create_task(both(body(rng)))
+            # The engine hears of a stop text, which ends an answer, after its client does.
             scheduler = (await service.report()).engine.scheduler
+            while scheduler.used:
+                await asyncio.sleep(0)
+                scheduler = (await service.report()).engine.scheduler
             assert scheduler.preemptions > STREAMS / 10
-            assert scheduler.used == 0
 
     run(scenario())
