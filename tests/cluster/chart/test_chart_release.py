@@ -229,7 +229,9 @@ def test_a_release_serves_a_token_and_helm_runs_its_test(
 
 
 class PlayedPod:
-    """Within the block, the pod of this name ends in this phase as soon as it exists."""
+    """Within the block, the pod of this name ends in this phase as soon as it runs: before, the
+    simulated node would write over it.
+    """
 
     def __init__(self, api: Api, namespace: str, name: str, phase: str) -> None:
         self._where, self._api, self._phase = ("Pod", namespace, name), api, phase
@@ -242,8 +244,12 @@ class PlayedPod:
         self._thread.join(70)
 
     def _run(self) -> None:
-        eventually(lambda: self._api.find(*self._where), 60, "the pod of the test")
+        eventually(self._runs, 60, "the pod of the test runs")
         self._api.merge(*self._where, {"status": {"phase": self._phase}}, sub="status")
+
+    def _runs(self) -> bool:
+        pod = self._api.find(*self._where) or {"status": {}}
+        return bool(pod["status"].get("phase") == "Running")
 
 
 @pytest.mark.usefixtures("no_crd")
