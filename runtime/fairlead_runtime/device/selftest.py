@@ -10,6 +10,8 @@ difference.
 """
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Self
@@ -97,12 +99,9 @@ def prepare_and_test(
     With ``quantization`` int8 transformers computes the expected logits with the rounded weights.
     Where layers of a model in bfloat16 are fused it computes them in float32, as they are served:
     its own rounding, up to 0.18 of the spread, would leave little room for a fault.
-
-    Any other error of a family in the table is a bug and keeps its traceback; for other families it
-    means that they do not run packed.
     """
     name = str(loaded.config.model_type)
-    try:
+    with _packed_or_not(name):
         model = paged_model.prepare(loaded)
         choice = _pick(model, kernels)
         int8 = quantization == "int8"
@@ -121,12 +120,6 @@ def prepare_and_test(
                 "use none",
             )
         return ServedModel(model, choice, fusion), check(model, choice.attention, expected)
-    except (ModelError, SelfTestError, ConfigError):
-        raise
-    except Exception as error:
-        if name in FAMILIES:
-            raise
-        raise NotPackedError(error, name) from error
 
 
 def prepare_rank(
@@ -140,7 +133,7 @@ def prepare_rank(
     ``prepare_and_test`` does, and ConfigError for a model that cannot be split.
     """
     name = str(loaded.config.model_type)
-    try:
+    with _packed_or_not(name):
         shards.plan_of(loaded.model, loaded.shape, group.size)
         with shards.computed_on(device, loaded.model):
             model = paged_model.prepare(loaded, device)
@@ -156,6 +149,15 @@ def prepare_rank(
                 _paged_logits(model, choice.attention, _prompts(model, loaded.max_model_len))
             return served, None
         return served, check(model, choice.attention, expected)
+
+
+@contextmanager
+def _packed_or_not(name: str) -> Iterator[None]:
+    """Any error of a family in the table but a refusal is a bug and keeps its traceback; for other
+    families it means that they do not run packed.
+    """
+    try:
+        yield
     except (ModelError, SelfTestError, ConfigError):
         raise
     except Exception as error:
