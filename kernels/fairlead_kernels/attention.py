@@ -10,7 +10,7 @@ block_size + offset``.
 """
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 
@@ -58,6 +58,26 @@ class RaggedRows:
     query_starts: torch.Tensor
     kv_lens: torch.Tensor
     tables: torch.Tensor
+    block_size: int
+    window: int | None
+    group: int = 0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DecodeRows:
+    """The rows of a step of decodes alone, for the layers of one group: B rows of one query each,
+    whose blocks are known to the device and not to the host.
+
+    ``kv_lens`` int32 [B] on the host as in RaggedRows. On the device: ``lens`` int64 [B], the same;
+    ``tables`` int32 [R, W], the blocks of R sequences, right from the first that their window sees
+    to their last; ``rows`` int64 [B], each row's place in ``tables``. ``window`` and ``group`` as
+    in RaggedRows.
+    """
+
+    kv_lens: torch.Tensor
+    lens: torch.Tensor
+    tables: torch.Tensor
+    rows: torch.Tensor
     block_size: int
     window: int | None
     group: int = 0
@@ -120,3 +140,11 @@ class AttentionBackend(Protocol):
         query [T, query heads, dim]; key_cache [blocks, block_size, kv heads, dim]; value_cache
         likewise with value_dim. Returns [T, query heads, value_dim] in the query's dtype.
         """
+
+
+@runtime_checkable
+class DecodeAttention(AttentionBackend, Protocol):
+    """A backend that can plan decodes whose block tables are on the device."""
+
+    def plan_decodes(self, decodes: DecodeRows) -> Any:
+        """As ``plan``, from the lengths on the host alone: nothing waits for the device."""

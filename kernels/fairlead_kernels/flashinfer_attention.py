@@ -15,9 +15,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fairlead_kernels.attention import GroupKinds, Heads, LayerKind, LayerSpec, RaggedRows
+from fairlead_kernels.attention import (
+    DecodeRows,
+    GroupKinds,
+    Heads,
+    LayerKind,
+    LayerSpec,
+    RaggedRows,
+)
 from fairlead_kernels.flashinfer_package import FlashinferPackage
-from fairlead_kernels.flashinfer_plan import PagedRows, paged_rows
+from fairlead_kernels.flashinfer_plan import PagedRows, decode_rows, paged_rows
 from fairlead_kernels.not_available import NotAvailableError, brief
 
 # The generation of kernels that is asked for, on every GPU: `auto` would take another on Hopper,
@@ -176,21 +183,25 @@ class FlashinferAttention:
         return self._workspace.nbytes + len(wrappers) * PLAN_BYTES
 
     def plan(self, ragged: RaggedRows) -> FlashinferPlan:
-        rows = paged_rows(ragged)
-        self._plans.pop(ragged.group, None)
-        plan = FlashinferPlan(ragged.group, ragged.window, rows.single)
-        for kind in self.kinds[ragged.group]:
-            if kind.window != ragged.window:
+        return self._planned(ragged, paged_rows(ragged))
+
+    def plan_decodes(self, decodes: DecodeRows) -> FlashinferPlan:
+        return self._planned(decodes, decode_rows(decodes))
+
+    def _planned(self, step: RaggedRows | DecodeRows, rows: PagedRows) -> FlashinferPlan:
+        self._plans.pop(step.group, None)
+        plan = FlashinferPlan(step.group, step.window, rows.single)
+        for kind in self.kinds[step.group]:
+            if kind.window != step.window:
                 raise ValueError(
-                    f"window: the rows have {ragged.window}, their layer group has {kind.window}"
+                    f"window: the rows have {step.window}, their layer group has {kind.window}"
                 )
-            self._plan(self._wrappers[ragged.group, kind, rows.single], kind, rows, ragged)
-        self._plans[ragged.group] = plan
+            wrapper = self._wrappers[step.group, kind, rows.single]
+            self._plan(wrapper, kind, rows, step.block_size)
+        self._plans[step.group] = plan
         return plan
 
-    def _plan(
-        self, wrapper: _Wrapper, kind: LayerKind, rows: PagedRows, ragged: RaggedRows
-    ) -> None:
+    def _plan(self, wrapper: _Wrapper, kind: LayerKind, rows: PagedRows, block_size: int) -> None:
         h = self.heads
         options: dict[str, Any] = {
             "sm_scale": kind.scale,
@@ -201,7 +212,7 @@ class FlashinferAttention:
         }
         blocks = rows.starts, rows.indices, rows.last_lens
         if rows.single and not kind.sinks:
-            wrapper.plan(*blocks, h.query, h.kv, h.dim, ragged.block_size, **options)
+            wrapper.plan(*blocks, h.query, h.kv, h.dim, block_size, **options)
         else:
             wrapper.plan(
                 rows.query_starts,
@@ -209,7 +220,7 @@ class FlashinferAttention:
                 h.query,
                 h.kv,
                 h.dim,
-                ragged.block_size,
+                block_size,
                 head_dim_vo=h.value_dim,
                 causal=True,
                 **options,

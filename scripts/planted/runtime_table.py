@@ -12,6 +12,8 @@ COMPLETIONS, RESPONSES, BODIES, AUTH = (
 )
 STREAM, METRICS = (f"{RUNTIME}/serving/{name}.py" for name in ("stream", "metrics"))
 SHARDS, RANKS = f"{RUNTIME}/device/shards.py", "functional/engine/test_ranks.py"
+TABLE, TABLE_TESTS = f"{RUNTIME}/device/slot_table.py", "unit/device/test_slot_table.py"
+DECODE_TESTS = "unit/device/test_decode_steps.py"
 GRAMMAR, ENGINE = f"{RUNTIME}/grammar", f"{RUNTIME}/engine/engine.py"
 
 BUGS = (
@@ -806,5 +808,89 @@ BUGS = (
         'self._reason = f"rank {rank} of {self.group.size} {ending(code)}"',
         'self._reason = "a rank ended"',
         ("functional/api/test_ranks.py",),
+    ),
+    PackageBug(
+        "a preempted sequence keeps its old blocks on the device",
+        TABLE,
+        "entry is None or entry.preemptions != sequence.preemptions",
+        "entry is None",
+        (TABLE_TESTS,),
+    ),
+    PackageBug(
+        "the slot table does not notice a step made elsewhere",
+        TABLE,
+        "if entry.length != start + 1:",
+        "if not entry.length:",
+        (TABLE_TESTS,),
+    ),
+    PackageBug(
+        "a sequence's new blocks are not sent",
+        TABLE,
+        "if entry.blocks < len(sequence.tables[0]):",
+        "if not entry.blocks:",
+        (TABLE_TESTS,),
+    ),
+    PackageBug(
+        "everything is sent in every step",
+        TABLE,
+        "            entry.length = start + 2\n",
+        "",
+        (TABLE_TESTS,),
+    ),
+    PackageBug(
+        "a row is taken from a sequence of the same step",
+        TABLE,
+        "[s for s in self._entries if s not in needed]",
+        "[*self._entries][:1]",
+        (TABLE_TESTS,),
+    ),
+    PackageBug(
+        "a block goes into the table of another group",
+        TABLE,
+        "(group * rows + entry.row) * width",
+        "entry.row * width",
+        (TABLE_TESTS,),
+    ),
+    PackageBug(
+        "padding rows grow",
+        TABLE,
+        "real = index != PADDING",
+        "real = index >= PADDING",
+        (TABLE_TESTS,),
+    ),
+    PackageBug(
+        "a draw on the device does not depend on its position",
+        TABLE,
+        "rows[:, KEY] ^ rows[:, LENGTH]",
+        "rows[:, KEY]",
+        (TABLE_TESTS,),
+    ),
+    PackageBug(
+        "a draw on the device does not depend on its choice",
+        TABLE,
+        "& MASK64) ^ sequence.choice)",
+        "& MASK64))",
+        (TABLE_TESTS,),
+    ),
+    PackageBug(
+        "log-probabilities are forgotten for decodes on the device",
+        TABLE,
+        "or params.logprobs is not None",
+        "",
+        (TABLE_TESTS, DECODE_TESTS),
+    ),
+    PackageBug(
+        "a failed step of decodes is taken for done",
+        f"{RUNTIME}/device/decode_steps.py",
+        "            self.table.forget(rows)\n",
+        "",
+        (DECODE_TESTS,),
+    ),
+    PackageBug(
+        "a decode that scores its prompt loses the scores",
+        f"{RUNTIME}/device/decode_steps.py",
+        " and not row.sequence.scores_prompt",
+        "",
+        (DECODE_TESTS,),
     ),
 )

@@ -15,8 +15,9 @@ import pytest
 import torch
 
 from fairlead_kernels import reference
-from fairlead_kernels.attention import AttentionBackend
+from fairlead_kernels.attention import AttentionBackend, DecodeAttention
 from fairlead_kernels.backend import BackendChoice, pick
+from fairlead_runtime.device.decode_steps import DecodeSteps
 from fairlead_runtime.device.fusion import fuse, round_weights
 from fairlead_runtime.device.kv_cache import CacheStorage
 from fairlead_runtime.device.model_runner import ModelRunner
@@ -158,7 +159,8 @@ class Rig:
 
     ``kernels``: torch, or cpu for fused layers: in C++ where it is built, else by the reference.
     int8 is cpu with int8 weights; their reference, rounded, computes in torch with the same.
-    flashinfer is its attention on the stand-in of its wrappers; layers are the fused ones of GPUs
+    flashinfer is its attention on the stand-in of its wrappers, and resident the same with the
+    decodes' state on the device; layers are the fused ones of GPUs
     in torch, beside attention in torch, and triton those in Triton, beside flashinfer's. ranks is
     torch on two processes, each with half of the model.
     """
@@ -186,25 +188,39 @@ class Rig:
         limits = setting.limits(len(self.groups))
         units, host_units = limits.num_blocks * len(self.groups), limits.offload_units
         sizes = {"units": units, "block_size": setting.block_size, "host_units": host_units}
-        cache = CacheStorage(self.groups, self.model.heads, device=self.model.device, **sizes)
+        resident = self._kernels == "resident"
+        cache = CacheStorage(
+            self.groups,
+            self.model.heads,
+            device=self.model.device,
+            **{**sizes, "units": units + resident},  # the last unit is for padding rows
+        )
         if self._pair is not None:
             self._pair.hold(**self._described)
             self._pair.allocate(**sizes)
         # A read of a slot that was not written yields NaN.
         cache.keys.fill_(torch.nan)
         cache.values.fill_(torch.nan)
+        attention, decodes = self._choice().attention, None
+        if resident:
+            assert isinstance(attention, DecodeAttention)
+            sequences, longest = limits.max_requests, limits.max_model_len
+            decodes = DecodeSteps(
+                self.model, cache, attention, sequences=sequences, max_model_len=longest
+            )
         return ModelRunner(
             self.model,
             cache,
-            self._choice().attention,
+            attention,
             max_logits=setting.max_logits,
             guides=guides,
             followers=self._pair,
+            decodes=decodes,
         )
 
     def _choice(self) -> BackendChoice:
         model = self.model
-        if self._kernels in ("flashinfer", "triton"):
+        if self._kernels in ("flashinfer", "resident", "triton"):
             attention = flashinfer_standin.attention(model.heads, model.kinds)
             operations = gpu_operations("triton") if self._kernels == "triton" else None
             return BackendChoice(attention, operations)

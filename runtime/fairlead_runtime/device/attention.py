@@ -7,6 +7,7 @@ transformers builds no mask at all.
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
@@ -112,21 +113,22 @@ def _packed(x: Tensor) -> Tensor:
     return x[0].transpose(0, 1)
 
 
-class PagedPass(CachedPass):
+class GroupedPass(CachedPass):
     """One step over the cache: keys and values go into their slots.
 
     ``groups``: per layer group the plan of attention and the slots int64 [T].
     """
 
     def __init__(
-        self, batch: Batch, cache: CacheStorage, backend: AttentionBackend, keep: Tensor
+        self,
+        cache: CacheStorage,
+        backend: AttentionBackend,
+        groups: Sequence[tuple[Any, Tensor]],
+        keep: Tensor,
     ) -> None:
         self.cache = cache
         self.backend = backend
-        slots = (slots.to(cache.device, non_blocking=True) for slots in batch.slots)
-        self.groups = [
-            (backend.plan(ragged), place) for ragged, place in zip(batch.ragged, slots, strict=True)
-        ]
+        self.groups = groups
         self.keep = keep
 
     def cached(self, layer: int) -> CachedLayer:
@@ -137,6 +139,19 @@ class PagedPass(CachedPass):
         keys, values, group = self.cache.layer(layer)
         spec = spec_of(call, self.cache.groups[group].window)
         return self.backend.run(self.groups[group][0], query, keys, values, spec)
+
+
+class PagedPass(GroupedPass):
+    """The step of a batch on the host, which is planned here."""
+
+    def __init__(
+        self, batch: Batch, cache: CacheStorage, backend: AttentionBackend, keep: Tensor
+    ) -> None:
+        slots = (slots.to(cache.device, non_blocking=True) for slots in batch.slots)
+        groups = [
+            (backend.plan(ragged), place) for ragged, place in zip(batch.ragged, slots, strict=True)
+        ]
+        super().__init__(cache, backend, groups, keep)
 
 
 def spec_of(call: AttentionCall, window: int | None) -> LayerSpec:

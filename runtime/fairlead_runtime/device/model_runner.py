@@ -13,6 +13,7 @@ from torch import Tensor
 
 from fairlead_kernels.attention import AttentionBackend
 from fairlead_runtime.device.batch import Batch, BatchBuilder
+from fairlead_runtime.device.decode_steps import DecodeSteps, is_decode
 from fairlead_runtime.device.kv_cache import CacheStorage
 from fairlead_runtime.device.paged_model import PagedModel
 from fairlead_runtime.device.sampling import (
@@ -56,7 +57,7 @@ class Followers(Protocol):
 class ModelRunner:
     """Executes steps of one model on one cache, on the given attention. ``guides`` makes the masks
     of sequences with structured output; ``followers`` hold the other parts of a model that is
-    split.
+    split. ``decodes`` runs the steps of decodes alone, if not the way of all others.
 
     One step at a time, from one thread at a time. ``max_logits``: positions whose logits one
     forward pass may return; memory is planned for as many.
@@ -72,6 +73,7 @@ class ModelRunner:
         max_logits: int = MAX_LOGITS,
         guides: Guides | None = None,
         followers: Followers | None = None,
+        decodes: DecodeSteps | None = None,
     ) -> None:
         self._attention = attention
         self._model = model
@@ -80,6 +82,7 @@ class ModelRunner:
         self._max_logits = max_logits
         self._guides = guides
         self._followers = followers
+        self._decodes = decodes
         self._batches = BatchBuilder(
             cache.groups, cache.block_size, pinned=model.device.type == "cuda"
         )
@@ -125,6 +128,9 @@ class ModelRunner:
 
     def _run(self, rows: list[Row], masks: WaitForMasks) -> Mapping[int, Result]:
         """One forward pass of rows of which none scores its prompt."""
+        if self._decodes is not None and all(map(is_decode, rows)):
+            sequences = [row.sequence for row in rows]
+            return self._decodes.run(rows, lambda logits: self._begin(logits, sequences, masks))
         batch = self._batches.build(rows)
         logits = self._forward(batch)
         return self._sample(logits, batch.sampling, masks)
@@ -148,12 +154,23 @@ class ModelRunner:
                 # sampling waits anyway.
                 torch.cuda.current_stream(self._model.device).synchronize()
             return {}
+        return self._begin(logits, sequences, masks)[1]()
+
+    def _begin(
+        self, logits: Tensor, sequences: abc.Sequence[Sequence], masks: WaitForMasks
+    ) -> tuple[SampledTokens, Callable[[], dict[int, Result]]]:
+        """The tokens on the device, and a function that waits for them."""
         words, failed = masks()
-        outcomes = self._sampler(logits, SamplingBatch.of(sequences, words)).outcomes()
-        return {
-            sequence.id: Result(token, logprobs, failed.get(sequence.id, error))
-            for sequence, (token, logprobs, error) in zip(sequences, outcomes, strict=True)
-        }
+        sampled = self._sampler(logits, SamplingBatch.of(sequences, words))
+
+        def results() -> dict[int, Result]:
+            outcomes = sampled.outcomes()
+            return {
+                sequence.id: Result(token, logprobs, failed.get(sequence.id, error))
+                for sequence, (token, logprobs, error) in zip(sequences, outcomes, strict=True)
+            }
+
+        return sampled, results
 
     def _score(self, rows: list[Row], masks: WaitForMasks) -> Mapping[int, Result]:
         """One forward pass that also returns the logits of all tokens of the rows that score."""

@@ -87,7 +87,8 @@ class PagedModel:
         self.windows = tuple(windows)
         self.device: torch.device = device or model.device
         ends: list[Any] = [model.get_input_embeddings(), model.get_output_embeddings()]
-        self.vocabulary = min(int(end.weight.shape[0]) for end in ends)
+        widths = [int(end.weight.shape[0]) for end in ends]
+        self.vocabulary, self.logits_width = min(widths), widths[1]
         self.selects_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
         if not self.selects_logits:
             model.get_output_embeddings().register_forward_pre_hook(_keep_rows)

@@ -10,7 +10,7 @@ from typing import Literal, Self
 
 from fairlead_runtime.config import EngineConfig
 from fairlead_runtime.sizing.config_json import DTYPE_BYTES
-from fairlead_runtime.sizing.groups import LayerGroup
+from fairlead_runtime.sizing.groups import LayerGroup, layers_per_unit
 from fairlead_runtime.sizing.shape import ModelShape
 
 GIB = 1 << 30
@@ -34,6 +34,8 @@ TOKEN_BYTES, WAITING_TOKEN_BYTES = 21, 8
 DIGEST_BYTES, ENTRY_BYTES = 80, 40
 # Of a unit of the pool: its state, its content but for the tokens, and its place in the index.
 UNIT_BYTES = 420
+# Of a row that a GPU keeps of a sequence: its numbers, one block, its place in a step and in order.
+ROW_BYTES, ENTRY, INDEX = 48, 4, 16
 TERMS = ("weights", "activations", "attention", "logits", "sampling", "graphs", "batch")
 HOST_TERMS = ("process", "offload", "shared_memory", "grammars")
 
@@ -85,11 +87,24 @@ def terms_of(
         "graphs": 0,  # none is captured
         "batch": GROWTH * (tokens * (16 + 8 * len(groups)) + rows * 64 + table_entries * 4),
     }
+    if not cpu and tp == 1:
+        terms["batch"] += decode_state(shape, config, groups)
     # Each rank on a CPU has its share of the pod; the one that is planned keeps the books.
     shares = {"process": 1, "offload": tp, "shared_memory": tp, "grammars": 1}
     one_process = replace(config, tensor_parallel=1)
     host = {n: split(size, shares[n]) for n, size in host_terms(shape, one_process).items()}
     return terms | host if cpu else terms
+
+
+def decode_state(shape: ModelShape, config: EngineConfig, groups: Sequence[LayerGroup]) -> int:
+    """Bytes of what a GPU keeps of decoding sequences between steps: a row each, and one of
+    padding, with the blocks of every group; the unit that padding writes to; the tokens' hashes.
+    """
+    rows = min(config.max_requests, config.max_batch_tokens)
+    blocks = len(groups) * split(max_model_len(shape, config), config.block_size)
+    unit = layers_per_unit(groups) * config.block_size * 2 * shape.kv_width
+    row = ROW_BYTES + ENTRY * blocks
+    return (rows + 1) * row + rows * INDEX + unit * bytes_of(shape, config) + shape.vocab * ENTRY
 
 
 def host_terms(shape: ModelShape, config: EngineConfig) -> dict[str, int]:

@@ -16,12 +16,13 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from fairlead_kernels.attention import AttentionBackend, Heads
+from fairlead_kernels.attention import AttentionBackend, DecodeAttention, Heads
 from fairlead_kernels.backend import cpu_operations, flashinfer_for
 from fairlead_kernels.not_available import NotAvailableError
 from fairlead_kernels.torch_attention import TorchAttention
 from fairlead_runtime.config import ConfigError, Device, EngineConfig
 from fairlead_runtime.device import profiling, selftest
+from fairlead_runtime.device.decode_steps import DecodeSteps
 from fairlead_runtime.device.group import Group
 from fairlead_runtime.device.kv_cache import CacheStorage
 from fairlead_runtime.device.model_runner import ModelRunner
@@ -44,7 +45,7 @@ from fairlead_runtime.serving.detokenize import Vocabulary, vocabulary_of
 from fairlead_runtime.serving.intake import Intake
 from fairlead_runtime.sizing.groups import group_layers
 from fairlead_runtime.sizing.report import MemoryReport, memory_report
-from fairlead_runtime.sizing.terms import DeviceFacts, split
+from fairlead_runtime.sizing.terms import DeviceFacts, decode_state, split
 from fairlead_runtime.start.host import cpu_limit, memory_limit, resident_bytes
 from fairlead_runtime.start.ranks import Lost, Ranks
 from fairlead_runtime.start.resolve import ResolvedConfig, resolve, summary
@@ -256,24 +257,39 @@ def _with_engine(
     measured = parts.measured if ranks is None else ranks.sync(parts.measured)
     if device.kind == "cpu":
         measured = {**measured, "process": process_bytes}
+    attention = parts.attention if ranks is None and device.kind == "cuda" else None
+    resident = isinstance(attention, DecodeAttention)
+    host_batch = measured["batch"]
+    if resident:
+        kept = decode_state(inspected.shape, config, group_layers(model.windows))
+        measured = {**measured, "batch": host_batch + kept}
     resolved = resolve(
         config, inspected.shape, device, dtype=_dtype_name(loaded.dtype), measured=measured
     )
     units = resolved.num_blocks * len(group_layers(model.windows))
-    sizes = {"units": units, "block_size": resolved.plan.block_size}
+    # One more for padding.
+    sizes = {"units": units + resident, "block_size": resolved.plan.block_size}
     cache = parts.cache(**sizes, host_units=resolved.offload_units)
     if ranks is not None:
         ranks.serve(**sizes, host_units=resolved.offload_units)
     limits = resolved.config
+    sequences = min(limits.max_requests, limits.max_batch_tokens)
+    decodes = None
+    if isinstance(attention, DecodeAttention):
+        decodes = DecodeSteps(
+            model, cache, attention, sequences=sequences, max_model_len=resolved.max_model_len
+        )
+        measured = {**measured, "batch": host_batch + decodes.nbytes}
     grammar_facts = TokenizerFacts.of(loaded.tokenizer, loaded.shape.vocab, loaded.eos_ids)
     guides = _guides(grammar_facts)
     runner = ModelRunner(
         model,
         cache,
         parts.attention,
-        max_logits=min(limits.max_requests, limits.max_batch_tokens),
+        max_logits=sequences,
         guides=guides,
         followers=ranks,
+        decodes=decodes,
     )
     for warning in resolved.warnings:
         log.warning("%s", warning)
@@ -290,7 +306,7 @@ def _with_engine(
         tokenizer=loaded.tokenizer,
         resolved=resolved,
         memory=_memory_report(
-            config, inspected, device, resolved, {**measured, **_cache_bytes(cache, device)}
+            config, inspected, device, resolved, {**measured, **_cache_bytes(cache, units, device)}
         ),
         grammar_facts=grammar_facts,
         loaded_at=parts.loaded_at,
@@ -381,9 +397,9 @@ def _guides(facts: TokenizerFacts | None) -> Guides | None:
     return Guides(facts, threads=max(1, min(MASK_THREADS, cpu_limit() - 1)))
 
 
-def _cache_bytes(cache: CacheStorage, device: DeviceFacts) -> Mapping[str, int]:
-    """Bytes of the cache and, on a CPU, of its offload space."""
-    kv = {"kv": cache.nbytes}
+def _cache_bytes(cache: CacheStorage, units: int, device: DeviceFacts) -> Mapping[str, int]:
+    """Bytes of the cache's units that sequences can hold and, on a CPU, of its offload space."""
+    kv = {"kv": cache.nbytes * units // cache.units}
     return kv | {"offload": cache.host_nbytes} if device.kind == "cpu" else kv
 
 

@@ -1,0 +1,132 @@
+"""Sampling a step's rows in one pass whose parameters, shapes and results stay on the device.
+
+Owns the dense form of what ``sample`` computes: no value is read on the host and no shape depends
+on data, so the host never waits and a CUDA graph can hold it. Rows that filter nothing, and greedy
+ones, take the same way as the others. Given the same logits it draws the tokens that ``sample``
+draws: cuts are found in the same integers, keys and noise are made of the same ones.
+"""
+
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fairlead_kernels import sample as ops
+
+# What stands for the token of a row whose logits are not finite.
+NOT_FINITE = -1
+# The digits of a float32's 31 bits without its sign: (bits below the digit, bits of the digit).
+_DIGITS = ((20, 11), (10, 10), (0, 10))
+_GOLDEN, _MUL1, _MUL2 = (
+    word - (1 << 64) if word >= 1 << 63 else word
+    for word in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
+)
+
+
+class RowParameters(NamedTuple):
+    """How R rows are sampled, all on the device of their logits.
+
+    ``temperature`` float32, 0 for a greedy row; ``min_cut`` float32: log(min_p), -inf where off;
+    ``top_k`` int64, 0 where off; ``top_p`` float64, 1 where off; ``keys`` int64, one per draw.
+    """
+
+    temperature: Tensor
+    min_cut: Tensor
+    top_k: Tensor
+    top_p: Tensor
+    keys: Tensor
+
+
+def mix64(words: Tensor) -> Tensor:
+    """One step of splitmix64 of int64 words, whose sums and products wrap (Steele, Lea and Flood,
+    OOPSLA 2014).
+    """
+    x = words + _GOLDEN
+    x = (x ^ _shifted(x, 30)) * _MUL1
+    x = (x ^ _shifted(x, 27)) * _MUL2
+    return x ^ _shifted(x, 31)
+
+
+def _shifted(words: Tensor, bits: int) -> Tensor:
+    """``words >>> bits``: torch shifts int64 arithmetically."""
+    return (words >> bits).bitwise_and_((1 << (64 - bits)) - 1)
+
+
+def choose(
+    logits: Tensor, rows: RowParameters | None, hashes: Tensor, *, filters: bool = True
+) -> Tensor:
+    """One token for each row of ``logits`` [R, V], any float type: int64 [R], NOT_FINITE where the
+    row's largest logit is not finite.
+
+    ``rows`` None: all are greedy. Without ``filters`` their cuts are not looked at. ``hashes`` [V]
+    int32 from ``sample.hash_tokens``. Works in chunks of rows, so that temporaries stay small.
+    """
+    top, best = ops.likeliest(logits)
+    tokens = best
+    if rows is not None:
+        step = ops.chunk_rows(logits)
+        parts = []
+        for at in range(0, logits.shape[0], step):
+            here = slice(at, at + step)
+            some = RowParameters(*(column[here] for column in rows))
+            parts.append(_draw(logits[here], top[here], some, hashes, filters=filters))
+        drawn = parts[0] if len(parts) == 1 else torch.cat(parts)
+        tokens = torch.where(rows.temperature > 0, drawn, best)
+    return tokens.masked_fill(~torch.isfinite(top), NOT_FINITE)
+
+
+def _draw(
+    logits: Tensor, top: Tensor, rows: RowParameters, hashes: Tensor, *, filters: bool
+) -> Tensor:
+    divisor = torch.where(rows.temperature > 0, rows.temperature, 1.0)
+    scores = (logits.float() - top.float()[:, None]).div_(divisor[:, None])
+    halves = rows.keys.view(torch.int32).view(-1, 2)
+    noise = ops.log_exponential(ops.keyed_hash(hashes[None], halves[:, :1], halves[:, 1:]))
+    total = scores - noise
+    if filters:
+        total.masked_fill_(scores < cut_of(scores, rows)[:, None], -math.inf)
+    return ops.likeliest(total)[1]
+
+
+def cut_of(scores: Tensor, rows: RowParameters) -> Tensor:
+    """The smallest score that each row's filters keep, [R]: min-p, then top-k, then top-p over the
+    rest. Scores [R, V] float32 as in ``sample``.
+    """
+    bits = scores.abs().view(torch.int32)
+    top_k = rows.top_k.clamp(max=scores.shape[1])
+    kth = _reached(bits, torch.ones_like(bits, dtype=torch.int64), lambda _: top_k)
+    cut = torch.maximum(rows.min_cut, torch.where(top_k > 0, kth, -math.inf))
+    mass = scores.exp().mul_(2.0**ops.MASS_BITS).long()
+    mass.masked_fill_(scores < cut[:, None], 0)
+    nucleus = _reached(bits, mass, lambda total: _share(total, rows.top_p))
+    return torch.where(rows.top_p < 1, nucleus, cut)
+
+
+def _share(total: Tensor, top_p: Tensor) -> Tensor:
+    # float64 may round up beyond the total.
+    return torch.minimum((total.double() * top_p).ceil_().long(), total)
+
+
+def _reached(bits: Tensor, weights: Tensor, wanted_of: Callable[[Tensor], Tensor]) -> Tensor:
+    """The score, from the largest on, at which the sum of weights reaches what is wanted of their
+    total: [R] float32.
+
+    ``bits`` [R, V] int32: the scores' absolute values, whose order they have; ``weights`` [R, V]
+    int64. Digit by digit, as ``sample.top_p_cut``, over all scores in place of those left.
+    """
+    cut = torch.zeros_like(bits[:, 0])
+    wanted: Tensor | None = None
+    for shift, width in _DIGITS:
+        digit = (bits >> shift).bitwise_and_((1 << width) - 1).long()
+        sums = weights.new_zeros(bits.shape[0], 1 << width)
+        sums = sums.scatter_add_(1, digit, weights).cumsum_(dim=-1)
+        if wanted is None:
+            wanted = wanted_of(sums[:, -1])
+        place = (sums < wanted[:, None]).sum(dim=-1, keepdim=True).clamp_(max=sums.shape[1] - 1)
+        before = torch.where(place > 0, sums.gather(1, (place - 1).clamp_(min=0)), 0)
+        wanted = wanted - before[:, 0]
+        cut = (cut << width) + place[:, 0].int()
+        weights = torch.where(digit == place, weights, 0)
+    return cut.view(torch.float32).neg()

@@ -1,0 +1,127 @@
+"""Steps of decodes alone, whose inputs and draws are made on the device.
+
+Owns the way of such a step: the slot table is brought up to date, attention is planned from the
+lengths that the host knows, the device makes ids, positions and slots, computes, samples and
+appends each token to its own row. The host waits once, for the tokens. A step whose rows change
+their logits or want log-probabilities is sampled as any other step is; docs/design/0009 says why.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fairlead_kernels import sample, sample_rows
+from fairlead_kernels.attention import DecodeAttention, DecodeRows
+from fairlead_runtime.device.attention import GroupedPass
+from fairlead_runtime.device.kv_cache import CacheStorage
+from fairlead_runtime.device.paged_model import PagedModel
+from fairlead_runtime.device.sampling import NON_FINITE, SampledTokens
+from fairlead_runtime.device.slot_table import Array, Draw, SlotTable
+from fairlead_runtime.scheduling.plan import Result, Row
+
+# Samples a step's logits by the general way: the tokens on the device, and how to finish the step.
+SampleLogits = Callable[[Tensor], tuple[SampledTokens, Callable[[], dict[int, Result]]]]
+
+
+def is_decode(row: Row) -> bool:
+    """Whether the row computes its sequence's last token, and nothing else."""
+    return row.count == 1 and row.samples and not row.sequence.scores_prompt
+
+
+class DecodeSteps:
+    """Runs steps of at most ``sequences`` decodes of sequences of at most ``max_model_len`` tokens.
+
+    ``cache`` must have one unit beyond those that the scheduler knows: its last is for padding.
+    ``nbytes`` counts it: bytes on the device, as ``sizing.terms.decode_state`` plans them.
+    """
+
+    def __init__(
+        self,
+        model: PagedModel,
+        cache: CacheStorage,
+        attention: DecodeAttention,
+        *,
+        sequences: int,
+        max_model_len: int,
+    ) -> None:
+        self._model = model
+        self._cache = cache
+        self._attention = attention
+        self.table = SlotTable(
+            cache.groups,
+            cache.block_size,
+            sequences=sequences,
+            blocks=-(-max_model_len // cache.block_size),
+            padding_unit=cache.units - 1,
+            device=model.device,
+        )
+        # The table's row of each row of the step, and each row's place among them.
+        self._index = torch.zeros(sequences, dtype=torch.int64, device=model.device)
+        self._places = torch.arange(sequences, device=model.device)
+        self._hashes = sample.hash_tokens(model.logits_width, model.device)
+
+    @property
+    def nbytes(self) -> int:
+        cache = self._cache
+        tensors = self._index, self._places, self._hashes
+        unit = cache.unit_bytes(cache.groups, cache.heads, cache.block_size)
+        return self.table.nbytes + sum(tensor.nbytes for tensor in tensors) + unit
+
+    @torch.inference_mode()
+    def run(self, rows: Sequence[Row], general: SampleLogits) -> dict[int, Result]:
+        """One step of rows for which ``is_decode`` holds, each of which gets a Result. ``general``
+        samples where a row needs more than a draw.
+        """
+        try:
+            return self._run(rows, general)
+        except BaseException:
+            self.table.forget(rows)
+            raise
+
+    def _run(self, rows: Sequence[Row], general: SampleLogits) -> dict[int, Result]:
+        index = self._index[: len(rows)]
+        lens, draw = self.table.enter(rows, index)
+        plans = self._plan(index, lens)
+        logits = self._logits(index, plans)
+        if draw is Draw.GENERAL:
+            sampled, finish = general(logits)
+            self.table.advance(index, sampled.tokens)
+            return finish()
+        tokens = self._choose(logits, index, draw)
+        self.table.advance(index, tokens)
+        chosen: list[int] = tokens.tolist()  # the one wait for the device
+        return {
+            row.sequence.id: Result(token) if token >= 0 else Result(-1, error=NON_FINITE)
+            for row, token in zip(rows, chosen, strict=True)
+        }
+
+    def _plan(self, index: Tensor, lens: Array) -> list[Any]:
+        """Attention's plan per layer group, of rows of these lengths."""
+        on_device, kv_lens = self.table.lens(index), torch.from_numpy(lens)
+        return [
+            self._attention.plan_decodes(
+                DecodeRows(
+                    kv_lens,
+                    on_device,
+                    self.table.tables[group.index],
+                    index,
+                    self._cache.block_size,
+                    group.window,
+                    group.index,
+                )
+            )
+            for group in self._cache.groups
+        ]
+
+    def _logits(self, index: Tensor, plans: list[Any]) -> Tensor:
+        inputs = self.table.inputs(index)
+        groups = list(zip(plans, inputs.slots, strict=True))
+        step = GroupedPass(self._cache, self._attention, groups, self._places[: len(index)])
+        return self._model.run(inputs.ids, inputs.positions, step)
+
+    def _choose(self, logits: Tensor, index: Tensor, draw: Draw) -> Tensor:
+        parameters = None if draw is Draw.GREEDY else self.table.parameters(index)
+        filters = draw is Draw.FILTERED
+        return sample_rows.choose(logits, parameters, self._hashes, filters=filters)

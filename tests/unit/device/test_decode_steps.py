@@ -1,0 +1,148 @@
+"""Steps of decodes alone on a tiny model: which rows they take, what a failed one leaves, and that
+sampled text is the general way's.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from fairlead_runtime.device.decode_steps import DecodeSteps, is_decode
+from fairlead_runtime.device.sampling import NON_FINITE
+from fairlead_runtime.engine.isolate import run_isolated
+from fairlead_runtime.request import Request, SamplingParams, Sequence
+from fairlead_runtime.scheduling.plan import Finished, Row
+from fairlead_runtime.scheduling.scheduler import Scheduler
+from support.engine_rig import Rig, Setting, rig
+
+SETTING = Setting(block_size=4, num_blocks=200, max_requests=8)
+PARAMS: tuple[dict[str, Any], ...] = (
+    {"temperature": 0.0},
+    {"temperature": 1.0},
+    {"temperature": 0.8, "top_p": 0.9, "top_k": 30},
+    {"temperature": 1.0, "min_p": 0.02, "n": 3},
+    {"temperature": 0.0, "repetition_penalty": 1.3},
+    {"temperature": 0.9, "logprobs": 2},
+)
+
+
+def requests() -> list[Request]:
+    return [
+        Request(
+            f"{i}",
+            tuple(range(7 + i, 20 + 3 * i)),
+            SamplingParams(max_tokens=12 + i, ignore_eos=True, **params),
+            12 + i,
+            seed=i,
+        )
+        for i, params in enumerate(PARAMS)
+    ]
+
+
+def texts(engine: Rig, asked: list[Request], *, fail: bool = False) -> dict[tuple[str, int], Any]:
+    """The tokens and log-probabilities of each choice. With ``fail`` the seventh step of decodes
+    fails after the device has done it, as a whole and then its first half.
+    """
+    scheduler = Scheduler(SETTING.limits(len(engine.groups)), engine.groups, b"rig")
+    runner = engine.runner(SETTING)
+    steps, made = runner._decodes, 0
+    if fail:
+        assert steps is not None
+        advance = steps.table.advance
+
+        def fail_some(index: torch.Tensor, tokens: torch.Tensor) -> None:
+            nonlocal made
+            advance(index, tokens)
+            made += 1
+            if made in (7, 8):
+                raise RuntimeError("planted")
+
+        steps.table.advance = fail_some  # type: ignore[method-assign]
+    for request in asked:
+        scheduler.add(request)
+    out: dict[tuple[str, int], Any] = {}
+    while scheduler.has_work:
+        work = scheduler.commit(scheduler.plan())
+        runner.copy(work)
+        outcome = run_isolated(runner, work)
+        assert not outcome.failed
+        for event in scheduler.update(work, outcome.results):
+            assert not isinstance(event, Finished), event
+            key = event.sequence.request.id, event.sequence.choice
+            out.setdefault(key, []).append((event.token, event.logprobs))
+    assert made > 12 or not fail
+    return out
+
+
+def test_sampled_text_is_that_of_the_general_way() -> None:
+    asked = requests()
+    want = texts(rig("llama", "flashinfer"), asked)
+    assert texts(rig("llama", "resident"), asked) == want
+    assert len(want) == len(PARAMS) + 2
+
+
+def test_a_failed_step_leaves_nothing_wrong() -> None:
+    asked = [request for request in requests() if request.params.logprobs is None]
+    want = texts(rig("llama", "flashinfer"), asked)
+    assert texts(rig("llama", "resident"), asked, fail=True) == want
+
+
+def test_decodes_alone_take_this_way_and_others_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[int] = []
+    run = DecodeSteps.run
+
+    def spy(self: DecodeSteps, rows: list[Row], general: Callable[..., Any]) -> Any:
+        seen.append(len(rows))
+        return run(self, rows, general)
+
+    monkeypatch.setattr(DecodeSteps, "run", spy)
+    asked = requests()[:3]
+    texts(rig("llama", "resident"), asked)
+    assert seen == [3] * 11 + [2, 1]
+    texts(rig("llama", "flashinfer"), asked)
+    assert len(seen) == 13
+
+
+@pytest.mark.parametrize(
+    ("row", "decode"),
+    [((3, 1, True), True), ((2, 2, True), False), ((2, 1, False), False), ((0, 4, True), False)],
+)
+def test_what_is_a_decode(row: tuple[int, int, bool], *, decode: bool) -> None:
+    sequence = Sequence(0, Request("r", (1, 2, 3, 4), SamplingParams(), 9), 0, [1, 2, 3, 4])
+    assert is_decode(Row(sequence, *row)) is decode
+
+
+def test_a_row_that_scores_its_prompt_is_none() -> None:
+    params = SamplingParams(prompt_logprobs=1)
+    sequence = Sequence(0, Request("r", (1, 2), params, 9), 0, [1, 2])
+    assert not is_decode(Row(sequence, 1, 1, samples=True))
+
+
+def test_one_row_that_is_not_finite_fails_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = rig("llama", "resident")
+    runner, logits = engine.runner(SETTING), DecodeSteps._logits
+
+    def spoiled(self: DecodeSteps, index: torch.Tensor, plans: list[Any]) -> torch.Tensor:
+        out = logits(self, index, plans)
+        out[1] = torch.nan
+        return out
+
+    monkeypatch.setattr(DecodeSteps, "_logits", spoiled)
+    scheduler = Scheduler(SETTING.limits(len(engine.groups)), engine.groups, b"rig")
+    for request in requests()[:3]:
+        scheduler.add(request)
+    for _ in range(2):
+        work = scheduler.commit(scheduler.plan())
+        events = scheduler.update(work, runner.execute(work))
+    failed = [event for event in events if isinstance(event, Finished)]
+    assert [(e.sequence.id, e.message) for e in failed] == [(1, NON_FINITE)]
+    assert len(events) == 3
+
+
+def test_bytes_are_those_of_the_tensors() -> None:
+    steps = rig("gemma2", "resident").runner(SETTING)._decodes
+    assert steps is not None
+    kept = [steps.table.state, steps.table.tables, steps._index, steps._places, steps._hashes]
+    cache = steps._cache
+    assert steps.nbytes == sum(x.nbytes for x in kept) + cache.nbytes // cache.units
