@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 import fairlead_runtime
-from fairlead_kernels.quantize import dequantize, quantize
+from fairlead_kernels.quantize import quantize
 
 DEMO = Path(fairlead_runtime.__file__).parent / "demo"
 TEXT = Path(__file__).parents[1] / "scripts/demo_text.txt"
@@ -29,7 +29,7 @@ CHUNK = 128  # tokens that are read together
 
 def rounded_input(_module: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     (x,) = inputs
-    return (dequantize(*quantize(x.reshape(-1, x.shape[-1]))).view_as(x),)
+    return (quantize(x.reshape(-1, x.shape[-1])).dequantize().view_as(x),)
 
 
 def logits_of(model: Any, ids: Tensor) -> Tensor:
@@ -67,7 +67,7 @@ def main() -> None:
     matrices = [m for m in model.model.layers.modules() if isinstance(m, nn.Linear)]
     print(f"{options.model}: {len(ids)} tokens, {len(matrices)} matrices")
     for matrix in matrices:
-        matrix.weight.data = dequantize(*quantize(matrix.weight.data))
+        matrix.weight.data = quantize(matrix.weight.data).dequantize()
     report("int8 weights", logits_of(model, ids), want)
     for matrix in matrices:
         matrix.register_forward_pre_hook(rounded_input)

@@ -22,7 +22,7 @@ from fairlead_kernels.cpu_arguments import (
 from fairlead_kernels.cpu_attention import CpuAttention
 from fairlead_kernels.cpu_layers import LayerChain
 from fairlead_kernels.layer import Activation, Layer, Norm, Packed
-from fairlead_kernels.quantize import quantize
+from fairlead_kernels.quantize import Quantized, as_quantized
 
 
 def load(instruction_set: str | None = None) -> "CpuOperations":
@@ -55,44 +55,50 @@ class CpuOperations:
 
     def pack(
         self,
-        weights: Sequence[Tensor],
+        weights: Sequence[Tensor | Quantized],
         *,
         dtype: torch.dtype = torch.float32,
         factor: float = 1.0,
     ) -> Packed:
         """``LayerOperations.pack``. Rows are padded with zeros to a multiple of 8, 16 or 32."""
-        columns = weights[0].shape[1]
-        rows = sum(weight.shape[0] for weight in weights)
+        quantized = as_quantized(weights)
+        matrices = [x.numbers if isinstance(x, Quantized) else x for x in weights]
+        source = torch.float32
+        if quantized is not None:
+            dtype = source = matrices[0].dtype
+        columns = matrices[0].shape[1]
+        counts = [matrix.shape[0] for matrix in matrices]
+        rows = sum(counts)
+        for matrix in matrices:
+            if dtype not in _PACK or matrix.dtype is not source or matrix.shape[1:] != (columns,):
+                raise ValueError(
+                    f"weights: {tuple(matrix.shape)} of {matrix.dtype}; matrices of {columns} "
+                    "columns in float32 or int8 are needed"
+                )
         data = torch.empty(-(-rows // self._panel), columns, self._panel, dtype=dtype)
         pack_rows = getattr(self.library, _PACK[dtype])
         self.library.use_large_pages(data.data_ptr(), data.nbytes)
         if rows % self._panel:
             data[-1].zero_()
         first = 0
-        scales: list[Tensor] = []
-        for weight in weights:
-            if weight.dtype is not torch.float32 or weight.dim() != 2 or weight.shape[1] != columns:
-                raise ValueError(
-                    f"weights: {tuple(weight.shape)} of {weight.dtype}; float32 matrices of "
-                    f"{columns} columns are needed"
-                )
-            source = weight if weight.stride(1) == 1 else weight.contiguous()
-            scale = torch.ones(weight.shape[0])
-            if dtype is torch.int8:
-                source, scale = quantize(source)
-            scales.append(scale.mul_(factor))
+        for matrix in matrices:
+            dense_rows = matrix if matrix.stride(1) == 1 else matrix.contiguous()
             pack_rows(
                 data.data_ptr(),
-                source.data_ptr(),
-                weight.shape[0],
+                dense_rows.data_ptr(),
+                matrix.shape[0],
                 columns,
-                source.stride(0),
+                dense_rows.stride(0),
                 first,
                 torch.get_num_threads(),
             )
-            first += weight.shape[0]
-        scaled = dtype is torch.int8 or factor != 1
-        return Packed(data, rows, columns, torch.cat(scales) if scaled else None)
+            first += matrix.shape[0]
+        scales = None
+        if quantized is not None:
+            scales = torch.cat([x.scales for x in quantized]).mul_(factor)
+        elif factor != 1:
+            scales = torch.full((rows,), factor)
+        return Packed(data, rows, columns, scales)
 
     def linear(self, x: Tensor, weight: Packed, bias: Tensor | None = None) -> Tensor:
         """``LayerOperations.linear``."""

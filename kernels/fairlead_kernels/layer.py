@@ -11,6 +11,8 @@ from typing import Any, Literal, Protocol, Self
 
 import torch
 
+from fairlead_kernels.quantize import Quantized
+
 # ``gelu_tanh`` is the approximation with tanh, ``relu2`` the square of ``relu``.
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2"]
 
@@ -20,8 +22,8 @@ class Packed:
     """A weight matrix of ``rows`` outputs and ``columns`` inputs, in the layout of the operations
     that packed it: only their ``linear`` can read ``data``.
 
-    ``data`` is float32, bfloat16, float16 or int8. With ``scales`` float32 [rows], each row of the
-    matrix is its row of data times its scale; ``factor`` multiplies all of them.
+    ``data`` is float32, bfloat16, float16, int8 or float8_e4m3fn. With ``scales`` float32 [rows],
+    each row of the matrix is its row of data times its scale; ``factor`` multiplies all of them.
     """
 
     data: torch.Tensor
@@ -139,14 +141,15 @@ class LayerOperations(Protocol):
 
     def pack(
         self,
-        weights: Sequence[torch.Tensor],
+        weights: Sequence[torch.Tensor | Quantized],
         *,
         dtype: torch.dtype = torch.float32,
         factor: float = 1.0,
     ) -> Packed:
         """Weights float32 [N_i, K] below each other as one matrix of the sum of N_i rows, times
         ``factor``. They are stored as ``dtype``: float32, bfloat16 or float16, to which they are
-        rounded before they are multiplied, or int8 as ``quantize`` rounds them.
+        rounded before they are multiplied. Quantized weights, all of one format, are stored as they
+        are. Raises ValueError for a format or type that the operations do not multiply.
 
         Copies them; a caller that drops each weight after it is packed holds little twice.
         """

@@ -1,26 +1,76 @@
-"""Rounds weights to 8-bit integers, with one scale per row.
+"""Quantized weights: integers or 8-bit floats of each row, times the row's scale.
 
-Symmetric and per output channel, without calibration: the largest weight of a row becomes ±127
-(Jacob et al., "Quantization and Training of Neural Networks", 2018). The only rule of it: what
-packs weights and what computes with them in transformers both round here.
+Owns how such a weight is held, what it stands for, and the only rule by which weights of a plain
+checkpoint are rounded: symmetric and per output channel, without calibration, the largest weight of
+a row becomes the largest number of the format (Jacob et al., "Quantization and Training of Neural
+Networks", 2018).
 """
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, Self
 
 import torch
 from torch import Tensor
 
-LARGEST = 127
+Format = Literal["int8", "fp8"]
+FP8 = torch.float8_e4m3fn
+STORED: dict[Format, torch.dtype] = {"int8": torch.int8, "fp8": FP8}
+# The largest number that rounding gives. A published checkpoint may hold -128, too.
+LARGEST: dict[Format, float] = {"int8": 127.0, "fp8": torch.finfo(FP8).max}
 
 
-def quantize(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Weights float32 [N, K] → integers int8 [N, K] and scales float32 [N].
+@dataclass(frozen=True, slots=True, eq=False)
+class Quantized:
+    """A matrix [N, K], each row its row of ``numbers`` times its scale.
 
-    Weights that are already integers times scales give the same integers again.
+    ``bits`` int8 [N, K]: integers, or the bits of numbers in float8_e4m3fn, which thus stay as they
+    are wherever floating-point tensors are cast. ``scales`` float32 [N].
+    """
+
+    format: Format
+    bits: Tensor
+    scales: Tensor
+
+    @property
+    def numbers(self) -> Tensor:
+        """[N, K] in int8 or float8_e4m3fn."""
+        return self.bits.view(STORED[self.format])
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.bits.shape
+
+    def rows(self, order: Tensor) -> Self:
+        """The same with its rows in this order."""
+        return type(self)(self.format, self.bits[order], self.scales[order])
+
+    def dequantize(self) -> Tensor:
+        """The matrix, float32 [N, K]."""
+        return self.numbers.float().mul_(self.scales[:, None])
+
+
+def quantize(weight: Tensor, to: Format = "int8") -> Quantized:
+    """Round weights float32 [N, K]. Those that are already numbers of the format times scales, and
+    use its largest one, give the same numbers again.
     """
     smallest = torch.finfo(torch.float32).tiny  # a row of zeros has a scale too
-    scales = weight.abs().amax(dim=1).div_(LARGEST).clamp_(min=smallest)
-    return (weight / scales[:, None]).round_().to(torch.int8), scales
+    scales = weight.abs().amax(dim=1).div_(LARGEST[to]).clamp_(min=smallest)
+    scaled = weight / scales[:, None]
+    if to == "int8":
+        return Quantized(to, scaled.round_().to(torch.int8), scales)
+    # Rounding may carry a row's largest weight past the largest number, which has no successor.
+    largest = LARGEST[to]
+    return Quantized(to, scaled.clamp_(-largest, largest).to(FP8).view(torch.int8), scales)
 
 
-def dequantize(integers: Tensor, scales: Tensor) -> Tensor:
-    """The weights float32 [N, K] that ``quantize`` stands for."""
-    return integers.float().mul_(scales[:, None])
+def as_quantized(weights: Sequence[Tensor | Quantized]) -> list[Quantized] | None:
+    """``weights`` if all are quantized to one format, None if none is. Raises ValueError for a
+    mixture, which no operation multiplies.
+    """
+    found = [weight for weight in weights if isinstance(weight, Quantized)]
+    if not found:
+        return None
+    if len(found) != len(weights) or len({weight.format for weight in found}) > 1:
+        raise ValueError("weights: they are of several formats")
+    return found

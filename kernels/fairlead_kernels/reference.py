@@ -12,7 +12,7 @@ import torch.nn.functional as F  # noqa: N812 - torch's own convention
 
 from fairlead_kernels.attention import LayerSpec, RaggedRows
 from fairlead_kernels.layer import Activation, Norm, Packed
-from fairlead_kernels.quantize import quantize
+from fairlead_kernels.quantize import Quantized, as_quantized
 
 name = "reference"
 in_float32 = True
@@ -89,16 +89,21 @@ def write(
 
 
 def pack(
-    weights: Sequence[torch.Tensor], *, dtype: torch.dtype = torch.float32, factor: float = 1.0
+    weights: Sequence[torch.Tensor | Quantized],
+    *,
+    dtype: torch.dtype = torch.float32,
+    factor: float = 1.0,
 ) -> Packed:
     """``LayerOperations.pack``: row after row."""
-    data = torch.cat(list(weights))
-    scales = torch.ones(data.shape[0])
-    if dtype is torch.int8:
-        data, scales = quantize(data)
-    scaled = dtype is torch.int8 or factor != 1
-    data = data.to(dtype)
-    return Packed(data, data.shape[0], data.shape[1], scales * factor if scaled else None)
+    quantized = as_quantized(weights)
+    if quantized is not None:
+        data, dtype = torch.cat([x.bits for x in quantized]), quantized[0].numbers.dtype
+        scales = torch.cat([x.scales for x in quantized])
+        rows, columns = data.shape
+        return Packed(data.view(dtype), rows, columns, scales * factor)
+    data = torch.cat([x for x in weights if isinstance(x, torch.Tensor)]).to(dtype)
+    factors = None if factor == 1 else torch.full((len(data),), factor)
+    return Packed(data, data.shape[0], data.shape[1], factors)
 
 
 def linear(x: torch.Tensor, weight: Packed, bias: torch.Tensor | None = None) -> torch.Tensor:

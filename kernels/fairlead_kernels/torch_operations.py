@@ -13,6 +13,7 @@ from torch import Tensor
 
 from fairlead_kernels.cache_write import write
 from fairlead_kernels.layer import Activation, Norm, Packed
+from fairlead_kernels.quantize import Quantized, as_quantized
 from fairlead_kernels.reference import ACTIVATIONS
 
 
@@ -24,28 +25,36 @@ class TorchOperations:
 
     def pack(
         self,
-        weights: Sequence[Tensor],
+        weights: Sequence[Tensor | Quantized],
         *,
         dtype: torch.dtype = torch.float32,
         factor: float = 1.0,
     ) -> Packed:
-        """``LayerOperations.pack``: row after row. Raises ValueError for int8."""
-        if not dtype.is_floating_point:
-            raise ValueError(f"dtype: {dtype}; torch's products take floating-point weights")
-        first = weights[0]
-        rows = sum(weight.shape[0] for weight in weights)
-        data = first.new_empty(rows, first.shape[1], dtype=dtype)
+        """``LayerOperations.pack``: row after row."""
+        quantized = as_quantized(weights)
+        # torch concatenates integers of any kind, but not every kind of float.
+        parts = [x.bits if isinstance(x, Quantized) else x for x in weights]
+        first, rows = parts[0], sum(part.shape[0] for part in parts)
+        data = first.new_empty(
+            rows, first.shape[1], dtype=dtype if quantized is None else first.dtype
+        )
         at = 0
-        for weight in weights:
-            data[at : at + len(weight)] = weight
-            at += len(weight)
-        return Packed(data, rows, first.shape[1], factor=factor)
+        for part in parts:
+            data[at : at + len(part)] = part
+            at += len(part)
+        if quantized is None:
+            return Packed(data, rows, first.shape[1], factor=factor)
+        scales = torch.cat([x.scales for x in quantized]).mul_(factor)
+        return Packed(data.view(quantized[0].numbers.dtype), rows, first.shape[1], scales)
 
     def linear(self, x: Tensor, weight: Packed, bias: Tensor | None = None) -> Tensor:
         """``LayerOperations.linear``. An ``x`` of another type than the weights', as in the
-        comparison of a layer with its original, takes a copy of them in its own.
+        comparison of a layer with its original, takes a copy of them in its own; so does every
+        ``x`` of quantized ones.
         """
         data = weight.data
+        if weight.scales is not None:
+            data = data.float().mul_(weight.scales[:, None])
         if data.dtype is not x.dtype:
             data = data.to(x.dtype)
         if weight.factor == 1:

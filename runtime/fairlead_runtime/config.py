@@ -116,7 +116,8 @@ class EngineConfig:
     )
     quantization: Quantization = knob(
         "none",
-        "weight quantization; int8: the layers' matrices, a scale per row, rounded at load",
+        "rounds a plain checkpoint's weights at load; int8: the layers' matrices, a scale per row; "
+        "none: as the checkpoint has them, also quantized ones",
         when="int8 to decode faster on a CPU and leave memory to the cache.",
         cr="engine.quantization",
     )

@@ -86,9 +86,9 @@ NOT_YET = (
     Limit(
         "quantization",
         ("none",),
-        "fp8 (and int8 on an accelerator or below float32)",
+        "fp8 (and int8 on an accelerator or in float16)",
         "other kernels take weights of the model's type",
-        dtypes=("float32",),
+        dtypes=("float32", "bfloat16"),
         sometimes=("int8",),
         only_on="cpu",
     ),

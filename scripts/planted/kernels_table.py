@@ -87,16 +87,23 @@ BUGS = (
     PackageBug(
         "the factor of a weight that is not int8 is lost",
         f"{KERNELS}/cpu.py",
-        "scaled = dtype is torch.int8 or factor != 1",
-        "scaled = dtype is torch.int8",
+        "        elif factor != 1:",
+        "        elif factor != factor:",
         C_OPERATIONS,
     ),
     PackageBug(
         "the factor of an int8 weight is lost",
         f"{KERNELS}/cpu.py",
-        "scales.append(scale.mul_(factor))",
-        "scales.append(scale if dtype is torch.int8 else scale.mul_(factor))",
+        "torch.cat([x.scales for x in quantized]).mul_(factor)",
+        "torch.cat([x.scales for x in quantized])",
         C_OPERATIONS,
+    ),
+    PackageBug(
+        "rows in another order have the scales of others",
+        f"{KERNELS}/quantize.py",
+        "self.scales[order]",
+        "self.scales",
+        ("unit/kernels/test_quantize.py",),
     ),
     PackageBug(
         "all rows of a weight have one scale",

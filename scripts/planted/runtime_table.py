@@ -3,6 +3,8 @@
 from planted.bug import PackageBug
 
 RUNTIME = "runtime/fairlead_runtime"
+PUBLISHED = ("functional/engine/test_published_weights.py",)
+STORED_WEIGHTS = ("unit/models/test_published.py",)
 TERMS, PROFILING = f"{RUNTIME}/sizing/terms.py", f"{RUNTIME}/device/profiling.py"
 FUSION, LAYER_PARTS = (f"{RUNTIME}/device/{name}.py" for name in ("fusion", "layer_parts"))
 FETCH, LLM = f"{RUNTIME}/hub/fetch.py", f"{RUNTIME}/llm.py"
@@ -298,6 +300,48 @@ BUGS = (
         ("unit/sizing/test_memory_plan.py",),
     ),
     PackageBug(
+        "weights that are stored quantized are planned to be loaded plain",
+        f"{RUNTIME}/sizing/terms.py",
+        'config.quantization == "none" or shape.quantized',
+        'config.quantization == "none"',
+        PUBLISHED,
+    ),
+    PackageBug(
+        "a setting that disagrees with the checkpoint is taken",
+        f"{RUNTIME}/sizing/published.py",
+        'not in ("none", quantized)',
+        'not in ("none", "int8", "fp8")',
+        ("unit/sizing/test_published.py",),
+    ),
+    PackageBug(
+        "integers packed into words lose their offset",
+        f"{RUNTIME}/models/published.py",
+        ".bitwise_xor(128)",
+        "",
+        STORED_WEIGHTS,
+    ),
+    PackageBug(
+        "integers packed into words are read from the highest bits on",
+        f"{RUNTIME}/models/published.py",
+        "return words.contiguous().view(torch.uint8)",
+        "return words.contiguous().view(torch.uint8).flip(1)",
+        STORED_WEIGHTS,
+    ),
+    PackageBug(
+        "all rows of a stored weight have the first one's scale",
+        f"{RUNTIME}/models/published.py",
+        "scales.reshape(-1).expand",
+        "scales.reshape(-1)[:1].expand",
+        STORED_WEIGHTS,
+    ),
+    PackageBug(
+        "zero points that are not served are ignored",
+        f"{RUNTIME}/models/published.py",
+        "getattr(self, ZERO).any()",
+        "getattr(self, ZERO).isnan().any()",
+        STORED_WEIGHTS,
+    ),
+    PackageBug(
         "the room to load weights before they are quantized is not looked at",
         f"{RUNTIME}/sizing/solve.py",
         "and loading <= budget",
@@ -307,7 +351,7 @@ BUGS = (
     PackageBug(
         "transformers computes with weights that are not rounded",
         f"{RUNTIME}/device/selftest.py",
-        "            round_weights(model)\n",
+        "            quantize_weights(model, quantized)\n",
         "            pass\n",
         ("functional/engine/test_plan_and_start.py",),
     ),
@@ -657,8 +701,8 @@ BUGS = (
     PackageBug(
         "a bfloat16 model's weights are packed in float32",
         FUSION,
-        "torch.int8 if int8 else model.heads.dtype",
-        "torch.int8 if int8 else torch.float32",
+        "parts.pack(operations, model.heads.dtype)",
+        "parts.pack(operations)",
         ("functional/engine/test_fused_layers.py",),
     ),
     PackageBug(
@@ -678,8 +722,8 @@ BUGS = (
     PackageBug(
         "the self-test expects transformers' rounding of fused layers",
         f"{RUNTIME}/device/selftest.py",
-        "            with computed_in_float32(model):\n",
-        "            if model is not None:\n",
+        "    with computed_in_float32(model):\n        return",
+        "    if model is not None:\n        return",
         ("functional/engine/test_plan_and_start.py",),
     ),
     PackageBug(

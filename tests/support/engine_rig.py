@@ -18,7 +18,7 @@ from fairlead_kernels import reference
 from fairlead_kernels.attention import AttentionBackend, DecodeAttention
 from fairlead_kernels.backend import BackendChoice, pick
 from fairlead_runtime.device.decode_steps import DecodeSteps
-from fairlead_runtime.device.fusion import fuse, round_weights
+from fairlead_runtime.device.fusion import fuse, quantize_weights
 from fairlead_runtime.device.kv_cache import CacheStorage
 from fairlead_runtime.device.model_runner import ModelRunner
 from fairlead_runtime.device.paged_model import PagedModel
@@ -170,7 +170,7 @@ class Rig:
         self._described = {"family": family, **overrides}
         self.model = paged(family, **overrides)
         if kernels in ("int8", "rounded"):
-            round_weights(self.model)
+            quantize_weights(self.model, "int8")
         plain = UNFUSED.get(kernels)
         self._unfused = rig(family, plain, **overrides) if plain else self
         self._kernels = kernels
@@ -180,7 +180,7 @@ class Rig:
             rank_pair.split(self.model, self._pair.group)
             plain = None  # its layers are not fused
         operations = self._choice().operations or (reference if plain else None)
-        self.fusion = fuse(self.model, operations, int8=kernels == "int8")
+        self.fusion = fuse(self.model, operations)
         self.groups: tuple[LayerGroup, ...] = group_layers(self.model.windows)
         self._references: dict[tuple[tuple[int, ...], int], list[int]] = {}
 

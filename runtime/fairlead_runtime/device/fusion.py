@@ -11,8 +11,9 @@ same bfloat16 values; its fused layers compute in float32, or in bfloat16 with a
 (``LayerOperations.in_float32``), and between two runs of them hidden states are bfloat16 as
 elsewhere in the model. What is said of bfloat16 holds for float16.
 
-Weights that will be packed as int8 are first rounded where they are, in float32. So transformers'
-code computes with the very weights that serve, and every comparison judges the kernels alone.
+Quantized weights are first rounded where they are, or come rounded from the checkpoint:
+transformers' code multiplies by what they stand for (``models/quantized.py``), fused layers by
+their own copy of the same numbers, so every comparison judges the kernels alone.
 """
 
 import itertools
@@ -31,7 +32,7 @@ from fairlead_kernels.cpu import CpuOperations
 from fairlead_kernels.cpu_attention import CpuAttention
 from fairlead_kernels.cpu_layers import LayerChain
 from fairlead_kernels.layer import Layer, LayerOperations
-from fairlead_kernels.quantize import dequantize, quantize
+from fairlead_kernels.quantize import Format, quantize
 from fairlead_runtime.device.attention import (
     CURRENT_PASS,
     AttentionCall,
@@ -49,6 +50,7 @@ from fairlead_runtime.device.layer_parts import (
     recognize,
 )
 from fairlead_runtime.device.paged_model import PagedModel, ProbePass, causal_attention
+from fairlead_runtime.models.quantized import QuantizedLinear
 
 TOKENS = 8  # of the recorded pass
 Rope = tuple[Tensor, Tensor]  # cosines and sines [T, R]
@@ -230,17 +232,27 @@ class FusedRun:
 
 
 @torch.inference_mode()
-def round_weights(model: PagedModel) -> None:
-    """Round the matrices of every layer that fits to int8 times a scale per row, in place. They
-    stay in float32, for ``fuse`` to pack.
+def quantize_weights(model: PagedModel, to: Format) -> None:
+    """Quantize the matrices of every layer that fits, one layer after the other: each is held by a
+    ``QuantizedLinear`` instead, for transformers' code to compute with and for ``fuse`` to pack.
     """
-    for recorded in _record(model, _decoder_layers(model) or []):
+    shared = _shared_parameters(model.model)
+    layers = _decoder_layers(model) or []
+    for layer, recorded in zip(layers, _record(model, layers), strict=True):
+        widened = _Widened(layer)
         try:
             parts = recognize(_recording(recorded)[0])
+            found = {} if _shares(layer, shared) else {x.module: x.stored for x in parts.matrices}
         except DoesNotFitError:
-            continue  # `fuse` gives the reason
-        for matrix in parts.matrices:
-            matrix.stored.copy_(dequantize(*quantize(matrix.stored)))
+            found = {}  # `fuse` gives the reason
+        widened.narrow()
+        for parent in list(layer.modules()):
+            for name, module in list(parent.named_children()):
+                weight = found.get(module)
+                if isinstance(weight, Tensor):
+                    vectors = [x for x in module.parameters(recurse=False) if x.dim() == 1]
+                    bias = vectors[0] if vectors else None
+                    setattr(parent, name, QuantizedLinear(quantize(weight, to), bias))
 
 
 @contextmanager
@@ -274,10 +286,9 @@ def _fitting(model: PagedModel) -> list[nn.Module]:
 
 
 @torch.inference_mode()
-def fuse(model: PagedModel, operations: LayerOperations | None, *, int8: bool = False) -> Fusion:
+def fuse(model: PagedModel, operations: LayerOperations | None) -> Fusion:
     """Replace every layer that fits by a fused one on these operations; without any, none. Weights
-    are packed in the model's type, or with ``int8`` as the integers to which ``round_weights`` has
-    rounded them.
+    are packed in the model's type, quantized ones as they are.
 
     The result of each fused layer, packed weights and all, is compared with the original's first;
     a layer that differs keeps its own code and weights.
@@ -290,11 +301,10 @@ def fuse(model: PagedModel, operations: LayerOperations | None, *, int8: bool = 
     fused: list[FusedLayer] = []
     reasons: dict[str, int] = {}
     shared = _shared_parameters(model.model)
-    stored = torch.int8 if int8 else model.heads.dtype
     for index, recorded in enumerate(_record(model, layers)):
         widened = _Widened(layers[index])
         try:
-            layer = _fused(layers[index], index, recorded, shared, model, operations, stored)
+            layer = _fused(layers[index], index, recorded, shared, model, operations)
         except DoesNotFitError as error:
             reasons.setdefault(str(error), index)
         else:
@@ -309,7 +319,8 @@ def fuse(model: PagedModel, operations: LayerOperations | None, *, int8: bool = 
             original: Any = layers[part.index]  # torch types each attribute as tensor or module
             original.forward = joined.forward_of(place)
     reason = "; ".join(f"layer {index}: {text}" for text, index in reasons.items())
-    return Fusion(len(fused), total, reason, stored)
+    stored = {layer.layer.qkv.data.dtype for layer in fused} or {model.heads.dtype}
+    return Fusion(len(fused), total, reason, min(stored, key=lambda dtype: dtype.itemsize))
 
 
 def _runs(fused: Sequence[FusedLayer]) -> list[list[FusedLayer]]:
@@ -482,16 +493,15 @@ def _fused(
     shared: set[int],
     model: PagedModel,
     operations: LayerOperations,
-    stored: torch.dtype,
 ) -> FusedLayer:
     """The fused layer, proven equal to the original. Raises DoesNotFitError."""
     recording, rope = _recording(recorded)
     parts = recognize(recording)
-    if not shared.isdisjoint(map(id, original.modules())):
+    if _shares(original, shared):
         raise DoesNotFitError("it shares weights with another module")
     spec = spec_of(parts.call, model.windows[index])
     argument = RopeArgument(rope if parts.rotates else "", parts.rope_in_pairs)
-    layer = parts.pack(operations, stored)
+    layer = parts.pack(operations, model.heads.dtype)
     fused = FusedLayer(index, layer, spec, parts.call, argument, operations)
     step = _ScratchPass(model.heads, model.device)
     x = recording.input
@@ -535,6 +545,11 @@ def _recording(recorded: _Recorded) -> tuple[Recording, str]:
         attended=attended,
         call=call,
     ), name
+
+
+def _shares(layer: nn.Module, shared: set[int]) -> bool:
+    """Whether a module of the layer is one of ``shared``, by its id."""
+    return not shared.isdisjoint(map(id, layer.modules()))
 
 
 def _shared_parameters(model: nn.Module) -> set[int]:

@@ -17,7 +17,9 @@ from torch import Tensor, nn
 
 from fairlead_kernels import reference
 from fairlead_kernels.layer import Activation, Layer, LayerOperations, Norm, Packed
+from fairlead_kernels.quantize import Quantized
 from fairlead_runtime.device.attention import AttentionCall
+from fairlead_runtime.models.quantized import QuantizedLinear
 
 # Two results of float32 are equal within this share of their size; other functions differ by more.
 CLOSE = 1e-4
@@ -63,14 +65,14 @@ class Recording:
 @dataclass(frozen=True, slots=True, eq=False)
 class Matrix:
     """The weights [N, K] and bias [N] of a module that multiplies by them. ``stored`` is a view of
-    the module's own weights [N, K], of which ``weight`` may have the rows in another order. What a
-    layer multiplies the result by (Granite) is the ``factor`` of the weights, and already part of
-    ``bias``.
+    the module's own weights [N, K], or their quantized form, of which ``weight`` may have the rows
+    in another order. What a layer multiplies the result by (Granite) is the ``factor`` of the
+    weights, and already part of ``bias``.
     """
 
     module: nn.Module
-    stored: Tensor
-    weight: Tensor
+    stored: Tensor | Quantized
+    weight: Tensor | Quantized
     bias: Tensor | None
     factor: float = 1.0
 
@@ -83,7 +85,9 @@ class Matrix:
     def ordered(self, rows: Tensor) -> Self:
         """With its rows, and so its results, in this order."""
         bias = None if self.bias is None else self.bias[rows]
-        return replace(self, weight=self.weight[rows], bias=bias)
+        weight = self.weight
+        weight = weight.rows(rows) if isinstance(weight, Quantized) else weight[rows]
+        return replace(self, weight=weight, bias=bias)
 
 
 @dataclass(slots=True, eq=False)
@@ -114,8 +118,8 @@ class LayerParts:
         return [*self.qkv, self.out, *self.gate_up, self.down]
 
     def pack(self, operations: LayerOperations, dtype: torch.dtype = torch.float32) -> Layer:
-        """The layer with its matrices packed for these operations, stored as ``dtype``; copies
-        them.
+        """The layer with its matrices packed for these operations, stored as ``dtype`` unless they
+        are quantized; copies them.
         """
 
         def pack(*matrices: Matrix) -> Packed:
@@ -146,8 +150,9 @@ def _bias(matrices: Sequence[Matrix]) -> Tensor | None:
     """The biases below each other, zeros for a matrix without one."""
     if all(matrix.bias is None for matrix in matrices):
         return None
+    known = next(matrix.bias for matrix in matrices if matrix.bias is not None)
     parts = [
-        matrix.weight.new_zeros(matrix.weight.shape[0]) if matrix.bias is None else matrix.bias
+        known.new_zeros(matrix.weight.shape[0]) if matrix.bias is None else matrix.bias
         for matrix in matrices
     ]
     return torch.cat(parts)
@@ -289,21 +294,31 @@ def _matrix(call: ModuleCall, given: Tensor) -> Matrix | None:
     """The matrix of a module that multiplies ``given`` by it; transposed where it is stored [K, N],
     as in GPT-2.
     """
-    own = dict(call.module.named_parameters(recurse=False))
-    weights = [p.data for p in own.values() if p.dim() == 2]
-    biases = [p.data for p in own.values() if p.dim() == 1]
-    if len(weights) != 1 or len(weights) + len(biases) != len(own) or len(biases) > 1:
+    weights, bias = _weights_of(call.module)
+    if not weights or not close(call.input.reshape(-1, call.input.shape[-1]), given):
         return None
-    if not close(call.input.reshape(-1, call.input.shape[-1]), given):
-        return None
-    bias = biases[0] if biases else None
     result = call.output.reshape(given.shape[0], -1)
-    for weight in (weights[0], weights[0].T):
+    for weight in weights:
         if weight.shape == (result.shape[1], given.shape[1]):
-            product = given @ weight.T
+            values = weight.dequantize() if isinstance(weight, Quantized) else weight
+            product = given @ values.T
             if close(result, product if bias is None else product + bias):
                 return Matrix(call.module, weight, weight, bias)
     return None
+
+
+def _weights_of(module: nn.Module) -> tuple[Sequence[Tensor | Quantized], Tensor | None]:
+    """The matrices [N, K] that a module may multiply by, none or those that it may store, and the
+    bias.
+    """
+    if isinstance(module, QuantizedLinear):
+        return [module.weight], None if module.bias is None else module.bias.data
+    own = dict(module.named_parameters(recurse=False))
+    weights = [p.data for p in own.values() if p.dim() == 2]
+    biases = [p.data for p in own.values() if p.dim() == 1]
+    if len(weights) != 1 or len(weights) + len(biases) != len(own) or len(biases) > 1:
+        return [], None
+    return [weights[0], weights[0].T], biases[0] if biases else None
 
 
 def _may_be_norm(call: ModuleCall) -> bool:

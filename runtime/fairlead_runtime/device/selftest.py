@@ -12,7 +12,7 @@ difference.
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Self
 
@@ -22,10 +22,16 @@ import torch
 from fairlead_kernels.attention import AttentionBackend
 from fairlead_kernels.backend import BackendChoice, pick
 from fairlead_kernels.not_available import NotAvailableError
+from fairlead_kernels.quantize import Format
 from fairlead_runtime.config import ConfigError
 from fairlead_runtime.device import paged_model, shards
 from fairlead_runtime.device.batch import BatchBuilder
-from fairlead_runtime.device.fusion import Fusion, computed_in_float32, fuse, round_weights
+from fairlead_runtime.device.fusion import (
+    Fusion,
+    computed_in_float32,
+    fuse,
+    quantize_weights,
+)
 from fairlead_runtime.device.group import Group
 from fairlead_runtime.device.kv_cache import CacheStorage
 from fairlead_runtime.device.paged_model import PagedModel
@@ -47,6 +53,10 @@ LONGEST = 160
 # float16, 0.04 in bfloat16. Planted faults (a window wrong by one, no softcap, no sinks) differ by
 # 0.4 to 1.0 in every type: tests/functional/engine/test_paged_model.py.
 TOLERANCE = {torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.2}
+# The same of transformers' logits with quantized and with plain weights: what the format itself may
+# cost. Unrelated logits differ by 1.4, a trained model's with int8 by 0.025; those of random ones,
+# which rounding moves further, by up to 0.51 and 0.79: docs/design/0011-quantization.md.
+ROUNDING: dict[Format, float] = {"int8": 0.7, "fp8": 1.1}
 # Where rounding can change a router's choice, only this many last tokens count: see _distance.
 LAST = 5
 
@@ -65,18 +75,38 @@ class NotPackedError(SelfTestError):
 @dataclass(frozen=True, slots=True)
 class SelfTestResult:
     """``delta``: the largest difference of logits in units of their spread; ``tolerance``: the
-    largest allowed.
+    largest allowed; ``rounding``: what weights that were quantized at load cost.
     """
 
     delta: float
     tolerance: float
     tokens: int
     backend: str
+    rounding: "Rounding | None" = None
+
+    def __str__(self) -> str:
+        rounding = f"; {self.rounding}" if self.rounding else ""
+        return (
+            f"self-test: {self.tokens} tokens, largest difference {self.delta:.2g} of "
+            f"{self.tolerance:g} allowed ({self.backend} attention){rounding}"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Rounding:
+    """How far quantized weights move transformers' logits from those of the plain checkpoint, in
+    units of their spread: the worst token's. ``same``: the share of tokens whose likeliest next
+    token stays.
+    """
+
+    format: Format
+    moved: float
+    same: float
 
     def __str__(self) -> str:
         return (
-            f"self-test: {self.tokens} tokens, largest difference {self.delta:.2g} of "
-            f"{self.tolerance:g} allowed ({self.backend} attention)"
+            f"{self.format} weights move logits by {self.moved:.2g} of {ROUNDING[self.format]:g} "
+            f"allowed, likeliest token the same in {100 * self.same:.0f} %"
         )
 
 
@@ -94,32 +124,43 @@ def prepare_and_test(
 ) -> tuple[ServedModel, SelfTestResult]:
     """The model on our paged attention and on the kernels that serve it, and the result. Raises
     ModelError, SelfTestError, or ConfigError where the kernels that are asked for cannot serve the
-    model, or not all layers can have int8 weights.
+    model, or not all layers can have quantized weights.
 
-    With ``quantization`` int8 transformers computes the expected logits with the rounded weights.
-    Where layers of a model in bfloat16 are fused it computes them in float32, as they are served:
-    its own rounding, up to 0.18 of the spread, would leave little room for a fault.
+    With ``quantization`` a plain checkpoint's layers are rounded to it first, and the result says
+    how far that moves transformers' own logits; a quantized one's are as they are. transformers
+    computes the expected logits with the quantized weights. Where layers of a model in bfloat16 are
+    fused it computes them in float32, as they are served: its own rounding, up to 0.18 of the
+    spread, would leave little room for a fault.
     """
     name = str(loaded.config.model_type)
     with _packed_or_not(name):
         model = paged_model.prepare(loaded)
         choice = _pick(model, kernels)
-        int8 = quantization == "int8"
-        if int8:
-            round_weights(model)
-        if choice.operations is None:
-            expected = Expected.of(model, loaded.max_model_len)
+        rounding = None
+        quantized = loaded.shape.quantized or quantization
+        if quantized in ROUNDING and not loaded.shape.quantized:
+            plain = _expected(model, choice, loaded.max_model_len)
+            quantize_weights(model, quantized)
+            expected = _expected(model, choice, loaded.max_model_len)
+            rounding = _rounding(model, expected, plain, quantized)
         else:
-            with computed_in_float32(model):
-                expected = Expected.of(model, loaded.max_model_len)
-        fusion = fuse(model, choice.operations, int8=int8)
-        if int8 and fusion.fused < fusion.layers:
+            expected = _expected(model, choice, loaded.max_model_len)
+        fusion = fuse(model, choice.operations)
+        if quantized != "none" and fusion.fused < fusion.layers:
             raise ConfigError(
                 "quantization",
-                f"int8 needs every layer of {name!r} in the C++ kernels: {fusion}",
-                "use none",
+                f"{quantized} needs every layer of {name!r} in the C++ kernels: {fusion}",
+                "use the unquantized checkpoint" if loaded.shape.quantized else "use none",
             )
-        return ServedModel(model, choice, fusion), check(model, choice.attention, expected)
+        result = check(model, choice.attention, expected)
+        return ServedModel(model, choice, fusion), replace(result, rounding=rounding)
+
+
+def _expected(model: PagedModel, choice: BackendChoice, max_model_len: int) -> "Expected":
+    if choice.operations is None:
+        return Expected.of(model, max_model_len)
+    with computed_in_float32(model):
+        return Expected.of(model, max_model_len)
 
 
 def prepare_rank(
@@ -201,7 +242,8 @@ def check(model: PagedModel, backend: AttentionBackend, expected: Expected) -> S
     """Compare our pass with the expected one on about 200 tokens; raises SelfTestError beyond
     TOLERANCE.
     """
-    ours = _paged_logits(model, backend, expected.prompts)
+    rows = _paged_logits(model, backend, expected.prompts)
+    ours = [torch.stack([row[position] for position in sorted(row)]) for row in rows]
     median = model.heads.dtype is not torch.float32 and _has_experts(model)
     delta = max(_distance(*pair, median=median) for pair in zip(ours, expected.logits, strict=True))
     tolerance = TOLERANCE[model.heads.dtype]
@@ -215,16 +257,33 @@ def check(model: PagedModel, backend: AttentionBackend, expected: Expected) -> S
     return SelfTestResult(delta, tolerance, tokens, backend.name)
 
 
-def _distance(ours: dict[int, torch.Tensor], plain: torch.Tensor, *, median: bool) -> float:
-    """The difference of one prompt's logits: the worst token's, in units of its logits' spread.
+def _rounding(
+    model: PagedModel, rounded: "Expected", plain: "Expected", quantized: Format
+) -> Rounding:
+    """What quantized weights cost; raises SelfTestError beyond ROUNDING."""
+    pairs = list(zip(rounded.logits, plain.logits, strict=True))
+    same = torch.cat([(a.argmax(1) == b.argmax(1)).float() for a, b in pairs])
+    moved = max(_distance(*pair, median=False) for pair in pairs)
+    result = Rounding(quantized, moved, float(same.mean()))
+    if not moved <= ROUNDING[quantized]:
+        raise SelfTestError(
+            f"self-test: {quantized} weights move the logits of "
+            f"{str(model.model.config.model_type)!r} by {moved:.3g} of their spread, above the "
+            f"{ROUNDING[quantized]:g} that are allowed; serve it with quantization none"
+        )
+    return result
+
+
+def _distance(ours: torch.Tensor, plain: torch.Tensor, *, median: bool) -> float:
+    """The difference of one prompt's logits [positions, vocabulary]: the worst token's, in units of
+    its logits' spread.
 
     In half precision rounding sometimes changes a router's choice, and another expert computes that
     token (up to 0.4 of the spread). A fault of attention affects all tokens, one of a window all
     beyond it: so with ``median`` the median of the last tokens decides.
     """
-    mine = torch.stack([ours[position] for position in sorted(ours)]).float()
     spread = plain.float().std(dim=1).clamp(min=1e-6)
-    distances = (mine - plain.float()).square().mean(dim=1).sqrt() / spread
+    distances = (ours.float() - plain.float()).square().mean(dim=1).sqrt() / spread
     worst = float(distances[-LAST:].median() if median else distances.max())
     return math.inf if math.isnan(worst) else worst
 

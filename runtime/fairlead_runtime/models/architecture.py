@@ -13,6 +13,7 @@ from fairlead_runtime.models.headers import Header
 from fairlead_runtime.models.model_error import ModelError
 from fairlead_runtime.sizing.config_json import ShapeError, UnknownFamilyError
 from fairlead_runtime.sizing.family_table import FAMILIES
+from fairlead_runtime.sizing.published import QuantizedError
 from fairlead_runtime.sizing.shape import ModelShape
 
 _COMPOSITE = ("text_config", "llm_config", "language_config", "thinker_config")
@@ -51,17 +52,15 @@ def check(
 
         shape = unlisted.shape_of(config, weights or {})
     except ShapeError as error:
-        raise ModelError(
-            "UnsupportedModel", str(error), "serve one of the supported families"
-        ) from error
-    if shape.quantized:
-        raise ModelError(
-            "UnsupportedModel",
-            f"config.json: quantization_config: {shape.quantized} checkpoints are not supported "
-            "yet",
-            "use the unquantized checkpoint",
-        )
+        raise unsupported_shape(error) from error
     return shape
+
+
+def unsupported_shape(error: ShapeError) -> ModelError:
+    """The refusal of a config.json that cannot be sized, with what to do."""
+    quantized = isinstance(error, QuantizedError)
+    fix = "use the unquantized checkpoint" if quantized else "serve one of the supported families"
+    return ModelError("UnsupportedModel", str(error), fix)
 
 
 def _in_transformers(model_type: object) -> bool:

@@ -25,12 +25,13 @@ from transformers import (
 )
 
 from fairlead_runtime.config import ConfigError, EngineConfig
-from fairlead_runtime.models import architecture
+from fairlead_runtime.models import architecture, published
 from fairlead_runtime.models import files as model_files
 from fairlead_runtime.models.files import ModelFiles
 from fairlead_runtime.models.identity import identity
 from fairlead_runtime.models.model_error import ModelError, first_line
 from fairlead_runtime.models.tokenizer_files import load_tokenizer
+from fairlead_runtime.sizing.published import published as stored_format
 from fairlead_runtime.sizing.shape import ModelShape
 from fairlead_runtime.supported import check_supported
 
@@ -173,7 +174,7 @@ def _out_of_memory(error: BaseException) -> bool:
 
 
 def _read_weights(inspected: InspectedModel) -> PreTrainedModel:
-    path = inspected.files.path
+    path, stored = inspected.files.path, stored_format(inspected.config_json)
     factory: Any = AutoModelForCausalLM  # transformers' classes are untyped
     try:
         settings = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
@@ -187,6 +188,7 @@ def _read_weights(inspected: InspectedModel) -> PreTrainedModel:
                 local_files_only=True,
                 trust_remote_code=False,
                 output_loading_info=True,
+                **published.loader_arguments(settings, stored, inspected.files.weights),
             )
     # Any other of transformers' errors here means that the checkpoint is inconsistent.
     except Exception as error:
@@ -205,6 +207,7 @@ def _read_weights(inspected: InspectedModel) -> PreTrainedModel:
             f"{len(missing)} tensors are missing, first {missing[0]}",
             "fetch the model again",
         )
+    published.finish(model)
     if info["unexpected_keys"]:
         log.warning(
             "ignored %d tensors that the architecture does not have", len(info["unexpected_keys"])

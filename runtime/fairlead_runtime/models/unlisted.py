@@ -12,9 +12,11 @@ from typing import Any
 from transformers import CONFIG_MAPPING, PretrainedConfig
 
 from fairlead_runtime.models import families
+from fairlead_runtime.models.architecture import unsupported_shape
 from fairlead_runtime.models.headers import Header
 from fairlead_runtime.models.model_error import ModelError
 from fairlead_runtime.sizing.config_json import STANDARD, ShapeError
+from fairlead_runtime.sizing.published import published
 from fairlead_runtime.sizing.shape import ModelShape
 
 LARGEST_COUNT = 1 << 14
@@ -33,13 +35,14 @@ def shape_of(config: Mapping[str, Any], weights: Mapping[str, Header]) -> ModelS
     full_config = _complete(config)
     windows = families.check(full_config)
     settings = {name: getattr(full_config, name, None) for name in STANDARD}
-    sizes = ((name, t.shape) for header in weights.values() for name, t in header.tensors.items())
+    sizes = [(name, t.shape) for header in weights.values() for name, t in header.tensors.items()]
     try:
+        stored = published(config)
+        if stored is not None:
+            sizes = [plain for size in sizes if (plain := stored.plain(*size)) is not None]
         shape = ModelShape.from_tensors(config, settings, windows, sizes)
     except ShapeError as error:
-        raise ModelError(
-            "UnsupportedModel", str(error), "serve one of the supported families"
-        ) from error
+        raise unsupported_shape(error) from error
     if len(windows) != shape.layers:
         raise families.unsupported(
             shape.model_type, f"{len(windows)} layer types for {shape.layers} layers"

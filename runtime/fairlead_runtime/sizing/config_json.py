@@ -115,11 +115,3 @@ def dtype_of(config: Mapping[str, Any]) -> str | None:
             "dtype", f"{name!r} is not supported; supported are {', '.join(DTYPE_BYTES)}"
         )
     return name
-
-
-def quantization_of(config: Mapping[str, Any]) -> str:
-    """The method of an already quantized checkpoint, "" when it is not quantized."""
-    settings = config.get("quantization_config")
-    if not isinstance(settings, Mapping):
-        return ""
-    return str(settings.get("quant_method", "unknown"))[:40]

@@ -22,6 +22,8 @@ def reason_against(shape: ModelShape, count: int) -> str:
     """Why they cannot; "" when they can."""
     if count == 1:
         return ""
+    if shape.quantized:
+        return f"its {shape.quantized} weights cannot be split over ranks"
     if not shape.splits:
         return f"transformers has no plan to split {shape.model_type!r}"
     if shape.heads % count:

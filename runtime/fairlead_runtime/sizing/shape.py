@@ -16,7 +16,6 @@ from fairlead_runtime.sizing.config_json import (
     UnknownFamilyError,
     check_traits,
     dtype_of,
-    quantization_of,
 )
 from fairlead_runtime.sizing.family_table import (
     FAMILIES,
@@ -26,6 +25,7 @@ from fairlead_runtime.sizing.family_table import (
     Family,
 )
 from fairlead_runtime.sizing.parameters import ParameterCount, count_layer, has_flat_norm
+from fairlead_runtime.sizing.published import KEY, QuantizedError, Stored, published
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ class ModelShape:
     experts: int  # 0 for a dense model
     experts_per_token: int
     dtype: str | None  # the checkpoint's own type, None when the config does not say
-    quantized: str  # method of an already quantized checkpoint, "" when it is not
+    quantized: Stored  # format of an already quantized checkpoint's layers, "" when it is not
     parameters: int
     layer_matrices: int  # parameters in the layers' matrices: what quantization packs
     layer_channels: int  # output rows of those matrices: one scale each when quantized
@@ -87,6 +87,7 @@ class ModelShape:
         family = FAMILIES[name]
         s = ConfigReader(config, family)
         check_traits(s)
+        quantized = _quantized(config, experts=bool(family.experts))
         layers, hidden, vocab = (
             s.whole(k) for k in ("num_hidden_layers", "hidden_size", "vocab_size")
         )
@@ -113,7 +114,7 @@ class ModelShape:
             experts=s.whole("num_local_experts") if family.experts else 0,
             experts_per_token=s.whole("num_experts_per_tok") if family.experts else 0,
             dtype=dtype_of(config),
-            quantized=quantization_of(config),
+            quantized=quantized,
             parameters=body.matrices + body.rest + outside,
             layer_matrices=body.matrices,
             layer_channels=body.channels,
@@ -140,6 +141,7 @@ class ModelShape:
         bounds.
         """
         experts_setting = next((k for k in EXPERTS if settings.get(k)), "")
+        quantized = _quantized(config, experts=bool(experts_setting))
         family = UNKNOWN_EXPERTS if experts_setting else UNKNOWN_DENSE
         s = ConfigReader(settings, family)
         check_traits(s)
@@ -173,7 +175,7 @@ class ModelShape:
             experts=s.whole(experts_setting) if experts_setting else 0,
             experts_per_token=chosen,
             dtype=dtype_of(config),
-            quantized=quantization_of(config),
+            quantized=quantized,
             parameters=sum(math.prod(dimensions) for _, dimensions in sizes),
             layer_matrices=in_layers,
             layer_channels=sum(math.prod(dimensions[:-1]) for _, dimensions in matrices),
@@ -182,6 +184,13 @@ class ModelShape:
             split=in_layers - keys,
             keys=keys,
         )
+
+
+def _quantized(config: Mapping[str, Any], *, experts: bool) -> Stored:
+    stored = published(config)
+    if stored is not None and experts:
+        raise QuantizedError(KEY, "quantized experts are not supported")
+    return "" if stored is None else stored.format
 
 
 def _windows(s: ConfigReader, family: Family, layers: int) -> tuple[int | None, ...]:

@@ -196,9 +196,9 @@ def weights(shape: ModelShape, config: EngineConfig, tp: int) -> int:
 
 def loading_bytes(shape: ModelShape, config: EngineConfig) -> int:
     """Bytes that a CPU's pod takes while it loads weights that it then quantizes, the process
-    included; 0 where they stay as they are.
+    included; 0 where they stay as they are, or come quantized.
     """
-    if config.quantization == "none":
+    if config.quantization == "none" or shape.quantized:
         return 0
     return PROCESS + weights(shape, replace(config, quantization="none"), 1)
 

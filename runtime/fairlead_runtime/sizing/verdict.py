@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from fairlead_runtime.config import ConfigError, EngineConfig
+from fairlead_runtime.sizing.published import as_stored
 from fairlead_runtime.sizing.ranks import COUNTS, reason_against, refuse
 from fairlead_runtime.sizing.shape import ModelShape
 from fairlead_runtime.sizing.solve import CPU_CACHE, MemoryPlan, solve
@@ -30,8 +31,8 @@ def plan_memory(
     """Solve for the number of cache blocks, or check the one that ``config`` pins.
 
     ``measured`` replaces computed terms by name, in bytes (after a profiling run). Raises
-    ConfigError when ``max_model_len`` exceeds the model's own, or when the accelerators cannot
-    share the model.
+    ConfigError when ``max_model_len`` exceeds the model's own, when the accelerators cannot share
+    the model, or when ``quantization`` names another format than the checkpoint's.
     """
     if config.max_model_len is not None and config.max_model_len > shape.max_len:
         raise ConfigError(
@@ -40,6 +41,7 @@ def plan_memory(
             f"set at most {shape.max_len} or leave it unset",
         )
     refuse(shape, config.tensor_parallel)
+    config = as_stored(config, shape.quantized)
     memory = solve(shape, config, device, measured or {})
     return replace(memory, message=_message(memory, shape, config, device, measured or {}))
 

@@ -44,6 +44,7 @@ from fairlead_runtime.scheduling.scheduler import Scheduler
 from fairlead_runtime.serving.detokenize import Vocabulary, vocabulary_of
 from fairlead_runtime.serving.intake import Intake
 from fairlead_runtime.sizing.groups import group_layers
+from fairlead_runtime.sizing.published import as_stored
 from fairlead_runtime.sizing.report import MemoryReport, memory_report
 from fairlead_runtime.sizing.terms import DeviceFacts, decode_state, split
 from fairlead_runtime.start.host import cpu_limit, memory_limit, resident_bytes
@@ -138,7 +139,7 @@ def check(path: Path | str, config: EngineConfig, device: DeviceFacts) -> Inspec
     check_record(config)
     inspected = loading.inspect(path, config)
     resolve(config, inspected.shape, device, dtype=_dtype_name(inspected.dtype))
-    _check_kernels(config, device, inspected)
+    _check_kernels(as_stored(config, inspected.shape.quantized), device, inspected)
     return inspected
 
 
@@ -152,22 +153,32 @@ def _check_kernels(config: EngineConfig, device: DeviceFacts, inspected: Inspect
             flashinfer_for(heads, torch.device(device.kind))
         except NotAvailableError as error:
             raise ConfigError("kernels", f"flashinfer: {error}", "use auto or torch") from error
-    int8 = config.quantization == "int8"
-    if int8 and ranks > 1:
-        raise ConfigError("quantization", "int8 weights cannot be split over ranks", "use none")
-    if int8 and config.kernels == "torch":
-        raise ConfigError(
-            "quantization", "int8 needs the C++ kernels, --kernels is torch", "use --kernels auto"
-        )
-    if int8 or config.kernels == "cpu":
+    if config.kernels == "cpu":
         try:
             cpu_operations(device.kind, dtype)
         except NotAvailableError as error:
-            if config.kernels == "cpu":
-                raise ConfigError("kernels", f"cpu: {error}", "use auto or torch") from error
-            raise ConfigError(
-                "quantization", f"int8 needs the C++ kernels: {error}", "use none"
-            ) from error
+            raise ConfigError("kernels", f"cpu: {error}", "use auto or torch") from error
+    if config.quantization != "none":
+        _check_quantization(config, device, inspected)
+
+
+def _check_quantization(
+    config: EngineConfig, device: DeviceFacts, inspected: InspectedModel
+) -> None:
+    """Raise ConfigError where no kernels can multiply by the quantized weights."""
+    name = config.quantization
+    plain = "use the unquantized checkpoint" if inspected.shape.quantized else "use none"
+    if config.tensor_parallel > 1:
+        raise ConfigError("quantization", f"{name} weights cannot be split over ranks", plain)
+    if config.kernels == "torch":
+        problem = f"{name} needs kernels of its own, --kernels is torch"
+        raise ConfigError("quantization", problem, "use --kernels auto")
+    if device.kind == "cpu":
+        try:
+            cpu_operations(device.kind, inspected.dtype)
+        except NotAvailableError as error:
+            problem = f"{name} needs the C++ kernels: {error}"
+            raise ConfigError("quantization", problem, plain) from error
 
 
 def build(

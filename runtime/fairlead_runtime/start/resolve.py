@@ -9,11 +9,12 @@ from dataclasses import dataclass
 
 from fairlead_runtime.config import ConfigError, EngineConfig
 from fairlead_runtime.sizing.advice import suggest_fix
+from fairlead_runtime.sizing.published import check_stored
 from fairlead_runtime.sizing.shape import ModelShape
 from fairlead_runtime.sizing.solve import MemoryPlan
 from fairlead_runtime.sizing.terms import GIB, PROCESS, DeviceFacts, gib, surplus_queue
 from fairlead_runtime.sizing.verdict import plan_memory
-from fairlead_runtime.supported import check_supported, without_effect
+from fairlead_runtime.supported import without_effect
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +52,7 @@ def resolve(
     cannot be built with these settings; warns when the cache is smaller than one full-length
     sequence.
     """
-    check_supported(config, dtype, device.kind)
-    config = config.clamped()
+    config = check_stored(config, shape.quantized, dtype, device.kind).clamped()
     plan = plan_memory(shape, config, device, measured)
     if plan.loading > plan.budget:
         raise ConfigError(

@@ -213,13 +213,13 @@ CASES: tuple[Case, ...] = (
     *(
         _spec(
             f"{method} weights with {accelerators} accelerators in {dtype}",
-            "engine.quantization fp8 (and int8 on an accelerator or below float32)",
+            "engine.quantization fp8 (and int8 on an accelerator or in float16)",
             engine={"quantization": method, "dtype": dtype},
             resources={"accelerator": {"count": accelerators}},
         )
         for method, accelerators, dtype in (
             ("int8", 1, "float32"),
-            ("int8", 0, "bfloat16"),
+            ("int8", 0, "float16"),
             ("fp8", 0, "float32"),
         )
     ),
@@ -229,7 +229,7 @@ CASES: tuple[Case, ...] = (
             engine={"quantization": "int8", "dtype": dtype},
             resources={"accelerator": {"count": 0}},
         )
-        for dtype in ("float32", "auto")
+        for dtype in ("float32", "bfloat16", "auto")
     ),
     *(
         _spec(

@@ -24,11 +24,12 @@ from fairlead_kernels.not_available import NotAvailableError
 from fairlead_kernels.torch_operations import TorchOperations
 from fairlead_runtime.device import fusion, profiling, selftest
 from fairlead_runtime.device.batch import BatchBuilder
-from fairlead_runtime.device.fusion import FusedRun, fuse, round_weights
+from fairlead_runtime.device.fusion import FusedRun, fuse, quantize_weights
 from fairlead_runtime.device.kv_cache import CacheStorage
 from fairlead_runtime.device.paged_model import PagedModel
 from fairlead_runtime.models import tiny
 from fairlead_runtime.models.model_error import SelfTestError
+from fairlead_runtime.models.quantized import QuantizedLinear
 from fairlead_runtime.request import Request, SamplingParams, Sequence
 from fairlead_runtime.scheduling.plan import Row
 from fairlead_runtime.sizing.groups import group_layers
@@ -125,30 +126,21 @@ def test_layers_with_int8_weights_compute_what_transformers_does_with_the_rounde
 ) -> None:
     model, plain = paged(family), paged(family)
     attention, operations = kernels_of(model, kernels)
-    round_weights(model)
-    changed = [
-        name
-        for (name, ours), theirs in zip(
-            model.model.named_parameters(), plain.model.parameters(), strict=True
-        )
-        if not torch.equal(ours, theirs)
-    ]
-    assert changed
-    assert all(model.model.get_parameter(name).dim() == 2 for name in changed)
-    matrices = sum(model.model.get_parameter(name).numel() for name in changed)
-    channels = sum(matrix_rows(model, name) for name in changed)
-    expected, size = selftest.Expected.of(model, 512), model.weight_bytes
-    fused = fuse(model, operations, int8=True)
+    size = model.weight_bytes
+    quantize_weights(model, "int8")
+    modules = dict(model.model.named_modules())
+    changed = {name: x for name, x in modules.items() if isinstance(x, QuantizedLinear)}
+    stored = {name: plain.model.get_parameter(f"{name}.weight") for name in changed}
+    assert stored
+    assert all(parameter.dim() == 2 for parameter in stored.values())
+    matrices = sum(parameter.numel() for parameter in stored.values())
+    channels = sum(module.weight.shape[0] for module in changed.values())
+    expected = selftest.Expected.of(model, 512)
+    fused = fuse(model, operations)
     count = len(model.windows)
     assert str(fused) == f"fused {count}/{count} layers, int8 weights"
     assert selftest.check(model, attention, expected).delta < 1e-4
     assert size - model.weight_bytes == 3 * matrices - 4 * channels
-
-
-def matrix_rows(model: PagedModel, name: str) -> int:
-    """How many outputs a matrix has: GPT-2's are stored [K, N]."""
-    transposed = model.model.config.model_type == "gpt2"
-    return int(model.model.get_parameter(name).shape[1 if transposed else 0])
 
 
 # Each form of a layer: biases and layer norms, MLPs without a gate and beside attention, rows in

@@ -12,6 +12,7 @@ from torch import Tensor
 from fairlead_kernels import cpu, reference
 from fairlead_kernels.attention import Heads, LayerSpec, RaggedRows
 from fairlead_kernels.layer import Activation, Layer, LayerOperations, Norm, Packed
+from fairlead_kernels.quantize import quantize
 from support.attention_cases import Case, make_case
 from support.full import LONG_FORM
 from support.kernel_sets import every_set
@@ -33,6 +34,8 @@ def random_layer(
     """The same for the same random state, whoever packs it."""
 
     def pack(*weights: Tensor, factor: float = 1.0) -> Packed:
+        if stored is torch.int8:
+            return operations.pack([quantize(weight) for weight in weights], factor=factor)
         return operations.pack(weights, dtype=stored, factor=factor)
 
     sizes = [heads.query * heads.dim, heads.kv * heads.dim, heads.kv * heads.dim]

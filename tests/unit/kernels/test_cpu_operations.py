@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from fairlead_kernels import cpu, reference
-from fairlead_kernels.layer import Activation, LayerOperations, Norm
+from fairlead_kernels.layer import Activation, LayerOperations, Norm, Packed
+from fairlead_kernels.quantize import quantize
 from support.full import LONG_FORM
 from support.kernel_sets import every_set
 
@@ -34,6 +35,15 @@ def operations(instruction_set: str) -> cpu.CpuOperations:
     checked: LayerOperations = made  # mypy checks every signature here
     assert checked.name == instruction_set
     return made
+
+
+def packed_by(
+    operations: LayerOperations, weights: list[Tensor], dtype: torch.dtype, factor: float = 1.0
+) -> Packed:
+    """The weights packed in this type, for int8 quantized before."""
+    if dtype is torch.int8:
+        return operations.pack([quantize(weight) for weight in weights], factor=factor)
+    return operations.pack(weights, dtype=dtype, factor=factor)
 
 
 def error_of_sums(terms: int, largest: float) -> float:
@@ -67,10 +77,10 @@ def test_a_product_of_any_size_is_the_references(
     x = torch.randn(tokens, columns)
     weights = [torch.randn(n, columns) for n in rows]
     bias = torch.randn(sum(rows)) if biased else None
-    packed = ours.pack(weights, dtype=dtype, factor=factor)
+    packed = packed_by(ours, weights, dtype, factor)
     assert (packed.rows, packed.columns, packed.data.dtype) == (sum(rows), columns, dtype)
     got = ours.linear(x, packed, bias)
-    packed_by_rows = reference.pack(weights, dtype=dtype, factor=factor)
+    packed_by_rows = packed_by(reference, weights, dtype, factor)
     want = reference.linear(x.double(), packed_by_rows, None)
     want = want if bias is None else want + bias
     torch.testing.assert_close(
@@ -86,12 +96,12 @@ def test_a_packed_weight_of_strided_rows_holds_at_most_one_panel_more(
     ours = operations(instruction_set)
     whole = torch.randn(40, 60)
     weights = [whole[:33, ::2], whole[:35, :30], whole.t()[:30, :30].t()]
-    packed = ours.pack(weights, dtype=dtype)
+    packed = packed_by(ours, weights, dtype)
     panel, rows = ours.library.panel_width(), 33 + 35 + 30
     size, scales = dtype.itemsize, 4 * rows if dtype is torch.int8 else 0
     assert 0 <= packed.nbytes - scales - rows * 30 * size < panel * 30 * size
     x = torch.randn(3, 30)
-    want = reference.linear(x, reference.pack(weights, dtype=dtype))
+    want = reference.linear(x, packed_by(reference, weights, dtype))
     torch.testing.assert_close(ours.linear(x, packed), want, atol=2e-5, rtol=1e-5)
 
 

@@ -1,46 +1,77 @@
-"""Weights rounded to 8-bit integers with a scale per row."""
+"""Weights rounded to 8-bit numbers with a scale per row."""
 
+import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from fairlead_kernels.quantize import dequantize, quantize
+from fairlead_kernels.quantize import LARGEST, Format, as_quantized, quantize
+
+FORMATS: tuple[Format, ...] = ("int8", "fp8")
+# A number of float8_e4m3fn has 3 bits after the first: it moves by a 16th of itself, or by half of
+# the smallest one.
+STEP = {"int8": (0.0, 0.50001), "fp8": (1 / 16, 2.0**-10)}
 
 
 @settings(max_examples=100, deadline=None)
 @given(
+    to=st.sampled_from(FORMATS),
     rows=st.integers(1, 9),
     columns=st.integers(1, 40),
     size=st.floats(1e-12, 1e12),
     factor=st.floats(1e-3, 1e3),
     seed=st.integers(0, 2**31),
 )
-@example(rows=1, columns=1, size=1.0, factor=0.3, seed=0)
+@example(to="int8", rows=1, columns=1, size=1.0, factor=0.3, seed=0)
+@example(to="fp8", rows=1, columns=1, size=1.0, factor=0.3, seed=0)
 def test_a_weight_moves_by_half_a_step_and_rounding_it_again_moves_nothing(
-    rows: int, columns: int, size: float, factor: float, seed: int
+    to: Format, rows: int, columns: int, size: float, factor: float, seed: int
 ) -> None:
     torch.manual_seed(seed)
     weight = torch.randn(rows, columns) * size
-    integers, scales = quantize(weight)
-    rounded = dequantize(integers, scales)
-    assert (integers.dtype, integers.shape, scales.shape) == (torch.int8, weight.shape, (rows,))
-    assert torch.equal(integers.abs().amax(1), torch.full((rows,), 127, dtype=torch.int8))
-    assert bool(((rounded - weight).abs() <= 0.50001 * scales[:, None]).all())
-    # Packing rounds weights that were rounded before, also after a layer multiplied them.
+    quantized = quantize(weight, to)
+    rounded, scales = quantized.dequantize(), quantized.scales
+    assert (quantized.bits.dtype, quantized.shape, scales.shape) == (
+        torch.int8,
+        weight.shape,
+        (rows,),
+    )
+    largest = quantized.numbers.float().abs().amax(1)
+    assert torch.equal(largest, torch.full((rows,), LARGEST[to]))
+    share, rest = STEP[to]
+    assert bool(((rounded - weight).abs() <= share * weight.abs() + rest * scales[:, None]).all())
+    # A layer may multiply the rows.
     for again in (rounded, rounded * factor):
-        assert torch.equal(quantize(again)[0], integers)
+        assert torch.equal(quantize(again, to).bits, quantized.bits)
 
 
-def test_rows_of_zeros_and_of_tiny_weights_stay_what_they_are() -> None:
+@pytest.mark.parametrize("to", FORMATS)
+def test_rows_of_zeros_and_of_tiny_weights_stay_what_they_are(to: Format) -> None:
     weight = torch.tensor([[0.0, 0.0], [1e-40, -1e-42], [3.0, -6.0]])
-    integers, scales = quantize(weight)
-    rounded = dequantize(integers, scales)
-    assert integers.tolist() == [[0, 0], [0, 0], [64, -127]]
+    quantized = quantize(weight, to)
+    rounded = quantized.dequantize()
+    half = 64.0 if to == "int8" else 224.0
+    assert quantized.numbers[2].tolist() == [half, -LARGEST[to]]
     assert rounded[0].tolist() == [0.0, 0.0]
-    assert torch.equal(quantize(rounded)[0], integers)
+    assert rounded[1].abs().max() < 1e-39
+    assert torch.equal(quantize(rounded, to).bits, quantized.bits)
 
 
-def test_a_weight_that_is_no_number_is_not_hidden() -> None:
+@pytest.mark.parametrize("to", FORMATS)
+def test_a_weight_that_is_no_number_is_not_hidden(to: Format) -> None:
     for value in (torch.nan, torch.inf):
         weight = torch.tensor([[value, 1.0]])
-        assert not dequantize(*quantize(weight)).isfinite().all()
+        assert not quantize(weight, to).dequantize().isfinite().all()
+
+
+def test_rows_in_another_order_keep_their_scales() -> None:
+    quantized = quantize(torch.randn(5, 3))
+    order = torch.tensor([3, 0, 4, 1, 2])
+    assert torch.equal(quantized.rows(order).dequantize(), quantized.dequantize()[order])
+
+
+def test_weights_of_several_formats_are_not_one_matrix() -> None:
+    weight = torch.randn(2, 4)
+    for other in (weight, quantize(weight, "fp8")):
+        with pytest.raises(ValueError, match=r"^weights: they are of several formats"):
+            as_quantized([quantize(weight), other])

@@ -110,7 +110,6 @@ REAL: dict[str, tuple[dict[str, Any], int]] = {
             "experts_per_token": 4,
             "num_experts_per_tok": 4,
             "torch_dtype": "bfloat16",
-            "quantization_config": {"quant_method": "mxfp4"},
         },
         20_914_757_184,
     ),
@@ -135,7 +134,7 @@ REAL: dict[str, tuple[dict[str, Any], int]] = {
 
 def build(config: dict[str, Any]) -> tuple[Any, torch.nn.Module]:
     """transformers' own configuration and model, without weights."""
-    plain = {k: v for k, v in config.items() if k not in ("model_type", "quantization_config")}
+    plain = {k: v for k, v in config.items() if k != "model_type"}
     resolved = AutoConfig.for_model(config["model_type"], **plain)
     with torch.device("meta"):
         return resolved, AutoModelForCausalLM.from_config(resolved)

@@ -95,14 +95,15 @@ def test_deterministic_is_supported_in_float32_only(dtype: str) -> None:
 
 @pytest.mark.parametrize(
     ("dtype", "device"),
-    [("bfloat16", CPU), ("float16", CPU), ("float32", DeviceFacts("cuda", 80 * GIB))],
+    [("float16", CPU), ("float32", DeviceFacts("cuda", 80 * GIB))],
 )
-def test_int8_weights_are_supported_on_cpus_in_float32_only(
+def test_int8_weights_are_supported_on_cpus_in_float32_and_bfloat16_only(
     dtype: str, device: DeviceFacts
 ) -> None:
     with pytest.raises(ConfigError, match=f"int8 is not supported in {dtype} on {device.kind}"):
         resolved(dtype, device, quantization="int8")
-    assert resolved("float32", CPU, quantization="int8").num_blocks > 0
+    for works in ("float32", "bfloat16"):
+        assert resolved(works, CPU, quantization="int8").num_blocks > 0
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])

@@ -10,11 +10,11 @@ from typing import Any
 from fairlead_operator.resource.resource import SETTINGS, InferenceDeployment
 from fairlead_runtime.config import ConfigError, flag_of
 from fairlead_runtime.sizing.config_json import ShapeError, UnknownFamilyError
+from fairlead_runtime.sizing.published import check_stored
 from fairlead_runtime.sizing.shape import ModelShape
 from fairlead_runtime.sizing.solve import MemoryPlan
 from fairlead_runtime.sizing.terms import DeviceFacts, dtype_of, gib
 from fairlead_runtime.sizing.verdict import plan_memory
-from fairlead_runtime.supported import check_supported
 
 MEASURED = (
     "weightsBytes",
@@ -51,7 +51,8 @@ def plan_of(config: Mapping[str, Any], deployment: InferenceDeployment) -> Memor
     device = device_of(deployment)
     try:
         shape = ModelShape.from_config(config)
-        check_supported(deployment.engine, dtype_of(shape, deployment.engine), device.kind)
+        dtype = dtype_of(shape, deployment.engine)
+        check_stored(deployment.engine, shape.quantized, dtype, device.kind)
         return plan_memory(shape, deployment.engine, device)
     except UnknownFamilyError as error:
         raise PlanError("FamilyUnknown", str(error)) from None

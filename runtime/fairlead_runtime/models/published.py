@@ -1,0 +1,147 @@
+"""Reads the weights of a quantized checkpoint as they are stored, without a plain copy of them.
+
+Owns the modules that receive the stored tensors while transformers loads the rest, and what they
+become: ``QuantizedLinear``. Which formats there are is ``sizing/published.py``'s. The tensors are
+untrusted: their sizes come from checked headers and must be those of the layer.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.quantizers import HfQuantizer
+from transformers.quantizers.auto import register_quantization_config, register_quantizer
+from transformers.utils.quantization_config import QuantizationConfigMixin
+
+from fairlead_kernels.quantize import FP8, Quantized
+from fairlead_runtime.models.headers import Header, TensorEntry
+from fairlead_runtime.models.model_error import ModelError
+from fairlead_runtime.models.quantized import QuantizedLinear
+from fairlead_runtime.sizing.published import BESIDE, SCALE, ZERO, Published
+
+_METHOD = "fairlead"
+_TYPES = {
+    "I8": torch.int8,
+    "I32": torch.int32,
+    "I64": torch.int64,
+    "F8_E4M3": FP8,
+    **dict.fromkeys(("F32", "F16", "BF16"), torch.float32),  # scales, which float32 holds exactly
+}
+
+
+@register_quantization_config(_METHOD)
+class StoredWeights(QuantizationConfigMixin):  # type: ignore[misc] # transformers' is untyped
+    """What transformers' loader is told of a checkpoint: the format and the headers' tensors."""
+
+    def __init__(self, stored: Published, weights: Mapping[str, Header]) -> None:
+        self.quant_method = _METHOD
+        self.stored = stored
+        self.tensors = {k: v for header in weights.values() for k, v in header.tensors.items()}
+
+
+@register_quantizer(_METHOD)
+class _Loader(HfQuantizer):  # type: ignore[misc] # the same
+    """Puts a module for the stored tensors in the place of each linear layer that has some."""
+
+    quantization_config: StoredWeights
+
+    def _process_model_before_weight_loading(self, model: PreTrainedModel, **_: Any) -> None:
+        settings = self.quantization_config
+        left = {name.removesuffix(f".{SCALE}") for name in settings.tensors if name.endswith(SCALE)}
+        for name, module in list(model.named_modules()):
+            prefixes = (name, name.removeprefix(f"{model.base_model_prefix}."))
+            found = next((prefix for prefix in prefixes if prefix in left), None)
+            if found is not None and isinstance(module, nn.Linear):
+                left.discard(found)
+                model.set_submodule(name, _StoredLinear(settings, found, module))
+        if left:
+            raise ValueError(f"{min(left)[:100]!r} is no linear layer of the model")
+
+    def is_serializable(self) -> bool:
+        return False
+
+    @property
+    def is_trainable(self) -> bool:
+        return False
+
+
+class _StoredLinear(nn.Module):
+    """Holds the tensors of one matrix as the checkpoint has them, on the meta device until they are
+    loaded.
+    """
+
+    def __init__(self, settings: StoredWeights, name: str, linear: nn.Linear) -> None:
+        super().__init__()
+        self._stored = settings.stored
+        self._name = name
+        self._shape = (linear.out_features, linear.in_features)
+        for leaf in (self._stored.weight, *BESIDE):
+            entry = settings.tensors.get(f"{name}.{leaf}")
+            if entry is None and leaf not in (self._stored.weight, SCALE):
+                continue
+            if entry is None or entry.dtype not in _TYPES:
+                raise ValueError(f"{name[:100]}.{leaf} is missing, or of another type")
+            self.register_parameter(leaf, _empty(entry))
+        self.bias = linear.bias
+
+    def quantized(self) -> QuantizedLinear:
+        """The same for use. Raises ValueError for tensors of other sizes than the layer's."""
+        numbers, scales = getattr(self, self._stored.weight).data, getattr(self, SCALE).data
+        if self._stored.packed > 1:
+            numbers = _unpacked(numbers)
+        rows = self._shape[0]
+        if numbers.shape != self._shape or scales.numel() not in (1, rows):
+            raise ValueError(
+                f"{self._name[:100]}: {tuple(numbers.shape)} numbers and {scales.numel()} scales "
+                f"for a matrix of {self._shape}"
+            )
+        if ZERO in self._parameters and getattr(self, ZERO).any():
+            raise ValueError(f"{self._name[:100]}: a zero point, in weights without any")
+        scales = scales.reshape(-1).expand(rows).contiguous()
+        expected = {"int8": torch.int8, "fp8": FP8}[self._stored.format]
+        if numbers.dtype is not expected:
+            raise ValueError(f"{self._name[:100]}: {numbers.dtype} where {expected} is expected")
+        weight = Quantized(self._stored.format, numbers.view(torch.int8).contiguous(), scales)
+        return QuantizedLinear(weight, self.bias)
+
+
+def _empty(entry: TensorEntry) -> nn.Parameter:
+    empty = torch.empty(entry.shape, dtype=_TYPES[entry.dtype], device="meta")
+    return nn.Parameter(empty, requires_grad=False)
+
+
+def _unpacked(words: Tensor) -> Tensor:
+    """Four 8-bit integers of each int32 [N, K / 4], the lowest bits first, each stored as the
+    integer plus 128 → int8 [N, K]. So packs compressed-tensors' ``pack_to_int32``.
+    """
+    return words.contiguous().view(torch.uint8).bitwise_xor(128).view(torch.int8)
+
+
+def loader_arguments(
+    settings: Any, stored: Published | None, weights: Mapping[str, Header]
+) -> dict[str, Any]:
+    """With what ``from_pretrained`` loads a checkpoint. Takes the quantization out of ``settings``,
+    its configuration: transformers' own readers of quantized weights must not know of it.
+    """
+    if stored is None:
+        return {}
+    del settings.quantization_config
+    return {"quantization_config": StoredWeights(stored, weights)}
+
+
+def finish(model: PreTrainedModel) -> None:
+    """Make the loaded tensors the layers' weights. Raises ModelError for tensors that do not fit
+    their layer.
+    """
+    quantizer = getattr(model, "hf_quantizer", None)
+    if not isinstance(quantizer, _Loader):
+        return
+    quantizer.remove_quantization_config(model)
+    for name, module in list(model.named_modules()):
+        if isinstance(module, _StoredLinear):
+            try:
+                model.set_submodule(name, module.quantized())
+            except ValueError as error:
+                raise ModelError("BadWeights", str(error), "fetch the model again") from error
