@@ -95,6 +95,7 @@ class EndpointHandler:
         """Read and prepare the body. It is not held any longer: an answer takes minutes."""
         with self._pool.bodies.hold() as take:
             preparing = self._pool.run(
+                scope.get(TENANT),
                 prepare,
                 await read_body(scope, receive, take),
                 self._endpoint.validate,

@@ -14,6 +14,7 @@ from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 from starlette.types import Receive, Scope
 
 from fairlead_runtime.api.errors import ApiError
+from fairlead_runtime.api.turns import Turns
 from fairlead_runtime.threads import be_nicer
 
 MAX_BODY = 2 * 1024 * 1024  # bytes
@@ -237,9 +238,7 @@ class PromptPool:
         self._executor = ThreadPoolExecutor(
             workers, thread_name_prefix="prepare", initializer=lambda: be_nicer(POOL_NICE)
         )
-        self._large = ThreadPoolExecutor(
-            1, thread_name_prefix="prepare-large", initializer=lambda: be_nicer(POOL_NICE)
-        )
+        self._large = Turns("prepare-large", lambda: be_nicer(POOL_NICE))
         self._encoder = ThreadPoolExecutor(
             1, thread_name_prefix="encode", initializer=lambda: be_nicer(ENCODE_NICE)
         )
@@ -253,18 +252,22 @@ class PromptPool:
 
     async def run(
         self,
+        tenant: str | None,
         work: Callable[Concatenate[bytes, Params], Value],
         body: bytes,
         *args: Params.args,
         **kwargs: Params.kwargs,
     ) -> Value:
-        """Run ``work`` on a body in a thread; a large one waits for large ones only. Raises what it
-        raises, and ApiError 429 when it takes too long, waiting included; work that has begun goes
-        on to its end.
+        """Run ``work`` on a body in a thread; a large one waits for large ones only, of which the
+        tenants' take turns. Raises what it raises, and ApiError 429 when it takes too long, waiting
+        included; work that has begun goes on to its end.
         """
         late = f"the prompt was not read and tokenized within {self._seconds:g} s: retry"
-        executor = self._large if is_large(body) else self._executor
-        return await _within(self._seconds, executor.submit(work, body, *args, **kwargs), late, 429)
+        if is_large(body):
+            future = self._large.submit(tenant or "", lambda: work(body, *args, **kwargs))
+        else:
+            future = self._executor.submit(work, body, *args, **kwargs)
+        return await _within(self._seconds, future, late, 429)
 
     async def encode(
         self, work: Callable[Params, Value], *args: Params.args, **kwargs: Params.kwargs
@@ -276,7 +279,8 @@ class PromptPool:
         return await _within(ENCODE_SECONDS, self._encoder.submit(work, *args, **kwargs), late, 503)
 
     def close(self) -> None:
-        for executor in (self._executor, self._large, self._encoder):
+        self._large.close()
+        for executor in (self._executor, self._encoder):
             executor.shutdown(wait=False, cancel_futures=True)
 
 

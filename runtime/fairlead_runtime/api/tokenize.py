@@ -13,6 +13,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from transformers import PreTrainedTokenizerBase
 
+from fairlead_runtime.api.auth import TENANT
 from fairlead_runtime.api.errors import invalid
 from fairlead_runtime.api.limits import PromptPool, is_large, read_body
 from fairlead_runtime.api.messages import MAX_MESSAGES, Message, for_template
@@ -59,7 +60,8 @@ class TokenizeRoutes:
     ) -> Response:
         with self._state.request() as backend, self._pool.bodies.hold() as take:
             body = await read_body(request.scope, request.receive, take)
-            answer = await self._pool.run(work, body, self._state.name, backend)
+            tenant = request.scope.get(TENANT)
+            answer = await self._pool.run(tenant, work, body, self._state.name, backend)
         return Response(orjson.dumps(answer), media_type="application/json")
 
 

@@ -6,6 +6,7 @@ max_tokens and end-of-sequence ids. Knows no queue and no HTTP.
 
 import itertools
 import uuid
+from array import array
 from collections.abc import Callable, Sequence
 
 from fairlead_runtime.outputs import ModelFacts, Submission
@@ -33,11 +34,12 @@ class Intake:
         prompt, params = submission.prompt, submission.params
         if not prompt:
             raise RequestError("prompt", "is empty: send at least one token")
+        # Before anything that takes longer with more tokens: the event loop waits for this.
+        max_tokens = self._resolve_max_tokens(len(prompt), params.max_tokens)
         self._within_vocabulary("prompt", prompt)
         self._check_ids(params)
         if params.prompt_logprobs is not None:
             check_prompt_logprobs(len(prompt), params.prompt_logprobs)
-        max_tokens = self._resolve_max_tokens(len(prompt), params.max_tokens)
         return Request(
             id=submission.id or uuid.uuid4().hex,
             prompt=prompt,
@@ -73,8 +75,22 @@ class Intake:
         """Ids index the embedding and the logits: an id outside them would make the device fail,
         not just this request.
         """
-        if ids and (min(ids) < 0 or max(ids) >= self._facts.vocab_size):
-            raise RequestError(field, f"token ids must be from 0 to {self._facts.vocab_size - 1}")
+        if ids:
+            least, most = _ends(ids)
+            if least < 0 or most >= self._facts.vocab_size:
+                last = self._facts.vocab_size - 1
+                raise RequestError(field, f"token ids must be from 0 to {last}")
+
+
+def _ends(ids: Sequence[int]) -> tuple[int, int]:
+    """The least and the largest id. Of packed ids in 0.1 µs a thousand; Python takes 30."""
+    if isinstance(ids, array) and ids.typecode == "i":
+        # Imported here: `serve` opens its ports before it imports numpy with transformers.
+        import numpy as np
+
+        packed = np.frombuffer(ids, dtype=np.intc)
+        return int(packed.min()), int(packed.max())
+    return min(ids), max(ids)
 
 
 def check_prompt_logprobs(prompt_len: int, count: int) -> None:

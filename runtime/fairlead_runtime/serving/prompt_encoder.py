@@ -1,12 +1,15 @@
 """Token ids of prompts: small texts in the calling thread, large ones in a process of its own.
 
-Owns that process (``models/encoding_child.py``). A thread of this process cannot take its place:
-one of a low priority holds the interpreter's lock while others take its core, and the event loop
-waits for it.
+Owns that process (``models/encoding_child.py``), and its rests where the engine has no core to
+spare. A thread of this process cannot take its place: one of a low priority holds the interpreter's
+lock while others take its core, and the event loop waits for it.
 """
 
+import threading
+import time
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 from transformers import PreTrainedTokenizerBase
 
@@ -17,6 +20,45 @@ from fairlead_runtime.outputs import ServiceError
 COMMAND = command_of("fairlead_runtime.models.encoding_child")
 ENVIRONMENT = {"TOKENIZERS_PARALLELISM": "false"}  # one text at a time needs no pool of threads
 CPU_SECONDS = 30.0  # of one text; by then nobody waits for it
+REST = 4.0  # seconds of rest after each second of a text, while the engine runs
+MAX_REST = 2.0  # seconds, however long the text took
+POLL_SECONDS = 0.02  # between two looks at the engine
+
+
+class Rests:
+    """Rests between two texts, while the engine is ``busy``: time that nothing else wants is not
+    free, because a text takes the caches, the memory's bandwidth and the wake-ups of the engine's
+    threads. The first text after a rest never waits, and no text does while the engine is idle.
+
+    ``now`` is a monotonic clock, in seconds.
+    """
+
+    def __init__(
+        self, busy: Callable[[], bool], *, now: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._busy = busy
+        self._now = now
+        self._until = now()
+        self._closed = threading.Event()
+
+    @contextmanager
+    def before_next(self) -> Iterator[None]:
+        """Waits until the next text may begin; the block is the work on it. Raises ChildLost when
+        it is closed before.
+        """
+        while self._now() < self._until and self._busy():
+            if self._closed.wait(POLL_SECONDS):
+                raise ChildLost
+        began = self._now()
+        try:
+            yield
+        finally:
+            ended = self._now()
+            self._until = ended + min(MAX_REST, REST * (ended - began))
+
+    def close(self) -> None:
+        """End the rest of a thread that waits."""
+        self._closed.set()
 
 
 class PromptEncoder:
@@ -30,10 +72,12 @@ class PromptEncoder:
         tokenizer: PreTrainedTokenizerBase,
         definition: str | None = None,
         *,
+        busy: Callable[[], bool] = lambda: False,
         cpu_seconds: float = CPU_SECONDS,
         command: tuple[str, ...] = COMMAND,
     ) -> None:
         self.tokenizer = tokenizer
+        self._rests = Rests(busy)
         self.child: ChildProgram | None = None
         if definition is not None:
             setup = {
@@ -44,7 +88,8 @@ class PromptEncoder:
             self.child = ChildProgram(command, setup, ENVIRONMENT)
 
     def encode(self, text: str, *, special: bool, large: bool) -> Sequence[int]:
-        """The ids of a text; ``special``: with the special tokens that the tokenizer adds. Blocks.
+        """The ids of a text; ``special``: with the special tokens that the tokenizer adds. Blocks,
+        a large text also while the other process rests.
 
         Raises RequestError for a text that is not valid Unicode, and ServiceError when the other
         process ends.
@@ -52,7 +97,8 @@ class PromptEncoder:
         if self.child is None or not large or not _is_valid(text):
             return encode(self.tokenizer, text) if special else encode_chat(self.tokenizer, text)
         try:
-            answer = self.child.ask({"text": text, "special": special}).result()
+            with self._rests.before_next():
+                answer = self.child.ask({"text": text, "special": special}).result()
         except ChildLost:
             raise ServiceError(
                 "the process that tokenizes large prompts ended: retry", retry_after=1.0
@@ -60,7 +106,8 @@ class PromptEncoder:
         return array("i", answer["ids"])
 
     def close(self) -> None:
-        """End the other process, even in the middle of a text."""
+        """End the other process, even in the middle of a text or of a rest."""
+        self._rests.close()
         if self.child is not None:
             self.child.close()
 

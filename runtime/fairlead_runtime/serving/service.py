@@ -229,6 +229,11 @@ class Service:
             reason = f"{self._failed_canaries} canaries in a row returned no token"
         return Health(alive=True, ready=not reason, reason=reason, last_step_age=age)
 
+    @property
+    def busy(self) -> bool:
+        """Whether a request runs or waits. May be read in any thread."""
+        return bool(self._streams)
+
     async def requests(self) -> list[RequestView]:
         return await _inspected(self._engine.requests())
 

@@ -42,7 +42,7 @@ from fairlead_runtime.serving.prompt_encoder import PromptEncoder
 from fairlead_runtime.serving.remote_engine import RemoteEngine
 from fairlead_runtime.serving.service import Service
 from fairlead_runtime.start import engine_process, termination
-from fairlead_runtime.start.host import process_age, resident_bytes
+from fairlead_runtime.start.host import cpu_limit, process_age, resident_bytes
 from fairlead_runtime.supported import check_supported
 
 log = logging.getLogger("fairlead.serve")
@@ -130,9 +130,9 @@ async def _load(
     vocabulary = vocabulary_of(tokenizer)
     intake = Intake(loaded.bounds.resolve_max_tokens, loaded.facts)
     facts = TokenizerFacts.of(tokenizer, loaded.facts.vocab_size, loaded.facts.eos_ids)
-    encoder = _prompt_encoder(tokenizer, facts)
-    running.callback(encoder.close)
     service = Service(engine, intake, vocabulary, grammars=Checker(facts))
+    encoder = _prompt_encoder(tokenizer, facts, service)
+    running.callback(encoder.close)
     service.start()
     running.push_async_callback(service.stop, STOP_SECONDS)
 
@@ -157,13 +157,14 @@ async def _load(
 
 
 def _prompt_encoder(
-    tokenizer: PreTrainedTokenizerBase, facts: TokenizerFacts | None
+    tokenizer: PreTrainedTokenizerBase, facts: TokenizerFacts | None, service: Service
 ) -> PromptEncoder:
     from fairlead_runtime.models.tokenizer_files import encodes_as_defined
 
     if facts is None or not encodes_as_defined(tokenizer):
         return PromptEncoder(tokenizer)
-    return PromptEncoder(tokenizer, facts.definition)
+    shared = cpu_limit() <= 2  # of more, the engine leaves one
+    return PromptEncoder(tokenizer, facts.definition, busy=lambda: shared and service.busy)
 
 
 def _replies(config: EngineConfig, tokenizer: PreTrainedTokenizerBase) -> ReplyFormat:

@@ -172,9 +172,9 @@ def test_work_in_the_pool_leaves_the_event_loop_free() -> None:
             release.wait()
             return body
 
-        first = asyncio.create_task(pool.run(work, b"first"))
+        first = asyncio.create_task(pool.run(None, work, b"first"))
         await asyncio.to_thread(begun.wait)
-        second = asyncio.create_task(pool.run(work, b"second"))
+        second = asyncio.create_task(pool.run(None, work, b"second"))
         await asyncio.sleep(0)
         release.set()
         assert [await first, await second] == [b"first", b"second"]

@@ -18,7 +18,7 @@ def priority(_body: bytes = b"") -> int:
 def test_the_engine_and_the_event_loop_go_before_the_pool() -> None:
     before = priority()
     pool = PromptPool(workers=1)
-    assert asyncio.run(pool.run(priority, b"")) == min(19, before + POOL_NICE)
+    assert asyncio.run(pool.run(None, priority, b"")) == min(19, before + POOL_NICE)
     pool.close()
     assert priority() == before
 
@@ -29,10 +29,10 @@ def test_no_small_prompt_waits_for_a_large_one() -> None:
     async def go() -> None:
         large = bytes(LARGE_BODY + 1)
         waiting = [
-            asyncio.create_task(pool.run(lambda _: release.wait(60), large)) for _ in range(3)
+            asyncio.create_task(pool.run(None, lambda _: release.wait(60), large)) for _ in range(3)
         ]
         await asyncio.sleep(0)
-        small = await pool.run(len, bytes(LARGE_BODY))
+        small = await pool.run(None, len, bytes(LARGE_BODY))
         assert (small, [each.done() for each in waiting]) == (LARGE_BODY, [False] * 3)
         release.set()
         assert await asyncio.gather(*waiting) == [True] * 3
@@ -41,13 +41,67 @@ def test_no_small_prompt_waits_for_a_large_one() -> None:
     pool.close()
 
 
+def test_tenants_take_turns_with_their_large_prompts() -> None:
+    pool, release, began = PromptPool(), threading.Event(), threading.Event()
+    done: list[str] = []
+
+    def hold(_: bytes) -> None:
+        began.set()
+        release.wait(60)
+
+    async def go() -> None:
+        def send(tenant: str | None, name: str) -> asyncio.Task[None]:
+            work = pool.run(tenant, lambda _: done.append(name), bytes(LARGE_BODY + 1))
+            return asyncio.create_task(work)
+
+        first = asyncio.create_task(pool.run("a", hold, bytes(LARGE_BODY + 1)))
+        await asyncio.to_thread(began.wait, 60)
+        waiting = [send("a", f"a{number}") for number in range(4)]
+        await asyncio.sleep(0)
+        waiting += [send("b", "b0"), send("b", "b1"), send(None, "none")]
+        await asyncio.sleep(0)
+        waiting[1].cancel()
+        await asyncio.sleep(0.01)
+        assert len(pool._large._works) == 6, "what is cancelled holds its body no longer"
+        release.set()
+        await asyncio.gather(first, *waiting, return_exceptions=True)
+
+    asyncio.run(go())
+    pool.close()
+    assert done == ["a0", "b0", "none", "b1", "a2", "a3"]  # a1 was cancelled
+
+
+def test_what_waits_when_the_pool_is_closed_is_not_begun() -> None:
+    pool, release, began = PromptPool(), threading.Event(), threading.Event()
+    done: list[str] = []
+
+    def hold(_: bytes) -> None:
+        began.set()
+        release.wait(60)
+
+    async def go() -> None:
+        running = asyncio.create_task(pool.run(None, hold, bytes(LARGE_BODY + 1)))
+        await asyncio.to_thread(began.wait, 60)
+        waits = pool.run(None, lambda _: done.append("begun"), bytes(LARGE_BODY + 1))
+        waiting = asyncio.create_task(waits)
+        await asyncio.sleep(0)
+        pool.close()
+        release.set()
+        await running
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+
+    asyncio.run(go())
+    assert not done
+
+
 def test_a_prompt_has_a_deadline_that_includes_its_wait_for_a_thread() -> None:
     pool, release, ran = PromptPool(workers=1, seconds=0.01), threading.Event(), threading.Event()
 
     async def go() -> None:
         for work in (lambda _: release.wait(60), lambda _: ran.set()):
             with pytest.raises(ApiError) as late:
-                await pool.run(work, b"")
+                await pool.run(None, work, b"")
             assert (late.value.status, late.value.code) == (429, "too_late")
             assert "within 0.01 s" in late.value.message
             assert late.value.headers["retry-after"] == "1"

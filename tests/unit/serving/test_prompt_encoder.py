@@ -1,10 +1,13 @@
 """Large texts are tokenized by a process of its own, with the ids that this one gives."""
 
+import itertools
 import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +21,12 @@ from fairlead_runtime.models import chat, tiny
 from fairlead_runtime.models.tokenizer_files import encodes_as_defined, load_tokenizer
 from fairlead_runtime.outputs import ServiceError
 from fairlead_runtime.request import RequestError
-from fairlead_runtime.serving.prompt_encoder import PromptEncoder
+from fairlead_runtime.serving.prompt_encoder import (
+    MAX_REST,
+    POLL_SECONDS,
+    PromptEncoder,
+    Rests,
+)
 
 WITHIN = 300.0  # seconds; a limit for what hangs
 TEXTS = ("", "a", "<|user|>hi<|end|>", "naïve 🦜🦜 \x00 \u2028 שלום", "many words and " * 5000)
@@ -142,3 +150,67 @@ def test_a_tokenizer_that_changes_texts_first_is_not_defined_by_its_rust_part() 
     changes: Any = type("Changes", (PreTrainedTokenizerFast,), {"_encode_plus": lambda *_: [7]})
     assert encodes_as_defined(plain)
     assert not encodes_as_defined(changes(tokenizer_object=plain.backend_tokenizer))
+
+
+class Clock:
+    """Time that passes when somebody waits, and when ``works`` are done."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+        self.works: list[tuple[float, float]] = []  # when each began and ended
+
+    def work(self, rests: Rests, seconds: float) -> None:
+        with rests.before_next():
+            began, self.now = self.now, self.now + seconds
+            self.works.append((began, self.now))
+
+
+def rests_of(clock: Clock, monkeypatch: pytest.MonkeyPatch, busy: Any) -> Rests:
+    rests = Rests(busy, now=lambda: clock.now)
+
+    def wait(seconds: float) -> bool:
+        clock.now += seconds
+        return False
+
+    monkeypatch.setattr(rests._closed, "wait", wait)
+    return rests
+
+
+def test_texts_take_a_fifth_of_the_time_while_the_engine_runs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock = Clock()
+    rests = rests_of(clock, monkeypatch, lambda: True)
+    for _ in range(20):
+        clock.work(rests, 0.1)
+    assert clock.works[0][0] == 100.0, "the first does not wait"
+    rested = [begins - ends for (_, ends), (begins, _) in itertools.pairwise(clock.works)]
+    assert all(0.4 <= each < 0.4 + 2 * POLL_SECONDS for each in rested), rested
+    clock.work(rests, 60.0)
+    clock.work(rests, 0.1)
+    assert clock.works[-1][0] - clock.works[-2][1] < MAX_REST + 2 * POLL_SECONDS
+
+
+def test_no_text_waits_for_an_engine_that_is_idle_or_becomes_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock, idle_at = Clock(), 0.0
+    rests = rests_of(clock, monkeypatch, lambda: clock.now < idle_at)
+    for _ in range(3):
+        clock.work(rests, 0.1)
+    assert clock.now == pytest.approx(100.3)
+    idle_at = clock.now + 0.2
+    clock.work(rests, 0.1)
+    assert clock.works[-1][0] == pytest.approx(idle_at, abs=2 * POLL_SECONDS)
+
+
+def test_closing_ends_a_rest() -> None:
+    encoder = encoder_of(tiny.tokenizer(), busy=lambda: True)
+    encoder._rests._until = time.monotonic() + 3600.0
+    with ThreadPoolExecutor(1) as pool:
+        resting = pool.submit(encoder.encode, "abc", special=False, large=True)
+        encoder.close()
+        with pytest.raises(ServiceError, match="retry"):
+            resting.result(WITHIN)
+    assert encoder.child is not None
+    assert encoder.child.pid is None

@@ -26,7 +26,7 @@ from fairlead_runtime.outputs import (
     Submission,
     TextLate,
 )
-from fairlead_runtime.request import FinishReason, RequestError, SamplingParams, Status
+from fairlead_runtime.request import FinishReason, RequestError, SamplingParams, Status, pack_ids
 from fairlead_runtime.scheduling.plan import Work
 from fairlead_runtime.serving.choice import ChoiceText
 from fairlead_runtime.serving.detokenize import Vocabulary
@@ -312,8 +312,12 @@ async def test_bad_requests_are_refused_before_anything_runs() -> None:
     async with running(num_blocks=8) as service:
         with pytest.raises(RequestError, match="prompt: is empty"):
             await service.submit(ask(prompt=0))
-        with pytest.raises(RequestError, match="from 0 to 999"):
-            await service.submit(Submission(prompt=(1, VOCABULARY)))
+        for prompt in ((1, VOCABULARY), (-1, 1), (1, 2**70)):
+            with pytest.raises(RequestError, match="from 0 to 999"):
+                await service.submit(Submission(prompt=prompt))
+        for packed in (pack_ids((1, VOCABULARY)), pack_ids((1, -1))):
+            with pytest.raises(RequestError, match="from 0 to 999"):
+                await service.submit(Submission(prompt=packed))
         with pytest.raises(RequestError, match=r"30 \+ max_tokens 3 = 33 tokens"):
             await service.submit(ask(prompt=30, max_tokens=3))
         outputs = (await read(await service.submit(ask(prompt=30, max_tokens=None))))[0]
