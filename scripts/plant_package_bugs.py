@@ -19,7 +19,7 @@ from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from planted import kernels_table, operator_table, runtime_table
+from planted import hostile_table, kernels_table, operator_table, runtime_table
 from planted.bug import PackageBug
 from planted.hunting import (
     Outcome,
@@ -41,6 +41,7 @@ HANGS = 10  # times what the tests take without a bug: then a test hangs, on a b
 BUGS: tuple[PackageBug, ...] = (
     *operator_table.BUGS,
     *runtime_table.BUGS,
+    *hostile_table.BUGS,
     *kernels_table.BUGS,
 )
 

@@ -329,14 +329,15 @@ def test_an_idle_connection_is_kept_longer_than_clients_and_proxies_keep_theirs(
 
 
 def test_sockets_send_events_at_once_and_find_dead_peers(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[tuple[int, int]] = []
+    seen: list[tuple[int, ...]] = []
     made = GuardedProtocol.connection_made
+    asked = ("TCP_NODELAY", "TCP_KEEPIDLE", "TCP_KEEPINTVL", "TCP_KEEPCNT", "TCP_USER_TIMEOUT")
 
     def connection_made(self: GuardedProtocol, transport: asyncio.Transport) -> None:
         made(self, transport)
         sock: socket.socket = transport.get_extra_info("socket")
-        at_once = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
-        seen.append((at_once, sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)))
+        options = (sock.getsockopt(socket.IPPROTO_TCP, getattr(socket, name)) for name in asked)
+        seen.append((sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE), *options))
 
     monkeypatch.setattr(GuardedProtocol, "connection_made", connection_made)
 
@@ -345,7 +346,11 @@ def test_sockets_send_events_at_once_and_find_dead_peers(monkeypatch: pytest.Mon
             await _alive(server)
 
     run(scenario())
-    assert seen == [(1, 1)]
+    ((keep_alive, at_once, idle, interval, probes, unacknowledged),) = seen
+    assert (keep_alive, at_once) == (1, 1)
+    # Seconds after which a peer that vanished is found: one that is silent, one that is sent to.
+    assert idle + interval * probes <= 90
+    assert 0 < unacknowledged / 1000 <= 90
 
 
 @pytest.mark.parametrize("stream", [False, True])
