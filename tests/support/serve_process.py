@@ -200,14 +200,14 @@ def broken_device() -> None:
     ModelRunner.execute = fail  # type: ignore[method-assign,assignment]
 
 
-def slow_device() -> None:
-    """Make every step last at least 10 ms."""
+def slow_device(seconds: float = 0.01) -> None:
+    """Make every step last at least so long."""
     from fairlead_runtime.device.model_runner import ModelRunner
 
     execute = ModelRunner.execute
 
     def slow(self: ModelRunner, work: Any) -> Any:
-        time.sleep(0.01)
+        time.sleep(seconds)
         return execute(self, work)
 
     ModelRunner.execute = slow  # type: ignore[method-assign]
