@@ -1,6 +1,7 @@
 """The release changes while its deployments serve: values, another image, rollback, removal."""
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import partial
 
@@ -20,11 +21,11 @@ pytestmark = pytest.mark.e2e
 NEXT = "next"  # a second name of the same runtime image: another version, as far as pods know
 # Three of these leave the two cores time to start pods.
 TRAFFIC = {
-    "new_per_second": 3,
+    "new_per_second": 2,
     "kept": 1,
     "streams": 1,
     "tokens": 4,
-    "stream_tokens": 200,
+    "stream_tokens": 100,
     "pause": 1,
 }
 NAMES = ("one", "two", "three")
@@ -34,14 +35,16 @@ NAMES = ("one", "two", "three")
 def three(installation: Installation) -> Iterator[list[Served]]:
     """Three deployments of a pod each that serve."""
     installation.upgrade()
-    with ExitStack() as stack:
-        served = [Served(installation, name) for name in NAMES]
+    served = [Served(installation, name) for name in NAMES]
+    try:
         for each in served:
-            stack.callback(each.delete, drained=False)
             each.apply(**SMALL)
         for each in served:
             each.until_rolled_out()
         yield served
+    finally:
+        with ThreadPoolExecutor() as pool:  # side by side
+            list(pool.map(partial(Served.delete, drained=False), served))
 
 
 @pytest.fixture

@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -57,6 +58,7 @@ class Client:
     namespace: str
     image: str
     address: str = ""
+    http: httpx.Client = field(default_factory=partial(httpx.Client, timeout=400))
 
     def start(self) -> None:
         """Create the pod; returns when it takes orders."""
@@ -84,7 +86,7 @@ class Client:
         streams: int = 0,
         tokens: int = 8,
         stream_tokens: int = 200,
-        pause: float = 0.1,
+        pause: float = 0.5,
     ) -> Iterator["Load"]:
         """Requests to a Service's DNS name while the block runs; ``Load.report`` is complete after
         it.
@@ -113,7 +115,7 @@ class Client:
 
     def ask(self, method: str, path: str, body: Any = None) -> Any:
         url = f"http://{self.address}:{PORT}/{path}"
-        answer = httpx.request(method, url, json=body, timeout=400)
+        answer = self.http.request(method, url, json=body)
         answer.raise_for_status()
         return answer.json()
 

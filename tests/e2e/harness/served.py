@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from cluster.harness.apiclient import ApiError, Object, eventually
-from cluster.harness.resources import CHILDREN, KIND, condition, current, idep, ready, status
+from cluster.harness.resources import CHILDREN, KIND, condition, idep, status
 from e2e.harness.installation import NAMESPACE, Installation
 
 T = TypeVar("T")
@@ -68,11 +68,7 @@ class Served:
     def until_ready(self, within: float = 400) -> Object:
         """The status once Ready is true and about the newest spec."""
 
-        def look() -> Object | None:
-            seen = ready(self.installation.api, NAMESPACE, self.name)
-            return seen if seen and current(self.installation.api, NAMESPACE, self.name) else None
-
-        return self._eventually(look, within, "is Ready")
+        return self._eventually(self._ready, within, "is Ready")
 
     def until_rolled_out(self, within: float = 400) -> Object:
         """The status once every wanted pod is of the newest revision, ready and among the Service's
@@ -81,8 +77,7 @@ class Served:
         api = self.installation.api
 
         def look() -> Object | None:
-            seen = ready(api, NAMESPACE, self.name)
-            if not seen or not current(api, NAMESPACE, self.name):
+            if not (seen := self._ready()):
                 return None
             live = api.get("Deployment", NAMESPACE, self.name)
             state, wanted = live["status"], live["spec"]["replicas"]
@@ -90,10 +85,18 @@ class Served:
                 state.get(count, 0) == wanted
                 for count in ("replicas", "updatedReplicas", "readyReplicas", "availableReplicas")
             )
-            counts = {len(self.pods()), len(self.endpoints())}
-            return seen if whole and counts == {wanted} else None
+            exact = whole and len(self.pods()) == wanted == len(self.endpoints())
+            return seen if exact else None
 
         return self._eventually(look, within, "is rolled out")
+
+    def _ready(self) -> Object | None:
+        """The status if Ready is true and about the newest spec."""
+        body = self.installation.api.get(KIND, NAMESPACE, self.name)
+        seen: Object = body.get("status") or {}
+        about_this = seen.get("observedGeneration") == body["metadata"]["generation"]
+        is_ready = condition(seen, "Ready").get("status") == "True"
+        return seen if about_this and is_ready else None
 
     def pods(self) -> list[Object]:
         """Its pods, those that end too."""
