@@ -4,6 +4,7 @@ which `make e2e` enters before pytest starts.
 
 import os
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -26,6 +27,11 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     mine = [item for item in session.items if item.get_closest_marker("e2e")]
     if mine and HOME not in os.environ:
         raise pytest.UsageError("these tests run in a sandbox of their own: use `make e2e`")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """A newcomer finds nothing of Fairlead: those tests come before the others install it."""
+    items.sort(key=lambda item: item.path.name != "test_newcomer.py")
 
 
 @pytest.fixture(scope="session")
@@ -54,21 +60,41 @@ def api(node: Node) -> Iterator[Api]:
 
 
 @pytest.fixture(scope="session")
-def images(node: Node, figures: Figures) -> None:
-    """The images of `make images`, imported."""
-    for archive in archives():
+def imports(node: Node, figures: Figures) -> Iterator[dict[str, Future[None]]]:
+    """The imports of the images of `make images`, by the name of the archive. They run side by
+    side: each keeps one core busy.
+    """
+
+    def run(archive: Path) -> None:
         with figures.timed("node", f"import of {archive.name}, s"):
             node.import_image(archive)
 
+    with ThreadPoolExecutor() as pool:
+        yield {archive.name: pool.submit(run, archive) for archive in archives()}
+
 
 @pytest.fixture(scope="session")
-def installation(node: Node, api: Api, images: None, figures: Figures) -> Installation:
+def chart(node: Node, api: Api, imports: dict[str, Future[None]]) -> Installation:
+    """Installs the chart; the operator's image is there."""
+    imports["operator.tar"].result()
+    return Installation(api, Helm(node.home, "helm", node.plane.kubeconfig()))
+
+
+@pytest.fixture(scope="session")
+def runtime_image(imports: dict[str, Future[None]]) -> None:
+    """The runtime's image is there too."""
+    imports["runtime.tar"].result()
+
+
+@pytest.fixture(scope="session")
+def installation(
+    chart: Installation, api: Api, runtime_image: None, figures: Figures
+) -> Installation:
     """The chart, installed without a value into a namespace that enforces "restricted"."""
     create_namespace(api, NAMESPACE)
-    installed = Installation(api, Helm(node.home, "helm", node.plane.kubeconfig()))
     with figures.timed("node", "helm install until the operator is ready, s"):
-        installed.install()
-    return installed
+        chart.install()
+    return chart
 
 
 @pytest.fixture(scope="session")

@@ -19,12 +19,13 @@ import pytest
 from cluster.harness import binaries
 from cluster.harness.apiclient import Api, eventually
 from cluster.harness.charts import CRD
-from cluster.harness.resources import KIND, create_namespace
+from cluster.harness.resources import KIND
 from e2e.harness.figures import Figures
 from e2e.harness.installation import NAMESPACE, RELEASE, Installation
 
 pytestmark = pytest.mark.e2e
 ROOT = Path(__file__).parents[2]
+OURS = (("CustomResourceDefinition", CRD), ("Namespace", NAMESPACE))  # what outlives an uninstall
 COMMAND = re.compile(r"(?:helm|kubectl|curl|fairlead) ")
 # What a newcomer downloads from the model's page, for `fairlead plan`.
 CONFIG = {
@@ -104,8 +105,9 @@ class Shell:
 
 
 @pytest.fixture
-def shell(installation: Installation, api: Api, tmp_path: Path) -> Iterator[Shell]:
-    remove_everything(installation, api)
+def shell(chart: Installation, api: Api, tmp_path: Path) -> Iterator[Shell]:
+    for kind, name in OURS:
+        assert is_gone(api, kind, name), "these tests come first"
     (tmp_path / "charts").symlink_to(ROOT / "charts")
     tools = tmp_path / "tools"
     tools.mkdir()
@@ -114,7 +116,7 @@ def shell(installation: Installation, api: Api, tmp_path: Path) -> Iterator[Shel
     environ = {
         **os.environ,
         "PATH": f"{tools}:{Path(sys.executable).parent}:{os.environ['PATH']}",
-        "KUBECONFIG": str(installation.helm.kubeconfig),
+        "KUBECONFIG": str(chart.helm.kubeconfig),
         "HOME": str(tmp_path),
     }
     shell = Shell(tmp_path, environ)
@@ -122,12 +124,10 @@ def shell(installation: Installation, api: Api, tmp_path: Path) -> Iterator[Shel
     for process in shell.running:
         process.kill()
         process.wait()
-    remove_everything(installation, api)
-    create_namespace(api, NAMESPACE)
-    installation.install()
+    remove_everything(chart, api)
 
 
-def remove_everything(installation: Installation, api: Api) -> None:
+def remove_everything(chart: Installation, api: Api) -> None:
     """Resources first: without their definition nothing would delete what they own."""
     namespaces = ("default", NAMESPACE)
     if api.find("CustomResourceDefinition", "", CRD):
@@ -137,8 +137,8 @@ def remove_everything(installation: Installation, api: Api) -> None:
     label = "app.kubernetes.io/managed-by=fairlead"
     eventually(lambda: not api.items("Pod", labelSelector=label), 120, "no pod serves")
     for namespace in namespaces:
-        installation.helm.ask("uninstall", RELEASE, f"--namespace={namespace}", "--wait")
-    for kind, name in (("CustomResourceDefinition", CRD), ("Namespace", NAMESPACE)):
+        chart.helm.ask("uninstall", RELEASE, f"--namespace={namespace}", "--wait")
+    for kind, name in OURS:
         if api.find(kind, "", name):
             api.delete(kind, "", name)
             eventually(partial(is_gone, api, kind, name), 120, f"{name} is gone")
@@ -148,6 +148,21 @@ def is_gone(api: Api, kind: str, name: str) -> bool:
     return api.find(kind, "", name) is None
 
 
+def test_the_lines_of_the_readme_work_in_their_order(shell: Shell) -> None:
+    (shell.folder / "chat.yaml").write_text(resource("README.md"))
+    (shell.folder / "config.json").write_text(json.dumps(CONFIG))
+    lines = commands("README.md", "## One deployment\n")
+    told = {line.partition("  #")[0].strip(): shell.run(line) for line in lines}
+    assert len(told) == 4, told
+    assert "FITS" in told["fairlead plan -f chat.yaml --config config.json"]
+
+    def shown() -> bool:
+        return "InsufficientAccelerator" in shell.run(lines[-1])
+
+    eventually(shown, 30, "it says what it waits for: this node has no GPU", every=1)
+
+
+@pytest.mark.usefixtures("runtime_image")
 def test_the_lines_of_docs_install_md_work_in_their_order(
     shell: Shell, api: Api, figures: Figures
 ) -> None:
@@ -163,17 +178,3 @@ def test_the_lines_of_docs_install_md_work_in_their_order(
     assert any(line.startswith("helm test") for line in told)
     (demo,) = api.items(KIND, NAMESPACE)
     assert demo["metadata"]["name"] == "demo", "documented: the resources stay after an uninstall"
-
-
-def test_the_lines_of_the_readme_work_in_their_order(shell: Shell) -> None:
-    (shell.folder / "chat.yaml").write_text(resource("README.md"))
-    (shell.folder / "config.json").write_text(json.dumps(CONFIG))
-    lines = commands("README.md", "## One deployment\n")
-    told = {line.partition("  #")[0].strip(): shell.run(line) for line in lines}
-    assert len(told) == 4, told
-    assert "FITS" in told["fairlead plan -f chat.yaml --config config.json"]
-
-    def shown() -> bool:
-        return "InsufficientAccelerator" in shell.run(lines[-1])
-
-    eventually(shown, 30, "it says what it waits for: this node has no GPU", every=1)

@@ -30,6 +30,7 @@ SERVICES = "10.96.0.0/16"
 PODS = "10.244.0.0/16"
 KUBELET = f"system:node:{NAME}"
 KUBE_PROXY = "system:kube-proxy"
+AMPLE = 16 << 30  # bytes of memory of which images may take four
 AWAY = 3  # seconds for which a part of the cluster is missing
 MAY_BE_AWAY = ("kubelet", "containerd", "kube-apiserver")
 PROGRAMS = (
@@ -180,6 +181,12 @@ class Node:
         subprocess.run([*command.split(), *subject, *files], check=True, capture_output=True)
 
     def _start_containerd(self) -> None:
+        images = self.home / "containerd"
+        images.mkdir()
+        if _available_memory() >= AMPLE:
+            # A disk takes most of the time in which images are written, sealed and unpacked.
+            command = ["mount", "-t", "tmpfs", "-o", "mode=711", "tmpfs", str(images)]
+            subprocess.run(command, check=True)
         config = self.home / "containerd.toml"
         config.write_text(
             CONTAINERD.format(home=self.home, pause=PAUSE, plugins=PLUGINS, socket=self.socket)
@@ -224,6 +231,13 @@ class Node:
         config = self.home / "Corefile"
         config.write_text(COREFILE.format(address=ADDRESS, kubeconfig=self.plane.kubeconfig()))
         self.plane.spawn("coredns", [f"-conf={config}"])
+
+
+def _available_memory() -> int:
+    """Bytes."""
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    fields = dict(line.split(":") for line in lines)
+    return int(fields["MemAvailable"].split()[0]) * 1024
 
 
 def node_is_ready(api: Api) -> bool:

@@ -1,12 +1,12 @@
 """What a pod may do, found out from inside the pods."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 
 from cluster.harness.apiclient import Api, ApiError
 from e2e.harness.installation import NAMESPACE, OPERATOR, Installation
-from e2e.harness.served import SMALL, serving
+from e2e.harness.served import Served
 
 pytestmark = pytest.mark.e2e
 TOOLS = (
@@ -16,11 +16,9 @@ TOOLS = (
 Inside = Callable[[str], str]
 
 
-@pytest.fixture(scope="module")
-def runtime_pod(installation: Installation) -> Iterator[str]:
-    installation.upgrade()
-    with serving(installation, "guarded", **SMALL) as served:
-        yield served.pods()[0]["metadata"]["name"]
+@pytest.fixture
+def runtime_pod(chat: Served) -> str:
+    return min(chat.names())
 
 
 @pytest.fixture(params=["runtime", "operator"])

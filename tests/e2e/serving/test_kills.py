@@ -9,23 +9,15 @@ import pytest
 
 from cluster.harness.apiclient import Object, eventually
 from e2e.harness.figures import Figures
-from e2e.harness.installation import NAMESPACE, OPERATOR, Installation
+from e2e.harness.installation import NAMESPACE, OPERATOR
 from e2e.harness.load import Client, Load
 from e2e.harness.node import AWAY, MAY_BE_AWAY, NAME, Node
 from e2e.harness.processes import Process, engine_process, http_process, kill
-from e2e.harness.served import SMALL, Served, serving
+from e2e.harness.served import Served
 
 pytestmark = pytest.mark.e2e
 RECOVERED = 30  # seconds
 TRAFFIC = {"new_per_second": 10, "kept": 4, "streams": 4, "tokens": 4, "stream_tokens": 200}
-
-
-@pytest.fixture(scope="module")
-def chat(installation: Installation) -> Iterator[Served]:
-    """Two pods that serve."""
-    installation.upgrade()
-    with serving(installation, "sturdy", **SMALL, replicas=2) as served:
-        yield served
 
 
 @pytest.fixture

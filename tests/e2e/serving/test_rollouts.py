@@ -2,16 +2,15 @@
 
 import signal
 import time
-from collections.abc import Iterator
 
 import pytest
 
 from cluster.harness.apiclient import eventually
 from e2e.harness.figures import Figures
-from e2e.harness.installation import ANY_RUNTIME, NAMESPACE, Installation
+from e2e.harness.installation import NAMESPACE
 from e2e.harness.load import Client, Report
 from e2e.harness.node import Node
-from e2e.harness.served import SMALL, Served, serving
+from e2e.harness.served import SMALL, Served
 from support.full import LONG_FORM
 
 pytestmark = pytest.mark.e2e
@@ -24,14 +23,6 @@ TRAFFIC = {
     "tokens": 4,
     "stream_tokens": 400,
 }
-
-
-@pytest.fixture(scope="module")
-def chat(installation: Installation) -> Iterator[Served]:
-    """Two pods that serve."""
-    installation.upgrade(*ANY_RUNTIME)
-    with serving(installation, "chat", **SMALL, replicas=2) as served:
-        yield served
 
 
 def test_a_larger_batch_replaces_every_pod_and_loses_no_request(

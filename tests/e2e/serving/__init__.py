@@ -1,0 +1,1 @@
+"""A package, so that its fixture `chat` ends with its last test."""
