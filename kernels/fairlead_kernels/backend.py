@@ -22,6 +22,7 @@ from fairlead_kernels.torch_operations import TorchOperations
 
 # The oldest GPUs, by their compute capability, that flashinfer's kernels run on in each type.
 OLDEST_GPU = {torch.float16: (7, 5), torch.bfloat16: (8, 0)}
+FP8_GPU = (8, 9)  # the oldest that multiply 8-bit floats
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -89,11 +90,12 @@ def gpu_operations(dtype: torch.dtype, device: torch.device) -> tuple[LayerOpera
     """The operations of a model of this type on this GPU, and what they are: Triton's where it
     runs, else those in torch and the reason.
     """
+    fp8 = device.type == "cuda" and torch.cuda.get_device_capability(device) >= FP8_GPU
     try:
-        operations = triton_operations.load()
+        operations = triton_operations.load(fp8=fp8)
         triton_proof.prove(operations, dtype, device)
     except NotAvailableError as error:
-        return TorchOperations(), f"layers in torch: {error}"
+        return TorchOperations(fp8=fp8), f"layers in torch: {error}"
     return operations, "layers in Triton"
 
 

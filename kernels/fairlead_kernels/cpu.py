@@ -47,6 +47,7 @@ class CpuOperations:
     """
 
     in_float32 = True
+    rounds = False
 
     def __init__(self, functions: library.Library) -> None:
         self.library = functions

@@ -133,11 +133,13 @@ class LayerOperations(Protocol):
 
     ``in_float32``: they compute in float32, and a layer's vectors stay so. Else hidden states
     between two operations have the model's own type, as the layer's vectors have: but for the
-    residual, which is float32.
+    residual, which is float32. ``rounds``: products with fp8 weights round their ``x`` to fp8,
+    too, with a scale per token; while no layer runs it may be switched off, and on again.
     """
 
     name: str
     in_float32: bool
+    rounds: bool
 
     def pack(
         self,

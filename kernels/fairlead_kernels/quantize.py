@@ -45,6 +45,9 @@ class Quantized:
         """The same with its rows in this order."""
         return type(self)(self.format, self.bits[order], self.scales[order])
 
+    def to(self, device: torch.device) -> Self:
+        return type(self)(self.format, self.bits.to(device), self.scales.to(device))
+
     def dequantize(self) -> Tensor:
         """The matrix, float32 [N, K]."""
         return self.numbers.float().mul_(self.scales[:, None])

@@ -16,6 +16,7 @@ from fairlead_kernels.quantize import Quantized, as_quantized
 
 name = "reference"
 in_float32 = True
+rounds = False
 ACTIVATIONS: dict[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
     "silu": F.silu,
     "gelu": F.gelu,

@@ -10,18 +10,26 @@ from collections.abc import Sequence
 import torch
 import torch.nn.functional as F  # noqa: N812 - torch's own convention
 from torch import Tensor
+from torch.nn.functional import ScalingType
 
 from fairlead_kernels.cache_write import write
 from fairlead_kernels.layer import Activation, Norm, Packed
-from fairlead_kernels.quantize import Quantized, as_quantized
+from fairlead_kernels.quantize import FP8, Quantized, as_quantized
 from fairlead_kernels.reference import ACTIVATIONS
 
 
 class TorchOperations:
-    """``LayerOperations`` in torch. Stateless: any thread may call any method."""
+    """``LayerOperations`` in torch. Stateless: any thread may call any method.
+
+    ``fp8``: the device multiplies 8-bit floats, so fp8 weights meet activations that are rounded to
+    fp8, too, with a scale per token. Else, and for int8, activations keep their type.
+    """
 
     name = "torch"
     in_float32 = False
+
+    def __init__(self, *, fp8: bool = False) -> None:
+        self.rounds = fp8
 
     def pack(
         self,
@@ -52,15 +60,28 @@ class TorchOperations:
         comparison of a layer with its original, takes a copy of them in its own; so does every
         ``x`` of quantized ones.
         """
-        data = weight.data
         if weight.scales is not None:
-            data = data.float().mul_(weight.scales[:, None])
+            return self._scaled(x, weight, weight.scales, bias)
+        data = weight.data
         if data.dtype is not x.dtype:
             data = data.to(x.dtype)
         if weight.factor == 1:
             return F.linear(x, data, bias)
         added = x.new_empty(weight.rows) if bias is None else bias
         return torch.addmm(added, x, data.T, beta=bias is not None, alpha=weight.factor)
+
+    def _scaled(self, x: Tensor, weight: Packed, scales: Tensor, bias: Tensor | None) -> Tensor:
+        """The product with quantized weights: in 8-bit floats where the GPU has them, else with a
+        copy of the weights in the type of ``x``.
+        """
+        data, sixteenths = weight.data, (weight.rows | weight.columns) % 16 == 0
+        if self.rounds and data.dtype is FP8 and x.dtype is torch.bfloat16 and sixteenths:
+            out = _fp8_product(x, data, scales)
+            return out if bias is None else out.add_(bias)
+        if x.dtype is torch.float16:  # whose products with unscaled numbers could overflow
+            return F.linear(x, data.to(x.dtype).mul_(scales[:, None]), bias)
+        out = F.linear(x, data.to(x.dtype)).mul_(scales)
+        return out if bias is None else out.add_(bias)
 
     def norm(self, x: Tensor, norm: Norm, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """``LayerOperations.norm``. The sum is written into ``residual``."""
@@ -97,6 +118,19 @@ class TorchOperations:
     def activate(self, x: Tensor, activation: Activation) -> Tensor:
         """``LayerOperations.activate``."""
         return ACTIVATIONS[activation](x.float()).to(x.dtype)
+
+
+def _fp8_product(x: Tensor, numbers: Tensor, scales: Tensor) -> Tensor:
+    """X bfloat16 [T, K], rounded to fp8 with a scale per row, times float8_e4m3fn [N, K] with a
+    scale per row → bfloat16 [T, N]. Sums are float32.
+    """
+    largest = x.abs().amax(dim=1, keepdim=True).float()
+    own = largest.div_(torch.finfo(FP8).max).clamp_(min=torch.finfo(torch.float32).tiny)
+    rows = ScalingType.RowWise
+    rounded = (x / own).to(FP8)
+    return F.scaled_mm(
+        rounded, numbers.T, own, rows, scales[None], rows, output_dtype=torch.bfloat16
+    )
 
 
 def _normalized(x: Tensor, norm: Norm) -> Tensor:

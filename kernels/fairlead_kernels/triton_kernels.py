@@ -1,4 +1,5 @@
-"""A decoder layer's operations as Triton kernels, between torch's matrix products.
+"""A decoder layer's operations as Triton kernels: those between torch's matrix products, and the
+products with int8 weights.
 
 Owns the kernels' source. Imported only where Triton is (``triton_operations.load``), which compiles
 a kernel for each combination of types and upper-case arguments at its first launch. A program
@@ -200,3 +201,45 @@ def activate(
     if GATED:
         y *= tl.load(x + at + width, mask=valid, other=0.0).to(tl.float32)
     tl.store(out + row * width + column, y.to(out.dtype.element_ty), mask=valid)
+
+
+@triton.jit(do_not_specialize=["count"])
+def multiply_int8(
+    x,
+    weight,
+    scales,
+    bias,
+    out,
+    count,
+    rows,
+    columns,
+    BIAS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    WIDE: tl.constexpr,
+):
+    """``LayerOperations.linear`` of ``count`` tokens with int8 weights [rows, columns]: a program
+    has TOKENS of the tokens and ROWS of the rows, and reads COLUMNS columns at a time. Integers
+    become numbers of x's type, which holds them exactly, or with WIDE both are float32.
+    """
+    token = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)[:, None]
+    row = tl.program_id(1).to(tl.int64) * ROWS + tl.arange(0, ROWS)[None, :]
+    total = tl.zeros((TOKENS, ROWS), dtype=tl.float32)
+    for first in range(0, columns, COLUMNS):
+        across = first + tl.arange(0, COLUMNS)[None, :]
+        down = first + tl.arange(0, COLUMNS)[:, None]
+        given = tl.load(
+            x + token * columns + across, mask=(token < count) & (across < columns), other=0.0
+        )
+        numbers = tl.load(
+            weight + row * columns + down, mask=(row < rows) & (down < columns), other=0
+        )
+        if WIDE:
+            total += tl.dot(given.to(tl.float32), numbers.to(tl.float32), input_precision="ieee")
+        else:
+            total += tl.dot(given, numbers.to(given.dtype))
+    result = total * tl.load(scales + row, mask=row < rows, other=0.0)
+    if BIAS:
+        result += tl.load(bias + row, mask=row < rows, other=0.0).to(tl.float32)
+    tl.store(out + token * rows + row, result, mask=(token < count) & (row < rows))

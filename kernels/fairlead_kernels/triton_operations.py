@@ -1,4 +1,5 @@
-"""A decoder layer's operations on GPUs: torch's matrix products, and Triton kernels between them.
+"""A decoder layer's operations on GPUs: torch's matrix products, and Triton kernels between them
+and for products with int8 weights.
 
 Owns the launches, their tiles and the checks of what is handed to a kernel. ``triton_kernels`` has
 the kernels. A launch allocates its result and nothing else, asks nothing of the device, and its
@@ -12,36 +13,75 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fairlead_kernels.layer import Activation, Norm
+from fairlead_kernels.layer import Activation, Norm, Packed
 from fairlead_kernels.not_available import NotAvailableError, brief
 from fairlead_kernels.torch_operations import TorchOperations
 
 # Elements of a tile, unless a row is longer: a row of 4,096 is a program's, small heads share one.
 TILE = 1024
+# A tile of a product: tokens (tensor cores take 16 at least), outputs, and inputs at a time.
+FEW_TOKENS, MANY_TOKENS, PRODUCT_ROWS, PRODUCT_COLUMNS = 16, 64, 64, 64
 
 
-def load() -> "TritonOperations":
-    """The operations, not yet compiled. Raises NotAvailableError with the reason."""
+def load(*, fp8: bool = False) -> "TritonOperations":
+    """The operations, not yet compiled; ``fp8`` as in TorchOperations. Raises NotAvailableError
+    with the reason.
+    """
     if importlib.util.find_spec("triton") is None:
         raise NotAvailableError("Triton is not installed")
     try:
         kernels = importlib.import_module("fairlead_kernels.triton_kernels")
     except Exception as error:  # it looks for drivers and reads files of its own
         raise NotAvailableError(f"Triton cannot be imported: {brief(error)}") from error
-    return TritonOperations(kernels)
+    return TritonOperations(kernels, fp8=fp8)
 
 
 class TritonOperations(TorchOperations):
-    """``LayerOperations`` with a kernel for each but the products. Stateless: any thread may call
-    any method. ``tile``: elements that one program computes, a power
-    of two.
+    """``LayerOperations`` with a kernel for each but the products of plain and fp8 weights.
+    Stateless: any thread may call any method. ``tile``: elements that one program computes, a power
+    of two; ``fp8`` as in TorchOperations; ``wide``: products in float32, as in Triton's
+    interpreter, which multiplies the bits of bfloat16.
     """
 
     name = "triton"
 
-    def __init__(self, kernels: Any, tile: int = TILE) -> None:
+    def __init__(
+        self, kernels: Any, tile: int = TILE, *, fp8: bool = False, wide: bool = False
+    ) -> None:
+        super().__init__(fp8=fp8)
+        self._wide = wide
         self._kernels = kernels
         self._tile = tile
+
+    def _scaled(self, x: Tensor, weight: Packed, scales: Tensor, bias: Tensor | None) -> Tensor:
+        if weight.data.dtype is not torch.int8:
+            return super()._scaled(x, weight, scales, bias)
+        _check("x", x, (x.shape[0], weight.columns))
+        _check("scales", scales, (weight.rows,))
+        if bias is not None:
+            _check("bias", bias, (weight.rows,))
+        out = x.new_empty(x.shape[0], weight.rows)
+        # Decodes wait for weights: few tokens, and many rows at a time in flight. A prompt's tiles
+        # are wide in both.
+        tokens = FEW_TOKENS if x.shape[0] <= FEW_TOKENS else MANY_TOKENS
+        self._kernels.multiply_int8[(-(-x.shape[0] // tokens), -(-weight.rows // PRODUCT_ROWS))](
+            x.contiguous(),
+            weight.data,
+            scales,
+            scales if bias is None else bias,
+            out,
+            x.shape[0],
+            weight.rows,
+            weight.columns,
+            BIAS=bias is not None,
+            TOKENS=tokens,
+            ROWS=PRODUCT_ROWS,
+            COLUMNS=PRODUCT_COLUMNS,
+            WIDE=self._wide or x.dtype is torch.float32,
+            num_warps=4,
+            num_stages=3,
+        )
+        return out
 
     def norm(self, x: Tensor, norm: Norm, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """``LayerOperations.norm``. The sum is written into ``residual``, if it is dense."""

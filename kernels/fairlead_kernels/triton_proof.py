@@ -11,8 +11,9 @@ from torch import Tensor
 from fairlead_kernels import reference
 from fairlead_kernels.layer import LayerOperations, Norm
 from fairlead_kernels.not_available import NotAvailableError, brief
+from fairlead_kernels.quantize import quantize
 
-TOKENS, QUERIES, KV, DIM = 5, 3, 1, 64
+TOKENS, QUERIES, KV, DIM, ROWS = 5, 3, 1, 64, 33
 # Of 1 and a value together; rounding to bfloat16 moves a value by at most 0.004 of itself.
 TOLERANCE = 0.01
 
@@ -49,5 +50,7 @@ def _results(operations: LayerOperations, dtype: torch.dtype, device: torch.devi
     slots = torch.arange(TOKENS, device=device) + 1
     query = operations.rope_write(qkv, angles.cos(), angles.sin(), slots, keys, values, norm, norm)
     gated = operations.gated(random(TOKENS, 2 * DIM), "silu")
-    every = *normed, query, keys, values, gated
+    numbers = [quantize(random(ROWS, DIM, as_type=torch.float32))]
+    product = operations.linear(random(TOKENS, DIM), operations.pack(numbers, factor=1 / DIM))
+    every = *normed, query, keys, values, gated, product
     return torch.cat([result.flatten().double() for result in every])

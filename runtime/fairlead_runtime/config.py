@@ -116,9 +116,9 @@ class EngineConfig:
     )
     quantization: Quantization = knob(
         "none",
-        "rounds a plain checkpoint's weights at load; int8: the layers' matrices, a scale per row; "
-        "none: as the checkpoint has them, also quantized ones",
-        when="int8 to decode faster on a CPU and leave memory to the cache.",
+        "rounds a plain checkpoint's weights at load; int8, fp8: the layers' matrices, a scale per "
+        "row; none: as the checkpoint has them, also quantized ones",
+        when="int8 to decode faster on a CPU; either to leave memory to the cache.",
         cr="engine.quantization",
     )
     max_model_len: int | None = knob(

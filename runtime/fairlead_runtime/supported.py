@@ -85,12 +85,12 @@ class Limit:
 NOT_YET = (
     Limit(
         "quantization",
-        ("none",),
-        "fp8 (and int8 on an accelerator or in float16)",
-        "other kernels take weights of the model's type",
-        dtypes=("float32", "bfloat16"),
-        sometimes=("int8",),
-        only_on="cpu",
+        ("none", "int8"),
+        "fp8 on a CPU or in float32",
+        "products with fp8 weights are those of GPUs",
+        dtypes=("bfloat16", "float16"),
+        sometimes=("fp8",),
+        only_on="cuda",
     ),
     Limit(
         "tensor_parallel",

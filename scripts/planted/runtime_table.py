@@ -300,6 +300,20 @@ BUGS = (
         ("unit/sizing/test_memory_plan.py",),
     ),
     PackageBug(
+        "the self-test judges attention with activations in fp8",
+        f"{RUNTIME}/device/selftest.py",
+        "    operations.rounds = False\n",
+        "    pass\n",
+        ("functional/engine/test_fused_layers.py",),
+    ),
+    PackageBug(
+        "activations stay wide after the self-test",
+        f"{RUNTIME}/device/selftest.py",
+        "        operations.rounds = True\n",
+        "        pass\n",
+        ("functional/engine/test_fused_layers.py",),
+    ),
+    PackageBug(
         "weights that are stored quantized are planned to be loaded plain",
         f"{RUNTIME}/sizing/terms.py",
         'config.quantization == "none" or shape.quantized',

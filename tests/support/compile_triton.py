@@ -12,10 +12,10 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 
 from fairlead_kernels import triton_kernels
-from fairlead_kernels.layer import Activation, Norm
+from fairlead_kernels.layer import Activation, Norm, Packed
 from fairlead_kernels.triton_operations import TritonOperations
 
-ALL = ("norm", "rope_write", "activate")
+ALL = ("norm", "rope_write", "activate", "multiply_int8")
 
 
 class Driver:
@@ -75,6 +75,9 @@ def launch(dtype: torch.dtype, tokens: int, *, every: bool) -> None:
         ours.rope_write(qkv, angles, angles, slots, cache, cache, *norms)
     for activation in get_args(Activation) if every else ("silu",):
         ours.gated(x, activation)
+    packed = Packed(torch.zeros(512, 4096, dtype=torch.int8), 512, 4096, scales=torch.zeros(512))
+    for bias in (None, torch.zeros(512, dtype=dtype)) if every else (None,):
+        ours.linear(x, packed, bias)
     if every:
         ours.activate(x, "gelu")
 
@@ -88,7 +91,8 @@ if __name__ == "__main__":
             (80, torch.float32, False),
         ):
             driver.set_active(Driver(capability))
-            launch(dtype, 3, every=every)
+            for tokens in (3, 300):  # products of few and of many tokens have other tiles
+                launch(dtype, tokens, every=every)
             before = compiled(capability)
             for tokens in (1, 16, 257):
                 launch(dtype, tokens, every=every)

@@ -17,6 +17,7 @@ import torch
 from fairlead_kernels import reference
 from fairlead_kernels.attention import AttentionBackend, DecodeAttention
 from fairlead_kernels.backend import BackendChoice, pick
+from fairlead_kernels.quantize import Format
 from fairlead_runtime.device.decode_steps import DecodeSteps
 from fairlead_runtime.device.fusion import fuse, quantize_weights
 from fairlead_runtime.device.kv_cache import CacheStorage
@@ -43,9 +44,16 @@ EOS = frozenset({2, 140})
 
 
 # The rig that computes what one with fused layers must give: transformers cannot run those.
-UNFUSED = {"cpu": "torch", "int8": "rounded"} | dict.fromkeys(
-    ("layers", "triton", "ranks"), "torch"
-)
+UNFUSED = {
+    "cpu": "torch",
+    "int8": "rounded",
+    "layers int8": "rounded",
+    "layers fp8": "rounded fp8",
+} | dict.fromkeys(("layers", "triton", "ranks"), "torch")
+QUANTIZED: dict[str, Format] = {
+    **dict.fromkeys(("int8", "layers int8", "rounded"), "int8"),
+    **dict.fromkeys(("layers fp8", "rounded fp8"), "fp8"),
+}
 
 
 @dataclass(frozen=True)
@@ -158,7 +166,8 @@ class Rig:
     time.
 
     ``kernels``: torch, or cpu for fused layers: in C++ where it is built, else by the reference.
-    int8 is cpu with int8 weights; their reference, rounded, computes in torch with the same.
+    int8 is cpu with int8 weights; their reference, rounded, computes in torch with the same. So do
+    the layers of GPUs, for int8 and fp8.
     flashinfer is its attention on the stand-in of its wrappers, and resident the same with the
     decodes' state on the device; layers are the fused ones of GPUs
     in torch, beside attention in torch, and triton those in Triton, beside flashinfer's. ranks is
@@ -169,8 +178,8 @@ class Rig:
         self.family = family
         self._described = {"family": family, **overrides}
         self.model = paged(family, **overrides)
-        if kernels in ("int8", "rounded"):
-            quantize_weights(self.model, "int8")
+        if kernels in QUANTIZED:
+            quantize_weights(self.model, QUANTIZED[kernels])
         plain = UNFUSED.get(kernels)
         self._unfused = rig(family, plain, **overrides) if plain else self
         self._kernels = kernels
@@ -226,7 +235,8 @@ class Rig:
             return BackendChoice(attention, operations)
         kernels = "auto" if self._kernels in ("cpu", "int8") else "torch"
         choice = pick(model.heads, model.kinds, model.device, kernels)
-        operations = gpu_operations("torch") if self._kernels == "layers" else choice.operations
+        layers = self._kernels.startswith("layers")
+        operations = gpu_operations("torch") if layers else choice.operations
         return BackendChoice(choice.attention, operations)
 
     def run(self, setting: Setting, arrivals: Iterable[tuple[int, Request]]) -> Outcome:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from fairlead_kernels import reference
 from fairlead_kernels.layer import Activation, LayerOperations, Norm
+from fairlead_kernels.quantize import Format, Quantized, quantize
 from fairlead_kernels.torch_operations import TorchOperations
 from fairlead_kernels.triton_operations import TritonOperations
 
@@ -27,7 +28,7 @@ def interpreted() -> TritonOperations:
     """The Triton kernels in its interpreter; skips the test where Triton is not installed."""
     pytest.importorskip("triton", reason="Triton comes with torch's CUDA build alone")
     kernels: Any = importlib.import_module("fairlead_kernels.triton_kernels")
-    return TritonOperations(kernels, INTERPRETED_TILE)
+    return TritonOperations(kernels, INTERPRETED_TILE, wide=True)
 
 
 def operations(name: str) -> LayerOperations:
@@ -182,6 +183,7 @@ class ProductCase:
     biased: bool
     factor: float
     dtype: torch.dtype
+    quantized: Format | None
     seed: int
 
     def check(self, ours: LayerOperations, device: torch.device) -> None:
@@ -190,11 +192,15 @@ class ProductCase:
         weights = [torch.randn(2 * n, self.columns)[::2] for n in self.rows]
         bias = _random(self.dtype, sum(self.rows)) if self.biased else None
         how: dict[str, Any] = {"dtype": self.dtype, "factor": self.factor}
-        packed = ours.pack([weight.to(device) for weight in weights], **how)
+        held: list[Tensor | Quantized] = list(weights)
+        if self.quantized is not None:
+            held = [quantize(weight, self.quantized) for weight in weights]
+        packed = ours.pack([weight.to(device) for weight in held], **how)
         assert (packed.rows, packed.columns) == (sum(self.rows), self.columns)
-        size = sum(self.rows) * self.columns * self.dtype.itemsize
+        each = self.dtype.itemsize if self.quantized is None else 1
+        size = sum(self.rows) * self.columns * each
         assert packed.data.untyped_storage().nbytes() == size, "weights are held once"
-        want = reference.linear(x.double(), reference.pack(weights, **how), bias)
+        want = reference.linear(x.double(), reference.pack(held, **how), bias)
         got = ours.linear(x.to(device), packed, None if bias is None else bias.to(device))
         assert got.dtype is self.dtype
         rounding = ROUNDING[self.dtype] * float(want.abs().max())
@@ -245,5 +251,6 @@ product_cases = st.builds(
     biased=booleans,
     factor=st.sampled_from([1.0, 1.0, 0.3]),
     dtype=dtypes,
+    quantized=st.sampled_from([None, "int8", "fp8"]),
     seed=seeds,
 )

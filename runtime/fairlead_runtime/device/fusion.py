@@ -32,7 +32,7 @@ from fairlead_kernels.cpu import CpuOperations
 from fairlead_kernels.cpu_attention import CpuAttention
 from fairlead_kernels.cpu_layers import LayerChain
 from fairlead_kernels.layer import Layer, LayerOperations
-from fairlead_kernels.quantize import Format, quantize
+from fairlead_kernels.quantize import FP8, Format, quantize
 from fairlead_runtime.device.attention import (
     CURRENT_PASS,
     AttentionCall,
@@ -67,7 +67,7 @@ class Fusion:
 
     def __str__(self) -> str:
         why = f" ({self.reason})" if self.reason else ""
-        name = str(self.stored).removeprefix("torch.")
+        name = "fp8" if self.stored is FP8 else str(self.stored).removeprefix("torch.")
         weights = f", {name} weights" if self.fused and self.stored is not torch.float32 else ""
         return f"fused {self.fused}/{self.layers} layers{why}{weights}"
 

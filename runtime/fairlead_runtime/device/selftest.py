@@ -75,7 +75,8 @@ class NotPackedError(SelfTestError):
 @dataclass(frozen=True, slots=True)
 class SelfTestResult:
     """``delta``: the largest difference of logits in units of their spread; ``tolerance``: the
-    largest allowed; ``rounding``: what weights that were quantized at load cost.
+    largest allowed; ``rounding``: what weights that were quantized at load cost; ``activations``:
+    the difference while products round activations to fp8, of which ROUNDING is allowed.
     """
 
     delta: float
@@ -83,9 +84,13 @@ class SelfTestResult:
     tokens: int
     backend: str
     rounding: "Rounding | None" = None
+    activations: float | None = None
 
     def __str__(self) -> str:
         rounding = f"; {self.rounding}" if self.rounding else ""
+        if self.activations is not None:
+            allowed = ROUNDING["fp8"]
+            rounding += f"; with fp8 activations {self.activations:.2g} of {allowed:g} allowed"
         return (
             f"self-test: {self.tokens} tokens, largest difference {self.delta:.2g} of "
             f"{self.tolerance:g} allowed ({self.backend} attention){rounding}"
@@ -149,11 +154,29 @@ def prepare_and_test(
         if quantized != "none" and fusion.fused < fusion.layers:
             raise ConfigError(
                 "quantization",
-                f"{quantized} needs every layer of {name!r} in the C++ kernels: {fusion}",
+                f"{quantized} needs every layer of {name!r} fused: {fusion}",
                 "use the unquantized checkpoint" if loaded.shape.quantized else "use none",
             )
-        result = check(model, choice.attention, expected)
+        result = _check_both(model, choice, expected, fp8=quantized == "fp8")
         return ServedModel(model, choice, fusion), replace(result, rounding=rounding)
+
+
+def _check_both(
+    model: PagedModel, choice: BackendChoice, expected: "Expected", *, fp8: bool
+) -> SelfTestResult:
+    """``check``, where products round activations to fp8 first without that: its tolerance would
+    hide a fault of attention.
+    """
+    operations = choice.operations
+    if operations is None or not operations.rounds or not fp8:
+        return check(model, choice.attention, expected)
+    operations.rounds = False
+    try:
+        result = check(model, choice.attention, expected)
+    finally:
+        operations.rounds = True
+    rounded = check(model, choice.attention, expected, ROUNDING["fp8"])
+    return replace(result, activations=rounded.delta)
 
 
 def _expected(model: PagedModel, choice: BackendChoice, max_model_len: int) -> "Expected":
@@ -238,15 +261,20 @@ def run(model: PagedModel, backend: AttentionBackend, max_model_len: int) -> Sel
 
 
 @torch.inference_mode()
-def check(model: PagedModel, backend: AttentionBackend, expected: Expected) -> SelfTestResult:
-    """Compare our pass with the expected one on about 200 tokens; raises SelfTestError beyond
-    TOLERANCE.
+def check(
+    model: PagedModel,
+    backend: AttentionBackend,
+    expected: Expected,
+    tolerance: float | None = None,
+) -> SelfTestResult:
+    """Compare our pass with the expected one on about 200 tokens; raises SelfTestError beyond the
+    tolerance, TOLERANCE of the model's type if None.
     """
     rows = _paged_logits(model, backend, expected.prompts)
     ours = [torch.stack([row[position] for position in sorted(row)]) for row in rows]
     median = model.heads.dtype is not torch.float32 and _has_experts(model)
     delta = max(_distance(*pair, median=median) for pair in zip(ours, expected.logits, strict=True))
-    tolerance = TOLERANCE[model.heads.dtype]
+    tolerance = TOLERANCE[model.heads.dtype] if tolerance is None else tolerance
     if not delta <= tolerance:
         raise SelfTestError(
             f"self-test: logits of {str(model.model.config.model_type)!r} differ from plain "

@@ -72,7 +72,7 @@ def as_stored(config: EngineConfig, quantized: Stored) -> EngineConfig:
 
 def check_stored(config: EngineConfig, quantized: Stored, dtype: str, device: str) -> EngineConfig:
     """``as_stored``, checked as ``check_supported`` does: what a checkpoint brings is refused where
-    the setting would be.
+    the setting would be. Raises ConfigError, too, for weights that would be rounded and split.
     """
     stored = as_stored(config, quantized)
     try:
@@ -81,7 +81,12 @@ def check_stored(config: EngineConfig, quantized: Stored, dtype: str, device: st
         if error.field != "quantization" or stored.quantization == config.quantization:
             raise
         message = f"{error.message}; the checkpoint's weights are {quantized} (config.json: {KEY})"
-        raise ConfigError(error.field, message, f"{error.hint}; none with a plain one") from error
+        raise ConfigError(
+            error.field, message, f"{error.hint}; none and int8 need the unquantized checkpoint"
+        ) from error
+    if not quantized and stored.quantization != "none" and stored.tensor_parallel > 1:
+        problem = f"{stored.quantization} weights cannot be split over ranks"
+        raise ConfigError("quantization", problem, "use none, or tensor parallel 1")
     return stored
 
 

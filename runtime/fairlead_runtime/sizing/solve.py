@@ -109,7 +109,7 @@ def solve(
     ``measured`` replaces computed terms by name, in bytes; the process keeps at least PROCESS.
     """
     groups, longest = group_layers(shape.windows), max_model_len(shape, config)
-    loading = loading_bytes(shape, config) if device.kind == "cpu" else 0
+    loading = loading_bytes(shape, config, device.kind)
     element = 1 if config.cache_dtype == "fp8" else bytes_of(shape, config)
     token_layer = 2 * split(shape.kv_heads, config.tensor_parallel) * shape.head_dim * element
     unit = layers_per_unit(groups) * config.block_size * token_layer

@@ -79,7 +79,8 @@ def terms_of(
     sampler_rows = min(rows, max(1, SAMPLER_CHUNK[device.kind] // shape.vocab))
     terms = {
         "weights": weights(shape, config, tp),
-        "activations": tokens * (width * layer + given),
+        "activations": tokens * (width * layer + given)
+        + _widened(shape, config, device.kind) * element,
         "attention": _attention(shape, config, groups, element),
         "logits": rows * max(width * layer, head * element),
         "sampling": sampler_rows * (shape.vocab * SAMPLING_BYTES + HISTOGRAM)
@@ -194,13 +195,24 @@ def weights(shape: ModelShape, config: EngineConfig, tp: int) -> int:
     return (whole + split(shape.split, tp) + keys + head // tp) * element
 
 
-def loading_bytes(shape: ModelShape, config: EngineConfig) -> int:
-    """Bytes that a CPU's pod takes while it loads weights that it then quantizes, the process
-    included; 0 where they stay as they are, or come quantized.
+def loading_bytes(shape: ModelShape, config: EngineConfig, kind: str) -> int:
+    """Bytes that the accelerator, or a CPU's pod with its process, takes while it loads weights
+    that it then quantizes; 0 where they stay as they are, or come quantized.
     """
     if config.quantization == "none" or shape.quantized:
         return 0
-    return PROCESS + weights(shape, replace(config, quantization="none"), 1)
+    process = PROCESS if kind == "cpu" else 0
+    return process + weights(shape, replace(config, quantization="none"), 1)
+
+
+def _widened(shape: ModelShape, config: EngineConfig, kind: str) -> int:
+    """Elements of the largest matrix that a product on an accelerator may copy: quantized weights,
+    in the type of the activations.
+    """
+    if config.quantization == "none" or kind == "cpu":
+        return 0
+    projections = (shape.heads + 2 * shape.kv_heads) * shape.head_dim
+    return shape.hidden * max(2 * shape.inner, projections)
 
 
 def _attention(

@@ -115,10 +115,11 @@ def _fixes(
     if (config.num_blocks is not None or device.kind == "cpu") and fits(num_blocks=blocks):
         fixes.append(f"numBlocks {blocks}")
     parallel = (n for n in COUNTS if n > config.tensor_parallel and not reason_against(shape, n))
-    if device.kind == "cuda":
+    if device.kind == "cuda" and config.quantization == "none":
         fixes += [f"tensorParallel {n}" for n in parallel if fits(tensor_parallel=n)][:1]
     # Which layers the kernels of a CPU can take, only a loaded model tells.
-    if device.kind == "cuda" and config.quantization == "none" and fits(quantization="int8"):
+    plain = config.quantization == "none" and config.tensor_parallel == 1
+    if device.kind == "cuda" and plain and fits(quantization="int8"):
         fixes.append("quantization int8")
     if (
         device.kind == "cpu"

@@ -168,8 +168,6 @@ def _check_quantization(
     """Raise ConfigError where no kernels can multiply by the quantized weights."""
     name = config.quantization
     plain = "use the unquantized checkpoint" if inspected.shape.quantized else "use none"
-    if config.tensor_parallel > 1:
-        raise ConfigError("quantization", f"{name} weights cannot be split over ranks", plain)
     if config.kernels == "torch":
         problem = f"{name} needs kernels of its own, --kernels is torch"
         raise ConfigError("quantization", problem, "use --kernels auto")

@@ -213,23 +213,27 @@ CASES: tuple[Case, ...] = (
     *(
         _spec(
             f"{method} weights with {accelerators} accelerators in {dtype}",
-            "engine.quantization fp8 (and int8 on an accelerator or in float16)",
+            "engine.quantization fp8 on a CPU or in float32 is not supported yet",
             engine={"quantization": method, "dtype": dtype},
             resources={"accelerator": {"count": accelerators}},
         )
         for method, accelerators, dtype in (
-            ("int8", 1, "float32"),
-            ("int8", 0, "float16"),
-            ("fp8", 0, "float32"),
+            ("fp8", 0, "bfloat16"),
+            ("fp8", 1, "float32"),
         )
     ),
     *(
         _spec(
-            f"int8 weights on a CPU in {dtype}",
-            engine={"quantization": "int8", "dtype": dtype},
-            resources={"accelerator": {"count": 0}},
+            f"{method} weights with {accelerators} accelerators in {dtype}",
+            engine={"quantization": method, "dtype": dtype},
+            resources={"accelerator": {"count": accelerators}},
         )
-        for dtype in ("float32", "bfloat16", "auto")
+        for method, accelerators, dtype in (
+            ("int8", 0, "bfloat16"),
+            ("int8", 1, "auto"),
+            ("fp8", 1, "auto"),
+            ("fp8", 1, "float16"),
+        )
     ),
     *(
         _spec(

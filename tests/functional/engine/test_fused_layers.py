@@ -5,6 +5,7 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -17,17 +18,18 @@ from torch.utils._pytree import tree_map_only
 
 from fairlead_kernels import reference
 from fairlead_kernels.attention import AttentionBackend
-from fairlead_kernels.backend import pick
+from fairlead_kernels.backend import BackendChoice, pick
 from fairlead_kernels.cpu_layers import LayerChain
 from fairlead_kernels.layer import LayerOperations, Norm, Packed
 from fairlead_kernels.not_available import NotAvailableError
+from fairlead_kernels.quantize import Format
 from fairlead_kernels.torch_operations import TorchOperations
 from fairlead_runtime.device import fusion, profiling, selftest
 from fairlead_runtime.device.batch import BatchBuilder
 from fairlead_runtime.device.fusion import FusedRun, fuse, quantize_weights
 from fairlead_runtime.device.kv_cache import CacheStorage
 from fairlead_runtime.device.paged_model import PagedModel
-from fairlead_runtime.models import tiny
+from fairlead_runtime.models import loading, tiny
 from fairlead_runtime.models.model_error import SelfTestError
 from fairlead_runtime.models.quantized import QuantizedLinear
 from fairlead_runtime.request import Request, SamplingParams, Sequence
@@ -38,6 +40,7 @@ from support.engine_rig import paged
 from support.full import LONG_FORM
 from support.operation_cases import interpreted
 from support.operation_cases import operations as gpu_operations
+from support.published import compressed_tensors, publish
 
 EVERY = (*tiny.FAMILIES, *tiny.VARIANTS, *tiny.SIZED, *tiny.UNLISTED)
 # Families that do not fit, and a part of the reason.
@@ -119,15 +122,26 @@ def test_other_forms_of_a_family_are_fused_too(form: str, kernels: str) -> None:
 
 # GPT-2 stores matrices [K, N], GPT-NeoX's and GLM's rows are put into another order, Granite's are
 # multiplied.
-@pytest.mark.parametrize("kernels", ["reference", "cpu"])
-@pytest.mark.parametrize("family", ["llama", "gpt2", "gpt_neox", "glm4", "granite", "gemma3_text"])
-def test_layers_with_int8_weights_compute_what_transformers_does_with_the_rounded_ones(
-    family: str, kernels: str
+@pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")
+@pytest.mark.parametrize(
+    ("family", "kernels", "quantized"),
+    [
+        *itertools.product(
+            ("llama", "gpt2", "gpt_neox", "glm4", "granite", "gemma3_text"),
+            ("reference", "cpu", "torch"),
+            ("int8",),
+        ),
+        *itertools.product(("llama", "gpt_neox", "granite"), ("reference", "torch"), ("fp8",)),
+        ("granite", "triton", "int8"),
+    ],
+)
+def test_layers_with_quantized_weights_compute_what_transformers_does_with_the_rounded_ones(
+    family: str, kernels: str, quantized: Format
 ) -> None:
     model, plain = paged(family), paged(family)
     attention, operations = kernels_of(model, kernels)
     size = model.weight_bytes
-    quantize_weights(model, "int8")
+    quantize_weights(model, quantized)
     modules = dict(model.model.named_modules())
     changed = {name: x for name, x in modules.items() if isinstance(x, QuantizedLinear)}
     stored = {name: plain.model.get_parameter(f"{name}.weight") for name in changed}
@@ -138,9 +152,37 @@ def test_layers_with_int8_weights_compute_what_transformers_does_with_the_rounde
     expected = selftest.Expected.of(model, 512)
     fused = fuse(model, operations)
     count = len(model.windows)
-    assert str(fused) == f"fused {count}/{count} layers, int8 weights"
+    assert str(fused) == f"fused {count}/{count} layers, {quantized} weights"
     assert selftest.check(model, attention, expected).delta < 1e-4
     assert size - model.weight_bytes == 3 * matrices - 4 * channels
+
+
+def on_a_gpu_that_multiplies_fp8(
+    model: PagedModel, _kernels: str, *, operations: LayerOperations
+) -> BackendChoice:
+    return BackendChoice(attention(model), operations)
+
+
+@pytest.mark.parametrize("stored", [False, True])
+def test_activations_in_fp8_have_a_limit_of_their_own_and_attention_is_judged_without_them(
+    stored: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    operations = TorchOperations(fp8=True)
+    pick_it = partial(on_a_gpu_that_multiplies_fp8, operations=operations)
+    monkeypatch.setattr(selftest, "_pick", pick_it)
+    model = tiny.save(tiny.build("llama").to(torch.bfloat16), tmp_path / "model")
+    setting = "fp8"
+    if stored:
+        model, _ = publish(model, tmp_path, *compressed_tensors(kind="float"))
+        setting = "none"
+    served, result = selftest.prepare_and_test(loading.load(model), "auto", setting)
+    assert str(served.fusion) == "fused 3/3 layers, fp8 weights"
+    assert operations.rounds, "it is switched on again"
+    assert (result.rounding is None) is stored
+    assert result.activations is not None
+    assert 3 * result.delta < result.activations < selftest.ROUNDING["fp8"]
+    assert result.delta < selftest.TOLERANCE[torch.bfloat16] / 3
+    assert "; with fp8 activations 0." in str(result)
 
 
 # Each form of a layer: biases and layer norms, MLPs without a gate and beside attention, rows in
@@ -361,7 +403,17 @@ def test_layers_in_bfloat16_that_do_not_fit_stay_as_they_are(family: str) -> Non
 
 def altered(**functions: Callable[..., Tensor | Packed]) -> LayerOperations:
     """The reference with other functions in place of its own."""
-    names = ("name", "in_float32", "pack", "linear", "norm", "rope_write", "gated", "activate")
+    names = (
+        "name",
+        "in_float32",
+        "rounds",
+        "pack",
+        "linear",
+        "norm",
+        "rope_write",
+        "gated",
+        "activate",
+    )
     own = {name: getattr(reference, name) for name in names}
     return cast("LayerOperations", SimpleNamespace(**own | functions))
 

@@ -266,6 +266,17 @@ def test_with_int8_weights_greedy_text_equals_transformers_with_the_rounded_ones
     assert str(rig(family, "int8").fusion).endswith("int8 weights")
 
 
+@pytest.mark.parametrize(
+    ("family", "quantized"), [("llama", "fp8"), ("gpt_neox", "fp8"), ("gpt2", "int8")]
+)
+def test_with_quantized_weights_on_the_layers_of_gpus_greedy_text_equals_transformers(
+    family: str, quantized: str
+) -> None:
+    """Activations are rounded to fp8 in bfloat16 alone."""
+    check_three_settings(family, f"layers {quantized}")
+    assert str(rig(family, f"layers {quantized}").fusion).endswith(f"{quantized} weights")
+
+
 # One key-value head per query head, one for two, one for all; a window; a cap; sinks.
 @pytest.mark.parametrize("family", ["gpt2", "llama", "gpt_bigcode", "gemma2", "gpt_oss"])
 def test_on_flashinfers_wrappers_greedy_text_equals_transformers(family: str) -> None:

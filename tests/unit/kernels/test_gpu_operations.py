@@ -16,6 +16,7 @@ from hypothesis import Phase, given, settings
 from fairlead_kernels import backend, reference, triton_operations, triton_proof
 from fairlead_kernels.layer import Norm
 from fairlead_kernels.not_available import NotAvailableError
+from fairlead_kernels.quantize import quantize
 from fairlead_kernels.torch_operations import TorchOperations
 from fairlead_kernels.triton_operations import TritonOperations
 from support.full import LONG_FORM
@@ -71,10 +72,40 @@ def test_an_activation_with_or_without_a_gate_is_the_references(
     case.check(operations(name), CPU)
 
 
+@both
 @examples
 @given(case=product_cases)
-def test_a_product_of_any_size_is_the_references(case: ProductCase) -> None:
-    case.check(TorchOperations(), CPU)
+def test_a_product_of_any_size_is_the_references(name: str, case: ProductCase) -> None:
+    case.check(operations(name), CPU)
+
+
+@pytest.mark.parametrize("biased", [False, True])
+def test_fp8_weights_meet_activations_in_fp8_where_the_device_multiplies_them(
+    biased: bool,
+) -> None:
+    """torch multiplies them on CPUs too, with the same call."""
+    torch.manual_seed(0)
+    x = torch.randn(7, 96).bfloat16()
+    x[1] *= 1e4
+    x[2] = 0
+    weights = [quantize(torch.randn(n, 96) * n, "fp8") for n in (16, 48)]
+    bias = torch.randn(64).bfloat16() if biased else None
+    ours = TorchOperations(fp8=True)
+    packed = ours.pack(weights, factor=0.5)
+    got = ours.linear(x, packed, bias)
+    rounded = quantize(x.float(), "fp8").dequantize()
+    want = reference.linear(rounded.double(), reference.pack(weights, factor=0.5), bias)
+    assert got.dtype is torch.bfloat16
+    largest = want.abs().amax(1, keepdim=True) + want.abs().amax(0, keepdim=True)
+    assert bool(((got.double() - want).abs() <= 2**-7 * largest).all())
+    exact = reference.linear(x.double(), packed, bias)
+    assert not torch.allclose(got.double(), exact, rtol=2**-8), "activations are rounded"
+    # Other types, and sizes that the device's product does not take, keep their activations.
+    wide = ours.linear(x[:1].float(), packed, None if bias is None else bias.float())
+    torch.testing.assert_close(wide.double(), exact[:1], rtol=1e-4, atol=1e-3)
+    odd = ours.pack([quantize(torch.randn(15, 96), "fp8")])
+    want = reference.linear(x[:1].double(), odd)
+    torch.testing.assert_close(ours.linear(x[:1], odd).double(), want, rtol=0, atol=0.2)
 
 
 @both
@@ -136,7 +167,12 @@ def test_every_kernel_that_is_launched_compiles_for_gpus() -> None:
     )
     assert run.returncode == 0, run.stderr
     compiled = run.stdout.splitlines()
-    assert {line.split()[0] for line in compiled} == {"norm", "rope_write", "activate"}
+    assert {line.split()[0] for line in compiled} == {
+        "norm",
+        "rope_write",
+        "activate",
+        "multiply_int8",
+    }
     assert {line.split()[1] for line in compiled} == {"sm80", "sm90"}
 
 

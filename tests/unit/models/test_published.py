@@ -21,6 +21,8 @@ FORMS: dict[str, dict[str, Any]] = {
     "int in int32": {"packed": True},
     "int, one scale": {"strategy": "tensor"},
     "int, activations": {"activations": True},
+    "float": {"kind": "float"},
+    "float, one scale": {"kind": "float", "strategy": "tensor"},
 }
 
 

@@ -38,6 +38,8 @@ def test_integers_are_served_as_they_are_stored(strategy: str, activations: bool
     packed = config_of(strategy=strategy, packed=True)
     assert published(packed) == Published("int8", "weight_packed", 4)
     assert published({"model_type": "llama"}) is None
+    floats = config_of(kind="float", strategy=strategy, activations=activations)
+    assert published(floats) == Published("fp8")
 
 
 def test_the_shape_of_a_quantized_model_is_that_of_the_plain_one() -> None:
@@ -94,12 +96,14 @@ def test_a_setting_that_disagrees_with_the_checkpoint_is_refused_with_the_ones_t
 
 
 def test_a_format_is_refused_where_its_setting_would_be() -> None:
-    assert check_stored(EngineConfig(), "int8", "float32", "cpu").quantization == "int8"
+    assert check_stored(EngineConfig(), "fp8", "bfloat16", "cuda").quantization == "fp8"
     with pytest.raises(ConfigError) as refused:
-        check_stored(EngineConfig(), "int8", "float16", "cpu")
-    assert refused.value.field == "quantization"
-    assert "the checkpoint's weights are int8 (config.json: quantization_config)" in str(
-        refused.value
+        check_stored(EngineConfig(), "fp8", "bfloat16", "cpu")
+    assert str(refused.value) == (
+        "--quantization: fp8 is not supported in bfloat16 on cpu yet: products with fp8 weights "
+        "are those of GPUs; the checkpoint's weights are fp8 (config.json: quantization_config) "
+        "(use none or int8, or fp8 with dtype bfloat16 or float16 on a GPU; none and int8 need the "
+        "unquantized checkpoint)"
     )
 
 

@@ -95,15 +95,18 @@ def test_deterministic_is_supported_in_float32_only(dtype: str) -> None:
 
 @pytest.mark.parametrize(
     ("dtype", "device"),
-    [("float16", CPU), ("float32", DeviceFacts("cuda", 80 * GIB))],
+    [("bfloat16", CPU), ("float16", CPU), ("float32", DeviceFacts("cuda", 80 * GIB))],
 )
-def test_int8_weights_are_supported_on_cpus_in_float32_and_bfloat16_only(
+def test_fp8_weights_are_supported_on_gpus_below_float32_only_and_int8_ones_everywhere(
     dtype: str, device: DeviceFacts
 ) -> None:
-    with pytest.raises(ConfigError, match=f"int8 is not supported in {dtype} on {device.kind}"):
-        resolved(dtype, device, quantization="int8")
-    for works in ("float32", "bfloat16"):
-        assert resolved(works, CPU, quantization="int8").num_blocks > 0
+    with pytest.raises(ConfigError, match=f"fp8 is not supported in {dtype} on {device.kind}"):
+        resolved(dtype, device, quantization="fp8")
+    assert resolved(dtype, device, quantization="int8").num_blocks > 0
+    gpu = DeviceFacts("cuda", 80 * GIB)
+    assert resolved("bfloat16", gpu, quantization="fp8").num_blocks > 0
+    with pytest.raises(ConfigError, match="--quantization: fp8 weights cannot be split over ranks"):
+        resolved("bfloat16", gpu, quantization="fp8", tensor_parallel=2)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
