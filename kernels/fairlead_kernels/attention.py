@@ -144,7 +144,18 @@ class AttentionBackend(Protocol):
 
 @runtime_checkable
 class DecodeAttention(AttentionBackend, Protocol):
-    """A backend that can plan decodes whose block tables are on the device."""
+    """A backend that can plan decodes whose block tables are on the device.
 
-    def plan_decodes(self, decodes: DecodeRows) -> Any:
-        """As ``plan``, from the lengths on the host alone: nothing waits for the device."""
+    ``fixed_nbytes``: device bytes of its plans at addresses that stay.
+    """
+
+    @property
+    def fixed_nbytes(self) -> int: ...
+
+    def plan_decodes(self, decodes: DecodeRows, room: int = 0) -> Any:
+        """As ``plan``, from the lengths on the host alone: nothing waits for the device.
+
+        With ``room``, a number of blocks that no such step of this group exceeds, ``run`` reads
+        this plan and every later one for as many rows at the same addresses: a captured ``run``
+        follows the newest of them.
+        """

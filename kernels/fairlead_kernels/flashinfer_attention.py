@@ -10,7 +10,7 @@ which takes rows of one query too. Layers with sinks have a wrapper of their own
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -87,13 +87,18 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
+# The form of a step that a wrapper serves: rows of any length, decodes, or as many decodes at
+# addresses that stay.
+Form = Literal["rows", "decodes"] | int
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class FlashinferPlan:
     """A step of one group. It lives in the wrappers, so the group's next plan ends it."""
 
     group: int
     window: int | None
-    single: bool
+    form: Form
 
 
 class _Wrapper:
@@ -142,22 +147,24 @@ class FlashinferAttention:
         self._package = package
         # Zeros: the decode wrapper asks for them before its first use.
         self._workspace = torch.zeros(workspace_bytes, dtype=torch.uint8, device=device)
-        # By group, kind and whether the step is of decodes alone.
-        self._wrappers: dict[tuple[int, LayerKind, bool], _Wrapper] = {}
+        self._wrappers: dict[tuple[int, LayerKind, Form], _Wrapper] = {}
+        # By group, where the blocks of steps at fixed addresses are, whatever their rows.
+        self._blocks: dict[int, Tensor] = {}
         for group, kind in ((i, kind) for i, some in enumerate(kinds) for kind in some):
             try:
-                several = self._make(kind, single=False)
-                single = several if kind.sinks else self._make(kind, single=True)
+                rows = self._make(group, kind, "rows")
+                decodes = rows if kind.sinks else self._make(group, kind, "decodes")
             except Exception as error:
                 raise NotAvailableError(
                     f"flashinfer's wrapper for {kind} cannot be made here: {brief(error)}"
                 ) from error
-            self._wrappers[group, kind, False] = several
-            self._wrappers[group, kind, True] = single
+            self._wrappers[group, kind, "rows"] = rows
+            self._wrappers[group, kind, "decodes"] = decodes
         self._plans: dict[int, FlashinferPlan] = {}  # the newest of each group
 
-    def _make(self, kind: LayerKind, *, single: bool) -> _Wrapper:
+    def _make(self, group: int, kind: LayerKind, form: Form) -> _Wrapper:
         package, h = self._package, self.heads
+        fixed = self._fixed(group, form, queries=kind.sinks) if isinstance(form, int) else {}
         if kind.sinks:
             # The module is chosen here and not by the plan, so the sizes come here too.
             wrapper = package.sinks(
@@ -169,34 +176,74 @@ class FlashinferAttention:
                 head_dim_qk=h.dim,
                 head_dim_vo=h.value_dim,
                 window_left=_window_left(kind.window),
+                **fixed,
             )
-        elif single:
-            wrapper = package.decode(self._workspace, "NHD", use_tensor_cores=True, backend=FA2)
+        elif form != "rows":
+            wrapper = package.decode(
+                self._workspace, "NHD", use_tensor_cores=True, backend=FA2, **fixed
+            )
         else:
             wrapper = package.prefill(self._workspace, "NHD", backend=FA2)
         return _Wrapper(wrapper, package)
 
+    def _fixed(self, group: int, rows: int, *, queries: bool) -> dict[str, Any]:
+        """The arguments that give a wrapper its addresses, under the names of its class."""
+        device = self._workspace.device
+        starts, lasts = (
+            torch.zeros(size, dtype=torch.int32, device=device) for size in (rows + 1, rows)
+        )
+        blocks, end = self._blocks[group], "_buf" if queries else "_buffer"
+        names = {"paged_kv_indptr": starts, "paged_kv_indices": blocks}
+        names["paged_kv_last_page_len"] = lasts
+        fixed: dict[str, Any] = {f"{name}{end}": tensor for name, tensor in names.items()}
+        if queries:
+            fixed["qo_indptr_buf"] = torch.zeros_like(starts)
+        return {"use_cuda_graph": True, **fixed}
+
     @property
     def nbytes(self) -> int:
-        """Device bytes of the workspaces."""
-        wrappers = set(self._wrappers.values())
-        return self._workspace.nbytes + len(wrappers) * PLAN_BYTES
+        """Device bytes of the workspaces, but for those of plans at fixed addresses."""
+        return self._workspace.nbytes + self._plan_bytes(fixed=False)
+
+    @property
+    def fixed_nbytes(self) -> int:
+        """Device bytes of the plans at fixed addresses that were made so far."""
+        blocks = sum(tensor.nbytes for tensor in self._blocks.values())
+        return blocks + self._plan_bytes(fixed=True)
+
+    def _plan_bytes(self, *, fixed: bool) -> int:
+        wrappers = {w for (*_, form), w in self._wrappers.items() if isinstance(form, int) is fixed}
+        return len(wrappers) * PLAN_BYTES
 
     def plan(self, ragged: RaggedRows) -> FlashinferPlan:
-        return self._planned(ragged, paged_rows(ragged))
+        rows = paged_rows(ragged)
+        return self._planned(ragged, rows, "decodes" if rows.single else "rows")
 
-    def plan_decodes(self, decodes: DecodeRows) -> FlashinferPlan:
-        return self._planned(decodes, decode_rows(decodes))
+    def plan_decodes(self, decodes: DecodeRows, room: int = 0) -> FlashinferPlan:
+        count, group = len(decodes.kv_lens), decodes.group
+        if room:
+            blocks = self._blocks.get(group)
+            if blocks is None:
+                device = self._workspace.device
+                blocks = self._blocks[group] = torch.zeros(room, dtype=torch.int32, device=device)
+            if len(blocks) < room:
+                raise ValueError(f"room: layer group {group} has fixed plans for {len(blocks)}")
+            for kind in self.kinds[group]:
+                if (group, kind, count) not in self._wrappers:
+                    self._wrappers[group, kind, count] = self._make(group, kind, count)
+        return self._planned(decodes, decode_rows(decodes), count if room else "decodes")
 
-    def _planned(self, step: RaggedRows | DecodeRows, rows: PagedRows) -> FlashinferPlan:
+    def _planned(
+        self, step: RaggedRows | DecodeRows, rows: PagedRows, form: Form
+    ) -> FlashinferPlan:
         self._plans.pop(step.group, None)
-        plan = FlashinferPlan(step.group, step.window, rows.single)
+        plan = FlashinferPlan(step.group, step.window, form)
         for kind in self.kinds[step.group]:
             if kind.window != step.window:
                 raise ValueError(
                     f"window: the rows have {step.window}, their layer group has {kind.window}"
                 )
-            wrapper = self._wrappers[step.group, kind, rows.single]
+            wrapper = self._wrappers[step.group, kind, form]
             self._plan(wrapper, kind, rows, step.block_size)
         self._plans[step.group] = plan
         return plan
@@ -240,7 +287,7 @@ class FlashinferAttention:
             )
         if self._plans.get(plan.group) is not plan:
             raise ValueError(f"plan: layer group {plan.group} has been planned again since")
-        wrapper = self._wrappers.get((plan.group, spec.kind, plan.single))
+        wrapper = self._wrappers.get((plan.group, spec.kind, plan.form))
         if wrapper is None:
             raise ValueError(f"spec: no plan of layer group {plan.group} is for {spec.kind}")
         dtype, query = query.dtype, query.to(self.heads.dtype)

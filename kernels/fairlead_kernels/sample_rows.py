@@ -15,6 +15,8 @@ from torch import Tensor
 
 from fairlead_kernels import sample as ops
 
+# Logits that one pass works on: its temporaries take some 40 bytes for each.
+CHUNK = 1 << 23
 # What stands for the token of a row whose logits are not finite.
 NOT_FINITE = -1
 # The digits of a float32's 31 bits without its sign: (bits below the digit, bits of the digit).
@@ -66,7 +68,7 @@ def choose(
     top, best = ops.likeliest(logits)
     tokens = best
     if rows is not None:
-        step = ops.chunk_rows(logits)
+        step = min(ops.chunk_rows(logits), max(1, CHUNK // logits.shape[1]))
         parts = []
         for at in range(0, logits.shape[0], step):
             here = slice(at, at + step)

@@ -157,23 +157,15 @@ class EngineConfig:
     )
     q_padding_interval: int = knob(
         64,
-        "query lengths of a graph are padded to a multiple of this",
-        unit="tokens",
+        "steps of graphs have a power of two rows up to this, from there a multiple of it",
+        unit="rows",
         when="Smaller: less padding, more graphs.",
         cr="engine.cudaGraphs.qPaddingInterval",
         low=1,
     )
-    kv_padding_interval: int = knob(
-        16384,
-        "cache lengths of a graph are padded to a multiple of this",
-        unit="tokens",
-        when="Smaller: less padding, more graphs.",
-        cr="engine.cudaGraphs.kvPaddingInterval",
-        low=1,
-    )
     max_cached_graphs: int = knob(
         32,
-        "captured graphs kept; the least recently used is dropped first",
+        "captured graphs kept; the least recently used is dropped first; 0: none",
         unit="graphs",
         when="Lower it when graphs take memory that the cache needs.",
         cr="engine.cudaGraphs.maxCachedGraphs",

@@ -13,7 +13,6 @@ from typing import Literal
 from fairlead_runtime.config import ConfigError, EngineConfig, flag_of
 
 Setting = bool | int | str
-_NO_GRAPHS = "no CUDA graph is captured"
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,12 +114,15 @@ NOT_YET = (
         only_on="cuda",
     ),
     Limit("async_batching", ("auto", "off"), "on", "steps are prepared one after another"),
-    Limit("cuda_graphs", ("auto", "off"), "on", _NO_GRAPHS),
-    # Without graphs the next three change nothing. They stay in the resource, whose fields are
-    # fixed, and only at their default: a value that somebody chose is never ignored.
-    Limit("q_padding_interval", (64,), "other than 64", _NO_GRAPHS),
-    Limit("kv_padding_interval", (16384,), "other than 16384", _NO_GRAPHS),
-    Limit("max_cached_graphs", (32,), "other than 32", _NO_GRAPHS),
+    Limit(
+        "cuda_graphs",
+        ("auto", "off"),
+        "on on a CPU or in float32",
+        "graphs are captured around flashinfer's kernels, for GPUs, in float16 and bfloat16",
+        dtypes=("float16", "bfloat16"),
+        sometimes=("on",),
+        only_on="cuda",
+    ),
     Limit("cache_dtype", ("auto",), "fp8", "the cache keeps the model's type"),
 )
 IN_RESOURCE = tuple(limit for limit in NOT_YET if limit.path)

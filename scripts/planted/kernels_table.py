@@ -617,4 +617,18 @@ BUGS = (
         "weights = weights + 0",
         ("unit/kernels/test_sample_rows.py",),
     ),
+    PackageBug(
+        "plans at fixed addresses share none of their blocks",
+        "kernels/fairlead_kernels/flashinfer_attention.py",
+        "blocks, end = self._blocks[group],",
+        "blocks, end = self._blocks[group][:1],",
+        ("unit/device/test_decode_steps.py",),
+    ),
+    PackageBug(
+        "a captured step runs on another step's wrapper",
+        "kernels/fairlead_kernels/flashinfer_attention.py",
+        'decode_rows(decodes), count if room else "decodes")',
+        'decode_rows(decodes), "decodes")',
+        ("unit/device/test_decode_steps.py",),
+    ),
 )

@@ -15,7 +15,8 @@ COMPLETIONS, RESPONSES, BODIES, AUTH = (
 STREAM, METRICS = (f"{RUNTIME}/serving/{name}.py" for name in ("stream", "metrics"))
 SHARDS, RANKS = f"{RUNTIME}/device/shards.py", "functional/engine/test_ranks.py"
 TABLE, TABLE_TESTS = f"{RUNTIME}/device/slot_table.py", "unit/device/test_slot_table.py"
-DECODE_TESTS = "unit/device/test_decode_steps.py"
+DECODE_TESTS, GRAPH_TESTS = "unit/device/test_decode_steps.py", "unit/device/test_graphs.py"
+DECODES, GRAPHS = (f"{RUNTIME}/device/{name}.py" for name in ("decode_steps", "graphs"))
 GRAMMAR, ENGINE = f"{RUNTIME}/grammar", f"{RUNTIME}/engine/engine.py"
 
 BUGS = (
@@ -939,16 +940,135 @@ BUGS = (
     ),
     PackageBug(
         "a failed step of decodes is taken for done",
-        f"{RUNTIME}/device/decode_steps.py",
+        DECODES,
         "            self.table.forget(rows)\n",
         "",
         (DECODE_TESTS,),
     ),
     PackageBug(
         "a decode that scores its prompt loses the scores",
-        f"{RUNTIME}/device/decode_steps.py",
+        DECODES,
         " and not row.sequence.scores_prompt",
         "",
         (DECODE_TESTS,),
+    ),
+    PackageBug(
+        "padding writes into a sequence's block",
+        DECODES,
+        "padding_unit=cache.units - 1",
+        "padding_unit=0",
+        (DECODE_TESTS,),
+    ),
+    PackageBug(
+        "padding rows are a sequence's",
+        TABLE,
+        "index = np.zeros(len(into)",
+        "index = np.ones(len(into)",
+        (TABLE_TESTS,),
+    ),
+    PackageBug(
+        "a graph is replayed for another way to sample",
+        DECODES,
+        "self._graphs.run((size, draw), step)",
+        "self._graphs.run(size, step)",
+        (DECODE_TESTS,),
+    ),
+    PackageBug(
+        "a graph is replayed for another number of rows",
+        DECODES,
+        "self._graphs.run((size, draw), step)",
+        "self._graphs.run(draw, step)",
+        (DECODE_TESTS,),
+    ),
+    PackageBug(
+        "a captured step reads a plan that is freed",
+        DECODES,
+        "                self._room,\n",
+        "                0,\n",
+        (DECODE_TESTS,),
+    ),
+    PackageBug(
+        "a captured step reads rows that are freed",
+        DECODES,
+        "        index = self._index[:size]\n        lens, draw",
+        "        index = self._index[:size].clone()\n        lens, draw",
+        (DECODE_TESTS,),
+    ),
+    PackageBug(
+        "a replayed step's tokens stay where nobody reads",
+        DECODES,
+        "self._tokens[:size].copy_(tokens)",
+        "self._tokens = tokens",
+        (DECODE_TESTS,),
+    ),
+    PackageBug(
+        "a step that is recorded gives the record's logits",
+        DECODES,
+        "return made[0] if made else",
+        "return made[-1] if made else",
+        (DECODE_TESTS,),
+    ),
+    PackageBug(
+        "a replayed step gives old logits",
+        DECODES,
+        "self._held[size] = made[1]",
+        "self._held[size] = made[0]",
+        (DECODE_TESTS,),
+    ),
+    PackageBug(
+        "capturing has no end",
+        DECODES,
+        "            if until():\n                return\n",
+        "",
+        (DECODE_TESTS,),
+    ),
+    PackageBug(
+        "a dropped graph keeps its memory",
+        GRAPHS,
+        "        graph.reset()\n",
+        "",
+        (GRAPH_TESTS,),
+    ),
+    PackageBug(
+        "the graph that was used last is dropped",
+        GRAPHS,
+        "popitem(last=False)",
+        "popitem(last=True)",
+        (GRAPH_TESTS,),
+    ),
+    PackageBug(
+        "graphs take each other's place in every step",
+        GRAPHS,
+        "if self._steps - used < IDLE_STEPS:",
+        "if self._steps < used:",
+        (GRAPH_TESTS,),
+    ),
+    PackageBug(
+        "a replay does not count as use",
+        GRAPHS,
+        "self._graphs[key] = kept[0], self._steps",
+        "self._graphs[key] = kept",
+        (GRAPH_TESTS,),
+    ),
+    PackageBug(
+        "a capture that fails is tried in each step",
+        GRAPHS,
+        "if not self.failure and self._make_room():",
+        "if self._make_room():",
+        (GRAPH_TESTS,),
+    ),
+    PackageBug(
+        "graphs that cannot be captured are asked for in vain",
+        f"{RUNTIME}/start/decodes.py",
+        "if reason and self.config",
+        "if not reason and self.config",
+        ("unit/start/test_decodes.py",),
+    ),
+    PackageBug(
+        "what is planned for graphs leaves out their plans",
+        f"{RUNTIME}/sizing/graphs.py",
+        "return step + graphs * GRAPH_BYTES + plans",
+        "return step + graphs * GRAPH_BYTES",
+        ("unit/sizing/test_memory_plan.py",),
     ),
 )

@@ -6,7 +6,7 @@ Used by the tests of token equality and of batch independence.
 
 import functools
 from collections import abc
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,8 +18,10 @@ from fairlead_kernels import reference
 from fairlead_kernels.attention import AttentionBackend, DecodeAttention
 from fairlead_kernels.backend import BackendChoice, pick
 from fairlead_kernels.quantize import Format
+from fairlead_runtime.config import EngineConfig
 from fairlead_runtime.device.decode_steps import DecodeSteps
 from fairlead_runtime.device.fusion import fuse, quantize_weights
+from fairlead_runtime.device.graphs import GraphCache
 from fairlead_runtime.device.kv_cache import CacheStorage
 from fairlead_runtime.device.model_runner import ModelRunner
 from fairlead_runtime.device.paged_model import PagedModel
@@ -30,8 +32,10 @@ from fairlead_runtime.models import families, rope, tiny
 from fairlead_runtime.request import FinishReason, Request, SamplingParams
 from fairlead_runtime.scheduling.plan import Finished, Limits, Result, Work
 from fairlead_runtime.scheduling.scheduler import Scheduler, SchedulerStats
+from fairlead_runtime.sizing.graphs import step_sizes
 from fairlead_runtime.sizing.groups import LayerGroup, group_layers
 from support import flashinfer_standin, rank_pair
+from support.graph_standin import TapeRecorder
 from support.operation_cases import operations as gpu_operations
 
 # Threads do not speed up tiny matrices; on shared cores they slow them down a hundredfold.
@@ -69,6 +73,8 @@ class Setting:
     sharing: bool = True
     max_requests: int = 64
     max_logits: int = 256
+    graphs: int = 32  # the most that are kept
+    interval: int = 4  # of the sizes of captured steps
 
     def limits(self, groups: int) -> Limits:
         return Limits(
@@ -167,11 +173,10 @@ class Rig:
 
     ``kernels``: torch, or cpu for fused layers: in C++ where it is built, else by the reference.
     int8 is cpu with int8 weights; their reference, rounded, computes in torch with the same. So do
-    the layers of GPUs, for int8 and fp8.
-    flashinfer is its attention on the stand-in of its wrappers, and resident the same with the
-    decodes' state on the device; layers are the fused ones of GPUs
-    in torch, beside attention in torch, and triton those in Triton, beside flashinfer's. ranks is
-    torch on two processes, each with half of the model.
+    the layers of GPUs, for int8 and fp8. flashinfer is its attention on the stand-in of its
+    wrappers; resident the same with the decodes' state on the device; graphs with captured steps
+    besides; layers are the fused ones of GPUs in torch, beside attention in torch, and triton those
+    in Triton, beside flashinfer's. ranks is torch on two processes, each with half of the model.
     """
 
     def __init__(self, family: str, kernels: str = "torch", **overrides: Any) -> None:
@@ -196,26 +201,30 @@ class Rig:
     def runner(self, setting: Setting, guides: Guides | None = None) -> ModelRunner:
         limits = setting.limits(len(self.groups))
         units, host_units = limits.num_blocks * len(self.groups), limits.offload_units
-        sizes = {"units": units, "block_size": setting.block_size, "host_units": host_units}
-        resident = self._kernels == "resident"
+        amounts = {"units": units, "block_size": setting.block_size, "host_units": host_units}
+        resident = self._kernels in ("resident", "graphs")
         cache = CacheStorage(
             self.groups,
             self.model.heads,
             device=self.model.device,
-            **{**sizes, "units": units + resident},  # the last unit is for padding rows
+            **{**amounts, "units": units + resident},  # the last unit is for padding rows
         )
         if self._pair is not None:
             self._pair.hold(**self._described)
-            self._pair.allocate(**sizes)
+            self._pair.allocate(**amounts)
         # A read of a slot that was not written yields NaN.
         cache.keys.fill_(torch.nan)
         cache.values.fill_(torch.nan)
         attention, decodes = self._choice().attention, None
         if resident:
             assert isinstance(attention, DecodeAttention)
-            sequences, longest = limits.max_requests, limits.max_model_len
             decodes = DecodeSteps(
-                self.model, cache, attention, sequences=sequences, max_model_len=longest
+                self.model,
+                cache,
+                attention,
+                sequences=limits.max_requests,
+                max_model_len=limits.max_model_len,
+                **self._graphs(lambda: decodes, cache, setting),
             )
         return ModelRunner(
             self.model,
@@ -227,9 +236,32 @@ class Rig:
             decodes=decodes,
         )
 
+    def _graphs(
+        self, steps: Callable[[], DecodeSteps | None], cache: CacheStorage, setting: Setting
+    ) -> dict[str, Any]:
+        if self._kernels != "graphs":
+            return {}
+
+        def kept() -> list[torch.Tensor]:
+            """What lives as long as the engine."""
+            model, decodes = self.model.model, steps()
+            assert decodes is not None
+            own = [x for x in vars(decodes).values() if isinstance(x, torch.Tensor)]
+            own += [decodes.table.state, decodes.table.tables, cache.keys, cache.values]
+            return [*model.parameters(), *model.buffers(), *self.model.packed, *own]
+
+        recorder = TapeRecorder(kept)
+        limits = setting.limits(1)
+        config = EngineConfig(
+            max_requests=limits.max_requests,
+            max_batch_tokens=limits.max_batch_tokens,
+            q_padding_interval=setting.interval,
+        )
+        return {"graphs": GraphCache(recorder, setting.graphs), "sizes": step_sizes(config)}
+
     def _choice(self) -> BackendChoice:
         model = self.model
-        if self._kernels in ("flashinfer", "resident", "triton"):
+        if self._kernels in ("flashinfer", "resident", "graphs", "triton"):
             attention = flashinfer_standin.attention(model.heads, model.kinds)
             operations = gpu_operations("triton") if self._kernels == "triton" else None
             return BackendChoice(attention, operations)

@@ -49,6 +49,8 @@ class Stream:
 
 
 STREAM = Stream()
+# The tape that a step is captured on: graph_standin.Tape, or nothing.
+TAPE: list[Any] = []
 
 
 class Event:
@@ -82,19 +84,68 @@ class Planned(NamedTuple):
     sources: tuple[tuple[str, Tensor, Tensor], ...]
 
 
+class Fixed(NamedTuple):
+    """The addresses of a wrapper's metadata under CUDA graphs, on the device."""
+
+    starts: Tensor
+    blocks: Tensor
+    lasts: Tensor
+
+    @classmethod
+    def of(cls, graph: bool, *buffers: Tensor | None) -> "Fixed | None":
+        if not graph:
+            if any(x is not None for x in buffers):
+                raise NotImplementedError("the stand-in takes buffers for CUDA graphs only")
+            return None
+        given = [x for x in buffers if x is not None]
+        if len(given) < len(buffers) or any(x.dtype is not torch.int32 for x in given):
+            raise ValueError("under CUDA graphs each buffer must be a tensor of int32")
+        *queries, starts, blocks, lasts = given
+        if len(starts) != len(lasts) + 1 or any(len(x) != len(starts) for x in queries):
+            raise ValueError("The size of paged_kv_indptr_buffer should be batch_size + 1")
+        return cls(starts, blocks, lasts)
+
+    def take(self, planned: "Planned") -> "Planned":
+        """Copy a plan here, as the package does; what runs reads it from here."""
+        starts, lens, size = planned.kv_starts, planned.kv_lens, planned.page_size
+        if len(lens) != len(self.lasts):
+            raise ValueError("The batch size should be fixed in cudagraph mode")
+        if planned.query_starts[-1] != len(lens):
+            raise NotImplementedError("the stand-in has graphs of one query a row only")
+        if len(planned.indices) > len(self.blocks):
+            raise ValueError("indices: more than the allocated buffer holds")
+        self.starts.copy_(torch.tensor(starts, dtype=torch.int32))
+        self.lasts.copy_(torch.tensor([(n - 1) % size + 1 for n in lens], dtype=torch.int32))
+        self.blocks[: len(planned.indices)].copy_(planned.indices)
+        return planned
+
+    def read(self, planned: "Planned") -> "Planned":
+        """The plan as the addresses have it now."""
+        starts, lasts = self.starts.tolist(), self.lasts.tolist()
+        lens = [
+            (end - begin - 1) * planned.page_size + last
+            for begin, end, last in zip(starts, starts[1:], lasts, strict=False)
+        ]
+        blocks = self.blocks[: starts[-1]]
+        return planned._replace(kv_starts=starts, indices=blocks, kv_lens=lens)
+
+
 class _Wrapper:
     """What the wrappers share."""
 
-    def __init__(self, workspace: Tensor, kv_layout: str, *, graph: bool, backend: str) -> None:
+    def __init__(
+        self, workspace: Tensor, kv_layout: str, *, fixed: Fixed | None, backend: str
+    ) -> None:
         if workspace.dtype != torch.uint8 or workspace.dim() != 1:
             raise ValueError("float_workspace_buffer must be a flat uint8 tensor")
         if workspace.data_ptr() % ALIGNMENT:
             raise ValueError(f"float_workspace_buffer must be {ALIGNMENT}-byte aligned")
         if kv_layout not in ("NHD", "HND"):
             raise KeyError(f"Invalid kv_layout {kv_layout}")
-        if kv_layout != "NHD" or graph or backend != "fa2":
-            raise NotImplementedError("the stand-in has fa2 on NHD pages, without CUDA graphs")
+        if kv_layout != "NHD" or backend != "fa2":
+            raise NotImplementedError("the stand-in has fa2 on NHD pages")
         self.device = workspace.device
+        self._fixed = fixed
         self._planned: Planned | None = None
         self._copy = 0  # the place in the stream of the newest plan's copy
 
@@ -106,7 +157,7 @@ class _Wrapper:
             )
 
     def _end_plan(self, planned: Planned) -> None:
-        self._planned = planned
+        self._planned = planned if self._fixed is None else self._fixed.take(planned)
         self._copy = STREAM.enqueue()
 
     def _compute(
@@ -119,6 +170,10 @@ class _Wrapper:
         p = self._planned
         if p is None:
             raise RuntimeError("run: plan was not called")
+        if TAPE:
+            return self._taped(q, paged_kv_cache, out, sink)
+        if self._fixed is not None:
+            p = self._fixed.read(p)
         keys, values = self._check_run(p, q, paged_kv_cache)
         shape = (q.shape[0], p.heads[0], p.dims[1])
         if out is None:
@@ -131,6 +186,23 @@ class _Wrapper:
             pages = p.indices[p.kv_starts[row] : p.kv_starts[row + 1]].long()
             k, v = (x[pages].flatten(0, 1)[:length].float() for x in (keys, values))
             out[begin:end] = _attend(q[begin:end].float(), k, v, p, sink).to(out.dtype)
+        return out
+
+    def _taped(self, q: Tensor, cache: Any, out: Tensor | None, sink: Tensor | None) -> Tensor:
+        """A run that is captured: replayed, it reads the plan of that time."""
+        if self._fixed is None or out is None:
+            raise RuntimeError("capture: run without use_cuda_graph reads a plan that is freed")
+        tape, given = TAPE[-1], [q, *cache, out, *([] if sink is None else [sink])]
+
+        def kernel() -> None:
+            kept = TAPE[:]
+            TAPE.clear()
+            try:
+                self._compute(q, cache, out, sink)
+            finally:
+                TAPE.extend(kept)
+
+        tape.launch(kernel, given)
         return out
 
     def _check_run(self, p: Planned, q: Tensor, paged_kv_cache: Any) -> tuple[Tensor, Tensor]:
@@ -288,12 +360,15 @@ class BatchPrefillWithPagedKVCacheWrapper(_Wrapper):
         jit_kwargs: dict[str, Any] | None = None,
         variant_owns_mask: bool = False,
     ) -> None:
-        super().__init__(float_workspace_buffer, kv_layout, graph=use_cuda_graph, backend=backend)
+        fixed = Fixed.of(
+            use_cuda_graph,
+            qo_indptr_buf,
+            paged_kv_indptr_buf,
+            paged_kv_indices_buf,
+            paged_kv_last_page_len_buf,
+        )
+        super().__init__(float_workspace_buffer, kv_layout, fixed=fixed, backend=backend)
         _refuse(
-            qo_indptr_buf=(qo_indptr_buf, None),
-            paged_kv_indptr_buf=(paged_kv_indptr_buf, None),
-            paged_kv_indices_buf=(paged_kv_indices_buf, None),
-            paged_kv_last_page_len_buf=(paged_kv_last_page_len_buf, None),
             custom_mask_buf=(custom_mask_buf, None),
             mask_indptr_buf=(mask_indptr_buf, None),
             jit_args=(jit_args, None),
@@ -500,13 +575,14 @@ class BatchDecodeWithPagedKVCacheWrapper(_Wrapper):
         backend: str = "auto",
         jit_args: list[Any] | None = None,
     ) -> None:
-        super().__init__(float_workspace_buffer, kv_layout, graph=use_cuda_graph, backend=backend)
-        _refuse(
-            paged_kv_indptr_buffer=(paged_kv_indptr_buffer, None),
-            paged_kv_indices_buffer=(paged_kv_indices_buffer, None),
-            paged_kv_last_page_len_buffer=(paged_kv_last_page_len_buffer, None),
-            jit_args=(jit_args, None),
+        fixed = Fixed.of(
+            use_cuda_graph,
+            paged_kv_indptr_buffer,
+            paged_kv_indices_buffer,
+            paged_kv_last_page_len_buffer,
         )
+        super().__init__(float_workspace_buffer, kv_layout, fixed=fixed, backend=backend)
+        _refuse(jit_args=(jit_args, None))
         self._tensor_cores = use_tensor_cores
 
     def plan(

@@ -100,7 +100,6 @@ SETTINGS = {f.metadata["cr"]: f for f in dataclasses.fields(EngineConfig) if f.m
 NARROWER: Mapping[str, tuple[int, int]] = {
     "engine.maxModelLen": (2, 2**24),
     "engine.cudaGraphs.qPaddingInterval": (1, 2**16),
-    "engine.cudaGraphs.kvPaddingInterval": (1, 2**24),
     "engine.cudaGraphs.maxCachedGraphs": (0, 4096),
     "scheduler.maxBatchTokens": (1, 2**20),
     "scheduler.maxRequests": (1, 2**16),

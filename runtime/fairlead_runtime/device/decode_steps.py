@@ -4,9 +4,12 @@ Owns the way of such a step: the slot table is brought up to date, attention is 
 lengths that the host knows, the device makes ids, positions and slots, computes, samples and
 appends each token to its own row. The host waits once, for the tokens. A step whose rows change
 their logits or want log-probabilities is sampled as any other step is; docs/design/0009 says why.
+
+With graphs the step is padded to one of a few sizes, and what the device does from the rows' places
+to their tokens is replayed. All that it reads and writes lives as long as this object.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -15,6 +18,7 @@ from torch import Tensor
 from fairlead_kernels import sample, sample_rows
 from fairlead_kernels.attention import DecodeAttention, DecodeRows
 from fairlead_runtime.device.attention import GroupedPass
+from fairlead_runtime.device.graphs import GraphCache
 from fairlead_runtime.device.kv_cache import CacheStorage
 from fairlead_runtime.device.paged_model import PagedModel
 from fairlead_runtime.device.sampling import NON_FINITE, SampledTokens
@@ -34,7 +38,9 @@ class DecodeSteps:
     """Runs steps of at most ``sequences`` decodes of sequences of at most ``max_model_len`` tokens.
 
     ``cache`` must have one unit beyond those that the scheduler knows: its last is for padding.
-    ``nbytes`` counts it: bytes on the device, as ``sizing.terms.decode_state`` plans them.
+    ``nbytes`` counts it: bytes on the device, as ``sizing.terms.decode_state`` plans them, without
+    what ``graphs`` takes. Graphs are of steps padded to ``sizes``, ascending, the last of them at
+    least ``sequences``; plans of attention then hold their addresses.
     """
 
     def __init__(
@@ -45,7 +51,11 @@ class DecodeSteps:
         *,
         sequences: int,
         max_model_len: int,
+        graphs: GraphCache | None = None,
+        sizes: Sequence[int] = (),
     ) -> None:
+        self._graphs = graphs
+        self._sizes = tuple(sizes)
         self._model = model
         self._cache = cache
         self._attention = attention
@@ -57,15 +67,20 @@ class DecodeSteps:
             padding_unit=cache.units - 1,
             device=model.device,
         )
-        # The table's row of each row of the step, and each row's place among them.
-        self._index = torch.zeros(sequences, dtype=torch.int64, device=model.device)
-        self._places = torch.arange(sequences, device=model.device)
+        most = max((sequences, *self._sizes))
+        # The table's row of each row of the step, their tokens, and each row's place among them.
+        self._index = torch.zeros(most, dtype=torch.int64, device=model.device)
+        self._tokens = torch.zeros_like(self._index)
+        self._places = torch.arange(most, device=model.device)
+        # The most blocks of a padded step's rows.
+        self._room = most * self.table.tables.shape[2] if graphs is not None else 0
+        self._held: dict[int, Tensor] = {}  # by size, the logits that its graph computes
         self._hashes = sample.hash_tokens(model.logits_width, model.device)
 
     @property
     def nbytes(self) -> int:
         cache = self._cache
-        tensors = self._index, self._places, self._hashes
+        tensors = self._index, self._tokens, self._places, self._hashes
         unit = cache.unit_bytes(cache.groups, cache.heads, cache.block_size)
         return self.table.nbytes + sum(tensor.nbytes for tensor in tensors) + unit
 
@@ -81,21 +96,78 @@ class DecodeSteps:
             raise
 
     def _run(self, rows: Sequence[Row], general: SampleLogits) -> dict[int, Result]:
-        index = self._index[: len(rows)]
-        lens, draw = self.table.enter(rows, index)
-        plans = self._plan(index, lens)
-        logits = self._logits(index, plans)
-        if draw is Draw.GENERAL:
-            sampled, finish = general(logits)
-            self.table.advance(index, sampled.tokens)
+        logits = self._compute(rows)
+        if logits is not None:
+            sampled, finish = general(logits[: len(rows)])
+            self.table.advance(self._index[: len(rows)], sampled.tokens)
             return finish()
-        tokens = self._choose(logits, index, draw)
-        self.table.advance(index, tokens)
-        chosen: list[int] = tokens.tolist()  # the one wait for the device
+        chosen: list[int] = self._tokens[: len(rows)].tolist()  # the one wait for the device
         return {
             row.sequence.id: Result(token) if token >= 0 else Result(-1, error=NON_FINITE)
             for row, token in zip(rows, chosen, strict=True)
         }
+
+    def _size(self, count: int) -> int:
+        """The rows, with padding, of a step of ``count``."""
+        return next((size for size in self._sizes if size >= count), count)
+
+    def _compute(self, rows: Sequence[Row], least: Draw = Draw.GREEDY) -> Tensor | None:
+        """Queue the step: tokens into ``_tokens`` and the table, or for GENERAL only the logits,
+        which are returned and live until the next step. ``least``: sampled at least in this way.
+        """
+        size = self._size(max(1, len(rows)))
+        index = self._index[:size]
+        lens, draw = self.table.enter(rows, index)
+        draw = max(draw, least)
+        plans = self._plan(index, lens)
+        made: list[Tensor] = []  # logits: of the step that runs, and of the one that is recorded
+
+        def step() -> None:
+            logits = self._logits(index, plans)
+            if draw is Draw.GENERAL:
+                made.append(logits)
+                return
+            tokens = self._choose(logits, index, draw)
+            self._tokens[:size].copy_(tokens)
+            self.table.advance(index, tokens)
+
+        if self._graphs is None:
+            step()
+        else:
+            self._graphs.run((size, draw), step)
+        if draw is not Draw.GENERAL:
+            return None
+        if len(made) > 1:
+            self._held[size] = made[1]
+        return made[0] if made else self._held[size]
+
+    def capture(self, until: Callable[[], bool]) -> Iterator[tuple[int, int]]:
+        """Capture the graphs that most steps need, the largest steps first, one and then more while
+        ``until`` is False: yields how many are there, and how many there will be.
+
+        Where the cache of graphs has room for fewer, the others are captured when a step needs one.
+        """
+        draws = Draw.GREEDY, Draw.PLAIN, Draw.FILTERED
+        keys = [(size, draw) for draw in draws for size in reversed(self._sizes)]
+        if self._graphs is None:
+            return
+        keys = keys[: self._graphs.limit]
+        for size, draw in keys:
+            self.capture_one(size, draw)
+            if self._graphs.failure:
+                return
+            yield len(self._graphs), len(keys)
+            if until():
+                return
+
+    @torch.inference_mode()
+    def capture_one(self, size: int, draw: Draw) -> None:
+        """Run a step of padding alone, and capture it if there is room."""
+        kept, self._sizes = self._sizes, (size,)
+        try:
+            self._compute((), draw)
+        finally:
+            self._sizes = kept
 
     def _plan(self, index: Tensor, lens: Array) -> list[Any]:
         """Attention's plan per layer group, of rows of these lengths."""
@@ -110,7 +182,8 @@ class DecodeSteps:
                     self._cache.block_size,
                     group.window,
                     group.index,
-                )
+                ),
+                self._room,
             )
             for group in self._cache.groups
         ]

@@ -23,8 +23,10 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from fairlead_kernels.attention import AttentionBackend, Heads, LayerSpec
+from fairlead_kernels import sample_rows
+from fairlead_kernels.attention import AttentionBackend, DecodeAttention, Heads, LayerSpec
 from fairlead_kernels.flashinfer_attention import FlashinferAttention
+from fairlead_kernels.sample import hash_tokens
 from fairlead_kernels.torch_attention import TorchAttention
 from fairlead_runtime.device.attention import AttentionCall, CachedLayer, CachedPass
 from fairlead_runtime.device.batch import BatchBuilder
@@ -100,6 +102,8 @@ def profile(
     scores = decode()
     batch = SamplingBatch.of([_sequence(i, 1) for i in range(rows)])
     sampling = _peak(model.device, lambda: sample(scores, batch).outcomes())
+    if isinstance(backend, DecodeAttention):
+        sampling = max(sampling, _peak(model.device, _dense_draw(scores)))
     whole = min(max_requests, max_batch_tokens)
     measured = {
         "activations": activations * max_batch_tokens // tokens,
@@ -131,6 +135,20 @@ class _PassWithoutAttention(CachedPass):
 
     def attend_cached(self, _layer: int, query: torch.Tensor, _call: AttentionCall) -> torch.Tensor:
         return query.new_zeros(*query.shape[:2], self._value_dim)
+
+
+def _dense_draw(scores: torch.Tensor) -> Callable[[], torch.Tensor]:
+    """The draw of these logits' rows on the device, with every filter."""
+    rows, device = scores.shape[0], scores.device
+    hashes = hash_tokens(scores.shape[1], device)
+    parameters = sample_rows.RowParameters(
+        torch.ones(rows, device=device),
+        torch.full((rows,), -1.0, device=device),
+        torch.ones(rows, dtype=torch.int64, device=device),
+        torch.full((rows,), 0.9, dtype=torch.float64, device=device),
+        torch.zeros(rows, dtype=torch.int64, device=device),
+    )
+    return lambda: sample_rows.choose(scores, parameters, hashes)
 
 
 def _attention(

@@ -10,6 +10,7 @@ from typing import Literal, Self
 
 from fairlead_runtime.config import EngineConfig
 from fairlead_runtime.sizing.config_json import DTYPE_BYTES
+from fairlead_runtime.sizing.graphs import graph_bytes, may_capture
 from fairlead_runtime.sizing.groups import LayerGroup, layers_per_unit
 from fairlead_runtime.sizing.shape import ModelShape
 
@@ -20,6 +21,8 @@ KEPT_MASKS = 1 << 24  # mask elements that it keeps for the other layers of a st
 # Logits that one pass of the sampler works on, and the bytes of its temporaries for each.
 SAMPLER_CHUNK = {"cpu": 1 << 20, "cuda": 1 << 26}
 SAMPLING_BYTES = 16
+# The same of the draw of decodes on a GPU, which makes no shape of its data.
+DRAW_CHUNK, DRAW_BYTES = 1 << 23, 40
 HISTOGRAM = 33 << 10  # bytes of a row's counts while top-k and top-p search for their cut
 GROWTH = 2  # a batch's host buffers are allocated twice as large as needed
 # Of an id of the vocabulary, in llguidance's tokenizers: the engine's has tries for faster masks,
@@ -34,8 +37,8 @@ TOKEN_BYTES, WAITING_TOKEN_BYTES = 21, 8
 DIGEST_BYTES, ENTRY_BYTES = 80, 40
 # Of a unit of the pool: its state, its content but for the tokens, and its place in the index.
 UNIT_BYTES = 420
-# Of a row that a GPU keeps of a sequence: its numbers, one block, its place in a step and in order.
-ROW_BYTES, ENTRY, INDEX = 48, 4, 16
+# Of a row that a GPU keeps of a sequence: its numbers, a block; of a step's row: three indices.
+ROW_BYTES, ENTRY, INDEX = 48, 4, 24
 TERMS = ("weights", "activations", "attention", "logits", "sampling", "graphs", "batch")
 HOST_TERMS = ("process", "offload", "shared_memory", "grammars")
 
@@ -85,11 +88,18 @@ def terms_of(
         "logits": rows * max(width * layer, head * element),
         "sampling": sampler_rows * (shape.vocab * SAMPLING_BYTES + HISTOGRAM)
         + rows * shape.vocab * 8,
-        "graphs": 0,  # none is captured
+        "graphs": 0,
         "batch": GROWTH * (tokens * (16 + 8 * len(groups)) + rows * 64 + table_entries * 4),
     }
     if not cpu and tp == 1:
         terms["batch"] += decode_state(shape, config, groups)
+    if may_capture(config, dtype_of(shape, config), device.kind):
+        terms["graphs"] = graph_bytes(
+            config,
+            groups=len(groups),
+            blocks=split(longest, config.block_size),
+            step=terms["logits"] + min(rows * shape.vocab, DRAW_CHUNK) * DRAW_BYTES,
+        )
     # Each rank on a CPU has its share of the pod; the one that is planned keeps the books.
     shares = {"process": 1, "offload": tp, "shared_memory": tp, "grammars": 1}
     one_process = replace(config, tensor_parallel=1)

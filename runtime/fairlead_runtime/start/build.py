@@ -16,13 +16,12 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from fairlead_kernels.attention import AttentionBackend, DecodeAttention, Heads
+from fairlead_kernels.attention import AttentionBackend, Heads
 from fairlead_kernels.backend import cpu_operations, flashinfer_for
 from fairlead_kernels.not_available import NotAvailableError
 from fairlead_kernels.torch_attention import TorchAttention
 from fairlead_runtime.config import ConfigError, Device, EngineConfig
 from fairlead_runtime.device import profiling, selftest
-from fairlead_runtime.device.decode_steps import DecodeSteps
 from fairlead_runtime.device.group import Group
 from fairlead_runtime.device.kv_cache import CacheStorage
 from fairlead_runtime.device.model_runner import ModelRunner
@@ -47,6 +46,7 @@ from fairlead_runtime.sizing.groups import group_layers
 from fairlead_runtime.sizing.published import as_stored
 from fairlead_runtime.sizing.report import MemoryReport, memory_report
 from fairlead_runtime.sizing.terms import DeviceFacts, decode_state, split
+from fairlead_runtime.start.decodes import Decodes
 from fairlead_runtime.start.host import cpu_limit, memory_limit, resident_bytes
 from fairlead_runtime.start.ranks import Lost, Ranks
 from fairlead_runtime.start.resolve import ResolvedConfig, resolve, summary
@@ -58,7 +58,6 @@ CACHED = 16 << 20  # bytes of weights that a processor's caches hold
 MASK_THREADS = 4  # at most, and one CPU stays for the step
 # Terms of the memory report that cannot be measured, and why.
 NOT_MEASURED = {
-    "graphs": "not applicable: no graph is captured yet",
     "shared_memory": "not applicable: it is the pod's limit, and the runtime uses none of it",
     "grammars": "reserved: for the tokenizers of structured output, in two processes",
     "attention": "reserved: what plain torch takes; the C++ kernels take less",
@@ -266,12 +265,12 @@ def _with_engine(
     measured = parts.measured if ranks is None else ranks.sync(parts.measured)
     if device.kind == "cpu":
         measured = {**measured, "process": process_bytes}
-    attention = parts.attention if ranks is None and device.kind == "cuda" else None
-    resident = isinstance(attention, DecodeAttention)
-    host_batch = measured["batch"]
+    choice = Decodes.choose(config, model, parts.attention, split=ranks is not None)
+    resident, host_batch = choice.attention is not None, measured["batch"]
     if resident:
         kept = decode_state(inspected.shape, config, group_layers(model.windows))
-        measured = {**measured, "batch": host_batch + kept}
+        graphs = choice.measure(loaded.max_model_len)
+        measured = {**measured, "batch": host_batch + kept, "graphs": graphs}
     resolved = resolve(
         config, inspected.shape, device, dtype=_dtype_name(loaded.dtype), measured=measured
     )
@@ -282,20 +281,18 @@ def _with_engine(
     if ranks is not None:
         ranks.serve(**sizes, host_units=resolved.offload_units)
     limits = resolved.config
-    sequences = min(limits.max_requests, limits.max_batch_tokens)
-    decodes = None
-    if isinstance(attention, DecodeAttention):
-        decodes = DecodeSteps(
-            model, cache, attention, sequences=sequences, max_model_len=resolved.max_model_len
-        )
+    decodes = choice.steps(cache, resolved.max_model_len)
+    if decodes is not None:
         measured = {**measured, "batch": host_batch + decodes.nbytes}
+    if (graph_bytes := choice.capture(decodes)) is not None:
+        measured = {**measured, "graphs": graph_bytes}
     grammar_facts = TokenizerFacts.of(loaded.tokenizer, loaded.shape.vocab, loaded.eos_ids)
     guides = _guides(grammar_facts)
     runner = ModelRunner(
         model,
         cache,
         parts.attention,
-        max_logits=sequences,
+        max_logits=min(limits.max_requests, limits.max_batch_tokens),
         guides=guides,
         followers=ranks,
         decodes=decodes,
@@ -315,7 +312,12 @@ def _with_engine(
         tokenizer=loaded.tokenizer,
         resolved=resolved,
         memory=_memory_report(
-            config, inspected, device, resolved, {**measured, **_cache_bytes(cache, units, device)}
+            config,
+            inspected,
+            device,
+            resolved,
+            {**measured, **_cache_bytes(cache, units, device)},
+            choice.off,
         ),
         grammar_facts=grammar_facts,
         loaded_at=parts.loaded_at,
@@ -441,10 +443,14 @@ def _memory_report(
     device: DeviceFacts,
     resolved: ResolvedConfig,
     measured: Mapping[str, int],
+    no_graphs: str,
 ) -> MemoryReport:
     """Compare each measured term with the plan that was made before the weights were loaded."""
     planned = resolve(config, inspected.shape, device, dtype=resolved.dtype).plan.terms
-    return memory_report(replace(resolved.plan, terms=planned), measured, NOT_MEASURED)
+    notes = {**NOT_MEASURED, "graphs": f"not applicable: {no_graphs}"}
+    if no_graphs:
+        measured = {name: size for name, size in measured.items() if name != "graphs"}
+    return memory_report(replace(resolved.plan, terms=planned), measured, notes)
 
 
 def _limit_threads(*, others: bool, cached: bool, ranks: int) -> int:

@@ -191,16 +191,7 @@ CASES: tuple[Case, ...] = (
     # -- values that are not supported yet
     _spec("supported switches", engine={"asyncBatching": "off", "cudaGraphs": {"enabled": "off"}}),
     _spec("no quantization", engine={"quantization": "none"}, cache={"dtype": "auto"}),
-    _spec(
-        "graphs at their defaults",
-        engine={
-            "cudaGraphs": {
-                "qPaddingInterval": 64,
-                "kvPaddingInterval": 16384,
-                "maxCachedGraphs": 32,
-            }
-        },
-    ),
+    _spec("no graph kept", engine={"cudaGraphs": {"maxCachedGraphs": 0}}),
     _spec("deterministic in float32", engine={"deterministic": True, "dtype": "float32"}),
     _spec("deterministic in the checkpoint's type", engine={"deterministic": True}),
     _spec("two of two", engine={"tensorParallel": 2}, resources={"accelerator": {"count": 2}}),
@@ -245,21 +236,24 @@ CASES: tuple[Case, ...] = (
     ),
     _spec("an fp8 cache", "cache.dtype fp8", cache={"dtype": "fp8"}),
     _spec("two batches", "engine.asyncBatching on", engine={"asyncBatching": "on"}),
-    _spec("graphs", "engine.cudaGraphs.enabled on", engine={"cudaGraphs": {"enabled": "on"}}),
     _spec(
-        "padded queries",
-        "engine.cudaGraphs.qPaddingInterval other than 64",
-        engine={"cudaGraphs": {"qPaddingInterval": 32}},
+        "graphs on a CPU",
+        "engine.cudaGraphs.enabled on",
+        engine={"cudaGraphs": {"enabled": "on"}},
+        resources={"accelerator": {"count": 0}},
     ),
     _spec(
-        "padded keys",
-        "engine.cudaGraphs.kvPaddingInterval other than 16384",
-        engine={"cudaGraphs": {"kvPaddingInterval": 8192}},
+        "graphs in float32",
+        "engine.cudaGraphs.enabled on",
+        engine={"cudaGraphs": {"enabled": "on"}, "dtype": "float32"},
+        resources={"accelerator": {"count": 1}},
     ),
     _spec(
-        "no kept graph",
-        "engine.cudaGraphs.maxCachedGraphs other than 32",
-        engine={"cudaGraphs": {"maxCachedGraphs": 0}},
+        "graphs on a GPU",
+        engine={
+            "cudaGraphs": {"enabled": "on", "qPaddingInterval": 32, "maxCachedGraphs": 8},
+        },
+        resources={"accelerator": {"count": 1}},
     ),
     # -- cache volume, keys
     _spec("an existing claim", modelCache={"type": "PVC", "claimName": "weights"}),

@@ -123,14 +123,16 @@ def started_or_refused(
 def test_admission_and_the_runtime_refuse_a_value_for_the_same_reason(limit: Limit) -> None:
     refused = [value for path, value in VALUES if path == limit.path and value not in limit.works]
     assert refused
+    dtypes: tuple[Any, ...] = ("bfloat16", "float32", "float16")
+    dtype = next(one for one in dtypes if one not in limit.dtypes)
     for value in refused:
-        config = EngineConfig(dtype="bfloat16", **{limit.field: value})
+        config = EngineConfig(dtype=dtype, **{limit.field: value})
         with pytest.raises(ConfigError) as runtime:
             check_supported(config)
         assert runtime.value.field == limit.field
         assert limit.reason in str(runtime.value)
         assert runtime.value.hint == f"use {limit.fix}"
-        spec: Any = {"engine": {"dtype": "bfloat16"}}
+        spec: Any = {"engine": {"dtype": dtype}}
         spec["resources"] = {"accelerator": {"count": config.tensor_parallel}}
         body = merge(BASE, {"spec": spec})
         with pytest.raises(ResourceError, match="is not supported yet") as admission:

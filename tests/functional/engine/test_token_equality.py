@@ -290,6 +290,12 @@ def test_with_decodes_on_the_device_greedy_text_equals_transformers(family: str)
     check_three_settings(family, "resident")
 
 
+@pytest.mark.parametrize("family", ["gpt2", "llama", "gpt_bigcode", "gemma2", "gpt_oss"])
+def test_with_captured_decodes_greedy_text_equals_transformers(family: str) -> None:
+    """Steps are padded, recorded and replayed on the stand-in of graphs."""
+    check_three_settings(family, "graphs")
+
+
 # The forms of a layer: norms of attention's result, of heads, with a mean; biases; no gate; MLP and
 # attention beside each other.
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2", "gpt_neox", "phi3"])

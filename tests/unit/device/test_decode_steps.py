@@ -3,6 +3,7 @@ sampled text is the general way's.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,7 +15,8 @@ from fairlead_runtime.engine.isolate import run_isolated
 from fairlead_runtime.request import Request, SamplingParams, Sequence
 from fairlead_runtime.scheduling.plan import Finished, Row
 from fairlead_runtime.scheduling.scheduler import Scheduler
-from support.engine_rig import Rig, Setting, rig
+from support.engine_rig import Rig, Setting, greedy, rig
+from support.graph_standin import Tape, TapeRecorder
 
 SETTING = Setting(block_size=4, num_blocks=200, max_requests=8)
 PARAMS: tuple[dict[str, Any], ...] = (
@@ -40,12 +42,14 @@ def requests() -> list[Request]:
     ]
 
 
-def texts(engine: Rig, asked: list[Request], *, fail: bool = False) -> dict[tuple[str, int], Any]:
+def texts(
+    engine: Rig, asked: list[Request], setting: Setting = SETTING, *, fail: bool = False
+) -> dict[tuple[str, int], Any]:
     """The tokens and log-probabilities of each choice. With ``fail`` the seventh step of decodes
     fails after the device has done it, as a whole and then its first half.
     """
-    scheduler = Scheduler(SETTING.limits(len(engine.groups)), engine.groups, b"rig")
-    runner = engine.runner(SETTING)
+    scheduler = Scheduler(setting.limits(len(engine.groups)), engine.groups, b"rig")
+    runner = engine.runner(setting)
     steps, made = runner._decodes, 0
     if fail:
         assert steps is not None
@@ -75,17 +79,100 @@ def texts(engine: Rig, asked: list[Request], *, fail: bool = False) -> dict[tupl
     return out
 
 
-def test_sampled_text_is_that_of_the_general_way() -> None:
-    asked = requests()
+@pytest.mark.parametrize(
+    ("kernels", "setting"),
+    [
+        ("resident", SETTING),
+        ("graphs", SETTING),
+        ("graphs", replace(SETTING, graphs=2)),
+        ("graphs", replace(SETTING, graphs=0)),
+        ("graphs", replace(SETTING, interval=1)),
+    ],
+)
+@pytest.mark.parametrize("general", [False, True])
+def test_sampled_text_is_that_of_the_general_way(
+    kernels: str, setting: Setting, *, general: bool
+) -> None:
+    """In steps that are sampled on the device throughout, and in those of which some are not."""
+    asked = requests() if general else requests()[:4]
     want = texts(rig("llama", "flashinfer"), asked)
-    assert texts(rig("llama", "resident"), asked) == want
-    assert len(want) == len(PARAMS) + 2
+    got = texts(rig("llama", kernels), asked, setting)
+    assert got.keys() == want.keys()
+    for key, mine in got.items():
+        assert [token for token, _ in mine] == [token for token, _ in want[key]]
+        for (_, one), (_, other) in zip(mine, want[key], strict=True):
+            assert (one is None) == (other is None)
+            if one is not None:
+                assert one.logprob == pytest.approx(other.logprob, abs=1e-5)
+                assert one.top_ids == other.top_ids
 
 
-def test_a_failed_step_leaves_nothing_wrong() -> None:
+@pytest.mark.parametrize("kernels", ["resident", "graphs"])
+def test_a_failed_step_leaves_nothing_wrong(kernels: str) -> None:
     asked = [request for request in requests() if request.params.logprobs is None]
     want = texts(rig("llama", "flashinfer"), asked)
-    assert texts(rig("llama", "resident"), asked, fail=True) == want
+    setting = replace(SETTING, graphs=0)  # what is replayed calls no function that could fail
+    assert texts(rig("llama", kernels), asked, setting, fail=True) == want
+
+
+def test_steps_are_replayed_once_their_size_was_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[str] = []
+    record, replay = TapeRecorder.record, Tape.replay
+
+    def spy_record(self: TapeRecorder, step: Callable[[], None]) -> Tape:
+        seen.append("record")
+        return record(self, step)
+
+    def spy_replay(self: Tape) -> None:
+        seen.append("replay")
+        replay(self)
+
+    monkeypatch.setattr(TapeRecorder, "record", spy_record)
+    monkeypatch.setattr(Tape, "replay", spy_replay)
+    asked = [greedy(str(i), tuple(range(5 + i, 20 + i)), 12 + 4 * i) for i in range(5)]
+    outcome = rig("llama", "graphs").run(replace(SETTING, block_size=16), [(0, r) for r in asked])
+    # Of 5 rows, then of 4 and 3 in one size, 2 and 1.
+    assert seen.count("record") == 4
+    assert seen.count("replay") == outcome.steps - 1 - 4
+
+
+def test_graphs_are_captured_at_start_and_then_only_replayed() -> None:
+    runner = rig("llama", "graphs").runner(SETTING)
+    steps = runner._decodes
+    assert steps is not None
+    assert steps._graphs is not None
+    before = steps.table.state.clone()
+    assert [*steps.capture(lambda: False)] == [(i, 12) for i in range(1, 13)]
+    assert torch.equal(steps.table.state, before)
+    recorder: Any = steps._graphs._recorder
+    engine = rig("llama", "graphs")
+    scheduler = Scheduler(SETTING.limits(len(engine.groups)), engine.groups, b"rig")
+    for request in requests()[:4]:
+        scheduler.add(request)
+    while scheduler.has_work:
+        work = scheduler.commit(scheduler.plan())
+        scheduler.update(work, runner.execute(work))
+    assert recorder.records == 12
+
+
+def test_capturing_stops_when_its_time_is_over_and_at_the_limit() -> None:
+    steps = rig("llama", "graphs").runner(SETTING)._decodes
+    assert steps is not None
+    left = iter([False, True])
+    assert [*steps.capture(lambda: next(left))] == [(1, 12), (2, 12)]
+    few = rig("llama", "graphs").runner(replace(SETTING, graphs=3))._decodes
+    assert few is not None
+    assert [*few.capture(lambda: False)] == [(1, 3), (2, 3), (3, 3)]
+
+
+def test_a_failing_capture_ends_capturing_and_no_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(self: TapeRecorder, step: Callable[[], None]) -> Tape:
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    asked = requests()
+    want = texts(rig("llama", "resident"), asked)
+    monkeypatch.setattr(TapeRecorder, "record", refuse)
+    assert texts(rig("llama", "graphs"), asked).keys() == want.keys()
 
 
 def test_decodes_alone_take_this_way_and_others_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -143,6 +230,7 @@ def test_one_row_that_is_not_finite_fails_alone(monkeypatch: pytest.MonkeyPatch)
 def test_bytes_are_those_of_the_tensors() -> None:
     steps = rig("gemma2", "resident").runner(SETTING)._decodes
     assert steps is not None
-    kept = [steps.table.state, steps.table.tables, steps._index, steps._places, steps._hashes]
+    kept = [steps.table.state, steps.table.tables, steps._index, steps._tokens]
+    kept += [steps._places, steps._hashes]
     cache = steps._cache
     assert steps.nbytes == sum(x.nbytes for x in kept) + cache.nbytes // cache.units

@@ -182,7 +182,7 @@ def test_the_memory_plan_of_a_dense_model_computed_by_hand() -> None:
 
 def test_every_term_of_a_gpu_computed_by_hand() -> None:
     # 8192 tokens a step in 256 rows of 131072 tokens in blocks of 16; the torch backend's scratch,
-    # no graph and one pair of batch buffers.
+    # and one pair of batch buffers.
     terms = plan_memory(LLAMA_8B, EngineConfig(), DeviceFacts("cuda", 80 * GIB)).terms
     # Residual and norm, rotary tables, and gate, up and their product of the MLP.
     assert terms["activations"] == 8192 * 2 * (4 * 4096 + 2 * 128 + 3 * 14336)
@@ -192,9 +192,11 @@ def test_every_term_of_a_gpu_computed_by_hand() -> None:
     )
     assert terms["logits"] == 256 * 2 * (2 * 4096 + 128256)
     assert terms["sampling"] == 256 * (128256 * 16 + 33 * 1024 + 128256 * 8)
-    assert terms["graphs"] == 0
+    # Logits and draws of 256 rows; 32 graphs; plans of 10 sizes, and the blocks of the largest.
+    draws, plans = 40 << 23, 10 * (8 << 20) + 256 * 8192 * 4
+    assert terms["graphs"] == terms["logits"] + draws + 32 * (4 << 20) + plans
     # What the GPU keeps: 257 rows, one unit of padding, a hash for each id.
-    kept = 257 * (48 + 8192 * 4) + 256 * 16 + 16 * 2 * 1024 * 2 * 32 + 128256 * 4
+    kept = 257 * (48 + 8192 * 4) + 256 * 24 + 16 * 2 * 1024 * 2 * 32 + 128256 * 4
     assert terms["batch"] == 2 * (8192 * 24 + 256 * 64 + 256 * 8192 * 4) + kept
     assert "process" not in terms
 
@@ -301,12 +303,12 @@ def test_a_cpu_reserves_a_fixed_size_for_its_processes_unless_more_is_measured(
         (
             {},
             DeviceFacts("cuda", 24 * GIB),
-            r"needs 16\.0 GiB of KV cache, has 4\.2: set maxModelLen ≤ 37888",
+            r"needs 16\.0 GiB of KV cache, has 3\.7: set maxModelLen ≤ 33792",
         ),
         (
             {},
             DeviceFacts("cuda", 16 * GIB),
-            r"needs 17\.4 GiB before any KV cache, has 14\.4: set tensorParallel 4",
+            r"needs 17\.9 GiB before any KV cache, has 14\.4: set tensorParallel 4",
         ),
         (
             {"num_blocks": 10},

@@ -90,9 +90,11 @@ def test_a_gpus_blocks_computed_by_hand() -> None:
     attention = 32768 * (2 * 128 * 2 + 16) + (1 << 24) * 2 + 256 * 32768 * (2 + 2)
     logits = 256 * 2 * (2 * 896 + 151_936)
     sampling = 256 * (151_936 * (16 + 8) + 33 * 1024)
-    kept = 257 * (48 + 2048 * 4) + 256 * 16 + 16 * 2 * 128 * 2 * 24 + 151_936 * 4
+    kept = 257 * (48 + 2048 * 4) + 256 * 24 + 16 * 2 * 128 * 2 * 24 + 151_936 * 4
     batch = 2 * (8192 * 24 + 256 * 64 + 256 * 2048 * 4) + kept
+    graphs = logits + (40 << 23) + 32 * (4 << 20) + 10 * (8 << 20) + 256 * 2048 * 4
     left = int(80 * GIB * 0.9) - weights - activations - attention - logits - sampling - batch
+    left -= graphs
     block = 16 * 2 * 24 * 2 * 64 * 2
     assert planned["numBlocks"] == left // block
     assert planned["fullLengthSequences"] == left // block // 2048

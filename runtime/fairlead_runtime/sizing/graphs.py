@@ -1,0 +1,48 @@
+"""What captured CUDA graphs take, and the sizes of the steps that they are captured for.
+
+Owns both rules, for the plan and for the runtime. Pure.
+"""
+
+from fairlead_runtime.config import EngineConfig
+
+# Assumed until it is measured at start: of one graph, its kernels' arguments.
+GRAPH_BYTES = 4 << 20
+# What flashinfer allocates for the plans of one size of steps and one layer group.
+PLAN_BYTES = 8 << 20
+BLOCK_BYTES = 4  # of a block's id
+DRAWS = 4  # ways to sample a step, each with graphs of its own
+
+
+def step_sizes(config: EngineConfig) -> tuple[int, ...]:
+    """The numbers of rows that steps of decodes are padded to, ascending: powers of two up to
+    ``q_padding_interval``, from there its multiples, to the first that holds every request of a
+    step.
+    """
+    most, interval = min(config.max_requests, config.max_batch_tokens), config.q_padding_interval
+    sizes = [1]
+    while sizes[-1] < most:
+        last = sizes[-1]
+        sizes.append(min(2 * last, interval) if last < interval else last + interval)
+    return tuple(sizes)
+
+
+def may_capture(config: EngineConfig, dtype: str, device: str) -> bool:
+    """Whether the settings leave graphs on: they need flashinfer, which not every model runs on."""
+    return (
+        device == "cuda"
+        and dtype in ("float16", "bfloat16")
+        and config.tensor_parallel == 1
+        and config.kernels in ("auto", "flashinfer")
+        and config.cuda_graphs != "off"
+        and config.max_cached_graphs > 0
+    )
+
+
+def graph_bytes(config: EngineConfig, *, groups: int, blocks: int, step: int) -> int:
+    """Bytes of the graphs of a model with so many layer groups and ``blocks`` blocks in a sequence.
+    ``step``: what the largest step of decodes takes, since a graph keeps its tensors.
+    """
+    sizes = step_sizes(config)
+    graphs = min(config.max_cached_graphs, DRAWS * len(sizes))
+    plans = groups * (len(sizes) * PLAN_BYTES + sizes[-1] * blocks * BLOCK_BYTES)
+    return step + graphs * GRAPH_BYTES + plans

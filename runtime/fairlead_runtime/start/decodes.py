@@ -1,0 +1,146 @@
+"""How steps of decodes run on this device: from state on it or not, captured or not, and why.
+
+Owns that choice, the measuring of what graphs take before the cache is sized, and their capture at
+start, which is shown and ends in time.
+"""
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from tqdm import tqdm
+
+from fairlead_kernels.attention import AttentionBackend, DecodeAttention
+from fairlead_runtime.config import ConfigError, EngineConfig
+from fairlead_runtime.device.cuda_graphs import CudaRecorder
+from fairlead_runtime.device.decode_steps import DecodeSteps
+from fairlead_runtime.device.graphs import GraphCache, Recorder
+from fairlead_runtime.device.kv_cache import CacheStorage
+from fairlead_runtime.device.paged_model import PagedModel
+from fairlead_runtime.device.slot_table import Draw
+from fairlead_runtime.sizing.graphs import DRAWS, step_sizes
+from fairlead_runtime.sizing.groups import group_layers
+
+log = logging.getLogger("fairlead.decodes")
+
+CAPTURE_SECONDS = 60.0  # graphs that are not captured then are when a step needs them
+
+
+@dataclass(slots=True)
+class Decodes:
+    """The choice for one model. ``attention`` is None where decodes run as all other steps;
+    ``off`` says why no graph is captured, and is empty where some are.
+    """
+
+    config: EngineConfig
+    model: PagedModel
+    attention: DecodeAttention | None
+    off: str
+    new_recorder: Callable[[torch.device], Recorder] = field(default=CudaRecorder)
+    # The cache of graphs, once there is one.
+    graphs: GraphCache | None = None
+
+    @classmethod
+    def choose(
+        cls, config: EngineConfig, model: PagedModel, attention: AttentionBackend, *, split: bool
+    ) -> "Decodes":
+        """Raises ConfigError where graphs are asked for and cannot be."""
+        kept = attention if isinstance(attention, DecodeAttention) and not split else None
+        off = ""
+        if config.cuda_graphs == "off":
+            off = "--cuda-graphs is off"
+        elif model.device.type != "cuda":
+            off, kept = f"the model runs on {model.device.type}", None
+        elif split:
+            off = "the ranks of a split model get each step from their first"
+        elif kept is None:
+            off = f"attention runs on {attention.name}, whose work depends on the lengths"
+        elif not config.max_cached_graphs:
+            off = "--max-cached-graphs is 0"
+        made = cls(config, model, kept, "")
+        made.turn_off(off)
+        return made
+
+    def turn_off(self, reason: str) -> None:
+        """Capture nothing, for this reason, if there is one. Raises ConfigError where graphs are
+        asked for.
+        """
+        if reason and self.config.cuda_graphs == "on":
+            raise ConfigError("cuda_graphs", reason, "use auto or off")
+        self.off = self.off or reason
+
+    @property
+    def sequences(self) -> int:
+        return min(self.config.max_requests, self.config.max_batch_tokens)
+
+    def measure(self, max_model_len: int) -> int:
+        """Bytes that graphs will take, from two of them on a cache of padding alone; 0 where none
+        is captured, or none can be.
+        """
+        if self.off or self.attention is None:
+            return 0
+        cache = CacheStorage(
+            group_layers(self.model.windows),
+            self.model.heads,
+            units=1,
+            block_size=self.config.block_size,
+            device=self.model.device,
+        )
+        steps = self.steps(cache, max_model_len)
+        sizes, graphs = step_sizes(self.config), self.graphs
+        if steps is None or graphs is None:
+            return 0
+        steps.capture_one(sizes[-1], Draw.FILTERED)
+        largest, plans = graphs.nbytes, self.attention.fixed_nbytes
+        steps.capture_one(sizes[0], Draw.GREEDY)
+        each, plan = graphs.nbytes - largest, self.attention.fixed_nbytes - plans
+        graphs.clear()
+        if graphs.failure:
+            self.turn_off(f"a step cannot be captured: {graphs.failure}")
+            return 0
+        count = min(self.config.max_cached_graphs, DRAWS * len(sizes))
+        return largest + each * (count - 1) + plans + plan * (len(sizes) - 1)
+
+    def steps(self, cache: CacheStorage, max_model_len: int) -> DecodeSteps | None:
+        """Steps of decodes on ``cache``, whose last unit is for padding; None where they run as all
+        others.
+        """
+        if self.attention is None:
+            return None
+        self.graphs = None
+        if not self.off:
+            recorder = self.new_recorder(self.model.device)
+            self.graphs = GraphCache(recorder, self.config.max_cached_graphs)
+        return DecodeSteps(
+            self.model,
+            cache,
+            self.attention,
+            sequences=self.sequences,
+            max_model_len=max_model_len,
+            graphs=self.graphs,
+            sizes=() if self.graphs is None else step_sizes(self.config),
+        )
+
+    def capture(self, steps: DecodeSteps | None) -> int | None:
+        """Capture what most steps need, with a bar of progress, for at most CAPTURE_SECONDS and one
+        graph more. Returns the bytes of graphs and their plans, None where there are none.
+        """
+        if steps is None or self.graphs is None or self.attention is None:
+            if self.model.device.type == "cuda":
+                log.info("CUDA graphs: off: %s", self.off)
+            return None
+        began = time.monotonic()
+        with tqdm(desc="CUDA graphs", unit="graph", leave=False) as bar:
+            for done, total in steps.capture(lambda: time.monotonic() - began > CAPTURE_SECONDS):
+                bar.total = total
+                bar.update(done - bar.n)
+        if not len(self.graphs):
+            self.turn_off(f"a step cannot be captured: {self.graphs.failure}")
+            log.info("CUDA graphs: off: %s", self.off)
+            return None
+        size = self.graphs.nbytes + self.attention.fixed_nbytes
+        seconds = time.monotonic() - began
+        log.info("CUDA graphs: %d in %.1f s, %.2f GiB", len(self.graphs), seconds, size / (1 << 30))
+        return size

@@ -1,0 +1,150 @@
+"""Steps of decodes on an NVIDIA GPU: state that stays there, one wait a step, and CUDA graphs. Run
+with `make gpu`; without a GPU or without flashinfer-python it fails.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fairlead_kernels import sample, sample_rows
+from fairlead_runtime import LLM, SamplingParams
+from fairlead_runtime.device.decode_steps import DecodeSteps
+from fairlead_runtime.device.graphs import GraphCache
+from fairlead_runtime.models import tiny
+
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(1800)]  # it compiles
+
+CUDA = torch.device("cuda")
+PROMPTS = [{"prompt_token_ids": list(range(3 + i, 40 + 7 * i))} for i in range(6)]
+SETTINGS: dict[str, Any] = {
+    "kernels": "flashinfer",
+    "dtype": "bfloat16",
+    "num_blocks": 200,
+    "max_model_len": 192,
+    "max_requests": 8,
+    "max_batch_tokens": 512,
+}
+
+
+@pytest.fixture(autouse=True)
+def _gpu() -> None:
+    if not torch.cuda.is_available():
+        pytest.fail("these tests need an NVIDIA GPU, and torch sees none")
+
+
+@pytest.fixture(scope="module", params=["llama", "mistral", "gemma2", "gpt_oss"])
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    heads = {"num_attention_heads": 4, "head_dim": 64}
+    model = tiny.build(request.param, **heads).to(torch.bfloat16)
+    return tiny.save(model, tmp_path_factory.mktemp(request.param))
+
+
+def tokens(llm: LLM, params: SamplingParams) -> list[list[int]]:
+    results = llm.generate(PROMPTS, params, use_tqdm=False)
+    return [list(r.outputs[0].token_ids) for r in results]
+
+
+@pytest.fixture
+def replays(monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    seen: list[object] = []
+    run = GraphCache.run
+
+    def spy(self: GraphCache, key: Any, step: Any) -> None:
+        ran = False
+
+        def run_and_note() -> None:
+            nonlocal ran
+            ran = True
+            step()
+
+        run(self, key, run_and_note)
+        if not ran:
+            seen.append(key)
+
+    monkeypatch.setattr(GraphCache, "run", spy)
+    return seen
+
+
+def test_graphs_give_the_tokens_of_steps_that_are_not_captured(
+    folder: Path, replays: list[object]
+) -> None:
+    """Steps of 6 rows run as 8, so products may round otherwise: a text may differ from where two
+    tokens lie close, and most do not.
+    """
+    params = SamplingParams(temperature=0, max_tokens=48, ignore_eos=True)
+    texts = []
+    for graphs in ("off", "on"):
+        with LLM(str(folder), cuda_graphs=graphs, **SETTINGS) as llm:
+            texts.append(tokens(llm, params))
+    assert len(replays) > 40
+    same = sum(one[:8] == other[:8] for one, other in zip(*texts, strict=True))
+    assert same >= 5
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_both_ways_to_sample_draw_the_same_from_captured_logits(
+    folder: Path, temperature: float, replays: list[object]
+) -> None:
+    """With log-probabilities the step is sampled by the general way."""
+    drawn: dict[str, Any] = {"temperature": temperature, "seed": 7}
+    drawn |= {"max_tokens": 32, "ignore_eos": True}
+    with LLM(str(folder), cuda_graphs="on", **SETTINGS) as llm:
+        on_device = tokens(llm, SamplingParams(**drawn))
+        general = tokens(llm, SamplingParams(**drawn, logprobs=0))
+    assert on_device == general
+    assert len(replays) > 40
+
+
+def test_a_decode_waits_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All but the fetch of the tokens runs where torch raises for a wait."""
+    compute, count = DecodeSteps._compute, 0
+
+    def watched(self: DecodeSteps, *arguments: Any) -> Any:
+        nonlocal count
+        count += 1
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            return compute(self, *arguments)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    with LLM(str(folder), cuda_graphs="off", **SETTINGS) as llm:
+        params = SamplingParams(temperature=0.9, top_p=0.9, max_tokens=24, ignore_eos=True)
+        tokens(llm, params)  # compiles
+        monkeypatch.setattr(DecodeSteps, "_compute", watched)
+        tokens(llm, params)
+    assert count > 15
+
+
+def test_what_graphs_take_was_measured(folder: Path) -> None:
+    with LLM(str(folder), cuda_graphs="on", **SETTINGS) as llm:
+        report = {term.name: term for term in llm.parts.memory.terms}["graphs"]
+    print(f"planned {report.planned}, measured {report.measured}")
+    assert report.measured
+
+
+@pytest.mark.parametrize("vocabulary", [500, 128_256])
+def test_draws_are_those_of_a_cpu(vocabulary: int) -> None:
+    """The same integers, and noise within 2 ulp: only ties may differ, 1 in 1000 at most."""
+    rows, generator = 64, torch.Generator().manual_seed(0)
+    logits = torch.randn(rows, vocabulary, generator=generator) * 4
+    parameters = sample_rows.RowParameters(
+        torch.rand(rows, generator=generator) + 0.5,
+        torch.full((rows,), -9.0),
+        torch.randint(0, 100, (rows,), generator=generator),
+        torch.rand(rows, generator=generator).double(),
+        torch.randint(-(2**62), 2**62, (rows,), generator=generator),
+    )
+    wrong = 0
+    for step in range(40):
+        keys = sample_rows.mix64(parameters.keys + step)
+        on_cpu = parameters._replace(keys=keys)
+        on_gpu = sample_rows.RowParameters(*(x.to(CUDA) for x in on_cpu))
+        hashes = sample.hash_tokens(vocabulary, CUDA)
+        assert torch.equal(sample_rows.mix64(on_gpu.keys).cpu(), sample_rows.mix64(keys))
+        want = sample_rows.choose(logits, on_cpu, hashes.cpu())
+        got = sample_rows.choose(logits.to(CUDA), on_gpu, hashes)
+        wrong += int((got.cpu() != want).sum())
+    assert wrong <= 40 * rows // 1000

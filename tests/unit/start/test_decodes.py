@@ -1,0 +1,131 @@
+"""Which way decodes run, why no graph is captured, and what start measures and shows."""
+
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+
+from fairlead_kernels.torch_attention import TorchAttention
+from fairlead_runtime.config import ConfigError, EngineConfig
+from fairlead_runtime.device.kv_cache import CacheStorage
+from fairlead_runtime.device.paged_model import PagedModel
+from fairlead_runtime.start import decodes
+from fairlead_runtime.start.decodes import Decodes
+from support import flashinfer_standin
+from support.engine_rig import rig
+from support.graph_standin import Tape, TapeRecorder
+
+CONFIG = EngineConfig(max_requests=6, max_batch_tokens=64, block_size=4, q_padding_interval=4)
+LONGEST = 64
+ON_GPU = cast("PagedModel", SimpleNamespace(device=torch.device("cuda")))
+
+
+def flashinfer(family: str = "llama") -> Any:
+    model = rig(family).model
+    return flashinfer_standin.attention(model.heads, model.kinds)
+
+
+def plain() -> TorchAttention:
+    model = rig("llama").model
+    return TorchAttention(model.heads, model.device)
+
+
+REASONS = [
+    ({}, flashinfer, False, "", True),
+    ({"cuda_graphs": "off"}, flashinfer, False, "--cuda-graphs is off", True),
+    ({"max_cached_graphs": 0}, flashinfer, False, "--max-cached-graphs is 0", True),
+    ({}, plain, False, "attention runs on torch, whose work depends on the lengths", False),
+    ({}, flashinfer, True, "the ranks of a split model get each step from their first", False),
+]
+
+
+@pytest.mark.parametrize(("settings", "attention", "split", "reason", "resident"), REASONS)
+def test_auto_says_why_no_graph_is_captured_on_a_gpu(
+    settings: dict[str, Any], attention: Any, *, split: bool, reason: str, resident: bool
+) -> None:
+    choice = Decodes.choose(EngineConfig(**settings), ON_GPU, attention(), split=split)
+    assert (choice.off, choice.attention is not None) == (reason, resident)
+    if reason and not settings.get("cuda_graphs"):
+        with pytest.raises(ConfigError) as error:
+            Decodes.choose(
+                EngineConfig(**settings, cuda_graphs="on"), ON_GPU, attention(), split=split
+            )
+        assert error.value.field == "cuda_graphs"
+        assert reason in str(error.value)
+
+
+def test_on_a_cpu_decodes_run_as_all_steps() -> None:
+    model = rig("llama").model
+    choice = Decodes.choose(CONFIG, model, flashinfer(), split=False)
+    assert (choice.off, choice.attention) == ("the model runs on cpu", None)
+    assert (choice.measure(LONGEST), choice.steps(cache_of(model), LONGEST)) == (0, None)
+    assert choice.capture(None) is None
+
+
+def cache_of(model: PagedModel, units: int = 40) -> CacheStorage:
+    return CacheStorage(
+        rig("llama").groups, model.heads, units=units, block_size=4, device=model.device
+    )
+
+
+def pretended(config: EngineConfig = CONFIG) -> Decodes:
+    """As on a GPU, with the stand-in of graphs."""
+    model = rig("llama").model
+    return Decodes(config, model, flashinfer(), "", new_recorder=lambda _: TapeRecorder())
+
+
+def test_graphs_are_measured_before_the_cache_and_captured_within_that() -> None:
+    choice = pretended()
+    measured = choice.measure(LONGEST)
+    steps = choice.steps(cache_of(choice.model), LONGEST)
+    taken = choice.capture(steps)
+    assert taken is not None
+    assert choice.graphs is not None
+    assert len(choice.graphs) == 3 * 4  # 1, 2, 4 and 8 rows, in three ways
+    # The stand-in shares no memory between graphs, as a GPU's pool does.
+    assert 0 < taken < 12 * measured
+    assert choice.attention is not None
+    assert choice.attention.fixed_nbytes < measured
+
+
+def test_capturing_shows_its_progress(capsys: pytest.CaptureFixture[str]) -> None:
+    choice = pretended()
+    choice.capture(choice.steps(cache_of(choice.model), LONGEST))
+    shown = capsys.readouterr().err
+    assert "CUDA graphs" in shown
+    assert "/12 " in shown
+
+
+def test_capturing_ends_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decodes, "CAPTURE_SECONDS", -1.0)
+    choice = pretended()
+    choice.capture(choice.steps(cache_of(choice.model), LONGEST))
+    assert choice.graphs is not None
+    assert len(choice.graphs) == 1
+
+
+@pytest.mark.parametrize("switch", ["auto", "on"])
+def test_a_step_that_cannot_be_captured_turns_auto_off_and_refuses_on(
+    monkeypatch: pytest.MonkeyPatch, switch: Any
+) -> None:
+    def refuse(_recorder: TapeRecorder, _step: object) -> Tape:
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    monkeypatch.setattr(TapeRecorder, "record", refuse)
+    choice = pretended(EngineConfig(**{**vars_of(CONFIG), "cuda_graphs": switch}))
+    if switch == "on":
+        with pytest.raises(ConfigError, match="cannot be captured: RuntimeError: operation not"):
+            choice.measure(LONGEST)
+    else:
+        assert choice.measure(LONGEST) == 0
+        assert choice.off.startswith("a step cannot be captured: RuntimeError")
+        assert choice.steps(cache_of(choice.model), LONGEST) is not None
+        assert choice.graphs is None
+
+
+def vars_of(config: EngineConfig) -> dict[str, Any]:
+    return {
+        name: getattr(config, name)
+        for name in ("max_requests", "max_batch_tokens", "block_size", "q_padding_interval")
+    }
