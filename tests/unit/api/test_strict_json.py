@@ -95,3 +95,11 @@ def test_a_refusal_names_the_field_where_parsing_ended(text: str) -> None:
     with pytest.raises(ApiError) as refused:
         parse_object(text.encode())
     assert refused.value.param == ("user" if "user" in text else "n")
+
+
+@pytest.mark.parametrize("key", ["My Secret", "sk-1234", "x" * 65, "\u05e9", ""])
+def test_a_refusal_names_no_key_that_is_no_fields_name(key: str) -> None:
+    with pytest.raises(ApiError) as refused:
+        parse_object(f'{{"{key}": NaN}}'.encode())
+    assert refused.value.param is None
+    assert refused.value.message.startswith("the body is not JSON")
