@@ -2,6 +2,8 @@
 a CUDA graph. Run with `make gpu`; without a GPU it fails.
 """
 
+from pathlib import Path
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -10,11 +12,12 @@ from torch import Tensor
 from fairlead_kernels import triton_operations
 from fairlead_kernels.backend import gpu_operations, pick
 from fairlead_kernels.layer import LayerOperations, Norm
+from fairlead_kernels.quantize import Format
 from fairlead_kernels.torch_operations import TorchOperations
 from fairlead_runtime.device import fusion, selftest
 from fairlead_runtime.device.fusion import fuse
 from fairlead_runtime.device.paged_model import PagedModel
-from fairlead_runtime.models import families, rope, tiny
+from fairlead_runtime.models import families, loading, rope, tiny
 from support.operation_cases import (
     ActivationCase,
     NormCase,
@@ -69,10 +72,26 @@ def test_an_activation_is_the_references(name: str, case: ActivationCase) -> Non
     case.check(operations(name), CUDA)
 
 
+@both
 @examples
 @given(case=product_cases)
-def test_a_product_is_the_references(case: ProductCase) -> None:
-    case.check(TorchOperations(), CUDA)
+def test_a_product_is_the_references(name: str, case: ProductCase) -> None:
+    case.check(operations(name), CUDA)
+
+
+@pytest.mark.parametrize("quantized", ["int8", "fp8"])
+@pytest.mark.parametrize("family", ["llama", "gpt_neox"])
+def test_quantized_weights_are_served_within_their_tolerances(
+    family: str, quantized: Format, tmp_path: Path
+) -> None:
+    """With the operations that this GPU is given, fp8 products among them where it has any."""
+    saved = tiny.save(tiny.build(family).bfloat16(), tmp_path)
+    loaded = loading.load(saved, device=CUDA)
+    served, result = selftest.prepare_and_test(loaded, "auto", quantized)
+    assert str(served.fusion).endswith(f"{quantized} weights")
+    rounds = torch.cuda.get_device_capability() >= (8, 9)
+    assert (result.activations is not None) == (quantized == "fp8" and rounds)
+    print(f"{family}: {result}")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

@@ -70,9 +70,12 @@ def as_stored(config: EngineConfig, quantized: Stored) -> EngineConfig:
     return replace(config, quantization=quantized)
 
 
-def check_stored(config: EngineConfig, quantized: Stored, dtype: str, device: str) -> EngineConfig:
+def check_stored(
+    config: EngineConfig, quantized: Stored, dtype: str, device: str, *, experts: bool
+) -> EngineConfig:
     """``as_stored``, checked as ``check_supported`` does: what a checkpoint brings is refused where
-    the setting would be. Raises ConfigError, too, for weights that would be rounded and split.
+    the setting would be. Raises ConfigError, too, for weights that would be rounded and split, and
+    for rounding a model with ``experts``, whose layers are not fused.
     """
     stored = as_stored(config, quantized)
     try:
@@ -84,9 +87,13 @@ def check_stored(config: EngineConfig, quantized: Stored, dtype: str, device: st
         raise ConfigError(
             error.field, message, f"{error.hint}; none and int8 need the unquantized checkpoint"
         ) from error
-    if not quantized and stored.quantization != "none" and stored.tensor_parallel > 1:
-        problem = f"{stored.quantization} weights cannot be split over ranks"
-        raise ConfigError("quantization", problem, "use none, or tensor parallel 1")
+    if not quantized and stored.quantization != "none":
+        if stored.tensor_parallel > 1:
+            problem = f"{stored.quantization} weights cannot be split over ranks"
+            raise ConfigError("quantization", problem, "use none, or tensor parallel 1")
+        if experts:
+            problem = f"{stored.quantization} weights of experts are not supported"
+            raise ConfigError("quantization", problem, "use none")
     return stored
 
 

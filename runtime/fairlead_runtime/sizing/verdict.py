@@ -117,10 +117,7 @@ def _fixes(
     parallel = (n for n in COUNTS if n > config.tensor_parallel and not reason_against(shape, n))
     if device.kind == "cuda" and config.quantization == "none":
         fixes += [f"tensorParallel {n}" for n in parallel if fits(tensor_parallel=n)][:1]
-    # Which layers the kernels of a CPU can take, only a loaded model tells.
-    plain = config.quantization == "none" and config.tensor_parallel == 1
-    if device.kind == "cuda" and plain and fits(quantization="int8"):
-        fixes.append("quantization int8")
+    # Nor is quantization: whether every layer can have it, only a loaded model tells.
     if (
         device.kind == "cpu"
         and config.cpu_offload_space

@@ -52,7 +52,9 @@ def resolve(
     cannot be built with these settings; warns when the cache is smaller than one full-length
     sequence.
     """
-    config = check_stored(config, shape.quantized, dtype, device.kind).clamped()
+    config = check_stored(
+        config, shape.quantized, dtype, device.kind, experts=shape.experts > 0
+    ).clamped()
     plan = plan_memory(shape, config, device, measured)
     if plan.loading > plan.budget:
         raise ConfigError(

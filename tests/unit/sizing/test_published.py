@@ -1,6 +1,7 @@
 """What a quantization_config says of a checkpoint's weights, and what of it is refused."""
 
 import copy
+from functools import partial
 from typing import Any
 
 import pytest
@@ -96,15 +97,23 @@ def test_a_setting_that_disagrees_with_the_checkpoint_is_refused_with_the_ones_t
 
 
 def test_a_format_is_refused_where_its_setting_would_be() -> None:
-    assert check_stored(EngineConfig(), "fp8", "bfloat16", "cuda").quantization == "fp8"
+    check = partial(check_stored, experts=False)
+    assert check(EngineConfig(), "fp8", "bfloat16", "cuda").quantization == "fp8"
     with pytest.raises(ConfigError) as refused:
-        check_stored(EngineConfig(), "fp8", "bfloat16", "cpu")
+        check(EngineConfig(), "fp8", "bfloat16", "cpu")
     assert str(refused.value) == (
         "--quantization: fp8 is not supported in bfloat16 on cpu yet: products with fp8 weights "
         "are those of GPUs; the checkpoint's weights are fp8 (config.json: quantization_config) "
         "(use none or int8, or fp8 with dtype bfloat16 or float16 on a GPU; none and int8 need the "
         "unquantized checkpoint)"
     )
+
+
+def test_rounding_a_model_with_experts_is_refused_before_it_loads() -> None:
+    plain = EngineConfig()
+    assert check_stored(plain, "", "float32", "cpu", experts=True) == plain
+    with pytest.raises(ConfigError, match="--quantization: int8 weights of experts are not"):
+        check_stored(EngineConfig(quantization="int8"), "", "float32", "cpu", experts=True)
 
 
 def test_stored_tensors_count_as_the_matrices_that_they_stand_for() -> None:
