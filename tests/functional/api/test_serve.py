@@ -44,7 +44,7 @@ def body(model: str, **changes: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("flags", "named"),
     [
-        (["--quantization=fp8"], "--quantization"),
+        (["--quantization=fp8", "--device=cpu"], "--quantization"),
         (["--max-requests=0"], "--max-requests"),
         (["--block-size=5"], "--block-size"),
         (["--no-such-flag"], "--no-such-flag"),
