@@ -74,8 +74,9 @@ def check_stored(
     config: EngineConfig, quantized: Stored, dtype: str, device: str, *, experts: bool
 ) -> EngineConfig:
     """``as_stored``, checked as ``check_supported`` does: what a checkpoint brings is refused where
-    the setting would be. Raises ConfigError, too, for weights that would be rounded and split, and
-    for rounding a model with ``experts``, whose layers are not fused.
+    the setting would be. Raises ConfigError, too, for int8 in float16 on a CPU, for weights that
+    would be rounded and split, and for rounding a model with ``experts``, whose layers are not
+    fused.
     """
     stored = as_stored(config, quantized)
     try:
@@ -87,6 +88,10 @@ def check_stored(
         raise ConfigError(
             error.field, message, f"{error.hint}; none and int8 need the unquantized checkpoint"
         ) from error
+    if stored.quantization == "int8" and (dtype, device) == ("float16", "cpu"):
+        # The C++ kernels, which multiply them there, have no float16.
+        problem = "int8 is not supported in float16 on a CPU"
+        raise ConfigError("quantization", problem, "use dtype bfloat16 or float32")
     if not quantized and stored.quantization != "none":
         if stored.tensor_parallel > 1:
             problem = f"{stored.quantization} weights cannot be split over ranks"
