@@ -96,7 +96,7 @@ def test_fp8_weights_meet_activations_in_fp8_where_the_device_multiplies_them(
     rounded = quantize(x.float(), "fp8").dequantize()
     want = reference.linear(rounded.double(), reference.pack(weights, factor=0.5), bias)
     assert got.dtype is torch.bfloat16
-    largest = want.abs().amax(1, keepdim=True) + want.abs().amax(0, keepdim=True)
+    largest = want.abs().amax(1, keepdim=True)  # of each token: one is 10,000 times as large
     assert bool(((got.double() - want).abs() <= 2**-7 * largest).all())
     exact = reference.linear(x.double(), packed, bias)
     assert not torch.allclose(got.double(), exact, rtol=2**-8), "activations are rounded"
