@@ -164,7 +164,7 @@ DRAINS = (
         SERVICE,
         "                await self._no_clients.wait()\n",
         "                raise TimeoutError\n",
-        ("functional/api/test_api_lifecycle.py",),
+        ("unit/serving/test_service.py",),
     ),
 )
 PRIVACY = (

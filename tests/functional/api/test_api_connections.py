@@ -442,6 +442,14 @@ def test_clients_that_stop_reading_are_disconnected_and_hold_little(
         pause(self)
 
     monkeypatch.setattr(GuardedProtocol, "pause_writing", paused)
+    ended: list[Exception | None] = []
+    lost = GuardedProtocol.connection_lost
+
+    def connection_lost(self: GuardedProtocol, exc: Exception | None) -> None:
+        ended.append(exc)
+        lost(self, exc)
+
+    monkeypatch.setattr(GuardedProtocol, "connection_lost", connection_lost)
     # With the kernel's large buffers 200 fill so slowly that TCP_USER_TIMEOUT ends them before.
     small = (socket.SOL_SOCKET, socket.SO_SNDBUF, 64 * 1024)
     monkeypatch.setattr(connection, "_OPTIONS", (*connection._OPTIONS, small))
@@ -460,6 +468,7 @@ def test_clients_that_stop_reading_are_disconnected_and_hold_little(
             await until(lambda: len(service.seen) == count and not service.live)
             assert len(held) >= count
             assert max(held) <= 256 * 1024
+            assert ended == [None] * count, "by the server's deadline, not by the kernel's"
             for sock in sockets:
                 sock.close()
 
