@@ -11,6 +11,7 @@ import torch
 
 from fairlead_runtime.device.decode_steps import DecodeSteps, is_decode
 from fairlead_runtime.device.sampling import NON_FINITE
+from fairlead_runtime.device.slot_table import SlotTable
 from fairlead_runtime.engine.isolate import run_isolated
 from fairlead_runtime.request import Request, SamplingParams, Sequence
 from fairlead_runtime.scheduling.plan import Finished, Row
@@ -173,6 +174,24 @@ def test_a_failing_capture_ends_capturing_and_no_step(monkeypatch: pytest.Monkey
     want = texts(rig("llama", "resident"), asked)
     monkeypatch.setattr(TapeRecorder, "record", refuse)
     assert texts(rig("llama", "graphs"), asked).keys() == want.keys()
+
+
+def test_blocks_whose_sending_failed_are_sent_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = [request for request in requests() if request.params.logprobs is None]
+    want = texts(rig("llama", "flashinfer"), asked)
+    growth, calls = SlotTable._growth, 0
+
+    def fail_once(self: SlotTable, grown: list[Any]) -> Any:
+        nonlocal calls
+        sent = growth(self, grown)
+        calls += bool(grown)
+        if grown and calls == 2:
+            raise RuntimeError("planted")
+        return sent
+
+    monkeypatch.setattr(SlotTable, "_growth", fail_once)
+    assert texts(rig("llama", "resident"), asked) == want
+    assert calls > 2
 
 
 def test_decodes_alone_take_this_way_and_others_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
