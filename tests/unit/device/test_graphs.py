@@ -80,6 +80,15 @@ def test_the_least_recently_used_graph_makes_room_once_it_is_idle() -> None:
     assert len(cache) == 0
 
 
+def test_a_graph_that_is_replayed_is_in_use() -> None:
+    spy = Spy()
+    cache = GraphCache(spy, 1)
+    for key in ("a",) * (IDLE_STEPS + 2) + ("b", "b"):
+        cache.run(key, functools.partial(spy.seen.append, key))
+    assert spy.seen[-2:] == ["b", "b"]
+    assert "drop graph 1" not in spy.seen
+
+
 def test_without_room_every_step_runs_as_it_is() -> None:
     spy = Spy()
     cache = GraphCache(spy, 0)
