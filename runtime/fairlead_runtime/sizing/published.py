@@ -90,7 +90,7 @@ def check_stored(
         ) from error
     if stored.quantization == "int8" and (dtype, device) == ("float16", "cpu"):
         # The C++ kernels, which multiply them there, have no float16.
-        problem = "int8 is not supported in float16 on a CPU"
+        problem = f"int8 is not supported in {dtype} on {device}"
         raise ConfigError("quantization", problem, "use dtype bfloat16 or float32")
     if not quantized and stored.quantization != "none":
         if stored.tensor_parallel > 1:
@@ -154,9 +154,8 @@ def _check_weights(weights: Mapping[str, Any]) -> None:
         ("dynamic", (False, None)),
     ):
         value = weights.get(key)
-        if value not in works or isinstance(value, bool) is not isinstance(works[0], bool):
-            if key == "dynamic" and value is None:
-                continue
+        # JSON's true is no 1.
+        if not any(value == x and isinstance(value, bool) is isinstance(x, bool) for x in works):
             raise _refusal(f"weights.{key}", value, " or ".join(map(str, works)) + " is served")
 
 

@@ -156,7 +156,7 @@ def test_int8_weights_are_refused_by_name_where_the_kernels_cannot_have_them(
     unfused = tiny.save(tiny.build("olmo2"), tmp_path / "olmo2")
     assert re.search(r"'olmo2'.* fused 0/3 layers \(layer 0: .*\(use none\)", refusal(unfused))
     assert "--kernels is torch (use --kernels auto)" in refusal(model, kernels="torch")
-    assert "int8 is not supported in float16 on a CPU" in refusal(model, dtype="float16")
+    assert "int8 is not supported in float16 on cpu" in refusal(model, dtype="float16")
 
 
 def test_a_process_above_its_reservation_takes_blocks_and_warns(pod: Pod) -> None:

@@ -97,16 +97,23 @@ def test_deterministic_is_supported_in_float32_only(dtype: str) -> None:
     ("dtype", "device"),
     [("bfloat16", CPU), ("float16", CPU), ("float32", DeviceFacts("cuda", 80 * GIB))],
 )
-def test_fp8_weights_are_supported_on_gpus_below_float32_only_and_int8_ones_everywhere(
+def test_fp8_weights_are_supported_on_gpus_below_float32_only(
     dtype: str, device: DeviceFacts
 ) -> None:
     with pytest.raises(ConfigError, match=f"fp8 is not supported in {dtype} on {device.kind}"):
         resolved(dtype, device, quantization="fp8")
-    assert resolved(dtype, device, quantization="int8").num_blocks > 0
     gpu = DeviceFacts("cuda", 80 * GIB)
     assert resolved("bfloat16", gpu, quantization="fp8").num_blocks > 0
     with pytest.raises(ConfigError, match="--quantization: fp8 weights cannot be split over ranks"):
         resolved("bfloat16", gpu, quantization="fp8", tensor_parallel=2)
+
+
+def test_int8_weights_are_supported_everywhere_but_in_float16_on_cpus() -> None:
+    gpu = DeviceFacts("cuda", 80 * GIB)
+    for dtype, device in (("bfloat16", CPU), ("float32", CPU), ("float16", gpu), ("float32", gpu)):
+        assert resolved(dtype, device, quantization="int8").num_blocks > 0
+    with pytest.raises(ConfigError, match="int8 is not supported in float16 on cpu"):
+        resolved("float16", CPU, quantization="int8")
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
