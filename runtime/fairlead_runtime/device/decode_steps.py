@@ -96,7 +96,7 @@ class DecodeSteps:
             raise
 
     def _run(self, rows: Sequence[Row], general: SampleLogits) -> dict[int, Result]:
-        logits = self._compute(rows)
+        logits = self._compute(rows, self._size(len(rows)))
         if logits is not None:
             sampled, finish = general(logits[: len(rows)])
             self.table.advance(self._index[: len(rows)], sampled.tokens)
@@ -111,11 +111,11 @@ class DecodeSteps:
         """The rows, with padding, of a step of ``count``."""
         return next((size for size in self._sizes if size >= count), count)
 
-    def _compute(self, rows: Sequence[Row], least: Draw = Draw.GREEDY) -> Tensor | None:
-        """Queue the step: tokens into ``_tokens`` and the table, or for GENERAL only the logits,
-        which are returned and live until the next step. ``least``: sampled at least in this way.
+    def _compute(self, rows: Sequence[Row], size: int, least: Draw = Draw.GREEDY) -> Tensor | None:
+        """Queue the step, padded to ``size`` rows: tokens into ``_tokens`` and the table, or for
+        GENERAL only the logits, which are returned and live until the next step. ``least``: sampled
+        at least in this way.
         """
-        size = self._size(max(1, len(rows)))
         index = self._index[:size]
         lens, draw = self.table.enter(rows, index)
         draw = max(draw, least)
@@ -163,11 +163,7 @@ class DecodeSteps:
     @torch.inference_mode()
     def capture_one(self, size: int, draw: Draw) -> None:
         """Run a step of padding alone, and capture it if there is room."""
-        kept, self._sizes = self._sizes, (size,)
-        try:
-            self._compute((), draw)
-        finally:
-            self._sizes = kept
+        self._compute((), size, draw)
 
     def _plan(self, index: Tensor, lens: Array) -> list[Any]:
         """Attention's plan per layer group, of rows of these lengths."""
