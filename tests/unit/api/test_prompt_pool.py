@@ -41,21 +41,33 @@ def test_no_small_prompt_waits_for_a_large_one() -> None:
     pool.close()
 
 
-def test_tenants_take_turns_with_their_large_prompts() -> None:
-    pool, release, began = PromptPool(), threading.Event(), threading.Event()
-    done: list[str] = []
+class Holder:
+    """A large prompt that holds its thread until ``release`` is set."""
 
-    def hold(_: bytes) -> None:
-        began.set()
-        release.wait(60)
+    def __init__(self) -> None:
+        self.release, self._began = threading.Event(), threading.Event()
+
+    async def start(self, pool: PromptPool, tenant: str | None) -> asyncio.Task[None]:
+        """Returns when it has the thread."""
+        task = asyncio.create_task(pool.run(tenant, self._hold, bytes(LARGE_BODY + 1)))
+        await asyncio.to_thread(self._began.wait, 60)
+        return task
+
+    def _hold(self, _: bytes) -> None:
+        self._began.set()
+        self.release.wait(60)
+
+
+def test_tenants_take_turns_with_their_large_prompts() -> None:
+    pool, holder = PromptPool(), Holder()
+    done: list[str] = []
 
     async def go() -> None:
         def send(tenant: str | None, name: str) -> asyncio.Task[None]:
             work = pool.run(tenant, lambda _: done.append(name), bytes(LARGE_BODY + 1))
             return asyncio.create_task(work)
 
-        first = asyncio.create_task(pool.run("a", hold, bytes(LARGE_BODY + 1)))
-        await asyncio.to_thread(began.wait, 60)
+        first = await holder.start(pool, "a")
         waiting = [send("a", f"a{number}") for number in range(4)]
         await asyncio.sleep(0)
         waiting += [send("b", "b0"), send("b", "b1"), send(None, "none")]
@@ -63,7 +75,7 @@ def test_tenants_take_turns_with_their_large_prompts() -> None:
         waiting[1].cancel()
         await asyncio.sleep(0.01)
         assert len(pool._large._works) == 6, "what is cancelled holds its body no longer"
-        release.set()
+        holder.release.set()
         await asyncio.gather(first, *waiting, return_exceptions=True)
 
     asyncio.run(go())
@@ -72,21 +84,16 @@ def test_tenants_take_turns_with_their_large_prompts() -> None:
 
 
 def test_what_waits_when_the_pool_is_closed_is_not_begun() -> None:
-    pool, release, began = PromptPool(), threading.Event(), threading.Event()
+    pool, holder = PromptPool(), Holder()
     done: list[str] = []
 
-    def hold(_: bytes) -> None:
-        began.set()
-        release.wait(60)
-
     async def go() -> None:
-        running = asyncio.create_task(pool.run(None, hold, bytes(LARGE_BODY + 1)))
-        await asyncio.to_thread(began.wait, 60)
+        running = await holder.start(pool, None)
         waits = pool.run(None, lambda _: done.append("begun"), bytes(LARGE_BODY + 1))
         waiting = asyncio.create_task(waits)
         await asyncio.sleep(0)
         pool.close()
-        release.set()
+        holder.release.set()
         await running
         with pytest.raises(asyncio.CancelledError):
             await waiting
