@@ -26,9 +26,9 @@ POLL_SECONDS = 0.02  # between two looks at the engine
 
 
 class Rests:
-    """Rests between two texts, while the engine is ``busy``: time that nothing else wants is not
-    free, because a text takes the caches, the memory's bandwidth and the wake-ups of the engine's
-    threads. The first text after a rest never waits, and no text does while the engine is idle.
+    """Rests between two texts, while the engine is ``busy``: its steps were seen to take longer
+    beside a flood of texts that had only time that nothing else wanted. The first text after a rest
+    never waits, and no text does while the engine is idle.
 
     ``now`` is a monotonic clock, in seconds.
     """

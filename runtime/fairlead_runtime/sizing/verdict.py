@@ -117,7 +117,7 @@ def _fixes(
     parallel = (n for n in COUNTS if n > config.tensor_parallel and not reason_against(shape, n))
     if device.kind == "cuda" and config.quantization == "none":
         fixes += [f"tensorParallel {n}" for n in parallel if fits(tensor_parallel=n)][:1]
-    # Nor is quantization: whether every layer can have it, only a loaded model tells.
+    # Quantization is not advised: whether every layer can have it, only a loaded model tells.
     if (
         device.kind == "cpu"
         and config.cpu_offload_space
