@@ -11,12 +11,14 @@ import signal
 import socket
 import subprocess
 import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import yaml
+from prometheus_client.parser import text_string_to_metric_families
 
 from cluster.harness import binaries
 from cluster.harness.apiclient import Api, eventually
@@ -32,6 +34,10 @@ KUBELET = f"system:node:{NAME}"
 KUBE_PROXY = "system:kube-proxy"
 AMPLE = 16 << 30  # bytes of memory of which images may take four
 AWAY = 3  # seconds for which a part of the cluster is missing
+FOLLOWED = frozenset(
+    {"deployments", "endpointslices", "nodes", "poddisruptionbudgets", "pods", "replicasets"}
+    | {"inferencedeployments", "services"}
+)
 MAY_BE_AWAY = ("kubelet", "containerd", "kube-apiserver")
 PROGRAMS = (
     "etcd",
@@ -103,13 +109,19 @@ class Node:
         self._ctr("images", "tag", "--force", name, other)
 
     def lose(self, part: str, seconds: float) -> None:
-        """Kill a part of the cluster and start it again after so many seconds."""
+        """Kill a part of the cluster and start it again after so many seconds; at the end every
+        part follows the API server as before.
+        """
+        with self.plane.api() as api:
+            before = watches(api)
         self.plane.part(part).process.send_signal(signal.SIGKILL)
         time.sleep(seconds)  # the absence is the condition under test, not a wait for an event
         self.plane.restart(part)
         if part == "kube-apiserver":
             self.plane.wait_ready()
         with self.plane.api() as api:
+            # Until then pods come and go unseen: the proxy sends requests to those that are gone.
+            eventually(lambda: not before - watches(api), 60, "everyone watches again")
             eventually(lambda: node_is_ready(api), 30, "the node is Ready")
 
     @contextmanager
@@ -238,6 +250,18 @@ def _available_memory() -> int:
     lines = Path("/proc/meminfo").read_text().splitlines()
     fields = dict(line.split(":") for line in lines)
     return int(fields["MemAvailable"].split()[0]) * 1024
+
+
+def watches(api: Api) -> Counter[str]:
+    """How many watches are open at the API server, by the resources that serving depends on."""
+    counts: Counter[str] = Counter()
+    for family in text_string_to_metric_families(api.call("GET", "/metrics")):
+        if family.name == "apiserver_longrunning_requests":
+            for sample in family.samples:
+                resource = sample.labels["resource"]
+                if sample.labels["verb"] == "WATCH" and resource in FOLLOWED:
+                    counts[resource] += int(sample.value)
+    return counts
 
 
 def node_is_ready(api: Api) -> bool:
