@@ -52,6 +52,7 @@ PROMPT = 16
 PACE = 0.05  # seconds between two steps of the engine without a model
 ANSWERS = 2000
 CHARACTERS = 100_000
+LOOKS = 8  # at the gaps, in each round: 64 steps say little, and the machine's speed changes
 WORDS = "the quick brown fox jumps over a lazy dog and runs away from it "
 SMALL = {
     "hidden_size": 576,
@@ -361,14 +362,20 @@ def steps(found: dict[str, Alone | Served], rounds: int) -> None:
     for name, each in found.items():
         if not isinstance(each, Served):
             continue
-        quiet: list[float] = []
-        busy: list[float] = []
-        for _ in range(rounds):
-            quiet += each.gaps(8, 1, busy=False)
-            busy += each.gaps(8, 1, busy=True)
-        for word, gaps in (("nothing else", quiet), ("100 prompts", busy)):
-            cut = statistics.quantiles(gaps, n=100)
-            print(f"| {name} | {word} | {1000 * cut[49]:.2f} | {1000 * cut[98]:.2f} |")
+        each.gaps(8, 1, busy=True)  # warm
+        quiet: list[list[float]] = []
+        busy: list[list[float]] = []
+        for number in range(LOOKS * rounds):
+            for beside in (False, True) if number % 2 else (True, False):
+                (busy if beside else quiet).append(each.gaps(8, 1, busy=beside))
+        ratios = [
+            statistics.median(b) / statistics.median(q) for b, q in zip(busy, quiet, strict=True)
+        ]
+        cuts = [statistics.quantiles(itertools.chain(*looks), n=100) for looks in (quiet, busy)]
+        for word, at in (("median", 49), ("p99", 98)):
+            alone, beside = (1000 * cut[at] for cut in cuts)
+            print(f"| {name} | {word} | {alone:.1f} | {beside:.1f} | {beside / alone:.2f} |")
+        print(f"median of each look: {spread(ratios, 2)}")
 
 
 def main() -> None:
@@ -400,7 +407,9 @@ def main() -> None:
                     f"\n{name}\n| streams | | tokens/s | of the engine alone |\n|---|---|---|---|"
                 )
                 throughput(found, options.rounds)
-                print("\n| | beside | median gap, ms | p99, ms |\n|---|---|---|---|")
+                print(
+                    "\n| | gaps, ms | alone | beside 100 prompts | ratio |\n|---|---|---|---|---|"
+                )
                 steps(found, options.rounds)
     if "servers" in parts:
         http_peers.compare(options.rounds, http_peers.MODELS)
