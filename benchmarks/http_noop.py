@@ -19,7 +19,7 @@ from fairlead_runtime.engine.inbox import Bounds
 from fairlead_runtime.outputs import ChoiceEvent, EngineState, ModelFacts
 from fairlead_runtime.request import FinishReason, Request
 from fairlead_runtime.serving import wire
-from fairlead_runtime.start import engine_process
+from fairlead_runtime.start import spawn
 
 MANY = 1 << 16
 BOUNDS = Bounds(
@@ -92,13 +92,13 @@ class Engine:
 def replace_engine(*arguments: str) -> None:
     """Let ``fairlead serve`` in this process start this engine, with ``main``'s arguments."""
 
-    def spawn(connection: socket.socket, _level: int) -> subprocess.Popen[bytes]:
+    def start(connection: socket.socket, _level: int) -> subprocess.Popen[bytes]:
         descriptor = connection.fileno()
         command = [sys.executable, "-P", __file__, str(descriptor), *arguments]
         return subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=[descriptor])
 
-    replaced: Any = engine_process
-    replaced.spawn = spawn
+    replaced: Any = spawn
+    replaced.spawn = start
 
 
 def main(arguments: Sequence[str]) -> None:

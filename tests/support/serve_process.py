@@ -24,7 +24,7 @@ from typing import Any
 
 import httpx
 
-from fairlead_runtime.start import engine_process, rank_process, ranks
+from fairlead_runtime.start import engine_process, rank_process, ranks, spawn
 
 WITHIN = 300.0  # seconds; a limit for hung processes, long enough for a busy machine
 forks = multiprocessing.get_context("forkserver")
@@ -287,7 +287,7 @@ def _main(
     os.environ.update(environ, OMP_NUM_THREADS="1")
     from fairlead_runtime.cli import main
 
-    engine_process.spawn = lambda connection, level: Fork(connection, level, prepare)  # type: ignore[assignment,return-value]
+    spawn.spawn = lambda connection, level: Fork(connection, level, prepare)  # type: ignore[assignment,return-value]
     ranks.spawn = ForkedRank
     prepare_http()
     sys.exit(main(arguments))

@@ -7,13 +7,15 @@ the engine gave up; 2, 3 and 4 write one JSON line.
 """
 
 import argparse
+import logging
 import os
 import sys
 from collections.abc import Sequence
 
 from fairlead_runtime.commands.parser import Parser
 from fairlead_runtime.config import ConfigError, EngineConfig, add_arguments
-from fairlead_runtime.start import logs, termination
+from fairlead_runtime.start import logs, spawn, termination
+from fairlead_runtime.supported import check_supported
 
 
 def main(argv: Sequence[str]) -> int:
@@ -22,12 +24,15 @@ def main(argv: Sequence[str]) -> int:
     try:
         config = EngineConfig.from_namespace(options)
         _check_ports(options)
-        _leave_torch_out()
-        logs.adopt_transformers()
-        # Imported after parsing: --help and wrong flags need no heavy imports.
-        from fairlead_runtime.start.serve import run
+        check_supported(config)
+        with spawn.engine(logging.getLogger().getEffectiveLevel()) as engine:
+            _leave_torch_out()
+            logs.adopt_transformers()
+            # Imported after parsing: --help and wrong flags need no heavy imports.
+            from fairlead_runtime.start.serve import run
 
-        return run(options.model, config, options.host, options.port, options.admin_port)
+            ports = (options.port, options.admin_port)
+            return run(engine, options.model, config, options.host, *ports)
     except Exception as error:
         from fairlead_runtime.commands.refusals import refusal_for
 

@@ -7,10 +7,8 @@ process drains, then ends it.
 
 import contextlib
 import logging
-import os
 import signal
 import socket
-import subprocess
 import sys
 import threading
 import time
@@ -33,20 +31,6 @@ from fairlead_runtime.start.life import FAILED, end_with, leave
 log = logging.getLogger("fairlead.engine")
 
 STOP_SECONDS = 5.0  # for the step that runs
-
-
-def spawn(connection: socket.socket, level: int) -> subprocess.Popen[bytes]:
-    """Start the process with its end of the socket and a level of logging.
-
-    Call it in the main thread: Linux ends the process with the thread that started it.
-    """
-    arguments = (connection.fileno(), os.getpid(), level)
-    return subprocess.Popen(  # noqa: S603 - our own interpreter and module
-        # -P: the working directory is no place for modules.
-        [sys.executable, "-P", "-m", __name__, *map(str, arguments)],
-        stdin=subprocess.DEVNULL,
-        pass_fds=[connection.fileno()],
-    )
 
 
 def main(arguments: Sequence[str]) -> NoReturn:

@@ -9,8 +9,6 @@ import asyncio
 import functools
 import logging
 import os
-import resource
-import socket
 import threading
 import time
 from collections.abc import Callable
@@ -41,22 +39,20 @@ from fairlead_runtime.serving.metrics import EngineMetrics
 from fairlead_runtime.serving.prompt_encoder import PromptEncoder
 from fairlead_runtime.serving.remote_engine import RemoteEngine
 from fairlead_runtime.serving.service import Service
-from fairlead_runtime.start import engine_process, termination
+from fairlead_runtime.start import spawn, termination
 from fairlead_runtime.start.host import cpu_limit, process_age, resident_bytes
-from fairlead_runtime.supported import check_supported
 
 log = logging.getLogger("fairlead.serve")
 STOP_SECONDS = 5.0  # for the running step of the engine
 T = TypeVar("T")
 
 
-def run(model: str, config: EngineConfig, host: str, port: int, admin_port: int) -> int:
+def run(
+    engine: spawn.Engine, model: str, config: EngineConfig, host: str, port: int, admin_port: int
+) -> int:
     """Serve until SIGTERM. Returns 0 after a drain; raises ConfigError, ModelError, SelfTestError
     or EngineDead.
     """
-    # A core file would hold prompts and keys; the engine's process inherits the limit.
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    check_supported(config)
     source.check_revision(source.parse(model), config.revision)
     check_record(config)
     keys = KeyRing(config.api_key_file) if config.api_key_file else None
@@ -81,7 +77,7 @@ def run(model: str, config: EngineConfig, host: str, port: int, admin_port: int)
         tracing=Tracing.of(config.served_name or model, os.environ),
     )
     try:
-        drained = asyncio.run(_serve(state, listeners, model, config))
+        drained = asyncio.run(_serve(state, listeners, engine, model, config))
     finally:
         if state.tracing is not None:
             state.tracing.close()
@@ -92,26 +88,34 @@ def run(model: str, config: EngineConfig, host: str, port: int, admin_port: int)
 
 
 async def _serve(
-    state: ServerState, listeners: http.Listeners, model: str, config: EngineConfig
+    state: ServerState,
+    listeners: http.Listeners,
+    engine: spawn.Engine,
+    model: str,
+    config: EngineConfig,
 ) -> DrainResult:
     async with AsyncExitStack() as running:
         return await http.serve(
             state,
             listeners,
-            lambda: _load(state, model, config, running),
+            lambda: _load(state, engine, model, config, running),
             drain_grace=config.drain_grace,
             drain_timeout=config.drain_timeout,
         )
 
 
 async def _load(
-    state: ServerState, model: str, config: EngineConfig, running: AsyncExitStack
+    state: ServerState,
+    started: spawn.Engine,
+    model: str,
+    config: EngineConfig,
+    running: AsyncExitStack,
 ) -> Backend:
-    """Start the engine's process, download, load, self-test. The ports already answer during this.
+    """Download, load, self-test. The ports already answer during this.
 
     ``running`` ends what was started.
     """
-    engine = _start_engine()
+    engine = RemoteEngine(started.child, started.connection)
     running.push_async_callback(engine.stop, STOP_SECONDS)
     await engine.open()
     report = _progress_report(state)
@@ -185,16 +189,6 @@ def _origin(setting: str, format_name: str) -> str:
     if setting != "auto":
         return setting
     return f"{format_name} (by the chat template)" if format_name else "none in the chat template"
-
-
-def _start_engine() -> RemoteEngine:
-    """The engine's process, joined by a pair of sockets that have no name: no other process can
-    connect, and no file is left behind.
-    """
-    ours, theirs = socket.socketpair()
-    with theirs:
-        child = engine_process.spawn(theirs, logging.getLogger().getEffectiveLevel())
-    return RemoteEngine(child, ours)
 
 
 def _config_json(path: Path) -> bytes | None:

@@ -1,0 +1,40 @@
+"""The engine's process: started before this one imports much, and never left behind."""
+
+import resource
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from fairlead_runtime.start import spawn
+
+SERVE = """
+import sys
+from fairlead_runtime.cli import main
+from fairlead_runtime.start import spawn
+
+def spawned(connection, level):
+    print(sorted({"fastapi", "torch", "transformers", "uvicorn"} & set(sys.modules)))
+    sys.exit(0)
+
+spawn.spawn = spawned
+main(["serve", "demo:"])
+"""
+
+
+def test_the_process_ends_with_the_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    limits: list[tuple[int, tuple[int, int]]] = []
+    monkeypatch.setattr(resource, "setrlimit", lambda *limit: limits.append(limit))
+    with spawn.engine(30) as engine:
+        assert engine.child.poll() is None
+    assert engine.child.returncode == -signal.SIGKILL
+    assert engine.connection.fileno() == -1, "the socket is closed"
+    assert limits == [(resource.RLIMIT_CORE, (0, 0))], "no core file holds prompts or keys"
+
+
+def test_it_starts_before_the_http_process_imports_what_it_serves_with() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", SERVE], capture_output=True, text=True, check=False
+    )
+    assert done.stdout == "[]\n", done.stderr
