@@ -366,8 +366,8 @@ def steps(found: dict[str, Alone | Served], rounds: int) -> None:
         quiet: list[list[float]] = []
         busy: list[list[float]] = []
         for number in range(LOOKS * rounds):
-            for beside in (False, True) if number % 2 else (True, False):
-                (busy if beside else quiet).append(each.gaps(8, 1, busy=beside))
+            for flood in (False, True) if number % 2 else (True, False):
+                (busy if flood else quiet).append(each.gaps(8, 1, busy=flood))
         ratios = [
             statistics.median(b) / statistics.median(q) for b, q in zip(busy, quiet, strict=True)
         ]
