@@ -395,8 +395,8 @@ BUGS = (
     Bug(
         "a finished sequence keeps its blocks",
         SCHEDULER,
-        "        self.state.cache.release(sequence, forget=status is Status.FAILED)\n",
-        "",
+        "        else:\n            self._release(sequence)\n        del self._live[sequence.id]\n",
+        "        del self._live[sequence.id]\n",
     ),
     Bug(
         "an aborted waiting one stays queued",
@@ -430,8 +430,8 @@ BUGS = (
     Bug(
         "an abort within a step is overlooked",
         SCHEDULER,
-        "if not sequence.tables:  # aborted",
-        "if False:  # aborted",
+        "            if sequence.status in FINAL:\n",
+        "            if False:\n",
     ),
     Bug(
         "a sequence is found in two queues",

@@ -317,6 +317,7 @@ class Sequence:
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     # its place in the grammar of its structured output; the device's, which alone reads it
     guide: Any = None
+    flying: int = 0  # launched steps that compute it and whose tokens are not here yet
 
     @property
     def prompt_len(self) -> int:
@@ -325,6 +326,11 @@ class Sequence:
     @property
     def generated(self) -> int:
         return len(self.tokens) - len(self.request.prompt)
+
+    @property
+    def ends_in_flight(self) -> bool:
+        """Whether the steps in flight bring its last token, whatever that is."""
+        return self.flying > 0 and len(self.tokens) + self.flying >= self.limit
 
     @property
     def scores_prompt(self) -> bool:

@@ -31,11 +31,10 @@ class Clock:
         return self.now
 
 
-def token_of(row: Row) -> int:
+def token_after(request: Request, choice: int, tokens: Sequence[int]) -> int:
     """The token after these; depends only on them, the choice, the seed and the position."""
-    sequence = row.sequence
-    value = sequence.request.seed ^ sequence.choice << 32 ^ len(sequence.tokens) << 40
-    for token in (sequence.tokens[0], *sequence.tokens[-4:]):
+    value = request.seed ^ choice << 32 ^ len(tokens) << 40
+    for token in (tokens[0], *tokens[-4:]):
         value = mix64(value ^ token)
     return value % (VOCABULARY - 1) + 1
 
@@ -61,7 +60,70 @@ class FakeRunner:
             self.clock.now += self.step_time
         if self.fault is not None:
             self.fault(work)
-        return {row.sequence.id: Result(token_of(row)) for row in work.rows if row.samples}
+        return {
+            row.sequence.id: Result(
+                token_after(row.sequence.request, row.sequence.choice, row.sequence.tokens)
+            )
+            for row in work.rows
+            if row.samples
+        }
+
+
+class LaunchingRunner(FakeRunner):
+    """Also launches steps of decodes. As a GPU does, it appends their tokens itself, and computes
+    no step in between. ``fault(work)`` may raise in a launch too, ``refuse(work)`` only there, and
+    ``lost(work)`` when one is collected.
+    """
+
+    def __init__(
+        self,
+        fault: Callable[[Work], None] | None = None,
+        clock: Clock | None = None,
+        *,
+        refuse: Callable[[Work], None] | None = None,
+        lost: Callable[[Work], None] | None = None,
+    ) -> None:
+        super().__init__(fault, clock)
+        self.refuse = refuse
+        self.lost = lost
+        self.log: list[tuple[str, int]] = []  # what was done, with the step
+        self.flying: list[int] = []  # steps that are launched and not collected
+        self.launched: list[Row] = []
+        self._texts: dict[int, list[int]] = {}  # by sequence, as the device has them
+
+    def launches(self, rows: Sequence[Row]) -> bool:
+        return bool(rows) and all(row.count == 1 and row.samples for row in rows)
+
+    def launch(self, work: Work) -> Callable[[], Mapping[int, Result]]:
+        for check in (self.fault, self.refuse):
+            if check is not None:
+                check(work)
+        assert len(self.flying) < 2, "a third step is in flight"
+        self.log.append(("launch", work.step))
+        self.flying.append(work.step)
+        self.launched += work.rows
+        results = {}
+        for row in work.rows:
+            sequence = row.sequence
+            text = self._texts[sequence.id] if sequence.flying else list(sequence.tokens)
+            assert len(text) == row.start + 1, "the device does not have the tokens before"
+            token = token_after(sequence.request, sequence.choice, text)
+            self._texts[sequence.id] = [*text, token]
+            results[sequence.id] = Result(token)
+
+        def collect() -> Mapping[int, Result]:
+            assert self.flying.pop(0) == work.step, "collected out of order"
+            self.log.append(("collect", work.step))
+            if self.lost is not None:
+                self.lost(work)
+            return results
+
+        return collect
+
+    def execute(self, work: Work) -> Mapping[int, Result]:
+        assert not self.flying, "a step runs while another is in flight"
+        self.log.append(("execute", work.step))
+        return super().execute(work)
 
 
 def limits(**changes: Any) -> Limits:
@@ -98,6 +160,7 @@ def rig(
         observer=observer,
         step_times=step_times,
         prepare=prepare,
+        launcher=runner if isinstance(runner, LaunchingRunner) else None,
     )
 
 

@@ -3,16 +3,18 @@ wrote.
 
 ``run`` runs a Scenario and checks the invariants after every step, every key that a row reads,
 every event, and every delivered token against an oracle without a scheduler. ``shrink`` removes
-arrivals and events from a failing scenario while it still fails.
+arrivals and events from a failing scenario while it still fails. With ``ahead`` steps of decodes
+are launched, the next before the tokens of the last are known.
 """
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
-from fairlead_runtime.request import FinishReason, Sequence
-from fairlead_runtime.scheduling import Finished, Plan, Result, Scheduler, Token, Work
+from fairlead_runtime.request import FINAL, FinishReason, Sequence
+from fairlead_runtime.scheduling import Finished, Plan, Result, Row, Scheduler, Token, Work
 from fairlead_runtime.sizing.groups import NULL, group_layers
 from support.whole_run_device import Device, RunError
 from support.whole_run_scenario import ROOMY, Arrival, Scenario, alone, draw
@@ -27,13 +29,29 @@ class Outcome:
     offloads: int = 0
     forks: int = 0
     hits: int = 0
+    ahead: int = 0  # steps that were launched while another was in flight
+    dead: int = 0  # rows of sequences that had ended
+    recalls: int = 0
     delivered: dict[tuple[str, int], list[int]] = field(default_factory=dict)
     finishes: dict[tuple[str, int], FinishReason] = field(default_factory=dict)
 
 
+class Flight(NamedTuple):
+    """A committed step that the device has computed, and the scheduler has not been told of."""
+
+    work: Work
+    results: dict[int, Result]
+    launched: bool
+    units: list[int]  # that its rows write to
+
+
 class ScenarioRun:
-    def __init__(self, scenario: Scenario, make: Callable[..., Scheduler] = Scheduler) -> None:
+    def __init__(
+        self, scenario: Scenario, make: Callable[..., Scheduler] = Scheduler, *, ahead: bool = False
+    ) -> None:
         self.scenario = scenario
+        self.ahead = ahead
+        self.flights: list[Flight] = []
         groups = group_layers(scenario.windows)
         self.scheduler = make(scenario.limits, groups, b"model")
         self.device = Device(groups, scenario.limits.block_size)
@@ -51,8 +69,8 @@ class ScenarioRun:
         )
         now = 0
         bound = self._bound()
-        while arrivals or self.scheduler.has_work:
-            if not self.scheduler.has_work:
+        while arrivals or self.scheduler.has_work or self.flights:
+            if arrivals and not self.scheduler.has_work:
                 now = max(now, arrivals[0].step)
             while arrivals and arrivals[0].step <= now:
                 self.scheduler.add(arrivals.pop(0).request)
@@ -67,7 +85,7 @@ class ScenarioRun:
                     for event in self.scheduler.abort(sequence.request.id, sequence.choice):
                         self._finished(event)
             self.scheduler.check()
-            if self.scheduler.has_work:
+            if self.scheduler.has_work or self.flights:
                 self.step()
                 self.scheduler.check()
             now += 1
@@ -84,23 +102,36 @@ class ScenarioRun:
         )
 
     def step(self) -> None:
-        plan = self.scheduler.plan()
-        if plan != self.scheduler.plan():
+        scheduler = self.scheduler
+        if not self.flights:
+            self._start(scheduler.plan(), scheduler.plan())
+        if self.flights[0].launched:
+            plan = scheduler.plan_ahead()
+            if plan is not None and _decodes(plan.rows):
+                self._start(plan, scheduler.plan_ahead())
+        while self.aborts:
+            self._abort(self.aborts.pop())
+        self._check_writes()
+        self._collect()
+        self._check_writes()
+        self._check_blocks_held()
+
+    def _start(self, plan: Plan, again: Plan | None) -> None:
+        if plan != again:
             raise RunError("planning twice gives different plans")
         self._check_limits(plan)
         started = {s.id for s in self.scheduler.running}
         work = self.scheduler.commit(plan)
         self.device.copy(work)
-        results = self.device.forward(work.rows)
-        while self.aborts:
-            self._abort(self.aborts.pop())
-        work = self._inject(work, results)
-        for event in self.scheduler.update(work, results):
-            if isinstance(event, Token):
-                self._token(event)
-            else:
-                self._finished(event)
+        launched = self.ahead and _decodes(work.rows)
+        results = self.device.forward(work.rows, launched=launched)
+        if launched:
+            self.scheduler.launch(work)
+        size = self.scenario.limits.block_size
+        units = [table[r.start // size] for r in work.rows for table in r.sequence.tables]
         outcome = self.outcome
+        outcome.ahead += bool(self.flights)
+        self.flights.append(Flight(work, results, launched, units))
         outcome.steps += 1
         outcome.preemptions += len(plan.preempted)
         outcome.offloads += sum(p.offload for p in plan.preempted)
@@ -108,7 +139,35 @@ class ScenarioRun:
         outcome.hits += sum(a.start for a in plan.admitted if a.source == "prefix")
         if plan.preempted and (plan.admitted or not started):
             raise RunError("a step that preempted also admitted")
-        self._check_blocks_held()
+
+    def _collect(self) -> None:
+        flight = self.flights.pop(0)
+        if not (flight.launched and self._fails_in_engine(flight.work)):
+            self._update(flight.work, flight.results)
+            return
+        # As the engine does when a launched step fails: one after another, without dead rows.
+        self.scheduler.recall()
+        self.outcome.recalls += 1
+        again, self.flights = [flight, *self.flights], []
+        for each in again:
+            work = each.work.living()
+            self._update(work, self.device.forward(work.rows))
+
+    def _update(self, work: Work, results: dict[int, Result]) -> None:
+        self.outcome.dead += len(work.rows) - len(work.living().rows)
+        work = self._inject(work, results)
+        for event in self.scheduler.update(work, results):
+            if isinstance(event, Token):
+                self._token(event)
+            else:
+                self._finished(event)
+
+    def _check_writes(self) -> None:
+        """What a step in flight writes to is one sequence's, and nobody finds it."""
+        pool = self.scheduler.state.cache.pool
+        for unit in [u for flight in self.flights if flight.launched for u in flight.units]:
+            if pool.refs[unit] != 1 or pool.content[unit] is not None:
+                raise RunError(f"unit {unit} is written in flight, and {pool.refs[unit]} hold it")
 
     def _check_blocks_held(self) -> None:
         """Recount: a sequence holds the blocks of its computed tokens, except those before its
@@ -116,10 +175,12 @@ class ScenarioRun:
         """
         size = self.scenario.limits.block_size
         for sequence in self.scheduler.running:
-            done = sequence.computed
+            done = sequence.computed + sequence.flying
             for group, table in zip(self.device.groups, sequence.tables, strict=True):
                 freed_blocks = (
-                    0 if group.window is None else max(0, done - group.window + 1) // size
+                    0
+                    if group.window is None
+                    else max(0, sequence.computed - group.window + 1) // size
                 )
                 if len(table) - table.count(NULL) != -(-done // size) - freed_blocks:
                     raise RunError(f"sequence {sequence.id} holds {table} after {done} tokens")
@@ -128,11 +189,24 @@ class ScenarioRun:
         for event in self.scheduler.abort(arrival.request.id, arrival.abort_choice):
             self._finished(event)
 
+    def _fails(self, row: Row) -> bool:
+        """Whether this row's choice is to fail now: with its first token, in flight also later."""
+        request, choice = row.sequence.request, self.by_id[row.sequence.request.id].fail_choice
+        if not row.samples or choice != row.sequence.choice or row.sequence.status in FINAL:
+            return False
+        return not self.ahead or row.start + row.count - len(request.prompt) >= request.seed % 5
+
+    def _fails_in_engine(self, work: Work) -> bool:
+        return any(
+            self._fails(row) and self.by_id[row.sequence.request.id].fail_by_engine
+            for row in work.rows
+        )
+
     def _inject(self, work: Work, results: dict[int, Result]) -> Work:
         rows = []
         for row in work.rows:
             arrival = self.by_id[row.sequence.request.id]
-            if row.samples and arrival.fail_choice == row.sequence.choice:
+            if self._fails(row):
                 if arrival.fail_by_engine:
                     for event in self.scheduler.fail(row.sequence.id, "found by bisection"):
                         self._finished(event)
@@ -150,7 +224,7 @@ class ScenarioRun:
         if len(scheduler.running) + len(plan.admitted) > limits.max_requests:
             raise RunError("more running than max_requests")
         for row in plan.rows:
-            whole = row.start + row.count == len(row.sequence.tokens)
+            whole = row.start + row.count == len(row.sequence.tokens) + row.sequence.flying
             if row.count < 1 or row.samples != whole:
                 raise RunError("a row without tokens, or one that samples before its end")
         self._check_order(plan)
@@ -168,7 +242,9 @@ class ScenarioRun:
         started = {a.sequence.id for a in plan.admitted}
         first = limits.policy == "prefill_first"
         kinds = [
-            2 if r.sequence.id in started else (len(r.sequence.tokens) - r.start == 1) == first
+            2
+            if r.sequence.id in started
+            else (len(r.sequence.tokens) - r.sequence.computed == 1) == first
             for r in plan.rows
         ]
         if kinds != sorted(kinds):
@@ -479,8 +555,15 @@ class Recount:
         )
 
 
-def run(scenario: Scenario, make: Callable[..., Scheduler] = Scheduler) -> Outcome:
-    return ScenarioRun(scenario, make).run()
+def _decodes(rows: Iterable[Row]) -> bool:
+    """Whether the device could be given these rows before the tokens of the last step are known."""
+    return all(row.count == 1 and row.samples and not row.sequence.scores_prompt for row in rows)
+
+
+def run(
+    scenario: Scenario, make: Callable[..., Scheduler] = Scheduler, *, ahead: bool = False
+) -> Outcome:
+    return ScenarioRun(scenario, make, ahead=ahead).run()
 
 
 def shrink(scenario: Scenario) -> Scenario:

@@ -49,7 +49,10 @@ class Device:
         for source, target in work.copies:
             self.units[target] = list(self._unit(source))
 
-    def forward(self, rows: list[Row]) -> dict[int, Result]:
+    def forward(self, rows: list[Row], *, launched: bool = False) -> dict[int, Result]:
+        """Of a launched step the device keeps the tokens: the next one may come before the host has
+        them.
+        """
         for row in rows:
             self._write(row)
         for row in rows:
@@ -58,8 +61,11 @@ class Device:
         for sequence, start, count, samples in rows:
             token, prompt = -1, scores(sequence, start, start + count)
             if samples:
-                stamp = self.stamps(sequence)[start + count - 1]
+                stamps = self.stamps(sequence)
+                stamp = stamps[start + count - 1]
                 token = next_token(stamp, sequence.request, sequence.choice, start + count)
+                if launched:
+                    stamps.append(mix(stamp, token))
             if samples or sequence.scores_prompt:
                 results[sequence.id] = Result(token, prompt=prompt)
         return results

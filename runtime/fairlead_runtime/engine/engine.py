@@ -1,5 +1,8 @@
 """The engine loop. Each step is: inbox → plan → commit → run → update → publish.
 
+Where the device can be given a step before the tokens of the last one are known, the next is
+planned and launched first: inbox → plan N+1 → launch N+1 → collect N → update N → publish.
+
 Owns the scheduler, the executor and the inbox between threads. The thread that calls ``run`` (or
 ``step``) is the engine thread; no other thread touches scheduler, blocks or device. Knows nothing
 of asyncio, text or HTTP: it takes Requests and returns one list of ChoiceEvents per step.
@@ -12,8 +15,9 @@ from typing import ParamSpec, TypeVar
 
 from fairlead_runtime.engine.cache_map import CacheCopy
 from fairlead_runtime.engine.inbox import Abort, Add, Bounds, Guide, Inbox, Inspect, Prepared
-from fairlead_runtime.engine.isolate import Executor, Outcome, run_isolated
+from fairlead_runtime.engine.isolate import Executor, Outcome
 from fairlead_runtime.engine.observer import CANARY, Observer, canary
+from fairlead_runtime.engine.pipeline import Launcher, Pipeline
 from fairlead_runtime.engine.progress import NO_TIMES, StepProgress, StepTimes
 from fairlead_runtime.engine.views import LiveRequest, request_views
 from fairlead_runtime.outputs import (
@@ -47,7 +51,8 @@ Value = TypeVar("Value")
 
 class Engine:
     """``now`` is a monotonic clock in seconds. ``make_scheduler`` is called again after the
-    scheduler fails. Without ``prepare`` no request may have structured output.
+    scheduler fails. Without ``prepare`` no request may have structured output; without ``launcher``
+    each step is waited for before the next is planned.
     """
 
     def __init__(
@@ -60,6 +65,7 @@ class Engine:
         observer: Observer | None = None,
         step_times: StepTimes = NO_TIMES,
         prepare: Prepare | None = None,
+        launcher: Launcher | None = None,
     ) -> None:
         self.bounds = bounds
         self.dead_reason = ""  # why the engine gave up; empty while it runs
@@ -70,6 +76,7 @@ class Engine:
         self._scheduler = make_scheduler()
         self._stats = self._scheduler.stats()
         self._executor = executor
+        self._pipeline = Pipeline(launcher)
         self._prepare = prepare
         self._now = now
         self._observer = observer or Observer()
@@ -159,16 +166,16 @@ class Engine:
                 self.sleep()
 
     def step(self) -> list[ChoiceEvent]:
-        """Run one step and return its events. No request can make it raise."""
+        """Run one step and return its events. No request can make it raise. One step may be left in
+        flight, but none when no request is left.
+        """
         began = self._now()
         self.idle = True
         try:
             self._drain_inbox()
             self._expire_queue(began)
-            if self._scheduler.has_work and not self.dead_reason:
-                work = self._scheduler.commit(self._scheduler.plan())
-                outcome = self._run(work)
-                self._update(outcome, began)
+            if (self._scheduler.has_work or self._pipeline) and not self.dead_reason:
+                self._advance(began)
         except DeviceLostError as error:
             self._give_up(str(error))
         except Exception as error:
@@ -253,7 +260,33 @@ class Engine:
             message = f"waited {self.bounds.queue_timeout:g} s for a first step (queue_timeout)"
             self._abort(Abort(request_id, error=QueueTimeout(message, self._inbox.retry_after())))
 
-    def _run(self, work: Work) -> Outcome:
+    def _advance(self, began: float) -> None:
+        """Collect the oldest step, once the one after it is launched where that is possible."""
+        scheduler, pipeline = self._scheduler, self._pipeline
+        if not pipeline:
+            self._begin(scheduler.commit(scheduler.plan()))
+        if pipeline.flies:
+            plan = scheduler.plan_ahead()
+            if plan is not None and pipeline.takes(plan.rows):
+                self._begin(scheduler.commit(plan))
+        self._collect(began)
+        while pipeline and not scheduler.has_work:  # what is in flight is of nobody
+            self._collect(self._now())
+        ended = self._now()
+        if self._checks is None and self.counters.steps % CHECK_EVERY == 0:
+            self._checks = scheduler.checks()
+        if self._checks is not None and ended >= self._check_after:
+            self._check(self._checks, ended)
+
+    def _collect(self, began: float) -> None:
+        if self._pipeline.flies:  # nothing was begun since
+            self.idle = False
+            self.progress.begin(self._pipeline.tokens)
+        for outcome in self._pipeline.take(self._executor, self._scheduler):
+            self._update(outcome, began)
+            began = self._now()
+
+    def _begin(self, work: Work) -> None:
         self.idle = not (work.rows or work.offload or work.restore or work.copies)
         self.progress.begin(sum(row.count for row in work.rows))
         if self._waiting_since:
@@ -263,9 +296,10 @@ class Engine:
                     live = self._live[row.sequence.request.id]
                     live.cached, live.started = row.start, now
         self._executor.copy(work)
-        return run_isolated(self._executor, work)
+        self._pipeline.add(work, self._scheduler)
 
     def _update(self, outcome: Outcome, began: float) -> None:
+        seen = outcome.ran.living()
         events = self._scheduler.update(outcome.ran, outcome.results)
         for row, error in outcome.failed:
             log.error(
@@ -278,21 +312,18 @@ class Engine:
             reason = f"the model could not compute this request ({type(error).__name__})"
             events += self._scheduler.fail(row.sequence.id, reason)
         ended = self._now()
-        self.counters.count(outcome.ran, ended - began)
+        if seen.rows or not outcome.ran.rows:  # else it was a step of dead rows
+            self.counters.count(seen, ended - began)
+            self._contain(self._observer.stepped, seen, events, began, ended)
         self.counters.step_failures += bool(outcome.failed)
-        self._contain(self._observer.stepped, outcome.ran, events, began, ended)
         self._emit(events)
-        if outcome.ran.rows:
+        if seen.rows:
             self._canaries_lost, self._fault_canary = 0, None
         elif outcome.failed:
             canary_lost = any(
                 row.sequence.request.id == self._fault_canary for row, _ in outcome.failed
             )
             self._fault("no request of the batch could be computed", canary_lost=canary_lost)
-        if self._checks is None and self.counters.steps % CHECK_EVERY == 0:
-            self._checks = self._scheduler.checks()
-        if self._checks is not None and ended >= self._check_after:
-            self._check(self._checks, ended)
 
     def _stops_waiting(self, request: Request) -> bool:
         """Take the request out of those without a step; False when it is not one of them."""
@@ -355,6 +386,7 @@ class Engine:
             self._end_request(
                 request_id, FinishReason.ERROR, "the engine started over after an internal error"
             )
+        self._pipeline.clear()
         self._scheduler, self._checks = self._make_scheduler(), None
         self._fault(f"{type(error).__name__} outside any request", canary_lost=canary_lost)
 

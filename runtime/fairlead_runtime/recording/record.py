@@ -6,6 +6,8 @@
     {"fail": [sequence id, message]}
     {"plan": canonical plan, "held": units by row, "free": n, "cached": n, "waiting": ids,
      "t": seconds}
+    {"launch": step}                     the device has it; its update may come after the next plan
+    {"recall": step}                     what was launched before this step is computed again
     {"update": step, "ran": ids, "tokens": [[sequence id, token]], "errors": [[id, message]],
      "ended": ids, "t": seconds}
 
@@ -111,11 +113,20 @@ class RecordedScheduler(Scheduler):
         self._write(f'{{"plan":{canonical(plan)},{encode(state | self._time())[1:]}')
         return work
 
+    def launch(self, work: Work) -> None:
+        super().launch(work)
+        self._write(encode({"launch": work.step}))
+
+    def recall(self) -> None:
+        super().recall()
+        self._write(encode({"recall": self.state.step}))
+
     def update(self, work: Work, results: Mapping[int, Result]) -> list[Event]:
         ran = [row.sequence.id for row in work.rows if row.sequence.tables]
+        living = {row.sequence.id for row in work.living().rows}
         events = super().update(work, results)
         sampled = {row.sequence.id for row in work.rows if row.samples}
-        answers = [(i, results[i]) for i in ran if i in results]
+        answers = [(i, results[i]) for i in ran if i in results and i in living]
         line: Line = {"update": work.step, "ran": ran}
         line["tokens"] = [[i, r.token] for i, r in answers if i in sampled and r.error is None]
         line["errors"] = [[i, r.error] for i, r in answers if r.error is not None]

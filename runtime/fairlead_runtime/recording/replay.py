@@ -37,7 +37,8 @@ def replay(recording: Recording) -> Replay:
     Raises RecordError when a line does not fit the run.
     """
     scheduler = Scheduler(recording.limits, recording.groups, recording.identity)
-    work, steps = Work(0), 0
+    works: dict[int, Work] = {}  # committed and not updated yet, by step
+    steps = 0
     for line in recording.lines():
         try:
             if "plan" in line:
@@ -45,16 +46,16 @@ def replay(recording: Recording) -> Replay:
                 recorded, replayed = encode(line["plan"]), canonical(plan)
                 if recorded != replayed:
                     return Replay(steps, Difference(plan.step, recorded, replayed))
-                work = scheduler.commit(plan)
+                works[plan.step] = scheduler.commit(plan)
                 steps += 1
             else:
-                _apply(scheduler, line, work)
+                _apply(scheduler, line, works)
         except (KeyError, TypeError, ValueError, IndexError, RuntimeError) as error:
             raise RecordError(f"{recording.path}: after step {steps}: {error!r}") from error
     return Replay(steps, None)
 
 
-def _apply(scheduler: Scheduler, line: Line, work: Work) -> None:
+def _apply(scheduler: Scheduler, line: Line, works: dict[int, Work]) -> None:
     if "add" in line:
         ids = [s.id for s in scheduler.add(request_of(line["add"]))]
         if ids != line["sequences"]:
@@ -67,7 +68,12 @@ def _apply(scheduler: Scheduler, line: Line, work: Work) -> None:
     elif "fail" in line:
         sequence_id, message = line["fail"]
         scheduler.fail(sequence_id, message)
+    elif "launch" in line:
+        scheduler.launch(works[line["launch"]])
+    elif "recall" in line:
+        scheduler.recall()
     elif "update" in line:
+        work = works.pop(line["update"], Work(0))
         ran = set(line["ran"])
         results = {i: Result(token) for i, token in line["tokens"]}
         results |= {i: Result(0, error=message) for i, message in line["errors"]}

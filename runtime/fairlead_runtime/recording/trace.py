@@ -64,8 +64,7 @@ def steps(recording: Recording) -> Iterator[StepView]:
             view = reader.take(line)
             if view is not None:
                 yield view
-        if reader.view is not None:
-            yield reader.view  # the recording ends within this step
+        yield from reader.views.values()  # the recording ends within them
     except (KeyError, TypeError, ValueError, IndexError) as error:
         raise RecordError(f"{recording.path}: after step {reader.step}: {error!r}") from error
 
@@ -76,8 +75,10 @@ class _TraceReader:
         self.slots: list[int | None] = []  # sequence id by slot
         self.notes: list[str] = []
         self.short_names: dict[str, str] = {}  # by long request id
-        self.view: StepView | None = None  # a committed step, before its update
+        self.views: dict[int, StepView] = {}  # committed steps before their updates
+        self.launched: set[int] = set()  # those of them that the device has
         self.step = 0
+        self.ended = 0.0  # when the last step ended
 
     def take(self, line: Line) -> StepView | None:
         """Read one line. Returns the step that it completes, if any."""
@@ -90,10 +91,16 @@ class _TraceReader:
         elif "fail" in line:
             self._remove(self.sequences[line["fail"][0]].name, f"failed: {line['fail'][1]}")
         elif "plan" in line:
-            unfinished, self.view = self.view, self._plan(line)
+            lost = [step for step in self.views if step not in self.launched]
+            unfinished = self.views.pop(lost[0]) if lost else None
+            view = self._plan(line)
+            self.views[view.step] = view
             return unfinished  # a step without an update
-        elif "update" in line and self.view is not None:
-            return self._update(line, self.view)
+        elif "launch" in line:
+            self.launched.add(line["launch"])
+        elif "update" in line and line["update"] in self.views:
+            self.launched.discard(line["update"])
+            return self._update(line, self.views.pop(line["update"]))
         return None
 
     def _add(self, line: Line) -> None:
@@ -156,11 +163,13 @@ class _TraceReader:
 
     def _update(self, line: Line, view: StepView) -> StepView:
         view.end = line.get("t", view.end)
+        # The device computes one step after another.
+        view.begin = max(view.begin, min(self.ended, view.end))
+        self.ended = view.end
         for i, message in line["errors"]:
             view.errors.append(f"{self.sequences[i].name}: {message}")
         for i, _ in line["tokens"]:
             self.sequences[i].tokens += 1
-        self.view = None
         for i in line["ended"]:
             self._free_slot(i)
             sequence = self.sequences.pop(i)

@@ -1,5 +1,5 @@
-"""The invariants that hold between any two steps, as checks: I1 to I13, as far as the scheduler's
-state shows them.
+"""The invariants that hold between any two steps, as checks: I1 to I14, as far as the scheduler's
+state shows them. Between two steps one may be in flight: launched, and not collected.
 
 Reads everything, changes nothing. The caller checks I8 and the events of I9; I9's state is checked
 here.
@@ -45,7 +45,8 @@ def checks(state: State, live: Mapping[int, Sequence]) -> Iterator[None]:
         if (sequence := live.get(number)) is not None:
             _check_sequence(state, sequence)
             yield
-    if live and not plan_step(state).rows:
+    flies = state.ended or any(sequence.flying for sequence in live.values())
+    if live and not flies and not plan_step(state).rows:
         raise InvariantViolation(
             "I12", f"{len(live)} sequences, but the next step would compute nothing"
         )
@@ -60,6 +61,8 @@ def _check_queues(state: State, live: Mapping[int, Sequence]) -> None:
         if sequence.status not in (Status.PREFILLING, Status.DECODING) or not sequence.tables:
             raise InvariantViolation("I7", f"sequence {sequence.id} runs as {sequence.status}")
     for sequence in waiting:
+        if sequence.flying:
+            raise InvariantViolation("I14", f"sequence {sequence.id} waits while it is in flight")
         if sequence.status is not Status.PENDING or sequence.tables:
             raise InvariantViolation(
                 "I7", f"sequence {sequence.id} waits as {sequence.status} with blocks"
@@ -84,13 +87,20 @@ def _check_pool(state: State) -> None:
 def _check_references(state: State, live: Mapping[int, Sequence]) -> None:
     pool, host = state.cache.pool, state.cache.host
     referenced = {unit for unit, refs in enumerate(pool.refs) if refs}
-    counted = Counter(u for s in live.values() for table in s.tables for u in table if u != NULL)
+    holders = (*live.values(), *state.ended.values())
+    counted = Counter(u for s in holders for table in s.tables for u in table if u != NULL)
     if counted != Counter({unit: pool.refs[unit] for unit in referenced}):
         raise InvariantViolation("I2", "the reference counts differ from the block tables")
     on_host = [u for s in live.values() for table in s.host for u in table if u != NULL]
     if sorted(on_host + host.free) != list(range(host.units)):
         raise InvariantViolation("I1", "a host unit is lost, or two sequences hold it")
-    if not live and (referenced or state.families or state.running or len(state.policy)):
+    for sequence in state.ended.values():
+        if not sequence.flying or sequence.status not in FINAL:
+            raise InvariantViolation(
+                "I14", f"sequence {sequence.id} holds blocks after its end, with no step in flight"
+            )
+    held = referenced and not state.ended
+    if not live and (held or state.families or state.running or len(state.policy)):
         raise InvariantViolation(
             "I11", f"no sequence is live, but {len(referenced)} units are held"
         )
@@ -142,8 +152,8 @@ def _check_sequence(state: State, sequence: Sequence) -> None:
 def _check_tables(state: State, sequence: Sequence, tables: list[list[int]]) -> None:
     cache = state.cache
     for group, table in zip(cache.groups, tables, strict=True):
-        if len(table) != cache.blocks(sequence.computed):
-            held = f"{len(table)} blocks for {sequence.computed} tokens"
+        if len(table) != cache.blocks(sequence.computed + sequence.flying):
+            held = f"{len(table)} blocks for {sequence.computed} tokens and {sequence.flying} more"
             raise InvariantViolation("I5", f"sequence {sequence.id}, group {group.index}: {held}")
         first = group.first_block(sequence.computed, cache.block_size)
         if any((unit == NULL) != (i < first) for i, unit in enumerate(table)):

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, Self
 
 from fairlead_runtime.config import EngineConfig, SchedulerType
 from fairlead_runtime.logprobs import TokenLogprobs
-from fairlead_runtime.request import FinishReason, Sequence
+from fairlead_runtime.request import FINAL, FinishReason, Sequence
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +72,9 @@ class Verdict(NamedTuple):
 
 
 class Row(NamedTuple):
-    """One sequence's part of a step: it computes ``tokens[start : start + count]``."""
+    """One sequence's part of a step: it computes ``tokens[start : start + count]``. Of a step
+    planned while another is in flight the device alone knows these tokens.
+    """
 
     sequence: Sequence
     start: int
@@ -129,6 +131,13 @@ class Work:
     def subset(self, rows: Iterable[Row]) -> "Work":
         """The same step with these rows only and without copies: a rerun must not repeat them."""
         return Work(self.step, list(rows))
+
+    def living(self) -> "Work":
+        """The same step without the rows of sequences that ended since its commit: dead rows, which
+        nobody sees.
+        """
+        rows = [row for row in self.rows if row.sequence.status not in FINAL]
+        return self if len(rows) == len(self.rows) else self.subset(rows)
 
 
 class Result(NamedTuple):

@@ -39,6 +39,9 @@ class State:
     running: list[Sequence] = field(default_factory=list)  # in the policy's order
     # live sequences by request id
     families: dict[str, list[Sequence]] = field(default_factory=dict)
+    # by id, those that ended in flight: they keep their blocks until the last launched step that
+    # writes there is collected
+    ended: dict[int, Sequence] = field(default_factory=dict)
     # the last preempted one; no sequence starts until it fits again or a sequence ends
     victim: Sequence | None = None
 
@@ -55,6 +58,8 @@ def plan_step(state: State) -> Plan:
     decodes: list[Sequence] = []
     prefills: list[Sequence] = []
     for sequence in state.running:
+        if sequence.ends_in_flight:
+            continue
         (decodes if len(sequence.tokens) - sequence.computed == 1 else prefills).append(sequence)
     draft = _Draft(state)
     for sequences in (prefills, decodes) if state.policy.prefills_first else (decodes, prefills):
@@ -108,8 +113,9 @@ class _Draft:
                 return
             if sequence.id in self._preempted_ids:
                 continue
-            start = sequence.computed
-            missing = len(sequence.tokens) - start
+            # A launched decode makes a sequence one token longer, whichever the token is.
+            start = sequence.computed + sequence.flying
+            missing = len(sequence.tokens) - sequence.computed
             count = min(missing, self.tokens)
             need = self.cache.units(start, start + count)
             while need > self.free:

@@ -2,6 +2,7 @@
 
     plan     decides on counts, changes nothing             (planner.py)
     commit   takes blocks, moves sequences between queues, returns the device's work
+    launch   notes that the device computes it, where nobody waits for its tokens at once
     update   appends the sampled tokens, ends sequences, releases their blocks
 
 The scheduler has no separate prefill and decode phases: each step advances ``computed`` towards
@@ -16,7 +17,14 @@ from collections.abc import Iterator, Mapping
 from typing import cast
 
 from fairlead_runtime.cache.paged import PagedCache
-from fairlead_runtime.request import FinishReason, Request, RequestError, Sequence, Status
+from fairlead_runtime.request import (
+    FINAL,
+    FinishReason,
+    Request,
+    RequestError,
+    Sequence,
+    Status,
+)
 from fairlead_runtime.scheduling.admission import judge, refusal
 from fairlead_runtime.scheduling.invariants import InvariantViolation, checks
 from fairlead_runtime.scheduling.plan import (
@@ -117,7 +125,9 @@ class Scheduler:
         return tuple(family)
 
     def abort(self, request_id: str, choice: int | None = None) -> list[Finished]:
-        """End a request or one of its choices at any moment; on return its blocks are released."""
+        """End a request or one of its choices at any moment; on return its blocks are released, or
+        once the launched steps that compute it are collected.
+        """
         family = self.state.families.get(request_id, ())
         choices = [s for s in family if choice is None or s.choice == choice]
         return [self._end(s, Status.ABORTED, FinishReason.ABORT) for s in choices]
@@ -136,6 +146,21 @@ class Scheduler:
     def plan(self) -> Plan:
         """The next step. Pure: calling it twice gives equal plans."""
         return plan_step(self.state)
+
+    def plan_ahead(self) -> Plan | None:
+        """The step after those in flight, of running sequences only. It is planned on lengths,
+        which are known before the tokens are: a sequence that certainly ends is left out, one that
+        a stop may end is in it.
+
+        None where the tokens are needed first: nothing is left to compute, one that waits could
+        start, or one must be preempted. Pure.
+        """
+        state = self.state
+        ends = state.ended or any(sequence.ends_in_flight for sequence in state.running)
+        if ends and len(state.policy):
+            return None  # a place becomes free, and blocks
+        plan = plan_step(state)
+        return plan if plan.rows and not plan.admitted and not plan.preempted else None
 
     def commit(self, plan: Plan) -> Work:
         """Take the plan's blocks and move its sequences between queues. Raises if the pool cannot
@@ -156,29 +181,47 @@ class Scheduler:
             self._add_copies(admission, work)
         size, prefill, tokens = cache.block_size, 0, 0
         for sequence, start, count, _ in plan.rows:
-            if sequence.computed != start or not sequence.tables:
+            if sequence.computed + sequence.flying != start or not sequence.tables:
                 raise StepError(
-                    f"sequence {sequence.id} has {sequence.computed} tokens computed, not {start}"
+                    f"sequence {sequence.id} has {sequence.computed} tokens computed and "
+                    f"{sequence.flying} in flight, not {start}"
                 )
             if start + count > len(sequence.tables[0]) * size:
                 cache.grow(sequence, start + count)
             tokens += count
-            if count > 1 or sequence.status is Status.PREFILLING:
+            if count > 1 or (sequence.status is Status.PREFILLING and not sequence.flying):
                 prefill += count
         used = cache.pool.units - cache.pool.available
         self._last = StepStats(len(plan.rows), prefill, tokens - prefill, len(plan.preempted), used)
         self.state.step += 1
         return work
 
+    def launch(self, work: Work) -> None:
+        """The device has been given these rows, each a decode; ``update`` takes their tokens, step
+        after step. Until then nothing takes blocks from a sequence that they compute.
+        """
+        for row in work.rows:
+            row.sequence.flying += 1
+
+    def recall(self) -> None:
+        """The steps in flight count as not launched: they are computed again, one after another."""
+        for sequence in (*self.state.running, *self.state.ended.values()):
+            sequence.flying = 0
+        while self.state.ended:
+            self._release(self.state.ended.popitem()[1])
+
     def update(self, work: Work, results: Mapping[int, Result]) -> list[Event]:
         """Record what the device computed. Every row of ``work`` counts as run; each sampling row
-        needs a result.
+        needs a result, but those of sequences that ended since the commit: nobody sees them.
         """
         cache, size = self.state.cache, self.state.cache.block_size
         every_step = cache.has_windows
         events: list[Event] = []
         for sequence, start, count, samples in work.rows:
-            if not sequence.tables:  # aborted or failed since the commit
+            sequence.flying = max(0, sequence.flying - 1)
+            if sequence.status in FINAL:
+                if sequence.id in self.state.ended and not sequence.flying:
+                    self._release(self.state.ended.pop(sequence.id))
                 continue
             if sequence.computed != start:
                 raise StepError(
@@ -294,8 +337,11 @@ class Scheduler:
         else:
             self._leave_running(sequence)
         sequence.move_to(status)
-        # The content of a failed sequence may be the cause of the failure: remove its hashes.
-        self.state.cache.release(sequence, forget=status is Status.FAILED)
+        if sequence.flying:
+            # The device may write to its blocks until that step is collected.
+            self.state.ended[sequence.id] = sequence
+        else:
+            self._release(sequence)
         del self._live[sequence.id]
         family = self.state.families[sequence.request.id]
         family.remove(sequence)
@@ -304,6 +350,10 @@ class Scheduler:
         self.state.policy.on_end(sequence)
         self.state.victim = None
         return Finished(sequence, reason, message)
+
+    def _release(self, sequence: Sequence) -> None:
+        # The content of a failed sequence may be the cause of the failure: remove its hashes.
+        self.state.cache.release(sequence, forget=sequence.status is Status.FAILED)
 
     # -- inspection
 

@@ -35,7 +35,28 @@ def test_random_workloads_give_each_request_the_tokens_of_a_run_alone(batch: int
     assert min(total.preemptions, total.offloads, total.forks, total.hits) > 0, total
 
 
+def test_launched_steps_give_each_request_the_tokens_of_a_run_alone() -> None:
+    """Steps of decodes are launched before the tokens of the last are known; aborts and failures
+    come while they are in flight.
+    """
+    total = whole_run.Outcome()
+    seeds, requests = (2000, 56) if LONG_FORM else (24, 16)
+    for seed in range(seeds):
+        try:
+            outcome = whole_run.run(whole_run.draw(seed, requests), ahead=True)
+        except Exception as error:
+            raise AssertionError(f"seed {seed}: {error}") from error
+        total.ahead += outcome.ahead
+        total.dead += outcome.dead
+        total.recalls += outcome.recalls
+        total.preemptions += outcome.preemptions
+        total.offloads += outcome.offloads
+    assert min(total.ahead, total.dead, total.recalls, total.preemptions, total.offloads) > 0, total
+
+
 def test_requests_behind_a_blocked_one_start_when_the_recount_says_so() -> None:
     first = whole_run.ROOMY
     for seed in range(first, first + (400 if LONG_FORM else 40)):
         whole_run.run(whole_run.draw(seed))
+        if not seed % 5:
+            whole_run.run(whole_run.draw(seed), ahead=True)

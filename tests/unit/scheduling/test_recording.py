@@ -12,12 +12,12 @@ from fairlead_runtime.commands import trace as trace_command
 from fairlead_runtime.recording.record import RecordedScheduler, Recording
 from fairlead_runtime.recording.trace import as_text, steps
 from fairlead_runtime.request import Request, SamplingParams
-from fairlead_runtime.scheduling import Limits, Result, Scheduler
+from fairlead_runtime.scheduling import Limits, Result, Scheduler, Work
 from fairlead_runtime.sizing.groups import group_layers
 from support import whole_run
 
 
-def record(seed: int, path: Path) -> whole_run.Outcome:
+def record(seed: int, path: Path, *, ahead: bool = False) -> whole_run.Outcome:
     opened: list[RecordedScheduler] = []
 
     def make(*args: object) -> Scheduler:
@@ -25,7 +25,7 @@ def record(seed: int, path: Path) -> whole_run.Outcome:
         return opened[-1]
 
     try:
-        return whole_run.run(whole_run.draw(seed, 12), make)
+        return whole_run.run(whole_run.draw(seed, 12), make, ahead=ahead)
     finally:
         opened[0].close()
 
@@ -38,6 +38,47 @@ def test_a_recorded_run_replays_to_identical_plans(
     outcome = record(seed, path)
     assert replay_command.main([str(path)]) == 0
     assert capsys.readouterr().out == f"identical: {outcome.steps} steps\n"
+
+
+@pytest.mark.parametrize("seed", range(3000, 3012))
+def test_a_run_with_launched_steps_replays_and_shows_each_of_them(
+    seed: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "run.jsonl"
+    outcome = record(seed, path, ahead=True)
+    assert outcome.ahead
+    assert replay_command.main([str(path)]) == 0
+    assert capsys.readouterr().out == f"identical: {outcome.steps} steps\n"
+    assert [view.step for view in steps(Recording(path))] == list(range(outcome.steps))
+    shown = {name: tokens for view in steps(Recording(path)) for name, tokens in view.ended}
+    for (name, choice), tokens in outcome.delivered.items():
+        if outcome.finishes[name, choice] in ("stop", "length"):
+            assert shown.get(f"{name}/{choice}", shown.get(name)) == len(tokens)
+
+
+def test_steps_that_were_in_flight_follow_each_other_in_the_trace(tmp_path: Path) -> None:
+    """A launched step is planned before the last one has ended."""
+    ticks = iter(range(100))
+    path = tmp_path / "run.jsonl"
+    scheduler = RecordedScheduler(
+        Limits("fifo", 8, 2, 0.0, 4, 8, 32),
+        group_layers([None]),
+        path=path,
+        clock=lambda: float(next(ticks)),
+    )
+    scheduler.add(Request("r", (1, 2), SamplingParams(), 4))
+    work = scheduler.commit(scheduler.plan())
+    scheduler.update(work, {0: Result(5)})
+    flying: list[Work] = []
+    while plan := scheduler.plan_ahead() if flying else scheduler.plan():
+        flying.append(scheduler.commit(plan))
+        scheduler.launch(flying[-1])
+    while flying:
+        scheduler.update(flying.pop(0), {0: Result(6)})
+    scheduler.close()
+    times = [(view.begin, view.end) for view in steps(Recording(path))]
+    assert times == [(0.0, 1.0), (2.0, 5.0), (5.0, 6.0), (6.0, 7.0)]
+    assert replay_command.main([str(path)]) == 0
 
 
 def test_two_runs_of_one_workload_write_the_same_bytes(tmp_path: Path) -> None:

@@ -1,0 +1,464 @@
+"""Asynchronous steps of the engine: the next step is launched before the tokens of the last are
+known, and nobody can tell.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from fairlead_runtime.engine.engine import Engine
+from fairlead_runtime.engine.observer import Observer
+from fairlead_runtime.request import FinishReason, Request
+from fairlead_runtime.scheduling.plan import DeviceLostError, Event, Work
+from support.fake_engine import (
+    FULL,
+    MIXED,
+    VOCABULARY,
+    Collected,
+    FakeRunner,
+    LaunchingRunner,
+    request,
+    rig,
+    run,
+)
+from support.full import LONG_FORM
+
+STOPS = tuple(range(1, VOCABULARY, 16))
+STOP_TEXT = 17  # a token that is a multiple of it is the client's stop text
+EXAMPLES = 2000 if LONG_FORM else 60
+
+
+@pytest.fixture(autouse=True)
+def _check_each_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fairlead_runtime.engine.engine.CHECK_EVERY", 1)
+
+
+# -- any workload
+
+
+@st.composite
+def requests(draw: st.DrawFn) -> list[tuple[int, Request]]:
+    """Arrivals (step, request): prompts that share prefixes, choices, stop tokens."""
+    arrivals = []
+    for i in range(draw(st.integers(1, 9))):
+        one = request(
+            f"r{draw(st.integers(0, 2))}" if draw(st.booleans()) else f"r{i}",
+            draw(st.integers(1, 24)),
+            draw(st.integers(1, 20)),
+            n=draw(st.sampled_from((1, 1, 2, 3))),
+            stop_token_ids=draw(st.sampled_from(((), (), STOPS))),
+        )
+        # The prompt follows from the name, so that some are equal; ids are not.
+        arrivals.append((draw(st.integers(0, 30)), replace(one, id=f"{i}", seed=i)))
+    return arrivals
+
+
+SCARCE = st.fixed_dictionaries(
+    {
+        "num_blocks": st.integers(12, 30),
+        "max_batch_tokens": st.sampled_from((8, 16, 64)),
+        "max_requests": st.sampled_from((2, 4, 8)),
+        "safety_margin": st.sampled_from((0.0, 0.2)),
+        "allow_block_sharing": st.booleans(),
+        "offload_units": st.sampled_from((0, 8, 60)),
+        "policy": st.sampled_from(("fifo", "prefill_first", "priority", "fair")),
+        "groups": st.sampled_from((FULL, MIXED)),
+    }
+)
+
+
+def cut(tokens: list[int]) -> list[int]:
+    """What a client with the stop text sees."""
+    for at, token in enumerate(tokens):
+        if token % STOP_TEXT == 0:
+            return tokens[: at + 1]
+    return tokens
+
+
+def play(
+    engine: Engine,
+    arrivals: list[tuple[int, Request]],
+    *,
+    stops: bool,
+    aborts: dict[str, int] | None = None,
+) -> Collected:
+    """Every request to its end, with the invariants checked after each step. ``stops``: the service
+    ends a choice as soon as it sees the stop text. ``aborts``: by request, the step in which its
+    client leaves.
+    """
+    collected, due = Collected(), sorted(arrivals, key=lambda arrival: arrival[0])
+    stopped: set[tuple[str, int]] = set()
+    for step in range(3000):
+        while due and due[0][0] <= step:
+            engine.submit(due.pop(0)[1])
+        for name in [name for name, at in (aborts or {}).items() if at == step]:
+            engine.abort(name)
+        collected.take(engine.step())
+        engine._scheduler.check()
+        for key, tokens in collected.tokens.items():
+            if stops and key not in stopped and any(t % STOP_TEXT == 0 for t in tokens):
+                engine.finish(*key)
+                stopped.add(key)
+        if engine.idle and not due:
+            return collected
+    raise AssertionError("not done after 3000 steps")
+
+
+class Seen(Observer):
+    """Counts what metrics would."""
+
+    def __init__(self) -> None:
+        self.rows = self.tokens = 0
+
+    def stepped(self, work: Work, events: Sequence[Event], began: float, ended: float) -> None:
+        self.rows += sum(row.samples for row in work.rows)
+        self.tokens += len(events)
+
+
+@settings(
+    max_examples=EXAMPLES,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+@given(
+    arrivals=requests(),
+    limits=SCARCE,
+    stops=st.booleans(),
+    aborts=st.dictionaries(st.integers(0, 8).map(str), st.integers(1, 40), max_size=3),
+    faults=st.sets(st.integers(0, 60), max_size=3),
+    losses=st.sets(st.integers(0, 60), max_size=3),
+)
+def test_launched_steps_give_the_texts_of_steps_one_after_another(
+    arrivals: list[tuple[int, Request]],
+    limits: dict[str, Any],
+    *,
+    stops: bool,
+    aborts: dict[str, int],
+    faults: set[int],
+    losses: set[int],
+) -> None:
+    """Whatever stops, leaves, is preempted, forks or hits the prefix cache, and whichever launches
+    and collections fail.
+    """
+
+    def failing(steps: set[int]) -> Callable[[Work], None]:
+        left = set(steps)
+
+        def fail(work: Work) -> None:
+            if work.step in left:
+                left.discard(work.step)
+                raise RuntimeError("planted")
+
+        return fail
+
+    want = play(rig(FakeRunner(), **limits), arrivals, stops=stops)
+    runner = LaunchingRunner(refuse=failing(faults), lost=failing(losses))
+    seen = Seen()
+    engine = rig(runner, observer=seen, **limits)
+    got = play(engine, arrivals, stops=stops, aborts=aborts)
+    for _, one in arrivals:
+        for choice in range(one.params.n):
+            key = one.id, choice
+            mine, other = got.tokens.get(key, []), want.tokens[key]
+            if one.id in aborts:
+                assert mine[: len(other)] == other[: len(mine)]
+            elif stops:
+                assert cut(mine) == cut(other)
+            else:
+                assert (mine, got.finish[key]) == (other, want.finish[key])
+            assert len(got.finish[key]) == 1
+    assert not runner.flying
+    assert engine.snapshot().scheduler.used == 0
+    counters = engine.counters
+    assert counters.invariant_violations == counters.engine_faults == counters.failed_sequences == 0
+    delivered = sum(map(len, got.tokens.values()))
+    assert counters.generated_tokens == seen.rows == delivered
+    assert runner.copied == sorted(set(runner.copied))
+
+
+# -- the order of work
+
+
+def launching(*texts: Request, **changes: Any) -> tuple[Engine, LaunchingRunner]:
+    runner = LaunchingRunner()
+    engine = rig(runner, **changes)
+    for one in texts:
+        engine.submit(one)
+    return engine, runner
+
+
+def test_the_next_step_is_launched_before_the_tokens_of_the_last_are_asked_for() -> None:
+    engine, runner = launching(request("a", max_tokens=5), request("b", max_tokens=5))
+    run(engine)
+    assert runner.log == [
+        ("execute", 0),
+        ("launch", 1),
+        ("launch", 2),
+        ("collect", 1),
+        ("launch", 3),
+        ("collect", 2),
+        ("launch", 4),
+        ("collect", 3),
+        ("collect", 4),
+    ]
+    # The last token of each is known to be the last: no row is computed for nothing.
+    assert len(runner.launched) == 8
+
+
+def test_each_call_brings_one_step_of_tokens() -> None:
+    engine, _ = launching(request("a", max_tokens=6))
+    counts: list[int] = []
+    while not engine.idle or not counts:
+        counts.append(len(engine.step()))
+    assert counts == [1, 1, 1, 1, 1, 1, 0]
+
+
+def test_a_request_that_arrives_starts_when_what_is_in_flight_is_collected() -> None:
+    engine, runner = launching(request("a", max_tokens=12))
+    for _ in range(4):
+        engine.step()
+    assert len(runner.flying) == 1
+    runner.log.clear()
+    engine.submit(request("late", max_tokens=4))
+    engine.step()
+    assert [what for what, _ in runner.log] == ["collect"]
+    engine.step()
+    assert runner.log[1][0] == "execute"
+    assert {row.sequence.request.id for row in runner.launched} == {"a"}
+    run(engine)
+    assert {row.sequence.request.id for row in runner.launched} == {"a", "late"}
+
+
+def test_one_that_waits_takes_the_place_of_one_that_certainly_ends_without_a_step_between() -> None:
+    engine, runner = launching(
+        request("a", max_tokens=5), request("b", max_tokens=9), request("next"), max_requests=2
+    )
+    while not any(event.request_id == "a" and event.finish for event in engine.step()):
+        assert runner.flying or runner.log == [("execute", 0)]
+    assert not runner.flying
+    assert any(event.request_id == "next" for event in engine.step())
+
+
+def test_one_that_waits_for_blocks_stops_no_launch() -> None:
+    engine, runner = launching(
+        request("a", prompt=8, max_tokens=40), request("big", prompt=40), num_blocks=13
+    )
+    for _ in range(10):
+        engine.step()
+    assert len(engine._scheduler.waiting) == 1
+    assert runner.log[-2:] == [("launch", 10), ("collect", 9)]
+
+
+# -- sequences that end in flight
+
+
+def stopped_text() -> tuple[Request, list[int]]:
+    """A request that a stop token ends in a step that another follows, and its text."""
+    for i in range(100):
+        one = request(f"s{i}", max_tokens=20, stop_token_ids=STOPS)
+        collected = run(launching(one)[0])
+        if 4 < len(collected.tokens[one.id, 0]) < 12:
+            return one, collected.tokens[one.id, 0]
+    raise AssertionError("no text is stopped")
+
+
+def test_a_sequence_that_a_stop_ends_leaves_one_dead_row_that_nobody_sees() -> None:
+    one, text = stopped_text()
+    alone = rig(FakeRunner())
+    alone.submit(one)
+    assert run(alone).tokens[one.id, 0] == text
+    seen = Seen()
+    runner = LaunchingRunner()
+    engine = rig(runner, observer=seen)
+    engine.submit(one)
+    engine.submit(request("other", max_tokens=20))
+    collected = run(engine)
+    assert collected.tokens[one.id, 0] == text
+    assert collected.finish[one.id, 0] == [FinishReason.STOP]
+    rows = [row for row in runner.launched if row.sequence.request.id == one.id]
+    assert len(rows) == len(text)  # the first is the prompt's step, which is not launched
+    assert engine.counters.generated_tokens == seen.rows == len(text) + 20
+
+
+def test_its_blocks_are_its_own_until_the_dead_row_is_collected() -> None:
+    one, text = stopped_text()
+    engine, _ = launching(
+        one, request("other", max_tokens=20), num_blocks=30, allow_block_sharing=False
+    )
+    while True:
+        events = engine.step()
+        if any(event.request_id == one.id and event.finish for event in events):
+            break
+    held = [s for s in engine._scheduler.state.ended.values() if s.request.id == one.id]
+    assert len(held) == 1
+    pool = engine._scheduler.state.cache.pool
+    blocks = [unit for table in held[0].tables for unit in table]
+    # A dead row computes the last token: it has a block for that too.
+    assert len(blocks) == -(-(len(one.prompt) + len(text)) // 4)
+    assert all(pool.refs[unit] == 1 for unit in blocks)
+    engine._scheduler.check()
+    engine.step()
+    assert not engine._scheduler.state.ended
+    assert all(pool.refs[unit] == 0 for unit in blocks)
+
+
+@pytest.mark.parametrize("reason", [FinishReason.ABORT, FinishReason.STOP])
+def test_a_client_may_end_a_sequence_in_flight(reason: FinishReason) -> None:
+    engine, runner = launching(request("a", max_tokens=30), request("b", max_tokens=30))
+    collected = Collected()
+    for _ in range(5):
+        collected.take(engine.step())
+    assert len(runner.flying) == 1
+    before = list(collected.tokens["a", 0])
+    if reason is FinishReason.ABORT:
+        engine.abort("a")
+    else:
+        engine.finish("a", 0)
+    collected.take(engine.step())
+    assert collected.tokens["a", 0] == before
+    assert collected.finish["a", 0] == [reason]
+    run(engine, into=collected)
+    assert collected.finish["b", 0] == [FinishReason.LENGTH]
+    alone = rig(FakeRunner())
+    alone.submit(request("b", max_tokens=30))
+    assert collected.tokens["b", 0] == run(alone).tokens["b", 0]
+    assert engine.counters.generated_tokens == len(before) + 30
+
+
+def test_nothing_is_in_flight_once_the_last_client_has_left() -> None:
+    engine, runner = launching(request("a", max_tokens=30))
+    for _ in range(4):
+        engine.step()
+    engine.abort("a")
+    engine.step()
+    assert not runner.flying
+    assert engine.snapshot().scheduler.used == 0
+    assert not engine.idle  # it had a step to collect
+    engine.step()
+    assert engine.idle
+
+
+def test_the_prefix_cache_gets_nothing_from_dead_rows() -> None:
+    texts = [request(f"r{i}", 5 + i, max_tokens=24, stop_token_ids=STOPS) for i in range(8)]
+    found = []
+    for runner in (FakeRunner(), LaunchingRunner()):
+        engine = rig(runner, num_blocks=200, max_batch_tokens=128)
+        for one in texts:
+            engine.submit(one)
+        run(engine)
+        contents = engine._scheduler.state.cache.pool.content
+        found.append({content[1] for content in contents if content is not None})
+        if isinstance(runner, LaunchingRunner):
+            assert len(runner.launched) > engine.counters.generated_tokens - 8, "no row was dead"
+    assert found[0] == found[1]
+
+
+# -- faults
+
+
+def test_a_failing_launch_is_bisected_after_what_is_in_flight() -> None:
+    """The one that fails ends; the others keep their tokens, those in flight included."""
+
+    def fault(work: Work) -> None:
+        for row in work.rows:
+            if row.sequence.request.id == "bad" and row.start >= 14:
+                raise RuntimeError("device-side failure")
+
+    def texts(runner: FakeRunner) -> tuple[Collected, Engine]:
+        engine = rig(runner)
+        for i in range(5):
+            engine.submit(request(f"r{i}", max_tokens=12))
+        engine.submit(request("bad", max_tokens=12))
+        return run(engine), engine
+
+    want, _ = texts(FakeRunner(fault))
+    runner = LaunchingRunner(fault)
+    got, engine = texts(runner)
+    assert got.tokens == want.tokens
+    assert got.finish == want.finish
+    assert got.finish["bad", 0] == [FinishReason.ERROR]
+    assert engine.counters.failed_sequences == 1
+    assert engine.counters.engine_faults == engine.counters.invariant_violations == 0
+    assert ("collect", 5) in runner.log[: runner.log.index(("execute", 6))]
+
+
+@pytest.mark.parametrize("step", [2, 3, 7])
+def test_a_launched_step_that_fails_is_computed_again_with_what_follows(step: int) -> None:
+    def lost(work: Work) -> None:
+        if work.step == step:
+            raise RuntimeError("device-side failure")
+
+    requests = [request(f"r{i}", max_tokens=12, stop_token_ids=STOPS) for i in range(5)]
+    want, got = Collected(), Collected()
+    runner = LaunchingRunner(lost=lost)
+    for device, into in ((FakeRunner(), want), (runner, got)):
+        engine = rig(device, max_batch_tokens=64)
+        for one in requests:
+            engine.submit(one)
+        run(engine, into=into)
+        assert engine.counters.engine_faults == engine.counters.invariant_violations == 0
+    assert got.tokens == want.tokens
+    assert got.finish == want.finish
+    executed = [at for what, at in runner.log if what == "execute"]
+    assert executed == [0, step, step + 1]
+
+
+def test_a_step_that_fails_gives_back_the_blocks_of_who_left_in_flight() -> None:
+    runner = LaunchingRunner()
+    engine = rig(runner)
+    for name in "ab":
+        engine.submit(request(name, max_tokens=30))
+    for _ in range(5):
+        engine.step()
+    (flying,) = runner.flying
+
+    def lost(work: Work) -> None:
+        if work.step == flying:
+            raise RuntimeError("device-side failure")
+
+    runner.lost = lost
+    engine.abort("a")
+    engine.step()
+    assert not engine._scheduler.state.ended
+    stats = engine._scheduler.stats()
+    assert stats.used == len(engine._scheduler.running[0].tables[0])
+    collected = run(engine)
+    assert collected.finish["b", 0] == [FinishReason.LENGTH]
+    assert engine.counters.invariant_violations == engine.counters.failed_sequences == 0
+
+
+def test_a_lost_device_ends_the_engine_from_a_launch_too() -> None:
+    def fault(work: Work) -> None:
+        if work.step == 4:
+            raise DeviceLostError("rank 1 was killed")
+
+    engine = rig(LaunchingRunner(fault))
+    engine.submit(request("a", max_tokens=12))
+    collected = Collected()
+    while not engine.dead_reason:
+        collected.take(engine.step())
+    assert engine.dead_reason == "rank 1 was killed"
+    assert "a" in collected.errors
+
+
+def test_an_internal_error_forgets_what_is_in_flight() -> None:
+    engine, runner = launching(request("a", max_tokens=30))
+    for _ in range(4):
+        engine.step()
+    assert len(runner.flying) == 1
+
+    def broken() -> None:
+        raise ValueError
+
+    engine._scheduler.plan_ahead = broken  # type: ignore[method-assign]
+    collected = Collected()
+    collected.take(engine.step())
+    assert collected.finish["a", 0] == [FinishReason.ERROR]
+    runner.flying.clear()  # nobody collects it
+    engine.submit(request("b", max_tokens=5))
+    run(engine, into=collected)
+    assert collected.finish["b", 0] == [FinishReason.LENGTH]
