@@ -145,8 +145,8 @@ class EngineConfig:
     )
     async_batching: Switch = knob(
         "auto",
-        "prepare the next batch while the accelerator runs this one",
-        when="Leave at auto.",
+        "launch the next step of decodes before this one's tokens are known",
+        when="off to find out whether it causes a fault.",
         cr="engine.asyncBatching",
     )
     cuda_graphs: Switch = knob(

@@ -113,7 +113,15 @@ NOT_YET = (
         sometimes=("flashinfer",),
         only_on="cuda",
     ),
-    Limit("async_batching", ("auto", "off"), "on", "steps are prepared one after another"),
+    Limit(
+        "async_batching",
+        ("auto", "off"),
+        "on on a CPU or in float32",
+        "steps are launched ahead beside flashinfer's kernels, on GPUs, in float16 and bfloat16",
+        dtypes=("float16", "bfloat16"),
+        sometimes=("on",),
+        only_on="cuda",
+    ),
     Limit(
         "cuda_graphs",
         ("auto", "off"),

@@ -18,6 +18,8 @@ TABLE, TABLE_TESTS = f"{RUNTIME}/device/slot_table.py", "unit/device/test_slot_t
 DECODE_TESTS, GRAPH_TESTS = "unit/device/test_decode_steps.py", "unit/device/test_graphs.py"
 DECODES, GRAPHS = (f"{RUNTIME}/device/{name}.py" for name in ("decode_steps", "graphs"))
 GRAMMAR, ENGINE = f"{RUNTIME}/grammar", f"{RUNTIME}/engine/engine.py"
+PIPELINE, PIPELINE_TESTS = f"{RUNTIME}/engine/pipeline.py", ("unit/engine/test_pipeline.py",)
+SCHEDULER, PLANNER = (f"{RUNTIME}/scheduling/{name}.py" for name in ("scheduler", "planner"))
 
 BUGS = (
     PackageBug(
@@ -1070,5 +1072,117 @@ BUGS = (
         "return step + graphs * GRAPH_BYTES + plans",
         "return step + graphs * GRAPH_BYTES",
         ("unit/sizing/test_memory_plan.py",),
+    ),
+    PackageBug(
+        "a launched step gives the tokens of the one behind it",
+        DECODES,
+        "        self._fetched.reverse()\n",
+        "",
+        (DECODE_TESTS,),
+    ),
+    PackageBug(
+        "what a step sends overwrites what the last one sends",
+        TABLE,
+        "        self._packets.reverse()\n",
+        "",
+        (TABLE_TESTS,),
+    ),
+    PackageBug(
+        "a row in flight is sent with what the host knows",
+        TABLE,
+        "if sequence.flying:",
+        "if False:",
+        (TABLE_TESTS,),
+    ),
+    PackageBug(
+        "a step that the host must sample is launched",
+        DECODES,
+        "< Draw.GENERAL for row in rows",
+        "<= Draw.GENERAL for row in rows",
+        (DECODE_TESTS,),
+    ),
+    PackageBug(
+        "a dead row is shown to its client",
+        SCHEDULER,
+        "            if sequence.status in FINAL:\n",
+        "            if False:\n",
+        PIPELINE_TESTS,
+    ),
+    PackageBug(
+        "a block is free while a step in flight writes to it",
+        SCHEDULER,
+        "        if sequence.flying:\n            # The device may",
+        "        if False:\n            # The device may",
+        PIPELINE_TESTS,
+    ),
+    PackageBug(
+        "a sequence that ended in flight never gives its blocks back",
+        SCHEDULER,
+        "if sequence.id in self.state.ended and not sequence.flying:",
+        "if False:",
+        PIPELINE_TESTS,
+    ),
+    PackageBug(
+        "a length does not grow while its step is in flight",
+        PLANNER,
+        "start = sequence.computed + sequence.flying",
+        "start = sequence.computed",
+        PIPELINE_TESTS,
+    ),
+    PackageBug(
+        "a sequence that certainly ends is computed once more",
+        PLANNER,
+        "        if sequence.ends_in_flight:\n            continue\n",
+        "",
+        PIPELINE_TESTS,
+    ),
+    PackageBug(
+        "a sequence is preempted while it is in flight",
+        SCHEDULER,
+        "if plan.rows and not plan.admitted and not plan.preempted else None",
+        "if plan.rows and not plan.admitted else None",
+        PIPELINE_TESTS,
+    ),
+    PackageBug(
+        "the row of an aborted sequence counts as a token",
+        ENGINE,
+        "seen = outcome.ran.living()",
+        "seen = outcome.ran",
+        PIPELINE_TESTS,
+    ),
+    PackageBug(
+        "a launched step that failed still counts as launched",
+        PIPELINE,
+        "                scheduler.recall()\n",
+        "",
+        PIPELINE_TESTS,
+    ),
+    PackageBug(
+        "what follows a failed step keeps the tokens it had",
+        PIPELINE,
+        "                self._ground()\n",
+        "",
+        PIPELINE_TESTS,
+    ),
+    PackageBug(
+        "a step stays in flight when nobody is left",
+        ENGINE,
+        "        while pipeline and not scheduler.has_work:",
+        "        while False:",
+        PIPELINE_TESTS,
+    ),
+    PackageBug(
+        "a replay does not know which steps were launched",
+        f"{RUNTIME}/recording/record.py",
+        '        self._write(encode({"launch": work.step}))\n',
+        "",
+        ("unit/scheduling/test_recording.py",),
+    ),
+    PackageBug(
+        "asynchronous steps are asked for in vain",
+        f"{RUNTIME}/start/decodes.py",
+        'if elsewhere and config.async_batching == "on":',
+        "if False:",
+        ("unit/start/test_decodes.py",),
     ),
 )

@@ -118,6 +118,54 @@ def test_a_decode_waits_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert count > 15
 
 
+@pytest.mark.parametrize("graphs", ["off", "on"])
+def test_steps_ahead_give_the_tokens_of_steps_that_wait(folder: Path, graphs: str) -> None:
+    """Steps without a stop have the same rows on the same kernels. A dead row makes a step larger,
+    and products may round otherwise: of the stopped texts most begin alike.
+    """
+    some: dict[str, Any] = {"max_tokens": 48, "seed": 3}
+    asked = (
+        SamplingParams(temperature=0, ignore_eos=True, **some),
+        SamplingParams(temperature=0.9, top_p=0.9, ignore_eos=True, **some),
+        SamplingParams(temperature=1.0, stop_token_ids=tuple(range(5, 256, 20)), **some),
+    )
+    texts = []
+    for switch in ("off", "on"):
+        with LLM(str(folder), cuda_graphs=graphs, async_batching=switch, **SETTINGS) as llm:
+            texts.append([tokens(llm, params) for params in asked])
+    (*equal, stopped), (*wanted, stopped_too) = texts
+    assert equal == wanted
+    assert sum(one[:8] == other[:8] for one, other in zip(stopped, stopped_too, strict=True)) >= 5
+
+
+def test_a_launch_waits_for_nothing_and_comes_before_the_last_tokens(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launch, order = DecodeSteps.launch, []
+
+    def watched(self: DecodeSteps, rows: Any) -> Any:
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            collect = launch(self, rows)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        order.append("launch")
+
+        def noted() -> Any:
+            order.append("collect")
+            return collect()
+
+        return noted
+
+    with LLM(str(folder), cuda_graphs="off", async_batching="on", **SETTINGS) as llm:
+        params = SamplingParams(temperature=0.9, top_p=0.9, max_tokens=24, ignore_eos=True)
+        tokens(llm, params)  # compiles
+        monkeypatch.setattr(DecodeSteps, "launch", watched)
+        tokens(llm, params)
+    assert order.count("launch") == order.count("collect") > 15
+    assert order[:4] == ["launch", "launch", "collect", "launch"]
+
+
 def test_what_graphs_take_was_measured(folder: Path) -> None:
     with LLM(str(folder), cuda_graphs="on", **SETTINGS) as llm:
         report = {term.name: term for term in llm.parts.memory.terms}["graphs"]

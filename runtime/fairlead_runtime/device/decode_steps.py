@@ -2,14 +2,16 @@
 
 Owns the way of such a step: the slot table is brought up to date, attention is planned from the
 lengths that the host knows, the device makes ids, positions and slots, computes, samples and
-appends each token to its own row. The host waits once, for the tokens. A step whose rows change
-their logits or want log-probabilities is sampled as any other step is; docs/design/0009 says why.
+appends each token to its own row. The host waits once, for the tokens; or it launches the next step
+first (docs/design/0012). A step whose rows change their logits or want log-probabilities is sampled
+as any other step is; docs/design/0009 says why.
 
 With graphs the step is padded to one of a few sizes, and what the device does from the rows' places
 to their tokens is replayed. All that it reads and writes lives as long as this object.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -27,6 +29,30 @@ from fairlead_runtime.scheduling.plan import Result, Row
 
 # Samples a step's logits by the general way: the tokens on the device, and how to finish the step.
 SampleLogits = Callable[[Tensor], tuple[SampledTokens, Callable[[], dict[int, Result]]]]
+
+
+class _Fetched:
+    """Host memory for the tokens of one step of at most ``most`` rows."""
+
+    def __init__(self, most: int, device: torch.device) -> None:
+        on_gpu = device.type == "cuda"
+        self._tokens = torch.empty(most, dtype=torch.int64, pin_memory=on_gpu)
+        # torch does not annotate it.
+        self._copied = torch.cuda.Event() if on_gpu else None  # type: ignore[no-untyped-call]
+        self._count = 0
+
+    def fetch(self, tokens: Tensor) -> None:
+        """Queue the copy of ``tokens`` [B], which may be written again behind it."""
+        self._count = len(tokens)
+        self._tokens[: self._count].copy_(tokens, non_blocking=True)
+        if self._copied is not None:
+            self._copied.record()
+
+    def wait(self) -> list[int]:
+        if self._copied is not None:
+            self._copied.synchronize()
+        values: list[int] = self._tokens[: self._count].tolist()
+        return values
 
 
 def is_decode(row: Row) -> bool:
@@ -72,6 +98,8 @@ class DecodeSteps:
         self._index = torch.zeros(most, dtype=torch.int64, device=model.device)
         self._tokens = torch.zeros_like(self._index)
         self._places = torch.arange(most, device=model.device)
+        # The newest step's first; nobody may have looked at the other's tokens yet.
+        self._fetched = [_Fetched(most, model.device) for _ in range(2)]
         # The most blocks of a padded step's rows.
         self._room = most * self.table.tables.shape[2] if graphs is not None else 0
         self._held: dict[int, Tensor] = {}  # by size, the logits that its graph computes
@@ -89,8 +117,14 @@ class DecodeSteps:
         """One step of rows for which ``is_decode`` holds, each of which gets a Result. ``general``
         samples where a row needs more than a draw.
         """
-        try:
+        with self._forgetting(rows):
             return self._run(rows, general)
+
+    @contextmanager
+    def _forgetting(self, rows: Sequence[Row]) -> Iterator[None]:
+        """A step of these rows that raises may have run or not."""
+        try:
+            yield
         except BaseException:
             self.table.forget(rows)
             raise
@@ -101,11 +135,35 @@ class DecodeSteps:
             sampled, finish = general(logits[: len(rows)])
             self.table.advance(self._index[: len(rows)], sampled.tokens)
             return finish()
-        chosen: list[int] = self._tokens[: len(rows)].tolist()  # the one wait for the device
-        return {
-            row.sequence.id: Result(token) if token >= 0 else Result(-1, error=NON_FINITE)
-            for row, token in zip(rows, chosen, strict=True)
-        }
+        return _results(rows, self._fetch(len(rows)))
+
+    def launches(self, rows: Sequence[Row]) -> bool:
+        """Whether these are decodes that are all sampled on the device: no other is launched."""
+        return bool(rows) and all(
+            is_decode(row) and self.table.draw_of(row.sequence) < Draw.GENERAL for row in rows
+        )
+
+    @torch.inference_mode()
+    def launch(self, rows: Sequence[Row]) -> Callable[[], Mapping[int, Result]]:
+        """Queue the step of rows that ``launches`` takes, behind one that may be in flight. The
+        returned function waits for its tokens; it is called before the next step but one.
+        """
+        with self._forgetting(rows):
+            if self._compute(rows, self._size(len(rows))) is not None:
+                raise ValueError("rows: one is not sampled on the device")
+            fetched = self._fetch(len(rows))
+
+        def collect() -> Mapping[int, Result]:
+            with self._forgetting(rows):
+                return _results(rows, fetched)
+
+        return collect
+
+    def _fetch(self, count: int) -> _Fetched:
+        """Queue the copy of the newest step's tokens to the host."""
+        self._fetched.reverse()
+        self._fetched[0].fetch(self._tokens[:count])
+        return self._fetched[0]
 
     def _size(self, count: int) -> int:
         """The rows, with padding, of a step of ``count``."""
@@ -194,3 +252,11 @@ class DecodeSteps:
         parameters = None if draw is Draw.GREEDY else self.table.parameters(index)
         filters = draw is Draw.FILTERED
         return sample_rows.choose(logits, parameters, self._hashes, filters=filters)
+
+
+def _results(rows: Sequence[Row], fetched: _Fetched) -> dict[int, Result]:
+    tokens = fetched.wait()  # the one wait for the device
+    return {
+        row.sequence.id: Result(token) if token >= 0 else Result(-1, error=NON_FINITE)
+        for row, token in zip(rows, tokens, strict=True)
+    }

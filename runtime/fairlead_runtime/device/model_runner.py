@@ -57,10 +57,11 @@ class Followers(Protocol):
 class ModelRunner:
     """Executes steps of one model on one cache, on the given attention. ``guides`` makes the masks
     of sequences with structured output; ``followers`` hold the other parts of a model that is
-    split. ``decodes`` runs the steps of decodes alone, if not the way of all others.
+    split. ``decodes`` runs the steps of decodes alone, if not the way of all others, and launches
+    those that are sampled on the device.
 
-    One step at a time, from one thread at a time. ``max_logits``: positions whose logits one
-    forward pass may return; memory is planned for as many.
+    One step at a time but for these, from one thread at a time. ``max_logits``: positions whose
+    logits one forward pass may return; memory is planned for as many.
     """
 
     def __init__(
@@ -113,6 +114,16 @@ class ModelRunner:
             return self._execute(work, lambda: NO_MASKS)
         with self._guides.masks(guided) as masks:  # made while the model runs
             return self._execute(work, masks.result)
+
+    def launches(self, rows: abc.Sequence[Row]) -> bool:
+        """Whether ``launch`` can take these rows."""
+        return self._decodes is not None and self._decodes.launches(rows)
+
+    def launch(self, work: Work) -> Callable[[], Mapping[int, Result]]:
+        """Queue the step and return what waits for its tokens. One may be in flight before it."""
+        if self._decodes is None:
+            raise ValueError("rows: this device launches no steps")
+        return self._decodes.launch(work.rows)
 
     def _execute(self, work: Work, masks: WaitForMasks) -> Mapping[int, Result]:
         if not any(row.sequence.scores_prompt for row in work.rows):

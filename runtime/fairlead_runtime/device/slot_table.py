@@ -4,6 +4,9 @@ Owns a row per sequence in tensors on the device (last token, length, draw key, 
 block tables), and on the host what each row has. A row is right for its next step or is sent again:
 nothing is taken back, and whoever changes a sequence need not tell. Row PADDING belongs to no
 sequence: rows that only fill a step write to a block of their own there.
+
+A step may be entered while one is in flight. What it sends goes through other host memory, and its
+rows' tokens are the device's alone: a row that is not what that step leaves is refused.
 """
 
 import enum
@@ -101,7 +104,8 @@ class SlotTable:
         self.state.view(torch.float64)[:, TOP_P] = 1
         self._entries: dict[Sequence, _Entry] = {}
         self._free = list(range(sequences, PADDING, -1))
-        self._packet = torch.empty(0, dtype=torch.int64)
+        # Host memory that is copied from, the newest step's first; its copy may be under way.
+        self._packets = [torch.empty(0, dtype=torch.int64) for _ in range(2)]
 
     @property
     def nbytes(self) -> int:
@@ -113,7 +117,7 @@ class SlotTable:
 
         Writes to ``into`` int64 [at least B] the places of their rows, then PADDING to its end.
         The device counts the step as done once ``advance`` has run; ``forget`` rows whose step
-        failed.
+        failed. Raises RuntimeError for a sequence in flight whose row is not that step's.
         """
         if len(rows) > min(len(into), self.state.shape[0] - 1):
             raise ValueError(f"{len(rows)} decodes: the step has room for {len(into)}")
@@ -129,12 +133,19 @@ class SlotTable:
             index[place], lens[place] = entry.row, start + 1
             draw = max(draw, entry.draw)
             if entry.length != start + 1:
+                if sequence.flying:
+                    raise RuntimeError(f"sequence {sequence.id} is in flight, and its row is not")
                 changed.append((entry, sequence))
             if entry.blocks < len(sequence.tables[0]):
                 grown.append((entry, sequence))
             entry.length = start + 2
         self._send(index, changed, grown, into)
         return Entered(lens, draw)
+
+    def draw_of(self, sequence: Sequence) -> Draw:
+        """How its tokens are chosen."""
+        entry = self._entries.get(sequence)
+        return _draw_of(sequence) if entry is None else entry.draw
 
     def forget(self, rows: abc.Iterable[Row]) -> None:
         """Send these sequences' rows again in full: their step may have run or not."""
@@ -172,10 +183,12 @@ class SlotTable:
         places, units = self._growth(grown)
         parts = (index, rows, states.reshape(-1), places, units)
         size = sum(map(len, parts))
-        if size > len(self._packet):
-            self._packet = torch.empty(2 * size, dtype=torch.int64, pin_memory=self._pinned)
-        np.concatenate(parts, out=self._packet.numpy()[:size])
-        sent = self._packet[:size].to(self._device, non_blocking=True)
+        self._packets.reverse()
+        if size > len(self._packets[0]):
+            self._packets[0] = torch.empty(2 * size, dtype=torch.int64, pin_memory=self._pinned)
+        packet = self._packets[0][:size]
+        np.concatenate(parts, out=packet.numpy())
+        sent = packet.to(self._device, non_blocking=True)
         sizes = [len(part) for part in parts]
         step, rows_, states_, places_, units_ = torch.split(sent, sizes)
         into.copy_(step)
@@ -231,7 +244,7 @@ class SlotTable:
     def advance(self, index: Tensor, tokens: Tensor) -> None:
         """Append each row's token, int64 [B]. Padding rows stay what they are."""
         real = index != PADDING
-        # A row without a token has failed: its sequence has no next step.
+        # A row without a token has failed: nobody sees its sequence's next step, if there is one.
         last = tokens.clamp(min=0).mul_(real)
         self.state[:, TOKEN].index_copy_(0, index, last)
         self.state[:, LENGTH].index_copy_(0, index, self.state[index, LENGTH] + real)

@@ -302,7 +302,12 @@ def _with_engine(
     log.info("%s", summary(resolved))
     if queue_timeout is None:
         queue_timeout = resolved.config.queue_timeout
-    engine = _engine(loaded, cache, runner, resolved, profile, queue_timeout, observer, now, guides)
+    if device.kind == "cuda":
+        log.info("asynchronous steps: %s", f"off: {choice.waits}" if choice.waits else "on")
+    launcher = None if choice.waits else runner
+    engine = _engine(
+        loaded, cache, runner, launcher, resolved, profile, queue_timeout, observer, now, guides
+    )
     facts = ModelFacts(loaded.eos_ids, loaded.shape.vocab, resolved.config.seed)
     return EngineParts(
         engine=engine,
@@ -329,6 +334,7 @@ def _engine(
     loaded: LoadedModel,
     cache: CacheStorage,
     runner: ModelRunner,
+    launcher: ModelRunner | None,
     resolved: ResolvedConfig,
     profile: Profile,
     queue_timeout: float,
@@ -355,6 +361,7 @@ def _engine(
             full=profile.token_seconds * config.max_batch_tokens,
         ),
         prepare=None if guides is None else guides.prepare,
+        launcher=launcher,
     )
 
 

@@ -1,4 +1,5 @@
-"""How steps of decodes run on this device: from state on it or not, captured or not, and why.
+"""How steps of decodes run on this device: from state on it or not, captured or not, launched ahead
+or not, and why.
 
 Owns that choice, the measuring of what graphs take before the cache is sized, and their capture at
 start, which is shown and ends in time.
@@ -31,7 +32,8 @@ CAPTURE_SECONDS = 60.0  # graphs that are not captured then are when a step need
 @dataclass(slots=True)
 class Decodes:
     """The choice for one model. ``attention`` is None where decodes run as all other steps;
-    ``off`` says why no graph is captured, and is empty where some are.
+    ``off`` says why no graph is captured, and is empty where some are; ``waits`` why each step is
+    waited for before the next is launched, and is empty where it is not.
     """
 
     config: EngineConfig
@@ -41,25 +43,32 @@ class Decodes:
     new_recorder: Callable[[torch.device], Recorder] = field(default=CudaRecorder)
     # The cache of graphs, once there is one.
     graphs: GraphCache | None = None
+    waits: str = ""
 
     @classmethod
     def choose(
         cls, config: EngineConfig, model: PagedModel, attention: AttentionBackend, *, split: bool
     ) -> "Decodes":
-        """Raises ConfigError where graphs are asked for and cannot be."""
-        kept = attention if isinstance(attention, DecodeAttention) and not split else None
-        off = ""
+        """Raises ConfigError where graphs or asynchronous steps are asked for and cannot be."""
+        kept: DecodeAttention | None = None
+        elsewhere = ""  # why the device does not keep what decodes need; empty where it does
+        if model.device.type != "cuda":
+            elsewhere = f"the model runs on {model.device.type}"
+        elif split:
+            elsewhere = "the ranks of a split model get each step from their first"
+        elif isinstance(attention, DecodeAttention):
+            kept = attention
+        else:
+            elsewhere = f"attention runs on {attention.name}, whose work depends on the lengths"
+        off = elsewhere
         if config.cuda_graphs == "off":
             off = "--cuda-graphs is off"
-        elif model.device.type != "cuda":
-            off, kept = f"the model runs on {model.device.type}", None
-        elif split:
-            off = "the ranks of a split model get each step from their first"
-        elif kept is None:
-            off = f"attention runs on {attention.name}, whose work depends on the lengths"
-        elif not config.max_cached_graphs:
+        elif not elsewhere and not config.max_cached_graphs:
             off = "--max-cached-graphs is 0"
-        made = cls(config, model, kept, "")
+        if elsewhere and config.async_batching == "on":
+            raise ConfigError("async_batching", elsewhere, "use auto or off")
+        waits = "--async-batching is off" if config.async_batching == "off" else elsewhere
+        made = cls(config, model, kept, "", waits=waits)
         made.turn_off(off)
         return made
 

@@ -235,7 +235,23 @@ CASES: tuple[Case, ...] = (
         for dtype in ("bfloat16", "float16")
     ),
     _spec("an fp8 cache", "cache.dtype fp8", cache={"dtype": "fp8"}),
-    _spec("two batches", "engine.asyncBatching on", engine={"asyncBatching": "on"}),
+    _spec(
+        "steps ahead on a CPU",
+        "engine.asyncBatching on",
+        engine={"asyncBatching": "on"},
+        resources={"accelerator": {"count": 0}},
+    ),
+    _spec(
+        "steps ahead in float32",
+        "engine.asyncBatching on",
+        engine={"asyncBatching": "on", "dtype": "float32"},
+        resources={"accelerator": {"count": 1}},
+    ),
+    _spec(
+        "steps ahead on a GPU",
+        engine={"asyncBatching": "on", "dtype": "bfloat16"},
+        resources={"accelerator": {"count": 1}},
+    ),
     _spec(
         "graphs on a CPU",
         "engine.cudaGraphs.enabled on",

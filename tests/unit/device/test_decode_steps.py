@@ -14,7 +14,7 @@ from fairlead_runtime.device.sampling import NON_FINITE
 from fairlead_runtime.device.slot_table import SlotTable
 from fairlead_runtime.engine.isolate import run_isolated
 from fairlead_runtime.request import Request, SamplingParams, Sequence
-from fairlead_runtime.scheduling.plan import Finished, Row
+from fairlead_runtime.scheduling.plan import Finished, Row, Token, Work
 from fairlead_runtime.scheduling.scheduler import Scheduler
 from support.engine_rig import Rig, Setting, greedy, rig
 from support.graph_standin import Tape, TapeRecorder
@@ -114,6 +114,59 @@ def test_a_failed_step_leaves_nothing_wrong(kernels: str) -> None:
     want = texts(rig("llama", "flashinfer"), asked)
     setting = replace(SETTING, graphs=0)  # what is replayed calls no function that could fail
     assert texts(rig("llama", kernels), asked, setting, fail=True) == want
+
+
+@pytest.mark.parametrize("kernels", ["resident", "graphs"])
+def test_each_of_two_steps_in_flight_keeps_its_own_tokens(kernels: str) -> None:
+    asked = requests()[:4]
+    want = texts(rig("llama", "flashinfer"), asked)
+    engine = rig("llama", kernels)
+    scheduler = Scheduler(SETTING.limits(len(engine.groups)), engine.groups, b"rig")
+    runner = engine.runner(SETTING)
+    for request in asked:
+        scheduler.add(request)
+    got: dict[tuple[str, int], list[int]] = {}
+    flying: list[tuple[Work, Callable[[], Any]]] = []
+
+    def update(work: Work, results: Any) -> None:
+        for event in scheduler.update(work, results):
+            assert isinstance(event, Token)
+            got.setdefault((event.sequence.request.id, event.sequence.choice), []).append(
+                event.token
+            )
+
+    while scheduler.has_work:
+        plan = scheduler.plan_ahead() if flying else scheduler.plan()
+        launches = plan is not None and runner.launches(plan.rows)
+        if plan is not None and (launches or not flying):
+            work = scheduler.commit(plan)
+            runner.copy(work)
+            if launches:
+                flying.append((work, runner.launch(work)))
+                scheduler.launch(work)
+            else:
+                update(work, runner.execute(work))
+        if len(flying) == 2 or (flying and not launches):
+            work, collect = flying.pop(0)
+            update(work, collect())
+        scheduler.check()
+    assert got == {key: [token for token, _ in tokens] for key, tokens in want.items()}
+
+
+def test_only_decodes_that_the_device_samples_are_launched() -> None:
+    runner = rig("llama", "resident").runner(SETTING)
+
+    def row(start: int, count: int, **params: Any) -> Row:
+        request = Request("r", (1, 2, 3, 4), SamplingParams(**params), 9)
+        return Row(Sequence(0, request, 0, [1, 2, 3, 4]), start, count, samples=True)
+
+    plain = row(3, 1)
+    assert runner.launches([plain, row(3, 1, temperature=0.0)])
+    assert not runner.launches([])
+    assert not runner.launches([plain, row(0, 4)])
+    for general in ({"logprobs": 1}, {"frequency_penalty": 0.5}, {"min_tokens": 2}):
+        assert not runner.launches([plain, row(3, 1, **general)])
+    assert not rig("llama", "flashinfer").runner(SETTING).launches([plain])
 
 
 def test_steps_are_replayed_once_their_size_was_seen(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -116,6 +116,41 @@ def check(table: SlotTable, rows: list[Row], index: Tensor, lens: Any) -> None:
             assert getattr(drawn, name)[drawing].tolist() == getattr(draws, name).tolist()
 
 
+def test_the_next_step_leaves_what_the_last_one_sent_as_it_was() -> None:
+    """Its copy to the device may not have run yet."""
+    world, table = World(1), a_table()
+    index, sequence = torch.zeros(1, dtype=torch.int64), world.start()
+    for _ in range(5):
+        table.enter(rows_of([sequence]), index)
+        sent = table._packets[0]
+        before = sent.clone()
+        world.append(sequence, 7)
+        table.advance(index, torch.tensor([7]))
+        table.enter(rows_of([sequence]), index)
+        assert table._packets[0] is not sent
+        assert torch.equal(sent, before)
+        world.append(sequence, 8)
+        table.advance(index, torch.tensor([8]))
+
+
+def test_a_row_in_flight_that_the_table_does_not_have_is_refused() -> None:
+    """The host does not know its last token, so it must not send what it has."""
+    world, table = World(2), a_table()
+    index, sequence = torch.zeros(1, dtype=torch.int64), world.start()
+    rows = rows_of([sequence])
+    table.enter(rows, index)
+    table.advance(index, torch.tensor([7]))
+    sequence.flying = 1
+    ahead = [rows[0]._replace(start=rows[0].start + 1)]
+    for table_ in sequence.tables:
+        table_ += [3]
+    table.enter(ahead, index)
+    assert table.inputs(index).ids.tolist() == [7]
+    table.forget(rows)
+    with pytest.raises(RuntimeError, match="is in flight, and its row is not"):
+        table.enter(ahead, index)
+
+
 def test_any_history_gives_the_inputs_that_the_host_would_make() -> None:
     """Steps of some sequences, in any order, with steps elsewhere between them, preemptions, failed
     steps, ends, and more sequences over time than the table has rows.

@@ -55,6 +55,31 @@ def test_auto_says_why_no_graph_is_captured_on_a_gpu(
         assert reason in str(error.value)
 
 
+@pytest.mark.parametrize(("_settings", "attention", "split", "_reason", "resident"), REASONS)
+def test_steps_are_launched_ahead_wherever_the_device_keeps_what_decodes_need(
+    _settings: Any, attention: Any, _reason: Any, *, split: bool, resident: bool
+) -> None:
+    auto = Decodes.choose(EngineConfig(), ON_GPU, attention(), split=split)
+    assert (auto.waits == "") is resident
+    off = Decodes.choose(EngineConfig(async_batching="off"), ON_GPU, attention(), split=split)
+    assert off.waits == "--async-batching is off"
+    on = EngineConfig(async_batching="on")
+    if resident:
+        assert Decodes.choose(on, ON_GPU, attention(), split=split).waits == ""
+        return
+    with pytest.raises(ConfigError) as error:
+        Decodes.choose(on, ON_GPU, attention(), split=split)
+    assert error.value.field == "async_batching"
+    assert auto.waits in str(error.value)
+
+
+def test_on_a_cpu_steps_wait_for_each_other_and_on_is_refused() -> None:
+    model = rig("llama").model
+    assert Decodes.choose(CONFIG, model, flashinfer(), split=False).waits == "the model runs on cpu"
+    with pytest.raises(ConfigError, match="--async-batching: the model runs on cpu"):
+        Decodes.choose(EngineConfig(async_batching="on"), model, flashinfer(), split=False)
+
+
 def test_on_a_cpu_decodes_run_as_all_steps() -> None:
     model = rig("llama").model
     choice = Decodes.choose(CONFIG, model, flashinfer(), split=False)

@@ -1,0 +1,228 @@
+"""Asynchronous and synchronous steps of a real model give the same texts, byte for byte, whatever
+the workload: stops, clients that leave, preemption, offload, prefix hits, several choices, draws.
+
+On the stand-ins of flashinfer's wrappers and of CUDA graphs, whose tapes are replayed with what the
+step has on the device, so that a token of another step or a row that is not there shows.
+"""
+
+import functools
+import random
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fairlead_runtime.device.decode_steps import DecodeSteps, _Fetched
+from fairlead_runtime.device.model_runner import ModelRunner
+from fairlead_runtime.engine.engine import Bounds, Engine
+from fairlead_runtime.request import FinishReason, Request, SamplingParams
+from fairlead_runtime.scheduling.plan import Work
+from fairlead_runtime.scheduling.scheduler import Scheduler
+from support.engine_rig import EOS, Setting, prompts, rig
+from support.fake_engine import Clock, Collected
+from support.full import LONG_FORM
+
+FAMILIES = ("llama", "gemma2")
+LENGTHS, SHARED = (9, 21, 30, 14, 25), 12
+PARAMS: tuple[dict[str, Any], ...] = (
+    {"temperature": 0.0},
+    {"temperature": 1.0},
+    {"temperature": 0.9, "top_k": 40, "top_p": 0.9},
+    {"temperature": 0.0, "repetition_penalty": 1.3},
+    {"temperature": 0.8, "logprobs": 1},
+)
+# Tokens of which each ends about one text in four.
+STOP_IDS, STOP_TEXT = tuple(range(5, 256, 40)), 11
+
+
+@dataclass(frozen=True)
+class Client:
+    """One request: when it arrives, which tokens it asks for, and when it leaves, if it does."""
+
+    arrives: int
+    place: int  # of its prompt
+    params: dict[str, Any]
+    max_tokens: int
+    n: int
+    stop_ids: bool
+    stop_text: bool  # the service ends a choice that has STOP_TEXT
+    leaves: int | None
+
+    def request(self, name: str, family: str) -> Request:
+        prompt = prompts(len(family), LENGTHS, SHARED)[self.place]
+        params = SamplingParams(
+            max_tokens=self.max_tokens,
+            n=self.n,
+            stop_token_ids=STOP_IDS if self.stop_ids else (),
+            **self.params,
+        )
+        seed = self.place + 10 * self.max_tokens
+        return Request(name, prompt, params, self.max_tokens, seed=seed, eos_ids=EOS)
+
+
+CLIENTS = st.builds(
+    Client,
+    arrives=st.integers(0, 12),
+    place=st.integers(0, len(LENGTHS) - 1),
+    # Mostly what the device samples: another row makes its steps wait for each other.
+    params=st.sampled_from((*PARAMS[:3], *PARAMS[:3], *PARAMS)),
+    max_tokens=st.integers(1, 24),
+    n=st.sampled_from((1, 1, 2)),
+    stop_ids=st.booleans(),
+    stop_text=st.booleans(),
+    leaves=st.none() | st.integers(2, 30),
+)
+SETTINGS = st.builds(
+    Setting,
+    block_size=st.just(4),
+    chunk=st.sampled_from((16, 64)),
+    num_blocks=st.sampled_from((16, 24, 200)),
+    offload=st.booleans(),
+    sharing=st.booleans(),
+    max_requests=st.sampled_from((2, 4)),
+    graphs=st.sampled_from((2, 32)),
+)
+
+
+@functools.cache
+def runner_of(family: str, setting: Setting) -> ModelRunner:
+    """Kept from run to run, as an engine's is, with the rows and graphs of the runs before."""
+    return rig(family, "graphs").runner(setting)
+
+
+class Counted:
+    """The runner as the engine's device; counts launches beside another step."""
+
+    def __init__(self, runner: ModelRunner) -> None:
+        self._runner = runner
+        self.flying = self.ahead = 0
+
+    def launches(self, rows: Any) -> bool:
+        return self._runner.launches(rows)
+
+    def launch(self, work: Work) -> Any:
+        collect = self._runner.launch(work)
+        self.ahead += bool(self.flying)
+        self.flying += 1
+
+        def counted() -> Any:
+            self.flying -= 1
+            return collect()
+
+        return counted
+
+
+def play(
+    family: str, setting: Setting, clients: list[Client], *, ahead: bool
+) -> tuple[Collected, int]:
+    """What the clients got, and how many steps were launched beside another."""
+    groups = rig(family, "graphs").groups
+    runner = runner_of(family, setting)
+    device = Counted(runner)
+    limits = setting.limits(len(groups))
+    engine = Engine(
+        lambda: Scheduler(limits, groups, b"rig"),
+        runner,
+        Bounds.of(limits, max_queue=1024, queue_timeout=60.0),
+        now=Clock(),
+        launcher=device if ahead else None,
+    )
+    got = Collected()
+    stopped: set[tuple[str, int]] = set()
+    for step in range(4000):
+        for i, client in enumerate(clients):
+            if client.arrives == step:
+                engine.submit(client.request(f"{i}", family))
+            if client.leaves is not None and client.arrives + client.leaves == step:
+                engine.abort(f"{i}")
+        got.take(engine.step())
+        for (name, choice), tokens in got.tokens.items():
+            ends = clients[int(name)].stop_text and STOP_TEXT in tokens
+            if ends and (name, choice) not in stopped:
+                stopped.add((name, choice))
+                engine.finish(name, choice)
+        if step % 4 == 0:
+            engine._scheduler.check()
+        if engine.idle and step > max(client.arrives for client in clients):
+            break
+    assert engine.snapshot().scheduler.used == device.flying == 0
+    assert engine.counters.engine_faults == engine.counters.failed_sequences == 0
+    assert engine.counters.generated_tokens == sum(map(len, got.tokens.values()))
+    return got, device.ahead
+
+
+def compare(family: str, setting: Setting, clients: list[Client]) -> int:
+    want, _ = play(family, setting, [replace(c, leaves=None) for c in clients], ahead=False)
+    got, ahead = play(family, setting, clients, ahead=True)
+    for i, client in enumerate(clients):
+        for choice in range(client.n):
+            key = f"{i}", choice
+            mine, other = got.tokens.get(key, []), want.tokens[key]
+            if got.finish[key] == [FinishReason.ABORT]:
+                assert mine == other[: len(mine)]
+            else:
+                assert (mine, got.finish[key]) == (other, want.finish[key])
+    return ahead
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_texts_are_the_same_whether_steps_are_launched_ahead_or_not(family: str) -> None:
+    @settings(max_examples=150 if LONG_FORM else 3, deadline=None, derandomize=not LONG_FORM)
+    @given(setting=SETTINGS, clients=st.lists(CLIENTS, min_size=2, max_size=5))
+    def any_workload(setting: Setting, clients: list[Client]) -> None:
+        compare(family, setting, clients)
+
+    any_workload()
+
+
+@pytest.mark.parametrize("offload", [False, True])
+def test_a_workload_with_all_of_it(*, offload: bool) -> None:
+    """Few blocks, so that sequences are preempted, stops in flight, a client that leaves."""
+    rng = random.Random(3)
+    clients = [
+        Client(
+            i,
+            i % len(LENGTHS),
+            PARAMS[i % 3],
+            20,
+            1 + i % 2,
+            stop_ids=i % 3 == 0,
+            stop_text=i % 3 == 1,
+            leaves=rng.choice((None, 9)),
+        )
+        for i in range(6)
+    ]
+    setting = Setting(block_size=4, chunk=64, num_blocks=24, offload=offload, max_requests=4)
+    assert compare("llama", setting, clients) > 10
+
+
+@pytest.mark.parametrize("at", ["launch", "collect"])
+def test_a_launched_step_that_fails_on_the_device_leaves_the_texts_as_they_are(
+    monkeypatch: pytest.MonkeyPatch, at: str
+) -> None:
+    """Its rows on the device are made anew from what the host knows."""
+    clients = [
+        Client(0, i, PARAMS[i % 3], 16, 1, stop_ids=True, stop_text=False, leaves=None)
+        for i in range(4)
+    ]
+    setting = Setting(block_size=4, num_blocks=200, max_requests=4, graphs=0)
+    owner, name = {"launch": (DecodeSteps, "_compute"), "collect": (_Fetched, "wait")}[at]
+    whole, calls = getattr(owner, name), 0
+
+    def failing(*arguments: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        out = whole(*arguments)
+        if calls % 5 == 4:
+            raise RuntimeError("planted")
+        return out
+
+    want, _ = play("llama", setting, clients, ahead=False)
+    monkeypatch.setattr(owner, name, failing)
+    got, ahead = play("llama", setting, clients, ahead=True)
+    assert got.tokens == want.tokens
+    assert got.finish == want.finish
+    assert calls > 8
+    assert ahead > 4
