@@ -373,8 +373,8 @@ def steps(found: dict[str, Alone | Served], rounds: int) -> None:
         ]
         cuts = [statistics.quantiles(itertools.chain(*looks), n=100) for looks in (quiet, busy)]
         for word, at in (("median", 49), ("p99", 98)):
-            alone, beside = (1000 * cut[at] for cut in cuts)
-            print(f"| {name} | {word} | {alone:.1f} | {beside:.1f} | {beside / alone:.2f} |")
+            before, during = (1000 * cut[at] for cut in cuts)
+            print(f"| {name} | {word} | {before:.1f} | {during:.1f} | {during / before:.2f} |")
         print(f"median of each look: {spread(ratios, 2)}")
 
 
