@@ -17,9 +17,9 @@ from pathlib import Path
 import pytest
 
 from cluster.harness import binaries
-from cluster.harness.apiclient import Api, eventually
+from cluster.harness.apiclient import Api, ApiError, eventually
 from cluster.harness.charts import CRD
-from cluster.harness.resources import KIND
+from cluster.harness.resources import CHILDREN, KIND
 from e2e.harness.figures import Figures
 from e2e.harness.installation import NAMESPACE, RELEASE, Installation
 
@@ -128,13 +128,19 @@ def shell(chart: Installation, api: Api, tmp_path: Path) -> Iterator[Shell]:
 
 
 def remove_everything(chart: Installation, api: Api) -> None:
-    """Resources first: without their definition nothing would delete what they own."""
+    """Resources first, so that nobody makes what they own again. That is deleted here: the garbage
+    collector learns of a new kind only within 30 s. No pod need drain.
+    """
     namespaces = ("default", NAMESPACE)
     if api.find("CustomResourceDefinition", "", CRD):
         for namespace in namespaces:
             for body in api.items(KIND, namespace):
                 api.delete(KIND, namespace, body["metadata"]["name"])
     label = "app.kubernetes.io/managed-by=fairlead"
+    for kind in (*CHILDREN, "ReplicaSet", "Pod"):
+        for meta in (body["metadata"] for body in api.items(kind, labelSelector=label)):
+            with contextlib.suppress(ApiError):  # it is gone by now
+                api.delete(kind, meta["namespace"], meta["name"], gracePeriodSeconds="1")
     eventually(lambda: not api.items("Pod", labelSelector=label), 120, "no pod serves")
     for namespace in namespaces:
         chart.helm.ask("uninstall", RELEASE, f"--namespace={namespace}", "--wait")

@@ -13,6 +13,7 @@ import httpx
 from support.full import LONG_FORM
 
 LIMIT = 120.0  # seconds after which a run is broken, however slow the machine is
+ASKED_AGAIN = 10  # times at most, client-go's number
 RAREST = 0.5  # seconds between two looks
 Object = dict[str, Any]
 T = TypeVar("T")
@@ -105,11 +106,17 @@ class Api:
         content_type: str = "application/json",
         **query: str,
     ) -> Any:
-        """One request; the decoded answer, or ApiError."""
+        """One request; the decoded answer, or ApiError. A server that says when to ask again is
+        asked again then, as client-go does: the storage of a new kind takes a while.
+        """
         content = None if body is None else json.dumps(body).encode()
-        answer = self.http.request(
-            method, path, content=content, params=query, headers={"Content-Type": content_type}
-        )
+        for _ in range(ASKED_AGAIN):
+            answer = self.http.request(
+                method, path, content=content, params=query, headers={"Content-Type": content_type}
+            )
+            if answer.status_code != 429 or "retry-after" not in answer.headers:
+                break
+            time.sleep(float(answer.headers["retry-after"]))
         if answer.status_code >= 400:
             try:
                 status = answer.json()

@@ -92,8 +92,10 @@ class Node:
 
     def stop(self) -> None:
         """End the programs, keep their logs; the sandbox ends the containers and drops mounts and
-        devices.
+        devices. Nothing of the cluster is kept, so no program need end in order.
         """
+        for part in self.plane.parts:
+            part.process.kill()
         if folder := os.environ.get(LOGS):
             Path(folder).mkdir(parents=True, exist_ok=True)
             for log in self.plane.home.glob("*.log"):
