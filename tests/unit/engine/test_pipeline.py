@@ -253,6 +253,23 @@ def test_one_that_waits_for_blocks_stops_no_launch() -> None:
     assert runner.log[-2:] == [("launch", 10), ("collect", 9)]
 
 
+@pytest.mark.parametrize("offload_units", [0, 12])
+def test_who_lacks_a_block_is_preempted_once_nothing_is_in_flight(offload_units: int) -> None:
+    """Two that decode, and blocks for one of them."""
+    few: dict[str, Any] = {"num_blocks": 12, "safety_margin": 0.0, "allow_block_sharing": False}
+    texts = [request(name, prompt=8, max_tokens=30) for name in "ab"]
+    alone = rig(FakeRunner(), **few, offload_units=offload_units)
+    for one in texts:
+        alone.submit(one)
+    want = run(alone)
+    engine, _ = launching(*texts, **few, offload_units=offload_units)
+    assert run(engine).tokens == want.tokens
+    stats = engine.snapshot().scheduler
+    assert stats.preemptions > 0
+    assert bool(stats.offloads) == bool(offload_units)
+    assert engine.counters.engine_faults == engine.counters.invariant_violations == 0
+
+
 # -- sequences that end in flight
 
 
@@ -340,6 +357,16 @@ def test_nothing_is_in_flight_once_the_last_client_has_left() -> None:
     assert not engine.idle  # it had a step to collect
     engine.step()
     assert engine.idle
+
+
+def test_the_step_that_ends_the_last_request_leaves_nothing_in_flight() -> None:
+    """Whoever takes its last token as the end may make no further step."""
+    one, _ = stopped_text()
+    engine, runner = launching(one)
+    while not any(event.finish for event in engine.step()):
+        pass
+    assert not runner.flying
+    assert engine.snapshot().scheduler.used == 0
 
 
 def test_the_prefix_cache_gets_nothing_from_dead_rows() -> None:
