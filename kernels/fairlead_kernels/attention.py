@@ -14,6 +14,8 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 
+from fairlead_kernels.quantize import FP8
+
 NULL = -1  # a table entry whose block was freed because the window has passed it
 
 
@@ -22,7 +24,8 @@ class Heads:
     """The attention heads of a model, equal in all its layers.
 
     ``query`` heads share ``kv`` key-value heads evenly; ``dim`` is the width of a query and a key,
-    ``value_dim`` that of a value; ``dtype`` is what the cache stores.
+    ``value_dim`` that of a value; ``dtype`` is the model's type, and the cache's too unless
+    ``fp8_cache``: then keys and values are kept as float8_e4m3fn, without a scale.
     """
 
     query: int
@@ -30,6 +33,7 @@ class Heads:
     dim: int
     value_dim: int
     dtype: torch.dtype
+    fp8_cache: bool = False
 
     def __post_init__(self) -> None:
         if self.kv < 1 or self.query % self.kv:
@@ -41,6 +45,11 @@ class Heads:
     def group(self) -> int:
         """Query heads that share one key-value head."""
         return self.query // self.kv
+
+    @property
+    def cache_dtype(self) -> torch.dtype:
+        """The type of cached keys and values."""
+        return FP8 if self.fp8_cache else self.dtype
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -138,7 +147,8 @@ class AttentionBackend(Protocol):
         """Attention of one layer. This step's keys and values are already in the cache.
 
         query [T, query heads, dim]; key_cache [blocks, block_size, kv heads, dim]; value_cache
-        likewise with value_dim. Returns [T, query heads, value_dim] in the query's dtype.
+        likewise with value_dim, both in the cache's type. Returns [T, query heads, value_dim] in
+        the query's dtype.
         """
 
 

@@ -53,7 +53,7 @@ def pick(
     reason = ""
     if kernels == "cpu" or (kernels == "auto" and device.type == "cpu"):
         try:
-            ours = cpu_operations(device.type, heads.dtype)
+            ours = cpu_operations(device.type, heads.dtype, fp8_cache=heads.fp8_cache)
         except NotAvailableError as error:
             if kernels == "cpu":
                 raise
@@ -70,7 +70,7 @@ def pick(
                 raise
             reason = f"; no flashinfer: {error}"
         else:
-            layers, name = gpu_operations(heads.dtype, device)
+            layers, name = gpu_operations(heads.dtype, device, heads.cache_dtype)
             reason = f"attention by flashinfer {package.version}, {name}"
             return BackendChoice(attention, layers, reason)
     target = (
@@ -82,24 +82,26 @@ def pick(
     plain = TorchAttention(heads, device)
     if kernels == "torch" or device.type != "cuda":
         return BackendChoice(plain, None, reason)
-    layers, name = gpu_operations(heads.dtype, device)
+    layers, name = gpu_operations(heads.dtype, device, heads.cache_dtype)
     return BackendChoice(plain, layers, f"{reason}; {name}")
 
 
-def gpu_operations(dtype: torch.dtype, device: torch.device) -> tuple[LayerOperations, str]:
+def gpu_operations(
+    dtype: torch.dtype, device: torch.device, cache_dtype: torch.dtype | None = None
+) -> tuple[LayerOperations, str]:
     """The operations of a model of this type on this GPU, and what they are: Triton's where it
-    runs, else those in torch and the reason.
+    runs, else those in torch and the reason. ``cache_dtype``: the cache's type, if another.
     """
     fp8 = device.type == "cuda" and torch.cuda.get_device_capability(device) >= FP8_GPU
     try:
         operations = triton_operations.load(fp8=fp8)
-        triton_proof.prove(operations, dtype, device)
+        triton_proof.prove(operations, dtype, device, cache_dtype)
     except NotAvailableError as error:
         return TorchOperations(fp8=fp8), f"layers in torch: {error}"
     return operations, "layers in Triton"
 
 
-def cpu_operations(device: str, dtype: torch.dtype) -> CpuOperations:
+def cpu_operations(device: str, dtype: torch.dtype, *, fp8_cache: bool = False) -> CpuOperations:
     """The C++ kernels for a model of this type on a device of this kind. Raises NotAvailableError
     with the reason where they cannot serve it.
     """
@@ -108,6 +110,8 @@ def cpu_operations(device: str, dtype: torch.dtype) -> CpuOperations:
     if dtype not in (torch.float32, torch.bfloat16):
         name = str(dtype).removeprefix("torch.")
         raise NotAvailableError(f"they have weights in float32 or bfloat16, the model in {name}")
+    if fp8_cache:
+        raise NotAvailableError("their cache is in float32 or bfloat16, not in fp8")
     return cpu.load()
 
 

@@ -66,8 +66,12 @@ class Supported:
                 f"flashinfer has kernels for {sizes} elements a head, the model has {heads.dim}"
             )
 
-    def check_kinds(self, kinds: GroupKinds) -> None:
+    def check_kinds(self, kinds: GroupKinds, heads: Heads) -> None:
         """Raise NotAvailableError with the reason for layers that the kernels cannot serve."""
+        if heads.fp8_cache and any(kind.sinks for group in kinds for kind in group):
+            # The package names that module by the type of queries alone, so one that was compiled
+            # for another cache would be taken.
+            raise NotAvailableError("flashinfer's kernels with sinks do not read an fp8 cache")
         if any(kind.sinks and kind.softcap is not None for group in kinds for kind in group):
             raise NotAvailableError("flashinfer has no kernel with both sinks and a softcap")
         plans = sum(map(len, kinds))
@@ -141,7 +145,7 @@ class FlashinferAttention:
         workspace_bytes: int = WORKSPACE_BYTES,
     ) -> None:
         supported.check_heads(heads)
-        supported.check_kinds(kinds)
+        supported.check_kinds(kinds, heads)
         self.heads = heads
         self.kinds = kinds
         self._package = package
@@ -172,7 +176,7 @@ class FlashinferAttention:
                 "NHD",
                 backend=FA2,
                 q_data_type=h.dtype,
-                kv_data_type=h.dtype,
+                kv_data_type=h.cache_dtype,
                 head_dim_qk=h.dim,
                 head_dim_vo=h.value_dim,
                 window_left=_window_left(kind.window),
@@ -255,7 +259,7 @@ class FlashinferAttention:
             "window_left": _window_left(kind.window),
             "logits_soft_cap": kind.softcap,
             "q_data_type": h.dtype,
-            "kv_data_type": h.dtype,
+            "kv_data_type": h.cache_dtype,
         }
         blocks = rows.starts, rows.indices, rows.last_lens
         if rows.single and not kind.sinks:

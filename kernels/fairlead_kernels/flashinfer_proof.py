@@ -78,7 +78,8 @@ def _difference(
     )
     query = random(int(starts.sum()), h.query, h.dim) / (kind.scale * h.dim**0.5)
     keys, values = (
-        random(len(rows) * width, BLOCK_SIZE, h.kv, dim).to(h.dtype) for dim in (h.dim, h.value_dim)
+        random(len(rows) * width, BLOCK_SIZE, h.kv, dim).to(h.cache_dtype)
+        for dim in (h.dim, h.value_dim)
     )
     query = query.to(h.dtype)
     sinks = random(h.query).to(h.dtype) if kind.sinks else None

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - torch's own convention
 
 from fairlead_kernels.attention import LayerSpec, RaggedRows
+from fairlead_kernels.cache_write import rounded
 from fairlead_kernels.layer import Activation, Norm, Packed
 from fairlead_kernels.quantize import Quantized, as_quantized
 
@@ -46,15 +47,11 @@ def attend(
                 (int(ragged.tables[row, p // ragged.block_size]), p % ragged.block_size)
                 for p in range(first, position + 1)
             ]
-            keys = (
-                torch.stack([key_cache[b, o] for b, o in at])
-                .double()
-                .repeat_interleave(group, dim=1)
+            keys = torch.stack([key_cache[b, o].double() for b, o in at]).repeat_interleave(
+                group, dim=1
             )
-            values = (
-                torch.stack([value_cache[b, o] for b, o in at])
-                .double()
-                .repeat_interleave(group, dim=1)
+            values = torch.stack([value_cache[b, o].double() for b, o in at]).repeat_interleave(
+                group, dim=1
             )
             out[starts[row] + i] = _attend_one(
                 query[starts[row] + i].double(), keys, values, spec
@@ -85,8 +82,8 @@ def write(
     """``cache_write.write``, one token at a time."""
     size = key_cache.shape[1]
     for i, slot in enumerate(slots.tolist()):
-        key_cache[slot // size, slot % size] = key[i]
-        value_cache[slot // size, slot % size] = value[i]
+        key_cache[slot // size, slot % size] = rounded(key[i], key_cache.dtype)
+        value_cache[slot // size, slot % size] = rounded(value[i], value_cache.dtype)
 
 
 def pack(

@@ -11,6 +11,9 @@ Three ideas, each measured on two cores:
   itself (64 MB of keys: 100 ms to gather, 6 ms to attend); small gathers stay in the CPU's cache
   and in reused scratch memory.
 - A row whose blocks are consecutive is read in place, without a gather.
+
+An fp8 cache is gathered as it is and widened to the query's type in scratch memory of its own,
+rows in place too: the tokens of a piece, never the cache.
 """
 
 import torch
@@ -18,6 +21,8 @@ import torch.nn.functional as F  # noqa: N812 - torch's own convention
 
 from fairlead_kernels import torch_plan
 from fairlead_kernels.attention import Heads, LayerSpec, RaggedRows
+from fairlead_kernels.cache_write import raw
+from fairlead_kernels.quantize import FP8
 from fairlead_kernels.torch_plan import Decodes, Keys, Prefill, TorchPlan
 
 # Keys one batched gather may take: about half of a server core's second-level cache.
@@ -25,7 +30,9 @@ GATHER_BYTES = 1 << 20
 
 
 class Scratch:
-    """Memory for gathered keys or values, kept between layers and steps; grows, never shrinks."""
+    """Memory for gathered or widened keys or values, kept between layers and steps; grows, never
+    shrinks.
+    """
 
     def __init__(self) -> None:
         self._buffer: torch.Tensor | None = None
@@ -34,20 +41,26 @@ class Scratch:
         """The tokens of ``keys`` [n · length, kv heads, dim]: a view of the cache where they are
         consecutive, else a copy that lives until the next read.
         """
-        flat = cache.view(-1, *cache.shape[2:])
+        flat = raw(cache).view(-1, *cache.shape[2:])
         if keys.start is not None:
-            return flat[keys.start : keys.start + keys.length]
-        if keys.slots is None:
+            found = flat[keys.start : keys.start + keys.length]
+        elif keys.slots is None:
             raise ValueError("keys: has neither start nor slots")
-        needed = keys.slots.shape[0] * flat[0].numel()
-        if (
-            self._buffer is None
-            or self._buffer.numel() < needed
-            or self._buffer.dtype != flat.dtype
-        ):
-            self._buffer = torch.empty(needed, dtype=flat.dtype, device=flat.device)
-        out = self._buffer[:needed].view(keys.slots.shape[0], *flat.shape[1:])
-        return torch.index_select(flat, 0, keys.slots, out=out)
+        else:
+            shape = torch.Size((keys.slots.shape[0], *flat.shape[1:]))
+            out = self._room(shape, flat.dtype, flat.device)
+            found = torch.index_select(flat, 0, keys.slots, out=out)
+        return found.view(cache.dtype)
+
+    def widen(self, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """A copy of ``x`` in another type that lives until the next call."""
+        return self._room(x.shape, dtype, x.device).copy_(x)
+
+    def _room(self, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        needed = shape.numel()
+        if self._buffer is None or self._buffer.numel() < needed or self._buffer.dtype != dtype:
+            self._buffer = torch.empty(needed, dtype=dtype, device=device)
+        return self._buffer[:needed].view(shape)
 
 
 class TorchAttention:
@@ -61,6 +74,7 @@ class TorchAttention:
         self.heads = heads
         self.device = device
         self._keys, self._values = Scratch(), Scratch()
+        self._wide_keys, self._wide_values = Scratch(), Scratch()
         token_bytes = heads.kv * max(heads.dim, heads.value_dim) * heads.dtype.itemsize
         self._gather_tokens = max(1, GATHER_BYTES // token_bytes)
 
@@ -87,9 +101,13 @@ class TorchAttention:
         return out
 
     def _read(
-        self, keys: Keys, key_cache: torch.Tensor, value_cache: torch.Tensor
+        self, keys: Keys, key_cache: torch.Tensor, value_cache: torch.Tensor, dtype: torch.dtype
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        return self._keys.read(key_cache, keys), self._values.read(value_cache, keys)
+        """Keys and values of a piece; from an fp8 cache in ``dtype``."""
+        key, value = self._keys.read(key_cache, keys), self._values.read(value_cache, keys)
+        if key.dtype is FP8:
+            key, value = self._wide_keys.widen(key, dtype), self._wide_values.widen(value, dtype)
+        return key, value
 
     def _run_decodes(
         self,
@@ -101,7 +119,7 @@ class TorchAttention:
         out: torch.Tensor,
     ) -> None:
         h, n, length = self.heads, piece.tokens.shape[0], piece.keys.length
-        key, value = self._read(piece.keys, key_cache, value_cache)
+        key, value = self._read(piece.keys, key_cache, value_cache, query.dtype)
         # The queries that share a key head take the place of positions, so no key is repeated.
         q = query.index_select(0, piece.tokens).view(n, h.kv, h.group, h.dim)
         k = key.view(n, length, h.kv, h.dim).transpose(1, 2)
@@ -126,7 +144,7 @@ class TorchAttention:
         out: torch.Tensor,
     ) -> None:
         h, count = self.heads, piece.end - piece.begin
-        key, value = self._read(piece.keys, key_cache, value_cache)
+        key, value = self._read(piece.keys, key_cache, value_cache, query.dtype)
         q = query[piece.begin : piece.end].view(count, h.kv, h.group, h.dim).permute(1, 2, 0, 3)
         k = key.to(q.dtype).transpose(0, 1)[:, None].expand(-1, h.group, -1, -1)
         v = value.to(q.dtype).transpose(0, 1)[:, None].expand(-1, h.group, -1, -1)

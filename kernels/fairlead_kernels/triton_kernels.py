@@ -94,6 +94,26 @@ def _normal_heads(
     return tl.where(chosen, normal, x), tl.where(chosen, normal_partner, partner)
 
 
+@triton.jit
+def _as_fp8(x):
+    """The bits of float32 ``x`` as float8_e4m3fn, as ``cache_write.rounded`` gives them: to
+    nearest, ties to even, at most 448, NaN for NaN. By integers, since Triton has this type from
+    compute capability 8.9 on only.
+    """
+    bits = x.to(tl.int32, bitcast=True)
+    magnitude = bits & 0x7FFFFFFF
+    size = magnitude.to(tl.float32, bitcast=True)
+    size = tl.where(size > 448.0, 448.0, size)
+    whole = size.to(tl.int32, bitcast=True)
+    # Of 23 bits behind the point 3 stay; the exponent's bias becomes 7 from 127.
+    normal = (whole - (120 << 23) + 0x7FFFF + ((whole >> 20) & 1)) >> 20
+    # Below 2^-6 numbers are multiples of 2^-9, to which adding 2^14 rounds.
+    small = (size + 16384.0).to(tl.int32, bitcast=True) - (141 << 23)
+    result = tl.where(size < 0.015625, small, normal)
+    result = tl.where(magnitude > 0x7F800000, 0x7F, result)
+    return (result | ((bits >> 24) & 0x80)).to(tl.int8)
+
+
 @triton.jit(do_not_specialize=["count"])
 def rope_write(
     qkv,
@@ -122,12 +142,13 @@ def rope_write(
     K_NORM: tl.constexpr,
     K_BIAS: tl.constexpr,
     K_CENTERED: tl.constexpr,
+    FP8_CACHE: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
     """``LayerOperations.rope_write`` of ``count`` tokens with ``queries`` and ``kv`` heads of
     ``dim`` elements, of which the first ``rotated`` turn. A row of the tile is one head of one
-    token.
+    token. With FP8_CACHE the caches are the bytes of 8-bit floats.
     """
     heads = queries + 2 * kv
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
@@ -164,8 +185,12 @@ def rope_write(
     x = x.to(qkv.dtype.element_ty)
     slot = tl.load(slots + token, mask=row < count * heads, other=0)
     at = (slot * kv + head - queries) * dim + place
-    tl.store(keys + at, x.to(keys.dtype.element_ty), mask=valid & is_key)
-    tl.store(values + at - kv * dim, x.to(values.dtype.element_ty), mask=valid & is_value)
+    if FP8_CACHE:
+        kept = _as_fp8(x.to(tl.float32))
+    else:
+        kept = x.to(keys.dtype.element_ty)
+    tl.store(keys + at, kept, mask=valid & is_key)
+    tl.store(values + at - kv * dim, kept, mask=valid & is_value)
 
 
 @triton.jit(do_not_specialize=["count"])

@@ -13,8 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fairlead_kernels.cache_write import raw
 from fairlead_kernels.layer import Activation, Norm, Packed
 from fairlead_kernels.not_available import NotAvailableError, brief
+from fairlead_kernels.quantize import FP8
 from fairlead_kernels.torch_operations import TorchOperations
 
 # Elements of a tile, unless a row is longer: a row of 4,096 is a program's, small heads share one.
@@ -146,8 +148,8 @@ class TritonOperations(TorchOperations):
             cos.contiguous(),
             sin.contiguous(),
             slots.contiguous(),
-            key_cache,
-            value_cache,
+            raw(key_cache),
+            raw(value_cache),
             out,
             q.weight,
             q.weight if q.bias is None else q.bias,
@@ -168,6 +170,7 @@ class TritonOperations(TorchOperations):
             K_NORM=k_norm is not None,
             K_BIAS=k.bias is not None,
             K_CENTERED=k.centered,
+            FP8_CACHE=key_cache.dtype is FP8,
             ROWS=rows,
             COLUMNS=columns,
             **launch,

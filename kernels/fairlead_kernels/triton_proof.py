@@ -18,23 +18,34 @@ TOKENS, QUERIES, KV, DIM, ROWS = 5, 3, 1, 64, 33
 TOLERANCE = 0.01
 
 
-def prove(operations: LayerOperations, dtype: torch.dtype, device: torch.device) -> None:
-    """Compare each kind of kernel with the reference, in this type on this device.
+def prove(
+    operations: LayerOperations,
+    dtype: torch.dtype,
+    device: torch.device,
+    cache_dtype: torch.dtype | None = None,
+) -> None:
+    """Compare each kind of kernel with the reference, in this type on this device, with a cache in
+    ``cache_dtype``, if that is another.
 
     Compiles them, which takes seconds. Raises NotAvailableError with the reason where one does not
     run or computes something else.
     """
     try:
-        got = _results(operations, dtype, device).cpu()
+        got = _results(operations, dtype, device, cache_dtype or dtype).cpu()
     except Exception as error:
         raise NotAvailableError(f"Triton does not run here: {brief(error)}") from error
-    want = _results(reference, dtype, torch.device("cpu"))
+    want = _results(reference, dtype, torch.device("cpu"), cache_dtype or dtype)
     difference = float(((got - want).abs() / (1 + want.abs())).max())
     if not difference <= TOLERANCE:
         raise NotAvailableError(f"a Triton kernel differs from the reference by {difference:.2g}")
 
 
-def _results(operations: LayerOperations, dtype: torch.dtype, device: torch.device) -> Tensor:
+def _results(
+    operations: LayerOperations,
+    dtype: torch.dtype,
+    device: torch.device,
+    cache_dtype: torch.dtype,
+) -> Tensor:
     """What every kind of kernel gives, on the same numbers for everyone."""
     generator = torch.Generator().manual_seed(0)
 
@@ -46,7 +57,8 @@ def _results(operations: LayerOperations, dtype: torch.dtype, device: torch.devi
     normed = operations.norm(random(TOKENS, DIM), norm, residual)
     qkv = random(TOKENS, (QUERIES + 2 * KV) * DIM)
     angles = random(TOKENS, DIM, as_type=torch.float32)
-    keys, values = (torch.zeros(2, 4, KV, DIM, dtype=dtype, device=device) for _ in range(2))
+    cache = 2, 4, KV, DIM
+    keys, values = (torch.zeros(*cache, dtype=cache_dtype, device=device) for _ in range(2))
     slots = torch.arange(TOKENS, device=device) + 1
     query = operations.rope_write(qkv, angles.cos(), angles.sin(), slots, keys, values, norm, norm)
     gated = operations.gated(random(TOKENS, 2 * DIM), "silu")

@@ -270,8 +270,8 @@ class EngineConfig:
     )
     cache_dtype: CacheDtype = knob(
         "auto",
-        "type of cached keys and values; auto: the model's",
-        when="fp8 to hold twice as many tokens.",
+        "type of cached keys and values; auto: the model's; fp8: 8-bit floats, without scales",
+        when="fp8 to hold twice as many tokens as in 16 bits.",
         cr="cache.dtype",
     )
     # -- process

@@ -131,7 +131,6 @@ NOT_YET = (
         sometimes=("on",),
         only_on="cuda",
     ),
-    Limit("cache_dtype", ("auto",), "fp8", "the cache keeps the model's type"),
 )
 IN_RESOURCE = tuple(limit for limit in NOT_YET if limit.path)
 REMOTE_CODE = (

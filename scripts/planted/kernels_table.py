@@ -33,6 +33,7 @@ C_OPERATIONS, C_ATTENTION, C_LAYERS = (
 )
 GPU_OPERATIONS = ("unit/kernels/test_gpu_operations.py",)
 ON_FLASHINFER = ("unit/kernels/test_flashinfer_attention.py",)
+ON_FP8 = ("unit/kernels/test_fp8_cache.py",)
 
 BUGS = (
     PackageBug(
@@ -248,7 +249,7 @@ BUGS = (
     PackageBug(
         "scratch memory keeps the dtype of its first read",
         TORCH_ATTENTION,
-        "            or self._buffer.dtype != flat.dtype\n",
+        " or self._buffer.dtype != dtype",
         "",
         ("unit/device/test_attention_kernels.py",),
     ),
@@ -263,9 +264,72 @@ BUGS = (
     PackageBug(
         "values are written in their own dtype",
         CACHE_WRITE,
-        "value.to(value_cache.dtype)",
-        "value",
+        "raw(rounded(given, cache.dtype))",
+        "given",
         ("unit/device/test_attention_kernels.py",),
+    ),
+    PackageBug(
+        "a key that is too large for fp8 becomes NaN",
+        CACHE_WRITE,
+        "(x.clamp(-LARGEST, LARGEST) if dtype is FP8 else x)",
+        "x",
+        ON_FP8,
+    ),
+    PackageBug(
+        "a GPU's cache write makes NaN of a key that is too large for fp8",
+        TRITON,
+        "    size = tl.where(size > 448.0, 448.0, size)\n",
+        "",
+        ON_FP8,
+    ),
+    PackageBug(
+        "a GPU's cache write rounds the middle of two numbers of fp8 up",
+        TRITON,
+        "0x7FFFF + ((whole >> 20) & 1)",
+        "0x80000",
+        ON_FP8,
+    ),
+    PackageBug(
+        "a GPU's cache write makes zeros of small keys",
+        TRITON,
+        "tl.where(size < 0.015625, small, normal)",
+        "tl.where(size < 0.015625, 0, normal)",
+        ON_FP8,
+    ),
+    PackageBug(
+        "blocks of an fp8 cache are copied by value",
+        f"{KERNELS}/copy_blocks.py",
+        "    source, target = raw(source), raw(target)\n",
+        "    source = source.float()\n",
+        ON_FP8,
+    ),
+    PackageBug(
+        "an fp8 cache is read as integers",
+        TORCH_ATTENTION,
+        "return found.view(cache.dtype)",
+        "return found",
+        ON_FP8,
+    ),
+    PackageBug(
+        "values of an fp8 cache are widened over the keys",
+        TORCH_ATTENTION,
+        "self._wide_values.widen(value, dtype)",
+        "self._wide_keys.widen(value, dtype)",
+        ON_FP8,
+    ),
+    PackageBug(
+        "flashinfer: an fp8 cache is planned in the model's type",
+        FLASHINFER,
+        '"kv_data_type": h.cache_dtype,',
+        '"kv_data_type": h.dtype,',
+        ON_FLASHINFER,
+    ),
+    PackageBug(
+        "flashinfer: sinks are given an fp8 cache",
+        FLASHINFER,
+        "if heads.fp8_cache and any(",
+        "if False and any(",
+        ON_FLASHINFER,
     ),
     PackageBug(
         "the draw's bound is too tight",

@@ -21,6 +21,24 @@ GRAMMAR, ENGINE = f"{RUNTIME}/grammar", f"{RUNTIME}/engine/engine.py"
 PIPELINE, PIPELINE_TESTS = f"{RUNTIME}/engine/pipeline.py", ("unit/engine/test_pipeline.py",)
 SCHEDULER, PLANNER = (f"{RUNTIME}/scheduling/{name}.py" for name in ("scheduler", "planner"))
 
+# A shorter way for prompts that are whole in a step, whose keys are at hand.
+UNROUNDED = """        super().__init__(cache, backend, groups, keep)
+        self._whole = batch.ragged[0].kv_lens.tolist() == [len(batch.input_ids)]
+
+    def attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, call: AttentionCall
+    ) -> Tensor:
+        out = super().attend(layer, query, key, value, call)
+        if not self._whole or call.softcap is not None:
+            return out
+        shared = query.shape[1] // key.shape[1]
+        k, v = (x.repeat_interleave(shared, 1).transpose(0, 1) for x in (key, value))
+        attend = torch.nn.functional.scaled_dot_product_attention
+        return attend(query.transpose(0, 1), k, v, is_causal=True, scale=call.scale).transpose(0, 1)
+
+
+def spec_of"""
+
 BUGS = (
     PackageBug(
         "the stop reason is not reported",
@@ -301,6 +319,48 @@ BUGS = (
         "shape.layer_matrices + 4 * shape.layer_channels",
         "shape.layer_matrices",
         ("unit/sizing/test_memory_plan.py",),
+    ),
+    PackageBug(
+        "an fp8 cache is planned with two bytes an element",
+        TERMS,
+        'return 1 if config.cache_dtype == "fp8" else bytes_of(shape, config)',
+        "return bytes_of(shape, config)",
+        ("unit/sizing/test_memory_plan.py",),
+    ),
+    PackageBug(
+        "what an fp8 cache is widened to is not planned",
+        TERMS,
+        'wide = element + (1 if config.cache_dtype == "fp8" else 0)',
+        'wide = 1 if config.cache_dtype == "fp8" else element',
+        ("unit/sizing/test_terms.py",),
+    ),
+    PackageBug(
+        "offloaded keys of an fp8 cache are widened",
+        f"{RUNTIME}/device/kv_cache.py",
+        "torch.zeros(*shape, h.dim, dtype=h.cache_dtype, pin_memory=pin)",
+        "torch.zeros(*shape, h.dim, dtype=h.dtype, pin_memory=pin)",
+        ("unit/device/test_kv_cache.py",),
+    ),
+    PackageBug(
+        "tokens of a chunk attend to keys before they are rounded",
+        f"{RUNTIME}/device/attention.py",
+        "        super().__init__(cache, backend, groups, keep)\n\n\ndef spec_of",
+        UNROUNDED,
+        ("functional/engine/test_fp8_cache.py",),
+    ),
+    PackageBug(
+        "the self-test compares an fp8 cache with keys that are not rounded",
+        f"{RUNTIME}/device/selftest.py",
+        'extra |= {"past_key_values": RoundedCache()} if fp8_cache else {}',
+        "pass",
+        ("unit/device/test_selftest.py",),
+    ),
+    PackageBug(
+        "int8 weights and an fp8 cache are let onto a CPU",
+        f"{RUNTIME}/sizing/published.py",
+        'device) == ("int8", "fp8", "cpu"):',
+        'device) == ("int8", "fp8", ""):',
+        ("unit/start/test_resolve.py",),
     ),
     PackageBug(
         "the self-test judges attention with activations in fp8",

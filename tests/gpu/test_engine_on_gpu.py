@@ -10,6 +10,7 @@ import torch
 
 from fairlead_runtime import LLM, SamplingParams
 from fairlead_runtime.models import tiny
+from support.fp8_reference import greedy_text
 
 pytestmark = pytest.mark.gpu
 
@@ -68,6 +69,26 @@ def test_greedy_output_equals_transformers_under_preemption(
     assert [r.outputs[0].token_ids for r in results] == [expected(family, p) for p in PROMPTS]
     assert statistics.preemptions > 0
     assert (statistics.offloads > 0) is (offload > 0)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2"])
+def test_an_fp8_cache_gives_the_text_of_transformers_with_rounded_keys_and_values(
+    family: str, tmp_path: Path
+) -> None:
+    """But for keys in the middle of two numbers, which a GPU's other order of sums decides: such a
+    text differs from some token on.
+    """
+    model = tiny.build(family)
+    folder = tiny.save(model, tmp_path)
+    params = SamplingParams(temperature=0, max_tokens=OUTPUT, ignore_eos=True)
+    with LLM(str(folder), **PREEMPTING, cache_dtype="fp8", cpu_offload_space=0.01) as llm:
+        results = llm.generate([{"prompt_token_ids": p} for p in PROMPTS], params, use_tqdm=False)
+        statistics = llm.parts.engine.snapshot().scheduler
+    on_gpu = model.to("cuda")
+    wanted = [greedy_text(on_gpu, prompt, OUTPUT) for prompt in PROMPTS]
+    others = [r for r, want in zip(results, wanted, strict=True) if r.outputs[0].token_ids != want]
+    assert len(others) <= 1
+    assert statistics.offloads > 0
 
 
 def test_a_seeded_draw_does_not_depend_on_its_batch() -> None:

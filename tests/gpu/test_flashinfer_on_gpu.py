@@ -53,12 +53,12 @@ def run(attention: FlashinferAttention, case: Case, spec: LayerSpec) -> torch.Te
     ("query", "kv", "dim"), [(32, 8, 128), (9, 9, 64), (8, 4, 256), (7, 1, 64)]
 )
 @pytest.mark.parametrize("window", [None, 1, 128])
-@pytest.mark.parametrize("extra", ["", "softcap", "sinks"])
+@pytest.mark.parametrize("extra", ["", "softcap", "sinks", "fp8 cache"])
 def test_random_steps_match_the_definition(
     dtype: torch.dtype, query: int, kv: int, dim: int, window: int | None, extra: str
 ) -> None:
     """All steps are queued before one is looked at: a plan that overwrites the last one shows."""
-    heads = Heads(query, kv, dim, dim, dtype)
+    heads = Heads(query, kv, dim, dim, dtype, fp8_cache=extra == "fp8 cache")
     sinks = torch.randn(query, device=CUDA).to(dtype) if extra == "sinks" else None
     spec = LayerSpec(dim**-0.5, window, 5.0 if extra == "softcap" else None, sinks)
     package = flashinfer_for(heads, CUDA)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from fairlead_kernels import triton_operations
 from fairlead_kernels.backend import gpu_operations, pick
+from fairlead_kernels.cache_write import rounded
 from fairlead_kernels.layer import LayerOperations, Norm
 from fairlead_kernels.quantize import Format
 from fairlead_kernels.torch_operations import TorchOperations
@@ -77,6 +78,34 @@ def test_an_activation_is_the_references(name: str, case: ActivationCase) -> Non
 @given(case=product_cases)
 def test_a_product_is_the_references(name: str, case: ProductCase) -> None:
     case.check(operations(name), CUDA)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("family", ["llama", "gemma2", "qwen3_moe"])
+def test_an_fp8_cache_is_served_within_its_tolerances(
+    family: str, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    loaded = loading.load(tiny.save(tiny.build(family).to(dtype), tmp_path), device=CUDA)
+    served, result = selftest.prepare_and_test(loaded, "auto", fp8_cache=True)
+    assert served.model.heads.cache_dtype is torch.float8_e4m3fn
+    assert result.cache is not None
+    print(f"{family} in {dtype}: {result}")
+
+
+@both
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_keys_are_rounded_to_fp8_as_on_a_cpu(name: str, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    x = torch.cat([torch.randn(4096) * 10.0**power for power in (-4, -2, 0, 2, 4)])
+    x = x.to(dtype).view(-1, 64)
+    qkv = torch.cat([x, x, -x], dim=1).to(CUDA)
+    caches = [torch.zeros(len(x), 1, 1, 64, device=CUDA).to(torch.float8_e4m3fn) for _ in "kv"]
+    none = torch.zeros(len(x), 0, device=CUDA)
+    slots = torch.arange(len(x), device=CUDA)
+    operations(name).rope_write(qkv, none, none, slots, caches[0], caches[1])
+    for cache, want in zip(caches, (x, -x), strict=True):
+        got = cache.view(len(x), 64).view(torch.uint8).cpu()
+        assert torch.equal(got, rounded(want, torch.float8_e4m3fn).view(torch.uint8))
 
 
 @pytest.mark.parametrize("quantized", ["int8", "fp8"])

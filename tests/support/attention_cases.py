@@ -35,10 +35,9 @@ def make_case(
     total = sum(widths) + 3
     order = np.arange(total) if contiguous else generator.permutation(total)
     torch.manual_seed(seed)
-    key_cache = torch.full((total, block_size, heads.kv, heads.dim), torch.nan, dtype=heads.dtype)
-    value_cache = torch.full(
-        (total, block_size, heads.kv, heads.value_dim), torch.nan, dtype=heads.dtype
-    )
+    cached = heads.cache_dtype
+    key_cache = torch.full((total, block_size, heads.kv, heads.dim), torch.nan)
+    value_cache = torch.full((total, block_size, heads.kv, heads.value_dim), torch.nan)
     tables = np.full((len(rows), max(widths) + 2), NULL, dtype=np.int32)
     at = 0
     for row, (before, count) in enumerate(rows):
@@ -51,8 +50,8 @@ def make_case(
         ]
         key_cache.view(-1, heads.kv, heads.dim)[slots] = torch.randn(
             len(slots), heads.kv, heads.dim
-        ).to(heads.dtype)
-        value = torch.randn(len(slots), heads.kv, heads.value_dim).to(heads.dtype)
+        )
+        value = torch.randn(len(slots), heads.kv, heads.value_dim)
         value_cache.view(-1, heads.kv, heads.value_dim)[slots] = value
         if window is not None:
             # Blocks that the window has passed are freed: the backend must not read them.
@@ -66,4 +65,4 @@ def make_case(
         window=window,
     )
     query = torch.randn(sum(counts), heads.query, heads.dim).to(heads.dtype)
-    return Case(heads, ragged, query, key_cache, value_cache)
+    return Case(heads, ragged, query, key_cache.to(cached), value_cache.to(cached))

@@ -72,7 +72,8 @@ def launch(dtype: torch.dtype, tokens: int, *, every: bool) -> None:
     cache, slots = torch.zeros(2, 16, 1, 128, dtype=dtype), torch.arange(tokens)
     of_heads = (Norm(torch.zeros(128, dtype=dtype), 1e-6),) * 2
     for norms in ((), of_heads) if every else ((),):
-        ours.rope_write(qkv, angles, angles, slots, cache, cache, *norms)
+        for kept in (cache, cache.to(torch.float8_e4m3fn)):
+            ours.rope_write(qkv, angles, angles, slots, kept, kept, *norms)
     for activation in get_args(Activation) if every else ("silu",):
         ours.gated(x, activation)
     packed = Packed(torch.zeros(512, 4096, dtype=torch.int8), 512, 4096, scales=torch.zeros(512))

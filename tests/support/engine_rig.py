@@ -35,6 +35,7 @@ from fairlead_runtime.scheduling.scheduler import Scheduler, SchedulerStats
 from fairlead_runtime.sizing.graphs import step_sizes
 from fairlead_runtime.sizing.groups import LayerGroup, group_layers
 from support import flashinfer_standin, rank_pair
+from support.fp8_reference import Fp8Cache
 from support.graph_standin import TapeRecorder
 from support.operation_cases import operations as gpu_operations
 
@@ -42,6 +43,7 @@ from support.operation_cases import operations as gpu_operations
 torch.set_num_threads(1)
 
 MAX_LEN = 512
+FP8_CACHE = "fp8 cache "  # before the name of kernels
 MAX_STEPS = 20_000
 # two ids, sampled often enough at random that some texts end early
 EOS = frozenset({2, 140})
@@ -151,7 +153,12 @@ def run_to_end(
 
 
 def paged(
-    family: str, *, bfloat16: bool = False, dtype: torch.dtype | None = None, **overrides: Any
+    family: str,
+    *,
+    bfloat16: bool = False,
+    dtype: torch.dtype | None = None,
+    fp8_cache: bool = False,
+    **overrides: Any,
 ) -> PagedModel:
     """A tiny model on our paged attention."""
     model = tiny.build(family, **overrides)
@@ -159,7 +166,7 @@ def paged(
     if dtype is not None:
         model = model.to(dtype)
     rope.pin(model, MAX_LEN)
-    return PagedModel(model, families.check(model.config))
+    return PagedModel(model, families.check(model.config), fp8_cache=fp8_cache)
 
 
 def attention_of(model: PagedModel) -> AttentionBackend:
@@ -177,16 +184,19 @@ class Rig:
     wrappers; resident the same with the decodes' state on the device; graphs with captured steps
     besides; layers are the fused ones of GPUs in torch, beside attention in torch, and triton those
     in Triton, beside flashinfer's. ranks is torch on two processes, each with half of the model.
+    After "fp8 cache " they have one, and the reference rounds keys and values.
     """
 
     def __init__(self, family: str, kernels: str = "torch", **overrides: Any) -> None:
         self.family = family
-        self._described = {"family": family, **overrides}
-        self.model = paged(family, **overrides)
+        cached = FP8_CACHE if kernels.startswith(FP8_CACHE) else ""
+        kernels = kernels.removeprefix(FP8_CACHE)
+        self._described: dict[str, Any] = {"family": family, "fp8_cache": bool(cached), **overrides}
+        self.model = paged(**self._described)
         if kernels in QUANTIZED:
             quantize_weights(self.model, QUANTIZED[kernels])
         plain = UNFUSED.get(kernels)
-        self._unfused = rig(family, plain, **overrides) if plain else self
+        self._unfused = rig(family, cached + plain, **overrides) if plain else self
         self._kernels = kernels
         self._pair = rank_pair.pair() if kernels == "ranks" else None
         if self._pair is not None:
@@ -299,6 +309,7 @@ class Rig:
                 ids = torch.tensor([prompt])
                 out = generator.generate(
                     ids,
+                    **self._own_cache(),
                     attention_mask=torch.ones_like(ids),
                     max_new_tokens=max_tokens,
                     do_sample=False,
@@ -308,11 +319,17 @@ class Rig:
             self._references[key] = out[0, len(prompt) :].tolist()
         return self._references[key]
 
-    def margin(self, tokens: abc.Sequence[int]) -> tuple[float, float]:
+    def _own_cache(self) -> dict[str, Any]:
+        """The argument of transformers' model that gives it a cache in fp8."""
+        return {"past_key_values": Fp8Cache()} if self.model.heads.fp8_cache else {}
+
+    def margin(self, tokens: abc.Sequence[int]) -> tuple[float, float, float]:
         """How close the reference's choice after ``tokens`` is: the distance of the top two logits,
-        and the smallest distance between a router's k-th and next score over all tokens and layers
-        (inf without experts).
+        the smallest distance between a router's k-th and next score over all tokens and layers
+        (inf without experts), and that of a key or value to the middle of two numbers of fp8 (inf
+        without an fp8 cache).
         """
+        cache = self._own_cache()
         routers: list[float] = []
 
         def record_router(module: Any, _args: Any, output: Any) -> None:
@@ -325,13 +342,13 @@ class Rig:
                 for m in plain.modules()
                 if type(m).__name__.endswith("Router")
             ]
-            logits = (
-                plain(input_ids=torch.tensor([list(tokens)]), use_cache=False).logits[0, -1].float()
-            )
+            ids = torch.tensor([list(tokens)])
+            logits = plain(input_ids=ids, use_cache=bool(cache), **cache).logits[0, -1].float()
             for hook in hooks:
                 hook.remove()
         top = logits.topk(2).values
-        return float(top[0] - top[1]), min(routers, default=float("inf"))
+        closest = cache["past_key_values"].closest if cache else float("inf")
+        return float(top[0] - top[1]), min(routers, default=float("inf")), closest
 
 
 @functools.cache

@@ -30,6 +30,8 @@ from fairlead_kernels.flashinfer_attention import FlashinferAttention, Supported
 from fairlead_kernels.flashinfer_package import FlashinferPackage
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+# Keys and values may also be of this type, whatever the queries are.
+FP8 = torch.float8_e4m3fn
 GROUPS_WITHOUT_TENSOR_CORES = (1, 2, 3, 4, 6, 8, 16)
 ALIGNMENT = 16
 
@@ -184,7 +186,7 @@ class _Wrapper:
         for row, length in enumerate(p.kv_lens):
             begin, end = p.query_starts[row : row + 2]
             pages = p.indices[p.kv_starts[row] : p.kv_starts[row + 1]].long()
-            k, v = (x[pages].flatten(0, 1)[:length].float() for x in (keys, values))
+            k, v = (_pages(x, pages).flatten(0, 1)[:length].float() for x in (keys, values))
             out[begin:end] = _attend(q[begin:end].float(), k, v, p, sink).to(out.dtype)
         return out
 
@@ -230,6 +232,12 @@ class _Wrapper:
         if keys.shape[0] != values.shape[0] or int(p.indices.max()) >= keys.shape[0]:
             raise IndexError(f"paged_kv_indices: the cache has {keys.shape[0]} pages")
         return keys, values
+
+
+def _pages(cache: Tensor, pages: Tensor) -> Tensor:
+    if cache.dtype is FP8:  # torch moves its bytes only
+        return cache.view(torch.uint8)[pages].view(FP8)
+    return cache[pages]
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, p: Planned, sink: Tensor | None) -> Tensor:
@@ -302,7 +310,7 @@ def _plan(
         raise ValueError("page_size, window_left or logits_soft_cap is out of range")
     q, kv, o = (getattr(torch, x) if isinstance(x, str) else x for x in dtypes)
     kv, o = kv or q, o or q
-    if not {q, kv, o} <= set(DTYPES) or q != kv:
+    if not {q, o} <= set(DTYPES) or kv not in (q, FP8):
         raise KeyError(f"no kernel takes queries in {q} and keys in {kv}")
     starts = _starts("qo_indptr", query_starts, None, 1)
     batch = len(starts) - 1
@@ -538,6 +546,8 @@ class BatchAttentionWithAttentionSinkWrapper(BatchPrefillWithPagedKVCacheWrapper
             pos_encoding_mode=(pos_encoding_mode, "NONE"),
             use_fp16_qk_reduction=(use_fp16_qk_reduction, False),
         )
+        if kv_data_type is FP8:
+            raise ValueError("the package names this module by the type of queries alone")
         self._module = (q_data_type, kv_data_type, head_dim_qk, head_dim_vo, window_left >= 0)
 
     def _check_plan(self, planned: Planned) -> None:

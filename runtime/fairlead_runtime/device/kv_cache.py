@@ -20,7 +20,7 @@ from fairlead_runtime.sizing.groups import LayerGroup, layers_per_unit
 
 class CacheStorage:
     """Keys and values: ``keys`` [slots, units, block_size, kv heads, dim], ``values`` likewise with
-    value_dim.
+    value_dim, both in the type that ``heads`` names.
 
     ``host_units`` > 0 adds as many units of host memory for offloading, pinned when the device is
     CUDA. Memory is zeroed, and on CPUs mapped only when first written. Raises RuntimeError (torch)
@@ -44,8 +44,8 @@ class CacheStorage:
         self.device = device
         slots = layers_per_unit(groups)
         shape = (slots, units, block_size, heads.kv)
-        self.keys = _zeros((*shape, heads.dim), heads.dtype, device)
-        self.values = _zeros((*shape, heads.value_dim), heads.dtype, device)
+        self.keys = _zeros((*shape, heads.dim), heads.cache_dtype, device)
+        self.values = _zeros((*shape, heads.value_dim), heads.cache_dtype, device)
         self._host = self._host_memory(slots, host_units) if host_units else None
         self._places = {
             layer: (group.index, slot)
@@ -57,8 +57,8 @@ class CacheStorage:
         pin, h = self.device.type == "cuda", self.heads
         shape = (slots, units, self.block_size, h.kv)
         return (
-            torch.zeros(*shape, h.dim, dtype=h.dtype, pin_memory=pin),
-            torch.zeros(*shape, h.value_dim, dtype=h.dtype, pin_memory=pin),
+            torch.zeros(*shape, h.dim, dtype=h.cache_dtype, pin_memory=pin),
+            torch.zeros(*shape, h.value_dim, dtype=h.cache_dtype, pin_memory=pin),
         )
 
     def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor, int]:
@@ -79,7 +79,7 @@ class CacheStorage:
     @staticmethod
     def unit_bytes(groups: Sequence[LayerGroup], heads: Heads, block_size: int) -> int:
         """Bytes of one unit, keys and values together."""
-        width = heads.kv * (heads.dim + heads.value_dim) * heads.dtype.itemsize
+        width = heads.kv * (heads.dim + heads.value_dim) * heads.cache_dtype.itemsize
         return layers_per_unit(groups) * block_size * width
 
     def copy(self, work: Work) -> None:

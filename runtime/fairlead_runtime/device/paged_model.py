@@ -11,6 +11,7 @@ in every layer.
 import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import chain
 from typing import Any
 
@@ -69,8 +70,9 @@ class PagedModel:
     Takes ownership of the model: sets its attention, and installs a hook if the model cannot select
     the rows of its logits itself. ``windows`` has an entry per layer; ``calls`` the attention
     arguments of each layer. ``device``: where it computes, if not where its weights are
-    (``shards.computed_on``). Raises ModelError when the layers differ in size or in number from
-    ``windows``. ``fusion.fuse`` may replace layers afterwards.
+    (``shards.computed_on``). ``fp8_cache``: its cache keeps 8-bit floats. Raises ModelError when
+    the layers differ in size or in number from ``windows``. ``fusion.fuse`` may replace layers
+    afterwards.
     """
 
     def __init__(
@@ -78,6 +80,8 @@ class PagedModel:
         model: PreTrainedModel,
         windows: Sequence[int | None],
         device: torch.device | None = None,
+        *,
+        fp8_cache: bool = False,
     ) -> None:
         attention.register()
         model.set_attn_implementation(attention.NAME)
@@ -85,6 +89,7 @@ class PagedModel:
         self.model = model
         self.packed: list[Tensor] = []  # weights of fused layers, which no module holds
         self.windows = tuple(windows)
+        self._fp8_cache = fp8_cache
         self.device: torch.device = device or model.device
         ends: list[Any] = [model.get_input_embeddings(), model.get_output_embeddings()]
         widths = [int(end.weight.shape[0]) for end in ends]
@@ -119,7 +124,7 @@ class PagedModel:
         if len(set(probe.heads.values())) != 1:
             raise families.unsupported(name, "its layers differ in their number or size of heads")
         self.calls = probe.calls
-        return probe.heads[0]
+        return replace(probe.heads[0], fp8_cache=self._fp8_cache)
 
     @property
     def kinds(self) -> GroupKinds:
@@ -187,16 +192,18 @@ class PagedModel:
             self.model.set_experts_implementation(experts)
 
 
-def prepare(loaded: LoadedModel, device: torch.device | None = None) -> PagedModel:
+def prepare(
+    loaded: LoadedModel, device: torch.device | None = None, *, fp8_cache: bool = False
+) -> PagedModel:
     """Make a loaded model run on the paged cache: pin its RoPE to max_model_len, set its attention,
-    check its sizes. ``device`` as in PagedModel.
+    check its sizes. ``device`` and ``fp8_cache`` as in PagedModel.
 
     Takes ownership of the model. Raises ModelError when it cannot run on the cache, or when its
     sizes differ from those that memory was sized with (``loaded.shape``).
     """
     windows = families.check(loaded.config)
     rope.pin(loaded.model, loaded.max_model_len)
-    model = PagedModel(loaded.model, windows, device)
+    model = PagedModel(loaded.model, windows, device, fp8_cache=fp8_cache)
     shape, heads = loaded.shape, model.heads
     expected = (shape.windows, shape.heads, shape.kv_heads, shape.head_dim, shape.head_dim)
     if expected != (windows, heads.query, heads.kv, heads.dim, heads.value_dim):

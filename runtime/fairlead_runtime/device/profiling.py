@@ -125,7 +125,7 @@ class _PassWithoutAttention(CachedPass):
         self.keep = keep
         self._value_dim = heads.value_dim
         keys, values = (
-            torch.empty(1, tokens, heads.kv, dim, dtype=heads.dtype, device=keep.device)
+            torch.empty(1, tokens, heads.kv, dim, dtype=heads.cache_dtype, device=keep.device)
             for dim in (heads.dim, heads.value_dim)
         )
         self._cached = CachedLayer(keys, values, torch.arange(tokens, device=keep.device))

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -35,6 +35,7 @@ from fairlead_runtime.device.fusion import (
 from fairlead_runtime.device.group import Group
 from fairlead_runtime.device.kv_cache import CacheStorage
 from fairlead_runtime.device.paged_model import PagedModel
+from fairlead_runtime.device.rounded_cache import RoundedCache
 from fairlead_runtime.models.loading import LoadedModel
 from fairlead_runtime.models.model_error import ModelError, SelfTestError
 from fairlead_runtime.request import Request, SamplingParams, Sequence
@@ -57,6 +58,12 @@ TOLERANCE = {torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.2}
 # cost. Unrelated logits differ by 1.4, a trained model's with int8 by 0.025; those of random ones,
 # which rounding moves further, by up to 0.51 and 0.79: docs/design/0011-quantization.md.
 ROUNDING: dict[Format, float] = {"int8": 0.7, "fp8": 1.1}
+# TOLERANCE with an fp8 cache. Two keys that differ by a little become two numbers of fp8 where the
+# middle between these lies between them, so what rounding does in the model's type is magnified.
+CACHE_TOLERANCE = {torch.float32: 0.02, torch.float16: 0.1, torch.bfloat16: 0.3}
+# What that format itself may cost, as ROUNDING: tiny random models differ by 0.06 to 0.23, one with
+# large residual multipliers by 0.73.
+CACHE_ROUNDING = 1.1
 # Where rounding can change a router's choice, only this many last tokens count: see _distance.
 LAST = 5
 
@@ -75,8 +82,9 @@ class NotPackedError(SelfTestError):
 @dataclass(frozen=True, slots=True)
 class SelfTestResult:
     """``delta``: the largest difference of logits in units of their spread; ``tolerance``: the
-    largest allowed; ``rounding``: what weights that were quantized at load cost; ``activations``:
-    the difference while products round activations to fp8, of which ROUNDING is allowed.
+    largest allowed; ``rounding``: what weights that were quantized at load cost; ``cache``: what
+    an fp8 cache costs; ``activations``: the difference while products round activations to fp8, of
+    which ROUNDING is allowed.
     """
 
     delta: float
@@ -85,9 +93,10 @@ class SelfTestResult:
     backend: str
     rounding: "Rounding | None" = None
     activations: float | None = None
+    cache: "Rounding | None" = None
 
     def __str__(self) -> str:
-        rounding = f"; {self.rounding}" if self.rounding else ""
+        rounding = "".join(f"; {part}" for part in (self.rounding, self.cache) if part)
         if self.activations is not None:
             allowed = ROUNDING["fp8"]
             rounding += f"; with fp8 activations {self.activations:.2g} of {allowed:g} allowed"
@@ -99,19 +108,20 @@ class SelfTestResult:
 
 @dataclass(frozen=True, slots=True)
 class Rounding:
-    """How far quantized weights move transformers' logits from those of the plain checkpoint, in
-    units of their spread: the worst token's. ``same``: the share of tokens whose likeliest next
-    token stays.
+    """How far ``what`` is rounded moves transformers' own logits, in units of their spread: the
+    worst token's, of the ``allowed``. ``same``: the share of tokens whose likeliest next token
+    stays.
     """
 
-    format: Format
+    what: str
     moved: float
     same: float
+    allowed: float
 
     def __str__(self) -> str:
         return (
-            f"{self.format} weights move logits by {self.moved:.2g} of {ROUNDING[self.format]:g} "
-            f"allowed, likeliest token the same in {100 * self.same:.0f} %"
+            f"{self.what} move logits by {self.moved:.2g} of {self.allowed:g} allowed, likeliest "
+            f"token the same in {100 * self.same:.0f} %"
         )
 
 
@@ -125,7 +135,11 @@ class ServedModel:
 
 
 def prepare_and_test(
-    loaded: LoadedModel, kernels: str = "auto", quantization: str = "none"
+    loaded: LoadedModel,
+    kernels: str = "auto",
+    quantization: str = "none",
+    *,
+    fp8_cache: bool = False,
 ) -> tuple[ServedModel, SelfTestResult]:
     """The model on our paged attention and on the kernels that serve it, and the result. Raises
     ModelError, SelfTestError, or ConfigError where the kernels that are asked for cannot serve the
@@ -133,23 +147,29 @@ def prepare_and_test(
 
     With ``quantization`` a plain checkpoint's layers are rounded to it first, and the result says
     how far that moves transformers' own logits; a quantized one's are as they are. transformers
-    computes the expected logits with the quantized weights. Where layers of a model in bfloat16 are
+    computes the expected logits with the quantized weights, and for an ``fp8_cache`` with rounded
+    keys and values; the result says what that costs, too. Where layers of a model in bfloat16 are
     fused it computes them in float32, as they are served: its own rounding, up to 0.18 of the
     spread, would leave little room for a fault.
     """
     name = str(loaded.config.model_type)
     with _packed_or_not(name):
-        model = paged_model.prepare(loaded)
+        model = paged_model.prepare(loaded, fp8_cache=fp8_cache)
         choice = _pick(model, kernels)
-        rounding = None
+        rounding: Rounding | None = None
+        cache: Rounding | None = None
         quantized = loaded.shape.quantized or quantization
+        expected = _expected(model, choice, loaded.max_model_len)
         if quantized in ROUNDING and not loaded.shape.quantized:
-            plain = _expected(model, choice, loaded.max_model_len)
+            plain = expected
             quantize_weights(model, quantized)
             expected = _expected(model, choice, loaded.max_model_len)
-            rounding = _rounding(model, expected, plain, quantized)
-        else:
-            expected = _expected(model, choice, loaded.max_model_len)
+            what = f"{quantized} weights", "quantization none", ROUNDING[quantized]
+            rounding = _rounding(model, expected, plain, *what)
+        if fp8_cache:
+            plain = expected
+            expected = _expected(model, choice, loaded.max_model_len, fp8_cache=True)
+            cache = _rounding_of_cache(model, expected, plain)
         fusion = fuse(model, choice.operations)
         if quantized != "none" and fusion.fused < fusion.layers:
             raise ConfigError(
@@ -158,7 +178,7 @@ def prepare_and_test(
                 "use the unquantized checkpoint" if loaded.shape.quantized else "use none",
             )
         result = _check_both(model, choice, expected, fp8=quantized == "fp8")
-        return ServedModel(model, choice, fusion), replace(result, rounding=rounding)
+        return ServedModel(model, choice, fusion), replace(result, rounding=rounding, cache=cache)
 
 
 def _check_both(
@@ -179,15 +199,22 @@ def _check_both(
     return replace(result, activations=rounded.delta)
 
 
-def _expected(model: PagedModel, choice: BackendChoice, max_model_len: int) -> "Expected":
+def _expected(
+    model: PagedModel, choice: BackendChoice, max_model_len: int, *, fp8_cache: bool = False
+) -> "Expected":
     if choice.operations is None:
-        return Expected.of(model, max_model_len)
+        return Expected.of(model, max_model_len, fp8_cache=fp8_cache)
     with computed_in_float32(model):
-        return Expected.of(model, max_model_len)
+        return Expected.of(model, max_model_len, fp8_cache=fp8_cache)
 
 
 def prepare_rank(
-    loaded: LoadedModel, group: Group, device: torch.device, kernels: str = "auto"
+    loaded: LoadedModel,
+    group: Group,
+    device: torch.device,
+    kernels: str = "auto",
+    *,
+    fp8_cache: bool = False,
 ) -> tuple[ServedModel, SelfTestResult | None]:
     """One rank's part of a model, split on ``device``, and on rank 0 the result of the self-test;
     the other ranks only take part in it.
@@ -200,8 +227,15 @@ def prepare_rank(
     with _packed_or_not(name):
         shards.plan_of(loaded.model, loaded.shape, group.size)
         with shards.computed_on(device, loaded.model):
-            model = paged_model.prepare(loaded, device)
-            expected = Expected.of(model, loaded.max_model_len) if group.rank == 0 else None
+            model = paged_model.prepare(loaded, device, fp8_cache=fp8_cache)
+            expected: Expected | None = None
+            cache: Rounding | None = None
+            if group.rank == 0:
+                expected = Expected.of(model, loaded.max_model_len)
+            if expected is not None and fp8_cache:
+                plain = expected
+                expected = Expected.of(model, loaded.max_model_len, fp8_cache=True)
+                cache = _rounding_of_cache(model, expected, plain)
         shards.split(loaded.model, loaded.shape, group, device)
         group.meet(device)
         model.probe_again()
@@ -212,7 +246,7 @@ def prepare_rank(
             with torch.inference_mode():
                 _paged_logits(model, choice.attention, _prompts(model, loaded.max_model_len))
             return served, None
-        return served, check(model, choice.attention, expected)
+        return served, replace(check(model, choice.attention, expected), cache=cache)
 
 
 @contextmanager
@@ -240,7 +274,8 @@ def _pick(model: PagedModel, kernels: str) -> BackendChoice:
 @dataclass(frozen=True, slots=True, eq=False)
 class Expected:
     """Logits [positions, vocabulary] of plain transformers, per prompt and for the fork of the last
-    one. They are computed before layers are fused, which transformers cannot run.
+    one; with ``fp8_cache`` its attention reads keys and values that are rounded to fp8. They are
+    computed before layers are fused, which transformers cannot run.
     """
 
     prompts: list[list[int]]
@@ -248,16 +283,17 @@ class Expected:
 
     @classmethod
     @torch.inference_mode()
-    def of(cls, model: PagedModel, max_model_len: int) -> Self:
+    def of(cls, model: PagedModel, max_model_len: int, *, fp8_cache: bool = False) -> Self:
         prompts = _prompts(model, max_model_len)
         ends = [[end - 1 for end in accumulate(_chunks(len(p)))] for p in prompts]
         forked = [*prompts, prompts[-1]], [*ends, ends[-1][-1:]]
-        return cls(prompts, _plain_logits(model, *forked))
+        return cls(prompts, _plain_logits(model, *forked, fp8_cache=fp8_cache))
 
 
 def run(model: PagedModel, backend: AttentionBackend, max_model_len: int) -> SelfTestResult:
     """Compare both passes of a model without fused layers, as ``check`` does."""
-    return check(model, backend, Expected.of(model, max_model_len))
+    expected = Expected.of(model, max_model_len, fp8_cache=model.heads.fp8_cache)
+    return check(model, backend, expected)
 
 
 @torch.inference_mode()
@@ -268,13 +304,15 @@ def check(
     tolerance: float | None = None,
 ) -> SelfTestResult:
     """Compare our pass with the expected one on about 200 tokens; raises SelfTestError beyond the
-    tolerance, TOLERANCE of the model's type if None.
+    tolerance, TOLERANCE or CACHE_TOLERANCE of the model's type if None.
     """
     rows = _paged_logits(model, backend, expected.prompts)
     ours = [torch.stack([row[position] for position in sorted(row)]) for row in rows]
-    median = model.heads.dtype is not torch.float32 and _has_experts(model)
+    heads = model.heads
+    median = (heads.fp8_cache or heads.dtype is not torch.float32) and _has_experts(model)
     delta = max(_distance(*pair, median=median) for pair in zip(ours, expected.logits, strict=True))
-    tolerance = TOLERANCE[model.heads.dtype] if tolerance is None else tolerance
+    if tolerance is None:
+        tolerance = (CACHE_TOLERANCE if heads.fp8_cache else TOLERANCE)[heads.dtype]
     if not delta <= tolerance:
         raise SelfTestError(
             f"self-test: logits of {str(model.model.config.model_type)!r} differ from plain "
@@ -285,21 +323,32 @@ def check(
     return SelfTestResult(delta, tolerance, tokens, backend.name)
 
 
+def _rounding_of_cache(model: PagedModel, rounded: "Expected", plain: "Expected") -> Rounding:
+    what = "keys and values in fp8", "cache dtype auto", CACHE_ROUNDING
+    return _rounding(model, rounded, plain, *what, median=_has_experts(model))
+
+
 def _rounding(
-    model: PagedModel, rounded: "Expected", plain: "Expected", quantized: Format
+    model: PagedModel,
+    rounded: "Expected",
+    plain: "Expected",
+    what: str,
+    instead: str,
+    allowed: float,
+    *,
+    median: bool = False,
 ) -> Rounding:
-    """What quantized weights cost; raises SelfTestError beyond ROUNDING."""
+    """What it costs that ``what`` is rounded; raises SelfTestError beyond ``allowed``."""
     pairs = list(zip(rounded.logits, plain.logits, strict=True))
     same = torch.cat([(a.argmax(1) == b.argmax(1)).float() for a, b in pairs])
-    moved = max(_distance(*pair, median=False) for pair in pairs)
-    result = Rounding(quantized, moved, float(same.mean()))
-    if not moved <= ROUNDING[quantized]:
+    moved = max(_distance(*pair, median=median) for pair in pairs)
+    if not moved <= allowed:
         raise SelfTestError(
-            f"self-test: {quantized} weights move the logits of "
-            f"{str(model.model.config.model_type)!r} by {moved:.3g} of their spread, above the "
-            f"{ROUNDING[quantized]:g} that are allowed; serve it with quantization none"
+            f"self-test: {what} move the logits of {str(model.model.config.model_type)!r} by "
+            f"{moved:.3g} of their spread, above the {allowed:g} that are allowed; serve it with "
+            f"{instead}"
         )
-    return result
+    return Rounding(what, moved, float(same.mean()), allowed)
 
 
 def _distance(ours: torch.Tensor, plain: torch.Tensor, *, median: bool) -> float:
@@ -396,7 +445,7 @@ def _fork(source: Sequence, tails: list[int], cache: CacheStorage) -> Sequence:
 
 
 def _plain_logits(
-    model: PagedModel, prompts: list[list[int]], positions: list[list[int]]
+    model: PagedModel, prompts: list[list[int]], positions: list[list[int]], *, fp8_cache: bool
 ) -> list[torch.Tensor]:
     """Per prompt, in a pass of its own: eager transformers' logits [positions, vocabulary]."""
     results: list[torch.Tensor] = []
@@ -406,7 +455,8 @@ def _plain_logits(
         for prompt, at in zip(prompts, positions, strict=True):
             ids = torch.tensor([prompt], device=model.device)
             index = torch.tensor(at, device=model.device)
-            extra = {"logits_to_keep": index} if model.selects_logits else {}
-            logits = plain(input_ids=ids, use_cache=False, **extra).logits[0]
+            extra: dict[str, Any] = {"logits_to_keep": index} if model.selects_logits else {}
+            extra |= {"past_key_values": RoundedCache()} if fp8_cache else {}
+            logits = plain(input_ids=ids, use_cache=fp8_cache, **extra).logits[0]
             results.append(logits if model.selects_logits else logits[index])
     return results

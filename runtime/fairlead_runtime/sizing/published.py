@@ -74,9 +74,9 @@ def check_stored(
     config: EngineConfig, quantized: Stored, dtype: str, device: str, *, experts: bool
 ) -> EngineConfig:
     """``as_stored``, checked as ``check_supported`` does: what a checkpoint brings is refused where
-    the setting would be. Raises ConfigError, too, for int8 in float16 on a CPU, for weights that
-    would be rounded and split, and for rounding a model with ``experts``, whose layers are not
-    fused.
+    the setting would be. Raises ConfigError, too, for int8 in float16 or with an fp8 cache on a
+    CPU, for weights that would be rounded and split, and for rounding a model with ``experts``,
+    whose layers are not fused.
     """
     stored = as_stored(config, quantized)
     try:
@@ -92,6 +92,9 @@ def check_stored(
         # The C++ kernels, which multiply them there, have no float16.
         problem = f"int8 is not supported in {dtype} on {device}"
         raise ConfigError("quantization", problem, "use dtype bfloat16 or float32")
+    if (stored.quantization, stored.cache_dtype, device) == ("int8", "fp8", "cpu"):
+        problem = "fp8 is not supported with int8 weights on cpu: the C++ kernels lack it"
+        raise ConfigError("cache_dtype", problem, "use auto")
     if not quantized and stored.quantization != "none":
         if stored.tensor_parallel > 1:
             problem = f"{stored.quantization} weights cannot be split over ranks"

@@ -18,7 +18,7 @@ from fairlead_runtime.sizing.terms import (
     PROCESS,
     Bookkeeping,
     DeviceFacts,
-    bytes_of,
+    cache_bytes_of,
     gib,
     host_terms,
     loading_bytes,
@@ -110,7 +110,7 @@ def solve(
     """
     groups, longest = group_layers(shape.windows), max_model_len(shape, config)
     loading = loading_bytes(shape, config, device.kind)
-    element = 1 if config.cache_dtype == "fp8" else bytes_of(shape, config)
+    element = cache_bytes_of(shape, config)
     token_layer = 2 * split(shape.kv_heads, config.tensor_parallel) * shape.head_dim * element
     unit = layers_per_unit(groups) * config.block_size * token_layer
     block = unit * len(groups)

@@ -71,8 +71,9 @@ def terms_of(
     inside = shape.mlp_width if shape.experts else split(shape.mlp_width, tp)
     width = 4 * shape.hidden + rotary + max(3 * queries + 4 * keys, inside)
     # The C++ kernels compute layers without experts in float32, beside hidden states and rotary
-    # tables of the model's type.
+    # tables of the model's type. They have no fp8 cache.
     fused = cpu and config.kernels != "torch" and not shape.experts and tp == 1
+    fused = fused and config.cache_dtype == "auto"
     layer = 4 if fused else element
     given = (shape.hidden + rotary) * element if layer != element else 0
     # Logits that come from all ranks are there in parts, too, before they are joined.
@@ -115,7 +116,8 @@ def decode_state(shape: ModelShape, config: EngineConfig, groups: Sequence[Layer
     blocks = len(groups) * split(max_model_len(shape, config), config.block_size)
     unit = layers_per_unit(groups) * config.block_size * 2 * shape.kv_width
     row = ROW_BYTES + ENTRY * blocks
-    return (rows + 1) * row + rows * INDEX + unit * bytes_of(shape, config) + shape.vocab * ENTRY
+    cached = unit * cache_bytes_of(shape, config)
+    return (rows + 1) * row + rows * INDEX + cached + shape.vocab * ENTRY
 
 
 def host_terms(shape: ModelShape, config: EngineConfig) -> dict[str, int]:
@@ -185,8 +187,13 @@ def dtype_of(shape: ModelShape, config: EngineConfig) -> str:
 
 
 def bytes_of(shape: ModelShape, config: EngineConfig) -> int:
-    """Bytes of one weight, activation and, unless its own type is set, cache element."""
+    """Bytes of one weight and activation."""
     return DTYPE_BYTES[dtype_of(shape, config)]
+
+
+def cache_bytes_of(shape: ModelShape, config: EngineConfig) -> int:
+    """Bytes of one element of a cached key or value."""
+    return 1 if config.cache_dtype == "fp8" else bytes_of(shape, config)
 
 
 def weights(shape: ModelShape, config: EngineConfig, tp: int) -> int:
@@ -235,8 +242,9 @@ def _attention(
     chunk = min(config.max_batch_tokens, longest)
     heads = split(shape.heads, config.tensor_parallel)
     kv_width = split(shape.kv_heads, config.tensor_parallel) * shape.head_dim
-    # Keys and values with their slots and positions.
-    gathered = longest * (2 * kv_width * element + 16 * len(groups))
+    # Keys and values with their slots and positions; those of an fp8 cache as they are, and wide.
+    wide = element + (1 if config.cache_dtype == "fp8" else 0)
+    gathered = longest * (2 * kv_width * wide + 16 * len(groups))
     masks = len(groups) * min(chunk * longest, KEPT_MASKS) * element + min(
         STRIP, chunk
     ) * longest * (element + 2)

@@ -145,16 +145,18 @@ def check(path: Path | str, config: EngineConfig, device: DeviceFacts) -> Inspec
 def _check_kernels(config: EngineConfig, device: DeviceFacts, inspected: InspectedModel) -> None:
     """Raise ConfigError for a setting that needs kernels which cannot serve this model here."""
     shape, dtype, ranks = inspected.shape, inspected.dtype, config.tensor_parallel
+    fp8_cache = config.cache_dtype == "fp8"
     if config.kernels == "flashinfer":
         kv_heads = split(shape.kv_heads, ranks)
-        heads = Heads(shape.heads // ranks, kv_heads, shape.head_dim, shape.head_dim, dtype)
+        dims = shape.head_dim, shape.head_dim
+        heads = Heads(shape.heads // ranks, kv_heads, *dims, dtype, fp8_cache)
         try:
             flashinfer_for(heads, torch.device(device.kind))
         except NotAvailableError as error:
             raise ConfigError("kernels", f"flashinfer: {error}", "use auto or torch") from error
     if config.kernels == "cpu":
         try:
-            cpu_operations(device.kind, dtype)
+            cpu_operations(device.kind, dtype, fp8_cache=fp8_cache)
         except NotAvailableError as error:
             raise ConfigError("kernels", f"cpu: {error}", "use auto or torch") from error
     if config.quantization != "none":
@@ -230,15 +232,19 @@ def load_rank(
     Every rank makes the same passes in the same order: they meet in each of them. Raises as
     ``build`` does.
     """
-    place = torch.device(device.kind)
+    place, fp8_cache = torch.device(device.kind), config.cache_dtype == "fp8"
     loaded = loading.load(path, config=config, device=place if group is None else "cpu")
     result: selftest.SelfTestResult | None
     if group is None:
-        served, result = selftest.prepare_and_test(loaded, config.kernels, config.quantization)
+        served, result = selftest.prepare_and_test(
+            loaded, config.kernels, config.quantization, fp8_cache=fp8_cache
+        )
     else:
         if place.type == "cuda":
             place = torch.device("cuda", group.rank)
-        served, result = selftest.prepare_rank(loaded, group, place, config.kernels)
+        served, result = selftest.prepare_rank(
+            loaded, group, place, config.kernels, fp8_cache=fp8_cache
+        )
     loaded_at = now()
     model, choice = served.model, served.choice
     if served.fusion.stored is not torch.float32:

@@ -91,7 +91,7 @@ def resolve(
         config=config,
         device=device.kind,
         dtype=dtype,
-        cache_dtype=dtype,
+        cache_dtype="float8_e4m3fn" if config.cache_dtype == "fp8" else dtype,
         max_model_len=plan.max_model_len,
         num_blocks=plan.num_blocks,
         offload_units=plan.offload_units,
@@ -117,8 +117,11 @@ def _field_at_fault(config: EngineConfig, plan: MemoryPlan) -> str:
 def summary(resolved: ResolvedConfig) -> str:
     """One log line: the settings that the engine runs with."""
     plan = resolved.plan
+    own = resolved.cache_dtype == resolved.dtype
+    cache = "" if own else f" with a cache in {resolved.cache_dtype}"
     return (
-        f"{resolved.device} {resolved.dtype}, {plan.num_blocks} blocks of {plan.block_size} tokens "
+        f"{resolved.device} {resolved.dtype}{cache}, {plan.num_blocks} blocks of "
+        f"{plan.block_size} tokens "
         f"({gib(plan.terms['kv'])} GiB), {resolved.capacity} tokens a request, "
         f"{resolved.config.max_requests} requests and "
         f"{resolved.config.max_batch_tokens} tokens a step"

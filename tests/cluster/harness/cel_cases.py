@@ -234,7 +234,7 @@ CASES: tuple[Case, ...] = (
         )
         for dtype in ("bfloat16", "float16")
     ),
-    _spec("an fp8 cache", "cache.dtype fp8", cache={"dtype": "fp8"}),
+    _spec("an fp8 cache", cache={"dtype": "fp8"}),
     _spec(
         "steps ahead on a CPU",
         "engine.asyncBatching on",

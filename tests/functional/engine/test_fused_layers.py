@@ -185,6 +185,23 @@ def test_activations_in_fp8_have_a_limit_of_their_own_and_attention_is_judged_wi
     assert "; with fp8 activations 0." in str(result)
 
 
+@pytest.mark.parametrize("quantized", ["none", "fp8"])
+def test_beside_an_fp8_cache_layers_are_fused_and_judged_as_before(
+    quantized: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pick_it = partial(on_a_gpu_that_multiplies_fp8, operations=TorchOperations())
+    monkeypatch.setattr(selftest, "_pick", pick_it)
+    folder = tiny.save(tiny.build("llama").to(torch.bfloat16), tmp_path / "model")
+    loaded = loading.load(folder)
+    served, result = selftest.prepare_and_test(loaded, "auto", quantized, fp8_cache=True)
+    assert served.fusion.fused == 3
+    assert served.model.heads.cache_dtype is torch.float8_e4m3fn
+    assert result.tolerance == selftest.CACHE_TOLERANCE[torch.bfloat16]
+    assert result.cache is not None
+    assert 0 < result.cache.moved < selftest.CACHE_ROUNDING
+    assert str(result).count("move logits by 0.") == (1 if quantized == "none" else 2)
+
+
 # Each form of a layer: biases and layer norms, MLPs without a gate and beside attention, rows in
 # another order, pairs of neighbours, multipliers, offsets and norms of heads and of results.
 GPU_FAMILIES = (

@@ -122,6 +122,31 @@ def test_bfloat16_weights_are_planned_and_measured_alike(
     assert abs(drift) <= 2, f"{planned.num_blocks} planned, {measured.num_blocks} measured"
 
 
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_an_fp8_cache_is_planned_and_measured_alike_and_holds_twice_as_much(
+    family: str, tmp_path: Path, pod: Pod, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = tiny.save(tiny.build(family).to(torch.bfloat16), tmp_path / "fp8")
+    scheduler = {"maxBatchTokens": 256, "maxRequests": 16}
+    plain, small = (
+        pod.resource("2Gi", scheduler=scheduler, cache={"dtype": dtype, "cpuOffloadSpace": 0.1})
+        for dtype in ("auto", "fp8")
+    )
+    planned, wide = plan_of(config_of(model), small), plan_of(config_of(model), plain)
+    assert 2 * planned.block_bytes == wide.block_bytes
+    assert planned.offload_units // 2 == wide.offload_units
+    with caplog.at_level("INFO"):
+        measured = pod.start(model, small.engine, 2 * GIB).plan
+    assert measured.block_bytes == planned.block_bytes
+    assert measured.kv_bytes_per_token == planned.kv_bytes_per_token
+    drift = 100 * (measured.num_blocks - planned.num_blocks) / planned.num_blocks
+    assert abs(drift) <= 2, f"{planned.num_blocks} planned, {measured.num_blocks} measured"
+    for term in ("activations", "attention", "logits"):
+        assert planned.terms[term] >= measured.terms[term], term
+    assert "keys and values in fp8 move logits by 0." in caplog.text
+    assert "no C++ kernels: their cache is in float32 or bfloat16, not in fp8" in caplog.text
+
+
 def test_int8_weights_need_room_to_be_loaded_first(pod: Pod, tmp_path: Path) -> None:
     """A pod that has room for the rounded weights and a cache, but not for the original ones."""
     model = tiny.save(

@@ -12,9 +12,11 @@ from fairlead_kernels.backend import pick
 from fairlead_runtime.config import EngineConfig
 from fairlead_runtime.device import profiling
 from fairlead_runtime.device.fusion import fuse
+from fairlead_runtime.device.kv_cache import CacheStorage
 from fairlead_runtime.device.paged_model import PagedModel
 from fairlead_runtime.models import architecture, families, rope, tiny
 from fairlead_runtime.models.headers import Header, TensorEntry
+from fairlead_runtime.sizing.groups import group_layers
 from fairlead_runtime.sizing.shape import ModelShape
 from fairlead_runtime.sizing.terms import GIB, DeviceFacts
 from fairlead_runtime.sizing.verdict import plan_memory
@@ -53,13 +55,21 @@ NOT_IN_GPT2 = (
 
 
 @pytest.mark.parametrize(
-    ("family", "dtype"), [*((name, "float32") for name in FAMILIES), ("llama", "bfloat16")]
+    ("family", "dtype", "cache_dtype"),
+    [
+        *((name, "float32", "auto") for name in FAMILIES),
+        ("llama", "bfloat16", "auto"),
+        ("llama", "float32", "fp8"),
+        ("gemma2", "bfloat16", "fp8"),
+    ],
 )
-def test_planned_terms_are_within_a_fifth_of_measured_ones(family: str, dtype: str) -> None:
+def test_planned_terms_are_within_a_fifth_of_measured_ones(
+    family: str, dtype: str, cache_dtype: Any
+) -> None:
     sizes = {k: v for k, v in SIZES.items() if family != "gpt2" or k not in NOT_IN_GPT2}
     config = AutoConfig.for_model(family, **sizes | FAMILIES[family], dtype=dtype)
     model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype)).eval()
-    paged = PagedModel(model, families.check(config))
+    paged = PagedModel(model, families.check(config), fp8_cache=cache_dtype == "fp8")
     rope.pin(model, LENGTH)
     measured = profiling.profile(
         paged,
@@ -69,9 +79,13 @@ def test_planned_terms_are_within_a_fifth_of_measured_ones(family: str, dtype: s
         max_model_len=LENGTH,
     ).measured
     weights = {p.data_ptr(): p.nbytes for p in model.parameters()}
-    limits = EngineConfig(max_batch_tokens=256, max_requests=64, kernels="torch")
+    limits = EngineConfig(
+        max_batch_tokens=256, max_requests=64, kernels="torch", cache_dtype=cache_dtype
+    )
     shape = ModelShape.from_config(json.loads(config.to_json_string()) | {"dtype": dtype})
-    planned = plan_memory(shape, limits, DeviceFacts("cpu", 8 * GIB)).terms
+    plan = plan_memory(shape, limits, DeviceFacts("cpu", 8 * GIB))
+    groups, planned = group_layers(paged.windows), plan.terms
+    assert plan.unit_bytes == CacheStorage.unit_bytes(groups, paged.heads, plan.block_size)
     assert planned["weights"] == sum(weights.values())
     for term in ("activations", "logits"):
         assert 1.0 <= planned[term] / measured[term] <= 1.2, term

@@ -1,5 +1,7 @@
 """Where a layer's keys are stored, and that copies follow the order that the scheduler expects."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -9,12 +11,15 @@ from fairlead_runtime.scheduling.plan import Work
 from fairlead_runtime.sizing.groups import group_layers
 
 HEADS = Heads(4, 2, 8, 8, torch.float32)
+FP8 = Heads(4, 2, 8, 8, torch.bfloat16, fp8_cache=True)
 CPU = torch.device("cpu")
 
 
-def storage(windows: list[int | None], *, units: int = 6, host_units: int = 0) -> CacheStorage:
+def storage(
+    windows: list[int | None], *, units: int = 6, host_units: int = 0, heads: Heads = HEADS
+) -> CacheStorage:
     return CacheStorage(
-        group_layers(windows), HEADS, units=units, block_size=4, device=CPU, host_units=host_units
+        group_layers(windows), heads, units=units, block_size=4, device=CPU, host_units=host_units
     )
 
 
@@ -46,6 +51,28 @@ def test_bytes_are_those_of_all_units() -> None:
     groups = cache.groups
     assert cache.nbytes == 5 * CacheStorage.unit_bytes(groups, HEADS, 4)
     assert CacheStorage.unit_bytes(groups, HEADS, 4) == 3 * 4 * 2 * (8 + 8) * 4
+
+
+def test_an_fp8_cache_and_its_host_memory_take_a_byte_an_element() -> None:
+    plain = replace(FP8, fp8_cache=False)
+    wide, small = (storage([None, 8, None], host_units=3, heads=heads) for heads in (plain, FP8))
+    assert small.keys.dtype is small.values.dtype is torch.float8_e4m3fn
+    assert small.nbytes == 6 * CacheStorage.unit_bytes(small.groups, FP8, 4) == wide.nbytes // 2
+    assert small.host_nbytes == wide.host_nbytes // 2 == small.nbytes // 2
+
+
+def test_offload_restore_and_copies_keep_every_byte_of_an_fp8_cache() -> None:
+    cache = storage([None, None], host_units=3, heads=FP8)
+    keys, values = cache.keys.view(torch.uint8), cache.values.view(torch.uint8)
+    for part in (keys, values):  # every code, NaN too
+        part.copy_(torch.randint(0, 256, part.shape, dtype=torch.uint8))
+    before = keys.clone(), values.clone()
+    cache.copy(Work(0, offload=[(1, 2), (4, 0)], copies=[(2, 3)]))
+    keys[:, [1, 4]] = values[:, [1, 4]] = 0
+    cache.copy(Work(1, restore=[(2, 5), (0, 1)]))
+    for part, was in zip((keys, values), before, strict=True):
+        assert torch.equal(part[:, [0, 1, 2, 3, 5]], was[:, [0, 4, 2, 2, 1]])
+        assert not part[:, 4].any()
 
 
 def test_offload_then_restore_brings_back_the_same_content() -> None:

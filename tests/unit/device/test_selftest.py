@@ -73,10 +73,51 @@ def test_what_rounding_costs_is_measured_on_transformers_alone_and_has_a_limit(
     moved = selftest.Expected(
         plain.prompts, [x + 0.1 * x.std(dim=1, keepdim=True) for x in plain.logits]
     )
-    result = selftest._rounding(model, moved, plain, "int8")
+    what = "int8 weights", "quantization none", 0.7
+    result = selftest._rounding(model, moved, plain, *what)
     assert str(result) == (
         "int8 weights move logits by 0.1 of 0.7 allowed, likeliest token the same in 100 %"
     )
     broken = selftest.Expected(plain.prompts, [x.flip(1) for x in plain.logits])
     with pytest.raises(SelfTestError, match=r"int8 weights move.* 'llama' by 1\.\d+.*none$"):
-        selftest._rounding(model, broken, plain, "int8")
+        selftest._rounding(model, broken, plain, *what)
+
+
+# -- an fp8 cache
+
+
+def with_fp8_cache(family: str = "llama", **overrides: Any) -> PagedModel:
+    plain = tiny.build(family, **overrides)
+    return PagedModel(plain, families.check(plain.config), fp8_cache=True)
+
+
+def test_an_fp8_cache_equals_transformers_with_rounded_keys_and_differs_from_plain_ones() -> None:
+    result = self_test(with_fp8_cache(), 512)
+    assert result.delta < result.tolerance / 2
+    assert result.tolerance == selftest.CACHE_TOLERANCE[torch.float32]
+    model = with_fp8_cache()
+    plain, rounded = (selftest.Expected.of(model, 512, fp8_cache=fp8) for fp8 in (False, True))
+    cost = selftest._rounding_of_cache(model, rounded, plain)
+    assert cost.moved > 2 * result.delta, "the comparison is with rounded keys"
+    assert str(cost).startswith("keys and values in fp8 move logits by 0.")
+    assert f" of {selftest.CACHE_ROUNDING:g} allowed, likeliest token the same in " in str(cost)
+
+
+def test_keys_that_fp8_cannot_hold_are_refused_by_the_setting_that_serves_them() -> None:
+    model = with_fp8_cache()
+    with torch.no_grad():
+        for name, weight in model.model.named_parameters():
+            weight.mul_({"k_proj": 1e5, "q_proj": 1e-5}.get(name.split(".")[-2], 1.0))
+    plain, rounded = (selftest.Expected.of(model, 512, fp8_cache=fp8) for fp8 in (False, True))
+    with pytest.raises(SelfTestError, match=r"in fp8 move.* serve it with cache dtype auto$"):
+        selftest._rounding_of_cache(model, rounded, plain)
+
+
+def test_the_self_test_finds_a_cache_that_is_not_rounded() -> None:
+    """As one would be that attends to the tokens of a chunk before they are written."""
+    model = with_fp8_cache()
+    expected = selftest.Expected.of(model, 512, fp8_cache=True)
+    wide = PagedModel(model.model, model.windows)
+    attention = pick(wide.heads, wide.kinds, wide.device, "torch").attention
+    delta = selftest.check(wide, attention, expected, tolerance=10.0).delta
+    assert delta > selftest.CACHE_TOLERANCE[torch.float32]

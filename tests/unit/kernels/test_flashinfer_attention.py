@@ -65,6 +65,7 @@ row = st.one_of(decode, st.tuples(st.integers(0, 40), st.integers(1, 30)))
     dim=st.sampled_from([8, 16, 64]),
     dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
     extra=st.sampled_from(["", "softcap", "sinks"]),
+    fp8_cache=st.booleans(),
     seed=st.integers(0, 2**31),
 )
 def test_any_step_is_attended_as_defined(
@@ -76,9 +77,11 @@ def test_any_step_is_attended_as_defined(
     dim: int,
     dtype: torch.dtype,
     extra: str,
+    fp8_cache: bool,
     seed: int,
 ) -> None:
-    heads = Heads(group * kv, kv, dim, dim, dtype)
+    fp8_cache = fp8_cache and extra != "sinks"
+    heads = Heads(group * kv, kv, dim, dim, dtype, fp8_cache)
     case = make_case(rows, block_size=block_size, window=window, heads=heads, seed=seed)
     softcap = 2.0 if extra == "softcap" else None
     sinks = torch.randn(heads.query).to(dtype) if extra == "sinks" else None
@@ -289,6 +292,14 @@ def test_what_the_kernels_lack_is_refused_with_its_reason(
         FlashinferAttention(heads, kinds, CPU, standin.PACKAGE)
 
 
+def test_sinks_with_an_fp8_cache_are_refused_with_the_reason() -> None:
+    heads = replace(SERVED, fp8_cache=True)
+    kinds = frozenset({PLAIN, LayerKind(0.3, sinks=True)})
+    with pytest.raises(NotAvailableError, match="kernels with sinks do not read an fp8 cache"):
+        FlashinferAttention(heads, (kinds,), CPU, standin.PACKAGE)
+    standin.attention(heads, (frozenset({PLAIN}),))
+
+
 @pytest.mark.parametrize("group", [1, 3, 5, 7, 8, 12, 71])
 def test_any_number_of_query_heads_may_share_a_key_value_head(group: int) -> None:
     SUPPORTED.check_heads(Heads(group, 1, 64, 64, torch.float16))
@@ -442,6 +453,8 @@ KINDS = (
 def test_kernels_that_compute_what_the_reference_does_are_proven() -> None:
     for dtype in (torch.float16, torch.bfloat16):
         prove(standin.attention(Heads(6, 2, 64, 64, dtype), KINDS), CPU)
+        heads = Heads(6, 2, 64, 64, dtype, fp8_cache=True)
+        prove(standin.attention(heads, KINDS[:1]), CPU)
 
 
 @pytest.mark.parametrize(

@@ -63,12 +63,29 @@ def test_it_runs_what_is_right() -> None:
         ({"window_left": -2}, "out of range"),
         ({"q_data_type": torch.float64}, "no kernel takes queries in torch.float64"),
         ({"kv_data_type": torch.float16}, "no kernel takes queries in torch.float32 and keys"),
+        ({"kv_data_type": torch.float8_e5m2}, "no kernel takes queries in torch.float32 and keys"),
         ({"pos_encoding_mode": "ALIBI"}, "does not model pos_encoding_mode"),
     ],
 )
 def test_a_wrong_plan_is_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises((ValueError, IndexError, KeyError, NotImplementedError), match=message):
         planned(**changes)
+
+
+def test_keys_may_be_8_bit_floats_where_the_plan_says_so_and_no_kernel_has_sinks_then() -> None:
+    torch.manual_seed(0)
+    keys, values = (torch.randn(5, PAGE, KV_HEADS, DIM).to(torch.float8_e4m3fn) for _ in range(2))
+    cache = {"paged_kv_cache": (keys, values)}
+    given = tensors(**cache, q=torch.randn(4, HEADS, DIM))
+    wide = {**given, "paged_kv_cache": (keys.float(), values.float())}
+    got = planned(kv_data_type=torch.float8_e4m3fn).run(**given)
+    assert torch.equal(got, planned().run(**wide))
+    with pytest.raises(ValueError, match=r"dtype of k torch.float8_e4m3fn does not match"):
+        planned().run(**given)
+    with pytest.raises(ValueError, match="by the type of queries alone"):
+        standin.BatchAttentionWithAttentionSinkWrapper(
+            WORKSPACE, "NHD", backend="fa2", kv_data_type=torch.float8_e4m3fn
+        )
 
 
 def test_the_packages_defaults_are_not_causal_and_float16() -> None:

@@ -187,6 +187,7 @@ def fails(*_: Any, **__: Any) -> Any:
 def test_kernels_that_compute_what_the_reference_does_are_proven(name: str) -> None:
     for dtype in (torch.float32, torch.float16, torch.bfloat16):
         triton_proof.prove(operations(name), dtype, CPU)
+    triton_proof.prove(operations(name), torch.float32, CPU, torch.float8_e4m3fn)
 
 
 @pytest.mark.parametrize("method", ["norm", "rope_write", "gated"])

@@ -120,11 +120,7 @@ def test_fits_means_that_one_full_length_sequence_has_room(
     assert not plan.fits or plan.full_length_sequences >= 1
 
 
-SUPPORTED = CONFIGS.map(
-    lambda settings: (
-        settings | {"cache_dtype": "auto", "quantization": "none", "tensor_parallel": 1}
-    )
-)
+SUPPORTED = CONFIGS.map(lambda settings: settings | {"quantization": "none", "tensor_parallel": 1})
 FIXES = {
     "tensorParallel": "tensor_parallel",
     "maxModelLen": "max_model_len",
@@ -227,7 +223,11 @@ def test_an_fp8_cache_takes_a_byte_an_element() -> None:
     )
     assert plain.kv_bytes_per_token == 2 * small.kv_bytes_per_token
     assert plain.block_bytes == 2 * small.block_bytes
-    assert small.num_blocks in (2 * plain.num_blocks, 2 * plain.num_blocks + 1)
+    # Plain torch's attention widens the keys and values of one sequence.
+    wide = 131072 * 2 * 1024
+    assert small.terms["attention"] == plain.terms["attention"] + wide
+    lost = 2 * plain.num_blocks - small.num_blocks
+    assert 0 <= lost * small.block_bytes <= wide + small.block_bytes
 
 
 def test_accelerators_share_the_matrices_and_the_cache_but_not_the_embeddings() -> None:

@@ -32,6 +32,7 @@ SHAPE = ModelShape.from_config(
 )
 GPU, CPU = DeviceFacts("cuda", 80 * GIB), DeviceFacts("cpu", 16 * GIB)
 CONFIG = EngineConfig(max_batch_tokens=512, max_requests=64, block_size=16)
+FP8_CACHE = replace(CONFIG, cache_dtype="fp8")
 
 
 def planned(device: DeviceFacts, config: EngineConfig = CONFIG) -> dict[str, int]:
@@ -103,6 +104,19 @@ def test_a_cpus_attention_holds_the_longest_row_and_its_masks() -> None:
     gathered = longest * (2 * kv * 2 + 16)
     masks = min(chunk * longest, 1 << 24) * 2 + 256 * longest * (2 + 2)
     assert planned(CPU)["attention"] == gathered + masks
+    fp8 = longest * (2 * kv * (2 + 1) + 16)
+    assert planned(CPU, FP8_CACHE)["attention"] == fp8 + masks, "a byte, and what it is widened to"
+
+
+def test_a_gpu_keeps_a_unit_of_padding_in_the_caches_type() -> None:
+    unit = 16 * 2 * 2 * 128 * 4  # tokens, keys and values, heads, elements, layers
+    assert planned(GPU)["batch"] - planned(GPU, FP8_CACHE)["batch"] == unit
+
+
+def test_a_cpus_layers_beside_an_fp8_cache_are_not_fused() -> None:
+    plain = replace(CONFIG, kernels="torch")
+    assert planned(CPU, FP8_CACHE)["activations"] == planned(CPU, plain)["activations"]
+    assert planned(CPU)["activations"] > planned(CPU, plain)["activations"]
 
 
 @pytest.mark.parametrize(

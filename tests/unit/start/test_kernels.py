@@ -67,6 +67,18 @@ def test_cpu_is_refused_for_a_model_that_these_kernels_cannot_serve(
     assert error.value.field == "kernels"
 
 
+def test_with_an_fp8_cache_a_cpu_takes_plain_torch_and_says_why() -> None:
+    fp8, reason = EngineConfig(kernels="cpu", cache_dtype="fp8"), "not in fp8"
+    with pytest.raises(ConfigError, match=rf"--kernels: cpu: .*{reason}") as error:
+        build.check(DEMO, fp8, CPU)
+    assert (error.value.field, error.value.hint) == ("kernels", "use auto or torch")
+    choice = pick(replace(HEADS, fp8_cache=True), KINDS, torch.device("cpu"))
+    assert (choice.operations, choice.attention.name) == (None, "torch")
+    assert str(choice).endswith(
+        "; no C++ kernels: their cache is in float32 or bfloat16, not in fp8)"
+    )
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_cpu_serves_models_in_float32_and_bfloat16(dtype: torch.dtype) -> None:
     try:

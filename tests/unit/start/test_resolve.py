@@ -10,7 +10,7 @@ from fairlead_runtime.config import ConfigError, EngineConfig
 from fairlead_runtime.sizing.shape import ModelShape
 from fairlead_runtime.sizing.terms import GIB, UNIT_BYTES, DeviceFacts
 from fairlead_runtime.sizing.verdict import plan_memory
-from fairlead_runtime.start.resolve import ResolvedConfig, resolve
+from fairlead_runtime.start.resolve import ResolvedConfig, resolve, summary
 
 CONFIG: dict[str, Any] = {
     "model_type": "llama",
@@ -33,7 +33,6 @@ def resolved(dtype: str = "float32", device: DeviceFacts = CPU, **settings: Any)
 @pytest.mark.parametrize(
     "setting",
     [
-        {"cache_dtype": "fp8"},
         {"quantization": "fp8"},
         {"tensor_parallel": 3},
         {"async_batching": "on"},
@@ -114,6 +113,24 @@ def test_int8_weights_are_supported_everywhere_but_in_float16_on_cpus() -> None:
         assert resolved(dtype, device, quantization="int8").num_blocks > 0
     with pytest.raises(ConfigError, match="int8 is not supported in float16 on cpu"):
         resolved("float16", CPU, quantization="int8")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("device", [CPU, DeviceFacts("cuda", 80 * GIB)])
+def test_an_fp8_cache_is_supported_everywhere_but_with_int8_weights_on_cpus(
+    dtype: str, device: DeviceFacts
+) -> None:
+    result = resolved(dtype, device, cache_dtype="fp8")
+    assert result.cache_dtype == "float8_e4m3fn"
+    assert f"{device.kind} {dtype} with a cache in float8_e4m3fn, " in summary(result)
+    assert "cache" not in summary(resolved(dtype, device))
+    both = {"cache_dtype": "fp8", "quantization": "int8"}
+    if device.kind == "cuda":
+        assert resolved(dtype, device, **both).num_blocks > 0
+    elif dtype != "float16":
+        with pytest.raises(ConfigError, match="fp8 is not supported with int8 weights") as error:
+            resolved(dtype, device, **both)
+        assert (error.value.field, error.value.hint) == ("cache_dtype", "use auto")
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])

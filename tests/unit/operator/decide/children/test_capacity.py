@@ -109,6 +109,18 @@ def test_what_the_runtime_refuses_for_the_checkpoints_type_is_not_planned(dtype:
     assert capacity_of(config, in_float32)["fits"]
 
 
+def test_an_fp8_cache_has_twice_the_blocks_and_none_beside_int8_weights_on_a_cpu() -> None:
+    fp8 = {"cache": {"dtype": "fp8"}}
+    wide, small = (capacity_of(QWEN, deployment(**GPU, **more))["planned"] for more in ({}, fp8))
+    assert 2 * small["kvBytesPerToken"] == wide["kvBytesPerToken"]
+    assert small["numBlocks"] >= 2 * wide["numBlocks"] - 200, "attention widens one sequence"
+    on_cpu = {"resources": {"accelerator": {"count": 0}, "memory": "8Gi"}}
+    with pytest.raises(PlanError, match=r"spec\.cache\.dtype: fp8 is not supported with int8 we"):
+        capacity_of(QWEN, deployment(engine={"quantization": "int8"}, **on_cpu, **fp8))
+    few = {"scheduler": {"maxBatchTokens": 512}}
+    assert capacity_of(QWEN, deployment(**few, **on_cpu, **fp8))["fits"]
+
+
 def test_a_cpu_is_planned_in_the_pods_memory() -> None:
     idep = deployment(
         resources={"accelerator": {"count": 0}, "memory": "8Gi", "sharedMemory": "1Gi"},
