@@ -294,13 +294,19 @@ class ScenarioRun:
 
     def _check_computed_once(self, plan: Plan) -> None:
         """No admitted sequence computes a full block that another is about to compute. A fork does
-        not count: it hashes no prompt, so that none waits for the last token that it computes.
+        not count: it hashes no prompt, so that none waits for the last token that it computes. Nor
+        does one that is restored to decode: none waits for a decode.
         """
         size = self.scenario.limits.block_size
         if not self.scenario.limits.allow_block_sharing:
             return
-        forks = {a.sequence.id for a in plan.admitted if a.source == "fork"}
-        computing = [pair for pair in self._computing(plan) if pair[0].id not in forks]
+        others = {
+            a.sequence.id
+            for a in plan.admitted
+            if a.source == "fork"
+            or (a.source == "restore" and len(a.sequence.tokens) - a.start == 1)
+        }
+        computing = [pair for pair in self._computing(plan) if pair[0].id not in others]
         for admission in plan.admitted:
             end = (admission.start // size + 1) * size
             if admission.source != "prefix" or end >= len(admission.sequence.tokens):
