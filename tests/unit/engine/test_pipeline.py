@@ -37,77 +37,6 @@ def _check_each_step(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fairlead_runtime.engine.engine.CHECK_EVERY", 1)
 
 
-# -- any workload
-
-
-@st.composite
-def requests(draw: st.DrawFn) -> list[tuple[int, Request]]:
-    """Arrivals (step, request): prompts that share prefixes, choices, stop tokens."""
-    arrivals = []
-    for i in range(draw(st.integers(1, 9))):
-        one = request(
-            f"r{draw(st.integers(0, 2))}" if draw(st.booleans()) else f"r{i}",
-            draw(st.integers(1, 24)),
-            draw(st.integers(1, 20)),
-            n=draw(st.sampled_from((1, 1, 2, 3))),
-            stop_token_ids=draw(st.sampled_from(((), (), STOPS))),
-        )
-        # The prompt follows from the name, so that some are equal; ids are not.
-        arrivals.append((draw(st.integers(0, 30)), replace(one, id=f"{i}", seed=i)))
-    return arrivals
-
-
-SCARCE = st.fixed_dictionaries(
-    {
-        "num_blocks": st.integers(12, 30),
-        "max_batch_tokens": st.sampled_from((8, 16, 64)),
-        "max_requests": st.sampled_from((2, 4, 8)),
-        "safety_margin": st.sampled_from((0.0, 0.2)),
-        "allow_block_sharing": st.booleans(),
-        "offload_units": st.sampled_from((0, 8, 60)),
-        "policy": st.sampled_from(("fifo", "prefill_first", "priority", "fair")),
-        "groups": st.sampled_from((FULL, MIXED)),
-    }
-)
-
-
-def cut(tokens: list[int]) -> list[int]:
-    """What a client with the stop text sees."""
-    for at, token in enumerate(tokens):
-        if token % STOP_TEXT == 0:
-            return tokens[: at + 1]
-    return tokens
-
-
-def play(
-    engine: Engine,
-    arrivals: list[tuple[int, Request]],
-    *,
-    stops: bool,
-    aborts: dict[str, int] | None = None,
-) -> Collected:
-    """Every request to its end, with the invariants checked after each step. ``stops``: the service
-    ends a choice as soon as it sees the stop text. ``aborts``: by request, the step in which its
-    client leaves.
-    """
-    collected, due = Collected(), sorted(arrivals, key=lambda arrival: arrival[0])
-    stopped: set[tuple[str, int]] = set()
-    for step in range(3000):
-        while due and due[0][0] <= step:
-            engine.submit(due.pop(0)[1])
-        for name in [name for name, at in (aborts or {}).items() if at == step]:
-            engine.abort(name)
-        collected.take(engine.step())
-        engine._scheduler.check()
-        for key, tokens in collected.tokens.items():
-            if stops and key not in stopped and any(t % STOP_TEXT == 0 for t in tokens):
-                engine.finish(*key)
-                stopped.add(key)
-        if engine.idle and not due:
-            return collected
-    raise AssertionError("not done after 3000 steps")
-
-
 class Seen(Observer):
     """Counts what metrics would."""
 
@@ -117,67 +46,6 @@ class Seen(Observer):
     def stepped(self, work: Work, events: Sequence[Event], began: float, ended: float) -> None:
         self.rows += sum(row.samples for row in work.rows)
         self.tokens += len(events)
-
-
-@settings(
-    max_examples=EXAMPLES,
-    deadline=None,
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
-)
-@given(
-    arrivals=requests(),
-    limits=SCARCE,
-    stops=st.booleans(),
-    aborts=st.dictionaries(st.integers(0, 8).map(str), st.integers(1, 40), max_size=3),
-    faults=st.sets(st.integers(0, 60), max_size=3),
-    losses=st.sets(st.integers(0, 60), max_size=3),
-)
-def test_launched_steps_give_the_texts_of_steps_one_after_another(
-    arrivals: list[tuple[int, Request]],
-    limits: dict[str, Any],
-    *,
-    stops: bool,
-    aborts: dict[str, int],
-    faults: set[int],
-    losses: set[int],
-) -> None:
-    """Whatever stops, leaves, is preempted, forks or hits the prefix cache, and whichever launches
-    and collections fail.
-    """
-
-    def failing(steps: set[int]) -> Callable[[Work], None]:
-        left = set(steps)
-
-        def fail(work: Work) -> None:
-            if work.step in left:
-                left.discard(work.step)
-                raise RuntimeError("planted")
-
-        return fail
-
-    want = play(rig(FakeRunner(), **limits), arrivals, stops=stops)
-    runner = LaunchingRunner(refuse=failing(faults), lost=failing(losses))
-    seen = Seen()
-    engine = rig(runner, observer=seen, **limits)
-    got = play(engine, arrivals, stops=stops, aborts=aborts)
-    for _, one in arrivals:
-        for choice in range(one.params.n):
-            key = one.id, choice
-            mine, other = got.tokens.get(key, []), want.tokens[key]
-            if one.id in aborts:
-                assert mine[: len(other)] == other[: len(mine)]
-            elif stops:
-                assert cut(mine) == cut(other)
-            else:
-                assert (mine, got.finish[key]) == (other, want.finish[key])
-            assert len(got.finish[key]) == 1
-    assert not runner.flying
-    assert engine.snapshot().scheduler.used == 0
-    counters = engine.counters
-    assert counters.invariant_violations == counters.engine_faults == counters.failed_sequences == 0
-    delivered = sum(map(len, got.tokens.values()))
-    assert counters.generated_tokens == seen.rows == delivered
-    assert runner.copied == sorted(set(runner.copied))
 
 
 # -- the order of work
@@ -489,3 +357,135 @@ def test_an_internal_error_forgets_what_is_in_flight() -> None:
     engine.submit(request("b", max_tokens=5))
     run(engine, into=collected)
     assert collected.finish["b", 0] == [FinishReason.LENGTH]
+
+
+# -- any workload
+
+
+@st.composite
+def requests(draw: st.DrawFn) -> list[tuple[int, Request]]:
+    """Arrivals (step, request): prompts that share prefixes, choices, stop tokens."""
+    arrivals = []
+    for i in range(draw(st.integers(1, 9))):
+        one = request(
+            f"r{draw(st.integers(0, 2))}" if draw(st.booleans()) else f"r{i}",
+            draw(st.integers(1, 24)),
+            draw(st.integers(1, 20)),
+            n=draw(st.sampled_from((1, 1, 2, 3))),
+            stop_token_ids=draw(st.sampled_from(((), (), STOPS))),
+        )
+        # The prompt follows from the name, so that some are equal; ids are not.
+        arrivals.append((draw(st.integers(0, 30)), replace(one, id=f"{i}", seed=i)))
+    return arrivals
+
+
+SCARCE = st.fixed_dictionaries(
+    {
+        "num_blocks": st.integers(12, 30),
+        "max_batch_tokens": st.sampled_from((8, 16, 64)),
+        "max_requests": st.sampled_from((2, 4, 8)),
+        "safety_margin": st.sampled_from((0.0, 0.2)),
+        "allow_block_sharing": st.booleans(),
+        "offload_units": st.sampled_from((0, 8, 60)),
+        "policy": st.sampled_from(("fifo", "prefill_first", "priority", "fair")),
+        "groups": st.sampled_from((FULL, MIXED)),
+    }
+)
+
+
+def cut(tokens: list[int]) -> list[int]:
+    """What a client with the stop text sees."""
+    for at, token in enumerate(tokens):
+        if token % STOP_TEXT == 0:
+            return tokens[: at + 1]
+    return tokens
+
+
+def play(
+    engine: Engine,
+    arrivals: list[tuple[int, Request]],
+    *,
+    stops: bool,
+    aborts: dict[str, int] | None = None,
+) -> Collected:
+    """Every request to its end, with the invariants checked after each step. ``stops``: the service
+    ends a choice as soon as it sees the stop text. ``aborts``: by request, the step in which its
+    client leaves.
+    """
+    collected, due = Collected(), sorted(arrivals, key=lambda arrival: arrival[0])
+    stopped: set[tuple[str, int]] = set()
+    for step in range(3000):
+        while due and due[0][0] <= step:
+            engine.submit(due.pop(0)[1])
+        for name in [name for name, at in (aborts or {}).items() if at == step]:
+            engine.abort(name)
+        collected.take(engine.step())
+        engine._scheduler.check()
+        for key, tokens in collected.tokens.items():
+            if stops and key not in stopped and any(t % STOP_TEXT == 0 for t in tokens):
+                engine.finish(*key)
+                stopped.add(key)
+        if engine.idle and not due:
+            return collected
+    raise AssertionError("not done after 3000 steps")
+
+
+@settings(
+    max_examples=EXAMPLES,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+@given(
+    arrivals=requests(),
+    limits=SCARCE,
+    stops=st.booleans(),
+    aborts=st.dictionaries(st.integers(0, 8).map(str), st.integers(1, 40), max_size=3),
+    faults=st.sets(st.integers(0, 60), max_size=3),
+    losses=st.sets(st.integers(0, 60), max_size=3),
+)
+def test_launched_steps_give_the_texts_of_steps_one_after_another(
+    arrivals: list[tuple[int, Request]],
+    limits: dict[str, Any],
+    *,
+    stops: bool,
+    aborts: dict[str, int],
+    faults: set[int],
+    losses: set[int],
+) -> None:
+    """Whatever stops, leaves, is preempted, forks or hits the prefix cache, and whichever launches
+    and collections fail.
+    """
+
+    def failing(steps: set[int]) -> Callable[[Work], None]:
+        left = set(steps)
+
+        def fail(work: Work) -> None:
+            if work.step in left:
+                left.discard(work.step)
+                raise RuntimeError("planted")
+
+        return fail
+
+    want = play(rig(FakeRunner(), **limits), arrivals, stops=stops)
+    runner = LaunchingRunner(refuse=failing(faults), lost=failing(losses))
+    seen = Seen()
+    engine = rig(runner, observer=seen, **limits)
+    got = play(engine, arrivals, stops=stops, aborts=aborts)
+    for _, one in arrivals:
+        for choice in range(one.params.n):
+            key = one.id, choice
+            mine, other = got.tokens.get(key, []), want.tokens[key]
+            if one.id in aborts:
+                assert mine[: len(other)] == other[: len(mine)]
+            elif stops:
+                assert cut(mine) == cut(other)
+            else:
+                assert (mine, got.finish[key]) == (other, want.finish[key])
+            assert len(got.finish[key]) == 1
+    assert not runner.flying
+    assert engine.snapshot().scheduler.used == 0
+    counters = engine.counters
+    assert counters.invariant_violations == counters.engine_faults == counters.failed_sequences == 0
+    delivered = sum(map(len, got.tokens.values()))
+    assert counters.generated_tokens == seen.rows == delivered
+    assert runner.copied == sorted(set(runner.copied))
