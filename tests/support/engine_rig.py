@@ -191,7 +191,9 @@ class Rig:
         self.family = family
         cached = FP8_CACHE if kernels.startswith(FP8_CACHE) else ""
         kernels = kernels.removeprefix(FP8_CACHE)
-        self._described: dict[str, Any] = {"family": family, "fp8_cache": bool(cached), **overrides}
+        self._described: dict[str, Any] = {"family": family, **overrides}
+        if cached:
+            self._described["fp8_cache"] = True
         self.model = paged(**self._described)
         if kernels in QUANTIZED:
             quantize_weights(self.model, QUANTIZED[kernels])
