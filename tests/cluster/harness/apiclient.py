@@ -110,11 +110,11 @@ class Api:
         asked again then, as client-go does: the storage of a new kind takes a while.
         """
         content = None if body is None else json.dumps(body).encode()
-        for _ in range(ASKED_AGAIN):
+        for left in reversed(range(ASKED_AGAIN + 1)):
             answer = self.http.request(
                 method, path, content=content, params=query, headers={"Content-Type": content_type}
             )
-            if answer.status_code != 429 or "retry-after" not in answer.headers:
+            if not left or answer.status_code != 429 or "retry-after" not in answer.headers:
                 break
             time.sleep(float(answer.headers["retry-after"]))
         if answer.status_code >= 400:

@@ -34,9 +34,15 @@ KUBELET = f"system:node:{NAME}"
 KUBE_PROXY = "system:kube-proxy"
 AMPLE = 16 << 30  # bytes of memory of which images may take four
 AWAY = 3  # seconds for which a part of the cluster is missing
-FOLLOWED = frozenset(
-    {"deployments", "endpointslices", "nodes", "poddisruptionbudgets", "pods", "replicasets"}
-    | {"inferencedeployments", "services"}
+FOLLOWED = (  # kinds that serving depends on
+    "deployments",
+    "endpointslices",
+    "inferencedeployments",
+    "nodes",
+    "poddisruptionbudgets",
+    "pods",
+    "replicasets",
+    "services",
 )
 MAY_BE_AWAY = ("kubelet", "containerd", "kube-apiserver")
 PROGRAMS = (
@@ -255,7 +261,7 @@ def _available_memory() -> int:
 
 
 def watches(api: Api) -> Counter[str]:
-    """How many watches are open at the API server, by the resources that serving depends on."""
+    """How many watches are open at the API server, of each of FOLLOWED."""
     counts: Counter[str] = Counter()
     for family in text_string_to_metric_families(api.call("GET", "/metrics")):
         if family.name == "apiserver_longrunning_requests":
