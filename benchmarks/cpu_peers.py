@@ -10,6 +10,7 @@ as long as ours in the first round does not run in the others.
 - tutorial: six requests with caps of 6, 50, 300, 30, 180 and 45 in three slots, GPT-2.
 - burst: 8 or 32 requests at once that share their first 512 tokens.
 - alone: one request, whose decode reads all weights for each token.
+- long prompt: one of 2,048 tokens arrives among eight decodes, over HTTP (`long_prompt.py`).
 
 Weights and cache are float32; mixed and alone come again with 8-bit weights. The output names what
 else an engine rounds then: each has its own default, which is its fastest.
@@ -38,7 +39,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from benchmarks import cpu_picture, machine, models, peers
+from benchmarks import cpu_picture, long_prompt, machine, models, peers
 from benchmarks.cpu_engine import Request
 from benchmarks.http_peers import spread
 from benchmarks.turns import OURS, Terms, rounds_of, take_turns
@@ -280,6 +281,8 @@ class Comparison(NamedTuple):
                         measured = measure(engines, workload, vocabulary, self.terms, next(seeds))
                         kept[workload.name] = measured.seconds
                         self._print(workload.name, measured, size, kinds)
+            if name != models.GPT2:  # it takes no prompt of that length
+                kept |= long_prompt.compare(Path(folder), self.engines, self.terms)
         return kept
 
     def _print(
