@@ -53,6 +53,7 @@ class CpuOperations:
         self.library = functions
         self.name = functions.instruction_set
         self._panel: int = functions.panel_width()
+        self._likeliest_part: int = functions.likeliest_part()
 
     def pack(
         self,
@@ -112,6 +113,59 @@ class CpuOperations:
             out.data_ptr(),
             torch.get_num_threads(),
         )
+        return out
+
+    def likeliest(
+        self, x: Tensor, weight: Packed, bias: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """The largest of each row of ``linear``, float32 [T], NaN where one is, and its column,
+        int64 [T], the first of equal ones: ``max`` of a product that is not stored.
+        """
+        x = dense(x, "x", weight.columns)
+        count, threads = x.shape[0], torch.get_num_threads()
+        values, columns = torch.empty(count), torch.empty(count, dtype=torch.int64)
+        parts = torch.empty(threads * count * self._likeliest_part)
+        self.library.likeliest(
+            x.data_ptr(),
+            count,
+            ctypes.byref(weight_struct(weight, bias, "bias")),
+            values.data_ptr(),
+            columns.data_ptr(),
+            parts.data_ptr(),
+            threads,
+        )
+        return values, columns
+
+    def embed(
+        self,
+        ids: Tensor,
+        weight: Packed,
+        factor: float = 1.0,
+        positions: tuple[Tensor, Tensor] | None = None,
+    ) -> Tensor:
+        """Rows ``ids`` int64 [T] of a packed weight, times ``factor``: float32 [T, columns].
+
+        ``positions``, a table float32 [N, columns] and int64 [T], are its rows to add. Raises
+        IndexError for a row that is not there.
+        """
+        ids, count = ids.contiguous(), ids.shape[0]
+        out = torch.empty(count, weight.columns)
+        table, at = positions or (None, ids)
+        table = None if table is None else dense(table, "positions", weight.columns)
+        at = at.contiguous()
+        found = self.library.embed(
+            ids.data_ptr(),
+            count,
+            ctypes.byref(weight_struct(weight, None, "bias")),
+            factor,
+            None if table is None else table.data_ptr(),
+            at.data_ptr(),
+            0 if table is None else table.shape[0],
+            out.data_ptr(),
+            torch.get_num_threads(),
+        )
+        if not found:
+            raise IndexError(f"ids: not all below {weight.rows}, or a position beyond the table")
         return out
 
     def norm(self, x: Tensor, norm: Norm, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:

@@ -161,6 +161,18 @@ _FUNCTIONS: dict[str, tuple[tuple[type, ...], type | None]] = {
     "pack_bfloat16": ((Pointer, Pointer, Long, Long, Long, Long, Int), None),
     "pack_int8": ((Pointer, Pointer, Long, Long, Long, Long, Int), None),
     "linear": ((Pointer, Long, ctypes.POINTER(WeightStruct), Pointer, Int), None),
+    "embed": (
+        (
+            *(Pointer, Long, ctypes.POINTER(WeightStruct), Float),
+            *(Pointer, Pointer, Long, Pointer, Int),
+        ),
+        Int,
+    ),
+    "likeliest_part": ((), Int),
+    "likeliest": (
+        (Pointer, Long, ctypes.POINTER(WeightStruct), Pointer, Pointer, Pointer, Int),
+        None,
+    ),
     "norm": (
         (Pointer, Pointer, ctypes.POINTER(NormStruct), Long, Long, Pointer, Pointer, Int),
         None,

@@ -112,6 +112,29 @@ def linear(x: torch.Tensor, weight: Packed, bias: torch.Tensor | None = None) ->
     return (out if bias is None else out + bias.double()).to(x.dtype)
 
 
+def likeliest(
+    x: torch.Tensor, weight: Packed, bias: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``CpuOperations.likeliest``."""
+    values, columns = linear(x, weight, bias).max(dim=1)
+    return values, columns
+
+
+def embed(
+    ids: torch.Tensor,
+    weight: Packed,
+    factor: float = 1.0,
+    positions: tuple[torch.Tensor, torch.Tensor] | None = None,
+) -> torch.Tensor:
+    """``CpuOperations.embed``."""
+    rows = weight.data[ids].double() * factor
+    if weight.scales is not None:
+        rows = rows * weight.scales[ids].double()[:, None]
+    if positions is not None:
+        rows = rows + positions[0][positions[1]].double()
+    return rows.float()
+
+
 def norm(
     x: torch.Tensor, norm: Norm, residual: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:

@@ -28,6 +28,7 @@ ATTENTION_C, LAYERS_C, LINEAR_C, NORM_C, PRODUCT_C, ROPE_C, SIMD_C, TEAM_C = (
         "team.cpp",
     )
 )
+EMBED_C, LIKELIEST_C = (f"{KERNELS}/csrc/{name}.cpp" for name in ("embed", "likeliest"))
 C_OPERATIONS, C_ATTENTION, C_LAYERS = (
     (f"unit/kernels/test_cpu_{name}.py",) for name in ("operations", "attention", "layers")
 )
@@ -694,5 +695,47 @@ BUGS = (
         'decode_rows(decodes), count if room else "decodes")',
         'decode_rows(decodes), "decodes")',
         ("unit/device/test_decode_steps.py",),
+    ),
+    PackageBug(
+        "rows beyond the weight's are likeliest, too",
+        LIKELIEST_C,
+        "inside ? load(tile + i * P + half * W) + bias : lowest",
+        "load(tile + i * P + half * W) + bias",
+        C_OPERATIONS,
+    ),
+    PackageBug(
+        "of equal logits any may be the likeliest",
+        LIKELIEST_C,
+        "(found.value[lane] == value && at < column)",
+        "(found.value[lane] == value && at > column)",
+        C_OPERATIONS,
+    ),
+    PackageBug(
+        "a logit that is NaN is passed over",
+        LIKELIEST_C,
+        "best.nan |= value != value;",
+        "",
+        C_OPERATIONS,
+    ),
+    PackageBug(
+        "each thread looks for the likeliest in the first one's memory",
+        LIKELIEST_C,
+        "all + count * team.index",
+        "all",
+        C_OPERATIONS,
+    ),
+    PackageBug(
+        "embeddings are read one row beside their own",
+        EMBED_C,
+        "columns * P + row % P",
+        "columns * P + (row + 1) % P",
+        C_OPERATIONS,
+    ),
+    PackageBug(
+        "an embedding beyond the last row is read",
+        EMBED_C,
+        "    if (uint64_t(ids[t]) >= uint64_t(weight.rows)) return 0;\n",
+        "",
+        C_OPERATIONS,
     ),
 )

@@ -7,6 +7,7 @@ PUBLISHED = ("functional/engine/test_published_weights.py",)
 STORED_WEIGHTS = ("unit/models/test_published.py",)
 TERMS, PROFILING = f"{RUNTIME}/sizing/terms.py", f"{RUNTIME}/device/profiling.py"
 FUSION, LAYER_PARTS = (f"{RUNTIME}/device/{name}.py" for name in ("fusion", "layer_parts"))
+WHOLE = f"{RUNTIME}/device/whole_model.py"
 FETCH, LLM = f"{RUNTIME}/hub/fetch.py", f"{RUNTIME}/llm.py"
 COMPLETIONS, RESPONSES, BODIES, AUTH = (
     f"{RUNTIME}/api/{name}.py"
@@ -428,7 +429,7 @@ BUGS = (
     PackageBug(
         "transformers computes with weights that are not rounded",
         f"{RUNTIME}/device/selftest.py",
-        "            quantize_weights(model, quantized)\n",
+        "            quantize_weights(model, quantized, head=head)\n",
         "            pass\n",
         ("functional/engine/test_plan_and_start.py",),
     ),
@@ -771,8 +772,8 @@ BUGS = (
     PackageBug(
         "a layer in bfloat16 that does not fit stays widened",
         FUSION,
-        "        widened.narrow()\n    for run in",
-        "    for run in",
+        "        widened.narrow()\n    runs = ",
+        "    runs = ",
         ("functional/engine/test_fused_layers.py",),
     ),
     PackageBug(
@@ -1244,5 +1245,47 @@ BUGS = (
         'if elsewhere and config.async_batching == "on":',
         "if False:",
         ("unit/start/test_decodes.py",),
+    ),
+    PackageBug(
+        "the factor of logits scales tied embeddings, too",
+        WHOLE,
+        "ends.factor / head.factor if ends.tied else ends.factor",
+        "ends.factor",
+        ("functional/engine/test_whole_model.py",),
+    ),
+    PackageBug(
+        "a model whose pass differs is served by it",
+        FUSION,
+        "    if not whole_model.agrees(model, whole, step, expected):\n",
+        "    if False:\n",
+        ("functional/engine/test_whole_model.py",),
+    ),
+    PackageBug(
+        "rows that change their logits take their likeliest token",
+        f"{RUNTIME}/device/sampling.py",
+        "self.draws is None and self.changes is None and not self.logprob_rows",
+        "self.draws is None and not self.logprob_rows",
+        ("functional/engine/test_whole_model.py",),
+    ),
+    PackageBug(
+        "the head stays beside its packed copy",
+        FUSION,
+        "    whole.release()\n",
+        "",
+        ("functional/engine/test_whole_model.py",),
+    ),
+    PackageBug(
+        "logits are not capped",
+        WHOLE,
+        "return logits.div_(cap).tanh_().mul_(cap) if cap else logits",
+        "return logits",
+        ("functional/engine/test_whole_model.py",),
+    ),
+    PackageBug(
+        "all rows of a step are given to the head",
+        WHOLE,
+        "x[current.keep]",
+        "x",
+        ("functional/engine/test_whole_model.py",),
     ),
 )

@@ -19,7 +19,7 @@ their own copy of the same numbers, so every comparison judges the kernels alone
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -32,7 +32,8 @@ from fairlead_kernels.cpu import CpuOperations
 from fairlead_kernels.cpu_attention import CpuAttention
 from fairlead_kernels.cpu_layers import LayerChain
 from fairlead_kernels.layer import Layer, LayerOperations
-from fairlead_kernels.quantize import FP8, Format, quantize
+from fairlead_kernels.quantize import FP8, Format, Quantized, quantize
+from fairlead_runtime.device import whole_model
 from fairlead_runtime.device.attention import (
     CURRENT_PASS,
     AttentionCall,
@@ -45,48 +46,40 @@ from fairlead_runtime.device.layer_parts import (
     DoesNotFitError,
     ModuleCall,
     Recording,
+    Rope,
+    RopeArgument,
     close,
-    halves_of,
     recognize,
 )
 from fairlead_runtime.device.paged_model import PagedModel, ProbePass, causal_attention
-from fairlead_runtime.models.quantized import QuantizedLinear
+from fairlead_runtime.models.quantized import QuantizedEmbedding, QuantizedLinear
 
 TOKENS = 8  # of the recorded pass
-Rope = tuple[Tensor, Tensor]  # cosines and sines [T, R]
 
 
 @dataclass(frozen=True, slots=True)
 class Fusion:
-    """How many of a model's layers are fused; ``reason`` says why the others are not."""
+    """How many of a model's layers are fused; ``reason`` says why the others are not.
+
+    ``head``: the type of a packed head, which the model's other ends belong to; "" for none, for
+    which ``head_reason`` says why where all layers are fused.
+    """
 
     fused: int
     layers: int
     reason: str = ""
     stored: torch.dtype = torch.float32  # their weights
+    head: str = ""
+    head_reason: str = ""
 
     def __str__(self) -> str:
         why = f" ({self.reason})" if self.reason else ""
         name = "fp8" if self.stored is FP8 else str(self.stored).removeprefix("torch.")
         weights = f", {name} weights" if self.fused and self.stored is not torch.float32 else ""
-        return f"fused {self.fused}/{self.layers} layers{why}{weights}"
-
-
-@dataclass(frozen=True, slots=True)
-class RopeArgument:
-    """The argument of a layer's ``forward`` with the rotary embedding; "" where the layer uses
-    none. ``in_pairs``: see ``LayerParts``.
-    """
-
-    name: str
-    in_pairs: bool
-
-    def read(self, given: Rope) -> Rope:
-        """Cosines and sines [1, T, R] as the model gives them → float32 [T, R] as operations take
-        them.
-        """
-        cos, sin = given[0].float(), given[1].float()
-        return (halves_of(cos[0]), halves_of(sin[0])) if self.in_pairs else (cos[0], sin[0])
+        head = f", {self.head} head" if self.head else ""
+        if self.head_reason:
+            head = f", head by the model's code ({self.head_reason})"
+        return f"fused {self.fused}/{self.layers} layers{why}{weights}{head}"
 
 
 class FusedLayer:
@@ -167,7 +160,8 @@ class FusedRun:
     def __init__(
         self, layers: Sequence[FusedLayer], heads: Heads, operations: LayerOperations
     ) -> None:
-        self._layers = tuple(layers)
+        self.layers = tuple(layers)
+        self.arguments = tuple(layer.rope for layer in layers)
         self._chain: LayerChain | None = None
         if isinstance(operations, CpuOperations):
             parts, specs = [x.layer for x in layers], [x.spec for x in layers]
@@ -184,13 +178,17 @@ class FusedRun:
         def forward(hidden_states: Tensor, *_: Any, **arguments: Any) -> Tensor:
             if place == 0:
                 self._forget()  # what a failed pass has left
-            rope = self._layers[place].rope
+            rope = self.layers[place].rope
             self._note_rope(rope, arguments.get(rope.name), hidden_states)
-            if place + 1 < len(self._layers):
+            if place + 1 < len(self.layers):
                 return hidden_states
-            result = self._run(hidden_states[0].float())[None].to(hidden_states.dtype)
+            current = CURRENT_PASS.get()
+            if not isinstance(current, CachedPass):
+                message = "fused layers run only inside PagedModel.forward"
+                raise RuntimeError(message)  # noqa: TRY004 - no argument is wrong, the call is
+            result = self.compute(hidden_states[0].float(), self._ropes, current)
             self._forget()
-            return result
+            return result[None].to(hidden_states.dtype)
 
         return forward
 
@@ -205,36 +203,35 @@ class FusedRun:
             self._known[key] = argument.read(given or (x[..., :0], x[..., :0]))
         self._ropes.append(self._known[key])
 
-    def _run(self, x: Tensor) -> Tensor:
-        """Hidden states float32 [T, hidden] in and out."""
-        current = CURRENT_PASS.get()
-        if not isinstance(current, CachedPass):
-            message = "fused layers run only inside PagedModel.forward"
-            raise RuntimeError(message)  # noqa: TRY004 - no argument is wrong, the call is
+    def compute(self, x: Tensor, ropes: Sequence[Rope], current: CachedPass) -> Tensor:
+        """Hidden states float32 [T, hidden] in and out, with each layer's rotary embedding. May
+        change x.
+        """
         if (
             self._chain is not None
             and isinstance(current, PagedPass)
             and isinstance(current.backend, CpuAttention)
         ):
-            caches = [current.cache.layer(layer.index) for layer in self._layers]
+            caches = [current.cache.layer(layer.index) for layer in self.layers]
             return self._chain.run(
                 x,
                 caches=[(keys, values) for keys, values, _ in caches],
                 groups=[group for _, _, group in caches],
                 plans=[plan for plan, _ in current.groups],
                 slots=[slots for _, slots in current.groups],
-                ropes=self._ropes,
+                ropes=ropes,
             )
         added: list[Tensor] = []
-        for layer, rope in zip(self._layers, self._ropes, strict=True):
+        for layer, rope in zip(self.layers, ropes, strict=True):
             x = layer.run(x, added, rope, current)
         return x.add_(added.pop())
 
 
 @torch.inference_mode()
-def quantize_weights(model: PagedModel, to: Format) -> None:
+def quantize_weights(model: PagedModel, to: Format, *, head: bool = False) -> None:
     """Quantize the matrices of every layer that fits, one layer after the other: each is held by a
     ``QuantizedLinear`` instead, for transformers' code to compute with and for ``fuse`` to pack.
+    With ``head`` the output matrix, too, and embeddings that share it.
     """
     shared = _shared_parameters(model.model)
     layers = _decoder_layers(model) or []
@@ -253,6 +250,23 @@ def quantize_weights(model: PagedModel, to: Format) -> None:
                     vectors = [x for x in module.parameters(recurse=False) if x.dim() == 1]
                     bias = vectors[0] if vectors else None
                     setattr(parent, name, QuantizedLinear(quantize(weight, to), bias))
+    if head and layers:
+        _quantize_head(model, layers, to)
+
+
+def _quantize_head(model: PagedModel, layers: list[nn.Module], to: Format) -> None:
+    step = ProbePass(torch.arange(TOKENS, device=model.device))
+    try:
+        ends = whole_model.recognize(model, layers, step)
+    except DoesNotFitError:
+        return  # `fuse` gives the reason
+    matrix, tied = ends.head, ends.tied
+    if isinstance(matrix.stored, Quantized):
+        return
+    rounded = quantize(matrix.stored, to)
+    unscaled = None if matrix.bias is None else matrix.bias / matrix.factor
+    embedding = QuantizedEmbedding(rounded, ends.factor) if tied else None
+    model.replace_ends(QuantizedLinear(rounded, unscaled), embedding)
 
 
 @contextmanager
@@ -313,14 +327,44 @@ def fuse(model: PagedModel, operations: LayerOperations | None) -> Fusion:
             model.packed += layer.layer.tensors
             fused.append(layer)
         widened.narrow()
-    for run in _runs(fused):
-        joined = FusedRun(run, model.heads, operations)
-        for place, part in enumerate(run):
+    runs = [FusedRun(run, model.heads, operations) for run in _runs(fused)]
+    for run in runs:
+        for place, part in enumerate(run.layers):
             original: Any = layers[part.index]  # torch types each attribute as tensor or module
-            original.forward = joined.forward_of(place)
+            original.forward = run.forward_of(place)
     reason = "; ".join(f"layer {index}: {text}" for text, index in reasons.items())
     stored = {layer.layer.qkv.data.dtype for layer in fused} or {model.heads.dtype}
-    return Fusion(len(fused), total, reason, min(stored, key=lambda dtype: dtype.itemsize))
+    smallest = min(stored, key=lambda dtype: dtype.itemsize)
+    fusion = Fusion(len(fused), total, reason, smallest)
+    if len(fused) < total or not isinstance(operations, CpuOperations):
+        return fusion
+    try:
+        whole = _fuse_ends(model, layers, runs, operations)
+    except DoesNotFitError as error:
+        return replace(fusion, head_reason=str(error))
+    return replace(fusion, head=whole.stored)
+
+
+def _fuse_ends(
+    model: PagedModel, layers: list[nn.Module], runs: list[FusedRun], operations: CpuOperations
+) -> whole_model.WholeModel:
+    """Let what lies around the layers be computed by these operations, too, once it is proven to
+    give the same logits. Raises DoesNotFitError.
+    """
+    if model.heads.dtype is not torch.float32:
+        raise DoesNotFitError("the model is not in float32")
+    if len(runs) != 1:
+        raise DoesNotFitError("its layers differ in their sizes")
+    step = _ScratchPass(model.heads, model.device)
+    ends = whole_model.recognize(model, layers, step)
+    expected = whole_model.other_logits(model, step)
+    whole = whole_model.WholeModel(ends, runs[0], operations)
+    if not whole_model.agrees(model, whole, step, expected):
+        raise DoesNotFitError("its packed head gives other logits")
+    whole.release()
+    model.whole = whole
+    model.packed += whole.packed
+    return whole
 
 
 def _runs(fused: Sequence[FusedLayer]) -> list[list[FusedLayer]]:
@@ -389,7 +433,8 @@ class _ScratchPass(CachedPass):
         size = (1, TOKENS, heads.kv)
         keys = torch.zeros(*size, heads.dim, device=device)
         values = torch.zeros(*size, heads.value_dim, device=device)
-        self._cached = CachedLayer(keys, values, torch.arange(TOKENS, device=device))
+        self.keep = torch.arange(TOKENS, device=device)
+        self._cached = CachedLayer(keys, values, self.keep)
 
     def cached(self, _layer: int) -> CachedLayer:
         return self._cached

@@ -24,12 +24,30 @@ from fairlead_runtime.models.quantized import QuantizedLinear
 # Two results of float32 are equal within this share of their size; other functions differ by more.
 CLOSE = 1e-4
 ROUNDING = 1e-6  # of the larger part of a sum
+Rope = tuple[Tensor, Tensor]  # cosines and sines
 OTHER_BEGIN = "its MLP does not begin with a norm of the residual or of the residual plus attention"
 OTHER_MLP = "its MLP is not two or three matrices with SiLU, GELU, ReLU or its square"
 
 
 class DoesNotFitError(Exception):
     """A layer is no ``Layer``; the message says why, as the end of "layer 3: ..."."""
+
+
+@dataclass(frozen=True, slots=True)
+class RopeArgument:
+    """The argument of a layer's ``forward`` with the rotary embedding; "" where the layer uses
+    none. ``in_pairs``: see ``LayerParts``.
+    """
+
+    name: str
+    in_pairs: bool
+
+    def read(self, given: Rope) -> Rope:
+        """Cosines and sines [1, T, R] as the model gives them → float32 [T, R] as operations take
+        them.
+        """
+        cos, sin = given[0].float(), given[1].float()
+        return (halves_of(cos[0]), halves_of(sin[0])) if self.in_pairs else (cos[0], sin[0])
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -172,7 +190,7 @@ def close(got: Tensor, want: Tensor, residual: Tensor | None = None) -> bool:
     return bool(difference.abs().max() <= allowed)
 
 
-def _factor(total: Tensor, residual: Tensor, branch: Tensor) -> float | None:
+def factor_of(total: Tensor, residual: Tensor, branch: Tensor) -> float | None:
     """The number f with ``total = residual + f * branch``, to six digits; None if there is none."""
     if not total.shape == residual.shape == branch.shape:
         return None
@@ -192,7 +210,7 @@ class _Calls:
         """Take every product of ``given`` [T, K], with its result [T, N]."""
         found = []
         for call in self.left[:]:
-            matrix = _matrix(call, given)
+            matrix = matrix_of(call, given)
             if matrix is not None:
                 self.left.remove(call)
                 found.append((matrix, call.output.reshape(given.shape[0], -1)))
@@ -200,13 +218,13 @@ class _Calls:
 
     def multiply(self, given: Tensor) -> bool:
         """Whether there is a product of ``given``."""
-        return any(_matrix(call, given) is not None for call in self.left)
+        return any(matrix_of(call, given) is not None for call in self.left)
 
     def norm(self, given: Tensor) -> tuple[Norm, Tensor] | None:
         """Take the norm of ``given`` [T, width], with its result."""
         for call in filter(_may_be_norm, self.left):
             if close(call.input.reshape(-1, call.input.shape[-1]), given):
-                norm = _norm(call)
+                norm = norm_of(call)
                 self.left.remove(call)
                 return norm, call.output.reshape(given.shape)
         return None
@@ -217,9 +235,9 @@ class _Calls:
         """
         for call in filter(_may_be_norm, self.left):
             total = call.input.reshape(-1, call.input.shape[-1])
-            factor = _factor(total, residual, branch)
+            factor = factor_of(total, residual, branch)
             if factor:
-                norm = _norm(call)
+                norm = norm_of(call)
                 self.left.remove(call)
                 return norm, call.output.reshape(total.shape), factor
         return None
@@ -265,7 +283,7 @@ def recognize(recording: Recording) -> LayerParts:
     ((down, branch),) = downs
     after_mlp = calls.norm(branch)
     calls.check_empty()
-    down_factor = _factor(r.output, hidden, branch if after_mlp is None else after_mlp[1])
+    down_factor = factor_of(r.output, hidden, branch if after_mlp is None else after_mlp[1])
     if down_factor is None:
         raise DoesNotFitError("it does not return the residual plus its MLP")
     for norm, factor in ((after_attention, out_factor), (after_mlp, down_factor)):
@@ -290,7 +308,7 @@ def recognize(recording: Recording) -> LayerParts:
     )
 
 
-def _matrix(call: ModuleCall, given: Tensor) -> Matrix | None:
+def matrix_of(call: ModuleCall, given: Tensor) -> Matrix | None:
     """The matrix of a module that multiplies ``given`` by it; transposed where it is stored [K, N],
     as in GPT-2.
     """
@@ -325,7 +343,7 @@ def _may_be_norm(call: ModuleCall) -> bool:
     return all(parameter.dim() == 1 for parameter in call.module.parameters(recurse=False))
 
 
-def _norm(call: ModuleCall) -> Norm:
+def norm_of(call: ModuleCall) -> Norm:
     """The norm that a module computes, found by its results. Its epsilon is one of its numbers; it
     decides the result for small inputs, so those are tried too.
     """
@@ -353,7 +371,7 @@ def _head_norms(calls: _Calls, dim: int) -> tuple[Norm | None, Norm | None]:
         return None, None
     if len(calls.left) != 2 or any(call.input.shape[-1] != dim for call in calls.left):
         calls.check_empty()
-    first, second = map(_norm, calls.left)
+    first, second = map(norm_of, calls.left)
     return first, second
 
 
@@ -414,7 +432,7 @@ def _projected(
         keys, values = (given.new_zeros(1, tokens, kv, dim) for _ in range(2))
         query = reference.rope_write(given[:, heads.order], cos, sin, slots, keys, values, *norms)
         want = r.query[..., heads.elements]
-        factor = _factor(want, torch.zeros_like(want), query)
+        factor = factor_of(want, torch.zeros_like(want), query)
         same = close(keys[0], r.key[..., heads.elements]) and close(values[0], r.value)
         if factor is not None and same:
             return replace(heads, factor=factor)

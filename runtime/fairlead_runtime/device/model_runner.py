@@ -20,6 +20,7 @@ from fairlead_runtime.device.sampling import (
     NON_FINITE,
     SampledTokens,
     SamplingBatch,
+    likeliest,
     logprobs_of,
     sample,
 )
@@ -143,8 +144,24 @@ class ModelRunner:
             sequences = [row.sequence for row in rows]
             return self._decodes.run(rows, lambda logits: self._begin(logits, sequences, masks))
         batch = self._batches.build(rows)
+        parameters = self._likeliest(batch.sampling)
+        if parameters is not None:
+            values, tokens = self._model.likeliest(batch, self._cache, self._attention)
+            return _results(batch.sampling, likeliest(values, tokens, parameters), {})
         logits = self._forward(batch)
         return self._sample(logits, batch.sampling, masks)
+
+    def _likeliest(self, sequences: abc.Sequence[Sequence]) -> SamplingBatch | None:
+        """The parameters of these sequences if the model can choose their tokens without giving
+        their logits.
+        """
+        whole = self._model.whole
+        if whole is None or not whole.chooses or self._sampler is not sample or not sequences:
+            return None
+        if any(sequence.guide is not None for sequence in sequences):
+            return None
+        parameters = SamplingBatch.of(sequences)
+        return parameters if parameters.likeliest else None
 
     def _forward(self, batch: Batch, keep: Tensor | None = None) -> Tensor:
         if self._followers is None:
@@ -174,14 +191,7 @@ class ModelRunner:
         words, failed = masks()
         sampled = self._sampler(logits, SamplingBatch.of(sequences, words))
 
-        def results() -> dict[int, Result]:
-            outcomes = sampled.outcomes()
-            return {
-                sequence.id: Result(token, logprobs, failed.get(sequence.id, error))
-                for sequence, (token, logprobs, error) in zip(sequences, outcomes, strict=True)
-            }
-
-        return sampled, results
+        return sampled, lambda: _results(sequences, sampled, failed)
 
     def _score(self, rows: list[Row], masks: WaitForMasks) -> Mapping[int, Result]:
         """One forward pass that also returns the logits of all tokens of the rows that score."""
@@ -209,6 +219,17 @@ class ModelRunner:
                 error=scored.error or sampled.error, prompt=scored.prompt
             )
         return results
+
+
+def _results(
+    sequences: abc.Sequence[Sequence], sampled: SampledTokens, failed: Mapping[int, str]
+) -> dict[int, Result]:
+    """By sequence id; ``failed`` says why some could get no token."""
+    outcomes = sampled.outcomes()
+    return {
+        sequence.id: Result(token, logprobs, failed.get(sequence.id, error))
+        for sequence, (token, logprobs, error) in zip(sequences, outcomes, strict=True)
+    }
 
 
 def _passes(rows: abc.Sequence[Row], most: int) -> Iterator[list[Row]]:

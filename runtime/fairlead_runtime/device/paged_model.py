@@ -13,11 +13,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import chain
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - torch's own convention
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from fairlead_kernels.attention import AttentionBackend, GroupKinds, Heads
@@ -25,6 +25,7 @@ from fairlead_runtime.device import attention
 from fairlead_runtime.device.attention import (
     CURRENT_PASS,
     AttentionCall,
+    CachedPass,
     ForwardPass,
     PagedPass,
     spec_of,
@@ -64,6 +65,24 @@ def causal_attention(query: Tensor, key: Tensor, value: Tensor, scale: float) ->
     return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale).transpose(0, 1)
 
 
+class Whole(Protocol):
+    """A pass of the whole model over packed tokens ids and positions int64 [T] without its own
+    code. S: tokens of ``current.keep``. ``chooses``: ``likeliest`` gives the likeliest tokens.
+    """
+
+    chooses: bool
+
+    def logits(self, ids: Tensor, positions: Tensor, current: CachedPass) -> Tensor:
+        """The logits [S, vocabulary]."""
+
+    def likeliest(
+        self, ids: Tensor, positions: Tensor, current: CachedPass
+    ) -> tuple[Tensor, Tensor]:
+        """The largest logit [S] of each token, NaN where one is, and its place int64 [S], the first
+        among equal ones.
+        """
+
+
 class PagedModel:
     """A transformers causal language model that runs packed rows on our cache.
 
@@ -88,6 +107,7 @@ class PagedModel:
         model.eval()
         self.model = model
         self.packed: list[Tensor] = []  # weights of fused layers, which no module holds
+        self.whole: Whole | None = None  # what serves in the place of the model's own code
         self.windows = tuple(windows)
         self._fp8_cache = fp8_cache
         self.device: torch.device = device or model.device
@@ -95,11 +115,22 @@ class PagedModel:
         widths = [int(end.weight.shape[0]) for end in ends]
         self.vocabulary, self.logits_width = min(widths), widths[1]
         self.selects_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
-        if not self.selects_logits:
-            model.get_output_embeddings().register_forward_pre_hook(_keep_rows)
+        self._select_logits()
         # transformers picks grouped_mm where the model and torch support it, else eager.
         self._experts: str = getattr(model.config, "_experts_implementation", None) or "eager"
         self.heads = self._probe()
+
+    def _select_logits(self) -> None:
+        if not self.selects_logits:
+            head: Any = self.model.get_output_embeddings()
+            head.register_forward_pre_hook(_keep_rows)
+
+    def replace_ends(self, head: nn.Module, embedding: nn.Module | None) -> None:
+        """Put these in the place of the model's output matrix and, unless None, its embeddings."""
+        self.model.set_output_embeddings(head)
+        self._select_logits()
+        if embedding is not None:
+            self.model.set_input_embeddings(embedding)
 
     def probe_again(self) -> None:
         """Find out the heads and the attention arguments again, after the model was split."""
@@ -152,16 +183,33 @@ class PagedModel:
         """Logits [S, vocabulary] of the batch's sampling rows, or of the packed tokens ``keep``
         int64 [S].
         """
+        return self.run(*self._begin(batch, cache, backend, keep))
+
+    @torch.inference_mode()
+    def likeliest(
+        self, batch: Batch, cache: CacheStorage, backend: AttentionBackend
+    ) -> tuple[Tensor, Tensor]:
+        """``Whole.likeliest`` of the batch's sampling rows, for a model that has ``whole``."""
+        if self.whole is None:
+            raise RuntimeError("the model's own code gives all logits")
+        return self.whole.likeliest(*self._begin(batch, cache, backend, None))
+
+    def _begin(
+        self, batch: Batch, cache: CacheStorage, backend: AttentionBackend, keep: Tensor | None
+    ) -> tuple[Tensor, Tensor, PagedPass]:
+        """Ids, positions and the pass, on the device."""
         keep = (batch.sample_index if keep is None else keep).to(self.device, non_blocking=True)
         step = PagedPass(batch, cache, backend, keep)
         ids = batch.input_ids.to(self.device, non_blocking=True)
-        return self.run(ids, batch.positions.to(self.device, non_blocking=True), step)
+        return ids, batch.positions.to(self.device, non_blocking=True), step
 
     @torch.inference_mode()
     def run(self, input_ids: Tensor, positions: Tensor, current: ForwardPass) -> Tensor:
         """Logits [S, vocabulary] of ``current.keep`` after one pass over packed tokens int64 [T],
         attended by ``current``.
         """
+        if self.whole is not None and isinstance(current, CachedPass):
+            return self.whole.logits(input_ids, positions, current)
         extra = {"logits_to_keep": current.keep} if self.selects_logits else {}
         token = CURRENT_PASS.set(current)
         try:
@@ -214,7 +262,7 @@ def prepare(
     return model
 
 
-def _keep_rows(_module: torch.nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
+def _keep_rows(_module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
     """Pass only the rows of ``keep`` to the output matrix."""
     current = CURRENT_PASS.get()
     return None if current is None else (args[0][:, current.keep], *args[1:])

@@ -21,6 +21,7 @@ import torch
 
 from fairlead_kernels.attention import AttentionBackend
 from fairlead_kernels.backend import BackendChoice, pick
+from fairlead_kernels.cpu import CpuOperations
 from fairlead_kernels.not_available import NotAvailableError
 from fairlead_kernels.quantize import Format
 from fairlead_runtime.config import ConfigError
@@ -162,7 +163,9 @@ def prepare_and_test(
         expected = _expected(model, choice, loaded.max_model_len)
         if quantized in ROUNDING and not loaded.shape.quantized:
             plain = expected
-            quantize_weights(model, quantized)
+            on_cpu = isinstance(choice.operations, CpuOperations)
+            head = on_cpu and model.heads.dtype is torch.float32
+            quantize_weights(model, quantized, head=head)
             expected = _expected(model, choice, loaded.max_model_len)
             what = f"{quantized} weights", "quantization none", ROUNDING[quantized]
             rounding = _rounding(model, expected, plain, *what)

@@ -1,7 +1,8 @@
-"""A linear layer on a quantized weight, in plain torch: what every kernel must compute.
+"""A linear layer and an embedding on a quantized weight, in plain torch: what every kernel must
+compute.
 
-Owns the module that stands in a transformers model for one with a plain weight. It is slow, since
-it dequantizes its weight in each pass; fused layers take the weight out of it
+Owns the modules that stand in a transformers model for those with a plain weight. The linear layer
+is slow, since it dequantizes its weight in each pass; fused layers take the weight out of it
 (``device/fusion.py``).
 """
 
@@ -29,3 +30,24 @@ class QuantizedLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return F.linear(x, self.weight.dequantize().to(x.dtype), self.bias)
+
+
+class QuantizedEmbedding(nn.Module):
+    """The rows of the weight [N, K] that ids name, dequantized, times ``factor``: float32 [..., K].
+    Shares the memory of the weight.
+    """
+
+    def __init__(self, weight: Quantized, factor: float) -> None:
+        super().__init__()
+        self._format: Format = weight.format
+        self._factor = factor
+        self.bits = nn.Parameter(weight.bits, requires_grad=False)
+        self.scales = nn.Parameter(weight.scales, requires_grad=False)
+
+    @property
+    def weight(self) -> Quantized:
+        return Quantized(self._format, self.bits.data, self.scales.data)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        rows = self.weight.rows(ids.reshape(-1)).dequantize().mul_(self._factor)
+        return rows.view(*ids.shape, -1)

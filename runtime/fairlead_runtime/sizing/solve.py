@@ -139,7 +139,7 @@ def solve(
         host=host_terms(shape, config) | kept,
         total=device.total_bytes,
         budget=budget,
-        weights_bytes=weights(shape, config, 1),
+        weights_bytes=weights(shape, config, 1, device.kind),
         kv_bytes_per_token=2 * shape.layers * shape.kv_width * element,
         block_size=config.block_size,
         block_bytes=block,

@@ -24,6 +24,7 @@ SAMPLING_BYTES = 16
 # The same of the draw of decodes on a GPU, which makes no shape of its data.
 DRAW_CHUNK, DRAW_BYTES = 1 << 23, 40
 HISTOGRAM = 33 << 10  # bytes of a row's counts while top-k and top-p search for their cut
+PANEL = 32  # rows of a packed matrix come in multiples of it, at most
 GROWTH = 2  # a batch's host buffers are allocated twice as large as needed
 # Of an id of the vocabulary, in llguidance's tokenizers: the engine's has tries for faster masks,
 # that of the child, which takes GRAMMAR_CHILD besides, has one without.
@@ -72,8 +73,7 @@ def terms_of(
     width = 4 * shape.hidden + rotary + max(3 * queries + 4 * keys, inside)
     # The C++ kernels compute layers without experts in float32, beside hidden states and rotary
     # tables of the model's type. They have no fp8 cache.
-    fused = cpu and config.kernels != "torch" and not shape.experts and tp == 1
-    fused = fused and config.cache_dtype == "auto"
+    fused = cpu and _fuses_on_cpu(shape, config)
     layer = 4 if fused else element
     given = (shape.hidden + rotary) * element if layer != element else 0
     # Logits that come from all ranks are there in parts, too, before they are joined.
@@ -82,7 +82,7 @@ def terms_of(
     table_entries = len(groups) * rows * -(-longest // config.block_size)
     sampler_rows = min(rows, max(1, SAMPLER_CHUNK[device.kind] // shape.vocab))
     terms = {
-        "weights": weights(shape, config, tp),
+        "weights": weights(shape, config, tp, device.kind),
         "activations": tokens * (width * layer + given)
         + _widened(shape, config, device.kind) * element,
         "attention": _attention(shape, config, groups, element),
@@ -196,12 +196,21 @@ def cache_bytes_of(shape: ModelShape, config: EngineConfig) -> int:
     return 1 if config.cache_dtype == "fp8" else bytes_of(shape, config)
 
 
-def weights(shape: ModelShape, config: EngineConfig, tp: int) -> int:
-    """Bytes of the weights on one of ``tp`` accelerators that share the model. Only the layers'
-    matrices are quantized. They are split with the biases of their outputs, those of keys and
-    values by heads; so is an output matrix that is not the embedding. The rest is whole on each.
+def _fuses_on_cpu(shape: ModelShape, config: EngineConfig) -> bool:
+    """Whether a CPU's kernels compute the layers, where they are built and the layers fit."""
+    plain = config.kernels != "torch" and config.cache_dtype == "auto"
+    return plain and not shape.experts and config.tensor_parallel == 1
+
+
+def weights(shape: ModelShape, config: EngineConfig, tp: int, kind: str) -> int:
+    """Bytes of the weights on one of ``tp`` accelerators that share the model, or on a CPU. Of
+    layers only the matrices are quantized. They are split with the biases of their outputs, those
+    of keys and values by heads; so is an output matrix that is not the embedding. The rest is whole
+    on each.
     """
     element = bytes_of(shape, config)
+    if kind == "cpu" and element == 4 and tp == 1 and _fuses_on_cpu(shape, config):
+        return _packed_weights(shape, config, element)
     if config.quantization != "none":
         # One byte each and a float32 scale per row.
         matrices = split(shape.layer_matrices + 4 * shape.layer_channels, tp)
@@ -212,6 +221,20 @@ def weights(shape: ModelShape, config: EngineConfig, tp: int) -> int:
     return (whole + split(shape.split, tp) + keys + head // tp) * element
 
 
+def _packed_weights(shape: ModelShape, config: EngineConfig, element: int) -> int:
+    """Bytes of the weights in the C++ kernels for CPUs: the head has rows to a whole panel. int8,
+    unless a checkpoint brings it, is the head's type, too.
+    """
+    rows = split(shape.vocab, PANEL) * PANEL
+    plain = (shape.parameters + (rows - shape.vocab) * shape.hidden) * element
+    if config.quantization == "none":
+        return plain
+    matrices, channels = shape.layer_matrices, shape.layer_channels
+    if not shape.quantized:
+        matrices, channels = matrices + rows * shape.hidden, channels + shape.vocab
+    return plain - matrices * (element - 1) + 4 * channels
+
+
 def loading_bytes(shape: ModelShape, config: EngineConfig, kind: str) -> int:
     """Bytes that the accelerator, or a CPU's pod with its process, takes while it loads weights
     that it then quantizes; 0 where they stay as they are, or come quantized.
@@ -219,7 +242,7 @@ def loading_bytes(shape: ModelShape, config: EngineConfig, kind: str) -> int:
     if config.quantization == "none" or shape.quantized:
         return 0
     process = PROCESS if kind == "cpu" else 0
-    return process + weights(shape, replace(config, quantization="none"), 1)
+    return process + weights(shape, replace(config, quantization="none"), 1, kind)
 
 
 def _widened(shape: ModelShape, config: EngineConfig, kind: str) -> int:

@@ -115,7 +115,8 @@ def test_bfloat16_weights_are_planned_and_measured_alike(
     assert re.search(r"kernels: .*fused (\d)/\1 layers, bfloat16 weights", caplog.text)
     weights = planned.terms["weights"]
     assert abs(measured.terms["weights"] - weights) <= 0.02 * weights
-    assert 2 * weights == plan_of(config_of(model), wide).terms["weights"]
+    in_float32 = plan_of(config_of(model), wide).terms["weights"]
+    assert 0 <= in_float32 - 2 * weights < 4 * 32 * 256  # its head has rows to a whole panel
     for term in ("activations", "logits"):
         assert planned.terms[term] >= measured.terms[term], term
     drift = 100 * (measured.num_blocks - planned.num_blocks) / planned.num_blocks

@@ -60,7 +60,7 @@ def test_log_probabilities_of_prompts_are_those_of_one_rank() -> None:
 
 def test_each_rank_measures_what_is_planned() -> None:
     engine, pair = rig("llama", "ranks"), rank_pair.pair()
-    planned = weights(rank_pair.shape_of(rig("llama").model.model), EngineConfig(), 2)
+    planned = weights(rank_pair.shape_of(rig("llama").model.model), EngineConfig(), 2, "cpu")
     pair.hold(family="llama")
     for measured in (engine.model.weight_bytes, pair.weight_bytes()):
         assert measured == pytest.approx(planned, rel=0.02)

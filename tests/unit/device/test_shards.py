@@ -57,7 +57,7 @@ def test_a_rank_holds_what_is_planned(family: str, ranks: int) -> None:
         model = tiny.build(family)
         shape = shape_of(model)
         shards.split(model, shape, Alone(rank, ranks), CPU)
-        assert held(model) == weights(shape, CONFIG, ranks)
+        assert held(model) == weights(shape, CONFIG, ranks, "cpu")
 
 
 @pytest.mark.parametrize("changes", [{"tie_word_embeddings": True}, {"vocab_size": 307}])
@@ -67,7 +67,7 @@ def test_a_head_that_is_the_embedding_or_does_not_divide_takes_what_is_planned(
     model = tiny.build("llama", **changes)
     shape = shape_of(model)
     shards.split(model, shape, Alone(1, 2), CPU)
-    assert held(model) == weights(shape, CONFIG, 2)
+    assert held(model) == weights(shape, CONFIG, 2, "cpu")
     rows = model.get_output_embeddings().weight.shape[0]
     assert rows == (shape.vocab if shape.vocab % 2 else shape.vocab // 2)
 

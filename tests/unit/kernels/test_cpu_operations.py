@@ -89,6 +89,97 @@ def test_a_product_of_any_size_is_the_references(
 
 
 @every_set
+@examples
+@given(
+    tokens=st.one_of(sizes, st.integers(250, 270)),
+    rows=st.integers(1, 300),
+    columns=sizes,
+    biased=st.booleans(),
+    dtype=st.sampled_from(STORED),
+    seed=seeds,
+)
+def test_the_likeliest_of_a_product_of_any_size_is_the_references(
+    instruction_set: str,
+    tokens: int,
+    rows: int,
+    columns: int,
+    biased: bool,
+    dtype: torch.dtype,
+    seed: int,
+) -> None:
+    torch.manual_seed(seed)
+    ours = operations(instruction_set)
+    # Whole numbers: products are exact, and many are equal.
+    x = torch.randint(-2, 3, (tokens, columns)).float()
+    weights = [torch.randint(-3, 4, (rows, columns)).float()]
+    bias = torch.randint(-3, 4, (rows,)).float() if biased else None
+    values, places = ours.likeliest(x, packed_by(ours, weights, dtype), bias)
+    want, first = reference.likeliest(x.double(), packed_by(reference, weights, dtype), bias)
+    torch.testing.assert_close(values.double(), want, rtol=1e-5, atol=1e-5)
+    if dtype is not torch.int8:  # whose scales make equal products differ by rounding
+        assert torch.equal(places, first)
+    product = ours.linear(x, packed_by(ours, weights, dtype), bias)
+    assert torch.equal(values, product.amax(1))
+    assert torch.equal(places, product.argmax(1))
+
+
+@every_set
+def test_the_likeliest_is_nan_where_a_product_is_and_minus_infinity_where_all_are(
+    instruction_set: str,
+) -> None:
+    ours = operations(instruction_set)
+    weight = ours.pack([torch.eye(70)])
+    x = torch.zeros(4, 70)
+    x[0, 69], x[1, 3], x[2] = NAN, float("inf"), -1.0
+    bias = torch.zeros(70)
+    values, places = ours.likeliest(x, weight, bias)
+    assert values[0].isnan()
+    assert values[1].isnan()  # of 0 times infinity
+    assert (values[2:].tolist(), places[2:].tolist()) == ([-1.0, 0.0], [0, 0])
+    values, places = ours.likeliest(x[3:], weight, torch.full((70,), -float("inf")))
+    assert (values.tolist(), places.tolist()) == ([-float("inf")], [0])
+
+
+@every_set
+@examples
+@given(
+    tokens=sizes,
+    rows=sizes,
+    columns=sizes,
+    dtype=st.sampled_from(STORED),
+    factor=st.sampled_from([1.0, 0.3]),
+    table=st.booleans(),
+    seed=seeds,
+)
+def test_embeddings_are_rows_of_the_packed_weight(
+    instruction_set: str,
+    tokens: int,
+    rows: int,
+    columns: int,
+    dtype: torch.dtype,
+    factor: float,
+    table: bool,
+    seed: int,
+) -> None:
+    torch.manual_seed(seed)
+    ours = operations(instruction_set)
+    ids, weights = torch.randint(rows, (tokens,)), [torch.randn(rows, columns)]
+    positions = (torch.randn(9, columns), torch.randint(9, (tokens,))) if table else None
+    got = ours.embed(ids, packed_by(ours, weights, dtype, 0.5), factor, positions)
+    want = reference.embed(ids, packed_by(reference, weights, dtype, 0.5), factor, positions)
+    torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-6)
+
+
+@every_set
+def test_a_row_that_is_not_there_has_no_embedding(instruction_set: str) -> None:
+    ours = operations(instruction_set)
+    weight, table = ours.pack([torch.randn(40, 8)]), torch.randn(5, 8)
+    for ids, places in ((40, 0), (-1, 0), (0, 5), (0, -1)):
+        with pytest.raises(IndexError, match="not all below 40"):
+            ours.embed(torch.tensor([3, ids]), weight, 1.0, (table, torch.tensor([0, places])))
+
+
+@every_set
 @pytest.mark.parametrize("dtype", STORED)
 def test_a_packed_weight_of_strided_rows_holds_at_most_one_panel_more(
     instruction_set: str, dtype: torch.dtype

@@ -1,0 +1,360 @@
+"""A model of which every part is known: embeddings, fused layers, last norm and head, one after the
+other, without the model's own code.
+
+Owns the recognition of what lies around the decoder layers, by what it computes as in
+``layer_parts``, and the pass of such a model. Of transformers' code only the rotary embeddings are
+still called. A model that does anything else in between keeps its own code around its fused layers.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from fairlead_kernels.cpu import CpuOperations
+from fairlead_kernels.layer import Norm
+from fairlead_kernels.quantize import Quantized
+from fairlead_runtime.device.attention import CachedPass, ForwardPass
+from fairlead_runtime.device.layer_parts import (
+    DoesNotFitError,
+    Matrix,
+    ModuleCall,
+    Rope,
+    RopeArgument,
+    close,
+    factor_of,
+    matrix_of,
+    norm_of,
+)
+from fairlead_runtime.device.paged_model import PagedModel
+from fairlead_runtime.models.quantized import QuantizedEmbedding
+
+TOKENS = 8  # of the recorded pass
+OFFSETS = (0, 1, 2)  # of a table of positions: some families keep its first rows for padding
+
+
+class Call(NamedTuple):
+    """A module outside the decoder layers, what it got, and what it returned."""
+
+    module: nn.Module
+    inputs: tuple[Any, ...]
+    arguments: dict[str, Any]
+    output: Any
+
+    @property
+    def plain(self) -> ModuleCall | None:
+        """The same if it has vectors or a matrix of its own, and one tensor in and out."""
+        one = len(self.inputs) == 1 and isinstance(self.inputs[0], Tensor)
+        own = any(True for _ in self.module.parameters(recurse=False))
+        if not (one and own and isinstance(self.output, Tensor)):
+            return None
+        return ModuleCall(self.module, self.inputs[0], self.output)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Ends:
+    """What lies around a model's decoder layers.
+
+    ``embedding``: its module, whose rows times ``factor`` are the hidden states, plus those of
+    ``positions`` [N, hidden] where there are some. ``ropes``: by layer the call that made its
+    rotary embedding, None without one. ``head`` multiplies what ``norm`` returns, scaled to the
+    logits, of which ``cap * tanh(logits / cap)`` is taken if it is not 0.
+    """
+
+    embedding: nn.Module
+    factor: float
+    positions: Tensor | None
+    ropes: Sequence[Call | None]
+    norm: Norm
+    head: Matrix
+    cap: float
+
+    @property
+    def tied(self) -> bool:
+        """Whether the head's matrix is that of the embeddings."""
+        own, other = (
+            x.bits if isinstance(x, Quantized) else x
+            for x in (stored_rows(self.embedding), self.head.stored)
+        )
+        return own.data_ptr() == other.data_ptr()
+
+
+class Layers(Protocol):
+    """All decoder layers of a model."""
+
+    @property
+    def arguments(self) -> Sequence[RopeArgument]:
+        """How each layer reads its rotary embedding."""
+
+    def compute(self, x: Tensor, ropes: Sequence[Rope], current: CachedPass) -> Tensor:
+        """Hidden states float32 [T, hidden] and each layer's cosines and sines float32 [T, R] →
+        hidden states. May change x.
+        """
+
+
+class WholeModel:
+    """``Whole`` in the C++ kernels."""
+
+    def __init__(self, ends: Ends, layers: Layers, operations: CpuOperations) -> None:
+        self._ends = ends
+        self._layers = layers
+        self._operations = operations
+        head = ends.head
+        self._head = operations.pack([head.weight], factor=head.factor)
+        self._plain = None if ends.tied else _plain_rows(ends.embedding)
+        # The head's factor is not the embeddings'.
+        self._factor = ends.factor / head.factor if ends.tied else ends.factor
+        bias = () if head.bias is None else (head.bias,)
+        self.packed: tuple[Tensor, ...] = (*self._head.tensors, *bias)
+        numbers = self._head.data.dtype
+        self.stored = "int8" if numbers is torch.int8 else str(numbers).removeprefix("torch.")
+        # A cap may make logits equal that are not.
+        self.chooses = not ends.cap
+        # By layer its place among the different ways to make and read a rotary embedding.
+        self._rotaries = list({id(call): call for call in ends.ropes if call}.values())
+        self._reads: list[tuple[int, RopeArgument]] = []
+        self._places: list[int | None] = []
+        for call, argument in zip(ends.ropes, layers.arguments, strict=True):
+            if call is None or not argument.name:
+                self._places.append(None)
+                continue
+            read = [id(call) for call in self._rotaries].index(id(call)), argument
+            if read not in self._reads:
+                self._reads.append(read)
+            self._places.append(self._reads.index(read))
+
+    def release(self) -> None:
+        """Take the head's weights, and embeddings that share them, out of the model's modules."""
+        modules = [self._ends.head.module, *([self._ends.embedding] if self._ends.tied else [])]
+        for parameter in (x for module in modules for x in module.parameters(recurse=False)):
+            parameter.data = parameter.new_empty(0)
+
+    def logits(self, ids: Tensor, positions: Tensor, current: CachedPass) -> Tensor:
+        normed, cap = self._normed(ids, positions, current), self._ends.cap
+        logits = self._operations.linear(normed, self._head, self._ends.head.bias)
+        return logits.div_(cap).tanh_().mul_(cap) if cap else logits
+
+    def likeliest(
+        self, ids: Tensor, positions: Tensor, current: CachedPass
+    ) -> tuple[Tensor, Tensor]:
+        normed = self._normed(ids, positions, current)
+        return self._operations.likeliest(normed, self._head, self._ends.head.bias)
+
+    def _normed(self, ids: Tensor, positions: Tensor, current: CachedPass) -> Tensor:
+        """What the head multiplies: [S, hidden] of the tokens ``current.keep``."""
+        x = self._embed(ids, positions)
+        x = self._layers.compute(x, self._rotary(x[None], positions[None]), current)
+        return self._operations.norm(x[current.keep], self._ends.norm)[0]
+
+    def _rotary(self, hidden: Tensor, positions: Tensor) -> list[Rope]:
+        """Each layer's cosines and sines, made once where several layers have the same."""
+        made = [_called(call, hidden, positions) for call in self._rotaries]
+        none = hidden[0, :, :0], hidden[0, :, :0]
+        read = [argument.read(made[place]) for place, argument in self._reads]
+        return [none if place is None else read[place] for place in self._places]
+
+    def _embed(self, ids: Tensor, positions: Tensor) -> Tensor:
+        table = None if self._ends.positions is None else (self._ends.positions, positions)
+        if self._plain is None:
+            return self._operations.embed(ids, self._head, self._factor, table)
+        x = self._plain[ids]
+        if self._factor != 1:
+            x *= self._factor
+        return x if table is None else x.add_(table[0][positions])
+
+
+def _called(call: Call, hidden: Tensor, positions: Tensor) -> Rope:
+    """Cosines and sines [1, T, R] by a module called as it was, but with these positions int64 [1,
+    T] and hidden states [1, T, width].
+    """
+
+    def changed(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        return hidden if value.is_floating_point() else positions
+
+    inputs = [changed(value) for value in call.inputs]
+    cos, sin = call.module(*inputs, **{name: changed(x) for name, x in call.arguments.items()})
+    return cos, sin
+
+
+@torch.inference_mode()
+def recognize(model: PagedModel, layers: Sequence[nn.Module], step: ForwardPass) -> Ends:
+    """What lies around the decoder layers, found in one pass of ``TOKENS`` tokens by ``step``,
+    which keeps the logits of all. Raises DoesNotFitError with the reason.
+    """
+    ids, positions = _tokens(model, seed=0)
+    calls, hidden, arguments, logits = _record(model, layers, step, ids, positions)
+    factor, table = _embedding(model, calls, ids, positions, hidden[0])
+    after = [plain for call in calls if (plain := call.plain) is not None]
+    norms = [call for call in after if close(_rows(call.input), hidden[1])]
+    if not norms:
+        raise DoesNotFitError("no norm follows its last layer")
+    norm, normed = norm_of(norms[0]), _rows(norms[0].output)
+    output = model.model.get_output_embeddings()
+    heads = [call for call in after if call.module is output]
+    head = matrix_of(heads[0], normed) if heads else None
+    if head is None:
+        raise DoesNotFitError("its head does not multiply what its last norm returns")
+    product = _rows(heads[0].output)
+    scaled, cap = _changed(model, logits, product)
+    return Ends(
+        embedding=model.model.get_input_embeddings(),
+        factor=factor,
+        positions=table,
+        ropes=[_rotary(given, calls) for given in arguments],
+        norm=norm,
+        head=head.scaled(scaled),
+        cap=cap,
+    )
+
+
+@torch.inference_mode()
+def agrees(model: PagedModel, whole: WholeModel, step: CachedPass, expected: Tensor) -> bool:
+    """Whether the pass gives these logits [T, vocabulary] of the tokens of ``other_tokens``, and
+    their largest.
+    """
+    ids, positions = _tokens(model, seed=1)
+    largest, tokens = whole.likeliest(ids, positions, step)
+    best = expected.gather(1, tokens[:, None])[:, 0]
+    same = not whole.chooses or (close(best, expected.amax(1)) and close(largest, best))
+    return same and close(whole.logits(ids, positions, step), expected)
+
+
+def other_logits(model: PagedModel, step: ForwardPass) -> Tensor:
+    """The logits [T, vocabulary] by the model's own code of tokens that ``recognize`` has not
+    seen.
+    """
+    return model.run(*_tokens(model, seed=1), step)
+
+
+def _tokens(model: PagedModel, *, seed: int) -> tuple[Tensor, Tensor]:
+    """Random ids, and positions spread over the model's context, other ones for other seeds."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(model.vocabulary, (TOKENS,), generator=generator)
+    longest = getattr(model.model.config, "max_position_embeddings", None) or TOKENS + 1
+    return ids, torch.linspace(seed, longest - 1, TOKENS).long()
+
+
+def _record(
+    model: PagedModel,
+    layers: Sequence[nn.Module],
+    step: ForwardPass,
+    ids: Tensor,
+    positions: Tensor,
+) -> tuple[list[Call], tuple[Tensor, Tensor], list[Mapping[str, Any]], Tensor]:
+    """The calls of the modules outside the layers, hidden states before and after all layers [T,
+    hidden], each layer's keyword arguments, and the logits [T, vocabulary].
+    """
+    inside = {id(part) for layer in layers for part in layer.modules()}
+    calls: list[Call] = []
+    begin: list[Tensor] = []
+    end: list[Tensor] = []
+    arguments: list[Mapping[str, Any]] = []
+
+    def note(module: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any], out: Any) -> None:
+        calls.append(Call(module, inputs, named, out))
+
+    def enter(_: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
+        if not arguments and inputs:
+            begin.append(_rows(inputs[0]).clone())
+        arguments.append(named)
+
+    def leave(_: nn.Module, _inputs: Any, out: Any) -> None:
+        if isinstance(out, Tensor):
+            end.append(_rows(out).clone())
+
+    outside = [module for module in model.model.modules() if id(module) not in inside]
+    hooks = [module.register_forward_hook(note, with_kwargs=True) for module in outside]
+    hooks += [layer.register_forward_pre_hook(enter, with_kwargs=True) for layer in layers]
+    hooks.append(layers[-1].register_forward_hook(leave))
+    try:
+        logits = model.run(ids, positions, step)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    if not (len(begin) == len(end) == 1 and len(arguments) == len(layers)):
+        raise DoesNotFitError("its layers do not pass hidden states on, one after the other")
+    return calls, (begin[0], end[0]), arguments, logits
+
+
+def _rows(x: Tensor) -> Tensor:
+    return x.reshape(-1, x.shape[-1])
+
+
+def stored_rows(module: nn.Module) -> Tensor | Quantized:
+    """The only weights of an embedding [N, hidden]."""
+    if isinstance(module, QuantizedEmbedding):
+        return module.weight
+    return _plain_rows(module)
+
+
+def _plain_rows(module: nn.Module) -> Tensor:
+    weights = [parameter.data for parameter in module.parameters(recurse=False)]
+    if len(weights) != 1 or weights[0].dim() != 2:
+        raise DoesNotFitError(f"its embedding {type(module).__name__} has other weights than rows")
+    return weights[0]
+
+
+def _embedding(
+    model: PagedModel, calls: Sequence[Call], ids: Tensor, positions: Tensor, hidden: Tensor
+) -> tuple[float, Tensor | None]:
+    """How hidden states [T, width] come from the embeddings: their factor, and the table of
+    positions [N, width] that is added.
+    """
+    stored = stored_rows(model.model.get_input_embeddings())
+    rows = stored.rows(ids).dequantize() if isinstance(stored, Quantized) else stored[ids]
+    tables: list[Tensor | None] = [None]
+    for call in calls:
+        own = [x.data for x in call.module.parameters(recurse=False)]
+        if len(own) != 1 or own[0].dim() != 2 or not isinstance(call.output, Tensor):
+            continue
+        tables += [
+            own[0][offset:]
+            for offset in OFFSETS
+            if own[0].shape[1] == hidden.shape[1]
+            and int(positions.max()) + offset < len(own[0])
+            and torch.equal(own[0][offset:][positions], _rows(call.output))
+        ]
+    for table in tables:
+        rest = hidden if table is None else hidden - table[positions]
+        factor = factor_of(rest, torch.zeros_like(rest), rows)
+        if factor:
+            return _exact(factor, rest, rows), table
+    raise DoesNotFitError("its layers do not begin with its embeddings")
+
+
+def _changed(model: PagedModel, logits: Tensor, product: Tensor) -> tuple[float, float]:
+    """What the model does to what its head returns: the factor, and the cap, 0 without one, which
+    is a number of its configuration.
+    """
+    zero = torch.zeros_like(product)
+    if scaled := factor_of(logits, zero, product):
+        return scaled, 0.0
+    numbers = vars(model.model.config.get_text_config()).values()
+    for cap in {x for x in numbers if isinstance(x, float) and x > 0}:
+        if close(logits, cap * (product / cap).tanh()):
+            return 1.0, cap
+    raise DoesNotFitError("its logits are no multiple of what its head returns, nor capped")
+
+
+def _exact(factor: float, product: Tensor, rows: Tensor) -> float:
+    """The factor, known to six digits, to the last one where that gives this product."""
+    at = rows.abs().argmax()
+    ratio = product.flatten()[at] / rows.flatten()[at]
+    near = (ratio, ratio.nextafter(ratio * 2), ratio.nextafter(ratio * 0))
+    return next((float(x) for x in near if torch.equal(rows * x, product)), factor)
+
+
+def _rotary(arguments: Mapping[str, Any], calls: Sequence[Call]) -> Call | None:
+    """The module that made a layer's cosines and sines; None if the layer has none."""
+    for value in arguments.values():
+        if not (isinstance(value, tuple) and len(value) == 2 and isinstance(value[0], Tensor)):
+            continue
+        for call in calls:
+            if isinstance(call.output, tuple) and call.output and call.output[0] is value[0]:
+                return call
+        raise DoesNotFitError("its rotary embedding is no module's")
+    return None

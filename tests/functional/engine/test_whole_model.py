@@ -1,0 +1,172 @@
+"""Models of which no code of their own runs: what lies around their decoder layers."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from fairlead_kernels.backend import pick
+from fairlead_kernels.not_available import NotAvailableError
+from fairlead_kernels.quantize import quantize
+from fairlead_runtime import LLM, SamplingParams
+from fairlead_runtime.device import selftest, whole_model
+from fairlead_runtime.device.fusion import fuse, quantize_weights
+from fairlead_runtime.device.paged_model import PagedModel
+from fairlead_runtime.models import tiny
+from fairlead_runtime.models.quantized import QuantizedEmbedding, QuantizedLinear
+from support.engine_rig import paged
+from support.full import LONG_FORM
+
+PROMPTS: list[dict[str, list[int]]] = [
+    {"prompt_token_ids": [7 * i % 290 for i in range(n)]} for n in (3, 40, 17)
+]
+# A table of positions, a cap of the logits, a factor of them, a head of its own with a bias, two
+# rotary embeddings and a scaled embedding.
+FORMS = ("llama", "gpt2", "gemma2", "granite", "phi", "gemma3_text")
+
+
+def kernels_of(model: PagedModel) -> tuple[Any, Any]:
+    try:
+        choice = pick(model.heads, model.kinds, model.device, "cpu")
+    except NotAvailableError as error:
+        pytest.skip(str(error))
+    return choice.attention, choice.operations
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("family", tiny.FAMILIES if LONG_FORM else FORMS)
+def test_a_head_in_int8_and_embeddings_that_share_it_are_those_of_transformers(
+    family: str, tied: bool
+) -> None:
+    model = paged(family, tie_word_embeddings=tied)
+    attention, operations = kernels_of(model)
+    before, size = selftest.Expected.of(model, 512), model.weight_bytes
+    quantize_weights(model, "int8", head=True)
+    if not isinstance(model.model.get_output_embeddings(), QuantizedLinear):
+        pytest.skip(f"{family}: not all of its layers are fused")
+    embedding = model.model.get_input_embeddings()
+    assert isinstance(embedding, QuantizedEmbedding) == tied
+    expected = selftest.Expected.of(model, 512)
+    assert not torch.equal(before.logits[0], expected.logits[0])
+    fused = fuse(model, operations)
+    assert str(fused) == f"fused {fused.layers}/{fused.layers} layers, int8 weights, int8 head"
+    assert selftest.check(model, attention, expected).delta < 1e-4
+    assert model.weight_bytes < (0.6 if tied else 0.75) * size
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_the_head_takes_the_place_of_the_loaded_one(tied: bool) -> None:
+    model = paged("llama", tie_word_embeddings=tied)
+    _, operations = kernels_of(model)
+    assert fuse(model, operations).head == "float32"
+    head: Any = model.model.get_output_embeddings()
+    embedding: Any = model.model.get_input_embeddings()
+    assert head.weight.numel() == 0
+    assert (embedding.weight.numel() == 0) == tied
+
+
+def breaks(model: PagedModel, change: str) -> str:
+    """What is said of a model that does something else around its layers."""
+    inner: Any = model.model.model
+    if change == "embedding":
+        inner.embed_tokens.register_forward_hook(lambda _m, _i, out: out.square())
+    elif change == "norm":
+        inner.norm.register_forward_hook(lambda _m, _i, out: out + 1)
+    elif change == "head":
+        model.model.lm_head.register_forward_hook(lambda _m, _i, out: out.sin())
+    elif change == "between":
+        inner.norm.register_forward_pre_hook(lambda _m, given: (given[0] * 2,))
+    _, operations = kernels_of(model)
+    fused = fuse(model, operations)
+    assert fused.fused == 3
+    assert model.whole is None
+    return fused.head_reason
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ("embedding", "do not begin with its embeddings"),
+        ("norm", "its norm"),
+        ("head", "its head does not multiply"),
+        ("between", "no norm follows"),
+    ],
+)
+def test_a_model_that_does_something_else_keeps_its_code(change: str, reason: str) -> None:
+    assert reason in breaks(paged("llama"), change)
+
+
+def test_a_pass_that_differs_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = paged("llama")
+    attention, operations = kernels_of(model)
+    expected = selftest.Expected.of(model, 512)
+    monkeypatch.setattr(whole_model, "_exact", lambda *_: 1.01)
+    fused = fuse(model, operations)
+    assert str(fused) == (
+        "fused 3/3 layers, head by the model's code (its packed head gives other logits)"
+    )
+    assert selftest.check(model, attention, expected).delta < 1e-4
+
+
+def model_of(llm: LLM) -> PagedModel:
+    runner: Any = llm.parts.engine._executor
+    model: PagedModel = runner._model
+    return model
+
+
+def generated(llm: LLM, **params: Any) -> list[list[int]]:
+    sampling = SamplingParams(max_tokens=12, ignore_eos=True, **params)
+    return [one.outputs[0].token_ids for one in llm.generate(PROMPTS, sampling, use_tqdm=False)]
+
+
+def test_greedy_steps_make_no_logits_and_choose_the_same_tokens(
+    tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tiny.save(tiny.build("llama"), tmp_path / "model")
+    with LLM(str(folder), max_requests=4) as llm:
+        if model_of(llm).whole is None:
+            pytest.skip("no C++ kernels")
+        made: list[int] = []
+        logits = whole_model.WholeModel.logits
+
+        def counted(self: whole_model.WholeModel, ids: Tensor, *step: Any) -> Tensor:
+            made.append(len(ids))
+            return logits(self, ids, *step)
+
+        monkeypatch.setattr(whole_model.WholeModel, "logits", counted)
+        greedy = generated(llm, temperature=0.0)
+        assert not made
+        # The same tokens with their log-probabilities, which need the logits.
+        assert generated(llm, temperature=0.0, logprobs=1) == greedy
+        assert made
+        assert generated(llm, temperature=1.0, top_k=1) == greedy
+        assert generated(llm, temperature=0.0, logit_bias={greedy[0][0]: -100.0}) != greedy
+
+
+def test_a_row_that_is_not_finite_fails_alone(tmp_path: Any) -> None:
+    folder = tiny.save(tiny.build("llama"), tmp_path / "model")
+    with LLM(str(folder), max_requests=4) as llm:
+        model: Any = model_of(llm)
+        if model.whole is None:
+            pytest.skip("no C++ kernels")
+        healthy = generated(llm, temperature=0.0)
+        embed = model.whole._embed
+
+        def poisoned(ids: Tensor, positions: Tensor) -> Tensor:
+            x: Tensor = embed(ids, positions)
+            x[ids == 7 * 39 % 290] = torch.nan  # only in the second prompt
+            return x
+
+        model.whole._embed = poisoned
+        results = llm.generate(
+            PROMPTS, SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True), use_tqdm=False
+        )
+        assert [one.outputs[0].finish_reason for one in results] == ["length", "error", "length"]
+        assert [results[i].outputs[0].token_ids for i in (0, 2)] == [healthy[0], healthy[2]]
+
+
+def test_an_embedding_of_quantized_rows_dequantizes_them() -> None:
+    rounded, ids = quantize(torch.randn(11, 6)), torch.tensor([[3, 10, 0]])
+    found = QuantizedEmbedding(rounded, 2.0)(ids)
+    torch.testing.assert_close(found, 2 * rounded.dequantize()[ids[0]][None])
