@@ -3,7 +3,9 @@
 Both sides run in turn, once unmeasured and then ROUNDS times, on the same inputs; weights are many
 enough not to stay in the cache. Times are the thread's processor time, so that neighbours on a
 shared machine count less; what they take of the memory's bandwidth still counts. With --bf16 only
-products: bfloat16 weights in C++ against float32 ones and against torch's bfloat16.
+products: bfloat16 weights in C++ against float32 ones and against torch's bfloat16. With --int8
+products of int8 weights: in integers, against float32 weights and against int8 weights that are
+widened to floats.
 """
 
 import argparse
@@ -18,6 +20,7 @@ import torch.nn.functional as F  # noqa: N812 - torch's own convention
 
 from fairlead_kernels import cpu, library
 from fairlead_kernels.attention import AttentionBackend, Heads, LayerSpec
+from fairlead_kernels.quantize import quantize
 from fairlead_kernels.torch_attention import TorchAttention
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
@@ -86,6 +89,24 @@ def compare_bfloat16(operations: cpu.CpuOperations, tokens: int) -> None:
     )
 
 
+def compare_int8(operations: cpu.CpuOperations, tokens: int, outputs: int, inputs: int) -> None:
+    count = max(4, 12 * 3072 * 576 // (outputs * inputs))
+    x = torch.randn(tokens, inputs)
+    weights = [torch.randn(outputs, inputs) for _ in range(count)]
+    rounded = [quantize(weight) for weight in weights]
+    widening = cpu.load(operations.name.partition("+")[0])
+    wide, bytes_, digits = (
+        [made.pack([matrix]) for matrix in matrices]
+        for made, matrices in ((operations, weights), (widening, rounded), (operations, rounded))
+    )
+    compare(
+        f"{tokens} x {inputs} by {outputs}, {count} weights",
+        float32=lambda: [operations.linear(x, weight) for weight in wide],
+        widened=lambda: [widening.linear(x, weight) for weight in bytes_],
+        integers=lambda: [operations.linear(x, weight) for weight in digits],
+    )
+
+
 def compare_attention(
     operations: cpu.CpuOperations, name: str, rows: list[tuple[int, int]]
 ) -> None:
@@ -111,6 +132,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="The C++ kernels against torch, on one thread.")
     parser.add_argument("--set", choices=library.INSTRUCTION_SETS, help="default: the fastest")
     parser.add_argument("--bf16", action="store_true")
+    parser.add_argument("--int8", action="store_true")
     options = parser.parse_args()
     operations = cpu.load(options.set)
     torch.set_num_threads(1)
@@ -119,6 +141,11 @@ def main() -> None:
     if options.bf16:
         for tokens in (1, 4, 8, 14, 64):
             compare_bfloat16(operations, tokens)
+        return
+    if options.int8:
+        for outputs, inputs in ((3072, 576), (576, 1536), (9728, 896)):
+            for tokens in (1, 2, 4, 8, 14, 32, 64, 256):
+                compare_int8(operations, tokens, outputs, inputs)
         return
     for sizes in PRODUCTS:
         compare_product(operations, *sizes)

@@ -1,8 +1,10 @@
-"""How far int8 weights move a model's logits, alone and with int8 activations.
+"""How far int8 weights move a model's logits, alone and with rounded activations.
 
-Plain transformers in float32 on the CPU, three times: as it is; with the weights of the layers'
-matrices rounded to int8 times a scale per row; and with their inputs rounded too, to int8 times a
-scale per token. Differences of logits in units of a token's spread (its logits' standard
+Plain transformers in float32 on the CPU: as it is; with the weights of the layers' matrices rounded
+to int8 times a scale per row; and with their inputs rounded too: to two digits of base 256 times a
+scale per token, as the C++ kernels do with VNNI, to int8 times a scale per token, and times one for
+each GROUP elements of a token. Against the plain model, and against the one with int8 weights
+alone. Differences of logits in units of a token's spread (its logits' standard
 deviation), and how often the likeliest token stays. The models of cpu_kernels.py: the demo model
 reads its own text, the random one random tokens.
 
@@ -10,6 +12,7 @@ reads its own text, the random one random tokens.
 """
 
 import argparse
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +28,39 @@ from fairlead_kernels.quantize import quantize
 DEMO = Path(fairlead_runtime.__file__).parent / "demo"
 TEXT = Path(__file__).parents[1] / "scripts/demo_text.txt"
 CHUNK = 128  # tokens that are read together
+GROUP = 32
+LARGEST_DIGITS = 127 * 256 + 127
+Rounding = Callable[[Tensor], Tensor]
 
 
-def rounded_input(_module: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    (x,) = inputs
-    return (quantize(x.reshape(-1, x.shape[-1])).dequantize().view_as(x),)
+def to_int8(rows: Tensor) -> Tensor:
+    return quantize(rows).dequantize()
+
+
+def to_int8_in_groups(rows: Tensor) -> Tensor:
+    return quantize(rows.reshape(-1, GROUP)).dequantize().view_as(rows)
+
+
+def to_digits(rows: Tensor) -> Tensor:
+    scales = rows.abs().amax(dim=1, keepdim=True).div_(LARGEST_DIGITS)
+    return (rows / scales).round_().mul_(scales)
+
+
+ROUNDINGS: dict[str, Rounding] = {
+    "activations in two digits": to_digits,
+    "int8 activations": to_int8,
+    f"int8 activations in groups of {GROUP}": to_int8_in_groups,
+}
+
+
+def rounding_inputs(
+    rounding: Rounding,
+) -> Callable[[nn.Module, tuple[Tensor, ...]], tuple[Tensor, ...]]:
+    def rounded(_module: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        (x,) = inputs
+        return (rounding(x.reshape(-1, x.shape[-1])).view_as(x),)
+
+    return rounded
 
 
 def logits_of(model: Any, ids: Tensor) -> Tensor:
@@ -41,8 +72,8 @@ def report(name: str, got: Tensor, want: Tensor) -> None:
     rms = apart.square().mean(dim=1).sqrt()
     same = float((got.argmax(dim=1) == want.argmax(dim=1)).float().mean())
     print(
-        f"{name}: rms {float(rms.mean()):.4f}, worst token's rms {float(rms.max()):.4f}, "
-        f"largest {float(apart.abs().max()):.3f}, same likeliest token {100 * same:.1f} %"
+        f"{name}: rms {float(rms.mean()):.2g}, worst token's rms {float(rms.max()):.2g}, "
+        f"largest {float(apart.abs().max()):.2g}, same likeliest token {100 * same:.1f} %"
     )
 
 
@@ -68,10 +99,16 @@ def main() -> None:
     print(f"{options.model}: {len(ids)} tokens, {len(matrices)} matrices")
     for matrix in matrices:
         matrix.weight.data = quantize(matrix.weight.data).dequantize()
-    report("int8 weights", logits_of(model, ids), want)
-    for matrix in matrices:
-        matrix.register_forward_pre_hook(rounded_input)
-    report("int8 weights and activations", logits_of(model, ids), want)
+    rounded = logits_of(model, ids)
+    report("int8 weights", rounded, want)
+    for name, rounding in ROUNDINGS.items():
+        hook = rounding_inputs(rounding)
+        hooks = [matrix.register_forward_pre_hook(hook) for matrix in matrices]
+        got = logits_of(model, ids)
+        report(f"int8 weights, {name}", got, want)
+        report(f"int8 weights, {name}, from int8 weights", got, rounded)
+        for placed in hooks:
+            placed.remove()
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ from fairlead_kernels.cpu_arguments import (
     ACTIVATIONS,
     check_caches,
     dense,
+    in_fours,
     norm_struct,
     weight_struct,
 )
@@ -36,6 +37,10 @@ def load(instruction_set: str | None = None) -> "CpuOperations":
 
 # By the type of the packed weight.
 _PACK = {torch.float32: "pack", torch.bfloat16: "pack_bfloat16", torch.int8: "pack_int8"}
+# A sum of so many products of a digit, -128 to 127, and a weight as small as -128 fits in 32 bits.
+MOST_COLUMNS = (1 << 17) - 1
+# Half a step of x in two digits, in units of its row's largest element.
+DIGITS_ROUNDING = 0.5 / (127 * 256 + 127)
 
 
 class CpuOperations:
@@ -77,8 +82,13 @@ class CpuOperations:
                     f"weights: {tuple(matrix.shape)} of {matrix.dtype}; matrices of {columns} "
                     "columns in float32 or int8 are needed"
                 )
-        data = torch.empty(-(-rows // self._panel), columns, self._panel, dtype=dtype)
-        pack_rows = getattr(self.library, _PACK[dtype])
+        panels, pack = -(-rows // self._panel), _PACK[dtype]
+        fours = quantized is not None and self.library.vnni and columns <= MOST_COLUMNS
+        shape = [panels, columns, self._panel]
+        if fours:
+            shape, pack = [panels, -(-columns // 4), self._panel, 4], "pack_int8_fours"
+        data = torch.empty(shape, dtype=dtype)
+        pack_rows = getattr(self.library, pack)
         self.library.use_large_pages(data.data_ptr(), data.nbytes)
         if rows % self._panel:
             data[-1].zero_()
@@ -100,20 +110,27 @@ class CpuOperations:
             scales = torch.cat([x.scales for x in quantized]).mul_(factor)
         elif factor != 1:
             scales = torch.full((rows,), factor)
-        return Packed(data, rows, columns, scales)
+        return Packed(data, rows, columns, scales, rounding=DIGITS_ROUNDING if fours else 0.0)
 
     def linear(self, x: Tensor, weight: Packed, bias: Tensor | None = None) -> Tensor:
         """``LayerOperations.linear``."""
         x = dense(x, "x", weight.columns)
         out = torch.empty(x.shape[0], weight.rows)
+        digits = self._digits(x, weight)
         self.library.linear(
             x.data_ptr(),
             x.shape[0],
+            digits.data_ptr(),
             ctypes.byref(weight_struct(weight, bias, "bias")),
             out.data_ptr(),
             torch.get_num_threads(),
         )
         return out
+
+    def _digits(self, x: Tensor, weight: Packed) -> Tensor:
+        """Memory for the digits of x, if the weight is multiplied by them."""
+        size = self.library.digits_bytes(weight.columns) if in_fours(weight) else 0
+        return torch.empty(x.shape[0], size, dtype=torch.int8)
 
     def likeliest(
         self, x: Tensor, weight: Packed, bias: Tensor | None = None
@@ -125,9 +142,11 @@ class CpuOperations:
         count, threads = x.shape[0], torch.get_num_threads()
         values, columns = torch.empty(count), torch.empty(count, dtype=torch.int64)
         parts = torch.empty(threads * count * self._likeliest_part)
+        digits = self._digits(x, weight)
         self.library.likeliest(
             x.data_ptr(),
             count,
+            digits.data_ptr(),
             ctypes.byref(weight_struct(weight, bias, "bias")),
             values.data_ptr(),
             columns.data_ptr(),

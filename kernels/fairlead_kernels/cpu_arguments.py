@@ -16,6 +16,7 @@ ACTIVATIONS: dict[Activation, int] = {
 }
 # As in csrc/linear.h.
 STORED = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
+INT8_FOURS = 3
 CACHE_TYPES = (torch.float32, torch.bfloat16)
 
 
@@ -53,6 +54,11 @@ def norm_struct(norm: Norm | None, name: str, width: int) -> NormStruct:
     )
 
 
+def in_fours(weight: Packed) -> bool:
+    """Whether it is packed for VNNI, which multiplies it by the digits of x (csrc/vnni.h)."""
+    return weight.data.dim() == 4
+
+
 def weight_struct(weight: Packed, bias: Tensor | None, name: str) -> WeightStruct:
     """A packed weight and its bias, which the caller keeps alive, as C reads them."""
     return WeightStruct(
@@ -61,7 +67,7 @@ def weight_struct(weight: Packed, bias: Tensor | None, name: str) -> WeightStruc
         weight.columns,
         address(bias, name, weight.rows),
         address(weight.scales, "scales", weight.rows),
-        STORED[weight.data.dtype],
+        INT8_FOURS if in_fours(weight) else STORED[weight.data.dtype],
     )
 
 

@@ -17,6 +17,7 @@ from fairlead_kernels.cpu_arguments import (
     address,
     check_caches,
     dense,
+    in_fours,
     norm_struct,
     weight_struct,
 )
@@ -44,6 +45,11 @@ class LayerChain:
         self._library = functions
         self._width = self.layers[0].qkv.columns
         self._inner = self.layers[0].down.columns
+        self._in_digits = any(
+            in_fours(weight)
+            for layer in self.layers
+            for weight in (layer.qkv, layer.out, layer.gate_up, layer.down)
+        )
         self._sinks = [
             None if spec.sinks is None else spec.sinks.float().contiguous() for spec in specs
         ]
@@ -123,6 +129,10 @@ class LayerChain:
         qkv, attended, inner = (h.query + 2 * h.kv) * h.dim, h.query * h.dim, self._inner
         gate_up = 2 * inner if self.layers[0].gated else 0
         normed = torch.empty(count, self._width)
+        # The digits of attention's results take the place of queries, keys and values, those of
+        # the gated ones that of gate_up.
+        qkv = max(qkv, self._digits(attended))
+        gate_up = max(gate_up, self._digits(inner))
         # Attention's results are no longer needed when the MLP's are made: they share memory.
         shared = torch.empty(count * max(qkv + attended, gate_up + inner))
         buffers = (
@@ -132,6 +142,8 @@ class LayerChain:
             shared,
             shared[count * gate_up :],
             torch.empty(max(plan.part_floats for plan in plans)),
+            torch.empty(count * self._digits(self._width)),
+            shared,
         )
         step = library.StepStruct(
             count,
@@ -146,6 +158,11 @@ class LayerChain:
         )
         self._library.layers(self._structs, len(self.layers), ctypes.byref(step))
         return x
+
+    def _digits(self, columns: int) -> int:
+        """Floats that a row's digits take, if a weight is multiplied by them."""
+        size: int = self._library.digits_bytes(columns) // 4 if self._in_digits else 0
+        return size
 
     def _check(self, keys: Tensor, values: Tensor, *, half: bool) -> None:
         check_caches(keys, values)

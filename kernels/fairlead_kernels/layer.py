@@ -24,6 +24,8 @@ class Packed:
 
     ``data`` is float32, bfloat16, float16, int8 or float8_e4m3fn. With ``scales`` float32 [rows],
     each row of the matrix is its row of data times its scale; ``factor`` multiplies all of them.
+    ``rounding``: the most by which products move an element of x, in units of its row's largest,
+    beside what float32 explains.
     """
 
     data: torch.Tensor
@@ -31,6 +33,7 @@ class Packed:
     columns: int
     scales: torch.Tensor | None = None
     factor: float = 1.0
+    rounding: float = 0.0
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:

@@ -17,7 +17,9 @@ from fairlead_kernels.sources import hash_sources
 
 FOLDER = Path(__file__).parent / "native"
 SOURCES = Path(__file__).parent / "csrc"
-INSTRUCTION_SETS = ("avx512", "avx2", "baseline")  # the fastest first
+# The fastest first: the name of a library, and after "+" what more the processor has that the
+# products of some weights use.
+INSTRUCTION_SETS = ("avx512+vnni", "avx512", "avx2", "baseline")
 
 Pointer = ctypes.c_void_p
 Long = ctypes.c_int64
@@ -146,6 +148,8 @@ class StepStruct(ctypes.Structure):
         ("gate_up", Pointer),
         ("gated", Pointer),
         ("parts", Pointer),
+        ("normed_digits", Pointer),
+        ("digits", Pointer),
     )
 
 
@@ -160,7 +164,9 @@ _FUNCTIONS: dict[str, tuple[tuple[type, ...], type | None]] = {
     "pack": ((Pointer, Pointer, Long, Long, Long, Long, Int), None),
     "pack_bfloat16": ((Pointer, Pointer, Long, Long, Long, Long, Int), None),
     "pack_int8": ((Pointer, Pointer, Long, Long, Long, Long, Int), None),
-    "linear": ((Pointer, Long, ctypes.POINTER(WeightStruct), Pointer, Int), None),
+    "pack_int8_fours": ((Pointer, Pointer, Long, Long, Long, Long, Int), None),
+    "digits_bytes": ((Long,), Long),
+    "linear": ((Pointer, Long, Pointer, ctypes.POINTER(WeightStruct), Pointer, Int), None),
     "embed": (
         (
             *(Pointer, Long, ctypes.POINTER(WeightStruct), Float),
@@ -170,7 +176,10 @@ _FUNCTIONS: dict[str, tuple[tuple[type, ...], type | None]] = {
     ),
     "likeliest_part": ((), Int),
     "likeliest": (
-        (Pointer, Long, ctypes.POINTER(WeightStruct), Pointer, Pointer, Pointer, Int),
+        (
+            *(Pointer, Long, Pointer, ctypes.POINTER(WeightStruct)),
+            *(Pointer, Pointer, Pointer, Int),
+        ),
         None,
     ),
     "norm": (
@@ -211,7 +220,7 @@ class Library:
     """The loaded C functions of one instruction set, as attributes."""
 
     def __init__(self, instruction_set: str) -> None:
-        path = FOLDER / f"{instruction_set}.so"
+        path = FOLDER / f"{instruction_set.partition('+')[0]}.so"
         if not path.exists():
             raise NotAvailableError("they are not built (no C++ compiler when it was installed)")
         try:
@@ -219,6 +228,7 @@ class Library:
         except OSError as error:
             raise NotAvailableError(f"{path.name} cannot be loaded: {error}") from error
         self.instruction_set = instruction_set
+        self.vnni = instruction_set.endswith("+vnni")
         for name, (arguments, result) in _FUNCTIONS.items():
             try:
                 function = loaded[f"fairlead_{name}"]

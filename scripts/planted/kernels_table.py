@@ -32,6 +32,8 @@ EMBED_C, LIKELIEST_C = (f"{KERNELS}/csrc/{name}.cpp" for name in ("embed", "like
 C_OPERATIONS, C_ATTENTION, C_LAYERS = (
     (f"unit/kernels/test_cpu_{name}.py",) for name in ("operations", "attention", "layers")
 )
+C_DIGITS = ("unit/kernels/test_cpu_digits.py",)
+VNNI_C = f"{KERNELS}/csrc/vnni.h"
 GPU_OPERATIONS = ("unit/kernels/test_gpu_operations.py",)
 ON_FLASHINFER = ("unit/kernels/test_flashinfer_attention.py",)
 ON_FP8 = ("unit/kernels/test_fp8_cache.py",)
@@ -71,6 +73,90 @@ BUGS = (
         "load(weight.scales + first)",
         "load(weight.scales + int64_t(panel) * P)",
         C_OPERATIONS,
+    ),
+    PackageBug(
+        "weights for VNNI are packed as signed bytes",
+        LINEAR_C,
+        "uint8_t(source[row * stride + k] + 128)",
+        "uint8_t(source[row * stride + k])",
+        C_DIGITS,
+    ),
+    PackageBug(
+        "the last columns of a weight for VNNI are left out",
+        LINEAR_C,
+        "const int64_t fours = (columns + 3) / 4;",
+        "const int64_t fours = columns / 4;",
+        C_DIGITS,
+    ),
+    PackageBug(
+        "four columns of a weight for VNNI are packed in another order",
+        LINEAR_C,
+        "out[k / 4 * P * 4 + k % 4]",
+        "out[k / 4 * P * 4 + 3 - k % 4]",
+        C_DIGITS,
+    ),
+    PackageBug(
+        "what 128 adds to each weight is not subtracted from the sum of the lower digits",
+        VNNI_C,
+        "-128 * _mm512_reduce_add_epi32(low_sum)",
+        "0 * _mm512_reduce_add_epi32(low_sum)",
+        C_DIGITS,
+    ),
+    PackageBug(
+        "the higher digit is not rounded up where the lower one is negative",
+        VNNI_C,
+        "_mm512_add_epi32(number, _mm512_set1_epi32(128))",
+        "number",
+        C_DIGITS,
+    ),
+    PackageBug(
+        "numbers behind a row of x count in its digits",
+        VNNI_C,
+        "const __m512 scaled = _mm512_mul_ps(_mm512_maskz_loadu_ps(rest(k), x + k), factor);",
+        "const __m512 scaled = _mm512_mul_ps(_mm512_loadu_ps(x + k), factor);",
+        C_DIGITS,
+    ),
+    PackageBug(
+        "the sums of every row of lower digits begin where the first row's do",
+        VNNI_C,
+        "{four_times(x + I * stride + LOW), four_times(x + I * stride + LOW)}",
+        "{four_times(x + 0 * I + LOW), four_times(x + 0 * I + LOW)}",
+        C_DIGITS,
+    ),
+    PackageBug(
+        "the last digits of a line are left out where a row ends in it",
+        VNNI_C,
+        "? 4 * (steps - from) : DIGITS",
+        "? 4 * (steps - from - 1) : DIGITS",
+        C_DIGITS,
+    ),
+    PackageBug(
+        "sums of digits overflow",
+        f"{KERNELS}/cpu.py",
+        "MOST_COLUMNS = (1 << 17) - 1",
+        "MOST_COLUMNS = (1 << 18) - 1",
+        C_DIGITS,
+    ),
+    PackageBug(
+        "a NaN among activations becomes a number",
+        VNNI_C,
+        "const DigitsHead head{maximum / LARGEST_DIGITS,",
+        "const DigitsHead head{maximum > 0 ? maximum / LARGEST_DIGITS : 0.0f,",
+        C_DIGITS,
+    ),
+    PackageBug(
+        "embeddings of a weight for VNNI are 128 too large",
+        f"{KERNELS}/csrc/embed.cpp",
+        " - 128.0f;",
+        ";",
+        C_DIGITS,
+    ),
+    PackageBug(
+        "digits take the place of the rows of another token",
+        f"{KERNELS}/cpu_layers.py",
+        "        gate_up = max(gate_up, self._digits(inner))\n",
+        "",
+        C_LAYERS,
     ),
     PackageBug(
         "weights are cut to bfloat16 in place of rounded",
@@ -201,8 +287,8 @@ BUGS = (
     PackageBug(
         "the gate of a multi-layer step is multiplied with itself",
         LAYERS_C,
-        "multiply_panel(weight, panels + panel, x",
-        "multiply_panel(weight, panel, x",
+        "multiply_panel(weight, panels + panel, step",
+        "multiply_panel(weight, panel, step",
         C_LAYERS,
     ),
     PackageBug(

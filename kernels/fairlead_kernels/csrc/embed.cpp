@@ -13,11 +13,18 @@ void embed_row(const Weight& weight, int64_t row, float* out) {
   for (int64_t k = 0; k < columns; k++) out[k] = to_float(data[k * P]);
 }
 
+void embed_row_in_fours(const Weight& weight, int64_t row, float* out) {
+  const int64_t columns = weight.columns, fours = (columns + 3) / 4;
+  const uint8_t* data = static_cast<const uint8_t*>(weight.data) + (row / P * fours * P + row % P) * 4;
+  for (int64_t k = 0; k < columns; k++) out[k] = float(data[k / 4 * P * 4 + k % 4]) - 128.0f;
+}
+
 void embed_row(const Weight& weight, int64_t row, float* out) {
   switch (weight.stored) {
     case FLOAT32: return embed_row<float>(weight, row, out);
     case BFLOAT16: return embed_row<bfloat16>(weight, row, out);
     case INT8: return embed_row<int8_t>(weight, row, out);
+    case INT8_FOURS: return embed_row_in_fours(weight, row, out);
   }
 }
 

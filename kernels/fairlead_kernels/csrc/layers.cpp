@@ -38,7 +38,8 @@ struct Group {
 // One step of `count` tokens. `x` [T, width] are the embeddings, and at the end what the last layer
 // returns; the other buffers are overwritten: normed [T, width], qkv [T, rows of qkv], attended
 // [T, query · value_dim], gate_up [T, rows of gate_up] where there is a gate, gated [T, columns of
-// down], and parts for attention.
+// down], and parts for attention. Where weights need an input's digits they are in normed_digits;
+// those of attended and gated are in digits, which may be the memory of qkv and gate_up.
 struct Step {
   int64_t count;
   int64_t width;
@@ -54,6 +55,10 @@ struct Step {
   float* gate_up;
   float* gated;
   float* parts;
+  char* normed_digits;
+  char* digits;
+
+  Input input() const { return {normed, normed_digits}; }
 };
 
 void add_row(float* x, const float* y, int width) {
@@ -83,7 +88,7 @@ void project(Team& team, const Step& step, const Weight& weight, const float* in
              const Norm& after) {
   const bool add = after.weight == nullptr;
   float* out = add ? step.x : step.normed;
-  share_product(team, weight, in, int(step.count),
+  share_product(team, weight, Input{in, step.digits}, int(step.count),
                 [&](int panel, int row, int rows, const float* tile) {
                   store_tile(weight, panel, row, rows, tile, out, add);
                 });
@@ -108,7 +113,7 @@ void rope_write(Team& team, const Step& step, const Layer& layer) {
 // gated = activation(up), without a gate.
 void activated(Team& team, const Step& step, const Layer& layer) {
   const Weight& weight = layer.gate_up;
-  share_product(team, weight, step.normed, int(step.count),
+  share_product(team, weight, step.input(), int(step.count),
                 [&](int panel, int row, int rows, const float* tile) {
                   store_tile(weight, panel, row, rows, tile, step.gated, false);
                   const int64_t first = int64_t(panel) * P;
@@ -138,7 +143,7 @@ void gate_up(Team& team, const Step& step, const Layer& layer) {
     }
   };
   if (width % P != 0) {
-    share_product(team, weight, step.normed, count,
+    share_product(team, weight, step.input(), count,
                   [&](int panel, int row, int rows, const float* tile) {
                     store_tile(weight, panel, row, rows, tile, step.gate_up, false);
                   });
@@ -152,6 +157,7 @@ void gate_up(Team& team, const Step& step, const Layer& layer) {
     team.barrier();
     return;
   }
+  prepare(team, weight, step.input(), count);
   alignas(64) float gate[TILE_ROWS * P], up[TILE_ROWS * P];
   const int panels = int(width / P);
   team.share(panels, panels / team.size >= 32 ? 4 : 1, [&](int begin, int end) {
@@ -159,9 +165,8 @@ void gate_up(Team& team, const Step& step, const Layer& layer) {
       for (int row = 0; row < count; row += TILE_ROWS) {
         const int rows = count - row < TILE_ROWS ? count - row : TILE_ROWS;
         const bool last = panel + 1 == panels || row + rows < count;
-        const float* x = step.normed + row * step.width;
-        multiply_panel(weight, panel, x, rows, gate, last);
-        multiply_panel(weight, panels + panel, x, rows, up, last);
+        multiply_panel(weight, panel, step.input(), row, rows, gate, last);
+        multiply_panel(weight, panels + panel, step.input(), row, rows, up, last);
         const int64_t column = int64_t(panel) * P;
         for (int i = 0; i < rows; i++) {
           float *g = gate + i * P, *u = up + i * P;
@@ -178,7 +183,7 @@ void gate_up(Team& team, const Step& step, const Layer& layer) {
 }
 
 void run_layer(Team& team, const Step& step, const Layer& layer) {
-  share_product(team, layer.qkv, step.normed, int(step.count),
+  share_product(team, layer.qkv, step.input(), int(step.count),
                 [&](int panel, int row, int rows, const float* tile) {
                   store_tile(layer.qkv, panel, row, rows, tile, step.qkv, false);
                 });

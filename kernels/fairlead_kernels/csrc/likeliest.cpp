@@ -43,9 +43,9 @@ void look(const Weight& weight, int panel, int rows, const float* tile, Found* f
 FL_EXPORT int fairlead_likeliest_part() { return sizeof(Found) / sizeof(float); }
 
 // Of each row of x [count, columns]: the largest value, NaN if one is, and its column, the first
-// among equal ones. `parts`: memory on a cache line's boundary.
-FL_EXPORT void fairlead_likeliest(const float* x, int64_t count, const Weight* packed,
-                                  float* values, int64_t* columns, float* parts, int threads) {
+// among equal ones. `digits` as for `fairlead_linear`, `parts`: memory on a cache line's boundary.
+FL_EXPORT void fairlead_likeliest(const float* x, int64_t count, char* digits,
+                                  const Weight* packed, float* values, int64_t* columns, float* parts, int threads) {
   const Weight& weight = *packed;
   Found* const all = reinterpret_cast<Found*>(parts);
   const float infinity = std::numeric_limits<float>::infinity();
@@ -54,9 +54,10 @@ FL_EXPORT void fairlead_likeliest(const float* x, int64_t count, const Weight* p
     for (int64_t i = 0; i < count; i++) {
       mine[i] = {splat(-infinity), Ints{} + std::numeric_limits<int32_t>::max(), Ints{}};
     }
-    share_product(team, weight, x, int(count), [&](int panel, int row, int rows, const float* tile) {
-      look(weight, panel, rows, tile, mine + row);
-    });
+    share_product(team, weight, Input{x, digits}, int(count),
+                  [&](int panel, int row, int rows, const float* tile) {
+                    look(weight, panel, rows, tile, mine + row);
+                  });
     team.barrier();
     team.share(int(count), 16, [&](int begin, int end) {
       for (int64_t i = begin; i < end; i++) {

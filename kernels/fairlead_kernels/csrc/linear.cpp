@@ -42,6 +42,9 @@ void pack(T* packed, const Source* source, int64_t rows, int64_t columns, int64_
 
 }  // namespace
 
+// Bytes of the digits of one row of x.
+FL_EXPORT int64_t fairlead_digits_bytes(int64_t columns) { return digits_bytes(columns); }
+
 // Puts source [rows, columns], with `stride` elements between its rows, at rows `first` … of the
 // packed weight. The panels' unused rows are not written.
 FL_EXPORT void fairlead_pack(float* packed, const float* source, int64_t rows, int64_t columns,
@@ -62,12 +65,31 @@ FL_EXPORT void fairlead_pack_int8(int8_t* packed, const int8_t* source, int64_t 
   pack(packed, source, rows, columns, stride, first, threads);
 }
 
-// y [count, rows] = x [count, columns] · weightᵀ + bias.
-FL_EXPORT void fairlead_linear(const float* x, int64_t count, const Weight* packed, float* y,
-                                int threads) {
+// The same of 8-bit integers into panels of [ceil(columns / 4)][P][4] for VNNI.
+FL_EXPORT void fairlead_pack_int8_fours(uint8_t* packed, const int8_t* source, int64_t rows,
+                                         int64_t columns, int64_t stride, int64_t first,
+                                         int threads) {
+  const int64_t fours = (columns + 3) / 4;
+  run(threads, [&](Team& team) {
+    team.share(int(rows), 16, [&](int begin, int end) {
+      for (int64_t row = begin; row < end; row++) {
+        const int64_t at = first + row;
+        uint8_t* out = packed + (at / P * fours * P + at % P) * 4;
+        for (int64_t k = 0; k < 4 * fours; k++) {
+          out[k / 4 * P * 4 + k % 4] = k < columns ? uint8_t(source[row * stride + k] + 128) : 0;
+        }
+      }
+    });
+  });
+}
+
+// y [count, rows] = x [count, columns] · weightᵀ + bias. `digits`: memory for those of x, which
+// INT8_FOURS needs.
+FL_EXPORT void fairlead_linear(const float* x, int64_t count, char* digits, const Weight* packed,
+                                float* y, int threads) {
   const Weight& weight = *packed;
   run(threads, [&](Team& team) {
-    share_product(team, weight, x, int(count),
+    share_product(team, weight, Input{x, digits}, int(count),
                   [&](int panel, int row, int n, const float* tile) {
                     store_tile(weight, panel, row, n, tile, y, false);
                   });

@@ -3,6 +3,7 @@
 
 #include "product.h"
 #include "team.h"
+#include "vnni.h"
 
 namespace fairlead {
 
@@ -14,9 +15,11 @@ constexpr int TILE_ROWS = 256;
 constexpr int DEEP = 512;
 
 // How a weight's elements are stored; cpu_arguments.py has the same numbers.
-enum Stored : int32_t { FLOAT32, BFLOAT16, INT8 };
+enum Stored : int32_t { FLOAT32, BFLOAT16, INT8, INT8_FOURS };
 
 // A packed weight: [ceil(rows / P)] panels of [columns][P], zero where there are no more rows.
+// With INT8_FOURS panels of [ceil(columns / 4)][P][4], unsigned and 128 more than the weight, for
+// VNNI.
 struct Weight {
   const void* data;
   int64_t rows;
@@ -27,6 +30,26 @@ struct Weight {
 
   int panels() const { return int((rows + P - 1) / P); }
 };
+
+// What weights are multiplied by: x [rows, columns], and memory for its digits, digits_bytes of
+// columns for each row, which INT8_FOURS needs.
+struct Input {
+  const float* x;
+  char* digits;
+};
+
+// Makes the digits of an input where the weight is multiplied by them: a row's are its own
+// whatever the other rows are. All threads of the team call it.
+inline void prepare(Team& team, const Weight& weight, const Input& in, int rows) {
+  if (weight.stored != INT8_FOURS) return;
+  const int64_t columns = weight.columns, stride = digits_bytes(columns);
+  team.share(rows, 1, [&](int begin, int end) {
+    for (int64_t row = begin; row < end; row++) {
+      split_row(in.x + row * columns, int(columns), in.digits + row * stride);
+    }
+  });
+  team.barrier();
+}
 
 // One panel's results for rows of x [rows, columns], without scales and bias, into tile [rows, P].
 template <class T>
@@ -48,10 +71,25 @@ void multiply_panel_of(const Weight& weight, int panel, const float* x, int rows
   }
 }
 
-// The same with scales, for a weight of any type.
-inline void multiply_panel(const Weight& weight, int panel, const float* x, int rows, float* tile,
-                           bool last) {
+// The same of an input's digits.
+inline void multiply_digits_panel(const Weight& weight, int panel, const char* digits, int rows,
+                                  float* tile, bool last) {
+  const int64_t steps = (weight.columns + 3) / 4;
+  const uint8_t* data = static_cast<const uint8_t*>(weight.data) + panel * steps * P * 4;
+  digits_product(rows, digits, digits_bytes(weight.columns), data, int(steps), tile, last);
+}
+
+// One panel's results for `rows` rows of an input from `row` on, with scales, for a weight of any
+// type.
+inline void multiply_panel(const Weight& weight, int panel, const Input& in, int64_t row, int rows,
+                           float* tile, bool last) {
+  const float* x = in.x + row * weight.columns;
   switch (weight.stored) {
+    case INT8_FOURS: {
+      const char* digits = in.digits + row * digits_bytes(weight.columns);
+      multiply_digits_panel(weight, panel, digits, rows, tile, last);
+      break;
+    }
     case FLOAT32: multiply_panel_of<float>(weight, panel, x, rows, tile, last); break;
     case BFLOAT16: multiply_panel_of<bfloat16>(weight, panel, x, rows, tile, last); break;
     case INT8: multiply_panel_of<int8_t>(weight, panel, x, rows, tile, last); break;
@@ -70,10 +108,12 @@ inline void multiply_panel(const Weight& weight, int panel, const float* x, int 
   }
 }
 
-// Calls `finish(panel, first row, rows, tile)` for each piece of x [rows, columns] times weight;
-// the tile [rows, P] has no bias yet. All threads of the team call it; a barrier must follow.
+// Calls `finish(panel, first row, rows, tile)` for each piece of an input of `rows` rows times
+// weight; the tile [rows, P] has no bias yet. All threads of the team call it; a barrier must
+// follow.
 template <class Finish>
-void share_product(Team& team, const Weight& weight, const float* x, int rows, Finish finish) {
+void share_product(Team& team, const Weight& weight, const Input& in, int rows, Finish finish) {
+  prepare(team, weight, in, rows);
   alignas(64) float tile[TILE_ROWS * P];
   const int panels = weight.panels();
   const int grain = panels / team.size >= 32 ? 4 : 1;
@@ -82,7 +122,7 @@ void share_product(Team& team, const Weight& weight, const float* x, int rows, F
       for (int row = 0; row < rows; row += TILE_ROWS) {
         const int count = rows - row < TILE_ROWS ? rows - row : TILE_ROWS;
         const bool last = panel + 1 == panels || row + count < rows;
-        multiply_panel(weight, panel, x + row * weight.columns, count, tile, last);
+        multiply_panel(weight, panel, in, row, count, tile, last);
         finish(panel, row, count, tile);
       }
     }

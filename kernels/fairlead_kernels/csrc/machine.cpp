@@ -17,6 +17,8 @@ FL_EXPORT int fairlead_supports(const char* instruction_set) {
   const bool v4 = v3 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                   __builtin_cpu_supports("avx512cd") && __builtin_cpu_supports("avx512dq") &&
                   __builtin_cpu_supports("avx512vl");
+  const bool vnni = v4 && __builtin_cpu_supports("avx512vnni");
+  if (__builtin_strcmp(instruction_set, "avx512+vnni") == 0) return vnni;
   if (__builtin_strcmp(instruction_set, "avx512") == 0) return v4;
   if (__builtin_strcmp(instruction_set, "avx2") == 0) return v3;
 #endif

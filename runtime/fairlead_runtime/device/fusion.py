@@ -43,6 +43,8 @@ from fairlead_runtime.device.attention import (
     spec_of,
 )
 from fairlead_runtime.device.layer_parts import (
+    CLOSE,
+    CLOSE_ROUNDED,
     DoesNotFitError,
     ModuleCall,
     Recording,
@@ -71,6 +73,7 @@ class Fusion:
     stored: torch.dtype = torch.float32  # their weights
     head: str = ""
     head_reason: str = ""
+    rounds: bool = False  # whether their products round what they multiply by these
 
     def __str__(self) -> str:
         why = f" ({self.reason})" if self.reason else ""
@@ -144,6 +147,12 @@ class FusedLayer:
         if layer.after_mlp is not None:
             branch, _ = ops.norm(branch, layer.after_mlp)
         return branch
+
+    @property
+    def rounds(self) -> bool:
+        """Whether its products round their inputs."""
+        layer = self.layer
+        return any(x.rounding for x in (layer.qkv, layer.out, layer.gate_up, layer.down))
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -335,7 +344,9 @@ def fuse(model: PagedModel, operations: LayerOperations | None) -> Fusion:
     reason = "; ".join(f"layer {index}: {text}" for text, index in reasons.items())
     stored = {layer.layer.qkv.data.dtype for layer in fused} or {model.heads.dtype}
     smallest = min(stored, key=lambda dtype: dtype.itemsize)
-    fusion = Fusion(len(fused), total, reason, smallest)
+    fusion = Fusion(
+        len(fused), total, reason, smallest, rounds=any(layer.rounds for layer in fused)
+    )
     if len(fused) < total or not isinstance(operations, CpuOperations):
         return fusion
     try:
@@ -554,7 +565,8 @@ def _fused(
     angles = argument.read((given[0][None], given[1][None]))
     added: list[Tensor] = []
     out = fused.run(x.clone(), added, angles, step)
-    if not close(out + added.pop(), recording.output):
+    allowed = CLOSE_ROUNDED if fused.rounds else CLOSE
+    if not close(out + added.pop(), recording.output, allowed=allowed):
         raise DoesNotFitError("its fused layer gives other results")
     if not operations.in_float32:
         fused.layer = layer.cast(model.heads.dtype)

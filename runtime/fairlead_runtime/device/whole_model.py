@@ -8,6 +8,7 @@ still called. A model that does anything else in between keeps its own code arou
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -18,6 +19,8 @@ from fairlead_kernels.layer import Norm
 from fairlead_kernels.quantize import Quantized
 from fairlead_runtime.device.attention import CachedPass, ForwardPass
 from fairlead_runtime.device.layer_parts import (
+    CLOSE,
+    CLOSE_ROUNDED,
     DoesNotFitError,
     Matrix,
     ModuleCall,
@@ -110,6 +113,7 @@ class WholeModel:
         self.packed: tuple[Tensor, ...] = (*self._head.tensors, *bias)
         numbers = self._head.data.dtype
         self.stored = "int8" if numbers is torch.int8 else str(numbers).removeprefix("torch.")
+        self.rounds = self._head.rounding > 0
         # A cap may make logits equal that are not.
         self.chooses = not ends.cap
         # By layer its place among the different ways to make and read a rotary embedding.
@@ -217,10 +221,11 @@ def agrees(model: PagedModel, whole: WholeModel, step: CachedPass, expected: Ten
     their largest.
     """
     ids, positions = _tokens(model, seed=1)
+    same = partial(close, allowed=CLOSE_ROUNDED if whole.rounds else CLOSE)
     largest, tokens = whole.likeliest(ids, positions, step)
     best = expected.gather(1, tokens[:, None])[:, 0]
-    same = not whole.chooses or (close(best, expected.amax(1)) and close(largest, best))
-    return same and close(whole.logits(ids, positions, step), expected)
+    chosen = not whole.chooses or (same(best, expected.amax(1)) and same(largest, best))
+    return chosen and same(whole.logits(ids, positions, step), expected)
 
 
 def other_logits(model: PagedModel, step: ForwardPass) -> Tensor:

@@ -51,7 +51,9 @@ def test_a_head_in_int8_and_embeddings_that_share_it_are_those_of_transformers(
     assert not torch.equal(before.logits[0], expected.logits[0])
     fused = fuse(model, operations)
     assert str(fused) == f"fused {fused.layers}/{fused.layers} layers, int8 weights, int8 head"
-    assert selftest.check(model, attention, expected).delta < 1e-4
+    # On a processor with VNNI products of int8 weights round their inputs to 16 bits.
+    allowed = 2e-3 if fused.rounds else 1e-4
+    assert selftest.check(model, attention, expected, allowed).delta < allowed
     assert model.weight_bytes < (0.6 if tied else 0.75) * size
 
 
