@@ -85,7 +85,6 @@ plant: setup ## plant known bugs one at a time; the tests must catch every one
 bench: setup ## the benchmarks that need no GPU, with other engines; FULL=1: all models, five rounds
 	$(BIN)/python benchmarks/step_overhead.py
 	$(BIN)/python benchmarks/sampling.py
-	$(BIN)/python -m benchmarks.tutorial
 	$(BIN)/python -m benchmarks.cpu_peers $(if $(FULL),--full)
 
 gpu: setup ## what needs an NVIDIA GPU

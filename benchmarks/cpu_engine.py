@@ -5,8 +5,11 @@
 Reads workloads from standard input, a line of JSON each: ``[[prompt, cap], ...]``, prompts as token
 ids. All requests of a line arrive at once, and at most SLOTS run at a time. Writes a line for each:
 the seconds until the last ended and the number of new tokens. Its first line is written when the
-model is loaded. Weights and cache are float32, and every setting is the engine's best one or its
-default, with prefix caching where it has that.
+model is loaded, and names settings that the engine chose by itself. Weights and cache are float32,
+and every setting is the engine's best one or its default, with prefix caching where it has that.
+
+KINDs that end with -int8 have 8-bit weights. What else is rounded then is the engine's default: the
+fastest that it documents.
 """
 
 import json
@@ -15,6 +18,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +26,14 @@ Request = tuple[list[int], int]  # prompt, new tokens
 Run = Callable[[Sequence[Request]], int]  # returns the new tokens
 LONGEST = 1024  # tokens of a request
 PADDING = 0  # token id
+CACHE = 2  # GiB: more than any workload fills
 
 
-def fairlead(model: str, slots: int) -> Run:
+def fairlead(model: str, slots: int, *, int8: bool = False) -> Run:
     from fairlead_runtime import LLM, SamplingParams
 
-    llm = LLM(model, dtype="float32", max_requests=slots, max_model_len=LONGEST)
+    weights = {"quantization": "int8", "kernels": "cpu"} if int8 else {}
+    llm = LLM(model, dtype="float32", max_requests=slots, max_model_len=LONGEST, **weights)
 
     def run(requests: Sequence[Request]) -> int:
         prompts = [{"prompt_token_ids": prompt} for prompt, _ in requests]
@@ -104,42 +110,65 @@ def transformers_continuous(model: str, slots: int) -> Run:
     return run
 
 
-def openvino(model: str, slots: int) -> Run:
+def openvino_pipeline(model: str, slots: int, *, int8: bool = False) -> Any:
     """OpenVINO GenAI's continuous batching, on the model as optimum exports it."""
-    import numpy as np
     import openvino_genai
-    from openvino import Tensor
 
-    exported = Path(model) / "openvino"
+    exported = Path(model) / ("openvino-int8" if int8 else "openvino")
     if not exported.exists():
         program = str(Path(sys.executable).with_name("optimum-cli"))
-        how = ["--task", "text-generation-with-past", "--weight-format", "fp32"]
+        how = ["--task", "text-generation-with-past", "--weight-format", "int8" if int8 else "fp32"]
         command = [program, "export", "openvino", "--model", model, *how, str(exported)]
         subprocess.run(command, check=True, stdout=sys.stderr)
     settings = openvino_genai.SchedulerConfig()
-    settings.cache_size = 3  # GiB
+    settings.cache_size = CACHE
     settings.max_num_seqs = slots
     settings.enable_prefix_caching = True
-    precision = {"INFERENCE_PRECISION_HINT": "f32", "KV_CACHE_PRECISION": "f32"}
-    pipeline = openvino_genai.ContinuousBatchingPipeline(str(exported), settings, "CPU", precision)
+    float32 = {"INFERENCE_PRECISION_HINT": "f32", "KV_CACHE_PRECISION": "f32"}
+    return openvino_genai.ContinuousBatchingPipeline(
+        str(exported), settings, "CPU", {} if int8 else float32
+    )
+
+
+def openvino_greedy(cap: int) -> Any:
+    """The settings of a request of ``cap`` new tokens."""
+    import openvino_genai
+
+    one = openvino_genai.GenerationConfig()
+    one.max_new_tokens, one.ignore_eos, one.do_sample = cap, True, False
+    # The model has none, and the package does not take that.
+    one.eos_token_id, one.stop_token_ids = PADDING, {PADDING}
+    return one
+
+
+def openvino(model: str, slots: int, *, int8: bool = False) -> Run:
+    import numpy as np
+    from openvino import Tensor
+
+    pipeline = openvino_pipeline(model, slots, int8=int8)
 
     def run(requests: Sequence[Request]) -> int:
         prompts = [Tensor(np.array([prompt], dtype=np.int64)) for prompt, _ in requests]
-        params = []
-        for _, cap in requests:
-            one = openvino_genai.GenerationConfig()
-            one.max_new_tokens, one.ignore_eos, one.do_sample = cap, True, False
-            # The model has none, and the package does not take that.
-            one.eos_token_id, one.stop_token_ids = PADDING, {PADDING}
-            params.append(one)
-        results = pipeline.generate(prompts, params)
+        results = pipeline.generate(prompts, [openvino_greedy(cap) for _, cap in requests])
         return sum(len(one.m_generation_ids[0]) for one in results)
 
     return run
 
 
+def openvino_settings() -> str:
+    """What its plugin for this CPU does where nothing else is asked for."""
+    from openvino import Core
+
+    def value(name: str) -> object:
+        found = Core().get_property("CPU", name)
+        return found.get_type_name() if hasattr(found, "get_type_name") else found
+
+    names = ("INFERENCE_PRECISION_HINT", "DYNAMIC_QUANTIZATION_GROUP_SIZE", "KV_CACHE_PRECISION")
+    return ", ".join(f"{name} {value(name)}" for name in names)
+
+
 def vllm(model: str, slots: int) -> Run:
-    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "3")  # GiB
+    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", str(CACHE))
     from vllm import LLM, SamplingParams
 
     llm = LLM(
@@ -168,6 +197,11 @@ KINDS: dict[str, Callable[[str, int], Run]] = {
     "transformers-continuous": transformers_continuous,
     "openvino": openvino,
     "vllm": vllm,
+    "fairlead-int8": partial(fairlead, int8=True),
+    "openvino-int8": partial(openvino, int8=True),
+}
+SETTINGS: dict[str, Callable[[], str]] = {
+    "openvino-int8": openvino_settings,
 }
 
 
@@ -185,7 +219,7 @@ def main() -> None:
     with os.fdopen(os.dup(1), "w", buffering=1) as out:
         os.dup2(2, 1)
         run = KINDS[kind](model, int(slots))
-        print("{}", file=out)
+        print(json.dumps({"settings": SETTINGS.get(kind, str)()}), file=out)
         for answer in _answers(run):
             print(answer, file=out)
 

@@ -1,17 +1,23 @@
-"""Engines of other projects beside ours, on the same models and the same CPUs, float32.
+"""Engines of other projects beside ours, on the same models and the same CPUs.
 
 Each engine is a process in an environment of its own, made from the package registry and kept
 (`benchmarks/peers.py`). All have the model loaded and take turns, the order changing from round to
 round, after a warm-up; no prompt comes twice, so no cache has it. Compare the ratios: the time of
-another engine over ours in the same round.
+another engine over ours in the same round. Without --full an engine that takes over PATIENCE times
+as long as ours in the first round does not run in the others.
 
 - mixed: 64 requests at once, prompts of 16 to 256 tokens, 16 to 128 new tokens.
 - tutorial: six requests with caps of 6, 50, 300, 30, 180 and 45 in three slots, GPT-2.
 - burst: 8 or 32 requests at once that share their first 512 tokens.
 - alone: one request, whose decode reads all weights for each token.
+- long prompt: one of 2,048 tokens arrives among eight decodes, over HTTP (`long_prompt.py`).
+
+Weights and cache are float32; mixed and alone come again with 8-bit weights. The output names what
+else an engine rounds then: each has its own default, which is its fastest.
 
 Beside them stand the machine's own limits, measured in the same run: of alone the share of the
-memory bandwidth that the weights take, of mixed the share of a large product's rate.
+memory bandwidth that the weights of each step take, of mixed the share of a large float32 product's
+rate.
 
     .venv/bin/python -m benchmarks.cpu_peers [--full] [--models "15 M" "135 M"] [--svg FILE]
 """
@@ -19,12 +25,13 @@ memory bandwidth that the weights take, of mixed the share of a large product's 
 import argparse
 import itertools
 import json
+import math
 import random
+import signal
 import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from importlib.metadata import version
@@ -32,41 +39,53 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from benchmarks import models, peers
+from benchmarks import cpu_picture, long_prompt, machine, models, peers
 from benchmarks.cpu_engine import Request
 from benchmarks.http_peers import spread
-from tqdm import tqdm
+from benchmarks.turns import OURS, Terms, rounds_of, take_turns
 
-OURS = "Fairlead"
 SLOTS = 64
 TUTORIAL_CAPS, TUTORIAL_SLOTS = (6, 50, 300, 30, 180, 45), 3
 SHARED, OWN, ANSWER = 512, 16, 32  # tokens of a burst's requests
 ALONE = 64  # new tokens
-LOAD_SECONDS = 900.0
+WARM = 8  # new tokens of each request in the warm-up
+PATIENCE = 2.0
 
 
 class Kind(NamedTuple):
-    """An engine: its name in ``cpu_engine.py``, its interpreter, and its versions."""
+    """An engine: its name in ``cpu_engine.py``, its interpreter, its versions, and the bytes of a
+    weight in its layers and in its head.
+    """
 
     name: str
     python: Callable[[], str]
     versions: Callable[[], str]
+    weight: tuple[float, float] = (4, 4)
 
     @classmethod
-    def of(cls, name: str, peer: peers.Peer) -> "Kind":
-        return cls(name, lambda: str(peer.programs() / "python"), peer.versions)
+    def of(cls, name: str, peer: peers.Peer, weight: tuple[float, float] = (4, 4)) -> "Kind":
+        return cls(name, lambda: str(peer.programs() / "python"), peer.versions, weight)
+
+    def reads(self, size: models.Size) -> float:
+        """Bytes of the weights that every step reads."""
+        return size.layers * self.weight[0] + size.head * self.weight[1]
 
 
-KINDS = {
-    OURS: Kind(
-        "fairlead",
-        lambda: sys.executable,
-        lambda: f"fairlead {version('fairlead')}, torch {version('torch')}",
-    ),
+def _our_versions() -> str:
+    return f"fairlead {version('fairlead')}, torch {version('torch')}"
+
+
+FLOAT32 = {
+    OURS: Kind("fairlead", lambda: sys.executable, _our_versions),
     "transformers, static batches": Kind.of("transformers-static", peers.TRANSFORMERS),
     "transformers, continuous batching": Kind.of("transformers-continuous", peers.TRANSFORMERS),
     "OpenVINO GenAI": Kind.of("openvino", peers.OPENVINO),
     "vLLM on CPU": Kind.of("vllm", peers.VLLM),
+}
+# vLLM's CPU build takes 8-bit weights of dense models from converted checkpoints only.
+INT8 = {
+    OURS: Kind("fairlead-int8", lambda: sys.executable, _our_versions, (1, 4)),
+    "OpenVINO GenAI": Kind.of("openvino-int8", peers.OPENVINO, (1, 1)),
 }
 
 
@@ -83,8 +102,9 @@ class Engine:
                 stdout=subprocess.PIPE,
                 stderr=errors,
                 text=True,
+                start_new_session=True,
             )
-        self._read()
+        self.settings: str = self._read()["settings"]
 
     def run(self, requests: Sequence[Request]) -> float:
         """Seconds until the last request ended."""
@@ -153,141 +173,137 @@ ON_EVERY_MODEL = (
     Workload("alone", alone),
 )
 ON_GPT2 = (Workload("tutorial", tutorial),)
+IN_INT8 = (Workload("mixed, int8 weights", mixed), Workload("alone, int8 weights", alone))
 
 
 # -- the run
 
 
-def limits() -> dict[str, float]:
-    """What this machine can do: "read", bytes a second read by all threads, and "product",
-    operations a second of a large float32 product.
-    """
-    values = torch.ones(2**28)  # 1 GiB
-    square = torch.rand(2048, 2048)
-    return {
-        "read": values.nbytes / _least(values.sum),
-        "product": 2 * 2048**3 / _least(lambda: square @ square),
-    }
-
-
-def _least(work: Callable[[], object], times: int = 5) -> float:
-    taken = []
-    for _ in range(times):
-        began = time.perf_counter()
-        work()
-        taken.append(time.perf_counter() - began)
-    return min(taken)
-
-
 @contextmanager
-def loaded(model: Path, slots: int, names: Sequence[str]) -> Iterator[dict[str, Engine]]:
+def loaded(model: Path, slots: int, kinds: Mapping[str, Kind]) -> Iterator[dict[str, Engine]]:
     """All engines that load; says why another does not."""
     with ExitStack() as stack:
         found: dict[str, Engine] = {}
-        for number, name in enumerate(names):
+        for name, kind in kinds.items():
             try:
-                versions = KINDS[name].versions()
-                engine = Engine(KINDS[name], model, slots, model / f"{number}.log")
+                versions = kind.versions()
+                engine = Engine(kind, model, slots, model / f"{kind.name}.log")
             except (AssertionError, RuntimeError) as error:
                 print(f"{name}: left out, {error}", flush=True)
                 continue
             stack.callback(engine.close)
-            print(f"{name}: {versions}", flush=True)
+            print(f"{name}: {versions}{engine.settings and '; '}{engine.settings}", flush=True)
             found[name] = engine
         yield found
 
 
+class Measured(NamedTuple):
+    """Of each round after the warm-up the requests, and the seconds of each engine that ran."""
+
+    drawn: Sequence[Sequence[Request]]
+    seconds: Mapping[str, Sequence[float]]
+
+
 def measure(
-    engines: Mapping[str, Engine], workload: Workload, vocabulary: int, rounds: int, seed: int
-) -> tuple[dict[str, list[float]], list[list[Request]]]:
-    """Seconds of each engine, and the requests, of each round after the warm-up."""
-    seconds: dict[str, list[float]] = {name: [] for name in engines}
-    drawn = [workload.requests(random.Random(seed + at), vocabulary) for at in range(rounds + 1)]
-    turns = [
-        (number, name)
-        for number in range(rounds + 1)
-        for name in list(engines)[:: 1 if number % 2 else -1]
-    ]
-    for number, name in tqdm(turns, desc=workload.name, leave=False):
-        if name not in seconds:
-            continue
-        try:
-            taken = engines[name].run(drawn[number])
-        except RuntimeError as error:
-            print(f"{name}: left out of {workload.name}, {error}", flush=True)
-            del seconds[name]
-            continue
-        if number:  # the first round warms up
-            seconds[name].append(taken)
-    return seconds, drawn[1:]
+    engines: Mapping[str, Engine], workload: Workload, vocabulary: int, terms: Terms, seed: int
+) -> Measured:
+    rounds = range(terms.rounds + 1)
+    drawn = [workload.requests(random.Random(seed + at), vocabulary) for at in rounds]
+    drawn[0] = [(prompt, min(cap, WARM)) for prompt, cap in drawn[0]]
+    seconds = take_turns(
+        list(engines), terms, workload.name, lambda name, at: engines[name].run(drawn[at]), float
+    )
+    return Measured(drawn[1:], seconds)
 
 
 def rows(
-    seconds: Mapping[str, Sequence[float]],
-    drawn: Sequence[Sequence[Request]],
-    shares: Callable[[float, int, int], str],
+    measured: Measured, shares: Callable[[str, float, Sequence[Request]], str]
 ) -> Iterator[str]:
-    """``shares``: of the machine's limits, by seconds, prompt tokens and new tokens."""
-    new = [sum(cap for _, cap in requests) for requests in drawn]
-    prompts = [sum(len(prompt) for prompt, _ in requests) for requests in drawn]
-    for name, taken in seconds.items():
-        speeds = [tokens / one for tokens, one in zip(new, taken, strict=True)]
-        ratios = [one / ours for one, ours in zip(taken, seconds[OURS], strict=True)]
-        share = statistics.median_low(taken)
-        at = list(taken).index(share)
-        cells = (name, spread(speeds, 0), spread(ratios, 2), shares(share, prompts[at], new[at]))
-        yield f"| {' | '.join(cells)} |"
+    """``shares``: of the machine's limits, by engine, seconds and requests."""
+    new = [sum(cap for _, cap in requests) for requests in measured.drawn]
+    ours = measured.seconds[OURS]
+    for name, taken in measured.seconds.items():
+        speeds = [tokens / one for tokens, one in zip(new, taken, strict=False)]
+        ratios = [one / own for one, own in zip(taken, ours, strict=False)]
+        middle = statistics.median_low(taken)
+        share = shares(name, middle, measured.drawn[list(taken).index(middle)])
+        once = rounds_of(taken, ours)
+        yield f"| {name}{once} | {spread(speeds, 0)} | {spread(ratios, 2)} | {share} |"
 
 
 def _shares(
-    workload: str, parameters: int, machine: Mapping[str, float]
-) -> Callable[[float, int, int], str]:
-    def share(seconds: float, prompts: int, new: int) -> str:
-        if workload == "alone":
-            return f"{4 * parameters * new / seconds / machine['read']:.0%} of reading"
-        if workload != "mixed":
+    workload: str, size: models.Size, limits: machine.Limits, kinds: Mapping[str, Kind]
+) -> Callable[[str, float, Sequence[Request]], str]:
+    def share(name: str, seconds: float, requests: Sequence[Request]) -> str:
+        new = sum(cap for _, cap in requests)
+        if workload.startswith("alone"):
+            return f"{kinds[name].reads(size) * new / seconds / limits.read:.0%} of reading"
+        if not workload.startswith("mixed"):
             return ""  # shared prompts are computed once
-        work = 2 * parameters * (prompts + new) / seconds
-        return f"{work / machine['product']:.0%} of a product"
+        tokens = new + sum(len(prompt) for prompt, _ in requests)
+        work = 2 * (size.layers * tokens + size.head * new) / seconds
+        return f"{work / limits.product:.0%} of a product"
 
     return share
 
 
-def compare(
-    name: str,
-    workloads: Sequence[Workload],
-    slots: int,
-    rounds: int,
-    machine: Mapping[str, float],
-    names: Sequence[str],
-) -> dict[str, Any]:
-    """Print the table of each workload on one model. Returns the seconds by workload and engine."""
-    kept: dict[str, Any] = {}
-    with tempfile.TemporaryDirectory() as folder:
-        parameters = models.save(name, Path(folder))
-        print(f"\n## {name}: {parameters / 1e6:.0f} million parameters, {slots} slots", flush=True)
+class Part(NamedTuple):
+    """Workloads and the engines that run them, all loaded at the same time."""
+
+    workloads: Sequence[Workload]
+    kinds: Mapping[str, Kind]
+
+
+ON_SHAPES = (Part(ON_EVERY_MODEL, FLOAT32), Part(IN_INT8, INT8))
+
+
+class Comparison(NamedTuple):
+    """``engines``: the names of those that take part."""
+
+    engines: Sequence[str]
+    terms: Terms
+    limits: machine.Limits
+
+    def of(self, name: str, parts: Sequence[Part], slots: int) -> dict[str, Any]:
+        """Print the table of each workload on one model. Returns the seconds by workload and
+        engine.
+        """
+        kept: dict[str, Any] = {}
         seeds = itertools.count(1, 1000)
-        with loaded(Path(folder), slots, names) as engines:
-            for workload in workloads:
-                seconds, drawn = measure(
-                    engines, workload, models.vocabulary(name), rounds, next(seeds)
-                )
-                kept[workload.name] = seconds
-                print(f"\n{workload.name}, {rounds} rounds, median (least to most)\n")
-                print("| engine | new tokens/s | time / ours | of the machine |\n|---|---|---|---|")
-                share = _shares(workload.name, parameters, machine)
-                print(*rows(seconds, drawn, share), sep="\n", flush=True)
-    return kept
+        with tempfile.TemporaryDirectory() as folder:
+            size = models.save(name, Path(folder))
+            print(f"\n## {name}: {size.total / 1e6:.0f} million parameters, {slots} slots\n")
+            for workloads, kinds in parts:
+                wanted = {one: kind for one, kind in kinds.items() if one in self.engines}
+                with loaded(Path(folder), slots, wanted) as engines:
+                    for workload in workloads if OURS in engines else ():
+                        vocabulary = models.vocabulary(name)
+                        measured = measure(engines, workload, vocabulary, self.terms, next(seeds))
+                        kept[workload.name] = measured.seconds
+                        self._print(workload.name, measured, size, kinds)
+            if name != models.GPT2:  # it takes no prompt of that length
+                kept |= long_prompt.compare(Path(folder), self.engines, self.terms)
+        return kept
+
+    def _print(
+        self, workload: str, measured: Measured, size: models.Size, kinds: Mapping[str, Kind]
+    ) -> None:
+        print(f"\n{workload}, {self.terms.rounds} rounds, median (least to most)\n")
+        print("| engine | new tokens/s | time / ours | of the machine |\n|---|---|---|---|")
+        share = _shares(workload, size, self.limits, kinds)
+        print(*rows(measured, share), sep="\n", flush=True)
 
 
-def main() -> None:
+def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--models", nargs="*", choices=tuple(models.SHAPES), default=["135 M"])
-    parser.add_argument("--engines", nargs="*", choices=tuple(KINDS), default=list(KINDS))
-    parser.add_argument("--full", action="store_true", help="all models, five rounds")
+    parser.add_argument("--engines", nargs="*", choices=tuple(FLOAT32), default=list(FLOAT32))
+    parser.add_argument(
+        "--full", action="store_true", help="all models, five rounds, every engine in each"
+    )
     parser.add_argument("--json", type=Path, help="write the seconds of each round to this file")
     parser.add_argument("--svg", type=Path, help="draw the ratios to this file")
     options = parser.parse_args()
@@ -295,69 +311,26 @@ def main() -> None:
         options.models, options.rounds = list(models.SHAPES), max(5, options.rounds)
     if OURS not in options.engines:
         parser.error(f"--engines: {OURS} is what the others are compared with: add it")
-    machine = limits()
-    print(f"{_processor()}, {torch.get_num_threads()} threads; reads {machine['read'] / 1e9:.1f}")
-    print(f"GB/s, multiplies {machine['product'] / 1e9:.0f} GFLOP/s")
-    kept: dict[str, Any] = {"limits": machine}
+    return options
+
+
+def main() -> None:
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # no engine stays behind
+    options = _options()
+    limits = machine.limits()
+    print(f"{machine.processor()}, {torch.get_num_threads()} threads; reads", end=" ")
+    print(f"{limits.read / 1e9:.1f} GB/s by {limits.by},", end=" ")
+    print(f"multiplies {limits.product / 1e9:.0f} GFLOP/s", flush=True)
+    terms = Terms(options.rounds, math.inf if options.full else PATIENCE)
+    comparison = Comparison(options.engines, terms, limits)
+    kept: dict[str, Any] = {}
     for name in options.models:
-        kept[name] = compare(name, ON_EVERY_MODEL, SLOTS, options.rounds, machine, options.engines)
-    kept[models.GPT2] = compare(
-        models.GPT2, ON_GPT2, TUTORIAL_SLOTS, options.rounds, machine, options.engines
-    )
+        kept[name] = comparison.of(name, ON_SHAPES, SLOTS)
+    kept[models.GPT2] = comparison.of(models.GPT2, [Part(ON_GPT2, FLOAT32)], TUTORIAL_SLOTS)
     if options.json:
-        options.json.write_text(json.dumps(kept, indent=1) + "\n")
+        options.json.write_text(json.dumps({"limits": limits._asdict(), **kept}, indent=1) + "\n")
     if options.svg:
-        del kept["limits"]
-        options.svg.write_text("\n".join(draw(kept)) + "\n")
-
-
-# -- the picture
-
-COLOURS = ("#1f5fbf", "#94a3b8", "#64748b", "#c2410c", "#15803d")  # in the order of KINDS
-LEFT, WIDTH, BAR, GAP, TOP = 170, 520, 13, 16, 44
-
-
-def draw(kept: Mapping[str, Mapping[str, Mapping[str, Sequence[float]]]]) -> Iterator[str]:
-    """Bars of the median time over ours, by model and workload."""
-    bars: list[tuple[str, str, float]] = []  # title of a group or "", engine, ratio
-    for model, workloads in kept.items():
-        for workload, seconds in workloads.items():
-            title = f"{model}, {workload}"
-            for name, taken in seconds.items():
-                pairs = zip(taken, seconds[OURS], strict=True)
-                bars.append((title, name, statistics.median(one / ours for one, ours in pairs)))
-                title = ""
-    scale = WIDTH / max(ratio for _, _, ratio in bars)
-    height = TOP + len(bars) * BAR + GAP * sum(bool(title) for title, _, _ in bars) + 10
-    yield f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {LEFT + WIDTH + 50} {height}" '
-    yield 'font-family="sans-serif" font-size="11"><rect width="100%" height="100%" fill="white"/>'
-    yield '<text x="4" y="14">time over ours, median of the rounds: shorter is faster</text>'
-    x = 4.0
-    for name, colour in zip(KINDS, COLOURS, strict=True):
-        yield f'<rect x="{x:.0f}" y="22" width="10" height="10" fill="{colour}"/>'
-        yield f'<text x="{x + 14:.0f}" y="31">{name}</text>'
-        x += 30 + 6.2 * len(name)
-    y = TOP
-    for title, name, ratio in bars:
-        if title:
-            y += GAP
-            yield f'<text x="4" y="{y + BAR - 3}">{title}</text>'
-        colour = COLOURS[list(KINDS).index(name)]
-        size = f'width="{ratio * scale:.1f}" height="{BAR - 2}"'
-        yield f'<rect x="{LEFT}" y="{y}" {size} fill="{colour}"><title>{name}</title></rect>'
-        yield f'<text x="{LEFT + ratio * scale + 4:.1f}" y="{y + BAR - 3}">{ratio:.2f}</text>'
-        y += BAR
-    yield "</svg>"
-
-
-def _processor() -> str:
-    """The name, and the instructions that matter here."""
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    pairs = (line.split(":", 1) for line in lines if ":" in line)
-    fields = {name.strip(): value.strip() for name, value in pairs}
-    wanted = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_tile")
-    has = [flag for flag in wanted if flag in fields.get("flags", "").split()]
-    return f"{fields.get('model name', 'a processor')} ({', '.join(has)})"
+        options.svg.write_text("\n".join(cpu_picture.draw(kept)) + "\n")
 
 
 if __name__ == "__main__":

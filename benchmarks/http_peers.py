@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from benchmarks import models, peers
+from benchmarks.turns import OURS
 
 MODELS = ("15 M", "135 M")
 STREAMS = (1, 8, 32)
@@ -67,7 +68,7 @@ def _vllm(model: str, port: int) -> list[str]:
 
 
 KINDS = {
-    "Fairlead": Kind(
+    OURS: Kind(
         lambda: f"fairlead {version('fairlead')}, torch {version('torch')}",
         _ours,
         {"ignore_eos": True},
@@ -100,7 +101,11 @@ class Server:
         environ = {**os.environ, "HF_HUB_OFFLINE": "1", "DO_NOT_TRACK": "1", **kind.environment}
         with log.open("wb") as out:
             self._process = subprocess.Popen(
-                kind.command(model, self._port), stdout=out, stderr=out, env=environ
+                kind.command(model, self._port),
+                stdout=out,
+                stderr=out,
+                env=environ,
+                start_new_session=True,
             )
         try:
             asyncio.run(self._until_answered())
@@ -129,17 +134,19 @@ class Server:
 
         async def all_streams() -> tuple[float, list[float]]:
             began = time.perf_counter()
-            firsts = await asyncio.gather(*map(self._stream, prompts))
-            return time.perf_counter() - began, [first - began for first in firsts]
+            times: list[list[float]] = [[] for _ in prompts]
+            streams = zip(prompts, times, strict=True)
+            await asyncio.gather(*(self.stream(text, TOKENS, came) for text, came in streams))
+            return time.perf_counter() - began, [came[0] - began for came in times]
 
         return asyncio.run(all_streams())
 
-    async def _stream(self, text: str) -> float:
-        times: list[float] = []
-        status, _ = await self._post({"prompt": text, "stream": True}, times)
+    async def stream(self, text: str, tokens: int, times: list[float]) -> None:
+        """``times`` gets when each event with text came, as it comes."""
+        fields = {"prompt": text, "max_tokens": tokens, "stream": True}
+        status, _ = await self._post(fields, times)
         if status != 200 or not times:
             raise RuntimeError(f"a stream failed with {status}")
-        return times[0]
 
     async def _post(
         self, fields: dict[str, object], times: list[float] | None = None
@@ -169,18 +176,23 @@ class Server:
 
 
 def prompt(number: int) -> str:
-    return "".join(random.Random(number).choices("abcdefghijklmnopqrstuvwxyz ", k=CHARACTERS))
+    return characters(random.Random(number), CHARACTERS)
+
+
+def characters(draw: random.Random, count: int) -> str:
+    """As many tokens of the models of ``models.py``."""
+    return "".join(draw.choices("abcdefghijklmnopqrstuvwxyz ", k=count))
 
 
 @contextmanager
-def started(model: str, folder: Path) -> Iterator[dict[str, Server]]:
+def started(model: str, folder: Path, kinds: Mapping[str, Kind]) -> Iterator[dict[str, Server]]:
     """All servers that start; says why another does not."""
     with ExitStack() as stack:
         found: dict[str, Server] = {}
-        for number, (name, kind) in enumerate(KINDS.items()):
+        for number, (name, kind) in enumerate(kinds.items()):
             try:
                 versions = kind.versions()
-                server = Server(kind, model, folder / f"{number}.log")
+                server = Server(kind, model, folder / f"server-{number}.log")
             except (AssertionError, RuntimeError) as error:
                 print(f"{name}: left out, {error}", flush=True)
                 continue
@@ -199,7 +211,7 @@ def compare(rounds: int, names: Sequence[str]) -> None:
             place = Path(folder) / "model"
             models.save(name, place)
             print(f"\n{name}, {TOKENS} tokens after {CHARACTERS}", flush=True)
-            with started(str(place), Path(folder)) as servers:
+            with started(str(place), Path(folder), KINDS) as servers:
                 print("\n| streams | server | tokens/s | of ours | s to the first text, median |")
                 print("|---|---|---|---|---|")
                 for streams in STREAMS:
@@ -218,7 +230,7 @@ def _rows(
                 speeds[name].append(streams * TOKENS / seconds)
                 firsts[name] += first
     for name in servers:
-        own = speeds.get("Fairlead", speeds[name])
+        own = speeds.get(OURS, speeds[name])
         ratios = [speed / ours for speed, ours in zip(speeds[name], own, strict=True)]
         cells = (
             spread(speeds[name], 0),

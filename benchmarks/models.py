@@ -3,10 +3,10 @@ not depend on the values of the weights.
 """
 
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 VOCABULARY = 49152
-LONGEST = 2048
+LONGEST = 4096  # tokens of a request, but of GPT2's
 SHAPES: dict[str, dict[str, int]] = {
     "15 M": {
         "hidden_size": 192,
@@ -34,9 +34,19 @@ SHAPES: dict[str, dict[str, int]] = {
 GPT2 = "GPT-2"  # at full size: 124 million parameters
 
 
-def save(name: str, folder: Path) -> int:
+class Size(NamedTuple):
+    """Parameters. ``layers`` and ``head`` are what a step reads: of an embedding it reads a row per
+    token, and where the head is tied to it, the matrix counts as the head.
+    """
+
+    total: int
+    layers: int
+    head: int
+
+
+def save(name: str, folder: Path) -> Size:
     """Write the model ``name``, a shape or GPT2, with no end of sequence, and a tokenizer in which
-    every character of a prompt is a token and every token has a text. Returns its parameters.
+    every character of a prompt is a token and every token has a text.
     """
     import torch
     from transformers import (
@@ -60,7 +70,21 @@ def save(name: str, folder: Path) -> int:
     model.generation_config = GenerationConfig(do_sample=False)
     model.save_pretrained(folder)
     _save_tokenizer(folder, model.config.vocab_size)
-    return sum(one.numel() for one in model.parameters())
+    return size(model)
+
+
+def size(model: Any) -> Size:
+    """Of a model of transformers with a head, tied or not."""
+    from torch.nn import Embedding
+
+    head = model.get_output_embeddings().weight
+    rows = {one.weight for one in model.modules() if isinstance(one, Embedding)}
+    parameters = list(model.parameters())
+    return Size(
+        sum(one.numel() for one in parameters),
+        sum(one.numel() for one in parameters if one not in rows and one is not head),
+        head.numel(),
+    )
 
 
 def _save_tokenizer(folder: Path, vocabulary: int) -> None:

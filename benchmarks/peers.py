@@ -4,13 +4,18 @@ Their dependencies do not fit beside ours. The requirements are exact, so that a
 what ran; what the registry does not have is named in the environment's error.
 """
 
+import os
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
 ROOT = Path(__file__).parents[1]
+END_SECONDS = 30.0
 # The tests keep clients of other projects in the same way.
 sys.path.append(str(ROOT / "tests"))
 
@@ -52,10 +57,14 @@ OPENVINO = Peer(
 
 
 def end(process: "subprocess.Popen[Any]") -> None:
-    """End a peer's process, by force where it takes long."""
-    process.terminate()
-    try:
-        process.wait(30)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
+    """End a peer's process, which was started in a session of its own, and all that are in that
+    session with it: engines leave workers behind where their parent ends by a signal.
+    """
+    for how in (signal.SIGTERM, signal.SIGKILL):
+        ends = time.monotonic() + END_SECONDS
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, how)
+            while time.monotonic() < ends:
+                process.poll()
+                os.killpg(process.pid, 0)
+                time.sleep(0.1)

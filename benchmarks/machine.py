@@ -1,0 +1,66 @@
+"""What this machine can do: the bounds that a benchmark's figures are held against."""
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from fairlead_kernels import cpu
+from fairlead_kernels.not_available import NotAvailableError
+
+
+class Limits(NamedTuple):
+    """``read``: bytes a second that all threads read together, the fastest of several ways;
+    ``by``: which one that was. ``product``: operations a second of a large float32 product.
+    """
+
+    read: float
+    by: str
+    product: float
+
+
+def limits() -> Limits:
+    reads = _reads()
+    by = max(reads, key=lambda way: reads[way])
+    square = torch.rand(2048, 2048)
+    return Limits(reads[by], by, 2 * 2048**3 / _least(lambda: square @ square))
+
+
+def _reads() -> dict[str, float]:
+    matrix = torch.ones(2**16, 2**12)  # 1 GiB: no cache holds it
+    vector, other = torch.ones(2**12), torch.empty_like(matrix)
+    found = {
+        "a sum": matrix.nbytes / _least(matrix.sum),
+        "a copy": 2 * matrix.nbytes / _least(lambda: other.copy_(matrix)),
+        "torch's product with a vector": matrix.nbytes / _least(lambda: matrix @ vector),
+    }
+    try:
+        operations = cpu.load()
+    except NotAvailableError:
+        return found
+    packed, row = operations.pack([matrix]), vector[None]
+    found["our product with a vector"] = matrix.nbytes / _least(
+        lambda: operations.linear(row, packed)
+    )
+    return found
+
+
+def _least(work: Callable[[], object], times: int = 5) -> float:
+    taken = []
+    for _ in range(times):
+        began = time.perf_counter()
+        work()
+        taken.append(time.perf_counter() - began)
+    return min(taken)
+
+
+def processor() -> str:
+    """The name, and the instructions that matter here."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    pairs = (line.split(":", 1) for line in lines if ":" in line)
+    fields = {name.strip(): value.strip() for name, value in pairs}
+    wanted = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_tile")
+    has = [flag for flag in wanted if flag in fields.get("flags", "").split()]
+    return f"{fields.get('model name', 'a processor')} ({', '.join(has)})"

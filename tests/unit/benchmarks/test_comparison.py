@@ -1,0 +1,83 @@
+"""What the comparison with other engines counts and draws: turns, bytes of a step, bars."""
+
+import math
+import os
+import signal
+import subprocess
+from typing import Any
+from xml.etree import ElementTree as ET
+
+import pytest
+from benchmarks import cpu_picture, models, peers
+from benchmarks.turns import OURS, Terms, take_turns
+from torch import nn
+
+
+def test_the_order_changes_from_round_to_round_and_the_warm_up_does_not_count() -> None:
+    ran = []
+
+    def run(name: str, number: int) -> float:
+        ran.append((number, name))
+        return 1.0 + number
+
+    found = take_turns([OURS, "other"], Terms(2, math.inf), "mixed", run, float)
+    assert ran == [(0, "other"), (0, OURS), (1, OURS), (1, "other"), (2, "other"), (2, OURS)]
+    assert found == {OURS: [2.0, 3.0], "other": [2.0, 3.0]}
+
+
+def test_a_side_that_takes_too_long_runs_once_and_a_failing_one_is_left_out(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def run(name: str, number: int) -> float:
+        if name == "failing" and number == 2:
+            raise RuntimeError("no room")
+        return {OURS: 1.0, "slow": 2.1, "fast": 1.9, "failing": 1.0}[name]
+
+    found = take_turns([OURS, "slow", "fast", "failing"], Terms(3, 2.0), "mixed", run, float)
+    assert {name: len(taken) for name, taken in found.items()} == {OURS: 3, "slow": 1, "fast": 3}
+    assert "failing: left out of mixed, RuntimeError: no room" in capsys.readouterr().out
+
+
+class Model(nn.Module):
+    def __init__(self, *, tied: bool) -> None:
+        super().__init__()
+        self.tokens, self.positions = nn.Embedding(100, 4), nn.Embedding(10, 4)
+        self.layer, self.head = nn.Linear(4, 4), nn.Linear(4, 100, bias=False)
+        if tied:
+            self.head.weight = self.tokens.weight
+
+    def get_output_embeddings(self) -> nn.Module:
+        return self.head
+
+
+@pytest.mark.parametrize(("tied", "total"), [(True, 460), (False, 860)])
+def test_a_step_reads_the_layers_and_the_head_but_no_embedding(tied: bool, total: int) -> None:
+    model: Any = Model(tied=tied)
+    assert models.size(model) == models.Size(total, layers=20, head=400)
+
+
+def test_every_engine_has_a_bar_of_its_median_ratio_and_long_ones_are_cut() -> None:
+    seconds = {"15 M": {"mixed": {OURS: [1.0, 2.0, 4.0], "other": [1.5, 3.0, 6.0], "slow": [9.0]}}}
+    root = ET.fromstring("\n".join(cpu_picture.draw(seconds)))
+    bars = [one for one in root.iter() if one.find("{*}title") is not None]
+    unit = cpu_picture.WIDTH / cpu_picture.LONGEST
+    widths = [float(bar.attrib["width"]) for bar in bars]
+    assert widths == [unit, 1.5 * unit, cpu_picture.WIDTH]
+    texts = [one.text for one in root.findall(".//{*}text")]
+    assert {"15 M, mixed", "1.00", "1.50", "→ 9.00"} <= set(texts)
+    assert float(root.attrib["viewBox"].split()[3]) >= max(float(bar.attrib["y"]) for bar in bars)
+
+
+def test_an_engine_that_ends_leaves_no_process_behind() -> None:
+    process = subprocess.Popen(
+        ["sh", "-c", "sleep 60 & echo $!; wait"],
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    assert process.stdout is not None
+    worker = int(process.stdout.readline())
+    peers.end(process)
+    with pytest.raises(ProcessLookupError):
+        os.kill(worker, 0)
+    assert process.returncode == -signal.SIGTERM
