@@ -24,6 +24,7 @@ from typing import Any
 
 Request = tuple[list[int], int]  # prompt, new tokens
 Run = Callable[[Sequence[Request]], int]  # returns the new tokens
+ROOT = Path(__file__).parents[1]
 LONGEST = 1024  # tokens of a request
 PADDING = 0  # token id
 CACHE = 2  # GiB: more than any workload fills
@@ -191,17 +192,41 @@ def vllm(model: str, slots: int) -> Run:
     return run
 
 
+def llama_cpp(model: str, slots: int, *, int8: bool = False) -> Run:
+    """llama.cpp, see ``llama_engine.py``."""
+    sys.path.insert(0, str(ROOT))
+    from benchmarks import gguf_models, llama_engine
+
+    file = gguf_models.save(Path(model), int8=int8)
+    engine = llama_engine.LlamaCpp(file, slots, float32=not int8)
+
+    def run(requests: Sequence[Request]) -> int:
+        return sum(map(len, engine.generate(requests)))
+
+    return run
+
+
+def llama_cpp_settings() -> str:
+    from benchmarks import llama_engine
+
+    return llama_engine.settings()
+
+
 KINDS: dict[str, Callable[[str, int], Run]] = {
     "fairlead": fairlead,
     "transformers-static": transformers_static,
     "transformers-continuous": transformers_continuous,
     "openvino": openvino,
     "vllm": vllm,
+    "llama.cpp": llama_cpp,
     "fairlead-int8": partial(fairlead, int8=True),
     "openvino-int8": partial(openvino, int8=True),
+    "llama.cpp-int8": partial(llama_cpp, int8=True),
 }
 SETTINGS: dict[str, Callable[[], str]] = {
     "openvino-int8": openvino_settings,
+    "llama.cpp": llama_cpp_settings,
+    "llama.cpp-int8": llama_cpp_settings,
 }
 
 

@@ -13,7 +13,8 @@ as long as ours in the first round does not run in the others.
 - long prompt: one of 2,048 tokens arrives among eight decodes, over HTTP (`long_prompt.py`).
 
 Weights and cache are float32; mixed and alone come again with 8-bit weights. The output names what
-else an engine rounds then: each has its own default, which is its fastest.
+else an engine rounds then: each has its own default, which is its fastest. Prompts that share no
+text make llama.cpp give each request a cache of its own, others share one (`llama_engine.py`).
 
 Beside them stand the machine's own limits, measured in the same run: of alone the share of the
 memory bandwidth that the weights of each step take, of mixed the share of a large float32 product's
@@ -81,11 +82,14 @@ FLOAT32 = {
     "transformers, continuous batching": Kind.of("transformers-continuous", peers.TRANSFORMERS),
     "OpenVINO GenAI": Kind.of("openvino", peers.OPENVINO),
     "vLLM on CPU": Kind.of("vllm", peers.VLLM),
+    "llama.cpp": Kind.of("llama.cpp", peers.LLAMA_CPP),
 }
 # vLLM's CPU build takes 8-bit weights of dense models from converted checkpoints only.
 INT8 = {
-    OURS: Kind("fairlead-int8", lambda: sys.executable, _our_versions, (1, 4)),
+    OURS: Kind("fairlead-int8", lambda: sys.executable, _our_versions, (1, 1)),
     "OpenVINO GenAI": Kind.of("openvino-int8", peers.OPENVINO, (1, 1)),
+    # A block of 32 weights has a scale of 2 bytes.
+    "llama.cpp": Kind.of("llama.cpp-int8", peers.LLAMA_CPP, (34 / 32, 34 / 32)),
 }
 
 

@@ -6,7 +6,8 @@ at the client: the seconds from the first request to the end of the last, the wo
 texts of a decode after the arrival, and how long the long one waits for its first text.
 
 The servers are those of `http_peers.py` that batch continuously, with their default settings, and a
-small one around OpenVINO GenAI, whose package has none (`openvino_server.py`).
+small one around OpenVINO GenAI, whose package has none (`openvino_server.py`). llama.cpp is not
+here: its Python package has a server that answers one request at a time.
 """
 
 import asyncio

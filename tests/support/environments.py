@@ -15,14 +15,17 @@ UV = str(Path(sys.executable).parent / "uv")
 
 
 def environment(
-    *requirements: str, python: str = sys.executable, overrides: Sequence[str] = ()
+    *requirements: str,
+    python: str = sys.executable,
+    overrides: Sequence[str] = (),
+    settings: Sequence[str] = (),
 ) -> Path:
     """The folder of the programs of a virtual environment with ``requirements``. It is made once
     and kept. ``python``: the program of the interpreter. ``overrides``: requirements in the place
-    of those that the packages state.
+    of those that the packages state. ``settings``: for the build of those that come as source.
     """
     of = sys.version if python == sys.executable else python
-    wanted = (of, *requirements, *(f"override {each}" for each in overrides))
+    wanted = (of, *requirements, *(f"override {each}" for each in overrides), *settings)
     name = hashlib.sha256("\n".join(wanted).encode()).hexdigest()[:16]
     place = FOLDER / name
     FOLDER.mkdir(parents=True, exist_ok=True)
@@ -33,7 +36,8 @@ def environment(
             _run(UV, "venv", "--quiet", "--clear", "--python", python, str(place))
             (place / "overrides.txt").write_text("\n".join(overrides))
             install = (UV, "pip", "install", "--quiet", "--python", made)
-            _run(*install, "--override", str(place / "overrides.txt"), *requirements)
+            build = (f"--config-setting={each}" for each in settings)
+            _run(*install, *build, "--override", str(place / "overrides.txt"), *requirements)
             (place / ".ready").touch()
     return place / "bin"
 
