@@ -187,6 +187,27 @@ class CpuOperations:
             raise IndexError(f"ids: not all below {weight.rows}, or a position beyond the table")
         return out
 
+    def angles(
+        self, positions: Tensor, frequencies: Tensor, scale: float = 1.0
+    ) -> tuple[Tensor, Tensor]:
+        """Cosines and sines float32 [T, R] for ``rope_write``, of positions int64 [T] times
+        frequencies float32 [R / 2], and times ``scale``.
+        """
+        positions, frequencies = positions.contiguous(), frequencies.contiguous()
+        count, half = positions.shape[0], frequencies.shape[0]
+        cos, sin = torch.empty(count, 2 * half), torch.empty(count, 2 * half)
+        self.library.angles(
+            positions.data_ptr(),
+            count,
+            frequencies.data_ptr(),
+            half,
+            scale,
+            cos.data_ptr(),
+            sin.data_ptr(),
+            torch.get_num_threads(),
+        )
+        return cos, sin
+
     def norm(self, x: Tensor, norm: Norm, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """``LayerOperations.norm``. The sum is written into ``residual``, if it is dense."""
         width = x.shape[1]

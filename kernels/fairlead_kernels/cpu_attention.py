@@ -40,10 +40,10 @@ class CpuAttention:
         self._part: int = functions.attention_part(ctypes.byref(self.struct))
 
     def plan(self, ragged: RaggedRows) -> CpuPlan:
-        starts, lens, tables = (
-            t.contiguous() for t in (ragged.query_starts, ragged.kv_lens, ragged.tables)
-        )
-        ragged = replace(ragged, query_starts=starts, kv_lens=lens, tables=tables)
+        starts, lens, tables = given = ragged.query_starts, ragged.kv_lens, ragged.tables
+        if not all(t.is_contiguous() for t in given):
+            starts, lens, tables = (t.contiguous() for t in given)
+            ragged = replace(ragged, query_starts=starts, kv_lens=lens, tables=tables)
         rows = library.RowsStruct(
             starts=starts.data_ptr(),
             lens=lens.data_ptr(),

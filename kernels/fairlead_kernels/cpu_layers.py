@@ -56,6 +56,10 @@ class LayerChain:
         self._structs = (library.LayerStruct * len(layers))(
             *map(self._struct, self.layers, self.specs, self._sinks)
         )
+        self._caches: list[tuple[Tensor, Tensor]] = []
+        self._half = False
+        self._windows: dict[int, int | None] = {}  # by layer group
+        self._places: list[int] = []  # of each layer's cosines among the step's
 
     def _struct(self, layer: Layer, spec: LayerSpec, sinks: Tensor | None) -> library.LayerStruct:
         h, width, inner = self._heads, self._width, self._inner
@@ -81,42 +85,45 @@ class LayerChain:
             parallel=layer.parallel,
         )
 
+    def bind(self, caches: Sequence[tuple[Tensor, Tensor]], groups: Sequence[int]) -> None:
+        """From now on each layer has these keys and values [blocks, block_size, kv heads, dim], and
+        belongs to this layer group. Keeps the tensors alive.
+        """
+        self._caches = list(caches)
+        self._half = caches[0][0].dtype is torch.bfloat16
+        self._windows = {}
+        for struct, spec, (keys, values), group in zip(
+            self._structs, self.specs, caches, groups, strict=True
+        ):
+            self._check(keys, values, half=self._half)
+            struct.keys, struct.values, struct.group = keys.data_ptr(), values.data_ptr(), group
+            if self._windows.setdefault(group, spec.window) != spec.window:
+                raise ValueError(f"window: the layers of group {group} differ in theirs")
+
     def run(
         self,
         x: Tensor,
-        caches: Sequence[tuple[Tensor, Tensor]],
-        groups: Sequence[int],
         plans: Sequence[CpuPlan],
         slots: Sequence[Tensor],
         ropes: Sequence[tuple[Tensor, Tensor]],
     ) -> Tensor:
         """Embeddings [T, width] → what the last layer returns [T, width], written into ``x`` if it
-        is dense.
+        is dense. After ``bind``.
 
-        Per layer: its ``caches`` of keys and values [blocks, block_size, kv heads, dim], its layer
-        group, and its ``ropes``, cosines and sines [T, R] as in ``LayerOperations.rope_write``. Per
-        layer group: the plan of attention, and the slots int64 [T] of the step's tokens.
+        Per layer group: the plan of attention, and the slots int64 [T] of the step's tokens. Per
+        layer its ``ropes``, cosines and sines [T, R] as in ``LayerOperations.rope_write``.
         """
         h, count = self._heads, x.shape[0]
         x = dense(x, "x", self._width)
-        angles = list({id(cos): (cos, sin) for cos, sin in ropes}.values())
-        place = {id(cos): index for index, (cos, _) in enumerate(angles)}
-        angles = [(dense(c, "cos", c.shape[1]), dense(s, "sin", c.shape[1])) for c, s in angles]
+        for group, window in self._windows.items():
+            if window != plans[group].ragged.window:
+                raise ValueError(
+                    f"window: the layer has {window}, its plan {plans[group].ragged.window}"
+                )
+        angles = self._rotate(ropes)
         slots = [slot.contiguous() for slot in slots]
         if any(part.shape[0] != count for part in (*(cos for cos, _ in angles), *slots)):
             raise ValueError(f"ropes and slots: not for the {count} tokens of x")
-        half = caches[0][0].dtype is torch.bfloat16
-        for struct, spec, (keys, values), group, (cos, _) in zip(
-            self._structs, self.specs, caches, groups, ropes, strict=True
-        ):
-            if struct.keys != keys.data_ptr() or struct.values != values.data_ptr():
-                self._check(keys, values, half=half)
-                struct.keys, struct.values = keys.data_ptr(), values.data_ptr()
-            if spec.window != plans[group].ragged.window:
-                raise ValueError(
-                    f"window: the layer has {spec.window}, its plan {plans[group].ragged.window}"
-                )
-            struct.group, struct.rope = group, place[id(cos)]
         rope_structs = (library.RopeStruct * len(angles))(
             *(library.RopeStruct(c.data_ptr(), s.data_ptr(), c.shape[1]) for c, s in angles)
         )
@@ -135,26 +142,26 @@ class LayerChain:
         gate_up = max(gate_up, self._digits(inner))
         # Attention's results are no longer needed when the MLP's are made: they share memory.
         shared = torch.empty(count * max(qkv + attended, gate_up + inner))
-        buffers = (
-            normed,
-            shared,
-            shared[count * qkv :],
-            shared,
-            shared[count * gate_up :],
-            torch.empty(max(plan.part_floats for plan in plans)),
-            torch.empty(count * self._digits(self._width)),
-            shared,
-        )
+        parts = torch.empty(max(plan.part_floats for plan in plans))
+        normed_digits = torch.empty(count * self._digits(self._width))
+        begin = shared.data_ptr()
         step = library.StepStruct(
             count,
             self._width,
             library.HeadsStruct(h.query, h.kv, h.dim, h.dim),
-            half,
+            self._half,
             torch.get_num_threads(),
             ctypes.addressof(rope_structs),
             ctypes.addressof(group_structs),
             x.data_ptr(),
-            *(buffer.data_ptr() for buffer in buffers),
+            normed.data_ptr(),
+            begin,
+            begin + 4 * count * qkv,
+            begin,
+            begin + 4 * count * gate_up,
+            parts.data_ptr(),
+            normed_digits.data_ptr(),
+            begin,
         )
         self._library.layers(self._structs, len(self.layers), ctypes.byref(step))
         return x
@@ -163,6 +170,20 @@ class LayerChain:
         """Floats that a row's digits take, if a weight is multiplied by them."""
         size: int = self._library.digits_bytes(columns) // 4 if self._in_digits else 0
         return size
+
+    def _rotate(self, ropes: Sequence[tuple[Tensor, Tensor]]) -> list[tuple[Tensor, Tensor]]:
+        """The different cosines and sines, each layer pointing to its own."""
+        different = {id(cos): (cos, sin) for cos, sin in ropes}
+        place = {key: index for index, key in enumerate(different)}
+        places = [place[id(cos)] for cos, _ in ropes]
+        if places != self._places:
+            for struct, index in zip(self._structs, places, strict=True):
+                struct.rope = index
+            self._places = places
+        return [
+            (dense(cos, "cos", cos.shape[1]), dense(sin, "sin", sin.shape[1]))
+            for cos, sin in different.values()
+        ]
 
     def _check(self, keys: Tensor, values: Tensor, *, half: bool) -> None:
         check_caches(keys, values)

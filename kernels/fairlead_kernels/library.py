@@ -167,6 +167,7 @@ _FUNCTIONS: dict[str, tuple[tuple[type, ...], type | None]] = {
     "pack_int8_fours": ((Pointer, Pointer, Long, Long, Long, Long, Int), None),
     "digits_bytes": ((Long,), Long),
     "linear": ((Pointer, Long, Pointer, ctypes.POINTER(WeightStruct), Pointer, Int), None),
+    "angles": ((Pointer, Long, Pointer, Int, Float, Pointer, Pointer, Int), None),
     "embed": (
         (
             *(Pointer, Long, ctypes.POINTER(WeightStruct), Float),

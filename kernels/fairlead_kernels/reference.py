@@ -135,6 +135,14 @@ def embed(
     return rows.float()
 
 
+def angles(
+    positions: torch.Tensor, frequencies: torch.Tensor, scale: float = 1.0
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``CpuOperations.angles``: the products are float32, as models compute them."""
+    products = (positions[:, None].float() * frequencies).double().repeat(1, 2)
+    return (products.cos() * scale).float(), (products.sin() * scale).float()
+
+
 def norm(
     x: torch.Tensor, norm: Norm, residual: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:

@@ -7,6 +7,7 @@ PUBLISHED = ("functional/engine/test_published_weights.py",)
 STORED_WEIGHTS = ("unit/models/test_published.py",)
 TERMS, PROFILING = f"{RUNTIME}/sizing/terms.py", f"{RUNTIME}/device/profiling.py"
 FUSION, LAYER_PARTS = (f"{RUNTIME}/device/{name}.py" for name in ("fusion", "layer_parts"))
+BATCH = f"{RUNTIME}/device/batch.py"
 WHOLE = f"{RUNTIME}/device/whole_model.py"
 FETCH, LLM = f"{RUNTIME}/hub/fetch.py", f"{RUNTIME}/llm.py"
 COMPLETIONS, RESPONSES, BODIES, AUTH = (
@@ -1262,9 +1263,9 @@ BUGS = (
     ),
     PackageBug(
         "rows that change their logits take their likeliest token",
-        f"{RUNTIME}/device/sampling.py",
-        "self.draws is None and self.changes is None and not self.logprob_rows",
-        "self.draws is None and not self.logprob_rows",
+        f"{RUNTIME}/device/model_runner.py",
+        "all(draw_of(s) is Draw.GREEDY for",
+        "all(s.request.params.temperature == 0 for",
         ("functional/engine/test_whole_model.py",),
     ),
     PackageBug(
@@ -1287,5 +1288,33 @@ BUGS = (
         "x[current.keep]",
         "x",
         ("functional/engine/test_whole_model.py",),
+    ),
+    PackageBug(
+        "a row of the last batch keeps its blocks after a preemption",
+        BATCH,
+        "            if sequence.preemptions != preemptions:\n                return False\n",
+        "",
+        ("unit/device/test_batch.py",),
+    ),
+    PackageBug(
+        "a new block is written to the last one's slots",
+        BATCH,
+        "                slots[place] = unit * block_size\n",
+        "",
+        ("unit/device/test_batch.py",),
+    ),
+    PackageBug(
+        "a step that is run again is taken for the next",
+        BATCH,
+        "row[1:] != (start, 1, True)",
+        "row[2:] != (1, True)",
+        ("unit/device/test_batch.py",),
+    ),
+    PackageBug(
+        "a batch with windows follows the last one, too",
+        BATCH,
+        "if not self._windowed and all(",
+        "if all(",
+        ("unit/device/test_batch.py",),
     ),
 )

@@ -52,12 +52,12 @@ EOS = frozenset({2, 140})
 # The rig that computes what one with fused layers must give: transformers cannot run those.
 UNFUSED = {
     "cpu": "torch",
-    "int8": "rounded",
+    "int8": "rounded, and the head",
     "layers int8": "rounded",
     "layers fp8": "rounded fp8",
 } | dict.fromkeys(("layers", "triton", "ranks"), "torch")
 QUANTIZED: dict[str, Format] = {
-    **dict.fromkeys(("int8", "layers int8", "rounded"), "int8"),
+    **dict.fromkeys(("int8", "layers int8", "rounded", "rounded, and the head"), "int8"),
     **dict.fromkeys(("layers fp8", "rounded fp8"), "fp8"),
 }
 
@@ -196,7 +196,9 @@ class Rig:
             self._described["fp8_cache"] = True
         self.model = paged(**self._described)
         if kernels in QUANTIZED:
-            quantize_weights(self.model, QUANTIZED[kernels])
+            quantize_weights(
+                self.model, QUANTIZED[kernels], head=kernels in ("int8", UNFUSED["int8"])
+            )
         plain = UNFUSED.get(kernels)
         self._unfused = rig(family, cached + plain, **overrides) if plain else self
         self._kernels = kernels

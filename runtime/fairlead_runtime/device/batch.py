@@ -7,7 +7,7 @@ Decides nothing and uses no device.
 from collections import abc
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -60,6 +60,59 @@ class _Buffer:
         return part.numpy(), part
 
 
+class _Arrays(NamedTuple):
+    """A Batch's host memory as numpy arrays: ids, positions, lengths; by layer group slots and
+    tables.
+    """
+
+    ids: Array
+    positions: Array
+    lens: Array
+    slots: list[Array]
+    tables: list[Array]
+
+
+class _Decodes:
+    """A Batch of decodes, which becomes the next of the same sequences by changing what differs:
+    blocks come to a sequence at its end, and others only after a preemption.
+    """
+
+    def __init__(self, batch: Batch, rows: abc.Sequence[Row], arrays: _Arrays) -> None:
+        self.batch = batch
+        self._rows = [(row.sequence, row.sequence.preemptions) for row in rows]
+        self._starts = [row.start for row in rows]
+        self._arrays = arrays
+
+    def follow(self, rows: abc.Sequence[Row], block_size: int) -> bool:
+        """Whether the batch is now that of these rows. If not, it is what it was."""
+        if len(rows) != len(self._rows):
+            return False
+        arrays, ids, starts = self._arrays, list[int](), list[int]()
+        begun: list[tuple[int, Sequence, int]] = []  # places of rows with a new block, and which
+        for row, (sequence, preemptions), last in zip(rows, self._rows, self._starts, strict=True):
+            start = last + 1
+            if row.sequence is not sequence or row[1:] != (start, 1, True):
+                return False
+            if sequence.preemptions != preemptions:
+                return False
+            if start % block_size == 0:
+                begun.append((len(ids), sequence, start // block_size))
+            ids.append(sequence.tokens[start])
+            starts.append(start)
+        if any(block >= arrays.tables[0].shape[1] for _, _, block in begun):
+            return False
+        self._starts = starts
+        arrays.ids[:] = ids
+        arrays.positions[:] = starts
+        arrays.lens[:] = arrays.positions + 1
+        for group, (slots, table) in enumerate(zip(arrays.slots, arrays.tables, strict=True)):
+            np.add(slots, 1, out=slots)
+            for place, sequence, block in begun:
+                unit = table[place, block] = sequence.tables[group][block]
+                slots[place] = unit * block_size
+        return True
+
+
 class BatchBuilder:
     """Turns rows into a Batch without a Python loop over tokens."""
 
@@ -75,6 +128,9 @@ class BatchBuilder:
         self._tables = [_Buffer(narrow, pinned=pinned) for _ in groups]
         self._starts = _Buffer(narrow, pinned=pinned)
         self._lens = _Buffer(narrow, pinned=pinned)
+        # The blocks that a window has passed are NULL in a table, which _Decodes does not know.
+        self._windowed = any(group.window is not None for group in groups)
+        self._last: _Decodes | None = None
 
     @property
     def nbytes(self) -> int:
@@ -88,7 +144,20 @@ class BatchBuilder:
         return sum(b.nbytes for b in self._tables)
 
     def build(self, rows: abc.Sequence[Row]) -> Batch:
-        """``rows``: at least one, each with at least one token and with blocks for its tokens."""
+        """``rows``: at least one, each with at least one token and with blocks for its tokens.
+
+        The same Batch again, changed, where the rows are the next decodes of those of the last one.
+        """
+        last = self._last
+        if last is not None and last.follow(rows, self._block_size):
+            return last.batch
+        self._last = None
+        batch, arrays = self._build(rows)
+        if not self._windowed and all(row.count == 1 and row.samples for row in rows):
+            self._last = _Decodes(batch, rows, arrays)
+        return batch
+
+    def _build(self, rows: abc.Sequence[Row]) -> tuple[Batch, "_Arrays"]:
         starts = np.array([row.start for row in rows])
         counts = np.array([row.count for row in rows])
         ends = counts.cumsum()
@@ -107,6 +176,7 @@ class BatchBuilder:
         lens, kv_lens = self._lens.take(len(rows))
         lens[:] = starts + counts
 
+        arrays = _Arrays(ids, at, lens, [], [])
         slots: list[torch.Tensor] = []
         ragged: list[RaggedRows] = []
         for group in self._groups:
@@ -117,6 +187,8 @@ class BatchBuilder:
             slot, tensor = self._slots[group.index].take(total)
             slot[:] = blocks * self._block_size + at % self._block_size
             slots.append(tensor)
+            arrays.slots.append(slot)
+            arrays.tables.append(table)
             ragged.append(
                 RaggedRows(
                     query_starts, kv_lens, tables, self._block_size, group.window, group.index
@@ -126,7 +198,8 @@ class BatchBuilder:
         samples = np.array([row.samples for row in rows])
         index = torch.from_numpy(ends[samples] - 1)
         sampling = [row.sequence for row in rows if row.samples]
-        return Batch(input_ids, positions, tuple(slots), tuple(ragged), index, sampling)
+        made = Batch(input_ids, positions, tuple(slots), tuple(ragged), index, sampling)
+        return made, arrays
 
     def _table(
         self, rows: abc.Sequence[Row], lens: Array, group: int

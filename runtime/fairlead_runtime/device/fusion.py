@@ -42,6 +42,7 @@ from fairlead_runtime.device.attention import (
     PagedPass,
     spec_of,
 )
+from fairlead_runtime.device.kv_cache import CacheStorage
 from fairlead_runtime.device.layer_parts import (
     CLOSE,
     CLOSE_ROUNDED,
@@ -172,6 +173,7 @@ class FusedRun:
         self.layers = tuple(layers)
         self.arguments = tuple(layer.rope for layer in layers)
         self._chain: LayerChain | None = None
+        self._cache: CacheStorage | None = None  # whose layers the chain has
         if isinstance(operations, CpuOperations):
             parts, specs = [x.layer for x in layers], [x.spec for x in layers]
             self._chain = operations.chain(heads, parts, specs)
@@ -221,11 +223,13 @@ class FusedRun:
             and isinstance(current, PagedPass)
             and isinstance(current.backend, CpuAttention)
         ):
-            caches = [current.cache.layer(layer.index) for layer in self.layers]
+            if self._cache is not current.cache:
+                found = [current.cache.layer(layer.index) for layer in self.layers]
+                caches = [(keys, values) for keys, values, _ in found]
+                self._chain.bind(caches, groups=[group for _, _, group in found])
+                self._cache = current.cache
             return self._chain.run(
                 x,
-                caches=[(keys, values) for keys, values, _ in caches],
-                groups=[group for _, _, group in caches],
                 plans=[plan for plan, _ in current.groups],
                 slots=[slots for _, slots in current.groups],
                 ropes=ropes,

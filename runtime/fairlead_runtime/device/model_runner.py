@@ -20,10 +20,10 @@ from fairlead_runtime.device.sampling import (
     NON_FINITE,
     SampledTokens,
     SamplingBatch,
-    likeliest,
     logprobs_of,
     sample,
 )
+from fairlead_runtime.device.slot_table import Draw, draw_of
 from fairlead_runtime.grammar.guides import NO_MASKS, Guides, Masks
 from fairlead_runtime.logprobs import TokenLogprobs
 from fairlead_runtime.request import Sequence
@@ -85,6 +85,8 @@ class ModelRunner:
         self._guides = guides
         self._followers = followers
         self._decodes = decodes
+        self._seen: Batch | None = None
+        self._greedy = False  # whether every row of that batch takes its likeliest token
         self._batches = BatchBuilder(
             cache.groups, cache.block_size, pinned=model.device.type == "cuda"
         )
@@ -144,24 +146,21 @@ class ModelRunner:
             sequences = [row.sequence for row in rows]
             return self._decodes.run(rows, lambda logits: self._begin(logits, sequences, masks))
         batch = self._batches.build(rows)
-        parameters = self._likeliest(batch.sampling)
-        if parameters is not None:
-            values, tokens = self._model.likeliest(batch, self._cache, self._attention)
-            return _results(batch.sampling, likeliest(values, tokens, parameters), {})
+        if self._chooses(batch):
+            chosen = self._model.likeliest(batch, self._cache, self._attention)
+            return _chosen(batch.sampling, *(x.tolist() for x in chosen))
         logits = self._forward(batch)
         return self._sample(logits, batch.sampling, masks)
 
-    def _likeliest(self, sequences: abc.Sequence[Sequence]) -> SamplingBatch | None:
-        """The parameters of these sequences if the model can choose their tokens without giving
-        their logits.
-        """
+    def _chooses(self, batch: Batch) -> bool:
+        """Whether the model can choose the batch's tokens without giving their logits."""
         whole = self._model.whole
-        if whole is None or not whole.chooses or self._sampler is not sample or not sequences:
-            return None
-        if any(sequence.guide is not None for sequence in sequences):
-            return None
-        parameters = SamplingBatch.of(sequences)
-        return parameters if parameters.likeliest else None
+        if whole is None or not whole.chooses or self._sampler is not sample or not batch.sampling:
+            return False
+        if self._seen is not batch:  # a batch is of the same sequences for ever
+            self._seen = batch
+            self._greedy = all(draw_of(s) is Draw.GREEDY for s in batch.sampling)
+        return self._greedy
 
     def _forward(self, batch: Batch, keep: Tensor | None = None) -> Tensor:
         if self._followers is None:
@@ -229,6 +228,16 @@ def _results(
     return {
         sequence.id: Result(token, logprobs, failed.get(sequence.id, error))
         for sequence, (token, logprobs, error) in zip(sequences, outcomes, strict=True)
+    }
+
+
+def _chosen(
+    sequences: abc.Sequence[Sequence], values: abc.Sequence[float], tokens: abc.Sequence[int]
+) -> dict[int, Result]:
+    """By sequence id, by each row's largest logit and its token."""
+    return {
+        sequence.id: Result(token) if math.isfinite(value) else Result(-1, error=NON_FINITE)
+        for sequence, value, token in zip(sequences, values, tokens, strict=True)
     }
 
 

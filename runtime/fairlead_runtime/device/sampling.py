@@ -75,11 +75,6 @@ class SamplingBatch:
     logprob_rows: list[int]
     logprob_counts: list[int]
 
-    @property
-    def likeliest(self) -> bool:
-        """Whether every row takes its likeliest token, and nothing else needs the logits."""
-        return self.draws is None and self.changes is None and not self.logprob_rows
-
     @classmethod
     def of(
         cls, sequences: abc.Sequence[Sequence], masks: Mapping[int, Array] | None = None
@@ -227,14 +222,6 @@ def sample(logits: Tensor, batch: SamplingBatch) -> SampledTokens:
         logits, batch.logprob_rows, tokens[batch.logprob_rows], max(batch.logprob_counts)
     )
     return SampledTokens(batch, tokens, tokens >= 0, *values)
-
-
-def likeliest(values: Tensor, tokens: Tensor, batch: SamplingBatch) -> SampledTokens:
-    """``sample`` of a ``likeliest`` batch, by each row's largest logit [S], NaN where one is, and
-    its token [S].
-    """
-    finite = torch.isfinite(values)
-    return SampledTokens(batch, tokens.masked_fill(~finite, _NOT_FINITE), finite)
 
 
 def _choose(logits: Tensor, draws: Draws | None) -> tuple[Tensor, Tensor]:

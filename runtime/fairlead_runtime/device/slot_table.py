@@ -145,7 +145,7 @@ class SlotTable:
     def draw_of(self, sequence: Sequence) -> Draw:
         """How its tokens are chosen."""
         entry = self._entries.get(sequence)
-        return _draw_of(sequence) if entry is None else entry.draw
+        return draw_of(sequence) if entry is None else entry.draw
 
     def forget(self, rows: abc.Iterable[Row]) -> None:
         """Send these sequences' rows again in full: their step may have run or not."""
@@ -163,7 +163,7 @@ class SlotTable:
         if old is not None:
             return _Entry(old.row, sequence.preemptions, old.state, old.draw)
         row, state = self._free.pop(), _state(sequence)
-        return _Entry(row, sequence.preemptions, state, _draw_of(sequence))
+        return _Entry(row, sequence.preemptions, state, draw_of(sequence))
 
     def _send(
         self,
@@ -265,7 +265,8 @@ def _state(sequence: Sequence) -> Array:
     return state
 
 
-def _draw_of(sequence: Sequence) -> Draw:
+def draw_of(sequence: Sequence) -> Draw:
+    """How its tokens are chosen, from the first to the last."""
     params = sequence.request.params
     if (
         sequence.guide is not None

@@ -9,11 +9,12 @@ still called. A model that does anything else in between keeps its own code arou
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
+from fairlead_kernels import reference
 from fairlead_kernels.cpu import CpuOperations
 from fairlead_kernels.layer import Norm
 from fairlead_kernels.quantize import Quantized
@@ -35,10 +36,12 @@ from fairlead_runtime.device.paged_model import PagedModel
 from fairlead_runtime.models.quantized import QuantizedEmbedding
 
 TOKENS = 8  # of the recorded pass
+EXACT = 1e-6  # difference of a cosine
 OFFSETS = (0, 1, 2)  # of a table of positions: some families keep its first rows for padding
 
 
-class Call(NamedTuple):
+@dataclass(frozen=True, slots=True, eq=False)
+class Call:
     """A module outside the decoder layers, what it got, and what it returned."""
 
     module: nn.Module
@@ -116,18 +119,15 @@ class WholeModel:
         self.rounds = self._head.rounding > 0
         # A cap may make logits equal that are not.
         self.chooses = not ends.cap
-        # By layer its place among the different ways to make and read a rotary embedding.
-        self._rotaries = list({id(call): call for call in ends.ropes if call}.values())
-        self._reads: list[tuple[int, RopeArgument]] = []
-        self._places: list[int | None] = []
-        for call, argument in zip(ends.ropes, layers.arguments, strict=True):
-            if call is None or not argument.name:
-                self._places.append(None)
-                continue
-            read = [id(call) for call in self._rotaries].index(id(call)), argument
-            if read not in self._reads:
-                self._reads.append(read)
-            self._places.append(self._reads.index(read))
+        # The different ways in which layers get their rotary embedding; by layer its place there,
+        # the last for a layer without one.
+        ways = [
+            (call, argument) if call is not None and argument.name else None
+            for call, argument in zip(ends.ropes, layers.arguments, strict=True)
+        ]
+        different = list(dict.fromkeys(way for way in ways if way is not None))
+        self._reads = [(*way, _frequencies(*way)) for way in different]
+        self._places = [len(different) if way is None else different.index(way) for way in ways]
 
     def release(self) -> None:
         """Take the head's weights, and embeddings that share them, out of the model's modules."""
@@ -149,15 +149,20 @@ class WholeModel:
     def _normed(self, ids: Tensor, positions: Tensor, current: CachedPass) -> Tensor:
         """What the head multiplies: [S, hidden] of the tokens ``current.keep``."""
         x = self._embed(ids, positions)
-        x = self._layers.compute(x, self._rotary(x[None], positions[None]), current)
-        return self._operations.norm(x[current.keep], self._ends.norm)[0]
+        x = self._layers.compute(x, self._rotary(x, positions), current)
+        kept = x if len(current.keep) == len(x) else x[current.keep]
+        return self._operations.norm(kept, self._ends.norm)[0]
 
     def _rotary(self, hidden: Tensor, positions: Tensor) -> list[Rope]:
         """Each layer's cosines and sines, made once where several layers have the same."""
-        made = [_called(call, hidden, positions) for call in self._rotaries]
-        none = hidden[0, :, :0], hidden[0, :, :0]
-        read = [argument.read(made[place]) for place, argument in self._reads]
-        return [none if place is None else read[place] for place in self._places]
+        ropes = [
+            argument.read(_called(call, hidden[None], positions[None]))
+            if known is None
+            else self._operations.angles(positions, *known)
+            for call, argument, known in self._reads
+        ]
+        ropes.append((hidden[:, :0], hidden[:, :0]))
+        return [ropes[place] for place in self._places]
 
     def _embed(self, ids: Tensor, positions: Tensor) -> Tensor:
         table = None if self._ends.positions is None else (self._ends.positions, positions)
@@ -167,6 +172,29 @@ class WholeModel:
         if self._factor != 1:
             x *= self._factor
         return x if table is None else x.add_(table[0][positions])
+
+
+def _frequencies(call: Call, argument: RopeArgument) -> tuple[Tensor, float] | None:
+    """The frequencies [R / 2] and the scale of a rotary embedding that is what
+    ``CpuOperations.angles`` computes of them; None for another, or one that is not known.
+    """
+    cos, sin = argument.read(call.output)
+    given = [x for x in (*call.inputs, *call.arguments.values()) if isinstance(x, Tensor)]
+    whole = [x for x in given if not x.is_floating_point()]
+    if len(whole) != 1 or whole[0].numel() != len(cos):
+        return None
+    positions = whole[0].flatten()
+    for frequencies in call.module.buffers(recurse=False):
+        if frequencies.shape != (cos.shape[1] // 2,) or frequencies.dtype is not torch.float32:
+            continue
+        plain = reference.angles(positions, frequencies)
+        scale = factor_of(cos, torch.zeros_like(cos), plain[0])
+        if scale is None:
+            continue
+        made = reference.angles(positions, frequencies, scale)
+        if all(bool((x - y).abs().max() <= EXACT) for x, y in zip(made, (cos, sin), strict=True)):
+            return frequencies, scale
+    return None
 
 
 def _called(call: Call, hidden: Tensor, positions: Tensor) -> Rope:

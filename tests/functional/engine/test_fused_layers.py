@@ -594,7 +594,7 @@ def test_all_layers_are_one_call_of_the_library(monkeypatch: pytest.MonkeyPatch)
     passes = list[int]()
 
     def counted(self: LayerChain, x: Tensor, **step: Any) -> Tensor:
-        calls.append(len(step["caches"]))
+        calls.append(len(step["ropes"]))
         return run(self, x, **step)
 
     def passed(self: PagedModel, *step: Any) -> Tensor:

@@ -84,7 +84,13 @@ def test_stored_weights_are_planned_and_measured_alike_and_need_no_room_to_be_ro
         "2Gi", scheduler=scheduler, engine={"dtype": dtype, "quantization": "int8"}
     )
     del config["quantization_config"]
-    assert plan_of(config, rounded).terms == planned.terms
+    again = plan_of(config, rounded).terms
+    if dtype == "bfloat16":
+        assert again == planned.terms
+    else:  # the head of a plain checkpoint is rounded, too
+        vocabulary, hidden = config["vocab_size"], config["hidden_size"]
+        rows = -(-vocabulary // 32) * 32
+        assert planned.terms["weights"] - again["weights"] == 3 * rows * hidden - 4 * vocabulary
 
 
 def test_a_setting_that_disagrees_with_the_checkpoint_is_refused_by_plan_and_start(

@@ -1,11 +1,14 @@
 """Rows become tensors: positions, slots and tables by their definitions, in reused buffers."""
 
+import itertools
+
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from fairlead_kernels.attention import NULL
-from fairlead_runtime.device.batch import BatchBuilder
+from fairlead_runtime.device.batch import Batch, BatchBuilder
 from fairlead_runtime.request import Request, SamplingParams, Sequence
 from fairlead_runtime.scheduling.plan import Row
 from fairlead_runtime.sizing.groups import LayerGroup
@@ -62,6 +65,68 @@ def test_the_next_build_reuses_the_memory_of_the_last() -> None:
     assert short.input_ids.data_ptr() == at
     assert short.input_ids.tolist() == [5, 6]
     assert short.ragged[0].tables.tolist() == [[2]]
+
+
+def same(batch: Batch, fresh: Batch) -> bool:
+    """Whether both say the same of their rows; a table's entries beyond a row's blocks say
+    nothing.
+    """
+    pairs = [
+        (batch.input_ids, fresh.input_ids),
+        (batch.positions, fresh.positions),
+        (batch.sample_index, fresh.sample_index),
+        *zip(batch.slots, fresh.slots, strict=True),
+    ]
+    for one, other in zip(batch.ragged, fresh.ragged, strict=True):
+        pairs += [(one.query_starts, other.query_starts), (one.kv_lens, other.kv_lens)]
+        for row, length in enumerate(other.kv_lens.tolist()):
+            blocks = -(-length // other.block_size)
+            pairs.append((one.tables[row, :blocks], other.tables[row, :blocks]))
+    return all(map(torch.equal, *zip(*pairs, strict=True))) and batch.sampling == fresh.sampling
+
+
+@given(
+    starts=st.lists(st.integers(1, 20), min_size=1, max_size=5),
+    steps=st.lists(
+        st.sampled_from(["next", "again", "ended", "preempted", "prefill"]), max_size=40
+    ),
+    block_size=st.sampled_from([4, 16]),
+    groups=st.sampled_from([FULL, (*FULL, LayerGroup(1, None, (1,))), (LayerGroup(0, 8, (0,)),)]),
+)
+def test_a_batch_that_follows_the_last_one_is_as_a_new_one(
+    starts: list[int], steps: list[str], block_size: int, groups: tuple[LayerGroup, ...]
+) -> None:
+    kept, units = BatchBuilder(groups, block_size), itertools.count()
+    sequences = [
+        sequence(i, list(range(100 * i, 100 * i + n)), *([] for _ in groups))
+        for i, n in enumerate(starts)
+    ]
+    for step in ["next", *steps]:
+        if step == "ended" and len(sequences) > 1:
+            sequences.pop(0)
+        first = sequences[0]
+        if step == "preempted":
+            first.preemptions += 1
+            first.tables = [[] for _ in groups]
+        for one in sequences:
+            for table in one.tables:
+                while len(table) * block_size < len(one.tokens):
+                    table.append(next(units))
+        count = min(3, len(first.tokens)) if step == "prefill" else 1
+        rows = [Row(s, len(s.tokens) - 1, 1, samples=True) for s in sequences[1:]]
+        rows.insert(0, Row(first, len(first.tokens) - count, count, samples=True))
+        assert same(kept.build(rows), BatchBuilder(groups, block_size).build(rows))
+        if step != "again":
+            for one in sequences:
+                one.tokens.append(next(units))
+
+
+def test_a_batch_of_the_next_decodes_is_the_last_one_changed() -> None:
+    builder, one = BatchBuilder(FULL, 4), sequence(0, [1, 2, 3, 4, 5], [3, 7])
+    first = builder.build([Row(one, 4, 1, samples=True)])
+    one.tokens.append(6)
+    assert builder.build([Row(one, 5, 1, samples=True)]) is first
+    assert (first.positions.tolist(), first.slots[0].tolist()) == ([5], [29])
 
 
 @given(

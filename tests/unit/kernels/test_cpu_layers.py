@@ -221,10 +221,9 @@ def test_a_chain_of_layers_is_the_references_operations_in_turn(
         if isinstance(operations, cpu.CpuOperations):
             chain = operations.chain(heads, layers, specs)
             backend = operations.attention(heads)
+            chain.bind(caches, places)
             out = chain.run(
                 x.clone(),
-                caches,
-                places,
                 [backend.plan(case.ragged) for case in cases],
                 [slots_of(case.ragged) for case in cases],
                 [ropes[g] for g in places],
@@ -263,10 +262,15 @@ def test_what_a_chain_cannot_read_is_refused_by_name(instruction_set: str) -> No
     slots = slots_of(case.ragged)
     half = case.key_cache[..., :4].contiguous(), case.value_cache
     with pytest.raises(ValueError, match=r"^keys: heads of \(1, 4\)"):
-        chain.run(torch.randn(2, 16), [half], [0], [plan], [slots], [rope])
+        chain.bind([half], [0])
     cache = case.key_cache, case.value_cache
+    chain.bind([cache], [0])
     with pytest.raises(ValueError, match=r"^ropes and slots: not for the 3 tokens"):
-        chain.run(torch.randn(3, 16), [cache], [0], [plan], [slots], [rope])
+        chain.run(torch.randn(3, 16), [plan], [slots], [rope])
     windowed = operations.chain(heads, [layer], [LayerSpec(0.3, window=4)])
+    windowed.bind([cache], [0])
     with pytest.raises(ValueError, match=r"^window: the layer has 4, its plan None"):
-        windowed.run(torch.randn(2, 16), [cache], [0], [plan], [slots], [rope])
+        windowed.run(torch.randn(2, 16), [plan], [slots], [rope])
+    others = operations.chain(heads, [layer] * 2, [LayerSpec(0.3, window=n) for n in (4, 5)])
+    with pytest.raises(ValueError, match=r"^window: the layers of group 0 differ"):
+        others.bind([cache] * 2, [0, 0])

@@ -180,6 +180,25 @@ def test_embeddings_are_rows_of_the_packed_weight(
     torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-6)
 
 
+@every_set
+@examples
+@given(
+    positions=st.lists(st.integers(0, 200_000), max_size=40),
+    half=st.integers(1, 40),
+    scale=st.sampled_from([1.0, 1.19]),
+    seed=seeds,
+)
+def test_cosines_and_sines_are_the_references(
+    instruction_set: str, positions: list[int], half: int, scale: float, seed: int
+) -> None:
+    torch.manual_seed(seed)
+    at, frequencies = torch.tensor(positions, dtype=torch.int64), torch.rand(half)
+    got = operations(instruction_set).angles(at, frequencies, scale)
+    for ours, want in zip(got, reference.angles(at, frequencies, scale), strict=True):
+        assert ours.shape == (len(positions), 2 * half)
+        torch.testing.assert_close(ours, want, rtol=0, atol=3e-7)
+
+
 @every_product_set
 def test_a_row_that_is_not_there_has_no_embedding(instruction_set: str) -> None:
     ours = operations(instruction_set)
