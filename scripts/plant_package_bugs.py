@@ -55,15 +55,16 @@ for module in (fairlead_kernels, fairlead_operator, fairlead_runtime):
 from fairlead_kernels import library, sources
 built = library.FOLDER / "baseline.so"
 if built.exists() and sources.hash_sources(library.SOURCES).encode() not in built.read_bytes():
-    # The bug is in C++: one instruction set is enough to find it. What only VNNI computes has tests
-    # of its own.
+    # The bug is in C++: one instruction set is enough to find it. What VNNI and AMX compute has
+    # tests of its own, and here AMX is emulated.
     import hatch_build
     digits = any("test_cpu_digits" in test for test in sys.argv)
     names = ("avx512", "baseline") if digits else ("baseline",)
     hatch_build.INSTRUCTION_SETS = {name: hatch_build.INSTRUCTION_SETS[name] for name in names}
-    library.INSTRUCTION_SETS = ("avx512+vnni", "baseline") if digits else ("baseline",)
+    wanted = ("avx512+amx", "avx512+vnni", "baseline") if digits else ("baseline",)
+    library.INSTRUCTION_SETS = wanted
     try:
-        hatch_build.compile_all(library.FOLDER)
+        hatch_build.compile_all(library.FOLDER, ["-DFAIRLEAD_AMX_EMULATED"] if digits else [])
     except hatch_build.NotBuiltError as error:
         print(error)
         sys.exit(3)

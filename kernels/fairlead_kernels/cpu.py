@@ -86,7 +86,8 @@ class CpuOperations:
         fours = quantized is not None and self.library.vnni and columns <= MOST_COLUMNS
         shape = [panels, columns, self._panel]
         if fours:
-            shape, pack = [panels, -(-columns // 4), self._panel, 4], "pack_int8_fours"
+            outputs = [2, self._panel // 2] if self.library.amx else [self._panel]
+            shape, pack = [panels, -(-columns // 4), *outputs, 4], "pack_int8_fours"
         data = torch.empty(shape, dtype=dtype)
         pack_rows = getattr(self.library, pack)
         self.library.use_large_pages(data.data_ptr(), data.nbytes)

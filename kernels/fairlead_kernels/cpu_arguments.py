@@ -16,7 +16,7 @@ ACTIVATIONS: dict[Activation, int] = {
 }
 # As in csrc/linear.h.
 STORED = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
-INT8_FOURS = 3
+INT8_FOURS, INT8_TILES = 3, 4
 CACHE_TYPES = (torch.float32, torch.bfloat16)
 
 
@@ -55,8 +55,14 @@ def norm_struct(norm: Norm | None, name: str, width: int) -> NormStruct:
 
 
 def in_fours(weight: Packed) -> bool:
-    """Whether it is packed for VNNI, which multiplies it by the digits of x (csrc/vnni.h)."""
-    return weight.data.dim() == 4
+    """Whether it is packed for VNNI or AMX, which multiply it by the digits of x (csrc/vnni.h):
+    [panels, ceil(columns / 4), P, 4], for AMX with P as 2 tiles of 16.
+    """
+    return weight.data.dim() >= 4
+
+
+def _stored(weight: Packed) -> int:
+    return {4: INT8_FOURS, 5: INT8_TILES}.get(weight.data.dim(), STORED[weight.data.dtype])
 
 
 def weight_struct(weight: Packed, bias: Tensor | None, name: str) -> WeightStruct:
@@ -67,7 +73,7 @@ def weight_struct(weight: Packed, bias: Tensor | None, name: str) -> WeightStruc
         weight.columns,
         address(bias, name, weight.rows),
         address(weight.scales, "scales", weight.rows),
-        INT8_FOURS if in_fours(weight) else STORED[weight.data.dtype],
+        _stored(weight),
     )
 
 

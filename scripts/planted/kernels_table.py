@@ -33,7 +33,7 @@ C_OPERATIONS, C_ATTENTION, C_LAYERS = (
     (f"unit/kernels/test_cpu_{name}.py",) for name in ("operations", "attention", "layers")
 )
 C_DIGITS = ("unit/kernels/test_cpu_digits.py",)
-VNNI_C = f"{KERNELS}/csrc/vnni.h"
+VNNI_C, AMX_C = f"{KERNELS}/csrc/vnni.h", f"{KERNELS}/csrc/amx.h"
 GPU_OPERATIONS = ("unit/kernels/test_gpu_operations.py",)
 ON_FLASHINFER = ("unit/kernels/test_flashinfer_attention.py",)
 ON_FP8 = ("unit/kernels/test_fp8_cache.py",)
@@ -142,6 +142,34 @@ BUGS = (
         VNNI_C,
         "const DigitsHead head{maximum / LARGEST_DIGITS,",
         "const DigitsHead head{maximum > 0 ? maximum / LARGEST_DIGITS : 0.0f,",
+        C_DIGITS,
+    ),
+    PackageBug(
+        "the last steps of a panel are left out of tiles",
+        AMX_C,
+        "    if (left != 0) add_line(line, stride, rest);\n",
+        "",
+        C_DIGITS,
+    ),
+    PackageBug(
+        "the sums of low digits in tiles begin where those of high ones do",
+        AMX_C,
+        "i < 2 ? head.high : head.low",
+        "head.high",
+        C_DIGITS,
+    ),
+    PackageBug(
+        "both halves of a panel are the first one in tiles",
+        AMX_C,
+        "FL_LOAD_TILE(7, panel + 4 * W, 4 * P);",
+        "FL_LOAD_TILE(7, panel, 4 * P);",
+        C_DIGITS,
+    ),
+    PackageBug(
+        "rows that fill no tile are left out of a product",
+        f"{KERNELS}/csrc/linear.h",
+        "    if (done == rows) return;\n",
+        "    return;\n",
         C_DIGITS,
     ),
     PackageBug(

@@ -24,7 +24,8 @@ void embed_row(const Weight& weight, int64_t row, float* out) {
     case FLOAT32: return embed_row<float>(weight, row, out);
     case BFLOAT16: return embed_row<bfloat16>(weight, row, out);
     case INT8: return embed_row<int8_t>(weight, row, out);
-    case INT8_FOURS: return embed_row_in_fours(weight, row, out);
+    case INT8_FOURS:
+    case INT8_TILES: return embed_row_in_fours(weight, row, out);
   }
 }
 

@@ -1,6 +1,7 @@
 // A linear layer on packed weights, as one phase of a team's work.
 #pragma once
 
+#include "amx.h"
 #include "product.h"
 #include "team.h"
 #include "vnni.h"
@@ -14,8 +15,12 @@ constexpr int TILE_ROWS = 256;
 // part of the panel stays in the second-level cache, beside the rows' parts of x.
 constexpr int DEEP = 512;
 
-// How a weight's elements are stored; cpu_arguments.py has the same numbers.
-enum Stored : int32_t { FLOAT32, BFLOAT16, INT8, INT8_FOURS };
+// Rows from which tiles pay for their configuration.
+constexpr int ROWS_FOR_TILES = 32;
+
+// How a weight's elements are stored; cpu_arguments.py has the same numbers. INT8_TILES is INT8_FOURS
+// where products of many rows may use AMX.
+enum Stored : int32_t { FLOAT32, BFLOAT16, INT8, INT8_FOURS, INT8_TILES };
 
 // A packed weight: [ceil(rows / P)] panels of [columns][P], zero where there are no more rows.
 // With INT8_FOURS panels of [ceil(columns / 4)][P][4], unsigned and 128 more than the weight, for
@@ -29,6 +34,7 @@ struct Weight {
   Stored stored;
 
   int panels() const { return int((rows + P - 1) / P); }
+  bool in_fours() const { return stored == INT8_FOURS || stored == INT8_TILES; }
 };
 
 // What weights are multiplied by: x [rows, columns], and memory for its digits, digits_bytes of
@@ -41,7 +47,7 @@ struct Input {
 // Makes the digits of an input where the weight is multiplied by them: a row's are its own
 // whatever the other rows are. All threads of the team call it.
 inline void prepare(Team& team, const Weight& weight, const Input& in, int rows) {
-  if (weight.stored != INT8_FOURS) return;
+  if (!weight.in_fours()) return;
   const int64_t columns = weight.columns, stride = digits_bytes(columns);
   team.share(rows, 1, [&](int begin, int end) {
     for (int64_t row = begin; row < end; row++) {
@@ -76,7 +82,18 @@ inline void multiply_digits_panel(const Weight& weight, int panel, const char* d
                                   float* tile, bool last) {
   const int64_t steps = (weight.columns + 3) / 4;
   const uint8_t* data = static_cast<const uint8_t*>(weight.data) + panel * steps * P * 4;
-  digits_product(rows, digits, digits_bytes(weight.columns), data, int(steps), tile, last);
+  const int64_t stride = digits_bytes(weight.columns);
+#if defined(__AVX512F__)
+  if (weight.stored == INT8_TILES && rows >= ROWS_FOR_TILES) {
+    const int blocks = rows / TILE, done = blocks * TILE;
+    tiles_product(blocks, digits, stride, data, int(steps), tile);
+    if (done == rows) return;
+    digits += done * stride;
+    tile += done * P;
+    rows -= done;
+  }
+#endif
+  digits_product(rows, digits, stride, data, int(steps), tile, last);
 }
 
 // One panel's results for `rows` rows of an input from `row` on, with scales, for a weight of any
@@ -85,7 +102,8 @@ inline void multiply_panel(const Weight& weight, int panel, const Input& in, int
                            float* tile, bool last) {
   const float* x = in.x + row * weight.columns;
   switch (weight.stored) {
-    case INT8_FOURS: {
+    case INT8_FOURS:
+    case INT8_TILES: {
       const char* digits = in.digits + row * digits_bytes(weight.columns);
       multiply_digits_panel(weight, panel, digits, rows, tile, last);
       break;

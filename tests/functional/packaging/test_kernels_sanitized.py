@@ -1,4 +1,6 @@
-"""The tests of the C++ kernels again, with libraries that check each access and each operation."""
+"""The tests of the C++ kernels again, with libraries that check each access and each operation, and
+with one in which AMX is emulated.
+"""
 
 import os
 import shutil
@@ -8,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from hatch_build import compile_all
+import hatch_build
 from support.kernel_sets import PRODUCT_SETS, SETS, every_set
 
 ROOT = Path(__file__).parents[3]
@@ -53,7 +55,7 @@ def libraries(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("sanitized")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("CXX", str(COMPILER))
-        compile_all(folder, FLAGS)
+        hatch_build.compile_all(folder, FLAGS)
     return folder
 
 
@@ -90,3 +92,28 @@ def test_one_element_too_far_is_noticed(libraries: Path, instruction_set: str) -
     done = run(READS_TOO_FAR, str(libraries), instruction_set)
     assert done.returncode != 0
     assert "AddressSanitizer: heap-buffer-overflow" in done.stderr
+
+
+@pytest.mark.skipif(len(PRODUCT_SETS) == len(SETS), reason="needs a processor with VNNI")
+def test_products_in_tiles_are_right_where_amx_is_emulated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = {name: hatch_build.INSTRUCTION_SETS[name] for name in ("baseline", "avx512")}
+    monkeypatch.setattr(hatch_build, "INSTRUCTION_SETS", names)
+    monkeypatch.setenv("CXX", str(COMPILER))
+    hatch_build.compile_all(tmp_path, ["-DFAIRLEAD_AMX_EMULATED"])
+    tests = (str(ROOT / "tests" / "unit" / "kernels" / name) for name in TESTS)
+    done = subprocess.run(
+        [sys.executable, "-c", ALL_TESTS, str(tmp_path), "-k", "amx", *tests],
+        cwd=ROOT,
+        env={
+            **os.environ,
+            "FAIRLEAD_FULL": "",
+        },
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    assert " passed" in done.stdout
+    assert "skipped" not in done.stdout

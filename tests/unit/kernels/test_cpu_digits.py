@@ -1,4 +1,4 @@
-"""Products of int8 weights in integers, by VNNI: what is exact, and what rounding x may change."""
+"""Products of int8 weights in integers, by VNNI and AMX: what is exact, and what rounding costs."""
 
 import pytest
 import torch
@@ -6,16 +6,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fairlead_kernels import cpu, reference
+from fairlead_kernels import cpu, library, reference
 from fairlead_kernels.quantize import Quantized
 from support.full import LONG_FORM
 from support.kernel_sets import PRODUCT_SETS
 
-VNNI = "avx512+vnni"
+SETS = [name for name in PRODUCT_SETS if "+" in name]
 LARGEST = 127 * 256 + 127  # of two signed digits of base 256
 
-pytestmark = pytest.mark.skipif(
-    VNNI not in PRODUCT_SETS, reason="needs a processor with VNNI and the C++ kernels"
+_SKIPPED = pytest.mark.skip(reason="needs a processor with VNNI and the C++ kernels")
+every_digit_set = pytest.mark.parametrize(
+    "instruction_set", SETS or [pytest.param("none", marks=_SKIPPED)]
 )
 
 
@@ -34,6 +35,7 @@ def published(rows: int, columns: int) -> Quantized:
     return Quantized("int8", bits, torch.ones(rows))
 
 
+@every_digit_set
 @settings(max_examples=400 if LONG_FORM else 60, deadline=None)
 @given(
     tokens=st.one_of(st.integers(1, 40), st.integers(250, 270)),
@@ -42,10 +44,10 @@ def published(rows: int, columns: int) -> Quantized:
     seed=st.integers(0, 2**31),
 )
 def test_a_product_of_digits_is_exact_but_for_the_rounding_of_its_two_sums(
-    tokens: int, rows: int, columns: int, seed: int
+    instruction_set: str, tokens: int, rows: int, columns: int, seed: int
 ) -> None:
     torch.manual_seed(seed)
-    ours = cpu.load(VNNI)
+    ours = cpu.load(instruction_set)
     x, weight = in_digits(tokens, columns), published(rows, columns)
     got = ours.linear(x, ours.pack([weight])).double()
     want = x.double() @ weight.numbers.double().t()
@@ -54,10 +56,11 @@ def test_a_product_of_digits_is_exact_but_for_the_rounding_of_its_two_sums(
     assert ((got - want).abs() <= 2.0**-22 * (want.abs() + sums)).all()
 
 
+@every_digit_set
 @pytest.mark.parametrize("columns", [131_071, 131_072, 140_000])
-def test_the_largest_sums_of_digits_do_not_overflow(columns: int) -> None:
+def test_the_largest_sums_of_digits_do_not_overflow(instruction_set: str, columns: int) -> None:
     """With more columns they would, so there weights are widened to floats."""
-    ours = cpu.load(VNNI)
+    ours = cpu.load(instruction_set)
     # The digits 126 and -128, but for one element.
     x = torch.full((3, columns), 126.0 * 256 - 128)
     x[:2] = torch.tensor([[LARGEST], [-LARGEST]])
@@ -72,8 +75,11 @@ def test_the_largest_sums_of_digits_do_not_overflow(columns: int) -> None:
     torch.testing.assert_close(ours.linear(x, packed).double(), want, rtol=rtol, atol=0)
 
 
-def test_a_row_of_x_is_rounded_by_its_own_largest_element_whatever_the_others_are() -> None:
-    ours = cpu.load(VNNI)
+@every_digit_set
+def test_a_row_of_x_is_rounded_by_its_own_largest_element_whatever_the_others_are(
+    instruction_set: str,
+) -> None:
+    ours = cpu.load(instruction_set)
     torch.manual_seed(0)
     sizes = 10.0 ** torch.linspace(-8, 8, 40)
     x, weight = torch.randn(40, 200) * sizes[:, None], published(50, 200)
@@ -86,8 +92,9 @@ def test_a_row_of_x_is_rounded_by_its_own_largest_element_whatever_the_others_ar
     assert 0.0 < apart < 1.0
 
 
-def test_a_row_of_zeros_stays_one_and_what_is_no_number_is_not_hidden() -> None:
-    ours = cpu.load(VNNI)
+@every_digit_set
+def test_a_row_of_zeros_stays_one_and_what_is_no_number_is_not_hidden(instruction_set: str) -> None:
+    ours = cpu.load(instruction_set)
     x, weight = torch.randn(5, 600), published(40, 600)
     x[0], x[1], x[2, 7], x[3, 599] = 0.0, 1e-40, torch.nan, -torch.inf
     got = ours.linear(x, ours.pack([weight]))
@@ -98,8 +105,25 @@ def test_a_row_of_zeros_stays_one_and_what_is_no_number_is_not_hidden() -> None:
     torch.testing.assert_close(got[4:], want, atol=2.0, rtol=0)
 
 
-def test_embeddings_are_the_rows_of_a_weight_packed_for_digits() -> None:
-    ours = cpu.load(VNNI)
+@every_digit_set
+def test_embeddings_are_the_rows_of_a_weight_packed_for_digits(instruction_set: str) -> None:
+    ours = cpu.load(instruction_set)
     weight, ids = published(75, 30), torch.tensor([0, 74, 31, 32, 74])
     got = ours.embed(ids, ours.pack([weight], factor=0.5), 2.0)
     assert torch.equal(got, weight.numbers[ids].float())
+
+
+@every_digit_set
+@pytest.mark.parametrize("columns", [64, 150, 577])
+def test_tiles_give_the_same_bits_as_vectors(instruction_set: str, columns: int) -> None:
+    ours, vectors = cpu.load(instruction_set), cpu.load("avx512+vnni")
+    x, weight = torch.randn(75, columns), published(70, columns)
+    got, want = (made.linear(x, made.pack([weight])) for made in (ours, vectors))
+    assert torch.equal(got, want)
+
+
+@pytest.mark.skipif(not SETS, reason="needs a processor with VNNI and the C++ kernels")
+def test_a_processor_with_amx_multiplies_in_tiles() -> None:
+    """Tiles that gave other results would not be used, and nothing else would notice."""
+    has_it = bool(library.load("baseline").supports(b"avx512+amx"))
+    assert ("avx512+amx" in library.supported()) == has_it

@@ -87,7 +87,7 @@ def test_a_product_of_any_size_is_the_references(
     bias = torch.randn(sum(rows)) if biased else None
     packed = packed_by(ours, weights, dtype, factor)
     assert (packed.rows, packed.columns, packed.data.dtype) == (sum(rows), columns, dtype)
-    assert (packed.rounding > 0) == (instruction_set == "avx512+vnni" and dtype is torch.int8)
+    assert (packed.rounding > 0) == ("+" in instruction_set and dtype is torch.int8)
     got = ours.linear(x, packed, bias)
     packed_by_rows = packed_by(reference, weights, dtype, factor)
     want = reference.linear(x.double(), packed_by_rows, None)
