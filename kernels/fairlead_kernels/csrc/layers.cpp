@@ -160,23 +160,17 @@ void gate_up(Team& team, const Step& step, const Layer& layer) {
   prepare(team, weight, step.input(), count);
   alignas(64) float gate[TILE_ROWS * P], up[TILE_ROWS * P];
   const int panels = int(width / P);
-  team.share(panels, panels / team.size >= 32 ? 4 : 1, [&](int begin, int end) {
-    for (int panel = begin; panel < end; panel++) {
-      for (int row = 0; row < count; row += TILE_ROWS) {
-        const int rows = count - row < TILE_ROWS ? count - row : TILE_ROWS;
-        const bool last = panel + 1 == panels || row + rows < count;
-        multiply_panel(weight, panel, step.input(), row, rows, gate, last);
-        multiply_panel(weight, panels + panel, step.input(), row, rows, up, last);
-        const int64_t column = int64_t(panel) * P;
-        for (int i = 0; i < rows; i++) {
-          float *g = gate + i * P, *u = up + i * P;
-          if (weight.bias != nullptr) {
-            add_row(g, weight.bias + column, P);
-            add_row(u, weight.bias + width + column, P);
-          }
-          combine(g, u, step.gated + (row + i) * width + column, P);
-        }
+  share_tiles(team, panels, count, step.width, [&](int panel, int row, int rows, bool last) {
+    multiply_panel(weight, panel, step.input(), row, rows, gate, last);
+    multiply_panel(weight, panels + panel, step.input(), row, rows, up, last);
+    const int64_t column = int64_t(panel) * P;
+    for (int i = 0; i < rows; i++) {
+      float *g = gate + i * P, *u = up + i * P;
+      if (weight.bias != nullptr) {
+        add_row(g, weight.bias + column, P);
+        add_row(u, weight.bias + width + column, P);
       }
+      combine(g, u, step.gated + (row + i) * width + column, P);
     }
   });
   team.barrier();

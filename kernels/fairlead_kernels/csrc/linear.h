@@ -14,6 +14,8 @@ constexpr int TILE_ROWS = 256;
 // Columns of x and rows of a panel that are multiplied at a time where there are many rows: the
 // part of the panel stays in the second-level cache, beside the rows' parts of x.
 constexpr int DEEP = 512;
+// Of the second-level cache, for the rows of x that are multiplied by one panel after the other.
+constexpr int64_t CACHED_BYTES = 512 << 10;
 
 // Rows from which tiles pay for their configuration.
 constexpr int ROWS_FOR_TILES = 32;
@@ -126,6 +128,25 @@ inline void multiply_panel(const Weight& weight, int panel, const Input& in, int
   }
 }
 
+// Calls `work(panel, first row, rows, last)` for each panel and each piece of `rows` rows of
+// `columns`, at most TILE_ROWS; `last`: no panel follows for these rows. A thread takes one panel
+// after the other for the same rows, which stay in the second-level cache: with all rows of a long
+// prompt for one panel they would come from memory again for the next.
+template <class Work>
+void share_tiles(Team& team, int panels, int rows, int64_t columns, Work work) {
+  const int fit = int(CACHED_BYTES / (4 * columns)) / MAX_ROWS * MAX_ROWS;
+  const int least = 4 * MAX_ROWS;
+  const int size = fit > TILE_ROWS ? TILE_ROWS : fit < least ? least : fit;
+  const int pieces = (rows + size - 1) / size;
+  const int grain = pieces == 1 && panels / team.size >= 32 ? 4 : 1;
+  team.share(pieces * panels, grain, [&](int begin, int end) {
+    for (int item = begin; item < end; item++) {
+      const int row = item / panels * size, panel = item % panels;
+      work(panel, row, rows - row < size ? rows - row : size, panel + 1 == panels);
+    }
+  });
+}
+
 // Calls `finish(panel, first row, rows, tile)` for each piece of an input of `rows` rows times
 // weight; the tile [rows, P] has no bias yet. All threads of the team call it; a barrier must
 // follow.
@@ -133,18 +154,11 @@ template <class Finish>
 void share_product(Team& team, const Weight& weight, const Input& in, int rows, Finish finish) {
   prepare(team, weight, in, rows);
   alignas(64) float tile[TILE_ROWS * P];
-  const int panels = weight.panels();
-  const int grain = panels / team.size >= 32 ? 4 : 1;
-  team.share(panels, grain, [&](int begin, int end) {
-    for (int panel = begin; panel < end; panel++) {
-      for (int row = 0; row < rows; row += TILE_ROWS) {
-        const int count = rows - row < TILE_ROWS ? rows - row : TILE_ROWS;
-        const bool last = panel + 1 == panels || row + count < rows;
-        multiply_panel(weight, panel, in, row, count, tile, last);
-        finish(panel, row, count, tile);
-      }
-    }
-  });
+  share_tiles(team, weight.panels(), rows, weight.columns,
+              [&](int panel, int row, int count, bool last) {
+                multiply_panel(weight, panel, in, row, count, tile, last);
+                finish(panel, row, count, tile);
+              });
 }
 
 // y [rows, weight.rows] (+)= the tile and the bias: `add` for a residual.
