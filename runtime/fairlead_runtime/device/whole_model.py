@@ -2,8 +2,9 @@
 other, without the model's own code.
 
 Owns the recognition of what lies around the decoder layers, by what it computes as in
-``layer_parts``, and the pass of such a model. Of transformers' code only the rotary embeddings are
-still called. A model that does anything else in between keeps its own code around its fused layers.
+``layer_parts``, and the pass of such a model. Of transformers' code only those rotary embeddings
+are still called that are not cosines of positions times known frequencies. A model that does
+anything else in between keeps its own code around its fused layers.
 """
 
 from collections.abc import Mapping, Sequence
