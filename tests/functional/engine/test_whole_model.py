@@ -23,7 +23,7 @@ PROMPTS: list[dict[str, list[int]]] = [
 ]
 # A table of positions, a cap of the logits, a factor of them, a head of its own with a bias, two
 # rotary embeddings and a scaled embedding.
-FORMS = ("llama", "gpt2", "gemma2", "granite", "phi", "gemma3_text")
+FORMS = ("llama", "gpt2", "gemma2", "cohere", "phi", "gemma3_text")
 
 
 def kernels_of(model: PagedModel) -> tuple[Any, Any]:
