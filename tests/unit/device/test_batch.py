@@ -109,9 +109,12 @@ def test_a_batch_that_follows_the_last_one_is_as_a_new_one(
             first.preemptions += 1
             first.tables = [[] for _ in groups]
         for one in sequences:
-            for table in one.tables:
+            for group, table in zip(groups, one.tables, strict=True):
                 while len(table) * block_size < len(one.tokens):
                     table.append(next(units))
+                if group.window is not None:  # of a step of at most three tokens
+                    passed = max(0, len(one.tokens) - 3 - group.window) // block_size
+                    table[:passed] = [NULL] * passed
         count = min(3, len(first.tokens)) if step == "prefill" else 1
         rows = [Row(s, len(s.tokens) - 1, 1, samples=True) for s in sequences[1:]]
         rows.insert(0, Row(first, len(first.tokens) - count, count, samples=True))
@@ -119,6 +122,14 @@ def test_a_batch_that_follows_the_last_one_is_as_a_new_one(
         if step != "again":
             for one in sequences:
                 one.tokens.append(next(units))
+
+
+def test_a_batch_with_a_window_is_built_again() -> None:
+    builder, one = BatchBuilder((LayerGroup(0, 4, (0,)),), 4), sequence(0, list(range(6)), [3, 7])
+    builder.build([Row(one, 5, 1, samples=True)])
+    one.tokens.append(6)
+    one.tables[0][0] = NULL
+    assert builder.build([Row(one, 6, 1, samples=True)]).ragged[0].tables.tolist() == [[NULL, 7]]
 
 
 def test_a_batch_of_the_next_decodes_is_the_last_one_changed() -> None:
