@@ -55,9 +55,8 @@ from fairlead_runtime.device.layer_parts import (
     recognize,
 )
 from fairlead_runtime.device.paged_model import PagedModel, ProbePass, causal_attention
+from fairlead_runtime.device.whole_model import TOKENS
 from fairlead_runtime.models.quantized import QuantizedEmbedding, QuantizedLinear
-
-TOKENS = 8  # of the recorded pass
 
 
 @dataclass(frozen=True, slots=True)

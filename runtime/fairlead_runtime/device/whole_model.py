@@ -36,7 +36,7 @@ from fairlead_runtime.device.layer_parts import (
 from fairlead_runtime.device.paged_model import PagedModel
 from fairlead_runtime.models.quantized import QuantizedEmbedding
 
-TOKENS = 8  # of the recorded pass
+TOKENS = 8  # of a recorded pass, of a layer's too: both run in one scratch cache
 EXACT = 1e-6  # difference of a cosine
 OFFSETS = (0, 1, 2)  # of a table of positions: some families keep its first rows for padding
 
@@ -246,8 +246,8 @@ def recognize(model: PagedModel, layers: Sequence[nn.Module], step: ForwardPass)
 
 @torch.inference_mode()
 def agrees(model: PagedModel, whole: WholeModel, step: CachedPass, expected: Tensor) -> bool:
-    """Whether the pass gives these logits [T, vocabulary] of the tokens of ``other_tokens``, and
-    their largest.
+    """Whether the pass gives these ``other_logits`` [T, vocabulary] of the same tokens, and their
+    largest.
     """
     ids, positions = _tokens(model, seed=1)
     same = partial(close, allowed=CLOSE_ROUNDED if whole.rounds else CLOSE)
