@@ -89,7 +89,7 @@ class LayerChain:
         """From now on each layer has these keys and values [blocks, block_size, kv heads, dim], and
         belongs to this layer group. Keeps the tensors alive.
         """
-        self._caches = list(caches)
+        self._caches = []  # until all of them are checked
         self._half = caches[0][0].dtype is torch.bfloat16
         self._windows = {}
         for struct, spec, (keys, values), group in zip(
@@ -99,6 +99,7 @@ class LayerChain:
             struct.keys, struct.values, struct.group = keys.data_ptr(), values.data_ptr(), group
             if self._windows.setdefault(group, spec.window) != spec.window:
                 raise ValueError(f"window: the layers of group {group} differ in theirs")
+        self._caches = list(caches)
 
     def run(
         self,
@@ -113,6 +114,8 @@ class LayerChain:
         Per layer group: the plan of attention, and the slots int64 [T] of the step's tokens. Per
         layer its ``ropes``, cosines and sines [T, R] as in ``LayerOperations.rope_write``.
         """
+        if not self._caches:
+            raise RuntimeError("run: bind the layers' caches first")
         h, count = self._heads, x.shape[0]
         x = dense(x, "x", self._width)
         for group, window in self._windows.items():

@@ -371,6 +371,11 @@ class EngineConfig:
                 "use SCHEME://HOST or SCHEME://HOST:PORT without a path, in lower case, or *",
             )
 
+    @property
+    def fp8_cache(self) -> bool:
+        """Whether keys and values are cached as 8-bit floats."""
+        return self.cache_dtype == "fp8"
+
     def clamped(self) -> Self:
         """The same with max_requests at most max_batch_tokens: a step gives every running request
         at least one token.

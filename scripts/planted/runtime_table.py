@@ -325,15 +325,15 @@ BUGS = (
     PackageBug(
         "an fp8 cache is planned with two bytes an element",
         TERMS,
-        'return 1 if config.cache_dtype == "fp8" else bytes_of(shape, config)',
+        "return 1 if config.fp8_cache else bytes_of(shape, config)",
         "return bytes_of(shape, config)",
         ("unit/sizing/test_memory_plan.py",),
     ),
     PackageBug(
         "what an fp8 cache is widened to is not planned",
         TERMS,
-        'wide = element + (1 if config.cache_dtype == "fp8" else 0)',
-        'wide = 1 if config.cache_dtype == "fp8" else element',
+        "wide = element + (1 if config.fp8_cache else 0)",
+        "wide = 1 if config.fp8_cache else element",
         ("unit/sizing/test_terms.py",),
     ),
     PackageBug(
@@ -360,8 +360,8 @@ BUGS = (
     PackageBug(
         "int8 weights and an fp8 cache are let onto a CPU",
         f"{RUNTIME}/sizing/published.py",
-        'device) == ("int8", "fp8", "cpu"):',
-        'device) == ("int8", "fp8", ""):',
+        'device) == ("int8", "cpu"):\n        problem = "fp8',
+        'device) == ("int8", ""):\n        problem = "fp8',
         ("unit/start/test_resolve.py",),
     ),
     PackageBug(

@@ -2,19 +2,24 @@
 //
 // A tile is 16 rows of 64 bytes. Of activations it holds a line of digits of 16 rows; of weights 16
 // steps of half a panel, as they are packed for VNNI. tdpbsud adds the products of signed and
-// unsigned bytes to 16 · 16 sums, modulo 2^32 as vpdpbusd does: the results are the same bits, so it
-// does not matter which rows of a product are multiplied in tiles.
+// unsigned bytes to 16 · 16 sums, modulo 2^32 as vpdpbusd does: the results are the same bits, so
+// it does not matter which rows of a product are multiplied in tiles.
 //
 // With FAIRLEAD_AMX_EMULATED the instructions are plain C++, for tests on other processors.
 #pragma once
 
 #include "vnni.h"
 
+namespace fairlead {
+
+constexpr int TILE = 16;  // rows
+
+}  // namespace fairlead
+
 #if defined(__AVX512F__)
 
 namespace fairlead {
 
-constexpr int TILE = 16;
 static_assert(P == 2 * TILE && DIGITS == 4 * TILE);
 
 // Tiles 0 to 3 are sums: of high and low digits, each of both halves of a panel.

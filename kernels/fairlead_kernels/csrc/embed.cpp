@@ -15,7 +15,8 @@ void embed_row(const Weight& weight, int64_t row, float* out) {
 
 void embed_row_in_fours(const Weight& weight, int64_t row, float* out) {
   const int64_t columns = weight.columns, fours = (columns + 3) / 4;
-  const uint8_t* data = static_cast<const uint8_t*>(weight.data) + (row / P * fours * P + row % P) * 4;
+  const uint8_t* data =
+      static_cast<const uint8_t*>(weight.data) + (row / P * fours * P + row % P) * 4;
   for (int64_t k = 0; k < columns; k++) out[k] = float(data[k / 4 * P * 4 + k % 4]) - 128.0f;
 }
 

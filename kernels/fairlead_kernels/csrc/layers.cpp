@@ -160,7 +160,7 @@ void gate_up(Team& team, const Step& step, const Layer& layer) {
   prepare(team, weight, step.input(), count);
   alignas(64) float gate[TILE_ROWS * P], up[TILE_ROWS * P];
   const int panels = int(width / P);
-  share_tiles(team, panels, count, step.width, [&](int panel, int row, int rows, bool last) {
+  share_tiles(team, weight, panels, count, [&](int panel, int row, int rows, bool last) {
     multiply_panel(weight, panel, step.input(), row, rows, gate, last);
     multiply_panel(weight, panels + panel, step.input(), row, rows, up, last);
     const int64_t column = int64_t(panel) * P;

@@ -45,7 +45,8 @@ FL_EXPORT int fairlead_likeliest_part() { return sizeof(Found) / sizeof(float); 
 // Of each row of x [count, columns]: the largest value, NaN if one is, and its column, the first
 // among equal ones. `digits` as for `fairlead_linear`, `parts`: memory on a cache line's boundary.
 FL_EXPORT void fairlead_likeliest(const float* x, int64_t count, char* digits,
-                                  const Weight* packed, float* values, int64_t* columns, float* parts, int threads) {
+                                  const Weight* packed, float* values, int64_t* columns,
+                                  float* parts, int threads) {
   const Weight& weight = *packed;
   Found* const all = reinterpret_cast<Found*>(parts);
   const float infinity = std::numeric_limits<float>::infinity();

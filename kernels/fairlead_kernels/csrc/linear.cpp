@@ -25,8 +25,8 @@ void put(float value, bfloat16* out) { from_float(value, out); }
 void put(int8_t value, int8_t* out) { *out = value; }
 
 template <class T, class Source>
-void pack(T* packed, const Source* source, int64_t rows, int64_t columns, int64_t stride, int64_t first,
-          int threads) {
+void pack(T* packed, const Source* source, int64_t rows, int64_t columns, int64_t stride,
+          int64_t first, int threads) {
   const int groups = int((rows + W - 1) / W);
   run(threads, [&](Team& team) {
     team.share(groups, 16, [&](int begin, int end) {

@@ -20,8 +20,8 @@ constexpr int64_t CACHED_BYTES = 512 << 10;
 // Rows from which tiles pay for their configuration.
 constexpr int ROWS_FOR_TILES = 32;
 
-// How a weight's elements are stored; cpu_arguments.py has the same numbers. INT8_TILES is INT8_FOURS
-// where products of many rows may use AMX.
+// How a weight's elements are stored; cpu_arguments.py has the same numbers. INT8_TILES is
+// INT8_FOURS where products of many rows may use AMX.
 enum Stored : int32_t { FLOAT32, BFLOAT16, INT8, INT8_FOURS, INT8_TILES };
 
 // A packed weight: [ceil(rows / P)] panels of [columns][P], zero where there are no more rows.
@@ -128,14 +128,16 @@ inline void multiply_panel(const Weight& weight, int panel, const Input& in, int
   }
 }
 
-// Calls `work(panel, first row, rows, last)` for each panel and each piece of `rows` rows of
-// `columns`, at most TILE_ROWS; `last`: no panel follows for these rows. A thread takes one panel
-// after the other for the same rows, which stay in the second-level cache: with all rows of a long
-// prompt for one panel they would come from memory again for the next.
+// Calls `work(panel, first row, rows, last)` for each of the first `panels` of a weight and each
+// piece of an input's `rows` rows, at most TILE_ROWS; `last`: no panel follows for these rows. A
+// thread takes one panel after the other for the same rows, which stay in the second-level cache:
+// with all rows of a long prompt for one panel they would come from memory again for the next.
 template <class Work>
-void share_tiles(Team& team, int panels, int rows, int64_t columns, Work work) {
-  const int fit = int(CACHED_BYTES / (4 * columns)) / MAX_ROWS * MAX_ROWS;
-  const int least = 4 * MAX_ROWS;
+void share_tiles(Team& team, const Weight& weight, int panels, int rows, Work work) {
+  // Rows that are multiplied at a time: a piece is a multiple of them.
+  const int block = weight.stored == INT8_TILES ? TILE : MAX_ROWS;
+  const int fit = int(CACHED_BYTES / (4 * weight.columns)) / block * block;
+  const int least = 4 * block;
   const int size = fit > TILE_ROWS ? TILE_ROWS : fit < least ? least : fit;
   const int pieces = (rows + size - 1) / size;
   const int grain = pieces == 1 && panels / team.size >= 32 ? 4 : 1;
@@ -154,7 +156,7 @@ template <class Finish>
 void share_product(Team& team, const Weight& weight, const Input& in, int rows, Finish finish) {
   prepare(team, weight, in, rows);
   alignas(64) float tile[TILE_ROWS * P];
-  share_tiles(team, weight.panels(), rows, weight.columns,
+  share_tiles(team, weight, weight.panels(), rows,
               [&](int panel, int row, int count, bool last) {
                 multiply_panel(weight, panel, in, row, count, tile, last);
                 finish(panel, row, count, tile);

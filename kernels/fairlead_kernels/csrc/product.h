@@ -1,9 +1,9 @@
 // The inner kernel of every product: some rows times one panel.
 //
 // A panel is K rows of P = 2 vectors: the weights of P outputs, floats, bfloat16 or 8-bit
-// integers, stored in the order in which the kernel reads them. The kernel keeps M rows of P results in registers and
-// reads each element of the panel once per M rows (register blocking: Goto and van de Geijn,
-// "Anatomy of High-Performance Matrix Multiplication", 2008).
+// integers, stored in the order in which the kernel reads them. The kernel keeps M rows of P
+// results in registers and reads each element of the panel once per M rows (register blocking:
+// Goto and van de Geijn, "Anatomy of High-Performance Matrix Multiplication", 2008).
 #pragma once
 
 #include "simd.h"

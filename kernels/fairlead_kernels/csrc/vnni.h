@@ -7,9 +7,9 @@
 // element moves by at most 1/65278 of its row's largest. One digit would be int8 activations.
 //
 // vpdpbusd multiplies unsigned by signed bytes. The panel has w + 128, and what that adds,
-// 128 · Σ digits, is subtracted from where a row's sums begin. Sums are modulo 2^32: they may leave
-// int32 on their way and are right at the end, for up to 131,071 columns
-// (`cpu.py` packs others otherwise).
+// 128 · Σ digits, is subtracted from where a row's sums begin. Sums are modulo 2^32: they may
+// leave int32 on their way and are right at the end, for up to 131,071 columns (`cpu.py` packs
+// others otherwise).
 #pragma once
 
 #include <cstddef>

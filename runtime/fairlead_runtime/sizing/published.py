@@ -92,7 +92,7 @@ def check_stored(
         # The C++ kernels, which multiply them there, have no float16.
         problem = f"int8 is not supported in {dtype} on {device}"
         raise ConfigError("quantization", problem, "use dtype bfloat16 or float32")
-    if (stored.quantization, stored.cache_dtype, device) == ("int8", "fp8", "cpu"):
+    if stored.fp8_cache and (stored.quantization, device) == ("int8", "cpu"):
         problem = "fp8 is not supported with int8 weights on cpu: the C++ kernels lack it"
         raise ConfigError("cache_dtype", problem, "use auto")
     if not quantized and stored.quantization != "none":

@@ -193,12 +193,12 @@ def bytes_of(shape: ModelShape, config: EngineConfig) -> int:
 
 def cache_bytes_of(shape: ModelShape, config: EngineConfig) -> int:
     """Bytes of one element of a cached key or value."""
-    return 1 if config.cache_dtype == "fp8" else bytes_of(shape, config)
+    return 1 if config.fp8_cache else bytes_of(shape, config)
 
 
 def _fuses_on_cpu(shape: ModelShape, config: EngineConfig) -> bool:
     """Whether a CPU's kernels compute the layers, where they are built and the layers fit."""
-    plain = config.kernels != "torch" and config.cache_dtype == "auto"
+    plain = config.kernels != "torch" and not config.fp8_cache
     return plain and not shape.experts and config.tensor_parallel == 1
 
 
@@ -266,7 +266,7 @@ def _attention(
     heads = split(shape.heads, config.tensor_parallel)
     kv_width = split(shape.kv_heads, config.tensor_parallel) * shape.head_dim
     # Keys and values with their slots and positions; those of an fp8 cache as they are, and wide.
-    wide = element + (1 if config.cache_dtype == "fp8" else 0)
+    wide = element + (1 if config.fp8_cache else 0)
     gathered = longest * (2 * kv_width * wide + 16 * len(groups))
     masks = len(groups) * min(chunk * longest, KEPT_MASKS) * element + min(
         STRIP, chunk

@@ -145,7 +145,7 @@ def check(path: Path | str, config: EngineConfig, device: DeviceFacts) -> Inspec
 def _check_kernels(config: EngineConfig, device: DeviceFacts, inspected: InspectedModel) -> None:
     """Raise ConfigError for a setting that needs kernels which cannot serve this model here."""
     shape, dtype, ranks = inspected.shape, inspected.dtype, config.tensor_parallel
-    fp8_cache = config.cache_dtype == "fp8"
+    fp8_cache = config.fp8_cache
     if config.kernels == "flashinfer":
         kv_heads = split(shape.kv_heads, ranks)
         dims = shape.head_dim, shape.head_dim
@@ -232,7 +232,7 @@ def load_rank(
     Every rank makes the same passes in the same order: they meet in each of them. Raises as
     ``build`` does.
     """
-    place, fp8_cache = torch.device(device.kind), config.cache_dtype == "fp8"
+    place, fp8_cache = torch.device(device.kind), config.fp8_cache
     loaded = loading.load(path, config=config, device=place if group is None else "cpu")
     result: selftest.SelfTestResult | None
     if group is None:

@@ -91,7 +91,7 @@ def resolve(
         config=config,
         device=device.kind,
         dtype=dtype,
-        cache_dtype="float8_e4m3fn" if config.cache_dtype == "fp8" else dtype,
+        cache_dtype="float8_e4m3fn" if config.fp8_cache else dtype,
         max_model_len=plan.max_model_len,
         num_blocks=plan.num_blocks,
         offload_units=plan.offload_units,

@@ -263,6 +263,8 @@ def test_what_a_chain_cannot_read_is_refused_by_name(instruction_set: str) -> No
     half = case.key_cache[..., :4].contiguous(), case.value_cache
     with pytest.raises(ValueError, match=r"^keys: heads of \(1, 4\)"):
         chain.bind([half], [0])
+    with pytest.raises(RuntimeError, match=r"^run: bind"):
+        chain.run(torch.randn(2, 16), [plan], [slots], [rope])
     cache = case.key_cache, case.value_cache
     chain.bind([cache], [0])
     with pytest.raises(ValueError, match=r"^ropes and slots: not for the 3 tokens"):
