@@ -6,6 +6,7 @@ their algorithms, are in ``csrc``; what they compute is in ``layer`` and ``refer
 
 import ctypes
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -23,6 +24,7 @@ from fairlead_kernels.cpu_arguments import (
 from fairlead_kernels.cpu_attention import CpuAttention
 from fairlead_kernels.cpu_layers import LayerChain
 from fairlead_kernels.layer import Activation, Layer, Norm, Packed
+from fairlead_kernels.parts import row_parts
 from fairlead_kernels.quantize import Quantized, as_quantized
 
 
@@ -66,8 +68,13 @@ class CpuOperations:
         *,
         dtype: torch.dtype = torch.float32,
         factor: float = 1.0,
+        releases: bool = False,
     ) -> Packed:
-        """``LayerOperations.pack``. Rows are padded with zeros to a multiple of 8, 16 or 32."""
+        """``LayerOperations.pack``. Rows are padded with zeros to a multiple of 8, 16 or 32.
+
+        ``releases``: the weights are given back (``give_back``) a part of their rows after the
+        other as they are packed, so that little is held twice; ``unpack`` has them still.
+        """
         quantized = as_quantized(weights)
         matrices = [x.numbers if isinstance(x, Quantized) else x for x in weights]
         source = torch.float32
@@ -95,23 +102,41 @@ class CpuOperations:
             data[-1].zero_()
         first = 0
         for matrix in matrices:
-            dense_rows = matrix if matrix.stride(1) == 1 else matrix.contiguous()
-            pack_rows(
-                data.data_ptr(),
-                dense_rows.data_ptr(),
-                matrix.shape[0],
-                columns,
-                dense_rows.stride(0),
-                first,
-                torch.get_num_threads(),
-            )
-            first += matrix.shape[0]
+            for part in row_parts(matrix.shape[0], columns, self._panel):
+                given = matrix[part]
+                dense_rows = given if given.stride(1) == 1 else given.contiguous()
+                pack_rows(
+                    data.data_ptr(),
+                    dense_rows.data_ptr(),
+                    given.shape[0],
+                    columns,
+                    dense_rows.stride(0),
+                    first,
+                    torch.get_num_threads(),
+                )
+                first += given.shape[0]
+                if releases:
+                    self.give_back(given)
         scales = None
         if quantized is not None:
             scales = torch.cat([x.scales for x in quantized]).mul_(factor)
         elif factor != 1:
             scales = torch.full((rows,), factor)
         return Packed(data, rows, columns, scales, rounding=DIGITS_ROUNDING if fours else 0.0)
+
+    def unpack(self, weight: Packed, first: int, count: int) -> Tensor:
+        """Rows ``first`` … of what was packed, without scales and factor: float32 [count,
+        columns], the same values.
+        """
+        return self.embed(torch.arange(first, first + count), replace(weight, scales=None))
+
+    def give_back(self, tensor: Tensor) -> None:
+        """Let the system have the memory of a tensor that nobody reads any more, where it is in
+        one piece, while the tensor itself, or what else is in its storage, has to stay. Its
+        elements are undefined afterwards: zeros, or what the file has that they are mapped from.
+        """
+        if tensor.is_contiguous():
+            self.library.give_back(tensor.data_ptr(), tensor.nbytes)
 
     def linear(self, x: Tensor, weight: Packed, bias: Tensor | None = None) -> Tensor:
         """``LayerOperations.linear``."""

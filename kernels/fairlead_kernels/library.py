@@ -162,6 +162,7 @@ _FUNCTIONS: dict[str, tuple[tuple[type, ...], type | None]] = {
     "team_size": ((Int,), Int),
     "panel_width": ((), Int),
     "use_large_pages": ((Pointer, Long), None),
+    "give_back": ((Pointer, Long), None),
     "pack": ((Pointer, Pointer, Long, Long, Long, Long, Int), None),
     "pack_bfloat16": ((Pointer, Pointer, Long, Long, Long, Long, Int), None),
     "pack_int8": ((Pointer, Pointer, Long, Long, Long, Long, Int), None),

@@ -13,6 +13,8 @@ from typing import Literal, Self
 import torch
 from torch import Tensor
 
+from fairlead_kernels.parts import row_parts
+
 Format = Literal["int8", "fp8"]
 FP8 = torch.float8_e4m3fn
 STORED: dict[Format, torch.dtype] = {"int8": torch.int8, "fp8": FP8}
@@ -57,14 +59,23 @@ def quantize(weight: Tensor, to: Format = "int8") -> Quantized:
     """Round weights float32 [N, K]. Those that are already numbers of the format times scales, and
     use its largest one, give the same numbers again.
     """
+    bits = torch.empty(weight.shape, dtype=torch.int8, device=weight.device)
+    scales = weight.new_empty(weight.shape[0])
+    for part in row_parts(*weight.shape):
+        bits[part], scales[part] = _rounded(weight[part], to)
+    return Quantized(to, bits, scales)
+
+
+def _rounded(weight: Tensor, to: Format) -> tuple[Tensor, Tensor]:
+    """The bits and the scales of some rows."""
     smallest = torch.finfo(torch.float32).tiny  # a row of zeros has a scale too
     scales = weight.abs().amax(dim=1).div_(LARGEST[to]).clamp_(min=smallest)
     scaled = weight / scales[:, None]
     if to == "int8":
-        return Quantized(to, scaled.round_().to(torch.int8), scales)
+        return scaled.round_().to(torch.int8), scales
     # Rounding may carry a row's largest weight past the largest number, which has no successor.
     largest = LARGEST[to]
-    return Quantized(to, scaled.clamp_(-largest, largest).to(FP8).view(torch.int8), scales)
+    return scaled.clamp_(-largest, largest).to(FP8).view(torch.int8), scales
 
 
 def as_quantized(weights: Sequence[Tensor | Quantized]) -> list[Quantized] | None:

@@ -173,6 +173,20 @@ BUGS = (
         C_DIGITS,
     ),
     PackageBug(
+        "what lies beside a packed weight in its pages is given back",
+        LINEAR_C,
+        "const uintptr_t from = (uintptr_t(data) + page - 1) / page * page;",
+        "const uintptr_t from = uintptr_t(data) / page * page;",
+        C_OPERATIONS,
+    ),
+    PackageBug(
+        "other columns of a weight are given back",
+        f"{KERNELS}/cpu.py",
+        "        if tensor.is_contiguous():\n",
+        "        if tensor.numel():\n",
+        C_OPERATIONS,
+    ),
+    PackageBug(
         "embeddings of a weight for VNNI are 128 too large",
         f"{KERNELS}/csrc/embed.cpp",
         " - 128.0f;",

@@ -9,6 +9,8 @@ TERMS, PROFILING = f"{RUNTIME}/sizing/terms.py", f"{RUNTIME}/device/profiling.py
 FUSION, LAYER_PARTS = (f"{RUNTIME}/device/{name}.py" for name in ("fusion", "layer_parts"))
 BATCH = f"{RUNTIME}/device/batch.py"
 WHOLE = f"{RUNTIME}/device/whole_model.py"
+LOADING = f"{RUNTIME}/sizing/loading.py"
+LOAD_MEMORY = ("functional/engine/test_load_memory.py",)
 FETCH, LLM = f"{RUNTIME}/hub/fetch.py", f"{RUNTIME}/llm.py"
 COMPLETIONS, RESPONSES, BODIES, AUTH = (
     f"{RUNTIME}/api/{name}.py"
@@ -380,10 +382,52 @@ BUGS = (
     ),
     PackageBug(
         "weights that are stored quantized are planned to be loaded plain",
-        f"{RUNTIME}/sizing/terms.py",
-        'config.quantization == "none" or shape.quantized',
-        'config.quantization == "none"',
+        LOADING,
+        'config.quantization != "none" and not shape.quantized',
+        'config.quantization != "none"',
         PUBLISHED,
+    ),
+    PackageBug(
+        "the layer that is packed beside the loaded one is not planned",
+        LOADING,
+        "return 4 * widened + packed * layer",
+        "return 4 * widened",
+        ("unit/sizing/test_loading.py",),
+    ),
+    PackageBug(
+        "the plan forgets that a layer is widened to be packed",
+        LOADING,
+        "widened = layer if element < 4 else 0",
+        "widened = 0",
+        ("unit/sizing/test_loading.py",),
+    ),
+    PackageBug(
+        "the head that is rounded beside the loaded one is not planned",
+        LOADING,
+        "max(4 * widened + layer, head) + PARTS",
+        "4 * widened + layer + PARTS",
+        ("unit/sizing/test_loading.py",),
+    ),
+    PackageBug(
+        "the head is packed beside its loaded copy",
+        WHOLE,
+        "factor=head.factor, releases=True)",
+        "factor=head.factor)",
+        LOAD_MEMORY,
+    ),
+    PackageBug(
+        "plain weights stay until the last layer is rounded",
+        FUSION,
+        "    recorded = deque(_record(model, layers))\n",
+        "    kept = _record(model, layers)\n    recorded = deque(kept)\n",
+        LOAD_MEMORY,
+    ),
+    PackageBug(
+        "a head that is not packed after all has no weights",
+        FUSION,
+        "        whole.restore()\n",
+        "",
+        ("functional/engine/test_whole_model.py",),
     ),
     PackageBug(
         "a setting that disagrees with the checkpoint is taken",
@@ -752,15 +796,15 @@ BUGS = (
     PackageBug(
         "a fused layer keeps its loaded weights",
         FUSION,
-        "                parameter.data = parameter.new_empty(0)",
-        "                parameter.requires_grad_(False)",
+        "        parameter.data = parameter.new_empty(0)",
+        "        parameter.requires_grad_(False)",
         ("functional/engine/test_fused_layers.py",),
     ),
     PackageBug(
         "layers are recognized at the first positions only",
-        FUSION,
-        "    positions = torch.linspace(0, longest - 1, TOKENS).long()",
-        "    positions = torch.arange(TOKENS)",
+        WHOLE,
+        "    positions = torch.linspace(seed, longest - 1, TOKENS).long()",
+        "    positions = torch.arange(seed, TOKENS + seed)",
         ("functional/engine/test_fused_layers.py",),
     ),
     PackageBug(
@@ -773,8 +817,8 @@ BUGS = (
     PackageBug(
         "a layer in bfloat16 that does not fit stays widened",
         FUSION,
-        "        widened.narrow()\n    runs = ",
-        "    runs = ",
+        "        widened.narrow()\n        if layer",
+        "        if layer",
         ("functional/engine/test_fused_layers.py",),
     ),
     PackageBug(

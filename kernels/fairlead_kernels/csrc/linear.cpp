@@ -2,6 +2,7 @@
 #include "linear.h"
 
 #include <sys/mman.h>
+#include <unistd.h>
 
 #include "export.h"
 
@@ -16,6 +17,15 @@ FL_EXPORT void fairlead_use_large_pages(void* data, int64_t bytes) {
   const uintptr_t page = 2 << 20, from = (uintptr_t(data) + page - 1) / page * page;
   const uintptr_t to = (uintptr_t(data) + uintptr_t(bytes)) / page * page;
   if (from < to) madvise(reinterpret_cast<void*>(from), to - from, MADV_HUGEPAGE);
+}
+
+// Gives the whole pages in `bytes` of memory back to the system. They are zeros afterwards, or again
+// what a file has that they are privately mapped from.
+FL_EXPORT void fairlead_give_back(void* data, int64_t bytes) {
+  const uintptr_t page = uintptr_t(sysconf(_SC_PAGESIZE));
+  const uintptr_t from = (uintptr_t(data) + page - 1) / page * page;
+  const uintptr_t to = (uintptr_t(data) + uintptr_t(bytes)) / page * page;
+  if (from < to) madvise(reinterpret_cast<void*>(from), to - from, MADV_DONTNEED);
 }
 
 namespace {

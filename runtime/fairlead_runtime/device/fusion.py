@@ -17,6 +17,7 @@ their own copy of the same numbers, so every comparison judges the kernels alone
 """
 
 import itertools
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -247,23 +248,29 @@ def quantize_weights(model: PagedModel, to: Format, *, head: bool = False) -> No
     """
     shared = _shared_parameters(model.model)
     layers = _decoder_layers(model) or []
-    for layer, recorded in zip(layers, _record(model, layers), strict=True):
-        widened = _Widened(layer)
-        try:
-            parts = recognize(_recording(recorded)[0])
-            found = {} if _shares(layer, shared) else {x.module: x.stored for x in parts.matrices}
-        except DoesNotFitError:
-            found = {}  # `fuse` gives the reason
-        widened.narrow()
-        for parent in list(layer.modules()):
-            for name, module in list(parent.named_children()):
-                weight = found.get(module)
-                if isinstance(weight, Tensor):
-                    vectors = [x for x in module.parameters(recurse=False) if x.dim() == 1]
-                    bias = vectors[0] if vectors else None
-                    setattr(parent, name, QuantizedLinear(quantize(weight, to), bias))
+    # What is recorded of a layer holds its modules: it goes with them.
+    recorded = deque(_record(model, layers))
+    for layer in layers:
+        _quantize_layer(layer, recorded.popleft(), shared, to)
     if head and layers:
         _quantize_head(model, layers, to)
+
+
+def _quantize_layer(layer: nn.Module, recorded: "_Recorded", shared: set[int], to: Format) -> None:
+    widened = _Widened(layer)
+    try:
+        parts = recognize(_recording(recorded)[0])
+        found = {} if _shares(layer, shared) else {x.module: x.stored for x in parts.matrices}
+    except DoesNotFitError:
+        found = {}  # `fuse` gives the reason
+    widened.narrow()
+    for parent in list(layer.modules()):
+        for name, module in list(parent.named_children()):
+            weight = found.get(module)
+            if isinstance(weight, Tensor):
+                vectors = [x for x in module.parameters(recurse=False) if x.dim() == 1]
+                bias = vectors[0] if vectors else None
+                setattr(parent, name, QuantizedLinear(quantize(weight, to), bias))
 
 
 def _quantize_head(model: PagedModel, layers: list[nn.Module], to: Format) -> None:
@@ -328,17 +335,17 @@ def fuse(model: PagedModel, operations: LayerOperations | None) -> Fusion:
     reasons: dict[str, int] = {}
     shared = _shared_parameters(model.model)
     for index, recorded in enumerate(_record(model, layers)):
+        layer: FusedLayer | None = None
         widened = _Widened(layers[index])
         try:
             layer = _fused(layers[index], index, recorded, shared, model, operations)
         except DoesNotFitError as error:
             reasons.setdefault(str(error), index)
-        else:
-            for parameter in layers[index].parameters():
-                parameter.data = parameter.new_empty(0)
+        widened.narrow()
+        if layer is not None:
+            _release(layers[index], operations)
             model.packed += layer.layer.tensors
             fused.append(layer)
-        widened.narrow()
     runs = [FusedRun(run, model.heads, operations) for run in _runs(fused)]
     for run in runs:
         for place, part in enumerate(run.layers):
@@ -374,11 +381,21 @@ def _fuse_ends(
     expected = whole_model.other_logits(model, step)
     whole = whole_model.WholeModel(ends, runs[0], operations)
     if not whole_model.agrees(model, whole, step, expected):
+        whole.restore()
         raise DoesNotFitError("its packed head gives other logits")
     whole.release()
     model.whole = whole
     model.packed += whole.packed
     return whole
+
+
+def _release(layer: nn.Module, operations: LayerOperations) -> None:
+    """Take the weights out of a layer of which the matrices are packed."""
+    for parameter in layer.parameters():
+        # Those that are mapped from a file would stay resident as long as another one's are.
+        if isinstance(operations, CpuOperations) and parameter.dim() > 1:
+            operations.give_back(parameter.data)
+        parameter.data = parameter.new_empty(0)
 
 
 def _runs(fused: Sequence[FusedLayer]) -> list[list[FusedLayer]]:
@@ -399,16 +416,18 @@ class _Widened:
     """
 
     def __init__(self, layer: nn.Module) -> None:
-        self._types: list[tuple[Tensor, torch.dtype]] = []
+        # Weights that are mapped from a file take no memory beside the widened ones.
+        self._own: list[tuple[Tensor, Tensor]] = []
         for tensor in itertools.chain(layer.parameters(), layer.buffers()):
             if tensor.is_floating_point() and tensor.dtype is not torch.float32:
-                self._types.append((tensor, tensor.dtype))
+                self._own.append((tensor, tensor.data))
                 tensor.data = tensor.data.float()
 
     def narrow(self) -> None:
-        """Take the types back."""
-        for tensor, dtype in self._types:
-            tensor.data = tensor.data.to(dtype)
+        """Give them back what they had."""
+        for tensor, own in self._own:
+            tensor.data = own
+        self._own.clear()
 
 
 @dataclass(slots=True)
@@ -475,10 +494,7 @@ def _record(model: PagedModel, layers: list[nn.Module]) -> list[_Recorded]:
     """One pass of random tokens at positions spread over the model's context, each layer in
     float32.
     """
-    generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(model.vocabulary, (TOKENS,), generator=generator)
-    longest = getattr(model.model.config, "max_position_embeddings", None) or TOKENS
-    positions = torch.linspace(0, longest - 1, TOKENS).long()
+    ids, positions = whole_model.random_tokens(model, seed=0)
     recorded = [_Recorded([]) for _ in layers]
     hooks = []
     for layer, place in zip(layers, recorded, strict=True):
@@ -492,7 +508,7 @@ def _record(model: PagedModel, layers: list[nn.Module]) -> list[_Recorded]:
             hooks += _in_float32(layer, model.heads.dtype)
     try:
         step = _RecordingPass(torch.tensor([0], device=model.device), recorded)
-        model.run(ids.to(model.device), positions.to(model.device), step)
+        model.run(ids, positions, step)
     finally:
         for hook in hooks:
             hook.remove()

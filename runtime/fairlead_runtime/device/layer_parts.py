@@ -324,11 +324,19 @@ def matrix_of(call: ModuleCall, given: Tensor) -> Matrix | None:
     result = call.output.reshape(given.shape[0], -1)
     for weight in weights:
         if weight.shape == (result.shape[1], given.shape[1]):
-            values = weight.dequantize() if isinstance(weight, Quantized) else weight
-            product = given @ values.T
-            if close(result, product if bias is None else product + bias):
+            if close(result, _product(call.module, weight, bias, given)):
                 return Matrix(call.module, weight, weight, bias)
     return None
+
+
+def _product(
+    module: nn.Module, weight: Tensor | Quantized, bias: Tensor | None, given: Tensor
+) -> Tensor:
+    if isinstance(weight, Quantized):  # of a QuantizedLinear, which dequantizes it in parts
+        product: Tensor = module.forward(given)
+        return product
+    product = given @ weight.T
+    return product if bias is None else product + bias
 
 
 def _weights_of(module: nn.Module) -> tuple[Sequence[Tensor | Quantized], Tensor | None]:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from fairlead_kernels import reference
 from fairlead_kernels.cpu import CpuOperations
 from fairlead_kernels.layer import Norm
+from fairlead_kernels.parts import row_parts
 from fairlead_kernels.quantize import Quantized
 from fairlead_runtime.device.attention import CachedPass, ForwardPass
 from fairlead_runtime.device.layer_parts import (
@@ -102,14 +103,17 @@ class Layers(Protocol):
 
 
 class WholeModel:
-    """``Whole`` in the C++ kernels."""
+    """``Whole`` in the C++ kernels. It takes the head's weights: they must be released, or
+    restored for the model's own code to compute with.
+    """
 
     def __init__(self, ends: Ends, layers: Layers, operations: CpuOperations) -> None:
         self._ends = ends
         self._layers = layers
         self._operations = operations
         head = ends.head
-        self._head = operations.pack([head.weight], factor=head.factor)
+        # A head is the largest matrix of most models: it is never held twice.
+        self._head = operations.pack([head.weight], factor=head.factor, releases=True)
         self._plain = None if ends.tied else _plain_rows(ends.embedding)
         # The head's factor is not the embeddings'.
         self._factor = ends.factor / head.factor if ends.tied else ends.factor
@@ -129,6 +133,17 @@ class WholeModel:
         different = list(dict.fromkeys(way for way in ways if way is not None))
         self._reads = [(*way, _frequencies(*way)) for way in different]
         self._places = [len(different) if way is None else different.index(way) for way in ways]
+
+    def restore(self) -> None:
+        """Give the head, and embeddings that share it, their weights back."""
+        stored = self._ends.head.stored
+        numbers = stored.numbers if isinstance(stored, Quantized) else stored
+        for part in row_parts(*numbers.shape):
+            own = numbers[part]
+            packed = self._operations.unpack(self._head, part.start, len(own)).to(own.dtype)
+            # Those that are mapped from a file are what they were, and need no copy.
+            if not torch.equal(own, packed):
+                own.copy_(packed)
 
     def release(self) -> None:
         """Take the head's weights, and embeddings that share them, out of the model's modules."""
@@ -218,7 +233,7 @@ def recognize(model: PagedModel, layers: Sequence[nn.Module], step: ForwardPass)
     """What lies around the decoder layers, found in one pass of ``TOKENS`` tokens by ``step``,
     which keeps the logits of all. Raises DoesNotFitError with the reason.
     """
-    ids, positions = _tokens(model, seed=0)
+    ids, positions = random_tokens(model, seed=0)
     calls, hidden, arguments, logits = _record(model, layers, step, ids, positions)
     factor, table = _embedding(model, calls, ids, positions, hidden[0])
     after = [plain for call in calls if (plain := call.plain) is not None]
@@ -249,7 +264,7 @@ def agrees(model: PagedModel, whole: WholeModel, step: CachedPass, expected: Ten
     """Whether the pass gives these ``other_logits`` [T, vocabulary] of the same tokens, and their
     largest.
     """
-    ids, positions = _tokens(model, seed=1)
+    ids, positions = random_tokens(model, seed=1)
     same = partial(close, allowed=CLOSE_ROUNDED if whole.rounds else CLOSE)
     largest, tokens = whole.likeliest(ids, positions, step)
     best = expected.gather(1, tokens[:, None])[:, 0]
@@ -261,15 +276,18 @@ def other_logits(model: PagedModel, step: ForwardPass) -> Tensor:
     """The logits [T, vocabulary] by the model's own code of tokens that ``recognize`` has not
     seen.
     """
-    return model.run(*_tokens(model, seed=1), step)
+    return model.run(*random_tokens(model, seed=1), step)
 
 
-def _tokens(model: PagedModel, *, seed: int) -> tuple[Tensor, Tensor]:
-    """Random ids, and positions spread over the model's context, other ones for other seeds."""
+def random_tokens(model: PagedModel, *, seed: int) -> tuple[Tensor, Tensor]:
+    """``TOKENS`` random ids, and positions spread over the model's context, both int64 on its
+    device; other ones for other seeds.
+    """
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(model.vocabulary, (TOKENS,), generator=generator)
     longest = getattr(model.model.config, "max_position_embeddings", None) or TOKENS + 1
-    return ids, torch.linspace(seed, longest - 1, TOKENS).long()
+    positions = torch.linspace(seed, longest - 1, TOKENS).long()
+    return ids.to(model.device), positions.to(model.device)
 
 
 def _record(

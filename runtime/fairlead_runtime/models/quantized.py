@@ -2,13 +2,15 @@
 compute.
 
 Owns the modules that stand in a transformers model for those with a plain weight. The linear layer
-is slow, since it dequantizes its weight in each pass; fused layers take the weight out of it
-(``device/fusion.py``).
+is slow, since it dequantizes its weight in each pass, a part after the other; fused layers take the
+weight out of it (``device/fusion.py``).
 """
 
+import torch
 import torch.nn.functional as F  # noqa: N812 - torch's own convention
 from torch import Tensor, nn
 
+from fairlead_kernels.parts import row_parts
 from fairlead_kernels.quantize import Format, Quantized
 
 
@@ -29,7 +31,13 @@ class QuantizedLinear(nn.Module):
         return Quantized(self._format, self.bits.data, self.scales.data)
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight.dequantize().to(x.dtype), self.bias)
+        # A head's plain weights are as large as all quantized ones of a small model.
+        return torch.cat([self._rows(x, part) for part in row_parts(*self.bits.shape)], dim=-1)
+
+    def _rows(self, x: Tensor, part: slice) -> Tensor:
+        weight = Quantized(self._format, self.bits.data[part], self.scales.data[part])
+        bias = None if self.bias is None else self.bias[part]
+        return F.linear(x, weight.dequantize().to(x.dtype), bias)
 
 
 class QuantizedEmbedding(nn.Module):

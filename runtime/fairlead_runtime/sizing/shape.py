@@ -5,6 +5,7 @@ builds them. Reads one mapping; never a file, a network or torch.
 """
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -53,6 +54,7 @@ class ModelShape:
     quantized: Stored  # format of an already quantized checkpoint's layers, "" when it is not
     parameters: int
     layer_matrices: int  # parameters in the layers' matrices: what quantization packs
+    largest_layer: int  # the most of them in one layer
     layer_channels: int  # output rows of those matrices: one scale each when quantized
     inner: int  # a multiple of it is the inner width of every layer's MLP
     splits: bool  # False: it is known that ranks cannot share the model
@@ -117,6 +119,7 @@ class ModelShape:
             quantized=quantized,
             parameters=body.matrices + body.rest + outside,
             layer_matrices=body.matrices,
+            largest_layer=max(c.matrices for c, _, _ in counts),
             layer_channels=body.channels,
             inner=math.gcd(*(inner for _, _, inner in counts)),
             splits=family.splits and not has_flat_norm(s, family),
@@ -178,12 +181,22 @@ class ModelShape:
             quantized=quantized,
             parameters=sum(math.prod(dimensions) for _, dimensions in sizes),
             layer_matrices=in_layers,
+            largest_layer=_largest_layer(matrices),
             layer_channels=sum(math.prod(dimensions[:-1]) for _, dimensions in matrices),
             inner=inner,
             splits=True,  # the plan of the loaded model decides
             split=in_layers - keys,
             keys=keys,
         )
+
+
+def _largest_layer(matrices: Iterable[tuple[str, tuple[int, ...]]]) -> int:
+    """The most elements of a layer's matrices, of which a name's first number is the layer's."""
+    layers = Counter[str]()
+    for name, dimensions in matrices:
+        number = next(part for part in name.split(".") if part.isdigit())
+        layers[number] += math.prod(dimensions)
+    return max(layers.values(), default=0)
 
 
 def _quantized(config: Mapping[str, Any], *, experts: bool) -> Stored:

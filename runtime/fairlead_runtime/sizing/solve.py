@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from fairlead_runtime.config import EngineConfig
 from fairlead_runtime.sizing.groups import LayerGroup, group_layers, layers_per_unit
+from fairlead_runtime.sizing.loading import loading_bytes
 from fairlead_runtime.sizing.shape import ModelShape
 from fairlead_runtime.sizing.terms import (
     GIB,
@@ -21,7 +22,6 @@ from fairlead_runtime.sizing.terms import (
     cache_bytes_of,
     gib,
     host_terms,
-    loading_bytes,
     max_model_len,
     split,
     terms_of,
@@ -54,7 +54,7 @@ class MemoryPlan:
     num_units: int
     most_blocks: int  # with more the cache has too many slots, whatever the memory
     offload_units: int  # units that cpu_offload_space holds
-    loading: int  # of the process and the weights before they are quantized, 0 if they are not
+    loading: int  # the most that is taken while the weights are loaded; 0: no more than serving
     max_model_len: int
     full_length_sequences: int
     fits: bool
@@ -74,10 +74,7 @@ class MemoryPlan:
 
     @property
     def too_large_to_load(self) -> str:
-        return (
-            f"needs {gib(self.loading)} GiB to load the weights before they are quantized, "
-            f"has {gib(self.budget)}"
-        )
+        return f"needs {gib(self.loading)} GiB to load the weights, has {gib(self.budget)}"
 
     @property
     def used(self) -> int:

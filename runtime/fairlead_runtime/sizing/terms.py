@@ -73,7 +73,7 @@ def terms_of(
     width = 4 * shape.hidden + rotary + max(3 * queries + 4 * keys, inside)
     # The C++ kernels compute layers without experts in float32, beside hidden states and rotary
     # tables of the model's type. They have no fp8 cache.
-    fused = cpu and _fuses_on_cpu(shape, config)
+    fused = cpu and fuses_on_cpu(shape, config)
     layer = 4 if fused else element
     given = (shape.hidden + rotary) * element if layer != element else 0
     # Logits that come from all ranks are there in parts, too, before they are joined.
@@ -196,7 +196,7 @@ def cache_bytes_of(shape: ModelShape, config: EngineConfig) -> int:
     return 1 if config.fp8_cache else bytes_of(shape, config)
 
 
-def _fuses_on_cpu(shape: ModelShape, config: EngineConfig) -> bool:
+def fuses_on_cpu(shape: ModelShape, config: EngineConfig) -> bool:
     """Whether a CPU's kernels compute the layers, where they are built and the layers fit."""
     plain = config.kernels != "torch" and not config.fp8_cache
     return plain and not shape.experts and config.tensor_parallel == 1
@@ -209,7 +209,7 @@ def weights(shape: ModelShape, config: EngineConfig, tp: int, kind: str) -> int:
     on each.
     """
     element = bytes_of(shape, config)
-    if kind == "cpu" and element == 4 and tp == 1 and _fuses_on_cpu(shape, config):
+    if kind == "cpu" and element == 4 and tp == 1 and fuses_on_cpu(shape, config):
         return _packed_weights(shape, config, element)
     if config.quantization != "none":
         # One byte each and a float32 scale per row.
@@ -233,16 +233,6 @@ def _packed_weights(shape: ModelShape, config: EngineConfig, element: int) -> in
     if not shape.quantized:
         matrices, channels = matrices + rows * shape.hidden, channels + shape.vocab
     return plain - matrices * (element - 1) + 4 * channels
-
-
-def loading_bytes(shape: ModelShape, config: EngineConfig, kind: str) -> int:
-    """Bytes that the accelerator, or a CPU's pod with its process, takes while it loads weights
-    that it then quantizes; 0 where they stay as they are, or come quantized.
-    """
-    if config.quantization == "none" or shape.quantized:
-        return 0
-    process = PROCESS if kind == "cpu" else 0
-    return process + weights(shape, replace(config, quantization="none"), 1, kind)
 
 
 def _widened(shape: ModelShape, config: EngineConfig, kind: str) -> int:

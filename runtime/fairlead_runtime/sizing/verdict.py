@@ -59,12 +59,12 @@ def _message(
         return f"fits: {gib(memory.terms['kv'])} GiB of KV cache hold {sequences}"
     needed = split(memory.max_model_len, memory.block_size) * memory.block_bytes
     left = memory.budget - memory.used + memory.terms["kv"]
-    if memory.loading > memory.budget:
-        problem = memory.too_large_to_load
-    elif left <= 0:
+    if left <= 0:
         problem = (
             f"needs {gib(memory.budget - left)} GiB before any KV cache, has {gib(memory.budget)}"
         )
+    elif memory.loading > memory.budget:
+        problem = memory.too_large_to_load
     elif config.num_blocks is not None and memory.terms["kv"] > left:
         problem = (
             f"numBlocks {config.num_blocks} need {gib(memory.terms['kv'])} GiB of KV cache, "

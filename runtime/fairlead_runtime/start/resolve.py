@@ -56,10 +56,6 @@ def resolve(
         config, shape.quantized, dtype, device.kind, experts=shape.experts > 0
     ).clamped()
     plan = plan_memory(shape, config, device, measured)
-    if plan.loading > plan.budget:
-        raise ConfigError(
-            "quantization", plan.too_large_to_load, suggest_fix(shape, config, device, measured)
-        )
     if plan.used > plan.budget or plan.num_blocks < 1:
         problem = (
             "the model does not fit"
@@ -69,6 +65,13 @@ def resolve(
         raise ConfigError(
             _field_at_fault(config, plan),
             f"{problem}: {plan.formula}",
+            suggest_fix(shape, config, device, measured),
+        )
+    if plan.loading > plan.budget:
+        rounds = config.quantization != "none" and not shape.quantized
+        raise ConfigError(
+            "quantization" if rounds else "max_memory_percent",
+            plan.too_large_to_load,
             suggest_fix(shape, config, device, measured),
         )
     if plan.num_blocks > plan.most_blocks:

@@ -1,6 +1,7 @@
 """A decoder layer's operations in C++ against their reference, on each instruction set."""
 
 import itertools
+import mmap
 from typing import get_args
 
 import pytest
@@ -9,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fairlead_kernels import cpu, reference
+from fairlead_kernels import cpu, parts, reference
 from fairlead_kernels.layer import Activation, LayerOperations, Norm, Packed
 from fairlead_kernels.quantize import quantize
 from support.full import LONG_FORM
@@ -94,6 +95,41 @@ def test_a_product_of_any_size_is_the_references(
     want = want if bias is None else want + bias
     allowed = error_of_sums(columns, float(want.abs().max()))
     assert ((got - want).abs() <= allowed + moved_by_rounding(x, weights, packed)).all()
+
+
+@pytest.mark.parametrize("dtype", STORED)
+@every_product_set
+def test_a_weight_is_packed_in_parts_and_unpacked_to_the_same_values(
+    instruction_set: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ours = operations(instruction_set)
+    weights = [torch.randn(n, 70) for n in (3, 130, 97)]
+    transposed = [weight.T.contiguous().T for weight in weights]
+    whole = packed_by(ours, weights, dtype)
+    monkeypatch.setattr(parts, "ELEMENTS", 70 * 40)
+    for given_weights in (weights, transposed):
+        assert torch.equal(packed_by(ours, given_weights, dtype).data, whole.data)
+    stored = torch.cat(weights)
+    if dtype is torch.int8:
+        stored = torch.cat([quantize(weight).numbers for weight in weights]).float()
+    assert torch.equal(ours.unpack(whole, 0, 230), stored.to(dtype).float())
+    assert torch.equal(ours.unpack(whole, 50, 7), stored[50:57].to(dtype).float())
+
+
+@every_set
+def test_what_is_packed_is_given_back_and_its_neighbours_stay(instruction_set: str) -> None:
+    ours = operations(instruction_set)
+    memory = torch.ones(3000, 1000)
+    weight = memory[1000:2000]
+    first, last = weight[0].clone(), weight[-1].clone()
+    packed = ours.pack([weight], releases=True)
+    assert memory[:1000].eq(1).all()
+    assert memory[2000:].eq(1).all()
+    assert weight.count_nonzero() < 3 * mmap.PAGESIZE, "whole pages are zeros"
+    assert torch.equal(ours.unpack(packed, 0, 1), first[None])
+    assert torch.equal(ours.unpack(packed, 999, 1), last[None])
+    ours.give_back(memory[:, :500])
+    assert memory[:1000].eq(1).all(), "of other columns"
 
 
 @every_product_set

@@ -5,6 +5,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from fairlead_kernels import parts
 from fairlead_kernels.quantize import LARGEST, Format, as_quantized, quantize
 
 FORMATS: tuple[Format, ...] = ("int8", "fp8")
@@ -62,6 +63,24 @@ def test_a_weight_that_is_no_number_is_not_hidden(to: Format) -> None:
     for value in (torch.nan, torch.inf):
         weight = torch.tensor([[value, 1.0]])
         assert not quantize(weight, to).dequantize().isfinite().all()
+
+
+@pytest.mark.parametrize("to", FORMATS)
+def test_a_large_weight_is_rounded_in_parts(to: Format, monkeypatch: pytest.MonkeyPatch) -> None:
+    weight = torch.randn(37, 8) * torch.rand(37, 1)
+    whole = quantize(weight, to)
+    monkeypatch.setattr(parts, "ELEMENTS", 40)
+    for given_weight in (weight, weight.T.contiguous().T):
+        again = quantize(given_weight, to)
+        assert torch.equal(again.bits, whole.bits)
+        assert torch.equal(again.scales, whole.scales)
+
+
+def test_parts_have_all_rows_and_at_least_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert list(parts.row_parts(5, 1 << 30)) == [slice(i, i + 1) for i in range(5)]
+    monkeypatch.setattr(parts, "ELEMENTS", 100)
+    assert list(parts.row_parts(70, 3, 16)) == [slice(0, 32), slice(32, 64), slice(64, 70)]
+    assert list(parts.row_parts(0, 3)) == []
 
 
 def test_rows_in_another_order_keep_their_scales() -> None:

@@ -1,0 +1,56 @@
+"""What an engine takes while it loads its weights, which may be more than what it serves with.
+
+Owns the arithmetic of that moment: the weights as they are loaded, and what is held beside them
+while the layers of a CPU are quantized and packed, one after the other. Pure: reads no device.
+"""
+
+from dataclasses import replace
+
+from fairlead_runtime.config import EngineConfig
+from fairlead_runtime.sizing.shape import ModelShape
+from fairlead_runtime.sizing.terms import PROCESS, bytes_of, fuses_on_cpu, weights
+
+# Rows of logits in float32, in which comparisons keep what is expected, with plain and with
+# quantized weights, what the kernels give, and differences in float64.
+TESTED_ROWS = 192
+# Temporaries of a matrix that is rounded or widened a part after the other.
+PARTS = 16 << 20
+
+
+def loading_bytes(shape: ModelShape, config: EngineConfig, kind: str) -> int:
+    """The most bytes that the accelerator, or a CPU's pod with its process, takes while it loads;
+    0 where that is known to be less than what it takes afterwards.
+
+    Weights count as if they were read into memory. Those that are served in the type of the
+    checkpoint are mapped from its file, which takes less: their pages may be dropped at any time.
+    """
+    rounds = config.quantization != "none" and not shape.quantized
+    plain = replace(config, quantization="none") if rounds else config
+    if kind != "cpu":
+        return weights(shape, plain, 1, kind) if rounds else 0
+    if config.tensor_parallel > 1 and not rounds:
+        return 0
+    loaded = weights(shape, plain, 1, kind)
+    tested = 4 * TESTED_ROWS * shape.vocab  # compared in float32
+    return PROCESS + loaded + _beside(shape, config, rounds=rounds) + tested
+
+
+def _beside(shape: ModelShape, config: EngineConfig, *, rounds: bool) -> int:
+    """Bytes beside the loaded weights: of the layer that is quantized or packed, in float32 too
+    where the model is in another type, and of the head that is quantized; of experts, which
+    transformers joins to one matrix for each layer, in two steps.
+    """
+    element, layer = bytes_of(shape, config), shape.largest_layer
+    if shape.experts:
+        return 2 * layer * element
+    if not fuses_on_cpu(shape, config):
+        return 0
+    # Rows of queries, keys and values may be packed in another order.
+    widened = layer if element < 4 else 0
+    ordered = (shape.heads + 2 * shape.kv_heads) * shape.head_dim * shape.hidden
+    if not rounds:
+        packed = 1 if shape.quantized else element
+        return 4 * widened + packed * layer + (1 if shape.quantized else 4) * ordered
+    # By the time the head is rounded the layers take a quarter of what they were loaded with.
+    head = shape.vocab * shape.hidden - 3 * shape.layer_matrices if element == 4 else 0
+    return max(4 * widened + layer, head) + PARTS

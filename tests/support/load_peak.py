@@ -1,0 +1,67 @@
+"""Loads a model and measures what this process takes meanwhile."""
+
+import threading
+from pathlib import Path
+from typing import NamedTuple
+
+from fairlead_runtime.config import EngineConfig
+from fairlead_runtime.device import selftest
+from fairlead_runtime.grammar.compile import release_memory
+from fairlead_runtime.models import loading
+
+
+class Measured(NamedTuple):
+    """Bytes of the model's tensors, and beyond what there was before: of anonymous memory at the
+    peak and in the end, and of all resident memory, with pages that are mapped from files, at the
+    peak after the weights were loaded. Mapped pages alone may be dropped at any time.
+    """
+
+    weights: int
+    peak: int
+    held: int
+    resident: int
+    fusion: str
+
+
+def _status(name: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return 1024 * next(int(x.split()[1]) for x in lines if x.startswith(f"{name}:"))
+
+
+class _Peak(threading.Thread):
+    """The most anonymous memory while it runs, looked at every millisecond."""
+
+    def __init__(self) -> None:
+        super().__init__(daemon=True)
+        self._most = 0
+        self._ends = threading.Event()
+
+    def run(self) -> None:
+        while not self._ends.wait(0.001):
+            self._most = max(self._most, _status("RssAnon"))
+
+    def end(self) -> int:
+        self._ends.set()
+        self.join()
+        return max(self._most, _status("RssAnon"))
+
+
+def measure(path: Path, config: EngineConfig) -> Measured:
+    release_memory()
+    before, resident = _status("RssAnon"), _status("VmRSS")
+    peak = _Peak()
+    peak.start()
+    loaded = loading.load(path, config=config)
+    Path("/proc/self/clear_refs").write_text("5")  # VmHWM begins again
+    served, _ = selftest.prepare_and_test(
+        loaded, config.kernels, config.quantization, fp8_cache=config.fp8_cache
+    )
+    most, highest = peak.end(), _status("VmHWM")
+    release_memory()
+    return Measured(
+        served.model.weight_bytes,
+        most - before,
+        _status("RssAnon") - before,
+        highest - resident,
+        str(served.fusion),
+    )
