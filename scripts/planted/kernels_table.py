@@ -320,6 +320,20 @@ BUGS = (
         C_ATTENTION,
     ),
     PackageBug(
+        "the rest of a decode's keys are the first tile's again",
+        ATTENTION_C,
+        "    tile = next;\n",
+        "",
+        C_ATTENTION,
+    ),
+    PackageBug(
+        "the last keys of a decode's tile are the next position's",
+        ATTENTION_C,
+        "const int position = at + i < last ? at + i : last;",
+        "const int position = at + i;",
+        C_ATTENTION,
+    ),
+    PackageBug(
         "a sink above all scores leaves them their weight",
         ATTENTION_C,
         "total = total * factor + 1.0f;",

@@ -64,18 +64,30 @@ float weigh(float* scores, int low, int high, float softcap, float& maximum, flo
   return factor;
 }
 
+// A tile of a decode: where each of its first `count` tokens is. The other places are the last
+// token's again.
+template <class T>
+struct Tile {
+  const T* keys[TILE];
+  const T* values[TILE];
+  int count;
+};
+
 // scores[q][TILE] = Q queries of `dim` floats, padded with zeros, times the tile's keys. A key
-// that is not there is the last one again: its score is masked, and no foreign byte is read.
+// that is not there is the last one again: its score is masked, and no foreign byte is read. The
+// same places of the `next` tile are fetched meanwhile: the hardware does not see where they are.
 template <int Q, class T>
-void score_tile(const float* query, int q_stride, const T* const* keys, int count, int dim,
-                float* scores) {
-  for (int first = 0; first < count; first += W) {
+void score_tile(const float* query, int q_stride, const Tile<T>& tile, const Tile<T>& next,
+                int offset, int dim, float* scores) {
+  constexpr int LINE = 64 / int(sizeof(T));
+  for (int first = 0; first < tile.count; first += W) {
     Vec dots[Q][W];
     for (int at = 0; at < W; at += 4) {
       const T* key[4];
       for (int j = 0; j < 4; j++) {
-        const int index = first + at + j;
-        key[j] = keys[index < count ? index : count - 1];
+        key[j] = tile.keys[first + at + j] + offset;
+        const T* fetched = next.keys[first + at + j] + offset;
+        for (int d = 0; d < dim; d += LINE) __builtin_prefetch(fetched + d, 0, 2);
       }
       Vec dot[Q][4] = {};
       for (int d = 0; d < dim; d += W) {
@@ -94,56 +106,65 @@ void score_tile(const float* query, int q_stride, const T* const* keys, int coun
   }
 }
 
-// out[q] = out[q] * factor[q] + weights[q] · values, for Q queries.
+// out[q] = out[q] * factor[q] + weights[q] · values, for Q queries and D vectors of each value. The
+// only vector of D = 1 has `width` elements in the cache, and is padded in `out`.
+template <int Q, int D, class T>
+FL_INLINE void add_vectors(const float* weights, const float* factor, const Tile<T>& tile,
+                           const Tile<T>& next, int offset, int at, int width, float* out,
+                           int out_stride) {
+  Vec added[Q][D];
+#pragma GCC unroll 4
+  for (int q = 0; q < Q; q++) {
+#pragma GCC unroll 4
+    for (int v = 0; v < D; v++) added[q][v] = load(out + q * out_stride + at + v * W) * factor[q];
+  }
+  for (int j = 0; j < tile.count; j++) {
+    const T* from = tile.values[j] + offset + at;
+#pragma GCC unroll 4
+    for (int v = 0; v < D; v++) {
+      __builtin_prefetch(next.values[j] + offset + at + v * W, 0, 2);
+      const Vec value = D == 1 ? load_up_to(from, width) : load(from + v * W);
+#pragma GCC unroll 4
+      for (int q = 0; q < Q; q++) added[q][v] += weights[q * TILE + j] * value;
+    }
+  }
+#pragma GCC unroll 4
+  for (int q = 0; q < Q; q++) {
+#pragma GCC unroll 4
+    for (int v = 0; v < D; v++) store(out + q * out_stride + at + v * W, added[q][v]);
+  }
+}
+
+// The same for values of `dim` elements, as many vectors at a time as registers hold sums of.
 template <int Q, class T>
-void add_values(const float* weights, const float* factor, const T* const* values, int count,
-                int dim, float* out, int out_stride) {
-  constexpr int D = 4;  // vectors of values at a time
-  for (int d = 0; d < dim; d += D * W) {
-    const int width = dim - d < D * W ? dim - d : D * W;
-    Vec added[Q][D];
-#pragma GCC unroll 4
-    for (int q = 0; q < Q; q++) {
-      for (int v = 0; v < D; v++) {
-        added[q][v] = v * W < width ? load(out + q * out_stride + d + v * W) * factor[q] : Vec{};
-      }
-    }
-    for (int j = 0; j < count; j++) {
-      if (width == D * W) {
-#pragma GCC unroll 4
-        for (int v = 0; v < D; v++) {
-          const Vec value = load(values[j] + d + v * W);
-#pragma GCC unroll 4
-          for (int q = 0; q < Q; q++) added[q][v] += weights[q * TILE + j] * value;
-        }
-      } else {
-        for (int v = 0; v * W < width; v++) {
-          const Vec value = load_up_to(values[j] + d + v * W, width - v * W);
-#pragma GCC unroll 4
-          for (int q = 0; q < Q; q++) added[q][v] += weights[q * TILE + j] * value;
-        }
-      }
-    }
-#pragma GCC unroll 4
-    for (int q = 0; q < Q; q++) {
-      for (int v = 0; v * W < width; v++) store(out + q * out_stride + d + v * W, added[q][v]);
-    }
+void add_values(const float* weights, const float* factor, const Tile<T>& tile,
+                const Tile<T>& next, int offset, int dim, float* out, int out_stride) {
+  int d = 0;
+  for (; d + 4 * W <= dim; d += 4 * W) {
+    add_vectors<Q, 4>(weights, factor, tile, next, offset, d, W, out, out_stride);
+  }
+  for (; d + 2 * W <= dim; d += 2 * W) {
+    add_vectors<Q, 2>(weights, factor, tile, next, offset, d, W, out, out_stride);
+  }
+  for (; d < dim; d += W) {
+    add_vectors<Q, 1>(weights, factor, tile, next, offset, d, dim - d, out, out_stride);
   }
 }
 
 // One key-value head's share of a decode's tile, for Q of the queries that share it.
 template <int Q, class T>
-void decode_tile(const float* query, int q_stride, const T* const* keys, const T* const* values,
-                 int count, const Heads& heads, float softcap, float* maximum, float* total,
-                 float* out, int out_stride) {
+void decode_tile(const float* query, int q_stride, const Tile<T>& tile, const Tile<T>& next, int kv,
+                 const Heads& heads, float softcap, float* maximum, float* total, float* out,
+                 int out_stride) {
   float scores[Q * TILE];
   float factor[Q];
-  score_tile<Q>(query, q_stride, keys, count, heads.dim, scores);
+  const int count = tile.count;
+  score_tile<Q>(query, q_stride, tile, next, kv * heads.dim, heads.dim, scores);
   for (int q = 0; q < Q; q++) {
     for (int i = padded(count, W); i < TILE; i += W) store(scores + q * TILE + i, Vec{});
     factor[q] = weigh(scores + q * TILE, 0, count, softcap, maximum[q], total[q]);
   }
-  add_values<Q>(scores, factor, values, count, heads.value_dim, out, out_stride);
+  add_values<Q>(scores, factor, tile, next, kv * heads.value_dim, heads.value_dim, out, out_stride);
 }
 
 // out = sum / total of one head, its sink included.
@@ -173,8 +194,42 @@ int64_t part_floats(const Heads& heads) {
   return int64_t(heads.query) * (padded(heads.value_dim, W) + 2);
 }
 
+// The tile of a decode's keys from position `at` on.
 template <class T>
-void decode(const Heads& heads, const Rows& rows, const Attention& layer, const Task& task) {
+void locate(const Heads& heads, const Rows& rows, const Attention& layer, const Task& task, int at,
+            Tile<T>& tile) {
+  const int32_t* table = rows.tables + int64_t(task.row) * rows.table_width;
+  const Paged<T> keys{static_cast<const T*>(layer.keys), table, rows.block_size,
+                      int64_t(heads.kv) * heads.dim};
+  const Paged<T> values{static_cast<const T*>(layer.values), table, rows.block_size,
+                        int64_t(heads.kv) * heads.value_dim};
+  const int last = task.first + task.count - 1;
+  tile.count = last - at + 1 < TILE ? last - at + 1 : TILE;
+  for (int i = 0; i < TILE; i++) {
+    const int position = at + i < last ? at + i : last;
+    tile.keys[i] = keys.at(position);
+    tile.values[i] = values.at(position);
+  }
+}
+
+// Fetches the tokens of a tile from the `first` on.
+template <class T>
+void fetch(const Heads& heads, const Tile<T>& tile, int first) {
+  constexpr int LINE = 64 / int(sizeof(T));
+  for (int i = first; i < tile.count; i++) {
+    for (int d = 0; d < heads.kv * heads.dim; d += LINE) {
+      __builtin_prefetch(tile.keys[i] + d, 0, 2);
+    }
+    for (int d = 0; d < heads.kv * heads.value_dim; d += LINE) {
+      __builtin_prefetch(tile.values[i] + d, 0, 2);
+    }
+  }
+}
+
+// `following`: the decode that this thread probably takes next, or null.
+template <class T>
+void decode(const Heads& heads, const Rows& rows, const Attention& layer, const Task& task,
+            const Task* following) {
   const int group = heads.query / heads.kv;
   const int dim = padded(heads.dim, W), value_dim = padded(heads.value_dim, W);
   float* query = scratch(size_t(heads.query) * (dim + value_dim + 2));
@@ -188,38 +243,39 @@ void decode(const Heads& heads, const Rows& rows, const Attention& layer, const 
     total[head] = 0;
   }
   for (int i = 0; i < heads.query * value_dim; i += W) store(sums + i, Vec{});
-  const int32_t* table = rows.tables + int64_t(task.row) * rows.table_width;
-  const Paged<T> keys{static_cast<const T*>(layer.keys), table, rows.block_size,
-                      int64_t(heads.kv) * heads.dim};
-  const Paged<T> values{static_cast<const T*>(layer.values), table, rows.block_size,
-                        int64_t(heads.kv) * heads.value_dim};
   const int end = task.first + task.count;
+  Tile<T> tile, next;
+  locate(heads, rows, layer, task, task.first, tile);
   for (int at = task.first; at < end; at += TILE) {
-    const int count = end - at < TILE ? end - at : TILE;
-    const T *key[TILE], *value[TILE];
-    for (int i = 0; i < count; i++) {
-      key[i] = keys.at(at + i);
-      value[i] = values.at(at + i);
+    if (at + TILE < end) {
+      locate(heads, rows, layer, task, at + TILE, next);
+    } else if (following != nullptr) {
+      locate(heads, rows, layer, *following, following->first, next);
+    } else {
+      next = tile;
     }
+    fetch(heads, next, tile.count);
     for (int kv = 0; kv < heads.kv; kv++) {
       for (int g = 0; g < group;) {
         const int head = kv * group + g;
-        const auto tile = [&](auto q) {
-          decode_tile<q>(query + head * dim, dim, key, value, count, heads, layer.softcap,
+        const auto share = [&](auto q) {
+          decode_tile<q>(query + head * dim, dim, tile, next, kv, heads, layer.softcap,
                          maximum + head, total + head, sums + head * value_dim, value_dim);
           g += q;
         };
-        if (group - g >= 2) {
-          tile(std::integral_constant<int, 2>());
+        // The sums of four queries fill AVX-512's registers, those of two the others'.
+        if (W == 16 && group - g >= 4) {
+          share(std::integral_constant<int, 4>());
+        } else if (W == 16 && group - g == 3) {
+          share(std::integral_constant<int, 3>());
+        } else if (group - g >= 2) {
+          share(std::integral_constant<int, 2>());
         } else {
-          tile(std::integral_constant<int, 1>());
+          share(std::integral_constant<int, 1>());
         }
       }
-      for (int i = 0; i < count; i++) {
-        key[i] += heads.dim;
-        value[i] += heads.value_dim;
-      }
     }
+    tile = next;
   }
   if (task.part >= 0) {
     memcpy(layer.parts + task.part * part_floats(heads), sums, size_t(part_floats(heads)) * 4);
@@ -361,7 +417,8 @@ void attend_typed(Team& team, const Heads& heads, const Rows& rows, const Attent
   team.share(rows.task_count, 1, [&](int begin, int end) {
     for (int i = begin; i < end; i++) {
       if (rows.tasks[i].kv_head == DECODE) {
-        decode<T>(heads, rows, layer, rows.tasks[i]);
+        const bool follows = i + 1 < rows.task_count && rows.tasks[i + 1].kv_head == DECODE;
+        decode<T>(heads, rows, layer, rows.tasks[i], follows ? &rows.tasks[i + 1] : nullptr);
       } else {
         prefill<T>(heads, rows, layer, rows.tasks[i]);
       }
