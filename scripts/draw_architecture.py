@@ -64,6 +64,7 @@ CAPTIONS = {
     f"{RUNTIME}.seeds": "random draws",
     f"{RUNTIME}.metric_names": "names only",
     f"{RUNTIME}.threads": "priority of a thread",
+    f"{RUNTIME}.heap": "freed memory",
     f"{RUNTIME}.child": "our programs in processes of their own",
     KERNELS: "paged attention, cache writes and copies, sampling; a torch reference of each",
 }

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from fairlead_runtime.config import EngineConfig
 from fairlead_runtime.device import selftest
-from fairlead_runtime.grammar.compile import release_memory
+from fairlead_runtime.heap import release_memory
 from fairlead_runtime.models import loading
 
 

@@ -57,6 +57,7 @@ from fairlead_runtime.device.layer_parts import (
 )
 from fairlead_runtime.device.paged_model import PagedModel, ProbePass, causal_attention
 from fairlead_runtime.device.whole_model import TOKENS
+from fairlead_runtime.heap import release_memory
 from fairlead_runtime.models.quantized import QuantizedEmbedding, QuantizedLinear
 
 
@@ -252,6 +253,7 @@ def quantize_weights(model: PagedModel, to: Format, *, head: bool = False) -> No
     recorded = deque(_record(model, layers))
     for layer in layers:
         _quantize_layer(layer, recorded.popleft(), shared, to)
+    release_memory()  # of the plain weights, which no layer after these takes up
     if head and layers:
         _quantize_head(model, layers, to)
 

@@ -29,8 +29,8 @@ from fairlead_runtime.grammar.compile import (
     TokenizerFacts,
     check,
     compile_matcher,
-    release_memory,
 )
+from fairlead_runtime.heap import release_memory
 from fairlead_runtime.structured import TOO_COMPLEX, StructuredOutputs
 
 MAX_FORKS = 2  # checks at a time

@@ -6,8 +6,6 @@ end the process: only the child of ``check`` runs it on input that nobody has ch
 """
 
 import copy
-import ctypes
-import gc
 import json
 import re
 from collections.abc import Iterable, Sequence
@@ -95,16 +93,6 @@ class TokenizerFacts:
         return LLTokenizer(
             self.definition, n_vocab=self.size, eos_token=list(self.eos_ids), slices=slices
         )
-
-
-def release_memory() -> None:
-    """Give freed memory back to the system: glibc keeps it, which after building a tokenizer is
-    more than the tokenizer itself takes. Does nothing with another C library.
-    """
-    gc.collect()
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
-        trim(0)
 
 
 @dataclass(frozen=True, slots=True)

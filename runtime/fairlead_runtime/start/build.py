@@ -30,8 +30,9 @@ from fairlead_runtime.device.profiling import Profile
 from fairlead_runtime.engine.engine import Bounds, Engine, Observer
 from fairlead_runtime.engine.progress import StepTimes
 from fairlead_runtime.grammar.checker import NO_GRAMMARS
-from fairlead_runtime.grammar.compile import TokenizerFacts, release_memory
+from fairlead_runtime.grammar.compile import TokenizerFacts
 from fairlead_runtime.grammar.guides import Guides
+from fairlead_runtime.heap import release_memory
 from fairlead_runtime.models import loading
 from fairlead_runtime.models.loading import InspectedModel, LoadedModel
 from fairlead_runtime.models.model_error import ModelError
