@@ -384,6 +384,12 @@ BUGS = (
         "if not state.policy.prefills_first else",
     ),
     Bug(
+        "the bound on prompts holds without decodes",
+        PLANNER,
+        "decodes, bound = len(self.rows), ",
+        "decodes, bound = max(1, len(self.rows)), ",
+    ),
+    Bug(
         "the youngest waits at the front", POLICY, "return (sequence.id,)", "return (-sequence.id,)"
     ),
     Bug(

@@ -186,8 +186,8 @@ class EngineConfig:
         "tokens one step may process",
         unit="tokens",
         when=(
-            "Lower for steadier inter-token latency, higher for prefill throughput; 256 to 512 on "
-            "a CPU."
+            "Lower for steadier inter-token latency, higher for prefill throughput; on a CPU "
+            "prompts beside decodes take 128 a step, more where many wait."
         ),
         cr="scheduler.maxBatchTokens",
         low=1,

@@ -24,6 +24,7 @@ DECODES, GRAPHS = (f"{RUNTIME}/device/{name}.py" for name in ("decode_steps", "g
 GRAMMAR, ENGINE = f"{RUNTIME}/grammar", f"{RUNTIME}/engine/engine.py"
 PIPELINE, PIPELINE_TESTS = f"{RUNTIME}/engine/pipeline.py", ("unit/engine/test_pipeline.py",)
 SCHEDULER, PLANNER = (f"{RUNTIME}/scheduling/{name}.py" for name in ("scheduler", "planner"))
+BOUND_TESTS = ("unit/scheduling/test_prefill_bound.py",)
 
 # A shorter way for prompts that are whole in a step, whose keys are at hand.
 UNROUNDED = """        super().__init__(cache, backend, groups, keep)
@@ -1234,6 +1235,55 @@ BUGS = (
         "start = sequence.computed + sequence.flying",
         "start = sequence.computed",
         PIPELINE_TESTS,
+    ),
+    PackageBug(
+        "one prompt takes the whole step beside decodes",
+        PLANNER,
+        "        if sequences is prefills:\n            draft.bound_prefills(prefills)\n",
+        "",
+        BOUND_TESTS,
+    ),
+    PackageBug(
+        "the bound on prompts ignores how many wait",
+        PLANNER,
+        "bound * waiting // decodes",
+        "bound",
+        BOUND_TESTS,
+    ),
+    PackageBug(
+        "those without a slot count as waiting",
+        PLANNER,
+        "itertools.islice(self.state.policy.candidates(), slots)",
+        "self.state.policy.candidates()",
+        BOUND_TESTS,
+    ),
+    PackageBug(
+        "those without blocks count as waiting",
+        PLANNER,
+        "if room < 0 or count > most:",
+        "if count > most:",
+        BOUND_TESTS,
+    ),
+    PackageBug(
+        "one that overtakes is taken to compute its prompt in whole steps",
+        PLANNER,
+        "            budget = min(budget, self.state.prefill_bound)\n",
+        "",
+        BOUND_TESTS,
+    ),
+    PackageBug(
+        "the engine does not bound prompts beside decodes",
+        f"{RUNTIME}/start/build.py",
+        "        prefill_beside_decodes=resolved.prefill_beside_decodes,\n",
+        "",
+        ("functional/commands/test_llm.py",),
+    ),
+    PackageBug(
+        "the limits lose the bound on prompts",
+        f"{RUNTIME}/scheduling/plan.py",
+        "            prefill_beside_decodes=prefill_beside_decodes,\n",
+        "",
+        ("unit/scheduling/test_scheduler.py",),
     ),
     PackageBug(
         "a sequence that certainly ends is computed once more",

@@ -65,7 +65,7 @@ QUANTIZED: dict[str, Format] = {
 @dataclass(frozen=True)
 class Setting:
     """Settings of one engine run. ``num_blocks`` counts whole-model blocks, ``chunk`` is
-    max_batch_tokens.
+    max_batch_tokens, ``beside`` prefill_beside_decodes.
     """
 
     block_size: int = 4
@@ -77,6 +77,7 @@ class Setting:
     max_logits: int = 256
     graphs: int = 32  # the most that are kept
     interval: int = 4  # of the sizes of captured steps
+    beside: int = 0
 
     def limits(self, groups: int) -> Limits:
         return Limits(
@@ -89,6 +90,7 @@ class Setting:
             max_model_len=MAX_LEN,
             allow_block_sharing=self.sharing,
             offload_units=self.num_blocks * groups if self.offload else 0,
+            prefill_beside_decodes=self.beside,
         )
 
 

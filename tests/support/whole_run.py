@@ -227,12 +227,31 @@ class ScenarioRun:
             whole = row.start + row.count == len(row.sequence.tokens) + row.sequence.flying
             if row.count < 1 or row.samples != whole:
                 raise RunError("a row without tokens, or one that samples before its end")
+        self._check_prompts(plan)
         self._check_order(plan)
         self._check_passed_over(plan)
         self._check_computed_once(plan)
         self._check_reservation(plan)
         self._check_victim_fits(plan)
         self._check_margin(plan)
+
+    def _check_prompts(self, plan: Plan) -> None:
+        """Prompts beside decodes are within their bound, with everybody counted who may wait for
+        them; alone they are not cut short of the step's tokens.
+        """
+        limits, scheduler = self.scenario.limits, self.scheduler
+        bound, started = limits.prefill_beside_decodes, {a.sequence.id for a in plan.admitted}
+        prompts = [r for r in plan.rows if r.sequence.id in started or not _is_decode(r.sequence)]
+        decodes, tokens = len(plan.rows) - len(prompts), sum(row.count for row in prompts)
+        if decodes and bound and limits.policy != "prefill_first":
+            prefills = sum(not _is_decode(s) for s in scheduler.running)
+            slots = limits.max_requests - len(scheduler.running)
+            heads = prefills + min(slots, len(scheduler.waiting))
+            if tokens > bound * max(heads, decodes) // decodes:
+                raise RunError(f"{tokens} tokens of prompts beside {decodes} decodes")
+        elif tokens < limits.max_batch_tokens - decodes and not plan.preempted:
+            if any(not row.samples for row in prompts):
+                raise RunError(f"a prompt is cut at {tokens} tokens although no decode waits")
 
     def _check_order(self, plan: Plan) -> None:
         """Rows are in order of their kind and victims are the youngest; checked without the
@@ -468,12 +487,39 @@ class Recount:
             self.cache.units(row.start, row.start + row.count) for row in own
         )
         self.holders = list(run.scheduler.running)
+        self._bound_prompts(own)
         self.head: tuple[Sequence, int] | None = None
         self.spare_given: tuple[int, int] | None = None  # spare at a shadow step, and its step
 
-    def run(self) -> None:
+    def _bound_prompts(self, own: list[Row]) -> None:
+        """What running prompts leave of the bound on those beside decodes."""
+        prompts = [row for row in own if not _is_decode(row.sequence)]
+        decodes = len(own) - len(prompts)
+        self.bound = self.limits.prefill_beside_decodes
+        if not self.bound or self.limits.policy == "prefill_first":
+            self.bound = self.limits.max_batch_tokens
+        if not decodes:
+            return
+        reserve = math.ceil(self.limits.safety_margin * self.cache.pool.units)
+        prefills = [s for s in self.holders if not _is_decode(s)]
+        room = self.cache.pool.available - reserve
+        room -= sum(self.cache.units(r.start, r.start + 1) for r in own if r not in prompts)
+        room -= sum(self.cache.growth(s, s.computed) for s in prefills)
+        count, slots = len(prefills), self.limits.max_requests - len(self.holders)
+        for sequence in self._in_order()[:slots]:
+            room -= self.cache.growth(sequence, 0)
+            count += room >= 0
+            if room < 0:
+                break
+        most = self.bound * max(count, decodes) // decodes
+        self.tokens = min(self.tokens, most - sum(row.count for row in prompts))
+
+    def _in_order(self) -> list[Sequence]:
         waiting = [s for s in self.run_.scheduler.live() if not s.tables]
-        for sequence in sorted(waiting, key=self.run_._place):
+        return sorted(waiting, key=self.run_._place)
+
+    def run(self) -> None:
+        for sequence in self._in_order():
             if not self.tokens or len(self.holders) >= self.limits.max_requests:
                 return
             self._one(sequence)
@@ -528,7 +574,7 @@ class Recount:
         spare, shadow = self.spare_given
         steps = sequence.limit - len(sequence.tokens)
         rest = len(sequence.tokens) - start - self.tokens
-        budget = self.limits.max_batch_tokens - len(self.holders)
+        budget = min(self.bound, self.limits.max_batch_tokens - len(self.holders))
         while rest > 0:
             rest, steps = rest - budget, steps + 1
             if budget < 1 or steps > shadow:
@@ -559,6 +605,11 @@ class Recount:
             blocks if g.window is None else min(blocks, -(-(g.window - 1 + chunk) // size) + 1)
             for g in self.cache.groups
         )
+
+
+def _is_decode(sequence: Sequence) -> bool:
+    """Whether only its last token is left to compute."""
+    return len(sequence.tokens) - sequence.computed == 1
 
 
 def _decodes(rows: Iterable[Row]) -> bool:

@@ -1,7 +1,7 @@
 """Random workloads as plain data, and the oracle: each request's tokens without a scheduler."""
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from fairlead_runtime.request import FinishReason, Request, SamplingParams
 from fairlead_runtime.scheduling import Limits
@@ -76,6 +76,7 @@ def draw(seed: int, requests: int = 56) -> Scenario:
             max_model_len=largest + rng.choice((0, 1, 100)),
             allow_block_sharing=rng.random() < 0.7,
             offload_units=rng.choice((0, 0, 3, 10, 100)),
+            prefill_beside_decodes=rng.choice((0, 0, 1, 4, 12)),
         ),
         windows,
         tuple(arrivals),
@@ -105,6 +106,7 @@ def _draw_roomy(rng: random.Random) -> Scenario:
         params = SamplingParams(max_tokens=output, ignore_eos=True)
         request = Request(f"r{i}", prompt, params, output, seed=i, priority=rng.randrange(2))
         arrivals.append(Arrival(step, request))
+    limits = replace(limits, prefill_beside_decodes=rng.choice((0, 5)))
     return Scenario(limits, (None,), tuple(arrivals))
 
 

@@ -197,8 +197,10 @@ def as_text(recording: Recording) -> Iterator[str]:
     limits, groups = recording.limits, recording.groups
     units = limits.num_blocks * len(groups)
     kinds = ", ".join("full" if g.window is None else f"window {g.window}" for g in groups)
+    bound = limits.prefill_beside_decodes
+    beside = f" ({bound} of prompts beside decodes)" if bound else ""
     yield (
-        f"{limits.policy}: {limits.max_batch_tokens} tokens and "
+        f"{limits.policy}: {limits.max_batch_tokens} tokens{beside} and "
         f"{limits.max_requests} requests a step; "
         f"{units} blocks of {limits.block_size} tokens ({kinds}), margin {limits.safety_margin:.0%}"
     )

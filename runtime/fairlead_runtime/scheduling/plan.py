@@ -19,7 +19,8 @@ class Limits:
 
     ``num_blocks`` counts whole-model blocks, ``offload_units`` counts units in host memory.
     A unit is ``block_size`` tokens in the layers of one layer group; a whole-model block is one
-    unit per group.
+    unit per group. ``prefill_beside_decodes``: the tokens that prompts may take in a step which
+    also decodes, more where more sequences wait for them than decode; ``prefill_first`` ignores it.
     """
 
     policy: SchedulerType
@@ -31,12 +32,21 @@ class Limits:
     max_model_len: int
     allow_block_sharing: bool = True
     offload_units: int = 0  # 0: a preempted sequence is always recomputed
+    prefill_beside_decodes: int = 0  # 0: no bound but max_batch_tokens
 
     @classmethod
     def of(
-        cls, config: EngineConfig, *, num_blocks: int, max_model_len: int, offload_units: int = 0
+        cls,
+        config: EngineConfig,
+        *,
+        num_blocks: int,
+        max_model_len: int,
+        offload_units: int = 0,
+        prefill_beside_decodes: int = 0,
     ) -> Self:
-        """The limits of a configuration and of the three numbers that sizing solved."""
+        """The limits of a configuration, of the three numbers that sizing solved and of the
+        device's bound on prompts.
+        """
         return cls(
             policy=config.scheduler_type,
             max_batch_tokens=config.max_batch_tokens,
@@ -47,6 +57,7 @@ class Limits:
             max_model_len=max_model_len,
             allow_block_sharing=config.allow_block_sharing,
             offload_units=offload_units,
+            prefill_beside_decodes=prefill_beside_decodes,
         )
 
     @property

@@ -3,6 +3,7 @@
 Owns the decision. It only counts blocks; ``commit`` in scheduler.py takes their ids.
 """
 
+import itertools
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -52,6 +53,14 @@ class State:
         """
         return math.ceil(self.limits.safety_margin * self.cache.pool.units)
 
+    @property
+    def prefill_bound(self) -> int:
+        """Tokens that prefills and starts may take beside decodes, at least."""
+        bound = self.limits.prefill_beside_decodes
+        if not bound or self.policy.prefills_first:
+            return self.limits.max_batch_tokens
+        return min(bound, self.limits.max_batch_tokens)
+
 
 def plan_step(state: State) -> Plan:
     """Decide one step. Equal states give equal plans."""
@@ -63,6 +72,8 @@ def plan_step(state: State) -> Plan:
         (decodes if len(sequence.tokens) - sequence.computed == 1 else prefills).append(sequence)
     draft = _Draft(state)
     for sequences in (prefills, decodes) if state.policy.prefills_first else (decodes, prefills):
+        if sequences is prefills:
+            draft.bound_prefills(prefills)
         draft.run(sequences)
     draft.admit()
     return Plan(
@@ -103,6 +114,35 @@ class _Draft:
         self._claimed_units: set[int] = set()
         # by unit, the references that planned preemptions release
         self._released_refs: dict[int, int] = {}
+
+    def bound_prefills(self, prefills: list[Sequence]) -> None:
+        """Leave the prefills and starts beside this step's decodes a bounded number of tokens.
+
+        Every token of a prompt delays each decode a little, and each sequence that waits for it
+        gains as much. So the bound grows with those that wait, per decode.
+        """
+        decodes, bound = len(self.rows), self.state.prefill_bound
+        if decodes and bound < self.state.limits.max_batch_tokens:
+            enough = self.tokens * decodes // bound  # with more the bound exceeds all tokens
+            waiting = max(decodes, self._waiting_for_tokens(prefills, enough))
+            self.tokens = min(self.tokens, bound * waiting // decodes)
+
+    def _waiting_for_tokens(self, prefills: list[Sequence], most: int) -> int:
+        """Sequences whose prompts this step computes or could start, counted up to ``most``: the
+        running ones, and those of the queue for which slots and blocks are free whatever the prefix
+        cache has.
+        """
+        cache, count = self.cache, len(prefills)
+        slots = self.state.limits.max_requests - len(self.state.running)
+        if count > most or not slots:
+            return count
+        room = self._room - sum(cache.growth(s, s.computed) for s in prefills)
+        for sequence in itertools.islice(self.state.policy.candidates(), slots):
+            room -= cache.growth(sequence, 0)
+            if room < 0 or count > most:
+                break
+            count += 1
+        return count
 
     def run(self, sequences: Iterable[Sequence]) -> None:
         """Add a row for each running sequence while the token budget lasts. A sequence that lacks
@@ -321,6 +361,7 @@ class _Draft:
         if rest > 0:
             decodes = len(self.state.running) + len(self.admitted)
             budget = self.state.limits.max_batch_tokens - decodes
+            budget = min(budget, self.state.prefill_bound)
             chunks = math.ceil(rest / budget) if budget > 0 else math.inf
         return chunks + sequence.limit - len(sequence.tokens)
 

@@ -69,6 +69,8 @@ class Scheduler:
         ):
             if getattr(limits, name) < 1:
                 raise ValueError(f"{name}: must be at least 1, not {getattr(limits, name)}")
+        if (bound := limits.prefill_beside_decodes) < 0:
+            raise ValueError(f"prefill_beside_decodes: must not be negative, not {bound}")
         self.limits = limits
         cache = PagedCache(
             groups,

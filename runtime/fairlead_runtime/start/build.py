@@ -354,6 +354,7 @@ def _engine(
         num_blocks=resolved.num_blocks,
         max_model_len=resolved.max_model_len,
         offload_units=resolved.offload_units,
+        prefill_beside_decodes=resolved.prefill_beside_decodes,
     )
     config = resolved.config
     return Engine(

@@ -16,6 +16,10 @@ from fairlead_runtime.sizing.terms import GIB, PROCESS, DeviceFacts, gib, surplu
 from fairlead_runtime.sizing.verdict import plan_memory
 from fairlead_runtime.supported import without_effect
 
+# A prompt's tokens in a step that also decodes, on a CPU: there a decode step takes as long as
+# reading the weights, and so do some fixed number of prompt tokens, whatever the model's size.
+CPU_PREFILL_BESIDE_DECODES = 128
+
 
 @dataclass(frozen=True, slots=True)
 class ResolvedConfig:
@@ -36,6 +40,15 @@ class ResolvedConfig:
     capacity: int
     plan: MemoryPlan
     warnings: tuple[str, ...] = ()
+
+    @property
+    def prefill_beside_decodes(self) -> int:
+        """The bound of ``Limits`` of this name; 0 where it would change nothing, and on GPUs,
+        where it is not measured.
+        """
+        bound = CPU_PREFILL_BESIDE_DECODES if self.device == "cpu" else 0
+        first = self.config.scheduler_type == "prefill_first"
+        return 0 if first or bound >= self.config.max_batch_tokens else bound
 
 
 def resolve(
@@ -122,10 +135,12 @@ def summary(resolved: ResolvedConfig) -> str:
     plan = resolved.plan
     own = resolved.cache_dtype == resolved.dtype
     cache = "" if own else f" with a cache in {resolved.cache_dtype}"
+    bound = resolved.prefill_beside_decodes
+    beside = f", {bound} of prompts beside decodes" if bound else ""
     return (
         f"{resolved.device} {resolved.dtype}{cache}, {plan.num_blocks} blocks of "
         f"{plan.block_size} tokens "
         f"({gib(plan.terms['kv'])} GiB), {resolved.capacity} tokens a request, "
         f"{resolved.config.max_requests} requests and "
-        f"{resolved.config.max_batch_tokens} tokens a step"
+        f"{resolved.config.max_batch_tokens} tokens a step{beside}"
     )

@@ -17,6 +17,8 @@ from fairlead_runtime.llm import RequestOutput
 from fairlead_runtime.models import tiny
 from fairlead_runtime.models.model_error import ModelError
 from fairlead_runtime.outputs import EngineDead, Submission
+from fairlead_runtime.recording.record import Recording
+from fairlead_runtime.recording.trace import steps
 from fairlead_runtime.request import FinishReason, RequestError
 from support.full import LONG_FORM
 
@@ -66,6 +68,20 @@ def test_every_prompt_gets_its_result_in_order(llm: LLM) -> None:
         assert str(choice.finish_reason) == "length"
         assert choice.logprobs is None
         assert choice.text == llm.parts.tokenizer.decode(choice.token_ids, skip_special_tokens=True)
+
+
+def test_a_long_prompt_beside_a_decode_is_computed_in_parts_with_the_same_text(
+    llm: LLM, model: str, tmp_path: Path
+) -> None:
+    params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+    short, long = ({"prompt_token_ids": [7] * count} for count in (3, 450))
+    record = tmp_path / "run.jsonl"
+    with LLM(model, **SMALL, max_batch_tokens=256, record=str(record), device="cpu") as recorded:
+        together = generate(recorded, [short, long], params)
+    assert tokens_of(together) == tokens_of(generate(llm, [short, long], params))
+    parts = [row.count for view in steps(Recording(record)) for row in view.rows if row.start < 450]
+    # The first step has no decode and takes all it can; the second has one.
+    assert [count for count in parts if count > 3] == [253, 128, 69]
 
 
 def test_a_single_prompt_needs_no_list_and_no_parameters(llm: LLM) -> None:

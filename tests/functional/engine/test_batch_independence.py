@@ -49,6 +49,7 @@ SETTINGS = {
     "blocks of 16": Setting(block_size=16),
     "blocks of 256": Setting(block_size=256, num_blocks=32),
     "chunks of 8": Setting(chunk=8),
+    "chunks beside decodes": Setting(beside=5),
     "no prefix cache": Setting(sharing=False),
     "two requests at a time": Setting(max_requests=2),
     "scarce memory": Setting(num_blocks=24),

@@ -32,6 +32,7 @@ LENGTHS, SHARED = (17, 41, 26, 53, 34, 30), 24
 SETTINGS = {
     "ample": Setting(),
     "chunks": Setting(chunk=8, max_logits=3),
+    "chunks beside decodes": Setting(beside=5),
     "no sharing": Setting(block_size=16, sharing=False),
     "preemption": Setting(chunk=16, num_blocks=24),
     "offload": Setting(chunk=16, num_blocks=24, offload=True),

@@ -34,6 +34,7 @@ def test_requests_aborted_at_random_points_leave_no_block_held(seed: int) -> Non
         max_model_len=160,
         allow_block_sharing=seed % 3 != 0,
         offload_units=rng.choice((0, 30)),
+        prefill_beside_decodes=rng.choice((0, 1, 9)),
     )
     scheduler = Scheduler(limits, group_layers(rng.choice(((None,), (None, 9)))))
     total = 10_000 if LONG_FORM else 1_000
@@ -84,9 +85,9 @@ def test_requests_aborted_at_random_points_leave_no_block_held(seed: int) -> Non
 
 
 @pytest.mark.parametrize("policy", ["fifo", "prefill_first", "priority", "fair"])
-@pytest.mark.parametrize("offload", [0, 12])
+@pytest.mark.parametrize(("offload", "bound"), [(0, 0), (12, 0), (12, 5)])
 def test_a_pool_of_the_largest_request_and_one_block_finishes_a_thousand(
-    policy: str, offload: int
+    policy: str, offload: int, bound: int
 ) -> None:
     rng = random.Random(7)
     largest = 96
@@ -100,6 +101,7 @@ def test_a_pool_of_the_largest_request_and_one_block_finishes_a_thousand(
         max_model_len=largest,
         allow_block_sharing=False,
         offload_units=offload,
+        prefill_beside_decodes=bound,
     )
     scheduler = Scheduler(limits, group_layers([None]))
     needed = 0

@@ -388,6 +388,7 @@ SCARCE = st.fixed_dictionaries(
         "allow_block_sharing": st.booleans(),
         "offload_units": st.sampled_from((0, 8, 60)),
         "policy": st.sampled_from(("fifo", "prefill_first", "priority", "fair")),
+        "prefill_beside_decodes": st.sampled_from((0, 3)),
         "groups": st.sampled_from((FULL, MIXED)),
     }
 )

@@ -273,6 +273,7 @@ def test_every_head_starts_within_its_bound_and_all_requests_end(policy: str, se
         max_requests=rng.choice((8, 24)),
         safety_margin=rng.choice((0.0, 0.2)),
         allow_block_sharing=rng.random() < 0.5,
+        prefill_beside_decodes=rng.choice((0, 64)),
     )
     longest = rng.choice((20, 60, 120))
     arrivals, at = [], 0
@@ -300,5 +301,6 @@ def test_every_head_starts_within_its_bound_and_all_requests_end(policy: str, se
         now += 1
         assert now < 50_000
     budget = s.limits.max_batch_tokens - s.limits.max_requests
+    budget = min(budget, s.limits.prefill_beside_decodes or budget)
     bound = ACCRUAL_STEPS + longest + -(-blocks * 16 // budget)
     assert worst <= bound

@@ -62,7 +62,7 @@ STREAMS = st.builds(
     st.sampled_from("abc"),
 )
 LIMITS = st.builds(
-    lambda budget, requests, margin, sharing: Limits(
+    lambda budget, requests, margin, sharing, bound: Limits(
         policy="fifo",
         max_batch_tokens=budget,
         max_requests=requests,
@@ -71,11 +71,13 @@ LIMITS = st.builds(
         num_blocks=BLOCKS,
         max_model_len=CAPACITY,
         allow_block_sharing=sharing,
+        prefill_beside_decodes=bound,
     ),
     st.sampled_from((20, 40, 400)),
     st.sampled_from((4, 12)),
     st.sampled_from((0.0, 0.2)),
     st.booleans(),
+    st.sampled_from((0, 6, 24)),
 )
 
 
@@ -86,7 +88,9 @@ class Run:
         self.limits = limits
         self.scheduler = Scheduler(limits, group_layers([None]))
         # Steps that all prompts in the cache take at most, beside a decode of every request.
-        self.prompt_steps = -(-CAPACITY // (limits.max_batch_tokens - limits.max_requests))
+        self.beside = 0 if limits.policy == "prefill_first" else limits.prefill_beside_decodes
+        tokens = limits.max_batch_tokens - limits.max_requests
+        self.prompt_steps = -(-CAPACITY // min(tokens, self.beside or tokens))
         self.bound = ACCRUAL_STEPS + LONGEST + self.prompt_steps
         self.blocked: Counter[int] = Counter()  # steps as the head, by sequence
         self.stopped: Counter[tuple[int, int]] = Counter()  # by sequence and who stopped it
@@ -131,7 +135,7 @@ class Run:
             self.stopped.clear()
             return
         prompts = [r for r in plan.rows if r.start < r.sequence.prompt_len - 1]
-        tokens_left = self.limits.max_batch_tokens - sum(r.count for r in plan.rows)
+        tokens_left = self.tokens_left(plan)
         decodes_stand = self.limits.policy == "prefill_first" and not tokens_left
         head = plan.blocked
         if head is not None and not (prompts and decodes_stand):
@@ -145,6 +149,19 @@ class Run:
                     self.stopped[sequence.id, row.sequence.id] += row.sequence is not head
         longest = max(self.stopped.values(), default=0)
         assert longest <= self.bound + self.prompt_steps, "one request stops another too long"
+
+    def tokens_left(self, plan: Plan) -> int:
+        """Tokens that this step certainly had for one more prompt."""
+        left = self.limits.max_batch_tokens - sum(r.count for r in plan.rows)
+        starting = {a.sequence.id for a in plan.admitted}
+        prompts = [
+            row.count
+            for row in plan.rows
+            if row.sequence.id in starting or len(row.sequence.tokens) - row.sequence.computed > 1
+        ]
+        if not self.beside or len(prompts) == len(plan.rows):
+            return left
+        return min(left, max(0, self.beside - sum(prompts)))
 
     def starts_more_urgent(self, plan: Plan) -> bool:
         """Whether this step admits a request of a lower priority number than the blocked one's,
@@ -165,7 +182,7 @@ class Run:
         by its other choices, and by those that share it.
         """
         slots = self.limits.max_requests - len(self.scheduler.running) - len(plan.admitted)
-        tokens_left = self.limits.max_batch_tokens - sum(r.count for r in plan.rows)
+        tokens_left = self.tokens_left(plan)
         if plan.preempted or plan.blocked is not None or not slots or not tokens_left:
             return
         running = [s for s in self.scheduler.running if s.status is Status.PREFILLING]

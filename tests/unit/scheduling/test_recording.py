@@ -303,9 +303,37 @@ def test_a_clock_times_the_steps_and_leaves_the_plans_alone(tmp_path: Path) -> N
 
 
 def test_the_header_brings_back_limits_and_groups(tmp_path: Path) -> None:
-    limits = Limits("priority", 8, 2, 0.25, 4, 8, 32, allow_block_sharing=False, offload_units=3)
+    changed = {"allow_block_sharing": False, "offload_units": 3, "prefill_beside_decodes": 5}
+    limits = Limits("priority", 8, 2, 0.25, 4, 8, 32, **changed)  # type: ignore[arg-type]
     groups = group_layers([None, 7, None, 7])
     RecordedScheduler(limits, groups, b"\x00id", path=tmp_path / "run.jsonl").close()
     recording = Recording(tmp_path / "run.jsonl")
     assert dataclasses.asdict(recording.limits) == dataclasses.asdict(limits)
     assert (recording.groups, recording.identity) == (groups, b"\x00id")
+
+
+def test_a_bound_on_prompts_is_replayed_and_a_recording_from_before_it_has_none(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "run.jsonl"
+    limits = Limits("fifo", 32, 4, 0.0, 4, 32, 64, prefill_beside_decodes=3)
+    scheduler = RecordedScheduler(limits, group_layers([None]), path=path)
+    scheduler.add(Request("decode", (1, 2), SamplingParams(), 8))
+    for step in range(8):
+        work = scheduler.commit(scheduler.plan())
+        scheduler.update(work, {r.sequence.id: Result(5) for r in work.rows if r.samples})
+        if not step:
+            scheduler.add(Request("long", tuple(range(12)), SamplingParams(), 3))
+    scheduler.close()
+    assert replay_command.main([str(path)]) == 0
+    assert next(as_text(Recording(path))).startswith(
+        "fifo: 32 tokens (3 of prompts beside decodes) and 4 requests a step; "
+    )
+    header, *lines = path.read_text().splitlines()
+    old = json.loads(header)
+    del old["limits"]["prefill_beside_decodes"]
+    path.write_text("\n".join((json.dumps(old), *lines)) + "\n")
+    assert Recording(path).limits == dataclasses.replace(limits, prefill_beside_decodes=0)
+    capsys.readouterr()
+    assert replay_command.main([str(path)]) == 1
+    assert capsys.readouterr().out.startswith("step 1 differs")

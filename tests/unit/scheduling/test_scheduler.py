@@ -489,8 +489,12 @@ def test_a_sequence_passes_through_its_states() -> None:
 
 def test_limits_come_from_the_configuration() -> None:
     limits = Limits.of(
-        EngineConfig(scheduler_type="fair", block_size=32), num_blocks=7, max_model_len=99
+        EngineConfig(scheduler_type="fair", block_size=32),
+        num_blocks=7,
+        max_model_len=99,
+        prefill_beside_decodes=5,
     )
+    assert limits.prefill_beside_decodes == 5
     assert (limits.policy, limits.block_size, limits.num_blocks, limits.capacity) == (
         "fair",
         32,

@@ -10,7 +10,12 @@ from fairlead_runtime.config import ConfigError, EngineConfig
 from fairlead_runtime.sizing.shape import ModelShape
 from fairlead_runtime.sizing.terms import GIB, UNIT_BYTES, DeviceFacts
 from fairlead_runtime.sizing.verdict import plan_memory
-from fairlead_runtime.start.resolve import ResolvedConfig, resolve, summary
+from fairlead_runtime.start.resolve import (
+    CPU_PREFILL_BESIDE_DECODES,
+    ResolvedConfig,
+    resolve,
+    summary,
+)
 
 CONFIG: dict[str, Any] = {
     "model_type": "llama",
@@ -131,6 +136,21 @@ def test_an_fp8_cache_is_supported_everywhere_but_with_int8_weights_on_cpus(
         with pytest.raises(ConfigError, match="fp8 is not supported with int8 weights") as error:
             resolved(dtype, device, **both)
         assert (error.value.field, error.value.hint) == ("cache_dtype", "use auto")
+
+
+def test_prompts_beside_decodes_are_bounded_on_cpus_unless_the_policy_puts_them_first() -> None:
+    result = resolved()
+    assert result.prefill_beside_decodes == CPU_PREFILL_BESIDE_DECODES
+    assert summary(result).endswith(
+        f"and 8192 tokens a step, {CPU_PREFILL_BESIDE_DECODES} of prompts beside decodes"
+    )
+    for other in (
+        resolved(scheduler_type="prefill_first"),
+        resolved(max_batch_tokens=CPU_PREFILL_BESIDE_DECODES),
+        resolved(device=DeviceFacts("cuda", 80 * GIB)),
+    ):
+        assert other.prefill_beside_decodes == 0
+        assert summary(other).endswith("tokens a step")
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
