@@ -5,6 +5,7 @@ What a layer computes is in ``layer.Layer``; csrc/layers.cpp runs it.
 """
 
 import ctypes
+import itertools
 from collections.abc import Sequence
 
 import torch
@@ -23,6 +24,7 @@ from fairlead_kernels.cpu_arguments import (
 )
 from fairlead_kernels.cpu_attention import CpuPlan
 from fairlead_kernels.layer import Layer, Packed
+from fairlead_kernels.slabs import SLAB
 
 
 class LayerChain:
@@ -50,6 +52,16 @@ class LayerChain:
             for layer in self.layers
             for weight in (layer.qkv, layer.out, layer.gate_up, layer.down)
         )
+        qkv, attended = (heads.query + 2 * heads.kv) * heads.dim, heads.query * heads.dim
+        gate_up = 2 * self._inner if self.layers[0].gated else 0
+        # The digits of attention's results take the place of queries, keys and values, those of
+        # the gated ones that of gate_up.
+        self._qkv = max(qkv, self._digits(attended))
+        self._gate_up = max(gate_up, self._digits(self._inner))
+        # Attention's results are no longer needed when the MLP's are made: they share memory.
+        shared = max(self._qkv + attended, self._gate_up + self._inner)
+        # Floats of a token: what norms return, its digits, what attention and the MLP share.
+        self._floats = (self._width, self._digits(self._width), shared)
         self._sinks = [
             None if spec.sinks is None else spec.sinks.float().contiguous() for spec in specs
         ]
@@ -107,12 +119,15 @@ class LayerChain:
         plans: Sequence[CpuPlan],
         slots: Sequence[Tensor],
         ropes: Sequence[tuple[Tensor, Tensor]],
+        slab: int = SLAB,
     ) -> Tensor:
         """Embeddings [T, width] → what the last layer returns [T, width], written into ``x`` if it
         is dense. After ``bind``.
 
         Per layer group: the plan of attention, and the slots int64 [T] of the step's tokens. Per
-        layer its ``ropes``, cosines and sines [T, R] as in ``LayerOperations.rope_write``.
+        layer its ``ropes``, cosines and sines [T, R] as in ``LayerOperations.rope_write``. A layer
+        takes at most ``slab`` tokens at a time, or those of one task of attention. No
+        result depends on it.
         """
         if not self._caches:
             raise RuntimeError("run: bind the layers' caches first")
@@ -136,18 +151,12 @@ class LayerChain:
                 for plan, slot in zip(plans, slots, strict=True)
             )
         )
-        qkv, attended, inner = (h.query + 2 * h.kv) * h.dim, h.query * h.dim, self._inner
-        gate_up = 2 * inner if self.layers[0].gated else 0
-        normed = torch.empty(count, self._width)
-        # The digits of attention's results take the place of queries, keys and values, those of
-        # the gated ones that of gate_up.
-        qkv = max(qkv, self._digits(attended))
-        gate_up = max(gate_up, self._digits(inner))
-        # Attention's results are no longer needed when the MLP's are made: they share memory.
-        shared = torch.empty(count * max(qkv + attended, gate_up + inner))
+        ends = self._slab_ends(plans[0], count, slab)
+        largest = max(end - begin for begin, end in itertools.pairwise([0, *ends]))
+        normed, normed_digits, shared = (torch.empty(largest * n) for n in self._floats)
         parts = torch.empty(max(plan.part_floats for plan in plans))
-        normed_digits = torch.empty(count * self._digits(self._width))
         begin = shared.data_ptr()
+        end_numbers = (library.Int * len(ends))(*ends)
         step = library.StepStruct(
             count,
             self._width,
@@ -159,15 +168,26 @@ class LayerChain:
             x.data_ptr(),
             normed.data_ptr(),
             begin,
-            begin + 4 * count * qkv,
+            begin + 4 * largest * self._qkv,
             begin,
-            begin + 4 * count * gate_up,
+            begin + 4 * largest * self._gate_up,
             parts.data_ptr(),
             normed_digits.data_ptr(),
             begin,
+            ctypes.addressof(end_numbers),
+            len(ends),
         )
         self._library.layers(self._structs, len(self.layers), ctypes.byref(step))
         return x
+
+    def _slab_ends(self, plan: CpuPlan, count: int, most: int) -> list[int]:
+        """Where each slab of a step of ``count`` tokens ends."""
+        if count <= most:
+            return [count]
+        h, ends = self._heads, (library.Int * count)()
+        heads = library.HeadsStruct(h.query, h.kv, h.dim, h.dim)
+        found = self._library.slabs(ctypes.byref(heads), ctypes.byref(plan.rows), most, ends)
+        return ends[:found]
 
     def _digits(self, columns: int) -> int:
         """Floats that a row's digits take, if a weight is multiplied by them."""

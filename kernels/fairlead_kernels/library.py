@@ -86,6 +86,7 @@ class AttentionStruct(ctypes.Structure):
         ("out", Pointer),
         ("parts", Pointer),
         ("q_stride", Long),
+        ("first", Long),
         ("scale", Float),
         ("softcap", Float),
         ("half", Int),
@@ -150,6 +151,9 @@ class StepStruct(ctypes.Structure):
         ("parts", Pointer),
         ("normed_digits", Pointer),
         ("digits", Pointer),
+        ("slabs", Pointer),
+        ("slab_count", Long),
+        ("first", Long),
     )
 
 
@@ -201,6 +205,10 @@ _FUNCTIONS: dict[str, tuple[tuple[type, ...], type | None]] = {
     "gated": ((Pointer, Long, Long, Int, Pointer, Int), None),
     "activate": ((Pointer, Long, Long, Int, Pointer, Int), None),
     "attention_plan": (
+        (ctypes.POINTER(HeadsStruct), ctypes.POINTER(RowsStruct), Int, Pointer),
+        Int,
+    ),
+    "slabs": (
         (ctypes.POINTER(HeadsStruct), ctypes.POINTER(RowsStruct), Int, Pointer),
         Int,
     ),

@@ -46,6 +46,20 @@ def spec_of"""
 
 BUGS = (
     PackageBug(
+        "a measured step has slabs as large as the step that it stands for",
+        f"{RUNTIME}/device/fusion.py",
+        "max(len(x), current.stands_for)",
+        "len(x)",
+        ("functional/engine/test_fused_layers.py",),
+    ),
+    PackageBug(
+        "the plan counts what a layer keeps of a slab once per token of the step",
+        TERMS,
+        "slab = min(tokens, SLAB)",
+        "slab = tokens",
+        ("unit/sizing/test_terms.py",),
+    ),
+    PackageBug(
         "the stop reason is not reported",
         RESPONSES,
         '"stop_reason": output.stop_reason}',

@@ -1,5 +1,7 @@
 #include "attention.h"
 
+#include <algorithm>
+
 #include "export.h"
 #include "product.h"
 
@@ -235,7 +237,7 @@ void decode(const Heads& heads, const Rows& rows, const Attention& layer, const 
   float* query = scratch(size_t(heads.query) * (dim + value_dim + 2));
   float* sums = query + heads.query * dim;
   float *maximum = sums + heads.query * value_dim, *total = maximum + heads.query;
-  const int64_t token = rows.starts[task.row];
+  const int64_t token = rows.starts[task.row] - layer.first;
   for (int head = 0; head < heads.query; head++) {
     const float* from = layer.query + token * layer.q_stride + int64_t(head) * heads.dim;
     copy_scaled(from, heads.dim, layer.scale, query + head * dim);
@@ -290,7 +292,7 @@ void decode(const Heads& heads, const Rows& rows, const Attention& layer, const 
 // The result of a row whose keys were cut into parts.
 void merge(const Heads& heads, const Rows& rows, const Attention& layer, const Task& task) {
   const int value_dim = padded(heads.value_dim, W);
-  const int64_t size = part_floats(heads), token = rows.starts[task.row];
+  const int64_t size = part_floats(heads), token = rows.starts[task.row] - layer.first;
   const float* parts = layer.parts + task.part * size;
   float* sums = scratch(size_t(value_dim));
   for (int head = 0; head < heads.query; head++) {
@@ -355,7 +357,7 @@ void prefill(const Heads& heads, const Rows& rows, const Attention& layer, const
   float* key_panels = sums + size_t(n) * out_width;
   float* value_panels = key_panels + size_t(TILE) * dim;
   float *maximum = value_panels + size_t(TILE) * out_width, *total = maximum + n;
-  const int64_t token = rows.starts[task.row] + task.first;
+  const int64_t token = rows.starts[task.row] + task.first - layer.first;
   // Row i is query i / group of the task, for head i % group of those that share this kv head.
   for (int i = 0; i < n; i++) {
     const float* from = layer.query + (token + i / group) * layer.q_stride +
@@ -413,31 +415,53 @@ void prefill(const Heads& heads, const Rows& rows, const Attention& layer, const
 }
 
 template <class T>
-void attend_typed(Team& team, const Heads& heads, const Rows& rows, const Attention& layer) {
-  team.share(rows.task_count, 1, [&](int begin, int end) {
+void attend_typed(Team& team, const Heads& heads, const Rows& rows, const Tasks& share,
+                  const Attention& layer) {
+  team.share(share.count, 1, [&](int begin, int end) {
     for (int i = begin; i < end; i++) {
-      if (rows.tasks[i].kv_head == DECODE) {
-        const bool follows = i + 1 < rows.task_count && rows.tasks[i + 1].kv_head == DECODE;
-        decode<T>(heads, rows, layer, rows.tasks[i], follows ? &rows.tasks[i + 1] : nullptr);
+      const Task& task = share.tasks[i];
+      if (task.kv_head == DECODE) {
+        const bool follows = i + 1 < share.count && share.tasks[i + 1].kv_head == DECODE;
+        decode<T>(heads, rows, layer, task, follows ? &share.tasks[i + 1] : nullptr);
       } else {
-        prefill<T>(heads, rows, layer, rows.tasks[i]);
+        prefill<T>(heads, rows, layer, task);
       }
     }
   });
-  if (rows.merge_count == 0) return;
+  if (share.merge_count == 0) return;
   team.barrier();
-  team.share(rows.merge_count, 1, [&](int begin, int end) {
-    for (int i = begin; i < end; i++) merge(heads, rows, layer, rows.tasks[rows.task_count + i]);
+  team.share(share.merge_count, 1, [&](int begin, int end) {
+    for (int i = begin; i < end; i++) merge(heads, rows, layer, share.merges[i]);
   });
+}
+
+// Queries of a prefill task: 128 rows of scores and sums stay in the second-level cache.
+int queries_of(const Heads& heads) {
+  const int group = heads.query / heads.kv;
+  return group < 128 ? 128 / group : 1;
 }
 
 }  // namespace
 
-void attend(Team& team, const Heads& heads, const Rows& rows, const Attention& layer) {
+Tasks tasks_of(const Rows& rows, int begin, int end) {
+  const auto before = [&](const Task* tasks, int count, int token) {
+    return std::partition_point(tasks, tasks + count, [&](const Task& task) {
+      return rows.starts[task.row] + (task.kv_head < 0 ? 0 : task.first) < token;
+    });
+  };
+  const Task* merges = rows.tasks + rows.task_count;
+  const Task* from = before(rows.tasks, rows.task_count, begin);
+  const Task* to = before(rows.tasks, rows.task_count, end);
+  const Task* first = before(merges, rows.merge_count, begin);
+  return {from, first, int(to - from), int(before(merges, rows.merge_count, end) - first)};
+}
+
+void attend(Team& team, const Heads& heads, const Rows& rows, const Tasks& share,
+            const Attention& layer) {
   if (layer.half) {
-    attend_typed<bfloat16>(team, heads, rows, layer);
+    attend_typed<bfloat16>(team, heads, rows, share, layer);
   } else {
-    attend_typed<float>(team, heads, rows, layer);
+    attend_typed<float>(team, heads, rows, share, layer);
   }
 }
 
@@ -446,9 +470,7 @@ void attend(Team& team, const Heads& heads, const Rows& rows, const Attention& l
 // Cuts a step's rows into tasks, then merges, for about `threads` threads. Writes them to `tasks`
 // unless that is null. Sets rows->task_count and rows->merge_count; returns the number of parts.
 FL_EXPORT int fairlead_attention_plan(const Heads* heads, Rows* rows, int threads, Task* tasks) {
-  const int group = heads->query / heads->kv;
-  // 128 rows of scores and sums stay in the second-level cache.
-  const int queries = group < 128 ? 128 / group : 1;
+  const int queries = queries_of(*heads);
   int64_t decoded = 0;  // keys of all decodes
   const auto first_key = [&](int row) {
     const int len = rows->lens[row];
@@ -468,15 +490,13 @@ FL_EXPORT int fairlead_attention_plan(const Heads* heads, Rows* rows, int thread
   };
   for (int row = 0; row < rows->count; row++) {
     const int count = count_of(row);
-    if (count == 1) continue;
-    for (int kv = 0; kv < heads->kv; kv++) {
+    if (count > 1) {
       for (int first = 0; first < count; first += queries) {
-        put({row, kv, first, count - first < queries ? count - first : queries, -1, 0});
+        const int most = count - first < queries ? count - first : queries;
+        for (int kv = 0; kv < heads->kv; kv++) put({row, kv, first, most, -1, 0});
       }
+      continue;
     }
-  }
-  for (int row = 0; row < rows->count; row++) {
-    if (count_of(row) != 1) continue;
     const int begin = first_key(row), keys = rows->lens[row] - begin;
     const int parts = int((keys + most - 1) / most);
     for (int part = 0; part < parts; part++) {
@@ -500,11 +520,35 @@ FL_EXPORT int fairlead_attention_plan(const Heads* heads, Rows* rows, int thread
   return part_count;
 }
 
+// Cuts a step's tokens into slabs of at most `most`, even ones where that takes no more of them. A
+// slab cuts no task of attention, so one task may make a larger slab. Writes where each ends, at
+// most one end a token, and returns their number. They depend on no window: all layers have the
+// same.
+FL_EXPORT int fairlead_slabs(const Heads* heads, const Rows* rows, int most, int32_t* ends) {
+  const int queries = queries_of(*heads), total = rows->starts[rows->count];
+  const int number = (total + most - 1) / most, even = (total + number - 1) / number;
+  int count = 0, begin = 0, end = 0;
+  const auto cut = [&] {
+    if (end > begin) ends[count++] = begin = end;
+  };
+  for (int row = 0; row < rows->count; row++) {
+    while (end < rows->starts[row + 1]) {
+      const int left = rows->starts[row + 1] - end, block = left < queries ? left : queries;
+      if (end + block - begin > most) cut();
+      end += block;
+      if (end - begin >= even) cut();
+    }
+  }
+  cut();
+  return count;
+}
+
 // Floats of one part of a decode.
 FL_EXPORT int64_t fairlead_attention_part(const Heads* heads) { return part_floats(*heads); }
 
 // One layer's attention; out [T, query heads, value_dim].
 FL_EXPORT void fairlead_attend(const Heads* heads, const Rows* rows, const Attention* layer,
                                 int threads) {
-  run(threads, [&](Team& team) { attend(team, *heads, *rows, *layer); });
+  const Tasks all = tasks_of(*rows, 0, rows->starts[rows->count]);
+  run(threads, [&](Team& team) { attend(team, *heads, *rows, all, *layer); });
 }

@@ -30,7 +30,8 @@ struct Heads {
   int32_t value_dim;
 };
 
-// The rows of a step; `attention.RaggedRows` says what the tensors are. window 0: none.
+// The rows of a step; `attention.RaggedRows` says what the tensors are. window 0: none. Tasks are in
+// the order of their tokens, and so are merges.
 struct Rows {
   const int32_t* starts;
   const int32_t* lens;
@@ -44,7 +45,18 @@ struct Rows {
   int32_t merge_count;  // they follow the tasks
 };
 
-// One layer. softcap 0: none. `half`: the caches hold bfloat16. Queries of a token are `q_stride`
+// The tasks and merges of some consecutive tokens of a step.
+struct Tasks {
+  const Task* tasks;
+  const Task* merges;
+  int32_t count;
+  int32_t merge_count;
+};
+
+// Those of the tokens [begin, end), which cut no task.
+Tasks tasks_of(const Rows& rows, int begin, int end);
+
+// One layer. `query` and `out` begin with token `first` of the step. softcap 0: none. `half`: the caches hold bfloat16. Queries of a token are `q_stride`
 // floats after those of the token before it. `parts`: (dim of all values + 2 · heads) floats a
 // part.
 struct Attention {
@@ -55,12 +67,14 @@ struct Attention {
   float* out;
   float* parts;
   int64_t q_stride;
+  int64_t first;
   float scale;
   float softcap;
   int32_t half;
 };
 
 // Two phases of a team's work, the second only where there are merges; a barrier must follow.
-void attend(Team& team, const Heads& heads, const Rows& rows, const Attention& layer);
+void attend(Team& team, const Heads& heads, const Rows& rows, const Tasks& share,
+            const Attention& layer);
 
 }  // namespace fairlead

@@ -3,6 +3,10 @@
 // One team of threads runs the whole chain, with a barrier where an operation needs the results of
 // all threads. That saves what a call per operation costs: for a small model this is more than the
 // operations themselves.
+//
+// A step of many tokens runs each layer over one slab of them after the other: what the operations
+// of a slab pass on stays in the caches, where that of all tokens would go through memory. Slabs
+// are in the order of tokens, so a slab's queries find the keys before them in the layer's cache.
 #include "activation.h"
 #include "attention.h"
 #include "export.h"
@@ -39,7 +43,10 @@ struct Group {
 // returns; the other buffers are overwritten: normed [T, width], qkv [T, rows of qkv], attended
 // [T, query · value_dim], gate_up [T, rows of gate_up] where there is a gate, gated [T, columns of
 // down], and parts for attention. Where weights need an input's digits they are in normed_digits;
-// those of attended and gated are in digits, which may be the memory of qkv and gate_up.
+// those of attended and gated are in digits, which may be the memory of qkv and gate_up. Slab i ends
+// where token slabs[i] begins, and cuts no task of attention. All buffers but x have room for the
+// largest slab only: a layer runs on the part of a step that is a slab, whose tokens are those from
+// `first` on.
 struct Step {
   int64_t count;
   int64_t width;
@@ -57,8 +64,19 @@ struct Step {
   float* parts;
   char* normed_digits;
   char* digits;
+  const int32_t* slabs;
+  int64_t slab_count;
+  int64_t first;
 
   Input input() const { return {normed, normed_digits}; }
+
+  Step slab(int64_t index) const {
+    Step part = *this;
+    part.first = index == 0 ? 0 : slabs[index - 1];
+    part.count = slabs[index] - part.first;
+    part.x = x + part.first * width;
+    return part;
+  }
 };
 
 void add_row(float* x, const float* y, int width) {
@@ -69,6 +87,7 @@ void add_row(float* x, const float* y, int width) {
 
 // x += after(normed) where `after` has a weight, then normed = next(x) where `next` has one.
 void settle(Team& team, const Step& step, const Norm& after, const Norm& next) {
+  if (after.weight == nullptr && next.weight == nullptr) return;
   const int width = int(step.width);
   team.share(int(step.count), 2, [&](int begin, int end) {
     for (int64_t t = begin; t < end; t++) {
@@ -98,11 +117,13 @@ void project(Team& team, const Step& step, const Weight& weight, const float* in
 template <class T>
 void rope_write(Team& team, const Step& step, const Layer& layer) {
   const Rope& rope = step.ropes[layer.rope];
-  const int64_t* slots = step.groups[layer.group].slots;
+  const int64_t* slots = step.groups[layer.group].slots + step.first;
+  const float* cos = rope.cos + step.first * rope.rotated;
+  const float* sin = rope.sin + step.first * rope.rotated;
   team.share(int(step.count), 1, [&](int begin, int end) {
     for (int64_t t = begin; t < end; t++) {
       rope_write_token(step.qkv + t * layer.qkv.rows, step.heads.query, step.heads.kv,
-                       step.heads.dim, rope.cos + t * rope.rotated, rope.sin + t * rope.rotated,
+                       step.heads.dim, cos + t * rope.rotated, sin + t * rope.rotated,
                        rope.rotated, layer.q_norm, layer.k_norm, slots[t],
                        static_cast<T*>(layer.keys), static_cast<T*>(layer.values));
     }
@@ -187,9 +208,12 @@ void run_layer(Team& team, const Step& step, const Layer& layer) {
   } else {
     rope_write<float>(team, step, layer);
   }
-  const Attention attention{step.qkv,   layer.keys,     layer.values, layer.sinks,   step.attended,
-                            step.parts, layer.qkv.rows, layer.scale,  layer.softcap, step.half};
-  attend(team, step.heads, step.groups[layer.group].rows, attention);
+  const Attention attention{step.qkv,      layer.keys, layer.values,   layer.sinks,
+                            step.attended, step.parts, layer.qkv.rows, step.first,
+                            layer.scale,   layer.softcap, step.half};
+  const Rows& rows = step.groups[layer.group].rows;
+  const Tasks tasks = tasks_of(rows, int(step.first), int(step.first + step.count));
+  attend(team, step.heads, rows, tasks, attention);
   team.barrier();
   // A parallel layer's MLP begins with x as it was before attention.
   if (layer.parallel) settle(team, step, Norm{}, layer.mlp_norm);
@@ -207,11 +231,18 @@ void run_layer(Team& team, const Step& step, const Layer& layer) {
 
 FL_EXPORT void fairlead_layers(const Layer* layers, int count, const Step* step) {
   const Norm none{};
+  // Of one slab a layer's input norm is made in the pass that ends the layer before.
+  const bool alone = step->slab_count == 1;
   run(step->threads, [&](Team& team) {
-    settle(team, *step, none, layers[0].input_norm);
+    if (alone) settle(team, *step, none, layers[0].input_norm);
     for (int i = 0; i < count; i++) {
-      run_layer(team, *step, layers[i]);
-      settle(team, *step, layers[i].after_mlp, i + 1 < count ? layers[i + 1].input_norm : none);
+      const Norm& next = alone && i + 1 < count ? layers[i + 1].input_norm : none;
+      for (int64_t at = 0; at < step->slab_count; at++) {
+        const Step slab = step->slab(at);
+        if (!alone) settle(team, slab, none, layers[i].input_norm);
+        run_layer(team, slab, layers[i]);
+        settle(team, slab, layers[i].after_mlp, next);
+      }
     }
   });
 }

@@ -142,11 +142,19 @@ class GroupedPass(CachedPass):
 
 
 class PagedPass(GroupedPass):
-    """The step of a batch on the host, which is planned here."""
+    """The step of a batch on the host, which is planned here. ``stands_for``: tokens of the larger
+    step whose memory is measured by this one.
+    """
 
     def __init__(
-        self, batch: Batch, cache: CacheStorage, backend: AttentionBackend, keep: Tensor
+        self,
+        batch: Batch,
+        cache: CacheStorage,
+        backend: AttentionBackend,
+        keep: Tensor,
+        stands_for: int = 0,
     ) -> None:
+        self.stands_for = stands_for
         slots = (slots.to(cache.device, non_blocking=True) for slots in batch.slots)
         groups = [
             (backend.plan(ragged), place) for ragged, place in zip(batch.ragged, slots, strict=True)

@@ -34,6 +34,7 @@ from fairlead_kernels.cpu_attention import CpuAttention
 from fairlead_kernels.cpu_layers import LayerChain
 from fairlead_kernels.layer import Layer, LayerOperations
 from fairlead_kernels.quantize import FP8, Format, Quantized, quantize
+from fairlead_kernels.slabs import SLAB
 from fairlead_runtime.device import whole_model
 from fairlead_runtime.device.attention import (
     CURRENT_PASS,
@@ -234,6 +235,8 @@ class FusedRun:
                 plans=[plan for plan, _ in current.groups],
                 slots=[slots for _, slots in current.groups],
                 ropes=ropes,
+                # In proportion, so that this step's tensors are those of the larger one.
+                slab=-(-SLAB * len(x) // max(len(x), current.stands_for)),
             )
         added: list[Tensor] = []
         for layer, rope in zip(self.layers, ropes, strict=True):

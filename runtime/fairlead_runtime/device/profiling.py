@@ -10,7 +10,8 @@ What is measured. On CUDA: the allocator's peak. On a CPU: the peak of all tenso
 a dispatch mode sees them. It does not see buffers that a kernel (MKL, oneDNN, SDPA) allocates and
 frees inside one operator; resident memory would not be a better measure, since freed pages are
 reused. A CPU computes at most CPU_TOKENS tokens for this and scales up: every tensor of a step
-grows with its tokens, none with their square, since attention is masked in strips.
+grows with its tokens, none with their square, since attention is masked in strips. What the C++
+kernels hold of one slab of a step does not, so their slabs are as much smaller (``stands_for``).
 """
 
 import time
@@ -25,10 +26,11 @@ from torch.utils._pytree import tree_leaves
 
 from fairlead_kernels import sample_rows
 from fairlead_kernels.attention import AttentionBackend, DecodeAttention, Heads, LayerSpec
+from fairlead_kernels.cpu_attention import CpuAttention
 from fairlead_kernels.flashinfer_attention import FlashinferAttention
 from fairlead_kernels.sample import hash_tokens
 from fairlead_kernels.torch_attention import TorchAttention
-from fairlead_runtime.device.attention import AttentionCall, CachedLayer, CachedPass
+from fairlead_runtime.device.attention import AttentionCall, CachedLayer, CachedPass, PagedPass
 from fairlead_runtime.device.batch import BatchBuilder
 from fairlead_runtime.device.kv_cache import CacheStorage
 from fairlead_runtime.device.paged_model import PagedModel
@@ -90,12 +92,17 @@ def profile(
     rows = min(max_requests, max_batch_tokens, CPU_ROWS if on_cpu else max_requests)
     longest = min(tokens, max_model_len, CPU_ROW if on_cpu else tokens)
     lengths = [min(longest, tokens - at) for at in range(0, tokens, longest)]
+    whole = min(max_requests, max_batch_tokens)
 
-    prefill = _step(model, lengths, samples=False)
+    if isinstance(backend, CpuAttention):
+        prefill = _cpu_step(model, backend, tokens, max_batch_tokens, samples=False)
+        decode = _cpu_step(model, backend, rows, whole, samples=True)
+    else:
+        prefill = _step(model, lengths, samples=False)
+        decode = _step(model, [1] * rows, samples=True)
     began = time.monotonic()
     activations = _peak(model.device, prefill)
     token_seconds = (time.monotonic() - began) / tokens
-    decode = _step(model, [1] * rows, samples=True)
     began = time.monotonic()
     logits = _peak(model.device, decode)
     decode_seconds = time.monotonic() - began
@@ -104,7 +111,6 @@ def profile(
     sampling = _peak(model.device, lambda: sample(scores, batch).outcomes())
     if isinstance(backend, DecodeAttention):
         sampling = max(sampling, _peak(model.device, _dense_draw(scores)))
-    whole = min(max_requests, max_batch_tokens)
     measured = {
         "activations": activations * max_batch_tokens // tokens,
         "logits": logits * whole // rows,
@@ -238,6 +244,29 @@ def _step(model: PagedModel, lengths: list[int], *, samples: bool) -> Callable[[
 
     def run() -> torch.Tensor:
         return model.run(ids, positions, step)
+
+    run()
+    return run
+
+
+def _cpu_step(
+    model: PagedModel, backend: CpuAttention, count: int, whole: int, *, samples: bool
+) -> Callable[[], torch.Tensor]:
+    """A forward pass of ``count`` rows of one token each, in the place of ``whole`` tokens, on a
+    cache of its own: layers in C++ contain their attention. It has run once.
+    """
+    groups = group_layers(model.windows)
+    units, rows = count * len(groups), list[Row]()
+    for index in range(count):
+        sequence = _sequence(index, 1)
+        sequence.tables = [[index * len(groups) + group.index] for group in groups]
+        rows.append(Row(sequence, 0, 1, samples=samples))
+    cache = CacheStorage(groups, model.heads, units=units, block_size=1, device=model.device)
+    batch = BatchBuilder(groups, 1).build(rows)
+    step = PagedPass(batch, cache, backend, batch.sample_index, stands_for=whole)
+
+    def run() -> torch.Tensor:
+        return model.run(batch.input_ids, batch.positions, step)
 
     run()
     return run

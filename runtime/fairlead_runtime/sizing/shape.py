@@ -43,6 +43,9 @@ class ModelShape:
     head_dim: int
     hidden: int
     mlp_width: int  # elements the widest MLP keeps per token, all its chosen experts together
+    # Elements that a layer in the C++ kernels keeps of each token of a slab for attention or the
+    # MLP; 0 where it is not known that they compute its layers.
+    slab_width: int
     logit_copies: int  # tensors of vocabulary width alive at once
     explicit_scores: bool  # attention with a cap or sinks, which fused kernels for CPUs lack
     vocab: int
@@ -108,6 +111,7 @@ class ModelShape:
             head_dim=s.head_dim,
             hidden=hidden,
             mlp_width=max(width for _, width, _ in counts),
+            slab_width=_slab_width(s, family, max(inner for _, _, inner in counts)),
             logit_copies=2 if s.get("final_logit_softcapping") is not None else family.logit_copies,
             explicit_scores=family.sinks or s.get("attn_logit_softcapping") is not None,
             vocab=vocab,
@@ -168,6 +172,7 @@ class ModelShape:
             kv_heads=s.kv_heads,
             head_dim=s.head_dim,
             hidden=hidden,
+            slab_width=0,
             # No attention measured so far keeps more than ten times its queries.
             mlp_width=max(width + chosen * (width + 5 * hidden), 10 * s.heads * s.head_dim),
             logit_copies=UNKNOWN_DENSE.logit_copies,
@@ -197,6 +202,15 @@ def _largest_layer(matrices: Iterable[tuple[str, tuple[int, ...]]]) -> int:
         number = next(part for part in name.split(".") if part.isdigit())
         layers[number] += math.prod(dimensions)
     return max(layers.values(), default=0)
+
+
+def _slab_width(s: ConfigReader, family: Family, inner: int) -> int:
+    if family.experts or has_flat_norm(s, family):
+        return 0
+    # Queries, keys, values and what attention returns; gate and up, or the digits of what the
+    # activation returns, beside that.
+    attention = 2 * (s.heads + s.kv_heads) * s.head_dim
+    return max(attention, 3 * inner if family.gated else 3 * inner // 2)
 
 
 def _quantized(config: Mapping[str, Any], *, experts: bool) -> Stored:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, Self
 
+from fairlead_kernels.slabs import SLAB
 from fairlead_runtime.config import EngineConfig
 from fairlead_runtime.sizing.config_json import DTYPE_BYTES
 from fairlead_runtime.sizing.graphs import graph_bytes, may_capture
@@ -24,6 +25,8 @@ SAMPLING_BYTES = 16
 # The same of the draw of decodes on a GPU, which makes no shape of its data.
 DRAW_CHUNK, DRAW_BYTES = 1 << 23, 40
 HISTOGRAM = 33 << 10  # bytes of a row's counts while top-k and top-p search for their cut
+# Of the C++ kernels, in floats: beside a token's digits (csrc/vnni.h); its ids and positions.
+DIGITS_HEAD, TOKEN_INDICES = 32, 8
 PANEL = 32  # rows of a packed matrix come in multiples of it, at most
 GROWTH = 2  # a batch's host buffers are allocated twice as large as needed
 # Of an id of the vocabulary, in llguidance's tokenizers: the engine's has tries for faster masks,
@@ -83,8 +86,9 @@ def terms_of(
     sampler_rows = min(rows, max(1, SAMPLER_CHUNK[device.kind] // shape.vocab))
     terms = {
         "weights": weights(shape, config, tp, device.kind),
-        "activations": tokens * (width * layer + given)
-        + _widened(shape, config, device.kind) * element,
+        "activations": _in_slabs(shape, config, tokens, rotary, element)
+        if fused and shape.slab_width
+        else tokens * (width * layer + given) + _widened(shape, config, device.kind) * element,
         "attention": _attention(shape, config, groups, element),
         "logits": rows * max(width * layer, head * element),
         "sampling": sampler_rows * (shape.vocab * SAMPLING_BYTES + HISTOGRAM)
@@ -106,6 +110,24 @@ def terms_of(
     one_process = replace(config, tensor_parallel=1)
     host = {n: split(size, shares[n]) for n, size in host_terms(shape, one_process).items()}
     return terms | host if cpu else terms
+
+
+def _in_slabs(
+    shape: ModelShape, config: EngineConfig, tokens: int, rotary: int, element: int
+) -> int:
+    """Bytes of activations of a model whose layers the C++ kernels compute, in float32: of all
+    tokens hidden states, rotary tables and indices, of a slab's the rest.
+    """
+    width = shape.hidden + shape.slab_width
+    slab = min(tokens, SLAB)
+    digits = shape.hidden // 2 + DIGITS_HEAD if config.quantization == "int8" else 0
+    whole = tokens * (shape.hidden + rotary + TOKEN_INDICES) + slab * (width + digits)
+    if element == 4:
+        return 4 * whole
+    # The model's own code has embeddings, with those of positions, hidden states and tables of its
+    # type, and computes the last norm.
+    norm = tokens * (4 * shape.hidden + rotary)
+    return 4 * max(whole, norm) + tokens * (3 * shape.hidden + rotary) * element
 
 
 def decode_state(shape: ModelShape, config: EngineConfig, groups: Sequence[LayerGroup]) -> int:

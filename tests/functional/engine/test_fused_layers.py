@@ -573,6 +573,27 @@ def test_the_profiling_run_measures_fused_layers() -> None:
     assert profiles[1]["activations"] > 0
 
 
+@pytest.mark.parametrize("family", ["llama", "gemma3_text"])
+def test_of_a_step_in_slabs_a_part_that_is_measured_and_scaled_up_is_the_whole(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fusion, "SLAB", 100)
+    model = paged(family)
+    attention, operations = kernels_of(model, "cpu")
+    fuse(model, operations)
+    limits = {"max_batch_tokens": 600, "max_requests": 8, "max_model_len": 512}
+
+    def measured(tokens: int) -> int:
+        monkeypatch.setattr(profiling, "CPU_TOKENS", tokens)
+        return profiling.profile(model, attention, **limits).measured["activations"]
+
+    whole = measured(600)
+    assert measured(150) == pytest.approx(whole, rel=0.01)
+    config = model.model.config
+    mlp = config.hidden_size + 3 * config.intermediate_size
+    assert 4 * 100 * mlp < whole < 4 * 300 * mlp, "the MLP's results are those of a slab"
+
+
 @pytest.mark.parametrize("kernels", ["reference", "cpu", "cpu, bfloat16"])
 @pytest.mark.parametrize("family", ["llama", "gemma3_text"])
 def test_layers_run_together_up_to_one_that_does_not_fit(family: str, kernels: str) -> None:

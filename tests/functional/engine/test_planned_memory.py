@@ -93,9 +93,10 @@ def test_planned_terms_are_within_a_fifth_of_measured_ones(
         assert planned[term] >= measured[term], term
 
 
+@pytest.mark.parametrize("tokens", [256, 8192])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "gpt_neox"])
-def test_no_term_of_fused_layers_is_planned_too_low(family: str, dtype: str) -> None:
+def test_no_term_of_fused_layers_is_planned_too_low(family: str, dtype: str, tokens: int) -> None:
     config = AutoConfig.for_model(family, **SIZES | FAMILIES[family], dtype=dtype)
     model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype)).eval()
     paged = PagedModel(model, families.check(config))
@@ -105,13 +106,15 @@ def test_no_term_of_fused_layers_is_planned_too_low(family: str, dtype: str) -> 
         pytest.skip(choice.reason)
     assert fuse(paged, choice.operations).fused == 2
     measured = profiling.profile(
-        paged, choice.attention, max_batch_tokens=256, max_requests=64, max_model_len=LENGTH
+        paged, choice.attention, max_batch_tokens=tokens, max_requests=64, max_model_len=LENGTH
     ).measured
-    limits = EngineConfig(max_batch_tokens=256, max_requests=64)
+    limits = EngineConfig(max_batch_tokens=tokens, max_requests=64)
     shape = ModelShape.from_config(json.loads(config.to_json_string()) | {"dtype": dtype})
     planned = plan_memory(shape, limits, DeviceFacts("cpu", 8 * GIB)).terms
+    # In bfloat16 the last norm is the model's own, of all tokens, and may have copies in float32.
+    most = 1.3 if dtype == "float32" else 3.0
     for term in ("activations", "logits"):
-        assert 1.0 <= planned[term] / measured[term] <= 1.3, term
+        assert 1.0 <= planned[term] / measured[term] <= most, term
 
 
 @pytest.mark.parametrize("longest", [2, 40, tiny.CONTEXT])
@@ -155,7 +158,7 @@ def test_no_term_of_a_tiny_model_is_planned_too_low(family: str, hidden: int) ->
     model = tiny.build(family, **width, **more)
     paged = PagedModel(model, families.check(model.config))
     rope.pin(model, tiny.CONTEXT)
-    limits = EngineConfig(max_batch_tokens=256, max_requests=64)
+    limits = EngineConfig(max_batch_tokens=256, max_requests=64, kernels="torch")
     measured = profiling.profile(
         paged,
         pick(paged.heads, paged.kinds, paged.device, "torch").attention,

@@ -1,5 +1,7 @@
 """All layers in one C++ call against the reference's operations, one after the other."""
 
+import itertools
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, get_args
 
@@ -8,8 +10,9 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from fairlead_kernels import cpu, reference
+from fairlead_kernels import cpu, library, reference
 from fairlead_kernels.attention import Heads, LayerSpec, RaggedRows
 from fairlead_kernels.layer import Activation, Layer, LayerOperations, Norm, Packed
 from fairlead_kernels.quantize import quantize
@@ -116,6 +119,31 @@ def by_reference(
     return x + change
 
 
+def by_chain(
+    operations: cpu.CpuOperations,
+    layers: Sequence[Layer],
+    x: Tensor,
+    cases: Sequence[Case],
+    places: Sequence[int],
+    specs: Sequence[LayerSpec],
+    ropes: Sequence[tuple[Tensor, Tensor]],
+    slab: int,
+) -> list[Tensor]:
+    """What the last layer returns, and each layer's cache. ``places``: by layer its case."""
+    caches = [(cases[g].key_cache.clone(), cases[g].value_cache.clone()) for g in places]
+    chain = operations.chain(cases[0].heads, layers, specs)
+    backend = operations.attention(cases[0].heads)
+    chain.bind(caches, places)
+    out = chain.run(
+        x.clone(),
+        [backend.plan(case.ragged) for case in cases],
+        [slots_of(case.ragged) for case in cases],
+        [ropes[g] for g in places],
+        slab,
+    )
+    return [out, *itertools.chain.from_iterable(caches)]
+
+
 MANY: dict[str, Any] = {
     "rows": [(0, 150), (3, 120)],
     "group": 1,
@@ -130,7 +158,16 @@ MANY: dict[str, Any] = {
     "window": None,
     "dtype": torch.float32,
     "stored": torch.float32,
+    "slab": 1024,
     "seed": 0,
+}
+# Decodes that are cut into parts, the last in a slab of its own kind, among prompts of which some
+# end where a slab does. A block of queries has 8 tokens here.
+SLABS: dict[str, Any] = MANY | {
+    "rows": [(700, 1), (0, 20), (600, 1), (3, 24), (9, 1), (0, 16)],
+    "group": 16,
+    "slab": 16,
+    "parallel": False,
 }
 
 
@@ -142,7 +179,7 @@ MANY: dict[str, Any] = {
         min_size=1,
         max_size=4,
     ),
-    group=st.integers(1, 3),
+    group=st.sampled_from([1, 2, 3, 32]),
     kv=st.integers(1, 2),
     dim=st.sampled_from([4, 16, 24]),
     width=st.sampled_from([20, 64]),
@@ -155,6 +192,7 @@ MANY: dict[str, Any] = {
     window=st.sampled_from([None, 7]),
     dtype=st.sampled_from([torch.float32, torch.float32, torch.bfloat16]),
     stored=st.sampled_from([torch.float32, torch.bfloat16, torch.int8]),
+    slab=st.integers(1, 60),
     seed=st.integers(0, 2**31),
 )
 # More tokens than a tile of a product holds.
@@ -162,6 +200,10 @@ MANY: dict[str, Any] = {
 @example(**MANY, gated=False)
 @example(**MANY | {"stored": torch.int8, "inner": 700}, gated=True)
 @example(**MANY | {"stored": torch.int8, "inner": 700}, gated=False)
+@example(**SLABS, gated=True)
+@example(**SLABS | {"parallel": True, "inner": 30, "window": 7}, gated=True)
+@example(**SLABS | {"extras": True, "window": 300, "dtype": torch.bfloat16}, gated=False)
+@example(**SLABS | {"stored": torch.int8, "extras": True, "inner": 700}, gated=True)
 def test_a_chain_of_layers_is_the_references_operations_in_turn(
     instruction_set: str,
     rows: list[tuple[int, int]],
@@ -178,6 +220,7 @@ def test_a_chain_of_layers_is_the_references_operations_in_turn(
     window: int | None,
     dtype: torch.dtype,
     stored: torch.dtype,
+    slab: int,
     seed: int,
 ) -> None:
     heads = Heads(group * kv, kv, dim, dim, dtype)
@@ -217,28 +260,113 @@ def test_a_chain_of_layers_is_the_references_operations_in_turn(
             )
             for _ in places
         ]
-        caches = [(cases[g].key_cache.clone(), cases[g].value_cache.clone()) for g in places]
         if isinstance(operations, cpu.CpuOperations):
-            chain = operations.chain(heads, layers, specs)
-            backend = operations.attention(heads)
-            chain.bind(caches, places)
-            out = chain.run(
-                x.clone(),
-                [backend.plan(case.ragged) for case in cases],
-                [slots_of(case.ragged) for case in cases],
-                [ropes[g] for g in places],
-            )
-        else:
-            out = x
-            for layer, g, cache, spec in zip(layers, places, caches, specs, strict=True):
-                out = by_reference(layer, out, cases[g], *cache, spec, ropes[g])
-        results.append((out, *(tensor for cache in caches for tensor in cache)))
+            results.append(by_chain(operations, layers, x, cases, places, specs, ropes, slab))
+            continue
+        out, caches = x, list[Tensor]()
+        for layer, g, spec in zip(layers, places, specs, strict=True):
+            keys, values = cases[g].key_cache.clone(), cases[g].value_cache.clone()
+            out = by_reference(layer, out, cases[g], keys, values, spec, ropes[g])
+            caches += [keys, values]
+        results.append([out, *caches])
     rounds = stored is torch.int8 and "+" in instruction_set
     scale = 1000 if dtype is torch.bfloat16 else 30 if rounds else 1
     for ours, theirs in zip(results[1], results[0], strict=True):
         torch.testing.assert_close(
             ours.float(), theirs.float(), atol=3e-5 * scale, rtol=1e-4 * scale, equal_nan=True
         )
+
+
+@every_product_set
+@settings(max_examples=100 if LONG_FORM else 10, deadline=None)
+@given(
+    rows=st.lists(
+        st.tuples(st.integers(0, 90), st.one_of(st.just(1), st.integers(1, 150))),
+        min_size=1,
+        max_size=4,
+    ),
+    slab=st.integers(1, 200),
+    group=st.sampled_from([1, 4, 16]),
+    window=st.sampled_from([None, 50]),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    stored=st.sampled_from([torch.float32, torch.bfloat16, torch.int8]),
+)
+def test_no_bit_depends_on_the_slabs_that_a_step_is_cut_into(
+    instruction_set: str,
+    rows: list[tuple[int, int]],
+    slab: int,
+    group: int,
+    window: int | None,
+    dtype: torch.dtype,
+    stored: torch.dtype,
+) -> None:
+    operations, heads = cpu.load(instruction_set), Heads(group, 1, 8, 8, dtype)
+    cases = [make_case(rows, window=w, heads=heads) for w in (None, window)]
+    tokens = cases[0].query.shape[0]
+    layers = [
+        random_layer(heads, 40, 64, "silu", False, operations, stored=stored) for _ in range(2)
+    ]
+    specs = [LayerSpec(0.3, window=w) for w in (None, window)]
+    rope = torch.randn(tokens, 8), torch.randn(tokens, 8)
+    step = torch.randn(tokens, 40), cases, (0, 1), specs, (rope, rope)
+    whole, cut = (by_chain(operations, layers, *step, n) for n in (tokens, slab))
+    for one, other in zip(whole, cut, strict=True):
+        assert torch.equal(one.view(torch.uint8), other.view(torch.uint8))
+
+
+@every_set
+@settings(max_examples=300 if LONG_FORM else 50, deadline=None)
+@given(
+    counts=st.lists(st.one_of(st.just(1), st.integers(1, 300)), min_size=1, max_size=9),
+    group=st.sampled_from([1, 3, 16, 128, 200]),
+    most=st.integers(1, 500),
+)
+def test_slabs_end_between_tasks_of_attention_and_are_no_larger_than_they_must_be(
+    instruction_set: str, counts: list[int], group: int, most: int
+) -> None:
+    heads = Heads(group, 1, 8, 8, torch.float32)
+    backend = cpu.load(instruction_set).attention(heads)
+    plan = backend.plan(make_case([(0, count) for count in counts], heads=heads).ragged)
+    ends = (library.Int * sum(counts))()
+    found = ends[: backend.library.slabs(backend.struct, plan.rows, most, ends)]
+    block = max(1, 128 // group)
+    starts = [0, *itertools.accumulate(counts)]
+    blocks = {n for a, b in itertools.pairwise(starts) for n in (*range(a, b, block), b)}
+    assert set(found) <= blocks
+    assert found[-1] == starts[-1]
+    sizes = [end - begin for begin, end in itertools.pairwise([0, *found])]
+    assert all(0 < size <= max(most, block) for size in sizes)
+    if most >= 2 * block:
+        assert len(found) <= -(-starts[-1] // (most - block))
+
+
+class Allocated(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch does not annotate it
+    """Remembers the bytes of new tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.sizes: list[int] = []
+
+    def __torch_dispatch__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func.overloadpacket.__name__ == "empty":
+            self.sizes.append(out.nbytes)
+        return out
+
+
+@every_set
+def test_a_chain_allocates_the_memory_of_its_largest_slab(instruction_set: str) -> None:
+    operations, heads = cpu.load(instruction_set), Heads(16, 1, 8, 8, torch.float32)
+    case = make_case([(0, 100)], heads=heads)
+    layer = random_layer(heads, 40, 200, "silu", False, operations)
+    chain, rope = operations.chain(heads, [layer], [LayerSpec(0.3)]), torch.randn(100, 8)
+    chain.bind([(case.key_cache, case.value_cache)], [0])
+    plan, slots = operations.attention(heads).plan(case.ragged), slots_of(case.ragged)
+    for slab, largest in ((100, 100), (60, 56), (8, 8), (1, 8)):
+        x = torch.randn(100, 40)
+        with Allocated() as allocated:
+            chain.run(x, [plan], [slots], [(rope, rope)], slab)
+        assert sum(allocated.sizes) == 4 * largest * (40 + 3 * 200)
 
 
 @every_set

@@ -72,6 +72,25 @@ def test_activations_and_logits_grow_with_their_limits_only() -> None:
     assert more["activations"] == base["activations"]
 
 
+def test_of_a_slab_the_kernels_of_a_cpu_keep_more_than_of_the_other_tokens_of_a_step() -> None:
+    kept, passing = 1024 + 2 * 128 + 8, 1024 + 3 * 4096
+    few = replace(CONFIG, dtype="float32")
+    assert planned(CPU, few)["activations"] == 4 * 512 * (kept + passing)
+    large = replace(few, max_batch_tokens=8192)
+    assert planned(CPU, large)["activations"] == 4 * (8192 * kept + 1024 * passing)
+    int8 = replace(large, quantization="int8")
+    digits = 1024 * (1024 // 2 + 32)
+    assert planned(CPU, int8)["activations"] == planned(CPU, large)["activations"] + 4 * digits
+
+
+def test_layers_that_a_cpus_kernels_may_not_know_are_planned_without_slabs() -> None:
+    unknown, groups = replace(SHAPE, slab_width=0), group_layers(SHAPE.windows)
+    large = replace(CONFIG, max_batch_tokens=16 * 512)
+    whole = terms_of(unknown, large, CPU, groups)["activations"]
+    assert whole == 16 * terms_of(unknown, CONFIG, CPU, groups)["activations"]
+    assert whole > planned(CPU, large)["activations"]
+
+
 def test_sampling_takes_a_histogram_and_16_bytes_a_logit_for_each_row_in_one_pass() -> None:
     rows = min(64, (1 << 26) // 32000)
     expected = rows * (32000 * 16 + (33 << 10)) + 64 * 32000 * 8
