@@ -187,7 +187,7 @@ class EngineConfig:
         unit="tokens",
         when=(
             "Lower for steadier inter-token latency, higher for prefill throughput; on a CPU "
-            "prompts beside decodes take 128 a step, more where many wait."
+            "prompts beside decodes take 96 a step, more where many wait."
         ),
         cr="scheduler.maxBatchTokens",
         low=1,

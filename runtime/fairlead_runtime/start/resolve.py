@@ -18,7 +18,7 @@ from fairlead_runtime.supported import without_effect
 
 # A prompt's tokens in a step that also decodes, on a CPU: there a decode step takes as long as
 # reading the weights, and so do some fixed number of prompt tokens, whatever the model's size.
-CPU_PREFILL_BESIDE_DECODES = 128
+CPU_PREFILL_BESIDE_DECODES = 96
 
 
 @dataclass(frozen=True, slots=True)
