@@ -19,6 +19,7 @@ from fairlead_kernels.attention import AttentionBackend, DecodeAttention
 from fairlead_kernels.backend import BackendChoice, pick
 from fairlead_kernels.quantize import Format
 from fairlead_runtime.config import EngineConfig
+from fairlead_runtime.device.batch import BatchBuilder
 from fairlead_runtime.device.decode_steps import DecodeSteps
 from fairlead_runtime.device.fusion import fuse, quantize_weights
 from fairlead_runtime.device.graphs import GraphCache
@@ -29,8 +30,8 @@ from fairlead_runtime.engine.isolate import Executor
 from fairlead_runtime.grammar.guides import Guides
 from fairlead_runtime.logprobs import TokenLogprobs
 from fairlead_runtime.models import families, rope, tiny
-from fairlead_runtime.request import FinishReason, Request, SamplingParams
-from fairlead_runtime.scheduling.plan import Finished, Limits, Result, Work
+from fairlead_runtime.request import FinishReason, Request, SamplingParams, Sequence
+from fairlead_runtime.scheduling.plan import Finished, Limits, Result, Row, Work
 from fairlead_runtime.scheduling.scheduler import Scheduler, SchedulerStats
 from fairlead_runtime.sizing.graphs import step_sizes
 from fairlead_runtime.sizing.groups import LayerGroup, group_layers
@@ -169,6 +170,22 @@ def paged(
         model = model.to(dtype)
     rope.pin(model, MAX_LEN)
     return PagedModel(model, families.check(model.config), fp8_cache=fp8_cache)
+
+
+def attend_once(model: PagedModel, attention: AttentionBackend, ids: torch.Tensor) -> torch.Tensor:
+    """Run one prompt int64 [T] on a cache of the model's ``heads``: its last logits [1,
+    vocabulary].
+    """
+    request = Request("a", tuple(ids.tolist()), SamplingParams(), max_tokens=1)
+    sequence, groups = Sequence(0, request, 0, ids.tolist()), group_layers(model.windows)
+    blocks = -(-len(ids) // 4)
+    tables = torch.randperm(blocks * len(groups)).view(len(groups), blocks)
+    sequence.tables = tables.tolist()
+    cache = CacheStorage(
+        groups, model.heads, units=tables.numel(), block_size=4, device=model.device
+    )
+    batch = BatchBuilder(groups, 4).build([Row(sequence, 0, len(ids), samples=True)])
+    return model.forward(batch, cache, attention)
 
 
 def attention_of(model: PagedModel) -> AttentionBackend:

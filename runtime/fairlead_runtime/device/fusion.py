@@ -9,18 +9,19 @@ A model in bfloat16 is recorded and compared in float32, one layer at a time wit
 widened: the comparison can then tell a wrong function from rounding. Its packed weights are the
 same bfloat16 values; its fused layers compute in float32, or in bfloat16 with a residual in float32
 (``LayerOperations.in_float32``), and between two runs of them hidden states are bfloat16 as
-elsewhere in the model. What is said of bfloat16 holds for float16.
+elsewhere in the model. What lies around them is recorded in float32, too, and a model without its
+own code (``whole_model``) is float32 from its embeddings to its logits. What is said of bfloat16
+holds for float16.
 
 Quantized weights are first rounded where they are, or come rounded from the checkpoint:
 transformers' code multiplies by what they stand for (``models/quantized.py``), fused layers by
 their own copy of the same numbers, so every comparison judges the kernels alone.
 """
 
-import itertools
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -56,8 +57,10 @@ from fairlead_runtime.device.layer_parts import (
     close,
     recognize,
 )
+from fairlead_runtime.device.packed_products import PackedProducts, pack_products
 from fairlead_runtime.device.paged_model import PagedModel, ProbePass, causal_attention
 from fairlead_runtime.device.whole_model import TOKENS
+from fairlead_runtime.device.widened import Widened
 from fairlead_runtime.heap import release_memory
 from fairlead_runtime.models.quantized import QuantizedEmbedding, QuantizedLinear
 
@@ -66,8 +69,8 @@ from fairlead_runtime.models.quantized import QuantizedEmbedding, QuantizedLinea
 class Fusion:
     """How many of a model's layers are fused; ``reason`` says why the others are not.
 
-    ``head``: the type of a packed head, which the model's other ends belong to; "" for none, for
-    which ``head_reason`` says why where all layers are fused.
+    ``head``: the type of a packed head, "" for none; ``head_reason``: why the model's own code
+    calls it where all layers are fused. ``others``: what else of that code is packed.
     """
 
     fused: int
@@ -77,6 +80,7 @@ class Fusion:
     head: str = ""
     head_reason: str = ""
     rounds: bool = False  # whether their products round what they multiply by these
+    others: PackedProducts = field(default_factory=PackedProducts)
 
     def __str__(self) -> str:
         why = f" ({self.reason})" if self.reason else ""
@@ -84,8 +88,9 @@ class Fusion:
         weights = f", {name} weights" if self.fused and self.stored is not torch.float32 else ""
         head = f", {self.head} head" if self.head else ""
         if self.head_reason:
-            head = f", head by the model's code ({self.head_reason})"
-        return f"fused {self.fused}/{self.layers} layers{why}{weights}{head}"
+            head = f"{head} in" if head else ", head by"
+            head += f" the model's code ({self.head_reason})"
+        return f"fused {self.fused}/{self.layers} layers{why}{weights}{self.others}{head}"
 
 
 class FusedLayer:
@@ -262,7 +267,7 @@ def quantize_weights(model: PagedModel, to: Format, *, head: bool = False) -> No
 
 
 def _quantize_layer(layer: nn.Module, recorded: "_Recorded", shared: set[int], to: Format) -> None:
-    widened = _Widened(layer)
+    widened = Widened(layer)
     try:
         parts = recognize(_recording(recorded)[0])
         found = {} if _shares(layer, shared) else {x.module: x.stored for x in parts.matrices}
@@ -312,7 +317,7 @@ def computed_in_float32(model: PagedModel) -> Iterator[None]:
 def _fitting(model: PagedModel) -> list[nn.Module]:
     layers, found = _decoder_layers(model) or [], list[nn.Module]()
     for layer, recorded in zip(layers, _record(model, layers), strict=True):
-        widened = _Widened(layer)
+        widened = Widened(layer)
         try:
             recognize(_recording(recorded)[0])
             found.append(layer)
@@ -329,19 +334,35 @@ def fuse(model: PagedModel, operations: LayerOperations | None) -> Fusion:
     are packed in the model's type, quantized ones as they are.
 
     The result of each fused layer, packed weights and all, is compared with the original's first;
-    a layer that differs keeps its own code and weights.
+    a layer that differs keeps its own code and weights. On CPUs what lies around the layers is
+    replaced, too, or the matrices that the model's own code multiplies by are packed.
     """
-    layers, total = _decoder_layers(model), len(model.windows)
     if operations is None:
-        return Fusion(0, total)
+        return Fusion(0, len(model.windows))
+    fusion, runs = _fuse_layers(model, operations)
+    if not isinstance(operations, CpuOperations):
+        return fusion
+    step = _ScratchPass(model.heads, model.device)
+    if fusion.fused == fusion.layers:
+        try:
+            whole = _fuse_ends(model, runs, operations, step)
+            return replace(fusion, head=whole.stored)
+        except DoesNotFitError as error:
+            fusion = replace(fusion, head_reason=str(error))
+    others = pack_products(model, operations, step)
+    return replace(fusion, head=others.head, others=others)
+
+
+def _fuse_layers(model: PagedModel, operations: LayerOperations) -> tuple[Fusion, list[FusedRun]]:
+    layers, total = _decoder_layers(model), len(model.windows)
     if layers is None:
-        return Fusion(0, total, "its decoder layers are not one list")
+        return Fusion(0, total, "its decoder layers are not one list"), []
     fused: list[FusedLayer] = []
     reasons: dict[str, int] = {}
     shared = _shared_parameters(model.model)
     for index, recorded in enumerate(_record(model, layers)):
         layer: FusedLayer | None = None
-        widened = _Widened(layers[index])
+        widened = Widened(layers[index])
         try:
             layer = _fused(layers[index], index, recorded, shared, model, operations)
         except DoesNotFitError as error:
@@ -359,36 +380,32 @@ def fuse(model: PagedModel, operations: LayerOperations | None) -> Fusion:
     reason = "; ".join(f"layer {index}: {text}" for text, index in reasons.items())
     stored = {layer.layer.qkv.data.dtype for layer in fused} or {model.heads.dtype}
     smallest = min(stored, key=lambda dtype: dtype.itemsize)
-    fusion = Fusion(
-        len(fused), total, reason, smallest, rounds=any(layer.rounds for layer in fused)
-    )
-    if len(fused) < total or not isinstance(operations, CpuOperations):
-        return fusion
-    try:
-        whole = _fuse_ends(model, layers, runs, operations)
-    except DoesNotFitError as error:
-        return replace(fusion, head_reason=str(error))
-    return replace(fusion, head=whole.stored)
+    rounds = any(layer.rounds for layer in fused)
+    return Fusion(len(fused), total, reason, smallest, rounds=rounds), runs
 
 
 def _fuse_ends(
-    model: PagedModel, layers: list[nn.Module], runs: list[FusedRun], operations: CpuOperations
+    model: PagedModel, runs: list[FusedRun], operations: CpuOperations, step: CachedPass
 ) -> whole_model.WholeModel:
     """Let what lies around the layers be computed by these operations, too, once it is proven to
     give the same logits. Raises DoesNotFitError.
     """
-    if model.heads.dtype is not torch.float32:
-        raise DoesNotFitError("the model is not in float32")
     if len(runs) != 1:
         raise DoesNotFitError("its layers differ in their sizes")
-    step = _ScratchPass(model.heads, model.device)
-    ends = whole_model.recognize(model, layers, step)
-    expected = whole_model.other_logits(model, step)
-    whole = whole_model.WholeModel(ends, runs[0], operations)
-    if not whole_model.agrees(model, whole, step, expected):
-        whole.restore()
-        raise DoesNotFitError("its packed head gives other logits")
-    whole.release()
+    layers = _decoder_layers(model) or []
+    widened = Widened(model.model)
+    try:
+        ends = whole_model.recognize(model, layers, step)
+        expected = whole_model.other_logits(model, step)
+        whole = whole_model.WholeModel(ends, runs[0], operations, model.heads.dtype)
+        same = whole_model.agrees(model, whole, step, expected)
+        if not same:
+            whole.restore(ends)
+    finally:
+        widened.narrow()
+    if not same:
+        raise DoesNotFitError("its packed ends give other logits")
+    ends.release()
     model.whole = whole
     model.packed += whole.packed
     return whole
@@ -413,26 +430,6 @@ def _runs(fused: Sequence[FusedLayer]) -> list[list[FusedLayer]]:
         else:
             runs.append([layer])
     return runs
-
-
-class _Widened:
-    """A layer whose weights and buffers of other types are float32 from now on, with the same
-    values: transformers' code computes in float32.
-    """
-
-    def __init__(self, layer: nn.Module) -> None:
-        # Weights that are mapped from a file take no memory beside the widened ones.
-        self._own: list[tuple[Tensor, Tensor]] = []
-        for tensor in itertools.chain(layer.parameters(), layer.buffers()):
-            if tensor.is_floating_point() and tensor.dtype is not torch.float32:
-                self._own.append((tensor, tensor.data))
-                tensor.data = tensor.data.float()
-
-    def narrow(self) -> None:
-        """Give them back what they had."""
-        for tensor, own in self._own:
-            tensor.data = own
-        self._own.clear()
 
 
 @dataclass(slots=True)
@@ -478,7 +475,8 @@ class _ScratchPass(CachedPass):
         return self._cached
 
     def attend_cached(self, _layer: int, query: Tensor, call: AttentionCall) -> Tensor:
-        return causal_attention(query, self._cached.keys[0], self._cached.values[0], call.scale)
+        keys, values = (x[0].to(query.dtype) for x in (self._cached.keys, self._cached.values))
+        return causal_attention(query, keys, values, call.scale)
 
 
 def _decoder_layers(model: PagedModel) -> list[nn.Module] | None:
@@ -534,10 +532,10 @@ def _in_float32(layer: nn.Module, dtype: torch.dtype) -> list[RemovableHandle]:
     """Hooks, after the recording ones, with which a layer of another type computes in float32:
     inputs and weights are widened before, weights and hidden states narrowed after.
     """
-    widened: list[_Widened] = []
+    widened: list[Widened] = []
 
     def widen(_module: nn.Module, inputs: tuple[Any, ...], arguments: dict[str, Any]) -> Any:
-        widened.append(_Widened(layer))
+        widened.append(Widened(layer))
         return _cast((inputs, arguments), dtype, torch.float32)
 
     def narrow(_module: nn.Module, _inputs: Any, output: Any) -> Any:

@@ -5,6 +5,10 @@ Owns the recognition of what lies around the decoder layers, by what it computes
 ``layer_parts``, and the pass of such a model. Of transformers' code only those rotary embeddings
 are still called that are not cosines of positions times known frequencies. A model that does
 anything else in between keeps its own code around its fused layers.
+
+All is recognized in float32. A model in another type has its weights widened meanwhile
+(``fusion``): what is kept of them is either the parameter, whose values are narrow again
+afterwards, or a vector in float32.
 """
 
 from collections.abc import Mapping, Sequence
@@ -62,31 +66,49 @@ class Call:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class Table:
+    """Rows that are added by position: those of a module's weights [M, width] from ``offset``
+    on.
+    """
+
+    weights: nn.Parameter
+    offset: int
+
+    @property
+    def rows(self) -> Tensor:
+        return self.weights.data[self.offset :]
+
+    def of(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Rows float32 [N, width], and where among them those of positions int64 [T] are."""
+        if self.weights.dtype is torch.float32:
+            return self.rows, positions
+        return self.rows[positions].float(), torch.arange(len(positions))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Ends:
     """What lies around a model's decoder layers.
 
     ``embedding``: its module, whose rows times ``factor`` are the hidden states, plus those of
-    ``positions`` [N, hidden] where there are some. ``ropes``: by layer the call that made its
-    rotary embedding, None without one. ``head`` multiplies what ``norm`` returns, scaled to the
-    logits, of which ``cap * tanh(logits / cap)`` is taken if it is not 0.
+    ``positions`` where there are some. ``ropes``: by layer the call that made its rotary embedding,
+    None without one. ``head`` multiplies what ``norm`` returns, scaled to the logits, of which
+    ``cap * tanh(logits / cap)`` is taken if it is not 0; ``tied``: its matrix is the embeddings'.
     """
 
     embedding: nn.Module
     factor: float
-    positions: Tensor | None
+    positions: Table | None
     ropes: Sequence[Call | None]
     norm: Norm
     head: Matrix
+    tied: bool
     cap: float
 
-    @property
-    def tied(self) -> bool:
-        """Whether the head's matrix is that of the embeddings."""
-        own, other = (
-            x.bits if isinstance(x, Quantized) else x
-            for x in (stored_rows(self.embedding), self.head.stored)
-        )
-        return own.data_ptr() == other.data_ptr()
+    def release(self) -> None:
+        """Take the head's weights, and embeddings that share them, out of the model's modules."""
+        modules = [self.head.module, *([self.embedding] if self.tied else [])]
+        for parameter in (x for module in modules for x in module.parameters(recurse=False)):
+            parameter.data = parameter.new_empty(0)
 
 
 class Layers(Protocol):
@@ -103,22 +125,32 @@ class Layers(Protocol):
 
 
 class WholeModel:
-    """``Whole`` in the C++ kernels. It takes the head's weights: they must be released, or
-    restored for the model's own code to compute with.
+    """``Whole`` in the C++ kernels, with a head stored as ``dtype`` unless it is quantized. It
+    takes the head's weights and keeps none: they must be released, or restored for the model's own
+    code to compute with.
     """
 
-    def __init__(self, ends: Ends, layers: Layers, operations: CpuOperations) -> None:
-        self._ends = ends
+    def __init__(
+        self,
+        ends: Ends,
+        layers: Layers,
+        operations: CpuOperations,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
         self._layers = layers
         self._operations = operations
+        self._norm = ends.norm
+        self._cap = ends.cap
+        self._table = ends.positions
         head = ends.head
         # A head is the largest matrix of most models: it is never held twice.
-        self._head = operations.pack([head.weight], factor=head.factor, releases=True)
-        self._plain = None if ends.tied else _plain_rows(ends.embedding)
+        self._head = operations.pack([head.weight], dtype=dtype, factor=head.factor, releases=True)
+        self._bias = head.bias
+        self._plain = None if ends.tied else _only_rows(ends.embedding)
         # The head's factor is not the embeddings'.
         self._factor = ends.factor / head.factor if ends.tied else ends.factor
         bias = () if head.bias is None else (head.bias,)
-        self.packed: tuple[Tensor, ...] = (*self._head.tensors, *bias)
+        self.packed: tuple[Tensor, ...] = (*self._head.tensors, *bias, *ends.norm.tensors)
         numbers = self._head.data.dtype
         self.stored = "int8" if numbers is torch.int8 else str(numbers).removeprefix("torch.")
         self.rounds = self._head.rounding > 0
@@ -134,9 +166,9 @@ class WholeModel:
         self._reads = [(*way, _frequencies(*way)) for way in different]
         self._places = [len(different) if way is None else different.index(way) for way in ways]
 
-    def restore(self) -> None:
+    def restore(self, ends: Ends) -> None:
         """Give the head, and embeddings that share it, their weights back."""
-        stored = self._ends.head.stored
+        stored = ends.head.stored
         numbers = stored.numbers if isinstance(stored, Quantized) else stored
         for part in row_parts(*numbers.shape):
             own = numbers[part]
@@ -145,29 +177,23 @@ class WholeModel:
             if not torch.equal(own, packed):
                 own.copy_(packed)
 
-    def release(self) -> None:
-        """Take the head's weights, and embeddings that share them, out of the model's modules."""
-        modules = [self._ends.head.module, *([self._ends.embedding] if self._ends.tied else [])]
-        for parameter in (x for module in modules for x in module.parameters(recurse=False)):
-            parameter.data = parameter.new_empty(0)
-
     def logits(self, ids: Tensor, positions: Tensor, current: CachedPass) -> Tensor:
-        normed, cap = self._normed(ids, positions, current), self._ends.cap
-        logits = self._operations.linear(normed, self._head, self._ends.head.bias)
+        normed, cap = self._normed(ids, positions, current), self._cap
+        logits = self._operations.linear(normed, self._head, self._bias)
         return logits.div_(cap).tanh_().mul_(cap) if cap else logits
 
     def likeliest(
         self, ids: Tensor, positions: Tensor, current: CachedPass
     ) -> tuple[Tensor, Tensor]:
         normed = self._normed(ids, positions, current)
-        return self._operations.likeliest(normed, self._head, self._ends.head.bias)
+        return self._operations.likeliest(normed, self._head, self._bias)
 
     def _normed(self, ids: Tensor, positions: Tensor, current: CachedPass) -> Tensor:
         """What the head multiplies: [S, hidden] of the tokens ``current.keep``."""
         x = self._embed(ids, positions)
         x = self._layers.compute(x, self._rotary(x, positions), current)
         kept = x if len(current.keep) == len(x) else x[current.keep]
-        return self._operations.norm(kept, self._ends.norm)[0]
+        return self._operations.norm(kept, self._norm)[0]
 
     def _rotary(self, hidden: Tensor, positions: Tensor) -> list[Rope]:
         """Each layer's cosines and sines, made once where several layers have the same."""
@@ -181,13 +207,13 @@ class WholeModel:
         return [ropes[place] for place in self._places]
 
     def _embed(self, ids: Tensor, positions: Tensor) -> Tensor:
-        table = None if self._ends.positions is None else (self._ends.positions, positions)
+        table = None if self._table is None else self._table.of(positions)
         if self._plain is None:
             return self._operations.embed(ids, self._head, self._factor, table)
-        x = self._plain[ids]
+        x = self._plain.data[ids].float()
         if self._factor != 1:
             x *= self._factor
-        return x if table is None else x.add_(table[0][positions])
+        return x if table is None else x.add_(table[0][table[1]])
 
 
 def _frequencies(call: Call, argument: RopeArgument) -> tuple[Tensor, float] | None:
@@ -200,7 +226,8 @@ def _frequencies(call: Call, argument: RopeArgument) -> tuple[Tensor, float] | N
     if len(whole) != 1 or whole[0].numel() != len(cos):
         return None
     positions = whole[0].flatten()
-    for frequencies in call.module.buffers(recurse=False):
+    for buffer in call.module.buffers(recurse=False):
+        frequencies = buffer.data
         if frequencies.shape != (cos.shape[1] // 2,) or frequencies.dtype is not torch.float32:
             continue
         plain = reference.angles(positions, frequencies)
@@ -248,13 +275,15 @@ def recognize(model: PagedModel, layers: Sequence[nn.Module], step: ForwardPass)
         raise DoesNotFitError("its head does not multiply what its last norm returns")
     product = _rows(heads[0].output)
     scaled, cap = _changed(model, logits, product)
+    embedding = model.model.get_input_embeddings()
     return Ends(
-        embedding=model.model.get_input_embeddings(),
+        embedding=embedding,
         factor=factor,
         positions=table,
         ropes=[_rotary(given, calls) for given in arguments],
         norm=norm,
         head=head.scaled(scaled),
+        tied=_place(stored_rows(embedding)) == _place(head.stored),
         cap=cap,
     )
 
@@ -266,10 +295,10 @@ def agrees(model: PagedModel, whole: WholeModel, step: CachedPass, expected: Ten
     """
     ids, positions = random_tokens(model, seed=1)
     same = partial(close, allowed=CLOSE_ROUNDED if whole.rounds else CLOSE)
-    largest, tokens = whole.likeliest(ids, positions, step)
-    best = expected.gather(1, tokens[:, None])[:, 0]
-    chosen = not whole.chooses or (same(best, expected.amax(1)) and same(largest, best))
-    return chosen and same(whole.logits(ids, positions, step), expected)
+    largest, chosen = whole.likeliest(ids, positions, step)
+    best = expected.gather(1, chosen[:, None])[:, 0]
+    greedy = not whole.chooses or (same(best, expected.amax(1)) and same(largest, best))
+    return greedy and same(whole.logits(ids, positions, step), expected)
 
 
 def other_logits(model: PagedModel, step: ForwardPass) -> Tensor:
@@ -332,6 +361,10 @@ def _record(
     return calls, (begin[0], end[0]), arguments, logits
 
 
+def _place(weight: Tensor | Quantized) -> int:
+    return (weight.bits if isinstance(weight, Quantized) else weight).data_ptr()
+
+
 def _rows(x: Tensor) -> Tensor:
     return x.reshape(-1, x.shape[-1])
 
@@ -340,11 +373,11 @@ def stored_rows(module: nn.Module) -> Tensor | Quantized:
     """The only weights of an embedding [N, hidden]."""
     if isinstance(module, QuantizedEmbedding):
         return module.weight
-    return _plain_rows(module)
+    return _only_rows(module).data
 
 
-def _plain_rows(module: nn.Module) -> Tensor:
-    weights = [parameter.data for parameter in module.parameters(recurse=False)]
+def _only_rows(module: nn.Module) -> nn.Parameter:
+    weights = list(module.parameters(recurse=False))
     if len(weights) != 1 or weights[0].dim() != 2:
         raise DoesNotFitError(f"its embedding {type(module).__name__} has other weights than rows")
     return weights[0]
@@ -352,29 +385,29 @@ def _plain_rows(module: nn.Module) -> Tensor:
 
 def _embedding(
     model: PagedModel, calls: Sequence[Call], ids: Tensor, positions: Tensor, hidden: Tensor
-) -> tuple[float, Tensor | None]:
+) -> tuple[float, Table | None]:
     """How hidden states [T, width] come from the embeddings: their factor, and the table of
-    positions [N, width] that is added.
+    positions that is added.
     """
     stored = stored_rows(model.model.get_input_embeddings())
     rows = stored.rows(ids).dequantize() if isinstance(stored, Quantized) else stored[ids]
-    tables: list[Tensor | None] = [None]
+    tables: list[Table | None] = [None]
     for call in calls:
-        own = [x.data for x in call.module.parameters(recurse=False)]
+        own = list(call.module.parameters(recurse=False))
         if len(own) != 1 or own[0].dim() != 2 or not isinstance(call.output, Tensor):
             continue
         tables += [
-            own[0][offset:]
+            Table(own[0], offset)
             for offset in OFFSETS
             if own[0].shape[1] == hidden.shape[1]
             and int(positions.max()) + offset < len(own[0])
-            and torch.equal(own[0][offset:][positions], _rows(call.output))
+            and torch.equal(own[0].data[offset:][positions], _rows(call.output))
         ]
     for table in tables:
-        rest = hidden if table is None else hidden - table[positions]
+        rest = hidden if table is None else hidden - table.rows[positions]
         factor = factor_of(rest, torch.zeros_like(rest), rows)
         if factor:
-            return _exact(factor, rest, rows), table
+            return exact(factor, rest, rows), table
     raise DoesNotFitError("its layers do not begin with its embeddings")
 
 
@@ -392,7 +425,7 @@ def _changed(model: PagedModel, logits: Tensor, product: Tensor) -> tuple[float,
     raise DoesNotFitError("its logits are no multiple of what its head returns, nor capped")
 
 
-def _exact(factor: float, product: Tensor, rows: Tensor) -> float:
+def exact(factor: float, product: Tensor, rows: Tensor) -> float:
     """The factor, known to six digits, to the last one where that gives this product."""
     at = rows.abs().argmax()
     ratio = product.flatten()[at] / rows.flatten()[at]

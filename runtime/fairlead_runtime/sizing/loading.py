@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from fairlead_runtime.config import EngineConfig
 from fairlead_runtime.sizing.shape import ModelShape
-from fairlead_runtime.sizing.terms import PROCESS, bytes_of, fuses_on_cpu, weights
+from fairlead_runtime.sizing.terms import PROCESS, bytes_of, packs_on_cpu, weights
 
 # Rows of logits in float32, in which comparisons keep what is expected, with plain and with
 # quantized weights, what the kernels give, and differences in float64.
@@ -38,19 +38,23 @@ def loading_bytes(shape: ModelShape, config: EngineConfig, kind: str) -> int:
 def _beside(shape: ModelShape, config: EngineConfig, *, rounds: bool) -> int:
     """Bytes beside the loaded weights: of the layer that is quantized or packed, in float32 too
     where the model is in another type, and of the head that is quantized; of experts, which
-    transformers joins to one matrix for each layer, in two steps.
+    transformers joins to one matrix for each layer, in two steps; and in float32 of embeddings and
+    head, of another type, while the head is packed.
     """
     element, layer = bytes_of(shape, config), shape.largest_layer
+    packs = packs_on_cpu(shape, config)
+    ends = 4 * shape.vocab * shape.hidden if packs and element < 4 else 0
     if shape.experts:
-        return 2 * layer * element
-    if not fuses_on_cpu(shape, config):
+        return max(2 * layer * element, ends)
+    if not packs:
         return 0
+    ends *= 1 if shape.tied else 2
     # Rows of queries, keys and values may be packed in another order.
     widened = layer if element < 4 else 0
     ordered = (shape.heads + 2 * shape.kv_heads) * shape.head_dim * shape.hidden
     if not rounds:
         packed = 1 if shape.quantized else element
-        return 4 * widened + packed * layer + (1 if shape.quantized else 4) * ordered
+        return max(4 * widened + packed * layer + (1 if shape.quantized else 4) * ordered, ends)
     # By the time the head is rounded the layers take a quarter of what they were loaded with.
     head = shape.vocab * shape.hidden - 3 * shape.layer_matrices if element == 4 else 0
-    return max(4 * widened + layer, head) + PARTS
+    return max(4 * widened + layer, head, ends) + PARTS

@@ -74,23 +74,23 @@ def terms_of(
     # Experts also keep copies of the hidden states, which are not split.
     inside = shape.mlp_width if shape.experts else split(shape.mlp_width, tp)
     width = 4 * shape.hidden + rotary + max(3 * queries + 4 * keys, inside)
-    # The C++ kernels compute layers without experts in float32, beside hidden states and rotary
-    # tables of the model's type. They have no fp8 cache.
-    fused = cpu and fuses_on_cpu(shape, config)
+    # The C++ kernels compute layers without experts in float32. They have no fp8 cache.
+    packed = cpu and packs_on_cpu(shape, config)
+    fused = packed and not shape.experts
     layer = 4 if fused else element
-    given = (shape.hidden + rotary) * element if layer != element else 0
     # Logits that come from all ranks are there in parts, too, before they are joined.
     copies = shape.logit_copies if tp == 1 else max(3, shape.logit_copies)
-    head = 2 * shape.hidden + copies * shape.vocab
+    # The kernels' head takes and gives float32.
+    head = (2 * shape.hidden + copies * shape.vocab) * (4 if packed else element)
     table_entries = len(groups) * rows * -(-longest // config.block_size)
     sampler_rows = min(rows, max(1, SAMPLER_CHUNK[device.kind] // shape.vocab))
     terms = {
         "weights": weights(shape, config, tp, device.kind),
-        "activations": _in_slabs(shape, config, tokens, rotary, element)
+        "activations": _in_slabs(shape, config, tokens, rotary)
         if fused and shape.slab_width
-        else tokens * (width * layer + given) + _widened(shape, config, device.kind) * element,
+        else tokens * width * layer + _widened(shape, config, device.kind) * element,
         "attention": _attention(shape, config, groups, element),
-        "logits": rows * max(width * layer, head * element),
+        "logits": rows * max(width * layer, head),
         "sampling": sampler_rows * (shape.vocab * SAMPLING_BYTES + HISTOGRAM)
         + rows * shape.vocab * 8,
         "graphs": 0,
@@ -112,9 +112,7 @@ def terms_of(
     return terms | host if cpu else terms
 
 
-def _in_slabs(
-    shape: ModelShape, config: EngineConfig, tokens: int, rotary: int, element: int
-) -> int:
+def _in_slabs(shape: ModelShape, config: EngineConfig, tokens: int, rotary: int) -> int:
     """Bytes of activations of a model whose layers the C++ kernels compute, in float32: of all
     tokens hidden states, rotary tables and indices, of a slab's the rest.
     """
@@ -122,12 +120,7 @@ def _in_slabs(
     slab = min(tokens, SLAB)
     digits = shape.hidden // 2 + DIGITS_HEAD if config.quantization == "int8" else 0
     whole = tokens * (shape.hidden + rotary + TOKEN_INDICES) + slab * (width + digits)
-    if element == 4:
-        return 4 * whole
-    # The model's own code has embeddings, with those of positions, hidden states and tables of its
-    # type, and computes the last norm.
-    norm = tokens * (4 * shape.hidden + rotary)
-    return 4 * max(whole, norm) + tokens * (3 * shape.hidden + rotary) * element
+    return 4 * whole
 
 
 def decode_state(shape: ModelShape, config: EngineConfig, groups: Sequence[LayerGroup]) -> int:
@@ -218,10 +211,13 @@ def cache_bytes_of(shape: ModelShape, config: EngineConfig) -> int:
     return 1 if config.fp8_cache else bytes_of(shape, config)
 
 
-def fuses_on_cpu(shape: ModelShape, config: EngineConfig) -> bool:
-    """Whether a CPU's kernels compute the layers, where they are built and the layers fit."""
+def packs_on_cpu(shape: ModelShape, config: EngineConfig) -> bool:
+    """Whether a CPU's kernels multiply by the head, and compute layers without experts, where they
+    are built and these fit.
+    """
     plain = config.kernels != "torch" and not config.fp8_cache
-    return plain and not shape.experts and config.tensor_parallel == 1
+    half = dtype_of(shape, config) == "float16"
+    return plain and not half and config.tensor_parallel == 1
 
 
 def weights(shape: ModelShape, config: EngineConfig, tp: int, kind: str) -> int:
@@ -231,7 +227,7 @@ def weights(shape: ModelShape, config: EngineConfig, tp: int, kind: str) -> int:
     on each.
     """
     element = bytes_of(shape, config)
-    if kind == "cpu" and element == 4 and tp == 1 and fuses_on_cpu(shape, config):
+    if kind == "cpu" and tp == 1 and packs_on_cpu(shape, config):
         return _packed_weights(shape, config, element)
     if config.quantization != "none":
         # One byte each and a float32 scale per row.
@@ -245,14 +241,14 @@ def weights(shape: ModelShape, config: EngineConfig, tp: int, kind: str) -> int:
 
 def _packed_weights(shape: ModelShape, config: EngineConfig, element: int) -> int:
     """Bytes of the weights in the C++ kernels for CPUs: the head has rows to a whole panel. int8,
-    unless a checkpoint brings it, is the head's type, too.
+    unless a checkpoint brings it, is in float32 the head's type, too.
     """
     rows = split(shape.vocab, PANEL) * PANEL
     plain = (shape.parameters + (rows - shape.vocab) * shape.hidden) * element
     if config.quantization == "none":
         return plain
     matrices, channels = shape.layer_matrices, shape.layer_channels
-    if not shape.quantized:
+    if not shape.quantized and element == 4:
         matrices, channels = matrices + rows * shape.hidden, channels + shape.vocab
     return plain - matrices * (element - 1) + 4 * channels
 

@@ -79,9 +79,14 @@ def test_planned_and_measured_blocks_differ_by_at_most_2_percent(
     assert abs(drift) <= 2, f"{planned.num_blocks} planned, {measured.num_blocks} measured"
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2"])
-def test_int8_weights_are_planned_and_measured_alike(family: str, tmp_path: Path, pod: Pod) -> None:
-    model = tiny.save(tiny.build(family), tmp_path / "int8")
+@pytest.mark.parametrize(
+    ("family", "dtype"),
+    [("llama", torch.float32), ("gpt2", torch.float32), ("llama", torch.bfloat16)],
+)
+def test_int8_weights_are_planned_and_measured_alike(
+    family: str, dtype: torch.dtype, tmp_path: Path, pod: Pod
+) -> None:
+    model = tiny.save(tiny.build(family).to(dtype), tmp_path / "int8")
     scheduler = {"maxBatchTokens": 256, "maxRequests": 16}
     plain, rounded = (
         pod.resource("2Gi", scheduler=scheduler, engine={"quantization": method})
@@ -112,15 +117,40 @@ def test_bfloat16_weights_are_planned_and_measured_alike(
     planned = plan_of(config_of(model), own)
     with caplog.at_level("INFO"):
         measured = pod.start(model, own.engine, 2 * GIB).plan
-    assert re.search(r"kernels: .*fused (\d)/\1 layers, bfloat16 weights", caplog.text)
+    assert re.search(
+        r"kernels: .*fused (\d)/\1 layers, bfloat16 weights, bfloat16 head", caplog.text
+    )
     weights = planned.terms["weights"]
     assert abs(measured.terms["weights"] - weights) <= 0.02 * weights
     in_float32 = plan_of(config_of(model), wide).terms["weights"]
-    assert 0 <= in_float32 - 2 * weights < 4 * 32 * 256  # its head has rows to a whole panel
+    assert in_float32 == 2 * weights
     for term in ("activations", "logits"):
         assert planned.terms[term] >= measured.terms[term], term
     drift = 100 * (measured.num_blocks - planned.num_blocks) / planned.num_blocks
     assert abs(drift) <= 2, f"{planned.num_blocks} planned, {measured.num_blocks} measured"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("family", "tied"), [("olmo2", True), ("mixtral", False)])
+def test_packed_weights_of_layers_that_do_not_fuse_are_planned_and_measured_alike(
+    family: str,
+    tied: bool,
+    dtype: torch.dtype,
+    tmp_path: Path,
+    pod: Pod,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    built = tiny.build(family, tie_word_embeddings=tied, vocab_size=1000).to(dtype)
+    model = tiny.save(built, tmp_path / "unfused")
+    idep = pod.resource("2Gi", scheduler={"maxBatchTokens": 256, "maxRequests": 16})
+    planned = plan_of(config_of(model), idep)
+    with caplog.at_level("INFO"):
+        measured = pod.start(model, idep.engine, 2 * GIB).plan
+    name = str(dtype).removeprefix("torch.")
+    assert re.search(rf"kernels: .*fused 0/3 layers \(.*\).*, {name} head", caplog.text)
+    weights = planned.terms["weights"]
+    assert abs(measured.terms["weights"] - weights) <= 0.001 * weights
+    assert planned.terms["logits"] >= measured.terms["logits"]
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2"])

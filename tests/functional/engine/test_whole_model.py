@@ -1,10 +1,12 @@
 """Models of which no code of their own runs: what lies around their decoder layers."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.multiprocessing import reductions
 
 from fairlead_kernels.backend import pick
 from fairlead_kernels.not_available import NotAvailableError
@@ -15,7 +17,7 @@ from fairlead_runtime.device.fusion import fuse, quantize_weights
 from fairlead_runtime.device.paged_model import PagedModel
 from fairlead_runtime.models import tiny
 from fairlead_runtime.models.quantized import QuantizedEmbedding, QuantizedLinear
-from support.engine_rig import paged
+from support.engine_rig import attend_once, paged
 from support.full import LONG_FORM
 
 PROMPTS: list[dict[str, list[int]]] = [
@@ -24,6 +26,9 @@ PROMPTS: list[dict[str, list[int]]] = [
 # A table of positions, a cap of the logits, a factor of them, a head of its own with a bias, two
 # rotary embeddings and a scaled embedding.
 FORMS = ("llama", "gpt2", "gemma2", "cohere", "phi", "gemma3_text")
+
+
+weak_storage: Any = reductions.StorageWeakRef  # torch does not annotate it
 
 
 def kernels_of(model: PagedModel) -> tuple[Any, Any]:
@@ -57,15 +62,67 @@ def test_a_head_in_int8_and_embeddings_that_share_it_are_those_of_transformers(
     assert model.weight_bytes < (0.6 if tied else 0.75) * size
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("tied", [True, False])
-def test_the_head_takes_the_place_of_the_loaded_one(tied: bool) -> None:
-    model = paged("llama", tie_word_embeddings=tied)
+def test_the_head_takes_the_place_of_the_loaded_one(tied: bool, dtype: torch.dtype) -> None:
+    model = paged("llama", dtype=dtype, tie_word_embeddings=tied)
     _, operations = kernels_of(model)
-    assert fuse(model, operations).head == "float32"
     head: Any = model.model.get_output_embeddings()
     embedding: Any = model.model.get_input_embeddings()
+    loaded = weak_storage(head.weight.untyped_storage())
+    rows = embedding.weight.data.clone()
+    assert fuse(model, operations).head == str(dtype).removeprefix("torch.")
     assert head.weight.numel() == 0
-    assert (embedding.weight.numel() == 0) == tied
+    if tied:
+        assert embedding.weight.numel() == 0
+    else:
+        assert torch.equal(embedding.weight, rows)
+    assert embedding.weight.dtype is dtype
+    assert loaded.expired(), "its memory is free"
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("family", tiny.FAMILIES if LONG_FORM else FORMS)
+def test_a_model_in_bfloat16_computes_in_float32_from_its_embeddings_to_its_logits(
+    family: str, tied: bool
+) -> None:
+    settings: dict[str, Any] = {"tie_word_embeddings": tied}
+    model, wide = (paged(family, bfloat16=True, **settings) for _ in range(2))
+    attention, operations = kernels_of(model)
+    parameters = list(model.model.parameters())
+    vectors = sum(p.numel() for p in parameters if p.dim() == 1)
+    expected, size = selftest.Expected.of(model, 512), model.weight_bytes
+    fused = fuse(model, operations)
+    if fused.fused < fused.layers:
+        pytest.skip(f"{family}: not all of its layers are fused")
+    count = fused.layers
+    assert str(fused) == f"fused {count}/{count} layers, bfloat16 weights, bfloat16 head"
+    assert all(p.dtype is torch.bfloat16 for p in parameters)
+    # Vectors in float32, the last norm's also as the model has it; the head's rows to a whole
+    # panel, and a factor for each.
+    width: int = model.model.config.get_text_config().hidden_size
+    more = model.weight_bytes - size
+    assert more <= 2 * (vectors + 2 * width + 31 * width) + 4 * model.logits_width
+    # transformers' own logits are rounded after every operation.
+    assert 0 < selftest.check(model, attention, expected).delta < 0.2
+
+    model.heads = replace(model.heads, dtype=torch.float32)  # a cache that rounds nothing
+    wide.model.float()
+    ids = torch.arange(40) * 37 % model.vocabulary
+    got = attend_once(model, attention, ids)
+    with torch.inference_mode(), wide.plain() as plain:
+        want = plain(input_ids=ids[None], use_cache=False).logits[0, -1:]
+    assert got.dtype is torch.float32
+    torch.testing.assert_close(got, want, rtol=0, atol=1e-4 * float(want.std()))
+
+
+def test_ends_in_bfloat16_that_do_not_fit_stay_as_they_are() -> None:
+    model, plain = (paged("llama", bfloat16=True) for _ in range(2))
+    assert "its norm" in breaks(model, "norm")
+    for name in ("model.embed_tokens.weight", "model.norm.weight"):
+        ours, theirs = model.model.get_parameter(name), plain.model.get_parameter(name)
+        assert ours.dtype is torch.bfloat16
+        assert torch.equal(ours, theirs)
 
 
 def breaks(model: PagedModel, change: str) -> str:
@@ -109,11 +166,11 @@ def test_a_pass_that_differs_is_not_taken(
     if quantized:
         quantize_weights(model, "int8", head=True)
     expected = selftest.Expected.of(model, 512)
-    monkeypatch.setattr(whole_model, "_exact", lambda *_: 2.0)
+    monkeypatch.setattr(whole_model, "exact", lambda *_: 2.0)
     fused = fuse(model, operations)
-    assert str(fused).endswith(", head by the model's code (its packed head gives other logits)"), (
-        "which has its weights again"
-    )
+    # Rows of tied embeddings, too, would be served with that factor.
+    where = "head by" if quantized or tied else "float32 head in"
+    assert str(fused).endswith(f", {where} the model's code (its packed ends give other logits)")
     allowed = 2e-3 if fused.rounds else 1e-4
     assert selftest.check(model, attention, expected, allowed).delta < allowed
 
@@ -129,10 +186,11 @@ def generated(llm: LLM, **params: Any) -> list[list[int]]:
     return [one.outputs[0].token_ids for one in llm.generate(PROMPTS, sampling, use_tqdm=False)]
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_greedy_steps_make_no_logits_and_choose_the_same_tokens(
-    tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+    dtype: torch.dtype, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder = tiny.save(tiny.build("llama"), tmp_path / "model")
+    folder = tiny.save(tiny.build("llama").to(dtype), tmp_path / "model")
     with LLM(str(folder), max_requests=4) as llm:
         if model_of(llm).whole is None:
             pytest.skip("no C++ kernels")

@@ -58,9 +58,17 @@ def test_layers_are_rounded_beside_plain_weights_and_so_is_a_large_head() -> Non
     assert beside(shape_of("bfloat16"), 2, quantization="int8") == 5 * LAYER + PARTS
     wide = shape_of("float32", vocab_size=320_000)
     assert beside(wide, 4, quantization="int8") == 100 * HEAD - 3 * 2 * LAYER + PARTS
-    assert beside(shape_of("bfloat16", vocab_size=320_000), 2, quantization="int8") == (
-        5 * LAYER + PARTS
+    half = shape_of("bfloat16", vocab_size=320_000)
+    assert beside(half, 2, quantization="int8") == 4 * 100 * HEAD + PARTS
+
+
+def test_a_large_head_in_bfloat16_is_widened_with_the_embeddings() -> None:
+    tied, own = (
+        shape_of("bfloat16", vocab_size=320_000, tie_word_embeddings=tied) for tied in (True, False)
     )
+    assert beside(tied, 2) == 4 * 100 * HEAD
+    assert beside(own, 2) == 2 * 4 * 100 * HEAD
+    assert beside(own, 2, kernels="torch") == 0
 
 
 def test_an_accelerator_holds_plain_weights_until_they_are_rounded() -> None:

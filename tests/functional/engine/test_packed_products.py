@@ -1,0 +1,190 @@
+"""Matrices of a model's own code on packed weights: which are, what they give, and what is not."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing import reductions
+
+from fairlead_kernels.backend import pick
+from fairlead_kernels.cpu import CpuOperations
+from fairlead_kernels.layer import Packed
+from fairlead_kernels.not_available import NotAvailableError
+from fairlead_runtime.device import selftest
+from fairlead_runtime.device.fusion import fuse
+from fairlead_runtime.device.packed_products import SMALLEST
+from fairlead_runtime.device.paged_model import PagedModel
+from support.engine_rig import paged
+from support.full import LONG_FORM
+
+# Families that do not fuse, without experts, with them, and with a scaled head.
+FAMILIES = ("olmo2", "mixtral", "granitemoe")
+MORE = (
+    *("olmo", "olmo3", "exaone4", "gpt_oss", "hunyuan_v1_dense", "apertus", "qwen3_moe"),
+    *("qwen2_moe", "phimoe", "olmoe"),
+)
+
+
+weak_storage: Any = reductions.StorageWeakRef  # torch does not annotate it
+
+
+def kernels_of(model: PagedModel) -> tuple[Any, Any]:
+    try:
+        choice = pick(model.heads, model.kinds, model.device, "cpu")
+    except NotAvailableError as error:
+        pytest.skip(str(error))
+    return choice.attention, choice.operations
+
+
+def unfused(family: str, **settings: Any) -> PagedModel:
+    """A model whose layers have an activation that does not fit."""
+    model = paged(family, **settings)
+    for module in model.model.modules():
+        for name in ("act_fn", "act"):
+            if isinstance(getattr(module, name, None), nn.Module):
+                setattr(module, name, nn.Tanh())
+    return model
+
+
+def large(model: PagedModel) -> dict[str, nn.Module]:
+    """The modules with a large matrix but for embeddings."""
+    embedding = model.model.get_input_embeddings()
+    return {
+        name: module
+        for name, module in model.model.named_modules()
+        if module is not embedding
+        and any(p.dim() == 2 and p.numel() >= SMALLEST for p in module.parameters(recurse=False))
+    }
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("family", (*FAMILIES, *MORE) if LONG_FORM else FAMILIES)
+def test_linear_layers_and_the_head_are_packed_and_replace_the_loaded_ones(
+    family: str, tied: bool
+) -> None:
+    model = paged(family, tie_word_embeddings=tied)
+    attention, operations = kernels_of(model)
+    expected, size = selftest.Expected.of(model, 512), model.weight_bytes
+    modules = large(model)
+    loaded = [
+        weak_storage(p.untyped_storage())
+        for module in modules.values()
+        for p in module.parameters(recurse=False)
+        if p.dim() == 2
+    ]
+    fused = fuse(model, operations)
+    assert fused.others.matrices == len(modules) - 1
+    assert str(fused).endswith(f"), {len(modules) - 1} other matrices packed, float32 head")
+    for name, module in modules.items():
+        assert all(p.numel() == 0 for p in module.parameters(recurse=False) if p.dim() != 1), name
+    embedding: Any = model.model.get_input_embeddings()
+    assert (embedding.weight.numel() == 0) == tied
+    assert all(storage.expired() for storage in loaded), "their memory is free"
+    # The head's rows to a whole panel; the others have one.
+    assert 0 <= model.weight_bytes - size <= 4 * 31 * embedding.weight.shape[-1] + 4 * 31 * 64
+    assert selftest.check(model, attention, expected).delta < 1e-4
+
+
+@pytest.mark.parametrize("family", ["gpt2", "gemma3_text", "qwen2"])
+def test_matrices_stored_transposed_scaled_embeddings_and_biases_are_packed_too(
+    family: str,
+) -> None:
+    model = unfused(family, tie_word_embeddings=True)
+    attention, operations = kernels_of(model)
+    expected, count = selftest.Expected.of(model, 512), len(large(model))
+    fused = fuse(model, operations)
+    assert fused.fused == 0
+    # The table of positions is no matrix.
+    assert fused.others.matrices == count - (2 if family == "gpt2" else 1)
+    assert fused.head == "float32"
+    embedding: Any = model.model.get_input_embeddings()
+    assert embedding.weight.numel() == 0
+    assert selftest.check(model, attention, expected).delta < 1e-4
+
+
+@pytest.mark.parametrize("family", ["olmo2", "gpt2"])
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda w, out: out + 0 * w[0, 0], "its code reads weights itself: IndexError"),
+        (
+            lambda w, out: out + w.square().sum() * out.sin(),
+            "its code gives other logits with them",
+        ),
+    ],
+)
+def test_a_model_whose_code_reads_weights_itself_gets_them_back(
+    family: str, change: Callable[[Tensor, Tensor], Tensor], reason: str
+) -> None:
+    model = unfused(family)
+    attention, operations = kernels_of(model)
+    inner: Any = model.model.model if family == "olmo2" else model.model.transformer
+    layer = (inner.layers if family == "olmo2" else inner.h)[1]
+    read = layer.mlp.up_proj if family == "olmo2" else layer.mlp.c_fc
+    forward = layer.mlp.forward
+    layer.mlp.forward = lambda x: change(read.weight, forward(x))
+    expected, size = selftest.Expected.of(model, 512), model.weight_bytes
+    before = {name: p.data.clone() for name, p in model.model.named_parameters()}
+    fused = fuse(model, operations)
+    assert fused.fused == 0
+    assert f"), no other matrices packed ({reason})" in str(fused)
+    assert not fused.head
+    assert not model.packed
+    assert model.weight_bytes == size
+    for name, parameter in model.model.named_parameters():
+        assert torch.equal(parameter, before[name]), name
+    assert selftest.check(model, attention, expected).delta < 1e-5
+
+
+def test_modules_that_are_no_product_or_share_it_stay_as_they_are() -> None:
+    model = paged("olmo2")
+    attention, operations = kernels_of(model)
+    layers: Any = model.model.model
+    first, second = layers.layers[0], layers.layers[1]
+    first.mlp.down_proj.register_forward_hook(lambda _m, _i, out: out.sin())
+    second.mlp.up_proj.weight = second.mlp.gate_proj.weight
+    kept = (first.mlp.down_proj, second.mlp.up_proj, second.mlp.gate_proj)
+    expected, count = selftest.Expected.of(model, 512), len(large(model))
+    fused = fuse(model, operations)
+    assert fused.others.matrices == count - 1 - len(kept)
+    assert all(module.weight.numel() for module in kept)
+    assert selftest.check(model, attention, expected).delta < 1e-4
+
+
+def test_a_matrix_whose_packed_product_differs_stays_as_it_is(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = unfused("qwen2")
+    attention, operations = kernels_of(model)
+    linear = CpuOperations.linear
+
+    def without_bias(self: CpuOperations, x: Tensor, weight: Packed, _: Any = None) -> Tensor:
+        return linear(self, x, weight)
+
+    monkeypatch.setattr(CpuOperations, "linear", without_bias)
+    biased = sum(getattr(module, "bias", None) is not None for module in large(model).values())
+    expected, count = selftest.Expected.of(model, 512), len(large(model))
+    fused = fuse(model, operations)
+    assert biased
+    assert fused.others.matrices == count - 1 - biased
+    assert selftest.check(model, attention, expected).delta < 1e-4
+
+
+def test_one_matrix_at_a_time_is_held_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = paged("olmo2")
+    _, operations = kernels_of(model)
+    largest = max(4 * p.numel() for p in model.model.parameters())
+    pack, made, before, peaks = CpuOperations.pack, list[Packed](), model.weight_bytes, list[int]()
+
+    def watched(self: CpuOperations, *weights: Any, **how: Any) -> Packed:
+        made.append(pack(self, *weights, **how))
+        held = sum(p.nbytes for p in model.model.parameters()) + sum(x.nbytes for x in made)
+        peaks.append(held - before)
+        return made[-1]
+
+    monkeypatch.setattr(CpuOperations, "pack", watched)
+    fuse(model, operations)
+    assert made
+    assert 0 < max(peaks) <= largest + 4 * 31 * 64
