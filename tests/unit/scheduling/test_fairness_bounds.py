@@ -130,7 +130,7 @@ class Run:
         start of a more urgent request: the bounds hold among requests of one priority, and under
         ``fair`` from when the blocked one's tenant has its turn.
         """
-        if plan.preempted or self.starts_more_urgent(plan):
+        if plan.preempted or self.starts_more_urgent(plan, waiting):
             self.blocked.clear()
             self.stopped.clear()
             return
@@ -163,19 +163,20 @@ class Run:
             return left
         return min(left, max(0, self.beside - sum(prompts)))
 
-    def starts_more_urgent(self, plan: Plan) -> bool:
-        """Whether this step admits a request of a lower priority number than the blocked one's,
-        or of another tenant that had less service.
+    def starts_more_urgent(self, plan: Plan, waiting: list[Sequence]) -> bool:
+        """Whether this step admits a request of a lower priority number than a blocked one's, or of
+        another tenant that had less service. One that was blocked before is still so in a step
+        whose starts leave no tokens to look at it.
         """
-        head = plan.blocked
-        if head is None:
-            return False
-        started, rank = [a.sequence for a in plan.admitted], self.scheduler.state.policy.rank
+        heads = [plan.blocked] if plan.blocked else [s for s in waiting if self.blocked[s.id]]
+        return any(self.is_more_urgent(a.sequence, h) for a in plan.admitted for h in heads)
+
+    def is_more_urgent(self, started: Sequence, head: Sequence) -> bool:
         if self.limits.policy == "priority":
-            return any(s.request.priority < head.request.priority for s in started)
-        return self.limits.policy == "fair" and any(
-            s.request.tenant != head.request.tenant and rank(s) < rank(head) for s in started
-        )
+            return started.request.priority < head.request.priority
+        rank = self.scheduler.state.policy.rank
+        other = started.request.tenant != head.request.tenant
+        return self.limits.policy == "fair" and other and rank(started) < rank(head)
 
     def check_nobody_else_stops(self, plan: Plan, waiting: list[Sequence]) -> None:
         """With tokens, slots and blocks left, only a prompt that is being computed is waited for:

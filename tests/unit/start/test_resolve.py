@@ -212,7 +212,7 @@ def test_max_requests_is_clamped_to_the_tokens_of_a_step() -> None:
         ({"cpu_offload_space": 15.5}, "cpu_offload_space"),
         ({"max_queue": 3_000_000}, "max_queue"),
         ({"cpu_offload_space": 15.5, "max_memory_percent": 0.5}, "cpu_offload_space"),
-        ({"max_batch_tokens": 10_000_000, "max_requests": 4}, "max_memory_percent"),
+        ({"max_batch_tokens": 100_000_000, "max_requests": 4}, "max_memory_percent"),
     ],
 )
 def test_settings_that_do_not_fit_are_refused_with_the_formula_and_values_that_fit(
