@@ -327,10 +327,10 @@ BUGS = (
         C_ATTENTION,
     ),
     PackageBug(
-        "the last keys of a decode's tile are the next position's",
+        "the last key of a decode is left out",
         ATTENTION_C,
-        "const int position = at + i < last ? at + i : last;",
-        "const int position = at + i;",
+        "tile.count = last - at + 1 < TILE ? last - at + 1 : TILE;",
+        "tile.count = last - at < TILE ? last - at : TILE;",
         C_ATTENTION,
     ),
     PackageBug(
