@@ -44,8 +44,9 @@ def _beside(shape: ModelShape, config: EngineConfig, *, rounds: bool) -> int:
     element, layer = bytes_of(shape, config), shape.largest_layer
     packs = packs_on_cpu(shape, config)
     ends = 4 * shape.vocab * shape.hidden if packs and element < 4 else 0
+    parts = PARTS if ends else 0
     if shape.experts:
-        return max(2 * layer * element, ends)
+        return max(2 * layer * element, ends + parts)
     if not packs:
         return 0
     ends *= 1 if shape.tied else 2
@@ -54,7 +55,8 @@ def _beside(shape: ModelShape, config: EngineConfig, *, rounds: bool) -> int:
     ordered = (shape.heads + 2 * shape.kv_heads) * shape.head_dim * shape.hidden
     if not rounds:
         packed = 1 if shape.quantized else element
-        return max(4 * widened + packed * layer + (1 if shape.quantized else 4) * ordered, ends)
+        ordered *= 1 if shape.quantized else 4
+        return max(4 * widened + packed * layer + ordered, ends) + parts
     # By the time the head is rounded the layers take a quarter of what they were loaded with.
     head = shape.vocab * shape.hidden - 3 * shape.layer_matrices if element == 4 else 0
     return max(4 * widened + layer, head, ends) + PARTS

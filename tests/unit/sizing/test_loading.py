@@ -42,7 +42,7 @@ def beside(shape: ModelShape, element: int, **settings: Any) -> int:
 def test_a_layer_is_packed_beside_all_weights_and_the_head_is_not() -> None:
     assert shape_of("float32").largest_layer == LAYER
     assert beside(shape_of("float32"), 4) == 4 * (LAYER + PROJECTIONS)
-    assert beside(shape_of("bfloat16"), 2) == (4 + 2) * LAYER + 4 * PROJECTIONS
+    assert beside(shape_of("bfloat16"), 2) == (4 + 2) * LAYER + 4 * PROJECTIONS + PARTS
     for settings in ({"kernels": "torch"}, {"cache_dtype": "fp8"}):
         assert beside(shape_of("float32"), 4, **settings) == 0
 
@@ -66,8 +66,8 @@ def test_a_large_head_in_bfloat16_is_widened_with_the_embeddings() -> None:
     tied, own = (
         shape_of("bfloat16", vocab_size=320_000, tie_word_embeddings=tied) for tied in (True, False)
     )
-    assert beside(tied, 2) == 4 * 100 * HEAD
-    assert beside(own, 2) == 2 * 4 * 100 * HEAD
+    assert beside(tied, 2) == 4 * 100 * HEAD + PARTS
+    assert beside(own, 2) == 2 * 4 * 100 * HEAD + PARTS
     assert beside(own, 2, kernels="torch") == 0
 
 
