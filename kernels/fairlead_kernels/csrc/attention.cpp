@@ -11,6 +11,7 @@ namespace fairlead {
 namespace {
 
 constexpr int TILE = 64;  // keys at a time: a multiple of P on every instruction set
+constexpr int ROWS = 192;  // of a prefill task
 constexpr float NONE = -__builtin_inff();
 
 int padded(int n, int to) { return (n + to - 1) / to * to; }
@@ -39,35 +40,57 @@ void copy_scaled(const float* from, int count, float factor, float* to) {
   for (int i = 0; i < count; i += W) store(to + i, load_up_to(from + i, count - i) * factor);
 }
 
-// scores[i] of TILE keys, of which those in [low, high) are visible, become weights
-// exp(score - maximum). Returns the factor for what was summed before.
-float weigh(float* scores, int low, int high, float softcap, float& maximum, float& total) {
-  const float before = maximum;
-  const bool all = low <= 0 && high >= TILE;
+// The keys of a tile that a row sees.
+struct Span {
+  int low;
+  int high;
+};
+
+// Scores of TILE keys, with the cap, and NONE where a key is not seen. Returns the highest ones.
+Vec mask_scores(float* scores, Span seen, float softcap) {
+  const bool all = seen.low <= 0 && seen.high >= TILE;
   Vec highest = splat(NONE);
   for (int i = 0; i < TILE; i += W) {
     Vec s = load(scores + i);
     if (softcap != 0) s = softcap * tanh(s * (1.0f / softcap));
-    if (!all) s = (below(i, high) & ~below(i, low)) ? s : splat(NONE);
+    if (!all) s = (below(i, seen.high) & ~below(i, seen.low)) ? s : splat(NONE);
     store(scores + i, s);
     highest = max(s, highest);
   }
-  const float found = largest(highest);
-  if (found > before) maximum = found;
-  Vec added = {};
-  for (int i = 0; i < TILE; i += W) {
-    const Vec weight = exp(load(scores + i) - maximum);
-    store(scores + i, weight);
-    added += weight;
-  }
-  float factor = 1.0f;
-  if (maximum != before) factor = before == NONE ? 0.0f : __builtin_expf(before - maximum);
-  total = total * factor + sum(added);
-  return factor;
+  return highest;
 }
 
-// A tile of a decode: where each of its first `count` tokens is. The other places are the last
-// token's again.
+// Scores [rows, TILE] of at most W rows become weights exp(score - maximum), zero for a row that
+// sees no key. `factor`: for what was summed before. All of W elements of the last three are read
+// and written; those of no row stay as they are, factors are 1.
+void weigh(float* scores, int rows, const Span* seen, float softcap, float* maximum, float* total,
+           float* factor) {
+  Vec found[W];
+  for (int i = 0; i < W; i++) {
+    const bool sees = i < rows && seen[i].low < seen[i].high;
+    found[i] = sees ? mask_scores(scores + i * TILE, seen[i], softcap) : splat(NONE);
+  }
+  const Vec before = load(maximum), highest = largest(found);
+  const auto grows = highest > before;
+  store(maximum, grows ? highest : before);
+  const Vec scale = grows ? exp(before - highest) : splat(1.0f);
+  store(factor, scale);
+  for (int i = 0; i < W; i++) {
+    found[i] = Vec{};
+    if (i >= rows) continue;
+    const bool sees = seen[i].low < seen[i].high;
+    const Vec most = splat(maximum[i]);
+    float* row = scores + i * TILE;
+    for (int at = 0; at < TILE; at += W) {
+      const Vec weight = sees ? exp(load(row + at) - most) : Vec{};
+      store(row + at, weight);
+      found[i] += weight;
+    }
+  }
+  store(total, load(total) * scale + sums(found));
+}
+
+// A tile: where each of its first `count` tokens is. The other places are the last token's again.
 template <class T>
 struct Tile {
   const T* keys[TILE];
@@ -159,13 +182,15 @@ void decode_tile(const float* query, int q_stride, const Tile<T>& tile, const Ti
                  const Heads& heads, float softcap, float* maximum, float* total, float* out,
                  int out_stride) {
   float scores[Q * TILE];
-  float factor[Q];
+  float factor[W];
+  Span seen[Q];
   const int count = tile.count;
   score_tile<Q>(query, q_stride, tile, next, kv * heads.dim, heads.dim, scores);
   for (int q = 0; q < Q; q++) {
     for (int i = padded(count, W); i < TILE; i += W) store(scores + q * TILE + i, Vec{});
-    factor[q] = weigh(scores + q * TILE, 0, count, softcap, maximum[q], total[q]);
+    seen[q] = {0, count};
   }
+  weigh(scores, Q, seen, softcap, maximum, total, factor);
   add_values<Q>(scores, factor, tile, next, kv * heads.value_dim, heads.value_dim, out, out_stride);
 }
 
@@ -196,34 +221,37 @@ int64_t part_floats(const Heads& heads) {
   return int64_t(heads.query) * (padded(heads.value_dim, W) + 2);
 }
 
-// The tile of a decode's keys from position `at` on.
+// The tile of a row's tokens in the positions [at, end).
 template <class T>
-void locate(const Heads& heads, const Rows& rows, const Attention& layer, const Task& task, int at,
+void locate(const Heads& heads, const Rows& rows, const Attention& layer, int row, int at, int end,
             Tile<T>& tile) {
-  const int32_t* table = rows.tables + int64_t(task.row) * rows.table_width;
+  const int32_t* table = rows.tables + int64_t(row) * rows.table_width;
   const Paged<T> keys{static_cast<const T*>(layer.keys), table, rows.block_size,
                       int64_t(heads.kv) * heads.dim};
   const Paged<T> values{static_cast<const T*>(layer.values), table, rows.block_size,
                         int64_t(heads.kv) * heads.value_dim};
-  const int last = task.first + task.count - 1;
-  tile.count = last - at + 1 < TILE ? last - at + 1 : TILE;
+  tile.count = end - at < TILE ? end - at : TILE;
   for (int i = 0; i < TILE; i++) {
-    const int position = at + i < last ? at + i : last;
+    const int position = at + i < end ? at + i : end - 1;
     tile.keys[i] = keys.at(position);
     tile.values[i] = values.at(position);
   }
 }
 
-// Fetches the tokens of a tile from the `first` on.
+// Elements of each token's keys and values in a cache.
+struct Part {
+  int key, keys;
+  int value, values;
+};
+
+// Fetches this part of the tokens of a tile from the `first` on.
 template <class T>
-void fetch(const Heads& heads, const Tile<T>& tile, int first) {
+void fetch(const Tile<T>& tile, int first, Part part) {
   constexpr int LINE = 64 / int(sizeof(T));
   for (int i = first; i < tile.count; i++) {
-    for (int d = 0; d < heads.kv * heads.dim; d += LINE) {
-      __builtin_prefetch(tile.keys[i] + d, 0, 2);
-    }
-    for (int d = 0; d < heads.kv * heads.value_dim; d += LINE) {
-      __builtin_prefetch(tile.values[i] + d, 0, 2);
+    for (int d = 0; d < part.keys; d += LINE) __builtin_prefetch(tile.keys[i] + part.key + d, 0, 2);
+    for (int d = 0; d < part.values; d += LINE) {
+      __builtin_prefetch(tile.values[i] + part.value + d, 0, 2);
     }
   }
 }
@@ -234,7 +262,7 @@ void decode(const Heads& heads, const Rows& rows, const Attention& layer, const 
             const Task* following) {
   const int group = heads.query / heads.kv;
   const int dim = padded(heads.dim, W), value_dim = padded(heads.value_dim, W);
-  float* query = scratch(size_t(heads.query) * (dim + value_dim + 2));
+  float* query = scratch(size_t(heads.query) * (dim + value_dim + 2) + W);
   float* sums = query + heads.query * dim;
   float *maximum = sums + heads.query * value_dim, *total = maximum + heads.query;
   const int64_t token = rows.starts[task.row] - layer.first;
@@ -247,16 +275,17 @@ void decode(const Heads& heads, const Rows& rows, const Attention& layer, const 
   for (int i = 0; i < heads.query * value_dim; i += W) store(sums + i, Vec{});
   const int end = task.first + task.count;
   Tile<T> tile, next;
-  locate(heads, rows, layer, task, task.first, tile);
+  locate(heads, rows, layer, task.row, task.first, end, tile);
   for (int at = task.first; at < end; at += TILE) {
     if (at + TILE < end) {
-      locate(heads, rows, layer, task, at + TILE, next);
+      locate(heads, rows, layer, task.row, at + TILE, end, next);
     } else if (following != nullptr) {
-      locate(heads, rows, layer, *following, following->first, next);
+      const int first = following->first;
+      locate(heads, rows, layer, following->row, first, first + following->count, next);
     } else {
       next = tile;
     }
-    fetch(heads, next, tile.count);
+    fetch(next, tile.count, {0, heads.kv * heads.dim, 0, heads.kv * heads.value_dim});
     for (int kv = 0; kv < heads.kv; kv++) {
       for (int g = 0; g < group;) {
         const int head = kv * group + g;
@@ -317,15 +346,14 @@ void merge(const Heads& heads, const Rows& rows, const Attention& layer, const T
 
 // A tile's keys as panels for `product`: [TILE / P][dim][P], zero where there is no key.
 template <class T>
-void transpose_keys(const Paged<T>& keys, int64_t offset, int first, int count, int dim,
-                    float* panels) {
-  for (int at = 0; at < padded(count, P); at += W) {
+void transpose_keys(const Tile<T>& tile, int offset, int dim, float* panels) {
+  for (int at = 0; at < padded(tile.count, P); at += W) {
     float* panel = panels + int64_t(at / P) * dim * P + at % P;
     for (int d = 0; d < dim; d += W) {
       Vec block[W];
       for (int i = 0; i < W; i++) {
-        block[i] = at + i < count ? load_up_to(keys.at(first + at + i) + offset + d, dim - d)
-                                  : Vec{};
+        block[i] = at + i < tile.count ? load_up_to(tile.keys[at + i] + offset + d, dim - d)
+                                       : Vec{};
       }
       transpose(block);
       for (int i = 0; i < W && d + i < dim; i++) store(panel + (d + i) * P, block[i]);
@@ -335,10 +363,9 @@ void transpose_keys(const Paged<T>& keys, int64_t offset, int first, int count, 
 
 // A tile's values as panels: [ceil(dim / P)][TILE][P], zero beyond `dim`.
 template <class T>
-void copy_values(const Paged<T>& values, int64_t offset, int first, int count, int dim,
-                 float* panels) {
-  for (int j = 0; j < count; j++) {
-    const T* from = values.at(first + j) + offset;
+void copy_values(const Tile<T>& tile, int offset, int dim, float* panels) {
+  for (int j = 0; j < tile.count; j++) {
+    const T* from = tile.values[j] + offset;
     for (int d = 0; d < padded(dim, P); d += W) {
       const Vec v = d < dim ? load_up_to(from + d, dim - d) : Vec{};
       store(panels + (int64_t(d / P) * TILE + j) * P + d % P, v);
@@ -350,7 +377,7 @@ template <class T>
 void prefill(const Heads& heads, const Rows& rows, const Attention& layer, const Task& task) {
   const int group = heads.query / heads.kv, n = task.count * group;
   const int dim = heads.dim, q_width = padded(dim, W), out_width = padded(heads.value_dim, P);
-  float* query = scratch(size_t(n) * (q_width + TILE + out_width + 2) +
+  float* query = scratch(size_t(n) * (q_width + TILE + out_width + 2) + W +
                          size_t(TILE) * (dim + out_width));
   float* scores = query + size_t(n) * q_width;
   float* sums = scores + size_t(n) * TILE;
@@ -371,35 +398,38 @@ void prefill(const Heads& heads, const Rows& rows, const Attention& layer, const
   const int position = rows.lens[task.row] - row_count + task.first;
   const int end = position + task.count;
   const int begin = rows.window == 0 || position < rows.window ? 0 : position - rows.window + 1;
-  const int32_t* table = rows.tables + int64_t(task.row) * rows.table_width;
-  const Paged<T> keys{static_cast<const T*>(layer.keys), table, rows.block_size,
-                      int64_t(heads.kv) * dim};
-  const Paged<T> values{static_cast<const T*>(layer.values), table, rows.block_size,
-                        int64_t(heads.kv) * heads.value_dim};
+  const Part part{task.kv_head * dim, dim, task.kv_head * heads.value_dim, heads.value_dim};
+  Tile<T> tile, next;
+  locate(heads, rows, layer, task.row, begin, end, next);
   for (int at = begin; at < end; at += TILE) {
-    const int count = end - at < TILE ? end - at : TILE;
-    transpose_keys(keys, int64_t(task.kv_head) * dim, at, count, dim, key_panels);
-    copy_values(values, int64_t(task.kv_head) * heads.value_dim, at, count, heads.value_dim,
-                value_panels);
+    tile = next;
+    const int count = tile.count;
+    transpose_keys(tile, part.key, dim, key_panels);
+    copy_values(tile, part.value, part.values, value_panels);
+    if (at + TILE < end) {
+      locate(heads, rows, layer, task.row, at + TILE, end, next);
+      fetch(next, 0, part);
+    }
     // Queries before the tile's first key see none of it.
     const int skip = at > position ? (at - position) * group : 0;
     for (int key = 0; key < count; key += P) {
       product(n - skip, query + int64_t(skip) * q_width, q_width, key_panels + int64_t(key) * dim,
               dim, scores + int64_t(skip) * TILE + key, TILE, false);
     }
-    for (int i = skip; i < n; i++) {
-      const int seen = position + i / group + 1 - at;
-      const int hidden = rows.window == 0 ? 0 : seen - rows.window;
-      float* row = scores + int64_t(i) * TILE;
-      if (hidden >= count) {
-        for (int j = 0; j < TILE; j += W) store(row + j, Vec{});
-        continue;
+    for (int i = skip; i < n; i += W) {
+      const int some = n - i < W ? n - i : W;
+      Span seen[W];
+      float factor[W];
+      for (int j = 0; j < some; j++) {
+        const int high = position + (i + j) / group + 1 - at;
+        const int low = rows.window == 0 ? 0 : high - rows.window;
+        seen[j] = {low, high < count ? high : count};
       }
-      const float factor =
-          weigh(row, hidden, seen < count ? seen : count, layer.softcap, maximum[i], total[i]);
-      float* out = sums + int64_t(i) * out_width;
-      if (factor != 1.0f) {
-        for (int d = 0; d < out_width; d += W) store(out + d, load(out + d) * factor);
+      weigh(scores + int64_t(i) * TILE, some, seen, layer.softcap, maximum + i, total + i, factor);
+      for (int j = 0; j < some; j++) {
+        if (factor[j] == 1.0f) continue;
+        float* out = sums + int64_t(i + j) * out_width;
+        for (int d = 0; d < out_width; d += W) store(out + d, load(out + d) * factor[j]);
       }
     }
     for (int d = 0; d < out_width; d += P) {
@@ -435,10 +465,17 @@ void attend_typed(Team& team, const Heads& heads, const Rows& rows, const Tasks&
   });
 }
 
-// Queries of a prefill task: 128 rows of scores and sums stay in the second-level cache.
+// Queries of a prefill task, at most: so many rows of scores and sums stay in the second-level
+// cache.
 int queries_of(const Heads& heads) {
   const int group = heads.query / heads.kv;
-  return group < 128 ? 128 / group : 1;
+  return group < ROWS ? ROWS / group : 1;
+}
+
+// Queries of a row's next task, of `left` ones: its tasks have about the same size.
+int block_of(int left, int queries) {
+  const int blocks = (left + queries - 1) / queries;
+  return (left + blocks - 1) / blocks;
 }
 
 }  // namespace
@@ -491,9 +528,10 @@ FL_EXPORT int fairlead_attention_plan(const Heads* heads, Rows* rows, int thread
   for (int row = 0; row < rows->count; row++) {
     const int count = count_of(row);
     if (count > 1) {
-      for (int first = 0; first < count; first += queries) {
-        const int most = count - first < queries ? count - first : queries;
-        for (int kv = 0; kv < heads->kv; kv++) put({row, kv, first, most, -1, 0});
+      for (int first = 0; first < count;) {
+        const int block = block_of(count - first, queries);
+        for (int kv = 0; kv < heads->kv; kv++) put({row, kv, first, block, -1, 0});
+        first += block;
       }
       continue;
     }
@@ -533,7 +571,7 @@ FL_EXPORT int fairlead_slabs(const Heads* heads, const Rows* rows, int most, int
   };
   for (int row = 0; row < rows->count; row++) {
     while (end < rows->starts[row + 1]) {
-      const int left = rows->starts[row + 1] - end, block = left < queries ? left : queries;
+      const int block = block_of(rows->starts[row + 1] - end, queries);
       if (end + block - begin > most) cut();
       end += block;
       if (end - begin >= even) cut();

@@ -128,6 +128,19 @@ FL_INLINE Vec sums(Vec (&rows)[W]) {
   return rows[0];
 }
 
+// A vector of the largest elements of W vectors, by the same network.
+FL_INLINE Vec largest(Vec (&rows)[W]) {
+#pragma GCC unroll 4
+  for (int half = W / 2; half >= 1; half /= 2) {
+#pragma GCC unroll 8
+    for (int i = 0; i < half; i++) {
+      const Vec one = rows[i], other = rows[i + half];
+      rows[i] = max(interleave_low(one, other), interleave_high(one, other));
+    }
+  }
+  return rows[0];
+}
+
 template <int... I>
 FL_INLINE Vec rotated(Vec v, int by, std::integer_sequence<int, I...>) {
   if (by == 8) return __builtin_shufflevector(v, v, ((I + 8) % W)...);
@@ -140,14 +153,6 @@ FL_INLINE float sum(Vec v) {
 #pragma GCC unroll 4
   for (int half = W / 2; half >= 1; half /= 2) {
     v += rotated(v, half, std::make_integer_sequence<int, W>());
-  }
-  return v[0];
-}
-
-FL_INLINE float largest(Vec v) {
-#pragma GCC unroll 4
-  for (int half = W / 2; half >= 1; half /= 2) {
-    v = max(v, rotated(v, half, std::make_integer_sequence<int, W>()));
   }
   return v[0];
 }
