@@ -25,6 +25,7 @@ DECODES, GRAPHS = (f"{RUNTIME}/device/{name}.py" for name in ("decode_steps", "g
 GRAMMAR, ENGINE = f"{RUNTIME}/grammar", f"{RUNTIME}/engine/engine.py"
 PIPELINE, PIPELINE_TESTS = f"{RUNTIME}/engine/pipeline.py", ("unit/engine/test_pipeline.py",)
 SCHEDULER, PLANNER = (f"{RUNTIME}/scheduling/{name}.py" for name in ("scheduler", "planner"))
+PAGES, PAGE_TESTS = f"{RUNTIME}/device/page_ahead.py", ("unit/device/test_page_ahead.py",)
 BOUND_TESTS = ("unit/scheduling/test_prefill_bound.py",)
 
 # A shorter way for prompts that are whole in a step, whose keys are at hand.
@@ -46,6 +47,34 @@ UNROUNDED = """        super().__init__(cache, backend, groups, keep)
 def spec_of"""
 
 BUGS = (
+    PackageBug(
+        "pages of the cache are mapped while a step runs",
+        PAGES,
+        "(self._running or time.monotonic() - self._ended < REST)",
+        "time.monotonic() - self._ended < REST",
+        PAGE_TESTS,
+    ),
+    PackageBug(
+        "all pages of the cache are mapped at once",
+        PAGES,
+        "            while end > self._wanted and not self._closed:\n",
+        "            while False:\n",
+        PAGE_TESTS,
+    ),
+    PackageBug(
+        "a step that has ended still holds up the mapping of pages",
+        f"{RUNTIME}/device/kv_cache.py",
+        "            self._pages.end()\n",
+        "            pass\n",
+        PAGE_TESTS,
+    ),
+    PackageBug(
+        "a cache that is gone is mapped on",
+        f"{RUNTIME}/device/kv_cache.py",
+        "            weakref.finalize(self, self._pages.close)\n",
+        "            pass\n",
+        PAGE_TESTS,
+    ),
     PackageBug(
         "a measured step has slabs as large as the step that it stands for",
         f"{RUNTIME}/device/fusion.py",

@@ -7,14 +7,17 @@ Callers name units by id; the scheduler knows which one is free, shared or cache
 """
 
 import math
-from collections.abc import Sequence
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import numpy as np
 import torch
 
 from fairlead_kernels.attention import Heads
 from fairlead_kernels.copy_blocks import copy_blocks
-from fairlead_runtime.scheduling.plan import Work
+from fairlead_runtime.device.page_ahead import page_ahead
+from fairlead_runtime.scheduling.plan import Row, Work
 from fairlead_runtime.sizing.groups import LayerGroup, layers_per_unit
 
 
@@ -23,8 +26,8 @@ class CacheStorage:
     value_dim, both in the type that ``heads`` names.
 
     ``host_units`` > 0 adds as many units of host memory for offloading, pinned when the device is
-    CUDA. Memory is zeroed, and on CPUs mapped only when first written. Raises RuntimeError (torch)
-    when it does not fit.
+    CUDA. Memory is zeroed, and on CPUs mapped when first written, or shortly before
+    (``page_ahead.py``). Raises RuntimeError (torch) when it does not fit.
     """
 
     def __init__(
@@ -47,6 +50,9 @@ class CacheStorage:
         self.keys = _zeros((*shape, heads.dim), heads.cache_dtype, device)
         self.values = _zeros((*shape, heads.value_dim), heads.cache_dtype, device)
         self._host = self._host_memory(slots, host_units) if host_units else None
+        self._pages = page_ahead((self.keys, self.values))
+        if self._pages is not None:
+            weakref.finalize(self, self._pages.close)
         self._places = {
             layer: (group.index, slot)
             for group in groups
@@ -81,6 +87,19 @@ class CacheStorage:
         """Bytes of one unit, keys and values together."""
         width = heads.kv * (heads.dim + heads.value_dim) * heads.cache_dtype.itemsize
         return layers_per_unit(groups) * block_size * width
+
+    @contextmanager
+    def step(self, rows: Sequence[Row]) -> Iterator[None]:
+        """Around a step that writes the keys and values of ``rows``."""
+        if self._pages is None:
+            yield
+            return
+        tables = (table for row in rows for table in row.sequence.tables if table)
+        self._pages.begin(max((table[-1] for table in tables), default=0))
+        try:
+            yield
+        finally:
+            self._pages.end()
 
     def copy(self, work: Work) -> None:
         """A step's copies, in this order: offload, restore, copy-on-write.

@@ -113,10 +113,11 @@ class ModelRunner:
         guided = [
             row.sequence for row in work.rows if row.samples and row.sequence.guide is not None
         ]
-        if self._guides is None or not guided:
-            return self._execute(work, lambda: NO_MASKS)
-        with self._guides.masks(guided) as masks:  # made while the model runs
-            return self._execute(work, masks.result)
+        with self._cache.step(work.rows):
+            if self._guides is None or not guided:
+                return self._execute(work, lambda: NO_MASKS)
+            with self._guides.masks(guided) as masks:  # made while the model runs
+                return self._execute(work, masks.result)
 
     def launches(self, rows: abc.Sequence[Row]) -> bool:
         """Whether ``launch`` can take these rows."""
