@@ -107,6 +107,14 @@ def test_a_prefill_is_cut_so_that_its_tasks_cover_each_query_of_each_head_once(
 
 
 @every_set
+def test_tiles_before_a_querys_window_count_nothing_for_it(instruction_set: str) -> None:
+    case = make_case([(40, 180)], window=8, heads=Heads(1, 1, 16, 16, torch.float32))
+    plan = CpuAttention(case.heads, library.load(instruction_set)).plan(case.ragged)
+    assert plan.rows.task_count == 1
+    check(instruction_set, case, LayerSpec(0.3, 8))
+
+
+@every_set
 @pytest.mark.parametrize("rows", [[(90, 1)], [(30, 61)]])
 def test_scores_beyond_the_exponentials_range_are_attended_as_defined(
     instruction_set: str, rows: list[tuple[int, int]]
