@@ -12,6 +12,7 @@ import argparse
 import os
 import queue
 import shutil
+import signal
 import sys
 import tempfile
 import time
@@ -107,7 +108,7 @@ def run_tests(copy: Path, tests: Sequence[str], runs: Runs, seconds: float) -> R
 
 def hunt(bug: PackageBug, copy: Path, runs: Runs, seconds: float) -> Verdict:
     """Plant the bug in the copy, run its tests and take the bug out again. A test that hangs with
-    the bug has caught it.
+    the bug has caught it, and so has one that a bug in C++ crashes.
     """
     began = time.monotonic()
     target = copy / bug.file
@@ -117,6 +118,9 @@ def hunt(bug: PackageBug, copy: Path, runs: Runs, seconds: float) -> Verdict:
         code, output = run_tests(copy, bug.tests, runs, seconds)
     finally:
         target.write_text(source)
+    native = target.suffix in (".cpp", ".h")
+    if native and code in (-signal.SIGSEGV, -signal.SIGABRT):
+        code, output = 1, "FAILED its tests crash"
     outcome, how = {
         0: (Outcome.EXCUSED, bug.missed) if bug.missed else (Outcome.MISSED, "its tests pass"),
         1: (Outcome.CAUGHT, _first_failure(output)),
