@@ -130,8 +130,10 @@ def test_a_large_cache_is_mapped_and_given_back() -> None:
         running.append(pages._running)
     running.append(pages._running)
     assert running == [True, False]
+    pages.begin(0)
     del cache
     pages.thread.join(60)
+    assert not pages.thread.is_alive()
     assert keys() is None
 
 
