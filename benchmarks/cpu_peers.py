@@ -325,7 +325,8 @@ def main() -> None:
     print(f"{machine.processor()}, {torch.get_num_threads()} threads; reads", end=" ")
     print(f"{limits.read / 1e9:.1f} GB/s by {limits.by},", end=" ")
     print(f"multiplies {limits.product / 1e9:.0f} GFLOP/s", flush=True)
-    terms = Terms(options.rounds, math.inf if options.full else PATIENCE)
+    patience = math.inf if options.full else PATIENCE
+    terms = Terms(options.rounds, patience, machine.wait_until_idle)
     comparison = Comparison(options.engines, terms, limits)
     kept: dict[str, Any] = {}
     for name in options.models:

@@ -47,6 +47,29 @@ def _reads() -> dict[str, float]:
     return found
 
 
+def wait_until_idle(share: float = 0.1, most: float = 30.0) -> None:
+    """Return when the cores were used for less than ``share`` of a fifth of a second: some engines
+    poll for seconds after their turn, and would slow the next one. After ``most`` seconds it prints
+    that they are busy, and returns.
+    """
+    ends = time.monotonic() + most
+    busy, total = _used()
+    while time.monotonic() < ends:
+        time.sleep(0.2)
+        before = busy, total
+        busy, total = _used()
+        if busy - before[0] < share * (total - before[1]):
+            return
+    print(f"the cores are still busy after {most:.0f} s", flush=True)
+
+
+def _used() -> tuple[int, int]:
+    """Ticks that all cores were busy, and all ticks, since the machine started."""
+    line = Path("/proc/stat").read_text().splitlines()[0]
+    ticks = [int(field) for field in line.split()[1:9]]
+    return sum(ticks) - ticks[3] - ticks[4], sum(ticks)
+
+
 def _least(work: Callable[[], object], times: int = 5) -> float:
     taken = []
     for _ in range(times):

@@ -11,11 +11,12 @@ Result = TypeVar("Result")
 
 class Terms(NamedTuple):
     """``patience``: a side that takes more than that many times as long as ours in the first round
-    does not run in the others.
+    does not run in the others. ``rest``: called before each turn.
     """
 
     rounds: int
     patience: float
+    rest: Callable[[], None] = lambda: None
 
 
 def take_turns(
@@ -35,6 +36,7 @@ def take_turns(
     for number, name in tqdm(turns, desc=title, leave=False, disable=None):
         if name not in found or name in slow:
             continue
+        terms.rest()
         try:
             result = run(name, number)
         except (RuntimeError, OSError) as error:

@@ -4,11 +4,12 @@ import math
 import os
 import signal
 import subprocess
+import time
 from typing import Any
 from xml.etree import ElementTree as ET
 
 import pytest
-from benchmarks import cpu_picture, models, peers
+from benchmarks import cpu_picture, machine, models, peers
 from benchmarks.turns import OURS, Terms, take_turns
 from torch import nn
 
@@ -20,7 +21,12 @@ def test_the_order_changes_from_round_to_round_and_the_warm_up_does_not_count() 
         ran.append((number, name))
         return 1.0 + number
 
-    found = take_turns([OURS, "other"], Terms(2, math.inf), "mixed", run, float)
+    def rest() -> None:
+        rested.append(len(ran))
+
+    rested: list[int] = []
+    found = take_turns([OURS, "other"], Terms(2, math.inf, rest), "mixed", run, float)
+    assert rested == list(range(6))
     assert ran == [(0, "other"), (0, OURS), (1, OURS), (1, "other"), (2, "other"), (2, OURS)]
     assert found == {OURS: [2.0, 3.0], "other": [2.0, 3.0]}
 
@@ -36,6 +42,26 @@ def test_a_side_that_takes_too_long_runs_once_and_a_failing_one_is_left_out(
     found = take_turns([OURS, "slow", "fast", "failing"], Terms(3, 2.0), "mixed", run, float)
     assert {name: len(taken) for name, taken in found.items()} == {OURS: 3, "slow": 1, "fast": 3}
     assert "failing: left out of mixed, RuntimeError: no room" in capsys.readouterr().out
+
+
+def test_a_turn_waits_until_the_cores_rest_but_not_for_ever(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # busy ticks of 40 each: both cores, one, almost none
+    ticks = iter([(0, 0), (40, 40), (60, 80), (63, 120)])
+    monkeypatch.setattr(machine, "_used", lambda: next(ticks))
+    monkeypatch.setattr(time, "sleep", lambda _seconds: None)
+    machine.wait_until_idle()
+    assert next(ticks, None) is None
+    assert capsys.readouterr().out == ""
+    monkeypatch.setattr(machine, "_used", lambda: (0, 0))
+    machine.wait_until_idle(most=0.0)
+    assert capsys.readouterr().out == "the cores are still busy after 0 s\n"
+
+
+def test_ticks_of_the_machine_are_read() -> None:
+    busy, total = machine._used()
+    assert 0 < busy < total
 
 
 class Model(nn.Module):
