@@ -61,8 +61,8 @@ Vec mask_scores(float* scores, Span seen, float softcap) {
 }
 
 // Scores [rows, TILE] of at most W rows become weights exp(score - maximum), zero for a row that
-// sees no key. `factor`: for what was summed before. All of W elements of the last three are read
-// and written; those of no row stay as they are, factors are 1.
+// sees no key. `factor`: for what was summed before. Each of the last three has W elements: those
+// beyond `rows` keep their maximum and total, and have factor 1.
 void weigh(float* scores, int rows, const Span* seen, float softcap, float* maximum, float* total,
            float* factor) {
   Vec found[W];
@@ -131,8 +131,8 @@ void score_tile(const float* query, int q_stride, const Tile<T>& tile, const Til
   }
 }
 
-// out[q] = out[q] * factor[q] + weights[q] · values, for Q queries and D vectors of each value. The
-// only vector of D = 1 has `width` elements in the cache, and is padded in `out`.
+// out[q] = out[q] * factor[q] + weights[q] · values, for Q queries and D vectors of each value.
+// The only vector of D = 1 has `width` elements in the cache, and is padded in `out`.
 template <int Q, int D, class T>
 FL_INLINE void add_vectors(const float* weights, const float* factor, const Tile<T>& tile,
                            const Tile<T>& next, int offset, int at, int width, float* out,

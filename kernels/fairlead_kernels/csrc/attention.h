@@ -30,8 +30,8 @@ struct Heads {
   int32_t value_dim;
 };
 
-// The rows of a step; `attention.RaggedRows` says what the tensors are. window 0: none. Tasks are in
-// the order of their tokens, and so are merges.
+// The rows of a step; `attention.RaggedRows` says what the tensors are. window 0: none. Tasks are
+// in the order of their tokens, and so are merges.
 struct Rows {
   const int32_t* starts;
   const int32_t* lens;
@@ -56,9 +56,9 @@ struct Tasks {
 // Those of the tokens [begin, end), which cut no task.
 Tasks tasks_of(const Rows& rows, int begin, int end);
 
-// One layer. `query` and `out` begin with token `first` of the step. softcap 0: none. `half`: the caches hold bfloat16. Queries of a token are `q_stride`
-// floats after those of the token before it. `parts`: (dim of all values + 2 · heads) floats a
-// part.
+// One layer. `query` and `out` begin with token `first` of the step. softcap 0: none. `half`: the
+// caches hold bfloat16. Queries of a token are `q_stride` floats after those of the token before
+// it. `parts`: (dim of all values + 2 · heads) floats a part.
 struct Attention {
   const float* query;
   const void* keys;

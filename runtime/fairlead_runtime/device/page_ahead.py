@@ -10,7 +10,7 @@ Owns that thread. Knows no block table.
 """
 
 import ctypes
-import functools
+import mmap
 import sys
 import threading
 import time
@@ -25,7 +25,7 @@ PIECE = 2 << 20
 REST = 0.02
 # Smaller caches are mapped by a few steps.
 LEAST = 64 << 20
-PAGE = 4096
+PAGE = mmap.PAGESIZE
 MADV_POPULATE_WRITE = 23  # Linux 5.14
 
 
@@ -97,18 +97,13 @@ def page_ahead(tensors: Sequence[torch.Tensor]) -> PageAhead | None:
     return PageAhead(tensors)
 
 
-@functools.cache
-def _libc() -> ctypes.CDLL:
-    return ctypes.CDLL(None)
-
-
 def _populate(address: int, size: int) -> bool:
     """Map the pages that hold these bytes as a write does, and leave what they hold. False where
     the system cannot.
     """
     begin = address // PAGE * PAGE
     length = -(-(address + size - begin) // PAGE) * PAGE
-    done: int = _libc().madvise(
+    done: int = ctypes.CDLL(None).madvise(
         ctypes.c_void_p(begin), ctypes.c_size_t(length), MADV_POPULATE_WRITE
     )
     return done == 0

@@ -109,5 +109,5 @@ def test_the_head_and_the_layers_are_not_held_twice(name: str, measured: Measure
     # The comparison of logits takes three quarters of a head.
     assert measured.peak < measured.weights + 4 * HEAD * 7 // 8
     assert measured.held < measured.weights + 4 * HEAD // 4
-    # Pages of the file, too, and of libraries: a test before may have used less of them.
+    # Pages of the file count, too, and those of libraries that no test before has read.
     assert measured.resident < measured.weights + 4 * HEAD * 5 // 4
