@@ -270,9 +270,8 @@ def test_streams_that_outlive_the_drain_end_with_an_error_event_and_the_server_w
     """The termination log of Kubernetes says how many finished and how many were aborted."""
     log = tmp_path / "termination-log"
     log.touch()
-    with serve(
-        model, "--drain-timeout=0.2", environ={"FAIRLEAD_TERMINATION_LOG": str(log)}
-    ) as server:
+    environ = {"FAIRLEAD_TERMINATION_LOG": str(log)}
+    with serve(model, "--drain-timeout=0.2", environ=environ, prepare=slow_device) as server:
         server.until_logged("serving")
         with (
             server.client() as client,
@@ -290,7 +289,7 @@ def test_streams_that_outlive_the_drain_end_with_an_error_event_and_the_server_w
 
 
 def test_a_second_sigterm_ends_the_drain(model: str) -> None:
-    with serve(model, "--drain-timeout=3600") as server:
+    with serve(model, "--drain-timeout=3600", prepare=slow_device) as server:
         server.until_logged("serving")
         with (
             server.client() as client,
