@@ -348,6 +348,27 @@ BUGS = (
         C_ATTENTION,
     ),
     PackageBug(
+        "the second share of a decode's queries is computed with the first's results",
+        ATTENTION_C,
+        "        const int head = kv * group + first;\n        decode_tile_of",
+        "        const int head = kv * group;\n        decode_tile_of",
+        C_ATTENTION,
+    ),
+    PackageBug(
+        "the queries of a decode's share lie in the order of its heads",
+        ATTENTION_C,
+        "store(to + d * count + i * W, load_up_to",
+        "store(to + d + i * dim, load_up_to",
+        C_ATTENTION,
+    ),
+    PackageBug(
+        "a decode's last elements are left out where they fill no vector",
+        ATTENTION_C,
+        "if (d < dim) add(d, [&]",
+        "if (false) add(d, [&]",
+        C_ATTENTION,
+    ),
+    PackageBug(
         "the last key of a tile is left out",
         ATTENTION_C,
         "tile.count = end - at < TILE ? end - at : TILE;",

@@ -16,6 +16,13 @@ constexpr float NONE = -__builtin_inff();
 
 int padded(int n, int to) { return (n + to - 1) / to * to; }
 
+// The next block of `left` items that are cut into as few as possible of at most `most`, all of
+// about the same size.
+int block_of(int left, int most) {
+  const int blocks = (left + most - 1) / most;
+  return (left + blocks - 1) / blocks;
+}
+
 // Where the tokens of one row are in a cache [blocks, block_size, kv, dim].
 template <class T>
 struct Paged {
@@ -98,33 +105,76 @@ struct Tile {
   int count;
 };
 
-// scores[q][TILE] = Q queries of `dim` floats, padded with zeros, times the tile's keys. A key
-// that is not there is the last one again: its score is masked, and no foreign byte is read. The
-// same places of the `next` tile are fetched meanwhile: the hardware does not see where they are.
+// Memory that is needed soon, fetched into the second-level cache a few lines at a time and in the
+// order of its addresses while something else is computed: the hardware cannot know where the next
+// block is, and too much at once would wait for memory.
+class Ahead {
+ public:
+  void add(const void* from, int64_t bytes) {
+    const char* begin = static_cast<const char*>(from);
+    lines_ += (bytes + LINE - 1) / LINE;
+    if (count_ > 0 && runs_[count_ - 1].end == begin) {
+      runs_[count_ - 1].end += bytes;
+    } else {
+      runs_[count_++] = {begin, begin + bytes};
+    }
+  }
+
+  // Spreads it over so many calls of `fetch`.
+  void spread(int64_t calls) { rate_ = (lines_ + calls - 1) / calls; }
+
+  FL_INLINE void fetch() {
+    for (int64_t left = rate_; left > 0 && at_ < count_;) {
+      Run& run = runs_[at_];
+      for (; left > 0 && run.begin < run.end; left--, run.begin += LINE) {
+        __builtin_prefetch(run.begin, 0, 2);
+      }
+      if (run.begin >= run.end) at_++;
+    }
+  }
+
+ private:
+  static constexpr int LINE = 64;
+  struct Run {
+    const char* begin;
+    const char* end;
+  };
+  Run runs_[2 * TILE];  // of a tile's keys and values
+  int count_ = 0, at_ = 0;
+  int64_t lines_ = 0, rate_ = 0;
+};
+
+// scores[q][TILE] = Q queries, [ceil(dim / W)][Q][W] floats, padded with zeros, times the tile's
+// keys. A key that is not there is the last one again: its score is masked, and no foreign byte is
+// read.
 template <int Q, class T>
-void score_tile(const float* query, int q_stride, const Tile<T>& tile, const Tile<T>& next,
-                int offset, int dim, float* scores) {
-  constexpr int LINE = 64 / int(sizeof(T));
+void score_tile(const float* query, const Tile<T>& tile, Ahead& ahead, int offset, int dim,
+                float* scores) {
+  // Keys at a time: registers hold their products with all queries.
+  constexpr int K = Q > 4 ? 2 : 4;
   for (int first = 0; first < tile.count; first += W) {
     Vec dots[Q][W];
-    for (int at = 0; at < W; at += 4) {
-      const T* key[4];
-      for (int j = 0; j < 4; j++) {
-        key[j] = tile.keys[first + at + j] + offset;
-        const T* fetched = next.keys[first + at + j] + offset;
-        for (int d = 0; d < dim; d += LINE) __builtin_prefetch(fetched + d, 0, 2);
-      }
-      Vec dot[Q][4] = {};
-      for (int d = 0; d < dim; d += W) {
-        for (int j = 0; j < 4; j++) {
-          const Vec k = load_up_to(key[j] + d, dim - d);
+    for (int at = 0; at < W; at += K) {
+      const T* keys[K];
+      for (int j = 0; j < K; j++) keys[j] = tile.keys[first + at + j] + offset;
+      if (at % 4 == 0) ahead.fetch();
+      Vec dot[Q][K] = {};
+      const auto add = [&](int d, auto load_keys) __attribute__((always_inline)) {
+        const float* queries = query + d * Q;
 #pragma GCC unroll 4
-          for (int q = 0; q < Q; q++) dot[q][j] += load(query + q * q_stride + d) * k;
+        for (int j = 0; j < K; j++) {
+          const Vec key = load_keys(keys[j] + d);
+#pragma GCC unroll 8
+          for (int q = 0; q < Q; q++) dot[q][j] += load(queries + q * W) * key;
         }
-      }
-#pragma GCC unroll 4
+      };
+      int d = 0;
+      for (; d + W <= dim; d += W) add(d, [](const T* p) { return load(p); });
+      if (d < dim) add(d, [&](const T* p) { return load_part(p, dim - d); });
+#pragma GCC unroll 8
       for (int q = 0; q < Q; q++) {
-        for (int j = 0; j < 4; j++) dots[q][at + j] = dot[q][j];
+#pragma GCC unroll 4
+        for (int j = 0; j < K; j++) dots[q][at + j] = dot[q][j];
       }
     }
     for (int q = 0; q < Q; q++) store(scores + q * TILE + first, sums(dots[q]));
@@ -135,25 +185,25 @@ void score_tile(const float* query, int q_stride, const Tile<T>& tile, const Til
 // The only vector of D = 1 has `width` elements in the cache, and is padded in `out`.
 template <int Q, int D, class T>
 FL_INLINE void add_vectors(const float* weights, const float* factor, const Tile<T>& tile,
-                           const Tile<T>& next, int offset, int at, int width, float* out,
+                           Ahead& ahead, int offset, int at, int width, float* out,
                            int out_stride) {
   Vec added[Q][D];
-#pragma GCC unroll 4
+#pragma GCC unroll 8
   for (int q = 0; q < Q; q++) {
 #pragma GCC unroll 4
     for (int v = 0; v < D; v++) added[q][v] = load(out + q * out_stride + at + v * W) * factor[q];
   }
   for (int j = 0; j < tile.count; j++) {
     const T* from = tile.values[j] + offset + at;
+    if (j % 4 == 0) ahead.fetch();
 #pragma GCC unroll 4
     for (int v = 0; v < D; v++) {
-      __builtin_prefetch(next.values[j] + offset + at + v * W, 0, 2);
       const Vec value = D == 1 ? load_up_to(from, width) : load(from + v * W);
-#pragma GCC unroll 4
+#pragma GCC unroll 8
       for (int q = 0; q < Q; q++) added[q][v] += weights[q * TILE + j] * value;
     }
   }
-#pragma GCC unroll 4
+#pragma GCC unroll 8
   for (int q = 0; q < Q; q++) {
 #pragma GCC unroll 4
     for (int v = 0; v < D; v++) store(out + q * out_stride + at + v * W, added[q][v]);
@@ -163,35 +213,57 @@ FL_INLINE void add_vectors(const float* weights, const float* factor, const Tile
 // The same for values of `dim` elements, as many vectors at a time as registers hold sums of.
 template <int Q, class T>
 void add_values(const float* weights, const float* factor, const Tile<T>& tile,
-                const Tile<T>& next, int offset, int dim, float* out, int out_stride) {
+                Ahead& ahead, int offset, int dim, float* out, int out_stride) {
   int d = 0;
-  for (; d + 4 * W <= dim; d += 4 * W) {
-    add_vectors<Q, 4>(weights, factor, tile, next, offset, d, W, out, out_stride);
+  for (; Q <= 4 && d + 4 * W <= dim; d += 4 * W) {
+    add_vectors<Q, 4>(weights, factor, tile, ahead, offset, d, W, out, out_stride);
   }
   for (; d + 2 * W <= dim; d += 2 * W) {
-    add_vectors<Q, 2>(weights, factor, tile, next, offset, d, W, out, out_stride);
+    add_vectors<Q, 2>(weights, factor, tile, ahead, offset, d, W, out, out_stride);
   }
   for (; d < dim; d += W) {
-    add_vectors<Q, 1>(weights, factor, tile, next, offset, d, dim - d, out, out_stride);
+    add_vectors<Q, 1>(weights, factor, tile, ahead, offset, d, dim - d, out, out_stride);
   }
 }
 
 // One key-value head's share of a decode's tile, for Q of the queries that share it.
 template <int Q, class T>
-void decode_tile(const float* query, int q_stride, const Tile<T>& tile, const Tile<T>& next, int kv,
-                 const Heads& heads, float softcap, float* maximum, float* total, float* out,
-                 int out_stride) {
+void decode_tile(const float* query, const Tile<T>& tile, Ahead& ahead, int kv, const Heads& heads,
+                 float softcap, float* maximum, float* total, float* out, int out_stride) {
   float scores[Q * TILE];
   float factor[W];
   Span seen[Q];
   const int count = tile.count;
-  score_tile<Q>(query, q_stride, tile, next, kv * heads.dim, heads.dim, scores);
+  score_tile<Q>(query, tile, ahead, kv * heads.dim, heads.dim, scores);
   for (int q = 0; q < Q; q++) {
     for (int i = padded(count, W); i < TILE; i += W) store(scores + q * TILE + i, Vec{});
     seen[q] = {0, count};
   }
   weigh(scores, Q, seen, softcap, maximum, total, factor);
-  add_values<Q>(scores, factor, tile, next, kv * heads.value_dim, heads.value_dim, out, out_stride);
+  add_values<Q>(scores, factor, tile, ahead, kv * heads.value_dim, heads.value_dim, out, out_stride);
+}
+
+// Queries that a decode computes at a time: registers hold the sums of so many.
+constexpr int SHARE = W == 16 ? 8 : 2;
+
+// Calls `work(first, count)` for each share of the queries of a group, even ones.
+template <class Work>
+void each_share(int group, Work work) {
+  for (int first = 0; first < group;) {
+    const int count = block_of(group - first, SHARE);
+    work(first, count);
+    first += count;
+  }
+}
+
+template <class T>
+using DecodeTile = void (*)(const float*, const Tile<T>&, Ahead&, int, const Heads&, float, float*,
+                            float*, float*, int);
+
+template <class T, int... I>
+constexpr DecodeTile<T> decode_tile_of(int queries, std::integer_sequence<int, I...>) {
+  constexpr DecodeTile<T> tiles[] = {decode_tile<I + 1, T>...};
+  return tiles[queries - 1];
 }
 
 // out = sum / total of one head, its sink included.
@@ -244,11 +316,11 @@ struct Part {
   int value, values;
 };
 
-// Fetches this part of the tokens of a tile from the `first` on.
+// Fetches this part of a tile's tokens.
 template <class T>
-void fetch(const Tile<T>& tile, int first, Part part) {
+void fetch(const Tile<T>& tile, Part part) {
   constexpr int LINE = 64 / int(sizeof(T));
-  for (int i = first; i < tile.count; i++) {
+  for (int i = 0; i < tile.count; i++) {
     for (int d = 0; d < part.keys; d += LINE) __builtin_prefetch(tile.keys[i] + part.key + d, 0, 2);
     for (int d = 0; d < part.values; d += LINE) {
       __builtin_prefetch(tile.values[i] + part.value + d, 0, 2);
@@ -266,11 +338,19 @@ void decode(const Heads& heads, const Rows& rows, const Attention& layer, const 
   float* sums = query + heads.query * dim;
   float *maximum = sums + heads.query * value_dim, *total = maximum + heads.query;
   const int64_t token = rows.starts[task.row] - layer.first;
-  for (int head = 0; head < heads.query; head++) {
-    const float* from = layer.query + token * layer.q_stride + int64_t(head) * heads.dim;
-    copy_scaled(from, heads.dim, layer.scale, query + head * dim);
-    maximum[head] = NONE;
-    total[head] = 0;
+  for (int kv = 0; kv < heads.kv; kv++) {
+    each_share(group, [&](int first, int count) {
+      float* to = query + (kv * group + first) * dim;
+      for (int i = 0; i < count; i++) {
+        const int head = kv * group + first + i;
+        const float* from = layer.query + token * layer.q_stride + int64_t(head) * heads.dim;
+        for (int d = 0; d < heads.dim; d += W) {
+          store(to + d * count + i * W, load_up_to(from + d, heads.dim - d) * layer.scale);
+        }
+        maximum[head] = NONE;
+        total[head] = 0;
+      }
+    });
   }
   for (int i = 0; i < heads.query * value_dim; i += W) store(sums + i, Vec{});
   const int end = task.first + task.count;
@@ -283,28 +363,25 @@ void decode(const Heads& heads, const Rows& rows, const Attention& layer, const 
       const int first = following->first;
       locate(heads, rows, layer, following->row, first, first + following->count, next);
     } else {
-      next = tile;
+      next.count = 0;
     }
-    fetch(next, tile.count, {0, heads.kv * heads.dim, 0, heads.kv * heads.value_dim});
+    Ahead ahead;
+    for (int i = 0; i < next.count; i++) {
+      ahead.add(next.keys[i], heads.kv * heads.dim * int64_t(sizeof(T)));
+    }
+    for (int i = 0; i < next.count; i++) {
+      ahead.add(next.values[i], heads.kv * heads.value_dim * int64_t(sizeof(T)));
+    }
+    // Each share fetches for every four keys, with the scores and at least once with the values.
+    const int shares = (group + SHARE - 1) / SHARE;
+    ahead.spread(int64_t(heads.kv) * shares * 2 * ((tile.count + 3) / 4));
     for (int kv = 0; kv < heads.kv; kv++) {
-      for (int g = 0; g < group;) {
-        const int head = kv * group + g;
-        const auto share = [&](auto q) {
-          decode_tile<q>(query + head * dim, dim, tile, next, kv, heads, layer.softcap,
-                         maximum + head, total + head, sums + head * value_dim, value_dim);
-          g += q;
-        };
-        // The sums of four queries fill AVX-512's registers, those of two the others'.
-        if (W == 16 && group - g >= 4) {
-          share(std::integral_constant<int, 4>());
-        } else if (W == 16 && group - g == 3) {
-          share(std::integral_constant<int, 3>());
-        } else if (group - g >= 2) {
-          share(std::integral_constant<int, 2>());
-        } else {
-          share(std::integral_constant<int, 1>());
-        }
-      }
+      each_share(group, [&](int first, int count) {
+        const int head = kv * group + first;
+        decode_tile_of<T>(count, std::make_integer_sequence<int, SHARE>())(
+            query + head * dim, tile, ahead, kv, heads, layer.softcap, maximum + head, total + head,
+            sums + head * value_dim, value_dim);
+      });
     }
     tile = next;
   }
@@ -408,7 +485,7 @@ void prefill(const Heads& heads, const Rows& rows, const Attention& layer, const
     copy_values(tile, part.value, part.values, value_panels);
     if (at + TILE < end) {
       locate(heads, rows, layer, task.row, at + TILE, end, next);
-      fetch(next, 0, part);
+      fetch(next, part);
     }
     // Queries before the tile's first key see none of it.
     const int skip = at > position ? (at - position) * group : 0;
@@ -470,12 +547,6 @@ void attend_typed(Team& team, const Heads& heads, const Rows& rows, const Tasks&
 int queries_of(const Heads& heads) {
   const int group = heads.query / heads.kv;
   return group < ROWS ? ROWS / group : 1;
-}
-
-// Queries of a row's next task, of `left` ones: its tasks have about the same size.
-int block_of(int left, int queries) {
-  const int blocks = (left + queries - 1) / queries;
-  return (left + blocks - 1) / blocks;
 }
 
 }  // namespace

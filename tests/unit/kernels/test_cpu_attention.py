@@ -40,7 +40,7 @@ row = st.one_of(
     rows=st.lists(row, min_size=1, max_size=5),
     block_size=st.sampled_from([1, 4, 16, 20]),
     window=st.one_of(st.none(), st.integers(1, 150)),
-    group=st.integers(1, 5),
+    group=st.integers(1, 10),
     kv=st.integers(1, 3),
     dim=st.one_of(st.sampled_from([8, 16, 48, 64, 80]), st.integers(1, 70)),
     value_dim=st.one_of(st.none(), st.integers(1, 70)),
