@@ -16,14 +16,15 @@ Weights and cache are float32; mixed and alone come again with 8-bit weights. Th
 else an engine rounds then: each has its own default, which is its fastest. Prompts that share no
 text make llama.cpp give each request a cache of its own, others share one (`llama_engine.py`).
 
-Beside them stand the machine's own limits, measured in the same run: of alone the share of the
-memory bandwidth that the weights of each step take, of mixed the share of a large float32 product's
-rate.
+Beside them stand the machine's own limits, measured in the same run: of alone and the tutorial the
+share of the memory bandwidth that the weights of each step take, of mixed the share of a large
+float32 product's rate.
 
     .venv/bin/python -m benchmarks.cpu_peers [--full] [--models "15 M" "135 M"] [--svg FILE]
 """
 
 import argparse
+import heapq
 import itertools
 import json
 import random
@@ -234,13 +235,24 @@ def rows(
         yield f"| {name}{once} | {spread(speeds, 0)} | {spread(ratios, 2)} | {share} |"
 
 
+def steps_of(caps: Sequence[int], slots: int) -> int:
+    """The fewest steps in which requests that start in order can have ``caps`` new tokens each, a
+    token a step, when at most ``slots`` run at a time.
+    """
+    ends = [0] * slots
+    for cap in caps:
+        heapq.heapreplace(ends, ends[0] + cap)
+    return max(ends)
+
+
 def _shares(
     workload: str, size: models.Size, limits: machine.Limits, kinds: Mapping[str, Kind]
 ) -> Callable[[str, float, Sequence[Request]], str]:
     def share(name: str, seconds: float, requests: Sequence[Request]) -> str:
         new = sum(cap for _, cap in requests)
-        if workload.startswith("alone"):
-            return f"{kinds[name].reads(size) * new / seconds / limits.read:.0%} of reading"
+        if workload.startswith(("alone", "tutorial")):
+            steps = new if workload != "tutorial" else steps_of(TUTORIAL_CAPS, TUTORIAL_SLOTS)
+            return f"{kinds[name].reads(size) * steps / seconds / limits.read:.0%} of reading"
         if not workload.startswith("mixed"):
             return ""  # shared prompts are computed once
         tokens = new + sum(len(prompt) for prompt, _ in requests)
@@ -302,18 +314,21 @@ def _options() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--models", nargs="*", choices=tuple(models.SHAPES), default=["135 M"])
+    parser.add_argument("--models", nargs="*", choices=tuple(models.SHAPES))
     parser.add_argument("--engines", nargs="*", choices=tuple(FLOAT32), default=list(FLOAT32))
     parser.add_argument(
         "--full",
         action="store_true",
-        help="all models, five rounds, and in each the engines up to three times as slow",
+        help="all models that --models does not leave out, five rounds, and in each the engines up "
+        "to three times as slow",
     )
     parser.add_argument("--json", type=Path, help="write the seconds of each round to this file")
     parser.add_argument("--svg", type=Path, help="draw the ratios to this file")
     options = parser.parse_args()
+    if options.models is None:
+        options.models = list(models.SHAPES) if options.full else ["135 M"]
     if options.full:
-        options.models, options.rounds = list(models.SHAPES), max(5, options.rounds)
+        options.rounds = max(5, options.rounds)
     if OURS not in options.engines:
         parser.error(f"--engines: {OURS} is what the others are compared with: add it")
     return options

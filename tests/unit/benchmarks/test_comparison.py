@@ -9,7 +9,7 @@ from typing import Any
 from xml.etree import ElementTree as ET
 
 import pytest
-from benchmarks import cpu_picture, machine, models, peers
+from benchmarks import cpu_peers, cpu_picture, machine, models, peers
 from benchmarks.turns import OURS, Terms, take_turns
 from torch import nn
 
@@ -42,6 +42,22 @@ def test_a_side_that_takes_too_long_runs_once_and_a_failing_one_is_left_out(
     found = take_turns([OURS, "slow", "fast", "failing"], Terms(3, 2.0), "mixed", run, float)
     assert {name: len(taken) for name, taken in found.items()} == {OURS: 3, "slow": 1, "fast": 3}
     assert "failing: left out of mixed, RuntimeError: no room" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("caps", "slots", "steps"),
+    [
+        ([7], 3, 7),
+        ([6, 50, 300, 30, 180, 45], 3, 300),
+        ([6, 50, 300, 30, 180, 45], 1, 611),
+        ([4, 9, 5, 2], 2, 11),
+        ([3, 3, 3, 3], 2, 6),
+    ],
+)
+def test_requests_in_slots_take_the_steps_of_the_slot_that_ends_last(
+    caps: list[int], slots: int, steps: int
+) -> None:
+    assert cpu_peers.steps_of(caps, slots) == steps
 
 
 def test_a_turn_waits_until_the_cores_rest_but_not_for_ever(
