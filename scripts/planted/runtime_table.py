@@ -19,6 +19,7 @@ COMPLETIONS, RESPONSES, BODIES, AUTH = (
 )
 STREAM, METRICS = (f"{RUNTIME}/serving/{name}.py" for name in ("stream", "metrics"))
 SHARDS, RANKS = f"{RUNTIME}/device/shards.py", "functional/engine/test_ranks.py"
+ROW_SPLIT, FUSED_RANKS = f"{RUNTIME}/device/row_split.py", "unit/device/test_fused_ranks.py"
 TABLE, TABLE_TESTS = f"{RUNTIME}/device/slot_table.py", "unit/device/test_slot_table.py"
 DECODE_TESTS, GRAPH_TESTS = "unit/device/test_decode_steps.py", "unit/device/test_graphs.py"
 DECODES, GRAPHS = (f"{RUNTIME}/device/{name}.py" for name in ("decode_steps", "graphs"))
@@ -862,7 +863,7 @@ BUGS = (
     PackageBug(
         "layers in bfloat16 are recorded in bfloat16",
         FUSION,
-        "            hooks += _in_float32(layer, model.heads.dtype)\n",
+        "            hooks += _in_float32(layer, model.heads.dtype, model.device)\n",
         "            pass\n",
         ("functional/engine/test_fused_layers.py",),
     ),
@@ -945,17 +946,86 @@ BUGS = (
     ),
     PackageBug(
         "the parts of a rank's results are not summed",
-        SHARDS,
+        ROW_SPLIT,
         "out = self._group.sum(F.linear(x, self.weight))",
         "out = F.linear(x, self.weight)",
         (RANKS,),
     ),
     PackageBug(
         "every rank adds the bias before the sum",
-        SHARDS,
+        ROW_SPLIT,
         """        out = self._group.sum(F.linear(x, self.weight))
         return out if self.bias is None else out + self.bias""",
         "        return self._group.sum(F.linear(x, self.weight, self.bias))",
+        (RANKS,),
+    ),
+    PackageBug(
+        "a fused layer does not sum what the ranks give",
+        FUSION,
+        "total = self._group.sum(part)",
+        "total = part",
+        (RANKS,),
+    ),
+    PackageBug(
+        "every rank adds a fused layer's bias, and again after the sum",
+        FUSION,
+        "weight, None if self._group else bias)",
+        "weight, bias)",
+        (RANKS,),
+    ),
+    PackageBug(
+        "one bias of the branches side by side is forgotten after their sum",
+        FUSION,
+        "self._sum(both, layer.out_bias, layer.down_bias)",
+        "self._sum(both, layer.down_bias)",
+        (RANKS,),
+    ),
+    PackageBug(
+        "the branches side by side are added to the residual before the sum",
+        FUSION,
+        "        both = attended.add_(self._mlp(normed))",
+        "        both = residual.add_(attended.add_(self._mlp(normed)))",
+        (RANKS,),
+    ),
+    PackageBug(
+        "the norm after attention is that of a rank's part",
+        FUSION,
+        """        branch = self._sum(branch, layer.out_bias)
+        if layer.after_attention is not None:
+            branch, _ = ops.norm(branch, layer.after_attention)
+""",
+        """        if layer.after_attention is not None:
+            branch, _ = ops.norm(branch, layer.after_attention)
+        branch = self._sum(branch, layer.out_bias)
+""",
+        (RANKS,),
+    ),
+    PackageBug(
+        "a rank fuses a layer that does not fit on another",
+        f"{RUNTIME}/device/group.py",
+        "device=self._device))) == self.size",
+        "device=self._device))) > 0",
+        (FUSED_RANKS,),
+    ),
+    PackageBug(
+        "a rank whose layer does not fit leaves the others waiting for its word",
+        FUSION,
+        "        group.agrees(False)\n",
+        "",
+        (FUSED_RANKS,),
+    ),
+    PackageBug(
+        "layers of which only some matrices are split are fused with sums",
+        FUSION,
+        "if group is not None and not parts.split:",
+        "if False:",
+        (FUSED_RANKS,),
+    ),
+    PackageBug(
+        "fused layers of a split model are compared with layers in bfloat16",
+        f"{RUNTIME}/device/selftest.py",
+        "                expected = _expected(model, choice, loaded.max_model_len)\n",
+        "                expected = Expected.of(model, loaded.max_model_len)\n",
         (RANKS,),
     ),
     PackageBug(
@@ -1006,6 +1076,13 @@ BUGS = (
         "(unit * config.tensor_parallel)",
         "unit",
         ("unit/sizing/test_memory_plan.py",),
+    ),
+    PackageBug(
+        "fused layers of a split model on a CPU are planned in the model's type",
+        TERMS,
+        "fused = cpu and fuses_on_cpu(shape, config)",
+        "fused = packed and fuses_on_cpu(shape, config)",
+        ("unit/sizing/test_terms.py",),
     ),
     PackageBug(
         "key-value heads that ranks share are planned as if split",

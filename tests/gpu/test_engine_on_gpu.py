@@ -2,6 +2,7 @@
 GPU it fails.
 """
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -102,11 +103,42 @@ def test_a_seeded_draw_does_not_depend_on_its_batch() -> None:
     assert [r.outputs[0].token_ids for r in together] == [r.outputs[0].token_ids for r in alone]
 
 
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-@pytest.mark.parametrize("family", ["llama", "gemma2", "mixtral"])
-def test_two_gpus_give_the_text_of_transformers(family: str, tmp_path: Path) -> None:
+two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+
+
+def fused(log: pytest.LogCaptureFixture) -> bool:
+    """Whether the log says that all layers are fused."""
+    (found,) = re.findall(r"kernels: .*fused (\d+)/(\d+) layers", log.text)
+    return bool(found[0] == found[1])
+
+
+@two_gpus
+@pytest.mark.parametrize(
+    "family", ["llama", "gemma2", "granite", "gpt_neox", "starcoder2", "mixtral"]
+)
+def test_two_gpus_give_the_text_of_transformers(
+    family: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """All but the experts' in fused layers."""
+    caplog.set_level("INFO")
     folder = tiny.save(tiny.build(family), tmp_path)
     params = SamplingParams(temperature=0, max_tokens=OUTPUT, ignore_eos=True)
     with LLM(str(folder), **PREEMPTING, tensor_parallel=2) as llm:
         results = llm.generate([{"prompt_token_ids": p} for p in PROMPTS], params, use_tqdm=False)
     assert [r.outputs[0].token_ids for r in results] == [expected(family, p) for p in PROMPTS]
+    assert fused(caplog) is (family != "mixtral")
+
+
+@two_gpus
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_two_gpus_with_fused_layers_in_half_precision_pass_the_self_test(
+    dtype: torch.dtype, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Which compares with the whole model's layers in float32."""
+    caplog.set_level("INFO")
+    folder = tiny.save(tiny.build("granite").to(dtype), tmp_path)
+    with LLM(str(folder), num_blocks=256, tensor_parallel=2) as llm:
+        params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+        (result,) = llm.generate([{"prompt_token_ids": PROMPTS[0]}], params, use_tqdm=False)
+    assert len(result.outputs[0].token_ids) == 8
+    assert fused(caplog)

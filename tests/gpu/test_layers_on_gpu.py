@@ -15,7 +15,7 @@ from fairlead_kernels.cache_write import rounded
 from fairlead_kernels.layer import LayerOperations, Norm
 from fairlead_kernels.quantize import Format
 from fairlead_kernels.torch_operations import TorchOperations
-from fairlead_runtime.device import fusion, selftest
+from fairlead_runtime.device import fusion, selftest, shards
 from fairlead_runtime.device.fusion import fuse
 from fairlead_runtime.device.paged_model import PagedModel
 from fairlead_runtime.models import families, loading, rope, tiny
@@ -191,3 +191,21 @@ def test_a_cuda_graph_holds_a_chain_of_operations(name: str) -> None:
         assert torch.equal(one, other)
     for one, other in zip(got[3:], want[3:], strict=True):
         assert torch.equal(one.flatten(0, 1)[slots], other.flatten(0, 1)[slots])
+
+
+def test_a_whole_model_on_the_host_gives_the_expected_logits_in_float32_on_the_gpu() -> None:
+    """As rank 0 of a split model computes them: each module's weights are there while it runs."""
+    on_host = tiny.build("granite").to(torch.bfloat16)
+    rope.pin(on_host, MAX_LEN)
+    windows = families.check(on_host.config)
+    with fusion.computed_in_float32(plain := PagedModel(on_host, windows)):
+        wanted = selftest.Expected.of(plain, MAX_LEN)
+    with shards.computed_on(CUDA, on_host):
+        model = PagedModel(on_host, windows, CUDA)
+        with fusion.computed_in_float32(model):
+            got = selftest.Expected.of(model, MAX_LEN)
+    for mine, theirs in zip(got.logits, wanted.logits, strict=True):
+        spread = theirs.float().std(dim=1)
+        distance = (mine.cpu() - theirs).float().square().mean(dim=1).sqrt() / spread
+        assert float(distance.max()) < selftest.TOLERANCE[torch.bfloat16] / 4
+    assert {parameter.device.type for parameter in on_host.parameters()} == {"cpu"}

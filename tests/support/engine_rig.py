@@ -17,6 +17,7 @@ import torch
 from fairlead_kernels import reference
 from fairlead_kernels.attention import AttentionBackend, DecodeAttention
 from fairlead_kernels.backend import BackendChoice, pick
+from fairlead_kernels.layer import LayerOperations
 from fairlead_kernels.quantize import Format
 from fairlead_runtime.config import EngineConfig
 from fairlead_runtime.device.batch import BatchBuilder
@@ -45,6 +46,8 @@ torch.set_num_threads(1)
 
 MAX_LEN = 512
 FP8_CACHE = "fp8 cache "  # before the name of kernels
+# Two ranks with fused layers: in C++ or by the reference, as on GPUs in torch, and in Triton.
+FUSED_RANKS = ("ranks cpu", "ranks layers", "ranks triton")
 MAX_STEPS = 20_000
 # two ids, sampled often enough at random that some texts end early
 EOS = frozenset({2, 140})
@@ -56,7 +59,7 @@ UNFUSED = {
     "int8": "rounded, and the head",
     "layers int8": "rounded",
     "layers fp8": "rounded fp8",
-} | dict.fromkeys(("layers", "triton", "ranks"), "torch")
+} | dict.fromkeys(("layers", "triton", "ranks", *FUSED_RANKS), "torch")
 QUANTIZED: dict[str, Format] = {
     **dict.fromkeys(("int8", "layers int8", "rounded", "rounded, and the head"), "int8"),
     **dict.fromkeys(("layers fp8", "rounded fp8"), "fp8"),
@@ -188,9 +191,20 @@ def attend_once(model: PagedModel, attention: AttentionBackend, ids: torch.Tenso
     return model.forward(batch, cache, attention)
 
 
-def attention_of(model: PagedModel) -> AttentionBackend:
-    """Plain torch."""
-    return pick(model.heads, model.kinds, model.device, "torch").attention
+def choice_of(model: PagedModel, kernels: str) -> BackendChoice:
+    """Attention in C++, where it is built and ``kernels`` say so, or in plain torch."""
+    auto = kernels in ("cpu", "int8", "ranks cpu")
+    return pick(model.heads, model.kinds, model.device, "auto" if auto else "torch")
+
+
+def operations_of(model: PagedModel, kernels: str) -> LayerOperations | None:
+    """Those of fused layers, by the name of a rig's kernels."""
+    if kernels.endswith("triton"):
+        return gpu_operations("triton")
+    if "layers" in kernels:
+        return gpu_operations("torch")
+    fuses = kernels in ("cpu", "int8", "ranks cpu")
+    return choice_of(model, kernels).operations or (reference if fuses else None)
 
 
 class Rig:
@@ -202,11 +216,15 @@ class Rig:
     the layers of GPUs, for int8 and fp8. flashinfer is its attention on the stand-in of its
     wrappers; resident the same with the decodes' state on the device; graphs with captured steps
     besides; layers are the fused ones of GPUs in torch, beside attention in torch, and triton those
-    in Triton, beside flashinfer's. ranks is torch on two processes, each with half of the model.
-    After "fp8 cache " they have one, and the reference rounds keys and values.
+    in Triton, beside flashinfer's. ranks is torch on two processes, each with half of the model;
+    ranks cpu, ranks layers and ranks triton are the same with layers fused, but for ``odd``, which
+    does not fit on the other one. After "fp8 cache " they have one, and the reference rounds keys
+    and values.
     """
 
-    def __init__(self, family: str, kernels: str = "torch", **overrides: Any) -> None:
+    def __init__(
+        self, family: str, kernels: str = "torch", *, odd: int | None = None, **overrides: Any
+    ) -> None:
         self.family = family
         cached = FP8_CACHE if kernels.startswith(FP8_CACHE) else ""
         kernels = kernels.removeprefix(FP8_CACHE)
@@ -221,13 +239,13 @@ class Rig:
         plain = UNFUSED.get(kernels)
         self._unfused = rig(family, cached + plain, **overrides) if plain else self
         self._kernels = kernels
-        self._pair = rank_pair.pair() if kernels == "ranks" else None
-        if self._pair is not None:
-            self._pair.hold(**self._described)
-            rank_pair.split(self.model, self._pair.group)
-            plain = None  # its layers are not fused
-        operations = self._choice().operations or (reference if plain else None)
-        self.fusion = fuse(self.model, operations)
+        self._odd = odd
+        self._pair = rank_pair.pair() if kernels.startswith("ranks") else None
+        group = None if self._pair is None else self._pair.group
+        if self._pair is not None and group is not None:
+            self._pair.hold(kernels, odd=odd, **self._described)
+            rank_pair.split(self.model, group)
+        self.fusion = fuse(self.model, operations_of(self.model, kernels), group)
         self.groups: tuple[LayerGroup, ...] = group_layers(self.model.windows)
         self._references: dict[tuple[tuple[int, ...], int], list[int]] = {}
 
@@ -243,7 +261,7 @@ class Rig:
             **{**amounts, "units": units + resident},  # the last unit is for padding rows
         )
         if self._pair is not None:
-            self._pair.hold(**self._described)
+            self._pair.hold(self._kernels, odd=self._odd, **self._described)
             self._pair.allocate(**amounts)
         # A read of a slot that was not written yields NaN.
         cache.keys.fill_(torch.nan)
@@ -295,14 +313,8 @@ class Rig:
     def _choice(self) -> BackendChoice:
         model = self.model
         if self._kernels in ("flashinfer", "resident", "graphs", "triton"):
-            attention = flashinfer_standin.attention(model.heads, model.kinds)
-            operations = gpu_operations("triton") if self._kernels == "triton" else None
-            return BackendChoice(attention, operations)
-        kernels = "auto" if self._kernels in ("cpu", "int8") else "torch"
-        choice = pick(model.heads, model.kinds, model.device, kernels)
-        layers = self._kernels.startswith("layers")
-        operations = gpu_operations("torch") if layers else choice.operations
-        return BackendChoice(choice.attention, operations)
+            return BackendChoice(flashinfer_standin.attention(model.heads, model.kinds), None)
+        return choice_of(model, self._kernels)
 
     def run(self, setting: Setting, arrivals: Iterable[tuple[int, Request]]) -> Outcome:
         scheduler = Scheduler(setting.limits(len(self.groups)), self.groups, b"rig")

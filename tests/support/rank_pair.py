@@ -7,19 +7,22 @@ import functools
 import os
 import signal
 import socket
+from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
-from torch import Tensor
+import torch.distributed as dist
+from torch import Tensor, nn
 
 from fairlead_kernels.attention import AttentionBackend
 from fairlead_runtime.child import frames
-from fairlead_runtime.device import ranks, shards
+from fairlead_runtime.device import ranks, selftest, shards
 from fairlead_runtime.device.batch import Batch
+from fairlead_runtime.device.fusion import fuse
 from fairlead_runtime.device.group import Group
 from fairlead_runtime.device.kv_cache import CacheStorage
 from fairlead_runtime.device.paged_model import PagedModel
-from fairlead_runtime.models import architecture
+from fairlead_runtime.models import architecture, loading
 from fairlead_runtime.models.headers import Header, TensorEntry
 from fairlead_runtime.scheduling.plan import DeviceLostError, Work
 from fairlead_runtime.sizing.groups import group_layers
@@ -44,6 +47,14 @@ def split(model: PagedModel, group: Group) -> PagedModel:
     return model
 
 
+class Met(Group):
+    """Ranks that have met, which a model's start may ask them to do again."""
+
+    def meet(self, device: torch.device) -> None:
+        if not dist.is_initialized():
+            super().meet(device)
+
+
 class Pair:
     """The test's process as rank 0, and the connection to rank 1. It is what a ModelRunner's
     Followers are.
@@ -58,14 +69,19 @@ class Pair:
             _follow(theirs, store)
         theirs.close()
         self._stream = ours.makefile("rwb")
-        self.group = Group(0, 2, f"/proc/self/fd/{store}", lambda: None)
+        self.group = Met(0, 2, f"/proc/self/fd/{store}", lambda: None)
         self.group.meet(CPU)
 
-    def hold(self, **model: Any) -> None:
+    def hold(self, kernels: str, *, odd: int | None = None, **model: Any) -> None:
         """Let rank 1 take the model that ``engine_rig.paged`` builds from this. The first time it
-        splits it, and this process must do the same.
+        splits it and fuses the layers that these kernels of a rig fuse, and this process must do
+        the same. There layer ``odd`` has one more part, so that it does not fuse.
         """
-        self._send({"model": model})
+        self._send({"model": model, "kernels": kernels, "odd": odd})
+
+    def prepare(self, folder: Path) -> None:
+        """Let rank 1 load the model in this folder and prepare its part, as this process must."""
+        self._send({"folder": str(folder)})
 
     def allocate(self, **cache: int) -> None:
         """Let rank 1 allocate an empty cache."""
@@ -98,25 +114,28 @@ def pair() -> Pair:
 
 def _follow(connection: socket.socket, store: int) -> NoReturn:
     """Rank 1, until rank 0's end of the socket closes."""
-    from support.engine_rig import attention_of, paged
+    from support.engine_rig import choice_of
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     with contextlib.suppress(BaseException):
         stream = connection.makefile("rwb")
-        group = Group(1, 2, f"/proc/self/fd/{store}", lambda: None)
+        group = Met(1, 2, f"/proc/self/fd/{store}", lambda: None)
         group.meet(CPU)
         models: dict[str, PagedModel] = {}
         model: PagedModel
+        kernels: str
         attention: AttentionBackend
         cache: CacheStorage
         while (message := frames.read(stream)) is not None:  # type: ignore[arg-type]
             if "model" in message:
-                name = repr(message["model"])
+                name, kernels = repr(message), message["kernels"]
                 if name not in models:
-                    models[name] = split(paged(**message["model"]), group)
+                    models[name] = _loaded(message["model"], kernels, message["odd"], group)
                 model = models[name]
+            elif "folder" in message:
+                selftest.prepare_rank(loading.load(message["folder"]), group, CPU)
             elif "cache" in message:
-                attention = attention_of(model)
+                attention = choice_of(model, kernels).attention
                 cache = CacheStorage(
                     group_layers(model.windows), model.heads, device=CPU, **message["cache"]
                 )
@@ -127,3 +146,26 @@ def _follow(connection: socket.socket, store: int) -> NoReturn:
             else:
                 ranks.follow(message, model, cache, attention)
     os._exit(1)
+
+
+class _Times(nn.Module):
+    """Multiplies by a weight of its own, which is 1."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.weight
+
+
+def _loaded(described: Any, kernels: str, odd: int | None, group: Group) -> PagedModel:
+    from support.engine_rig import operations_of, paged
+
+    model = paged(**described)
+    if odd is not None:
+        mlp: Any = model.model.get_submodule(f"model.layers.{odd}.mlp")
+        mlp.act_fn = nn.Sequential(mlp.act_fn, _Times())
+    split(model, group)
+    fuse(model, operations_of(model, kernels), group)
+    return model

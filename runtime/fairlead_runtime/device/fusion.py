@@ -22,7 +22,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -33,7 +33,7 @@ from fairlead_kernels.attention import Heads, LayerSpec
 from fairlead_kernels.cpu import CpuOperations
 from fairlead_kernels.cpu_attention import CpuAttention
 from fairlead_kernels.cpu_layers import LayerChain
-from fairlead_kernels.layer import Layer, LayerOperations
+from fairlead_kernels.layer import Layer, LayerOperations, Packed
 from fairlead_kernels.quantize import FP8, Format, Quantized, quantize
 from fairlead_kernels.slabs import SLAB
 from fairlead_runtime.device import whole_model
@@ -45,6 +45,7 @@ from fairlead_runtime.device.attention import (
     PagedPass,
     spec_of,
 )
+from fairlead_runtime.device.group import Group
 from fairlead_runtime.device.kv_cache import CacheStorage
 from fairlead_runtime.device.layer_parts import (
     CLOSE,
@@ -63,6 +64,8 @@ from fairlead_runtime.device.whole_model import TOKENS
 from fairlead_runtime.device.widened import Widened
 from fairlead_runtime.heap import release_memory
 from fairlead_runtime.models.quantized import QuantizedEmbedding, QuantizedLinear
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +97,9 @@ class Fusion:
 
 
 class FusedLayer:
-    """One decoder layer as a chain of operations."""
+    """One decoder layer as a chain of operations. With ``group`` its matrices are one rank's part:
+    what those give whose inputs are split is summed over the ranks, then biases are added.
+    """
 
     def __init__(
         self,
@@ -104,6 +109,7 @@ class FusedLayer:
         call: AttentionCall,
         rope: RopeArgument,
         operations: LayerOperations,
+        group: Group | None = None,
     ) -> None:
         self.index = index
         self.layer = layer
@@ -111,6 +117,7 @@ class FusedLayer:
         self.rope = rope
         self._call = call
         self._operations = operations
+        self._group = group
 
     def run(self, x: Tensor, added: list[Tensor], rope: Rope, current: CachedPass) -> Tensor:
         """Hidden states x [T, hidden] and the rotary embedding → hidden states. May change x.
@@ -118,43 +125,72 @@ class FusedLayer:
         To x belongs what is in ``added``, one tensor or none. It is taken out, so that nobody holds
         it any longer, and the layer leaves in its place what the next one's norm adds.
         """
-        normed, residual = self._attention(x, added, rope, current)
-        added.append(self._mlp(normed))
-        return residual
-
-    def _attention(
-        self, x: Tensor, added: list[Tensor], rope: Rope, current: CachedPass
-    ) -> tuple[Tensor, Tensor]:
-        """The norm before the MLP, and the residual."""
         ops, layer = self._operations, self.layer
         if added:
             normed, residual = ops.norm(added.pop(), layer.input_norm, x)
         else:
             normed, residual = ops.norm(x, layer.input_norm)
+        branch = self._attention(normed, rope, current)
+        if layer.parallel:
+            if layer.mlp_norm is not layer.input_norm:
+                normed, _ = ops.norm(residual, layer.mlp_norm)
+            added.append(self._side_by_side(residual, branch, normed))
+            return residual
+        branch = self._sum(branch, layer.out_bias)
+        if layer.after_attention is not None:
+            branch, _ = ops.norm(branch, layer.after_attention)
+        normed, residual = ops.norm(branch, layer.mlp_norm, residual)
+        added.append(self._after_mlp(self._mlp(normed)))
+        return residual
+
+    def _side_by_side(self, residual: Tensor, attended: Tensor, normed: Tensor) -> Tensor:
+        """What the next layer adds to the residual, to which the rest is added here. Ranks need one
+        sum of both branches, unless a norm comes between.
+        """
+        layer = self.layer
+        if self._group is None or layer.after_mlp is not None:
+            residual.add_(self._sum(attended, layer.out_bias))
+            return self._after_mlp(self._mlp(normed))
+        both = attended.add_(self._mlp(normed))
+        return self._sum(both, layer.out_bias, layer.down_bias)
+
+    def _attention(self, normed: Tensor, rope: Rope, current: CachedPass) -> Tensor:
+        """What attention adds to the residual, before ``_sum``."""
+        ops, layer = self._operations, self.layer
         qkv = ops.linear(normed, layer.qkv, layer.qkv_bias)
         cached = current.cached(self.index)
         query = ops.rope_write(
             qkv, *rope, cached.slots, cached.keys, cached.values, layer.q_norm, layer.k_norm
         )
         attended = current.attend_cached(self.index, query, self._call)
-        branch = ops.linear(attended.flatten(1), layer.out, layer.out_bias)
-        if layer.parallel:
-            if layer.mlp_norm is not layer.input_norm:
-                normed, _ = ops.norm(residual, layer.mlp_norm)
-            return normed, residual.add_(branch)
-        if layer.after_attention is not None:
-            branch, _ = ops.norm(branch, layer.after_attention)
-        return ops.norm(branch, layer.mlp_norm, residual)
+        return self._product(attended.flatten(1), layer.out, layer.out_bias)
 
     def _mlp(self, normed: Tensor) -> Tensor:
+        """What the MLP adds to the residual, before ``_sum``."""
         ops, layer = self._operations, self.layer
-        gate_up = ops.linear(normed, layer.gate_up, layer.gate_up_bias)
         mix = ops.gated if layer.gated else ops.activate
-        gated = mix(gate_up, layer.activation)
-        branch = ops.linear(gated, layer.down, layer.down_bias)
-        if layer.after_mlp is not None:
-            branch, _ = ops.norm(branch, layer.after_mlp)
+        gated = mix(ops.linear(normed, layer.gate_up, layer.gate_up_bias), layer.activation)
+        return self._product(gated, layer.down, layer.down_bias)
+
+    def _after_mlp(self, branch: Tensor) -> Tensor:
+        branch = self._sum(branch, self.layer.down_bias)
+        if self.layer.after_mlp is not None:
+            branch, _ = self._operations.norm(branch, self.layer.after_mlp)
         return branch
+
+    def _product(self, x: Tensor, weight: Packed, bias: Tensor | None) -> Tensor:
+        """With the bias, unless the ranks' products are still to be summed."""
+        return self._operations.linear(x, weight, None if self._group else bias)
+
+    def _sum(self, part: Tensor, *biases: Tensor | None) -> Tensor:
+        """All ranks' products and the biases; ``part`` itself where it is whole. May change it."""
+        if self._group is None:
+            return part
+        total = self._group.sum(part)
+        for bias in biases:
+            if bias is not None:
+                total.add_(bias)
+        return total
 
     @property
     def rounds(self) -> bool:
@@ -170,18 +206,23 @@ class FusedLayer:
 
 class FusedRun:
     """Consecutive fused layers of equal sizes, computed together when the last one is called; the
-    others only note their rotary embedding. In C++ they are one call, elsewhere one operation after
-    another.
+    others only note their rotary embedding. In C++ they are one call, but for ``split`` ones, whose
+    sums lie in between; elsewhere one operation after another.
     """
 
     def __init__(
-        self, layers: Sequence[FusedLayer], heads: Heads, operations: LayerOperations
+        self,
+        layers: Sequence[FusedLayer],
+        heads: Heads,
+        operations: LayerOperations,
+        *,
+        split: bool = False,
     ) -> None:
         self.layers = tuple(layers)
         self.arguments = tuple(layer.rope for layer in layers)
         self._chain: LayerChain | None = None
         self._cache: CacheStorage | None = None  # whose layers the chain has
-        if isinstance(operations, CpuOperations):
+        if isinstance(operations, CpuOperations) and not split:
             parts, specs = [x.layer for x in layers], [x.spec for x in layers]
             self._chain = operations.chain(heads, parts, specs)
         self._ropes: list[Rope] = []
@@ -305,7 +346,7 @@ def computed_in_float32(model: PagedModel) -> Iterator[None]:
     """
     dtype = model.heads.dtype
     fitting = [] if dtype is torch.float32 else _fitting(model)
-    hooks = [hook for layer in fitting for hook in _in_float32(layer, dtype)]
+    hooks = [hook for layer in fitting for hook in _in_float32(layer, dtype, model.device)]
     try:
         yield
     finally:
@@ -317,7 +358,7 @@ def computed_in_float32(model: PagedModel) -> Iterator[None]:
 def _fitting(model: PagedModel) -> list[nn.Module]:
     layers, found = _decoder_layers(model) or [], list[nn.Module]()
     for layer, recorded in zip(layers, _record(model, layers), strict=True):
-        widened = Widened(layer)
+        widened = Widened(layer, model.device)
         try:
             recognize(_recording(recorded)[0])
             found.append(layer)
@@ -329,18 +370,24 @@ def _fitting(model: PagedModel) -> list[nn.Module]:
 
 
 @torch.inference_mode()
-def fuse(model: PagedModel, operations: LayerOperations | None) -> Fusion:
+def fuse(
+    model: PagedModel, operations: LayerOperations | None, group: Group | None = None
+) -> Fusion:
     """Replace every layer that fits by a fused one on these operations; without any, none. Weights
     are packed in the model's type, quantized ones as they are.
 
     The result of each fused layer, packed weights and all, is compared with the original's first;
     a layer that differs keeps its own code and weights. On CPUs what lies around the layers is
     replaced, too, or the matrices that the model's own code multiplies by are packed.
+
+    With ``group`` the model is one rank's part of a split one (``shards.split``), and every rank
+    must call this with the same kind of operations: a layer is fused on all of them or on none, and
+    what lies around the layers stays as it is.
     """
     if operations is None:
         return Fusion(0, len(model.windows))
-    fusion, runs = _fuse_layers(model, operations)
-    if not isinstance(operations, CpuOperations):
+    fusion, runs = _fuse_layers(model, operations, group)
+    if group is not None or not isinstance(operations, CpuOperations):
         return fusion
     step = _ScratchPass(model.heads, model.device)
     if fusion.fused == fusion.layers:
@@ -353,7 +400,9 @@ def fuse(model: PagedModel, operations: LayerOperations | None) -> Fusion:
     return replace(fusion, head=others.head, others=others)
 
 
-def _fuse_layers(model: PagedModel, operations: LayerOperations) -> tuple[Fusion, list[FusedRun]]:
+def _fuse_layers(
+    model: PagedModel, operations: LayerOperations, group: Group | None
+) -> tuple[Fusion, list[FusedRun]]:
     layers, total = _decoder_layers(model), len(model.windows)
     if layers is None:
         return Fusion(0, total, "its decoder layers are not one list"), []
@@ -364,7 +413,7 @@ def _fuse_layers(model: PagedModel, operations: LayerOperations) -> tuple[Fusion
         layer: FusedLayer | None = None
         widened = Widened(layers[index])
         try:
-            layer = _fused(layers[index], index, recorded, shared, model, operations)
+            layer = _fused(layers[index], index, recorded, shared, model, operations, group)
         except DoesNotFitError as error:
             reasons.setdefault(str(error), index)
         widened.narrow()
@@ -372,7 +421,8 @@ def _fuse_layers(model: PagedModel, operations: LayerOperations) -> tuple[Fusion
             _release(layers[index], operations)
             model.packed += layer.layer.tensors
             fused.append(layer)
-    runs = [FusedRun(run, model.heads, operations) for run in _runs(fused)]
+    split = group is not None
+    runs = [FusedRun(run, model.heads, operations, split=split) for run in _runs(fused)]
     for run in runs:
         for place, part in enumerate(run.layers):
             original: Any = layers[part.index]  # torch types each attribute as tensor or module
@@ -508,7 +558,7 @@ def _record(model: PagedModel, layers: list[nn.Module]) -> list[_Recorded]:
             if module is not layer and any(True for _ in module.parameters(recurse=False))
         ]
         if model.heads.dtype is not torch.float32:
-            hooks += _in_float32(layer, model.heads.dtype)
+            hooks += _in_float32(layer, model.heads.dtype, model.device)
     try:
         step = _RecordingPass(torch.tensor([0], device=model.device), recorded)
         model.run(ids, positions, step)
@@ -528,14 +578,16 @@ def _module_hook(place: _Recorded) -> Any:
     return record
 
 
-def _in_float32(layer: nn.Module, dtype: torch.dtype) -> list[RemovableHandle]:
-    """Hooks, after the recording ones, with which a layer of another type computes in float32:
-    inputs and weights are widened before, weights and hidden states narrowed after.
+def _in_float32(
+    layer: nn.Module, dtype: torch.dtype, device: torch.device
+) -> list[RemovableHandle]:
+    """Hooks, after the recording ones, with which a layer of another type computes in float32 on
+    ``device``: inputs and weights are widened before, weights and hidden states narrowed after.
     """
     widened: list[Widened] = []
 
     def widen(_module: nn.Module, inputs: tuple[Any, ...], arguments: dict[str, Any]) -> Any:
-        widened.append(Widened(layer))
+        widened.append(Widened(layer, device))
         return _cast((inputs, arguments), dtype, torch.float32)
 
     def narrow(_module: nn.Module, _inputs: Any, output: Any) -> Any:
@@ -571,28 +623,57 @@ def _fused(
     shared: set[int],
     model: PagedModel,
     operations: LayerOperations,
+    group: Group | None,
 ) -> FusedLayer:
-    """The fused layer, proven equal to the original. Raises DoesNotFitError."""
-    recording, rope = _recording(recorded)
-    parts = recognize(recording)
-    if _shares(original, shared):
-        raise DoesNotFitError("it shares weights with another module")
-    spec = spec_of(parts.call, model.windows[index])
-    argument = RopeArgument(rope if parts.rotates else "", parts.rope_in_pairs)
-    layer = parts.pack(operations, model.heads.dtype)
-    fused = FusedLayer(index, layer, spec, parts.call, argument, operations)
-    step = _ScratchPass(model.heads, model.device)
-    x = recording.input
-    given = recording.rope if parts.rotates else (x[:, :0], x[:, :0])
-    angles = argument.read((given[0][None], given[1][None]))
-    added: list[Tensor] = []
-    out = fused.run(x.clone(), added, angles, step)
-    allowed = CLOSE_ROUNDED if fused.rounds else CLOSE
-    if not close(out + added.pop(), recording.output, allowed=allowed):
-        raise DoesNotFitError("its fused layer gives other results")
+    """The fused layer, proven equal to the original. Raises DoesNotFitError, on every rank or on
+    none.
+    """
+
+    def packed() -> tuple[FusedLayer, Recording, Rope]:
+        recording, rope = _recording(recorded)
+        parts = recognize(recording)
+        if _shares(original, shared):
+            raise DoesNotFitError("it shares weights with another module")
+        if group is not None and not parts.split:
+            raise DoesNotFitError("not all of its matrices are split")
+        spec = spec_of(parts.call, model.windows[index])
+        argument = RopeArgument(rope if parts.rotates else "", parts.rope_in_pairs)
+        layer = parts.pack(operations, model.heads.dtype)
+        x = recording.input
+        cos, sin = recording.rope if parts.rotates else (x[:, :0], x[:, :0])
+        angles = argument.read((cos[None], sin[None]))
+        fused = FusedLayer(index, layer, spec, parts.call, argument, operations, group)
+        return fused, recording, angles
+
+    def proven() -> None:
+        added: list[Tensor] = []
+        step = _ScratchPass(model.heads, model.device)
+        out = fused.run(recording.input.clone(), added, angles, step)
+        allowed = CLOSE_ROUNDED if fused.rounds else CLOSE
+        if not close(out + added.pop(), recording.output, allowed=allowed):
+            raise DoesNotFitError("its fused layer gives other results")
+
+    fused, recording, angles = _on_every_rank(group, packed)
+    _on_every_rank(group, proven)
     if not operations.in_float32:
-        fused.layer = layer.cast(model.heads.dtype)
+        fused.layer = fused.layer.cast(model.heads.dtype)
     return fused
+
+
+def _on_every_rank(group: Group | None, do: Callable[[], T]) -> T:
+    """What ``do`` returns, once it has succeeded on every rank. Raises DoesNotFitError on each of
+    them where it does on one: they would wait for each other's sums for ever.
+    """
+    if group is None:
+        return do()
+    try:
+        done = do()
+    except DoesNotFitError:
+        group.agrees(False)
+        raise
+    if not group.agrees(True):
+        raise DoesNotFitError("it does not fit on another rank")
+    return done
 
 
 def _recording(recorded: _Recorded) -> tuple[Recording, str]:

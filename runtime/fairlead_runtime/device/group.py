@@ -28,10 +28,12 @@ class Group:
         self.size = size
         self._store = store
         self._ready = ready
+        self._device = torch.device("cpu")
 
     def meet(self, device: torch.device) -> None:
-        """Connect the ranks; once, before the first sum."""
+        """Connect the ranks, which compute on ``device``; once, before the first sum."""
         self._ready()
+        self._device = device
         for library in ("GLOO", "NCCL"):
             os.environ.setdefault(f"{library}_SOCKET_IFNAME", "lo")
         dist.init_process_group(
@@ -52,6 +54,10 @@ class Group:
         x = x.contiguous()
         dist.all_reduce(x)
         return x
+
+    def agrees(self, mine: bool) -> bool:
+        """Whether every rank says yes."""
+        return int(self.sum(torch.tensor(int(mine), device=self._device))) == self.size
 
     def gather(self, x: Tensor) -> Tensor:
         """On rank 0 every rank's ``x`` side by side along the last dimension, elsewhere ``x``."""

@@ -19,6 +19,7 @@ from fairlead_kernels import reference
 from fairlead_kernels.layer import Activation, Layer, LayerOperations, Norm, Packed
 from fairlead_kernels.quantize import Quantized
 from fairlead_runtime.device.attention import AttentionCall
+from fairlead_runtime.device.row_split import RowSplit
 from fairlead_runtime.models.quantized import QuantizedLinear
 
 # Two results of float32 are equal within this share of their size; other functions differ by more.
@@ -137,6 +138,11 @@ class LayerParts:
     @property
     def matrices(self) -> list[Matrix]:
         return [*self.qkv, self.out, *self.gate_up, self.down]
+
+    @property
+    def split(self) -> bool:
+        """Whether the inputs of both of its last matrices are split over ranks."""
+        return all(isinstance(x.module, RowSplit) for x in (self.out, self.down))
 
     def pack(self, operations: LayerOperations, dtype: torch.dtype = torch.float32) -> Layer:
         """The layer with its matrices packed for these operations, stored as ``dtype`` unless they
@@ -321,6 +327,8 @@ def matrix_of(call: ModuleCall, given: Tensor) -> Matrix | None:
     weights, bias = _weights_of(call.module)
     if not weights or not close(call.input.reshape(-1, call.input.shape[-1]), given):
         return None
+    if isinstance(call.module, RowSplit):  # what it returns is the sum of all ranks' products
+        return Matrix(call.module, weights[0], weights[0], bias)
     result = call.output.reshape(given.shape[0], -1)
     for weight in weights:
         if weight.shape == (result.shape[1], given.shape[1]):

@@ -227,33 +227,35 @@ def prepare_rank(
     the other ranks only take part in it.
 
     The expected logits are those of the whole model, computed before it is split: on an accelerator
-    with each module's weights lent to it while the module runs. Layers are not fused. Raises as
-    ``prepare_and_test`` does, and ConfigError for a model that cannot be split.
+    with each module's weights lent to it while the module runs. Raises as ``prepare_and_test``
+    does, and ConfigError for a model that cannot be split.
     """
     name = str(loaded.config.model_type)
     with _packed_or_not(name):
         shards.plan_of(loaded.model, loaded.shape, group.size)
         with shards.computed_on(device, loaded.model):
             model = paged_model.prepare(loaded, device, fp8_cache=fp8_cache)
+            choice = _pick(model, kernels, ranks=group.size)
             expected: Expected | None = None
             cache: Rounding | None = None
             if group.rank == 0:
-                expected = Expected.of(model, loaded.max_model_len)
+                expected = _expected(model, choice, loaded.max_model_len)
             if expected is not None and fp8_cache:
                 plain = expected
-                expected = Expected.of(model, loaded.max_model_len, fp8_cache=True)
+                expected = _expected(model, choice, loaded.max_model_len, fp8_cache=True)
                 cache = _rounding_of_cache(model, expected, plain)
         shards.split(loaded.model, loaded.shape, group, device)
         group.meet(device)
         model.probe_again()
         shards.check_heads(model.heads, loaded.shape, group.size)
-        choice = _pick(model, kernels)
-        served = ServedModel(model, choice, Fusion(0, len(model.windows), "the model is split"))
+        fusion = fuse(model, choice.operations, group)
+        served = ServedModel(model, choice, fusion)
         if expected is None:
             with torch.inference_mode():
                 _paged_logits(model, choice.attention, _prompts(model, loaded.max_model_len))
             return served, None
-        return served, replace(check(model, choice.attention, expected), cache=cache)
+        result = _check_both(model, choice, fusion, expected, fp8=False)
+        return served, replace(result, cache=cache)
 
 
 @contextmanager
@@ -271,9 +273,9 @@ def _packed_or_not(name: str) -> Iterator[None]:
         raise NotPackedError(error, name) from error
 
 
-def _pick(model: PagedModel, kernels: str) -> BackendChoice:
+def _pick(model: PagedModel, kernels: str, ranks: int = 1) -> BackendChoice:
     try:
-        return pick(model.heads, model.kinds, model.device, kernels)
+        return pick(shards.heads_of(model.heads, ranks), model.kinds, model.device, kernels)
     except NotAvailableError as error:
         raise ConfigError("kernels", f"{kernels}: {error}", "use auto or torch") from error
 

@@ -14,16 +14,17 @@ is that of the files, so that a rank never holds more than its shard in memory o
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.nn.functional as F  # noqa: N812 - torch's own convention
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from fairlead_kernels.attention import Heads
 from fairlead_runtime.config import ConfigError
 from fairlead_runtime.device.group import Group
+from fairlead_runtime.device.row_split import RowSplit
 from fairlead_runtime.sizing.ranks import UNSPLIT, refuse
 from fairlead_runtime.sizing.shape import ModelShape
 
@@ -32,23 +33,6 @@ COLUMNS, ROWS, PACKED, EXPERTS = "colwise", "rowwise", "packed_colwise", "moe_tp
 # Each rank's heads have the whole weights of a norm over one head.
 WHOLE = ("replicated_with_grad_allreduce", "replicate")
 ADMITTED = (COLUMNS, ROWS, PACKED, EXPERTS, *WHOLE)
-
-
-class RowSplit(nn.Module):
-    """A linear layer of which each rank has the columns for its share of the inputs: the ranks'
-    results are summed, then the bias is added once.
-    """
-
-    def __init__(self, weight: Tensor, bias: nn.Parameter | None, group: Group) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(weight, requires_grad=False)
-        self.bias = bias
-        self._group = group
-
-    def forward(self, x: Tensor) -> Tensor:
-        """X [..., inputs / ranks] → [..., outputs], equal on every rank."""
-        out = self._group.sum(F.linear(x, self.weight))
-        return out if self.bias is None else out + self.bias
 
 
 def split(model: PreTrainedModel, shape: ModelShape, group: Group, device: torch.device) -> None:
@@ -110,6 +94,11 @@ def plan_of(model: PreTrainedModel, shape: ModelShape, count: int) -> Mapping[st
         share = f"{sum(whole) / total:.0%} of its layers' weights"
         raise _refused(shape, f"transformers has no plan for {share if plan else 'it'}")
     return plan
+
+
+def heads_of(heads: Heads, count: int) -> Heads:
+    """Those that each of ``count`` ranks has of a model's."""
+    return replace(heads, query=heads.query // count, kv=-(-heads.kv // count))
 
 
 def check_heads(heads: Heads, shape: ModelShape, count: int) -> None:

@@ -8,16 +8,20 @@ from torch import Tensor, nn
 
 class Widened:
     """A module whose weights and buffers of other types are float32 from now on, with the same
-    values: transformers' code computes in float32.
+    values: transformers' code computes in float32. With ``device`` all are there meanwhile.
     """
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, device: torch.device | None = None) -> None:
         # Weights that are mapped from a file take no memory beside the widened ones.
         self._own: list[tuple[Tensor, Tensor]] = []
         for tensor in itertools.chain(module.parameters(), module.buffers()):
-            if tensor.is_floating_point() and tensor.dtype is not torch.float32:
-                self._own.append((tensor, tensor.data))
-                tensor.data = tensor.data.float()
+            own = tensor.data
+            wide = own if device is None else own.to(device)
+            if wide.is_floating_point():
+                wide = wide.float()
+            if wide is not own:
+                self._own.append((tensor, own))
+                tensor.data = wide
 
     def narrow(self) -> None:
         """Give them back what they had."""

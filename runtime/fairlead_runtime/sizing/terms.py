@@ -76,7 +76,7 @@ def terms_of(
     width = 4 * shape.hidden + rotary + max(3 * queries + 4 * keys, inside)
     # The C++ kernels compute layers without experts in float32. They have no fp8 cache.
     packed = cpu and packs_on_cpu(shape, config)
-    fused = packed and not shape.experts
+    fused = cpu and fuses_on_cpu(shape, config)
     layer = 4 if fused else element
     # Logits that come from all ranks are there in parts, too, before they are joined.
     copies = shape.logit_copies if tp == 1 else max(3, shape.logit_copies)
@@ -87,7 +87,7 @@ def terms_of(
     terms = {
         "weights": weights(shape, config, tp, device.kind),
         "activations": _in_slabs(shape, config, tokens, rotary)
-        if fused and shape.slab_width
+        if packed and fused and shape.slab_width
         else tokens * width * layer + _widened(shape, config, device.kind) * element,
         "attention": _attention(shape, config, groups, element),
         "logits": rows * max(width * layer, head),
@@ -212,12 +212,20 @@ def cache_bytes_of(shape: ModelShape, config: EngineConfig) -> int:
 
 
 def packs_on_cpu(shape: ModelShape, config: EngineConfig) -> bool:
-    """Whether a CPU's kernels multiply by the head, and compute layers without experts, where they
-    are built and these fit.
+    """Whether a CPU's kernels multiply by the head, where they are built and it fits, and compute
+    all layers that fit in one call. A model that is split keeps its own head.
     """
+    return _runs_on_cpu(shape, config) and config.tensor_parallel == 1
+
+
+def fuses_on_cpu(shape: ModelShape, config: EngineConfig) -> bool:
+    """Whether a CPU's kernels compute its layers, where they are built and these fit."""
+    return _runs_on_cpu(shape, config) and not shape.experts
+
+
+def _runs_on_cpu(shape: ModelShape, config: EngineConfig) -> bool:
     plain = config.kernels != "torch" and not config.fp8_cache
-    half = dtype_of(shape, config) == "float16"
-    return plain and not half and config.tensor_parallel == 1
+    return plain and dtype_of(shape, config) != "float16"
 
 
 def weights(shape: ModelShape, config: EngineConfig, tp: int, kind: str) -> int:

@@ -47,6 +47,8 @@ SPLIT = (
     *("cohere2", "ernie4_5", "exaone4", "helium", "ministral", "nemotron", "olmo", "phi"),
     *("seed_oss", "smollm3"),
 )
+# Of those the ones whose layers do not fuse: experts, another activation, no norm before attention.
+SPLIT_UNFUSED = ("qwen3_moe", "mixtral", "apertus", "exaone4", "olmo")
 # Those whose decoder layers can be fused: test_fused_layers.py.
 FUSED = (
     *("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "phi3", "gpt2", "gpt_neox"),
@@ -388,6 +390,26 @@ def test_with_an_fp8_cache_every_setting_gives_transformers_text(family: str, ke
 def test_on_two_ranks_greedy_text_equals_transformers(family: str) -> None:
     """Two processes, each with half of the model and of the cache, over gloo."""
     check_three_settings(family, "ranks")
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("kernels", ["ranks cpu", "ranks layers"])
+@pytest.mark.parametrize("family", SPLIT)
+def test_on_two_ranks_with_fused_layers_greedy_text_equals_transformers(
+    family: str, kernels: str
+) -> None:
+    check_three_settings(family, kernels)
+    fused = rig(family, kernels).fusion
+    assert fused.fused == (0 if family in SPLIT_UNFUSED else fused.layers)
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")
+@pytest.mark.parametrize("family", ["gpt_neox", "gemma2"] if LONG_FORM else ["qwen3"])
+def test_on_two_ranks_with_triton_kernels_greedy_text_equals_transformers(family: str) -> None:
+    case = Case(family, 16, UNBOUNDED, "none", sharing=True, n=1, kernels="ranks triton")
+    tally = tally_over(family, [case])
+    assert (tally.wrong, tally.ties, tally.without_hits) == ([], [], [])
+    assert rig(family, "ranks triton").fusion.fused > 0
 
 
 @pytest.mark.full

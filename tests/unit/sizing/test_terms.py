@@ -62,6 +62,13 @@ def test_ranks_on_a_cpu_share_what_the_pod_has_and_each_is_a_process() -> None:
     assert (pod["process"], pod["offload"], pod["shared_memory"]) == (2 * GIB, 4 * GIB, 2 * GIB)
 
 
+def test_layers_of_a_split_model_on_a_cpu_are_planned_in_float32() -> None:
+    shared = replace(CONFIG, tensor_parallel=2)
+    fused, plain = planned(CPU, shared), planned(CPU, replace(shared, kernels="torch"))
+    assert fused["activations"] == 2 * plain["activations"]
+    assert fused["weights"] == plain["weights"]
+
+
 def test_activations_and_logits_grow_with_their_limits_only() -> None:
     base = planned(GPU)
     wider = planned(GPU, replace(CONFIG, max_batch_tokens=1024))

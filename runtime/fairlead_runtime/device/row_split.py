@@ -1,0 +1,27 @@
+"""A linear layer whose inputs are split over the ranks.
+
+Owns how the ranks' results become one: a sum, then the bias. Layers that are recognized by what
+they compute take the weights out of it (``layer_parts``), and place the sum themselves.
+"""
+
+import torch.nn.functional as F  # noqa: N812 - torch's own convention
+from torch import Tensor, nn
+
+from fairlead_runtime.device.group import Group
+
+
+class RowSplit(nn.Module):
+    """A linear layer of which each rank has the columns for its share of the inputs: the ranks'
+    results are summed, then the bias is added once.
+    """
+
+    def __init__(self, weight: Tensor, bias: nn.Parameter | None, group: Group) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(weight, requires_grad=False)
+        self.bias = bias
+        self._group = group
+
+    def forward(self, x: Tensor) -> Tensor:
+        """X [..., inputs / ranks] → [..., outputs], equal on every rank."""
+        out = self._group.sum(F.linear(x, self.weight))
+        return out if self.bias is None else out + self.bias
