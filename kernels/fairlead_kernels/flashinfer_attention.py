@@ -42,11 +42,13 @@ MOST_PLANS = 32
 @dataclass(frozen=True, slots=True)
 class Supported:
     """What kernels can do. ``dims``: sizes of a head, of queries, keys and values alike; any number
-    of query heads may share a key-value head, since decodes run on tensor cores too.
+    of query heads may share a key-value head, since decodes run on tensor cores too. ``sinks``: the
+    sizes for layers with sinks.
     """
 
     dtypes: frozenset[torch.dtype]
     dims: frozenset[int]
+    sinks: frozenset[int]
 
     def check_heads(self, heads: Heads) -> None:
         """Raise NotAvailableError with the reason for heads that the kernels cannot serve."""
@@ -68,10 +70,17 @@ class Supported:
 
     def check_kinds(self, kinds: GroupKinds, heads: Heads) -> None:
         """Raise NotAvailableError with the reason for layers that the kernels cannot serve."""
-        if heads.fp8_cache and any(kind.sinks for group in kinds for kind in group):
-            # The package names that module by the type of queries alone, so one that was compiled
-            # for another cache would be taken.
+        # The package names the modules of sinks by the type of queries and the window alone, so one
+        # that was compiled for another cache or another size would be taken.
+        sinks = any(kind.sinks for group in kinds for kind in group)
+        if sinks and heads.fp8_cache:
             raise NotAvailableError("flashinfer's kernels with sinks do not read an fp8 cache")
+        if sinks and heads.dim not in self.sinks:
+            sizes = ", ".join(map(str, sorted(self.sinks)))
+            raise NotAvailableError(
+                f"flashinfer's kernels with sinks are for {sizes} elements a head, the model has "
+                f"{heads.dim}"
+            )
         if any(kind.sinks and kind.softcap is not None for group in kinds for kind in group):
             raise NotAvailableError("flashinfer has no kernel with both sinks and a softcap")
         plans = sum(map(len, kinds))
@@ -84,7 +93,12 @@ class Supported:
 
 # fa2 is compiled for any multiple of 16, but merges the parts of a split row for these sizes only
 # (and for 512, which none of its built modules and no served family has). Float32 has no kernel.
-SUPPORTED = Supported(frozenset({torch.float16, torch.bfloat16}), frozenset({64, 128, 256}))
+# Sinks are those of gpt-oss, whose modules the CUDA image has.
+SUPPORTED = Supported(
+    dtypes=frozenset({torch.float16, torch.bfloat16}),
+    dims=frozenset({64, 128, 256}),
+    sinks=frozenset({64}),
+)
 
 
 def _name(dtype: torch.dtype) -> str:

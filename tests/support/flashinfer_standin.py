@@ -727,7 +727,8 @@ PACKAGE = FlashinferPackage(
 )
 
 # Float32 and the heads of tiny models, beside what the package has.
-SUPPORTED = Supported(frozenset(DTYPES), frozenset(range(1, 257)))
+DIMS = frozenset(range(1, 257))
+SUPPORTED = Supported(frozenset(DTYPES), dims=DIMS, sinks=DIMS)
 
 
 def attention(heads: Heads, kinds: GroupKinds) -> FlashinferAttention:

@@ -274,9 +274,14 @@ def test_rows_of_another_window_than_their_groups_are_refused() -> None:
             "its keys have 128 elements a head, its values 64",
         ),
         (
-            SERVED,
+            replace(SERVED, dim=64, value_dim=64),
             (frozenset({LayerKind(0.3, softcap=50.0, sinks=True)}),),
             "no kernel with both sinks and a softcap",
+        ),
+        (
+            SERVED,
+            (frozenset({PLAIN}), frozenset({LayerKind(0.3, window=8, sinks=True)})),
+            "kernels with sinks are for 64 elements a head, the model has 128",
         ),
         (
             SERVED,
