@@ -6,16 +6,14 @@ the kernels. A launch allocates its result and nothing else, asks nothing of the
 grid depends on shapes alone, so that a CUDA graph can hold it.
 """
 
-import importlib
-import importlib.util
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from fairlead_kernels import triton_package
 from fairlead_kernels.cache_write import raw
 from fairlead_kernels.layer import Activation, Norm, Packed
-from fairlead_kernels.not_available import NotAvailableError, brief
 from fairlead_kernels.quantize import FP8
 from fairlead_kernels.torch_operations import TorchOperations
 
@@ -29,12 +27,7 @@ def load(*, fp8: bool = False) -> "TritonOperations":
     """The operations, not yet compiled; ``fp8`` as in TorchOperations. Raises NotAvailableError
     with the reason.
     """
-    if importlib.util.find_spec("triton") is None:
-        raise NotAvailableError("Triton is not installed")
-    try:
-        kernels = importlib.import_module("fairlead_kernels.triton_kernels")
-    except Exception as error:  # it looks for drivers and reads files of its own
-        raise NotAvailableError(f"Triton cannot be imported: {brief(error)}") from error
+    kernels = triton_package.load("fairlead_kernels.triton_kernels")
     return TritonOperations(kernels, fp8=fp8)
 
 
@@ -82,6 +75,7 @@ class TritonOperations(TorchOperations):
             WIDE=self._wide or x.dtype is torch.float32,
             num_warps=4,
             num_stages=3,
+            enable_fp_fusion=True,
         )
         return out
 

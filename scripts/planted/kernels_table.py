@@ -37,6 +37,8 @@ VNNI_C, AMX_C = f"{KERNELS}/csrc/vnni.h", f"{KERNELS}/csrc/amx.h"
 GPU_OPERATIONS = ("unit/kernels/test_gpu_operations.py",)
 ON_FLASHINFER = ("unit/kernels/test_flashinfer_attention.py",)
 ON_FP8 = ("unit/kernels/test_fp8_cache.py",)
+TRITON_PACKAGE = f"{KERNELS}/triton_package.py"
+ON_TRITON_PACKAGE = ("unit/kernels/test_triton_package.py",)
 
 BUGS = (
     PackageBug(
@@ -858,6 +860,57 @@ BUGS = (
         "    if not difference <= TOLERANCE:",
         "    if difference > 1 / TOLERANCE:",
         GPU_OPERATIONS,
+    ),
+    PackageBug(
+        "Triton: the library compiled ahead is given for every name",
+        TRITON_PACKAGE,
+        'if name != library.name.partition(".")[0]:',
+        "if not name:",
+        ON_TRITON_PACKAGE,
+    ),
+    PackageBug(
+        "Triton: kernels are imported before the library is known",
+        TRITON_PACKAGE,
+        "        hand_out_library(triton, Path(triton.__path__[0]))\n"
+        "        kernels = importlib.import_module(module)\n",
+        "        kernels = importlib.import_module(module)\n"
+        "        hand_out_library(triton, Path(triton.__path__[0]))\n",
+        ON_TRITON_PACKAGE,
+    ),
+    PackageBug(
+        "Triton: where the user says that the driver is does not count",
+        TRITON_PACKAGE,
+        "if triton.knobs.nvidia.libcuda_path is None:",
+        "if library:",
+        ON_TRITON_PACKAGE,
+    ),
+    PackageBug(
+        "Triton: a folder that only exists is taken to be writable",
+        TRITON_PACKAGE,
+        "        with tempfile.TemporaryFile(dir=cache.dir):\n            return\n",
+        "        return\n",
+        ON_TRITON_PACKAGE,
+    ),
+    PackageBug(
+        "Triton: the temporary folder of kernels is made and not used",
+        TRITON_PACKAGE,
+        "    cache.dir = folder\n",
+        "",
+        ON_TRITON_PACKAGE,
+    ),
+    PackageBug(
+        "Triton: the temporary folder of kernels stays behind",
+        TRITON_PACKAGE,
+        "    atexit.register(shutil.rmtree, folder, ignore_errors=True)\n",
+        "",
+        ON_TRITON_PACKAGE,
+    ),
+    PackageBug(
+        "a module of sinks compiled for other heads is taken",
+        FLASHINFER,
+        "if sinks and heads.dim not in self.sinks:",
+        "if sinks and heads.dim not in self.dims:",
+        ON_FLASHINFER,
     ),
     PackageBug(
         "layers in torch: a factor is left out",
