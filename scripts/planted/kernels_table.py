@@ -563,8 +563,8 @@ BUGS = (
     PackageBug(
         "flashinfer: sinks are given an fp8 cache",
         FLASHINFER,
-        "if heads.fp8_cache and any(",
-        "if False and any(",
+        "if sinks and heads.fp8_cache:",
+        "if False:",
         ON_FLASHINFER,
     ),
     PackageBug(
