@@ -240,6 +240,18 @@ def penalize(
     logits[rows, ids] = values
 
 
+def logprobs(raw: Tensor, tokens: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Log-probability [L] float32 and rank [L] int64 of ``tokens`` [L] int64, and the ids [L, k]
+    int64 and log-probabilities [L, k] of the k = min(count, V) likeliest, best first, of raw
+    float32 logits [L, V]. A negative token's values mean nothing.
+    """
+    values = raw.log_softmax(dim=-1)
+    at = tokens.clamp(min=0)[:, None]
+    ranks = (raw > raw.gather(1, at)).sum(dim=-1) + 1
+    top = values.topk(min(count, raw.shape[1]), dim=-1)
+    return values.gather(1, at)[:, 0], ranks, top.indices, top.values
+
+
 def chunk_rows(logits: Tensor) -> int:
     """How many rows of [S, V] logits to work on at once, at least 1."""
     elements = CPU_CHUNK if logits.device.type == "cpu" else DEVICE_CHUNK

@@ -13,18 +13,29 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from fairlead_kernels import listed
 from fairlead_kernels import sample as ops
 
-# Logits that one pass works on: its temporaries take some 40 bytes for each.
+# Logits that one pass works on: its temporaries take up to 48 bytes for each.
 CHUNK = 1 << 23
-# What stands for the token of a row whose logits are not finite.
-NOT_FINITE = -1
+# What stands for the token of a row whose logits are not finite, and of one whose changes leave
+# none.
+NOT_FINITE, NOTHING_LEFT = -1, -2
 # The digits of a float32's 31 bits without its sign: (bits below the digit, bits of the digit).
 _DIGITS = ((20, 11), (10, 10), (0, 10))
 _GOLDEN, _MUL1, _MUL2 = (
     word - (1 << 64) if word >= 1 << 63 else word
     for word in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 )
+
+
+class RowLogprobs(NamedTuple):
+    """Log-probabilities under R rows' raw logits: ``values`` float32 [R, 1 + k], of the row's token
+    and of the k likeliest, best first; ``numbers`` int64 [R, 1 + k]: the token's rank, the k ids.
+    """
+
+    values: Tensor
+    numbers: Tensor
 
 
 class RowParameters(NamedTuple):
@@ -57,26 +68,65 @@ def _shifted(words: Tensor, bits: int) -> Tensor:
 
 
 def choose(
-    logits: Tensor, rows: RowParameters | None, hashes: Tensor, *, filters: bool = True
+    logits: Tensor,
+    rows: RowParameters | None,
+    hashes: Tensor,
+    *,
+    filters: bool = True,
+    changes: listed.Lists | None = None,
 ) -> Tensor:
     """One token for each row of ``logits`` [R, V], any float type: int64 [R], NOT_FINITE where the
-    row's largest logit is not finite.
+    row's largest logit is not finite, NOTHING_LEFT where ``changes`` leave no finite one.
 
     ``rows`` None: all are greedy. Without ``filters`` their cuts are not looked at. ``hashes`` [V]
     int32 from ``sample.hash_tokens``. Works in chunks of rows, so that temporaries stay small.
     """
     top, best = ops.likeliest(logits)
     tokens = best
-    if rows is not None:
-        step = min(ops.chunk_rows(logits), max(1, CHUNK // logits.shape[1]))
+    if rows is not None or changes is not None:
         parts = []
-        for at in range(0, logits.shape[0], step):
-            here = slice(at, at + step)
-            some = RowParameters(*(column[here] for column in rows))
-            parts.append(_draw(logits[here], top[here], some, hashes, filters=filters))
-        drawn = parts[0] if len(parts) == 1 else torch.cat(parts)
-        tokens = torch.where(rows.temperature > 0, drawn, best)
+        for here in _chunks(logits):
+            some = None if rows is None else RowParameters(*(column[here] for column in rows))
+            if changes is None:
+                parts.append(_chosen(logits[here], top[here], best[here], some, hashes, filters))
+            else:
+                changed = listed.change(logits[here], changes.rows(here))
+                left, likeliest = ops.likeliest(changed)
+                chosen = _chosen(changed, left, likeliest, some, hashes, filters)
+                parts.append(chosen.masked_fill(~torch.isfinite(left), NOTHING_LEFT))
+        tokens = parts[0] if len(parts) == 1 else torch.cat(parts)
     return tokens.masked_fill(~torch.isfinite(top), NOT_FINITE)
+
+
+def _chunks(logits: Tensor) -> list[slice]:
+    step = min(ops.chunk_rows(logits), max(1, CHUNK // logits.shape[1]))
+    return [slice(at, at + step) for at in range(0, logits.shape[0], step)]
+
+
+def logprobs(logits: Tensor, tokens: Tensor, count: int) -> RowLogprobs:
+    """Of ``tokens`` int64 [R] and the ``count`` likeliest under raw ``logits`` [R, V], any float
+    type: as many as there are. A negative token's own mean nothing. Works in chunks of rows.
+    """
+    values, numbers = list[Tensor](), list[Tensor]()
+    for here in _chunks(logits):
+        chosen, rank, ids, top = ops.logprobs(logits[here].float(), tokens[here], count)
+        values.append(torch.cat([chosen[:, None], top], dim=1))
+        numbers.append(torch.cat([rank[:, None], ids], dim=1))
+    return RowLogprobs(torch.cat(values), torch.cat(numbers))
+
+
+def _chosen(
+    logits: Tensor,
+    top: Tensor,
+    best: Tensor,
+    rows: RowParameters | None,
+    hashes: Tensor,
+    filters: bool,
+) -> Tensor:
+    if rows is None:
+        return best
+    drawn = _draw(logits, top, rows, hashes, filters=filters)
+    return torch.where(rows.temperature > 0, drawn, best)
 
 
 def _draw(
@@ -84,11 +134,13 @@ def _draw(
 ) -> Tensor:
     divisor = torch.where(rows.temperature > 0, rows.temperature, 1.0)
     scores = (logits.float() - top.float()[:, None]).div_(divisor[:, None])
+    # Before the noise: it takes most memory.
+    cut = cut_of(scores, rows) if filters else None
     halves = rows.keys.view(torch.int32).view(-1, 2)
     noise = ops.log_exponential(ops.keyed_hash(hashes[None], halves[:, :1], halves[:, 1:]))
     total = scores - noise
-    if filters:
-        total.masked_fill_(scores < cut_of(scores, rows)[:, None], -math.inf)
+    if cut is not None:
+        total.masked_fill_(scores < cut[:, None], -math.inf)
     return ops.likeliest(total)[1]
 
 

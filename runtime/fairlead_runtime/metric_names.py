@@ -52,6 +52,7 @@ ARRIVALS = "fairlead_arrivals"
 ABORTED = "fairlead_aborted"
 FAILED = "fairlead_failed"
 STEPS = "fairlead_steps"
+STEPS_LAUNCHED = "fairlead_steps_launched"
 STEP_SECONDS = "fairlead_step_seconds"  # a counter: time spent in steps
 STEP_FAILURES = "fairlead_step_failures"
 ENGINE_FAULTS = "fairlead_engine_faults"
@@ -103,6 +104,7 @@ COUNTERS = frozenset(
         FAILED,
         STEPS,
         STEP_SECONDS,
+        STEPS_LAUNCHED,
         STEP_FAILURES,
         ENGINE_FAULTS,
         QUEUE_TIMEOUTS,

@@ -237,6 +237,8 @@ class Counters:
     computed_tokens: int = 0
     generated_tokens: int = 0
     step_seconds: float = 0.0
+    # launched before their tokens could be known: all of these are sampled on the device
+    steps_launched: int = 0
     step_failures: int = 0  # steps in which something raised
     failed_sequences: int = 0
     engine_faults: int = 0  # failures that no single request caused

@@ -35,6 +35,8 @@ C_OPERATIONS, C_ATTENTION, C_LAYERS = (
 C_DIGITS = ("unit/kernels/test_cpu_digits.py",)
 VNNI_C, AMX_C = f"{KERNELS}/csrc/vnni.h", f"{KERNELS}/csrc/amx.h"
 GPU_OPERATIONS = ("unit/kernels/test_gpu_operations.py",)
+LISTED = f"{KERNELS}/listed.py"
+LISTED_TESTS = ("unit/kernels/test_listed.py", "unit/device/test_change_lists.py")
 ON_FLASHINFER = ("unit/kernels/test_flashinfer_attention.py",)
 ON_FP8 = ("unit/kernels/test_fp8_cache.py",)
 TRITON_PACKAGE = f"{KERNELS}/triton_package.py"
@@ -950,9 +952,44 @@ BUGS = (
     PackageBug(
         "the dense cut drops the score that it is",
         "kernels/fairlead_kernels/sample_rows.py",
-        "scores < cut_of(scores, rows)",
-        "scores <= cut_of(scores, rows)",
+        "scores < cut[:, None], -math.inf",
+        "scores <= cut[:, None], -math.inf",
         ("unit/kernels/test_sample_rows.py",),
+    ),
+    PackageBug(
+        "a token that has an entry gets another one",
+        LISTED,
+        "fits = (lists == tokens[:, None]) | (lists == EMPTY)",
+        "fits = lists == EMPTY",
+        LISTED_TESTS,
+    ),
+    PackageBug(
+        "presence is subtracted as often as a token occurs",
+        LISTED,
+        "presence * (counts > 0)",
+        "presence * counts",
+        LISTED_TESTS,
+    ),
+    PackageBug(
+        "a list of allowed ids allows the others that it names",
+        LISTED,
+        "    forbidden |= ~_has(words, ALLOWED) & only\n",
+        "",
+        LISTED_TESTS,
+    ),
+    PackageBug(
+        "an id beyond the vocabulary changes the last logit",
+        LISTED,
+        "masked_fill_(outside, width)",
+        "masked_fill_(outside, width - 1)",
+        LISTED_TESTS,
+    ),
+    PackageBug(
+        "a row that may take no token gets one",
+        "kernels/fairlead_kernels/sample_rows.py",
+        "parts.append(chosen.masked_fill(~torch.isfinite(left), NOTHING_LEFT))",
+        "parts.append(chosen)",
+        LISTED_TESTS,
     ),
     PackageBug(
         "mass below top-k counts for top-p",

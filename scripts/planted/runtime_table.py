@@ -22,7 +22,10 @@ SHARDS, RANKS = f"{RUNTIME}/device/shards.py", "functional/engine/test_ranks.py"
 ROW_SPLIT, FUSED_RANKS = f"{RUNTIME}/device/row_split.py", "unit/device/test_fused_ranks.py"
 TABLE, TABLE_TESTS = f"{RUNTIME}/device/slot_table.py", "unit/device/test_slot_table.py"
 DECODE_TESTS, GRAPH_TESTS = "unit/device/test_decode_steps.py", "unit/device/test_graphs.py"
-DECODES, GRAPHS = (f"{RUNTIME}/device/{name}.py" for name in ("decode_steps", "graphs"))
+DECODES, GRAPHS, WAYS, LISTS = (
+    f"{RUNTIME}/device/{name}.py" for name in ("decode_steps", "graphs", "ways", "change_lists")
+)
+LIST_TESTS = "unit/device/test_change_lists.py"
 GRAMMAR, ENGINE = f"{RUNTIME}/grammar", f"{RUNTIME}/engine/engine.py"
 PIPELINE, PIPELINE_TESTS = f"{RUNTIME}/engine/pipeline.py", ("unit/engine/test_pipeline.py",)
 SCHEDULER, PLANNER = (f"{RUNTIME}/scheduling/{name}.py" for name in ("scheduler", "planner"))
@@ -1163,16 +1166,16 @@ BUGS = (
     ),
     PackageBug(
         "a draw on the device does not depend on its choice",
-        TABLE,
+        f"{RUNTIME}/device/slot_row.py",
         "& MASK64) ^ sequence.choice)",
         "& MASK64))",
         (TABLE_TESTS,),
     ),
     PackageBug(
         "log-probabilities are forgotten for decodes on the device",
-        TABLE,
-        "or params.logprobs is not None",
-        "",
+        WAYS,
+        "changes, params.logprobs is not None)",
+        "changes, False)",
         (TABLE_TESTS, DECODE_TESTS),
     ),
     PackageBug(
@@ -1206,15 +1209,15 @@ BUGS = (
     PackageBug(
         "a graph is replayed for another way to sample",
         DECODES,
-        "self._graphs.run((size, draw), step)",
+        "self._graphs.run((size, way), step)",
         "self._graphs.run(size, step)",
         (DECODE_TESTS,),
     ),
     PackageBug(
         "a graph is replayed for another number of rows",
         DECODES,
-        "self._graphs.run((size, draw), step)",
-        "self._graphs.run(draw, step)",
+        "self._graphs.run((size, way), step)",
+        "self._graphs.run(way, step)",
         (DECODE_TESTS,),
     ),
     PackageBug(
@@ -1227,8 +1230,8 @@ BUGS = (
     PackageBug(
         "a captured step reads rows that are freed",
         DECODES,
-        "        index = self._index[:size]\n        lens, draw",
-        "        index = self._index[:size].clone()\n        lens, draw",
+        "        index = self._index[:size]\n        lens, way",
+        "        index = self._index[:size].clone()\n        lens, way",
         (DECODE_TESTS,),
     ),
     PackageBug(
@@ -1241,8 +1244,8 @@ BUGS = (
     PackageBug(
         "a step that is recorded gives the record's logits",
         DECODES,
-        "return made[0] if made else",
-        "return made[-1] if made else",
+        "made[0] if made else",
+        "made[-1] if made else",
         (DECODE_TESTS,),
     ),
     PackageBug(
@@ -1330,10 +1333,80 @@ BUGS = (
         (TABLE_TESTS,),
     ),
     PackageBug(
+        "a step that changes logits does not count its tokens",
+        DECODES,
+        "counts=way.changes)",
+        "counts=False)",
+        (DECODE_TESTS,),
+    ),
+    PackageBug(
+        "tokens of the general sampler are not counted on the device",
+        DECODES,
+        "counts=step.counts)",
+        "counts=False)",
+        ("functional/engine/test_asynchronous_steps.py", DECODE_TESTS),
+    ),
+    PackageBug(
+        "ranks and likeliest ids are those of an earlier step",
+        DECODES,
+        "            self._numbers[:size].copy_(numbers)\n",
+        "",
+        (DECODE_TESTS,),
+    ),
+    PackageBug(
+        "only the first rows of a step may want log-probabilities",
+        WAYS,
+        "one.logprobs or other.logprobs",
+        "one.logprobs",
+        (TABLE_TESTS,),
+    ),
+    PackageBug(
+        "a row has the list of the sequence before it",
+        LISTS,
+        "self.ids[index].masked_fill_(~has[:, None], EMPTY)",
+        "self.ids[index]",
+        (TABLE_TESTS,),
+    ),
+    PackageBug(
+        "a new list keeps entries of the old one",
+        LISTS,
+        "            kept.index_fill_(0, rows, nothing)\n",
+        "",
+        (TABLE_TESTS,),
+    ),
+    PackageBug(
+        "a list that is full loses tokens",
+        TABLE,
+        "return way if length < entry.full else GENERAL",
+        "return way",
+        (TABLE_TESTS, DECODE_TESTS),
+    ),
+    PackageBug(
+        "ends are held back for one token too many",
+        TABLE,
+        "early = rows[:, LENGTH] < rows[:, UNTIL]",
+        "early = rows[:, LENGTH] <= rows[:, UNTIL]",
+        (TABLE_TESTS, LIST_TESTS),
+    ),
+    PackageBug(
+        "a bias of an id that also occurs in the text is lost",
+        LISTS,
+        " and not len(notes.biases)",
+        "",
+        (TABLE_TESTS, LIST_TESTS),
+    ),
+    PackageBug(
+        "lists of changed logits are in no plan",
+        f"{RUNTIME}/sizing/terms.py",
+        " + LISTED * list_room(shape.vocab)\n",
+        "\n",
+        ("unit/sizing/test_memory_plan.py",),
+    ),
+    PackageBug(
         "a step that the host must sample is launched",
         DECODES,
-        "< Draw.GENERAL for row in rows",
-        "<= Draw.GENERAL for row in rows",
+        "is not GENERAL for row in rows",
+        "is not None for row in rows",
         (DECODE_TESTS,),
     ),
     PackageBug(
@@ -1486,7 +1559,7 @@ BUGS = (
     PackageBug(
         "rows that change their logits take their likeliest token",
         f"{RUNTIME}/device/model_runner.py",
-        "all(draw_of(s) is Draw.GREEDY for",
+        "all(way_of(s, 0) == LEAST for",
         "all(s.request.params.temperature == 0 for",
         ("functional/engine/test_whole_model.py",),
     ),

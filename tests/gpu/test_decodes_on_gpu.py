@@ -12,10 +12,13 @@ from fairlead_kernels import sample, sample_rows
 from fairlead_runtime import LLM, SamplingParams
 from fairlead_runtime.device.decode_steps import DecodeSteps
 from fairlead_runtime.device.graphs import GraphCache
+from fairlead_runtime.device.ways import GENERAL
 from fairlead_runtime.models import tiny
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(1800)]  # it compiles
 
+# The general sampler makes the steps of a request with a longer bad word, which never comes here.
+BY_HOST: dict[str, Any] = {"bad_words": ((1, 1, 1),)}
 CUDA = torch.device("cuda")
 PROMPTS = [{"prompt_token_ids": list(range(3 + i, 40 + 7 * i))} for i in range(6)]
 SETTINGS: dict[str, Any] = {
@@ -47,8 +50,8 @@ def tokens(llm: LLM, params: SamplingParams) -> list[list[int]]:
 
 
 @pytest.fixture
-def replays(monkeypatch: pytest.MonkeyPatch) -> list[object]:
-    seen: list[object] = []
+def replays(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    seen: list[Any] = []
     run = GraphCache.run
 
     def spy(self: GraphCache, key: Any, step: Any) -> None:
@@ -68,7 +71,7 @@ def replays(monkeypatch: pytest.MonkeyPatch) -> list[object]:
 
 
 def test_graphs_give_the_tokens_of_steps_that_are_not_captured(
-    folder: Path, replays: list[object]
+    folder: Path, replays: list[Any]
 ) -> None:
     """Steps of 6 rows run as 8, so products may round otherwise: a text may differ from where two
     tokens lie close, and most do not.
@@ -85,19 +88,51 @@ def test_graphs_give_the_tokens_of_steps_that_are_not_captured(
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_both_ways_to_sample_draw_the_same_from_captured_logits(
-    folder: Path, temperature: float, replays: list[object]
+    folder: Path, temperature: float, replays: list[Any]
 ) -> None:
-    """With log-probabilities the step is sampled by the general way."""
+    """A bad word of two tokens that never comes makes the general sampler's step."""
     drawn: dict[str, Any] = {"temperature": temperature, "seed": 7}
     drawn |= {"max_tokens": 32, "ignore_eos": True}
     with LLM(str(folder), cuda_graphs="on", **SETTINGS) as llm:
         on_device = tokens(llm, SamplingParams(**drawn))
-        general = tokens(llm, SamplingParams(**drawn, logprobs=0))
+        general = tokens(llm, SamplingParams(**drawn, **BY_HOST))
     assert on_device == general
     assert len(replays) > 40
 
 
-def test_a_decode_waits_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+CHANGES: tuple[dict[str, Any], ...] = (
+    {"repetition_penalty": 1.3, "frequency_penalty": 0.4, "presence_penalty": 0.2},
+    {"logit_bias": {5: -3.0, 77: 2.5}, "min_tokens": 9, "logprobs": 20},
+    {"allowed_token_ids": tuple(range(40, 90)), "bad_words": ((50,),), "frequency_penalty": 1.0},
+)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("changes", CHANGES)
+def test_changed_logits_and_log_probabilities_are_those_of_the_general_sampler(
+    folder: Path, temperature: float, changes: dict[str, Any], replays: list[Any]
+) -> None:
+    """In captured steps that are launched ahead, from the logits of the same kernels."""
+    drawn: dict[str, Any] = {"temperature": temperature, "seed": 7}
+    drawn |= {"max_tokens": 32, "ignore_eos": True}
+    words = (*changes.get("bad_words", ()), *BY_HOST["bad_words"])
+    with LLM(str(folder), cuda_graphs="on", async_batching="on", **SETTINGS) as llm:
+        results = [
+            llm.generate(PROMPTS, SamplingParams(**drawn | more), use_tqdm=False)
+            for more in (changes, changes | {"bad_words": words})
+        ]
+    for mine, wanted in zip(*([r.outputs[0] for r in some] for some in results), strict=True):
+        assert mine.token_ids == wanted.token_ids
+        for one, other in zip(mine.logprobs or (), wanted.logprobs or (), strict=True):
+            values = [[entry.logprob for entry in each.values()] for each in (one, other)]
+            assert values[0] == pytest.approx(values[1], abs=1e-6)
+    ways = [way for _, way in replays]
+    assert sum(way.changes for way in ways) > 20
+    assert sum(way is GENERAL for way in ways) > 20
+
+
+@pytest.mark.parametrize("changes", [0, 1])
+def test_a_decode_waits_once(folder: Path, monkeypatch: pytest.MonkeyPatch, changes: int) -> None:
     """All but the fetch of the tokens runs where torch raises for a wait."""
     compute, count = DecodeSteps._compute, 0
 
@@ -111,7 +146,9 @@ def test_a_decode_waits_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> N
             torch.cuda.set_sync_debug_mode("default")
 
     with LLM(str(folder), cuda_graphs="off", **SETTINGS) as llm:
-        params = SamplingParams(temperature=0.9, top_p=0.9, max_tokens=24, ignore_eos=True)
+        params = SamplingParams(
+            temperature=0.9, top_p=0.9, max_tokens=24, ignore_eos=True, **CHANGES[changes]
+        )
         tokens(llm, params)  # compiles
         monkeypatch.setattr(DecodeSteps, "_compute", watched)
         tokens(llm, params)

@@ -82,6 +82,7 @@ class Setting:
     graphs: int = 32  # the most that are kept
     interval: int = 4  # of the sizes of captured steps
     beside: int = 0
+    listed: int | None = None  # ids in a list of changed logits, where not as planned
 
     def limits(self, groups: int) -> Limits:
         return Limits(
@@ -275,6 +276,7 @@ class Rig:
                 attention,
                 sequences=limits.max_requests,
                 max_model_len=limits.max_model_len,
+                listed=setting.listed,
                 **self._graphs(lambda: decodes, cache, setting),
             )
         return ModelRunner(
@@ -298,7 +300,7 @@ class Rig:
             model, decodes = self.model.model, steps()
             assert decodes is not None
             own = [x for x in vars(decodes).values() if isinstance(x, torch.Tensor)]
-            own += [decodes.table.state, decodes.table.tables, cache.keys, cache.values]
+            own += [*decodes.table.tensors, cache.keys, cache.values]
             return [*model.parameters(), *model.buffers(), *self.model.packed, *own]
 
         recorder = TapeRecorder(kept)

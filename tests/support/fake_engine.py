@@ -9,6 +9,7 @@ from typing import Any
 from fairlead_runtime.engine.engine import Bounds, Engine, Prepare
 from fairlead_runtime.engine.observer import Observer
 from fairlead_runtime.engine.progress import NO_TIMES, StepTimes
+from fairlead_runtime.logprobs import TokenLogprobs
 from fairlead_runtime.outputs import ChoiceEvent
 from fairlead_runtime.request import FinishReason, Request, SamplingParams
 from fairlead_runtime.scheduling.plan import Limits, Result, Row, Work
@@ -178,6 +179,7 @@ class Collected:
 
     def __init__(self) -> None:
         self.tokens: dict[tuple[str, int], list[int]] = {}
+        self.logprobs: dict[tuple[str, int], list[TokenLogprobs]] = {}
         self.finish: dict[tuple[str, int], list[FinishReason]] = {}
         self.errors: dict[str, Exception] = {}
         self.messages: dict[str, str] = {}
@@ -187,6 +189,8 @@ class Collected:
             key = (event.request_id, event.choice)
             if event.token is not None:
                 self.tokens.setdefault(key, []).append(event.token)
+            if event.logprobs is not None:
+                self.logprobs.setdefault(key, []).append(event.logprobs)
             if event.error is not None:
                 self.errors[event.request_id] = event.error
             elif event.finish is not None:

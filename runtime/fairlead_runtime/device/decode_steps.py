@@ -3,8 +3,8 @@
 Owns the way of such a step: the slot table is brought up to date, attention is planned from the
 lengths that the host knows, the device makes ids, positions and slots, computes, samples and
 appends each token to its own row. The host waits once, for the tokens; or it launches the next step
-first (docs/design/0012). A step whose rows change their logits or want log-probabilities is sampled
-as any other step is; docs/design/0009 says why.
+first (docs/design/0012). A step with a row that must be sampled by the host is sampled as any other
+step is; docs/design/0009 says which.
 
 With graphs the step is padded to one of a few sizes, and what the device does from the rows' places
 to their tokens is replayed. All that it reads and writes lives as long as this object.
@@ -12,47 +12,37 @@ to their tokens is replayed. All that it reads and writes lives as long as this 
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from fairlead_kernels import sample, sample_rows
 from fairlead_kernels.attention import DecodeAttention, DecodeRows
+from fairlead_kernels.sample_rows import RowLogprobs
 from fairlead_runtime.device.attention import GroupedPass
+from fairlead_runtime.device.fetched import Fetched, results
 from fairlead_runtime.device.graphs import GraphCache
 from fairlead_runtime.device.kv_cache import CacheStorage
 from fairlead_runtime.device.paged_model import PagedModel
-from fairlead_runtime.device.sampling import NON_FINITE, SampledTokens
-from fairlead_runtime.device.slot_table import Array, Draw, SlotTable
+from fairlead_runtime.device.sampling import SampledTokens
+from fairlead_runtime.device.slot_table import Array, SlotTable
+from fairlead_runtime.device.ways import GENERAL, LEAST, Draw, Way, joined
+from fairlead_runtime.request import MAX_LOGPROBS
 from fairlead_runtime.scheduling.plan import Result, Row
+from fairlead_runtime.sizing.terms import list_room
+
+
+class _Computed(NamedTuple):
+    """How a step is sampled; for GENERAL its logits, and whether some rows count their tokens."""
+
+    way: Way
+    logits: Tensor | None
+    counts: bool
+
 
 # Samples a step's logits by the general way: the tokens on the device, and how to finish the step.
 SampleLogits = Callable[[Tensor], tuple[SampledTokens, Callable[[], dict[int, Result]]]]
-
-
-class _Fetched:
-    """Host memory for the tokens of one step of at most ``most`` rows."""
-
-    def __init__(self, most: int, device: torch.device) -> None:
-        on_gpu = device.type == "cuda"
-        self._tokens = torch.empty(most, dtype=torch.int64, pin_memory=on_gpu)
-        # torch does not annotate it.
-        self._copied = torch.cuda.Event() if on_gpu else None  # type: ignore[no-untyped-call]
-        self._count = 0
-
-    def fetch(self, tokens: Tensor) -> None:
-        """Queue the copy of ``tokens`` [B], which may be written again behind it."""
-        self._count = len(tokens)
-        self._tokens[: self._count].copy_(tokens, non_blocking=True)
-        if self._copied is not None:
-            self._copied.record()
-
-    def wait(self) -> list[int]:
-        if self._copied is not None:
-            self._copied.synchronize()
-        values: list[int] = self._tokens[: self._count].tolist()
-        return values
 
 
 def is_decode(row: Row) -> bool:
@@ -65,7 +55,8 @@ class DecodeSteps:
 
     ``cache`` must have one unit beyond those that the scheduler knows: its last is for padding.
     ``nbytes`` counts it: bytes on the device, as ``sizing.terms.decode_state`` plans them, without
-    what ``graphs`` takes. Graphs are of steps padded to ``sizes``, ascending, the last of them at
+    what ``graphs`` takes. A row's changes of logits are at most ``listed`` ids, by default as many
+    as planned. Graphs are of steps padded to ``sizes``, ascending, the last of them at
     least ``sequences``; plans of attention then hold their addresses.
     """
 
@@ -77,6 +68,7 @@ class DecodeSteps:
         *,
         sequences: int,
         max_model_len: int,
+        listed: int | None = None,
         graphs: GraphCache | None = None,
         sizes: Sequence[int] = (),
     ) -> None:
@@ -90,6 +82,7 @@ class DecodeSteps:
             cache.block_size,
             sequences=sequences,
             blocks=-(-max_model_len // cache.block_size),
+            listed=list_room(model.logits_width) if listed is None else listed,
             padding_unit=cache.units - 1,
             device=model.device,
         )
@@ -98,8 +91,12 @@ class DecodeSteps:
         self._index = torch.zeros(most, dtype=torch.int64, device=model.device)
         self._tokens = torch.zeros_like(self._index)
         self._places = torch.arange(most, device=model.device)
+        # The likeliest tokens whose log-probabilities a step gives: what requests may ask for.
+        self._likeliest = min(MAX_LOGPROBS, model.logits_width)
+        self._values = torch.zeros(most, 1 + self._likeliest, device=model.device)
+        self._numbers = torch.zeros_like(self._values, dtype=torch.int64)
         # The newest step's first; nobody may have looked at the other's tokens yet.
-        self._fetched = [_Fetched(most, model.device) for _ in range(2)]
+        self._fetched = [Fetched(most, self._likeliest, model.device) for _ in range(2)]
         # The most blocks of a padded step's rows.
         self._room = most * self.table.tables.shape[2] if graphs is not None else 0
         self._held: dict[int, Tensor] = {}  # by size, the logits that its graph computes
@@ -108,9 +105,10 @@ class DecodeSteps:
     @property
     def nbytes(self) -> int:
         cache = self._cache
-        tensors = self._index, self._tokens, self._places, self._hashes
+        step = self._index, self._tokens, self._places, self._values, self._numbers
         unit = cache.unit_bytes(cache.groups, cache.heads, cache.block_size)
-        return self.table.nbytes + sum(tensor.nbytes for tensor in tensors) + unit
+        tensors = *step, self._hashes, *self.table.tensors
+        return sum(tensor.nbytes for tensor in tensors) + unit
 
     @torch.inference_mode()
     def run(self, rows: Sequence[Row], general: SampleLogits) -> dict[int, Result]:
@@ -130,18 +128,17 @@ class DecodeSteps:
             raise
 
     def _run(self, rows: Sequence[Row], general: SampleLogits) -> dict[int, Result]:
-        logits = self._compute(rows, self._size(len(rows)))
-        if logits is not None:
-            sampled, finish = general(logits[: len(rows)])
-            self.table.advance(self._index[: len(rows)], sampled.tokens)
-            return finish()
-        return _results(rows, self._fetch(len(rows)))
+        step = self._compute(rows, self._size(len(rows)))
+        if step.logits is None:
+            return results(rows, self._fetch(len(rows), step.way))
+        sampled, finish = general(step.logits[: len(rows)])
+        self.table.advance(self._index[: len(rows)], sampled.tokens, counts=step.counts)
+        return finish()
 
     def launches(self, rows: Sequence[Row]) -> bool:
         """Whether these are decodes that are all sampled on the device: no other is launched."""
-        return bool(rows) and all(
-            is_decode(row) and self.table.draw_of(row.sequence) < Draw.GENERAL for row in rows
-        )
+        decodes = bool(rows) and all(map(is_decode, rows))
+        return decodes and all(self.table.way_of(row) is not GENERAL for row in rows)
 
     @torch.inference_mode()
     def launch(self, rows: Sequence[Row]) -> Callable[[], Mapping[int, Result]]:
@@ -149,55 +146,55 @@ class DecodeSteps:
         returned function waits for its tokens; it is called before the next step but one.
         """
         with self._forgetting(rows):
-            if self._compute(rows, self._size(len(rows))) is not None:
+            step = self._compute(rows, self._size(len(rows)))
+            if step.logits is not None:
                 raise ValueError("rows: one is not sampled on the device")
-            fetched = self._fetch(len(rows))
+            fetched = self._fetch(len(rows), step.way)
 
         def collect() -> Mapping[int, Result]:
             with self._forgetting(rows):
-                return _results(rows, fetched)
+                return results(rows, fetched)
 
         return collect
 
-    def _fetch(self, count: int) -> _Fetched:
-        """Queue the copy of the newest step's tokens to the host."""
+    def _fetch(self, count: int, way: Way) -> Fetched:
+        """Queue the copy of what the newest step sampled to the host."""
         self._fetched.reverse()
-        self._fetched[0].fetch(self._tokens[:count])
+        logprobs = RowLogprobs(self._values[:count], self._numbers[:count])
+        self._fetched[0].fetch(self._tokens[:count], logprobs if way.logprobs else None)
         return self._fetched[0]
 
     def _size(self, count: int) -> int:
         """The rows, with padding, of a step of ``count``."""
         return next((size for size in self._sizes if size >= count), count)
 
-    def _compute(self, rows: Sequence[Row], size: int, least: Draw = Draw.GREEDY) -> Tensor | None:
+    def _compute(self, rows: Sequence[Row], size: int, least: Way = LEAST) -> _Computed:
         """Queue the step, padded to ``size`` rows: tokens into ``_tokens`` and the table, or for
-        GENERAL only the logits, which are returned and live until the next step. ``least``: sampled
-        at least in this way.
+        GENERAL only the logits, which live until the next step. ``least``: sampled at least in this
+        way.
         """
         index = self._index[:size]
-        lens, draw = self.table.enter(rows, index)
-        draw = max(draw, least)
+        lens, way, counts = self.table.enter(rows, index)
+        way = joined((way, least))
         plans = self._plan(index, lens)
         made: list[Tensor] = []  # logits: of the step that runs, and of the one that is recorded
 
         def step() -> None:
             logits = self._logits(index, plans)
-            if draw is Draw.GENERAL:
+            if way is GENERAL:
                 made.append(logits)
-                return
-            tokens = self._choose(logits, index, draw)
-            self._tokens[:size].copy_(tokens)
-            self.table.advance(index, tokens)
+            else:
+                self._sample(logits, index, way)
 
         if self._graphs is None:
             step()
         else:
-            self._graphs.run((size, draw), step)
-        if draw is not Draw.GENERAL:
-            return None
+            self._graphs.run((size, way), step)
+        if way is not GENERAL:
+            return _Computed(way, None, counts)
         if len(made) > 1:
             self._held[size] = made[1]
-        return made[0] if made else self._held[size]
+        return _Computed(way, made[0] if made else self._held[size], counts)
 
     def capture(self, until: Callable[[], bool]) -> Iterator[tuple[int, int]]:
         """Capture the graphs that most steps need, the largest steps first, one and then more while
@@ -205,13 +202,13 @@ class DecodeSteps:
 
         Where the cache of graphs has room for fewer, the others are captured when a step needs one.
         """
-        draws = Draw.GREEDY, Draw.PLAIN, Draw.FILTERED
-        keys = [(size, draw) for draw in draws for size in reversed(self._sizes)]
+        ways = Way(Draw.GREEDY), Way(Draw.PLAIN), Way(Draw.FILTERED)
+        keys = [(size, way) for way in ways for size in reversed(self._sizes)]
         if self._graphs is None:
             return
         keys = keys[: self._graphs.limit]
-        for size, draw in keys:
-            self.capture_one(size, draw)
+        for size, way in keys:
+            self.capture_one(size, way)
             if self._graphs.failure:
                 return
             yield len(self._graphs), len(keys)
@@ -219,9 +216,9 @@ class DecodeSteps:
                 return
 
     @torch.inference_mode()
-    def capture_one(self, size: int, draw: Draw) -> None:
+    def capture_one(self, size: int, way: Way) -> None:
         """Run a step of padding alone, and capture it if there is room."""
-        self._compute((), size, draw)
+        self._compute((), size, way)
 
     def _plan(self, index: Tensor, lens: Array) -> list[Any]:
         """Attention's plan per layer group, of rows of these lengths."""
@@ -248,15 +245,18 @@ class DecodeSteps:
         step = GroupedPass(self._cache, self._attention, groups, self._places[: len(index)])
         return self._model.run(inputs.ids, inputs.positions, step)
 
-    def _choose(self, logits: Tensor, index: Tensor, draw: Draw) -> Tensor:
-        parameters = None if draw is Draw.GREEDY else self.table.parameters(index)
-        filters = draw is Draw.FILTERED
-        return sample_rows.choose(logits, parameters, self._hashes, filters=filters)
-
-
-def _results(rows: Sequence[Row], fetched: _Fetched) -> dict[int, Result]:
-    tokens = fetched.wait()  # the one wait for the device
-    return {
-        row.sequence.id: Result(token) if token >= 0 else Result(-1, error=NON_FINITE)
-        for row, token in zip(rows, tokens, strict=True)
-    }
+    def _sample(self, logits: Tensor, index: Tensor, way: Way) -> None:
+        size, table = len(index), self.table
+        tokens = sample_rows.choose(
+            logits,
+            None if way.draw is Draw.GREEDY else table.parameters(index),
+            self._hashes,
+            filters=way.draw is Draw.FILTERED,
+            changes=table.changes(index) if way.changes else None,
+        )
+        if way.logprobs:
+            values, numbers = sample_rows.logprobs(logits, tokens, self._likeliest)
+            self._values[:size].copy_(values)
+            self._numbers[:size].copy_(numbers)
+        self._tokens[:size].copy_(tokens)
+        table.advance(index, tokens, counts=way.changes)

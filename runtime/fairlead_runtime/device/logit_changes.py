@@ -66,10 +66,10 @@ def bitmask(ids: abc.Iterable[int]) -> Array:
     return np.packbits(bits, bitorder="little").view(np.dtype("<i4")).astype(np.int32)
 
 
-class _Notes:
+class Notes:
     """What one sequence's changes need from step to step."""
 
-    __slots__ = ("_bad_ends", "_bad_ids", "bias_ids", "biases", "counts", "ends", "words")
+    __slots__ = ("_bad_ends", "bad_ids", "bias_ids", "biases", "counts", "ends", "words")
 
     def __init__(self, sequence: Sequence) -> None:
         params = sequence.request.params
@@ -85,19 +85,19 @@ class _Notes:
                 sequence.request.prompt, with_prompt=params.repetition_penalty != 1
             )
         # Bad words of one token are always forbidden; longer ones by the token before their end.
-        self._bad_ids: list[int] = []
+        self.bad_ids: list[int] = []
         self._bad_ends: dict[int, list[tuple[int, ...]]] = {}
         for word in params.bad_words:
             if isinstance(word, str):
                 raise TypeError("bad_words must be token ids in the engine")
             if len(word) == 1:
-                self._bad_ids.append(word[0])
+                self.bad_ids.append(word[0])
             else:
                 self._bad_ends.setdefault(word[-2], []).append(word)
 
     def forbidden(self, sequence: Sequence) -> list[int]:
         """The ids that bad_words and min_tokens forbid as the next token, some possibly twice."""
-        ids = [*self._bad_ids]
+        ids = [*self.bad_ids]
         if self._bad_ends and sequence.generated:
             tokens, generated = sequence.tokens, sequence.generated
             for word in self._bad_ends.get(tokens[-1], ()):
@@ -168,7 +168,7 @@ class LogitChanges:
         counts: list[Part] = []
         for row, sequence in enumerate(sequences):
             mask = masks.get(sequence.id) if masks else None
-            notes = _notes_of(sequence, masked=mask is not None)
+            notes = notes_of(sequence, masked=mask is not None)
             if notes is None:
                 continue
             place, before = len(rows), len(words) + len(forbidden) + len(biases) + len(counts)
@@ -225,14 +225,14 @@ class LogitChanges:
             changed[places] = masked
 
 
-def _notes_of(sequence: Sequence, *, masked: bool) -> _Notes | None:
+def notes_of(sequence: Sequence, *, masked: bool) -> Notes | None:
     """The sequence's notes, made at its first step; None when nothing changes its logits."""
     if sequence.sampler_notes is None:
         p = sequence.request.params
         changes = p.penalizes or p.min_tokens or p.logit_bias or p.bad_words or p.allowed_token_ids
-        sequence.sampler_notes = _Notes(sequence) if changes else _NO_NOTES
+        sequence.sampler_notes = Notes(sequence) if changes else _NO_NOTES
     if masked and sequence.sampler_notes is _NO_NOTES:
-        sequence.sampler_notes = _Notes(sequence)
+        sequence.sampler_notes = Notes(sequence)
     return sequence.sampler_notes or None
 
 

@@ -23,7 +23,7 @@ from fairlead_runtime.device.sampling import (
     logprobs_of,
     sample,
 )
-from fairlead_runtime.device.slot_table import Draw, draw_of
+from fairlead_runtime.device.ways import LEAST, way_of
 from fairlead_runtime.grammar.guides import NO_MASKS, Guides, Masks
 from fairlead_runtime.logprobs import TokenLogprobs
 from fairlead_runtime.request import Sequence
@@ -160,7 +160,7 @@ class ModelRunner:
             return False
         if self._seen is not batch:  # a batch is of the same sequences for ever
             self._seen = batch
-            self._greedy = all(draw_of(s) is Draw.GREEDY for s in batch.sampling)
+            self._greedy = all(way_of(s, 0) == LEAST for s in batch.sampling)
         return self._greedy
 
     def _forward(self, batch: Batch, keep: Tensor | None = None) -> Tensor:

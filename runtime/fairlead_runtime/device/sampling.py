@@ -26,15 +26,15 @@ import torch
 from torch import Tensor
 
 from fairlead_kernels import sample as ops
+from fairlead_kernels.sample_rows import NOT_FINITE, NOTHING_LEFT
 from fairlead_runtime.device.logit_changes import LogitChanges
 from fairlead_runtime.logprobs import TokenLogprobs
 from fairlead_runtime.request import NOTHING_ALLOWED, Sequence
 from fairlead_runtime.seeds import GOLDEN, MUL1, MUL2
 
 NON_FINITE = "the model's logits for this request are not finite"
-# What stands for the token of a row that has none.
-_NOT_FINITE, _NOTHING_LEFT = -1, -2
-_ERRORS = {_NOT_FINITE: NON_FINITE, _NOTHING_LEFT: NOTHING_ALLOWED}
+# By what stands for the token of a row that has none.
+ERRORS = {NOT_FINITE: NON_FINITE, NOTHING_LEFT: NOTHING_ALLOWED}
 # A lower temperature counts as 0, as in vLLM: the division would overflow float32.
 GREEDY_BELOW = 1e-5
 
@@ -175,7 +175,7 @@ class SampledTokens:
         if min(tokens, default=0) >= 0:
             return [(token, logprobs.get(i), None) for i, token in enumerate(tokens)]
         return [
-            (token, logprobs.get(i), None) if token >= 0 else (-1, None, _ERRORS[token])
+            (token, logprobs.get(i), None) if token >= 0 else (-1, None, ERRORS[token])
             for i, token in enumerate(tokens)
         ]
 
@@ -214,8 +214,8 @@ def sample(logits: Tensor, batch: SamplingBatch) -> SampledTokens:
         rows = torch.from_numpy(batch.changes.rows).to(logits.device)
         # The only place where logits change. A copy: the log-probabilities are of the raw ones.
         chosen, left = _choose(batch.changes.apply(logits), batch.changed_draws)
-        tokens[rows] = chosen.masked_fill(~left, _NOTHING_LEFT)
-    tokens = tokens.masked_fill(~finite, _NOT_FINITE)
+        tokens[rows] = chosen.masked_fill(~left, NOTHING_LEFT)
+    tokens = tokens.masked_fill(~finite, NOT_FINITE)
     if not batch.logprob_rows:
         return SampledTokens(batch, tokens, tokens >= 0)
     values = logprobs_of(
@@ -315,20 +315,8 @@ def logprobs_of(
     """
     step = ops.chunk_rows(logits)
     parts = [
-        _logprobs(logits[rows[at : at + step]].float(), tokens[at : at + step], count)
+        ops.logprobs(logits[rows[at : at + step]].float(), tokens[at : at + step], count)
         for at in range(0, len(rows), step)
     ]
     chosen, ranks, ids, values = (torch.cat(column) for column in zip(*parts, strict=True))
     return chosen, ranks, ids, values
-
-
-def _logprobs(raw: Tensor, tokens: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Chosen log-probability, rank, and the ``count`` likeliest with theirs, of raw float32 logits
-    [L, V].
-    """
-    logprobs = raw.log_softmax(dim=-1)
-    at = tokens.clamp(min=0)[:, None]
-    chosen = logprobs.gather(1, at)
-    ranks = (raw > raw.gather(1, at)).sum(dim=-1) + 1
-    top = logprobs.topk(min(count, raw.shape[1]), dim=-1)
-    return chosen[:, 0], ranks, top.indices, top.values

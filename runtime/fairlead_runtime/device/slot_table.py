@@ -1,17 +1,17 @@
 """What the device keeps of each decoding sequence, so that a step sends only what changed.
 
 Owns a row per sequence in tensors on the device (last token, length, draw key, sampling parameters,
-block tables), and on the host what each row has. A row is right for its next step or is sent again:
-nothing is taken back, and whoever changes a sequence need not tell. Row PADDING belongs to no
-sequence: rows that only fill a step write to a block of their own there.
+block tables, and the list of what it changes in its logits), and on the host what each row has. A
+row is right for its next step or is sent again: nothing is taken back, and whoever changes a
+sequence need not tell. Row PADDING belongs to no sequence: rows that only fill a step write to a
+block of their own there.
 
 A step may be entered while one is in flight. What it sends goes through other host memory, and its
 rows' tokens are the device's alone: a row that is not what that step leaves is refused.
 """
 
-import enum
 from collections import abc
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,50 +19,40 @@ import torch
 from torch import Tensor
 
 from fairlead_kernels import sample_rows
+from fairlead_kernels.listed import Lists
 from fairlead_kernels.sample_rows import RowParameters
-from fairlead_runtime.device.sampling import GREEDY_BELOW
+from fairlead_runtime.device.change_lists import ChangeList, ChangeLists
+from fairlead_runtime.device.slot_row import (
+    COLUMNS,
+    FLAGS,
+    KEY,
+    LENGTH,
+    PENALTIES,
+    SCALE,
+    TOKEN,
+    TOP_K,
+    TOP_P,
+    UNTIL,
+    Entry,
+)
+from fairlead_runtime.device.ways import GENERAL, Way, joined
 from fairlead_runtime.request import Sequence
 from fairlead_runtime.scheduling.plan import Row
-from fairlead_runtime.seeds import MASK64, mix64
 from fairlead_runtime.sizing.groups import LayerGroup
 
 PADDING = 0
-# The columns of a row, int64 each: TOP_P holds the bits of a float64, SCALE those of two float32,
-# temperature and min_cut.
-TOKEN, LENGTH, KEY, TOP_K, TOP_P, SCALE = range(6)
-COLUMNS = 6
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
 
-class Draw(enum.IntEnum):
-    """How a step's tokens are chosen: each form includes those before it."""
-
-    GREEDY = 0
-    PLAIN = 1  # some rows draw, none filters
-    FILTERED = 2
-    GENERAL = 3  # not by the table: some rows change their logits or want log-probabilities
-
-
 class Entered(NamedTuple):
-    """A step of B rows: their lengths int32 [B], on the host, and how its tokens are chosen."""
-
-    lens: Array
-    draw: Draw
-
-
-@dataclass(slots=True)
-class _Entry:
-    """What a row on the device has of its sequence: ``length`` that of its next step, ``blocks``
-    per group. ``state`` is the row, but for token and length.
+    """A step of B rows: their lengths int32 [B], on the host, how its tokens are chosen, and
+    whether some rows count theirs in a list.
     """
 
-    row: int
-    preemptions: int
-    state: Array
-    draw: Draw
-    length: int = 0
-    blocks: int = 0
+    lens: Array
+    way: Way
+    counts: bool
 
 
 class Inputs(NamedTuple):
@@ -76,11 +66,12 @@ class Inputs(NamedTuple):
 
 
 class SlotTable:
-    """Rows for ``sequences`` sequences of at most ``blocks`` blocks in each layer group.
+    """Rows for ``sequences`` sequences of at most ``blocks`` blocks in each layer group, with lists
+    of at most ``listed`` ids.
 
     ``padding_unit`` is the unit of the cache that padding rows write to. On the device: ``state``
-    int64 [sequences + 1, COLUMNS] and ``tables`` int32 [groups, sequences + 1, blocks]. One thread
-    owns it.
+    int64 [sequences + 1, COLUMNS], ``tables`` int32 [groups, sequences + 1, blocks] and ``lists``.
+    One thread owns it.
     """
 
     def __init__(
@@ -90,6 +81,7 @@ class SlotTable:
         *,
         sequences: int,
         blocks: int,
+        listed: int,
         padding_unit: int,
         device: torch.device,
     ) -> None:
@@ -102,15 +94,16 @@ class SlotTable:
         self.state = torch.zeros(sequences + 1, COLUMNS, dtype=torch.int64, device=device)
         self.state[PADDING, LENGTH] = 1
         self.state.view(torch.float64)[:, TOP_P] = 1
-        self._entries: dict[Sequence, _Entry] = {}
+        self.lists = ChangeLists(sequences + 1, listed, device)
+        self._entries: dict[Sequence, Entry] = {}
         self._free = list(range(sequences, PADDING, -1))
         # Host memory that is copied from, the newest step's first; its copy may be under way.
         self._packets = [torch.empty(0, dtype=torch.int64) for _ in range(2)]
 
     @property
-    def nbytes(self) -> int:
-        """Device bytes."""
-        return self.state.nbytes + self.tables.nbytes
+    def tensors(self) -> tuple[Tensor, ...]:
+        """All that is on the device."""
+        return self.state, self.tables, *self.lists.tensors
 
     def enter(self, rows: abc.Sequence[Row], into: Tensor) -> Entered:
         """Make the device's rows right for a step that computes each sequence's last token.
@@ -123,15 +116,15 @@ class SlotTable:
             raise ValueError(f"{len(rows)} decodes: the step has room for {len(into)}")
         index = np.zeros(len(into), dtype=np.int64)
         lens = np.ones(len(into), dtype=np.int32)
-        draw = Draw.GREEDY
-        changed: list[tuple[_Entry, Sequence]] = []
-        grown: list[tuple[_Entry, Sequence]] = []
+        ways: set[Way] = set()
+        counts = False
+        changed: list[tuple[Entry, Sequence]] = []
+        grown: list[tuple[Entry, Sequence]] = []
         for place, (sequence, start, _, _) in enumerate(rows):
             entry = self._entries.get(sequence)
             if entry is None or entry.preemptions != sequence.preemptions:
                 entry = self._entries[sequence] = self._new(sequence, entry, rows)
             index[place], lens[place] = entry.row, start + 1
-            draw = max(draw, entry.draw)
             if entry.length != start + 1:
                 if sequence.flying:
                     raise RuntimeError(f"sequence {sequence.id} is in flight, and its row is not")
@@ -139,13 +132,24 @@ class SlotTable:
             if entry.blocks < len(sequence.tables[0]):
                 grown.append((entry, sequence))
             entry.length = start + 2
+            ways.add(self._way(entry, sequence, start + 1))
+            counts |= entry.counts
         self._send(index, changed, grown, into)
-        return Entered(lens, draw)
+        return Entered(lens, joined(ways), counts)
 
-    def draw_of(self, sequence: Sequence) -> Draw:
-        """How its tokens are chosen."""
-        entry = self._entries.get(sequence)
-        return draw_of(sequence) if entry is None else entry.draw
+    def way_of(self, row: Row) -> Way:
+        """How the row's token is chosen."""
+        sequence = row.sequence
+        entry = self._entries.get(sequence) or Entry.of(PADDING, sequence)
+        return self._way(entry, sequence, row.start + 1)
+
+    def _way(self, entry: Entry, sequence: Sequence, length: int) -> Way:
+        way = entry.way if length < entry.until else entry.then
+        if not way.changes or length < entry.full:
+            return way
+        # Its list was shorter than the tokens are many, if some occur again.
+        entry.full = self.lists.full(sequence, ChangeList.of(sequence))
+        return way if length < entry.full else GENERAL
 
     def forget(self, rows: abc.Iterable[Row]) -> None:
         """Send these sequences' rows again in full: their step may have run or not."""
@@ -154,34 +158,34 @@ class SlotTable:
             if entry is not None:
                 self._free.append(entry.row)
 
-    def _new(self, sequence: Sequence, old: _Entry | None, rows: abc.Sequence[Row]) -> _Entry:
+    def _new(self, sequence: Sequence, old: Entry | None, rows: abc.Sequence[Row]) -> Entry:
         """A row for a sequence that has none, or whose blocks are others since a preemption."""
         if old is None and not self._free:
             needed = {row.sequence for row in rows}
             for other in [s for s in self._entries if s not in needed]:
                 self._free.append(self._entries.pop(other).row)
         if old is not None:
-            return _Entry(old.row, sequence.preemptions, old.state, old.draw)
-        row, state = self._free.pop(), _state(sequence)
-        return _Entry(row, sequence.preemptions, state, draw_of(sequence))
+            return replace(old, preemptions=sequence.preemptions, length=0, blocks=0)
+        return Entry.of(self._free.pop(), sequence)
 
     def _send(
         self,
         index: Array,
-        changed: list[tuple[_Entry, Sequence]],
-        grown: list[tuple[_Entry, Sequence]],
+        changed: list[tuple[Entry, Sequence]],
+        grown: list[tuple[Entry, Sequence]],
         into: Tensor,
     ) -> None:
-        """One copy to the device: the step's rows, whole rows of ``state``, entries of ``tables``
-        by their flat places.
+        """One copy to the device: the step's rows, whole rows of ``state`` with their lists,
+        entries of ``tables`` by their flat places.
         """
         rows = np.array([entry.row for entry, _ in changed], dtype=np.int64)
         states = np.array([entry.state for entry, _ in changed], dtype=np.int64)
         states = states.reshape(-1, COLUMNS)
         states[:, TOKEN] = [sequence.tokens[-1] for _, sequence in changed]
         states[:, LENGTH] = [len(sequence.tokens) for _, sequence in changed]
+        lists = self._lists(changed, states)
         places, units = self._growth(grown)
-        parts = (index, rows, states.reshape(-1), places, units)
+        parts = (index, rows, states.reshape(-1), places, units, *self.lists.sends(lists))
         size = sum(map(len, parts))
         self._packets.reverse()
         if size > len(self._packets[0]):
@@ -190,14 +194,33 @@ class SlotTable:
         np.concatenate(parts, out=packet.numpy())
         sent = packet.to(self._device, non_blocking=True)
         sizes = [len(part) for part in parts]
-        step, rows_, states_, places_, units_ = torch.split(sent, sizes)
+        step, rows_, states_, places_, units_, *lists_ = torch.split(sent, sizes)
         into.copy_(step)
         if changed:
             self.state.index_copy_(0, rows_, states_.view(-1, COLUMNS))
         if grown:
             self.tables.view(-1).index_copy_(0, places_, units_.to(torch.int32))
+        if lists:
+            self.lists.receive(*lists_)
 
-    def _growth(self, grown: list[tuple[_Entry, Sequence]]) -> tuple[Array, Array]:
+    def _lists(
+        self, changed: list[tuple[Entry, Sequence]], states: Array
+    ) -> list[tuple[int, ChangeList]]:
+        """The lists of rows that are sent, each with its row, where they fit; their flags go to
+        ``states``.
+        """
+        lists: list[tuple[int, ChangeList]] = []
+        for state, (entry, sequence) in zip(states, changed, strict=True):
+            if not entry.way.changes:
+                continue
+            changes = ChangeList.of(sequence)
+            entry.full = self.lists.full(sequence, changes)
+            if entry.full:
+                state[FLAGS] = changes.flags
+                lists.append((entry.row, changes))
+        return lists
+
+    def _growth(self, grown: list[tuple[Entry, Sequence]]) -> tuple[Array, Array]:
         """The blocks that the device does not have yet: flat places in ``tables``, and units."""
         places: list[Array] = []
         units: list[int] = []
@@ -241,44 +264,21 @@ class SlotTable:
             keys=sample_rows.mix64(rows[:, KEY] ^ rows[:, LENGTH]),
         )
 
-    def advance(self, index: Tensor, tokens: Tensor) -> None:
-        """Append each row's token, int64 [B]. Padding rows stay what they are."""
+    def changes(self, index: Tensor) -> Lists:
+        """What each row changes in the logits of the token after its last one."""
+        rows = self.state[index]
+        penalties = rows.view(torch.float32)[:, 2 * PENALTIES : 2 * PENALTIES + 3]
+        early = rows[:, LENGTH] < rows[:, UNTIL]
+        return self.lists.of(index, rows[:, FLAGS], penalties, early)
+
+    def advance(self, index: Tensor, tokens: Tensor, *, counts: bool) -> None:
+        """Append each row's token, int64 [B]. Padding rows stay what they are. ``counts``: some
+        rows count theirs in a list.
+        """
         real = index != PADDING
+        if counts:
+            self.lists.count(index, self.state[index, FLAGS], tokens)
         # A row without a token has failed: nobody sees its sequence's next step, if there is one.
         last = tokens.clamp(min=0).mul_(real)
         self.state[:, TOKEN].index_copy_(0, index, last)
         self.state[:, LENGTH].index_copy_(0, index, self.state[index, LENGTH] + real)
-
-
-def _state(sequence: Sequence) -> Array:
-    """A row of SlotTable.state for this sequence, int64 [COLUMNS], without token and length."""
-    params = sequence.request.params
-    state = np.zeros(COLUMNS, dtype=np.int64)
-    key = mix64(mix64(sequence.request.seed & MASK64) ^ sequence.choice)
-    state[KEY] = key - (1 << 64) if key >= 1 << 63 else key
-    state[TOP_K] = params.top_k
-    state.view(np.float64)[TOP_P] = params.top_p
-    scale = state.view(np.float32).reshape(COLUMNS, 2)[SCALE]
-    scale[0] = params.temperature if params.temperature >= GREEDY_BELOW else 0
-    with np.errstate(divide="ignore"):  # log(0) = -inf is "off"
-        scale[1] = np.log(np.float64(params.min_p))
-    return state
-
-
-def draw_of(sequence: Sequence) -> Draw:
-    """How its tokens are chosen, from the first to the last."""
-    params = sequence.request.params
-    if (
-        sequence.guide is not None
-        or params.logprobs is not None
-        or params.allowed_token_ids is not None
-        or params.penalizes
-        or params.min_tokens
-        or params.logit_bias
-        or params.bad_words
-    ):
-        return Draw.GENERAL
-    if params.temperature < GREEDY_BELOW:
-        return Draw.GREEDY
-    filters = params.top_k or params.top_p < 1 or params.min_p
-    return Draw.FILTERED if filters else Draw.PLAIN

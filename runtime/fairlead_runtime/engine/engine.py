@@ -296,7 +296,7 @@ class Engine:
                     live = self._live[row.sequence.request.id]
                     live.cached, live.started = row.start, now
         self._executor.copy(work)
-        self._pipeline.add(work, self._scheduler)
+        self.counters.steps_launched += self._pipeline.add(work, self._scheduler)
 
     def _update(self, outcome: Outcome, began: float) -> None:
         seen = outcome.ran.living()

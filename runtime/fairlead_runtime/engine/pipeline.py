@@ -66,9 +66,9 @@ class Pipeline:
     def takes(self, rows: abc.Sequence[Row]) -> bool:
         return self._launcher is not None and self._launcher.launches(rows)
 
-    def add(self, work: Work, scheduler: Scheduler) -> None:
-        """Launch a committed step, whose copies are made, where that is possible. Behind another
-        step it must be of rows that ``takes`` holds for.
+    def add(self, work: Work, scheduler: Scheduler) -> bool:
+        """Launch a committed step, whose copies are made, where that is possible: whether it is.
+        Behind another step it must be of rows that ``takes`` holds for.
         """
         collect = None
         if self._launcher is not None and (self._steps or self._launcher.launches(work.rows)):
@@ -81,6 +81,7 @@ class Pipeline:
             else:
                 scheduler.launch(work)
         self._steps.append(_Step(work, collect))
+        return collect is not None
 
     def take(self, executor: Executor, scheduler: Scheduler) -> Iterator[Outcome]:
         """What became of the oldest step and, if one could not be launched or has failed, of those

@@ -10,7 +10,9 @@ GRAPH_BYTES = 4 << 20
 # What flashinfer allocates for the plans of one size of steps and one layer group.
 PLAN_BYTES = 8 << 20
 BLOCK_BYTES = 4  # of a block's id
-DRAWS = 4  # ways to sample a step, each with graphs of its own
+# Ways to sample a step, each with graphs of its own: three draws, with and without changed logits
+# and log-probabilities, and none.
+WAYS = 13
 
 
 def step_sizes(config: EngineConfig) -> tuple[int, ...]:
@@ -43,6 +45,6 @@ def graph_bytes(config: EngineConfig, *, groups: int, blocks: int, step: int) ->
     ``step``: what the largest step of decodes takes, since a graph keeps its tensors.
     """
     sizes = step_sizes(config)
-    graphs = min(config.max_cached_graphs, DRAWS * len(sizes))
+    graphs = min(config.max_cached_graphs, WAYS * len(sizes))
     plans = groups * (len(sizes) * PLAN_BYTES + sizes[-1] * blocks * BLOCK_BYTES)
     return step + graphs * GRAPH_BYTES + plans

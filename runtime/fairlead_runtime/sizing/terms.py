@@ -23,7 +23,7 @@ KEPT_MASKS = 1 << 24  # mask elements that it keeps for the other layers of a st
 SAMPLER_CHUNK = {"cpu": 1 << 20, "cuda": 1 << 26}
 SAMPLING_BYTES = 16
 # The same of the draw of decodes on a GPU, which makes no shape of its data.
-DRAW_CHUNK, DRAW_BYTES = 1 << 23, 40
+DRAW_CHUNK, DRAW_BYTES = 1 << 23, 48
 HISTOGRAM = 33 << 10  # bytes of a row's counts while top-k and top-p search for their cut
 # Of the C++ kernels, in floats: beside a token's digits (csrc/vnni.h); its ids and positions.
 DIGITS_HEAD, TOKEN_INDICES = 32, 8
@@ -41,8 +41,11 @@ TOKEN_BYTES, WAITING_TOKEN_BYTES = 21, 8
 DIGEST_BYTES, ENTRY_BYTES = 80, 40
 # Of a unit of the pool: its state, its content but for the tokens, and its place in the index.
 UNIT_BYTES = 420
-# Of a row that a GPU keeps of a sequence: its numbers, a block; of a step's row: three indices.
-ROW_BYTES, ENTRY, INDEX = 48, 4, 24
+# Of a row that a GPU keeps of a sequence: its numbers, a block; of a step's row: three indices, and
+# the token's and 20 likeliest log-probabilities, each with a number.
+ROW_BYTES, ENTRY, INDEX = 80, 4, 24 + 21 * 12
+# Ids in the list of what a row changes in its logits, at most, and the bytes of one.
+LIST_ROOM, LISTED = 4096, 12
 TERMS = ("weights", "activations", "attention", "logits", "sampling", "graphs", "batch")
 HOST_TERMS = ("process", "offload", "shared_memory", "grammars")
 
@@ -103,7 +106,9 @@ def terms_of(
             config,
             groups=len(groups),
             blocks=split(longest, config.block_size),
-            step=terms["logits"] + min(rows * shape.vocab, DRAW_CHUNK) * DRAW_BYTES,
+            step=terms["logits"]
+            + min(rows * shape.vocab, DRAW_CHUNK) * DRAW_BYTES
+            + rows * list_room(shape.vocab) * LISTED,
         )
     # Each rank on a CPU has its share of the pod; the one that is planned keeps the books.
     shares = {"process": 1, "offload": tp, "shared_memory": tp, "grammars": 1}
@@ -125,14 +130,20 @@ def _in_slabs(shape: ModelShape, config: EngineConfig, tokens: int, rotary: int)
 
 def decode_state(shape: ModelShape, config: EngineConfig, groups: Sequence[LayerGroup]) -> int:
     """Bytes of what a GPU keeps of decoding sequences between steps: a row each, and one of
-    padding, with the blocks of every group; the unit that padding writes to; the tokens' hashes.
+    padding, with the blocks of every group and a list of changed logits; the unit that
+    padding writes to; the tokens' hashes.
     """
     rows = min(config.max_requests, config.max_batch_tokens)
     blocks = len(groups) * split(max_model_len(shape, config), config.block_size)
     unit = layers_per_unit(groups) * config.block_size * 2 * shape.kv_width
-    row = ROW_BYTES + ENTRY * blocks
+    row = ROW_BYTES + ENTRY * blocks + LISTED * list_room(shape.vocab)
     cached = unit * cache_bytes_of(shape, config)
     return (rows + 1) * row + rows * INDEX + cached + shape.vocab * ENTRY
+
+
+def list_room(vocabulary: int) -> int:
+    """Ids that the list of a row's changed logits has room for."""
+    return min(LIST_ROOM, vocabulary)
 
 
 def host_terms(shape: ModelShape, config: EngineConfig) -> dict[str, int]:

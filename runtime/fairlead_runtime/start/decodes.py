@@ -20,8 +20,8 @@ from fairlead_runtime.device.decode_steps import DecodeSteps
 from fairlead_runtime.device.graphs import GraphCache, Recorder
 from fairlead_runtime.device.kv_cache import CacheStorage
 from fairlead_runtime.device.paged_model import PagedModel
-from fairlead_runtime.device.slot_table import Draw
-from fairlead_runtime.sizing.graphs import DRAWS, step_sizes
+from fairlead_runtime.device.ways import LARGEST, LEAST
+from fairlead_runtime.sizing.graphs import WAYS, step_sizes
 from fairlead_runtime.sizing.groups import group_layers
 
 log = logging.getLogger("fairlead.decodes")
@@ -101,15 +101,15 @@ class Decodes:
         sizes, graphs = step_sizes(self.config), self.graphs
         if steps is None or graphs is None:
             return 0
-        steps.capture_one(sizes[-1], Draw.FILTERED)
+        steps.capture_one(sizes[-1], LARGEST)
         largest, plans = graphs.nbytes, self.attention.fixed_nbytes
-        steps.capture_one(sizes[0], Draw.GREEDY)
+        steps.capture_one(sizes[0], LEAST)
         each, plan = graphs.nbytes - largest, self.attention.fixed_nbytes - plans
         graphs.clear()
         if graphs.failure:
             self.turn_off(f"a step cannot be captured: {graphs.failure}")
             return 0
-        count = min(self.config.max_cached_graphs, DRAWS * len(sizes))
+        count = min(self.config.max_cached_graphs, WAYS * len(sizes))
         return largest + each * (count - 1) + plans + plan * (len(sizes) - 1)
 
     def steps(self, cache: CacheStorage, max_model_len: int) -> DecodeSteps | None:

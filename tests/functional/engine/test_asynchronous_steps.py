@@ -14,7 +14,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fairlead_runtime.device.decode_steps import DecodeSteps, _Fetched
+from fairlead_runtime.device.decode_steps import DecodeSteps
+from fairlead_runtime.device.fetched import Fetched
 from fairlead_runtime.device.model_runner import ModelRunner
 from fairlead_runtime.engine.engine import Bounds, Engine
 from fairlead_runtime.request import FinishReason, Request, SamplingParams
@@ -32,7 +33,13 @@ PARAMS: tuple[dict[str, Any], ...] = (
     {"temperature": 0.9, "top_k": 40, "top_p": 0.9},
     {"temperature": 0.0, "repetition_penalty": 1.3},
     {"temperature": 0.8, "logprobs": 1},
+    {"temperature": 0.9, "frequency_penalty": 0.6, "presence_penalty": -0.2, "min_tokens": 3},
+    {"temperature": 0.0, "logit_bias": {7: 2.0, 9: -4.0}, "bad_words": ((11,),), "logprobs": 5},
+    {"temperature": 1.0, "top_k": 9, "allowed_token_ids": (*range(40, 90), 125), "min_tokens": 2},
+    {"temperature": 0.0, "bad_words": ((11, 12),)},  # the host's: its steps wait for each other
 )
+NEAR = 1e-5  # of log-probabilities: steps of other rows may round the logits otherwise
+ON_DEVICE = PARAMS[:-1]
 # Tokens of which each ends about one text in four.
 STOP_IDS, STOP_TEXT = tuple(range(5, 256, 40)), 11
 
@@ -56,7 +63,7 @@ class Client:
             max_tokens=self.max_tokens,
             n=self.n,
             stop_token_ids=STOP_IDS if self.stop_ids else (),
-            **self.params,
+            **self.params | {"min_tokens": min(self.params.get("min_tokens", 0), self.max_tokens)},
         )
         seed = self.place + 10 * self.max_tokens
         return Request(name, prompt, params, self.max_tokens, seed=seed, eos_ids=EOS)
@@ -66,8 +73,7 @@ CLIENTS = st.builds(
     Client,
     arrives=st.integers(0, 12),
     place=st.integers(0, len(LENGTHS) - 1),
-    # Mostly what the device samples: another row makes its steps wait for each other.
-    params=st.sampled_from((*PARAMS[:3], *PARAMS[:3], *PARAMS)),
+    params=st.sampled_from((*ON_DEVICE, *PARAMS)),
     max_tokens=st.integers(1, 24),
     n=st.sampled_from((1, 1, 2)),
     stop_ids=st.booleans(),
@@ -97,13 +103,14 @@ class Counted:
 
     def __init__(self, runner: ModelRunner) -> None:
         self._runner = runner
-        self.flying = self.ahead = 0
+        self.flying = self.ahead = self.launched = 0
 
     def launches(self, rows: Any) -> bool:
         return self._runner.launches(rows)
 
     def launch(self, work: Work) -> Any:
         collect = self._runner.launch(work)
+        self.launched += 1
         self.ahead += bool(self.flying)
         self.flying += 1
 
@@ -149,6 +156,7 @@ def play(
             break
     assert engine.snapshot().scheduler.used == device.flying == 0
     assert engine.counters.engine_faults == engine.counters.failed_sequences == 0
+    assert engine.counters.steps_launched == device.launched
     assert engine.counters.generated_tokens == sum(map(len, got.tokens.values()))
     return got, device.ahead
 
@@ -160,6 +168,13 @@ def compare(family: str, setting: Setting, clients: list[Client]) -> int:
         for choice in range(client.n):
             key = f"{i}", choice
             mine, other = got.tokens.get(key, []), want.tokens[key]
+            assert len(got.logprobs.get(key, mine)) == len(mine)
+            for one, wanted in zip(
+                got.logprobs.get(key, ()), want.logprobs.get(key, ()), strict=False
+            ):
+                assert one.token == wanted.token
+                assert one.logprob == pytest.approx(wanted.logprob, abs=NEAR)
+                assert one.top_logprobs == pytest.approx(wanted.top_logprobs, abs=NEAR)
             if got.finish[key] == [FinishReason.ABORT]:
                 assert mine == other[: len(mine)]
             else:
@@ -177,15 +192,16 @@ def test_texts_are_the_same_whether_steps_are_launched_ahead_or_not(family: str)
     any_workload()
 
 
+@pytest.mark.parametrize("first", [0, 3])
 @pytest.mark.parametrize("offload", [False, True])
-def test_a_workload_with_all_of_it(*, offload: bool) -> None:
+def test_a_workload_with_all_of_it(first: int, *, offload: bool) -> None:
     """Few blocks, so that sequences are preempted, stops in flight, a client that leaves."""
     rng = random.Random(3)
     clients = [
         Client(
             i,
             i % len(LENGTHS),
-            PARAMS[i % 3],
+            ON_DEVICE[(i + first) % len(ON_DEVICE)],
             20,
             1 + i % 2,
             stop_ids=i % 3 == 0,
@@ -204,11 +220,11 @@ def test_a_launched_step_that_fails_on_the_device_leaves_the_texts_as_they_are(
 ) -> None:
     """Its rows on the device are made anew from what the host knows."""
     clients = [
-        Client(0, i, PARAMS[i % 3], 16, 1, stop_ids=True, stop_text=False, leaves=None)
-        for i in range(4)
+        Client(0, i % 5, ON_DEVICE[i], 16, 1, stop_ids=True, stop_text=False, leaves=None)
+        for i in range(8)
     ]
-    setting = Setting(block_size=4, num_blocks=200, max_requests=4, graphs=0)
-    owner, name = {"launch": (DecodeSteps, "_compute"), "collect": (_Fetched, "wait")}[at]
+    setting = Setting(block_size=4, num_blocks=200, max_requests=8, graphs=0)
+    owner, name = {"launch": (DecodeSteps, "_compute"), "collect": (Fetched, "wait")}[at]
     whole, calls = getattr(owner, name), 0
 
     def failing(*arguments: Any) -> Any:

@@ -10,16 +10,20 @@ import pytest
 import torch
 
 from fairlead_runtime.device.decode_steps import DecodeSteps, is_decode
+from fairlead_runtime.device.model_runner import ModelRunner
 from fairlead_runtime.device.sampling import NON_FINITE
 from fairlead_runtime.device.slot_table import SlotTable
 from fairlead_runtime.engine.isolate import run_isolated
 from fairlead_runtime.request import Request, SamplingParams, Sequence
 from fairlead_runtime.scheduling.plan import Finished, Row, Token, Work
 from fairlead_runtime.scheduling.scheduler import Scheduler
-from support.engine_rig import Rig, Setting, greedy, rig
+from support.engine_rig import EOS, Rig, Setting, greedy, rig
 from support.graph_standin import Tape, TapeRecorder
 
-SETTING = Setting(block_size=4, num_blocks=200, max_requests=8)
+SETTING = Setting(block_size=4, num_blocks=300, max_requests=16)
+FEW = replace(SETTING, max_requests=8)
+# Of log-probabilities: padded steps may round the logits otherwise.
+NEAR = 1e-5
 PARAMS: tuple[dict[str, Any], ...] = (
     {"temperature": 0.0},
     {"temperature": 1.0},
@@ -27,10 +31,16 @@ PARAMS: tuple[dict[str, Any], ...] = (
     {"temperature": 1.0, "min_p": 0.02, "n": 3},
     {"temperature": 0.0, "repetition_penalty": 1.3},
     {"temperature": 0.9, "logprobs": 2},
+    {"temperature": 0.7, "frequency_penalty": 0.5, "presence_penalty": 0.4, "logprobs": 20},
+    {"temperature": 0.0, "logit_bias": {5: -3.0, 77: 2.5}, "min_tokens": 5, "logprobs": 0},
+    {"temperature": 1.0, "top_k": 9, "allowed_token_ids": (*range(40, 90),), "bad_words": ((50,),)},
+    {"temperature": 0.0, "min_tokens": 9, "n": 2},
 )
+PLAIN = 4  # requests of which none changes logits or wants log-probabilities
+GENERAL: dict[str, Any] = {"temperature": 0.0, "bad_words": ((50,), (60, 61))}
 
 
-def requests() -> list[Request]:
+def requests(*more: dict[str, Any]) -> list[Request]:
     return [
         Request(
             f"{i}",
@@ -38,8 +48,9 @@ def requests() -> list[Request]:
             SamplingParams(max_tokens=12 + i, ignore_eos=True, **params),
             12 + i,
             seed=i,
+            eos_ids=EOS,
         )
-        for i, params in enumerate(PARAMS)
+        for i, params in enumerate((*PARAMS, *more))
     ]
 
 
@@ -56,9 +67,9 @@ def texts(
         assert steps is not None
         advance = steps.table.advance
 
-        def fail_some(index: torch.Tensor, tokens: torch.Tensor) -> None:
+        def fail_some(index: torch.Tensor, tokens: torch.Tensor, *, counts: bool) -> None:
             nonlocal made
-            advance(index, tokens)
+            advance(index, tokens, counts=counts)
             made += 1
             if made in (7, 8):
                 raise RuntimeError("planted")
@@ -81,31 +92,45 @@ def texts(
 
 
 @pytest.mark.parametrize(
-    ("kernels", "setting"),
+    ("kernels", "setting", "asked"),
     [
-        ("resident", SETTING),
-        ("graphs", SETTING),
-        ("graphs", replace(SETTING, graphs=2)),
-        ("graphs", replace(SETTING, graphs=0)),
-        ("graphs", replace(SETTING, interval=1)),
+        ("resident", SETTING, "all"),
+        ("graphs", SETTING, "all"),
+        ("graphs", replace(SETTING, graphs=2), "all"),
+        ("graphs", replace(SETTING, graphs=0), "all"),
+        ("graphs", replace(SETTING, interval=1), "all"),
+        ("graphs", SETTING, "plain"),
+        ("resident", SETTING, "general"),
+        ("graphs", SETTING, "general"),
+        # A list that is full, and one that becomes so.
+        ("graphs", replace(SETTING, listed=25), "all, and some by the host"),
     ],
 )
-@pytest.mark.parametrize("general", [False, True])
 def test_sampled_text_is_that_of_the_general_way(
-    kernels: str, setting: Setting, *, general: bool
+    kernels: str, setting: Setting, asked: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In steps that are sampled on the device throughout, and in those of which some are not."""
-    asked = requests() if general else requests()[:4]
-    want = texts(rig("llama", "flashinfer"), asked)
-    got = texts(rig("llama", kernels), asked, setting)
+    some = {"plain": requests()[:PLAIN], "general": requests(GENERAL)}.get(asked, requests())
+    want = texts(rig("llama", "flashinfer"), some)
+    by_host, begin = 0, ModelRunner._begin
+
+    def spy(*arguments: Any) -> Any:
+        nonlocal by_host
+        by_host += 1
+        return begin(*arguments)
+
+    monkeypatch.setattr(ModelRunner, "_begin", spy)
+    got = texts(rig("llama", kernels), some, setting)
+    assert (by_host > 4) == (asked not in ("plain", "all"))  # else only steps with prompts
     assert got.keys() == want.keys()
     for key, mine in got.items():
         assert [token for token, _ in mine] == [token for token, _ in want[key]]
         for (_, one), (_, other) in zip(mine, want[key], strict=True):
             assert (one is None) == (other is None)
             if one is not None:
-                assert one.logprob == pytest.approx(other.logprob, abs=1e-5)
-                assert one.top_ids == other.top_ids
+                assert one.logprob == pytest.approx(other.logprob, abs=NEAR)
+                assert one.top_logprobs == pytest.approx(other.top_logprobs, abs=NEAR)
+                assert (one.rank, one.top_ids) == (other.rank, other.top_ids)
 
 
 @pytest.mark.parametrize("kernels", ["resident", "graphs"])
@@ -118,7 +143,7 @@ def test_a_failed_step_leaves_nothing_wrong(kernels: str) -> None:
 
 @pytest.mark.parametrize("kernels", ["resident", "graphs"])
 def test_each_of_two_steps_in_flight_keeps_its_own_tokens(kernels: str) -> None:
-    asked = requests()[:4]
+    asked = requests()
     want = texts(rig("llama", "flashinfer"), asked)
     engine = rig("llama", kernels)
     scheduler = Scheduler(SETTING.limits(len(engine.groups)), engine.groups, b"rig")
@@ -164,8 +189,12 @@ def test_only_decodes_that_the_device_samples_are_launched() -> None:
     assert runner.launches([plain, row(3, 1, temperature=0.0)])
     assert not runner.launches([])
     assert not runner.launches([plain, row(0, 4)])
-    for general in ({"logprobs": 1}, {"frequency_penalty": 0.5}, {"min_tokens": 2}):
-        assert not runner.launches([plain, row(3, 1, **general)])
+    for more in (*PARAMS, {"min_tokens": 2}):
+        assert runner.launches([plain, row(3, 1, **more)])
+    assert not runner.launches([plain, row(3, 1, **GENERAL)])
+    guided = row(3, 1)
+    guided.sequence.guide = object()
+    assert not runner.launches([plain, guided])
     assert not rig("llama", "flashinfer").runner(SETTING).launches([plain])
 
 
@@ -191,7 +220,7 @@ def test_steps_are_replayed_once_their_size_was_seen(monkeypatch: pytest.MonkeyP
 
 
 def test_graphs_are_captured_at_start_and_then_only_replayed() -> None:
-    runner = rig("llama", "graphs").runner(SETTING)
+    runner = rig("llama", "graphs").runner(FEW)
     steps = runner._decodes
     assert steps is not None
     assert steps._graphs is not None
@@ -201,7 +230,7 @@ def test_graphs_are_captured_at_start_and_then_only_replayed() -> None:
     recorder: Any = steps._graphs._recorder
     engine = rig("llama", "graphs")
     scheduler = Scheduler(SETTING.limits(len(engine.groups)), engine.groups, b"rig")
-    for request in requests()[:4]:
+    for request in requests()[:PLAIN]:
         scheduler.add(request)
     while scheduler.has_work:
         work = scheduler.commit(scheduler.plan())
@@ -210,11 +239,11 @@ def test_graphs_are_captured_at_start_and_then_only_replayed() -> None:
 
 
 def test_capturing_stops_when_its_time_is_over_and_at_the_limit() -> None:
-    steps = rig("llama", "graphs").runner(SETTING)._decodes
+    steps = rig("llama", "graphs").runner(FEW)._decodes
     assert steps is not None
     left = iter([False, True])
     assert [*steps.capture(lambda: next(left))] == [(1, 12), (2, 12)]
-    few = rig("llama", "graphs").runner(replace(SETTING, graphs=3))._decodes
+    few = rig("llama", "graphs").runner(replace(FEW, graphs=3))._decodes
     assert few is not None
     assert [*few.capture(lambda: False)] == [(1, 3), (2, 3), (3, 3)]
 
@@ -302,7 +331,7 @@ def test_one_row_that_is_not_finite_fails_alone(monkeypatch: pytest.MonkeyPatch)
 def test_bytes_are_those_of_the_tensors() -> None:
     steps = rig("gemma2", "resident").runner(SETTING)._decodes
     assert steps is not None
-    kept = [steps.table.state, steps.table.tables, steps._index, steps._tokens]
+    kept = [*steps.table.tensors, steps._index, steps._tokens, steps._values, steps._numbers]
     kept += [steps._places, steps._hashes]
     cache = steps._cache
     assert steps.nbytes == sum(x.nbytes for x in kept) + cache.nbytes // cache.units

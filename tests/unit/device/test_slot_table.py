@@ -4,18 +4,21 @@ sends no more than what changed.
 
 import random
 from array import array
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from fairlead_kernels import sample, sample_rows
+from fairlead_kernels import listed, sample, sample_rows
 from fairlead_kernels.attention import DecodeRows
 from fairlead_kernels.flashinfer_plan import decode_rows, paged_rows
 from fairlead_runtime.device.batch import BatchBuilder
+from fairlead_runtime.device.logit_changes import LogitChanges
 from fairlead_runtime.device.sampling import SamplingBatch
-from fairlead_runtime.device.slot_table import PADDING, Draw, SlotTable
+from fairlead_runtime.device.slot_table import PADDING, SlotTable
+from fairlead_runtime.device.ways import GENERAL, Draw, Way
 from fairlead_runtime.request import Request, SamplingParams, Sequence
 from fairlead_runtime.scheduling.plan import Row
 from fairlead_runtime.sizing.groups import LayerGroup
@@ -23,12 +26,20 @@ from fairlead_runtime.sizing.groups import LayerGroup
 SIZE = 4
 GROUPS = (LayerGroup(0, None, (0,)), LayerGroup(1, 6, (1,)))
 UNITS = 500
+VOCABULARY = 100
+EOS = frozenset({7, 8})
 CPU = torch.device("cpu")
 
 
-def a_table(sequences: int = 8, blocks: int = 32, device: torch.device = CPU) -> SlotTable:
+def a_table(sequences: int = 8, listed: int = VOCABULARY, device: torch.device = CPU) -> SlotTable:
     return SlotTable(
-        GROUPS, SIZE, sequences=sequences, blocks=blocks, padding_unit=UNITS, device=device
+        GROUPS,
+        SIZE,
+        sequences=sequences,
+        blocks=32,
+        listed=listed,
+        padding_unit=UNITS,
+        device=device,
     )
 
 
@@ -45,8 +56,10 @@ class World:
     def start(self, **params: Any) -> Sequence:
         self.count += 1
         length = self.random.randint(1, 30)
-        tokens = array("i", [self.random.randrange(100) for _ in range(length)])
-        request = Request(f"{self.count}", tokens, SamplingParams(**params), 99, seed=self.count)
+        tokens = array("i", [self.random.randrange(VOCABULARY) for _ in range(length)])
+        request = Request(
+            f"{self.count}", tokens, SamplingParams(**params), 99, seed=self.count, eos_ids=EOS
+        )
         sequence = Sequence(self.count, request, self.count % 3, tokens[:])
         self.live.append(sequence)
         self.blocks(sequence)
@@ -70,6 +83,40 @@ class World:
         sequence.preemptions += 1
         sequence.tables = []
         self.blocks(sequence)
+
+
+def some_changes(rng: random.Random) -> dict[str, Any]:
+    """Parameters that change logits, mostly some of them."""
+    every: dict[str, Any] = {
+        "repetition_penalty": rng.choice([1.3, 0.7]),
+        "frequency_penalty": rng.choice([0.4, -0.2]),
+        "presence_penalty": rng.choice([0.6, -0.3]),
+        "logit_bias": {rng.randrange(VOCABULARY + 9): rng.uniform(-5, 5) for _ in range(6)},
+        "allowed_token_ids": tuple(rng.sample(range(VOCABULARY + 9), 40)),
+        "bad_words": ((rng.randrange(VOCABULARY),), (7,)),
+        "min_tokens": rng.choice([1, 4, 9]),
+        "stop_token_ids": (rng.randrange(VOCABULARY),),
+    }
+    chosen: dict[str, Any] = {}
+    for name in rng.sample(sorted(every), rng.choice([0, 1, 2, 4])):
+        chosen[name] = every[name]
+    return chosen
+
+
+def without_changes(sequence: Sequence) -> Sequence:
+    p = sequence.request.params
+    params = SamplingParams(temperature=p.temperature, top_k=p.top_k, top_p=p.top_p)
+    request = replace(sequence.request, params=params)
+    return Sequence(sequence.id, request, sequence.choice, sequence.tokens)
+
+
+def changed_by_host(logits: Tensor, sequences: list[Sequence]) -> Tensor:
+    """All rows, as the general sampler changes them."""
+    wanted = logits.clone()
+    changes = LogitChanges.of(sequences, {})
+    if changes is not None:
+        wanted[torch.from_numpy(changes.rows)] = changes.apply(logits)
+    return wanted
 
 
 def rows_of(sequences: list[Sequence]) -> list[Row]:
@@ -105,7 +152,14 @@ def check(table: SlotTable, rows: list[Row], index: Tensor, lens: Any) -> None:
         assert got.last_lens[:real].tolist() == want.last_lens.tolist()
         pads = [UNITS] * (len(index) - real)
         assert got.indices.tolist() == want.indices.tolist() + pads
-    draws = SamplingBatch.of([row.sequence for row in rows]).draws
+    sequences = [row.sequence for row in rows]
+    if all(table.way_of(row) is not GENERAL for row in rows):
+        logits = torch.randn(real, VOCABULARY) * 3
+        changed = listed.change(logits, table.changes(index[:real]))
+        assert torch.equal(changed, changed_by_host(logits, sequences))
+    padding = torch.randn(len(index) - real, VOCABULARY)
+    assert torch.equal(listed.change(padding, table.changes(index[real:])), padding)
+    draws = SamplingBatch.of([without_changes(sequence) for sequence in sequences]).draws
     drawn = table.parameters(index[:real])
     drawing = drawn.temperature.nonzero()[:, 0]
     assert drawing.tolist() == ([] if draws is None else draws.rows.tolist())
@@ -125,12 +179,12 @@ def test_the_next_step_leaves_what_the_last_one_sent_as_it_was() -> None:
         sent = table._packets[0]
         before = sent.clone()
         world.append(sequence, 7)
-        table.advance(index, torch.tensor([7]))
+        table.advance(index, torch.tensor([7]), counts=False)
         table.enter(rows_of([sequence]), index)
         assert table._packets[0] is not sent
         assert torch.equal(sent, before)
         world.append(sequence, 8)
-        table.advance(index, torch.tensor([8]))
+        table.advance(index, torch.tensor([8]), counts=False)
 
 
 def test_a_row_in_flight_that_the_table_does_not_have_is_refused() -> None:
@@ -139,7 +193,7 @@ def test_a_row_in_flight_that_the_table_does_not_have_is_refused() -> None:
     index, sequence = torch.zeros(1, dtype=torch.int64), world.start()
     rows = rows_of([sequence])
     table.enter(rows, index)
-    table.advance(index, torch.tensor([7]))
+    table.advance(index, torch.tensor([7]), counts=False)
     sequence.flying = 1
     ahead = [rows[0]._replace(start=rows[0].start + 1)]
     for table_ in sequence.tables:
@@ -151,17 +205,20 @@ def test_a_row_in_flight_that_the_table_does_not_have_is_refused() -> None:
         table.enter(ahead, index)
 
 
-def test_any_history_gives_the_inputs_that_the_host_would_make() -> None:
+@pytest.mark.parametrize("room", [VOCABULARY + 9, 48])
+def test_any_history_gives_the_inputs_that_the_host_would_make(room: int) -> None:
     """Steps of some sequences, in any order, with steps elsewhere between them, preemptions, failed
-    steps, ends, and more sequences over time than the table has rows.
+    steps, ends, more sequences over time than the table has rows, and lists that become full.
     """
+    full = 0
     for seed in range(12):
-        world, table = World(seed), a_table()
+        world, table = World(seed), a_table(listed=room)
         rng, index = world.random, torch.zeros(8, dtype=torch.int64)
-        for _ in range(40):
+        for step in range(40):
             while len(world.live) < 8 and rng.random() < 0.7:
                 temperature = rng.choice([0.0, 0.0, 0.7])
-                world.start(temperature=temperature, top_k=rng.choice([0, 5]), top_p=0.9)
+                drawn = {"temperature": temperature, "top_k": rng.choice([0, 5]), "top_p": 0.9}
+                world.start(**drawn, **some_changes(rng))
             for sequence in rng.sample(world.live, len(world.live)):
                 if rng.random() < 0.1:
                     world.live.remove(sequence)
@@ -173,17 +230,20 @@ def test_any_history_gives_the_inputs_that_the_host_would_make() -> None:
             if not chosen:
                 continue
             rows, into = rows_of(chosen), index[: rng.randint(len(chosen), 8)]
-            lens, _ = table.enter(rows, into)
+            lens, _, counts = table.enter(rows, into)
             check(table, rows, into, lens)
+            full += sum(table.way_of(row) is GENERAL for row in rows)
             if rng.random() < 0.2:  # the step fails before it is done, or after
                 if rng.random() < 0.5:
-                    table.advance(into, torch.full((len(into),), 77))
+                    table.advance(into, torch.full((len(into),), 77), counts=counts)
                 table.forget(rows)
                 continue
-            tokens = torch.tensor([rng.randrange(100) for _ in into])
-            table.advance(into, tokens)
+            # Of few ids, so that some occur again.
+            tokens = torch.tensor([rng.choice([*range(12), 12 + step]) for _ in into])
+            table.advance(into, tokens, counts=counts)
             for sequence, token in zip(chosen, tokens.tolist(), strict=False):
                 world.append(sequence, token)
+    assert bool(full) == (room < VOCABULARY)
 
 
 def test_a_step_sends_only_what_changed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -201,7 +261,7 @@ def test_a_step_sends_only_what_changed(monkeypatch: pytest.MonkeyPatch) -> None
     lengths = [len(s.tokens) for s in sequences]
     for _ in range(5):
         table.enter(rows_of(sequences), index)
-        table.advance(index, torch.arange(4))
+        table.advance(index, torch.arange(4), counts=False)
         for token, sequence in enumerate(sequences):
             world.append(sequence, token)
     new_blocks = [sum((n + i) % SIZE == 1 for n in lengths) for i in range(1, 5)]
@@ -213,7 +273,7 @@ def test_a_row_without_a_token_stays_one_that_can_be_computed() -> None:
     world, table = World(2), a_table()
     index = torch.zeros(2, dtype=torch.int64)
     table.enter(rows_of([world.start()]), index)
-    table.advance(index, torch.tensor([-1, 9]))
+    table.advance(index, torch.tensor([-1, 9]), counts=True)
     assert table.inputs(index).ids.tolist() == [0, 0]
     assert table.lens(index)[1] == 1
 
@@ -226,29 +286,80 @@ def test_more_decodes_than_rows_are_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("params", "draw"),
+    ("params", "way"),
     [
-        ({"temperature": 0.0, "top_k": 5}, Draw.GREEDY),
-        ({"temperature": 1.0}, Draw.PLAIN),
-        ({"temperature": 1.0, "top_k": 5}, Draw.FILTERED),
-        ({"temperature": 1.0, "top_p": 0.9}, Draw.FILTERED),
-        ({"temperature": 1.0, "min_p": 0.1}, Draw.FILTERED),
-        ({"temperature": 0.0, "logprobs": 0}, Draw.GENERAL),
-        ({"temperature": 0.0, "min_tokens": 3}, Draw.GENERAL),
-        ({"temperature": 0.0, "presence_penalty": 0.5}, Draw.GENERAL),
-        ({"temperature": 0.0, "logit_bias": {3: 1.0}}, Draw.GENERAL),
-        ({"temperature": 0.0, "bad_words": ((3,),)}, Draw.GENERAL),
-        ({"temperature": 0.0, "allowed_token_ids": (3,)}, Draw.GENERAL),
+        ({"temperature": 0.0, "top_k": 5}, Way()),
+        ({"temperature": 1.0}, Way(Draw.PLAIN)),
+        ({"temperature": 1.0, "top_k": 5}, Way(Draw.FILTERED)),
+        ({"temperature": 1.0, "top_p": 0.9}, Way(Draw.FILTERED)),
+        ({"temperature": 1.0, "min_p": 0.1}, Way(Draw.FILTERED)),
+        ({"temperature": 0.0, "logprobs": 0}, Way(logprobs=True)),
+        ({"temperature": 0.0, "min_tokens": 3}, Way(changes=True)),
+        ({"temperature": 1.0, "presence_penalty": 0.5}, Way(Draw.PLAIN, changes=True)),
+        ({"temperature": 0.0, "logit_bias": {3: 1.0}}, Way(changes=True)),
+        ({"temperature": 0.0, "bad_words": ((3,), (4,))}, Way(changes=True)),
+        ({"temperature": 0.0, "allowed_token_ids": (3,)}, Way(changes=True)),
+        ({"temperature": 0.0, "bad_words": ((3,), (4, 5))}, GENERAL),
+        ({"temperature": 0.0, "allowed_token_ids": tuple(range(50))}, GENERAL),
     ],
 )
-def test_the_most_demanding_row_decides_how_a_step_is_sampled(
-    params: dict[str, Any], draw: Draw
-) -> None:
-    world, table = World(4), a_table()
-    index = torch.zeros(2, dtype=torch.int64)
+def test_all_rows_together_decide_how_a_step_is_sampled(params: dict[str, Any], way: Way) -> None:
+    world, table = World(4), a_table(listed=49)
+    index = torch.zeros(3, dtype=torch.int64)
     one, other = world.start(temperature=0.0), world.start(**params)
-    assert table.enter(rows_of([one, other]), index).draw is draw
-    assert table.enter(rows_of([one]), index).draw is Draw.GREEDY
+    assert table.way_of(rows_of([other])[0]) == way
+    assert table.enter(rows_of([one, other]), index).way == way
+    assert table.enter(rows_of([one]), index).way == Way()
+    drawn = world.start(temperature=1.0, logprobs=3)
+    both = Way(max(Draw.PLAIN, way.draw), way.changes, logprobs=True)
+    wanted = GENERAL if way is GENERAL else both
+    assert table.enter(rows_of([one, other, drawn]), index).way == wanted
+
+
+def test_rows_whose_ends_are_allowed_again_change_nothing() -> None:
+    world, table = World(7), a_table()
+    index, sequence = torch.zeros(1, dtype=torch.int64), world.start(min_tokens=2)
+    ways = []
+    for token in range(4):
+        way = table.enter(rows_of([sequence]), index).way
+        ways.append(way.changes)
+        table.advance(index, torch.tensor([token]), counts=way.changes)
+        world.append(sequence, token)
+    assert ways == [True, True, False, False]
+
+
+def test_a_row_keeps_nothing_of_who_had_it_before() -> None:
+    world, table = World(8), a_table(sequences=1)
+    index = torch.zeros(1, dtype=torch.int64)
+    rows = rows_of([world.start(logit_bias={3: 5.0}, frequency_penalty=1.0)])
+    table.enter(rows, index)
+    table.advance(index, torch.tensor([4]), counts=True)
+    logits = torch.randn(1, VOCABULARY)
+    for changes in ({}, {"presence_penalty": 1.0}):
+        sequence = world.start(**changes)
+        table.enter(rows_of([sequence]), index)
+        wanted = changed_by_host(logits, [sequence])
+        assert torch.equal(listed.change(logits, table.changes(index)), wanted)
+
+
+def test_a_full_list_sends_its_sequence_the_general_way_until_ids_occur_again() -> None:
+    """The host counts a token in flight as a new id; once it knows the ids, fewer may be there."""
+    world, table = World(9), a_table(listed=6)
+    index, sequence = torch.zeros(1, dtype=torch.int64), world.start(frequency_penalty=1.0)
+    ways = []
+    for token in (1, 2, 1, 2, 1, 2, 3, 4, 5, 6, 7):
+        way = table.enter(rows_of([sequence]), index).way
+        ways.append(way is GENERAL)
+        table.advance(index, torch.tensor([token]), counts=True)
+        world.append(sequence, token)
+    assert ways == [False] * 10 + [True]
+    ahead = rows_of([world.start(frequency_penalty=1.0)])[0]
+    table.enter([ahead], index)
+    for flying in range(1, 7):
+        table.advance(index, torch.tensor([9]), counts=True)
+        ahead.sequence.flying = flying
+        ahead = ahead._replace(start=ahead.start + 1)
+        assert (table.way_of(ahead) is GENERAL) == (flying > 5)
 
 
 @pytest.mark.full  # torch takes seconds to import what tensors without values need
@@ -259,9 +370,11 @@ def test_nothing_waits_for_the_device() -> None:
     """
     device = torch.device("meta")
     world, table = World(6), a_table(device=device)
-    rows = rows_of([world.start(temperature=1.0, top_p=0.9) for _ in range(3)])
+    changes: dict[str, Any] = {"frequency_penalty": 1.0, "min_tokens": 3, "logit_bias": {3: 1.0}}
+    changes |= {"allowed_token_ids": (1, 2), "bad_words": ((3,),)}
+    rows = rows_of([world.start(temperature=1.0, top_p=0.9, **changes) for _ in range(3)])
     index = torch.zeros(4, dtype=torch.int64, device=device)
-    lens, _ = table.enter(rows, index)
+    lens, _, counts = table.enter(rows, index)
     for group in GROUPS:
         kv_lens, tables = torch.from_numpy(lens), table.tables[group.index]
         decodes = DecodeRows(kv_lens, table.lens(index), tables, index, SIZE, group.window)
@@ -269,8 +382,10 @@ def test_nothing_waits_for_the_device() -> None:
     inputs = table.inputs(index)
     logits = torch.zeros(4, 50, device=device) + inputs.ids[:, None] + inputs.slots[0][:, None]
     hashes = sample.hash_tokens(50, device)
-    tokens = sample_rows.choose(logits, table.parameters(index), hashes)
-    table.advance(index, tokens)
+    changed = table.changes(index)
+    tokens = sample_rows.choose(logits, table.parameters(index), hashes, changes=changed)
+    assert sample_rows.logprobs(logits, tokens, 20).numbers.shape == (4, 21)
+    table.advance(index, tokens, counts=counts)
     for wait in (tokens.tolist, tokens.nonzero, lambda: logits[tokens > 0]):
         with pytest.raises((NotImplementedError, RuntimeError)):
             wait()
