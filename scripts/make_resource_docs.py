@@ -33,7 +33,7 @@ def fields(node: dict[str, Any], path: str) -> Iterator[tuple[str, dict[str, Any
             yield here, child | {"required here": name in node.get("required", ())}
 
 
-WORKS = {limit.path: limit.works for limit in IN_RESOURCE if not limit.dtypes}
+WORKS = {limit.path: limit.works for limit in IN_RESOURCE if limit.alone}
 
 
 def values_of(path: str, node: dict[str, Any]) -> str:

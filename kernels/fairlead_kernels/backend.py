@@ -40,16 +40,26 @@ class BackendChoice:
 
 
 def pick(
-    heads: Heads, kinds: GroupKinds, device: torch.device, kernels: str = "auto"
+    heads: Heads,
+    kinds: GroupKinds,
+    device: torch.device,
+    kernels: str = "auto",
+    *,
+    deterministic: bool = False,
 ) -> BackendChoice:
     """The kernels for a model with these heads and kinds of layers on this device: with ``auto``
     the fastest that can serve it, ``cpu`` those in C++, ``flashinfer`` its attention, with
     ``torch`` plain torch, which runs on every device. On GPUs layers have operations of their own,
     in Triton or else in torch, beside either attention.
 
+    With ``deterministic`` a token's results are the same bits whatever else is in its step, by
+    kernels of ours alone.
+
     Raises NotAvailableError with the reason when ``cpu`` or ``flashinfer`` is asked for and cannot
-    serve the model.
+    serve the model, or when ``deterministic`` is and no kernels can.
     """
+    if deterministic:
+        return fixed_kernels(heads, device, kernels)
     reason = ""
     if kernels == "cpu" or (kernels == "auto" and device.type == "cpu"):
         try:
@@ -84,6 +94,16 @@ def pick(
         return BackendChoice(plain, None, reason)
     layers, name = gpu_operations(heads.dtype, device, heads.cache_dtype)
     return BackendChoice(plain, layers, f"{reason}; {name}")
+
+
+def fixed_kernels(heads: Heads, device: torch.device, kernels: str) -> BackendChoice:
+    """The kernels whose sums have one order. Raises NotAvailableError."""
+    if kernels in ("torch", "flashinfer"):
+        name = "plain torch" if kernels == "torch" else kernels
+        raise NotAvailableError(f"{name} sums in an order that depends on the batch")
+    ours = cpu_operations(device.type, heads.dtype, fp8_cache=heads.fp8_cache)
+    attention = ours.attention(heads, fixed=True)
+    return BackendChoice(attention, ours, "sums in one order")
 
 
 def gpu_operations(

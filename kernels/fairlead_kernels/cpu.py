@@ -324,9 +324,9 @@ class CpuOperations:
         )
         return out
 
-    def attention(self, heads: Heads) -> CpuAttention:
+    def attention(self, heads: Heads, *, fixed: bool = False) -> CpuAttention:
         """The attention backend of the same library."""
-        return CpuAttention(heads, self.library)
+        return CpuAttention(heads, self.library, fixed=fixed)
 
     def chain(
         self, heads: Heads, layers: Sequence[Layer], specs: Sequence[LayerSpec]

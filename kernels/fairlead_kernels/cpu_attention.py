@@ -30,11 +30,14 @@ class CpuPlan:
 
 
 class CpuAttention:
-    """``AttentionBackend`` in C++."""
+    """``AttentionBackend`` in C++. ``fixed``: each query's sums have one order, whatever else is in
+    the step and however its row is cut into steps.
+    """
 
-    def __init__(self, heads: Heads, functions: library.Library) -> None:
+    def __init__(self, heads: Heads, functions: library.Library, *, fixed: bool = False) -> None:
         self.heads = heads
         self.library = functions
+        self.fixed = fixed
         self.name = functions.instruction_set
         self.struct = library.HeadsStruct(heads.query, heads.kv, heads.dim, heads.value_dim)
         self._part: int = functions.attention_part(ctypes.byref(self.struct))
@@ -52,6 +55,7 @@ class CpuAttention:
             table_width=tables.shape[1],
             block_size=ragged.block_size,
             window=ragged.window or 0,
+            fixed=self.fixed,
         )
         arguments = ctypes.byref(self.struct), ctypes.byref(rows), torch.get_num_threads()
         self.library.attention_plan(*arguments, None)

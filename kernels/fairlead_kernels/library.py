@@ -72,6 +72,7 @@ class RowsStruct(ctypes.Structure):
         ("window", Int),
         ("task_count", Int),
         ("merge_count", Int),
+        ("fixed", Int),
     )
 
 

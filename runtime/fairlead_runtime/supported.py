@@ -15,13 +15,19 @@ from fairlead_runtime.config import ConfigError, EngineConfig, flag_of
 Setting = bool | int | str
 
 
+def _path_of(name: str) -> str:
+    """The dotted path of a setting in the custom resource; "" where it has none."""
+    return next(f.metadata["cr"] or "" for f in fields(EngineConfig) if f.name == name)
+
+
 @dataclass(frozen=True, slots=True)
 class Limit:
     """One setting of which only the values in ``works`` are implemented.
 
     ``refused`` names the other values, ``reason`` says why they do not work. With ``dtypes`` the
     other values, or only those in ``sometimes``, work too while the model runs in one of these
-    types and, where ``only_on`` is set, on such a device.
+    types and, where ``only_on`` is set, on such a device. With ``beside``, other settings and their
+    values, they work beside these values of all of them.
     """
 
     field: str
@@ -31,19 +37,28 @@ class Limit:
     dtypes: tuple[str, ...] = ()
     sometimes: tuple[Setting, ...] = ()
     only_on: Literal["", "cpu", "cuda"] = ""
+    beside: tuple[tuple[str, tuple[Setting, ...]], ...] = ()
+
+    @property
+    def alone(self) -> bool:
+        """Whether the value alone decides."""
+        return not (self.dtypes or self.beside)
 
     @property
     def path(self) -> str:
         """The dotted path of the custom resource's field; "" where the resource has none."""
-        return next(f.metadata["cr"] or "" for f in fields(EngineConfig) if f.name == self.field)
+        return _path_of(self.field)
 
     @property
     def fix(self) -> str:
         """The values that work: ``auto or off``; then where others work: ``or dtype float32``."""
-        values = " or ".join(_shown(value) for value in self.works)
+        values = _either(self.works)
+        if self.beside:
+            beside = (f"{_path_of(x).rpartition('.')[2]} {_either(y)}" for x, y in self.beside)
+            return f"{values}, or {' and '.join(beside)}"
         if not self.dtypes:
             return values
-        others = f"{' or '.join(map(_shown, self.sometimes))} with " if self.sometimes else ""
+        others = f"{_either(self.sometimes)} with " if self.sometimes else ""
         device = {"": "", "cpu": " on a CPU", "cuda": " on a GPU"}[self.only_on]
         return f"{values}, or {others}dtype {' or '.join(self.dtypes)}{device}"
 
@@ -56,6 +71,8 @@ class Limit:
         value = getattr(config, self.field)
         if value in self.works:
             return False
+        if self.beside:
+            return any(getattr(config, name) not in values for name, values in self.beside)
         if not self.dtypes or (self.sometimes and value not in self.sometimes):
             return True
         elsewhere = self.only_on and (device or config.device) not in ("auto", self.only_on)
@@ -64,8 +81,11 @@ class Limit:
     @property
     def rule(self) -> str:
         """The CRD's CEL rule: on the field, or on ``spec`` where it reads a second field."""
-        if not self.dtypes:
+        if self.alone:
             return f"self in {_literals(self.works)}"
+        if self.beside:
+            others = (f"self.{_path_of(x)} in {_literals(y)}" for x, y in self.beside)
+            return f"self.{self.path} in {_literals(self.works)} || {' && '.join(others)}"
         conditions = [f"self.{self.path} in {_literals(self.sometimes)}"] if self.sometimes else []
         conditions.append(f"self.engine.dtype in {_literals(('auto', *self.dtypes))}")
         if self.only_on:
@@ -100,9 +120,9 @@ NOT_YET = (
     Limit(
         "deterministic",
         (False,),
-        "true below float32",
-        "rounding there depends on the other requests in the batch",
-        dtypes=("float32",),
+        "true beside tensorParallel above 1 or fp8 weights",
+        "the order of their sums depends on the other requests in the batch",
+        beside=(("tensor_parallel", (1,)), ("quantization", ("none", "int8"))),
     ),
     Limit(
         "kernels",
@@ -170,6 +190,10 @@ def without_effect(config: EngineConfig) -> Iterator[str]:
 def _shown(value: Setting) -> str:
     """A value as the custom resource has it."""
     return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _either(values: Iterable[Setting]) -> str:
+    return " or ".join(map(_shown, values))
 
 
 def _literal(value: Setting) -> str:

@@ -32,6 +32,7 @@ EMBED_C, LIKELIEST_C = (f"{KERNELS}/csrc/{name}.cpp" for name in ("embed", "like
 C_OPERATIONS, C_ATTENTION, C_LAYERS = (
     (f"unit/kernels/test_cpu_{name}.py",) for name in ("operations", "attention", "layers")
 )
+C_INVARIANCE = ("unit/kernels/test_cpu_invariance.py",)
 C_DIGITS = ("unit/kernels/test_cpu_digits.py",)
 VNNI_C, AMX_C = f"{KERNELS}/csrc/vnni.h", f"{KERNELS}/csrc/amx.h"
 GPU_OPERATIONS = ("unit/kernels/test_gpu_operations.py",)
@@ -1060,5 +1061,33 @@ BUGS = (
         "    if (uint64_t(ids[t]) >= uint64_t(weight.rows)) return 0;\n",
         "",
         C_OPERATIONS,
+    ),
+    PackageBug(
+        "with fixed sums tiles begin where a chunk begins to see",
+        ATTENTION_C,
+        "rows.fixed ? lowest / TILE * TILE : lowest",
+        "lowest",
+        C_INVARIANCE,
+    ),
+    PackageBug(
+        "with fixed sums a decode is summed as a decode",
+        ATTENTION_C,
+        "return count_of(row) == 1 && !rows->fixed;",
+        "return count_of(row) == 1;",
+        C_INVARIANCE,
+    ),
+    PackageBug(
+        "with fixed sums keys that the window has passed are read in freed blocks",
+        ATTENTION_C,
+        "std::max(at + i < end ? at + i : end - 1, lowest)",
+        "(at + i < end ? at + i : end - 1)",
+        C_ATTENTION,
+    ),
+    PackageBug(
+        "a deterministic engine attends as any other",
+        f"{KERNELS}/backend.py",
+        "ours.attention(heads, fixed=True)",
+        "ours.attention(heads)",
+        ("unit/device/test_determinism.py",),
     ),
 )

@@ -49,6 +49,8 @@ UNROUNDED = """        super().__init__(cache, backend, groups, keep)
 
 
 def spec_of"""
+DETERMINISM = "runtime/fairlead_runtime/device/determinism.py"
+ON_DETERMINISM = ("unit/device/test_determinism.py",)
 
 BUGS = (
     PackageBug(
@@ -1716,5 +1718,33 @@ BUGS = (
         "if not self._windowed and all(",
         "if all(",
         ("unit/device/test_batch.py",),
+    ),
+    PackageBug(
+        "the canary computes its request alone twice",
+        DETERMINISM,
+        "return [*before, Row(self._request, begin, size, samples=True), *behind]",
+        "return [Row(self._request, begin, size, samples=True)]",
+        ON_DETERMINISM,
+    ),
+    PackageBug(
+        "the canary looks at a chunk's last token alone",
+        DETERMINISM,
+        "if not torch.equal(got, want):",
+        "if not torch.equal(got[-1], want[-1]):",
+        ON_DETERMINISM,
+    ),
+    PackageBug(
+        "a deterministic engine serves layers of torch",
+        DETERMINISM,
+        "if fusion.fused < fusion.layers:",
+        "if fusion.fused > fusion.layers:",
+        ON_DETERMINISM,
+    ),
+    PackageBug(
+        "no canary runs at start",
+        "runtime/fairlead_runtime/start/build.py",
+        "            deterministic=config.deterministic,\n",
+        "",
+        ON_DETERMINISM,
     ),
 )

@@ -85,7 +85,7 @@ def test_a_value_that_is_not_supported_is_refused_by_the_crds_rule(limit: Limit)
     node = at(limit.path)
     assert node["description"].endswith(f" Supported so far: {limit.fix}.")
     assert node["default"] in limit.works
-    if limit.dtypes:  # a rule that reads a second field is on spec
+    if not limit.alone:  # a rule that reads a second field is on spec
         place = {"fieldPath": f".{limit.path}"}
         assert {"rule": limit.rule, "message": limit.message, **place} in SPEC[
             "x-kubernetes-validations"
@@ -101,7 +101,7 @@ def test_the_crd_refuses_no_value_that_the_table_does_not_list() -> None:
         for path, node in nodes(at(section), section)
         if "x-kubernetes-validations" in node
     }
-    assert ruled == {limit.path for limit in IN_RESOURCE if not limit.dtypes}
+    assert ruled == {limit.path for limit in IN_RESOURCE if limit.alone}
 
 
 def declared(kind: type, path: str) -> Iterator[tuple[str, Any, "dataclasses.Field[Any]"]]:

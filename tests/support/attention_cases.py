@@ -1,11 +1,12 @@
 """Random steps for attention: rows, scattered blocks, and caches whose other bytes are NaN."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
-from fairlead_kernels.attention import NULL, Heads, RaggedRows
+from fairlead_kernels.attention import NULL, AttentionBackend, Heads, LayerSpec, RaggedRows
 
 
 @dataclass
@@ -66,3 +67,43 @@ def make_case(
     )
     query = torch.randn(sum(counts), heads.query, heads.dim).to(heads.dtype)
     return Case(heads, ragged, query, key_cache.to(cached), value_cache.to(cached))
+
+
+@dataclass(frozen=True)
+class Cut:
+    """Queries ``begin:begin + count`` of those that a case has for a row."""
+
+    row: int
+    begin: int
+    count: int
+
+
+def attend_cut(
+    backend: AttentionBackend, case: Case, spec: LayerSpec, cuts: Sequence[Cut]
+) -> torch.Tensor:
+    """Attention of a step with these parts of a case's rows, in this order; blocks that the window
+    has passed are freed.
+    """
+    rows, size = case.ragged, case.ragged.block_size
+    starts = rows.query_starts.tolist()
+    first = rows.kv_lens - rows.query_starts.diff()
+    lens = [int(first[cut.row]) + cut.begin + cut.count for cut in cuts]
+    tables = torch.stack([rows.tables[cut.row] for cut in cuts])
+    for table, cut, length in zip(tables, cuts, lens, strict=True):
+        if spec.window is not None:
+            table[: max(0, length - cut.count - spec.window + 1) // size] = NULL
+        table[-(-length // size) :] = NULL
+    query = torch.cat(
+        [
+            case.query[starts[cut.row] + cut.begin : starts[cut.row] + cut.begin + cut.count]
+            for cut in cuts
+        ]
+    )
+    ragged = RaggedRows(
+        query_starts=torch.tensor([0, *np.cumsum([c.count for c in cuts])], dtype=torch.int32),
+        kv_lens=torch.tensor(lens, dtype=torch.int32),
+        tables=tables,
+        block_size=size,
+        window=spec.window,
+    )
+    return backend.run(backend.plan(ragged), query, case.key_cache, case.value_cache, spec)

@@ -18,6 +18,7 @@ from fairlead_kernels import reference
 from fairlead_kernels.attention import AttentionBackend, DecodeAttention
 from fairlead_kernels.backend import BackendChoice, pick
 from fairlead_kernels.layer import LayerOperations
+from fairlead_kernels.not_available import NotAvailableError
 from fairlead_kernels.quantize import Format
 from fairlead_runtime.config import EngineConfig
 from fairlead_runtime.device.batch import BatchBuilder
@@ -194,6 +195,11 @@ def attend_once(model: PagedModel, attention: AttentionBackend, ids: torch.Tenso
 
 def choice_of(model: PagedModel, kernels: str) -> BackendChoice:
     """Attention in C++, where it is built and ``kernels`` say so, or in plain torch."""
+    if kernels == "fixed":
+        try:
+            return pick(model.heads, model.kinds, model.device, deterministic=True)
+        except NotAvailableError as error:
+            pytest.skip(str(error))
     auto = kernels in ("cpu", "int8", "ranks cpu")
     return pick(model.heads, model.kinds, model.device, "auto" if auto else "torch")
 
@@ -204,7 +210,7 @@ def operations_of(model: PagedModel, kernels: str) -> LayerOperations | None:
         return gpu_operations("triton")
     if "layers" in kernels:
         return gpu_operations("torch")
-    fuses = kernels in ("cpu", "int8", "ranks cpu")
+    fuses = kernels in ("cpu", "int8", "ranks cpu", "fixed")
     return choice_of(model, kernels).operations or (reference if fuses else None)
 
 
@@ -220,7 +226,7 @@ class Rig:
     in Triton, beside flashinfer's. ranks is torch on two processes, each with half of the model;
     ranks cpu, ranks layers and ranks triton are the same with layers fused, but for ``odd``, which
     does not fit on the other one. After "fp8 cache " they have one, and the reference rounds keys
-    and values.
+    and values. fixed is cpu with ``deterministic``, whose text nothing but itself is compared with.
     """
 
     def __init__(

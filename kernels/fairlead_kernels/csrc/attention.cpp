@@ -293,10 +293,11 @@ int64_t part_floats(const Heads& heads) {
   return int64_t(heads.query) * (padded(heads.value_dim, W) + 2);
 }
 
-// The tile of a row's tokens in the positions [at, end).
+// The tile of a row's tokens in the positions [at, end). Places before position `lowest`, whose block
+// may be freed, are that token again.
 template <class T>
 void locate(const Heads& heads, const Rows& rows, const Attention& layer, int row, int at, int end,
-            Tile<T>& tile) {
+            int lowest, Tile<T>& tile) {
   const int32_t* table = rows.tables + int64_t(row) * rows.table_width;
   const Paged<T> keys{static_cast<const T*>(layer.keys), table, rows.block_size,
                       int64_t(heads.kv) * heads.dim};
@@ -304,7 +305,7 @@ void locate(const Heads& heads, const Rows& rows, const Attention& layer, int ro
                         int64_t(heads.kv) * heads.value_dim};
   tile.count = end - at < TILE ? end - at : TILE;
   for (int i = 0; i < TILE; i++) {
-    const int position = at + i < end ? at + i : end - 1;
+    const int position = std::max(at + i < end ? at + i : end - 1, lowest);
     tile.keys[i] = keys.at(position);
     tile.values[i] = values.at(position);
   }
@@ -355,13 +356,13 @@ void decode(const Heads& heads, const Rows& rows, const Attention& layer, const 
   for (int i = 0; i < heads.query * value_dim; i += W) store(sums + i, Vec{});
   const int end = task.first + task.count;
   Tile<T> tile, next;
-  locate(heads, rows, layer, task.row, task.first, end, tile);
+  locate(heads, rows, layer, task.row, task.first, end, task.first, tile);
   for (int at = task.first; at < end; at += TILE) {
     if (at + TILE < end) {
-      locate(heads, rows, layer, task.row, at + TILE, end, next);
+      locate(heads, rows, layer, task.row, at + TILE, end, task.first, next);
     } else if (following != nullptr) {
       const int first = following->first;
-      locate(heads, rows, layer, following->row, first, first + following->count, next);
+      locate(heads, rows, layer, following->row, first, first + following->count, first, next);
     } else {
       next.count = 0;
     }
@@ -474,17 +475,18 @@ void prefill(const Heads& heads, const Rows& rows, const Attention& layer, const
   const int row_count = rows.starts[task.row + 1] - rows.starts[task.row];
   const int position = rows.lens[task.row] - row_count + task.first;
   const int end = position + task.count;
-  const int begin = rows.window == 0 || position < rows.window ? 0 : position - rows.window + 1;
+  const int lowest = rows.window == 0 || position < rows.window ? 0 : position - rows.window + 1;
+  const int begin = rows.fixed ? lowest / TILE * TILE : lowest;
   const Part part{task.kv_head * dim, dim, task.kv_head * heads.value_dim, heads.value_dim};
   Tile<T> tile, next;
-  locate(heads, rows, layer, task.row, begin, end, next);
+  locate(heads, rows, layer, task.row, begin, end, lowest, next);
   for (int at = begin; at < end; at += TILE) {
     tile = next;
     const int count = tile.count;
     transpose_keys(tile, part.key, dim, key_panels);
     copy_values(tile, part.value, part.values, value_panels);
     if (at + TILE < end) {
-      locate(heads, rows, layer, task.row, at + TILE, end, next);
+      locate(heads, rows, layer, task.row, at + TILE, end, lowest, next);
       fetch(next, part);
     }
     // Queries before the tile's first key see none of it.
@@ -585,8 +587,9 @@ FL_EXPORT int fairlead_attention_plan(const Heads* heads, Rows* rows, int thread
     return rows->window != 0 && len > rows->window ? len - rows->window : 0;
   };
   const auto count_of = [&](int row) { return rows->starts[row + 1] - rows->starts[row]; };
+  const auto decodes = [&](int row) { return count_of(row) == 1 && !rows->fixed; };
   for (int row = 0; row < rows->count; row++) {
-    if (count_of(row) == 1) decoded += rows->lens[row] - first_key(row);
+    if (decodes(row)) decoded += rows->lens[row] - first_key(row);
   }
   // Four tasks a thread even out; a part of fewer than 256 keys costs more than it helps.
   int64_t most = threads > 1 ? decoded / (4 * threads) : decoded;
@@ -598,7 +601,7 @@ FL_EXPORT int fairlead_attention_plan(const Heads* heads, Rows* rows, int thread
   };
   for (int row = 0; row < rows->count; row++) {
     const int count = count_of(row);
-    if (count > 1) {
+    if (!decodes(row)) {
       for (int first = 0; first < count;) {
         const int block = block_of(count - first, queries);
         for (int kv = 0; kv < heads->kv; kv++) put({row, kv, first, block, -1, 0});
@@ -618,7 +621,7 @@ FL_EXPORT int fairlead_attention_plan(const Heads* heads, Rows* rows, int thread
   rows->task_count = task_count;
   part_count = 0;
   for (int row = 0; row < rows->count; row++) {
-    if (count_of(row) != 1) continue;
+    if (!decodes(row)) continue;
     const int parts = int((rows->lens[row] - first_key(row) + most - 1) / most);
     if (parts == 1) continue;
     put({row, MERGE, 0, 0, part_count, parts});

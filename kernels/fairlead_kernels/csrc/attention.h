@@ -6,6 +6,9 @@
 // running maximum and sum, so no row of scores is ever held whole (online softmax: Milakov and
 // Gimelshein, 2018; Dao et al., "FlashAttention", 2022). A decode over many keys is cut into parts
 // whose results are merged afterwards (split KV: Dao et al., "Flash-Decoding", 2023).
+//
+// With `fixed` rows every query is computed by a prefill, whose tiles begin at multiples of TILE: a
+// query's sums then have one order, whatever else is in the step and however its row is cut.
 #pragma once
 
 #include "team.h"
@@ -43,6 +46,7 @@ struct Rows {
   int32_t window;
   int32_t task_count;   // without merges
   int32_t merge_count;  // they follow the tasks
+  int32_t fixed;
 };
 
 // The tasks and merges of some consecutive tokens of a step.

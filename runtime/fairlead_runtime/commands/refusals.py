@@ -7,7 +7,7 @@ failed; 4: the engine gave up. Any other exception is a bug and keeps its traceb
 from typing import NamedTuple
 
 from fairlead_runtime.config import ConfigError
-from fairlead_runtime.models.model_error import ModelError, SelfTestError
+from fairlead_runtime.models.model_error import CanaryError, ModelError, SelfTestError
 from fairlead_runtime.outputs import EngineDead
 from fairlead_runtime.request import RequestError
 
@@ -31,6 +31,9 @@ def refusal_for(error: Exception) -> Refusal | None:
             return Refusal(4, "EngineDead", str(error), hint)
         case RequestError():
             return Refusal(2, "InvalidRequest", str(error), "")
+        case CanaryError():
+            hint = "report the model and the machine; without --deterministic it can be served"
+            return Refusal(3, "SelfTestFailed", str(error), hint)
         case SelfTestError():
             hint = "report the model; try --dtype float32, which passes if only rounding differs"
             return Refusal(3, "SelfTestFailed", str(error), hint)

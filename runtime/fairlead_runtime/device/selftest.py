@@ -25,7 +25,7 @@ from fairlead_kernels.cpu import CpuOperations
 from fairlead_kernels.not_available import NotAvailableError
 from fairlead_kernels.quantize import Format
 from fairlead_runtime.config import ConfigError
-from fairlead_runtime.device import paged_model, shards
+from fairlead_runtime.device import determinism, paged_model, shards
 from fairlead_runtime.device.batch import BatchBuilder
 from fairlead_runtime.device.fusion import (
     Fusion,
@@ -88,7 +88,7 @@ class SelfTestResult:
     """``delta``: the largest difference of logits in units of their spread; ``tolerance``: the
     largest allowed; ``rounding``: what weights that were quantized at load cost; ``cache``: what
     an fp8 cache costs; ``activations``: the difference while products round activations to fp8, of
-    which ROUNDING is allowed.
+    which ROUNDING is allowed; ``canary``: that of ``deterministic``.
     """
 
     delta: float
@@ -98,6 +98,7 @@ class SelfTestResult:
     rounding: "Rounding | None" = None
     activations: float | None = None
     cache: "Rounding | None" = None
+    canary: determinism.CanaryResult | None = None
 
     def __str__(self) -> str:
         rounding = "".join(f"; {part}" for part in (self.rounding, self.cache) if part)
@@ -107,6 +108,7 @@ class SelfTestResult:
         return (
             f"self-test: {self.tokens} tokens, largest difference {self.delta:.2g} of "
             f"{self.tolerance:g} allowed ({self.backend} attention){rounding}"
+            f"{f'; {self.canary}' if self.canary else ''}"
         )
 
 
@@ -144,6 +146,7 @@ def prepare_and_test(
     quantization: str = "none",
     *,
     fp8_cache: bool = False,
+    deterministic: bool = False,
 ) -> tuple[ServedModel, SelfTestResult]:
     """The model on our paged attention and on the kernels that serve it, and the result. Raises
     ModelError, SelfTestError, or ConfigError where the kernels that are asked for cannot serve the
@@ -155,11 +158,13 @@ def prepare_and_test(
     keys and values; the result says what that costs, too. Where layers of a model in bfloat16 are
     fused it computes them in float32, as they are served: its own rounding, up to 0.18 of the
     spread, would leave little room for a fault.
+
+    With ``deterministic`` on kernels whose sums have one order, which the canary shows.
     """
     name = str(loaded.config.model_type)
     with _packed_or_not(name):
         model = paged_model.prepare(loaded, fp8_cache=fp8_cache)
-        choice = _pick(model, kernels)
+        choice = _pick(model, kernels, deterministic=deterministic)
         rounding: Rounding | None = None
         cache: Rounding | None = None
         quantized = loaded.shape.quantized or quantization
@@ -183,8 +188,14 @@ def prepare_and_test(
                 f"{quantized} needs every layer of {name!r} fused: {fusion}",
                 "use the unquantized checkpoint" if loaded.shape.quantized else "use none",
             )
+        if deterministic:
+            determinism.check(model, fusion)
         result = _check_both(model, choice, fusion, expected, fp8=quantized == "fp8")
-        return ServedModel(model, choice, fusion), replace(result, rounding=rounding, cache=cache)
+        result = replace(result, rounding=rounding, cache=cache)
+        if deterministic:
+            canary = determinism.canary(model, choice.attention, loaded.max_model_len)
+            result = replace(result, canary=canary)
+        return ServedModel(model, choice, fusion), result
 
 
 def _check_both(
@@ -273,10 +284,15 @@ def _packed_or_not(name: str) -> Iterator[None]:
         raise NotPackedError(error, name) from error
 
 
-def _pick(model: PagedModel, kernels: str, ranks: int = 1) -> BackendChoice:
+def _pick(
+    model: PagedModel, kernels: str, ranks: int = 1, *, deterministic: bool = False
+) -> BackendChoice:
+    facts = shards.heads_of(model.heads, ranks), model.kinds, model.device, kernels
     try:
-        return pick(shards.heads_of(model.heads, ranks), model.kinds, model.device, kernels)
+        return pick(*facts, deterministic=deterministic)
     except NotAvailableError as error:
+        if deterministic:
+            raise ConfigError("deterministic", str(error), determinism.FIX) from error
         raise ConfigError("kernels", f"{kernels}: {error}", "use auto or torch") from error
 
 

@@ -38,6 +38,10 @@ class SelfTestError(Exception):
     """The engine's forward pass does not give the logits of transformers."""
 
 
+class CanaryError(SelfTestError):
+    """A request's logits depend on the batch although ``deterministic`` is set."""
+
+
 def first_line(error: Exception) -> str:
     """The error's type and the first line of its text, for a message about it."""
     text = str(error).strip().splitlines()

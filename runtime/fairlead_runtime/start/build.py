@@ -17,7 +17,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from fairlead_kernels.attention import AttentionBackend, Heads
-from fairlead_kernels.backend import cpu_operations, flashinfer_for
+from fairlead_kernels.backend import cpu_operations, fixed_kernels, flashinfer_for
 from fairlead_kernels.not_available import NotAvailableError
 from fairlead_kernels.torch_attention import TorchAttention
 from fairlead_runtime.config import ConfigError, Device, EngineConfig
@@ -162,6 +162,13 @@ def _check_kernels(config: EngineConfig, device: DeviceFacts, inspected: Inspect
             raise ConfigError("kernels", f"cpu: {error}", "use auto or torch") from error
     if config.quantization != "none":
         _check_quantization(config, device, inspected)
+    if config.deterministic:
+        kv_heads, dims = shape.kv_heads, (shape.head_dim, shape.head_dim)
+        heads = Heads(shape.heads, kv_heads, *dims, dtype, fp8_cache)
+        try:
+            fixed_kernels(heads, torch.device(device.kind), config.kernels)
+        except NotAvailableError as error:
+            raise ConfigError("deterministic", str(error), "use false") from error
 
 
 def _check_quantization(
@@ -238,7 +245,11 @@ def load_rank(
     result: selftest.SelfTestResult | None
     if group is None:
         served, result = selftest.prepare_and_test(
-            loaded, config.kernels, config.quantization, fp8_cache=fp8_cache
+            loaded,
+            config.kernels,
+            config.quantization,
+            fp8_cache=fp8_cache,
+            deterministic=config.deterministic,
         )
     else:
         if place.type == "cuda":

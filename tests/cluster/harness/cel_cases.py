@@ -228,11 +228,21 @@ CASES: tuple[Case, ...] = (
     ),
     *(
         _spec(
-            f"deterministic in {dtype}",
-            "engine.deterministic true below float32",
-            engine={"deterministic": True, "dtype": dtype},
+            f"deterministic in {dtype} with int8 weights",
+            engine={"deterministic": True, "dtype": dtype, "quantization": "int8"},
         )
         for dtype in ("bfloat16", "float16")
+    ),
+    _spec(
+        "deterministic over two accelerators",
+        "engine.deterministic true beside tensorParallel above 1",
+        engine={"deterministic": True, "tensorParallel": 2},
+        resources={"accelerator": {"count": 2}},
+    ),
+    _spec(
+        "deterministic with fp8 weights",
+        "engine.deterministic true beside tensorParallel above 1",
+        engine={"deterministic": True, "quantization": "fp8", "dtype": "bfloat16"},
     ),
     _spec("an fp8 cache", cache={"dtype": "fp8"}),
     _spec(

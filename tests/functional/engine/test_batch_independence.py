@@ -1,13 +1,18 @@
 """A request's text does not depend on the batch, the order of arrival, block size, chunk size or
 preemption.
 
-Greedy and sampled requests, in float32.
+Greedy and sampled requests, in float32; in bfloat16 with ``deterministic``, where logits are the
+same bits.
 """
 
 import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any
 
 import pytest
+import torch
 
 from fairlead_runtime.request import Request, SamplingParams
 from support.engine_rig import Rig, Setting, prompts, rig
@@ -43,6 +48,7 @@ PARAMS = (
         temperature=0.5, top_k=50, top_p=0.95, seed=5, max_tokens=MAX_TOKENS, min_tokens=3
     ),
 )
+FUSED = ("llama", "gemma2", "gpt2", "gpt_neox", "phi3_longrope")
 FAMILIES = ("llama", "gemma2", "gpt2", "mixtral", "gpt_oss", "phi3_longrope")
 
 SETTINGS = {
@@ -110,3 +116,57 @@ def test_equal_requests_give_equal_texts_whatever_their_ids() -> None:
     again = replace(first, id="another")
     got = texts(engine, Setting(), [(0, first), (3, again), (5, requests("llama")[4])])
     assert [got[first.id, i] for i in range(2)] == [got["another", i] for i in range(2)]
+
+
+Logits = dict[tuple[str, int, int], torch.Tensor]  # by request id, choice and length
+
+
+@contextmanager
+def noted(engine: Rig) -> Iterator[Logits]:
+    """The logits of every token that is sampled meanwhile, unless chosen without them. Those that
+    are computed again must be the same bits.
+    """
+    seen: Logits = {}
+    forward, model = engine.model.forward, vars(engine.model)
+
+    def noting(batch: Any, cache: Any, backend: Any, keep: torch.Tensor | None = None) -> Any:
+        logits = forward(batch, cache, backend, keep)
+        places = range(len(logits)) if keep is None else _sampled(batch, keep)
+        for sequence, place in zip(batch.sampling, places, strict=True):
+            key = sequence.request.id, sequence.choice, len(sequence.tokens)
+            assert torch.equal(seen.setdefault(key, logits[place].clone()), logits[place]), key
+        return logits
+
+    model["forward"] = noting
+    try:
+        yield seen
+    finally:
+        del model["forward"]
+
+
+def _sampled(batch: Any, keep: torch.Tensor) -> list[int]:
+    kept = keep.tolist()
+    return [kept.index(place) for place in batch.sample_index.tolist()]
+
+
+@pytest.mark.parametrize("family", FUSED)
+def test_in_bfloat16_a_deterministic_request_has_the_same_logits_alone_and_in_any_batch(
+    family: str,
+) -> None:
+    engine, rng = rig(family, "fixed", bfloat16=True), random.Random(family)
+    assert engine.fusion.fused == engine.fusion.layers
+    with noted(engine) as expected_logits:
+        expected = alone(engine)
+    preemptions = compared = 0
+    for name, setting in SETTINGS.items():
+        arrivals = [(rng.randrange(12), request) for request in requests(family)]
+        rng.shuffle(arrivals)
+        with noted(engine) as logits:
+            outcome = engine.run(setting, arrivals)
+        assert outcome.texts == expected, name
+        for key in expected_logits.keys() & logits.keys():
+            assert torch.equal(expected_logits[key], logits[key]), (name, key)
+            compared += 1
+        preemptions += outcome.stats.preemptions if outcome.stats else 0
+    assert preemptions > 0
+    assert compared > 1000

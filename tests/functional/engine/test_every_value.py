@@ -7,6 +7,7 @@ the two.
 """
 
 import dataclasses
+import itertools
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -119,14 +120,20 @@ def started_or_refused(
     return ""
 
 
+# Values of other settings beside which one is refused.
+OTHERS: dict[str, Any] = {"tensor_parallel": 2, "quantization": "fp8"}
+PATHS = {f.name: path for path, f in SETTINGS.items()}
+
+
 @pytest.mark.parametrize("limit", IN_RESOURCE, ids=lambda limit: limit.path)
 def test_admission_and_the_runtime_refuse_a_value_for_the_same_reason(limit: Limit) -> None:
     refused = [value for path, value in VALUES if path == limit.path and value not in limit.works]
     assert refused
     dtypes: tuple[Any, ...] = ("bfloat16", "float32", "float16")
     dtype = next(one for one in dtypes if one not in limit.dtypes)
-    for value in refused:
-        config = EngineConfig(dtype=dtype, **{limit.field: value})
+    others = [{name: OTHERS[name]} for name, _ in limit.beside] or [{}]
+    for value, more in itertools.product(refused, others):
+        config = EngineConfig(dtype=dtype, **{limit.field: value}, **more)
         with pytest.raises(ConfigError) as runtime:
             check_supported(config)
         assert runtime.value.field == limit.field
@@ -135,6 +142,8 @@ def test_admission_and_the_runtime_refuse_a_value_for_the_same_reason(limit: Lim
         spec: Any = {"engine": {"dtype": dtype}}
         spec["resources"] = {"accelerator": {"count": config.tensor_parallel}}
         body = merge(BASE, {"spec": spec})
+        for name, other in more.items():
+            body = merge(body, {"spec": nested(PATHS[name], other)})
         with pytest.raises(ResourceError, match="is not supported yet") as admission:
             InferenceDeployment.from_body(merge(body, {"spec": nested(limit.path, value)}))
         assert limit.message in str(admission.value)

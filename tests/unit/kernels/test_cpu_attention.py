@@ -13,15 +13,17 @@ from support.full import LONG_FORM
 from support.kernel_sets import every_set
 
 
-def attend(instruction_set: str, case: Case, spec: LayerSpec) -> torch.Tensor:
-    backend = CpuAttention(case.heads, library.load(instruction_set))
+def attend(
+    instruction_set: str, case: Case, spec: LayerSpec, *, fixed: bool = False
+) -> torch.Tensor:
+    backend = CpuAttention(case.heads, library.load(instruction_set), fixed=fixed)
     checked: AttentionBackend = backend  # mypy checks the interface here
     plan = checked.plan(case.ragged)
     return checked.run(plan, case.query, case.key_cache, case.value_cache, spec)
 
 
-def check(instruction_set: str, case: Case, spec: LayerSpec) -> None:
-    got = attend(instruction_set, case, spec)
+def check(instruction_set: str, case: Case, spec: LayerSpec, *, fixed: bool = False) -> None:
+    got = attend(instruction_set, case, spec, fixed=fixed)
     want = reference.attend(case.ragged, case.query, case.key_cache, case.value_cache, spec)
     assert got.dtype is case.query.dtype
     half = case.heads.dtype is torch.bfloat16
@@ -47,6 +49,7 @@ row = st.one_of(
     dtype=st.sampled_from([torch.float32, torch.float32, torch.bfloat16]),
     softcap=st.sampled_from([None, None, 2.0, 30.0]),
     sinks=st.booleans(),
+    fixed=st.booleans(),
     seed=st.integers(0, 2**31),
 )
 def test_any_step_is_attended_as_defined(
@@ -61,12 +64,13 @@ def test_any_step_is_attended_as_defined(
     dtype: torch.dtype,
     softcap: float | None,
     sinks: bool,
+    fixed: bool,
     seed: int,
 ) -> None:
     heads = Heads(group * kv, kv, dim, value_dim or dim, dtype)
     case = make_case(rows, block_size=block_size, window=window, heads=heads, seed=seed)
     learned = 2 * torch.randn(heads.query) if sinks else None
-    check(instruction_set, case, LayerSpec(0.3, window, softcap, learned))
+    check(instruction_set, case, LayerSpec(0.3, window, softcap, learned), fixed=fixed)
 
 
 @every_set

@@ -16,6 +16,7 @@ from fairlead_runtime.start.resolve import (
     resolve,
     summary,
 )
+from fairlead_runtime.supported import check_supported
 
 CONFIG: dict[str, Any] = {
     "model_type": "llama",
@@ -90,11 +91,18 @@ def test_a_setting_without_effect_is_accepted_with_a_warning() -> None:
     assert "--trust-remote-code has no effect yet" in resolved(trust_remote_code=True).warnings[0]
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_deterministic_is_supported_in_float32_only(dtype: str) -> None:
-    with pytest.raises(ConfigError, match=f"deterministic.*{dtype}"):
-        resolved(dtype, deterministic=True)
-    assert resolved("float32", deterministic=True).dtype == "float32"
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_deterministic_is_supported_in_every_type_but_not_beside_fp8_weights(dtype: str) -> None:
+    assert resolved(dtype, deterministic=True, quantization="none").dtype == dtype
+    if dtype != "float32":
+        gpu = DeviceFacts("cuda", 80 * GIB)
+        with pytest.raises(ConfigError, match="--deterministic: true is not supported yet: the or"):
+            resolved(dtype, gpu, deterministic=True, quantization="fp8")
+
+
+def test_deterministic_is_refused_where_ranks_sum() -> None:
+    with pytest.raises(ConfigError, match="use false, or tensorParallel 1 and quantization none"):
+        check_supported(EngineConfig(deterministic=True, tensor_parallel=2))
 
 
 @pytest.mark.parametrize(

@@ -102,11 +102,11 @@ def test_a_gpus_blocks_computed_by_hand() -> None:
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_what_the_runtime_refuses_for_the_checkpoints_type_is_not_planned(dtype: str) -> None:
-    config = QWEN | {"torch_dtype": dtype}
-    with pytest.raises(PlanError, match=rf"deterministic: true is not supported in {dtype} yet"):
-        capacity_of(config, deployment(engine={"deterministic": True}, **GPU))
-    in_float32 = deployment(engine={"deterministic": True, "dtype": "float32"}, **GPU)
-    assert capacity_of(config, in_float32)["fits"]
+    config = QWEN | {"torch_dtype": "float32"}
+    with pytest.raises(PlanError, match="asyncBatching: on is not supported in float32"):
+        capacity_of(config, deployment(engine={"asyncBatching": "on"}, **GPU))
+    in_half = deployment(engine={"asyncBatching": "on", "dtype": dtype}, **GPU)
+    assert capacity_of(config, in_half)["fits"]
 
 
 def test_an_fp8_cache_has_twice_the_blocks_and_none_beside_int8_weights_on_a_cpu() -> None:

@@ -1,0 +1,141 @@
+"""What ``deterministic`` refuses, and the canary that shows what it promises."""
+
+import itertools
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from fairlead_kernels.attention import AttentionBackend
+from fairlead_kernels.backend import BackendChoice, pick
+from fairlead_kernels.not_available import NotAvailableError
+from fairlead_runtime.commands.refusals import refusal_for
+from fairlead_runtime.config import ConfigError, EngineConfig
+from fairlead_runtime.device import determinism
+from fairlead_runtime.device.fusion import Fusion, fuse
+from fairlead_runtime.device.paged_model import PagedModel
+from fairlead_runtime.llm import LLM
+from fairlead_runtime.models.model_error import CanaryError
+from fairlead_runtime.request import SamplingParams
+from fairlead_runtime.sizing.terms import GIB, DeviceFacts
+from fairlead_runtime.start import build
+from support.engine_rig import paged
+
+DEMO = Path(build.__file__).parents[1] / "demo"
+CPU = DeviceFacts("cpu", 8 * GIB)
+
+
+def picked(model: PagedModel, *, deterministic: bool = True) -> BackendChoice:
+    try:
+        return pick(model.heads, model.kinds, model.device, deterministic=deterministic)
+    except NotAvailableError as error:
+        pytest.skip(str(error))
+
+
+@pytest.fixture(scope="module")
+def served() -> tuple[PagedModel, AttentionBackend, Fusion]:
+    model = paged("llama", bfloat16=True)
+    choice = picked(model)
+    return model, choice.attention, fuse(model, choice.operations)
+
+
+@pytest.mark.parametrize("longest", [512, 60, 1])
+def test_the_canary_lives_where_sums_have_one_order(served: Any, longest: int) -> None:
+    model, attention, fusion = served
+    determinism.check(model, fusion)
+    result = determinism.canary(model, attention, longest)
+    assert str(result) == (
+        f"canary: {min(longest, 150)} tokens have the same logits alone and beside 28 other "
+        "requests"
+    )
+
+
+def test_the_canary_dies_of_kernels_that_sum_by_what_is_in_the_batch(served: Any) -> None:
+    model, _, _ = served
+    usual = picked(model, deterministic=False).attention
+    with pytest.raises(CanaryError, match=r"logits of 'llama' at token \d+ differ by \d") as error:
+        determinism.canary(model, usual, 512)
+    refusal = refusal_for(error.value)
+    assert refusal is not None
+    assert (refusal.exit_code, refusal.code) == (3, "SelfTestFailed")
+    assert "without --deterministic" in refusal.hint
+
+
+def test_the_canary_dies_of_one_bit_in_one_token_of_the_crowd(
+    served: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, attention, _ = served
+    forward, calls = model.forward, itertools.count()
+
+    def changed(*arguments: Any) -> Tensor:
+        logits: Tensor = forward(*arguments)
+        if next(calls) == 5:  # of the crowd's chunks the one of 70 tokens
+            logits.view(torch.int32)[33, 7] ^= 1
+        return logits
+
+    monkeypatch.setattr(model, "forward", changed)
+    with pytest.raises(CanaryError, match="at token 76 differ"):
+        determinism.canary(model, attention, 512)
+
+
+def test_the_canary_dies_of_another_likeliest_token(
+    served: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, attention, _ = served
+    likeliest = model.likeliest
+
+    def changed(*arguments: Any) -> tuple[Tensor, Tensor]:
+        values, tokens = likeliest(*arguments)
+        return values, (tokens + 1) % model.vocabulary
+
+    monkeypatch.setattr(model, "likeliest", changed)
+    with pytest.raises(CanaryError, match="the likeliest token 1 of a request is another one"):
+        determinism.canary(model, attention, 512)
+
+
+def test_a_model_is_refused_of_which_torch_computes_a_part(served: Any) -> None:
+    model, _, fusion = served
+    for changed, reason in (
+        (replace(fusion, fused=1, reason="layer 0: it is odd"), r"layers of 'llama' .* it is odd"),
+        (replace(fusion, head_reason="no norm follows"), "the last norm and the head .* no norm"),
+        (replace(fusion, head=""), "the head of 'llama' are computed by torch: they are not reco"),
+    ):
+        with pytest.raises(ConfigError, match=f"--deterministic: .*{reason}"):
+            determinism.check(model, changed)
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        (EngineConfig(kernels="torch"), "plain torch sums in an order that depends on the batch"),
+        (EngineConfig(dtype="float16"), "weights in float32 or bfloat16, the model in float16"),
+        (EngineConfig(cache_dtype="fp8"), "their cache is in float32 or bfloat16, not in fp8"),
+    ],
+)
+def test_a_start_is_refused_by_name_where_no_kernels_have_one_order(
+    config: EngineConfig, reason: str
+) -> None:
+    with pytest.raises(ConfigError, match=f"--deterministic: .*{reason}") as error:
+        build.check(DEMO, replace(config, deterministic=True), CPU)
+    assert (error.value.field, error.value.hint) == ("deterministic", "use false")
+    refusal = refusal_for(error.value)
+    assert refusal is not None
+    assert refusal.exit_code == 2
+
+
+def test_a_deterministic_llm_in_bfloat16_gives_a_prompt_one_text_in_any_batch(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    picked(paged("llama", bfloat16=True))
+    settings = {"dtype": "bfloat16", "deterministic": True, "max_model_len": 128, "num_blocks": 64}
+    with caplog.at_level("INFO"), LLM(str(DEMO), **settings) as llm:
+        assert "canary: 128 tokens have the same logits alone" in caplog.text
+        one = SamplingParams(temperature=0.9, seed=3, max_tokens=12)
+        texts = [
+            [output.outputs[0].text for output in llm.generate(prompts, one, use_tqdm=False)]
+            for prompts in (["Once"], ["A cat sat", "Once", "The old man and the sea", "Why"])
+        ]
+    assert texts[0][0] == texts[1][1]
