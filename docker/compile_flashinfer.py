@@ -16,9 +16,10 @@ import shutil
 import struct
 import sys
 import tomllib
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 # A container of GPU code: magic, version, size of the header, size of the entries (CUDA's
 # fatbinary format, the part of it that cuobjdump reads).
@@ -34,19 +35,26 @@ FUNCTIONS = ("plan", "ragged_run", "paged_run")
 
 @dataclass(frozen=True, order=True)
 class Module:
-    """A module of flashinfer's backend fa2 for attention over blocks."""
+    """A module of flashinfer's backend fa2 for attention over blocks. ``cache``: the type of keys
+    and values, ``dtype`` that of the rest.
+    """
 
     dtype: str
+    cache: str
     head_size: int
     window: bool
     soft_cap: bool
+    sinks: bool
 
     @property
     def name(self) -> str:
         """flashinfer's own name, which its wrappers ask for when K and V have equal strides."""
-        short = {"bfloat16": "bf16", "float16": "f16"}[self.dtype]
+        short = {"bfloat16": "bf16", "float16": "f16", "float8_e4m3fn": "e4m3"}
+        q, kv = short[self.dtype], short[self.cache]
+        if self.sinks:
+            return f"batch_prefill_attention_sink_{q}_swa_{self.window}_fa2"
         return (
-            f"batch_prefill_with_kv_cache_dtype_q_{short}_dtype_kv_{short}_dtype_o_{short}"
+            f"batch_prefill_with_kv_cache_dtype_q_{q}_dtype_kv_{kv}_dtype_o_{q}"
             f"_dtype_idx_i32_head_dim_qk_{self.head_size}_head_dim_vo_{self.head_size}_posenc_0"
             f"_use_swa_{self.window}_use_logits_cap_{self.soft_cap}_f16qk_False_kv_stride_equal"
         )
@@ -56,24 +64,73 @@ class Module:
         import torch
         from flashinfer import aot
 
-        dtype = getattr(torch, self.dtype)
+        dtype, cache = getattr(torch, self.dtype), getattr(torch, self.cache)
         sizes = (self.head_size, self.head_size)
-        (found,) = aot.gen_fa2(dtype, dtype, *sizes, self.window, self.soft_cap, prefill_only=True)
+        if self.sinks:
+            found = sinks_specification(dtype, cache, self.head_size, window=self.window)
+        else:
+            kind = (self.window, self.soft_cap)
+            (found,) = aot.gen_fa2(dtype, cache, *sizes, *kind, prefill_only=True)
         if found.name != self.name:
             raise SystemExit(f"flashinfer calls {self.name} {found.name}")
         return found
 
 
+class FoundError(Exception):
+    """Ends flashinfer's work where it would compile or load a module."""
+
+
+def sinks_specification(dtype: Any, cache: Any, head_size: int, *, window: bool) -> Any:
+    """The description that the wrapper for sinks makes for itself: those for compiling ahead have
+    names that no wrapper asks for.
+    """
+    import flashinfer
+    import torch
+    from flashinfer.jit.core import JitSpec
+
+    def stop(specification: Any) -> None:
+        raise FoundError(specification)
+
+    with mock.patch.object(JitSpec, "build_and_load", stop):
+        try:
+            flashinfer.BatchAttentionWithAttentionSinkWrapper(
+                torch.empty(1),
+                "NHD",
+                backend="fa2",
+                q_data_type=dtype,
+                kv_data_type=cache,
+                head_dim_qk=head_size,
+                head_dim_vo=head_size,
+                window_left=0 if window else -1,
+            )
+        except FoundError as found:
+            return found.args[0]
+    raise SystemExit("flashinfer's wrapper for sinks asks for no module when it is made")
+
+
 def read(path: Path) -> tuple[list[str], list[Module]]:
     """The architectures as nvcc names them (8.0), and every combination of each table's values."""
     table = tomllib.loads(path.read_text())
-    fields = ("dtype", "head_size", "window", "soft_cap")
-    modules = {
-        Module(*values)
-        for entry in table["attention"]
-        for values in itertools.product(*(entry[field] for field in fields))
-    }
+    modules = set()
+    for entry in table["attention"]:
+        names = [field.name for field in fields(Module)]
+        # What a table does not say: the cache is in the model's type, and there are no sinks.
+        given = {"cache": [""], "soft_cap": [False], "sinks": [False]} | entry
+        for values in itertools.product(*(given[name] for name in names)):
+            module = Module(*values)
+            modules.add(module if module.cache else replace(module, cache=module.dtype))
+    check_names(modules)
     return table["architectures"], sorted(modules)
+
+
+def check_names(modules: set[Module]) -> None:
+    """The name of a module with sinks says neither the type of the cache nor the size of heads."""
+    for module in modules:
+        if module.sinks and (module.cache != module.dtype or module.soft_cap):
+            raise SystemExit(f"no wrapper asks for sinks with these: {module}")
+    same = len(modules) - len({module.name for module in modules})
+    if same:
+        raise SystemExit(f"{same} of the modules have the name of another")
 
 
 def architectures(library: bytes) -> set[int]:

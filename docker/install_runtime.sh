@@ -7,8 +7,8 @@ set -euf
 venv=$1 device=$2
 build=$(dirname "$0")
 wheels=${TMPDIR:-/tmp}/torch
-# torch names triton and setuptools for compiling models, which the runtime does not do.
-select="python3 $build/select_lock.py --without triton --without setuptools"
+# torch names setuptools for compiling models, which the runtime does not do.
+select="python3 $build/select_lock.py --without setuptools"
 case $device in
 cuda)
     # A stage of its own compiles flashinfer's kernels (compile_flashinfer.sh).
@@ -18,10 +18,12 @@ cuda)
     select="$select --without nvidia-cutlass-dsl-libs-cu12 --without nccl-extensions"
     select="$select --without nccl4py --lock requirements-cuda.lock"
     $select --extra runtime --extra tracing --extra cuda "$build" | sh "$build/install.sh" "$venv"
+    sh "$build/trim_triton.sh" "$venv"
     ;;
 cpu)
     cpu_torch=$(sh "$build/fetch_cpu_torch.sh" "$build/requirements.lock" "$wheels")
     select="$select --extra runtime --extra tracing --without nvidia-* --without cuda-*"
+    select="$select --without triton"
     if [ -n "$cpu_torch" ]; then
         $select --instead "$cpu_torch" "$build" \
             | sh "$build/install.sh" "$venv" --find-links "$wheels"

@@ -8,8 +8,8 @@ RUN PYTHONHASHSEED=0 python3 /build/strip_root.py
 
 FROM ${BASE} AS packages
 COPY docker/pip.sh docker/install.sh docker/install_runtime.sh docker/fetch_cpu_torch.sh \
-    docker/select_lock.py docker/trim_torch.py docker/byte_code.py pyproject.toml \
-    requirements.lock docker/requirements-cuda.lock /build/
+    docker/select_lock.py docker/trim_torch.py docker/trim_triton.sh docker/trim_triton.py \
+    docker/byte_code.py pyproject.toml requirements.lock docker/requirements-cuda.lock /build/
 ARG DEVICE=cpu
 ARG TORCH_INDEX=""
 ARG TORCH_SHA256=""
@@ -47,6 +47,8 @@ COPY --from=kernels /kernels /
 COPY --from=app /app /
 # Of flashinfer's modules only those of the stage `kernels` count: no pod compiles one.
 ENV FLASHINFER_DISABLE_JIT=1
+# Where some clusters, Google's among them, put the driver without telling the loader.
+ENV LD_LIBRARY_PATH=/usr/local/nvidia/lib64
 ENV PATH=/opt/fairlead/bin:/usr/local/bin:/usr/bin:/bin \
     HOME=/tmp USER=fairlead LANG=C.UTF-8 PYTHONDONTWRITEBYTECODE=1 PYTHONUNBUFFERED=1
 USER 10001

@@ -11,6 +11,7 @@ from pathlib import Path, PurePosixPath
 import pytest
 
 import compile_flashinfer
+from fairlead_kernels import triton_package
 from support.image_archive import Archive
 
 pytestmark = pytest.mark.images
@@ -21,7 +22,7 @@ MEGABYTE = 10**6
 BOUNDS = {
     "operator": 250 * MEGABYTE,
     "runtime": 1800 * MEGABYTE,
-    "runtime-cuda": 6200 * MEGABYTE,
+    "runtime-cuda": 6400 * MEGABYTE,
 }
 OURS = ("fairlead_operator", "fairlead_runtime", "fairlead_kernels", "fairlead-*.dist-info")
 
@@ -178,12 +179,34 @@ def test_the_runtime_has_no_operator_framework(runtime: Archive) -> None:
     assert not names & {"kopf", "kubernetes", "triton", "pytest", "flashinfer-python"}
 
 
-def test_the_cuda_runtime_has_flashinfer_and_nothing_that_compiles(runtime_cuda: Archive) -> None:
+def test_the_cuda_runtime_has_flashinfer_and_triton_and_nothing_that_compiles(
+    runtime_cuda: Archive,
+) -> None:
     names = set(python_packages(runtime_cuda))
     assert {"torch", "transformers", "fastapi", "flashinfer-python", "fairlead"} <= names
-    assert not names & {"kopf", "kubernetes", "triton", "pytest", "ninja"}
+    assert "triton" in names
+    assert not names & {"kopf", "kubernetes", "pytest", "ninja"}
     assert not names & {"nvidia-cuda-nvcc", "nvidia-cuda-crt", "nvidia-nvvm"}
     assert runtime_cuda.environment["FLASHINFER_DISABLE_JIT"] == "1"
+
+
+def test_the_cuda_runtimes_triton_has_what_kernels_need_and_little_else(
+    runtime_cuda: Archive,
+) -> None:
+    paths = under(runtime_cuda, f"{PACKAGES}/triton/*")
+    files = {path.partition("/triton/")[2]: runtime_cuda.files[path] for path in paths}
+    for assembler in ("ptxas", "ptxas-blackwell"):
+        assert files[f"backends/nvidia/bin/{assembler}"].mode & 0o555 == 0o555
+    libraries = {path for path in files if path.startswith("backends/nvidia/lib/")}
+    (driver,) = libraries - {"backends/nvidia/lib/libdevice.10.bc"}
+    assert fnmatch.fnmatch(driver, triton_package.COMPILED)
+    assert not any(path.startswith(("backends/amd/", "include/", "profiler/")) for path in files)
+    # Of it the compiler, without its debugging symbols, is 192 and the assemblers are 87.
+    assert sum(entry.size for entry in files.values()) < 320 * MEGABYTE
+
+
+def test_the_cuda_runtime_finds_the_driver_where_clusters_put_it(runtime_cuda: Archive) -> None:
+    assert runtime_cuda.environment["LD_LIBRARY_PATH"] == "/usr/local/nvidia/lib64"
 
 
 def test_the_cuda_runtime_has_exactly_the_listed_modules_with_code_for_each_architecture(

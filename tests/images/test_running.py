@@ -1,7 +1,9 @@
 """Containers of the images as a restricted pod runs them: any user, a read-only root."""
 
 import json
+import re
 import subprocess
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -30,26 +32,46 @@ request = urllib.request.Request("http://127.0.0.1:8000/v1/chat/completions",
 with urllib.request.urlopen(request, timeout=300) as answer:
     print(json.load(answer)["choices"][0]["message"]["content"])
 """
-# Arguments: the names that the image should have. No GPU is needed to find and load a module.
+# Arguments: docker/compile_flashinfer.py, and the modules that the image should have. No GPU is
+# needed to find and load one.
 FIND_MODULES = """
 import json, os, sys
+from types import ModuleType
 os.environ["FLASHINFER_CUDA_ARCH_LIST"] = "8.0 9.0a"  # asked of a GPU otherwise
-import torch
-from flashinfer import aot
 from flashinfer.jit.core import MissingJITCacheError
-def specification(dtype, size, window, soft_cap):
-    (found,) = aot.gen_fa2(dtype, dtype, size, size, window, soft_cap, prefill_only=True)
-    return found
+ours = ModuleType("compile_flashinfer")
+exec(sys.argv[1], ours.__dict__)
 answer = {}
-for dtype, size, window, soft_cap in json.loads(sys.argv[1]):
-    found = specification(getattr(torch, dtype), size, window, soft_cap)
+for values in json.loads(sys.argv[2]):
+    found = ours.Module(**values).specification()
     module = found.build_and_load()
     answer[found.name] = found.is_aot and callable(module["plan"])
+other = ours.Module("float16", "float16", 96, window=False, soft_cap=True, sinks=False)
 try:
-    specification(torch.float16, 96, False, True).build_and_load()
+    other.specification().build_and_load()
 except MissingJITCacheError:
     answer["compiled another"] = False
 print(json.dumps(answer))
+"""
+# As a start on a GPU, up to the driver's functions, which are looked for when they are called.
+FIND_TRITON = """
+import json, os, shutil, sys
+from fairlead_kernels import triton_package
+triton_package.load("fairlead_kernels.triton_kernels")
+import triton
+from triton.backends.nvidia import driver
+sys.setdlopenflags(os.RTLD_LAZY)
+found = callable(driver.CudaUtils().launch)
+compilers = [name for name in ("cc", "gcc", "clang") if shutil.which(name)]
+cache = triton.knobs.cache.dir
+kept = sum(name.startswith("cuda_utils") for _, _, names in os.walk(cache) for name in names)
+print(json.dumps({"found": found, "compilers": compilers, "cache": cache, "kept": kept}))
+"""
+# Any library serves as the driver's.
+DRIVER = """
+mkdir /tmp/driver
+ln -s /usr/lib/*-linux-gnu/libm.so.6 /tmp/driver/libcuda.so.1
+LD_LIBRARY_PATH=/tmp/driver exec "$@"
 """
 REFUSED = """
 for path in ("/x", "/opt/fairlead/x", "/etc/passwd"):
@@ -61,9 +83,11 @@ for path in ("/x", "/opt/fairlead/x", "/etc/passwd"):
 """
 
 
-def finished(image: Archive, root: Path, tmp_path: Path, *command: str) -> tuple[int, str]:
+def finished(
+    image: Archive, root: Path, tmp_path: Path, *command: str, uid: int = STRANGER
+) -> tuple[int, str]:
     """Exit code and output of a command in a container of its own."""
-    with container(image, root, tmp_path / container_name(), list(command), STRANGER) as process:
+    with container(image, root, tmp_path / container_name(), list(command), uid) as process:
         output, _ = process.communicate()
         return process.returncode, output
 
@@ -156,9 +180,53 @@ def test_flashinfer_in_the_cuda_image_finds_each_listed_module_and_compiles_no_o
     runtime_cuda: Archive, runtime_cuda_root: Path, tmp_path: Path
 ) -> None:
     _, modules = compile_flashinfer.read(ROOT / "docker/flashinfer_modules.toml")
-    values = json.dumps([(m.dtype, m.head_size, m.window, m.soft_cap) for m in modules])
-    command = ("python", "-c", FIND_MODULES, values)
+    program = (ROOT / "docker/compile_flashinfer.py").read_text()
+    values = json.dumps([asdict(module) for module in modules])
+    command = ("python", "-c", FIND_MODULES, program, values)
     code, output = finished(runtime_cuda, runtime_cuda_root, tmp_path, *command)
     assert code == 0, output
     wanted = {module.name: True for module in modules} | {"compiled another": False}
     assert json.loads(output.splitlines()[-1]) == wanted
+
+
+@pytest.mark.parametrize("uid", [10001, STRANGER])
+def test_triton_in_the_cuda_image_compiles_our_kernels_for_gpus_as_any_user(
+    runtime_cuda: Archive, runtime_cuda_root: Path, tmp_path: Path, uid: int
+) -> None:
+    """To machine code, by the path of a launch, with no C compiler and a read-only root."""
+    program = (ROOT / "tests/support/compile_triton.py").read_text()
+    command = ("python", "-c", program)
+    code, output = finished(runtime_cuda, runtime_cuda_root, tmp_path, *command, uid=uid)
+    assert code == 0, output
+    compiled = set(re.findall(r"^(\w+) (sm\d+) [1-9]\d*$", output, re.MULTILINE))
+    kernels = {name for name, _ in compiled}
+    assert {"norm", "rope_write", "activate", "multiply_int8"} <= kernels, output
+    assert compiled == {(name, gpu) for name in kernels for gpu in ("sm80", "sm90")}
+
+
+@pytest.mark.parametrize("uid", [10001, STRANGER])
+def test_triton_in_the_cuda_image_takes_the_drivers_library_that_was_compiled_ahead(
+    runtime_cuda: Archive, runtime_cuda_root: Path, tmp_path: Path, uid: int
+) -> None:
+    command = ("sh", "-c", DRIVER, "sh", "python", "-c", FIND_TRITON)
+    code, output = finished(runtime_cuda, runtime_cuda_root, tmp_path, *command, uid=uid)
+    assert code == 0, output
+    assert json.loads(output.splitlines()[-1]) == {
+        "found": True,
+        "compilers": [],
+        "cache": "/tmp/.triton/cache",
+        "kept": 1,
+    }
+
+
+def test_triton_in_the_cuda_image_says_where_it_cannot_keep_its_kernels(
+    runtime_cuda: Archive, runtime_cuda_root: Path, tmp_path: Path
+) -> None:
+    own = "TRITON_CACHE_DIR=/var/cache/triton"
+    command = ("env", own, "sh", "-c", DRIVER, "sh", "python", "-c", FIND_TRITON)
+    code, output = finished(runtime_cuda, runtime_cuda_root, tmp_path, *command)
+    assert code == 0, output
+    answer = json.loads(output.splitlines()[-1])
+    assert (answer["found"], answer["kept"]) == (True, 1)
+    assert answer["cache"].startswith("/tmp/fairlead-triton-")
+    assert "it cannot keep them in /var/cache/triton (OSError: [Errno 30] Read-only" in output

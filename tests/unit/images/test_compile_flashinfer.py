@@ -7,6 +7,7 @@ import struct
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -14,6 +15,7 @@ from typing import Any
 import pytest
 
 from compile_flashinfer import Module, architectures, main, read
+from fairlead_kernels.flashinfer_attention import SUPPORTED
 from select_lock import entries
 
 ROOT = Path(__file__).parents[3]
@@ -51,24 +53,95 @@ def test_the_number_of_a_container_in_other_bytes_is_none() -> None:
     assert architectures(cut + container((MACHINE_CODE, 75), version=7) + bytes(40)) == {80, 90}
 
 
-def test_a_list_is_every_combination_of_each_table_once(tmp_path: Path) -> None:
+TABLE = """
+[[attention]]
+dtype = {}
+head_size = {}
+window = {}
+"""
+
+
+def attention(
+    dtype: str,
+    head_size: int,
+    *,
+    cache: str = "",
+    window: bool = False,
+    soft_cap: bool = False,
+    sinks: bool = False,
+) -> Module:
+    return Module(dtype, cache or dtype, head_size, window, soft_cap, sinks)
+
+
+def listed(tmp_path: Path, *tables: str) -> list[Module]:
     path = tmp_path / "list.toml"
-    table = "[[attention]]\ndtype = {}\nhead_size = {}\nwindow = {}\nsoft_cap = [false]\n"
-    text = table.format('["bfloat16"]', "[64, 128]", "[false, true]")
-    text += table.format('["float16", "bfloat16"]', "[64]", "[true]")
-    path.write_text('architectures = ["8.0"]\n' + text)
+    path.write_text('architectures = ["8.0"]\n' + "".join(tables))
     targets, modules = read(path)
     assert targets == ["8.0"]
+    return modules
+
+
+def test_a_list_is_every_combination_of_each_table_once(tmp_path: Path) -> None:
+    modules = listed(
+        tmp_path,
+        TABLE.format('["bfloat16"]', "[64, 128]", "[false, true]"),
+        TABLE.format('["float16", "bfloat16"]', "[64]", "[true]"),
+    )
     assert len(modules) == len(set(modules)) == 5
-    assert Module("float16", 64, window=True, soft_cap=False) in modules
+    assert attention("float16", 64, window=True) in modules
 
 
-def test_the_images_list_has_what_most_models_need_for_the_promised_gpus() -> None:
+def test_a_cache_has_the_models_type_unless_a_table_says_another(tmp_path: Path) -> None:
+    plain = TABLE.format('["float16", "bfloat16"]', "[64]", "[false]")
+    fp8 = plain + 'cache = ["float8_e4m3fn"]\n'
+    assert listed(tmp_path, plain, fp8) == [
+        attention("bfloat16", 64),
+        attention("bfloat16", 64, cache="float8_e4m3fn"),
+        attention("float16", 64),
+        attention("float16", 64, cache="float8_e4m3fn"),
+    ]
+
+
+def test_modules_with_one_name_end_the_build(tmp_path: Path) -> None:
+    """The name of a module with sinks says no size: a pod would compute with the other's."""
+    table = TABLE.format('["bfloat16"]', "[64, 128]", "[false]") + "sinks = [true]\n"
+    with pytest.raises(SystemExit, match="1 of the modules have the name of another"):
+        listed(tmp_path, table)
+
+
+@pytest.mark.parametrize("more", ['cache = ["float8_e4m3fn"]', "soft_cap = [true]"])
+def test_sinks_with_what_no_wrapper_asks_for_end_the_build(tmp_path: Path, more: str) -> None:
+    table = TABLE.format('["bfloat16"]', "[64]", "[false]") + f"sinks = [true]\n{more}\n"
+    with pytest.raises(SystemExit, match="no wrapper asks for sinks with these"):
+        listed(tmp_path, table)
+
+
+def test_the_images_list_has_what_the_runtime_serves_on_flashinfer() -> None:
     targets, modules = read(LIST)
     assert {"8.0", "9.0a"} <= set(targets)
-    assert {Module("bfloat16", size, window, soft_cap=False)
-            for size in (64, 128) for window in (False, True)} <= set(modules)  # fmt: skip
-    assert len({module.name for module in modules}) == len(modules)
+    for window in (False, True):
+        for size in SUPPORTED.dims:
+            assert attention("bfloat16", size, window=window) in modules
+            assert attention("bfloat16", size, window=window, cache="float8_e4m3fn") in modules
+        for size in (64, 128):
+            assert attention("float16", size, window=window) in modules
+        for size in (128, 256):  # Gemma 2
+            assert attention("bfloat16", size, window=window, soft_cap=True) in modules
+    sinks = {module.head_size for module in modules if module.sinks}
+    assert sinks == SUPPORTED.sinks
+    assert {module.head_size for module in modules} == SUPPORTED.dims
+
+
+@dataclass
+class Specification:
+    name: str
+    path: Path
+
+    def get_library_path(self) -> Path:
+        return self.path
+
+    def build_and_load(self) -> None:
+        pytest.fail("nothing is compiled or loaded before all is described")
 
 
 class Flashinfer:
@@ -79,12 +152,20 @@ class Flashinfer:
         self.library = container((MACHINE_CODE, 80), (MACHINE_CODE, 90))
         self.functions = {"plan", "ragged_run", "paged_run"}
         self.rename: Callable[[str], str] = lambda name: name
+        self.sinks_ask = True
         self.made: list[str] = []
         modules: dict[str, dict[str, Any]] = {
-            "flashinfer": {"aot": SimpleNamespace(gen_fa2=self.describe)},
+            "flashinfer": {
+                "aot": SimpleNamespace(gen_fa2=self.describe),
+                "BatchAttentionWithAttentionSinkWrapper": self.make_wrapper,
+            },
             "flashinfer.jit": {"build_jit_specs": self.build},
+            "flashinfer.jit.core": {"JitSpec": Specification},
             "tvm_ffi": {"load_module": lambda path: dict.fromkeys(self.functions, path)},
-            "torch": {"bfloat16": "bfloat16"},
+            "torch": {
+                **{name: name for name in ("bfloat16", "float16", "float8_e4m3fn")},
+                "empty": lambda size: [0] * size,
+            },
         }
         for name, content in modules.items():
             module = ModuleType(name)
@@ -94,13 +175,35 @@ class Flashinfer:
 
     def describe(
         self, q: str, kv: str, qk: int, vo: int, window: bool, soft_cap: bool, *, prefill_only: bool
-    ) -> list[Any]:
-        assert (q, qk, prefill_only) == (kv, vo, True)
-        name = self.rename(Module(q, qk, window, soft_cap).name)
-        path = self.folder / f"{name}.so"
-        return [SimpleNamespace(name=name, get_library_path=lambda: path)]
+    ) -> list[Specification]:
+        assert (qk, prefill_only) == (vo, True)
+        name = attention(q, qk, cache=kv, window=window, soft_cap=soft_cap).name
+        return [self.specified(name)]
 
-    def build(self, specifications: list[Any], **_: object) -> None:
+    def make_wrapper(
+        self,
+        _workspace: list[int],
+        layout: str,
+        *,
+        backend: str,
+        q_data_type: str,
+        kv_data_type: str,
+        head_dim_qk: int,
+        head_dim_vo: int,
+        window_left: int,
+    ) -> None:
+        assert (layout, backend, head_dim_qk) == ("NHD", "fa2", head_dim_vo)
+        assert q_data_type == kv_data_type
+        window = window_left >= 0
+        module = attention(q_data_type, head_dim_qk, window=window, sinks=True)
+        if self.sinks_ask:
+            self.specified(module.name).build_and_load()
+
+    def specified(self, name: str) -> Specification:
+        name = self.rename(name)
+        return Specification(name, self.folder / f"{name}.so")
+
+    def build(self, specifications: list[Specification], **_: object) -> None:
         for specification in specifications:
             self.made.append(specification.name)
             specification.get_library_path().write_bytes(self.library)
@@ -123,6 +226,12 @@ def test_each_listed_module_lies_where_flashinfer_looks(
     found = sorted(path.relative_to(tmp_path / "aot") for path in tmp_path.glob("aot/*/*"))
     assert found == sorted(Path(name) / f"{name}.so" for name in names)
     assert os.environ["FLASHINFER_CUDA_ARCH_LIST"] == " ".join(read(LIST)[0])
+
+
+def test_a_wrapper_for_sinks_that_asks_for_nothing_ends_the_build(flashinfer: Flashinfer) -> None:
+    flashinfer.sinks_ask = False
+    with pytest.raises(SystemExit, match="wrapper for sinks asks for no module"):
+        main()
 
 
 def test_another_name_in_flashinfer_ends_the_build(flashinfer: Flashinfer) -> None:
@@ -158,17 +267,20 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
     ):
         (build / path.name).write_bytes(path.read_bytes())
     (build / "install.sh").write_text('cat > "$(dirname "$0")/given"\n')
+    (build / "trim_triton.sh").write_text('echo "$1" > "$(dirname "$0")/trimmed"\n')
     command = ["sh", str(build / "install_runtime.sh"), str(build / "venv"), "cuda"]
     subprocess.run(command, check=True)
+    assert (build / "trimmed").read_text() == f"{build}/venv\n"
     return set(entries((build / "given").read_text()))
 
 
-def test_the_cuda_image_gets_the_runtime_and_flashinfer_and_no_compiler(
+def test_the_cuda_image_gets_the_runtime_flashinfer_and_triton_and_no_compiler(
     installed: set[str],
 ) -> None:
     assert {"torch", "transformers", "uvicorn", "opentelemetry-sdk", "pyyaml"} <= installed
     assert {"flashinfer-python", "apache-tvm-ffi", "cuda-bindings", "nvidia-cublas"} <= installed
-    assert not installed & {"triton", "setuptools", "ninja", "nvidia-nvvm", "pytest", "kopf"}
+    assert "triton" in installed
+    assert not installed & {"setuptools", "ninja", "nvidia-nvvm", "pytest", "kopf"}
     assert not installed & {"nvidia-cuda-nvcc", "nvidia-cuda-crt"}
 
 
@@ -211,6 +323,14 @@ def test_the_final_stage_takes_the_kernels_and_forbids_to_compile() -> None:
     assert 'compile_flashinfer.sh /opt/fairlead "${DEVICE}" /kernels' in kernels
     assert "COPY --from=kernels /kernels /\n" in stages[-1]
     assert "ENV FLASHINFER_DISABLE_JIT=1\n" in stages[-1]
+
+
+def test_the_stage_of_the_packages_has_what_prepares_triton() -> None:
+    stages = (DOCKER / "runtime.Dockerfile").read_text().split("\nFROM ")
+    (packages,) = (stage for stage in stages if stage.partition("\n")[0].endswith(" AS packages"))
+    for name in ("trim_triton.sh", "trim_triton.py"):
+        assert f"docker/{name}" in packages
+        assert (DOCKER / name).is_file()
 
 
 def test_the_image_for_cpus_compiles_nothing_and_takes_an_empty_folder(tmp_path: Path) -> None:
