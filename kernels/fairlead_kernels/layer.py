@@ -18,12 +18,28 @@ Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class Groups:
+    """What 4-bit integers have beside scales: ``zeros`` uint8 [G, rows] stand for 0 in each group
+    of columns; ``orders``: of so many rows after each other the order of the columns that they
+    multiply, int32 [columns], None for as they are.
+    """
+
+    zeros: torch.Tensor
+    orders: tuple[tuple[int, torch.Tensor | None], ...]
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        return (self.zeros, *(order for _, order in self.orders if order is not None))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Packed:
     """A weight matrix of ``rows`` outputs and ``columns`` inputs, in the layout of the operations
     that packed it: only their ``linear`` can read ``data``.
 
     ``data`` is float32, bfloat16, float16, int8 or float8_e4m3fn. With ``scales`` float32 [rows],
     each row of the matrix is its row of data times its scale; ``factor`` multiplies all of them.
+    With ``groups`` data is uint8, two integers of 4 bits each (``grouped``), scales are [G, rows].
     ``rounding``: the most by which products move an element of x, in units of its row's largest,
     beside what float32 explains.
     """
@@ -34,10 +50,12 @@ class Packed:
     scales: torch.Tensor | None = None
     factor: float = 1.0
     rounding: float = 0.0
+    groups: Groups | None = None
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
-        return (self.data,) if self.scales is None else (self.data, self.scales)
+        scales = () if self.scales is None else (self.scales,)
+        return (self.data, *scales, *(() if self.groups is None else self.groups.tensors))
 
     @property
     def nbytes(self) -> int:

@@ -15,9 +15,10 @@ from torch import Tensor
 
 from fairlead_kernels.parts import row_parts
 
-Format = Literal["int8", "fp8"]
+Format = Literal["int8", "fp8"]  # what weights are rounded to
+Held = Format | Literal["int4"]  # and what only checkpoints bring: ``grouped``
 FP8 = torch.float8_e4m3fn
-STORED: dict[Format, torch.dtype] = {"int8": torch.int8, "fp8": FP8}
+STORED: dict[Held, torch.dtype] = {"int8": torch.int8, "fp8": FP8}
 # The largest number that rounding gives. A published checkpoint may hold -128, too.
 LARGEST: dict[Format, float] = {"int8": 127.0, "fp8": torch.finfo(FP8).max}
 
@@ -30,7 +31,7 @@ class Quantized:
     are wherever floating-point tensors are cast. ``scales`` float32 [N].
     """
 
-    format: Format
+    format: Held
     bits: Tensor
     scales: Tensor
 
@@ -43,8 +44,8 @@ class Quantized:
     def shape(self) -> torch.Size:
         return self.bits.shape
 
-    def rows(self, order: Tensor) -> Self:
-        """The same with its rows in this order."""
+    def rows(self, order: Tensor | slice) -> Self:
+        """The same with these rows in this order."""
         return type(self)(self.format, self.bits[order], self.scales[order])
 
     def to(self, device: torch.device) -> Self:

@@ -12,6 +12,7 @@ import torch.nn.functional as F  # noqa: N812 - torch's own convention
 
 from fairlead_kernels.attention import LayerSpec, RaggedRows
 from fairlead_kernels.cache_write import rounded
+from fairlead_kernels.grouped import as_grouped
 from fairlead_kernels.layer import Activation, Norm, Packed
 from fairlead_kernels.quantize import Quantized, as_quantized
 
@@ -94,6 +95,10 @@ def pack(
 ) -> Packed:
     """``LayerOperations.pack``: row after row."""
     quantized = as_quantized(weights)
+    if quantized is not None and (grouped := as_grouped(quantized)):
+        data = torch.cat([x.dequantize() for x in grouped])
+        rows, columns = data.shape
+        return Packed(data, rows, columns, torch.full((rows,), factor))
     if quantized is not None:
         data, dtype = torch.cat([x.bits for x in quantized]), quantized[0].numbers.dtype
         scales = torch.cat([x.scales for x in quantized])

@@ -12,8 +12,10 @@ import torch.nn.functional as F  # noqa: N812 - torch's own convention
 from torch import Tensor
 from torch.nn.functional import ScalingType
 
+from fairlead_kernels import torch_groups
 from fairlead_kernels.cache_write import write
-from fairlead_kernels.layer import Activation, Norm, Packed
+from fairlead_kernels.grouped import as_grouped
+from fairlead_kernels.layer import Activation, Groups, Norm, Packed
 from fairlead_kernels.quantize import FP8, Quantized, as_quantized
 from fairlead_kernels.reference import ACTIVATIONS
 
@@ -40,6 +42,8 @@ class TorchOperations:
     ) -> Packed:
         """``LayerOperations.pack``: row after row."""
         quantized = as_quantized(weights)
+        if quantized is not None and (grouped := as_grouped(quantized)):
+            return torch_groups.pack(grouped, factor)
         # torch concatenates integers of any kind, but not every kind of float.
         parts = [x.bits if isinstance(x, Quantized) else x for x in weights]
         first, rows = parts[0], sum(part.shape[0] for part in parts)
@@ -60,6 +64,8 @@ class TorchOperations:
         comparison of a layer with its original, takes a copy of them in its own; so does every
         ``x`` of quantized ones.
         """
+        if weight.groups is not None and weight.scales is not None:
+            return self._grouped(x, weight, weight.scales, weight.groups, bias)
         if weight.scales is not None:
             return self._scaled(x, weight, weight.scales, bias)
         data = weight.data
@@ -69,6 +75,12 @@ class TorchOperations:
             return F.linear(x, data, bias)
         added = x.new_empty(weight.rows) if bias is None else bias
         return torch.addmm(added, x, data.T, beta=bias is not None, alpha=weight.factor)
+
+    def _grouped(
+        self, x: Tensor, weight: Packed, scales: Tensor, groups: Groups, bias: Tensor | None
+    ) -> Tensor:
+        """The product with 4-bit weights."""
+        return torch_groups.linear(x, weight, scales, groups, bias)
 
     def _scaled(self, x: Tensor, weight: Packed, scales: Tensor, bias: Tensor | None) -> Tensor:
         """The product with quantized weights: in 8-bit floats where the GPU has them, else with a

@@ -1,5 +1,5 @@
 """A decoder layer's operations as Triton kernels: those between torch's matrix products, and the
-products with int8 weights.
+products with weights in integers.
 
 Owns the kernels' source. Imported only where Triton is (``triton_operations.load``), which compiles
 a kernel for each combination of types and upper-case arguments at its first launch. A program
@@ -268,3 +268,61 @@ def multiply_int8(
     if BIAS:
         result += tl.load(bias + row, mask=row < rows, other=0.0).to(tl.float32)
     tl.store(out + token * rows + row, result, mask=(token < count) & (row < rows))
+
+
+@triton.jit(do_not_specialize=["count"])
+def multiply_int4(
+    x,
+    weight,
+    scales,
+    zeros,
+    order,
+    bias,
+    out,
+    count,
+    rows,
+    columns,
+    size,
+    stride,
+    ORDERED: tl.constexpr,
+    BIAS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    ROWS: tl.constexpr,
+    BYTES: tl.constexpr,
+    WIDE: tl.constexpr,
+):
+    """``LayerOperations.linear`` of ``count`` tokens with 4-bit weights [rows, columns], scales and
+    zero points of groups of ``size`` columns; from one group, or token of ``out``, to the next are
+    ``stride`` elements. With ORDERED weights multiply the columns of x in this order. A program
+    reads BYTES bytes of a row at a time, which are of one group: integers minus their zero point
+    are numbers of x's type, or with WIDE float32, without rounding, and sums get the scale.
+    """
+    token = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)[:, None]
+    row = tl.program_id(1).to(tl.int64) * ROWS + tl.arange(0, ROWS)[None, :]
+    half = columns // 2
+    total = tl.zeros((TOKENS, ROWS), dtype=tl.float32)
+    for first in range(0, half, BYTES):
+        across = first + tl.arange(0, BYTES)[None, :]
+        down = first + tl.arange(0, BYTES)[:, None]
+        even, odd = 2 * across, 2 * across + 1
+        if ORDERED:
+            even = tl.load(order + even, mask=across < half, other=0)
+            odd = tl.load(order + odd, mask=across < half, other=0)
+        given = (token < count) & (across < half)
+        x_even = tl.load(x + token * columns + even, mask=given, other=0.0)
+        x_odd = tl.load(x + token * columns + odd, mask=given, other=0.0)
+        pairs = tl.load(weight + row * half + down, mask=(row < rows) & (down < half), other=0)
+        group = (2 * first // size) * stride + row
+        zero = tl.load(zeros + group, mask=row < rows, other=0).to(tl.int32)
+        low = (pairs & 15).to(tl.int32) - zero
+        high = (pairs >> 4).to(tl.int32) - zero
+        if WIDE:
+            part = tl.dot(x_even.to(tl.float32), low.to(tl.float32), input_precision="ieee")
+            part += tl.dot(x_odd.to(tl.float32), high.to(tl.float32), input_precision="ieee")
+        else:
+            part = tl.dot(x_even, low.to(x_even.dtype))
+            part += tl.dot(x_odd, high.to(x_odd.dtype))
+        total += part * tl.load(scales + group, mask=row < rows, other=0.0)
+    if BIAS:
+        total += tl.load(bias + row, mask=row < rows, other=0.0).to(tl.float32)
+    tl.store(out + token * stride + row, total, mask=(token < count) & (row < rows))

@@ -1,5 +1,5 @@
 """A decoder layer's operations on GPUs: torch's matrix products, and Triton kernels between them
-and for products with int8 weights.
+and for products with integers of 8 and 4 bits.
 
 Owns the launches, their tiles and the checks of what is handed to a kernel. ``triton_kernels`` has
 the kernels. A launch allocates its result and nothing else, asks nothing of the device, and its
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fairlead_kernels import triton_package
 from fairlead_kernels.cache_write import raw
-from fairlead_kernels.layer import Activation, Norm, Packed
+from fairlead_kernels.layer import Activation, Groups, Norm, Packed
 from fairlead_kernels.quantize import FP8
 from fairlead_kernels.torch_operations import TorchOperations
 
@@ -77,6 +77,49 @@ class TritonOperations(TorchOperations):
             num_stages=3,
             enable_fp_fusion=True,
         )
+        return out
+
+    def _grouped(
+        self, x: Tensor, weight: Packed, scales: Tensor, groups: Groups, bias: Tensor | None
+    ) -> Tensor:
+        count, rows = x.shape[0], weight.rows
+        _check("x", x, (count, weight.columns))
+        _check("scales", scales, tuple(groups.zeros.shape))
+        if bias is not None:
+            _check("bias", bias, (rows,))
+        x, out = x.contiguous(), x.new_empty(count, rows)
+        size = weight.columns // len(scales)
+        # Of one group at a time: their sizes are powers of two, unless a row is one.
+        each = PRODUCT_COLUMNS if len(scales) == 1 else min(PRODUCT_COLUMNS, size // 2)
+        tokens = FEW_TOKENS if count <= FEW_TOKENS else MANY_TOKENS
+        first = 0
+        # One launch, unless rows differ in the order of their columns.
+        for part, order in groups.orders:
+            own = slice(first, first + part)
+            first += part
+            self._kernels.multiply_int4[(-(-count // tokens), -(-part // PRODUCT_ROWS))](
+                x,
+                weight.data[own],
+                scales[:, own],
+                groups.zeros[:, own],
+                scales if order is None else order,
+                scales if bias is None else bias[own],
+                out[:, own],
+                count,
+                part,
+                weight.columns,
+                size,
+                rows,
+                ORDERED=order is not None,
+                BIAS=bias is not None,
+                TOKENS=tokens,
+                ROWS=PRODUCT_ROWS,
+                BYTES=each,
+                WIDE=self._wide or x.dtype is torch.float32,
+                num_warps=4,
+                num_stages=3,
+                enable_fp_fusion=True,
+            )
         return out
 
     def norm(self, x: Tensor, norm: Norm, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:

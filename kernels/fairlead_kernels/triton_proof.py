@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from fairlead_kernels import reference
+from fairlead_kernels.grouped import Grouped
 from fairlead_kernels.layer import LayerOperations, Norm
 from fairlead_kernels.not_available import NotAvailableError, brief
 from fairlead_kernels.quantize import quantize
@@ -64,5 +65,11 @@ def _results(
     gated = operations.gated(random(TOKENS, 2 * DIM), "silu")
     numbers = [quantize(random(ROWS, DIM, as_type=torch.float32))]
     product = operations.linear(random(TOKENS, DIM), operations.pack(numbers, factor=1 / DIM))
-    every = *normed, query, keys, values, gated, product
+    integers = torch.randint(0, 256, (ROWS, DIM // 2), generator=generator, dtype=torch.uint8)
+    zeros = torch.arange(2 * ROWS).view(ROWS, 2) % 16
+    order = torch.arange(DIM, dtype=torch.int32).flip(0)
+    scales = random(ROWS, 2, as_type=torch.float32)
+    fours = Grouped("int4", integers, scales.cpu(), zeros.to(torch.uint8), order).to(device)
+    grouped = operations.linear(random(TOKENS, DIM), operations.pack([fours], factor=1 / DIM))
+    every = *normed, query, keys, values, gated, product, grouped
     return torch.cat([result.flatten().double() for result in every])

@@ -17,7 +17,7 @@ from typing import Any, Literal, Self, get_args, get_origin, get_type_hints
 SchedulerType = Literal["fifo", "prefill_first", "priority", "fair"]
 Dtype = Literal["auto", "bfloat16", "float16", "float32"]
 CacheDtype = Literal["auto", "fp8"]
-Quantization = Literal["none", "int8", "fp8"]
+Quantization = Literal["none", "int8", "fp8", "int4"]
 Switch = Literal["auto", "on", "off"]
 Device = Literal["auto", "cpu", "cuda"]
 ToolCallParser = Literal["auto", "none", "hermes", "llama3_json", "mistral"]
@@ -117,7 +117,7 @@ class EngineConfig:
     quantization: Quantization = knob(
         "none",
         "rounds a plain checkpoint's weights at load; int8, fp8: the layers' matrices, a scale per "
-        "row; none: as the checkpoint has them, also quantized ones",
+        "row; none: as the checkpoint has them, also quantized ones, of which int4 must be",
         when="int8 to decode faster on a CPU; either to leave memory to the cache.",
         cr="engine.quantization",
     )

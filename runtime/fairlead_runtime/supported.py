@@ -105,10 +105,10 @@ NOT_YET = (
     Limit(
         "quantization",
         ("none", "int8"),
-        "fp8 on a CPU or in float32",
-        "products with fp8 weights are those of GPUs",
+        "fp8 and int4 on a CPU or in float32",
+        "products with fp8 and int4 weights are those of GPUs",
         dtypes=("bfloat16", "float16"),
-        sometimes=("fp8",),
+        sometimes=("fp8", "int4"),
         only_on="cuda",
     ),
     Limit(

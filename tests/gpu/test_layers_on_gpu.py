@@ -3,11 +3,13 @@ a CUDA graph. Run with `make gpu`; without a GPU it fails.
 """
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from torch import Tensor
+from transformers import AutoModelForCausalLM
 
 from fairlead_kernels import triton_operations
 from fairlead_kernels.backend import gpu_operations, pick
@@ -15,20 +17,26 @@ from fairlead_kernels.cache_write import rounded
 from fairlead_kernels.layer import LayerOperations, Norm
 from fairlead_kernels.quantize import Format
 from fairlead_kernels.torch_operations import TorchOperations
+from fairlead_runtime import LLM, SamplingParams
+from fairlead_runtime.config import EngineConfig
 from fairlead_runtime.device import fusion, selftest, shards
 from fairlead_runtime.device.fusion import fuse
 from fairlead_runtime.device.paged_model import PagedModel
 from fairlead_runtime.models import families, loading, rope, tiny
+from fairlead_runtime.sizing.terms import weights
 from support.operation_cases import (
     ActivationCase,
+    GroupedCase,
     NormCase,
     ProductCase,
     RopeCase,
     activation_cases,
+    grouped_cases,
     norm_cases,
     product_cases,
     rope_cases,
 )
+from support.published import awq, gptq, publish
 
 pytestmark = pytest.mark.gpu
 
@@ -80,6 +88,15 @@ def test_a_product_is_the_references(name: str, case: ProductCase) -> None:
     case.check(operations(name), CUDA)
 
 
+@both
+@examples
+@given(case=grouped_cases)
+def test_a_product_with_weights_of_four_bits_is_the_references(
+    name: str, case: GroupedCase
+) -> None:
+    case.check(operations(name), CUDA)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("family", ["llama", "gemma2", "qwen3_moe"])
 def test_an_fp8_cache_is_served_within_its_tolerances(
@@ -121,6 +138,40 @@ def test_quantized_weights_are_served_within_their_tolerances(
     rounds = torch.cuda.get_device_capability() >= (8, 9)
     assert (result.activations is not None) == (quantized == "fp8" and rounds)
     print(f"{family}: {result}")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("form", [gptq(sorts=True, symmetric=False), gptq(group=-1), awq()])
+def test_published_weights_of_four_bits_are_served_within_their_tolerance(
+    form: Any, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    saved = tiny.save(tiny.build("llama").to(dtype), tmp_path / "model")
+    quantized, _ = publish(saved, tmp_path, *form)
+    loaded = loading.load(quantized, device=CUDA)
+    served, result = selftest.prepare_and_test(loaded, "auto")
+    assert str(served.fusion) == "fused 3/3 layers, int4 weights"
+    engine = EngineConfig(quantization="int4")
+    rotary = sum(x.nbytes for x in loaded.model.buffers())
+    assert served.model.weight_bytes - rotary == weights(loaded.shape, engine, 1, "cuda")
+    print(f"{dtype}: {result}")
+
+
+@pytest.mark.parametrize("form", [gptq(sorts=True), awq()])
+def test_a_token_of_four_bits_is_the_likeliest_of_what_they_stand_for(
+    form: Any, tmp_path: Path
+) -> None:
+    """The engine's in float16, by transformers' logits in float32; as likely but for rounding."""
+    saved = tiny.save(tiny.build("llama").half(), tmp_path / "model")
+    quantized, plain = publish(saved, tmp_path, *form)
+    prompt = torch.arange(3, 40)[None]
+    model: Any = AutoModelForCausalLM.from_pretrained(plain, dtype=torch.float32).to(CUDA)
+    expected = model(prompt.to(CUDA)).logits[0, -1]
+    llm = LLM(str(quantized), max_requests=4, num_blocks=64)
+    greedy = SamplingParams(temperature=0, max_tokens=1)
+    (made,) = llm.generate([{"prompt_token_ids": prompt[0].tolist()}], greedy)
+    chosen = made.outputs[0].token_ids[0]
+    spread = float(expected.std())
+    assert float(expected.max() - expected[chosen]) <= 0.05 * spread
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

@@ -12,10 +12,11 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 
 from fairlead_kernels import triton_kernels
+from fairlead_kernels.grouped import Grouped
 from fairlead_kernels.layer import Activation, Norm, Packed
 from fairlead_kernels.triton_operations import TritonOperations
 
-ALL = ("norm", "rope_write", "activate", "multiply_int8")
+ALL = ("norm", "rope_write", "activate", "multiply_int8", "multiply_int4")
 
 
 class Driver:
@@ -79,6 +80,13 @@ def launch(dtype: torch.dtype, tokens: int, *, every: bool) -> None:
     packed = Packed(torch.zeros(512, 4096, dtype=torch.int8), 512, 4096, scales=torch.zeros(512))
     for bias in (None, torch.zeros(512, dtype=dtype)) if every else (None,):
         ours.linear(x, packed, bias)
+    # Groups of 32 columns are read 32 at a time, those of 128 at once.
+    for groups in (128, 32) if every else (32,):
+        numbers = torch.zeros(512, 2048, dtype=torch.uint8)
+        scales, zeros = torch.zeros(512, groups), torch.zeros(512, groups, dtype=torch.uint8)
+        order = torch.arange(4096, dtype=torch.int32) if groups == 32 else None
+        fours = ours.pack([Grouped("int4", numbers, scales, zeros, order)])
+        ours.linear(x, fours, torch.zeros(512, dtype=dtype) if every else None)
     if every:
         ours.activate(x, "gelu")
 

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from fairlead_kernels import reference
+from fairlead_kernels.grouped import Grouped
 from fairlead_kernels.layer import Activation, LayerOperations, Norm
 from fairlead_kernels.quantize import Format, Quantized, quantize
 from fairlead_kernels.torch_operations import TorchOperations
@@ -211,6 +212,55 @@ class ProductCase:
         torch.testing.assert_close(got.cpu().double(), want, rtol=0, atol=2 * rounding + 1e-5)
 
 
+@dataclass(frozen=True)
+class GroupedCase:
+    """4-bit weights: a group of ``group`` columns, ``groups`` of them in a row; ``orders``: of each
+    part of the rows which order its columns have, 0 for none.
+    """
+
+    tokens: int
+    rows: tuple[int, ...]
+    orders: tuple[int, ...]
+    group: int
+    groups: int
+    biased: bool
+    factor: float
+    dtype: torch.dtype
+    seed: int
+
+    def check(self, ours: LayerOperations, device: torch.device) -> None:
+        torch.manual_seed(self.seed)
+        columns = self.group * self.groups
+        x = _random(self.dtype, self.tokens, columns)
+        order = torch.randperm(columns).int()
+        orders = [None, order, order.flip(0)]
+        held: list[Tensor | Quantized] = [
+            grouped(n, columns, self.groups, orders[order])
+            for n, order in zip(self.rows, self.orders, strict=False)
+        ]
+        rows = sum(weight.shape[0] for weight in held)
+        bias = _random(self.dtype, rows) if self.biased else None
+        packed = ours.pack([weight.to(device) for weight in held], factor=self.factor)
+        assert (packed.rows, packed.columns) == (rows, columns)
+        used = self.orders[: len(held)]
+        changes = [b for a, b in zip((None, *used), used, strict=False) if a != b]
+        size = rows * columns // 2 + 5 * rows * self.groups + 4 * columns * sum(map(bool, changes))
+        assert packed.nbytes == size, "weights are held once, in 4 bits"
+        want = reference.linear(x.double(), reference.pack(held, factor=self.factor), bias)
+        got = ours.linear(x.to(device), packed, None if bias is None else bias.to(device))
+        assert got.dtype is self.dtype
+        rounding = ROUNDING[self.dtype] * float(want.abs().max())
+        torch.testing.assert_close(got.cpu().double(), want, rtol=0, atol=2 * rounding + 1e-5)
+
+
+def grouped(rows: int, columns: int, groups: int, order: Tensor | None = None) -> Grouped:
+    """Random integers of 4 bits, with scales that float16 holds and zero points up to 15."""
+    bits = torch.randint(0, 256, (rows, columns // 2), dtype=torch.uint8)
+    scales = torch.randn(rows, groups).half().float()
+    zeros = torch.randint(0, 16, (rows, groups), dtype=torch.uint8)
+    return Grouped("int4", bits, scales, zeros, order)
+
+
 norm_cases = st.builds(
     NormCase,
     tokens=sizes,
@@ -256,5 +306,20 @@ product_cases = st.builds(
     factor=st.sampled_from([1.0, 1.0, 0.3]),
     dtype=dtypes,
     quantized=st.sampled_from([None, "int8", "fp8"]),
+    seed=seeds,
+)
+# Groups of which there are several have the sizes that are published; a single one has any.
+grouped_cases = st.builds(
+    lambda sizes, **more: GroupedCase(group=sizes[0], groups=sizes[1], **more),
+    tokens=sizes,
+    rows=st.lists(sizes, min_size=1, max_size=3).map(tuple),
+    orders=st.tuples(*[st.integers(0, 2)] * 3),
+    sizes=st.one_of(
+        st.tuples(st.sampled_from([32, 64, 128]), st.integers(1, 4)),
+        st.tuples(st.integers(1, 150).map(lambda x: 2 * x), st.just(1)),
+    ),
+    biased=booleans,
+    factor=st.sampled_from([1.0, 1.0, 0.3]),
+    dtype=dtypes,
     seed=seeds,
 )

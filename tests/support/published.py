@@ -76,6 +76,151 @@ def compressed_tensors(
     return settings, store
 
 
+def compressed_int4(
+    *, group: int = 32, symmetric: bool = True, sorts: bool = False
+) -> tuple[dict[str, Any], Callable[[Tensor], Stored]]:
+    """The same of 4-bit integers in int32, a scale for each ``group`` columns, -1: for each row.
+    ``sorts``: which columns are a group is stored.
+    """
+    settings, _ = compressed_tensors(packed=True)
+    settings["config_groups"]["group_0"]["weights"] |= {
+        "num_bits": 4,
+        "strategy": "channel" if group < 0 else "group",
+        "group_size": None if group < 0 else group,
+        "symmetric": symmetric,
+        "actorder": "group" if sorts else None,
+    }
+
+    def store(weight: Tensor) -> Stored:
+        index = _index(weight.shape[1], group, sorts=sorts)
+        numbers, scales, zeros, plain = _in_groups(weight, index, symmetric=symmetric)
+        tensors = {
+            "weight_packed": _words(numbers, 4),
+            "weight_scale": scales.to(torch.bfloat16),
+            "weight_shape": torch.tensor(weight.shape),
+        }
+        if not symmetric:
+            tensors["weight_zero_point"] = _words(zeros.T.contiguous(), 4).T
+        if sorts:
+            tensors["weight_g_idx"] = index.int()
+        return tensors, plain
+
+    return settings, store
+
+
+def gptq(
+    *,
+    group: int = 32,
+    symmetric: bool = True,
+    sorts: bool = False,
+    second: bool = False,
+    alone: bool = False,
+    indexed: bool = True,
+) -> tuple[dict[str, Any], Callable[[Tensor], Stored]]:
+    """GPTQ's, with groups of so many columns, -1: rows. ``sorts``: its columns were sorted before
+    they were cut into groups (``desc_act``), ``alone``: those of each matrix in an order of their
+    own. ``second``: in the format that stores zero points as they are; ``indexed``: ``g_idx`` is
+    stored even if it says nothing.
+    """
+    settings = {
+        "quant_method": "gptq",
+        "bits": 4,
+        "group_size": group,
+        "desc_act": sorts,
+        "sym": symmetric,
+        "lm_head": False,
+        "checkpoint_format": "gptq_v2" if second else "gptq",
+        "damp_percent": 0.01,
+        "true_sequential": True,
+    }
+    stored = 0
+
+    def store(weight: Tensor) -> Stored:
+        nonlocal stored
+        stored += 1
+        index = _index(weight.shape[1], group, sorts=sorts, seed=stored if alone else 0)
+        numbers, scales, zeros, plain = _in_groups(weight, index, symmetric=symmetric)
+        tensors = {
+            "qweight": _words(numbers, 4).T,
+            "qzeros": _words(zeros.T.contiguous(), 4),
+            "scales": scales.T.to(torch.float16),
+        }
+        if not second:
+            ones = torch.full_like(tensors["qzeros"], 0x11111111)
+            tensors["qzeros"] = tensors["qzeros"] - ones
+        if indexed or sorts:
+            tensors["g_idx"] = index.int()
+        return tensors, plain
+
+    return settings, store
+
+
+def awq(*, group: int = 32) -> tuple[dict[str, Any], Callable[[Tensor], Stored]]:
+    """AWQ's, with groups of so many columns and zero points."""
+    settings = {
+        "quant_method": "awq",
+        "bits": 4,
+        "group_size": group,
+        "zero_point": True,
+        "version": "gemm",
+        "modules_to_not_convert": None,
+    }
+
+    def across(integers: Tensor) -> Tensor:
+        """Eight neighbours of a row in an int32: the even ones, then the odd ones."""
+        eights = integers.view(len(integers), -1, 8)
+        mixed = torch.cat([eights[..., ::2], eights[..., 1::2]], dim=2)
+        return _words(mixed.reshape(integers.shape), 4)
+
+    def store(weight: Tensor) -> Stored:
+        index = _index(weight.shape[1], group, sorts=False)
+        numbers, scales, zeros, plain = _in_groups(weight, index, symmetric=False)
+        tensors = {
+            "qweight": across(numbers.T.contiguous()),
+            "qzeros": across(zeros.T.contiguous()),
+            "scales": scales.T.to(torch.float16),
+        }
+        return tensors, plain
+
+    return settings, store
+
+
+def _index(columns: int, group: int, *, sorts: bool, seed: int = 0) -> Tensor:
+    """The group of each column."""
+    index = torch.arange(columns) // (columns if group < 0 else group)
+    if not sorts:
+        return index
+    generator = torch.Generator().manual_seed(columns + seed)
+    return index[torch.randperm(columns, generator=generator)]
+
+
+def _in_groups(
+    weight: Tensor, index: Tensor, *, symmetric: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Rounded to 4 bits: integers [N, K] from 0 to 15, scales [N, G] that float16 and bfloat16
+    hold, zero points [N, G], and the matrix that they stand for.
+    """
+    numbers, plain = torch.empty_like(weight, dtype=torch.int64), torch.empty_like(weight)
+    scales, zeros = [], []
+    for group in range(int(index.max()) + 1):
+        own = index == group
+        values = weight[:, own]
+        low, high = values.amin(1), values.amax(1)
+        if symmetric:
+            scale, zero = values.abs().amax(1) / 8, torch.full_like(low, 8)
+        else:
+            scale = (high - low) / 15
+            zero = (-low / scale).round().clamp(0, 15)
+            zero[3], zero[5] = 0, 15  # the least and the most
+        scale = (scale.view(torch.int32) & -65536).view(torch.float32).half().float()
+        integers = (values / scale[:, None] + zero[:, None]).round().clamp(0, 15)
+        numbers[:, own] = integers.long()
+        plain[:, own] = (integers - zero[:, None]) * scale[:, None]
+        scales.append(scale)
+        zeros.append(zero.long())
+    return numbers, torch.stack(scales, 1), torch.stack(zeros, 1), plain
+
+
 def _words(values: Tensor, bits: int) -> Tensor:
     """Integers [N, K] from 0 to 2^bits - 1 as int32 [N, K * bits / 32], the first in the lowest
     bits.

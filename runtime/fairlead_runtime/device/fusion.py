@@ -87,7 +87,8 @@ class Fusion:
 
     def __str__(self) -> str:
         why = f" ({self.reason})" if self.reason else ""
-        name = "fp8" if self.stored is FP8 else str(self.stored).removeprefix("torch.")
+        names = {FP8: "fp8", torch.uint8: "int4"}
+        name = names.get(self.stored, str(self.stored).removeprefix("torch."))
         weights = f", {name} weights" if self.fused and self.stored is not torch.float32 else ""
         head = f", {self.head} head" if self.head else ""
         if self.head_reason:

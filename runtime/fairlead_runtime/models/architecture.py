@@ -13,8 +13,8 @@ from fairlead_runtime.models.headers import Header
 from fairlead_runtime.models.model_error import ModelError
 from fairlead_runtime.sizing.config_json import ShapeError, UnknownFamilyError
 from fairlead_runtime.sizing.family_table import FAMILIES
-from fairlead_runtime.sizing.published import QuantizedError
 from fairlead_runtime.sizing.shape import ModelShape
+from fairlead_runtime.sizing.stored import QuantizedError
 
 _COMPOSITE = ("text_config", "llm_config", "language_config", "thinker_config")
 _OWN_CODE_FIX = "serve a model whose architecture is part of transformers"

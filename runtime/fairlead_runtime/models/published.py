@@ -15,11 +15,12 @@ from transformers.quantizers import HfQuantizer
 from transformers.quantizers.auto import register_quantization_config, register_quantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from fairlead_kernels.quantize import FP8, Quantized
+from fairlead_kernels.quantize import FP8, STORED, Format, Quantized
+from fairlead_runtime.models.grouped import grouped
 from fairlead_runtime.models.headers import Header, TensorEntry
 from fairlead_runtime.models.model_error import ModelError
 from fairlead_runtime.models.quantized import QuantizedLinear
-from fairlead_runtime.sizing.published import BESIDE, SCALE, ZERO, Published
+from fairlead_runtime.sizing.stored import SCALE, ZERO, Published
 
 _METHOD = "fairlead"
 _TYPES = {
@@ -49,7 +50,8 @@ class _Loader(HfQuantizer):  # type: ignore[misc] # the same
 
     def _process_model_before_weight_loading(self, model: PreTrainedModel, **_: Any) -> None:
         settings = self.quantization_config
-        left = {name.removesuffix(f".{SCALE}") for name in settings.tensors if name.endswith(SCALE)}
+        scale = f".{settings.stored.scale}"
+        left = {name.removesuffix(scale) for name in settings.tensors if name.endswith(scale)}
         for name, module in list(model.named_modules()):
             prefixes = (name, name.removeprefix(f"{model.base_model_prefix}."))
             found = next((prefix for prefix in prefixes if prefix in left), None)
@@ -77,9 +79,9 @@ class _StoredLinear(nn.Module):
         self._stored = settings.stored
         self._name = name
         self._shape = (linear.out_features, linear.in_features)
-        for leaf in (self._stored.weight, *BESIDE):
+        for leaf in (self._stored.weight, *self._stored.beside):
             entry = settings.tensors.get(f"{name}.{leaf}")
-            if entry is None and leaf not in (self._stored.weight, SCALE):
+            if entry is None and leaf not in self._stored.needed:
                 continue
             if entry is None or entry.dtype not in _TYPES:
                 raise ValueError(f"{name[:100]}.{leaf} is missing, or of another type")
@@ -88,6 +90,12 @@ class _StoredLinear(nn.Module):
 
     def quantized(self) -> QuantizedLinear:
         """The same for use. Raises ValueError for tensors of other sizes than the layer's."""
+        if self._stored.format == "int4":
+            tensors = {leaf: x.data for leaf, x in self.named_parameters() if leaf != "bias"}
+            try:
+                return QuantizedLinear(grouped(self._stored, tensors, *self._shape), self.bias)
+            except ValueError as error:
+                raise ValueError(f"{self._name[:100]}: {error}") from None
         numbers, scales = getattr(self, self._stored.weight).data, getattr(self, SCALE).data
         if self._stored.packed > 1:
             numbers = _unpacked(numbers)
@@ -100,10 +108,11 @@ class _StoredLinear(nn.Module):
         if ZERO in self._parameters and getattr(self, ZERO).any():
             raise ValueError(f"{self._name[:100]}: a zero point, in weights without any")
         scales = scales.reshape(-1).expand(rows).contiguous()
-        expected = {"int8": torch.int8, "fp8": FP8}[self._stored.format]
+        served: Format = "fp8" if self._stored.format == "fp8" else "int8"
+        expected = STORED[served]
         if numbers.dtype is not expected:
             raise ValueError(f"{self._name[:100]}: {numbers.dtype} where {expected} is expected")
-        weight = Quantized(self._stored.format, numbers.view(torch.int8).contiguous(), scales)
+        weight = Quantized(served, numbers.view(torch.int8).contiguous(), scales)
         return QuantizedLinear(weight, self.bias)
 
 

@@ -10,8 +10,9 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - torch's own convention
 from torch import Tensor, nn
 
+from fairlead_kernels.grouped import Grouped
 from fairlead_kernels.parts import row_parts
-from fairlead_kernels.quantize import Format, Quantized
+from fairlead_kernels.quantize import Held, Quantized
 
 
 class QuantizedLinear(nn.Module):
@@ -21,23 +22,32 @@ class QuantizedLinear(nn.Module):
 
     def __init__(self, weight: Quantized, bias: Tensor | None) -> None:
         super().__init__()
-        self._format: Format = weight.format
-        self.bits = nn.Parameter(weight.bits, requires_grad=False)
-        self.scales = nn.Parameter(weight.scales, requires_grad=False)
-        self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
+        self._format: Held = weight.format
+        groups = weight if isinstance(weight, Grouped) else None
+        self.bits, self.scales = _held(weight.bits), _held(weight.scales)
+        self.zeros = None if groups is None else _held(groups.zeros)
+        self.order = None if groups is None or groups.order is None else _held(groups.order)
+        self.bias = None if bias is None else _held(bias)
 
     @property
     def weight(self) -> Quantized:
-        return Quantized(self._format, self.bits.data, self.scales.data)
+        bits, scales = self.bits.data, self.scales.data
+        if self.zeros is None:
+            return Quantized(self._format, bits, scales)
+        order = None if self.order is None else self.order.data
+        return Grouped(self._format, bits, scales, self.zeros.data, order)
 
     def forward(self, x: Tensor) -> Tensor:
         # A head's plain weights are as large as all quantized ones of a small model.
-        return torch.cat([self._rows(x, part) for part in row_parts(*self.bits.shape)], dim=-1)
+        return torch.cat([self._rows(x, part) for part in row_parts(*self.weight.shape)], dim=-1)
 
     def _rows(self, x: Tensor, part: slice) -> Tensor:
-        weight = Quantized(self._format, self.bits.data[part], self.scales.data[part])
         bias = None if self.bias is None else self.bias[part]
-        return F.linear(x, weight.dequantize().to(x.dtype), bias)
+        return F.linear(x, self.weight.rows(part).dequantize().to(x.dtype), bias)
+
+
+def _held(tensor: Tensor) -> nn.Parameter:
+    return nn.Parameter(tensor, requires_grad=False)
 
 
 class QuantizedEmbedding(nn.Module):
@@ -47,7 +57,7 @@ class QuantizedEmbedding(nn.Module):
 
     def __init__(self, weight: Quantized, factor: float) -> None:
         super().__init__()
-        self._format: Format = weight.format
+        self._format: Held = weight.format
         self._factor = factor
         self.bits = nn.Parameter(weight.bits, requires_grad=False)
         self.scales = nn.Parameter(weight.scales, requires_grad=False)

@@ -6,50 +6,26 @@ untrusted. ``models/published.py`` reads the tensors.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Literal
 
 from fairlead_runtime.config import ConfigError, EngineConfig
-from fairlead_runtime.sizing.config_json import ShapeError
+from fairlead_runtime.sizing.gptq_awq import awq, gptq
+from fairlead_runtime.sizing.stored import (
+    GROUP_SIZES,
+    HEAD,
+    KEY,
+    Published,
+    QuantizedError,
+    Stored,
+    check_value,
+    refusal,
+)
 from fairlead_runtime.supported import check_supported
 
-KEY = "quantization_config"
 # How compressed-tensors stores the numbers: as they are, or several in an int32.
 _PLAIN, _PACKED = ("int-quantized", "float-quantized", "naive-quantized"), "pack-quantized"
-_HEAD = ("lm_head", "re:.*lm_head", "embed_out")
-# Beside a weight: what it is multiplied by, and what belongs to activations or to calibration.
-SCALE, ZERO = "weight_scale", "weight_zero_point"
-BESIDE = (SCALE, ZERO, "weight_shape", "input_scale", "input_zero_point")
-
-
-class QuantizedError(ShapeError):
-    """A quantized checkpoint that is not served; the message names the key of its configuration."""
-
-
-# What a checkpoint's weights are, as the setting ``quantization`` names it; "": plain.
-Stored = Literal["", "int8", "fp8"]
-
-
-@dataclass(frozen=True, slots=True)
-class Published:
-    """How the matrices of all layers are stored. ``format``: the value of the setting
-    ``quantization`` that serves them; ``weight``: the name of the tensor that holds the numbers of
-    a matrix, several of them in each element if there are ``packed`` in one.
-    """
-
-    format: Literal["int8", "fp8"]
-    weight: str = "weight"
-    packed: int = 1
-
-    def plain(self, name: str, dimensions: tuple[int, ...]) -> tuple[str, tuple[int, ...]] | None:
-        """The tensor of the unquantized checkpoint in the place of this one, None for none."""
-        module, _, leaf = name.rpartition(".")
-        if leaf in BESIDE:
-            return None
-        if leaf == self.weight and self.packed > 1:
-            *rows, columns = dimensions
-            return f"{module}.weight", (*rows, columns * self.packed)
-        return name, dimensions
+_SORTED = ("group", "dynamic")  # columns before they were cut into groups
 
 
 def as_stored(config: EngineConfig, quantized: Stored) -> EngineConfig:
@@ -79,6 +55,9 @@ def check_stored(
     whose layers are not fused.
     """
     stored = as_stored(config, quantized)
+    if stored.quantization == "int4" and not quantized:
+        problem = "int4: weights are not rounded to it at load, which takes a calibration"
+        raise ConfigError("quantization", problem, "use none, or a GPTQ or AWQ checkpoint")
     try:
         check_supported(stored, dtype, device)
     except ConfigError as error:
@@ -115,35 +94,41 @@ def published(config: Mapping[str, Any]) -> Published | None:
     if not isinstance(settings, Mapping):
         raise QuantizedError(KEY, "must be an object")
     method = settings.get("quant_method")
+    if method == "gptq":
+        return gptq(settings)
+    if method == "awq":
+        return awq(settings)
     if method != "compressed-tensors":
-        raise _refusal("quant_method", method, "compressed-tensors is served")
+        raise refusal("quant_method", method, "compressed-tensors, gptq and awq are served")
     return _compressed_tensors(config, settings)
 
 
 def _compressed_tensors(config: Mapping[str, Any], settings: Mapping[str, Any]) -> Published:
     if settings.get("quantization_status", "compressed") != "compressed":
         status = settings["quantization_status"]
-        raise _refusal("quantization_status", status, "compressed is served")
+        raise refusal("quantization_status", status, "compressed is served")
     sparsity = _object(settings, "sparsity_config")
     if sparsity.get("format", "dense") != "dense":
-        raise _refusal("sparsity_config.format", sparsity["format"], "dense weights are served")
+        raise refusal("sparsity_config.format", sparsity["format"], "dense weights are served")
     groups = _object(settings, "config_groups")
     if len(groups) != 1:
-        raise _refusal("config_groups", f"{len(groups)} groups", "one for all layers is served")
+        raise refusal("config_groups", f"{len(groups)} groups", "one for all layers is served")
     group = _object(groups, next(iter(groups)))
     if group.get("targets") != ["Linear"]:
-        raise _refusal("targets", group.get("targets"), '["Linear"] is served')
+        raise refusal("targets", group.get("targets"), '["Linear"] is served')
     _check_ignored(config, settings)
     if group.get("output_activations") is not None:
-        raise _refusal("output_activations", "set", "rounded outputs are not served")
+        raise refusal("output_activations", "set", "rounded outputs are not served")
     weights = _object(group, "weights")
+    stored = group.get("format") or settings.get("format")
+    if weights.get("num_bits") == 4:
+        return _four_bits(weights, stored)
     _check_weights(weights)
     served: Literal["int8", "fp8"] = "int8" if weights["type"] == "int" else "fp8"
-    stored = group.get("format") or settings.get("format")
     if stored == _PACKED and served == "int8":
         return Published(served, "weight_packed", 4)
     if stored not in _PLAIN:
-        raise _refusal("format", stored, f"{', '.join(_PLAIN)} and 8-bit {_PACKED} are served")
+        raise refusal("format", stored, f"{', '.join(_PLAIN)} and 8-bit {_PACKED} are served")
     return Published(served)
 
 
@@ -156,21 +141,38 @@ def _check_weights(weights: Mapping[str, Any]) -> None:
         ("symmetric", (True,)),
         ("dynamic", (False, None)),
     ):
-        value = weights.get(key)
-        # JSON's true is no 1.
-        if not any(value == x and isinstance(value, bool) is isinstance(x, bool) for x in works):
-            raise _refusal(f"weights.{key}", value, " or ".join(map(str, works)) + " is served")
+        check_value({key: weights.get(key)}, key, works, prefix="weights.")
+
+
+def _four_bits(weights: Mapping[str, Any], stored: object) -> Published:
+    """Integers of 4 bits with a scale per group of columns, or per row."""
+    for key, works in (
+        ("type", ("int",)),
+        ("strategy", ("group", "channel")),
+        ("symmetric", (True, False)),
+        ("dynamic", (False, None)),
+        ("actorder", (None, "static", "weight", *_SORTED)),
+    ):
+        check_value({key: weights.get(key)}, key, works, prefix="weights.")
+    if stored != _PACKED:
+        raise refusal("format", stored, f"4-bit {_PACKED} is served")
+    group = 0
+    if weights["strategy"] == "group":
+        group = weights.get("group_size", 0)
+        check_value({"group_size": group}, "group_size", GROUP_SIZES, prefix="weights.")
+    ordered = weights.get("actorder") in _SORTED and group > 0
+    return Published("int4", "weight_packed", 8, group=group, ordered=ordered)
 
 
 def _check_ignored(config: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
     """The head must not be quantized, and every layer whole."""
     ignored = settings.get("ignore")
     names = ignored if isinstance(ignored, list) else []
-    others = [name for name in names if name not in _HEAD]
+    others = [name for name in names if name not in HEAD]
     if others:
-        raise _refusal("ignore", others[0], "models of which all layers are quantized are served")
+        raise refusal("ignore", others[0], "models of which all layers are quantized are served")
     if not names and config.get("tie_word_embeddings") is not True:
-        raise _refusal("ignore", ignored, "models whose lm_head is not quantized are served")
+        raise refusal("ignore", ignored, "models whose lm_head is not quantized are served")
 
 
 def _object(values: Mapping[str, Any], key: str) -> Mapping[str, Any]:
@@ -178,7 +180,3 @@ def _object(values: Mapping[str, Any], key: str) -> Mapping[str, Any]:
     if not isinstance(value, Mapping):
         raise QuantizedError(KEY, f"{key[:40]} must be an object")
     return value
-
-
-def _refusal(key: str, value: object, served: str) -> QuantizedError:
-    return QuantizedError(KEY, f"{key} {str(value)[:60]!r} is not supported: {served}")

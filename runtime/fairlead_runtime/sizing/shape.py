@@ -26,7 +26,8 @@ from fairlead_runtime.sizing.family_table import (
     Family,
 )
 from fairlead_runtime.sizing.parameters import ParameterCount, count_layer, has_flat_norm
-from fairlead_runtime.sizing.published import KEY, QuantizedError, Stored, published
+from fairlead_runtime.sizing.published import published
+from fairlead_runtime.sizing.stored import KEY, Published, QuantizedError, Stored
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +60,9 @@ class ModelShape:
     layer_matrices: int  # parameters in the layers' matrices: what quantization packs
     largest_layer: int  # the most of them in one layer
     layer_channels: int  # output rows of those matrices: one scale each when quantized
+    # Of a checkpoint in int4: scales of groups of columns, and columns that a product orders.
+    groups: int
+    orders: int
     inner: int  # a multiple of it is the inner width of every layer's MLP
     splits: bool  # False: it is known that ranks cannot share the model
     # Of the parameters: what ranks split evenly, and what they split by key-value heads.
@@ -92,13 +96,14 @@ class ModelShape:
         family = FAMILIES[name]
         s = ConfigReader(config, family)
         check_traits(s)
-        quantized = _quantized(config, experts=bool(family.experts))
+        stored = _quantized(config, experts=bool(family.experts))
         layers, hidden, vocab = (
             s.whole(k) for k in ("num_hidden_layers", "hidden_size", "vocab_size")
         )
         tied = s.flag("tie_word_embeddings")
         counts = [count_layer(s, family, i) for i in range(layers)]
         body = sum((c for c, _, _ in counts), ParameterCount())
+        queries, inners = s.heads * s.head_dim, [inner for _, _, inner in counts]
         outside = vocab * hidden * (1 if tied else 2)
         outside += s.whole("max_position_embeddings") * hidden if family.positions else 0
         outside += hidden * (2 if family.norm_bias else 1)
@@ -111,7 +116,7 @@ class ModelShape:
             head_dim=s.head_dim,
             hidden=hidden,
             mlp_width=max(width for _, width, _ in counts),
-            slab_width=_slab_width(s, family, max(inner for _, _, inner in counts)),
+            slab_width=_slab_width(s, family, max(inners)),
             logit_copies=2 if s.get("final_logit_softcapping") is not None else family.logit_copies,
             explicit_scores=family.sinks or s.get("attn_logit_softcapping") is not None,
             vocab=vocab,
@@ -120,12 +125,14 @@ class ModelShape:
             experts=s.whole("num_local_experts") if family.experts else 0,
             experts_per_token=s.whole("num_experts_per_tok") if family.experts else 0,
             dtype=dtype_of(config),
-            quantized=quantized,
+            quantized=stored.format,
             parameters=body.matrices + body.rest + outside,
             layer_matrices=body.matrices,
             largest_layer=max(c.matrices for c, _, _ in counts),
             layer_channels=body.channels,
-            inner=math.gcd(*(inner for _, _, inner in counts)),
+            groups=stored.groups(body.matrices, body.channels, (hidden, queries, *inners)),
+            orders=stored.ordered * (layers * (2 * hidden + queries) + sum(inners)),
+            inner=math.gcd(*inners),
             splits=family.splits and not has_flat_norm(s, family),
             split=body.split,
             keys=body.keys,
@@ -148,7 +155,7 @@ class ModelShape:
         bounds.
         """
         experts_setting = next((k for k in EXPERTS if settings.get(k)), "")
-        quantized = _quantized(config, experts=bool(experts_setting))
+        stored = _quantized(config, experts=bool(experts_setting))
         family = UNKNOWN_EXPERTS if experts_setting else UNKNOWN_DENSE
         s = ConfigReader(settings, family)
         check_traits(s)
@@ -163,6 +170,7 @@ class ModelShape:
             (n, d) for n, d in sizes if len(d) > 1 and any(part.isdigit() for part in n.split("."))
         ]
         in_layers = sum(math.prod(dimensions) for _, dimensions in matrices)
+        channels = sum(math.prod(dimensions[:-1]) for _, dimensions in matrices)
         keys = min(in_layers, 2 * layers * s.kv_heads * s.head_dim * hidden)
         return cls(
             model_type=str(config.get("model_type")),
@@ -183,11 +191,14 @@ class ModelShape:
             experts=s.whole(experts_setting) if experts_setting else 0,
             experts_per_token=chosen,
             dtype=dtype_of(config),
-            quantized=quantized,
+            quantized=stored.format,
             parameters=sum(math.prod(dimensions) for _, dimensions in sizes),
             layer_matrices=in_layers,
             largest_layer=_largest_layer(matrices),
-            layer_channels=sum(math.prod(dimensions[:-1]) for _, dimensions in matrices),
+            layer_channels=channels,
+            groups=stored.groups(in_layers, channels, {d[-1] for _, d in matrices}),
+            # Matrices that share their input may share one.
+            orders=stored.ordered * sum(d[-1] for _, d in matrices),
             inner=inner,
             splits=True,  # the plan of the loaded model decides
             split=in_layers - keys,
@@ -213,11 +224,11 @@ def _slab_width(s: ConfigReader, family: Family, inner: int) -> int:
     return max(attention, 3 * inner if family.gated else 3 * inner // 2)
 
 
-def _quantized(config: Mapping[str, Any], *, experts: bool) -> Stored:
+def _quantized(config: Mapping[str, Any], *, experts: bool) -> Published:
     stored = published(config)
     if stored is not None and experts:
         raise QuantizedError(KEY, "quantized experts are not supported")
-    return "" if stored is None else stored.format
+    return stored or Published("")
 
 
 def _windows(s: ConfigReader, family: Family, layers: int) -> tuple[int | None, ...]:

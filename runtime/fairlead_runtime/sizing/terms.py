@@ -91,7 +91,7 @@ def terms_of(
         "weights": weights(shape, config, tp, device.kind),
         "activations": _in_slabs(shape, config, tokens, rotary)
         if packed and fused and shape.slab_width
-        else tokens * width * layer + _widened(shape, config, device.kind) * element,
+        else tokens * width * layer + _widened(shape, config, device.kind, tokens),
         "attention": _attention(shape, config, groups, element),
         "logits": rows * max(width * layer, head),
         "sampling": sampler_rows * (shape.vocab * SAMPLING_BYTES + HISTOGRAM)
@@ -249,8 +249,11 @@ def weights(shape: ModelShape, config: EngineConfig, tp: int, kind: str) -> int:
     if kind == "cpu" and tp == 1 and packs_on_cpu(shape, config):
         return _packed_weights(shape, config, element)
     if config.quantization != "none":
-        # One byte each and a float32 scale per row.
+        # A byte each and a float32 scale per row. int4: half of one, a scale and a zero point per
+        # group, and the order of columns, if they have one.
         matrices = split(shape.layer_matrices + 4 * shape.layer_channels, tp)
+        if config.quantization == "int4":
+            matrices = shape.layer_matrices // 2 + 5 * shape.groups + 4 * shape.orders
         return matrices + (shape.parameters - shape.layer_matrices) * element
     head = 0 if shape.tied or shape.vocab % tp else shape.vocab * shape.hidden
     whole = shape.parameters - shape.split - shape.keys - head
@@ -272,14 +275,19 @@ def _packed_weights(shape: ModelShape, config: EngineConfig, element: int) -> in
     return plain - matrices * (element - 1) + 4 * channels
 
 
-def _widened(shape: ModelShape, config: EngineConfig, kind: str) -> int:
-    """Elements of the largest matrix that a product on an accelerator may copy: quantized weights,
-    in the type of the activations.
+def _widened(shape: ModelShape, config: EngineConfig, kind: str, tokens: int) -> int:
+    """Bytes of the largest matrix that a product on an accelerator may copy: quantized weights, in
+    the type of the activations. Of int4 half of the integers are beside it, and what they multiply
+    in the order of their columns.
     """
     if config.quantization == "none" or kind == "cpu":
         return 0
     projections = (shape.heads + 2 * shape.kv_heads) * shape.head_dim
-    return shape.hidden * max(2 * shape.inner, projections)
+    largest, element = shape.hidden * max(2 * shape.inner, projections), bytes_of(shape, config)
+    if config.quantization != "int4":
+        return largest * element
+    given = max(shape.hidden, shape.heads * shape.head_dim, shape.inner) if shape.orders else 0
+    return largest * element + largest // 2 + tokens * given * element
 
 
 def _attention(

@@ -204,13 +204,14 @@ CASES: tuple[Case, ...] = (
     *(
         _spec(
             f"{method} weights with {accelerators} accelerators in {dtype}",
-            "engine.quantization fp8 on a CPU or in float32 is not supported yet",
+            "engine.quantization fp8 and int4 on a CPU or in float32 is not supported yet",
             engine={"quantization": method, "dtype": dtype},
             resources={"accelerator": {"count": accelerators}},
         )
         for method, accelerators, dtype in (
             ("fp8", 0, "bfloat16"),
             ("fp8", 1, "float32"),
+            ("int4", 0, "auto"),
         )
     ),
     *(
@@ -224,6 +225,7 @@ CASES: tuple[Case, ...] = (
             ("int8", 1, "auto"),
             ("fp8", 1, "auto"),
             ("fp8", 1, "float16"),
+            ("int4", 1, "auto"),
         )
     ),
     *(

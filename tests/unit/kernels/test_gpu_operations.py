@@ -22,10 +22,12 @@ from fairlead_kernels.triton_operations import TritonOperations
 from support.full import LONG_FORM
 from support.operation_cases import (
     ActivationCase,
+    GroupedCase,
     NormCase,
     ProductCase,
     RopeCase,
     activation_cases,
+    grouped_cases,
     interpreted,
     norm_cases,
     operations,
@@ -76,6 +78,15 @@ def test_an_activation_with_or_without_a_gate_is_the_references(
 @examples
 @given(case=product_cases)
 def test_a_product_of_any_size_is_the_references(name: str, case: ProductCase) -> None:
+    case.check(operations(name), CPU)
+
+
+@both
+@examples
+@given(case=grouped_cases)
+def test_a_product_with_weights_of_four_bits_is_the_references(
+    name: str, case: GroupedCase
+) -> None:
     case.check(operations(name), CPU)
 
 
@@ -172,6 +183,7 @@ def test_every_kernel_that_is_launched_compiles_for_gpus() -> None:
         "rope_write",
         "activate",
         "multiply_int8",
+        "multiply_int4",
     }
     assert {line.split()[1] for line in compiled} == {"sm80", "sm90"}
 

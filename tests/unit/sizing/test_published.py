@@ -1,21 +1,18 @@
 """What a quantization_config says of a checkpoint's weights, and what of it is refused."""
 
 import copy
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import pytest
 
 from fairlead_runtime.config import ConfigError, EngineConfig
-from fairlead_runtime.sizing.published import (
-    Published,
-    QuantizedError,
-    as_stored,
-    check_stored,
-    published,
-)
+from fairlead_runtime.sizing.published import as_stored, check_stored, published
 from fairlead_runtime.sizing.shape import ModelShape
-from support.published import compressed_tensors
+from fairlead_runtime.sizing.stored import Published, QuantizedError
+from fairlead_runtime.sizing.terms import weights
+from support.published import awq, compressed_int4, compressed_tensors, gptq
 
 
 def config_of(change: Any = None, **settings: Any) -> dict[str, Any]:
@@ -62,7 +59,8 @@ REFUSED = {
     "ignore 'model.layers.0": lambda s: s["ignore"].append("model.layers.0.mlp.down_proj"),
     "models whose lm_head is not quantized": lambda s: s.update(ignore=[]),
     "format 'marlin-24'": lambda s: s.update(format="marlin-24"),
-    "weights.num_bits '4'": lambda s: group(s)["weights"].update(num_bits=4),
+    "weights.num_bits '3'": lambda s: group(s)["weights"].update(num_bits=3),
+    "4-bit pack-quantized is served": lambda s: group(s)["weights"].update(num_bits=4),
     "weights.num_bits 'True'": lambda s: group(s)["weights"].update(num_bits=True),
     "weights.type 'nf'": lambda s: group(s)["weights"].update(type="nf"),
     "weights.strategy 'group'": lambda s: group(s)["weights"].update(strategy="group"),
@@ -77,6 +75,136 @@ def test_what_is_not_served_is_refused_by_the_name_of_its_key(names: str) -> Non
         ModelShape.from_config(config_of(REFUSED[names]))
     assert str(refused.value).startswith("config.json: quantization_config: ")
     assert names in str(refused.value)
+
+
+def four_bits(made: Any, change: Any = None) -> dict[str, Any]:
+    settings = copy.deepcopy(made[0])
+    if change is not None:
+        change(settings)
+    return {"model_type": "llama", "quantization_config": settings}
+
+
+def test_integers_of_four_bits_are_served_as_they_are_stored() -> None:
+    for group, columns in ((32, 32), (64, 64), (128, 128), (-1, 0)):
+        one = Published("int4", "qweight", 8, "gptq", columns)
+        for symmetric in (True, False):
+            assert published(four_bits(gptq(group=group, symmetric=symmetric))) == one
+        several = group > 0  # a single group has no order
+        assert published(four_bits(gptq(group=group, sorts=True))) == replace(one, ordered=several)
+        second = published(four_bits(gptq(group=group, second=True)))
+        assert second == replace(one, layout="gptq_v2")
+        packed = Published("int4", "weight_packed", 8, "rows", columns)
+        assert published(four_bits(compressed_int4(group=group))) == packed
+        ordered = published(four_bits(compressed_int4(group=group, sorts=True)))
+        assert ordered == replace(packed, ordered=several)
+        if several:
+            found = published(four_bits(awq(group=group)))
+            assert found == Published("int4", "qweight", 8, "awq", columns)
+    fixed = four_bits(gptq(sorts=True), lambda s: s.update(static_groups=True))
+    assert published(fixed) == Published("int4", "qweight", 8, "gptq", 32)
+
+
+REFUSED_GPTQ = {
+    "bits '3'": lambda s: s.update(bits=3),
+    "bits '8'": lambda s: s.update(bits=8),
+    "group_size '16'": lambda s: s.update(group_size=16),
+    "group_size '1.5'": lambda s: s.update(group_size=1.5),
+    "group_size '[32]'": lambda s: s.update(group_size=[32]),
+    "desc_act '1'": lambda s: s.update(desc_act=1),
+    "lm_head 'True'": lambda s: s.update(lm_head=True),
+    "is_marlin_format 'True'": lambda s: s.update(is_marlin_format=True),
+    "pack_dtype 'int16'": lambda s: s.update(pack_dtype="int16"),
+    "dynamic ": lambda s: s.update(dynamic={"-:.*down": {}}),
+    "modules_in_block_to_quantize": lambda s: s.update(
+        modules_in_block_to_quantize=[["mlp.down_proj"]]
+    ),
+    "checkpoint_format 'marlin'": lambda s: s.update(checkpoint_format="marlin"),
+}
+REFUSED_AWQ = {
+    "bits '3'": lambda s: s.update(bits=3),
+    "group_size '-1'": lambda s: s.update(group_size=-1),
+    "zero_point 'False'": lambda s: s.update(zero_point=False),
+    "version 'gemv'": lambda s: s.update(version="gemv"),
+    "modules_to_not_convert 'mlp.gate'": lambda s: s.update(
+        modules_to_not_convert=["lm_head", "mlp.gate"]
+    ),
+}
+REFUSED_PACKED = {
+    "weights.type 'float'": lambda s: group(s)["weights"].update(type="float"),
+    "weights.strategy 'tensor'": lambda s: group(s)["weights"].update(strategy="tensor"),
+    "weights.group_size '16'": lambda s: group(s)["weights"].update(group_size=16),
+    "weights.actorder 'random'": lambda s: group(s)["weights"].update(actorder="random"),
+    "weights.dynamic 'local'": lambda s: group(s)["weights"].update(dynamic="local"),
+}
+
+
+@pytest.mark.parametrize(
+    ("made", "names", "change"),
+    [
+        *((gptq, *x) for x in REFUSED_GPTQ.items()),
+        *((awq, *x) for x in REFUSED_AWQ.items()),
+        *((compressed_int4, *x) for x in REFUSED_PACKED.items()),
+    ],
+)
+def test_other_integers_of_four_bits_are_refused_by_the_name_of_their_key(
+    made: Any, names: str, change: Any
+) -> None:
+    with pytest.raises(QuantizedError) as refused:
+        ModelShape.from_config(four_bits(made(), change))
+    assert names in str(refused.value)
+    assert str(refused.value).endswith(" served")
+
+
+@pytest.mark.parametrize("width", ["hidden_size", "intermediate_size"])
+def test_groups_that_do_not_divide_a_matrix_are_refused(width: str) -> None:
+    config = four_bits(gptq(group=128)) | {width: 4096 + 64}
+    with pytest.raises(QuantizedError, match=r"group_size '128'.* width 4160 are served"):
+        ModelShape.from_config(config)
+    with pytest.raises(QuantizedError, match=r"group_size '-1'.* width 4164 are served"):
+        ModelShape.from_config(four_bits(gptq(group=-1)) | {width: 4096 + 68})
+
+
+LLAMA_2_7B: dict[str, Any] = {"hidden_size": 4096, "intermediate_size": 11008, "vocab_size": 32000}
+
+
+@pytest.mark.parametrize(
+    ("made", "group", "ordered"),
+    [(gptq, 128, False), (gptq, 32, True), (gptq, -1, False), (awq, 64, False)],
+)
+def test_weights_of_four_bits_are_planned_to_the_byte(made: Any, group: int, ordered: bool) -> None:
+    form = made(group=group, sorts=True) if ordered else made(group=group)
+    config = four_bits(form) | LLAMA_2_7B | {"torch_dtype": "float16"}
+    shape = ModelShape.from_config(config)
+    hidden, inner, layers = 4096, 11008, 32
+    matrices = [(hidden, hidden)] * 4 + [(inner, hidden)] * 2 + [(hidden, inner)]
+    size = 0
+    for rows, columns in matrices:
+        groups = 1 if group < 0 else columns // group
+        size += rows * columns // 2 + rows * groups * (4 + 1)  # float32 scales, zeros in bytes
+    # An order for queries, keys and values, one for what attention returns, and so on.
+    size += 4 * (3 * hidden + inner) if ordered else 0
+    plain = 2 * 32000 * hidden + hidden * (2 * layers + 1)
+    engine = as_stored(EngineConfig(), shape.quantized)
+    assert weights(shape, engine, 1, "cuda") == layers * size + 2 * plain
+
+
+def test_int4_is_no_format_to_round_to() -> None:
+    with pytest.raises(ConfigError) as refused:
+        check_stored(EngineConfig(quantization="int4"), "", "bfloat16", "cuda", experts=False)
+    assert str(refused.value) == (
+        "--quantization: int4: weights are not rounded to it at load, which takes a calibration "
+        "(use none, or a GPTQ or AWQ checkpoint)"
+    )
+
+
+@pytest.mark.parametrize(("dtype", "device"), [("bfloat16", "cpu"), ("float32", "cuda")])
+def test_int4_is_refused_on_cpus_and_in_float32_with_the_reason(dtype: str, device: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        check_stored(EngineConfig(), "int4", dtype, device, experts=False)
+    assert f"int4 is not supported in {dtype} on {device} yet: products with" in str(refused.value)
+    assert "the checkpoint's weights are int4" in str(refused.value)
+    for works in ("bfloat16", "float16"):
+        check_stored(EngineConfig(), "int4", works, "cuda", experts=False)
 
 
 def test_quantized_experts_are_refused() -> None:
@@ -102,10 +230,10 @@ def test_a_format_is_refused_where_its_setting_would_be() -> None:
     with pytest.raises(ConfigError) as refused:
         check(EngineConfig(), "fp8", "bfloat16", "cpu")
     assert str(refused.value) == (
-        "--quantization: fp8 is not supported in bfloat16 on cpu yet: products with fp8 weights "
-        "are those of GPUs; the checkpoint's weights are fp8 (config.json: quantization_config) "
-        "(use none or int8, or fp8 with dtype bfloat16 or float16 on a GPU; none and int8 need the "
-        "unquantized checkpoint)"
+        "--quantization: fp8 is not supported in bfloat16 on cpu yet: products with fp8 and int4 "
+        "weights are those of GPUs; the checkpoint's weights are fp8 (config.json: "
+        "quantization_config) (use none or int8, or fp8 or int4 with dtype bfloat16 or float16 on "
+        "a GPU; none and int8 need the unquantized checkpoint)"
     )
 
 
@@ -117,6 +245,15 @@ def test_rounding_a_model_with_experts_is_refused_before_it_loads() -> None:
 
 
 def test_stored_tensors_count_as_the_matrices_that_they_stand_for() -> None:
+    for form, stored in ((gptq(), (2, 16)), (awq(), (16, 2)), (compressed_int4(), (16, 2))):
+        found = published(four_bits(form))
+        assert found is not None
+        assert found.plain(f"layers.0.up.{found.weight}", stored) == (
+            "layers.0.up.weight",
+            (16, 16),
+        )
+        for leaf in found.beside:
+            assert found.plain(f"layers.0.up.{leaf}", (4,)) is None
     packed = Published("int8", "weight_packed", 4)
     assert packed.plain("layers.0.up.weight_packed", (8, 4)) == ("layers.0.up.weight", (8, 16))
     assert packed.plain("layers.0.up.weight_scale", (8, 1)) is None

@@ -1,0 +1,112 @@
+"""The 4-bit matrices of a published checkpoint, from the tensors that hold them.
+
+Owns how GPTQ, AWQ and compressed-tensors pack integers, zero points and the order of columns. The
+tensors are untrusted: each must have its layer's size.
+"""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from fairlead_kernels.grouped import Grouped, paired
+from fairlead_runtime.sizing.stored import (
+    GROUP_INDEX,
+    GROUP_SCALES,
+    GROUP_ZEROS,
+    INDEX,
+    SCALE,
+    ZERO,
+    Published,
+)
+
+# Of the eight integers in an int32 of AWQ, where each of eight neighbours is.
+_PLACES = [0, 4, 1, 5, 2, 6, 3, 7]
+_ONES = 0x11111111
+_SYMMETRIC = 8  # what stands for 0 where no zero points are stored
+
+
+def grouped(stored: Published, tensors: Mapping[str, Tensor], rows: int, columns: int) -> Grouped:
+    """The matrix [rows, columns] of a layer. Raises ValueError for tensors of other sizes or types,
+    and for an index that does not give every group as many columns.
+    """
+    groups = columns // stored.group if stored.group else 1
+    _check(stored, tensors, rows, columns, groups)
+    numbers = tensors[stored.weight]
+    if stored.layout == "rows":
+        bits, scales = numbers.view(torch.uint8), tensors[SCALE]
+        zeros = torch.full((rows, groups), _SYMMETRIC, dtype=torch.uint8)
+        if (words := tensors.get(ZERO)) is not None:
+            zeros = _integers(words.T.contiguous()).T.contiguous()
+        index = tensors.get(INDEX)
+    else:
+        words, index = tensors[GROUP_ZEROS], tensors.get(GROUP_INDEX)
+        scales = tensors[GROUP_SCALES].T.contiguous()
+        if stored.layout == "awq":
+            bits = paired(_in_order(_integers(numbers)).T)
+            zeros = _in_order(_integers(words)).T.contiguous()
+        else:
+            bits = numbers.T.contiguous().view(torch.uint8)
+            # Of whole words, as it was taken from them: below 0 it borrows from the next.
+            words = words + _ONES if stored.layout == "gptq" else words
+            zeros = _integers(words).T.contiguous()
+    order = None if index is None else _order(index, groups)
+    if order is not None:
+        bits = paired(_integers(bits)[:, order])
+    return Grouped("int4", bits, scales.float(), zeros, order)
+
+
+def _check(
+    stored: Published, tensors: Mapping[str, Tensor], rows: int, columns: int, groups: int
+) -> None:
+    integers = torch.int32
+    if stored.layout == "rows":
+        shapes = {
+            stored.weight: ((rows, columns // 8), integers),
+            SCALE: ((rows, groups), torch.float32),
+            ZERO: ((rows // 8, groups), integers),
+            INDEX: ((columns,), integers),
+        }
+    else:
+        across = stored.layout == "awq"
+        shapes = {
+            stored.weight: (
+                (columns, rows // 8) if across else (columns // 8, rows),
+                integers,
+            ),
+            GROUP_SCALES: ((groups, rows), torch.float32),
+            GROUP_ZEROS: ((groups, rows // 8), integers),
+            GROUP_INDEX: ((columns,), integers),
+        }
+    if rows % 8 or columns % 8 or columns % groups:
+        raise ValueError(f"a matrix of {rows} rows and {columns} columns has no groups of its size")
+    for leaf, tensor in tensors.items():
+        if leaf in shapes and (tuple(tensor.shape), tensor.dtype) != shapes[leaf]:
+            shape, dtype = shapes[leaf]
+            found = f"{tuple(tensor.shape)} of {tensor.dtype}"
+            raise ValueError(f"{leaf}: {found}, where {shape} of {dtype} is expected")
+
+
+def _integers(words: Tensor) -> Tensor:
+    """Eight integers of 4 bits of each int32, or two of each byte, the lowest bits first, side by
+    side: [N, W] → uint8 [N, 8 W].
+    """
+    held = words.contiguous().view(torch.uint8)
+    return torch.stack([held & 15, held >> 4], dim=-1).flatten(1)
+
+
+def _in_order(integers: Tensor) -> Tensor:
+    """Those of AWQ's words in their own order."""
+    return integers.view(len(integers), -1, 8)[..., _PLACES].flatten(1)
+
+
+def _order(index: Tensor, groups: int) -> Tensor | None:
+    """The columns group after group, int32; None where they already are."""
+    size = len(index) // groups
+    own = torch.arange(len(index), dtype=index.dtype) // size
+    if torch.equal(index, own):
+        return None
+    order = index.argsort(stable=True)
+    if not torch.equal(index[order], own):
+        raise ValueError(f"its index does not give each of {groups} groups {size} columns")
+    return order.int()

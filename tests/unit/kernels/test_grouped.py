@@ -1,0 +1,54 @@
+"""4-bit integers in groups: what they stand for, element by element, and what cannot be joined."""
+
+import pytest
+import torch
+
+from fairlead_kernels.grouped import Grouped, as_grouped, paired
+from fairlead_kernels.quantize import as_quantized, quantize
+from fairlead_kernels.torch_operations import TorchOperations
+from support.operation_cases import grouped
+
+
+@pytest.mark.parametrize("ordered", [False, True])
+def test_an_element_is_its_integer_less_the_zero_point_times_the_scale(ordered: bool) -> None:
+    torch.manual_seed(0)
+    integers = torch.randint(0, 16, (3, 64), dtype=torch.uint8)
+    scales = torch.randn(3, 2).half().float()
+    zeros = torch.randint(0, 17, (3, 2), dtype=torch.uint8)
+    order = torch.randperm(64).int() if ordered else None
+    matrix = Grouped("int4", paired(integers), scales, zeros, order).dequantize()
+    for row in range(3):
+        for held in range(64):
+            column = held if order is None else int(order[held])
+            number = int(integers[row, held]) - int(zeros[row, held // 32])
+            assert float(matrix[row, column]) == number * float(scales[row, held // 32])
+
+
+def test_rows_are_taken_with_their_scales_and_zero_points() -> None:
+    weight = grouped(6, 96, 3, torch.randperm(96).int())
+    assert weight.shape == (6, 96)
+    for rows in (torch.tensor([4, 0, 5]), slice(2, 5)):
+        assert torch.equal(weight.rows(rows).dequantize(), weight.dequantize()[rows])
+    moved = weight.to(torch.device("cpu"))
+    assert torch.equal(moved.dequantize(), weight.dequantize())
+
+
+def test_weights_of_several_kinds_are_not_joined() -> None:
+    four, eight = grouped(4, 64, 2), quantize(torch.randn(4, 64))
+    with pytest.raises(ValueError, match="several formats"):
+        as_quantized([four, eight])
+    with pytest.raises(ValueError, match="groups are of several sizes"):
+        as_grouped([four, grouped(4, 64, 1)])
+    assert as_grouped([eight]) == []
+
+
+def test_rows_with_one_order_of_columns_are_one_product() -> None:
+    order, other = torch.randperm(64).int(), torch.randperm(64).int()
+    orders = [order, order.clone(), other, None, None]
+    packed = TorchOperations().pack([grouped(8, 64, 2, x) for x in orders])
+    assert packed.groups is not None
+    assert [(rows, x is None) for rows, x in packed.groups.orders] == [
+        (16, False),
+        (8, False),
+        (16, True),
+    ]
