@@ -30,6 +30,11 @@ GRAMMAR, ENGINE = f"{RUNTIME}/grammar", f"{RUNTIME}/engine/engine.py"
 PIPELINE, PIPELINE_TESTS = f"{RUNTIME}/engine/pipeline.py", ("unit/engine/test_pipeline.py",)
 SCHEDULER, PLANNER = (f"{RUNTIME}/scheduling/{name}.py" for name in ("scheduler", "planner"))
 PAGES, PAGE_TESTS = f"{RUNTIME}/device/page_ahead.py", ("unit/device/test_page_ahead.py",)
+OFFLOAD, HOST_MEMORY = (f"{RUNTIME}/device/{name}.py" for name in ("offload", "host_memory"))
+OFFLOAD_TESTS, PINNED_TESTS = (
+    (f"unit/device/test_{name}.py",) for name in ("offload", "pinned_memory")
+)
+OFFLOAD_SIZES = ("unit/sizing/test_offload_sizes.py",)
 BOUND_TESTS = ("unit/scheduling/test_prefill_bound.py",)
 
 # A shorter way for prompts that are whole in a step, whose keys are at hand.
@@ -53,6 +58,134 @@ DETERMINISM = "runtime/fairlead_runtime/device/determinism.py"
 ON_DETERMINISM = ("unit/device/test_determinism.py",)
 
 BUGS = (
+    PackageBug(
+        "what leaves is gathered over what has not crossed yet",
+        OFFLOAD,
+        "                steps.wait(piece.free)\n",
+        "                pass\n",
+        OFFLOAD_TESTS,
+    ),
+    PackageBug(
+        "what leaves crosses before it is gathered",
+        OFFLOAD,
+        "side.wait(steps.record())",
+        "steps.record()",
+        OFFLOAD_TESTS,
+    ),
+    PackageBug(
+        "what comes back crosses over what has not been read yet",
+        OFFLOAD,
+        "                side.wait(piece.free)\n",
+        "                pass\n",
+        OFFLOAD_TESTS,
+    ),
+    PackageBug(
+        "a step does not wait for what comes back",
+        OFFLOAD,
+        "steps.wait(side.record())",
+        "side.record()",
+        OFFLOAD_TESTS,
+    ),
+    PackageBug(
+        "a piece is free as soon as its transfer is queued",
+        OFFLOAD,
+        "piece.free = side.record()",
+        "piece.free = None",
+        OFFLOAD_TESTS,
+    ),
+    PackageBug(
+        "a piece is free before it is scattered",
+        OFFLOAD,
+        "piece.free = steps.record()",
+        "piece.free = side.record()",
+        OFFLOAD_TESTS,
+    ),
+    PackageBug(
+        "what comes back does not wait until it has arrived",
+        OFFLOAD,
+        "side.run(partial(_cross, self._host, piece.parts, runs))",
+        "steps.run(partial(_cross, self._host, piece.parts, runs))",
+        OFFLOAD_TESTS,
+    ),
+    PackageBug(
+        "all that leaves waits for one piece",
+        OFFLOAD,
+        "self._turn = (self._turn + 1) % len(self._pieces)",
+        "self._turn = 0",
+        OFFLOAD_TESTS,
+    ),
+    PackageBug(
+        "units that lie side by side in one memory cross together",
+        OFFLOAD,
+        "(source - run.source, target - run.target) == (run.units, run.units)",
+        "run.units in (source - run.source, target - run.target)",
+        OFFLOAD_TESTS,
+    ),
+    PackageBug(
+        "a step restores before it offloads",
+        f"{RUNTIME}/device/kv_cache.py",
+        "            self._offload.offload(work.offload)\n"
+        "            self._offload.restore(work.restore)\n",
+        "            self._offload.restore(work.restore)\n"
+        "            self._offload.offload(work.offload)\n",
+        OFFLOAD_TESTS,
+    ),
+    PackageBug(
+        "pinned memory is rounded up to a power of two",
+        HOST_MEMORY,
+        "mmap.mmap(-1, nbytes,",
+        "mmap.mmap(-1, 1 << (nbytes - 1).bit_length(),",
+        PINNED_TESTS,
+    ),
+    PackageBug(
+        "the last part of pinned memory is registered beyond its end",
+        HOST_MEMORY,
+        "min(PART, size - at)",
+        "PART",
+        PINNED_TESTS,
+    ),
+    PackageBug(
+        "pinned memory is given back under a transfer",
+        HOST_MEMORY,
+        "        pinning.finish()\n",
+        "",
+        PINNED_TESTS,
+    ),
+    PackageBug(
+        "memory of which a part cannot be pinned stays pinned in part",
+        HOST_MEMORY,
+        "            _unregister(pinning, registered)\n            log",
+        "            log",
+        PINNED_TESTS,
+    ),
+    PackageBug(
+        "the error of a refused registration waits for the next kernel",
+        HOST_MEMORY,
+        "                torch.ones(1, device=self._device).add_(1)\n",
+        "                pass\n",
+        PINNED_TESTS,
+    ),
+    PackageBug(
+        "what a GPU stages is not planned",
+        TERMS,
+        "if not cpu and (units := ",
+        "if cpu and (units := ",
+        OFFLOAD_SIZES,
+    ),
+    PackageBug(
+        "the whole offload space is planned, whatever units it holds",
+        TERMS,
+        "offload = units * unit_bytes(shape, config, groups)",
+        "offload = int(config.cpu_offload_space * GIB) if units else 0",
+        OFFLOAD_SIZES,
+    ),
+    PackageBug(
+        "the staging buffer grows with what is offloaded",
+        f"{RUNTIME}/sizing/offload.py",
+        "max(1, min(PIECE_BYTES // unit, -(-host_units // pieces)))",
+        "-(-host_units // pieces)",
+        OFFLOAD_SIZES,
+    ),
     PackageBug(
         "pages of the cache are mapped while a step runs",
         PAGES,
@@ -348,17 +481,17 @@ BUGS = (
         ("unit/sizing/test_memory_plan.py",),
     ),
     PackageBug(
-        "the offload space is counted in blocks",
-        f"{RUNTIME}/sizing/solve.py",
-        "int(config.cpu_offload_space * GIB) // (unit * config.tensor_parallel)",
-        "int(config.cpu_offload_space * GIB) // (block * config.tensor_parallel)",
+        "an offloaded unit is counted twice",
+        f"{RUNTIME}/sizing/offload.py",
+        "return space // (unit * ranks)",
+        "return space // (2 * unit * ranks)",
         ("unit/sizing/test_memory_plan.py",),
     ),
     PackageBug(
         "keys are counted without their values",
-        f"{RUNTIME}/sizing/solve.py",
-        "token_layer = 2 * split(",
-        "token_layer = split(",
+        TERMS,
+        "token = 2 * heads * shape.head_dim",
+        "token = heads * shape.head_dim",
         ("unit/sizing/test_memory_plan.py",),
     ),
     PackageBug(
@@ -391,9 +524,9 @@ BUGS = (
     ),
     PackageBug(
         "offloaded keys of an fp8 cache are widened",
-        f"{RUNTIME}/device/kv_cache.py",
-        "torch.zeros(*shape, h.dim, dtype=h.cache_dtype, pin_memory=pin)",
-        "torch.zeros(*shape, h.dim, dtype=h.dtype, pin_memory=pin)",
+        OFFLOAD,
+        "torch.zeros((part.shape[0], host_units, *part.shape[2:]), dtype=part.dtype)",
+        "torch.zeros((part.shape[0], host_units, *part.shape[2:]))",
         ("unit/device/test_kv_cache.py",),
     ),
     PackageBug(
@@ -616,8 +749,8 @@ BUGS = (
     PackageBug(
         "an offload space that takes too much blames the share of memory",
         f"{RUNTIME}/start/resolve.py",
-        'if plan.used - plan.terms.get("offload", 0) <= plan.budget',
-        "if plan.used <= plan.budget",
+        'sum(plan.terms.get(name, 0) for name in ("offload", "staging"))',
+        "0",
         ("unit/start/test_resolve.py",),
     ),
     PackageBug(
@@ -1126,8 +1259,8 @@ BUGS = (
     ),
     PackageBug(
         "every rank plans with the whole space of the pod",
-        f"{RUNTIME}/sizing/solve.py",
-        "(unit * config.tensor_parallel)",
+        f"{RUNTIME}/sizing/offload.py",
+        "(unit * ranks)",
         "unit",
         ("unit/sizing/test_memory_plan.py",),
     ),

@@ -5,6 +5,7 @@ Used by the tests of token equality and of batch independence.
 """
 
 import functools
+import random
 from collections import abc
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -41,6 +42,7 @@ from support import flashinfer_standin, rank_pair
 from support.fp8_reference import Fp8Cache
 from support.graph_standin import TapeRecorder
 from support.operation_cases import operations as gpu_operations
+from support.stream_standin import DelayedCache
 
 # Threads do not speed up tiny matrices; on shared cores they slow them down a hundredfold.
 torch.set_num_threads(1)
@@ -61,6 +63,8 @@ UNFUSED = {
     "layers int8": "rounded",
     "layers fp8": "rounded fp8",
 } | dict.fromkeys(("layers", "triton", "ranks", *FUSED_RANKS), "torch")
+# Those that stand for a GPU: what they offload crosses on a stream of its own.
+ON_GPU = ("flashinfer", "resident", "graphs", "layers", "triton", "ranks", *FUSED_RANKS[1:])
 QUANTIZED: dict[str, Format] = {
     **dict.fromkeys(("int8", "layers int8", "rounded", "rounded, and the head"), "int8"),
     **dict.fromkeys(("layers fp8", "rounded fp8"), "fp8"),
@@ -84,6 +88,7 @@ class Setting:
     interval: int = 4  # of the sizes of captured steps
     beside: int = 0
     listed: int | None = None  # ids in a list of changed logits, where not as planned
+    side: int = 0  # the seed of the order in which the streams of a GPU run
 
     def limits(self, groups: int) -> Limits:
         return Limits(
@@ -214,6 +219,25 @@ def operations_of(model: PagedModel, kernels: str) -> LayerOperations | None:
     return choice_of(model, kernels).operations or (reference if fuses else None)
 
 
+def cache_of(
+    model: PagedModel, *, units: int, block_size: int, host_units: int, side: int | None = None
+) -> CacheStorage:
+    """A cache of NaN, which the read of a slot that was not written yields. ``side``: as on a GPU,
+    on streams that run in an order drawn from this seed.
+    """
+    groups, heads = group_layers(model.windows), model.heads
+    sizes: dict[str, Any] = {"units": units, "block_size": block_size, "host_units": host_units}
+    if side is None:
+        cache = CacheStorage(groups, heads, device=model.device, **sizes)
+    else:
+        piece = 3 * CacheStorage.unit_bytes(groups, heads, block_size)
+        sizes |= {"choose": random.Random(side).randrange, "piece_bytes": piece}
+        cache = DelayedCache(groups, heads, device=model.device, **sizes)
+    cache.keys.fill_(torch.nan)
+    cache.values.fill_(torch.nan)
+    return cache
+
+
 class Rig:
     """One tiny model, run by our engine with any setting, and by transformers one prompt at a
     time.
@@ -260,19 +284,14 @@ class Rig:
         limits = setting.limits(len(self.groups))
         units, host_units = limits.num_blocks * len(self.groups), limits.offload_units
         amounts = {"units": units, "block_size": setting.block_size, "host_units": host_units}
+        if self._kernels in ON_GPU:
+            amounts["side"] = setting.side
         resident = self._kernels in ("resident", "graphs")
-        cache = CacheStorage(
-            self.groups,
-            self.model.heads,
-            device=self.model.device,
-            **{**amounts, "units": units + resident},  # the last unit is for padding rows
-        )
+        # The last unit is for padding rows.
+        cache = cache_of(self.model, **{**amounts, "units": units + resident})
         if self._pair is not None:
             self._pair.hold(self._kernels, odd=self._odd, **self._described)
             self._pair.allocate(**amounts)
-        # A read of a slot that was not written yields NaN.
-        cache.keys.fill_(torch.nan)
-        cache.values.fill_(torch.nan)
         attention, decodes = self._choice().attention, None
         if resident:
             assert isinstance(attention, DecodeAttention)

@@ -25,7 +25,6 @@ from fairlead_runtime.device.paged_model import PagedModel
 from fairlead_runtime.models import architecture, loading
 from fairlead_runtime.models.headers import Header, TensorEntry
 from fairlead_runtime.scheduling.plan import DeviceLostError, Work
-from fairlead_runtime.sizing.groups import group_layers
 from fairlead_runtime.sizing.shape import ModelShape
 
 CPU = torch.device("cpu")
@@ -114,7 +113,7 @@ def pair() -> Pair:
 
 def _follow(connection: socket.socket, store: int) -> NoReturn:
     """Rank 1, until rank 0's end of the socket closes."""
-    from support.engine_rig import choice_of
+    from support.engine_rig import cache_of, choice_of
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     with contextlib.suppress(BaseException):
@@ -136,11 +135,7 @@ def _follow(connection: socket.socket, store: int) -> NoReturn:
                 selftest.prepare_rank(loading.load(message["folder"]), group, CPU)
             elif "cache" in message:
                 attention = choice_of(model, kernels).attention
-                cache = CacheStorage(
-                    group_layers(model.windows), model.heads, device=CPU, **message["cache"]
-                )
-                cache.keys.fill_(torch.nan)
-                cache.values.fill_(torch.nan)
+                cache = cache_of(model, **message["cache"])
             elif "weigh" in message:
                 frames.write(stream, {"bytes": model.weight_bytes})  # type: ignore[arg-type]
             else:

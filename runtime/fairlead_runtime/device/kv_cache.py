@@ -1,22 +1,26 @@
 """The tensors that hold keys and values, on the device and, for preempted sequences, in host
 memory.
 
-Owns storage and its copies. A *unit* is ``block_size`` tokens in the layers of one group; layer i,
-the s-th of group g, keeps its part of a unit in storage slot s, found through group g's tables.
-Callers name units by id; the scheduler knows which one is free, shared or cached.
+Owns storage and the order of its copies. A *unit* is ``block_size`` tokens in the layers of one
+group; layer i, the s-th of group g, keeps its part of a unit in storage slot s, found through group
+g's tables. Callers name units by id; the scheduler knows which one is free, shared or cached.
 """
 
 import math
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 
 import numpy as np
 import torch
 
 from fairlead_kernels.attention import Heads
 from fairlead_kernels.copy_blocks import copy_blocks
+from fairlead_runtime.device.host_memory import CudaPinning
+from fairlead_runtime.device.offload import Offload, OffloadAtOnce
 from fairlead_runtime.device.page_ahead import page_ahead
+from fairlead_runtime.device.streams import Streams, cuda_streams
 from fairlead_runtime.scheduling.plan import Row, Work
 from fairlead_runtime.sizing.groups import LayerGroup, layers_per_unit
 
@@ -25,9 +29,11 @@ class CacheStorage:
     """Keys and values: ``keys`` [slots, units, block_size, kv heads, dim], ``values`` likewise with
     value_dim, both in the type that ``heads`` names.
 
-    ``host_units`` > 0 adds as many units of host memory for offloading, pinned when the device is
-    CUDA. Memory is zeroed, and on CPUs mapped when first written, or shortly before
-    (``page_ahead.py``). Raises RuntimeError (torch) when it does not fit.
+    ``host_units`` > 0 adds as many units of host memory for offloading. On CUDA it is pinned, and
+    copies cross beside the steps, on ``streams``: CUDA's, or those that are given on another
+    device. On CPUs copies are made at once; memory is zeroed, and mapped when first written, or
+    shortly before (``page_ahead.py``). Raises RuntimeError (torch) when it does not fit, OSError
+    when host memory does not.
     """
 
     def __init__(
@@ -39,6 +45,7 @@ class CacheStorage:
         block_size: int,
         device: torch.device,
         host_units: int = 0,
+        streams: Streams | None = None,
     ) -> None:
         self.groups = tuple(groups)
         self.heads = heads
@@ -49,8 +56,16 @@ class CacheStorage:
         shape = (slots, units, block_size, heads.kv)
         self.keys = _zeros((*shape, heads.dim), heads.cache_dtype, device)
         self.values = _zeros((*shape, heads.value_dim), heads.cache_dtype, device)
-        self._host = self._host_memory(slots, host_units) if host_units else None
-        self._pages = page_ahead((self.keys, self.values))
+        on_cuda = device.type == "cuda"
+        self._streams = cuda_streams(device) if on_cuda and host_units else streams
+        self._offload: Offload | OffloadAtOnce | None = None
+        parts = self.keys, self.values
+        if host_units and self._streams is not None:
+            pinning = CudaPinning(device) if on_cuda else None
+            self._offload = Offload(parts, host_units, self._streams, pinning)
+        elif host_units:
+            self._offload = OffloadAtOnce(parts, host_units)
+        self._pages = page_ahead(parts)
         if self._pages is not None:
             weakref.finalize(self, self._pages.close)
         self._places = {
@@ -58,14 +73,6 @@ class CacheStorage:
             for group in groups
             for slot, layer in enumerate(group.layers)
         }
-
-    def _host_memory(self, slots: int, units: int) -> tuple[torch.Tensor, torch.Tensor]:
-        pin, h = self.device.type == "cuda", self.heads
-        shape = (slots, units, self.block_size, h.kv)
-        return (
-            torch.zeros(*shape, h.dim, dtype=h.cache_dtype, pin_memory=pin),
-            torch.zeros(*shape, h.value_dim, dtype=h.cache_dtype, pin_memory=pin),
-        )
 
     def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor, int]:
         """One layer's keys and values [units, block_size, kv heads, dim] and its group's index."""
@@ -80,7 +87,17 @@ class CacheStorage:
     @property
     def host_nbytes(self) -> int:
         """Bytes of host memory for offloaded units."""
-        return sum(part.nbytes for part in self._host or ())
+        return 0 if self._offload is None else self._offload.host_nbytes
+
+    @property
+    def staging_nbytes(self) -> int:
+        """Device bytes through which offloaded units pass."""
+        return 0 if self._offload is None else self._offload.staging_nbytes
+
+    @property
+    def not_pinned(self) -> str:
+        """Why host memory is not pinned; empty where it is, or where there is none."""
+        return "" if self._offload is None else self._offload.not_pinned
 
     @staticmethod
     def unit_bytes(groups: Sequence[LayerGroup], heads: Heads, block_size: int) -> int:
@@ -108,16 +125,22 @@ class CacheStorage:
         or a copy.
         """
         if work.offload or work.restore:
-            if self._host is None:
+            if self._offload is None:
                 raise RuntimeError(
                     "offload: this cache has no host memory (cpu_offload_space is 0)"
                 )
-            for device, host in zip((self.keys, self.values), self._host, strict=True):
-                copy_blocks(device, host, work.offload, dim=1)
-                copy_blocks(host, device, work.restore, dim=1)
+            self._offload.offload(work.offload)
+            self._offload.restore(work.restore)
         if work.copies:
-            copy_blocks(self.keys, self.keys, work.copies, dim=1)
-            copy_blocks(self.values, self.values, work.copies, dim=1)
+            copies = partial(self._copy_on_write, work.copies)
+            if self._streams is None:
+                copies()
+            else:
+                self._streams.steps.run(copies)
+
+    def _copy_on_write(self, pairs: Sequence[tuple[int, int]]) -> None:
+        copy_blocks(self.keys, self.keys, pairs, dim=1)
+        copy_blocks(self.values, self.values, pairs, dim=1)
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:

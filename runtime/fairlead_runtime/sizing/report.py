@@ -1,7 +1,7 @@
 """The report behind ``/debug/memory``: each term of the memory plan beside its measured size."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from fairlead_runtime.sizing.solve import MemoryPlan
@@ -10,7 +10,7 @@ from fairlead_runtime.sizing.solve import MemoryPlan
 @dataclass(frozen=True, slots=True)
 class TermReport:
     """Sizes in bytes. ``measured`` and ``drift_percent`` (of the planned size) are None for a term
-    that was not measured; ``note`` says why.
+    that was not measured; ``note`` says why, or what is to be said of a measured one.
     """
 
     name: str
@@ -22,8 +22,13 @@ class TermReport:
 
 @dataclass(frozen=True, slots=True)
 class MemoryReport:
+    """``host_terms``: of the pod's host memory beside accelerators; on a CPU those are among
+    ``terms``.
+    """
+
     memory_plan: MemoryPlan
     terms: tuple[TermReport, ...]
+    host_terms: tuple[TermReport, ...] = ()
 
     def as_dict(self) -> dict[str, Any]:
         """The body of ``/debug/memory``: sizes in bytes."""
@@ -42,33 +47,48 @@ class MemoryReport:
             "fits": p.fits,
             "message": p.message,
             "formula": p.formula,
-            "terms": [
-                {
-                    "name": t.name,
-                    "plannedBytes": t.planned,
-                    "measuredBytes": t.measured,
-                    "driftPercent": t.drift_percent,
-                    "note": t.note,
-                }
-                for t in self.terms
-            ],
+            "terms": [_body(term) for term in self.terms],
+            "hostTerms": [_body(term) for term in self.host_terms],
         }
 
 
+def _body(term: TermReport) -> dict[str, Any]:
+    return {
+        "name": term.name,
+        "plannedBytes": term.planned,
+        "measuredBytes": term.measured,
+        "driftPercent": term.drift_percent,
+        "note": term.note,
+    }
+
+
 def memory_report(
-    memory_plan: MemoryPlan, measured: Mapping[str, int], notes: Mapping[str, str] | None = None
+    memory_plan: MemoryPlan,
+    measured: Mapping[str, int],
+    notes: Mapping[str, str] | None = None,
+    pinned: tuple[int, str] | None = None,
 ) -> MemoryReport:
     """Each planned term beside its measured size, in bytes by term name; a measured term that the
     memory plan lacks counts as planned with 0.
 
-    ``notes`` say why a term was not measured.
+    ``notes`` say why a term was not measured. ``pinned``: beside accelerators, the bytes of host
+    memory for offloading that are there in all ranks, and what is to be said of them.
     """
     planned, notes = memory_plan.terms, notes or {}
     names = [*planned, *(name for name in measured if name not in planned)]
     terms = (
         _term(name, planned.get(name, 0), measured.get(name), notes.get(name, "")) for name in names
     )
-    return MemoryReport(memory_plan, tuple(terms))
+    host: list[TermReport] = []
+    if pinned is not None:
+        size, note = pinned
+        host = [
+            replace(_term(name, planned, size, ""), note=note)
+            if name == "offload"
+            else _term(name, planned, None, notes.get(name, ""))
+            for name, planned in memory_plan.host.items()
+        ]
+    return MemoryReport(memory_plan, tuple(terms), tuple(host))
 
 
 def _term(name: str, planned: int, measured: int | None, note: str) -> TermReport:

@@ -1,7 +1,8 @@
 """The memory equation of one engine, solved for the number of cache blocks.
 
 budget = max_memory_percent * total  ≥  weights + activations + attention + logits + sampling +
-graphs + batch [+ process + offload + shared_memory + grammars + bookkeeping on a CPU] + kv
+graphs + batch [+ process + offload + shared_memory + grammars + bookkeeping on a CPU] [+ staging on
+a GPU with an offload space] + kv
 
 Owns the equation and MemoryPlan, its solution; ``terms`` counts the terms, ``verdict`` puts the
 solution into words. Pure: allocates nothing and reads no device.
@@ -11,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from fairlead_runtime.config import EngineConfig
-from fairlead_runtime.sizing.groups import LayerGroup, group_layers, layers_per_unit
+from fairlead_runtime.sizing.groups import LayerGroup, group_layers
 from fairlead_runtime.sizing.loading import loading_bytes
 from fairlead_runtime.sizing.shape import ModelShape
 from fairlead_runtime.sizing.terms import (
@@ -23,8 +24,9 @@ from fairlead_runtime.sizing.terms import (
     gib,
     host_terms,
     max_model_len,
-    split,
+    offload_units,
     terms_of,
+    unit_bytes,
     weights,
 )
 
@@ -41,7 +43,7 @@ class MemoryPlan:
     group's share of a block.
     """
 
-    terms: Mapping[str, int]  # TERMS, on a CPU the host's, then kv
+    terms: Mapping[str, int]  # TERMS, staging where a GPU has it, on a CPU the host's, then kv
     host: Mapping[str, int]  # of host memory: HOST_TERMS, then bookkeeping
     total: int
     budget: int
@@ -53,7 +55,7 @@ class MemoryPlan:
     num_blocks: int
     num_units: int
     most_blocks: int  # with more the cache has too many slots, whatever the memory
-    offload_units: int  # units that cpu_offload_space holds
+    offload_units: int  # units that cpu_offload_space holds, of one accelerator
     loading: int  # the most that is taken while the weights are loaded; 0: no more than serving
     max_model_len: int
     full_length_sequences: int
@@ -107,9 +109,7 @@ def solve(
     """
     groups, longest = group_layers(shape.windows), max_model_len(shape, config)
     loading = loading_bytes(shape, config, device.kind)
-    element = cache_bytes_of(shape, config)
-    token_layer = 2 * split(shape.kv_heads, config.tensor_parallel) * shape.head_dim * element
-    unit = layers_per_unit(groups) * config.block_size * token_layer
+    unit = unit_bytes(shape, config, groups)
     block = unit * len(groups)
     budget = int(device.total_bytes * config.max_memory_percent)
     terms = terms_of(shape, config, device, groups)
@@ -137,14 +137,14 @@ def solve(
         total=device.total_bytes,
         budget=budget,
         weights_bytes=weights(shape, config, 1, device.kind),
-        kv_bytes_per_token=2 * shape.layers * shape.kv_width * element,
+        kv_bytes_per_token=2 * shape.layers * shape.kv_width * cache_bytes_of(shape, config),
         block_size=config.block_size,
         block_bytes=block,
         unit_bytes=unit,
         num_blocks=blocks,
         num_units=units,
         most_blocks=most,
-        offload_units=int(config.cpu_offload_space * GIB) // (unit * config.tensor_parallel),
+        offload_units=offload_units(shape, config, groups),
         loading=loading,
         max_model_len=longest,
         full_length_sequences=units // sequence_units(groups, longest, config.block_size),

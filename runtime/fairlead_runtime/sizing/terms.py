@@ -5,14 +5,15 @@ allocates nothing and reads no device; ``start/host.py`` reads a machine's limit
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal, Self
 
 from fairlead_kernels.slabs import SLAB
 from fairlead_runtime.config import EngineConfig
 from fairlead_runtime.sizing.config_json import DTYPE_BYTES
 from fairlead_runtime.sizing.graphs import graph_bytes, may_capture
-from fairlead_runtime.sizing.groups import LayerGroup, layers_per_unit
+from fairlead_runtime.sizing.groups import LayerGroup, group_layers, layers_per_unit
+from fairlead_runtime.sizing.offload import Staging, units_of
 from fairlead_runtime.sizing.shape import ModelShape
 
 GIB = 1 << 30
@@ -101,6 +102,9 @@ def terms_of(
     }
     if not cpu and tp == 1:
         terms["batch"] += decode_state(shape, config, groups)
+    if not cpu and (units := offload_units(shape, config, groups)):
+        unit = unit_bytes(shape, config, groups)
+        terms["staging"] = Staging.of(units, unit).nbytes(unit)
     if may_capture(config, dtype_of(shape, config), device.kind):
         terms["graphs"] = graph_bytes(
             config,
@@ -111,9 +115,10 @@ def terms_of(
             + rows * list_room(shape.vocab) * LISTED,
         )
     # Each rank on a CPU has its share of the pod; the one that is planned keeps the books.
-    shares = {"process": 1, "offload": tp, "shared_memory": tp, "grammars": 1}
-    one_process = replace(config, tensor_parallel=1)
-    host = {n: split(size, shares[n]) for n, size in host_terms(shape, one_process).items()}
+    host = {
+        name: size if name == "grammars" else split(size, tp)
+        for name, size in host_terms(shape, config).items()
+    }
     return terms | host if cpu else terms
 
 
@@ -135,9 +140,8 @@ def decode_state(shape: ModelShape, config: EngineConfig, groups: Sequence[Layer
     """
     rows = min(config.max_requests, config.max_batch_tokens)
     blocks = len(groups) * split(max_model_len(shape, config), config.block_size)
-    unit = layers_per_unit(groups) * config.block_size * 2 * shape.kv_width
     row = ROW_BYTES + ENTRY * blocks + LISTED * list_room(shape.vocab)
-    cached = unit * cache_bytes_of(shape, config)
+    cached = unit_bytes(shape, config, groups)
     return (rows + 1) * row + rows * INDEX + cached + shape.vocab * ENTRY
 
 
@@ -146,12 +150,27 @@ def list_room(vocabulary: int) -> int:
     return min(LIST_ROOM, vocabulary)
 
 
+def unit_bytes(shape: ModelShape, config: EngineConfig, groups: Sequence[LayerGroup]) -> int:
+    """Bytes that one accelerator holds of ``block_size`` tokens in the layers of one group."""
+    heads = split(shape.kv_heads, config.tensor_parallel)
+    token = 2 * heads * shape.head_dim * cache_bytes_of(shape, config)
+    return layers_per_unit(groups) * config.block_size * token
+
+
+def offload_units(shape: ModelShape, config: EngineConfig, groups: Sequence[LayerGroup]) -> int:
+    """Units that each accelerator has in host memory."""
+    space = int(config.cpu_offload_space * GIB)
+    return units_of(space, unit_bytes(shape, config, groups), config.tensor_parallel)
+
+
 def host_terms(shape: ModelShape, config: EngineConfig) -> dict[str, int]:
-    """Host memory that the pod takes besides a CPU's weights and cache, in bytes; ``bookkeeping``
-    comes to it once the number of blocks is known.
+    """Host memory that the pod takes besides a CPU's weights and cache, in bytes: of the offload
+    space the units that fit. ``bookkeeping`` comes to it once the number of blocks is known.
     """
-    process = PROCESS * config.tensor_parallel
-    offload, shared = int(config.cpu_offload_space * GIB), int(config.shared_memory * GIB)
+    process, shared = PROCESS * config.tensor_parallel, int(config.shared_memory * GIB)
+    groups = group_layers(shape.windows)
+    units = offload_units(shape, config, groups) * config.tensor_parallel
+    offload = units * unit_bytes(shape, config, groups)
     grammars = shape.vocab * GRAMMAR_ID_BYTES + GRAMMAR_CHILD
     return dict(zip(HOST_TERMS, (process, offload, shared, grammars), strict=True))
 

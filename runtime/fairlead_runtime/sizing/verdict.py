@@ -117,6 +117,8 @@ def _fixes(
     parallel = (n for n in COUNTS if n > config.tensor_parallel and not reason_against(shape, n))
     if device.kind == "cuda" and config.quantization == "none":
         fixes += [f"tensorParallel {n}" for n in parallel if fits(tensor_parallel=n)][:1]
+    if device.kind == "cuda" and config.cpu_offload_space and fits(cpu_offload_space=0.0):
+        fixes.append("cpuOffloadSpace 0")  # the staging buffer's room
     # Quantization is not advised: whether every layer can have it, only a loaded model tells.
     if (
         device.kind == "cpu"

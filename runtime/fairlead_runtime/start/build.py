@@ -341,6 +341,7 @@ def _with_engine(
             resolved,
             {**measured, **_cache_bytes(cache, units, device)},
             choice.off,
+            cache,
         ),
         grammar_facts=grammar_facts,
         loaded_at=parts.loaded_at,
@@ -418,6 +419,12 @@ def _storage(model: PagedModel, units: int, block_size: int, host_units: int) ->
             device=model.device,
             host_units=host_units,
         )
+    except OSError as error:
+        raise ConfigError(
+            "cpu_offload_space",
+            f"{host_units} units of host memory could not be mapped: {error.strerror}",
+            "lower it or give the pod more memory",
+        ) from error
     except RuntimeError as error:  # torch.OutOfMemoryError is one
         raise ConfigError(
             "num_blocks",
@@ -435,9 +442,13 @@ def _guides(facts: TokenizerFacts | None) -> Guides | None:
 
 
 def _cache_bytes(cache: CacheStorage, units: int, device: DeviceFacts) -> Mapping[str, int]:
-    """Bytes of the cache's units that sequences can hold and, on a CPU, of its offload space."""
+    """Bytes of the cache's units that sequences can hold and, on a CPU, of its offload space, on a
+    GPU of what the way there takes.
+    """
     kv = {"kv": cache.nbytes * units // cache.units}
-    return kv | {"offload": cache.host_nbytes} if device.kind == "cpu" else kv
+    if device.kind == "cpu":
+        return kv | {"offload": cache.host_nbytes}
+    return kv | ({"staging": cache.staging_nbytes} if cache.staging_nbytes else {})
 
 
 def _profile(
@@ -470,13 +481,18 @@ def _memory_report(
     resolved: ResolvedConfig,
     measured: Mapping[str, int],
     no_graphs: str,
+    cache: CacheStorage,
 ) -> MemoryReport:
     """Compare each measured term with the plan that was made before the weights were loaded."""
     planned = resolve(config, inspected.shape, device, dtype=resolved.dtype).plan.terms
     notes = {**NOT_MEASURED, "graphs": f"not applicable: {no_graphs}"}
     if no_graphs:
         measured = {name: size for name, size in measured.items() if name != "graphs"}
-    return memory_report(replace(resolved.plan, terms=planned), measured, notes)
+    pinned = None
+    if device.kind == "cuda":  # every rank has as much
+        note = f"not pinned: {cache.not_pinned}" if cache.not_pinned else ""
+        pinned = cache.host_nbytes * config.tensor_parallel, note
+    return memory_report(replace(resolved.plan, terms=planned), measured, notes, pinned)
 
 
 def _limit_threads(*, others: bool, cached: bool, ranks: int) -> int:

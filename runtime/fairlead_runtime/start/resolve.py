@@ -123,7 +123,7 @@ def _field_at_fault(config: EngineConfig, plan: MemoryPlan) -> str:
     """
     if config.num_blocks is not None:
         return "num_blocks"
-    if plan.used - plan.terms.get("offload", 0) <= plan.budget:
+    if plan.used - sum(plan.terms.get(name, 0) for name in ("offload", "staging")) <= plan.budget:
         return "cpu_offload_space"
     if plan.used - surplus_queue(config) <= plan.budget:
         return "max_queue"

@@ -2,7 +2,8 @@
 the workload: stops, clients that leave, preemption, offload, prefix hits, several choices, draws.
 
 On the stand-ins of flashinfer's wrappers and of CUDA graphs, whose tapes are replayed with what the
-step has on the device, so that a token of another step or a row that is not there shows.
+step has on the device, so that a token of another step or a row that is not there shows; and of two
+streams, of which the one that offloads is late.
 """
 
 import functools
@@ -89,6 +90,7 @@ SETTINGS = st.builds(
     sharing=st.booleans(),
     max_requests=st.sampled_from((2, 4)),
     graphs=st.sampled_from((2, 32)),
+    side=st.integers(0, 3),
 )
 
 
