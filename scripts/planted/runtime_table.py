@@ -1528,7 +1528,7 @@ BUGS = (
         DECODES,
         "counts=step.counts)",
         "counts=False)",
-        ("functional/engine/test_asynchronous_steps.py", DECODE_TESTS),
+        (DECODE_TESTS,),
     ),
     PackageBug(
         "ranks and likeliest ids are those of an earlier step",

@@ -20,9 +20,10 @@ from transformers import (
     SequenceBiasLogitsProcessor,
 )
 
+from fairlead_runtime.device.model_runner import ModelRunner
 from fairlead_runtime.models import tiny
 from fairlead_runtime.request import Request, SamplingParams
-from support.engine_rig import EOS, MAX_LEN, Rig, Setting, greedy, prompts, rig
+from support.engine_rig import EOS, MAX_LEN, Outcome, Rig, Setting, greedy, prompts, rig
 
 FAMILIES = ("llama", "gemma3_text", "qwen3_moe")
 TIE = 1e-4
@@ -161,6 +162,17 @@ def cases(family: str) -> tuple[tuple[Request, list[int], list[float]], ...]:
     return tuple(found)
 
 
+def check(outcome: Outcome, asked: abc.Sequence[tuple[Request, list[int], list[float]]]) -> None:
+    """Each choice has its reference's text, but for what follows a tie."""
+    for request, want, margins in asked:
+        for choice in range(request.params.n):
+            got = outcome.texts[request.id, choice]
+            differ = [i for i, pair in enumerate(zip(got, want, strict=False)) if len({*pair}) > 1]
+            if differ and margins[differ[0]] <= TIE:
+                continue
+            assert got == want, request.params
+
+
 @pytest.mark.parametrize("name", SETTINGS)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_greedy_text_under_all_changes_equals_transformers(family: str, name: str) -> None:
@@ -170,13 +182,32 @@ def test_greedy_text_under_all_changes_equals_transformers(family: str, name: st
     if SETTINGS[name].num_blocks < 100:
         assert outcome.stats.preemptions
         assert bool(outcome.stats.offloads) == SETTINGS[name].offload
-    for request, want, margins in cases(family):
-        for choice in range(request.params.n):
-            got = outcome.texts[request.id, choice]
-            differ = [i for i, pair in enumerate(zip(got, want, strict=False)) if len({*pair}) > 1]
-            if differ and margins[differ[0]] <= TIE:
-                continue
-            assert got == want, request.params
+    check(outcome, cases(family))
+
+
+@pytest.mark.parametrize("name", ["ample", "offload"])
+def test_greedy_text_of_changes_on_the_device_equals_transformers(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In captured steps, of all requests but those with bad words that the host must look for."""
+    asked = [
+        case for case in cases("llama") if all(len(word) == 1 for word in case[0].params.bad_words)
+    ]
+    assert len(asked) > 3
+    begin, by_host = ModelRunner._begin, 0
+
+    def spy(*arguments: Any) -> Any:
+        nonlocal by_host
+        by_host += 1
+        return begin(*arguments)
+
+    monkeypatch.setattr(ModelRunner, "_begin", spy)
+    arrivals = [(0, request) for request, _, _ in asked]
+    outcome = rig("llama", "graphs").run(SETTINGS[name], arrivals)
+    assert by_host < outcome.steps // 2  # those with prompts
+    assert outcome.stats is not None
+    assert bool(outcome.stats.offloads) == SETTINGS[name].offload
+    check(outcome, asked)
 
 
 @pytest.mark.parametrize("name", SETTINGS)

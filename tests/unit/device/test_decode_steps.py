@@ -37,7 +37,8 @@ PARAMS: tuple[dict[str, Any], ...] = (
     {"temperature": 0.0, "min_tokens": 9, "n": 2},
 )
 PLAIN = 4  # requests of which none changes logits or wants log-probabilities
-GENERAL: dict[str, Any] = {"temperature": 0.0, "bad_words": ((50,), (60, 61))}
+# It ends first, so the device goes on with what the host has sampled.
+GENERAL: dict[str, Any] = {"temperature": 0.0, "bad_words": ((50,), (60, 61)), "max_tokens": 7}
 
 
 def requests(*more: dict[str, Any]) -> list[Request]:
@@ -45,8 +46,8 @@ def requests(*more: dict[str, Any]) -> list[Request]:
         Request(
             f"{i}",
             tuple(range(7 + i, 20 + 3 * i)),
-            SamplingParams(max_tokens=12 + i, ignore_eos=True, **params),
-            12 + i,
+            SamplingParams(**{"max_tokens": 12 + i, "ignore_eos": True} | params),
+            params.get("max_tokens", 12 + i),
             seed=i,
             eos_ids=EOS,
         )
