@@ -56,27 +56,36 @@ class Quantized:
         return self.numbers.float().mul_(self.scales[:, None])
 
 
-def quantize(weight: Tensor, to: Format = "int8") -> Quantized:
-    """Round weights float32 [N, K]. Those that are already numbers of the format times scales, and
-    use its largest one, give the same numbers again.
+def quantize(weight: Tensor, to: Format = "int8", row_largest: Tensor | None = None) -> Quantized:
+    """Round weights [N, K] of any floating type. Those that are already numbers of the format times
+    scales, and use its largest one, give the same numbers again.
+
+    ``row_largest`` [N], from ``largest_of_rows``: those of the whole rows, where these are some of
+    their columns, which then get the numbers that they have in the whole matrix.
     """
     bits = torch.empty(weight.shape, dtype=torch.int8, device=weight.device)
-    scales = weight.new_empty(weight.shape[0])
+    scales = torch.empty(weight.shape[0], device=weight.device)
+    largest = largest_of_rows(weight) if row_largest is None else row_largest.to(weight.device)
     for part in row_parts(*weight.shape):
-        bits[part], scales[part] = _rounded(weight[part], to)
+        bits[part], scales[part] = _rounded(weight[part].float(), largest[part], to)
     return Quantized(to, bits, scales)
 
 
-def _rounded(weight: Tensor, to: Format) -> tuple[Tensor, Tensor]:
+def largest_of_rows(weight: Tensor) -> Tensor:
+    """The size of the largest weight of each row of [N, K], float32 [N]."""
+    parts = [weight[part].float().abs().amax(dim=1) for part in row_parts(*weight.shape)]
+    return torch.cat(parts)
+
+
+def _rounded(weight: Tensor, largest: Tensor, to: Format) -> tuple[Tensor, Tensor]:
     """The bits and the scales of some rows."""
     smallest = torch.finfo(torch.float32).tiny  # a row of zeros has a scale too
-    scales = weight.abs().amax(dim=1).div_(LARGEST[to]).clamp_(min=smallest)
+    scales = (largest / LARGEST[to]).clamp_(min=smallest)
     scaled = weight / scales[:, None]
     if to == "int8":
         return scaled.round_().to(torch.int8), scales
     # Rounding may carry a row's largest weight past the largest number, which has no successor.
-    largest = LARGEST[to]
-    return scaled.clamp_(-largest, largest).to(FP8).view(torch.int8), scales
+    return scaled.clamp_(-LARGEST[to], LARGEST[to]).to(FP8).view(torch.int8), scales
 
 
 def as_quantized(weights: Sequence[Tensor | Quantized]) -> list[Quantized] | None:

@@ -4,7 +4,7 @@ GPU it fails.
 
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -130,14 +130,18 @@ def test_two_gpus_give_the_text_of_transformers(
 
 
 @two_gpus
+@pytest.mark.parametrize("quantization", ["none", "int8"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_two_gpus_with_fused_layers_in_half_precision_pass_the_self_test(
-    dtype: torch.dtype, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    dtype: torch.dtype,
+    quantization: Literal["none", "int8"],
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     """Which compares with the whole model's layers in float32."""
     caplog.set_level("INFO")
     folder = tiny.save(tiny.build("granite").to(dtype), tmp_path)
-    with LLM(str(folder), num_blocks=256, tensor_parallel=2) as llm:
+    with LLM(str(folder), num_blocks=256, tensor_parallel=2, quantization=quantization) as llm:
         params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
         (result,) = llm.generate([{"prompt_token_ids": PROMPTS[0]}], params, use_tqdm=False)
     assert len(result.outputs[0].token_ids) == 8

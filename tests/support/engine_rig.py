@@ -51,6 +51,7 @@ MAX_LEN = 512
 FP8_CACHE = "fp8 cache "  # before the name of kernels
 # Two ranks with fused layers: in C++ or by the reference, as on GPUs in torch, and in Triton.
 FUSED_RANKS = ("ranks cpu", "ranks layers", "ranks triton")
+INT8_RANKS = ("ranks cpu int8", "ranks layers int8")
 MAX_STEPS = 20_000
 # two ids, sampled often enough at random that some texts end early
 EOS = frozenset({2, 140})
@@ -62,11 +63,13 @@ UNFUSED = {
     "int8": "rounded, and the head",
     "layers int8": "rounded",
     "layers fp8": "rounded fp8",
+    **dict.fromkeys(INT8_RANKS, "rounded"),
 } | dict.fromkeys(("layers", "triton", "ranks", *FUSED_RANKS), "torch")
 # Those that stand for a GPU: what they offload crosses on a stream of its own.
 ON_GPU = ("flashinfer", "resident", "graphs", "layers", "triton", "ranks", *FUSED_RANKS[1:])
 QUANTIZED: dict[str, Format] = {
     **dict.fromkeys(("int8", "layers int8", "rounded", "rounded, and the head"), "int8"),
+    **dict.fromkeys(INT8_RANKS, "int8"),
     **dict.fromkeys(("layers fp8", "rounded fp8"), "fp8"),
 }
 
@@ -205,7 +208,7 @@ def choice_of(model: PagedModel, kernels: str) -> BackendChoice:
             return pick(model.heads, model.kinds, model.device, deterministic=True)
         except NotAvailableError as error:
             pytest.skip(str(error))
-    auto = kernels in ("cpu", "int8", "ranks cpu")
+    auto = kernels in ("cpu", "int8") or kernels.startswith("ranks cpu")
     return pick(model.heads, model.kinds, model.device, "auto" if auto else "torch")
 
 
@@ -215,7 +218,7 @@ def operations_of(model: PagedModel, kernels: str) -> LayerOperations | None:
         return gpu_operations("triton")
     if "layers" in kernels:
         return gpu_operations("torch")
-    fuses = kernels in ("cpu", "int8", "ranks cpu", "fixed")
+    fuses = kernels in ("cpu", "int8", "fixed") or kernels.startswith("ranks cpu")
     return choice_of(model, kernels).operations or (reference if fuses else None)
 
 
@@ -249,8 +252,9 @@ class Rig:
     besides; layers are the fused ones of GPUs in torch, beside attention in torch, and triton those
     in Triton, beside flashinfer's. ranks is torch on two processes, each with half of the model;
     ranks cpu, ranks layers and ranks triton are the same with layers fused, but for ``odd``, which
-    does not fit on the other one. After "fp8 cache " they have one, and the reference rounds keys
-    and values. fixed is cpu with ``deterministic``, whose text nothing but itself is compared with.
+    does not fit on the other one; with int8 behind, the first two also with int8 weights. After
+    "fp8 cache " they have one, and the reference rounds keys and values. fixed is cpu with
+    ``deterministic``, whose text nothing but itself is compared with.
     """
 
     def __init__(
@@ -263,7 +267,7 @@ class Rig:
         if cached:
             self._described["fp8_cache"] = True
         self.model = paged(**self._described)
-        if kernels in QUANTIZED:
+        if kernels in QUANTIZED and kernels not in INT8_RANKS:
             quantize_weights(
                 self.model, QUANTIZED[kernels], head=kernels in ("int8", UNFUSED["int8"])
             )
@@ -275,7 +279,7 @@ class Rig:
         group = None if self._pair is None else self._pair.group
         if self._pair is not None and group is not None:
             self._pair.hold(kernels, odd=odd, **self._described)
-            rank_pair.split(self.model, group)
+            rank_pair.split(self.model, group, QUANTIZED.get(kernels))
         self.fusion = fuse(self.model, operations_of(self.model, kernels), group)
         self.groups: tuple[LayerGroup, ...] = group_layers(self.model.windows)
         self._references: dict[tuple[tuple[int, ...], int], list[int]] = {}

@@ -15,7 +15,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fairlead_kernels.attention import AttentionBackend
+from fairlead_kernels.quantize import Format
 from fairlead_runtime.child import frames
+from fairlead_runtime.config import ConfigError
 from fairlead_runtime.device import ranks, selftest, shards
 from fairlead_runtime.device.batch import Batch
 from fairlead_runtime.device.fusion import fuse
@@ -37,10 +39,10 @@ def shape_of(model: Any) -> ModelShape:
     return architecture.check(config, weights={"model.safetensors": Header(tensors, b"", 0, 0)})
 
 
-def split(model: PagedModel, group: Group) -> PagedModel:
+def split(model: PagedModel, group: Group, quantize_to: Format | None = None) -> PagedModel:
     """The same with this rank's part of its weights."""
     shape = shape_of(model.model)
-    shards.split(model.model, shape, group, CPU)
+    shards.split(model.model, shape, group, CPU, quantize_to)
     model.probe_again()
     shards.check_heads(model.heads, shape, group.size)
     return model
@@ -78,9 +80,9 @@ class Pair:
         """
         self._send({"model": model, "kernels": kernels, "odd": odd})
 
-    def prepare(self, folder: Path) -> None:
+    def prepare(self, folder: Path, quantization: str = "none") -> None:
         """Let rank 1 load the model in this folder and prepare its part, as this process must."""
-        self._send({"folder": str(folder)})
+        self._send({"folder": str(folder), "quantization": quantization})
 
     def allocate(self, **cache: int) -> None:
         """Let rank 1 allocate an empty cache."""
@@ -132,7 +134,9 @@ def _follow(connection: socket.socket, store: int) -> NoReturn:
                     models[name] = _loaded(message["model"], kernels, message["odd"], group)
                 model = models[name]
             elif "folder" in message:
-                selftest.prepare_rank(loading.load(message["folder"]), group, CPU)
+                loaded = loading.load(message["folder"])
+                with contextlib.suppress(ConfigError):
+                    selftest.prepare_rank(loaded, group, CPU, quantization=message["quantization"])
             elif "cache" in message:
                 attention = choice_of(model, kernels).attention
                 cache = cache_of(model, **message["cache"])
@@ -155,12 +159,12 @@ class _Times(nn.Module):
 
 
 def _loaded(described: Any, kernels: str, odd: int | None, group: Group) -> PagedModel:
-    from support.engine_rig import operations_of, paged
+    from support.engine_rig import QUANTIZED, operations_of, paged
 
     model = paged(**described)
     if odd is not None:
         mlp: Any = model.model.get_submodule(f"model.layers.{odd}.mlp")
         mlp.act_fn = nn.Sequential(mlp.act_fn, _Times())
-    split(model, group)
+    split(model, group, QUANTIZED.get(kernels))
     fuse(model, operations_of(model, kernels), group)
     return model

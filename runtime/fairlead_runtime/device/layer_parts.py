@@ -328,7 +328,7 @@ def matrix_of(call: ModuleCall, given: Tensor) -> Matrix | None:
     if not weights or not close(call.input.reshape(-1, call.input.shape[-1]), given):
         return None
     if isinstance(call.module, RowSplit):  # what it returns is the sum of all ranks' products
-        return Matrix(call.module, weights[0], weights[0], bias)
+        return Matrix(call.module, call.module.stored, call.module.stored, bias)
     result = call.output.reshape(given.shape[0], -1)
     for weight in weights:
         if weight.shape == (result.shape[1], given.shape[1]):
@@ -351,6 +351,8 @@ def _weights_of(module: nn.Module) -> tuple[Sequence[Tensor | Quantized], Tensor
     """The matrices [N, K] that a module may multiply by, none or those that it may store, and the
     bias.
     """
+    if isinstance(module, RowSplit):
+        return [module.stored], None if module.bias is None else module.bias.data
     if isinstance(module, QuantizedLinear):
         return [module.weight], None if module.bias is None else module.bias.data
     own = dict(module.named_parameters(recurse=False))

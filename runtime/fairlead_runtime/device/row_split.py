@@ -7,6 +7,7 @@ they compute take the weights out of it (``layer_parts``), and place the sum the
 import torch.nn.functional as F  # noqa: N812 - torch's own convention
 from torch import Tensor, nn
 
+from fairlead_kernels.quantize import Held, Quantized
 from fairlead_runtime.device.group import Group
 
 
@@ -21,7 +22,31 @@ class RowSplit(nn.Module):
         self.bias = bias
         self._group = group
 
+    @property
+    def stored(self) -> Tensor | Quantized:
+        """The weights of this rank [outputs, inputs / ranks]."""
+        return self.weight.data
+
     def forward(self, x: Tensor) -> Tensor:
         """X [..., inputs / ranks] → [..., outputs], equal on every rank."""
-        out = self._group.sum(F.linear(x, self.weight))
+        out = self._group.sum(self._part(x))
         return out if self.bias is None else out + self.bias
+
+    def _part(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight)
+
+
+class QuantizedRowSplit(RowSplit):
+    """The same on quantized weights, whose scales are those of the whole rows."""
+
+    def __init__(self, weight: Quantized, bias: nn.Parameter | None, group: Group) -> None:
+        super().__init__(weight.bits, bias, group)
+        self._format: Held = weight.format
+        self.scales = nn.Parameter(weight.scales, requires_grad=False)
+
+    @property
+    def stored(self) -> Quantized:
+        return Quantized(self._format, self.weight.data, self.scales.data)
+
+    def _part(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.stored.dequantize().to(x.dtype))

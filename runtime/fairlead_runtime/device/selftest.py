@@ -11,7 +11,7 @@ difference.
 
 import math
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any, Self
@@ -182,12 +182,7 @@ def prepare_and_test(
             expected = _expected(model, choice, loaded.max_model_len, fp8_cache=True)
             cache = _rounding_of_cache(model, expected, plain)
         fusion = fuse(model, choice.operations)
-        if quantized != "none" and fusion.fused < fusion.layers:
-            raise ConfigError(
-                "quantization",
-                f"{quantized} needs every layer of {name!r} fused: {fusion}",
-                "use the unquantized checkpoint" if loaded.shape.quantized else "use none",
-            )
+        _check_fused(loaded, quantized, fusion)
         if deterministic:
             determinism.check(model, fusion)
         result = _check_both(model, choice, fusion, expected, fp8=quantized == "fp8")
@@ -196,6 +191,16 @@ def prepare_and_test(
             canary = determinism.canary(model, choice.attention, loaded.max_model_len)
             result = replace(result, canary=canary)
         return ServedModel(model, choice, fusion), result
+
+
+def _check_fused(loaded: LoadedModel, quantized: str, fusion: Fusion) -> None:
+    """Raise ConfigError for quantized weights in a layer that transformers' code computes."""
+    if quantized != "none" and fusion.fused < fusion.layers:
+        raise ConfigError(
+            "quantization",
+            f"{quantized} needs every layer of {loaded.config.model_type!r} fused: {fusion}",
+            "use the unquantized checkpoint" if loaded.shape.quantized else "use none",
+        )
 
 
 def _check_both(
@@ -231,11 +236,12 @@ def prepare_rank(
     group: Group,
     device: torch.device,
     kernels: str = "auto",
+    quantization: str = "none",
     *,
     fp8_cache: bool = False,
 ) -> tuple[ServedModel, SelfTestResult | None]:
     """One rank's part of a model, split on ``device``, and on rank 0 the result of the self-test;
-    the other ranks only take part in it.
+    the other ranks only take part in it. ``quantization``: none or int8.
 
     The expected logits are those of the whole model, computed before it is split: on an accelerator
     with each module's weights lent to it while the module runs. Raises as ``prepare_and_test``
@@ -243,30 +249,62 @@ def prepare_rank(
     """
     name = str(loaded.config.model_type)
     with _packed_or_not(name):
-        shards.plan_of(loaded.model, loaded.shape, group.size)
+        plan = shards.plan_of(loaded.model, loaded.shape, group.size)
+        to: Format | None = "int8" if quantization == "int8" else None
         with shards.computed_on(device, loaded.model):
             model = paged_model.prepare(loaded, device, fp8_cache=fp8_cache)
             choice = _pick(model, kernels, ranks=group.size)
-            expected: Expected | None = None
-            cache: Rounding | None = None
+            whole: _Whole | None = None
             if group.rank == 0:
-                expected = _expected(model, choice, loaded.max_model_len)
-            if expected is not None and fp8_cache:
-                plain = expected
-                expected = _expected(model, choice, loaded.max_model_len, fp8_cache=True)
-                cache = _rounding_of_cache(model, expected, plain)
-        shards.split(loaded.model, loaded.shape, group, device)
+                with computed_in_float32(model) if choice.operations else nullcontext():
+                    rounds = (
+                        nullcontext() if to is None else shards.quantized(model.model, plan, to)
+                    )
+                    whole = _Whole.of(model, loaded.max_model_len, to, rounds)
+        shards.split(loaded.model, loaded.shape, group, device, to)
         group.meet(device)
         model.probe_again()
         shards.check_heads(model.heads, loaded.shape, group.size)
         fusion = fuse(model, choice.operations, group)
+        _check_fused(loaded, quantization, fusion)
         served = ServedModel(model, choice, fusion)
-        if expected is None:
+        if whole is None:
             with torch.inference_mode():
                 _paged_logits(model, choice.attention, _prompts(model, loaded.max_model_len))
             return served, None
-        result = _check_both(model, choice, fusion, expected, fp8=False)
-        return served, replace(result, cache=cache)
+        result = _check_both(model, choice, fusion, whole.expected, fp8=False)
+        return served, replace(result, rounding=whole.rounding, cache=whole.cache)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Whole:
+    """What a whole model's logits are expected to be, and what rounding costs it."""
+
+    expected: "Expected"
+    rounding: Rounding | None
+    cache: Rounding | None
+
+    @classmethod
+    def of(
+        cls,
+        model: PagedModel,
+        max_model_len: int,
+        to: Format | None,
+        rounds: AbstractContextManager[None],
+    ) -> Self:
+        """By transformers' code, inside ``rounds`` with the weights rounded ``to`` this format."""
+        rounding: Rounding | None = None
+        cache: Rounding | None = None
+        expected = Expected.of(model, max_model_len)
+        with rounds:
+            if to is not None:
+                plain, expected = expected, Expected.of(model, max_model_len)
+                what = f"{to} weights", "quantization none", ROUNDING[to]
+                rounding = _rounding(model, expected, plain, *what)
+            if model.heads.fp8_cache:
+                plain, expected = expected, Expected.of(model, max_model_len, fp8_cache=True)
+                cache = _rounding_of_cache(model, expected, plain)
+        return cls(expected, rounding, cache)
 
 
 @contextmanager

@@ -15,16 +15,20 @@ import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F  # noqa: N812 - torch's own convention
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from fairlead_kernels.attention import Heads
+from fairlead_kernels.quantize import Format, largest_of_rows, quantize
 from fairlead_runtime.config import ConfigError
 from fairlead_runtime.device.group import Group
-from fairlead_runtime.device.row_split import RowSplit
+from fairlead_runtime.device.row_split import QuantizedRowSplit, RowSplit
+from fairlead_runtime.models.quantized import QuantizedLinear
 from fairlead_runtime.sizing.ranks import UNSPLIT, refuse
 from fairlead_runtime.sizing.shape import ModelShape
 
@@ -35,9 +39,17 @@ WHOLE = ("replicated_with_grad_allreduce", "replicate")
 ADMITTED = (COLUMNS, ROWS, PACKED, EXPERTS, *WHOLE)
 
 
-def split(model: PreTrainedModel, shape: ModelShape, group: Group, device: torch.device) -> None:
-    """Leave this rank's part of a whole model, on ``device``. Raises ConfigError, before it changes
-    anything, for a model that cannot be split. Nothing may be computed until ``group`` has met.
+def split(
+    model: PreTrainedModel,
+    shape: ModelShape,
+    group: Group,
+    device: torch.device,
+    quantize_to: Format | None = None,
+) -> None:
+    """Leave this rank's part of a whole model, on ``device``, its layers' matrices rounded to
+    numbers that they would have in the whole model if they are to be quantized. Raises ConfigError,
+    before it changes anything, for a model that cannot be split. Nothing may be computed until
+    ``group`` has met.
     """
     plan = plan_of(model, shape, group.size)
     modules, ends = dict(model.named_modules()), _ends(model)
@@ -50,11 +62,13 @@ def split(model: PreTrainedModel, shape: ModelShape, group: Group, device: torch
             tensor = getattr(parent, leaf)
             tensor.data = _part_of_experts(tensor.data, style, group).to(device)
         elif style == COLUMNS:
-            _split_columns(modules[name], leaf, shape, group, device)
+            linear = _split_columns(modules[name], leaf, shape, group, device)
+            if quantize_to is not None:
+                weight = quantize(linear.weight.data, quantize_to)
+                linear.weight.data = linear.weight.new_empty(0)
+                setattr(parent, leaf, QuantizedLinear(weight, linear.bias))
         elif style == ROWS:
-            linear: Any = modules[name]
-            part = _part(linear.weight.data, -1, group.rank, group.size).to(device)
-            setattr(parent, leaf, RowSplit(part, linear.bias, group))
+            setattr(parent, leaf, _split_rows(modules[name], group, device, quantize_to))
     tied = ends[0].weight is ends[1].weight
     divides = shape.vocab % group.size == 0 and ends[1].weight.shape[0] == shape.vocab
     if divides and not tied:
@@ -109,6 +123,28 @@ def check_heads(heads: Heads, shape: ModelShape, count: int) -> None:
 
 
 @contextmanager
+def quantized(model: PreTrainedModel, plan: Mapping[str, str], to: Format) -> Iterator[None]:
+    """Inside the ``with`` block a whole model multiplies by what the quantized weights of its parts
+    stand for. They are rounded whenever a matrix is used: none is held twice.
+    """
+    modules: dict[str, Any] = dict(model.named_modules())
+    split_as = {name: style for name, style in plan.items() if name in modules}
+    matrices = [modules[name] for name, style in split_as.items() if style in (COLUMNS, ROWS)]
+    for matrix in matrices:
+        matrix.forward = partial(_multiplied, matrix, to)
+    try:
+        yield
+    finally:
+        for matrix in matrices:
+            del matrix.forward
+
+
+def _multiplied(matrix: nn.Linear, to: Format, x: Tensor) -> Tensor:
+    weight = quantize(matrix.weight.data, to).dequantize().to(x.dtype)
+    return F.linear(x, weight, matrix.bias)
+
+
+@contextmanager
 def computed_on(device: torch.device, model: nn.Module) -> Iterator[None]:
     """Inside the ``with`` block a model on the CPU computes on ``device``: each module's own
     weights are there only while it runs, so a whole model needs little memory there.
@@ -146,16 +182,26 @@ def _lent(module: nn.Module, device: torch.device) -> list[Any]:
     ]
 
 
+def _split_rows(module: Any, group: Group, device: torch.device, to: Format | None) -> RowSplit:
+    whole = module.weight.data
+    part = _part(whole, -1, group.rank, group.size).to(device)
+    if to is None:
+        return RowSplit(part, module.bias, group)
+    # A scale for the part alone would round it to other numbers than those of the whole row.
+    return QuantizedRowSplit(quantize(part, to, largest_of_rows(whole)), module.bias, group)
+
+
 def _split_columns(
     module: Any, leaf: str, shape: ModelShape, group: Group, device: torch.device
-) -> None:
-    """Keep this rank's outputs: whole heads for keys and values."""
+) -> Any:
+    """The module with this rank's outputs: whole heads for keys and values."""
     index, count = group.rank, group.size
     if leaf in KEYS and shape.kv_heads < count:
         index, count = index * shape.kv_heads // count, shape.kv_heads
     for parameter in module.parameters(recurse=False):
         parameter.data = _part(parameter.data, 0, index, count).to(device)
     module.out_features = module.weight.shape[0]
+    return module
 
 
 def _part_of_experts(tensor: Tensor, style: str, group: Group) -> Tensor:

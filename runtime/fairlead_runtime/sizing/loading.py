@@ -19,17 +19,18 @@ PARTS = 16 << 20
 
 def loading_bytes(shape: ModelShape, config: EngineConfig, kind: str) -> int:
     """The most bytes that the accelerator, or a CPU's pod with its process, takes while it loads;
-    0 where that is known to be less than what it takes afterwards.
+    0 where that is known to be less than what it takes afterwards. Ranks of a split model leave the
+    weights in their files until each has its part.
 
     Weights count as if they were read into memory. Those that are served in the type of the
     checkpoint are mapped from its file, which takes less: their pages may be dropped at any time.
     """
     rounds = config.quantization != "none" and not shape.quantized
     plain = replace(config, quantization="none") if rounds else config
+    if config.tensor_parallel > 1:
+        return 0
     if kind != "cpu":
         return weights(shape, plain, 1, kind) if rounds else 0
-    if config.tensor_parallel > 1 and not rounds:
-        return 0
     loaded = weights(shape, plain, 1, kind)
     tested = 4 * TESTED_ROWS * shape.vocab  # compared in float32
     return PROCESS + loaded + _beside(shape, config, rounds=rounds) + tested

@@ -75,9 +75,9 @@ def check_stored(
         problem = "fp8 is not supported with int8 weights on cpu: the C++ kernels lack it"
         raise ConfigError("cache_dtype", problem, "use auto")
     if not quantized and stored.quantization != "none":
-        if stored.tensor_parallel > 1:
+        if stored.tensor_parallel > 1 and stored.quantization != "int8":
             problem = f"{stored.quantization} weights cannot be split over ranks"
-            raise ConfigError("quantization", problem, "use none, or tensor parallel 1")
+            raise ConfigError("quantization", problem, "use int8 or none, or tensor parallel 1")
         if experts:
             problem = f"{stored.quantization} weights of experts are not supported"
             raise ConfigError("quantization", problem, "use none")

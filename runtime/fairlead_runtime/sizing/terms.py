@@ -262,22 +262,39 @@ def weights(shape: ModelShape, config: EngineConfig, tp: int, kind: str) -> int:
     """Bytes of the weights on one of ``tp`` accelerators that share the model, or on a CPU. Of
     layers only the matrices are quantized. They are split with the biases of their outputs, those
     of keys and values by heads; so is an output matrix that is not the embedding. The rest is whole
-    on each.
+    on each, as the scales of matrices that are split by their inputs are.
     """
     element = bytes_of(shape, config)
     if kind == "cpu" and tp == 1 and packs_on_cpu(shape, config):
         return _packed_weights(shape, config, element)
-    if config.quantization != "none":
+    if config.quantization != "none" and tp == 1:
         # A byte each and a float32 scale per row. int4: half of one, a scale and a zero point per
         # group, and the order of columns, if they have one.
-        matrices = split(shape.layer_matrices + 4 * shape.layer_channels, tp)
+        matrices = shape.layer_matrices + 4 * shape.layer_channels
         if config.quantization == "int4":
             matrices = shape.layer_matrices // 2 + 5 * shape.groups + 4 * shape.orders
         return matrices + (shape.parameters - shape.layer_matrices) * element
     head = 0 if shape.tied or shape.vocab % tp else shape.vocab * shape.hidden
     whole = shape.parameters - shape.split - shape.keys - head
     keys = split(shape.keys, min(tp, shape.kv_heads))
-    return (whole + split(shape.split, tp) + keys + head // tp) * element
+    plain = (whole + split(shape.split, tp) + keys + head // tp) * element
+    if config.quantization == "none":
+        return plain
+    matrices, channels = _layer_shares(shape, tp)
+    # A byte each and a float32 scale per row.
+    return plain - matrices * (element - 1) + 4 * channels
+
+
+def _layer_shares(shape: ModelShape, tp: int) -> tuple[int, int]:
+    """Elements and output rows that one of ``tp`` ranks has of the layers' matrices: its share of
+    most rows, those of its keys and values, and all of the two matrices that give hidden states.
+    """
+    layers, sharing = len(shape.windows), min(tp, shape.kv_heads)
+    keys, whole = 2 * shape.kv_width * layers, 2 * shape.hidden * layers
+    matrices = split(shape.layer_matrices - keys * shape.hidden, tp)
+    channels = split(shape.layer_channels - keys - whole, tp)
+    shared = split(keys, sharing)
+    return matrices + shared * shape.hidden, channels + shared + whole
 
 
 def _packed_weights(shape: ModelShape, config: EngineConfig, element: int) -> int:
@@ -302,7 +319,8 @@ def _widened(shape: ModelShape, config: EngineConfig, kind: str, tokens: int) ->
     if config.quantization == "none" or kind == "cpu":
         return 0
     projections = (shape.heads + 2 * shape.kv_heads) * shape.head_dim
-    largest, element = shape.hidden * max(2 * shape.inner, projections), bytes_of(shape, config)
+    widest = split(max(2 * shape.inner, projections), config.tensor_parallel)
+    largest, element = shape.hidden * widest, bytes_of(shape, config)
     if config.quantization != "int4":
         return largest * element
     given = max(shape.hidden, shape.heads * shape.head_dim, shape.inner) if shape.orders else 0

@@ -255,7 +255,7 @@ def load_rank(
         if place.type == "cuda":
             place = torch.device("cuda", group.rank)
         served, result = selftest.prepare_rank(
-            loaded, group, place, config.kernels, fp8_cache=fp8_cache
+            loaded, group, place, config.kernels, config.quantization, fp8_cache=fp8_cache
         )
     loaded_at = now()
     model, choice = served.model, served.choice

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fairlead_runtime.config import EngineConfig
+from fairlead_runtime.config import ConfigError, EngineConfig
 from fairlead_runtime.device import fusion, selftest
 from fairlead_runtime.models import loading, tiny
 from fairlead_runtime.sizing.terms import weights
@@ -92,6 +92,44 @@ def test_a_fused_layer_sums_twice_and_with_both_branches_side_by_side_once(
     assert {shape[1:] for shape in counted} == {(engine.model.model.config.hidden_size,)}
 
 
+@pytest.mark.parametrize("kernels", ["ranks cpu int8", "ranks layers int8"])
+@pytest.mark.parametrize(("family", "changes"), [FORMS[0], FORMS[3], FORMS[4]])
+def test_int8_weights_on_two_ranks_give_the_text_of_transformers_with_the_whole_rounded_ones(
+    family: str, changes: dict[str, Any], kernels: str
+) -> None:
+    engine = rig(family, kernels, **changes)
+    count = len(engine.model.windows)
+    assert str(engine.fusion) == f"fused {count}/{count} layers, int8 weights"
+    run(engine, n=2)
+
+
+def test_with_int8_weights_the_self_test_compares_with_the_whole_rounded_model(
+    tmp_path: Path,
+) -> None:
+    folder = tiny.save(tiny.build("granite").to(torch.bfloat16), tmp_path)
+    pair = rank_pair.pair()
+    pair.prepare(folder, "int8")
+    loaded, group = loading.load(folder), pair.group
+    _, result = selftest.prepare_rank(loaded, group, rank_pair.CPU, quantization="int8")
+    assert result is not None
+    assert result.delta < selftest.TOLERANCE[torch.bfloat16] / 2
+    assert result.rounding is not None
+    # The same as the rounding of one rank's model.
+    one = selftest.prepare_and_test(loading.load(folder), "auto", "int8")[1].rounding
+    assert one is not None
+    assert result.rounding.moved == pytest.approx(one.moved, rel=1e-3)
+    assert result.rounding.moved > 2 * result.delta
+
+
+def test_int8_weights_of_layers_that_do_not_fuse_are_refused_on_every_rank(tmp_path: Path) -> None:
+    folder = tiny.save(tiny.build("exaone4"), tmp_path)
+    pair = rank_pair.pair()
+    pair.prepare(folder, "int8")
+    with pytest.raises(ConfigError, match="int8 needs every layer of 'exaone4' fused: fused 0/"):
+        selftest.prepare_rank(loading.load(folder), pair.group, rank_pair.CPU, quantization="int8")
+    assert run(rig("llama", "ranks")).steps > 0
+
+
 def test_a_layer_that_does_not_fit_on_one_rank_is_fused_on_none() -> None:
     engine = rig("llama", "ranks cpu", odd=1)
     fused = "fused 2/3 layers (layer 1: it does not fit on another rank)"
@@ -144,10 +182,13 @@ def test_log_probabilities_of_prompts_are_those_of_one_rank() -> None:
             assert a.logprob == pytest.approx(b.logprob, abs=1e-4)
 
 
-@pytest.mark.parametrize("kernels", ["ranks", "ranks cpu", "ranks layers"])
+@pytest.mark.parametrize(
+    "kernels", ["ranks", "ranks cpu", "ranks layers", "ranks cpu int8", "ranks layers int8"]
+)
 def test_each_rank_measures_what_is_planned(kernels: str) -> None:
     engine, pair = rig("llama", kernels), rank_pair.pair()
-    planned = weights(rank_pair.shape_of(rig("llama").model.model), EngineConfig(), 2, "cpu")
+    config = EngineConfig(quantization="int8" if kernels.endswith("int8") else "none")
+    planned = weights(rank_pair.shape_of(rig("llama").model.model), config, 2, "cpu")
     pair.hold(kernels, family="llama")
     for measured in (engine.model.weight_bytes, pair.weight_bytes()):
         assert measured == pytest.approx(planned, rel=0.02)

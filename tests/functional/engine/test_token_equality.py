@@ -403,6 +403,15 @@ def test_on_two_ranks_with_fused_layers_greedy_text_equals_transformers(
     assert fused.fused == (0 if family in SPLIT_UNFUSED else fused.layers)
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("kernels", ["ranks cpu int8", "ranks layers int8"])
+@pytest.mark.parametrize("family", [x for x in SPLIT if x not in SPLIT_UNFUSED])
+def test_on_two_ranks_with_int8_weights_greedy_text_equals_transformers_with_the_rounded_ones(
+    family: str, kernels: str
+) -> None:
+    check_three_settings(family, kernels)
+
+
 @pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")
 @pytest.mark.parametrize("family", ["gpt_neox", "gemma2"] if LONG_FORM else ["qwen3"])
 def test_on_two_ranks_with_triton_kernels_greedy_text_equals_transformers(family: str) -> None:

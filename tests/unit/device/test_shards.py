@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from fairlead_kernels.quantize import quantize
 from fairlead_runtime.config import ConfigError, EngineConfig
 from fairlead_runtime.device import shards
 from fairlead_runtime.device.group import Group
@@ -48,6 +49,48 @@ def test_the_table_of_families_says_which_have_a_plan(family: str) -> None:
     else:
         with pytest.raises(ConfigError, match="cannot be split"):
             shards.plan_of(model, replace(shape, splits=True), 2)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize(
+    "family",
+    [name for name in sorted(FAMILIES) if FAMILIES[name].splits and not FAMILIES[name].experts],
+)
+def test_a_rank_holds_what_is_planned_with_int8_weights(family: str, ranks: int) -> None:
+    model = tiny.build(family)
+    shape = shape_of(model)
+    shards.split(model, shape, Alone(ranks - 1, ranks), CPU, "int8")
+    assert held(model) == weights(shape, replace(CONFIG, quantization="int8"), ranks, "cpu")
+
+
+def test_the_parts_of_int8_weights_are_those_of_the_whole_rounded_matrices() -> None:
+    whole = tiny.build("llama").model.layers[0]
+    for rank in (0, 1):
+        model = tiny.build("llama")
+        shards.split(model, shape_of(model), Alone(rank, 2), CPU, "int8")
+        part = model.model.layers[0]
+        up, down = quantize(whole.mlp.up_proj.weight), quantize(whole.mlp.down_proj.weight)
+        assert torch.equal(part.mlp.up_proj.weight.bits, up.bits.chunk(2)[rank])
+        assert torch.equal(part.mlp.up_proj.weight.scales, up.scales.chunk(2)[rank])
+        assert torch.equal(part.mlp.down_proj.stored.bits, down.bits.chunk(2, dim=1)[rank])
+        assert torch.equal(part.mlp.down_proj.stored.scales, down.scales)
+
+
+def test_a_whole_model_computes_with_rounded_weights_for_a_while() -> None:
+    model, ids = tiny.build("llama"), torch.tensor([[3, 9, 27]])
+    plan = shards.plan_of(model, shape_of(model), 2)
+    with torch.inference_mode():
+        before = model(input_ids=ids).logits
+        with shards.quantized(model, plan, "int8"):
+            rounded = model(input_ids=ids).logits
+        assert torch.equal(model(input_ids=ids).logits, before)
+        matrices = [name for name, style in plan.items() if style in ("colwise", "rowwise")]
+        assert len(matrices) == 7 * len(model.model.layers)
+        for name in matrices:
+            weight = model.get_submodule(name).weight
+            weight.copy_(quantize(weight).dequantize())
+        assert torch.equal(model(input_ids=ids).logits, rounded)
+    assert not torch.equal(rounded, before)
 
 
 @pytest.mark.parametrize("ranks", [2, 4])

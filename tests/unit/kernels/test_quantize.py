@@ -6,7 +6,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from fairlead_kernels import parts
-from fairlead_kernels.quantize import LARGEST, Format, as_quantized, quantize
+from fairlead_kernels.quantize import LARGEST, Format, as_quantized, largest_of_rows, quantize
 
 FORMATS: tuple[Format, ...] = ("int8", "fp8")
 # A number of float8_e4m3fn has 3 bits after the first: it moves by a 16th of itself, or by half of
@@ -63,6 +63,19 @@ def test_a_weight_that_is_no_number_is_not_hidden(to: Format) -> None:
     for value in (torch.nan, torch.inf):
         weight = torch.tensor([[value, 1.0]])
         assert not quantize(weight, to).dequantize().isfinite().all()
+
+
+@pytest.mark.parametrize("to", FORMATS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_some_columns_of_a_matrix_are_rounded_as_in_the_whole(
+    to: Format, dtype: torch.dtype
+) -> None:
+    weight = (torch.randn(7, 12) * torch.rand(7, 1)).to(dtype)
+    whole, largest = quantize(weight, to), largest_of_rows(weight)
+    for first, last in ((0, 5), (5, 12)):
+        part = quantize(weight[:, first:last], to, largest)
+        assert torch.equal(part.bits, whole.bits[:, first:last])
+        assert torch.equal(part.scales, whole.scales)
 
 
 @pytest.mark.parametrize("to", FORMATS)

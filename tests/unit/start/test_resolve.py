@@ -124,6 +124,8 @@ def test_int8_weights_are_supported_everywhere_but_in_float16_on_cpus() -> None:
     gpu = DeviceFacts("cuda", 80 * GIB)
     for dtype, device in (("bfloat16", CPU), ("float32", CPU), ("float16", gpu), ("float32", gpu)):
         assert resolved(dtype, device, quantization="int8").num_blocks > 0
+        split = resolved(dtype, device, quantization="int8", tensor_parallel=2)
+        assert split.num_blocks > 0
     with pytest.raises(ConfigError, match="int8 is not supported in float16 on cpu"):
         resolved("float16", CPU, quantization="int8")
 
