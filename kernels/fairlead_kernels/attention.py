@@ -156,16 +156,21 @@ class AttentionBackend(Protocol):
 class DecodeAttention(AttentionBackend, Protocol):
     """A backend that can plan decodes whose block tables are on the device.
 
-    ``fixed_nbytes``: device bytes of its plans at addresses that stay.
+    ``fixed_nbytes``: device bytes of its plans at addresses that stay, beside the reserve.
     """
 
     @property
     def fixed_nbytes(self) -> int: ...
+
+    def reserve(self, rows: int) -> int:
+        """Make the memory now that steps of at most so many rows of one query need, and other steps
+        with as many such rows; how many bytes of the device that is, plans beside.
+        """
 
     def plan_decodes(self, decodes: DecodeRows, room: int = 0) -> Any:
         """As ``plan``, from the lengths on the host alone: nothing waits for the device.
 
         With ``room``, a number of blocks that no such step of this group exceeds, ``run`` reads
         this plan and every later one for as many rows at the same addresses: a captured ``run``
-        follows the newest of them.
+        follows the newest of them, with the ``tables`` that it was captured with.
         """

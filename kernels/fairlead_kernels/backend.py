@@ -8,13 +8,19 @@ from dataclasses import dataclass
 
 import torch
 
-from fairlead_kernels import cpu, flashinfer_package, triton_operations, triton_proof
+from fairlead_kernels import (
+    cpu,
+    flashinfer_package,
+    triton_attention,
+    triton_operations,
+    triton_proof,
+)
 from fairlead_kernels.attention import AttentionBackend, GroupKinds, Heads
+from fairlead_kernels.attention_proof import prove
 from fairlead_kernels.cpu import CpuOperations
 from fairlead_kernels.cpu_attention import CpuAttention
 from fairlead_kernels.flashinfer_attention import SUPPORTED, FlashinferAttention
 from fairlead_kernels.flashinfer_package import FlashinferPackage
-from fairlead_kernels.flashinfer_proof import prove
 from fairlead_kernels.layer import LayerOperations
 from fairlead_kernels.not_available import NotAvailableError
 from fairlead_kernels.torch_attention import TorchAttention
@@ -22,6 +28,7 @@ from fairlead_kernels.torch_operations import TorchOperations
 
 # The oldest GPUs, by their compute capability, that flashinfer's kernels run on in each type.
 OLDEST_GPU = {torch.float16: (7, 5), torch.bfloat16: (8, 0)}
+PORTABLE = "plain torch on {}, portable kernels"
 FP8_GPU = (8, 9)  # the oldest that multiply 8-bit floats
 
 
@@ -49,8 +56,9 @@ def pick(
 ) -> BackendChoice:
     """The kernels for a model with these heads and kinds of layers on this device: with ``auto``
     the fastest that can serve it, ``cpu`` those in C++, ``flashinfer`` its attention, with
-    ``torch`` plain torch, which runs on every device. On GPUs layers have operations of their own,
-    in Triton or else in torch, beside either attention.
+    ``torch`` plain torch, which runs on every device. On GPUs ``auto`` takes attention by
+    flashinfer, else in Triton, else in torch; layers have operations of their own, in Triton or
+    else in torch, beside each of them.
 
     With ``deterministic`` a token's results are the same bits whatever else is in its step, by
     kernels of ours alone.
@@ -71,29 +79,37 @@ def pick(
         else:
             return BackendChoice(CpuAttention(heads, ours.library), ours)
     if kernels == "flashinfer" or (kernels == "auto" and device.type == "cuda"):
-        try:
-            package = flashinfer_for(heads, device)
-            attention = FlashinferAttention(heads, kinds, device, package)
-            prove(attention, device)
-        except NotAvailableError as error:
-            if kernels == "flashinfer":
-                raise
-            reason = f"; no flashinfer: {error}"
-        else:
-            layers, name = gpu_operations(heads.dtype, device, heads.cache_dtype)
-            reason = f"attention by flashinfer {package.version}, {name}"
-            return BackendChoice(attention, layers, reason)
-    target = (
-        f"{torch.get_num_threads()} CPU threads"
-        if device.type == "cpu"
-        else f"{device.type}, portable kernels"
-    )
-    reason = f"plain torch on {target}{reason}"
-    plain = TorchAttention(heads, device)
-    if kernels == "torch" or device.type != "cuda":
-        return BackendChoice(plain, None, reason)
-    layers, name = gpu_operations(heads.dtype, device, heads.cache_dtype)
-    return BackendChoice(plain, layers, f"{reason}; {name}")
+        attention, what, why = _gpu_attention(heads, kinds, device, kernels)
+        layers, name = gpu_operations(heads.dtype, device, heads.cache_dtype)
+        return BackendChoice(attention, layers, f"{what}, {name}{why}")
+    on_cpu = f"plain torch on {torch.get_num_threads()} CPU threads"
+    what = on_cpu if device.type == "cpu" else PORTABLE.format(device.type)
+    return BackendChoice(TorchAttention(heads, device), None, f"{what}{reason}")
+
+
+def _gpu_attention(
+    heads: Heads, kinds: GroupKinds, device: torch.device, kernels: str
+) -> tuple[AttentionBackend, str, str]:
+    """The first that can serve the model, what it is, and why those before it cannot. Raises
+    NotAvailableError where only flashinfer may.
+    """
+    try:
+        package = flashinfer_for(heads, device)
+        flashinfer = FlashinferAttention(heads, kinds, device, package)
+        prove(flashinfer, heads, kinds, device)
+    except NotAvailableError as error:
+        if kernels == "flashinfer":
+            raise
+        why = f"; no flashinfer: {error}"
+    else:
+        return flashinfer, f"attention by flashinfer {package.version}", ""
+    try:
+        triton = triton_attention.load(heads, device)
+        prove(triton, heads, kinds, device)
+    except NotAvailableError as error:
+        plain = TorchAttention(heads, device)
+        return plain, PORTABLE.format(device.type), f"{why}; no Triton attention: {error}"
+    return triton, "attention in Triton", why
 
 
 def fixed_kernels(heads: Heads, device: torch.device, kernels: str) -> BackendChoice:

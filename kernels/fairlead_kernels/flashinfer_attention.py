@@ -223,6 +223,10 @@ class FlashinferAttention:
         """Device bytes of the workspaces, but for those of plans at fixed addresses."""
         return self._workspace.nbytes + self._plan_bytes(fixed=False)
 
+    def reserve(self, _rows: int) -> int:
+        """``DecodeAttention.reserve``: whatever the rows are."""
+        return self.nbytes
+
     @property
     def fixed_nbytes(self) -> int:
         """Device bytes of the plans at fixed addresses that were made so far."""

@@ -26,8 +26,8 @@ class Limit:
 
     ``refused`` names the other values, ``reason`` says why they do not work. With ``dtypes`` the
     other values, or only those in ``sometimes``, work too while the model runs in one of these
-    types and, where ``only_on`` is set, on such a device. With ``beside``, other settings and their
-    values, they work beside these values of all of them.
+    types, with ``only_on`` while it runs on such a device, with both where both hold. With
+    ``beside``, other settings and their values, they work beside these values of all of them.
     """
 
     field: str
@@ -42,7 +42,7 @@ class Limit:
     @property
     def alone(self) -> bool:
         """Whether the value alone decides."""
-        return not (self.dtypes or self.beside)
+        return not (self.dtypes or self.only_on or self.beside)
 
     @property
     def path(self) -> str:
@@ -56,11 +56,13 @@ class Limit:
         if self.beside:
             beside = (f"{_path_of(x).rpartition('.')[2]} {_either(y)}" for x, y in self.beside)
             return f"{values}, or {' and '.join(beside)}"
-        if not self.dtypes:
+        if self.alone:
             return values
-        others = f"{_either(self.sometimes)} with " if self.sometimes else ""
-        device = {"": "", "cpu": " on a CPU", "cuda": " on a GPU"}[self.only_on]
-        return f"{values}, or {others}dtype {' or '.join(self.dtypes)}{device}"
+        dtype = f"dtype {' or '.join(self.dtypes)}" if self.dtypes else ""
+        device = {"": "", "cpu": "on a CPU", "cuda": "on a GPU"}[self.only_on]
+        joined = "with" if self.sometimes and dtype else ""
+        words = filter(None, (_either(self.sometimes), joined, dtype, device))
+        return f"{values}, or {' '.join(words)}"
 
     def refuses(
         self, config: EngineConfig, dtype: str | None = None, device: str | None = None
@@ -73,10 +75,11 @@ class Limit:
             return False
         if self.beside:
             return any(getattr(config, name) not in values for name, values in self.beside)
-        if not self.dtypes or (self.sometimes and value not in self.sometimes):
+        if self.alone or (self.sometimes and value not in self.sometimes):
             return True
-        elsewhere = self.only_on and (device or config.device) not in ("auto", self.only_on)
-        return bool(elsewhere) or (dtype or config.dtype) not in ("auto", *self.dtypes)
+        if self.only_on and (device or config.device) not in ("auto", self.only_on):
+            return True
+        return bool(self.dtypes) and (dtype or config.dtype) not in ("auto", *self.dtypes)
 
     @property
     def rule(self) -> str:
@@ -87,7 +90,8 @@ class Limit:
             others = (f"self.{_path_of(x)} in {_literals(y)}" for x, y in self.beside)
             return f"self.{self.path} in {_literals(self.works)} || {' && '.join(others)}"
         conditions = [f"self.{self.path} in {_literals(self.sometimes)}"] if self.sometimes else []
-        conditions.append(f"self.engine.dtype in {_literals(('auto', *self.dtypes))}")
+        if self.dtypes:
+            conditions.append(f"self.engine.dtype in {_literals(('auto', *self.dtypes))}")
         if self.only_on:
             count = {"cpu": "== 0", "cuda": "> 0"}[self.only_on]
             conditions.append(f"self.resources.accelerator.count {count}")
@@ -136,18 +140,16 @@ NOT_YET = (
     Limit(
         "async_batching",
         ("auto", "off"),
-        "on on a CPU or in float32",
-        "steps are launched ahead beside flashinfer's kernels, on GPUs, in float16 and bfloat16",
-        dtypes=("float16", "bfloat16"),
+        "on on a CPU",
+        "steps are launched ahead on GPUs alone",
         sometimes=("on",),
         only_on="cuda",
     ),
     Limit(
         "cuda_graphs",
         ("auto", "off"),
-        "on on a CPU or in float32",
-        "graphs are captured around flashinfer's kernels, for GPUs, in float16 and bfloat16",
-        dtypes=("float16", "bfloat16"),
+        "on on a CPU",
+        "graphs are captured on GPUs alone",
         sometimes=("on",),
         only_on="cuda",
     ),

@@ -42,6 +42,9 @@ ON_FLASHINFER = ("unit/kernels/test_flashinfer_attention.py",)
 ON_FP8 = ("unit/kernels/test_fp8_cache.py",)
 TRITON_PACKAGE = f"{KERNELS}/triton_package.py"
 ON_TRITON_PACKAGE = ("unit/kernels/test_triton_package.py",)
+TRITON_ATTENTION = f"{KERNELS}/triton_attention.py"
+TRITON_ATTEND = f"{KERNELS}/triton_attention_kernels.py"
+ON_TRITON = ("unit/kernels/test_triton_attention.py",)
 
 BUGS = (
     PackageBug(
@@ -810,10 +813,87 @@ BUGS = (
     ),
     PackageBug(
         "flashinfer: a kernel that computes nonsense is taken",
-        f"{KERNELS}/flashinfer_proof.py",
-        "if not difference <= TOLERANCE:",
-        "if difference > 1 / TOLERANCE:",
+        f"{KERNELS}/attention_proof.py",
+        "if not difference <= TOLERANCE[heads.dtype]:",
+        "if difference > 1 / TOLERANCE[heads.dtype]:",
         ON_FLASHINFER,
+    ),
+    PackageBug(
+        "Triton's attention reads what lies behind a row's last token",
+        TRITON_ATTEND,
+        "        inside = key < end\n",
+        "        inside = key < end + 1\n",
+        ON_TRITON,
+    ),
+    PackageBug(
+        "Triton's attention: a window is one key too long",
+        TRITON_ATTEND,
+        "begin = tl.maximum(position - window + 1, 0)",
+        "begin = tl.maximum(position - window, 0)",
+        ON_TRITON,
+    ),
+    PackageBug(
+        "Triton's attention: a later query of a piece sees keys that its window has passed",
+        TRITON_ATTEND,
+        "seen = seen & (key[None, :] > (position + which - window)[:, None])",
+        "seen = seen & (key[None, :] > position - window)",
+        ON_TRITON,
+    ),
+    PackageBug(
+        "Triton's attention: splits are joined without their peaks",
+        TRITON_ATTEND,
+        "tl.where(had_keys, tl.exp2(peak - top), 0.0)",
+        "tl.where(had_keys, 1.0, 0.0)",
+        ON_TRITON,
+    ),
+    PackageBug(
+        "Triton's attention: a part without keys is merged",
+        TRITON_ATTEND,
+        "        mask=had_keys[:, None] & (column < VALUE_DIM)[None, :],\n",
+        "        mask=(column < VALUE_DIM)[None, :],\n",
+        ON_TRITON,
+    ),
+    PackageBug(
+        "Triton's attention: each split counts the sink",
+        TRITON_ATTEND,
+        "if SINKS and SPLITS == 1:",
+        "if SINKS:",
+        ON_TRITON,
+    ),
+    PackageBug(
+        "Triton's attention: a key comes from the table's next block",
+        TRITON_ATTEND,
+        "row * table_width + key // BLOCK,",
+        "row * table_width + (key + 1) // BLOCK,",
+        ON_TRITON,
+    ),
+    PackageBug(
+        "Triton's attention: a head's padding is read from the next head",
+        TRITON_ATTEND,
+        "mask=inside[None, :] & (column < DIM)[:, None],",
+        "mask=inside[None, :] & (column < COLUMNS)[:, None],",
+        ON_TRITON,
+    ),
+    PackageBug(
+        "Triton's attention: an fp8 number below 2^-6 is read as a normal one",
+        TRITON_ATTEND,
+        "tl.where(size < 8, size.to(tl.float32) * 0.001953125, normal)",
+        "normal",
+        ON_TRITON,
+    ),
+    PackageBug(
+        "Triton's attention: steps of all sizes share the address of the newest",
+        TRITON_ATTENTION,
+        "pieces = self._fixed.get((group, rows))",
+        "pieces = next((x for (g, _), x in self._fixed.items() if g == group), None)",
+        ON_TRITON,
+    ),
+    PackageBug(
+        "Triton's attention: splits that graphs may still write to are freed and not counted",
+        TRITON_ATTENTION,
+        "                self._outgrown.append(self._partial)\n",
+        "                pass\n",
+        ON_TRITON,
     ),
     PackageBug(
         "Triton: a norm adds its residual and does not keep the sum",

@@ -1,6 +1,7 @@
 """Compiles every Triton kernel by the path of a launch, to machine code of GPUs that need not be
 there: everything but the launch itself. A program: prints kernel, GPU and bytes of each, a line
-each, and fails where a step of another size would compile again.
+each, and fails where a step of another size would compile again, or a program takes more shared
+memory than a GPU has.
 """
 
 import tempfile
@@ -11,12 +12,34 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 
-from fairlead_kernels import triton_kernels
+from fairlead_kernels import triton_attention_kernels, triton_kernels
+from fairlead_kernels.attention import Heads, LayerSpec
 from fairlead_kernels.grouped import Grouped
 from fairlead_kernels.layer import Activation, Norm, Packed
+from fairlead_kernels.triton_attention import TritonAttention
 from fairlead_kernels.triton_operations import TritonOperations
+from support.attention_cases import make_case
 
-ALL = ("norm", "rope_write", "activate", "multiply_int8", "multiply_int4")
+ALL = {
+    **dict.fromkeys(
+        ("norm", "rope_write", "activate", "multiply_int8", "multiply_int4"), triton_kernels
+    ),
+    **dict.fromkeys(("attend", "merge"), triton_attention_kernels),
+}
+# Of a program, on the GPUs from compute capability 8.0 on that have least.
+SHARED_BYTES = 99 << 10
+# Heads of which attention is compiled: of every power of two that a row of them is padded to.
+BFLOAT16 = (
+    Heads(32, 8, 128, 128, torch.bfloat16),
+    Heads(10, 2, 64, 64, torch.bfloat16, fp8_cache=True),
+    Heads(71, 1, 256, 256, torch.bfloat16),
+    Heads(8, 1, 512, 512, torch.bfloat16),
+)
+FLOAT16 = (Heads(32, 32, 80, 80, torch.float16, fp8_cache=True),)
+FLOAT32 = (
+    Heads(32, 8, 128, 128, torch.float32),
+    Heads(8, 4, 256, 256, torch.float32, fp8_cache=True),
+)
 
 
 class Driver:
@@ -37,7 +60,7 @@ class Driver:
 
 class Kernel:
     def __init__(self, name: str) -> None:
-        self._kernel = getattr(triton_kernels, name)
+        self._kernel = getattr(ALL[name], name)
 
     def __getitem__(self, grid: tuple[int, ...]) -> Any:
         assert all(size > 0 for size in grid)
@@ -51,13 +74,27 @@ class Kernels:
         return Kernel(name)
 
 
-def compiled(capability: int) -> list[tuple[str, int]]:
-    """The kernels that there are for a GPU, with the bytes of their machine code."""
+def compiled(capability: int) -> list[tuple[str, int, int]]:
+    """The kernels that there are for a GPU, with the bytes of their machine code and of the shared
+    memory of a program.
+    """
     return [
-        (name, len(kernel.asm["cubin"]))
-        for name in ALL
-        for kernel in getattr(triton_kernels, name).device_caches[capability][0].values()
+        (name, len(kernel.asm["cubin"]), kernel.metadata.shared)
+        for name, module in ALL.items()
+        for kernel in getattr(module, name).device_caches[capability][0].values()
     ]
+
+
+def attend(heads: Heads, rows: int, *, every: bool) -> None:
+    """A layer's attention in a step of decodes and prefills; with ``every`` all kinds of layers."""
+    ours = TritonAttention(heads, torch.device("cpu"), Kernels())
+    sinks = torch.zeros(heads.query, dtype=heads.dtype)
+    kinds = ((None, None, None), (7, 5.0, None), (7, None, sinks)) if every else ((7, None, None),)
+    for window, softcap, sink in kinds:
+        steps = [(20, 1)] * rows + [(9, 5), (3, 2 + rows)]
+        case = make_case(steps, block_size=16, window=window, heads=heads)
+        spec = LayerSpec(0.3, window, softcap, sink)
+        ours.run(ours.plan(case.ragged), case.query, case.key_cache, case.value_cache, spec)
 
 
 def launch(dtype: torch.dtype, tokens: int, *, every: bool) -> None:
@@ -94,18 +131,24 @@ def launch(dtype: torch.dtype, tokens: int, *, every: bool) -> None:
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as folder:
         triton.knobs.cache.dir = folder
-        for capability, dtype, every in (
-            (90, torch.bfloat16, True),
-            (80, torch.float16, False),
-            (80, torch.float32, False),
+        for capability, dtype, every, attended in (
+            (90, torch.bfloat16, True, BFLOAT16),
+            (80, torch.float16, False, FLOAT16),
+            (80, torch.float32, False, FLOAT32),
         ):
             driver.set_active(Driver(capability))
             for tokens in (3, 300):  # products of few and of many tokens have other tiles
                 launch(dtype, tokens, every=every)
+            for heads in attended:
+                attend(heads, 3, every=every and heads is attended[0])
             before = compiled(capability)
             for tokens in (1, 16, 257):
                 launch(dtype, tokens, every=every)
+            for heads in attended:
+                for tokens in (1, 16):
+                    attend(heads, tokens, every=every and heads is attended[0])
             assert compiled(capability) == before, "another number of tokens compiles again"
         for capability in (80, 90):
-            for name, size in compiled(capability):
-                print(name, f"sm{capability}", size)
+            for name, size, shared in compiled(capability):
+                print(name, f"sm{capability}", size, shared)
+                assert shared <= SHARED_BYTES, f"{name} takes {shared} bytes of shared memory"

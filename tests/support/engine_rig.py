@@ -21,6 +21,7 @@ from fairlead_kernels.backend import BackendChoice, pick
 from fairlead_kernels.layer import LayerOperations
 from fairlead_kernels.not_available import NotAvailableError
 from fairlead_kernels.quantize import Format
+from fairlead_kernels.triton_attention import TritonAttention
 from fairlead_runtime.config import EngineConfig
 from fairlead_runtime.device.batch import BatchBuilder
 from fairlead_runtime.device.decode_steps import DecodeSteps
@@ -38,7 +39,7 @@ from fairlead_runtime.scheduling.plan import Finished, Limits, Result, Row, Work
 from fairlead_runtime.scheduling.scheduler import Scheduler, SchedulerStats
 from fairlead_runtime.sizing.graphs import step_sizes
 from fairlead_runtime.sizing.groups import LayerGroup, group_layers
-from support import flashinfer_standin, rank_pair
+from support import flashinfer_standin, rank_pair, triton_standin
 from support.fp8_reference import Fp8Cache
 from support.graph_standin import TapeRecorder
 from support.operation_cases import operations as gpu_operations
@@ -52,6 +53,7 @@ FP8_CACHE = "fp8 cache "  # before the name of kernels
 # Two ranks with fused layers: in C++ or by the reference, as on GPUs in torch, and in Triton.
 FUSED_RANKS = ("ranks cpu", "ranks layers", "ranks triton")
 INT8_RANKS = ("ranks cpu int8", "ranks layers int8")
+ON_TRITON = "triton "  # likewise
 MAX_STEPS = 20_000
 # two ids, sampled often enough at random that some texts end early
 EOS = frozenset({2, 140})
@@ -255,6 +257,8 @@ class Rig:
     does not fit on the other one; with int8 behind, the first two also with int8 weights. After
     "fp8 cache " they have one, and the reference rounds keys and values. fixed is cpu with
     ``deterministic``, whose text nothing but itself is compared with.
+    After "triton " attention, resident and graphs have Triton's attention on the stand-in of its
+    kernels, interpreted in its interpreter.
     """
 
     def __init__(
@@ -263,6 +267,8 @@ class Rig:
         self.family = family
         cached = FP8_CACHE if kernels.startswith(FP8_CACHE) else ""
         kernels = kernels.removeprefix(FP8_CACHE)
+        self._on_triton = kernels.startswith(ON_TRITON)
+        kernels = kernels.removeprefix(ON_TRITON)
         self._described: dict[str, Any] = {"family": family, **overrides}
         if cached:
             self._described["fp8_cache"] = True
@@ -306,7 +312,7 @@ class Rig:
                 sequences=limits.max_requests,
                 max_model_len=limits.max_model_len,
                 listed=setting.listed,
-                **self._graphs(lambda: decodes, cache, setting),
+                **self._graphs(lambda: decodes, cache, attention, setting),
             )
         return ModelRunner(
             self.model,
@@ -319,7 +325,11 @@ class Rig:
         )
 
     def _graphs(
-        self, steps: Callable[[], DecodeSteps | None], cache: CacheStorage, setting: Setting
+        self,
+        steps: Callable[[], DecodeSteps | None],
+        cache: CacheStorage,
+        attention: AttentionBackend,
+        setting: Setting,
     ) -> dict[str, Any]:
         if self._kernels != "graphs":
             return {}
@@ -330,6 +340,8 @@ class Rig:
             assert decodes is not None
             own = [x for x in vars(decodes).values() if isinstance(x, torch.Tensor)]
             own += [*decodes.table.tensors, cache.keys, cache.values]
+            if isinstance(attention, TritonAttention):
+                own += triton_standin.kept(attention)
             return [*model.parameters(), *model.buffers(), *self.model.packed, *own]
 
         recorder = TapeRecorder(kept)
@@ -343,6 +355,10 @@ class Rig:
 
     def _choice(self) -> BackendChoice:
         model = self.model
+        if self._on_triton:
+            interpreted = self._kernels == "interpreted"
+            ours = triton_standin.attention(model.heads, interpreted=interpreted)
+            return BackendChoice(ours, None)
         if self._kernels in ("flashinfer", "resident", "graphs", "triton"):
             return BackendChoice(flashinfer_standin.attention(model.heads, model.kinds), None)
         return choice_of(model, self._kernels)

@@ -27,7 +27,6 @@ from torch.utils._pytree import tree_leaves
 from fairlead_kernels import sample_rows
 from fairlead_kernels.attention import AttentionBackend, DecodeAttention, Heads, LayerSpec
 from fairlead_kernels.cpu_attention import CpuAttention
-from fairlead_kernels.flashinfer_attention import FlashinferAttention
 from fairlead_kernels.sample import hash_tokens
 from fairlead_kernels.torch_attention import TorchAttention
 from fairlead_runtime.device.attention import AttentionCall, CachedLayer, CachedPass, PagedPass
@@ -62,8 +61,8 @@ _PARAMS = SamplingParams(
 
 class Profile(NamedTuple):
     """``measured``: bytes of ``activations``, ``logits``, ``sampling``, ``batch`` and
-    ``attention``: what plain torch gathers and masks, flashinfer's workspaces, none for the C++
-    kernels, which need neither. Times in seconds, with the meters' overhead.
+    ``attention``: what plain torch gathers and masks, the workspaces of GPUs' kernels, none for the
+    C++ kernels, which need neither. Times in seconds, with the meters' overhead.
     """
 
     measured: Mapping[str, int]
@@ -119,8 +118,8 @@ def profile(
     }
     if isinstance(backend, TorchAttention):
         measured["attention"] = _attention(model, backend, max_batch_tokens, max_model_len)
-    elif isinstance(backend, FlashinferAttention):
-        measured["attention"] = backend.nbytes
+    elif isinstance(backend, DecodeAttention):
+        measured["attention"] = backend.reserve(whole)
     return Profile(measured, token_seconds, decode_seconds)
 
 

@@ -28,11 +28,12 @@ def step_sizes(config: EngineConfig) -> tuple[int, ...]:
     return tuple(sizes)
 
 
-def may_capture(config: EngineConfig, dtype: str, device: str) -> bool:
-    """Whether the settings leave graphs on: they need flashinfer, which not every model runs on."""
+def may_capture(config: EngineConfig, device: str) -> bool:
+    """Whether the settings leave graphs on: they need the attention kernels of GPUs, which not
+    every model and machine has.
+    """
     return (
         device == "cuda"
-        and dtype in ("float16", "bfloat16")
         and config.tensor_parallel == 1
         and config.kernels in ("auto", "flashinfer")
         and config.cuda_graphs != "off"

@@ -105,7 +105,7 @@ def terms_of(
     if not cpu and (units := offload_units(shape, config, groups)):
         unit = unit_bytes(shape, config, groups)
         terms["staging"] = Staging.of(units, unit).nbytes(unit)
-    if may_capture(config, dtype_of(shape, config), device.kind):
+    if may_capture(config, device.kind):
         terms["graphs"] = graph_bytes(
             config,
             groups=len(groups),

@@ -1,9 +1,9 @@
 """Asynchronous and synchronous steps of a real model give the same texts, byte for byte, whatever
 the workload: stops, clients that leave, preemption, offload, prefix hits, several choices, draws.
 
-On the stand-ins of flashinfer's wrappers and of CUDA graphs, whose tapes are replayed with what the
-step has on the device, so that a token of another step or a row that is not there shows; and of two
-streams, of which the one that offloads is late.
+On the stand-ins of flashinfer's wrappers or Triton's kernels, and of CUDA graphs, whose tapes are
+replayed with what the step has on the device, so that a token of another step or a row that is not
+there shows; and of two streams, of which the one that offloads is late.
 """
 
 import functools
@@ -22,11 +22,11 @@ from fairlead_runtime.engine.engine import Bounds, Engine
 from fairlead_runtime.request import FinishReason, Request, SamplingParams
 from fairlead_runtime.scheduling.plan import Work
 from fairlead_runtime.scheduling.scheduler import Scheduler
-from support.engine_rig import EOS, Setting, prompts, rig
+from support.engine_rig import EOS, Rig, Setting, prompts, rig
 from support.fake_engine import Clock, Collected
 from support.full import LONG_FORM
 
-FAMILIES = ("llama", "gemma2")
+FAMILIES = ("llama", "gemma2", "gemma2 on Triton")
 LENGTHS, SHARED = (9, 21, 30, 14, 25), 12
 PARAMS: tuple[dict[str, Any], ...] = (
     {"temperature": 0.0},
@@ -94,10 +94,16 @@ SETTINGS = st.builds(
 )
 
 
+def rig_of(family: str) -> Rig:
+    """With flashinfer's attention, or Triton's."""
+    name, _, triton = family.partition(" on ")
+    return rig(name, "triton graphs" if triton else "graphs")
+
+
 @functools.cache
 def runner_of(family: str, setting: Setting) -> ModelRunner:
     """Kept from run to run, as an engine's is, with the rows and graphs of the runs before."""
-    return rig(family, "graphs").runner(setting)
+    return rig_of(family).runner(setting)
 
 
 class Counted:
@@ -127,7 +133,7 @@ def play(
     family: str, setting: Setting, clients: list[Client], *, ahead: bool
 ) -> tuple[Collected, int]:
     """What the clients got, and how many steps were launched beside another."""
-    groups = rig(family, "graphs").groups
+    groups = rig_of(family).groups
     runner = runner_of(family, setting)
     device = Counted(runner)
     limits = setting.limits(len(groups))

@@ -132,15 +132,19 @@ def test_admission_and_the_runtime_refuse_a_value_for_the_same_reason(limit: Lim
     dtypes: tuple[Any, ...] = ("bfloat16", "float32", "float16")
     dtype = next(one for one in dtypes if one not in limit.dtypes)
     others = [{name: OTHERS[name]} for name, _ in limit.beside] or [{}]
+    # A limit that reads the device alone can be broken on the other one only.
+    elsewhere = limit.only_on == "cuda" and not limit.dtypes
+    device: Any = "cpu" if elsewhere else "auto"
     for value, more in itertools.product(refused, others):
-        config = EngineConfig(dtype=dtype, **{limit.field: value}, **more)
+        config = EngineConfig(dtype=dtype, device=device, **{limit.field: value}, **more)
         with pytest.raises(ConfigError) as runtime:
             check_supported(config)
         assert runtime.value.field == limit.field
         assert limit.reason in str(runtime.value)
         assert runtime.value.hint == f"use {limit.fix}"
         spec: Any = {"engine": {"dtype": dtype}}
-        spec["resources"] = {"accelerator": {"count": config.tensor_parallel}}
+        accelerators = 0 if elsewhere else config.tensor_parallel
+        spec["resources"] = {"accelerator": {"count": accelerators}}
         body = merge(BASE, {"spec": spec})
         for name, other in more.items():
             body = merge(body, {"spec": nested(PATHS[name], other)})

@@ -318,6 +318,29 @@ def test_with_captured_decodes_greedy_text_equals_transformers(family: str) -> N
     check_three_settings(family, "graphs")
 
 
+@pytest.mark.parametrize("family", ["gpt2", "llama", "gpt_bigcode", "gemma2", "gpt_oss"])
+def test_on_tritons_attention_with_captured_decodes_greedy_text_equals_transformers(
+    family: str,
+) -> None:
+    """Its kernels are the stand-in of tests/support, and read what they find at a replay."""
+    check_three_settings(family, "triton graphs")
+
+
+@pytest.mark.parametrize("kernels", ["triton attention", "triton resident"])
+def test_on_tritons_attention_greedy_text_equals_transformers(kernels: str) -> None:
+    check_three_settings("gemma2", kernels)
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("family", FAMILIES if LONG_FORM else ["gpt_oss"])
+def test_on_tritons_attention_in_its_interpreter_greedy_text_equals_transformers(
+    family: str,
+) -> None:
+    case = Case(family, 16, UNBOUNDED, "none", sharing=True, n=1, kernels="triton interpreted")
+    tally = tally_over(family, [case])
+    assert (tally.wrong, tally.ties, tally.without_hits) == ([], [], [])
+
+
 # The forms of a layer: norms of attention's result, of heads, with a mean; biases; no gate; MLP and
 # attention beside each other.
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2", "gpt_neox", "phi3"])
@@ -357,6 +380,7 @@ def test_on_triton_kernels_with_an_fp8_cache_greedy_text_equals_transformers() -
         ("gpt_oss", "torch"),
         ("gpt_bigcode", "flashinfer"),
         ("gemma2", "graphs"),
+        ("gpt_oss", "triton graphs"),
         ("llama", "layers"),
     ],
 )
@@ -372,6 +396,7 @@ def test_with_an_fp8_cache_greedy_text_equals_transformers_with_rounded_keys_and
     [
         *itertools.product(FAMILIES, ("torch",)),
         *(("llama", kernels) for kernels in ("flashinfer", "graphs", "layers fp8", "ranks")),
+        ("llama", "triton graphs"),
     ],
 )
 def test_with_an_fp8_cache_every_setting_gives_transformers_text(family: str, kernels: str) -> None:

@@ -105,6 +105,9 @@ def texts(
         ("graphs", SETTING, "general"),
         # A list that is full, and one that becomes so.
         ("graphs", replace(SETTING, listed=25), "all, and some by the host"),
+        ("triton resident", SETTING, "all"),
+        ("triton graphs", SETTING, "all"),
+        ("triton graphs", replace(SETTING, interval=1, graphs=2), "plain"),
     ],
 )
 def test_sampled_text_is_that_of_the_general_way(
@@ -134,7 +137,7 @@ def test_sampled_text_is_that_of_the_general_way(
                 assert (one.rank, one.top_ids) == (other.rank, other.top_ids)
 
 
-@pytest.mark.parametrize("kernels", ["resident", "graphs"])
+@pytest.mark.parametrize("kernels", ["resident", "graphs", "triton graphs"])
 def test_a_failed_step_leaves_nothing_wrong(kernels: str) -> None:
     asked = [request for request in requests() if request.params.logprobs is None]
     want = texts(rig("llama", "flashinfer"), asked)
@@ -142,7 +145,7 @@ def test_a_failed_step_leaves_nothing_wrong(kernels: str) -> None:
     assert texts(rig("llama", kernels), asked, setting, fail=True) == want
 
 
-@pytest.mark.parametrize("kernels", ["resident", "graphs"])
+@pytest.mark.parametrize("kernels", ["resident", "graphs", "triton graphs"])
 def test_each_of_two_steps_in_flight_keeps_its_own_tokens(kernels: str) -> None:
     asked = requests()
     want = texts(rig("llama", "flashinfer"), asked)

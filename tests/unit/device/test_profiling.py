@@ -10,7 +10,7 @@ from fairlead_runtime.device.paged_model import PagedModel
 from fairlead_runtime.device.profiling import profile
 from fairlead_runtime.models import families, tiny
 from fairlead_runtime.sizing.groups import group_layers
-from support import flashinfer_standin
+from support import flashinfer_standin, triton_standin
 
 
 @pytest.fixture(scope="module")
@@ -51,6 +51,15 @@ def test_flashinfers_workspaces_are_its_attention(model: PagedModel) -> None:
     attention = flashinfer_standin.attention(model.heads, model.kinds)
     limits = {"max_batch_tokens": 32, "max_requests": 4, "max_model_len": 64}
     assert profile(model, attention, **limits).measured["attention"] == attention.nbytes
+
+
+def test_tritons_attention_takes_what_the_splits_of_all_requests_take(model: PagedModel) -> None:
+    attention = triton_standin.attention(model.heads)
+    limits = {"max_batch_tokens": 32, "max_requests": 4, "max_model_len": 64}
+    h = model.heads
+    each = h.query * 4 * (h.value_dim + 2) * 4  # splits of float32
+    assert profile(model, attention, **limits).measured["attention"] == 4 * each
+    assert attention.fixed_nbytes == 0
 
 
 def test_a_part_scaled_up_is_the_whole(model: PagedModel, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from fairlead_kernels import listed, sample, sample_rows
-from fairlead_kernels.attention import DecodeRows
+from fairlead_kernels.attention import DecodeRows, Heads
 from fairlead_kernels.flashinfer_plan import decode_rows, paged_rows
+from fairlead_kernels.triton_attention import TritonAttention
 from fairlead_runtime.device.batch import BatchBuilder
 from fairlead_runtime.device.logit_changes import LogitChanges
 from fairlead_runtime.device.sampling import SamplingBatch
@@ -374,11 +375,14 @@ def test_nothing_waits_for_the_device() -> None:
     changes |= {"allowed_token_ids": (1, 2), "bad_words": ((3,),)}
     rows = rows_of([world.start(temperature=1.0, top_p=0.9, **changes) for _ in range(3)])
     index = torch.zeros(4, dtype=torch.int64, device=device)
+    triton = TritonAttention(Heads(2, 1, 8, 8, torch.float32), device, None)
     lens, _, counts = table.enter(rows, index)
     for group in GROUPS:
         kv_lens, tables = torch.from_numpy(lens), table.tables[group.index]
         decodes = DecodeRows(kv_lens, table.lens(index), tables, index, SIZE, group.window)
         assert decode_rows(decodes).indices.device == device
+        for room in (0, 99):
+            assert triton.plan_decodes(decodes, room).decodes.device == device
     inputs = table.inputs(index)
     logits = torch.zeros(4, 50, device=device) + inputs.ids[:, None] + inputs.slots[0][:, None]
     hashes = sample.hash_tokens(50, device)

@@ -12,8 +12,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fairlead_kernels import backend, flashinfer_package, reference
+from fairlead_kernels import backend, flashinfer_package, reference, triton_attention
 from fairlead_kernels.attention import AttentionBackend, Heads, LayerKind, LayerSpec
+from fairlead_kernels.attention_proof import prove
 from fairlead_kernels.backend import flashinfer_for, pick
 from fairlead_kernels.flashinfer_attention import (
     MOST_PLANS,
@@ -22,7 +23,6 @@ from fairlead_kernels.flashinfer_attention import (
     FlashinferAttention,
 )
 from fairlead_kernels.flashinfer_plan import paged_rows
-from fairlead_kernels.flashinfer_proof import prove
 from fairlead_kernels.not_available import NotAvailableError
 from fairlead_kernels.torch_operations import TorchOperations
 from support import flashinfer_standin as standin
@@ -341,7 +341,14 @@ LAYERS = TorchOperations()
 
 
 def on_a_gpu(monkeypatch: pytest.MonkeyPatch, package: Any, capability: tuple[int, int]) -> None:
-    """The choice as a GPU of this capability would see it, with the model on the CPU."""
+    """The choice as a GPU of this capability without Triton would see it, with the model on the
+    CPU.
+    """
+
+    def missing(_heads: Heads, _device: torch.device) -> Any:
+        raise NotAvailableError("Triton is not installed")
+
+    monkeypatch.setattr(triton_attention, "load", missing)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: capability)
     monkeypatch.setattr(flashinfer_package, "load", package)
     monkeypatch.setattr(backend, "gpu_operations", lambda *_: (LAYERS, "layers in Triton"))
@@ -384,8 +391,8 @@ def test_auto_falls_back_to_plain_torch_and_says_why(monkeypatch: pytest.MonkeyP
     kinds = (frozenset({PLAIN}),)
     choice = pick(SERVED, kinds, CUDA)
     assert str(choice) == (
-        "torch (plain torch on cuda, portable kernels; no flashinfer: flashinfer-python is not "
-        "installed; layers in Triton)"
+        "torch (plain torch on cuda, portable kernels, layers in Triton; no flashinfer: "
+        "flashinfer-python is not installed; no Triton attention: Triton is not installed)"
     )
     assert choice.operations is LAYERS
     with pytest.raises(NotAvailableError, match="is not installed"):
@@ -457,9 +464,10 @@ KINDS = (
 
 def test_kernels_that_compute_what_the_reference_does_are_proven() -> None:
     for dtype in (torch.float16, torch.bfloat16):
-        prove(standin.attention(Heads(6, 2, 64, 64, dtype), KINDS), CPU)
-        heads = Heads(6, 2, 64, 64, dtype, fp8_cache=True)
-        prove(standin.attention(heads, KINDS[:1]), CPU)
+        heads = Heads(6, 2, 64, 64, dtype)
+        prove(standin.attention(heads, KINDS), heads, KINDS, CPU)
+        heads = replace(heads, fp8_cache=True)
+        prove(standin.attention(heads, KINDS[:1]), heads, KINDS[:1], CPU)
 
 
 @pytest.mark.parametrize(
@@ -484,6 +492,7 @@ def test_a_kernel_that_fails_or_computes_something_else_is_found_at_start(
         return computed
 
     monkeypatch.setattr(standin._Wrapper, "_compute", broken)
-    attention = standin.attention(Heads(6, 2, 64, 64, torch.bfloat16), KINDS)
+    heads = Heads(6, 2, 64, 64, torch.bfloat16)
+    attention = standin.attention(heads, KINDS)
     with pytest.raises(NotAvailableError, match=reason):
-        prove(attention, CPU)
+        prove(attention, heads, KINDS, CPU)

@@ -12,7 +12,7 @@ from fairlead_runtime.device.kv_cache import CacheStorage
 from fairlead_runtime.device.paged_model import PagedModel
 from fairlead_runtime.start import decodes
 from fairlead_runtime.start.decodes import Decodes
-from support import flashinfer_standin
+from support import flashinfer_standin, triton_standin
 from support.engine_rig import rig
 from support.graph_standin import Tape, TapeRecorder
 
@@ -26,6 +26,10 @@ def flashinfer(family: str = "llama") -> Any:
     return flashinfer_standin.attention(model.heads, model.kinds)
 
 
+def triton(family: str = "llama") -> Any:
+    return triton_standin.attention(rig(family).model.heads)
+
+
 def plain() -> TorchAttention:
     model = rig("llama").model
     return TorchAttention(model.heads, model.device)
@@ -33,6 +37,7 @@ def plain() -> TorchAttention:
 
 REASONS = [
     ({}, flashinfer, False, "", True),
+    ({}, triton, False, "", True),
     ({"cuda_graphs": "off"}, flashinfer, False, "--cuda-graphs is off", True),
     ({"max_cached_graphs": 0}, flashinfer, False, "--max-cached-graphs is 0", True),
     ({}, plain, False, "attention runs on torch, whose work depends on the lengths", False),
@@ -94,14 +99,15 @@ def cache_of(model: PagedModel, units: int = 40) -> CacheStorage:
     )
 
 
-def pretended(config: EngineConfig = CONFIG) -> Decodes:
+def pretended(config: EngineConfig = CONFIG, attention: Any = flashinfer) -> Decodes:
     """As on a GPU, with the stand-in of graphs."""
     model = rig("llama").model
-    return Decodes(config, model, flashinfer(), "", new_recorder=lambda _: TapeRecorder())
+    return Decodes(config, model, attention(), "", new_recorder=lambda _: TapeRecorder())
 
 
-def test_graphs_are_measured_before_the_cache_and_captured_within_that() -> None:
-    choice = pretended()
+@pytest.mark.parametrize("attention", [flashinfer, triton])
+def test_graphs_are_measured_before_the_cache_and_captured_within_that(attention: Any) -> None:
+    choice = pretended(attention=attention)
     measured = choice.measure(LONGEST)
     steps = choice.steps(cache_of(choice.model), LONGEST)
     taken = choice.capture(steps)
@@ -112,6 +118,18 @@ def test_graphs_are_measured_before_the_cache_and_captured_within_that() -> None
     assert 0 < taken < 12 * measured
     assert choice.attention is not None
     assert choice.attention.fixed_nbytes < measured
+
+
+def test_the_plans_of_tritons_attention_take_what_was_measured() -> None:
+    """To the byte: sizes of 1, 2, 4 and 8 rows, and splits of 8 where 6 were reserved."""
+    choice = pretended(attention=triton)
+    assert choice.attention is not None
+    choice.attention.reserve(choice.sequences)
+    h, groups = choice.model.heads, len(rig("llama").groups)
+    choice.measure(LONGEST)
+    choice.capture(choice.steps(cache_of(choice.model), LONGEST))
+    splits = 2 * h.query * 4 * (h.value_dim + 2) * 4
+    assert choice.attention.fixed_nbytes == splits + groups * 4 * 8 * 16
 
 
 def test_capturing_shows_its_progress(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,140 @@
+"""Triton's attention on an NVIDIA GPU, against the reference and transformers. Run with `make gpu`;
+without a GPU or without Triton and a C compiler it fails.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from fairlead_kernels import reference, triton_attention
+from fairlead_kernels.attention import DecodeRows, Heads, LayerKind, LayerSpec
+from fairlead_kernels.attention_proof import prove
+from fairlead_kernels.backend import pick
+from fairlead_runtime import LLM, SamplingParams
+from fairlead_runtime.models import tiny
+from support.attention_cases import Case, make_case
+
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(1800)]  # it compiles
+
+CUDA = torch.device("cuda")
+STEPS = 12  # random steps for each kind of layer
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@pytest.fixture(autouse=True)
+def _gpu() -> None:
+    if not torch.cuda.is_available():
+        pytest.fail("these tests need an NVIDIA GPU, and torch sees none")
+
+
+def random_case(seed: int, heads: Heads, window: int | None) -> Case:
+    """A step of one to nine rows: decodes alone, or prefills, chunks and decodes."""
+    generator = np.random.default_rng(seed)
+    longest = 1 if seed % 3 == 0 else 90
+    rows = [
+        (int(generator.integers(0, 900)), int(generator.integers(1, longest + 1)))
+        for _ in range(int(generator.integers(1, 10)))
+    ]
+    size = int(generator.choice([1, 4, 16, 32]))
+    return make_case(rows, block_size=size, window=window, heads=heads, seed=seed)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("query", "kv", "dim"), [(32, 8, 128), (9, 9, 80), (8, 4, 256), (71, 1, 64), (8, 1, 512)]
+)
+@pytest.mark.parametrize("window", [None, 1, 128])
+@pytest.mark.parametrize("extra", ["", "softcap and sinks", "sinks and fp8 cache"])
+def test_random_steps_match_the_definition(
+    dtype: torch.dtype, query: int, kv: int, dim: int, window: int | None, extra: str
+) -> None:
+    """All steps are queued before one is looked at: a plan that overwrites the last one shows."""
+    heads = Heads(query, kv, dim, dim, dtype, fp8_cache="fp8" in extra)
+    sinks = torch.randn(query).to(dtype) if "sinks" in extra else None
+    spec = LayerSpec(dim**-0.5, window, 5.0 if "softcap" in extra else None, sinks)
+    there = LayerSpec(spec.scale, window, spec.softcap, None if sinks is None else sinks.to(CUDA))
+    attention = triton_attention.load(heads, CUDA)
+    cases = [random_case(seed, heads, window) for seed in range(STEPS)]
+    got = []
+    for case in cases:
+        query_, keys, values = (x.to(CUDA) for x in (case.query, case.key_cache, case.value_cache))
+        got.append(attention.run(attention.plan(case.ragged), query_, keys, values, there))
+    tolerance = 1e-5 if dtype is torch.float32 else 2e-2
+    for case, out in zip(cases, got, strict=True):
+        want = reference.attend(case.ragged, case.query, case.key_cache, case.value_cache, spec)
+        torch.testing.assert_close(out.cpu(), want, atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_it_is_proven_in_each_type(dtype: torch.dtype) -> None:
+    kinds = (frozenset({LayerKind(0.1), LayerKind(0.1, 64, 5.0, sinks=True)}),)
+    heads = Heads(8, 2, 80, 80, dtype)
+    prove(triton_attention.load(heads, CUDA), heads, kinds, CUDA)
+
+
+def test_auto_takes_it_for_float32() -> None:
+    choice = pick(Heads(32, 8, 128, 128, torch.float32), (frozenset({LayerKind(0.1)}),), CUDA)
+    assert choice.attention.name == "triton", str(choice)
+
+
+def test_a_captured_step_follows_the_newest_plan() -> None:
+    """Other lengths, rows and blocks than those that it was captured with."""
+    heads, spec = Heads(8, 2, 80, 80, torch.float32), LayerSpec(0.1)
+    attention = triton_attention.load(heads, CUDA)
+    cases = [make_case([(n, 1), (m, 1)], heads=heads, seed=5) for n, m in ((900, 3), (40, 700))]
+    blocks = max(case.key_cache.shape[0] for case in cases)
+    tables = torch.zeros(5, blocks, dtype=torch.int32, device=CUDA)
+    shape = blocks, 4, heads.kv, heads.dim
+    keys, values = (torch.full(shape, torch.nan, device=CUDA) for _ in range(2))
+    query = torch.zeros(2, heads.query, heads.dim, device=CUDA)
+
+    def fill(case: Case, order: list[int]) -> Any:
+        width = case.ragged.tables.shape[1]
+        tables[order, :width] = case.ragged.tables.to(CUDA)
+        keys[: len(case.key_cache)] = case.key_cache.to(CUDA)
+        values[: len(case.value_cache)] = case.value_cache.to(CUDA)
+        query.copy_(case.query)
+        lens = case.ragged.kv_lens
+        rows = torch.tensor(order, device=CUDA)
+        step = DecodeRows(lens, lens.to(CUDA, torch.int64), tables, rows, 4, None)
+        return attention.plan_decodes(step, 10 * blocks)
+
+    plan = fill(cases[0], [3, 1])
+    attention.run(plan, query, keys, values, spec)  # compiles
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = attention.run(plan, query, keys, values, spec)
+    for case, order in ((cases[1], [0, 4]), (cases[0], [2, 3])):
+        fill(case, order)
+        graph.replay()
+        want = reference.attend(case.ragged, case.query, case.key_cache, case.value_cache, spec)
+        torch.testing.assert_close(out.cpu(), want, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("graphs", ["off", "on"])
+@pytest.mark.parametrize("family", ["llama", "mistral", "gemma2", "gpt_oss"])
+def test_in_float32_its_tokens_are_those_of_plain_torch(
+    family: str, graphs: str, tmp_path: Path
+) -> None:
+    """Blocks are few, so that requests are preempted; steps are launched ahead."""
+    folder = tiny.save(tiny.build(family, num_attention_heads=4, head_dim=80), tmp_path)
+    prompts = [{"prompt_token_ids": list(range(3 + i, 40 + 7 * i))} for i in range(6)]
+    params = SamplingParams(temperature=0, max_tokens=48, ignore_eos=True)
+    results = []
+    for kernels, switch in (("torch", "auto"), ("auto", graphs)):
+        with LLM(
+            str(folder),
+            kernels=kernels,
+            dtype="float32",
+            num_blocks=24,
+            max_model_len=192,
+            max_batch_tokens=64,
+            safety_margin=0.0,
+            cuda_graphs=switch,
+        ) as llm:
+            outputs = llm.generate(prompts, params, use_tqdm=False)
+            results.append([list(output.outputs[0].token_ids) for output in outputs])
+    assert results[0] == results[1]
