@@ -18,11 +18,24 @@ BASE ?=
 NAMES ?= operator runtime
 
 PYTEST := $(BIN)/python -m pytest
+
+# What needs a GPU. SETUP=0: with PYTHON as it is, nothing is installed, the project is found by its
+# path; WHEELS="PATH ...": wheels, or folders of them, that are unpacked for it (flashinfer's).
+SETUP ?= 1
+WHEELS ?=
+GPU_SETUP := $(if $(filter 0,$(SETUP)),,setup)
+GPU_PYTHON := $(if $(GPU_SETUP),$(BIN)/python,$(PYTHON) scripts/gpu_python.py $(addprefix --wheels ,$(WHEELS)) --)
+# The most minutes that each of them takes; a run that is over says what it left out, and fails.
+MINUTES ?= 10
+GPU_RUN := timeout --signal=INT --kill-after=10 $$(($(MINUTES) * 60 - 15)) env TRITON_INTERPRET=0 \
+  FAIRLEAD_MINUTES=$(MINUTES) PYTHONUNBUFFERED=1 $(GPU_PYTHON)
+# Which tests `make gpu` runs, and its options for pytest.
+TESTS ?= tests/gpu
 # One file's tests share a worker, and with it the cluster and the servers that they start.
 WORKERS ?= 2
 PARALLEL := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
-.PHONY: help setup demo check lint style types imports fast test e2e test-full images test-images plant gpu bench lock clean
+.PHONY: help setup demo check lint style types imports fast test e2e test-full images test-images plant gpu gpu-soak bench bench-gpu lock clean
 help: ## print this list
 	@grep -E '^[a-z0-9-]+:.*## ' $(firstword $(MAKEFILE_LIST)) | sed -E 's/:.*## /\t/'
 
@@ -87,8 +100,14 @@ bench: setup ## the benchmarks that need no GPU, with other engines; FULL=1: all
 	$(BIN)/python benchmarks/sampling.py
 	$(BIN)/python -m benchmarks.cpu_peers $(if $(FULL),--full)
 
-gpu: setup ## what needs an NVIDIA GPU
-	TRITON_INTERPRET=0 $(PYTEST) -m gpu
+gpu: $(GPU_SETUP) ## the tests that need an NVIDIA GPU; SETUP=0: with PYTHON as it is; FULL=1: all of them
+	$(GPU_RUN) -m pytest -m "gpu and not soak$(if $(FULL),, and not full)" --durations=15 $(TESTS)
+
+gpu-soak: $(GPU_SETUP) ## eight minutes of mixed load on a GPU, after which nothing has grown; SETUP=0 as above
+	$(GPU_RUN) -m pytest -m soak -s tests/gpu
+
+bench-gpu: $(GPU_SETUP) ## the benchmark of a GPU, beside transformers' continuous batching; SETUP=0 as above
+	$(GPU_RUN) -m benchmarks.gpu $(ARGS)
 
 # The CUDA image's packages have the versions of requirements.lock. Only cuda-bindings has not:
 # cuda-python names its version, and lags behind.

@@ -69,7 +69,7 @@ def save(name: str, folder: Path) -> Size:
         )
     model.generation_config = GenerationConfig(do_sample=False)
     model.save_pretrained(folder)
-    _save_tokenizer(folder, model.config.vocab_size)
+    save_tokenizer(folder, model.config.vocab_size)
     return size(model)
 
 
@@ -87,7 +87,7 @@ def size(model: Any) -> Size:
     )
 
 
-def _save_tokenizer(folder: Path, vocabulary: int) -> None:
+def save_tokenizer(folder: Path, vocabulary: int) -> None:
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 

@@ -20,7 +20,7 @@ from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from planted import hostile_table, kernels_table, operator_table, runtime_table
+from planted import gpu_table, hostile_table, kernels_table, operator_table, runtime_table
 from planted.bug import PackageBug
 from planted.hunting import (
     Outcome,
@@ -44,6 +44,7 @@ BUGS: tuple[PackageBug, ...] = (
     *runtime_table.BUGS,
     *hostile_table.BUGS,
     *kernels_table.BUGS,
+    *gpu_table.BUGS,
 )
 
 RUN = """

@@ -28,4 +28,5 @@ def test_at_most_one_in_twenty_of_them_may_pass_and_has_its_reason() -> None:
     missed = [bug for bug in bugs if bug.missed]
     assert 20 * len(missed) <= len(bugs)
     packages = {bug.file.partition("/")[0] for bug in bugs}
-    assert packages == set(plant_package_bugs.PACKAGES)
+    # Beside the packages: what runs on a GPU before anybody looks.
+    assert packages == {*plant_package_bugs.PACKAGES, "benchmarks", "scripts", "tests"}

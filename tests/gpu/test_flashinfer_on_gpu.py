@@ -1,7 +1,8 @@
 """flashinfer's own wrappers on an NVIDIA GPU, against the reference and against plain torch. Run
 with `make gpu`; without a GPU or without flashinfer-python and its dependencies it fails.
 
-The first run compiles flashinfer's kernels, some minutes for each size of heads.
+The first run compiles flashinfer's kernels, some minutes for each size of heads: one more size and
+the other type are in the long form (`make gpu FULL=1`).
 """
 
 from pathlib import Path
@@ -25,12 +26,6 @@ CUDA = torch.device("cuda")
 STEPS = 12  # random steps for each kind of layer
 
 
-@pytest.fixture(autouse=True)
-def _gpu() -> None:
-    if not torch.cuda.is_available():
-        pytest.fail("these tests need an NVIDIA GPU, and torch sees none")
-
-
 def random_case(seed: int, heads: Heads, window: int | None) -> Case:
     """A step of one to nine rows: decodes alone, or prefills, chunks and decodes."""
     generator = np.random.default_rng(seed)
@@ -49,9 +44,12 @@ def run(attention: FlashinferAttention, case: Case, spec: LayerSpec) -> torch.Te
     return attention.run(plan, query, keys, values, spec)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(
-    ("query", "kv", "dim"), [(32, 8, 128), (9, 9, 64), (8, 4, 256), (7, 1, 64)]
+    "dtype", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.full)]
+)
+@pytest.mark.parametrize(
+    ("query", "kv", "dim"),
+    [(32, 8, 128), (9, 9, 64), pytest.param(8, 4, 256, marks=pytest.mark.full), (7, 1, 64)],
 )
 @pytest.mark.parametrize("window", [None, 1, 128])
 @pytest.mark.parametrize("extra", ["", "softcap", "sinks", "fp8 cache"])

@@ -1,0 +1,115 @@
+"""What a run found: rows of a table, JSON, and which command, versions and device it was."""
+
+import datetime as dt
+import importlib.metadata
+import platform
+import shlex
+import statistics
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from benchmarks.turns import OURS
+
+PROGRAM = ("-m", "benchmarks.gpu")
+PACKAGES = ("torch", "transformers", "triton", "flashinfer-python")
+
+
+@dataclass
+class Row:
+    """Figures of both sides by round. ``bound``: the same unit, what the device allows; None: there
+    is none. ``more``: whether a larger figure is the better one.
+    """
+
+    name: str
+    unit: str
+    ours: list[float] = field(default_factory=list)
+    theirs: list[float] = field(default_factory=list)
+    bound: float | None = None
+    more: bool = False
+
+    @property
+    def ratio(self) -> float | None:
+        """How many times as good ours is as theirs: the median over the rounds that both have."""
+        pairs = list(zip(self.ours, self.theirs, strict=False))
+        ratios = [ours / theirs if self.more else theirs / ours for ours, theirs in pairs]
+        return statistics.median(ratios) if ratios else None
+
+    @property
+    def share(self) -> float | None:
+        """How near ours comes to the bound, 1 is all of it."""
+        if self.bound is None or not self.ours:
+            return None
+        ours = statistics.median(self.ours)
+        return ours / self.bound if self.more else self.bound / ours
+
+
+@dataclass
+class Report:
+    """All that is printed and written. ``notes``: sentences; ``left_out``: reasons by part."""
+
+    device: str
+    model: str
+    dtype: str
+    rows: list[Row] = field(default_factory=list)
+    cold: dict[str, float] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    left_out: Mapping[str, str] = field(default_factory=dict)
+    versions: dict[str, str] = field(default_factory=lambda: dict(_versions()))
+    date: str = field(default_factory=lambda: dt.datetime.now(dt.UTC).isoformat()[:16])
+    command: str = field(
+        default_factory=lambda: shlex.join(["python3", "-m", "benchmarks.gpu", *sys.argv[1:]])
+    )
+
+    def row(self, name: str, unit: str, bound: float | None = None, *, more: bool = False) -> Row:
+        """The row of that name, made at its first use."""
+        for one in self.rows:
+            if one.name == name:
+                return one
+        self.rows.append(Row(name, unit, bound=bound, more=more))
+        return self.rows[-1]
+
+    def lines(self) -> Iterator[str]:
+        """The table in Markdown, with all that is needed to take it again."""
+        versions = ", ".join(f"{name} {version}" for name, version in self.versions.items())
+        yield f"{self.date} UTC, {self.device}; {self.model} in {self.dtype}; {versions}"
+        yield f"`{self.command}`"
+        yield from (f"{note}" for note in self.notes)
+        yield ""
+        titles = "transformers | their time / ours | of the bound"
+        yield f"| | {OURS}, median (least to most) | {titles} |"
+        yield "|---|---|---|---|---|"
+        for row in self.rows:
+            ratio = "" if row.ratio is None else f"{row.ratio:.2f}"
+            share = "" if row.share is None else f"{row.share:.0%} of {row.bound:.4g}"
+            cells = f"{_spread(row.ours)} | {_spread(row.theirs)} | {ratio} | {share}"
+            yield f"| {row.name}, {row.unit} | {cells} |"
+        if self.cold:
+            yield ""
+            yield "| start of the engine | seconds |"
+            yield "|---|---|"
+            yield from (f"| {name} | {value:.2f} |" for name, value in self.cold.items())
+        yield ""
+        yield from (f"left out: {name}: {reason}" for name, reason in self.left_out.items())
+
+    def value(self) -> dict[str, Any]:
+        rows = [{**vars(row), "ratio": row.ratio, "share": row.share} for row in self.rows]
+        return {**vars(self), "rows": rows, "left_out": dict(self.left_out)}
+
+
+def _spread(values: Sequence[float]) -> str:
+    if not values:
+        return ""
+    return f"{statistics.median(values):.4g} ({min(values):.4g} to {max(values):.4g})"
+
+
+def _versions() -> Iterator[tuple[str, str]]:
+    yield "Python", platform.python_version()
+    for name in PACKAGES:
+        try:
+            yield name, importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            yield name, "not installed"
+    yield "CUDA", str(torch.version.cuda)

@@ -1,0 +1,120 @@
+"""transformers' continuous batching on the same shape, in the same process."""
+
+import itertools
+import random
+import statistics
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+import transformers
+from benchmarks.gpu.bounds import release, wait
+from benchmarks.gpu.sizes import STEP, WARM, Sizes, new_tokens
+
+PAGE = 256  # tokens of its blocks, the default
+# Its settings, of which the faster ones are taken: what it picks by itself, and all that it has but
+# torch.compile, whose warm-up does not fit into the time of a benchmark.
+CANDIDATES: Mapping[str, dict[str, Any]] = {
+    "its own choice": {},
+    "graphs and asynchronous": {"use_cuda_graph": True, "use_async_batching": True},
+}
+
+
+class Theirs:
+    """A running manager. ``sampled``: settings of transformers' GenerationConfig."""
+
+    def __init__(
+        self, model: Any, sizes: Sizes, settings: Mapping[str, Any], **sampled: Any
+    ) -> None:
+        self.device: torch.device = model.device
+        self._random = random.Random(0)
+        self._vocabulary = int(model.config.vocab_size)
+        generation = transformers.GenerationConfig(
+            **{"do_sample": bool(sampled), "eos_token_id": -1, "pad_token_id": 0, **sampled}
+        )
+        release(self.device)
+        config = transformers.ContinuousBatchingConfig(
+            num_blocks=sizes.blocks(PAGE),
+            max_batch_tokens=max(STEP, sizes.rows),
+            max_requests_per_batch=sizes.rows,
+            **settings,
+        )
+        self._stack = ExitStack()
+        self._manager = self._stack.enter_context(
+            model.continuous_batching_context_manager(
+                generation_config=generation, continuous_batching_config=config
+            )
+        )
+
+    def close(self) -> None:
+        self._stack.close()
+
+    def decode(self, rows: int, context: int, steps: int) -> list[float]:
+        """Milliseconds of each step in which all rows decode, at least ``steps`` of them."""
+        results = self._all(rows, context, new_tokens(rows, context, steps))
+        times = [result.timestamps for result in results]
+        return steps_together(times, steps)
+
+    def prefill(self, rows: int, length: int) -> float:
+        """Seconds until ``rows`` prompts of ``length`` tokens have their first token."""
+        wait(self.device)
+        began = time.perf_counter()
+        self._all(rows, length, 1)
+        return time.perf_counter() - began
+
+    def _all(self, rows: int, length: int, new: int) -> list[Any]:
+        ids = {
+            self._manager.add_request(
+                [self._random.randrange(self._vocabulary) for _ in range(length)],
+                max_new_tokens=new,
+                record_timestamps=True,
+                eos_token_id=-1,
+            )
+            for _ in range(rows)
+        }
+        found: list[Any] = []
+        while len(found) < rows:
+            result = self._manager.get_result(timeout=60)
+            if result is None:
+                raise RuntimeError("transformers' manager gives no result for a minute")
+            if result.error:
+                raise RuntimeError(result.error)
+            if result.is_finished() and result.request_id in ids:
+                found.append(result)
+        return found
+
+
+def steps_together(times: Sequence[Sequence[float]], steps: int) -> list[float]:
+    """Milliseconds between the tokens of one sequence while all sequences decode, without the first
+    few. ``times``: seconds at which each sequence's tokens came. Raises RuntimeError where fewer
+    than ``steps`` are left.
+    """
+    begin, end = max(one[0] for one in times), min(one[-1] for one in times)
+    inside = [at for at in times[0] if begin <= at <= end][WARM:]
+    taken = [(after - before) * 1e3 for before, after in itertools.pairwise(inside)]
+    if len(taken) < steps:
+        raise RuntimeError(f"all rows decode together in {len(taken)} steps of {steps}")
+    return taken[:steps]
+
+
+def best(model: Any, sizes: Sizes, rows: int, context: int, steps: int) -> tuple[str, str]:
+    """The name of the fastest settings at ``rows``, and what each took or why it did not run.
+    Raises RuntimeError where none runs.
+    """
+    found, said = {}, []
+    for name, settings in CANDIDATES.items():
+        try:
+            side = Theirs(model, sizes, settings)
+            try:
+                found[name] = statistics.median(side.decode(rows, context, steps))
+            finally:
+                side.close()
+        except Exception as error:  # noqa: BLE001 - the other settings may run
+            said.append(f"{name}: {type(error).__name__}: {' '.join(str(error).split())[:200]}")
+        else:
+            said.append(f"{name}: {found[name]:.2f} ms")
+    if not found:
+        raise RuntimeError("; ".join(said))
+    return min(found, key=lambda name: found[name]), "; ".join(said)

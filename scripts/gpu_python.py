@@ -1,0 +1,182 @@
+"""Run a Python program of the project with the Python at hand, where nothing is to be installed.
+
+    python3 scripts/gpu_python.py [--wheels PATH ...] [--unpack FOLDER] -- ARGUMENTS
+
+`make gpu SETUP=0`, `gpu-soak` and `bench-gpu` call it. It unpacks wheels (files, or folders of
+them) into FOLDER, puts that and the project's folders on PYTHONPATH, imports what the program
+needs, and runs ``python3 ARGUMENTS``. All that is missing is said in one message, exit code 2. What
+some rows and tests alone need is said too, and the program runs: those fail, or say so, by
+themselves.
+
+Owns what is needed and why; the versions are those of pyproject.toml. Needs only the standard
+library.
+"""
+
+import argparse
+import importlib
+import importlib.metadata
+import os
+import re
+import shutil
+import sys
+import tomllib
+import zipfile
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, NoReturn
+
+ROOT = Path(__file__).resolve().parents[1]
+FOLDERS = ("kernels", "runtime", "operator")  # where the packages are found without installation
+
+
+class Need(NamedTuple):
+    """A module, the distribution that has it, and why; ``some``: not all tests and rows need it."""
+
+    module: str
+    distribution: str
+    why: str
+    some: bool = False
+
+
+NEEDS = (
+    Need("torch", "torch", "computes"),
+    Need("transformers", "transformers", "the models, and the reference of every test"),
+    Need("safetensors", "safetensors", "reads weights"),
+    Need("tokenizers", "tokenizers", "tokenizers"),
+    Need("huggingface_hub", "huggingface-hub", "names models"),
+    Need("numpy", "numpy", "batches on the host"),
+    Need("jinja2", "jinja2", "chat templates"),
+    Need("msgspec", "msgspec", "messages between processes"),
+    Need("llguidance", "llguidance", "structured output"),
+    Need("yaml", "pyyaml", "settings"),
+    Need("tqdm", "tqdm", "bars of progress"),
+    Need("pytest", "pytest", "runs the tests"),
+    Need("pytest_timeout", "pytest-timeout", "ends a test that hangs"),
+    Need("hypothesis", "hypothesis", "random cases of the tests"),
+    Need("triton", "triton", "the kernels of fused layers", some=True),
+    Need("flashinfer", "flashinfer-python", "attention, CUDA graphs, steps ahead", some=True),
+)
+
+
+def least_versions() -> dict[str, str]:
+    """By distribution, the least version that pyproject.toml allows."""
+    text = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    project = text["project"]
+    lines = [*project["dependencies"], *text["dependency-groups"]["test"]]
+    for extra in project["optional-dependencies"].values():
+        lines += extra
+    found = (re.match(r"([a-z0-9-]+)>=([0-9.]+)", line) for line in lines)
+    return {match[1]: match[2] for match in found if match}
+
+
+def missing(
+    needs: Sequence[Need],
+    load: Callable[[str], object] = importlib.import_module,
+    version: Callable[[str], str] = importlib.metadata.version,
+) -> Iterator[tuple[Need, str]]:
+    """Each need that is not met, with what is wrong."""
+    least = least_versions()
+    for need in needs:
+        wanted = least.get(need.distribution, "")
+        name = f"{need.distribution}>={wanted}" if wanted else need.distribution
+        try:
+            load(need.module)
+        except Exception as error:  # noqa: BLE001 - a module may fail in any way: it is not there
+            absent = isinstance(error, ModuleNotFoundError) and error.name == need.module
+            text = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+            yield need, name if absent else f"{name}: cannot be imported: {text}"
+            continue
+        try:
+            found = version(need.distribution)
+        except importlib.metadata.PackageNotFoundError:
+            continue  # a module without metadata: it was imported, so it is used
+        if _numbers(found) < _numbers(wanted):
+            yield need, f"{name}: {found} is too old"
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in re.findall(r"\d+", version.partition("+")[0])[:3])
+
+
+def no_gpu(torch: Any) -> str:
+    """What is wrong with the GPU; empty where torch sees one."""
+    if torch.cuda.is_available():
+        return ""
+    if torch.version.cuda is None:
+        return f"an NVIDIA GPU: torch {torch.__version__} is built without CUDA"
+    return f"an NVIDIA GPU: torch {torch.__version__} sees none"
+
+
+def message(found: Sequence[tuple[Need, str]], gpu: str) -> str:
+    """What is missing, a line each: first what nothing runs without."""
+    lines = []
+    for some, title in ((False, "missing"), (True, "missing, and some tests and rows need it")):
+        here = [(what, need.why) for need, what in found if need.some is some]
+        if gpu and not some:
+            here.append((gpu, "what is tested or measured"))
+        if here:
+            lines += [f"{title}:", *(f"  {what} ({why})" for what, why in here)]
+    return "\n".join(lines)
+
+
+def unpack(wheels: Sequence[Path], folder: Path) -> None:
+    """Make ``folder`` hold what these wheels, or those of these folders, would install. Raises
+    ValueError for a path that is neither.
+    """
+    files: list[Path] = []
+    for path in wheels:
+        inside = sorted(path.glob("*.whl")) if path.is_dir() else [path]
+        if not inside or not all(one.suffix == ".whl" and one.is_file() for one in inside):
+            raise ValueError(f"{path}: not a wheel, and no folder of wheels")
+        files += inside
+    # The wheels that it was made of: unpacking flashinfer's takes seconds, and compiled modules
+    # must stay.
+    made_of = "\n".join(f"{one.name} {one.stat().st_size}" for one in files)
+    mark = folder / "WHEELS"
+    if mark.is_file() and mark.read_text() == made_of:
+        return
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    for one in files:
+        with zipfile.ZipFile(one) as archive:
+            archive.extractall(folder)
+    for part in folder.glob("*.data/*lib"):  # purelib and platlib
+        shutil.copytree(part, folder, dirs_exist_ok=True)
+    mark.write_text(made_of)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="run with the Python at hand")
+    parser.add_argument("--wheels", type=Path, action="append", default=[])
+    parser.add_argument("--unpack", type=Path, default=ROOT / "build" / "gpu-wheels")
+    parser.add_argument("--without-gpu", action="store_true", help="do not ask for a GPU")
+    parser.add_argument("arguments", nargs="+")
+    options = parser.parse_args()
+    places = [str(ROOT / folder) for folder in FOLDERS]
+    if options.wheels:
+        try:
+            unpack(options.wheels, options.unpack)
+        except ValueError as error:
+            parser.error(str(error))
+        places.append(str(options.unpack))
+    sys.path[:0] = places
+    found = list(missing(NEEDS))
+    gpu = ""
+    if not options.without_gpu and "torch" in sys.modules:
+        gpu = no_gpu(sys.modules["torch"])
+    if text := message(found, gpu):
+        print(f"{sys.executable}: {text}", file=sys.stderr, flush=True)
+    if gpu or any(not need.some for need, _ in found):
+        sys.exit(2)
+    become(options.arguments, places)
+
+
+def become(arguments: Sequence[str], places: Sequence[str]) -> NoReturn:
+    """The same process becomes the program: signals reach it."""
+    given = os.environ.get("PYTHONPATH", "")
+    os.environ["PYTHONPATH"] = os.pathsep.join([*places, *filter(None, [given])])
+    os.execv(sys.executable, [sys.executable, *arguments])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,157 @@
+"""scripts/gpu_python.py: all that a Python lacks is said in one message, wheels are unpacked, and
+the program runs with the project found by its path.
+"""
+
+import importlib.metadata
+import importlib.util
+import os
+import subprocess
+import sys
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+
+import pytest
+
+from gpu import conftest as gpu_conftest
+
+ROOT = Path(__file__).parents[3]
+PROGRAM = ROOT / "scripts" / "gpu_python.py"
+
+
+def _load() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("gpu_python", PROGRAM)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["gpu_python"] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+gpu_python = _load()
+
+
+def run(*arguments: str, flags: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, *flags, str(PROGRAM), *arguments],
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def test_a_python_that_has_nothing_is_told_of_everything_at_once() -> None:
+    ran = run("--", "-c", "print('ran')", flags=("-S", "-E"))
+    assert (ran.returncode, ran.stdout) == (2, "")
+    for need in gpu_python.NEEDS:
+        assert f"  {need.distribution}" in ran.stderr
+        assert f"({need.why})" in ran.stderr
+    assert "torch>=2.11 (computes)" in ran.stderr
+
+
+def test_a_missing_gpu_is_named_and_ends_it() -> None:
+    ran = run("--", "-c", "print('ran')")
+    assert (ran.returncode, ran.stdout) == (2, "")
+    assert "an NVIDIA GPU: torch" in ran.stderr
+
+
+def test_the_program_finds_the_project_and_the_wheels_without_an_installation(
+    tmp_path: Path,
+) -> None:
+    wheel = tmp_path / "some_package-1.0-py3-none-any.whl"
+    with zipfile.ZipFile(wheel, "w") as archive:
+        archive.writestr("some_package/__init__.py", "VALUE = 5\n")
+        archive.writestr("some_package-1.0.data/purelib/other_module.py", "VALUE = 6\n")
+        archive.writestr(
+            "some_package-1.0.dist-info/METADATA", "Name: some-package\nVersion: 1.0\n"
+        )
+    code = (
+        "import some_package, other_module, fairlead_runtime, fairlead_kernels, sys;"
+        "print(some_package.VALUE, other_module.VALUE, fairlead_runtime.__file__, sys.argv[1:])"
+    )
+    unpacked = tmp_path / "unpacked"
+    options = ("--without-gpu", "--wheels", str(tmp_path), "--unpack", str(unpacked))
+    ran = run(*options, "--", "-c", code, "--flag")
+    assert ran.returncode == 0, ran.stderr
+    package = ROOT / "runtime" / "fairlead_runtime" / "__init__.py"
+    assert ran.stdout == f"5 6 {package} ['--flag']\n"
+    # What was compiled into it stays for the next run; other wheels make a new folder.
+    (unpacked / "compiled.so").touch()
+    gpu_python.unpack([tmp_path], unpacked)
+    assert (unpacked / "compiled.so").exists()
+    with zipfile.ZipFile(tmp_path / "b-1-py3-none-any.whl", "w") as archive:
+        archive.writestr("b.py", "")
+    gpu_python.unpack([tmp_path], unpacked)
+    assert not (unpacked / "compiled.so").exists()
+    assert (unpacked / "b.py").exists()
+
+
+@pytest.mark.parametrize("name", ["", "nothing.whl", "text.txt"])
+def test_a_path_that_is_no_wheel_is_refused(name: str, tmp_path: Path) -> None:
+    (tmp_path / "text.txt").touch()
+    with pytest.raises(ValueError, match="not a wheel, and no folder of wheels"):
+        gpu_python.unpack([tmp_path / name], tmp_path / "unpacked")
+
+
+def _version_of(found: str) -> Callable[[str], str]:
+    return lambda _name: found
+
+
+@pytest.mark.parametrize(
+    ("found", "old"),
+    [("2.11.0+cu130", False), ("2.11", False), ("2.15.1", False), ("2.9.1", True), ("1.13", True)],
+)
+def test_versions_are_those_of_pyproject(found: str, *, old: bool) -> None:
+    needs = [need for need in gpu_python.NEEDS if need.module == "torch"]
+    lacks = list(gpu_python.missing(needs, lambda _name: None, _version_of(found)))
+    assert [what for _, what in lacks] == ([f"torch>=2.11: {found} is too old"] if old else [])
+
+
+def test_a_module_that_cannot_be_imported_says_why_and_some_do_without() -> None:
+    def load(name: str) -> None:
+        if name == "flashinfer":
+            raise ImportError("no tvm_ffi")
+
+    lacks = list(gpu_python.missing(gpu_python.NEEDS, load, importlib.metadata.version))
+    assert [need.module for need, _ in lacks] == ["flashinfer"]
+    text = gpu_python.message(lacks, "")
+    assert text.startswith("missing, and some tests and rows need it:\n  flashinfer-python>=0.7: ")
+    assert "cannot be imported: ImportError: no tvm_ffi (attention" in text
+
+
+def test_every_need_with_a_version_is_one_of_pyproject() -> None:
+    least = gpu_python.least_versions()
+    assert {need.distribution for need in gpu_python.NEEDS} - set(least) == {"triton"}
+
+
+def test_a_torch_without_cuda_is_told_from_a_missing_gpu() -> None:
+    def torch(*, cuda: str | None, there: bool) -> SimpleNamespace:
+        return SimpleNamespace(
+            __version__="2.11",
+            version=SimpleNamespace(cuda=cuda),
+            cuda=SimpleNamespace(is_available=lambda: there),
+        )
+
+    assert gpu_python.no_gpu(torch(cuda="13.0", there=True)) == ""
+    assert "sees none" in gpu_python.no_gpu(torch(cuda="13.0", there=False))
+    assert "built without CUDA" in gpu_python.no_gpu(torch(cuda=None, there=False))
+
+
+@pytest.mark.parametrize(
+    ("minutes", "seconds", "starts"),
+    [("", 10**6, True), ("10", 540, True), ("10", 541, False), ("2.5", 90, True), ("1", 1, False)],
+)
+def test_a_gpu_test_that_would_start_too_late_does_not_run(
+    minutes: str, seconds: float, *, starts: bool
+) -> None:
+    reason = gpu_conftest.why_not(True, minutes, seconds)
+    assert (reason == "") is starts
+    assert starts or "MINUTES=N" in reason
+
+
+def test_without_a_gpu_a_test_fails_and_says_why() -> None:
+    reason = "these tests need an NVIDIA GPU, and torch sees none"
+    assert gpu_conftest.why_not(False, "", 0) == reason

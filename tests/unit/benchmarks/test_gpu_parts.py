@@ -1,0 +1,149 @@
+"""What the benchmark of a GPU counts: bytes and operations of a step, the time that is left, steps
+that all rows decode together, and its table.
+"""
+
+from pathlib import Path
+from xml.etree import ElementTree as ET
+
+import pytest
+import torch
+from benchmarks import models
+from benchmarks.gpu import bounds, picture, shapes, theirs
+from benchmarks.gpu.budget import Budget, LeftOutError
+from benchmarks.gpu.report import Report, Row
+from benchmarks.gpu.sizes import Sizes, new_tokens
+
+from fairlead_runtime.models import files
+
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, bounds.Work]:
+    folder = tmp_path_factory.mktemp("llama")
+    size = shapes.save(shapes.LLAMA, torch.bfloat16, folder)
+    return folder, bounds.Work.of(size, shapes.config(shapes.LLAMA, torch.bfloat16), torch.bfloat16)
+
+
+def test_a_step_of_llama_3_8b_reads_what_it_is_known_to(llama: tuple[Path, bounds.Work]) -> None:
+    """15 GB at batch 1, and at 64 rows of 1k tokens 23.4 GB with 128 KiB a token."""
+    work = llama[1]
+    assert work.size.total == 8_030_261_248
+    assert work.decode_bytes(1, 0) == pytest.approx(15.0e9, rel=0.01)
+    assert work.decode_bytes(64, 1024) == pytest.approx(23.4e9, rel=0.02)
+    assert work.decode_bytes(1, 1) - work.decode_bytes(1, 0) == 128 << 10
+
+
+def test_prompts_multiply_by_all_layers_and_the_head_only_for_the_last_token(
+    llama: tuple[Path, bounds.Work],
+) -> None:
+    work = llama[1]
+    one, two = work.prefill_operations(1, 1), work.prefill_operations(1, 2)
+    weights, attention = 2 * work.size.layers, 4 * 32 * 32 * 128
+    assert one == weights + 2 * work.size.head + attention
+    assert two - one == weights + 2 * attention
+    assert work.prefill_operations(3, 2) == 3 * two
+
+
+def test_the_directory_is_a_checked_model_that_takes_no_room(
+    llama: tuple[Path, bounds.Work],
+) -> None:
+    checked = files.check(llama[0])
+    assert checked.weight_bytes > 16 * 10**9
+    assert (llama[0] / "model.safetensors").stat().st_blocks * 512 < 1 << 20
+
+
+def test_blocks_hold_every_case_and_what_its_rows_decode() -> None:
+    sizes = Sizes(((1, 4000), (64, 100)), 10)
+    assert (sizes.rows, sizes.longest) == (64, 4000 + new_tokens(1, 4000, 10))
+    blocks = sizes.blocks(16)
+    assert blocks * 16 >= 64 * (100 + new_tokens(64, 100, 10))
+    assert blocks * 16 <= 64 * (100 + new_tokens(64, 100, 10) + 32)
+
+
+def test_a_part_that_does_not_fit_or_fails_is_left_out_with_its_reason(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    clock = [0.0]
+    budget = Budget(100, lambda: clock[0])
+
+    def fails() -> None:
+        raise RuntimeError("no room")
+
+    def elsewhere() -> None:
+        raise LeftOutError("not here")
+
+    assert budget.run("first", 100, lambda: 7) == 7
+    clock[0] = 60.0
+    assert budget.run("second", 41, lambda: 7) is None
+    assert budget.run("third", 40, lambda: 7) == 7
+    assert budget.run("fourth", 1, fails) is None
+    assert budget.run("fifth", 1, elsewhere) is None
+    assert budget.left_out == {
+        "second": "40 s are left, it needs about 41",
+        "fourth": "RuntimeError: no room",
+        "fifth": "not here",
+    }
+    assert capsys.readouterr().out.count("left out: ") == 3
+
+
+def test_time_that_several_cover_counts_once() -> None:
+    assert bounds.covered([(5, 7), (0, 2), (1, 3), (1, 2), (6, 6.5)]) == (5, 7)
+    assert bounds.covered([]) == (0, 0)
+
+
+def test_only_steps_in_which_all_rows_decode_count() -> None:
+    """The second row starts at 3; the first ends at 12."""
+    first = [float(at) for at in range(13)]
+    second = [3.0 + at for at in range(13)]
+    taken = theirs.steps_together([first, second], 5)
+    assert taken == [1000.0] * 5
+    for times in ([first, second], [second, first]):
+        with pytest.raises(RuntimeError, match="in 5 steps of 6"):
+            theirs.steps_together(times, 6)
+
+
+def report() -> Report:
+    made = Report("a GPU", "a <shape>", "bfloat16")
+    row = made.row("decode", "ms a step", 4.0)
+    row.ours, row.theirs = [8.0, 5.0, 6.0], [12.0, 15.0]
+    prompts = made.row("prompts", "TFLOP/s", 800.0, more=True)
+    prompts.ours, prompts.theirs = [600.0], [300.0]
+    made.row("alone", "ms a step", 4.0).ours.append(40.0)
+    made.cold["load"] = 1.5
+    made.left_out = {"vLLM": "not here"}
+    return made
+
+
+def test_rows_say_how_near_the_bound_and_how_many_times_as_fast() -> None:
+    decode, prompts, alone = report().rows
+    assert (decode.ratio, decode.share) == (2.25, 4 / 6)
+    assert (prompts.ratio, prompts.share) == (2.0, 0.75)
+    assert (alone.ratio, alone.share) == (None, 0.1)
+    assert Row("none", "ms", bound=1.0).share is None
+
+
+def test_the_table_has_every_row_the_start_and_what_was_left_out() -> None:
+    text = "\n".join(report().lines())
+    assert "| decode, ms a step | 6 (5 to 8) | 13.5 (12 to 15) | 2.25 | 67% of 4 |" in text
+    assert "| prompts, TFLOP/s | 600 (600 to 600) | 300 (300 to 300) | 2.00 | 75% of 800 |" in text
+    assert "| load | 1.50 |" in text
+    assert "left out: vLLM: not here" in text
+    assert "torch " in text
+    assert "python3 -m benchmarks.gpu" in text
+
+
+def test_bars_are_shares_of_the_bound_and_longer_is_faster() -> None:
+    root = ET.fromstring("\n".join(picture.draw(report())))
+    bars = [one for one in root.iter(f"{SVG}rect") if one.find(f"{SVG}title") is not None]
+    widths = [float(one.attrib["width"]) / picture.WIDTH for one in bars]
+    want = [4 / 6, 4 / 13.5, 0.75, 300 / 800, 0.1]
+    assert widths == pytest.approx(want, abs=1e-3)
+    assert "a <shape>" in "".join(root.itertext())
+
+
+def test_the_tiny_shape_is_saved_as_the_large_one_is(tmp_path: Path) -> None:
+    size = shapes.save(shapes.TINY, torch.float32, tmp_path)
+    made = shapes.make(shapes.TINY, torch.float32, torch.device("cpu"), "eager")
+    assert size == models.size(made)
+    assert set(files.check(tmp_path).weights["model.safetensors"].tensors) == set(made.state_dict())
