@@ -12,7 +12,9 @@ from fairlead_kernels import (
     cpu,
     flashinfer_package,
     triton_attention,
+    triton_fixed,
     triton_operations,
+    triton_package,
     triton_proof,
 )
 from fairlead_kernels.attention import AttentionBackend, GroupKinds, Heads
@@ -67,7 +69,7 @@ def pick(
     serve the model, or when ``deterministic`` is and no kernels can.
     """
     if deterministic:
-        return fixed_kernels(heads, device, kernels)
+        return fixed_kernels(heads, kinds, device, kernels)
     reason = ""
     if kernels == "cpu" or (kernels == "auto" and device.type == "cpu"):
         try:
@@ -112,14 +114,30 @@ def _gpu_attention(
     return triton, "attention in Triton", why
 
 
-def fixed_kernels(heads: Heads, device: torch.device, kernels: str) -> BackendChoice:
+def fixed_kernels(
+    heads: Heads, kinds: GroupKinds, device: torch.device, kernels: str
+) -> BackendChoice:
     """The kernels whose sums have one order. Raises NotAvailableError."""
+    check_fixed(heads, device, kernels)
+    if device.type == "cpu":
+        ours = cpu_operations(device.type, heads.dtype, fp8_cache=heads.fp8_cache)
+        return BackendChoice(ours.attention(heads, fixed=True), ours, "sums in one order")
+    attention, operations = triton_fixed.load(heads, kinds, device)
+    return BackendChoice(attention, operations, "sums in one order, layers in Triton")
+
+
+def check_fixed(heads: Heads, device: torch.device, kernels: str) -> None:
+    """Raise NotAvailableError, with the reason, where it is known without a look at the model's
+    layers that no kernels can serve it whose sums have one order.
+    """
     if kernels in ("torch", "flashinfer"):
         name = "plain torch" if kernels == "torch" else kernels
         raise NotAvailableError(f"{name} sums in an order that depends on the batch")
-    ours = cpu_operations(device.type, heads.dtype, fp8_cache=heads.fp8_cache)
-    attention = ours.attention(heads, fixed=True)
-    return BackendChoice(attention, ours, "sums in one order")
+    if device.type == "cpu" or kernels == "cpu":
+        cpu_operations(device.type, heads.dtype, fp8_cache=heads.fp8_cache)
+        return
+    for name in triton_fixed.MODULES:
+        triton_package.load(f"fairlead_kernels.{name}")
 
 
 def gpu_operations(

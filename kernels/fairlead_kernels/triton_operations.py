@@ -39,6 +39,7 @@ class TritonOperations(TorchOperations):
     """
 
     name = "triton"
+    few_tokens = FEW_TOKENS
 
     def __init__(
         self, kernels: Any, tile: int = TILE, *, fp8: bool = False, wide: bool = False
@@ -58,7 +59,7 @@ class TritonOperations(TorchOperations):
         out = x.new_empty(x.shape[0], weight.rows)
         # Decodes wait for weights: few tokens, and many rows at a time in flight. A prompt's tiles
         # are wide in both.
-        tokens = FEW_TOKENS if x.shape[0] <= FEW_TOKENS else MANY_TOKENS
+        tokens = self.few_tokens if x.shape[0] <= self.few_tokens else MANY_TOKENS
         self._kernels.multiply_int8[(-(-x.shape[0] // tokens), -(-weight.rows // PRODUCT_ROWS))](
             x.contiguous(),
             weight.data,
@@ -91,7 +92,7 @@ class TritonOperations(TorchOperations):
         size = weight.columns // len(scales)
         # Of one group at a time: their sizes are powers of two, unless a row is one.
         each = PRODUCT_COLUMNS if len(scales) == 1 else min(PRODUCT_COLUMNS, size // 2)
-        tokens = FEW_TOKENS if count <= FEW_TOKENS else MANY_TOKENS
+        tokens = self.few_tokens if count <= self.few_tokens else MANY_TOKENS
         first = 0
         # One launch, unless rows differ in the order of their columns.
         for part, order in groups.orders:

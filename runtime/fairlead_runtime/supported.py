@@ -124,7 +124,7 @@ NOT_YET = (
     Limit(
         "deterministic",
         (False,),
-        "true beside tensorParallel above 1 or fp8 weights",
+        "true beside tensorParallel above 1, fp8 or int4 weights",
         "the order of their sums depends on the other requests in the batch",
         beside=(("tensor_parallel", (1,)), ("quantization", ("none", "int8"))),
     ),

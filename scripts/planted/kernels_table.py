@@ -32,6 +32,7 @@ EMBED_C, LIKELIEST_C = (f"{KERNELS}/csrc/{name}.cpp" for name in ("embed", "like
 C_OPERATIONS, C_ATTENTION, C_LAYERS = (
     (f"unit/kernels/test_cpu_{name}.py",) for name in ("operations", "attention", "layers")
 )
+ON_FIXED = ("unit/kernels/test_fixed_kernels.py",)
 C_INVARIANCE = ("unit/kernels/test_cpu_invariance.py",)
 C_DIGITS = ("unit/kernels/test_cpu_digits.py",)
 VNNI_C, AMX_C = f"{KERNELS}/csrc/vnni.h", f"{KERNELS}/csrc/amx.h"
@@ -1225,5 +1226,33 @@ BUGS = (
         "ours.attention(heads, fixed=True)",
         "ours.attention(heads)",
         ("unit/device/test_determinism.py",),
+    ),
+    PackageBug(
+        "in Triton tiles begin where a chunk begins to see",
+        f"{KERNELS}/triton_fixed_kernels.py",
+        "lowest // KEYS * KEYS",
+        "lowest",
+        ON_FIXED,
+    ),
+    PackageBug(
+        "in Triton a decode's product has a tile of its own",
+        f"{KERNELS}/triton_fixed.py",
+        "few_tokens = MANY_TOKENS",
+        "few_tokens = 16",
+        ON_FIXED,
+    ),
+    PackageBug(
+        "in Triton plain products are torch's although sums must have one order",
+        f"{KERNELS}/triton_fixed.py",
+        "if weight.data.dtype is torch.int8 or",
+        "if weight.scales is None or weight.data.dtype is torch.int8 or",
+        ON_FIXED,
+    ),
+    PackageBug(
+        "in Triton a query sees the keys of its tile's later ones",
+        f"{KERNELS}/triton_fixed_kernels.py",
+        "key[None, :] <= here[:, None]",
+        "key[None, :] < end",
+        ON_FIXED,
     ),
 )

@@ -12,11 +12,12 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 
-from fairlead_kernels import triton_attention_kernels, triton_kernels
+from fairlead_kernels import triton_attention_kernels, triton_fixed_kernels, triton_kernels
 from fairlead_kernels.attention import Heads, LayerSpec
 from fairlead_kernels.grouped import Grouped
 from fairlead_kernels.layer import Activation, Norm, Packed
 from fairlead_kernels.triton_attention import TritonAttention
+from fairlead_kernels.triton_fixed import FixedAttention, FixedOperations
 from fairlead_kernels.triton_operations import TritonOperations
 from support.attention_cases import make_case
 
@@ -25,6 +26,7 @@ ALL = {
         ("norm", "rope_write", "activate", "multiply_int8", "multiply_int4"), triton_kernels
     ),
     **dict.fromkeys(("attend", "merge"), triton_attention_kernels),
+    **dict.fromkeys(("multiply", "attend_in_order"), triton_fixed_kernels),
 }
 # Of a program, on the GPUs from compute capability 8.0 on that have least.
 SHARED_BYTES = 99 << 10
@@ -87,14 +89,17 @@ def compiled(capability: int) -> list[tuple[str, int, int]]:
 
 def attend(heads: Heads, rows: int, *, every: bool) -> None:
     """A layer's attention in a step of decodes and prefills; with ``every`` all kinds of layers."""
-    ours = TritonAttention(heads, torch.device("cpu"), Kernels())
+    cpu = torch.device("cpu")
+    backends = TritonAttention(heads, cpu, Kernels()), FixedAttention(heads, cpu, Kernels())
     sinks = torch.zeros(heads.query, dtype=heads.dtype)
     kinds = ((None, None, None), (7, 5.0, None), (7, None, sinks)) if every else ((7, None, None),)
     for window, softcap, sink in kinds:
         steps = [(20, 1)] * rows + [(9, 5), (3, 2 + rows)]
         case = make_case(steps, block_size=16, window=window, heads=heads)
         spec = LayerSpec(0.3, window, softcap, sink)
-        ours.run(ours.plan(case.ragged), case.query, case.key_cache, case.value_cache, spec)
+        for ours in backends:
+            plan: Any = ours.plan(case.ragged)
+            ours.run(plan, case.query, case.key_cache, case.value_cache, spec)
 
 
 def launch(dtype: torch.dtype, tokens: int, *, every: bool) -> None:
@@ -126,6 +131,10 @@ def launch(dtype: torch.dtype, tokens: int, *, every: bool) -> None:
         ours.linear(x, fours, torch.zeros(512, dtype=dtype) if every else None)
     if every:
         ours.activate(x, "gelu")
+    fixed = FixedOperations(Kernels(), Kernels())
+    plain = Packed(torch.zeros(512, 4096, dtype=dtype), 512, 4096)
+    for weight in (plain, packed):
+        fixed.linear(x, weight, torch.zeros(512, dtype=dtype) if every else None)
 
 
 if __name__ == "__main__":

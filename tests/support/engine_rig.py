@@ -42,6 +42,7 @@ from fairlead_runtime.sizing.groups import LayerGroup, group_layers
 from support import flashinfer_standin, rank_pair, triton_standin
 from support.fp8_reference import Fp8Cache
 from support.graph_standin import TapeRecorder
+from support.operation_cases import fixed_attention, fixed_operations
 from support.operation_cases import operations as gpu_operations
 from support.stream_standin import DelayedCache
 
@@ -205,6 +206,9 @@ def attend_once(model: PagedModel, attention: AttentionBackend, ids: torch.Tenso
 
 def choice_of(model: PagedModel, kernels: str) -> BackendChoice:
     """Attention in C++, where it is built and ``kernels`` say so, or in plain torch."""
+    if kernels == "fixed triton":
+        reason = "sums in one order, in Triton's interpreter"
+        return BackendChoice(fixed_attention(model.heads), fixed_operations(), reason)
     if kernels == "fixed":
         try:
             return pick(model.heads, model.kinds, model.device, deterministic=True)
@@ -216,6 +220,8 @@ def choice_of(model: PagedModel, kernels: str) -> BackendChoice:
 
 def operations_of(model: PagedModel, kernels: str) -> LayerOperations | None:
     """Those of fused layers, by the name of a rig's kernels."""
+    if kernels == "fixed triton":
+        return fixed_operations()
     if kernels.endswith("triton"):
         return gpu_operations("triton")
     if "layers" in kernels:
@@ -256,9 +262,9 @@ class Rig:
     ranks cpu, ranks layers and ranks triton are the same with layers fused, but for ``odd``, which
     does not fit on the other one; with int8 behind, the first two also with int8 weights. After
     "fp8 cache " they have one, and the reference rounds keys and values. fixed is cpu with
-    ``deterministic``, whose text nothing but itself is compared with.
-    After "triton " attention, resident and graphs have Triton's attention on the stand-in of its
-    kernels, interpreted in its interpreter.
+    ``deterministic``, whose text nothing but itself is compared with; fixed triton the same in
+    Triton. After "triton " attention, resident and graphs have Triton's attention on the stand-in
+    of its kernels, interpreted in its interpreter.
     """
 
     def __init__(

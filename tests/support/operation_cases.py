@@ -6,16 +6,19 @@ import importlib
 from dataclasses import dataclass
 from typing import Any, get_args
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
 from fairlead_kernels import reference
+from fairlead_kernels.attention import Heads
 from fairlead_kernels.grouped import Grouped
 from fairlead_kernels.layer import Activation, LayerOperations, Norm
 from fairlead_kernels.quantize import Format, Quantized, quantize
 from fairlead_kernels.torch_operations import TorchOperations
+from fairlead_kernels.triton_fixed import FixedAttention, FixedOperations
 from fairlead_kernels.triton_operations import TritonOperations
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -31,6 +34,36 @@ def interpreted() -> TritonOperations:
     pytest.importorskip("triton", reason="Triton comes with torch's CUDA build alone")
     kernels: Any = importlib.import_module("fairlead_kernels.triton_kernels")
     return TritonOperations(kernels, INTERPRETED_TILE, wide=True)
+
+
+def _fixed_kernels() -> Any:
+    pytest.importorskip("triton", reason="Triton comes with torch's CUDA build alone")
+    sum_exactly()
+    return importlib.import_module("fairlead_kernels.triton_fixed_kernels")
+
+
+def sum_exactly() -> None:
+    """Let the interpreter sum a product of two tiles in float64. numpy's own sums of a row depend
+    on the row's place, which a GPU's instructions do not; how sums are cut into tiles still shows.
+    """
+    interpreter: Any = importlib.import_module("triton.runtime.interpreter")
+
+    def create_dot(_self: Any, a: Any, b: Any, d: Any, *_: Any) -> Any:
+        product = np.matmul(a.data.astype(np.float64), b.data.astype(np.float64))
+        total = product.astype(np.float32) + d.data
+        return interpreter.TensorHandle(total, d.dtype.scalar)
+
+    interpreter.InterpreterBuilder.create_dot = create_dot
+
+
+def fixed_operations() -> FixedOperations:
+    """Those whose sums have one order, in the interpreter."""
+    kernels: Any = importlib.import_module("fairlead_kernels.triton_kernels")
+    return FixedOperations(kernels, _fixed_kernels(), INTERPRETED_TILE, wide=True)
+
+
+def fixed_attention(heads: Heads) -> FixedAttention:
+    return FixedAttention(heads, torch.device("cpu"), _fixed_kernels(), wide=True)
 
 
 def operations(name: str) -> LayerOperations:

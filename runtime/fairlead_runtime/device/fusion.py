@@ -36,6 +36,7 @@ from fairlead_kernels.cpu_layers import LayerChain
 from fairlead_kernels.layer import Layer, LayerOperations, Packed
 from fairlead_kernels.quantize import FP8, Format, Quantized, quantize
 from fairlead_kernels.slabs import SLAB
+from fairlead_kernels.triton_fixed import FixedOperations
 from fairlead_runtime.device import whole_model
 from fairlead_runtime.device.attention import (
     CURRENT_PASS,
@@ -58,6 +59,7 @@ from fairlead_runtime.device.layer_parts import (
     close,
     recognize,
 )
+from fairlead_runtime.device.own_ends import replace_ends
 from fairlead_runtime.device.packed_products import PackedProducts, pack_products
 from fairlead_runtime.device.paged_model import PagedModel, ProbePass, causal_attention
 from fairlead_runtime.device.whole_model import TOKENS
@@ -379,7 +381,8 @@ def fuse(
 
     The result of each fused layer, packed weights and all, is compared with the original's first;
     a layer that differs keeps its own code and weights. On CPUs what lies around the layers is
-    replaced, too, or the matrices that the model's own code multiplies by are packed.
+    replaced, too, or the matrices that the model's own code multiplies by are packed; where sums
+    have one order, the last norm and the head are.
 
     With ``group`` the model is one rank's part of a split one (``shards.split``), and every rank
     must call this with the same kind of operations: a layer is fused on all of them or on none, and
@@ -388,9 +391,15 @@ def fuse(
     if operations is None:
         return Fusion(0, len(model.windows))
     fusion, runs = _fuse_layers(model, operations, group)
+    step = _ScratchPass(model.heads, model.device)
+    if isinstance(operations, FixedOperations) and fusion.fused == fusion.layers:
+        layers = _decoder_layers(model) or []
+        try:
+            return replace(fusion, head=replace_ends(model, layers, operations, step))
+        except DoesNotFitError as error:
+            return replace(fusion, head_reason=str(error))
     if group is not None or not isinstance(operations, CpuOperations):
         return fusion
-    step = _ScratchPass(model.heads, model.device)
     if fusion.fused == fusion.layers:
         try:
             whole = _fuse_ends(model, runs, operations, step)

@@ -93,6 +93,7 @@ class Ends:
     ``positions`` where there are some. ``ropes``: by layer the call that made its rotary embedding,
     None without one. ``head`` multiplies what ``norm`` returns, scaled to the logits, of which
     ``cap * tanh(logits / cap)`` is taken if it is not 0; ``tied``: its matrix is the embeddings'.
+    ``last_norm`` is the module of ``norm``, ``product`` what the head's own module multiplies by.
     """
 
     embedding: nn.Module
@@ -103,6 +104,8 @@ class Ends:
     head: Matrix
     tied: bool
     cap: float
+    last_norm: nn.Module
+    product: Matrix
 
     def release(self) -> None:
         """Take the head's weights, and embeddings that share them, out of the model's modules."""
@@ -285,6 +288,8 @@ def recognize(model: PagedModel, layers: Sequence[nn.Module], step: ForwardPass)
         head=head.scaled(scaled),
         tied=_place(stored_rows(embedding)) == _place(head.stored),
         cap=cap,
+        last_norm=norms[0].module,
+        product=head,
     )
 
 

@@ -17,7 +17,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from fairlead_kernels.attention import AttentionBackend, Heads
-from fairlead_kernels.backend import cpu_operations, fixed_kernels, flashinfer_for
+from fairlead_kernels.backend import check_fixed, cpu_operations, flashinfer_for
 from fairlead_kernels.not_available import NotAvailableError
 from fairlead_kernels.torch_attention import TorchAttention
 from fairlead_runtime.config import ConfigError, Device, EngineConfig
@@ -166,7 +166,7 @@ def _check_kernels(config: EngineConfig, device: DeviceFacts, inspected: Inspect
         kv_heads, dims = shape.kv_heads, (shape.head_dim, shape.head_dim)
         heads = Heads(shape.heads, kv_heads, *dims, dtype, fp8_cache)
         try:
-            fixed_kernels(heads, torch.device(device.kind), config.kernels)
+            check_fixed(heads, torch.device(device.kind), config.kernels)
         except NotAvailableError as error:
             raise ConfigError("deterministic", str(error), "use false") from error
 

@@ -3,19 +3,24 @@
 import itertools
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from fairlead_kernels import triton_package
 from fairlead_kernels.attention import AttentionBackend
 from fairlead_kernels.backend import BackendChoice, pick
 from fairlead_kernels.not_available import NotAvailableError
 from fairlead_runtime.commands.refusals import refusal_for
 from fairlead_runtime.config import ConfigError, EngineConfig
 from fairlead_runtime.device import determinism
+from fairlead_runtime.device import fusion as fusion_module
 from fairlead_runtime.device.fusion import Fusion, fuse
+from fairlead_runtime.device.layer_parts import DoesNotFitError
+from fairlead_runtime.device.own_ends import replace_ends
 from fairlead_runtime.device.paged_model import PagedModel
 from fairlead_runtime.llm import LLM
 from fairlead_runtime.models.model_error import CanaryError
@@ -23,6 +28,8 @@ from fairlead_runtime.request import SamplingParams
 from fairlead_runtime.sizing.terms import GIB, DeviceFacts
 from fairlead_runtime.start import build
 from support.engine_rig import paged
+from support.full import LONG_FORM
+from support.operation_cases import fixed_attention, fixed_operations
 
 DEMO = Path(build.__file__).parents[1] / "demo"
 CPU = DeviceFacts("cpu", 8 * GIB)
@@ -126,6 +133,23 @@ def test_a_start_is_refused_by_name_where_no_kernels_have_one_order(
     assert refusal.exit_code == 2
 
 
+def test_a_gpu_without_triton_is_refused_before_the_model_loads(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def missing(_module: str) -> NoReturn:
+        raise NotAvailableError("Triton is not installed")
+
+    monkeypatch.setattr(triton_package, "load", missing)
+    config = EngineConfig(dtype="bfloat16", deterministic=True)
+    gpu = DeviceFacts("cuda", 80 * GIB)
+    with pytest.raises(ConfigError, match="--deterministic: Triton is not installed"):
+        build.check(DEMO, config, gpu)
+    monkeypatch.setattr(triton_package, "load", lambda _module: None)
+    build.check(DEMO, config, gpu)
+    with pytest.raises(ConfigError, match="--deterministic: plain torch sums in an order that"):
+        build.check(DEMO, replace(config, kernels="torch"), gpu)
+
+
 def test_a_deterministic_llm_in_bfloat16_gives_a_prompt_one_text_in_any_batch(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -139,3 +163,65 @@ def test_a_deterministic_llm_in_bfloat16_gives_a_prompt_one_text_in_any_batch(
             for prompts in (["Once"], ["A cat sat", "Once", "The old man and the sea", "Why"])
         ]
     assert texts[0][0] == texts[1][1]
+
+
+# -- the path of GPUs, in Triton's interpreter
+
+# The interpreter takes half a minute for each.
+FAMILIES_IN_TRITON = ("llama", "gemma2", "gpt2") if LONG_FORM else ("llama",)
+
+
+@pytest.fixture(scope="module", params=FAMILIES_IN_TRITON)
+def on_triton(request: pytest.FixtureRequest) -> tuple[PagedModel, AttentionBackend, Fusion]:
+    model = paged(request.param, bfloat16=True)
+    operations = fixed_operations()
+    return model, fixed_attention(model.heads), fuse(model, operations)
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_in_triton_the_canary_lives_and_no_product_but_of_one_term_is_torchs(
+    on_triton: Any,
+) -> None:
+    model, attention, fusion = on_triton
+    assert (fusion.fused, fusion.head, fusion.head_reason) == (fusion.layers, "bfloat16", "")
+    determinism.check(model, fusion)
+    with Products() as products:
+        determinism.canary(model, attention, 45)
+    # A rotary embedding multiplies a position by a frequency: a sum of one term.
+    assert products.terms <= {1}
+
+
+class Products(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch does not annotate it
+    """Notes the terms of the sums of torch's matrix products, and other sums by a 0."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # see above
+        self.terms: set[int] = set()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        name = str(func)
+        if any(word in name for word in ("mm", "bmm", "matmul", "linear", "dot", "attention")):
+            self.terms.add(args[0].shape[-1])
+        if any(word in name for word in ("mean", "aten.sum", "norm", "softmax", "var")):
+            self.terms.add(0)
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_last_norm_or_head_that_gives_other_logits_keeps_the_models_code(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model, operations = paged("llama", bfloat16=True), fixed_operations()
+    norm = operations.norm
+
+    def wrong(x: Tensor, given: Any, residual: Tensor | None = None) -> Any:
+        out, total = norm(x, given, residual)
+        return (out if out.dtype is torch.bfloat16 else out * 1.01), total
+
+    monkeypatch.setattr(operations, "norm", wrong)
+    layers, step = fusion_module._decoder_layers(model), fusion_module._ScratchPass
+    with pytest.raises(DoesNotFitError, match="its last norm and head give other logits"):
+        replace_ends(model, layers or [], operations, step(model.heads, model.device))
+    ends = [model.model.get_output_embeddings(), *model.model.modules()]
+    assert not any("forward" in vars(module) for module in ends)

@@ -1,0 +1,65 @@
+"""``deterministic`` on an NVIDIA GPU: the kernels whose sums have one order, compared with the
+reference and with themselves in other steps, and the canary over whole models. Run with `make gpu`;
+without a GPU it fails.
+"""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from fairlead_kernels import reference
+from fairlead_kernels.attention import Heads, LayerKind
+from fairlead_kernels.backend import fixed_kernels
+from fairlead_kernels.layer import LayerOperations
+from fairlead_runtime.device import selftest
+from fairlead_runtime.models import loading, tiny
+
+pytestmark = pytest.mark.gpu
+
+CUDA = torch.device("cuda")
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _gpu() -> None:
+    if not torch.cuda.is_available():
+        pytest.fail("these tests need an NVIDIA GPU, and torch sees none")
+    import triton
+
+    if triton.knobs.runtime.interpret:
+        pytest.fail("Triton's kernels would be interpreted: set TRITON_INTERPRET=0")
+
+
+def operations(dtype: torch.dtype) -> LayerOperations:
+    heads, kinds = Heads(8, 2, 128, 128, dtype), (frozenset({LayerKind(0.1)}),)
+    found = fixed_kernels(heads, kinds, CUDA, "auto").operations
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_product_of_a_token_is_the_same_beside_any_others(dtype: torch.dtype) -> None:
+    ours = operations(dtype)
+    torch.manual_seed(0)
+    weight = torch.randn(1000, 4096, device=CUDA) / 64
+    packed = ours.pack([weight], dtype=dtype)
+    x = torch.randn(700, 4096, device=CUDA).to(dtype)
+    whole = ours.linear(x, packed)
+    want = reference.linear(x[:8].double().cpu(), reference.pack([weight.cpu()], dtype=dtype), None)
+    torch.testing.assert_close(whole[:8].double().cpu(), want, rtol=0.02, atol=0.02)
+    for part in (slice(699, 700), slice(5, 7), slice(3, 19), slice(100, 229)):
+        assert torch.equal(ours.linear(x[part], packed), whole[part]), part
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("cache", ["auto", "fp8"])
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2", "phi3_longrope"])
+def test_a_model_passes_the_canary(
+    family: str, cache: str, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    loaded = loading.load(tiny.save(tiny.build(family).to(dtype), tmp_path), device=CUDA)
+    served, result = selftest.prepare_and_test(loaded, fp8_cache=cache == "fp8", deterministic=True)
+    assert served.choice.attention.name == "triton in order"
+    assert result.canary is not None
+    print(f"{family} in {dtype}: {result}")
