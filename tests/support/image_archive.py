@@ -100,10 +100,16 @@ def _member(archive: tarfile.TarFile, name: str) -> Any:
 
 @contextmanager
 def container(
-    archive: Archive, root: Path, bundle: Path, command: list[str], uid: int
+    archive: Archive,
+    root: Path,
+    bundle: Path,
+    command: list[str],
+    uid: int,
+    shown: dict[str, Path] | None = None,
 ) -> Iterator["subprocess.Popen[str]"]:
     """The command in a container as a restricted pod has it: a read-only root, no capabilities, no
-    new privileges, a network of its own, and only /tmp and /dev/shm to write to.
+    new privileges, a network of its own, and only /tmp and /dev/shm to write to. ``shown``: folders
+    of this machine, by where the container sees them, below /tmp.
 
     The container's name is the bundle's folder name. Standard output and error are one pipe.
     """
@@ -128,6 +134,10 @@ def container(
             *(
                 {"destination": path, "type": "tmpfs", "source": "tmpfs", "options": writable}
                 for path in ("/dev/shm", "/tmp")
+            ),
+            *(
+                {"destination": at, "type": "bind", "source": str(own), "options": ["rbind", "ro"]}
+                for at, own in (shown or {}).items()
             ),
         ],
         "linux": {
