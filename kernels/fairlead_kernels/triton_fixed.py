@@ -25,8 +25,8 @@ from fairlead_kernels.triton_operations import (
     TritonOperations,
 )
 
-# Rows of a tile of scores, queries times the heads that share keys, and its keys.
-TILE_ROWS, TILE_KEYS = 64, 64
+# Of a program's shared memory, of which the least GPUs from compute capability 8.0 on have 99 KiB.
+SHARED_BYTES = 80 << 10
 
 
 def load(
@@ -128,7 +128,8 @@ class FixedAttention:
         self._kernels = fixed
         self._wide = wide or heads.dtype is torch.float32
         self._group = _power(heads.group)
-        self._tokens = max(1, TILE_ROWS // self._group)
+        rows, self._keys, self._stages = _tile(heads, self._group, wide=self._wide)
+        self._tokens = rows // self._group
 
     def plan(self, ragged: RaggedRows) -> TritonPlan:
         starts, lens = ragged.query_starts.numpy(), ragged.kv_lens.numpy()
@@ -186,15 +187,27 @@ class FixedAttention:
             FP8_CACHE=h.fp8_cache,
             GROUP=self._group,
             TOKENS=self._tokens,
-            KEYS=TILE_KEYS,
+            KEYS=self._keys,
             DIM=max(16, _power(h.dim)),
             VALUE_DIM=max(16, _power(h.value_dim)),
             WIDE=self._wide,
             num_warps=4 if h.dim <= 128 else 8,
-            num_stages=2,
+            num_stages=self._stages,
             enable_fp_fusion=True,
         )
         return out.to(dtype)
+
+
+def _tile(heads: Heads, group: int, *, wide: bool) -> tuple[int, int, int]:
+    """Rows of a tile of scores, queries times the ``group`` that shares keys, its keys, and how
+    many tiles of keys and values are in shared memory at once. They follow from the model alone.
+    """
+    row = max(16, _power(max(heads.dim, heads.value_dim))) * (4 if wide else heads.dtype.itemsize)
+    for rows, keys, stages in ((64, 64, 2), (64, 64, 1), (64, 32, 1), (32, 32, 1), (16, 16, 1)):
+        rows = max(rows, group)  # noqa: PLW2901 - a group is never cut
+        if rows * row + 2 * stages * keys * row + 4 * rows * keys <= SHARED_BYTES:
+            break
+    return rows, keys, stages
 
 
 def _power(n: int) -> int:
