@@ -1218,7 +1218,7 @@ BUGS = (
         ATTENTION_C,
         "std::max(at + i < end ? at + i : end - 1, lowest)",
         "(at + i < end ? at + i : end - 1)",
-        C_ATTENTION,
+        C_INVARIANCE,
     ),
     PackageBug(
         "a deterministic engine attends as any other",

@@ -4,6 +4,7 @@ of attention with ``fixed``, of everything else always.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fairlead_kernels import cpu, library
-from fairlead_kernels.attention import Heads, LayerSpec
+from fairlead_kernels.attention import NULL, Heads, LayerSpec
 from fairlead_kernels.cpu_attention import CpuAttention
 from fairlead_kernels.layer import Norm
 from fairlead_kernels.quantize import quantize
@@ -103,6 +104,25 @@ def test_a_decode_over_many_keys_is_not_cut_by_what_is_beside_it(instruction_set
         alike = attend_cut(ours, case, spec, rows)[0], attend_cut(ours, case, spec, rows[:1])[0]
     assert not torch.equal(*differ), "the case does not show the difference"
     assert torch.equal(*alike)
+
+
+@every_set
+@pytest.mark.parametrize("count", [1, 30])
+def test_a_tile_that_begins_before_the_window_reads_no_freed_block(
+    instruction_set: str, count: int
+) -> None:
+    heads = Heads(2, 1, 16, 16, torch.float32)
+    case = make_case([(200, count)], block_size=16, window=50, heads=heads)
+    ours, spec = CpuAttention(heads, library.load(instruction_set), fixed=True), LayerSpec(0.3, 50)
+    want = ours.run(ours.plan(case.ragged), case.query, case.key_cache, case.value_cache, spec)
+    # In place of no block, one that another row fills with NaN.
+    used, tables = case.ragged.tables, case.ragged.tables.clone()
+    foreign = next(block for block in range(len(case.key_cache)) if block not in used)
+    tables[tables == NULL] = foreign
+    ragged = replace(case.ragged, tables=tables)
+    got = ours.run(ours.plan(ragged), case.query, case.key_cache, case.value_cache, spec)
+    assert same(got, want)
+    assert bool(got.isfinite().all())
 
 
 @every_product_set
