@@ -18,7 +18,14 @@ from fairlead_kernels import (
     triton_attention,
     triton_package,
 )
-from fairlead_kernels.attention import DecodeAttention, DecodeRows, Heads, LayerKind, LayerSpec
+from fairlead_kernels.attention import (
+    NULL,
+    DecodeAttention,
+    DecodeRows,
+    Heads,
+    LayerKind,
+    LayerSpec,
+)
 from fairlead_kernels.attention_proof import prove
 from fairlead_kernels.backend import pick
 from fairlead_kernels.not_available import NotAvailableError
@@ -107,6 +114,17 @@ def test_mixed_rows_match_the_definition(
     softcap, sinks = (None, None) if extras == "none" else (2.0, torch.randn(4))
     ours = standin.attention(HEADS, interpreted=interpreted)
     check(ours, make_case(MIXED, window=window), LayerSpec(0.3, window, softcap, sinks))
+
+
+@both
+@pytest.mark.parametrize("before", [15, 16, 18])
+def test_a_block_that_the_window_has_passed_is_not_read(before: int, *, interpreted: bool) -> None:
+    """Its entry names another row's block by then: here one of NaN, which no mask would hide."""
+    case = make_case([(before, 1), (before, 3)], window=8)
+    others = torch.isin(torch.arange(len(case.key_cache)), case.ragged.tables, invert=True)
+    free = int(others.nonzero()[0])
+    case.ragged.tables.masked_fill_(case.ragged.tables == NULL, free)
+    check(standin.attention(HEADS, interpreted=interpreted), case, LayerSpec(0.3, 8))
 
 
 @both
