@@ -39,7 +39,8 @@ MIDDLE, MOVED = 1e-6, 0.02
 TIES_ALLOWED = 1e-3
 FAMILIES = (*tiny.FAMILIES, *tiny.VARIANTS)
 # The place of a family is the seed of its prompts.
-SEEDED = (*FAMILIES, *sorted({*tiny.SIZED, *tiny.UNLISTED}, key=lambda name: name != "gpt_bigcode"))
+OTHERS = {*tiny.SIZED, *tiny.UNLISTED}
+SEEDED = (*FAMILIES, *sorted(OTHERS, key=lambda name: (name != "gpt_bigcode", name)))
 # Those that transformers has a plan for to split them over ranks; a few in short: test_ranks.py.
 SPLIT = (
     *("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "gpt_neox", "qwen3_moe"),
