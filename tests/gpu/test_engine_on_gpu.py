@@ -11,6 +11,7 @@ import torch
 
 from fairlead_runtime import LLM, SamplingParams
 from fairlead_runtime.models import tiny
+from support.device_cases import greedy
 from support.fp8_reference import greedy_text
 
 pytestmark = pytest.mark.gpu
@@ -34,18 +35,7 @@ PREEMPTING: dict[str, Any] = {
 
 def expected(family: str, prompt: list[int]) -> list[int]:
     """Greedy tokens of transformers' generate, one prompt alone, in float32 on the GPU."""
-    model = tiny.build(family).to("cuda")
-    ids = torch.tensor([prompt], device="cuda")
-    with torch.inference_mode():
-        output = model.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            max_new_tokens=OUTPUT,
-            min_new_tokens=OUTPUT,
-            do_sample=False,
-        )
-    tokens: list[int] = output[0, len(prompt) :].tolist()
-    return tokens
+    return greedy(tiny.build(family).to("cuda"), prompt, OUTPUT)
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "gemma2", "gpt2"])

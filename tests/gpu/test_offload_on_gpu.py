@@ -21,6 +21,7 @@ from fairlead_runtime.device.streams import CudaLane
 from fairlead_runtime.models import tiny
 from fairlead_runtime.scheduling.plan import Work
 from fairlead_runtime.sizing.groups import group_layers
+from support.device_cases import greedy
 
 pytestmark = pytest.mark.gpu
 
@@ -180,16 +181,7 @@ def test_greedy_output_equals_transformers_with_late_streams(
         report = llm.parts.memory
     on_gpu = model.to(CUDA)
     for prompt, result in zip(PROMPTS, results, strict=True):
-        ids = torch.tensor([prompt], device=CUDA)
-        with torch.inference_mode():
-            output = on_gpu.generate(
-                ids,
-                attention_mask=torch.ones_like(ids),
-                max_new_tokens=OUTPUT,
-                min_new_tokens=OUTPUT,
-                do_sample=False,
-            )
-        assert result.outputs[0].token_ids == output[0, len(prompt) :].tolist(), late
+        assert result.outputs[0].token_ids == greedy(on_gpu, prompt, OUTPUT), late
     assert statistics.offloads > 0
     terms = {term.name: term for term in (*report.terms, *report.host_terms)}
     for name in ("staging", "offload"):
