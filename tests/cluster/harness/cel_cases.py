@@ -254,8 +254,7 @@ CASES: tuple[Case, ...] = (
         resources={"accelerator": {"count": 0}},
     ),
     _spec(
-        "steps ahead in float32",
-        "engine.asyncBatching on",
+        "steps ahead in float32 on a GPU",
         engine={"asyncBatching": "on", "dtype": "float32"},
         resources={"accelerator": {"count": 1}},
     ),
@@ -271,8 +270,7 @@ CASES: tuple[Case, ...] = (
         resources={"accelerator": {"count": 0}},
     ),
     _spec(
-        "graphs in float32",
-        "engine.cudaGraphs.enabled on",
+        "graphs in float32 on a GPU",
         engine={"cudaGraphs": {"enabled": "on"}, "dtype": "float32"},
         resources={"accelerator": {"count": 1}},
     ),

@@ -90,9 +90,11 @@ def test_a_gpus_blocks_computed_by_hand() -> None:
     attention = 32768 * (2 * 128 * 2 + 16) + (1 << 24) * 2 + 256 * 32768 * (2 + 2)
     logits = 256 * 2 * (2 * 896 + 151_936)
     sampling = 256 * (151_936 * (16 + 8) + 33 * 1024)
-    kept = 257 * (48 + 2048 * 4) + 256 * 24 + 16 * 2 * 128 * 2 * 24 + 151_936 * 4
+    kept = 257 * (80 + 2048 * 4 + 4096 * 12) + 256 * (24 + 21 * 12)
+    kept += 16 * 2 * 128 * 2 * 24 + 151_936 * 4
     batch = 2 * (8192 * 24 + 256 * 64 + 256 * 2048 * 4) + kept
-    graphs = logits + (40 << 23) + 32 * (4 << 20) + 10 * (8 << 20) + 256 * 2048 * 4
+    graphs = logits + (48 << 23) + 256 * 4096 * 12 + 32 * (4 << 20)
+    graphs += 10 * (8 << 20) + 256 * 2048 * 4
     left = int(80 * GIB * 0.9) - weights - activations - attention - logits - sampling - batch
     left -= graphs
     block = 16 * 2 * 24 * 2 * 64 * 2
@@ -103,9 +105,9 @@ def test_a_gpus_blocks_computed_by_hand() -> None:
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_what_the_runtime_refuses_for_the_checkpoints_type_is_not_planned(dtype: str) -> None:
     config = QWEN | {"torch_dtype": "float32"}
-    with pytest.raises(PlanError, match="asyncBatching: on is not supported in float32"):
-        capacity_of(config, deployment(engine={"asyncBatching": "on"}, **GPU))
-    in_half = deployment(engine={"asyncBatching": "on", "dtype": dtype}, **GPU)
+    with pytest.raises(PlanError, match="quantization: fp8 is not supported in float32"):
+        capacity_of(config, deployment(engine={"quantization": "fp8"}, **GPU))
+    in_half = deployment(engine={"quantization": "fp8", "dtype": dtype}, **GPU)
     assert capacity_of(config, in_half)["fits"]
 
 
