@@ -170,7 +170,7 @@ def test_layers_with_quantized_weights_compute_what_transformers_does_with_the_r
 
 
 def on_a_gpu_that_multiplies_fp8(
-    model: PagedModel, _kernels: str, *, operations: LayerOperations
+    model: PagedModel, _kernels: str, *, operations: LayerOperations, **_settings: bool
 ) -> BackendChoice:
     return BackendChoice(attention(model), operations)
 
