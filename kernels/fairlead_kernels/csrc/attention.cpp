@@ -293,8 +293,8 @@ int64_t part_floats(const Heads& heads) {
   return int64_t(heads.query) * (padded(heads.value_dim, W) + 2);
 }
 
-// The tile of a row's tokens in the positions [at, end). Places before position `lowest`, whose block
-// may be freed, are that token again.
+// The tile of a row's tokens in the positions [at, end). Places before position `lowest`, whose
+// block may be freed, are that token again.
 template <class T>
 void locate(const Heads& heads, const Rows& rows, const Attention& layer, int row, int at, int end,
             int lowest, Tile<T>& tile) {
