@@ -89,7 +89,7 @@ def test_without_a_gpu_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("target", ["gpu", "gpu-soak", "bench-gpu"])
 def test_the_targets_run_with_the_python_at_hand_and_end_in_time(target: str) -> None:
-    """`make -n` prints the commands; below another make, which runs these tests, also where it is."""
+    """`make -n` prints the commands; below another make, as in `make test`, more than them."""
     alone = {name: value for name, value in os.environ.items() if not name.startswith("MAKE")}
     made = subprocess.run(
         ["make", "-n", target, "SETUP=0", "PYTHON=any-python", "WHEELS=a.whl folder", "MINUTES=3"],
