@@ -123,6 +123,13 @@ class LayerSpec:
     def kind(self) -> LayerKind:
         return LayerKind(self.scale, self.window, self.softcap, self.sinks is not None)
 
+    def check_window(self, planned: int | None) -> None:
+        """Raise ValueError where ``planned``, the window of a plan, is another than the layer's."""
+        if self.window != planned:
+            raise ValueError(
+                f"window: the layer has {self.window}, the plan was made for {planned}"
+            )
+
 
 class AttentionBackend(Protocol):
     """Paged attention over ragged rows. One object serves one model and holds scratch memory, so it

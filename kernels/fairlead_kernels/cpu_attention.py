@@ -72,10 +72,7 @@ class CpuAttention:
         value_cache: Tensor,
         spec: LayerSpec,
     ) -> Tensor:
-        if spec.window != plan.ragged.window:
-            raise ValueError(
-                f"window: the layer has {spec.window}, the plan was made for {plan.ragged.window}"
-            )
+        spec.check_window(plan.ragged.window)
         h = self.heads
         check_caches(key_cache, value_cache)
         dtype, query = query.dtype, query.float()

@@ -303,10 +303,7 @@ class FlashinferAttention:
         value_cache: Tensor,
         spec: LayerSpec,
     ) -> Tensor:
-        if spec.window != plan.window:
-            raise ValueError(
-                f"window: the layer has {spec.window}, the plan was made for {plan.window}"
-            )
+        spec.check_window(plan.window)
         if self._plans.get(plan.group) is not plan:
             raise ValueError(f"plan: layer group {plan.group} has been planned again since")
         wrapper = self._wrappers.get((plan.group, spec.kind, plan.form))

@@ -89,10 +89,7 @@ class TorchAttention:
         value_cache: torch.Tensor,
         spec: LayerSpec,
     ) -> torch.Tensor:
-        if spec.window != plan.window:
-            raise ValueError(
-                f"window: the layer has {spec.window}, the plan was made for {plan.window}"
-            )
+        spec.check_window(plan.window)
         out = query.new_empty(query.shape[0], self.heads.query, self.heads.value_dim)
         for decodes in plan.decodes:
             self._run_decodes(decodes, query, key_cache, value_cache, spec, out)

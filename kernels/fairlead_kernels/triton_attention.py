@@ -215,10 +215,7 @@ class TritonAttention:
         value_cache: Tensor,
         spec: LayerSpec,
     ) -> Tensor:
-        if spec.window != plan.window:
-            raise ValueError(
-                f"window: the layer has {spec.window}, the plan was made for {plan.window}"
-            )
+        spec.check_window(plan.window)
         if not (key_cache.is_contiguous() and value_cache.is_contiguous()):
             raise ValueError("key_cache: it and value_cache must be dense")
         h, dtype, query = self.heads, query.dtype, query.to(self.heads.dtype)

@@ -154,10 +154,7 @@ class FixedAttention:
         value_cache: Tensor,
         spec: LayerSpec,
     ) -> Tensor:
-        if spec.window != plan.window:
-            raise ValueError(
-                f"window: the layer has {spec.window}, the plan was made for {plan.window}"
-            )
+        spec.check_window(plan.window)
         h, dtype = self.heads, query.dtype
         query = query.to(h.dtype).contiguous()
         if not (key_cache.is_contiguous() and value_cache.is_contiguous()):
