@@ -77,6 +77,13 @@ BUGS = (
         C_OPERATIONS,
     ),
     PackageBug(
+        "the even pieces of a product are too small for the last rows",
+        f"{KERNELS}/csrc/linear.h",
+        "((rows + pieces - 1) / pieces + block - 1) / block * block",
+        "(rows / pieces + block - 1) / block * block",
+        C_OPERATIONS,
+    ),
+    PackageBug(
         "both halves of a panel take the first half's scales",
         f"{KERNELS}/csrc/linear.h",
         "load(weight.scales + first)",

@@ -65,7 +65,7 @@ void multiply_panel_of(const Weight& weight, int panel, const float* x, int rows
                        bool last) {
   const int columns = int(weight.columns);
   const T* data = static_cast<const T*>(weight.data) + int64_t(panel) * columns * P;
-  if (rows <= 2 * MAX_ROWS || columns <= 2 * DEEP) {
+  if (rows <= MAX_ROWS || columns <= 2 * DEEP) {
     product<T>(rows, x, columns, data, columns, tile, P, false,
                last ? nullptr : data + int64_t(columns) * P);
     return;
@@ -134,12 +134,15 @@ inline void multiply_panel(const Weight& weight, int panel, const Input& in, int
 // with all rows of a long prompt for one panel they would come from memory again for the next.
 template <class Work>
 void share_tiles(Team& team, const Weight& weight, int panels, int rows, Work work) {
-  // Rows that are multiplied at a time: a piece is a multiple of them.
+  if (rows == 0) return;
+  // Rows that are multiplied at a time: a piece is a multiple of them. Pieces are even: a small one
+  // at the end would read the whole weight again for little work.
   const int block = weight.stored == INT8_TILES ? TILE : MAX_ROWS;
   const int fit = int(CACHED_BYTES / (4 * weight.columns)) / block * block;
-  const int least = 4 * block;
-  const int size = fit > TILE_ROWS ? TILE_ROWS : fit < least ? least : fit;
-  const int pieces = (rows + size - 1) / size;
+  const int least = 8 * block, highest = TILE_ROWS / block * block;
+  const int most = fit > highest ? highest : fit < least ? least : fit;
+  const int pieces = (rows + most - 1) / most;
+  const int size = ((rows + pieces - 1) / pieces + block - 1) / block * block;
   const int grain = pieces == 1 && panels / team.size >= 32 ? 4 : 1;
   team.share(pieces * panels, grain, [&](int begin, int end) {
     for (int item = begin; item < end; item++) {

@@ -14,6 +14,11 @@ constexpr int P = 2 * W;
 // Rows in registers: 2 vectors of results each, of 32 registers or of 16.
 constexpr int MAX_ROWS = W == 16 ? 14 : 6;
 
+// How many bytes before its use a weight is fetched from memory when it is multiplied by so few
+// rows that registers hold all their results. As measured (benchmarks/README.md): with fewer bytes
+// memory answers too late, with more the lines push others out of the cache.
+constexpr int bytes_ahead(int rows) { return (rows < 6 ? 6 : rows) << 10; }
+
 // What to fetch into the second-level cache meanwhile: `lines` cache lines every 4 steps of k.
 struct Fetch {
   const char* at = nullptr;
@@ -70,14 +75,18 @@ constexpr Block<T> block_of(int rows, std::integer_sequence<int, I...>) {
 }
 
 // y [rows, P] = x [rows, k_count] · panel, or += with `accumulate`. Rows are spread evenly over
-// blocks, and `next`, if given, bytes that are needed soon, is fetched meanwhile.
+// blocks. With `next`, the panel that is needed after this one, several blocks fetch it meanwhile;
+// one fetches its own panel, a little ahead, and the beginning of the next.
 template <class T>
 inline void product(int rows, const float* x, int64_t x_stride, const T* panel, int k_count,
                     float* y, int64_t y_stride, bool accumulate, const T* next = nullptr) {
   const int blocks = (rows + MAX_ROWS - 1) / MAX_ROWS;
   const int lines_of_4 = (4 * P * int(sizeof(T)) + 63) / 64;
   Fetch fetch;
-  if (next != nullptr) fetch = {reinterpret_cast<const char*>(next), (lines_of_4 - 1) / blocks + 1};
+  if (next != nullptr) {
+    const char* soon = reinterpret_cast<const char*>(blocks == 1 ? panel : next);
+    fetch = {blocks == 1 ? soon + bytes_ahead(rows) : soon, (lines_of_4 - 1) / blocks + 1};
+  }
   const char* end = fetch.at + size_t(k_count) * P * sizeof(T);
   for (int block = 0, row = 0; block < blocks; block++) {
     const int count = (rows - row + blocks - block - 1) / (blocks - block);

@@ -152,12 +152,14 @@ constexpr DigitsBlock digits_block_of(int rows, std::integer_sequence<int, I...>
 }
 
 // y [rows, P] = rows of digits, `stride` bytes apart, times a panel [steps][P][4] of w + 128. Rows
-// are spread evenly over blocks, and so is the fetching of the next panel, if there is one.
+// are spread evenly over blocks. Several blocks fetch the next panel meanwhile, if there is one; one
+// fetches its own panel, a little ahead, and the beginning of the next.
 inline void digits_product(int rows, const char* x, int64_t stride, const uint8_t* panel,
                            int steps, float* y, bool last) {
   const int blocks = (rows + MAX_DIGIT_ROWS - 1) / MAX_DIGIT_ROWS;
   const int advance = last ? 0 : (4 * P + blocks - 1) / blocks;
-  const char* next = reinterpret_cast<const char*>(panel) + (last ? 0 : int64_t(steps) * 4 * P);
+  const int64_t ahead = blocks == 1 ? bytes_ahead(rows) : int64_t(steps) * 4 * P;
+  const char* next = reinterpret_cast<const char*>(panel) + (last ? 0 : ahead);
   for (int block = 0, row = 0; block < blocks; block++, next += int64_t(steps) * advance) {
     const int count = (rows - row + blocks - block - 1) / (blocks - block);
     digits_block_of(count, std::make_integer_sequence<int, MAX_DIGIT_ROWS>())(

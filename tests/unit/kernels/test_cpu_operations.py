@@ -6,7 +6,7 @@ from typing import get_args
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -62,6 +62,12 @@ def moved_by_rounding(x: Tensor, weights: list[Tensor], packed: Packed) -> Tenso
 
 @every_product_set
 @examples
+@example(  # whose pieces are as large as they get
+    tokens=512, rows=[40], columns=60, biased=True, dtype=torch.float32, factor=1.0, seed=0
+)
+@example(  # in three pieces
+    tokens=253, rows=[40], columns=1100, biased=True, dtype=torch.float32, factor=1.0, seed=0
+)
 @given(
     tokens=st.one_of(sizes, st.integers(250, 270)),
     rows=st.lists(sizes, min_size=1, max_size=3),
@@ -95,6 +101,16 @@ def test_a_product_of_any_size_is_the_references(
     want = want if bias is None else want + bias
     allowed = error_of_sums(columns, float(want.abs().max()))
     assert ((got - want).abs() <= allowed + moved_by_rounding(x, weights, packed)).all()
+
+
+@pytest.mark.parametrize("dtype", STORED)
+@every_product_set
+def test_a_product_of_no_tokens_is_empty(instruction_set: str, dtype: torch.dtype) -> None:
+    ours = operations(instruction_set)
+    packed = packed_by(ours, [torch.randn(40, 70)], dtype)
+    assert ours.linear(torch.empty(0, 70), packed, None).shape == (0, 40)
+    values, places = ours.likeliest(torch.empty(0, 70), packed, None)
+    assert (values.shape, places.shape) == ((0,), (0,))
 
 
 @pytest.mark.parametrize("dtype", STORED)
