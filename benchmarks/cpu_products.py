@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 
 from fairlead_kernels import cpu, library
+from fairlead_kernels.cpu_arguments import weight_struct
 
 # Outputs, inputs, matrices: those of the layers and heads that `models.py` has.
 SHAPES = {
@@ -29,15 +30,12 @@ SHAPES = {
     "GPT-2, up": (3072, 768, 12),
     "GPT-2, down": (768, 3072, 12),
 }
-FLOAT32 = 0  # of linear.h's Stored
 
 
 def load(path: Path) -> ctypes.CDLL:
     """The library, on torch's threads."""
     loaded = ctypes.CDLL(str(path.resolve()))
-    openmp = ctypes.CDLL(torch._C.__file__)  # noqa: SLF001 - torch has no public name for it
-    names = ("GOMP_parallel", "omp_get_thread_num", "omp_get_num_threads")
-    loaded.fairlead_use_openmp(*(ctypes.cast(openmp[name], ctypes.c_void_p) for name in names))
+    library.share_threads(loaded.fairlead_use_openmp)
     arguments, _ = library._FUNCTIONS["linear"]  # noqa: SLF001 - a tool for these functions
     loaded.fairlead_linear.argtypes = arguments
     return loaded
@@ -61,10 +59,7 @@ def main() -> None:
         totals = [0.0] * len(libraries)
         for name, (outputs, inputs, count) in SHAPES.items():
             x, y = torch.rand(rows, inputs), torch.empty(rows, outputs)
-            structs = [
-                library.WeightStruct(one.data.data_ptr(), outputs, inputs, None, None, FLOAT32)
-                for one in weights[name]
-            ]
+            structs = [weight_struct(one, None, "bias") for one in weights[name]]
             times: list[list[float]] = [[] for _ in libraries]
             for _ in range(options.rounds):
                 for taken, one in zip(times, libraries, strict=True):

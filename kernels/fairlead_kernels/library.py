@@ -252,7 +252,7 @@ class Library:
             setattr(self, name, function)
         if SOURCES.exists() and self.sources().decode() != hash_sources(SOURCES):
             raise NotAvailableError(_OUTDATED)
-        _share_threads(self)
+        share_threads(self.use_openmp)
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         raise AttributeError(f"the library has no function {name}")
@@ -261,9 +261,9 @@ class Library:
 _OUTDATED = "they were built from other sources (run `make setup`, or install again)"
 
 
-def _share_threads(library: Library) -> None:
-    """Let the kernels run on the threads of the OpenMP runtime that torch is linked with. A torch
-    without one leaves them on the caller's thread.
+def share_threads(use_openmp: Callable[..., Any]) -> None:
+    """Let the kernels of the library whose function this is run on the threads of the OpenMP
+    runtime that torch is linked with. A torch without one leaves them on the caller's thread.
     """
     # Looks a name up in the libraries that this one is linked with, too.
     torch_library = ctypes.CDLL(torch._C.__file__)  # noqa: SLF001 - torch has no public name for it
@@ -271,7 +271,7 @@ def _share_threads(library: Library) -> None:
         functions = [ctypes.cast(torch_library[name], Pointer) for name in _OPENMP]
     except AttributeError:
         return
-    library.use_openmp(*functions)
+    use_openmp(*functions)
 
 
 def supported() -> list[str]:

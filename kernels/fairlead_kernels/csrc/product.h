@@ -84,8 +84,9 @@ inline void product(int rows, const float* x, int64_t x_stride, const T* panel, 
   const int lines_of_4 = (4 * P * int(sizeof(T)) + 63) / 64;
   Fetch fetch;
   if (next != nullptr) {
-    const char* soon = reinterpret_cast<const char*>(blocks == 1 ? panel : next);
-    fetch = {blocks == 1 ? soon + bytes_ahead(rows) : soon, (lines_of_4 - 1) / blocks + 1};
+    const char* soon = reinterpret_cast<const char*>(next);
+    if (blocks == 1) soon = reinterpret_cast<const char*>(panel) + bytes_ahead(rows);
+    fetch = {soon, (lines_of_4 - 1) / blocks + 1};
   }
   const char* end = fetch.at + size_t(k_count) * P * sizeof(T);
   for (int block = 0, row = 0; block < blocks; block++) {
