@@ -141,7 +141,8 @@ class Decodes:
                 log.info("CUDA graphs: off: %s", self.off)
             return None
         began = time.monotonic()
-        with tqdm(desc="CUDA graphs", unit="graph", leave=False) as bar:
+        # A graph takes long enough to be shown at once; the default shows the first after 0.1 s.
+        with tqdm(desc="CUDA graphs", unit="graph", leave=False, mininterval=0) as bar:
             for done, total in steps.capture(lambda: time.monotonic() - began > CAPTURE_SECONDS):
                 bar.total = total
                 bar.update(done - bar.n)

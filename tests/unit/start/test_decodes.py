@@ -137,7 +137,8 @@ def test_capturing_shows_its_progress(capsys: pytest.CaptureFixture[str]) -> Non
     choice.capture(choice.steps(cache_of(choice.model), LONGEST))
     shown = capsys.readouterr().err
     assert "CUDA graphs" in shown
-    assert "/12 " in shown
+    assert "1/12 " in shown
+    assert "12/12 " in shown
 
 
 def test_capturing_ends_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
