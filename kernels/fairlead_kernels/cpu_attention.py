@@ -14,7 +14,7 @@ from fairlead_kernels import library
 from fairlead_kernels.attention import Heads, LayerSpec, RaggedRows
 from fairlead_kernels.cpu_arguments import address, check_caches
 
-TASK_NUMBERS = 6  # int32 of a task
+TASK_NUMBERS = 7  # int32 of a task
 
 
 @dataclass(slots=True, eq=False)

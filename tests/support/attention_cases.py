@@ -28,8 +28,13 @@ def make_case(
     heads: Heads | None = None,
     contiguous: bool = False,
     seed: int = 0,
+    shared: dict[int, tuple[int, int]] | None = None,
 ) -> Case:
-    """Rows as (cached tokens before the step, tokens of the step); all other bytes are NaN."""
+    """Rows as (cached tokens before the step, tokens of the step); all other bytes are NaN.
+
+    ``shared``: rows that begin with so many blocks of an earlier row, {row: (earlier row, blocks)}:
+    as many of them as both have filled before the step.
+    """
     heads = heads or Heads(4, 2, 8, 8, torch.float32)
     generator = np.random.default_rng(seed)
     widths = [-(-(before + count) // block_size) for before, count in rows]
@@ -40,14 +45,18 @@ def make_case(
     key_cache = torch.full((total, block_size, heads.kv, heads.dim), torch.nan)
     value_cache = torch.full((total, block_size, heads.kv, heads.value_dim), torch.nan)
     tables = np.full((len(rows), max(widths) + 2), NULL, dtype=np.int32)
-    at = 0
+    at, full = 0, []  # every row's blocks, those that are freed below, too
     for row, (before, count) in enumerate(rows):
-        blocks = order[at : at + widths[row]]
-        at += widths[row]
+        source, most = (shared or {}).get(row, (0, 0))
+        same = min(most, before // block_size, rows[source][0] // block_size)
+        begin = full[source][:same] if same else []
+        blocks = np.concatenate([begin, order[at : at + widths[row] - same]]).astype(np.int32)
+        at += widths[row] - same
+        full.append(blocks)
         tables[row, : widths[row]] = blocks
         slots = [
             int(blocks[p // block_size]) * block_size + p % block_size
-            for p in range(before + count)
+            for p in range(same * block_size, before + count)
         ]
         key_cache.view(-1, heads.kv, heads.dim)[slots] = torch.randn(
             len(slots), heads.kv, heads.dim

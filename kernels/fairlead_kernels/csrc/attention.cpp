@@ -1,6 +1,7 @@
 #include "attention.h"
 
 #include <algorithm>
+#include <vector>
 
 #include "export.h"
 #include "product.h"
@@ -11,7 +12,9 @@ namespace fairlead {
 namespace {
 
 constexpr int TILE = 64;  // keys at a time: a multiple of P on every instruction set
-constexpr int ROWS = 192;  // of a prefill task
+constexpr int ROWS = 192;  // of a prefill task, or a shared decode
+// A shared decode has at least so many rows and keys: it copies keys before it uses them.
+constexpr int SHARERS = 3, SHARED_KEYS = 128;
 constexpr float NONE = -__builtin_inff();
 
 int padded(int n, int to) { return (n + to - 1) / to * to; }
@@ -293,6 +296,16 @@ int64_t part_floats(const Heads& heads) {
   return int64_t(heads.query) * (padded(heads.value_dim, W) + 2);
 }
 
+// Puts one head's share of a part where `decode` leaves it.
+void put_head(const Heads& heads, int head, const float* sums, float maximum, float total,
+              float* part) {
+  const int value_dim = padded(heads.value_dim, W);
+  memcpy(part + int64_t(head) * value_dim, sums, size_t(value_dim) * 4);
+  float* maxima = part + int64_t(heads.query) * value_dim;
+  maxima[head] = maximum;
+  maxima[heads.query + head] = total;
+}
+
 // The tile of a row's tokens in the positions [at, end). Places before position `lowest`, whose
 // block may be freed, are that token again.
 template <class T>
@@ -451,9 +464,11 @@ void copy_values(const Tile<T>& tile, int offset, int dim, float* panels) {
   }
 }
 
+// A prefill, or a shared decode: its queries see all of its keys.
 template <class T>
 void prefill(const Heads& heads, const Rows& rows, const Attention& layer, const Task& task) {
-  const int group = heads.query / heads.kv, n = task.count * group;
+  const bool shared = task.rows > 0;
+  const int group = heads.query / heads.kv, n = (shared ? task.rows : task.count) * group;
   const int dim = heads.dim, q_width = padded(dim, W), out_width = padded(heads.value_dim, P);
   float* query = scratch(size_t(n) * (q_width + TILE + out_width + 2) + W +
                          size_t(TILE) * (dim + out_width));
@@ -462,7 +477,7 @@ void prefill(const Heads& heads, const Rows& rows, const Attention& layer, const
   float* key_panels = sums + size_t(n) * out_width;
   float* value_panels = key_panels + size_t(TILE) * dim;
   float *maximum = value_panels + size_t(TILE) * out_width, *total = maximum + n;
-  const int64_t token = rows.starts[task.row] + task.first - layer.first;
+  const int64_t token = rows.starts[task.row] + (shared ? 0 : task.first) - layer.first;
   // Row i is query i / group of the task, for head i % group of those that share this kv head.
   for (int i = 0; i < n; i++) {
     const float* from = layer.query + (token + i / group) * layer.q_stride +
@@ -473,9 +488,11 @@ void prefill(const Heads& heads, const Rows& rows, const Attention& layer, const
   }
   for (int64_t i = 0; i < int64_t(n) * out_width; i += W) store(sums + i, Vec{});
   const int row_count = rows.starts[task.row + 1] - rows.starts[task.row];
-  const int position = rows.lens[task.row] - row_count + task.first;
-  const int end = position + task.count;
-  const int lowest = rows.window == 0 || position < rows.window ? 0 : position - rows.window + 1;
+  const int end = shared ? task.first + task.count
+                         : rows.lens[task.row] - row_count + task.first + task.count;
+  const int position = shared ? end : end - task.count, window = shared ? 0 : rows.window;
+  const int unseen = window == 0 || position < window ? 0 : position - window + 1;
+  const int lowest = shared ? task.first : unseen;
   const int begin = rows.fixed ? lowest / TILE * TILE : lowest;
   const Part part{task.kv_head * dim, dim, task.kv_head * heads.value_dim, heads.value_dim};
   Tile<T> tile, next;
@@ -501,7 +518,7 @@ void prefill(const Heads& heads, const Rows& rows, const Attention& layer, const
       float factor[W];
       for (int j = 0; j < some; j++) {
         const int high = position + (i + j) / group + 1 - at;
-        const int low = rows.window == 0 ? 0 : high - rows.window;
+        const int low = window == 0 ? 0 : high - window;
         seen[j] = {low, high < count ? high : count};
       }
       weigh(scores + int64_t(i) * TILE, some, seen, layer.softcap, maximum + i, total + i, factor);
@@ -518,6 +535,11 @@ void prefill(const Heads& heads, const Rows& rows, const Attention& layer, const
   }
   for (int i = 0; i < n; i++) {
     const int head = task.kv_head * group + i % group;
+    if (shared) {
+      float* part = layer.parts + (task.part + int64_t(i / group) * task.parts) * part_floats(heads);
+      put_head(heads, head, sums + int64_t(i) * out_width, maximum[i], total[i], part);
+      continue;
+    }
     finish_head(sums + int64_t(i) * out_width, maximum[i], total[i], layer, head, heads.value_dim,
                 layer.out + ((token + i / group) * heads.query + head) * heads.value_dim);
   }
@@ -544,19 +566,173 @@ void attend_typed(Team& team, const Heads& heads, const Rows& rows, const Tasks&
   });
 }
 
-// Queries of a prefill task, at most: so many rows of scores and sums stay in the second-level
-// cache.
+// Queries of a prefill task or a shared decode, at most: so many rows of scores and sums stay in
+// the second-level cache.
 int queries_of(const Heads& heads) {
   const int group = heads.query / heads.kv;
   return group < ROWS ? ROWS / group : 1;
 }
+
+bool decodes(const Rows& rows, int row) {
+  return !rows.fixed && rows.starts[row + 1] - rows.starts[row] == 1;
+}
+
+// How many decodes there are from this row on, one after the other.
+int decodes_from(const Rows& rows, int row) {
+  int end = row;
+  while (end < rows.count && decodes(rows, end)) end++;
+  return end - row;
+}
+
+// The tasks of a step.
+class Plan {
+ public:
+  Plan(const Heads& heads, const Rows& rows, int threads) : heads_(heads), rows_(rows) {
+    const int queries = queries_of(heads);
+    // Shared decodes stay within blocks that depend on nothing but where rows start: so slabs,
+    // which all layers have in common, cut none of them.
+    for (int row = 0; row < rows.count;) {
+      const int run = decodes_from(rows, row);
+      for (const int end = row + run; row < end;) {
+        const int last = row + block_of(end - row, queries);
+        while (row < last) row = find_sharers(row, last);
+      }
+      if (run == 0) row++;
+    }
+    int64_t own = 0, shared = 0;  // keys of all decodes; those that are shared, of each head
+    for (const Sharers& some : sharers_) {
+      shared += int64_t(some.keys) * heads.kv;
+      for (int row = some.row; row < some.end; row++) own += keys_of(row) - some.keys;
+    }
+    most_ = largest_part(own, threads);
+    most_shared_ = largest_part(shared, threads);
+    auto next = sharers_.begin();
+    for (int row = 0; row < rows.count;) {
+      if (decodes(rows, row)) {
+        put_decodes(*next);
+        row = next++->end;
+      } else {
+        put_prefill(row++, queries);
+      }
+    }
+  }
+
+  std::vector<Task> tasks, merges;
+  int parts = 0;
+
+ private:
+  // The decodes [row, end) and how many keys they share, from the first one on.
+  struct Sharers {
+    int row;
+    int end;
+    int keys;
+  };
+
+  // Four tasks a thread even out; a part of fewer than 256 keys costs more than it helps.
+  static int64_t largest_part(int64_t keys, int threads) {
+    const int64_t most = threads > 1 ? keys / (4 * threads) : keys;
+    return (most < 256 ? 256 : most + TILE - 1) / TILE * TILE;
+  }
+
+  int first_key(int row) const {
+    const int len = rows_.lens[row];
+    return rows_.window != 0 && len > rows_.window ? len - rows_.window : 0;
+  }
+
+  int keys_of(int row) const { return rows_.lens[row] - first_key(row); }
+
+  // Blocks that two rows begin with, at most so many.
+  int common_blocks(int row, int other, int most) const {
+    const int32_t* table = rows_.tables + int64_t(row) * rows_.table_width;
+    const int32_t* same = rows_.tables + int64_t(other) * rows_.table_width;
+    return int(std::mismatch(table, table + most, same).first - table);
+  }
+
+  // Whole blocks before a decode's last key, whose block is its own; none where the window has
+  // passed some.
+  int blocks_before(int row) const {
+    return first_key(row) > 0 ? 0 : (rows_.lens[row] - 1) / rows_.block_size;
+  }
+
+  // Adds decodes from `row` on, before `last`: as many as read fewer keys for each more of them, or
+  // this one alone. Returns where they end.
+  int find_sharers(int row, int last) {
+    int end = row + 1, blocks = blocks_before(row);
+    for (; end < last; end++) {
+      const int common = common_blocks(row, end, std::min(blocks, blocks_before(end)));
+      // Blocks that are not read again: with this row, and without it.
+      const int64_t with = int64_t(common) * (end - row);
+      const int64_t without = int64_t(blocks) * (end - row - 1);
+      if (common * rows_.block_size < SHARED_KEYS || with < without) break;
+      blocks = common;
+    }
+    if (end - row < SHARERS) {
+      end = row + 1;
+      blocks = 0;
+    }
+    sharers_.push_back({row, end, blocks * rows_.block_size});
+    return end;
+  }
+
+  // Calls `put(number, first, count)` for even parts of `keys` from `begin` on. Returns how many.
+  template <class Put>
+  static int each_part(int begin, int keys, int64_t most, Put put) {
+    const int number = int((keys + most - 1) / most);
+    for (int part = 0; part < number; part++) {
+      const int from = int(int64_t(keys) * part / number);
+      const int to = int(int64_t(keys) * (part + 1) / number);
+      put(part, begin + from, to - from);
+    }
+    return number;
+  }
+
+  void put_decodes(const Sharers& some) {
+    const int rows = some.end - some.row;
+    const auto nothing = [](int, int, int) {};
+    const int shared = each_part(0, some.keys, most_shared_, nothing);
+    int stride = 0;  // parts of a row, at most
+    for (int row = some.row; row < some.end; row++) {
+      stride = std::max(stride, shared + each_part(0, keys_of(row) - some.keys, most_, nothing));
+    }
+    each_part(0, some.keys, most_shared_, [&](int part, int first, int count) {
+      for (int kv = 0; kv < heads_.kv; kv++) {
+        tasks.push_back({some.row, kv, first, count, parts + part, stride, rows});
+      }
+    });
+    for (int row = some.row; row < some.end; row++) {
+      const int begin = std::max(first_key(row), some.keys), keys = rows_.lens[row] - begin;
+      const int base = stride > 1 ? parts + shared : -1;
+      const int own = each_part(begin, keys, most_, [&](int part, int first, int count) {
+        tasks.push_back({row, DECODE, first, count, base < 0 ? -1 : base + part, 0, 0});
+      });
+      if (stride == 1) continue;
+      merges.push_back({row, MERGE, 0, 0, parts, shared + own, 0});
+      parts += stride;
+    }
+  }
+
+  void put_prefill(int row, int queries) {
+    const int count = rows_.starts[row + 1] - rows_.starts[row];
+    for (int first = 0; first < count;) {
+      const int block = block_of(count - first, queries);
+      for (int kv = 0; kv < heads_.kv; kv++) tasks.push_back({row, kv, first, block, -1, 0, 0});
+      first += block;
+    }
+  }
+
+  const Heads& heads_;
+  const Rows& rows_;
+  std::vector<Sharers> sharers_;
+  int64_t most_ = 0, most_shared_ = 0;
+};
 
 }  // namespace
 
 Tasks tasks_of(const Rows& rows, int begin, int end) {
   const auto before = [&](const Task* tasks, int count, int token) {
     return std::partition_point(tasks, tasks + count, [&](const Task& task) {
-      return rows.starts[task.row] + (task.kv_head < 0 ? 0 : task.first) < token;
+      const bool prefill = task.kv_head >= 0 && task.rows == 0;
+      return rows.starts[task.row] + (prefill ? task.first : 0) < token;
     });
   };
   const Task* merges = rows.tasks + rows.task_count;
@@ -580,60 +756,19 @@ void attend(Team& team, const Heads& heads, const Rows& rows, const Tasks& share
 // Cuts a step's rows into tasks, then merges, for about `threads` threads. Writes them to `tasks`
 // unless that is null. Sets rows->task_count and rows->merge_count; returns the number of parts.
 FL_EXPORT int fairlead_attention_plan(const Heads* heads, Rows* rows, int threads, Task* tasks) {
-  const int queries = queries_of(*heads);
-  int64_t decoded = 0;  // keys of all decodes
-  const auto first_key = [&](int row) {
-    const int len = rows->lens[row];
-    return rows->window != 0 && len > rows->window ? len - rows->window : 0;
-  };
-  const auto count_of = [&](int row) { return rows->starts[row + 1] - rows->starts[row]; };
-  const auto decodes = [&](int row) { return count_of(row) == 1 && !rows->fixed; };
-  for (int row = 0; row < rows->count; row++) {
-    if (decodes(row)) decoded += rows->lens[row] - first_key(row);
+  const Plan plan(*heads, *rows, threads);
+  if (tasks != nullptr) {
+    std::copy(plan.merges.begin(), plan.merges.end(),
+              std::copy(plan.tasks.begin(), plan.tasks.end(), tasks));
   }
-  // Four tasks a thread even out; a part of fewer than 256 keys costs more than it helps.
-  int64_t most = threads > 1 ? decoded / (4 * threads) : decoded;
-  most = (most < 256 ? 256 : most + TILE - 1) / TILE * TILE;
-  int task_count = 0, merge_count = 0, part_count = 0;
-  const auto put = [&](Task task) {
-    if (tasks != nullptr) tasks[task_count] = task;
-    task_count++;
-  };
-  for (int row = 0; row < rows->count; row++) {
-    const int count = count_of(row);
-    if (!decodes(row)) {
-      for (int first = 0; first < count;) {
-        const int block = block_of(count - first, queries);
-        for (int kv = 0; kv < heads->kv; kv++) put({row, kv, first, block, -1, 0});
-        first += block;
-      }
-      continue;
-    }
-    const int begin = first_key(row), keys = rows->lens[row] - begin;
-    const int parts = int((keys + most - 1) / most);
-    for (int part = 0; part < parts; part++) {
-      const int from = int(int64_t(keys) * part / parts);
-      const int to = int(int64_t(keys) * (part + 1) / parts);
-      put({row, DECODE, begin + from, to - from, parts == 1 ? -1 : part_count + part, 0});
-    }
-    if (parts > 1) part_count += parts;
-  }
-  rows->task_count = task_count;
-  part_count = 0;
-  for (int row = 0; row < rows->count; row++) {
-    if (!decodes(row)) continue;
-    const int parts = int((rows->lens[row] - first_key(row) + most - 1) / most);
-    if (parts == 1) continue;
-    put({row, MERGE, 0, 0, part_count, parts});
-    part_count += parts;
-    merge_count++;
-  }
-  rows->merge_count = merge_count;
-  return part_count;
+  rows->task_count = int32_t(plan.tasks.size());
+  rows->merge_count = int32_t(plan.merges.size());
+  return plan.parts;
 }
 
 // Cuts a step's tokens into slabs of at most `most`, even ones where that takes no more of them. A
-// slab cuts no task of attention, so one task may make a larger slab. Writes where each ends, at
+// slab cuts no task of attention, nor decodes that may share one, so they may make a larger slab.
+// Writes where each ends, at
 // most one end a token, and returns their number. They depend on no window: all layers have the
 // same.
 FL_EXPORT int fairlead_slabs(const Heads* heads, const Rows* rows, int most, int32_t* ends) {
@@ -643,9 +778,10 @@ FL_EXPORT int fairlead_slabs(const Heads* heads, const Rows* rows, int most, int
   const auto cut = [&] {
     if (end > begin) ends[count++] = begin = end;
   };
-  for (int row = 0; row < rows->count; row++) {
-    while (end < rows->starts[row + 1]) {
-      const int block = block_of(rows->starts[row + 1] - end, queries);
+  for (int row = 0; row < rows->count;) {
+    row += std::max(decodes_from(*rows, row), 1);
+    while (end < rows->starts[row]) {
+      const int block = block_of(rows->starts[row] - end, queries);
       if (end + block - begin > most) cut();
       end += block;
       if (end - begin >= even) cut();

@@ -1,11 +1,14 @@
 // Paged attention of one step, cut into tasks that any thread can take.
 //
-// Two kinds of task. A *decode* is one row's only query, for all heads, over a part of its keys:
+// Three kinds of task. A *decode* is one row's only query, for all heads, over a part of its keys:
 // it reads keys and values once, in order. A *prefill* is a block of a row's queries for one
-// key-value head: it computes scores as a product of matrices, TILE keys at a time. Both keep a
-// running maximum and sum, so no row of scores is ever held whole (online softmax: Milakov and
-// Gimelshein, 2018; Dao et al., "FlashAttention", 2022). A decode over many keys is cut into parts
-// whose results are merged afterwards (split KV: Dao et al., "Flash-Decoding", 2023).
+// key-value head: it computes scores as a product of matrices, TILE keys at a time. A *shared*
+// decode is the queries of several rows for one key-value head, over keys that all of them have in
+// the same blocks: it reads these once, and computes them as a prefill does (Juravsky et al.,
+// "Hydragen", 2024; Ye et al., "Cascade inference", 2024). All keep a running maximum and sum, so
+// no row of scores is ever held whole (online softmax: Milakov and Gimelshein, 2018; Dao et al.,
+// "FlashAttention", 2022). A decode over many keys is cut into parts whose results are merged
+// afterwards (split KV: Dao et al., "Flash-Decoding", 2023), shared ones are such parts.
 //
 // With `fixed` rows every query is computed by a prefill, whose tiles begin at multiples of TILE: a
 // query's sums then have one order, whatever else is in the step and however its row is cut.
@@ -17,12 +20,13 @@ namespace fairlead {
 
 // One task, or one merge: then `kv_head` is MERGE and the parts are [part, part + parts).
 struct Task {
-  int32_t row;
-  int32_t kv_head;  // of a prefill; DECODE: all heads
+  int32_t row;      // of a shared decode the first one
+  int32_t kv_head;  // of a prefill or a shared decode; DECODE: all heads
   int32_t first;    // the first query of a prefill, within the row; the first key of a decode
   int32_t count;    // queries, or keys
-  int32_t part;     // where a decode puts its part; -1: it has all keys
-  int32_t parts;
+  int32_t part;     // where a decode puts its part, of its first row; -1: it has all keys
+  int32_t parts;    // of a shared decode: from the part of one row to that of the next
+  int32_t rows;     // of a shared decode, one after the other; 0: it is none
 };
 constexpr int32_t DECODE = -1, MERGE = -2;
 

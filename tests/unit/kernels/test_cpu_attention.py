@@ -1,5 +1,8 @@
 """Paged attention in C++ against its definition, on each instruction set."""
 
+from collections import Counter
+from typing import NamedTuple
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -29,6 +32,36 @@ def check(instruction_set: str, case: Case, spec: LayerSpec, *, fixed: bool = Fa
     half = case.heads.dtype is torch.bfloat16
     atol, rtol = (2e-2, 2e-2) if half else (4e-6, 1e-5)
     torch.testing.assert_close(got, want, atol=atol, rtol=rtol)
+
+
+class Task(NamedTuple):
+    """As in csrc/attention.h."""
+
+    row: int
+    kv_head: int
+    first: int
+    count: int
+    part: int
+    parts: int
+    rows: int
+
+
+def tasks_of(
+    instruction_set: str, case: Case, *, fixed: bool = False
+) -> tuple[list[Task], list[Task]]:
+    """The tasks and merges of a step on these heads."""
+    plan = CpuAttention(case.heads, library.load(instruction_set), fixed=fixed).plan(case.ragged)
+    listed = [Task(*numbers) for numbers in plan.tasks.tolist()]
+    return listed[: plan.rows.task_count], listed[plan.rows.task_count :]
+
+
+def sharers(tasks: list[Task]) -> list[tuple[int, int, int]]:
+    """(first row, rows, keys) of the rows that share keys."""
+    keys: Counter[tuple[int, int]] = Counter()
+    for task in tasks:
+        if task.rows and task.kv_head == 0:
+            keys[task.row, task.rows] += task.count
+    return [(row, rows, count) for (row, rows), count in keys.items()]
 
 
 row = st.one_of(
@@ -89,17 +122,170 @@ def test_a_decode_over_many_keys_is_cut_into_parts_and_merged(
 
 
 @every_set
+@settings(max_examples=300 if LONG_FORM else 30, deadline=None)
+@given(
+    families=st.lists(
+        st.tuples(
+            st.integers(1, 9),
+            st.integers(0, 400),
+            st.one_of(st.integers(0, 120), st.just(700)),
+        ),
+        min_size=1,
+        max_size=3,
+    ),
+    prefill=st.sampled_from([0, 0, 5]),
+    block_size=st.sampled_from([1, 16, 20]),
+    window=st.sampled_from([None, None, 200, 450]),
+    group=st.sampled_from([1, 3, 8, 24, 100]),
+    kv=st.integers(1, 3),
+    dim=st.sampled_from([8, 20, 64]),
+    dtype=st.sampled_from([torch.float32, torch.float32, torch.bfloat16]),
+    extras=st.booleans(),
+    fixed=st.sampled_from([False, False, False, True]),
+    seed=st.integers(0, 2**31),
+)
+def test_decodes_whose_keys_begin_with_the_same_blocks_are_attended_as_defined(
+    instruction_set: str,
+    families: list[tuple[int, int, int]],
+    prefill: int,
+    block_size: int,
+    window: int | None,
+    group: int,
+    kv: int,
+    dim: int,
+    dtype: torch.dtype,
+    extras: bool,
+    fixed: bool,
+    seed: int,
+) -> None:
+    """Families of rows that share tokens: (rows, shared tokens, tokens of the last row's own)."""
+    rows: list[tuple[int, int]] = []
+    shared: dict[int, tuple[int, int]] = {}
+    for number, tokens, own in families:
+        first = len(rows)
+        rows += [(tokens + own * (i + 1) // number, 1) for i in range(number)]
+        shared |= dict.fromkeys(range(first + 1, len(rows)), (first, tokens // block_size))
+        if prefill:
+            rows.append((3, prefill))
+    heads = Heads(group * kv, kv, dim, dim + 4, dtype)
+    case = make_case(
+        rows, block_size=block_size, window=window, heads=heads, seed=seed, shared=shared
+    )
+    extra = (5.0, torch.randn(heads.query)) if extras else (None, None)
+    check(instruction_set, case, LayerSpec(0.3, window, *extra), fixed=fixed)
+    tasks, merges = tasks_of(instruction_set, case, fixed=fixed)
+    cover_each_key_once(case, tasks, merges)
+
+
+def cover_each_key_once(case: Case, tasks: list[Task], merges: list[Task]) -> None:
+    """Decodes' tasks read each key of each row and head once, no part is written twice, and a merge
+    takes all parts of its row.
+    """
+    read: Counter[tuple[int, int, int]] = Counter()
+    written: dict[int, set[tuple[int, int]]] = {}  # (row, head) by part
+    decodes = [task for task in tasks if task.rows or task.kv_head < 0]
+    for task in decodes:
+        for i in range(max(task.rows, 1)):
+            heads = [task.kv_head] if task.rows else range(case.heads.kv)
+            for head in heads:
+                read.update(
+                    (task.row + i, head, k) for k in range(task.first, task.first + task.count)
+                )
+                if task.part >= 0:
+                    places = written.setdefault(task.part + i * task.parts, set())
+                    assert (task.row + i, head) not in places
+                    places.add((task.row + i, head))
+    starts, window = case.ragged.query_starts.tolist(), case.ragged.window
+    single = {task.row + i for task in decodes for i in range(max(task.rows, 1))}
+    assert single <= {row for row in range(len(starts) - 1) if starts[row + 1] - starts[row] == 1}
+    for row, length in enumerate(case.ragged.kv_lens.tolist()):
+        if row in single:
+            begin = 0 if window is None else max(0, length - window)
+            for head in range(case.heads.kv):
+                assert all(read.pop((row, head, key)) == 1 for key in range(begin, length))
+    assert not read
+    for merge in merges:
+        for part in range(merge.part, merge.part + merge.parts):
+            assert written.pop(part) == {(merge.row, head) for head in range(case.heads.kv)}
+    assert not written
+
+
+@every_set
+def test_decodes_share_what_reads_the_fewest_keys(instruction_set: str) -> None:
+    """Two families side by side, with a row between them that has little in common with either."""
+    rows = [(330, 1)] * 4 + [(130, 1)] + [(520, 1)] * 5
+    shared = dict.fromkeys(range(1, 4), (0, 20)) | dict.fromkeys(range(6, 10), (5, 32))
+    case = make_case(rows, block_size=16, shared=shared)
+    tasks, _ = tasks_of(instruction_set, case)
+    assert sharers(tasks) == [(0, 4, 320), (5, 5, 512)]
+    shared[4] = (0, 8)  # 128 of its keys: it would leave 192 to each of the four
+    case = make_case(rows, block_size=16, shared=shared)
+    tasks, _ = tasks_of(instruction_set, case)
+    assert sharers(tasks) == [(0, 4, 320), (5, 5, 512)]
+    check(instruction_set, case, LayerSpec(scale=0.3))
+
+
+@every_set
+@pytest.mark.parametrize(
+    ("rows", "blocks", "found"),
+    [
+        pytest.param(3, 8, [(0, 3, 128)], id="the fewest rows and keys"),
+        pytest.param(2, 8, [], id="two rows"),
+        pytest.param(3, 7, [], id="fewer keys"),
+        # A task has at most 192 queries of a head: 96 rows of a group of two.
+        pytest.param(100, 8, [(0, 50, 128), (50, 50, 128)], id="more rows than a task takes"),
+    ],
+)
+def test_rows_share_where_it_helps(
+    instruction_set: str, rows: int, blocks: int, found: list[tuple[int, int, int]]
+) -> None:
+    shared = dict.fromkeys(range(1, rows), (0, blocks))
+    case = make_case([(159, 1)] * rows, block_size=16, shared=shared)
+    tasks, _ = tasks_of(instruction_set, case)
+    assert sharers(tasks) == found
+    check(instruction_set, case, LayerSpec(scale=0.3))
+
+
+@every_set
+def test_keys_that_a_row_has_not_yet_are_none_that_it_shares(instruction_set: str) -> None:
+    """Behind its row's last block a table holds anything: here the blocks of the others."""
+    case = make_case([(249, 1), (249, 1), (159, 1), (159, 1)], block_size=16)
+    case.ragged.tables[:] = case.ragged.tables[0]
+    tasks, _ = tasks_of(instruction_set, case)
+    assert sharers(tasks) == [(0, 4, 144)]
+    check(instruction_set, case, LayerSpec(scale=0.3))
+
+
+@every_set
+def test_rows_whose_window_has_passed_a_block_share_none(instruction_set: str) -> None:
+    rows = [(200, 1)] * 3 + [(260, 1)] + [(200, 1)] * 2
+    shared = dict.fromkeys(range(1, 6), (0, 12))
+    case = make_case(rows, block_size=16, window=201, shared=shared)
+    tasks, _ = tasks_of(instruction_set, case)
+    assert sharers(tasks) == [(0, 3, 192)]
+    check(instruction_set, case, LayerSpec(0.3, 201))
+
+
+@every_set
+def test_with_one_order_of_sums_no_rows_share(instruction_set: str) -> None:
+    case = make_case([(200, 1)] * 4, block_size=16, shared=dict.fromkeys((1, 2, 3), (0, 12)))
+    tasks, merges = tasks_of(instruction_set, case, fixed=True)
+    assert not sharers(tasks)
+    assert not merges
+
+
+@every_set
 def test_a_prefill_is_cut_so_that_its_tasks_cover_each_query_of_each_head_once(
     instruction_set: str,
 ) -> None:
     heads = Heads(6, 2, 8, 8, torch.float32)
     case = make_case([(3, 130), (0, 1), (7, 43)], heads=heads)
-    plan = CpuAttention(heads, library.load(instruction_set)).plan(case.ragged)
+    tasks, _ = tasks_of(instruction_set, case)
     covered = [
-        (row, head, query)
-        for row, head, first, count, _, _ in plan.tasks.tolist()
-        if head >= 0
-        for query in range(first, first + count)
+        (task.row, task.kv_head, query)
+        for task in tasks
+        if task.kv_head >= 0
+        for query in range(task.first, task.first + task.count)
     ]
     assert sorted(covered) == [
         (row, head, query)

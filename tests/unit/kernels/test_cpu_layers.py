@@ -160,6 +160,7 @@ MANY: dict[str, Any] = {
     "stored": torch.float32,
     "slab": 1024,
     "seed": 0,
+    "prefix": 0,
 }
 # Decodes that are cut into parts, the last in a slab of its own kind, among prompts of which some
 # end where a slab does. A block of queries has 8 tokens here.
@@ -168,6 +169,15 @@ SLABS: dict[str, Any] = MANY | {
     "group": 16,
     "slab": 16,
     "parallel": False,
+}
+
+
+# Decodes that share 128 tokens, more than a slab has tokens, and in one layer group only: a window
+# has passed some of the other's.
+SHARED: dict[str, Any] = SLABS | {
+    "rows": [(0, 5), *[(140, 1)] * 9, (0, 20), *[(130, 1)] * 4],
+    "slab": 6,
+    "prefix": 32,
 }
 
 
@@ -194,10 +204,13 @@ SLABS: dict[str, Any] = MANY | {
     stored=st.sampled_from([torch.float32, torch.bfloat16, torch.int8]),
     slab=st.integers(1, 60),
     seed=st.integers(0, 2**31),
+    prefix=st.just(0),
 )
 # More tokens than a tile of a product holds.
 @example(**MANY, gated=True)
 @example(**MANY, gated=False)
+@example(**SHARED, gated=True)
+@example(**SHARED | {"window": 135, "extras": True}, gated=True)
 @example(**MANY | {"stored": torch.int8, "inner": 700}, gated=True)
 @example(**MANY | {"stored": torch.int8, "inner": 700}, gated=False)
 @example(**SLABS, gated=True)
@@ -222,11 +235,15 @@ def test_a_chain_of_layers_is_the_references_operations_in_turn(
     stored: torch.dtype,
     slab: int,
     seed: int,
+    prefix: int,
 ) -> None:
+    """``prefix``: blocks that all decodes begin with."""
     heads = Heads(group * kv, kv, dim, dim, dtype)
+    singles = [row for row, (_, count) in enumerate(rows) if count == 1]
+    shared = {row: (first, prefix) for first in singles[:1] for row in singles[1:]}
     # Two layer groups: full attention, and the window, each with its own blocks and rotation.
     cases = [
-        make_case(rows, block_size=4, window=w, heads=heads, seed=seed + i)
+        make_case(rows, block_size=4, window=w, heads=heads, seed=seed + i, shared=shared)
         for i, w in enumerate((None, window))
     ]
     places, tokens = (0, 1, 0), cases[0].query.shape[0]
@@ -330,11 +347,15 @@ def test_slabs_end_between_tasks_of_attention_and_are_no_larger_than_they_must_b
     ends = (library.Int * sum(counts))()
     found = ends[: backend.library.slabs(backend.struct, plan.rows, most, ends)]
     block = max(1, 192 // group)
-    # A row's queries are cut into blocks of about the same size.
+    runs = [
+        [sum(run)] if decodes else list(run)
+        for decodes, run in itertools.groupby(counts, lambda count: count == 1)
+    ]
+    # A row's queries, and decodes one after the other, are cut into blocks of about the same size.
     blocks = list(
         itertools.accumulate(
             (count + i) // number
-            for count in counts
+            for count in itertools.chain(*runs)
             for number in (-(-count // block),)
             for i in reversed(range(number))
         )
