@@ -92,6 +92,7 @@ class CpuAttention:
             scale=spec.scale,
             softcap=spec.softcap or 0.0,
             half=key_cache.dtype is torch.bfloat16,
+            keep_count=-1,
         )
         self.library.attend(
             ctypes.byref(self.struct),

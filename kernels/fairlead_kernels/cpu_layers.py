@@ -120,14 +120,16 @@ class LayerChain:
         slots: Sequence[Tensor],
         ropes: Sequence[tuple[Tensor, Tensor]],
         slab: int = SLAB,
+        keep: Tensor | None = None,
     ) -> Tensor:
-        """Embeddings [T, width] → what the last layer returns [T, width], written into ``x`` if it
-        is dense. After ``bind``.
+        """Embeddings [T, width] → what the last layer returns [S, width], of all tokens or of those
+        that ``keep`` lists, int64 [S], ascending. Changes ``x`` if it is dense. After ``bind``.
 
         Per layer group: the plan of attention, and the slots int64 [T] of the step's tokens. Per
         layer its ``ropes``, cosines and sines [T, R] as in ``LayerOperations.rope_write``. A layer
         takes at most ``slab`` tokens at a time, or those of one task of attention. No
-        result depends on it.
+        result depends on it. Of tokens that are not kept the last layer writes keys and values, and
+        computes little else.
         """
         if not self._caches:
             raise RuntimeError("run: bind the layers' caches first")
@@ -151,12 +153,13 @@ class LayerChain:
                 for plan, slot in zip(plans, slots, strict=True)
             )
         )
-        ends = self._slab_ends(plans[0], count, slab)
+        ends = slab_ends(self._library, self._heads, plans, count, slab)
         largest = max(end - begin for begin, end in itertools.pairwise([0, *ends]))
         normed, normed_digits, shared = (torch.empty(largest * n) for n in self._floats)
         parts = torch.empty(max(plan.part_floats for plan in plans))
         begin = shared.data_ptr()
         end_numbers = (library.Int * len(ends))(*ends)
+        kept = None if keep is None else _ascending(keep, count)
         step = library.StepStruct(
             count,
             self._width,
@@ -176,18 +179,11 @@ class LayerChain:
             begin,
             ctypes.addressof(end_numbers),
             len(ends),
+            None if kept is None else kept.data_ptr(),
+            -1 if kept is None else len(kept),
         )
         self._library.layers(self._structs, len(self.layers), ctypes.byref(step))
-        return x
-
-    def _slab_ends(self, plan: CpuPlan, count: int, most: int) -> list[int]:
-        """Where each slab of a step of ``count`` tokens ends."""
-        if count <= most:
-            return [count]
-        h, ends = self._heads, (library.Int * count)()
-        heads = library.HeadsStruct(h.query, h.kv, h.dim, h.dim)
-        found = self._library.slabs(ctypes.byref(heads), ctypes.byref(plan.rows), most, ends)
-        return ends[:found]
+        return x if kept is None else x[: len(kept)]
 
     def _digits(self, columns: int) -> int:
         """Floats that a row's digits take, if a weight is multiplied by them."""
@@ -215,6 +211,31 @@ class LayerChain:
             raise ValueError(f"keys: heads of {tuple(keys.shape[2:])}, not {(h.kv, h.dim)}")
         if half != (keys.dtype is torch.bfloat16):
             raise ValueError(f"keys: {keys.dtype}, another layer's are of another type")
+
+
+def slab_ends(
+    functions: library.Library, h: Heads, plans: Sequence[CpuPlan], count: int, most: int
+) -> list[int]:
+    """Where each slab of a step of ``count`` tokens ends, which no layer group's tasks cross."""
+    if count <= most:
+        return [count]
+    ends = (library.Int * count)()
+    heads = library.HeadsStruct(h.query, h.kv, h.dim, h.dim)
+    rows = (ctypes.POINTER(library.RowsStruct) * len(plans))(
+        *(ctypes.pointer(plan.rows) for plan in plans)
+    )
+    found = functions.slabs(ctypes.byref(heads), rows, len(plans), most, ends)
+    return ends[:found]
+
+
+def _ascending(keep: Tensor, count: int) -> Tensor:
+    """``keep`` as C++ reads it; ValueError where it does not list tokens of ``count`` in order."""
+    kept = keep.contiguous()
+    ends = kept[:1].tolist(), kept[-1:].tolist()
+    inside = not len(kept) or (ends[0][0] >= 0 and ends[1][0] < count)
+    if kept.dtype is not torch.int64 or not inside or bool((kept.diff() <= 0).any()):
+        raise ValueError(f"keep: not places among {count} tokens, int64 and ascending")
+    return kept
 
 
 def _weight(

@@ -91,6 +91,8 @@ class AttentionStruct(ctypes.Structure):
         ("scale", Float),
         ("softcap", Float),
         ("half", Int),
+        ("keep", Pointer),
+        ("keep_count", Long),
     )
 
 
@@ -154,6 +156,8 @@ class StepStruct(ctypes.Structure):
         ("digits", Pointer),
         ("slabs", Pointer),
         ("slab_count", Long),
+        ("keep", Pointer),
+        ("keep_count", Long),
         ("first", Long),
     )
 
@@ -210,7 +214,13 @@ _FUNCTIONS: dict[str, tuple[tuple[type, ...], type | None]] = {
         Int,
     ),
     "slabs": (
-        (ctypes.POINTER(HeadsStruct), ctypes.POINTER(RowsStruct), Int, Pointer),
+        (
+            ctypes.POINTER(HeadsStruct),
+            ctypes.POINTER(ctypes.POINTER(RowsStruct)),
+            Int,
+            Int,
+            Pointer,
+        ),
         Int,
     ),
     "attention_part": ((ctypes.POINTER(HeadsStruct),), Long),

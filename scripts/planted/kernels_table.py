@@ -534,15 +534,43 @@ BUGS = (
     PackageBug(
         "slabs cut tasks of attention",
         ATTENTION_C,
-        "block = block_of(rows->starts[row] - end, queries);",
-        "block = block_of(rows->starts[row] - end, most);",
+        "block = block_of(rows->starts[row + 1] - end, queries);",
+        "block = block_of(rows->starts[row + 1] - end, most);",
+        C_LAYERS,
+    ),
+    PackageBug(
+        "each slab's kept tokens take the place of the first slab's",
+        LAYERS_C,
+        "left.x = step.x + (begin - step.keep - step.first)",
+        "left.x = step.x + (0 - step.first)",
+        C_LAYERS,
+    ),
+    PackageBug(
+        "a parallel layer's MLP reads the norms of tokens that are not kept",
+        LAYERS_C,
+        "    if (matrix == 1) move(step.normed, step.width, step.normed);\n",
+        "",
+        C_LAYERS,
+    ),
+    PackageBug(
+        "the last layer attends for blocks whose first token is kept",
+        ATTENTION_C,
+        "return at != end && *at < first + count;",
+        "return at != end && *at == first;",
+        C_LAYERS,
+    ),
+    PackageBug(
+        "every layer returns but the kept tokens",
+        LAYERS_C,
+        "const bool keeps = last && step.keep_count >= 0;",
+        "const bool keeps = step.keep_count >= 0;",
         C_LAYERS,
     ),
     PackageBug(
         "slabs cut decodes that share keys",
         ATTENTION_C,
-        "row += std::max(decodes_from(*rows, row), 1);",
-        "row++;",
+        "while (tied[end + block]) block++;",
+        "",
         C_LAYERS,
     ),
     PackageBug(
@@ -611,8 +639,8 @@ BUGS = (
     PackageBug(
         "more rows share a task than its tile has room for",
         ATTENTION_C,
-        "const int last = row + block_of(end - row, queries);",
-        "const int last = end;",
+        "end - row < most && decodes",
+        "decodes",
         C_ATTENTION,
     ),
     PackageBug(

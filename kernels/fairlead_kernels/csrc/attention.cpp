@@ -545,6 +545,14 @@ void prefill(const Heads& heads, const Rows& rows, const Attention& layer, const
   }
 }
 
+// Whether a result of these tokens is needed.
+bool needed(const Attention& layer, int64_t first, int count) {
+  if (layer.keep_count < 0) return true;
+  const int64_t* end = layer.keep + layer.keep_count;
+  const int64_t* at = std::lower_bound(layer.keep, end, first);
+  return at != end && *at < first + count;
+}
+
 template <class T>
 void attend_typed(Team& team, const Heads& heads, const Rows& rows, const Tasks& share,
                   const Attention& layer) {
@@ -554,7 +562,8 @@ void attend_typed(Team& team, const Heads& heads, const Rows& rows, const Tasks&
       if (task.kv_head == DECODE) {
         const bool follows = i + 1 < share.count && share.tasks[i + 1].kv_head == DECODE;
         decode<T>(heads, rows, layer, task, follows ? &share.tasks[i + 1] : nullptr);
-      } else {
+      } else if (task.rows > 0 ||
+                 needed(layer, rows.starts[task.row] + task.first, task.count)) {
         prefill<T>(heads, rows, layer, task);
       }
     }
@@ -577,27 +586,13 @@ bool decodes(const Rows& rows, int row) {
   return !rows.fixed && rows.starts[row + 1] - rows.starts[row] == 1;
 }
 
-// How many decodes there are from this row on, one after the other.
-int decodes_from(const Rows& rows, int row) {
-  int end = row;
-  while (end < rows.count && decodes(rows, end)) end++;
-  return end - row;
-}
-
 // The tasks of a step.
 class Plan {
  public:
   Plan(const Heads& heads, const Rows& rows, int threads) : heads_(heads), rows_(rows) {
     const int queries = queries_of(heads);
-    // Shared decodes stay within blocks that depend on nothing but where rows start: so slabs,
-    // which all layers have in common, cut none of them.
     for (int row = 0; row < rows.count;) {
-      const int run = decodes_from(rows, row);
-      for (const int end = row + run; row < end;) {
-        const int last = row + block_of(end - row, queries);
-        while (row < last) row = find_sharers(row, last);
-      }
-      if (run == 0) row++;
+      row = decodes(rows, row) ? find_sharers(row, queries) : row + 1;
     }
     int64_t own = 0, shared = 0;  // keys of all decodes; those that are shared, of each head
     for (const Sharers& some : sharers_) {
@@ -654,11 +649,11 @@ class Plan {
     return first_key(row) > 0 ? 0 : (rows_.lens[row] - 1) / rows_.block_size;
   }
 
-  // Adds decodes from `row` on, before `last`: as many as read fewer keys for each more of them, or
-  // this one alone. Returns where they end.
-  int find_sharers(int row, int last) {
+  // Adds decodes from `row` on, at most so many: as long as each more of them saves keys, or this
+  // one alone. Returns where they end.
+  int find_sharers(int row, int most) {
     int end = row + 1, blocks = blocks_before(row);
-    for (; end < last; end++) {
+    for (; end < rows_.count && end - row < most && decodes(rows_, end); end++) {
       const int common = common_blocks(row, end, std::min(blocks, blocks_before(end)));
       // Blocks that are not read again: with this row, and without it.
       const int64_t with = int64_t(common) * (end - row);
@@ -767,21 +762,30 @@ FL_EXPORT int fairlead_attention_plan(const Heads* heads, Rows* rows, int thread
 }
 
 // Cuts a step's tokens into slabs of at most `most`, even ones where that takes no more of them. A
-// slab cuts no task of attention, nor decodes that may share one, so they may make a larger slab.
-// Writes where each ends, at
-// most one end a token, and returns their number. They depend on no window: all layers have the
-// same.
-FL_EXPORT int fairlead_slabs(const Heads* heads, const Rows* rows, int most, int32_t* ends) {
+// slab cuts no task of attention of any of the layer groups, whose rows differ in their tasks of
+// decodes only, so one task may make a larger slab. Writes where each ends, at most one end a token,
+// and returns their number: all layers have the same.
+FL_EXPORT int fairlead_slabs(const Heads* heads, const Rows* const* groups, int group_count,
+                             int most, int32_t* ends) {
+  const Rows* rows = groups[0];
   const int queries = queries_of(*heads), total = rows->starts[rows->count];
+  std::vector<bool> tied(total + 1);  // tokens that share keys with the one before
+  for (int i = 0; i < group_count; i++) {
+    for (int j = 0; j < groups[i]->task_count; j++) {
+      const Task& task = groups[i]->tasks[j];
+      const int first = rows->starts[task.row];
+      for (int token = 1; token < task.rows; token++) tied[first + token] = true;
+    }
+  }
   const int number = (total + most - 1) / most, even = (total + number - 1) / number;
   int count = 0, begin = 0, end = 0;
   const auto cut = [&] {
     if (end > begin) ends[count++] = begin = end;
   };
-  for (int row = 0; row < rows->count;) {
-    row += std::max(decodes_from(*rows, row), 1);
-    while (end < rows->starts[row]) {
-      const int block = block_of(rows->starts[row] - end, queries);
+  for (int row = 0; row < rows->count; row++) {
+    while (end < rows->starts[row + 1]) {
+      int block = block_of(rows->starts[row + 1] - end, queries);
+      while (tied[end + block]) block++;
       if (end + block - begin > most) cut();
       end += block;
       if (end - begin >= even) cut();

@@ -66,7 +66,8 @@ Tasks tasks_of(const Rows& rows, int begin, int end);
 
 // One layer. `query` and `out` begin with token `first` of the step. softcap 0: none. `half`: the
 // caches hold bfloat16. Queries of a token are `q_stride` floats after those of the token before
-// it. `parts`: (dim of all values + 2 · heads) floats a part.
+// it. `parts`: (dim of all values + 2 · heads) floats a part. `keep`: tokens of the step whose
+// results are needed, ascending; keep_count -1: all are. Other results may be missing.
 struct Attention {
   const float* query;
   const void* keys;
@@ -79,6 +80,8 @@ struct Attention {
   float scale;
   float softcap;
   int32_t half;
+  const int64_t* keep;
+  int64_t keep_count;
 };
 
 // Two phases of a team's work, the second only where there are merges; a barrier must follow.

@@ -7,6 +7,8 @@
 // A step of many tokens runs each layer over one slab of them after the other: what the operations
 // of a slab pass on stays in the caches, where that of all tokens would go through memory. Slabs
 // are in the order of tokens, so a slab's queries find the keys before them in the layer's cache.
+#include <algorithm>
+
 #include "activation.h"
 #include "attention.h"
 #include "export.h"
@@ -40,7 +42,7 @@ struct Group {
 };
 
 // One step of `count` tokens. `x` [T, width] are the embeddings, and at the end what the last layer
-// returns; the other buffers are overwritten: normed [T, width], qkv [T, rows of qkv], attended
+// returns, for the tokens `keep` (ascending; keep_count -1: all) one after the other; the other buffers are overwritten: normed [T, width], qkv [T, rows of qkv], attended
 // [T, query · value_dim], gate_up [T, rows of gate_up] where there is a gate, gated [T, columns of
 // down], and parts for attention. Where weights need an input's digits they are in normed_digits;
 // those of attended and gated are in digits, which may be the memory of qkv and gate_up. Slab i ends
@@ -66,6 +68,8 @@ struct Step {
   char* digits;
   const int32_t* slabs;
   int64_t slab_count;
+  const int64_t* keep;
+  int64_t keep_count;
   int64_t first;
 
   Input input() const { return {normed, normed_digits}; }
@@ -197,7 +201,34 @@ void gate_up(Team& team, const Step& step, const Layer& layer) {
   team.barrier();
 }
 
-void run_layer(Team& team, const Step& step, const Layer& layer) {
+// What is left of a step when only the tokens `keep` go on: their rows of x follow those that slabs
+// before have kept, those of attended and normed are the first ones.
+Step keep_tokens(Team& team, const Step& step) {
+  const int64_t *keep_end = step.keep + step.keep_count, last = step.first + step.count;
+  const int64_t* begin = std::lower_bound(step.keep, keep_end, step.first);
+  const int64_t* end = std::lower_bound(begin, keep_end, last);
+  Step left = step;
+  left.count = end - begin;
+  left.x = step.x + (begin - step.keep - step.first) * step.width;
+  const auto move = [&](const float* rows, int64_t width, float* to) {
+    for (int64_t i = 0; i < left.count; i++) {
+      memmove(to + i * width, rows + (begin[i] - step.first) * width, size_t(width) * 4);
+    }
+  };
+  // A row's place is taken when it has been moved: one thread moves all of a matrix, in order.
+  team.share(3, 1, [&](int matrix, int) {
+    if (matrix == 0) move(step.x, step.width, left.x);
+    if (matrix == 1) move(step.normed, step.width, step.normed);
+    const int64_t attended = int64_t(step.heads.query) * step.heads.value_dim;
+    if (matrix == 2) move(step.attended, attended, step.attended);
+  });
+  team.barrier();
+  return left;
+}
+
+// `next`: the norm that follows the layer in the same pass. `last`: of its results only those of the
+// tokens that the step keeps are needed.
+void run_layer(Team& team, const Step& step, const Layer& layer, const Norm& next, bool last) {
   share_product(team, layer.qkv, step.input(), int(step.count),
                 [&](int panel, int row, int rows, const float* tile) {
                   store_tile(layer.qkv, panel, row, rows, tile, step.qkv, false);
@@ -208,23 +239,28 @@ void run_layer(Team& team, const Step& step, const Layer& layer) {
   } else {
     rope_write<float>(team, step, layer);
   }
-  const Attention attention{step.qkv,      layer.keys, layer.values,   layer.sinks,
-                            step.attended, step.parts, layer.qkv.rows, step.first,
-                            layer.scale,   layer.softcap, step.half};
+  const bool keeps = last && step.keep_count >= 0;
+  const Attention attention{step.qkv,      layer.keys,    layer.values,   layer.sinks,
+                            step.attended, step.parts,    layer.qkv.rows, step.first,
+                            layer.scale,   layer.softcap, step.half,      step.keep,
+                            keeps ? step.keep_count : -1};
   const Rows& rows = step.groups[layer.group].rows;
   const Tasks tasks = tasks_of(rows, int(step.first), int(step.first + step.count));
   attend(team, step.heads, rows, tasks, attention);
   team.barrier();
+  const Step left = keeps ? keep_tokens(team, step) : step;
+  if (left.count == 0) return;
   // A parallel layer's MLP begins with x as it was before attention.
-  if (layer.parallel) settle(team, step, Norm{}, layer.mlp_norm);
-  project(team, step, layer.out, step.attended, layer.after_attention);
-  if (!layer.parallel) settle(team, step, layer.after_attention, layer.mlp_norm);
+  if (layer.parallel) settle(team, left, Norm{}, layer.mlp_norm);
+  project(team, left, layer.out, left.attended, layer.after_attention);
+  if (!layer.parallel) settle(team, left, layer.after_attention, layer.mlp_norm);
   if (layer.gate_up.rows == layer.down.columns) {
-    activated(team, step, layer);
+    activated(team, left, layer);
   } else {
-    gate_up(team, step, layer);
+    gate_up(team, left, layer);
   }
-  project(team, step, layer.down, step.gated, layer.after_mlp);
+  project(team, left, layer.down, left.gated, layer.after_mlp);
+  settle(team, left, layer.after_mlp, next);
 }
 
 }  // namespace
@@ -236,12 +272,12 @@ FL_EXPORT void fairlead_layers(const Layer* layers, int count, const Step* step)
   run(step->threads, [&](Team& team) {
     if (alone) settle(team, *step, none, layers[0].input_norm);
     for (int i = 0; i < count; i++) {
-      const Norm& next = alone && i + 1 < count ? layers[i + 1].input_norm : none;
+      const bool last = i + 1 == count;
+      const Norm& next = alone && !last ? layers[i + 1].input_norm : none;
       for (int64_t at = 0; at < step->slab_count; at++) {
         const Step slab = step->slab(at);
         if (!alone) settle(team, slab, none, layers[i].input_norm);
-        run_layer(team, slab, layers[i]);
-        settle(team, slab, layers[i].after_mlp, next);
+        run_layer(team, slab, layers[i], next, last);
       }
     }
   });

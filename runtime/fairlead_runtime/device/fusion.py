@@ -265,10 +265,13 @@ class FusedRun:
             self._known[key] = argument.read(given or (x[..., :0], x[..., :0]))
         self._ropes.append(self._known[key])
 
-    def compute(self, x: Tensor, ropes: Sequence[Rope], current: CachedPass) -> Tensor:
-        """Hidden states float32 [T, hidden] in and out, with each layer's rotary embedding. May
-        change x.
+    def compute(
+        self, x: Tensor, ropes: Sequence[Rope], current: CachedPass, *, all_tokens: bool = True
+    ) -> Tensor:
+        """Hidden states float32 [T, hidden] in and out, with each layer's rotary embedding; out,
+        unless for all tokens, those of ``current.keep``, which must ascend. May change x.
         """
+        keep = None if all_tokens or len(current.keep) == len(x) else current.keep
         if (
             self._chain is not None
             and isinstance(current, PagedPass)
@@ -286,11 +289,13 @@ class FusedRun:
                 ropes=ropes,
                 # In proportion, so that this step's tensors are those of the larger one.
                 slab=-(-SLAB * len(x) // max(len(x), current.stands_for)),
+                keep=keep,
             )
         added: list[Tensor] = []
         for layer, rope in zip(self.layers, ropes, strict=True):
             x = layer.run(x, added, rope, current)
-        return x.add_(added.pop())
+        x.add_(added.pop())
+        return x if keep is None else x[keep]
 
 
 @torch.inference_mode()

@@ -121,9 +121,11 @@ class Layers(Protocol):
     def arguments(self) -> Sequence[RopeArgument]:
         """How each layer reads its rotary embedding."""
 
-    def compute(self, x: Tensor, ropes: Sequence[Rope], current: CachedPass) -> Tensor:
+    def compute(
+        self, x: Tensor, ropes: Sequence[Rope], current: CachedPass, *, all_tokens: bool = True
+    ) -> Tensor:
         """Hidden states float32 [T, hidden] and each layer's cosines and sines float32 [T, R] →
-        hidden states. May change x.
+        hidden states, of all tokens or of those ``current.keep``, ascending. May change x.
         """
 
 
@@ -194,8 +196,7 @@ class WholeModel:
     def _normed(self, ids: Tensor, positions: Tensor, current: CachedPass) -> Tensor:
         """What the head multiplies: [S, hidden] of the tokens ``current.keep``."""
         x = self._embed(ids, positions)
-        x = self._layers.compute(x, self._rotary(x, positions), current)
-        kept = x if len(current.keep) == len(x) else x[current.keep]
+        kept = self._layers.compute(x, self._rotary(x, positions), current, all_tokens=False)
         return self._operations.norm(kept, self._norm)[0]
 
     def _rotary(self, hidden: Tensor, positions: Tensor) -> list[Rope]:

@@ -1,5 +1,5 @@
-"""Requests that begin with the same blocks decode together as each would alone: the C++ kernels read
-those keys once for all of them.
+"""Requests that begin with the same blocks decode together as each would alone: the C++ kernels
+read those keys once for all of them.
 """
 
 from collections import Counter

@@ -233,7 +233,7 @@ def test_decodes_share_what_reads_the_fewest_keys(instruction_set: str) -> None:
         pytest.param(2, 8, [], id="two rows"),
         pytest.param(3, 7, [], id="fewer keys"),
         # A task has at most 192 queries of a head: 96 rows of a group of two.
-        pytest.param(100, 8, [(0, 50, 128), (50, 50, 128)], id="more rows than a task takes"),
+        pytest.param(100, 8, [(0, 96, 128), (96, 4, 128)], id="more rows than a task takes"),
     ],
 )
 def test_rows_share_where_it_helps(

@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fairlead_kernels import cpu, library, reference
+from fairlead_kernels import cpu, reference
 from fairlead_kernels.attention import Heads, LayerSpec, RaggedRows
+from fairlead_kernels.cpu_layers import slab_ends
 from fairlead_kernels.layer import Activation, Layer, LayerOperations, Norm, Packed
 from fairlead_kernels.quantize import quantize
 from support.attention_cases import Case, make_case
@@ -128,8 +129,11 @@ def by_chain(
     specs: Sequence[LayerSpec],
     ropes: Sequence[tuple[Tensor, Tensor]],
     slab: int,
+    keep: Tensor | None = None,
 ) -> list[Tensor]:
-    """What the last layer returns, and each layer's cache. ``places``: by layer its case."""
+    """What the last layer returns, of these tokens, and each layer's cache. ``places``: by layer
+    its case.
+    """
     caches = [(cases[g].key_cache.clone(), cases[g].value_cache.clone()) for g in places]
     chain = operations.chain(cases[0].heads, layers, specs)
     backend = operations.attention(cases[0].heads)
@@ -140,6 +144,7 @@ def by_chain(
         [slots_of(case.ragged) for case in cases],
         [ropes[g] for g in places],
         slab,
+        keep,
     )
     return [out, *itertools.chain.from_iterable(caches)]
 
@@ -161,6 +166,7 @@ MANY: dict[str, Any] = {
     "slab": 1024,
     "seed": 0,
     "prefix": 0,
+    "kept": None,
 }
 # Decodes that are cut into parts, the last in a slab of its own kind, among prompts of which some
 # end where a slab does. A block of queries has 8 tokens here.
@@ -205,10 +211,14 @@ SHARED: dict[str, Any] = SLABS | {
     slab=st.integers(1, 60),
     seed=st.integers(0, 2**31),
     prefix=st.just(0),
+    kept=st.sampled_from([None, "ends", "some", "none"]),
 )
 # More tokens than a tile of a product holds.
 @example(**MANY, gated=True)
 @example(**MANY, gated=False)
+@example(**SLABS | {"kept": "ends"}, gated=True)
+@example(**SLABS | {"kept": "ends", "extras": True, "parallel": True}, gated=False)
+@example(**SLABS | {"kept": "some", "stored": torch.int8, "inner": 700}, gated=True)
 @example(**SHARED, gated=True)
 @example(**SHARED | {"window": 135, "extras": True}, gated=True)
 @example(**MANY | {"stored": torch.int8, "inner": 700}, gated=True)
@@ -236,8 +246,11 @@ def test_a_chain_of_layers_is_the_references_operations_in_turn(
     slab: int,
     seed: int,
     prefix: int,
+    kept: str | None,
 ) -> None:
-    """``prefix``: blocks that all decodes begin with."""
+    """``prefix``: blocks that all decodes begin with. ``kept``: the tokens that the last layer
+    returns, all of them for None.
+    """
     heads = Heads(group * kv, kv, dim, dim, dtype)
     singles = [row for row, (_, count) in enumerate(rows) if count == 1]
     shared = {row: (first, prefix) for first in singles[:1] for row in singles[1:]}
@@ -258,6 +271,9 @@ def test_a_chain_of_layers_is_the_references_operations_in_turn(
     ]
     ropes = [(torch.randn(tokens, r), torch.randn(tokens, r)) for r in (dim, dim // 2)]
     x = torch.randn(tokens, width)
+    ends = cases[0].ragged.query_starts[1:].long() - 1
+    some = torch.randperm(tokens)[: tokens // 3].sort().values
+    keep = None if kept is None else {"ends": ends, "some": some, "none": ends[:0]}[kept]
     state = torch.get_rng_state()
     results = []
     for operations in (reference, cpu.load(instruction_set)):
@@ -278,14 +294,15 @@ def test_a_chain_of_layers_is_the_references_operations_in_turn(
             for _ in places
         ]
         if isinstance(operations, cpu.CpuOperations):
-            results.append(by_chain(operations, layers, x, cases, places, specs, ropes, slab))
+            step = operations, layers, x, cases, places, specs, ropes, slab
+            results.append(by_chain(*step, keep))
             continue
         out, caches = x, list[Tensor]()
         for layer, g, spec in zip(layers, places, specs, strict=True):
             keys, values = cases[g].key_cache.clone(), cases[g].value_cache.clone()
             out = by_reference(layer, out, cases[g], keys, values, spec, ropes[g])
             caches += [keys, values]
-        results.append([out, *caches])
+        results.append([out if keep is None else out[keep], *caches])
     rounds = stored is torch.int8 and "+" in instruction_set
     scale = 1000 if dtype is torch.bfloat16 else 30 if rounds else 1
     for ours, theirs in zip(results[1], results[0], strict=True):
@@ -344,28 +361,64 @@ def test_slabs_end_between_tasks_of_attention_and_are_no_larger_than_they_must_b
     heads = Heads(group, 1, 8, 8, torch.float32)
     backend = cpu.load(instruction_set).attention(heads)
     plan = backend.plan(make_case([(0, count) for count in counts], heads=heads).ragged)
-    ends = (library.Int * sum(counts))()
-    found = ends[: backend.library.slabs(backend.struct, plan.rows, most, ends)]
+    found = slab_ends(backend.library, heads, [plan], sum(counts), most)
     block = max(1, 192 // group)
-    runs = [
-        [sum(run)] if decodes else list(run)
-        for decodes, run in itertools.groupby(counts, lambda count: count == 1)
-    ]
-    # A row's queries, and decodes one after the other, are cut into blocks of about the same size.
+    # A row's queries are cut into blocks of about the same size.
     blocks = list(
         itertools.accumulate(
             (count + i) // number
-            for count in itertools.chain(*runs)
+            for count in counts
             for number in (-(-count // block),)
             for i in reversed(range(number))
         )
     )
+    if sum(counts) <= most:
+        assert found == [sum(counts)]
+        return
     assert set(found) <= set(blocks)
     assert found[-1] == blocks[-1]
     sizes = [end - begin for begin, end in itertools.pairwise([0, *found])]
     assert all(0 < size <= max(most, block) for size in sizes)
     if most >= 2 * block:
         assert len(found) <= -(-blocks[-1] // (most - block))
+
+
+@every_set
+def test_slabs_cut_no_shared_decodes_of_any_layer_group(instruction_set: str) -> None:
+    """In the first group a window has passed what those of the second share."""
+    heads = Heads(2, 1, 8, 8, torch.float32)
+    rows = [(0, 3), *[(150, 1)] * 7, (0, 2), *[(150, 1)] * 5]
+    shared = dict.fromkeys(range(2, 8), (1, 32)) | dict.fromkeys(range(10, 14), (9, 32))
+    backend = cpu.load(instruction_set).attention(heads)
+    plans = [
+        backend.plan(make_case(rows, window=window, heads=heads, shared=shared).ragged)
+        for window in (20, None)
+    ]
+    assert slab_ends(backend.library, heads, plans, 17, 4) == [3, 10, 12, 17]
+    assert slab_ends(backend.library, heads, plans[:1], 17, 4) == [4, 8, 12, 16, 17]
+
+
+@every_set
+@pytest.mark.parametrize(
+    "keep",
+    [
+        pytest.param(torch.tensor([3, 3]), id="twice"),
+        pytest.param(torch.tensor([5, 2]), id="not in order"),
+        pytest.param(torch.tensor([6]), id="behind the last"),
+        pytest.param(torch.tensor([-1]), id="before the first"),
+        pytest.param(torch.tensor([1], dtype=torch.int32), id="of 32 bits"),
+    ],
+)
+def test_tokens_to_keep_that_are_none_in_order_are_refused(
+    instruction_set: str, keep: Tensor
+) -> None:
+    operations, heads = cpu.load(instruction_set), Heads(2, 1, 8, 8, torch.float32)
+    case = make_case([(0, 6)], heads=heads)
+    layer = random_layer(heads, 40, 64, "silu", False, operations)
+    rope = torch.randn(6, 8), torch.randn(6, 8)
+    x = torch.randn(6, 40)
+    with pytest.raises(ValueError, match=r"^keep: not places among 6 tokens"):
+        by_chain(operations, [layer], x, [case], [0], [LayerSpec(0.3)], [rope], 6, keep)
 
 
 class Allocated(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch does not annotate it
