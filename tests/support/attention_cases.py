@@ -45,12 +45,13 @@ def make_case(
     key_cache = torch.full((total, block_size, heads.kv, heads.dim), torch.nan)
     value_cache = torch.full((total, block_size, heads.kv, heads.value_dim), torch.nan)
     tables = np.full((len(rows), max(widths) + 2), NULL, dtype=np.int32)
-    at, full = 0, []  # every row's blocks, those that are freed below, too
+    at = 0
+    full = list[np.ndarray]()  # every row's blocks, those that are freed below, too
     for row, (before, count) in enumerate(rows):
         source, most = (shared or {}).get(row, (0, 0))
         same = min(most, before // block_size, rows[source][0] // block_size)
-        begin = full[source][:same] if same else []
-        blocks = np.concatenate([begin, order[at : at + widths[row] - same]]).astype(np.int32)
+        begin = full[source][:same] if same else order[:0]
+        blocks = np.concatenate([begin, order[at : at + widths[row] - same]])
         at += widths[row] - same
         full.append(blocks)
         tables[row, : widths[row]] = blocks

@@ -1,7 +1,7 @@
 """Paged attention in C++ against its definition, on each instruction set."""
 
 from collections import Counter
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -34,7 +34,8 @@ def check(instruction_set: str, case: Case, spec: LayerSpec, *, fixed: bool = Fa
     torch.testing.assert_close(got, want, atol=atol, rtol=rtol)
 
 
-class Task(NamedTuple):
+@dataclass(frozen=True)
+class Task:
     """As in csrc/attention.h."""
 
     row: int
