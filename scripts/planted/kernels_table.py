@@ -485,7 +485,7 @@ BUGS = (
     PackageBug(
         "the MLP of a parallel layer reads the norm before attention",
         LAYERS_C,
-        "  if (layer.parallel) settle(team, step, Norm{}, layer.mlp_norm);\n",
+        "  if (layer.parallel) settle(team, left, Norm{}, layer.mlp_norm);\n",
         "",
         C_LAYERS,
     ),

@@ -1071,8 +1071,8 @@ BUGS = (
     PackageBug(
         "what one layer leaves for the next is added twice",
         FUSION,
-        "        return x.add_(added.pop())",
-        "        return x.add_(added[0]).add_(added.pop())",
+        "        x.add_(added.pop())",
+        "        x.add_(added[0]).add_(added.pop())",
         ("functional/engine/test_fused_layers.py",),
     ),
     PackageBug(
@@ -1910,9 +1910,9 @@ BUGS = (
     ),
     PackageBug(
         "all rows of a step are given to the head",
-        WHOLE,
-        "x[current.keep]",
-        "x",
+        FUSION,
+        "return x if keep is None else x[keep]",
+        "return x",
         ("functional/engine/test_whole_model.py",),
     ),
     PackageBug(
