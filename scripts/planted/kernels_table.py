@@ -546,13 +546,6 @@ BUGS = (
         C_LAYERS,
     ),
     PackageBug(
-        "a parallel layer's MLP reads the norms of tokens that are not kept",
-        LAYERS_C,
-        "    if (matrix == 1) move(step.normed, step.width, step.normed);\n",
-        "",
-        C_LAYERS,
-    ),
-    PackageBug(
         "the last layer attends for blocks whose first token is kept",
         ATTENTION_C,
         "return at != end && *at < first + count;",

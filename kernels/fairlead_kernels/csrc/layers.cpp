@@ -202,7 +202,7 @@ void gate_up(Team& team, const Step& step, const Layer& layer) {
 }
 
 // What is left of a step when only the tokens `keep` go on: their rows of x follow those that slabs
-// before have kept, those of attended and normed are the first ones.
+// before have kept, those of attended are the first ones.
 Step keep_tokens(Team& team, const Step& step) {
   const int64_t *keep_end = step.keep + step.keep_count, last = step.first + step.count;
   const int64_t* begin = std::lower_bound(step.keep, keep_end, step.first);
@@ -216,11 +216,12 @@ Step keep_tokens(Team& team, const Step& step) {
     }
   };
   // A row's place is taken when it has been moved: one thread moves all of a matrix, in order.
-  team.share(3, 1, [&](int matrix, int) {
-    if (matrix == 0) move(step.x, step.width, left.x);
-    if (matrix == 1) move(step.normed, step.width, step.normed);
-    const int64_t attended = int64_t(step.heads.query) * step.heads.value_dim;
-    if (matrix == 2) move(step.attended, attended, step.attended);
+  team.share(2, 1, [&](int matrix, int) {
+    if (matrix == 0) {
+      move(step.x, step.width, left.x);
+    } else {
+      move(step.attended, int64_t(step.heads.query) * step.heads.value_dim, step.attended);
+    }
   });
   team.barrier();
   return left;
