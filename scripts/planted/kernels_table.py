@@ -15,10 +15,11 @@ TORCH_ATTENTION, CACHE_WRITE, SAMPLE, FLASHINFER, FLASHINFER_PLAN, TORCH_LAYERS,
         "triton_kernels",
     )
 )
-ATTENTION_C, LAYERS_C, LINEAR_C, NORM_C, PRODUCT_C, ROPE_C, SIMD_C, TEAM_C = (
+ATTENTION_C, ATTENTION_PLAN_C, LAYERS_C, LINEAR_C, NORM_C, PRODUCT_C, ROPE_C, SIMD_C, TEAM_C = (
     f"{KERNELS}/csrc/{name}"
     for name in (
         "attention.cpp",
+        "attention_plan.cpp",
         "layers.cpp",
         "linear.cpp",
         "norm.h",
@@ -519,21 +520,21 @@ BUGS = (
     ),
     PackageBug(
         "a slab merges no decodes of the slabs after the first",
-        ATTENTION_C,
+        ATTENTION_PLAN_C,
         "return {from, first,",
         "return {from, merges,",
         C_LAYERS,
     ),
     PackageBug(
         "slabs end a block of queries late",
-        ATTENTION_C,
+        ATTENTION_PLAN_C,
         "if (end + block - begin > most) cut();",
         "if (end - begin > most) cut();",
         C_LAYERS,
     ),
     PackageBug(
         "slabs cut tasks of attention",
-        ATTENTION_C,
+        ATTENTION_PLAN_C,
         "block = block_of(rows->starts[row + 1] - end, queries);",
         "block = block_of(rows->starts[row + 1] - end, most);",
         C_LAYERS,
@@ -561,7 +562,7 @@ BUGS = (
     ),
     PackageBug(
         "slabs cut decodes that share keys",
-        ATTENTION_C,
+        ATTENTION_PLAN_C,
         "while (tied[end + block]) block++;",
         "",
         C_LAYERS,
@@ -589,49 +590,49 @@ BUGS = (
     ),
     PackageBug(
         "shared keys count again for each row",
-        ATTENTION_C,
+        ATTENTION_PLAN_C,
         "begin = std::max(first_key(row), some.keys),",
         "begin = first_key(row),",
         C_ATTENTION,
     ),
     PackageBug(
         "rows have room for the parts of the last one",
-        ATTENTION_C,
+        ATTENTION_PLAN_C,
         "stride = std::max(stride, shared + each_part",
         "stride = (shared + each_part",
         C_ATTENTION,
     ),
     PackageBug(
         "rows share keys that only some of them have",
-        ATTENTION_C,
+        ATTENTION_PLAN_C,
         "std::min(blocks, blocks_before(end))",
         "blocks",
         C_ATTENTION,
     ),
     PackageBug(
         "a row shares its last key, too",
-        ATTENTION_C,
+        ATTENTION_PLAN_C,
         "(rows_.lens[row] - 1) / rows_.block_size",
         "rows_.lens[row] / rows_.block_size",
         C_ATTENTION,
     ),
     PackageBug(
         "rows share blocks that the window has passed",
-        ATTENTION_C,
+        ATTENTION_PLAN_C,
         "return first_key(row) > 0 ? 0 : ",
         "return ",
         C_ATTENTION,
     ),
     PackageBug(
         "a row with little in common takes the rest from all others",
-        ATTENTION_C,
+        ATTENTION_PLAN_C,
         " || with < without) break;",
         ") break;",
         C_ATTENTION,
     ),
     PackageBug(
         "more rows share a task than its tile has room for",
-        ATTENTION_C,
+        ATTENTION_PLAN_C,
         "end - row < most && decodes",
         "decodes",
         C_ATTENTION,
@@ -1313,7 +1314,7 @@ BUGS = (
     ),
     PackageBug(
         "with fixed sums a decode is summed as a decode",
-        ATTENTION_C,
+        ATTENTION_PLAN_C,
         "return !rows.fixed && rows.starts",
         "return rows.starts",
         C_INVARIANCE,

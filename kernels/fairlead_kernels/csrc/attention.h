@@ -2,7 +2,7 @@
 //
 // Three kinds of task. A *decode* is one row's only query, for all heads, over a part of its keys:
 // it reads keys and values once, in order. A *prefill* is a block of a row's queries for one
-// key-value head: it computes scores as a product of matrices, TILE keys at a time. A *shared*
+// key-value head: it computes scores as a product of matrices, KEY_TILE keys at a time. A *shared*
 // decode is the queries of several rows for one key-value head, over keys that all of them have in
 // the same blocks: it reads these once, and computes them as a prefill does (Juravsky et al.,
 // "Hydragen", 2024; Ye et al., "Cascade inference", 2024). All keep a running maximum and sum, so
@@ -10,13 +10,23 @@
 // "FlashAttention", 2022). A decode over many keys is cut into parts whose results are merged
 // afterwards (split KV: Dao et al., "Flash-Decoding", 2023), shared ones are such parts.
 //
-// With `fixed` rows every query is computed by a prefill, whose tiles begin at multiples of TILE: a
-// query's sums then have one order, whatever else is in the step and however its row is cut.
+// With `fixed` rows every query is computed by a prefill, whose tiles begin at multiples of
+// KEY_TILE: a query's sums then have one order, whatever else is in the step and however its row is
+// cut.
 #pragma once
 
 #include "team.h"
 
 namespace fairlead {
+
+constexpr int KEY_TILE = 64;  // keys at a time: a multiple of P on every instruction set
+
+// The next block of `left` items that are cut into as few as possible of at most `most`, all of
+// about the same size.
+inline int block_of(int left, int most) {
+  const int blocks = (left + most - 1) / most;
+  return (left + blocks - 1) / blocks;
+}
 
 // One task, or one merge: then `kv_head` is MERGE and the parts are [part, part + parts).
 struct Task {
@@ -61,7 +71,7 @@ struct Tasks {
   int32_t merge_count;
 };
 
-// Those of the tokens [begin, end), which cut no task.
+// Those of the tokens [begin, end), which cut no task. In attention_plan.cpp, as is what cuts them.
 Tasks tasks_of(const Rows& rows, int begin, int end);
 
 // One layer. `query` and `out` begin with token `first` of the step. softcap 0: none. `half`: the
