@@ -276,6 +276,17 @@ def test_keys_that_a_row_has_not_yet_are_none_that_it_shares(instruction_set: st
 
 
 @every_set
+def test_rows_that_share_have_different_numbers_of_parts(instruction_set: str) -> None:
+    """The first one has the most, of which the last one's would leave no room for all."""
+    shared = dict.fromkeys((1, 2), (0, 12))
+    case = make_case([(900, 1), (200, 1), (200, 1)], block_size=16, shared=shared)
+    tasks, merges = tasks_of(instruction_set, case)
+    assert [merge.parts for merge in merges] == [4, 2, 2]
+    cover_each_key_once(case, tasks, merges)
+    check(instruction_set, case, LayerSpec(scale=0.3))
+
+
+@every_set
 def test_rows_whose_window_has_passed_a_block_share_none(instruction_set: str) -> None:
     rows = [(199, 1)] * 12 + [(260, 1)] + [(199, 1)] * 2
     shared = dict.fromkeys(range(1, 15), (0, 12))
