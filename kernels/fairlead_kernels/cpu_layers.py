@@ -128,8 +128,8 @@ class LayerChain:
         Per layer group: the plan of attention, and the slots int64 [T] of the step's tokens. Per
         layer its ``ropes``, cosines and sines [T, R] as in ``LayerOperations.rope_write``. A layer
         takes at most ``slab`` tokens at a time, or those of one task of attention. No
-        result depends on it. Of tokens that are not kept the last layer writes keys and values, and
-        computes little else.
+        result depends on it. For tokens that are not kept the last layer computes little more than
+        the keys and values that it writes.
         """
         if not self._caches:
             raise RuntimeError("run: bind the layers' caches first")
@@ -231,8 +231,7 @@ def slab_ends(
 def _ascending(keep: Tensor, count: int) -> Tensor:
     """``keep`` as C++ reads it; ValueError where it does not list tokens of ``count`` in order."""
     kept = keep.contiguous()
-    ends = kept[:1].tolist(), kept[-1:].tolist()
-    inside = not len(kept) or (ends[0][0] >= 0 and ends[1][0] < count)
+    inside = not len(kept) or bool(kept[0] >= 0 and kept[-1] < count)
     if kept.dtype is not torch.int64 or not inside or bool((kept.diff() <= 0).any()):
         raise ValueError(f"keep: not places among {count} tokens, int64 and ascending")
     return kept

@@ -598,8 +598,8 @@ BUGS = (
     PackageBug(
         "rows have room for the parts of the last one",
         ATTENTION_PLAN_C,
-        "stride = std::max(stride, shared + each_part",
-        "stride = (shared + each_part",
+        "stride = std::max(stride, shared + parts_of",
+        "stride = (shared + parts_of",
         C_ATTENTION,
     ),
     PackageBug(

@@ -478,8 +478,8 @@ void prefill(const Heads& heads, const Rows& rows, const Attention& layer, const
   }
   for (int64_t i = 0; i < int64_t(n) * out_width; i += W) store(sums + i, Vec{});
   const int row_count = rows.starts[task.row + 1] - rows.starts[task.row];
-  const int end = shared ? task.first + task.count
-                         : rows.lens[task.row] - row_count + task.first + task.count;
+  const int before = shared ? 0 : rows.lens[task.row] - row_count;
+  const int end = before + task.first + task.count;
   const int position = shared ? end : end - task.count, window = shared ? 0 : rows.window;
   const int unseen = window == 0 || position < window ? 0 : position - window + 1;
   const int lowest = shared ? task.first : unseen;

@@ -71,7 +71,7 @@ struct Tasks {
   int32_t merge_count;
 };
 
-// Those of the tokens [begin, end), which cut no task. In attention_plan.cpp, as is what cuts them.
+// Those of the tokens [begin, end), which cut no task. attention_plan.cpp has this and the plan.
 Tasks tasks_of(const Rows& rows, int begin, int end);
 
 // One layer. `query` and `out` begin with token `first` of the step. softcap 0: none. `half`: the

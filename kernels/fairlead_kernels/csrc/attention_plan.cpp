@@ -88,8 +88,8 @@ class Plan {
     return first_key(row) > 0 ? 0 : (rows_.lens[row] - 1) / rows_.block_size;
   }
 
-  // Adds decodes from `row` on, at most so many: as long as each more of them saves keys, or this
-  // one alone. Returns where they end.
+  // Finds the decodes from `row` on that share keys, at most `most`: each more of them saves keys.
+  // This one alone where too few share. Returns where they end.
   int find_sharers(int row, int most) {
     int end = row + 1, blocks = blocks_before(row);
     for (; end < rows_.count && end - row < most && decodes(rows_, end); end++) {
@@ -108,25 +108,25 @@ class Plan {
     return end;
   }
 
-  // Calls `put(number, first, count)` for even parts of `keys` from `begin` on. Returns how many.
+  static int parts_of(int keys, int64_t most) { return int((keys + most - 1) / most); }
+
+  // Calls `put(number, first, count)` for even parts of `keys` from `begin` on.
   template <class Put>
-  static int each_part(int begin, int keys, int64_t most, Put put) {
-    const int number = int((keys + most - 1) / most);
+  static void each_part(int begin, int keys, int64_t most, Put put) {
+    const int number = parts_of(keys, most);
     for (int part = 0; part < number; part++) {
       const int from = int(int64_t(keys) * part / number);
       const int to = int(int64_t(keys) * (part + 1) / number);
       put(part, begin + from, to - from);
     }
-    return number;
   }
 
   void put_decodes(const Sharers& some) {
     const int rows = some.end - some.row;
-    const auto nothing = [](int, int, int) {};
-    const int shared = each_part(0, some.keys, most_shared_, nothing);
+    const int shared = parts_of(some.keys, most_shared_);
     int stride = 0;  // parts of a row, at most
     for (int row = some.row; row < some.end; row++) {
-      stride = std::max(stride, shared + each_part(0, keys_of(row) - some.keys, most_, nothing));
+      stride = std::max(stride, shared + parts_of(keys_of(row) - some.keys, most_));
     }
     each_part(0, some.keys, most_shared_, [&](int part, int first, int count) {
       for (int kv = 0; kv < heads_.kv; kv++) {
@@ -135,12 +135,12 @@ class Plan {
     });
     for (int row = some.row; row < some.end; row++) {
       const int begin = std::max(first_key(row), some.keys), keys = rows_.lens[row] - begin;
-      const int base = stride > 1 ? parts + shared : -1;
-      const int own = each_part(begin, keys, most_, [&](int part, int first, int count) {
-        tasks.push_back({row, DECODE, first, count, base < 0 ? -1 : base + part, 0, 0});
+      const bool whole = stride == 1;
+      each_part(begin, keys, most_, [&](int part, int first, int count) {
+        tasks.push_back({row, DECODE, first, count, whole ? -1 : parts + shared + part, 0, 0});
       });
-      if (stride == 1) continue;
-      merges.push_back({row, MERGE, 0, 0, parts, shared + own, 0});
+      if (whole) continue;
+      merges.push_back({row, MERGE, 0, 0, parts, shared + parts_of(keys, most_), 0});
       parts += stride;
     }
   }

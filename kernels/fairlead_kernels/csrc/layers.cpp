@@ -42,13 +42,14 @@ struct Group {
 };
 
 // One step of `count` tokens. `x` [T, width] are the embeddings, and at the end what the last layer
-// returns, for the tokens `keep` (ascending; keep_count -1: all) one after the other; the other buffers are overwritten: normed [T, width], qkv [T, rows of qkv], attended
+// returns: of all tokens, or one after the other of those in `keep`, which ascend (keep_count -1:
+// all). The other buffers are overwritten: normed [T, width], qkv [T, rows of qkv], attended
 // [T, query · value_dim], gate_up [T, rows of gate_up] where there is a gate, gated [T, columns of
 // down], and parts for attention. Where weights need an input's digits they are in normed_digits;
-// those of attended and gated are in digits, which may be the memory of qkv and gate_up. Slab i ends
-// where token slabs[i] begins, and cuts no task of attention. All buffers but x have room for the
-// largest slab only: a layer runs on the part of a step that is a slab, whose tokens are those from
-// `first` on.
+// those of attended and gated are in digits, which may be the memory of qkv and gate_up. Slab i
+// ends where token slabs[i] begins, and cuts no task of attention. All buffers but x have room for
+// the largest slab only: a layer runs on the part of a step that is a slab, whose tokens are those
+// from `first` on.
 struct Step {
   int64_t count;
   int64_t width;
@@ -201,8 +202,8 @@ void gate_up(Team& team, const Step& step, const Layer& layer) {
   team.barrier();
 }
 
-// What is left of a step when only the tokens `keep` go on: their rows of x follow those that slabs
-// before have kept, those of attended are the first ones.
+// The part of a step that is left when only the tokens `keep` go on. Moves their rows of x behind
+// those that earlier slabs have kept, and their rows of attended to its front.
 Step keep_tokens(Team& team, const Step& step) {
   const int64_t *keep_end = step.keep + step.keep_count, last = step.first + step.count;
   const int64_t* begin = std::lower_bound(step.keep, keep_end, step.first);
@@ -227,8 +228,8 @@ Step keep_tokens(Team& team, const Step& step) {
   return left;
 }
 
-// `next`: the norm that follows the layer in the same pass. `last`: of its results only those of the
-// tokens that the step keeps are needed.
+// `next`: the norm that follows the layer in the same pass. `last`: nothing reads its results but
+// those of the tokens that the step keeps.
 void run_layer(Team& team, const Step& step, const Layer& layer, const Norm& next, bool last) {
   share_product(team, layer.qkv, step.input(), int(step.count),
                 [&](int panel, int row, int rows, const float* tile) {

@@ -152,8 +152,8 @@ constexpr DigitsBlock digits_block_of(int rows, std::integer_sequence<int, I...>
 }
 
 // y [rows, P] = rows of digits, `stride` bytes apart, times a panel [steps][P][4] of w + 128. Rows
-// are spread evenly over blocks. Several blocks fetch the next panel meanwhile, if there is one; one
-// fetches its own panel, a little ahead, and the beginning of the next.
+// are spread evenly over blocks. Several blocks fetch the next panel meanwhile, if there is one;
+// one fetches its own panel, a little ahead, and the beginning of the next.
 inline void digits_product(int rows, const char* x, int64_t stride, const uint8_t* panel,
                            int steps, float* y, bool last) {
   const int blocks = (rows + MAX_DIGIT_ROWS - 1) / MAX_DIGIT_ROWS;

@@ -268,8 +268,8 @@ class FusedRun:
     def compute(
         self, x: Tensor, ropes: Sequence[Rope], current: CachedPass, *, all_tokens: bool = True
     ) -> Tensor:
-        """Hidden states float32 [T, hidden] in and out, with each layer's rotary embedding; out,
-        unless for all tokens, those of ``current.keep``, which must ascend. May change x.
+        """Hidden states float32 [T, hidden], with each layer's rotary embedding → those after the
+        layers: of all tokens, or of ``current.keep``, which must ascend. May change x.
         """
         keep = None if all_tokens or len(current.keep) == len(x) else current.keep
         if (

@@ -125,7 +125,7 @@ class Layers(Protocol):
         self, x: Tensor, ropes: Sequence[Rope], current: CachedPass, *, all_tokens: bool = True
     ) -> Tensor:
         """Hidden states float32 [T, hidden] and each layer's cosines and sines float32 [T, R] →
-        hidden states, of all tokens or of those ``current.keep``, ascending. May change x.
+        hidden states, of all tokens or of ``current.keep``, which must ascend. May change x.
         """
 
 

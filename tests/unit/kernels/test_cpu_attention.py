@@ -215,7 +215,7 @@ def cover_each_key_once(case: Case, tasks: list[Task], merges: list[Task]) -> No
                     assert (task.row + i, head) not in places
                     places.add((task.row + i, head))
     starts, window = case.ragged.query_starts.tolist(), case.ragged.window
-    single = {task.row + i for task in decodes for i in range(max(task.rows, 1))}
+    single = {row for row, _, _ in read}
     assert single <= {row for row in range(len(starts) - 1) if starts[row + 1] - starts[row] == 1}
     for row, length in enumerate(case.ragged.kv_lens.tolist()):
         if row in single:
