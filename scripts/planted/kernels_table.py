@@ -381,8 +381,8 @@ BUGS = (
     PackageBug(
         "what was summed before a larger score keeps its weight",
         ATTENTION_C,
-        "if (factor[j] == 1.0f) continue;",
-        "if (factor[j] <= 1.0f) continue;",
+        "if (factor[i] == 1.0f) continue;",
+        "if (factor[i] <= 1.0f) continue;",
         C_ATTENTION,
     ),
     PackageBug(
@@ -416,15 +416,43 @@ BUGS = (
     PackageBug(
         "the rest of a decode's keys are the first tile's again",
         ATTENTION_C,
-        "    tile = next;\n  }\n  if (task.part",
-        "  }\n  if (task.part",
+        "at += TILE, tile = next)",
+        "at += TILE)",
         C_ATTENTION,
     ),
     PackageBug(
         "the second share of a decode's queries is computed with the first's results",
         ATTENTION_C,
-        "        const int head = kv * group + first;\n        decode_tile_of",
-        "        const int head = kv * group;\n        decode_tile_of",
+        "weights = decode.scores + (kv * group + first) * TILE + from",
+        "weights = decode.scores + kv * group * TILE + from",
+        C_ATTENTION,
+    ),
+    PackageBug(
+        "a decode's values are weighted by the scores of the tile's first keys",
+        ATTENTION_C,
+        "weights = decode.scores + (kv * group + first) * TILE + from",
+        "weights = decode.scores + (kv * group + first) * TILE",
+        C_ATTENTION,
+    ),
+    PackageBug(
+        "the products of each key-value head take the place of the first's",
+        ATTENTION_C,
+        "decode.dots + int64_t(kv) * Q * W / K * W + part * W",
+        "decode.dots + part * W",
+        C_ATTENTION,
+    ),
+    PackageBug(
+        "places of a tile without a key count where they fill a vector",
+        ATTENTION_C,
+        "seen.high >= padded(keys, W)",
+        "seen.high >= keys",
+        C_ATTENTION,
+    ),
+    PackageBug(
+        "a block ends a token late",
+        ATTENTION_C,
+        "if (++inside == rows.block_size)",
+        "if (++inside > rows.block_size)",
         C_ATTENTION,
     ),
     PackageBug(
@@ -1322,8 +1350,8 @@ BUGS = (
     PackageBug(
         "with fixed sums keys that the window has passed are read in freed blocks",
         ATTENTION_C,
-        "std::max(at + i < end ? at + i : end - 1, lowest)",
-        "(at + i < end ? at + i : end - 1)",
+        "int position = std::max(at, lowest);",
+        "int position = at;",
         C_INVARIANCE,
     ),
     PackageBug(

@@ -16,20 +16,6 @@ constexpr float NONE = -__builtin_inff();
 
 int padded(int n, int to) { return (n + to - 1) / to * to; }
 
-// Where the tokens of one row are in a cache [blocks, block_size, kv, dim].
-template <class T>
-struct Paged {
-  const T* data;
-  const int32_t* table;
-  int block_size;
-  int64_t token;  // elements of one token
-
-  const T* at(int position) const {
-    const int64_t block = table[position / block_size];
-    return data + (block * block_size + position % block_size) * token;
-  }
-};
-
 template <class T>
 FL_INLINE Vec load_up_to(const T* p, int count) {
   return count >= W ? load(p) : load_part(p, count);
@@ -46,11 +32,11 @@ struct Span {
   int high;
 };
 
-// Scores of TILE keys, with the cap, and NONE where a key is not seen. Returns the highest ones.
-Vec mask_scores(float* scores, Span seen, float softcap) {
-  const bool all = seen.low <= 0 && seen.high >= TILE;
+// Scores of `keys` keys, with the cap, and NONE where a key is not seen. Returns the highest ones.
+Vec mask_scores(float* scores, int keys, Span seen, float softcap) {
+  const bool all = seen.low <= 0 && seen.high >= padded(keys, W);
   Vec highest = splat(NONE);
-  for (int i = 0; i < TILE; i += W) {
+  for (int i = 0; i < keys; i += W) {
     Vec s = load(scores + i);
     if (softcap != 0) s = softcap * tanh(s * (1.0f / softcap));
     if (!all) s = (below(i, seen.high) & ~below(i, seen.low)) ? s : splat(NONE);
@@ -60,15 +46,15 @@ Vec mask_scores(float* scores, Span seen, float softcap) {
   return highest;
 }
 
-// Scores [rows, TILE] of at most W rows become weights exp(score - maximum), zero for a row that
-// sees no key. `factor`: for what was summed before. Each of the last three has W elements: those
-// beyond `rows` keep their maximum and total, and have factor 1.
-void weigh(float* scores, int rows, const Span* seen, float softcap, float* maximum, float* total,
-           float* factor) {
+// The first `keys` of scores [rows, TILE] of at most W rows become weights exp(score - maximum),
+// zero for a row that sees no key. `factor`: for what was summed before. Each of the last three has
+// W elements: those beyond `rows` keep their maximum and total, and have factor 1.
+void weigh(float* scores, int rows, int keys, const Span* seen, float softcap, float* maximum,
+           float* total, float* factor) {
   Vec found[W];
   for (int i = 0; i < W; i++) {
     const bool sees = i < rows && seen[i].low < seen[i].high;
-    found[i] = sees ? mask_scores(scores + i * TILE, seen[i], softcap) : splat(NONE);
+    found[i] = sees ? mask_scores(scores + i * TILE, keys, seen[i], softcap) : splat(NONE);
   }
   const Vec before = load(maximum), highest = largest(found);
   const auto grows = highest > before;
@@ -81,13 +67,22 @@ void weigh(float* scores, int rows, const Span* seen, float softcap, float* maxi
     const bool sees = seen[i].low < seen[i].high;
     const Vec most = splat(maximum[i]);
     float* row = scores + i * TILE;
-    for (int at = 0; at < TILE; at += W) {
+    for (int at = 0; at < keys; at += W) {
       const Vec weight = sees ? exp(load(row + at) - most) : Vec{};
       store(row + at, weight);
       found[i] += weight;
     }
   }
   store(total, load(total) * scale + sums(found));
+}
+
+// sums [rows, width] times each row's factor.
+void rescale(float* sums, int rows, int width, const float* factor) {
+  for (int i = 0; i < rows; i++) {
+    if (factor[i] == 1.0f) continue;
+    float* row = sums + int64_t(i) * width;
+    for (int d = 0; d < width; d += W) store(row + d, load(row + d) * factor[i]);
+  }
 }
 
 // A tile: where each of its first `count` tokens is. The other places are the last token's again.
@@ -98,100 +93,105 @@ struct Tile {
   int count;
 };
 
-// Memory that is needed soon, fetched into the second-level cache a few lines at a time and in the
-// order of its addresses while something else is computed: the hardware cannot know where the next
-// block is, and too much at once would wait for memory.
-class Ahead {
- public:
-  void add(const void* from, int64_t bytes) {
-    const char* begin = static_cast<const char*>(from);
-    lines_ += (bytes + LINE - 1) / LINE;
-    if (count_ > 0 && runs_[count_ - 1].end == begin) {
-      runs_[count_ - 1].end += bytes;
-    } else {
-      runs_[count_++] = {begin, begin + bytes};
-    }
-  }
+// Memory that is needed soon is fetched into the second-level cache, a vector for each one that is
+// loaded. Where the next block is the hardware cannot know, and a processor drops what it is asked
+// to fetch while too many lines are on their way (benchmarks/README.md).
 
-  // Spreads it over so many calls of `fetch`.
-  void spread(int64_t calls) { rate_ = (lines_ + calls - 1) / calls; }
+// Queries of a group that a decode computes at a time: registers hold the sums of so many.
+constexpr int SHARE = W == 16 ? 8 : 2;
+// Keys whose values are added for one head after the other: little enough memory that the hardware
+// sees it read in order, and enough for what the sums cost that are loaded and stored for them.
+constexpr int VALUES = 8;
+// A decode fetches this far ahead, but not less than VALUES keys.
+constexpr int AHEAD_BYTES = 8 << 10;
 
-  FL_INLINE void fetch() {
-    for (int64_t left = rate_; left > 0 && at_ < count_;) {
-      Run& run = runs_[at_];
-      for (; left > 0 && run.begin < run.end; left--, run.begin += LINE) {
-        __builtin_prefetch(run.begin, 0, 2);
-      }
-      if (run.begin >= run.end) at_++;
-    }
-  }
+// Results of W keys in their order, where W / K times K keys were summed by `sums`.
+template <int K, int... I>
+FL_INLINE Vec in_order(Vec v, std::integer_sequence<int, I...>) {
+  return __builtin_shufflevector(v, v, (I / K + W / K * (I % K))...);
+}
 
- private:
-  static constexpr int LINE = 64;
-  struct Run {
-    const char* begin;
-    const char* end;
-  };
-  Run runs_[2 * TILE];  // of a tile's keys and values
-  int count_ = 0, at_ = 0;
-  int64_t lines_ = 0, rate_ = 0;
+// What a decode knows of a layer. Queries [kv, shares of a group, ceil(dim / W), Q of a share, W]
+// are padded with zeros; `dots` is memory for a share's products with W keys. `ahead`: keys from a
+// load to what it fetches.
+struct Decode {
+  const Heads& heads;
+  int ahead;
+  float* query;
+  float* scores;  // [query heads, TILE]
+  float* sums;    // [query heads, value_dim], padded
+  float* dots;
 };
 
-// scores[q][TILE] = Q queries, [ceil(dim / W)][Q][W] floats, padded with zeros, times the tile's
-// keys. A key that is not there is the last one again: its score is masked, and no foreign byte is
-// read.
+// Scores of a tile's keys and the queries [first, first + Q) of each group, all heads of one key
+// after the other. A key that is not there is the last one again: its score is masked, and no
+// foreign byte is read.
 template <int Q, class T>
-void score_tile(const float* query, const Tile<T>& tile, Ahead& ahead, int offset, int dim,
-                float* scores) {
+void score_tile(const Decode& decode, const Tile<T>& tile, int first) {
   // Keys at a time: registers hold their products with all queries.
-  constexpr int K = Q > 4 ? 2 : 4;
-  for (int first = 0; first < tile.count; first += W) {
-    Vec dots[Q][W];
-    for (int at = 0; at < W; at += K) {
-      const T* keys[K];
-      for (int j = 0; j < K; j++) keys[j] = tile.keys[first + at + j] + offset;
-      if (at % 4 == 0) ahead.fetch();
-      Vec dot[Q][K] = {};
-      const auto add = [&](int d, auto load_keys) __attribute__((always_inline)) {
-        const float* queries = query + d * Q;
-#pragma GCC unroll 4
+  constexpr int K = Q > 4 ? 2 : W < 4 ? W : 4;
+  const Heads& heads = decode.heads;
+  const int group = heads.query / heads.kv, dim = heads.dim, width = padded(dim, W);
+  for (int from = 0; from < tile.count; from += W) {
+    for (int part = 0; part < W / K; part++) {
+      const int at = from + part * K, soon = at + decode.ahead;
+      const T* const* fetched =
+          soon < tile.count ? tile.keys + soon : tile.values + (soon - tile.count);
+      for (int kv = 0; kv < heads.kv; kv++) {
+        const float* query = decode.query + (kv * group + first) * width;
+        const T *keys[K], *later[K];
         for (int j = 0; j < K; j++) {
-          const Vec key = load_keys(keys[j] + d);
-#pragma GCC unroll 8
-          for (int q = 0; q < Q; q++) dot[q][j] += load(queries + q * W) * key;
+          keys[j] = tile.keys[at + j] + kv * dim;
+          later[j] = fetched[j] + kv * dim;
         }
-      };
-      int d = 0;
-      for (; d + W <= dim; d += W) add(d, [](const T* p) { return load(p); });
-      if (d < dim) add(d, [&](const T* p) { return load_part(p, dim - d); });
-#pragma GCC unroll 8
-      for (int q = 0; q < Q; q++) {
+        Vec dot[Q][K] = {};
+        const auto add = [&](int d, auto load_keys) __attribute__((always_inline)) {
+          const float* queries = query + d * Q;
 #pragma GCC unroll 4
-        for (int j = 0; j < K; j++) dots[q][at + j] = dot[q][j];
+          for (int j = 0; j < K; j++) {
+            const Vec key = load_keys(keys[j] + d);
+            __builtin_prefetch(later[j] + d, 0, 2);
+#pragma GCC unroll 8
+            for (int q = 0; q < Q; q++) dot[q][j] += load(queries + q * W) * key;
+          }
+        };
+        int d = 0;
+        for (; d + W <= dim; d += W) add(d, [](const T* p) { return load(p); });
+        if (d < dim) add(d, [&](const T* p) { return load_part(p, dim - d); });
+        float* dots = decode.dots + int64_t(kv) * Q * W / K * W + part * W;
+#pragma GCC unroll 8
+        for (int q = 0; q < Q; q++) store(dots + q * (W / K) * W, sums(dot[q]));
       }
     }
-    for (int q = 0; q < Q; q++) store(scores + q * TILE + first, sums(dots[q]));
+    const float* dots = decode.dots;
+    for (int kv = 0; kv < heads.kv; kv++) {
+      for (int q = 0; q < Q; q++, dots += W / K * W) {
+        Vec parts[W / K];
+        for (int i = 0; i < W / K; i++) parts[i] = load(dots + i * W);
+        store(decode.scores + (kv * group + first + q) * TILE + from,
+              in_order<K>(sums(parts), std::make_integer_sequence<int, W>()));
+      }
+    }
   }
 }
 
-// out[q] = out[q] * factor[q] + weights[q] · values, for Q queries and D vectors of each value.
-// The only vector of D = 1 has `width` elements in the cache, and is padded in `out`.
+// out[q] += weights[q] · values, for Q queries, `count` keys and D vectors of each value. The only
+// vector of D = 1 has `width` elements in the cache, and is padded in `out`.
 template <int Q, int D, class T>
-FL_INLINE void add_vectors(const float* weights, const float* factor, const Tile<T>& tile,
-                           Ahead& ahead, int offset, int at, int width, float* out,
-                           int out_stride) {
+FL_INLINE void add_vectors(const float* weights, const T* const* values, const T* const* fetched,
+                           int count, int at, int width, float* out, int out_stride) {
   Vec added[Q][D];
 #pragma GCC unroll 8
   for (int q = 0; q < Q; q++) {
 #pragma GCC unroll 4
-    for (int v = 0; v < D; v++) added[q][v] = load(out + q * out_stride + at + v * W) * factor[q];
+    for (int v = 0; v < D; v++) added[q][v] = load(out + q * out_stride + v * W);
   }
-  for (int j = 0; j < tile.count; j++) {
-    const T* from = tile.values[j] + offset + at;
-    if (j % 4 == 0) ahead.fetch();
+  for (int j = 0; j < count; j++) {
 #pragma GCC unroll 4
     for (int v = 0; v < D; v++) {
-      const Vec value = D == 1 ? load_up_to(from, width) : load(from + v * W);
+      const T* from = values[j] + at + v * W;
+      const Vec value = D == 1 ? load_up_to(from, width) : load(from);
+      __builtin_prefetch(fetched[j] + at + v * W, 0, 2);
 #pragma GCC unroll 8
       for (int q = 0; q < Q; q++) added[q][v] += weights[q * TILE + j] * value;
     }
@@ -199,45 +199,38 @@ FL_INLINE void add_vectors(const float* weights, const float* factor, const Tile
 #pragma GCC unroll 8
   for (int q = 0; q < Q; q++) {
 #pragma GCC unroll 4
-    for (int v = 0; v < D; v++) store(out + q * out_stride + at + v * W, added[q][v]);
+    for (int v = 0; v < D; v++) store(out + q * out_stride + v * W, added[q][v]);
   }
 }
 
-// The same for values of `dim` elements, as many vectors at a time as registers hold sums of.
+// Adds a tile's values, weighted by the scores of the queries [first, first + Q) of each group, as
+// many vectors at a time as registers hold sums of. `next`: the tile that is needed after it.
 template <int Q, class T>
-void add_values(const float* weights, const float* factor, const Tile<T>& tile,
-                Ahead& ahead, int offset, int dim, float* out, int out_stride) {
-  int d = 0;
-  for (; Q <= 4 && d + 4 * W <= dim; d += 4 * W) {
-    add_vectors<Q, 4>(weights, factor, tile, ahead, offset, d, W, out, out_stride);
-  }
-  for (; d + 2 * W <= dim; d += 2 * W) {
-    add_vectors<Q, 2>(weights, factor, tile, ahead, offset, d, W, out, out_stride);
-  }
-  for (; d < dim; d += W) {
-    add_vectors<Q, 1>(weights, factor, tile, ahead, offset, d, dim - d, out, out_stride);
+void add_values(const Decode& decode, const Tile<T>& tile, const Tile<T>& next, int first) {
+  const Heads& heads = decode.heads;
+  const int group = heads.query / heads.kv, dim = heads.value_dim, stride = padded(dim, W);
+  for (int from = 0; from < tile.count; from += VALUES) {
+    const int count = std::min(VALUES, tile.count - from), soon = from + decode.ahead;
+    const T* const* values = tile.values + from;
+    const T* const* fetched =
+        soon < tile.count ? tile.values + soon : next.keys + (soon - tile.count);
+    for (int kv = 0; kv < heads.kv; kv++) {
+      const float* weights = decode.scores + (kv * group + first) * TILE + from;
+      float* out = decode.sums + (kv * group + first) * stride;
+      const int offset = kv * dim;
+      int d = 0;
+      for (; Q <= 4 && d + 4 * W <= dim; d += 4 * W) {
+        add_vectors<Q, 4>(weights, values, fetched, count, offset + d, W, out + d, stride);
+      }
+      for (; d + 2 * W <= dim; d += 2 * W) {
+        add_vectors<Q, 2>(weights, values, fetched, count, offset + d, W, out + d, stride);
+      }
+      for (; d < dim; d += W) {
+        add_vectors<Q, 1>(weights, values, fetched, count, offset + d, dim - d, out + d, stride);
+      }
+    }
   }
 }
-
-// One key-value head's share of a decode's tile, for Q of the queries that share it.
-template <int Q, class T>
-void decode_tile(const float* query, const Tile<T>& tile, Ahead& ahead, int kv, const Heads& heads,
-                 float softcap, float* maximum, float* total, float* out, int out_stride) {
-  float scores[Q * TILE];
-  float factor[W];
-  Span seen[Q];
-  const int count = tile.count;
-  score_tile<Q>(query, tile, ahead, kv * heads.dim, heads.dim, scores);
-  for (int q = 0; q < Q; q++) {
-    for (int i = padded(count, W); i < TILE; i += W) store(scores + q * TILE + i, Vec{});
-    seen[q] = {0, count};
-  }
-  weigh(scores, Q, seen, softcap, maximum, total, factor);
-  add_values<Q>(scores, factor, tile, ahead, kv * heads.value_dim, heads.value_dim, out, out_stride);
-}
-
-// Queries that a decode computes at a time: registers hold the sums of so many.
-constexpr int SHARE = W == 16 ? 8 : 2;
 
 // Calls `work(first, count)` for each share of the queries of a group, even ones.
 template <class Work>
@@ -250,13 +243,19 @@ void each_share(int group, Work work) {
 }
 
 template <class T>
-using DecodeTile = void (*)(const float*, const Tile<T>&, Ahead&, int, const Heads&, float, float*,
-                            float*, float*, int);
+using ScoreTile = void (*)(const Decode&, const Tile<T>&, int);
+template <class T>
+using AddValues = void (*)(const Decode&, const Tile<T>&, const Tile<T>&, int);
 
 template <class T, int... I>
-constexpr DecodeTile<T> decode_tile_of(int queries, std::integer_sequence<int, I...>) {
-  constexpr DecodeTile<T> tiles[] = {decode_tile<I + 1, T>...};
-  return tiles[queries - 1];
+constexpr ScoreTile<T> score_tile_of(int queries, std::integer_sequence<int, I...>) {
+  constexpr ScoreTile<T> of[] = {score_tile<I + 1, T>...};
+  return of[queries - 1];
+}
+template <class T, int... I>
+constexpr AddValues<T> add_values_of(int queries, std::integer_sequence<int, I...>) {
+  constexpr AddValues<T> of[] = {add_values<I + 1, T>...};
+  return of[queries - 1];
 }
 
 // out = sum / total of one head, its sink included.
@@ -302,32 +301,20 @@ template <class T>
 void locate(const Heads& heads, const Rows& rows, const Attention& layer, int row, int at, int end,
             int lowest, Tile<T>& tile) {
   const int32_t* table = rows.tables + int64_t(row) * rows.table_width;
-  const Paged<T> keys{static_cast<const T*>(layer.keys), table, rows.block_size,
-                      int64_t(heads.kv) * heads.dim};
-  const Paged<T> values{static_cast<const T*>(layer.values), table, rows.block_size,
-                        int64_t(heads.kv) * heads.value_dim};
+  const T* keys = static_cast<const T*>(layer.keys);
+  const T* values = static_cast<const T*>(layer.values);
   tile.count = end - at < TILE ? end - at : TILE;
+  int position = std::max(at, lowest);
+  int64_t block = position / rows.block_size, inside = position % rows.block_size;
   for (int i = 0; i < TILE; i++) {
-    const int position = std::max(at + i < end ? at + i : end - 1, lowest);
-    tile.keys[i] = keys.at(position);
-    tile.values[i] = values.at(position);
-  }
-}
-
-// Elements of each token's keys and values in a cache.
-struct Part {
-  int key, keys;
-  int value, values;
-};
-
-// Fetches this part of a tile's tokens.
-template <class T>
-void fetch(const Tile<T>& tile, Part part) {
-  constexpr int LINE = 64 / int(sizeof(T));
-  for (int i = 0; i < tile.count; i++) {
-    for (int d = 0; d < part.keys; d += LINE) __builtin_prefetch(tile.keys[i] + part.key + d, 0, 2);
-    for (int d = 0; d < part.values; d += LINE) {
-      __builtin_prefetch(tile.values[i] + part.value + d, 0, 2);
+    const int64_t slot = table[block] * int64_t(rows.block_size) + inside;
+    tile.keys[i] = keys + slot * heads.kv * heads.dim;
+    tile.values[i] = values + slot * heads.kv * heads.value_dim;
+    if (position > at + i || position == end - 1) continue;
+    position++;
+    if (++inside == rows.block_size) {
+      inside = 0;
+      block++;
     }
   }
 }
@@ -338,9 +325,13 @@ void decode(const Heads& heads, const Rows& rows, const Attention& layer, const 
             const Task* following) {
   const int group = heads.query / heads.kv;
   const int dim = padded(heads.dim, W), value_dim = padded(heads.value_dim, W);
-  float* query = scratch(size_t(heads.query) * (dim + value_dim + 2) + W);
+  float* query = scratch(size_t(heads.query) * (dim + value_dim + 2 + TILE + W / 2 * W) + W);
   float* sums = query + heads.query * dim;
   float *maximum = sums + heads.query * value_dim, *total = maximum + heads.query;
+  float* scores = total + heads.query + W;
+  const int token_bytes = int(heads.kv * heads.dim * sizeof(T));
+  const int ahead = std::clamp(AHEAD_BYTES / token_bytes / VALUES, 1, TILE / 2 / VALUES) * VALUES;
+  const Decode work{heads, ahead, query, scores, sums, scores + heads.query * TILE};
   const int64_t token = rows.starts[task.row] - layer.first;
   for (int kv = 0; kv < heads.kv; kv++) {
     each_share(group, [&](int first, int count) {
@@ -357,37 +348,34 @@ void decode(const Heads& heads, const Rows& rows, const Attention& layer, const 
     });
   }
   for (int i = 0; i < heads.query * value_dim; i += W) store(sums + i, Vec{});
+  const auto shares = std::make_integer_sequence<int, SHARE>();
   const int end = task.first + task.count;
   Tile<T> tile, next;
   locate(heads, rows, layer, task.row, task.first, end, task.first, tile);
-  for (int at = task.first; at < end; at += TILE) {
+  for (int at = task.first; at < end; at += TILE, tile = next) {
     if (at + TILE < end) {
       locate(heads, rows, layer, task.row, at + TILE, end, task.first, next);
     } else if (following != nullptr) {
       const int first = following->first;
       locate(heads, rows, layer, following->row, first, first + following->count, first, next);
     } else {
-      next.count = 0;
+      next = tile;
     }
-    Ahead ahead;
-    for (int i = 0; i < next.count; i++) {
-      ahead.add(next.keys[i], heads.kv * heads.dim * int64_t(sizeof(T)));
+    each_share(group, [&](int first, int count) {
+      score_tile_of<T>(count, shares)(work, tile, first);
+    });
+    Span seen[W];
+    float factor[W];
+    std::fill(seen, seen + W, Span{0, tile.count});
+    for (int head = 0; head < heads.query; head += W) {
+      const int some = std::min(W, heads.query - head);
+      weigh(scores + head * TILE, some, tile.count, seen, layer.softcap, maximum + head,
+            total + head, factor);
+      rescale(sums + head * value_dim, some, value_dim, factor);
     }
-    for (int i = 0; i < next.count; i++) {
-      ahead.add(next.values[i], heads.kv * heads.value_dim * int64_t(sizeof(T)));
-    }
-    // Each share fetches for every four keys, with the scores and at least once with the values.
-    const int shares = (group + SHARE - 1) / SHARE;
-    ahead.spread(int64_t(heads.kv) * shares * 2 * ((tile.count + 3) / 4));
-    for (int kv = 0; kv < heads.kv; kv++) {
-      each_share(group, [&](int first, int count) {
-        const int head = kv * group + first;
-        decode_tile_of<T>(count, std::make_integer_sequence<int, SHARE>())(
-            query + head * dim, tile, ahead, kv, heads, layer.softcap, maximum + head, total + head,
-            sums + head * value_dim, value_dim);
-      });
-    }
-    tile = next;
+    each_share(group, [&](int first, int count) {
+      add_values_of<T>(count, shares)(work, tile, next, first);
+    });
   }
   if (task.part >= 0) {
     memcpy(layer.parts + task.part * part_floats(heads), sums, size_t(part_floats(heads)) * 4);
@@ -427,12 +415,14 @@ void merge(const Heads& heads, const Rows& rows, const Attention& layer, const T
 
 // A tile's keys as panels for `product`: [TILE / P][dim][P], zero where there is no key.
 template <class T>
-void transpose_keys(const Tile<T>& tile, int offset, int dim, float* panels) {
+void transpose_keys(const Tile<T>& tile, const Tile<T>& next, int offset, int dim,
+                    float* panels) {
   for (int at = 0; at < padded(tile.count, P); at += W) {
     float* panel = panels + int64_t(at / P) * dim * P + at % P;
     for (int d = 0; d < dim; d += W) {
       Vec block[W];
       for (int i = 0; i < W; i++) {
+        __builtin_prefetch(next.keys[at + i] + offset + d, 0, 2);
         block[i] = at + i < tile.count ? load_up_to(tile.keys[at + i] + offset + d, dim - d)
                                        : Vec{};
       }
@@ -444,11 +434,12 @@ void transpose_keys(const Tile<T>& tile, int offset, int dim, float* panels) {
 
 // A tile's values as panels: [ceil(dim / P)][TILE][P], zero beyond `dim`.
 template <class T>
-void copy_values(const Tile<T>& tile, int offset, int dim, float* panels) {
+void copy_values(const Tile<T>& tile, const Tile<T>& next, int offset, int dim, float* panels) {
   for (int j = 0; j < tile.count; j++) {
     const T* from = tile.values[j] + offset;
     for (int d = 0; d < padded(dim, P); d += W) {
       const Vec v = d < dim ? load_up_to(from + d, dim - d) : Vec{};
+      __builtin_prefetch(next.values[j] + offset + d, 0, 2);
       store(panels + (int64_t(d / P) * TILE + j) * P + d % P, v);
     }
   }
@@ -484,18 +475,14 @@ void prefill(const Heads& heads, const Rows& rows, const Attention& layer, const
   const int unseen = window == 0 || position < window ? 0 : position - window + 1;
   const int lowest = shared ? task.first : unseen;
   const int begin = rows.fixed ? lowest / TILE * TILE : lowest;
-  const Part part{task.kv_head * dim, dim, task.kv_head * heads.value_dim, heads.value_dim};
   Tile<T> tile, next;
   locate(heads, rows, layer, task.row, begin, end, lowest, next);
   for (int at = begin; at < end; at += TILE) {
     tile = next;
     const int count = tile.count;
-    transpose_keys(tile, part.key, dim, key_panels);
-    copy_values(tile, part.value, part.values, value_panels);
-    if (at + TILE < end) {
-      locate(heads, rows, layer, task.row, at + TILE, end, lowest, next);
-      fetch(next, part);
-    }
+    if (at + TILE < end) locate(heads, rows, layer, task.row, at + TILE, end, lowest, next);
+    transpose_keys(tile, next, task.kv_head * dim, dim, key_panels);
+    copy_values(tile, next, task.kv_head * heads.value_dim, heads.value_dim, value_panels);
     // Queries before the tile's first key see none of it.
     const int skip = at > position ? (at - position) * group : 0;
     for (int key = 0; key < count; key += P) {
@@ -511,12 +498,9 @@ void prefill(const Heads& heads, const Rows& rows, const Attention& layer, const
         const int low = window == 0 ? 0 : high - window;
         seen[j] = {low, high < count ? high : count};
       }
-      weigh(scores + int64_t(i) * TILE, some, seen, layer.softcap, maximum + i, total + i, factor);
-      for (int j = 0; j < some; j++) {
-        if (factor[j] == 1.0f) continue;
-        float* out = sums + int64_t(i + j) * out_width;
-        for (int d = 0; d < out_width; d += W) store(out + d, load(out + d) * factor[j]);
-      }
+      weigh(scores + int64_t(i) * TILE, some, count, seen, layer.softcap, maximum + i, total + i,
+            factor);
+      rescale(sums + int64_t(i) * out_width, some, out_width, factor);
     }
     for (int d = 0; d < out_width; d += P) {
       product(n - skip, scores + int64_t(skip) * TILE, TILE, value_panels + int64_t(d) * TILE,

@@ -116,10 +116,13 @@ FL_INLINE void transpose(Vec (&rows)[W]) {
   }
 }
 
-// A vector of the sums of W vectors. The same network as `transpose`, adding at each round.
-FL_INLINE Vec sums(Vec (&rows)[W]) {
+// A vector of the sums of W vectors. The same network as `transpose`, adding at each round. Of
+// N < W vectors the first rounds: with those of the rows g, g + W / N, g + 2 · W / N and so on for
+// each g < W / N, the sums of these results are the sums of all rows.
+template <int N>
+FL_INLINE Vec sums(Vec (&rows)[N]) {
 #pragma GCC unroll 4
-  for (int half = W / 2; half >= 1; half /= 2) {
+  for (int half = N / 2; half >= 1; half /= 2) {
 #pragma GCC unroll 8
     for (int i = 0; i < half; i++) {
       rows[i] = interleave_low(rows[i], rows[i + half]) + interleave_high(rows[i], rows[i + half]);
