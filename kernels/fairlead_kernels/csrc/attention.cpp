@@ -102,8 +102,10 @@ constexpr int SHARE = W == 16 ? 8 : 2;
 // Keys whose values are added for one head after the other: little enough memory that the hardware
 // sees it read in order, and enough for what the sums cost that are loaded and stored for them.
 constexpr int VALUES = 8;
-// A decode fetches this far ahead, but not less than VALUES keys.
-constexpr int AHEAD_BYTES = 8 << 10;
+// A decode fetches this far ahead, but at least VALUES keys, and so few that a tile and the one
+// after it have places for them.
+constexpr int AHEAD_BYTES = 8 << 10, MOST_AHEAD = TILE / 2;
+static_assert(MOST_AHEAD % VALUES == 0 && MOST_AHEAD + W <= TILE && MOST_AHEAD + VALUES <= TILE);
 
 // Results of W keys in their order, where W / K times K keys were summed by `sums`.
 template <int K, int... I>
@@ -129,7 +131,8 @@ struct Decode {
 template <int Q, class T>
 void score_tile(const Decode& decode, const Tile<T>& tile, int first) {
   // Keys at a time: registers hold their products with all queries.
-  constexpr int K = Q > 4 ? 2 : W < 4 ? W : 4;
+  constexpr int K = Q > 4 ? 2 : 4;
+  static_assert(W % K == 0);
   const Heads& heads = decode.heads;
   const int group = heads.query / heads.kv, dim = heads.dim, width = padded(dim, W);
   for (int from = 0; from < tile.count; from += W) {
@@ -330,7 +333,7 @@ void decode(const Heads& heads, const Rows& rows, const Attention& layer, const 
   float *maximum = sums + heads.query * value_dim, *total = maximum + heads.query;
   float* scores = total + heads.query + W;
   const int token_bytes = int(heads.kv * heads.dim * sizeof(T));
-  const int ahead = std::clamp(AHEAD_BYTES / token_bytes / VALUES, 1, TILE / 2 / VALUES) * VALUES;
+  const int ahead = std::clamp(AHEAD_BYTES / token_bytes / VALUES, 1, MOST_AHEAD / VALUES) * VALUES;
   const Decode work{heads, ahead, query, scores, sums, scores + heads.query * TILE};
   const int64_t token = rows.starts[task.row] - layer.first;
   for (int kv = 0; kv < heads.kv; kv++) {
