@@ -52,7 +52,9 @@ SHAPES = {
 
 
 def load(path: Path) -> library.Library:
-    """The library, which need not be built from the sources beside this file."""
+    """The library, which need not be built from the sources beside this file, but must have the
+    same functions and structures.
+    """
     library.SOURCES, library.FOLDER = Path("none"), path.resolve().parent
     try:
         return library.Library(path.stem)
