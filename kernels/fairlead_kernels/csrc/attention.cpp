@@ -94,8 +94,8 @@ struct Tile {
 };
 
 // Memory that is needed soon is fetched into the second-level cache, a vector for each one that is
-// loaded. Where the next block is the hardware cannot know, and a processor drops what it is asked
-// to fetch while too many lines are on their way (benchmarks/README.md).
+// loaded. Where the next block is the hardware cannot know, and a processor seems to drop what it
+// is asked to fetch while too many lines are on their way (benchmarks/README.md).
 
 // Queries of a group that a decode computes at a time: registers hold the sums of so many.
 constexpr int SHARE = W == 16 ? 8 : 2;
@@ -245,19 +245,16 @@ void each_share(int group, Work work) {
   }
 }
 
+// What a decode calls for a share of so many queries.
 template <class T>
-using ScoreTile = void (*)(const Decode&, const Tile<T>&, int);
-template <class T>
-using AddValues = void (*)(const Decode&, const Tile<T>&, const Tile<T>&, int);
+struct ShareCalls {
+  void (*score)(const Decode&, const Tile<T>&, int);
+  void (*add)(const Decode&, const Tile<T>&, const Tile<T>&, int);
+};
 
 template <class T, int... I>
-constexpr ScoreTile<T> score_tile_of(int queries, std::integer_sequence<int, I...>) {
-  constexpr ScoreTile<T> of[] = {score_tile<I + 1, T>...};
-  return of[queries - 1];
-}
-template <class T, int... I>
-constexpr AddValues<T> add_values_of(int queries, std::integer_sequence<int, I...>) {
-  constexpr AddValues<T> of[] = {add_values<I + 1, T>...};
+constexpr ShareCalls<T> calls_of(int queries, std::integer_sequence<int, I...>) {
+  constexpr ShareCalls<T> of[] = {{score_tile<I + 1, T>, add_values<I + 1, T>}...};
   return of[queries - 1];
 }
 
@@ -365,7 +362,7 @@ void decode(const Heads& heads, const Rows& rows, const Attention& layer, const 
       next = tile;
     }
     each_share(group, [&](int first, int count) {
-      score_tile_of<T>(count, shares)(work, tile, first);
+      calls_of<T>(count, shares).score(work, tile, first);
     });
     Span seen[W];
     float factor[W];
@@ -377,7 +374,7 @@ void decode(const Heads& heads, const Rows& rows, const Attention& layer, const 
       rescale(sums + head * value_dim, some, value_dim, factor);
     }
     each_share(group, [&](int first, int count) {
-      add_values_of<T>(count, shares)(work, tile, next, first);
+      calls_of<T>(count, shares).add(work, tile, next, first);
     });
   }
   if (task.part >= 0) {
@@ -416,7 +413,8 @@ void merge(const Heads& heads, const Rows& rows, const Attention& layer, const T
   }
 }
 
-// A tile's keys as panels for `product`: [TILE / P][dim][P], zero where there is no key.
+// A tile's keys as panels for `product`: [TILE / P][dim][P], zero where there is no key. Fetches
+// those of `next` meanwhile.
 template <class T>
 void transpose_keys(const Tile<T>& tile, const Tile<T>& next, int offset, int dim,
                     float* panels) {
@@ -435,7 +433,8 @@ void transpose_keys(const Tile<T>& tile, const Tile<T>& next, int offset, int di
   }
 }
 
-// A tile's values as panels: [ceil(dim / P)][TILE][P], zero beyond `dim`.
+// A tile's values as panels: [ceil(dim / P)][TILE][P], zero beyond `dim`. Fetches those of `next`
+// meanwhile.
 template <class T>
 void copy_values(const Tile<T>& tile, const Tile<T>& next, int offset, int dim, float* panels) {
   for (int j = 0; j < tile.count; j++) {
