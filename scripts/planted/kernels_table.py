@@ -631,6 +631,27 @@ BUGS = (
         C_ATTENTION,
     ),
     PackageBug(
+        "decodes are cut where threads are done later",
+        ATTENTION_PLAN_C,
+        "if (time < least) best",
+        "if (time > least) best",
+        C_ATTENTION,
+    ),
+    PackageBug(
+        "parts of few keys are merged as if that cost nothing",
+        ATTENTION_PLAN_C,
+        "return last + merging;",
+        "return last;",
+        C_ATTENTION,
+    ),
+    PackageBug(
+        "all parts are a single thread's when their time is told",
+        ATTENTION_PLAN_C,
+        "        ends.pop();\n",
+        "",
+        C_ATTENTION,
+    ),
+    PackageBug(
         "rows share keys that only some of them have",
         ATTENTION_PLAN_C,
         "std::min(blocks, blocks_before(end))",

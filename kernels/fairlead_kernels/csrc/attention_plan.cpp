@@ -1,5 +1,8 @@
 // How a step's attention is cut into tasks, and a step into slabs.
 #include <algorithm>
+#include <functional>
+#include <numeric>
+#include <queue>
 #include <vector>
 
 #include "attention.h"
@@ -13,6 +16,11 @@ namespace {
 constexpr int ROWS = 192;  // of a prefill task, or a shared decode
 // A shared decode has at least so many rows and keys: it copies keys before it uses them.
 constexpr int SHARERS = 3, SHARED_KEYS = 128;
+// What a part of a decode costs, and a merge of parts with the barrier before it, as bytes of keys
+// and values that a thread reads meanwhile: 0.4 and 2 microseconds.
+constexpr int64_t PART_BYTES = 10 << 10, MERGE_BYTES = 50 << 10;
+// Parts a thread, at most, unless decodes are as many anyway.
+constexpr int MOST_PARTS = 8;
 
 // Queries of a prefill task or a shared decode, at most: so many rows of scores and sums stay in
 // the second-level cache.
@@ -33,12 +41,13 @@ class Plan {
     for (int row = 0; row < rows.count;) {
       row = decodes(rows, row) ? find_sharers(row, queries) : row + 1;
     }
-    int64_t own = 0, shared = 0;  // keys of all decodes; those that are shared, of each head
+    std::vector<int> own;  // keys that each decode has alone
+    int64_t shared = 0;    // keys that are shared, of each head
     for (const Sharers& some : sharers_) {
       shared += int64_t(some.keys) * heads.kv;
-      for (int row = some.row; row < some.end; row++) own += keys_of(row) - some.keys;
+      for (int row = some.row; row < some.end; row++) own.push_back(keys_of(row) - some.keys);
     }
-    most_ = largest_part(own, threads);
+    most_ = most_even(own, threads);
     most_shared_ = largest_part(shared, threads);
     auto next = sharers_.begin();
     for (int row = 0; row < rows.count;) {
@@ -65,7 +74,47 @@ class Plan {
   // Four tasks a thread even out; a part of fewer than 256 keys costs more than it helps.
   static int64_t largest_part(int64_t keys, int threads) {
     const int64_t most = threads > 1 ? keys / (4 * threads) : keys;
-    return (most < 256 ? 256 : most + KEY_TILE - 1) / KEY_TILE * KEY_TILE;
+    return whole_tiles(std::max<int64_t>(most, 256));
+  }
+
+  // The largest part of decodes that takes the threads the least time: two threads need as long for
+  // three decodes as for four. As many decodes as there may be parts are even enough, but for a
+  // long one among them.
+  int64_t most_even(const std::vector<int>& decodes, int threads) const {
+    const int64_t keys = std::accumulate(decodes.begin(), decodes.end(), int64_t(0));
+    if (threads == 1 || int64_t(decodes.size()) > int64_t(MOST_PARTS) * threads) {
+      return largest_part(keys, threads);
+    }
+    int64_t best = whole_tiles(keys), least = time_of(decodes, best, threads);
+    for (int parts = 1; parts <= MOST_PARTS; parts++) {
+      const int64_t most = whole_tiles(keys / (int64_t(parts) * threads));
+      const int64_t time = time_of(decodes, most, threads);
+      if (time < least) best = most, least = time;
+    }
+    return best;
+  }
+
+  // How long threads take that each take the next part as soon as they are free, in bytes that one
+  // of them reads meanwhile.
+  int64_t time_of(const std::vector<int>& decodes, int64_t most, int threads) const {
+    const int64_t key_bytes = int64_t(heads_.kv) * (heads_.dim + heads_.value_dim) * 4;
+    std::priority_queue<int64_t, std::vector<int64_t>, std::greater<int64_t>> ends;
+    for (int thread = 0; thread < threads; thread++) ends.push(0);
+    int64_t last = 0, merging = 0;
+    for (const int keys : decodes) {
+      if (keys > most) merging = MERGE_BYTES;
+      each_part(0, keys, most, [&](int, int, int count) {
+        const int64_t end = ends.top() + count * key_bytes + PART_BYTES;
+        ends.pop();
+        ends.push(end);
+        last = std::max(last, end);
+      });
+    }
+    return last + merging;
+  }
+
+  static int64_t whole_tiles(int64_t keys) {
+    return std::max<int64_t>(1, (keys + KEY_TILE - 1) / KEY_TILE) * KEY_TILE;
   }
 
   int first_key(int row) const {

@@ -130,14 +130,56 @@ def test_any_step_is_attended_as_defined(
 @pytest.mark.parametrize("window", [None, 1500])
 @pytest.mark.parametrize("sinks", [False, True])
 def test_a_decode_over_many_keys_is_cut_into_parts_and_merged(
-    instruction_set: str, dtype: torch.dtype, window: int | None, sinks: bool
+    instruction_set: str,
+    dtype: torch.dtype,
+    window: int | None,
+    sinks: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     heads = Heads(6, 2, 24, 24, dtype)
     case = make_case([(2100, 1), (5, 1), (700, 1)], block_size=16, window=window, heads=heads)
-    plan = CpuAttention(heads, library.load(instruction_set)).plan(case.ragged)
-    assert plan.rows.merge_count == 2
-    assert plan.rows.task_count > 8
+    tasks, merges = tasks_of(instruction_set, case)
+    parts = [3, 1, 1] if window is None else [4, 1, 2]
+    assert Counter(task.row for task in tasks) == dict(enumerate(parts))
+    assert [merge.parts for merge in merges] == [count for count in parts if count > 1]
+    cover_each_key_once(case, tasks, merges)
     check(instruction_set, case, LayerSpec(0.3, window, None, torch.ones(6) if sinks else None))
+
+
+LARGE = Heads(12, 12, 64, 64, torch.float32)
+SMALL = Heads(6, 2, 32, 32, torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("threads", "heads", "keys", "parts"),
+    [
+        pytest.param(2, LARGE, [250], [2], id="one decode"),
+        pytest.param(2, LARGE, [200] * 3, [2, 2, 2], id="three decodes on two threads"),
+        pytest.param(2, LARGE, [300, 200, 100], [1, 1, 1], id="decodes that are even"),
+        pytest.param(2, LARGE, [900, 100, 100], [2, 1, 1], id="a long one"),
+        pytest.param(2, LARGE, [600] * 4, [1] * 4, id="as many as threads need"),
+        pytest.param(8, LARGE, [1000] * 3, [8, 8, 8], id="fewer than threads"),
+        pytest.param(2, SMALL, [120], [1], id="too few keys to merge"),
+        pytest.param(2, SMALL, [400], [2], id="enough keys to merge"),
+        pytest.param(1, LARGE, [2000] * 2, [1, 1], id="one thread"),
+        pytest.param(2, LARGE, [150] * 64, [1] * 64, id="many decodes"),
+        pytest.param(2, LARGE, [6000, *[150] * 64], [4, *[1] * 64], id="many and a long one"),
+    ],
+)
+def test_decodes_are_cut_where_threads_are_done_sooner(
+    threads: int,
+    heads: Heads,
+    keys: list[int],
+    parts: list[int],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    case = make_case([(count - 1, 1) for count in keys], block_size=16, heads=heads)
+    tasks, merges = tasks_of("baseline", case)
+    found = Counter(task.row for task in tasks)
+    assert [found[row] for row in range(len(keys))] == parts
+    cover_each_key_once(case, tasks, merges)
 
 
 @every_set
@@ -276,12 +318,16 @@ def test_keys_that_a_row_has_not_yet_are_none_that_it_shares(instruction_set: st
 
 
 @every_set
-def test_rows_that_share_have_different_numbers_of_parts(instruction_set: str) -> None:
+def test_rows_that_share_have_different_numbers_of_parts(
+    instruction_set: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The first one has the most, of which the last one's would leave no room for all."""
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     shared = dict.fromkeys((1, 2), (0, 12))
-    case = make_case([(900, 1), (200, 1), (200, 1)], block_size=16, shared=shared)
+    rows = [(900, 1), (200, 1), (200, 1)]
+    case = make_case(rows, block_size=16, heads=LARGE, shared=shared)
     tasks, merges = tasks_of(instruction_set, case)
-    assert [merge.parts for merge in merges] == [4, 2, 2]
+    assert [merge.parts for merge in merges] == [3, 2, 2]
     cover_each_key_once(case, tasks, merges)
     check(instruction_set, case, LayerSpec(scale=0.3))
 
