@@ -159,10 +159,11 @@ class CpuOperations:
         return torch.empty(x.shape[0], size, dtype=torch.int8)
 
     def likeliest(
-        self, x: Tensor, weight: Packed, bias: Tensor | None = None
+        self, x: Tensor, weight: Packed, bias: Tensor | None = None, norm: Norm | None = None
     ) -> tuple[Tensor, Tensor]:
         """The largest of each row of ``linear``, float32 [T], NaN where one is, and its column,
-        int64 [T], the first of equal ones: ``max`` of a product that is not stored.
+        int64 [T], the first of equal ones: ``max`` of a product that is not stored. With ``norm``
+        of the norm of x, which is written into x, if that is dense.
         """
         x = dense(x, "x", weight.columns)
         count, threads = x.shape[0], torch.get_num_threads()
@@ -172,6 +173,7 @@ class CpuOperations:
         self.library.likeliest(
             x.data_ptr(),
             count,
+            None if norm is None else ctypes.byref(norm_struct(norm, "norm", weight.columns)),
             digits.data_ptr(),
             ctypes.byref(weight_struct(weight, bias, "bias")),
             values.data_ptr(),

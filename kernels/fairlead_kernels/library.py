@@ -189,8 +189,8 @@ _FUNCTIONS: dict[str, tuple[tuple[type, ...], type | None]] = {
     "likeliest_part": ((), Int),
     "likeliest": (
         (
-            *(Pointer, Long, Pointer, ctypes.POINTER(WeightStruct)),
-            *(Pointer, Pointer, Pointer, Int),
+            *(Pointer, Long, ctypes.POINTER(NormStruct), Pointer),
+            *(ctypes.POINTER(WeightStruct), Pointer, Pointer, Pointer, Int),
         ),
         None,
     ),

@@ -118,9 +118,13 @@ def linear(x: torch.Tensor, weight: Packed, bias: torch.Tensor | None = None) ->
 
 
 def likeliest(
-    x: torch.Tensor, weight: Packed, bias: torch.Tensor | None = None
+    x: torch.Tensor,
+    weight: Packed,
+    bias: torch.Tensor | None = None,
+    norm: Norm | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """``CpuOperations.likeliest``."""
+    x = x if norm is None else _normalized(x.double(), norm)
     values, columns = linear(x, weight, bias).max(dim=1)
     return values, columns
 

@@ -1320,6 +1320,13 @@ BUGS = (
         C_OPERATIONS,
     ),
     PackageBug(
+        "the head norms the first row for all others",
+        LIKELIEST_C,
+        "normalize(row, *norm, int(weight.columns), row);",
+        "normalize(x, *norm, int(weight.columns), row);",
+        C_OPERATIONS,
+    ),
+    PackageBug(
         "of equal logits any may be the likeliest",
         LIKELIEST_C,
         "(found.value[lane] == value && at < column)",

@@ -3,6 +3,7 @@
 
 #include "export.h"
 #include "linear.h"
+#include "norm.h"
 
 using namespace fairlead;
 
@@ -42,9 +43,10 @@ void look(const Weight& weight, int panel, int rows, const float* tile, Found* f
 // Floats of memory that `fairlead_likeliest` needs for each row and thread.
 FL_EXPORT int fairlead_likeliest_part() { return sizeof(Found) / sizeof(float); }
 
-// Of each row of x [count, columns]: the largest value, NaN if one is, and its column, the first
-// among equal ones. `digits` as for `fairlead_linear`, `parts`: memory on a cache line's boundary.
-FL_EXPORT void fairlead_likeliest(const float* x, int64_t count, char* digits,
+// Of each row of x [count, columns], or of its norm, which takes its place, where there is one: the
+// largest value, NaN if one is, and its column, the first among equal ones. `digits` as for
+// `fairlead_linear`, `parts`: memory on a cache line's boundary.
+FL_EXPORT void fairlead_likeliest(float* x, int64_t count, const Norm* norm, char* digits,
                                   const Weight* packed, float* values, int64_t* columns,
                                   float* parts, int threads) {
   const Weight& weight = *packed;
@@ -54,6 +56,15 @@ FL_EXPORT void fairlead_likeliest(const float* x, int64_t count, char* digits,
     Found* const mine = all + count * team.index;
     for (int64_t i = 0; i < count; i++) {
       mine[i] = {splat(-infinity), Ints{} + std::numeric_limits<int32_t>::max(), Ints{}};
+    }
+    if (norm != nullptr) {
+      team.share(int(count), 2, [&](int begin, int end) {
+        for (int64_t i = begin; i < end; i++) {
+          float* row = x + i * weight.columns;
+          normalize(row, *norm, int(weight.columns), row);
+        }
+      });
+      team.barrier();
     }
     share_product(team, weight, Input{x, digits}, int(count),
                   [&](int panel, int row, int rows, const float* tile) {

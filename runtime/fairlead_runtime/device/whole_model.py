@@ -183,21 +183,21 @@ class WholeModel:
                 own.copy_(packed)
 
     def logits(self, ids: Tensor, positions: Tensor, current: CachedPass) -> Tensor:
-        normed, cap = self._normed(ids, positions, current), self._cap
+        kept, cap = self._kept(ids, positions, current), self._cap
+        normed, _ = self._operations.norm(kept, self._norm)
         logits = self._operations.linear(normed, self._head, self._bias)
         return logits.div_(cap).tanh_().mul_(cap) if cap else logits
 
     def likeliest(
         self, ids: Tensor, positions: Tensor, current: CachedPass
     ) -> tuple[Tensor, Tensor]:
-        normed = self._normed(ids, positions, current)
-        return self._operations.likeliest(normed, self._head, self._bias)
+        kept = self._kept(ids, positions, current)
+        return self._operations.likeliest(kept, self._head, self._bias, self._norm)
 
-    def _normed(self, ids: Tensor, positions: Tensor, current: CachedPass) -> Tensor:
-        """What the head multiplies: [S, hidden] of the tokens ``current.keep``."""
+    def _kept(self, ids: Tensor, positions: Tensor, current: CachedPass) -> Tensor:
+        """What the last norm reads: [S, hidden] of the tokens ``current.keep``."""
         x = self._embed(ids, positions)
-        kept = self._layers.compute(x, self._rotary(x, positions), current, all_tokens=False)
-        return self._operations.norm(kept, self._norm)[0]
+        return self._layers.compute(x, self._rotary(x, positions), current, all_tokens=False)
 
     def _rotary(self, hidden: Tensor, positions: Tensor) -> list[Rope]:
         """Each layer's cosines and sines, made once where several layers have the same."""

@@ -186,6 +186,30 @@ def test_the_likeliest_of_a_product_of_any_size_is_the_references(
 
 
 @every_product_set
+@pytest.mark.parametrize("tokens", [1, 5, 300])
+@pytest.mark.parametrize("dtype", STORED)
+@pytest.mark.parametrize("centered", [False, True])
+def test_the_likeliest_of_a_norm_is_that_of_the_normed(
+    instruction_set: str, tokens: int, dtype: torch.dtype, centered: bool
+) -> None:
+    torch.manual_seed(tokens)
+    ours, weights = operations(instruction_set), [torch.randn(90, 70)]
+    norm = Norm(torch.randn(70), 1e-5, 1.0, torch.randn(70) if centered else None, centered)
+    x = 3 * torch.randn(tokens, 70)
+    packed, bias = packed_by(ours, weights, dtype), torch.randn(90)
+    normed, _ = ours.norm(x, norm)
+    values, places = ours.likeliest(normed, packed, bias)
+    written = x.clone()
+    got, found = ours.likeliest(written, packed, bias, norm)
+    assert torch.equal(got, values)
+    assert torch.equal(found, places)
+    assert torch.equal(written, normed)
+    want, _ = reference.likeliest(x, packed_by(reference, weights, dtype), bias, norm)
+    allowed = 1e-4 + 1e-5 * want.abs() + moved_by_rounding(normed, weights, packed).amax(1)
+    assert ((got - want).abs() <= allowed).all()
+
+
+@every_product_set
 def test_the_likeliest_is_nan_where_a_product_is_and_minus_infinity_where_all_are(
     instruction_set: str,
 ) -> None:
