@@ -6,7 +6,10 @@ RUNTIME = "runtime/fairlead_runtime"
 PUBLISHED = ("functional/engine/test_published_weights.py",)
 STORED_WEIGHTS = ("unit/models/test_published.py",)
 TERMS, PROFILING = f"{RUNTIME}/sizing/terms.py", f"{RUNTIME}/device/profiling.py"
-FUSION, LAYER_PARTS = (f"{RUNTIME}/device/{name}.py" for name in ("fusion", "layer_parts"))
+FUSION, FUSED, RECORDING, LAYER_PARTS = (
+    f"{RUNTIME}/device/{name}.py"
+    for name in ("fusion", "fused_layers", "layer_recording", "layer_parts")
+)
 BATCH = f"{RUNTIME}/device/batch.py"
 WHOLE, PRODUCTS = (f"{RUNTIME}/device/{name}.py" for name in ("whole_model", "packed_products"))
 PRODUCT_TESTS = ("functional/engine/test_packed_products.py",)
@@ -216,7 +219,7 @@ BUGS = (
     ),
     PackageBug(
         "a measured step has slabs as large as the step that it stands for",
-        f"{RUNTIME}/device/fusion.py",
+        FUSED,
         "max(len(x), current.stands_for)",
         "len(x)",
         ("functional/engine/test_fused_layers.py",),
@@ -609,8 +612,8 @@ BUGS = (
     PackageBug(
         "plain weights stay until the last layer is rounded",
         FUSION,
-        "    recorded = deque(_record(model, layers))\n",
-        "    kept = _record(model, layers)\n    recorded = deque(kept)\n",
+        "    recorded = deque(record(model, layers))\n",
+        "    kept = record(model, layers)\n    recorded = deque(kept)\n",
         LOAD_MEMORY,
     ),
     PackageBug(
@@ -1049,7 +1052,7 @@ BUGS = (
     ),
     PackageBug(
         "layers in bfloat16 are recorded in bfloat16",
-        FUSION,
+        RECORDING,
         "            hooks += _in_float32(layer, model.heads.dtype, model.device)\n",
         "            pass\n",
         ("functional/engine/test_fused_layers.py",),
@@ -1070,7 +1073,7 @@ BUGS = (
     ),
     PackageBug(
         "what one layer leaves for the next is added twice",
-        FUSION,
+        FUSED,
         "        x.add_(added.pop())",
         "        x.add_(added[0]).add_(added.pop())",
         ("functional/engine/test_fused_layers.py",),
@@ -1148,35 +1151,35 @@ BUGS = (
     ),
     PackageBug(
         "a fused layer does not sum what the ranks give",
-        FUSION,
+        FUSED,
         "total = self._group.sum(part)",
         "total = part",
         (RANKS,),
     ),
     PackageBug(
         "every rank adds a fused layer's bias, and again after the sum",
-        FUSION,
+        FUSED,
         "weight, None if self._group else bias)",
         "weight, bias)",
         (RANKS,),
     ),
     PackageBug(
         "one bias of the branches side by side is forgotten after their sum",
-        FUSION,
+        FUSED,
         "self._sum(both, layer.out_bias, layer.down_bias)",
         "self._sum(both, layer.down_bias)",
         (RANKS,),
     ),
     PackageBug(
         "the branches side by side are added to the residual before the sum",
-        FUSION,
+        FUSED,
         "        both = attended.add_(self._mlp(normed))",
         "        both = residual.add_(attended.add_(self._mlp(normed)))",
         (RANKS,),
     ),
     PackageBug(
         "the norm after attention is that of a rank's part",
-        FUSION,
+        FUSED,
         """        branch = self._sum(branch, layer.out_bias)
         if layer.after_attention is not None:
             branch, _ = ops.norm(branch, layer.after_attention)
@@ -1910,7 +1913,7 @@ BUGS = (
     ),
     PackageBug(
         "all rows of a step are given to the head",
-        FUSION,
+        FUSED,
         "return x if keep is None else x[keep]",
         "return x",
         ("functional/engine/test_whole_model.py",),

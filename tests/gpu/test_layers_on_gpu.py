@@ -19,8 +19,9 @@ from fairlead_kernels.quantize import Format
 from fairlead_kernels.torch_operations import TorchOperations
 from fairlead_runtime import LLM, SamplingParams
 from fairlead_runtime.config import EngineConfig
-from fairlead_runtime.device import fusion, selftest, shards
+from fairlead_runtime.device import selftest, shards
 from fairlead_runtime.device.fusion import fuse
+from fairlead_runtime.device.layer_recording import computed_in_float32
 from fairlead_runtime.device.paged_model import PagedModel
 from fairlead_runtime.models import families, loading, rope, tiny
 from fairlead_runtime.sizing.terms import weights
@@ -195,7 +196,7 @@ def test_a_models_fused_layers_give_transformers_logits(
     model = paged(family, dtype)
     attention = pick(model.heads, model.kinds, CUDA, "torch").attention
     size = model.weight_bytes
-    with fusion.computed_in_float32(model):
+    with computed_in_float32(model):
         expected = selftest.Expected.of(model, MAX_LEN)
     fused = fuse(model, operations(name))
     assert (fused.fused, fused.reason) == (len(model.windows), "")
@@ -247,11 +248,11 @@ def test_a_whole_model_on_the_host_gives_the_expected_logits_in_float32_on_the_g
     on_host = tiny.build("granite").to(torch.bfloat16)
     rope.pin(on_host, MAX_LEN)
     windows = families.check(on_host.config)
-    with fusion.computed_in_float32(plain := PagedModel(on_host, windows)):
+    with computed_in_float32(plain := PagedModel(on_host, windows)):
         wanted = selftest.Expected.of(plain, MAX_LEN)
     with shards.computed_on(CUDA, on_host):
         model = PagedModel(on_host, windows, CUDA)
-        with fusion.computed_in_float32(model):
+        with computed_in_float32(model):
             got = selftest.Expected.of(model, MAX_LEN)
     for mine, theirs in zip(got.logits, wanted.logits, strict=True):
         spread = theirs.float().std(dim=1)

@@ -27,14 +27,10 @@ from fairlead_kernels.quantize import Format
 from fairlead_runtime.config import ConfigError
 from fairlead_runtime.device import determinism, paged_model, shards
 from fairlead_runtime.device.batch import BatchBuilder
-from fairlead_runtime.device.fusion import (
-    Fusion,
-    computed_in_float32,
-    fuse,
-    quantize_weights,
-)
+from fairlead_runtime.device.fusion import Fusion, fuse, quantize_weights
 from fairlead_runtime.device.group import Group
 from fairlead_runtime.device.kv_cache import CacheStorage
+from fairlead_runtime.device.layer_recording import computed_in_float32
 from fairlead_runtime.device.paged_model import PagedModel
 from fairlead_runtime.device.rounded_cache import RoundedCache
 from fairlead_runtime.models.loading import LoadedModel

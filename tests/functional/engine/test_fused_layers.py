@@ -23,9 +23,11 @@ from fairlead_kernels.layer import LayerOperations, Norm, Packed
 from fairlead_kernels.not_available import NotAvailableError
 from fairlead_kernels.quantize import Format
 from fairlead_kernels.torch_operations import TorchOperations
-from fairlead_runtime.device import fusion, profiling, selftest, whole_model
-from fairlead_runtime.device.fusion import FusedRun, fuse, quantize_weights
+from fairlead_runtime.device import fused_layers, profiling, selftest, whole_model
+from fairlead_runtime.device.fused_layers import FusedRun
+from fairlead_runtime.device.fusion import Fusion, fuse, quantize_weights
 from fairlead_runtime.device.layer_parts import DoesNotFitError
+from fairlead_runtime.device.layer_recording import computed_in_float32
 from fairlead_runtime.device.paged_model import PagedModel
 from fairlead_runtime.models import loading, tiny
 from fairlead_runtime.models.model_error import SelfTestError
@@ -269,7 +271,7 @@ def test_on_gpus_layers_compute_in_the_models_type_with_a_residual_in_float32(
 ) -> None:
     model = paged(family, dtype=dtype, **settings)
     operations, size = Watched(), model.weight_bytes
-    with fusion.computed_in_float32(model):
+    with computed_in_float32(model):
         expected = selftest.Expected.of(model, 512)
     fused = fuse(model, operations)
     assert (fused.fused, fused.reason, fused.stored) == (len(model.windows), "", dtype)
@@ -341,7 +343,7 @@ def test_bfloat16_weights_are_served_as_they_are_by_layers_in_float32(
     layers = decoder_layers(model)
     vectors = sum(p.numel() for layer in layers for p in layer.parameters() if p.dim() == 1)
     expected, size, count = selftest.Expected.of(model, 512), model.weight_bytes, len(layers)
-    with fusion.computed_in_float32(model):
+    with computed_in_float32(model):
         sharper = selftest.Expected.of(model, 512)
     fused = f"fused {count}/{count} layers, bfloat16 weights, bfloat16 head in the model's code"
     assert str(fuse(model, operations)) == f"{fused} (no ends)"
@@ -415,7 +417,7 @@ def test_in_bfloat16_functions_are_told_apart_that_differ_by_less_than_its_round
 def test_layers_in_bfloat16_that_do_not_fit_stay_as_they_are(family: str) -> None:
     model, plain = paged(family, bfloat16=True), paged(family, bfloat16=True)
     attention, operations = kernels_of(model, "cpu")
-    with fusion.computed_in_float32(model):
+    with computed_in_float32(model):
         expected = selftest.Expected.of(model, 512)
     fused = fuse(model, operations)
     assert str(fused).startswith(f"fused 0/{fused.layers} layers (layer 0: ")
@@ -569,7 +571,7 @@ def test_the_profiling_run_measures_fused_layers() -> None:
 def test_of_a_step_in_slabs_a_part_that_is_measured_and_scaled_up_is_the_whole(
     family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fusion, "SLAB", 100)
+    monkeypatch.setattr(fused_layers, "SLAB", 100)
     model = paged(family)
     attention, operations = kernels_of(model, "cpu")
     fuse(model, operations)
@@ -640,4 +642,4 @@ def test_two_tiny_models_of_a_family_are_equal(family: str) -> None:
 def test_without_operations_no_layer_is_fused() -> None:
     model = paged("llama")
     assert str(fuse(model, None)) == "fused 0/3 layers"
-    assert fusion.Fusion(3, 3).reason == ""
+    assert Fusion(3, 3).reason == ""

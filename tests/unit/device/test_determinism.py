@@ -20,6 +20,7 @@ from fairlead_runtime.device import determinism
 from fairlead_runtime.device import fusion as fusion_module
 from fairlead_runtime.device.fusion import Fusion, fuse
 from fairlead_runtime.device.layer_parts import DoesNotFitError
+from fairlead_runtime.device.layer_recording import decoder_layers
 from fairlead_runtime.device.own_ends import replace_ends
 from fairlead_runtime.device.paged_model import PagedModel
 from fairlead_runtime.llm import LLM
@@ -220,7 +221,7 @@ def test_a_last_norm_or_head_that_gives_other_logits_keeps_the_models_code(
         return (out if out.dtype is torch.bfloat16 else out * 1.01), total
 
     monkeypatch.setattr(operations, "norm", wrong)
-    layers, step = fusion_module._decoder_layers(model), fusion_module._ScratchPass
+    layers, step = decoder_layers(model), fusion_module._ScratchPass
     with pytest.raises(DoesNotFitError, match="its last norm and head give other logits"):
         replace_ends(model, layers or [], operations, step(model.heads, model.device))
     ends = [model.model.get_output_embeddings(), *model.model.modules()]

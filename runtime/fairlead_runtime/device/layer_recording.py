@@ -1,0 +1,198 @@
+"""What the decoder layers of a loaded model do, seen in one pass of random tokens.
+
+Owns the hooks of that pass. A layer of another type is recorded in float32, with its weights
+widened: what is compared with it later can then tell a wrong function from rounding.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+from torch.utils.hooks import RemovableHandle
+
+from fairlead_runtime.device import whole_model
+from fairlead_runtime.device.attention import AttentionCall
+from fairlead_runtime.device.layer_parts import DoesNotFitError, ModuleCall, Recording, recognize
+from fairlead_runtime.device.paged_model import PagedModel, ProbePass
+from fairlead_runtime.device.widened import Widened
+
+
+@dataclass(slots=True)
+class Recorded:
+    """What the hooks saw of one layer. ``attended_at``: calls before its attention."""
+
+    calls: list[ModuleCall]
+    attended_at: int = -1
+    attention: tuple[Tensor, Tensor, Tensor, Tensor, AttentionCall] | None = None
+    arguments: dict[str, Any] | None = None
+    input: Any = None
+    output: Any = None
+
+
+class _RecordingPass(ProbePass):
+    """Records what each layer passes to its attention."""
+
+    def __init__(self, keep: Tensor, layers: list[Recorded]) -> None:
+        super().__init__(keep)
+        self._layers = layers
+
+    def attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, call: AttentionCall
+    ) -> Tensor:
+        out = super().attend(layer, query, key, value, call)
+        recorded = self._layers[layer]
+        recorded.attended_at = len(recorded.calls)
+        recorded.attention = (query.clone(), key.clone(), value.clone(), out.clone(), call)
+        return out
+
+
+def decoder_layers(model: PagedModel) -> list[nn.Module] | None:
+    """The list of modules of which the i-th holds the attention of layer i."""
+    count = len(model.windows)
+    for module in model.model.modules():
+        if isinstance(module, nn.ModuleList) and len(module) == count:
+            held = [
+                {getattr(part, "layer_idx", None) for part in layer.modules()} - {None}
+                for layer in module
+            ]
+            if held == [{index} for index in range(count)]:
+                return list(module)
+    return None
+
+
+def record(model: PagedModel, layers: list[nn.Module]) -> list[Recorded]:
+    """One pass of random tokens at positions spread over the model's context, each layer in
+    float32.
+    """
+    ids, positions = whole_model.random_tokens(model, seed=0)
+    recorded = [Recorded([]) for _ in layers]
+    hooks = []
+    for layer, place in zip(layers, recorded, strict=True):
+        hooks.append(layer.register_forward_hook(_layer_hook(place), with_kwargs=True))
+        hooks += [
+            module.register_forward_hook(_module_hook(place))
+            for module in layer.modules()
+            if module is not layer and any(True for _ in module.parameters(recurse=False))
+        ]
+        if model.heads.dtype is not torch.float32:
+            hooks += _in_float32(layer, model.heads.dtype, model.device)
+    try:
+        step = _RecordingPass(torch.tensor([0], device=model.device), recorded)
+        model.run(ids, positions, step)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return recorded
+
+
+def _module_hook(place: Recorded) -> Any:
+    def note(module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
+        if len(inputs) == 1 and isinstance(inputs[0], Tensor) and isinstance(output, Tensor):
+            place.calls.append(ModuleCall(module, inputs[0].clone(), output.clone()))
+        else:
+            place.calls.append(ModuleCall(module, torch.empty(0, 1), torch.empty(0, 1)))
+
+    return note
+
+
+def _in_float32(
+    layer: nn.Module, dtype: torch.dtype, device: torch.device
+) -> list[RemovableHandle]:
+    """Hooks, after the recording ones, with which a layer of another type computes in float32 on
+    ``device``: inputs and weights are widened before, weights and hidden states narrowed after.
+    """
+    widened: list[Widened] = []
+
+    def widen(_module: nn.Module, inputs: tuple[Any, ...], arguments: dict[str, Any]) -> Any:
+        widened.append(Widened(layer, device))
+        return _cast((inputs, arguments), dtype, torch.float32)
+
+    def narrow(_module: nn.Module, _inputs: Any, output: Any) -> Any:
+        widened.pop().narrow()
+        return _cast(output, torch.float32, dtype)
+
+    return [
+        layer.register_forward_pre_hook(widen, with_kwargs=True),
+        layer.register_forward_hook(narrow),
+    ]
+
+
+def _cast(values: Any, given: torch.dtype, wanted: torch.dtype) -> Any:
+    """The same with every tensor of the one type in the other."""
+    return tree_map_only(Tensor, lambda x: x.to(wanted) if x.dtype is given else x, values)
+
+
+def _layer_hook(place: Recorded) -> Any:
+    def note(
+        _module: nn.Module, inputs: tuple[Any, ...], arguments: dict[str, Any], output: Any
+    ) -> None:
+        place.input = inputs[0].clone() if inputs else None
+        place.arguments = arguments
+        place.output = output
+
+    return note
+
+
+def recording_of(recorded: Recorded) -> tuple[Recording, str]:
+    """The recording in the terms of the packed tokens, and the name of the rotary embedding's
+    argument, "" without one. Raises DoesNotFitError with what the layer takes or returns else.
+    """
+    if recorded.attention is None or not isinstance(recorded.input, Tensor):
+        raise DoesNotFitError("its forward pass takes other arguments than hidden states")
+    if not isinstance(recorded.output, Tensor):
+        raise DoesNotFitError("it returns more than hidden states")
+    name, rope = "", (recorded.input[0, :, :0],) * 2
+    for key, value in (recorded.arguments or {}).items():
+        if (
+            isinstance(value, tuple)
+            and len(value) == 2
+            and all(isinstance(x, Tensor) and x.dim() == 3 for x in value)
+        ):
+            name, rope = key, (value[0][0], value[1][0])
+    query, key_, value_, attended, call = recorded.attention
+    return Recording(
+        input=recorded.input[0],
+        output=recorded.output[0],
+        rope=rope,
+        before=recorded.calls[: recorded.attended_at],
+        after=recorded.calls[recorded.attended_at :],
+        query=query,
+        key=key_,
+        value=value_,
+        attended=attended,
+        call=call,
+    ), name
+
+
+@contextmanager
+def computed_in_float32(model: PagedModel) -> Iterator[None]:
+    """Inside the ``with`` block every layer that fits computes in float32, as its fused one will,
+    by transformers' code; nothing changes for a model in float32.
+    """
+    dtype = model.heads.dtype
+    fitting = [] if dtype is torch.float32 else _fitting(model)
+    hooks = [hook for layer in fitting for hook in _in_float32(layer, dtype, model.device)]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+@torch.inference_mode()
+def _fitting(model: PagedModel) -> list[nn.Module]:
+    layers, found = decoder_layers(model) or [], list[nn.Module]()
+    for layer, recorded in zip(layers, record(model, layers), strict=True):
+        widened = Widened(layer, model.device)
+        try:
+            recognize(recording_of(recorded)[0])
+            found.append(layer)
+        except DoesNotFitError:
+            pass  # `fuse` gives the reason
+        finally:
+            widened.narrow()
+    return found
