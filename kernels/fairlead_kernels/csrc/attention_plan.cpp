@@ -19,7 +19,7 @@ constexpr int SHARERS = 3, SHARED_KEYS = 128;
 // What a part of a decode costs, and a merge of parts with the barrier before it, as bytes of keys
 // and values that a thread reads meanwhile: 0.4 and 2 microseconds.
 constexpr int64_t PART_BYTES = 10 << 10, MERGE_BYTES = 50 << 10;
-// Parts a thread, at most, unless decodes are as many anyway.
+// Parts a thread that are tried, at most. More decodes than that are even enough as they are.
 constexpr int MOST_PARTS = 8;
 
 // Queries of a prefill task or a shared decode, at most: so many rows of scores and sums stay in
@@ -77,12 +77,11 @@ class Plan {
     return whole_tiles(std::max<int64_t>(most, 256));
   }
 
-  // The largest part of decodes that takes the threads the least time: two threads need as long for
-  // three decodes as for four. As many decodes as there may be parts are even enough, but for a
-  // long one among them.
+  // The largest part of decodes with which the threads are done first: two threads need as long for
+  // three whole decodes as for four. Of many decodes only a long one is cut.
   int64_t most_even(const std::vector<int>& decodes, int threads) const {
     const int64_t keys = std::accumulate(decodes.begin(), decodes.end(), int64_t(0));
-    if (threads == 1 || int64_t(decodes.size()) > int64_t(MOST_PARTS) * threads) {
+    if (int64_t(decodes.size()) > int64_t(MOST_PARTS) * threads) {
       return largest_part(keys, threads);
     }
     int64_t best = whole_tiles(keys), least = time_of(decodes, best, threads);
@@ -94,8 +93,8 @@ class Plan {
     return best;
   }
 
-  // How long threads take that each take the next part as soon as they are free, in bytes that one
-  // of them reads meanwhile.
+  // The time until all parts are done, in bytes that one thread reads meanwhile. A thread takes the
+  // next part as soon as it is free.
   int64_t time_of(const std::vector<int>& decodes, int64_t most, int threads) const {
     const int64_t key_bytes = int64_t(heads_.kv) * (heads_.dim + heads_.value_dim) * 4;
     std::priority_queue<int64_t, std::vector<int64_t>, std::greater<int64_t>> ends;

@@ -93,7 +93,7 @@ def quantize_weights(model: PagedModel, to: Format, *, head: bool = False) -> No
     With ``head`` the output matrix, too, and embeddings that share it.
     """
     shared = _shared_parameters(model.model)
-    layers = decoder_layers(model) or []
+    layers = decoder_layers(model)
     # What is recorded of a layer holds its modules: it goes with them.
     recorded = deque(record(model, layers))
     for layer in layers:
@@ -156,7 +156,7 @@ def fuse(
     fusion, runs = _fuse_layers(model, operations, group)
     step = _ScratchPass(model.heads, model.device)
     if isinstance(operations, FixedOperations) and fusion.fused == fusion.layers:
-        layers = decoder_layers(model) or []
+        layers = decoder_layers(model)
         try:
             return replace(fusion, head=replace_ends(model, layers, operations, step))
         except DoesNotFitError as error:
@@ -177,7 +177,7 @@ def _fuse_layers(
     model: PagedModel, operations: LayerOperations, group: Group | None
 ) -> tuple[Fusion, list[FusedRun]]:
     layers, total = decoder_layers(model), len(model.windows)
-    if layers is None:
+    if not layers:
         return Fusion(0, total, "its decoder layers are not one list"), []
     fused: list[FusedLayer] = []
     reasons: dict[str, int] = {}
@@ -215,7 +215,7 @@ def _fuse_ends(
     """
     if len(runs) != 1:
         raise DoesNotFitError("its layers differ in their sizes")
-    layers = decoder_layers(model) or []
+    layers = decoder_layers(model)
     widened = Widened(model.model)
     try:
         ends = whole_model.recognize(model, layers, step)

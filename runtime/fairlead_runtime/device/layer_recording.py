@@ -50,8 +50,10 @@ class _RecordingPass(ProbePass):
         return out
 
 
-def decoder_layers(model: PagedModel) -> list[nn.Module] | None:
-    """The list of modules of which the i-th holds the attention of layer i."""
+def decoder_layers(model: PagedModel) -> list[nn.Module]:
+    """The list of modules of which the i-th holds the attention of layer i; empty where there is
+    none.
+    """
     count = len(model.windows)
     for module in model.model.modules():
         if isinstance(module, nn.ModuleList) and len(module) == count:
@@ -61,7 +63,7 @@ def decoder_layers(model: PagedModel) -> list[nn.Module] | None:
             ]
             if held == [{index} for index in range(count)]:
                 return list(module)
-    return None
+    return []
 
 
 def record(model: PagedModel, layers: list[nn.Module]) -> list[Recorded]:
@@ -185,7 +187,7 @@ def computed_in_float32(model: PagedModel) -> Iterator[None]:
 
 @torch.inference_mode()
 def _fitting(model: PagedModel) -> list[nn.Module]:
-    layers, found = decoder_layers(model) or [], list[nn.Module]()
+    layers, found = decoder_layers(model), list[nn.Module]()
     for layer, recorded in zip(layers, record(model, layers), strict=True):
         widened = Widened(layer, model.device)
         try:

@@ -27,7 +27,7 @@ from fairlead_runtime.device import fused_layers, profiling, selftest, whole_mod
 from fairlead_runtime.device.fused_layers import FusedRun
 from fairlead_runtime.device.fusion import Fusion, fuse, quantize_weights
 from fairlead_runtime.device.layer_parts import DoesNotFitError
-from fairlead_runtime.device.layer_recording import computed_in_float32
+from fairlead_runtime.device.layer_recording import computed_in_float32, decoder_layers
 from fairlead_runtime.device.paged_model import PagedModel
 from fairlead_runtime.models import loading, tiny
 from fairlead_runtime.models.model_error import SelfTestError
@@ -367,15 +367,6 @@ def test_bfloat16_weights_are_served_as_they_are_by_layers_in_float32(
 
 def no_ends(*_: Any) -> whole_model.Ends:
     raise DoesNotFitError("no ends")
-
-
-def decoder_layers(model: PagedModel) -> list[torch.nn.Module]:
-    (layers,) = (
-        module
-        for module in model.model.modules()
-        if isinstance(module, torch.nn.ModuleList) and len(module) == len(model.windows)
-    )
-    return list(layers)
 
 
 @torch.inference_mode()
