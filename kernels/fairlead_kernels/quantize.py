@@ -63,29 +63,30 @@ def quantize(weight: Tensor, to: Format = "int8", row_largest: Tensor | None = N
     ``row_largest`` [N], from ``largest_of_rows``: those of the whole rows, where these are some of
     their columns, which then get the numbers that they have in the whole matrix.
     """
+    weight = weight.detach()
     bits = torch.empty(weight.shape, dtype=torch.int8, device=weight.device)
-    scales = torch.empty(weight.shape[0], device=weight.device)
     largest = largest_of_rows(weight) if row_largest is None else row_largest.to(weight.device)
+    smallest = torch.finfo(torch.float32).tiny  # a row of zeros has a scale too
+    scales = (largest / LARGEST[to]).clamp_(min=smallest)
+    room: Tensor | None = None  # one for all parts: malloc may keep each one that is freed
     for part in row_parts(*weight.shape):
-        bits[part], scales[part] = _rounded(weight[part].float(), largest[part], to)
+        some = weight[part].float()
+        room = torch.empty_like(some) if room is None else room
+        scaled = torch.div(some, scales[part, None], out=room[: len(some)])
+        if to == "int8":
+            bits[part] = scaled.round_()
+        else:
+            # Rounding may carry a row's largest weight past the largest number, which has no
+            # successor.
+            bits[part] = scaled.clamp_(-LARGEST[to], LARGEST[to]).to(FP8).view(torch.int8)
     return Quantized(to, bits, scales)
 
 
 def largest_of_rows(weight: Tensor) -> Tensor:
     """The size of the largest weight of each row of [N, K], float32 [N]."""
-    parts = [weight[part].float().abs().amax(dim=1) for part in row_parts(*weight.shape)]
-    return torch.cat(parts)
-
-
-def _rounded(weight: Tensor, largest: Tensor, to: Format) -> tuple[Tensor, Tensor]:
-    """The bits and the scales of some rows."""
-    smallest = torch.finfo(torch.float32).tiny  # a row of zeros has a scale too
-    scales = (largest / LARGEST[to]).clamp_(min=smallest)
-    scaled = weight / scales[:, None]
-    if to == "int8":
-        return scaled.round_().to(torch.int8), scales
-    # Rounding may carry a row's largest weight past the largest number, which has no successor.
-    return scaled.clamp_(-LARGEST[to], LARGEST[to]).to(FP8).view(torch.int8), scales
+    parts = row_parts(*weight.shape)
+    norm = torch.linalg.vector_norm  # makes no copy of the weights' sizes
+    return torch.cat([norm(weight[part].float(), torch.inf, dim=1) for part in parts])
 
 
 def as_quantized(weights: Sequence[Tensor | Quantized]) -> list[Quantized] | None:

@@ -346,8 +346,15 @@ BUGS = (
     PackageBug(
         "all rows of a weight have one scale",
         f"{KERNELS}/quantize.py",
-        "    return torch.cat(parts)\n",
-        "    return torch.cat(parts).amax().repeat(weight.shape[0])\n",
+        "    scales = (largest / LARGEST[to])",
+        "    scales = (largest.amax().expand_as(largest) / LARGEST[to])",
+        ("unit/kernels/test_quantize.py",),
+    ),
+    PackageBug(
+        "each part of a weight that is rounded takes memory of its own",
+        f"{KERNELS}/quantize.py",
+        "room = torch.empty_like(some) if room is None else room",
+        "room = torch.empty_like(some)",
         ("unit/kernels/test_quantize.py",),
     ),
     PackageBug(
