@@ -63,16 +63,15 @@ def quantize(weight: Tensor, to: Format = "int8", row_largest: Tensor | None = N
     ``row_largest`` [N], from ``largest_of_rows``: those of the whole rows, where these are some of
     their columns, which then get the numbers that they have in the whole matrix.
     """
-    weight = weight.detach()
     bits = torch.empty(weight.shape, dtype=torch.int8, device=weight.device)
     largest = largest_of_rows(weight) if row_largest is None else row_largest.to(weight.device)
     smallest = torch.finfo(torch.float32).tiny  # a row of zeros has a scale too
     scales = (largest / LARGEST[to]).clamp_(min=smallest)
-    room: Tensor | None = None  # one for all parts: malloc may keep each one that is freed
-    for part in row_parts(*weight.shape):
-        some = weight[part].float()
-        room = torch.empty_like(some) if room is None else room
-        scaled = torch.div(some, scales[part, None], out=room[: len(some)])
+    parts = list(row_parts(*weight.shape))
+    # One room for all parts: malloc may keep each one that is freed.
+    room = torch.empty_like(weight[parts[0]], dtype=torch.float32)
+    for part in parts:
+        scaled = room[: part.stop - part.start].copy_(weight[part]).div_(scales[part, None])
         if to == "int8":
             bits[part] = scaled.round_()
         else:
@@ -85,7 +84,7 @@ def quantize(weight: Tensor, to: Format = "int8", row_largest: Tensor | None = N
 def largest_of_rows(weight: Tensor) -> Tensor:
     """The size of the largest weight of each row of [N, K], float32 [N]."""
     parts = row_parts(*weight.shape)
-    norm = torch.linalg.vector_norm  # makes no copy of the weights' sizes
+    norm = torch.linalg.vector_norm  # makes no tensor of absolute values
     return torch.cat([norm(weight[part].float(), torch.inf, dim=1) for part in parts])
 
 

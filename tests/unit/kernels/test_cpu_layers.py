@@ -10,13 +10,13 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from fairlead_kernels import cpu, reference
 from fairlead_kernels.attention import Heads, LayerSpec, RaggedRows
 from fairlead_kernels.cpu_layers import slab_ends
 from fairlead_kernels.layer import Activation, Layer, LayerOperations, Norm, Packed
 from fairlead_kernels.quantize import quantize
+from support.allocated import Allocated
 from support.attention_cases import Case, make_case
 from support.full import LONG_FORM
 from support.kernel_sets import every_product_set, every_set
@@ -421,20 +421,6 @@ def test_tokens_to_keep_that_are_none_in_order_are_refused(
         by_chain(operations, [layer], x, [case], [0], [LayerSpec(0.3)], [rope], 6, keep)
 
 
-class Allocated(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch does not annotate it
-    """Remembers the bytes of new tensors."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.sizes: list[int] = []
-
-    def __torch_dispatch__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        if func.overloadpacket.__name__ == "empty":
-            self.sizes.append(out.nbytes)
-        return out
-
-
 @every_set
 def test_a_chain_allocates_the_memory_of_its_largest_slab(instruction_set: str) -> None:
     operations, heads = cpu.load(instruction_set), Heads(16, 1, 8, 8, torch.float32)
@@ -447,7 +433,7 @@ def test_a_chain_allocates_the_memory_of_its_largest_slab(instruction_set: str) 
         x = torch.randn(100, 40)
         with Allocated() as allocated:
             chain.run(x, [plan], [slots], [(rope, rope)], slab)
-        assert sum(allocated.sizes) == 4 * largest * (40 + 3 * 200)
+        assert allocated.nbytes == 4 * largest * (40 + 3 * 200)
 
 
 @every_set

@@ -1,16 +1,13 @@
 """Weights rounded to 8-bit numbers with a scale per row."""
 
-from typing import Any
-
 import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from fairlead_kernels import parts
 from fairlead_kernels.quantize import LARGEST, Format, as_quantized, largest_of_rows, quantize
+from support.allocated import Allocated
 
 FORMATS: tuple[Format, ...] = ("int8", "fp8")
 # A number of float8_e4m3fn has 3 bits after the first: it moves by a 16th of itself, or by half of
@@ -93,28 +90,14 @@ def test_a_large_weight_is_rounded_in_parts(to: Format, monkeypatch: pytest.Monk
         assert torch.equal(again.scales, whole.scales)
 
 
-class _Made(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch does not annotate it
-    """Bytes of the memory that operations took, whether it was freed since or not."""
-
-    nbytes = 0
-
-    def __torch_dispatch__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        given = (x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor))
-        known = {x.untyped_storage().data_ptr() for x in given}
-        if isinstance(out, torch.Tensor) and out.untyped_storage().data_ptr() not in known:
-            self.nbytes += out.nbytes
-        return out
-
-
 def test_rounding_in_parts_takes_memory_for_one_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
     """malloc may keep what is freed, so each part's own would add up."""
     monkeypatch.setattr(parts, "ELEMENTS", 16 * 256)
     weight = torch.randn(20 * 16, 256)
-    with _Made() as made:  # type: ignore[no-untyped-call]
+    with Allocated() as allocated:
         quantized = quantize(weight)
     vectors = 8 * quantized.scales.nbytes  # of the largest weights and scales, whole and in parts
-    assert made.nbytes <= quantized.bits.nbytes + weight.nbytes // 20 + vectors
+    assert allocated.nbytes <= quantized.bits.nbytes + weight.nbytes // 20 + vectors
 
 
 def test_parts_have_all_rows_and_at_least_one(monkeypatch: pytest.MonkeyPatch) -> None:
