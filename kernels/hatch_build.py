@@ -8,7 +8,6 @@ FAIRLEAD_BUILD_KERNELS=0 leaves them out, 1 makes a build without them an error.
 """
 
 import os
-import platform
 import shutil
 import subprocess
 import sys
@@ -22,7 +21,7 @@ from typing import Any
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
 sys.path.insert(0, str(Path(__file__).parent))
-from fairlead_kernels.sources import hash_sources
+from fairlead_kernels.sources import hash_sources, why_not_here
 
 PACKAGE = Path(__file__).parent / "fairlead_kernels"
 SOURCES = PACKAGE / "csrc"
@@ -50,8 +49,8 @@ class NotBuiltError(RuntimeError):
 
 def compiler() -> str:
     """The C++ compiler. Raises NotBuiltError without one, or on another kind of machine."""
-    if sys.platform != "linux" or platform.machine() != "x86_64":
-        raise NotBuiltError(f"they are for Linux on x86_64, not {sysconfig.get_platform()}")
+    if elsewhere := why_not_here():
+        raise NotBuiltError(elsewhere)
     for name in (os.environ.get("CXX"), "c++", "g++", "clang++"):
         if name and (found := shutil.which(name)):
             return found

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from fairlead_kernels.not_available import NotAvailableError
-from fairlead_kernels.sources import hash_sources
+from fairlead_kernels.sources import hash_sources, why_not_here
 
 FOLDER = Path(__file__).parent / "native"
 SOURCES = Path(__file__).parent / "csrc"
@@ -244,7 +244,8 @@ class Library:
     def __init__(self, instruction_set: str) -> None:
         path = FOLDER / f"{instruction_set.partition('+')[0]}.so"
         if not path.exists():
-            raise NotAvailableError("they are not built (no C++ compiler when it was installed)")
+            reason = why_not_here() or "no C++ compiler when it was installed"
+            raise NotAvailableError(f"they are not built ({reason})")
         try:
             loaded = ctypes.CDLL(str(path))
         except OSError as error:

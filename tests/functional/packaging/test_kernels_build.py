@@ -67,6 +67,23 @@ def test_without_a_compiler_the_wheel_is_pure_and_the_build_says_so(tmp_path: Pa
     assert name.endswith("-py3-none-any.whl")
 
 
+def test_on_another_architecture_the_wheel_is_pure_and_the_build_says_so(tmp_path: Path) -> None:
+    # Python reads it in every process that it starts here.
+    (tmp_path / "sitecustomize.py").write_text(
+        "import platform, sysconfig\n"
+        "platform.machine = lambda: 'aarch64'\n"
+        "sysconfig.get_platform = lambda: 'linux-aarch64'\n"
+    )
+    done = build(tmp_path / "out", PYTHONPATH=str(tmp_path), FAIRLEAD_BUILD_KERNELS="")
+    assert done.returncode == 0, done.stderr
+    assert "plain torch serves: they are for Linux on x86-64, not linux-aarch64" in (
+        done.stdout + done.stderr
+    )
+    name, files = native(tmp_path / "out")
+    assert files == []
+    assert name.endswith("-py3-none-any.whl")
+
+
 def test_a_compiler_that_fails_leaves_them_out_unless_they_are_required(tmp_path: Path) -> None:
     broken = tmp_path / "c++"
     broken.write_text("#!/bin/sh\necho 'x.cpp:1: error: no such standard' >&2\nexit 1\n")

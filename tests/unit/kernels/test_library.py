@@ -109,6 +109,16 @@ def test_without_the_libraries_the_error_says_that_they_are_not_built(
         library.Library("baseline")
 
 
+def test_on_another_architecture_the_error_says_for_which_they_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(library, "FOLDER", tmp_path)
+    monkeypatch.setattr("platform.machine", lambda: "aarch64")
+    monkeypatch.setattr("sysconfig.get_platform", lambda: "linux-aarch64")
+    with pytest.raises(NotAvailableError, match="for Linux on x86-64, not linux-aarch64"):
+        library.Library("baseline")
+
+
 def test_a_library_that_is_none_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "baseline.so").write_bytes(b"text")
     monkeypatch.setattr(library, "FOLDER", tmp_path)
