@@ -330,8 +330,8 @@ BUGS = (
     Bug(
         "a shared block is computed by all",
         PLANNER,
-        "return block is not None and block in computing",
-        "return False",
+        "if block is None or block not in computing:",
+        "if True:",
     ),
     Bug(
         "a block is computed twice in the step that starts it",

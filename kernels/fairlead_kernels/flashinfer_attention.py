@@ -238,7 +238,7 @@ class FlashinferAttention:
         return len(wrappers) * PLAN_BYTES
 
     def plan(self, ragged: RaggedRows) -> FlashinferPlan:
-        rows = paged_rows(ragged)
+        rows = paged_rows(ragged, pinned=self._workspace.is_cuda)
         return self._planned(ragged, rows, "decodes" if rows.single else "rows")
 
     def plan_decodes(self, decodes: DecodeRows, room: int = 0) -> FlashinferPlan:

@@ -31,9 +31,11 @@ class PagedRows:
     single: bool
 
 
-def paged_rows(ragged: RaggedRows) -> PagedRows:
-    """The tensors are new and pageable: a copy to the device has read them when the call that
-    starts it returns, so the next step may reuse the memory of ``ragged``.
+def paged_rows(ragged: RaggedRows, *, pinned: bool = False) -> PagedRows:
+    """The tensors are new, so the next step may reuse the memory of ``ragged``. A copy of a
+    pageable one to the device has read it when the call that starts the copy returns, for which a
+    large one may wait for the kernels before it; with ``pinned`` the blocks are in memory that
+    torch keeps until their copy has run.
     """
     size = ragged.block_size
     counts = np.diff(ragged.query_starts.numpy())
@@ -47,10 +49,11 @@ def paged_rows(ragged: RaggedRows) -> PagedRows:
     tables = ragged.tables.numpy()
     columns = np.arange(tables.shape[1])
     seen = (columns >= first[:, None]) & (columns < end[:, None])
+    indices = torch.from_numpy(tables[seen])
     return PagedRows(
         query_starts=torch.from_numpy(ragged.query_starts.numpy().copy()),
         starts=torch.from_numpy(starts),
-        indices=torch.from_numpy(tables[seen]),
+        indices=indices.pin_memory() if pinned else indices,
         last_lens=_last_lens(lens, size),
         single=bool((counts == 1).all()),
     )

@@ -184,6 +184,9 @@ class TritonAttention:
         tables = ragged.tables[:, : -(-int(lens.max()) // ragged.block_size)]
         parts = tables, torch.from_numpy(decodes), torch.from_numpy(prefills)
         packet = torch.cat([part.reshape(-1).to(torch.int32) for part in parts])
+        if self._device.type == "cuda":
+            # The copy of a large pageable one waits for the kernels before it.
+            packet = packet.pin_memory()
         sent = packet.to(self._device, non_blocking=True)
         sizes = [part.numel() for part in parts]
         tables, one, more = (

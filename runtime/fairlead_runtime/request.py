@@ -317,7 +317,11 @@ class Sequence:
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     # its place in the grammar of its structured output; the device's, which alone reads it
     guide: Any = None
-    flying: int = 0  # launched steps that compute it and whose tokens are not here yet
+    # Launched steps that compute it and are not collected, how many of its tokens they compute, and
+    # how many they sample, which are not among ``tokens`` yet.
+    flying: int = 0
+    flying_computed: int = 0
+    flying_sampled: int = 0
 
     @property
     def prompt_len(self) -> int:
@@ -328,9 +332,19 @@ class Sequence:
         return len(self.tokens) - len(self.request.prompt)
 
     @property
+    def reached(self) -> int:
+        """``computed`` once the steps in flight are collected."""
+        return self.computed + self.flying_computed
+
+    @property
+    def length(self) -> int:
+        """The number of ``tokens`` once the steps in flight are collected, unless one ends it."""
+        return len(self.tokens) + self.flying_sampled
+
+    @property
     def ends_in_flight(self) -> bool:
         """Whether the steps in flight bring its last token, whatever that is."""
-        return self.flying > 0 and len(self.tokens) + self.flying >= self.limit
+        return self.length >= self.limit
 
     @property
     def scores_prompt(self) -> bool:
@@ -343,6 +357,23 @@ class Sequence:
             and not self.choice
             and self.scored < len(self.request.prompt) - 1
         )
+
+    def launch(self, count: int, *, samples: bool) -> None:
+        """A step that computes ``count`` of its tokens is in flight."""
+        self.flying += 1
+        self.flying_computed += count
+        self.flying_sampled += samples
+
+    def collect(self, count: int, *, samples: bool) -> None:
+        """The oldest step of it is not in flight any more, if one was."""
+        if self.flying:
+            self.flying -= 1
+            self.flying_computed -= count
+            self.flying_sampled -= samples
+
+    def recall(self) -> None:
+        """No step of it counts as launched."""
+        self.flying = self.flying_computed = self.flying_sampled = 0
 
     def move_to(self, status: Status) -> None:
         """Change the state. A transition that is not in the table is a bug in the caller."""

@@ -29,6 +29,8 @@ DECODES, GRAPHS, WAYS, LISTS = (
     f"{RUNTIME}/device/{name}.py" for name in ("decode_steps", "graphs", "ways", "change_lists")
 )
 LIST_TESTS = "unit/device/test_change_lists.py"
+MIXED, SAMPLER = (f"{RUNTIME}/device/{name}.py" for name in ("mixed_steps", "row_sampler"))
+MIXED_TESTS = "unit/device/test_mixed_steps.py"
 GRAMMAR, ENGINE = f"{RUNTIME}/grammar", f"{RUNTIME}/engine/engine.py"
 PIPELINE, PIPELINE_TESTS = f"{RUNTIME}/engine/pipeline.py", ("unit/engine/test_pipeline.py",)
 SCHEDULER, PLANNER = (f"{RUNTIME}/scheduling/{name}.py" for name in ("scheduler", "planner"))
@@ -1347,7 +1349,7 @@ BUGS = (
     PackageBug(
         "the slot table does not notice a step made elsewhere",
         TABLE,
-        "if entry.length != start + 1:",
+        "if entry.length != length:",
         "if not entry.length:",
         (TABLE_TESTS,),
     ),
@@ -1361,7 +1363,7 @@ BUGS = (
     PackageBug(
         "everything is sent in every step",
         TABLE,
-        "            entry.length = start + 2\n",
+        "            entry.length = length + 1\n",
         "",
         (TABLE_TESTS,),
     ),
@@ -1409,7 +1411,7 @@ BUGS = (
     ),
     PackageBug(
         "a failed step of decodes is taken for done",
-        DECODES,
+        SAMPLER,
         "            self.table.forget(rows)\n",
         "",
         (DECODE_TESTS,),
@@ -1459,13 +1461,13 @@ BUGS = (
     PackageBug(
         "a captured step reads rows that are freed",
         DECODES,
-        "        index = self._index[:size]\n        lens, way",
-        "        index = self._index[:size].clone()\n        lens, way",
+        "        index = self.sampler.index[:size]\n        lens, way",
+        "        index = self.sampler.index[:size].clone()\n        lens, way",
         (DECODE_TESTS,),
     ),
     PackageBug(
         "a replayed step's tokens stay where nobody reads",
-        DECODES,
+        SAMPLER,
         "self._tokens[:size].copy_(tokens)",
         "self._tokens = tokens",
         (DECODE_TESTS,),
@@ -1542,7 +1544,7 @@ BUGS = (
     ),
     PackageBug(
         "a launched step gives the tokens of the one behind it",
-        DECODES,
+        SAMPLER,
         "        self._fetched.reverse()\n",
         "",
         (DECODE_TESTS,),
@@ -1557,13 +1559,48 @@ BUGS = (
     PackageBug(
         "a row in flight is sent with what the host knows",
         TABLE,
-        "if sequence.flying:",
+        "if sequence.flying_sampled:",
         "if False:",
         (TABLE_TESTS,),
     ),
     PackageBug(
+        "the row of a prompt begins at its last part",
+        TABLE,
+        "length = start + count\n            entry",
+        "length = start + 1\n            entry",
+        (MIXED_TESTS, DECODE_TESTS),
+    ),
+    PackageBug(
+        "a decode beside a prompt computes a token that the host does not know",
+        MIXED,
+        "            ids.index_copy_(0, last, self._sampler.table.last_tokens(index))\n",
+        "",
+        (MIXED_TESTS, DECODE_TESTS),
+    ),
+    PackageBug(
+        "a step with a prompt writes to the host memory of the one in flight",
+        MIXED,
+        "        self._batches.reverse()\n",
+        "",
+        (MIXED_TESTS,),
+    ),
+    PackageBug(
+        "the rows of a failed step with a prompt are taken for right",
+        MIXED,
+        "        with self._sampler.forgetting(sampling):\n            fetched",
+        "        if True:\n            fetched",
+        (MIXED_TESTS,),
+    ),
+    PackageBug(
+        "a step that samples nothing is not waited for",
+        MIXED,
+        "                return results(sampling, fetched)\n",
+        "                return results(sampling, fetched) if sampling else {}\n",
+        (MIXED_TESTS,),
+    ),
+    PackageBug(
         "a step that changes logits does not count its tokens",
-        DECODES,
+        SAMPLER,
         "counts=way.changes)",
         "counts=False)",
         (DECODE_TESTS,),
@@ -1577,7 +1614,7 @@ BUGS = (
     ),
     PackageBug(
         "ranks and likeliest ids are those of an earlier step",
-        DECODES,
+        SAMPLER,
         "            self._numbers[:size].copy_(numbers)\n",
         "",
         (DECODE_TESTS,),
@@ -1633,9 +1670,9 @@ BUGS = (
     ),
     PackageBug(
         "a step that the host must sample is launched",
-        DECODES,
-        "is not GENERAL for row in rows",
-        "is not None for row in rows",
+        SAMPLER,
+        "(row.samples and self.table.way_of(row) is GENERAL)",
+        "False",
         (DECODE_TESTS,),
     ),
     PackageBug(
@@ -1662,8 +1699,36 @@ BUGS = (
     PackageBug(
         "a length does not grow while its step is in flight",
         PLANNER,
-        "start = sequence.computed + sequence.flying",
+        "start = sequence.reached",
         "start = sequence.computed",
+        PIPELINE_TESTS,
+    ),
+    PackageBug(
+        "who waits for a prompt in flight starts a step late",
+        PLANNER,
+        " or copies or draft.awaits_flight:",
+        " or copies:",
+        PIPELINE_TESTS,
+    ),
+    PackageBug(
+        "blocks are copied while a step is in flight",
+        PLANNER,
+        " or copies or draft.awaits_flight:",
+        " or draft.awaits_flight:",
+        PIPELINE_TESTS,
+    ),
+    PackageBug(
+        "whoever waits for a prefix lets every step of it wait",
+        PLANNER,
+        "        return block is None or block != self.cache.next_block(leader, leader.reached)\n",
+        "        return True\n",
+        PIPELINE_TESTS,
+    ),
+    PackageBug(
+        "a part of a prompt behind another counts as a decode",
+        SCHEDULER,
+        "and not sequence.flying_sampled)",
+        "and not sequence.flying)",
         PIPELINE_TESTS,
     ),
     PackageBug(
@@ -1718,15 +1783,15 @@ BUGS = (
     PackageBug(
         "a sequence that certainly ends is computed once more",
         PLANNER,
-        "        if sequence.ends_in_flight:\n            continue\n",
+        "        if sequence.flying and sequence.ends_in_flight:\n            continue\n",
         "",
         PIPELINE_TESTS,
     ),
     PackageBug(
         "a sequence is preempted while it is in flight",
-        SCHEDULER,
-        "if plan.rows and not plan.admitted and not plan.preempted else None",
-        "if plan.rows and not plan.admitted else None",
+        PLANNER,
+        "if not draft.rows or draft.preempted or copies",
+        "if not draft.rows or copies",
         PIPELINE_TESTS,
     ),
     PackageBug(
@@ -1942,8 +2007,8 @@ BUGS = (
     PackageBug(
         "a batch with windows follows the last one, too",
         BATCH,
-        "if not self._windowed and all(",
-        "if all(",
+        "if ahead or self._windowed:",
+        "if ahead:",
         ("unit/device/test_batch.py",),
     ),
     PackageBug(

@@ -12,6 +12,7 @@ from fairlead_kernels import sample, sample_rows
 from fairlead_runtime import LLM, SamplingParams
 from fairlead_runtime.device.decode_steps import DecodeSteps
 from fairlead_runtime.device.graphs import GraphCache
+from fairlead_runtime.device.mixed_steps import MixedSteps
 from fairlead_runtime.device.ways import GENERAL
 from fairlead_runtime.models import tiny
 
@@ -172,12 +173,14 @@ def test_steps_ahead_give_the_tokens_of_steps_that_wait(folder: Path, graphs: st
 def test_a_launch_waits_for_nothing_and_comes_before_the_last_tokens(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    launch, order = DecodeSteps.launch, []
+    """Of decodes, and of prompts in parts beside them."""
+    launches: dict[type, Any] = {owner: owner.launch for owner in (DecodeSteps, MixedSteps)}
+    order: list[str] = []
 
-    def watched(self: DecodeSteps, rows: Any) -> Any:
+    def watched(self: DecodeSteps | MixedSteps, rows: Any) -> Any:
         torch.cuda.set_sync_debug_mode("error")
         try:
-            collect = launch(self, rows)
+            collect = launches[type(self)](self, rows)
         finally:
             torch.cuda.set_sync_debug_mode("default")
         order.append("launch")
@@ -188,12 +191,14 @@ def test_a_launch_waits_for_nothing_and_comes_before_the_last_tokens(
 
         return noted
 
-    with LLM(str(folder), cuda_graphs="off", async_batching="on", **SETTINGS) as llm:
+    some = {**SETTINGS, "max_batch_tokens": 64}
+    with LLM(str(folder), cuda_graphs="off", async_batching="on", **some) as llm:
         params = SamplingParams(temperature=0.9, top_p=0.9, max_tokens=24, ignore_eos=True)
         tokens(llm, params)  # compiles
-        monkeypatch.setattr(DecodeSteps, "launch", watched)
+        for owner in launches:
+            monkeypatch.setattr(owner, "launch", watched)
         tokens(llm, params)
-    assert order.count("launch") == order.count("collect") > 15
+    assert order.count("launch") == order.count("collect") > 20
     assert order[:4] == ["launch", "launch", "collect", "launch"]
 
 

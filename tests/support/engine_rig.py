@@ -345,7 +345,7 @@ class Rig:
             model, decodes = self.model.model, steps()
             assert decodes is not None
             own = [x for x in vars(decodes).values() if isinstance(x, torch.Tensor)]
-            own += [*decodes.table.tensors, cache.keys, cache.values]
+            own += [*decodes.sampler.tensors, cache.keys, cache.values]
             if isinstance(attention, TritonAttention):
                 own += triton_standin.kept(attention)
             return [*model.parameters(), *model.buffers(), *self.model.packed, *own]

@@ -71,9 +71,10 @@ class FakeRunner:
 
 
 class LaunchingRunner(FakeRunner):
-    """Also launches steps of decodes. As a GPU does, it appends their tokens itself, and computes
-    no step in between. ``fault(work)`` may raise in a launch too, ``refuse(work)`` only there, and
-    ``lost(work)`` when one is collected.
+    """Also launches steps, but for those that sample for a request with bad words: it stands for
+    what the host samples. As a GPU does, it appends tokens itself, and computes no step in between.
+    ``fault(work)`` may raise in a launch too, ``refuse(work)`` only there, and ``lost(work)`` when
+    one is collected.
     """
 
     def __init__(
@@ -91,9 +92,16 @@ class LaunchingRunner(FakeRunner):
         self.flying: list[int] = []  # steps that are launched and not collected
         self.launched: list[Row] = []
         self._texts: dict[int, list[int]] = {}  # by sequence, as the device has them
+        self._reached: dict[int, int] = {}  # by sequence, how many of its tokens it has computed
+
+    def copy(self, work: Work) -> None:
+        copies = work.offload or work.restore or work.copies
+        assert not (copies and self.flying), "blocks are copied while a step is in flight"
+        super().copy(work)
 
     def launches(self, rows: Sequence[Row]) -> bool:
-        return bool(rows) and all(row.count == 1 and row.samples for row in rows)
+        by_host = any(row.samples and row.sequence.request.params.bad_words for row in rows)
+        return bool(rows) and not by_host
 
     def launch(self, work: Work) -> Callable[[], Mapping[int, Result]]:
         for check in (self.fault, self.refuse):
@@ -105,12 +113,18 @@ class LaunchingRunner(FakeRunner):
         self.launched += work.rows
         results = {}
         for row in work.rows:
-            sequence = row.sequence
+            sequence, end = row.sequence, row.start + row.count
+            reached = self._reached[sequence.id] if sequence.flying else sequence.computed
+            assert reached == row.start, "the device has computed other tokens before"
+            self._reached[sequence.id] = end
             text = self._texts[sequence.id] if sequence.flying else list(sequence.tokens)
-            assert len(text) == row.start + 1, "the device does not have the tokens before"
-            token = token_after(sequence.request, sequence.choice, text)
-            self._texts[sequence.id] = [*text, token]
-            results[sequence.id] = Result(token)
+            self._texts[sequence.id] = text
+            assert len(text) >= end, "the device does not have the tokens before"
+            if row.samples:
+                assert len(text) == end, "a row samples before its last token"
+                token = token_after(sequence.request, sequence.choice, text)
+                self._texts[sequence.id] = [*text, token]
+                results[sequence.id] = Result(token)
 
         def collect() -> Mapping[int, Result]:
             assert self.flying.pop(0) == work.step, "collected out of order"

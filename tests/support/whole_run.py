@@ -3,8 +3,8 @@ wrote.
 
 ``run`` runs a Scenario and checks the invariants after every step, every key that a row reads,
 every event, and every delivered token against an oracle without a scheduler. ``shrink`` removes
-arrivals and events from a failing scenario while it still fails. With ``ahead`` steps of decodes
-are launched, the next before the tokens of the last are known.
+arrivals and events from a failing scenario while it still fails. With ``ahead`` steps are
+launched, the next before the tokens of the last are known.
 """
 
 import dataclasses
@@ -30,6 +30,7 @@ class Outcome:
     forks: int = 0
     hits: int = 0
     ahead: int = 0  # steps that were launched while another was in flight
+    started: int = 0  # sequences that started in these
     dead: int = 0  # rows of sequences that had ended
     recalls: int = 0
     delivered: dict[tuple[str, int], list[int]] = field(default_factory=dict)
@@ -107,7 +108,7 @@ class ScenarioRun:
             self._start(scheduler.plan(), scheduler.plan())
         if self.flights[0].launched:
             plan = scheduler.plan_ahead()
-            if plan is not None and _decodes(plan.rows):
+            if plan is not None and _launches(plan.rows):
                 self._start(plan, scheduler.plan_ahead())
         while self.aborts:
             self._abort(self.aborts.pop())
@@ -123,14 +124,20 @@ class ScenarioRun:
         started = {s.id for s in self.scheduler.running}
         work = self.scheduler.commit(plan)
         self.device.copy(work)
-        launched = self.ahead and _decodes(work.rows)
+        launched = self.ahead and _launches(work.rows)
         results = self.device.forward(work.rows, launched=launched)
         if launched:
             self.scheduler.launch(work)
         size = self.scenario.limits.block_size
-        units = [table[r.start // size] for r in work.rows for table in r.sequence.tables]
+        units = [
+            unit
+            for row in work.rows
+            for table in row.sequence.tables
+            for unit in table[row.start // size : -(-(row.start + row.count) // size)]
+        ]
         outcome = self.outcome
         outcome.ahead += bool(self.flights)
+        outcome.started += len(plan.admitted) if self.flights else 0
         self.flights.append(Flight(work, results, launched, units))
         outcome.steps += 1
         outcome.preemptions += len(plan.preempted)
@@ -175,7 +182,7 @@ class ScenarioRun:
         """
         size = self.scenario.limits.block_size
         for sequence in self.scheduler.running:
-            done = sequence.computed + sequence.flying
+            done = sequence.reached
             for group, table in zip(self.device.groups, sequence.tables, strict=True):
                 freed_blocks = (
                     0
@@ -224,7 +231,7 @@ class ScenarioRun:
         if len(scheduler.running) + len(plan.admitted) > limits.max_requests:
             raise RunError("more running than max_requests")
         for row in plan.rows:
-            whole = row.start + row.count == len(row.sequence.tokens) + row.sequence.flying
+            whole = row.start + row.count == row.sequence.length
             if row.count < 1 or row.samples != whole:
                 raise RunError("a row without tokens, or one that samples before its end")
         self._check_prompts(plan)
@@ -261,10 +268,7 @@ class ScenarioRun:
         started = {a.sequence.id for a in plan.admitted}
         first = limits.policy == "prefill_first"
         kinds = [
-            2
-            if r.sequence.id in started
-            else (len(r.sequence.tokens) - r.sequence.computed == 1) == first
-            for r in plan.rows
+            2 if r.sequence.id in started else _is_decode(r.sequence) == first for r in plan.rows
         ]
         if kinds != sorted(kinds):
             raise RunError(f"rows in the wrong order for {limits.policy}: {kinds}")
@@ -504,7 +508,7 @@ class Recount:
         prefills = [s for s in self.holders if not _is_decode(s)]
         room = self.cache.pool.available - reserve
         room -= sum(self.cache.units(r.start, r.start + 1) for r in own if r not in prompts)
-        room -= sum(self.cache.growth(s, s.computed) for s in prefills)
+        room -= sum(self.cache.growth(s, s.reached) for s in prefills)
         count, slots = len(prefills), self.limits.max_requests - len(self.holders)
         for sequence in self._in_order()[:slots]:
             room -= self.cache.growth(sequence, 0)
@@ -609,12 +613,12 @@ class Recount:
 
 def _is_decode(sequence: Sequence) -> bool:
     """Whether only its last token is left to compute."""
-    return len(sequence.tokens) - sequence.computed == 1
+    return sequence.length - sequence.reached == 1
 
 
-def _decodes(rows: Iterable[Row]) -> bool:
+def _launches(rows: Iterable[Row]) -> bool:
     """Whether the device could be given these rows before the tokens of the last step are known."""
-    return all(row.count == 1 and row.samples and not row.sequence.scores_prompt for row in rows)
+    return not any(row.sequence.scores_prompt for row in rows)
 
 
 def run(

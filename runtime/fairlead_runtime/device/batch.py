@@ -19,6 +19,8 @@ from fairlead_runtime.sizing.groups import LayerGroup
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
+UNKNOWN = 0  # in the place of an id that the device alone has
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Batch:
@@ -128,6 +130,7 @@ class BatchBuilder:
         self._tables = [_Buffer(narrow, pinned=pinned) for _ in groups]
         self._starts = _Buffer(narrow, pinned=pinned)
         self._lens = _Buffer(narrow, pinned=pinned)
+        self._samples = _Buffer(wide, pinned=pinned)
         # The blocks that a window has passed are NULL in a table, which _Decodes does not know.
         self._windowed = any(group.window is not None for group in groups)
         self._last: _Decodes | None = None
@@ -135,7 +138,7 @@ class BatchBuilder:
     @property
     def nbytes(self) -> int:
         """Bytes of all buffers at present."""
-        single = (self._ids, self._positions, self._starts, self._lens)
+        single = (self._ids, self._positions, self._starts, self._lens, self._samples)
         return sum(b.nbytes for b in (*single, *self._slots)) + self.table_nbytes
 
     @property
@@ -143,21 +146,24 @@ class BatchBuilder:
         """Bytes of the block tables among them."""
         return sum(b.nbytes for b in self._tables)
 
-    def build(self, rows: abc.Sequence[Row]) -> Batch:
+    def build(self, rows: abc.Sequence[Row], *, ahead: bool = False) -> Batch:
         """``rows``: at least one, each with at least one token and with blocks for its tokens.
+        ``ahead``: the id of a row whose token a step in flight samples is UNKNOWN.
 
         The same Batch again, changed, where the rows are the next decodes of those of the last one.
         """
         last = self._last
-        if last is not None and last.follow(rows, self._block_size):
+        if last is not None and not ahead and last.follow(rows, self._block_size):
             return last.batch
         self._last = None
-        batch, arrays = self._build(rows)
-        if not self._windowed and all(row.count == 1 and row.samples for row in rows):
+        batch, arrays = self._build(rows, ahead=ahead)
+        if ahead or self._windowed:
+            return batch
+        if all(row.count == 1 and row.samples for row in rows):
             self._last = _Decodes(batch, rows, arrays)
         return batch
 
-    def _build(self, rows: abc.Sequence[Row]) -> tuple[Batch, "_Arrays"]:
+    def _build(self, rows: abc.Sequence[Row], *, ahead: bool) -> tuple[Batch, "_Arrays"]:
         starts = np.array([row.start for row in rows])
         counts = np.array([row.count for row in rows])
         ends = counts.cumsum()
@@ -165,10 +171,9 @@ class BatchBuilder:
         row_of = np.repeat(np.arange(len(rows)), counts)
 
         ids, input_ids = self._ids.take(total)
-        tokens = chain.from_iterable(
-            row.sequence.tokens[row.start : row.start + row.count] for row in rows
-        )
-        ids[:] = np.fromiter(tokens, np.int64, total)
+        known = (row.sequence.tokens[row.start : row.start + row.count] for row in rows)
+        tokens = (part or (UNKNOWN,) for part in known) if ahead else known
+        ids[:] = np.fromiter(chain.from_iterable(tokens), np.int64, total)
         at, positions = self._positions.take(total)
         at[:] = np.arange(total) + (starts - ends + counts)[row_of]
         query, query_starts = self._starts.take(len(rows) + 1)
@@ -196,7 +201,8 @@ class BatchBuilder:
             )
 
         samples = np.array([row.samples for row in rows])
-        index = torch.from_numpy(ends[samples] - 1)
+        places, index = self._samples.take(int(samples.sum()))
+        places[:] = ends[samples] - 1
         sampling = [row.sequence for row in rows if row.samples]
         made = Batch(input_ids, positions, tuple(slots), tuple(ragged), index, sampling)
         return made, arrays

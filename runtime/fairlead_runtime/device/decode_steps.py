@@ -11,24 +11,21 @@ to their tokens is replayed. All that it reads and writes lives as long as this 
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from fairlead_kernels import sample, sample_rows
 from fairlead_kernels.attention import DecodeAttention, DecodeRows
-from fairlead_kernels.sample_rows import RowLogprobs
 from fairlead_runtime.device.attention import GroupedPass
-from fairlead_runtime.device.fetched import Fetched, results
+from fairlead_runtime.device.fetched import results
 from fairlead_runtime.device.graphs import GraphCache
 from fairlead_runtime.device.kv_cache import CacheStorage
 from fairlead_runtime.device.paged_model import PagedModel
+from fairlead_runtime.device.row_sampler import RowSampler
 from fairlead_runtime.device.sampling import SampledTokens
 from fairlead_runtime.device.slot_table import Array, SlotTable
 from fairlead_runtime.device.ways import GENERAL, LEAST, Draw, Way, joined
-from fairlead_runtime.request import MAX_LOGPROBS
 from fairlead_runtime.scheduling.plan import Result, Row
 from fairlead_runtime.sizing.terms import list_room
 
@@ -77,7 +74,7 @@ class DecodeSteps:
         self._model = model
         self._cache = cache
         self._attention = attention
-        self.table = SlotTable(
+        table = SlotTable(
             cache.groups,
             cache.block_size,
             sequences=sequences,
@@ -87,93 +84,65 @@ class DecodeSteps:
             device=model.device,
         )
         most = max((sequences, *self._sizes))
-        # The table's row of each row of the step, their tokens, and each row's place among them.
-        self._index = torch.zeros(most, dtype=torch.int64, device=model.device)
-        self._tokens = torch.zeros_like(self._index)
-        self._places = torch.arange(most, device=model.device)
-        # The likeliest tokens whose log-probabilities a step gives: what requests may ask for.
-        self._likeliest = min(MAX_LOGPROBS, model.logits_width)
-        self._values = torch.zeros(most, 1 + self._likeliest, device=model.device)
-        self._numbers = torch.zeros_like(self._values, dtype=torch.int64)
-        # The newest step's first; nobody may have looked at the other's tokens yet.
-        self._fetched = [Fetched(most, self._likeliest, model.device) for _ in range(2)]
+        self.sampler = RowSampler(table, most, model.logits_width, model.device)
+        self._places = torch.arange(most, device=model.device)  # each row's among the logits
         # The most blocks of a padded step's rows.
-        self._room = most * self.table.tables.shape[2] if graphs is not None else 0
+        self._room = most * table.tables.shape[2] if graphs is not None else 0
         self._held: dict[int, Tensor] = {}  # by size, the logits that its graph computes
-        self._hashes = sample.hash_tokens(model.logits_width, model.device)
+
+    @property
+    def table(self) -> SlotTable:
+        return self.sampler.table
 
     @property
     def nbytes(self) -> int:
         cache = self._cache
-        step = self._index, self._tokens, self._places, self._values, self._numbers
         unit = cache.unit_bytes(cache.groups, cache.heads, cache.block_size)
-        tensors = *step, self._hashes, *self.table.tensors
-        return sum(tensor.nbytes for tensor in tensors) + unit
+        return sum(x.nbytes for x in (self._places, *self.sampler.tensors)) + unit
 
     @torch.inference_mode()
     def run(self, rows: Sequence[Row], general: SampleLogits) -> dict[int, Result]:
         """One step of rows for which ``is_decode`` holds, each of which gets a Result. ``general``
         samples where a row needs more than a draw.
         """
-        with self._forgetting(rows):
+        with self.sampler.forgetting(rows):
             return self._run(rows, general)
-
-    @contextmanager
-    def _forgetting(self, rows: Sequence[Row]) -> Iterator[None]:
-        """A step of these rows that raises may have run or not."""
-        try:
-            yield
-        except BaseException:
-            self.table.forget(rows)
-            raise
 
     def _run(self, rows: Sequence[Row], general: SampleLogits) -> dict[int, Result]:
         step = self._compute(rows, self._size(len(rows)))
         if step.logits is None:
-            return results(rows, self._fetch(len(rows), step.way))
+            return results(rows, self.sampler.fetch(len(rows), step.way))
         sampled, finish = general(step.logits[: len(rows)])
-        self.table.advance(self._index[: len(rows)], sampled.tokens, counts=step.counts)
+        self.table.advance(self.sampler.index[: len(rows)], sampled.tokens, counts=step.counts)
         return finish()
-
-    def launches(self, rows: Sequence[Row]) -> bool:
-        """Whether these are decodes that are all sampled on the device: no other is launched."""
-        decodes = bool(rows) and all(map(is_decode, rows))
-        return decodes and all(self.table.way_of(row) is not GENERAL for row in rows)
 
     @torch.inference_mode()
     def launch(self, rows: Sequence[Row]) -> Callable[[], Mapping[int, Result]]:
-        """Queue the step of rows that ``launches`` takes, behind one that may be in flight. The
-        returned function waits for its tokens; it is called before the next step but one.
+        """Queue the step of decodes that the ``sampler`` takes, behind one that may be in flight.
+        The returned function waits for its tokens; it is called before the next step but one.
         """
-        with self._forgetting(rows):
+        with self.sampler.forgetting(rows):
             step = self._compute(rows, self._size(len(rows)))
             if step.logits is not None:
                 raise ValueError("rows: one is not sampled on the device")
-            fetched = self._fetch(len(rows), step.way)
+            fetched = self.sampler.fetch(len(rows), step.way)
 
         def collect() -> Mapping[int, Result]:
-            with self._forgetting(rows):
+            with self.sampler.forgetting(rows):
                 return results(rows, fetched)
 
         return collect
-
-    def _fetch(self, count: int, way: Way) -> Fetched:
-        """Queue the copy of what the newest step sampled to the host."""
-        self._fetched.reverse()
-        logprobs = RowLogprobs(self._values[:count], self._numbers[:count])
-        self._fetched[0].fetch(self._tokens[:count], logprobs if way.logprobs else None)
-        return self._fetched[0]
 
     def _size(self, count: int) -> int:
         """The rows, with padding, of a step of ``count``."""
         return next((size for size in self._sizes if size >= count), count)
 
     def _compute(self, rows: Sequence[Row], size: int, least: Way = LEAST) -> _Computed:
-        """Queue the step, padded to ``size`` rows: tokens into ``_tokens`` and the table, or for
+        """Queue the step, padded to ``size`` rows: tokens into the sampler's and the table, or for
         GENERAL only the logits, which live until the next step. ``least``: sampled at least in this
         way.
         """
-        index = self._index[:size]
+        index = self.sampler.index[:size]
         lens, way, counts = self.table.enter(rows, index)
         way = joined((way, least))
         plans = self._plan(index, lens)
@@ -184,7 +153,7 @@ class DecodeSteps:
             if way is GENERAL:
                 made.append(logits)
             else:
-                self._sample(logits, index, way)
+                self.sampler.sample(logits, index, way)
 
         if self._graphs is None:
             step()
@@ -244,19 +213,3 @@ class DecodeSteps:
         groups = list(zip(plans, inputs.slots, strict=True))
         step = GroupedPass(self._cache, self._attention, groups, self._places[: len(index)])
         return self._model.run(inputs.ids, inputs.positions, step)
-
-    def _sample(self, logits: Tensor, index: Tensor, way: Way) -> None:
-        size, table = len(index), self.table
-        tokens = sample_rows.choose(
-            logits,
-            None if way.draw is Draw.GREEDY else table.parameters(index),
-            self._hashes,
-            filters=way.draw is Draw.FILTERED,
-            changes=table.changes(index) if way.changes else None,
-        )
-        if way.logprobs:
-            values, numbers = sample_rows.logprobs(logits, tokens, self._likeliest)
-            self._values[:size].copy_(values)
-            self._numbers[:size].copy_(numbers)
-        self._tokens[:size].copy_(tokens)
-        table.advance(index, tokens, counts=way.changes)

@@ -15,6 +15,7 @@ from fairlead_kernels.attention import AttentionBackend
 from fairlead_runtime.device.batch import Batch, BatchBuilder
 from fairlead_runtime.device.decode_steps import DecodeSteps, is_decode
 from fairlead_runtime.device.kv_cache import CacheStorage
+from fairlead_runtime.device.mixed_steps import MixedSteps
 from fairlead_runtime.device.paged_model import PagedModel
 from fairlead_runtime.device.sampling import (
     NON_FINITE,
@@ -58,8 +59,8 @@ class Followers(Protocol):
 class ModelRunner:
     """Executes steps of one model on one cache, on the given attention. ``guides`` makes the masks
     of sequences with structured output; ``followers`` hold the other parts of a model that is
-    split. ``decodes`` runs the steps of decodes alone, if not the way of all others, and launches
-    those that are sampled on the device.
+    split. ``decodes`` runs the steps of decodes alone, if not the way of all others; with it steps
+    that are sampled on the device can be launched.
 
     One step at a time but for these, from one thread at a time. ``max_logits``: positions whose
     logits one forward pass may return; memory is planned for as many.
@@ -90,6 +91,9 @@ class ModelRunner:
         self._batches = BatchBuilder(
             cache.groups, cache.block_size, pinned=model.device.type == "cuda"
         )
+        self._mixed: MixedSteps | None = None
+        if decodes is not None:
+            self._mixed = MixedSteps(model, cache, attention, decodes.sampler, self._batches)
 
     def copy(self, work: Work) -> None:
         """The step's offload, restore and copy-on-write copies: once, before ``execute``, however
@@ -121,13 +125,14 @@ class ModelRunner:
 
     def launches(self, rows: abc.Sequence[Row]) -> bool:
         """Whether ``launch`` can take these rows."""
-        return self._decodes is not None and self._decodes.launches(rows)
+        return bool(rows) and self._decodes is not None and self._decodes.sampler.takes(rows)
 
     def launch(self, work: Work) -> Callable[[], Mapping[int, Result]]:
         """Queue the step and return what waits for its tokens. One may be in flight before it."""
-        if self._decodes is None:
+        if self._decodes is None or self._mixed is None:
             raise ValueError("rows: this device launches no steps")
-        return self._decodes.launch(work.rows)
+        steps = self._decodes if all(map(is_decode, work.rows)) else self._mixed
+        return steps.launch(work.rows)
 
     def _execute(self, work: Work, masks: WaitForMasks) -> Mapping[int, Result]:
         if not any(row.sequence.scores_prompt for row in work.rows):

@@ -106,42 +106,44 @@ class SlotTable:
         return self.state, self.tables, *self.lists.tensors
 
     def enter(self, rows: abc.Sequence[Row], into: Tensor) -> Entered:
-        """Make the device's rows right for a step that computes each sequence's last token.
+        """Make the device's rows right for a step that computes each sequence's last token, and
+        maybe some before it.
 
         Writes to ``into`` int64 [at least B] the places of their rows, then PADDING to its end.
         The device counts the step as done once ``advance`` has run; ``forget`` rows whose step
-        failed. Raises RuntimeError for a sequence in flight whose row is not that step's.
+        failed. Raises RuntimeError for a row that lacks the token of a step in flight.
         """
         if len(rows) > min(len(into), self.state.shape[0] - 1):
-            raise ValueError(f"{len(rows)} decodes: the step has room for {len(into)}")
+            raise ValueError(f"{len(rows)} rows: the step has room for {len(into)}")
         index = np.zeros(len(into), dtype=np.int64)
         lens = np.ones(len(into), dtype=np.int32)
         ways: set[Way] = set()
         counts = False
         changed: list[tuple[Entry, Sequence]] = []
         grown: list[tuple[Entry, Sequence]] = []
-        for place, (sequence, start, _, _) in enumerate(rows):
+        for place, (sequence, start, count, _) in enumerate(rows):
+            length = start + count
             entry = self._entries.get(sequence)
             if entry is None or entry.preemptions != sequence.preemptions:
                 entry = self._entries[sequence] = self._new(sequence, entry, rows)
-            index[place], lens[place] = entry.row, start + 1
-            if entry.length != start + 1:
-                if sequence.flying:
+            index[place], lens[place] = entry.row, length
+            if entry.length != length:
+                if sequence.flying_sampled:
                     raise RuntimeError(f"sequence {sequence.id} is in flight, and its row is not")
                 changed.append((entry, sequence))
             if entry.blocks < len(sequence.tables[0]):
                 grown.append((entry, sequence))
-            entry.length = start + 2
-            ways.add(self._way(entry, sequence, start + 1))
+            entry.length = length + 1
+            ways.add(self._way(entry, sequence, length))
             counts |= entry.counts
         self._send(index, changed, grown, into)
         return Entered(lens, joined(ways), counts)
 
     def way_of(self, row: Row) -> Way:
-        """How the row's token is chosen."""
+        """How the token after the row's last one is chosen."""
         sequence = row.sequence
         entry = self._entries.get(sequence) or Entry.of(PADDING, sequence)
-        return self._way(entry, sequence, row.start + 1)
+        return self._way(entry, sequence, row.start + row.count)
 
     def _way(self, entry: Entry, sequence: Sequence, length: int) -> Way:
         way = entry.way if length < entry.until else entry.then
@@ -240,6 +242,10 @@ class SlotTable:
     def lens(self, index: Tensor) -> Tensor:
         """Of the rows ``index`` int64 [B], the lengths in their next step, int64 [B]."""
         return self.state[index, LENGTH]
+
+    def last_tokens(self, index: Tensor) -> Tensor:
+        """Of the rows ``index`` int64 [B], the last token, int64 [B]."""
+        return self.state[index, TOKEN]
 
     def inputs(self, index: Tensor) -> Inputs:
         """Of the rows ``index`` int64 [B], what their next step computes."""

@@ -18,7 +18,7 @@ from fairlead_runtime.scheduling.scheduler import Scheduler
 
 log = logging.getLogger("fairlead.engine")
 
-# Waits for a launched step's tokens: a Result for each of its rows, by sequence id.
+# Waits for a launched step: a Result for each of its rows that samples, by sequence id.
 Collect = Callable[[], Mapping[int, Result]]
 
 
@@ -26,7 +26,7 @@ class Launcher(Protocol):
     """A device that takes a step without anybody waiting for the one before."""
 
     def launches(self, rows: abc.Sequence[Row]) -> bool:
-        """Whether ``launch`` can take these rows: decodes, whose inputs the device has."""
+        """Whether ``launch`` can take these rows: the device samples all that they sample."""
         ...
 
     def launch(self, work: Work) -> Collect:

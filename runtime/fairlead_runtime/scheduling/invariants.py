@@ -61,7 +61,7 @@ def _check_queues(state: State, live: Mapping[int, Sequence]) -> None:
         if sequence.status not in (Status.PREFILLING, Status.DECODING) or not sequence.tables:
             raise InvariantViolation("I7", f"sequence {sequence.id} runs as {sequence.status}")
     for sequence in waiting:
-        if sequence.flying:
+        if sequence.flying or sequence.reached != sequence.computed:
             raise InvariantViolation("I14", f"sequence {sequence.id} waits while it is in flight")
         if sequence.status is not Status.PENDING or sequence.tables:
             raise InvariantViolation(
@@ -152,8 +152,9 @@ def _check_sequence(state: State, sequence: Sequence) -> None:
 def _check_tables(state: State, sequence: Sequence, tables: list[list[int]]) -> None:
     cache = state.cache
     for group, table in zip(cache.groups, tables, strict=True):
-        if len(table) != cache.blocks(sequence.computed + sequence.flying):
-            held = f"{len(table)} blocks for {sequence.computed} tokens and {sequence.flying} more"
+        if len(table) != cache.blocks(sequence.reached):
+            flying = sequence.flying_computed
+            held = f"{len(table)} blocks for {sequence.computed} tokens and {flying} in flight"
             raise InvariantViolation("I5", f"sequence {sequence.id}, group {group.index}: {held}")
         first = group.first_block(sequence.computed, cache.block_size)
         if any((unit == NULL) != (i < first) for i, unit in enumerate(table)):

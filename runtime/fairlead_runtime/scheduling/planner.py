@@ -64,25 +64,38 @@ class State:
 
 def plan_step(state: State) -> Plan:
     """Decide one step. Equal states give equal plans."""
+    return _drafted(state).plan()
+
+
+def plan_ahead(state: State) -> Plan | None:
+    """The step after those in flight, or None where they must be collected first: nothing is left
+    to compute, blocks must be copied or taken from a sequence, or one that waits could start with
+    what they bring.
+    """
+    ends = state.ended or any(sequence.ends_in_flight for sequence in state.running)
+    if ends and len(state.policy):
+        return None  # a place becomes free, and blocks
+    draft = _drafted(state)
+    copies = any(a.source is not AdmissionSource.PREFIX for a in draft.admitted)
+    if not draft.rows or draft.preempted or copies or draft.awaits_flight:
+        return None
+    return draft.plan()
+
+
+def _drafted(state: State) -> "_Draft":
     decodes: list[Sequence] = []
     prefills: list[Sequence] = []
     for sequence in state.running:
-        if sequence.ends_in_flight:
+        if sequence.flying and sequence.ends_in_flight:
             continue
-        (decodes if len(sequence.tokens) - sequence.computed == 1 else prefills).append(sequence)
+        (decodes if sequence.length - sequence.reached == 1 else prefills).append(sequence)
     draft = _Draft(state)
     for sequences in (prefills, decodes) if state.policy.prefills_first else (decodes, prefills):
         if sequences is prefills:
             draft.bound_prefills(prefills)
         draft.run(sequences)
     draft.admit()
-    return Plan(
-        state.step,
-        tuple(draft.rows),
-        tuple(draft.admitted),
-        tuple(draft.preempted),
-        None if draft.head is None else draft.head.admission.sequence,
-    )
+    return draft
 
 
 class _Candidate(NamedTuple):
@@ -108,12 +121,23 @@ class _Draft:
         self.preempted: list[Preemption] = []
         # the first waiting sequence that lacks blocks; others start only beside its reservation
         self.head: _Candidate | None = None
+        # whether one waits for tokens of which the steps in flight compute the last
+        self.awaits_flight = False
         self._shadow: tuple[int, int] | None = None
         self._preempted_ids: set[int] = set()
         # evictable units that planned admissions reference
         self._claimed_units: set[int] = set()
         # by unit, the references that planned preemptions release
         self._released_refs: dict[int, int] = {}
+
+    def plan(self) -> Plan:
+        return Plan(
+            self.state.step,
+            tuple(self.rows),
+            tuple(self.admitted),
+            tuple(self.preempted),
+            None if self.head is None else self.head.admission.sequence,
+        )
 
     def bound_prefills(self, prefills: list[Sequence]) -> None:
         """Leave the prefills and starts beside this step's decodes a bounded number of tokens.
@@ -136,7 +160,7 @@ class _Draft:
         slots = self.state.limits.max_requests - len(self.state.running)
         if count > most or not slots:
             return count
-        room = self._room - sum(cache.growth(s, s.computed) for s in prefills)
+        room = self._room - sum(cache.growth(s, s.reached) for s in prefills)
         for sequence in itertools.islice(self.state.policy.candidates(), slots):
             room -= cache.growth(sequence, 0)
             if room < 0 or count > most:
@@ -153,9 +177,9 @@ class _Draft:
                 return
             if sequence.id in self._preempted_ids:
                 continue
-            # A launched decode makes a sequence one token longer, whichever the token is.
-            start = sequence.computed + sequence.flying
-            missing = len(sequence.tokens) - sequence.computed
+            # A step in flight makes a sequence longer, whichever its token is.
+            start = sequence.reached
+            missing = sequence.length - start
             count = min(missing, self.tokens)
             need = self.cache.units(start, start + count)
             while need > self.free:
@@ -292,6 +316,7 @@ class _Draft:
         running = [s for s in family if s.tables]
         if any(self.cache.can_fork(s, shared) for s in running):
             return False
+        self.awaits_flight |= any(s.computed < shared <= s.reached for s in running)
         starting = any(a.sequence.request is sequence.request for a in self.admitted)
         return starting or any(s.computed < shared for s in running)
 
@@ -301,7 +326,22 @@ class _Draft:
             return False
         sequence = admission.sequence
         block = self.cache.next_block(sequence, admission.start, keep=1)
-        return block is not None and block in computing
+        if block is None or block not in computing:
+            return False
+        self.awaits_flight |= any(
+            s.flying
+            and self.cache.next_block(s, s.computed) == block
+            and self._gives_all(s, sequence)
+            for s in self.state.running
+        )
+        return True
+
+    def _gives_all(self, leader: Sequence, sequence: Sequence) -> bool:
+        """Whether the sequence shares no block with the leader that this computes after the steps
+        in flight.
+        """
+        block = self.cache.next_block(sequence, leader.reached, keep=1)
+        return block is None or block != self.cache.next_block(leader, leader.reached)
 
     # -- sequences that start before one that lacks blocks
 

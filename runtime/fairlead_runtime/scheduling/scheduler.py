@@ -40,7 +40,7 @@ from fairlead_runtime.scheduling.plan import (
     Verdict,
     Work,
 )
-from fairlead_runtime.scheduling.planner import State, plan_step
+from fairlead_runtime.scheduling.planner import State, plan_ahead, plan_step
 from fairlead_runtime.scheduling.policies import POLICIES
 from fairlead_runtime.scheduling.stats import SchedulerStats, StepStats
 from fairlead_runtime.sizing.groups import LayerGroup
@@ -150,19 +150,14 @@ class Scheduler:
         return plan_step(self.state)
 
     def plan_ahead(self) -> Plan | None:
-        """The step after those in flight, of running sequences only. It is planned on lengths,
-        which are known before the tokens are: a sequence that certainly ends is left out, one that
-        a stop may end is in it.
+        """The step after those in flight. It is planned on lengths, which are known before the
+        tokens are: a sequence that certainly ends is left out, one that a stop may end is in it.
 
-        None where the tokens are needed first: nothing is left to compute, one that waits could
-        start, or one must be preempted. Pure.
+        None where what is in flight must be collected first: nothing is left to compute, blocks
+        must be copied or taken from a sequence, or one that waits could start with what it brings.
+        Pure.
         """
-        state = self.state
-        ends = state.ended or any(sequence.ends_in_flight for sequence in state.running)
-        if ends and len(state.policy):
-            return None  # a place becomes free, and blocks
-        plan = plan_step(state)
-        return plan if plan.rows and not plan.admitted and not plan.preempted else None
+        return plan_ahead(self.state)
 
     def commit(self, plan: Plan) -> Work:
         """Take the plan's blocks and move its sequences between queues. Raises if the pool cannot
@@ -183,15 +178,15 @@ class Scheduler:
             self._add_copies(admission, work)
         size, prefill, tokens = cache.block_size, 0, 0
         for sequence, start, count, _ in plan.rows:
-            if sequence.computed + sequence.flying != start or not sequence.tables:
+            if sequence.reached != start or not sequence.tables:
                 raise StepError(
                     f"sequence {sequence.id} has {sequence.computed} tokens computed and "
-                    f"{sequence.flying} in flight, not {start}"
+                    f"{sequence.flying_computed} in flight, not {start}"
                 )
             if start + count > len(sequence.tables[0]) * size:
                 cache.grow(sequence, start + count)
             tokens += count
-            if count > 1 or (sequence.status is Status.PREFILLING and not sequence.flying):
+            if count > 1 or (sequence.status is Status.PREFILLING and not sequence.flying_sampled):
                 prefill += count
         used = cache.pool.units - cache.pool.available
         self._last = StepStats(len(plan.rows), prefill, tokens - prefill, len(plan.preempted), used)
@@ -199,16 +194,16 @@ class Scheduler:
         return work
 
     def launch(self, work: Work) -> None:
-        """The device has been given these rows, each a decode; ``update`` takes their tokens, step
-        after step. Until then nothing takes blocks from a sequence that they compute.
+        """The device has been given these rows; ``update`` takes their tokens, step after step.
+        Until then nothing takes blocks from a sequence that they compute.
         """
-        for row in work.rows:
-            row.sequence.flying += 1
+        for sequence, _, count, samples in work.rows:
+            sequence.launch(count, samples=samples)
 
     def recall(self) -> None:
         """The steps in flight count as not launched: they are computed again, one after another."""
         for sequence in (*self.state.running, *self.state.ended.values()):
-            sequence.flying = 0
+            sequence.recall()
         while self.state.ended:
             self._release(self.state.ended.popitem()[1])
 
@@ -220,7 +215,7 @@ class Scheduler:
         every_step = cache.has_windows
         events: list[Event] = []
         for sequence, start, count, samples in work.rows:
-            sequence.flying = max(0, sequence.flying - 1)
+            sequence.collect(count, samples=samples)
             if sequence.status in FINAL:
                 if sequence.id in self.state.ended and not sequence.flying:
                     self._release(self.state.ended.pop(sequence.id))

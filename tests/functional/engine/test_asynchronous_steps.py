@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from fairlead_runtime.device.decode_steps import DecodeSteps
 from fairlead_runtime.device.fetched import Fetched
+from fairlead_runtime.device.mixed_steps import MixedSteps
 from fairlead_runtime.device.model_runner import ModelRunner
 from fairlead_runtime.engine.engine import Bounds, Engine
 from fairlead_runtime.request import FinishReason, Request, SamplingParams
@@ -222,7 +223,7 @@ def test_a_workload_with_all_of_it(first: int, *, offload: bool) -> None:
     assert compare("llama", setting, clients) > 10
 
 
-@pytest.mark.parametrize("at", ["launch", "collect"])
+@pytest.mark.parametrize("at", ["launch", "launch beside a prompt", "collect"])
 def test_a_launched_step_that_fails_on_the_device_leaves_the_texts_as_they_are(
     monkeypatch: pytest.MonkeyPatch, at: str
 ) -> None:
@@ -231,8 +232,14 @@ def test_a_launched_step_that_fails_on_the_device_leaves_the_texts_as_they_are(
         Client(0, i % 5, ON_DEVICE[i], 16, 1, stop_ids=True, stop_text=False, leaves=None)
         for i in range(8)
     ]
-    setting = Setting(block_size=4, num_blocks=200, max_requests=8, graphs=0)
-    owner, name = {"launch": (DecodeSteps, "_compute"), "collect": (Fetched, "wait")}[at]
+    beside = at == "launch beside a prompt"
+    chunk = 8 if beside else 4096
+    setting = Setting(block_size=4, chunk=chunk, num_blocks=200, max_requests=8, graphs=0)
+    owner, name = {
+        "launch": (DecodeSteps, "_compute"),
+        "launch beside a prompt": (MixedSteps, "_queue"),
+        "collect": (Fetched, "wait"),
+    }[at]
     whole, calls = getattr(owner, name), 0
 
     def failing(*arguments: Any) -> Any:

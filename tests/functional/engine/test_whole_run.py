@@ -36,8 +36,8 @@ def test_random_workloads_give_each_request_the_tokens_of_a_run_alone(batch: int
 
 
 def test_launched_steps_give_each_request_the_tokens_of_a_run_alone() -> None:
-    """Steps of decodes are launched before the tokens of the last are known; aborts and failures
-    come while they are in flight.
+    """Steps are launched before the tokens of the last are known; aborts and failures come while
+    they are in flight.
     """
     total = whole_run.Outcome()
     seeds, requests = (2000, 56) if LONG_FORM else (24, 16)
@@ -47,11 +47,13 @@ def test_launched_steps_give_each_request_the_tokens_of_a_run_alone() -> None:
         except Exception as error:
             raise AssertionError(f"seed {seed}: {error}") from error
         total.ahead += outcome.ahead
+        total.started += outcome.started
         total.dead += outcome.dead
         total.recalls += outcome.recalls
         total.preemptions += outcome.preemptions
         total.offloads += outcome.offloads
-    assert min(total.ahead, total.dead, total.recalls, total.preemptions, total.offloads) > 0, total
+    kinds = (total.ahead, total.started, total.dead, total.recalls, total.preemptions)
+    assert min(*kinds, total.offloads) > 0, total
 
 
 def test_requests_behind_a_blocked_one_start_when_the_recount_says_so() -> None:

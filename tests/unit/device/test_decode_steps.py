@@ -146,14 +146,17 @@ def test_a_failed_step_leaves_nothing_wrong(kernels: str) -> None:
 
 
 @pytest.mark.parametrize("kernels", ["resident", "graphs", "triton graphs"])
-def test_each_of_two_steps_in_flight_keeps_its_own_tokens(kernels: str) -> None:
-    asked = requests()
+@pytest.mark.parametrize("chunk", [4096, 19])
+def test_each_of_two_steps_in_flight_keeps_its_own_tokens(kernels: str, chunk: int) -> None:
+    """Of decodes, or of decodes beside a part of a prompt."""
+    asked, setting = requests(), replace(SETTING, chunk=chunk)
     want = texts(rig("llama", "flashinfer"), asked)
     engine = rig("llama", kernels)
-    scheduler = Scheduler(SETTING.limits(len(engine.groups)), engine.groups, b"rig")
-    runner = engine.runner(SETTING)
+    scheduler = Scheduler(setting.limits(len(engine.groups)), engine.groups, b"rig")
+    runner = engine.runner(setting)
     for request in asked:
         scheduler.add(request)
+    beside = 0  # decodes in flight twice, beside a part of a prompt
     got: dict[tuple[str, int], list[int]] = {}
     flying: list[tuple[Work, Callable[[], Any]]] = []
 
@@ -171,6 +174,8 @@ def test_each_of_two_steps_in_flight_keeps_its_own_tokens(kernels: str) -> None:
             work = scheduler.commit(plan)
             runner.copy(work)
             if launches:
+                mixed = any(row.count > 1 for row in work.rows)
+                beside += mixed and any(row.sequence.flying_sampled for row in work.rows)
                 flying.append((work, runner.launch(work)))
                 scheduler.launch(work)
             else:
@@ -180,22 +185,26 @@ def test_each_of_two_steps_in_flight_keeps_its_own_tokens(kernels: str) -> None:
             update(work, collect())
         scheduler.check()
     assert got == {key: [token for token, _ in tokens] for key, tokens in want.items()}
+    assert (beside > 5) == (chunk < 4096)
 
 
-def test_only_decodes_that_the_device_samples_are_launched() -> None:
+def test_only_what_the_device_samples_is_launched() -> None:
     runner = rig("llama", "resident").runner(SETTING)
 
     def row(start: int, count: int, **params: Any) -> Row:
         request = Request("r", (1, 2, 3, 4), SamplingParams(**params), 9)
-        return Row(Sequence(0, request, 0, [1, 2, 3, 4]), start, count, samples=True)
+        samples = start + count == 4
+        return Row(Sequence(0, request, 0, [1, 2, 3, 4]), start, count, samples=samples)
 
     plain = row(3, 1)
     assert runner.launches([plain, row(3, 1, temperature=0.0)])
     assert not runner.launches([])
-    assert not runner.launches([plain, row(0, 4)])
-    for more in (*PARAMS, {"min_tokens": 2}):
-        assert runner.launches([plain, row(3, 1, **more)])
-    assert not runner.launches([plain, row(3, 1, **GENERAL)])
+    for start in (0, 3):
+        for more in (*PARAMS, {"min_tokens": 2}):
+            assert runner.launches([plain, row(start, 4 - start, **more)])
+        assert not runner.launches([plain, row(start, 4 - start, **GENERAL)])
+    assert runner.launches([plain, row(0, 3, **GENERAL)])
+    assert not runner.launches([row(0, 3, prompt_logprobs=1)])
     guided = row(3, 1)
     guided.sequence.guide = object()
     assert not runner.launches([plain, guided])
@@ -335,7 +344,8 @@ def test_one_row_that_is_not_finite_fails_alone(monkeypatch: pytest.MonkeyPatch)
 def test_bytes_are_those_of_the_tensors() -> None:
     steps = rig("gemma2", "resident").runner(SETTING)._decodes
     assert steps is not None
-    kept = [*steps.table.tensors, steps._index, steps._tokens, steps._values, steps._numbers]
-    kept += [steps._places, steps._hashes]
+    sampler = steps.sampler
+    kept = [*steps.table.tensors, sampler.index, sampler._tokens, sampler._values]
+    kept += [sampler._numbers, sampler._hashes, steps._places]
     cache = steps._cache
     assert steps.nbytes == sum(x.nbytes for x in kept) + cache.nbytes // cache.units

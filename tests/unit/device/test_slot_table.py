@@ -195,7 +195,7 @@ def test_a_row_in_flight_that_the_table_does_not_have_is_refused() -> None:
     rows = rows_of([sequence])
     table.enter(rows, index)
     table.advance(index, torch.tensor([7]), counts=False)
-    sequence.flying = 1
+    sequence.launch(1, samples=True)
     ahead = [rows[0]._replace(start=rows[0].start + 1)]
     for table_ in sequence.tables:
         table_ += [3]
@@ -282,7 +282,7 @@ def test_a_row_without_a_token_stays_one_that_can_be_computed() -> None:
 def test_more_decodes_than_rows_are_refused() -> None:
     world, table = World(3), a_table(sequences=2)
     rows = rows_of([world.start() for _ in range(3)])
-    with pytest.raises(ValueError, match="3 decodes"):
+    with pytest.raises(ValueError, match="3 rows"):
         table.enter(rows, torch.zeros(3, dtype=torch.int64))
 
 
@@ -358,7 +358,7 @@ def test_a_full_list_sends_its_sequence_the_general_way_until_ids_occur_again() 
     table.enter([ahead], index)
     for flying in range(1, 7):
         table.advance(index, torch.tensor([9]), counts=True)
-        ahead.sequence.flying = flying
+        ahead.sequence.launch(1, samples=True)
         ahead = ahead._replace(start=ahead.start + 1)
         assert (table.way_of(ahead) is GENERAL) == (flying > 5)
 

@@ -63,8 +63,9 @@ def test_the_next_step_is_launched_before_the_tokens_of_the_last_are_asked_for()
     engine, runner = launching(request("a", max_tokens=5), request("b", max_tokens=5))
     run(engine)
     assert runner.log == [
-        ("execute", 0),
+        ("launch", 0),
         ("launch", 1),
+        ("collect", 0),
         ("launch", 2),
         ("collect", 1),
         ("launch", 3),
@@ -74,7 +75,74 @@ def test_the_next_step_is_launched_before_the_tokens_of_the_last_are_asked_for()
         ("collect", 4),
     ]
     # The last token of each is known to be the last: no row is computed for nothing.
-    assert len(runner.launched) == 8
+    assert len(runner.launched) == 10
+
+
+def test_chunks_of_a_prompt_follow_each_other_and_its_first_token() -> None:
+    """Beside a decode of another text, whose tokens the host has not seen either."""
+    engine, runner = launching(request("a", max_tokens=9), request("long", prompt=70, max_tokens=3))
+    collected = run(engine)
+    assert [what for what, _ in runner.log[1:-1]] == ["launch", "collect"] * 8
+    rows = [row[1:] for row in runner.launched if row.sequence.request.id == "long"]
+    assert rows == [(0, 22, False), (22, 31, False), (53, 17, True), (70, 1, True), (71, 1, True)]
+    for one in (request("a", max_tokens=9), request("long", prompt=70, max_tokens=3)):
+        alone = rig(FakeRunner())
+        alone.submit(one)
+        assert collected.tokens[one.id, 0] == run(alone).tokens[one.id, 0]
+
+
+def test_a_decode_in_flight_counts_as_one_and_what_is_left_of_a_prompt_as_prompt() -> None:
+    engine, _ = launching(request("a", max_tokens=9), request("long", prompt=24, max_tokens=9))
+    counted = []
+    for _ in range(3):
+        engine.step()
+        last = engine.snapshot().scheduler.last  # of the step that was launched last
+        counted.append((last.prefill_tokens, last.decode_tokens))
+    assert counted == [(2, 1), (0, 2), (0, 2)]
+    engine, _ = launching(request("long", prompt=33))
+    engine.step()
+    last = engine.snapshot().scheduler.last
+    assert (last.prefill_tokens, last.decode_tokens) == (1, 0)
+
+
+def test_a_step_that_the_host_samples_waits_for_what_is_in_flight() -> None:
+    """Its chunks do not: they sample nothing."""
+    engine, runner = launching(request("b", prompt=70, max_tokens=3, bad_words=((1, 2),)))
+    run(engine)
+    assert runner.log == [
+        ("launch", 0),
+        ("launch", 1),
+        ("collect", 0),
+        ("collect", 1),
+        *(("execute", step) for step in range(2, 5)),
+    ]
+
+
+def test_who_waits_for_a_prompt_starts_when_it_is_collected() -> None:
+    """Another choice of the same request, or a request with the same prefix: not one step later."""
+    twice = request("a", prompt=20, max_tokens=9, n=2)
+    for texts in ([twice], [request("a", 20, 9), replace(request("a", 20, 5), id="b")]):
+        engine, runner = launching(*texts)
+        engine.step()
+        assert runner.log == [("launch", 0), ("collect", 0)]
+        engine.step()
+        assert len(engine._scheduler.running) == 2
+        assert runner.log[2:] == [("launch", 1), ("launch", 2), ("collect", 1)]
+
+
+def test_while_a_prefix_is_not_all_in_flight_nobody_waits_for_it() -> None:
+    leader = request("a", prompt=70, max_tokens=9)
+    follower = replace(leader, id="b", prompt=[*leader.prompt, 1, 2, 3])
+    engine, runner = launching(leader, follower)
+    engine.step()
+    # The second chunk is launched beside the first, the third has the last block of both prompts.
+    assert runner.log == [("launch", 0), ("launch", 1), ("collect", 0)]
+    engine.step()
+    assert runner.log[3:] == [("launch", 2), ("collect", 1)]
+    engine.step()
+    assert runner.log[5:] == [("collect", 2)]
+    engine.step()
+    assert [row.start for row in runner.launched if row.sequence.request.id == "b"] == [68, 73]
 
 
 def test_each_call_brings_one_step_of_tokens() -> None:
@@ -85,7 +153,7 @@ def test_each_call_brings_one_step_of_tokens() -> None:
     assert counts == [1, 1, 1, 1, 1, 1, 0]
 
 
-def test_a_request_that_arrives_starts_when_what_is_in_flight_is_collected() -> None:
+def test_a_request_that_arrives_starts_behind_the_step_in_flight() -> None:
     engine, runner = launching(request("a", max_tokens=12))
     for _ in range(4):
         engine.step()
@@ -93,12 +161,21 @@ def test_a_request_that_arrives_starts_when_what_is_in_flight_is_collected() -> 
     runner.log.clear()
     engine.submit(request("late", max_tokens=4))
     engine.step()
-    assert [what for what, _ in runner.log] == ["collect"]
+    assert [what for what, _ in runner.log] == ["launch", "collect"]
+    assert [row.sequence.request.id for row in runner.launched[-2:]] == ["a", "late"]
+
+
+def test_blocks_are_copied_when_nothing_is_in_flight() -> None:
+    """The last block of a prompt, for another choice that a long prompt has kept from starting."""
+    engine, runner = launching(
+        request("two", prompt=10, max_tokens=9, n=2), request("c", prompt=40), max_batch_tokens=16
+    )
+    for _ in range(3):
+        engine.step()
+    assert runner.log[-3:] == [("launch", 2), ("collect", 1), ("collect", 2)]
     engine.step()
-    assert runner.log[1][0] == "execute"
-    assert {row.sequence.request.id for row in runner.launched} == {"a"}
-    run(engine)
-    assert {row.sequence.request.id for row in runner.launched} == {"a", "late"}
+    assert engine.snapshot().scheduler.running == 3
+    assert runner.log[-3:] == [("launch", 3), ("launch", 4), ("collect", 3)]
 
 
 def test_one_that_waits_takes_the_place_of_one_that_certainly_ends_without_a_step_between() -> None:
@@ -106,7 +183,7 @@ def test_one_that_waits_takes_the_place_of_one_that_certainly_ends_without_a_ste
         request("a", max_tokens=5), request("b", max_tokens=9), request("next"), max_requests=2
     )
     while not any(event.request_id == "a" and event.finish for event in engine.step()):
-        assert runner.flying or runner.log == [("execute", 0)]
+        assert runner.flying
     assert not runner.flying
     assert any(event.request_id == "next" for event in engine.step())
 
@@ -165,7 +242,7 @@ def test_a_sequence_that_a_stop_ends_leaves_one_dead_row_that_nobody_sees() -> N
     assert collected.tokens[one.id, 0] == text
     assert collected.finish[one.id, 0] == [FinishReason.STOP]
     rows = [row for row in runner.launched if row.sequence.request.id == one.id]
-    assert len(rows) == len(text)  # the first is the prompt's step, which is not launched
+    assert len(rows) == len(text) + 1
     assert engine.counters.generated_tokens == seen.rows == len(text) + 20
 
 
@@ -248,7 +325,7 @@ def test_the_prefix_cache_gets_nothing_from_dead_rows() -> None:
         contents = engine._scheduler.state.cache.pool.content
         found.append({content[1] for content in contents if content is not None})
         if isinstance(runner, LaunchingRunner):
-            assert len(runner.launched) > engine.counters.generated_tokens - 8, "no row was dead"
+            assert len(runner.launched) > engine.counters.generated_tokens, "no row was dead"
     assert found[0] == found[1]
 
 
@@ -281,7 +358,7 @@ def test_a_failing_launch_is_bisected_after_what_is_in_flight() -> None:
     assert ("collect", 5) in runner.log[: runner.log.index(("execute", 6))]
 
 
-@pytest.mark.parametrize("step", [2, 3, 7])
+@pytest.mark.parametrize("step", [0, 1, 2, 7])
 def test_a_launched_step_that_fails_is_computed_again_with_what_follows(step: int) -> None:
     def lost(work: Work) -> None:
         if work.step == step:
@@ -299,7 +376,7 @@ def test_a_launched_step_that_fails_is_computed_again_with_what_follows(step: in
     assert got.tokens == want.tokens
     assert got.finish == want.finish
     executed = [at for what, at in runner.log if what == "execute"]
-    assert executed == [0, step, step + 1]
+    assert executed == [step, step + 1]
 
 
 def test_a_step_that_fails_gives_back_the_blocks_of_who_left_in_flight() -> None:
@@ -373,6 +450,7 @@ def requests(draw: st.DrawFn) -> list[tuple[int, Request]]:
             draw(st.integers(1, 20)),
             n=draw(st.sampled_from((1, 1, 2, 3))),
             stop_token_ids=draw(st.sampled_from(((), (), STOPS))),
+            bad_words=draw(st.sampled_from(((), (), (), ((1, 2),)))),
         )
         # The prompt follows from the name, so that some are equal; ids are not.
         arrivals.append((draw(st.integers(0, 30)), replace(one, id=f"{i}", seed=i)))

@@ -1,0 +1,75 @@
+"""Steps with prompts that are launched: nobody waits for them before the next is launched.
+
+Owns the way of such a step, which is that of any other but for its ends: ids that the host does not
+know yet come from the slot table, and tokens are sampled, appended and sent by its rows. So decodes
+in it follow from a step in flight, and the next from it (docs/design/0012).
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+
+import torch
+
+from fairlead_kernels.attention import AttentionBackend
+from fairlead_runtime.device.batch import BatchBuilder
+from fairlead_runtime.device.fetched import Fetched, results
+from fairlead_runtime.device.kv_cache import CacheStorage
+from fairlead_runtime.device.paged_model import PagedModel
+from fairlead_runtime.device.row_sampler import RowSampler
+from fairlead_runtime.device.ways import GENERAL, LEAST
+from fairlead_runtime.scheduling.plan import Result, Row
+
+
+class MixedSteps:
+    """``first`` is the builder of the steps that are not launched: they run while none is in
+    flight.
+    """
+
+    def __init__(
+        self,
+        model: PagedModel,
+        cache: CacheStorage,
+        attention: AttentionBackend,
+        sampler: RowSampler,
+        first: BatchBuilder,
+    ) -> None:
+        self._model = model
+        self._cache = cache
+        self._attention = attention
+        self._sampler = sampler
+        # The newest step's first; the other's copies may be under way.
+        pinned = model.device.type == "cuda"
+        self._batches = [first, BatchBuilder(cache.groups, cache.block_size, pinned=pinned)]
+
+    @torch.inference_mode()
+    def launch(self, rows: Sequence[Row]) -> Callable[[], Mapping[int, Result]]:
+        """Queue the step of rows that the sampler takes, behind one that may be in flight. The
+        returned function waits for it, and has a Result for each row that samples; it is called
+        before the next step but one.
+        """
+        sampling = [row for row in rows if row.samples]
+        with self._sampler.forgetting(sampling):
+            fetched = self._queue(rows, sampling)
+
+        def collect() -> Mapping[int, Result]:
+            with self._sampler.forgetting(sampling):
+                return results(sampling, fetched)
+
+        return collect
+
+    def _queue(self, rows: Sequence[Row], sampling: Sequence[Row]) -> Fetched:
+        self._batches.reverse()
+        batch, device = self._batches[0].build(rows, ahead=True), self._model.device
+        ids = batch.input_ids.to(device, non_blocking=True)
+        last = batch.sample_index.to(device, non_blocking=True)
+        index, way = self._sampler.index[: len(sampling)], LEAST
+        if sampling:
+            way = self._sampler.table.enter(sampling, index).way
+            if way is GENERAL:
+                raise ValueError("rows: one is not sampled on the device")
+            ids.index_copy_(0, last, self._sampler.table.last_tokens(index))
+        there = replace(batch, input_ids=ids, sample_index=last)
+        logits = self._model.forward(there, self._cache, self._attention)
+        if sampling:
+            self._sampler.sample(logits, index, way)
+        return self._sampler.fetch(len(sampling), way)

@@ -1,0 +1,89 @@
+"""Sampling the rows of a step on the device, and the way of their tokens to the host.
+
+Owns the slot table and all that sampling by its rows writes: tokens, log-probabilities, and the
+host memory they arrive in. Steps of decodes and steps with prompts share one, so that a sequence's
+row goes on from one kind to the other.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from fairlead_kernels import sample, sample_rows
+from fairlead_kernels.sample_rows import RowLogprobs
+from fairlead_runtime.device.fetched import Fetched
+from fairlead_runtime.device.slot_table import SlotTable
+from fairlead_runtime.device.ways import GENERAL, Draw, Way
+from fairlead_runtime.request import MAX_LOGPROBS
+from fairlead_runtime.scheduling.plan import Row
+
+
+class RowSampler:
+    """For steps of at most ``most`` rows, padding included, of ``table``'s sequences. The model's
+    logits have ``width`` columns.
+    """
+
+    def __init__(self, table: SlotTable, most: int, width: int, device: torch.device) -> None:
+        self.table = table
+        # The table's row of each row of the step, and their tokens.
+        self.index = torch.zeros(most, dtype=torch.int64, device=device)
+        self._tokens = torch.zeros_like(self.index)
+        # The likeliest tokens whose log-probabilities a step gives: what requests may ask for.
+        self._likeliest = min(MAX_LOGPROBS, width)
+        self._values = torch.zeros(most, 1 + self._likeliest, device=device)
+        self._numbers = torch.zeros_like(self._values, dtype=torch.int64)
+        # The newest step's first; nobody may have looked at the other's tokens yet.
+        self._fetched = [Fetched(most, self._likeliest, device) for _ in range(2)]
+        self._hashes = sample.hash_tokens(width, device)
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """All that is on the device."""
+        step = self.index, self._tokens, self._values, self._numbers
+        return *step, self._hashes, *self.table.tensors
+
+    def takes(self, rows: Sequence[Row]) -> bool:
+        """Whether all that these rows sample is sampled on the device, and they ask for no more."""
+        return not any(
+            row.sequence.scores_prompt or (row.samples and self.table.way_of(row) is GENERAL)
+            for row in rows
+        )
+
+    @contextmanager
+    def forgetting(self, rows: Sequence[Row]) -> Iterator[None]:
+        """A step of these rows that raises may have run or not."""
+        try:
+            yield
+        except BaseException:
+            self.table.forget(rows)
+            raise
+
+    def sample(self, logits: Tensor, index: Tensor, way: Way) -> None:
+        """Queue the choice of a token for each of the table's rows ``index`` int64 [B] from its
+        ``logits`` [B, width], and append it there.
+        """
+        size, table = len(index), self.table
+        tokens = sample_rows.choose(
+            logits,
+            None if way.draw is Draw.GREEDY else table.parameters(index),
+            self._hashes,
+            filters=way.draw is Draw.FILTERED,
+            changes=table.changes(index) if way.changes else None,
+        )
+        if way.logprobs:
+            values, numbers = sample_rows.logprobs(logits, tokens, self._likeliest)
+            self._values[:size].copy_(values)
+            self._numbers[:size].copy_(numbers)
+        self._tokens[:size].copy_(tokens)
+        table.advance(index, tokens, counts=way.changes)
+
+    def fetch(self, count: int, way: Way) -> Fetched:
+        """Queue the copy of what the newest step sampled to the host; it is there until the next
+        step but one is fetched.
+        """
+        self._fetched.reverse()
+        logprobs = RowLogprobs(self._values[:count], self._numbers[:count])
+        self._fetched[0].fetch(self._tokens[:count], logprobs if way.logprobs else None)
+        return self._fetched[0]

@@ -1,0 +1,188 @@
+"""Launched steps with prompts on a tiny model: what they take from the device, and what they leave
+to the next.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+import torch
+
+from fairlead_runtime.device.batch import Batch
+from fairlead_runtime.device.fetched import Fetched
+from fairlead_runtime.device.mixed_steps import MixedSteps
+from fairlead_runtime.device.model_runner import ModelRunner
+from fairlead_runtime.device.paged_model import PagedModel
+from fairlead_runtime.device.row_sampler import RowSampler
+from fairlead_runtime.device.sampling import NON_FINITE
+from fairlead_runtime.request import Request, SamplingParams
+from fairlead_runtime.scheduling.plan import Finished, Result, Token, Work
+from fairlead_runtime.scheduling.scheduler import Scheduler
+from support.engine_rig import EOS, Setting, greedy, rig
+
+SETTING = Setting(block_size=4, chunk=16, num_blocks=100, max_requests=4)
+Collect = Callable[[], Mapping[int, Result]]
+
+
+class World:
+    """A scheduler and a runner. ``launch`` starts the next step, ahead of one that is in flight."""
+
+    def __init__(self, *asked: Request) -> None:
+        engine = rig("llama", "resident")
+        self.scheduler = Scheduler(SETTING.limits(len(engine.groups)), engine.groups, b"rig")
+        self.runner: ModelRunner = engine.runner(SETTING)
+        self.flying: list[tuple[Work, Collect]] = []
+        for request in asked:
+            self.scheduler.add(request)
+
+    def launch(self) -> Work:
+        plan = self.scheduler.plan_ahead() if self.flying else self.scheduler.plan()
+        assert plan is not None
+        work = self.scheduler.commit(plan)
+        assert self.runner.launches(work.rows)
+        self.flying.append((work, self.runner.launch(work)))
+        self.scheduler.launch(work)
+        return work
+
+    def collect(self) -> list[Any]:
+        work, collect = self.flying.pop(0)
+        return self.scheduler.update(work, collect())
+
+
+def long(name: str = "long", **params: Any) -> Request:
+    prompt = tuple(range(5, 65))
+    params = {"max_tokens": 5, "ignore_eos": True, "temperature": 0.0} | params
+    return Request(name, prompt, SamplingParams(**params), 5, seed=3, eos_ids=EOS)
+
+
+@pytest.fixture
+def batches(monkeypatch: pytest.MonkeyPatch) -> list[Batch]:
+    """What the model gets, step by step."""
+    seen: list[Batch] = []
+    forward = PagedModel.forward
+
+    def spy(self: PagedModel, batch: Batch, *arguments: Any) -> torch.Tensor:
+        seen.append(batch)
+        return forward(self, batch, *arguments)
+
+    monkeypatch.setattr(PagedModel, "forward", spy)
+    return seen
+
+
+def test_a_decode_beside_a_prompt_computes_the_token_of_the_step_in_flight(
+    batches: list[Batch],
+) -> None:
+    world = World(greedy("short", tuple(range(9, 17)), 6), long())
+    world.launch()
+    step = world.launch()
+    assert step.rows[0].sequence.flying_sampled == 2
+    at = int(batches[1].sample_index[0])
+    computed = int(batches[1].input_ids[at])
+    (token,) = world.collect()
+    assert isinstance(token, Token)
+    assert computed == token.token
+    assert computed == rig("llama", "resident").reference(range(9, 17), 6)[0]
+
+
+def test_what_a_step_in_flight_reads_is_not_written_by_the_next(batches: list[Batch]) -> None:
+    """Memory on the host, which may not have been copied to the device yet."""
+
+    def host(batch: Batch) -> list[torch.Tensor]:
+        (ragged,) = batch.ragged
+        tables = ragged.query_starts, ragged.kv_lens, ragged.tables
+        return [batch.input_ids, batch.positions, batch.sample_index, *batch.slots, *tables]
+
+    world = World(greedy("short", tuple(range(9, 17)), 6), long())
+    world.launch()
+    for _ in range(3):
+        before = [x.clone() for x in host(batches[-1])]
+        world.launch()
+        assert all(map(torch.equal, host(batches[-2]), before))
+        world.collect()
+    assert len(batches) == 4
+
+
+def test_a_part_of_a_prompt_samples_nothing_and_is_waited_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    waits, wait = [], Fetched.wait
+
+    def spy(self: Fetched) -> list[int]:
+        waits.append(wait(self))
+        return waits[-1]
+
+    monkeypatch.setattr(Fetched, "wait", spy)
+    world = World(long())
+    world.launch()
+    assert world.collect() == []
+    assert waits == [[]]
+
+
+def test_a_row_that_is_not_finite_fails_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    forward = PagedModel.forward
+
+    def spoiled(self: PagedModel, *arguments: Any) -> torch.Tensor:
+        out = forward(self, *arguments)
+        out[:1] = torch.nan
+        return out
+
+    world = World(greedy("bad", (5, 6, 7), 4), greedy("good", (8, 9, 10), 4), long())
+    monkeypatch.setattr(PagedModel, "forward", spoiled)
+    world.launch()
+    monkeypatch.undo()
+    world.launch()
+    failed, token = world.collect()
+    assert isinstance(failed, Finished)
+    assert (failed.sequence.request.id, failed.message) == ("bad", NON_FINITE)
+    assert isinstance(token, Token)
+    wanted = rig("llama", "resident").reference((8, 9, 10), 4)
+    (after,) = world.collect()  # nobody sees the dead row
+    assert [token.token, after.token] == wanted[:2]
+
+
+def test_a_launch_that_fails_on_the_way_leaves_no_row_that_is_taken_for_right(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    world = World(greedy("a", (5, 6, 7), 6))
+    work = world.scheduler.commit(world.scheduler.plan())
+
+    def fail(*_: Any) -> None:
+        raise RuntimeError("planted")
+
+    monkeypatch.setattr(RowSampler, "sample", fail)
+    with pytest.raises(RuntimeError, match="planted"):
+        world.runner.launch(work)
+    monkeypatch.undo()
+    events: list[Any] = world.scheduler.update(work, world.runner.execute(work))
+    world.launch()
+    events += world.collect()
+    wanted = rig("llama", "resident").reference((5, 6, 7), 6)
+    assert [event.token for event in events] == wanted[:2]
+
+
+def test_the_host_s_rows_are_refused() -> None:
+    world = World(long(max_tokens=2, bad_words=((1, 2),)))
+    work = world.scheduler.commit(world.scheduler.plan())
+    while not work.rows[0].samples:
+        world.scheduler.update(work, {})
+        work = world.scheduler.commit(world.scheduler.plan())
+    assert not world.runner.launches(work.rows)
+    with pytest.raises(ValueError, match="one is not sampled on the device"):
+        world.runner.launch(work)
+
+
+def test_steps_of_decodes_alone_are_not_theirs(monkeypatch: pytest.MonkeyPatch) -> None:
+    world, launch, seen = World(greedy("a", (5, 6, 7), 6)), MixedSteps.launch, []
+
+    def spy(self: MixedSteps, rows: Any) -> Any:
+        seen.append([row.count for row in rows])
+        return launch(self, rows)
+
+    monkeypatch.setattr(MixedSteps, "launch", spy)
+    for _ in range(2):
+        world.launch()
+    for _ in range(2):
+        world.collect()
+    world.scheduler.add(greedy("b", (8, 9), 3))
+    world.launch()
+    assert seen == [[3], [1, 2]]
