@@ -33,16 +33,43 @@ class Grouped(Quantized):
         return self.bits
 
     @property
+    def _parts(self) -> tuple[Tensor, Tensor, Tensor]:
+        return self.bits, self.scales, self.zeros
+
+    @property
     def shape(self) -> torch.Size:
         return torch.Size((self.bits.shape[0], 2 * self.bits.shape[1]))
 
     def rows(self, order: Tensor | slice) -> Self:
         """The same with these rows in this order."""
-        bits, scales, zeros = (x[order] for x in (self.bits, self.scales, self.zeros))
+        bits, scales, zeros = (x[order] for x in self._parts)
         return type(self)(self.format, bits, scales, zeros, self.order)
 
+    def columns(self, part: slice) -> Self:
+        """The same with the columns start:stop. Raises ValueError where these are no whole groups,
+        or not neighbours.
+        """
+        if self.order is not None:
+            raise ValueError("part: the columns are held in an order of their own")
+        groups = self.scales.shape[1]
+        kept = slice(None)
+        if groups > 1:
+            size = self.shape[1] // groups
+            if part.start % size or part.stop % size:
+                raise ValueError(f"part: {part.start} to {part.stop} are no whole groups of {size}")
+            kept = slice(part.start // size, part.stop // size)
+        bits = self.bits[:, part.start // 2 : part.stop // 2]
+        return type(self)(self.format, bits, self.scales[:, kept], self.zeros[:, kept])
+
+    def clone(self) -> Self:
+        """The same in memory of its own."""
+        order = None if self.order is None else self.order.clone()
+        contiguous = torch.contiguous_format
+        bits, scales, zeros = (x.clone(memory_format=contiguous) for x in self._parts)
+        return type(self)(self.format, bits, scales, zeros, order)
+
     def to(self, device: torch.device) -> Self:
-        bits, scales, zeros = (x.to(device) for x in (self.bits, self.scales, self.zeros))
+        bits, scales, zeros = (x.to(device) for x in self._parts)
         order = None if self.order is None else self.order.to(device)
         return type(self)(self.format, bits, scales, zeros, order)
 

@@ -48,12 +48,24 @@ class Quantized:
         """The same with these rows in this order."""
         return type(self)(self.format, self.bits[order], self.scales[order])
 
+    def columns(self, part: slice) -> Self:
+        """The same with the columns start:stop."""
+        return type(self)(self.format, self.bits[:, part], self.scales)
+
+    def clone(self) -> Self:
+        """The same in memory of its own."""
+        return type(self)(self.format, _copied(self.bits), _copied(self.scales))
+
     def to(self, device: torch.device) -> Self:
         return type(self)(self.format, self.bits.to(device), self.scales.to(device))
 
     def dequantize(self) -> Tensor:
         """The matrix, float32 [N, K]."""
         return self.numbers.float().mul_(self.scales[:, None])
+
+
+def _copied(x: Tensor) -> Tensor:
+    return x.clone(memory_format=torch.contiguous_format)
 
 
 def quantize(weight: Tensor, to: Format = "int8", row_largest: Tensor | None = None) -> Quantized:

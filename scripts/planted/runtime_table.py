@@ -31,6 +31,8 @@ DECODES, GRAPHS, WAYS, LISTS = (
 LIST_TESTS = "unit/device/test_change_lists.py"
 MIXED, SAMPLER = (f"{RUNTIME}/device/{name}.py" for name in ("mixed_steps", "row_sampler"))
 MIXED_TESTS = "unit/device/test_mixed_steps.py"
+SHARD_TESTS = "unit/device/test_shards.py"
+QUANTIZED_RANKS = ("functional/engine/test_quantized_ranks.py",)
 GRAMMAR, ENGINE = f"{RUNTIME}/grammar", f"{RUNTIME}/engine/engine.py"
 PIPELINE, PIPELINE_TESTS = f"{RUNTIME}/engine/pipeline.py", ("unit/engine/test_pipeline.py",)
 SCHEDULER, PLANNER = (f"{RUNTIME}/scheduling/{name}.py" for name in ("scheduler", "planner"))
@@ -1132,8 +1134,8 @@ BUGS = (
     PackageBug(
         "ranks that share a key-value head take the others in turn",
         SHARDS,
-        "index * shape.kv_heads // count, shape.kv_heads",
-        "index % shape.kv_heads, shape.kv_heads",
+        "group.rank * shape.kv_heads // group.size, shape.kv_heads",
+        "group.rank % shape.kv_heads, shape.kv_heads",
         ("unit/device/test_shards.py",),
     ),
     PackageBug(
@@ -1244,8 +1246,8 @@ BUGS = (
     PackageBug(
         "ranks serve int8 weights by layers that are not fused",
         f"{RUNTIME}/device/selftest.py",
-        "        _check_fused(loaded, quantization, fusion)\n",
-        "",
+        "        _check_fused(loaded, quantized, fusion)\n        served",
+        "        served",
         (RANKS,),
     ),
     PackageBug(
@@ -1541,6 +1543,62 @@ BUGS = (
         "return step + graphs * GRAPH_BYTES + plans",
         "return step + graphs * GRAPH_BYTES",
         ("unit/sizing/test_memory_plan.py",),
+    ),
+    PackageBug(
+        "a rank has the scales of the first groups, whichever its columns are",
+        "kernels/fairlead_kernels/grouped.py",
+        "kept = slice(part.start // size, part.stop // size)",
+        "kept = slice(0, (part.stop - part.start) // size)",
+        (SHARD_TESTS, "unit/kernels/test_grouped.py"),
+    ),
+    PackageBug(
+        "a rank holds a stored matrix after it has its part",
+        SHARDS,
+        "_split_columns(modules.pop(name), part",
+        "_split_columns(modules[name], part",
+        (SHARD_TESTS,),
+    ),
+    PackageBug(
+        "stored weights are unpacked before a rank takes its part",
+        f"{RUNTIME}/models/published.py",
+        "        if split:\n",
+        "        if False:\n",
+        (SHARD_TESTS,),
+    ),
+    PackageBug(
+        "a cast of floats changes the stored bits of fp8 weights",
+        f"{RUNTIME}/models/published.py",
+        "        if numbers.dtype is FP8:\n",
+        "        if False:\n",
+        QUANTIZED_RANKS,
+    ),
+    PackageBug(
+        "int4 columns in an order of their own are split",
+        f"{RUNTIME}/sizing/ranks.py",
+        "    if shape.orders:\n",
+        "    if False:\n",
+        QUANTIZED_RANKS,
+    ),
+    PackageBug(
+        "groups of int4 columns are cut apart",
+        f"{RUNTIME}/sizing/ranks.py",
+        "if shape.group and width // count % shape.group:",
+        "if False:",
+        QUANTIZED_RANKS,
+    ),
+    PackageBug(
+        "the plan of a rank with int4 weights has a scale per row",
+        TERMS,
+        "groups = matrices // shape.group if shape.group else channels",
+        "groups = channels",
+        QUANTIZED_RANKS,
+    ),
+    PackageBug(
+        "a rank's checkpoint in fp8 is judged as if activations were not rounded",
+        f"{RUNTIME}/device/selftest.py",
+        'fp8 = ServedModel(model, choice, fusion), quantized == "fp8"',
+        "fp8 = ServedModel(model, choice, fusion), False",
+        QUANTIZED_RANKS,
     ),
     PackageBug(
         "a launched step gives the tokens of the one behind it",

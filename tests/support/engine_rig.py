@@ -54,6 +54,7 @@ FP8_CACHE = "fp8 cache "  # before the name of kernels
 # Two ranks with fused layers: in C++ or by the reference, as on GPUs in torch, and in Triton.
 FUSED_RANKS = ("ranks cpu", "ranks layers", "ranks triton")
 INT8_RANKS = ("ranks cpu int8", "ranks layers int8")
+QUANTIZED_RANKS = (*INT8_RANKS, "ranks layers fp8")
 ON_TRITON = "triton "  # likewise
 MAX_STEPS = 20_000
 # two ids, sampled often enough at random that some texts end early
@@ -67,13 +68,14 @@ UNFUSED = {
     "layers int8": "rounded",
     "layers fp8": "rounded fp8",
     **dict.fromkeys(INT8_RANKS, "rounded"),
+    "ranks layers fp8": "rounded fp8",
 } | dict.fromkeys(("layers", "triton", "ranks", *FUSED_RANKS), "torch")
 # Those that stand for a GPU: what they offload crosses on a stream of its own.
 ON_GPU = ("flashinfer", "resident", "graphs", "layers", "triton", "ranks", *FUSED_RANKS[1:])
 QUANTIZED: dict[str, Format] = {
     **dict.fromkeys(("int8", "layers int8", "rounded", "rounded, and the head"), "int8"),
     **dict.fromkeys(INT8_RANKS, "int8"),
-    **dict.fromkeys(("layers fp8", "rounded fp8"), "fp8"),
+    **dict.fromkeys(("layers fp8", "rounded fp8", "ranks layers fp8"), "fp8"),
 }
 
 
@@ -260,7 +262,7 @@ class Rig:
     besides; layers are the fused ones of GPUs in torch, beside attention in torch, and triton those
     in Triton, beside flashinfer's. ranks is torch on two processes, each with half of the model;
     ranks cpu, ranks layers and ranks triton are the same with layers fused, but for ``odd``, which
-    does not fit on the other one; with int8 behind, the first two also with int8 weights. After
+    does not fit on the other one; with int8 or fp8 behind, some also with such weights. After
     "fp8 cache " they have one, and the reference rounds keys and values. fixed is cpu with
     ``deterministic``, whose text nothing but itself is compared with; fixed triton the same in
     Triton. After "triton " attention, resident and graphs have Triton's attention on the stand-in
@@ -279,7 +281,7 @@ class Rig:
         if cached:
             self._described["fp8_cache"] = True
         self.model = paged(**self._described)
-        if kernels in QUANTIZED and kernels not in INT8_RANKS:
+        if kernels in QUANTIZED and kernels not in QUANTIZED_RANKS:
             quantize_weights(
                 self.model, QUANTIZED[kernels], head=kernels in ("int8", UNFUSED["int8"])
             )

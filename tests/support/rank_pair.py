@@ -7,17 +7,20 @@ import functools
 import os
 import signal
 import socket
+from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from fairlead_kernels.attention import AttentionBackend
+from fairlead_kernels.backend import BackendChoice, pick
 from fairlead_kernels.quantize import Format
+from fairlead_kernels.torch_operations import TorchOperations
 from fairlead_runtime.child import frames
-from fairlead_runtime.config import ConfigError
+from fairlead_runtime.config import ConfigError, EngineConfig
 from fairlead_runtime.device import ranks, selftest, shards
 from fairlead_runtime.device.batch import Batch
 from fairlead_runtime.device.fusion import fuse
@@ -80,9 +83,14 @@ class Pair:
         """
         self._send({"model": model, "kernels": kernels, "odd": odd})
 
-    def prepare(self, folder: Path, quantization: str = "none") -> None:
-        """Let rank 1 load the model in this folder and prepare its part, as this process must."""
-        self._send({"folder": str(folder), "quantization": quantization})
+    def prepare(
+        self, folder: Path, quantization: str = "none", *, on_gpu: dict[str, bool] | None = None
+    ) -> None:
+        """Let rank 1 load the model in this folder and prepare its part, as this process must; with
+        ``on_gpu`` on the operations of GPUs, as ``pick_on_gpu`` takes them with these arguments.
+        """
+        message = {"folder": str(folder), "quantization": quantization, "on_gpu": on_gpu}
+        self._send(message)
 
     def allocate(self, **cache: int) -> None:
         """Let rank 1 allocate an empty cache."""
@@ -108,6 +116,24 @@ class Pair:
         frames.write(self._stream, message)  # type: ignore[arg-type]  # see above
 
 
+def pick_on_gpu(
+    model: PagedModel, _kernels: str, ranks: int = 1, *, fp8: bool = False, **_: Any
+) -> BackendChoice:
+    """In the place of the self-test's choice: the operations of GPUs in torch, which with ``fp8``
+    multiply 8-bit floats.
+    """
+    heads = shards.heads_of(model.heads, ranks)
+    attention = pick(heads, model.kinds, model.device, "torch").attention
+    return BackendChoice(attention, TorchOperations(fp8=fp8))
+
+
+def load(folder: str | Path, quantization: str = "none") -> loading.LoadedModel:
+    """As a rank of two does."""
+    return loading.load(
+        folder, config=EngineConfig(tensor_parallel=2, quantization=cast("Any", quantization))
+    )
+
+
 @functools.cache
 def pair() -> Pair:
     return Pair()
@@ -127,18 +153,24 @@ def _follow(connection: socket.socket, store: int) -> NoReturn:
         kernels: str
         attention: AttentionBackend
         cache: CacheStorage
+        own_pick = selftest._pick
+        served: selftest.ServedModel | None = None
         while (message := frames.read(stream)) is not None:  # type: ignore[arg-type]
             if "model" in message:
                 name, kernels = repr(message), message["kernels"]
                 if name not in models:
                     models[name] = _loaded(message["model"], kernels, message["odd"], group)
-                model = models[name]
+                model, served = models[name], None
             elif "folder" in message:
-                loaded = loading.load(message["folder"])
+                on_gpu, quantization = message["on_gpu"], message["quantization"]
+                selftest._pick = own_pick if on_gpu is None else partial(pick_on_gpu, **on_gpu)
+                loaded = load(message["folder"], quantization)
                 with contextlib.suppress(ConfigError):
-                    selftest.prepare_rank(loaded, group, CPU, quantization=message["quantization"])
+                    served, _ = selftest.prepare_rank(loaded, group, CPU, quantization=quantization)
+                    model = served.model
             elif "cache" in message:
-                attention = choice_of(model, kernels).attention
+                choice = choice_of(model, kernels) if served is None else served.choice
+                attention = choice.attention
                 cache = cache_of(model, **message["cache"])
             elif "weigh" in message:
                 frames.write(stream, {"bytes": model.weight_bytes})  # type: ignore[arg-type]

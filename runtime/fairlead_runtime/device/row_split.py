@@ -7,6 +7,7 @@ they compute take the weights out of it (``layer_parts``), and place the sum the
 import torch.nn.functional as F  # noqa: N812 - torch's own convention
 from torch import Tensor, nn
 
+from fairlead_kernels.grouped import Grouped
 from fairlead_kernels.quantize import Held, Quantized
 from fairlead_runtime.device.group import Group
 
@@ -37,16 +38,24 @@ class RowSplit(nn.Module):
 
 
 class QuantizedRowSplit(RowSplit):
-    """The same on quantized weights, whose scales are those of the whole rows."""
+    """The same on quantized weights, whose scales are those of the whole rows or of groups of
+    columns.
+    """
 
     def __init__(self, weight: Quantized, bias: nn.Parameter | None, group: Group) -> None:
         super().__init__(weight.bits, bias, group)
         self._format: Held = weight.format
         self.scales = nn.Parameter(weight.scales, requires_grad=False)
+        self.zeros: nn.Parameter | None = None
+        if isinstance(weight, Grouped):
+            self.zeros = nn.Parameter(weight.zeros, requires_grad=False)
 
     @property
     def stored(self) -> Quantized:
-        return Quantized(self._format, self.weight.data, self.scales.data)
+        bits, scales = self.weight.data, self.scales.data
+        if self.zeros is None:
+            return Quantized(self._format, bits, scales)
+        return Grouped(self._format, bits, scales, self.zeros.data)
 
     def _part(self, x: Tensor) -> Tensor:
         return F.linear(x, self.stored.dequantize().to(x.dtype))

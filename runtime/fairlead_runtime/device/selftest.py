@@ -10,11 +10,12 @@ difference.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import accumulate
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import numpy as np
 import torch
@@ -40,6 +41,8 @@ from fairlead_runtime.scheduling.plan import Row, Work
 from fairlead_runtime.sizing.config_json import EXPERTS
 from fairlead_runtime.sizing.family_table import FAMILIES
 from fairlead_runtime.sizing.groups import group_layers
+
+Value = TypeVar("Value")
 
 BLOCK_SIZE = 4
 LENGTHS = (176, 9, 14)
@@ -205,17 +208,31 @@ def _check_both(
     """``check``, where products round activations to fp8 first without that: its tolerance would
     hide a fault of attention.
     """
+    allowed = max(TOLERANCE[model.heads.dtype], ROUNDED_TOLERANCE) if fusion.rounds else None
+    compare = partial(check, model, choice.attention, expected)
+    result, *rounded = _in_both_ways(choice, compare, allowed, fp8=fp8)
+    return replace(result, activations=rounded[0].delta if rounded else None)
+
+
+def _in_both_ways(
+    choice: BackendChoice,
+    run: Callable[[float | None], Value],
+    allowed: float | None = None,
+    *,
+    fp8: bool,
+) -> list[Value]:
+    """What ``run`` gives of the difference that is allowed; where products round activations to
+    fp8, first without that, then with it.
+    """
     operations = choice.operations
     if operations is None or not operations.rounds or not fp8:
-        allowed = max(TOLERANCE[model.heads.dtype], ROUNDED_TOLERANCE) if fusion.rounds else None
-        return check(model, choice.attention, expected, allowed)
+        return [run(allowed)]
     operations.rounds = False
     try:
-        result = check(model, choice.attention, expected)
+        results = [run(None)]
     finally:
         operations.rounds = True
-    rounded = check(model, choice.attention, expected, ROUNDING["fp8"])
-    return replace(result, activations=rounded.delta)
+    return [*results, run(ROUNDING["fp8"])]
 
 
 def _expected(
@@ -237,7 +254,7 @@ def prepare_rank(
     fp8_cache: bool = False,
 ) -> tuple[ServedModel, SelfTestResult | None]:
     """One rank's part of a model, split on ``device``, and on rank 0 the result of the self-test;
-    the other ranks only take part in it. ``quantization``: none or int8.
+    the other ranks only take part in it. ``quantization`` as in ``prepare_and_test``.
 
     The expected logits are those of the whole model, computed before it is split: on an accelerator
     with each module's weights lent to it while the module runs. Raises as ``prepare_and_test``
@@ -246,7 +263,9 @@ def prepare_rank(
     name = str(loaded.config.model_type)
     with _packed_or_not(name):
         plan = shards.plan_of(loaded.model, loaded.shape, group.size)
-        to: Format | None = "int8" if quantization == "int8" else None
+        quantized = loaded.shape.quantized or quantization
+        # A checkpoint's own weights are as they are.
+        to = None if loaded.shape.quantized else _rounded_to(quantization)
         with shards.computed_on(device, loaded.model):
             model = paged_model.prepare(loaded, device, fp8_cache=fp8_cache)
             choice = _pick(model, kernels, ranks=group.size)
@@ -262,14 +281,21 @@ def prepare_rank(
         model.probe_again()
         shards.check_heads(model.heads, loaded.shape, group.size)
         fusion = fuse(model, choice.operations, group)
-        _check_fused(loaded, quantization, fusion)
-        served = ServedModel(model, choice, fusion)
+        _check_fused(loaded, quantized, fusion)
+        served, fp8 = ServedModel(model, choice, fusion), quantized == "fp8"
         if whole is None:
+            prompts = _prompts(model, loaded.max_model_len)
+
             with torch.inference_mode():
-                _paged_logits(model, choice.attention, _prompts(model, loaded.max_model_len))
+                logits = partial(_paged_logits, model, choice.attention, prompts)
+                _in_both_ways(choice, lambda _: logits(), fp8=fp8)
             return served, None
-        result = _check_both(model, choice, fusion, whole.expected, fp8=False)
+        result = _check_both(model, choice, fusion, whole.expected, fp8=fp8)
         return served, replace(result, rounding=whole.rounding, cache=whole.cache)
+
+
+def _rounded_to(quantization: str) -> Format | None:
+    return next((name for name in ROUNDING if name == quantization), None)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

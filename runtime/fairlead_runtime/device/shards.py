@@ -28,6 +28,7 @@ from fairlead_kernels.quantize import Format, largest_of_rows, quantize
 from fairlead_runtime.config import ConfigError
 from fairlead_runtime.device.group import Group
 from fairlead_runtime.device.row_split import QuantizedRowSplit, RowSplit
+from fairlead_runtime.models.published import StoredLinear
 from fairlead_runtime.models.quantized import QuantizedLinear
 from fairlead_runtime.sizing.ranks import UNSPLIT, refuse
 from fairlead_runtime.sizing.shape import ModelShape
@@ -47,9 +48,9 @@ def split(
     quantize_to: Format | None = None,
 ) -> None:
     """Leave this rank's part of a whole model, on ``device``, its layers' matrices rounded to
-    numbers that they would have in the whole model if they are to be quantized. Raises ConfigError,
-    before it changes anything, for a model that cannot be split. Nothing may be computed until
-    ``group`` has met.
+    numbers that they would have in the whole model if they are to be quantized; those of a
+    quantized checkpoint are as they are. Raises ConfigError, before it changes anything, for a
+    model that cannot be split. Nothing may be computed until ``group`` has met.
     """
     plan = plan_of(model, shape, group.size)
     modules, ends = dict(model.named_modules()), _ends(model)
@@ -62,13 +63,11 @@ def split(
             tensor = getattr(parent, leaf)
             tensor.data = _part_of_experts(tensor.data, style, group).to(device)
         elif style == COLUMNS:
-            linear = _split_columns(modules[name], leaf, shape, group, device)
-            if quantize_to is not None:
-                weight = quantize(linear.weight.data, quantize_to)
-                linear.weight.data = linear.weight.new_empty(0)
-                setattr(parent, leaf, QuantizedLinear(weight, linear.bias))
+            part = _share_of(leaf, shape, group)
+            # Nobody else holds the whole matrix once its part has its place.
+            setattr(parent, leaf, _split_columns(modules.pop(name), part, device, quantize_to))
         elif style == ROWS:
-            setattr(parent, leaf, _split_rows(modules[name], group, device, quantize_to))
+            setattr(parent, leaf, _split_rows(modules.pop(name), group, device, quantize_to))
     tied = ends[0].weight is ends[1].weight
     divides = shape.vocab % group.size == 0 and ends[1].weight.shape[0] == shape.vocab
     if divides and not tied:
@@ -96,7 +95,8 @@ def plan_of(model: PreTrainedModel, shape: ModelShape, count: int) -> Mapping[st
         if (key := re.sub(r"\.\d+(?=\.|$)", ".*", name)) in rules and modules.get(name) not in ends
     }
     for name, style in plan.items():
-        fits = isinstance(modules.get(name), nn.Linear) or style not in (COLUMNS, ROWS)
+        linear = isinstance(modules.get(name), nn.Linear | StoredLinear)
+        fits = linear or style not in (COLUMNS, ROWS)
         if style not in ADMITTED or not (fits or name in parameters):
             raise _refused(shape, f"transformers' plan for it has {style} for {name}")
     layers = {n: p for n, p in parameters.items() if p.dim() > 1 and re.search(r"\.\d+\.", n)}
@@ -183,6 +183,10 @@ def _lent(module: nn.Module, device: torch.device) -> list[Any]:
 
 
 def _split_rows(module: Any, group: Group, device: torch.device, to: Format | None) -> RowSplit:
+    if isinstance(module, StoredLinear):
+        stored = module.quantized().weight
+        columns = stored.columns(_range(stored.shape[1], group.rank, group.size))
+        return QuantizedRowSplit(columns.clone().to(device), module.bias, group)
     whole = module.weight.data
     part = _part(whole, -1, group.rank, group.size).to(device)
     if to is None:
@@ -191,17 +195,30 @@ def _split_rows(module: Any, group: Group, device: torch.device, to: Format | No
     return QuantizedRowSplit(quantize(part, to, largest_of_rows(whole)), module.bias, group)
 
 
+def _share_of(leaf: str, shape: ModelShape, group: Group) -> tuple[int, int]:
+    """Which of how many parts of its outputs this rank has of a matrix: whole heads of keys and
+    values.
+    """
+    if leaf in KEYS and shape.kv_heads < group.size:
+        return group.rank * shape.kv_heads // group.size, shape.kv_heads
+    return group.rank, group.size
+
+
 def _split_columns(
-    module: Any, leaf: str, shape: ModelShape, group: Group, device: torch.device
-) -> Any:
-    """The module with this rank's outputs: whole heads for keys and values."""
-    index, count = group.rank, group.size
-    if leaf in KEYS and shape.kv_heads < count:
-        index, count = index * shape.kv_heads // count, shape.kv_heads
-    for parameter in module.parameters(recurse=False):
-        parameter.data = _part(parameter.data, 0, index, count).to(device)
+    module: Any, part: tuple[int, int], device: torch.device, to: Format | None
+) -> nn.Module:
+    """The module with this part of its outputs."""
+    if module.bias is not None:
+        module.bias.data = _part(module.bias.data, 0, *part).to(device)
+    if isinstance(module, StoredLinear):
+        stored = module.quantized().weight
+        rows = stored.rows(_range(stored.shape[0], *part))
+        return QuantizedLinear(rows.clone().to(device), module.bias)
+    module.weight.data = _part(module.weight.data, 0, *part).to(device)
     module.out_features = module.weight.shape[0]
-    return module
+    if to is None:
+        return module  # type: ignore[no-any-return]  # it is one
+    return QuantizedLinear(quantize(module.weight.data, to), module.bias)
 
 
 def _part_of_experts(tensor: Tensor, style: str, group: Group) -> Tensor:
@@ -216,10 +233,17 @@ def _part_of_experts(tensor: Tensor, style: str, group: Group) -> Tensor:
 
 def _part(tensor: Tensor, dim: int, index: int, count: int) -> Tensor:
     """A copy of one of ``count`` equal parts, which keeps no byte of the others."""
-    if tensor.shape[dim] % count:
-        problem = f"a matrix of {tuple(tensor.shape)} has no {count} equal parts"
+    part = _range(tensor.shape[dim], index, count)
+    kept = tensor.narrow(dim, part.start, part.stop - part.start)
+    return kept.clone(memory_format=torch.contiguous_format)
+
+
+def _range(size: int, index: int, count: int) -> slice:
+    """One of ``count`` equal parts of so many rows or columns."""
+    if size % count:
+        problem = f"a matrix of {size} rows or columns has no {count} equal parts"
         raise ConfigError("tensor_parallel", problem, "use 1")
-    return tensor.chunk(count, dim=dim)[index].clone(memory_format=torch.contiguous_format)
+    return slice(size // count * index, size // count * (index + 1))
 
 
 def _ends(model: PreTrainedModel) -> tuple[Any, Any]:

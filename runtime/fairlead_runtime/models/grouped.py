@@ -35,7 +35,7 @@ def grouped(stored: Published, tensors: Mapping[str, Tensor], rows: int, columns
     numbers = tensors[stored.weight]
     if stored.layout == "rows":
         bits, scales = numbers.view(torch.uint8), tensors[SCALE]
-        zeros = torch.full((rows, groups), _SYMMETRIC, dtype=torch.uint8)
+        zeros = torch.full((rows, groups), _SYMMETRIC, dtype=torch.uint8, device=numbers.device)
         if (words := tensors.get(ZERO)) is not None:
             zeros = _integers(words.T.contiguous()).T.contiguous()
         index = tensors.get(INDEX)
@@ -103,7 +103,7 @@ def _in_order(integers: Tensor) -> Tensor:
 def _order(index: Tensor, groups: int) -> Tensor | None:
     """The columns group after group, int32; None where they already are."""
     size = len(index) // groups
-    own = torch.arange(len(index), dtype=index.dtype) // size
+    own = torch.arange(len(index), dtype=index.dtype, device=index.device) // size
     if torch.equal(index, own):
         return None
     order = index.argsort(stable=True)

@@ -114,7 +114,8 @@ def load(
     size = inspected.files.weight_bytes / 2**30
     log.info("loading %.2f GiB of weights as %s", size, str(inspected.dtype).removeprefix("torch."))
     tokenizer = load_tokenizer(inspected.files.path)
-    model = _load_weights(inspected, torch.device(device))
+    split = settings.tensor_parallel > 1
+    model = _load_weights(inspected, torch.device(device), split=split)
     model.requires_grad_(False).eval()
     log.info("loaded %.2f GiB in %.1f s", size, time.monotonic() - started)
     # RoPE is pinned to the longest sequence, so for some models that length decides the keys.
@@ -150,9 +151,11 @@ def eos_ids(
     return frozenset(token for token in ids if isinstance(token, int) and 0 <= token < vocab)
 
 
-def _load_weights(inspected: InspectedModel, device: torch.device) -> PreTrainedModel:
+def _load_weights(
+    inspected: InspectedModel, device: torch.device, *, split: bool
+) -> PreTrainedModel:
     try:
-        return _read_weights(inspected).to(device)
+        return _read_weights(inspected, split=split).to(device)
     except (MemoryError, RuntimeError, OSError) as error:
         if not _out_of_memory(error):
             raise
@@ -173,7 +176,7 @@ def _out_of_memory(error: BaseException) -> bool:
     )
 
 
-def _read_weights(inspected: InspectedModel) -> PreTrainedModel:
+def _read_weights(inspected: InspectedModel, *, split: bool) -> PreTrainedModel:
     path, stored = inspected.files.path, stored_format(inspected.config_json)
     factory: Any = AutoModelForCausalLM  # transformers' classes are untyped
     try:
@@ -207,7 +210,7 @@ def _read_weights(inspected: InspectedModel) -> PreTrainedModel:
             f"{len(missing)} tensors are missing, first {missing[0]}",
             "fetch the model again",
         )
-    published.finish(model)
+    published.finish(model, split=split)
     if info["unexpected_keys"]:
         log.warning(
             "ignored %d tensors that the architecture does not have", len(info["unexpected_keys"])

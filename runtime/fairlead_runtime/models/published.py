@@ -1,8 +1,9 @@
 """Reads the weights of a quantized checkpoint as they are stored, without a plain copy of them.
 
 Owns the modules that receive the stored tensors while transformers loads the rest, and what they
-become: ``QuantizedLinear``. Which formats there are is ``sizing/published.py``'s. The tensors are
-untrusted: their sizes come from checked headers and must be those of the layer.
+become: ``QuantizedLinear``, at once or, of a split model, part by part. Which formats there are is
+``sizing/published.py``'s. The tensors are untrusted: their sizes come from checked headers and must
+be those of the layer.
 """
 
 from collections.abc import Mapping
@@ -57,7 +58,7 @@ class _Loader(HfQuantizer):  # type: ignore[misc] # the same
             found = next((prefix for prefix in prefixes if prefix in left), None)
             if found is not None and isinstance(module, nn.Linear):
                 left.discard(found)
-                model.set_submodule(name, _StoredLinear(settings, found, module))
+                model.set_submodule(name, StoredLinear(settings, found, module))
         if left:
             raise ValueError(f"{min(left)[:100]!r} is no linear layer of the model")
 
@@ -69,9 +70,9 @@ class _Loader(HfQuantizer):  # type: ignore[misc] # the same
         return False
 
 
-class _StoredLinear(nn.Module):
+class StoredLinear(nn.Module):
     """Holds the tensors of one matrix as the checkpoint has them, on the meta device until they are
-    loaded.
+    loaded. Computes with what they stand for, which it finds out each time.
     """
 
     def __init__(self, settings: StoredWeights, name: str, linear: nn.Linear) -> None:
@@ -79,6 +80,7 @@ class _StoredLinear(nn.Module):
         self._stored = settings.stored
         self._name = name
         self._shape = (linear.out_features, linear.in_features)
+        self._floats = False  # whether the numbers are floats, held as integers
         for leaf in (self._stored.weight, *self._stored.beside):
             entry = settings.tensors.get(f"{name}.{leaf}")
             if entry is None and leaf not in self._stored.needed:
@@ -88,8 +90,26 @@ class _StoredLinear(nn.Module):
             self.register_parameter(leaf, _empty(entry))
         self.bias = linear.bias
 
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.quantized()(x)
+        return out
+
+    def keep_bits(self) -> None:
+        """Hold 8-bit floats as integers of the same bits: no cast of floats may change them."""
+        numbers = getattr(self, self._stored.weight)
+        if numbers.dtype is FP8:
+            self._floats = True
+            bits = nn.Parameter(numbers.data.view(torch.int8), requires_grad=False)
+            self.register_parameter(self._stored.weight, bits)
+
     def quantized(self) -> QuantizedLinear:
-        """The same for use. Raises ValueError for tensors of other sizes than the layer's."""
+        """The same for use. Raises ModelError for tensors that do not fit the layer."""
+        try:
+            return self._quantized()
+        except ValueError as error:
+            raise ModelError("BadWeights", str(error), "fetch the model again") from error
+
+    def _quantized(self) -> QuantizedLinear:
         if self._stored.format == "int4":
             tensors = {leaf: x.data for leaf, x in self.named_parameters() if leaf != "bias"}
             try:
@@ -110,8 +130,8 @@ class _StoredLinear(nn.Module):
         scales = scales.reshape(-1).expand(rows).contiguous()
         served: Format = "fp8" if self._stored.format == "fp8" else "int8"
         expected = STORED[served]
-        if numbers.dtype is not expected:
-            raise ValueError(f"{self._name[:100]}: {numbers.dtype} where {expected} is expected")
+        if (found := FP8 if self._floats else numbers.dtype) is not expected:
+            raise ValueError(f"{self._name[:100]}: {found} where {expected} is expected")
         weight = Quantized(served, numbers.view(torch.int8).contiguous(), scales)
         return QuantizedLinear(weight, self.bias)
 
@@ -140,17 +160,19 @@ def loader_arguments(
     return {"quantization_config": StoredWeights(stored, weights)}
 
 
-def finish(model: PreTrainedModel) -> None:
-    """Make the loaded tensors the layers' weights. Raises ModelError for tensors that do not fit
-    their layer.
+def finish(model: PreTrainedModel, *, split: bool) -> None:
+    """Make the loaded tensors the layers' weights; of a model that will be ``split`` they stay as
+    they are, pages of a file that all ranks share, until each has its part. Raises ModelError for
+    tensors that do not fit their layer.
     """
     quantizer = getattr(model, "hf_quantizer", None)
     if not isinstance(quantizer, _Loader):
         return
     quantizer.remove_quantization_config(model)
     for name, module in list(model.named_modules()):
-        if isinstance(module, _StoredLinear):
-            try:
-                model.set_submodule(name, module.quantized())
-            except ValueError as error:
-                raise ModelError("BadWeights", str(error), "fetch the model again") from error
+        if not isinstance(module, StoredLinear):
+            continue
+        if split:
+            module.keep_bits()
+        else:
+            model.set_submodule(name, module.quantized())

@@ -51,8 +51,7 @@ def check_stored(
 ) -> EngineConfig:
     """``as_stored``, checked as ``check_supported`` does: what a checkpoint brings is refused where
     the setting would be. Raises ConfigError, too, for int8 in float16 or with an fp8 cache on a
-    CPU, for weights that would be rounded and split, and for rounding a model with ``experts``,
-    whose layers are not fused.
+    CPU, and for rounding a model with ``experts``, whose layers are not fused.
     """
     stored = as_stored(config, quantized)
     if stored.quantization == "int4" and not quantized:
@@ -74,13 +73,9 @@ def check_stored(
     if stored.fp8_cache and (stored.quantization, device) == ("int8", "cpu"):
         problem = "fp8 is not supported with int8 weights on cpu: the C++ kernels lack it"
         raise ConfigError("cache_dtype", problem, "use auto")
-    if not quantized and stored.quantization != "none":
-        if stored.tensor_parallel > 1 and stored.quantization != "int8":
-            problem = f"{stored.quantization} weights cannot be split over ranks"
-            raise ConfigError("quantization", problem, "use int8 or none, or tensor parallel 1")
-        if experts:
-            problem = f"{stored.quantization} weights of experts are not supported"
-            raise ConfigError("quantization", problem, "use none")
+    if not quantized and stored.quantization != "none" and experts:
+        problem = f"{stored.quantization} weights of experts are not supported"
+        raise ConfigError("quantization", problem, "use none")
     return stored
 
 

@@ -22,8 +22,11 @@ def reason_against(shape: ModelShape, count: int) -> str:
     """Why they cannot; "" when they can."""
     if count == 1:
         return ""
-    if shape.quantized:
-        return f"its {shape.quantized} weights cannot be split over ranks"
+    if shape.orders:
+        return (
+            "the columns of its int4 weights are in an order of their own (desc_act, actorder), in "
+            "which ranks have no whole groups"
+        )
     if not shape.splits:
         return f"transformers has no plan to split {shape.model_type!r}"
     if shape.heads % count:
@@ -35,4 +38,10 @@ def reason_against(shape: ModelShape, count: int) -> str:
         )
     if shape.inner % count:
         return f"the inner width of the model's MLP, {shape.inner}, is not a multiple of it"
+    for width in (shape.heads * shape.head_dim, shape.inner):
+        if shape.group and width // count % shape.group:
+            return (
+                f"its int4 weights have groups of {shape.group} columns, and a rank would have "
+                f"{width // count} of {width}"
+            )
     return ""

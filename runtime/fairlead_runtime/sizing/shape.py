@@ -60,8 +60,10 @@ class ModelShape:
     layer_matrices: int  # parameters in the layers' matrices: what quantization packs
     largest_layer: int  # the most of them in one layer
     layer_channels: int  # output rows of those matrices: one scale each when quantized
-    # Of a checkpoint in int4: scales of groups of columns, and columns that a product orders.
+    # Of a checkpoint in int4: scales of groups of columns, the columns of one (0: all of a row's),
+    # and columns that a product orders.
     groups: int
+    group: int
     orders: int
     inner: int  # a multiple of it is the inner width of every layer's MLP
     splits: bool  # False: it is known that ranks cannot share the model
@@ -131,6 +133,7 @@ class ModelShape:
             largest_layer=max(c.matrices for c, _, _ in counts),
             layer_channels=body.channels,
             groups=stored.groups(body.matrices, body.channels, (hidden, queries, *inners)),
+            group=stored.group,
             orders=stored.ordered * (layers * (2 * hidden + queries) + sum(inners)),
             inner=math.gcd(*inners),
             splits=family.splits and not has_flat_norm(s, family),
@@ -197,6 +200,7 @@ class ModelShape:
             largest_layer=_largest_layer(matrices),
             layer_channels=channels,
             groups=stored.groups(in_layers, channels, {d[-1] for _, d in matrices}),
+            group=stored.group,
             # Matrices that share their input may share one.
             orders=stored.ordered * sum(d[-1] for _, d in matrices),
             inner=inner,

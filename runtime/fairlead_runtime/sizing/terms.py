@@ -281,6 +281,9 @@ def weights(shape: ModelShape, config: EngineConfig, tp: int, kind: str) -> int:
     if config.quantization == "none":
         return plain
     matrices, channels = _layer_shares(shape, tp)
+    if config.quantization == "int4":
+        groups = matrices // shape.group if shape.group else channels
+        return plain - matrices * element + matrices // 2 + 5 * groups
     # A byte each and a float32 scale per row.
     return plain - matrices * (element - 1) + 4 * channels
 

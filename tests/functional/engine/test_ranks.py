@@ -14,7 +14,16 @@ from fairlead_runtime.device import fusion, selftest
 from fairlead_runtime.models import loading, tiny
 from fairlead_runtime.sizing.terms import weights
 from support import rank_pair
-from support.engine_rig import Outcome, Rig, Setting, greedy, prompts, rig
+from support.engine_rig import (
+    QUANTIZED,
+    QUANTIZED_RANKS,
+    Outcome,
+    Rig,
+    Setting,
+    greedy,
+    prompts,
+    rig,
+)
 
 AMPLE = Setting(chunk=16)
 SCARCE = Setting(chunk=16, num_blocks=24, offload=True, sharing=False)
@@ -92,14 +101,14 @@ def test_a_fused_layer_sums_twice_and_with_both_branches_side_by_side_once(
     assert {shape[1:] for shape in counted} == {(engine.model.model.config.hidden_size,)}
 
 
-@pytest.mark.parametrize("kernels", ["ranks cpu int8", "ranks layers int8"])
+@pytest.mark.parametrize("kernels", QUANTIZED_RANKS)
 @pytest.mark.parametrize(("family", "changes"), [FORMS[0], FORMS[3], FORMS[4]])
-def test_int8_weights_on_two_ranks_give_the_text_of_transformers_with_the_whole_rounded_ones(
+def test_rounded_weights_on_two_ranks_give_the_text_of_transformers_with_the_whole_ones(
     family: str, changes: dict[str, Any], kernels: str
 ) -> None:
     engine = rig(family, kernels, **changes)
-    count = len(engine.model.windows)
-    assert str(engine.fusion) == f"fused {count}/{count} layers, int8 weights"
+    count, rounded = len(engine.model.windows), kernels.rpartition(" ")[2]
+    assert str(engine.fusion) == f"fused {count}/{count} layers, {rounded} weights"
     run(engine, n=2)
 
 
@@ -109,7 +118,7 @@ def test_with_int8_weights_the_self_test_compares_with_the_whole_rounded_model(
     folder = tiny.save(tiny.build("granite").to(torch.bfloat16), tmp_path)
     pair = rank_pair.pair()
     pair.prepare(folder, "int8")
-    loaded, group = loading.load(folder), pair.group
+    loaded, group = rank_pair.load(folder, "int8"), pair.group
     _, result = selftest.prepare_rank(loaded, group, rank_pair.CPU, quantization="int8")
     assert result is not None
     assert result.delta < selftest.TOLERANCE[torch.bfloat16] / 2
@@ -125,8 +134,9 @@ def test_int8_weights_of_layers_that_do_not_fuse_are_refused_on_every_rank(tmp_p
     folder = tiny.save(tiny.build("exaone4"), tmp_path)
     pair = rank_pair.pair()
     pair.prepare(folder, "int8")
+    loaded = rank_pair.load(folder, "int8")
     with pytest.raises(ConfigError, match="int8 needs every layer of 'exaone4' fused: fused 0/"):
-        selftest.prepare_rank(loading.load(folder), pair.group, rank_pair.CPU, quantization="int8")
+        selftest.prepare_rank(loaded, pair.group, rank_pair.CPU, quantization="int8")
     assert run(rig("llama", "ranks")).steps > 0
 
 
@@ -158,7 +168,7 @@ def test_ranks_fuse_at_start_and_the_self_test_compares_with_the_whole_model(
     folder = tiny.save(tiny.build(family).to(dtype), tmp_path)
     pair = rank_pair.pair()
     pair.prepare(folder)
-    served, result = selftest.prepare_rank(loading.load(folder), pair.group, rank_pair.CPU)
+    served, result = selftest.prepare_rank(rank_pair.load(folder), pair.group, rank_pair.CPU)
     assert str(served.fusion).startswith("fused 3/3 layers")
     assert result is not None
     # From layers that transformers computes in bfloat16 it would differ by all that is allowed.
@@ -182,12 +192,10 @@ def test_log_probabilities_of_prompts_are_those_of_one_rank() -> None:
             assert a.logprob == pytest.approx(b.logprob, abs=1e-4)
 
 
-@pytest.mark.parametrize(
-    "kernels", ["ranks", "ranks cpu", "ranks layers", "ranks cpu int8", "ranks layers int8"]
-)
+@pytest.mark.parametrize("kernels", ["ranks", "ranks cpu", "ranks layers", *QUANTIZED_RANKS])
 def test_each_rank_measures_what_is_planned(kernels: str) -> None:
     engine, pair = rig("llama", kernels), rank_pair.pair()
-    config = EngineConfig(quantization="int8" if kernels.endswith("int8") else "none")
+    config = EngineConfig(quantization=QUANTIZED.get(kernels, "none"))
     planned = weights(rank_pair.shape_of(rig("llama").model.model), config, 2, "cpu")
     pair.hold(kernels, family="llama")
     for measured in (engine.model.weight_bytes, pair.weight_bytes()):

@@ -1,6 +1,8 @@
 """What each rank keeps of a model, and which models are refused, without any other rank."""
 
+import weakref
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,10 +13,13 @@ from fairlead_kernels.quantize import quantize
 from fairlead_runtime.config import ConfigError, EngineConfig
 from fairlead_runtime.device import shards
 from fairlead_runtime.device.group import Group
-from fairlead_runtime.models import tiny
+from fairlead_runtime.models import loading, tiny
+from fairlead_runtime.models.published import StoredLinear
+from fairlead_runtime.models.quantized import QuantizedLinear
 from fairlead_runtime.sizing.family_table import FAMILIES
 from fairlead_runtime.sizing.ranks import reason_against
 from fairlead_runtime.sizing.terms import weights
+from support.published import awq, compressed_tensors, gptq, publish
 from support.rank_pair import CPU, shape_of
 
 CONFIG = EngineConfig()
@@ -74,6 +79,48 @@ def test_the_parts_of_int8_weights_are_those_of_the_whole_rounded_matrices() -> 
         assert torch.equal(part.mlp.up_proj.weight.scales, up.scales.chunk(2)[rank])
         assert torch.equal(part.mlp.down_proj.stored.bits, down.bits.chunk(2, dim=1)[rank])
         assert torch.equal(part.mlp.down_proj.stored.scales, down.scales)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize(
+    "form",
+    [compressed_tensors(kind="float"), compressed_tensors(packed=True), awq(), gptq(group=-1)],
+)
+def test_the_parts_of_stored_weights_are_those_of_the_whole_matrices(
+    form: Any, rank: int, tmp_path: Path
+) -> None:
+    saved = tiny.save(tiny.build("qwen2"), tmp_path / "model")
+    quantized, plain = publish(saved, tmp_path, *form)
+    loaded = loading.load(quantized, config=EngineConfig(tensor_parallel=2))
+    shards.split(loaded.model, loaded.shape, Alone(rank, 2), CPU)
+    whole: Any = loading.load(plain).model
+    for part, layer in zip(loaded.model.model.layers, whole.model.layers, strict=True):
+        for name in ("k_proj", "v_proj", "q_proj"):
+            own, other = getattr(part.self_attn, name), getattr(layer.self_attn, name)
+            assert torch.equal(own.weight.dequantize(), other.weight.chunk(2)[rank])
+            assert torch.equal(own.bias, other.bias.chunk(2)[rank])
+        down = part.mlp.down_proj.stored.dequantize()
+        assert torch.equal(down, layer.mlp.down_proj.weight.chunk(2, dim=1)[rank])
+
+
+def test_stored_weights_stay_in_their_file_until_a_rank_takes_its_part(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved = tiny.save(tiny.build("llama"), tmp_path / "model")
+    quantized, _ = publish(saved, tmp_path, *awq())
+    loaded = loading.load(quantized, config=EngineConfig(tensor_parallel=2))
+    assert sum(isinstance(m, StoredLinear) for m in loaded.model.modules()) == 7 * 3
+    before: list[weakref.ref[StoredLinear]] = []
+    read = StoredLinear.quantized
+
+    def spy(self: StoredLinear) -> QuantizedLinear:
+        assert all(other() is None for other in before), "the one before is still held"
+        before.append(weakref.ref(self))
+        return read(self)
+
+    monkeypatch.setattr(StoredLinear, "quantized", spy)
+    shards.split(loaded.model, loaded.shape, Alone(0, 2), CPU)
+    assert len(before) == 7 * 3
 
 
 def test_a_whole_model_computes_with_rounded_weights_for_a_while() -> None:

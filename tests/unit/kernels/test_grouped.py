@@ -33,6 +33,27 @@ def test_rows_are_taken_with_their_scales_and_zero_points() -> None:
     assert torch.equal(moved.dequantize(), weight.dequantize())
 
 
+@pytest.mark.parametrize("groups", [3, 1])
+def test_columns_are_taken_with_their_groups(groups: int) -> None:
+    weight = grouped(6, 96, groups, None)
+    part = weight.columns(slice(32, 96))
+    assert torch.equal(part.dequantize(), weight.dequantize()[:, 32:96])
+    own = part.clone()
+    assert torch.equal(own.dequantize(), part.dequantize())
+    assert all(x.is_contiguous() for x in (own.bits, own.scales, own.zeros))
+    assert own.bits.untyped_storage().nbytes() == 6 * 32
+
+
+def test_parts_of_groups_and_ordered_columns_are_not_taken() -> None:
+    for columns in (slice(16, 96), slice(32, 80)):
+        with pytest.raises(
+            ValueError, match=f"{columns.start} to {columns.stop} are no whole groups"
+        ):
+            grouped(6, 96, 3, None).columns(columns)
+    with pytest.raises(ValueError, match="an order of their own"):
+        grouped(6, 96, 3, torch.randperm(96).int()).columns(slice(0, 32))
+
+
 def test_weights_of_several_kinds_are_not_joined() -> None:
     four, eight = grouped(4, 64, 2), quantize(torch.randn(4, 64))
     with pytest.raises(ValueError, match="several formats"):

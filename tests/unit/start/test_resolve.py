@@ -115,9 +115,8 @@ def test_fp8_weights_are_supported_on_gpus_below_float32_only(
     with pytest.raises(ConfigError, match=f"fp8 is not supported in {dtype} on {device.kind}"):
         resolved(dtype, device, quantization="fp8")
     gpu = DeviceFacts("cuda", 80 * GIB)
-    assert resolved("bfloat16", gpu, quantization="fp8").num_blocks > 0
-    with pytest.raises(ConfigError, match="--quantization: fp8 weights cannot be split over ranks"):
-        resolved("bfloat16", gpu, quantization="fp8", tensor_parallel=2)
+    for ranks in (1, 2):
+        assert resolved("bfloat16", gpu, quantization="fp8", tensor_parallel=ranks).num_blocks > 0
 
 
 def test_int8_weights_are_supported_everywhere_but_in_float16_on_cpus() -> None:
