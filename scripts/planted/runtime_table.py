@@ -1427,7 +1427,7 @@ BUGS = (
     ),
     PackageBug(
         "padding writes into a sequence's block",
-        DECODES,
+        SAMPLER,
         "padding_unit=cache.units - 1",
         "padding_unit=0",
         (DECODE_TESTS,),
@@ -1648,6 +1648,34 @@ BUGS = (
         "        with self._sampler.forgetting(sampling):\n            fetched",
         "        if True:\n            fetched",
         (MIXED_TESTS,),
+    ),
+    PackageBug(
+        "other ranks get no ids of a step that is launched ahead",
+        MIXED,
+        "            self._followers.share(there.input_ids)\n",
+        "",
+        (MIXED_TESTS,),
+    ),
+    PackageBug(
+        "a pass that failed after other ranks were told is made again",
+        MIXED,
+        "            raise self._followers.lost(error) from error\n",
+        "            raise error\n",
+        (MIXED_TESTS,),
+    ),
+    PackageBug(
+        "steps of a split model wait for each other",
+        f"{RUNTIME}/start/decodes.py",
+        "keeps = kept is not None or not waits",
+        "keeps = kept is not None",
+        ("unit/start/test_decodes.py",),
+    ),
+    PackageBug(
+        "what the first rank keeps to sample by is in no plan",
+        TERMS,
+        '    if not cpu:\n        terms["batch"] += decode_state',
+        '    if not cpu and tp == 1:\n        terms["batch"] += decode_state',
+        ("unit/sizing/test_terms.py",),
     ),
     PackageBug(
         "a step that samples nothing is not waited for",

@@ -30,6 +30,7 @@ from fairlead_runtime.device.graphs import GraphCache
 from fairlead_runtime.device.kv_cache import CacheStorage
 from fairlead_runtime.device.model_runner import ModelRunner
 from fairlead_runtime.device.paged_model import PagedModel
+from fairlead_runtime.device.row_sampler import RowSampler
 from fairlead_runtime.engine.isolate import Executor
 from fairlead_runtime.grammar.guides import Guides
 from fairlead_runtime.logprobs import TokenLogprobs
@@ -69,9 +70,18 @@ UNFUSED = {
     "layers fp8": "rounded fp8",
     **dict.fromkeys(INT8_RANKS, "rounded"),
     "ranks layers fp8": "rounded fp8",
-} | dict.fromkeys(("layers", "triton", "ranks", *FUSED_RANKS), "torch")
+} | dict.fromkeys(("layers", "triton", "ranks", "ranks ahead", *FUSED_RANKS), "torch")
 # Those that stand for a GPU: what they offload crosses on a stream of its own.
-ON_GPU = ("flashinfer", "resident", "graphs", "layers", "triton", "ranks", *FUSED_RANKS[1:])
+ON_GPU = (
+    "flashinfer",
+    "resident",
+    "graphs",
+    "layers",
+    "triton",
+    "ranks",
+    "ranks ahead",
+    *FUSED_RANKS[1:],
+)
 QUANTIZED: dict[str, Format] = {
     **dict.fromkeys(("int8", "layers int8", "rounded", "rounded, and the head"), "int8"),
     **dict.fromkeys(INT8_RANKS, "int8"),
@@ -208,6 +218,8 @@ def attend_once(model: PagedModel, attention: AttentionBackend, ids: torch.Tenso
 
 def choice_of(model: PagedModel, kernels: str) -> BackendChoice:
     """Attention in C++, where it is built and ``kernels`` say so, or in plain torch."""
+    if kernels == "ranks ahead":
+        return BackendChoice(flashinfer_standin.attention(model.heads, model.kinds), None)
     if kernels == "fixed triton":
         reason = "sums in one order, in Triton's interpreter"
         return BackendChoice(fixed_attention(model.heads), fixed_operations(), reason)
@@ -262,7 +274,8 @@ class Rig:
     besides; layers are the fused ones of GPUs in torch, beside attention in torch, and triton those
     in Triton, beside flashinfer's. ranks is torch on two processes, each with half of the model;
     ranks cpu, ranks layers and ranks triton are the same with layers fused, but for ``odd``, which
-    does not fit on the other one; with int8 or fp8 behind, some also with such weights. After
+    does not fit on the other one; with int8 or fp8 behind, some also with such weights; ranks ahead
+    launches steps, on the stand-in of flashinfer's wrappers. After
     "fp8 cache " they have one, and the reference rounds keys and values. fixed is cpu with
     ``deterministic``, whose text nothing but itself is compared with; fixed triton the same in
     Triton. After "triton " attention, resident and graphs have Triton's attention on the stand-in
@@ -311,6 +324,10 @@ class Rig:
             self._pair.hold(self._kernels, odd=self._odd, **self._described)
             self._pair.allocate(**amounts)
         attention, decodes = self._choice().attention, None
+        sampler = None
+        if self._kernels == "ranks ahead":
+            lengths = {"sequences": limits.max_requests, "max_model_len": limits.max_model_len}
+            sampler = RowSampler.of(self.model, cache, **lengths, listed=setting.listed)
         if resident:
             assert isinstance(attention, DecodeAttention)
             decodes = DecodeSteps(
@@ -330,6 +347,7 @@ class Rig:
             guides=guides,
             followers=self._pair,
             decodes=decodes,
+            row_sampler=sampler,
         )
 
     def _graphs(

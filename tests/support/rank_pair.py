@@ -106,8 +106,11 @@ class Pair:
     def copy(self, work: Work) -> None:
         self._send(ranks.copies(work))
 
-    def forward(self, batch: Batch, keep: Tensor | None) -> None:
-        self._send(ranks.forward(batch, keep))
+    def forward(self, batch: Batch, keep: Tensor | None, *, ahead: bool = False) -> None:
+        self._send(ranks.forward(batch, keep, ahead=ahead))
+
+    def share(self, ids: Tensor) -> None:
+        self.group.share(ids)
 
     def lost(self, error: Exception) -> DeviceLostError:
         return DeviceLostError(str(error))
@@ -175,7 +178,7 @@ def _follow(connection: socket.socket, store: int) -> NoReturn:
             elif "weigh" in message:
                 frames.write(stream, {"bytes": model.weight_bytes})  # type: ignore[arg-type]
             else:
-                ranks.follow(message, model, cache, attention)
+                ranks.follow(message, model, cache, attention, group)
     os._exit(1)
 
 

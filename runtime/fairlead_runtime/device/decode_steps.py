@@ -27,7 +27,6 @@ from fairlead_runtime.device.sampling import SampledTokens
 from fairlead_runtime.device.slot_table import Array, SlotTable
 from fairlead_runtime.device.ways import GENERAL, LEAST, Draw, Way, joined
 from fairlead_runtime.scheduling.plan import Result, Row
-from fairlead_runtime.sizing.terms import list_room
 
 
 class _Computed(NamedTuple):
@@ -74,20 +73,18 @@ class DecodeSteps:
         self._model = model
         self._cache = cache
         self._attention = attention
-        table = SlotTable(
-            cache.groups,
-            cache.block_size,
-            sequences=sequences,
-            blocks=-(-max_model_len // cache.block_size),
-            listed=list_room(model.logits_width) if listed is None else listed,
-            padding_unit=cache.units - 1,
-            device=model.device,
-        )
         most = max((sequences, *self._sizes))
-        self.sampler = RowSampler(table, most, model.logits_width, model.device)
+        self.sampler = RowSampler.of(
+            model,
+            cache,
+            sequences=sequences,
+            max_model_len=max_model_len,
+            listed=listed,
+            most=most,
+        )
         self._places = torch.arange(most, device=model.device)  # each row's among the logits
         # The most blocks of a padded step's rows.
-        self._room = most * table.tables.shape[2] if graphs is not None else 0
+        self._room = most * self.table.tables.shape[2] if graphs is not None else 0
         self._held: dict[int, Tensor] = {}  # by size, the logits that its graph computes
 
     @property
@@ -96,9 +93,7 @@ class DecodeSteps:
 
     @property
     def nbytes(self) -> int:
-        cache = self._cache
-        unit = cache.unit_bytes(cache.groups, cache.heads, cache.block_size)
-        return sum(x.nbytes for x in (self._places, *self.sampler.tensors)) + unit
+        return self.sampler.nbytes + self._places.nbytes
 
     @torch.inference_mode()
     def run(self, rows: Sequence[Row], general: SampleLogits) -> dict[int, Result]:

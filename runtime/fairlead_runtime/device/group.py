@@ -1,4 +1,4 @@
-"""The ranks that compute one model together: their sums and gathers, over torch.distributed.
+"""The ranks that compute one model together: what they exchange, over torch.distributed.
 
 Owns the process group of this process: NCCL on GPUs, gloo on a CPU. Every rank must make the same
 calls in the same order. Nothing here listens on an address that other machines reach, and nothing
@@ -58,6 +58,11 @@ class Group:
     def agrees(self, mine: bool) -> bool:
         """Whether every rank says yes."""
         return int(self.sum(torch.tensor(int(mine), device=self._device))) == self.size
+
+    def share(self, x: Tensor) -> Tensor:
+        """Rank 0's ``x`` on every rank, written into that of the others."""
+        dist.broadcast(x, src=0)
+        return x
 
     def gather(self, x: Tensor) -> Tensor:
         """On rank 0 every rank's ``x`` side by side along the last dimension, elsewhere ``x``."""

@@ -1,4 +1,5 @@
-"""Steps with prompts that are launched: nobody waits for them before the next is launched.
+"""Steps with prompts that are launched: nobody waits for them before the next is launched. Those of
+a split model are all such steps.
 
 Owns the way of such a step, which is that of any other but for its ends: ids that the host does not
 know yet come from the slot table, and tokens are sampled, appended and sent by its rows. So decodes
@@ -9,10 +10,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import torch
+from torch import Tensor
 
 from fairlead_kernels.attention import AttentionBackend
-from fairlead_runtime.device.batch import BatchBuilder
+from fairlead_runtime.device.batch import Batch, BatchBuilder
 from fairlead_runtime.device.fetched import Fetched, results
+from fairlead_runtime.device.followers import Followers
 from fairlead_runtime.device.kv_cache import CacheStorage
 from fairlead_runtime.device.paged_model import PagedModel
 from fairlead_runtime.device.row_sampler import RowSampler
@@ -22,7 +25,8 @@ from fairlead_runtime.scheduling.plan import Result, Row
 
 class MixedSteps:
     """``first`` is the builder of the steps that are not launched: they run while none is in
-    flight.
+    flight. ``followers`` hold the other parts of a model that is split, and get all ids on their
+    devices.
     """
 
     def __init__(
@@ -32,11 +36,13 @@ class MixedSteps:
         attention: AttentionBackend,
         sampler: RowSampler,
         first: BatchBuilder,
+        followers: Followers | None = None,
     ) -> None:
         self._model = model
         self._cache = cache
         self._attention = attention
         self._sampler = sampler
+        self._followers = followers
         # The newest step's first; the other's copies may be under way.
         pinned = model.device.type == "cuda"
         self._batches = [first, BatchBuilder(cache.groups, cache.block_size, pinned=pinned)]
@@ -68,8 +74,18 @@ class MixedSteps:
             if way is GENERAL:
                 raise ValueError("rows: one is not sampled on the device")
             ids.index_copy_(0, last, self._sampler.table.last_tokens(index))
-        there = replace(batch, input_ids=ids, sample_index=last)
-        logits = self._model.forward(there, self._cache, self._attention)
+        logits = self._forward(batch, replace(batch, input_ids=ids, sample_index=last))
         if sampling:
             self._sampler.sample(logits, index, way)
         return self._sampler.fetch(len(sampling), way)
+
+    def _forward(self, batch: Batch, there: Batch) -> Tensor:
+        """The logits of a batch that is ``there`` on the device, with all ids."""
+        if self._followers is None:
+            return self._model.forward(there, self._cache, self._attention)
+        self._followers.forward(batch, None, ahead=True)
+        try:
+            self._followers.share(there.input_ids)
+            return self._model.forward(there, self._cache, self._attention)
+        except Exception as error:
+            raise self._followers.lost(error) from error

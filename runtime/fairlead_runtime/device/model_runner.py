@@ -6,7 +6,6 @@ Owns the path batch → forward pass → logits → sampling, and the cache's co
 import math
 from collections import abc
 from collections.abc import Callable, Iterator, Mapping
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -14,9 +13,11 @@ from torch import Tensor
 from fairlead_kernels.attention import AttentionBackend
 from fairlead_runtime.device.batch import Batch, BatchBuilder
 from fairlead_runtime.device.decode_steps import DecodeSteps, is_decode
+from fairlead_runtime.device.followers import Followers
 from fairlead_runtime.device.kv_cache import CacheStorage
 from fairlead_runtime.device.mixed_steps import MixedSteps
 from fairlead_runtime.device.paged_model import PagedModel
+from fairlead_runtime.device.row_sampler import RowSampler
 from fairlead_runtime.device.sampling import (
     NON_FINITE,
     SampledTokens,
@@ -28,7 +29,7 @@ from fairlead_runtime.device.ways import LEAST, way_of
 from fairlead_runtime.grammar.guides import NO_MASKS, Guides, Masks
 from fairlead_runtime.logprobs import TokenLogprobs
 from fairlead_runtime.request import Sequence
-from fairlead_runtime.scheduling.plan import DeviceLostError, Result, Row, Work
+from fairlead_runtime.scheduling.plan import Result, Row, Work
 
 WaitForMasks = Callable[[], Masks]
 Sampler = Callable[[Tensor, SamplingBatch], SampledTokens]
@@ -38,29 +39,11 @@ MAX_LOGITS = 256
 _NOTHING = Result(-1)
 
 
-class Followers(Protocol):
-    """The processes that hold the other parts of the model and make every step with this one."""
-
-    def copy(self, work: Work) -> None:
-        """Let them make the copies of ``work``, in their parts of the cache."""
-        ...
-
-    def forward(self, batch: Batch, keep: Tensor | None) -> None:
-        """Let them run this pass. Raises DeviceLostError, as ``copy`` does, when one has ended."""
-        ...
-
-    def lost(self, error: Exception) -> DeviceLostError:
-        """What to raise after a forward pass raised ``error`` here: the others may be anywhere in
-        theirs, so no further pass is possible.
-        """
-        ...
-
-
 class ModelRunner:
     """Executes steps of one model on one cache, on the given attention. ``guides`` makes the masks
     of sequences with structured output; ``followers`` hold the other parts of a model that is
-    split. ``decodes`` runs the steps of decodes alone, if not the way of all others; with it steps
-    that are sampled on the device can be launched.
+    split. ``decodes`` runs the steps of decodes alone, if not the way of all others. Steps that
+    ``row_sampler`` takes can be launched, by default that of ``decodes``.
 
     One step at a time but for these, from one thread at a time. ``max_logits``: positions whose
     logits one forward pass may return; memory is planned for as many.
@@ -77,6 +60,7 @@ class ModelRunner:
         guides: Guides | None = None,
         followers: Followers | None = None,
         decodes: DecodeSteps | None = None,
+        row_sampler: RowSampler | None = None,
     ) -> None:
         self._attention = attention
         self._model = model
@@ -91,9 +75,13 @@ class ModelRunner:
         self._batches = BatchBuilder(
             cache.groups, cache.block_size, pinned=model.device.type == "cuda"
         )
+        if row_sampler is None and decodes is not None:
+            row_sampler = decodes.sampler
+        self._row_sampler = row_sampler
         self._mixed: MixedSteps | None = None
-        if decodes is not None:
-            self._mixed = MixedSteps(model, cache, attention, decodes.sampler, self._batches)
+        if row_sampler is not None:
+            parts = model, cache, attention, row_sampler, self._batches, followers
+            self._mixed = MixedSteps(*parts)
 
     def copy(self, work: Work) -> None:
         """The step's offload, restore and copy-on-write copies: once, before ``execute``, however
@@ -125,14 +113,15 @@ class ModelRunner:
 
     def launches(self, rows: abc.Sequence[Row]) -> bool:
         """Whether ``launch`` can take these rows."""
-        return bool(rows) and self._decodes is not None and self._decodes.sampler.takes(rows)
+        return bool(rows) and self._row_sampler is not None and self._row_sampler.takes(rows)
 
     def launch(self, work: Work) -> Callable[[], Mapping[int, Result]]:
         """Queue the step and return what waits for its tokens. One may be in flight before it."""
-        if self._decodes is None or self._mixed is None:
+        if self._mixed is None:
             raise ValueError("rows: this device launches no steps")
-        steps = self._decodes if all(map(is_decode, work.rows)) else self._mixed
-        return steps.launch(work.rows)
+        if self._decodes is not None and all(map(is_decode, work.rows)):
+            return self._decodes.launch(work.rows)
+        return self._mixed.launch(work.rows)
 
     def _execute(self, work: Work, masks: WaitForMasks) -> Mapping[int, Result]:
         if not any(row.sequence.scores_prompt for row in work.rows):

@@ -5,6 +5,7 @@ keeps nothing between two steps but its cache, so that no state can differ betwe
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,39 +13,51 @@ from torch import Tensor
 
 from fairlead_kernels.attention import AttentionBackend, RaggedRows
 from fairlead_runtime.device.batch import Batch
+from fairlead_runtime.device.group import Group
 from fairlead_runtime.device.kv_cache import CacheStorage
 from fairlead_runtime.device.paged_model import PagedModel
 from fairlead_runtime.scheduling.plan import Work
 from fairlead_runtime.sizing.groups import LayerGroup
 
 Message = dict[str, Any]
-COPIES, FORWARD = "copies", "forward"
+COPIES, FORWARD, AHEAD = "copies", "forward", "ahead"
 
 
 def copies(work: Work) -> Message:
     return {COPIES: [work.offload, work.restore, work.copies]}
 
 
-def forward(batch: Batch, keep: Tensor | None) -> Message:
-    """``keep``: the packed tokens whose logits are computed, if not those that sample."""
+def forward(batch: Batch, keep: Tensor | None, *, ahead: bool = False) -> Message:
+    """``keep``: the packed tokens whose logits are computed, if not those that sample. ``ahead``:
+    the leader's device alone has all ids, and shares them in the pass.
+    """
     kept = batch.sample_index if keep is None else keep
     tensors = [batch.input_ids, batch.positions, kept]
     rows = batch.ragged[0]
     tensors += [rows.query_starts, rows.kv_lens, *batch.slots]
     tensors += [ragged.tables for ragged in batch.ragged]
-    return {FORWARD: [tensor.numpy().tobytes() for tensor in tensors]}
+    return {FORWARD: [tensor.numpy().tobytes() for tensor in tensors], AHEAD: ahead}
 
 
 @torch.inference_mode()
 def follow(
-    message: Message, model: PagedModel, cache: CacheStorage, attention: AttentionBackend
+    message: Message,
+    model: PagedModel,
+    cache: CacheStorage,
+    attention: AttentionBackend,
+    group: Group,
 ) -> None:
-    """Do what a message of the leader says."""
+    """Do what a message of the leader says. On a GPU the work is queued, and nobody waits for it:
+    the leader may be a step ahead.
+    """
     if COPIES in message:
         offload, restore, forks = message[COPIES]
         cache.copy(Work(0, offload=offload, restore=restore, copies=forks))
     else:
         batch = _batch(message[FORWARD], cache.groups, cache.block_size)
+        if message[AHEAD]:
+            ids = batch.input_ids.to(model.device, non_blocking=True)
+            batch = replace(batch, input_ids=group.share(ids))
         model.forward(batch, cache, attention)
 
 

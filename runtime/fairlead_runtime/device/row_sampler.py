@@ -7,6 +7,7 @@ row goes on from one kind to the other.
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -14,19 +15,32 @@ from torch import Tensor
 from fairlead_kernels import sample, sample_rows
 from fairlead_kernels.sample_rows import RowLogprobs
 from fairlead_runtime.device.fetched import Fetched
+from fairlead_runtime.device.kv_cache import CacheStorage
+from fairlead_runtime.device.paged_model import PagedModel
 from fairlead_runtime.device.slot_table import SlotTable
 from fairlead_runtime.device.ways import GENERAL, Draw, Way
 from fairlead_runtime.request import MAX_LOGPROBS
 from fairlead_runtime.scheduling.plan import Row
+from fairlead_runtime.sizing.terms import list_room
 
 
 class RowSampler:
     """For steps of at most ``most`` rows, padding included, of ``table``'s sequences. The model's
-    logits have ``width`` columns.
+    logits have ``width`` columns; ``padding_bytes``: of the unit that padding writes to.
+
+    ``nbytes``: on the device, as ``sizing.terms.decode_state`` plans them.
     """
 
-    def __init__(self, table: SlotTable, most: int, width: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        table: SlotTable,
+        most: int,
+        width: int,
+        device: torch.device,
+        padding_bytes: int,
+    ) -> None:
         self.table = table
+        self._padding_bytes = padding_bytes
         # The table's row of each row of the step, and their tokens.
         self.index = torch.zeros(most, dtype=torch.int64, device=device)
         self._tokens = torch.zeros_like(self.index)
@@ -37,6 +51,34 @@ class RowSampler:
         # The newest step's first; nobody may have looked at the other's tokens yet.
         self._fetched = [Fetched(most, self._likeliest, device) for _ in range(2)]
         self._hashes = sample.hash_tokens(width, device)
+
+    @classmethod
+    def of(
+        cls,
+        model: PagedModel,
+        cache: CacheStorage,
+        *,
+        sequences: int,
+        max_model_len: int,
+        listed: int | None = None,
+        most: int = 0,
+    ) -> Self:
+        """For at most ``sequences`` sequences of at most ``max_model_len`` tokens, in steps of at
+        most ``most`` rows where these are more. The last unit of ``cache`` is for padding. A row's
+        changes of logits are at most ``listed`` ids, by default as many as planned.
+        """
+        width, device = model.logits_width, model.device
+        table = SlotTable(
+            cache.groups,
+            cache.block_size,
+            sequences=sequences,
+            blocks=-(-max_model_len // cache.block_size),
+            listed=list_room(width) if listed is None else listed,
+            padding_unit=cache.units - 1,
+            device=device,
+        )
+        unit = cache.unit_bytes(cache.groups, cache.heads, cache.block_size)
+        return cls(table, max(sequences, most), width, device, unit)
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
@@ -50,6 +92,10 @@ class RowSampler:
             row.sequence.scores_prompt or (row.samples and self.table.way_of(row) is GENERAL)
             for row in rows
         )
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.tensors) + self._padding_bytes
 
     @contextmanager
     def forgetting(self, rows: Sequence[Row]) -> Iterator[None]:

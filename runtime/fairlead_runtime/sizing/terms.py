@@ -100,7 +100,7 @@ def terms_of(
         "graphs": 0,
         "batch": GROWTH * (tokens * (16 + 8 * len(groups)) + rows * 64 + table_entries * 4),
     }
-    if not cpu and tp == 1:
+    if not cpu:
         terms["batch"] += decode_state(shape, config, groups)
     if not cpu and (units := offload_units(shape, config, groups)):
         unit = unit_bytes(shape, config, groups)

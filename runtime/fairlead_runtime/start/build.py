@@ -284,7 +284,7 @@ def _with_engine(
     if device.kind == "cpu":
         measured = {**measured, "process": process_bytes}
     choice = Decodes.choose(config, model, parts.attention, split=ranks is not None)
-    resident, host_batch = choice.attention is not None, measured["batch"]
+    resident, host_batch = choice.keeps, measured["batch"]
     if resident:
         kept = decode_state(inspected.shape, config, group_layers(model.windows))
         graphs = choice.measure(loaded.max_model_len)
@@ -300,8 +300,9 @@ def _with_engine(
         ranks.serve(**sizes, host_units=resolved.offload_units)
     limits = resolved.config
     decodes = choice.steps(cache, resolved.max_model_len)
-    if decodes is not None:
-        measured = {**measured, "batch": host_batch + decodes.nbytes}
+    sampler = choice.sampler(cache, resolved.max_model_len)
+    if (kept_there := decodes or sampler) is not None:
+        measured = {**measured, "batch": host_batch + kept_there.nbytes}
     if (graph_bytes := choice.capture(decodes)) is not None:
         measured = {**measured, "graphs": graph_bytes}
     grammar_facts = TokenizerFacts.of(loaded.tokenizer, loaded.shape.vocab, loaded.eos_ids)
@@ -314,6 +315,7 @@ def _with_engine(
         guides=guides,
         followers=ranks,
         decodes=decodes,
+        row_sampler=sampler,
     )
     for warning in resolved.warnings:
         log.warning("%s", warning)

@@ -20,6 +20,7 @@ from fairlead_runtime.device.decode_steps import DecodeSteps
 from fairlead_runtime.device.graphs import GraphCache, Recorder
 from fairlead_runtime.device.kv_cache import CacheStorage
 from fairlead_runtime.device.paged_model import PagedModel
+from fairlead_runtime.device.row_sampler import RowSampler
 from fairlead_runtime.device.ways import LARGEST, LEAST
 from fairlead_runtime.sizing.graphs import WAYS, step_sizes
 from fairlead_runtime.sizing.groups import group_layers
@@ -33,7 +34,8 @@ CAPTURE_SECONDS = 60.0  # graphs that are not captured then are when a step need
 class Decodes:
     """The choice for one model. ``attention`` is None where decodes run as all other steps;
     ``off`` says why no graph is captured, and is empty where some are; ``waits`` why each step is
-    waited for before the next is launched, and is empty where it is not.
+    waited for before the next is launched, and is empty where it is not. ``keeps``: the device
+    keeps what sampling needs.
     """
 
     config: EngineConfig
@@ -44,6 +46,7 @@ class Decodes:
     # The cache of graphs, once there is one.
     graphs: GraphCache | None = None
     waits: str = ""
+    keeps: bool = True
 
     @classmethod
     def choose(
@@ -51,24 +54,25 @@ class Decodes:
     ) -> "Decodes":
         """Raises ConfigError where graphs or asynchronous steps are asked for and cannot be."""
         kept: DecodeAttention | None = None
-        elsewhere = ""  # why the device does not keep what decodes need; empty where it does
+        elsewhere = ""  # why the device keeps nothing between steps; empty where it does
         if model.device.type != "cuda":
             elsewhere = f"the model runs on {model.device.type}"
-        elif split:
-            elsewhere = "the ranks of a split model get each step from their first"
-        elif isinstance(attention, DecodeAttention):
-            kept = attention
-        else:
+        elif not isinstance(attention, DecodeAttention):
             elsewhere = f"attention runs on {attention.name}, whose work depends on the lengths"
+        elif not split:
+            kept = attention
         off = elsewhere
+        if split and not elsewhere:
+            off = "the ranks of a split model get each step from their first"
         if config.cuda_graphs == "off":
             off = "--cuda-graphs is off"
-        elif not elsewhere and not config.max_cached_graphs:
+        elif not off and not config.max_cached_graphs:
             off = "--max-cached-graphs is 0"
         if elsewhere and config.async_batching == "on":
             raise ConfigError("async_batching", elsewhere, "use auto or off")
         waits = "--async-batching is off" if config.async_batching == "off" else elsewhere
-        made = cls(config, model, kept, "", waits=waits)
+        keeps = kept is not None or not waits
+        made = cls(config, model, kept, "", waits=waits, keeps=keeps)
         made.turn_off(off)
         return made
 
@@ -131,6 +135,15 @@ class Decodes:
             graphs=self.graphs,
             sizes=() if self.graphs is None else step_sizes(self.config),
         )
+
+    def sampler(self, cache: CacheStorage, max_model_len: int) -> RowSampler | None:
+        """What launched steps are sampled by where there are no ``steps``; None where none is
+        launched.
+        """
+        if not self.keeps or self.attention is not None:
+            return None
+        lengths = {"sequences": self.sequences, "max_model_len": max_model_len}
+        return RowSampler.of(self.model, cache, **lengths)
 
     def capture(self, steps: DecodeSteps | None) -> int | None:
         """Capture what most steps need, with a bar of progress, for at most CAPTURE_SECONDS and one

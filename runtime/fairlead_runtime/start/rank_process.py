@@ -24,6 +24,7 @@ from fairlead_runtime.start.lean_imports import leave_compiler_out
 from fairlead_runtime.start.life import FAILED, end_with, leave
 
 if TYPE_CHECKING:
+    from fairlead_runtime.device.group import Group
     from fairlead_runtime.start.build import RankParts
 
 log = logging.getLogger("fairlead.rank")
@@ -98,17 +99,17 @@ def _follow(leader: _Leader, store: int) -> NoReturn:
         leader.send({"refused": _refusal(error)})
         while True:  # until the leader has read it and closes the socket
             leader.receive()
-    _serve(leader, parts)
+    _serve(leader, parts, group)
 
 
-def _serve(leader: _Leader, parts: "RankParts") -> NoReturn:
+def _serve(leader: _Leader, parts: "RankParts", group: "Group") -> NoReturn:
     from fairlead_runtime.device import ranks
 
     leader.send({"measured": dict(parts.measured)})
     cache = parts.cache(**leader.receive())
     leader.send({"ready": True})
     while True:
-        ranks.follow(leader.receive(), parts.model, cache, parts.attention)
+        ranks.follow(leader.receive(), parts.model, cache, parts.attention, group)
 
 
 def _refusal(error: ConfigError | ModelError) -> tuple[str, tuple[str, ...]]:

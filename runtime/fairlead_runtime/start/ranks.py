@@ -117,8 +117,11 @@ class Ranks:
     def copy(self, work: Work) -> None:
         self._step(ranks.copies(work))
 
-    def forward(self, batch: Batch, keep: Tensor | None) -> None:
-        self._step(ranks.forward(batch, keep))
+    def forward(self, batch: Batch, keep: Tensor | None, *, ahead: bool = False) -> None:
+        self._step(ranks.forward(batch, keep, ahead=ahead))
+
+    def share(self, ids: Tensor) -> None:
+        self.group.share(ids)
 
     def lost(self, error: Exception) -> DeviceLostError:
         if self._ended.wait(WORDS_SECONDS):

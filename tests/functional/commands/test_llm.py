@@ -12,7 +12,8 @@ import pytest
 
 import fairlead_runtime
 from fairlead_runtime import LLM, SamplingParams
-from fairlead_runtime.config import ConfigError
+from fairlead_runtime.config import ConfigError, EngineConfig
+from fairlead_runtime.device.paged_model import PagedModel
 from fairlead_runtime.llm import RequestOutput
 from fairlead_runtime.models import tiny
 from fairlead_runtime.models.model_error import ModelError
@@ -20,6 +21,7 @@ from fairlead_runtime.outputs import EngineDead, Submission
 from fairlead_runtime.recording.record import Recording
 from fairlead_runtime.recording.trace import steps
 from fairlead_runtime.request import FinishReason, RequestError
+from fairlead_runtime.start.decodes import Decodes
 from support.full import LONG_FORM
 
 SMALL: dict[str, Any] = {"num_blocks": 256, "block_size": 4}
@@ -312,3 +314,24 @@ def test_two_ranks_answer_as_one_again_after_a_shutdown_and_end_with_a_reason(mo
             os.kill(rank, signal.SIGKILL)
             with pytest.raises(EngineDead, match="rank 1 of 2 was ended by SIGKILL"):
                 generate(two, "hello", greedy)
+
+
+def test_steps_launched_ahead_on_two_ranks_give_the_text_of_one(
+    model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on GPUs: the other rank gets every id in the pass, those in flight, too."""
+
+    def choose(config: EngineConfig, served: PagedModel, *_: Any, **__: Any) -> Decodes:
+        return Decodes(config, served, None, "no graphs on a CPU", waits="", keeps=True)
+
+    greedy = SamplingParams(temperature=0, max_tokens=16)
+    texts = ["hello", "a longer text, of which parts are computed beside the other's tokens"]
+    found = []
+    for ranks in (1, 2):
+        if ranks == 2:
+            monkeypatch.setattr(Decodes, "choose", choose)
+        with LLM(model, **SMALL, max_batch_tokens=16, tensor_parallel=ranks) as llm:
+            found.append(tokens_of(generate(llm, texts, greedy)))
+            launched = llm.parts.engine.counters.steps_launched
+        assert (launched > 10) == (ranks == 2)
+    assert found[0] == found[1]

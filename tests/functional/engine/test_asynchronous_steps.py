@@ -27,7 +27,7 @@ from support.engine_rig import EOS, Rig, Setting, prompts, rig
 from support.fake_engine import Clock, Collected
 from support.full import LONG_FORM
 
-FAMILIES = ("llama", "gemma2", "gemma2 on Triton")
+FAMILIES = ("llama", "gemma2", "gemma2 on Triton", "gemma2 on ranks")
 LENGTHS, SHARED = (9, 21, 30, 14, 25), 12
 PARAMS: tuple[dict[str, Any], ...] = (
     {"temperature": 0.0},
@@ -96,15 +96,22 @@ SETTINGS = st.builds(
 
 
 def rig_of(family: str) -> Rig:
-    """With flashinfer's attention, or Triton's."""
-    name, _, triton = family.partition(" on ")
-    return rig(name, "triton graphs" if triton else "graphs")
+    """With flashinfer's attention, or Triton's; without graphs on two ranks."""
+    name, _, on = family.partition(" on ")
+    return rig(name, {"": "graphs", "Triton": "triton graphs", "ranks": "ranks ahead"}[on])
 
 
 @functools.cache
-def runner_of(family: str, setting: Setting) -> ModelRunner:
-    """Kept from run to run, as an engine's is, with the rows and graphs of the runs before."""
+def kept_runner(family: str, setting: Setting) -> ModelRunner:
+    """As an engine's is, with the rows and graphs of the runs before."""
     return rig_of(family).runner(setting)
+
+
+def runner_of(family: str, setting: Setting) -> ModelRunner:
+    """Another rank has one cache, which it allocates anew."""
+    if family.endswith("ranks"):
+        return rig_of(family).runner(setting)
+    return kept_runner(family, setting)
 
 
 class Counted:
@@ -203,7 +210,8 @@ def test_texts_are_the_same_whether_steps_are_launched_ahead_or_not(family: str)
 
 @pytest.mark.parametrize("first", [0, 3])
 @pytest.mark.parametrize("offload", [False, True])
-def test_a_workload_with_all_of_it(first: int, *, offload: bool) -> None:
+@pytest.mark.parametrize("family", ["llama", "llama on ranks"])
+def test_a_workload_with_all_of_it(family: str, first: int, *, offload: bool) -> None:
     """Few blocks, so that sequences are preempted, stops in flight, a client that leaves."""
     rng = random.Random(3)
     clients = [
@@ -220,7 +228,7 @@ def test_a_workload_with_all_of_it(first: int, *, offload: bool) -> None:
         for i in range(6)
     ]
     setting = Setting(block_size=4, chunk=64, num_blocks=24, offload=offload, max_requests=4)
-    assert compare("llama", setting, clients) > 10
+    assert compare(family, setting, clients) > 10
 
 
 @pytest.mark.parametrize("at", ["launch", "launch beside a prompt", "collect"])

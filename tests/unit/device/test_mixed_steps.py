@@ -15,8 +15,9 @@ from fairlead_runtime.device.model_runner import ModelRunner
 from fairlead_runtime.device.paged_model import PagedModel
 from fairlead_runtime.device.row_sampler import RowSampler
 from fairlead_runtime.device.sampling import NON_FINITE
+from fairlead_runtime.device.slot_table import SlotTable
 from fairlead_runtime.request import Request, SamplingParams
-from fairlead_runtime.scheduling.plan import Finished, Result, Token, Work
+from fairlead_runtime.scheduling.plan import DeviceLostError, Finished, Result, Token, Work
 from fairlead_runtime.scheduling.scheduler import Scheduler
 from support.engine_rig import EOS, Setting, greedy, rig
 
@@ -186,3 +187,71 @@ def test_steps_of_decodes_alone_are_not_theirs(monkeypatch: pytest.MonkeyPatch) 
     world.scheduler.add(greedy("b", (8, 9), 3))
     world.launch()
     assert seen == [[3], [1, 2]]
+
+
+class Others:
+    """The other ranks of a split model, which note what they are told."""
+
+    def __init__(self, *, lose: bool = False) -> None:
+        self.told: list[tuple[str, list[int]]] = []
+        self._lose = lose
+
+    def copy(self, work: Work) -> None:
+        raise AssertionError
+
+    def forward(self, batch: Batch, keep: torch.Tensor | None, *, ahead: bool = False) -> None:
+        assert keep is None
+        assert ahead
+        self.told.append(("pass", batch.positions.tolist()))
+
+    def share(self, ids: torch.Tensor) -> None:
+        if self._lose:
+            raise RuntimeError("connection reset")
+        self.told.append(("ids", ids.tolist()))
+
+    def lost(self, error: Exception) -> DeviceLostError:
+        return DeviceLostError(f"lost: {error}")
+
+
+def split_world(others: Others, *asked: Request) -> World:
+    world, engine = World(*asked), rig("llama", "flashinfer")
+    cache = world.runner._cache
+    lengths = {"sequences": 4, "max_model_len": 100}
+    sampler = RowSampler.of(engine.model, cache, **lengths)
+    parts = engine.model, cache, world.runner._attention
+    world.runner = ModelRunner(*parts, followers=others, row_sampler=sampler)
+    return world
+
+
+def test_other_ranks_get_the_ids_of_a_pass_with_those_in_flight() -> None:
+    """In steps of decodes alone, too: a split model has no others."""
+    others = Others()
+    world = split_world(others, greedy("a", (5, 6, 7), 6))
+    for _ in range(2):
+        world.launch()
+    tokens = [world.collect()[0].token for _ in range(2)]
+    assert tokens == rig("llama").reference((5, 6, 7), 6)[:2]
+    assert others.told == [
+        ("pass", [0, 1, 2]),
+        ("ids", [5, 6, 7]),
+        ("pass", [3]),
+        ("ids", tokens[:1]),
+    ]
+
+
+def test_a_pass_that_fails_once_other_ranks_were_told_loses_the_device() -> None:
+    """They may be anywhere in theirs."""
+    world = split_world(Others(lose=True), greedy("a", (5, 6, 7), 6))
+    with pytest.raises(DeviceLostError, match="lost: connection reset"):
+        world.launch()
+
+
+def test_a_launch_that_fails_before_other_ranks_are_told_loses_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    others = Others()
+    world = split_world(others, greedy("a", (5, 6, 7), 6))
+    monkeypatch.setattr(SlotTable, "enter", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        world.launch()
+    assert others.told == []

@@ -15,6 +15,7 @@ from fairlead_runtime.sizing.terms import (
     host_terms,
     split,
     terms_of,
+    unit_bytes,
 )
 
 SHAPE = ModelShape.from_config(
@@ -45,6 +46,15 @@ def test_the_weights_of_a_gpu_split_their_matrices_only() -> None:
     half = planned(GPU, replace(CONFIG, tensor_parallel=2))["weights"]
     matrices = SHAPE.layer_matrices + 32000 * 1024  # with the output matrix
     assert half == matrices * 2 // 2 + (SHAPE.parameters - matrices) * 2
+
+
+def test_what_sampling_keeps_on_a_gpu_is_planned_for_ranks_too() -> None:
+    """Its unit for padding is a rank's own."""
+    two = replace(CONFIG, tensor_parallel=2)
+    groups = group_layers(SHAPE.windows)
+    one, half = (unit_bytes(SHAPE, config, groups) for config in (CONFIG, two))
+    assert half == one // 2
+    assert planned(GPU)["batch"] - planned(GPU, two)["batch"] == one - half
 
 
 def test_ranks_beyond_the_key_value_heads_share_one() -> None:

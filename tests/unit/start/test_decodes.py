@@ -61,13 +61,16 @@ def test_auto_says_why_no_graph_is_captured_on_a_gpu(
 
 
 @pytest.mark.parametrize(("_settings", "attention", "split", "_reason", "resident"), REASONS)
-def test_steps_are_launched_ahead_wherever_the_device_keeps_what_decodes_need(
+def test_steps_are_launched_ahead_wherever_the_device_keeps_what_sampling_needs(
     _settings: Any, attention: Any, _reason: Any, *, split: bool, resident: bool
 ) -> None:
+    """On the first of several ranks, too, which captures no graph."""
+    resident |= split
     auto = Decodes.choose(EngineConfig(), ON_GPU, attention(), split=split)
-    assert (auto.waits == "") is resident
+    assert (auto.waits == "") is auto.keeps is resident
     off = Decodes.choose(EngineConfig(async_batching="off"), ON_GPU, attention(), split=split)
     assert off.waits == "--async-batching is off"
+    assert off.keeps is (resident and not split)
     on = EngineConfig(async_batching="on")
     if resident:
         assert Decodes.choose(on, ON_GPU, attention(), split=split).waits == ""
