@@ -2120,7 +2120,7 @@ BUGS = (
     ),
     PackageBug(
         "no canary runs at start",
-        "runtime/fairlead_runtime/start/build.py",
+        "runtime/fairlead_runtime/start/rank_parts.py",
         "            deterministic=config.deterministic,\n",
         "",
         ON_DETERMINISM,

@@ -15,7 +15,7 @@ from fairlead_runtime.config import EngineConfig
 from fairlead_runtime.llm import LLM
 from fairlead_runtime.request import SamplingParams
 from fairlead_runtime.sizing.terms import GIB
-from fairlead_runtime.start import build, host
+from fairlead_runtime.start import build, checks, host
 from fairlead_runtime.start.resolve import ResolvedConfig
 
 # Threads do not speed up tiny matrices; on shared cores they slow them down a hundredfold.
@@ -46,7 +46,7 @@ def start_engine(
 
     One token of prompt and one of answer: with room for less, nothing is asked.
     """
-    monkeypatch.setattr(build, "memory_limit", partial(host.memory_limit, root))
+    monkeypatch.setattr(checks, "memory_limit", partial(host.memory_limit, root))
     monkeypatch.setattr(build, "resident_bytes", lambda: process)
     llm = LLM(str(model), **dataclasses.asdict(config))
     try:

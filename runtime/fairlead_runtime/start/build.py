@@ -16,42 +16,31 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from fairlead_kernels.attention import AttentionBackend, Heads
-from fairlead_kernels.backend import check_fixed, cpu_operations, flashinfer_for
-from fairlead_kernels.not_available import NotAvailableError
-from fairlead_kernels.torch_attention import TorchAttention
-from fairlead_runtime.config import ConfigError, Device, EngineConfig
-from fairlead_runtime.device import profiling, selftest
-from fairlead_runtime.device.group import Group
+from fairlead_runtime.config import ConfigError, EngineConfig
 from fairlead_runtime.device.kv_cache import CacheStorage
 from fairlead_runtime.device.model_runner import ModelRunner
-from fairlead_runtime.device.paged_model import PagedModel
 from fairlead_runtime.device.profiling import Profile
 from fairlead_runtime.engine.engine import Bounds, Engine, Observer
 from fairlead_runtime.engine.progress import StepTimes
 from fairlead_runtime.grammar.checker import NO_GRAMMARS
 from fairlead_runtime.grammar.compile import TokenizerFacts
 from fairlead_runtime.grammar.guides import Guides
-from fairlead_runtime.heap import release_memory
-from fairlead_runtime.models import loading
 from fairlead_runtime.models.loading import InspectedModel, LoadedModel
-from fairlead_runtime.models.model_error import ModelError
 from fairlead_runtime.outputs import ModelFacts
-from fairlead_runtime.preflight import check_record
 from fairlead_runtime.recording.record import RecordedScheduler
 from fairlead_runtime.scheduling.plan import Limits
 from fairlead_runtime.scheduling.scheduler import Scheduler
 from fairlead_runtime.serving.detokenize import Vocabulary, vocabulary_of
 from fairlead_runtime.serving.intake import Intake
 from fairlead_runtime.sizing.groups import group_layers
-from fairlead_runtime.sizing.published import as_stored
 from fairlead_runtime.sizing.report import MemoryReport, memory_report
-from fairlead_runtime.sizing.terms import DeviceFacts, decode_state, split
+from fairlead_runtime.sizing.terms import DeviceFacts, decode_state
+from fairlead_runtime.start.checks import check, device_facts, dtype_name
 from fairlead_runtime.start.decodes import Decodes
-from fairlead_runtime.start.host import cpu_limit, memory_limit, resident_bytes
+from fairlead_runtime.start.host import cpu_limit, resident_bytes
+from fairlead_runtime.start.rank_parts import RankParts, load_rank
 from fairlead_runtime.start.ranks import Lost, Ranks
 from fairlead_runtime.start.resolve import ResolvedConfig, resolve, summary
-from fairlead_runtime.supported import check_supported
 
 log = logging.getLogger("fairlead.build")
 
@@ -85,107 +74,6 @@ class EngineParts:
         """End what was started; a second call does nothing."""
         if self.ranks is not None:
             self.ranks.close()
-
-
-@dataclass(frozen=True, slots=True)
-class RankParts:
-    """One rank's part of a model that is split, and what it takes."""
-
-    loaded: LoadedModel
-    served: selftest.ServedModel
-    result: selftest.SelfTestResult | None
-    profile: Profile
-    loaded_at: float
-
-    @property
-    def model(self) -> PagedModel:
-        return self.served.model
-
-    @property
-    def attention(self) -> AttentionBackend:
-        return self.served.choice.attention
-
-    @property
-    def measured(self) -> Mapping[str, int]:
-        return {"weights": self.model.weight_bytes, **self.profile.measured}
-
-    def cache(self, *, units: int, block_size: int, host_units: int) -> CacheStorage:
-        return _storage(self.model, units, block_size, host_units)
-
-
-def device_facts(choice: Device = "auto", ranks: int = 1) -> DeviceFacts:
-    """The first CUDA device if the host has one and ``choice`` allows it, else the share of the
-    host of each of ``ranks`` processes. Raises ModelError, and ConfigError for more ranks than
-    devices.
-    """
-    available = torch.cuda.is_available()
-    if choice == "cuda" and not available:
-        raise ModelError(
-            "NoAccelerator",
-            "--device: cuda, but torch finds no accelerator",
-            "check the driver, and that the pod was given one; or use --device cpu",
-        )
-    if choice != "cpu" and available:
-        if (count := torch.cuda.device_count()) < ranks:
-            problem = f"{ranks} accelerators are asked for, torch finds {count}"
-            raise ConfigError("tensor_parallel", problem, f"use {count} or give the pod more")
-        return DeviceFacts("cuda", torch.cuda.get_device_properties(0).total_memory)
-    return DeviceFacts("cpu", memory_limit() // ranks)
-
-
-def check(path: Path | str, config: EngineConfig, device: DeviceFacts) -> InspectedModel:
-    """Make every check that needs no weights. Raises ConfigError or ModelError."""
-    check_supported(config)
-    check_record(config)
-    inspected = loading.inspect(path, config)
-    resolve(config, inspected.shape, device, dtype=_dtype_name(inspected.dtype))
-    _check_kernels(as_stored(config, inspected.shape.quantized), device, inspected)
-    return inspected
-
-
-def _check_kernels(config: EngineConfig, device: DeviceFacts, inspected: InspectedModel) -> None:
-    """Raise ConfigError for a setting that needs kernels which cannot serve this model here."""
-    shape, dtype, ranks = inspected.shape, inspected.dtype, config.tensor_parallel
-    fp8_cache = config.fp8_cache
-    if config.kernels == "flashinfer":
-        kv_heads = split(shape.kv_heads, ranks)
-        dims = shape.head_dim, shape.head_dim
-        heads = Heads(shape.heads // ranks, kv_heads, *dims, dtype, fp8_cache)
-        try:
-            flashinfer_for(heads, torch.device(device.kind))
-        except NotAvailableError as error:
-            raise ConfigError("kernels", f"flashinfer: {error}", "use auto or torch") from error
-    if config.kernels == "cpu":
-        try:
-            cpu_operations(device.kind, dtype, fp8_cache=fp8_cache)
-        except NotAvailableError as error:
-            raise ConfigError("kernels", f"cpu: {error}", "use auto or torch") from error
-    if config.quantization != "none":
-        _check_quantization(config, device, inspected)
-    if config.deterministic:
-        kv_heads, dims = shape.kv_heads, (shape.head_dim, shape.head_dim)
-        heads = Heads(shape.heads, kv_heads, *dims, dtype, fp8_cache)
-        try:
-            check_fixed(heads, torch.device(device.kind), config.kernels)
-        except NotAvailableError as error:
-            raise ConfigError("deterministic", str(error), "use false") from error
-
-
-def _check_quantization(
-    config: EngineConfig, device: DeviceFacts, inspected: InspectedModel
-) -> None:
-    """Raise ConfigError where no kernels can multiply by the quantized weights."""
-    name = config.quantization
-    plain = "use the unquantized checkpoint" if inspected.shape.quantized else "use none"
-    if config.kernels == "torch":
-        problem = f"{name} needs kernels of its own, --kernels is torch"
-        raise ConfigError("quantization", problem, "use --kernels auto")
-    if device.kind == "cpu":
-        try:
-            cpu_operations(device.kind, inspected.dtype)
-        except NotAvailableError as error:
-            problem = f"{name} needs the C++ kernels: {error}"
-            raise ConfigError("quantization", problem, plain) from error
 
 
 def build(
@@ -228,46 +116,6 @@ def build(
         raise
 
 
-def load_rank(
-    path: Path | str,
-    config: EngineConfig,
-    device: DeviceFacts,
-    group: Group | None,
-    now: Callable[[], float] = time.monotonic,
-) -> RankParts:
-    """Load the model, or with ``group`` this rank's part of it, test and measure it.
-
-    Every rank makes the same passes in the same order: they meet in each of them. Raises as
-    ``build`` does.
-    """
-    place, fp8_cache = torch.device(device.kind), config.fp8_cache
-    loaded = loading.load(path, config=config, device=place if group is None else "cpu")
-    result: selftest.SelfTestResult | None
-    if group is None:
-        served, result = selftest.prepare_and_test(
-            loaded,
-            config.kernels,
-            config.quantization,
-            fp8_cache=fp8_cache,
-            deterministic=config.deterministic,
-        )
-    else:
-        if place.type == "cuda":
-            place = torch.device("cuda", group.rank)
-        served, result = selftest.prepare_rank(
-            loaded, group, place, config.kernels, config.quantization, fp8_cache=fp8_cache
-        )
-    loaded_at = now()
-    model, choice = served.model, served.choice
-    if served.fusion.stored is not torch.float32:
-        release_memory()  # of the weights in float32, before they were packed
-    log.info("kernels: %s, %s", choice, served.fusion)
-    if result is not None:
-        log.info("%s", result)
-    profile = _profile(model, choice.attention, config, loaded.max_model_len)
-    return RankParts(loaded, served, result, profile, loaded_at)
-
-
 def _with_engine(
     parts: RankParts,
     inspected: InspectedModel,
@@ -290,7 +138,7 @@ def _with_engine(
         graphs = choice.measure(loaded.max_model_len)
         measured = {**measured, "batch": host_batch + kept, "graphs": graphs}
     resolved = resolve(
-        config, inspected.shape, device, dtype=_dtype_name(loaded.dtype), measured=measured
+        config, inspected.shape, device, dtype=dtype_name(loaded.dtype), measured=measured
     )
     units = resolved.num_blocks * len(group_layers(model.windows))
     # One more for padding.
@@ -410,31 +258,6 @@ def _schedulers(
     return make
 
 
-def _storage(model: PagedModel, units: int, block_size: int, host_units: int) -> CacheStorage:
-    groups = group_layers(model.windows)
-    try:
-        return CacheStorage(
-            groups,
-            model.heads,
-            units=units,
-            block_size=block_size,
-            device=model.device,
-            host_units=host_units,
-        )
-    except OSError as error:
-        raise ConfigError(
-            "cpu_offload_space",
-            f"{host_units} units of host memory could not be mapped: {error.strerror}",
-            "lower it or give the pod more memory",
-        ) from error
-    except RuntimeError as error:  # torch.OutOfMemoryError is one
-        raise ConfigError(
-            "num_blocks",
-            f"{units // len(groups)} blocks could not be allocated",
-            "lower it or max_memory_percent",
-        ) from error
-
-
 def _guides(facts: TokenizerFacts | None) -> Guides | None:
     """Built before anything is served: the tokenizer takes the interpreter's lock for a second."""
     if facts is None:
@@ -451,29 +274,6 @@ def _cache_bytes(cache: CacheStorage, units: int, device: DeviceFacts) -> Mappin
     if device.kind == "cpu":
         return kv | {"offload": cache.host_nbytes}
     return kv | ({"staging": cache.staging_nbytes} if cache.staging_nbytes else {})
-
-
-def _profile(
-    model: PagedModel, attention: AttentionBackend, config: EngineConfig, max_model_len: int
-) -> Profile:
-    """Bytes that the largest steps take in addition to weights and cache, and their times."""
-    if isinstance(attention, TorchAttention):
-        attention = TorchAttention(model.heads, model.device)  # one that keeps no memory yet
-    try:
-        return profiling.profile(
-            model,
-            attention,
-            max_batch_tokens=config.max_batch_tokens,
-            max_requests=config.max_requests,
-            max_model_len=max_model_len,
-            block_size=config.block_size,
-        )
-    except torch.OutOfMemoryError as error:
-        raise ConfigError(
-            "max_batch_tokens",
-            f"a step of {config.max_batch_tokens} tokens does not fit in memory with the weights",
-            "lower it or max_requests",
-        ) from error
 
 
 def _memory_report(
@@ -510,7 +310,3 @@ def _limit_threads(*, others: bool, cached: bool, ranks: int) -> int:
         left = others and (cached or threads > 2)
         torch.set_num_threads(max(1, (threads - left) // ranks))
     return torch.get_num_threads()
-
-
-def _dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

@@ -25,7 +25,7 @@ from fairlead_runtime.start.life import FAILED, end_with, leave
 
 if TYPE_CHECKING:
     from fairlead_runtime.device.group import Group
-    from fairlead_runtime.start.build import RankParts
+    from fairlead_runtime.start.rank_parts import RankParts
 
 log = logging.getLogger("fairlead.rank")
 
@@ -76,7 +76,8 @@ def _follow(leader: _Leader, store: int) -> NoReturn:
     import torch
 
     from fairlead_runtime.device.group import Group
-    from fairlead_runtime.start.build import device_facts, load_rank
+    from fairlead_runtime.start.checks import device_facts
+    from fairlead_runtime.start.rank_parts import load_rank
 
     start = leader.receive()
     logs.configure(logging.getLevelName(start["level"]))

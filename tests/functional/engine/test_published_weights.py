@@ -21,7 +21,7 @@ from fairlead_runtime.models import loading, tiny
 from fairlead_runtime.sizing import published
 from fairlead_runtime.sizing.shape import ModelShape
 from fairlead_runtime.sizing.terms import GIB, weights
-from fairlead_runtime.start import build
+from fairlead_runtime.start import checks
 from functional.engine.test_plan_and_start import Pod
 from support.operation_cases import operations
 from support.published import awq, compressed_int4, compressed_tensors, gptq, publish
@@ -81,7 +81,7 @@ def on_a_gpu(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
 
     monkeypatch.setattr(selftest, "_pick", pick_it)
     monkeypatch.setattr(published, "check_supported", lambda *_: None)
-    monkeypatch.setattr(build, "_check_quantization", lambda *_: None)
+    monkeypatch.setattr(checks, "_check_quantization", lambda *_: None)
 
 
 # A fused layer joins the matrices of queries, keys and values, and of gate and up; GPT-NeoX's rows

@@ -27,12 +27,12 @@ from fairlead_runtime.llm import LLM
 from fairlead_runtime.models.model_error import CanaryError
 from fairlead_runtime.request import SamplingParams
 from fairlead_runtime.sizing.terms import GIB, DeviceFacts
-from fairlead_runtime.start import build
+from fairlead_runtime.start import checks
 from support.engine_rig import paged
 from support.full import LONG_FORM
 from support.operation_cases import fixed_attention, fixed_operations
 
-DEMO = Path(build.__file__).parents[1] / "demo"
+DEMO = Path(checks.__file__).parents[1] / "demo"
 CPU = DeviceFacts("cpu", 8 * GIB)
 
 
@@ -127,7 +127,7 @@ def test_a_start_is_refused_by_name_where_no_kernels_have_one_order(
     config: EngineConfig, reason: str
 ) -> None:
     with pytest.raises(ConfigError, match=f"--deterministic: .*{reason}") as error:
-        build.check(DEMO, replace(config, deterministic=True), CPU)
+        checks.check(DEMO, replace(config, deterministic=True), CPU)
     assert (error.value.field, error.value.hint) == ("deterministic", "use false")
     refusal = refusal_for(error.value)
     assert refusal is not None
@@ -144,11 +144,11 @@ def test_a_gpu_without_triton_is_refused_before_the_model_loads(
     config = EngineConfig(dtype="bfloat16", deterministic=True)
     gpu = DeviceFacts("cuda", 80 * GIB)
     with pytest.raises(ConfigError, match="--deterministic: Triton is not installed"):
-        build.check(DEMO, config, gpu)
+        checks.check(DEMO, config, gpu)
     monkeypatch.setattr(triton_package, "load", lambda _module: None)
-    build.check(DEMO, config, gpu)
+    checks.check(DEMO, config, gpu)
     with pytest.raises(ConfigError, match="--deterministic: plain torch sums in an order that"):
-        build.check(DEMO, replace(config, kernels="torch"), gpu)
+        checks.check(DEMO, replace(config, kernels="torch"), gpu)
 
 
 def test_a_deterministic_llm_in_bfloat16_gives_a_prompt_one_text_in_any_batch(

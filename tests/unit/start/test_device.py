@@ -7,7 +7,7 @@ import torch
 
 from fairlead_runtime.config import ConfigError, Device
 from fairlead_runtime.models.model_error import ModelError
-from fairlead_runtime.start.build import device_facts
+from fairlead_runtime.start.checks import device_facts
 
 
 @pytest.fixture(params=[False, True], ids=["no accelerator", "accelerator"])

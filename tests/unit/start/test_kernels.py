@@ -13,9 +13,9 @@ from fairlead_kernels.backend import pick
 from fairlead_kernels.not_available import NotAvailableError
 from fairlead_runtime.config import ConfigError, EngineConfig
 from fairlead_runtime.sizing.terms import GIB, DeviceFacts
-from fairlead_runtime.start import build
+from fairlead_runtime.start import checks
 
-DEMO = Path(build.__file__).parents[1] / "demo"
+DEMO = Path(checks.__file__).parents[1] / "demo"
 HEADS = Heads(4, 2, 8, 8, torch.float32)
 KINDS = (frozenset({LayerKind(0.3)}),)
 CPU, GPU = DeviceFacts("cpu", 8 * GIB), DeviceFacts("cuda", 80 * GIB)
@@ -32,7 +32,7 @@ def _not_built(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("_not_built")
 def test_cpu_is_refused_before_the_model_loads_where_the_kernels_are_not_built() -> None:
     with pytest.raises(ConfigError, match="--kernels: cpu: they are not built") as error:
-        build.check(DEMO, EngineConfig(kernels="cpu"), CPU)
+        checks.check(DEMO, EngineConfig(kernels="cpu"), CPU)
     assert (error.value.field, error.value.hint) == ("kernels", "use auto or torch")
 
 
@@ -40,7 +40,7 @@ def test_cpu_is_refused_before_the_model_loads_where_the_kernels_are_not_built()
 def test_int8_weights_are_refused_before_the_model_loads_where_the_kernels_are_not_built() -> None:
     config = EngineConfig(quantization="int8")
     with pytest.raises(ConfigError, match=r"int8 needs the C\+\+ kernels: they are not") as error:
-        build.check(DEMO, config, CPU)
+        checks.check(DEMO, config, CPU)
     assert (error.value.field, error.value.hint) == ("quantization", "use none")
 
 
@@ -63,14 +63,14 @@ def test_cpu_is_refused_for_a_model_that_these_kernels_cannot_serve(
     config: EngineConfig, device: DeviceFacts, reason: str
 ) -> None:
     with pytest.raises(ConfigError, match=reason) as error:
-        build.check(DEMO, config, device)
+        checks.check(DEMO, config, device)
     assert error.value.field == "kernels"
 
 
 def test_with_an_fp8_cache_a_cpu_takes_plain_torch_and_says_why() -> None:
     fp8, reason = EngineConfig(kernels="cpu", cache_dtype="fp8"), "not in fp8"
     with pytest.raises(ConfigError, match=rf"--kernels: cpu: .*{reason}") as error:
-        build.check(DEMO, fp8, CPU)
+        checks.check(DEMO, fp8, CPU)
     assert (error.value.field, error.value.hint) == ("kernels", "use auto or torch")
     choice = pick(replace(HEADS, fp8_cache=True), KINDS, torch.device("cpu"))
     assert (choice.operations, choice.attention.name) == (None, "torch")
@@ -86,7 +86,7 @@ def test_cpu_serves_models_in_float32_and_bfloat16(dtype: torch.dtype) -> None:
     except NotAvailableError as error:
         pytest.skip(str(error))
     name = str(dtype).removeprefix("torch.")
-    build.check(DEMO, EngineConfig(kernels="cpu", dtype=name), CPU)  # type: ignore[arg-type]
+    checks.check(DEMO, EngineConfig(kernels="cpu", dtype=name), CPU)  # type: ignore[arg-type]
     choice = pick(replace(HEADS, dtype=dtype), KINDS, torch.device("cpu"), "cpu")
     assert (choice.attention.name, choice.operations is not None) == (kernels.name, True)
 
@@ -110,10 +110,10 @@ def test_flashinfer_is_refused_before_the_model_loads_where_it_cannot_serve(
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: (9, 0))
     monkeypatch.setattr(flashinfer_package, "load", missing)
     with pytest.raises(ConfigError, match=reason) as error:
-        build.check(DEMO, config, device)
+        checks.check(DEMO, config, device)
     assert error.value.field == "kernels"
     monkeypatch.setattr(flashinfer_package, "load", lambda: None)
-    build.check(DEMO, replace(config, dtype="float16", device="auto"), GPU)
+    checks.check(DEMO, replace(config, dtype="float16", device="auto"), GPU)
 
 
 def test_torch_is_taken_without_a_look_at_the_others(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,102 @@
+"""What is refused before anything is loaded: settings, a model's files, kernels that lack.
+
+Owns these checks and the facts of the device that they ask for. Loads no weights.
+"""
+
+from pathlib import Path
+
+import torch
+
+from fairlead_kernels.attention import Heads
+from fairlead_kernels.backend import check_fixed, cpu_operations, flashinfer_for
+from fairlead_kernels.not_available import NotAvailableError
+from fairlead_runtime.config import ConfigError, Device, EngineConfig
+from fairlead_runtime.models import loading
+from fairlead_runtime.models.loading import InspectedModel
+from fairlead_runtime.models.model_error import ModelError
+from fairlead_runtime.preflight import check_record
+from fairlead_runtime.sizing.published import as_stored
+from fairlead_runtime.sizing.terms import DeviceFacts, split
+from fairlead_runtime.start.host import memory_limit
+from fairlead_runtime.start.resolve import resolve
+from fairlead_runtime.supported import check_supported
+
+
+def device_facts(choice: Device = "auto", ranks: int = 1) -> DeviceFacts:
+    """The first CUDA device if the host has one and ``choice`` allows it, else the share of the
+    host of each of ``ranks`` processes. Raises ModelError, and ConfigError for more ranks than
+    devices.
+    """
+    available = torch.cuda.is_available()
+    if choice == "cuda" and not available:
+        raise ModelError(
+            "NoAccelerator",
+            "--device: cuda, but torch finds no accelerator",
+            "check the driver, and that the pod was given one; or use --device cpu",
+        )
+    if choice != "cpu" and available:
+        if (count := torch.cuda.device_count()) < ranks:
+            problem = f"{ranks} accelerators are asked for, torch finds {count}"
+            raise ConfigError("tensor_parallel", problem, f"use {count} or give the pod more")
+        return DeviceFacts("cuda", torch.cuda.get_device_properties(0).total_memory)
+    return DeviceFacts("cpu", memory_limit() // ranks)
+
+
+def check(path: Path | str, config: EngineConfig, device: DeviceFacts) -> InspectedModel:
+    """Make every check that needs no weights. Raises ConfigError or ModelError."""
+    check_supported(config)
+    check_record(config)
+    inspected = loading.inspect(path, config)
+    resolve(config, inspected.shape, device, dtype=dtype_name(inspected.dtype))
+    _check_kernels(as_stored(config, inspected.shape.quantized), device, inspected)
+    return inspected
+
+
+def _check_kernels(config: EngineConfig, device: DeviceFacts, inspected: InspectedModel) -> None:
+    """Raise ConfigError for a setting that needs kernels which cannot serve this model here."""
+    shape, dtype, ranks = inspected.shape, inspected.dtype, config.tensor_parallel
+    fp8_cache = config.fp8_cache
+    if config.kernels == "flashinfer":
+        kv_heads = split(shape.kv_heads, ranks)
+        dims = shape.head_dim, shape.head_dim
+        heads = Heads(shape.heads // ranks, kv_heads, *dims, dtype, fp8_cache)
+        try:
+            flashinfer_for(heads, torch.device(device.kind))
+        except NotAvailableError as error:
+            raise ConfigError("kernels", f"flashinfer: {error}", "use auto or torch") from error
+    if config.kernels == "cpu":
+        try:
+            cpu_operations(device.kind, dtype, fp8_cache=fp8_cache)
+        except NotAvailableError as error:
+            raise ConfigError("kernels", f"cpu: {error}", "use auto or torch") from error
+    if config.quantization != "none":
+        _check_quantization(config, device, inspected)
+    if config.deterministic:
+        kv_heads, dims = shape.kv_heads, (shape.head_dim, shape.head_dim)
+        heads = Heads(shape.heads, kv_heads, *dims, dtype, fp8_cache)
+        try:
+            check_fixed(heads, torch.device(device.kind), config.kernels)
+        except NotAvailableError as error:
+            raise ConfigError("deterministic", str(error), "use false") from error
+
+
+def _check_quantization(
+    config: EngineConfig, device: DeviceFacts, inspected: InspectedModel
+) -> None:
+    """Raise ConfigError where no kernels can multiply by the quantized weights."""
+    name = config.quantization
+    plain = "use the unquantized checkpoint" if inspected.shape.quantized else "use none"
+    if config.kernels == "torch":
+        problem = f"{name} needs kernels of its own, --kernels is torch"
+        raise ConfigError("quantization", problem, "use --kernels auto")
+    if device.kind == "cpu":
+        try:
+            cpu_operations(device.kind, inspected.dtype)
+        except NotAvailableError as error:
+            problem = f"{name} needs the C++ kernels: {error}"
+            raise ConfigError("quantization", problem, plain) from error
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """As settings have it."""
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,142 @@
+"""One rank's part of a model, or all of it: loaded, tested, measured, and the cache beside it.
+
+Owns what every rank does alike, before the first of them sizes the cache.
+"""
+
+import logging
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from fairlead_kernels.attention import AttentionBackend
+from fairlead_kernels.torch_attention import TorchAttention
+from fairlead_runtime.config import ConfigError, EngineConfig
+from fairlead_runtime.device import profiling, selftest
+from fairlead_runtime.device.group import Group
+from fairlead_runtime.device.kv_cache import CacheStorage
+from fairlead_runtime.device.paged_model import PagedModel
+from fairlead_runtime.device.profiling import Profile
+from fairlead_runtime.heap import release_memory
+from fairlead_runtime.models import loading
+from fairlead_runtime.models.loading import LoadedModel
+from fairlead_runtime.sizing.groups import group_layers
+from fairlead_runtime.sizing.terms import DeviceFacts
+
+log = logging.getLogger("fairlead.build")
+
+
+@dataclass(frozen=True, slots=True)
+class RankParts:
+    """What a rank serves, and what it takes."""
+
+    loaded: LoadedModel
+    served: selftest.ServedModel
+    result: selftest.SelfTestResult | None
+    profile: Profile
+    loaded_at: float
+
+    @property
+    def model(self) -> PagedModel:
+        return self.served.model
+
+    @property
+    def attention(self) -> AttentionBackend:
+        return self.served.choice.attention
+
+    @property
+    def measured(self) -> Mapping[str, int]:
+        return {"weights": self.model.weight_bytes, **self.profile.measured}
+
+    def cache(self, *, units: int, block_size: int, host_units: int) -> CacheStorage:
+        return _storage(self.model, units, block_size, host_units)
+
+
+def load_rank(
+    path: Path | str,
+    config: EngineConfig,
+    device: DeviceFacts,
+    group: Group | None,
+    now: Callable[[], float] = time.monotonic,
+) -> RankParts:
+    """Load the model, or with ``group`` this rank's part of it, test and measure it.
+
+    Every rank makes the same passes in the same order: they meet in each of them. Raises as
+    ``build`` does.
+    """
+    place, fp8_cache = torch.device(device.kind), config.fp8_cache
+    loaded = loading.load(path, config=config, device=place if group is None else "cpu")
+    result: selftest.SelfTestResult | None
+    if group is None:
+        served, result = selftest.prepare_and_test(
+            loaded,
+            config.kernels,
+            config.quantization,
+            fp8_cache=fp8_cache,
+            deterministic=config.deterministic,
+        )
+    else:
+        if place.type == "cuda":
+            place = torch.device("cuda", group.rank)
+        served, result = selftest.prepare_rank(
+            loaded, group, place, config.kernels, config.quantization, fp8_cache=fp8_cache
+        )
+    loaded_at = now()
+    model, choice = served.model, served.choice
+    if served.fusion.stored is not torch.float32:
+        release_memory()  # of the weights in float32, before they were packed
+    log.info("kernels: %s, %s", choice, served.fusion)
+    if result is not None:
+        log.info("%s", result)
+    profile = _profile(model, choice.attention, config, loaded.max_model_len)
+    return RankParts(loaded, served, result, profile, loaded_at)
+
+
+def _profile(
+    model: PagedModel, attention: AttentionBackend, config: EngineConfig, max_model_len: int
+) -> Profile:
+    """Bytes that the largest steps take in addition to weights and cache, and their times."""
+    if isinstance(attention, TorchAttention):
+        attention = TorchAttention(model.heads, model.device)  # one that keeps no memory yet
+    try:
+        return profiling.profile(
+            model,
+            attention,
+            max_batch_tokens=config.max_batch_tokens,
+            max_requests=config.max_requests,
+            max_model_len=max_model_len,
+            block_size=config.block_size,
+        )
+    except torch.OutOfMemoryError as error:
+        raise ConfigError(
+            "max_batch_tokens",
+            f"a step of {config.max_batch_tokens} tokens does not fit in memory with the weights",
+            "lower it or max_requests",
+        ) from error
+
+
+def _storage(model: PagedModel, units: int, block_size: int, host_units: int) -> CacheStorage:
+    groups = group_layers(model.windows)
+    try:
+        return CacheStorage(
+            groups,
+            model.heads,
+            units=units,
+            block_size=block_size,
+            device=model.device,
+            host_units=host_units,
+        )
+    except OSError as error:
+        raise ConfigError(
+            "cpu_offload_space",
+            f"{host_units} units of host memory could not be mapped: {error.strerror}",
+            "lower it or give the pod more memory",
+        ) from error
+    except RuntimeError as error:  # torch.OutOfMemoryError is one
+        raise ConfigError(
+            "num_blocks",
+            f"{units // len(groups)} blocks could not be allocated",
+            "lower it or max_memory_percent",
+        ) from error
