@@ -19,7 +19,7 @@ from fairlead_runtime import LLM, SamplingParams
 from fairlead_runtime.device import selftest
 from fairlead_runtime.models import loading
 from fairlead_runtime.outputs import Submission
-from fairlead_runtime.start import build
+from fairlead_runtime.start import rank_parts
 from fairlead_runtime.start.decodes import Decodes
 
 BLOCK = 16
@@ -165,7 +165,7 @@ class Ours:
 PARTS: tuple[tuple[str, Any, str], ...] = (
     ("weights, made on the device", loading, "load"),
     ("fusing, kernels, self-test", selftest, "prepare_and_test"),
-    ("profile", build, "_profile"),
+    ("profile", rank_parts, "_profile"),
     ("graphs, measured", Decodes, "measure"),
     ("graphs, captured", Decodes, "capture"),
 )
