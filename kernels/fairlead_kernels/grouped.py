@@ -53,6 +53,8 @@ class Grouped(Quantized):
             raise ValueError("part: the columns are held in an order of their own")
         groups = self.scales.shape[1]
         kept = slice(None)
+        if part.start % 2 or part.stop % 2:
+            raise ValueError(f"part: {part.start} to {part.stop} would cut a byte, which has two")
         if groups > 1:
             size = self.shape[1] // groups
             if part.start % size or part.stop % size:

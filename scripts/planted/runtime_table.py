@@ -1218,8 +1218,8 @@ BUGS = (
     PackageBug(
         "a rank rounds its columns of a matrix with scales of their own",
         SHARDS,
-        "quantize(part, to, largest_of_rows(whole))",
-        "quantize(part, to)",
+        "quantize(own, to, largest_of_rows(whole))",
+        "quantize(own, to)",
         ("unit/device/test_shards.py",),
     ),
     PackageBug(
@@ -1582,7 +1582,7 @@ BUGS = (
     PackageBug(
         "groups of int4 columns are cut apart",
         f"{RUNTIME}/sizing/ranks.py",
-        "if shape.group and width // count % shape.group:",
+        'if shape.quantized == "int4" and width // count % (shape.group or 2):',
         "if False:",
         QUANTIZED_RANKS,
     ),
@@ -1655,6 +1655,20 @@ BUGS = (
         "            self._followers.share(there.input_ids)\n",
         "",
         (MIXED_TESTS,),
+    ),
+    PackageBug(
+        "another rank computes what the host knows of ids in flight",
+        f"{RUNTIME}/device/ranks.py",
+        "            batch = replace(batch, input_ids=group.share(ids))\n",
+        "            group.share(ids.clone())\n",
+        ("unit/device/test_rank_messages.py",),
+    ),
+    PackageBug(
+        "what a quantized checkpoint's split model should give is rounded to 16 bits",
+        f"{RUNTIME}/device/layer_parts.py",
+        "    if isinstance(module, StoredLinear):\n        module = module.quantized()\n",
+        "    if isinstance(module, StoredLinear):\n        return [], None\n",
+        QUANTIZED_RANKS,
     ),
     PackageBug(
         "a pass that failed after other ranks were told is made again",

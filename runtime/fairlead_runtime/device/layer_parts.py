@@ -20,6 +20,7 @@ from fairlead_kernels.layer import Activation, Layer, LayerOperations, Norm, Pac
 from fairlead_kernels.quantize import Quantized
 from fairlead_runtime.device.attention import AttentionCall
 from fairlead_runtime.device.row_split import RowSplit
+from fairlead_runtime.models.published import StoredLinear
 from fairlead_runtime.models.quantized import QuantizedLinear
 
 # Two results of float32 are equal within this share of their size; other functions differ by more.
@@ -324,9 +325,9 @@ def matrix_of(call: ModuleCall, given: Tensor) -> Matrix | None:
     """The matrix of a module that multiplies ``given`` by it; transposed where it is stored [K, N],
     as in GPT-2.
     """
-    weights, bias = _weights_of(call.module)
-    if not weights or not close(call.input.reshape(-1, call.input.shape[-1]), given):
+    if not close(call.input.reshape(-1, call.input.shape[-1]), given):
         return None
+    weights, bias = _weights_of(call.module)
     if isinstance(call.module, RowSplit):  # what it returns is the sum of all ranks' products
         return Matrix(call.module, call.module.stored, call.module.stored, bias)
     result = call.output.reshape(given.shape[0], -1)
@@ -353,6 +354,8 @@ def _weights_of(module: nn.Module) -> tuple[Sequence[Tensor | Quantized], Tensor
     """
     if isinstance(module, RowSplit):
         return [module.stored], None if module.bias is None else module.bias.data
+    if isinstance(module, StoredLinear):
+        module = module.quantized()
     if isinstance(module, QuantizedLinear):
         return [module.weight], None if module.bias is None else module.bias.data
     own = dict(module.named_parameters(recurse=False))

@@ -66,7 +66,8 @@ class MixedSteps:
     def _queue(self, rows: Sequence[Row], sampling: Sequence[Row]) -> Fetched:
         self._batches.reverse()
         batch, device = self._batches[0].build(rows, ahead=True), self._model.device
-        ids = batch.input_ids.to(device, non_blocking=True)
+        # A copy on a CPU, too: the host's batch, which other ranks get, keeps what the host knows.
+        ids = batch.input_ids.to(device, non_blocking=True, copy=True)
         last = batch.sample_index.to(device, non_blocking=True)
         index, way = self._sampler.index[: len(sampling)], LEAST
         if sampling:

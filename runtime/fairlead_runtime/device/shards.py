@@ -49,8 +49,9 @@ def split(
 ) -> None:
     """Leave this rank's part of a whole model, on ``device``, its layers' matrices rounded to
     numbers that they would have in the whole model if they are to be quantized; those of a
-    quantized checkpoint are as they are. Raises ConfigError, before it changes anything, for a
-    model that cannot be split. Nothing may be computed until ``group`` has met.
+    quantized checkpoint are as they are. Raises ConfigError for a model that cannot
+    be split, before it changes anything where config.json tells. Nothing may be computed until
+    ``group`` has met.
     """
     plan = plan_of(model, shape, group.size)
     modules, ends = dict(model.named_modules()), _ends(model)
@@ -185,14 +186,19 @@ def _lent(module: nn.Module, device: torch.device) -> list[Any]:
 def _split_rows(module: Any, group: Group, device: torch.device, to: Format | None) -> RowSplit:
     if isinstance(module, StoredLinear):
         stored = module.quantized().weight
-        columns = stored.columns(_range(stored.shape[1], group.rank, group.size))
+        part = _range(stored.shape[1], group.rank, group.size)
+        try:
+            columns = stored.columns(part)
+        except ValueError as error:  # config.json says nothing of it
+            problem = f"a rank cannot have {part.stop - part.start} columns of a matrix: {error}"
+            raise ConfigError("tensor_parallel", problem, "use 1") from error
         return QuantizedRowSplit(columns.clone().to(device), module.bias, group)
     whole = module.weight.data
-    part = _part(whole, -1, group.rank, group.size).to(device)
+    own = _part(whole, -1, group.rank, group.size).to(device)
     if to is None:
-        return RowSplit(part, module.bias, group)
+        return RowSplit(own, module.bias, group)
     # A scale for the part alone would round it to other numbers than those of the whole row.
-    return QuantizedRowSplit(quantize(part, to, largest_of_rows(whole)), module.bias, group)
+    return QuantizedRowSplit(quantize(own, to, largest_of_rows(whole)), module.bias, group)
 
 
 def _share_of(leaf: str, shape: ModelShape, group: Group) -> tuple[int, int]:

@@ -39,9 +39,9 @@ def reason_against(shape: ModelShape, count: int) -> str:
     if shape.inner % count:
         return f"the inner width of the model's MLP, {shape.inner}, is not a multiple of it"
     for width in (shape.heads * shape.head_dim, shape.inner):
-        if shape.group and width // count % shape.group:
+        if shape.quantized == "int4" and width // count % (shape.group or 2):
             return (
-                f"its int4 weights have groups of {shape.group} columns, and a rank would have "
-                f"{width // count} of {width}"
+                f"its int4 weights are held in groups of {shape.group or 2} columns, and a rank "
+                f"would have {width // count} of {width}"
             )
     return ""

@@ -132,6 +132,49 @@ def test_fp8_weights_are_judged_with_and_without_rounded_activations_on_both_ran
     texts_of(served)  # both go on
 
 
+# Granite's large factors magnify what GPUs' layers round in 16 bits, sums of ranks, too.
+@pytest.mark.parametrize(
+    ("family", "form", "on_gpu"),
+    [
+        ("llama", compressed_tensors(), None),
+        ("granite", compressed_tensors(), None),
+        ("granite", compressed_tensors(strategy="tensor"), None),
+        ("llama", compressed_tensors(kind="float", strategy="tensor"), ON_GPU),
+        ("llama", awq(), ON_GPU),
+    ],
+)
+def test_stored_weights_in_16_bits_are_judged_by_layers_in_float32(
+    family: str,
+    form: Any,
+    on_gpu: dict[str, Any] | None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As on one rank: transformers' own rounding would use the tolerance up."""
+    saved = tiny.save(tiny.build(family).bfloat16(), tmp_path / "model")
+    quantized, _ = publish(saved, tmp_path, *form)
+    pair = rank_pair.pair()
+    pair.prepare(quantized, on_gpu=on_gpu)
+    if on_gpu is not None:
+        monkeypatch.setattr(selftest, "_pick", partial(rank_pair.pick_on_gpu, **on_gpu))
+    served, result = selftest.prepare_rank(rank_pair.load(quantized), pair.group, rank_pair.CPU)
+    assert result is not None
+    _, one = selftest.prepare_and_test(loading.load(quantized), "auto")
+    assert result.delta < 1.5 * one.delta
+    texts_of(served)
+
+
+def test_an_order_that_only_the_index_of_a_matrix_tells_is_refused_by_name(
+    tmp_path: Path,
+) -> None:
+    settings, store = gptq(sorts=True)
+    saved = tiny.save(tiny.build("llama").half(), tmp_path / "model")
+    quantized, _ = publish(saved, tmp_path, settings | {"desc_act": False}, store)
+    loaded = rank_pair.load(quantized)
+    with pytest.raises(ConfigError, match=r"tensor-parallel: .*in an order of their own"):
+        shards.split(loaded.model, loaded.shape, Group(1, 2, "", lambda: None), rank_pair.CPU)
+
+
 def test_a_published_fp8_checkpoint_in_16_bits_is_served_by_two_ranks_bit_for_bit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -156,7 +199,7 @@ def test_a_published_fp8_checkpoint_in_16_bits_is_served_by_two_ranks_bit_for_bi
         (
             awq(group=64),
             2,
-            "its int4 weights have groups of 64 columns, and a rank would have 32 of",
+            "its int4 weights are held in groups of 64 columns, and a rank would have 32 of",
         ),
     ],
 )

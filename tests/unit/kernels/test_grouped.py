@@ -50,6 +50,8 @@ def test_parts_of_groups_and_ordered_columns_are_not_taken() -> None:
             ValueError, match=f"{columns.start} to {columns.stop} are no whole groups"
         ):
             grouped(6, 96, 3, None).columns(columns)
+    with pytest.raises(ValueError, match="would cut a byte"):
+        grouped(6, 96, 1, None).columns(slice(0, 47))
     with pytest.raises(ValueError, match="an order of their own"):
         grouped(6, 96, 3, torch.randperm(96).int()).columns(slice(0, 32))
 

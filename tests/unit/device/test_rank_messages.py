@@ -1,0 +1,93 @@
+"""A forward pass as a message, at the rank that follows: which tensors it computes with."""
+
+from dataclasses import dataclass, field
+from typing import cast
+
+import pytest
+import torch
+
+from fairlead_kernels.attention import AttentionBackend
+from fairlead_runtime.device import ranks
+from fairlead_runtime.device.batch import UNKNOWN, Batch, BatchBuilder
+from fairlead_runtime.device.group import Group
+from fairlead_runtime.device.kv_cache import CacheStorage
+from fairlead_runtime.device.paged_model import PagedModel
+from fairlead_runtime.request import Request, SamplingParams, Sequence
+from fairlead_runtime.scheduling.plan import Row
+from fairlead_runtime.sizing.groups import LayerGroup
+
+GROUPS = (LayerGroup(0, None, (0,)), LayerGroup(1, 4, (1,)))
+
+
+@dataclass
+class Cache:
+    groups: tuple[LayerGroup, ...] = GROUPS
+    block_size: int = 4
+
+
+@dataclass
+class Model:
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    given: list[Batch] = field(default_factory=list)
+
+    def forward(self, batch: Batch, *_: object) -> None:
+        self.given.append(batch)
+
+
+@dataclass
+class Followers:
+    """A group as its second rank has it: what the leader shares arrives in the rank's tensor."""
+
+    ids: list[int]
+    shared: int = 0
+
+    def share(self, x: torch.Tensor) -> torch.Tensor:
+        self.shared += 1
+        return x.copy_(torch.tensor(self.ids))
+
+
+def batch_of(ids: list[int]) -> Batch:
+    """A part of a prompt and a decode, whose last token is the last of ``ids``."""
+    prompt, decode = ids[:3], [20, 21, ids[3]]
+    rows = []
+    for index, (tokens, start) in enumerate(((prompt, 0), (decode, 2))):
+        request = Request(str(index), tuple(tokens), SamplingParams(), 4)
+        sequence = Sequence(index, request, 0, tokens)
+        sequence.tables = [[index], [index + 5]]
+        rows.append(Row(sequence, start, len(tokens) - start, samples=bool(index)))
+    return BatchBuilder(GROUPS, 4).build(rows)
+
+
+def followed(sent: Batch, group: Followers, *, ahead: bool) -> Batch:
+    model = Model()
+    ranks.follow(
+        ranks.forward(sent, None, ahead=ahead),
+        cast("PagedModel", model),
+        cast("CacheStorage", Cache()),
+        cast("AttentionBackend", None),
+        cast("Group", group),
+    )
+    (given,) = model.given
+    return given
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_a_rank_computes_with_the_ids_that_the_leader_has(ahead: bool) -> None:
+    """``ahead``: the host that sends the message does not know the last of them yet."""
+    known = [10, 11, 12, 13]
+    sent = batch_of([*known[:3], UNKNOWN if ahead else 13])
+    group = Followers(known)
+    assert followed(sent, group, ahead=ahead).input_ids.tolist() == known
+    assert group.shared == ahead
+
+
+def test_a_rank_gets_the_batch_that_the_leader_sent() -> None:
+    sent = batch_of([10, 11, 12, 13])
+    got = followed(sent, Followers([]), ahead=False)
+    assert got.positions.tolist() == [0, 1, 2, 2]
+    assert got.sample_index.tolist() == [3]
+    assert [slots.tolist() for slots in got.slots] == [slots.tolist() for slots in sent.slots]
+    for ours, theirs in zip(got.ragged, sent.ragged, strict=True):
+        assert (ours.window, ours.group) == (theirs.window, theirs.group)
+        for name in ("query_starts", "kv_lens", "tables"):
+            assert torch.equal(getattr(ours, name), getattr(theirs, name))
