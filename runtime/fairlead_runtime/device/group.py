@@ -45,7 +45,14 @@ class Group:
             device_id=device if device.type == "cuda" else None,
         )
 
+    def abort(self) -> None:
+        """Let no sum on a GPU wait for a rank that has ended. gloo sees the end of its sockets."""
+        if (world := dist.group.WORLD) is not None:
+            world.abort()
+
     def leave(self) -> None:
+        """Forget the others, which may have ended."""
+        self.abort()  # NCCL's own end is one more thing that ranks do together
         if dist.is_initialized():
             dist.destroy_process_group()
 

@@ -207,7 +207,7 @@ class RemoteEngine:
                     self._loaded.set_result(message)
             case wire.Refused(kind, arguments):
                 if not self._loaded.done():
-                    self._loaded.set_exception(_ERRORS[kind](*arguments))
+                    self._loaded.set_exception(REFUSALS[kind](*arguments))
             case wire.Gone(reason):
                 self._lose(reason)
 
@@ -233,7 +233,7 @@ class RemoteEngine:
             self._ended(reason)
 
 
-_ERRORS: dict[str, Callable[..., Exception]] = {
+REFUSALS: dict[str, Callable[..., Exception]] = {
     kind.__name__: kind for kind in (ConfigError, ModelError, SelfTestError, EngineDead)
 }
 

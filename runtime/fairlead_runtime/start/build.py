@@ -90,9 +90,10 @@ def build(
 
     ``queue_timeout`` (seconds) overrides the configured one. ``beside``: the bytes of RAM that the
     HTTP process takes beside this one; None without one. With ``tensor_parallel`` this process is
-    rank 0 and starts the others; ``lost`` is called in another thread with the reason when one of
-    them ends, after which no step succeeds. Raises ConfigError, ModelError, EngineDead when another
-    rank cannot start, or SelfTestError when the model's logits differ from those of transformers.
+    rank 0 and starts the others; ``lost`` is called in another thread when one of them ends or
+    refuses to start, after which no step succeeds. Raises ConfigError, ModelError, EngineDead when
+    another rank cannot start, or SelfTestError when the model's logits differ from those of
+    transformers.
     """
     device = device_facts(config.device, config.tensor_parallel)
     process_bytes = resident_bytes() + (beside or 0)
@@ -110,9 +111,11 @@ def build(
         return _with_engine(
             parts, inspected, config, device, process_bytes, observer, now, queue_timeout, ranks
         )
-    except BaseException:
+    except BaseException as error:
         if ranks is not None:
             ranks.close()
+            if ranks.error is not None and isinstance(error, Exception):
+                raise ranks.error from error  # which has ended the sum that this one was in
         raise
 
 
@@ -144,8 +147,10 @@ def _with_engine(
     # One more for padding.
     sizes = {"units": units + resident, "block_size": resolved.plan.block_size}
     cache = parts.cache(**sizes, host_units=resolved.offload_units)
+    not_pinned = cache.not_pinned
     if ranks is not None:
-        ranks.serve(**sizes, host_units=resolved.offload_units)
+        elsewhere = ranks.serve(**sizes, host_units=resolved.offload_units)
+        not_pinned = not_pinned or elsewhere
     limits = resolved.config
     decodes = choice.steps(cache, resolved.max_model_len)
     sampler = choice.sampler(cache, resolved.max_model_len)
@@ -191,7 +196,8 @@ def _with_engine(
             resolved,
             {**measured, **_cache_bytes(cache, units, device)},
             choice.off,
-            cache,
+            cache.host_nbytes,
+            not_pinned,
         ),
         grammar_facts=grammar_facts,
         loaded_at=parts.loaded_at,
@@ -283,7 +289,8 @@ def _memory_report(
     resolved: ResolvedConfig,
     measured: Mapping[str, int],
     no_graphs: str,
-    cache: CacheStorage,
+    host_nbytes: int,
+    not_pinned: str,
 ) -> MemoryReport:
     """Compare each measured term with the plan that was made before the weights were loaded."""
     planned = resolve(config, inspected.shape, device, dtype=resolved.dtype).plan.terms
@@ -292,8 +299,8 @@ def _memory_report(
         measured = {name: size for name, size in measured.items() if name != "graphs"}
     pinned = None
     if device.kind == "cuda":  # every rank has as much
-        note = f"not pinned: {cache.not_pinned}" if cache.not_pinned else ""
-        pinned = cache.host_nbytes * config.tensor_parallel, note
+        note = f"not pinned: {not_pinned}" if not_pinned else ""
+        pinned = host_nbytes * config.tensor_parallel, note
     return memory_report(replace(resolved.plan, terms=planned), measured, notes, pinned)
 
 

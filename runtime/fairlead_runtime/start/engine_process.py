@@ -58,9 +58,11 @@ def _serve(channel: wire.Channel) -> int:
             return 0
         measurements = RequestMetrics()
 
-        def lost(reason: str) -> NoReturn:
+        def lost(error: Exception) -> NoReturn:
+            """Another rank refuses to start or has ended, at whatever this process is."""
             with contextlib.suppress(OSError):
-                channel.send(wire.Gone(reason))
+                channel.send(refusal_of(error))  # which counts while this one starts
+                channel.send(wire.Gone(str(error)))
             leave(FAILED)
 
         try:

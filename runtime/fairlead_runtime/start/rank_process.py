@@ -18,13 +18,15 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from fairlead_runtime.child import frames
 from fairlead_runtime.config import ConfigError, EngineConfig
-from fairlead_runtime.models.model_error import ModelError
+from fairlead_runtime.models.model_error import ModelError, SelfTestError
+from fairlead_runtime.serving.remote_engine import refusal_of
 from fairlead_runtime.start import logs
 from fairlead_runtime.start.lean_imports import leave_compiler_out
 from fairlead_runtime.start.life import FAILED, end_with, leave
 
 if TYPE_CHECKING:
     from fairlead_runtime.device.group import Group
+    from fairlead_runtime.device.kv_cache import CacheStorage
     from fairlead_runtime.start.rank_parts import RankParts
 
 log = logging.getLogger("fairlead.rank")
@@ -96,27 +98,22 @@ def _follow(leader: _Leader, store: int) -> NoReturn:
         if device.kind == "cuda":
             torch.cuda.set_device(rank)
         parts = load_rank(Path(start["path"]), config, device, group)
-    except (ConfigError, ModelError) as error:
-        leader.send({"refused": _refusal(error)})
+        leader.send({"measured": dict(parts.measured)})
+        cache = parts.cache(**leader.receive())
+    except (ConfigError, ModelError, SelfTestError) as error:
+        refusal = refusal_of(error)
+        leader.send({"refused": (refusal.kind, refusal.arguments)})
         while True:  # until the leader has read it and closes the socket
             leader.receive()
-    _serve(leader, parts, group)
+    leader.send({"not_pinned": cache.not_pinned})
+    _serve(leader, parts, cache, group)
 
 
-def _serve(leader: _Leader, parts: "RankParts", group: "Group") -> NoReturn:
+def _serve(leader: _Leader, parts: "RankParts", cache: "CacheStorage", group: "Group") -> NoReturn:
     from fairlead_runtime.device import ranks
 
-    leader.send({"measured": dict(parts.measured)})
-    cache = parts.cache(**leader.receive())
-    leader.send({"ready": True})
     while True:
         ranks.follow(leader.receive(), parts.model, cache, parts.attention, group)
-
-
-def _refusal(error: ConfigError | ModelError) -> tuple[str, tuple[str, ...]]:
-    if isinstance(error, ConfigError):
-        return "ConfigError", (error.field, error.message, error.hint)
-    return "ModelError", (error.code, error.message, error.hint)
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ They hear of each step over a socket without a name, and end when it does.
 import contextlib
 import logging
 import os
+import queue
 import socket
 import subprocess
 import sys
@@ -20,22 +21,20 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from fairlead_runtime.child import frames
-from fairlead_runtime.config import ConfigError, EngineConfig
+from fairlead_runtime.config import EngineConfig
 from fairlead_runtime.device import ranks
 from fairlead_runtime.device.batch import Batch
 from fairlead_runtime.device.group import Group
-from fairlead_runtime.models.model_error import ModelError
 from fairlead_runtime.outputs import EngineDead
 from fairlead_runtime.scheduling.plan import DeviceLostError, Work
-from fairlead_runtime.serving.remote_engine import ending
+from fairlead_runtime.serving.remote_engine import REFUSALS, ending
 
 log = logging.getLogger("fairlead.ranks")
 
 END_SECONDS = 5.0  # for a rank whose socket is closed to end, before it is killed
 WORDS_SECONDS = 1.0  # for the process behind a closed socket to be seen ended
 PROCESS = "fairlead_runtime.start.rank_process"
-Lost = Callable[[str], None]
-_REFUSALS = {kind.__name__: kind for kind in (ConfigError, ModelError)}
+Lost = Callable[[Exception], None]
 
 
 class Child(Protocol):
@@ -61,9 +60,10 @@ def spawn(connection: int, store: int) -> Child:
 class Ranks:
     """The ranks from 1 on, which load the model in ``path`` while this process does.
 
-    ``lost`` is called in another thread with the reason when one ends by itself. ``threads``: those
-    that each may compute with on a CPU. They need ``sync``, then ``serve``, in this order, after
-    ``group`` has met.
+    ``lost`` is called in another thread when one ends by itself or refuses to start, with
+    EngineDead or with what it refuses. ``error`` is the same from then on, and no sum of this
+    process waits for that rank. ``threads``: those that each may compute with on a CPU. They need
+    ``sync``, then ``serve``, in this order, after ``group`` has met.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class Ranks:
         self._lost = lost
         self._closing = False
         self._ended = threading.Event()
-        self._reason = ""
+        self.error: Exception | None = None
         self._deaths = threading.Lock()
         # An empty file in memory, in which the ranks find each other's addresses.
         self._store = os.memfd_create("fairlead-ranks")
@@ -87,7 +87,7 @@ class Ranks:
         }
         try:
             for rank in range(1, size):
-                self._peers.append(_Peer(rank, self._store, self._has_ended))
+                self._peers.append(_Peer(rank, self._store, self._has_ended, self._has_failed))
                 self._peers[-1].send(start | {"rank": rank})
         except EngineDead:
             self.close()
@@ -105,12 +105,15 @@ class Ranks:
             for name, size in measured.items()
         }
 
-    def serve(self, *, units: int, block_size: int, host_units: int) -> None:
-        """Let every rank allocate its cache. From then on they follow this one's steps."""
+    def serve(self, *, units: int, block_size: int, host_units: int) -> str:
+        """Let every rank allocate its cache. From then on they follow this one's steps. Returns why
+        the host memory of one is not pinned, if that is so.
+        """
         sizes = {"units": units, "block_size": block_size, "host_units": host_units}
-        self._send(sizes)
-        for peer in self._peers:
-            self._receive(peer)
+        with contextlib.suppress(OSError):  # one has ended, which the next receive tells
+            self._send(sizes)
+        reasons = [(peer.rank, self._receive(peer)["not_pinned"]) for peer in self._peers]
+        return next((f"rank {rank}: {reason}" for rank, reason in reasons if reason), "")
 
     # -- Followers
 
@@ -125,7 +128,7 @@ class Ranks:
 
     def lost(self, error: Exception) -> DeviceLostError:
         if self._ended.wait(WORDS_SECONDS):
-            return DeviceLostError(self._reason)
+            return DeviceLostError(str(self.error))
         log.error("a step of %d ranks failed", self.group.size, exc_info=error)
         return DeviceLostError(
             f"a step that {self.group.size} ranks compute together failed: {type(error).__name__}"
@@ -145,28 +148,27 @@ class Ranks:
             peer.send_frame(frame)
 
     def _receive(self, peer: "_Peer") -> dict[str, Any]:
-        """The next message. Raises ConfigError or ModelError when the rank refuses to start,
-        EngineDead when it has ended.
-        """
+        """The next message. Raises what the rank refuses, EngineDead when it has ended."""
         message = peer.receive()
         if message is None:
             self._ended.wait(WORDS_SECONDS)
-            raise EngineDead(self._reason or f"rank {peer.rank} ended while it started")
-        if "refused" in message:
-            kind, arguments = message["refused"]
-            raise _REFUSALS[kind](*arguments)
+            raise self.error or EngineDead(f"rank {peer.rank} ended while it started")
         return message
 
     def _has_ended(self, rank: int, code: int) -> None:
-        """In the rank's thread."""
+        self._has_failed(EngineDead(f"rank {rank} of {self.group.size} {ending(code)}"))
+
+    def _has_failed(self, error: Exception) -> None:
+        """In a thread of the rank's."""
         with self._deaths:
             if self._closing or self._ended.is_set():
                 return
-            self._reason = f"rank {rank} of {self.group.size} {ending(code)}"
+            self.error = error
             self._ended.set()
-        log.error("%s", self._reason)
+        log.error("%s", error)
         if self._lost is not None:
-            self._lost(self._reason)
+            self._lost(error)
+        self.group.abort()
 
     def close(self) -> None:
         """End the ranks; a second call does nothing."""
@@ -181,15 +183,28 @@ class Ranks:
 
 
 class _Peer:
-    """One rank's process, and the thread that has started it and waits for its end."""
+    """One rank's process, the thread that has started it and waits for its end, and the one that
+    reads what it says: a rank may refuse while this process waits for it in a sum.
+    """
 
-    def __init__(self, rank: int, store: int, ended: Callable[[int, int], None]) -> None:
+    def __init__(
+        self,
+        rank: int,
+        store: int,
+        ended: Callable[[int, int], None],
+        refused: Callable[[Exception], None],
+    ) -> None:
         self.rank = rank
         ours, theirs = socket.socketpair()
         self._socket, self._stream = ours, ours.makefile("rb")
+        self._messages: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
+        self._refused = refused
         self._child: Child | None = None
         self._failure: Exception | None = None
         started = threading.Event()
+        self._reader = threading.Thread(
+            target=self._read, name=f"words of rank {rank}", daemon=True
+        )
 
         def live() -> None:
             try:
@@ -200,14 +215,30 @@ class _Peer:
             finally:
                 theirs.close()
                 started.set()
-            ended(rank, self._child.wait())
+            code = self._child.wait()
+            self._reader.join(WORDS_SECONDS)  # what it has said is the better reason
+            ended(rank, code)
 
         # This thread lives as long as the process does.
         self._thread = threading.Thread(target=live, name=f"rank {rank}", daemon=True)
+        self._reader.start()
         self._thread.start()
         started.wait()
         if self._failure is not None:
             raise EngineDead(f"rank {rank} cannot be started: {self._failure}")
+
+    def _read(self) -> None:
+        with contextlib.suppress(OSError, ValueError):  # ValueError: closed here
+            while (message := frames.read(self._stream)) is not None:
+                if "refused" in message:
+                    kind, arguments = message["refused"]
+                    self._refused(REFUSALS[kind](*arguments))
+                    break
+                self._messages.put(message)
+        self._messages.put(None)
+        # It need not wait either, nor may another rank wait for it.
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
 
     def send(self, message: dict[str, Any]) -> None:
         with contextlib.suppress(OSError):  # it has ended, which the next receive tells
@@ -217,17 +248,19 @@ class _Peer:
         self._socket.sendall(frame)
 
     def receive(self) -> dict[str, Any] | None:
-        try:
-            return frames.read(self._stream)
-        except OSError:
-            return None
+        """The next message, None once there will be no more."""
+        message = self._messages.get()
+        if message is None:
+            self._messages.put(None)
+        return message
 
     def close(self) -> None:
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
-        self._stream.close()
-        self._socket.close()
         self._thread.join(END_SECONDS)
         if self._thread.is_alive() and self._child is not None:
             self._child.kill()
             self._thread.join()
+        self._reader.join()
+        self._stream.close()
+        self._socket.close()

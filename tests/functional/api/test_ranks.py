@@ -1,18 +1,30 @@
 """`fairlead serve --tensor-parallel 2`: two processes answer as one does, and end together."""
 
+import json
 import os
 import signal
 import time
+from collections.abc import Callable
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 
+from fairlead_runtime.config import ConfigError
+from fairlead_runtime.device import profiling
+from fairlead_runtime.device.kv_cache import CacheStorage
+from fairlead_runtime.llm import LLM
 from fairlead_runtime.models import tiny
-from support.serve_process import Process, serve, stream_events
+from fairlead_runtime.start import ranks
+from support.full import LONG_FORM
+from support.serve_process import ForkedRank, Process, forks, serve, stream_events
 
 KILLED_WITHIN = 30.0  # seconds until the kernel has ended a process, on a busy machine too
-FLAGS = ("--num-blocks=128", "--block-size=8", "--max-batch-tokens=64", "--max-requests=8")
+UNITS = 128
+FLAGS = (f"--num-blocks={UNITS}", "--block-size=8", "--max-batch-tokens=64", "--max-requests=8")
 BODY = {"prompt": [5, 9, 77, 30] * 6, "max_tokens": 40, "ignore_eos": True, "temperature": 0}
 
 
@@ -42,6 +54,30 @@ def text_in(event: dict[str, Any] | str) -> str:
     return "" if isinstance(event, str) else str(event["choices"][0]["text"])
 
 
+def no_memory_for_the_largest_step() -> None:
+    """On the second rank alone, while the first waits for it in a sum of the same step."""
+    real = profiling.profile
+
+    def profile(*given: Any, **more: Any) -> Any:
+        if dist.get_rank() == 1:
+            raise torch.OutOfMemoryError
+        return real(*given, **more)
+
+    profiling.profile = profile
+
+
+def no_memory_for_the_cache() -> None:
+    """On the second rank alone, while the first allocates its own."""
+    real = CacheStorage.__init__
+
+    def allocate(self: CacheStorage, *given: Any, units: int, **more: Any) -> None:
+        if dist.get_rank() == 1 and units == UNITS:
+            raise torch.OutOfMemoryError
+        real(self, *given, units=units, **more)
+
+    CacheStorage.__init__ = allocate  # type: ignore[method-assign]
+
+
 def wait_for_end(pid: int) -> None:
     end = time.monotonic() + KILLED_WITHIN
     while Path(f"/proc/{pid}/cmdline").exists() and Path(f"/proc/{pid}/cmdline").read_bytes():
@@ -49,11 +85,16 @@ def wait_for_end(pid: int) -> None:
         time.sleep(0.01)
 
 
-def test_a_stopped_rank_only_delays_and_a_killed_one_ends_the_pod_with_4(model: str) -> None:
+def test_a_stopped_rank_only_delays_and_a_killed_one_ends_the_pod_with_4(
+    model: str, tmp_path: Path
+) -> None:
+    log = tmp_path / "termination-log"
+    log.touch()
+    environ = {"FAIRLEAD_TERMINATION_LOG": str(log)}
     with serve(model, *FLAGS) as one:
         one.until_logged("serving")
         expected = text_of(one, model)
-    with serve(model, *FLAGS, "--tensor-parallel=2") as server:
+    with serve(model, *FLAGS, "--tensor-parallel=2", environ=environ) as server:
         server.until_logged("serving")
         assert text_of(server, model) == expected
         with server.client("admin") as admin:
@@ -77,8 +118,10 @@ def test_a_stopped_rank_only_delays_and_a_killed_one_ends_the_pod_with_4(model: 
         killed = time.monotonic()
         os.kill(rank, signal.SIGKILL)
         assert server.end() == 4
-        assert time.monotonic() - killed <= 5, "seconds from its end to that of the pod"
+        if LONG_FORM:
+            assert time.monotonic() - killed <= 5, "seconds from its end to that of the pod"
         assert "rank 1 of 2 was ended by SIGKILL" in server.last_log_line["message"]
+        assert json.loads(log.read_text()) == server.last_log_line
 
 
 @pytest.mark.parametrize("victim", ["server", "engine"])
@@ -100,3 +143,47 @@ def test_a_drained_server_leaves_no_rank(model: str) -> None:
         server.terminate()
         assert server.end() == 0
         wait_for_end(rank)
+
+
+@pytest.mark.parametrize(
+    ("prepare", "reason"),
+    [
+        (no_memory_for_the_largest_step, "--max-batch-tokens: a step of 64 tokens does not fit"),
+        (no_memory_for_the_cache, "--num-blocks: 128 blocks could not be allocated"),
+    ],
+)
+def test_what_one_rank_refuses_is_the_answer_of_the_start(
+    model: str, prepare: Callable[[], None], reason: str, tmp_path: Path
+) -> None:
+    log = tmp_path / "termination-log"
+    log.touch()
+    environ = {"FAIRLEAD_TERMINATION_LOG": str(log)}
+    with serve(model, *FLAGS, "--tensor-parallel=2", environ=environ, prepare=prepare) as server:
+        assert server.end() == 2
+        assert server.last_log_line["code"] == "InvalidConfig"
+        assert reason in server.last_log_line["message"]
+        assert json.loads(log.read_text()) == server.last_log_line
+
+
+def answer_of_llm(model: str, channel: Connection) -> None:
+    """What creating an LLM whose second rank refuses raises; it has no thread that ends it all."""
+    os.environ["OMP_NUM_THREADS"] = "1"
+    ranks.spawn = ForkedRank
+    no_memory_for_the_largest_step()
+    try:
+        LLM(model, num_blocks=UNITS, max_batch_tokens=64, max_requests=8, tensor_parallel=2)
+    except ConfigError as error:
+        channel.send((error.field, error.message))
+    channel.close()
+
+
+def test_what_one_rank_refuses_is_what_an_llm_raises(model: str) -> None:
+    reading, writing = forks.Pipe(duplex=False)
+    process = forks.Process(target=answer_of_llm, args=(model, writing))
+    process.start()
+    writing.close()
+    field, message = reading.recv()
+    assert field == "max_batch_tokens"
+    assert message == "a step of 64 tokens does not fit in memory with the weights"
+    process.join(KILLED_WITHIN)
+    assert process.exitcode == 0, "a rank is left"
