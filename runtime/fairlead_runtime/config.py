@@ -145,7 +145,7 @@ class EngineConfig:
     )
     async_batching: Switch = knob(
         "auto",
-        "launch the next step of decodes before this one's tokens are known",
+        "launch the next step before this one's tokens are known",
         when="off to find out whether it causes a fault.",
         cr="engine.asyncBatching",
     )

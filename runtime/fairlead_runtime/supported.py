@@ -26,8 +26,8 @@ class Limit:
 
     ``refused`` names the other values, ``reason`` says why they do not work. With ``dtypes`` the
     other values, or only those in ``sometimes``, work too while the model runs in one of these
-    types, with ``only_on`` while it runs on such a device, with both where both hold. With
-    ``beside``, other settings and their values, they work beside these values of all of them.
+    types, with ``only_on`` while it runs on such a device, with ``beside``, other settings and
+    their values, beside these values of all of them; with several of these where all hold.
     """
 
     field: str
@@ -53,15 +53,17 @@ class Limit:
     def fix(self) -> str:
         """The values that work: ``auto or off``; then where others work: ``or dtype float32``."""
         values = _either(self.works)
-        if self.beside:
-            beside = (f"{_path_of(x).rpartition('.')[2]} {_either(y)}" for x, y in self.beside)
-            return f"{values}, or {' and '.join(beside)}"
+        others = (f"{_path_of(x).rpartition('.')[2]} {_either(y)}" for x, y in self.beside)
+        beside = " and ".join(others)
         if self.alone:
             return values
+        if not (self.dtypes or self.only_on):
+            return f"{values}, or {beside}"
         dtype = f"dtype {' or '.join(self.dtypes)}" if self.dtypes else ""
         device = {"": "", "cpu": "on a CPU", "cuda": "on a GPU"}[self.only_on]
         joined = "with" if self.sometimes and dtype else ""
-        words = filter(None, (_either(self.sometimes), joined, dtype, device))
+        with_others = f"with {beside}" if beside else ""
+        words = filter(None, (_either(self.sometimes), joined, dtype, device, with_others))
         return f"{values}, or {' '.join(words)}"
 
     def refuses(
@@ -73,9 +75,9 @@ class Limit:
         value = getattr(config, self.field)
         if value in self.works:
             return False
-        if self.beside:
-            return any(getattr(config, name) not in values for name, values in self.beside)
         if self.alone or (self.sometimes and value not in self.sometimes):
+            return True
+        if any(getattr(config, name) not in values for name, values in self.beside):
             return True
         if self.only_on and (device or config.device) not in ("auto", self.only_on):
             return True
@@ -86,15 +88,13 @@ class Limit:
         """The CRD's CEL rule: on the field, or on ``spec`` where it reads a second field."""
         if self.alone:
             return f"self in {_literals(self.works)}"
-        if self.beside:
-            others = (f"self.{_path_of(x)} in {_literals(y)}" for x, y in self.beside)
-            return f"self.{self.path} in {_literals(self.works)} || {' && '.join(others)}"
         conditions = [f"self.{self.path} in {_literals(self.sometimes)}"] if self.sometimes else []
         if self.dtypes:
             conditions.append(f"self.engine.dtype in {_literals(('auto', *self.dtypes))}")
         if self.only_on:
             count = {"cpu": "== 0", "cuda": "> 0"}[self.only_on]
             conditions.append(f"self.resources.accelerator.count {count}")
+        conditions += [f"self.{_path_of(x)} in {_literals(y)}" for x, y in self.beside]
         return f"self.{self.path} in {_literals(self.works)} || {' && '.join(conditions)}"
 
     @property
@@ -140,18 +140,20 @@ NOT_YET = (
     Limit(
         "async_batching",
         ("auto", "off"),
-        "on on a CPU",
-        "steps are launched ahead on GPUs alone",
+        "on on a CPU or beside deterministic true",
+        "steps are launched ahead on GPUs alone, and not while results are deterministic",
         sometimes=("on",),
         only_on="cuda",
+        beside=(("deterministic", (False,)),),
     ),
     Limit(
         "cuda_graphs",
         ("auto", "off"),
-        "on on a CPU",
-        "graphs are captured on GPUs alone",
+        "on on a CPU or beside tensorParallel above 1 or deterministic true",
+        "graphs are captured on GPUs alone, one by itself, and not while results are deterministic",
         sometimes=("on",),
         only_on="cuda",
+        beside=(("tensor_parallel", (1,)), ("deterministic", (False,))),
     ),
 )
 IN_RESOURCE = tuple(limit for limit in NOT_YET if limit.path)
@@ -171,7 +173,8 @@ def check_supported(
             value = _shown(getattr(config, limit.field))
             runs_in, runs_on = dtype or config.dtype, device or config.device
             below = f" in {runs_in}" if limit.dtypes and runs_in != "auto" else ""
-            there = f" on {runs_on}" if limit.only_on and runs_on != "auto" else ""
+            elsewhere = runs_on not in ("auto", limit.only_on) or bool(limit.dtypes)
+            there = f" on {runs_on}" if limit.only_on and elsewhere and runs_on != "auto" else ""
             raise ConfigError(
                 limit.field,
                 f"{value} is not supported{below}{there} yet: {limit.reason}",

@@ -83,6 +83,8 @@ _SURGE = "rollout.maxSurge and rollout.maxUnavailable must not both be 0"
 _BATCH = "scheduler.maxBatchTokens must be at least scheduler.maxRequests"
 _IDLE = "resources.accelerator.count must equal engine.tensorParallel"
 _CPU = "engine.tensorParallel must be 1 on a CPU"
+_GRAPHS = {"cudaGraphs": {"enabled": "on"}}
+_AHEAD = {"asyncBatching": "on"}
 _CACHE = "modelCache.type PVC needs modelCache.claimName"
 _CLASS = "modelCache.storageClassName is for a claim that the operator makes"
 _READ_ONLY = "modelCache.accessModes ReadOnlyMany does not let pods write"
@@ -280,6 +282,24 @@ CASES: tuple[Case, ...] = (
             "cudaGraphs": {"enabled": "on", "qPaddingInterval": 32, "maxCachedGraphs": 8},
         },
         resources={"accelerator": {"count": 1}},
+    ),
+    *(
+        _spec(
+            f"{what} beside {beside}",
+            f"{what} on on a CPU or beside",
+            engine={**asked, **more},
+            resources={"accelerator": {"count": count}},
+        )
+        for what, asked, beside, more, count in (
+            ("engine.cudaGraphs.enabled", _GRAPHS, "two accelerators", {"tensorParallel": 2}, 2),
+            ("engine.cudaGraphs.enabled", _GRAPHS, "deterministic", {"deterministic": True}, 1),
+            ("engine.asyncBatching", _AHEAD, "deterministic", {"deterministic": True}, 1),
+        )
+    ),
+    _spec(
+        "steps ahead over two accelerators",
+        engine={**_AHEAD, "tensorParallel": 2},
+        resources={"accelerator": {"count": 2}},
     ),
     # -- cache volume, keys
     _spec("an existing claim", modelCache={"type": "PVC", "claimName": "weights"}),

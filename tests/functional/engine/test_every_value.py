@@ -121,7 +121,7 @@ def started_or_refused(
 
 
 # Values of other settings beside which one is refused.
-OTHERS: dict[str, Any] = {"tensor_parallel": 2, "quantization": "fp8"}
+OTHERS: dict[str, Any] = {"tensor_parallel": 2, "quantization": "fp8", "deterministic": True}
 PATHS = {f.name: path for path, f in SETTINGS.items()}
 
 
@@ -131,11 +131,12 @@ def test_admission_and_the_runtime_refuse_a_value_for_the_same_reason(limit: Lim
     assert refused
     dtypes: tuple[Any, ...] = ("bfloat16", "float32", "float16")
     dtype = next(one for one in dtypes if one not in limit.dtypes)
-    others = [{name: OTHERS[name]} for name, _ in limit.beside] or [{}]
-    # A limit that reads the device alone can be broken on the other one only.
+    # A limit that reads no type and no other setting can be broken on the other device only.
     elsewhere = limit.only_on == "cuda" and not limit.dtypes
-    device: Any = "cpu" if elsewhere else "auto"
-    for value, more in itertools.product(refused, others):
+    ways = [("auto", {name: OTHERS[name]}) for name, _ in limit.beside]
+    if elsewhere or not ways:
+        ways.append(("cpu" if elsewhere else "auto", {}))
+    for value, (device, more) in itertools.product(refused, ways):
         config = EngineConfig(dtype=dtype, device=device, **{limit.field: value}, **more)
         with pytest.raises(ConfigError) as runtime:
             check_supported(config)
@@ -143,7 +144,7 @@ def test_admission_and_the_runtime_refuse_a_value_for_the_same_reason(limit: Lim
         assert limit.reason in str(runtime.value)
         assert runtime.value.hint == f"use {limit.fix}"
         spec: Any = {"engine": {"dtype": dtype}}
-        accelerators = 0 if elsewhere else config.tensor_parallel
+        accelerators = 0 if device == "cpu" else config.tensor_parallel
         spec["resources"] = {"accelerator": {"count": accelerators}}
         body = merge(BASE, {"spec": spec})
         for name, other in more.items():

@@ -179,7 +179,19 @@ def test_graphs_and_steps_ahead_may_be_asked_for_on_gpus_only(setting: str) -> N
         assert resolved(dtype, gpu, **{setting: "on"}).num_blocks > 0
         with pytest.raises(ConfigError, match="on is not supported on cpu") as error:
             resolved(dtype, CPU, **{setting: "on"})
-        assert error.value.hint == "use auto or off, or on on a GPU"
+        assert error.value.hint.startswith("use auto or off, or on on a GPU with ")
+        with pytest.raises(ConfigError, match="while results are deterministic") as error:
+            resolved(dtype, gpu, **{setting: "on", "deterministic": True})
+        assert error.value.field == setting
+
+
+def test_steps_of_ranks_may_be_launched_ahead_but_not_captured() -> None:
+    gpu = DeviceFacts("cuda", 80 * GIB)
+    split = {"tensor_parallel": 2}
+    assert resolved("bfloat16", gpu, async_batching="on", **split).num_blocks > 0
+    with pytest.raises(ConfigError, match="one by itself") as error:
+        resolved("bfloat16", gpu, cuda_graphs="on", **split)
+    assert error.value.field == "cuda_graphs"
 
 
 def test_auto_and_off_are_accepted_on_every_device() -> None:
