@@ -46,15 +46,15 @@ class Grouped(Quantized):
         return type(self)(self.format, bits, scales, zeros, self.order)
 
     def columns(self, part: slice) -> Self:
-        """The same with the columns start:stop. Raises ValueError where these are no whole groups,
-        or not neighbours.
+        """The same with the columns start:stop. Raises ValueError where these are no whole groups
+        or bytes, or not neighbours.
         """
         if self.order is not None:
             raise ValueError("part: the columns are held in an order of their own")
-        groups = self.scales.shape[1]
-        kept = slice(None)
         if part.start % 2 or part.stop % 2:
             raise ValueError(f"part: {part.start} to {part.stop} would cut a byte, which has two")
+        groups = self.scales.shape[1]
+        kept = slice(None)
         if groups > 1:
             size = self.shape[1] // groups
             if part.start % size or part.stop % size:

@@ -333,17 +333,15 @@ def matrix_of(call: ModuleCall, given: Tensor) -> Matrix | None:
     result = call.output.reshape(given.shape[0], -1)
     for weight in weights:
         if weight.shape == (result.shape[1], given.shape[1]):
-            if close(result, _product(call.module, weight, bias, given)):
+            if close(result, _product(weight, bias, given)):
                 return Matrix(call.module, weight, weight, bias)
     return None
 
 
-def _product(
-    module: nn.Module, weight: Tensor | Quantized, bias: Tensor | None, given: Tensor
-) -> Tensor:
-    if isinstance(weight, Quantized):  # of a QuantizedLinear, which dequantizes it in parts
-        product: Tensor = module.forward(given)
-        return product
+def _product(weight: Tensor | Quantized, bias: Tensor | None, given: Tensor) -> Tensor:
+    if isinstance(weight, Quantized):
+        quantized: Tensor = QuantizedLinear(weight, bias)(given)  # which dequantizes it in parts
+        return quantized
     product = given @ weight.T
     return product if bias is None else product + bias
 

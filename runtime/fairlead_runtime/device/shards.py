@@ -49,9 +49,9 @@ def split(
 ) -> None:
     """Leave this rank's part of a whole model, on ``device``, its layers' matrices rounded to
     numbers that they would have in the whole model if they are to be quantized; those of a
-    quantized checkpoint are as they are. Raises ConfigError for a model that cannot
-    be split, before it changes anything where config.json tells. Nothing may be computed until
-    ``group`` has met.
+    quantized checkpoint are as they are. Nothing may be computed until ``group`` has met. Raises
+    ConfigError for a model that cannot be split: before it changes anything where config.json
+    tells, in the midst of it where only the weights do.
     """
     plan = plan_of(model, shape, group.size)
     modules, ends = dict(model.named_modules()), _ends(model)

@@ -38,10 +38,13 @@ def reason_against(shape: ModelShape, count: int) -> str:
         )
     if shape.inner % count:
         return f"the inner width of the model's MLP, {shape.inner}, is not a multiple of it"
+    if shape.quantized != "int4":
+        return ""
+    size = shape.group or 2  # a byte has two columns
     for width in (shape.heads * shape.head_dim, shape.inner):
-        if shape.quantized == "int4" and width // count % (shape.group or 2):
+        if width // count % size:
             return (
-                f"its int4 weights are held in groups of {shape.group or 2} columns, and a rank "
-                f"would have {width // count} of {width}"
+                f"its int4 weights are held {size} columns at a time, and a rank would have "
+                f"{width // count} of {width}"
             )
     return ""

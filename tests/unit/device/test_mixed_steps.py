@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from fairlead_runtime.device.batch import Batch
+from fairlead_runtime.device.batch import UNKNOWN, Batch
 from fairlead_runtime.device.fetched import Fetched
 from fairlead_runtime.device.mixed_steps import MixedSteps
 from fairlead_runtime.device.model_runner import ModelRunner
@@ -194,6 +194,7 @@ class Others:
 
     def __init__(self, *, lose: bool = False) -> None:
         self.told: list[tuple[str, list[int]]] = []
+        self.batches: list[Batch] = []
         self._lose = lose
 
     def copy(self, work: Work) -> None:
@@ -203,6 +204,7 @@ class Others:
         assert keep is None
         assert ahead
         self.told.append(("pass", batch.positions.tolist()))
+        self.batches.append(batch)
 
     def share(self, ids: torch.Tensor) -> None:
         if self._lose:
@@ -237,6 +239,8 @@ def test_other_ranks_get_the_ids_of_a_pass_with_those_in_flight() -> None:
         ("pass", [3]),
         ("ids", tokens[:1]),
     ]
+    # A message may be made of what was told at any time after: nothing is written there.
+    assert [batch.input_ids.tolist() for batch in others.batches] == [[5, 6, 7], [UNKNOWN]]
 
 
 def test_a_pass_that_fails_once_other_ranks_were_told_loses_the_device() -> None:

@@ -27,7 +27,7 @@ class Cache:
 
 @dataclass
 class Model:
-    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    device = torch.device("cpu")
     given: list[Batch] = field(default_factory=list)
 
     def forward(self, batch: Batch, *_: object) -> None:
@@ -35,7 +35,7 @@ class Model:
 
 
 @dataclass
-class Followers:
+class SecondRank:
     """A group as its second rank has it: what the leader shares arrives in the rank's tensor."""
 
     ids: list[int]
@@ -58,7 +58,7 @@ def batch_of(ids: list[int]) -> Batch:
     return BatchBuilder(GROUPS, 4).build(rows)
 
 
-def followed(sent: Batch, group: Followers, *, ahead: bool) -> Batch:
+def followed(sent: Batch, group: SecondRank, *, ahead: bool) -> Batch:
     model = Model()
     ranks.follow(
         ranks.forward(sent, None, ahead=ahead),
@@ -76,14 +76,14 @@ def test_a_rank_computes_with_the_ids_that_the_leader_has(ahead: bool) -> None:
     """``ahead``: the host that sends the message does not know the last of them yet."""
     known = [10, 11, 12, 13]
     sent = batch_of([*known[:3], UNKNOWN if ahead else 13])
-    group = Followers(known)
+    group = SecondRank(known)
     assert followed(sent, group, ahead=ahead).input_ids.tolist() == known
     assert group.shared == ahead
 
 
 def test_a_rank_gets_the_batch_that_the_leader_sent() -> None:
     sent = batch_of([10, 11, 12, 13])
-    got = followed(sent, Followers([]), ahead=False)
+    got = followed(sent, SecondRank([]), ahead=False)
     assert got.positions.tolist() == [0, 1, 2, 2]
     assert got.sample_index.tolist() == [3]
     assert [slots.tolist() for slots in got.slots] == [slots.tolist() for slots in sent.slots]

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from fairlead_runtime.config import EngineConfig
-from fairlead_runtime.sizing import terms
+from fairlead_runtime.sizing import ranks, terms
 from fairlead_runtime.sizing.groups import group_layers
 from fairlead_runtime.sizing.shape import ModelShape
 from fairlead_runtime.sizing.terms import (
@@ -46,6 +46,15 @@ def test_the_weights_of_a_gpu_split_their_matrices_only() -> None:
     half = planned(GPU, replace(CONFIG, tensor_parallel=2))["weights"]
     matrices = SHAPE.layer_matrices + 32000 * 1024  # with the output matrix
     assert half == matrices * 2 // 2 + (SHAPE.parameters - matrices) * 2
+
+
+def test_ranks_get_whole_groups_and_bytes_of_int4_columns() -> None:
+    def against(size: int, width: int) -> str:
+        return ranks.reason_against(replace(SHAPE, quantized="int4", group=size, inner=width), 2)
+
+    assert against(128, 4096) == against(0, 4096) == ""
+    assert "held 128 columns at a time, and a rank would have 2112 of 4224" in against(128, 4224)
+    assert "held 2 columns at a time, and a rank would have 2049 of 4098" in against(0, 4098)
 
 
 def test_what_sampling_keeps_on_a_gpu_is_planned_for_ranks_too() -> None:
