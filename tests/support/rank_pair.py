@@ -33,6 +33,13 @@ from fairlead_runtime.scheduling.plan import DeviceLostError, Work
 from fairlead_runtime.sizing.shape import ModelShape
 
 CPU = torch.device("cpu")
+# The tiny models that the plan admits for several ranks.
+SPLIT = (
+    *("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "gpt_neox", "qwen3_moe"),
+    *("mixtral", "llama_dynamic", "gemma", "granite", "cohere", "starcoder2", "apertus", "arcee"),
+    *("cohere2", "ernie4_5", "exaone4", "helium", "ministral", "nemotron", "olmo", "phi"),
+    *("seed_oss", "smollm3"),
+)
 
 
 def shape_of(model: Any) -> ModelShape:

@@ -12,6 +12,7 @@ import signal
 import socket
 import sys
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
     from fairlead_runtime.start.rank_parts import RankParts
 
 log = logging.getLogger("fairlead.rank")
+
+WORDS_SECONDS = 1.0  # for the leader to hear how another rank has ended
 
 
 class _Leader:
@@ -70,6 +73,8 @@ def main(arguments: Sequence[str]) -> NoReturn:
         leave(0)
     except Exception:
         log.exception("the rank cannot go on")
+        # Where another rank's end is the reason, the leader hears of that one first and ends this.
+        time.sleep(WORDS_SECONDS)
         leave(FAILED)
 
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import time
 from collections.abc import Callable
@@ -122,6 +123,28 @@ def test_a_stopped_rank_only_delays_and_a_killed_one_ends_the_pod_with_4(
             assert time.monotonic() - killed <= 5, "seconds from its end to that of the pod"
         assert "rank 1 of 2 was ended by SIGKILL" in server.last_log_line["message"]
         assert json.loads(log.read_text()) == server.last_log_line
+
+
+@pytest.mark.parametrize("count", [4, pytest.param(8, marks=pytest.mark.full)])
+def test_more_ranks_than_key_value_heads_answer_as_one_and_end_with_any_of_them(
+    count: int, tmp_path: Path
+) -> None:
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 16}
+    model = str(tiny.save(tiny.build("llama", **heads), tmp_path))
+    with serve(model, *FLAGS) as one:
+        one.until_logged("serving")
+        expected = text_of(one, model)
+    with serve(model, *FLAGS, f"--tensor-parallel={count}") as server:
+        server.until_logged("serving")
+        assert text_of(server, model) == expected
+        ranks_there = children(server.engine_pid)
+        assert len(ranks_there) == count - 1
+        os.kill(ranks_there[-1], signal.SIGKILL)
+        assert server.end() == 4
+        words = server.last_log_line["message"]
+        assert re.search(rf"rank \d of {count} was ended by SIGKILL", words)
+        for rank in ranks_there:
+            wait_for_end(rank)
 
 
 @pytest.mark.parametrize("victim", ["server", "engine"])

@@ -1,5 +1,5 @@
 """One model on two gloo processes, each with half of it and of the cache: the text is that of
-transformers. All families that can be split: test_token_equality.py, in its long form.
+transformers. More settings of every family: test_token_equality.py, in its long form.
 """
 
 from pathlib import Path
@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from fairlead_runtime.config import ConfigError, EngineConfig
-from fairlead_runtime.device import fusion, selftest
+from fairlead_runtime.device import fusion, selftest, shards
 from fairlead_runtime.models import loading, tiny
+from fairlead_runtime.sizing.ranks import reason_against
 from fairlead_runtime.sizing.terms import weights
 from support import rank_pair
 from support.engine_rig import (
@@ -42,8 +43,7 @@ def run(engine: Rig, setting: Setting = AMPLE, **more: Any) -> Outcome:
 @pytest.mark.parametrize(
     ("family", "changes"),
     [
-        ("starcoder2", {}),  # biases that are split, and biases that are not
-        ("mixtral", {}),
+        *((family, {}) for family in rank_pair.SPLIT),
         ("llama", {"num_key_value_heads": 1}),  # both ranks have the one head
         ("gemma", {"tie_word_embeddings": True}),
         ("qwen2", {"vocab_size": 307}),  # a whole head on both
@@ -54,6 +54,22 @@ def test_two_ranks_give_the_text_of_transformers(family: str, changes: dict[str,
     stats = run(engine, n=3).stats
     assert stats is not None
     assert stats.prefix_hits > 0
+
+
+def admits(family: str) -> bool:
+    model = tiny.build(family)
+    shape = rank_pair.shape_of(model)
+    if reason_against(shape, 2):
+        return False
+    try:
+        return bool(shards.plan_of(model, shape, 2))
+    except ConfigError:
+        return False
+
+
+def test_these_are_the_families_that_the_plan_admits() -> None:
+    every = {*tiny.FAMILIES, *tiny.VARIANTS, *tiny.SIZED, *tiny.UNLISTED}
+    assert {family for family in every if admits(family)} == set(rank_pair.SPLIT)
 
 
 # The forms of a layer: biases after each sum; norms after it; a factor of what is summed; attention

@@ -31,6 +31,7 @@ from support.engine_rig import (
     rig,
 )
 from support.full import LONG_FORM
+from support.rank_pair import SPLIT
 
 TIE = 1e-4
 # How near a key lies to the middle of two numbers of fp8 that it may become either, and how far one
@@ -41,13 +42,6 @@ FAMILIES = (*tiny.FAMILIES, *tiny.VARIANTS)
 # The place of a family is the seed of its prompts.
 OTHERS = {*tiny.SIZED, *tiny.UNLISTED}
 SEEDED = (*FAMILIES, *sorted(OTHERS, key=lambda name: (name != "gpt_bigcode", name)))
-# Those that transformers has a plan for to split them over ranks; a few in short: test_ranks.py.
-SPLIT = (
-    *("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "gpt_neox", "qwen3_moe"),
-    *("mixtral", "llama_dynamic", "gemma", "granite", "cohere", "starcoder2", "apertus", "arcee"),
-    *("cohere2", "ernie4_5", "exaone4", "helium", "ministral", "nemotron", "olmo", "phi"),
-    *("seed_oss", "smollm3"),
-)
 # Of those the ones whose layers do not fuse: experts, another activation, no norm before attention.
 SPLIT_UNFUSED = ("qwen3_moe", "mixtral", "apertus", "exaone4", "olmo")
 # Those whose decoder layers can be fused: test_fused_layers.py.
