@@ -48,7 +48,7 @@ CACHED = 16 << 20  # bytes of weights that a processor's caches hold
 MASK_THREADS = 4  # at most, and one CPU stays for the step
 # Terms of the memory report that cannot be measured, and why.
 NOT_MEASURED = {
-    "shared_memory": "not applicable: it is the pod's limit, and the runtime uses none of it",
+    "shared_memory": "not applicable: it is the pod's limit, of which only NCCL may use some",
     "grammars": "reserved: for the tokenizers of structured output, in two processes",
     "attention": "reserved: what plain torch takes; the C++ kernels take less",
     "bookkeeping": "reserved: for the ids of tokens and blocks, as many as the limits allow",

@@ -272,6 +272,19 @@ def test_accelerators_are_requested_tolerated_and_selected() -> None:
     ]
 
 
+def test_a_model_over_several_accelerators_gets_them_and_shared_memory() -> None:
+    resources = {"accelerator": {"count": 4}, "memory": "64Gi", "sharedMemory": "3Gi"}
+    split = resource(resources=resources, engine={"tensorParallel": 4})
+    pod = pod_template(split, SETTINGS)["spec"]
+    (container,) = pod["containers"]
+    wanted = {"memory": "64Gi", "nvidia.com/gpu": "4"}
+    assert container["resources"]["limits"] == wanted
+    assert container["resources"]["requests"].items() >= wanted.items()
+    assert {"--tensor-parallel=4", "--shared-memory=3.0"} <= set(container["args"])
+    assert {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": "3Gi"}} in pod["volumes"]
+    assert {"name": "shm", "mountPath": "/dev/shm"} in container["volumeMounts"]
+
+
 def test_a_toleration_of_a_lost_node_replaces_ours() -> None:
     longer = {
         "key": "node.kubernetes.io/unreachable",
