@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 
 from fairlead_kernels.attention import AttentionBackend
+from fairlead_kernels.attention_timing import timing
 from fairlead_kernels.torch_attention import TorchAttention
 from fairlead_runtime.config import ConfigError, EngineConfig
 from fairlead_runtime.device import profiling, selftest
@@ -88,6 +89,11 @@ def load_rank(
     if served.fusion.stored is not torch.float32:
         release_memory()  # of the weights in float32, before they were packed
     log.info("kernels: %s, %s", choice, served.fusion)
+    if place.type == "cuda":
+        attention = _keeps_nothing(choice.attention, model)
+        rows = min(config.max_requests, config.max_batch_tokens)
+        price = timing(attention, model.heads, model.kinds, model.device, rows)
+        log.info("attention on %s: %s", choice.attention.name, price)
     if result is not None:
         log.info("%s", result)
     profile = _profile(model, choice.attention, config, loaded.max_model_len)
@@ -98,8 +104,7 @@ def _profile(
     model: PagedModel, attention: AttentionBackend, config: EngineConfig, max_model_len: int
 ) -> Profile:
     """Bytes that the largest steps take in addition to weights and cache, and their times."""
-    if isinstance(attention, TorchAttention):
-        attention = TorchAttention(model.heads, model.device)  # one that keeps no memory yet
+    attention = _keeps_nothing(attention, model)
     try:
         return profiling.profile(
             model,
@@ -115,6 +120,13 @@ def _profile(
             f"a step of {config.max_batch_tokens} tokens does not fit in memory with the weights",
             "lower it or max_requests",
         ) from error
+
+
+def _keeps_nothing(attention: AttentionBackend, model: PagedModel) -> AttentionBackend:
+    """The same, in torch one that keeps no memory yet: it keeps what its largest step took."""
+    if isinstance(attention, TorchAttention):
+        return TorchAttention(model.heads, model.device)
+    return attention
 
 
 def _storage(model: PagedModel, units: int, block_size: int, host_units: int) -> CacheStorage:
