@@ -31,7 +31,8 @@ from fairlead_kernels.not_available import NotAvailableError, brief
 # with modules of its own to compile and without the fixed splits that equal results need.
 FA2 = "fa2"
 # The package's advice. It holds the parts of split rows: at most two tiles for each of a GPU's
-# multiprocessors, 128 rows of float32 each, which is 35 MB at 132 of them and a dim of 256.
+# multiprocessors, 128 rows of float32 each, which is 35 MB at 132 of them and a dim of 256. Plans
+# at fixed addresses may need more: `split_bytes`.
 WORKSPACE_BYTES = 128 << 20
 # What each wrapper allocates itself for its plan, and as much pinned host memory.
 PLAN_BYTES = 8 << 20
@@ -105,6 +106,27 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
+def split_bytes(heads: Heads, rows: int, gpu: Any) -> int:
+    """What a plan of so many decodes at fixed addresses takes of a workspace: the parts of split
+    rows, for the most tiles that such a step could have on this GPU, by its properties.
+
+    So count ``PrefillSplitQOKVIndptr`` and ``FA2DetermineCtaTileQ`` of the package.
+    """
+    if heads.group > 64 and heads.dim < 256:
+        tile = 128
+    else:
+        tile = 64 if heads.group > 16 or gpu.major < 8 else 16
+    split = 2 * gpu.multi_processor_count // heads.kv
+    tiles = max(split, -(-rows * heads.group // tile) + rows - 1)
+    parts = -(-tiles * tile // heads.group)
+    values, sums = (heads.query * parts * size * 4 for size in (heads.value_dim, 1))
+    return _aligned(values) + _aligned(sums)
+
+
+def _aligned(size: int) -> int:
+    return -(-size // 16) * 16
+
+
 # The form of a step that a wrapper serves: rows of any length, decodes, or as many decodes at
 # addresses that stay.
 Form = Literal["rows", "decodes"] | int
@@ -165,6 +187,9 @@ class FlashinferAttention:
         self._package = package
         # Zeros: the decode wrapper asks for them before its first use.
         self._workspace = torch.zeros(workspace_bytes, dtype=torch.uint8, device=device)
+        # Those of plans at fixed addresses that need larger ones; the largest is the last.
+        self._larger: list[Tensor] = []
+        self._gpu = package.properties(device)
         self._wrappers: dict[tuple[int, LayerKind, Form], _Wrapper] = {}
         # By group, where the blocks of steps at fixed addresses are, whatever their rows.
         self._blocks: dict[int, Tensor] = {}
@@ -182,11 +207,14 @@ class FlashinferAttention:
 
     def _make(self, group: int, kind: LayerKind, form: Form) -> _Wrapper:
         package, h = self._package, self.heads
-        fixed = self._fixed(group, form, queries=kind.sinks) if isinstance(form, int) else {}
+        workspace, fixed = self._workspace, dict[str, Any]()
+        if isinstance(form, int):
+            workspace = self._workspace_for(form)
+            fixed = self._fixed(group, form, queries=kind.sinks)
         if kind.sinks:
             # The module is chosen here and not by the plan, so the sizes come here too.
             wrapper = package.sinks(
-                self._workspace,
+                workspace,
                 "NHD",
                 backend=FA2,
                 q_data_type=h.dtype,
@@ -197,12 +225,18 @@ class FlashinferAttention:
                 **fixed,
             )
         elif form != "rows":
-            wrapper = package.decode(
-                self._workspace, "NHD", use_tensor_cores=True, backend=FA2, **fixed
-            )
+            wrapper = package.decode(workspace, "NHD", use_tensor_cores=True, backend=FA2, **fixed)
         else:
-            wrapper = package.prefill(self._workspace, "NHD", backend=FA2)
+            wrapper = package.prefill(workspace, "NHD", backend=FA2)
         return _Wrapper(wrapper, package)
+
+    def _workspace_for(self, rows: int) -> Tensor:
+        """One that is large enough for a plan of so many decodes at fixed addresses."""
+        largest = self._larger[-1] if self._larger else self._workspace
+        if largest.nbytes < (needed := split_bytes(self.heads, rows, self._gpu)):
+            largest = torch.zeros(needed, dtype=torch.uint8, device=largest.device)
+            self._larger.append(largest)
+        return largest
 
     def _fixed(self, group: int, rows: int, *, queries: bool) -> dict[str, Any]:
         """The arguments that give a wrapper its addresses, under the names of its class."""
@@ -229,9 +263,11 @@ class FlashinferAttention:
 
     @property
     def fixed_nbytes(self) -> int:
-        """Device bytes of the plans at fixed addresses that were made so far."""
-        blocks = sum(tensor.nbytes for tensor in self._blocks.values())
-        return blocks + self._plan_bytes(fixed=True)
+        """Device bytes of the plans at fixed addresses that were made so far, and of their
+        workspaces.
+        """
+        fixed = sum(tensor.nbytes for tensor in (*self._blocks.values(), *self._larger))
+        return fixed + self._plan_bytes(fixed=True)
 
     def _plan_bytes(self, *, fixed: bool) -> int:
         wrappers = {w for (*_, form), w in self._wrappers.items() if isinstance(form, int) is fixed}

@@ -38,6 +38,7 @@ class FlashinferPackage:
     decode: Callable[..., Any]  # BatchDecodeWithPagedKVCacheWrapper
     sinks: Callable[..., Any]  # BatchAttentionWithAttentionSinkWrapper
     event: Callable[[], Event]
+    properties: Callable[[torch.device], Any]  # of a GPU, as torch.cuda.get_device_properties
 
 
 def load() -> FlashinferPackage:
@@ -56,4 +57,5 @@ def load() -> FlashinferPackage:
         decode=package.BatchDecodeWithPagedKVCacheWrapper,
         sinks=package.BatchAttentionWithAttentionSinkWrapper,
         event=torch.cuda.Event,
+        properties=torch.cuda.get_device_properties,
     )

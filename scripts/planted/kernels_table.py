@@ -786,6 +786,27 @@ BUGS = (
         ON_FP8,
     ),
     PackageBug(
+        "plans for graphs get the workspace of all others",
+        FLASHINFER,
+        "if largest.nbytes < (needed :=",
+        "if 0 > (needed :=",
+        ON_FLASHINFER,
+    ),
+    PackageBug(
+        "the workspace of plans for graphs holds the parts of one tile a row",
+        FLASHINFER,
+        "-(-rows * heads.group // tile) + rows - 1)",
+        "rows)",
+        ON_FLASHINFER,
+    ),
+    PackageBug(
+        "a plan for graphs that fails ends the start",
+        "runtime/fairlead_runtime/start/decodes.py",
+        "        except Exception as error:\n            # Of a plan",
+        "        except ZeroDivisionError as error:\n            # Of a plan",
+        ("unit/start/test_decodes.py",),
+    ),
+    PackageBug(
         "flashinfer: an fp8 cache is planned in the model's type",
         FLASHINFER,
         '"kv_data_type": h.cache_dtype,',

@@ -12,7 +12,9 @@ wait for the device:
   not match;
 - a ``plan`` while the last one's copy may still be under way. Copies are under way until an
   ``Event`` that was recorded behind them is waited for (``STREAM``);
-- sinks or a cap given to a kernel that ignores them.
+- sinks or a cap given to a kernel that ignores them;
+- a workspace that the parts of split rows outgrow, under CUDA graphs, where the package reserves
+  those of any step that the graph could serve.
 
 It is laxer in one place: float32 works, as token equality needs it. Scores and sums are float32. A
 key that is masked has the weight 0 and not none, as on the device: a NaN in its value spreads.
@@ -20,6 +22,7 @@ key that is masked has the weight 0 and not none, as on the device: a NaN in its
 
 import itertools
 import math
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -33,6 +36,8 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 # Keys and values may also be of this type, whatever the queries are.
 FP8 = torch.float8_e4m3fn
 GROUPS_WITHOUT_TENSOR_CORES = (1, 2, 3, 4, 6, 8, 16)
+# A small GPU of compute capability 8.0.
+GPU = SimpleNamespace(multi_processor_count=6, major=8)
 ALIGNMENT = 16
 
 
@@ -147,6 +152,7 @@ class _Wrapper:
         if kv_layout != "NHD" or backend != "fa2":
             raise NotImplementedError("the stand-in has fa2 on NHD pages")
         self.device = workspace.device
+        self._workspace_bytes = workspace.nbytes
         self._fixed = fixed
         self._planned: Planned | None = None
         self._copy = 0  # the place in the stream of the newest plan's copy
@@ -159,6 +165,11 @@ class _Wrapper:
             )
 
     def _end_plan(self, planned: Planned) -> None:
+        if self._fixed is not None and (needed := _split_bytes(planned)) > self._workspace_bytes:
+            raise RuntimeError(
+                "Buffer overflow when allocating memory for batch_prefill_tmp_v: "
+                f"{needed} bytes, the workspace has {self._workspace_bytes}"
+            )
         self._planned = planned if self._fixed is None else self._fixed.take(planned)
         self._copy = STREAM.enqueue()
 
@@ -232,6 +243,23 @@ class _Wrapper:
         if keys.shape[0] != values.shape[0] or int(p.indices.max()) >= keys.shape[0]:
             raise IndexError(f"paged_kv_indices: the cache has {keys.shape[0]} pages")
         return keys, values
+
+
+def _split_bytes(p: Planned) -> int:
+    """scheduler.cuh, PrefillPlan, of rows of one query, with its names."""
+    num_qo_heads, num_kv_heads = p.heads
+    gqa_group_size, batch_size = num_qo_heads // num_kv_heads, len(p.kv_lens)
+    max_qo_len = gqa_group_size  # of total_num_rows - batch_size + 1 queries
+    if max_qo_len > 64 and p.dims[1] < 256:
+        cta_tile_q = 128
+    else:
+        cta_tile_q = 64 if max_qo_len > 16 else 16
+    max_batch_size_if_split: int = 2 * GPU.multi_processor_count // num_kv_heads
+    total_num_tiles_q = math.ceil(batch_size * gqa_group_size / cta_tile_q) + batch_size - 1
+    padded_batch_size = max(max_batch_size_if_split, total_num_tiles_q)
+    max_partial_rows = math.ceil(padded_batch_size * cta_tile_q / gqa_group_size)
+    end = num_qo_heads * max_partial_rows * p.dims[1] * 4  # tmp_v
+    return math.ceil(end / 16) * 16 + num_qo_heads * max_partial_rows * 4  # tmp_s
 
 
 def _pages(cache: Tensor, pages: Tensor) -> Tensor:
@@ -724,6 +752,7 @@ PACKAGE = FlashinferPackage(
     decode=BatchDecodeWithPagedKVCacheWrapper,
     sinks=BatchAttentionWithAttentionSinkWrapper,
     event=Event,
+    properties=lambda _device: GPU,
 )
 
 # Float32 and the heads of tiny models, beside what the package has.

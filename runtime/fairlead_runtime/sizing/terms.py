@@ -108,6 +108,7 @@ def terms_of(
     if may_capture(config, device.kind):
         terms["graphs"] = graph_bytes(
             config,
+            shape,
             groups=len(groups),
             blocks=split(longest, config.block_size),
             step=terms["logits"]

@@ -22,6 +22,7 @@ from fairlead_runtime.device.kv_cache import CacheStorage
 from fairlead_runtime.device.paged_model import PagedModel
 from fairlead_runtime.device.row_sampler import RowSampler
 from fairlead_runtime.device.ways import LARGEST, LEAST
+from fairlead_runtime.models.model_error import first_line
 from fairlead_runtime.sizing.graphs import WAYS, step_sizes
 from fairlead_runtime.sizing.groups import group_layers
 
@@ -90,7 +91,7 @@ class Decodes:
 
     def measure(self, max_model_len: int) -> int:
         """Bytes that graphs will take, from two of them on a cache of padding alone; 0 where none
-        is captured, or none can be.
+        is captured, and what the attempt keeps where none can be.
         """
         if self.off or self.attention is None:
             return 0
@@ -105,14 +106,20 @@ class Decodes:
         sizes, graphs = step_sizes(self.config), self.graphs
         if steps is None or graphs is None:
             return 0
-        steps.capture_one(sizes[-1], LARGEST)
-        largest, plans = graphs.nbytes, self.attention.fixed_nbytes
-        steps.capture_one(sizes[0], LEAST)
+        try:
+            steps.capture_one(sizes[-1], LARGEST)
+            largest, plans = graphs.nbytes, self.attention.fixed_nbytes
+            steps.capture_one(sizes[0], LEAST)
+        except Exception as error:
+            # Of a plan at fixed addresses, the first: without graphs there is none.
+            log.exception("a step of padding failed")
+            self.turn_off(f"a step cannot be captured: {first_line(error)}")
+            return self.attention.fixed_nbytes
         each, plan = graphs.nbytes - largest, self.attention.fixed_nbytes - plans
         graphs.clear()
         if graphs.failure:
             self.turn_off(f"a step cannot be captured: {graphs.failure}")
-            return 0
+            return self.attention.fixed_nbytes
         count = min(self.config.max_cached_graphs, WAYS * len(sizes))
         return largest + each * (count - 1) + plans + plan * (len(sizes) - 1)
 

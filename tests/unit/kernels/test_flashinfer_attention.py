@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fairlead_kernels import backend, flashinfer_package, reference, triton_attention
-from fairlead_kernels.attention import AttentionBackend, Heads, LayerKind, LayerSpec
+from fairlead_kernels.attention import AttentionBackend, DecodeRows, Heads, LayerKind, LayerSpec
 from fairlead_kernels.attention_proof import prove
 from fairlead_kernels.backend import flashinfer_for, pick
 from fairlead_kernels.flashinfer_attention import (
@@ -21,6 +21,7 @@ from fairlead_kernels.flashinfer_attention import (
     PLAN_BYTES,
     SUPPORTED,
     FlashinferAttention,
+    split_bytes,
 )
 from fairlead_kernels.flashinfer_plan import paged_rows
 from fairlead_kernels.not_available import NotAvailableError
@@ -332,6 +333,49 @@ def test_the_workspaces_are_counted() -> None:
     sinks = LayerKind(0.3, sinks=True)
     attention = standin.attention(HEADS, (frozenset({PLAIN}), frozenset({PLAIN, sinks})))
     assert attention.nbytes == 1024 + 5 * PLAN_BYTES
+
+
+H100 = SimpleNamespace(multi_processor_count=132, major=9)
+
+
+@pytest.mark.parametrize(
+    ("heads", "rows", "needed"),
+    [
+        (Heads(32, 8, 128, 128, torch.bfloat16), 256, (319 * 16 // 4) * 32 * 129 * 4),
+        (Heads(40, 40, 128, 128, torch.bfloat16), 384, (407 * 16) * 40 * 129 * 4),
+        (Heads(32, 8, 128, 128, torch.bfloat16), 1, 33 * 4 * 32 * 129 * 4),
+        (Heads(71, 1, 64, 64, torch.bfloat16), 8, -(-264 * 128 // 71) * 71 * 65 * 4),
+    ],
+)
+def test_graphs_need_the_workspace_of_any_step_that_they_may_serve(
+    heads: Heads, rows: int, needed: int
+) -> None:
+    """Llama 3 8B, Llama 2 13B whose heads share nothing, one row, Falcon 7B."""
+    assert split_bytes(heads, rows, H100) == needed
+    older = SimpleNamespace(multi_processor_count=132, major=7)
+    assert split_bytes(heads, rows, older) >= needed
+
+
+def decodes_of(rows: int) -> DecodeRows:
+    """Each of one token, in the block of its number."""
+    lens, places = torch.ones(rows, dtype=torch.int32), torch.arange(rows)
+    return DecodeRows(lens, lens.long(), places.int()[:, None], places, 4, None)
+
+
+def test_plans_of_many_rows_at_fixed_addresses_get_a_workspace_that_holds_them() -> None:
+    attention = standin.attention(HEADS, (frozenset({PLAIN}),))
+    taken = [attention.fixed_nbytes]
+    for rows in (40, 8, 64):
+        attention.plan_decodes(decodes_of(rows), room=64)
+        taken.append(attention.fixed_nbytes)
+    largest, larger = (split_bytes(HEADS, rows, standin.GPU) for rows in (64, 40))
+    assert larger > 1024
+    assert taken == [
+        0,
+        64 * 4 + larger + PLAN_BYTES,
+        64 * 4 + larger + 2 * PLAN_BYTES,
+        64 * 4 + larger + largest + 3 * PLAN_BYTES,
+    ]
 
 
 # -- the choice at start

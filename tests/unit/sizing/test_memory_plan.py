@@ -176,6 +176,19 @@ def test_the_memory_plan_of_a_dense_model_computed_by_hand() -> None:
     assert plan.fits
 
 
+def test_graphs_of_many_rows_whose_heads_share_nothing_take_a_workspace_of_their_own() -> None:
+    """As far as it is larger than the 128 MiB that every step has: not for 256 rows of 128."""
+
+    def graphs(heads: int, rows: int) -> int:
+        shape = replace(LLAMA_8B, kv_heads=heads)
+        config = EngineConfig(max_requests=rows)
+        return plan_memory(shape, config, DeviceFacts("cuda", 80 * GIB)).terms["graphs"]
+
+    assert graphs(32, 256) == graphs(8, 256)
+    parts = (512 // 16 + 511) * 16 * 32 * 129 * 4
+    assert graphs(32, 512) - graphs(8, 512) == parts
+
+
 def test_every_term_of_a_gpu_computed_by_hand() -> None:
     # 8192 tokens a step in 256 rows of 131072 tokens in blocks of 16; the torch backend's scratch,
     # and one pair of batch buffers.

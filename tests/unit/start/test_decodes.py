@@ -6,6 +6,7 @@ from typing import Any, cast
 import pytest
 import torch
 
+from fairlead_kernels import flashinfer_attention
 from fairlead_kernels.torch_attention import TorchAttention
 from fairlead_runtime.config import ConfigError, EngineConfig
 from fairlead_runtime.device.kv_cache import CacheStorage
@@ -165,10 +166,28 @@ def test_a_step_that_cannot_be_captured_turns_auto_off_and_refuses_on(
         with pytest.raises(ConfigError, match="cannot be captured: RuntimeError: operation not"):
             choice.measure(LONGEST)
     else:
-        assert choice.measure(LONGEST) == 0
+        assert choice.attention is not None
+        assert choice.measure(LONGEST) == choice.attention.fixed_nbytes > 0
         assert choice.off.startswith("a step cannot be captured: RuntimeError")
         assert choice.steps(cache_of(choice.model), LONGEST) is not None
         assert choice.graphs is None
+
+
+@pytest.mark.parametrize("switch", ["auto", "on"])
+def test_a_step_that_cannot_be_planned_for_graphs_turns_auto_off_and_refuses_on(
+    monkeypatch: pytest.MonkeyPatch, switch: Any
+) -> None:
+    """flashinfer reserves more for plans at fixed addresses than for others."""
+    monkeypatch.setattr(flashinfer_attention, "split_bytes", lambda *_: 0)
+    choice = pretended(EngineConfig(**{**vars_of(CONFIG), "cuda_graphs": switch}))
+    if switch == "on":
+        with pytest.raises(ConfigError, match="cannot be captured: RuntimeError: Buffer overflow"):
+            choice.measure(LONGEST)
+    else:
+        choice.measure(LONGEST)
+        assert choice.off.startswith("a step cannot be captured: RuntimeError: Buffer overflow")
+        steps = choice.steps(cache_of(choice.model), LONGEST)
+        assert choice.capture(steps) is None
 
 
 def vars_of(config: EngineConfig) -> dict[str, Any]:
