@@ -29,9 +29,14 @@ TOLERANCE = {torch.float32: 1e-4, torch.float16: 0.05, torch.bfloat16: 0.05}
 
 
 def prove(
-    attention: AttentionBackend, heads: Heads, kinds: GroupKinds, device: torch.device
+    attention: AttentionBackend,
+    heads: Heads,
+    kinds: GroupKinds,
+    device: torch.device,
+    block_size: int = BLOCK_SIZE,
 ) -> None:
     """Compare both forms of a step with the reference, for each kind of layer in each group.
+    Kernels may be compiled for a size of blocks: this one is.
 
     Compiles or loads the kernels' modules, which can take minutes. Raises NotAvailableError with
     the reason where one does not run or computes something else.
@@ -39,7 +44,7 @@ def prove(
     for group, some in enumerate(kinds):
         for kind in some:
             for rows in STEPS:
-                _prove(attention, heads, group, kind, rows, device)
+                _prove(attention, heads, group, kind, rows, device, block_size)
 
 
 def _prove(
@@ -49,10 +54,11 @@ def _prove(
     kind: LayerKind,
     rows: tuple[tuple[int, int], ...],
     device: torch.device,
+    block_size: int,
 ) -> None:
     subject = f"{attention.name}'s kernel for {kind}"
     try:
-        difference = _difference(attention, heads, group, kind, rows, device)
+        difference = _difference(attention, heads, group, kind, rows, device, block_size)
     except Exception as error:
         raise NotAvailableError(f"{subject} does not run here: {brief(error)}") from error
     if not difference <= TOLERANCE[heads.dtype]:
@@ -66,6 +72,7 @@ def _difference(
     kind: LayerKind,
     rows: tuple[tuple[int, int], ...],
     device: torch.device,
+    size: int,
 ) -> float:
     """The largest difference of an output; its inputs make scores of about 1."""
     h, generator = heads, torch.Generator().manual_seed(0)
@@ -74,22 +81,21 @@ def _difference(
         return torch.randn(*shape, generator=generator)
 
     lens = [before + count for before, count in rows]
-    width = -(-max(lens) // BLOCK_SIZE)
+    width = -(-max(lens) // size)
     blocks = torch.randperm(len(rows) * width, generator=generator).int().view(len(rows), width)
-    used = torch.arange(width) * BLOCK_SIZE < torch.tensor(lens)[:, None]
+    used = torch.arange(width) * size < torch.tensor(lens)[:, None]
     starts = torch.tensor([0, *(count for _, count in rows)], dtype=torch.int32)
     ragged = RaggedRows(
         query_starts=starts.cumsum(0, dtype=torch.int32),
         kv_lens=torch.tensor(lens, dtype=torch.int32),
         tables=blocks.masked_fill(~used, NULL),
-        block_size=BLOCK_SIZE,
+        block_size=size,
         window=kind.window,
         group=group,
     )
     query = random(int(starts.sum()), h.query, h.dim) / (kind.scale * h.dim**0.5)
     keys, values = (
-        random(len(rows) * width, BLOCK_SIZE, h.kv, dim).to(h.cache_dtype)
-        for dim in (h.dim, h.value_dim)
+        random(len(rows) * width, size, h.kv, dim).to(h.cache_dtype) for dim in (h.dim, h.value_dim)
     )
     query = query.to(h.dtype)
     sinks = random(h.query).to(h.dtype) if kind.sinks else None

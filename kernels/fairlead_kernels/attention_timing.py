@@ -20,7 +20,7 @@ from fairlead_kernels.attention import (
     RaggedRows,
 )
 
-ROWS, KEYS, BLOCK_SIZE = 32, 1024, 16
+ROWS, KEYS = 32, 1024
 LAYERS, REPEATS = 8, 5  # launched in a row, as a step does; how often
 
 
@@ -30,6 +30,7 @@ def timing(
     kinds: GroupKinds,
     device: torch.device,
     rows: int,
+    block_size: int,
     now: Callable[[], float] = time.perf_counter,
 ) -> str:
     """The time per layer of ROWS decodes, or of ``rows`` if these are fewer, of KEYS tokens each,
@@ -40,7 +41,7 @@ def timing(
     group, kind = _widest(kinds)
     rows = min(ROWS, rows)
     try:
-        plan, arguments = _step(attention, heads, group, kind, rows, device)
+        plan, arguments = _step(attention, heads, group, kind, rows, block_size, device)
     except torch.OutOfMemoryError:
         return f"not measured, {rows} decodes of {KEYS:,} tokens do not fit in memory"
 
@@ -74,21 +75,22 @@ def _step(
     group: int,
     kind: LayerKind,
     rows: int,
+    block_size: int,
     device: torch.device,
 ) -> tuple[Any, tuple[Any, ...]]:
     """A plan of the decodes, and what ``run`` takes beside it."""
-    width = KEYS // BLOCK_SIZE
+    width = -(-KEYS // block_size)
     ragged = RaggedRows(
         query_starts=torch.arange(rows + 1, dtype=torch.int32),
         kv_lens=torch.full((rows,), KEYS, dtype=torch.int32),
         tables=torch.arange(rows * width, dtype=torch.int32).view(rows, width),
-        block_size=BLOCK_SIZE,
+        block_size=block_size,
         window=kind.window,
         group=group,
     )
     query = torch.zeros(rows, heads.query, heads.dim, dtype=heads.dtype, device=device)
     keys, values = (
-        torch.zeros(rows * width, BLOCK_SIZE, heads.kv, dim, dtype=heads.cache_dtype, device=device)
+        torch.zeros(rows * width, block_size, heads.kv, dim, dtype=heads.cache_dtype, device=device)
         for dim in (heads.dim, heads.value_dim)
     )
     sinks = query.new_zeros(heads.query) if kind.sinks else None

@@ -18,7 +18,7 @@ from fairlead_kernels import (
     triton_proof,
 )
 from fairlead_kernels.attention import AttentionBackend, GroupKinds, Heads
-from fairlead_kernels.attention_proof import prove
+from fairlead_kernels.attention_proof import BLOCK_SIZE, prove
 from fairlead_kernels.cpu import CpuOperations
 from fairlead_kernels.cpu_attention import CpuAttention
 from fairlead_kernels.flashinfer_attention import SUPPORTED, FlashinferAttention
@@ -55,8 +55,10 @@ def pick(
     kernels: str = "auto",
     *,
     deterministic: bool = False,
+    block_size: int = BLOCK_SIZE,
 ) -> BackendChoice:
-    """The kernels for a model with these heads and kinds of layers on this device: with ``auto``
+    """The kernels for a model with these heads and kinds of layers on this device, in whose cache
+    ``block_size`` tokens are a block: with ``auto``
     the fastest that can serve it, ``cpu`` those in C++, ``flashinfer`` its attention, with
     ``torch`` plain torch, which runs on every device. On GPUs ``auto`` takes attention by
     flashinfer, else in Triton, else in torch; layers have operations of their own, in Triton or
@@ -81,7 +83,7 @@ def pick(
         else:
             return BackendChoice(CpuAttention(heads, ours.library), ours)
     if kernels == "flashinfer" or (kernels == "auto" and device.type == "cuda"):
-        attention, what, why = _gpu_attention(heads, kinds, device, kernels)
+        attention, what, why = _gpu_attention(heads, kinds, device, kernels, block_size)
         layers, name = gpu_operations(heads.dtype, device, heads.cache_dtype)
         return BackendChoice(attention, layers, f"{what}, {name}{why}")
     on_cpu = f"plain torch on {torch.get_num_threads()} CPU threads"
@@ -90,7 +92,7 @@ def pick(
 
 
 def _gpu_attention(
-    heads: Heads, kinds: GroupKinds, device: torch.device, kernels: str
+    heads: Heads, kinds: GroupKinds, device: torch.device, kernels: str, block_size: int
 ) -> tuple[AttentionBackend, str, str]:
     """The first that can serve the model, what it is, and why those before it cannot. Raises
     NotAvailableError where only flashinfer may.
@@ -98,7 +100,7 @@ def _gpu_attention(
     try:
         package = flashinfer_for(heads, device)
         flashinfer = FlashinferAttention(heads, kinds, device, package)
-        prove(flashinfer, heads, kinds, device)
+        prove(flashinfer, heads, kinds, device, block_size)
     except NotAvailableError as error:
         if kernels == "flashinfer":
             raise
@@ -107,7 +109,7 @@ def _gpu_attention(
         return flashinfer, f"attention by flashinfer {package.version}", ""
     try:
         triton = triton_attention.load(heads, device)
-        prove(triton, heads, kinds, device)
+        prove(triton, heads, kinds, device, block_size)
     except NotAvailableError as error:
         plain = TorchAttention(heads, device)
         return plain, PORTABLE.format(device.type), f"{why}; no Triton attention: {error}"

@@ -40,7 +40,7 @@ class FusedLayer:
         self.layer = layer
         self.spec = spec
         self.rope = rope
-        self._call = call
+        self.call = call
         self._operations = operations
         self._group = group
 
@@ -87,7 +87,7 @@ class FusedLayer:
         query = ops.rope_write(
             qkv, *rope, cached.slots, cached.keys, cached.values, layer.q_norm, layer.k_norm
         )
-        attended = current.attend_cached(self.index, query, self._call)
+        attended = current.attend_cached(self.index, query, self.call)
         return self._product(attended.flatten(1), layer.out, layer.out_bias)
 
     def _mlp(self, normed: Tensor) -> Tensor:

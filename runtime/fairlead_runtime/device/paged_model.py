@@ -159,7 +159,9 @@ class PagedModel:
 
     @property
     def kinds(self) -> GroupKinds:
-        """The kinds of attention in each layer group, as the model's own layers call it."""
+        """The kinds of attention in each layer group, as its layers call it: those that fuse may
+        call it otherwise than the model's own.
+        """
         return tuple(
             frozenset(spec_of(self.calls[layer], group.window).kind for layer in group.layers)
             for group in group_layers(self.windows)

@@ -21,6 +21,7 @@ import numpy as np
 import torch
 
 from fairlead_kernels.attention import AttentionBackend
+from fairlead_kernels.attention_proof import BLOCK_SIZE as PROVEN
 from fairlead_kernels.backend import BackendChoice, pick
 from fairlead_kernels.cpu import CpuOperations
 from fairlead_kernels.not_available import NotAvailableError
@@ -146,6 +147,7 @@ def prepare_and_test(
     *,
     fp8_cache: bool = False,
     deterministic: bool = False,
+    block_size: int = PROVEN,
 ) -> tuple[ServedModel, SelfTestResult]:
     """The model on our paged attention and on the kernels that serve it, and the result. Raises
     ModelError, SelfTestError, or ConfigError where the kernels that are asked for cannot serve the
@@ -159,11 +161,13 @@ def prepare_and_test(
     spread, would leave little room for a fault.
 
     With ``deterministic`` on kernels whose sums have one order, which the canary shows.
+    ``block_size``: of the cache that will be served, for which kernels may be compiled.
     """
     name = str(loaded.config.model_type)
     with _packed_or_not(name):
         model = paged_model.prepare(loaded, fp8_cache=fp8_cache)
-        choice = _pick(model, kernels, deterministic=deterministic)
+        settings: dict[str, Any] = {"deterministic": deterministic, "block_size": block_size}
+        choice = _pick(model, kernels, **settings)
         rounding: Rounding | None = None
         cache: Rounding | None = None
         quantized = loaded.shape.quantized or quantization
@@ -180,7 +184,10 @@ def prepare_and_test(
             plain = expected
             expected = _expected(model, choice, loaded.max_model_len, fp8_cache=True)
             cache = _rounding_of_cache(model, expected, plain)
+        kinds = model.kinds
         fusion = fuse(model, choice.operations)
+        if model.kinds != kinds:
+            choice = _pick_again(choice, model, kernels, **settings)
         _check_fused(loaded, quantized, fusion)
         if deterministic:
             determinism.check(model, fusion)
@@ -252,9 +259,10 @@ def prepare_rank(
     quantization: str = "none",
     *,
     fp8_cache: bool = False,
+    block_size: int = PROVEN,
 ) -> tuple[ServedModel, SelfTestResult | None]:
     """One rank's part of a model, split on ``device``, and on rank 0 the result of the self-test;
-    the other ranks only take part in it. ``quantization`` as in ``prepare_and_test``.
+    the other ranks only take part in it. The other arguments as in ``prepare_and_test``.
 
     The expected logits are those of the whole model, computed before it is split: on an accelerator
     with each module's weights lent to it while the module runs. Raises as ``prepare_and_test``
@@ -268,7 +276,7 @@ def prepare_rank(
         to = None if loaded.shape.quantized else _rounded_to(quantization)
         with shards.computed_on(device, loaded.model):
             model = paged_model.prepare(loaded, device, fp8_cache=fp8_cache)
-            choice = _pick(model, kernels, ranks=group.size)
+            choice = _pick(model, kernels, ranks=group.size, block_size=block_size)
             whole: _Whole | None = None
             if group.rank == 0:
                 with computed_in_float32(model) if choice.operations else nullcontext():
@@ -280,7 +288,10 @@ def prepare_rank(
         group.meet(device)
         model.probe_again()
         shards.check_heads(model.heads, loaded.shape, group.size)
+        kinds = model.kinds
         fusion = fuse(model, choice.operations, group)
+        if model.kinds != kinds:
+            choice = _pick_again(choice, model, kernels, block_size=block_size)
         _check_fused(loaded, quantized, fusion)
         served, fp8 = ServedModel(model, choice, fusion), quantized == "fp8"
         if whole is None:
@@ -345,15 +356,30 @@ def _packed_or_not(name: str) -> Iterator[None]:
 
 
 def _pick(
-    model: PagedModel, kernels: str, ranks: int = 1, *, deterministic: bool = False
+    model: PagedModel,
+    kernels: str,
+    ranks: int = 1,
+    *,
+    deterministic: bool = False,
+    block_size: int = PROVEN,
 ) -> BackendChoice:
     facts = shards.heads_of(model.heads, ranks), model.kinds, model.device, kernels
     try:
-        return pick(*facts, deterministic=deterministic)
+        return pick(*facts, deterministic=deterministic, block_size=block_size)
     except NotAvailableError as error:
         if deterministic:
             raise ConfigError("deterministic", str(error), determinism.FIX) from error
         raise ConfigError("kernels", f"{kernels}: {error}", "use auto or torch") from error
+
+
+def _pick_again(
+    choice: BackendChoice, model: PagedModel, kernels: str, **settings: Any
+) -> BackendChoice:
+    """The choice with attention for the kinds of layers that there are now, and the operations that
+    fused layers have.
+    """
+    again = _pick(model, kernels, **settings)
+    return replace(again, operations=choice.operations)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

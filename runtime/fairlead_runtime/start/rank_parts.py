@@ -77,12 +77,19 @@ def load_rank(
             config.quantization,
             fp8_cache=fp8_cache,
             deterministic=config.deterministic,
+            block_size=config.block_size,
         )
     else:
         if place.type == "cuda":
             place = torch.device("cuda", group.rank)
         served, result = selftest.prepare_rank(
-            loaded, group, place, config.kernels, config.quantization, fp8_cache=fp8_cache
+            loaded,
+            group,
+            place,
+            config.kernels,
+            config.quantization,
+            fp8_cache=fp8_cache,
+            block_size=config.block_size,
         )
     loaded_at = now()
     model, choice = served.model, served.choice
@@ -92,7 +99,7 @@ def load_rank(
     if place.type == "cuda":
         attention = _keeps_nothing(choice.attention, model)
         rows = min(config.max_requests, config.max_batch_tokens)
-        price = timing(attention, model.heads, model.kinds, model.device, rows)
+        price = timing(attention, model.heads, model.kinds, model.device, rows, config.block_size)
         log.info("attention on %s: %s", choice.attention.name, price)
     if result is not None:
         log.info("%s", result)

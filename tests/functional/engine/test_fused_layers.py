@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from fairlead_kernels import reference
 from fairlead_kernels.backend import BackendChoice, pick
@@ -26,7 +27,7 @@ from fairlead_kernels.torch_operations import TorchOperations
 from fairlead_runtime.device import fused_layers, profiling, selftest, whole_model
 from fairlead_runtime.device.fused_layers import FusedRun
 from fairlead_runtime.device.fusion import Fusion, fuse, quantize_weights
-from fairlead_runtime.device.layer_parts import DoesNotFitError
+from fairlead_runtime.device.layer_parts import DoesNotFitError, ModuleCall, norm_of
 from fairlead_runtime.device.layer_recording import computed_in_float32, decoder_layers
 from fairlead_runtime.device.paged_model import PagedModel
 from fairlead_runtime.models import loading, tiny
@@ -258,6 +259,25 @@ class Watched(TorchOperations):
         return super().norm(x, norm, residual)
 
 
+@pytest.mark.parametrize("family", [family for family in EVERY if family not in REFUSED])
+def test_fused_layers_start_on_flashinfers_wrappers(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU: wrappers are made for the kinds of layers that there are, fused or not. OPT's
+    own code multiplies its queries, its fused layers leave that to the scores.
+    """
+
+    def pick_on_gpu(heads: Any, kinds: Any, *_: Any, **__: Any) -> BackendChoice:
+        return BackendChoice(flashinfer_standin.attention(heads, kinds), TorchOperations())
+
+    monkeypatch.setattr(selftest, "pick", pick_on_gpu)
+    loaded = loading.load(tiny.save(tiny.build(family), tmp_path))
+    served, result = selftest.prepare_and_test(loaded, "auto")
+    assert served.fusion.fused == served.fusion.layers
+    assert result.delta < selftest.TOLERANCE[torch.float32]
+    assert served.choice.attention.kinds == served.model.kinds  # type: ignore[attr-defined]
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(
     ("family", "settings"),
@@ -458,6 +478,47 @@ def test_the_self_test_judges_the_fused_layers() -> None:
     cast("Any", operations).linear = without_bias
     with pytest.raises(SelfTestError):
         selftest.check(model, attention(model), expected)
+
+
+def test_a_pass_that_failed_between_two_layers_leaves_nothing_to_the_next() -> None:
+    model = paged("qwen2")
+    expected = selftest.Expected.of(model, 512)
+    fuse(model, reference)
+    layers: Any = model.model.model
+    fault = layers.layers[1].register_forward_pre_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        selftest.check(model, attention(model), expected)
+    fault.remove()
+    assert selftest.check(model, attention(model), expected).delta < 1e-4
+
+
+def test_the_epsilon_of_a_norm_is_the_one_of_its_numbers_that_it_adds() -> None:
+    """Large inputs do not tell them apart."""
+    torch.manual_seed(0)
+    for other in (1e-5, 3e-6, 1e-8):
+        norm: Any = LlamaRMSNorm(16, eps=1e-6)
+        norm.other = other
+        norm.weight.data.copy_(torch.randn(16))
+        x = torch.randn(7, 16)
+        found = norm_of(ModuleCall(norm, x, norm(x)))
+        assert (found.eps, found.centered) == (1e-6, False)
+
+
+class Halves(torch.nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return 0.5 * x
+
+
+@pytest.mark.parametrize("norm", ["post_attention_layernorm", "post_feedforward_layernorm"])
+def test_a_factor_of_what_a_norm_after_attention_or_mlp_returns_is_not_fused(norm: str) -> None:
+    """A factor becomes part of a matrix, and the norm would take it out again."""
+    model = paged("gemma2")
+    layers: Any = model.model.model
+    layer = layers.layers[1]
+    setattr(layer, norm, torch.nn.Sequential(getattr(layer, norm), Halves()))
+    fused = fuse(model, reference)
+    reason = "layer 1: it multiplies what a norm after attention or MLP returns"
+    assert (fused.fused, fused.reason) == (fused.layers - 1, reason)
 
 
 def double(_module: Any, _inputs: Any, output: Any) -> Any:

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from fairlead_kernels.backend import pick
+from fairlead_kernels.torch_attention import TorchAttention
 from fairlead_runtime.config import ConfigError
 from fairlead_runtime.device import selftest
 from fairlead_runtime.device.kv_cache import CacheStorage
@@ -51,6 +52,19 @@ def test_a_block_that_is_not_copied_fails_the_test(
     monkeypatch.setattr(CacheStorage, "copy", lambda *_: None)
     with pytest.raises(SelfTestError):
         self_test(model, 512)
+
+
+def test_a_read_of_a_slot_that_was_not_written_fails_the_test_whatever_its_weight(
+    model: PagedModel,
+) -> None:
+    class Reads(TorchAttention):
+        def run(self, plan: Any, query: Any, keys: Any, values: Any, spec: Any) -> torch.Tensor:
+            out: torch.Tensor = super().run(plan, query, keys, values, spec)
+            return out.add(keys.sum() + values.sum(), alpha=0)
+
+    with pytest.raises(SelfTestError, match="differ from plain transformers by inf"):
+        selftest.run(model, Reads(model.heads, model.device), 512)
+    assert selftest.run(model, TorchAttention(model.heads, model.device), 512).delta < 1e-4
 
 
 def test_positions_that_are_wrong_beyond_160_fail_the_test(

@@ -34,7 +34,7 @@ def backends() -> list[object]:
 
 @pytest.mark.parametrize("backend", backends(), ids=lambda b: b.name)
 def test_a_layers_time_and_rate_are_said(backend: TorchAttention) -> None:
-    said = timing(backend, HEADS, KINDS, CPU, 256, clock())
+    said = timing(backend, HEADS, KINDS, CPU, 256, 16, clock())
     # 32 x 1,024 x 2 heads x 128 numbers x 4 bytes in a millisecond.
     assert said == "32 decodes of 1,024 tokens take 1.000 ms a layer, 34 GB/s"
 
@@ -42,7 +42,7 @@ def test_a_layers_time_and_rate_are_said(backend: TorchAttention) -> None:
 def test_fewer_rows_a_window_and_a_smaller_cache_read_less() -> None:
     heads = replace(HEADS, dtype=torch.bfloat16, fp8_cache=True)
     windowed = (frozenset({LayerKind(0.125, window=512)}),)
-    said = timing(TorchAttention(heads, CPU), heads, windowed, CPU, 16, clock())
+    said = timing(TorchAttention(heads, CPU), heads, windowed, CPU, 16, 48, clock())
     assert said == "16 decodes of 1,024 tokens take 1.000 ms a layer, 2 GB/s"
 
 
@@ -51,7 +51,7 @@ def test_a_start_without_memory_for_it_goes_on() -> None:
         def plan(self, ragged: RaggedRows):  # type: ignore[no-untyped-def]
             raise torch.OutOfMemoryError
 
-    said = timing(Full(HEADS, CPU), HEADS, KINDS, CPU, 8)
+    said = timing(Full(HEADS, CPU), HEADS, KINDS, CPU, 8, 16)
     assert said == "not measured, 8 decodes of 1,024 tokens do not fit in memory"
 
 
@@ -63,6 +63,6 @@ def test_what_is_planned_is_what_sees_most() -> None:
             planned.append(ragged)
             return super().plan(ragged)
 
-    assert timing(Seen(HEADS, CPU), HEADS, KINDS, CPU, 2)
+    assert timing(Seen(HEADS, CPU), HEADS, KINDS, CPU, 2, 256)
     (ragged,) = planned
-    assert (ragged.group, ragged.window) == (1, None)
+    assert (ragged.group, ragged.window, ragged.block_size) == (1, None, 256)

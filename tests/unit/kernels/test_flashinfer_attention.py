@@ -3,6 +3,7 @@ what is refused. tests/gpu runs the package itself.
 """
 
 import importlib
+import itertools
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -233,6 +234,27 @@ def test_a_plan_of_an_earlier_step_is_refused() -> None:
         attention.run(old, case.query, case.key_cache, case.value_cache, LayerSpec(0.3))
 
 
+def test_a_plan_is_refused_once_a_later_one_was_half_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The wrapper of the first kind has the later one already."""
+    kinds = (frozenset({PLAIN, LayerKind(0.2)}),)
+    attention = standin.attention(HEADS, kinds)
+    case = make_case([(4, 1), (7, 2)])
+    old = attention.plan(case.ragged)
+    plan, plans = FlashinferAttention._plan, itertools.count()
+
+    def fail_second(self: FlashinferAttention, *given: Any) -> None:
+        if next(plans):
+            raise RuntimeError("no memory")
+        plan(self, *given)
+
+    monkeypatch.setattr(FlashinferAttention, "_plan", fail_second)
+    with pytest.raises(RuntimeError, match="no memory"):
+        attention.plan(make_case([(5, 1), (8, 2)]).ragged)
+    for kind in kinds[0]:
+        with pytest.raises(ValueError, match="planned again since"):
+            attention.run(old, case.query, case.key_cache, case.value_cache, LayerSpec(kind.scale))
+
+
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
@@ -376,6 +398,13 @@ def test_plans_of_many_rows_at_fixed_addresses_get_a_workspace_that_holds_them()
         64 * 4 + larger + 2 * PLAN_BYTES,
         64 * 4 + larger + largest + 3 * PLAN_BYTES,
     ]
+
+
+def test_plans_at_fixed_addresses_have_the_room_of_the_first() -> None:
+    attention = standin.attention(HEADS, (frozenset({PLAIN}),))
+    attention.plan_decodes(decodes_of(4), room=4)
+    with pytest.raises(ValueError, match="room: layer group 0 has fixed plans for 4"):
+        attention.plan_decodes(decodes_of(4), room=8)
 
 
 # -- the choice at start

@@ -3,6 +3,7 @@ of the kernels, on which the engine is tested, computes what they do; plans, mem
 at start. tests/gpu runs the kernels on a GPU.
 """
 
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -309,7 +310,7 @@ def _on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: (9, 0))
     monkeypatch.setattr(flashinfer_package, "load", missing)
     monkeypatch.setattr(backend, "gpu_operations", lambda *_: (LAYERS, "layers in Triton"))
-    monkeypatch.setattr(backend, "prove", lambda a, h, k, _device: prove(a, h, k, CPU))
+    monkeypatch.setattr(backend, "prove", lambda a, h, k, _device, size: prove(a, h, k, CPU, size))
     monkeypatch.setattr(triton_attention, "load", lambda heads, _device: standin.attention(heads))
 
 
@@ -350,6 +351,58 @@ def test_where_neither_runs_auto_takes_plain_torch_and_says_why(
         "computes in bfloat16 and float16, the model in float32; no Triton attention: Triton is "
         "not installed)"
     )
+
+
+@pytest.mark.usefixtures("_on_a_gpu")
+def test_auto_takes_plain_torch_where_tritons_attention_computes_something_else(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    run = TritonAttention.run
+    monkeypatch.setattr(TritonAttention, "run", lambda self, *given: run(self, *given) + 0.1)
+    choice = pick(HEADS, KINDS, CUDA)
+    assert choice.attention.name == "torch"
+    assert re.search("no Triton attention: triton's kernel for .* differs from", str(choice))
+
+
+def test_the_block_size_that_is_served_is_proven(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel is compiled for each."""
+    sizes: list[int] = []
+    run = TritonAttention.run
+
+    def seen(self: TritonAttention, plan: Any, *given: Any) -> torch.Tensor:
+        sizes.append(plan.block_size)
+        return run(self, plan, *given)
+
+    monkeypatch.setattr(TritonAttention, "run", seen)
+    prove(standin.attention(HEADS), HEADS, KINDS, CPU, 48)
+    assert set(sizes) == {48}
+
+
+def test_a_kernel_that_loses_a_part_of_a_long_row_is_found_at_start(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    run = TritonAttention.run
+
+    def lossy(self: TritonAttention, *given: Any) -> torch.Tensor:
+        out = run(self, *given)
+        if len(out) == 3:  # decodes alone, the last of which has its keys split
+            out[2] += 0.1
+        return out
+
+    monkeypatch.setattr(TritonAttention, "run", lossy)
+    with pytest.raises(NotAvailableError, match="differs from the reference by 0.1"):
+        prove(standin.attention(HEADS), HEADS, KINDS, CPU)
+
+
+def test_queries_whose_elements_are_no_neighbours_are_attended() -> None:
+    """A kernel takes their stride for 1."""
+    case = make_case([(4, 1), (9, 3)], heads=HEADS)
+    ours = standin.attention(HEADS)
+    plan = ours.plan(case.ragged)
+    caches = case.key_cache, case.value_cache, LayerSpec(0.3)
+    strided = case.query.transpose(1, 2).contiguous().transpose(1, 2)
+    assert strided.stride(-1) != 1
+    assert torch.equal(ours.run(plan, strided, *caches), ours.run(plan, case.query, *caches))
 
 
 @both
