@@ -70,12 +70,16 @@ UNFUSED = {
     "layers fp8": "rounded fp8",
     **dict.fromkeys(INT8_RANKS, "rounded"),
     "ranks layers fp8": "rounded fp8",
-} | dict.fromkeys(("layers", "triton", "ranks", "ranks ahead", *FUSED_RANKS), "torch")
+    **dict.fromkeys(("layers", "graphs layers", "triton"), "torch"),
+    **dict.fromkeys(("ranks", "ranks ahead", *FUSED_RANKS), "torch"),
+}
+GRAPHS = ("graphs", "graphs layers")
 # Those that stand for a GPU: what they offload crosses on a stream of its own.
 ON_GPU = (
     "flashinfer",
     "resident",
     "graphs",
+    "graphs layers",
     "layers",
     "triton",
     "ranks",
@@ -271,15 +275,15 @@ class Rig:
     int8 is cpu with int8 weights; their reference, rounded, computes in torch with the same. So do
     the layers of GPUs, for int8 and fp8. flashinfer is its attention on the stand-in of its
     wrappers; resident the same with the decodes' state on the device; graphs with captured steps
-    besides; layers are the fused ones of GPUs in torch, beside attention in torch, and triton those
-    in Triton, beside flashinfer's. ranks is torch on two processes, each with half of the model;
-    ranks cpu, ranks layers and ranks triton are the same with layers fused, but for ``odd``, which
-    does not fit on the other one; with int8 or fp8 behind, some also with such weights; ranks ahead
-    launches steps, on the stand-in of flashinfer's wrappers. After
-    "fp8 cache " they have one, and the reference rounds keys and values. fixed is cpu with
-    ``deterministic``, whose text nothing but itself is compared with; fixed triton the same in
-    Triton. After "triton " attention, resident and graphs have Triton's attention on the stand-in
-    of its kernels, interpreted in its interpreter.
+    besides; layers are the fused ones of GPUs in torch, beside attention in torch, graphs layers
+    those beside graphs, and triton those in Triton, beside flashinfer's. ranks is torch on two
+    processes, each with half of the model; ranks cpu, ranks layers and ranks triton are the same
+    with layers fused, but for ``odd``, which does not fit on the other one; with int8 or fp8
+    behind, some also with such weights; ranks ahead launches steps, on the stand-in of flashinfer's
+    wrappers. After "fp8 cache " they have one, and the reference rounds keys and values. fixed is
+    cpu with ``deterministic``, whose text nothing but itself is compared with; fixed triton the
+    same in Triton. After "triton " attention, resident and graphs have Triton's attention on the
+    stand-in of its kernels, interpreted in its interpreter.
     """
 
     def __init__(
@@ -317,7 +321,7 @@ class Rig:
         amounts = {"units": units, "block_size": setting.block_size, "host_units": host_units}
         if self._kernels in ON_GPU:
             amounts["side"] = setting.side
-        resident = self._kernels in ("resident", "graphs")
+        resident = self._kernels in ("resident", *GRAPHS)
         # The last unit is for padding rows.
         cache = cache_of(self.model, **{**amounts, "units": units + resident})
         if self._pair is not None:
@@ -357,7 +361,7 @@ class Rig:
         attention: AttentionBackend,
         setting: Setting,
     ) -> dict[str, Any]:
-        if self._kernels != "graphs":
+        if self._kernels not in GRAPHS:
             return {}
 
         def kept() -> list[torch.Tensor]:
@@ -385,7 +389,7 @@ class Rig:
             interpreted = self._kernels == "interpreted"
             ours = triton_standin.attention(model.heads, interpreted=interpreted)
             return BackendChoice(ours, None)
-        if self._kernels in ("flashinfer", "resident", "graphs", "triton"):
+        if self._kernels in ("flashinfer", "resident", *GRAPHS, "triton"):
             return BackendChoice(flashinfer_standin.attention(model.heads, model.kinds), None)
         return choice_of(model, self._kernels)
 

@@ -317,6 +317,18 @@ def test_with_captured_decodes_greedy_text_equals_transformers(family: str) -> N
     check_three_settings(family, "graphs")
 
 
+@pytest.mark.parametrize("family", FUSED if LONG_FORM else ["llama", "gemma2", "gpt_neox"])
+def test_with_captured_decodes_of_fused_layers_greedy_text_equals_transformers(family: str) -> None:
+    """What a GPU runs by default."""
+    check_three_settings(family, "graphs layers")
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("family", sorted(OTHERS))
+def test_on_flashinfers_wrappers_other_families_give_transformers_text(family: str) -> None:
+    check_three_settings(family, "flashinfer")
+
+
 @pytest.mark.parametrize("family", ["gpt2", "llama", "gpt_bigcode", "gemma2", "gpt_oss"])
 def test_on_tritons_attention_with_captured_decodes_greedy_text_equals_transformers(
     family: str,
