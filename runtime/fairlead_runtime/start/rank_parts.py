@@ -97,14 +97,18 @@ def load_rank(
         release_memory()  # of the weights in float32, before they were packed
     log.info("kernels: %s, %s", choice, served.fusion)
     if place.type == "cuda":
-        attention = _keeps_nothing(choice.attention, model)
-        rows = min(config.max_requests, config.max_batch_tokens)
-        price = timing(attention, model.heads, model.kinds, model.device, rows, config.block_size)
-        log.info("attention on %s: %s", choice.attention.name, price)
+        log.info("%s", price_of_attention(choice.attention, model, config))
     if result is not None:
         log.info("%s", result)
     profile = _profile(model, choice.attention, config, loaded.max_model_len)
     return RankParts(loaded, served, result, profile, loaded_at)
+
+
+def price_of_attention(attention: AttentionBackend, model: PagedModel, config: EngineConfig) -> str:
+    """What a step's decodes take of it, in words, measured now."""
+    rows = min(config.max_requests, config.max_batch_tokens)
+    sizes = model.heads, model.kinds, model.device, rows, config.block_size
+    return f"attention on {attention.name}: {timing(_keeps_nothing(attention, model), *sizes)}"
 
 
 def _profile(

@@ -1,0 +1,37 @@
+"""What a start says of the kernels that it has chosen."""
+
+import re
+from typing import Any
+
+import pytest
+
+from fairlead_kernels.torch_attention import TorchAttention
+from fairlead_runtime.config import EngineConfig
+from fairlead_runtime.device.paged_model import PagedModel
+from fairlead_runtime.start.rank_parts import price_of_attention
+from support import flashinfer_standin, triton_standin
+from support.engine_rig import rig
+
+
+def plain(model: PagedModel) -> Any:
+    return TorchAttention(model.heads, model.device)
+
+
+def flashinfer(model: PagedModel) -> Any:
+    return flashinfer_standin.attention(model.heads, model.kinds)
+
+
+def triton(model: PagedModel) -> Any:
+    return triton_standin.attention(model.heads)
+
+
+@pytest.mark.parametrize("backend", [plain, flashinfer, triton])
+@pytest.mark.parametrize("family", ["gemma2", "gpt_oss"])
+def test_what_attention_takes_is_said_for_as_many_rows_as_a_step_has(
+    family: str, backend: Any
+) -> None:
+    model = rig(family).model
+    attention, config = backend(model), EngineConfig(max_requests=64, max_batch_tokens=5)
+    said = price_of_attention(attention, model, config)
+    start = f"attention on {attention.name}: 5 decodes of 1,024 tokens take "
+    assert re.fullmatch(re.escape(start) + r"\d+\.\d{3} ms a layer, \d+ GB/s", said), said
