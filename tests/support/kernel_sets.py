@@ -1,9 +1,11 @@
 """The instruction sets whose C++ kernels this machine can run, for tests of each of them."""
 
 import pytest
+import torch
 
-from fairlead_kernels import library
+from fairlead_kernels import cpu, library
 from fairlead_kernels.not_available import NotAvailableError
+from fairlead_runtime.sizing.terms import PANEL
 
 
 def _available() -> list[str]:
@@ -20,3 +22,11 @@ SETS = [name for name in PRODUCT_SETS if "+" not in name]
 _NONE = [pytest.param("none", marks=pytest.mark.skip(reason="the C++ kernels are not built"))]
 every_set = pytest.mark.parametrize("instruction_set", SETS or _NONE)
 every_product_set = pytest.mark.parametrize("instruction_set", PRODUCT_SETS or _NONE)
+
+
+def rows_beyond_the_plan(rows: int) -> int:
+    """By how many rows the plan pads a packed head more than the C++ kernels of this machine do: it
+    knows no instruction set, and counts the widest panels.
+    """
+    held = cpu.load().pack([torch.zeros(rows, 1)]).nbytes // 4
+    return -(-rows // PANEL) * PANEL - held
