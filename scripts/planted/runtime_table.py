@@ -1601,6 +1601,13 @@ BUGS = (
         QUANTIZED_RANKS,
     ),
     PackageBug(
+        "rotated weights are served without their rotations",
+        f"{RUNTIME}/sizing/published.py",
+        'if _object(_object(settings, "transform_config"), "config_groups"):',
+        "if False:",
+        ("unit/sizing/test_published.py",),
+    ),
+    PackageBug(
         "int4 columns in an order of their own are split",
         f"{RUNTIME}/sizing/ranks.py",
         "    if shape.orders:\n",

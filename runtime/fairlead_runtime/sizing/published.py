@@ -105,6 +105,8 @@ def _compressed_tensors(config: Mapping[str, Any], settings: Mapping[str, Any]) 
     sparsity = _object(settings, "sparsity_config")
     if sparsity.get("format", "dense") != "dense":
         raise refusal("sparsity_config.format", sparsity["format"], "dense weights are served")
+    if _object(_object(settings, "transform_config"), "config_groups"):
+        raise refusal("transform_config", "set", "weights as they multiply are served")
     groups = _object(settings, "config_groups")
     if len(groups) != 1:
         raise refusal("config_groups", f"{len(groups)} groups", "one for all layers is served")

@@ -51,6 +51,9 @@ REFUSED = {
     "quant_method 'gguf'": lambda s: s.update(quant_method="gguf"),
     "quantization_status 'frozen'": lambda s: s.update(quantization_status="frozen"),
     "sparsity_config.format": lambda s: s.update(sparsity_config={"format": "sparse-bitmask"}),
+    "transform_config 'set'": lambda s: s.update(
+        transform_config={"config_groups": {"v": {"type": "hadamard", "apply": []}}}
+    ),
     "config_groups '0 groups'": lambda s: s.update(config_groups={}),
     "config_groups '2 groups'": lambda s: s["config_groups"].update(group_1={}),
     "config_groups must be an object": lambda s: s.update(config_groups=[1]),
