@@ -37,6 +37,7 @@ from benchmarks.gpu.ours import Ours, Target
 from benchmarks.gpu.report import Report, Row
 from benchmarks.gpu.sizes import Sizes
 from benchmarks.gpu.theirs import Theirs
+from benchmarks.gpu.vllm_engine import LONG
 
 SAMPLING: dict[str, dict[str, Any]] = {
     "temperature": {"temperature": 0.8},
@@ -220,7 +221,7 @@ class Run:
             raise LeftOutError("it is not installed beside this Python, and --vllm names no other")
         cases = [*self.plan.cases, self.plan.crowd]
         numbers = [str(n) for case in cases for n in (*case, self.plan.steps)]
-        longest = self.plan.sizes(tuple(cases)).longest
+        longest = max(context + LONG * self.plan.steps for _, context in cases)
         dtype = str(self.target.dtype).removeprefix("torch.")
         program = Path(__file__).with_name("vllm_engine.py")
         command = [python or sys.executable, str(program), str(self.target.folder), dtype]

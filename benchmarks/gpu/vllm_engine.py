@@ -37,8 +37,12 @@ def main() -> None:
         ]
         params = SamplingParams(temperature=0.0, max_tokens=new, ignore_eos=True, detokenize=False)
         began = time.perf_counter()
-        llm.generate(prompts, params, use_tqdm=False)
-        return time.perf_counter() - began
+        results = llm.generate(prompts, params, use_tqdm=False)
+        taken = time.perf_counter() - began
+        made = {len(result.outputs[0].token_ids) for result in results}
+        if made != {new}:
+            raise SystemExit(f"vLLM made {sorted(made)} tokens where {new} were asked for")
+        return taken
 
     found = []
     for rows, context, steps in cases:

@@ -1608,6 +1608,20 @@ BUGS = (
         ("unit/sizing/test_published.py",),
     ),
     PackageBug(
+        "a group's own format is not read",
+        f"{RUNTIME}/sizing/published.py",
+        'group.get("format") or settings.get("format")',
+        'settings.get("format")',
+        ("unit/sizing/test_published.py",),
+    ),
+    PackageBug(
+        "GPTQ's older key of its form is not read",
+        f"{RUNTIME}/sizing/gptq_awq.py",
+        'settings.get("checkpoint_format") or settings.get("format")',
+        'settings.get("checkpoint_format")',
+        ("unit/sizing/test_published.py",),
+    ),
+    PackageBug(
         "int4 columns in an order of their own are split",
         f"{RUNTIME}/sizing/ranks.py",
         "    if shape.orders:\n",

@@ -14,6 +14,7 @@ from fairlead_kernels.backend import fixed_kernels
 from fairlead_kernels.layer import LayerOperations
 from fairlead_runtime.device import selftest
 from fairlead_runtime.models import loading, tiny
+from support import device_cases
 
 pytestmark = pytest.mark.gpu
 
@@ -50,6 +51,14 @@ def test_a_product_of_a_token_is_the_same_beside_any_others(dtype: torch.dtype) 
     torch.testing.assert_close(whole[:8].double().cpu(), want, rtol=0.02, atol=0.02)
     for part in (slice(699, 700), slice(5, 7), slice(3, 19), slice(100, 229)):
         assert torch.equal(ours.linear(x[part], packed), whole[part]), part
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_text_is_the_same_in_a_crowd(dtype: torch.dtype, tmp_path: Path) -> None:
+    """With chunks and preemption, through the whole engine."""
+    folder = tiny.save(tiny.build("gemma2").to(dtype), tmp_path)
+    name = str(dtype).removeprefix("torch.")
+    assert device_cases.check_deterministic(folder, CUDA, name) > 0
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -44,7 +44,8 @@ pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda")
 MAX_LEN = 512
 both = pytest.mark.parametrize("name", ["torch", "triton"])
-examples = settings(max_examples=200, deadline=None)
+# Few and the same ones each time: Triton compiles nearly every example, and keeps what it has.
+examples = settings(max_examples=40, deadline=None, derandomize=True)
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -90,6 +90,26 @@ def logits(model: Any, tokens: list[int]) -> torch.Tensor:
     return out.float().cpu()
 
 
+def check_deterministic(folder: Path, device: torch.device, dtype: str, **settings: Any) -> int:
+    """A request's text is the same alone and in a crowd, drawn too, with preemption and chunks.
+    Returns how many sequences of the crowd were preempted.
+    """
+    params = [
+        SamplingParams(temperature=0.9 * (i % 2), seed=i, max_tokens=24, ignore_eos=True)
+        for i in range(len(PROMPTS))
+    ]
+    prompts = [{"prompt_token_ids": prompt} for prompt in PROMPTS]
+    few = SETTINGS | {"max_batch_tokens": 64, "dtype": dtype} | settings
+    with LLM(str(folder), device=device.type, deterministic=True, **few) as llm:
+        pairs = zip(prompts, params, strict=True)
+        alone = [texts(llm.generate([a], b, use_tqdm=False)) for a, b in pairs]
+        before = llm.parts.engine.snapshot().scheduler.preemptions
+        crowd = texts(llm.generate(prompts, params, use_tqdm=False))
+        preempted = llm.parts.engine.snapshot().scheduler.preemptions - before
+    assert [one for (one,) in alone] == crowd
+    return preempted
+
+
 def check_equal(case: Case, found: list[list[int]]) -> None:
     """Greedy texts in float32 equal transformers', up to a tie."""
     model = case.reference()

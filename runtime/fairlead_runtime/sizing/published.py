@@ -99,9 +99,8 @@ def published(config: Mapping[str, Any]) -> Published | None:
 
 
 def _compressed_tensors(config: Mapping[str, Any], settings: Mapping[str, Any]) -> Published:
-    if settings.get("quantization_status", "compressed") != "compressed":
-        status = settings["quantization_status"]
-        raise refusal("quantization_status", status, "compressed is served")
+    # Exporters also leave the word for weights that no longer change; a format says what is stored.
+    check_value(settings, "quantization_status", ("compressed", "frozen"))
     sparsity = _object(settings, "sparsity_config")
     if sparsity.get("format", "dense") != "dense":
         raise refusal("sparsity_config.format", sparsity["format"], "dense weights are served")
@@ -121,7 +120,7 @@ def _compressed_tensors(config: Mapping[str, Any], settings: Mapping[str, Any]) 
     if weights.get("num_bits") == 4:
         return _four_bits(weights, stored)
     _check_weights(weights)
-    served: Literal["int8", "fp8"] = "int8" if weights["type"] == "int" else "fp8"
+    served: Literal["int8", "fp8"] = "fp8" if weights.get("type") == "float" else "int8"
     if stored == _PACKED and served == "int8":
         return Published(served, "weight_packed", 4)
     if stored not in _PLAIN:
@@ -130,15 +129,17 @@ def _compressed_tensors(config: Mapping[str, Any], settings: Mapping[str, Any]) 
 
 
 def _check_weights(weights: Mapping[str, Any]) -> None:
-    """Refuse all but 8-bit numbers with a scale per output row, or one for all of them."""
+    """Refuse all but 8-bit numbers with a scale per output row, or one for all of them. The first
+    of the values that work is what compressed-tensors takes an absent key for.
+    """
     for key, works in (
         ("num_bits", (8,)),
         ("type", ("int", "float")),
-        ("strategy", ("channel", "tensor")),
+        ("strategy", ("tensor", "channel")),
         ("symmetric", (True,)),
         ("dynamic", (False, None)),
     ):
-        check_value({key: weights.get(key)}, key, works, prefix="weights.")
+        check_value(weights, key, works, prefix="weights.")
 
 
 def _four_bits(weights: Mapping[str, Any], stored: object) -> Published:
@@ -150,11 +151,11 @@ def _four_bits(weights: Mapping[str, Any], stored: object) -> Published:
         ("dynamic", (False, None)),
         ("actorder", (None, "static", "weight", *_SORTED)),
     ):
-        check_value({key: weights.get(key)}, key, works, prefix="weights.")
+        check_value(weights, key, works, prefix="weights.")
     if stored != _PACKED:
         raise refusal("format", stored, f"4-bit {_PACKED} is served")
     group = 0
-    if weights["strategy"] == "group":
+    if weights.get("strategy", "group") == "group":
         group = weights.get("group_size", 0)
         check_value({"group_size": group}, "group_size", GROUP_SIZES, prefix="weights.")
     ordered = weights.get("actorder") in _SORTED and group > 0

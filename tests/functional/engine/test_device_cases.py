@@ -49,6 +49,11 @@ def test_bfloat16_is_close_and_other_weights_are_not(
 reference = Case.reference
 
 
+def test_deterministic_text_is_the_same_in_a_crowd(tmp_path: Path) -> None:
+    folder = tiny.save(tiny.build("llama").bfloat16(), tmp_path)
+    assert device_cases.check_deterministic(folder, CPU, "bfloat16") > 0
+
+
 def test_a_published_int8_checkpoint_gives_the_text_of_its_matrices(tmp_path: Path) -> None:
     device_cases.check_published("llama", CPU, tmp_path, "int")
 

@@ -76,6 +76,31 @@ def test_every_number_of_tokens_has_one_tile(
     assert len(set(launched)) == 1
 
 
+def test_every_number_of_queries_has_one_tile_of_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plan of one tile or of many: the order of a row's sums is that of its keys."""
+    launched: list[tuple[object, ...]] = []
+
+    class Kernel:
+        def __getitem__(self, _grid: tuple[int, ...]) -> "Kernel":
+            return self
+
+        def __call__(self, *_: object, **options: object) -> None:
+            launched.append(tuple(sorted(options.items())))
+
+    heads = Heads(4, 2, 16, 16, torch.float32)
+    ours = fixed_attention(heads)
+    monkeypatch.setattr(ours, "_kernels", type("Kernels", (), {"attend_in_order": Kernel()}))
+    counts = []
+    for rows in ([(4, 1)], [(9, 1)] * 63, [(0, 300), (7, 1)], [(3, 2)] * 900):
+        case = make_case(rows, heads=heads)
+        plan = ours.plan(case.ragged)
+        counts.append(len(plan.tiles))
+        ours.run(plan, case.query, case.key_cache, case.value_cache, LayerSpec(0.3))
+    assert counts[0] == 1
+    assert counts[-1] == 900
+    assert len(set(launched)) == 1
+
+
 def test_no_product_is_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
     ours = fixed_operations()
     weights = Packed(torch.randn(5, 8).to(FP8), 5, 8, scales=torch.ones(5))

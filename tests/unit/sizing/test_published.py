@@ -47,9 +47,51 @@ def test_the_shape_of_a_quantized_model_is_that_of_the_plain_one() -> None:
     assert shape.parameters == plain.parameters
 
 
+def test_what_exporters_leave_out_or_call_otherwise_is_served() -> None:
+    """As in the checkpoint that transformers' own page on compressed-tensors shows."""
+
+    def shortened(settings: dict[str, Any]) -> None:
+        settings.update(quantization_status="frozen", format="naive-quantized")
+        group(settings)["weights"] = {"num_bits": 8, "type": "float", "strategy": "tensor"}
+
+    assert published(config_of(shortened)) == Published("fp8")
+
+    def bare(settings: dict[str, Any]) -> None:
+        group(settings)["weights"] = {}
+
+    assert published(config_of(bare)) == Published("int8")
+
+
+def test_a_group_says_how_its_weights_are_stored() -> None:
+    def mixed(settings: dict[str, Any]) -> None:
+        group(settings)["format"], settings["format"] = settings["format"], "mixed-precision"
+
+    assert published(config_of(mixed, packed=True)) == Published("int8", "weight_packed", 4)
+    with pytest.raises(QuantizedError, match="format 'marlin-24'"):
+        published(config_of(lambda s: group(s).update(format="marlin-24")))
+
+
+def test_gptq_and_awq_say_their_form_by_an_older_key_too() -> None:
+    def older(key: str, value: str) -> Any:
+        def change(settings: dict[str, Any]) -> None:
+            settings.pop("checkpoint_format", None)
+            settings.pop("version", None)
+            settings[key] = value
+
+        return change
+
+    second = published(four_bits(gptq(), older("format", "gptq_v2")))
+    assert second is not None
+    assert second.layout == "gptq_v2"
+    with pytest.raises(QuantizedError, match="checkpoint_format 'marlin'"):
+        published(four_bits(gptq(), older("format", "marlin")))
+    with pytest.raises(QuantizedError, match="version 'gemv'"):
+        published(four_bits(awq(), older("format", "gemv")))
+
+
 REFUSED = {
     "quant_method 'gguf'": lambda s: s.update(quant_method="gguf"),
-    "quantization_status 'frozen'": lambda s: s.update(quantization_status="frozen"),
+    "quantization_status 'initialized'": lambda s: s.update(quantization_status="initialized"),
     "sparsity_config.format": lambda s: s.update(sparsity_config={"format": "sparse-bitmask"}),
     "transform_config 'set'": lambda s: s.update(
         transform_config={"config_groups": {"v": {"type": "hadamard", "apply": []}}}
