@@ -1300,6 +1300,27 @@ BUGS = (
         (RANKS,),
     ),
     PackageBug(
+        "one may wait while a step of it is in flight",
+        f"{RUNTIME}/scheduling/invariants.py",
+        "if sequence.flying or sequence.reached != sequence.computed:",
+        "if False:",
+        ("unit/scheduling/test_invariants.py",),
+    ),
+    PackageBug(
+        "who has ended may hold blocks for ever",
+        f"{RUNTIME}/scheduling/invariants.py",
+        "if not sequence.flying or sequence.status not in FINAL:",
+        "if False:",
+        ("unit/scheduling/test_invariants.py",),
+    ),
+    PackageBug(
+        "a long prefill in flight has the time of the decode behind it",
+        f"{RUNTIME}/engine/engine.py",
+        "        self.progress.begin(self._pipeline.tokens)\n        for outcome",
+        "        for outcome",
+        ("unit/engine/test_engine.py",),
+    ),
+    PackageBug(
         "a batch is bisected on a device that is lost",
         f"{RUNTIME}/engine/isolate.py",
         "        except DeviceLostError:\n            raise\n",

@@ -281,7 +281,7 @@ class Engine:
     def _collect(self, began: float) -> None:
         if self._pipeline.flies:  # nothing was begun since
             self.idle = False
-            self.progress.begin(self._pipeline.tokens)
+        self.progress.begin(self._pipeline.tokens)
         for outcome in self._pipeline.take(self._executor, self._scheduler):
             self._update(outcome, began)
             began = self._now()

@@ -55,8 +55,10 @@ class Pipeline:
 
     @property
     def tokens(self) -> int:
-        """Of the oldest step."""
-        return sum(row.count for row in self._steps[0].work.rows)
+        """Of all steps that are here: whoever waits for the oldest may wait for the device to come
+        to it, and those behind it have begun.
+        """
+        return sum(row.count for step in self._steps for row in step.work.rows)
 
     @property
     def flies(self) -> bool:

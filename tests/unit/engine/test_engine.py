@@ -3,6 +3,7 @@
 import random
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import pytest
 
@@ -24,6 +25,7 @@ from support.fake_engine import (
     Clock,
     Collected,
     FakeRunner,
+    LaunchingRunner,
     limits,
     request,
     rig,
@@ -413,6 +415,27 @@ def test_the_first_step_may_take_what_the_profiling_run_says() -> None:
     assert small == pytest.approx(SLACK * 0.5)
     assert full == pytest.approx(SLACK * 0.16 * 8192)
     assert full > ALIVE_STEP_SECONDS
+
+
+def test_a_launched_prefill_that_is_waited_for_has_its_own_allowance() -> None:
+    """Not that of the small step that was launched behind it, nor of the one before."""
+    waited: dict[int, float] = {}
+
+    def collected(work: Work) -> None:
+        tokens = sum(row.count for row in work.rows)
+        waited[tokens] = engine.progress.allowance()
+
+    times = StepTimes(per_token=0.01, decode=0.001, full=90.0)
+    large: dict[str, Any] = dict.fromkeys(("max_batch_tokens", "num_blocks", "max_model_len"), 9000)
+    engine = rig(LaunchingRunner(lost=collected), step_times=times, **large)
+    engine.submit(request("decoding", 10, 30))
+    for _ in range(4):
+        engine.step()
+    engine.submit(request("long", 8000, 5))
+    run(engine)
+    assert engine.counters.steps_launched > 8
+    assert waited[8001] >= SLACK * 80
+    assert waited[2] < SLACK
 
 
 def test_slow_small_steps_do_not_hide_a_hung_large_one() -> None:
