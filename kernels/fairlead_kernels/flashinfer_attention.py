@@ -23,6 +23,7 @@ from fairlead_kernels.attention import (
     LayerSpec,
     RaggedRows,
 )
+from fairlead_kernels.flashinfer_memory import PLAN_BYTES, WORKSPACE_BYTES, split_bytes
 from fairlead_kernels.flashinfer_package import FlashinferPackage
 from fairlead_kernels.flashinfer_plan import PagedRows, decode_rows, paged_rows
 from fairlead_kernels.not_available import NotAvailableError, brief
@@ -30,12 +31,6 @@ from fairlead_kernels.not_available import NotAvailableError, brief
 # The generation of kernels that is asked for, on every GPU: `auto` would take another on Hopper,
 # with modules of its own to compile and without the fixed splits that equal results need.
 FA2 = "fa2"
-# The package's advice. It holds the parts of split rows: at most two tiles for each of a GPU's
-# multiprocessors, 128 rows of float32 each, which is 35 MB at 132 of them and a dim of 256. Plans
-# at fixed addresses may need more: `split_bytes`.
-WORKSPACE_BYTES = 128 << 20
-# What each wrapper allocates itself for its plan, and as much pinned host memory.
-PLAN_BYTES = 8 << 20
 # Wrappers are planned one after another in every step, and each takes PLAN_BYTES.
 MOST_PLANS = 32
 
@@ -104,27 +99,6 @@ SUPPORTED = Supported(
 
 def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-def split_bytes(heads: Heads, rows: int, gpu: Any) -> int:
-    """What a plan of so many decodes at fixed addresses takes of a workspace: the parts of split
-    rows, for the most tiles that such a step could have on this GPU, by its properties.
-
-    So count ``PrefillSplitQOKVIndptr`` and ``FA2DetermineCtaTileQ`` of the package.
-    """
-    if heads.group > 64 and heads.dim < 256:
-        tile = 128
-    else:
-        tile = 64 if heads.group > 16 or gpu.major < 8 else 16
-    split = 2 * gpu.multi_processor_count // heads.kv
-    tiles = max(split, -(-rows * heads.group // tile) + rows - 1)
-    parts = -(-tiles * tile // heads.group)
-    values, sums = (heads.query * parts * size * 4 for size in (heads.value_dim, 1))
-    return _aligned(values) + _aligned(sums)
-
-
-def _aligned(size: int) -> int:
-    return -(-size // 16) * 16
 
 
 # The form of a step that a wrapper serves: rows of any length, decodes, or as many decodes at
@@ -233,7 +207,9 @@ class FlashinferAttention:
     def _workspace_for(self, rows: int) -> Tensor:
         """One that is large enough for a plan of so many decodes at fixed addresses."""
         largest = self._larger[-1] if self._larger else self._workspace
-        if largest.nbytes < (needed := split_bytes(self.heads, rows, self._gpu)):
+        h, gpu = self.heads, self._gpu
+        sizes = h.query, h.kv, h.dim, rows, gpu.multi_processor_count
+        if largest.nbytes < (needed := split_bytes(*sizes, older=gpu.major < 8)):
             largest = torch.zeros(needed, dtype=torch.uint8, device=largest.device)
             self._larger.append(largest)
         return largest

@@ -871,8 +871,8 @@ BUGS = (
     ),
     PackageBug(
         "the workspace of plans for graphs holds the parts of one tile a row",
-        FLASHINFER,
-        "-(-rows * heads.group // tile) + rows - 1)",
+        "kernels/fairlead_kernels/flashinfer_memory.py",
+        "-(-rows * group // tile) + rows - 1)",
         "rows)",
         ON_FLASHINFER,
     ),

@@ -3,16 +3,13 @@
 Owns both rules, for the plan and for the runtime. Pure.
 """
 
+from fairlead_kernels.flashinfer_memory import PLAN_BYTES, WORKSPACE_BYTES, split_bytes
 from fairlead_runtime.config import EngineConfig
 from fairlead_runtime.sizing.shape import ModelShape
 
 # Assumed until it is measured at start: of one graph, its kernels' arguments.
 GRAPH_BYTES = 4 << 20
-# What flashinfer allocates for the plans of one size of steps and one layer group.
-PLAN_BYTES = 8 << 20
 BLOCK_BYTES = 4  # of a block's id
-# flashinfer's workspace, which is no term of the plan. Graphs of many rows take another one.
-WORKSPACE_BYTES = 128 << 20
 # Ways to sample a step, each with graphs of its own: three draws, with and without changed logits
 # and log-probabilities, and none.
 WAYS = 13
@@ -53,15 +50,7 @@ def graph_bytes(
     sizes = step_sizes(config)
     graphs = min(config.max_cached_graphs, WAYS * len(sizes))
     plans = groups * (len(sizes) * PLAN_BYTES + sizes[-1] * blocks * BLOCK_BYTES)
-    return step + graphs * GRAPH_BYTES + plans + _workspace(shape, sizes[-1])
-
-
-def _workspace(shape: ModelShape, rows: int) -> int:
-    """Of the parts of split rows, where it is larger than the one that all steps have; as
-    ``split_bytes`` of the kernels, for compute capability 8.0 and later.
-    """
-    group = shape.heads // shape.kv_heads
-    tile = 16 if group <= 16 else 64 if group <= 64 or shape.head_dim >= 256 else 128
-    tiles = -(-rows * group // tile) + rows - 1
-    size = shape.heads * -(-tiles * tile // group) * (shape.head_dim + 1) * 4
-    return size if size > WORKSPACE_BYTES else 0
+    parts = split_bytes(shape.heads, shape.kv_heads, shape.head_dim, sizes[-1])
+    # In the workspace of all steps, which is no term of the plan, or in one of their own.
+    workspace = parts if parts > WORKSPACE_BYTES else 0
+    return step + graphs * GRAPH_BYTES + plans + workspace

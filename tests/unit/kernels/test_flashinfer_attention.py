@@ -19,11 +19,10 @@ from fairlead_kernels.attention_proof import prove
 from fairlead_kernels.backend import flashinfer_for, pick
 from fairlead_kernels.flashinfer_attention import (
     MOST_PLANS,
-    PLAN_BYTES,
     SUPPORTED,
     FlashinferAttention,
-    split_bytes,
 )
+from fairlead_kernels.flashinfer_memory import PLAN_BYTES, split_bytes
 from fairlead_kernels.flashinfer_plan import paged_rows
 from fairlead_kernels.not_available import NotAvailableError
 from fairlead_kernels.torch_operations import TorchOperations
@@ -357,7 +356,7 @@ def test_the_workspaces_are_counted() -> None:
     assert attention.nbytes == 1024 + 5 * PLAN_BYTES
 
 
-H100 = SimpleNamespace(multi_processor_count=132, major=9)
+PROCESSORS = 132  # of an H100
 
 
 @pytest.mark.parametrize(
@@ -373,9 +372,9 @@ def test_graphs_need_the_workspace_of_any_step_that_they_may_serve(
     heads: Heads, rows: int, needed: int
 ) -> None:
     """Llama 3 8B, Llama 2 13B whose heads share nothing, one row, Falcon 7B."""
-    assert split_bytes(heads, rows, H100) == needed
-    older = SimpleNamespace(multi_processor_count=132, major=7)
-    assert split_bytes(heads, rows, older) >= needed
+    sizes = heads.query, heads.kv, heads.dim, rows
+    assert split_bytes(*sizes, PROCESSORS) == needed
+    assert split_bytes(*sizes, PROCESSORS, older=True) >= needed
 
 
 def decodes_of(rows: int) -> DecodeRows:
@@ -390,7 +389,7 @@ def test_plans_of_many_rows_at_fixed_addresses_get_a_workspace_that_holds_them()
     for rows in (40, 8, 64):
         attention.plan_decodes(decodes_of(rows), room=64)
         taken.append(attention.fixed_nbytes)
-    largest, larger = (split_bytes(HEADS, rows, standin.GPU) for rows in (64, 40))
+    largest, larger = (split_bytes(4, 2, 8, rows, 6) for rows in (64, 40))
     assert larger > 1024
     assert taken == [
         0,

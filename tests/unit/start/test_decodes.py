@@ -178,7 +178,7 @@ def test_a_step_that_cannot_be_planned_for_graphs_turns_auto_off_and_refuses_on(
     monkeypatch: pytest.MonkeyPatch, switch: Any
 ) -> None:
     """flashinfer reserves more for plans at fixed addresses than for others."""
-    monkeypatch.setattr(flashinfer_attention, "split_bytes", lambda *_: 0)
+    monkeypatch.setattr(flashinfer_attention, "split_bytes", lambda *_, **__: 0)
     choice = pretended(EngineConfig(**{**vars_of(CONFIG), "cuda_graphs": switch}))
     if switch == "on":
         with pytest.raises(ConfigError, match="cannot be captured: RuntimeError: Buffer overflow"):
