@@ -17,7 +17,7 @@ PAGE = 256  # tokens of its blocks, the default
 # Seconds for the first result: of many long prompts it comes once all of them are computed.
 PATIENCE = 240
 # Its settings, of which the faster ones are taken: what it picks by itself, and all that it has but
-# torch.compile, whose warm-up does not fit into the time of a benchmark.
+# torch.compile, which was not tried.
 CANDIDATES: Mapping[str, dict[str, Any]] = {
     "its own choice": {},
     "graphs and asynchronous": {"use_cuda_graph": True, "use_async_batching": True},

@@ -150,7 +150,7 @@ NOT_YET = (
         "cuda_graphs",
         ("auto", "off"),
         "on on a CPU or beside tensorParallel above 1 or deterministic true",
-        "graphs are captured on GPUs alone, one by itself, and not while results are deterministic",
+        "graphs are captured on one GPU alone, and not while results are deterministic",
         sometimes=("on",),
         only_on="cuda",
         beside=(("tensor_parallel", (1,)), ("deterministic", (False,))),

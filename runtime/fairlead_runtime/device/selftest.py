@@ -184,10 +184,7 @@ def prepare_and_test(
             plain = expected
             expected = _expected(model, choice, loaded.max_model_len, fp8_cache=True)
             cache = _rounding_of_cache(model, expected, plain)
-        kinds = model.kinds
-        fusion = fuse(model, choice.operations)
-        if model.kinds != kinds:
-            choice = _pick_again(choice, model, kernels, **settings)
+        fusion, choice = _fused(model, choice, kernels, **settings)
         _check_fused(loaded, quantized, fusion)
         if deterministic:
             determinism.check(model, fusion)
@@ -288,10 +285,7 @@ def prepare_rank(
         group.meet(device)
         model.probe_again()
         shards.check_heads(model.heads, loaded.shape, group.size)
-        kinds = model.kinds
-        fusion = fuse(model, choice.operations, group)
-        if model.kinds != kinds:
-            choice = _pick_again(choice, model, kernels, block_size=block_size)
+        fusion, choice = _fused(model, choice, kernels, group, block_size=block_size)
         _check_fused(loaded, quantized, fusion)
         served, fp8 = ServedModel(model, choice, fusion), quantized == "fp8"
         if whole is None:
@@ -372,14 +366,21 @@ def _pick(
         raise ConfigError("kernels", f"{kernels}: {error}", "use auto or torch") from error
 
 
-def _pick_again(
-    choice: BackendChoice, model: PagedModel, kernels: str, **settings: Any
-) -> BackendChoice:
-    """The choice with attention for the kinds of layers that there are now, and the operations that
-    fused layers have.
+def _fused(
+    model: PagedModel,
+    choice: BackendChoice,
+    kernels: str,
+    group: Group | None = None,
+    **settings: Any,
+) -> tuple[Fusion, BackendChoice]:
+    """Fuse the layers that fit, and choose attention again where they call it otherwise than the
+    model's code did. ``kernels`` and ``settings``: what the choice was made from.
     """
-    again = _pick(model, kernels, **settings)
-    return replace(again, operations=choice.operations)
+    kinds = model.kinds
+    fusion = fuse(model, choice.operations, group)
+    if model.kinds != kinds:  # the operations are those that fused layers have
+        choice = replace(_pick(model, kernels, **settings), operations=choice.operations)
+    return fusion, choice
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -189,7 +189,7 @@ def test_steps_of_ranks_may_be_launched_ahead_but_not_captured() -> None:
     gpu = DeviceFacts("cuda", 80 * GIB)
     split = {"tensor_parallel": 2}
     assert resolved("bfloat16", gpu, async_batching="on", **split).num_blocks > 0
-    with pytest.raises(ConfigError, match="one by itself") as error:
+    with pytest.raises(ConfigError, match="on one GPU alone") as error:
         resolved("bfloat16", gpu, cuda_graphs="on", **split)
     assert error.value.field == "cuda_graphs"
 
