@@ -240,8 +240,8 @@ BUGS = (
     Bug(
         "one request more than allowed runs",
         PLANNER,
-        "len(self.admitted) >= state",
-        "len(self.admitted) > state",
+        "                or not self.slots\n",
+        "                or self.slots < 0\n",
     ),
     Bug(
         "the token budget is not charged for prompts",

@@ -1939,7 +1939,7 @@ BUGS = (
     PackageBug(
         "those without a slot count as waiting",
         PLANNER,
-        "itertools.islice(self.state.policy.candidates(), slots)",
+        "itertools.islice(self.state.policy.candidates(), self.slots)",
         "self.state.policy.candidates()",
         BOUND_TESTS,
     ),
@@ -1974,9 +1974,30 @@ BUGS = (
     PackageBug(
         "a sequence that certainly ends is computed once more",
         PLANNER,
-        "        if sequence.flying and sequence.ends_in_flight:\n            continue\n",
+        "            draft.slots += 1\n            continue\n",
+        "            draft.slots += 1\n",
+        PIPELINE_TESTS,
+    ),
+    PackageBug(
+        "a sequence whose last token is in flight keeps its place",
+        PLANNER,
+        "            draft.slots += 1\n",
         "",
         PIPELINE_TESTS,
+    ),
+    PackageBug(
+        "those that start take no place",
+        PLANNER,
+        "        self.slots -= 1\n",
+        "",
+        ("unit/scheduling/test_scheduler.py",),
+    ),
+    PackageBug(
+        "blocks of those that ended in flight are nobody's for a large request",
+        PLANNER,
+        "        holders += [(0, self.cache.most_units(s)) for s in self.state.ended.values()]\n",
+        "",
+        ("unit/scheduling/test_fairness.py",),
     ),
     PackageBug(
         "a sequence is preempted while it is in flight",

@@ -222,13 +222,22 @@ class ScenarioRun:
             rows.append(row)
         return work.subset(rows)
 
+    @property
+    def slots(self) -> int:
+        """Sequences that the next step may start: those whose last token is in flight make room."""
+        return self.scenario.limits.max_requests - len(self._staying())
+
+    def _staying(self) -> list[Sequence]:
+        """The running ones whose last token is not in flight."""
+        return [s for s in self.scheduler.running if s.length < s.limit]
+
     def _check_limits(self, plan: Plan) -> None:
-        limits, scheduler = self.scenario.limits, self.scheduler
+        limits = self.scenario.limits
         if not plan.rows:
             raise RunError("a step without rows although there is work")
         if sum(row.count for row in plan.rows) > limits.max_batch_tokens:
             raise RunError("the step exceeds the token budget")
-        if len(scheduler.running) + len(plan.admitted) > limits.max_requests:
+        if len(plan.admitted) > self.slots:
             raise RunError("more running than max_requests")
         for row in plan.rows:
             whole = row.start + row.count == row.sequence.length
@@ -252,8 +261,7 @@ class ScenarioRun:
         decodes, tokens = len(plan.rows) - len(prompts), sum(row.count for row in prompts)
         if decodes and bound and limits.policy != "prefill_first":
             prefills = sum(not _is_decode(s) for s in scheduler.running)
-            slots = limits.max_requests - len(scheduler.running)
-            heads = prefills + min(slots, len(scheduler.waiting))
+            heads = prefills + min(self.slots, len(scheduler.waiting))
             if tokens > bound * max(heads, decodes) // decodes:
                 raise RunError(f"{tokens} tokens of prompts beside {decodes} decodes")
         elif tokens < limits.max_batch_tokens - decodes and not plan.preempted:
@@ -382,7 +390,7 @@ class ScenarioRun:
         cache, limits = self.scheduler.state.cache, self.scenario.limits
         if not plan.admitted or any(g.window is not None for g in cache.groups):
             return
-        if not self.scheduler.running and len(plan.admitted) == 1:
+        if not self._staying() and len(plan.admitted) == 1:
             return
         used: set[int] = {u for s in self.scheduler.running for table in s.tables for u in table}
         new = 0
@@ -490,7 +498,7 @@ class Recount:
         self.free = self.cache.pool.available - sum(
             self.cache.units(row.start, row.start + row.count) for row in own
         )
-        self.holders = list(run.scheduler.running)
+        self.holders, self.slots = list(run.scheduler.running), run.slots
         self._bound_prompts(own)
         self.head: tuple[Sequence, int] | None = None
         self.spare_given: tuple[int, int] | None = None  # spare at a shadow step, and its step
@@ -509,8 +517,8 @@ class Recount:
         room = self.cache.pool.available - reserve
         room -= sum(self.cache.units(r.start, r.start + 1) for r in own if r not in prompts)
         room -= sum(self.cache.growth(s, s.reached) for s in prefills)
-        count, slots = len(prefills), self.limits.max_requests - len(self.holders)
-        for sequence in self._in_order()[:slots]:
+        count = len(prefills)
+        for sequence in self._in_order()[: self.run_.slots]:
             room -= self.cache.growth(sequence, 0)
             count += room >= 0
             if room < 0:
@@ -524,7 +532,7 @@ class Recount:
 
     def run(self) -> None:
         for sequence in self._in_order():
-            if not self.tokens or len(self.holders) >= self.limits.max_requests:
+            if not self.tokens or not self.slots:
                 return
             self._one(sequence)
         if self.plan.blocked is not (self.head and self.head[0]):
@@ -557,6 +565,7 @@ class Recount:
             self.tokens -= count
             self.free -= taken + self.cache.units(start, start + count)
             self.holders.append(sequence)
+            self.slots -= 1
             self.rows += 1
 
     def _expect(self, sequence: Sequence, *, starts: bool) -> None:

@@ -57,6 +57,10 @@ def _check_queues(state: State, live: Mapping[int, Sequence]) -> None:
     queued = Counter([s.id for s in state.running] + [s.id for s in waiting])
     if queued != Counter(live.keys()):
         raise InvariantViolation("I7", f"queues hold {dict(queued)}, live are {sorted(live)}")
+    if len(state.running) > state.limits.max_requests:
+        raise InvariantViolation(
+            "I7", f"{len(state.running)} sequences run, more than max_requests allows"
+        )
     for sequence in state.running:
         if sequence.status not in (Status.PREFILLING, Status.DECODING) or not sequence.tables:
             raise InvariantViolation("I7", f"sequence {sequence.id} runs as {sequence.status}")

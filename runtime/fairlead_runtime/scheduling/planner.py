@@ -70,11 +70,8 @@ def plan_step(state: State) -> Plan:
 def plan_ahead(state: State) -> Plan | None:
     """The step after those in flight, or None where they must be collected first: nothing is left
     to compute, blocks must be copied or taken from a sequence, or one that waits could start with
-    what they bring.
+    the tokens that they compute.
     """
-    ends = state.ended or any(sequence.ends_in_flight for sequence in state.running)
-    if ends and len(state.policy):
-        return None  # a place becomes free, and blocks
     draft = _drafted(state)
     copies = any(a.source is not AdmissionSource.PREFIX for a in draft.admitted)
     if not draft.rows or draft.preempted or copies or draft.awaits_flight:
@@ -85,11 +82,12 @@ def plan_ahead(state: State) -> Plan | None:
 def _drafted(state: State) -> "_Draft":
     decodes: list[Sequence] = []
     prefills: list[Sequence] = []
+    draft = _Draft(state)
     for sequence in state.running:
         if sequence.flying and sequence.ends_in_flight:
+            draft.slots += 1
             continue
         (decodes if sequence.length - sequence.reached == 1 else prefills).append(sequence)
-    draft = _Draft(state)
     for sequences in (prefills, decodes) if state.policy.prefills_first else (decodes, prefills):
         if sequences is prefills:
             draft.bound_prefills(prefills)
@@ -114,6 +112,8 @@ class _Draft:
         self.state = state
         self.cache = state.cache
         self.tokens = state.limits.max_batch_tokens
+        # sequences that may start; one whose last token is in flight has made room
+        self.slots = state.limits.max_requests - len(state.running)
         self.free = state.cache.pool.available
         self.host_free = len(state.cache.host.free)
         self.rows: list[Row] = []
@@ -157,11 +157,10 @@ class _Draft:
         cache has.
         """
         cache, count = self.cache, len(prefills)
-        slots = self.state.limits.max_requests - len(self.state.running)
-        if count > most or not slots:
+        if count > most or not self.slots:
             return count
         room = self._room - sum(cache.growth(s, s.reached) for s in prefills)
-        for sequence in itertools.islice(self.state.policy.candidates(), slots):
+        for sequence in itertools.islice(self.state.policy.candidates(), self.slots):
             room -= cache.growth(sequence, 0)
             if room < 0 or count > most:
                 break
@@ -234,7 +233,7 @@ class _Draft:
             if (
                 not self.tokens
                 or passed == PASSED_SEQUENCES
-                or len(state.running) + len(self.admitted) >= state.limits.max_requests
+                or not self.slots
                 or (self.head is not None and self._room < len(self.cache.groups))
             ):
                 return
@@ -265,6 +264,7 @@ class _Draft:
         sequence, start = admission.sequence, admission.start
         missing = len(sequence.tokens) - start
         count = min(missing, self.tokens)
+        self.slots -= 1
         self.tokens -= count
         self.free -= candidate.start_units + self.cache.units(start, start + count)
         self._claimed_units.update(candidate.claimed)
@@ -380,10 +380,10 @@ class _Draft:
         """Steps after which the head fits at the latest, and the units that are then left beside
         it: every sequence is taken to reach its limit, and to share no block.
         """
-        holders = sorted(
-            (s.limit - len(s.tokens), self.cache.most_units(s))
-            for s in (*self.state.running, *(a.sequence for a in self.admitted))
-        )
+        running = (*self.state.running, *(a.sequence for a in self.admitted))
+        holders = [(s.limit - len(s.tokens), self.cache.most_units(s)) for s in running]
+        holders += [(0, self.cache.most_units(s)) for s in self.state.ended.values()]
+        holders.sort()
         room = self.cache.pool.units - self.state.margin - need
         room -= sum(units for _, units in holders)
         for steps, units in holders:

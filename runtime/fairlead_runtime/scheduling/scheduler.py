@@ -154,8 +154,8 @@ class Scheduler:
         tokens are: a sequence that certainly ends is left out, one that a stop may end is in it.
 
         None where what is in flight must be collected first: nothing is left to compute, blocks
-        must be copied or taken from a sequence, or one that waits could start with what it brings.
-        Pure.
+        must be copied or taken from a sequence, or one that waits could start with the tokens that
+        it computes. Pure.
         """
         return plan_ahead(self.state)
 

@@ -178,14 +178,34 @@ def test_blocks_are_copied_when_nothing_is_in_flight() -> None:
     assert runner.log[-3:] == [("launch", 3), ("launch", 4), ("collect", 3)]
 
 
-def test_one_that_waits_takes_the_place_of_one_that_certainly_ends_without_a_step_between() -> None:
+def test_one_that_waits_takes_the_place_of_one_that_certainly_ends_in_the_very_next_step() -> None:
     engine, runner = launching(
         request("a", max_tokens=5), request("b", max_tokens=9), request("next"), max_requests=2
     )
-    while not any(event.request_id == "a" and event.finish for event in engine.step()):
-        assert runner.flying
-    assert not runner.flying
-    assert any(event.request_id == "next" for event in engine.step())
+    for _ in range(4):
+        engine.step()
+    assert runner.log[-2:] == [("launch", 4), ("collect", 3)]  # the last token of a is in flight
+    events = engine.step()
+    assert runner.log[-2:] == [("launch", 5), ("collect", 4)]
+    assert [row.sequence.request.id for row in runner.launched[-2:]] == ["b", "next"]
+    assert any(event.request_id == "a" and event.finish for event in events)
+    assert engine.snapshot().scheduler.running == 2
+
+
+@pytest.mark.parametrize("slots", [1, 2, 16])
+def test_behind_a_queue_each_step_is_launched_beside_the_one_before(slots: int) -> None:
+    """Whoever ends, and however often: the device is never left waiting."""
+    texts = [request(f"r{i}", 2 + i % 5, max_tokens=1 + i % 7) for i in range(8 * slots)]
+    engine, runner = launching(*texts, max_requests=slots, num_blocks=40 * slots)
+    collected = run(engine)
+    steps = sum(what == "launch" for what, _ in runner.log)
+    order = [entry for i in range(steps - 1) for entry in (("launch", i + 1), ("collect", i))]
+    assert runner.log == [("launch", 0), *order, ("collect", steps - 1)]
+    assert engine.counters.invariant_violations == 0
+    for one in texts:
+        alone = rig(FakeRunner())
+        alone.submit(one)
+        assert collected.tokens[one.id, 0] == run(alone).tokens[one.id, 0]
 
 
 def test_one_that_waits_for_blocks_stops_no_launch() -> None:

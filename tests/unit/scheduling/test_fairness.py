@@ -205,6 +205,29 @@ def blocked_run(policy: str, *, small_output: int, large: int = 850) -> tuple[Sc
     return s, head
 
 
+def test_blocks_of_one_that_has_ended_in_flight_are_counted_for_the_large_one() -> None:
+    """Nobody runs, and what is in flight holds most: small ones start beside the large one's due
+    alone, and it starts when that is collected.
+    """
+    s = scheduler(num_blocks=16)
+    s.add(request("ends", 16 * 9, 40))
+    s.add(request("large", 16 * 11, 16))
+    for _ in range(ACCRUAL_STEPS + 1):
+        work = s.commit(s.plan())
+        s.update(work, {row.sequence.id: Result(1) for row in work.rows})
+    flying = s.commit(s.plan())
+    s.launch(flying)
+    s.abort("ends")
+    s.add(request("small", 16, 16))
+    s.add(request("not as small", 16, 48))
+    plan = s.plan_ahead()
+    assert plan is not None
+    assert names(plan) == ["small"]  # the large one leaves 4 of 16 units, and two take 2 and 4
+    s.launch(s.commit(plan))
+    s.update(flying, {})
+    assert names(s.plan())[0] == "large"
+
+
 @pytest.mark.parametrize("policy", POLICIES)
 def test_small_requests_that_end_before_the_large_one_can_start_do_not_wait(policy: str) -> None:
     s, head = blocked_run(policy, small_output=50)

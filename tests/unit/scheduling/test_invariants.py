@@ -36,3 +36,14 @@ def test_who_has_ended_holds_blocks_for_a_step_in_flight_alone() -> None:
     running.flying = 0
     with pytest.raises(InvariantViolation, match=r"I14.*with no step in flight"):
         scheduler.check()
+
+
+def test_no_more_sequences_run_than_may() -> None:
+    scheduler = Scheduler(limits(max_requests=2), FULL)
+    for name in ("first", "second"):
+        scheduler.add(request(name, 5, 9))
+    scheduler.launch(scheduler.commit(scheduler.plan()))
+    scheduler.check()
+    scheduler.state.limits = limits(max_requests=1)
+    with pytest.raises(InvariantViolation, match=r"I7.*2 sequences run, more than max_requests"):
+        scheduler.check()
