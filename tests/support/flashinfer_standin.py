@@ -242,6 +242,8 @@ class _Wrapper:
                 raise ValueError(f"pages of shape {tuple(x.shape[1:])} do not match the plan")
         if keys.shape[0] != values.shape[0] or int(p.indices.max()) >= keys.shape[0]:
             raise IndexError(f"paged_kv_indices: the cache has {keys.shape[0]} pages")
+        if int(p.indices.min()) < 0:
+            raise IndexError("paged_kv_indices holds a negative page")
         return keys, values
 
 
@@ -296,14 +298,18 @@ def _refuse(**options: Any) -> None:
         raise NotImplementedError(f"the stand-in does not model {', '.join(given)}")
 
 
-def _indices(name: str, x: Tensor, size: int | None) -> list[int]:
-    """The values of metadata that ``plan`` reads on the host."""
+def _check_vector(name: str, x: Tensor, size: int | None) -> None:
     if x.dtype != torch.int32 or x.dim() != 1 or not x.is_contiguous():
         raise ValueError(f"{name} must be a contiguous vector of int32")
-    if x.device.type != "cpu":
-        raise ValueError(f"{name} is on {x.device}: plan would wait for the device to read it")
     if size is not None and len(x) != size:
         raise ValueError(f"{name} has {len(x)} values, expected {size}")
+
+
+def _indices(name: str, x: Tensor, size: int | None) -> list[int]:
+    """The values of metadata that ``plan`` reads on the host."""
+    _check_vector(name, x, size)
+    if x.device.type != "cpu":
+        raise ValueError(f"{name} is on {x.device}: plan would wait for the device to read it")
     values: list[int] = x.tolist()
     return values
 
@@ -343,10 +349,8 @@ def _plan(
     starts = _starts("qo_indptr", query_starts, None, 1)
     batch = len(starts) - 1
     kv_starts = _starts("paged_kv_indptr", kv_indptr, batch + 1, 1)
-    _indices("paged_kv_indices", kv_indices, kv_starts[-1])
+    _check_vector("paged_kv_indices", kv_indices, kv_starts[-1])  # the device alone reads them
     last = _indices("paged_kv_last_page_len", last_page_len, batch)
-    if int(kv_indices.min()) < 0:
-        raise IndexError("paged_kv_indices holds a negative page")
     if not all(1 <= length <= page_size for length in last):
         raise ValueError(f"paged_kv_last_page_len must be 1 to {page_size}")
     lens = [

@@ -56,7 +56,7 @@ def test_it_runs_what_is_right() -> None:
         ({"qo_indptr": vector(0, 7, 8)}, "more queries than keys"),
         ({"paged_kv_indptr": vector(0, 3)}, "paged_kv_indptr has 2 values, expected 3"),
         ({"paged_kv_indptr": vector(0, 2, 4)}, "paged_kv_indices has 3 values, expected 4"),
-        ({"paged_kv_indices": vector(4, 0, -1)}, "negative page"),
+        ({"paged_kv_indices": torch.tensor([4, 0, 1])}, "paged_kv_indices must be a contiguous"),
         ({"paged_kv_last_page_len": vector(0, 4)}, "must be 1 to 4"),
         ({"paged_kv_last_page_len": vector(2, 5)}, "must be 1 to 4"),
         ({"num_kv_heads": 3}, "should be divisible"),
@@ -70,6 +70,13 @@ def test_it_runs_what_is_right() -> None:
 def test_a_wrong_plan_is_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises((ValueError, IndexError, KeyError, NotImplementedError), match=message):
         planned(**changes)
+
+
+def test_no_plan_reads_a_page_and_a_run_refuses_one_that_is_not_there() -> None:
+    for pages, message in ((vector(4, 0, -1), "a negative page"), (vector(5, 0, 1), "has 5 pages")):
+        wrapper = planned(paged_kv_indices=pages)
+        with pytest.raises(IndexError, match=message):
+            wrapper.run(**tensors())
 
 
 def test_keys_may_be_8_bit_floats_where_the_plan_says_so_and_no_kernel_has_sinks_then() -> None:

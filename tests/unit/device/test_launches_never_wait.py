@@ -1,0 +1,141 @@
+"""Launching a step waits for nothing that the device computes, whatever the step's rows ask for."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from fairlead_runtime.device.row_sampler import RowSampler
+from fairlead_runtime.device.slot_table import SlotTable
+from fairlead_runtime.request import Request, SamplingParams
+from fairlead_runtime.scheduling.plan import Result, Token, Work
+from fairlead_runtime.scheduling.scheduler import Scheduler
+from support.engine_rig import EOS, Rig, Setting, rig
+from support.waits import Device, watched
+
+SETTING = Setting(block_size=4, chunk=24, num_blocks=200, max_requests=8)
+PARAMS: tuple[dict[str, Any], ...] = (
+    {"temperature": 0.0},
+    {"temperature": 0.9, "top_k": 30, "top_p": 0.9, "min_p": 0.01},
+    {"temperature": 0.9, "frequency_penalty": 0.5, "repetition_penalty": 1.2},
+    {"temperature": 0.0, "logit_bias": {5: -3.0}, "min_tokens": 3, "logprobs": 3},
+)
+KERNELS = ("resident", "graphs", "triton resident", "triton graphs")
+
+
+def requests() -> list[Request]:
+    """Prompts of which some take several steps, beside others that decode."""
+    return [
+        Request(
+            str(i),
+            tuple(range(7 + i, 19 + 11 * i)),
+            SamplingParams(**{"max_tokens": 8, "ignore_eos": True} | params),
+            8,
+            seed=i,
+            eos_ids=EOS,
+        )
+        for i, params in enumerate(PARAMS)
+    ]
+
+
+def device_of(engine: Rig, runner: Any) -> Device:
+    model, steps, cache = engine.model, runner._decodes, runner._cache
+    own = [x for x in vars(steps).values() if isinstance(x, torch.Tensor)]
+    weights = [*model.model.parameters(), *model.model.buffers(), *model.packed]
+    return Device([*weights, cache.keys, cache.values, *steps.sampler.tensors, *own])
+
+
+def launches(kernels: str) -> dict[str, list[int]]:
+    """Launch all steps of the requests, two in flight, each watched: the tokens of each request."""
+    engine = rig("llama", kernels)
+    runner = engine.runner(SETTING)
+    scheduler = Scheduler(SETTING.limits(len(engine.groups)), engine.groups, b"rig")
+    device = device_of(engine, runner)
+    for request in requests():
+        scheduler.add(request)
+    texts: dict[str, list[int]] = {}
+    flying: list[tuple[Work, Callable[[], Mapping[int, Result]]]] = []
+    while scheduler.has_work:
+        plan = scheduler.plan_ahead() if flying else scheduler.plan()
+        if plan is not None:
+            work = scheduler.commit(plan)
+            assert runner.launches(work.rows)
+            with watched(device):
+                flying.append((work, runner.launch(work)))
+            scheduler.launch(work)
+        if plan is None or len(flying) == 2:
+            work, collect = flying.pop(0)
+            for event in scheduler.update(work, collect()):
+                assert isinstance(event, Token)
+                texts.setdefault(event.sequence.request.id, []).append(event.token)
+    assert device.operations > 1000
+    return texts
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
+def test_no_launch_waits_for_the_device(kernels: str) -> None:
+    texts = launches(kernels)
+    alone = rig("llama", "flashinfer").run(replace(SETTING, chunk=64), [(0, r) for r in requests()])
+    assert texts == {name: tokens for (name, _), tokens in alone.texts.items()}
+
+
+def plant(owner: type, name: str, extra: Callable[..., object]) -> Callable[..., Any]:
+    whole = getattr(owner, name)
+
+    def planted(*args: Any, **kwargs: Any) -> Any:
+        out = whole(*args, **kwargs)
+        extra(*args)
+        return out
+
+    return planted
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "extra", "message"),
+    [
+        (SlotTable, "enter", lambda table, *_: table.state[0].tolist(), "tolist waits"),
+        (SlotTable, "enter", lambda table, *_: bool(table.state[0, 0] > 0), "waits"),
+        (SlotTable, "enter", lambda table, *_: table.state.nonzero(), "nonzero waits"),
+        (SlotTable, "enter", lambda table, *_: table.state[table.state > 0], "index waits"),
+        (RowSampler, "sample", lambda _self, logits, *_: logits.argmax().item(), "item waits"),
+        (RowSampler, "sample", lambda _self, logits, *_: logits.cpu(), "cpu waits"),
+        (
+            RowSampler,
+            "sample",
+            lambda _self, logits, *_: torch.empty_like(logits[0]).copy_(
+                torch.ones(logits.shape[1])
+            ),
+            "a copy to the device is waited for",
+        ),
+        (
+            RowSampler,
+            "sample",
+            lambda _self, logits, *_: torch.empty(logits.shape).copy_(logits),
+            "a copy from the device is waited for",
+        ),
+        (
+            SlotTable,
+            "enter",
+            lambda table, *_: torch.ones(3).to(table.state.device),
+            "goes to the device is waited for",
+        ),
+        (
+            RowSampler,
+            "fetch",
+            lambda sampler, *_: sampler._fetched[0]._tokens.tolist(),
+            "tolist waits",
+        ),
+    ],
+)
+def test_each_kind_of_wait_would_be_seen(
+    owner: type,
+    name: str,
+    extra: Callable[..., object],
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(owner, name, plant(owner, name, extra))
+    with pytest.raises(RuntimeError, match=message):
+        launches("resident")
