@@ -147,7 +147,7 @@ class TapeRecorder:
         self._kept = kept
 
     @torch.inference_mode()
-    def record(self, step: Callable[[], None]) -> Tape:
+    def record(self, step: Callable[[], object]) -> Tape:
         tape = Tape(None if self._kept is None else self._kept())
         flashinfer_standin.TAPE.append(tape)
         try:

@@ -18,7 +18,7 @@ class CudaRecorder:
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self.nbytes = 0
 
-    def record(self, step: Callable[[], None]) -> torch.cuda.CUDAGraph:
+    def record(self, step: Callable[[], object]) -> torch.cuda.CUDAGraph:
         torch.cuda.synchronize(self._device)
         torch.cuda.empty_cache()  # as capturing does first: it is not the graph's
         free, _ = torch.cuda.mem_get_info(self._device)

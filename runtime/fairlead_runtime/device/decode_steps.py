@@ -25,7 +25,7 @@ from fairlead_runtime.device.paged_model import PagedModel
 from fairlead_runtime.device.row_sampler import RowSampler
 from fairlead_runtime.device.sampling import SampledTokens
 from fairlead_runtime.device.slot_table import Array, SlotTable
-from fairlead_runtime.device.ways import GENERAL, LEAST, Draw, Way, joined
+from fairlead_runtime.device.ways import GENERAL, LARGEST, LEAST, Draw, Way, joined
 from fairlead_runtime.scheduling.plan import Result, Row
 
 
@@ -51,9 +51,10 @@ class DecodeSteps:
 
     ``cache`` must have one unit beyond those that the scheduler knows: its last is for padding.
     ``nbytes`` counts it: bytes on the device, as ``sizing.terms.decode_state`` plans them, without
-    what ``graphs`` takes. A row's changes of logits are at most ``listed`` ids, by default as many
-    as planned. Graphs are of steps padded to ``sizes``, ascending, the last of them at
-    least ``sequences``; plans of attention then hold their addresses.
+    what ``graphs`` takes, of which ``held_nbytes`` are here. A row's changes of logits are at most
+    ``listed`` ids, by default as many as planned. Graphs are of steps padded to ``sizes``,
+    ascending, the last of them at least ``sequences``; plans of attention then hold their
+    addresses.
     """
 
     def __init__(
@@ -85,7 +86,12 @@ class DecodeSteps:
         self._places = torch.arange(most, device=model.device)  # each row's among the logits
         # The most blocks of a padded step's rows.
         self._room = most * self.table.tables.shape[2] if graphs is not None else 0
-        self._held: dict[int, Tensor] = {}  # by size, the logits that its graph computes
+        # The logits of captured steps that the general way samples: of all sizes at one address,
+        # since a graph's own tensors are the next graph's, or lost to all others while they live.
+        shape = most, model.logits_width
+        self._logits: Tensor | None = None
+        if graphs is not None:
+            self._logits = torch.zeros(shape, dtype=model.logits_dtype, device=model.device)
 
     @property
     def table(self) -> SlotTable:
@@ -94,6 +100,11 @@ class DecodeSteps:
     @property
     def nbytes(self) -> int:
         return self.sampler.nbytes + self._places.nbytes
+
+    @property
+    def held_nbytes(self) -> int:
+        """Bytes that all graphs share."""
+        return 0 if self._logits is None else self._logits.nbytes
 
     @torch.inference_mode()
     def run(self, rows: Sequence[Row], general: SampleLogits) -> dict[int, Result]:
@@ -141,35 +152,34 @@ class DecodeSteps:
         lens, way, counts = self.table.enter(rows, index)
         way = joined((way, least))
         plans = self._plan(index, lens)
-        made: list[Tensor] = []  # logits: of the step that runs, and of the one that is recorded
+        kept = None if self._logits is None else self._logits[:size]
 
-        def step() -> None:
-            logits = self._logits(index, plans)
-            if way is GENERAL:
-                made.append(logits)
-            else:
+        def step() -> Tensor | None:
+            logits = self._forward(index, plans)
+            if way is not GENERAL:
                 self.sampler.sample(logits, index, way)
+                return None
+            return logits if kept is None else kept.copy_(logits)
 
         if self._graphs is None:
-            step()
-        else:
-            self._graphs.run((size, way), step)
-        if way is not GENERAL:
-            return _Computed(way, None, counts)
-        if len(made) > 1:
-            self._held[size] = made[1]
-        return _Computed(way, made[0] if made else self._held[size], counts)
+            return _Computed(way, step(), counts)
+        self._graphs.run((size, way), step)
+        return _Computed(way, kept if way is GENERAL else None, counts)
 
     def capture(self, until: Callable[[], bool]) -> Iterator[tuple[int, int]]:
         """Capture the graphs that most steps need, the largest steps first, one and then more while
         ``until`` is False: yields how many are there, and how many there will be.
 
         Where the cache of graphs has room for fewer, the others are captured when a step needs one.
+        Where it has room for more, the graph that takes most memory is captured before all: the
+        others' tensors find room in what it leaves, as when it was measured.
         """
         ways = Way(Draw.GREEDY), Way(Draw.PLAIN), Way(Draw.FILTERED)
         keys = [(size, way) for way in ways for size in reversed(self._sizes)]
         if self._graphs is None:
             return
+        if self._graphs.limit > len(keys):
+            keys.insert(0, (self._sizes[-1], LARGEST))
         keys = keys[: self._graphs.limit]
         for size, way in keys:
             self.capture_one(size, way)
@@ -203,7 +213,7 @@ class DecodeSteps:
             for group in self._cache.groups
         ]
 
-    def _logits(self, index: Tensor, plans: list[Any]) -> Tensor:
+    def _forward(self, index: Tensor, plans: list[Any]) -> Tensor:
         inputs = self.table.inputs(index)
         groups = list(zip(plans, inputs.slots, strict=True))
         step = GroupedPass(self._cache, self._attention, groups, self._places[: len(index)])

@@ -34,7 +34,7 @@ class Recorder(Protocol):
 
     nbytes: int
 
-    def record(self, step: Callable[[], None]) -> Graph:
+    def record(self, step: Callable[[], object]) -> Graph:
         """What ``step`` queues on the device, without running it. The step must have run before,
         must not wait for the device, and all tensors that it did not make itself must live as long
         as the graph, at their addresses.
@@ -59,7 +59,7 @@ class GraphCache:
     def nbytes(self) -> int:
         return self._recorder.nbytes
 
-    def run(self, key: Hashable, step: Callable[[], None]) -> None:
+    def run(self, key: Hashable, step: Callable[[], object]) -> None:
         """Replay the graph of ``key``; if there is none, run the step itself, and record it where
         there is room or another has been idle. Raises what the step raises.
         """
@@ -90,7 +90,7 @@ class GraphCache:
         _, (graph, _) = self._graphs.popitem(last=False)
         graph.reset()
 
-    def _record(self, key: Hashable, step: Callable[[], None]) -> None:
+    def _record(self, key: Hashable, step: Callable[[], object]) -> None:
         try:
             self._graphs[key] = self._recorder.record(step), self._steps
         except Exception as error:  # noqa: BLE001 - the step itself has run, and goes on without

@@ -140,11 +140,12 @@ class PagedModel:
     def _probe(self) -> Heads:
         """The heads that the layers actually use, from a pass of two tokens."""
         probe = ProbePass(torch.tensor([1], device=self.device))
-        self.run(
+        logits = self.run(
             torch.tensor([0, 1], device=self.device),
             torch.tensor([0, 1], device=self.device),
             probe,
         )
+        self.logits_dtype = logits.dtype
         name = self.model.config.model_type
         if sorted(probe.heads) != list(range(len(self.windows))):
             raise families.unsupported(

@@ -42,10 +42,11 @@ def may_capture(config: EngineConfig, device: str) -> bool:
 
 
 def graph_bytes(
-    config: EngineConfig, shape: ModelShape, *, groups: int, blocks: int, step: int
+    config: EngineConfig, shape: ModelShape, *, groups: int, blocks: int, step: int, element: int
 ) -> int:
     """Bytes of the graphs of a model with so many layer groups and ``blocks`` blocks in a sequence.
-    ``step``: what the largest step of decodes takes, since a graph keeps its tensors.
+    ``step``: what the largest step of decodes takes, since a graph keeps its tensors. ``element``:
+    bytes of a logit, of which the steps that others sample leave theirs outside of all graphs.
     """
     sizes = step_sizes(config)
     graphs = min(config.max_cached_graphs, WAYS * len(sizes))
@@ -53,4 +54,5 @@ def graph_bytes(
     parts = split_bytes(shape.heads, shape.kv_heads, shape.head_dim, sizes[-1])
     # In the workspace of all steps, which is no term of the plan, or in one of their own.
     workspace = parts if parts > WORKSPACE_BYTES else 0
-    return step + graphs * GRAPH_BYTES + plans + workspace
+    logits = sizes[-1] * shape.vocab * element
+    return step + logits + graphs * GRAPH_BYTES + plans + workspace

@@ -114,6 +114,7 @@ def terms_of(
             step=terms["logits"]
             + min(rows * shape.vocab, DRAW_CHUNK) * DRAW_BYTES
             + rows * list_room(shape.vocab) * LISTED,
+            element=element,
         )
     # Each rank on a CPU has its share of the pod; the one that is planned keeps the books.
     host = {

@@ -121,7 +121,8 @@ class Decodes:
             self.turn_off(f"a step cannot be captured: {graphs.failure}")
             return self.attention.fixed_nbytes
         count = min(self.config.max_cached_graphs, WAYS * len(sizes))
-        return largest + each * (count - 1) + plans + plan * (len(sizes) - 1)
+        plans += plan * (len(sizes) - 1)
+        return largest + each * (count - 1) + plans + steps.held_nbytes
 
     def steps(self, cache: CacheStorage, max_model_len: int) -> DecodeSteps | None:
         """Steps of decodes on ``cache``, whose last unit is for padding; None where they run as all
@@ -170,7 +171,7 @@ class Decodes:
             self.turn_off(f"a step cannot be captured: {self.graphs.failure}")
             log.info("CUDA graphs: off: %s", self.off)
             return None
-        size = self.graphs.nbytes + self.attention.fixed_nbytes
+        size = self.graphs.nbytes + self.attention.fixed_nbytes + steps.held_nbytes
         seconds = time.monotonic() - began
         log.info("CUDA graphs: %d in %.1f s, %.2f GiB", len(self.graphs), seconds, size / (1 << 30))
         return size

@@ -13,6 +13,7 @@ from fairlead_runtime.device.decode_steps import DecodeSteps, is_decode
 from fairlead_runtime.device.model_runner import ModelRunner
 from fairlead_runtime.device.sampling import NON_FINITE
 from fairlead_runtime.device.slot_table import SlotTable
+from fairlead_runtime.device.ways import GENERAL, LARGEST, LEAST
 from fairlead_runtime.engine.isolate import run_isolated
 from fairlead_runtime.request import Request, SamplingParams, Sequence
 from fairlead_runtime.scheduling.plan import Finished, Row, Token, Work
@@ -38,7 +39,7 @@ PARAMS: tuple[dict[str, Any], ...] = (
 )
 PLAIN = 4  # requests of which none changes logits or wants log-probabilities
 # It ends first, so the device goes on with what the host has sampled.
-GENERAL: dict[str, Any] = {"temperature": 0.0, "bad_words": ((50,), (60, 61)), "max_tokens": 7}
+BY_HOST: dict[str, Any] = {"temperature": 0.0, "bad_words": ((50,), (60, 61)), "max_tokens": 7}
 
 
 def requests(*more: dict[str, Any]) -> list[Request]:
@@ -114,7 +115,7 @@ def test_sampled_text_is_that_of_the_general_way(
     kernels: str, setting: Setting, asked: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In steps that are sampled on the device throughout, and in those of which some are not."""
-    some = {"plain": requests()[:PLAIN], "general": requests(GENERAL)}.get(asked, requests())
+    some = {"plain": requests()[:PLAIN], "general": requests(BY_HOST)}.get(asked, requests())
     want = texts(rig("llama", "flashinfer"), some)
     by_host, begin = 0, ModelRunner._begin
 
@@ -202,8 +203,8 @@ def test_only_what_the_device_samples_is_launched() -> None:
     for start in (0, 3):
         for more in (*PARAMS, {"min_tokens": 2}):
             assert runner.launches([plain, row(start, 4 - start, **more)])
-        assert not runner.launches([plain, row(start, 4 - start, **GENERAL)])
-    assert runner.launches([plain, row(0, 3, **GENERAL)])
+        assert not runner.launches([plain, row(start, 4 - start, **BY_HOST)])
+    assert runner.launches([plain, row(0, 3, **BY_HOST)])
     assert not runner.launches([row(0, 3, prompt_logprobs=1)])
     guided = row(3, 1)
     guided.sequence.guide = object()
@@ -215,7 +216,7 @@ def test_steps_are_replayed_once_their_size_was_seen(monkeypatch: pytest.MonkeyP
     seen: list[str] = []
     record, replay = TapeRecorder.record, Tape.replay
 
-    def spy_record(self: TapeRecorder, step: Callable[[], None]) -> Tape:
+    def spy_record(self: TapeRecorder, step: Callable[[], object]) -> Tape:
         seen.append("record")
         return record(self, step)
 
@@ -238,7 +239,9 @@ def test_graphs_are_captured_at_start_and_then_only_replayed() -> None:
     assert steps is not None
     assert steps._graphs is not None
     before = steps.table.state.clone()
-    assert [*steps.capture(lambda: False)] == [(i, 12) for i in range(1, 13)]
+    assert [*steps.capture(lambda: False)] == [(i, 13) for i in range(1, 14)]
+    # What takes most memory is first, whose room the others share.
+    assert [*steps._graphs._graphs][:2] == [(8, LARGEST), (8, LEAST)]
     assert torch.equal(steps.table.state, before)
     recorder: Any = steps._graphs._recorder
     engine = rig("llama", "graphs")
@@ -248,21 +251,23 @@ def test_graphs_are_captured_at_start_and_then_only_replayed() -> None:
     while scheduler.has_work:
         work = scheduler.commit(scheduler.plan())
         scheduler.update(work, runner.execute(work))
-    assert recorder.records == 12
+    assert recorder.records == 13
 
 
 def test_capturing_stops_when_its_time_is_over_and_at_the_limit() -> None:
     steps = rig("llama", "graphs").runner(FEW)._decodes
     assert steps is not None
     left = iter([False, True])
-    assert [*steps.capture(lambda: next(left))] == [(1, 12), (2, 12)]
+    assert [*steps.capture(lambda: next(left))] == [(1, 13), (2, 13)]
     few = rig("llama", "graphs").runner(replace(FEW, graphs=3))._decodes
     assert few is not None
     assert [*few.capture(lambda: False)] == [(1, 3), (2, 3), (3, 3)]
+    assert few._graphs is not None
+    assert [*few._graphs._graphs] == [(size, LEAST) for size in (8, 4, 2)]
 
 
 def test_a_failing_capture_ends_capturing_and_no_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(self: TapeRecorder, step: Callable[[], None]) -> Tape:
+    def refuse(self: TapeRecorder, step: Callable[[], object]) -> Tape:
         raise RuntimeError("operation not permitted when stream is capturing")
 
     asked = requests()
@@ -322,14 +327,14 @@ def test_a_row_that_scores_its_prompt_is_none() -> None:
 
 def test_one_row_that_is_not_finite_fails_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = rig("llama", "resident")
-    runner, logits = engine.runner(SETTING), DecodeSteps._logits
+    runner, forward = engine.runner(SETTING), DecodeSteps._forward
 
     def spoiled(self: DecodeSteps, index: torch.Tensor, plans: list[Any]) -> torch.Tensor:
-        out = logits(self, index, plans)
+        out = forward(self, index, plans)
         out[1] = torch.nan
         return out
 
-    monkeypatch.setattr(DecodeSteps, "_logits", spoiled)
+    monkeypatch.setattr(DecodeSteps, "_forward", spoiled)
     scheduler = Scheduler(SETTING.limits(len(engine.groups)), engine.groups, b"rig")
     for request in requests()[:3]:
         scheduler.add(request)
@@ -349,3 +354,25 @@ def test_bytes_are_those_of_the_tensors() -> None:
     kept += [sampler._numbers, sampler._hashes, steps._places]
     cache = steps._cache
     assert steps.nbytes == sum(x.nbytes for x in kept) + cache.nbytes // cache.units
+
+
+def test_with_graphs_logits_for_the_host_have_one_place_which_no_graph_owns() -> None:
+    """However many sizes are captured, and whichever graphs are dropped."""
+    steps = rig("llama", "graphs").runner(replace(FEW, graphs=2))._decodes
+    assert steps is not None
+    assert steps._graphs is not None
+    width = steps._model.logits_width
+    assert steps.held_nbytes == 8 * width * 4
+    places = set()
+    for size in (8, 4, 1):
+        for _ in range(2):  # one that runs and is recorded, and one that is replayed
+            done = steps._compute((), size, GENERAL)
+            assert done.logits is not None
+            assert done.logits.shape == (size, width)
+            assert done.logits.isfinite().all()
+            places.add(done.logits.untyped_storage().data_ptr())
+        steps._graphs.clear()
+    assert len(places) == 1
+    bare = rig("llama", "resident").runner(SETTING)._decodes
+    assert bare is not None
+    assert bare.held_nbytes == 0

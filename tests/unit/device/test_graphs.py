@@ -38,7 +38,7 @@ class Spy:
         self.nbytes = 0
         self.seen: list[str] = []
 
-    def record(self, step: Callable[[], None]) -> "Spied":
+    def record(self, step: Callable[[], object]) -> "Spied":
         return Spied(self.seen)
 
 
@@ -99,7 +99,7 @@ def test_without_room_every_step_runs_as_it_is() -> None:
 
 def test_after_a_capture_that_fails_none_is_tried() -> None:
     class Refusing(Spy):
-        def record(self, step: Callable[[], None]) -> "Spied":
+        def record(self, step: Callable[[], object]) -> "Spied":
             self.seen.append("tried")
             raise RuntimeError("no\nway")
 

@@ -1,5 +1,6 @@
 """Which way decodes run, why no graph is captured, and what start measures and shows."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -9,8 +10,11 @@ import torch
 from fairlead_kernels import flashinfer_attention
 from fairlead_kernels.torch_attention import TorchAttention
 from fairlead_runtime.config import ConfigError, EngineConfig
+from fairlead_runtime.device.decode_steps import DecodeSteps
+from fairlead_runtime.device.graphs import GraphCache
 from fairlead_runtime.device.kv_cache import CacheStorage
 from fairlead_runtime.device.paged_model import PagedModel
+from fairlead_runtime.device.ways import LARGEST, LEAST
 from fairlead_runtime.start import decodes
 from fairlead_runtime.start.decodes import Decodes
 from support import flashinfer_standin, triton_standin
@@ -117,11 +121,45 @@ def test_graphs_are_measured_before_the_cache_and_captured_within_that(attention
     taken = choice.capture(steps)
     assert taken is not None
     assert choice.graphs is not None
-    assert len(choice.graphs) == 3 * 4  # 1, 2, 4 and 8 rows, in three ways
+    assert len(choice.graphs) == 1 + 3 * 4  # 1, 2, 4 and 8 rows, in three ways
     # The stand-in shares no memory between graphs, as a GPU's pool does.
-    assert 0 < taken < 12 * measured
+    assert 0 < taken < 13 * measured
     assert choice.attention is not None
     assert choice.attention.fixed_nbytes < measured
+
+
+@pytest.mark.parametrize("most", [32, 2, 1])
+def test_the_measure_is_one_graph_of_most_and_as_many_of_least_as_are_kept(most: int) -> None:
+    choice = pretended(replace(CONFIG, max_cached_graphs=most))
+    attention, recorder = flashinfer(), TapeRecorder()
+    steps = DecodeSteps(
+        choice.model,
+        cache_of(choice.model, units=1),
+        attention,
+        sequences=6,
+        max_model_len=LONGEST,
+        graphs=GraphCache(recorder, 2),
+        sizes=(1, 2, 4, 8),
+    )
+    taken, plans = [0], [0]
+    for size, way in ((8, LARGEST), (1, LEAST)):
+        steps.capture_one(size, way)
+        taken.append(recorder.nbytes - sum(taken))
+        plans.append(attention.fixed_nbytes - sum(plans))
+    _, large, small = taken
+    assert 0 < small < large
+    logits = 8 * choice.model.logits_width * 4  # of all sizes at one place
+    graphs = large + (most - 1) * small + logits
+    assert choice.measure(LONGEST) == graphs + plans[1] + 3 * plans[2]
+
+
+def test_what_all_graphs_share_counts_as_taken() -> None:
+    choice = pretended()
+    taken = choice.capture(choice.steps(cache_of(choice.model), LONGEST))
+    assert choice.graphs is not None
+    assert choice.attention is not None
+    logits = 8 * choice.model.logits_width * 4
+    assert taken == choice.graphs.nbytes + choice.attention.fixed_nbytes + logits
 
 
 def test_the_plans_of_tritons_attention_take_what_was_measured() -> None:
@@ -141,8 +179,8 @@ def test_capturing_shows_its_progress(capsys: pytest.CaptureFixture[str]) -> Non
     choice.capture(choice.steps(cache_of(choice.model), LONGEST))
     shown = capsys.readouterr().err
     assert "CUDA graphs" in shown
-    assert "1/12 " in shown
-    assert "12/12 " in shown
+    assert "1/13 " in shown
+    assert "13/13 " in shown
 
 
 def test_capturing_ends_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
