@@ -5,11 +5,12 @@
                              [--device cuda] [--model "Llama-3-8B shape"]
 
 Random weights of the shape of Llama-3-8B in bfloat16, made on the device. In turns, round by round:
-decodes of 1, 8 and 64 rows at 1k tokens and of 8 at 4k, sampling, and prompts. Then 256 rows,
-first ours and then theirs, since both do not fit; then ours without graphs, without steps launched
-ahead, and without fused layers; then vLLM, where a Python has it. The bound of a decode is the
-bytes of weights, keys and values over the rate at which this device read in this run; of prompts
-the rate of a large product. It ends in time: what does not fit is left out, with a message.
+decodes of 1, 8 and 64 rows at 1k tokens and of 8 at 4k, and prompts; then the share of the time in
+which the device is idle, and sampling. Then 256 rows, first ours and then theirs, since both do not
+fit; then ours without graphs, without steps launched ahead, and without fused layers; then vLLM,
+where a Python has it. The bound of a decode is the bytes of weights, keys and values over the rate
+at which this device read in this run; of prompts the rate of a large product. It ends in time: what
+does not fit is left out, with a message.
 
 `--device cpu --model tiny` runs all of it in seconds, to find faults of the program: its figures
 mean nothing.
@@ -44,7 +45,10 @@ SAMPLING: dict[str, dict[str, Any]] = {
     "top-k": {"temperature": 0.8, "top_k": 50},
     "top-p": {"temperature": 0.8, "top_p": 0.9},
 }
+# The same in its words: without one its top_k is 50.
+THEIR_SAMPLING = {name: {"top_k": 0, **params} for name, params in SAMPLING.items()}
 GREEDY = {"temperature": 0.0}
+IDLE_STEPS = 16
 UNFUSED = "layers not fused"
 VARIANTS: dict[str, dict[str, Any]] = {
     "no graphs": {"cuda_graphs": "off"},
@@ -135,9 +139,14 @@ class Run:
             for number in range(self.plan.rounds):
                 name = f"round {number + 1}"
                 self.budget.run(name, self.plan.start / 4, lambda: self._round(ours, side))
-            if side is not None:
-                side.close()
             self.budget.run("idle time", 10, lambda: self._idle(ours))
+            if side is not None:
+                self.budget.run("transformers, idle time", 20, lambda: self._their_idle(side))
+                side.close()
+            model = None if side is None else side.model
+            for name in SAMPLING:
+                label = f"sampling, {name}"
+                self.budget.run(label, 5, lambda name=name: self._sampled(name, ours, model))  # type: ignore[misc]  # mypy infers no type of such a lambda
 
     def _warm(self, ours: Ours) -> None:
         """What compiles, compiles before the first round."""
@@ -163,10 +172,6 @@ class Run:
             row.ours.append(statistics.median(ours.decode(rows, context, steps, **GREEDY)))
             if side is not None:
                 row.theirs.append(statistics.median(side.decode(rows, context, steps)))
-        rows, context = self.plan.cases[2]
-        for name, params in SAMPLING.items():
-            row = self.decodes(rows, context, f", {name}")
-            row.ours.append(statistics.median(ours.decode(rows, context, steps, **params)))
         prompts, length = self.plan.prompts
         operations = self.work.prefill_operations(prompts, length) / 1e12
         row = self.prefills()
@@ -176,8 +181,35 @@ class Run:
 
     def _idle(self, ours: Ours) -> None:
         for rows, context in self.plan.cases[:3]:
-            row = self.report.row(f"device idle, {rows} rows at {context}", "% of the time")
-            row.ours.append(100 * ours.idle(rows, context, 16))
+            self._idle_row(rows, context).ours.append(100 * ours.idle(rows, context, IDLE_STEPS))
+
+    def _their_idle(self, side: Theirs) -> None:
+        for rows, context in self.plan.cases[:3]:
+            self._idle_row(rows, context).theirs.append(100 * side.idle(rows, context, IDLE_STEPS))
+
+    def _idle_row(self, rows: int, context: int) -> Row:
+        return self.report.row(f"device idle, {rows} rows at {context}", "% of the time")
+
+    def _sampled(self, name: str, ours: Ours, model: Any) -> None:
+        """In turns: transformers' manager samples all requests in one way, so each has its own."""
+        case, steps = self.plan.cases[2], self.plan.steps
+        row, ran = self.decodes(*case, f", {name}"), list[Theirs]()
+
+        def start() -> None:
+            sizes = self.plan.sizes((case,))
+            ran.append(Theirs(model, sizes, self.their_settings, **THEIR_SAMPLING[name]))
+            ran[0].decode(*case, 2)
+
+        if model is not None:
+            self.budget.run(f"transformers, {name}", self.plan.start / 2, start)
+        try:
+            for _ in range(self.plan.rounds):
+                row.ours.append(statistics.median(ours.decode(*case, steps, **SAMPLING[name])))
+                for side in ran:
+                    row.theirs.append(statistics.median(side.decode(*case, steps)))
+        finally:
+            for side in ran:
+                side.close()
 
     def crowd(self) -> None:
         """Ours and then theirs: both caches do not fit beside both copies of the weights."""

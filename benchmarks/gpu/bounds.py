@@ -7,6 +7,8 @@ from typing import Any, NamedTuple
 
 import torch
 from benchmarks import models
+from torch._C._profiler import _ExperimentalConfig
+from torch.profiler import ProfilerActivity, profile
 
 
 class Device(NamedTuple):
@@ -89,6 +91,29 @@ def release(device: torch.device) -> None:
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
+
+
+def idle(device: torch.device, work: Callable[[], object]) -> float:
+    """The share of the time in which the device computes nothing while ``work`` runs, whichever
+    thread makes it compute: from its first kernel to its last, under the profiler. Raises
+    RuntimeError where it computes nothing.
+    """
+    on_gpu = device.type == "cuda"
+    activity = ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU
+    everywhere = _ExperimentalConfig(profile_all_threads=not on_gpu)
+    wait(device)
+    with profile(activities=[activity], experimental_config=everywhere) as seen:
+        work()
+        wait(device)
+    events: Any = seen.events()
+    busy, whole = covered(
+        (one.time_range.start, one.time_range.end)
+        for one in events
+        if one.device_type.name == activity.name and one.cpu_parent is None
+    )
+    if not whole:
+        raise RuntimeError("the profiler saw no work of the device")
+    return 1 - busy / whole
 
 
 def covered(intervals: Iterable[tuple[float, float]]) -> tuple[float, float]:

@@ -10,10 +10,9 @@ from typing import Any
 
 import torch
 from benchmarks.gpu import shapes
-from benchmarks.gpu.bounds import covered, release, wait
+from benchmarks.gpu.bounds import idle, release, wait
 from benchmarks.gpu.patch import replaced
 from benchmarks.gpu.sizes import STEP, WARM, Sizes, new_tokens
-from torch.profiler import ProfilerActivity, profile
 
 from fairlead_runtime import LLM, SamplingParams
 from fairlead_runtime.device import selftest
@@ -93,24 +92,9 @@ class Ours:
         return taken
 
     def idle(self, rows: int, context: int, steps: int) -> float:
-        """The share of the time in which the device computes nothing, under the profiler."""
-        on_gpu = self.device.type == "cuda"
-        activity = ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU
+        """The share of the time of greedy ``steps`` in which the device computes nothing."""
         with self._decoding(rows, context, steps, {"temperature": 0.0}) as step:
-            wait(self.device)
-            with profile(activities=[activity]) as seen:
-                for _ in range(steps):
-                    step()
-                wait(self.device)
-        events: Any = seen.events()
-        busy, whole = covered(
-            (one.time_range.start, one.time_range.end)
-            for one in events
-            if one.device_type.name == activity.name and one.cpu_parent is None
-        )
-        if not whole:
-            raise RuntimeError("the profiler saw no work of the device")
-        return 1 - busy / whole
+            return idle(self.device, lambda: [step() for _ in range(steps)])
 
     def prefill(self, rows: int, length: int) -> float:
         """Seconds until ``rows`` prompts of ``length`` tokens have their first token."""

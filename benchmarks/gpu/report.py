@@ -33,7 +33,7 @@ class Row:
     @property
     def ratio(self) -> float | None:
         """How many times as good ours is as theirs: the median over the rounds that both have."""
-        pairs = list(zip(self.ours, self.theirs, strict=False))
+        pairs = [pair for pair in zip(self.ours, self.theirs, strict=False) if all(pair)]
         ratios = [ours / theirs if self.more else theirs / ours for ours, theirs in pairs]
         return statistics.median(ratios) if ratios else None
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 import transformers
-from benchmarks.gpu.bounds import release, wait
+from benchmarks.gpu.bounds import idle, release, wait
 from benchmarks.gpu.sizes import STEP, WARM, Sizes, new_tokens
 
 PAGE = 256  # tokens of its blocks, the default
@@ -30,6 +30,7 @@ class Theirs:
     def __init__(
         self, model: Any, sizes: Sizes, settings: Mapping[str, Any], **sampled: Any
     ) -> None:
+        self.model = model
         self.device: torch.device = model.device
         self._random = random.Random(0)
         self._vocabulary = int(model.config.vocab_size)
@@ -59,6 +60,19 @@ class Theirs:
         times = [result.timestamps for result in results]
         return steps_together(times, steps)
 
+    def idle(self, rows: int, context: int, steps: int) -> float:
+        """The share of the time of ``steps`` decodes in which the device computes nothing."""
+        new = new_tokens(rows, context, steps)
+        waiting = {self._add(context, new) for _ in range(rows - 1)}
+        # It starts last, and says when: its tokens come one by one.
+        last = self._add(context, new, streaming=True)
+        self._tokens(last, 1 + WARM, waiting)
+        share = idle(self.device, lambda: self._tokens(last, 1 + WARM + steps, waiting))
+        if len(waiting) < rows - 1:
+            raise RuntimeError(f"only {len(waiting) + 1} of {rows} rows decode to the end")
+        self._finished(waiting | {last})
+        return share
+
     def prefill(self, rows: int, length: int) -> float:
         """Seconds until ``rows`` prompts of ``length`` tokens have their first token."""
         wait(self.device)
@@ -67,25 +81,39 @@ class Theirs:
         return time.perf_counter() - began
 
     def _all(self, rows: int, length: int, new: int) -> list[Any]:
-        ids = {
-            self._manager.add_request(
-                [self._random.randrange(self._vocabulary) for _ in range(length)],
-                max_new_tokens=new,
-                record_timestamps=True,
-                eos_token_id=-1,
-            )
-            for _ in range(rows)
-        }
+        return self._finished({self._add(length, new) for _ in range(rows)})
+
+    def _add(self, length: int, new: int, **more: Any) -> str:
+        prompt = [self._random.randrange(self._vocabulary) for _ in range(length)]
+        added: str = self._manager.add_request(
+            prompt, max_new_tokens=new, record_timestamps=True, eos_token_id=-1, **more
+        )
+        return added
+
+    def _result(self) -> Any:
+        result = self._manager.get_result(timeout=PATIENCE)
+        if result is None:
+            raise RuntimeError(f"transformers' manager gives no result for {PATIENCE} s")
+        if result.error:
+            raise RuntimeError(result.error)
+        return result
+
+    def _finished(self, ids: set[str]) -> list[Any]:
         found: list[Any] = []
-        while len(found) < rows:
-            result = self._manager.get_result(timeout=PATIENCE)
-            if result is None:
-                raise RuntimeError(f"transformers' manager gives no result for {PATIENCE} s")
-            if result.error:
-                raise RuntimeError(result.error)
+        while len(found) < len(ids):
+            result = self._result()
             if result.is_finished() and result.request_id in ids:
                 found.append(result)
         return found
+
+    def _tokens(self, streams: str, count: int, others: set[str]) -> None:
+        """Wait for so many tokens of the request that ``streams``; drop what finishes of others."""
+        while True:
+            result = self._result()
+            if result.request_id != streams:
+                others.discard(result.request_id)
+            elif len(result.generated_tokens) >= count:
+                return
 
 
 def steps_together(times: Sequence[Sequence[float]], steps: int) -> list[float]:

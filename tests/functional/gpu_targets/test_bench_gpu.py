@@ -64,8 +64,9 @@ def test_every_row_is_measured_printed_written_and_drawn(tmp_path: Path) -> None
     assert figures["left_out"] == {}
     rows = {row["name"]: row for row in figures["rows"]}
     both = [f"decode, {case}" for case in ("1 rows at 24", "4 rows at 24", "6 rows at 24")]
-    both.append("prompts, 2 of 32")
-    alone = ["decode, 4 rows at 24, top-p", "decode, 1 rows at 24, layers not fused"]
+    both += [f"decode, 4 rows at 24, {how}" for how in ("temperature", "top-k", "top-p")]
+    both += ["prompts, 2 of 32", "device idle, 1 rows at 24", "device idle, 4 rows at 24"]
+    alone = ["decode, 1 rows at 24, layers not fused"]
     alone += ["decode, 4 rows at 24, no graphs", "decode, 4 rows at 24, no steps ahead"]
     assert all(rows[name]["ours"] and rows[name]["theirs"] for name in both)
     assert all(rows[name]["ours"] and rows[name]["share"] for name in alone)

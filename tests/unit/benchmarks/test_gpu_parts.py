@@ -2,14 +2,19 @@
 that all rows decode together, and its table.
 """
 
+import threading
+import time
 from pathlib import Path
+from typing import Any
 from xml.etree import ElementTree as ET
 
 import pytest
 import torch
 from benchmarks import models
+from benchmarks.gpu import __main__ as program
 from benchmarks.gpu import bounds, picture, shapes, theirs
 from benchmarks.gpu.budget import Budget, LeftOutError
+from benchmarks.gpu.ours import Target
 from benchmarks.gpu.report import Report, Row
 from benchmarks.gpu.sizes import Sizes, new_tokens
 
@@ -85,6 +90,96 @@ def test_a_part_that_does_not_fit_or_fails_is_left_out_with_its_reason(
         "fifth": "not here",
     }
     assert capsys.readouterr().out.count("left out: ") == 3
+
+
+def test_a_device_is_idle_while_nobody_computes_whichever_thread_does() -> None:
+    """Three products, with and without time between them."""
+    x = torch.randn(300, 300)
+
+    def work(pause: float) -> None:
+        for _ in range(2):
+            x @ x
+            time.sleep(pause)
+        x @ x
+
+    x @ x
+    some, most = (bounds.idle(torch.device("cpu"), lambda p=p: work(p)) for p in (0.0, 0.3))  # type: ignore[misc]  # mypy infers no type of such a lambda
+    assert 0 <= some < most < 1
+    assert most > 0.5
+
+    def elsewhere() -> None:
+        thread = threading.Thread(target=work, args=(0.3,))
+        thread.start()
+        thread.join()
+
+    assert 0.5 < bounds.idle(torch.device("cpu"), elsewhere) < 1
+    with pytest.raises(RuntimeError, match="saw no work of the device"):
+        bounds.idle(torch.device("cpu"), lambda: None)
+
+
+class Side:
+    """An engine that takes as long as it is told; ``asked``: rows, context, steps and parameters of
+    each call.
+    """
+
+    def __init__(self, milliseconds: float, asked: list[Any], **settings: Any) -> None:
+        self._taken, self._asked, self.cold = milliseconds, asked, {"load": 1.0}
+        self._settings, self.model = settings, "its model"
+
+    def decode(self, rows: int, context: int, steps: int, **params: Any) -> list[float]:
+        self._asked.append((rows, context, steps, self._settings | params))
+        return [self._taken] * steps
+
+    def prefill(self, rows: int, length: int) -> float:
+        return self._taken / 1e3
+
+    def idle(self, rows: int, context: int, steps: int) -> float:
+        return self._taken / 100
+
+    def first_token(self) -> None:
+        pass
+
+    def close(self) -> None:
+        self._asked.append("closed")
+
+
+def test_both_sides_compute_the_same_and_are_written_in_the_same_unit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ours, theirs_asked = list[Any](), list[Any]()
+    monkeypatch.setattr(program, "Ours", lambda *_, **__: Side(2.0, ours))
+    monkeypatch.setattr(
+        program,
+        "Theirs",
+        lambda _model, _sizes, given, **sampled: Side(6.0, theirs_asked, **given, **sampled),
+    )
+    monkeypatch.setattr(theirs, "best", lambda *_: ("graphs and asynchronous", "fast"))
+    target = Target(shapes.TINY, tmp_path, torch.float32, torch.device("cpu"))
+    made, plan = Report("a GPU", "tiny", "float32"), program.PLANS[shapes.TINY]
+    run = program.Run(target, plan, made, Budget(1000))
+    run.in_turns()
+    run.crowd()
+    rows = {row.name: row for row in made.rows}
+    assert len(rows) == 4 + 1 + 3 + 3 + 1
+    for name, row in rows.items():
+        assert row.ours, name
+        assert row.ratio == pytest.approx(3.0), name
+    operations = run.work.prefill_operations(*plan.prompts) / 1e12
+    assert rows["prompts, 2 of 32"].theirs == [operations / 6e-3] * 2
+    assert rows["device idle, 3 rows at 24"].theirs == [6.0]
+    assert not run.budget.left_out
+    # Greedy steps are greedy on both sides, sampled ones sample alike.
+    fast = {"use_cuda_graph": True, "use_async_batching": True}
+    measured = [one for one in theirs_asked if one != "closed" and one[2] == plan.steps]
+    assert [one for one in measured if one[3] == fast][:4] == [
+        (*case, 4, fast) for case in plan.cases
+    ]
+    for name, params in program.SAMPLING.items():
+        sampled = {"top_k": 0, **params}
+        assert measured.count((*plan.cases[2], 4, fast | sampled)) == plan.rounds, name
+        assert ours.count((*plan.cases[2], 4, params)) == plan.rounds, name
+    assert ours.count("closed") == 2
+    assert theirs_asked.count("closed") == 1 + 3 + 1
 
 
 def test_time_that_several_cover_counts_once() -> None:
