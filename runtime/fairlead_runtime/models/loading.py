@@ -210,6 +210,7 @@ def _read_weights(inspected: InspectedModel, *, split: bool) -> PreTrainedModel:
             f"{len(missing)} tensors are missing, first {missing[0]}",
             "fetch the model again",
         )
+    published.check_biases(model, info["unexpected_keys"], path, inspected.files.weights)
     published.finish(model, split=split)
     if info["unexpected_keys"]:
         log.warning(

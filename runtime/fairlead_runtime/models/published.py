@@ -6,10 +6,12 @@ become: ``QuantizedLinear``, at once or, of a split model, part by part. Which f
 be those of the layer.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.quantizers import HfQuantizer
@@ -107,7 +109,8 @@ class StoredLinear(nn.Module):
         try:
             return self._quantized()
         except ValueError as error:
-            raise ModelError("BadWeights", str(error), "fetch the model again") from error
+            fix = "serve the plain checkpoint, or fetch this one again if its files are damaged"
+            raise ModelError("BadWeights", str(error), fix) from error
 
     def _quantized(self) -> QuantizedLinear:
         if self._stored.format == "int4":
@@ -158,6 +161,39 @@ def loader_arguments(
         return {}
     del settings.quantization_config
     return {"quantization_config": StoredWeights(stored, weights)}
+
+
+def check_biases(
+    model: PreTrainedModel, unexpected: Iterable[str], folder: Path, weights: Mapping[str, Header]
+) -> None:
+    """Raise ModelError where a layer that is stored quantized has a bias that the architecture does
+    not add. GPTQ writes one for each layer, of zeros where the model had none; any other is a part
+    of what was calibrated. ``unexpected``: names of tensors that were not loaded; ``weights``: the
+    headers of the files in ``folder``.
+    """
+    for name in unexpected:
+        layer, _, leaf = name.rpartition(".")
+        if leaf != "bias" or not isinstance(_module(model, layer), StoredLinear):
+            continue
+        file = next(file for file, header in weights.items() if name in header.tensors)
+        with safe_open(folder / file, framework="pt") as stored:
+            if stored.get_tensor(name).any():
+                raise ModelError(
+                    "BadWeights",
+                    f"{name[:100]}: a bias that the architecture does not have, and not zeros",
+                    "serve the plain checkpoint",
+                )
+
+
+def _module(model: PreTrainedModel, name: str) -> nn.Module | None:
+    """The module of that name in the checkpoint, which may leave the base model's prefix out."""
+    for path in (name, f"{model.base_model_prefix}.{name}"):
+        try:
+            found: nn.Module = model.get_submodule(path)
+        except AttributeError:
+            continue
+        return found
+    return None
 
 
 def finish(model: PreTrainedModel, *, split: bool) -> None:

@@ -1,5 +1,6 @@
 """What the self-test runs: long positions, a copied block, and the faults that it must see."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -135,3 +136,41 @@ def test_the_self_test_finds_a_cache_that_is_not_rounded() -> None:
     attention = pick(wide.heads, wide.kinds, wide.device, "torch").attention
     delta = selftest.check(wide, attention, expected, tolerance=10.0).delta
     assert delta > selftest.CACHE_TOLERANCE[torch.float32]
+
+
+# -- products that round activations
+
+
+@pytest.mark.parametrize("rounds", [True, False])
+def test_where_activations_are_rounded_both_ways_are_judged_each_by_its_own_limit(
+    rounds: bool,
+) -> None:
+    """The layers without it by theirs, and what is served by the one of fp8."""
+    operations: Any = SimpleNamespace(rounds=rounds)
+    choice: Any = SimpleNamespace(operations=operations)
+    seen: list[tuple[float | None, bool]] = []
+
+    def run(allowed: float | None) -> int:
+        seen.append((allowed, operations.rounds))
+        return len(seen)
+
+    got = selftest._in_both_ways(choice, run, 0.5, fp8=True)
+    both = [(None, False), (selftest.ROUNDING["fp8"], True)]
+    assert seen == (both if rounds else [(0.5, False)])
+    assert got == [1, 2][: len(seen)]
+    assert operations.rounds is rounds
+    seen.clear()
+    selftest._in_both_ways(choice, run, 0.5, fp8=False)
+    assert seen == [(0.5, rounds)]
+
+
+def test_a_failing_self_test_leaves_the_operations_as_they_were() -> None:
+    operations: Any = SimpleNamespace(rounds=True)
+    choice: Any = SimpleNamespace(operations=operations)
+
+    def run(_: float | None) -> None:
+        raise SelfTestError("wrong")
+
+    with pytest.raises(SelfTestError):
+        selftest._in_both_ways(choice, run, fp8=True)
+    assert operations.rounds

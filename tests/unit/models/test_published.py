@@ -35,6 +35,7 @@ FORMS: dict[str, Any] = {
     "packed": compressed_int4(),
     "packed, a group per row": compressed_int4(group=-1),
     "packed with zero points": compressed_int4(symmetric=False),
+    "packed with zero points, a group per row": compressed_int4(group=-1, symmetric=False),
     "packed of sorted columns": compressed_int4(sorts=True),
 }
 
@@ -134,6 +135,8 @@ def test_tensors_of_four_bits_that_do_not_fit_their_layer_are_refused(
     with pytest.raises(ModelError, match=message) as refused:
         loading.load(quantized)
     assert refused.value.code == "BadWeights"
+    if refused.value.hint:
+        assert refused.value.hint.startswith("serve the plain checkpoint, or fetch this one again")
 
 
 def test_biases_that_gptq_stores_for_layers_without_one_are_ignored(
@@ -151,6 +154,28 @@ def test_biases_that_gptq_stores_for_layers_without_one_are_ignored(
     layers = [x for x in loaded.modules() if isinstance(x, QuantizedLinear)]
     assert {x.bias for x in layers} == {None}
     assert "ignored 21 tensors" in caplog.text
+
+
+@pytest.mark.parametrize("prefix", ["model.", ""])
+def test_a_bias_that_the_architecture_does_not_add_is_refused_unless_it_is_zeros(
+    prefix: str, tmp_path: Path
+) -> None:
+    """Whoever calibrated the layer counted on it. Names may leave the base model's out."""
+    saved = tiny.save(tiny.build("llama"), tmp_path / "model")
+    quantized, _ = publish(saved, tmp_path, *gptq())
+    file = quantized / "model.safetensors"
+    named = {
+        prefix + name.removeprefix("model.") if name.startswith("model.") else name: tensor
+        for name, tensor in load_file(file).items()
+    }
+    bias = f"{prefix}layers.1.mlp.up_proj.bias"
+    rows = named[f"{prefix}layers.1.mlp.up_proj.scales"].shape[1]
+    save_file(named | {bias: torch.zeros(rows)}, file, {"format": "pt"})
+    loading.load(quantized)
+    save_file(named | {bias: torch.eye(1, rows)[0] / 8}, file, {"format": "pt"})
+    with pytest.raises(ModelError, match=f"{bias}: a bias that the architecture does not") as error:
+        loading.load(quantized)
+    assert (error.value.code, error.value.hint) == ("BadWeights", "serve the plain checkpoint")
 
 
 def test_a_checkpoint_that_is_not_served_says_to_use_the_plain_one(

@@ -81,6 +81,40 @@ def test_steps_that_were_in_flight_follow_each_other_in_the_trace(tmp_path: Path
     assert replay_command.main([str(path)]) == 0
 
 
+def test_a_run_whose_launched_steps_were_computed_again_replays(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One request left while both steps were in flight: they run again without its dead rows."""
+    path = tmp_path / "run.jsonl"
+    limits = Limits("fifo", 16, 4, 0.0, 4, 8, 64)
+    scheduler = RecordedScheduler(limits, group_layers([None]), path=path)
+    for i, name in enumerate(("stays", "leaves")):
+        scheduler.add(Request(name, tuple(range(i, i + 5)), SamplingParams(), 4))
+    flying = [scheduler.commit(scheduler.plan())]
+    scheduler.launch(flying[0])
+    ahead = scheduler.plan_ahead()
+    assert ahead is not None
+    flying.append(scheduler.commit(ahead))
+    scheduler.launch(flying[1])
+    scheduler.abort("leaves")
+    scheduler.recall()
+    for work in flying:
+        scheduler.update(work.living(), {0: Result(6)})
+    # It needs the blocks of the one that left.
+    scheduler.add(Request("next", tuple(range(20)), SamplingParams(), 4))
+    while scheduler.has_work:
+        work = scheduler.commit(scheduler.plan())
+        scheduler.update(work, {row.sequence.id: Result(6) for row in work.rows if row.samples})
+    scheduler.close()
+    assert replay_command.main([str(path)]) == 0
+    assert capsys.readouterr().out.startswith("identical: ")
+    lines = path.read_text().splitlines()
+    assert lines.count('{"recall":2}') == 1
+    lines.remove('{"recall":2}')
+    path.write_text("\n".join(lines) + "\n")
+    assert replay_command.main([str(path)]) == 1, "nothing in the run depends on the recall"
+
+
 def test_two_runs_of_one_workload_write_the_same_bytes(tmp_path: Path) -> None:
     for name in ("a", "b"):
         record(3001, tmp_path / name)

@@ -233,6 +233,17 @@ def test_weights_of_four_bits_are_planned_to_the_byte(made: Any, group: int, ord
     assert weights(shape, engine, 1, "cuda") == layers * size + 2 * plain
 
 
+def test_the_order_of_what_attention_returns_is_as_wide_as_its_heads_are() -> None:
+    """Not as the hidden states, where the heads have a size of their own."""
+    config = four_bits(gptq(group=32, sorts=True)) | LLAMA_2_7B
+    common, wider = (
+        ModelShape.from_config(config),
+        ModelShape.from_config(config | {"head_dim": 64}),
+    )
+    assert common.orders == 32 * (3 * 4096 + 11008)
+    assert common.orders - wider.orders == 32 * 32 * (128 - 64)
+
+
 def test_int4_is_no_format_to_round_to() -> None:
     with pytest.raises(ConfigError) as refused:
         check_stored(EngineConfig(quantization="int4"), "", "bfloat16", "cuda", experts=False)
