@@ -94,7 +94,7 @@ def test_a_gpus_blocks_computed_by_hand() -> None:
     kept += 16 * 2 * 128 * 2 * 24 + 151_936 * 4
     batch = 2 * (8192 * 24 + 256 * 64 + 256 * 2048 * 4) + kept
     graphs = logits + (48 << 23) + 256 * 4096 * 12 + 32 * (4 << 20)
-    graphs += 10 * (8 << 20) + 256 * 2048 * 4
+    graphs += 10 * (8 << 20) + 256 * 2048 * 4 + 256 * 151_936 * 2
     left = int(80 * GIB * 0.9) - weights - activations - attention - logits - sampling - batch
     left -= graphs
     block = 16 * 2 * 24 * 2 * 64 * 2
