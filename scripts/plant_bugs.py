@@ -240,8 +240,8 @@ BUGS = (
     Bug(
         "one request more than allowed runs",
         PLANNER,
-        "                or not self.slots\n",
-        "                or self.slots < 0\n",
+        "or self.slots <= (self.early if self.head is not None else 0)",
+        "or self.slots < 0",
     ),
     Bug(
         "the token budget is not charged for prompts",

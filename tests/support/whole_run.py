@@ -499,6 +499,9 @@ class Recount:
             self.cache.units(row.start, row.start + row.count) for row in own
         )
         self.holders, self.slots = list(run.scheduler.running), run.slots
+        # Places of those that end or have ended in flight, whose blocks are not free yet.
+        ended, staying = run.scheduler.state.ended, run._staying()
+        self.early = len(ended) + len(self.holders) - len(staying)
         self._bound_prompts(own)
         self.head: tuple[Sequence, int] | None = None
         self.spare_given: tuple[int, int] | None = None  # spare at a shadow step, and its step
@@ -532,7 +535,7 @@ class Recount:
 
     def run(self) -> None:
         for sequence in self._in_order():
-            if not self.tokens or not self.slots:
+            if not self.tokens or self.slots <= (self.early if self.head else 0):
                 return
             self._one(sequence)
         if self.plan.blocked is not (self.head and self.head[0]):
@@ -603,7 +606,9 @@ class Recount:
     def _shadow(self, need: int) -> tuple[int, int]:
         """Let every sequence run to its limit and look when the head fits."""
         reserve = math.ceil(self.limits.safety_margin * self.cache.pool.units)
-        order = sorted((s.limit - len(s.tokens), self._most(s)) for s in self.holders)
+        order = [(s.limit - len(s.tokens), self._most(s)) for s in self.holders]
+        order += [(0, self._most(s)) for s in self.run_.scheduler.state.ended.values()]
+        order.sort()
         for i in range(1, len(order) + 1):
             left = order[i:]
             spare = self.cache.pool.units - sum(units for _, units in left) - need

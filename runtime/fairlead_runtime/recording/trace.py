@@ -77,6 +77,7 @@ class _TraceReader:
         self.short_names: dict[str, str] = {}  # by long request id
         self.views: dict[int, StepView] = {}  # committed steps before their updates
         self.launched: set[int] = set()  # those of them that the device has
+        self.leaving: list[int] = []  # whose last token the newest step samples
         self.step = 0
         self.ended = 0.0  # when the last step ended
 
@@ -133,6 +134,9 @@ class _TraceReader:
         preempted = []
         for i, offload in plan["preempted"]:
             preempted.append((self.sequences[i].name, self._free_slot(i), bool(offload)))
+        for i in self.leaving:  # who starts may take their places
+            if i in self.sequences:
+                self._free_slot(i)
         how: dict[int, str] = {}
         for i, source, start, sibling in plan["admitted"]:
             self._take_slot(i)
@@ -148,6 +152,11 @@ class _TraceReader:
         view = StepView(
             self.step, rows, preempted, waiting, line["free"], line["cached"], self.notes
         )
+        self.leaving = [
+            i
+            for i, start, count, samples in plan["rows"]
+            if samples and start + count + 1 >= self.sequences[i].limit
+        ]
         view.begin = line.get("t", self.step * STEP_SECONDS)
         view.end = view.begin + STEP_SECONDS
         self.notes = []

@@ -86,6 +86,7 @@ def _drafted(state: State) -> "_Draft":
     for sequence in state.running:
         if sequence.flying and sequence.ends_in_flight:
             draft.slots += 1
+            draft.early += 1
             continue
         (decodes if sequence.length - sequence.reached == 1 else prefills).append(sequence)
     for sequences in (prefills, decodes) if state.policy.prefills_first else (decodes, prefills):
@@ -114,6 +115,8 @@ class _Draft:
         self.tokens = state.limits.max_batch_tokens
         # sequences that may start; one whose last token is in flight has made room
         self.slots = state.limits.max_requests - len(state.running)
+        # places among them whose blocks come when what is in flight is collected
+        self.early = len(state.ended)
         self.free = state.cache.pool.available
         self.host_free = len(state.cache.host.free)
         self.rows: list[Row] = []
@@ -215,7 +218,8 @@ class _Draft:
 
         Two kinds are passed over and keep their place: a sequence whose next tokens a running
         sequence is computing, and one that lacks blocks. Beside the first that lacks blocks, the
-        head, others start under the rules of ``_may_start``.
+        head, others start under the rules of ``_may_start``, and in no place whose blocks are still
+        to come: the head may start there in the next step.
 
         If tokens remain, every running prefill ends in this step, so all remaining free blocks are
         available to new prompts. A sequence takes its blocks chunk by chunk, but is admitted only
@@ -233,7 +237,7 @@ class _Draft:
             if (
                 not self.tokens
                 or passed == PASSED_SEQUENCES
-                or not self.slots
+                or self.slots <= (self.early if self.head is not None else 0)
                 or (self.head is not None and self._room < len(self.cache.groups))
             ):
                 return

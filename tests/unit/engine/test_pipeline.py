@@ -208,6 +208,27 @@ def test_behind_a_queue_each_step_is_launched_beside_the_one_before(slots: int) 
         assert collected.tokens[one.id, 0] == run(alone).tokens[one.id, 0]
 
 
+@pytest.mark.parametrize("policy", ["fifo", "prefill_first", "priority", "fair"])
+@pytest.mark.parametrize("leaves", [False, True])
+def test_nobody_overtakes_by_taking_the_place_before_the_blocks_come(
+    policy: str, leaves: bool
+) -> None:
+    """Its place is free when the last token of the one before is in flight, or when that has left;
+    its blocks one step later, which a large request needs, and a small one behind it does not.
+    """
+    asked = [request("big", 48, 6), request("large", 60, 8), request("small", 3, 30)]
+    engine, runner = launching(
+        *asked, policy=policy, max_requests=1, num_blocks=24, max_batch_tokens=64, safety_margin=0
+    )
+    while not any(row.sequence.generated for row in runner.launched):
+        engine.step()
+    if leaves:
+        engine.abort("big")
+    run(engine)
+    order = list(dict.fromkeys(row.sequence.request.id for row in runner.launched))
+    assert order == ["big", "large", "small"]
+
+
 def test_one_that_waits_for_blocks_stops_no_launch() -> None:
     engine, runner = launching(
         request("a", prompt=8, max_tokens=40), request("big", prompt=40), num_blocks=13

@@ -56,6 +56,22 @@ def test_a_run_with_launched_steps_replays_and_shows_each_of_them(
             assert shown.get(f"{name}/{choice}", shown.get(name)) == len(tokens)
 
 
+@pytest.mark.parametrize("seed", range(3000, 3006))
+@pytest.mark.parametrize("ahead", [False, True])
+def test_the_trace_has_no_more_slots_than_requests_may_run(
+    seed: int, ahead: bool, tmp_path: Path
+) -> None:
+    """A launched successor has the slot of the one whose last token is in flight."""
+    path = tmp_path / "run.jsonl"
+    record(seed, path, ahead=ahead)
+    recording = Recording(path)
+    views = list(steps(recording))
+    slots = {row.slot for view in views for row in view.rows}
+    assert slots <= set(range(recording.limits.max_requests))
+    for view in views:
+        assert len({row.slot for row in view.rows}) == len(view.rows)
+
+
 def test_steps_that_were_in_flight_follow_each_other_in_the_trace(tmp_path: Path) -> None:
     """A launched step is planned before the last one has ended."""
     ticks = iter(range(100))
