@@ -1622,6 +1622,41 @@ BUGS = (
         ("unit/device/test_cuda_calls.py",),
     ),
     PackageBug(
+        "what is planned for graphs that cannot be is lost to the cache",
+        f"{RUNTIME}/start/build.py",
+        '    measured = {**measured, "graphs": 0}\n',
+        "",
+        ("unit/start/test_build.py",),
+    ),
+    PackageBug(
+        "graphs are planned beside deterministic, which captures none",
+        f"{RUNTIME}/sizing/graphs.py",
+        "        and not config.deterministic\n",
+        "",
+        ("unit/sizing/test_memory_plan.py",),
+    ),
+    PackageBug(
+        "a step of padding that fails beside the cache ends the start",
+        f"{RUNTIME}/start/decodes.py",
+        "                failure = first_line(error)\n",
+        "                raise\n",
+        ("unit/start/test_decodes.py",),
+    ),
+    PackageBug(
+        "PhiMoE's frequencies are computed on the host in each pass",
+        f"{RUNTIME}/models/rope.py",
+        "            _keep_what_phimoe_computes(module, scaling)\n",
+        "            pass\n",
+        ("functional/engine/test_paged_model.py",),
+    ),
+    PackageBug(
+        "the model's own code asks the device for padding in each pass",
+        f"{RUNTIME}/device/paged_model.py",
+        "                module.warn_if_padding_and_no_attention_mask = _nothing\n",
+        "                pass\n",
+        ("unit/device/test_launches_never_wait.py",),
+    ),
+    PackageBug(
         "the smallest graphs are captured first",
         DECODES,
         "for size in reversed(self._sizes)",
@@ -1687,8 +1722,8 @@ BUGS = (
     PackageBug(
         "graphs take each other's place in every step",
         GRAPHS,
-        "if self._steps - used < IDLE_STEPS:",
-        "if self._steps < used:",
+        "return self._steps - used >= IDLE_STEPS",
+        "return self._steps >= used",
         (GRAPH_TESTS,),
     ),
     PackageBug(
@@ -1701,8 +1736,8 @@ BUGS = (
     PackageBug(
         "a capture that fails is tried in each step",
         GRAPHS,
-        "if not self.failure and self._make_room():",
-        "if self._make_room():",
+        "if not self.failure and self._has_room():",
+        "if self._has_room():",
         (GRAPH_TESTS,),
     ),
     PackageBug(
@@ -2107,8 +2142,8 @@ BUGS = (
     PackageBug(
         "a sequence that certainly ends is computed once more",
         PLANNER,
-        "            draft.slots += 1\n            continue\n",
-        "            draft.slots += 1\n",
+        "            draft.early += 1\n            continue\n",
+        "            draft.early += 1\n",
         PIPELINE_TESTS,
     ),
     PackageBug(
@@ -2117,6 +2152,27 @@ BUGS = (
         "            draft.slots += 1\n",
         "",
         PIPELINE_TESTS,
+    ),
+    PackageBug(
+        "a place whose blocks are still to come goes to one behind the head",
+        PLANNER,
+        "            draft.early += 1\n",
+        "",
+        PIPELINE_TESTS,
+    ),
+    PackageBug(
+        "the place of one that left in flight goes to one behind the head",
+        PLANNER,
+        "self.early = len(state.ended)",
+        "self.early = 0",
+        PIPELINE_TESTS,
+    ),
+    PackageBug(
+        "the trace shows successors beside those whose last token is in flight",
+        f"{RUNTIME}/recording/trace.py",
+        "            if i in self.sequences:\n                self._free_slot(i)\n",
+        "            pass\n",
+        ("unit/scheduling/test_recording.py",),
     ),
     PackageBug(
         "those that start take no place",

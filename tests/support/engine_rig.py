@@ -314,6 +314,7 @@ class Rig:
         self.fusion = fuse(self.model, operations_of(self.model, kernels), group)
         self.groups: tuple[LayerGroup, ...] = group_layers(self.model.windows)
         self._references: dict[tuple[tuple[int, ...], int], list[int]] = {}
+        self._caches: list[GraphCache] = []
 
     def runner(self, setting: Setting, guides: Guides | None = None) -> ModelRunner:
         limits = setting.limits(len(self.groups))
@@ -381,7 +382,16 @@ class Rig:
             max_batch_tokens=limits.max_batch_tokens,
             q_padding_interval=setting.interval,
         )
-        return {"graphs": GraphCache(recorder, setting.graphs), "sizes": step_sizes(config)}
+        self._caches.append(GraphCache(recorder, setting.graphs))
+        return {"graphs": self._caches[-1], "sizes": step_sizes(config)}
+
+    def captured(self) -> int:
+        """Graphs of all runners so far. Raises AssertionError where a step could not be captured:
+        it would have run as it is, and given the same text.
+        """
+        failures = {cache.failure for cache in self._caches} - {""}
+        assert not failures, failures
+        return sum(map(len, self._caches))
 
     def _choice(self) -> BackendChoice:
         model = self.model

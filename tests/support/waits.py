@@ -31,6 +31,7 @@ class Device(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch does 
         super().__init__()  # type: ignore[no-untyped-call]  # see above
         # The storages are kept, so no other tensor gets their addresses.
         self._there: dict[int, Any] = {}
+        self.watches = True
         self.operations = 0  # on tensors of the device
         self.take(given)
 
@@ -86,7 +87,7 @@ def watched(device: Device) -> Iterator[None]:
         for name in MAKERS:
             patch.setattr(torch, name, _made(device, getattr(torch, name)))
         for name in ("tensor", "as_tensor"):
-            patch.setattr(torch, name, _given(getattr(torch, name)))
+            patch.setattr(torch, name, _given(device, getattr(torch, name)))
         wrapper = flashinfer_standin._Wrapper
         for name in ("_compute", "_end_plan"):
             patch.setattr(wrapper, name, _inside(device, getattr(wrapper, name)))
@@ -101,7 +102,7 @@ def watched(device: Device) -> Iterator[None]:
 
 def _look(device: Device, name: str, looked: Callable[..., Any]) -> Callable[..., Any]:
     def look(x: Tensor, *args: Any, **kwargs: Any) -> Any:
-        if device.has(x):
+        if device.watches and device.has(x):
             raise RuntimeError(f"{name} waits for the device")
         return looked(x, *args, **kwargs)
 
@@ -120,9 +121,9 @@ def _made(device: Device, make: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return made
 
 
-def _given(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
+def _given(device: Device, make: Callable[..., Tensor]) -> Callable[..., Tensor]:
     def given(*args: Any, **kwargs: Any) -> Tensor:
-        if kwargs.get("device") is not None:
+        if device.watches and kwargs.get("device") is not None:
             raise RuntimeError("numbers that go to the device are waited for")
         return make(*args, **kwargs)
 
@@ -132,7 +133,7 @@ def _given(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
 def _to(device: Device, moved: Callable[..., Tensor]) -> Callable[..., Tensor]:
     def to(x: Tensor, *args: Any, non_blocking: bool = False, **kwargs: Any) -> Tensor:
         place = kwargs.get("device", args[0] if args else None)
-        if not isinstance(place, torch.device) or device.has(x):
+        if not device.watches or not isinstance(place, torch.device) or device.has(x):
             return moved(x, *args, **kwargs)
         if not non_blocking:
             raise RuntimeError("a tensor that goes to the device is waited for")
@@ -148,12 +149,12 @@ def _inside(device: Device, kernel: Callable[..., Any]) -> Callable[..., Any]:
     """Work of the device alone, or of a package whose own care is not ours to test."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        kept, device._there = device._there, {}
+        before, device.watches = device.watches, False
         try:
             with _disable_current_modes():
                 out = kernel(*args, **kwargs)
         finally:
-            device._there = kept
+            device.watches = before
         device.take(x for x in tensors(out, kwargs.get("out")))
         return out
 

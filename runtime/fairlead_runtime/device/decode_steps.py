@@ -101,6 +101,12 @@ class DecodeSteps:
     def nbytes(self) -> int:
         return self.sampler.nbytes + self._places.nbytes
 
+    def drop_graphs(self) -> None:
+        """Run every step as it is from now on, without padding."""
+        if self._graphs is not None:
+            self._graphs.clear()
+        self._graphs, self._logits, self._sizes, self._room = None, None, (), 0
+
     @property
     def held_nbytes(self) -> int:
         """Bytes that all graphs share."""

@@ -43,7 +43,7 @@ class Recorder(Protocol):
 
 
 class GraphCache:
-    """At most ``limit`` graphs, by key."""
+    """At most ``limit`` graphs, by key; one more while it takes another's place."""
 
     def __init__(self, recorder: Recorder, limit: int) -> None:
         self._recorder = recorder
@@ -70,21 +70,22 @@ class GraphCache:
             kept[0].replay()
             return
         step()
-        if not self.failure and self._make_room():
+        if not self.failure and self._has_room():
             self._record(key, step)
+        # Afterwards: graphs share one pool of memory, into which torch captures no other once all
+        # that were there are gone.
+        while len(self._graphs) > self.limit:
+            self._drop()
 
     def clear(self) -> None:
         while self._graphs:
             self._drop()
 
-    def _make_room(self) -> bool:
+    def _has_room(self) -> bool:
         if len(self._graphs) < self.limit:
             return True
         _, used = next(iter(self._graphs.values()), (None, self._steps))
-        if self._steps - used < IDLE_STEPS:
-            return False
-        self._drop()
-        return True
+        return self._steps - used >= IDLE_STEPS
 
     def _drop(self) -> None:
         _, (graph, _) = self._graphs.popitem(last=False)

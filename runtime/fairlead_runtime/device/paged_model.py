@@ -116,6 +116,9 @@ class PagedModel:
         self.vocabulary, self.logits_width = min(widths), widths[1]
         self.selects_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
         self._select_logits()
+        for module in model.modules():  # some ask the device whether a prompt is padded: none is
+            if isinstance(module, PreTrainedModel):
+                module.warn_if_padding_and_no_attention_mask = _nothing
         # transformers picks grouped_mm where the model and torch support it, else eager.
         self._experts: str = getattr(model.config, "_experts_implementation", None) or "eager"
         self.heads = self._probe()
@@ -263,6 +266,10 @@ def prepare(
             name, "its config.json describes other layers than transformers builds from it"
         )
     return model
+
+
+def _nothing(*_: object) -> None:
+    """In the place of a warning."""
 
 
 def _keep_rows(_module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:

@@ -10,8 +10,13 @@ Consequence for users: a longrope model served with a max_model_len above its or
 the long factors for short prompts too, where plain transformers would use the short ones. The
 self-test and the tests of token equality compare with transformers *with the same pinned
 frequencies*; set max_model_len to the original context to get the short factors.
+
+PhiMoE's computes its frequencies in each pass, on the host, and chooses a factor of its results by
+the largest position even where the frequencies are fixed: both are pinned, and nothing is sent to
+the device in a pass.
 """
 
+import copy
 from typing import Any
 
 import torch
@@ -29,6 +34,8 @@ def pin(model: torch.nn.Module, max_model_len: int) -> int:
     pinned = 0
     for submodule in model.modules():
         module: Any = submodule  # torch types every attribute of a module as a tensor or a module
+        recomputes = type(module).__name__ == "PhimoeRotaryEmbedding"
+        scaling = _factor_of_phimoe(module, max_model_len) if recomputes else None
         kinds = getattr(module, "rope_type", None)
         if isinstance(kinds, str) and _depends_on_length(kinds):
             _pin_one(module, kinds, max_model_len, None)
@@ -40,7 +47,26 @@ def pin(model: torch.nn.Module, max_model_len: int) -> int:
                     _pin_one(module, kind, max_model_len, layer_type)
                     kinds[layer_type] = PINNED
                     pinned += 1
+        if recomputes:
+            _keep_what_phimoe_computes(module, scaling)
     return pinned
+
+
+def _factor_of_phimoe(module: Any, max_model_len: int) -> float | None:
+    """What its forward pass multiplies with; None: what comes with the frequencies."""
+    given = module.config.rope_parameters
+    if given["rope_type"] == "default" or module.rope_type == PINNED:
+        return None
+    original = given["original_max_position_embeddings"]
+    return float(given["long_mscale" if max_model_len > original else "short_mscale"])
+
+
+def _keep_what_phimoe_computes(module: Any, scaling: float | None) -> None:
+    if scaling is not None:
+        module.attention_scaling = scaling
+    module.config = copy.copy(module.config)
+    module.config.rope_parameters = {**module.config.rope_parameters, "rope_type": "default"}
+    module.rope_init_fn = lambda *_, **__: (module.inv_freq, module.attention_scaling)
 
 
 def _depends_on_length(kind: str) -> bool:

@@ -35,6 +35,7 @@ def may_capture(config: EngineConfig, device: str) -> bool:
     return (
         device == "cuda"
         and config.tensor_parallel == 1
+        and not config.deterministic
         and config.kernels in ("auto", "flashinfer")
         and config.cuda_graphs != "off"
         and config.max_cached_graphs > 0

@@ -136,6 +136,7 @@ def _with_engine(
         measured = {**measured, "process": process_bytes}
     choice = Decodes.choose(config, model, parts.attention, split=ranks is not None)
     resident, host_batch = choice.keeps, measured["batch"]
+    measured = {**measured, "graphs": 0}
     if resident:
         kept = decode_state(inspected.shape, config, group_layers(model.windows))
         graphs = choice.measure(loaded.max_model_len)

@@ -132,6 +132,8 @@ class Decodes:
             return None
         self.graphs = None
         if not self.off:
+            # One of its own: torch refuses to capture into a pool whose graphs are all gone while
+            # something lives there, such as a workspace of cuBLAS.
             recorder = self.new_recorder(self.model.device)
             self.graphs = GraphCache(recorder, self.config.max_cached_graphs)
         return DecodeSteps(
@@ -163,12 +165,21 @@ class Decodes:
             return None
         began = time.monotonic()
         # A graph takes long enough to be shown at once; the default shows the first after 0.1 s.
+        failure = ""
         with tqdm(desc="CUDA graphs", unit="graph", leave=False, mininterval=0) as bar:
-            for done, total in steps.capture(lambda: time.monotonic() - began > CAPTURE_SECONDS):
-                bar.total = total
-                bar.update(done - bar.n)
-        if not len(self.graphs):
-            self.turn_off(f"a step cannot be captured: {self.graphs.failure}")
+            try:
+                for done, total in steps.capture(
+                    lambda: time.monotonic() - began > CAPTURE_SECONDS
+                ):
+                    bar.total = total
+                    bar.update(done - bar.n)
+            except Exception as error:
+                # Of a plan at fixed addresses, or of the step itself, for want of memory.
+                log.exception("a step of padding failed")
+                failure = first_line(error)
+        if failure or not len(self.graphs):
+            steps.drop_graphs()
+            self.turn_off(f"a step cannot be captured: {failure or self.graphs.failure}")
             log.info("CUDA graphs: off: %s", self.off)
             return None
         size = self.graphs.nbytes + self.attention.fixed_nbytes + steps.held_nbytes

@@ -226,6 +226,35 @@ def test_pinning_chooses_the_factors_of_the_longest_sequence_and_only_once() -> 
     assert rope.pin(tiny.build("llama"), 512) == 0
 
 
+@pytest.mark.parametrize(("limit", "factor", "frequency"), [(32, 1.0, 1.0), (64, 1.3, 0.25)])
+def test_pinning_phimoe_fixes_its_frequencies_and_the_factor_of_its_results(
+    limit: int, factor: float, frequency: float
+) -> None:
+    """Its code computes both in each pass, the factor by the largest position of the batch."""
+    half = 8
+    rope_parameters = {
+        "rope_type": "longrope",
+        "rope_theta": 1e6,
+        "short_factor": [1.0] * half,
+        "long_factor": [4.0] * half,
+        "short_mscale": 1.0,
+        "long_mscale": 1.3,
+        "original_max_position_embeddings": 32,
+    }
+    model = tiny.build("phimoe", rope_parameters=rope_parameters, max_position_embeddings=256)
+    assert rope.pin(model, limit) == 1
+    assert rope.pin(model, 256) == 0
+    module: Any = next(m for m in model.modules() if hasattr(m, "rope_type"))
+    assert len(module.inv_freq) == half
+    x = torch.zeros(1, 1)
+    alone, _ = module(x, torch.arange(4)[None])
+    beside, sines = module(x, torch.tensor([[0, 1, 2, 3, 100]]))
+    assert torch.equal(alone, beside[:, :4])
+    assert torch.allclose(alone[0, 0], torch.tensor(factor))
+    assert float(sines[0, 1, 0]) == pytest.approx(factor * math.sin(frequency), rel=1e-5)
+    assert model.config.rope_parameters["rope_type"] == "longrope"
+
+
 # -- the runner
 
 

@@ -22,7 +22,9 @@ from fairlead_runtime.models import tiny
 from fairlead_runtime.request import FinishReason, Request
 from support.engine_rig import (
     FP8_CACHE,
+    GRAPHS,
     MAX_LEN,
+    ON_TRITON,
     UNFUSED,
     Rig,
     Setting,
@@ -275,6 +277,8 @@ def check_three_settings(family: str, kernels: str) -> None:
     ]
     tally = tally_over(family, cases)
     assert tally.wrong == []
+    if kernels.removeprefix(ON_TRITON) in GRAPHS:
+        assert rig(family, kernels).captured() > 0
     assert (tally.without_preemption, tally.without_hits, tally.constant) == ([], [], 0)
     assert len(tally.tied) <= 1, tally.ties  # each setting may meet the same one
 
@@ -324,7 +328,7 @@ def test_with_captured_decodes_of_fused_layers_greedy_text_equals_transformers(f
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("family", sorted(OTHERS))
+@pytest.mark.parametrize("family", sorted({*OTHERS, *FAMILIES}))
 def test_on_flashinfers_wrappers_other_families_give_transformers_text(family: str) -> None:
     check_three_settings(family, "flashinfer")
 

@@ -9,6 +9,7 @@ import torch
 
 from fairlead_runtime.device.row_sampler import RowSampler
 from fairlead_runtime.device.slot_table import SlotTable
+from fairlead_runtime.models.tiny import FAMILIES, SIZED, UNLISTED, VARIANTS
 from fairlead_runtime.request import Request, SamplingParams
 from fairlead_runtime.scheduling.plan import Result, Token, Work
 from fairlead_runtime.scheduling.scheduler import Scheduler
@@ -47,9 +48,9 @@ def device_of(engine: Rig, runner: Any) -> Device:
     return Device([*weights, cache.keys, cache.values, *steps.sampler.tensors, *own])
 
 
-def launches(kernels: str) -> dict[str, list[int]]:
+def launches(kernels: str, family: str = "llama") -> dict[str, list[int]]:
     """Launch all steps of the requests, two in flight, each watched: the tokens of each request."""
-    engine = rig("llama", kernels)
+    engine = rig(family, kernels)
     runner = engine.runner(SETTING)
     scheduler = Scheduler(SETTING.limits(len(engine.groups)), engine.groups, b"rig")
     device = device_of(engine, runner)
@@ -79,6 +80,12 @@ def test_no_launch_waits_for_the_device(kernels: str) -> None:
     texts = launches(kernels)
     alone = rig("llama", "flashinfer").run(replace(SETTING, chunk=64), [(0, r) for r in requests()])
     assert texts == {name: tokens for (name, _), tokens in alone.texts.items()}
+
+
+@pytest.mark.parametrize("family", sorted({*FAMILIES, *VARIANTS, *SIZED, *UNLISTED}))
+def test_no_familys_own_code_waits_for_the_device(family: str) -> None:
+    """Layers and what is around them, which transformers' code computes here."""
+    launches("resident", family)
 
 
 def plant(owner: type, name: str, extra: Callable[..., object]) -> Callable[..., Any]:

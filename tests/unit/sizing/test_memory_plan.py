@@ -176,6 +176,21 @@ def test_the_memory_plan_of_a_dense_model_computed_by_hand() -> None:
     assert plan.fits
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"deterministic": True},
+        {"cuda_graphs": "off"},
+        {"max_cached_graphs": 0},
+        {"kernels": "torch"},
+        {"tensor_parallel": 2},
+    ],
+)
+def test_where_no_graph_is_captured_none_is_planned(settings: dict[str, Any]) -> None:
+    config = EngineConfig(**settings)
+    assert plan_memory(LLAMA_8B, config, DeviceFacts("cuda", 80 * GIB)).terms["graphs"] == 0
+
+
 def test_graphs_of_many_rows_whose_heads_share_nothing_take_a_workspace_of_their_own() -> None:
     """As far as it is larger than the 128 MiB that every step has: not for 256 rows of 128."""
 

@@ -1,9 +1,16 @@
 """What the composition root sets for the whole process."""
 
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
 
+from fairlead_runtime import LLM
+from fairlead_runtime.models import tiny
 from fairlead_runtime.start import build
+from fairlead_runtime.start.resolve import resolve
 
 
 @pytest.mark.parametrize(
@@ -44,3 +51,22 @@ def test_a_number_of_threads_that_the_user_set_is_kept(monkeypatch: pytest.Monke
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
     monkeypatch.setattr(torch, "set_num_threads", pytest.fail)
     build._limit_threads(others=True, cached=False, ranks=1)
+
+
+def test_where_nothing_is_captured_the_cache_gets_what_was_planned_for_graphs(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The plan may count them for a model whose kernels turn out to allow none."""
+    seen: list[Mapping[str, int]] = []
+    whole = resolve
+
+    def spy(*arguments: Any, **named: Any) -> Any:
+        seen.append(named.get("measured") or {})
+        return whole(*arguments, **named)
+
+    monkeypatch.setattr("fairlead_runtime.start.build.resolve", spy)
+    folder = tiny.save(tiny.build("llama"), tmp_path)
+    with LLM(str(folder), max_model_len=64, num_blocks=8):
+        pass
+    measured = next(one for one in seen if one)
+    assert measured["graphs"] == 0

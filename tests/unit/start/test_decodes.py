@@ -228,6 +228,38 @@ def test_a_step_that_cannot_be_planned_for_graphs_turns_auto_off_and_refuses_on(
         assert choice.capture(steps) is None
 
 
+@pytest.mark.parametrize("switch", ["auto", "on"])
+def test_a_step_that_fails_when_all_are_captured_turns_auto_off_and_refuses_on(
+    monkeypatch: pytest.MonkeyPatch, switch: Any
+) -> None:
+    """The cache is there by then, and memory short: some graphs are captured, and none is kept."""
+    choice = pretended(EngineConfig(**{**vars_of(CONFIG), "cuda_graphs": switch}))
+    choice.measure(LONGEST)
+    steps = choice.steps(cache_of(choice.model), LONGEST)
+    assert steps is not None
+    plan, calls = DecodeSteps._plan, 0
+
+    def fail(self: DecodeSteps, *arguments: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == 3:
+            raise RuntimeError("CUDA out of memory")
+        return plan(self, *arguments)
+
+    monkeypatch.setattr(DecodeSteps, "_plan", fail)
+    if switch == "on":
+        with pytest.raises(ConfigError, match="cannot be captured: RuntimeError: CUDA out of mem"):
+            choice.capture(steps)
+        return
+    assert choice.capture(steps) is None
+    assert choice.off == "a step cannot be captured: RuntimeError: CUDA out of memory"
+    assert choice.graphs is not None
+    assert len(choice.graphs) == 0
+    assert steps._size(3) == 3, "steps that are not captured are not padded"
+    assert steps.held_nbytes == 0
+    steps._compute((), 3)
+
+
 def vars_of(config: EngineConfig) -> dict[str, Any]:
     return {
         name: getattr(config, name)
