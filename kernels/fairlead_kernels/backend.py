@@ -26,7 +26,7 @@ from fairlead_kernels.flashinfer_package import FlashinferPackage
 from fairlead_kernels.layer import LayerOperations
 from fairlead_kernels.not_available import NotAvailableError
 from fairlead_kernels.torch_attention import TorchAttention
-from fairlead_kernels.torch_operations import TorchOperations
+from fairlead_kernels.torch_operations import TorchOperations, prove_fp8
 
 # The oldest GPUs, by their compute capability, that flashinfer's kernels run on in each type.
 OLDEST_GPU = {torch.float16: (7, 5), torch.bfloat16: (8, 0)}
@@ -148,12 +148,18 @@ def gpu_operations(
     runs, else those in torch and the reason. ``cache_dtype``: the cache's type, if another.
     """
     fp8 = device.type == "cuda" and torch.cuda.get_device_capability(device) >= FP8_GPU
+    without = ""
+    if fp8:
+        try:
+            prove_fp8(device)
+        except NotAvailableError as error:
+            fp8, without = False, f"; activations are not rounded to 8-bit floats: {error}"
     try:
         operations = triton_operations.load(fp8=fp8)
         triton_proof.prove(operations, dtype, device, cache_dtype)
     except NotAvailableError as error:
-        return TorchOperations(fp8=fp8), f"layers in torch: {error}"
-    return operations, "layers in Triton"
+        return TorchOperations(fp8=fp8), f"layers in torch: {error}{without}"
+    return operations, f"layers in Triton{without}"
 
 
 def cpu_operations(device: str, dtype: torch.dtype, *, fp8_cache: bool = False) -> CpuOperations:

@@ -17,6 +17,7 @@ Scores here are ``(logits - row maximum) / temperature``: at most 0, and 0 for t
 import math
 
 import torch
+import torch.nn.functional as F  # noqa: N812 - torch's own convention
 from torch import Tensor
 
 UNIFORM_BITS = 31
@@ -35,6 +36,7 @@ SMALL = 1 << 14
 # Elements that one pass works on: on the CPU its few temporaries then stay in the cache.
 CPU_CHUNK = 1 << 17
 DEVICE_CHUNK = 1 << 26
+ALIGNED = 8  # elements: torch's kernels read 16 bytes at a time
 
 
 def _signed(word: int) -> int:
@@ -245,7 +247,10 @@ def logprobs(raw: Tensor, tokens: Tensor, count: int) -> tuple[Tensor, Tensor, T
     int64 and log-probabilities [L, k] of the k = min(count, V) likeliest, best first, of raw
     float32 logits [L, V]. A negative token's values mean nothing.
     """
-    values = raw.log_softmax(dim=-1)
+    # On a GPU torch begins each row's sum where that row is aligned: with another width the order
+    # would depend on its place in the batch.
+    width = raw.shape[1]
+    values = F.pad(raw, (0, -width % ALIGNED), value=-math.inf).log_softmax(dim=-1)[:, :width]
     at = tokens.clamp(min=0)[:, None]
     ranks = (raw > raw.gather(1, at)).sum(dim=-1) + 1
     top = values.topk(min(count, raw.shape[1]), dim=-1)

@@ -16,8 +16,12 @@ from fairlead_kernels import torch_groups
 from fairlead_kernels.cache_write import write
 from fairlead_kernels.grouped import as_grouped
 from fairlead_kernels.layer import Activation, Groups, Norm, Packed
-from fairlead_kernels.quantize import FP8, Quantized, as_quantized
+from fairlead_kernels.not_available import NotAvailableError, brief
+from fairlead_kernels.quantize import FP8, Quantized, as_quantized, quantize
 from fairlead_kernels.reference import ACTIVATIONS
+
+# Of 1 and a result together: it is rounded to bfloat16, and sums have any order.
+FP8_TOLERANCE = 0.01
 
 
 class TorchOperations:
@@ -90,10 +94,9 @@ class TorchOperations:
         if self.rounds and data.dtype is FP8 and x.dtype is torch.bfloat16 and sixteenths:
             out = _fp8_product(x, data, scales)
             return out if bias is None else out.add_(bias)
-        if x.dtype is torch.float16:  # whose products with unscaled numbers could overflow
-            return F.linear(x, data.to(x.dtype).mul_(scales[:, None]), bias)
-        out = F.linear(x, data.to(x.dtype)).mul_(scales)
-        return out if bias is None else out.add_(bias)
+        # Float16 could not hold the sums of unscaled numbers; bfloat16 would round them once more.
+        out = _sums(x, data).mul_(scales)
+        return (out if bias is None else out.add_(bias)).to(x.dtype)
 
     def norm(self, x: Tensor, norm: Norm, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """``LayerOperations.norm``. The sum is written into ``residual``."""
@@ -130,6 +133,30 @@ class TorchOperations:
     def activate(self, x: Tensor, activation: Activation) -> Tensor:
         """``LayerOperations.activate``."""
         return ACTIVATIONS[activation](x.float()).to(x.dtype)
+
+
+def _sums(x: Tensor, numbers: Tensor) -> Tensor:
+    """X [T, K] times 8-bit numbers [N, K], which every type holds exactly → float32 [T, N]."""
+    if x.dtype is torch.float32 or not x.is_cuda:
+        return F.linear(x.float(), numbers.float())
+    return torch.mm(x, numbers.to(x.dtype).T, out_dtype=torch.float32)
+
+
+def prove_fp8(device: torch.device) -> None:
+    """Multiply 8-bit floats on this device once. Raises NotAvailableError with the reason where it
+    does not, or computes something else.
+    """
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(5, 64, generator=generator).bfloat16()
+    weight = quantize(torch.randn(32, 64, generator=generator), "fp8")
+    try:
+        got = _fp8_product(x.to(device), weight.numbers.to(device), weight.scales.to(device)).cpu()
+    except Exception as error:
+        raise NotAvailableError(f"they are not multiplied here: {brief(error)}") from error
+    want = quantize(x.float(), "fp8").dequantize() @ weight.dequantize().T
+    difference = float(((got - want).abs() / (1 + want.abs())).max())
+    if not difference <= FP8_TOLERANCE:
+        raise NotAvailableError(f"their product differs from the definition by {difference:.2g}")
 
 
 def _fp8_product(x: Tensor, numbers: Tensor, scales: Tensor) -> Tensor:

@@ -124,7 +124,8 @@ def test_two_gpus_with_fused_layers_in_half_precision_pass_the_self_test(
 ) -> None:
     """Which compares with the whole model's layers in float32."""
     caplog.set_level("INFO")
-    folder = tiny.save(tiny.build("granite").to(dtype), tmp_path)
+    # At its own multiplier of 1 rounding alone comes near the limit; checkpoints have 0.22.
+    folder = tiny.save(tiny.build("granite", residual_multiplier=0.3).to(dtype), tmp_path)
     with LLM(str(folder), num_blocks=256, tensor_parallel=2, quantization=quantization) as llm:
         params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
         (result,) = llm.generate([{"prompt_token_ids": PROMPTS[0]}], params, use_tqdm=False)

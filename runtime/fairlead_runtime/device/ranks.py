@@ -54,17 +54,26 @@ def follow(
         offload, restore, forks = message[COPIES]
         cache.copy(Work(0, offload=offload, restore=restore, copies=forks))
     else:
-        batch = _batch(message[FORWARD], cache.groups, cache.block_size)
+        pinned = model.device.type == "cuda"
+        batch = _batch(message[FORWARD], cache.groups, cache.block_size, pinned=pinned)
         if message[AHEAD]:
             ids = batch.input_ids.to(model.device, non_blocking=True)
             batch = replace(batch, input_ids=group.share(ids))
         model.forward(batch, cache, attention)
 
 
-def _batch(parts: Sequence[bytes], groups: Sequence[LayerGroup], block_size: int) -> Batch:
-    ids, positions, kept = (_tensor(part, torch.int64) for part in parts[:3])
+def _batch(
+    parts: Sequence[bytes], groups: Sequence[LayerGroup], block_size: int, *, pinned: bool
+) -> Batch:
+    """``pinned``: a large copy to a device waits for what runs there unless its source is."""
+
+    def sent(part: bytes) -> Tensor:
+        tensor = _tensor(part, torch.int64)
+        return tensor.pin_memory() if pinned else tensor
+
+    ids, positions, kept = map(sent, parts[:3])
     starts, lens = (_tensor(part, torch.int32) for part in parts[3:5])
-    slots = tuple(_tensor(part, torch.int64) for part in parts[5 : 5 + len(groups)])
+    slots = tuple(map(sent, parts[5 : 5 + len(groups)]))
     tables = [_tensor(part, torch.int32).view(len(lens), -1) for part in parts[5 + len(groups) :]]
     ragged = tuple(
         RaggedRows(starts, lens, table, block_size, group.window, group.index)

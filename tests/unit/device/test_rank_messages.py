@@ -91,3 +91,22 @@ def test_a_rank_gets_the_batch_that_the_leader_sent() -> None:
         assert (ours.window, ours.group) == (theirs.window, theirs.group)
         for name in ("query_starts", "kv_lens", "tables"):
             assert torch.equal(getattr(ours, name), getattr(theirs, name))
+
+
+def test_what_a_rank_sends_to_a_gpu_is_pinned_so_that_no_copy_waits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pinned: list[list[int]] = []
+
+    def pin(x: torch.Tensor) -> torch.Tensor:
+        pinned.append(x.tolist())
+        return x
+
+    monkeypatch.setattr(torch.Tensor, "pin_memory", pin)
+    sent = batch_of([10, 11, 12, 13])
+    parts = ranks.forward(sent, None)[ranks.FORWARD]
+    ranks._batch(parts, GROUPS, 4, pinned=False)
+    assert pinned == []
+    got = ranks._batch(parts, GROUPS, 4, pinned=True)
+    given = [got.input_ids, got.positions, got.sample_index, *got.slots]
+    assert pinned == [x.tolist() for x in given]

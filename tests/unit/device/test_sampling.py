@@ -373,6 +373,30 @@ def test_logprobs_in_vllms_shape_hold_the_chosen_token_first_and_once() -> None:
     assert [(token, entry.rank) for token, entry in outside.items()] == [(9, 40), (3, 1), (7, 2)]
 
 
+@pytest.mark.parametrize("width", [1, 64, 1001])
+def test_each_rows_logprobs_begin_where_memory_is_aligned(
+    width: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU the order of a sum depends on that."""
+    torch.manual_seed(0)
+    logits, tokens = torch.randn(3, width), torch.tensor([0, width - 1, width // 2])
+    want = logits.log_softmax(dim=-1)
+    widths: list[int] = []
+    whole = torch.Tensor.log_softmax
+
+    def spy(x: torch.Tensor, dim: int) -> torch.Tensor:
+        widths.append(x.stride(0))
+        return whole(x, dim=dim)
+
+    monkeypatch.setattr(torch.Tensor, "log_softmax", spy)
+    own, ranks, ids, top = ops.logprobs(logits, tokens, 5)
+    assert [one % 8 for one in widths] == [0]
+    torch.testing.assert_close(own, want.gather(1, tokens[:, None])[:, 0])
+    torch.testing.assert_close(top, want.topk(min(5, width), dim=-1).values)
+    assert int(ids.max()) < width
+    assert bool((ranks <= width).all())
+
+
 def test_more_logprobs_than_tokens_give_those_of_all_tokens() -> None:
     (_, entry, _), *_ = sample(
         torch.zeros(1, 3), SamplingBatch.of([a_sequence(logprobs=20)])

@@ -17,7 +17,7 @@ from fairlead_kernels import backend, reference, triton_operations, triton_proof
 from fairlead_kernels.layer import Norm
 from fairlead_kernels.not_available import NotAvailableError
 from fairlead_kernels.quantize import quantize
-from fairlead_kernels.torch_operations import TorchOperations
+from fairlead_kernels.torch_operations import TorchOperations, prove_fp8
 from fairlead_kernels.triton_operations import TritonOperations
 from support.full import LONG_FORM
 from support.operation_cases import (
@@ -240,6 +240,63 @@ def test_where_triton_does_not_run_layers_are_in_torch_and_the_reason_is_said(
     made, reason = backend.gpu_operations(torch.bfloat16, CPU)
     assert type(made) is TorchOperations
     assert reason.startswith("layers in torch: Triton does not run here: RuntimeError: Failed to")
+
+
+def test_the_product_of_8_bit_floats_is_proven_on_the_device() -> None:
+    """torch multiplies them on CPUs too."""
+    prove_fp8(CPU)
+
+
+@pytest.mark.parametrize(
+    ("product", "reason"),
+    [
+        (fails, "they are not multiplied here: RuntimeError: Failed to find C compiler"),
+        (
+            lambda *_, **__: torch.ones(5, 32).bfloat16(),
+            "their product differs from the definition",
+        ),
+    ],
+)
+def test_where_8_bit_floats_are_not_multiplied_activations_keep_their_type(
+    product: Any, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Gpu:
+        """A device that is called one, whose tensors are the CPU's."""
+
+        type = "cuda"
+
+    def load(*, fp8: bool) -> TorchOperations:
+        return TorchOperations(fp8=fp8)
+
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    monkeypatch.setattr(triton_operations, "load", load)
+    monkeypatch.setattr(triton_proof, "prove", lambda *_: None)
+    monkeypatch.setattr(backend, "prove_fp8", lambda _: prove_fp8(CPU))
+    gpu: Any = Gpu()
+    made, said = backend.gpu_operations(torch.bfloat16, gpu)
+    assert isinstance(made, TorchOperations)
+    assert (made.rounds, said) == (True, "layers in Triton")
+    monkeypatch.setattr(torch.nn.functional, "scaled_mm", product)
+    made, said = backend.gpu_operations(torch.bfloat16, gpu)
+    assert isinstance(made, TorchOperations)
+    assert not made.rounds
+    assert said.startswith("layers in Triton; activations are not rounded to 8-bit floats: ")
+    assert reason in said
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("form", ["int8", "fp8"])
+def test_a_product_with_8_bit_weights_is_rounded_once(form: Any, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    x, bias = torch.randn(9, 256).to(dtype), torch.randn(40).to(dtype)
+    ours = TorchOperations()
+    packed = ours.pack([quantize(torch.randn(40, 256) * 30, form)])
+    want = reference.linear(x.double(), packed, bias.double())
+    got = ours.linear(x, packed, bias)
+    assert got.dtype is dtype
+    # Half of the last bit of the result, and the rounding of sums in float32.
+    limit = torch.finfo(dtype).eps / 2 * want.abs() + 1e-3
+    assert bool(((got.double() - want).abs() <= limit).all())
 
 
 def test_a_missing_triton_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
