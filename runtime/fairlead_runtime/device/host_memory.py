@@ -9,6 +9,7 @@ import logging
 import mmap
 import time
 import weakref
+from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any, Protocol
 
@@ -83,6 +84,16 @@ class HostMemory:
     @property
     def nbytes(self) -> int:
         return self.data.nbytes
+
+
+def within_parts(begin: int, end: int) -> Iterator[tuple[int, int]]:
+    """The bytes ``begin``:``end`` of a HostMemory, cut where a part ends: CUDA wants the memory of
+    a transfer registered as a whole.
+    """
+    while begin < end:
+        until = min(end, (begin // PART + 1) * PART)
+        yield begin, until
+        begin = until
 
 
 def _register(pinning: Pinning, data: torch.Tensor, registered: list[int]) -> str:

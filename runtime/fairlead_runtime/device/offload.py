@@ -15,12 +15,19 @@ from typing import NamedTuple
 import torch
 
 from fairlead_kernels.copy_blocks import copy_blocks, gather_blocks, indices, scatter_blocks
-from fairlead_runtime.device.host_memory import HostMemory, Pinning
+from fairlead_runtime.device.host_memory import HostMemory, Pinning, within_parts
 from fairlead_runtime.device.streams import Event, Streams
 from fairlead_runtime.sizing.offload import Staging
 
 Pairs = Sequence[tuple[int, int]]
 Parts = tuple[torch.Tensor, torch.Tensor]  # of keys and of values
+
+
+class _Units(NamedTuple):
+    """Where the host units of keys or of values lie: from the byte ``begin`` on, ``size`` each."""
+
+    begin: int
+    size: int
 
 
 @dataclass(slots=True, eq=False)
@@ -62,11 +69,7 @@ class Offload:
         self._memory = HostMemory(host_units * sum(sizes), pinning)
         self.not_pinned = self._memory.refused
         self.host_nbytes = self._memory.nbytes
-        data, of_keys = self._memory.data, host_units * sizes[0]
-        self._host: Parts = (
-            data[:of_keys].view(host_units, *shapes[0]),
-            data[of_keys:].view(host_units, *shapes[1]),
-        )
+        self._host = _Units(0, sizes[0]), _Units(host_units * sizes[0], sizes[1])
 
     def offload(self, pairs: Pairs) -> None:
         """Queue the copies of units to host units: (unit, host unit)."""
@@ -80,8 +83,8 @@ class Offload:
                 steps.wait(piece.free)
             steps.run(partial(self._gather, units[part], piece))
             side.wait(steps.record())
-            runs = list(_runs(enumerate(host for _, host in pairs[part])))
-            side.run(partial(_cross, piece.parts, self._host, runs))
+            runs = list(_runs((host, place) for place, (_, host) in enumerate(pairs[part])))
+            side.run(partial(self._cross, runs, piece, leaves=True))
             piece.free = side.record()
 
     def restore(self, pairs: Pairs) -> None:
@@ -95,7 +98,7 @@ class Offload:
             if piece.free is not None:
                 side.wait(piece.free)
             runs = list(_runs((host, place) for place, (host, _) in enumerate(pairs[part])))
-            side.run(partial(_cross, self._host, piece.parts, runs))
+            side.run(partial(self._cross, runs, piece, leaves=False))
             steps.wait(side.record())
             steps.run(partial(self._scatter, piece, units[part]))
             piece.free = steps.record()
@@ -113,6 +116,20 @@ class Offload:
     def _scatter(self, piece: _Piece, units: torch.Tensor) -> None:
         for cache, staged in zip(self._cache, piece.parts, strict=True):
             scatter_blocks(staged[: len(units)], units, cache)
+
+    def _cross(self, runs: Sequence["_Run"], piece: _Piece, *, leaves: bool) -> None:
+        """Queue a transfer of keys and one of values for each run of host units and their places in
+        the piece; more where a run lies in several parts of host memory.
+        """
+        for units, staged in zip(self._host, piece.parts, strict=True):
+            flat = staged.view(-1)
+            for host, place, count in runs:
+                begin, at = units.begin + host * units.size, place * units.size
+                for first, end in within_parts(begin, begin + count * units.size):
+                    here = self._memory.data[first:end]
+                    there = flat[at + first - begin : at + end - begin]
+                    target, source = (here, there) if leaves else (there, here)
+                    target.copy_(source, non_blocking=True)
 
 
 class OffloadAtOnce:
@@ -165,10 +182,3 @@ def _runs(pairs: Iterable[tuple[int, int]]) -> Iterator[_Run]:
         run = _Run(source, target, 1)
     if run is not None:
         yield run
-
-
-def _cross(sources: Parts, targets: Parts, runs: Sequence[_Run]) -> None:
-    """Queue a transfer of keys and one of values for each run."""
-    for source, target in zip(sources, targets, strict=True):
-        for begin, to, count in runs:
-            target[to : to + count].copy_(source[begin : begin + count], non_blocking=True)

@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 
 from fairlead_kernels.attention import Heads
 from fairlead_kernels.copy_blocks import gather_blocks, scatter_blocks
+from fairlead_runtime.device import host_memory
 from fairlead_runtime.device.kv_cache import CacheStorage
-from fairlead_runtime.device.offload import _Run, _runs
+from fairlead_runtime.device.offload import Offload, _Run, _runs
 from fairlead_runtime.device.streams import cuda_streams
 from fairlead_runtime.scheduling.plan import Work
 from fairlead_runtime.sizing.groups import group_layers
@@ -86,6 +87,40 @@ def test_a_full_staging_buffer_goes_both_ways_and_loses_nothing(seed: int) -> No
         cache.copy(Work(2 * number + 1, restore=back))
         for host, unit in back:
             assert contents(cache, unit) == was[HOST - 1 - host]
+
+
+@pytest.mark.parametrize("part", [1 << 30, 1000, 300])
+def test_no_transfer_lies_in_two_parts_of_host_memory(
+    part: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """CUDA registers them one by one: also a unit may lie in two."""
+    monkeypatch.setattr(host_memory, "PART", part)
+    cache, written = storage(first, piece_units=4), random.Random(1)
+    offload = cache._offload
+    assert isinstance(offload, Offload)
+    base, size = offload._memory.data.data_ptr(), offload._memory.nbytes
+    assert size > 2 * 1000
+    crossed: list[tuple[int, int]] = []
+    copy = torch.Tensor.copy_
+
+    def spy(x: torch.Tensor, source: torch.Tensor, **how: bool) -> torch.Tensor:
+        for one in (x, source):
+            if base <= one.data_ptr() < base + size:
+                begin = one.data_ptr() - base
+                crossed.append((begin, begin + one.nbytes))
+        return copy(x, source, **how)
+
+    for unit in range(UNITS):
+        stamp(cache, unit, written)
+    was = [contents(cache, unit) for unit in range(UNITS)]
+    monkeypatch.setattr(torch.Tensor, "copy_", spy)
+    cache.copy(Work(0, offload=[(unit, unit) for unit in range(HOST)]))
+    cache.copy(Work(1, restore=[(host, host + 1) for host in range(HOST)]))
+    assert [contents(cache, host + 1) for host in range(HOST)] == was[:HOST]
+    assert all(begin // part == (end - 1) // part for begin, end in crossed)
+    assert sum(end - begin for begin, end in crossed) == 2 * size
+    if part > size:
+        assert len(crossed) < 4 * HOST, "neighbours cross together where no part ends"
 
 
 def test_a_step_does_not_wait_for_what_leaves_until_the_staging_buffer_is_full() -> None:
