@@ -125,7 +125,7 @@ NOT_YET = (
         "deterministic",
         (False,),
         "true beside tensorParallel above 1, fp8 or int4 weights",
-        "the order of their sums depends on the batch, or is not shown not to",
+        "the order of their sums may depend on the batch",
         beside=(("tensor_parallel", (1,)), ("quantization", ("none", "int8"))),
     ),
     Limit(
