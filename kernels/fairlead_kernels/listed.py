@@ -11,6 +11,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from fairlead_kernels.sample import ALIGNED
+
 EMPTY = -1  # the id of an entry that is not used yet: those behind it are not used either
 # An entry's word: how often the output holds its id, and what else is said of that id.
 COUNT = (1 << 24) - 1
@@ -18,7 +20,6 @@ SEEN = 1 << 24  # the repetition penalty applies: it was in the prompt or in the
 FORBIDDEN = 1 << 25
 END = 1 << 26  # forbidden as long as ends are held back
 ALLOWED = 1 << 27  # one of those that a row with ``only`` may take
-_ALIGNED = 8  # a row of changed logits begins at a multiple of so many
 
 
 class Lists(NamedTuple):
@@ -46,7 +47,7 @@ def change(logits: Tensor, lists: Lists) -> Tensor:
     """
     count, width = logits.shape
     # Unused entries, and ids that no logit belongs to, change a place behind the row's end.
-    room = (width // _ALIGNED + 1) * _ALIGNED
+    room = (width // ALIGNED + 1) * ALIGNED
     changed = torch.zeros(count, room, dtype=torch.float32, device=logits.device)
     changed[:, :width] = logits
     outside = (lists.ids < 0) | (lists.ids >= width)

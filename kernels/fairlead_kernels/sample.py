@@ -36,7 +36,7 @@ SMALL = 1 << 14
 # Elements that one pass works on: on the CPU its few temporaries then stay in the cache.
 CPU_CHUNK = 1 << 17
 DEVICE_CHUNK = 1 << 26
-ALIGNED = 8  # elements: torch's kernels read 16 bytes at a time
+ALIGNED = 8  # elements: where a row begins, since torch's kernels read 16 bytes at a time
 
 
 def _signed(word: int) -> int:
@@ -250,10 +250,12 @@ def logprobs(raw: Tensor, tokens: Tensor, count: int) -> tuple[Tensor, Tensor, T
     # On a GPU torch begins each row's sum where that row is aligned: with another width the order
     # would depend on its place in the batch.
     width = raw.shape[1]
-    values = F.pad(raw, (0, -width % ALIGNED), value=-math.inf).log_softmax(dim=-1)[:, :width]
+    missing = -width % ALIGNED
+    rows = F.pad(raw, (0, missing), value=-math.inf) if missing else raw
+    values = rows.log_softmax(dim=-1)[:, :width]
     at = tokens.clamp(min=0)[:, None]
     ranks = (raw > raw.gather(1, at)).sum(dim=-1) + 1
-    top = values.topk(min(count, raw.shape[1]), dim=-1)
+    top = values.topk(min(count, width), dim=-1)
     return values.gather(1, at)[:, 0], ranks, top.indices, top.values
 
 

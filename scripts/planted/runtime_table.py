@@ -1764,8 +1764,8 @@ BUGS = (
     PackageBug(
         "a bias that a quantized layer was calibrated with is dropped",
         f"{RUNTIME}/models/published.py",
-        "            if stored.get_tensor(name).any():\n",
-        "            if False:\n",
+        "                if stored.get_tensor(name).any():\n",
+        "                if False:\n",
         ("unit/models/test_published.py",),
     ),
     PackageBug(

@@ -44,6 +44,28 @@ def tensors(*values: Any) -> list[Tensor]:
     return [x for x in tree_leaves(values) if isinstance(x, Tensor)]
 
 
+def name_of(func: Any) -> str:
+    name: str = func._schema.name
+    return name.removeprefix("aten::")
+
+
+def waits(func: Any, args: tuple[Any, ...]) -> bool:
+    """Whether the operation, on a device, waits for it: for a number, or for a result's shape."""
+    name = name_of(func)
+    masks = tensors(args[1]) if name in ("index", "index_put_", "_index_put_impl_") else []
+    return name in WAITS or any(x.dtype is torch.bool for x in masks)
+
+
+def written(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor]:
+    """The arguments that the operation changes."""
+    values = [
+        value
+        for argument, value in zip(func._schema.arguments, args, strict=False)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    ]
+    return tensors(values, kwargs.get("out"))
+
+
 class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch does not annotate it
     """``kept``: tensors that live as long as the graph; None: all do."""
 
@@ -58,14 +80,14 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch does no
         self, func: Any, _types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        name = func._schema.name.removeprefix("aten::")
+        name = name_of(func)
         given = tensors(args, kwargs)
-        if name in WAITS or any(x.dtype is torch.bool for x in self._indices(name, args)):
+        if waits(func, args):
             raise RuntimeError(f"capture: {name} waits for the device")
         for x in given:
             self._check(name, x)
         if func._schema.is_mutable:
-            self._keep(func, args, kwargs)
+            self._remember(written(func, args, kwargs))
         out = func(*args, **kwargs)
         inputs = {storage(x) for x in given}
         made = [x for x in tensors(out) if storage(x) not in inputs]
@@ -76,25 +98,13 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch does no
             self._replays.append(lambda: self._again(func, args, kwargs, out))
         return out
 
-    @staticmethod
-    def _indices(name: str, args: tuple[Any, ...]) -> list[Tensor]:
-        return tensors(args[1]) if name in ("index", "index_put_", "_index_put_impl_") else []
-
     def _check(self, name: str, x: Tensor) -> None:
         known = self._kept is None or storage(x) in self._own or storage(x) in self._kept
         if not known and x.dim() and x.numel():  # a scalar becomes an argument of the kernel
             raise RuntimeError(f"capture: {name} reads a tensor {tuple(x.shape)} that nobody keeps")
 
-    def _keep(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """Remember tensors that are not the step's own before the record changes them."""
-        arguments = func._schema.arguments
-        for argument, value in zip(arguments, args, strict=False):
-            if argument.alias_info is not None and argument.alias_info.is_write:
-                self._remember(tensors(value))
-        if "out" in kwargs:
-            self._remember(tensors(kwargs["out"]))
-
     def _remember(self, changed: list[Tensor]) -> None:
+        """Those that are not the step's own, before the record changes them."""
         for x in changed:
             if storage(x) not in self._own and storage(x) not in self._before:
                 whole = torch.empty(0, dtype=torch.uint8).set_(x.untyped_storage())

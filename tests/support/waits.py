@@ -18,7 +18,15 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from support import flashinfer_standin, triton_standin
-from support.graph_standin import WAITS, Tape, TapeRecorder, storage, tensors
+from support.graph_standin import (
+    Tape,
+    TapeRecorder,
+    name_of,
+    storage,
+    tensors,
+    waits,
+    written,
+)
 
 MAKERS = ("arange", "empty", "full", "ones", "zeros")
 LOOKS = ("tolist", "numpy", "cpu", "item", "__array__", "__bool__", "__int__", "__float__")
@@ -46,35 +54,22 @@ class Device(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch does 
         self, func: Any, _types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        name = func._schema.name.removeprefix("aten::")
-        given = tensors(args, kwargs)
-        there = any(map(self.has, given))
+        name = name_of(func)
+        there = any(map(self.has, tensors(args, kwargs)))
         self.operations += there
-        masks = tensors(args[1]) if name in ("index", "index_put_", "_index_put_impl_") else []
-        if there and (name in WAITS or any(x.dtype is torch.bool for x in masks)):
+        if there and waits(func, args):
             raise RuntimeError(f"{name} waits for the device")
         if name == "copy_":
             self._check_copy(*args, **kwargs)
         out = func(*args, **kwargs)
         if there:
-            self.take(tensors(out))
-        if there and func._schema.is_mutable:
-            self.take(self._written(func, args, kwargs))
+            self.take(tensors(out, written(func, args, kwargs)))
         return out
 
     def _check_copy(self, into: Tensor, source: Tensor, non_blocking: bool = False) -> None:
         if self.has(into) != self.has(source) and source.dim() and not non_blocking:
             way = "to" if self.has(into) else "from"
             raise RuntimeError(f"a copy {way} the device is waited for")
-
-    @staticmethod
-    def _written(func: Any, args: tuple[Any, ...], kwargs: Any) -> list[Tensor]:
-        written = [
-            value
-            for argument, value in zip(func._schema.arguments, args, strict=False)
-            if argument.alias_info is not None and argument.alias_info.is_write
-        ]
-        return tensors(written, kwargs.get("out"))
 
 
 @contextmanager

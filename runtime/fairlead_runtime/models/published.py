@@ -74,13 +74,14 @@ class _Loader(HfQuantizer):  # type: ignore[misc] # the same
 
 class StoredLinear(nn.Module):
     """Holds the tensors of one matrix as the checkpoint has them, on the meta device until they are
-    loaded. Computes with what they stand for, which it finds out each time.
+    loaded. Computes with what they stand for, which it finds out each time. ``name``: the layer's
+    in the checkpoint, which may lack the base model's prefix.
     """
 
     def __init__(self, settings: StoredWeights, name: str, linear: nn.Linear) -> None:
         super().__init__()
         self._stored = settings.stored
-        self._name = name
+        self.name = name
         self._shape = (linear.out_features, linear.in_features)
         self._floats = False  # whether the numbers are floats, held as integers
         for leaf in (self._stored.weight, *self._stored.beside):
@@ -118,23 +119,23 @@ class StoredLinear(nn.Module):
             try:
                 return QuantizedLinear(grouped(self._stored, tensors, *self._shape), self.bias)
             except ValueError as error:
-                raise ValueError(f"{self._name[:100]}: {error}") from None
+                raise ValueError(f"{self.name[:100]}: {error}") from None
         numbers, scales = getattr(self, self._stored.weight).data, getattr(self, SCALE).data
         if self._stored.packed > 1:
             numbers = _unpacked(numbers)
         rows = self._shape[0]
         if numbers.shape != self._shape or scales.numel() not in (1, rows):
             raise ValueError(
-                f"{self._name[:100]}: {tuple(numbers.shape)} numbers and {scales.numel()} scales "
+                f"{self.name[:100]}: {tuple(numbers.shape)} numbers and {scales.numel()} scales "
                 f"for a matrix of {self._shape}"
             )
         if ZERO in self._parameters and getattr(self, ZERO).any():
-            raise ValueError(f"{self._name[:100]}: a zero point, in weights without any")
+            raise ValueError(f"{self.name[:100]}: a zero point, in weights without any")
         scales = scales.reshape(-1).expand(rows).contiguous()
         served: Format = "fp8" if self._stored.format == "fp8" else "int8"
         expected = STORED[served]
         if (found := FP8 if self._floats else numbers.dtype) is not expected:
-            raise ValueError(f"{self._name[:100]}: {found} where {expected} is expected")
+            raise ValueError(f"{self.name[:100]}: {found} where {expected} is expected")
         weight = Quantized(served, numbers.view(torch.int8).contiguous(), scales)
         return QuantizedLinear(weight, self.bias)
 
@@ -171,29 +172,19 @@ def check_biases(
     of what was calibrated. ``unexpected``: names of tensors that were not loaded; ``weights``: the
     headers of the files in ``folder``.
     """
-    for name in unexpected:
-        layer, _, leaf = name.rpartition(".")
-        if leaf != "bias" or not isinstance(_module(model, layer), StoredLinear):
+    biases = {f"{x.name}.bias" for x in model.modules() if isinstance(x, StoredLinear)}
+    biases.intersection_update(unexpected)
+    for file, header in weights.items():
+        if not (here := sorted(biases.intersection(header.tensors))):
             continue
-        file = next(file for file, header in weights.items() if name in header.tensors)
         with safe_open(folder / file, framework="pt") as stored:
-            if stored.get_tensor(name).any():
-                raise ModelError(
-                    "BadWeights",
-                    f"{name[:100]}: a bias that the architecture does not have, and not zeros",
-                    "serve the plain checkpoint",
-                )
-
-
-def _module(model: PreTrainedModel, name: str) -> nn.Module | None:
-    """The module of that name in the checkpoint, which may leave the base model's prefix out."""
-    for path in (name, f"{model.base_model_prefix}.{name}"):
-        try:
-            found: nn.Module = model.get_submodule(path)
-        except AttributeError:
-            continue
-        return found
-    return None
+            for name in here:
+                if stored.get_tensor(name).any():
+                    raise ModelError(
+                        "BadWeights",
+                        f"{name[:100]}: a bias that the architecture does not have, and not zeros",
+                        "serve the plain checkpoint",
+                    )
 
 
 def finish(model: PreTrainedModel, *, split: bool) -> None:
