@@ -45,16 +45,23 @@ def change(logits: Tensor, lists: Lists) -> Tensor:
     """A changed float32 copy of ``logits`` [R, V], any float type; its rows lie apart. The masks
     come first, then the biases, then the penalties. Ids beyond V change nothing.
     """
-    count, width = logits.shape
+    width = logits.shape[1]
+    changed = copy(logits)
     # Unused entries, and ids that no logit belongs to, change a place behind the row's end.
-    room = (width // ALIGNED + 1) * ALIGNED
-    changed = torch.zeros(count, room, dtype=torch.float32, device=logits.device)
-    changed[:, :width] = logits
     outside = (lists.ids < 0) | (lists.ids >= width)
     places = lists.ids.long().masked_fill_(outside, width)
     values = _changed(changed.gather(1, places), lists)
     changed.masked_fill_(lists.only[:, None], -torch.inf)
     return changed.scatter_(1, places, values)[:, :width]
+
+
+def copy(logits: Tensor) -> Tensor:
+    """``logits`` [R, V], any float type, in float32 [R, more than V]: what follows is 0."""
+    count, width = logits.shape
+    room = (width // ALIGNED + 1) * ALIGNED
+    copied = torch.zeros(count, room, dtype=torch.float32, device=logits.device)
+    copied[:, :width] = logits
+    return copied
 
 
 def _changed(values: Tensor, lists: Lists) -> Tensor:

@@ -52,6 +52,16 @@ class RowParameters(NamedTuple):
     keys: Tensor
 
 
+class RowMasks(NamedTuple):
+    """Which tokens R rows may take: row i those whose bits are set in ``words[places[i]]``, which
+    are as ``sample.forbid_unset`` reads them. ``words`` int32 [M, ceil(V / 32)], ``places`` int64
+    [R].
+    """
+
+    words: Tensor
+    places: Tensor
+
+
 def mix64(words: Tensor) -> Tensor:
     """One step of splitmix64 of int64 words, whose sums and products wrap (Steele, Lea and Flood,
     OOPSLA 2014).
@@ -74,28 +84,45 @@ def choose(
     *,
     filters: bool = True,
     changes: listed.Lists | None = None,
+    masks: RowMasks | None = None,
 ) -> Tensor:
     """One token for each row of ``logits`` [R, V], any float type: int64 [R], NOT_FINITE where the
-    row's largest logit is not finite, NOTHING_LEFT where ``changes`` leave no finite one.
+    row's largest logit is not finite, NOTHING_LEFT where ``changes`` and ``masks`` leave no finite
+    one.
 
     ``rows`` None: all are greedy. Without ``filters`` their cuts are not looked at. ``hashes`` [V]
     int32 from ``sample.hash_tokens``. Works in chunks of rows, so that temporaries stay small.
     """
     top, best = ops.likeliest(logits)
     tokens = best
-    if rows is not None or changes is not None:
+    if rows is not None or changes is not None or masks is not None:
         parts = []
         for here in _chunks(logits):
             some = None if rows is None else RowParameters(*(column[here] for column in rows))
-            if changes is None:
+            if changes is None and masks is None:
                 parts.append(_chosen(logits[here], top[here], best[here], some, hashes, filters))
             else:
-                changed = listed.change(logits[here], changes.rows(here))
+                changed = _changed(logits, changes, masks, here)
                 left, likeliest = ops.likeliest(changed)
                 chosen = _chosen(changed, left, likeliest, some, hashes, filters)
                 parts.append(chosen.masked_fill(~torch.isfinite(left), NOTHING_LEFT))
         tokens = parts[0] if len(parts) == 1 else torch.cat(parts)
     return tokens.masked_fill(~torch.isfinite(top), NOT_FINITE)
+
+
+def _changed(
+    logits: Tensor, changes: listed.Lists | None, masks: RowMasks | None, here: slice
+) -> Tensor:
+    """A float32 copy of the rows ``here`` [R, V] without what they must not take. A mask may come
+    last: no change gives a forbidden token a finite logit.
+    """
+    if changes is None:
+        changed = listed.copy(logits[here])[:, : logits.shape[1]]
+    else:
+        changed = listed.change(logits[here], changes.rows(here))
+    if masks is not None:
+        ops.forbid_unset(changed, masks.words[masks.places[here]])
+    return changed
 
 
 def _chunks(logits: Tensor) -> list[slice]:

@@ -31,6 +31,7 @@ DECODES, GRAPHS, WAYS, LISTS = (
 LIST_TESTS = "unit/device/test_change_lists.py"
 MIXED, SAMPLER = (f"{RUNTIME}/device/{name}.py" for name in ("mixed_steps", "row_sampler"))
 MIXED_TESTS = "unit/device/test_mixed_steps.py"
+MASKED_TESTS = "unit/device/test_masked_steps.py"
 SHARD_TESTS = "unit/device/test_shards.py"
 QUANTIZED_RANKS = ("functional/engine/test_quantized_ranks.py",)
 GRAMMAR, ENGINE = f"{RUNTIME}/grammar", f"{RUNTIME}/engine/engine.py"
@@ -1463,8 +1464,8 @@ BUGS = (
     PackageBug(
         "log-probabilities are forgotten for decodes on the device",
         WAYS,
-        "changes, params.logprobs is not None)",
-        "changes, False)",
+        "changes, params.logprobs is not None, is_masked(sequence))",
+        "changes, False, is_masked(sequence))",
         (TABLE_TESTS, DECODE_TESTS),
     ),
     PackageBug(
@@ -1498,15 +1499,15 @@ BUGS = (
     PackageBug(
         "a graph is replayed for another way to sample",
         DECODES,
-        "self._graphs.run((size, way), step)",
+        "self._graphs.run((size, now), step)",
         "self._graphs.run(size, step)",
         (DECODE_TESTS,),
     ),
     PackageBug(
         "a graph is replayed for another number of rows",
         DECODES,
-        "self._graphs.run((size, way), step)",
-        "self._graphs.run(way, step)",
+        "self._graphs.run((size, now), step)",
+        "self._graphs.run(now, step)",
         (DECODE_TESTS,),
     ),
     PackageBug(
@@ -1911,8 +1912,8 @@ BUGS = (
     PackageBug(
         "the rows of a failed step with a prompt are taken for right",
         MIXED,
-        "        with self._sampler.forgetting(sampling):\n            fetched",
-        "        if True:\n            fetched",
+        "        with self._sampler.forgetting(sampling):\n            way, logits",
+        "        if True:\n            way, logits",
         (MIXED_TESTS,),
     ),
     PackageBug(
@@ -1959,9 +1960,9 @@ BUGS = (
     ),
     PackageBug(
         "a step that samples nothing is not waited for",
-        MIXED,
-        "                return results(sampling, fetched)\n",
-        "                return results(sampling, fetched) if sampling else {}\n",
+        f"{RUNTIME}/device/launched.py",
+        "return results(self._rows, self._drawn)",
+        "return results(self._rows, self._drawn) if self._rows else {}",
         (MIXED_TESTS,),
     ),
     PackageBug(
@@ -2033,6 +2034,62 @@ BUGS = (
         " + LISTED * list_room(shape.vocab)\n",
         "\n",
         ("unit/sizing/test_memory_plan.py",),
+    ),
+    PackageBug(
+        "the next step is launched before the tokens of one with masks are chosen",
+        f"{RUNTIME}/device/model_runner.py",
+        "            newest.draw()\n",
+        "            pass\n",
+        (MASKED_TESTS,),
+    ),
+    PackageBug(
+        "masks are made for who has left",
+        f"{RUNTIME}/device/model_runner.py",
+        "_guided(work.living().rows)",
+        "_guided(work.rows)",
+        (MASKED_TESTS,),
+    ),
+    PackageBug(
+        "a launched row without its mask takes any token",
+        SAMPLER,
+        "return Drawn(self.fetch(len(rows), way), failed)",
+        "return Drawn(self.fetch(len(rows), way), {})",
+        (MASKED_TESTS,),
+    ),
+    PackageBug(
+        "a row takes its neighbour's mask",
+        f"{RUNTIME}/device/row_masks.py",
+        "np.arange(1, 1 + len(masked))",
+        "np.arange(len(masked))",
+        (MASKED_TESTS,),
+    ),
+    PackageBug(
+        "a captured step with masks is drawn before they are there",
+        DECODES,
+        "now = GENERAL if way.masked else way",
+        "now = way",
+        (DECODE_TESTS,),
+    ),
+    PackageBug(
+        "a complete output may not end early",
+        WAYS,
+        "0 if is_masked(sequence) else sequence",
+        "sequence",
+        (TABLE_TESTS,),
+    ),
+    PackageBug(
+        "a captured step that gives other logits serves",
+        f"{RUNTIME}/start/decodes.py",
+        "if error <= TOLERANCE[self.model.heads.dtype]:",
+        "if True:",
+        ("unit/start/test_decodes.py",),
+    ),
+    PackageBug(
+        "a captured step's rows are all compared with the first",
+        DECODES,
+        "self._plan(index, lens))[:count].clone()",
+        "self._plan(index, lens))[:1].expand(count, -1).clone()",
+        ("unit/start/test_decodes.py",),
     ),
     PackageBug(
         "a step that the host must sample is launched",

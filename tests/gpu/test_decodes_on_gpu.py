@@ -2,6 +2,8 @@
 with `make gpu`; without a GPU or without flashinfer-python it fails.
 """
 
+import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +14,16 @@ from fairlead_kernels import sample, sample_rows
 from fairlead_runtime import LLM, SamplingParams
 from fairlead_runtime.device.decode_steps import DecodeSteps
 from fairlead_runtime.device.graphs import GraphCache
-from fairlead_runtime.device.mixed_steps import MixedSteps
+from fairlead_runtime.device.launched import Launched
+from fairlead_runtime.device.model_runner import ModelRunner
+from fairlead_runtime.device.slot_table import SlotTable
 from fairlead_runtime.device.ways import GENERAL
 from fairlead_runtime.models import tiny
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(1800)]  # it compiles
 
-# The general sampler makes the steps of a request with a longer bad word, which never comes here.
-BY_HOST: dict[str, Any] = {"bad_words": ((1, 1, 1),)}
+# A bad word of several tokens, which never comes here: its rows get masks.
+MASKED: dict[str, Any] = {"bad_words": ((1, 1, 1),)}
 CUDA = torch.device("cuda")
 PROMPTS = [{"prompt_token_ids": list(range(3 + i, 40 + 7 * i))} for i in range(6)]
 SETTINGS: dict[str, Any] = {
@@ -82,17 +86,38 @@ def test_graphs_give_the_tokens_of_steps_that_are_not_captured(
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_both_ways_to_sample_draw_the_same_from_captured_logits(
-    folder: Path, temperature: float, replays: list[Any]
+def test_all_ways_to_sample_draw_the_same_from_captured_logits(
+    folder: Path, temperature: float, replays: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A bad word of two tokens that never comes makes the general sampler's step."""
+    """In the graph, behind it with masks, and by the general sampler."""
     drawn: dict[str, Any] = {"temperature": temperature, "seed": 7}
     drawn |= {"max_tokens": 32, "ignore_eos": True}
     with LLM(str(folder), cuda_graphs="on", **SETTINGS) as llm:
         on_device = tokens(llm, SamplingParams(**drawn))
-        general = tokens(llm, SamplingParams(**drawn, **BY_HOST))
-    assert on_device == general
-    assert len(replays) > 40
+        masked = tokens(llm, SamplingParams(**drawn, **MASKED))
+        monkeypatch.setattr(SlotTable, "_way", lambda *_: GENERAL)
+        general = tokens(llm, SamplingParams(**drawn))
+    assert on_device == masked == general
+    assert len(replays) > 60
+    assert sum(way is GENERAL for _, way in replays) > 40
+
+
+def test_a_structured_output_is_launched_ahead_and_is_what_was_asked(
+    folder: Path, replays: list[Any]
+) -> None:
+    """Beside rows without a mask, whose texts are those of steps without masks."""
+    free = SamplingParams(temperature=0, max_tokens=32, ignore_eos=True)
+    asked = {"regex": "[a-z]{3,9}( [a-z]{3,9}){0,6}"}
+    guided = SamplingParams(temperature=1, seed=5, max_tokens=64, structured_outputs=asked)
+    with LLM(str(folder), cuda_graphs="on", async_batching="on", **SETTINGS) as llm:
+        alone = tokens(llm, free)
+        mixed = [guided if i == 2 else free for i in range(len(PROMPTS))]
+        results = llm.generate(PROMPTS, mixed, use_tqdm=False)
+    assert re.fullmatch(asked["regex"], results[2].outputs[0].text)
+    others = [list(r.outputs[0].token_ids) for i, r in enumerate(results) if i != 2]
+    del alone[2]
+    assert sum(one[:8] == other[:8] for one, other in zip(others, alone, strict=True)) >= 4
+    assert sum(way is GENERAL for _, way in replays) > 4
 
 
 CHANGES: tuple[dict[str, Any], ...] = (
@@ -105,17 +130,20 @@ CHANGES: tuple[dict[str, Any], ...] = (
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("changes", CHANGES)
 def test_changed_logits_and_log_probabilities_are_those_of_the_general_sampler(
-    folder: Path, temperature: float, changes: dict[str, Any], replays: list[Any]
+    folder: Path,
+    temperature: float,
+    changes: dict[str, Any],
+    replays: list[Any],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """In captured steps that are launched ahead, from the logits of the same kernels."""
     drawn: dict[str, Any] = {"temperature": temperature, "seed": 7}
     drawn |= {"max_tokens": 32, "ignore_eos": True}
-    words = (*changes.get("bad_words", ()), *BY_HOST["bad_words"])
     with LLM(str(folder), cuda_graphs="on", async_batching="on", **SETTINGS) as llm:
-        results = [
-            llm.generate(PROMPTS, SamplingParams(**drawn | more), use_tqdm=False)
-            for more in (changes, changes | {"bad_words": words})
-        ]
+        params = SamplingParams(**drawn | changes)
+        results = [llm.generate(PROMPTS, params, use_tqdm=False)]
+        monkeypatch.setattr(SlotTable, "_way", lambda *_: GENERAL)
+        results.append(llm.generate(PROMPTS, params, use_tqdm=False))
     for mine, wanted in zip(*([r.outputs[0] for r in some] for some in results), strict=True):
         assert mine.token_ids == wanted.token_ids
         for one, other in zip(mine.logprobs or (), wanted.logprobs or (), strict=True):
@@ -173,32 +201,32 @@ def test_steps_ahead_give_the_tokens_of_steps_that_wait(folder: Path, graphs: st
 def test_a_launch_waits_for_nothing_and_comes_before_the_last_tokens(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of decodes, and of prompts in parts beside them."""
-    launches: dict[type, Any] = {owner: owner.launch for owner in (DecodeSteps, MixedSteps)}
-    order: list[str] = []
+    """Of decodes, of prompts in parts beside them, and of rows with masks."""
+    launch, collect, order = ModelRunner.launch, Launched.collect, list[str]()
 
-    def watched(self: DecodeSteps | MixedSteps, rows: Any) -> Any:
+    def watched(self: ModelRunner, work: Any) -> Any:
         torch.cuda.set_sync_debug_mode("error")
         try:
-            collect = launches[type(self)](self, rows)
+            return launch(self, work)
         finally:
             torch.cuda.set_sync_debug_mode("default")
-        order.append("launch")
+            order.append("launch")
 
-        def noted() -> Any:
-            order.append("collect")
-            return collect()
-
-        return noted
+    def noted(self: Launched) -> Any:
+        order.append("collect")
+        return collect(self)
 
     some = {**SETTINGS, "max_batch_tokens": 64}
     with LLM(str(folder), cuda_graphs="off", async_batching="on", **some) as llm:
         params = SamplingParams(temperature=0.9, top_p=0.9, max_tokens=24, ignore_eos=True)
-        tokens(llm, params)  # compiles
-        for owner in launches:
-            monkeypatch.setattr(owner, "launch", watched)
-        tokens(llm, params)
-    assert order.count("launch") == order.count("collect") > 20
+        masked = replace(params, **MASKED)
+        for each in (params, masked):
+            tokens(llm, each)  # compiles
+        monkeypatch.setattr(ModelRunner, "launch", watched)
+        monkeypatch.setattr(Launched, "collect", noted)
+        for each in (params, masked):
+            tokens(llm, each)
+    assert order.count("launch") == order.count("collect") > 40
     assert order[:4] == ["launch", "launch", "collect", "launch"]
 
 

@@ -3,26 +3,28 @@
 Owns the way of such a step: the slot table is brought up to date, attention is planned from the
 lengths that the host knows, the device makes ids, positions and slots, computes, samples and
 appends each token to its own row. The host waits once, for the tokens; or it launches the next step
-first (docs/design/0012). A step with a row that must be sampled by the host is sampled as any other
-step is; docs/design/0009 says which.
+first (docs/design/0012). A step with masks is drawn once they are there, and one with a row whose
+list of changes has no room is sampled as any other step is (docs/design/0009).
 
 With graphs the step is padded to one of a few sizes, and what the device does from the rows' places
 to their tokens is replayed. All that it reads and writes lives as long as this object.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from fairlead_kernels.attention import DecodeAttention, DecodeRows
+from fairlead_kernels.sample_rows import RowLogprobs
 from fairlead_runtime.device.attention import GroupedPass
-from fairlead_runtime.device.fetched import results
+from fairlead_runtime.device.fetched import Drawn, results
 from fairlead_runtime.device.graphs import GraphCache
 from fairlead_runtime.device.kv_cache import CacheStorage
+from fairlead_runtime.device.launched import Launched
 from fairlead_runtime.device.paged_model import PagedModel
-from fairlead_runtime.device.row_sampler import RowSampler
+from fairlead_runtime.device.row_sampler import RowSampler, WaitForMasks
 from fairlead_runtime.device.sampling import SampledTokens
 from fairlead_runtime.device.slot_table import Array, SlotTable
 from fairlead_runtime.device.ways import GENERAL, LARGEST, LEAST, Draw, Way, joined
@@ -30,7 +32,9 @@ from fairlead_runtime.scheduling.plan import Result, Row
 
 
 class _Computed(NamedTuple):
-    """How a step is sampled; for GENERAL its logits, and whether some rows count their tokens."""
+    """How a step is sampled; its logits where that is still to be done, and whether some rows
+    count their tokens.
+    """
 
     way: Way
     logits: Tensor | None
@@ -108,42 +112,53 @@ class DecodeSteps:
         self._graphs, self._logits, self._sizes, self._room = None, None, (), 0
 
     @property
+    def sequences(self) -> int:
+        """The most rows of a step, without padding."""
+        return self.table.sequences
+
+    @property
     def held_nbytes(self) -> int:
         """Bytes that all graphs share."""
         return 0 if self._logits is None else self._logits.nbytes
 
     @torch.inference_mode()
-    def run(self, rows: Sequence[Row], general: SampleLogits) -> dict[int, Result]:
+    def run(
+        self, rows: Sequence[Row], general: SampleLogits, masks: WaitForMasks
+    ) -> dict[int, Result]:
         """One step of rows for which ``is_decode`` holds, each of which gets a Result. ``general``
-        samples where a row needs more than a draw.
+        samples where a row needs more than a draw; ``masks`` gives those of their grammars.
         """
         with self.sampler.forgetting(rows):
-            return self._run(rows, general)
+            return self._run(rows, general, masks)
 
-    def _run(self, rows: Sequence[Row], general: SampleLogits) -> dict[int, Result]:
+    def _run(
+        self, rows: Sequence[Row], general: SampleLogits, masks: WaitForMasks
+    ) -> dict[int, Result]:
         step = self._compute(rows, self._size(len(rows)))
-        if step.logits is None:
-            return results(rows, self.sampler.fetch(len(rows), step.way))
+        if step.logits is None or step.way is not GENERAL:
+            return results(rows, self._draw(rows, step, masks))
         sampled, finish = general(step.logits[: len(rows)])
         self.table.advance(self.sampler.index[: len(rows)], sampled.tokens, counts=step.counts)
         return finish()
 
     @torch.inference_mode()
-    def launch(self, rows: Sequence[Row]) -> Callable[[], Mapping[int, Result]]:
+    def launch(self, rows: Sequence[Row], masks: WaitForMasks) -> Launched:
         """Queue the step of decodes that the ``sampler`` takes, behind one that may be in flight.
-        The returned function waits for its tokens; it is called before the next step but one.
+        It is drawn before the next one is launched, and collected before the next but one.
         """
         with self.sampler.forgetting(rows):
             step = self._compute(rows, self._size(len(rows)))
-            if step.logits is not None:
+            if step.way is GENERAL:
                 raise ValueError("rows: one is not sampled on the device")
-            fetched = self.sampler.fetch(len(rows), step.way)
+        launched = Launched(rows, self.sampler, lambda: self._draw(rows, step, masks))
+        if not step.way.masked:
+            launched.draw()
+        return launched
 
-        def collect() -> Mapping[int, Result]:
-            with self.sampler.forgetting(rows):
-                return results(rows, fetched)
-
-        return collect
+    def _draw(self, rows: Sequence[Row], step: _Computed, masks: WaitForMasks) -> Drawn:
+        if step.logits is None:
+            return Drawn(self.sampler.fetch(len(rows), step.way), {})
+        return self.sampler.draw(rows, step.logits[: len(rows)], step.way, masks)
 
     def _size(self, count: int) -> int:
         """The rows, with padding, of a step of ``count``."""
@@ -151,26 +166,28 @@ class DecodeSteps:
 
     def _compute(self, rows: Sequence[Row], size: int, least: Way = LEAST) -> _Computed:
         """Queue the step, padded to ``size`` rows: tokens into the sampler's and the table, or for
-        GENERAL only the logits, which live until the next step. ``least``: sampled at least in this
-        way.
+        GENERAL and masked ones only the logits, which live until the next step. ``least``: sampled
+        at least in this way.
         """
         index = self.sampler.index[:size]
         lens, way, counts = self.table.enter(rows, index)
         way = joined((way, least))
         plans = self._plan(index, lens)
         kept = None if self._logits is None else self._logits[:size]
+        # What is chosen later needs no more than the graph of what the host chooses.
+        now = GENERAL if way.masked else way
 
         def step() -> Tensor | None:
             logits = self._forward(index, plans)
-            if way is not GENERAL:
+            if now is not GENERAL:
                 self.sampler.sample(logits, index, way)
                 return None
             return logits if kept is None else kept.copy_(logits)
 
         if self._graphs is None:
             return _Computed(way, step(), counts)
-        self._graphs.run((size, way), step)
-        return _Computed(way, kept if way is GENERAL else None, counts)
+        self._graphs.run((size, now), step)
+        return _Computed(way, kept if now is GENERAL else None, counts)
 
     def capture(self, until: Callable[[], bool]) -> Iterator[tuple[int, int]]:
         """Capture the graphs that most steps need, the largest steps first, one and then more while
@@ -199,6 +216,22 @@ class DecodeSteps:
     def capture_one(self, size: int, way: Way) -> None:
         """Run a step of padding alone, and capture it if there is room."""
         self._compute((), size, way)
+
+    @torch.inference_mode()
+    def run_and_replay(
+        self, rows: Sequence[Row], size: int, way: Way
+    ) -> tuple[Tensor, Tensor, RowLogprobs]:
+        """A step of these rows in a captured ``way``, padded to ``size``: its logits [B, width]
+        without the graph, and what the graph makes of it, tokens int64 [B] and log-probabilities.
+        """
+        count, index = len(rows), self.sampler.index[:size]
+        with self.sampler.forgetting(rows):
+            lens, *_ = self.table.enter(rows, index)
+            logits = self._forward(index, self._plan(index, lens))[:count].clone()
+            self._compute(rows, size, way)
+            tokens, logprobs = self.sampler.newest(count)
+        self.table.forget(rows)
+        return logits, tokens, logprobs
 
     def _plan(self, index: Tensor, lens: Array) -> list[Any]:
         """Attention's plan per layer group, of rows of these lengths."""

@@ -3,7 +3,8 @@
 Owns the host memory that it arrives in, and the one wait of a step.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -56,14 +57,23 @@ class Fetched:
         return TokenLogprobs(token, values[0], numbers[0], tuple(numbers[1:]), tuple(values[1:]))
 
 
-def results(rows: Sequence[Row], fetched: Fetched) -> dict[int, Result]:
+class Drawn(NamedTuple):
+    """What a step's rows take, queued; ``failed``: by sequence id, why some can get no token."""
+
+    fetched: Fetched
+    failed: Mapping[int, str]
+
+
+def results(rows: Sequence[Row], drawn: Drawn) -> dict[int, Result]:
     """By sequence id, of the step's rows: waits for it."""
+    fetched, failed = drawn
     tokens = fetched.wait()  # the one wait for the device
     found: dict[int, Result] = {}
     for place, (row, token) in enumerate(zip(rows, tokens, strict=True)):
         count = row.sequence.request.params.logprobs
-        if token < 0:
-            found[row.sequence.id] = Result(-1, error=ERRORS[token])
+        reason = failed.get(row.sequence.id) or ERRORS.get(token)
+        if reason is not None:
+            found[row.sequence.id] = Result(-1, error=reason)
         elif count is None:
             found[row.sequence.id] = Result(token)
         else:

@@ -6,7 +6,7 @@ know yet come from the slot table, and tokens are sampled, appended and sent by 
 in it follow from a step in flight, and the next from it (docs/design/0012).
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -14,13 +14,13 @@ from torch import Tensor
 
 from fairlead_kernels.attention import AttentionBackend
 from fairlead_runtime.device.batch import Batch, BatchBuilder
-from fairlead_runtime.device.fetched import Fetched, results
 from fairlead_runtime.device.followers import Followers
 from fairlead_runtime.device.kv_cache import CacheStorage
+from fairlead_runtime.device.launched import Launched
 from fairlead_runtime.device.paged_model import PagedModel
-from fairlead_runtime.device.row_sampler import RowSampler
-from fairlead_runtime.device.ways import GENERAL, LEAST
-from fairlead_runtime.scheduling.plan import Result, Row
+from fairlead_runtime.device.row_sampler import RowSampler, WaitForMasks
+from fairlead_runtime.device.ways import GENERAL, LEAST, Way
+from fairlead_runtime.scheduling.plan import Row
 
 
 class MixedSteps:
@@ -48,22 +48,22 @@ class MixedSteps:
         self._batches = [first, BatchBuilder(cache.groups, cache.block_size, pinned=pinned)]
 
     @torch.inference_mode()
-    def launch(self, rows: Sequence[Row]) -> Callable[[], Mapping[int, Result]]:
-        """Queue the step of rows that the sampler takes, behind one that may be in flight. The
-        returned function waits for it, and has a Result for each row that samples; it is called
-        before the next step but one.
+    def launch(self, rows: Sequence[Row], masks: WaitForMasks) -> Launched:
+        """Queue the step of rows that the sampler takes, behind one that may be in flight. It is
+        drawn before the next one is launched, collected before the next but one, and has a Result
+        for each row that samples.
         """
         sampling = [row for row in rows if row.samples]
         with self._sampler.forgetting(sampling):
-            fetched = self._queue(rows, sampling)
+            way, logits = self._queue(rows, sampling)
+        draw = self._sampler.draw
+        launched = Launched(sampling, self._sampler, lambda: draw(sampling, logits, way, masks))
+        if not way.masked:
+            launched.draw()
+        return launched
 
-        def collect() -> Mapping[int, Result]:
-            with self._sampler.forgetting(sampling):
-                return results(sampling, fetched)
-
-        return collect
-
-    def _queue(self, rows: Sequence[Row], sampling: Sequence[Row]) -> Fetched:
+    def _queue(self, rows: Sequence[Row], sampling: Sequence[Row]) -> tuple[Way, Tensor]:
+        """How the rows that sample are sampled, and their logits."""
         self._batches.reverse()
         batch, device = self._batches[0].build(rows, ahead=True), self._model.device
         # A copy on a CPU, too: the host's batch, which other ranks get, keeps what the host knows.
@@ -75,10 +75,7 @@ class MixedSteps:
             if way is GENERAL:
                 raise ValueError("rows: one is not sampled on the device")
             ids.index_copy_(0, last, self._sampler.table.last_tokens(index))
-        logits = self._forward(batch, replace(batch, input_ids=ids, sample_index=last))
-        if sampling:
-            self._sampler.sample(logits, index, way)
-        return self._sampler.fetch(len(sampling), way)
+        return way, self._forward(batch, replace(batch, input_ids=ids, sample_index=last))
 
     def _forward(self, batch: Batch, there: Batch) -> Tensor:
         """The logits of a batch that is ``there`` on the device, with all ids."""

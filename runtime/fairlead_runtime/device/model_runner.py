@@ -15,9 +15,10 @@ from fairlead_runtime.device.batch import Batch, BatchBuilder
 from fairlead_runtime.device.decode_steps import DecodeSteps, is_decode
 from fairlead_runtime.device.followers import Followers
 from fairlead_runtime.device.kv_cache import CacheStorage
+from fairlead_runtime.device.launched import Launched
 from fairlead_runtime.device.mixed_steps import MixedSteps
 from fairlead_runtime.device.paged_model import PagedModel
-from fairlead_runtime.device.row_sampler import RowSampler
+from fairlead_runtime.device.row_sampler import RowSampler, WaitForMasks
 from fairlead_runtime.device.sampling import (
     NON_FINITE,
     SampledTokens,
@@ -31,7 +32,6 @@ from fairlead_runtime.logprobs import TokenLogprobs
 from fairlead_runtime.request import Sequence
 from fairlead_runtime.scheduling.plan import Result, Row, Work
 
-WaitForMasks = Callable[[], Masks]
 Sampler = Callable[[Tensor, SamplingBatch], SampledTokens]
 
 
@@ -79,6 +79,7 @@ class ModelRunner:
             row_sampler = decodes.sampler
         self._row_sampler = row_sampler
         self._mixed: MixedSteps | None = None
+        self._newest: Launched | None = None
         if row_sampler is not None:
             parts = model, cache, attention, row_sampler, self._batches, followers
             self._mixed = MixedSteps(*parts)
@@ -102,9 +103,7 @@ class ModelRunner:
         """
         if not work.rows:
             return {}
-        guided = [
-            row.sequence for row in work.rows if row.samples and row.sequence.guide is not None
-        ]
+        guided = _guided(work.rows)
         with self._cache.step(work.rows):
             if self._guides is None or not guided:
                 return self._execute(work, lambda: NO_MASKS)
@@ -116,12 +115,27 @@ class ModelRunner:
         return bool(rows) and self._row_sampler is not None and self._row_sampler.takes(rows)
 
     def launch(self, work: Work) -> Callable[[], Mapping[int, Result]]:
-        """Queue the step and return what waits for its tokens. One may be in flight before it."""
+        """Queue the step and return what waits for its tokens. One may be in flight before it, of
+        which the tokens before are known: so are its masks.
+        """
         if self._mixed is None:
             raise ValueError("rows: this device launches no steps")
+        newest, self._newest = self._newest, None
+        if newest is not None:
+            newest.draw()
+        way = self._mixed.launch
         if self._decodes is not None and all(map(is_decode, work.rows)):
-            return self._decodes.launch(work.rows)
-        return self._mixed.launch(work.rows)
+            way = self._decodes.launch
+        self._newest = way(work.rows, lambda: self._masks(work))
+        return self._newest.collect
+
+    def _masks(self, work: Work) -> Masks:
+        """Those of a launched step, for the sequences that have not ended since."""
+        guided = _guided(work.living().rows)
+        if self._guides is None or not guided:
+            return NO_MASKS
+        with self._guides.masks(guided) as masks:
+            return masks.result()
 
     def _execute(self, work: Work, masks: WaitForMasks) -> Mapping[int, Result]:
         if not any(row.sequence.scores_prompt for row in work.rows):
@@ -139,7 +153,9 @@ class ModelRunner:
         """One forward pass of rows of which none scores its prompt."""
         if self._decodes is not None and all(map(is_decode, rows)):
             sequences = [row.sequence for row in rows]
-            return self._decodes.run(rows, lambda logits: self._begin(logits, sequences, masks))
+            return self._decodes.run(
+                rows, lambda logits: self._begin(logits, sequences, masks), masks
+            )
         batch = self._batches.build(rows)
         if self._chooses(batch):
             chosen = self._model.likeliest(batch, self._cache, self._attention)
@@ -213,6 +229,10 @@ class ModelRunner:
                 error=scored.error or sampled.error, prompt=scored.prompt
             )
         return results
+
+
+def _guided(rows: abc.Sequence[Row]) -> list[Sequence]:
+    return [row.sequence for row in rows if row.samples and row.sequence.guide is not None]
 
 
 def _results(

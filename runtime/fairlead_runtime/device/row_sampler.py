@@ -5,7 +5,7 @@ host memory they arrive in. Steps of decodes and steps with prompts share one, s
 row goes on from one kind to the other.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Self
 
@@ -13,15 +13,19 @@ import torch
 from torch import Tensor
 
 from fairlead_kernels import sample, sample_rows
-from fairlead_kernels.sample_rows import RowLogprobs
-from fairlead_runtime.device.fetched import Fetched
+from fairlead_kernels.sample_rows import RowLogprobs, RowMasks
+from fairlead_runtime.device.fetched import Drawn, Fetched
 from fairlead_runtime.device.kv_cache import CacheStorage
 from fairlead_runtime.device.paged_model import PagedModel
+from fairlead_runtime.device.row_masks import MaskPacket
 from fairlead_runtime.device.slot_table import SlotTable
 from fairlead_runtime.device.ways import GENERAL, Draw, Way
+from fairlead_runtime.grammar.guides import Masks
 from fairlead_runtime.request import MAX_LOGPROBS
 from fairlead_runtime.scheduling.plan import Row
 from fairlead_runtime.sizing.terms import list_room
+
+WaitForMasks = Callable[[], Masks]
 
 
 class RowSampler:
@@ -51,6 +55,7 @@ class RowSampler:
         # The newest step's first; nobody may have looked at the other's tokens yet.
         self._fetched = [Fetched(most, self._likeliest, device) for _ in range(2)]
         self._hashes = sample.hash_tokens(width, device)
+        self._masks = MaskPacket(width, device)
 
     @classmethod
     def of(
@@ -106,9 +111,11 @@ class RowSampler:
             self.table.forget(rows)
             raise
 
-    def sample(self, logits: Tensor, index: Tensor, way: Way) -> None:
+    def sample(
+        self, logits: Tensor, index: Tensor, way: Way, masks: RowMasks | None = None
+    ) -> None:
         """Queue the choice of a token for each of the table's rows ``index`` int64 [B] from its
-        ``logits`` [B, width], and append it there.
+        ``logits`` [B, width], and append it there. ``masks`` are those of a way that needs some.
         """
         size, table = len(index), self.table
         tokens = sample_rows.choose(
@@ -117,6 +124,7 @@ class RowSampler:
             self._hashes,
             filters=way.draw is Draw.FILTERED,
             changes=table.changes(index) if way.changes else None,
+            masks=masks,
         )
         if way.logprobs:
             values, numbers = sample_rows.logprobs(logits, tokens, self._likeliest)
@@ -125,11 +133,29 @@ class RowSampler:
         self._tokens[:size].copy_(tokens)
         table.advance(index, tokens, counts=way.changes)
 
+    def draw(self, rows: Sequence[Row], logits: Tensor, way: Way, masks: WaitForMasks) -> Drawn:
+        """The same for the rows of the newest step, entered in the table, with what ``masks`` gives
+        where ``way`` needs some; and queue the copy of their tokens.
+        """
+        sent: RowMasks | None = None
+        failed: Mapping[int, str] = {}
+        if way.masked:
+            words, failed = masks()
+            sent = self._masks.send([row.sequence for row in rows], words)
+        if rows:
+            self.sample(logits, self.index[: len(rows)], way, sent)
+        return Drawn(self.fetch(len(rows), way), failed)
+
     def fetch(self, count: int, way: Way) -> Fetched:
         """Queue the copy of what the newest step sampled to the host; it is there until the next
         step but one is fetched.
         """
         self._fetched.reverse()
-        logprobs = RowLogprobs(self._values[:count], self._numbers[:count])
-        self._fetched[0].fetch(self._tokens[:count], logprobs if way.logprobs else None)
+        tokens, logprobs = self.newest(count)
+        self._fetched[0].fetch(tokens, logprobs if way.logprobs else None)
         return self._fetched[0]
+
+    def newest(self, count: int) -> tuple[Tensor, RowLogprobs]:
+        """On the device, what the newest step has sampled; it is there until the next."""
+        logprobs = RowLogprobs(self._values[:count], self._numbers[:count])
+        return self._tokens[:count], logprobs

@@ -101,6 +101,10 @@ class SlotTable:
         self._packets = [torch.empty(0, dtype=torch.int64) for _ in range(2)]
 
     @property
+    def sequences(self) -> int:
+        return self.state.shape[0] - 1
+
+    @property
     def tensors(self) -> tuple[Tensor, ...]:
         """All that is on the device."""
         return self.state, self.tables, *self.lists.tensors
@@ -113,7 +117,7 @@ class SlotTable:
         The device counts the step as done once ``advance`` has run; ``forget`` rows whose step
         failed. Raises RuntimeError for a row that lacks the token of a step in flight.
         """
-        if len(rows) > min(len(into), self.state.shape[0] - 1):
+        if len(rows) > min(len(into), self.sequences):
             raise ValueError(f"{len(rows)} rows: the step has room for {len(into)}")
         index = np.zeros(len(into), dtype=np.int64)
         lens = np.ones(len(into), dtype=np.int32)

@@ -19,16 +19,20 @@ from fairlead_runtime.device.decode_steps import DecodeSteps
 from fairlead_runtime.device.fetched import Fetched
 from fairlead_runtime.device.mixed_steps import MixedSteps
 from fairlead_runtime.device.model_runner import ModelRunner
+from fairlead_runtime.device.row_sampler import RowSampler
 from fairlead_runtime.engine.engine import Bounds, Engine
 from fairlead_runtime.request import FinishReason, Request, SamplingParams
 from fairlead_runtime.scheduling.plan import Work
 from fairlead_runtime.scheduling.scheduler import Scheduler
+from support import tiny_guides
 from support.engine_rig import EOS, Rig, Setting, prompts, rig
 from support.fake_engine import Clock, Collected
 from support.full import LONG_FORM
+from support.tiny_guides import ASKED, GUIDES
 
 FAMILIES = ("llama", "gemma2", "gemma2 on Triton", "gemma2 on ranks")
 LENGTHS, SHARED = (9, 21, 30, 14, 25), 12
+IDS = tuple(range(40, 56))
 PARAMS: tuple[dict[str, Any], ...] = (
     {"temperature": 0.0},
     {"temperature": 1.0},
@@ -38,10 +42,14 @@ PARAMS: tuple[dict[str, Any], ...] = (
     {"temperature": 0.9, "frequency_penalty": 0.6, "presence_penalty": -0.2, "min_tokens": 3},
     {"temperature": 0.0, "logit_bias": {7: 2.0, 9: -4.0}, "bad_words": ((11,),), "logprobs": 5},
     {"temperature": 1.0, "top_k": 9, "allowed_token_ids": (*range(40, 90), 125), "min_tokens": 2},
-    {"temperature": 0.0, "bad_words": ((11, 12),)},  # the host's: its steps wait for each other
+    # Masks from the host, which needs the tokens before.
+    {"temperature": 0.0, "bad_words": tuple((i, j) for i in IDS for j in IDS[1::2])}
+    | {"allowed_token_ids": IDS},
+    {"temperature": 1.0, "structured_outputs": ASKED["json"], "min_tokens": 4},
+    {"temperature": 0.9, "structured_outputs": ASKED["choice"], "presence_penalty": 0.3},
+    {"temperature": 0.0, "structured_outputs": ASKED["regex"], "logprobs": 2},
 )
 NEAR = 1e-5  # of log-probabilities: steps of other rows may round the logits otherwise
-ON_DEVICE = PARAMS[:-1]
 # Tokens of which each ends about one text in four.
 STOP_IDS, STOP_TEXT = tuple(range(5, 256, 40)), 11
 
@@ -68,14 +76,15 @@ class Client:
             **self.params | {"min_tokens": min(self.params.get("min_tokens", 0), self.max_tokens)},
         )
         seed = self.place + 10 * self.max_tokens
-        return Request(name, prompt, params, self.max_tokens, seed=seed, eos_ids=EOS)
+        ends = EOS if params.guided is None else tiny_guides.EOS
+        return Request(name, prompt, params, self.max_tokens, seed=seed, eos_ids=ends)
 
 
 CLIENTS = st.builds(
     Client,
     arrives=st.integers(0, 12),
     place=st.integers(0, len(LENGTHS) - 1),
-    params=st.sampled_from((*ON_DEVICE, *PARAMS)),
+    params=st.sampled_from(PARAMS),
     max_tokens=st.integers(1, 24),
     n=st.sampled_from((1, 1, 2)),
     stop_ids=st.booleans(),
@@ -91,6 +100,8 @@ SETTINGS = st.builds(
     sharing=st.booleans(),
     max_requests=st.sampled_from((2, 4)),
     graphs=st.sampled_from((2, 32)),
+    # Short lists: some rows are the host's, whose steps wait for each other.
+    listed=st.sampled_from((None, None, 12)),
     side=st.integers(0, 3),
 )
 
@@ -104,13 +115,13 @@ def rig_of(family: str) -> Rig:
 @functools.cache
 def kept_runner(family: str, setting: Setting) -> ModelRunner:
     """As an engine's is, with the rows and graphs of the runs before."""
-    return rig_of(family).runner(setting)
+    return rig_of(family).runner(setting, GUIDES)
 
 
 def runner_of(family: str, setting: Setting) -> ModelRunner:
     """Another rank has one cache, which it allocates anew."""
     if family.endswith("ranks"):
-        return rig_of(family).runner(setting)
+        return rig_of(family).runner(setting, GUIDES)
     return kept_runner(family, setting)
 
 
@@ -151,6 +162,7 @@ def play(
         Bounds.of(limits, max_queue=1024, queue_timeout=60.0),
         now=Clock(),
         launcher=device if ahead else None,
+        prepare=lambda outputs, done: done(GUIDES.compile(outputs), ""),
     )
     got = Collected()
     stopped: set[tuple[str, int]] = set()
@@ -208,7 +220,7 @@ def test_texts_are_the_same_whether_steps_are_launched_ahead_or_not(family: str)
     any_workload()
 
 
-@pytest.mark.parametrize("first", [0, 3])
+@pytest.mark.parametrize("first", [0, 6])
 @pytest.mark.parametrize("offload", [False, True])
 @pytest.mark.parametrize("family", ["llama", "llama on ranks"])
 def test_a_workload_with_all_of_it(family: str, first: int, *, offload: bool) -> None:
@@ -218,7 +230,7 @@ def test_a_workload_with_all_of_it(family: str, first: int, *, offload: bool) ->
         Client(
             i,
             i % len(LENGTHS),
-            ON_DEVICE[(i + first) % len(ON_DEVICE)],
+            PARAMS[(i + first) % len(PARAMS)],
             20,
             1 + i % 2,
             stop_ids=i % 3 == 0,
@@ -231,14 +243,14 @@ def test_a_workload_with_all_of_it(family: str, first: int, *, offload: bool) ->
     assert compare(family, setting, clients) > 10
 
 
-@pytest.mark.parametrize("at", ["launch", "launch beside a prompt", "collect"])
+@pytest.mark.parametrize("at", ["launch", "launch beside a prompt", "draw", "collect"])
 def test_a_launched_step_that_fails_on_the_device_leaves_the_texts_as_they_are(
     monkeypatch: pytest.MonkeyPatch, at: str
 ) -> None:
     """Its rows on the device are made anew from what the host knows."""
     clients = [
-        Client(0, i % 5, ON_DEVICE[i], 16, 1, stop_ids=True, stop_text=False, leaves=None)
-        for i in range(8)
+        Client(0, i % 5, params, 16, 1, stop_ids=True, stop_text=False, leaves=None)
+        for i, params in enumerate(PARAMS[4:])
     ]
     beside = at == "launch beside a prompt"
     chunk = 8 if beside else 4096
@@ -246,6 +258,7 @@ def test_a_launched_step_that_fails_on_the_device_leaves_the_texts_as_they_are(
     owner, name = {
         "launch": (DecodeSteps, "_compute"),
         "launch beside a prompt": (MixedSteps, "_queue"),
+        "draw": (RowSampler, "draw"),
         "collect": (Fetched, "wait"),
     }[at]
     whole, calls = getattr(owner, name), 0

@@ -15,9 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from fairlead_runtime.grammar.compile import TokenizerFacts, compile_matcher
-from fairlead_runtime.grammar.guides import Guides
 from fairlead_runtime.models import tiny
-from fairlead_runtime.models.tokenizer import END
 from fairlead_runtime.recording.record import RecordedScheduler, Recording
 from fairlead_runtime.recording.replay import replay
 from fairlead_runtime.request import FinishReason, Request, SamplingParams, Sequence
@@ -26,30 +24,7 @@ from fairlead_runtime.structured import StructuredOutputs
 from support.engine_rig import Outcome, Rig, Setting, rig, run_to_end
 from support.full import LONG_FORM
 from support.grammars import schemas
-
-TOKENIZER = tiny.tokenizer()
-EOS = frozenset({TOKENIZER.convert_tokens_to_ids(END)})
-_FACTS = TokenizerFacts.of(TOKENIZER, tiny.VOCAB, EOS)
-assert _FACTS is not None
-FACTS = _FACTS
-GUIDES = Guides(FACTS)
-
-PERSON = {
-    "type": "object",
-    "properties": {
-        "name": {"type": "string", "maxLength": 12},
-        "age": {"type": "integer", "minimum": 0, "maximum": 150},
-        "pets": {"type": "array", "items": {"enum": ["cat", "dog"]}, "maxItems": 3},
-    },
-    "required": ["name", "age", "pets"],
-    "additionalProperties": False,
-}
-ASKED: dict[str, dict[str, Any]] = {
-    "json": {"json": PERSON},
-    "regex": {"regex": "[a-z]{3,9}( [a-z]{3,9}){0,6}"},
-    "choice": {"choice": ["yes", "no", "perhaps", "perhaps not"]},
-    "grammar": {"grammar": 'start: "(" start ")" start | /[0-9]{1,4}/'},
-}
+from support.tiny_guides import ASKED, EOS, FACTS, GUIDES, TOKENIZER
 
 
 class Guided:

@@ -38,8 +38,17 @@ PARAMS: tuple[dict[str, Any], ...] = (
     {"temperature": 0.0, "min_tokens": 9, "n": 2},
 )
 PLAIN = 4  # requests of which none changes logits or wants log-probabilities
-# It ends first, so the device goes on with what the host has sampled.
-BY_HOST: dict[str, Any] = {"temperature": 0.0, "bad_words": ((50,), (60, 61)), "max_tokens": 7}
+# Of sixteen tokens the even ones may not follow another.
+FEW_IDS = tuple(range(40, 56))
+PAIRS = tuple((one, other) for one in FEW_IDS for other in FEW_IDS[1::2])
+AFTER_PAIRS: dict[str, Any] = {"bad_words": PAIRS, "allowed_token_ids": FEW_IDS}
+# The first ends before the others, which go on in steps without masks.
+MASKED: tuple[dict[str, Any], ...] = (
+    {"temperature": 0.0, "bad_words": ((50,), (60, 61)), "max_tokens": 7},
+    {"temperature": 0.0, **AFTER_PAIRS, "max_tokens": 9},
+    {"temperature": 0.9, "top_p": 0.9, **AFTER_PAIRS, "min_tokens": 9, "n": 2},
+    {"temperature": 0.8, "frequency_penalty": 0.5, **AFTER_PAIRS, "logprobs": 3},
+)
 
 
 def requests(*more: dict[str, Any]) -> list[Request]:
@@ -102,8 +111,9 @@ def texts(
         ("graphs", replace(SETTING, graphs=0), "all"),
         ("graphs", replace(SETTING, interval=1), "all"),
         ("graphs", SETTING, "plain"),
-        ("resident", SETTING, "general"),
-        ("graphs", SETTING, "general"),
+        ("resident", SETTING, "all, and some with masks"),
+        ("graphs", SETTING, "all, and some with masks"),
+        ("resident", replace(SETTING, listed=25), "all, and some by the host"),
         # A list that is full, and one that becomes so.
         ("graphs", replace(SETTING, listed=25), "all, and some by the host"),
         ("triton resident", SETTING, "all"),
@@ -115,7 +125,9 @@ def test_sampled_text_is_that_of_the_general_way(
     kernels: str, setting: Setting, asked: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In steps that are sampled on the device throughout, and in those of which some are not."""
-    some = {"plain": requests()[:PLAIN], "general": requests(BY_HOST)}.get(asked, requests())
+    some = requests()[:PLAIN] if asked == "plain" else requests()
+    if "masks" in asked:
+        some = requests(*MASKED)
     want = texts(rig("llama", "flashinfer"), some)
     by_host, begin = 0, ModelRunner._begin
 
@@ -126,7 +138,7 @@ def test_sampled_text_is_that_of_the_general_way(
 
     monkeypatch.setattr(ModelRunner, "_begin", spy)
     got = texts(rig("llama", kernels), some, setting)
-    assert (by_host > 4) == (asked not in ("plain", "all"))  # else only steps with prompts
+    assert (by_host > 4) == ("by the host" in asked)  # else only steps with prompts
     assert got.keys() == want.keys()
     for key, mine in got.items():
         assert [token for token, _ in mine] == [token for token, _ in want[key]]
@@ -201,14 +213,17 @@ def test_only_what_the_device_samples_is_launched() -> None:
     assert runner.launches([plain, row(3, 1, temperature=0.0)])
     assert not runner.launches([])
     for start in (0, 3):
-        for more in (*PARAMS, {"min_tokens": 2}):
+        for more in (*PARAMS, *MASKED, {"min_tokens": 2}):
             assert runner.launches([plain, row(start, 4 - start, **more)])
-        assert not runner.launches([plain, row(start, 4 - start, **BY_HOST)])
-    assert runner.launches([plain, row(0, 3, **BY_HOST)])
+    short = rig("llama", "resident").runner(replace(SETTING, listed=2))
+    by_host = {"logit_bias": {5: 1.0, 6: 1.0, 7: 1.0}}
+    for start in (0, 3):
+        assert not short.launches([plain, row(start, 4 - start, **by_host)])
+    assert short.launches([plain, row(0, 3, **by_host)])
     assert not runner.launches([row(0, 3, prompt_logprobs=1)])
     guided = row(3, 1)
     guided.sequence.guide = object()
-    assert not runner.launches([plain, guided])
+    assert runner.launches([plain, guided])
     assert not rig("llama", "flashinfer").runner(SETTING).launches([plain])
 
 
@@ -298,9 +313,9 @@ def test_decodes_alone_take_this_way_and_others_do_not(monkeypatch: pytest.Monke
     seen: list[int] = []
     run = DecodeSteps.run
 
-    def spy(self: DecodeSteps, rows: list[Row], general: Callable[..., Any]) -> Any:
+    def spy(self: DecodeSteps, rows: list[Row], *how: Callable[..., Any]) -> Any:
         seen.append(len(rows))
-        return run(self, rows, general)
+        return run(self, rows, *how)
 
     monkeypatch.setattr(DecodeSteps, "run", spy)
     asked = requests()[:3]

@@ -22,6 +22,7 @@ PARAMS: tuple[dict[str, Any], ...] = (
     {"temperature": 0.9, "top_k": 30, "top_p": 0.9, "min_p": 0.01},
     {"temperature": 0.9, "frequency_penalty": 0.5, "repetition_penalty": 1.2},
     {"temperature": 0.0, "logit_bias": {5: -3.0}, "min_tokens": 3, "logprobs": 3},
+    {"temperature": 0.9, "bad_words": tuple((i, 9) for i in range(3, 103))},
 )
 KERNELS = ("resident", "graphs", "triton resident", "triton graphs")
 

@@ -3,6 +3,7 @@ to the next.
 """
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -28,10 +29,10 @@ Collect = Callable[[], Mapping[int, Result]]
 class World:
     """A scheduler and a runner. ``launch`` starts the next step, ahead of one that is in flight."""
 
-    def __init__(self, *asked: Request) -> None:
-        engine = rig("llama", "resident")
-        self.scheduler = Scheduler(SETTING.limits(len(engine.groups)), engine.groups, b"rig")
-        self.runner: ModelRunner = engine.runner(SETTING)
+    def __init__(self, *asked: Request, listed: int | None = None) -> None:
+        engine, setting = rig("llama", "resident"), replace(SETTING, listed=listed)
+        self.scheduler = Scheduler(setting.limits(len(engine.groups)), engine.groups, b"rig")
+        self.runner: ModelRunner = engine.runner(setting)
         self.flying: list[tuple[Work, Collect]] = []
         for request in asked:
             self.scheduler.add(request)
@@ -162,7 +163,7 @@ def test_a_launch_that_fails_on_the_way_leaves_no_row_that_is_taken_for_right(
 
 
 def test_the_host_s_rows_are_refused() -> None:
-    world = World(long(max_tokens=2, bad_words=((1, 2),)))
+    world = World(long(max_tokens=2, bad_words=((1,), (2,))), listed=1)
     work = world.scheduler.commit(world.scheduler.plan())
     while not work.rows[0].samples:
         world.scheduler.update(work, {})
@@ -175,9 +176,9 @@ def test_the_host_s_rows_are_refused() -> None:
 def test_steps_of_decodes_alone_are_not_theirs(monkeypatch: pytest.MonkeyPatch) -> None:
     world, launch, seen = World(greedy("a", (5, 6, 7), 6)), MixedSteps.launch, []
 
-    def spy(self: MixedSteps, rows: Any) -> Any:
+    def spy(self: MixedSteps, rows: Any, masks: Any) -> Any:
         seen.append([row.count for row in rows])
-        return launch(self, rows)
+        return launch(self, rows, masks)
 
     monkeypatch.setattr(MixedSteps, "launch", spy)
     for _ in range(2):

@@ -300,7 +300,10 @@ def test_more_decodes_than_rows_are_refused() -> None:
         ({"temperature": 0.0, "logit_bias": {3: 1.0}}, Way(changes=True)),
         ({"temperature": 0.0, "bad_words": ((3,), (4,))}, Way(changes=True)),
         ({"temperature": 0.0, "allowed_token_ids": (3,)}, Way(changes=True)),
-        ({"temperature": 0.0, "bad_words": ((3,), (4, 5))}, GENERAL),
+        ({"temperature": 0.0, "bad_words": ((3,), (4, 5))}, Way(changes=True, masked=True)),
+        ({"temperature": 1.0, "bad_words": ((4, 5),)}, Way(Draw.PLAIN, masked=True)),
+        # The mask holds its ends back.
+        ({"temperature": 0.0, "bad_words": ((4, 5),), "min_tokens": 3}, Way(masked=True)),
         ({"temperature": 0.0, "allowed_token_ids": tuple(range(50))}, GENERAL),
     ],
 )
@@ -312,7 +315,7 @@ def test_all_rows_together_decide_how_a_step_is_sampled(params: dict[str, Any], 
     assert table.enter(rows_of([one, other]), index).way == way
     assert table.enter(rows_of([one]), index).way == Way()
     drawn = world.start(temperature=1.0, logprobs=3)
-    both = Way(max(Draw.PLAIN, way.draw), way.changes, logprobs=True)
+    both = Way(max(Draw.PLAIN, way.draw), way.changes, logprobs=True, masked=way.masked)
     wanted = GENERAL if way is GENERAL else both
     assert table.enter(rows_of([one, other, drawn]), index).way == wanted
 

@@ -1,0 +1,163 @@
+"""Launched steps with masks: what they wait for, and whose masks they ask for."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from fairlead_kernels import sample_rows
+from fairlead_kernels.sample_rows import NOTHING_LEFT
+from fairlead_runtime.device.logit_changes import LogitChanges
+from fairlead_runtime.device.model_runner import ModelRunner
+from fairlead_runtime.device.paged_model import PagedModel
+from fairlead_runtime.device.row_masks import MaskPacket
+from fairlead_runtime.grammar.guides import Guides, Masks, PendingMasks
+from fairlead_runtime.request import Request, SamplingParams, Sequence
+from fairlead_runtime.scheduling.plan import Finished, Result, Token, Work
+from fairlead_runtime.scheduling.scheduler import Scheduler
+from support.engine_rig import Setting, greedy, rig
+from support.tiny_guides import EOS, GUIDES
+
+SETTING = Setting(block_size=4, chunk=64, num_blocks=100, max_requests=4)
+
+
+class World:
+    """A scheduler and a runner, with steps in flight; ``seen`` is what happens in them."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *asked: Request) -> None:
+        engine = rig("llama", "resident")
+        self.scheduler = Scheduler(SETTING.limits(len(engine.groups)), engine.groups, b"rig")
+        self.runner: ModelRunner = engine.runner(SETTING, GUIDES)
+        self.flying: list[tuple[Work, Callable[[], Mapping[int, Result]]]] = []
+        self.seen: list[Any] = []
+        self.failed: dict[int, str] = {}
+        for request in asked:
+            for sequence in self.scheduler.add(request):
+                if request.params.guided is not None:
+                    sequence.guide = GUIDES.compile(request.params.guided).fork()
+        masks, run, seen = Guides.masks, PagedModel.run, self.seen
+
+        def ask(guides: Guides, sequences: list[Sequence]) -> PendingMasks:
+            seen.append({(s.request.id, s.generated) for s in sequences})
+            pending = masks(guides, sequences)
+            pending._masks = Masks(pending.result().words, self.failed)
+            return pending
+
+        def forward(*arguments: Any) -> Any:
+            seen.append("pass")
+            return run(*arguments)
+
+        monkeypatch.setattr(Guides, "masks", ask)
+        monkeypatch.setattr(PagedModel, "run", forward)
+
+    def launch(self) -> None:
+        plan = self.scheduler.plan_ahead() if self.flying else self.scheduler.plan()
+        assert plan is not None
+        work = self.scheduler.commit(plan)
+        assert self.runner.launches(work.rows)
+        self.flying.append((work, self.runner.launch(work)))
+        self.scheduler.launch(work)
+
+    def collect(self) -> list[Any]:
+        work, collect = self.flying.pop(0)
+        self.seen.append("tokens")
+        return self.scheduler.update(work, collect())
+
+
+def guided(name: str, tokens: int = 9) -> Request:
+    params = SamplingParams(
+        temperature=0.0, max_tokens=tokens, structured_outputs={"regex": "[a-z]{30}"}
+    )
+    return Request(name, (5, 6, 7), params, tokens, eos_ids=EOS)
+
+
+def test_the_pass_of_a_step_is_queued_before_the_tokens_that_its_masks_need(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    world = World(monkeypatch, guided("a"), greedy("b", (9, 8, 7, 6), 9))
+    world.launch()
+    world.launch()
+    for step in range(1, 4):
+        assert world.seen[-1] == "pass"
+        world.seen.clear()
+        world.collect()
+        world.launch()
+        # The masks of the step in flight, from all tokens before; then the next pass.
+        assert [one for one in world.seen if one != "pass"] == ["tokens", {("a", step)}]
+    world.seen.clear()
+    world.collect()
+    world.collect()
+    assert world.seen == ["tokens", "tokens", {("a", 4)}]
+
+
+def test_a_row_without_its_mask_fails_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World(monkeypatch, guided("a"), greedy("b", (9, 8, 7, 6), 4), guided("c"))
+    events: list[Any] = []
+    world.launch()
+    world.launch()
+    events += world.collect()
+    world.failed[0] = "late"
+    world.launch()
+    events += world.collect()
+    world.failed.clear()
+    while world.scheduler.has_work:
+        if len(world.flying) < 2 and (plan := world.scheduler.plan_ahead()) is not None:
+            work = world.scheduler.commit(plan)
+            world.flying.append((work, world.runner.launch(work)))
+            world.scheduler.launch(work)
+        else:
+            events += world.collect()
+    texts: dict[str, list[int]] = {}
+    for event in events:
+        if isinstance(event, Token):
+            texts.setdefault(event.sequence.request.id, []).append(event.token)
+    failures = [e for e in events if isinstance(e, Finished)]
+    assert [(e.sequence.request.id, e.message) for e in failures] == [("a", "late")]
+    assert texts["a"] == texts["c"][:1]
+    assert len(texts["c"]) == 9
+    assert texts["b"] == rig("llama", "resident").reference((9, 8, 7, 6), 4)
+
+
+def test_no_mask_is_made_for_who_has_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World(monkeypatch, guided("a"), guided("b"))
+    world.launch()
+    world.launch()
+    world.collect()
+    world.scheduler.abort("a", None)
+    world.seen.clear()
+    world.collect()
+    assert world.seen == ["tokens", {("b", 1)}]
+
+
+@pytest.mark.parametrize("width", [70, 96])
+def test_masks_are_those_of_the_general_sampler(width: int) -> None:
+    rng = np.random.default_rng(width)
+    kinds: tuple[dict[str, Any], ...] = (
+        {},
+        {"bad_words": ((3, 4), (5, 4, 6), (5,), (4, 200))},
+        {"min_tokens": 9, "stop_token_ids": (11, 12, 500), "bad_words": ((4, 7),)},
+    )
+    packet = MaskPacket(width, torch.device("cpu"))
+    hashes = torch.zeros(width, dtype=torch.int32)
+    for _ in range(40):
+        sequences, words = [], {}
+        for number in range(6):
+            params = SamplingParams(temperature=0.0, **kinds[rng.integers(3)])
+            request = Request("r", (1, 2), params, 99)
+            tokens = [1, 2, *rng.integers(3, 6, rng.integers(0, 5)).tolist()]
+            sequence = Sequence(number, request, 0, tokens)
+            if rng.integers(2):
+                size = -(-width // 32) - (number == 3)  # one ends before the vocabulary
+                words[number] = rng.integers(-(1 << 31), 1 << 31, size).astype(np.int32)
+                words[number] &= 0 if number == 4 else -1
+                sequence.guide = type("Guide", (), {"at_end": bool(rng.integers(2))})()
+            sequences.append(sequence)
+        logits = torch.from_numpy(rng.standard_normal((6, width)).astype(np.float32))
+        wanted, changes = logits.clone(), LogitChanges.of(sequences, words)
+        if changes is not None:
+            wanted[torch.from_numpy(changes.rows)] = changes.apply(logits)
+        best = wanted.argmax(1).masked_fill(wanted.amax(1) == -torch.inf, NOTHING_LEFT)
+        sent = packet.send(sequences, words)
+        assert torch.equal(sample_rows.choose(logits, None, hashes, masks=sent), best)
