@@ -421,7 +421,7 @@ def check(
     rows = _paged_logits(model, backend, expected.prompts)
     ours = [torch.stack([row[position] for position in sorted(row)]) for row in rows]
     heads = model.heads
-    median = (heads.fp8_cache or heads.dtype is not torch.float32) and _has_experts(model)
+    median = (heads.fp8_cache or heads.dtype is not torch.float32) and has_experts(model)
     delta = max(_distance(*pair, median=median) for pair in zip(ours, expected.logits, strict=True))
     if tolerance is None:
         tolerance = (CACHE_TOLERANCE if heads.fp8_cache else TOLERANCE)[heads.dtype]
@@ -437,7 +437,7 @@ def check(
 
 def _rounding_of_cache(model: PagedModel, rounded: "Expected", plain: "Expected") -> Rounding:
     what = "keys and values in fp8", "cache dtype auto", CACHE_ROUNDING
-    return _rounding(model, rounded, plain, *what, median=_has_experts(model))
+    return _rounding(model, rounded, plain, *what, median=has_experts(model))
 
 
 def _rounding(
@@ -477,7 +477,8 @@ def _distance(ours: torch.Tensor, plain: torch.Tensor, *, median: bool) -> float
     return math.inf if math.isnan(worst) else worst
 
 
-def _has_experts(model: PagedModel) -> bool:
+def has_experts(model: PagedModel) -> bool:
+    """Whether rounding may choose another expert for a token."""
     return any(getattr(model.model.config, name, None) for name in EXPERTS)
 
 

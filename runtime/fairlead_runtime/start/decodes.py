@@ -20,7 +20,9 @@ from fairlead_runtime.device.decode_steps import DecodeSteps
 from fairlead_runtime.device.graphs import GraphCache, Recorder
 from fairlead_runtime.device.kv_cache import CacheStorage
 from fairlead_runtime.device.paged_model import PagedModel
+from fairlead_runtime.device.replay_proof import replay_error, units_of
 from fairlead_runtime.device.row_sampler import RowSampler
+from fairlead_runtime.device.selftest import TOLERANCE, has_experts
 from fairlead_runtime.device.ways import LARGEST, LEAST
 from fairlead_runtime.models.model_error import first_line
 from fairlead_runtime.sizing.graphs import WAYS, step_sizes
@@ -90,15 +92,16 @@ class Decodes:
         return min(self.config.max_requests, self.config.max_batch_tokens)
 
     def measure(self, max_model_len: int) -> int:
-        """Bytes that graphs will take, from two of them on a cache of padding alone; 0 where none
-        is captured, and what the attempt keeps where none can be.
+        """Bytes that graphs will take, from two of them on a small cache, of which the larger is
+        proven; 0 where none is captured, and what the attempt keeps where none can be.
         """
         if self.off or self.attention is None:
             return 0
+        groups = group_layers(self.model.windows)
         cache = CacheStorage(
-            group_layers(self.model.windows),
+            groups,
             self.model.heads,
-            units=1,
+            units=units_of(groups) + 1,
             block_size=self.config.block_size,
             device=self.model.device,
         )
@@ -110,19 +113,30 @@ class Decodes:
             steps.capture_one(sizes[-1], LARGEST)
             largest, plans = graphs.nbytes, self.attention.fixed_nbytes
             steps.capture_one(sizes[0], LEAST)
+            each, plan = graphs.nbytes - largest, self.attention.fixed_nbytes - plans
+            reason = f"a step cannot be captured: {graphs.failure}"
+            if not graphs.failure:
+                reason = self._differs(steps, cache, max_model_len)
         except Exception as error:
             # Of a plan at fixed addresses, the first: without graphs there is none.
             log.exception("a step of padding failed")
             self.turn_off(f"a step cannot be captured: {first_line(error)}")
             return self.attention.fixed_nbytes
-        each, plan = graphs.nbytes - largest, self.attention.fixed_nbytes - plans
         graphs.clear()
-        if graphs.failure:
-            self.turn_off(f"a step cannot be captured: {graphs.failure}")
+        if reason:
+            self.turn_off(reason)
             return self.attention.fixed_nbytes
         count = min(self.config.max_cached_graphs, WAYS * len(sizes))
         plans += plan * (len(sizes) - 1)
         return largest + each * (count - 1) + plans + steps.held_nbytes
+
+    def _differs(self, steps: DecodeSteps, cache: CacheStorage, max_model_len: int) -> str:
+        """Why the captured step is not used; empty where it computes what the step itself does."""
+        size, median = step_sizes(self.config)[-1], has_experts(self.model)
+        error = replay_error(steps, cache, size, max_model_len, median=median)
+        if error <= TOLERANCE[self.model.heads.dtype]:
+            return ""
+        return f"a captured step gives other logits than without, by {error:.2g} of their spread"
 
     def steps(self, cache: CacheStorage, max_model_len: int) -> DecodeSteps | None:
         """Steps of decodes on ``cache``, whose last unit is for padding; None where they run as all

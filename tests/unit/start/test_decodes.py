@@ -211,6 +211,54 @@ def test_a_step_that_cannot_be_captured_turns_auto_off_and_refuses_on(
         assert choice.graphs is None
 
 
+def stale(tape: Tape, replay: Any, step: Any) -> None:
+    """What the newest step has made is there, and nothing new."""
+
+
+def shifted(tape: Tape, replay: Any, step: Any) -> None:
+    """The rows' places are those of the capture: padding."""
+    index = step.sampler.index
+    kept = index.clone()
+    index.zero_()
+    replay(tape)
+    index.copy_(kept)
+
+
+def one_wrong(tape: Tape, replay: Any, step: Any) -> None:
+    replay(tape)
+    step.sampler._values[2] += 1
+
+
+@pytest.mark.parametrize("attention", [flashinfer, triton])
+@pytest.mark.parametrize("fault", [None, stale, shifted, one_wrong])
+@pytest.mark.parametrize("switch", ["auto", "on"])
+def test_a_captured_step_that_computes_something_else_turns_auto_off_and_refuses_on(
+    monkeypatch: pytest.MonkeyPatch, switch: Any, fault: Any, attention: Any
+) -> None:
+    replay, made = Tape.replay, list[DecodeSteps]()
+    init = DecodeSteps.__init__
+
+    def noted(self: DecodeSteps, *arguments: Any, **options: Any) -> None:
+        made.append(self)
+        init(self, *arguments, **options)
+
+    monkeypatch.setattr(DecodeSteps, "__init__", noted)
+    if fault is not None:
+        monkeypatch.setattr(Tape, "replay", lambda tape: fault(tape, replay, made[-1]))
+    config = EngineConfig(**{**vars_of(CONFIG), "cuda_graphs": switch})
+    choice = pretended(config, attention)
+    assert choice.attention is not None
+    if fault is None:
+        assert choice.measure(LONGEST) > choice.attention.fixed_nbytes
+        assert not choice.off
+    elif switch == "on":
+        with pytest.raises(ConfigError, match="a captured step gives other logits than without"):
+            choice.measure(LONGEST)
+    else:
+        assert choice.measure(LONGEST) == choice.attention.fixed_nbytes
+        assert choice.off.startswith("a captured step gives other logits than without, by ")
+
+
 @pytest.mark.parametrize("switch", ["auto", "on"])
 def test_a_step_that_cannot_be_planned_for_graphs_turns_auto_off_and_refuses_on(
     monkeypatch: pytest.MonkeyPatch, switch: Any
