@@ -2,7 +2,7 @@
 
     make bench-gpu [SETUP=0] [ARGS="..."]
     python -m benchmarks.gpu [--json FILE] [--svg FILE] [--minutes N] [--vllm PYTHON]
-                             [--device cuda] [--model "Llama-3-8B shape"]
+                             [--compile LEVEL] [--device cuda] [--model "Llama-3-8B shape"]
 
 Random weights of the shape of Llama-3-8B in bfloat16, made on the device. In turns, round by round:
 decodes of 1, 8 and 64 rows at 1k tokens and of 8 at 4k, and prompts; then the share of the time in
@@ -97,7 +97,10 @@ PLANS = {
 class Run:
     """One run of the whole benchmark."""
 
-    def __init__(self, target: Target, plan: Plan, report: Report, budget: Budget) -> None:
+    def __init__(
+        self, target: Target, plan: Plan, report: Report, budget: Budget, compiled: int = 0
+    ) -> None:
+        self.compiled = compiled
         self.target, self.plan, self.report, self.budget = target, plan, report, budget
         large = target.device.type == "cuda"
         self.machine = bounds.measure(target.device, target.dtype, large=large)
@@ -158,11 +161,13 @@ class Run:
     def _theirs(self) -> Theirs:
         model, sizes = self._model(), self.plan.sizes(self.plan.cases)
         rows, context = self.plan.cases[1]
-        name, said = theirs.best(model, sizes, rows, context, 8)
+        tried = theirs.candidates(self.compiled)
+        name, said = theirs.best(model, sizes, rows, context, 8, tried)
+        more = "" if self.compiled else " torch.compile was not tried (--compile)."
         self.report.notes.append(
-            f"transformers' settings, the fastest of those that run, {name}: {said}."
+            f"transformers' settings, the fastest of those that run, {name}: {said}.{more}"
         )
-        self.their_settings = theirs.CANDIDATES[name]
+        self.their_settings = tried[name]
         return Theirs(model, sizes, self.their_settings)
 
     def _round(self, ours: Ours, side: Theirs | None) -> None:
@@ -286,6 +291,13 @@ def options() -> argparse.Namespace:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--model", choices=tuple(shapes.SHAPES), default=shapes.LLAMA)
     parser.add_argument("--minutes", type=float, default=minutes, help="it ends before them")
+    parser.add_argument(
+        "--compile",
+        type=int,
+        choices=range(4),
+        default=0,
+        help="transformers' default_compile_level, tried beside its other settings: takes minutes",
+    )
     parser.add_argument("--vllm", default="", help="a Python that has vLLM")
     parser.add_argument("--json", type=Path, help="write all figures to this file")
     parser.add_argument("--svg", type=Path, help="draw them to this file")
@@ -320,7 +332,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as temporary:
         target = Target(given.model, given.folder or Path(temporary), dtype, device)
         try:
-            Run(target, PLANS[given.model], report, budget).all(given.vllm)
+            Run(target, PLANS[given.model], report, budget, given.compile).all(given.vllm)
         finally:  # an interrupted run has figures too
             write(report, given)
 

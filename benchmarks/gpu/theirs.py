@@ -14,14 +14,21 @@ from benchmarks.gpu.bounds import idle, release, wait
 from benchmarks.gpu.sizes import STEP, WARM, Sizes, new_tokens
 
 PAGE = 256  # tokens of its blocks, the default
-# Seconds for the first result: of many long prompts it comes once all of them are computed.
+# Seconds for the first result: of many long prompts it comes once all of them are computed, and
+# what is compiled is compiled before.
 PATIENCE = 240
-# Its settings, of which the faster ones are taken: what it picks by itself, and all that it has but
-# torch.compile, which was not tried.
-CANDIDATES: Mapping[str, dict[str, Any]] = {
-    "its own choice": {},
-    "graphs and asynchronous": {"use_cuda_graph": True, "use_async_batching": True},
-}
+COMPILING = 600
+
+
+def candidates(level: int) -> dict[str, dict[str, Any]]:
+    """Its settings, of which the fastest are taken: what it picks by itself, all that it has but
+    torch.compile, and with a ``level`` from 1 to 3 that too.
+    """
+    graphs = {"use_cuda_graph": True, "use_async_batching": True}
+    found: dict[str, dict[str, Any]] = {"its own choice": {}, "graphs and asynchronous": graphs}
+    if level:
+        found[f"compiled at level {level}"] = {**graphs, "default_compile_level": level}
+    return found
 
 
 class Theirs:
@@ -34,6 +41,7 @@ class Theirs:
         self.device: torch.device = model.device
         self._random = random.Random(0)
         self._vocabulary = int(model.config.vocab_size)
+        self._patience = COMPILING if settings.get("default_compile_level") else PATIENCE
         generation = transformers.GenerationConfig(
             **{"do_sample": bool(sampled), "eos_token_id": -1, "pad_token_id": 0, **sampled}
         )
@@ -44,12 +52,19 @@ class Theirs:
             max_requests_per_batch=sizes.rows,
             **settings,
         )
+        if settings.get("default_compile_level"):
+            torch.compiler.reset()  # what other sizes have left
         self._stack = ExitStack()
         self._manager = self._stack.enter_context(
             model.continuous_batching_context_manager(
                 generation_config=generation, continuous_batching_config=config
             )
         )
+
+    @property
+    def attention(self) -> str:
+        """Which attention it runs on: it takes flash attention where that is installed."""
+        return str(self.model.config._attn_implementation)  # noqa: SLF001 - it has no other name
 
     def close(self) -> None:
         self._stack.close()
@@ -91,9 +106,9 @@ class Theirs:
         return added
 
     def _result(self) -> Any:
-        result = self._manager.get_result(timeout=PATIENCE)
+        result = self._manager.get_result(timeout=self._patience)
         if result is None:
-            raise RuntimeError(f"transformers' manager gives no result for {PATIENCE} s")
+            raise RuntimeError(f"transformers' manager gives no result for {self._patience} s")
         if result.error:
             raise RuntimeError(result.error)
         return result
@@ -129,22 +144,31 @@ def steps_together(times: Sequence[Sequence[float]], steps: int) -> list[float]:
     return taken[:steps]
 
 
-def best(model: Any, sizes: Sizes, rows: int, context: int, steps: int) -> tuple[str, str]:
-    """The name of the fastest settings at ``rows``, and what each took or why it did not run.
-    Raises RuntimeError where none runs.
+def best(
+    model: Any,
+    sizes: Sizes,
+    rows: int,
+    context: int,
+    steps: int,
+    tried: Mapping[str, Mapping[str, Any]],
+) -> tuple[str, str]:
+    """The name of the fastest of the settings ``tried`` at ``rows``, and what each took or why it
+    did not run. Raises RuntimeError where none runs.
     """
     found, said = {}, []
-    for name, settings in CANDIDATES.items():
+    for name, settings in tried.items():
         try:
             side = Theirs(model, sizes, settings)
             try:
+                side.decode(rows, context, 2)
                 found[name] = statistics.median(side.decode(rows, context, steps))
+                on = side.attention
             finally:
                 side.close()
         except Exception as error:  # noqa: BLE001 - the other settings may run
             said.append(f"{name}: {type(error).__name__}: {' '.join(str(error).split())[:200]}")
         else:
-            said.append(f"{name}: {found[name]:.2f} ms")
+            said.append(f"{name}: {found[name]:.2f} ms on {on}")
     if not found:
         raise RuntimeError("; ".join(said))
     return min(found, key=lambda name: found[name]), "; ".join(said)

@@ -182,6 +182,40 @@ def test_both_sides_compute_the_same_and_are_written_in_the_same_unit(
     assert theirs_asked.count("closed") == 1 + 3 + 1
 
 
+def test_the_fastest_of_their_settings_that_run_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    took = {"its own choice": 5.0, "graphs and asynchronous": 3.0, "compiled at level 2": 1.0}
+    tried, closed = theirs.candidates(2), list[Any]()
+
+    class Fake:
+        attention = "sdpa"
+
+        def __init__(self, _model: Any, _sizes: Any, settings: Any) -> None:
+            (self.name,) = (name for name, given in tried.items() if given == settings)
+            if self.name in failing:
+                raise RuntimeError("out of memory")
+
+        def decode(self, _rows: int, _context: int, steps: int) -> list[float]:
+            return [took[self.name]] * steps
+
+        def close(self) -> None:
+            closed.append(self.name)
+
+    monkeypatch.setattr(theirs, "Theirs", Fake)
+    failing = {"compiled at level 2"}
+    name, said = theirs.best(None, Sizes(((1, 2),), 3), 1, 2, 3, tried)
+    assert name == "graphs and asynchronous"
+    assert "its own choice: 5.00 ms on sdpa" in said
+    assert "compiled at level 2: RuntimeError: out of memory" in said
+    assert closed == list(tried)[:2]
+    failing.clear()
+    assert theirs.best(None, Sizes(((1, 2),), 3), 1, 2, 3, tried)[0] == "compiled at level 2"
+    assert list(theirs.candidates(0)) == list(tried)[:2]
+    assert tried["compiled at level 2"]["default_compile_level"] == 2
+    failing |= set(tried)
+    with pytest.raises(RuntimeError, match="its own choice: RuntimeError"):
+        theirs.best(None, Sizes(((1, 2),), 3), 1, 2, 3, tried)
+
+
 def test_time_that_several_cover_counts_once() -> None:
     assert bounds.covered([(5, 7), (0, 2), (1, 3), (1, 2), (6, 6.5)]) == (5, 7)
     assert bounds.covered([]) == (0, 0)
