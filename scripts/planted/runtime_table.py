@@ -2043,6 +2043,13 @@ BUGS = (
         (MASKED_TESTS,),
     ),
     PackageBug(
+        "the rows of a step that could not be drawn are taken for right",
+        f"{RUNTIME}/device/launched.py",
+        "            with self._sampler.forgetting(self._rows):\n                self._drawn",
+        "            if True:\n                self._drawn",
+        (MIXED_TESTS,),
+    ),
+    PackageBug(
         "masks are made for who has left",
         f"{RUNTIME}/device/model_runner.py",
         "_guided(work.living().rows)",
@@ -2076,6 +2083,13 @@ BUGS = (
         "0 if is_masked(sequence) else sequence",
         "sequence",
         (TABLE_TESTS,),
+    ),
+    PackageBug(
+        "a small interval makes a plan for each number of rows",
+        f"{RUNTIME}/sizing/graphs.py",
+        "    while len(sizes) > config.max_cached_graphs",
+        "    while False and len(sizes) > config.max_cached_graphs",
+        (GRAPH_TESTS,),
     ),
     PackageBug(
         "a captured step that gives other logits serves",

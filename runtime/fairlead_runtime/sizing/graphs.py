@@ -18,9 +18,18 @@ WAYS = 13
 def step_sizes(config: EngineConfig) -> tuple[int, ...]:
     """The numbers of rows that steps of decodes are padded to, ascending: powers of two up to
     ``q_padding_interval``, from there its multiples, to the first that holds every request of a
-    step.
+    step. Each size has a plan of attention, so the interval is doubled while there are more sizes
+    than ``max_cached_graphs`` and that makes fewer.
     """
     most, interval = min(config.max_requests, config.max_batch_tokens), config.q_padding_interval
+    sizes = _sizes(most, interval)
+    while len(sizes) > config.max_cached_graphs and interval < most:
+        interval *= 2
+        sizes = _sizes(most, interval)
+    return sizes
+
+
+def _sizes(most: int, interval: int) -> tuple[int, ...]:
     sizes = [1]
     while sizes[-1] < most:
         last = sizes[-1]
@@ -42,6 +51,11 @@ def may_capture(config: EngineConfig, device: str) -> bool:
     )
 
 
+def plan_bytes(config: EngineConfig, groups: int) -> int:
+    """Bytes of attention's plans for all sizes, on the device and as much in pinned host memory."""
+    return groups * len(step_sizes(config)) * PLAN_BYTES
+
+
 def graph_bytes(
     config: EngineConfig, shape: ModelShape, *, groups: int, blocks: int, step: int, element: int
 ) -> int:
@@ -51,7 +65,7 @@ def graph_bytes(
     """
     sizes = step_sizes(config)
     graphs = min(config.max_cached_graphs, WAYS * len(sizes))
-    plans = groups * (len(sizes) * PLAN_BYTES + sizes[-1] * blocks * BLOCK_BYTES)
+    plans = plan_bytes(config, groups) + groups * sizes[-1] * blocks * BLOCK_BYTES
     parts = split_bytes(shape.heads, shape.kv_heads, shape.head_dim, sizes[-1])
     # In the workspace of all steps, which is no term of the plan, or in one of their own.
     workspace = parts if parts > WORKSPACE_BYTES else 0

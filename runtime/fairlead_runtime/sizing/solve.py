@@ -133,7 +133,7 @@ def solve(
     possible = blocks <= most and loading <= budget
     return MemoryPlan(
         terms=terms | {"kv": blocks * block},
-        host=host_terms(shape, config) | kept,
+        host=host_terms(shape, config, device.kind) | kept,
         total=device.total_bytes,
         budget=budget,
         weights_bytes=weights(shape, config, 1, device.kind),

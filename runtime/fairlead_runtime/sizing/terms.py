@@ -11,7 +11,7 @@ from typing import Literal, Self
 from fairlead_kernels.slabs import SLAB
 from fairlead_runtime.config import EngineConfig
 from fairlead_runtime.sizing.config_json import DTYPE_BYTES
-from fairlead_runtime.sizing.graphs import graph_bytes, may_capture
+from fairlead_runtime.sizing.graphs import graph_bytes, may_capture, plan_bytes
 from fairlead_runtime.sizing.groups import LayerGroup, group_layers, layers_per_unit
 from fairlead_runtime.sizing.offload import Staging, units_of
 from fairlead_runtime.sizing.shape import ModelShape
@@ -119,7 +119,7 @@ def terms_of(
     # Each rank on a CPU has its share of the pod; the one that is planned keeps the books.
     host = {
         name: size if name == "grammars" else split(size, tp)
-        for name, size in host_terms(shape, config).items()
+        for name, size in host_terms(shape, config, device.kind).items()
     }
     return terms | host if cpu else terms
 
@@ -165,12 +165,17 @@ def offload_units(shape: ModelShape, config: EngineConfig, groups: Sequence[Laye
     return units_of(space, unit_bytes(shape, config, groups), config.tensor_parallel)
 
 
-def host_terms(shape: ModelShape, config: EngineConfig) -> dict[str, int]:
+def host_terms(
+    shape: ModelShape, config: EngineConfig, kind: Literal["cpu", "cuda"]
+) -> dict[str, int]:
     """Host memory that the pod takes besides a CPU's weights and cache, in bytes: of the offload
-    space the units that fit. ``bookkeeping`` comes to it once the number of blocks is known.
+    space the units that fit; the process pins the plans of captured steps. ``bookkeeping`` comes to
+    it once the number of blocks is known.
     """
     process, shared = PROCESS * config.tensor_parallel, int(config.shared_memory * GIB)
     groups = group_layers(shape.windows)
+    if may_capture(config, kind):
+        process += plan_bytes(config, len(groups))
     units = offload_units(shape, config, groups) * config.tensor_parallel
     offload = units * unit_bytes(shape, config, groups)
     grammars = shape.vocab * GRAMMAR_ID_BYTES + GRAMMAR_CHILD

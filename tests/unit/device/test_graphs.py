@@ -24,11 +24,20 @@ from support.graph_standin import TapeRecorder
         (100, 48, (1, 2, 4, 8, 16, 32, 48, 96, 144)),
         (3, 1, (1, 2, 3)),
         (7, 3, (1, 2, 3, 6, 9)),
+        # An interval of 16: with one of 8 there were 35.
+        (256, 1, (1, 2, 4, 8, *range(16, 257, 16))),
+        (32, 1, tuple(range(1, 33))),
     ],
 )
 def test_steps_are_padded_to_few_sizes(most: int, interval: int, expected: tuple[int, ...]) -> None:
     config = EngineConfig(max_requests=most, q_padding_interval=interval)
     assert step_sizes(config) == expected
+
+
+def test_where_fewer_graphs_are_kept_there_are_fewer_sizes_but_the_powers_of_two() -> None:
+    for most in (1, 2, 5, 9):
+        config = EngineConfig(max_requests=256, max_cached_graphs=most)
+        assert step_sizes(config) == tuple(1 << i for i in range(9))
 
 
 class Spy:

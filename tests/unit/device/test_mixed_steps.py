@@ -142,8 +142,9 @@ def test_a_row_that_is_not_finite_fails_alone(monkeypatch: pytest.MonkeyPatch) -
     assert [token.token, after.token] == wanted[:2]
 
 
+@pytest.mark.parametrize(("owner", "name"), [(PagedModel, "forward"), (RowSampler, "sample")])
 def test_a_launch_that_fails_on_the_way_leaves_no_row_that_is_taken_for_right(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, owner: type, name: str
 ) -> None:
     world = World(greedy("a", (5, 6, 7), 6))
     work = world.scheduler.commit(world.scheduler.plan())
@@ -151,7 +152,7 @@ def test_a_launch_that_fails_on_the_way_leaves_no_row_that_is_taken_for_right(
     def fail(*_: Any) -> None:
         raise RuntimeError("planted")
 
-    monkeypatch.setattr(RowSampler, "sample", fail)
+    monkeypatch.setattr(owner, name, fail)
     with pytest.raises(RuntimeError, match="planted"):
         world.runner.launch(work)
     monkeypatch.undo()

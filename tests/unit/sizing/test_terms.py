@@ -77,8 +77,17 @@ def test_ranks_on_a_cpu_share_what_the_pod_has_and_each_is_a_process() -> None:
     shared = replace(CONFIG, cpu_offload_space=4.0, shared_memory=2.0, tensor_parallel=2)
     terms = planned(CPU, shared)
     assert (terms["process"], terms["offload"], terms["shared_memory"]) == (GIB, 2 * GIB, GIB)
-    pod = host_terms(SHAPE, shared)
+    pod = host_terms(SHAPE, shared, "cpu")
     assert (pod["process"], pod["offload"], pod["shared_memory"]) == (2 * GIB, 4 * GIB, 2 * GIB)
+
+
+def test_host_memory_has_the_pinned_plans_of_captured_steps() -> None:
+    """Those of 1, 2, 4, ..., 64 rows, 8 MiB each, in each layer group."""
+    plans = len(group_layers(SHAPE.windows)) * 7 * (8 << 20)
+    assert host_terms(SHAPE, CONFIG, "cuda")["process"] == GIB + plans
+    for other in ({"cuda_graphs": "off"}, {"max_cached_graphs": 0}):
+        assert host_terms(SHAPE, replace(CONFIG, **other), "cuda")["process"] == GIB
+    assert host_terms(SHAPE, CONFIG, "cpu")["process"] == GIB
 
 
 def test_layers_of_a_split_model_on_a_cpu_are_planned_in_float32() -> None:

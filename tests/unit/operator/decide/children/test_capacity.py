@@ -163,7 +163,7 @@ def test_the_hosts_memory_is_checked_beside_an_accelerator() -> None:
     capacity = capacity_of(QWEN, idep)
     assert capacity["fits"]
     assert (
-        "; but the host needs process 1.0 + offload 0.0 + shared_memory 4.0 + grammars 0.2 + "
+        "; but the host needs process 1.1 + offload 0.0 + shared_memory 4.0 + grammars 0.2 + "
         "bookkeeping 0.4 = 5.7 GiB"
     ) in capacity["message"]
     enough = deployment(**GPU)
