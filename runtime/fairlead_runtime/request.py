@@ -281,7 +281,7 @@ class BlockHash(NamedTuple):
     tokens: bytes  # the block's token ids, 8 bytes each
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class Sequence:
     """One choice of a request. The scheduler orders sequences, a sequence holds blocks, and a batch
     row computes tokens of one sequence.

@@ -1961,8 +1961,8 @@ BUGS = (
     PackageBug(
         "a step that samples nothing is not waited for",
         f"{RUNTIME}/device/launched.py",
-        "return results(self._rows, self._drawn)",
-        "return results(self._rows, self._drawn) if self._rows else {}",
+        "return results(rows, self._drawn)",
+        "return results(rows, self._drawn) if rows else {}",
         (MIXED_TESTS,),
     ),
     PackageBug(
@@ -2082,6 +2082,13 @@ BUGS = (
         WAYS,
         "0 if is_masked(sequence) else sequence",
         "sequence",
+        (TABLE_TESTS,),
+    ),
+    PackageBug(
+        "the row of a sequence that is gone is lost",
+        TABLE,
+        "if row not in taken]",
+        "if row in taken]",
         (TABLE_TESTS,),
     ),
     PackageBug(

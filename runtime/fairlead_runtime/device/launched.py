@@ -37,5 +37,6 @@ class Launched:
         self.draw()
         if self._drawn is None:
             raise RuntimeError("its tokens could not be chosen")
-        with self._sampler.forgetting(self._rows):
-            return results(self._rows, self._drawn)
+        rows, self._rows = self._rows, ()  # whoever still has this keeps no sequence
+        with self._sampler.forgetting(rows):
+            return results(rows, self._drawn)

@@ -13,6 +13,7 @@ rows' tokens are the device's alone: a row that is not what that step leaves is 
 from collections import abc
 from dataclasses import replace
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -95,7 +96,8 @@ class SlotTable:
         self.state[PADDING, LENGTH] = 1
         self.state.view(torch.float64)[:, TOP_P] = 1
         self.lists = ChangeLists(sequences + 1, listed, device)
-        self._entries: dict[Sequence, Entry] = {}
+        # Of sequences that nobody else has any more none is left, nor are their tokens.
+        self._entries = WeakKeyDictionary[Sequence, Entry]()
         self._free = list(range(sequences, PADDING, -1))
         # Host memory that is copied from, the newest step's first; its copy may be under way.
         self._packets = [torch.empty(0, dtype=torch.int64) for _ in range(2)]
@@ -169,7 +171,9 @@ class SlotTable:
         if old is None and not self._free:
             needed = {row.sequence for row in rows}
             for other in [s for s in self._entries if s not in needed]:
-                self._free.append(self._entries.pop(other).row)
+                del self._entries[other]
+            taken = {entry.row for entry in self._entries.values()}
+            self._free = [row for row in range(self.sequences, PADDING, -1) if row not in taken]
         if old is not None:
             return replace(old, preemptions=sequence.preemptions, length=0, blocks=0)
         return Entry.of(self._free.pop(), sequence)

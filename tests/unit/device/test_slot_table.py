@@ -3,10 +3,12 @@ sends no more than what changed.
 """
 
 import random
+import weakref
 from array import array
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -330,6 +332,20 @@ def test_rows_whose_ends_are_allowed_again_change_nothing() -> None:
         table.advance(index, torch.tensor([token]), counts=way.changes)
         world.append(sequence, token)
     assert ways == [True, True, False, False]
+
+
+def test_a_sequence_that_is_gone_leaves_nothing_but_its_row() -> None:
+    world, table, index = World(6), a_table(sequences=2), torch.zeros(2, dtype=torch.int64)
+    one, other = world.start(), world.start()
+    table.enter(rows_of([one, other]), index)
+    places, gone = index.tolist(), weakref.ref(one)
+    world.live.remove(one)
+    del one
+    assert gone() is None
+    third = world.start()
+    table.enter(rows_of([other, third]), index)
+    assert index.tolist() == [places[1], places[0]]
+    check(table, rows_of([other, third]), index, np.array([len(other.tokens), len(third.tokens)]))
 
 
 def test_a_row_keeps_nothing_of_who_had_it_before() -> None:
