@@ -11,7 +11,7 @@ from typing import Any, Literal
 from fairlead_runtime.sizing.config_json import ShapeError
 
 KEY = "quantization_config"
-HEAD = ("lm_head", "re:.*lm_head", "embed_out")
+HEAD = ("lm_head", "re:.*lm_head", "re:.*lm_head.*", "embed_out")
 # compressed-tensors' names, beside a weight: what it is multiplied by, what stands for 0, and what
 # belongs to the order of columns, to activations or to calibration.
 SCALE, ZERO, INDEX = "weight_scale", "weight_zero_point", "weight_g_idx"

@@ -62,6 +62,11 @@ def test_what_exporters_leave_out_or_call_otherwise_is_served() -> None:
     assert published(config_of(bare)) == Published("int8")
 
 
+@pytest.mark.parametrize("name", ["re:.*lm_head", "re:.*lm_head.*"])
+def test_the_head_may_be_left_out_by_a_pattern(name: str) -> None:
+    assert published(config_of(lambda s: s.update(ignore=[name]))) == Published("int8")
+
+
 def test_a_group_says_how_its_weights_are_stored() -> None:
     def mixed(settings: dict[str, Any]) -> None:
         group(settings)["format"], settings["format"] = settings["format"], "mixed-precision"
