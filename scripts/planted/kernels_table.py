@@ -47,6 +47,10 @@ ON_TRITON_PACKAGE = ("unit/kernels/test_triton_package.py",)
 TRITON_ATTENTION = f"{KERNELS}/triton_attention.py"
 TRITON_ATTEND = f"{KERNELS}/triton_attention_kernels.py"
 ON_TRITON = ("unit/kernels/test_triton_attention.py",)
+EXPERTS, TRITON_EXPERTS, EXPERT_KERNELS = (
+    f"{KERNELS}/{name}.py" for name in ("experts", "triton_experts", "triton_expert_kernels")
+)
+ON_EXPERTS = ("unit/kernels/test_experts.py",)
 
 BUGS = (
     PackageBug(
@@ -1556,5 +1560,40 @@ BUGS = (
         "key[None, :] <= here[:, None]",
         "key[None, :] < end",
         ON_FIXED,
+    ),
+    PackageBug(
+        "the product of experts: an expert's second tile computes its first tokens again",
+        EXPERT_KERNELS,
+        "begin + (tile - behind + tiles) * TOKENS",
+        "begin",
+        ON_EXPERTS,
+    ),
+    PackageBug(
+        "the product of experts: the last inputs are left out",
+        EXPERT_KERNELS,
+        "(row < rows) & (down < columns)",
+        "(row < rows) & (down < columns - 1)",
+        ON_EXPERTS,
+    ),
+    PackageBug(
+        "the product of experts: all have the first one's bias",
+        EXPERT_KERNELS,
+        "bias + expert * rows + row",
+        "bias + row",
+        ON_EXPERTS,
+    ),
+    PackageBug(
+        "the product of experts: the grid is for tokens that are all of one expert",
+        TRITON_EXPERTS,
+        "return chosen + (count - chosen) // MANY_TOKENS",
+        "return -(-count // MANY_TOKENS)",
+        ON_EXPERTS,
+    ),
+    PackageBug(
+        "torch's product of experts is taken where it waits",
+        EXPERTS,
+        'torch.cuda.set_sync_debug_mode("error")',
+        'torch.cuda.set_sync_debug_mode("warn")',
+        ON_EXPERTS,
     ),
 )

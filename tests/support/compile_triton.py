@@ -12,11 +12,17 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 
-from fairlead_kernels import triton_attention_kernels, triton_fixed_kernels, triton_kernels
+from fairlead_kernels import (
+    triton_attention_kernels,
+    triton_expert_kernels,
+    triton_fixed_kernels,
+    triton_kernels,
+)
 from fairlead_kernels.attention import Heads, LayerSpec
 from fairlead_kernels.grouped import Grouped
 from fairlead_kernels.layer import Activation, Norm, Packed
 from fairlead_kernels.triton_attention import TritonAttention
+from fairlead_kernels.triton_experts import TritonExperts
 from fairlead_kernels.triton_fixed import FixedAttention, FixedOperations
 from fairlead_kernels.triton_operations import TritonOperations
 from support.attention_cases import make_case
@@ -27,6 +33,7 @@ ALL = {
     ),
     **dict.fromkeys(("attend", "merge"), triton_attention_kernels),
     **dict.fromkeys(("multiply", "attend_in_order"), triton_fixed_kernels),
+    "multiply_experts": triton_expert_kernels,
 }
 # Of a program, on the GPUs from compute capability 8.0 on that have least.
 SHARED_BYTES = 99 << 10
@@ -135,6 +142,11 @@ def launch(dtype: torch.dtype, tokens: int, *, every: bool) -> None:
     plain = Packed(torch.zeros(512, 4096, dtype=dtype), 512, 4096)
     for weight in (plain, packed):
         fixed.linear(x, weight, torch.zeros(512, dtype=dtype) if every else None)
+    of_experts, ends = torch.zeros(8, 4096, 512, dtype=dtype), torch.zeros(8, dtype=torch.int32)
+    experts = TritonExperts(Kernels())
+    if every:  # as gpt-oss stores them, with a bias
+        experts(x, of_experts, ends, torch.zeros(8, 512, dtype=dtype))
+    experts(x, of_experts.view(8, 512, 4096).transpose(1, 2), ends)
 
 
 if __name__ == "__main__":

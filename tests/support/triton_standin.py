@@ -1,5 +1,6 @@
-"""A stand-in for the kernels of Triton's attention, in plain torch, with their arguments: the
-engine runs on it where their interpreter would take minutes. Tests compare both with the reference.
+"""A stand-in for the kernels of Triton's attention and of its product of experts, in plain torch,
+with their arguments: the engine runs on it where their interpreter would take minutes. Tests
+compare both with the reference.
 
 It reads what a program of the kernels reads, key by key from the tables, and leaves NaN wherever
 they leave what was there. Under a tape (graph_standin) a launch is recorded, and reads at a replay
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from fairlead_kernels.attention import Heads
 from fairlead_kernels.triton_attention import Tiles, TritonAttention
+from fairlead_kernels.triton_experts import TritonExperts
 from support.flashinfer_standin import TAPE
 
 CPU = torch.device("cpu")
@@ -105,6 +107,30 @@ def _merge(
         out[token] = ((part * factor[..., None]).sum(1) / weight).to(out.dtype)
 
 
+def _multiply_experts(
+    grid: tuple[int, int],
+    x: Tensor,
+    weights: Tensor,
+    ends: Tensor,
+    bias: Tensor,
+    out: Tensor,
+    *numbers: int,
+    **sizes: Any,
+) -> None:
+    """``triton_expert_kernels.multiply_experts``."""
+    experts, rows, columns, *strides = numbers
+    assert (experts, columns, rows, *strides) == (*weights.shape, *weights.stride())
+    out.fill_(torch.nan)
+    begin = used = 0
+    for expert, end in enumerate(ends.tolist()):
+        used += -(-(end - begin) // sizes["TOKENS"])
+        total = x[begin:end].float() @ weights[expert].float()
+        out[begin:end] = total + bias[expert] if sizes["BIAS"] else total
+        begin = end
+    assert used <= grid[0]
+    assert grid[1] == -(-rows // sizes["ROWS"])
+
+
 def _wide(x: Tensor, *, fp8: bool) -> Tensor:
     return x.view(torch.float8_e4m3fn).float() if fp8 else x.float()
 
@@ -135,14 +161,15 @@ class Torch:
 
     attend = Kernel(_attend)
     merge = Kernel(_merge)
+    multiply_experts = Kernel(_multiply_experts)
 
 
 class Interpreted:
     """The kernels in Triton's interpreter; skips the test where Triton is not installed."""
 
-    def __init__(self) -> None:
+    def __init__(self, name: str = "triton_attention_kernels") -> None:
         pytest.importorskip("triton", reason="Triton comes with torch's CUDA build alone")
-        self._module: Any = importlib.import_module("fairlead_kernels.triton_attention_kernels")
+        self._module: Any = importlib.import_module(f"fairlead_kernels.{name}")
 
     def __getattr__(self, name: str) -> Kernel:
         kernel = getattr(self._module, name)
@@ -162,6 +189,12 @@ def attention(
     return TritonAttention(
         heads, CPU, kernels, tiles=tiles, splits=splits, least_keys=least_keys, wide=True
     )
+
+
+def experts(*, interpreted: bool = False) -> TritonExperts:
+    """The product of experts on the CPU."""
+    kernels = Interpreted("triton_expert_kernels") if interpreted else Torch()
+    return TritonExperts(kernels, wide=True)
 
 
 def kept(attention: TritonAttention) -> list[Tensor]:
