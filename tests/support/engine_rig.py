@@ -25,6 +25,7 @@ from fairlead_kernels.triton_attention import TritonAttention
 from fairlead_runtime.config import EngineConfig
 from fairlead_runtime.device.batch import BatchBuilder
 from fairlead_runtime.device.decode_steps import DecodeSteps
+from fairlead_runtime.device.experts import samples_of
 from fairlead_runtime.device.fusion import fuse, quantize_weights
 from fairlead_runtime.device.graphs import GraphCache
 from fairlead_runtime.device.kv_cache import CacheStorage
@@ -248,6 +249,14 @@ def operations_of(model: PagedModel, kernels: str) -> LayerOperations | None:
     return choice_of(model, kernels).operations or (reference if fuses else None)
 
 
+def use_experts(model: PagedModel, kernels: str) -> None:
+    """Let a mixture's experts run on Triton's product, on the stand-in of its kernel, where a rig's
+    kernels stand for those of a GPU.
+    """
+    if kernels in ON_GPU and samples_of(model.model):
+        model.use_experts(triton_standin.experts())
+
+
 def cache_of(
     model: PagedModel, *, units: int, block_size: int, host_units: int, side: int | None = None
 ) -> CacheStorage:
@@ -283,7 +292,8 @@ class Rig:
     wrappers. After "fp8 cache " they have one, and the reference rounds keys and values. fixed is
     cpu with ``deterministic``, whose text nothing but itself is compared with; fixed triton the
     same in Triton. After "triton " attention, resident and graphs have Triton's attention on the
-    stand-in of its kernels, interpreted in its interpreter.
+    stand-in of its kernels, interpreted in its interpreter. Experts are in Triton, on the same
+    stand-in, in all that stand for a GPU.
     """
 
     def __init__(
@@ -312,6 +322,7 @@ class Rig:
             self._pair.hold(kernels, odd=odd, **self._described)
             rank_pair.split(self.model, group, QUANTIZED.get(kernels))
         self.fusion = fuse(self.model, operations_of(self.model, kernels), group)
+        use_experts(self.model, kernels)
         self.groups: tuple[LayerGroup, ...] = group_layers(self.model.windows)
         self._references: dict[tuple[tuple[int, ...], int], list[int]] = {}
         self._caches: list[GraphCache] = []

@@ -32,6 +32,7 @@ WAITS = {
     "item",
     "unique2",
     "_unique2",
+    "_grouped_mm",  # but in bfloat16 on the GPUs that torch has a kernel for
 }
 EMPTY = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
 

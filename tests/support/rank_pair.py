@@ -201,7 +201,7 @@ class _Times(nn.Module):
 
 
 def _loaded(described: Any, kernels: str, odd: int | None, group: Group) -> PagedModel:
-    from support.engine_rig import QUANTIZED, operations_of, paged
+    from support.engine_rig import QUANTIZED, operations_of, paged, use_experts
 
     model = paged(**described)
     if odd is not None:
@@ -209,4 +209,5 @@ def _loaded(described: Any, kernels: str, odd: int | None, group: Group) -> Page
         mlp.act_fn = nn.Sequential(mlp.act_fn, _Times())
     split(model, group, QUANTIZED.get(kernels))
     fuse(model, operations_of(model, kernels), group)
+    use_experts(model, kernels)
     return model

@@ -88,7 +88,7 @@ def watched(device: Device) -> Iterator[None]:
             patch.setattr(wrapper, name, _inside(device, getattr(wrapper, name)))
         patch.setattr(Tape, "replay", _inside(device, Tape.replay))
         patch.setattr(TapeRecorder, "record", _inside(device, TapeRecorder.record))
-        for name in ("attend", "merge"):
+        for name in ("attend", "merge", "multiply_experts"):
             kernel = getattr(triton_standin.Torch, name)
             patch.setattr(kernel, "_run", _inside(device, kernel._run))
         with device:

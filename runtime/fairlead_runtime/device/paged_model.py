@@ -4,8 +4,8 @@ Owns PagedModel and the checks of a loaded model that becomes one. Chooses neith
 the attention function is in ``attention``.
 
 Experts of MoE models run as transformers' ``grouped_mm``: equal to its eager loop except for
-rounding, each token's result independent of the others', and without the loop's wait for the device
-in every layer.
+rounding, and each token's result independent of the others'. Where torch's grouped product waits
+for the device, they run on ours (``experts``).
 """
 
 import inspect
@@ -21,7 +21,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from fairlead_kernels.attention import AttentionBackend, GroupKinds, Heads
-from fairlead_runtime.device import attention
+from fairlead_kernels.experts import ExpertProduct
+from fairlead_runtime.device import attention, experts
 from fairlead_runtime.device.attention import (
     CURRENT_PASS,
     AttentionCall,
@@ -120,7 +121,8 @@ class PagedModel:
             if isinstance(module, PreTrainedModel):
                 module.warn_if_padding_and_no_attention_mask = _nothing
         # transformers picks grouped_mm where the model and torch support it, else eager.
-        self._experts: str = getattr(model.config, "_experts_implementation", None) or "eager"
+        self._grouped: str = getattr(model.config, "_experts_implementation", None) or "eager"
+        self._experts = self._grouped
         self.heads = self._probe()
 
     def _select_logits(self) -> None:
@@ -134,6 +136,12 @@ class PagedModel:
         self._select_logits()
         if embedding is not None:
             self.model.set_input_embeddings(embedding)
+
+    def use_experts(self, product: ExpertProduct) -> None:
+        """Let its experts, which must be grouped ones of transformers, run on this product."""
+        experts.register(product)
+        self._experts = experts.NAME
+        self.model.set_experts_implementation(experts.NAME)
 
     def probe_again(self) -> None:
         """Find out the heads and the attention arguments again, after the model was split."""
@@ -230,20 +238,20 @@ class PagedModel:
     @contextmanager
     def plain(self, *, experts: bool = True) -> Iterator[PreTrainedModel]:
         """The same model as transformers runs it eagerly, inside the ``with`` block only; with
-        ``experts`` False its experts stay grouped. Raises RuntimeError once layers are fused.
+        ``experts`` False its experts are grouped. Raises RuntimeError once layers are fused.
         """
         if self.packed:
             raise RuntimeError("transformers cannot compute layers whose weights are packed")
-        self._set("eager", "eager" if experts else self._experts)
+        self._set("eager", "eager" if experts else self._grouped)
         try:
             yield self.model
         finally:
             self._set(attention.NAME, self._experts)
 
-    def _set(self, attention_name: str, experts: str) -> None:
+    def _set(self, attention_name: str, experts_name: str) -> None:
         self.model.set_attn_implementation(attention_name)
-        if self._experts != "eager":
-            self.model.set_experts_implementation(experts)
+        if self._grouped != "eager":
+            self.model.set_experts_implementation(experts_name)
 
 
 def prepare(

@@ -24,11 +24,13 @@ from fairlead_kernels.attention import AttentionBackend
 from fairlead_kernels.attention_proof import BLOCK_SIZE as PROVEN
 from fairlead_kernels.backend import BackendChoice, pick
 from fairlead_kernels.cpu import CpuOperations
+from fairlead_kernels.experts import choose
 from fairlead_kernels.not_available import NotAvailableError
 from fairlead_kernels.quantize import Format
 from fairlead_runtime.config import ConfigError
 from fairlead_runtime.device import determinism, paged_model, shards
 from fairlead_runtime.device.batch import BatchBuilder
+from fairlead_runtime.device.experts import samples_of
 from fairlead_runtime.device.fusion import Fusion, fuse, quantize_weights
 from fairlead_runtime.device.group import Group
 from fairlead_runtime.device.kv_cache import CacheStorage
@@ -373,13 +375,19 @@ def _fused(
     group: Group | None = None,
     **settings: Any,
 ) -> tuple[Fusion, BackendChoice]:
-    """Fuse the layers that fit, and choose attention again where they call it otherwise than the
-    model's code did. ``kernels`` and ``settings``: what the choice was made from.
+    """Fuse the layers that fit, choose attention again where they call it otherwise than the
+    model's code did, and the product of its experts, if it has some. ``kernels`` and ``settings``:
+    what the choice was made from.
     """
     kinds = model.kinds
     fusion = fuse(model, choice.operations, group)
     if model.kinds != kinds:  # the operations are those that fused layers have
         choice = replace(_pick(model, kernels, **settings), operations=choice.operations)
+    product, said = choose(samples_of(model.model), model.device, kernels)
+    if product is not None:
+        model.use_experts(product)
+    if said:
+        choice = replace(choice, reason=f"{choice.reason}; {said}")
     return fusion, choice
 
 

@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 import torch
 
+from fairlead_kernels.experts import torch_product
+from fairlead_kernels.triton_experts import TritonExperts
 from fairlead_runtime.device.row_sampler import RowSampler
 from fairlead_runtime.device.slot_table import SlotTable
 from fairlead_runtime.models.tiny import FAMILIES, SIZED, UNLISTED, VARIANTS
@@ -85,8 +87,14 @@ def test_no_launch_waits_for_the_device(kernels: str) -> None:
 
 @pytest.mark.parametrize("family", sorted({*FAMILIES, *VARIANTS, *SIZED, *UNLISTED}))
 def test_no_familys_own_code_waits_for_the_device(family: str) -> None:
-    """Layers and what is around them, which transformers' code computes here."""
+    """Layers and what is around them, which transformers' code computes here; experts are ours."""
     launches("resident", family)
+
+
+def test_torchs_product_of_experts_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(TritonExperts, "__call__", lambda _self, *given: torch_product(*given))
+    with pytest.raises(RuntimeError, match="_grouped_mm waits"):
+        launches("resident", "mixtral")
 
 
 def plant(owner: type, name: str, extra: Callable[..., object]) -> Callable[..., Any]:
