@@ -13,7 +13,12 @@ import torch
 VARIABLE = "FAIRLEAD_MINUTES"
 SPARE = 1.0  # minutes for the test that runs when no other may start
 # On flashinfer's kernels, which compile for minutes.
-LAST = ("test_decodes_on_gpu.py", "test_models_on_gpu.py", "test_flashinfer_on_gpu.py")
+LAST = (
+    "test_experts_on_gpu.py",
+    "test_decodes_on_gpu.py",
+    "test_models_on_gpu.py",
+    "test_flashinfer_on_gpu.py",
+)
 BEGAN = time.monotonic()
 
 

@@ -29,6 +29,14 @@ SETTINGS: dict[str, Any] = {
 ENDS = [2, 2, 150, 215, 215, 220]
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _compiled() -> None:
+    import triton
+
+    if triton.knobs.runtime.interpret:
+        pytest.fail("Triton's kernels would be interpreted: set TRITON_INTERPRET=0")
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("inputs_first", [False, True])
 @pytest.mark.parametrize("biased", [False, True])
