@@ -48,9 +48,7 @@ class LayerChain:
         self._width = self.layers[0].qkv.columns
         self._inner = self.layers[0].down.columns
         self._in_digits = any(
-            in_fours(weight)
-            for layer in self.layers
-            for weight in (layer.qkv, layer.out, layer.gate_up, layer.down)
+            in_fours(weight) for layer in self.layers for weight in layer.matrices
         )
         qkv, attended = (heads.query + 2 * heads.kv) * heads.dim, heads.query * heads.dim
         gate_up = 2 * self._inner if self.layers[0].gated else 0

@@ -87,17 +87,17 @@ class Norm:
         return (self.weight,) if self.bias is None else (self.weight, self.bias)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Layer:
-    """A decoder layer that normalizes before its attention and before its MLP:
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class AroundMlp:
+    """A decoder layer without the MLP between two of its parts, which normalizes before its
+    attention and before its MLP:
 
     ``h = x + after_attention(out(attend(qkv(input_norm(x)))))``, then
-    ``h + after_mlp(down(gated(gate_up(mlp_norm(h)))))``; a ``parallel`` one, which has nothing
-    after attention, normalizes ``x`` for its MLP.
+    ``h + after_mlp(MLP(mlp_norm(h)))``; a ``parallel`` one, which has nothing after attention,
+    normalizes ``x`` for its MLP.
 
-    ``qkv`` has the rows of all queries, then keys, then values; ``gate_up`` those of the gate, then
-    the others; without a gate it has the others only, which are activated. ``q_norm`` and
-    ``k_norm`` act on each head. What is None is left out.
+    ``qkv`` has the rows of all queries, then keys, then values. ``q_norm`` and ``k_norm`` act on
+    each head. What is None is left out.
     """
 
     input_norm: Norm
@@ -109,18 +109,12 @@ class Layer:
     out_bias: torch.Tensor | None
     after_attention: Norm | None
     mlp_norm: Norm
-    gate_up: Packed
-    gate_up_bias: torch.Tensor | None
-    activation: Activation
-    down: Packed
-    down_bias: torch.Tensor | None
     after_mlp: Norm | None
     parallel: bool = False
 
     @property
-    def gated(self) -> bool:
-        """Whether its MLP has a gate."""
-        return self.gate_up.rows == 2 * self.down.columns
+    def matrices(self) -> list[Packed]:
+        return [value for value in self._values().values() if isinstance(value, Packed)]
 
     @property
     def tensors(self) -> list[torch.Tensor]:
@@ -146,6 +140,26 @@ class Layer:
 
     def _values(self) -> dict[str, Any]:
         return {field.name: getattr(self, field.name) for field in fields(self)}
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class Layer(AroundMlp):
+    """The same with an MLP of ``down(gated(gate_up(x)))``.
+
+    ``gate_up`` has the rows of the gate, then the others; without a gate it has the others only,
+    which are activated.
+    """
+
+    gate_up: Packed
+    gate_up_bias: torch.Tensor | None
+    activation: Activation
+    down: Packed
+    down_bias: torch.Tensor | None
+
+    @property
+    def gated(self) -> bool:
+        """Whether its MLP has a gate."""
+        return self.gate_up.rows == 2 * self.down.columns
 
 
 class LayerOperations(Protocol):

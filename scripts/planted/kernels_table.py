@@ -848,8 +848,8 @@ BUGS = (
     PackageBug(
         "a factor of what a norm after attention returns is lost",
         "runtime/fairlead_runtime/device/layer_parts.py",
-        "        if norm is not None and factor != 1:\n",
-        "        if False:\n",
+        "    if after_attention is not None and out_factor != 1:\n",
+        "    if False:\n",
         ("functional/engine/test_fused_layers.py",),
     ),
     PackageBug(

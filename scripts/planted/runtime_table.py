@@ -1100,7 +1100,7 @@ BUGS = (
     PackageBug(
         "the self-test expects transformers' rounding of fused layers",
         f"{RUNTIME}/device/selftest.py",
-        "    with computed_in_float32(model):\n        return",
+        "    with _as_fused(model, choice):\n        return",
         "    if model is not None:\n        return",
         ("functional/engine/test_plan_and_start.py",),
     ),
@@ -1217,6 +1217,52 @@ BUGS = (
         (FUSED_RANKS,),
     ),
     PackageBug(
+        "one rank fuses a layer around an MLP that another takes apart",
+        FUSION,
+        "if group is not None and not group.alike(fused.own is None):",
+        "if group is not None and group.alike(fused.own is None) is None:",
+        (FUSED_RANKS,),
+    ),
+    PackageBug(
+        "the residual in float32 beside experts is not planned",
+        TERMS,
+        "        width += shape.hidden  # layers fused around experts",
+        "        width += 0  # layers fused around experts",
+        ("functional/engine/test_planned_memory.py",),
+    ),
+    PackageBug(
+        "a layer that is fused around its MLP takes the MLP's weights",
+        FUSION,
+        "        if parameter in kept:\n",
+        "        if False:\n",
+        ("functional/engine/test_fused_layers.py",),
+    ),
+    PackageBug(
+        "what a layer multiplies the result of an MLP of its own by is lost",
+        LAYER_PARTS,
+        "return out if self.factor == 1 else out * self.factor",
+        "return out",
+        ("functional/engine/test_fused_layers.py",),
+    ),
+    PackageBug(
+        "the self-test expects an MLP of the model's own in float32",
+        RECORDING,
+        "widened.append(Widened(layer, device, but=own))",
+        "widened.append(Widened(layer, device))",
+        ("functional/engine/test_fused_layers.py",),
+    ),
+    PackageBug(
+        "what an MLP of the model's own gives is summed over the ranks again",
+        FUSED,
+        """        if self.own is None:
+            branch = self._sum(branch, self.whole.down_bias)
+""",
+        """        bias = None if self.own is not None else self.whole.down_bias
+        branch = self._sum(branch, bias)
+""",
+        (RANKS,),
+    ),
+    PackageBug(
         "layers of which only some matrices are split are fused with sums",
         FUSION,
         "if group is not None and not parts.split:",
@@ -1268,7 +1314,7 @@ BUGS = (
     PackageBug(
         "fused layers of a split model are compared with layers in bfloat16",
         f"{RUNTIME}/device/selftest.py",
-        "with computed_in_float32(model) if choice.operations else nullcontext():",
+        "with _as_fused(model, choice) if choice.operations else nullcontext():",
         "with nullcontext():",
         (RANKS,),
     ),

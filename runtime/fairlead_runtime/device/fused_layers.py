@@ -13,31 +13,34 @@ from fairlead_kernels.attention import Heads, LayerSpec
 from fairlead_kernels.cpu import CpuOperations
 from fairlead_kernels.cpu_attention import CpuAttention
 from fairlead_kernels.cpu_layers import LayerChain
-from fairlead_kernels.layer import Layer, LayerOperations, Packed
+from fairlead_kernels.layer import AroundMlp, Layer, LayerOperations, Packed
 from fairlead_kernels.slabs import SLAB
 from fairlead_runtime.device.attention import CURRENT_PASS, AttentionCall, CachedPass, PagedPass
 from fairlead_runtime.device.group import Group
 from fairlead_runtime.device.kv_cache import CacheStorage
-from fairlead_runtime.device.layer_parts import Rope, RopeArgument
+from fairlead_runtime.device.layer_parts import OwnMlp, Rope, RopeArgument
 
 
 class FusedLayer:
-    """One decoder layer as a chain of operations. With ``group`` its matrices are one rank's part:
-    what those give whose inputs are split is summed over the ranks, then biases are added.
+    """One decoder layer as a chain of operations, or all of it but an MLP of the model's ``own``.
+    With ``group`` its matrices are one rank's part: what those give whose inputs are split is
+    summed over the ranks, then biases are added. An own MLP's sum is its own.
     """
 
     def __init__(
         self,
         index: int,
-        layer: Layer,
+        layer: AroundMlp,
         spec: LayerSpec,
         call: AttentionCall,
         rope: RopeArgument,
         operations: LayerOperations,
         group: Group | None = None,
+        own: OwnMlp | None = None,
     ) -> None:
         self.index = index
         self.layer = layer
+        self.own = own
         self.spec = spec
         self.rope = rope
         self.call = call
@@ -65,6 +68,7 @@ class FusedLayer:
         if layer.after_attention is not None:
             branch, _ = ops.norm(branch, layer.after_attention)
         normed, residual = ops.norm(branch, layer.mlp_norm, residual)
+        del branch  # its memory is free for the MLP
         added.append(self._after_mlp(self._mlp(normed)))
         return residual
 
@@ -73,7 +77,7 @@ class FusedLayer:
         sum of both branches, unless a norm comes between.
         """
         layer = self.layer
-        if self._group is None or layer.after_mlp is not None:
+        if self._group is None or not isinstance(layer, Layer) or layer.after_mlp is not None:
             residual.add_(self._sum(attended, layer.out_bias))
             return self._after_mlp(self._mlp(normed))
         both = attended.add_(self._mlp(normed))
@@ -92,13 +96,16 @@ class FusedLayer:
 
     def _mlp(self, normed: Tensor) -> Tensor:
         """What the MLP adds to the residual, before ``_sum``."""
-        ops, layer = self._operations, self.layer
+        if self.own is not None:
+            return self.own.run(normed)
+        ops, layer = self._operations, self.whole
         mix = ops.gated if layer.gated else ops.activate
         gated = mix(ops.linear(normed, layer.gate_up, layer.gate_up_bias), layer.activation)
         return self._product(gated, layer.down, layer.down_bias)
 
     def _after_mlp(self, branch: Tensor) -> Tensor:
-        branch = self._sum(branch, self.layer.down_bias)
+        if self.own is None:
+            branch = self._sum(branch, self.whole.down_bias)
         if self.layer.after_mlp is not None:
             branch, _ = self._operations.norm(branch, self.layer.after_mlp)
         return branch
@@ -118,15 +125,20 @@ class FusedLayer:
         return total
 
     @property
+    def whole(self) -> Layer:
+        """The layer with its MLP. Raises TypeError where that is the model's own."""
+        if not isinstance(self.layer, Layer):
+            raise TypeError("the layer's MLP is the model's own")
+        return self.layer
+
+    @property
     def rounds(self) -> bool:
         """Whether its products round their inputs."""
-        layer = self.layer
-        return any(x.rounding for x in (layer.qkv, layer.out, layer.gate_up, layer.down))
+        return any(x.rounding for x in self.layer.matrices)
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        layer = self.layer
-        return layer.qkv.rows, layer.qkv.columns, layer.gate_up.rows, layer.down.columns
+        return tuple(size for x in self.layer.matrices for size in (x.rows, x.columns))
 
 
 class FusedRun:
@@ -148,7 +160,7 @@ class FusedRun:
         self._chain: LayerChain | None = None
         self._cache: CacheStorage | None = None  # whose layers the chain has
         if isinstance(operations, CpuOperations) and not split:
-            parts, specs = [x.layer for x in layers], [x.spec for x in layers]
+            parts, specs = [x.whole for x in layers], [x.spec for x in layers]
             self._chain = operations.chain(heads, parts, specs)
         self._ropes: list[Rope] = []
         # By the id of the model's own tensor.

@@ -13,6 +13,9 @@ elsewhere in the model. What lies around them is recorded in float32, too, and a
 own code (``whole_model``) is float32 from its embeddings to its logits. What is said of bfloat16
 holds for float16.
 
+A layer of which only the MLP does not fit, experts for one, is replaced around it on GPUs: the
+module stays as it is, with its weights, and computes in the model's type.
+
 Quantized weights are first rounded where they are, or come rounded from the checkpoint:
 transformers' code multiplies by what they stand for (``models/quantized.py``), fused layers by
 their own copy of the same numbers, so every comparison judges the kernels alone.
@@ -39,6 +42,7 @@ from fairlead_runtime.device.layer_parts import (
     CLOSE,
     CLOSE_ROUNDED,
     DoesNotFitError,
+    OwnMlp,
     Recording,
     Rope,
     RopeArgument,
@@ -55,11 +59,13 @@ from fairlead_runtime.heap import release_memory
 from fairlead_runtime.models.quantized import QuantizedEmbedding, QuantizedLinear
 
 T = TypeVar("T")
+OTHER_RANK = "it does not fit on another rank"
 
 
 @dataclass(frozen=True, slots=True)
 class Fusion:
-    """How many of a model's layers are fused; ``reason`` says why the others are not.
+    """How many of a model's layers are fused, and ``around_mlp`` how many others are but for an MLP
+    that stays the model's own; ``reason`` says why not all are.
 
     ``head``: the type of a packed head, "" for none; ``head_reason``: why the model's own code
     calls it where all layers are fused. ``others``: what else of that code is packed.
@@ -68,6 +74,7 @@ class Fusion:
     fused: int
     layers: int
     reason: str = ""
+    around_mlp: int = 0
     stored: torch.dtype = torch.float32  # their weights
     head: str = ""
     head_reason: str = ""
@@ -75,10 +82,12 @@ class Fusion:
     others: PackedProducts = field(default_factory=PackedProducts)
 
     def __str__(self) -> str:
-        why = f" ({self.reason})" if self.reason else ""
+        but = f" and all but the MLP of {self.around_mlp}" if self.around_mlp else ""
+        why = f"{but} ({self.reason})" if self.reason else ""
         names = {FP8: "fp8", torch.uint8: "int4"}
         name = names.get(self.stored, str(self.stored).removeprefix("torch."))
-        weights = f", {name} weights" if self.fused and self.stored is not torch.float32 else ""
+        fused = self.fused + self.around_mlp > 0
+        weights = f", {name} weights" if fused and self.stored is not torch.float32 else ""
         head = f", {self.head} head" if self.head else ""
         if self.head_reason:
             head = f"{head} in" if head else ", head by"
@@ -107,7 +116,8 @@ def _quantize_layer(layer: nn.Module, recorded: Recorded, shared: set[int], to: 
     widened = Widened(layer)
     try:
         parts = recognize(recording_of(recorded)[0])
-        found = {} if _shares(layer, shared) else {x.module: x.stored for x in parts.matrices}
+        fits = not isinstance(parts.mlp, OwnMlp) and not _shares(layer, shared)
+        found = {x.module: x.stored for x in parts.matrices} if fits else {}
     except DoesNotFitError:
         found = {}  # `fuse` gives the reason
     widened.narrow()
@@ -135,6 +145,13 @@ def _quantize_head(model: PagedModel, layers: list[nn.Module], to: Format) -> No
     model.replace_ends(QuantizedLinear(rounded, unscaled), embedding)
 
 
+def fuses_around_mlps(operations: LayerOperations) -> bool:
+    """Whether a layer is fused of which only the MLP does not fit. Those in float32 are C++, which
+    computes runs of whole layers, and would give the model's own code another type than it has.
+    """
+    return not operations.in_float32
+
+
 @torch.inference_mode()
 def fuse(
     model: PagedModel, operations: LayerOperations | None, group: Group | None = None
@@ -143,9 +160,10 @@ def fuse(
     are packed in the model's type, quantized ones as they are.
 
     The result of each fused layer, packed weights and all, is compared with the original's first;
-    a layer that differs keeps its own code and weights. On CPUs what lies around the layers is
-    replaced, too, or the matrices that the model's own code multiplies by are packed; where sums
-    have one order, the last norm and the head are.
+    a layer that differs keeps its own code and weights. Operations that are not ``in_float32`` also
+    replace layers of which only the MLP does not fit: that stays a module, which they call. On CPUs
+    what lies around the layers is replaced, too, or the matrices that the model's own code
+    multiplies by are packed; where sums have one order, the last norm and the head are.
 
     With ``group`` the model is one rank's part of a split one (``shards.split``), and every rank
     must call this with the same kind of operations: a layer is fused on all of them or on none, and
@@ -191,7 +209,9 @@ def _fuse_layers(
             reasons.setdefault(str(error), index)
         widened.narrow()
         if layer is not None:
-            _release(layers[index], operations)
+            if layer.own is not None:
+                reasons.setdefault(layer.own.reason, index)
+            _release(layers[index], operations, layer.own)
             model.packed += layer.layer.tensors
             model.calls[index] = layer.call  # a factor of its queries is one of the scores here
             fused.append(layer)
@@ -204,8 +224,9 @@ def _fuse_layers(
     reason = "; ".join(f"layer {index}: {text}" for text, index in reasons.items())
     stored = {layer.layer.qkv.data.dtype for layer in fused} or {model.heads.dtype}
     smallest = min(stored, key=lambda dtype: dtype.itemsize)
+    around = sum(layer.own is not None for layer in fused)
     rounds = any(layer.rounds for layer in fused)
-    return Fusion(len(fused), total, reason, smallest, rounds=rounds), runs
+    return Fusion(len(fused) - around, total, reason, around, smallest, rounds=rounds), runs
 
 
 def _fuse_ends(
@@ -235,9 +256,14 @@ def _fuse_ends(
     return whole
 
 
-def _release(layer: nn.Module, operations: LayerOperations) -> None:
-    """Take the weights out of a layer of which the matrices are packed."""
+def _release(layer: nn.Module, operations: LayerOperations, own: OwnMlp | None) -> None:
+    """Take the weights out of a layer of which the matrices are packed, those of its own MLP
+    apart.
+    """
+    kept = set[nn.Parameter]() if own is None else set(own.module.parameters())
     for parameter in layer.parameters():
+        if parameter in kept:
+            continue
         # Those that are mapped from a file would stay resident as long as another one's are.
         if isinstance(operations, CpuOperations) and parameter.dim() > 1:
             operations.give_back(parameter.data)
@@ -292,6 +318,9 @@ def _fused(
         parts = recognize(recording)
         if _shares(original, shared):
             raise DoesNotFitError("it shares weights with another module")
+        own = parts.mlp if isinstance(parts.mlp, OwnMlp) else None
+        if own is not None and not fuses_around_mlps(operations):
+            raise DoesNotFitError(own.reason)
         if group is not None and not parts.split:
             raise DoesNotFitError("not all of its matrices are split")
         spec = spec_of(parts.call, model.windows[index])
@@ -300,7 +329,7 @@ def _fused(
         x = recording.input
         cos, sin = recording.rope if parts.rotates else (x[:, :0], x[:, :0])
         angles = argument.read((cos[None], sin[None]))
-        fused = FusedLayer(index, layer, spec, parts.call, argument, operations, group)
+        fused = FusedLayer(index, layer, spec, parts.call, argument, operations, group, own)
         return fused, recording, angles
 
     def proven() -> None:
@@ -312,6 +341,8 @@ def _fused(
             raise DoesNotFitError("its fused layer gives other results")
 
     fused, recording, angles = _on_every_rank(group, packed)
+    if group is not None and not group.alike(fused.own is None):
+        raise DoesNotFitError(OTHER_RANK)
     _on_every_rank(group, proven)
     if not operations.in_float32:
         fused.layer = fused.layer.cast(model.heads.dtype)
@@ -330,7 +361,7 @@ def _on_every_rank(group: Group | None, do: Callable[[], T]) -> T:
         group.agrees(False)
         raise
     if not group.agrees(True):
-        raise DoesNotFitError("it does not fit on another rank")
+        raise DoesNotFitError(OTHER_RANK)
     return done
 
 

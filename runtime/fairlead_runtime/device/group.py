@@ -66,6 +66,11 @@ class Group:
         """Whether every rank says yes."""
         return int(self.sum(torch.tensor(int(mine), device=self._device))) == self.size
 
+    def alike(self, mine: bool) -> bool:
+        """Whether every rank says the same."""
+        count = int(self.sum(torch.tensor(int(mine), device=self._device)))
+        return count in (0, self.size)
+
     def share(self, x: Tensor) -> Tensor:
         """Rank 0's ``x`` on every rank, written into that of the others."""
         dist.broadcast(x, src=0)

@@ -1,22 +1,24 @@
 """Recognizes a decoder layer by what it computes, and finds its parts.
 
 Owns the verdict whether a layer is a ``fairlead_kernels.layer.Layer``, with the reason if it is
-not. Every part is proven on a recorded pass: a matrix is one because its output is that product, a
-norm because the formula gives its output, the rotary embedding because the reference's gives the
-queries and keys that attention got. Names of families, classes and attributes play no role, so a
-family that differs in a detail does not fit and runs as transformers wrote it.
+not, and whether it is one around an MLP that stays a module: experts, for one. Every part is proven
+on a recorded pass: a matrix is one because its output is that product, a norm because the formula
+gives its output, the rotary embedding because the reference's gives the queries and keys that
+attention got. Names of families, classes and attributes play no role, so a family that differs in a
+detail does not fit and runs as transformers wrote it.
 """
 
 import itertools
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import Self, get_args
+from typing import Any, Self, get_args
 
 import torch
 from torch import Tensor, nn
 
 from fairlead_kernels import reference
-from fairlead_kernels.layer import Activation, Layer, LayerOperations, Norm, Packed
+from fairlead_kernels.layer import Activation, AroundMlp, Layer, LayerOperations, Norm, Packed
 from fairlead_kernels.quantize import Quantized
 from fairlead_runtime.device.attention import AttentionCall
 from fairlead_runtime.device.row_split import RowSplit
@@ -32,6 +34,7 @@ ROUNDING = 1e-6  # of the larger part of a sum
 Rope = tuple[Tensor, Tensor]  # cosines and sines
 OTHER_BEGIN = "its MLP does not begin with a norm of the residual or of the residual plus attention"
 OTHER_MLP = "its MLP is not two or three matrices with SiLU, GELU, ReLU or its square"
+FACTOR = "it multiplies what a norm after attention or MLP returns"
 
 
 class DoesNotFitError(Exception):
@@ -70,7 +73,9 @@ class Recording:
 
     ``input`` and ``output`` [T, hidden]; ``rope`` the cosines and sines [T, R] that it was passed;
     ``before`` and ``after``: the calls of its modules before and after its attention, in order;
-    query, key and value [T, heads, dim] what attention got, ``attended`` what it returned.
+    ``blocks``: the calls after it of all modules with weights anywhere inside, inner ones first,
+    which took and gave [1, T, width]; query, key and value [T, heads, dim] what attention got,
+    ``attended`` what it returned.
     """
 
     input: Tensor
@@ -78,6 +83,7 @@ class Recording:
     rope: tuple[Tensor, Tensor]
     before: list[ModuleCall]
     after: list[ModuleCall]
+    blocks: list[ModuleCall]
     query: Tensor
     key: Tensor
     value: Tensor
@@ -113,11 +119,38 @@ class Matrix:
         return replace(self, weight=weight, bias=bias)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class MlpParts:
+    """The matrices of gate and up in this order, or of up alone, and the last one."""
+
+    gate_up: Sequence[Matrix]
+    activation: Activation
+    down: Matrix
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class OwnMlp:
+    """An MLP that stays a module of the model's own code; the layer adds ``factor`` times what it
+    gives. ``reason``: why it is no ``MlpParts``, as in ``DoesNotFitError``. On several ranks it
+    gives the same on each: the sum over them is its own.
+    """
+
+    module: nn.Module
+    factor: float
+    reason: str
+
+    def run(self, x: Tensor) -> Tensor:
+        """X [T, hidden] in the type of the module's weights → [T, hidden]."""
+        out: Tensor = self.module(x[None])[0]
+        return out if self.factor == 1 else out * self.factor
+
+
 @dataclass(slots=True, eq=False)
 class LayerParts:
-    """The modules of a layer that fits, in the terms of ``Layer``. ``rotates`` False: the layer
-    ignores the rotary embedding; ``rope_in_pairs``: its elements 2i and 2i + 1 belong to a pair,
-    not i and i + R/2; ``parallel``: see ``Layer``.
+    """The modules of a layer that fits, in the terms of ``Layer``, or of ``AroundMlp`` where its
+    MLP is the model's own. ``rotates`` False: the layer ignores the rotary embedding;
+    ``rope_in_pairs``: its elements 2i and 2i + 1 belong to a pair, not i and i + R/2; ``parallel``:
+    see ``AroundMlp``.
     """
 
     input_norm: Norm
@@ -127,9 +160,7 @@ class LayerParts:
     out: Matrix
     after_attention: Norm | None
     mlp_norm: Norm
-    gate_up: Sequence[Matrix]
-    activation: Activation
-    down: Matrix
+    mlp: MlpParts | OwnMlp
     after_mlp: Norm | None
     parallel: bool
     rotates: bool
@@ -138,14 +169,18 @@ class LayerParts:
 
     @property
     def matrices(self) -> list[Matrix]:
-        return [*self.qkv, self.out, *self.gate_up, self.down]
+        mlp = [] if isinstance(self.mlp, OwnMlp) else [*self.mlp.gate_up, self.mlp.down]
+        return [*self.qkv, self.out, *mlp]
 
     @property
     def split(self) -> bool:
-        """Whether the inputs of both of its last matrices are split over ranks."""
-        return all(isinstance(x.module, RowSplit) for x in (self.out, self.down))
+        """Whether the inputs of both of its last matrices are split over ranks, an own MLP's
+        apart.
+        """
+        last = [self.out] if isinstance(self.mlp, OwnMlp) else [self.out, self.mlp.down]
+        return all(isinstance(x.module, RowSplit) for x in last)
 
-    def pack(self, operations: LayerOperations, dtype: torch.dtype = torch.float32) -> Layer:
+    def pack(self, operations: LayerOperations, dtype: torch.dtype = torch.float32) -> AroundMlp:
         """The layer with its matrices packed for these operations, stored as ``dtype`` unless they
         are quantized; copies them.
         """
@@ -154,23 +189,28 @@ class LayerParts:
             (factor,) = {matrix.factor for matrix in matrices}
             return operations.pack([x.weight for x in matrices], dtype=dtype, factor=factor)
 
+        around: dict[str, Any] = {
+            "input_norm": self.input_norm,
+            "qkv": pack(*self.qkv),
+            "qkv_bias": _bias(self.qkv),
+            "q_norm": self.q_norm,
+            "k_norm": self.k_norm,
+            "out": pack(self.out),
+            "out_bias": self.out.bias,
+            "after_attention": self.after_attention,
+            "mlp_norm": self.mlp_norm,
+            "after_mlp": self.after_mlp,
+            "parallel": self.parallel,
+        }
+        if isinstance(self.mlp, OwnMlp):
+            return AroundMlp(**around)
         return Layer(
-            input_norm=self.input_norm,
-            qkv=pack(*self.qkv),
-            qkv_bias=_bias(self.qkv),
-            q_norm=self.q_norm,
-            k_norm=self.k_norm,
-            out=pack(self.out),
-            out_bias=self.out.bias,
-            after_attention=self.after_attention,
-            mlp_norm=self.mlp_norm,
-            gate_up=pack(*self.gate_up),
-            gate_up_bias=_bias(self.gate_up),
-            activation=self.activation,
-            down=pack(self.down),
-            down_bias=self.down.bias,
-            after_mlp=self.after_mlp,
-            parallel=self.parallel,
+            **around,
+            gate_up=pack(*self.mlp.gate_up),
+            gate_up_bias=_bias(self.mlp.gate_up),
+            activation=self.mlp.activation,
+            down=pack(self.mlp.down),
+            down_bias=self.mlp.down.bias,
         )
 
 
@@ -255,6 +295,11 @@ class _Calls:
                 return norm, call.output.reshape(total.shape), factor
         return None
 
+    def without(self, module: nn.Module | None = None) -> Self:
+        """The same calls, to take anew, but for those inside this module."""
+        inside = set() if module is None else set(module.modules())
+        return type(self)([call for call in self.left if call.module not in inside])
+
     def check_empty(self) -> None:
         if self.left:
             kinds = ", ".join(sorted({type(call.module).__name__ for call in self.left}))
@@ -262,7 +307,9 @@ class _Calls:
 
 
 def recognize(recording: Recording) -> LayerParts:
-    """The parts of the layer. Raises DoesNotFitError with the reason when it is no ``Layer``."""
+    """The parts of the layer. Raises DoesNotFitError with the reason when it is not even an
+    ``AroundMlp``.
+    """
     r = recording
     calls = _Calls(list(r.before))
     found = calls.norm(r.input)
@@ -285,23 +332,14 @@ def recognize(recording: Recording) -> LayerParts:
     if begin is None:
         # Its norm is one of its own, or the one before attention.
         begin = *(calls.norm(r.input) or (input_norm, normed)), 1.0
-        if after_attention is not None or not calls.multiply(begin[1]):
+        read = calls.multiply(begin[1]) or any(close(x.input[0], begin[1]) for x in r.blocks)
+        if after_attention is not None or not read:
             raise DoesNotFitError(OTHER_BEGIN)
     mlp_norm, normed, out_factor = begin
     hidden = r.input + out_factor * branch
-    gate_up, activation, gated = _mlp(calls, normed)
-    downs = calls.matrices(gated)
-    if len(downs) != 1:
-        raise DoesNotFitError(OTHER_MLP)
-    ((down, branch),) = downs
-    after_mlp = calls.norm(branch)
-    calls.check_empty()
-    down_factor = factor_of(r.output, hidden, branch if after_mlp is None else after_mlp[1])
-    if down_factor is None:
-        raise DoesNotFitError("it does not return the residual plus its MLP")
-    for norm, factor in ((after_attention, out_factor), (after_mlp, down_factor)):
-        if norm is not None and factor != 1:
-            raise DoesNotFitError("it multiplies what a norm after attention or MLP returns")
+    if after_attention is not None and out_factor != 1:
+        raise DoesNotFitError(FACTOR)
+    mlp, after_mlp = _second_half(calls, r, normed, hidden)
     return LayerParts(
         input_norm=input_norm,
         qkv=heads.rows_of([matrix for matrix, _ in projections]),
@@ -310,10 +348,8 @@ def recognize(recording: Recording) -> LayerParts:
         out=out.scaled(out_factor),
         after_attention=None if after_attention is None else after_attention[0],
         mlp_norm=mlp_norm,
-        gate_up=gate_up,
-        activation=activation,
-        down=down.scaled(down_factor),
-        after_mlp=None if after_mlp is None else after_mlp[0],
+        mlp=mlp,
+        after_mlp=after_mlp,
         parallel=parallel,
         rotates=heads.rotates,
         rope_in_pairs=heads.rope_in_pairs,
@@ -486,10 +522,44 @@ def _candidates(r: Recording, width: int, *, single: bool) -> Iterator[_Heads]:
         yield _Heads(torch.cat([*heads, value.flatten()]), order, 1.0, rotates, in_pairs)
 
 
-def _mlp(calls: _Calls, normed: Tensor) -> tuple[list[Matrix], Activation, Tensor]:
-    """The matrices of gate and up in this order, or of up alone, the activation, and what they
-    give the last matrix [T, I].
+def _second_half(
+    calls: _Calls, r: Recording, normed: Tensor, hidden: Tensor
+) -> tuple[MlpParts | OwnMlp, Norm | None]:
+    """The MLP of ``normed`` [T, hidden] and the norm of its result: in parts, else as the outermost
+    module that explains the layer's result as well. ``hidden`` [T, hidden] is what the layer adds
+    it to.
     """
+    try:
+        rest = calls.without()
+        parts, branch = _mlp(rest, normed)
+        norm, factor = _added(rest, branch, hidden, r.output)
+        return replace(parts, down=parts.down.scaled(factor)), norm
+    except DoesNotFitError as error:
+        for block in reversed(r.blocks):
+            if close(block.input[0], normed):
+                rest = calls.without(block.module)
+                with suppress(DoesNotFitError):
+                    norm, factor = _added(rest, block.output[0], hidden, r.output)
+                    return OwnMlp(block.module, factor, str(error)), norm
+        raise
+
+
+def _added(
+    calls: _Calls, branch: Tensor, hidden: Tensor, output: Tensor
+) -> tuple[Norm | None, float]:
+    """The norm of what an MLP gives, and the factor with which a layer adds it at its end."""
+    norm = calls.norm(branch)
+    calls.check_empty()
+    factor = factor_of(output, hidden, branch if norm is None else norm[1])
+    if factor is None:
+        raise DoesNotFitError("it does not return the residual plus its MLP")
+    if norm is not None and factor != 1:
+        raise DoesNotFitError(FACTOR)
+    return None if norm is None else norm[0], factor
+
+
+def _mlp(calls: _Calls, normed: Tensor) -> tuple[MlpParts, Tensor]:
+    """The MLP, and what it gives [T, hidden]."""
     found = calls.matrices(normed)
     results = [result for _, result in found]
     orders: list[tuple[int, ...]] = [(0,)] if len(found) == 1 else [(0, 1), (1, 0)]
@@ -506,5 +576,9 @@ def _mlp(calls: _Calls, normed: Tensor) -> tuple[list[Matrix], Activation, Tenso
                 call.input.shape[-1] == width and close(call.input.reshape(-1, width), mixed)
                 for call in calls.left
             ):
-                return [found[i][0] for i in order], activation, mixed
+                downs = calls.matrices(mixed)
+                if len(downs) != 1:
+                    raise DoesNotFitError(OTHER_MLP)
+                ((down, branch),) = downs
+                return MlpParts([found[i][0] for i in order], activation, down), branch
     raise DoesNotFitError(OTHER_MLP)

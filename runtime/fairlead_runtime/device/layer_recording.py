@@ -6,7 +6,7 @@ widened: what is compared with it later can then tell a wrong function from roun
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -16,16 +16,25 @@ from torch.utils.hooks import RemovableHandle
 
 from fairlead_runtime.device import whole_model
 from fairlead_runtime.device.attention import AttentionCall
-from fairlead_runtime.device.layer_parts import DoesNotFitError, ModuleCall, Recording, recognize
+from fairlead_runtime.device.layer_parts import (
+    DoesNotFitError,
+    ModuleCall,
+    OwnMlp,
+    Recording,
+    recognize,
+)
 from fairlead_runtime.device.paged_model import PagedModel, ProbePass
 from fairlead_runtime.device.widened import Widened
 
 
 @dataclass(slots=True)
 class Recorded:
-    """What the hooks saw of one layer. ``attended_at``: calls before its attention."""
+    """What the hooks saw of one layer. ``attended_at``: calls before its attention; ``blocks``: as
+    in ``Recording``.
+    """
 
     calls: list[ModuleCall]
+    blocks: list[ModuleCall] = field(default_factory=list)
     attended_at: int = -1
     attention: tuple[Tensor, Tensor, Tensor, Tensor, AttentionCall] | None = None
     arguments: dict[str, Any] | None = None
@@ -46,6 +55,7 @@ class _RecordingPass(ProbePass):
         out = super().attend(layer, query, key, value, call)
         recorded = self._layers[layer]
         recorded.attended_at = len(recorded.calls)
+        recorded.blocks.clear()
         recorded.attention = (query.clone(), key.clone(), value.clone(), out.clone(), call)
         return out
 
@@ -78,7 +88,7 @@ def record(model: PagedModel, layers: list[nn.Module]) -> list[Recorded]:
         hooks += [
             module.register_forward_hook(_module_hook(place))
             for module in layer.modules()
-            if module is not layer and any(True for _ in module.parameters(recurse=False))
+            if module is not layer and any(True for _ in module.parameters())
         ]
         if model.heads.dtype is not torch.float32:
             hooks += _in_float32(layer, model.heads.dtype, model.device)
@@ -93,24 +103,34 @@ def record(model: PagedModel, layers: list[nn.Module]) -> list[Recorded]:
 
 def _module_hook(place: Recorded) -> Any:
     def note(module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
+        call = ModuleCall(module, torch.empty(0, 1), torch.empty(0, 1))
         if len(inputs) == 1 and isinstance(inputs[0], Tensor) and isinstance(output, Tensor):
-            place.calls.append(ModuleCall(module, inputs[0].clone(), output.clone()))
-        else:
-            place.calls.append(ModuleCall(module, torch.empty(0, 1), torch.empty(0, 1)))
+            call = ModuleCall(module, inputs[0].clone(), output.clone())
+        if any(True for _ in module.parameters(recurse=False)):
+            place.calls.append(call)
+        if call.input.dim() == call.output.dim() == 3:
+            place.blocks.append(call)
 
     return note
 
 
 def _in_float32(
-    layer: nn.Module, dtype: torch.dtype, device: torch.device
+    layer: nn.Module, dtype: torch.dtype, device: torch.device, own: nn.Module | None = None
 ) -> list[RemovableHandle]:
     """Hooks, after the recording ones, with which a layer of another type computes in float32 on
     ``device``: inputs and weights are widened before, weights and hidden states narrowed after.
+    A part of it that is the model's ``own`` code computes in its type.
     """
     widened: list[Widened] = []
+    inner: list[RemovableHandle] = []
+    if own is not None:
+        inner = [
+            own.register_forward_pre_hook(lambda _, given: _cast(given, torch.float32, dtype)),
+            own.register_forward_hook(lambda _m, _i, out: _cast(out, dtype, torch.float32)),
+        ]
 
     def widen(_module: nn.Module, inputs: tuple[Any, ...], arguments: dict[str, Any]) -> Any:
-        widened.append(Widened(layer, device))
+        widened.append(Widened(layer, device, but=own))
         return _cast((inputs, arguments), dtype, torch.float32)
 
     def narrow(_module: nn.Module, _inputs: Any, output: Any) -> Any:
@@ -118,6 +138,7 @@ def _in_float32(
         return _cast(output, torch.float32, dtype)
 
     return [
+        *inner,
         layer.register_forward_pre_hook(widen, with_kwargs=True),
         layer.register_forward_hook(narrow),
     ]
@@ -162,6 +183,7 @@ def recording_of(recorded: Recorded) -> tuple[Recording, str]:
         rope=rope,
         before=recorded.calls[: recorded.attended_at],
         after=recorded.calls[recorded.attended_at :],
+        blocks=recorded.blocks,
         query=query,
         key=key_,
         value=value_,
@@ -171,13 +193,19 @@ def recording_of(recorded: Recorded) -> tuple[Recording, str]:
 
 
 @contextmanager
-def computed_in_float32(model: PagedModel) -> Iterator[None]:
+def computed_in_float32(model: PagedModel, *, own_mlps: bool = False) -> Iterator[None]:
     """Inside the ``with`` block every layer that fits computes in float32, as its fused one will,
-    by transformers' code; nothing changes for a model in float32.
+    by transformers' code; nothing changes for a model in float32. With ``own_mlps`` so do layers
+    that are fused but for their MLP, which computes in its own type.
     """
     dtype = model.heads.dtype
     fitting = [] if dtype is torch.float32 else _fitting(model)
-    hooks = [hook for layer in fitting for hook in _in_float32(layer, dtype, model.device)]
+    hooks = [
+        hook
+        for layer, own in fitting
+        if own_mlps or own is None
+        for hook in _in_float32(layer, dtype, model.device, own)
+    ]
     try:
         yield
     finally:
@@ -186,13 +214,14 @@ def computed_in_float32(model: PagedModel) -> Iterator[None]:
 
 
 @torch.inference_mode()
-def _fitting(model: PagedModel) -> list[nn.Module]:
-    layers, found = decoder_layers(model), list[nn.Module]()
+def _fitting(model: PagedModel) -> list[tuple[nn.Module, nn.Module | None]]:
+    """The layers that fit, and of each the part that stays the model's own code."""
+    layers, found = decoder_layers(model), list[tuple[nn.Module, nn.Module | None]]()
     for layer, recorded in zip(layers, record(model, layers), strict=True):
         widened = Widened(layer, model.device)
         try:
-            recognize(recording_of(recorded)[0])
-            found.append(layer)
+            mlp = recognize(recording_of(recorded)[0]).mlp
+            found.append((layer, mlp.module if isinstance(mlp, OwnMlp) else None))
         except DoesNotFitError:
             pass  # `fuse` gives the reason
         finally:

@@ -31,7 +31,7 @@ from fairlead_runtime.config import ConfigError
 from fairlead_runtime.device import determinism, paged_model, shards
 from fairlead_runtime.device.batch import BatchBuilder
 from fairlead_runtime.device.experts import samples_of
-from fairlead_runtime.device.fusion import Fusion, fuse, quantize_weights
+from fairlead_runtime.device.fusion import Fusion, fuse, fuses_around_mlps, quantize_weights
 from fairlead_runtime.device.group import Group
 from fairlead_runtime.device.kv_cache import CacheStorage
 from fairlead_runtime.device.layer_recording import computed_in_float32
@@ -246,8 +246,14 @@ def _expected(
 ) -> "Expected":
     if choice.operations is None:
         return Expected.of(model, max_model_len, fp8_cache=fp8_cache)
-    with computed_in_float32(model):
+    with _as_fused(model, choice):
         return Expected.of(model, max_model_len, fp8_cache=fp8_cache)
+
+
+def _as_fused(model: PagedModel, choice: BackendChoice) -> AbstractContextManager[None]:
+    """Let transformers' code compute layers in the types in which these operations will."""
+    own_mlps = choice.operations is not None and fuses_around_mlps(choice.operations)
+    return computed_in_float32(model, own_mlps=own_mlps)
 
 
 def prepare_rank(
@@ -278,7 +284,7 @@ def prepare_rank(
             choice = _pick(model, kernels, ranks=group.size, block_size=block_size)
             whole: _Whole | None = None
             if group.rank == 0:
-                with computed_in_float32(model) if choice.operations else nullcontext():
+                with _as_fused(model, choice) if choice.operations else nullcontext():
                     rounds = (
                         nullcontext() if to is None else shards.quantized(model.model, plan, to)
                     )

@@ -78,6 +78,8 @@ def terms_of(
     # Experts also keep copies of the hidden states, which are not split.
     inside = shape.mlp_width if shape.experts else split(shape.mlp_width, tp)
     width = 4 * shape.hidden + rotary + max(3 * queries + 4 * keys, inside)
+    if shape.experts and not cpu and config.kernels != "torch" and element < 4:
+        width += shape.hidden  # layers fused around experts keep the residual in float32
     # The C++ kernels compute layers without experts in float32. They have no fp8 cache.
     packed = cpu and packs_on_cpu(shape, config)
     fused = cpu and fuses_on_cpu(shape, config)

@@ -53,6 +53,8 @@ REFUSED: dict[str, str] = {
     **dict.fromkeys(("qwen2_moe", "phimoe"), OTHER_MLP),
     "olmoe": "it computes with OlmoeRMSNorm",
 }
+# Those that operations of GPUs fuse around their MLP.
+AROUND_MLP = {family for family, reason in REFUSED.items() if reason == OTHER_MLP}
 
 
 def attention(model: PagedModel) -> Any:
@@ -221,7 +223,7 @@ def test_beside_an_fp8_cache_layers_are_fused_and_judged_as_before(
 # another order, pairs of neighbours, multipliers, offsets and norms of heads and of results.
 GPU_FAMILIES = (
     *("llama", "gemma2", "gemma3_text", "phi3", "gpt2", "gpt_neox", "glm4", "granite", "cohere2"),
-    *("persimmon", "nemotron", "qwen3"),
+    *("persimmon", "nemotron", "qwen3", "mixtral", "qwen2_moe", "phimoe", "apertus"),
 )
 
 
@@ -230,7 +232,9 @@ GPU_FAMILIES = (
     ("family", "kernels"),
     [
         *itertools.product(EVERY if LONG_FORM else GPU_FAMILIES, ["torch"]),
-        *itertools.product(EVERY if LONG_FORM else ("gpt2", "persimmon", "glm4"), ["triton"]),
+        *itertools.product(
+            EVERY if LONG_FORM else ("gpt2", "persimmon", "glm4", "mixtral"), ["triton"]
+        ),
     ],
 )
 def test_operations_of_gpus_fuse_what_fits(family: str, kernels: str) -> None:
@@ -239,8 +243,87 @@ def test_operations_of_gpus_fuse_what_fits(family: str, kernels: str) -> None:
     expected, size = selftest.Expected.of(model, 512), model.weight_bytes
     fused = fuse(model, operations)
     assert fused.fused == (0 if family in REFUSED else fused.layers)
+    assert fused.around_mlp == (fused.layers if family in AROUND_MLP else 0)
+    assert REFUSED.get(family, "") in fused.reason
     assert selftest.check(model, attention, expected).delta < 1e-4
     assert model.weight_bytes == size, "packed weights replace those of the model"
+
+
+# What a layer does beside an MLP that is transformers' code: adds it times a factor, normalizes it,
+# or computes it beside attention, with one norm for both or its own.
+OWN_MLPS: dict[str, tuple[str, dict[str, Any]]] = {
+    "experts": ("qwen3_moe", {}),
+    "experts with layer norms": ("phimoe", {}),
+    "experts beside a shared one": ("qwen2_moe", {}),
+    "a factor": ("granitemoe", {"residual_multiplier": 0.3}),
+    "a norm after it": ("gemma2", {"hidden_activation": "tanh"}),
+    "beside attention": ("cohere2", {"hidden_act": "tanh"}),
+    "beside attention with its own norm": ("gpt_neox", {"hidden_act": "tanh"}),
+}
+
+
+@pytest.mark.parametrize("form", OWN_MLPS)
+def test_a_layer_is_fused_around_an_mlp_that_stays_the_models_own(form: str) -> None:
+    family, settings = OWN_MLPS[form]
+    model = paged(family, **settings)
+    expected, count = selftest.Expected.of(model, 512), len(model.windows)
+    layers: list[Any] = [*decoder_layers(model)]
+    own = [getattr(layer, "mlp", None) or layer.block_sparse_moe for layer in layers]
+    weights = [[(p, p.data_ptr()) for p in mlp.parameters()] for mlp in own]
+    text = f"fused 0/{count} layers and all but the MLP of {count} (layer 0: {OTHER_MLP}"
+    assert str(fuse(model, TorchOperations())).startswith(text)
+    inside = {id(p) for mlp in own for p in mlp.parameters()}
+    for layer in layers:
+        assert all(p.numel() == 0 for p in layer.parameters() if id(p) not in inside)
+    for parameter, place in itertools.chain(*weights):
+        assert parameter.data_ptr() == place, "its weights are those that were loaded"
+    calls = list[int]()
+    for mlp in own:
+        mlp.register_forward_hook(lambda _m, _i, out: calls.append(out.shape[1]))
+    assert selftest.check(model, attention(model), expected).delta < 1e-4
+    assert calls
+
+
+def test_a_layer_of_quantized_weights_is_not_fused_around_its_mlp() -> None:
+    model = paged("mixtral")
+    size = model.weight_bytes
+    quantize_weights(model, "int8")
+    assert model.weight_bytes == size
+    assert not any(isinstance(x, QuantizedLinear) for x in model.model.modules())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("family", ["mixtral", "qwen2_moe"])
+def test_an_mlp_of_the_models_own_computes_in_its_type(family: str, dtype: torch.dtype) -> None:
+    model = paged(family, dtype=dtype)
+    operations, size, count = Watched(), model.weight_bytes, len(model.windows)
+    layers = decoder_layers(model)
+    own: list[Any] = [layer.mlp for layer in layers]
+    seen = list[tuple[torch.dtype, ...]]()
+    for mlp in own:
+        mlp.register_forward_hook(
+            lambda mlp, given, out: seen.append(
+                (given[0].dtype, next(mlp.parameters()).dtype, out.dtype)
+            )
+        )
+    with computed_in_float32(model, own_mlps=True):
+        expected = selftest.Expected.of(model, 512)
+        # Recorded in float32 first; then as it will be served.
+        assert set(seen) == {(torch.float32,) * 3, (dtype,) * 3}
+        assert seen[count:] == [(dtype,) * 3] * (len(seen) - count)
+    seen.clear()
+    fused = fuse(model, operations)
+    name = str(dtype).removeprefix("torch.")
+    assert str(fused).endswith(f"), {name} weights")
+    assert (fused.fused, fused.around_mlp, fused.stored) == (0, count, dtype)
+    assert set(seen) == {(torch.float32,) * 3}, "layers are compared in float32"
+    assert model.weight_bytes == size, "the weights are held once, in their own type"
+    seen.clear()
+    operations.seen.clear()
+    delta = selftest.check(model, attention(model), expected).delta
+    assert 0 < 2 * delta < selftest.TOLERANCE[dtype]
+    assert set(seen) == {(dtype,) * 3}
+    assert operations.seen == {("x", dtype), ("weight", dtype), ("residual", torch.float32)}
 
 
 class Watched(TorchOperations):
@@ -259,7 +342,9 @@ class Watched(TorchOperations):
         return super().norm(x, norm, residual)
 
 
-@pytest.mark.parametrize("family", [family for family in EVERY if family not in REFUSED])
+@pytest.mark.parametrize(
+    "family", [family for family in EVERY if family not in REFUSED.keys() - AROUND_MLP]
+)
 def test_fused_layers_start_on_flashinfers_wrappers(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -273,7 +358,7 @@ def test_fused_layers_start_on_flashinfers_wrappers(
     monkeypatch.setattr(selftest, "pick", pick_on_gpu)
     loaded = loading.load(tiny.save(tiny.build(family), tmp_path))
     served, result = selftest.prepare_and_test(loaded, "auto")
-    assert served.fusion.fused == served.fusion.layers
+    assert served.fusion.fused + served.fusion.around_mlp == served.fusion.layers
     assert result.delta < selftest.TOLERANCE[torch.float32]
     assert served.choice.attention.kinds == served.model.kinds  # type: ignore[attr-defined]
 
@@ -326,13 +411,25 @@ class Calls(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch does n
         return func(*args, **(kwargs or {}))
 
 
+@pytest.mark.parametrize(
+    ("family", "names", "products"),
+    [
+        ("llama", ["norm", "rope_write", "norm", "activate"], 4),
+        ("mixtral", ["norm", "rope_write", "norm"], 2),
+    ],
+)
 def test_between_the_products_of_a_layer_on_a_gpu_there_are_four_kernels_and_nothing_else(
-    monkeypatch: pytest.MonkeyPatch,
+    family: str, names: list[str], products: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """So nothing waits for the host, and nothing is copied or allocated depending on data."""
-    model = paged("llama", dtype=torch.bfloat16)
+    """So nothing waits for the host, and nothing is copied or allocated depending on data. An MLP
+    of the model's own, whose launches are its own, is called in the place of the fourth.
+    """
+    model = paged(family, dtype=torch.bfloat16)
     operations, kernels, calls = interpreted(), Launches(), Calls()
-    assert fuse(model, operations).fused == 3
+    fused = fuse(model, operations)
+    assert fused.fused + fused.around_mlp == 3
+    for layer in decoder_layers(model) if fused.around_mlp else []:
+        cast("Any", layer).mlp.forward = lambda x: x
     monkeypatch.setattr(operations, "_kernels", kernels)
     run = FusedRun.compute
 
@@ -343,12 +440,17 @@ def test_between_the_products_of_a_layer_on_a_gpu_there_are_four_kernels_and_not
     monkeypatch.setattr(FusedRun, "compute", watched)
     ids = torch.arange(5)
     model.run(ids, ids, profiling._PassWithoutAttention(ids, 5, model.heads))
-    assert kernels.seen == ["norm", "rope_write", "norm", "activate"] * 3
-    made = [name for name in calls.seen if name not in {"view", "flatten"}]
+    assert kernels.seen == names * 3
+    made = [x for x in calls.seen if x not in {"view", "flatten", "unsqueeze", "select"}]
     empty = {"empty", "empty_like", "new_empty"}
     # The attention of this pass fills its result with zeros.
     counts = Counter("empty" if name in empty else name for name in made)
-    assert counts == {"linear": 4 * 3, "empty": 4 * 3, "new_zeros": 3, "add_": 1}
+    assert counts == {
+        "linear": products * 3,
+        "empty": len(names) * 3,
+        "new_zeros": 3,
+        "add_": 1,
+    }
 
 
 # Orders of rows and multipliers as above, positions in a table, a scaled embedding.
@@ -546,18 +648,22 @@ CHANGES: dict[str, tuple[Callable[[Any], None], str]] = {
 }
 
 
+@pytest.mark.parametrize("kernels", ["reference", "torch"])
 @pytest.mark.parametrize("change", CHANGES)
-def test_a_layer_that_computes_something_else_is_not_fused(change: str) -> None:
+def test_a_layer_that_computes_something_else_is_not_fused(change: str, kernels: str) -> None:
+    """Operations of GPUs fuse it around an MLP that does."""
     model = paged("llama")
+    attention, operations = kernels_of(model, kernels)
     apply, reason = CHANGES[change]
     layers: Any = model.model.model
     apply(layers.layers[1])
     expected = selftest.Expected.of(model, 512)
-    fused = fuse(model, reference)
+    fused = fuse(model, operations)
     assert fused.fused == 2
+    assert fused.around_mlp == (kernels == "torch" and reason == OTHER_MLP)
     assert fused.reason.startswith("layer 1: ")
     assert reason in fused.reason
-    assert selftest.check(model, attention(model), expected).delta < 1e-4
+    assert selftest.check(model, attention, expected).delta < 1e-4
 
 
 def test_a_query_that_changes_only_at_large_positions_is_not_fused() -> None:
@@ -682,6 +788,8 @@ def test_the_page_on_models_names_the_families_that_are_fused() -> None:
     row = next(line for line in page.splitlines() if line.startswith("| fused |"))
     named = re.findall(r"`(\w+)`", row)
     assert set(named) == set(EVERY) - set(tiny.VARIANTS) - set(REFUSED)
+    around = page.partition("is fused around it")[2].partition("stay transformers' code")[0]
+    assert set(re.findall(r"`(\w+)`", around)) == AROUND_MLP
 
 
 @pytest.mark.parametrize("family", EVERY)

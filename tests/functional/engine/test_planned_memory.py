@@ -9,6 +9,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from fairlead_kernels.backend import pick
+from fairlead_kernels.torch_operations import TorchOperations
 from fairlead_runtime.config import EngineConfig
 from fairlead_runtime.device import profiling
 from fairlead_runtime.device.fusion import fuse
@@ -115,6 +116,26 @@ def test_no_term_of_fused_layers_is_planned_too_low(family: str, dtype: str, tok
     most = 1.3 if dtype == "float32" else 3.0
     for term in ("activations", "logits"):
         assert 1.0 <= planned[term] / measured[term] <= most, term
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
+def test_no_term_of_layers_fused_around_experts_is_planned_too_low(family: str, dtype: str) -> None:
+    """As on a GPU, by its operations in torch."""
+    config = AutoConfig.for_model(family, **SIZES | FAMILIES[family], dtype=dtype)
+    model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype)).eval()
+    paged = PagedModel(model, families.check(config))
+    rope.pin(model, LENGTH)
+    assert fuse(paged, TorchOperations()).around_mlp == 2
+    attention = pick(paged.heads, paged.kinds, paged.device, "torch").attention
+    measured = profiling.profile(
+        paged, attention, max_batch_tokens=2048, max_requests=64, max_model_len=LENGTH
+    ).measured
+    limits = EngineConfig(max_batch_tokens=2048, max_requests=64)
+    shape = ModelShape.from_config(json.loads(config.to_json_string()) | {"dtype": dtype})
+    planned = plan_memory(shape, limits, DeviceFacts("cuda", 8 * GIB)).terms
+    for term in ("activations", "logits"):
+        assert 1.0 <= round(planned[term] / measured[term], 2) <= 1.2, term
 
 
 @pytest.mark.parametrize("longest", [2, 40, tiny.CONTEXT])

@@ -156,8 +156,24 @@ def test_int8_weights_of_layers_that_do_not_fuse_are_refused_on_every_rank(tmp_p
     assert run(rig("llama", "ranks")).steps > 0
 
 
-def test_a_layer_that_does_not_fit_on_one_rank_is_fused_on_none() -> None:
-    engine = rig("llama", "ranks cpu", odd=1)
+@pytest.mark.parametrize(
+    ("family", "changes"), [("mixtral", {}), ("apertus", {}), ("cohere", {"hidden_act": "tanh"})]
+)
+def test_on_two_ranks_a_layer_is_fused_around_an_mlp_of_the_models_own(
+    family: str, changes: dict[str, Any]
+) -> None:
+    """Which sums what it gives itself, also beside attention."""
+    engine = rig(family, "ranks layers", **changes)
+    assert engine.fusion.around_mlp == engine.fusion.layers
+    stats = run(engine, n=3).stats
+    assert stats is not None
+    assert stats.prefix_hits > 0
+
+
+@pytest.mark.parametrize("kernels", ["ranks cpu", "ranks layers"])
+def test_a_layer_that_does_not_fit_on_one_rank_is_fused_on_none(kernels: str) -> None:
+    """Nor around an MLP that only one of them takes apart."""
+    engine = rig("llama", kernels, odd=1)
     fused = "fused 2/3 layers (layer 1: it does not fit on another rank)"
     assert str(engine.fusion) == fused
     run(engine)

@@ -330,7 +330,9 @@ def test_with_captured_decodes_greedy_text_equals_transformers(family: str) -> N
     check_three_settings(family, "graphs")
 
 
-@pytest.mark.parametrize("family", FUSED if LONG_FORM else ["llama", "gemma2", "gpt_neox"])
+@pytest.mark.parametrize(
+    "family", [*FUSED, "qwen3_moe"] if LONG_FORM else ["llama", "gemma2", "gpt_neox"]
+)
 def test_with_captured_decodes_of_fused_layers_greedy_text_equals_transformers(family: str) -> None:
     """What a GPU runs by default."""
     check_three_settings(family, "graphs layers")

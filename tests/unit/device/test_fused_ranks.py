@@ -1,9 +1,11 @@
 """Which layers one rank of a split model fuses, by what the others say, without any other rank."""
 
+import pytest
 import torch
 from torch import Tensor
 
 from fairlead_kernels import reference
+from fairlead_kernels.torch_operations import TorchOperations
 from fairlead_runtime.device.fusion import fuse
 from fairlead_runtime.device.group import Group
 from support.engine_rig import paged
@@ -11,11 +13,13 @@ from support.rank_pair import split
 
 
 class Other(Group):
-    """A rank beside one that gives nothing to any sum, and says ``yes`` or no to each question."""
+    """A rank beside one that gives nothing to any sum, and says ``yes`` or no to each question, but
+    for the one whether it takes a layer's MLP apart.
+    """
 
-    def __init__(self, *, yes: bool) -> None:
+    def __init__(self, *, yes: bool, apart: bool = True) -> None:
         super().__init__(0, 2, "", lambda: None)
-        self._yes = yes
+        self._yes, self._apart = yes, apart
         self.answers: list[bool] = []
 
     def sum(self, x: Tensor) -> Tensor:
@@ -23,6 +27,9 @@ class Other(Group):
             return x
         self.answers.append(bool(x))
         return x + self._yes
+
+    def alike(self, mine: bool) -> bool:
+        return mine is self._apart
 
     def gather(self, x: Tensor) -> Tensor:
         return torch.cat([x, x], dim=-1)
@@ -50,6 +57,31 @@ def test_the_other_rank_hears_of_a_layer_that_does_not_fit_here() -> None:
     fused = fuse(split(paged("mixtral"), group), reference, group)
     assert fused.fused == 0
     assert group.answers == [False] * 3
+
+
+@pytest.mark.parametrize(("family", "apart"), [("llama", True), ("mixtral", False)])
+def test_a_layer_is_fused_around_an_own_mlp_where_the_other_rank_does_so_too(
+    family: str, apart: bool
+) -> None:
+    group = Other(yes=True, apart=apart)
+    fused = fuse(split(paged(family), group), TorchOperations(), group)
+    assert (fused.fused, fused.around_mlp) == ((3, 0) if apart else (0, 3))
+    group = Other(yes=True, apart=not apart)
+    model = split(paged(family), group)
+    before = model.weight_bytes
+    fused = fuse(model, TorchOperations(), group)
+    assert str(fused) == "fused 0/3 layers (layer 0: it does not fit on another rank)"
+    assert (model.packed, model.weight_bytes) == ([], before)
+    assert group.answers == [True] * 3
+
+
+@pytest.mark.parametrize(("answers", "alike"), [((1, 1), True), ((0, 0), True), ((1, 0), False)])
+def test_ranks_are_alike_where_all_say_yes_or_all_say_no(
+    answers: tuple[int, int], alike: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    group = Group(0, 2, "", lambda: None)
+    monkeypatch.setattr(group, "sum", lambda x: x + answers[1])
+    assert group.alike(bool(answers[0])) is alike
 
 
 def test_layers_whose_matrices_are_whole_get_no_sums() -> None:
