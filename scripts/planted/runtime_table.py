@@ -79,6 +79,7 @@ BUGS = (
         "side.wait(steps.record())",
         "steps.record()",
         OFFLOAD_TESTS,
+        quick="test_a_step_does_not_wait_for_what_leaves_until_the_staging_buffer_is_full",
     ),
     PackageBug(
         "what comes back crosses over what has not been read yet",
@@ -93,6 +94,7 @@ BUGS = (
         "steps.wait(side.record())",
         "side.record()",
         OFFLOAD_TESTS,
+        quick="test_no_transfer_lies_in_two_parts_of_host_memory[1000]",
     ),
     PackageBug(
         "a piece is free as soon as its transfer is queued",
@@ -100,6 +102,7 @@ BUGS = (
         "piece.free = side.record()",
         "piece.free = None",
         OFFLOAD_TESTS,
+        quick="test_a_step_does_not_wait_for_what_leaves_until_the_staging_buffer_is_full",
     ),
     PackageBug(
         "a piece is free before it is scattered",
@@ -107,6 +110,7 @@ BUGS = (
         "piece.free = steps.record()",
         "piece.free = side.record()",
         OFFLOAD_TESTS,
+        quick="test_a_restore_lets_what_left_before_arrive_first",
     ),
     PackageBug(
         "what comes back does not wait until it has arrived",
@@ -137,6 +141,7 @@ BUGS = (
         "            self._offload.restore(work.restore)\n"
         "            self._offload.offload(work.offload)\n",
         OFFLOAD_TESTS,
+        quick="test_one_step_offloads_restores_and_copies_a_unit_in_this_order[first]",
     ),
     PackageBug(
         "pinned memory is rounded up to a power of two",
@@ -144,6 +149,7 @@ BUGS = (
         "mmap.mmap(-1, nbytes,",
         "mmap.mmap(-1, 1 << (nbytes - 1).bit_length(),",
         PINNED_TESTS,
+        quick="test_large_memory_is_registered_in_parts_without_a_gap",
     ),
     PackageBug(
         "a transfer lies in two parts of registered memory",
@@ -151,6 +157,7 @@ BUGS = (
         "until = min(end, (begin // PART + 1) * PART)",
         "until = end",
         ("unit/device/test_offload.py",),
+        quick="test_no_transfer_lies_in_two_parts_of_host_memory[1000]",
     ),
     PackageBug(
         "the last part of pinned memory is registered beyond its end",
@@ -158,6 +165,7 @@ BUGS = (
         "min(PART, size - at)",
         "PART",
         PINNED_TESTS,
+        quick="test_large_memory_is_registered_in_parts_without_a_gap",
     ),
     PackageBug(
         "pinned memory is given back under a transfer",
@@ -165,6 +173,7 @@ BUGS = (
         "        pinning.finish()\n",
         "",
         PINNED_TESTS,
+        quick="test_memory_of_a_device_that_is_gone_ends_quietly",
     ),
     PackageBug(
         "memory of which a part cannot be pinned stays pinned in part",
@@ -172,6 +181,7 @@ BUGS = (
         "            _unregister(pinning, registered)\n            log",
         "            log",
         PINNED_TESTS,
+        quick="test_memory_that_cannot_be_pinned_is_used_as_it_is_and_the_log_says_so",
     ),
     PackageBug(
         "the error of a refused registration waits for the next kernel",
@@ -179,6 +189,7 @@ BUGS = (
         "                torch.ones(1, device=self._device).add_(1)\n",
         "                pass\n",
         PINNED_TESTS,
+        quick="test_an_error_of_cuda_is_not_left_for_the_next_kernel[2]",
     ),
     PackageBug(
         "what a GPU stages is not planned",
@@ -543,6 +554,7 @@ BUGS = (
         "torch.zeros((part.shape[0], host_units, *part.shape[2:]), dtype=part.dtype)",
         "torch.zeros((part.shape[0], host_units, *part.shape[2:]))",
         ("unit/device/test_kv_cache.py",),
+        quick="test_an_fp8_cache_and_its_host_memory_take_a_byte_an_element",
     ),
     PackageBug(
         "tokens of a chunk attend to keys before they are rounded",
@@ -1450,6 +1462,7 @@ BUGS = (
         "entry is None or entry.preemptions != sequence.preemptions",
         "entry is None",
         (TABLE_TESTS,),
+        quick="test_any_history_gives_the_inputs_that_the_host_would_make[48]",
     ),
     PackageBug(
         "the slot table does not notice a step made elsewhere",
@@ -1457,6 +1470,7 @@ BUGS = (
         "if entry.length != length:",
         "if not entry.length:",
         (TABLE_TESTS,),
+        quick="test_any_history_gives_the_inputs_that_the_host_would_make[48]",
     ),
     PackageBug(
         "a sequence's new blocks are not sent",
@@ -1464,6 +1478,7 @@ BUGS = (
         "if entry.blocks < len(sequence.tables[0]):",
         "if not entry.blocks:",
         (TABLE_TESTS,),
+        quick="test_a_step_sends_only_what_changed",
     ),
     PackageBug(
         "everything is sent in every step",
@@ -1471,6 +1486,7 @@ BUGS = (
         "            entry.length = length + 1\n",
         "",
         (TABLE_TESTS,),
+        quick="test_a_step_sends_only_what_changed",
     ),
     PackageBug(
         "a row is taken from a sequence of the same step",
@@ -1492,6 +1508,7 @@ BUGS = (
         "real = index != PADDING",
         "real = index >= PADDING",
         (TABLE_TESTS,),
+        quick="test_a_row_without_a_token_stays_one_that_can_be_computed",
     ),
     PackageBug(
         "a draw on the device does not depend on its position",
@@ -1506,6 +1523,7 @@ BUGS = (
         "& MASK64) ^ sequence.choice)",
         "& MASK64))",
         (TABLE_TESTS,),
+        quick="test_any_history_gives_the_inputs_that_the_host_would_make[48]",
     ),
     PackageBug(
         "log-probabilities are forgotten for decodes on the device",
@@ -1527,6 +1545,7 @@ BUGS = (
         " and not row.sequence.scores_prompt",
         "",
         (DECODE_TESTS,),
+        quick="test_a_row_that_scores_its_prompt_is_none",
     ),
     PackageBug(
         "padding writes into a sequence's block",
@@ -1541,6 +1560,7 @@ BUGS = (
         "index = np.zeros(len(into)",
         "index = np.ones(len(into)",
         (TABLE_TESTS,),
+        quick="test_a_row_without_a_token_stays_one_that_can_be_computed",
     ),
     PackageBug(
         "a graph is replayed for another way to sample",
@@ -1569,6 +1589,7 @@ BUGS = (
         "        index = self.sampler.index[:size]\n        lens, way",
         "        index = self.sampler.index[:size].clone()\n        lens, way",
         (DECODE_TESTS,),
+        quick="test_capturing_stops_when_its_time_is_over_and_at_the_limit",
     ),
     PackageBug(
         "a replayed step's tokens stay where nobody reads",
@@ -1576,6 +1597,7 @@ BUGS = (
         "self._tokens[:size].copy_(tokens)",
         "self._tokens = tokens",
         (DECODE_TESTS,),
+        quick="test_steps_are_replayed_once_their_size_was_seen",
     ),
     PackageBug(
         "a captured step leaves its logits to the graph",
@@ -1597,6 +1619,7 @@ BUGS = (
         "            self._copied.synchronize()\n",
         "            pass\n",
         ("unit/device/test_cuda_calls.py",),
+        quick="test_tokens_are_looked_at_behind_the_event_that_follows_their_copies",
     ),
     PackageBug(
         "the event of a step is recorded before its copies",
@@ -1604,6 +1627,7 @@ BUGS = (
         "            self._copied.record()\n",
         "            pass\n",
         ("unit/device/test_cuda_calls.py",),
+        quick="test_tokens_are_looked_at_behind_the_event_that_follows_their_copies",
     ),
     PackageBug(
         "tokens are copied while the host waits",
@@ -1646,6 +1670,7 @@ BUGS = (
         "pool=self._pool",
         "pool=None",
         ("unit/device/test_cuda_calls.py",),
+        quick="test_each_capture_is_measured_when_the_device_is_idle_and_all_share_a_pool",
     ),
     PackageBug(
         "a capture is measured while the device works",
@@ -1653,6 +1678,7 @@ BUGS = (
         "        torch.cuda.synchronize(self._device)\n        torch.cuda.empty_cache()",
         "        torch.cuda.empty_cache()",
         ("unit/device/test_cuda_calls.py",),
+        quick="test_each_capture_is_measured_when_the_device_is_idle_and_all_share_a_pool",
     ),
     PackageBug(
         "no other thread may call CUDA during a capture",
@@ -1660,6 +1686,7 @@ BUGS = (
         'mode = "thread_local"',
         'mode = "global"',
         ("unit/device/test_cuda_calls.py",),
+        quick="test_each_capture_is_measured_when_the_device_is_idle_and_all_share_a_pool",
     ),
     PackageBug(
         "transfers run on the stream of the steps",
@@ -1667,6 +1694,7 @@ BUGS = (
         "CudaLane(device, side)",
         "CudaLane(device)",
         ("unit/device/test_cuda_calls.py",),
+        quick="test_work_beside_the_steps_runs_on_a_stream_of_its_own_and_waits_by_events",
     ),
     PackageBug(
         "an event is of the stream that is current, not of its lane",
@@ -1674,6 +1702,7 @@ BUGS = (
         "event.record(self._now())",
         "event.record()",
         ("unit/device/test_cuda_calls.py",),
+        quick="test_work_beside_the_steps_runs_on_a_stream_of_its_own_and_waits_by_events",
     ),
     PackageBug(
         "what is planned for graphs that cannot be is lost to the cache",
@@ -1744,6 +1773,7 @@ BUGS = (
         "+ plans + steps.held_nbytes\n",
         "+ plans\n",
         ("unit/start/test_decodes.py",),
+        quick="test_the_measure_is_one_graph_of_most_and_as_many_of_least_as_are_kept[1]",
     ),
     PackageBug(
         "what graphs took leaves out what they share",
@@ -1765,6 +1795,7 @@ BUGS = (
         "        graph.reset()\n",
         "",
         (GRAPH_TESTS,),
+        quick="test_the_least_recently_used_graph_makes_room_once_it_is_idle",
     ),
     PackageBug(
         "the graph that was used last is dropped",
@@ -1772,6 +1803,7 @@ BUGS = (
         "popitem(last=False)",
         "popitem(last=True)",
         (GRAPH_TESTS,),
+        quick="test_the_least_recently_used_graph_makes_room_once_it_is_idle",
     ),
     PackageBug(
         "graphs take each other's place in every step",
@@ -1779,6 +1811,7 @@ BUGS = (
         "return self._steps - used >= IDLE_STEPS",
         "return self._steps >= used",
         (GRAPH_TESTS,),
+        quick="test_without_room_every_step_runs_as_it_is",
     ),
     PackageBug(
         "a replay does not count as use",
@@ -1786,6 +1819,7 @@ BUGS = (
         "self._graphs[key] = kept[0], self._steps",
         "self._graphs[key] = kept",
         (GRAPH_TESTS,),
+        quick="test_a_graph_that_is_replayed_is_in_use",
     ),
     PackageBug(
         "a capture that fails is tried in each step",
@@ -1793,6 +1827,7 @@ BUGS = (
         "if not self.failure and self._has_room():",
         "if self._has_room():",
         (GRAPH_TESTS,),
+        quick="test_after_a_capture_that_fails_none_is_tried",
     ),
     PackageBug(
         "graphs that cannot be captured are asked for in vain",
@@ -1926,6 +1961,7 @@ BUGS = (
         "        self._packets.reverse()\n",
         "",
         (TABLE_TESTS,),
+        quick="test_the_next_step_leaves_what_the_last_one_sent_as_it_was",
     ),
     PackageBug(
         "a row in flight is sent with what the host knows",
@@ -1933,6 +1969,7 @@ BUGS = (
         "if sequence.flying_sampled:",
         "if False:",
         (TABLE_TESTS,),
+        quick="test_a_row_in_flight_that_the_table_does_not_have_is_refused",
     ),
     PackageBug(
         "the row of a prompt begins at its last part",
@@ -1947,6 +1984,7 @@ BUGS = (
         "            ids.index_copy_(0, last, self._sampler.table.last_tokens(index))\n",
         "",
         (MIXED_TESTS, DECODE_TESTS),
+        quick="test_a_decode_beside_a_prompt_computes_the_token_of_the_step_in_flight",
     ),
     PackageBug(
         "a step with a prompt writes to the host memory of the one in flight",
@@ -1954,6 +1992,7 @@ BUGS = (
         "        self._batches.reverse()\n",
         "",
         (MIXED_TESTS,),
+        quick="test_what_a_step_in_flight_reads_is_not_written_by_the_next",
     ),
     PackageBug(
         "the rows of a failed step with a prompt are taken for right",
@@ -2010,6 +2049,7 @@ BUGS = (
         "return results(rows, self._drawn)",
         "return results(rows, self._drawn) if rows else {}",
         (MIXED_TESTS,),
+        quick="test_a_part_of_a_prompt_samples_nothing_and_is_waited_for",
     ),
     PackageBug(
         "a step that changes logits does not count its tokens",
@@ -2038,6 +2078,7 @@ BUGS = (
         "one.logprobs or other.logprobs",
         "one.logprobs",
         (TABLE_TESTS,),
+        quick="test_all_rows_together_decide_how_a_step_is_sampled[params3-way3]",
     ),
     PackageBug(
         "a row has the list of the sequence before it",
@@ -2045,6 +2086,7 @@ BUGS = (
         "self.ids[index].masked_fill_(~has[:, None], EMPTY)",
         "self.ids[index]",
         (TABLE_TESTS,),
+        quick="test_a_row_keeps_nothing_of_who_had_it_before",
     ),
     PackageBug(
         "a new list keeps entries of the old one",
@@ -2052,6 +2094,7 @@ BUGS = (
         "            kept.index_fill_(0, rows, nothing)\n",
         "",
         (TABLE_TESTS,),
+        quick="test_a_row_keeps_nothing_of_who_had_it_before",
     ),
     PackageBug(
         "a list that is full loses tokens",
@@ -2192,6 +2235,7 @@ BUGS = (
         "start = sequence.reached",
         "start = sequence.computed",
         PIPELINE_TESTS,
+        quick="test_each_call_brings_one_step_of_tokens",
     ),
     PackageBug(
         "who waits for a prompt in flight starts a step late",
@@ -2199,6 +2243,7 @@ BUGS = (
         " or copies or draft.awaits_flight:",
         " or copies:",
         PIPELINE_TESTS,
+        quick="test_while_a_prefix_is_not_all_in_flight_nobody_waits_for_it",
     ),
     PackageBug(
         "blocks are copied while a step is in flight",
@@ -2206,6 +2251,7 @@ BUGS = (
         " or copies or draft.awaits_flight:",
         " or draft.awaits_flight:",
         PIPELINE_TESTS,
+        quick="test_blocks_are_copied_when_nothing_is_in_flight",
     ),
     PackageBug(
         "whoever waits for a prefix lets every step of it wait",
@@ -2213,6 +2259,7 @@ BUGS = (
         "        return block is None or block != self.cache.next_block(leader, leader.reached)\n",
         "        return True\n",
         PIPELINE_TESTS,
+        quick="test_while_a_prefix_is_not_all_in_flight_nobody_waits_for_it",
     ),
     PackageBug(
         "a part of a prompt behind another counts as a decode",
@@ -2276,6 +2323,7 @@ BUGS = (
         "            draft.early += 1\n            continue\n",
         "            draft.early += 1\n",
         PIPELINE_TESTS,
+        quick="test_the_next_step_is_launched_before_the_tokens_of_the_last_are_asked_for",
     ),
     PackageBug(
         "a sequence whose last token is in flight keeps its place",
@@ -2290,6 +2338,7 @@ BUGS = (
         "            draft.early += 1\n",
         "",
         PIPELINE_TESTS,
+        quick="test_nobody_overtakes_by_taking_the_place_before_the_blocks_come[False-fair]",
     ),
     PackageBug(
         "the place of one that left in flight goes to one behind the head",
@@ -2297,6 +2346,7 @@ BUGS = (
         "self.early = len(state.ended)",
         "self.early = 0",
         PIPELINE_TESTS,
+        quick="test_nobody_overtakes_by_taking_the_place_before_the_blocks_come[True-fair]",
     ),
     PackageBug(
         "the trace shows successors beside those whose last token is in flight",
@@ -2339,6 +2389,7 @@ BUGS = (
         "                scheduler.recall()\n",
         "",
         PIPELINE_TESTS,
+        quick="test_a_step_that_fails_gives_back_the_blocks_of_who_left_in_flight",
     ),
     PackageBug(
         "what follows a failed step keeps the tokens it had",
@@ -2346,6 +2397,7 @@ BUGS = (
         "                self._ground()\n",
         "",
         PIPELINE_TESTS,
+        quick="test_a_step_that_fails_gives_back_the_blocks_of_who_left_in_flight",
     ),
     PackageBug(
         "a step stays in flight when nobody is left",
@@ -2388,6 +2440,7 @@ BUGS = (
         'if elsewhere and config.async_batching == "on":',
         "if False:",
         ("unit/start/test_decodes.py",),
+        quick="test_on_a_cpu_steps_wait_for_each_other_and_on_is_refused",
     ),
     PackageBug(
         "the factor of logits scales tied embeddings, too",
