@@ -19,6 +19,10 @@ NAMES ?= operator runtime
 
 PYTEST := $(BIN)/python -m pytest
 
+# Python keeps what it compiles, also where the environment says otherwise, as in many containers:
+# else each process that imports torch and transformers compiles them first, for 5 to 10 seconds.
+export PYTHONDONTWRITEBYTECODE :=
+
 # What needs a GPU. SETUP=0: with PYTHON as it is, nothing is installed, the project is found by its
 # path; WHEELS="PATH ...": wheels, or folders of them, that are unpacked for it (flashinfer's).
 SETUP ?= 1
