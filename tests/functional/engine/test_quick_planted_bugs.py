@@ -29,7 +29,17 @@ AREAS = {
     "asynchronous steps": {
         "runtime/fairlead_runtime/engine/pipeline.py",
         "runtime/fairlead_runtime/scheduling/planner.py",
-        *(f"{DEVICE}/{name}.py" for name in ("mixed_steps", "row_sampler", "fetched")),
+        *(
+            f"{DEVICE}/{name}.py"
+            for name in (
+                "model_runner",
+                "mixed_steps",
+                "launched",
+                "row_masks",
+                "row_sampler",
+                "fetched",
+            )
+        ),
     },
     "offload": {
         f"{DEVICE}/{name}.py" for name in ("offload", "host_memory", "kv_cache", "streams")
