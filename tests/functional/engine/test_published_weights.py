@@ -142,6 +142,31 @@ def test_weights_of_four_bits_in_16_bit_models_are_judged_and_held_as_they_are_p
     assert served.model.weight_bytes - rotary == weights(loaded.shape, engine, 1, "cuda")
 
 
+@pytest.mark.parametrize(
+    ("quantization", "dtype"),
+    [("int8", torch.float32), ("int8", torch.bfloat16), ("fp8", torch.bfloat16)],
+)
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_neox", "phi3"])
+def test_weights_rounded_at_load_are_held_on_a_gpu_as_they_are_planned(
+    family: str,
+    quantization: Any,
+    dtype: torch.dtype,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """To the byte: numbers, a scale per output channel, and what is not rounded; with a head of its
+    own and without, with biases, with products that are one matrix in the checkpoint.
+    """
+    saved = tiny.save(tiny.build(family).to(dtype), tmp_path / "model")
+    on_a_gpu(monkeypatch, "torch")
+    loaded = loading.load(saved)
+    served, _ = selftest.prepare_and_test(loaded, "auto", quantization=quantization)
+    assert re.fullmatch(rf"fused (\d)/\1 layers, {quantization} weights", str(served.fusion))
+    engine = EngineConfig(quantization=quantization)
+    rotary = sum(x.nbytes for x in loaded.model.buffers())
+    assert served.model.weight_bytes - rotary == weights(loaded.shape, engine, 1, "cuda")
+
+
 @pytest.mark.parametrize("made", [gptq, awq])
 def test_four_bits_are_planned_for_gpus_and_refused_on_cpus_before_they_load(
     made: Any, tmp_path: Path, pod: Pod
