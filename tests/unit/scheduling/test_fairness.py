@@ -248,6 +248,8 @@ def test_a_stream_of_small_requests_does_not_starve_the_large_one(policy: str) -
     started: dict[str, int] = {}
     for i, plan in enumerate(steps(s)):
         started |= dict.fromkeys(names(plan), plan.step)
+        if "large" in started:
+            break  # the bound has held; to run all the others to their end takes a minute
         if i < 3000 and i % 2 == 0:
             s.add(request(f"more{i}", 200, 400, tenant=f"m{i % 5}"))
     # The last one that started beside a growing reservation has 400 steps left then.
