@@ -1217,8 +1217,8 @@ BUGS = (
     PackageBug(
         "a rank fuses a layer that does not fit on another",
         f"{RUNTIME}/device/group.py",
-        "device=self._device))) == self.size",
-        "device=self._device))) > 0",
+        "self._count(mine) == self.size",
+        "self._count(mine) > 0",
         (FUSED_RANKS,),
     ),
     PackageBug(
@@ -2142,8 +2142,8 @@ BUGS = (
     PackageBug(
         "masks are made for who has left",
         f"{RUNTIME}/device/model_runner.py",
-        "_guided(work.living().rows)",
-        "_guided(work.rows)",
+        "self._masks(work.living())",
+        "self._masks(work)",
         (MASKED_TESTS,),
         quick="test_no_mask_is_made_for_who_has_left",
     ),

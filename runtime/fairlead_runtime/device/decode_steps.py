@@ -112,11 +112,6 @@ class DecodeSteps:
         self._graphs, self._logits, self._sizes, self._room = None, None, (), 0
 
     @property
-    def sequences(self) -> int:
-        """The most rows of a step, without padding."""
-        return self.table.sequences
-
-    @property
     def held_nbytes(self) -> int:
         """Bytes that all graphs share."""
         return 0 if self._logits is None else self._logits.nbytes
@@ -150,10 +145,7 @@ class DecodeSteps:
             step = self._compute(rows, self._size(len(rows)))
             if step.way is GENERAL:
                 raise ValueError("rows: one is not sampled on the device")
-        launched = Launched(rows, self.sampler, lambda: self._draw(rows, step, masks))
-        if not step.way.masked:
-            launched.draw()
-        return launched
+        return Launched(rows, self.sampler, step.way, lambda: self._draw(rows, step, masks))
 
     def _draw(self, rows: Sequence[Row], step: _Computed, masks: WaitForMasks) -> Drawn:
         if step.logits is None:

@@ -64,12 +64,15 @@ class Group:
 
     def agrees(self, mine: bool) -> bool:
         """Whether every rank says yes."""
-        return int(self.sum(torch.tensor(int(mine), device=self._device))) == self.size
+        return self._count(mine) == self.size
 
     def alike(self, mine: bool) -> bool:
         """Whether every rank says the same."""
-        count = int(self.sum(torch.tensor(int(mine), device=self._device)))
-        return count in (0, self.size)
+        return self._count(mine) in (0, self.size)
+
+    def _count(self, mine: bool) -> int:
+        """How many ranks say yes."""
+        return int(self.sum(torch.tensor(int(mine), device=self._device)))
 
     def share(self, x: Tensor) -> Tensor:
         """Rank 0's ``x`` on every rank, written into that of the others."""

@@ -10,17 +10,24 @@ import torch
 
 from fairlead_runtime.device.fetched import Drawn, results
 from fairlead_runtime.device.row_sampler import RowSampler
+from fairlead_runtime.device.ways import Way
 from fairlead_runtime.scheduling.plan import Result, Row
 
 
 class Launched:
-    """A step of these sampling ``rows``, whose tokens ``draw`` queues."""
+    """A step of these rows, sampled in this ``way``, whose tokens ``draw`` queues: at once where it
+    needs no masks. Raises what that raises.
+    """
 
-    def __init__(self, rows: Sequence[Row], sampler: RowSampler, draw: Callable[[], Drawn]) -> None:
+    def __init__(
+        self, rows: Sequence[Row], sampler: RowSampler, way: Way, draw: Callable[[], Drawn]
+    ) -> None:
         self._rows = rows
         self._sampler = sampler
         self._draw: Callable[[], Drawn] | None = draw
         self._drawn: Drawn | None = None
+        if not way.masked:
+            self.draw()
 
     @torch.inference_mode()
     def draw(self) -> None:

@@ -57,10 +57,7 @@ class MixedSteps:
         with self._sampler.forgetting(sampling):
             way, logits = self._queue(rows, sampling)
         draw = self._sampler.draw
-        launched = Launched(sampling, self._sampler, lambda: draw(sampling, logits, way, masks))
-        if not way.masked:
-            launched.draw()
-        return launched
+        return Launched(sampling, self._sampler, way, lambda: draw(sampling, logits, way, masks))
 
     def _queue(self, rows: Sequence[Row], sampling: Sequence[Row]) -> tuple[Way, Tensor]:
         """How the rows that sample are sampled, and their logits."""

@@ -6,6 +6,7 @@ Owns the path batch → forward pass → logits → sampling, and the cache's co
 import math
 from collections import abc
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -103,12 +104,8 @@ class ModelRunner:
         """
         if not work.rows:
             return {}
-        guided = _guided(work.rows)
-        with self._cache.step(work.rows):
-            if self._guides is None or not guided:
-                return self._execute(work, lambda: NO_MASKS)
-            with self._guides.masks(guided) as masks:  # made while the model runs
-                return self._execute(work, masks.result)
+        with self._cache.step(work.rows), self._masks(work) as masks:
+            return self._execute(work, masks)
 
     def launches(self, rows: abc.Sequence[Row]) -> bool:
         """Whether ``launch`` can take these rows."""
@@ -126,16 +123,23 @@ class ModelRunner:
         way = self._mixed.launch
         if self._decodes is not None and all(map(is_decode, work.rows)):
             way = self._decodes.launch
-        self._newest = way(work.rows, lambda: self._masks(work))
+        self._newest = way(work.rows, lambda: self._living_masks(work))
         return self._newest.collect
 
-    def _masks(self, work: Work) -> Masks:
+    def _living_masks(self, work: Work) -> Masks:
         """Those of a launched step, for the sequences that have not ended since."""
-        guided = _guided(work.living().rows)
+        with self._masks(work.living()) as masks:
+            return masks()
+
+    @contextmanager
+    def _masks(self, work: Work) -> Iterator[WaitForMasks]:
+        """The masks of the step's rows, made by other threads inside the ``with`` block."""
+        guided = [r.sequence for r in work.rows if r.samples and r.sequence.guide is not None]
         if self._guides is None or not guided:
-            return NO_MASKS
+            yield lambda: NO_MASKS
+            return
         with self._guides.masks(guided) as masks:
-            return masks.result()
+            yield masks.result
 
     def _execute(self, work: Work, masks: WaitForMasks) -> Mapping[int, Result]:
         if not any(row.sequence.scores_prompt for row in work.rows):
@@ -229,10 +233,6 @@ class ModelRunner:
                 error=scored.error or sampled.error, prompt=scored.prompt
             )
         return results
-
-
-def _guided(rows: abc.Sequence[Row]) -> list[Sequence]:
-    return [row.sequence for row in rows if row.samples and row.sequence.guide is not None]
 
 
 def _results(

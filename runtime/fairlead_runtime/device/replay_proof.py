@@ -40,7 +40,7 @@ def replay_error(
     longest = min(BLOCKS * cache.block_size, max_model_len)
     rows = [
         _row(place, 1 + place * 5 % longest, cache, generator)
-        for place in range(min(ROWS, steps.sequences, size))
+        for place in range(min(ROWS, steps.table.sequences, size))
     ]
     logits, tokens, captured = steps.run_and_replay(rows, size, LARGEST)
     wanted = logits.float().log_softmax(dim=1)
