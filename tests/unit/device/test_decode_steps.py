@@ -38,7 +38,7 @@ PARAMS: tuple[dict[str, Any], ...] = (
     {"temperature": 0.0, "min_tokens": 9, "n": 2},
 )
 PLAIN = 4  # requests of which none changes logits or wants log-probabilities
-# Of sixteen tokens the even ones may not follow another.
+# Of sixteen tokens the odd ones may not follow another.
 FEW_IDS = tuple(range(40, 56))
 PAIRS = tuple((one, other) for one in FEW_IDS for other in FEW_IDS[1::2])
 AFTER_PAIRS: dict[str, Any] = {"bad_words": PAIRS, "allowed_token_ids": FEW_IDS}

@@ -1,6 +1,6 @@
 """Launching a step waits for nothing that the device computes, whatever the step's rows ask for."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -13,9 +13,9 @@ from fairlead_runtime.device.row_sampler import RowSampler
 from fairlead_runtime.device.slot_table import SlotTable
 from fairlead_runtime.models.tiny import FAMILIES, SIZED, UNLISTED, VARIANTS
 from fairlead_runtime.request import Request, SamplingParams
-from fairlead_runtime.scheduling.plan import Result, Token, Work
-from fairlead_runtime.scheduling.scheduler import Scheduler
+from fairlead_runtime.scheduling.plan import Token, Work
 from support.engine_rig import EOS, Rig, Setting, rig
+from support.in_flight import Collect, InFlight
 from support.waits import Device, watched
 
 SETTING = Setting(block_size=4, chunk=24, num_blocks=200, max_requests=8)
@@ -54,26 +54,19 @@ def device_of(engine: Rig, runner: Any) -> Device:
 def launches(kernels: str, family: str = "llama") -> dict[str, list[int]]:
     """Launch all steps of the requests, two in flight, each watched: the tokens of each request."""
     engine = rig(family, kernels)
-    runner = engine.runner(SETTING)
-    scheduler = Scheduler(SETTING.limits(len(engine.groups)), engine.groups, b"rig")
-    device = device_of(engine, runner)
-    for request in requests():
-        scheduler.add(request)
+    steps = InFlight(engine, SETTING, *requests())
+    device = device_of(engine, steps.runner)
+    launch = steps.runner.launch
+
+    def watching(work: Work) -> Collect:
+        with watched(device):
+            return launch(work)
+
+    steps.runner.launch = watching  # type: ignore[method-assign]
     texts: dict[str, list[int]] = {}
-    flying: list[tuple[Work, Callable[[], Mapping[int, Result]]]] = []
-    while scheduler.has_work:
-        plan = scheduler.plan_ahead() if flying else scheduler.plan()
-        if plan is not None:
-            work = scheduler.commit(plan)
-            assert runner.launches(work.rows)
-            with watched(device):
-                flying.append((work, runner.launch(work)))
-            scheduler.launch(work)
-        if plan is None or len(flying) == 2:
-            work, collect = flying.pop(0)
-            for event in scheduler.update(work, collect()):
-                assert isinstance(event, Token)
-                texts.setdefault(event.sequence.request.id, []).append(event.token)
+    for event in steps.finish():
+        assert isinstance(event, Token)
+        texts.setdefault(event.sequence.request.id, []).append(event.token)
     assert device.operations > 1000
     return texts
 

@@ -1,6 +1,5 @@
 """Launched steps with masks: what they wait for, and whose masks they ask for."""
 
-from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -10,33 +9,25 @@ import torch
 from fairlead_kernels import sample_rows
 from fairlead_kernels.sample_rows import NOTHING_LEFT
 from fairlead_runtime.device.logit_changes import LogitChanges
-from fairlead_runtime.device.model_runner import ModelRunner
 from fairlead_runtime.device.paged_model import PagedModel
 from fairlead_runtime.device.row_masks import MaskPacket
 from fairlead_runtime.grammar.guides import Guides, Masks, PendingMasks
 from fairlead_runtime.request import Request, SamplingParams, Sequence
-from fairlead_runtime.scheduling.plan import Finished, Result, Token, Work
-from fairlead_runtime.scheduling.scheduler import Scheduler
+from fairlead_runtime.scheduling.plan import Finished, Token
 from support.engine_rig import Setting, greedy, rig
+from support.in_flight import InFlight
 from support.tiny_guides import EOS, GUIDES
 
 SETTING = Setting(block_size=4, chunk=64, num_blocks=100, max_requests=4)
 
 
-class World:
-    """A scheduler and a runner, with steps in flight; ``seen`` is what happens in them."""
+class World(InFlight):
+    """``seen`` is what happens in its steps; ``failed`` why sequences get no mask."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *asked: Request) -> None:
-        engine = rig("llama", "resident")
-        self.scheduler = Scheduler(SETTING.limits(len(engine.groups)), engine.groups, b"rig")
-        self.runner: ModelRunner = engine.runner(SETTING, GUIDES)
-        self.flying: list[tuple[Work, Callable[[], Mapping[int, Result]]]] = []
+        super().__init__(rig("llama", "resident"), SETTING, *asked, guides=GUIDES)
         self.seen: list[Any] = []
         self.failed: dict[int, str] = {}
-        for request in asked:
-            for sequence in self.scheduler.add(request):
-                if request.params.guided is not None:
-                    sequence.guide = GUIDES.compile(request.params.guided).fork()
         masks, run, seen = Guides.masks, PagedModel.run, self.seen
 
         def ask(guides: Guides, sequences: list[Sequence]) -> PendingMasks:
@@ -52,18 +43,9 @@ class World:
         monkeypatch.setattr(Guides, "masks", ask)
         monkeypatch.setattr(PagedModel, "run", forward)
 
-    def launch(self) -> None:
-        plan = self.scheduler.plan_ahead() if self.flying else self.scheduler.plan()
-        assert plan is not None
-        work = self.scheduler.commit(plan)
-        assert self.runner.launches(work.rows)
-        self.flying.append((work, self.runner.launch(work)))
-        self.scheduler.launch(work)
-
     def collect(self) -> list[Any]:
-        work, collect = self.flying.pop(0)
         self.seen.append("tokens")
-        return self.scheduler.update(work, collect())
+        return super().collect()
 
 
 def guided(name: str, tokens: int = 9) -> Request:
@@ -77,13 +59,13 @@ def test_the_pass_of_a_step_is_queued_before_the_tokens_that_its_masks_need(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     world = World(monkeypatch, guided("a"), greedy("b", (9, 8, 7, 6), 9))
-    world.launch()
-    world.launch()
+    assert world.launch() is not None
+    assert world.launch() is not None
     for step in range(1, 4):
         assert world.seen[-1] == "pass"
         world.seen.clear()
         world.collect()
-        world.launch()
+        assert world.launch() is not None
         # The masks of the step in flight, from all tokens before; then the next pass.
         assert [one for one in world.seen if one != "pass"] == ["tokens", {("a", step)}]
     world.seen.clear()
@@ -95,20 +77,14 @@ def test_the_pass_of_a_step_is_queued_before_the_tokens_that_its_masks_need(
 def test_a_row_without_its_mask_fails_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     world = World(monkeypatch, guided("a"), greedy("b", (9, 8, 7, 6), 4), guided("c"))
     events: list[Any] = []
-    world.launch()
-    world.launch()
+    assert world.launch() is not None
+    assert world.launch() is not None
     events += world.collect()
     world.failed[0] = "late"
-    world.launch()
+    assert world.launch() is not None
     events += world.collect()
     world.failed.clear()
-    while world.scheduler.has_work:
-        if len(world.flying) < 2 and (plan := world.scheduler.plan_ahead()) is not None:
-            work = world.scheduler.commit(plan)
-            world.flying.append((work, world.runner.launch(work)))
-            world.scheduler.launch(work)
-        else:
-            events += world.collect()
+    events += world.finish()
     texts: dict[str, list[int]] = {}
     for event in events:
         if isinstance(event, Token):
@@ -122,8 +98,8 @@ def test_a_row_without_its_mask_fails_alone(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_no_mask_is_made_for_who_has_left(monkeypatch: pytest.MonkeyPatch) -> None:
     world = World(monkeypatch, guided("a"), guided("b"))
-    world.launch()
-    world.launch()
+    assert world.launch() is not None
+    assert world.launch() is not None
     world.collect()
     world.scheduler.abort("a", None)
     world.seen.clear()

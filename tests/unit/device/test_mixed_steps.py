@@ -2,7 +2,6 @@
 to the next.
 """
 
-from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -18,37 +17,23 @@ from fairlead_runtime.device.row_sampler import RowSampler
 from fairlead_runtime.device.sampling import NON_FINITE
 from fairlead_runtime.device.slot_table import SlotTable
 from fairlead_runtime.request import Request, SamplingParams
-from fairlead_runtime.scheduling.plan import DeviceLostError, Finished, Result, Token, Work
-from fairlead_runtime.scheduling.scheduler import Scheduler
+from fairlead_runtime.scheduling.plan import DeviceLostError, Finished, Token, Work
 from support.engine_rig import EOS, Setting, greedy, rig
+from support.in_flight import InFlight
 
 SETTING = Setting(block_size=4, chunk=16, num_blocks=100, max_requests=4)
-Collect = Callable[[], Mapping[int, Result]]
 
 
-class World:
-    """A scheduler and a runner. ``launch`` starts the next step, ahead of one that is in flight."""
+class World(InFlight):
+    """There always is a next step."""
 
     def __init__(self, *asked: Request, listed: int | None = None) -> None:
-        engine, setting = rig("llama", "resident"), replace(SETTING, listed=listed)
-        self.scheduler = Scheduler(setting.limits(len(engine.groups)), engine.groups, b"rig")
-        self.runner: ModelRunner = engine.runner(setting)
-        self.flying: list[tuple[Work, Collect]] = []
-        for request in asked:
-            self.scheduler.add(request)
+        super().__init__(rig("llama", "resident"), replace(SETTING, listed=listed), *asked)
 
     def launch(self) -> Work:
-        plan = self.scheduler.plan_ahead() if self.flying else self.scheduler.plan()
-        assert plan is not None
-        work = self.scheduler.commit(plan)
-        assert self.runner.launches(work.rows)
-        self.flying.append((work, self.runner.launch(work)))
-        self.scheduler.launch(work)
+        work = super().launch()
+        assert work is not None
         return work
-
-    def collect(self) -> list[Any]:
-        work, collect = self.flying.pop(0)
-        return self.scheduler.update(work, collect())
 
 
 def long(name: str = "long", **params: Any) -> Request:
