@@ -48,7 +48,7 @@ $(BIN)/uv:
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet uv
 
-$(VENV)/.ready: requirements.lock requirements-flashinfer.lock pyproject.toml scripts/setup.sh $(KERNELS) | $(BIN)/uv
+$(VENV)/.ready: requirements.lock requirements-gpu.lock pyproject.toml scripts/setup.sh $(KERNELS) | $(BIN)/uv
 	TORCH=$(TORCH) bash scripts/setup.sh $(VENV)
 	touch $@
 
@@ -116,12 +116,12 @@ bench-gpu: $(GPU_SETUP) ## the benchmark of a GPU, beside transformers' continuo
 # The CUDA image's packages have the versions of requirements.lock. Only cuda-bindings has not:
 # cuda-python names its version, and lags behind.
 LOCK := pip compile --quiet -p $(BIN)/python --universal --generate-hashes --no-emit-index-url --no-header --upgrade
-lock: $(BIN)/uv ## renew requirements.lock, that of the CUDA image and that of the tests' flashinfer
+lock: $(BIN)/uv ## renew requirements.lock, that of the CUDA image and that of the GPU packages in tests
 	$(BIN)/uv $(LOCK) --group test --extra operator --extra runtime --extra tracing pyproject.toml -o requirements.lock
 	sed -n '/^cuda-bindings==/d; s/^\([a-z].*==.*\) \\$$/\1/p' requirements.lock > $(VENV)/versions.txt
 	$(BIN)/uv $(LOCK) --group cuda-kernels --extra cuda --extra tracing -c $(VENV)/versions.txt \
 	  pyproject.toml -o docker/requirements-cuda.lock
-	$(BIN)/uv $(LOCK) --no-deps --group flashinfer -o requirements-flashinfer.lock
+	$(BIN)/uv $(LOCK) --no-deps --group gpu -o requirements-gpu.lock
 
 clean: ## remove .venv and caches
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

@@ -54,6 +54,7 @@ NEEDS = (
     Need("pytest_timeout", "pytest-timeout", "ends a test that hangs"),
     Need("hypothesis", "hypothesis", "random cases of the tests"),
     Need("triton", "triton", "the kernels of fused layers", some=True),
+    Need("humming", "humming-kernels", "4-bit products", some=True),
     Need("flashinfer", "flashinfer-python", "attention, CUDA graphs, steps ahead", some=True),
 )
 

@@ -16,5 +16,5 @@ if [ "${TORCH:-registry}" = cpu ]; then
 else
     "$uv" pip install --quiet -p "$venv/bin/python" --require-hashes -r requirements.lock
 fi
-"$uv" pip install --quiet -p "$venv/bin/python" --require-hashes --no-deps -r requirements-flashinfer.lock
+"$uv" pip install --quiet -p "$venv/bin/python" --require-hashes --no-deps -r requirements-gpu.lock
 "$uv" pip install --quiet -p "$venv/bin/python" --no-deps -e .

@@ -11,6 +11,7 @@ import torch
 from fairlead_kernels import (
     cpu,
     flashinfer_package,
+    humming_package,
     triton_attention,
     triton_fixed,
     triton_operations,
@@ -23,6 +24,7 @@ from fairlead_kernels.cpu import CpuOperations
 from fairlead_kernels.cpu_attention import CpuAttention
 from fairlead_kernels.flashinfer_attention import SUPPORTED, FlashinferAttention
 from fairlead_kernels.flashinfer_package import FlashinferPackage
+from fairlead_kernels.humming_products import HummingProducts
 from fairlead_kernels.layer import LayerOperations
 from fairlead_kernels.not_available import NotAvailableError
 from fairlead_kernels.torch_attention import TorchAttention
@@ -160,6 +162,24 @@ def gpu_operations(
     except NotAvailableError as error:
         return TorchOperations(fp8=fp8), f"layers in torch: {error}{without}"
     return operations, f"layers in Triton{without}"
+
+
+def int4_products(
+    operations: LayerOperations | None, dtype: torch.dtype, device: torch.device, compilers: int = 1
+) -> tuple[HummingProducts | None, str]:
+    """A package's products with 4-bit weights for a model of this type whose layers have these
+    operations, made by so many ``compilers`` at a time. None, and the reason, if there is one,
+    where all products are those of the operations.
+    """
+    fixed = isinstance(operations, triton_fixed.FixedOperations)
+    if device.type != "cuda" or fixed or not isinstance(operations, TorchOperations):
+        return None, ""
+    if dtype is torch.float32:
+        return None, "4-bit products of ours: humming has none in float32"
+    try:
+        return HummingProducts(humming_package.load(), dtype, device, compilers), ""
+    except NotAvailableError as error:
+        return None, f"4-bit products of ours: {error}"
 
 
 def cpu_operations(device: str, dtype: torch.dtype, *, fp8_cache: bool = False) -> CpuOperations:

@@ -5,7 +5,7 @@ request or kernel. ``attention`` is the interface of what lies between ``rope_wr
 projection.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, Protocol, Self
 
@@ -136,6 +136,14 @@ class AroundMlp:
                 if id(value) not in made:
                     made[id(value)] = value.to(dtype)
                 changed[name] = made[id(value)]
+        return replace(self, **changed)
+
+    def settled(self, settle: Callable[[Packed], Packed]) -> Self:
+        """The same with each matrix replaced by what this gives for it, one after the other."""
+        changed: dict[str, Any] = {}
+        for name, value in self._values().items():
+            if isinstance(value, Packed):
+                changed[name] = settle(value)
         return replace(self, **changed)
 
     def _values(self) -> dict[str, Any]:

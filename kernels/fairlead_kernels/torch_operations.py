@@ -15,6 +15,7 @@ from torch.nn.functional import ScalingType
 from fairlead_kernels import torch_groups
 from fairlead_kernels.cache_write import write
 from fairlead_kernels.grouped import as_grouped
+from fairlead_kernels.humming_products import HummingPacked
 from fairlead_kernels.layer import Activation, Groups, Norm, Packed
 from fairlead_kernels.not_available import NotAvailableError, brief
 from fairlead_kernels.quantize import FP8, Quantized, as_quantized, quantize
@@ -66,8 +67,10 @@ class TorchOperations:
     def linear(self, x: Tensor, weight: Packed, bias: Tensor | None = None) -> Tensor:
         """``LayerOperations.linear``. An ``x`` of another type than the weights', as in the
         comparison of a layer with its original, takes a copy of them in its own; so does every
-        ``x`` of quantized ones.
+        ``x`` of quantized ones, but for those in a package's layout.
         """
+        if isinstance(weight, HummingPacked):
+            return weight.multiply(x, bias)
         if weight.groups is not None and weight.scales is not None:
             return self._grouped(x, weight, weight.scales, weight.groups, bias)
         if weight.scales is not None:

@@ -51,6 +51,8 @@ EXPERTS, TRITON_EXPERTS, EXPERT_KERNELS = (
     f"{KERNELS}/{name}.py" for name in ("experts", "triton_experts", "triton_expert_kernels")
 )
 ON_EXPERTS = ("unit/kernels/test_experts.py",)
+HUMMING = f"{KERNELS}/humming_products.py"
+ON_HUMMING = ("unit/kernels/test_humming_products.py",)
 
 BUGS = (
     PackageBug(
@@ -1299,6 +1301,55 @@ BUGS = (
         "    if not difference <= TOLERANCE:",
         "    if difference > 1 / TOLERANCE:",
         GPU_OPERATIONS,
+    ),
+    PackageBug(
+        "a package's 4-bit product that computes nonsense is taken",
+        HUMMING,
+        "        if not found <= TOLERANCE[self.dtype]:",
+        "        if found > 1 / TOLERANCE[self.dtype]:",
+        ON_HUMMING,
+    ),
+    PackageBug(
+        "a package's 4-bit products are proven for a single token",
+        HUMMING,
+        "for tokens in (1, *BOUNDS, len(x))]",
+        "for tokens in (1, 1)]",
+        ON_HUMMING,
+    ),
+    PackageBug(
+        "a package's 4-bit products are compared in the first rows alone",
+        HUMMING,
+        "range(own.start, own.stop, ROWS_AT_A_TIME)",
+        "range(own.start, own.start + 1, 64)",
+        ON_HUMMING,
+    ),
+    PackageBug(
+        "a package multiplies columns in an order of their own as they are",
+        HUMMING,
+        "inputs=x if part.order is None else x.index_select(1, part.order),",
+        "inputs=x,",
+        ON_HUMMING,
+    ),
+    PackageBug(
+        "a package gets zero points of rows in another order",
+        HUMMING,
+        "words.T.contiguous()",
+        "words.T.flip(0).contiguous()",
+        ON_HUMMING,
+    ),
+    PackageBug(
+        "a package gets scales that its type does not hold",
+        HUMMING,
+        "        if not bool((moved <= allowed).all()):",
+        "        if bool((moved > 1e9).all()):",
+        ON_HUMMING,
+    ),
+    PackageBug(
+        "a package's product that failed is compiled again for each matrix",
+        HUMMING,
+        "        if reason := self._known.get(key):",
+        "        if reason := self._known.get(str(key)):",
+        ON_HUMMING,
     ),
     PackageBug(
         "Triton: the library compiled ahead is given for every name",

@@ -1,6 +1,6 @@
 """The stand-in of flashinfer has the package's own signatures.
 
-`make setup` installs the package without its dependencies (requirements-flashinfer.lock), so it
+`make setup` installs the package without its dependencies (requirements-gpu.lock), so it
 cannot be imported here: its source is parsed instead.
 """
 
@@ -65,10 +65,11 @@ def test_the_package_has_these_names_at_its_top() -> None:
     assert names >= {*CLASSES, "__version__"}
 
 
-def test_the_lock_names_the_version_in_this_environment_with_its_hashes() -> None:
-    lock = (ROOT / "requirements-flashinfer.lock").read_text()
+def test_the_lock_names_the_versions_in_this_environment_with_their_hashes() -> None:
+    lock = (ROOT / "requirements-gpu.lock").read_text()
     assert re.findall(r"^([a-z-]+)==([^ ]+) ", lock, flags=re.MULTILINE) == [
-        ("flashinfer-python", importlib.metadata.version("flashinfer-python"))
+        (name, importlib.metadata.version(name))
+        for name in ("flashinfer-python", "humming-kernels")
     ]
     assert "--hash=sha256:" in lock
     assert "://" not in lock

@@ -2,6 +2,8 @@
 a CUDA graph. Run with `make gpu`; without a GPU it fails.
 """
 
+import os
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +13,10 @@ from hypothesis import given, settings
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from fairlead_kernels import triton_operations
+from fairlead_kernels import humming_package, triton_operations
 from fairlead_kernels.backend import gpu_operations, pick
 from fairlead_kernels.cache_write import rounded
+from fairlead_kernels.humming_products import TOLERANCE, HummingPacked, HummingProducts
 from fairlead_kernels.layer import LayerOperations, Norm
 from fairlead_kernels.quantize import Format
 from fairlead_kernels.torch_operations import TorchOperations
@@ -32,6 +35,7 @@ from support.operation_cases import (
     ProductCase,
     RopeCase,
     activation_cases,
+    grouped,
     grouped_cases,
     norm_cases,
     product_cases,
@@ -43,6 +47,7 @@ pytestmark = pytest.mark.gpu
 
 CUDA = torch.device("cuda")
 MAX_LEN = 512
+COMPILERS = min(8, os.cpu_count() or 1)
 both = pytest.mark.parametrize("name", ["torch", "triton"])
 # Few and the same ones each time: Triton compiles nearly every example, and keeps what it has.
 examples = settings(max_examples=40, deadline=None, derandomize=True)
@@ -140,20 +145,60 @@ def test_quantized_weights_are_served_within_their_tolerances(
     print(f"{family}: {result}")
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+# What a package's products take of 4-bit weights, and what they do not.
+@pytest.mark.parametrize(
+    ("dtype", "wide"),
+    [(torch.bfloat16, True), (torch.bfloat16, False), (torch.float16, False)],
+)
 @pytest.mark.parametrize("form", [gptq(sorts=True, symmetric=False), gptq(group=-1), awq()])
 def test_published_weights_of_four_bits_are_served_within_their_tolerance(
-    form: Any, dtype: torch.dtype, tmp_path: Path
+    form: Any, dtype: torch.dtype, tmp_path: Path, *, wide: bool
 ) -> None:
-    saved = tiny.save(tiny.build("llama").to(dtype), tmp_path / "model")
+    sizes = {"hidden_size": 128, "intermediate_size": 256} if wide else {}
+    saved = tiny.save(tiny.build("llama", **sizes).to(dtype), tmp_path / "model")
     quantized, _ = publish(saved, tmp_path, *form)
     loaded = loading.load(quantized, device=CUDA)
-    served, result = selftest.prepare_and_test(loaded, "auto")
+    served, result = selftest.prepare_and_test(loaded, "auto", compilers=COMPILERS)
     assert str(served.fusion) == "fused 3/3 layers, int4 weights"
+    said = f"; 4-bit products by humming {version('humming-kernels')}"
+    assert served.choice.reason.endswith(said) == wide, served.choice.reason
     engine = EngineConfig(quantization="int4")
     rotary = sum(x.nbytes for x in loaded.model.buffers())
     assert served.model.weight_bytes - rotary == weights(loaded.shape, engine, 1, "cuda")
     print(f"{dtype}: {result}")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("groups", "ordered"), [(32, True), (8, False), (1, False)])
+@torch.inference_mode()
+def test_a_packages_product_of_four_bits_is_the_references_in_steps_of_all_sizes_and_in_a_graph(
+    dtype: torch.dtype, groups: int, ordered: bool
+) -> None:
+    rows, columns = 384, 1024
+    order = torch.randperm(columns).int() if ordered else None
+    held = [grouped(n, columns, groups, order).to(CUDA) for n in (256, 128)]
+    products = HummingProducts(humming_package.load(), dtype, CUDA, COMPILERS)
+    weight = products.settle(TorchOperations().pack(held))
+    assert isinstance(weight, HummingPacked), str(products)
+    exact = torch.cat([x.dequantize() for x in held])
+    ours, bias = TorchOperations(), torch.randn(rows, device=CUDA, dtype=dtype)
+    for tokens in (1, 5, 16, 17, 64, 65, 256, 257, 3000):
+        x = torch.randn(tokens, columns, device=CUDA, dtype=dtype)
+        want = x.float() @ exact.T
+        got = ours.linear(x, weight).float()
+        assert float((got - want).abs().max() / want.abs().max()) <= TOLERANCE[dtype], tokens
+        assert torch.equal(ours.linear(x, weight), got.to(dtype)), (
+            "the locks were left as they were"
+        )
+    x = torch.randn(8, columns, device=CUDA, dtype=dtype)
+    ours.linear(x, weight, bias)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = ours.linear(x, weight, bias)
+    x.normal_()
+    graph.replay()
+    assert torch.equal(captured, ours.linear(x, weight, bias))
 
 
 @pytest.mark.parametrize("form", [gptq(sorts=True), awq()])
@@ -161,11 +206,11 @@ def test_a_token_of_four_bits_is_the_likeliest_of_what_they_stand_for(
     form: Any, tmp_path: Path
 ) -> None:
     """The engine's in float16, by transformers' logits in float32; as likely but for rounding."""
-    saved = tiny.save(tiny.build("llama").half(), tmp_path / "model")
-    quantized, plain = publish(saved, tmp_path, *form)
+    model = tiny.build("llama", hidden_size=128, intermediate_size=256).half()
+    quantized, plain = publish(tiny.save(model, tmp_path / "model"), tmp_path, *form)
     prompt = torch.arange(3, 40)[None]
-    model: Any = AutoModelForCausalLM.from_pretrained(plain, dtype=torch.float32).to(CUDA)
-    expected = model(prompt.to(CUDA)).logits[0, -1]
+    whole: Any = AutoModelForCausalLM.from_pretrained(plain, dtype=torch.float32).to(CUDA)
+    expected = whole(prompt.to(CUDA)).logits[0, -1]
     llm = LLM(str(quantized), max_requests=4, num_blocks=64)
     greedy = SamplingParams(temperature=0, max_tokens=1)
     (made,) = llm.generate([{"prompt_token_ids": prompt[0].tolist()}], greedy)

@@ -176,7 +176,8 @@ def test_the_operator_has_no_torch_and_no_server(operator: Archive) -> None:
 def test_the_runtime_has_no_operator_framework(runtime: Archive) -> None:
     names = set(python_packages(runtime))
     assert {"torch", "transformers", "fastapi", "llguidance", "fairlead"} <= names
-    assert not names & {"kopf", "kubernetes", "triton", "pytest", "flashinfer-python"}
+    gpu = {"triton", "flashinfer-python", "humming-kernels"}
+    assert not names & {"kopf", "kubernetes", "pytest", *gpu}
 
 
 def test_the_cuda_runtime_has_flashinfer_and_triton_and_nothing_that_compiles(
@@ -184,7 +185,7 @@ def test_the_cuda_runtime_has_flashinfer_and_triton_and_nothing_that_compiles(
 ) -> None:
     names = set(python_packages(runtime_cuda))
     assert {"torch", "transformers", "fastapi", "flashinfer-python", "fairlead"} <= names
-    assert "triton" in names
+    assert {"triton", "humming-kernels"} <= names
     assert not names & {"kopf", "kubernetes", "pytest", "ninja"}
     assert not names & {"nvidia-cuda-nvcc", "nvidia-cuda-crt", "nvidia-nvvm"}
     assert runtime_cuda.environment["FLASHINFER_DISABLE_JIT"] == "1"

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fairlead_kernels.attention import AttentionBackend
-from fairlead_kernels.backend import BackendChoice, pick
+from fairlead_kernels.backend import BackendChoice, int4_products, pick
 from fairlead_kernels.quantize import Format
 from fairlead_kernels.torch_operations import TorchOperations
 from fairlead_runtime.child import frames
@@ -31,6 +31,7 @@ from fairlead_runtime.models import architecture, loading
 from fairlead_runtime.models.headers import Header, TensorEntry
 from fairlead_runtime.scheduling.plan import DeviceLostError, Work
 from fairlead_runtime.sizing.shape import ModelShape
+from support import humming_standin
 
 CPU = torch.device("cpu")
 # The tiny models that the plan admits for several ranks.
@@ -94,7 +95,8 @@ class Pair:
         self, folder: Path, quantization: str = "none", *, on_gpu: dict[str, bool] | None = None
     ) -> None:
         """Let rank 1 load the model in this folder and prepare its part, as this process must; with
-        ``on_gpu`` on the operations of GPUs, as ``pick_on_gpu`` takes them with these arguments.
+        ``on_gpu`` on the operations of GPUs, as ``pick_on_gpu`` takes them with these arguments;
+        among them ``package``, for 4-bit products of the stand-in of a package.
         """
         message = {"folder": str(folder), "quantization": quantization, "on_gpu": on_gpu}
         self._send(message)
@@ -163,7 +165,7 @@ def _follow(connection: socket.socket, store: int) -> NoReturn:
         kernels: str
         attention: AttentionBackend
         cache: CacheStorage
-        own_pick = selftest._pick
+        own_pick, replaced = selftest._pick, cast("Any", selftest)
         served: selftest.ServedModel | None = None
         while (message := frames.read(stream)) is not None:  # type: ignore[arg-type]
             if "model" in message:
@@ -174,6 +176,9 @@ def _follow(connection: socket.socket, store: int) -> NoReturn:
             elif "folder" in message:
                 on_gpu, quantization = message["on_gpu"], message["quantization"]
                 selftest._pick = own_pick if on_gpu is None else partial(pick_on_gpu, **on_gpu)
+                package = (on_gpu or {}).get("package")
+                products = humming_standin.int4_products if package else int4_products
+                replaced.int4_products = products
                 loaded = load(message["folder"], quantization)
                 with contextlib.suppress(ConfigError):
                     served, _ = selftest.prepare_rank(loaded, group, CPU, quantization=quantization)

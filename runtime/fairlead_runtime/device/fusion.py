@@ -31,7 +31,7 @@ from torch import Tensor, nn
 
 from fairlead_kernels.attention import Heads
 from fairlead_kernels.cpu import CpuOperations
-from fairlead_kernels.layer import LayerOperations
+from fairlead_kernels.layer import LayerOperations, Packed
 from fairlead_kernels.quantize import FP8, Format, Quantized, quantize
 from fairlead_kernels.triton_fixed import FixedOperations
 from fairlead_runtime.device import whole_model
@@ -154,7 +154,10 @@ def fuses_around_mlps(operations: LayerOperations) -> bool:
 
 @torch.inference_mode()
 def fuse(
-    model: PagedModel, operations: LayerOperations | None, group: Group | None = None
+    model: PagedModel,
+    operations: LayerOperations | None,
+    group: Group | None = None,
+    settle: Callable[[Packed], Packed] | None = None,
 ) -> Fusion:
     """Replace every layer that fits by a fused one on these operations; without any, none. Weights
     are packed in the model's type, quantized ones as they are.
@@ -165,13 +168,15 @@ def fuse(
     what lies around the layers is replaced, too, or the matrices that the model's own code
     multiplies by are packed; where sums have one order, the last norm and the head are.
 
+    ``settle`` gives each matrix the layout in which it is served, once its layer is proven.
+
     With ``group`` the model is one rank's part of a split one (``shards.split``), and every rank
     must call this with the same kind of operations: a layer is fused on all of them or on none, and
     what lies around the layers stays as it is.
     """
     if operations is None:
         return Fusion(0, len(model.windows))
-    fusion, runs = _fuse_layers(model, operations, group)
+    fusion, runs = _fuse_layers(model, operations, group, settle)
     step = _ScratchPass(model.heads, model.device)
     if isinstance(operations, FixedOperations) and fusion.fused == fusion.layers:
         layers = decoder_layers(model)
@@ -192,7 +197,10 @@ def fuse(
 
 
 def _fuse_layers(
-    model: PagedModel, operations: LayerOperations, group: Group | None
+    model: PagedModel,
+    operations: LayerOperations,
+    group: Group | None,
+    settle: Callable[[Packed], Packed] | None,
 ) -> tuple[Fusion, list[FusedRun]]:
     layers, total = decoder_layers(model), len(model.windows)
     if not layers:
@@ -209,6 +217,8 @@ def _fuse_layers(
             reasons.setdefault(str(error), index)
         widened.narrow()
         if layer is not None:
+            if settle is not None:
+                layer.layer = layer.layer.settled(settle)
             if layer.own is not None:
                 reasons.setdefault(layer.own.reason, index)
             _release(layers[index], operations, layer.own)

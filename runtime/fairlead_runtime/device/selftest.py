@@ -22,9 +22,11 @@ import torch
 
 from fairlead_kernels.attention import AttentionBackend
 from fairlead_kernels.attention_proof import BLOCK_SIZE as PROVEN
-from fairlead_kernels.backend import BackendChoice, pick
+from fairlead_kernels.backend import BackendChoice, int4_products, pick
 from fairlead_kernels.cpu import CpuOperations
 from fairlead_kernels.experts import choose
+from fairlead_kernels.humming_memory import UNPACKAGED
+from fairlead_kernels.humming_products import HummingProducts
 from fairlead_kernels.not_available import NotAvailableError
 from fairlead_kernels.quantize import Format
 from fairlead_runtime.config import ConfigError
@@ -44,8 +46,10 @@ from fairlead_runtime.scheduling.plan import Row, Work
 from fairlead_runtime.sizing.config_json import EXPERTS
 from fairlead_runtime.sizing.family_table import FAMILIES
 from fairlead_runtime.sizing.groups import group_layers
+from fairlead_runtime.sizing.terms import packaged
 
 Value = TypeVar("Value")
+Products = tuple[HummingProducts | None, str]
 
 BLOCK_SIZE = 4
 LENGTHS = (176, 9, 14)
@@ -150,6 +154,7 @@ def prepare_and_test(
     fp8_cache: bool = False,
     deterministic: bool = False,
     block_size: int = PROVEN,
+    compilers: int = 1,
 ) -> tuple[ServedModel, SelfTestResult]:
     """The model on our paged attention and on the kernels that serve it, and the result. Raises
     ModelError, SelfTestError, or ConfigError where the kernels that are asked for cannot serve the
@@ -163,7 +168,8 @@ def prepare_and_test(
     spread, would leave little room for a fault.
 
     With ``deterministic`` on kernels whose sums have one order, which the canary shows.
-    ``block_size``: of the cache that will be served, for which kernels may be compiled.
+    ``block_size``: of the cache that will be served, for which kernels may be compiled;
+    ``compilers``: how many compilers of a package's 4-bit products may run at a time.
     """
     name = str(loaded.config.model_type)
     with _packed_or_not(name):
@@ -186,7 +192,8 @@ def prepare_and_test(
             plain = expected
             expected = _expected(model, choice, loaded.max_model_len, fp8_cache=True)
             cache = _rounding_of_cache(model, expected, plain)
-        fusion, choice = _fused(model, choice, kernels, **settings)
+        products = _products(loaded, quantized, choice, model, compilers)
+        fusion, choice = _fused(model, choice, kernels, products=products, **settings)
         _check_fused(loaded, quantized, fusion)
         if deterministic:
             determinism.check(model, fusion)
@@ -265,6 +272,7 @@ def prepare_rank(
     *,
     fp8_cache: bool = False,
     block_size: int = PROVEN,
+    compilers: int = 1,
 ) -> tuple[ServedModel, SelfTestResult | None]:
     """One rank's part of a model, split on ``device``, and on rank 0 the result of the self-test;
     the other ranks only take part in it. The other arguments as in ``prepare_and_test``.
@@ -293,7 +301,9 @@ def prepare_rank(
         group.meet(device)
         model.probe_again()
         shards.check_heads(model.heads, loaded.shape, group.size)
-        fusion, choice = _fused(model, choice, kernels, group, block_size=block_size)
+        products = _products(loaded, quantized, choice, model, compilers, group.size)
+        settings: dict[str, Any] = {"products": products, "block_size": block_size}
+        fusion, choice = _fused(model, choice, kernels, group, **settings)
         _check_fused(loaded, quantized, fusion)
         served, fp8 = ServedModel(model, choice, fusion), quantized == "fp8"
         if whole is None:
@@ -305,6 +315,22 @@ def prepare_rank(
             return served, None
         result = _check_both(model, choice, fusion, whole.expected, fp8=fp8)
         return served, replace(result, rounding=whole.rounding, cache=whole.cache)
+
+
+def _products(
+    loaded: LoadedModel,
+    quantized: str,
+    choice: BackendChoice,
+    model: PagedModel,
+    compilers: int,
+    ranks: int = 1,
+) -> Products:
+    """Those of a package for int4 weights, or why there are none."""
+    if quantized != "int4":
+        return None, ""
+    if not packaged(loaded.shape, ranks):
+        return None, f"4-bit products of ours: {UNPACKAGED}"
+    return int4_products(choice.operations, model.heads.dtype, model.device, compilers)
 
 
 def _rounded_to(quantization: str) -> Format | None:
@@ -379,19 +405,21 @@ def _fused(
     choice: BackendChoice,
     kernels: str,
     group: Group | None = None,
+    products: Products = (None, ""),
     **settings: Any,
 ) -> tuple[Fusion, BackendChoice]:
     """Fuse the layers that fit, choose attention again where they call it otherwise than the
-    model's code did, and the product of its experts, if it has some. ``kernels`` and ``settings``:
-    what the choice was made from.
+    model's code did, and the product of its experts, if it has some. ``products``: as _products
+    gives them. ``kernels`` and ``settings``: what the choice was made from.
     """
-    kinds = model.kinds
-    fusion = fuse(model, choice.operations, group)
+    kinds, (fours, why) = model.kinds, products
+    fusion = fuse(model, choice.operations, group, None if fours is None else fours.settle)
     if model.kinds != kinds:  # the operations are those that fused layers have
         choice = replace(_pick(model, kernels, **settings), operations=choice.operations)
     product, said = choose(samples_of(model.model), model.device, kernels)
     if product is not None:
         model.use_experts(product)
+    said = "; ".join(filter(None, (said, why, str(fours or ""))))
     if said:
         choice = replace(choice, reason=f"{choice.reason}; {said}")
     return fusion, choice

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, Self
 
+from fairlead_kernels.humming_memory import COMPILER, OWN_PAIR, PAIR, takes
 from fairlead_kernels.slabs import SLAB
 from fairlead_runtime.config import EngineConfig
 from fairlead_runtime.sizing.config_json import DTYPE_BYTES
@@ -171,13 +172,15 @@ def host_terms(
     shape: ModelShape, config: EngineConfig, kind: Literal["cpu", "cuda"]
 ) -> dict[str, int]:
     """Host memory that the pod takes besides a CPU's weights and cache, in bytes: of the offload
-    space the units that fit; the process pins the plans of captured steps. ``bookkeeping`` comes to
-    it once the number of blocks is known.
+    space the units that fit; the process pins the plans of captured steps, and one of 4-bit weights
+    has a compiler while it starts. ``bookkeeping`` comes to it once the number of blocks is known.
     """
     process, shared = PROCESS * config.tensor_parallel, int(config.shared_memory * GIB)
     groups = group_layers(shape.windows)
     if may_capture(config, kind):
         process += plan_bytes(config, len(groups))
+    if kind == "cuda" and config.quantization == "int4":
+        process += COMPILER
     units = offload_units(shape, config, groups) * config.tensor_parallel
     offload = units * unit_bytes(shape, config, groups)
     grammars = shape.vocab * GRAMMAR_ID_BYTES + GRAMMAR_CHILD
@@ -281,7 +284,8 @@ def weights(shape: ModelShape, config: EngineConfig, tp: int, kind: str) -> int:
         # group, and the order of columns, if they have one.
         matrices = shape.layer_matrices + 4 * shape.layer_channels
         if config.quantization == "int4":
-            matrices = shape.layer_matrices // 2 + 5 * shape.groups + 4 * shape.orders
+            groups = _group_bytes(shape, shape.groups, tp)
+            matrices = shape.layer_matrices // 2 + groups + 4 * shape.orders
         return matrices + (shape.parameters - shape.layer_matrices) * element
     head = 0 if shape.tied or shape.vocab % tp else shape.vocab * shape.hidden
     whole = shape.parameters - shape.split - shape.keys - head
@@ -292,9 +296,24 @@ def weights(shape: ModelShape, config: EngineConfig, tp: int, kind: str) -> int:
     matrices, channels = _layer_shares(shape, tp)
     if config.quantization == "int4":
         groups = matrices // shape.group if shape.group else channels
-        return plain - matrices * element + matrices // 2 + 5 * groups
+        return plain - matrices * element + matrices // 2 + _group_bytes(shape, groups, tp)
     # A byte each and a float32 scale per row.
     return plain - matrices * (element - 1) + 4 * channels
+
+
+def _group_bytes(shape: ModelShape, groups: int, tp: int) -> int:
+    """Bytes of scales and zero points of so many groups of int4 weights."""
+    return groups * (PAIR if packaged(shape, tp) else OWN_PAIR) // 2
+
+
+def packaged(shape: ModelShape, tp: int) -> bool:
+    """Whether a package's products take all int4 matrices that one of ``tp`` accelerators has of
+    the layers. Else all products are ours, so that the size is known.
+    """
+    queries, inner = split(shape.heads, tp) * shape.head_dim, split(shape.inner, tp)
+    keys = split(shape.kv_heads, min(tp, shape.kv_heads)) * shape.head_dim
+    rows = queries + 2 * keys, shape.hidden, inner
+    return takes(rows, (shape.hidden, queries, inner))
 
 
 def _layer_shares(shape: ModelShape, tp: int) -> tuple[int, int]:

@@ -13,6 +13,7 @@ import torch
 
 from fairlead_kernels.attention import AttentionBackend
 from fairlead_kernels.attention_timing import timing
+from fairlead_kernels.humming_memory import COMPILER
 from fairlead_kernels.torch_attention import TorchAttention
 from fairlead_runtime.config import ConfigError, EngineConfig
 from fairlead_runtime.device import profiling, selftest
@@ -25,6 +26,7 @@ from fairlead_runtime.models import loading
 from fairlead_runtime.models.loading import LoadedModel
 from fairlead_runtime.sizing.groups import group_layers
 from fairlead_runtime.sizing.terms import DeviceFacts
+from fairlead_runtime.start.host import cpu_limit, memory_limit
 
 log = logging.getLogger("fairlead.build")
 
@@ -68,6 +70,7 @@ def load_rank(
     ``build`` does.
     """
     place, fp8_cache = torch.device(device.kind), config.fp8_cache
+    compilers = compilers_of(cpu_limit(), memory_limit())
     loaded = loading.load(path, config=config, device=place if group is None else "cpu")
     result: selftest.SelfTestResult | None
     if group is None:
@@ -78,6 +81,7 @@ def load_rank(
             fp8_cache=fp8_cache,
             deterministic=config.deterministic,
             block_size=config.block_size,
+            compilers=compilers,
         )
     else:
         if place.type == "cuda":
@@ -90,6 +94,7 @@ def load_rank(
             config.quantization,
             fp8_cache=fp8_cache,
             block_size=config.block_size,
+            compilers=compilers,
         )
     loaded_at = now()
     model, choice = served.model, served.choice
@@ -102,6 +107,13 @@ def load_rank(
         log.info("%s", result)
     profile = _profile(model, choice.attention, config, loaded.max_model_len)
     return RankParts(loaded, served, result, profile, loaded_at)
+
+
+def compilers_of(cpus: int, memory: int) -> int:
+    """How many compilers run at a time in a pod with so many CPUs and bytes of RAM: one, which is
+    planned, and more in a quarter of the RAM.
+    """
+    return max(1, min(cpus, memory // 4 // COMPILER))
 
 
 def price_of_attention(attention: AttentionBackend, model: PagedModel, config: EngineConfig) -> str:

@@ -12,6 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from fairlead_kernels.backend import BackendChoice, pick
+from fairlead_kernels.humming_memory import OWN_PAIR, PAIR
 from fairlead_operator.decide.children.capacity import PlanError, plan_of
 from fairlead_runtime import LLM, SamplingParams
 from fairlead_runtime.config import ConfigError, EngineConfig
@@ -23,10 +24,13 @@ from fairlead_runtime.sizing.shape import ModelShape
 from fairlead_runtime.sizing.terms import GIB, weights
 from fairlead_runtime.start import checks
 from functional.engine.test_plan_and_start import Pod
+from support import humming_standin
 from support.operation_cases import operations
 from support.published import awq, compressed_int4, compressed_tensors, gptq, publish
 
 PROMPTS = ["Paged memory is", "A block holds the keys and values of sixteen tokens, and then"]
+# Wide enough for the tiles of a package's products.
+WIDE = {"hidden_size": 128, "intermediate_size": 256}
 GREEDY = SamplingParams(temperature=0, max_tokens=24)
 
 
@@ -124,22 +128,61 @@ def test_greedy_text_of_four_bits_on_the_operations_of_gpus_equals_transformers(
 
 
 # Of 16-bit floats the rounding of transformers' own layers would decide about tokens.
+@pytest.mark.parametrize("package", [True, False])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("form", [gptq(sorts=True), awq()])
+@pytest.mark.parametrize("form", [gptq(sorts=True), awq(), compressed_int4(group=-1)])
 def test_weights_of_four_bits_in_16_bit_models_are_judged_and_held_as_they_are_planned(
-    form: Any, dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    form: Any, dtype: torch.dtype, package: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    saved = tiny.save(tiny.build("llama").to(dtype), tmp_path / "model")
+    """In the package's layout; those that a product of ours reads take more for their groups."""
+    saved = tiny.save(tiny.build("llama", **WIDE).to(dtype), tmp_path / "model")
     quantized, _ = publish(saved, tmp_path, *form)
     on_a_gpu(monkeypatch, "torch")
+    if package:
+        monkeypatch.setattr(selftest, "int4_products", humming_standin.int4_products)
     loaded = loading.load(quantized)
     served, result = selftest.prepare_and_test(loaded, "auto")
     assert str(served.fusion) == "fused 3/3 layers, int4 weights"
-    assert result.delta < selftest.TOLERANCE[dtype] / 3
+    said = "; 4-bit products by humming stand-in"
+    assert served.choice.reason.endswith(said) == package
+    assert result.delta < selftest.TOLERANCE[dtype] / 1.5
     assert result.rounding is None, "what it cost to publish them is not known"
     engine = EngineConfig(quantization="int4")
+    planned = weights(loaded.shape, engine, 1, "cuda")
+    surplus = 0 if package else loaded.shape.groups * (OWN_PAIR - PAIR) // 2
     rotary = sum(x.nbytes for x in loaded.model.buffers())
-    assert served.model.weight_bytes - rotary == weights(loaded.shape, engine, 1, "cuda")
+    assert served.model.weight_bytes - rotary == planned + surplus
+
+
+# Rows of queries are in another order, Granite's matrices are multiplied, Qwen2's have biases.
+@pytest.mark.parametrize(
+    ("family", "form"),
+    [
+        ("qwen2", gptq(sorts=True, symmetric=False)),
+        ("gpt_neox", awq()),
+        ("granite", awq(group=32)),
+        ("gemma2", compressed_int4(symmetric=False)),
+    ],
+)
+def test_a_token_by_a_packages_products_is_the_likeliest_but_for_rounding(
+    family: str, form: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine's in float16, in steps of one and of many tokens, by transformers' logits in
+    float32 on the matrices that are stored.
+    """
+    saved = tiny.save(tiny.build(family, **WIDE).half(), tmp_path / "model")
+    quantized, plain = publish(saved, tmp_path, *form)
+    on_a_gpu(monkeypatch, "torch")
+    monkeypatch.setattr(selftest, "int4_products", humming_standin.int4_products)
+    llm = LLM(str(quantized), max_batch_tokens=64, max_requests=4, num_blocks=64)
+    model: Any = AutoModelForCausalLM.from_pretrained(plain, dtype=torch.float32)
+    for prompt, made in zip(PROMPTS, llm.generate(PROMPTS, GREEDY), strict=True):
+        ids = tiny.tokenizer()(prompt, return_tensors="pt").input_ids
+        tokens = torch.tensor([made.outputs[0].token_ids])
+        logits = model(torch.cat([ids, tokens], dim=1)).logits[0, ids.shape[1] - 1 : -1]
+        chosen = logits.gather(1, tokens.T)[:, 0]
+        behind = (logits.max(dim=1).values - chosen) / logits.std(dim=1)
+        assert float(behind.detach().max()) <= 0.05
 
 
 @pytest.mark.parametrize(

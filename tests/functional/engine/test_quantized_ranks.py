@@ -22,7 +22,7 @@ from fairlead_runtime.sizing.groups import group_layers
 from fairlead_runtime.sizing.published import as_stored
 from fairlead_runtime.sizing.terms import weights
 from functional.engine.test_plan_and_start import Pod
-from support import rank_pair
+from support import humming_standin, rank_pair
 from support.engine_rig import Setting, cache_of, greedy, prompts, run_to_end
 from support.published import awq, compressed_int4, compressed_tensors, gptq, publish
 
@@ -163,6 +163,31 @@ def test_stored_weights_in_16_bits_are_judged_by_layers_in_float32(
     assert result is not None
     _, one = selftest.prepare_and_test(loading.load(quantized), "auto")
     assert result.delta < 1.5 * one.delta
+    texts_of(served)
+
+
+def test_a_packages_products_of_four_bits_are_judged_and_held_by_two_ranks_as_they_are_planned(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 8}
+    model = tiny.build("llama", **sizes, num_key_value_heads=4, head_dim=16)
+    saved = tiny.save(model.bfloat16(), tmp_path / "model")
+    quantized, _ = publish(saved, tmp_path, *awq())
+    pair = rank_pair.pair()
+    pair.prepare(quantized, on_gpu={"package": True})
+    monkeypatch.setattr(selftest, "_pick", rank_pair.pick_on_gpu)
+    monkeypatch.setattr(selftest, "int4_products", humming_standin.int4_products)
+    loaded = rank_pair.load(quantized)
+    served, result = selftest.prepare_rank(loaded, pair.group, rank_pair.CPU)
+    assert str(served.fusion) == "fused 3/3 layers, int4 weights"
+    assert served.choice.reason.endswith("; 4-bit products by humming stand-in")
+    assert result is not None
+    _, one = selftest.prepare_and_test(loading.load(quantized), "auto")
+    assert result.delta < 1.5 * one.delta
+    planned = weights(loaded.shape, EngineConfig(quantization="int4"), 2, "cuda")
+    rotary = sum(x.nbytes for x in loaded.model.buffers())
+    for measured in (served.model.weight_bytes, pair.weight_bytes()):
+        assert measured - rotary == planned
     texts_of(served)
 
 

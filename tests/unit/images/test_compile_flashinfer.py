@@ -343,10 +343,13 @@ def test_the_image_for_cpus_compiles_nothing_and_takes_an_empty_folder(tmp_path:
     assert list(out.iterdir()) == []
 
 
-def test_the_image_has_the_flashinfer_whose_signatures_the_tests_compare() -> None:
-    (version,) = versions(DOCKER / "requirements-cuda.lock")["flashinfer-python"]
-    assert versions(ROOT / "requirements-flashinfer.lock") == {"flashinfer-python": {version}}
-    bounds = re.findall(r'"flashinfer-python>=([\d.]+)"', (ROOT / "pyproject.toml").read_text())
+@pytest.mark.parametrize("name", ["flashinfer-python", "humming-kernels"])
+def test_the_image_has_the_package_whose_signatures_the_tests_compare(name: str) -> None:
+    (version,) = versions(DOCKER / "requirements-cuda.lock")[name]
+    tested = versions(ROOT / "requirements-gpu.lock")
+    assert len(tested) == 2
+    assert tested[name] == {version}
+    bounds = re.findall(rf'"{name}>=([\d.]+)"', (ROOT / "pyproject.toml").read_text())
     assert len(bounds) == 2
     for bound in bounds:
         assert [*map(int, re.findall(r"\d+", version))] >= [*map(int, bound.split("."))]

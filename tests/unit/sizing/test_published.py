@@ -218,19 +218,29 @@ LLAMA_2_7B: dict[str, Any] = {"hidden_size": 4096, "intermediate_size": 11008, "
 
 
 @pytest.mark.parametrize(
-    ("made", "group", "ordered"),
-    [(gptq, 128, False), (gptq, 32, True), (gptq, -1, False), (awq, 64, False)],
+    ("made", "group", "ordered", "inner"),
+    [
+        (gptq, 128, False, 11008),
+        (gptq, 32, True, 11008),
+        (gptq, -1, False, 11008),
+        (awq, 64, False, 11008),
+        (awq, 32, False, 11040),  # no multiple of 64, so that our own products have them
+    ],
 )
-def test_weights_of_four_bits_are_planned_to_the_byte(made: Any, group: int, ordered: bool) -> None:
+def test_weights_of_four_bits_are_planned_to_the_byte(
+    made: Any, group: int, ordered: bool, inner: int
+) -> None:
     form = made(group=group, sorts=True) if ordered else made(group=group)
-    config = four_bits(form) | LLAMA_2_7B | {"torch_dtype": "float16"}
+    config = four_bits(form) | LLAMA_2_7B | {"torch_dtype": "float16", "intermediate_size": inner}
     shape = ModelShape.from_config(config)
-    hidden, inner, layers = 4096, 11008, 32
+    hidden, layers = 4096, 32
     matrices = [(hidden, hidden)] * 4 + [(inner, hidden)] * 2 + [(hidden, inner)]
     size = 0
     for rows, columns in matrices:
         groups = 1 if group < 0 else columns // group
-        size += rows * columns // 2 + rows * groups * (4 + 1)  # float32 scales, zeros in bytes
+        # Scales and zero points: in 16 and 4 bits, or in float32 and bytes.
+        size += rows * columns // 2 + rows * groups * (5 if inner % 64 else 2)
+        size += 0 if inner % 64 else rows * groups // 2
     # An order for queries, keys and values, one for what attention returns, and so on.
     size += 4 * (3 * hidden + inner) if ordered else 0
     plain = 2 * 32000 * hidden + hidden * (2 * layers + 1)

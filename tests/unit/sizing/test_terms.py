@@ -1,9 +1,11 @@
 """Each term of the memory equation by hand, on a GPU and on a CPU."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
+from fairlead_kernels.humming_memory import COMPILER
 from fairlead_runtime.config import EngineConfig
 from fairlead_runtime.sizing import ranks, terms
 from fairlead_runtime.sizing.groups import group_layers
@@ -13,6 +15,7 @@ from fairlead_runtime.sizing.terms import (
     Bookkeeping,
     DeviceFacts,
     host_terms,
+    packaged,
     split,
     terms_of,
     unit_bytes,
@@ -88,6 +91,35 @@ def test_host_memory_has_the_pinned_plans_of_captured_steps() -> None:
     for other in ({"cuda_graphs": "off"}, {"max_cached_graphs": 0}):
         assert host_terms(SHAPE, replace(CONFIG, **other), "cuda")["process"] == GIB
     assert host_terms(SHAPE, CONFIG, "cpu")["process"] == GIB
+
+
+def test_host_memory_has_a_compiler_of_4_bit_products_while_a_gpus_process_starts() -> None:
+    plain = replace(CONFIG, cuda_graphs="off")
+    four = replace(plain, quantization="int4")
+    assert host_terms(SHAPE, four, "cuda")["process"] == GIB + COMPILER
+    assert host_terms(SHAPE, replace(plain, quantization="int8"), "cuda")["process"] == GIB
+
+
+@pytest.mark.parametrize(
+    ("sizes", "ranks", "fit"),
+    [
+        ({}, 1, True),
+        ({}, 8, True),
+        ({"hidden": 1088}, 1, False),
+        ({"inner": 2880}, 1, False),
+        ({"inner": 2816}, 1, True),
+        ({"inner": 2816}, 2, True),
+        ({"inner": 2816}, 4, False),
+        ({"heads": 7, "kv_heads": 1, "head_dim": 64}, 1, False),
+        ({"heads": 8, "kv_heads": 1, "head_dim": 64}, 1, True),
+        ({"heads": 8, "kv_heads": 1, "head_dim": 32}, 8, False),
+    ],
+)
+def test_a_package_takes_all_int4_matrices_of_an_accelerator_or_none(
+    sizes: Any, ranks: int, *, fit: bool
+) -> None:
+    """Rows in multiples of 128, queries, keys and values together, and columns of 64."""
+    assert packaged(replace(SHAPE, **sizes), ranks) == fit
 
 
 def test_layers_of_a_split_model_on_a_cpu_are_planned_in_float32() -> None:

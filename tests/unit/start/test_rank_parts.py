@@ -8,7 +8,7 @@ import pytest
 from fairlead_kernels.torch_attention import TorchAttention
 from fairlead_runtime.config import EngineConfig
 from fairlead_runtime.device.paged_model import PagedModel
-from fairlead_runtime.start.rank_parts import price_of_attention
+from fairlead_runtime.start.rank_parts import compilers_of, price_of_attention
 from support import flashinfer_standin, triton_standin
 from support.engine_rig import rig
 
@@ -35,3 +35,13 @@ def test_what_attention_takes_is_said_for_as_many_rows_as_a_step_has(
     said = price_of_attention(attention, model, config)
     start = f"attention on {attention.name}: 5 decodes of 1,024 tokens take "
     assert re.fullmatch(re.escape(start) + r"\d+\.\d{3} ms a layer, \d+ GB/s", said), said
+
+
+@pytest.mark.parametrize(
+    ("cpus", "gigabytes", "count"),
+    [(16, 128, 16), (16, 16, 5), (2, 128, 2), (8, 3, 1), (8, 1, 1), (1, 64, 1)],
+)
+def test_compilers_take_a_quarter_of_the_pods_memory_and_one_runs_in_any(
+    cpus: int, gigabytes: int, count: int
+) -> None:
+    assert compilers_of(cpus, gigabytes << 30) == count
