@@ -169,13 +169,18 @@ def test_a_tensor_that_a_kernel_cannot_read_is_refused_by_name() -> None:
 
 
 @needs_triton
-def test_every_kernel_that_is_launched_compiles_for_gpus() -> None:
+@pytest.mark.parametrize("few", [True, pytest.param(False, marks=pytest.mark.full)])
+def test_every_kernel_that_is_launched_compiles_for_gpus(*, few: bool) -> None:
     """In a process of its own: this one has the interpreter."""
     program = Path(__file__).parents[2] / "support/compile_triton.py"
     paths = {"PYTHONPATH": str(program.parents[1])}
     environment = {**os.environ, **paths, "TRITON_INTERPRET": "0"}
     run = subprocess.run(
-        [sys.executable, program], env=environment, capture_output=True, text=True, check=False
+        [sys.executable, program, *(["few"] if few else [])],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert run.returncode == 0, run.stderr
     compiled = run.stdout.splitlines()
