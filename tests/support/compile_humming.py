@@ -5,7 +5,7 @@
 All of the package runs as on a GPU of this compute capability (90 for 9.0) but what only a GPU can
 do: moving a matrix into the package's order, and a launch. Its own checks see what we hand over,
 its rules choose the tiles, and CUDA's compiler makes the kernels. With FEW those for few tokens and
-for many, else all. Prints what was compiled, and the words of the choice.
+for many, of one matrix, else all of several. Prints what was compiled, and the words of the choice.
 """
 
 import contextlib
@@ -39,6 +39,16 @@ FACTS = {
     "memory_bandwidth_gbps": 3350.0,
     "tensorcore_tops": {"float16": 989.0, "bfloat16": 989.0},
 }
+
+
+# A type, rows, columns and groups of a row: the usual ones, groups of 32 columns, a single one, and
+# of the sizes that are taken the smallest and odd multiples.
+CASES = (
+    (torch.bfloat16, 512, 1024, 8),
+    (torch.float16, 1152, 896, 28),
+    (torch.bfloat16, 128, 64, 1),
+    (torch.float16, 384, 320, 5),
+)
 
 
 class _NoSwitch(contextlib.nullcontext[None]):
@@ -101,7 +111,7 @@ def multiplying(package: HummingPackage) -> HummingPackage:
         given[held["weight"].data_ptr()] = stood_in(tensors, rows, columns, theirs, **more)
         return config, held
 
-    def launch(*, configs: Tensor, inputs: Tensor, weight: Tensor, locks: Tensor, **_: Any) -> Any:
+    def launch(*, configs: Tensor, inputs: Tensor, weight: Tensor, **_: Any) -> Any:
         bounds = configs.view(-1, 4)[:, :2].tolist()
         assert sum(above < len(inputs) <= upto for above, upto in bounds) == 1
         config, held = given[weight.data_ptr()]
@@ -112,7 +122,7 @@ def multiplying(package: HummingPackage) -> HummingPackage:
             held["weight"],
             held["weight_scale"],
             held["zero_point"],
-            locks=locks,
+            compute_config=humming_products.WHOLE_SUMS,
             tuning_config=kernel,
         )
 
@@ -136,11 +146,13 @@ def main() -> None:
             repack(weight_bits=4, activation_bits=16, is_weight_packed=True).kernel_filename,
         )
         print("moves", unpack(num_bits=4).kernel_filename)
-    ours = HummingProducts(multiplying(package), torch.bfloat16, CPU, 2)
-    ours.settle(TorchOperations().pack([grouped(512, 1024, 8)]))
+    package = multiplying(package)
+    for dtype, rows, columns, groups in CASES[:1] if few else CASES:
+        ours = HummingProducts(package, dtype, CPU, 2)
+        ours.settle(TorchOperations().pack([grouped(rows, columns, groups)]))
+        print("choice", ours)
     for file in files:
         print("multiplies", file)
-    print(ours)
 
 
 if __name__ == "__main__":

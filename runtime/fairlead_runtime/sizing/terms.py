@@ -179,7 +179,8 @@ def host_terms(
     groups = group_layers(shape.windows)
     if may_capture(config, kind):
         process += plan_bytes(config, len(groups))
-    if kind == "cuda" and config.quantization == "int4":
+    four = kind == "cuda" and config.quantization == "int4"
+    if four and packaged(shape, config.tensor_parallel):
         process += COMPILER
     units = offload_units(shape, config, groups) * config.tensor_parallel
     offload = units * unit_bytes(shape, config, groups)

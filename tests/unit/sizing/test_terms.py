@@ -98,6 +98,7 @@ def test_host_memory_has_a_compiler_of_4_bit_products_while_a_gpus_process_start
     four = replace(plain, quantization="int4")
     assert host_terms(SHAPE, four, "cuda")["process"] == GIB + COMPILER
     assert host_terms(SHAPE, replace(plain, quantization="int8"), "cuda")["process"] == GIB
+    assert host_terms(replace(SHAPE, hidden=1088), four, "cuda")["process"] == GIB
 
 
 @pytest.mark.parametrize(
