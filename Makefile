@@ -23,16 +23,17 @@ PYTEST := $(BIN)/python -m pytest
 # else each process that imports torch and transformers compiles them first, for 5 to 10 seconds.
 export PYTHONDONTWRITEBYTECODE :=
 
-# What needs a GPU. SETUP=0: with PYTHON as it is, nothing is installed, the project is found by its
-# path; WHEELS="PATH ...": wheels, or folders of them, that are unpacked for it (flashinfer's).
+# What needs a GPU, with the packages of the CUDA image and the nvcc among them. SETUP=0: with PYTHON
+# as it is, nothing is installed, the project is found by its path; WHEELS="PATH ...": wheels, or folders of them, that are unpacked for it (flashinfer's).
 SETUP ?= 1
 WHEELS ?=
-GPU_SETUP := $(if $(filter 0,$(SETUP)),,setup)
-GPU_PYTHON := $(if $(GPU_SETUP),$(BIN)/python,$(PYTHON) scripts/gpu_python.py $(addprefix --wheels ,$(WHEELS)) --)
+GPU_SETUP := $(if $(filter 0,$(SETUP)),,$(VENV)/.gpu)
+GPU_PYTHON := $(if $(GPU_SETUP),$(BIN)/python,$(PYTHON)) scripts/gpu_python.py $(addprefix --wheels ,$(WHEELS)) --
+GPU_NVCC := $(if $(GPU_SETUP),PATH="$(CURDIR)/$(BIN):$$PATH" CUDA_HOME="$$(echo $(CURDIR)/$(VENV)/lib/python3*/site-packages/nvidia/cu[0-9]*)")
 # The most minutes that each of them takes; a run that is over says what it left out, and fails.
 MINUTES ?= 10
 GPU_RUN := timeout --signal=INT --kill-after=10 $$(($(MINUTES) * 60 - 15)) env TRITON_INTERPRET=0 \
-  FAIRLEAD_MINUTES=$(MINUTES) PYTHONUNBUFFERED=1 $(GPU_PYTHON)
+  FAIRLEAD_MINUTES=$(MINUTES) PYTHONUNBUFFERED=1 $(GPU_NVCC) $(GPU_PYTHON)
 # Which tests `make gpu` runs, and its options for pytest.
 TESTS ?= tests/gpu
 # One file's tests share a worker, and with it the cluster and the servers that they start.
@@ -50,6 +51,10 @@ $(BIN)/uv:
 
 $(VENV)/.ready: requirements.lock requirements-gpu.lock pyproject.toml scripts/setup.sh $(KERNELS) | $(BIN)/uv
 	TORCH=$(TORCH) bash scripts/setup.sh $(VENV)
+	touch $@
+
+$(VENV)/.gpu: $(VENV)/.ready docker/requirements-cuda.lock scripts/gpu_setup.sh
+	bash scripts/gpu_setup.sh $(VENV)
 	touch $@
 
 setup: $(VENV)/.ready ## create .venv from the lock

@@ -140,7 +140,11 @@ def unpack(wheels: Sequence[Path], folder: Path) -> None:
     folder.mkdir(parents=True)
     for one in files:
         with zipfile.ZipFile(one) as archive:
-            archive.extractall(folder)
+            for member in archive.infolist():
+                path = Path(archive.extract(member, folder))
+                # A wheel may have programs, and zipfile drops that they are.
+                if member.external_attr >> 16 & 0o100:
+                    path.chmod(path.stat().st_mode | 0o111)
     for part in folder.glob("*.data/*lib"):  # purelib and platlib
         shutil.copytree(part, folder, dirs_exist_ok=True)
     mark.write_text(made_of)
@@ -161,6 +165,7 @@ def main() -> None:
             parser.error(str(error))
         places.append(str(options.unpack))
     sys.path[:0] = places
+    os.environ["HUMMING_DISABLE_PARALLEL_BUILD"] = "1"  # else its import starts two processes
     found = list(missing(NEEDS))
     gpu = ""
     if not options.without_gpu and "torch" in sys.modules:
@@ -169,6 +174,7 @@ def main() -> None:
         print(f"{sys.executable}: {text}", file=sys.stderr, flush=True)
     if gpu or any(not need.some for need, _ in found):
         sys.exit(2)
+    del os.environ["HUMMING_DISABLE_PARALLEL_BUILD"]
     become(options.arguments, places)
 
 

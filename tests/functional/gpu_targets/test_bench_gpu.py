@@ -96,12 +96,11 @@ def test_without_a_gpu_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
         program.main()
 
 
-@pytest.mark.parametrize("target", ["gpu", "gpu-soak", "bench-gpu"])
-def test_the_targets_run_with_the_python_at_hand_and_end_in_time(target: str) -> None:
-    """`make -n` prints the commands; below another make, as in `make test`, more than them."""
+def commands_of(target: str, *settings: str) -> list[str]:
+    """`make -n` prints them; below another make, as in `make test`, more than them."""
     alone = {name: value for name, value in os.environ.items() if not name.startswith("MAKE")}
     made = subprocess.run(
-        ["make", "-n", target, "SETUP=0", "PYTHON=any-python", "WHEELS=a.whl folder", "MINUTES=3"],
+        ["make", "-n", target, *settings],
         cwd=ROOT,
         env=alone,
         capture_output=True,
@@ -109,7 +108,28 @@ def test_the_targets_run_with_the_python_at_hand_and_end_in_time(target: str) ->
         check=True,
     )
     lines = made.stdout.replace("\\\n", " ").splitlines()
-    (command,) = [" ".join(line.split()) for line in lines if line.strip()]
+    return [" ".join(line.split()) for line in lines if line.strip()]
+
+
+targets = pytest.mark.parametrize("target", ["gpu", "gpu-soak", "bench-gpu"])
+
+
+@targets
+def test_the_targets_run_with_the_packages_of_the_cuda_image(target: str) -> None:
+    """And with the nvcc among them, for kernels that are compiled at their first use."""
+    *before, command = commands_of(target, "--what-if=docker/requirements-cuda.lock")
+    assert "bash scripts/gpu_setup.sh .venv" in before
+    installs = (ROOT / "scripts" / "gpu_setup.sh").read_text()
+    assert "--require-hashes -r docker/requirements-cuda.lock" in installs
+    assert ".venv/bin/python scripts/gpu_python.py -- -m " in command
+    assert f'PATH="{ROOT}/.venv/bin:$PATH"' in command
+    assert f'CUDA_HOME="$(echo {ROOT}/.venv/lib/python3*/site-packages/nvidia/cu[0-9]*)"' in command
+
+
+@targets
+def test_the_targets_run_with_the_python_at_hand_and_end_in_time(target: str) -> None:
+    at_hand = "SETUP=0", "PYTHON=any-python", "WHEELS=a.whl folder", "MINUTES=3"
+    (command,) = commands_of(target, *at_hand)
     assert command.startswith("timeout --signal=INT --kill-after=10 $((3 * 60 - 15)) env ")
     wheels = "any-python scripts/gpu_python.py --wheels a.whl --wheels folder -- -m "
     assert wheels in command

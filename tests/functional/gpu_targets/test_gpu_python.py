@@ -68,6 +68,9 @@ def test_the_program_finds_the_project_and_the_wheels_without_an_installation(
         archive.writestr(
             "some_package-1.0.dist-info/METADATA", "Name: some-package\nVersion: 1.0\n"
         )
+        program = zipfile.ZipInfo("some_package/program")
+        program.external_attr = 0o755 << 16
+        archive.writestr(program, "#!/bin/sh\n")
     code = (
         "import some_package, other_module, fairlead_runtime, fairlead_kernels, sys;"
         "print(some_package.VALUE, other_module.VALUE, fairlead_runtime.__file__, sys.argv[1:])"
@@ -78,6 +81,8 @@ def test_the_program_finds_the_project_and_the_wheels_without_an_installation(
     assert ran.returncode == 0, ran.stderr
     package = ROOT / "runtime" / "fairlead_runtime" / "__init__.py"
     assert ran.stdout == f"5 6 {package} ['--flag']\n"
+    assert os.access(unpacked / "some_package" / "program", os.X_OK)
+    assert not os.access(unpacked / "some_package" / "__init__.py", os.X_OK)
     # What was compiled into it stays for the next run; other wheels make a new folder.
     (unpacked / "compiled.so").touch()
     gpu_python.unpack([tmp_path], unpacked)
