@@ -237,6 +237,23 @@ def test_what_graphs_take_was_measured(folder: Path) -> None:
     assert report.measured
 
 
+def test_the_noise_of_a_gpu_is_that_of_a_cpu_within_two_ulp() -> None:
+    """Of the same integers, which are equal bit for bit: those of some rows, and the ends."""
+    vocabulary, rows = 128_256, 16
+    generator = torch.Generator().manual_seed(0)
+    halves = torch.randint(-(2**31), 2**31, (2, rows, 1), generator=generator, dtype=torch.int32)
+    on_cpu = sample.keyed_hash(sample.hash_tokens(vocabulary, torch.device("cpu")), *halves)
+    on_gpu = sample.keyed_hash(sample.hash_tokens(vocabulary, CUDA), *halves.to(CUDA))
+    assert torch.equal(on_gpu.cpu(), on_cpu)
+    ends = torch.tensor([0, 1, 2, 2**30, 2**31 - 2, 2**31 - 1], dtype=torch.int32)
+    integers = torch.cat([on_cpu.flatten(), ends])
+    want = sample.log_exponential(integers)
+    got = sample.log_exponential(integers.to(CUDA)).cpu()
+    # 2 ulp of an exponential move its logarithm by up to 2^-22, and that has 2 ulp of its own.
+    ulp = torch.nextafter(want.abs(), torch.tensor(torch.inf)) - want.abs()
+    assert bool(((got - want).abs() <= 2**-22 + 2 * ulp).all())
+
+
 @pytest.mark.parametrize("vocabulary", [500, 128_256])
 def test_draws_are_those_of_a_cpu(vocabulary: int) -> None:
     """The same integers, and noise within 2 ulp: only ties may differ, 1 in 1000 at most."""
