@@ -60,7 +60,7 @@ def pick(
     block_size: int = BLOCK_SIZE,
 ) -> BackendChoice:
     """The kernels for a model with these heads and kinds of layers on this device, in whose cache
-    ``block_size`` tokens are a block: with ``auto`` the fastest that can serve it, ``cpu`` those in
+    ``block_size`` tokens are a block: with ``auto`` the first that can serve it, ``cpu`` those in
     C++, ``flashinfer`` its attention, with ``torch`` plain torch, which runs on every device. On
     GPUs ``auto`` takes attention by flashinfer, else in Triton, else in torch; layers have
     operations of their own, in Triton or else in torch, beside each of them.

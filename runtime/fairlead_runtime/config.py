@@ -111,7 +111,7 @@ class EngineConfig:
     kernels: Kernels = knob(
         "auto",
         "kernels of layers and attention; cpu: C++, for float32 and bfloat16, flashinfer: its "
-        "attention on a GPU, or refuse to start; auto: the fastest that can serve the model",
+        "attention on a GPU, or refuse to start; auto: the first that can serve the model",
         when="torch to find out whether a kernel causes a fault.",
     )
     quantization: Quantization = knob(
