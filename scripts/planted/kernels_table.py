@@ -1324,6 +1324,13 @@ BUGS = (
         ON_HUMMING,
     ),
     PackageBug(
+        "programs of a package's 4-bit product share sums",
+        HUMMING,
+        "shape_m=tokens, use_batch_invariant=True,",
+        "shape_m=tokens,",
+        ON_HUMMING,
+    ),
+    PackageBug(
         "a package multiplies columns in an order of their own as they are",
         HUMMING,
         "inputs=x if part.order is None else x.index_select(1, part.order),",
