@@ -26,7 +26,7 @@ from fairlead_kernels.flashinfer_attention import SUPPORTED, FlashinferAttention
 from fairlead_kernels.flashinfer_package import FlashinferPackage
 from fairlead_kernels.humming_products import HummingProducts
 from fairlead_kernels.layer import LayerOperations
-from fairlead_kernels.not_available import NotAvailableError
+from fairlead_kernels.not_available import NotAvailableError, name_of
 from fairlead_kernels.torch_attention import TorchAttention
 from fairlead_kernels.torch_operations import TorchOperations, prove_fp8
 
@@ -189,7 +189,7 @@ def cpu_operations(device: str, dtype: torch.dtype, *, fp8_cache: bool = False) 
     if device != "cpu":
         raise NotAvailableError(f"the model runs on {device}")
     if dtype not in (torch.float32, torch.bfloat16):
-        name = str(dtype).removeprefix("torch.")
+        name = name_of(dtype)
         raise NotAvailableError(f"they have weights in float32 or bfloat16, the model in {name}")
     if fp8_cache:
         raise NotAvailableError("their cache is in float32 or bfloat16, not in fp8")
@@ -206,7 +206,7 @@ def flashinfer_for(heads: Heads, device: torch.device) -> FlashinferPackage:
     found = torch.cuda.get_device_capability(device)
     needed = OLDEST_GPU[heads.dtype]
     if found < needed:
-        name = str(heads.dtype).removeprefix("torch.")
+        name = name_of(heads.dtype)
         raise NotAvailableError(
             f"in {name} flashinfer needs a GPU of compute capability {needed[0]}.{needed[1]}, this "
             f"one has {found[0]}.{found[1]}"

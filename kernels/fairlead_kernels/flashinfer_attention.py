@@ -26,7 +26,7 @@ from fairlead_kernels.attention import (
 from fairlead_kernels.flashinfer_memory import PLAN_BYTES, WORKSPACE_BYTES, split_bytes
 from fairlead_kernels.flashinfer_package import FlashinferPackage
 from fairlead_kernels.flashinfer_plan import PagedRows, decode_rows, paged_rows
-from fairlead_kernels.not_available import NotAvailableError, brief
+from fairlead_kernels.not_available import NotAvailableError, brief, name_of
 
 # The generation of kernels that is asked for, on every GPU: `auto` would take another on Hopper,
 # with modules of its own to compile and without the fixed splits that equal results need.
@@ -49,9 +49,9 @@ class Supported:
     def check_heads(self, heads: Heads) -> None:
         """Raise NotAvailableError with the reason for heads that the kernels cannot serve."""
         if heads.dtype not in self.dtypes:
-            names = " and ".join(sorted(_name(dtype) for dtype in self.dtypes))
+            names = " and ".join(sorted(name_of(dtype) for dtype in self.dtypes))
             raise NotAvailableError(
-                f"flashinfer computes in {names}, the model in {_name(heads.dtype)}"
+                f"flashinfer computes in {names}, the model in {name_of(heads.dtype)}"
             )
         if heads.value_dim != heads.dim:
             raise NotAvailableError(
@@ -95,10 +95,6 @@ SUPPORTED = Supported(
     dims=frozenset({64, 128, 256}),
     sinks=frozenset({64}),
 )
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 # The form of a step that a wrapper serves: rows of any length, decodes, or as many decodes at

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 import torch
 
-from fairlead_kernels.not_available import NotAvailableError, brief
+from fairlead_kernels.not_available import importing
 
 
 class Event(Protocol):
@@ -43,14 +43,8 @@ class FlashinferPackage:
 
 def load() -> FlashinferPackage:
     """Import the package, which takes seconds. Raises NotAvailableError with the reason."""
-    try:
+    with importing("flashinfer-python", "flashinfer"):
         package: Any = importlib.import_module("flashinfer")
-    except ModuleNotFoundError as error:
-        if error.name == "flashinfer":
-            raise NotAvailableError("flashinfer-python is not installed") from error
-        raise NotAvailableError(f"flashinfer-python cannot be imported: {error}") from error
-    except Exception as error:  # it reads the driver, the compiler and files of its own
-        raise NotAvailableError(f"flashinfer-python cannot be imported: {brief(error)}") from error
     return FlashinferPackage(
         version=str(package.__version__),
         prefill=package.BatchPrefillWithPagedKVCacheWrapper,

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from fairlead_kernels.not_available import NotAvailableError, brief
+from fairlead_kernels.not_available import importing
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,20 +30,14 @@ class HummingPackage:
 
 
 def load() -> HummingPackage:
-    """Import the package, which takes a second. Raises NotAvailableError with the reason."""
-    try:
-        # Else it starts two processes that look for what its wheel brings.
-        with _environment(HUMMING_DISABLE_PARALLEL_BUILD="1"):
-            package, schema, transform, tune, forward = (
-                importlib.import_module(f"humming{name}")
-                for name in ("", ".schema", ".transform", ".tune", ".forward")
-            )
-    except ModuleNotFoundError as error:
-        if error.name == "humming":
-            raise NotAvailableError("humming-kernels is not installed") from error
-        raise NotAvailableError(f"humming-kernels cannot be imported: {error}") from error
-    except Exception as error:  # it looks for CUDA's headers and writes files of its own
-        raise NotAvailableError(f"humming-kernels cannot be imported: {brief(error)}") from error
+    """Import the package, which takes seconds. Raises NotAvailableError with the reason."""
+    # Without the setting it starts two processes that look for what its wheel brings.
+    setting = _environment(HUMMING_DISABLE_PARALLEL_BUILD="1")
+    with importing("humming-kernels", "humming"), setting:
+        package, schema, transform, tune, forward = (
+            importlib.import_module(f"humming{name}")
+            for name in ("", ".schema", ".transform", ".tune", ".forward")
+        )
     return HummingPackage(
         version=str(package.__version__),
         schema=schema.HummingWeightSchema,

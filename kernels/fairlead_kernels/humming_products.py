@@ -19,7 +19,7 @@ from fairlead_kernels.grouped import paired, widened
 from fairlead_kernels.humming_memory import UNPACKAGED, takes
 from fairlead_kernels.humming_package import HummingPackage, compilers
 from fairlead_kernels.layer import Groups, Packed
-from fairlead_kernels.not_available import NotAvailableError, brief
+from fairlead_kernels.not_available import NotAvailableError, brief, name_of
 
 log = logging.getLogger(__name__)
 
@@ -168,14 +168,14 @@ class HummingProducts:
         moved, sizes = (scales.to(self.dtype).float() - scales).abs(), scales.abs()
         allowed = SCALE[self.dtype] * torch.maximum(sizes, sizes.max() / 16)
         if not bool((moved <= allowed).all()):
-            raise NotAvailableError(f"{_name(self.dtype)} does not hold all of its scales")
+            raise NotAvailableError(f"{name_of(self.dtype)} does not hold all of its scales")
 
     def _part(self, data: Tensor, scales: Tensor, zeros: Tensor, order: Tensor | None) -> Part:
         """Of ``data`` uint8 [rows, columns / 2], ``scales`` and ``zeros`` [G, rows]."""
         rows, columns = len(data), 2 * data.shape[1]
         schema = self._package.schema(
             b_dtype="uint4",
-            bs_dtype=_name(self.dtype),
+            bs_dtype=name_of(self.dtype),
             weight_scale_group_size=columns // len(scales) if len(scales) > 1 else 0,
             has_zero_point=True,
         )
@@ -249,7 +249,3 @@ def _runs(groups: Groups) -> Iterator[tuple[slice, Tensor | None]]:
     for rows, order in groups.orders:
         yield slice(first, first + rows), order
         first += rows
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
