@@ -23,8 +23,9 @@ PYTEST := $(BIN)/python -m pytest
 # else each process that imports torch and transformers compiles them first, for 5 to 10 seconds.
 export PYTHONDONTWRITEBYTECODE :=
 
-# What needs a GPU, with the packages of the CUDA image and the nvcc among them. SETUP=0: with PYTHON
-# as it is, nothing is installed, the project is found by its path; WHEELS="PATH ...": wheels, or folders of them, that are unpacked for it (flashinfer's).
+# What needs a GPU. The CUDA image's packages are installed, nvcc among them. SETUP=0: with PYTHON as
+# it is, nothing is installed, the project is found by its path; WHEELS="PATH ...": wheels, or
+# folders of them, that are unpacked for it (flashinfer's).
 SETUP ?= 1
 WHEELS ?=
 GPU_SETUP := $(if $(filter 0,$(SETUP)),,$(VENV)/.gpu)
