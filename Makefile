@@ -41,7 +41,7 @@ TESTS ?= tests/gpu
 WORKERS ?= 2
 PARALLEL := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
-.PHONY: help setup demo check lint style types imports fast test e2e test-full images test-images plant gpu gpu-soak bench bench-gpu lock clean
+.PHONY: help setup demo check lint style types imports fast test functional cluster e2e test-full images test-images plant gpu gpu-soak bench bench-gpu lock clean
 help: ## print this list
 	@grep -E '^[a-z0-9-]+:.*## ' $(firstword $(MAKEFILE_LIST)) | sed -E 's/:.*## /\t/'
 
@@ -81,8 +81,12 @@ imports: setup
 fast: setup
 	$(PYTEST) -q $(PARALLEL) -m "not gpu and not full" tests/unit tests/contract
 
-test: check ## everything that needs no GPU, long forms shortened; the fast parts first
+test: check functional cluster ## everything that needs no GPU, long forms shortened; the fast parts first
+
+functional: setup
 	$(PYTEST) $(PARALLEL) -m "not gpu and not full" tests/functional
+
+cluster: setup
 	$(PYTEST) $(PARALLEL) -m "not gpu and not full" --durations=10 tests/cluster
 
 e2e: setup ## the images on a real node, in a sandbox of its own: after `make images`, as root

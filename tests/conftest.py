@@ -20,9 +20,15 @@ settings.register_profile("fairlead", deadline=None, print_blob=True)
 settings.load_profile("fairlead")
 
 
-def pytest_configure() -> None:
-    """Refuse a value of FAIRLEAD_FULL that has no meaning before any test runs."""
+def pytest_configure(config: pytest.Config) -> None:
+    """Refuse a value of FAIRLEAD_FULL that has no meaning before any test runs, and time the tests
+    in the process that reports them.
+    """
     try:
         import support.full  # noqa: F401 - reads the variable
     except ValueError as error:
         raise pytest.UsageError(str(error)) from None
+    if not hasattr(config, "workerinput"):
+        from support.times import Times
+
+        config.pluginmanager.register(Times(getattr(config.option, "numprocesses", None) or 1))
