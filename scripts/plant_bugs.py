@@ -4,7 +4,7 @@ catch each.
     .venv/bin/python scripts/plant_bugs.py [--seeds 60] [--jobs 2] [--only NAME]
 
 Exit code: 0 if all were caught, 1 if one was missed, 2 if the text of a bug does not occur exactly
-once in its file or a run broke.
+once in its place or a run broke.
 """
 
 import argparse
@@ -15,6 +15,7 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
+from planted import anchor
 from planted.hunting import Outcome, Runs, Verdict, end_on_sigterm, exit_code, hunt_all
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -39,101 +40,109 @@ SECONDS = 300.0  # a run without a bug takes less than a tenth
 
 
 class Bug(NamedTuple):
+    """In place (``planted.anchor``) ``old`` becomes ``new``."""
+
     name: str
-    file: str
+    place: str
     old: str
     new: str
     first: int = 0  # the first seed, for a bug that early seeds do not show
 
 
-POOL, PREFIX, PAGED, HOST = (
-    "cache/blocks.py",
-    "cache/prefix.py",
-    "cache/paged.py",
-    "cache/offload.py",
-)
-GROUPS, PLANNER, SCHEDULER = "sizing/groups.py", "scheduling/planner.py", "scheduling/scheduler.py"
-POLICY = "scheduling/policies.py"
-
 BUGS = (
     Bug(
         "a freed block is forgotten",
-        POOL,
+        "fairlead_runtime.cache.blocks:BlockPool.release",
         "                    self.free.append(unit)\n",
         "                    pass\n",
     ),
     Bug(
         "a freed block goes back twice",
-        POOL,
+        "fairlead_runtime.cache.blocks:BlockPool.release",
         "                    self.free.append(unit)\n",
         "                    self.free += [unit, unit]\n",
     ),
     Bug(
         "an evicted block is forgotten",
-        POOL,
+        "fairlead_runtime.cache.blocks:BlockPool.forget",
         "            del self.cached[unit]\n            self.free.append(unit)\n",
         "            del self.cached[unit]\n",
     ),
     Bug(
         "a shared block is freed with its first owner",
-        POOL,
+        "fairlead_runtime.cache.blocks:BlockPool.release",
         "self.refs[unit] -= 1",
         "self.refs[unit] = 0",
     ),
-    Bug("a hit takes no reference", POOL, "        self.refs[unit] += 1", "        pass"),
+    Bug(
+        "a hit takes no reference",
+        "fairlead_runtime.cache.blocks:BlockPool.share",
+        "        self.refs[unit] += 1",
+        "        pass",
+    ),
     Bug(
         "a hit leaves the block evictable",
-        POOL,
+        "fairlead_runtime.cache.blocks:BlockPool.share",
         "            del self.cached[unit]\n        self.refs[unit] += 1\n",
         "        self.refs[unit] += 1\n",
     ),
     Bug(
         "an evicted block can still be found",
-        POOL,
+        "fairlead_runtime.cache.blocks:BlockPool.forget",
         "del self._index[content[0]][content[1].digest]",
         "pass",
     ),
     Bug(
         "equal content overwrites the index",
-        POOL,
+        "fairlead_runtime.cache.blocks:BlockPool.register",
         " and block.digest not in self._index[group]",
         "",
     ),
-    Bug("the salt is left out of the hash", PREFIX, "+ identity + salt", "+ identity"),
-    Bug("the parent is left out of the hash", PREFIX, "sha256(parent + packed)", "sha256(packed)"),
+    Bug(
+        "the salt is left out of the hash",
+        "fairlead_runtime.cache.prefix:root",
+        "+ identity + salt",
+        "+ identity",
+    ),
+    Bug(
+        "the parent is left out of the hash",
+        "fairlead_runtime.cache.prefix:extend_chain",
+        "sha256(parent + packed)",
+        "sha256(packed)",
+    ),
     Bug(
         "a window hit ends one block too early",
-        PREFIX,
+        "fairlead_runtime.cache.prefix:_longest_group_hit",
         "at > group.first_block",
         "at - 1 > group.first_block",
     ),
     Bug(
         "the hit covers the whole prompt",
-        PAGED,
+        "fairlead_runtime.cache.paged:PagedCache.hit",
         "until = len(sequence.tokens) - 1",
         "until = len(sequence.tokens)",
     ),
     Bug(
         "the window frees a block too early",
-        GROUPS,
+        "fairlead_runtime.sizing.groups:LayerGroup.first_block",
         "position - self.window + 1)",
         "position - self.window + 1 + block_size)",
     ),
     Bug(
         "the window frees a block too late",
-        GROUPS,
+        "fairlead_runtime.sizing.groups:LayerGroup.first_block",
         "position - self.window + 1)",
         "position - self.window + 1 - block_size)",
     ),
     Bug(
         "a block is one token short",
-        PAGED,
+        "fairlead_runtime.cache.paged:PagedCache.blocks",
         "return -(-tokens // self.block_size)",
         "return tokens // self.block_size + 1",
     ),
     Bug(
         "a block is shareable before its forward pass",
-        SCHEDULER,
+        "fairlead_runtime.scheduling.scheduler:Scheduler.commit",
         "                cache.grow(sequence, start + count)\n",
         (
             "                cache.grow(sequence, start + count)\n"
@@ -144,57 +153,67 @@ BUGS = (
     ),
     Bug(
         "partial blocks are registered",
-        PAGED,
+        "fairlead_runtime.cache.paged:PagedCache.finish_forward",
         "full = computed // self.block_size\n        if self.sharing",
         "full = self.blocks(computed)\n        if self.sharing",
     ),
     Bug(
         "a fork copies another block as its tail",
-        PAGED,
+        "fairlead_runtime.cache.paged:PagedCache.copy_tail",
         "(source[full], own[full])",
         "(source[0], own[full])",
     ),
-    Bug("a fork's tail is not copied", SCHEDULER, "work.copies += self", "_ = self"),
+    Bug(
+        "a fork's tail is not copied",
+        "fairlead_runtime.scheduling.scheduler:Scheduler._add_copies",
+        "work.copies += self",
+        "_ = self",
+    ),
     Bug(
         "a fork takes no references",
-        PAGED,
+        "fairlead_runtime.cache.paged:PagedCache.fork",
         "            for unit in table[first:full]:\n                self.pool.share(unit)",
         "            pass",
     ),
     Bug(
         "a fork begins before its sibling has the prompt",
-        PAGED,
+        "fairlead_runtime.cache.paged:PagedCache.can_fork",
         "if sibling.computed < tokens or",
         "if",
     ),
-    Bug("host units are not given back", PAGED, "        self.host.release(host)\n", ""),
+    Bug(
+        "host units are not given back",
+        "fairlead_runtime.cache.paged:PagedCache.restore",
+        "        self.host.release(host)\n",
+        "",
+    ),
     Bug(
         "an aborted offload keeps its host units",
-        PAGED,
+        "fairlead_runtime.cache.paged:PagedCache.release",
         "        self.host.release(list(_units_of(sequence.host)))\n",
         "",
     ),
     Bug(
         "a restore leaves out its last block",
-        PAGED,
+        "fairlead_runtime.cache.paged:PagedCache.restore",
         "sequence.registered = 0\n        return pairs",
         "sequence.registered = 0\n        return pairs[:-1]",
     ),
     Bug(
         "an offload is copied after its blocks are taken",
-        SCHEDULER,
+        "fairlead_runtime.scheduling.scheduler:Scheduler._preempt",
         "work.offload += self",
         "work.copies += self",
     ),
     Bug(
         "an offload forgets how far it was",
-        PAGED,
+        "fairlead_runtime.cache.paged:PagedCache.restore",
         "        sequence.registered = 0\n        return pairs",
         "        sequence.registered = sequence.computed = 0\n        return pairs",
     ),
     Bug(
         "a soft reset drops a generated token",
-        SCHEDULER,
+        "fairlead_runtime.scheduling.scheduler:Scheduler._preempt",
         "            self.state.cache.release(sequence)\n",
         (
             "            self.state.cache.release(sequence)\n"
@@ -203,21 +222,31 @@ BUGS = (
     ),
     Bug(
         "a soft reset keeps its count of computed tokens",
-        PAGED,
+        "fairlead_runtime.cache.paged:PagedCache.release",
         "sequence.computed = sequence.registered = 0",
         "sequence.registered = 0",
     ),
-    Bug("the oldest is the victim", PLANNER, "victim = max(", "victim = min("),
-    Bug("a victim's row stays in the step", PLANNER, "                self.rows.remove(row)\n", ""),
+    Bug(
+        "the oldest is the victim",
+        "fairlead_runtime.scheduling.planner:_Draft._preempt_youngest",
+        "victim = max(",
+        "victim = min(",
+    ),
+    Bug(
+        "a victim's row stays in the step",
+        "fairlead_runtime.scheduling.planner:_Draft._preempt_youngest",
+        "                self.rows.remove(row)\n",
+        "",
+    ),
     Bug(
         "a step that preempted admits too",
-        PLANNER,
+        "fairlead_runtime.scheduling.planner:_Draft.admit",
         "if self.preempted or not self.tokens:",
         "if not self.tokens:",
     ),
     Bug(
         "admission looks at the first chunk only",
-        PLANNER,
+        "fairlead_runtime.scheduling.planner:_Draft._candidate",
         "need = start_units + self.cache.growth(sequence, admission.start)",
         (
             "first = admission.start\n"
@@ -227,186 +256,204 @@ BUGS = (
     ),
     Bug(
         "a claimed cached block counts as free",
-        PLANNER,
+        "fairlead_runtime.scheduling.planner:_Draft._candidate",
         "start_units = len(claimed)",
         "start_units = 0",
     ),
     Bug(
         "a copied tail is not counted",
-        PLANNER,
+        "fairlead_runtime.scheduling.planner:_Draft._candidate",
         "len(self.cache.groups) if shared % self.cache.block_size else 0",
         "0",
     ),
     Bug(
         "one request more than allowed runs",
-        PLANNER,
+        "fairlead_runtime.scheduling.planner:_Draft.admit",
         "or self.slots <= (self.early if self.head is not None else 0)",
         "or self.slots < 0",
     ),
     Bug(
         "the token budget is not charged for prompts",
-        PLANNER,
+        "fairlead_runtime.scheduling.planner:_Draft._start",
         "        self.tokens -= count\n        self.free -= candidate",
         "        self.free -= candidate",
     ),
     Bug(
         "nothing waits for the victim",
-        PLANNER,
+        "fairlead_runtime.scheduling.planner:_Draft.admit",
         "if state.victim is not None and",
         "if False and",
         40,
     ),
     Bug(
         "a sequence that lacks blocks starts",
-        PLANNER,
+        "fairlead_runtime.scheduling.planner:_Draft._may_start",
         "        if candidate.need > self._room:\n            return False\n",
         "",
     ),
-    Bug("no head gets a reservation", PLANNER, "self.head = self.head or candidate", "pass"),
-    Bug("the last blocked one is the head", PLANNER, "self.head or candidate", "candidate"),
+    Bug(
+        "no head gets a reservation",
+        "fairlead_runtime.scheduling.planner:_Draft.admit",
+        "self.head = self.head or candidate",
+        "pass",
+    ),
+    Bug(
+        "the last blocked one is the head",
+        "fairlead_runtime.scheduling.planner:_Draft.admit",
+        "self.head or candidate",
+        "candidate",
+    ),
     Bug(
         "a reservation never grows",
-        PLANNER,
+        "fairlead_runtime.scheduling.planner:_Draft._reserved",
         "return head.need * waited //",
         "return 0 * waited //",
         10_000,
     ),
     Bug(
         "a reservation is whole at once",
-        PLANNER,
+        "fairlead_runtime.scheduling.planner:_Draft._reserved",
         "return head.need * waited //",
         "return head.need; waited //",
         10_000,
     ),
     Bug(
         "a reservation starts again in every step",
-        SCHEDULER,
+        "fairlead_runtime.scheduling.scheduler:Scheduler.commit",
         "and plan.blocked.blocked_since is None:",
         ":",
         10_000,
     ),
     Bug(
         "nothing ends before the head starts",
-        PLANNER,
+        "fairlead_runtime.scheduling.planner:_Draft._may_start",
         "self._steps_left(candidate.admission) <= steps",
         "False",
         10_000,
     ),
     Bug(
         "everything ends before the head starts",
-        PLANNER,
+        "fairlead_runtime.scheduling.planner:_Draft._may_start",
         "self._steps_left(candidate.admission) <= steps",
         "True",
         10_000,
     ),
     Bug(
         "a prompt's chunks take no steps",
-        PLANNER,
+        "fairlead_runtime.scheduling.planner:_Draft._steps_left",
         "return chunks + sequence.limit",
         "return sequence.limit",
         10_000,
     ),
     Bug(
         "the spare beside the head is given twice",
-        PLANNER,
+        "fairlead_runtime.scheduling.planner:_Draft._may_start",
         "self._shadow = steps, spare - most",
         "pass",
         10_000,
     ),
     Bug(
         "the head's start ignores the margin",
-        PLANNER,
+        "fairlead_runtime.scheduling.planner:_Draft._head_start",
         "self.cache.pool.units - self.state.margin - need",
         "self.cache.pool.units - need",
         10_000,
     ),
     Bug(
         "the head's start ignores what starts in this step",
-        PLANNER,
+        "fairlead_runtime.scheduling.planner:_Draft._may_start",
         "            self._shadow = None\n            return True",
         "            return True",
         10_000,
     ),
     Bug(
         "a shared block is computed by all",
-        PLANNER,
+        "fairlead_runtime.scheduling.planner:_Draft._waits_for_block",
         "if block is None or block not in computing:",
         "if True:",
     ),
     Bug(
         "a block is computed twice in the step that starts it",
-        PLANNER,
+        "fairlead_runtime.scheduling.planner:_Draft.admit",
         "                    computing.add(self.cache.next_block(sequence, start))\n",
         "                    pass\n",
     ),
     Bug(
         "a prefix waits for decodes too",
-        PLANNER,
+        "fairlead_runtime.scheduling.planner:_prefills",
         "return sequence.status is Status.PREFILLING",
         "return sequence.id >= 0",
         30,
     ),
     Bug(
         "a prefix waits for its own last block",
-        PLANNER,
+        "fairlead_runtime.scheduling.planner:_Draft._waits_for_block",
         "admission.start, keep=1)",
         "admission.start)",
     ),
     Bug(
         "a choice does not wait for its sibling",
-        PLANNER,
+        "fairlead_runtime.scheduling.planner:_Draft._waits_for_sibling",
         "return starting or any(s.computed < shared for s in running)",
         "return False",
     ),
     Bug(
         "a choice ends the admissions",
-        PLANNER,
+        "fairlead_runtime.scheduling.planner:_Draft.admit",
         "                continue\n            candidate",
         "                return\n            candidate",
     ),
     Bug(
         "choices share their tokens while they run",
-        SCHEDULER,
+        "fairlead_runtime.scheduling.scheduler:Scheduler._start",
         "            sequence.tokens = sequence.tokens[:]\n",
         "            pass\n",
     ),
-    Bug("the safety margin is ignored", PLANNER, "self.limits.safety_margin * self", "0 * self"),
+    Bug(
+        "the safety margin is ignored",
+        "fairlead_runtime.scheduling.planner:State.margin",
+        "self.limits.safety_margin * self",
+        "0 * self",
+    ),
     Bug(
         "the margin applies when nothing runs",
-        PLANNER,
+        "fairlead_runtime.scheduling.planner:_Draft._room",
         "self.state.margin if self.rows else 0",
         "self.state.margin",
     ),
     Bug(
         "decodes wait for prefills",
-        PLANNER,
+        "fairlead_runtime.scheduling.planner:_drafted",
         "if state.policy.prefills_first else",
         "if not state.policy.prefills_first else",
     ),
     Bug(
         "the bound on prompts holds without decodes",
-        PLANNER,
+        "fairlead_runtime.scheduling.planner:_Draft.bound_prefills",
         "decodes, bound = len(self.rows), ",
         "decodes, bound = max(1, len(self.rows)), ",
     ),
     Bug(
-        "the youngest waits at the front", POLICY, "return (sequence.id,)", "return (-sequence.id,)"
+        "the youngest waits at the front",
+        "fairlead_runtime.scheduling.policies:Fifo.place",
+        "return (sequence.id,)",
+        "return (-sequence.id,)",
     ),
     Bug(
         "priority is upside down",
-        POLICY,
+        "fairlead_runtime.scheduling.policies:Priority.place",
         "(sequence.request.priority, sequence.id)",
         "(-sequence.request.priority, sequence.id)",
     ),
     Bug(
         "a finished sequence keeps its blocks",
-        SCHEDULER,
+        "fairlead_runtime.scheduling.scheduler:Scheduler._end",
         "        else:\n            self._release(sequence)\n        del self._live[sequence.id]\n",
         "        del self._live[sequence.id]\n",
     ),
     Bug(
         "an aborted waiting one stays queued",
-        SCHEDULER,
+        "fairlead_runtime.scheduling.scheduler:Scheduler._end",
         (
             "        if sequence.status is Status.PENDING:\n"
             "            self.state.policy.remove(sequence)\n"
@@ -415,15 +462,25 @@ BUGS = (
     ),
     Bug(
         "the output is one token too long",
-        SCHEDULER,
+        "fairlead_runtime.scheduling.scheduler:Scheduler._append",
         "len(tokens) >= sequence.limit",
         "len(tokens) > sequence.limit",
     ),
-    Bug("min_tokens is one short", SCHEDULER, "index + 1 >= request", "index + 2 >= request"),
-    Bug("ignore_eos is ignored", SCHEDULER, "not params.ignore_eos or", "True or"),
+    Bug(
+        "min_tokens is one short",
+        "fairlead_runtime.scheduling.scheduler:Scheduler._append",
+        "index + 1 >= request",
+        "index + 2 >= request",
+    ),
+    Bug(
+        "ignore_eos is ignored",
+        "fairlead_runtime.scheduling.scheduler:Scheduler.add",
+        "not params.ignore_eos or",
+        "True or",
+    ),
     Bug(
         "sampling one token early",
-        PLANNER,
+        "fairlead_runtime.scheduling.planner:_Draft._start",
         (
             "append(admission)\n"
             "        self.rows.append(Row(sequence, start, count, count == missing))"
@@ -435,17 +492,22 @@ BUGS = (
     ),
     Bug(
         "an abort within a step is overlooked",
-        SCHEDULER,
+        "fairlead_runtime.scheduling.scheduler:Scheduler.update",
         "            if sequence.status in FINAL:\n",
         "            if False:\n",
     ),
     Bug(
         "a sequence is found in two queues",
-        SCHEDULER,
+        "fairlead_runtime.scheduling.scheduler:Scheduler._preempt",
         "        self._leave_running(sequence)\n        if offload:",
         "        if offload:",
     ),
-    Bug("a failed result is taken as a token", SCHEDULER, "result.error is not None:", "False:"),
+    Bug(
+        "a failed result is taken as a token",
+        "fairlead_runtime.scheduling.scheduler:Scheduler.update",
+        "result.error is not None:",
+        "False:",
+    ),
 )
 
 
@@ -456,18 +518,8 @@ def plant(bug: Bug, folder: Path) -> None:
     (folder / "support").mkdir()
     for module in HARNESS:
         shutil.copy(module, folder / "support")
-    target = copy / bug.file
-    target.write_text(target.read_text().replace(bug.old, bug.new))
-
-
-def mismatches() -> list[str]:
-    """Bugs whose text does not occur exactly once in the source: they would prove nothing."""
-    counts = [(bug, (PACKAGE / bug.file).read_text().count(bug.old)) for bug in BUGS]
-    return [
-        f"{bug.name}: {bug.file} contains {bug.old!r} {count} times, not once"
-        for bug, count in counts
-        if count != 1
-    ]
+    planted = anchor.plant(bug.place, bug.old, bug.new)
+    (copy / (ROOT / planted.file).relative_to(PACKAGE)).write_text(planted.text)
 
 
 def hunt(bug: Bug, seeds: int, runs: Runs) -> Verdict:
@@ -483,7 +535,8 @@ def hunt(bug: Bug, seeds: int, runs: Runs) -> Verdict:
         9: (Outcome.CAUGHT, output.strip()),
         None: (Outcome.CAUGHT, f"no end within {SECONDS:.0f} s"),
     }.get(code, (Outcome.BROKE, output[-500:]))
-    return Verdict(bug.name, bug.file.partition("/")[0], outcome, how, time.monotonic() - began)
+    room = bug.place.split(".")[1]
+    return Verdict(bug.name, room, outcome, how, time.monotonic() - began)
 
 
 def main() -> int:
@@ -495,7 +548,7 @@ def main() -> int:
     parser.add_argument("--only", default="", help="bugs whose name contains this")
     options = parser.parse_args()
     bugs = [bug for bug in BUGS if options.only in bug.name]
-    if errors := mismatches():
+    if errors := anchor.mismatches(BUGS):
         print("\n".join(errors), file=sys.stderr)
         return 2
     end_on_sigterm()

@@ -4,7 +4,7 @@ tests that are named with a bug must catch it.
     .venv/bin/python scripts/plant_package_bugs.py [--jobs 2] [--only NAME] [--one-in N]
 
 Exit code: 0 if every bug was caught but those whose table names a reason, 1 if one was missed, 2
-if the text of a bug does not occur exactly once in its file, the tests fail without a bug, or a
+if the text of a bug does not occur exactly once in its place, the tests fail without a bug, or a
 run broke.
 """
 
@@ -20,7 +20,7 @@ from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from planted import gpu_table, hostile_table, kernels_table, operator_table, runtime_table
+from planted import anchor, gpu_table, hostile_table, kernels_table, operator_table, runtime_table
 from planted.bug import PackageBug
 from planted.hunting import (
     Outcome,
@@ -75,19 +75,14 @@ sys.exit(pytest.main(["-q", "-x", "--no-header", "-p", "no:cacheprovider", *sys.
 
 
 def mismatches(bugs: Iterable[PackageBug] = BUGS) -> list[str]:
-    """Bugs whose text does not occur exactly once in its file: they would prove nothing."""
-    errors = []
-    for bug in bugs:
-        path = ROOT / bug.file
-        count = path.read_text().count(bug.old) if path.is_file() else 0
-        if count != 1:
-            errors.append(f"{bug.name}: {bug.file} contains {bug.old!r} {count} times, not once")
-        errors += [
-            f"{bug.name}: tests/{test} does not exist"
-            for test in bug.tests
-            if not (ROOT / "tests" / test).is_file()
-        ]
-    return errors
+    """Bugs that would prove nothing: their text or a test is not where they say."""
+    bugs = list(bugs)
+    return anchor.mismatches(bugs) + [
+        f"{bug.name}: tests/{test} does not exist"
+        for bug in bugs
+        for test in bug.tests
+        if not (ROOT / "tests" / test).is_file()
+    ]
 
 
 def copy_to(folder: Path) -> None:
@@ -112,9 +107,10 @@ def hunt(bug: PackageBug, copy: Path, runs: Runs, seconds: float) -> Verdict:
     the bug has caught it, and so has one that a bug in C++ crashes.
     """
     began = time.monotonic()
-    target = copy / bug.file
+    planted = anchor.plant(bug.place, bug.old, bug.new, copy)
+    target = copy / planted.file
     source = target.read_text()
-    target.write_text(source.replace(bug.old, bug.new))
+    target.write_text(planted.text)
     try:
         code, output = run_tests(copy, bug.tests, runs, seconds)
     finally:
@@ -128,7 +124,8 @@ def hunt(bug: PackageBug, copy: Path, runs: Runs, seconds: float) -> Verdict:
         2: (Outcome.CAUGHT, f"a test file cannot be imported {_first_failure(output)}"),
         None: (Outcome.CAUGHT, f"no end within {seconds:.0f} s"),
     }.get(code, (Outcome.BROKE, output[-2000:]))
-    return Verdict(bug.name, bug.file.partition("/")[0], outcome, how, time.monotonic() - began)
+    package = planted.file.partition("/")[0]
+    return Verdict(bug.name, package, outcome, how, time.monotonic() - began)
 
 
 def _first_failure(output: str) -> str:
@@ -181,10 +178,10 @@ def seconds_without_a_bug(
 def main() -> int:
     parser = argparse.ArgumentParser(description="Plant bugs in all packages; tests catch them.")
     parser.add_argument("--jobs", type=int, default=2)
-    parser.add_argument("--only", default="", help="bugs whose name or file contains this")
+    parser.add_argument("--only", default="", help="bugs whose name or place contains this")
     parser.add_argument("--one-in", type=int, default=1, help="take every n-th bug only")
     options = parser.parse_args()
-    bugs = [bug for bug in BUGS if options.only in bug.name or options.only in bug.file]
+    bugs = [bug for bug in BUGS if options.only in bug.name or options.only in bug.place]
     if errors := mismatches(bugs):
         print("\n".join(errors), file=sys.stderr)
         return 2

@@ -23,6 +23,8 @@ from pathlib import Path
 from types import CodeType, ModuleType, TracebackType
 from typing import IO, Any, NoReturn, Self
 
+from planted import anchor
+
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("operator", "runtime", "kernels")
 OURS = ("fairlead_operator", "fairlead_runtime", "fairlead_kernels", "support")
@@ -45,12 +47,12 @@ LONGEST = 3000  # characters of a report
 
 @dataclass(frozen=True)
 class Change:
-    """``old`` becomes ``new`` in ``file`` while ``tests`` run, for ``seconds`` at most. ``file`` is
-    relative to the repository, a test to its folder of tests. Without a file nothing changes.
+    """In ``place`` (``planted.anchor``) ``old`` becomes ``new`` while ``tests`` run, for
+    ``seconds`` at most. A test is relative to the folder of tests. Without a place nothing changes.
     """
 
     tests: tuple[str, ...]
-    file: str = ""
+    place: str = ""
     old: str = ""
     new: str = ""
     seconds: float = SECONDS
@@ -80,7 +82,7 @@ def why_missed(change: Change, answer: Answer) -> str:
     if answer.broken:
         return f"broken: {answer.broken}"
     if not answer.imported:
-        return f"the tests do not import {change.file}: {answer.output}"
+        return f"the tests do not import {anchor.file_of(change.place)}: {answer.output}"
     if passed := [test for test in change.tests if test in answer.passed]:
         return f"{', '.join(passed)} passed"
     if others := [test for test in change.tests if test not in answer.failed]:
@@ -92,7 +94,7 @@ class Forks:
     """The process that is forked, from outside."""
 
     def __enter__(self) -> Self:
-        paths = (str(ROOT / name) for name in PACKAGES)
+        paths = (str(ROOT / name) for name in (*PACKAGES, "scripts"))
         # pytest's variables are those of the run that asks. The tests of bugs are short forms.
         ours = {
             name: value
@@ -100,7 +102,7 @@ class Forks:
             if not name.startswith(("PYTEST_", "FAIRLEAD_"))
         }
         self._process = subprocess.Popen(
-            [sys.executable, __file__],
+            [sys.executable, "-P", "-m", "planted.forked"],
             cwd=ROOT,
             env={
                 **ours,
@@ -157,12 +159,9 @@ class _Finder:
     """Finds the changed file before anybody else does."""
 
     def __init__(self, change: Change) -> None:
-        self._path = ROOT / change.file
-        text = self._path.read_text()
-        if text.count(change.old) != 1:
-            raise ValueError(f"{change.file} does not contain {change.old!r} once")
-        self._text = text.replace(change.old, change.new)
-        compile(self._text, change.file, "exec")
+        planted = anchor.plant(change.place, change.old, change.new)
+        self._path, self._text = ROOT / planted.file, planted.text
+        compile(self._text, planted.file, "exec")
         self.loader: _Changed | None = None
 
     def find_spec(
@@ -204,7 +203,7 @@ def _run_in_fork(change: Change, written: IO[str], printed: IO[bytes]) -> NoRetu
             os.dup2(printed.fileno(), stream)
         import pytest
 
-        finder = _Finder(change) if change.file else None
+        finder = _Finder(change) if change.place else None
         if finder is not None:
             sys.meta_path.insert(0, finder)
         answer = Answer()

@@ -2,106 +2,105 @@
 
 from planted.bug import PackageBug
 
-BENCHMARK = "benchmarks/gpu"
 PARTS = ("unit/benchmarks/test_gpu_parts.py",)
 PYTHON = ("functional/gpu_targets/test_gpu_python.py",)
-SOAK, GROWTH = "tests/support/soak.py", ("unit/engine/test_growth.py",)
+GROWTH = ("unit/engine/test_growth.py",)
 
 BUGS = (
     PackageBug(
         "the bound of a decode counts the embeddings",
-        f"{BENCHMARK}/bounds.py",
+        "benchmarks.gpu.bounds:Work.decode_bytes",
         "(self.size.layers + self.size.head) * self.element",
         "self.size.total * self.element",
         PARTS,
     ),
     PackageBug(
         "kernels that overlap count twice as busy",
-        f"{BENCHMARK}/bounds.py",
+        "benchmarks.gpu.bounds:covered",
         "stop - max(start, end)",
         "stop - start",
         PARTS,
     ),
     PackageBug(
         "steps in which a row of theirs has ended count",
-        f"{BENCHMARK}/theirs.py",
+        "benchmarks.gpu.theirs:steps_together",
         "if begin <= at <= end]",
         "if begin <= at]",
         PARTS,
     ),
     PackageBug(
         "a rate is compared as a time",
-        f"{BENCHMARK}/report.py",
+        "benchmarks.gpu.report:Row.ratio",
         "ours / theirs if self.more",
         "theirs / ours if self.more",
         PARTS,
     ),
     PackageBug(
         "the busy share is given for the idle one",
-        f"{BENCHMARK}/bounds.py",
+        "benchmarks.gpu.bounds:idle",
         "return 1 - busy / whole",
         "return busy / whole",
         PARTS,
     ),
     PackageBug(
         "only one thread's work counts as the device's",
-        f"{BENCHMARK}/bounds.py",
+        "benchmarks.gpu.bounds:idle",
         "profile_all_threads=not on_gpu",
         "profile_all_threads=False",
         PARTS,
     ),
     PackageBug(
         "sampling is measured greedy",
-        f"{BENCHMARK}/__main__.py",
+        "benchmarks.gpu.__main__:Run._sampled",
         "ours.decode(*case, steps, **SAMPLING[name])",
         "ours.decode(*case, steps, **GREEDY)",
         PARTS,
     ),
     PackageBug(
         "transformers samples among its 50 likeliest where ours has all",
-        f"{BENCHMARK}/__main__.py",
+        "benchmarks.gpu.__main__:",
         '{"top_k": 0, **params}',
         "dict(params)",
         PARTS,
     ),
     PackageBug(
         "theirs is written in seconds beside ours in TFLOP/s",
-        f"{BENCHMARK}/__main__.py",
+        "benchmarks.gpu.__main__:Run._round",
         "row.theirs.append(operations / side.prefill",
         "row.theirs.append(side.prefill",
         PARTS,
     ),
     PackageBug(
         "transformers samples with its own settings, not the fastest",
-        f"{BENCHMARK}/__main__.py",
+        "benchmarks.gpu.__main__:Run._sampled.start",
         "self.their_settings, **THEIR_SAMPLING[name]",
         "{}, **THEIR_SAMPLING[name]",
         PARTS,
     ),
     PackageBug(
         "a part starts that does not fit into the time",
-        f"{BENCHMARK}/budget.py",
+        "benchmarks.gpu.budget:Budget.run",
         "if self.left < needs:",
         "if self.left < 0:",
         PARTS,
     ),
     PackageBug(
         "versions are compared as text",
-        "scripts/gpu_python.py",
+        "gpu_python:missing",
         "if _numbers(found) < _numbers(wanted):",
         "if found < wanted:",
         PYTHON,
     ),
     PackageBug(
         "growth while caches fill counts",
-        SOAK,
+        "support.soak:growth",
         "samples[third : 2 * third]",
         "samples[:third]",
         GROWTH,
     ),
     PackageBug(
         "one high sample is growth",
-        SOAK,
+        "support.soak:growth",
         "int(statistics.median(sample[name] for sample in part))",
         "max(sample[name] for sample in part)",
         GROWTH,

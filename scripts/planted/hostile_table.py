@@ -5,24 +5,17 @@ One group a promise; the tests in their short form catch each.
 
 from planted.bug import PackageBug
 
-RUNTIME = "runtime/fairlead_runtime"
-CONNECTION, AUTH, ACCESS_LOG, ERRORS, STRICT_JSON, LIMITS = (
-    f"{RUNTIME}/api/{name}.py"
-    for name in ("connection", "auth", "access_log", "errors", "strict_json", "limits")
-)
-STREAM, SERVICE = f"{RUNTIME}/serving/stream.py", f"{RUNTIME}/serving/service.py"
-
 STREAMS = (
     PackageBug(
         "a reader that lags loses tokens",
-        STREAM,
+        "fairlead_runtime.serving.stream:Stream.push",
         "self._events.setdefault(event.choice, []).append(event)",
         "self._events[event.choice] = [event]",
         ("functional/api/test_api_streams.py",),
     ),
     PackageBug(
         "a stream goes on after its stop text",
-        STREAM,
+        "fairlead_runtime.serving.stream:Stream.make",
         "            if not self._choices[index].finished\n",
         "",
         ("functional/api/test_api_streams.py",),
@@ -31,14 +24,14 @@ STREAMS = (
 FAULTS = (
     PackageBug(
         "a row that raises fails its whole batch",
-        f"{RUNTIME}/engine/isolate.py",
+        "fairlead_runtime.engine.isolate:run_isolated",
         "            if len(rows) == 1:\n                failed.append((rows[0], error))\n",
         "            if rows:\n                failed += [(row, error) for row in rows]\n",
         ("functional/engine/test_fault_injection.py",),
     ),
     PackageBug(
         "a row without a finite logit gets a token",
-        f"{RUNTIME}/device/sampling.py",
+        "fairlead_runtime.device.sampling:_choose",
         "    finite = torch.isfinite(top)\n",
         "    finite = torch.ones_like(top, dtype=torch.bool)\n",
         ("functional/engine/test_fault_injection.py",),
@@ -47,7 +40,7 @@ FAULTS = (
 MUTATED_BODIES = (
     PackageBug(
         "a body that is not UTF-8 is an unexpected error",
-        STRICT_JSON,
+        "fairlead_runtime.api.strict_json:_parsed",
         "    except UnicodeDecodeError as error:\n",
         "    except KeyError as error:\n",
         ("functional/api/test_api_errors.py",),
@@ -56,14 +49,14 @@ MUTATED_BODIES = (
 HANGS = (
     PackageBug(
         "a server whose step hangs is ready",
-        SERVICE,
+        "fairlead_runtime.serving.service:Service.health",
         "        if age is not None and age > max(READY_STEP_SECONDS, allowance):\n",
         "        if False:\n",
         ("unit/serving/test_service.py",),
     ),
     PackageBug(
         "an engine process that stands still is healthy",
-        f"{RUNTIME}/serving/remote_engine.py",
+        "fairlead_runtime.serving.remote_engine:RemoteEngine.state",
         "        elif silent > QUIET_SECONDS:\n",
         "        elif False:\n",
         ("unit/serving/test_remote_engine.py",),
@@ -72,14 +65,14 @@ HANGS = (
 HALF_SENT = (
     PackageBug(
         "a header may take for ever",
-        CONNECTION,
+        "fairlead_runtime.api.connection:GuardedProtocol._await_header",
         "        if self._header_timer is None and not self.transport.is_closing():\n",
         "        if False:\n",
         ("functional/api/test_api_connections.py",),
     ),
     PackageBug(
         "a body may arrive as slowly as it likes",
-        LIMITS,
+        "fairlead_runtime.api.limits:BodyPace.due",
         "return min(self._enough_at + RATE_SECONDS, self._began + self._allowed)",
         "return self._began + self._allowed",
         ("unit/api/test_limits.py",),
@@ -88,14 +81,14 @@ HALF_SENT = (
 BOMBS = (
     PackageBug(
         "a body may have any number of chunks",
-        CONNECTION,
+        "fairlead_runtime.api.connection:BoundedConnection.next_event",
         "            if self._chunks > CHUNKS:\n",
         "            if False:\n",
         ("functional/api/test_api_connections.py",),
     ),
     PackageBug(
         "a header may have any number of fields",
-        CONNECTION,
+        "fairlead_runtime.api.connection:_check_request",
         "if size > HEADER_BYTES or len(event.headers) > HEADER_COUNT:",
         "if size > HEADER_BYTES:",
         ("functional/api/test_api_connections.py",),
@@ -104,14 +97,14 @@ BOMBS = (
 ECHOES = (
     PackageBug(
         "an error is as long as what it names",
-        ERRORS,
+        "fairlead_runtime.api.errors:printable",
         "text.encode()[:MAX_MESSAGE].decode(errors=",
         "text.encode().decode(errors=",
         ("unit/api/test_api_errors.py",),
     ),
     PackageBug(
         "a refusal names whatever key the client wrote",
-        STRICT_JSON,
+        "fairlead_runtime.api.strict_json:_field_at",
         "if depth and _FIELD.fullmatch(key) else None",
         "if depth else None",
         ("unit/api/test_strict_json.py",),
@@ -120,7 +113,7 @@ ECHOES = (
 SLOW_READERS = (
     PackageBug(
         "a client that reads nothing keeps its connection",
-        CONNECTION,
+        "fairlead_runtime.api.connection:GuardedProtocol.pause_writing",
         "call_later(WRITE_STALL_SECONDS, self._raw.abort)",
         "call_later(WRITE_STALL_SECONDS + 3600, self._raw.abort)",
         ("functional/api/test_api_connections.py",),
@@ -129,14 +122,14 @@ SLOW_READERS = (
 DISCONNECTS = (
     PackageBug(
         "a client that leaves keeps its blocks",
-        STREAM,
+        "fairlead_runtime.serving.stream:Stream.aclose",
         "            await self._service.cancel(self.request_id)\n",
         "            pass\n",
         ("unit/serving/test_service.py",),
     ),
     PackageBug(
         "the kernel waits for hours for a peer that vanished",
-        CONNECTION,
+        "fairlead_runtime.api.connection:",
         '            ("TCP_USER_TIMEOUT", 60_000),\n',
         "",
         ("functional/api/test_api_connections.py",),
@@ -145,14 +138,14 @@ DISCONNECTS = (
 KEYS = (
     PackageBug(
         "a path that begins as a probe's needs no key",
-        AUTH,
+        "fairlead_runtime.api.auth:AuthMiddleware.__call__",
         'scope["path"] in OPEN_PATHS:',
         'scope["path"].startswith(tuple(OPEN_PATHS)):',
         ("functional/api/test_api_auth.py",),
     ),
     PackageBug(
         "the comparison of keys ends with the right one",
-        f"{RUNTIME}/api/key_file.py",
+        "fairlead_runtime.api.key_file:KeyRing.find",
         "                found = key\n        return found\n",
         "                return key\n        return found\n",
         ("functional/api/test_api_auth.py",),
@@ -161,7 +154,7 @@ KEYS = (
 DRAINS = (
     PackageBug(
         "a drain cuts the streams that run",
-        SERVICE,
+        "fairlead_runtime.serving.service:Service.drain",
         "                await self._no_clients.wait()\n",
         "                raise TimeoutError\n",
         ("unit/serving/test_service.py",),
@@ -170,14 +163,14 @@ DRAINS = (
 PRIVACY = (
     PackageBug(
         "the log has the path that a client asked for",
-        ACCESS_LOG,
+        "fairlead_runtime.api.access_log:_route",
         '        return "other"\n',
         '        return str(scope["path"])\n',
         ("functional/api/test_api_auth.py",),
     ),
     PackageBug(
         "the log has an exception's message",
-        ACCESS_LOG,
+        "fairlead_runtime.api.access_log:describe",
         'return f"{type(error).__name__} at {place}"',
         'return f"{type(error).__name__}: {error} at {place}"',
         ("functional/api/test_api_errors.py",),
@@ -186,21 +179,21 @@ PRIVACY = (
 NEIGHBOURS = (
     PackageBug(
         "large texts do not rest beside a busy engine",
-        f"{RUNTIME}/serving/prompt_encoder.py",
+        "fairlead_runtime.serving.prompt_encoder:Rests.before_next",
         "            self._until = ended + min(MAX_REST, REST * (ended - began))\n",
         "            self._until = ended\n",
         ("unit/serving/test_prompt_encoder.py",),
     ),
     PackageBug(
         "large texts rest beside an idle engine",
-        f"{RUNTIME}/serving/prompt_encoder.py",
+        "fairlead_runtime.serving.prompt_encoder:Rests.before_next",
         "while self._now() < self._until and self._busy():",
         "while self._now() < self._until:",
         ("unit/serving/test_prompt_encoder.py",),
     ),
     PackageBug(
         "a tenant's large prompts wait behind all of another's",
-        f"{RUNTIME}/api/turns.py",
+        "fairlead_runtime.api.turns:Turns._run_next",
         "            if queue:\n                self._waiting[tenant] = queue\n",
         "            if queue:\n                self._waiting = {tenant: queue} | self._waiting\n",
         ("unit/api/test_prompt_pool.py",),

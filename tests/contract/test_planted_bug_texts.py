@@ -1,4 +1,4 @@
-"""Each planted bug replaces exactly one place in the source."""
+"""Each planted bug replaces one text of one definition, which occurs in it exactly once."""
 
 import sys
 from pathlib import Path
@@ -7,10 +7,11 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
 
 import plant_bugs
 import plant_package_bugs
+from planted import anchor
 
 
-def test_the_text_of_every_planted_bug_occurs_exactly_once_in_its_file() -> None:
-    assert plant_bugs.mismatches() == []
+def test_the_text_of_every_planted_bug_occurs_exactly_once_in_its_place() -> None:
+    assert anchor.mismatches(plant_bugs.BUGS) == []
 
 
 def test_the_planted_bugs_are_many_and_have_names_of_their_own() -> None:

@@ -20,7 +20,8 @@ SEEDS = 40
 
 
 def test_the_property_holds_on_a_copy_without_a_bug() -> None:
-    nothing = plant_bugs.Bug("nothing", plant_bugs.POOL, "class BlockPool", "class BlockPool")
+    pool = "fairlead_runtime.cache.blocks:BlockPool"
+    nothing = plant_bugs.Bug("nothing", pool, "class BlockPool", "class BlockPool")
     verdict = plant_bugs.hunt(nothing, 5, Runs())
     assert verdict.outcome is Outcome.MISSED, verdict.how
 
@@ -48,10 +49,10 @@ def test_a_run_that_hangs_is_ended_with_its_children(tmp_path: Path) -> None:
 
 
 def test_each_end_of_a_run_has_its_outcome(tmp_path: Path) -> None:
-    module = tmp_path / "pkg" / "module.py"
-    module.parent.mkdir()
+    module = tmp_path / "runtime" / "pkg" / "module.py"
+    module.parent.mkdir(parents=True)
     module.write_text("one\n")
-    bug = PackageBug("name", "pkg/module.py", "one", "two", ("unit/test_module.py",))
+    bug = PackageBug("name", "pkg.module:", "one", "two", ("unit/test_module.py",))
 
     planted = module
 
@@ -88,5 +89,7 @@ def test_each_end_of_a_run_has_its_outcome(tmp_path: Path) -> None:
     assert module.read_text() == "one\n"
     planted = module.with_suffix(".cpp")
     planted.write_text("one\n")
-    crash = plant_package_bugs.hunt(bug._replace(file="pkg/module.cpp"), tmp_path, Ends(-11), 1.0)
+    crash = plant_package_bugs.hunt(
+        bug._replace(place="runtime/pkg/module.cpp"), tmp_path, Ends(-11), 1.0
+    )
     assert (crash.outcome, crash.how) == (Outcome.CAUGHT, "its tests crash")
