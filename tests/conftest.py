@@ -11,6 +11,9 @@ import os
 import pytest
 from hypothesis import settings
 
+from support.heap import Heap
+from support.times import Times
+
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 os.environ.setdefault("TRITON_INTERPRET", "1")
 if workers := int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "0")):
@@ -18,6 +21,29 @@ if workers := int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "0")):
 
 settings.register_profile("fairlead", deadline=None, print_blob=True)
 settings.load_profile("fairlead")
+
+
+# What takes minutes begins, so that at the end of a run no worker has much more left than another.
+LONGEST = (
+    "test_token_equality.py",
+    "test_planted_bugs.py",
+    "test_whole_run.py",
+    "test_plan_and_start.py",
+    "test_fused_layers.py",
+    "test_scale.py",
+    "test_faults_outage.py",
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    order = {name: place for place, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: order.get(item.path.name, len(order)))
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--torchless", action="store_true", help="skip what imports torch or transformers"
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -28,7 +54,10 @@ def pytest_configure(config: pytest.Config) -> None:
         import support.full  # noqa: F401 - reads the variable
     except ValueError as error:
         raise pytest.UsageError(str(error)) from None
+    config.pluginmanager.register(Heap())
     if not hasattr(config, "workerinput"):
-        from support.times import Times
-
         config.pluginmanager.register(Times(getattr(config.option, "numprocesses", None) or 1))
+    if config.option.torchless:
+        from support.torchless import refuse_torch
+
+        refuse_torch()
