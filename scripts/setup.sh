@@ -17,4 +17,21 @@ else
     "$uv" pip install --quiet -p "$venv/bin/python" --require-hashes -r requirements.lock
 fi
 "$uv" pip install --quiet -p "$venv/bin/python" --require-hashes --no-deps -r requirements-gpu.lock
-"$uv" pip install --quiet -p "$venv/bin/python" --no-deps -e .
+# The kernels take two minutes of a processor to compile: once for each state of their sources, the
+# flags and the compiler, not once for each clone.
+native=kernels/fairlead_kernels/native
+made="${XDG_CACHE_HOME:-$HOME/.cache}/fairlead/kernels-$(
+    { cat kernels/hatch_build.py kernels/fairlead_kernels/sources.py kernels/fairlead_kernels/csrc/*
+      "${CXX:-c++}" --version || true; uname -m; } 2>/dev/null | sha256sum | cut -c1-16)"
+if [ -z "${FAIRLEAD_BUILD_KERNELS:-}" ] && [ -d "$made" ]; then
+    mkdir -p "$native"
+    cp "$made"/*.so "$native"
+    FAIRLEAD_BUILD_KERNELS=0 "$uv" pip install --quiet -p "$venv/bin/python" --no-deps -e .
+else
+    "$uv" pip install --quiet -p "$venv/bin/python" --no-deps -e .
+    if [ -e "$native/baseline.so" ]; then
+        part=$(mktemp -d -p "$(mkdir -p "${made%/*}" && echo "${made%/*}")")
+        cp "$native"/*.so "$part"
+        mv -T "$part" "$made" 2>/dev/null || rm -r "$part"  # another setup was first
+    fi
+fi

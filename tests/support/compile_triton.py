@@ -5,7 +5,6 @@ memory than a GPU has.
 """
 
 import sys
-import tempfile
 from typing import Any, get_args
 
 import torch
@@ -27,6 +26,7 @@ from fairlead_kernels.triton_experts import TritonExperts
 from fairlead_kernels.triton_fixed import FixedAttention, FixedOperations
 from fairlead_kernels.triton_operations import TritonOperations
 from support.attention_cases import make_case
+from support.warm import warm_folder
 
 ALL = {
     **dict.fromkeys(
@@ -153,26 +153,27 @@ def launch(dtype: torch.dtype, tokens: int, *, every: bool) -> None:
 
 if __name__ == "__main__":
     few = sys.argv[1:] == ["few"]
-    with tempfile.TemporaryDirectory() as folder:
-        triton.knobs.cache.dir = folder
-        for capability, dtype, every, attended in (
-            (90, torch.bfloat16, True, (BFLOAT16[0], BFLOAT16[-1]) if few else BFLOAT16),
-            (80, torch.float16, False, FLOAT16),
-            (80, torch.float32, False, FLOAT32[:1] if few else FLOAT32),
-        ):
-            driver.set_active(Driver(capability))
-            for tokens in (3, 300):  # products of few and of many tokens have other tiles
-                launch(dtype, tokens, every=every)
-            for heads in attended:
-                attend(heads, 3, every=every and heads is attended[0])
-            before = compiled(capability)
-            for tokens in (1, 16, 257):
-                launch(dtype, tokens, every=every)
-            for heads in attended:
-                for tokens in (1, 16):
-                    attend(heads, tokens, every=every and heads is attended[0])
-            assert compiled(capability) == before, "another number of tokens compiles again"
-        for capability in (80, 90):
-            for name, size, shared in compiled(capability):
-                print(name, f"sm{capability}", size, shared)
-                assert shared <= SHARED_BYTES, f"{name} takes {shared} bytes of shared memory"
+    # Triton's names of files are hashes of kernel, compiler and GPU: what has not changed since the
+    # last run is not compiled again.
+    triton.knobs.cache.dir = str(warm_folder("triton"))
+    for capability, dtype, every, attended in (
+        (90, torch.bfloat16, True, (BFLOAT16[0], BFLOAT16[-1]) if few else BFLOAT16),
+        (80, torch.float16, False, FLOAT16),
+        (80, torch.float32, False, FLOAT32[:1] if few else FLOAT32),
+    ):
+        driver.set_active(Driver(capability))
+        for tokens in (3, 300):  # products of few and of many tokens have other tiles
+            launch(dtype, tokens, every=every)
+        for heads in attended:
+            attend(heads, 3, every=every and heads is attended[0])
+        before = compiled(capability)
+        for tokens in (1, 16, 257):
+            launch(dtype, tokens, every=every)
+        for heads in attended:
+            for tokens in (1, 16):
+                attend(heads, tokens, every=every and heads is attended[0])
+        assert compiled(capability) == before, "another number of tokens compiles again"
+    for capability in (80, 90):
+        for name, size, shared in compiled(capability):
+            print(name, f"sm{capability}", size, shared)
+            assert shared <= SHARED_BYTES, f"{name} takes {shared} bytes of shared memory"

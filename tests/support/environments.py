@@ -9,8 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from support.warm import warm_folder
+
 ROOT = Path(__file__).parents[2]
-FOLDER = ROOT / ".cache" / "environments"
+FOLDER = warm_folder("environments")
 UV = str(Path(sys.executable).parent / "uv")
 
 
@@ -28,7 +30,6 @@ def environment(
     wanted = (of, *requirements, *(f"override {each}" for each in overrides), *settings)
     name = hashlib.sha256("\n".join(wanted).encode()).hexdigest()[:16]
     place = FOLDER / name
-    FOLDER.mkdir(parents=True, exist_ok=True)
     with (FOLDER / f"{name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # several test processes may want the same one
         if not (place / ".ready").exists():
@@ -67,7 +68,6 @@ def node_environment(package: str) -> Path:
     made once and kept.
     """
     place = FOLDER / hashlib.sha256(package.encode()).hexdigest()[:16]
-    FOLDER.mkdir(parents=True, exist_ok=True)
     with (FOLDER / f"{place.name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not (place / ".ready").exists():

@@ -17,6 +17,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+from support.warm import warm_folder
+
 MODULES = Path(__file__).parent / "gomodules"
 KUBERNETES = "v1.36.3"
 
@@ -97,11 +99,10 @@ def _asset(name: str) -> Path | None:
 
 
 def _home(module: str) -> Path:
-    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fairlead"
     digest = hashlib.sha256()
     for file in sorted((MODULES / module).iterdir()):
         digest.update(file.read_bytes())
-    return base / f"{module}-{digest.hexdigest()[:12]}"
+    return warm_folder(f"{module}-{digest.hexdigest()[:12]}")
 
 
 def _compile(program: Program, path: Path) -> None:
