@@ -312,9 +312,7 @@ class Rig:
             quantize_weights(
                 self.model, QUANTIZED[kernels], head=kernels in ("int8", UNFUSED["int8"])
             )
-        plain = UNFUSED.get(kernels)
-        self._unfused = rig(family, cached + plain, **overrides) if plain else self
-        self._kernels = kernels
+        self._kernels, self._cached, self._overrides = kernels, cached, overrides
         self._odd = odd
         self._pair = rank_pair.pair() if kernels.startswith("ranks") else None
         group = None if self._pair is None else self._pair.group
@@ -326,6 +324,16 @@ class Rig:
         self.groups: tuple[LayerGroup, ...] = group_layers(self.model.windows)
         self._references: dict[tuple[tuple[int, ...], int], list[int]] = {}
         self._caches: list[GraphCache] = []
+
+    @functools.cached_property
+    def _plain(self) -> "Rig":
+        """The rig whose model transformers runs as the reference: one for all kernels, so that each
+        text is generated once.
+        """
+        plain = UNFUSED.get(self._kernels, "torch")
+        if self._kernels in (plain, *UNFUSED.values()):
+            return self
+        return rig(self.family, self._cached + plain, **self._overrides)
 
     def runner(self, setting: Setting, guides: Guides | None = None) -> ModelRunner:
         limits = setting.limits(len(self.groups))
@@ -433,8 +441,8 @@ class Rig:
         """transformers' greedy ``generate`` of this prompt alone, with eager attention and our
         end-of-sequence ids.
         """
-        if self._unfused is not self:
-            return self._unfused.reference(prompt, max_tokens)
+        if self._plain is not self:
+            return self._plain.reference(prompt, max_tokens)
         key = (tuple(prompt), max_tokens)
         if key not in self._references:
             with self.model.plain() as plain, torch.inference_mode():
@@ -469,7 +477,7 @@ class Rig:
             ranked = output[0].float().topk(module.top_k + 1, dim=-1).values
             routers.append(float((ranked[:, -2] - ranked[:, -1]).min()))
 
-        with self._unfused.model.plain() as plain, torch.inference_mode():
+        with self._plain.model.plain() as plain, torch.inference_mode():
             hooks = [
                 m.register_forward_hook(record_router)
                 for m in plain.modules()

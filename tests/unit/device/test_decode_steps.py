@@ -2,6 +2,7 @@
 sampled text is the general way's.
 """
 
+import functools
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -102,6 +103,20 @@ def texts(
     return out
 
 
+def some_of(asked: str) -> list[Request]:
+    """Requests by the words of a test's parameter."""
+    some = requests(*MASKED) if "with masks" in asked else requests()
+    if asked == "without log-probabilities":
+        return [request for request in some if request.params.logprobs is None]
+    return some[:PLAIN] if asked == "plain" else some
+
+
+@functools.cache
+def general_texts(asked: str) -> dict[tuple[str, int], Any]:
+    """What those requests get in the general way, once for all tests."""
+    return texts(rig("llama", "flashinfer"), some_of(asked))
+
+
 @pytest.mark.parametrize(
     ("kernels", "setting", "asked"),
     [
@@ -125,10 +140,8 @@ def test_sampled_text_is_that_of_the_general_way(
     kernels: str, setting: Setting, asked: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In steps that are sampled on the device throughout, and in those of which some are not."""
-    some = requests()[:PLAIN] if asked == "plain" else requests()
-    if "masks" in asked:
-        some = requests(*MASKED)
-    want = texts(rig("llama", "flashinfer"), some)
+    some = some_of(asked)
+    want = general_texts(asked.removesuffix(", and some by the host"))
     by_host, begin = 0, ModelRunner._begin
 
     def spy(*arguments: Any) -> Any:
@@ -152,8 +165,8 @@ def test_sampled_text_is_that_of_the_general_way(
 
 @pytest.mark.parametrize("kernels", ["resident", "graphs", "triton graphs"])
 def test_a_failed_step_leaves_nothing_wrong(kernels: str) -> None:
-    asked = [request for request in requests() if request.params.logprobs is None]
-    want = texts(rig("llama", "flashinfer"), asked)
+    asked = some_of("without log-probabilities")
+    want = general_texts("without log-probabilities")
     setting = replace(SETTING, graphs=0)  # what is replayed calls no function that could fail
     assert texts(rig("llama", kernels), asked, setting, fail=True) == want
 
@@ -163,7 +176,7 @@ def test_a_failed_step_leaves_nothing_wrong(kernels: str) -> None:
 def test_each_of_two_steps_in_flight_keeps_its_own_tokens(kernels: str, chunk: int) -> None:
     """Of decodes, or of decodes beside a part of a prompt."""
     asked, setting = requests(), replace(SETTING, chunk=chunk)
-    want = texts(rig("llama", "flashinfer"), asked)
+    want = general_texts("all")
     engine = rig("llama", kernels)
     scheduler = Scheduler(setting.limits(len(engine.groups)), engine.groups, b"rig")
     runner = engine.runner(setting)
@@ -292,8 +305,8 @@ def test_a_failing_capture_ends_capturing_and_no_step(monkeypatch: pytest.Monkey
 
 
 def test_blocks_whose_sending_failed_are_sent_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = [request for request in requests() if request.params.logprobs is None]
-    want = texts(rig("llama", "flashinfer"), asked)
+    asked = some_of("without log-probabilities")
+    want = general_texts("without log-probabilities")
     growth, calls = SlotTable._growth, 0
 
     def fail_once(self: SlotTable, grown: list[Any]) -> Any:
