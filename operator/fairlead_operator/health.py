@@ -71,5 +71,6 @@ def serve(health: Health, port: int) -> ThreadingHTTPServer:
 
     server = Server(("", port), Handler)
     server.daemon_threads = True
-    threading.Thread(target=server.serve_forever, name="health", daemon=True).start()
+    # How soon the process ends after a signal: it looks for the end so often.
+    threading.Thread(target=server.serve_forever, args=(0.05,), name="health", daemon=True).start()
     return server

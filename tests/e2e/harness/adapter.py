@@ -103,7 +103,7 @@ def serving_metrics(adapter: Adapter, folder: Path) -> Iterator[None]:
     server = http.server.ThreadingHTTPServer((ADDRESS, 0), Handler)
     server.daemon_threads = True
     server.socket = context.wrap_socket(server.socket, server_side=True)
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread = threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True)
     thread.start()
     created = _objects(server.server_port)
     try:

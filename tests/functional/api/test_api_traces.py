@@ -50,7 +50,7 @@ class Collector(http.server.BaseHTTPRequestHandler):
 def collector() -> Iterator[tuple[str, list[bytes]]]:
     handler = type("Handler", (Collector,), {"bodies": []})
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
+    threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
     try:
         yield f"http://127.0.0.1:{server.server_port}", handler.bodies  # type: ignore[attr-defined]
     finally:

@@ -118,7 +118,7 @@ class Build:
 def build(tmp_path: Path) -> Iterator[Build]:
     handler = partial(QuietHandler, directory=str(tmp_path))
     with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
+        threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
         yield Build(tmp_path, f"http://127.0.0.1:{server.server_port}")
         server.shutdown()
 
