@@ -512,12 +512,14 @@ BUGS = (
 
 
 def plant(bug: Bug, folder: Path) -> None:
-    """Copy the package and the harness to ``folder``, and put the bug in."""
+    """Copy the package and the harness to ``folder``, and put the bug in. Byte code comes along:
+    Python takes it where the source has the time and the size that it had.
+    """
     copy = folder / "fairlead_runtime"
-    shutil.copytree(PACKAGE, copy, ignore=shutil.ignore_patterns("__pycache__", "demo"))
+    shutil.copytree(PACKAGE, copy, ignore=shutil.ignore_patterns("demo"))
     (folder / "support").mkdir()
     for module in HARNESS:
-        shutil.copy(module, folder / "support")
+        shutil.copy2(module, folder / "support")
     planted = anchor.plant(bug.place, bug.old, bug.new)
     (copy / (ROOT / planted.file).relative_to(PACKAGE)).write_text(planted.text)
 

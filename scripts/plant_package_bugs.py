@@ -86,8 +86,8 @@ def mismatches(bugs: Iterable[PackageBug] = BUGS) -> list[str]:
 
 
 def copy_to(folder: Path) -> None:
-    """The repository's files that tests read, without caches."""
-    ignored = shutil.ignore_patterns("__pycache__", ".*")
+    """The repository's files that tests read, with their byte code, and no other cache."""
+    ignored = shutil.ignore_patterns(".*")
     for name in FOLDERS:
         shutil.copytree(ROOT / name, folder / name, ignore=ignored)
     for path in ROOT.iterdir():
