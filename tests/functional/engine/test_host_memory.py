@@ -28,7 +28,7 @@ LONGEST, ROWS, VOCABULARY = 16_384, 16, 32_000
 ELSEWHERE = terms.TOKEN_BYTES - 13
 
 
-@pytest.mark.parametrize("block_size", [4, 16, 64])
+@pytest.mark.parametrize("block_size", [4, pytest.param(16, marks=pytest.mark.full), 64])
 @pytest.mark.parametrize("windows", [[None], [None, 64]])
 def test_sequences_as_long_as_the_cache_stay_inside_the_planned_bookkeeping(
     block_size: int, windows: list[int | None]

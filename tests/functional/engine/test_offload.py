@@ -57,7 +57,12 @@ def offloads(engine: Rig, setting: Setting, n: int = 1, runner: Any = None) -> i
 
 @pytest.mark.parametrize(
     ("family", "kernels"),
-    [("llama", "graphs"), ("gemma2", "graphs"), ("mistral", "flashinfer"), ("gpt2", "layers")],
+    [
+        ("llama", "graphs"),
+        pytest.param("gemma2", "graphs", marks=pytest.mark.full),
+        ("mistral", "flashinfer"),
+        pytest.param("gpt2", "layers", marks=pytest.mark.full),
+    ],
 )
 def test_text_is_that_of_transformers_in_any_order_of_two_streams(
     family: str, kernels: str

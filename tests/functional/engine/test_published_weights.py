@@ -104,7 +104,10 @@ def on_a_gpu(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
         ("stablelm", gptq(sorts=True), "torch"),
         ("llama", compressed_int4(symmetric=False), "torch"),
         # A layer, since the interpreter takes milliseconds for each tile.
-        ("llama", gptq(sorts=True, symmetric=False, alone=True), "triton"),
+        pytest.param(
+            *("llama", gptq(sorts=True, symmetric=False, alone=True), "triton"),
+            marks=pytest.mark.full,
+        ),
     ],
 )
 def test_greedy_text_of_four_bits_on_the_operations_of_gpus_equals_transformers(

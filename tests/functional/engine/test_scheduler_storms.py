@@ -1,6 +1,7 @@
 """Aborts at random points leave no blocks held; requests that barely fit do not starve others.
 
-`make test` plays a tenth, FAIRLEAD_FULL=1 the whole: 10,000 aborted requests for each of 20 seeds.
+The long form (FAIRLEAD_FULL=1) plays 10,000 aborted requests for each of 20 seeds, and a thousand
+that barely fit.
 """
 
 import random
@@ -37,7 +38,7 @@ def test_requests_aborted_at_random_points_leave_no_block_held(seed: int) -> Non
         prefill_beside_decodes=rng.choice((0, 1, 9)),
     )
     scheduler = Scheduler(limits, group_layers(rng.choice(((None,), (None, 9)))))
-    total = 10_000 if LONG_FORM else 1_000
+    total = 10_000 if LONG_FORM else 500
     submitted = aborted = 0
     live: dict[str, int] = {}
     while aborted < total:
@@ -86,10 +87,11 @@ def test_requests_aborted_at_random_points_leave_no_block_held(seed: int) -> Non
 
 @pytest.mark.parametrize("policy", ["fifo", "prefill_first", "priority", "fair"])
 @pytest.mark.parametrize(("offload", "bound"), [(0, 0), (12, 0), (12, 5)])
-def test_a_pool_of_the_largest_request_and_one_block_finishes_a_thousand(
+def test_a_pool_of_the_largest_request_and_one_block_finishes_all_requests(
     policy: str, offload: int, bound: int
 ) -> None:
     rng = random.Random(7)
+    count = 1000 if LONG_FORM else 200
     largest = 96
     limits = Limits(
         policy=policy,  # type: ignore[arg-type]
@@ -105,7 +107,7 @@ def test_a_pool_of_the_largest_request_and_one_block_finishes_a_thousand(
     )
     scheduler = Scheduler(limits, group_layers([None]))
     needed = 0
-    for i in range(1000):
+    for i in range(count):
         prompt, output = rng.randrange(1, 49), rng.randrange(1, 48)
         needed += prompt + output - 1
         tokens = tuple(rng.randrange(50) for _ in range(prompt))
@@ -119,7 +121,7 @@ def test_a_pool_of_the_largest_request_and_one_block_finishes_a_thousand(
         if steps % 16 == 0:
             scheduler.check()  # I12 and I13 among them
     scheduler.check()
-    assert scheduler.stats().preemptions > 50
+    assert scheduler.stats().preemptions > count // 20
     # Each token is computed once, except those recomputed after a preemption: at most as many
     # again.
     assert needed <= computed <= 2 * needed

@@ -221,7 +221,11 @@ def test_what_is_no_call_is_shown_whole(name: str, text: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["hermes", "llama", "mistral"])
-@given(arguments=st.dictionaries(st.text(), st.recursive(st.text() | st.none(), st.lists)))
+@given(
+    arguments=st.dictionaries(
+        st.text(), st.recursive(st.text() | st.none(), st.lists, max_leaves=10), max_size=4
+    )
+)
 def test_any_json_object_can_be_arguments(name: str, arguments: dict[str, Any]) -> None:
     for text in (json.dumps(arguments), json.dumps(arguments, ensure_ascii=False, indent=1)):
         written = WRITTEN[name].replace(DUMPED, text)

@@ -23,7 +23,7 @@ from support.whole_run_scenario import POLICIES
 
 BLOCK, BLOCKS, LONGEST = 4, 40, 24
 CAPACITY = BLOCK * BLOCKS
-EXAMPLES = settings(max_examples=600 if LONG_FORM else 60, deadline=None)
+EXAMPLES = settings(max_examples=600 if LONG_FORM else 25, deadline=None)
 
 
 class Arrival(NamedTuple):
