@@ -18,6 +18,13 @@ BASE ?=
 NAMES ?= operator runtime
 
 PYTEST := $(BIN)/python -m pytest
+# Unit tests that take more than a moment: compilers, Triton's interpreter, whole rigs on the
+# stand-ins of GPUs. They run beside the functional tests.
+LONG_UNITS := $(addprefix tests/unit/, \
+  $(addprefix device/test_,decode_steps.py determinism.py launches_never_wait.py) \
+  $(addprefix kernels/test_,attention_timing.py cpu_attention.py cpu_layers.py fixed_kernels.py \
+    gpu_operations.py humming_compiles.py library.py triton_attention.py) \
+  images/test_cpu_torch.py start/test_lean_imports.py)
 
 # Python keeps what it compiles, also where the environment says otherwise, as in many containers:
 # else each process that imports torch and transformers compiles them first, for 5 to 10 seconds.
@@ -41,7 +48,7 @@ TESTS ?= tests/gpu
 WORKERS ?= 2
 PARALLEL := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
-.PHONY: help setup demo check lint style types imports fast test functional cluster e2e test-full images test-images plant gpu gpu-soak bench bench-gpu lock clean
+.PHONY: help setup demo quick check lint style types imports fast test functional cluster e2e test-full images test-images plant gpu gpu-soak bench bench-gpu lock clean
 help: ## print this list
 	@grep -E '^[a-z0-9-]+:.*## ' $(firstword $(MAKEFILE_LIST)) | sed -E 's/:.*## /\t/'
 
@@ -63,7 +70,11 @@ setup: $(VENV)/.ready ## create .venv from the lock
 demo: setup ## start the real server on the demo model and ask it something
 	$(BIN)/python scripts/demo.py
 
-check: setup ## the inner loop: lint, types, import contracts, unit and contract tests, side by side
+quick: setup ## the inner loop: operator, scheduling, sizing, api and contract tests that need no torch
+	$(PYTEST) -q $(PARALLEL) --torchless -m "not gpu and not full" \
+	  tests/contract $(addprefix tests/unit/,operator scheduling sizing api)
+
+check: setup ## lint, types, import contracts, unit and contract tests, side by side
 	@$(MAKE) --no-print-directory --keep-going --jobs=3 --output-sync=target style types imports fast
 
 lint: style types imports ## ruff, mypy, import-linter
@@ -72,19 +83,23 @@ style: setup
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 
+# What mypy knows of torch takes it a minute to find out: kept outside the clone, which CI has anew.
+MYPY_CACHE := $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/fairlead/mypy
+
 types: setup
-	$(BIN)/mypy
+	$(BIN)/mypy --cache-dir $(MYPY_CACHE)
 
 imports: setup
 	$(BIN)/lint-imports
 
 fast: setup
-	$(PYTEST) -q $(PARALLEL) -m "not gpu and not full" tests/unit tests/contract
+	$(PYTEST) -q $(PARALLEL) -m "not gpu and not full" tests/unit tests/contract $(LONG_UNITS:%=--ignore=%)
 
-test: check functional cluster ## everything that needs no GPU, long forms shortened; the fast parts first
+test: setup ## everything that needs no GPU, long forms shortened; the fast parts first
+	@$(PYTHON) scripts/steps.py check functional+cluster
 
 functional: setup
-	$(PYTEST) $(PARALLEL) -m "not gpu and not full" tests/functional
+	$(PYTEST) $(PARALLEL) -m "not gpu and not full" tests/functional $(LONG_UNITS)
 
 cluster: setup
 	$(PYTEST) $(PARALLEL) -m "not gpu and not full" --durations=10 tests/cluster

@@ -1,20 +1,23 @@
-"""The steps of .ci/run, one after the other, and the seconds of each, also when one fails.
+"""Run steps, which are targets of make, and print the seconds of each, also when one fails.
 
-    python3 scripts/ci.py [STEP...]
+    python3 scripts/steps.py setup check functional+images,test-images
 
-Exit code: that of the first step that fails. Needs nothing but Python's standard library: the
-virtual environment does not exist yet.
+The arguments run one after the other. Within one, "+" parts what runs side by side, and "," what
+runs in order. A step that fails ends those behind it in its own row, and then the run.
+
+Exit code: 0 if all succeeded, else that of the first that failed. Needs nothing but Python's
+standard library: it makes the virtual environment, too.
 """
 
-import argparse
 import os
 import subprocess
 import sys
+import threading
 import time
-from typing import NamedTuple
+from concurrent.futures import ThreadPoolExecutor
+from typing import IO, NamedTuple
 
-# Each a target of make.
-STEPS = ("setup", "check", "functional", "cluster", "images", "test-images", "e2e")
+_printing = threading.Lock()
 
 
 class Spent(NamedTuple):
@@ -26,44 +29,80 @@ class Spent(NamedTuple):
     code: int
 
 
-def run(step: str) -> Spent:
-    """Run one step, its output shown as it comes."""
+def run(step: str, *, alone: bool) -> Spent:
+    """Run one step. Beside others its name stands before each line of its output."""
     began = time.monotonic()
-    process = subprocess.Popen(["make", step], stdin=subprocess.DEVNULL)
+    pipe = None if alone else subprocess.PIPE
+    process = subprocess.Popen(
+        ["make", "--no-print-directory", step],
+        stdin=subprocess.DEVNULL,
+        stdout=pipe,
+        stderr=None if alone else subprocess.STDOUT,
+        text=True,
+        errors="replace",
+    )
+    if process.stdout is not None:
+        threading.Thread(target=_show, args=(step, process.stdout), daemon=True).start()
     _, status, used = os.wait4(process.pid, 0)
     process.returncode = os.waitstatus_to_exitcode(status)
     clock = time.monotonic() - began
     return Spent(step, clock, used.ru_utime + used.ru_stime, process.returncode)
 
 
-def table(steps: list[Spent], clock: float) -> str:
-    """Seconds by step; "busy" is the share of this machine's processors."""
-    cores = os.cpu_count() or 1
-    rows = [
-        f"{spent.step:12} {spent.clock:7.0f} {spent.processors:10.0f} "
-        f"{spent.processors / spent.clock / cores:5.0%}{'' if spent.code == 0 else '  failed'}"
-        for spent in steps
-    ]
-    total = sum(spent.processors for spent in steps)
-    last = f"{'all':12} {clock:7.0f} {total:10.0f} {total / clock / cores:5.0%}"
-    return "\n".join([f"{'step':12} {'seconds':>7} {'processors':>10}  busy", *rows, last])
+def _show(step: str, lines: IO[str]) -> None:
+    for line in lines:
+        with _printing:
+            print(f"{step}: {line}", end="", flush=True)
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description="Run the steps of .ci/run and time each.")
-    parser.add_argument("step", nargs="*", metavar="STEP", help=f"of {', '.join(STEPS)}")
-    steps = parser.parse_args().step or STEPS
-    if unknown := set(steps) - set(STEPS):
-        parser.error(f"{', '.join(sorted(unknown))}: a step is one of {', '.join(STEPS)}")
-    began = time.monotonic()
+def run_in_order(steps: list[str], *, alone: bool) -> list[Spent]:
+    """Run steps until one fails."""
     done: list[Spent] = []
     for step in steps:
-        done.append(run(step))
+        done.append(run(step, alone=alone))
         if done[-1].code:
             break
-    print(f"\n{table(done, time.monotonic() - began)}", flush=True)
-    return done[-1].code
+    return done
+
+
+def run_side_by_side(rows: list[list[str]]) -> list[Spent]:
+    """Run each row of steps, and wait for all, also when one fails."""
+    alone = len(rows) == 1
+    with ThreadPoolExecutor(len(rows)) as pool:
+        done = pool.map(lambda steps: run_in_order(steps, alone=alone), rows)
+        return [spent for row in done for spent in row]
+
+
+def table(steps: list[Spent], left_out: list[str], clock: float) -> str:
+    """Seconds by step; "busy" is the share of this machine's processors."""
+    cores = os.cpu_count() or 1
+    total = Spent("all", clock, sum(spent.processors for spent in steps), 0)
+    rows = [
+        f"{spent.step:12} {spent.clock:7.0f} {spent.processors:10.0f} "
+        f"{spent.processors / spent.clock / cores:5.0%}{'  failed' if spent.code else ''}"
+        for spent in [*steps, total]
+    ]
+    missing = [f"{step:12} was not run" for step in left_out]
+    return "\n".join([f"{'step':12} {'seconds':>7} {'processors':>10}  busy", *rows, *missing])
+
+
+def main(arguments: list[str]) -> int:
+    phases = [[row.split(",") for row in phase.split("+")] for phase in arguments]
+    if not phases or not all(step for phase in phases for row in phase for step in row):
+        print(__doc__, file=sys.stderr)
+        return 2
+    began = time.monotonic()
+    done: list[Spent] = []
+    for phase in phases:
+        done += run_side_by_side(phase)
+        if any(spent.code for spent in done):
+            break
+    began_steps = {spent.step for spent in done}
+    planned = [step for phase in phases for row in phase for step in row]
+    left_out = [step for step in planned if step not in began_steps]
+    print(f"\n{table(done, left_out, time.monotonic() - began)}", flush=True)
+    return next((spent.code for spent in done if spent.code), 0)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))
