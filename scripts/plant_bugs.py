@@ -115,6 +115,7 @@ BUGS = (
         "fairlead_runtime.cache.prefix:_longest_group_hit",
         "at > group.first_block",
         "at - 1 > group.first_block",
+        3,
     ),
     Bug(
         "the hit covers the whole prompt",
@@ -150,6 +151,7 @@ BUGS = (
             "                cache.finish_forward(sequence)\n"
             "                sequence.computed = start\n"
         ),
+        3,
     ),
     Bug(
         "partial blocks are registered",
@@ -186,30 +188,35 @@ BUGS = (
         "fairlead_runtime.cache.paged:PagedCache.restore",
         "        self.host.release(host)\n",
         "",
+        15,
     ),
     Bug(
         "an aborted offload keeps its host units",
         "fairlead_runtime.cache.paged:PagedCache.release",
         "        self.host.release(list(_units_of(sequence.host)))\n",
         "",
+        17,
     ),
     Bug(
         "a restore leaves out its last block",
         "fairlead_runtime.cache.paged:PagedCache.restore",
         "sequence.registered = 0\n        return pairs",
         "sequence.registered = 0\n        return pairs[:-1]",
+        15,
     ),
     Bug(
         "an offload is copied after its blocks are taken",
         "fairlead_runtime.scheduling.scheduler:Scheduler._preempt",
         "work.offload += self",
         "work.copies += self",
+        15,
     ),
     Bug(
         "an offload forgets how far it was",
         "fairlead_runtime.cache.paged:PagedCache.restore",
         "        sequence.registered = 0\n        return pairs",
         "        sequence.registered = sequence.computed = 0\n        return pairs",
+        15,
     ),
     Bug(
         "a soft reset drops a generated token",
@@ -231,6 +238,7 @@ BUGS = (
         "fairlead_runtime.scheduling.planner:_Draft._preempt_youngest",
         "victim = max(",
         "victim = min(",
+        3,
     ),
     Bug(
         "a victim's row stays in the step",
@@ -283,7 +291,7 @@ BUGS = (
         "fairlead_runtime.scheduling.planner:_Draft.admit",
         "if state.victim is not None and",
         "if False and",
-        40,
+        50,
     ),
     Bug(
         "a sequence that lacks blocks starts",
@@ -296,12 +304,14 @@ BUGS = (
         "fairlead_runtime.scheduling.planner:_Draft.admit",
         "self.head = self.head or candidate",
         "pass",
+        3,
     ),
     Bug(
         "the last blocked one is the head",
         "fairlead_runtime.scheduling.planner:_Draft.admit",
         "self.head or candidate",
         "candidate",
+        5,
     ),
     Bug(
         "a reservation never grows",
@@ -350,7 +360,7 @@ BUGS = (
         "fairlead_runtime.scheduling.planner:_Draft._may_start",
         "self._shadow = steps, spare - most",
         "pass",
-        10_000,
+        10005,
     ),
     Bug(
         "the head's start ignores the margin",
@@ -364,7 +374,7 @@ BUGS = (
         "fairlead_runtime.scheduling.planner:_Draft._may_start",
         "            self._shadow = None\n            return True",
         "            return True",
-        10_000,
+        10009,
     ),
     Bug(
         "a shared block is computed by all",
@@ -377,19 +387,21 @@ BUGS = (
         "fairlead_runtime.scheduling.planner:_Draft.admit",
         "                    computing.add(self.cache.next_block(sequence, start))\n",
         "                    pass\n",
+        6,
     ),
     Bug(
         "a prefix waits for decodes too",
         "fairlead_runtime.scheduling.planner:_prefills",
         "return sequence.status is Status.PREFILLING",
         "return sequence.id >= 0",
-        30,
+        33,
     ),
     Bug(
         "a prefix waits for its own last block",
         "fairlead_runtime.scheduling.planner:_Draft._waits_for_block",
         "admission.start, keep=1)",
         "admission.start)",
+        3,
     ),
     Bug(
         "a choice does not wait for its sibling",
@@ -414,12 +426,14 @@ BUGS = (
         "fairlead_runtime.scheduling.planner:State.margin",
         "self.limits.safety_margin * self",
         "0 * self",
+        15,
     ),
     Bug(
         "the margin applies when nothing runs",
         "fairlead_runtime.scheduling.planner:_Draft._room",
         "self.state.margin if self.rows else 0",
         "self.state.margin",
+        6,
     ),
     Bug(
         "decodes wait for prefills",
@@ -432,6 +446,7 @@ BUGS = (
         "fairlead_runtime.scheduling.planner:_Draft.bound_prefills",
         "decodes, bound = len(self.rows), ",
         "decodes, bound = max(1, len(self.rows)), ",
+        16,
     ),
     Bug(
         "the youngest waits at the front",
@@ -495,6 +510,7 @@ BUGS = (
         "fairlead_runtime.scheduling.scheduler:Scheduler.update",
         "            if sequence.status in FINAL:\n",
         "            if False:\n",
+        5,
     ),
     Bug(
         "a sequence is found in two queues",
