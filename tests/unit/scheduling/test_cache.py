@@ -13,6 +13,7 @@ from fairlead_runtime.cache.paged import PagedCache
 from fairlead_runtime.cache.prefix import extend_chain, longest_hit, root
 from fairlead_runtime.request import BlockHash, Request, SamplingParams, Sequence
 from fairlead_runtime.sizing.groups import NULL, LayerGroup, group_layers, layers_per_unit
+from support.full import LONG_FORM
 
 
 def block(i: int) -> BlockHash:
@@ -180,7 +181,9 @@ class PoolMachine(RuleBasedStateMachine):
             assert self.pool.find(0, str(name).encode()) == unit
 
 
-PoolMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=30, deadline=None)
+PoolMachine.TestCase.settings = settings(
+    max_examples=300 if LONG_FORM else 60, stateful_step_count=30, deadline=None
+)
 TestPool = PoolMachine.TestCase
 
 

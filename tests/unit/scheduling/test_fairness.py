@@ -13,6 +13,7 @@ from fairlead_runtime.request import Request, SamplingParams, Sequence
 from fairlead_runtime.scheduling import Limits, Plan, Result, Scheduler
 from fairlead_runtime.scheduling.planner import ACCRUAL_STEPS, PASSED_SEQUENCES
 from fairlead_runtime.sizing.groups import group_layers
+from support.full import LONG_FORM
 from support.whole_run_scenario import POLICIES
 
 LIMITS = Limits(
@@ -283,7 +284,7 @@ def test_under_fair_a_tenant_with_a_blocked_request_comes_after_one_with_more_se
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(8 if LONG_FORM else 3))
 def test_every_head_starts_within_its_bound_and_all_requests_end(policy: str, seed: int) -> None:
     """The bound: 64 steps, and the most steps that a request can take. A preemption starts it
     again: the preempted sequence has more steps left.

@@ -15,6 +15,7 @@ from fairlead_runtime.request import Request, SamplingParams
 from fairlead_runtime.scheduling import Limits, Result, Scheduler, Work
 from fairlead_runtime.sizing.groups import group_layers
 from support import whole_run
+from support.full import LONG_FORM
 
 
 def record(seed: int, path: Path, *, ahead: bool = False) -> whole_run.Outcome:
@@ -30,7 +31,7 @@ def record(seed: int, path: Path, *, ahead: bool = False) -> whole_run.Outcome:
         opened[0].close()
 
 
-@pytest.mark.parametrize("seed", range(3000, 3012))
+@pytest.mark.parametrize("seed", range(3000, 3012, 1 if LONG_FORM else 3))
 def test_a_recorded_run_replays_to_identical_plans(
     seed: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -40,7 +41,7 @@ def test_a_recorded_run_replays_to_identical_plans(
     assert capsys.readouterr().out == f"identical: {outcome.steps} steps\n"
 
 
-@pytest.mark.parametrize("seed", range(3000, 3012))
+@pytest.mark.parametrize("seed", range(3000, 3012, 1 if LONG_FORM else 3))
 def test_a_run_with_launched_steps_replays_and_shows_each_of_them(
     seed: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -56,7 +57,7 @@ def test_a_run_with_launched_steps_replays_and_shows_each_of_them(
             assert shown.get(f"{name}/{choice}", shown.get(name)) == len(tokens)
 
 
-@pytest.mark.parametrize("seed", range(3000, 3006))
+@pytest.mark.parametrize("seed", range(3000, 3006, 1 if LONG_FORM else 3))
 @pytest.mark.parametrize("ahead", [False, True])
 def test_the_trace_has_no_more_slots_than_requests_may_run(
     seed: int, ahead: bool, tmp_path: Path

@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import assume, given
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from fairlead_runtime.config import ConfigError, EngineConfig
@@ -23,6 +23,7 @@ from fairlead_runtime.sizing.solve import CPU_CACHE, MemoryPlan, sequence_units,
 from fairlead_runtime.sizing.terms import GIB, PROCESS, Bookkeeping, DeviceFacts
 from fairlead_runtime.sizing.verdict import plan_memory
 from fairlead_runtime.supported import is_supported
+from support.full import LONG_FORM
 
 LLAMA_8B = ModelShape.from_config(
     {
@@ -35,6 +36,7 @@ LLAMA_8B = ModelShape.from_config(
     }
 )
 GEMMA2 = ModelShape.from_config({"model_type": "gemma2", "dtype": "bfloat16"})
+examples = settings(max_examples=400 if LONG_FORM else 40)
 
 
 @st.composite
@@ -76,6 +78,7 @@ CONFIGS = st.fixed_dictionaries(
 DEVICES = st.builds(DeviceFacts, st.sampled_from(["cpu", "cuda"]), st.integers(0, 64 * GIB))
 
 
+@examples
 @given(shapes(), CONFIGS, DEVICES)
 def test_the_solved_cache_fills_the_budget_and_never_exceeds_it(
     shape: ModelShape, settings: dict[str, Any], device: DeviceFacts
@@ -96,6 +99,7 @@ def test_the_solved_cache_fills_the_budget_and_never_exceeds_it(
     )
 
 
+@examples
 @given(shapes(), CONFIGS, DEVICES, st.integers(0, 8 * GIB))
 def test_more_memory_never_holds_less(
     shape: ModelShape, settings: dict[str, Any], device: DeviceFacts, more: int
@@ -110,6 +114,7 @@ def test_more_memory_never_holds_less(
     assert large.fits or not small.fits
 
 
+@examples
 @given(shapes(), CONFIGS, DEVICES)
 def test_fits_means_that_one_full_length_sequence_has_room(
     shape: ModelShape, settings: dict[str, Any], device: DeviceFacts
@@ -132,6 +137,7 @@ FIXES = {
 SHARES = ("cpuOffloadSpace", "maxMemoryPercent")
 
 
+@examples
 @given(shapes(), SUPPORTED, DEVICES, st.none() | st.integers(1, 50_000))
 def test_every_fix_that_a_message_names_satisfies_the_equation_and_is_supported(
     shape: ModelShape, settings: dict[str, Any], device: DeviceFacts, pinned: int | None
@@ -153,6 +159,7 @@ def test_every_fix_that_a_message_names_satisfies_the_equation_and_is_supported(
         assert plan_memory(shape, changed, facts).fits, way
 
 
+@examples
 @given(shapes(), st.integers(1, 20_000), st.sampled_from([4, 16, 256]))
 def test_full_length_sequences_hold_what_windows_leave(
     shape: ModelShape, length: int, block: int

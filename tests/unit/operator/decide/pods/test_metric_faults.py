@@ -17,7 +17,7 @@ from fairlead_operator.decide.scale.autoscale import TICK, History, Policy, Supp
 from fairlead_runtime.metric_names import RUNNING, WAITING
 from support.full import LONG_FORM
 
-SEEDS = 50 if LONG_FORM else 3
+SEEDS = 50 if LONG_FORM else 2
 POLICY = Policy(
     min_replicas=1,
     max_replicas=12,

@@ -23,6 +23,7 @@ from fairlead_operator.decide.scale.autoscale import (
 )
 from fairlead_operator.decide.scale.target import target_of, typical_request
 from fairlead_operator.resource.spec import Autoscaling, ScaleDown, ScaleUp, Signal
+from support.full import LONG_FORM
 
 POLICY = Policy(
     min_replicas=1,
@@ -351,7 +352,7 @@ POLICIES = st.builds(
 DEMANDS = st.lists(st.tuples(st.floats(0, 3000), st.integers(1, 40)), min_size=1, max_size=6)
 
 
-@settings(max_examples=25)
+@settings(max_examples=100 if LONG_FORM else 12)
 @given(POLICIES, DEMANDS, st.floats(0, 100))
 def test_any_load_stays_inside_every_limit(
     policy: Policy, demands: list[tuple[float, int]], start: float

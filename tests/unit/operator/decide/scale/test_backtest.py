@@ -3,6 +3,7 @@ HPA.
 """
 
 import csv
+import functools
 import io
 import itertools
 import json
@@ -142,6 +143,7 @@ KINDS = (sine, square, burst, diurnal, noise)
 TRACES = [(kind, seed) for kind in KINDS for seed in range(6 if LONG_FORM else 1)]
 
 
+@functools.cache
 def day(kind: Callable[[random.Random], Rate], seed: int) -> list[Bucket]:
     rng = random.Random(seed)
     rate, buckets = kind(rng), []
@@ -172,6 +174,7 @@ def test_a_day_is_tracked_closer_than_by_an_hpa_for_a_tenth_more_pods_at_most(
     assert ours.seconds_over <= hpa.seconds_over
 
 
+@pytest.mark.full
 def test_with_the_default_step_all_days_together_stay_within_a_tenth_and_closer() -> None:
     hours, over = [0.0, 0.0], [0.0, 0.0]
     for kind, seed in TRACES:
