@@ -178,10 +178,14 @@ def seconds_without_a_bug(
 def main() -> int:
     parser = argparse.ArgumentParser(description="Plant bugs in all packages; tests catch them.")
     parser.add_argument("--jobs", type=int, default=2)
-    parser.add_argument("--only", default="", help="bugs whose name or place contains this")
+    parser.add_argument("--only", default="", help="bugs of which name, place or a test has this")
     parser.add_argument("--one-in", type=int, default=1, help="take every n-th bug only")
     options = parser.parse_args()
-    bugs = [bug for bug in BUGS if options.only in bug.name or options.only in bug.place]
+    bugs = [
+        bug
+        for bug in BUGS
+        if any(options.only in text for text in (bug.name, bug.place, *bug.tests))
+    ]
     if errors := mismatches(bugs):
         print("\n".join(errors), file=sys.stderr)
         return 2
