@@ -137,7 +137,6 @@ FIXES = {
 SHARES = ("cpuOffloadSpace", "maxMemoryPercent")
 
 
-@examples
 @given(shapes(), SUPPORTED, DEVICES, st.none() | st.integers(1, 50_000))
 def test_every_fix_that_a_message_names_satisfies_the_equation_and_is_supported(
     shape: ModelShape, settings: dict[str, Any], device: DeviceFacts, pinned: int | None
