@@ -14,8 +14,9 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
-from typing import IO, NamedTuple
+from typing import NamedTuple
 
 _printing = threading.Lock()
 
@@ -41,15 +42,16 @@ def run(step: str, *, alone: bool) -> Spent:
         text=True,
         errors="replace",
     )
-    if process.stdout is not None:
-        threading.Thread(target=_show, args=(step, process.stdout), daemon=True).start()
+    shows = threading.Thread(target=_show, args=(step, process.stdout or ()), daemon=True)
+    shows.start()
     _, status, used = os.wait4(process.pid, 0)
+    shows.join(10)  # a process that it left behind may hold its output open for ever
     process.returncode = os.waitstatus_to_exitcode(status)
     clock = time.monotonic() - began
     return Spent(step, clock, used.ru_utime + used.ru_stime, process.returncode)
 
 
-def _show(step: str, lines: IO[str]) -> None:
+def _show(step: str, lines: Iterable[str]) -> None:
     for line in lines:
         with _printing:
             print(f"{step}: {line}", end="", flush=True)
