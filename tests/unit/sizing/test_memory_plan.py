@@ -125,7 +125,12 @@ def test_fits_means_that_one_full_length_sequence_has_room(
     assert not plan.fits or plan.full_length_sequences >= 1
 
 
-SUPPORTED = CONFIGS.map(lambda settings: settings | {"quantization": "none", "tensor_parallel": 1})
+SUPPORTED = st.builds(
+    lambda settings, deterministic: settings
+    | {"quantization": "none", "tensor_parallel": 1, "deterministic": deterministic},
+    CONFIGS,
+    st.booleans(),
+)
 FIXES = {
     "tensorParallel": "tensor_parallel",
     "maxModelLen": "max_model_len",
@@ -347,6 +352,11 @@ def test_a_cpu_reserves_a_fixed_size_for_its_processes_unless_more_is_measured(
             {},
             DeviceFacts("cuda", 16 * GIB),
             r"needs 18\.1 GiB before any KV cache, has 14\.4: set tensorParallel 4",
+        ),
+        (
+            {"deterministic": True},  # not beside more than one accelerator
+            DeviceFacts("cuda", 16 * GIB),
+            r"needs \S+ GiB before any KV cache, has 14\.4: choose a larger accelerator or a .*",
         ),
         (
             {"num_blocks": 10},
