@@ -24,7 +24,6 @@ from fairlead_runtime import LLM, SamplingParams
 from fairlead_runtime.config import EngineConfig
 from fairlead_runtime.device import selftest, shards
 from fairlead_runtime.device.fusion import fuse
-from fairlead_runtime.device.layer_recording import computed_in_float32
 from fairlead_runtime.device.paged_model import PagedModel
 from fairlead_runtime.models import families, loading, rope, tiny
 from fairlead_runtime.sizing.terms import weights
@@ -244,8 +243,7 @@ def test_a_models_fused_layers_give_transformers_logits(
     model = paged(family, dtype)
     attention = pick(model.heads, model.kinds, CUDA, "torch").attention
     size = model.weight_bytes
-    with computed_in_float32(model, own_mlps=True):
-        expected = selftest.Expected.of(model, MAX_LEN)
+    expected = selftest.Expected.of(model, MAX_LEN)
     fused = fuse(model, operations(name))
     around = len(model.windows) if family in ("mixtral", "qwen2_moe") else 0
     assert (fused.fused, fused.around_mlp) == (len(model.windows) - around, around)
@@ -298,12 +296,10 @@ def test_a_whole_model_on_the_host_gives_the_expected_logits_in_float32_on_the_g
     on_host = tiny.build("granite").to(torch.bfloat16)
     rope.pin(on_host, MAX_LEN)
     windows = families.check(on_host.config)
-    with computed_in_float32(plain := PagedModel(on_host, windows)):
-        wanted = selftest.Expected.of(plain, MAX_LEN)
+    wanted = selftest.Expected.of(PagedModel(on_host, windows), MAX_LEN)
     with shards.computed_on(CUDA, on_host):
         model = PagedModel(on_host, windows, CUDA)
-        with computed_in_float32(model):
-            got = selftest.Expected.of(model, MAX_LEN)
+        got = selftest.Expected.of(model, MAX_LEN)
     for mine, theirs in zip(got.logits, wanted.logits, strict=True):
         spread = theirs.float().std(dim=1)
         distance = (mine.cpu() - theirs).float().square().mean(dim=1).sqrt() / spread

@@ -24,6 +24,7 @@ their own copy of the same numbers, so every comparison judges the kernels alone
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -39,20 +40,24 @@ from fairlead_runtime.device.attention import AttentionCall, CachedLayer, Cached
 from fairlead_runtime.device.fused_layers import FusedLayer, FusedRun
 from fairlead_runtime.device.group import Group
 from fairlead_runtime.device.layer_parts import (
-    CLOSE,
-    CLOSE_ROUNDED,
     DoesNotFitError,
     OwnMlp,
     Recording,
     Rope,
     RopeArgument,
-    close,
     recognize,
 )
-from fairlead_runtime.device.layer_recording import Recorded, decoder_layers, record, recording_of
+from fairlead_runtime.device.layer_recording import (
+    Recorded,
+    decoder_layers,
+    record,
+    recording_of,
+    repeat,
+)
 from fairlead_runtime.device.own_ends import replace_ends
 from fairlead_runtime.device.packed_products import PackedProducts, pack_products
 from fairlead_runtime.device.paged_model import PagedModel, ProbePass, causal_attention
+from fairlead_runtime.device.rounding import Noise
 from fairlead_runtime.device.whole_model import TOKENS
 from fairlead_runtime.device.widened import Widened
 from fairlead_runtime.heap import release_memory
@@ -252,8 +257,10 @@ def _fuse_ends(
     try:
         ends = whole_model.recognize(model, layers, step)
         expected = whole_model.other_logits(model, step)
+        # Before the head's weights are packed, which takes them.
+        noises = [whole_model.noise(model, layers, step, expected, rounds=x) for x in (False, True)]
         whole = whole_model.WholeModel(ends, runs[0], operations, model.heads.dtype)
-        same = whole_model.agrees(model, whole, step, expected)
+        same = whole_model.agrees(model, whole, step, expected, noises[whole.rounds])
         if not same:
             whole.restore(ends)
     finally:
@@ -346,8 +353,9 @@ def _fused(
         added: list[Tensor] = []
         step = _ScratchPass(model.heads, model.device)
         out = fused.run(recording.input.clone(), added, angles, step)
-        allowed = CLOSE_ROUNDED if fused.rounds else CLOSE
-        if not close(out + added.pop(), recording.output, allowed=allowed):
+        again = partial(repeat, original, recorded)
+        noise = Noise.of(recording.output, again, rounds=fused.rounds)
+        if not noise.explains(out + added.pop(), recording.output):
             raise DoesNotFitError("its fused layer gives other results")
 
     fused, recording, angles = _on_every_rank(group, packed)

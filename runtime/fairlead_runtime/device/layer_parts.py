@@ -27,9 +27,6 @@ from fairlead_runtime.models.quantized import QuantizedLinear
 
 # Two results of float32 are equal within this share of their size; other functions differ by more.
 CLOSE = 1e-4
-# CLOSE where products round their inputs to 16 bits. Tiny random layers differ by up to 4e-4; those
-# in which single inputs are far larger than the others differ by more.
-CLOSE_ROUNDED = 0.01
 ROUNDING = 1e-6  # of the larger part of a sum
 Rope = tuple[Tensor, Tensor]  # cosines and sines
 OTHER_BEGIN = "its MLP does not begin with a norm of the residual or of the residual plus attention"
@@ -226,12 +223,12 @@ def _bias(matrices: Sequence[Matrix]) -> Tensor | None:
     return torch.cat(parts)
 
 
-def close(
-    got: Tensor, want: Tensor, residual: Tensor | None = None, allowed: float = CLOSE
-) -> bool:
-    """Whether both are the same but for rounding; with ``residual``, whether ``got`` is the sum of
+def close(got: Tensor, want: Tensor, residual: Tensor | None = None) -> bool:
+    """Whether both come from the same function; with ``residual``, whether ``got`` is the sum of
     the others. A small ``want`` beside a large residual must be as exact as it is alone.
-    ``allowed``: the largest difference, in units of the root mean square of ``want``.
+
+    It compares torch with torch, one operation of a recognized part at a time, to tell functions
+    apart; whether other kernels compute that part is ``rounding``'s to say.
     """
     if got.shape != want.shape:
         return False
@@ -239,7 +236,7 @@ def close(
     if residual is not None:
         difference = difference - residual.double()
         slack = ROUNDING * float(residual.abs().max())
-    largest = allowed * float(want.double().square().mean().sqrt()) + slack
+    largest = CLOSE * float(want.double().square().mean().sqrt()) + slack
     return bool(difference.abs().max() <= largest)
 
 

@@ -7,6 +7,7 @@ widened: what is compared with it later can then tell a wrong function from roun
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,16 +15,16 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 from torch.utils.hooks import RemovableHandle
 
+from fairlead_kernels.parts import row_parts
 from fairlead_runtime.device import whole_model
-from fairlead_runtime.device.attention import AttentionCall
+from fairlead_runtime.device.attention import CURRENT_PASS, AttentionCall
 from fairlead_runtime.device.layer_parts import (
     DoesNotFitError,
     ModuleCall,
-    OwnMlp,
     Recording,
-    recognize,
 )
 from fairlead_runtime.device.paged_model import PagedModel, ProbePass
+from fairlead_runtime.device.rounding import Changes
 from fairlead_runtime.device.widened import Widened
 
 
@@ -115,22 +116,15 @@ def _module_hook(place: Recorded) -> Any:
 
 
 def _in_float32(
-    layer: nn.Module, dtype: torch.dtype, device: torch.device, own: nn.Module | None = None
+    layer: nn.Module, dtype: torch.dtype, device: torch.device
 ) -> list[RemovableHandle]:
     """Hooks, after the recording ones, with which a layer of another type computes in float32 on
     ``device``: inputs and weights are widened before, weights and hidden states narrowed after.
-    A part of it that is the model's ``own`` code computes in its type.
     """
     widened: list[Widened] = []
-    inner: list[RemovableHandle] = []
-    if own is not None:
-        inner = [
-            own.register_forward_pre_hook(lambda _, given: _cast(given, torch.float32, dtype)),
-            own.register_forward_hook(lambda _m, _i, out: _cast(out, dtype, torch.float32)),
-        ]
 
     def widen(_module: nn.Module, inputs: tuple[Any, ...], arguments: dict[str, Any]) -> Any:
-        widened.append(Widened(layer, device, but=own))
+        widened.append(Widened(layer, device))
         return _cast((inputs, arguments), dtype, torch.float32)
 
     def narrow(_module: nn.Module, _inputs: Any, output: Any) -> Any:
@@ -138,7 +132,6 @@ def _in_float32(
         return _cast(output, torch.float32, dtype)
 
     return [
-        *inner,
         layer.register_forward_pre_hook(widen, with_kwargs=True),
         layer.register_forward_hook(narrow),
     ]
@@ -192,38 +185,83 @@ def recording_of(recorded: Recorded) -> tuple[Recording, str]:
     ), name
 
 
-@contextmanager
-def computed_in_float32(model: PagedModel, *, own_mlps: bool = False) -> Iterator[None]:
-    """Inside the ``with`` block every layer that fits computes in float32, as its fused one will,
-    by transformers' code; nothing changes for a model in float32. With ``own_mlps`` so do layers
-    that are fused but for their MLP, which computes in its own type.
+class _ChangingPass(ProbePass):
+    """A pass of which attention reads changed queries, keys and values."""
+
+    def __init__(self, keep: Tensor, changes: Changes) -> None:
+        super().__init__(keep)
+        self._changes = changes
+
+    def attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, call: AttentionCall
+    ) -> Tensor:
+        # A score sums over a head, an output over the tokens.
+        read = self._changes.of(query, query.shape[-1]), key, self._changes.of(value, len(value))
+        return super().attend(layer, *read, call)
+
+
+def repeat(layer: nn.Module, recorded: Recorded, changes: Changes) -> Tensor:
+    """What the layer gives [T, hidden] of what it got when it was recorded, with all that its
+    modules and its attention read changed. Its weights must be of the recording's type.
     """
-    dtype = model.heads.dtype
-    fitting = [] if dtype is torch.float32 else _fitting(model)
-    hooks = [
-        hook
-        for layer, own in fitting
-        if own_mlps or own is None
-        for hook in _in_float32(layer, dtype, model.device, own)
-    ]
+    step = _ChangingPass(torch.tensor([0], device=recorded.input.device), changes)
+    token = CURRENT_PASS.set(step)
+    try:
+        with changes.inside(layer.modules()):
+            out: Tensor = layer(recorded.input, **(recorded.arguments or {}))[0]
+            return out
+    finally:
+        CURRENT_PASS.reset(token)
+
+
+@contextmanager
+def modules_in_float32(model: nn.Module) -> Iterator[None]:
+    """Inside the ``with`` block each module that has weights reads and computes in float32, with
+    its own weights widened only while it runs, and those of a linear one by rows.
+    """
+    hooks: list[RemovableHandle] = []
+    products: list[Any] = []
+    for module in model.modules():
+        own: Any = module  # torch types each attribute as tensor or module
+        if not any(True for _ in module.parameters(recurse=False)):
+            continue
+        if isinstance(module, nn.Embedding):  # whose table is large, and its rows exact
+            hooks.append(module.register_forward_hook(lambda _m, _i, rows: rows.float()))
+        elif type(module) is nn.Linear and "forward" not in vars(module):
+            own.forward = partial(_product_in_float32, module)
+            products.append(own)
+        else:
+            hooks += _widened_while_it_runs(module)
     try:
         yield
     finally:
         for hook in hooks:
             hook.remove()
+        for product in products:
+            del product.forward
 
 
-@torch.inference_mode()
-def _fitting(model: PagedModel) -> list[tuple[nn.Module, nn.Module | None]]:
-    """The layers that fit, and of each the part that stays the model's own code."""
-    layers, found = decoder_layers(model), list[tuple[nn.Module, nn.Module | None]]()
-    for layer, recorded in zip(layers, record(model, layers), strict=True):
-        widened = Widened(layer, model.device)
-        try:
-            mlp = recognize(recording_of(recorded)[0]).mlp
-            found.append((layer, mlp.module if isinstance(mlp, OwnMlp) else None))
-        except DoesNotFitError:
-            pass  # `fuse` gives the reason
-        finally:
-            widened.narrow()
-    return found
+def _product_in_float32(module: nn.Linear, x: Tensor) -> Tensor:
+    x, weight, bias = x.float(), module.weight, module.bias
+    parts = [x @ weight[part].float().T for part in row_parts(*weight.shape)]
+    product = torch.cat(parts, dim=-1)
+    return product if bias is None else product + bias.float()
+
+
+def _widened_while_it_runs(module: nn.Module) -> list[RemovableHandle]:
+    """Hooks around those that are there, so that the weights are where these have put them."""
+    widened: list[Widened] = []
+
+    def widen(_module: nn.Module, inputs: tuple[Any, ...], arguments: dict[str, Any]) -> Any:
+        widened.append(Widened(module))
+        return tree_map_only(
+            Tensor, lambda x: x.float() if x.is_floating_point() else x, (inputs, arguments)
+        )
+
+    def narrow(_module: nn.Module, _inputs: Any, _output: Any) -> None:
+        widened.pop().narrow()
+
+    return [
+        module.register_forward_pre_hook(widen, with_kwargs=True),
+        module.register_forward_hook(narrow, prepend=True),
+    ]

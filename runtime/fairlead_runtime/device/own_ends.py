@@ -15,7 +15,7 @@ from fairlead_kernels.layer import LayerOperations, Packed
 from fairlead_kernels.quantize import Quantized
 from fairlead_runtime.device import whole_model
 from fairlead_runtime.device.attention import CachedPass
-from fairlead_runtime.device.layer_parts import DoesNotFitError, Matrix, close
+from fairlead_runtime.device.layer_parts import DoesNotFitError, Matrix
 from fairlead_runtime.device.paged_model import PagedModel
 from fairlead_runtime.device.widened import Widened
 
@@ -32,10 +32,11 @@ def replace_ends(
     try:
         ends = whole_model.recognize(model, layers, step)
         expected = whole_model.other_logits(model, step)
+        noise = whole_model.noise(model, layers, step, expected, rounds=False)
         modules = [ends.last_norm, ends.product.module]
         _replace(ends.last_norm, lambda x: operations.norm(x, ends.norm)[0])
         _replace(ends.product.module, _product(ends.product, operations))
-        same = close(whole_model.other_logits(model, step), expected)
+        same = noise.explains(whole_model.other_logits(model, step), expected)
     except DoesNotFitError:
         _restore(modules)
         raise

@@ -11,7 +11,6 @@ the whole model computes other tokens before and after; if it fails then, or giv
 every module gets its weights back, which a packed matrix still has.
 """
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -27,17 +26,14 @@ from fairlead_runtime.device.attention import ForwardPass
 from fairlead_runtime.device.layer_parts import (
     DoesNotFitError,
     ModuleCall,
-    close,
     factor_of,
     matrix_of,
 )
 from fairlead_runtime.device.paged_model import PagedModel
+from fairlead_runtime.device.rounding import Changes, Noise
 from fairlead_runtime.device.widened import Widened
 
 SMALLEST = 2048  # weights; the call of a smaller product costs more than it gains
-# Logits of two products of each matrix are equal within this share of their size, in float32. In
-# bfloat16 rounding may send a token to other experts, so there only the self-test judges them.
-SAME = {torch.float32: 1e-3, torch.bfloat16: math.inf}
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +118,9 @@ def pack_products(
     half = dtype is not torch.float32
     calls = _record(model, step)
     expected = whole_model.other_logits(model, step)
+    # In half precision rounding may send a token to other experts, so there only the self-test
+    # judges the logits.
+    noise = None if half else whole_model.noise(model, [], step, expected, rounds=False)
     products: list[_Product] = []
     for module, call in calls.items():
         if not call.input.is_floating_point() or (half and module is not head):
@@ -138,7 +137,7 @@ def pack_products(
             continue
         product.replace()
         products.append(product)
-    if reason := _differs(model, step, expected):
+    if reason := _differs(model, step, expected, noise):
         for product in products:
             product.restore()
         return PackedProducts(reason=reason)
@@ -198,6 +197,7 @@ def _packed(
         if matrix is None or isinstance(matrix.stored, Quantized):
             raise DoesNotFitError("it does not multiply by its matrix")
         factor = 1.0 if embedded is None else _factor(embedded, matrix.stored)
+        noises = [_noise(module, x, want, rounds=rounds) for rounds in (False, True)]
         product = _Product(
             module,
             parameter,
@@ -208,12 +208,22 @@ def _packed(
             None if embedded is None else embedded.module,
             factor,
         )
-        if not close(product.multiply(x), want):
+        if not noises[product.weight.rounding > 0].explains(product.multiply(x), want):
             product.unpack()
             raise DoesNotFitError("its packed matrix gives other results")
         return product
     finally:
         widened.narrow()
+
+
+def _noise(module: nn.Module, x: Tensor, want: Tensor, *, rounds: bool) -> Noise:
+    """That of a product ``want`` [T, N] of x [T, K]."""
+
+    def again(changes: Changes) -> Tensor:
+        product: Tensor = module(changes.of(x, x.shape[-1])[None])[0]
+        return product
+
+    return Noise.of(want, again, rounds=rounds)
 
 
 def _factor(embedded: ModuleCall, matrix: Tensor) -> float:
@@ -229,11 +239,13 @@ def _factor(embedded: ModuleCall, matrix: Tensor) -> float:
     return whole_model.exact(factor, got, rows)
 
 
-def _differs(model: PagedModel, step: ForwardPass, expected: Tensor) -> str:
-    """Why these are not the logits that the model gives now, "" if they are."""
+def _differs(model: PagedModel, step: ForwardPass, expected: Tensor, noise: Noise | None) -> str:
+    """Why these are not the logits that the model gives now, "" if they are; without ``noise`` its
+    code must only run.
+    """
     try:
         logits = whole_model.other_logits(model, step)
     except (RuntimeError, IndexError, ValueError) as error:
         return f"its code reads weights itself: {type(error).__name__}"
-    same = close(logits, expected, allowed=SAME[model.heads.dtype])
+    same = noise is None or noise.explains(logits, expected)
     return "" if same else "its code gives other logits with them"

@@ -13,7 +13,6 @@ afterwards, or a vector in float32.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -26,8 +25,6 @@ from fairlead_kernels.parts import row_parts
 from fairlead_kernels.quantize import Quantized
 from fairlead_runtime.device.attention import CachedPass, ForwardPass
 from fairlead_runtime.device.layer_parts import (
-    CLOSE,
-    CLOSE_ROUNDED,
     DoesNotFitError,
     Matrix,
     ModuleCall,
@@ -39,6 +36,7 @@ from fairlead_runtime.device.layer_parts import (
     norm_of,
 )
 from fairlead_runtime.device.paged_model import PagedModel
+from fairlead_runtime.device.rounding import Changes, Noise
 from fairlead_runtime.models.quantized import QuantizedEmbedding
 
 TOKENS = 8  # of a recorded pass, of a layer's too: both run in one scratch cache
@@ -295,16 +293,41 @@ def recognize(model: PagedModel, layers: Sequence[nn.Module], step: ForwardPass)
 
 
 @torch.inference_mode()
-def agrees(model: PagedModel, whole: WholeModel, step: CachedPass, expected: Tensor) -> bool:
+def agrees(
+    model: PagedModel, whole: WholeModel, step: CachedPass, expected: Tensor, noise: Noise
+) -> bool:
     """Whether the pass gives these ``other_logits`` [T, vocabulary] of the same tokens, and their
-    largest.
+    largest, but for ``noise``.
     """
     ids, positions = random_tokens(model, seed=1)
-    same = partial(close, allowed=CLOSE_ROUNDED if whole.rounds else CLOSE)
     largest, chosen = whole.likeliest(ids, positions, step)
     best = expected.gather(1, chosen[:, None])[:, 0]
-    greedy = not whole.chooses or (same(best, expected.amax(1)) and same(largest, best))
-    return greedy and same(whole.logits(ids, positions, step), expected)
+    greedy = not whole.chooses or (
+        noise.explains_at(chosen, best, expected.amax(1))
+        and noise.explains_at(chosen, largest, best)
+    )
+    return greedy and noise.explains(whole.logits(ids, positions, step), expected)
+
+
+@torch.inference_mode()
+def noise(
+    model: PagedModel,
+    layers: Sequence[nn.Module],
+    step: ForwardPass,
+    expected: Tensor,
+    *,
+    rounds: bool,
+) -> Noise:
+    """How far rounding moves ``other_logits`` in the model's own code around its ``layers``, which
+    may be fused; none of its weights may be missing.
+    """
+    outside = _outside(model, layers)
+
+    def again(changes: Changes) -> Tensor:
+        with changes.inside(outside):
+            return other_logits(model, step)
+
+    return Noise.of(expected, again, rounds=rounds)
 
 
 def other_logits(model: PagedModel, step: ForwardPass) -> Tensor:
@@ -335,7 +358,6 @@ def _record(
     """The calls of the modules outside the layers, hidden states before and after all layers [T,
     hidden], each layer's keyword arguments, and the logits [T, vocabulary].
     """
-    inside = {id(part) for layer in layers for part in layer.modules()}
     calls: list[Call] = []
     begin: list[Tensor] = []
     end: list[Tensor] = []
@@ -353,8 +375,9 @@ def _record(
         if isinstance(out, Tensor):
             end.append(_rows(out).clone())
 
-    outside = [module for module in model.model.modules() if id(module) not in inside]
-    hooks = [module.register_forward_hook(note, with_kwargs=True) for module in outside]
+    hooks = [
+        module.register_forward_hook(note, with_kwargs=True) for module in _outside(model, layers)
+    ]
     hooks += [layer.register_forward_pre_hook(enter, with_kwargs=True) for layer in layers]
     hooks.append(layers[-1].register_forward_hook(leave))
     try:
@@ -365,6 +388,11 @@ def _record(
     if not (len(begin) == len(end) == 1 and len(arguments) == len(layers)):
         raise DoesNotFitError("its layers do not pass hidden states on, one after the other")
     return calls, (begin[0], end[0]), arguments, logits
+
+
+def _outside(model: PagedModel, layers: Sequence[nn.Module]) -> list[nn.Module]:
+    inside = {id(part) for layer in layers for part in layer.modules()}
+    return [module for module in model.model.modules() if id(module) not in inside]
 
 
 def _place(weight: Tensor | Quantized) -> int:

@@ -9,22 +9,17 @@ from torch import Tensor, nn
 
 class Widened:
     """A module whose weights and buffers of other types are float32 from now on, with the same
-    values: transformers' code computes in float32. With ``device`` all are there meanwhile. What is
-    ``but`` stays as it is.
+    values: transformers' code computes in float32. With ``device`` all are there meanwhile.
     """
 
     def __init__(
         self,
         module: nn.Module,
         device: torch.device | None = None,
-        but: nn.Module | None = None,
     ) -> None:
-        kept = set[int]() if but is None else set(map(id, _tensors(but)))
         # Weights that are mapped from a file take no memory beside the widened ones.
         self._own: list[tuple[Tensor, Tensor]] = []
         for tensor in _tensors(module):
-            if id(tensor) in kept:
-                continue
             own = tensor.data
             wide = own if device is None else own.to(device)
             if wide.is_floating_point():

@@ -28,7 +28,7 @@ from fairlead_runtime.device import fused_layers, profiling, selftest, whole_mod
 from fairlead_runtime.device.fused_layers import FusedRun
 from fairlead_runtime.device.fusion import Fusion, fuse, quantize_weights
 from fairlead_runtime.device.layer_parts import DoesNotFitError, ModuleCall, norm_of
-from fairlead_runtime.device.layer_recording import computed_in_float32, decoder_layers
+from fairlead_runtime.device.layer_recording import decoder_layers
 from fairlead_runtime.device.paged_model import PagedModel
 from fairlead_runtime.models import loading, tiny
 from fairlead_runtime.models.model_error import SelfTestError
@@ -312,11 +312,7 @@ def test_an_mlp_of_the_models_own_computes_in_its_type(family: str, dtype: torch
                 (given[0].dtype, next(mlp.parameters()).dtype, out.dtype)
             )
         )
-    with computed_in_float32(model, own_mlps=True):
-        expected = selftest.Expected.of(model, 512)
-        # Recorded in float32 first; then as it will be served.
-        assert set(seen) == {(torch.float32,) * 3, (dtype,) * 3}
-        assert seen[count:] == [(dtype,) * 3] * (len(seen) - count)
+    expected = selftest.Expected.of(model, 512)
     seen.clear()
     fused = fuse(model, operations)
     name = str(dtype).removeprefix("torch.")
@@ -382,8 +378,7 @@ def test_on_gpus_layers_compute_in_the_models_type_with_a_residual_in_float32(
 ) -> None:
     model = paged(family, dtype=dtype, **settings)
     operations, size = Watched(), model.weight_bytes
-    with computed_in_float32(model):
-        expected = selftest.Expected.of(model, 512)
+    expected = selftest.Expected.of(model, 512)
     fused = fuse(model, operations)
     assert (fused.fused, fused.reason, fused.stored) == (len(model.windows), "", dtype)
     assert model.weight_bytes == size, "the weights are held once, in their own type"
@@ -471,16 +466,14 @@ def test_bfloat16_weights_are_served_as_they_are_by_layers_in_float32(
     layers = decoder_layers(model)
     vectors = sum(p.numel() for layer in layers for p in layer.parameters() if p.dim() == 1)
     expected, size, count = selftest.Expected.of(model, 512), model.weight_bytes, len(layers)
-    with computed_in_float32(model):
-        sharper = selftest.Expected.of(model, 512)
     fused = f"fused {count}/{count} layers, bfloat16 weights, bfloat16 head in the model's code"
     assert str(fuse(model, operations)) == f"{fused} (no ends)"
     more = model.weight_bytes - size - 2 * vectors
     assert 0 <= more <= room_of(model) // 2, "norms and biases are float32, nothing else"
     # transformers' own logits are rounded after every operation.
     delta = selftest.check(model, attention, expected).delta
-    assert 3 * selftest.check(model, attention, sharper).delta < selftest.TOLERANCE[torch.bfloat16]
-    assert 0 < delta < selftest.TOLERANCE[torch.bfloat16]
+    assert 0 < 3 * delta < selftest.TOLERANCE[torch.bfloat16]
+    assert delta < expected.own
 
     model.heads = replace(model.heads, dtype=torch.float32)  # a cache that rounds nothing
     ids = torch.arange(40) * 37 % model.vocabulary
@@ -536,8 +529,7 @@ def test_in_bfloat16_functions_are_told_apart_that_differ_by_less_than_its_round
 def test_layers_in_bfloat16_that_do_not_fit_stay_as_they_are(family: str) -> None:
     model, plain = paged(family, bfloat16=True), paged(family, bfloat16=True)
     attention, operations = kernels_of(model, "cpu")
-    with computed_in_float32(model):
-        expected = selftest.Expected.of(model, 512)
+    expected = selftest.Expected.of(model, 512)
     fused = fuse(model, operations)
     assert str(fused).startswith(f"fused 0/{fused.layers} layers (layer 0: ")
     assert str(fused).endswith("), bfloat16 head")

@@ -161,8 +161,7 @@ def test_stored_weights_in_16_bits_are_judged_by_layers_in_float32(
         monkeypatch.setattr(selftest, "_pick", partial(rank_pair.pick_on_gpu, **on_gpu))
     served, result = selftest.prepare_rank(rank_pair.load(quantized), pair.group, rank_pair.CPU)
     assert result is not None
-    _, one = selftest.prepare_and_test(loading.load(quantized), "auto")
-    assert result.delta < 1.5 * one.delta
+    assert result.delta < result.tolerance / 2, "no further than transformers' own bfloat16"
     texts_of(served)
 
 

@@ -126,8 +126,9 @@ def test_fits_means_that_one_full_length_sequence_has_room(
 
 
 SUPPORTED = st.builds(
-    lambda settings, deterministic: settings
-    | {"quantization": "none", "tensor_parallel": 1, "deterministic": deterministic},
+    lambda settings, deterministic: (
+        settings | {"quantization": "none", "tensor_parallel": 1, "deterministic": deterministic}
+    ),
     CONFIGS,
     st.booleans(),
 )

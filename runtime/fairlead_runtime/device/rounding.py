@@ -1,0 +1,122 @@
+"""What rounding does to a computation: the judge of two results that should be the same but for it.
+
+Owns the noise of a result, measured on the weights that are served. Transformers' own modules
+compute it again and again, each time with all that they read changed at random by as much as
+rounding changes it; another result may then differ by a few times of what came of that, by element
+and by token. So an outlier may be as wrong as its own sums make it, and nothing beside it, where a
+bound in units of all elements is too wide for most of them and too narrow for the outlier.
+
+A product of K terms counts as √K roundings: its sum is rounded K times, in an order that differs
+from kernel to kernel (N. Higham, T. Mary, "A new approach to probabilistic rounding error
+analysis", 2019). The changes are drawn from a fixed seed: the same weights and the same tokens have
+the same noise in every start.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+
+SAMPLES = 4
+# The share by which rounding changes what a module reads: for sums in float32, twice its unit; for
+# products that round what they multiply to 16 bits, bfloat16's unit.
+UNIT, UNIT_ROUNDED = 2.0**-23, 2.0**-8
+# How many times the noise a result may be away: a whole token's as a root mean square, a single
+# element. Kernels that are right reach 1 and 12, on models with random and with trained weights; a
+# head scaled by 1.01 gives at least 8 times as much as is allowed on Gemma 3 270M, and more than is
+# allowed on the layer of SmolLM2 that least shows it: docs/design/0024-rounding.md.
+TOKEN, ELEMENT = 12.0, 64.0
+LEAST = 1e-30  # where nothing moves a result, as zeros
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Noise:
+    """By element of a result [T, N]: how far rounding moves it."""
+
+    size: Tensor
+
+    @classmethod
+    def of(cls, want: Tensor, again: Callable[["Changes"], Tensor], *, rounds: bool) -> Self:
+        """The noise of ``want`` [T, N], which ``again`` computes with the changes given, SAMPLES
+        times. ``rounds``: the other result's products round their inputs to 16 bits.
+        """
+        changes = Changes(want.device, rounds=rounds)
+        exact = want.double()
+        total = torch.zeros_like(exact)
+        for _ in range(SAMPLES):
+            total += (again(changes).double() - exact).square()
+        moved = (total / SAMPLES).sqrt()
+        # A few samples of one element may all be small by chance: those beside it are not.
+        moved = torch.maximum(moved, moved.median(dim=-1, keepdim=True).values)
+        return cls(moved + UNIT * exact.abs())
+
+    def explains(self, got: Tensor, want: Tensor) -> bool:
+        """Whether rounding explains the difference of two results [T, N]."""
+        if got.shape != want.shape:
+            return False
+        times = (got.double() - want.double()) / self.size.clamp(min=LEAST)
+        token = times.square().mean(dim=-1).sqrt()
+        return bool((token <= TOKEN).all() and (times.abs() <= ELEMENT).all())
+
+    def explains_at(self, places: Tensor, got: Tensor, want: Tensor) -> bool:
+        """Whether it explains that of one element per token [T], at ``places`` int64 [T]."""
+        size = self.size.gather(1, places[:, None])[:, 0].clamp(min=LEAST)
+        return bool(((got.double() - want.double()).abs() <= ELEMENT * size).all())
+
+
+class Changes:
+    """Random changes of tensors by about as much as rounding changes their elements."""
+
+    def __init__(self, device: torch.device, *, rounds: bool) -> None:
+        self._unit = UNIT_ROUNDED if rounds else UNIT
+        # Where inputs are rounded, that is more than what sums of their products are rounded by.
+        self._sums = not rounds
+        self._generator = torch.Generator(device).manual_seed(0)
+
+    def of(self, x: Any, terms: int = 1) -> Any:
+        """The same with every element changed as ``terms`` roundings change a sum; what has no
+        fractions as it is.
+        """
+        if not (isinstance(x, Tensor) and x.is_floating_point()):
+            return x
+        draw = torch.rand(x.shape, generator=self._generator, device=x.device, dtype=torch.float32)
+        share = self._unit * (terms**0.5 if self._sums else 1)
+        return x * (1 + share * (2 * draw - 1)).to(x.dtype)
+
+    @contextmanager
+    def inside(self, modules: Iterable[nn.Module]) -> Iterator[None]:
+        """Inside the ``with`` block each of these modules that has weights reads changed inputs;
+        one that multiplies no fractions by them, as embeddings, or has none but buffers, as rotary
+        embeddings, gives changed results.
+        """
+
+        def before(module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+            return tuple(self.of(x, _terms(module, x)) for x in inputs)
+
+        def after(module: nn.Module, inputs: tuple[Any, ...], out: Any) -> Any:
+            weights = any(True for _ in module.parameters(recurse=False))
+            if weights and any(isinstance(x, Tensor) and x.is_floating_point() for x in inputs):
+                return out
+            return tuple(map(self.of, out)) if isinstance(out, tuple) else self.of(out)
+
+        hooks = []
+        for module in modules:
+            if any(True for _ in module.parameters(recurse=False)):
+                hooks.append(module.register_forward_pre_hook(before))
+            elif not any(True for _ in module.buffers(recurse=False)):
+                continue
+            hooks.append(module.register_forward_hook(after))
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+
+def _terms(module: nn.Module, x: Any) -> int:
+    """How many terms each sum has in which this module takes x."""
+    multiplies = any(p.dim() > 1 for p in module.parameters(recurse=False))
+    return int(x.shape[-1]) if multiplies and isinstance(x, Tensor) else 1

@@ -1,0 +1,161 @@
+"""What rounding explains of a difference, and what it does not: faults planted in single layers."""
+
+import copy
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fairlead_runtime.device.attention import CURRENT_PASS, AttentionCall
+from fairlead_runtime.device.layer_recording import Recorded, decoder_layers, record, repeat
+from fairlead_runtime.device.paged_model import PagedModel, ProbePass
+from fairlead_runtime.device.rounding import Changes, Noise
+from fairlead_runtime.models import families, tiny
+
+FAMILIES = ("llama", "qwen2", "gemma3_text", "gpt2", "gpt_neox")
+
+
+class Attention(ProbePass):
+    """A pass whose attention gives something else."""
+
+    def __init__(self, change: Callable[[Tensor], Tensor]) -> None:
+        super().__init__(torch.tensor([0]))
+        self._change = change
+
+    def attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, call: AttentionCall
+    ) -> Tensor:
+        return self._change(super().attend(layer, query, key, value, call))
+
+
+def run(
+    layer: Any, recorded: Recorded, change: Callable[[Tensor], Tensor] = lambda x: x, **more: Any
+) -> Tensor:
+    token = CURRENT_PASS.set(Attention(change))
+    try:
+        with torch.inference_mode():
+            out: Tensor = layer(recorded.input, **{**(recorded.arguments or {}), **more})[0]
+            return out
+    finally:
+        CURRENT_PASS.reset(token)
+
+
+def first_layer(family: str, massive: float) -> tuple[Any, Recorded, Noise]:
+    """With ``massive``, one element of each token's hidden states is as large, as in trained
+    models.
+    """
+    plain = tiny.build(family)
+    if massive:
+        with torch.no_grad():
+            rows: Any = plain.get_input_embeddings()
+            rows.weight[:, 5] = massive
+    model = PagedModel(plain, families.check(plain.config))
+    with torch.inference_mode():
+        layers = decoder_layers(model)
+        recorded = record(model, layers)[0]
+        noise = Noise.of(recorded.output[0], partial(repeat, layers[0], recorded), rounds=False)
+    return layers[0], recorded, noise
+
+
+@pytest.mark.parametrize("massive", [0.0, 1e4])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_layer_in_float64_is_the_same_but_for_rounding(family: str, massive: float) -> None:
+    layer, recorded, noise = first_layer(family, massive)
+
+    def widened(x: Any) -> Any:
+        return x.double() if isinstance(x, Tensor) and x.is_floating_point() else x
+
+    arguments = {
+        name: tuple(map(widened, x)) if isinstance(x, tuple) else widened(x)
+        for name, x in (recorded.arguments or {}).items()
+    }
+    exact = Recorded([], input=recorded.input.double(), arguments=arguments)
+    assert noise.explains(run(copy.deepcopy(layer).double(), exact), recorded.output[0])
+
+
+def scale_a_head(out: Tensor) -> Tensor:
+    return torch.cat([out[:, :1] * 1.01, out[:, 1:]], dim=1)
+
+
+@pytest.mark.parametrize("massive", [0.0, 1e4])
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("change", [scale_a_head, lambda x: x.flip(1), lambda x: x.roll(1, 0)])
+def test_another_attention_is_not_explained(
+    change: Callable[[Tensor], Tensor], family: str, massive: float
+) -> None:
+    """One head scaled by 1.01, heads swapped, tokens that read as their neighbours do."""
+    layer, recorded, noise = first_layer(family, massive)
+    assert not noise.explains(run(layer, recorded, change), recorded.output[0])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_matrix_rounded_twice_or_a_vector_forgotten_is_not_explained(family: str) -> None:
+    layer, recorded, noise = first_layer(family, 0.0)
+    changed = 0
+    for name, parameter in copy.deepcopy(layer).named_parameters():
+        other = copy.deepcopy(layer)
+        own = other.get_parameter(name)
+        with torch.no_grad():
+            own.copy_(own.bfloat16().float() if own.dim() == 2 else torch.zeros_like(own))
+        if torch.equal(own, parameter):
+            continue
+        changed += 1
+        assert not noise.explains(run(other, recorded), recorded.output[0]), name
+    assert changed > 4
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "gemma3_text", "gpt_neox"])
+def test_another_rotary_embedding_is_not_explained(family: str) -> None:
+    layer, recorded, noise = first_layer(family, 0.0)
+    names = [name for name, x in (recorded.arguments or {}).items() if isinstance(x, tuple)]
+    cos, sin = (recorded.arguments or {})[names[0]]
+    angle = torch.atan2(sin, cos) * 1.001
+    more: Any = {names[0]: (angle.cos(), angle.sin())}
+    assert not noise.explains(run(layer, recorded, **more), recorded.output[0])
+
+
+def test_an_element_may_be_as_wrong_as_its_own_sums_make_it_and_nothing_beside_it() -> None:
+    """A sum of large terms that nearly cancel, beside a sum of small ones."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(8, 256, generator=generator)
+    x = torch.cat([x, -x + 1e-3 * torch.randn(8, 256, generator=generator)], dim=1)
+    matrix = nn.Linear(512, 64, bias=False).requires_grad_(False)
+    matrix.weight[0] = 1e3
+    want = matrix(x)
+    noise = Noise.of(want, lambda changes: matrix(changes.of(x, 512)), rounds=False)
+    order = torch.randperm(512, generator=generator)
+    other = x[:, order] @ matrix.weight[:, order].T
+    assert noise.explains(other, want)
+    assert not noise.explains(other + torch.eye(64)[1] * noise.size[:, :1], want)
+
+
+def test_what_is_not_a_number_or_has_another_shape_is_not_explained() -> None:
+    want = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
+    noise = Noise.of(want, lambda changes: changes.of(want), rounds=False)
+    assert noise.explains(want.clone(), want)
+    assert not noise.explains(want[:, :4], want)
+    spoilt = want.clone()
+    spoilt[2, 3] = torch.nan
+    assert not noise.explains(spoilt, want)
+
+
+def test_the_noise_is_the_same_each_time() -> None:
+    one, other = (first_layer("llama", 0.0)[2].size for _ in range(2))
+    assert torch.equal(one, other)
+
+
+def test_products_of_rounded_inputs_have_more_noise_than_sums_in_float32() -> None:
+    x = torch.randn(8, 64, generator=torch.Generator().manual_seed(0))
+    matrix = nn.Linear(64, 32).requires_grad_(False)
+
+    def again(changes: Changes) -> Tensor:
+        out: Tensor = matrix(changes.of(x, 64))
+        return out
+
+    wide, narrow = (Noise.of(matrix(x), again, rounds=rounds) for rounds in (True, False))
+    rounded = matrix(x.bfloat16().float())
+    assert wide.explains(rounded, matrix(x))
+    assert not narrow.explains(rounded, matrix(x))
