@@ -27,7 +27,7 @@ UNIT, UNIT_ROUNDED = 2.0**-23, 2.0**-8
 # How many times the noise a result may be away: a whole token's as a root mean square, a single
 # element. Kernels that are right reach 1 and 12, on models with random and with trained weights; a
 # head scaled by 1.01 gives at least 8 times as much as is allowed on Gemma 3 270M, and more than is
-# allowed on the layer of SmolLM2 that least shows it: docs/design/0024-rounding.md.
+# allowed on the layer of SmolLM2 that least shows it: docs/design/0015-rounding.md.
 TOKEN, ELEMENT = 12.0, 64.0
 LEAST = 1e-30  # where nothing moves a result, as zeros
 
