@@ -132,9 +132,9 @@ class FusedLayer:
         return self.layer
 
     @property
-    def rounds(self) -> bool:
-        """Whether its products round their inputs."""
-        return any(x.rounding for x in self.layer.matrices)
+    def rounding(self) -> float:
+        """The most by which one of its products rounds its inputs, as in ``Packed``."""
+        return max(x.rounding for x in self.layer.matrices)
 
     @property
     def sizes(self) -> tuple[int, ...]:

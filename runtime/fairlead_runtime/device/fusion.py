@@ -240,7 +240,7 @@ def _fuse_layers(
     stored = {layer.layer.qkv.data.dtype for layer in fused} or {model.heads.dtype}
     smallest = min(stored, key=lambda dtype: dtype.itemsize)
     around = sum(layer.own is not None for layer in fused)
-    rounds = any(layer.rounds for layer in fused)
+    rounds = any(layer.rounding for layer in fused)
     return Fusion(len(fused) - around, total, reason, around, smallest, rounds=rounds), runs
 
 
@@ -257,10 +257,11 @@ def _fuse_ends(
     try:
         ends = whole_model.recognize(model, layers, step)
         expected = whole_model.other_logits(model, step)
-        # Before the head's weights are packed, which takes them.
-        noises = [whole_model.noise(model, layers, step, expected, rounds=x) for x in (False, True)]
+        # Before the head's weights are packed, which takes them. It rounds as the layers do.
+        rounding = max(layer.rounding for layer in runs[0].layers)
+        noise = whole_model.noise(model, layers, step, expected, rounding)
         whole = whole_model.WholeModel(ends, runs[0], operations, model.heads.dtype)
-        same = whole_model.agrees(model, whole, step, expected, noises[whole.rounds])
+        same = whole_model.agrees(model, whole, step, expected, noise)
         if not same:
             whole.restore(ends)
     finally:
@@ -354,7 +355,7 @@ def _fused(
         step = _ScratchPass(model.heads, model.device)
         out = fused.run(recording.input.clone(), added, angles, step)
         again = partial(repeat, original, recorded)
-        noise = Noise.of(recording.output, again, rounds=fused.rounds)
+        noise = Noise.of(recording.output, again, fused.rounding)
         if not noise.explains(out + added.pop(), recording.output):
             raise DoesNotFitError("its fused layer gives other results")
 

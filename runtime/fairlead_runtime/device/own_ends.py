@@ -32,7 +32,7 @@ def replace_ends(
     try:
         ends = whole_model.recognize(model, layers, step)
         expected = whole_model.other_logits(model, step)
-        noise = whole_model.noise(model, layers, step, expected, rounds=False)
+        noise = whole_model.noise(model, layers, step, expected)
         modules = [ends.last_norm, ends.product.module]
         _replace(ends.last_norm, lambda x: operations.norm(x, ends.norm)[0])
         _replace(ends.product.module, _product(ends.product, operations))

@@ -120,7 +120,7 @@ def pack_products(
     expected = whole_model.other_logits(model, step)
     # In half precision rounding may send a token to other experts, so there only the self-test
     # judges the logits.
-    noise = None if half else whole_model.noise(model, [], step, expected, rounds=False)
+    noise = None if half else whole_model.noise(model, [], step, expected)
     products: list[_Product] = []
     for module, call in calls.items():
         if not call.input.is_floating_point() or (half and module is not head):
@@ -197,7 +197,7 @@ def _packed(
         if matrix is None or isinstance(matrix.stored, Quantized):
             raise DoesNotFitError("it does not multiply by its matrix")
         factor = 1.0 if embedded is None else _factor(embedded, matrix.stored)
-        noises = [_noise(module, x, want, rounds=rounds) for rounds in (False, True)]
+        noise = _noise(module, x, want)
         product = _Product(
             module,
             parameter,
@@ -208,7 +208,7 @@ def _packed(
             None if embedded is None else embedded.module,
             factor,
         )
-        if not noises[product.weight.rounding > 0].explains(product.multiply(x), want):
+        if not noise.explains(product.multiply(x), want):
             product.unpack()
             raise DoesNotFitError("its packed matrix gives other results")
         return product
@@ -216,14 +216,14 @@ def _packed(
         widened.narrow()
 
 
-def _noise(module: nn.Module, x: Tensor, want: Tensor, *, rounds: bool) -> Noise:
+def _noise(module: nn.Module, x: Tensor, want: Tensor) -> Noise:
     """That of a product ``want`` [T, N] of x [T, K]."""
 
     def again(changes: Changes) -> Tensor:
         product: Tensor = module(changes.of(x, x.shape[-1])[None])[0]
         return product
 
-    return Noise.of(want, again, rounds=rounds)
+    return Noise.of(want, again)
 
 
 def _factor(embedded: ModuleCall, matrix: Tensor) -> float:

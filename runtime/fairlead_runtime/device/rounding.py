@@ -21,13 +21,10 @@ import torch
 from torch import Tensor, nn
 
 SAMPLES = 4
-# The share by which rounding changes what a module reads: for sums in float32, twice its unit; for
-# products that round what they multiply to 16 bits, bfloat16's unit.
-UNIT, UNIT_ROUNDED = 2.0**-23, 2.0**-8
+UNIT = 2.0**-23  # the share by which rounding changes what a module reads: twice float32's own
 # How many times the noise a result may be away: a whole token's as a root mean square, a single
-# element. Kernels that are right reach 1 and 12, on models with random and with trained weights; a
-# head scaled by 1.01 gives at least 8 times as much as is allowed on Gemma 3 270M, and more than is
-# allowed on the layer of SmolLM2 that least shows it: docs/design/0015-rounding.md.
+# element. On trained weights right kernels reach 4 and 19, a head scaled by 1.01 reaches 33 and 126
+# (docs/design/0015-rounding.md).
 TOKEN, ELEMENT = 12.0, 64.0
 LEAST = 1e-30  # where nothing moves a result, as zeros
 
@@ -39,11 +36,11 @@ class Noise:
     size: Tensor
 
     @classmethod
-    def of(cls, want: Tensor, again: Callable[["Changes"], Tensor], *, rounds: bool) -> Self:
+    def of(cls, want: Tensor, again: Callable[["Changes"], Tensor], rounding: float = 0.0) -> Self:
         """The noise of ``want`` [T, N], which ``again`` computes with the changes given, SAMPLES
-        times. ``rounds``: the other result's products round their inputs to 16 bits.
+        times. ``rounding``: that of the other result's products (``Packed.rounding``).
         """
-        changes = Changes(want.device, rounds=rounds)
+        changes = Changes(want.device, rounding)
         exact = want.double()
         total = torch.zeros_like(exact)
         for _ in range(SAMPLES):
@@ -68,23 +65,30 @@ class Noise:
 
 
 class Changes:
-    """Random changes of tensors by about as much as rounding changes their elements."""
+    """Random changes of tensors by about as much as rounding changes their elements; what products
+    take also by ``rounding`` of its row's largest.
+    """
 
-    def __init__(self, device: torch.device, *, rounds: bool) -> None:
-        self._unit = UNIT_ROUNDED if rounds else UNIT
-        # Where inputs are rounded, that is more than what sums of their products are rounded by.
-        self._sums = not rounds
+    def __init__(self, device: torch.device, rounding: float = 0.0) -> None:
+        self._rounding = rounding
         self._generator = torch.Generator(device).manual_seed(0)
 
     def of(self, x: Any, terms: int = 1) -> Any:
-        """The same with every element changed as ``terms`` roundings change a sum; what has no
-        fractions as it is.
+        """The same with every element changed as ``terms`` roundings change a sum, where there are
+        more than one as products change what they take; what has no fractions as it is.
         """
         if not (isinstance(x, Tensor) and x.is_floating_point()):
             return x
-        draw = torch.rand(x.shape, generator=self._generator, device=x.device, dtype=torch.float32)
-        share = self._unit * (terms**0.5 if self._sums else 1)
-        return x * (1 + share * (2 * draw - 1)).to(x.dtype)
+        changed = x * (1 + UNIT * terms**0.5 * self._draw(x)).to(x.dtype)
+        if self._rounding and terms > 1:
+            largest = x.abs().amax(dim=-1, keepdim=True)
+            changed = changed + largest * (self._rounding * self._draw(x)).to(x.dtype)
+        return changed
+
+    def _draw(self, x: Tensor) -> Tensor:
+        """Numbers from -1 to 1, as many as x has."""
+        kind: Any = {"device": x.device, "dtype": torch.float32}
+        return 2 * torch.rand(x.shape, generator=self._generator, **kind) - 1
 
     @contextmanager
     def inside(self, modules: Iterable[nn.Module]) -> Iterator[None]:

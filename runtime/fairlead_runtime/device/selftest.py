@@ -440,9 +440,10 @@ class Expected:
         prompts = _prompts(model, max_model_len)
         ends = [[end - 1 for end in accumulate(_chunks(len(p)))] for p in prompts]
         forked = [*prompts, prompts[-1]], [*ends, ends[-1][-1:]]
-        with modules_in_float32(model.model):
+        half = model.heads.dtype is not torch.float32
+        with modules_in_float32(model.model) if half else nullcontext():
             exact = _plain_logits(model, *forked, fp8_cache=fp8_cache)
-        if model.heads.dtype is torch.float32 or not judged:
+        if not (half and judged):
             return cls(prompts, exact)
         rounded = _plain_logits(model, *forked, fp8_cache=fp8_cache)
         pairs, median = zip(rounded, exact, strict=True), has_experts(model)

@@ -156,7 +156,6 @@ class WholeModel:
         self.packed: tuple[Tensor, ...] = (*self._head.tensors, *bias, *ends.norm.tensors)
         numbers = self._head.data.dtype
         self.stored = "int8" if numbers is torch.int8 else str(numbers).removeprefix("torch.")
-        self.rounds = self._head.rounding > 0
         # A cap may make logits equal that are not.
         self.chooses = not ends.cap
         # The different ways in which layers get their rotary embedding; by layer its place there,
@@ -315,8 +314,7 @@ def noise(
     layers: Sequence[nn.Module],
     step: ForwardPass,
     expected: Tensor,
-    *,
-    rounds: bool,
+    rounding: float = 0.0,
 ) -> Noise:
     """How far rounding moves ``other_logits`` in the model's own code around its ``layers``, which
     may be fused; none of its weights may be missing.
@@ -327,7 +325,7 @@ def noise(
         with changes.inside(outside):
             return other_logits(model, step)
 
-    return Noise.of(expected, again, rounds=rounds)
+    return Noise.of(expected, again, rounding)
 
 
 def other_logits(model: PagedModel, step: ForwardPass) -> Tensor:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from fairlead_kernels.cpu import DIGITS_ROUNDING
 from fairlead_runtime.device.attention import CURRENT_PASS, AttentionCall
 from fairlead_runtime.device.layer_recording import Recorded, decoder_layers, record, repeat
 from fairlead_runtime.device.paged_model import PagedModel, ProbePass
@@ -56,7 +57,7 @@ def first_layer(family: str, massive: float) -> tuple[Any, Recorded, Noise]:
     with torch.inference_mode():
         layers = decoder_layers(model)
         recorded = record(model, layers)[0]
-        noise = Noise.of(recorded.output[0], partial(repeat, layers[0], recorded), rounds=False)
+        noise = Noise.of(recorded.output[0], partial(repeat, layers[0], recorded))
     return layers[0], recorded, noise
 
 
@@ -125,7 +126,7 @@ def test_an_element_may_be_as_wrong_as_its_own_sums_make_it_and_nothing_beside_i
     matrix = nn.Linear(512, 64, bias=False).requires_grad_(False)
     matrix.weight[0] = 1e3
     want = matrix(x)
-    noise = Noise.of(want, lambda changes: matrix(changes.of(x, 512)), rounds=False)
+    noise = Noise.of(want, lambda changes: matrix(changes.of(x, 512)))
     order = torch.randperm(512, generator=generator)
     other = x[:, order] @ matrix.weight[:, order].T
     assert noise.explains(other, want)
@@ -134,7 +135,7 @@ def test_an_element_may_be_as_wrong_as_its_own_sums_make_it_and_nothing_beside_i
 
 def test_what_is_not_a_number_or_has_another_shape_is_not_explained() -> None:
     want = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
-    noise = Noise.of(want, lambda changes: changes.of(want), rounds=False)
+    noise = Noise.of(want, lambda changes: changes.of(want))
     assert noise.explains(want.clone(), want)
     assert not noise.explains(want[:, :4], want)
     spoilt = want.clone()
@@ -147,15 +148,20 @@ def test_the_noise_is_the_same_each_time() -> None:
     assert torch.equal(one, other)
 
 
-def test_products_of_rounded_inputs_have_more_noise_than_sums_in_float32() -> None:
+def test_products_that_round_their_inputs_have_more_noise_than_sums_in_float32() -> None:
+    """By a share of the row's largest, which small elements beside it feel."""
     x = torch.randn(8, 64, generator=torch.Generator().manual_seed(0))
+    x[:, 7] = 300.0
     matrix = nn.Linear(64, 32).requires_grad_(False)
+    want = matrix(x)
 
     def again(changes: Changes) -> Tensor:
         out: Tensor = matrix(changes.of(x, 64))
         return out
 
-    wide, narrow = (Noise.of(matrix(x), again, rounds=rounds) for rounds in (True, False))
-    rounded = matrix(x.bfloat16().float())
-    assert wide.explains(rounded, matrix(x))
-    assert not narrow.explains(rounded, matrix(x))
+    step = 2 * DIGITS_ROUNDING * x.abs().amax(dim=1, keepdim=True)
+    rounded = matrix((x / step).round() * step)
+    coarse = matrix((x / step / 32).round() * step * 32)
+    assert Noise.of(want, again, DIGITS_ROUNDING).explains(rounded, want)
+    assert not Noise.of(want, again, DIGITS_ROUNDING).explains(coarse, want)
+    assert not Noise.of(want, again).explains(rounded, want)
