@@ -18,11 +18,7 @@ from torch.utils.hooks import RemovableHandle
 from fairlead_kernels.parts import row_parts
 from fairlead_runtime.device import whole_model
 from fairlead_runtime.device.attention import CURRENT_PASS, AttentionCall
-from fairlead_runtime.device.layer_parts import (
-    DoesNotFitError,
-    ModuleCall,
-    Recording,
-)
+from fairlead_runtime.device.layer_parts import DoesNotFitError, ModuleCall, Recording
 from fairlead_runtime.device.paged_model import PagedModel, ProbePass
 from fairlead_runtime.device.rounding import Changes
 from fairlead_runtime.device.widened import Widened

@@ -74,8 +74,8 @@ class Changes:
         self._generator = torch.Generator(device).manual_seed(0)
 
     def of(self, x: Any, terms: int = 1) -> Any:
-        """The same with every element changed as ``terms`` roundings change a sum, where there are
-        more than one as products change what they take; what has no fractions as it is.
+        """The same with every element changed as ``terms`` roundings change a sum; with more than
+        one term also as products round what they multiply. Integers stay as they are.
         """
         if not (isinstance(x, Tensor) and x.is_floating_point()):
             return x
