@@ -314,16 +314,21 @@ class Rig:
             )
         self._kernels, self._cached, self._overrides = kernels, cached, overrides
         self._odd = odd
-        self._pair = rank_pair.pair() if kernels.startswith("ranks") else None
-        group = None if self._pair is None else self._pair.group
-        if self._pair is not None and group is not None:
-            self._pair.hold(kernels, odd=odd, **self._described)
+        pair = self._pair
+        group = None if pair is None else pair.group
+        if pair is not None and group is not None:
+            pair.hold(kernels, odd=odd, **self._described)
             rank_pair.split(self.model, group, QUANTIZED.get(kernels))
         self.fusion = fuse(self.model, operations_of(self.model, kernels), group)
         use_experts(self.model, kernels)
         self.groups: tuple[LayerGroup, ...] = group_layers(self.model.windows)
         self._references: dict[tuple[tuple[int, ...], int], list[int]] = {}
         self._caches: list[GraphCache] = []
+
+    @property
+    def _pair(self) -> rank_pair.Pair | None:
+        """Of this moment: a test may have ended an earlier one."""
+        return rank_pair.pair() if self._kernels.startswith("ranks") else None
 
     @functools.cached_property
     def _plain(self) -> "Rig":
@@ -344,9 +349,10 @@ class Rig:
         resident = self._kernels in ("resident", *GRAPHS)
         # The last unit is for padding rows.
         cache = cache_of(self.model, **{**amounts, "units": units + resident})
-        if self._pair is not None:
-            self._pair.hold(self._kernels, odd=self._odd, **self._described)
-            self._pair.allocate(**amounts)
+        pair = self._pair
+        if pair is not None:
+            pair.hold(self._kernels, odd=self._odd, **self._described)
+            pair.allocate(**amounts)
         attention, decodes = self._choice().attention, None
         sampler = None
         if self._kernels == "ranks ahead":
@@ -369,7 +375,7 @@ class Rig:
             attention,
             max_logits=setting.max_logits,
             guides=guides,
-            followers=self._pair,
+            followers=pair,
             decodes=decodes,
             row_sampler=sampler,
         )

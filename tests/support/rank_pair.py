@@ -80,9 +80,16 @@ class Pair:
             ours.close()
             _follow(theirs, store)
         theirs.close()
+        self._socket = ours
         self._stream = ours.makefile("rwb")
         self.group = Met(0, 2, f"/proc/self/fd/{store}", lambda: None)
         self.group.meet(CPU)
+
+    def end(self) -> None:
+        """Rank 1, and what connects it with this process."""
+        self._socket.shutdown(socket.SHUT_RDWR)
+        os.waitpid(self.pid, 0)
+        self.group.leave()
 
     def hold(self, kernels: str, *, odd: int | None = None, **model: Any) -> None:
         """Let rank 1 take the model that ``engine_rig.paged`` builds from this. The first time it
@@ -149,6 +156,13 @@ def load(folder: str | Path, quantization: str = "none") -> loading.LoadedModel:
 @functools.cache
 def pair() -> Pair:
     return Pair()
+
+
+def part() -> None:
+    """Before a test whose product makes a process group in the test's process."""
+    if pair.cache_info().currsize:
+        pair().end()
+        pair.cache_clear()
 
 
 def _follow(connection: socket.socket, store: int) -> NoReturn:

@@ -18,6 +18,11 @@ from torch.distributed import FileStore  # type: ignore[attr-defined]  # public,
 PATIENCE = timedelta(hours=1)
 
 
+def is_taken() -> bool:
+    """Whether this process has its process group already: torch.distributed has one for each."""
+    return bool(dist.is_initialized())
+
+
 class Group:
     """``rank`` of ``size``, as one process sees them. ``store`` is the path of an empty file that
     all ranks can open; ``ready`` returns once every rank is about to meet the others.
@@ -29,6 +34,7 @@ class Group:
         self._store = store
         self._ready = ready
         self._device = torch.device("cpu")
+        self._met = False
 
     def meet(self, device: torch.device) -> None:
         """Connect the ranks, which compute on ``device``; once, before the first sum."""
@@ -44,17 +50,21 @@ class Group:
             timeout=PATIENCE,
             device_id=device if device.type == "cuda" else None,
         )
+        self._met = True
 
     def abort(self) -> None:
         """Let no sum on a GPU wait for a rank that has ended. gloo sees the end of its sockets."""
-        if (world := dist.group.WORLD) is not None:
+        if self._met and (world := dist.group.WORLD) is not None:
             world.abort()
 
     def leave(self) -> None:
-        """Forget the others, which may have ended."""
+        """Forget the others, which may have ended. Ranks that have not met leave alone the process
+        group that somebody else made in this process.
+        """
         self.abort()  # NCCL's own end is one more thing that ranks do together
-        if dist.is_initialized():
+        if self._met and dist.is_initialized():
             dist.destroy_process_group()
+        self._met = False
 
     def sum(self, x: Tensor) -> Tensor:
         """The sum of every rank's ``x``, which may be changed."""

@@ -21,10 +21,10 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from fairlead_runtime.child import frames
-from fairlead_runtime.config import EngineConfig
+from fairlead_runtime.config import ConfigError, EngineConfig
 from fairlead_runtime.device import ranks
 from fairlead_runtime.device.batch import Batch
-from fairlead_runtime.device.group import Group
+from fairlead_runtime.device.group import Group, is_taken
 from fairlead_runtime.outputs import EngineDead
 from fairlead_runtime.scheduling.plan import DeviceLostError, Work
 from fairlead_runtime.serving.remote_engine import REFUSALS, ending
@@ -63,12 +63,19 @@ class Ranks:
     ``lost`` is called in another thread when one ends by itself or refuses to start, with
     EngineDead or with what it refuses. ``error`` is the same from then on, and no sum of this
     process waits for that rank. ``threads``: those that each may compute with on a CPU. They need
-    ``sync``, then ``serve``, in this order, after ``group`` has met.
+    ``sync``, then ``serve``, in this order, after ``group`` has met. Raises ConfigError in a
+    process that has a process group already.
     """
 
     def __init__(
         self, path: Path | str, config: EngineConfig, *, threads: int, lost: Lost | None = None
     ) -> None:
+        if is_taken():
+            raise ConfigError(
+                "tensor_parallel",
+                "this process has a process group already, that of another LLM of several ranks or "
+                "one of its own; end that first, or use another process",
+            )
         self._lost = lost
         self._closing = False
         self._ended = threading.Event()

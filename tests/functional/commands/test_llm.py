@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
+from torch.distributed import FileStore  # type: ignore[attr-defined]  # public, not listed
 
 import fairlead_runtime
 from fairlead_runtime import LLM, SamplingParams
@@ -22,6 +24,7 @@ from fairlead_runtime.recording.record import Recording
 from fairlead_runtime.recording.trace import steps
 from fairlead_runtime.request import FinishReason, RequestError
 from fairlead_runtime.start.decodes import Decodes
+from support import rank_pair
 from support.full import LONG_FORM
 
 SMALL: dict[str, Any] = {"num_blocks": 256, "block_size": 4}
@@ -299,6 +302,7 @@ def test_structured_outputs_shape_what_is_generated(llm: LLM) -> None:
 
 @pytest.mark.full
 def test_two_ranks_answer_as_one_again_after_a_shutdown_and_end_with_a_reason(model: str) -> None:
+    rank_pair.part()
     greedy = SamplingParams(temperature=0, max_tokens=8)
     with LLM(model, **SMALL) as one:
         expected = generate(one, "hello", greedy)
@@ -321,6 +325,8 @@ def test_steps_launched_ahead_on_two_ranks_give_the_text_of_one(
 ) -> None:
     """As on GPUs: the other rank gets every id in the pass, those in flight, too."""
 
+    rank_pair.part()
+
     def choose(config: EngineConfig, served: PagedModel, *_: Any, **__: Any) -> Decodes:
         return Decodes(config, served, None, "no graphs on a CPU", waits="", keeps=True)
 
@@ -335,3 +341,16 @@ def test_steps_launched_ahead_on_two_ranks_give_the_text_of_one(
             launched = llm.parts.engine.counters.steps_launched
         assert (launched > 10) == (ranks == 2)
     assert found[0] == found[1]
+
+
+def test_a_process_group_of_the_process_is_named_and_left_alone(model: str) -> None:
+    rank_pair.part()
+    store = FileStore(f"/proc/self/fd/{os.memfd_create('own')}", 1)
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        with pytest.raises(ConfigError, match="has a process group already") as caught:
+            LLM(model, **SMALL, tensor_parallel=2)
+        assert caught.value.field == "tensor_parallel"
+        assert dist.is_initialized()
+    finally:
+        dist.destroy_process_group()
