@@ -3,7 +3,8 @@
     python3 scripts/steps.py setup check functional+images,test-images
 
 The arguments run one after the other. Within one, "+" parts what runs side by side, and "," what
-runs in order. A step that fails ends those behind it in its own row, and then the run.
+runs in order. A step that fails ends those behind it in its own row, and then the run. Under the
+table stand the tests that failed beside other steps, whose output would hide them.
 
 Exit code: 0 if all succeeded, else that of the first that failed. Needs nothing but Python's
 standard library: it makes the virtual environment, too.
@@ -28,6 +29,7 @@ class Spent(NamedTuple):
     clock: float
     processors: float
     code: int
+    failed: tuple[str, ...] = ()  # as pytest names them at its end
 
 
 def run(step: str, *, alone: bool) -> Spent:
@@ -42,19 +44,23 @@ def run(step: str, *, alone: bool) -> Spent:
         text=True,
         errors="replace",
     )
-    shows = threading.Thread(target=_show, args=(step, process.stdout or ()), daemon=True)
+    failed: list[str] = []
+    shows = threading.Thread(target=_show, args=(step, process.stdout or (), failed), daemon=True)
     shows.start()
     _, status, used = os.wait4(process.pid, 0)
     shows.join(10)  # a process that it left behind may hold its output open for ever
     process.returncode = os.waitstatus_to_exitcode(status)
     clock = time.monotonic() - began
-    return Spent(step, clock, used.ru_utime + used.ru_stime, process.returncode)
+    processors = used.ru_utime + used.ru_stime
+    return Spent(step, clock, processors, process.returncode, tuple(failed))
 
 
-def _show(step: str, lines: Iterable[str]) -> None:
+def _show(step: str, lines: Iterable[str], failed: list[str]) -> None:
     for line in lines:
         with _printing:
             print(f"{step}: {line}", end="", flush=True)
+        if line.startswith(("FAILED ", "ERROR tests/")):
+            failed.append(line.strip())
 
 
 def run_in_order(steps: list[str], *, alone: bool) -> list[Spent]:
@@ -85,7 +91,9 @@ def table(steps: list[Spent], left_out: list[str], clock: float) -> str:
         for spent in [*steps, total]
     ]
     missing = [f"{step:12} was not run" for step in left_out]
-    return "\n".join([f"{'step':12} {'seconds':>7} {'processors':>10}  busy", *rows, *missing])
+    failed = [f"{spent.step}: {test}" for spent in steps for test in spent.failed]
+    heading = f"{'step':12} {'seconds':>7} {'processors':>10}  busy"
+    return "\n".join([heading, *rows, *missing, *failed])
 
 
 def main(arguments: list[str]) -> int:
