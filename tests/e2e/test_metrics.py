@@ -16,10 +16,12 @@ from e2e.harness.load import Client
 from e2e.harness.node import Node
 from e2e.harness.prometheus import Prometheus
 from e2e.harness.served import SMALL, Served
+from support.full import LONG_FORM
 
 pytestmark = pytest.mark.e2e
 EXAMPLES = Path(__file__).parents[2] / "examples" / "external-autoscaling"
 STREAMS = 12
+MOST = 3 if LONG_FORM else 2  # pods
 BUSY: Object = {"streams": STREAMS, "stream_tokens": 400, "pause": 0.0}
 
 
@@ -76,7 +78,7 @@ def test_an_hpa_scales_on_the_metric_of_the_example_and_nothing_is_lost(
     hpa = example("hpa.yaml")
     assert hpa["spec"]["metrics"][0]["pods"]["metric"]["name"] == adapter.metric
     hpa["metadata"]["namespace"] = NAMESPACE
-    hpa["spec"] |= {"minReplicas": 1, "maxReplicas": 3}
+    hpa["spec"] |= {"minReplicas": 1, "maxReplicas": MOST}
     hpa["spec"]["metrics"][0]["pods"]["target"]["averageValue"] = "4"
     hpa["spec"]["behavior"]["scaleDown"] = {"stabilizationWindowSeconds": 5}
     with serving_metrics(adapter, tmp_path):
@@ -84,9 +86,9 @@ def test_an_hpa_scales_on_the_metric_of_the_example_and_nothing_is_lost(
         try:
             with (
                 client.load(chat.service, model=chat.name, **BUSY) as load,
-                figures.timed("HPA", "load above target until three pods serve, s"),
+                figures.timed("HPA", f"load above target until {MOST} pods serve, s"),
             ):
-                until(chat, api, pods=3)
+                until(chat, api, pods=MOST)
             with figures.timed("HPA", "load gone until one pod is left, s"):
                 until(chat, api, pods=1)
         finally:

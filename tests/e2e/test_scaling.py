@@ -63,8 +63,8 @@ def test_replicas_rise_with_the_queue_and_fall_after_it_and_nothing_is_lost(
 def test_a_full_queue_answers_200_or_429_and_the_service_keeps_its_endpoints(
     installation: Installation, client: Client, figures: Figures
 ) -> None:
-    narrow = {"maxBatchTokens": 64, "maxRequests": 2, "maxQueue": 4}
-    spec = {**SMALL, "scheduler": narrow, "autoscaling": QUICK}
+    narrow, most = {"maxBatchTokens": 64, "maxRequests": 2, "maxQueue": 4}, 3 if LONG_FORM else 2
+    spec = {**SMALL, "scheduler": narrow, "autoscaling": {**QUICK, "maxReplicas": most}}
     with (
         serving(installation, "narrow", **spec) as chat,
         client.load(
@@ -73,8 +73,8 @@ def test_a_full_queue_answers_200_or_429_and_the_service_keeps_its_endpoints(
         Looks(lambda: len(chat.endpoints())) as endpoints,
     ):
         eventually(lambda: load.look().busy > 50, 60, "the queue is full")
-        with figures.timed("full queue", "until three pods serve, s"):
-            eventually(lambda: len(chat.endpoints()) == 3, 120, "the autoscaler adds pods")
+        with figures.timed("full queue", f"until {most} pods serve, s"):
+            eventually(lambda: len(chat.endpoints()) == most, 120, "the autoscaler adds pods")
         load.await_more(50)
     figures.note("full queue", "answered with 200", load.report.answered)
     figures.note("full queue", "answered with 429", load.report.busy)

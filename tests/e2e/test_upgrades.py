@@ -16,10 +16,11 @@ from e2e.harness.load import Client, Load
 from e2e.harness.looks import Looks
 from e2e.harness.node import Node
 from e2e.harness.served import SMALL, Served
+from support.full import LONG_FORM
 
 pytestmark = pytest.mark.e2e
 NEXT = "next"  # a second name of the same runtime image: another version, as far as pods know
-# Three of these leave the two cores time to start pods.
+# One of these per deployment leaves the two cores time to start pods.
 TRAFFIC = {
     "new_per_second": 2,
     "kept": 1,
@@ -28,12 +29,12 @@ TRAFFIC = {
     "stream_tokens": 100,
     "pause": 1,
 }
-NAMES = ("one", "two", "three")
+NAMES = ("one", "two", "three") if LONG_FORM else ("one", "two")
 
 
 @pytest.fixture(scope="module")
-def three(installation: Installation) -> Iterator[list[Served]]:
-    """Three deployments of a pod each that serve."""
+def deployments(installation: Installation) -> Iterator[list[Served]]:
+    """Deployments of a pod each that serve."""
     installation.upgrade()
     served = [Served(installation, name) for name in NAMES]
     try:
@@ -48,12 +49,12 @@ def three(installation: Installation) -> Iterator[list[Served]]:
 
 
 @pytest.fixture
-def loads(three: list[Served], client: Client) -> Iterator[list[Load]]:
+def loads(deployments: list[Served], client: Client) -> Iterator[list[Load]]:
     """Requests and streams to each of them throughout the test; none may be lost."""
     with ExitStack() as stack:
         running = [
             stack.enter_context(client.load(each.service, model=each.name, **TRAFFIC))
-            for each in three
+            for each in deployments
         ]
         serve_on(running)
         yield running
@@ -72,19 +73,19 @@ def runs_only(served: Served, image: str) -> bool:
 
 
 def test_a_changed_value_of_the_operator_alone_replaces_no_pod(
-    three: list[Served], loads: list[Load], installation: Installation
+    deployments: list[Served], loads: list[Load], installation: Installation
 ) -> None:
-    before = [each.names() for each in three]
+    before = [each.names() for each in deployments]
     installation.upgrade("--set", "podLabels.team=tests", "--set", "metrics.service=false")
     serve_on(loads)
-    for each in three:
+    for each in deployments:
         each.until_rolled_out()
-    assert [each.names() for each in three] == before
+    assert [each.names() for each in deployments] == before
 
 
 @pytest.mark.usefixtures("loads")
 def test_a_new_runtime_image_rolls_one_deployment_at_a_time_and_back_and_loses_nothing(
-    three: list[Served], node: Node, installation: Installation, figures: Figures
+    deployments: list[Served], node: Node, installation: Installation, figures: Figures
 ) -> None:
     current = installation.image("runtime")
     following = current.rpartition(":")[0] + f":{NEXT}"
@@ -92,26 +93,30 @@ def test_a_new_runtime_image_rolls_one_deployment_at_a_time_and_back_and_loses_n
     installation.upgrade()
 
     with (
-        Looks(partial(count_mixed, three)) as rolling,
-        figures.timed("upgrade", "three deployments rolled, s"),
+        Looks(partial(count_mixed, deployments)) as rolling,
+        figures.timed("upgrade", "all deployments rolled, s"),
     ):
         installation.upgrade("--set", f"runtime.image.tag={NEXT}")
-        until_all_run(three, following)
+        until_all_run(deployments, following)
     assert max(rolling.seen) == 1, "deployments rolled side by side"
 
     with (
-        Looks(partial(count_mixed, three)) as rolling,
-        figures.timed("upgrade", "three rolled back, s"),
+        Looks(partial(count_mixed, deployments)) as rolling,
+        figures.timed("upgrade", "all rolled back, s"),
     ):
         installation.helm.run("rollback", RELEASE, f"--namespace={NAMESPACE}", "--wait")
-        until_all_run(three, current)
+        until_all_run(deployments, current)
     assert max(rolling.seen) == 1, "deployments rolled back side by side"
 
 
 def test_pods_serve_on_without_a_release_and_a_deleted_resource_leaves_nothing(
-    three: list[Served], client: Client, installation: Installation, api: Api, figures: Figures
+    deployments: list[Served],
+    client: Client,
+    installation: Installation,
+    api: Api,
+    figures: Figures,
 ) -> None:
-    deleted, *others = three
+    deleted, *others = deployments
     with ExitStack() as stack:
         running = [
             stack.enter_context(client.load(each.service, model=each.name, **TRAFFIC))
@@ -125,7 +130,7 @@ def test_pods_serve_on_without_a_release_and_a_deleted_resource_leaves_nothing(
         with figures.timed("upgrade", "no operator: a deleted resource and all of it gone, s"):
             deleted.delete()
         serve_on(running)
-        assert {item["metadata"]["name"] for item in api.items(KIND, NAMESPACE)} == {"two", "three"}
+        assert {item["metadata"]["name"] for item in api.items(KIND, NAMESPACE)} == set(NAMES[1:])
         assert api.find("CustomResourceDefinition", "", CRD), "documented: the definition stays"
         assert api.find("Lease", NAMESPACE, "fairlead-operator"), "documented: the Lease stays"
         before = [each.names() for each in others]

@@ -73,19 +73,25 @@ class ScenarioRun:
         while arrivals or self.scheduler.has_work or self.flights:
             if arrivals and not self.scheduler.has_work:
                 now = max(now, arrivals[0].step)
+            # What nothing has changed since the last step was checked after it.
+            changed = False
             while arrivals and arrivals[0].step <= now:
                 self.scheduler.add(arrivals.pop(0).request)
+                changed = True
             while aborts and (aborts[0].abort_at or 0) <= now:
                 abort = aborts.pop(0)
                 if abort.abort_within:
                     self.aborts.append(abort)
                 else:
                     self._abort(abort)
+                    changed = True
             for sequence in [s for s in self.scheduler.live() if s.host]:
                 if self.by_id[sequence.request.id].abort_offloaded:
                     for event in self.scheduler.abort(sequence.request.id, sequence.choice):
                         self._finished(event)
-            self.scheduler.check()
+                    changed = True
+            if changed:
+                self.scheduler.check()
             if self.scheduler.has_work or self.flights:
                 self.step()
                 self.scheduler.check()

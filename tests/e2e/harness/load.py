@@ -12,10 +12,14 @@ from typing import Any
 import httpx
 
 from cluster.harness.apiclient import Api, Object, eventually
+from support.full import LONG_FORM
 
 PROGRAM = Path(__file__).with_name("client.py")
 PORT = 8090
 _numbers = count(1)
+# Between two requests of a worker, in seconds. Senders that never rest leave no time to the pods
+# that start beside them.
+PAUSE = 0.5 if LONG_FORM else 1.0
 
 
 @dataclass(slots=True)
@@ -86,7 +90,7 @@ class Client:
         streams: int = 0,
         tokens: int = 8,
         stream_tokens: int = 200,
-        pause: float = 0.5,
+        pause: float = PAUSE,
     ) -> Iterator["Load"]:
         """Requests to a Service's DNS name while the block runs; ``Load.report`` is complete after
         it.

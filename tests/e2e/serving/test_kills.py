@@ -14,10 +14,17 @@ from e2e.harness.load import Client, Load
 from e2e.harness.node import AWAY, MAY_BE_AWAY, NAME, Node
 from e2e.harness.processes import Process, engine_process, http_process, kill
 from e2e.harness.served import Served
+from support.full import LONG_FORM
 
 pytestmark = pytest.mark.e2e
 RECOVERED = 30  # seconds
-TRAFFIC = {"new_per_second": 10, "kept": 4, "streams": 4, "tokens": 4, "stream_tokens": 200}
+TRAFFIC = {
+    "new_per_second": 10 if LONG_FORM else 5,
+    "kept": 4 if LONG_FORM else 2,
+    "streams": 4 if LONG_FORM else 2,
+    "tokens": 4,
+    "stream_tokens": 200,
+}
 
 
 @pytest.fixture

@@ -17,11 +17,11 @@ pytestmark = pytest.mark.e2e
 LATE = 2.5  # seconds by which kube-proxy learns too late that a pod ends
 # Two cores serve the two pods, the clients and the control plane.
 TRAFFIC = {
-    "new_per_second": 20 if LONG_FORM else 8,
+    "new_per_second": 20 if LONG_FORM else 5,
     "kept": 2,
     "streams": 2,
     "tokens": 4,
-    "stream_tokens": 400,
+    "stream_tokens": 400 if LONG_FORM else 300,
 }
 
 

@@ -60,8 +60,10 @@ ARRIVAL_STEPS_FORCED = (0, 0, 0, 1, 2)
 SEVERAL = 3  # preemptions in one run
 # Lengths of the prompts, tokens they share, tokens to generate.
 SHORT = ((17, 41, 26, 53, 34), 24, 24)
-# Around the end of a block of 256, and long enough that chunks of 8 take two of them past it.
+# Around the end of a block of 256, and long enough that chunks of 8 take two of them past it; what
+# larger chunks put past it at once needs fewer, and the short form has no more.
 LONG = ((250, 285, 247, 300, 254), 260, 64)
+LONG_FEW = (*LONG[:2], 20)
 
 
 @dataclass(frozen=True)
@@ -154,7 +156,8 @@ def selected_cases() -> tuple[Case, ...]:
 
 def arrivals_of(case: Case, copies: int = 1) -> list[tuple[int, Request]]:
     """The family's five prompts, each ``copies`` times."""
-    lengths, shared, max_tokens = LONG if case.block_size == 256 else SHORT
+    long = LONG if LONG_FORM or case.chunk == 8 else LONG_FEW
+    lengths, shared, max_tokens = long if case.block_size == 256 else SHORT
     all_prompts = prompts(case.seed, lengths, shared)
     steps = ARRIVAL_STEPS if case.preemption == "none" else ARRIVAL_STEPS_FORCED
     return [
