@@ -5,12 +5,12 @@ set -eu
 name=$1 app=$2
 venv=/opt/fairlead
 cd /build
-# The runtime's image must have the C++ kernels where they exist; the operator computes nothing.
+# The runtime's image must have the C++ kernels where they exist, compiled by an earlier layer; the
+# operator computes nothing.
 case $name-$(uname -m) in
-runtime-x86_64) FAIRLEAD_BUILD_KERNELS=1 ;;
-*) FAIRLEAD_BUILD_KERNELS=0 ;;
+runtime-x86_64) export FAIRLEAD_BUILD_KERNELS=1 FAIRLEAD_KERNELS=/build/native ;;
+*) export FAIRLEAD_BUILD_KERNELS=0 ;;
 esac
-export FAIRLEAD_BUILD_KERNELS
 sh docker/pip.sh --python /tmp/hatch/bin/python wheel --quiet --no-deps --no-build-isolation \
     --no-index --wheel-dir /tmp/wheel .
 sh docker/pip.sh --python "$venv/bin/python" install --quiet --no-deps --no-compile --no-index \

@@ -31,6 +31,14 @@ RUN --mount=type=secret,id=ca.pem --mount=type=secret,id=pip.conf \
 # For the kernels; like all of this stage but /app it is in no image.
 RUN apt-get update --quiet=2 \
     && apt-get install --quiet=2 --yes --no-install-recommends g++ > /dev/null
+# Two minutes of a processor, again only where the sources or their build change.
+COPY kernels/hatch_build.py /build/kernels/
+COPY kernels/fairlead_kernels/__init__.py kernels/fairlead_kernels/sources.py \
+    /build/kernels/fairlead_kernels/
+COPY kernels/fairlead_kernels/csrc /build/kernels/fairlead_kernels/csrc
+RUN if [ "$(uname -m)" = x86_64 ]; then \
+        /tmp/hatch/bin/python -B /build/kernels/hatch_build.py /build/native; \
+    fi
 COPY README.md LICENSE /build/
 COPY operator /build/operator
 COPY runtime /build/runtime

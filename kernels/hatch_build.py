@@ -4,7 +4,9 @@ Owns the compiler's flags and where the libraries go. There is one library per i
 loader (``fairlead_kernels/library.py``) picks one when a process starts. Without a compiler the
 wheel is pure Python and plain torch does the work.
 
-FAIRLEAD_BUILD_KERNELS=0 leaves them out, 1 makes a build without them an error.
+FAIRLEAD_BUILD_KERNELS=0 leaves them out, 1 makes a build without them an error. FAIRLEAD_KERNELS
+names a folder in which ``python hatch_build.py FOLDER`` has compiled them: an image does that in a
+layer of its own.
 """
 
 import os
@@ -81,6 +83,18 @@ def compile_all(out: Path, extra: Sequence[str] = ()) -> list[Path]:
         return list(pool.map(build, INSTRUCTION_SETS))
 
 
+def compiled_in(folder: Path) -> list[Path]:
+    """The libraries that ``compile_all`` has put there. Raises NotBuiltError where one is missing,
+    or of other sources.
+    """
+    libraries = [folder / f"{name}.so" for name in INSTRUCTION_SETS]
+    sources = hash_sources(SOURCES).encode()
+    for library in libraries:
+        if not library.is_file() or sources not in library.read_bytes():
+            raise NotBuiltError(f"{library} is missing, or of other sources")
+    return libraries
+
+
 class KernelsBuildHook(BuildHookInterface[Any]):
     """Adds the libraries to the wheel; for an editable install they stay in the source tree."""
 
@@ -95,8 +109,11 @@ class KernelsBuildHook(BuildHookInterface[Any]):
             if version == "editable":
                 compile_all(PACKAGE / "native")
                 return
-            self._temporary = tempfile.TemporaryDirectory()
-            libraries = compile_all(Path(self._temporary.name))
+            if compiled := os.environ.get("FAIRLEAD_KERNELS"):
+                libraries = compiled_in(Path(compiled))
+            else:
+                self._temporary = tempfile.TemporaryDirectory()
+                libraries = compile_all(Path(self._temporary.name))
         except NotBuiltError as error:
             if wanted == "1":
                 raise
@@ -113,3 +130,7 @@ class KernelsBuildHook(BuildHookInterface[Any]):
     def finalize(self, version: str, build_data: dict[str, Any], artifact_path: str) -> None:  # noqa: ARG002 - hatchling's signature
         if self._temporary is not None:
             self._temporary.cleanup()
+
+
+if __name__ == "__main__":
+    compile_all(Path(sys.argv[1]))

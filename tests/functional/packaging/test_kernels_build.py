@@ -123,3 +123,22 @@ def test_they_can_be_left_out(tmp_path: Path) -> None:
     done = build(tmp_path, FAIRLEAD_BUILD_KERNELS="0")
     assert done.returncode == 0, done.stderr
     assert native(tmp_path)[1] == []
+
+
+@pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler")
+def test_libraries_that_an_earlier_layer_has_compiled_are_taken_if_they_are_of_these_sources(
+    tmp_path: Path,
+) -> None:
+    shutil.copytree(library.FOLDER, tmp_path / "native")
+    # No compiler is found, so whatever the wheel has was there before.
+    alone = {"PATH": str(tmp_path), "CXX": "", "FAIRLEAD_BUILD_KERNELS": "1"}
+    taken = {**alone, "FAIRLEAD_KERNELS": str(tmp_path / "native")}
+    done = build(tmp_path / "out", **taken)
+    assert done.returncode == 0, done.stderr
+    name, files = native(tmp_path / "out")
+    assert files == NATIVE
+    assert name.endswith("-py3-none-linux_x86_64.whl")
+    (tmp_path / "native" / "avx2.so").write_bytes(b"of other sources")
+    done = build(tmp_path / "other", **taken)
+    assert done.returncode != 0
+    assert "avx2.so is missing, or of other sources" in done.stdout + done.stderr
