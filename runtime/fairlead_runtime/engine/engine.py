@@ -9,8 +9,10 @@ of asyncio, text or HTTP: it takes Requests and returns one list of ChoiceEvents
 """
 
 import logging
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from threading import TIMEOUT_MAX
 from typing import ParamSpec, TypeVar
 
 from fairlead_runtime.engine.cache_map import CacheCopy
@@ -468,5 +470,5 @@ class Engine:
     def sleep(self) -> None:
         """Sleep until a message comes or the oldest waiting request times out."""
         oldest = next(iter(self._waiting_since.values()), None)
-        deadline = None if oldest is None else oldest + self.bounds.queue_timeout
-        self._inbox.wait(None if deadline is None else max(0.0, deadline - self._now()))
+        left = math.inf if oldest is None else oldest + self.bounds.queue_timeout - self._now()
+        self._inbox.wait(None if left > TIMEOUT_MAX else max(0.0, left))

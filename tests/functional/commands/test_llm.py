@@ -4,6 +4,7 @@ import json
 import os
 import random
 import signal
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,8 @@ import fairlead_runtime
 from fairlead_runtime import LLM, SamplingParams
 from fairlead_runtime.config import ConfigError, EngineConfig
 from fairlead_runtime.device.paged_model import PagedModel
+from fairlead_runtime.grammar import guides
+from fairlead_runtime.grammar.compile import compile_matcher
 from fairlead_runtime.llm import RequestOutput
 from fairlead_runtime.models import tiny
 from fairlead_runtime.models.model_error import ModelError
@@ -275,6 +278,17 @@ def test_the_package_exports_llm_and_no_unknown_name() -> None:
     assert fairlead_runtime.LLM is LLM
     with pytest.raises(AttributeError):
         fairlead_runtime.Nothing  # noqa: B018 - the access is the test
+
+
+def test_a_request_alone_waits_for_its_grammar(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    def compile_slowly(*arguments: Any) -> Any:
+        time.sleep(0.3)  # the engine has nothing to do meanwhile
+        return compile_matcher(*arguments)
+
+    monkeypatch.setattr(guides.__name__ + ".compile_matcher", compile_slowly)
+    params = SamplingParams(structured_outputs={"choice": ["up", "down"]}, seed=1)
+    (result,) = generate(llm, "hello", params)
+    assert result.outputs[0].text in {"up", "down"}
 
 
 def test_structured_outputs_shape_what_is_generated(llm: LLM) -> None:
