@@ -1067,7 +1067,7 @@ BUGS = (
     PackageBug(
         "layers in bfloat16 are recorded in bfloat16",
         "fairlead_runtime.device.layer_recording:record",
-        "            hooks += _in_float32(layer, model.heads.dtype, model.device)\n",
+        "            hooks += _widened_while_it_runs(layer, model.device, model.heads.dtype)\n",
         "            pass\n",
         ("functional/engine/test_fused_layers.py",),
     ),

@@ -21,7 +21,7 @@ from fairlead_runtime.device.attention import CURRENT_PASS, AttentionCall
 from fairlead_runtime.device.layer_parts import DoesNotFitError, ModuleCall, Recording
 from fairlead_runtime.device.paged_model import PagedModel, ProbePass
 from fairlead_runtime.device.rounding import Changes
-from fairlead_runtime.device.widened import Widened
+from fairlead_runtime.device.widened import Widened, has_weights
 
 
 @dataclass(slots=True)
@@ -88,7 +88,7 @@ def record(model: PagedModel, layers: list[nn.Module]) -> list[Recorded]:
             if module is not layer and any(True for _ in module.parameters())
         ]
         if model.heads.dtype is not torch.float32:
-            hooks += _in_float32(layer, model.heads.dtype, model.device)
+            hooks += _widened_while_it_runs(layer, model.device, model.heads.dtype)
     try:
         step = _RecordingPass(torch.tensor([0], device=model.device), recorded)
         model.run(ids, positions, step)
@@ -103,39 +103,12 @@ def _module_hook(place: Recorded) -> Any:
         call = ModuleCall(module, torch.empty(0, 1), torch.empty(0, 1))
         if len(inputs) == 1 and isinstance(inputs[0], Tensor) and isinstance(output, Tensor):
             call = ModuleCall(module, inputs[0].clone(), output.clone())
-        if any(True for _ in module.parameters(recurse=False)):
+        if has_weights(module):
             place.calls.append(call)
         if call.input.dim() == call.output.dim() == 3:
             place.blocks.append(call)
 
     return note
-
-
-def _in_float32(
-    layer: nn.Module, dtype: torch.dtype, device: torch.device
-) -> list[RemovableHandle]:
-    """Hooks, after the recording ones, with which a layer of another type computes in float32 on
-    ``device``: inputs and weights are widened before, weights and hidden states narrowed after.
-    """
-    widened: list[Widened] = []
-
-    def widen(_module: nn.Module, inputs: tuple[Any, ...], arguments: dict[str, Any]) -> Any:
-        widened.append(Widened(layer, device))
-        return _cast((inputs, arguments), dtype, torch.float32)
-
-    def narrow(_module: nn.Module, _inputs: Any, output: Any) -> Any:
-        widened.pop().narrow()
-        return _cast(output, torch.float32, dtype)
-
-    return [
-        layer.register_forward_pre_hook(widen, with_kwargs=True),
-        layer.register_forward_hook(narrow),
-    ]
-
-
-def _cast(values: Any, given: torch.dtype, wanted: torch.dtype) -> Any:
-    """The same with every tensor of the one type in the other."""
-    return tree_map_only(Tensor, lambda x: x.to(wanted) if x.dtype is given else x, values)
 
 
 def _layer_hook(place: Recorded) -> Any:
@@ -219,7 +192,7 @@ def modules_in_float32(model: nn.Module) -> Iterator[None]:
     products: list[Any] = []
     for module in model.modules():
         own: Any = module  # torch types each attribute as tensor or module
-        if not any(True for _ in module.parameters(recurse=False)):
+        if not has_weights(module):
             continue
         if isinstance(module, nn.Embedding):  # whose table is large, and its rows exact
             hooks.append(module.register_forward_hook(lambda _m, _i, rows: rows.float()))
@@ -244,20 +217,29 @@ def _product_in_float32(module: nn.Linear, x: Tensor) -> Tensor:
     return product if bias is None else product + bias.float()
 
 
-def _widened_while_it_runs(module: nn.Module) -> list[RemovableHandle]:
-    """Hooks around those that are there, so that the weights are where these have put them."""
+def _widened_while_it_runs(
+    module: nn.Module, device: torch.device | None = None, returned: torch.dtype | None = None
+) -> list[RemovableHandle]:
+    """Hooks with which a module reads float32 and computes in it, with ``device`` there; what it
+    gives becomes ``returned``, if that is a type, after the hooks that are there have seen it. Else
+    these hooks are around those, so that the weights are where those have put them.
+    """
     widened: list[Widened] = []
 
     def widen(_module: nn.Module, inputs: tuple[Any, ...], arguments: dict[str, Any]) -> Any:
-        widened.append(Widened(module))
-        return tree_map_only(
-            Tensor, lambda x: x.float() if x.is_floating_point() else x, (inputs, arguments)
-        )
+        widened.append(Widened(module, device))
+        return _cast((inputs, arguments), torch.float32)
 
-    def narrow(_module: nn.Module, _inputs: Any, _output: Any) -> None:
+    def narrow(_module: nn.Module, _inputs: Any, output: Any) -> Any:
         widened.pop().narrow()
+        return output if returned is None else _cast(output, returned)
 
     return [
         module.register_forward_pre_hook(widen, with_kwargs=True),
-        module.register_forward_hook(narrow, prepend=True),
+        module.register_forward_hook(narrow, prepend=returned is None),
     ]
+
+
+def _cast(values: Any, wanted: torch.dtype) -> Any:
+    """The same with every tensor of floats in this type."""
+    return tree_map_only(Tensor, lambda x: x.to(wanted) if x.is_floating_point() else x, values)

@@ -20,6 +20,8 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
+from fairlead_runtime.device.widened import has_weights
+
 SAMPLES = 4
 UNIT = 2.0**-23  # the share by which rounding changes what a module reads: twice float32's own
 # How many times the noise a result may be away: a whole token's as a root mean square, a single
@@ -101,14 +103,15 @@ class Changes:
             return tuple(self.of(x, _terms(module, x)) for x in inputs)
 
         def after(module: nn.Module, inputs: tuple[Any, ...], out: Any) -> Any:
-            weights = any(True for _ in module.parameters(recurse=False))
-            if weights and any(isinstance(x, Tensor) and x.is_floating_point() for x in inputs):
+            if has_weights(module) and any(
+                isinstance(x, Tensor) and x.is_floating_point() for x in inputs
+            ):
                 return out
             return tuple(map(self.of, out)) if isinstance(out, tuple) else self.of(out)
 
         hooks = []
         for module in modules:
-            if any(True for _ in module.parameters(recurse=False)):
+            if has_weights(module):
                 hooks.append(module.register_forward_pre_hook(before))
             elif not any(True for _ in module.buffers(recurse=False)):
                 continue

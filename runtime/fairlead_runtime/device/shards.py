@@ -28,6 +28,7 @@ from fairlead_kernels.quantize import Format, largest_of_rows, quantize
 from fairlead_runtime.config import ConfigError
 from fairlead_runtime.device.group import Group
 from fairlead_runtime.device.row_split import QuantizedRowSplit, RowSplit
+from fairlead_runtime.device.widened import has_weights
 from fairlead_runtime.models.published import StoredLinear
 from fairlead_runtime.models.quantized import QuantizedLinear
 from fairlead_runtime.sizing.ranks import UNSPLIT, refuse
@@ -155,7 +156,7 @@ def computed_on(device: torch.device, model: nn.Module) -> Iterator[None]:
         for buffer in model.buffers():
             buffer.data = buffer.data.to(device)
         for module in model.modules():
-            if any(True for _ in module.parameters(recurse=False)):
+            if has_weights(module):
                 hooks += _lent(module, device)
     try:
         yield

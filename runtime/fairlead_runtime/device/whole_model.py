@@ -37,6 +37,7 @@ from fairlead_runtime.device.layer_parts import (
 )
 from fairlead_runtime.device.paged_model import PagedModel
 from fairlead_runtime.device.rounding import Changes, Noise
+from fairlead_runtime.device.widened import has_weights
 from fairlead_runtime.models.quantized import QuantizedEmbedding
 
 TOKENS = 8  # of a recorded pass, of a layer's too: both run in one scratch cache
@@ -57,8 +58,7 @@ class Call:
     def plain(self) -> ModuleCall | None:
         """The same if it has vectors or a matrix of its own, and one tensor in and out."""
         one = len(self.inputs) == 1 and isinstance(self.inputs[0], Tensor)
-        own = any(True for _ in self.module.parameters(recurse=False))
-        if not (one and own and isinstance(self.output, Tensor)):
+        if not (one and has_weights(self.module) and isinstance(self.output, Tensor)):
             return None
         return ModuleCall(self.module, self.inputs[0], self.output)
 

@@ -1,10 +1,15 @@
-"""Modules that compute in float32 for a while."""
+"""Modules that compute in float32 for a while, and what has weights to widen."""
 
 import itertools
 from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
+
+
+def has_weights(module: nn.Module) -> bool:
+    """Of its own, not of a module inside it."""
+    return next(module.parameters(recurse=False), None) is not None
 
 
 class Widened:
