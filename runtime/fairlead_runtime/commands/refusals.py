@@ -35,6 +35,9 @@ def refusal_for(error: Exception) -> Refusal | None:
             hint = "report the model and the machine; without --deterministic it can be served"
             return Refusal(3, "SelfTestFailed", str(error), hint)
         case SelfTestError():
-            hint = "report the model; try --dtype float32, which passes if only rounding differs"
+            hint = (
+                "try --dtype float32, which passes if only rounding differs; "
+                "docs/trying-a-model.md says what else to try, and what to report"
+            )
             return Refusal(3, "SelfTestFailed", str(error), hint)
     return None

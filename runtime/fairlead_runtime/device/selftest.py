@@ -19,6 +19,7 @@ from typing import Any, Self, TypeVar
 
 import numpy as np
 import torch
+from torch.nn.functional import cross_entropy
 
 from fairlead_kernels.attention import AttentionBackend
 from fairlead_kernels.attention_proof import BLOCK_SIZE as PROVEN
@@ -79,6 +80,20 @@ CACHE_TOLERANCE = {torch.float32: 0.02, torch.float16: 0.1, torch.bfloat16: 0.3}
 # What that format itself may cost, as ROUNDING: tiny random models differ by 0.04 to 0.1, with keys
 # that it cannot hold by 0.96.
 CACHE_ROUNDING = 0.7
+# What people write: of random tokens alone nobody could tell what a rounded model loses. As many of
+# its tokens as SCORED are predicted from all before them.
+TEXT = (
+    "Before the first ferry leaves, the harbour belongs to the gulls. They sit on the masts of the "
+    "fishing boats, which are moored two by two along the northern quay, and watch the baker's van "
+    "come down the hill. At half past five the light in the office goes on. The harbour master "
+    "writes the wind, the height of the water and the names of the ships into a book that is older "
+    "than she is, although all of it is in the computer, too. Then she unlocks the gate, and the "
+    "people who have waited in their cars drive on board, one after the other, slowly, because the "
+    "ramp is wet. Nobody speaks much at that hour. On the other side of the bay lies the town with "
+    "its schools and hospitals, and when the engines start, the whole deck trembles for a moment "
+    "and then is quiet again."
+)
+SCORED = 32
 # Where rounding can change a router's choice, only this many last tokens count: see _distance.
 LAST = 5
 
@@ -127,7 +142,8 @@ class SelfTestResult:
 class Rounding:
     """How far it moves transformers' own logits that ``what`` is rounded, in units of their spread:
     the root mean square over the tokens, of the ``allowed``, and the ``worst`` token's. ``same``:
-    the share of tokens whose likeliest next token stays.
+    the share of tokens whose likeliest next token stays. ``perplexity``: of a text, without and
+    with, and with both in the model's type where that is another than float32.
     """
 
     what: str
@@ -135,12 +151,18 @@ class Rounding:
     worst: float
     same: float
     allowed: float
+    perplexity: tuple[float, ...] = ()
 
     def __str__(self) -> str:
-        return (
+        text = (
             f"{self.what} move logits by {self.moved:.2g} of {self.allowed:g} allowed, likeliest "
             f"token the same in {100 * self.same:.0f} % (those of one token by {self.worst:.2g})"
         )
+        if not self.perplexity:
+            return text
+        without, rounded, *half = (f"{value:.3g}" for value in self.perplexity)
+        own = "".join(f", {value} with transformers in the model's type, too" for value in half)
+        return f"{text}; perplexity of a text {rounded}, {without} without{own}"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -176,7 +198,7 @@ def prepare_and_test(
     ``block_size``: of the cache that will be served, for which kernels may be compiled;
     ``compilers``: how many compilers of a package's 4-bit products may run at a time.
     """
-    name = str(loaded.config.model_type)
+    name, text = str(loaded.config.model_type), text_ids(loaded)
     with _packed_or_not(name):
         model = paged_model.prepare(loaded, fp8_cache=fp8_cache)
         settings: dict[str, Any] = {"deterministic": deterministic, "block_size": block_size}
@@ -186,18 +208,18 @@ def prepare_and_test(
         quantized = loaded.shape.quantized or quantization
         to = None if loaded.shape.quantized else _rounded_to(quantization)
         last = to is None and not fp8_cache
-        expected = Expected.of(model, loaded.max_model_len, judged=last)
+        expected = Expected.of(model, loaded.max_model_len, text, judged=last)
         if to is not None:
             plain = expected
             on_cpu = isinstance(choice.operations, CpuOperations)
             head = on_cpu and model.heads.dtype is torch.float32
             quantize_weights(model, to, head=head)
-            expected = Expected.of(model, loaded.max_model_len, judged=not fp8_cache)
+            expected = Expected.of(model, loaded.max_model_len, text, judged=not fp8_cache)
             what = f"{to} weights", "quantization none", ROUNDING[to]
             rounding = _rounding(model, expected, plain, *what)
         if fp8_cache:
             plain = expected
-            expected = Expected.of(model, loaded.max_model_len, fp8_cache=True)
+            expected = Expected.of(model, loaded.max_model_len, text, fp8_cache=True)
             cache = _rounding_of_cache(model, expected, plain)
         products = _products(loaded, quantized, choice, model, compilers)
         fusion, choice = _fused(model, choice, kernels, products=products, **settings)
@@ -285,7 +307,7 @@ def prepare_rank(
             whole: _Whole | None = None
             if group.rank == 0:
                 rounds = nullcontext() if to is None else shards.quantized(model.model, plan, to)
-                whole = _Whole.of(model, loaded.max_model_len, to, rounds)
+                whole = _Whole.of(model, loaded.max_model_len, text_ids(loaded), to, rounds)
         shards.split(loaded.model, loaded.shape, group, device, to)
         group.meet(device)
         model.probe_again()
@@ -296,7 +318,7 @@ def prepare_rank(
         _check_fused(loaded, quantized, fusion)
         served, fp8 = ServedModel(model, choice, fusion), quantized == "fp8"
         if whole is None:
-            prompts = _prompts(model, loaded.max_model_len)
+            prompts = _prompts(model, loaded.max_model_len, text_ids(loaded))
 
             with torch.inference_mode():
                 logits = partial(_paged_logits, model, choice.attention, prompts)
@@ -339,6 +361,7 @@ class _Whole:
         cls,
         model: PagedModel,
         max_model_len: int,
+        text: list[int],
         to: Format | None,
         rounds: AbstractContextManager[None],
     ) -> Self:
@@ -346,15 +369,16 @@ class _Whole:
         rounding: Rounding | None = None
         cache: Rounding | None = None
         fp8_cache = model.heads.fp8_cache
-        expected = Expected.of(model, max_model_len, judged=to is None and not fp8_cache)
+        expected = Expected.of(model, max_model_len, text, judged=to is None and not fp8_cache)
         with rounds:
             if to is not None:
                 plain = expected
-                expected = Expected.of(model, max_model_len, judged=not fp8_cache)
+                expected = Expected.of(model, max_model_len, text, judged=not fp8_cache)
                 what = f"{to} weights", "quantization none", ROUNDING[to]
                 rounding = _rounding(model, expected, plain, *what)
             if fp8_cache:
-                plain, expected = expected, Expected.of(model, max_model_len, fp8_cache=True)
+                plain = expected
+                expected = Expected.of(model, max_model_len, text, fp8_cache=True)
                 cache = _rounding_of_cache(model, expected, plain)
         return cls(expected, rounding, cache)
 
@@ -424,30 +448,47 @@ class Expected:
     cannot run.
 
     ``own``: how far transformers' logits in a half-precision type are from them, in units of their
-    spread; 0 in float32.
+    spread; 0 in float32. ``perplexity``: of the text with which the first prompt begins, in
+    float32, and in that type where it was computed; none without a text.
     """
 
     prompts: list[list[int]]
     logits: list[torch.Tensor]
     own: float = 0.0
+    perplexity: tuple[float, ...] = ()
 
     @classmethod
     @torch.inference_mode()
     def of(
-        cls, model: PagedModel, max_model_len: int, *, fp8_cache: bool = False, judged: bool = True
+        cls,
+        model: PagedModel,
+        max_model_len: int,
+        text: list[int] | None = None,
+        *,
+        fp8_cache: bool = False,
+        judged: bool = True,
     ) -> Self:
         """``judged``: whether ours will be compared with them, so that ``own`` is needed."""
-        prompts = _prompts(model, max_model_len)
+        prompts = _prompts(model, max_model_len, text or [])
         ends = [[end - 1 for end in accumulate(_chunks(len(p)))] for p in prompts]
-        forked = [*prompts, prompts[-1]], [*ends, ends[-1][-1:]]
+        scored = _scored(prompts[0], text or [])
+        compute = partial(
+            _plain_and_text,
+            model,
+            [*prompts, prompts[-1]],
+            [*ends, ends[-1][-1:]],
+            scored,
+            fp8_cache=fp8_cache,
+        )
         half = model.heads.dtype is not torch.float32
         with modules_in_float32(model.model) if half else nullcontext():
-            exact = _plain_logits(model, *forked, fp8_cache=fp8_cache)
+            exact, perplexity = compute()
         if not (half and judged):
-            return cls(prompts, exact)
-        rounded = _plain_logits(model, *forked, fp8_cache=fp8_cache)
+            return cls(prompts, exact, perplexity=perplexity)
+        rounded, own = compute()
         pairs, median = zip(rounded, exact, strict=True), has_experts(model)
-        return cls(prompts, exact, max(_distance(*pair, median=median) for pair in pairs))
+        worst = max(_distance(*pair, median=median) for pair in pairs)
+        return cls(prompts, exact, worst, perplexity + own)
 
 
 def run(model: PagedModel, backend: AttentionBackend, max_model_len: int) -> SelfTestResult:
@@ -514,7 +555,8 @@ def _rounding(
             f"{moved:.3g} of their spread, above the {allowed:g} that are allowed; serve it with "
             f"{instead}"
         )
-    return Rounding(what, moved, worst, float(same.mean()), allowed)
+    perplexity = (*plain.perplexity[:1], *rounded.perplexity)
+    return Rounding(what, moved, worst, float(same.mean()), allowed, perplexity)
 
 
 def _distance(ours: torch.Tensor, plain: torch.Tensor, *, median: bool) -> float:
@@ -542,15 +584,30 @@ def has_experts(model: PagedModel) -> bool:
     return any(getattr(model.model.config, name, None) for name in EXPERTS)
 
 
-def _prompts(model: PagedModel, max_model_len: int) -> list[list[int]]:
-    """The same random token ids every time. One prompt leaves the widest window within LONGEST."""
+def text_ids(loaded: LoadedModel) -> list[int]:
+    """TEXT in the model's tokens; none where it has no room for one of them."""
+    ids: list[int] = loaded.tokenizer(TEXT)["input_ids"]
+    return ids if ids and max(ids) < loaded.shape.vocab else []
+
+
+def _prompts(model: PagedModel, max_model_len: int, text: list[int]) -> list[list[int]]:
+    """A prompt that begins with the text, and the same random token ids every time. The first
+    leaves the widest window within LONGEST.
+    """
     tested = [w for w in model.windows if w is not None and w + 9 <= LONGEST]
     longest = max([LENGTHS[0], *(w + 9 for w in tested)])
     generator = np.random.default_rng(0)
-    return [
+    first, *others = (
         generator.integers(0, model.vocabulary, min(length, max_model_len)).tolist()
         for length in (longest, *LENGTHS[1:])
-    ]
+    )
+    return [[*text, *first[len(text) :]][: len(first)], *others]
+
+
+def _scored(prompt: list[int], text: list[int]) -> list[int]:
+    """The positions in the first prompt whose next tokens are the last of the text there."""
+    end = min(len(prompt), len(text)) - 1
+    return list(range(max(0, end - SCORED), max(0, end)))
 
 
 def _chunks(length: int) -> list[int]:
@@ -615,6 +672,26 @@ def _fork(source: Sequence, tails: list[int], cache: CacheStorage) -> Sequence:
     pairs = [(table[-1], tail) for table, tail in zip(source.tables, tails, strict=True)]
     cache.copy(Work(0, copies=pairs))
     return fork
+
+
+def _plain_and_text(
+    model: PagedModel,
+    prompts: list[list[int]],
+    positions: list[list[int]],
+    scored: list[int],
+    *,
+    fp8_cache: bool,
+) -> tuple[list[torch.Tensor], tuple[float, ...]]:
+    """``_plain_logits``, and the perplexity of what follows the ``scored`` positions of the first
+    prompt, if there are some: from the same pass.
+    """
+    first, *others = positions
+    logits = _plain_logits(model, prompts, [first + scored, *others], fp8_cache=fp8_cache)
+    logits[0], of_text = logits[0][: len(first)].clone(), logits[0][len(first) :]
+    if not scored:
+        return logits, ()
+    following = torch.tensor([prompts[0][at + 1] for at in scored], device=of_text.device)
+    return logits, (math.exp(float(cross_entropy(of_text.float(), following))),)
 
 
 def _plain_logits(

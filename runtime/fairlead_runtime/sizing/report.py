@@ -67,18 +67,21 @@ def memory_report(
     measured: Mapping[str, int],
     notes: Mapping[str, str] | None = None,
     pinned: tuple[int, str] | None = None,
+    remarks: Mapping[str, str] | None = None,
 ) -> MemoryReport:
     """Each planned term beside its measured size, in bytes by term name; a measured term that the
     memory plan lacks counts as planned with 0.
 
-    ``notes`` say why a term was not measured. ``pinned``: beside accelerators, the bytes of host
-    memory for offloading that are there in all ranks, and what is to be said of them.
+    ``notes`` say why a term was not measured, ``remarks`` what is to be said of one that was.
+    ``pinned``: beside accelerators, the bytes of host memory for offloading that are there in all
+    ranks, and what is to be said of them.
     """
-    planned, notes = memory_plan.terms, notes or {}
+    planned, notes, remarks = memory_plan.terms, notes or {}, remarks or {}
     names = [*planned, *(name for name in measured if name not in planned)]
     terms = (
         _term(name, planned.get(name, 0), measured.get(name), notes.get(name, "")) for name in names
     )
+    terms = (replace(term, note=remarks.get(term.name, term.note)) for term in terms)
     host: list[TermReport] = []
     if pinned is not None:
         size, note = pinned

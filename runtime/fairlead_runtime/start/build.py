@@ -199,6 +199,7 @@ def _with_engine(
             choice.off,
             cache.host_nbytes,
             not_pinned,
+            parts.losses,
         ),
         grammar_facts=grammar_facts,
         loaded_at=parts.loaded_at,
@@ -292,8 +293,11 @@ def _memory_report(
     no_graphs: str,
     host_nbytes: int,
     not_pinned: str,
+    losses: Mapping[str, str],
 ) -> MemoryReport:
-    """Compare each measured term with the plan that was made before the weights were loaded."""
+    """Compare each measured term with the plan that was made before the weights were loaded, and
+    say what it costs that weights or cache are rounded.
+    """
     planned = resolve(config, inspected.shape, device, dtype=resolved.dtype).plan.terms
     notes = {**NOT_MEASURED, "graphs": f"not applicable: {no_graphs}"}
     if no_graphs:
@@ -302,7 +306,7 @@ def _memory_report(
     if device.kind == "cuda":  # every rank has as much
         note = f"not pinned: {not_pinned}" if not_pinned else ""
         pinned = host_nbytes * config.tensor_parallel, note
-    return memory_report(replace(resolved.plan, terms=planned), measured, notes, pinned)
+    return memory_report(replace(resolved.plan, terms=planned), measured, notes, pinned, losses)
 
 
 def _limit_threads(*, others: bool, cached: bool, ranks: int) -> int:

@@ -1,5 +1,7 @@
 """What the self-test runs: long positions, a copied block, and the faults that it must see."""
 
+import math
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -34,9 +36,39 @@ def self_test(model: PagedModel, max_model_len: int) -> selftest.SelfTestResult:
 def test_one_prompt_goes_beyond_position_160_where_the_model_does(
     model: PagedModel, max_model_len: int, lengths: list[int]
 ) -> None:
-    assert [len(p) for p in selftest._prompts(model, max_model_len)] == lengths
+    assert [len(p) for p in selftest._prompts(model, max_model_len, [])] == lengths
     result = self_test(model, max_model_len)
     assert result.tokens == sum(lengths) + lengths[-1], "the last one is forked"
+
+
+@pytest.mark.parametrize(("length", "scored"), [(60, 32), (300, 32), (7, 6), (1, 0), (0, 0)])
+@torch.inference_mode()
+def test_the_first_prompt_begins_with_a_text_whose_perplexity_is_that_of_transformers(
+    model: PagedModel, length: int, scored: int
+) -> None:
+    text = [3 + 7 * n % 250 for n in range(length)]
+    expected = selftest.Expected.of(model, 512, text)
+    first, before = expected.prompts[0], selftest.Expected.of(model, 512).prompts[0]
+    kept = min(length, len(first))
+    assert first == text[:kept] + before[kept:]
+    assert self_test(model, 512).tokens == sum(map(len, expected.prompts)) + 14
+    if not scored:
+        assert expected.perplexity == ()
+        return
+    with model.plain(experts=True) as plain:
+        losses = -plain(input_ids=torch.tensor([first]), use_cache=False).logits[0].log_softmax(-1)
+    at = range(kept - 1 - scored, kept - 1)
+    mean = sum(float(losses[n, first[n + 1]]) for n in at) / scored
+    (perplexity,) = expected.perplexity
+    assert perplexity == pytest.approx(math.exp(mean), rel=1e-4)
+
+
+def test_a_half_type_has_a_perplexity_of_its_own_where_it_is_judged() -> None:
+    model = PagedModel(tiny.build("llama").bfloat16(), [None] * 3)
+    text = list(range(3, 63))
+    exact, own = selftest.Expected.of(model, 512, text).perplexity
+    assert 0 < abs(exact / own - 1) < 0.1
+    assert selftest.Expected.of(model, 512, text, judged=False).perplexity == (exact,)
 
 
 def test_kernels_that_cannot_serve_the_loaded_model_are_refused_by_their_flag(
@@ -95,6 +127,13 @@ def test_what_rounding_costs_is_measured_on_transformers_alone_and_has_a_limit(
     assert str(result) == (
         "int8 weights move logits by 0.2 of 0.7 allowed, likeliest token the same in 100 % (those "
         "of one token by 0.8)"
+    )
+    said = selftest._rounding(
+        model, replace(moved, perplexity=(20.51, 20.6)), replace(plain, perplexity=(19.0,)), *what
+    )
+    assert str(said).endswith(
+        "by 0.8); perplexity of a text 20.5, 19 without, 20.6 with transformers in the model's "
+        "type, too"
     )
     broken = selftest.Expected(plain.prompts, [x.flip(1) for x in plain.logits])
     with pytest.raises(SelfTestError, match=r"int8 weights move.* 'llama' by 1\.\d+.*none$"):
