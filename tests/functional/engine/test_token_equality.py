@@ -63,7 +63,7 @@ SHORT = ((17, 41, 26, 53, 34), 24, 24)
 # Around the end of a block of 256, and long enough that chunks of 8 take two of them past it; what
 # larger chunks put past it at once needs fewer, and the short form has no more.
 LONG = ((250, 285, 247, 300, 254), 260, 64)
-LONG_FEW = (*LONG[:2], 20)
+LONG_FEW = (*LONG[:2], 36)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,57 @@
+"""SmolLM2's greedy answers to forty conversations are those of transformers' ``generate``, token
+for token, in little memory: in chunks, with preemptions and prefix hits.
+"""
+
+import pytest
+
+from fairlead_runtime import LLM, SamplingParams
+from fairlead_runtime.models import chat
+from support import real_answers
+from support.full import LONG_FORM
+from support.real_answers import Answer
+
+TOKENS = real_answers.LONGEST if LONG_FORM else 48
+# Logits lie between -10 and 30, and sums in another order change them by so much at most.
+TIE = 2e-3
+TIES = 2
+
+
+def first_difference(got: list[int], want: list[int]) -> int | None:
+    """Where two answers part; None where one begins with the other, as the shorter was cut."""
+    pairs = zip(got, want, strict=False)
+    return next((at for at, (ours, theirs) in enumerate(pairs) if ours != theirs), None)
+
+
+def test_the_answers_are_those_of_generate(llm: LLM) -> None:
+    expected = Answer.read()
+    tokenizer = llm.parts.tokenizer
+    prompts = [
+        chat.encode_chat(tokenizer, chat.render_chat(tokenizer, messages))
+        for messages in real_answers.conversations()
+    ]
+    assert prompts == [answer.prompt for answer in expected]
+    params = SamplingParams(temperature=0, max_tokens=TOKENS)
+    asked = [{"prompt_token_ids": prompt} for prompt in prompts]
+    results = llm.generate(asked, params, use_tqdm=False)
+    ties = []
+    for number, (result, answer) in enumerate(zip(results, expected, strict=True)):
+        (choice,) = result.outputs
+        at = first_difference(choice.token_ids, answer.tokens)
+        if at is None:
+            whole = min(TOKENS, len(answer.tokens))
+            # The token that ends an answer is generate's last and is not among ours.
+            assert whole - 1 <= len(choice.token_ids) <= whole, number
+        else:
+            assert answer.margins[at] <= TIE, (number, at, choice.text)
+            ties.append((number, at))
+    assert len(ties) <= TIES, ties
+    seen = llm.parts.engine.snapshot().scheduler
+    assert min(seen.preemptions, seen.prefix_hits) > 0, seen
+
+
+@pytest.mark.full
+def test_the_stored_answers_are_those_that_generate_gives_now() -> None:
+    loaded = real_answers.load()
+    stored = Answer.read()
+    made = [real_answers.answer(loaded, each) for each in real_answers.conversations()]
+    assert [answer.tokens for answer in made] == [answer.tokens for answer in stored]

@@ -1,0 +1,70 @@
+"""Published models start in the types in which people serve them, with every layer fused and the
+whole model in one call, whatever random tokens the start compares on.
+"""
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+
+from fairlead_runtime.config import EngineConfig
+from fairlead_runtime.device import selftest, whole_model
+from fairlead_runtime.device.paged_model import PagedModel
+from fairlead_runtime.models import loading
+from support.full import LONG_FORM
+from support.real_weights import GEMMA, SMOLLM2, Published
+
+DRAWS = range(10 if LONG_FORM else 1)
+
+
+class Start(NamedTuple):
+    model: Published
+    dtype: str
+    quantization: str = "none"
+    deterministic: bool = False
+
+    def __str__(self) -> str:
+        words = (self.model.name, self.dtype, self.quantization.removesuffix("none"))
+        return " ".join(filter(None, (*words, "deterministic" * self.deterministic)))
+
+
+# Each with what the log says of its layers.
+STARTS = {
+    Start(SMOLLM2, "float32"): "fused 30/30 layers, float32 head",
+    Start(SMOLLM2, "float32", "int8"): "fused 30/30 layers, int8 weights, int8 head",
+    Start(SMOLLM2, "bfloat16", deterministic=True): (
+        "fused 30/30 layers, bfloat16 weights, bfloat16 head"
+    ),
+    Start(GEMMA, "bfloat16"): "fused 18/18 layers, bfloat16 weights, bfloat16 head",
+    Start(GEMMA, "bfloat16", "int8"): "fused 18/18 layers, int8 weights, bfloat16 head",
+}
+
+
+def draw(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    """Let the start compare on other random tokens than every start does."""
+    positions_of, seeded = whole_model.random_tokens, np.random.default_rng
+
+    def random_tokens(model: PagedModel, *, seed: int) -> Any:
+        generator = torch.Generator().manual_seed(seed + 1000 * number)
+        ids = torch.randint(model.vocabulary, (whole_model.TOKENS,), generator=generator)
+        return ids.to(model.device), positions_of(model, seed=seed)[1]
+
+    monkeypatch.setattr(whole_model, "random_tokens", random_tokens)
+    monkeypatch.setattr(np.random, "default_rng", lambda seed=0: seeded(seed + 1000 * number))
+
+
+@pytest.mark.parametrize("number", DRAWS)
+@pytest.mark.parametrize(("start", "fused"), STARTS.items(), ids=map(str, STARTS))
+def test_a_published_model_starts_whole(
+    start: Start, fused: str, number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    draw(monkeypatch, number)
+    config = EngineConfig(dtype=start.dtype, max_model_len=2048)  # type: ignore[arg-type]
+    loaded = loading.load(start.model.folder(), config=config)
+    served, result = selftest.prepare_and_test(
+        loaded, quantization=start.quantization, deterministic=start.deterministic
+    )
+    assert str(served.fusion) == fused
+    assert 0 < result.delta <= result.tolerance / 2, str(result)
+    assert (result.rounding is not None) == (start.quantization == "int8")
