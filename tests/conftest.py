@@ -30,6 +30,7 @@ LONGEST = (
     "test_whole_run.py",
     "test_plan_and_start.py",
     "test_fused_layers.py",
+    "test_starts.py",
     "test_scale.py",
     "test_faults_outage.py",
 )
