@@ -10,6 +10,8 @@ from support import real_answers
 from support.full import LONG_FORM
 from support.real_answers import Answer
 
+# The first run on a machine fetches 330 MB and converts them.
+pytestmark = pytest.mark.timeout(1800)
 TOKENS = real_answers.LONGEST if LONG_FORM else 48
 # Logits lie between -10 and 30, and sums in another order change them by so much at most.
 TIE = 2e-3

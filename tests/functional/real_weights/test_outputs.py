@@ -4,6 +4,7 @@ import json
 from typing import Any
 
 import jsonschema  # type: ignore[import-untyped]  # it has no stubs
+import pytest
 import torch
 
 from fairlead_runtime import LLM, SamplingParams
@@ -12,6 +13,8 @@ from fairlead_runtime.request import FinishReason
 from support import real_answers
 from support.real_answers import Answer
 
+# The first run on a machine fetches 330 MB and converts them.
+pytestmark = pytest.mark.timeout(1800)
 # Arguments of calls as programs ask for them: each is what one field may hold.
 FIELDS: dict[str, dict[str, Any]] = {
     "city": {"type": "string", "minLength": 2, "maxLength": 24},

@@ -15,6 +15,8 @@ from fairlead_runtime.models import loading
 from support.full import LONG_FORM
 from support.real_weights import GEMMA, SMOLLM2, Published
 
+# The first run on a machine fetches 330 MB and converts them.
+pytestmark = pytest.mark.timeout(1800)
 DRAWS = range(10 if LONG_FORM else 1)
 
 
