@@ -1109,9 +1109,23 @@ BUGS = (
     PackageBug(
         "what bfloat16 does to a model itself is not allowed to ours",
         "fairlead_runtime.device.selftest:Expected.of",
-        "return cls(prompts, exact, max(",
-        "return cls(prompts, exact, 0 * max(",
+        "return cls(prompts, exact, worst,",
+        "return cls(prompts, exact, 0.0,",
         ("functional/engine/test_fused_layers.py",),
+    ),
+    PackageBug(
+        "a text's tokens are scored one place late",
+        "fairlead_runtime.device.selftest:_plain_and_text",
+        "prompts[0][at + 1] for at in scored",
+        "prompts[0][at] for at in scored",
+        ("unit/device/test_selftest.py",),
+    ),
+    PackageBug(
+        "a batch that only waits for a grammar ends with an overflow",
+        "fairlead_runtime.engine.engine:Engine.sleep",
+        "None if left > TIMEOUT_MAX else max(0.0, left)",
+        "max(0.0, left)",
+        ("functional/commands/test_llm.py",),
     ),
     PackageBug(
         "a head that is scaled counts as rounded",
