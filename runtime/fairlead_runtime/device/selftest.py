@@ -133,7 +133,7 @@ class SelfTestResult:
             rounding += f"; with fp8 activations {self.activations:.2g} of {allowed:g} allowed"
         return (
             f"self-test: {self.tokens} tokens, largest difference {self.delta:.2g} of "
-            f"{self.tolerance:g} allowed ({self.backend} attention){rounding}"
+            f"{self.tolerance:.2g} allowed ({self.backend} attention){rounding}"
             f"{f'; {self.canary}' if self.canary else ''}"
         )
 
@@ -142,8 +142,8 @@ class SelfTestResult:
 class Rounding:
     """How far it moves transformers' own logits that ``what`` is rounded, in units of their spread:
     the root mean square over the tokens, of the ``allowed``, and the ``worst`` token's. ``same``:
-    the share of tokens whose likeliest next token stays. ``perplexity``: of a text, without and
-    with, and with both in the model's type where that is another than float32.
+    the share of tokens whose likeliest next token stays. ``perplexity``: of a text before and after
+    that, in float32; where the model's type is another, once more in that.
     """
 
     what: str
@@ -160,9 +160,9 @@ class Rounding:
         )
         if not self.perplexity:
             return text
-        without, rounded, *half = (f"{value:.3g}" for value in self.perplexity)
-        own = "".join(f", {value} with transformers in the model's type, too" for value in half)
-        return f"{text}; perplexity of a text {rounded}, {without} without{own}"
+        before, after, *half = (f"{value:.3g}" for value in self.perplexity)
+        own = "".join(f" ({value} by transformers in half precision)" for value in half)
+        return f"{text}; perplexity of a text {before} before and {after} after{own}"
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -132,8 +132,8 @@ def test_what_rounding_costs_is_measured_on_transformers_alone_and_has_a_limit(
         model, replace(moved, perplexity=(20.51, 20.6)), replace(plain, perplexity=(19.0,)), *what
     )
     assert str(said).endswith(
-        "by 0.8); perplexity of a text 20.5, 19 without, 20.6 with transformers in the model's "
-        "type, too"
+        "by 0.8); perplexity of a text 19 before and 20.5 after (20.6 by transformers in half "
+        "precision)"
     )
     broken = selftest.Expected(plain.prompts, [x.flip(1) for x in plain.logits])
     with pytest.raises(SelfTestError, match=r"int8 weights move.* 'llama' by 1\.\d+.*none$"):
