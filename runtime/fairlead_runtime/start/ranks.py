@@ -74,7 +74,8 @@ class Ranks:
             raise ConfigError(
                 "tensor_parallel",
                 "this process has a process group already, that of another LLM of several ranks or "
-                "one of its own; end that first, or use another process",
+                "one of its own",
+                "end that first, or use another process",
             )
         self._lost = lost
         self._closing = False
