@@ -1,6 +1,5 @@
 """Environments of their own for programs whose dependencies do not fit into ours."""
 
-import fcntl
 import hashlib
 import subprocess
 import sys
@@ -9,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from support.warm import warm_folder
+from support.warm import make_once, warm_folder
 
 ROOT = Path(__file__).parents[2]
 FOLDER = warm_folder("environments")
@@ -30,16 +29,16 @@ def environment(
     wanted = (of, *requirements, *(f"override {each}" for each in overrides), *settings)
     name = hashlib.sha256("\n".join(wanted).encode()).hexdigest()[:16]
     place = FOLDER / name
-    with (FOLDER / f"{name}.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # several test processes may want the same one
-        if not (place / ".ready").exists():
-            made = str(place / "bin" / "python")
-            _run(UV, "venv", "--quiet", "--clear", "--python", python, str(place))
-            (place / "overrides.txt").write_text("\n".join(overrides))
-            install = (UV, "pip", "install", "--quiet", "--python", made)
-            build = (f"--config-setting={each}" for each in settings)
-            _run(*install, *build, "--override", str(place / "overrides.txt"), *requirements)
-            (place / ".ready").touch()
+
+    def make() -> None:
+        made = str(place / "bin" / "python")
+        _run(UV, "venv", "--quiet", "--clear", "--python", python, str(place))
+        (place / "overrides.txt").write_text("\n".join(overrides))
+        install = (UV, "pip", "install", "--quiet", "--python", made)
+        build = (f"--config-setting={each}" for each in settings)
+        _run(*install, *build, "--override", str(place / "overrides.txt"), *requirements)
+
+    make_once(place, make)
     return place / "bin"
 
 
@@ -68,19 +67,11 @@ def node_environment(package: str) -> Path:
     made once and kept.
     """
     place = FOLDER / hashlib.sha256(package.encode()).hexdigest()[:16]
-    with (FOLDER / f"{place.name}.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not (place / ".ready").exists():
-            _run(
-                "npm",
-                "install",
-                "--silent",
-                "--no-audit",
-                "--no-fund",
-                "--ignore-scripts",
-                "--prefix",
-                str(place),
-                package,
-            )
-            (place / ".ready").touch()
+    options = ("--silent", "--no-audit", "--no-fund", "--ignore-scripts", "--prefix", str(place))
+
+    def make() -> None:
+        place.mkdir(exist_ok=True)
+        _run("npm", "install", *options, package)
+
+    make_once(place, make)
     return place

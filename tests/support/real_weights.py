@@ -4,7 +4,6 @@ them, checked by SHA-256, converted once to a checkpoint as models are published
 They are no dependency of the product and lie in no repository of ours.
 """
 
-import fcntl
 import hashlib
 import os
 import shutil
@@ -17,7 +16,7 @@ from typing import NamedTuple
 import pytest
 
 from support.environments import UV
-from support.warm import warm_folder
+from support.warm import make_once, warm_folder
 
 FOLDER = warm_folder("models")
 # transformers reads GGUF files with these; their own dependencies are there.
@@ -59,18 +58,14 @@ class Published(NamedTuple):
         says so.
         """
         place = FOLDER / f"{self.name}-{self._key()}"
-        with (FOLDER / f"{self.name}.lock").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            if not (place / ".ready").exists():
-                shutil.rmtree(place, ignore_errors=True)
-                self._convert(place)
-                (place / ".ready").touch()
+        make_once(place, lambda: self._convert(place))
         return place
 
     def _key(self) -> str:
         return hashlib.sha256(f"{self.sha256}{READERS}{CONVERT}".encode()).hexdigest()[:12]
 
     def _convert(self, place: Path) -> None:
+        shutil.rmtree(place, ignore_errors=True)
         with tempfile.TemporaryDirectory(dir=FOLDER) as temporary:
             packages, readers = Path(temporary, "packages"), Path(temporary, "readers")
             _install(packages, *self.packages)
