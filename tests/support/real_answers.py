@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, Self
 import torch
 import transformers
 from tqdm import tqdm
+from transformers import PreTrainedTokenizerBase
 
 from fairlead_runtime.config import EngineConfig
 from fairlead_runtime.models import chat, loading
@@ -39,6 +40,10 @@ def conversations() -> list[list[dict[str, str]]]:
     return stored
 
 
+def prompt_of(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]]) -> list[int]:
+    return chat.encode_chat(tokenizer, chat.render_chat(tokenizer, messages))
+
+
 def load() -> LoadedModel:
     return loading.load(SMOLLM2.folder(), config=EngineConfig(dtype="float32"))
 
@@ -47,7 +52,7 @@ def load() -> LoadedModel:
 def answer(loaded: LoadedModel, messages: list[dict[str, str]]) -> Answer:
     """By ``generate`` alone."""
     model: Any = loaded.model
-    prompt = chat.encode_chat(loaded.tokenizer, chat.render_chat(loaded.tokenizer, messages))
+    prompt = prompt_of(loaded.tokenizer, messages)
     ids = torch.tensor([prompt])
     made = model.generate(
         ids,

@@ -5,7 +5,6 @@ for token, in little memory: in chunks, with preemptions and prefix hits.
 import pytest
 
 from fairlead_runtime import LLM, SamplingParams
-from fairlead_runtime.models import chat
 from support import real_answers
 from support.full import LONG_FORM
 from support.real_answers import Answer
@@ -27,10 +26,7 @@ def first_difference(got: list[int], want: list[int]) -> int | None:
 def test_the_answers_are_those_of_generate(llm: LLM) -> None:
     expected = Answer.read()
     tokenizer = llm.parts.tokenizer
-    prompts = [
-        chat.encode_chat(tokenizer, chat.render_chat(tokenizer, messages))
-        for messages in real_answers.conversations()
-    ]
+    prompts = [real_answers.prompt_of(tokenizer, each) for each in real_answers.conversations()]
     assert prompts == [answer.prompt for answer in expected]
     params = SamplingParams(temperature=0, max_tokens=TOKENS)
     asked = [{"prompt_token_ids": prompt} for prompt in prompts]

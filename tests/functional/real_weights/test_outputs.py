@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from fairlead_runtime import LLM, SamplingParams
-from fairlead_runtime.models import chat
 from fairlead_runtime.request import FinishReason
 from support import real_answers
 from support.real_answers import Answer
@@ -54,9 +53,8 @@ def schemas() -> list[dict[str, Any]]:
 
 
 def ids_of(llm: LLM, text: str) -> dict[str, list[int]]:
-    tokenizer = llm.parts.tokenizer
-    rendered = chat.render_chat(tokenizer, [{"role": "user", "content": text}])
-    return {"prompt_token_ids": chat.encode_chat(tokenizer, rendered)}
+    messages = [{"role": "user", "content": text}]
+    return {"prompt_token_ids": real_answers.prompt_of(llm.parts.tokenizer, messages)}
 
 
 def test_thirty_schemas_are_kept(llm: LLM) -> None:
