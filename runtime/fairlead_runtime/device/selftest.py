@@ -198,9 +198,10 @@ def prepare_and_test(
     ``block_size``: of the cache that will be served, for which kernels may be compiled;
     ``compilers``: how many compilers of a package's 4-bit products may run at a time.
     """
-    name, text = str(loaded.config.model_type), text_ids(loaded)
+    name = str(loaded.config.model_type)
     with _packed_or_not(name):
         model = paged_model.prepare(loaded, fp8_cache=fp8_cache)
+        expect = partial(Expected.of, model, loaded.max_model_len, text_ids(loaded))
         settings: dict[str, Any] = {"deterministic": deterministic, "block_size": block_size}
         choice = _pick(model, kernels, **settings)
         rounding: Rounding | None = None
@@ -208,18 +209,18 @@ def prepare_and_test(
         quantized = loaded.shape.quantized or quantization
         to = None if loaded.shape.quantized else _rounded_to(quantization)
         last = to is None and not fp8_cache
-        expected = Expected.of(model, loaded.max_model_len, text, judged=last)
+        expected = expect(judged=last)
         if to is not None:
             plain = expected
             on_cpu = isinstance(choice.operations, CpuOperations)
             head = on_cpu and model.heads.dtype is torch.float32
             quantize_weights(model, to, head=head)
-            expected = Expected.of(model, loaded.max_model_len, text, judged=not fp8_cache)
+            expected = expect(judged=not fp8_cache)
             what = f"{to} weights", "quantization none", ROUNDING[to]
             rounding = _rounding(model, expected, plain, *what)
         if fp8_cache:
             plain = expected
-            expected = Expected.of(model, loaded.max_model_len, text, fp8_cache=True)
+            expected = expect(fp8_cache=True)
             cache = _rounding_of_cache(model, expected, plain)
         products = _products(loaded, quantized, choice, model, compilers)
         fusion, choice = _fused(model, choice, kernels, products=products, **settings)
@@ -369,16 +370,17 @@ class _Whole:
         rounding: Rounding | None = None
         cache: Rounding | None = None
         fp8_cache = model.heads.fp8_cache
-        expected = Expected.of(model, max_model_len, text, judged=to is None and not fp8_cache)
+        expect = partial(Expected.of, model, max_model_len, text)
+        expected = expect(judged=to is None and not fp8_cache)
         with rounds:
             if to is not None:
                 plain = expected
-                expected = Expected.of(model, max_model_len, text, judged=not fp8_cache)
+                expected = expect(judged=not fp8_cache)
                 what = f"{to} weights", "quantization none", ROUNDING[to]
                 rounding = _rounding(model, expected, plain, *what)
             if fp8_cache:
                 plain = expected
-                expected = Expected.of(model, max_model_len, text, fp8_cache=True)
+                expected = expect(fp8_cache=True)
                 cache = _rounding_of_cache(model, expected, plain)
         return cls(expected, rounding, cache)
 

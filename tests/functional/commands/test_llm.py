@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import re
 import signal
 import time
 from collections.abc import Iterator, Sequence
@@ -278,6 +279,18 @@ def test_the_package_exports_llm_and_no_unknown_name() -> None:
     assert fairlead_runtime.LLM is LLM
     with pytest.raises(AttributeError):
         fairlead_runtime.Nothing  # noqa: B018 - the access is the test
+
+
+def test_the_memory_report_says_what_int8_weights_cost_a_text(model: str) -> None:
+    with LLM(model, **SMALL, quantization="int8") as rounded:
+        terms = {term["name"]: term for term in rounded.parts.memory.as_dict()["terms"]}
+    assert re.match(
+        r"int8 weights move logits by 0\.\d+ of 0\.7 allowed, .*"
+        r"; perplexity of a text \S+ before and \S+ after$",
+        terms["weights"]["note"],
+    )
+    assert terms["weights"]["measuredBytes"]
+    assert terms["kv"]["note"] == ""
 
 
 def test_a_request_alone_waits_for_its_grammar(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
