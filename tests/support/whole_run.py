@@ -73,7 +73,7 @@ class ScenarioRun:
         while arrivals or self.scheduler.has_work or self.flights:
             if arrivals and not self.scheduler.has_work:
                 now = max(now, arrivals[0].step)
-            # What nothing has changed since the last step was checked after it.
+            # The last step was checked at its end: again only where something changes after it.
             changed = False
             while arrivals and arrivals[0].step <= now:
                 self.scheduler.add(arrivals.pop(0).request)
