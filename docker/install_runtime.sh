@@ -45,4 +45,5 @@ cpu)
     exit 1
     ;;
 esac
+"$venv/bin/python" -B "$build/keep_names.py"
 PYTHONHASHSEED=0 python3 "$build/byte_code.py" "$venv"

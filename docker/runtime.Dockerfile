@@ -9,7 +9,8 @@ RUN PYTHONHASHSEED=0 python3 /build/strip_root.py
 FROM ${BASE} AS packages
 COPY docker/pip.sh docker/install.sh docker/install_runtime.sh docker/fetch_cpu_torch.sh \
     docker/select_lock.py docker/trim_torch.py docker/trim_triton.sh docker/trim_triton.py \
-    docker/byte_code.py pyproject.toml requirements.lock docker/requirements-cuda.lock /build/
+    docker/keep_names.py docker/byte_code.py pyproject.toml requirements.lock \
+    docker/requirements-cuda.lock /build/
 ARG DEVICE=cpu
 ARG TORCH_INDEX=""
 ARG TORCH_SHA256=""

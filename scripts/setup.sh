@@ -17,6 +17,8 @@ else
     "$uv" pip install --quiet -p "$venv/bin/python" --require-hashes -r requirements.lock
 fi
 "$uv" pip install --quiet -p "$venv/bin/python" --require-hashes --no-deps -r requirements-gpu.lock
+# As in the images: hundreds of processes of the tests import transformers.
+"$venv/bin/python" -B docker/keep_names.py
 # The kernels take two minutes of a processor to compile: once for each state of their sources, the
 # flags and the compiler, not once for each clone.
 native=kernels/fairlead_kernels/native

@@ -53,6 +53,18 @@ except MissingJITCacheError:
     answer["compiled another"] = False
 print(json.dumps(answer))
 """
+# How many files of models transformers opens to learn their names.
+IMPORT = """
+import sys
+opened = []
+def look(event, arguments):
+    if event == "open" and str(arguments[0]).endswith(".py") and "/models/" in str(arguments[0]):
+        opened.append(arguments[0])
+sys.addaudithook(look)
+import transformers
+print(len(opened))
+from transformers import AutoTokenizer, LlamaForCausalLM
+"""
 # As a start on a GPU, up to the driver's functions, which are looked for when they are called.
 FIND_TRITON = """
 import json, os, shutil, sys
@@ -168,6 +180,15 @@ def test_the_runtime_image_serves_the_demo_model_as_any_user_with_a_read_only_ro
         subprocess.run(["runc", "kill", bundle.name, "TERM"], check=True)
         rest, _ = process.communicate()
         assert process.returncode == 0, "".join(lines) + rest
+
+
+@pytest.mark.parametrize("name", RUNTIMES)
+def test_an_import_of_transformers_reads_no_file_of_a_model_for_its_names(
+    name: str, request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
+    runtime, runtime_root = of(name, request)
+    code, output = finished(runtime, runtime_root, tmp_path, "python", "-c", IMPORT)
+    assert (code, int(output)) == (0, 0), output
 
 
 @pytest.mark.parametrize("name", RUNTIMES)

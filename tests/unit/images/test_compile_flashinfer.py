@@ -266,7 +266,11 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
         *(DOCKER / "requirements-cuda.lock", ROOT / "requirements.lock", ROOT / "pyproject.toml"),
     ):
         (build / path.name).write_bytes(path.read_bytes())
-    (build / "install.sh").write_text('cat > "$(dirname "$0")/given"\n')
+    (build / "install.sh").write_text(
+        'mkdir -p "$1/bin" && ln -s "$(command -v python3)" "$1/bin/python"\n'
+        'cat > "$(dirname "$0")/given"\n'
+    )
+    (build / "keep_names.py").write_text("")
     (build / "trim_triton.sh").write_text('echo "$1" > "$(dirname "$0")/trimmed"\n')
     command = ["sh", str(build / "install_runtime.sh"), str(build / "venv"), "cuda"]
     subprocess.run(command, check=True)

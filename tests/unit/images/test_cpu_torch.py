@@ -72,8 +72,9 @@ class Build:
         build.mkdir()
         for script in SCRIPTS:
             shutil.copy(DOCKER / script, build)
-        # The real one computes with PyTorch; this one says that it ran.
+        # The real ones need PyTorch and transformers; these say that they ran.
         (build / "trim_torch.py").write_text("print('trimmed')\n")
+        (build / "keep_names.py").write_text("print('kept')\n")
         (build / "pyproject.toml").write_text(PROJECT)
         hashes = {
             name: make_wheel(folder / "packages", name, version)

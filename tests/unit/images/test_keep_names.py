@@ -1,0 +1,91 @@
+"""The names of transformers' models are found when the image is built (docker/keep_names.py)."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import transformers
+
+from keep_names import KEPT, WRITTEN, literal
+
+BUILD = Path(__file__).parents[3] / "docker/keep_names.py"
+# Prints how many files with models were read, and by which transformers.
+IMPORT = """
+import sys
+opened = []
+def look(event, arguments):
+    if event == "open" and "/modeling_" in str(arguments[0]):
+        opened.append(arguments[0])
+sys.addaudithook(look)
+import transformers
+print(len(opened))
+print(transformers.__file__)
+assert "LlamaForCausalLM" in dir(transformers) and "Gemma3TextConfig" in dir(transformers)
+"""
+
+
+@pytest.fixture
+def packages(tmp_path: Path) -> Path:
+    """A folder with a transformers of its own that may be changed: links but for one file."""
+    real = Path(transformers.__file__).parent
+    folder = tmp_path / "transformers"
+    (folder / "utils").mkdir(parents=True)
+    for path in (*real.iterdir(), *(real / "utils").iterdir()):
+        if path.name not in {"utils", "import_utils.py", "__pycache__", f"{KEPT}.py"}:
+            (folder / path.relative_to(real)).symlink_to(path)
+    # This environment's own may have been changed before.
+    source, _, _ = (real / "utils/import_utils.py").read_text().partition(WRITTEN)
+    (folder / "utils/import_utils.py").write_text(source)
+    return tmp_path
+
+
+def python(packages: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    environment = os.environ | {"PYTHONPATH": str(packages)}
+    command = [sys.executable, "-B", *arguments]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+
+
+def test_an_import_reads_no_file_of_a_model_for_its_names(packages: Path) -> None:
+    before = python(packages, "-c", IMPORT).stdout.splitlines()
+    built = python(packages, str(BUILD))
+    assert (built.returncode, built.stderr) == (0, "")
+    after = python(packages, "-c", IMPORT)
+    assert after.returncode == 0, after.stderr
+    count, file = after.stdout.splitlines()
+    assert (int(before[0]) > 400, int(count)) == (True, 0)
+    assert file == before[1] == str(packages / "transformers/__init__.py")
+    changed = (packages / "transformers/utils/import_utils.py").read_text()
+    assert python(packages, str(BUILD)).returncode == 0
+    assert (packages / "transformers/utils/import_utils.py").read_text() == changed
+
+
+def test_a_transformers_that_asks_in_another_way_ends_the_build(packages: Path) -> None:
+    source = packages / "transformers/utils/import_utils.py"
+    text = source.read_text()
+    asks = "import_structure = create_import_structure_from_path(module_path)"
+    assert asks in text
+    source.write_text(
+        text.replace(asks, "import_structure = read(module_path)").replace(
+            "\n\n@lru_cache\ndef define_import_structure",
+            "\n\nread = create_import_structure_from_path\n\n\n"
+            "@lru_cache\ndef define_import_structure",
+        )
+    )
+    built = python(packages, str(BUILD))
+    assert built.returncode == 1
+    assert "does not take the names that were kept" in built.stderr
+
+
+def test_each_build_writes_the_same() -> None:
+    value = {
+        frozenset({"vision", "torch"}): {"b": {"Z", "A"}},
+        "a": {frozenset(): {"c": set()}},
+    }
+    text = literal(value)
+    assert eval(text) == value
+    assert text == (
+        "{'a': {frozenset([]): {'c': set([])}}, "
+        "frozenset(['torch', 'vision']): {'b': set(['A', 'Z'])}}"
+    )
