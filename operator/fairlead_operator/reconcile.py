@@ -342,12 +342,13 @@ class Reconciler:
 
     async def _look(self, kind: Kind, key: Key) -> Object | None:
         """One object as the API server has it now; the store takes it."""
-        held = self._cluster.store.get(kind, key)
+        store = self._cluster.store
+        held, asked_at = store.get(kind, key), store.now()
         body = await self._cluster.get(kind, key)
         if body is not None:
-            self._cluster.store.put(kind, body)
+            store.take(kind, body, asked_at)
         elif held is not None:
-            self._cluster.store.deleted(kind, held)
+            store.deleted(kind, held)
         return body
 
     async def _look_again(self, step: Apply) -> list[Blocker]:
@@ -356,11 +357,12 @@ class Reconciler:
         """
         kind = BY_NAME[step.manifest["kind"]]
         meta = step.manifest["metadata"]
+        asked_at = self._cluster.store.now()
         body = await self._cluster.get(kind, (meta["namespace"], meta["name"]))
         if body is None:
             raise ApiError(409, "Conflict", f"{kind.name}/{meta['name']} was created and deleted")
         if ours(body, meta["ownerReferences"][0]["uid"]):
-            self._cluster.store.put(kind, body)
+            self._cluster.store.take(kind, body, asked_at)
             raise ApiError(409, "Stale", f"{kind.name}/{meta['name']} is ours and was not seen yet")
         return [_conflict(Conflict(kind.name, meta["name"], owner_text(body)))]
 

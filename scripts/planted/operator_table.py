@@ -445,6 +445,20 @@ BUGS = (
         ("unit/operator/cluster/test_client.py",),
     ),
     PackageBug(
+        "a child that lost our label before a list is not taken where it is read by its name",
+        "fairlead_operator.cluster.cache:Store.take",
+        "if buried_at < asked_at:",
+        "if False:",
+        ("unit/operator/test_reconcile.py", "unit/operator/cluster/test_store.py"),
+    ),
+    PackageBug(
+        "an answer from before a deletion brings the object back",
+        "fairlead_operator.cluster.cache:Store.take",
+        "if buried_at < asked_at:",
+        "if key_of(body) in graves:",
+        ("unit/operator/cluster/test_store.py",),
+    ),
+    PackageBug(
         "a deletion that was undone brings the object back",
         "fairlead_operator.cluster.cache:Store.deleted",
         "if held is None or version_of(held) <= version_of(body):",

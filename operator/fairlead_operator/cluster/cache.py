@@ -107,6 +107,23 @@ class Store:
             self._about.setdefault(about, set()).add(key)
         return True
 
+    def now(self) -> float:
+        """When an object is asked for, in seconds of the store's clock, for ``take``."""
+        return self._clock()
+
+    def take(self, kind: Kind, body: Object, asked_at: float) -> bool:
+        """Take an object that was read by its name, for which the API server was asked at
+        ``asked_at``; False when it is not newer.
+
+        It exists, whatever was buried before: a list shows only objects with our label, and one
+        that lost it is buried at the version of the list, which is newer than its own.
+        """
+        graves = self._graves.get(kind.name, {})
+        _, buried_at = graves.get(key_of(body), (0, asked_at))
+        if buried_at < asked_at:
+            del graves[key_of(body)]
+        return self.put(kind, body)
+
     def remove(self, kind: Kind, body: Object) -> bool:
         """Take a deletion; False when what is held is newer or another object of that name."""
         key, version = key_of(body), version_of(body)

@@ -20,9 +20,11 @@ from fairlead_operator.errors import ApiError
 from fairlead_operator.reconcile import PROGRESS_SECONDS, Reconciler
 from fairlead_operator.resource.kinds import (
     DEPLOYMENT,
+    MANAGED_LABEL,
     POD,
     RESOURCE,
     REVISION_LABEL,
+    SERVICE,
     Key,
     Kind,
     key_of,
@@ -156,6 +158,23 @@ def check_scaled_once(run: Run) -> None:
 
 def test_a_decision_that_is_written_is_told_once(run: Run) -> None:
     check_scaled_once(run)
+
+
+def test_a_child_that_lost_our_label_gets_it_back_when_a_list_came_before_the_watch(
+    run: Run,
+) -> None:
+    """The list shows no such Service, at a version above the Service's own."""
+    service = copy.deepcopy(run.cluster.server.find(SERVICE, *KEY))
+    assert service is not None
+    del service["metadata"]["labels"][MANAGED_LABEL]
+    run.cluster.server.put(service)
+    run.cluster.store.replace(SERVICE, "", [], run.cluster.server.version)
+    with pytest.raises(ApiError, match="is ours and was not seen yet"):
+        run.step()
+    run.step()
+    restored = run.cluster.server.find(SERVICE, *KEY)
+    assert restored is not None
+    assert MANAGED_LABEL in restored["metadata"]["labels"]
 
 
 def test_nothing_is_decided_where_the_resource_is_not_allowed(run: Run) -> None:

@@ -124,6 +124,23 @@ def test_what_we_deleted_does_not_come_back_from_the_list_it_was_in() -> None:
     assert version(store, "a") == 12, "the answer to an old deletion"
 
 
+def test_what_is_read_by_its_name_exists_though_a_newer_list_lacks_it() -> None:
+    """It lost our label, by which lists select; unless it was deleted after it was asked for."""
+    now = 0.0
+    store = Store(clock=lambda: now)
+    store.put(DEPLOYMENT, child("a", 5))
+    store.replace(DEPLOYMENT, "", [], 10)
+    assert not store.put(DEPLOYMENT, child("a", 8)), "an event, which may be late"
+    now = 1.0
+    assert store.take(DEPLOYMENT, child("a", 8), asked_at=store.now())
+    assert version(store, "a") == 8
+    assert not store.put(DEPLOYMENT, child("a", 7))
+    asked_at, now = store.now(), 2.0
+    store.deleted(DEPLOYMENT, child("a", 9))
+    assert not store.take(DEPLOYMENT, child("a", 9), asked_at)
+    assert version(store, "a") is None
+
+
 def test_children_are_found_by_their_label_and_follow_its_changes() -> None:
     store = Store()
     store.put(DEPLOYMENT, child("a", 1))
