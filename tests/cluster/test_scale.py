@@ -1,7 +1,7 @@
 """A fleet of many resources: how soon it is Ready, whether each pod is scraped at its interval,
 what the operator costs, how soon it acts on changes, and what it does when all pods fall silent.
 
-60 resources of 5 pods; 1,000 with FAIRLEAD_FULL=1, or FAIRLEAD_SCALE of them. Half are autoscaled.
+32 resources of 5 pods; 1,000 with FAIRLEAD_FULL=1, or FAIRLEAD_SCALE of them. Half are autoscaled.
 kwok makes the pods Ready, and a process of their own answers on all their addresses. Each figure is
 printed; figures in seconds and shares of a core are checked in the long form alone. The file that
 FAIRLEAD_FIGURES names gets those that benchmarks/operator_scale.py draws.
@@ -37,9 +37,9 @@ pytestmark = [
     pytest.mark.cluster("kube-scheduler", "kwok"),
     pytest.mark.timeout(3600),
 ]
-COUNT = int(os.environ.get("FAIRLEAD_SCALE") or (1000 if LONG_FORM else 60))
+COUNT = int(os.environ.get("FAIRLEAD_SCALE") or (1000 if LONG_FORM else 32))
 PODS = 5  # of each resource
-CHANGES = min(COUNT, 200 if LONG_FORM else 20)
+CHANGES = min(COUNT, 200 if LONG_FORM else 16)
 CHANGE_SECONDS = 58 / 200  # between the beginnings of two changes: all within 60 s
 QUIET = 60 if LONG_FORM else 36  # seconds: two lists of everything, and two scrapes of each pod
 SILENCE = 60 if LONG_FORM else 20  # seconds: samples are stale after 15

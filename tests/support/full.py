@@ -1,6 +1,8 @@
 """Whether the tests run in their long form: FAIRLEAD_FULL=1, as `make test-full` sets it."""
 
+import itertools
 import os
+from collections.abc import Sequence
 
 VARIABLE = "FAIRLEAD_FULL"
 
@@ -17,3 +19,11 @@ def long_form(value: str) -> bool:
 
 
 LONG_FORM = long_form(os.environ.get(VARIABLE, ""))
+
+
+def pairs(first: Sequence[str], second: Sequence[str]) -> list[tuple[str, str]]:
+    """Every pair of values in the long form, in the short one each value in some pair."""
+    if LONG_FORM:
+        return list(itertools.product(first, second))
+    count = max(len(first), len(second))
+    return [(first[i % len(first)], second[i % len(second)]) for i in range(count)]

@@ -6,6 +6,7 @@ import torch
 from fairlead_kernels import cpu, library
 from fairlead_kernels.not_available import NotAvailableError
 from fairlead_runtime.sizing.terms import PANEL
+from support.full import LONG_FORM
 
 
 def _available() -> list[str]:
@@ -21,6 +22,8 @@ SETS = [name for name in PRODUCT_SETS if "+" not in name]
 # Without a compiler there is nothing to test, and the report says so.
 _NONE = [pytest.param("none", marks=pytest.mark.skip(reason="the C++ kernels are not built"))]
 every_set = pytest.mark.parametrize("instruction_set", SETS or _NONE)
+# Of what is the same in all of them, such as the threads, the short form tests the widest.
+widest_set = pytest.mark.parametrize("instruction_set", SETS[0 if LONG_FORM else -1 :] or _NONE)
 every_product_set = pytest.mark.parametrize("instruction_set", PRODUCT_SETS or _NONE)
 
 

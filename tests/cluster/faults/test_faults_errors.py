@@ -97,7 +97,7 @@ def test_the_process_survives_every_kind_of_error_at_any_write(
             Lifecycle(api, [(namespace, "undisturbed")], 20, alive, operator.tail).run().values()
         )
         points = [(at, error) for at in range(writes["undisturbed"]) for error in ERRORS]
-        chosen = {f"at-{at}-{error}": (at, error) for at, error in share(points)}
+        chosen = {f"at-{at}-{error}": (at, error) for at, error in share(points, 20)}
         planned_faults.update(chosen)
         names = [*lasting, *chosen]
         slowest = 0.0

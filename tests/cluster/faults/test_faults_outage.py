@@ -274,7 +274,7 @@ def all_measured(api: Api, namespace: str) -> bool:
 def test_of_two_operators_one_writes_and_the_other_takes_over_within_20_seconds(
     plane: ControlPlane, api: Api, namespace: str
 ) -> None:
-    watched = 300 if LONG_FORM else 60
+    watched = 300 if LONG_FORM else 20
     first_proxy, second_proxy = FaultProxy(plane), FaultProxy(plane)
     with (
         first_proxy,

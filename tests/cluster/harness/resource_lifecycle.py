@@ -18,6 +18,7 @@ BUDGET = "PodDisruptionBudget"
 # Kubernetes' garbage collector learns of a new CRD every 30 s only; the operator has no part in
 # deletion.
 COLLECTED_SECONDS = 60.0
+LOOKS = 0.2  # seconds between two: each lists six kinds
 
 
 class Wanted(NamedTuple):
@@ -147,13 +148,13 @@ class Lifecycle:
         self.settle("scaled up", Wanted(3, "1", 81))
         self.patch({"podTemplate": {"env": [{"name": "MARK", "value": "2"}]}})
         self.settle("rolled out", Wanted(3, "2", 81))
-        eventually(self._two_revisions, self.within, "two revisions")
+        eventually(self._two_revisions, self.within, "two revisions", LOOKS)
 
     def delete(self) -> None:
         """Delete the resources; afterwards only foreign objects remain, unchanged."""
         for namespace, name in self.keys:
             self.api.delete(KIND, namespace, name)
-        eventually(self._gone, COLLECTED_SECONDS, "nothing is left")
+        eventually(self._gone, COLLECTED_SECONDS, "nothing is left", LOOKS)
         for (namespace, name), version in self._foreign.items():
             now = self.api.get("Service", namespace, f"{name}-theirs")
             assert now["metadata"]["resourceVersion"] == version, "a foreign object was touched"
@@ -174,7 +175,7 @@ class Lifecycle:
             return not late
 
         try:
-            eventually(look, self.within, what)
+            eventually(look, self.within, what, LOOKS)
         except AssertionError as error:
             raise AssertionError(
                 f"not {what} within {self.within} s: {late}\n{self.explain()}"

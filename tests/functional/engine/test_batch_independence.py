@@ -16,6 +16,7 @@ import torch
 
 from fairlead_runtime.request import Request, SamplingParams
 from support.engine_rig import Rig, Setting, prompts, rig
+from support.full import pairs
 
 MAX_TOKENS = 20
 LENGTHS = (11, 37, 5, 24, 50, 18)
@@ -85,8 +86,7 @@ def alone(engine: Rig) -> dict[tuple[str, int], list[int]]:
     return alone_texts
 
 
-@pytest.mark.parametrize("kernels", ["torch", "cpu"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "kernels"), pairs(FAMILIES, ("torch", "cpu")))
 def test_text_is_the_same_alone_and_in_any_batch(family: str, kernels: str) -> None:
     engine, rng = rig(family, kernels), random.Random(family)
     expected = alone(engine)
@@ -101,8 +101,7 @@ def test_text_is_the_same_alone_and_in_any_batch(family: str, kernels: str) -> N
     assert preemptions > 0
 
 
-@pytest.mark.parametrize("kernels", ["torch", "cpu"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "kernels"), pairs(FAMILIES, ("cpu", "torch")))
 def test_the_order_of_arrival_does_not_matter(family: str, kernels: str) -> None:
     engine = rig(family, kernels)
     in_order = [(0, request) for request in requests(family)]

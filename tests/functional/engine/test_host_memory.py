@@ -100,8 +100,9 @@ print(between - before, private() - between)
 
 def test_the_tokenizers_of_grammars_stay_inside_their_term(tmp_path: Path) -> None:
     definition = tmp_path / "tokenizer.json"
-    definition.write_text(_tokenizer().to_str())
-    assert TokenizerFacts.of(_tokenizer(), VOCABULARY, [1]) is not None
+    tokenizer = _tokenizer()
+    definition.write_text(tokenizer.to_str())
+    assert TokenizerFacts.of(tokenizer, VOCABULARY, [1]) is not None
     run = subprocess.run(
         [sys.executable, "-c", MEASURE, str(definition), str(VOCABULARY)],
         check=True,
@@ -119,14 +120,15 @@ def _tokenizer() -> Tokenizer:
     rng = random.Random(1)
     letters = [chr(code) for code in range(ord("a"), ord("z") + 1)]
     vocabulary, merges = {letter: i for i, letter in enumerate(letters)}, []
-    pieces = [*letters]
+    halves = [*letters]  # of up to five letters: a token has up to ten
     while len(vocabulary) < VOCABULARY:
-        pair = rng.choice(pieces), rng.choice(pieces)
+        pair = rng.choice(halves), rng.choice(halves)
         token = "".join(pair)
-        if len(token) <= 9 and token not in vocabulary:
+        if token not in vocabulary:
             vocabulary[token] = len(vocabulary)
             merges.append(pair)
-            pieces.append(token)
+            if len(token) <= 5:
+                halves.append(token)
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=merges))
     tokenizer.decoder = decoders.ByteLevel()
     return tokenizer

@@ -24,6 +24,7 @@ from fairlead_runtime.device.model_runner import ModelRunner
 from fairlead_runtime.models import tiny
 from fairlead_runtime.request import Request, SamplingParams
 from support.engine_rig import EOS, MAX_LEN, Outcome, Rig, Setting, greedy, prompts, rig
+from support.full import pairs
 
 FAMILIES = ("llama", "gemma3_text", "qwen3_moe")
 TIE = 1e-4
@@ -173,8 +174,7 @@ def check(outcome: Outcome, asked: abc.Sequence[tuple[Request, list[int], list[f
             assert got == want, request.params
 
 
-@pytest.mark.parametrize("name", SETTINGS)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "name"), pairs(FAMILIES, tuple(SETTINGS)))
 def test_greedy_text_under_all_changes_equals_transformers(family: str, name: str) -> None:
     arrivals = [(i // 2, request) for i, (request, _, _) in enumerate(cases(family))]
     outcome = rig(family).run(SETTINGS[name], arrivals)
@@ -210,8 +210,7 @@ def test_greedy_text_of_changes_on_the_device_equals_transformers(
     check(outcome, asked)
 
 
-@pytest.mark.parametrize("name", SETTINGS)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "name"), pairs(FAMILIES[::-1], tuple(SETTINGS)))
 def test_prompt_logprobs_equal_one_forward_pass_of_transformers(family: str, name: str) -> None:
     """Also of prompts whose blocks are cached already, and once for all choices."""
     engine = rig(family)

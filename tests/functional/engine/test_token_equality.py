@@ -51,6 +51,7 @@ FUSED = (
     *("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "phi3", "gpt2", "gpt_neox"),
     *tiny.VARIANTS,
 )
+PER_FAMILY = 6  # cases of the short form
 UNBOUNDED = 4096  # more tokens than all prompts of a run have together
 
 # Steps of arrival. Staggered, so that later requests hit the blocks of earlier ones; closer
@@ -132,8 +133,8 @@ def pairs(case: Case) -> frozenset[tuple[int, object, int, object]]:
 
 @functools.cache
 def selected_cases() -> tuple[Case, ...]:
-    """All cases, or one in 24: pairwise coverage first, then equally many for every family.
-    Deterministic.
+    """All cases, or those that hold every pair of values, and then at least PER_FAMILY of every
+    family. Deterministic.
     """
     everything = every_case()
     if LONG_FORM:
@@ -147,9 +148,8 @@ def selected_cases() -> tuple[Case, ...]:
         left -= pairs(best)
         taken.append(best)
         order.remove(best)
-    per_family = -(-len(everything) // 24 // len(FAMILIES))
     for family in FAMILIES:
-        lacking = per_family - sum(case.family == family for case in taken)
+        lacking = PER_FAMILY - sum(case.family == family for case in taken)
         taken += [case for case in order if case.family == family][: max(0, lacking)]
     return tuple(taken)
 

@@ -9,7 +9,7 @@ import pytest
 
 from fairlead_kernels import library
 from fairlead_kernels.not_available import NotAvailableError
-from support.kernel_sets import every_set
+from support.kernel_sets import every_set, widest_set
 
 FORKED = """
 import os, sys, torch
@@ -31,7 +31,7 @@ def test_the_kernels_run_on_as_many_of_torchs_threads_as_asked(instruction_set: 
     assert [functions.team_size(threads) for threads in (1, 2, 3, 7)] == [1, 2, 3, 7]
 
 
-@every_set
+@widest_set
 def test_the_threads_are_those_that_torch_has_started(instruction_set: str) -> None:
     program = """
 import os, sys, torch
@@ -46,13 +46,13 @@ assert set(os.listdir("/proc/self/task")) == before
     subprocess.run([sys.executable, "-c", program, instruction_set], check=True)
 
 
-@every_set
+@widest_set
 def test_a_forked_child_computes_on_its_only_thread(instruction_set: str) -> None:
     """OpenMP's threads do not exist there, and waiting for them would not end."""
     subprocess.run([sys.executable, "-c", FORKED, instruction_set], check=True, timeout=300)
 
 
-@every_set
+@widest_set
 def test_one_processor_for_several_threads_is_enough(instruction_set: str) -> None:
     program = """
 import os, sys
@@ -69,7 +69,7 @@ for _ in range(50):
     subprocess.run([sys.executable, "-c", program, instruction_set], check=True, timeout=300)
 
 
-@every_set
+@widest_set
 def test_a_thread_that_dies_leaves_no_helper_behind(instruction_set: str) -> None:
     """Each thread that computes has helpers of its own, which OpenMP ends with it."""
     program = """
