@@ -97,16 +97,19 @@ def allowed(mask: np.ndarray[Any, np.dtype[Any]]) -> list[int]:
     return [int(number) for number in np.flatnonzero(bits)]
 
 
-def generate(guide: Guide, of: Sequence, choose: random.Random, tokens: int) -> str | None:
+def generate(
+    guide: Guide, of: Sequence, choose: random.Random, tokens: int, vocabulary: Any = TOKENIZER
+) -> str | None:
     """A random output that the guide allows; None where ``tokens`` do not suffice. It ends as soon
-    as it may, in one of three cases.
+    as it may, in one of three cases. ``vocabulary``: a tokenizer of transformers.
     """
+    end = vocabulary.eos_token_id
     for _ in range(tokens):
         ids = allowed(guide.mask(of))
         assert ids, "nothing is allowed"
-        if ids == [EOS] or (EOS in ids and choose.random() < 0.3):
-            return str(TOKENIZER.decode(of.tokens[of.prompt_len :]))
-        of.tokens.append(choose.choice([number for number in ids if number != EOS]))
+        if ids == [end] or (end in ids and choose.random() < 0.3):
+            return str(vocabulary.decode(of.tokens[of.prompt_len :]))
+        of.tokens.append(choose.choice([number for number in ids if number != end]))
     return None
 
 

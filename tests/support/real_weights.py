@@ -68,8 +68,8 @@ class Published(NamedTuple):
         shutil.rmtree(place, ignore_errors=True)
         with tempfile.TemporaryDirectory(dir=FOLDER) as temporary:
             packages, readers = Path(temporary, "packages"), Path(temporary, "readers")
-            _install(packages, *self.packages)
-            _install(readers, *READERS)
+            install(packages, *self.packages)
+            install(readers, *READERS)
             whole = Path(temporary, f"{self.name}.gguf")
             with whole.open("wb") as out:
                 for part in self.parts:
@@ -82,7 +82,7 @@ class Published(NamedTuple):
             assert done.returncode == 0, done.stdout + done.stderr
 
 
-def _install(target: Path, *packages: str) -> None:
+def install(target: Path, *packages: str) -> None:
     command = [UV, "pip", "install", "--quiet", "--no-deps", "--target", str(target), *packages]
     environ = {**os.environ, "UV_HTTP_TIMEOUT": "120"}
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=environ)

@@ -47,9 +47,37 @@ def test_the_answers_are_those_of_generate(llm: LLM) -> None:
     assert min(seen.preemptions, seen.prefix_hits) > 0, seen
 
 
+def test_a_conversation_of_ten_turns_goes_on_as_with_generate(llm: LLM) -> None:
+    """Each turn finds the one before it in the cache; its text shows nothing of the template."""
+    tokenizer = llm.parts.tokenizer
+    params = SamplingParams(temperature=0, max_tokens=real_answers.TURN)
+    said: list[dict[str, str]] = []
+    found = []
+    for question, turn in zip(real_answers.QUESTIONS, Answer.read("turns"), strict=True):
+        said.append({"role": "user", "content": question})
+        prompt = real_answers.prompt_of(tokenizer, said)
+        assert prompt == turn.prompt
+        before = llm.parts.engine.snapshot().scheduler.prefix_hits
+        (result,) = llm.generate([{"prompt_token_ids": prompt}], params, use_tqdm=False)
+        found.append(llm.parts.engine.snapshot().scheduler.prefix_hits - before)
+        (choice,) = result.outputs
+        expected = real_answers.text_of(tokenizer, turn)
+        at = first_difference(choice.token_ids, turn.tokens)
+        assert at is None or turn.margins[at] <= TIE, (question, choice.text, expected)
+        if at is None:
+            assert choice.text == expected
+        assert choice.text.strip()
+        assert not any(mark in choice.text for mark in ("<|", "\ufffd", "assistant\n"))
+        said.append({"role": "assistant", "content": expected})
+    # All but the end of a turn's prompt, which fills no block, was computed before.
+    assert all(later > 0 for later in found[1:]), found
+
+
 @pytest.mark.full
 def test_the_stored_answers_are_those_that_generate_gives_now() -> None:
     loaded = real_answers.load()
     stored = Answer.read()
     made = [real_answers.answer(loaded, each) for each in real_answers.conversations()]
     assert [answer.tokens for answer in made] == [answer.tokens for answer in stored]
+    turns = real_answers.dialogue(loaded)
+    assert [turn.tokens for turn in turns] == [turn.tokens for turn in Answer.read("turns")]
