@@ -364,6 +364,20 @@ BUGS = (
         ("unit/start/test_llm.py",),
     ),
     PackageBug(
+        "only the first rank has a tokenizer",
+        "fairlead_runtime.sizing.terms:tokenizers",
+        "RANK_WORD_BYTES * config.tensor_parallel",
+        "RANK_WORD_BYTES",
+        ("unit/sizing/test_terms.py",),
+    ),
+    PackageBug(
+        "the tokenizer takes nothing while weights load",
+        "fairlead_runtime.sizing.loading:loading_bytes",
+        "PROCESS + shape.vocab * RANK_WORD_BYTES",
+        "PROCESS",
+        ("unit/sizing/test_loading.py",),
+    ),
+    PackageBug(
         "attention takes nothing",
         "fairlead_runtime.sizing.terms:terms_of",
         '"attention": _attention(',

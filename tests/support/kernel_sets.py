@@ -23,7 +23,7 @@ SETS = [name for name in PRODUCT_SETS if "+" not in name]
 _NONE = [pytest.param("none", marks=pytest.mark.skip(reason="the C++ kernels are not built"))]
 every_set = pytest.mark.parametrize("instruction_set", SETS or _NONE)
 # Of what is the same in all of them, such as the threads, the short form tests the widest.
-widest_set = pytest.mark.parametrize("instruction_set", SETS[0 if LONG_FORM else -1 :] or _NONE)
+widest_set = pytest.mark.parametrize("instruction_set", (SETS if LONG_FORM else SETS[:1]) or _NONE)
 every_product_set = pytest.mark.parametrize("instruction_set", PRODUCT_SETS or _NONE)
 
 

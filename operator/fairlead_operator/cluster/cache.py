@@ -108,7 +108,7 @@ class Store:
         return True
 
     def now(self) -> float:
-        """When an object is asked for, in seconds of the store's clock, for ``take``."""
+        """The time on the store's clock, in seconds, for ``take``."""
         return self._clock()
 
     def take(self, kind: Kind, body: Object, asked_at: float) -> bool:

@@ -17,6 +17,7 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from fairlead_runtime.child import frames
+from fairlead_runtime.heap import release_memory
 from fairlead_runtime.threads import be_idle
 
 
@@ -36,9 +37,12 @@ def _answer_all(setup: dict[str, Any], questions: "queue.SimpleQueue[dict[str, A
     try:
         tokenizer = Tokenizer.from_str(setup["definition"])
         tokenizer.encode_special_tokens = setup["split_special"]
+        cpu_seconds = setup["cpu_seconds"]
+        setup.clear()
+        release_memory()
         be_idle()
         while True:
-            _answer(tokenizer, setup["cpu_seconds"], questions.get())
+            _answer(tokenizer, cpu_seconds, questions.get())
     finally:
         os._exit(1)  # the server starts another
 

@@ -15,6 +15,7 @@ from typing import Protocol, TypeVar
 
 from fairlead_runtime.engine.engine import Engine
 from fairlead_runtime.engine.inbox import Bounds
+from fairlead_runtime.heap import release_memory
 from fairlead_runtime.outputs import (
     CacheView,
     ChoiceEvent,
@@ -166,7 +167,8 @@ def run_engine(engine: Engine, publish: Deliver) -> None:
 
 def settle_memory() -> None:
     """Keep the garbage collector from walking over the objects of the model and the libraries,
-    which live as long as the process.
+    which live as long as the process, and give back what reading them took: of a tokenizer several
+    times its size.
     """
-    gc.collect()
+    release_memory()
     gc.freeze()

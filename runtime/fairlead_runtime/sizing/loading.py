@@ -8,7 +8,13 @@ from dataclasses import replace
 
 from fairlead_runtime.config import EngineConfig
 from fairlead_runtime.sizing.shape import ModelShape
-from fairlead_runtime.sizing.terms import PROCESS, bytes_of, packs_on_cpu, weights
+from fairlead_runtime.sizing.terms import (
+    PROCESS,
+    RANK_WORD_BYTES,
+    bytes_of,
+    packs_on_cpu,
+    weights,
+)
 
 # Rows of logits in float32, in which comparisons keep what is expected, with plain and with
 # quantized weights, what the kernels give, and differences in float64.
@@ -33,7 +39,9 @@ def loading_bytes(shape: ModelShape, config: EngineConfig, kind: str) -> int:
         return weights(shape, plain, 1, kind) if rounds else 0
     loaded = weights(shape, plain, 1, kind)
     tested = 4 * TESTED_ROWS * shape.vocab  # compared in float32
-    return PROCESS + loaded + _beside(shape, config, rounds=rounds) + tested
+    # The HTTP process reads its tokenizer afterwards.
+    process = PROCESS + shape.vocab * RANK_WORD_BYTES
+    return process + loaded + _beside(shape, config, rounds=rounds) + tested
 
 
 def _beside(shape: ModelShape, config: EngineConfig, *, rounds: bool) -> int:

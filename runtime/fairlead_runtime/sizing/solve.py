@@ -1,8 +1,8 @@
 """The memory equation of one engine, solved for the number of cache blocks.
 
 budget = max_memory_percent * total  ≥  weights + activations + attention + logits + sampling +
-graphs + batch [+ process + offload + shared_memory + grammars + bookkeeping on a CPU] [+ staging on
-a GPU with an offload space] + kv
+graphs + batch [+ process + offload + shared_memory + grammars + tokenizers + bookkeeping on a CPU]
+[+ staging on a GPU with an offload space] + kv
 
 Owns the equation and MemoryPlan, its solution; ``terms`` counts the terms, ``verdict`` puts the
 solution into words. Pure: allocates nothing and reads no device.

@@ -34,6 +34,10 @@ GROWTH = 2  # a batch's host buffers are allocated twice as large as needed
 # Of an id of the vocabulary, in llguidance's tokenizers: the engine's has tries for faster masks,
 # that of the child, which takes GRAMMAR_CHILD besides, has one without.
 GRAMMAR_ID_BYTES, GRAMMAR_CHILD = 1500, 16 << 20
+# Of a word of the vocabulary, in the tokenizers of text: a rank's, and the HTTP process's together
+# with its helper's for large texts. Those of seven published vocabularies take 560 to 1,280 and
+# 855 to 1,710 bytes (docs/design/0003-processes.md).
+RANK_WORD_BYTES, FRONT_WORD_BYTES = 1300, 1750
 DEFAULT_QUEUE = EngineConfig().max_queue
 QUEUE_TOKENS = 1024  # tokens that may wait for each request that may wait or run
 # What host memory keeps of a token: its id in both processes, again in a sequence's array, which
@@ -49,7 +53,7 @@ ROW_BYTES, ENTRY, INDEX = 80, 4, 24 + 21 * 12
 # Ids in the list of what a row changes in its logits, at most, and the bytes of one.
 LIST_ROOM, LISTED = 4096, 12
 TERMS = ("weights", "activations", "attention", "logits", "sampling", "graphs", "batch")
-HOST_TERMS = ("process", "offload", "shared_memory", "grammars")
+HOST_TERMS = ("process", "offload", "shared_memory", "grammars", "tokenizers")
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,7 +189,13 @@ def host_terms(
     units = offload_units(shape, config, groups) * config.tensor_parallel
     offload = units * unit_bytes(shape, config, groups)
     grammars = shape.vocab * GRAMMAR_ID_BYTES + GRAMMAR_CHILD
-    return dict(zip(HOST_TERMS, (process, offload, shared, grammars), strict=True))
+    sizes = (process, offload, shared, grammars, tokenizers(shape, config))
+    return dict(zip(HOST_TERMS, sizes, strict=True))
+
+
+def tokenizers(shape: ModelShape, config: EngineConfig) -> int:
+    """Bytes of the tokenizers of text in all processes of the pod."""
+    return shape.vocab * (FRONT_WORD_BYTES + RANK_WORD_BYTES * config.tensor_parallel)
 
 
 @dataclass(frozen=True, slots=True)

@@ -50,6 +50,7 @@ MASK_THREADS = 4  # at most, and one CPU stays for the step
 NOT_MEASURED = {
     "shared_memory": "not applicable: it is the pod's limit, of which only NCCL may use some",
     "grammars": "reserved: for the tokenizers of structured output, in two processes",
+    "tokenizers": "reserved: for the tokenizers of text, in all processes",
     "attention": "reserved: what plain torch takes; the C++ kernels take less",
     "bookkeeping": "reserved: for the ids of tokens and blocks, as many as the limits allow",
 }

@@ -9,20 +9,17 @@ import asyncio
 import json
 import random
 import socket
-import threading
 from collections import Counter
-from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
-import httpx
-
+from support.footprint import Footprint, planned_bytes
 from support.full import LONG_FORM
-from support.serve_process import WITHIN, Process, serve
+from support.serve_process import WITHIN, serve
 
 LONGEST, VOCABULARY, OUTPUT = 2048, 1024, 64  # of the demo model; tokens of one answer
 QUEUE, SLOTS, BODIES = (1024, 256, 256) if LONG_FORM else (96, 32, 80)
 MAX_BODY = 2 * 1024 * 1024
-SAMPLE_SECONDS, RETRY_SECONDS = 0.05, 0.1
+RETRY_SECONDS = 0.1
 ANSWERS = 4_000 if LONG_FORM else 300  # every place of the queue is taken three times
 # What the refusals say once a limit is met.
 LIMITS = (
@@ -32,59 +29,6 @@ LIMITS = (
     "all answers that are held whole",  # one whole answer
     "tokens, but",  # one prompt
 )
-
-
-class Footprint:
-    """The most memory that the pod's processes took, in bytes, by sampling: what each holds alone,
-    and the largest part that it shares with another once.
-    """
-
-    def __init__(self, root: int) -> None:
-        self.peak = self.samples = 0
-        self._root = root
-        self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._run)
-
-    def __enter__(self) -> Self:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._ended.set()
-        self._thread.join()
-
-    def _run(self) -> None:
-        while not self._ended.wait(SAMPLE_SECONDS):
-            parts = [part for pid in _family(self._root) if (part := _memory(pid))]
-            self.peak = max(self.peak, sum(own for own, _ in parts) + max(s for _, s in parts))
-            self.samples += 1
-
-
-def _family(root: int) -> list[int]:
-    """The process and its descendants."""
-    found, todo = [], [root]
-    while todo:
-        pid = todo.pop()
-        found.append(pid)
-        for task in Path(f"/proc/{pid}/task").glob("*/children"):
-            try:
-                todo += map(int, task.read_text().split())
-            except OSError:  # the thread has ended
-                continue
-    return found
-
-
-def _memory(pid: int) -> tuple[int, int] | None:
-    """Bytes that the process has alone, and shares; None once it has ended."""
-    try:
-        lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()[1:]
-    except OSError:
-        return None
-    sizes = {line.split(":")[0]: 1024 * int(line.split()[1]) for line in lines}
-    return (
-        sizes["Private_Clean"] + sizes["Private_Dirty"],
-        sizes["Shared_Clean"] + sizes["Shared_Dirty"],
-    )
 
 
 class Hostile:
@@ -218,16 +162,6 @@ async def _status(reader: asyncio.StreamReader) -> str:
     if not line:
         raise ConnectionResetError
     return line.split(b" ")[1].decode()
-
-
-def planned_bytes(server: Process) -> int:
-    """The sum of the plan: every term, and the cache."""
-    with httpx.Client(base_url=server.ports["admin"], timeout=WITHIN) as admin:
-        report = admin.get("/debug/memory").raise_for_status().json()
-    terms = sum(term["plannedBytes"] for term in report["terms"])
-    if any(term["name"] == "kv" for term in report["terms"]):
-        return int(terms)
-    return int(terms + report["numBlocks"] * report["blockBytes"])
 
 
 def test_a_hostile_mix_at_all_limits_stays_inside_the_planned_memory() -> None:

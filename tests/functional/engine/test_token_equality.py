@@ -51,7 +51,7 @@ FUSED = (
     *("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "phi3", "gpt2", "gpt_neox"),
     *tiny.VARIANTS,
 )
-PER_FAMILY = 6  # cases of the short form
+PER_FAMILY = 8  # cases of the short form
 UNBOUNDED = 4096  # more tokens than all prompts of a run have together
 
 # Steps of arrival. Staggered, so that later requests hit the blocks of earlier ones; closer

@@ -82,7 +82,7 @@ def message(role: str, content: str) -> dict[str, Any]:
 
 
 def conversations() -> list[list[dict[str, Any]]]:
-    """Thirty: each text asked at once, and each in the fifth message of a conversation."""
+    """Thirty: each text asked at once, and each in the fourth message of a conversation."""
     around = list(zip(TEXTS, TEXTS[1:] + TEXTS[:1], strict=True))
     return [
         *([message("user", text)] for text in TEXTS),

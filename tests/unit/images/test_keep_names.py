@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import transformers
 
-from keep_names import KEPT, WRITTEN, literal
+from keep_names import CHECK, MARK, MODULE, literal
 
 BUILD = Path(__file__).parents[3] / "docker/keep_names.py"
 # Prints how many files with models were read, and by which transformers.
@@ -33,10 +33,10 @@ def packages(tmp_path: Path) -> Path:
     folder = tmp_path / "transformers"
     (folder / "utils").mkdir(parents=True)
     for path in (*real.iterdir(), *(real / "utils").iterdir()):
-        if path.name not in {"utils", "import_utils.py", "__pycache__", f"{KEPT}.py"}:
+        if path.name not in {"utils", "import_utils.py", "__pycache__", f"{MODULE}.py"}:
             (folder / path.relative_to(real)).symlink_to(path)
     # This environment's own may have been changed before.
-    source, _, _ = (real / "utils/import_utils.py").read_text().partition(WRITTEN)
+    source, _, _ = (real / "utils/import_utils.py").read_text().partition(f"\n\n{MARK}")
     (folder / "utils/import_utils.py").write_text(source)
     return tmp_path
 
@@ -56,9 +56,18 @@ def test_an_import_reads_no_file_of_a_model_for_its_names(packages: Path) -> Non
     count, file = after.stdout.splitlines()
     assert (int(before[0]) > 400, int(count)) == (True, 0)
     assert file == before[1] == str(packages / "transformers/__init__.py")
-    changed = (packages / "transformers/utils/import_utils.py").read_text()
+    source = packages / "transformers/utils/import_utils.py"
+    changed = source.read_text()
+    names = packages / "transformers" / f"{MODULE}.py"
+    kept = names.read_text()
+    names.write_text(kept.replace("'LlamaConfig'", "'LamaConfig'"))
+    other = python(packages, "-c", CHECK)
+    assert (other.returncode, other.stderr) == (
+        1,
+        "the names that were kept are not those of the files\n",
+    )
     assert python(packages, str(BUILD)).returncode == 0
-    assert (packages / "transformers/utils/import_utils.py").read_text() == changed
+    assert (source.read_text(), names.read_text()) == (changed, kept)
 
 
 def test_a_transformers_that_asks_in_another_way_ends_the_build(packages: Path) -> None:
@@ -73,8 +82,10 @@ def test_a_transformers_that_asks_in_another_way_ends_the_build(packages: Path) 
             "@lru_cache\ndef define_import_structure",
         )
     )
+    asked = source.read_text()
     built = python(packages, str(BUILD))
     assert built.returncode == 1
+    assert source.read_text() == asked, "the package is as it was"
     assert "does not take the names that were kept" in built.stderr
 
 

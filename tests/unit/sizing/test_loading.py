@@ -34,9 +34,9 @@ def shape_of(dtype: str, **settings: Any) -> ModelShape:
 
 
 def beside(shape: ModelShape, element: int, **settings: Any) -> int:
-    """Bytes beside the process, the loaded weights and the logits of the self-test."""
-    found = loading_bytes(shape, EngineConfig(**settings), "cpu")
-    return found - PROCESS - shape.parameters * element - 4 * TESTED_ROWS * shape.vocab
+    """Bytes beside the process, its tokenizer, the loaded weights and the self-test's logits."""
+    found = loading_bytes(shape, EngineConfig(**settings), "cpu") - PROCESS - 1300 * shape.vocab
+    return found - shape.parameters * element - 4 * TESTED_ROWS * shape.vocab
 
 
 def test_a_layer_is_packed_beside_all_weights_and_the_head_is_not() -> None:

@@ -82,6 +82,8 @@ def test_ranks_on_a_cpu_share_what_the_pod_has_and_each_is_a_process() -> None:
     assert (terms["process"], terms["offload"], terms["shared_memory"]) == (GIB, 2 * GIB, GIB)
     pod = host_terms(SHAPE, shared, "cpu")
     assert (pod["process"], pod["offload"], pod["shared_memory"]) == (2 * GIB, 4 * GIB, 2 * GIB)
+    assert pod["tokenizers"] == 32_000 * (1750 + 2 * 1300) == 2 * terms["tokenizers"]
+    assert host_terms(SHAPE, shared, "cuda")["tokenizers"] == pod["tokenizers"]
 
 
 def test_host_memory_has_the_pinned_plans_of_captured_steps() -> None:
@@ -173,6 +175,7 @@ def test_a_cpus_terms_add_the_process_its_offload_and_its_shared_memory() -> Non
     assert host["offload"] == GIB * 3 // 2
     assert host["process"] == terms.PROCESS
     assert host["grammars"] == 32_000 * 1500 + (16 << 20)
+    assert host["tokenizers"] == 32_000 * (1750 + 1300)
     assert not set(terms.HOST_TERMS) & set(planned(GPU, config))
 
 
