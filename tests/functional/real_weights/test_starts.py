@@ -25,12 +25,10 @@ class Start(NamedTuple):
     dtype: str
     quantization: str = "none"
     deterministic: bool = False
-    fp8_cache: bool = False
 
     def __str__(self) -> str:
         words = (self.model.name, self.dtype, self.quantization.removesuffix("none"))
-        more = ("deterministic" * self.deterministic, "fp8 cache" * self.fp8_cache)
-        return " ".join(filter(None, (*words, *more)))
+        return " ".join(filter(None, (*words, "deterministic" * self.deterministic)))
 
 
 # Each with what the log says of its layers.
@@ -43,17 +41,15 @@ STARTS = {
     Start(GEMMA, "bfloat16"): "fused 18/18 layers, bfloat16 weights, bfloat16 head",
     Start(GEMMA, "bfloat16", "int8"): "fused 18/18 layers, int8 weights, bfloat16 head",
 }
-# The long form's alone: the CPU's kernels have no fp8 cache.
+# The long form's alone.
 MORE_STARTS = {
     Start(SMOLLM2, "bfloat16"): "fused 30/30 layers, bfloat16 weights, bfloat16 head",
     Start(SMOLLM2, "float32", deterministic=True): "fused 30/30 layers, float32 head",
-    Start(SMOLLM2, "float32", fp8_cache=True): "fused 0/30 layers",
     Start(GEMMA, "float32"): "fused 18/18 layers, float32 head",
     Start(GEMMA, "float32", "int8"): "fused 18/18 layers, int8 weights, int8 head",
     Start(GEMMA, "bfloat16", deterministic=True): (
         "fused 18/18 layers, bfloat16 weights, bfloat16 head"
     ),
-    Start(GEMMA, "bfloat16", fp8_cache=True): "fused 0/18 layers",
 }
 if LONG_FORM:
     STARTS |= MORE_STARTS
@@ -81,14 +77,8 @@ def test_a_published_model_starts_whole(
     config = EngineConfig(dtype=start.dtype, max_model_len=2048)  # type: ignore[arg-type]
     loaded = loading.load(start.model.folder(), config=config)
     served, result = selftest.prepare_and_test(
-        loaded,
-        quantization=start.quantization,
-        deterministic=start.deterministic,
-        fp8_cache=start.fp8_cache,
+        loaded, quantization=start.quantization, deterministic=start.deterministic
     )
-    if start.fp8_cache:  # and the first layer's reason
-        assert str(served.fusion).startswith(fused)
-    else:
-        assert str(served.fusion) == fused
+    assert str(served.fusion) == fused
     assert 0 < result.delta <= result.tolerance / 2, str(result)
     assert (result.rounding is not None) == (start.quantization == "int8")
