@@ -66,8 +66,8 @@ def write(file: Path, text: str) -> None:
 
 def main() -> int:
     source = Path(import_utils.__file__)
-    text, package = source.read_text(), source.parents[1]
-    before, _, _ = text.partition(REPLACEMENT.partition(MARK)[0] + MARK)
+    package = source.parents[1]
+    before, _, _ = source.read_text().partition(f"\n\n{MARK}")
     # The function that reads files, also where it was replaced before.
     read = getattr(import_utils, "read_names", import_utils.create_import_structure_from_path)
     write(package / f"{MODULE}.py", f"NAMES = {literal(read(package / 'models'))}\n")

@@ -8,9 +8,9 @@ from cluster.harness.apiclient import eventually
 from e2e.harness.figures import Figures
 from e2e.harness.installation import Installation
 from e2e.harness.load import Client
-from e2e.harness.looks import Looks
 from e2e.harness.served import SMALL, serving
 from support.full import LONG_FORM
+from support.looks import Looks
 
 pytestmark = pytest.mark.e2e
 QUICK = {  # as small as the tests can wait for

@@ -13,10 +13,10 @@ from cluster.harness.resources import KIND
 from e2e.harness.figures import Figures
 from e2e.harness.installation import NAMESPACE, OPERATOR, RELEASE, Installation
 from e2e.harness.load import Client, Load
-from e2e.harness.looks import Looks
 from e2e.harness.node import Node
 from e2e.harness.served import SMALL, Served
 from support.full import LONG_FORM
+from support.looks import Looks
 
 pytestmark = pytest.mark.e2e
 NEXT = "next"  # a second name of the same runtime image: another version, as far as pods know

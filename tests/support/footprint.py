@@ -1,40 +1,26 @@
 """What the processes of a served model take, and what the pod planned for them."""
 
-import threading
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
+from support.looks import Looks
 from support.serve_process import Process
 
 SAMPLE_SECONDS = 0.05
 
 
-class Footprint:
-    """The most memory that the pod's processes took, in bytes, by sampling: what each holds alone,
+def looks_at(root: int, *, clean: bool = True) -> Looks:
+    """At what a process and its descendants take, in bytes, for ``with``: what each holds alone,
     and the largest part that it shares with another once. ``clean`` False: without pages of files,
     such as a checkpoint's, that the system may drop at any time.
     """
 
-    def __init__(self, root: int, *, clean: bool = True) -> None:
-        self.peak = self.samples = 0
-        self._root, self._clean = root, clean
-        self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._run)
+    def taken() -> int:
+        parts = [part for pid in _family(root) if (part := _memory(pid, clean=clean))]
+        return sum(own for own, _ in parts) + max(shared for _, shared in parts)
 
-    def __enter__(self) -> Self:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._ended.set()
-        self._thread.join()
-
-    def _run(self) -> None:
-        while not self._ended.wait(SAMPLE_SECONDS):
-            found = (_memory(pid, clean=self._clean) for pid in _family(self._root))
-            parts = [part for part in found if part]
-            self.peak = max(self.peak, sum(own for own, _ in parts) + max(s for _, s in parts))
-            self.samples += 1
+    return Looks(taken, SAMPLE_SECONDS)
 
 
 def _family(root: int) -> list[int]:
@@ -70,9 +56,8 @@ def memory_report(server: Process) -> dict[str, Any]:
     return report
 
 
-def planned_bytes(server: Process) -> int:
+def planned_bytes(report: Mapping[str, Any]) -> int:
     """The sum of the plan: every term, and the cache."""
-    report = memory_report(server)
     terms = sum(term["plannedBytes"] for term in report["terms"])
     if any(term["name"] == "kv" for term in report["terms"]):
         return int(terms)

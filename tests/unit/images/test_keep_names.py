@@ -9,21 +9,9 @@ import pytest
 import transformers
 
 from keep_names import CHECK, MARK, MODULE, literal
+from support import names_read
 
 BUILD = Path(__file__).parents[3] / "docker/keep_names.py"
-# Prints how many files with models were read, and by which transformers.
-IMPORT = """
-import sys
-opened = []
-def look(event, arguments):
-    if event == "open" and "/modeling_" in str(arguments[0]):
-        opened.append(arguments[0])
-sys.addaudithook(look)
-import transformers
-print(len(opened))
-print(transformers.__file__)
-assert "LlamaForCausalLM" in dir(transformers) and "Gemma3TextConfig" in dir(transformers)
-"""
 
 
 @pytest.fixture
@@ -48,10 +36,10 @@ def python(packages: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_an_import_reads_no_file_of_a_model_for_its_names(packages: Path) -> None:
-    before = python(packages, "-c", IMPORT).stdout.splitlines()
+    before = python(packages, "-c", names_read.PROGRAM).stdout.splitlines()
     built = python(packages, str(BUILD))
     assert (built.returncode, built.stderr) == (0, "")
-    after = python(packages, "-c", IMPORT)
+    after = python(packages, "-c", names_read.PROGRAM)
     assert after.returncode == 0, after.stderr
     count, file = after.stdout.splitlines()
     assert (int(before[0]) > 400, int(count)) == (True, 0)

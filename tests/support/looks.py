@@ -6,10 +6,10 @@ from typing import Self
 
 
 class Looks:
-    """What ``look`` returned, five times a second in a thread of its own while the block runs."""
+    """What ``look`` returned, every so many seconds in a thread of its own while the block runs."""
 
-    def __init__(self, look: Callable[[], int]) -> None:
-        self._look = look
+    def __init__(self, look: Callable[[], int], every: float = 0.2) -> None:
+        self._look, self._every = look, every
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
         self.seen: list[int] = []
@@ -23,5 +23,5 @@ class Looks:
         self._thread.join()
 
     def _run(self) -> None:
-        while not self._stop.wait(0.2):
+        while not self._stop.wait(self._every):
             self.seen.append(self._look())
