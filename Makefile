@@ -48,7 +48,7 @@ TESTS ?= tests/gpu
 WORKERS ?= 2
 PARALLEL := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
-.PHONY: help setup demo quick check lint style types imports fast test functional cluster e2e test-full images test-images plant gpu gpu-soak bench bench-gpu lock clean
+.PHONY: help setup demo quick check lint style types imports fast test functional cluster e2e test-full generate images test-images plant gpu gpu-soak bench bench-gpu lock clean
 help: ## print this list
 	@grep -E '^[a-z0-9-]+:.*## ' $(firstword $(MAKEFILE_LIST)) | sed -E 's/:.*## /\t/'
 
@@ -111,6 +111,15 @@ test-full: lint plant ## everything that needs no GPU, long forms whole
 	FAIRLEAD_FULL=1 $(PYTEST) $(PARALLEL) -m "not gpu" --timeout=14400 tests/unit tests/contract
 	FAIRLEAD_FULL=1 $(PYTEST) $(PARALLEL) -m "not gpu" --timeout=14400 tests/functional
 	FAIRLEAD_FULL=1 $(PYTEST) -m "not gpu" --timeout=14400 tests/cluster
+
+# Measurements and pictures of them are not made here, nor are the locks and the demo model: another
+# run gives others.
+generate: setup ## write what git tracks and other files determine: tables, OpenAPI, the drawing, the chart's CRD
+	cp crds/inferencedeployments.yaml charts/fairlead/crds/
+	$(BIN)/python scripts/make_docs.py
+	$(BIN)/python scripts/make_resource_docs.py
+	$(BIN)/python scripts/make_openapi.py
+	$(BIN)/python scripts/draw_architecture.py
 
 images: ## the container images, as tar files in IMAGES_OUT: BUILDER=docker|podman|buildah, BASE=IMAGE
 	$(PYTHON) scripts/build_images.py --out $(IMAGES_OUT) \

@@ -301,8 +301,7 @@ def main() -> int:
     drawn = picture()
     if check and (not PICTURE.exists() or PICTURE.read_text() != drawn):
         print(
-            f"{PICTURE.relative_to(ROOT)} is out of date: "
-            "run .venv/bin/python scripts/draw_architecture.py",
+            f"{PICTURE.relative_to(ROOT)} is out of date: run `make generate`",
             file=sys.stderr,
         )
         return 1

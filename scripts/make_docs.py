@@ -185,7 +185,7 @@ def main() -> int:
                 path.write_text(after)
     if check and stale:
         print(
-            f"out of date: {', '.join(stale)}; run .venv/bin/python scripts/make_docs.py",
+            f"out of date: {', '.join(stale)}; run `make generate`",
             file=sys.stderr,
         )
         return 1

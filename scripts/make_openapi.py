@@ -313,7 +313,7 @@ def main() -> int:
     if not parser.parse_args().check:
         FILE.write_text(text())
     elif not FILE.exists() or FILE.read_text() != text():
-        print(f"{FILE.name} is out of date: run scripts/make_openapi.py", file=sys.stderr)
+        print(f"{FILE.name} is out of date: run `make generate`", file=sys.stderr)
         return 1
     return 0
 

@@ -135,7 +135,7 @@ def main() -> int:
     current = rendered(page)
     if check and page != current:
         print(
-            "docs/resource.md is out of date: run .venv/bin/python scripts/make_resource_docs.py",
+            "docs/resource.md is out of date: run `make generate`",
             file=sys.stderr,
         )
         return 1
