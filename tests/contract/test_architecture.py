@@ -16,6 +16,7 @@ BASES = (
     ROOT / "runtime" / "fairlead_runtime",
     ROOT / "kernels" / "fairlead_kernels",
 )
+PAGES = ("docs/architecture.md", "docs/README.md", "CONTRIBUTING.md")
 FILE = re.compile(r"(?<![\w/:.-])(?:[\w.-]+/)*[\w.-]+\.(?:py|md|svg|ya?ml|toml|sh|txt|lock)\b")
 FOLDER = re.compile(r"`((?:[\w.-]+/)+)`")
 TEST = re.compile(r"(?<![\w/.-])tests/[\w./-]*\w")
@@ -28,7 +29,7 @@ def paths(text: str) -> set[str]:
     return set(chain(FILE.findall(text), FOLDER.findall(text), TEST.findall(text)))
 
 
-@pytest.mark.parametrize("page", ["docs/architecture.md", "CONTRIBUTING.md"])
+@pytest.mark.parametrize("page", PAGES)
 def test_every_path_of_the_page_exists(page: str) -> None:
     named = paths((ROOT / page).read_text())
     here = (ROOT / page).parent
@@ -42,7 +43,7 @@ def test_the_search_for_paths_sees_each_form() -> None:
     assert paths(text) == {"api/app.py", "decide/", "tests/unit/models"}
 
 
-@pytest.mark.parametrize("page", ["docs/architecture.md", "CONTRIBUTING.md"])
+@pytest.mark.parametrize("page", PAGES)
 def test_every_class_and_table_of_the_page_is_defined(page: str) -> None:
     named = set(re.findall(r"`_?([A-Z]+_?[A-Za-z_]+)`", (ROOT / page).read_text()))
     modules = chain.from_iterable(base.rglob("*.py") for base in (*BASES[1:], ROOT / "tests"))

@@ -39,6 +39,13 @@ def test_no_line_is_too_long(page: Path) -> None:
     assert [n for n, line in text.items() if len(line) > LONGEST] == []
 
 
+@pytest.mark.parametrize("folder", ["docs", "docs/design"])
+def test_the_first_page_of_a_folder_links_to_every_other(folder: str) -> None:
+    index = ROOT / folder / "README.md"
+    linked = set(re.findall(r"\]\(([\w-]+\.md)", index.read_text()))
+    assert linked == {page.name for page in index.parent.glob("*.md")} - {index.name}
+
+
 def test_every_test_that_a_page_names_exists() -> None:
     text = (ROOT / "docs" / "robustness.md").read_text()
     named = re.findall(r"`(tests/\S+\.py)::(\w+)`", text)

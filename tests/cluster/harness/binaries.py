@@ -108,7 +108,7 @@ def _home(module: str) -> Path:
 def _compile(program: Program, path: Path) -> None:
     _say(
         f"building {program.name} from Go modules "
-        "(once; the whole control plane takes about 5 minutes)"
+        "(once; the whole control plane takes about 15 minutes)"
     )
     began = time.monotonic()
     stamp = "-X k8s.io/component-base/version.git"
