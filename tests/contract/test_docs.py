@@ -46,6 +46,16 @@ def test_the_first_page_of_a_folder_links_to_every_other(folder: str) -> None:
     assert linked == {page.name for page in index.parent.glob("*.md")} - {index.name}
 
 
+def test_a_change_that_is_not_released_is_one_line_of_the_changelog() -> None:
+    text = (ROOT / "CHANGELOG.md").read_text()
+    section = text.split("## [Unreleased]\n")[1].split("\n## [")[0]
+    headings = re.findall(r"^### (.*)$", section, re.MULTILINE)
+    assert set(headings) <= {"Added", "Changed", "Deprecated", "Removed", "Fixed", "Security"}
+    assert len(headings) == len(set(headings))
+    part = re.compile(r'- \S.*|### \w+|[A-Z][\w ]+:|"GPU, untried": .*|')
+    assert [line for line in section.splitlines() if not part.fullmatch(line)] == []
+
+
 def test_every_test_that_a_page_names_exists() -> None:
     text = (ROOT / "docs" / "robustness.md").read_text()
     named = re.findall(r"`(tests/\S+\.py)::(\w+)`", text)
