@@ -15,7 +15,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate
-from typing import Any, Self, TypeVar
+from typing import Any, NamedTuple, Self, TypeVar
 
 import numpy as np
 import torch
@@ -30,6 +30,7 @@ from fairlead_kernels.humming_memory import UNPACKAGED
 from fairlead_kernels.humming_products import HummingProducts
 from fairlead_kernels.not_available import NotAvailableError
 from fairlead_kernels.quantize import Format
+from fairlead_kernels.torch_attention import TorchAttention
 from fairlead_runtime.config import ConfigError
 from fairlead_runtime.device import determinism, paged_model, shards
 from fairlead_runtime.device.batch import BatchBuilder
@@ -40,6 +41,7 @@ from fairlead_runtime.device.kv_cache import CacheStorage
 from fairlead_runtime.device.layer_recording import modules_in_float32
 from fairlead_runtime.device.paged_model import PagedModel
 from fairlead_runtime.device.rounded_cache import RoundedCache
+from fairlead_runtime.device.rounding import Changes
 from fairlead_runtime.models.loading import LoadedModel
 from fairlead_runtime.models.model_error import ModelError, SelfTestError
 from fairlead_runtime.request import Request, SamplingParams, Sequence
@@ -74,8 +76,9 @@ ROUNDING: dict[Format, float] = {"int8": 0.7, "fp8": 1.1}
 # TOLERANCE in float32 where products round their inputs to 16 bits: tiny random models differ by up
 # to 0.0011, the demo model by 0.00014.
 ROUNDED_TOLERANCE = 0.02
-# TOLERANCE with an fp8 cache. Two keys that differ by a little become two numbers of fp8 where the
-# middle between these lies between them, so what rounding does in the model's type is magnified.
+# TOLERANCE of the median token with an fp8 cache. Two keys that differ by a little become two
+# numbers of fp8 where the middle between these lies between them: so rounding is magnified, at
+# single tokens of trained models to more than fp8 itself costs.
 CACHE_TOLERANCE = {torch.float32: 0.02, torch.float16: 0.1, torch.bfloat16: 0.3}
 # What that format itself may cost, as ROUNDING: tiny random models differ by 0.04 to 0.1, with keys
 # that it cannot hold by 0.96.
@@ -94,7 +97,7 @@ TEXT = (
     "and then is quiet again."
 )
 SCORED = 32
-# Where rounding can change a router's choice, only this many last tokens count: see _distance.
+# Where rounding can change a router's choice, only this many last tokens count: see _distances.
 LAST = 5
 
 
@@ -112,9 +115,10 @@ class NotPackedError(SelfTestError):
 @dataclass(frozen=True, slots=True)
 class SelfTestResult:
     """``delta``: the largest difference of logits in units of their spread; ``tolerance``: the
-    largest allowed; ``rounding``: what weights that were quantized at load cost; ``cache``: what
-    an fp8 cache costs; ``activations``: the difference while products round activations to fp8, of
-    which ROUNDING is allowed; ``canary``: that of ``deterministic``.
+    largest allowed. ``cached``: the same two of the median token with an fp8 cache, where ``delta``
+    is without. ``rounding``: what weights that were quantized at load cost; ``cache``: what an fp8
+    cache costs; ``activations``: the difference while products round activations to fp8, of which
+    ROUNDING is allowed; ``canary``: that of ``deterministic``.
     """
 
     delta: float
@@ -123,11 +127,17 @@ class SelfTestResult:
     backend: str
     rounding: "Rounding | None" = None
     activations: float | None = None
+    cached: tuple[float, float] | None = None
     cache: "Rounding | None" = None
     canary: determinism.CanaryResult | None = None
 
     def __str__(self) -> str:
         rounding = "".join(f"; {part}" for part in (self.rounding, self.cache) if part)
+        if self.cached is not None:
+            delta, tolerance = self.cached
+            rounding += (
+                f"; with an fp8 cache {delta:.2g} of {tolerance:.2g} allowed at the median token"
+            )
         if self.activations is not None:
             allowed = ROUNDING["fp8"]
             rounding += f"; with fp8 activations {self.activations:.2g} of {allowed:g} allowed"
@@ -201,34 +211,17 @@ def prepare_and_test(
     name = str(loaded.config.model_type)
     with _packed_or_not(name):
         model = paged_model.prepare(loaded, fp8_cache=fp8_cache)
-        expect = partial(Expected.of, model, loaded.max_model_len, text_ids(loaded))
         settings: dict[str, Any] = {"deterministic": deterministic, "block_size": block_size}
         choice = _pick(model, kernels, **settings)
-        rounding: Rounding | None = None
-        cache: Rounding | None = None
         quantized = loaded.shape.quantized or quantization
         to = None if loaded.shape.quantized else _rounded_to(quantization)
-        last = to is None and not fp8_cache
-        expected = expect(judged=last)
-        if to is not None:
-            plain = expected
-            on_cpu = isinstance(choice.operations, CpuOperations)
-            head = on_cpu and model.heads.dtype is torch.float32
-            quantize_weights(model, to, head=head)
-            expected = expect(judged=not fp8_cache)
-            what = f"{to} weights", "quantization none", ROUNDING[to]
-            rounding = _rounding(model, expected, plain, *what)
-        if fp8_cache:
-            plain = expected
-            expected = expect(fp8_cache=True)
-            cache = _rounding_of_cache(model, expected, plain)
+        whole = _Whole.of(model, loaded, to, _rounded_weights(model, choice, to))
         products = _products(loaded, quantized, choice, model, compilers)
         fusion, choice = _fused(model, choice, kernels, products=products, **settings)
         _check_fused(loaded, quantized, fusion)
         if deterministic:
             determinism.check(model, fusion)
-        result = _check_both(model, choice, fusion, expected, fp8=quantized == "fp8")
-        result = replace(result, rounding=rounding, cache=cache)
+        result = _check(model, choice, fusion, whole, fp8=quantized == "fp8")
         if deterministic:
             canary = determinism.canary(model, choice.attention, loaded.max_model_len)
             result = replace(result, canary=canary)
@@ -245,37 +238,69 @@ def _check_fused(loaded: LoadedModel, quantized: str, fusion: Fusion) -> None:
         )
 
 
-def _check_both(
-    model: PagedModel, choice: BackendChoice, fusion: Fusion, expected: "Expected", *, fp8: bool
+@contextmanager
+def _rounded_weights(model: PagedModel, choice: BackendChoice, to: Format | None) -> Iterator[None]:
+    """In the ``with`` block and after it a model has weights rounded ``to`` this format, if any."""
+    if to is not None:
+        on_cpu = isinstance(choice.operations, CpuOperations)
+        head = on_cpu and model.heads.dtype is torch.float32
+        quantize_weights(model, to, head=head)
+    yield
+
+
+class _Pass(NamedTuple):
+    """Logits are computed by this attention, with or without an fp8 cache, and by products that
+    round activations to fp8 or do not.
+    """
+
+    attention: AttentionBackend
+    fp8_cache: bool
+    fp8_activations: bool = False
+
+
+def _check(
+    model: PagedModel, choice: BackendChoice, fusion: Fusion, whole: "_Whole", *, fp8: bool
 ) -> SelfTestResult:
-    """``check``, where products round activations to fp8 first without that: its tolerance would
-    hide a fault of attention.
-    """
-    allowed = max(TOLERANCE[model.heads.dtype], ROUNDED_TOLERANCE) if fusion.rounds else None
-    compare = partial(check, model, choice.attention, expected)
-    result, *rounded = _in_both_ways(choice, compare, allowed, fp8=fp8)
-    return replace(result, activations=rounded[0].delta if rounded else None)
+    """``check`` in every pass, and what it costs that weights and cache are rounded."""
+    rounded = max(TOLERANCE[model.heads.dtype], ROUNDED_TOLERANCE) if fusion.rounds else None
+
+    def compare(step: _Pass) -> SelfTestResult:
+        expected = whole.cached if step.fp8_cache and whole.cached else whole.expected
+        allowed = ROUNDING["fp8"] if step.fp8_activations else None if step.fp8_cache else rounded
+        return check(model, step.attention, expected, allowed)
+
+    result, *others = _in_every_pass(model, choice, compare, fp8=fp8)
+    cached = others.pop(0) if model.heads.fp8_cache else None
+    return replace(
+        result,
+        backend=choice.attention.name,
+        activations=others[0].delta if others else None,
+        cached=(cached.delta, cached.tolerance) if cached else None,
+        rounding=whole.rounding,
+        cache=whole.cache,
+    )
 
 
-def _in_both_ways(
-    choice: BackendChoice,
-    run: Callable[[float | None], Value],
-    allowed: float | None = None,
-    *,
-    fp8: bool,
+def _in_every_pass(
+    model: PagedModel, choice: BackendChoice, run: Callable[[_Pass], Value], *, fp8: bool
 ) -> list[Value]:
-    """What ``run`` gives of the difference that is allowed; where products round activations to
-    fp8, first without that, then with it.
+    """What ``run`` gives of each pass, the strictest first: what an fp8 cache and activations in
+    fp8 are allowed would hide a fault of the rest. Without the cache that serves, attention is
+    plain torch, for which nothing is compiled.
     """
-    operations = choice.operations
+    operations, heads = choice.operations, model.heads
+    passes = [_Pass(choice.attention, heads.fp8_cache)]
+    if heads.fp8_cache:
+        plain = TorchAttention(replace(heads, fp8_cache=False), model.device)
+        passes.insert(0, _Pass(plain, fp8_cache=False))
     if operations is None or not operations.rounds or not fp8:
-        return [run(allowed)]
+        return [run(step) for step in passes]
     operations.rounds = False
     try:
-        results = [run(None)]
+        results = [run(step) for step in passes]
     finally:
         operations.rounds = True
-    return [*results, run(ROUNDING["fp8"])]
+    return [*results, run(passes[-1]._replace(fp8_activations=True))]
 
 
 def prepare_rank(
@@ -308,7 +333,7 @@ def prepare_rank(
             whole: _Whole | None = None
             if group.rank == 0:
                 rounds = nullcontext() if to is None else shards.quantized(model.model, plan, to)
-                whole = _Whole.of(model, loaded.max_model_len, text_ids(loaded), to, rounds)
+                whole = _Whole.of(model, loaded, to, rounds)
         shards.split(loaded.model, loaded.shape, group, device, to)
         group.meet(device)
         model.probe_again()
@@ -321,12 +346,13 @@ def prepare_rank(
         if whole is None:
             prompts = _prompts(model, loaded.max_model_len, text_ids(loaded))
 
+            def take_part(step: _Pass) -> None:
+                _paged_logits(model, step.attention, prompts, fp8_cache=step.fp8_cache)
+
             with torch.inference_mode():
-                logits = partial(_paged_logits, model, choice.attention, prompts)
-                _in_both_ways(choice, lambda _: logits(), fp8=fp8)
+                _in_every_pass(model, choice, take_part, fp8=fp8)
             return served, None
-        result = _check_both(model, choice, fusion, whole.expected, fp8=fp8)
-        return served, replace(result, rounding=whole.rounding, cache=whole.cache)
+        return served, _check(model, choice, fusion, whole, fp8=fp8)
 
 
 def _products(
@@ -351,38 +377,39 @@ def _rounded_to(quantization: str) -> Format | None:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Whole:
-    """What a whole model's logits are expected to be, and what rounding costs it."""
+    """What a whole model's logits are expected to be, with an fp8 cache ``cached``, too, and what
+    it costs that weights and cache are rounded.
+    """
 
     expected: "Expected"
     rounding: Rounding | None
+    cached: "Expected | None"
     cache: Rounding | None
 
     @classmethod
     def of(
         cls,
         model: PagedModel,
-        max_model_len: int,
-        text: list[int],
+        loaded: LoadedModel,
         to: Format | None,
         rounds: AbstractContextManager[None],
     ) -> Self:
         """By transformers' code, inside ``rounds`` with the weights rounded ``to`` this format."""
         rounding: Rounding | None = None
+        cached: Expected | None = None
         cache: Rounding | None = None
-        fp8_cache = model.heads.fp8_cache
-        expect = partial(Expected.of, model, max_model_len, text)
-        expected = expect(judged=to is None and not fp8_cache)
+        expect = partial(Expected.of, model, loaded.max_model_len, text_ids(loaded))
+        expected = expect(judged=to is None)
         with rounds:
             if to is not None:
                 plain = expected
-                expected = expect(judged=not fp8_cache)
+                expected = expect()
                 what = f"{to} weights", "quantization none", ROUNDING[to]
                 rounding = _rounding(model, expected, plain, *what)
-            if fp8_cache:
-                plain = expected
-                expected = expect(fp8_cache=True)
-                cache = _rounding_of_cache(model, expected, plain)
-        return cls(expected, rounding, cache)
+            if model.heads.fp8_cache:
+                cached = expect(fp8_cache=True)
+                cache = _rounding_of_cache(model, cached, expected)
+        return cls(expected, rounding, cached, cache)
 
 
 @contextmanager
@@ -450,14 +477,16 @@ class Expected:
     cannot run.
 
     ``own``: how far transformers' logits in a half-precision type are from them, in units of their
-    spread; 0 in float32. ``perplexity``: of the text with which the first prompt begins, in
-    float32, and in that type where it was computed; none without a text.
+    spread; in float32 0, and with ``fp8_cache`` how far its rounding moves them. ``perplexity``: of
+    the text with which the first prompt begins, in float32, and in a half-precision type where it
+    was computed; none without a text.
     """
 
     prompts: list[list[int]]
     logits: list[torch.Tensor]
     own: float = 0.0
     perplexity: tuple[float, ...] = ()
+    fp8_cache: bool = False
 
     @classmethod
     @torch.inference_mode()
@@ -485,12 +514,13 @@ class Expected:
         half = model.heads.dtype is not torch.float32
         with modules_in_float32(model.model) if half else nullcontext():
             exact, perplexity = compute()
-        if not (half and judged):
-            return cls(prompts, exact, perplexity=perplexity)
-        rounded, own = compute()
-        pairs, median = zip(rounded, exact, strict=True), has_experts(model)
-        worst = max(_distance(*pair, median=median) for pair in pairs)
-        return cls(prompts, exact, worst, perplexity + own)
+        if not judged or not (half or fp8_cache):
+            return cls(prompts, exact, perplexity=perplexity, fp8_cache=fp8_cache)
+        modules = nullcontext() if half else Changes(model.device).inside(model.model.modules())
+        with modules:
+            rounded, own = compute()
+        moved = _difference(model, rounded, exact, fp8_cache=fp8_cache)
+        return cls(prompts, exact, moved, perplexity + own * half, fp8_cache)
 
 
 def run(model: PagedModel, backend: AttentionBackend, max_model_len: int) -> SelfTestResult:
@@ -508,18 +538,17 @@ def check(
 ) -> SelfTestResult:
     """Compare our pass with the expected one on about 200 tokens; raises SelfTestError beyond the
     tolerance, TOLERANCE or CACHE_TOLERANCE of the model's type if None, and OWN times what its type
-    does to this model.
+    does to this model. The cache is as what is expected says.
     """
-    rows = _paged_logits(model, backend, expected.prompts)
+    fp8_cache, dtype = expected.fp8_cache, model.heads.dtype
+    rows = _paged_logits(model, backend, expected.prompts, fp8_cache=fp8_cache)
     ours = [torch.stack([row[position] for position in sorted(row)]) for row in rows]
-    heads = model.heads
-    median = (heads.fp8_cache or heads.dtype is not torch.float32) and has_experts(model)
-    delta = max(_distance(*pair, median=median) for pair in zip(ours, expected.logits, strict=True))
+    delta = _difference(model, ours, expected.logits, fp8_cache=fp8_cache)
     if tolerance is None:
-        tolerance = (CACHE_TOLERANCE if heads.fp8_cache else TOLERANCE)[heads.dtype]
+        tolerance = (CACHE_TOLERANCE if fp8_cache else TOLERANCE)[dtype]
     tolerance = max(tolerance, OWN * expected.own)
     if not delta <= tolerance:
-        name = str(heads.dtype).removeprefix("torch.")
+        name = str(dtype).removeprefix("torch.")
         own = f" ({name} alone moves them by {expected.own:.3g})" if expected.own else ""
         raise SelfTestError(
             f"self-test: logits of {str(model.model.config.model_type)!r} differ from plain "
@@ -561,12 +590,17 @@ def _rounding(
     return Rounding(what, moved, worst, float(same.mean()), allowed, perplexity)
 
 
-def _distance(ours: torch.Tensor, plain: torch.Tensor, *, median: bool) -> float:
-    """The difference of one prompt's logits [positions, vocabulary]: the worst token's, infinite
-    where one is NaN.
+def _difference(
+    model: PagedModel, ours: list[torch.Tensor], plain: list[torch.Tensor], *, fp8_cache: bool
+) -> float:
+    """That of logits [positions, vocabulary] of each prompt: the worst token's, with ``fp8_cache``
+    the median token's; infinite where one is NaN.
     """
-    worst = float(_distances(ours, plain, median=median).max())
-    return math.inf if math.isnan(worst) else worst
+    experts = model.heads.dtype is not torch.float32 and has_experts(model) and not fp8_cache
+    pairs = zip(ours, plain, strict=True)
+    tokens = torch.cat([_distances(*pair, median=experts) for pair in pairs])
+    difference = float(tokens.median() if fp8_cache else tokens.max())
+    return math.inf if math.isnan(difference) else difference
 
 
 def _distances(ours: torch.Tensor, plain: torch.Tensor, *, median: bool) -> torch.Tensor:
@@ -621,16 +655,15 @@ def _chunks(length: int) -> list[int]:
 
 
 def _paged_logits(
-    model: PagedModel, backend: AttentionBackend, prompts: list[list[int]]
+    model: PagedModel, backend: AttentionBackend, prompts: list[list[int]], *, fp8_cache: bool
 ) -> list[dict[int, torch.Tensor]]:
     """Per prompt, by position: the logits of each row's last token. Each step starts one prompt.
     One entry more is a fork of the last prompt, which computes its last token again.
     """
     groups = group_layers(model.windows)
     blocks = (1 + sum(-(-len(p) // BLOCK_SIZE) for p in prompts)) * len(groups)
-    cache = CacheStorage(
-        groups, model.heads, units=blocks, block_size=BLOCK_SIZE, device=model.device
-    )
+    heads = replace(model.heads, fp8_cache=fp8_cache)
+    cache = CacheStorage(groups, heads, units=blocks, block_size=BLOCK_SIZE, device=model.device)
     cache.keys.fill_(torch.nan)
     cache.values.fill_(torch.nan)
     free = np.random.default_rng(1).permutation(blocks).tolist()

@@ -219,7 +219,9 @@ def test_beside_an_fp8_cache_layers_are_fused_and_judged_as_before(
     served, result = selftest.prepare_and_test(loaded, "auto", quantized, fp8_cache=True)
     assert served.fusion.fused == 3
     assert served.model.heads.cache_dtype is torch.float8_e4m3fn
-    assert result.tolerance == selftest.CACHE_TOLERANCE[torch.bfloat16]
+    assert result.tolerance == selftest.TOLERANCE[torch.bfloat16]
+    assert result.cached is not None
+    assert result.cached[0] < result.cached[1] == selftest.CACHE_TOLERANCE[torch.bfloat16]
     assert result.cache is not None
     assert 0 < result.cache.moved < selftest.CACHE_ROUNDING
     assert str(result).count("move logits by 0.") == (1 if quantized == "none" else 2)

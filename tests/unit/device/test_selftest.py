@@ -174,45 +174,103 @@ def test_the_self_test_finds_a_cache_that_is_not_rounded() -> None:
     """As one would be that attends to the tokens of a chunk before they are written."""
     model = with_fp8_cache()
     expected = selftest.Expected.of(model, 512, fp8_cache=True)
-    wide = PagedModel(model.model, model.windows)
-    attention = pick(wide.heads, wide.kinds, wide.device, "torch").attention
-    delta = selftest.check(wide, attention, expected, tolerance=10.0).delta
-    assert delta > selftest.CACHE_TOLERANCE[torch.float32]
+    wide = replace(expected, fp8_cache=False)
+    attention = pick(replace(model.heads, fp8_cache=False), model.kinds, model.device, "torch")
+    delta = selftest.check(model, attention.attention, wide, tolerance=10.0).delta
+    assert delta > max(selftest.CACHE_TOLERANCE[torch.float32], selftest.OWN * expected.own)
+    with pytest.raises(SelfTestError, match=rf"by {delta:.3g} of their spread"):
+        selftest.check(model, attention.attention, wide)
+
+
+def test_with_an_fp8_cache_some_tokens_may_move_as_far_as_they_like_and_most_may_not(
+    model: PagedModel,
+) -> None:
+    plain = list(torch.randn(3, 7, 50, generator=torch.Generator().manual_seed(0)))
+    ours = [x.clone() for x in plain]
+    ours[0][2:5] += 3 * plain[0][2:5].flip(1)
+    far = selftest._difference(model, ours, plain, fp8_cache=False)
+    assert far > 1 > selftest._difference(model, ours, plain, fp8_cache=True) == 0
+    ours[1] = ours[1].flip(1)
+    ours[2] = ours[2].flip(1)
+    assert selftest._difference(model, ours, plain, fp8_cache=True) > 1
+    ours[0][0, 0] = torch.nan
+    for fp8_cache in (False, True):
+        assert selftest._difference(model, ours, plain, fp8_cache=fp8_cache) == math.inf
+
+
+def test_what_float32_does_to_an_fp8_cache_is_allowed() -> None:
+    model = with_fp8_cache()
+    assert selftest.Expected.of(model, 512).own == 0
+    expected = selftest.Expected.of(model, 512, fp8_cache=True)
+    assert 0 < expected.own < selftest.CACHE_TOLERANCE[torch.float32]
+    attention = pick(model.heads, model.kinds, model.device, "torch").attention
+    moved = replace(expected, own=0.1)
+    assert selftest.check(model, attention, moved).tolerance == 0.1 * selftest.OWN
 
 
 # -- products that round activations
 
 
+def choice_of(*, rounds: bool) -> Any:
+    return SimpleNamespace(operations=SimpleNamespace(rounds=rounds), attention=object())
+
+
+def passes(model: PagedModel, choice: Any, *, fp8: bool) -> list[tuple[bool, bool, bool]]:
+    """Of each pass: whether it takes the attention that serves, an fp8 cache, fp8 activations."""
+
+    def run(step: selftest._Pass) -> tuple[bool, bool, bool]:
+        assert step.fp8_activations == choice.operations.rounds or not fp8
+        return step.attention is choice.attention, step.fp8_cache, step.fp8_activations
+
+    return selftest._in_every_pass(model, choice, run, fp8=fp8)
+
+
 @pytest.mark.parametrize("rounds", [True, False])
-def test_where_activations_are_rounded_both_ways_are_judged_each_by_its_own_limit(
-    rounds: bool,
+def test_what_rounds_is_judged_after_the_pass_without_it(
+    model: PagedModel, *, rounds: bool
 ) -> None:
-    """The layers without it by theirs, and what is served by the one of fp8."""
-    operations: Any = SimpleNamespace(rounds=rounds)
-    choice: Any = SimpleNamespace(operations=operations)
-    seen: list[tuple[float | None, bool]] = []
-
-    def run(allowed: float | None) -> int:
-        seen.append((allowed, operations.rounds))
-        return len(seen)
-
-    got = selftest._in_both_ways(choice, run, 0.5, fp8=True)
-    both = [(None, False), (selftest.ROUNDING["fp8"], True)]
-    assert seen == (both if rounds else [(0.5, False)])
-    assert got == [1, 2][: len(seen)]
-    assert operations.rounds is rounds
-    seen.clear()
-    selftest._in_both_ways(choice, run, 0.5, fp8=False)
-    assert seen == [(0.5, rounds)]
+    """Each has a limit of its own: that of fp8 would hide a fault of attention."""
+    served = (True, False, False)
+    choice = choice_of(rounds=rounds)
+    both = [served, (True, False, True)]
+    assert passes(model, choice, fp8=True) == (both if rounds else [served])
+    assert choice.operations.rounds is rounds
+    assert passes(model, choice, fp8=False) == [served]
+    choice = choice_of(rounds=rounds)
+    cached = [(False, False, False), (True, True, False)]
+    more = [(True, True, True)] if rounds else []
+    assert passes(with_fp8_cache(), choice, fp8=True) == cached + more
 
 
-def test_a_failing_self_test_leaves_the_operations_as_they_were() -> None:
-    operations: Any = SimpleNamespace(rounds=True)
-    choice: Any = SimpleNamespace(operations=operations)
+def test_a_failing_self_test_leaves_the_operations_as_they_were(model: PagedModel) -> None:
+    choice = choice_of(rounds=True)
 
-    def run(_: float | None) -> None:
+    def run(_: selftest._Pass) -> None:
         raise SelfTestError("wrong")
 
     with pytest.raises(SelfTestError):
-        selftest._in_both_ways(choice, run, fp8=True)
-    assert operations.rounds
+        selftest._in_every_pass(model, choice, run, fp8=True)
+    assert choice.operations.rounds
+
+
+@pytest.mark.parametrize("rounds", [True, False])
+def test_each_pass_has_its_own_logits_and_limit(
+    monkeypatch: pytest.MonkeyPatch, *, rounds: bool
+) -> None:
+    compared: list[tuple[Any, float | None]] = []
+
+    def check(*arguments: Any) -> selftest.SelfTestResult:
+        compared.append(arguments[2:])
+        return selftest.SelfTestResult(0.1 * len(compared), 0.5 * len(compared), 9, "torch")
+
+    monkeypatch.setattr(selftest, "check", check)
+    choice, whole = choice_of(rounds=True), selftest._Whole("plain", None, "fp8", None)  # type: ignore[arg-type]
+    choice.attention = SimpleNamespace(name="served")
+    fusion = SimpleNamespace(rounds=rounds)
+    result = selftest._check(with_fp8_cache(), choice, fusion, whole, fp8=True)  # type: ignore[arg-type]
+    first = ("plain", selftest.ROUNDED_TOLERANCE if rounds else None)
+    assert compared == [first, ("fp8", None), ("fp8", selftest.ROUNDING["fp8"])]
+    assert (result.delta, result.tolerance, result.backend) == (0.1, 0.5, "served")
+    assert result.cached == (0.2, 1.0)
+    assert result.activations == pytest.approx(0.3)
+    assert "; with an fp8 cache 0.2 of 1 allowed at the median token" in str(result)
