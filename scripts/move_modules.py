@@ -135,6 +135,23 @@ def rewrite_imports(text: str, names: Mapping[str, str]) -> str:
     return data.decode()
 
 
+def rewrite_programs(text: str, names: Mapping[str, str]) -> str:
+    """Write a line `from package import module, module` anew where it stands in a string or in a
+    document: in a program's own code no such line is left.
+    """
+
+    def replace(found: re.Match[str]) -> str:
+        indent, package, listed = found.groups()
+        lines: dict[str, list[str]] = {}
+        for name in listed.split(", "):
+            place, _, new = names.get(f"{package}.{name}", f"{package}.{name}").rpartition(".")
+            lines.setdefault(place, []).append(new + f" as {name}" * (new != name))
+        imports = (f"{indent}from {place} import {', '.join(lines[place])}" for place in lines)
+        return "\n".join(imports)
+
+    return re.sub(r"(?m)^( *)from ([\w.]+) import (\w+(?:, \w+)*)$", replace, text)
+
+
 def _bound(nodes: Iterable[ast.AST]) -> Counter[str]:
     """How often each name is bound, in any scope: 0 for one that is only used."""
     bound: Counter[str] = Counter()
@@ -177,6 +194,7 @@ def move(moves: Moves, root: Path) -> list[str]:
             before = (root / path).read_text()
             text = rewrite_paths(rewrite_names(before, moves.names), moves.files, tracked)
             text = rewrite_imports(text, moves.names) if path.endswith(".py") else text
+            text = rewrite_programs(text, moves.names)
         except UnicodeDecodeError:
             continue
         except ValueError as error:

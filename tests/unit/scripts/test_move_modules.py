@@ -26,6 +26,10 @@ from pkg.device.graphs import Cache
 from pkg.limits import LIMIT
 
 MODULE = "pkg.limits"
+PROGRAM = """
+from pkg import limits, other
+from pkg.device import graphs
+"""
 
 
 def use(graphs_of=None):
@@ -48,6 +52,11 @@ from pkg.device.step.graph_cache import Cache
 from pkg.limits.limits import LIMIT
 
 MODULE = "pkg.limits.limits"
+PROGRAM = """
+from pkg.limits import limits
+from pkg import other
+from pkg.device.step import graph_cache as graphs
+"""
 
 
 def use(graphs_of=None):
