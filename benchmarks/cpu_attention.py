@@ -19,10 +19,10 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from fairlead_kernels import library
-from fairlead_kernels.attention import Heads, LayerSpec, RaggedRows
-from fairlead_kernels.cpu_attention import CpuAttention
-from fairlead_kernels.not_available import NotAvailableError
+from fairlead_kernels.cpu import library
+from fairlead_kernels.cpu.cpu_attention import CpuAttention
+from fairlead_kernels.interface.attention import Heads, LayerSpec, RaggedRows
+from fairlead_kernels.interface.not_available import NotAvailableError
 
 BLOCK = 16
 CACHE_BYTES = 512 << 20  # of all layers: more than a processor's cache

@@ -18,10 +18,10 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F  # noqa: N812 - torch's own convention
 
-from fairlead_kernels import cpu, library
-from fairlead_kernels.attention import AttentionBackend, Heads, LayerSpec
-from fairlead_kernels.quantize import quantize
-from fairlead_kernels.torch_attention import TorchAttention
+from fairlead_kernels.cpu import cpu_operations, library
+from fairlead_kernels.formats.quantize import quantize
+from fairlead_kernels.interface.attention import AttentionBackend, Heads, LayerSpec
+from fairlead_kernels.plain.torch_attention import TorchAttention
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from support.attention_cases import make_case
@@ -64,7 +64,7 @@ def compare(name: str, **sides: Callable[[], object]) -> None:
 
 
 def compare_product(
-    operations: cpu.CpuOperations, tokens: int, outputs: int, inputs: int, count: int
+    operations: cpu_operations.CpuOperations, tokens: int, outputs: int, inputs: int, count: int
 ) -> None:
     x = torch.randn(tokens, inputs)
     weights = [torch.randn(outputs, inputs) for _ in range(count)]
@@ -76,7 +76,7 @@ def compare_product(
     )
 
 
-def compare_bfloat16(operations: cpu.CpuOperations, tokens: int) -> None:
+def compare_bfloat16(operations: cpu_operations.CpuOperations, tokens: int) -> None:
     x, weights = torch.randn(tokens, 576), [torch.randn(3072, 576) for _ in range(12)]
     wide = [operations.pack([weight]) for weight in weights]
     half = [operations.pack([weight], dtype=torch.bfloat16) for weight in weights]
@@ -89,12 +89,14 @@ def compare_bfloat16(operations: cpu.CpuOperations, tokens: int) -> None:
     )
 
 
-def compare_int8(operations: cpu.CpuOperations, tokens: int, outputs: int, inputs: int) -> None:
+def compare_int8(
+    operations: cpu_operations.CpuOperations, tokens: int, outputs: int, inputs: int
+) -> None:
     count = max(4, 12 * 3072 * 576 // (outputs * inputs))
     x = torch.randn(tokens, inputs)
     weights = [torch.randn(outputs, inputs) for _ in range(count)]
     rounded = [quantize(weight) for weight in weights]
-    widening = cpu.load(operations.name.partition("+")[0])
+    widening = cpu_operations.load(operations.name.partition("+")[0])
     wide, bytes_, digits = (
         [made.pack([matrix]) for matrix in matrices]
         for made, matrices in ((operations, weights), (widening, rounded), (operations, rounded))
@@ -108,7 +110,7 @@ def compare_int8(operations: cpu.CpuOperations, tokens: int, outputs: int, input
 
 
 def compare_attention(
-    operations: cpu.CpuOperations, name: str, rows: list[tuple[int, int]]
+    operations: cpu_operations.CpuOperations, name: str, rows: list[tuple[int, int]]
 ) -> None:
     case = make_case(rows, block_size=16, heads=HEADS)
     spec = LayerSpec(HEADS.dim**-0.5)
@@ -134,7 +136,7 @@ def main() -> None:
     parser.add_argument("--bf16", action="store_true")
     parser.add_argument("--int8", action="store_true")
     options = parser.parse_args()
-    operations = cpu.load(options.set)
+    operations = cpu_operations.load(options.set)
     torch.set_num_threads(1)
     torch.manual_seed(0)
     print(f"torch {torch.__version__}, kernels {operations.name}, {ROUNDS} rounds")

@@ -16,8 +16,8 @@ from pathlib import Path
 
 import torch
 
-from fairlead_kernels import cpu, library
-from fairlead_kernels.cpu_arguments import weight_struct
+from fairlead_kernels.cpu import cpu_operations, library
+from fairlead_kernels.cpu.cpu_arguments import weight_struct
 
 # Outputs, inputs, matrices: those of the layers and heads that `models.py` has.
 SHAPES = {
@@ -50,7 +50,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=9)
     options = parser.parse_args()
     libraries = [load(path) for path in options.libraries]
-    operations, threads = cpu.load(), torch.get_num_threads()
+    operations, threads = cpu_operations.load(), torch.get_num_threads()
     weights = {
         name: [operations.pack([torch.rand(outputs, inputs)]) for _ in range(count)]
         for name, (outputs, inputs, count) in SHAPES.items()

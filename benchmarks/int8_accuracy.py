@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 import fairlead_runtime
-from fairlead_kernels.quantize import quantize
+from fairlead_kernels.formats.quantize import quantize
 
 DEMO = Path(fairlead_runtime.__file__).parent / "demo"
 TEXT = Path(__file__).parents[1] / "scripts/demo_text.txt"

@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 import torch
 
-from fairlead_kernels import cpu
-from fairlead_kernels.not_available import NotAvailableError
+from fairlead_kernels.cpu import cpu_operations
+from fairlead_kernels.interface.not_available import NotAvailableError
 
 
 class Limits(NamedTuple):
@@ -37,7 +37,7 @@ def _reads() -> dict[str, float]:
         "torch's product with a vector": matrix.nbytes / _least(lambda: matrix @ vector),
     }
     try:
-        operations = cpu.load()
+        operations = cpu_operations.load()
     except NotAvailableError:
         return found
     packed, row = operations.pack([matrix]), vector[None]
@@ -52,7 +52,7 @@ def _product() -> float:
     square = torch.rand(2048, 2048)
     seconds = _least(lambda: square @ square)
     try:
-        operations = cpu.load()
+        operations = cpu_operations.load()
     except NotAvailableError:
         return 2 * 2048**3 / seconds
     packed = operations.pack([square])

@@ -34,8 +34,9 @@ RUN apt-get update --quiet=2 \
     && apt-get install --quiet=2 --yes --no-install-recommends g++ > /dev/null
 # Two minutes of a processor, again only where the sources or their build change.
 COPY kernels/hatch_build.py /build/kernels/
-COPY kernels/fairlead_kernels/__init__.py kernels/fairlead_kernels/sources.py \
-    /build/kernels/fairlead_kernels/
+COPY kernels/fairlead_kernels/__init__.py /build/kernels/fairlead_kernels/
+COPY kernels/fairlead_kernels/cpu/__init__.py kernels/fairlead_kernels/cpu/sources.py \
+    /build/kernels/fairlead_kernels/cpu/
 COPY kernels/fairlead_kernels/csrc /build/kernels/fairlead_kernels/csrc
 RUN if [ "$(uname -m)" = x86_64 ]; then \
         /tmp/hatch/bin/python -B /build/kernels/hatch_build.py /build/native; \

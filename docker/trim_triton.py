@@ -4,8 +4,8 @@
 
 Triton compiles its kernels itself, but has a C compiler make one small library, which calls CUDA's
 driver, when a process first launches one. Here Triton compiles it, once, and the library is kept
-where `fairlead_kernels.triton_package` looks for it. Then other vendors' GPUs, the profiler, tests,
-headers and debugging symbols go: 810 MB of 1,080.
+where `fairlead_kernels.gpu.triton_package` looks for it. Then other vendors' GPUs, the profiler,
+tests, headers and debugging symbols go: 810 MB of 1,080.
 
 Needs gcc, binutils and Python's headers. At the end PYTHON compiles a kernel for each architecture
 of the image with no compiler on its PATH.

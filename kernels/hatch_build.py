@@ -1,7 +1,7 @@
 """Hatchling's hook: compiles the C++ kernels while a wheel or an editable install is made.
 
 Owns the compiler's flags and where the libraries go. There is one library per instruction set; the
-loader (``fairlead_kernels/library.py``) picks one when a process starts. Without a compiler the
+loader (``fairlead_kernels/cpu/library.py``) picks one when a process starts. Without a compiler the
 wheel is pure Python and plain torch does the work.
 
 FAIRLEAD_BUILD_KERNELS=0 leaves them out, 1 makes a build without them an error. FAIRLEAD_KERNELS
@@ -23,7 +23,7 @@ from typing import Any
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
 sys.path.insert(0, str(Path(__file__).parent))
-from fairlead_kernels.sources import hash_sources, why_not_here
+from fairlead_kernels.cpu.sources import hash_sources, why_not_here
 
 PACKAGE = Path(__file__).parent / "fairlead_kernels"
 SOURCES = PACKAGE / "csrc"

@@ -66,7 +66,15 @@ CAPTIONS = {
     f"{RUNTIME}.threads": "priority of a thread",
     f"{RUNTIME}.heap": "freed memory",
     f"{RUNTIME}.child": "our programs in processes of their own",
-    KERNELS: "paged attention, cache writes and copies, sampling; a torch reference of each",
+    f"{KERNELS}.choice": "which kernels serve this model on this device",
+    f"{KERNELS}.gpu": "attention, layers, experts in Triton",
+    f"{KERNELS}.cpu": "attention and layers in C++",
+    f"{KERNELS}.plain": "the same in torch, on every device",
+    f"{KERNELS}.packages": "flashinfer, humming",
+    f"{KERNELS}.proofs": "kernels beside their definitions",
+    f"{KERNELS}.interface": "what kernels offer, and its definition",
+    f"{KERNELS}.sampling": "cuts, draws, edits of logits",
+    f"{KERNELS}.formats": "matrices of 8 and 4 bits",
 }
 # Libraries with a contract of their own → the mark on the rooms that may import them.
 LIBRARIES = {"kopf": "kopf, kubernetes", "httpx": "HTTP client", "uvicorn": "fastapi, uvicorn"}
@@ -124,7 +132,7 @@ def _covers(names: list[str], module: str) -> bool:
 def contracts() -> Contracts:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     rules = Contracts(project["tool"]["importlinter"]["contracts"])
-    if missing := sorted({*rules.rooms(), KERNELS} ^ CAPTIONS.keys()):
+    if missing := sorted(set(rules.rooms()) ^ CAPTIONS.keys()):
         raise SystemExit(f"{Path(__file__).name}: CAPTIONS and the contracts differ in {missing}")
     return rules
 
@@ -140,7 +148,7 @@ class Drawing:
     """The picture's elements, and where each room lies."""
 
     def __init__(self, rules: Contracts) -> None:
-        self._rules = rules
+        self.rules = rules
         self.lines: list[str] = []
         self.boxes: dict[str, Box] = {}
 
@@ -166,15 +174,15 @@ class Drawing:
         """What the room may do besides computing, from the contracts; "pure" where it may not."""
         if room.endswith("__main__"):
             return ""
-        if not self._rules.may_import(room, "time"):
+        if not self.rules.may_import(room, "time"):
             return "pure"
-        allowed = [word for name, word in LIBRARIES.items() if self._rules.may_import(room, name)]
+        allowed = [word for name, word in LIBRARIES.items() if self.rules.may_import(room, name)]
         return "; ".join(allowed)
 
     def layers(self, container: str, box: Box) -> float:
         """Draw the rooms of a container from the top down; the y below the last."""
         top = box.top
-        for names in self._rules.layers[container]:
+        for names in self.rules.layers[container]:
             width = (box.width - GAP * (len(names) - 1)) / len(names)
             height = max(self._height(f"{container}.{name}", width, len(names)) for name in names)
             for place, name in enumerate(names):
@@ -187,15 +195,15 @@ class Drawing:
         return textwrap.wrap(CAPTIONS[room], int((width - PAD) / CHAR))
 
     def _height(self, room: str, width: float, beside: int) -> float:
-        if room in self._rules.layers:
-            inner = Drawing(self._rules)
+        if room in self.rules.layers:
+            inner = Drawing(self.rules)
             return inner.layers(room, Box(0, ROW, width - 2 * PAD, 0)) + GAP
         return ROW if beside == 1 else ROW - 2 + LINE * len(self._caption(room, width))
 
     def _room(self, room: str, box: Box, beside: int) -> None:
         self.boxes[room] = box
         left, top, width, _ = box
-        torch = self._rules.may_import(room, "torch")
+        torch = self.rules.may_import(room, "torch")
         self.rect("room" if torch else "notorch", box)
         name, mark = room.rpartition(".")[2], self.marks(room)
         around = room.rpartition(".")[0]
@@ -209,7 +217,7 @@ class Drawing:
                 self.text(left + 8, top + 35 + LINE * number, line)
         if mark:
             self.text(left + width - 8, top + 19, mark, "mark", "end")
-        if room in self._rules.layers:
+        if room in self.rules.layers:
             self.layers(room, Box(left + PAD, top + ROW, width - 2 * PAD, 0))
 
 
@@ -226,7 +234,8 @@ def picture() -> str:
         drawing.layers(package, inside)
     _kernels(drawing, ends[RUNTIME])
     _doors(drawing, rules)
-    bottom = ends[RUNTIME] + 110
+    kernels = drawing.boxes[KERNELS]
+    bottom = kernels.top + kernels.height + PAD
     _legend(drawing, ends[OPERATOR] + 40)
     drawing.text(20, 26, "A room imports from the rooms below it, never from one above.", "title")
     body = "\n".join(drawing.lines)
@@ -240,11 +249,13 @@ def picture() -> str:
 
 def _kernels(drawing: Drawing, top: float) -> None:
     left, width = COLUMNS[RUNTIME]
-    box = Box(left, top + 40, width, 56)
+    inside = Box(left + PAD, top + 74, width - 2 * PAD, 0)
+    end = Drawing(drawing.rules).layers(KERNELS, inside)
+    box = Box(left, top + 40, width, end - top - 40 + GAP)
     drawing.boxes[KERNELS] = box
-    drawing.rect("room", box)
+    drawing.rect("package", box)
     drawing.text(left + PAD, box.top + 22, KERNELS, "title")
-    drawing.text(left + PAD, box.top + 42, CAPTIONS[KERNELS])
+    drawing.layers(KERNELS, inside)
     middle = left + width / 2
     drawing.door(f"M{middle:g} {top + GAP:g}V{box.top - 8:g}", middle, box.top, down=True)
 

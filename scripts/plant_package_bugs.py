@@ -54,7 +54,7 @@ here = pathlib.Path(sys.argv[1])
 for module in (fairlead_kernels, fairlead_operator, fairlead_runtime):
     if here not in pathlib.Path(module.__file__).parents:
         sys.exit(f"{module.__file__} is not in the copy")
-from fairlead_kernels import library, sources
+from fairlead_kernels.cpu import library, sources
 built = library.FOLDER / "baseline.so"
 if built.exists() and sources.hash_sources(library.SOURCES).encode() not in built.read_bytes():
     # The bug is in C++: one instruction set is enough to find it. What VNNI and AMX compute has

@@ -23,7 +23,7 @@ fi
 # flags and the compiler, not once for each clone.
 native=kernels/fairlead_kernels/native
 made="${XDG_CACHE_HOME:-$HOME/.cache}/fairlead/kernels-$(
-    { cat kernels/hatch_build.py kernels/fairlead_kernels/sources.py kernels/fairlead_kernels/csrc/*
+    { cat kernels/hatch_build.py kernels/fairlead_kernels/cpu/sources.py kernels/fairlead_kernels/csrc/*
       "${CXX:-c++}" --version || true; uname -m; } 2>/dev/null | sha256sum | cut -c1-16)"
 if [ -z "${FAIRLEAD_BUILD_KERNELS:-}" ] && [ -d "$made" ]; then
     mkdir -p "$native"

@@ -1,6 +1,6 @@
 """Operations on tensors: paged attention, cache writes and copies, sampling. Knows neither requests
 nor HTTP.
 
-``attention`` is the interface, ``backend`` picks its implementation, ``reference`` holds the plain
-implementations that tests compare with.
+``interface`` is what all implementations offer and what tests compare them with; ``choice`` picks
+from ``cpu``, ``gpu``, ``packages`` and ``plain``.
 """

@@ -607,7 +607,7 @@ BUGS = (
         "fairlead_runtime.sizing.loading:loading_bytes",
         'config.quantization != "none" and not shape.quantized',
         'config.quantization != "none"',
-        PUBLISHED,
+        ("unit/sizing/test_loading.py",),
     ),
     PackageBug(
         "the layer that is packed beside the loaded one is not planned",
@@ -1378,7 +1378,7 @@ BUGS = (
     ),
     PackageBug(
         "the largest weight of a row is its largest positive one",
-        "fairlead_kernels.quantize:largest_of_rows",
+        "fairlead_kernels.formats.quantize:largest_of_rows",
         "norm(weight[part].float(), torch.inf, dim=1)",
         "weight[part].float().amax(dim=1)",
         ("unit/kernels/test_quantize.py",),
@@ -1712,7 +1712,7 @@ BUGS = (
     ),
     PackageBug(
         "the blocks of launched decodes are counted on the device",
-        "fairlead_kernels.flashinfer_plan:_indices",
+        "fairlead_kernels.packages.flashinfer_plan:_indices",
         "torch.repeat_interleave(places, counts, output_size=total)",
         "torch.repeat_interleave(places, counts, output_size=int(counts.sum()))",
         ("unit/device/test_launches_never_wait.py",),
@@ -1905,7 +1905,7 @@ BUGS = (
     ),
     PackageBug(
         "a rank has the scales of the first groups, whichever its columns are",
-        "fairlead_kernels.grouped:Grouped.columns",
+        "fairlead_kernels.formats.int4:Grouped.columns",
         "kept = slice(part.start // size, part.stop // size)",
         "kept = slice(0, (part.stop - part.start) // size)",
         (SHARD_TESTS, "unit/kernels/test_grouped.py"),
@@ -1975,7 +1975,7 @@ BUGS = (
     ),
     PackageBug(
         "a byte of two int4 columns is cut apart",
-        "fairlead_kernels.grouped:Grouped.columns",
+        "fairlead_kernels.formats.int4:Grouped.columns",
         "if part.start % 2 or part.stop % 2:",
         "if False:",
         ("unit/kernels/test_grouped.py",),

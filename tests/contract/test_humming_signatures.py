@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from fairlead_kernels import humming_package
+from fairlead_kernels.packages import humming_package
 from support import humming_standin
 
 CALLED = ("schema", "transform", "heuristics", "forward")

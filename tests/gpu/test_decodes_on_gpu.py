@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from fairlead_kernels import sample, sample_rows
+from fairlead_kernels.sampling import sample, sample_rows
 from fairlead_runtime import LLM, SamplingParams
 from fairlead_runtime.device.decode_steps import DecodeSteps
 from fairlead_runtime.device.graphs import GraphCache

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from fairlead_kernels import reference
-from fairlead_kernels.attention import Heads, LayerKind
-from fairlead_kernels.backend import fixed_kernels
-from fairlead_kernels.layer import LayerOperations
+from fairlead_kernels.choice.backend import fixed_kernels
+from fairlead_kernels.interface import reference
+from fairlead_kernels.interface.attention import Heads, LayerKind
+from fairlead_kernels.interface.layer import LayerOperations
 from fairlead_runtime.device import selftest
 from fairlead_runtime.models import loading, tiny
 from support import device_cases

@@ -8,9 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from fairlead_kernels import experts, reference, triton_experts
-from fairlead_kernels.experts import Matrices
-from fairlead_kernels.triton_experts import TritonExperts
+from fairlead_kernels.choice import experts
+from fairlead_kernels.choice.experts import Matrices
+from fairlead_kernels.gpu import triton_experts
+from fairlead_kernels.gpu.triton_experts import TritonExperts
+from fairlead_kernels.interface import reference
 from fairlead_runtime import LLM, SamplingParams
 from fairlead_runtime.device.decode_steps import DecodeSteps
 from fairlead_runtime.models import tiny

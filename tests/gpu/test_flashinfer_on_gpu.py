@@ -11,11 +11,12 @@ import numpy as np
 import pytest
 import torch
 
-from fairlead_kernels import flashinfer_package, reference
-from fairlead_kernels.attention import Heads, LayerKind, LayerSpec
-from fairlead_kernels.backend import flashinfer_for, pick
-from fairlead_kernels.flashinfer_attention import SUPPORTED, FlashinferAttention
-from fairlead_kernels.not_available import NotAvailableError
+from fairlead_kernels.choice.backend import flashinfer_for, pick
+from fairlead_kernels.interface import reference
+from fairlead_kernels.interface.attention import Heads, LayerKind, LayerSpec
+from fairlead_kernels.interface.not_available import NotAvailableError
+from fairlead_kernels.packages import flashinfer_package
+from fairlead_kernels.packages.flashinfer_attention import SUPPORTED, FlashinferAttention
 from fairlead_runtime import LLM, SamplingParams
 from fairlead_runtime.models import tiny
 from support.attention_cases import Case, make_case

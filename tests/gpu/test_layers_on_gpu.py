@@ -13,13 +13,14 @@ from hypothesis import given, settings
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from fairlead_kernels import humming_package, triton_operations
-from fairlead_kernels.backend import gpu_operations, pick
-from fairlead_kernels.cache_write import rounded
-from fairlead_kernels.humming_products import TOLERANCE, HummingPacked, HummingProducts
-from fairlead_kernels.layer import LayerOperations, Norm
-from fairlead_kernels.quantize import Format
-from fairlead_kernels.torch_operations import TorchOperations
+from fairlead_kernels.choice.backend import gpu_operations, pick
+from fairlead_kernels.formats.quantize import Format
+from fairlead_kernels.gpu import triton_operations
+from fairlead_kernels.interface.cache_write import rounded
+from fairlead_kernels.interface.layer import LayerOperations, Norm
+from fairlead_kernels.packages import humming_package
+from fairlead_kernels.packages.humming_products import TOLERANCE, HummingPacked, HummingProducts
+from fairlead_kernels.plain.torch_operations import TorchOperations
 from fairlead_runtime import LLM, SamplingParams
 from fairlead_runtime.config import EngineConfig
 from fairlead_runtime.device import selftest, shards

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from fairlead_kernels.attention import Heads
+from fairlead_kernels.interface.attention import Heads
 from fairlead_runtime import LLM, SamplingParams
 from fairlead_runtime.device.host_memory import CudaPinning, HostMemory
 from fairlead_runtime.device.kv_cache import CacheStorage

@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 import torch
 
-from fairlead_kernels import reference, triton_attention
-from fairlead_kernels.attention import DecodeRows, Heads, LayerKind, LayerSpec
-from fairlead_kernels.attention_proof import prove
-from fairlead_kernels.backend import pick
+from fairlead_kernels.choice.backend import pick
+from fairlead_kernels.gpu import triton_attention
+from fairlead_kernels.interface import reference
+from fairlead_kernels.interface.attention import DecodeRows, Heads, LayerKind, LayerSpec
+from fairlead_kernels.proofs.attention_proof import prove
 from fairlead_runtime import LLM, SamplingParams
 from fairlead_runtime.models import tiny
 from support.attention_cases import Case, make_case

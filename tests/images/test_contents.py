@@ -11,7 +11,7 @@ from pathlib import Path, PurePosixPath
 import pytest
 
 import compile_flashinfer
-from fairlead_kernels import triton_package
+from fairlead_kernels.gpu import triton_package
 from support.image_archive import Archive
 
 pytestmark = pytest.mark.images

@@ -57,8 +57,8 @@ print(json.dumps(answer))
 # As a start on a GPU, up to the driver's functions, which are looked for when they are called.
 FIND_TRITON = """
 import json, os, shutil, sys
-from fairlead_kernels import triton_package
-triton_package.load("fairlead_kernels.triton_kernels")
+from fairlead_kernels.gpu import triton_package
+triton_package.load("fairlead_kernels.gpu.triton_kernels")
 import triton
 from triton.backends.nvidia import driver
 sys.setdlopenflags(os.RTLD_LAZY)

@@ -6,7 +6,13 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from fairlead_kernels.attention import NULL, AttentionBackend, Heads, LayerSpec, RaggedRows
+from fairlead_kernels.interface.attention import (
+    NULL,
+    AttentionBackend,
+    Heads,
+    LayerSpec,
+    RaggedRows,
+)
 
 
 @dataclass

@@ -18,10 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fairlead_kernels import humming_package, humming_products
-from fairlead_kernels.humming_package import HummingPackage
-from fairlead_kernels.humming_products import UNBOUNDED, HummingProducts
-from fairlead_kernels.torch_operations import TorchOperations
+from fairlead_kernels.packages import humming_package, humming_products
+from fairlead_kernels.packages.humming_package import HummingPackage
+from fairlead_kernels.packages.humming_products import UNBOUNDED, HummingProducts
+from fairlead_kernels.plain.torch_operations import TorchOperations
 from support import humming_standin
 from support.operation_cases import grouped
 

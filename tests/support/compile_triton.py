@@ -12,19 +12,19 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 
-from fairlead_kernels import (
+from fairlead_kernels.formats.int4 import Grouped
+from fairlead_kernels.gpu import (
     triton_attention_kernels,
     triton_expert_kernels,
     triton_fixed_kernels,
     triton_kernels,
 )
-from fairlead_kernels.attention import Heads, LayerSpec
-from fairlead_kernels.grouped import Grouped
-from fairlead_kernels.layer import Activation, Norm, Packed
-from fairlead_kernels.triton_attention import TritonAttention
-from fairlead_kernels.triton_experts import TritonExperts
-from fairlead_kernels.triton_fixed import FixedAttention, FixedOperations
-from fairlead_kernels.triton_operations import TritonOperations
+from fairlead_kernels.gpu.triton_attention import TritonAttention
+from fairlead_kernels.gpu.triton_experts import TritonExperts
+from fairlead_kernels.gpu.triton_fixed import FixedAttention, FixedOperations
+from fairlead_kernels.gpu.triton_operations import TritonOperations
+from fairlead_kernels.interface.attention import Heads, LayerSpec
+from fairlead_kernels.interface.layer import Activation, Norm, Packed
 from support.attention_cases import make_case
 from support.warm import warm_folder
 

@@ -15,13 +15,13 @@ import numpy as np
 import pytest
 import torch
 
-from fairlead_kernels import reference
-from fairlead_kernels.attention import AttentionBackend, DecodeAttention
-from fairlead_kernels.backend import BackendChoice, pick
-from fairlead_kernels.layer import LayerOperations
-from fairlead_kernels.not_available import NotAvailableError
-from fairlead_kernels.quantize import Format
-from fairlead_kernels.triton_attention import TritonAttention
+from fairlead_kernels.choice.backend import BackendChoice, pick
+from fairlead_kernels.formats.quantize import Format
+from fairlead_kernels.gpu.triton_attention import TritonAttention
+from fairlead_kernels.interface import reference
+from fairlead_kernels.interface.attention import AttentionBackend, DecodeAttention
+from fairlead_kernels.interface.layer import LayerOperations
+from fairlead_kernels.interface.not_available import NotAvailableError
 from fairlead_runtime.config import EngineConfig
 from fairlead_runtime.device.batch import BatchBuilder
 from fairlead_runtime.device.decode_steps import DecodeSteps

@@ -28,9 +28,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fairlead_kernels.attention import GroupKinds, Heads
-from fairlead_kernels.flashinfer_attention import FlashinferAttention, Supported
-from fairlead_kernels.flashinfer_package import FlashinferPackage
+from fairlead_kernels.interface.attention import GroupKinds, Heads
+from fairlead_kernels.packages.flashinfer_attention import FlashinferAttention, Supported
+from fairlead_kernels.packages.flashinfer_package import FlashinferPackage
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 # Keys and values may also be of this type, whatever the queries are.

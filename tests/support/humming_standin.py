@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fairlead_kernels.humming_package import HummingPackage
-from fairlead_kernels.humming_products import HummingProducts
+from fairlead_kernels.packages.humming_package import HummingPackage
+from fairlead_kernels.packages.humming_products import HummingProducts
 
 TYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from fairlead_kernels import cpu, library
-from fairlead_kernels.not_available import NotAvailableError
+from fairlead_kernels.cpu import cpu_operations, library
+from fairlead_kernels.interface.not_available import NotAvailableError
 from fairlead_runtime.sizing.terms import PANEL
 from support.full import LONG_FORM
 
@@ -31,5 +31,5 @@ def rows_beyond_the_plan(rows: int) -> int:
     """By how many rows the plan pads a packed head more than the C++ kernels of this machine do: it
     knows no instruction set, and counts the widest panels.
     """
-    held = cpu.load().pack([torch.zeros(rows, 1)]).nbytes // 4
+    held = cpu_operations.load().pack([torch.zeros(rows, 1)]).nbytes // 4
     return -(-rows // PANEL) * PANEL - held

@@ -12,14 +12,14 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fairlead_kernels import reference
-from fairlead_kernels.attention import Heads
-from fairlead_kernels.grouped import Grouped
-from fairlead_kernels.layer import Activation, LayerOperations, Norm
-from fairlead_kernels.quantize import Format, Quantized, quantize
-from fairlead_kernels.torch_operations import TorchOperations
-from fairlead_kernels.triton_fixed import FixedAttention, FixedOperations
-from fairlead_kernels.triton_operations import TritonOperations
+from fairlead_kernels.formats.int4 import Grouped
+from fairlead_kernels.formats.quantize import Format, Quantized, quantize
+from fairlead_kernels.gpu.triton_fixed import FixedAttention, FixedOperations
+from fairlead_kernels.gpu.triton_operations import TritonOperations
+from fairlead_kernels.interface import reference
+from fairlead_kernels.interface.attention import Heads
+from fairlead_kernels.interface.layer import Activation, LayerOperations, Norm
+from fairlead_kernels.plain.torch_operations import TorchOperations
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 FP8 = torch.float8_e4m3fn
@@ -32,14 +32,14 @@ INTERPRETED_TILE = 1 << 13
 def interpreted() -> TritonOperations:
     """The Triton kernels in its interpreter; skips the test where Triton is not installed."""
     pytest.importorskip("triton", reason="Triton comes with torch's CUDA build alone")
-    kernels: Any = importlib.import_module("fairlead_kernels.triton_kernels")
+    kernels: Any = importlib.import_module("fairlead_kernels.gpu.triton_kernels")
     return TritonOperations(kernels, INTERPRETED_TILE, wide=True)
 
 
 def _fixed_kernels() -> Any:
     pytest.importorskip("triton", reason="Triton comes with torch's CUDA build alone")
     sum_exactly()
-    return importlib.import_module("fairlead_kernels.triton_fixed_kernels")
+    return importlib.import_module("fairlead_kernels.gpu.triton_fixed_kernels")
 
 
 def sum_exactly() -> None:
@@ -58,7 +58,7 @@ def sum_exactly() -> None:
 
 def fixed_operations() -> FixedOperations:
     """Those whose sums have one order, in the interpreter."""
-    kernels: Any = importlib.import_module("fairlead_kernels.triton_kernels")
+    kernels: Any = importlib.import_module("fairlead_kernels.gpu.triton_kernels")
     return FixedOperations(kernels, _fixed_kernels(), INTERPRETED_TILE, wide=True)
 
 

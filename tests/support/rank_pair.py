@@ -15,10 +15,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fairlead_kernels.attention import AttentionBackend
-from fairlead_kernels.backend import BackendChoice, int4_products, pick
-from fairlead_kernels.quantize import Format
-from fairlead_kernels.torch_operations import TorchOperations
+from fairlead_kernels.choice.backend import BackendChoice, int4_products, pick
+from fairlead_kernels.formats.quantize import Format
+from fairlead_kernels.interface.attention import AttentionBackend
+from fairlead_kernels.plain.torch_operations import TorchOperations
 from fairlead_runtime.child import frames
 from fairlead_runtime.config import ConfigError, EngineConfig
 from fairlead_runtime.device import ranks, selftest, shards

@@ -15,9 +15,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from fairlead_kernels.attention import Heads
-from fairlead_kernels.triton_attention import Tiles, TritonAttention
-from fairlead_kernels.triton_experts import TritonExperts
+from fairlead_kernels.gpu.triton_attention import Tiles, TritonAttention
+from fairlead_kernels.gpu.triton_experts import TritonExperts
+from fairlead_kernels.interface.attention import Heads
 from support.flashinfer_standin import TAPE
 
 CPU = torch.device("cpu")
@@ -169,7 +169,7 @@ class Interpreted:
 
     def __init__(self, name: str = "triton_attention_kernels") -> None:
         pytest.importorskip("triton", reason="Triton comes with torch's CUDA build alone")
-        self._module: Any = importlib.import_module(f"fairlead_kernels.{name}")
+        self._module: Any = importlib.import_module(f"fairlead_kernels.gpu.{name}")
 
     def __getattr__(self, name: str) -> Kernel:
         kernel = getattr(self._module, name)

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 from transformers import AttentionInterface
 
-from fairlead_kernels.attention import AttentionBackend, LayerSpec
-from fairlead_kernels.cache_write import write
+from fairlead_kernels.interface.attention import AttentionBackend, LayerSpec
+from fairlead_kernels.interface.cache_write import write
 from fairlead_runtime.device.batch import Batch
 from fairlead_runtime.device.kv_cache import CacheStorage
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from fairlead_kernels.attention import NULL, RaggedRows
+from fairlead_kernels.interface.attention import NULL, RaggedRows
 from fairlead_runtime.request import Sequence
 from fairlead_runtime.scheduling.plan import Row
 from fairlead_runtime.sizing.groups import LayerGroup

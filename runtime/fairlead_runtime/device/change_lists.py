@@ -14,8 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fairlead_kernels import listed
-from fairlead_kernels.listed import ALLOWED, EMPTY, END, FORBIDDEN, SEEN, Lists
+from fairlead_kernels.sampling import listed
+from fairlead_kernels.sampling.listed import ALLOWED, EMPTY, END, FORBIDDEN, SEEN, Lists
 from fairlead_runtime.device.logit_changes import Notes, notes_of
 from fairlead_runtime.request import Sequence
 
@@ -27,8 +27,8 @@ Array = np.ndarray[Any, np.dtype[Any]]
 
 
 class ChangeList(NamedTuple):
-    """One sequence's entries, as ``fairlead_kernels.listed`` reads them: ``ids`` int32, distinct,
-    ``words`` int32, ``biases`` float32. ``flags`` of its row.
+    """One sequence's entries, as ``fairlead_kernels.sampling.listed`` reads them: ``ids`` int32,
+    distinct, ``words`` int32, ``biases`` float32. ``flags`` of its row.
     """
 
     ids: Array

@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fairlead_kernels.attention import DecodeAttention, DecodeRows
-from fairlead_kernels.sample_rows import RowLogprobs
+from fairlead_kernels.interface.attention import DecodeAttention, DecodeRows
+from fairlead_kernels.sampling.sample_rows import RowLogprobs
 from fairlead_runtime.device.attention import GroupedPass
 from fairlead_runtime.device.fetched import Drawn, results
 from fairlead_runtime.device.graphs import GraphCache

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fairlead_kernels.attention import AttentionBackend
+from fairlead_kernels.interface.attention import AttentionBackend
 from fairlead_runtime.config import ConfigError
 from fairlead_runtime.device.batch import BatchBuilder
 from fairlead_runtime.device.fusion import Fusion

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-from fairlead_kernels.experts import ExpertProduct, Matrices
+from fairlead_kernels.choice.experts import ExpertProduct, Matrices
 
 NAME = "fairlead_experts"
 

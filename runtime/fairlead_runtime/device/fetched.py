@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fairlead_kernels.sample_rows import RowLogprobs
+from fairlead_kernels.sampling.sample_rows import RowLogprobs
 from fairlead_runtime.device.sampling import ERRORS
 from fairlead_runtime.logprobs import TokenLogprobs
 from fairlead_runtime.scheduling.plan import Result, Row

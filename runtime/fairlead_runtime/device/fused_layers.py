@@ -9,12 +9,12 @@ from typing import Any
 
 from torch import Tensor
 
-from fairlead_kernels.attention import Heads, LayerSpec
-from fairlead_kernels.cpu import CpuOperations
-from fairlead_kernels.cpu_attention import CpuAttention
-from fairlead_kernels.cpu_layers import LayerChain
-from fairlead_kernels.layer import AroundMlp, Layer, LayerOperations, Packed
-from fairlead_kernels.slabs import SLAB
+from fairlead_kernels.cpu.cpu_attention import CpuAttention
+from fairlead_kernels.cpu.cpu_layers import LayerChain
+from fairlead_kernels.cpu.cpu_operations import CpuOperations
+from fairlead_kernels.cpu.slabs import SLAB
+from fairlead_kernels.interface.attention import Heads, LayerSpec
+from fairlead_kernels.interface.layer import AroundMlp, Layer, LayerOperations, Packed
 from fairlead_runtime.device.attention import CURRENT_PASS, AttentionCall, CachedPass, PagedPass
 from fairlead_runtime.device.group import Group
 from fairlead_runtime.device.kv_cache import CacheStorage

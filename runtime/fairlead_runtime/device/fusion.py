@@ -30,11 +30,11 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from fairlead_kernels.attention import Heads
-from fairlead_kernels.cpu import CpuOperations
-from fairlead_kernels.layer import LayerOperations, Packed
-from fairlead_kernels.quantize import FP8, Format, Quantized, quantize
-from fairlead_kernels.triton_fixed import FixedOperations
+from fairlead_kernels.cpu.cpu_operations import CpuOperations
+from fairlead_kernels.formats.quantize import FP8, Format, Quantized, quantize
+from fairlead_kernels.gpu.triton_fixed import FixedOperations
+from fairlead_kernels.interface.attention import Heads
+from fairlead_kernels.interface.layer import LayerOperations, Packed
 from fairlead_runtime.device import whole_model
 from fairlead_runtime.device.attention import AttentionCall, CachedLayer, CachedPass, spec_of
 from fairlead_runtime.device.fused_layers import FusedLayer, FusedRun

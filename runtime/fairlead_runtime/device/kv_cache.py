@@ -15,8 +15,8 @@ from functools import partial
 import numpy as np
 import torch
 
-from fairlead_kernels.attention import Heads
-from fairlead_kernels.copy_blocks import copy_blocks
+from fairlead_kernels.interface.attention import Heads
+from fairlead_kernels.plain.copy_blocks import copy_blocks
 from fairlead_runtime.device.host_memory import CudaPinning
 from fairlead_runtime.device.offload import Offload, OffloadAtOnce
 from fairlead_runtime.device.page_ahead import page_ahead

@@ -1,11 +1,11 @@
 """Recognizes a decoder layer by what it computes, and finds its parts.
 
-Owns the verdict whether a layer is a ``fairlead_kernels.layer.Layer``, with the reason if it is
-not, and whether it is one around an MLP that stays a module: experts, for one. Every part is proven
-on a recorded pass: a matrix is one because its output is that product, a norm because the formula
-gives its output, the rotary embedding because the reference's gives the queries and keys that
-attention got. Names of families, classes and attributes play no role, so a family that differs in a
-detail does not fit and runs as transformers wrote it.
+Owns the verdict whether a layer is a ``fairlead_kernels.interface.layer.Layer``, with the reason if
+it is not, and whether it is one around an MLP that stays a module: experts, for one. Every part is
+proven on a recorded pass: a matrix is one because its output is that product, a norm because the
+formula gives its output, the rotary embedding because the reference's gives the queries and keys
+that attention got. Names of families, classes and attributes play no role, so a family that differs
+in a detail does not fit and runs as transformers wrote it.
 """
 
 import itertools
@@ -17,9 +17,16 @@ from typing import Any, Self, get_args
 import torch
 from torch import Tensor, nn
 
-from fairlead_kernels import reference
-from fairlead_kernels.layer import Activation, AroundMlp, Layer, LayerOperations, Norm, Packed
-from fairlead_kernels.quantize import Quantized
+from fairlead_kernels.formats.quantize import Quantized
+from fairlead_kernels.interface import reference
+from fairlead_kernels.interface.layer import (
+    Activation,
+    AroundMlp,
+    Layer,
+    LayerOperations,
+    Norm,
+    Packed,
+)
 from fairlead_runtime.device.attention import AttentionCall
 from fairlead_runtime.device.row_split import RowSplit
 from fairlead_runtime.models.published import StoredLinear

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 from torch.utils.hooks import RemovableHandle
 
-from fairlead_kernels.parts import row_parts
+from fairlead_kernels.formats.row_chunks import row_parts
 from fairlead_runtime.device import whole_model
 from fairlead_runtime.device.attention import CURRENT_PASS, AttentionCall
 from fairlead_runtime.device.layer_parts import DoesNotFitError, ModuleCall, Recording

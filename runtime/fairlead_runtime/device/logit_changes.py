@@ -1,9 +1,9 @@
 """The changes that requests make to logits before a token is chosen, for a step's rows at once.
 
-Owns which rows change and by what; the arithmetic is in ``fairlead_kernels.sample``. Rows without a
-change are neither copied nor looked at again. What a row needs from step to step (the counts of its
-tokens, its mask) is kept with its sequence and follows from its tokens and parameters alone, so
-chunks, preemption, offload, prefix hits and reruns change nothing.
+Owns which rows change and by what; the arithmetic is in ``fairlead_kernels.sampling.sample``. Rows
+without a change are neither copied nor looked at again. What a row needs from step to step (the
+counts of its tokens, its mask) is kept with its sequence and follows from its tokens and parameters
+alone, so chunks, preemption, offload, prefix hits and reruns change nothing.
 
 The order is vLLM's: the masks (structured output, allowed_token_ids, bad_words, and min_tokens on
 end and stop ids), logit_bias, then the repetition, frequency and presence penalties.
@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fairlead_kernels import sample as ops
+from fairlead_kernels.sampling import sample as ops
 from fairlead_runtime.request import Sequence
 
 Array = np.ndarray[Any, np.dtype[Any]]

@@ -12,7 +12,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from fairlead_kernels.attention import AttentionBackend
+from fairlead_kernels.interface.attention import AttentionBackend
 from fairlead_runtime.device.batch import Batch, BatchBuilder
 from fairlead_runtime.device.followers import Followers
 from fairlead_runtime.device.kv_cache import CacheStorage

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from fairlead_kernels.attention import AttentionBackend
+from fairlead_kernels.interface.attention import AttentionBackend
 from fairlead_runtime.device.batch import Batch, BatchBuilder
 from fairlead_runtime.device.decode_steps import DecodeSteps, is_decode
 from fairlead_runtime.device.followers import Followers

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import torch
 
-from fairlead_kernels.copy_blocks import copy_blocks, gather_blocks, indices, scatter_blocks
+from fairlead_kernels.plain.copy_blocks import copy_blocks, gather_blocks, indices, scatter_blocks
 from fairlead_runtime.device.host_memory import HostMemory, Pinning, within_parts
 from fairlead_runtime.device.streams import Event, Streams
 from fairlead_runtime.sizing.offload import Staging

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fairlead_kernels.layer import LayerOperations, Packed
-from fairlead_kernels.quantize import Quantized
+from fairlead_kernels.formats.quantize import Quantized
+from fairlead_kernels.interface.layer import LayerOperations, Packed
 from fairlead_runtime.device import whole_model
 from fairlead_runtime.device.attention import CachedPass
 from fairlead_runtime.device.layer_parts import DoesNotFitError, Matrix

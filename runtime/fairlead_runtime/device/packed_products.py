@@ -18,9 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fairlead_kernels.cpu import CpuOperations
-from fairlead_kernels.layer import Packed
-from fairlead_kernels.quantize import Quantized
+from fairlead_kernels.cpu.cpu_operations import CpuOperations
+from fairlead_kernels.formats.quantize import Quantized
+from fairlead_kernels.interface.layer import Packed
 from fairlead_runtime.device import whole_model
 from fairlead_runtime.device.attention import ForwardPass
 from fairlead_runtime.device.layer_parts import (

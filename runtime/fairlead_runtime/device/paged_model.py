@@ -20,8 +20,8 @@ import torch.nn.functional as F  # noqa: N812 - torch's own convention
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from fairlead_kernels.attention import AttentionBackend, GroupKinds, Heads
-from fairlead_kernels.experts import ExpertProduct
+from fairlead_kernels.choice.experts import ExpertProduct
+from fairlead_kernels.interface.attention import AttentionBackend, GroupKinds, Heads
 from fairlead_runtime.device import attention, experts
 from fairlead_runtime.device.attention import (
     CURRENT_PASS,

@@ -24,11 +24,11 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from fairlead_kernels import sample_rows
-from fairlead_kernels.attention import AttentionBackend, DecodeAttention, Heads, LayerSpec
-from fairlead_kernels.cpu_attention import CpuAttention
-from fairlead_kernels.sample import hash_tokens
-from fairlead_kernels.torch_attention import TorchAttention
+from fairlead_kernels.cpu.cpu_attention import CpuAttention
+from fairlead_kernels.interface.attention import AttentionBackend, DecodeAttention, Heads, LayerSpec
+from fairlead_kernels.plain.torch_attention import TorchAttention
+from fairlead_kernels.sampling import sample_rows
+from fairlead_kernels.sampling.sample import hash_tokens
 from fairlead_runtime.device.attention import AttentionCall, CachedLayer, CachedPass, PagedPass
 from fairlead_runtime.device.batch import BatchBuilder
 from fairlead_runtime.device.kv_cache import CacheStorage

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fairlead_kernels.attention import AttentionBackend, RaggedRows
+from fairlead_kernels.interface.attention import AttentionBackend, RaggedRows
 from fairlead_runtime.device.batch import Batch
 from fairlead_runtime.device.group import Group
 from fairlead_runtime.device.kv_cache import CacheStorage

@@ -8,8 +8,8 @@ from typing import Any
 from torch import Tensor
 from transformers import DynamicCache
 
-from fairlead_kernels.cache_write import rounded
-from fairlead_kernels.quantize import FP8
+from fairlead_kernels.formats.quantize import FP8
+from fairlead_kernels.interface.cache_write import rounded
 
 
 class RoundedCache(DynamicCache):  # type: ignore[misc] # transformers' is untyped

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from fairlead_kernels.sample_rows import RowMasks
+from fairlead_kernels.sampling.sample_rows import RowMasks
 from fairlead_runtime.device.logit_changes import WORD, notes_of
 from fairlead_runtime.device.ways import is_masked
 from fairlead_runtime.request import Sequence

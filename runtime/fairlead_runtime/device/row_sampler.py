@@ -12,8 +12,8 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from fairlead_kernels import sample, sample_rows
-from fairlead_kernels.sample_rows import RowLogprobs, RowMasks
+from fairlead_kernels.sampling import sample, sample_rows
+from fairlead_kernels.sampling.sample_rows import RowLogprobs, RowMasks
 from fairlead_runtime.device.fetched import Drawn, Fetched
 from fairlead_runtime.device.kv_cache import CacheStorage
 from fairlead_runtime.device.paged_model import PagedModel

@@ -7,8 +7,8 @@ they compute take the weights out of it (``layer_parts``), and place the sum the
 import torch.nn.functional as F  # noqa: N812 - torch's own convention
 from torch import Tensor, nn
 
-from fairlead_kernels.grouped import Grouped
-from fairlead_kernels.quantize import Held, Quantized
+from fairlead_kernels.formats.int4 import Grouped
+from fairlead_kernels.formats.quantize import Held, Quantized
 from fairlead_runtime.device.group import Group
 
 

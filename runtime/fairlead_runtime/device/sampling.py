@@ -1,14 +1,15 @@
 """From logits to tokens: the sampling parameters of a step's rows, and the order they apply in.
 
 Owns the parameters of a step's sampling rows as vectors (SamplingBatch) and the one function that
-turns logits into tokens (``sample``). The arithmetic is in ``fairlead_kernels.sample``; nothing
-here loops over rows, and a filter that no row uses is not computed (a greedy batch is one argmax).
+turns logits into tokens (``sample``). The arithmetic is in ``fairlead_kernels.sampling.sample``;
+nothing here loops over rows, and a filter that no row uses is not computed (a greedy batch is one
+argmax).
 
 The order is vLLM V1's: the changes of logits, in the order that ``logit_changes`` states;
 temperature; min-p; top-k; top-p over the rest; the draw. Log-probabilities are those of the raw
 logits, before any change. Two documented differences: tokens that tie with the last one a filter
 keeps are kept as well, and a draw is a pure function of (seed, choice index, position, token), see
-``fairlead_kernels.sample``.
+``fairlead_kernels.sampling.sample``.
 
 Only rows with NaN, plus infinity or no value above minus infinity are flagged: models use minus
 infinity to mask the padded end of their vocabulary.
@@ -25,8 +26,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fairlead_kernels import sample as ops
-from fairlead_kernels.sample_rows import NOT_FINITE, NOTHING_LEFT
+from fairlead_kernels.sampling import sample as ops
+from fairlead_kernels.sampling.sample_rows import NOT_FINITE, NOTHING_LEFT
 from fairlead_runtime.device.logit_changes import LogitChanges
 from fairlead_runtime.logprobs import TokenLogprobs
 from fairlead_runtime.request import NOTHING_ALLOWED, Sequence

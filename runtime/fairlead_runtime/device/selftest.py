@@ -21,16 +21,16 @@ import numpy as np
 import torch
 from torch.nn.functional import cross_entropy
 
-from fairlead_kernels.attention import AttentionBackend
-from fairlead_kernels.attention_proof import BLOCK_SIZE as PROVEN
-from fairlead_kernels.backend import BackendChoice, int4_products, pick
-from fairlead_kernels.cpu import CpuOperations
-from fairlead_kernels.experts import choose
-from fairlead_kernels.humming_memory import UNPACKAGED
-from fairlead_kernels.humming_products import HummingProducts
-from fairlead_kernels.not_available import NotAvailableError
-from fairlead_kernels.quantize import Format
-from fairlead_kernels.torch_attention import TorchAttention
+from fairlead_kernels.choice.backend import BackendChoice, int4_products, pick
+from fairlead_kernels.choice.experts import choose
+from fairlead_kernels.cpu.cpu_operations import CpuOperations
+from fairlead_kernels.formats.quantize import Format
+from fairlead_kernels.interface.attention import AttentionBackend
+from fairlead_kernels.interface.not_available import NotAvailableError
+from fairlead_kernels.packages.humming_memory import UNPACKAGED
+from fairlead_kernels.packages.humming_products import HummingProducts
+from fairlead_kernels.plain.torch_attention import TorchAttention
+from fairlead_kernels.proofs.attention_proof import BLOCK_SIZE as PROVEN
 from fairlead_runtime.config import ConfigError
 from fairlead_runtime.device import determinism, paged_model, shards
 from fairlead_runtime.device.batch import BatchBuilder

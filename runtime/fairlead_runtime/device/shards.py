@@ -23,8 +23,8 @@ import torch.nn.functional as F  # noqa: N812 - torch's own convention
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from fairlead_kernels.attention import Heads
-from fairlead_kernels.quantize import Format, largest_of_rows, quantize
+from fairlead_kernels.formats.quantize import Format, largest_of_rows, quantize
+from fairlead_kernels.interface.attention import Heads
 from fairlead_runtime.config import ConfigError
 from fairlead_runtime.device.group import Group
 from fairlead_runtime.device.row_split import QuantizedRowSplit, RowSplit

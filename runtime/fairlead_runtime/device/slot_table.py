@@ -19,9 +19,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fairlead_kernels import sample_rows
-from fairlead_kernels.listed import Lists
-from fairlead_kernels.sample_rows import RowParameters
+from fairlead_kernels.sampling import sample_rows
+from fairlead_kernels.sampling.listed import Lists
+from fairlead_kernels.sampling.sample_rows import RowParameters
 from fairlead_runtime.device.change_lists import ChangeList, ChangeLists
 from fairlead_runtime.device.slot_row import (
     COLUMNS,

@@ -18,11 +18,11 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from fairlead_kernels import reference
-from fairlead_kernels.cpu import CpuOperations
-from fairlead_kernels.layer import Norm
-from fairlead_kernels.parts import row_parts
-from fairlead_kernels.quantize import Quantized
+from fairlead_kernels.cpu.cpu_operations import CpuOperations
+from fairlead_kernels.formats.quantize import Quantized
+from fairlead_kernels.formats.row_chunks import row_parts
+from fairlead_kernels.interface import reference
+from fairlead_kernels.interface.layer import Norm
 from fairlead_runtime.device.attention import CachedPass, ForwardPass
 from fairlead_runtime.device.layer_parts import (
     DoesNotFitError,

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from fairlead_kernels.grouped import Grouped, paired
+from fairlead_kernels.formats.int4 import Grouped, paired
 from fairlead_runtime.sizing.stored import (
     GROUP_INDEX,
     GROUP_SCALES,

@@ -18,7 +18,7 @@ from transformers.quantizers import HfQuantizer
 from transformers.quantizers.auto import register_quantization_config, register_quantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from fairlead_kernels.quantize import FP8, STORED, Format, Quantized
+from fairlead_kernels.formats.quantize import FP8, STORED, Format, Quantized
 from fairlead_runtime.models.grouped import grouped
 from fairlead_runtime.models.headers import Header, TensorEntry
 from fairlead_runtime.models.model_error import ModelError

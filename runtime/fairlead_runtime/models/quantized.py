@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - torch's own convention
 from torch import Tensor, nn
 
-from fairlead_kernels.grouped import Grouped
-from fairlead_kernels.parts import row_parts
-from fairlead_kernels.quantize import Held, Quantized
+from fairlead_kernels.formats.int4 import Grouped
+from fairlead_kernels.formats.quantize import Held, Quantized
+from fairlead_kernels.formats.row_chunks import row_parts
 
 
 class QuantizedLinear(nn.Module):

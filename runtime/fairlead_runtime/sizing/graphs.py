@@ -3,7 +3,7 @@
 Owns both rules, for the plan and for the runtime. Pure.
 """
 
-from fairlead_kernels.flashinfer_memory import PLAN_BYTES, WORKSPACE_BYTES, split_bytes
+from fairlead_kernels.packages.flashinfer_memory import PLAN_BYTES, WORKSPACE_BYTES, split_bytes
 from fairlead_runtime.config import EngineConfig
 from fairlead_runtime.sizing.shape import ModelShape
 

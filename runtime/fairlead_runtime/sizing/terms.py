@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, Self
 
-from fairlead_kernels.humming_memory import COMPILER, OWN_PAIR, PAIR, takes
-from fairlead_kernels.slabs import SLAB
+from fairlead_kernels.cpu.slabs import SLAB
+from fairlead_kernels.packages.humming_memory import COMPILER, OWN_PAIR, PAIR, takes
 from fairlead_runtime.config import EngineConfig
 from fairlead_runtime.sizing.config_json import DTYPE_BYTES
 from fairlead_runtime.sizing.graphs import graph_bytes, may_capture, plan_bytes

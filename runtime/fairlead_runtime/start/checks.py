@@ -7,9 +7,9 @@ from pathlib import Path
 
 import torch
 
-from fairlead_kernels.attention import Heads
-from fairlead_kernels.backend import check_fixed, cpu_operations, flashinfer_for
-from fairlead_kernels.not_available import NotAvailableError
+from fairlead_kernels.choice.backend import check_fixed, cpu_operations, flashinfer_for
+from fairlead_kernels.interface.attention import Heads
+from fairlead_kernels.interface.not_available import NotAvailableError
 from fairlead_runtime.config import ConfigError, Device, EngineConfig
 from fairlead_runtime.models import loading
 from fairlead_runtime.models.loading import InspectedModel

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import torch
 from tqdm import tqdm
 
-from fairlead_kernels.attention import AttentionBackend, DecodeAttention
+from fairlead_kernels.interface.attention import AttentionBackend, DecodeAttention
 from fairlead_runtime.config import ConfigError, EngineConfig
 from fairlead_runtime.device.cuda_graphs import CudaRecorder
 from fairlead_runtime.device.decode_steps import DecodeSteps

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import torch
 
-from fairlead_kernels.attention import AttentionBackend
-from fairlead_kernels.attention_timing import timing
-from fairlead_kernels.humming_memory import COMPILER
-from fairlead_kernels.torch_attention import TorchAttention
+from fairlead_kernels.interface.attention import AttentionBackend
+from fairlead_kernels.packages.humming_memory import COMPILER
+from fairlead_kernels.plain.torch_attention import TorchAttention
+from fairlead_kernels.proofs.attention_timing import timing
 from fairlead_runtime.config import ConfigError, EngineConfig
 from fairlead_runtime.device import profiling, selftest
 from fairlead_runtime.device.group import Group

@@ -17,13 +17,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from fairlead_kernels import reference
-from fairlead_kernels.backend import BackendChoice, pick
-from fairlead_kernels.cpu_layers import LayerChain
-from fairlead_kernels.layer import LayerOperations, Norm, Packed
-from fairlead_kernels.not_available import NotAvailableError
-from fairlead_kernels.quantize import Format
-from fairlead_kernels.torch_operations import TorchOperations
+from fairlead_kernels.choice.backend import BackendChoice, pick
+from fairlead_kernels.cpu.cpu_layers import LayerChain
+from fairlead_kernels.formats.quantize import Format
+from fairlead_kernels.interface import reference
+from fairlead_kernels.interface.layer import LayerOperations, Norm, Packed
+from fairlead_kernels.interface.not_available import NotAvailableError
+from fairlead_kernels.plain.torch_operations import TorchOperations
 from fairlead_runtime.device import fused_layers, profiling, selftest, whole_model
 from fairlead_runtime.device.fused_layers import FusedRun
 from fairlead_runtime.device.fusion import Fusion, fuse, quantize_weights

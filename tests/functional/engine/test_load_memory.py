@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from fairlead_kernels import cpu
-from fairlead_kernels.not_available import NotAvailableError
-from fairlead_kernels.quantize import quantize
+from fairlead_kernels.cpu import cpu_operations
+from fairlead_kernels.formats.quantize import quantize
+from fairlead_kernels.interface.not_available import NotAvailableError
 from fairlead_runtime.config import EngineConfig
 from fairlead_runtime.device import fusion
 from fairlead_runtime.models import tiny
@@ -50,7 +50,7 @@ def name(request: pytest.FixtureRequest) -> str:
 @pytest.fixture(scope="module")
 def measured(name: str, tmp_path_factory: pytest.TempPathFactory) -> Measured:
     try:
-        cpu.load()
+        cpu_operations.load()
     except NotAvailableError as error:
         pytest.skip(str(error))
     family, stored, settings = CASES[name]

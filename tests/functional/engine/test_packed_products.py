@@ -8,10 +8,10 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing import reductions
 
-from fairlead_kernels.backend import pick
-from fairlead_kernels.cpu import CpuOperations
-from fairlead_kernels.layer import Packed
-from fairlead_kernels.not_available import NotAvailableError
+from fairlead_kernels.choice.backend import pick
+from fairlead_kernels.cpu.cpu_operations import CpuOperations
+from fairlead_kernels.interface.layer import Packed
+from fairlead_kernels.interface.not_available import NotAvailableError
 from fairlead_runtime.device import selftest
 from fairlead_runtime.device.fusion import fuse
 from fairlead_runtime.device.packed_products import SMALLEST

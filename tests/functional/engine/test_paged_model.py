@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from fairlead_kernels.attention import LayerKind
-from fairlead_kernels.backend import pick
+from fairlead_kernels.choice.backend import pick
+from fairlead_kernels.interface.attention import LayerKind
 from fairlead_runtime.device import attention, profiling, selftest
 from fairlead_runtime.device.attention import AttentionCall, PagedPass
 from fairlead_runtime.device.paged_model import PagedModel

@@ -8,8 +8,8 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from fairlead_kernels.backend import pick
-from fairlead_kernels.torch_operations import TorchOperations
+from fairlead_kernels.choice.backend import pick
+from fairlead_kernels.plain.torch_operations import TorchOperations
 from fairlead_runtime.config import EngineConfig
 from fairlead_runtime.device import profiling
 from fairlead_runtime.device.fusion import fuse

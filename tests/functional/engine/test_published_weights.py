@@ -11,8 +11,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from fairlead_kernels.backend import BackendChoice, pick
-from fairlead_kernels.humming_memory import OWN_PAIR, PAIR
+from fairlead_kernels.choice.backend import BackendChoice, pick
+from fairlead_kernels.packages.humming_memory import OWN_PAIR, PAIR
 from fairlead_operator.decide.children.capacity import PlanError, plan_of
 from fairlead_runtime import LLM, SamplingParams
 from fairlead_runtime.config import ConfigError, EngineConfig

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from fairlead_kernels.cpu_attention import CpuAttention, CpuPlan
+from fairlead_kernels.cpu.cpu_attention import CpuAttention, CpuPlan
 from support.engine_rig import MAX_LEN, Setting, greedy, prompts, rig
 
 ROWS_OF_A_TASK = 6  # its place: csrc/attention.h

@@ -13,7 +13,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from fairlead_kernels.backend import pick
+from fairlead_kernels.choice.backend import pick
 from fairlead_runtime.device import selftest
 from fairlead_runtime.llm import LLM
 from fairlead_runtime.models import architecture, loading, tiny, unlisted

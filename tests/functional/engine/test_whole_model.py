@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 from torch.multiprocessing import reductions
 
-from fairlead_kernels.backend import pick
-from fairlead_kernels.not_available import NotAvailableError
-from fairlead_kernels.quantize import quantize
+from fairlead_kernels.choice.backend import pick
+from fairlead_kernels.formats.quantize import quantize
+from fairlead_kernels.interface.not_available import NotAvailableError
 from fairlead_runtime import LLM, SamplingParams
 from fairlead_runtime.device import selftest, whole_model
 from fairlead_runtime.device.fusion import fuse, quantize_weights

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import hatch_build
-from fairlead_kernels import library
+from fairlead_kernels.cpu import library
 from support.full import LONG_FORM
 
 ROOT = Path(__file__).parents[3]

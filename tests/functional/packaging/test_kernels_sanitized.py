@@ -21,7 +21,7 @@ ALL_TESTS = """
 import sys
 from pathlib import Path
 import pytest
-from fairlead_kernels import library
+from fairlead_kernels.cpu import library
 library.FOLDER = Path(sys.argv[1])
 sys.exit(pytest.main(["-q", "-p", "no:cacheprovider", "--timeout=3000", *sys.argv[2:]]))
 """
@@ -31,8 +31,8 @@ import ctypes
 import sys
 from pathlib import Path
 import torch
-from fairlead_kernels import cpu, library
-from fairlead_kernels.cpu_arguments import weight_struct
+from fairlead_kernels.cpu import cpu_operations as cpu, library
+from fairlead_kernels.cpu.cpu_arguments import weight_struct
 library.FOLDER = Path(sys.argv[1])
 operations = cpu.load(sys.argv[2])
 functions = operations.library

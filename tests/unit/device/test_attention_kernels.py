@@ -5,13 +5,14 @@ blocks.
 import pytest
 import torch
 
-from fairlead_kernels import reference, torch_plan
-from fairlead_kernels.attention import Heads, LayerSpec
-from fairlead_kernels.backend import pick
-from fairlead_kernels.cache_write import write
-from fairlead_kernels.copy_blocks import copy_blocks
-from fairlead_kernels.torch_attention import Scratch, TorchAttention
-from fairlead_kernels.torch_plan import Keys
+from fairlead_kernels.choice.backend import pick
+from fairlead_kernels.interface import reference
+from fairlead_kernels.interface.attention import Heads, LayerSpec
+from fairlead_kernels.interface.cache_write import write
+from fairlead_kernels.plain import torch_plan
+from fairlead_kernels.plain.copy_blocks import copy_blocks
+from fairlead_kernels.plain.torch_attention import Scratch, TorchAttention
+from fairlead_kernels.plain.torch_plan import Keys
 from support.attention_cases import Case, make_case
 
 CPU = torch.device("cpu")
@@ -209,7 +210,7 @@ def test_copies_read_every_source_before_they_write() -> None:
 
 def test_copies_between_memories_go_in_bounded_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     source, target = torch.randn(2, 9, 3), torch.zeros(2, 9, 3)
-    monkeypatch.setattr("fairlead_kernels.copy_blocks.STAGING_BYTES", 2 * source.nbytes // 9)
+    monkeypatch.setattr("fairlead_kernels.plain.copy_blocks.STAGING_BYTES", 2 * source.nbytes // 9)
     pairs = [(i, 8 - i) for i in range(9)]
     sizes: list[int] = []
     select = torch.Tensor.index_select
@@ -223,6 +224,6 @@ def test_copies_between_memories_go_in_bounded_parts(monkeypatch: pytest.MonkeyP
     assert torch.equal(target, source.flip(1))
     assert sizes == [2, 2, 2, 2, 1]
     sizes.clear()
-    monkeypatch.setattr("fairlead_kernels.copy_blocks.STAGING_BYTES", 1)
+    monkeypatch.setattr("fairlead_kernels.plain.copy_blocks.STAGING_BYTES", 1)
     copy_blocks(source, target, pairs[:2], dim=1)
     assert sizes == [1, 1], "at least one block at a time"

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fairlead_kernels.attention import NULL
+from fairlead_kernels.interface.attention import NULL
 from fairlead_runtime.device.batch import Batch, BatchBuilder
 from fairlead_runtime.request import Request, SamplingParams, Sequence
 from fairlead_runtime.scheduling.plan import Row

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fairlead_kernels import sample, sample_rows
-from fairlead_kernels.sample_rows import NOT_FINITE, NOTHING_LEFT, RowLogprobs
+from fairlead_kernels.sampling import sample, sample_rows
+from fairlead_kernels.sampling.sample_rows import NOT_FINITE, NOTHING_LEFT, RowLogprobs
 from fairlead_runtime.device.change_lists import ChangeList
 from fairlead_runtime.device.sampling import SampledTokens, SamplingBatch
 from fairlead_runtime.device.sampling import sample as general

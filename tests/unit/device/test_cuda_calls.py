@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from fairlead_kernels.sample_rows import RowLogprobs
+from fairlead_kernels.sampling.sample_rows import RowLogprobs
 from fairlead_runtime.device.cuda_graphs import CudaRecorder
 from fairlead_runtime.device.fetched import Fetched
 from fairlead_runtime.device.graphs import GraphCache

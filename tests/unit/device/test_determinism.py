@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fairlead_kernels import triton_package
-from fairlead_kernels.attention import AttentionBackend
-from fairlead_kernels.backend import BackendChoice, pick
-from fairlead_kernels.not_available import NotAvailableError
+from fairlead_kernels.choice.backend import BackendChoice, pick
+from fairlead_kernels.gpu import triton_package
+from fairlead_kernels.interface.attention import AttentionBackend
+from fairlead_kernels.interface.not_available import NotAvailableError
 from fairlead_runtime.commands.refusals import refusal_for
 from fairlead_runtime.config import ConfigError, EngineConfig
 from fairlead_runtime.device import determinism

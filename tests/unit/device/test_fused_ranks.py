@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from fairlead_kernels import reference
-from fairlead_kernels.torch_operations import TorchOperations
+from fairlead_kernels.interface import reference
+from fairlead_kernels.plain.torch_operations import TorchOperations
 from fairlead_runtime.device.fusion import fuse
 from fairlead_runtime.device.group import Group
 from support.engine_rig import paged

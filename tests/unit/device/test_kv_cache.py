@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from fairlead_kernels.attention import Heads
+from fairlead_kernels.interface.attention import Heads
 from fairlead_runtime.device.kv_cache import CacheStorage
 from fairlead_runtime.scheduling.plan import Work
 from fairlead_runtime.sizing.groups import group_layers

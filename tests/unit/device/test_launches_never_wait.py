@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from fairlead_kernels.experts import torch_product
-from fairlead_kernels.triton_experts import TritonExperts
+from fairlead_kernels.choice.experts import torch_product
+from fairlead_kernels.gpu.triton_experts import TritonExperts
 from fairlead_runtime.device.row_sampler import RowSampler
 from fairlead_runtime.device.slot_table import SlotTable
 from fairlead_runtime.models.tiny import FAMILIES, SIZED, UNLISTED, VARIANTS

@@ -8,8 +8,8 @@ from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from transformers.models.gpt_neox.modeling_gpt_neox import apply_rotary_pos_emb as partial_rope
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
 
-from fairlead_kernels import reference
-from fairlead_kernels.layer import Activation, LayerOperations, Norm
+from fairlead_kernels.interface import reference
+from fairlead_kernels.interface.layer import Activation, LayerOperations, Norm
 
 OPERATIONS: LayerOperations = reference  # mypy checks every signature here
 TOKENS, QUERY, KV, DIM = 7, 4, 2, 8

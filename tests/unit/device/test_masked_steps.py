@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from fairlead_kernels import sample_rows
-from fairlead_kernels.sample_rows import NOTHING_LEFT
+from fairlead_kernels.sampling import sample_rows
+from fairlead_kernels.sampling.sample_rows import NOTHING_LEFT
 from fairlead_runtime.device.logit_changes import LogitChanges
 from fairlead_runtime.device.paged_model import PagedModel
 from fairlead_runtime.device.row_masks import MaskPacket

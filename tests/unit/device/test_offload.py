@@ -12,8 +12,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fairlead_kernels.attention import Heads
-from fairlead_kernels.copy_blocks import gather_blocks, scatter_blocks
+from fairlead_kernels.interface.attention import Heads
+from fairlead_kernels.plain.copy_blocks import gather_blocks, scatter_blocks
 from fairlead_runtime.device import host_memory
 from fairlead_runtime.device.kv_cache import CacheStorage
 from fairlead_runtime.device.offload import Offload, _Run, _runs

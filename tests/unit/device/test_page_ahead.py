@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from fairlead_kernels.attention import Heads
+from fairlead_kernels.interface.attention import Heads
 from fairlead_runtime.device import page_ahead
 from fairlead_runtime.device.kv_cache import CacheStorage
 from fairlead_runtime.device.page_ahead import PAGE, PIECE, PageAhead

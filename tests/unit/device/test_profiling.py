@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 import pytest
 
-from fairlead_kernels.backend import pick
+from fairlead_kernels.choice.backend import pick
 from fairlead_runtime.device import profiling
 from fairlead_runtime.device.paged_model import PagedModel
 from fairlead_runtime.device.profiling import profile

@@ -6,7 +6,7 @@ from typing import cast
 import pytest
 import torch
 
-from fairlead_kernels.attention import AttentionBackend
+from fairlead_kernels.interface.attention import AttentionBackend
 from fairlead_runtime.device import ranks
 from fairlead_runtime.device.batch import UNKNOWN, Batch, BatchBuilder
 from fairlead_runtime.device.group import Group

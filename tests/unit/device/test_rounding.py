@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fairlead_kernels.cpu import DIGITS_ROUNDING
+from fairlead_kernels.cpu.cpu_operations import DIGITS_ROUNDING
 from fairlead_runtime.device.attention import CURRENT_PASS, AttentionCall
 from fairlead_runtime.device.layer_recording import Recorded, decoder_layers, record, repeat
 from fairlead_runtime.device.paged_model import PagedModel, ProbePass

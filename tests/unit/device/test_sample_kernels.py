@@ -10,7 +10,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fairlead_kernels import sample as ops
+from fairlead_kernels.sampling import sample as ops
 
 CPU = torch.device("cpu")
 MASK = 2**32 - 1

@@ -14,7 +14,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fairlead_kernels import sample as ops
+from fairlead_kernels.sampling import sample as ops
 from fairlead_runtime.device import sampling
 from fairlead_runtime.device.sampling import SamplingBatch, draw_keys, sample
 from fairlead_runtime.logprobs import TokenLogprobs

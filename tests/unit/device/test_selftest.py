@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from fairlead_kernels.backend import pick
-from fairlead_kernels.torch_attention import TorchAttention
+from fairlead_kernels.choice.backend import pick
+from fairlead_kernels.plain.torch_attention import TorchAttention
 from fairlead_runtime.config import ConfigError
 from fairlead_runtime.device import selftest
 from fairlead_runtime.device.kv_cache import CacheStorage

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fairlead_kernels.quantize import quantize
+from fairlead_kernels.formats.quantize import quantize
 from fairlead_runtime.config import ConfigError, EngineConfig
 from fairlead_runtime.device import shards
 from fairlead_runtime.device.group import Group

@@ -13,10 +13,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from fairlead_kernels import listed, sample, sample_rows
-from fairlead_kernels.attention import DecodeRows, Heads
-from fairlead_kernels.flashinfer_plan import decode_rows, paged_rows
-from fairlead_kernels.triton_attention import TritonAttention
+from fairlead_kernels.gpu.triton_attention import TritonAttention
+from fairlead_kernels.interface.attention import DecodeRows, Heads
+from fairlead_kernels.packages.flashinfer_plan import decode_rows, paged_rows
+from fairlead_kernels.sampling import listed, sample, sample_rows
 from fairlead_runtime.device.batch import BatchBuilder
 from fairlead_runtime.device.logit_changes import LogitChanges
 from fairlead_runtime.device.sampling import SamplingBatch

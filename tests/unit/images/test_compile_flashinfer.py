@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from compile_flashinfer import Module, architectures, main, read
-from fairlead_kernels.flashinfer_attention import SUPPORTED
+from fairlead_kernels.packages.flashinfer_attention import SUPPORTED
 from select_lock import entries
 
 ROOT = Path(__file__).parents[3]

@@ -20,7 +20,7 @@ LOAD = """
 import os, sys
 from pathlib import Path
 import triton
-from fairlead_kernels import triton_package
+from fairlead_kernels.gpu import triton_package
 sys.setdlopenflags(os.RTLD_LAZY)
 triton_package.hand_out_library(triton, Path(sys.argv[1]))
 from triton.backends.nvidia import driver

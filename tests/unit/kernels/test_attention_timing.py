@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from fairlead_kernels.attention import Heads, LayerKind, RaggedRows
-from fairlead_kernels.attention_timing import LAYERS, timing
-from fairlead_kernels.torch_attention import TorchAttention
+from fairlead_kernels.interface.attention import Heads, LayerKind, RaggedRows
+from fairlead_kernels.plain.torch_attention import TorchAttention
+from fairlead_kernels.proofs.attention_timing import LAYERS, timing
 from support import flashinfer_standin, triton_standin
 
 CPU = torch.device("cpu")

@@ -9,9 +9,10 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from fairlead_kernels import library, reference
-from fairlead_kernels.attention import AttentionBackend, Heads, LayerSpec
-from fairlead_kernels.cpu_attention import CpuAttention
+from fairlead_kernels.cpu import library
+from fairlead_kernels.cpu.cpu_attention import CpuAttention
+from fairlead_kernels.interface import reference
+from fairlead_kernels.interface.attention import AttentionBackend, Heads, LayerSpec
 from support.attention_cases import Case, make_case
 from support.full import LONG_FORM
 from support.kernel_sets import every_set

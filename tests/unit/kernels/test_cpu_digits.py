@@ -6,8 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fairlead_kernels import cpu, library, reference
-from fairlead_kernels.quantize import Quantized
+from fairlead_kernels.cpu import cpu_operations, library
+from fairlead_kernels.formats.quantize import Quantized
+from fairlead_kernels.interface import reference
 from support.full import LONG_FORM
 from support.kernel_sets import PRODUCT_SETS
 
@@ -47,7 +48,7 @@ def test_a_product_of_digits_is_exact_but_for_the_rounding_of_its_two_sums(
     instruction_set: str, tokens: int, rows: int, columns: int, seed: int
 ) -> None:
     torch.manual_seed(seed)
-    ours = cpu.load(instruction_set)
+    ours = cpu_operations.load(instruction_set)
     x, weight = in_digits(tokens, columns), published(rows, columns)
     got = ours.linear(x, ours.pack([weight])).double()
     want = x.double() @ weight.numbers.double().t()
@@ -60,7 +61,7 @@ def test_a_product_of_digits_is_exact_but_for_the_rounding_of_its_two_sums(
 @pytest.mark.parametrize("columns", [131_071, 131_072, 140_000])
 def test_the_largest_sums_of_digits_do_not_overflow(instruction_set: str, columns: int) -> None:
     """With more columns they would, so there weights are widened to floats."""
-    ours = cpu.load(instruction_set)
+    ours = cpu_operations.load(instruction_set)
     # The digits 126 and -128, but for one element.
     x = torch.full((3, columns), 126.0 * 256 - 128)
     x[:2] = torch.tensor([[LARGEST], [-LARGEST]])
@@ -79,7 +80,7 @@ def test_the_largest_sums_of_digits_do_not_overflow(instruction_set: str, column
 def test_a_row_of_x_is_rounded_by_its_own_largest_element_whatever_the_others_are(
     instruction_set: str,
 ) -> None:
-    ours = cpu.load(instruction_set)
+    ours = cpu_operations.load(instruction_set)
     torch.manual_seed(0)
     sizes = 10.0 ** torch.linspace(-8, 8, 40)
     x, weight = torch.randn(40, 200) * sizes[:, None], published(50, 200)
@@ -94,7 +95,7 @@ def test_a_row_of_x_is_rounded_by_its_own_largest_element_whatever_the_others_ar
 
 @every_digit_set
 def test_a_row_of_zeros_stays_one_and_what_is_no_number_is_not_hidden(instruction_set: str) -> None:
-    ours = cpu.load(instruction_set)
+    ours = cpu_operations.load(instruction_set)
     x, weight = torch.randn(5, 600), published(40, 600)
     x[0], x[1], x[2, 7], x[3, 599] = 0.0, 1e-40, torch.nan, -torch.inf
     got = ours.linear(x, ours.pack([weight]))
@@ -107,7 +108,7 @@ def test_a_row_of_zeros_stays_one_and_what_is_no_number_is_not_hidden(instructio
 
 @every_digit_set
 def test_embeddings_are_the_rows_of_a_weight_packed_for_digits(instruction_set: str) -> None:
-    ours = cpu.load(instruction_set)
+    ours = cpu_operations.load(instruction_set)
     weight, ids = published(75, 30), torch.tensor([0, 74, 31, 32, 74])
     got = ours.embed(ids, ours.pack([weight], factor=0.5), 2.0)
     assert torch.equal(got, weight.numbers[ids].float())
@@ -116,7 +117,7 @@ def test_embeddings_are_the_rows_of_a_weight_packed_for_digits(instruction_set: 
 @every_digit_set
 @pytest.mark.parametrize("columns", [64, 150, 577])
 def test_tiles_give_the_same_bits_as_vectors(instruction_set: str, columns: int) -> None:
-    ours, vectors = cpu.load(instruction_set), cpu.load("avx512+vnni")
+    ours, vectors = cpu_operations.load(instruction_set), cpu_operations.load("avx512+vnni")
     x, weight = torch.randn(75, columns), published(70, columns)
     got, want = (made.linear(x, made.pack([weight])) for made in (ours, vectors))
     assert torch.equal(got, want)

@@ -11,11 +11,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fairlead_kernels import cpu, library
-from fairlead_kernels.attention import NULL, Heads, LayerSpec
-from fairlead_kernels.cpu_attention import CpuAttention
-from fairlead_kernels.layer import Norm
-from fairlead_kernels.quantize import quantize
+from fairlead_kernels.cpu import cpu_operations, library
+from fairlead_kernels.cpu.cpu_attention import CpuAttention
+from fairlead_kernels.formats.quantize import quantize
+from fairlead_kernels.interface.attention import NULL, Heads, LayerSpec
+from fairlead_kernels.interface.layer import Norm
 from support.attention_cases import Cut, attend_cut, make_case
 from support.full import LONG_FORM
 from support.kernel_sets import every_product_set, every_set
@@ -131,7 +131,7 @@ def test_a_tile_that_begins_before_the_window_reads_no_freed_block(
 def test_a_product_of_a_token_is_the_same_beside_any_others(
     instruction_set: str, dtype: torch.dtype, columns: int
 ) -> None:
-    ours = cpu.load(instruction_set)
+    ours = cpu_operations.load(instruction_set)
     torch.manual_seed(columns)
     plain = torch.randn(70, columns)
     weight = [quantize(plain) if dtype is torch.int8 else plain]
@@ -149,7 +149,7 @@ def test_a_product_of_a_token_is_the_same_beside_any_others(
 
 @every_set
 def test_what_lies_between_products_is_the_same_beside_any_others(instruction_set: str) -> None:
-    ours = cpu.load(instruction_set)
+    ours = cpu_operations.load(instruction_set)
     torch.manual_seed(0)
     x, residual, width = torch.randn(301, 72), torch.randn(301, 72), 72
     norm = Norm(torch.randn(width), 1e-6, 1.0, torch.randn(width), centered=True)

@@ -11,11 +11,12 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fairlead_kernels import cpu, reference
-from fairlead_kernels.attention import Heads, LayerSpec, RaggedRows
-from fairlead_kernels.cpu_layers import slab_ends
-from fairlead_kernels.layer import Activation, Layer, LayerOperations, Norm, Packed
-from fairlead_kernels.quantize import quantize
+from fairlead_kernels.cpu import cpu_operations
+from fairlead_kernels.cpu.cpu_layers import slab_ends
+from fairlead_kernels.formats.quantize import quantize
+from fairlead_kernels.interface import reference
+from fairlead_kernels.interface.attention import Heads, LayerSpec, RaggedRows
+from fairlead_kernels.interface.layer import Activation, Layer, LayerOperations, Norm, Packed
 from support.allocated import Allocated
 from support.attention_cases import Case, make_case
 from support.full import LONG_FORM
@@ -121,7 +122,7 @@ def by_reference(
 
 
 def by_chain(
-    operations: cpu.CpuOperations,
+    operations: cpu_operations.CpuOperations,
     layers: Sequence[Layer],
     x: Tensor,
     cases: Sequence[Case],
@@ -276,7 +277,7 @@ def test_a_chain_of_layers_is_the_references_operations_in_turn(
     keep = None if kept is None else {"ends": ends, "some": some, "none": ends[:0]}[kept]
     state = torch.get_rng_state()
     results = []
-    for operations in (reference, cpu.load(instruction_set)):
+    for operations in (reference, cpu_operations.load(instruction_set)):
         torch.set_rng_state(state)
         layers = [
             random_layer(
@@ -293,7 +294,7 @@ def test_a_chain_of_layers_is_the_references_operations_in_turn(
             )
             for _ in places
         ]
-        if isinstance(operations, cpu.CpuOperations):
+        if isinstance(operations, cpu_operations.CpuOperations):
             step = operations, layers, x, cases, places, specs, ropes, slab
             results.append(by_chain(*step, keep))
             continue
@@ -334,7 +335,7 @@ def test_no_bit_depends_on_the_slabs_that_a_step_is_cut_into(
     dtype: torch.dtype,
     stored: torch.dtype,
 ) -> None:
-    operations, heads = cpu.load(instruction_set), Heads(group, 1, 8, 8, dtype)
+    operations, heads = cpu_operations.load(instruction_set), Heads(group, 1, 8, 8, dtype)
     cases = [make_case(rows, window=w, heads=heads) for w in (None, window)]
     tokens = cases[0].query.shape[0]
     layers = [
@@ -359,7 +360,7 @@ def test_slabs_end_between_tasks_of_attention_and_are_no_larger_than_they_must_b
     instruction_set: str, counts: list[int], group: int, most: int
 ) -> None:
     heads = Heads(group, 1, 8, 8, torch.float32)
-    backend = cpu.load(instruction_set).attention(heads)
+    backend = cpu_operations.load(instruction_set).attention(heads)
     plan = backend.plan(make_case([(0, count) for count in counts], heads=heads).ragged)
     found = slab_ends(backend.library, heads, [plan], sum(counts), most)
     block = max(1, 192 // group)
@@ -389,7 +390,7 @@ def test_slabs_cut_no_shared_decodes_of_any_layer_group(instruction_set: str) ->
     heads = Heads(2, 1, 8, 8, torch.float32)
     rows = [(0, 3), *[(150, 1)] * 7, (0, 2), *[(150, 1)] * 5]
     shared = dict.fromkeys(range(2, 8), (1, 32)) | dict.fromkeys(range(10, 14), (9, 32))
-    backend = cpu.load(instruction_set).attention(heads)
+    backend = cpu_operations.load(instruction_set).attention(heads)
     plans = [
         backend.plan(make_case(rows, window=window, heads=heads, shared=shared).ragged)
         for window in (20, None)
@@ -412,7 +413,7 @@ def test_slabs_cut_no_shared_decodes_of_any_layer_group(instruction_set: str) ->
 def test_tokens_to_keep_that_are_none_in_order_are_refused(
     instruction_set: str, keep: Tensor
 ) -> None:
-    operations, heads = cpu.load(instruction_set), Heads(2, 1, 8, 8, torch.float32)
+    operations, heads = cpu_operations.load(instruction_set), Heads(2, 1, 8, 8, torch.float32)
     case = make_case([(0, 6)], heads=heads)
     layer = random_layer(heads, 40, 64, "silu", False, operations)
     rope = torch.randn(6, 8), torch.randn(6, 8)
@@ -423,7 +424,7 @@ def test_tokens_to_keep_that_are_none_in_order_are_refused(
 
 @every_set
 def test_a_chain_allocates_the_memory_of_its_largest_slab(instruction_set: str) -> None:
-    operations, heads = cpu.load(instruction_set), Heads(16, 1, 8, 8, torch.float32)
+    operations, heads = cpu_operations.load(instruction_set), Heads(16, 1, 8, 8, torch.float32)
     case = make_case([(0, 100)], heads=heads)
     layer = random_layer(heads, 40, 200, "silu", False, operations)
     chain, rope = operations.chain(heads, [layer], [LayerSpec(0.3)]), torch.randn(100, 8)
@@ -438,7 +439,7 @@ def test_a_chain_allocates_the_memory_of_its_largest_slab(instruction_set: str) 
 
 @every_set
 def test_what_a_chain_cannot_read_is_refused_by_name(instruction_set: str) -> None:
-    operations = cpu.load(instruction_set)
+    operations = cpu_operations.load(instruction_set)
     heads = Heads(2, 1, 8, 8, torch.float32)
     layer = random_layer(heads, 16, 32, "silu", False, operations)
     bad = replace(layer, gate_up=operations.pack([torch.randn(62, 16)]))

@@ -10,9 +10,11 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fairlead_kernels import cpu, parts, reference
-from fairlead_kernels.layer import Activation, LayerOperations, Norm, Packed
-from fairlead_kernels.quantize import quantize
+from fairlead_kernels.cpu import cpu_operations
+from fairlead_kernels.formats import row_chunks
+from fairlead_kernels.formats.quantize import quantize
+from fairlead_kernels.interface import reference
+from fairlead_kernels.interface.layer import Activation, LayerOperations, Norm, Packed
 from support.full import LONG_FORM
 from support.kernel_sets import every_product_set, every_set
 
@@ -31,8 +33,8 @@ any_activation = given(
 )
 
 
-def operations(instruction_set: str) -> cpu.CpuOperations:
-    made = cpu.load(instruction_set)
+def operations(instruction_set: str) -> cpu_operations.CpuOperations:
+    made = cpu_operations.load(instruction_set)
     checked: LayerOperations = made  # mypy checks every signature here
     assert checked.name == instruction_set
     return made
@@ -122,7 +124,7 @@ def test_a_weight_is_packed_in_parts_and_unpacked_to_the_same_values(
     weights = [torch.randn(n, 70) for n in (3, 130, 97)]
     transposed = [weight.T.contiguous().T for weight in weights]
     whole = packed_by(ours, weights, dtype)
-    monkeypatch.setattr(parts, "ELEMENTS", 70 * 40)
+    monkeypatch.setattr(row_chunks, "ELEMENTS", 70 * 40)
     for given_weights in (weights, transposed):
         assert torch.equal(packed_by(ours, given_weights, dtype).data, whole.data)
     stored = torch.cat(weights)

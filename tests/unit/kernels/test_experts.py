@@ -10,11 +10,13 @@ from hypothesis import Phase, example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fairlead_kernels import experts, reference, triton_experts
-from fairlead_kernels.experts import Matrices
-from fairlead_kernels.not_available import NotAvailableError
-from fairlead_kernels.triton_experts import TritonExperts, tiles
-from fairlead_kernels.triton_operations import MANY_TOKENS
+from fairlead_kernels.choice import experts
+from fairlead_kernels.choice.experts import Matrices
+from fairlead_kernels.gpu import triton_experts
+from fairlead_kernels.gpu.triton_experts import TritonExperts, tiles
+from fairlead_kernels.gpu.triton_operations import MANY_TOKENS
+from fairlead_kernels.interface import reference
+from fairlead_kernels.interface.not_available import NotAvailableError
 from support import triton_standin
 from support.full import LONG_FORM
 from support.operation_cases import DTYPES, ROUNDING, sum_exactly

@@ -9,12 +9,13 @@ import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from fairlead_kernels import reference, triton_fixed
-from fairlead_kernels.attention import Heads, LayerKind, LayerSpec
-from fairlead_kernels.attention_proof import prove
-from fairlead_kernels.layer import Packed
-from fairlead_kernels.not_available import NotAvailableError
-from fairlead_kernels.quantize import FP8, quantize
+from fairlead_kernels.formats.quantize import FP8, quantize
+from fairlead_kernels.gpu import triton_fixed
+from fairlead_kernels.interface import reference
+from fairlead_kernels.interface.attention import Heads, LayerKind, LayerSpec
+from fairlead_kernels.interface.layer import Packed
+from fairlead_kernels.interface.not_available import NotAvailableError
+from fairlead_kernels.proofs.attention_proof import prove
 from support.attention_cases import Cut, attend_cut, make_case
 from support.full import LONG_FORM
 from support.operation_cases import ProductCase, fixed_attention, fixed_operations, product_cases

@@ -13,19 +13,28 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fairlead_kernels import backend, flashinfer_package, reference, triton_attention
-from fairlead_kernels.attention import AttentionBackend, DecodeRows, Heads, LayerKind, LayerSpec
-from fairlead_kernels.attention_proof import prove
-from fairlead_kernels.backend import flashinfer_for, pick
-from fairlead_kernels.flashinfer_attention import (
+from fairlead_kernels.choice import backend
+from fairlead_kernels.choice.backend import flashinfer_for, pick
+from fairlead_kernels.gpu import triton_attention
+from fairlead_kernels.interface import reference
+from fairlead_kernels.interface.attention import (
+    AttentionBackend,
+    DecodeRows,
+    Heads,
+    LayerKind,
+    LayerSpec,
+)
+from fairlead_kernels.interface.not_available import NotAvailableError
+from fairlead_kernels.packages import flashinfer_package
+from fairlead_kernels.packages.flashinfer_attention import (
     MOST_PLANS,
     SUPPORTED,
     FlashinferAttention,
 )
-from fairlead_kernels.flashinfer_memory import PLAN_BYTES, split_bytes
-from fairlead_kernels.flashinfer_plan import paged_rows
-from fairlead_kernels.not_available import NotAvailableError
-from fairlead_kernels.torch_operations import TorchOperations
+from fairlead_kernels.packages.flashinfer_memory import PLAN_BYTES, split_bytes
+from fairlead_kernels.packages.flashinfer_plan import paged_rows
+from fairlead_kernels.plain.torch_operations import TorchOperations
+from fairlead_kernels.proofs.attention_proof import prove
 from support import flashinfer_standin as standin
 from support.attention_cases import Case, make_case
 from support.full import LONG_FORM

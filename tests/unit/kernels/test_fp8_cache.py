@@ -9,11 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fairlead_kernels import reference
-from fairlead_kernels.attention import Heads, LayerSpec
-from fairlead_kernels.cache_write import rounded, write
-from fairlead_kernels.copy_blocks import copy_blocks
-from fairlead_kernels.torch_attention import TorchAttention
+from fairlead_kernels.interface import reference
+from fairlead_kernels.interface.attention import Heads, LayerSpec
+from fairlead_kernels.interface.cache_write import rounded, write
+from fairlead_kernels.plain.copy_blocks import copy_blocks
+from fairlead_kernels.plain.torch_attention import TorchAttention
 from support.attention_cases import make_case
 from support.fp8_reference import MIDDLES, NUMBERS, codes, nearest
 from support.operation_cases import operations

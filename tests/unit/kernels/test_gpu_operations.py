@@ -13,12 +13,15 @@ import pytest
 import torch
 from hypothesis import Phase, given, settings
 
-from fairlead_kernels import backend, reference, triton_operations, triton_proof
-from fairlead_kernels.layer import Norm
-from fairlead_kernels.not_available import NotAvailableError
-from fairlead_kernels.quantize import quantize
-from fairlead_kernels.torch_operations import TorchOperations, prove_fp8
-from fairlead_kernels.triton_operations import TritonOperations
+from fairlead_kernels.choice import backend
+from fairlead_kernels.formats.quantize import quantize
+from fairlead_kernels.gpu import triton_operations
+from fairlead_kernels.gpu.triton_operations import TritonOperations
+from fairlead_kernels.interface import reference
+from fairlead_kernels.interface.layer import Norm
+from fairlead_kernels.interface.not_available import NotAvailableError
+from fairlead_kernels.plain.torch_operations import TorchOperations, prove_fp8
+from fairlead_kernels.proofs import triton_proof
 from support.full import LONG_FORM
 from support.operation_cases import (
     ActivationCase,

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from fairlead_kernels.grouped import Grouped, as_grouped, paired
-from fairlead_kernels.quantize import as_quantized, quantize
-from fairlead_kernels.torch_operations import TorchOperations
+from fairlead_kernels.formats.int4 import Grouped, as_grouped, paired
+from fairlead_kernels.formats.quantize import as_quantized, quantize
+from fairlead_kernels.plain.torch_operations import TorchOperations
 from support.operation_cases import grouped
 
 

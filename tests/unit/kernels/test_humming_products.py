@@ -13,13 +13,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fairlead_kernels import backend, humming_package, reference
-from fairlead_kernels.grouped import Grouped
-from fairlead_kernels.humming_memory import UNPACKAGED
-from fairlead_kernels.humming_products import BOUNDS, TOLERANCE, HummingPacked, HummingProducts
-from fairlead_kernels.layer import Packed
-from fairlead_kernels.not_available import NotAvailableError
-from fairlead_kernels.torch_operations import TorchOperations
+from fairlead_kernels.choice import backend
+from fairlead_kernels.formats.int4 import Grouped
+from fairlead_kernels.interface import reference
+from fairlead_kernels.interface.layer import Packed
+from fairlead_kernels.interface.not_available import NotAvailableError
+from fairlead_kernels.packages import humming_package
+from fairlead_kernels.packages.humming_memory import UNPACKAGED
+from fairlead_kernels.packages.humming_products import (
+    BOUNDS,
+    TOLERANCE,
+    HummingPacked,
+    HummingProducts,
+)
+from fairlead_kernels.plain.torch_operations import TorchOperations
 from support import humming_standin
 from support.operation_cases import fixed_operations, grouped
 

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from fairlead_kernels import library
-from fairlead_kernels.not_available import NotAvailableError
+from fairlead_kernels.cpu import library
+from fairlead_kernels.interface.not_available import NotAvailableError
 from support.kernel_sets import every_set, widest_set
 
 FORKED = """
 import os, sys, torch
-from fairlead_kernels import library
+from fairlead_kernels.cpu import library
 functions = library.load(sys.argv[1])
 torch.set_num_threads(2)
 assert functions.team_size(2) == 2, functions.team_size(2)
@@ -35,7 +35,7 @@ def test_the_kernels_run_on_as_many_of_torchs_threads_as_asked(instruction_set: 
 def test_the_threads_are_those_that_torch_has_started(instruction_set: str) -> None:
     program = """
 import os, sys, torch
-from fairlead_kernels import library
+from fairlead_kernels.cpu import library
 functions = library.load(sys.argv[1])
 torch.set_num_threads(3)
 torch.ones(1 << 20).add_(1)
@@ -58,7 +58,7 @@ def test_one_processor_for_several_threads_is_enough(instruction_set: str) -> No
 import os, sys
 os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
 import torch
-from fairlead_kernels import cpu
+from fairlead_kernels.cpu import cpu_operations as cpu
 torch.set_num_threads(4)
 operations = cpu.load(sys.argv[1])
 x, weight = torch.randn(9, 64), torch.randn(640, 64)
@@ -75,7 +75,7 @@ def test_a_thread_that_dies_leaves_no_helper_behind(instruction_set: str) -> Non
     program = """
 import os, sys, threading
 import torch
-from fairlead_kernels import cpu
+from fairlead_kernels.cpu import cpu_operations as cpu
 operations = cpu.load(sys.argv[1])
 x, weight = torch.randn(9, 64), torch.randn(640, 64)
 packed, done = operations.pack([weight]), []

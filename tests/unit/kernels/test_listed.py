@@ -6,8 +6,8 @@ from collections import Counter
 import pytest
 import torch
 
-from fairlead_kernels import listed
-from fairlead_kernels.listed import COUNT, EMPTY, END, FORBIDDEN, SEEN, Lists
+from fairlead_kernels.sampling import listed
+from fairlead_kernels.sampling.listed import COUNT, EMPTY, END, FORBIDDEN, SEEN, Lists
 
 
 def lists(rows: int, room: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -5,8 +5,14 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from fairlead_kernels import parts
-from fairlead_kernels.quantize import LARGEST, Format, as_quantized, largest_of_rows, quantize
+from fairlead_kernels.formats import row_chunks
+from fairlead_kernels.formats.quantize import (
+    LARGEST,
+    Format,
+    as_quantized,
+    largest_of_rows,
+    quantize,
+)
 from support.allocated import Allocated
 
 FORMATS: tuple[Format, ...] = ("int8", "fp8")
@@ -83,7 +89,7 @@ def test_some_columns_of_a_matrix_are_rounded_as_in_the_whole(
 def test_a_large_weight_is_rounded_in_parts(to: Format, monkeypatch: pytest.MonkeyPatch) -> None:
     weight = torch.randn(37, 8) * torch.rand(37, 1)
     whole = quantize(weight, to)
-    monkeypatch.setattr(parts, "ELEMENTS", 40)
+    monkeypatch.setattr(row_chunks, "ELEMENTS", 40)
     for given_weight in (weight, weight.T.contiguous().T):
         again = quantize(given_weight, to)
         assert torch.equal(again.bits, whole.bits)
@@ -92,7 +98,7 @@ def test_a_large_weight_is_rounded_in_parts(to: Format, monkeypatch: pytest.Monk
 
 def test_rounding_in_parts_takes_memory_for_one_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
     """malloc may keep what is freed, so each part's own would add up."""
-    monkeypatch.setattr(parts, "ELEMENTS", 16 * 256)
+    monkeypatch.setattr(row_chunks, "ELEMENTS", 16 * 256)
     weight = torch.randn(20 * 16, 256)
     with Allocated() as allocated:
         quantized = quantize(weight)
@@ -101,10 +107,10 @@ def test_rounding_in_parts_takes_memory_for_one_of_them(monkeypatch: pytest.Monk
 
 
 def test_parts_have_all_rows_and_at_least_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert list(parts.row_parts(5, 1 << 30)) == [slice(i, i + 1) for i in range(5)]
-    monkeypatch.setattr(parts, "ELEMENTS", 100)
-    assert list(parts.row_parts(70, 3, 16)) == [slice(0, 32), slice(32, 64), slice(64, 70)]
-    assert list(parts.row_parts(0, 3)) == []
+    assert list(row_chunks.row_parts(5, 1 << 30)) == [slice(i, i + 1) for i in range(5)]
+    monkeypatch.setattr(row_chunks, "ELEMENTS", 100)
+    assert list(row_chunks.row_parts(70, 3, 16)) == [slice(0, 32), slice(32, 64), slice(64, 70)]
+    assert list(row_chunks.row_parts(0, 3)) == []
 
 
 def test_rows_in_another_order_keep_their_scales() -> None:

@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fairlead_kernels import sample, sample_rows
-from fairlead_kernels.sample_rows import NOT_FINITE, RowParameters
+from fairlead_kernels.sampling import sample, sample_rows
+from fairlead_kernels.sampling.sample_rows import NOT_FINITE, RowParameters
 from fairlead_runtime.device import sampling
 from fairlead_runtime.device.sampling import SamplingBatch, draw_keys
 from fairlead_runtime.request import Request, SamplingParams, Sequence

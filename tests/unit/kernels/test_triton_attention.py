@@ -12,14 +12,12 @@ import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from fairlead_kernels import (
-    backend,
-    flashinfer_package,
-    reference,
-    triton_attention,
-    triton_package,
-)
-from fairlead_kernels.attention import (
+from fairlead_kernels.choice import backend
+from fairlead_kernels.choice.backend import pick
+from fairlead_kernels.gpu import triton_attention, triton_package
+from fairlead_kernels.gpu.triton_attention import Tiles, TritonAttention
+from fairlead_kernels.interface import reference
+from fairlead_kernels.interface.attention import (
     NULL,
     DecodeAttention,
     DecodeRows,
@@ -27,11 +25,10 @@ from fairlead_kernels.attention import (
     LayerKind,
     LayerSpec,
 )
-from fairlead_kernels.attention_proof import prove
-from fairlead_kernels.backend import pick
-from fairlead_kernels.not_available import NotAvailableError
-from fairlead_kernels.torch_operations import TorchOperations
-from fairlead_kernels.triton_attention import Tiles, TritonAttention
+from fairlead_kernels.interface.not_available import NotAvailableError
+from fairlead_kernels.packages import flashinfer_package
+from fairlead_kernels.plain.torch_operations import TorchOperations
+from fairlead_kernels.proofs.attention_proof import prove
 from support import triton_standin as standin
 from support.attention_cases import Case, make_case
 from support.full import LONG_FORM

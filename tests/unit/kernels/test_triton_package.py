@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from fairlead_kernels import triton_package
-from fairlead_kernels.not_available import NotAvailableError
+from fairlead_kernels.gpu import triton_package
+from fairlead_kernels.interface.not_available import NotAvailableError
 
 LIBRARY = "backends/nvidia/lib/cuda_utils.cpython-311-x86_64-linux-gnu.so"
 

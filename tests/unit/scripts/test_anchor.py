@@ -149,7 +149,7 @@ def test_two_modules_of_one_name_are_refused(root: Path) -> None:
     [
         "operator/fairlead_operator/reconcile.py",
         "runtime/fairlead_runtime/cache/__init__.py",
-        "kernels/fairlead_kernels/quantize.py",
+        "kernels/fairlead_kernels/formats/quantize.py",
         "tests/support/soak.py",
         "tests/cluster/conftest.py",
         "tests/e2e/__main__.py",

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fairlead_kernels.attention import Heads
+from fairlead_kernels.interface.attention import Heads
 from fairlead_runtime.config import ConfigError, EngineConfig
 from fairlead_runtime.sizing.groups import group_layers
 from fairlead_runtime.sizing.offload import PIECE_BYTES, PIECES, Staging

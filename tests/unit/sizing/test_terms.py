@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from fairlead_kernels.humming_memory import COMPILER
+from fairlead_kernels.packages.humming_memory import COMPILER
 from fairlead_runtime.config import EngineConfig
 from fairlead_runtime.sizing import ranks, terms
 from fairlead_runtime.sizing.groups import group_layers

@@ -7,8 +7,8 @@ from typing import Any, cast
 import pytest
 import torch
 
-from fairlead_kernels import flashinfer_attention
-from fairlead_kernels.torch_attention import TorchAttention
+from fairlead_kernels.packages import flashinfer_attention
+from fairlead_kernels.plain.torch_attention import TorchAttention
 from fairlead_runtime.config import ConfigError, EngineConfig
 from fairlead_runtime.device.decode_steps import DecodeSteps
 from fairlead_runtime.device.graphs import GraphCache

@@ -7,10 +7,11 @@ from typing import NoReturn
 import pytest
 import torch
 
-from fairlead_kernels import cpu, flashinfer_package
-from fairlead_kernels.attention import Heads, LayerKind
-from fairlead_kernels.backend import pick
-from fairlead_kernels.not_available import NotAvailableError
+from fairlead_kernels.choice.backend import pick
+from fairlead_kernels.cpu import cpu_operations
+from fairlead_kernels.interface.attention import Heads, LayerKind
+from fairlead_kernels.interface.not_available import NotAvailableError
+from fairlead_kernels.packages import flashinfer_package
 from fairlead_runtime.config import ConfigError, EngineConfig
 from fairlead_runtime.sizing.terms import GIB, DeviceFacts
 from fairlead_runtime.start import checks
@@ -23,10 +24,10 @@ CPU, GPU = DeviceFacts("cpu", 8 * GIB), DeviceFacts("cuda", 80 * GIB)
 
 @pytest.fixture
 def _not_built(monkeypatch: pytest.MonkeyPatch) -> None:
-    def load(_instruction_set: str | None = None) -> cpu.CpuOperations:
+    def load(_instruction_set: str | None = None) -> cpu_operations.CpuOperations:
         raise NotAvailableError("they are not built")
 
-    monkeypatch.setattr(cpu, "load", load)
+    monkeypatch.setattr(cpu_operations, "load", load)
 
 
 @pytest.mark.usefixtures("_not_built")
@@ -82,7 +83,7 @@ def test_with_an_fp8_cache_a_cpu_takes_plain_torch_and_says_why() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_cpu_serves_models_in_float32_and_bfloat16(dtype: torch.dtype) -> None:
     try:
-        kernels = cpu.load()
+        kernels = cpu_operations.load()
     except NotAvailableError as error:
         pytest.skip(str(error))
     name = str(dtype).removeprefix("torch.")
@@ -117,14 +118,14 @@ def test_flashinfer_is_refused_before_the_model_loads_where_it_cannot_serve(
 
 
 def test_torch_is_taken_without_a_look_at_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(cpu, "load")
+    monkeypatch.delattr(cpu_operations, "load")
     choice = pick(HEADS, KINDS, torch.device("cpu"), "torch")
     assert (choice.operations, choice.attention.name) == (None, "torch")
 
 
 def test_the_fastest_kernels_are_named_by_their_instruction_set() -> None:
     try:
-        name = cpu.load().name
+        name = cpu_operations.load().name
     except NotAvailableError as error:
         pytest.skip(str(error))
     assert str(pick(HEADS, KINDS, torch.device("cpu"))) == name

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from fairlead_kernels.torch_attention import TorchAttention
+from fairlead_kernels.plain.torch_attention import TorchAttention
 from fairlead_runtime.config import EngineConfig
 from fairlead_runtime.device.paged_model import PagedModel
 from fairlead_runtime.start.rank_parts import compilers_of, price_of_attention

@@ -1,0 +1,127 @@
+"""The products of a mixture's experts on GPUs: what they are, and whose a model gets.
+
+Owns the choice, which is made by trying: each candidate multiplies by the model's own weights, is
+compared with the reference, and torch's is watched for a wait. docs/design/0009 has the reasons.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from fairlead_kernels.gpu import triton_experts
+from fairlead_kernels.interface import reference
+from fairlead_kernels.interface.not_available import NotAvailableError, brief
+from fairlead_kernels.proofs.attention_proof import TOLERANCE
+
+# Of the tokens that a product is tried on: more for the last expert than a tile has, and some
+# without any.
+MANY = 70
+# Of the outputs so many, the last ones, are compared.
+COMPARED = 64
+
+
+class ExpertProduct(Protocol):
+    """The product of each token and the weights of its expert."""
+
+    def __call__(
+        self, x: Tensor, weights: Tensor, ends: Tensor, bias: Tensor | None = None
+    ) -> Tensor:
+        """Of ``x`` [S, K], sorted by expert, ``weights`` [E, K, N] with any strides, ``ends`` int32
+        [E], where each expert's tokens end, the last S, and ``bias`` [E, N]: [S, N]. All but
+        ``ends`` have one type, and nothing of ``ends`` is read on the host.
+        """
+        ...
+
+
+class Matrices(NamedTuple):
+    """The ``weights`` [E, K, N] and ``bias`` [E, N] of one product of a model."""
+
+    weights: Tensor
+    bias: Tensor | None
+
+
+def choose(
+    samples: Sequence[Matrices], device: torch.device, kernels: str = "auto"
+) -> tuple[ExpertProduct | None, str]:
+    """The product for a model with matrices like these, and the choice in words. None: torch's,
+    which the model's own code calls. Ours on GPUs where torch's waits for the device or fails, and
+    ours does not; ``kernels`` as in ``backend.pick``.
+    """
+    if not samples or device.type != "cuda" or kernels == "torch":
+        return None, ""
+    try:
+        for sample in samples:
+            prove(torch_product, sample, "torch's product")
+            _prove_no_wait(sample)
+    except NotAvailableError as error:
+        reason = str(error)
+    else:
+        return None, "experts in torch"
+    try:
+        ours = triton_experts.load()
+        for sample in samples:
+            prove(ours, sample, "Triton's product")
+    except NotAvailableError as error:
+        return None, f"experts in torch, though {reason}: {error}"
+    return ours, f"experts in Triton: {reason}"
+
+
+def torch_product(x: Tensor, weights: Tensor, ends: Tensor, bias: Tensor | None = None) -> Tensor:
+    """``ExpertProduct`` as transformers' code has it, which rounds before it adds the bias. Where
+    torch has no kernel for the type and the GPU it reads ``ends`` on the host.
+    """
+    out = torch.nn.functional.grouped_mm(x, weights, offs=ends)
+    if bias is not None:
+        places = torch.arange(len(x), device=x.device, dtype=ends.dtype)
+        out += bias[torch.searchsorted(ends, places, right=True)]
+    return out
+
+
+def prove(product: ExpertProduct, sample: Matrices, name: str) -> None:
+    """Compare with the reference for a few tokens. May compile, which takes seconds. Raises
+    NotAvailableError with the reason where it does not run or computes something else.
+    """
+    x, ends = _tokens(sample.weights)
+    try:
+        got = product(x, sample.weights, ends, sample.bias)[:, -COMPARED:]
+        bias = None if sample.bias is None else sample.bias[:, -COMPARED:]
+        want = reference.expert_product(x, sample.weights[..., -COMPARED:], ends, bias).double()
+    except Exception as error:
+        raise NotAvailableError(f"{name} does not run here: {brief(error)}") from error
+    most = float(want.abs().max())
+    found = float((got.double() - want).abs().max())
+    if not found <= TOLERANCE[x.dtype] * most:
+        raise NotAvailableError(f"{name} differs from the reference by {found:.2g} of {most:.2g}")
+
+
+def _prove_no_wait(sample: Matrices) -> None:
+    x, ends = _tokens(sample.weights)
+    try:
+        with _waits_raise():
+            torch_product(x, sample.weights, ends)
+    except RuntimeError as error:
+        raise NotAvailableError("torch's product waits for the device") from error
+
+
+@contextmanager
+def _waits_raise() -> Iterator[None]:
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
+
+
+def _tokens(weights: Tensor) -> tuple[Tensor, Tensor]:
+    """Two tokens for the first expert, one for the middle one, MANY for the last; their ends."""
+    experts, columns, _ = weights.shape
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(MANY + 3, columns, generator=generator) / columns**0.5
+    ends = torch.full((experts,), 2, dtype=torch.int32)
+    ends[experts // 2 :] = 3
+    ends[-1] = MANY + 3
+    return x.to(weights.device, weights.dtype), ends.to(weights.device)

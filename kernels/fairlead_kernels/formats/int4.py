@@ -1,0 +1,113 @@
+"""Weights of 4 bits with a scale and a zero point for each group of columns of a row, as GPTQ and
+AWQ publish them.
+
+Owns how such a matrix is held and what it stands for. Nothing here rounds to it: that takes a
+calibration, which whoever published the checkpoint has made.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from fairlead_kernels.formats.quantize import Quantized
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Grouped(Quantized):
+    """A matrix [N, K] of integers from 0 to 15: each minus its group's zero point, times its scale.
+
+    ``bits`` uint8 [N, K / 2]: of each two neighbours in a row the first in the lower four bits.
+    ``scales`` float32 [N, G] and ``zeros`` uint8 [N, G]: of each K / G neighbours. ``order`` int32
+    [K]: the i-th column that is held is column order[i] of the matrix; None: they are as they were.
+    """
+
+    zeros: Tensor
+    order: Tensor | None = None
+
+    @property
+    def numbers(self) -> Tensor:
+        """Uint8 [N, K / 2], as they are held."""
+        return self.bits
+
+    @property
+    def _parts(self) -> tuple[Tensor, Tensor, Tensor]:
+        return self.bits, self.scales, self.zeros
+
+    @property
+    def shape(self) -> torch.Size:
+        return torch.Size((self.bits.shape[0], 2 * self.bits.shape[1]))
+
+    def rows(self, order: Tensor | slice) -> Self:
+        """The same with these rows in this order."""
+        bits, scales, zeros = (x[order] for x in self._parts)
+        return type(self)(self.format, bits, scales, zeros, self.order)
+
+    def columns(self, part: slice) -> Self:
+        """The same with the columns start:stop. Raises ValueError where these are no whole groups
+        or bytes, or not neighbours.
+        """
+        if self.order is not None:
+            raise ValueError("part: the columns are held in an order of their own")
+        if part.start % 2 or part.stop % 2:
+            raise ValueError(f"part: {part.start} to {part.stop} would cut a byte, which has two")
+        groups = self.scales.shape[1]
+        kept = slice(None)
+        if groups > 1:
+            size = self.shape[1] // groups
+            if part.start % size or part.stop % size:
+                raise ValueError(f"part: {part.start} to {part.stop} are no whole groups of {size}")
+            kept = slice(part.start // size, part.stop // size)
+        bits = self.bits[:, part.start // 2 : part.stop // 2]
+        return type(self)(self.format, bits, self.scales[:, kept], self.zeros[:, kept])
+
+    def clone(self) -> Self:
+        """The same in memory of its own."""
+        order = None if self.order is None else self.order.clone()
+        contiguous = torch.contiguous_format
+        bits, scales, zeros = (x.clone(memory_format=contiguous) for x in self._parts)
+        return type(self)(self.format, bits, scales, zeros, order)
+
+    def to(self, device: torch.device) -> Self:
+        bits, scales, zeros = (x.to(device) for x in self._parts)
+        order = None if self.order is None else self.order.to(device)
+        return type(self)(self.format, bits, scales, zeros, order)
+
+    def dequantize(self) -> Tensor:
+        """The matrix, float32 [N, K]."""
+        held = widened(self.bits, self.scales, self.zeros, torch.float32)
+        if self.order is None:
+            return held
+        matrix = torch.empty_like(held)
+        matrix[:, self.order.long()] = held
+        return matrix
+
+
+def widened(bits: Tensor, scales: Tensor, zeros: Tensor, dtype: torch.dtype) -> Tensor:
+    """The numbers that a ``Grouped``'s tensors stand for, in this type [N, K], each rounded once;
+    float32 has all of them whose scales are 16-bit floats.
+    """
+    rows, half = bits.shape
+    pairs = torch.empty(rows, half, 2, dtype=dtype, device=bits.device)
+    pairs[..., 0] = bits & 15
+    pairs[..., 1] = bits >> 4
+    groups = pairs.view(rows, scales.shape[1], -1)
+    groups.sub_(zeros[..., None]).mul_(scales[..., None])
+    return pairs.view(rows, 2 * half)
+
+
+def paired(numbers: Tensor) -> Tensor:
+    """Integers uint8 [N, K] from 0 to 15 → ``bits`` of a ``Grouped``."""
+    return numbers[:, ::2] | numbers[:, 1::2] << 4
+
+
+def as_grouped(weights: Sequence[Quantized]) -> list[Grouped]:
+    """``weights`` of which all or none are of this kind, if all are. Raises ValueError for groups
+    of several sizes.
+    """
+    found = [weight for weight in weights if isinstance(weight, Grouped)]
+    if len({weight.scales.shape[1] for weight in found}) > 1:
+        raise ValueError("weights: their groups are of several sizes")
+    return found

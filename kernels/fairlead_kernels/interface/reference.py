@@ -1,0 +1,225 @@
+"""Reference implementations in plain torch, which tests compare the backends with.
+
+Slow on purpose: in float64, attention one token at a time, straight from the definitions in
+``attention`` and ``layer``. Never on a hot path. The module is a ``LayerOperations``.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.nn.functional as F  # noqa: N812 - torch's own convention
+
+from fairlead_kernels.formats.int4 import as_grouped
+from fairlead_kernels.formats.quantize import Quantized, as_quantized
+from fairlead_kernels.interface.attention import LayerSpec, RaggedRows
+from fairlead_kernels.interface.cache_write import rounded
+from fairlead_kernels.interface.layer import Activation, Norm, Packed
+
+name = "reference"
+in_float32 = True
+rounds = False
+ACTIVATIONS: dict[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": functools.partial(F.gelu, approximate="tanh"),
+    "relu": F.relu,
+    "relu2": lambda x: F.relu(x).square(),
+}
+
+
+def attend(
+    ragged: RaggedRows,
+    query: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    spec: LayerSpec,
+) -> torch.Tensor:
+    """``AttentionBackend.run`` by its definition, with the same shapes."""
+    starts, lens = ragged.query_starts.tolist(), ragged.kv_lens.tolist()
+    group = query.shape[1] // key_cache.shape[2]
+    out = query.new_empty(query.shape[0], query.shape[1], value_cache.shape[3])
+    for row, length in enumerate(lens):
+        count = starts[row + 1] - starts[row]
+        for i in range(count):
+            position = length - count + i
+            first = 0 if spec.window is None else max(0, position - spec.window + 1)
+            at = [
+                (int(ragged.tables[row, p // ragged.block_size]), p % ragged.block_size)
+                for p in range(first, position + 1)
+            ]
+            keys = torch.stack([key_cache[b, o].double() for b, o in at]).repeat_interleave(
+                group, dim=1
+            )
+            values = torch.stack([value_cache[b, o].double() for b, o in at]).repeat_interleave(
+                group, dim=1
+            )
+            out[starts[row] + i] = _attend_one(
+                query[starts[row] + i].double(), keys, values, spec
+            ).to(out.dtype)
+    return out
+
+
+def _attend_one(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, spec: LayerSpec
+) -> torch.Tensor:
+    """One token: query [H, D], keys [L, H, D], values [L, H, Dv] → [H, Dv]."""
+    scores = torch.einsum("hd,lhd->hl", query, keys) * spec.scale
+    if spec.softcap is not None:
+        scores = spec.softcap * torch.tanh(scores / spec.softcap)
+    if spec.sinks is not None:
+        scores = torch.cat([scores, spec.sinks.double()[:, None]], dim=1)
+    weights = torch.softmax(scores, dim=1)[:, : keys.shape[0]]
+    return torch.einsum("hl,lhd->hd", weights, values)
+
+
+def write(
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    slots: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+) -> None:
+    """``cache_write.write``, one token at a time."""
+    size = key_cache.shape[1]
+    for i, slot in enumerate(slots.tolist()):
+        key_cache[slot // size, slot % size] = rounded(key[i], key_cache.dtype)
+        value_cache[slot // size, slot % size] = rounded(value[i], value_cache.dtype)
+
+
+def pack(
+    weights: Sequence[torch.Tensor | Quantized],
+    *,
+    dtype: torch.dtype = torch.float32,
+    factor: float = 1.0,
+) -> Packed:
+    """``LayerOperations.pack``: row after row."""
+    quantized = as_quantized(weights)
+    if quantized is not None and (grouped := as_grouped(quantized)):
+        data = torch.cat([x.dequantize() for x in grouped])
+        rows, columns = data.shape
+        return Packed(data, rows, columns, torch.full((rows,), factor))
+    if quantized is not None:
+        data, dtype = torch.cat([x.bits for x in quantized]), quantized[0].numbers.dtype
+        scales = torch.cat([x.scales for x in quantized])
+        rows, columns = data.shape
+        return Packed(data.view(dtype), rows, columns, scales * factor)
+    data = torch.cat([x for x in weights if isinstance(x, torch.Tensor)]).to(dtype)
+    factors = None if factor == 1 else torch.full((len(data),), factor)
+    return Packed(data, data.shape[0], data.shape[1], factors)
+
+
+def linear(x: torch.Tensor, weight: Packed, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """``LayerOperations.linear``."""
+    out = x.double() @ weight.data.double().T
+    if weight.scales is not None:
+        out = out * weight.scales.double()
+    return (out if bias is None else out + bias.double()).to(x.dtype)
+
+
+def likeliest(
+    x: torch.Tensor,
+    weight: Packed,
+    bias: torch.Tensor | None = None,
+    norm: Norm | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``CpuOperations.likeliest``."""
+    x = x if norm is None else _normalized(x.double(), norm)
+    values, columns = linear(x, weight, bias).max(dim=1)
+    return values, columns
+
+
+def expert_product(
+    x: torch.Tensor,
+    weights: torch.Tensor,
+    ends: torch.Tensor,
+    bias: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """``experts.ExpertProduct``, but that it reads ``ends`` on the host."""
+    out = x.new_zeros(x.shape[0], weights.shape[2])
+    begin = 0
+    for expert, end in enumerate(ends.tolist()):
+        if end > begin:
+            total = x[begin:end].double() @ weights[expert].double()
+            out[begin:end] = total if bias is None else total + bias[expert].double()
+        begin = end
+    return out
+
+
+def embed(
+    ids: torch.Tensor,
+    weight: Packed,
+    factor: float = 1.0,
+    positions: tuple[torch.Tensor, torch.Tensor] | None = None,
+) -> torch.Tensor:
+    """``CpuOperations.embed``."""
+    rows = weight.data[ids].double() * factor
+    if weight.scales is not None:
+        rows = rows * weight.scales[ids].double()[:, None]
+    if positions is not None:
+        rows = rows + positions[0][positions[1]].double()
+    return rows.float()
+
+
+def angles(
+    positions: torch.Tensor, frequencies: torch.Tensor, scale: float = 1.0
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``CpuOperations.angles``: the products are float32, as models compute them."""
+    products = (positions[:, None].float() * frequencies).double().repeat(1, 2)
+    return (products.cos() * scale).float(), (products.sin() * scale).float()
+
+
+def norm(
+    x: torch.Tensor, norm: Norm, residual: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``LayerOperations.norm``."""
+    total = x if residual is None else (x + residual).to(residual.dtype)
+    return _normalized(total.double(), norm).to(norm.weight.dtype), total
+
+
+def _normalized(x: torch.Tensor, norm: Norm) -> torch.Tensor:
+    """The norm of the last dimension, in float64."""
+    if norm.centered:
+        x = x - x.mean(-1, keepdim=True)
+    scale = torch.rsqrt(x.square().mean(-1, keepdim=True) + norm.eps)
+    normal = x * scale * (norm.weight.double() + norm.offset)
+    return normal if norm.bias is None else normal + norm.bias.double()
+
+
+def rope_write(
+    qkv: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    slots: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    q_norm: Norm | None = None,
+    k_norm: Norm | None = None,
+) -> torch.Tensor:
+    """``LayerOperations.rope_write``."""
+    kv, dim = key_cache.shape[2:]
+    heads = qkv.double().view(qkv.shape[0], -1, dim)
+    query, key, value = heads[:, : -2 * kv], heads[:, -2 * kv : -kv], heads[:, -kv:]
+    query = _rotated(query if q_norm is None else _normalized(query, q_norm), cos, sin)
+    key = _rotated(key if k_norm is None else _normalized(key, k_norm), cos, sin)
+    write(key_cache, value_cache, slots, key.to(qkv.dtype), value.to(qkv.dtype))
+    return query.to(qkv.dtype)
+
+
+def _rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Rotate x [T, heads, dim] in float64 by cos and sin [T, R]."""
+    cos, sin, half = cos.double()[:, None], sin.double()[:, None], cos.shape[1] // 2
+    first, second, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
+    turned = torch.cat([-second, first], dim=-1)
+    return torch.cat([x[..., : 2 * half] * cos + turned * sin, rest], dim=-1)
+
+
+def gated(gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
+    """``LayerOperations.gated``."""
+    gate, up = gate_up.double().chunk(2, dim=-1)
+    return (ACTIVATIONS[activation](gate) * up).to(gate_up.dtype)
+
+
+def activate(x: torch.Tensor, activation: Activation) -> torch.Tensor:
+    """``LayerOperations.activate``."""
+    return ACTIVATIONS[activation](x.double()).to(x.dtype)

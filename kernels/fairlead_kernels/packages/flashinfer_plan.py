@@ -1,0 +1,98 @@
+"""A step's rows as flashinfer's wrappers take them: block tables in compressed sparse rows.
+
+Owns the first block that each row can see and the length of its last one. Pure. The rows of
+decodes whose tables the device has are compressed there.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from fairlead_kernels.interface.attention import DecodeRows, RaggedRows
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PagedRows:
+    """The rows of one step and group, int32 on the host, but for ``indices`` of ``decode_rows``.
+
+    ``query_starts`` [B+1] as in RaggedRows. Row b reads the blocks ``indices``
+    [``starts``[b]:``starts``[b+1]], from the first that its first query sees to its last, of which
+    ``last_lens``[b] tokens are its own, 1 to block_size. Its keys are counted from that first block
+    on; a causal mask and a window count back from the last key, so both stay what they were.
+    ``single``: every row has one query.
+    """
+
+    query_starts: torch.Tensor
+    starts: torch.Tensor
+    indices: torch.Tensor
+    last_lens: torch.Tensor
+    single: bool
+
+
+def paged_rows(ragged: RaggedRows, *, pinned: bool = False) -> PagedRows:
+    """The tensors are new, so the next step may reuse the memory of ``ragged``. A copy of a
+    pageable one to the device has read it when the call that starts the copy returns, for which a
+    large one may wait for the kernels before it; with ``pinned`` the blocks are in memory that
+    torch keeps until their copy has run.
+    """
+    size = ragged.block_size
+    counts = np.diff(ragged.query_starts.numpy())
+    lens = ragged.kv_lens.numpy()
+    first_key = np.zeros_like(lens)
+    if ragged.window is not None:
+        first_key = np.maximum(0, lens - counts - ragged.window + 1)
+    first, end = first_key // size, -(-lens // size)
+    starts = np.zeros(len(lens) + 1, dtype=np.int32)
+    np.cumsum(end - first, out=starts[1:])
+    tables = ragged.tables.numpy()
+    columns = np.arange(tables.shape[1])
+    seen = (columns >= first[:, None]) & (columns < end[:, None])
+    indices = torch.from_numpy(tables[seen])
+    return PagedRows(
+        query_starts=torch.from_numpy(ragged.query_starts.numpy().copy()),
+        starts=torch.from_numpy(starts),
+        indices=indices.pin_memory() if pinned else indices,
+        last_lens=_last_lens(lens, size),
+        single=bool((counts == 1).all()),
+    )
+
+
+def decode_rows(decodes: DecodeRows) -> PagedRows:
+    """``indices`` are on the device, where the wrappers' plans leave them: no plan reads a block's
+    id. The host counts them from the rows' lengths, so that it need not wait for their number.
+    """
+    size, lens = decodes.block_size, decodes.kv_lens.numpy()
+    first = np.zeros_like(lens)
+    if decodes.window is not None:
+        first = np.maximum(0, lens - decodes.window) // size
+    starts = np.zeros(len(lens) + 1, dtype=np.int32)
+    np.cumsum(-(-lens // size) - first, out=starts[1:])
+    return PagedRows(
+        query_starts=torch.arange(len(lens) + 1, dtype=torch.int32),
+        starts=torch.from_numpy(starts),
+        indices=_indices(decodes, int(starts[-1])),
+        last_lens=_last_lens(lens, size),
+        single=True,
+    )
+
+
+def _last_lens(lens: Any, size: int) -> torch.Tensor:
+    return torch.from_numpy((lens - 1) % size + 1)
+
+
+def _indices(decodes: DecodeRows, total: int) -> torch.Tensor:
+    """The visible blocks of all rows, one row after the other: int32 [total] on the device."""
+    size, lens, device = decodes.block_size, decodes.lens, decodes.lens.device
+    end = (lens + (size - 1)) // size
+    first = torch.zeros_like(lens)
+    if decodes.window is not None:
+        first = (lens - decodes.window).clamp_(min=0) // size
+    counts = end - first
+    places = torch.arange(len(lens), device=device)
+    row = torch.repeat_interleave(places, counts, output_size=total)
+    # Of each row, where its blocks would begin if they were not cut off before the first.
+    begin = counts.cumsum(0) - end
+    column = torch.arange(total, device=device) - begin[row]
+    return decodes.tables[decodes.rows[row], column]

@@ -1,0 +1,251 @@
+"""Products with 4-bit weights by the package humming-kernels, on NVIDIA GPUs, in 16-bit types.
+
+Owns the layout in which the package takes a matrix, which kernels it compiles for one, and the
+proof of each. A matrix that it does not take stays as it is (``torch_groups``), for a kernel of
+ours.
+"""
+
+import json
+import logging
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fairlead_kernels.formats.int4 import paired, widened
+from fairlead_kernels.interface.layer import Groups, Packed
+from fairlead_kernels.interface.not_available import NotAvailableError, brief, name_of
+from fairlead_kernels.packages.humming_memory import UNPACKAGED, takes
+from fairlead_kernels.packages.humming_package import HummingPackage, compilers
+
+log = logging.getLogger(__name__)
+
+# A kernel is compiled for steps of at most so many tokens, one for each, and one for larger steps,
+# tuned for LARGE.
+BOUNDS, LARGE, UNBOUNDED = (16, 64, 256), 2048, 1 << 30
+# Its kernels whose programs have whole sums, in float32. By default up to ten programs share one,
+# and add their parts in 16 bits, in any order: two equal steps would differ.
+WHOLE_SUMS = json.dumps({"use_batch_invariant": True})
+# Of a row's largest result: a weight and a result are rounded to 16 bits, which moves them by as
+# much as 2^-8 and 2^-11 of themselves.
+TOLERANCE = {torch.bfloat16: 0.02, torch.float16: 0.005}
+# The most by which a scale may be rounded, in units of itself or of a sixteenth of the largest.
+SCALE = {torch.bfloat16: 2**-8, torch.float16: 2**-10}
+ROWS_AT_A_TIME = 1024  # of a matrix that is widened to be compared with
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Part:
+    """Rows of a matrix that multiply the same columns of x in the same ``order``, None for as they
+    are: the package's ``config`` and tensors, and its kernels by the number of tokens, as JSON.
+    """
+
+    config: Any
+    kernels: str
+    weight: Tensor
+    scales: Tensor
+    zeros: Tensor
+    order: Tensor | None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class HummingPacked(Packed):
+    """A matrix in the package's layout, which only ``multiply`` can read."""
+
+    parts: tuple[Part, ...] = ()
+    products: "HummingProducts | None" = field(default=None, repr=False)
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        held = ((x.weight, x.scales, x.zeros, x.order) for x in self.parts)
+        return tuple(tensor for part in held for tensor in part if tensor is not None)
+
+    def multiply(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """``LayerOperations.linear``, for ``x`` in the type for which it was made. Raises
+        ValueError for another.
+        """
+        if self.products is None or x.dtype is not self.products.dtype:
+            raise ValueError(f"x: {x.dtype}, for which its weights were not packed")
+        if x.shape[1:] != (self.columns,):
+            raise ValueError(f"x: {tuple(x.shape)} for weights of {self.columns} columns")
+        if not len(x):
+            return x.new_empty(0, self.rows)
+        parts = [self.products.multiply(x, part) for part in self.parts]
+        out = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+        return out if bias is None else out.add_(bias)
+
+
+class HummingProducts:
+    """The products of one model in ``dtype`` on ``device``, whose kernels ``most`` compilers make
+    at a time.
+    """
+
+    def __init__(
+        self, package: HummingPackage, dtype: torch.dtype, device: torch.device, most: int = 1
+    ) -> None:
+        self.dtype = dtype
+        self._package = package
+        self._device = device
+        self._most = most
+        self._taken = 0
+        self._left: Counter[str] = Counter()
+        self._known: dict[object, str] = {}  # why it does not take such a matrix, "" where it does
+
+    def __str__(self) -> str:
+        """What was taken and what was not, in words."""
+        why = "; ".join(f"{count} not: {text}" for text, count in self._left.items())
+        taken = f"4-bit products by humming {self._package.version}" if self._taken else ""
+        if not why:
+            return taken
+        return f"{taken}, {why}" if taken else f"4-bit products of ours: {why}"
+
+    def settle(self, weight: Packed) -> Packed:
+        """A matrix as ``torch_groups.pack`` gives it, in the package's layout, in memory of its
+        own; as it is where that is not possible, or it is none of 4 bits.
+
+        The first of its shape compiles kernels, which takes seconds for each, and is compared with
+        what it stands for, for steps of all sizes.
+        """
+        if weight.groups is None or weight.scales is None:
+            return weight
+        try:
+            made = self._settled(weight, weight.scales, weight.groups)
+        except NotAvailableError as error:
+            self._left[str(error)] += 1
+            return weight
+        self._taken += 1
+        return made
+
+    def multiply(self, x: Tensor, part: Part) -> Tensor:
+        """X [T, columns] times the part's rows → [T, rows]."""
+        result: Tensor = self._package.forward(
+            part.config,
+            inputs=x if part.order is None else x.index_select(1, part.order),
+            weight=part.weight,
+            weight_scale=part.scales,
+            zero_point=part.zeros,
+            compute_config=WHOLE_SUMS,
+            tuning_config=part.kernels,
+        )
+        return result
+
+    def _settled(self, weight: Packed, scales: Tensor, groups: Groups) -> HummingPacked:
+        runs = tuple((rows, order is None) for rows, order in groups.orders)
+        key = runs, weight.columns, len(scales)
+        if reason := self._known.get(key):
+            raise NotAvailableError(reason)
+        self._check(weight, scales, groups)
+        try:
+            parts = [
+                self._part(weight.data[own], scales[:, own], groups.zeros[:, own], order)
+                for own, order in _runs(groups)
+            ]
+            made = HummingPacked(
+                parts[0].weight.view(torch.uint8),
+                weight.rows,
+                weight.columns,
+                parts=tuple(parts),
+                products=self,
+            )
+            if key not in self._known:
+                self._prove(made, weight.data, scales, groups)
+        except Exception as error:  # of its compiler, its launcher or CUDA
+            shape = f"[{weight.rows}, {weight.columns}]"
+            reason = str(error) if isinstance(error, NotAvailableError) else brief(error)
+            self._known[key] = f"humming's product with {shape}: {reason}"
+            raise NotAvailableError(self._known[key]) from error
+        self._known[key] = ""
+        return made
+
+    def _check(self, weight: Packed, scales: Tensor, groups: Groups) -> None:
+        if not takes((rows for rows, _ in groups.orders), (weight.columns,)):
+            raise NotAvailableError(UNPACKAGED)
+        if int(groups.zeros.max()) > 15:
+            raise NotAvailableError("a zero point is above 15")
+        moved, sizes = (scales.to(self.dtype).float() - scales).abs(), scales.abs()
+        allowed = SCALE[self.dtype] * torch.maximum(sizes, sizes.max() / 16)
+        if not bool((moved <= allowed).all()):
+            raise NotAvailableError(f"{name_of(self.dtype)} does not hold all of its scales")
+
+    def _part(self, data: Tensor, scales: Tensor, zeros: Tensor, order: Tensor | None) -> Part:
+        """Of ``data`` uint8 [rows, columns / 2], ``scales`` and ``zeros`` [G, rows]."""
+        rows, columns = len(data), 2 * data.shape[1]
+        schema = self._package.schema(
+            b_dtype="uint4",
+            bs_dtype=name_of(self.dtype),
+            weight_scale_group_size=columns // len(scales) if len(scales) > 1 else 0,
+            has_zero_point=True,
+        )
+        words = paired(zeros).flatten().view(torch.int32).view(len(zeros), -1)
+        # An int32 has eight integers, the first in the lowest bits: neighbours of a row, and zero
+        # points of rows below each other.
+        config, held = self._package.transform(
+            {
+                "weight": data.view(torch.int32),
+                "weight_scale": scales.T.to(self.dtype).contiguous(),
+                "zero_point": words.T.contiguous(),
+            },
+            rows,
+            columns,
+            schema,
+            torch_dtype=self.dtype,
+            device=self._device,
+        )
+        return Part(
+            config,
+            json.dumps(self._kernels(config)),
+            held["weight"],
+            held["weight_scale"],
+            held["zero_point"],
+            order,
+        )
+
+    def _kernels(self, config: Any) -> list[tuple[int, int, Any]]:
+        """Of each: more tokens than, up to, and how the package tunes it for so many."""
+        made = []
+        for above, upto in zip((0, *BOUNDS), (*BOUNDS, UNBOUNDED), strict=True):
+            tokens = min(upto, LARGE)
+            tuned = self._package.heuristics(
+                config, shape_m=tokens, use_batch_invariant=True, device=self._device
+            )
+            made.append((above, upto, tuned))
+        return made
+
+    def _prove(self, made: HummingPacked, data: Tensor, scales: Tensor, groups: Groups) -> None:
+        """Compile its kernels, and compare each with what the matrix stands for. Raises
+        NotAvailableError where one computes something else.
+        """
+        log.info("compile humming's kernels for weights [%d, %d]", made.rows, made.columns)
+        generator = torch.Generator().manual_seed(0)
+        x = torch.randn(BOUNDS[-1] + 1, made.columns, generator=generator)
+        x = x.to(self._device, self.dtype)
+        with compilers(self._most):
+            got = [made.multiply(x[:tokens]) for tokens in (1, *BOUNDS, len(x))]
+        worst: list[Tensor] = []  # of tensors, so that NaN stays NaN
+        for own, order in _runs(groups):
+            given = (x if order is None else x[:, order]).float()
+            for begin in range(own.start, own.stop, ROWS_AT_A_TIME):
+                rows = slice(begin, min(begin + ROWS_AT_A_TIME, own.stop))
+                parts = data[rows], scales[:, rows].T, groups.zeros[:, rows].T
+                want = given @ widened(*parts, torch.float32).T
+                # Rows of scales that are zeros are zeros.
+                largest = want.abs().amax(0).clamp_(min=torch.finfo(torch.float32).tiny)
+                for y in got:
+                    different = (y[:, rows].float() - want[: len(y)]).abs().amax(0)
+                    worst.append((different / largest).max())
+        found = float(torch.stack(worst).max())
+        if not found <= TOLERANCE[self.dtype]:
+            raise NotAvailableError(
+                f"it differs from the reference by {found:.2g} of a row's largest"
+            )
+
+
+def _runs(groups: Groups) -> Iterator[tuple[slice, Tensor | None]]:
+    """The rows that multiply the columns of x in one order, and this."""
+    first = 0
+    for rows, order in groups.orders:
+        yield slice(first, first + rows), order
+        first += rows

@@ -1,0 +1,52 @@
+"""Products with 4-bit weights in plain torch, and how such weights are kept on a GPU.
+
+Owns the layout that its product and the Triton kernel read: rows of bits, and scales and zero
+points group after group, so that those of neighbouring rows lie side by side.
+"""
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F  # noqa: N812 - torch's own convention
+from torch import Tensor
+
+from fairlead_kernels.formats.int4 import Grouped, widened
+from fairlead_kernels.interface.layer import Groups, Packed
+
+
+def pack(weights: Sequence[Grouped], factor: float) -> Packed:
+    """Below each other, times ``factor``, as ``LayerOperations.pack``."""
+    data = torch.cat([x.bits for x in weights])
+    scales = torch.cat([x.scales for x in weights]).mul_(factor).T.contiguous()
+    zeros = torch.cat([x.zeros for x in weights]).T.contiguous()
+    orders: list[tuple[int, Tensor | None]] = []
+    for weight in weights:
+        rows, order = len(weight.bits), weight.order
+        if orders and _same(orders[-1][1], order):
+            before, order = orders.pop()
+            rows += before
+        orders.append((rows, order))
+    groups = Groups(zeros, tuple(orders))
+    return Packed(data, len(data), 2 * data.shape[1], scales, groups=groups)
+
+
+def linear(
+    x: Tensor, weight: Packed, scales: Tensor, groups: Groups, bias: Tensor | None
+) -> Tensor:
+    """Multiply x [T, columns] by a copy of the weights in its type, as the packages that publish
+    them do.
+    """
+    copied = widened(weight.data, scales.T, groups.zeros.T, x.dtype)
+    parts, first = [], 0
+    for rows, order in groups.orders:
+        own = slice(first, first + rows)
+        given = x if order is None else x[:, order]
+        parts.append(F.linear(given, copied[own], None if bias is None else bias[own]))
+        first += rows
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+
+
+def _same(one: Tensor | None, other: Tensor | None) -> bool:
+    if one is None or other is None:
+        return one is other
+    return torch.equal(one, other)

@@ -1,0 +1,1 @@
+"""Operations of sampling on logits: cuts, draws, edits of single tokens."""
