@@ -79,9 +79,13 @@ check: setup ## lint, types, import contracts, unit and contract tests, side by 
 
 lint: style types imports ## ruff, mypy, import-linter
 
+# The most percent of each package's names that may be pronouns and participles alone. They only fall.
+ODD_NAMES := operator=4 runtime=2.5 kernels=3.3
+
 style: setup
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
+	$(BIN)/python scripts/count_odd_names.py --limit $(ODD_NAMES)
 
 # What mypy knows of torch takes it a minute to find out: kept outside the clone, which CI has anew.
 MYPY_CACHE := $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/fairlead/mypy
